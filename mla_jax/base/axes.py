@@ -1,0 +1,48 @@
+"""Logical axis names of parameters: each name's size, as config fields. A parameter's shape follows from its axes.
+
+A mesh later maps the same names to mesh axes; an error about a shape names the config fields that disagree."""
+
+from collections.abc import Callable
+from math import prod
+
+from mla_jax.base.config import Config
+
+# name -> (config fields, how they combine)
+AXES: dict[str, tuple[tuple[str, ...], Callable]] = {
+    "vocab": (("vocab_size",), prod),
+    "model": (("hidden_size",), prod),
+    "heads": (("num_attention_heads",), prod),
+    "q_rank": (("q_lora_rank",), prod),
+    "kv_rank": (("kv_lora_rank",), prod),
+    "nope": (("qk_nope_head_dim",), prod),
+    "value": (("v_head_dim",), prod),
+    "query": (("qk_nope_head_dim", "qk_rope_head_dim"), sum),  # one head's nope and rope parts
+    "up": (("qk_nope_head_dim", "v_head_dim"), sum),  # one head's uk and uv, joined as kv_b_proj
+    "latent": (("kv_lora_rank", "qk_rope_head_dim"), sum),  # what one token leaves behind: c_kv and k_pe
+    "mlp": (("intermediate_size",), prod),
+    "experts": (("n_routed_experts",), prod),
+    "expert_mlp": (("moe_intermediate_size",), prod),
+    "expert_pair": (("moe_intermediate_size", "moe_intermediate_size"), sum),  # gate and up, joined
+    "shared_mlp": (("moe_intermediate_size", "n_shared_experts"), prod),
+    "model_pair": (("hidden_size", "hidden_size"), sum),  # embedding and hidden side by side, into the MTP layer
+}
+
+
+def size(config: Config, axis: str) -> int:
+    fields, combine = AXES[axis]
+    return combine(getattr(config, f) for f in fields)
+
+
+def merged(config: Config, axes: str) -> tuple[int, ...]:
+    """The shape that `"heads*nope kv_rank"` describes: a dimension a word, a product of axes each."""
+    return tuple(prod(size(config, axis) for axis in word.split("*")) for word in axes.split())
+
+
+def shape(config: Config, axes: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(size(config, axis) for axis in axes)
+
+
+def why(config: Config, word: str) -> str:
+    """The config fields that make the size of one dimension of `merged`, for an error message."""
+    fields = dict.fromkeys(field for axis in word.split("*") for field in AXES[axis][0])
+    return ", ".join(f"{field} {getattr(config, field)}" for field in fields)

@@ -1,0 +1,49 @@
+"""The errors a user can meet: one type per cause, each with the exit code of the command line.
+
+The first argument is the finding; every further one is a line of detail: what was expected, where, what to do."""
+
+
+class MlaJaxError(Exception):
+    """Base of every error raised on purpose; catch this to catch them all."""
+
+    exit_code = 2
+
+    def __init__(self, finding: str, *details: str):
+        super().__init__(finding, *details)
+
+    def __str__(self) -> str:
+        return "\n  ".join(str(line) for line in self.args)
+
+
+class BadRequest(MlaJaxError):
+    """A prompt or a sampling parameter that cannot be served."""
+
+
+class BadFile(MlaJaxError):
+    """A file that is damaged, incomplete or not what it claims to be."""
+
+    exit_code = 3
+
+
+class BadConfig(MlaJaxError):
+    """A config.json that is unreadable or describes no possible model."""
+
+    exit_code = 3
+
+
+class Unsupported(MlaJaxError):
+    """A valid input that this version cannot run correctly, so does not run at all."""
+
+    exit_code = 3
+
+
+class DoesNotFit(MlaJaxError):
+    """More memory is needed than the device has."""
+
+    exit_code = 4
+
+
+def printable(name: str, limit: int = 80) -> str:
+    """`name` from an untrusted file as one safe, short line: control characters escaped, the middle cut."""
+    shown = name.encode("unicode_escape").decode("ascii")
+    return shown if len(shown) <= limit else f"{shown[: limit // 2]}...{shown[-limit // 4 :]}"

@@ -1,0 +1,196 @@
+"""What is known of each model family, as data: the defaults of absent keys, the presets, and the keys that need care.
+
+Defaults are those of the released code of each `model_type` (transformers 5.23); presets are the released config.json files."""
+
+_V2 = {
+    "q_lora_rank": 1536,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1407,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "routed_scaling_factor": 1.0,
+}
+_V3 = {
+    "q_lora_rank": 1536,
+    "rms_norm_eps": 1e-6,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+}
+_UNGROUPED = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+_DENSE = {"n_routed_experts": None, "num_nextn_predict_layers": 0}
+
+DEFAULTS: dict[str, dict] = {
+    "deepseek_v2": _V2,
+    "deepseek_v3": _V3,
+    "kimi_k2": {**_V3, **_UNGROUPED, "n_routed_experts": 384, "routed_scaling_factor": 2.827, "num_nextn_predict_layers": 0},
+    "glm4_moe_lite": {
+        **_V3,
+        **_UNGROUPED,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "rms_norm_eps": 1e-5,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536,
+        "routed_scaling_factor": 1.8,
+        "max_position_embeddings": 202752,
+    },
+    "youtu": {**_DENSE, "q_lora_rank": 1536, "tie_word_embeddings": True, "max_position_embeddings": 131072},
+    "unknown": {**_V3, **_DENSE},  # experts only where the config names them
+}
+
+_INDEXER = "it chooses tokens with a lightning indexer (DeepSeek Sparse Attention), which is not built yet"
+WAITING = {"deepseek_v32": _INDEXER, "glm_moe_dsa": _INDEXER}
+
+# Keys that change the arithmetic, and the values under which ours is right (the first is what we compute).
+NEUTRAL_VALUES: dict[str, tuple] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "index_topk": (None, 0),
+    "index_n_heads": (None, 0),
+    "mla_scale_q_lora": (False, None),
+    "mla_scale_kv_lora": (False, None),
+    "mla_use_nope": (False, None),
+    "zero_expert_num": (0, None),
+    "scale_emb": (1, None),
+    "scale_depth": (None,),
+    "dim_model_base": (None,),
+    "embedding_multiplier": (1, None),
+    "logits_scaling": (1, None),
+    "residual_multiplier": (1, None),
+    "final_logit_softcapping": (None, 0),
+    "attn_logit_softcapping": (None, 0),
+    "sliding_window": (None, 0),
+    "linear_attn_config": (None,),
+    "swiglu_limit": (None, 0),
+    "partial_rotary_factor": (1.0, None),
+    "use_qk_norm": (False, None),
+    "qk_layernorm": (False, None),
+    "mtp_hidden_states_first": (False, None),
+}
+
+# Keys that say nothing about the arithmetic of inference, or repeat what other keys say.
+IGNORED_KEYS = frozenset(
+    "_name_or_path _from_model_config architectures attention_dropout attn_implementation auto_map aux_loss_alpha chunk_size_feed_forward "
+    "dtype embedding_initializer_range ep_size head_dim id2label initializer_range is_encoder_decoder label2id num_key_value_heads "
+    "output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type qk_head_dim return_dict "
+    "rope_parameters router_aux_loss_coef seq_aux tokenizer_class torch_dtype transformers_version unk_token_id use_cache".split()
+)
+
+_DEEPSEEK = {"model_type": "deepseek_v2", "vocab_size": 102400, "max_position_embeddings": 163840, "bos_token_id": 100000, "eos_token_id": 100001}
+
+
+def _yarn(factor: float, mscale: float, **changes) -> dict:
+    scaling = {"type": "yarn", "factor": factor, "mscale": mscale, "mscale_all_dim": mscale, "original_max_position_embeddings": 4096}
+    return {"rope_scaling": {**scaling, "beta_fast": 32, "beta_slow": 1, **changes}}
+
+
+PRESETS: dict[str, dict] = {
+    "tiny": {
+        "model_type": "deepseek_v3",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        **_yarn(4, 1.0, original_max_position_embeddings=1024),
+    },
+    "v2_lite": {
+        **_DEEPSEEK,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        **_yarn(40, 0.707),
+    },
+    "v2": {
+        **_DEEPSEEK,
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 128,
+        "kv_lora_rank": 512,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 160,
+        "first_k_dense_replace": 1,
+        "topk_method": "group_limited_greedy",
+        "n_group": 8,
+        "topk_group": 3,
+        "routed_scaling_factor": 16.0,
+        **_yarn(40, 0.707),
+    },
+    "v3": {
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "vocab_size": 129280,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+        **_yarn(40, 1.0),
+    },
+    "kimi_k2": {
+        "model_type": "kimi_k2",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 64,
+        "vocab_size": 163840,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 131072,
+        "rope_theta": 50000.0,
+        "bos_token_id": 163584,
+        "eos_token_id": 163585,
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+        **_yarn(32, 1.0, beta_fast=1),
+    },
+    "glm_4_7_flash": {
+        "model_type": "glm4_moe_lite",
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "vocab_size": 154880,
+        "kv_lora_rank": 512,
+        "rope_theta": 1e6,
+        "eos_token_id": [154820, 154827, 154829],
+    },
+}

@@ -1,0 +1,98 @@
+"""FLOPs and bytes of the forms of attention, what devices reach, and the choice of a form that follows. No JAX here.
+
+Letters as everywhere: B rows, T new tokens a row, S tokens attended to (held and new), N heads, R kv rank, P nope, E rope, V value."""
+
+from typing import NamedTuple
+
+from mla_jax.base.config import Config
+
+
+class Device(NamedTuple):
+    """What a device reaches in practice: dense bf16 FLOP/s and bytes/s of memory reads (float32 on a CPU)."""
+
+    name: str
+    platform: str
+    flops: float
+    bandwidth: float
+
+
+DEVICES = {  # by the start of JAX's device_kind; the H200 and the CPU measured, the others 80 % of the vendor's figures
+    "NVIDIA H200": Device("NVIDIA H200", "gpu", 811e12, 4.56e12),
+    "NVIDIA H100": Device("NVIDIA H100", "gpu", 790e12, 2.7e12),
+    "NVIDIA A100": Device("NVIDIA A100", "gpu", 250e12, 1.6e12),
+    "TPU v5 lite": Device("TPU v5e", "tpu", 158e12, 0.65e12),
+    "TPU v5": Device("TPU v5p", "tpu", 367e12, 2.2e12),
+    "TPU v6 lite": Device("TPU v6e", "tpu", 734e12, 1.3e12),
+    "cpu": Device("CPU", "cpu", 0.15e12, 0.03e12),
+}
+
+
+def device(kind: str, platform: str) -> Device:
+    """The figures of a device by JAX's `device_kind`; an unknown one takes the H200's balance on a GPU, v5e's on a TPU."""
+    known = next((figures for start, figures in DEVICES.items() if kind.startswith(start)), None)
+    fallback = {"cpu": "cpu", "tpu": "TPU v5 lite"}.get(platform, "NVIDIA H200")
+    return known or DEVICES[fallback]._replace(name=kind)
+
+
+class Cost(NamedTuple):
+    flops: float
+    bytes: float
+
+    def seconds(self, on: Device) -> float:
+        """The time below which no program can go: the slower of arithmetic and memory."""
+        return max(self.flops / on.flops, self.bytes / on.bandwidth)
+
+
+def attention_cost(config: Config, form: str, rows: int, new: int, attended: int, itemsize: int = 2) -> Cost:
+    """FLOPs and bytes of one layer's attention without its projections, causality not exploited, scores in float32."""
+    heads, rank, rope = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
+    nope, value = config.qk_nope_head_dim, config.v_head_dim
+    weights = heads * rank * (nope + value)
+    latents, expanded = rows * attended * (rank + rope), rows * attended * heads * (nope + rope + value)
+    scores = 2 * 4 * rows * heads * new * attended  # written once, read once
+    over_heads = 2 * rows * heads * new * attended * (nope + rope + value)
+    over_latents = 2 * rows * heads * new * attended * (2 * rank + rope) + 2 * rows * new * weights
+    if form == "naive":
+        return Cost(over_heads + 2 * rows * new * weights, itemsize * (expanded + weights) + scores)
+    if form == "compressed":
+        return Cost(over_heads + 2 * rows * attended * weights, itemsize * (latents + 2 * expanded + weights) + scores)
+    copies = 2 * rows * attended * heads * (rank + rope) if form == "absorbed" else 0
+    return Cost(over_latents, itemsize * (latents + weights + copies) + scores)
+
+
+def break_even(config: Config) -> float:
+    """New tokens from which, on a long prefix, rebuilding the heads takes fewer FLOPs than attending over latents.
+
+    n* = r(dn + dv) / (2r - dn - dv): 171 for DeepSeek and Kimi, 398 for GLM-4.7-Flash; infinite where absorbing always wins."""
+    both = config.qk_nope_head_dim + config.v_head_dim
+    saved = 2 * config.kv_lora_rank - both
+    return config.kv_lora_rank * both / saved if saved > 0 else float("inf")
+
+
+def pick_form(config: Config, on: Device, rows: int, new: int, attended: int) -> str:
+    """The faster form of those that hold latents, which may take turns over one cache."""
+    itemsize = 4 if on.platform == "cpu" else 2
+    return min(
+        ("move_elided", "compressed"), key=lambda form: attention_cost(config, form, rows, new, attended, itemsize).seconds(on)
+    )
+
+
+def why_form(config: Config, on: Device, form: str, rows: int, new: int, attended: int) -> str:
+    """One line that says what a form costs here, next to the other that could have been taken."""
+    itemsize = 4 if on.platform == "cpu" else 2
+    other = "compressed" if form in ("move_elided", "absorbed") else "move_elided"
+
+    def said(name: str) -> str:
+        cost = attention_cost(config, name, rows, new, attended, itemsize)
+        bound = "arithmetic" if cost.flops / on.flops > cost.bytes / on.bandwidth else "memory"
+        return f"{name} {cost.flops / 1e9:,.3g} GFLOP, {cost.bytes / 1e6:,.3g} MB, {cost.seconds(on) * 1e6:,.3g} us by {bound}"
+
+    return f"{said(form)}; {said(other)}"
+
+
+def chunk_tokens(config: Config, rows: int, slots: int, budget: int) -> int:
+    """The longest power of two of new tokens whose scores over `slots` stay within `budget` bytes, 16 at least."""
+    chunk = 16
+    while chunk < 4096 and 3 * 4 * rows * config.num_attention_heads * 2 * chunk * slots <= budget:
+        chunk *= 2
+    return chunk

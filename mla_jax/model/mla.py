@@ -1,0 +1,127 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): its four forms side by side, and the layer around them.
+
+A form is what it remembers of a token and how queries attend to what is held. All four use the same two weights, the halves of
+kv_b_proj: `uk [N P R]` makes a head's plain key of the latent, `uv [N V R]` its value. They give equal results and differ in what
+they hold, compute and copy; `base/roofline.py` weighs them.
+
+Letters: B batch, T query tokens, S held tokens, N heads, R kv rank, P nope, E rope, V value."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from mla_jax.base.batch import Batch
+from mla_jax.base.config import LATENT_NORM_EPS, Config
+from mla_jax.cache import latent
+from mla_jax.model import rope
+from mla_jax.model.ops import linear, masked_softmax, norm_weight, parameter, rms_norm
+
+Queries = tuple[Float[Array, "B T N P"], Float[Array, "B T N E"]]
+Up = tuple[Float[Array, "N P R"], Float[Array, "N V R"]]
+Mask = Bool[Array, "B T S"]
+
+
+def latents(c_kv: Float[Array, "B S R"], k_pe: Float[Array, "B S E"], up: Up) -> dict[str, Array]:
+    return {"c_kv": c_kv, "k_pe": k_pe}
+
+
+def heads(c_kv: Float[Array, "B S R"], k_pe: Float[Array, "B S E"], up: Up) -> dict[str, Array]:
+    """Every head's key and value, rebuilt from the latent; the rotary key is shared by all heads."""
+    k_nope, v = jnp.einsum("bsr,npr->bsnp", c_kv, up[0]), jnp.einsum("bsr,nvr->bsnv", c_kv, up[1])
+    shared = jnp.broadcast_to(k_pe[:, :, None], (*k_nope.shape[:3], k_pe.shape[-1]))
+    return {"k": jnp.concatenate([k_nope, shared], -1), "v": v}
+
+
+def naive(q: Queries, held: dict[str, Array], up: Up, mask: Mask, scale: float) -> Float[Array, "B T N V"]:
+    """Attention over the heads that are held, as in any transformer."""
+    scores = jnp.einsum("btnh,bsnh->bnts", jnp.concatenate(q, -1), held["k"], preferred_element_type=jnp.float32)
+    weights = masked_softmax(scores * scale, mask[:, None])
+    return jnp.einsum("bnts,bsnv->btnv", weights.astype(held["v"].dtype), held["v"])
+
+
+def compressed(q: Queries, held: dict[str, Array], up: Up, mask: Mask, scale: float) -> Float[Array, "B T N V"]:
+    """Holds latents, rebuilds the heads at every step: little memory, much arithmetic."""
+    return naive(q, heads(held["c_kv"], held["k_pe"], up), up, mask, scale)
+
+
+def absorbed(q: Queries, held: dict[str, Array], up: Up, mask: Mask, scale: float) -> Float[Array, "B T N V"]:
+    """Moves `uk` to the query and `uv` to the output, so heads are never rebuilt. As published, each head gets its own copy of
+    the joint key [c_kv, k_pe]: that copy is what `move_elided` elides (a GPU compiler may fuse it away)."""
+    q_c = jnp.einsum("btnp,npr->btnr", q[0], up[0])
+    key = jnp.concatenate([held["c_kv"], held["k_pe"]], -1)
+    key = jnp.broadcast_to(key[:, :, None], (*key.shape[:2], q_c.shape[2], key.shape[-1]))
+    scores = jnp.einsum("btnh,bsnh->bnts", jnp.concatenate([q_c, q[1]], -1), key, preferred_element_type=jnp.float32)
+    weights = masked_softmax(scores * scale, mask[:, None])
+    o_c = jnp.einsum("bnts,bsr->btnr", weights.astype(key.dtype), held["c_kv"])
+    return jnp.einsum("btnr,nvr->btnv", o_c, up[1])
+
+
+def move_elided(q: Queries, held: dict[str, Array], up: Up, mask: Mask, scale: float) -> Float[Array, "B T N V"]:
+    """Absorbed, with the plain and the rotary score added instead of their vectors joined: nothing is copied."""
+    q_c = jnp.einsum("btnp,npr->btnr", q[0], up[0])
+    scores = jnp.einsum("btnr,bsr->btns", q_c, held["c_kv"], preferred_element_type=jnp.float32)
+    scores += jnp.einsum("btne,bse->btns", q[1], held["k_pe"], preferred_element_type=jnp.float32)
+    weights = masked_softmax(scores * scale, mask[:, :, None])
+    o_c = jnp.einsum("btns,bsr->btnr", weights.astype(held["c_kv"].dtype), held["c_kv"])
+    return jnp.einsum("btnr,nvr->btnv", o_c, up[1])
+
+
+class Form(NamedTuple):
+    remembers: Callable[..., dict[str, Array]]
+    attends: Callable[..., Array]
+
+
+FORMS = {
+    "naive": Form(heads, naive),
+    "compressed": Form(latents, compressed),
+    "absorbed": Form(latents, absorbed),
+    "move_elided": Form(latents, move_elided),
+}
+
+
+class MLA(nnx.Module):
+    """The attention layer: projections around a form, `x [B T D]` in and out."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.config = config
+        if config.q_lora_rank is None:
+            self.q_proj = parameter(config, rngs, "heads", "query", "model")
+        else:
+            self.q_a_proj = parameter(config, rngs, "q_rank", "model")
+            self.q_a_norm = norm_weight(config, rngs, "q_rank")
+            self.q_b_proj = parameter(config, rngs, "heads", "query", "q_rank")
+        self.kv_a_proj = parameter(config, rngs, "latent", "model")
+        self.kv_a_norm = norm_weight(config, rngs, "kv_rank")
+        self.uk = parameter(config, rngs, "heads", "nope", "kv_rank")
+        self.uv = parameter(config, rngs, "heads", "value", "kv_rank")
+        self.o_proj = parameter(config, rngs, "model", "heads", "value")
+
+    def __call__(
+        self, x: Float[Array, "B T D"], batch: Batch, layer: latent.Layer | None, form: Form
+    ) -> tuple[Float[Array, "B T D"], latent.Layer | None]:
+        """Attends to the new tokens and, where `layer` is given, to those held before; returns the layer with both."""
+        up = (self.uk[...], self.uv[...])
+        q, new = self.queries(x, batch), form.remembers(*self.keys(x, batch), up)
+        if layer is None:
+            held, positions = new, jnp.where(batch.mask, batch.positions, latent.EMPTY)
+        else:
+            layer = latent.append(layer, new, batch)
+            held, positions = latent.read(layer, batch)
+        mask = (positions[:, None, :] <= batch.positions[:, :, None]) & batch.mask[:, :, None]
+        out = form.attends(q, held, up, mask, rope.softmax_scale(self.config))
+        return jnp.einsum("btnv,dnv->btd", out, self.o_proj[...]), layer
+
+    def queries(self, x: Float[Array, "B T D"], batch: Batch) -> Queries:
+        if self.config.q_lora_rank is None:
+            q = linear(x, self.q_proj[...])
+        else:
+            q = linear(rms_norm(linear(x, self.q_a_proj[...]), self.q_a_norm[...], LATENT_NORM_EPS), self.q_b_proj[...])
+        q_nope, q_pe = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
+        return q_nope, rope.rotate(q_pe, batch.positions, self.config)
+
+    def keys(self, x: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, "B T R"], Float[Array, "B T E"]]:
+        c_kv, k_pe = jnp.split(linear(x, self.kv_a_proj[...]), [self.config.kv_lora_rank], axis=-1)
+        return rms_norm(c_kv, self.kv_a_norm[...], LATENT_NORM_EPS), rope.rotate(k_pe, batch.positions, self.config)

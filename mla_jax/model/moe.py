@@ -1,0 +1,183 @@
+"""Mixture of experts: the routers of DeepSeek-V2 and V3, and the backends that compute the chosen experts.
+
+A backend is `(x [n D], topk_ids [n K], topk_weights [n K], gate [X F D], up [X F D], down [X D F]) -> [n D]`; the id X stands for
+no expert at all. `dense` is the reference; the others compute the same and are chosen by `pick_backend`."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from mla_jax.base.config import Config
+from mla_jax.model.ops import parameter, swiglu
+
+ExpertWeights = tuple[Float[Array, "X F D"], Float[Array, "X F D"], Float[Array, "X D F"]]
+Backend = Callable[[Array, Array, Array, ExpertWeights], Array]
+
+
+class Router(nnx.Module):
+    """Scores every expert for every token and keeps the best few."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.config = config
+        self.weight = parameter(config, rngs, "experts", "model")
+        if config.topk_method == "noaux_tc":
+            self.bias = parameter(config, rngs, "experts", exact=True)
+
+    def __call__(self, x: Float[Array, "n D"]) -> tuple[Int[Array, "n K"], Float[Array, "n K"]]:
+        """The chosen experts and their weights, in float32: near-ties would route differently in less."""
+        c = self.config
+        logits = jnp.dot(x.astype(jnp.float32), self.weight[...].astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST)
+        scores = jax.nn.softmax(logits) if c.scoring_func == "softmax" else jax.nn.sigmoid(logits)
+        choice = scores + self.bias[...] if c.topk_method == "noaux_tc" else scores
+        topk_ids = jax.lax.top_k(within_groups(choice, c), c.num_experts_per_tok)[1]
+        return topk_ids, weigh(jnp.take_along_axis(scores, topk_ids, axis=-1), c)
+
+
+def within_groups(choice: Float[Array, "n X"], config: Config) -> Float[Array, "n X"]:
+    """-inf for experts outside the best `topk_group` groups. V2 rates a group by its best expert, V3 by its two best."""
+    best_of = {"greedy": 0, "group_limited_greedy": 1, "noaux_tc": 2}[config.topk_method]
+    groups, kept = config.n_group or 1, config.topk_group or config.n_group or 1
+    if not best_of or kept == groups:
+        return choice
+    members = choice.reshape(-1, groups, choice.shape[-1] // groups)
+    rating = jax.lax.top_k(members, min(best_of, members.shape[-1]))[0].sum(-1)
+    chosen = jax.lax.top_k(rating, kept)[1]
+    open_groups = (chosen[:, :, None] == jnp.arange(groups)).any(1)
+    return jnp.where(open_groups[:, :, None], members, -jnp.inf).reshape(choice.shape)
+
+
+def weigh(chosen: Float[Array, "n K"], config: Config) -> Float[Array, "n K"]:
+    """V2's released code normalises or scales, V3's does both."""
+    v2 = config.topk_method != "noaux_tc"
+    normalise = config.norm_topk_prob and not (v2 and config.num_experts_per_tok == 1)
+    if normalise:
+        chosen = chosen / (chosen.sum(-1, keepdims=True) + 1e-20)
+    return chosen if normalise and v2 else chosen * config.routed_scaling_factor
+
+
+def dense(x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights) -> Float[Array, "n D"]:
+    """Every expert on every token, weighted by zero where not chosen: the reference."""
+    gate, up, down = experts
+    share = jnp.einsum("nk,nkx->nx", topk_weights, jax.nn.one_hot(topk_ids, gate.shape[0]))
+    hidden = jax.nn.silu(jnp.einsum("nd,xfd->nxf", x, gate)) * jnp.einsum("nd,xfd->nxf", x, up)
+    return jnp.einsum("nxd,nx->nd", jnp.einsum("nxf,xdf->nxd", hidden, down), share.astype(x.dtype))
+
+
+def gather(x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights) -> Float[Array, "n D"]:
+    """Copies each token's experts out and multiplies: for few tokens on a GPU."""
+    gate, up, down = (w.at[topk_ids].get(mode="clip") for w in experts)
+    share = jnp.where(topk_ids < experts[0].shape[0], topk_weights, 0).astype(x.dtype)
+    hidden = jax.nn.silu(jnp.einsum("nd,nkfd->nkf", x, gate)) * jnp.einsum("nd,nkfd->nkf", x, up)
+    return jnp.einsum("nkf,nkdf,nk->nd", hidden, down, share)
+
+
+class Grouped(NamedTuple):
+    """Tokens in the order of their experts, one entry a (token, expert) pair; entries without an expert come last."""
+
+    token: Int[Array, " m"]
+    weight: Float[Array, " m"]
+    sizes: Int[Array, " X"]
+
+    @staticmethod
+    def of(topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: int) -> "Grouped":
+        order = jnp.argsort(topk_ids.reshape(-1), stable=True)
+        sizes = jnp.bincount(topk_ids.reshape(-1), length=experts + 1)[:experts].astype(jnp.int32)
+        weight = jnp.where(jnp.arange(order.size) < sizes.sum(), topk_weights.reshape(-1)[order], 0)
+        return Grouped(order // topk_ids.shape[1], weight, sizes)
+
+    def scatter(self, y: Float[Array, "m D"], like: Float[Array, "n D"]) -> Float[Array, "n D"]:
+        weighted = jnp.where(self.weight[:, None] != 0, y * self.weight[:, None].astype(y.dtype), 0)
+        return jnp.zeros_like(like).at[self.token].add(weighted)
+
+
+def ragged(x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights) -> Float[Array, "n D"]:
+    """One grouped matmul over tokens sorted by expert: for many tokens on a GPU or TPU."""
+    gate, up, down = experts
+    grouped = Grouped.of(topk_ids, topk_weights, gate.shape[0])
+    contract_last = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+
+    def ragged_dot(a: Array, w: Array) -> Array:
+        return jax.lax.ragged_dot_general(a, w, grouped.sizes, contract_last)
+
+    rows = x[grouped.token]
+    return grouped.scatter(ragged_dot(jax.nn.silu(ragged_dot(rows, gate)) * ragged_dot(rows, up), down), x)
+
+
+def loop(x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights) -> Float[Array, "n D"]:
+    """Tiles of tokens of one expert, one after the other: for a CPU, where only the touched experts are read.
+
+    Tiles of one token become matrix-vector products that XLA fuses with the choice of the expert, which is 5 times faster than
+    any larger tile for few tokens; 32 is the best tile for many (measured on two cores, V2-Lite geometry)."""
+    n_experts, pairs = experts[0].shape[0], topk_ids.size
+    tile = 1 if pairs <= 2 * n_experts else 32
+    grouped = Grouped.of(topk_ids, topk_weights, n_experts)
+    tiles = -(-grouped.sizes // tile)
+    last_tile, last_row = jnp.cumsum(tiles), jnp.cumsum(grouped.sizes)
+    rows = jnp.pad(x[grouped.token], ((0, tile), (0, 0)))
+
+    def one_tile(i: Array, out: Array) -> Array:
+        expert = jnp.searchsorted(last_tile, i, side="right")
+        start = last_row[expert] - grouped.sizes[expert] + (i - (last_tile[expert] - tiles[expert])) * tile
+        gate, up, down = (jax.lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in experts)
+        y = swiglu(jax.lax.dynamic_slice_in_dim(rows, start, tile), gate, up, down)
+        mine = (start + jnp.arange(tile) < last_row[expert])[:, None]
+        kept = jnp.where(mine, y, jax.lax.dynamic_slice_in_dim(out, start, tile))
+        return jax.lax.dynamic_update_slice_in_dim(out, kept, start, axis=0)
+
+    return grouped.scatter(jax.lax.fori_loop(0, last_tile[-1], one_tile, jnp.zeros_like(rows))[:pairs], x)
+
+
+BACKENDS = {"dense": dense, "loop": loop, "gather": gather, "ragged": ragged}
+
+
+def pick_backend(platform: str, pairs: int, experts: int) -> str:
+    """The backend for `pairs` (token, expert) pairs: copying experts out pays while hardly any is chosen twice."""
+    if platform == "cpu":
+        return "loop"
+    return "gather" if 2 * pairs <= experts else "ragged"
+
+
+class Experts(nnx.Module):
+    """The routed experts' weights, stacked."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.gate = parameter(config, rngs, "experts", "expert_mlp", "model")
+        self.up = parameter(config, rngs, "experts", "expert_mlp", "model")
+        self.down = parameter(config, rngs, "experts", "model", "expert_mlp")
+
+    def __call__(self) -> ExpertWeights:
+        return self.gate[...], self.up[...], self.down[...]
+
+
+class MoE(nnx.Module):
+    """Routed experts plus the shared ones, which see every token unweighted."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.router = Router(config, rngs)
+        self.experts = Experts(config, rngs)
+        self.shared = MLP(config, rngs, "shared_mlp") if config.n_shared_experts else None
+
+    def __call__(self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"], backend: Backend) -> tuple[Array, Int[Array, " X"]]:
+        """The layer's output `[B T D]` and how many unmasked tokens each expert got; masked tokens cost no expert."""
+        flat, experts = x.reshape(-1, x.shape[-1]), self.experts()
+        topk_ids, topk_weights = self.router(flat)
+        topk_ids = jnp.where(mask.reshape(-1, 1), topk_ids, experts[0].shape[0])
+        y = backend(flat, topk_ids, topk_weights, experts).reshape(x.shape)
+        load = jnp.bincount(topk_ids.reshape(-1), length=experts[0].shape[0] + 1)[:-1]
+        return y if self.shared is None else y + self.shared(x), load
+
+
+class MLP(nnx.Module):
+    """A gated feed-forward layer of the width that `axis` names."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs, axis: str = "mlp"):
+        self.gate = parameter(config, rngs, axis, "model")
+        self.up = parameter(config, rngs, axis, "model")
+        self.down = parameter(config, rngs, "model", axis)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return swiglu(x, self.gate[...], self.up[...], self.down[...])

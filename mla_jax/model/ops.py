@@ -1,0 +1,45 @@
+"""The arithmetic shared by all layers, and the one door to kernels: everything that may run faster elsewhere passes here.
+
+Weights keep the checkpoint's order, output axes first: quantised blocks stay whole, and every kernel wants the contracted axis last."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from mla_jax.base import axes as logical
+from mla_jax.base.config import Config
+
+
+def parameter(config: Config, rngs: nnx.Rngs, *axes: str, scale: float = 0.02, mean: float = 0.0, exact: bool = False) -> nnx.Param:
+    """A random weight whose shape follows from the names of its axes; `exact` weights stay float32 in a bfloat16 model."""
+    value = mean + scale * jax.random.normal(rngs.params(), logical.shape(config, axes))
+    return nnx.Param(value, axes=axes, exact=exact)
+
+
+def norm_weight(config: Config, rngs: nnx.Rngs, axis: str) -> nnx.Param:
+    return parameter(config, rngs, axis, scale=0.0, mean=1.0)
+
+
+def linear(x: Float[Array, "*B I"], w: Float[Array, "*O I"]) -> Float[Array, "..."]:
+    """Contracts the last axes: `[*B *O]`."""
+    return jax.lax.dot_general(x, w, (((x.ndim - 1,), (w.ndim - 1,)), ((), ())))
+
+
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
+    """Divides by the root mean square, in float32, as the released models do."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return weight * y.astype(x.dtype)
+
+
+def swiglu(x: Float[Array, "*B D"], gate: Float[Array, "F D"], up: Float[Array, "F D"], down: Float[Array, "D F"]) -> Float[Array, "*B D"]:
+    return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
+
+
+def masked_softmax(scores: Float[Array, "*B S"], mask: jax.Array) -> Float[Array, "*B S"]:
+    """Softmax over what `mask` allows, in float32; exact zeros where it allows nothing."""
+    scores = jnp.where(mask, scores.astype(jnp.float32), -jnp.inf)
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.where(mask, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
+    return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)

@@ -1,0 +1,67 @@
+"""Rotary positions on the `rope` part of queries and keys, with YaRN: its frequencies, its factor on cos and sin, its softmax scale."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from mla_jax.base.config import Config, RopeScaling
+
+
+def mscale(factor: float, weight: float) -> float:
+    """YaRN's correction of attention entropy for a context stretched `factor` times."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def softmax_scale(config: Config) -> float:
+    """(nope + rope)^-1/2, times mscale(mscale_all_dim)^2 where the context is stretched. The same in all four forms."""
+    scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    rope = config.rope_scaling
+    return scale * mscale(rope.factor, rope.mscale_all_dim) ** 2 if rope and rope.mscale_all_dim else scale
+
+
+def amplitude(rope: RopeScaling | None) -> float:
+    """The factor on cos and sin: 1 for the DeepSeek releases, whose two mscales are equal."""
+    if rope is None or rope.rope_type != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.factor, rope.mscale) / mscale(rope.factor, rope.mscale_all_dim)
+    return mscale(rope.factor, 1.0)
+
+
+def inverse_frequencies(config: Config) -> Float[np.ndarray, " half"]:
+    """Radians a position for each rotated pair. YaRN keeps the fast ones, divides the slow ones by `factor`, blends between."""
+    dim, rope = config.qk_rope_head_dim, config.rope_scaling
+    kept = 1.0 / config.rope_theta ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
+    if rope is None:
+        return kept.astype(np.float32)
+    stretched = kept / rope.factor
+    if rope.rope_type == "linear":
+        return stretched.astype(np.float32)
+
+    def pair_that_turns(times: float) -> float:
+        span = math.log(rope.original_max_position_embeddings / (times * 2 * math.pi))
+        return dim * span / (2 * math.log(config.rope_theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high += 0.001 if low == high else 0.0
+    slow = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    return (stretched * slow + kept * (1 - slow)).astype(np.float32)
+
+
+def rotate(x: Float[Array, "B T *H E"], positions: Int[Array, "B T"], config: Config) -> Float[Array, "B T *H E"]:
+    """Turns the pairs of `x` by their position, in float32. Pairs are neighbours, or halves if `rope_interleave` is false."""
+    angle = positions[..., None].astype(jnp.float32) * inverse_frequencies(config)
+    angle = angle.reshape(*positions.shape, *(1,) * (x.ndim - 3), -1)
+    cos, sin = (f(angle) * amplitude(config.rope_scaling) for f in (jnp.cos, jnp.sin))
+    y = x.astype(jnp.float32)
+    pairs = (*y.shape[:-1], -1, 2) if config.rope_interleave else (*y.shape[:-1], 2, -1)
+    axis = -1 if config.rope_interleave else -2
+    a, b = (jnp.take(y.reshape(pairs), i, axis=axis) for i in (0, 1))
+    return jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=axis).reshape(x.shape).astype(x.dtype)

@@ -1,0 +1,120 @@
+"""The decoder: blocks of latent attention and experts between an embedding and a head.
+
+Prefill, a chunk of a prompt on top of a cached prefix, and decode are this one forward; they differ in `Batch` and in the cache."""
+
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mla_jax.base import roofline
+from mla_jax.base.batch import Batch
+from mla_jax.base.config import Config
+from mla_jax.cache import latent
+from mla_jax.model.mla import FORMS, MLA, Form
+from mla_jax.model.moe import BACKENDS, MLP, Backend, MoE, pick_backend
+from mla_jax.model.ops import linear, norm_weight, parameter, rms_norm
+
+
+class How(NamedTuple):
+    """How one step computes, the same for all its layers; chosen from static shapes while tracing."""
+
+    form: Form
+    experts: Backend
+
+
+class Block(nnx.Module):
+    """One layer. It takes and returns `(x, pending)`; `pending` is what a layer leaves for a later one to add."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs, layer: int):
+        self.eps = config.rms_norm_eps
+        self.attn_norm = norm_weight(config, rngs, "model")
+        self.attn = MLA(config, rngs)
+        self.mlp_norm = norm_weight(config, rngs, "model")
+        self.mlp = MoE(config, rngs) if config.is_moe(layer) else MLP(config, rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], pending: Array | None, batch: Batch, held: latent.Layer | None, how: How):
+        """Returns `((x, pending), held, load)`; `load` counts each expert's tokens, None for a dense layer."""
+        with jax.named_scope("attention"):
+            y, held = self.attn(rms_norm(x, self.attn_norm[...], self.eps), batch, held, how.form)
+        x = x + y
+        with jax.named_scope("experts" if isinstance(self.mlp, MoE) else "mlp"):
+            y = rms_norm(x, self.mlp_norm[...], self.eps)
+            y, load = self.mlp(y, batch.mask, how.experts) if isinstance(self.mlp, MoE) else (self.mlp(y), None)
+        x = x + y if pending is None else x + y + pending
+        return (x, None), held, load
+
+
+class Transformer(nnx.Module):
+    """An MLA model. `attention` and `experts` name a form and a backend, or "auto" to choose by shapes and device."""
+
+    def __init__(
+        self,
+        config: Config,
+        rngs: nnx.Rngs,
+        *,
+        attention: str = "auto",
+        experts: str = "auto",
+        device: roofline.Device = roofline.DEVICES["cpu"],
+        mtp: bool = False,
+    ):
+        from mla_jax.model.mtp import MTP  # it is made of blocks
+
+        self.config, self.attention, self.experts, self.device = config, attention, experts, device
+        self.embed = parameter(config, rngs, "vocab", "model")
+        self.layers = nnx.List([Block(config, rngs, i) for i in range(config.num_hidden_layers)])
+        self.norm = norm_weight(config, rngs, "model")
+        self.head = None if config.tie_word_embeddings else parameter(config, rngs, "vocab", "model")
+        depth = config.num_nextn_predict_layers if mtp else 0
+        self.mtp = nnx.List([MTP(config, rngs, config.num_hidden_layers + i) for i in range(depth)])
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], batch: Batch, cache: latent.Cache | None = None, *, collect: bool = False
+    ) -> tuple[Float[Array, "B T D"], latent.Cache | None, dict[str, list[Array]]]:
+        """Hidden states after the last norm, the cache with the new tokens in it, and, if `collect`, each MoE layer's load.
+
+        Without a cache the tokens attend to each other alone, as in training."""
+        how, x, pending = self.how(tokens.shape, cache, batch), self.embed[...][tokens], None
+        layers, loads = [], []
+        for i, block in enumerate(self.layers):
+            with jax.named_scope(f"layer_{i}"):
+                (x, pending), layer, load = block(x, pending, batch, cache[i] if cache is not None else None, how)
+            layers.append(layer)
+            loads += [load] if load is not None else []
+        hidden = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
+        return hidden, None if cache is None else tuple(layers), {"load": loads} if collect else {}
+
+    def unembed(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B W"]:
+        """Logits in float32."""
+        return linear(hidden, (self.embed if self.head is None else self.head)[...]).astype("float32")
+
+    def draft(
+        self, depth: int, tokens: Int[Array, "B T"], hidden: Float[Array, "B T D"], batch: Batch, layer: latent.Layer | None = None
+    ) -> tuple[Float[Array, "B T D"], latent.Layer | None]:
+        """Runs MTP layer `depth` on the normed `hidden` of position t and the token of t + 1; `unembed` gives logits for t + 2.
+
+        The layer has a cache of its own. Its output is normed and takes the place of `hidden` at the next depth."""
+        how = self.how(tokens.shape, None if layer is None else (layer,), batch)
+        return self.mtp[depth](self.embed[...][tokens], hidden, batch, layer, how)
+
+    def new_cache(self, rows: int, slots: int, layers: int | None = None) -> latent.Cache:
+        """An empty cache of what this model's form remembers, in the dtype of its weights."""
+        config, attn = self.config, self.layers[0].attn
+        up = (attn.uk[...], attn.uv[...])
+        shapes = [jax.ShapeDtypeStruct((1, 1, n), up[0].dtype) for n in (config.kv_lora_rank, config.qk_rope_head_dim)]
+        token = jax.eval_shape(FORMS.get(self.attention, FORMS["move_elided"]).remembers, *shapes, up)
+        return latent.init(token, config.num_hidden_layers if layers is None else layers, rows, slots)
+
+    def form_name(self, rows: int, new: int, attended: int) -> str:
+        """The form taken for `new` tokens a row that attend to `attended`."""
+        return roofline.pick_form(self.config, self.device, rows, new, attended) if self.attention == "auto" else self.attention
+
+    def backend_name(self, tokens: int) -> str:
+        """The expert backend taken for `tokens` tokens."""
+        pairs, experts = tokens * (self.config.num_experts_per_tok or 0), self.config.n_routed_experts or 0
+        return pick_backend(self.device.platform, pairs, experts) if self.experts == "auto" else self.experts
+
+    def how(self, shape: tuple[int, ...], cache: latent.Cache | None, batch: Batch) -> How:
+        attended = shape[1] if cache is None else (batch.span or cache[0]["positions"].shape[1])
+        return How(FORMS[self.form_name(*shape, attended)], BACKENDS[self.backend_name(shape[0] * shape[1])])
