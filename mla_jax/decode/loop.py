@@ -1,0 +1,146 @@
+"""Generation as jitted programs: `prefill` (a chunk of the prompts), `begin` (the first token), `run` (any number of steps, one while_loop).
+
+`run` takes as many steps as it is told, so generating everything and streaming a few tokens at a time are the same program. The state is
+one pytree, donated: nothing of it returns to the host until asked for."""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, UInt8
+
+from mla_jax.base.batch import Batch
+from mla_jax.cache.latent import Cache
+from mla_jax.decode.sampling import OUTPUT, PROMPT, Sampling, choose
+from mla_jax.model.transformer import Transformer
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """A batch being generated. Rows end one by one; the rest go on undisturbed."""
+
+    cache: Cache
+    last: Float[Array, "B D"]  # hidden state of each row's last token
+    position: Int[Array, " B"]  # of the next token
+    seen: UInt8[Array, "B W"]
+    tokens: Int[Array, "B C"]  # generated so far
+    logprobs: Float[Array, "B C"]
+    top_logprobs: Float[Array, "B C J"]
+    top_ids: Int[Array, "B C J"]
+    count: Int[Array, " B"]
+    limit: Int[Array, " B"]  # tokens a row may generate
+    ends: Int[Array, "B M"]  # token ids that end it, -1 for none
+    done: Bool[Array, " B"]
+    finite: Bool[Array, " B"]  # false once a row's logits were not
+    sampling: Sampling
+
+
+def new_state(
+    model: Transformer, slots: int, capacity: int, alternatives: int, limit: Int[Array, " B"], ends: Int[Array, "B M"], sampling: Sampling
+) -> State:
+    """A batch of which nothing is known yet. `slots` bounds prompt and output together, `capacity` the output."""
+    rows, config, dtype = limit.shape[0], model.config, model.embed[...].dtype
+    return State(
+        cache=model.new_cache(rows, slots),
+        last=jnp.zeros((rows, config.hidden_size), dtype),
+        position=jnp.zeros(rows, jnp.int32),
+        seen=jnp.zeros((rows, config.vocab_size), jnp.uint8),
+        tokens=jnp.zeros((rows, capacity), jnp.int32),
+        logprobs=jnp.zeros((rows, capacity)),
+        top_logprobs=jnp.zeros((rows, capacity, alternatives)),
+        top_ids=jnp.zeros((rows, capacity, alternatives), jnp.int32),
+        count=jnp.zeros(rows, jnp.int32),
+        limit=limit,
+        ends=ends,
+        done=limit <= 0,
+        finite=jnp.ones(rows, bool),
+        sampling=sampling,
+    )
+
+
+def prefill(model: Transformer, state: State, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"], span: int | None = None) -> State:
+    """Reads a chunk of the prompts behind what the cache holds already. Rows may bring less than the chunk, or nothing."""
+    positions = state.position[:, None] + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
+    hidden, cache, _ = model(tokens, Batch(positions, mask, span), state.cache)
+    brought = mask.sum(1, dtype=jnp.int32)
+    end = jnp.argmax(jnp.where(mask, positions, -1), axis=1)
+    last = jnp.where(brought[:, None] > 0, jnp.take_along_axis(hidden, end[:, None, None], axis=1)[:, 0], state.last)
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    seen = state.seen.at[rows, jnp.where(mask, tokens, state.seen.shape[1])].set(PROMPT, mode="drop")
+    return dataclasses.replace(state, cache=cache, last=last, position=state.position + brought, seen=seen)
+
+
+def choose_next(model: Transformer, state: State) -> State:
+    """Chooses one more token for every open row, and ends the rows that are full, at an end token, or not finite."""
+    with jax.named_scope("unembed"):
+        logits = model.unembed(state.last)
+    with jax.named_scope("choose"):
+        token, fit = choose(logits, state.seen, state.position, state.sampling)
+    state = _record(state, logits, token, takes=~state.done & fit)
+    ended = (token[:, None] == state.ends).any(1) | (state.count >= state.limit)
+    return dataclasses.replace(state, done=state.done | ended | ~fit, finite=state.finite & (fit | state.done))
+
+
+def step(model: Transformer, state: State) -> State:
+    """Reads the newest token of every open row and chooses the next."""
+    rows, is_open = jnp.arange(state.count.shape[0]), ~state.done
+    newest = state.tokens[rows, state.count - 1]
+    hidden, cache, _ = model(newest[:, None], Batch(state.position[:, None], is_open[:, None]), state.cache)
+    last = jnp.where(is_open[:, None], hidden[:, 0], state.last)
+    return choose_next(model, dataclasses.replace(state, cache=cache, last=last, position=state.position + is_open))
+
+
+def run(model: Transformer, state: State, steps: Int[Array, ""]) -> State:
+    """Up to `steps` more tokens a row; stops early when every row has ended."""
+
+    def unfinished(carry: tuple[Array, State]) -> Array:
+        taken, state = carry
+        return (taken < steps) & ~state.done.all()
+
+    return jax.lax.while_loop(unfinished, lambda carry: (carry[0] + 1, step(model, carry[1])), (jnp.int32(0), state))[1]
+
+
+def _record(state: State, logits: Float[Array, "B W"], token: Int[Array, " B"], takes: Bool[Array, " B"]) -> State:
+    rows, slot = jnp.arange(token.shape[0]), jnp.where(takes, state.count, state.tokens.shape[1])
+
+    def put(buffer: Array, value: Array) -> Array:
+        return buffer.at[rows, slot].set(value, mode="drop")
+
+    normal = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    top, ids = jax.lax.top_k(normal, state.top_ids.shape[2])
+    word = jnp.where(takes, token, state.seen.shape[1])
+    return dataclasses.replace(
+        state,
+        tokens=put(state.tokens, token),
+        logprobs=put(state.logprobs, jnp.take_along_axis(normal, token[:, None], axis=1)[:, 0]),
+        top_logprobs=put(state.top_logprobs, top),
+        top_ids=put(state.top_ids, ids),
+        count=state.count + takes,
+        seen=state.seen.at[rows, word].set(state.seen[rows, token] | OUTPUT, mode="drop"),
+    )
+
+
+class Programs:
+    """The jitted programs of one model, its weights in place. Each is compiled once a shape; lengths are bucketed so that shapes repeat."""
+
+    def __init__(self, model: Transformer):
+        graph, weights = nnx.split(model)
+        exact = model.embed[...].dtype == jnp.float32
+
+        def program(f, **options):
+            compiled = jax.jit(lambda weights, *args, **kw: f(nnx.merge(graph, weights), *args, **kw), **options)
+
+            def call(*args, **kw):
+                with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():  # no TF32 in float32
+                    return compiled(weights, *args, **kw)
+
+            return call
+
+        self.new = program(new_state, static_argnums=(1, 2, 3))
+        self.prefill = program(prefill, static_argnames=("span",), donate_argnums=1)
+        self.begin = program(choose_next, donate_argnums=1)
+        self.run = program(run, donate_argnums=1)
+        self.logits = program(lambda model, tokens: model.unembed(model(tokens, Batch.dense(*tokens.shape))[0]))

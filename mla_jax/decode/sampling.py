@@ -1,0 +1,80 @@
+"""Choosing a token: penalties and filters as logits -> logits, and a draw that depends on seed and position alone.
+
+Every filter leaves at least the likeliest token. All of it runs inside jit, one setting a row."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt8, UInt32
+
+PROMPT, OUTPUT = 1, 2  # bits of `seen`
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """SamplingParams of a batch as arrays, one entry a row."""
+
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
+    presence_penalty: Float[Array, " B"]
+    repetition_penalty: Float[Array, " B"]
+    seed: UInt32[Array, "B 2"]  # high and low half
+
+
+Logits = Float[Array, "B W"]
+
+
+def penalise(logits: Logits, seen: UInt8[Array, "B W"], sampling: Sampling) -> Logits:
+    """Repetition penalty over prompt and output, presence penalty over output."""
+    repetition = sampling.repetition_penalty[:, None]
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(seen > 0, repeated, logits)
+    return logits - jnp.where(seen & OUTPUT, sampling.presence_penalty[:, None], 0.0)
+
+
+def keep_likely(logits: Logits, sampling: Sampling) -> Logits:
+    """top-k, then top-p, then min-p on logits already divided by the temperature; what falls out becomes -inf."""
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    words = logits.shape[-1]
+    k = jnp.where(sampling.top_k == 0, words, jnp.clip(sampling.top_k, 1, words))
+    ordered = jnp.where(jnp.arange(words) < k[:, None], ordered, -jnp.inf)
+    likely = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(likely, axis=-1) - likely  # what the likelier ones add up to
+    kept = (before < sampling.top_p[:, None]) & (likely >= sampling.min_p[:, None] * likely[:, :1]) & jnp.isfinite(ordered)
+    last = jnp.maximum(kept.sum(-1, keepdims=True) - 1, 0)
+    return jnp.where(logits >= jnp.take_along_axis(ordered, last, axis=-1), logits, -jnp.inf)
+
+
+def draw(logits: Logits, position: Int[Array, " B"], sampling: Sampling) -> Int[Array, " B"]:
+    """One token a row by the Gumbel trick, from a key made of the row's seed and the token's position."""
+
+    def noise(seed: Array, at: Array) -> Array:
+        return jax.random.gumbel(jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), at), logits.shape[-1:])
+
+    return jnp.argmax(logits + jax.vmap(noise)(sampling.seed, position), axis=-1)
+
+
+def choose(
+    logits: Logits, seen: UInt8[Array, "B W"], position: Int[Array, " B"], sampling: Sampling
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """The token of each row, and whether its logits were fit to choose from (no NaN, no +inf, not all -inf).
+
+    Costly parts run only when some row of the batch asks for them."""
+    fit = ~(jnp.isnan(logits) | jnp.isposinf(logits)).any(-1) & jnp.isfinite(logits).any(-1)
+    logits = jnp.where(fit[:, None], logits, 0.0)
+    penalised = (sampling.presence_penalty != 0) | (sampling.repetition_penalty != 1)
+    logits = jax.lax.cond(penalised.any(), penalise, lambda logits, *_: logits, logits, seen, sampling)
+    greedy = jnp.argmax(logits, axis=-1)
+    cold = sampling.temperature < 1e-5  # a smaller one overflows the division and is greedy in effect
+    filtered = ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)) & ~cold
+
+    def sampled() -> Array:
+        warm = logits / jnp.where(cold, 1.0, sampling.temperature)[:, None]
+        warm = jax.lax.cond(filtered.any(), keep_likely, lambda logits, _: logits, warm, sampling)
+        return jnp.where(cold, greedy, draw(warm, position, sampling))
+
+    return jax.lax.cond(cold.all(), lambda: greedy, sampled).astype(jnp.int32), fit

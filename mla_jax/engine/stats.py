@@ -1,0 +1,47 @@
+"""Times of a request, with compiling told apart from running."""
+
+import time
+from dataclasses import dataclass
+
+import jax
+
+_compiling = 0.0
+
+
+def _listen(event: str, seconds: float, **_):
+    global _compiling
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiling += seconds
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Seconds and tokens of one request; requests of one batch share its times."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    first_token_seconds: float  # without compiling
+    decode_seconds: float  # after the first token, without compiling
+    compile_seconds: float
+    seed: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return (self.generated_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 and self.generated_tokens > 1 else 0.0
+
+
+class Stopwatch:
+    """Wall time since the last look, and how much of it went into compiling."""
+
+    def __init__(self):
+        self.at, self.compiled = time.perf_counter(), _compiling
+
+    def look(self) -> tuple[float, float]:
+        """(running, compiling) seconds since the last look."""
+        now, compiled = time.perf_counter(), _compiling
+        compiling, wall = compiled - self.compiled, now - self.at
+        self.at, self.compiled = now, compiled
+        return max(wall - compiling, 0.0), compiling
