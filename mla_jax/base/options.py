@@ -11,6 +11,20 @@ MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
+class LLMOptions:
+    """Which model, and how it runs."""
+
+    model: str | None = None
+    """A folder with config.json, *.safetensors and, for text, tokenizer.json."""
+    attention: str = "auto"
+    """naive, compressed, absorbed, move_elided, or auto: the fastest for each phase."""
+    dtype: str | None = None
+    """float32 or bfloat16; by default float32 on a CPU, bfloat16 elsewhere."""
+    context: int | None = None
+    """The most tokens of prompt and output together; by default what the model allows."""
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen. None takes the model folder's own default, else greedy decoding."""
 

@@ -16,14 +16,14 @@ class Device(NamedTuple):
     bandwidth: float
 
 
-DEVICES = {  # by the start of JAX's device_kind; the H200 and the CPU measured, the others 80 % of the vendor's figures
+DEVICES = {  # by the start of JAX's device_kind; the H200 and the CPU (two cores) measured, the others 80 % of the vendor's figures
     "NVIDIA H200": Device("NVIDIA H200", "gpu", 811e12, 4.56e12),
     "NVIDIA H100": Device("NVIDIA H100", "gpu", 790e12, 2.7e12),
     "NVIDIA A100": Device("NVIDIA A100", "gpu", 250e12, 1.6e12),
     "TPU v5 lite": Device("TPU v5e", "tpu", 158e12, 0.65e12),
     "TPU v5": Device("TPU v5p", "tpu", 367e12, 2.2e12),
     "TPU v6 lite": Device("TPU v6e", "tpu", 734e12, 1.3e12),
-    "cpu": Device("CPU", "cpu", 0.15e12, 0.03e12),
+    "cpu": Device("CPU", "cpu", 0.4e12, 0.05e12),
 }
 
 

@@ -132,7 +132,7 @@ class LLM:
         state = self._begin(requests)
         first, compiling = watch.look()
         stops: dict[int, int] = {}  # row -> tokens up to its stop text
-        while not bool(jnp.all(state.done)):
+        while not jax.device_get(state.done).all():
             steps = STOP_CHECK if any(r.params.stop for r in requests) else 2**30
             state = self._programs.run(state, jnp.int32(steps))
             state = self._end_at_stop_texts(requests, state, stops)
@@ -155,8 +155,8 @@ class LLM:
         state = self._programs.new(slots, capacity, alternatives, jnp.asarray(limit), jnp.asarray(ends), _sampling(requests, rows))
         chunk = roofline.chunk_tokens(self.config, rows, slots, SCORE_BYTES)
         for start in range(0, longest, chunk):
-            end = min(start + bucket(min(chunk, longest - start), 16), slots)
-            state = self._programs.prefill(state, tokens[:, start:end], mask[:, start:end], span=min(bucket(end), slots))
+            end = start + bucket(min(chunk, longest - start), 16)
+            state = self._programs.prefill(state, tokens[:, start:end], mask[:, start:end], span=bucket(end))
         return jax.block_until_ready(self._programs.begin(state))
 
     def _end_at_stop_texts(self, requests: list[Request], state: State, stops: dict[int, int]) -> State:
@@ -255,3 +255,4 @@ def _cache_compiled_programs():
     """Turns on JAX's persistent compilation cache, unless the user has set one."""
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "mla_jax" / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

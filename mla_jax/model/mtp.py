@@ -12,20 +12,21 @@ from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.cache.latent import Layer
 from mla_jax.model.ops import linear, norm_weight, parameter, rms_norm
-from mla_jax.model.transformer import Block, How
 
 
 class MTP(nnx.Module):
-    def __init__(self, config: Config, rngs: nnx.Rngs, layer: int):
+    """One further token's layer around a `block` of the model's own kind."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs, block: nnx.Module):
         self.eps = config.rms_norm_eps
         self.enorm = norm_weight(config, rngs, "model")
         self.hnorm = norm_weight(config, rngs, "model")
         self.eh_proj = parameter(config, rngs, "model", "model_pair")
-        self.block = Block(config, rngs, layer)
+        self.block = block
         self.norm = norm_weight(config, rngs, "model")
 
     def __call__(
-        self, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"], batch: Batch, layer: Layer | None, how: How
+        self, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"], batch: Batch, layer: Layer | None, how: tuple
     ) -> tuple[Float[Array, "B T D"], Layer | None]:
         with jax.named_scope("mtp"):
             joined = [rms_norm(embedded, self.enorm[...], self.eps), rms_norm(hidden, self.hnorm[...], self.eps)]

@@ -21,9 +21,9 @@ def norm_weight(config: Config, rngs: nnx.Rngs, axis: str) -> nnx.Param:
     return parameter(config, rngs, axis, scale=0.0, mean=1.0)
 
 
-def linear(x: Float[Array, "*B I"], w: Float[Array, "*O I"]) -> Float[Array, "..."]:
-    """Contracts the last axes: `[*B *O]`."""
-    return jax.lax.dot_general(x, w, (((x.ndim - 1,), (w.ndim - 1,)), ((), ())))
+def linear(x: Float[Array, "*B I"], w: Float[Array, "*O I"], out: str | None = None) -> Float[Array, "..."]:
+    """Contracts the last axes: `[*B *O]`, in dtype `out` if given."""
+    return jax.lax.dot_general(x, w, (((x.ndim - 1,), (w.ndim - 1,)), ((), ())), preferred_element_type=out)
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:

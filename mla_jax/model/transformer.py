@@ -14,6 +14,7 @@ from mla_jax.base.config import Config
 from mla_jax.cache import latent
 from mla_jax.model.mla import FORMS, MLA, Form
 from mla_jax.model.moe import BACKENDS, MLP, Backend, MoE, pick_backend
+from mla_jax.model.mtp import MTP
 from mla_jax.model.ops import linear, norm_weight, parameter, rms_norm
 
 
@@ -59,15 +60,13 @@ class Transformer(nnx.Module):
         device: roofline.Device = roofline.DEVICES["cpu"],
         mtp: bool = False,
     ):
-        from mla_jax.model.mtp import MTP  # it is made of blocks
-
         self.config, self.attention, self.experts, self.device = config, attention, experts, device
         self.embed = parameter(config, rngs, "vocab", "model")
         self.layers = nnx.List([Block(config, rngs, i) for i in range(config.num_hidden_layers)])
         self.norm = norm_weight(config, rngs, "model")
         self.head = None if config.tie_word_embeddings else parameter(config, rngs, "vocab", "model")
         depth = config.num_nextn_predict_layers if mtp else 0
-        self.mtp = nnx.List([MTP(config, rngs, config.num_hidden_layers + i) for i in range(depth)])
+        self.mtp = nnx.List([MTP(config, rngs, Block(config, rngs, config.num_hidden_layers + i)) for i in range(depth)])
 
     def __call__(
         self, tokens: Int[Array, "B T"], batch: Batch, cache: latent.Cache | None = None, *, collect: bool = False
@@ -87,7 +86,7 @@ class Transformer(nnx.Module):
 
     def unembed(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B W"]:
         """Logits in float32."""
-        return linear(hidden, (self.embed if self.head is None else self.head)[...]).astype("float32")
+        return linear(hidden, (self.embed if self.head is None else self.head)[...], out="float32")
 
     def draft(
         self, depth: int, tokens: Int[Array, "B T"], hidden: Float[Array, "B T D"], batch: Batch, layer: latent.Layer | None = None

@@ -1,0 +1,27 @@
+"""Shapes are checked: every annotated function of the package runs under jaxtyping and beartype. No test may reach the network."""
+
+import os
+import socket
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from jaxtyping import install_import_hook
+
+install_import_hook("mla_jax", "beartype.beartype")
+
+import jax
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory):
+    """The user's own cache of compiled programs stays untouched."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(*_):
+        raise OSError("tests must not reach the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)

@@ -1,0 +1,195 @@
+"""Tiny models of every family, as folders: config.json in the spelling of the family, weights drawn by numpy.
+
+Names and shapes are written down here once more, apart from the table that loading uses: each checks the other."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
+import numpy as np
+from safetensors.numpy import save_file
+
+_SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 96,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_EXPERTS = {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+_V2 = {**_SIZES, **_EXPERTS, "model_type": "deepseek_v2", "scoring_func": "softmax", "norm_topk_prob": False, "n_shared_experts": 2}
+
+
+def yarn(factor: float, mscale: float, all_dim: float, original: int = 64) -> dict:
+    return {
+        "type": "yarn",
+        "factor": factor,
+        "mscale": mscale,
+        "mscale_all_dim": all_dim,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": original,
+    }
+
+
+FAMILIES: dict[str, dict] = {
+    "v2": {**_V2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0, "rope_scaling": yarn(40, 0.707, 0.707)},
+    "v2_lite": {
+        **_V2,
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "rope_scaling": yarn(40, 0.707, 0.707),
+    },
+    "v3": {**_SIZES, **_EXPERTS, "model_type": "deepseek_v3", "num_nextn_predict_layers": 1, "rope_scaling": yarn(40, 1.0, 1.0)},
+    "kimi_k2": {
+        **_SIZES,
+        **_EXPERTS,
+        "model_type": "kimi_k2",
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.827,
+        "rope_theta": 50000.0,
+        "num_nextn_predict_layers": 0,
+        "rope_scaling": {**yarn(32, 1.0, 1.0), "beta_fast": 1},
+    },
+    "moonlight": {
+        **_SIZES,
+        **_EXPERTS,
+        "model_type": "deepseek_v3",
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 2.446,
+        "rope_theta": 50000.0,
+        "num_nextn_predict_layers": 0,
+    },
+    "glm_4_7_flash": {
+        **_SIZES,
+        **_EXPERTS,
+        "model_type": "glm4_moe_lite",
+        "hidden_size": 40,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "qk_nope_head_dim": 24,
+        "v_head_dim": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_nextn_predict_layers": 1,
+    },
+    "youtu": {**_SIZES, "model_type": "youtu", "tie_word_embeddings": True, "rope_theta": 1.6e6},
+}
+
+
+def is_moe(hf: dict, layer: int) -> bool:
+    return "n_routed_experts" in hf and layer >= hf["first_k_dense_replace"]
+
+
+def shapes(hf: dict, mtp: bool = False) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a released checkpoint of this config, MTP's if asked for."""
+    d, n, r = hf["hidden_size"], hf["num_attention_heads"], hf["kv_lora_rank"]
+    found = {"model.embed_tokens.weight": (hf["vocab_size"], d), "model.norm.weight": (d,)}
+    if not hf["tie_word_embeddings"]:
+        found["lm_head.weight"] = (hf["vocab_size"], d)
+    last = hf["num_hidden_layers"] + (hf.get("num_nextn_predict_layers", 0) if mtp else 0)
+    for layer in range(last):
+        at = f"model.layers.{layer}."
+        query = n * (hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
+        found |= {at + "input_layernorm.weight": (d,), at + "post_attention_layernorm.weight": (d,)}
+        if hf["q_lora_rank"] is None:
+            found[at + "self_attn.q_proj.weight"] = (query, d)
+        else:
+            q = hf["q_lora_rank"]
+            found |= {at + "self_attn.q_a_proj.weight": (q, d), at + "self_attn.q_a_layernorm.weight": (q,)}
+            found[at + "self_attn.q_b_proj.weight"] = (query, q)
+        found[at + "self_attn.kv_a_proj_with_mqa.weight"] = (r + hf["qk_rope_head_dim"], d)
+        found[at + "self_attn.kv_a_layernorm.weight"] = (r,)
+        found[at + "self_attn.kv_b_proj.weight"] = (n * (hf["qk_nope_head_dim"] + hf["v_head_dim"]), r)
+        found[at + "self_attn.o_proj.weight"] = (d, n * hf["v_head_dim"])
+        found |= _mlp(hf, at, layer)
+        if layer >= hf["num_hidden_layers"]:
+            found |= {at + name: (d,) for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
+            found |= {at + "eh_proj.weight": (d, 2 * d)}
+            found |= {at + name: (hf["vocab_size"], d) for name in ("embed_tokens.weight", "shared_head.head.weight")}
+    return found
+
+
+def _mlp(hf: dict, at: str, layer: int) -> dict[str, tuple[int, ...]]:
+    def swiglu(name: str, width: int) -> dict[str, tuple[int, ...]]:
+        d = hf["hidden_size"]
+        return {f"{name}.gate_proj.weight": (width, d), f"{name}.up_proj.weight": (width, d), f"{name}.down_proj.weight": (d, width)}
+
+    if not is_moe(hf, layer):
+        return swiglu(at + "mlp", hf["intermediate_size"])
+    found = swiglu(at + "mlp.shared_experts", hf["moe_intermediate_size"] * hf["n_shared_experts"])
+    for expert in range(hf["n_routed_experts"]):
+        found |= swiglu(f"{at}mlp.experts.{expert}", hf["moe_intermediate_size"])
+    found[at + "mlp.gate.weight"] = (hf["n_routed_experts"], hf["hidden_size"])
+    if hf["topk_method"] == "noaux_tc":
+        found[at + "mlp.gate.e_score_correction_bias"] = (hf["n_routed_experts"],)
+    return found
+
+
+def tensors(hf: dict, seed: int = 0, mtp: bool = False) -> dict[str, np.ndarray]:
+    """Random float32 weights, large enough that every part of the model shows in its logits."""
+    rng, found = np.random.default_rng(seed), {}
+    for name, shape in shapes(hf, mtp).items():
+        value = rng.standard_normal(shape).astype(np.float32)
+        scale = 0.1 if len(shape) == 1 else 1.0 if "embed" in name else shape[-1] ** -0.5
+        found[name] = value * np.float32(scale) + np.float32("norm" in name)
+    if mtp and hf.get("num_nextn_predict_layers"):
+        at = f"model.layers.{hf['num_hidden_layers']}."
+        found[at + "embed_tokens.weight"] = found["model.embed_tokens.weight"].copy()
+        found[at + "shared_head.head.weight"] = found["lm_head.weight"].copy()
+    return found
+
+
+def write(folder: Path, hf: dict, weights: dict[str, np.ndarray], shards: int = 1) -> Path:
+    """A model folder as it would be downloaded."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(hf))
+    if shards == 1:
+        save_file(weights, folder / "model.safetensors")
+        return folder
+    names, weight_map = list(weights), {}
+    for i in range(shards):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: weights[name] for name in names[i::shards]}
+        save_file(part, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
