@@ -1,0 +1,54 @@
+"""What transformers computes for a folder: the other side of every comparison."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers.modeling_layers import MtpModel
+
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+CLASSES = {
+    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "kimi_k2": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
+    "youtu": (transformers.YoutuConfig, transformers.YoutuForCausalLM),
+}
+
+
+def load(folder: Path):
+    """The folder as a transformers model in float32."""
+    hf = json.loads((folder / "config.json").read_text())
+    config_class, model_class = CLASSES[hf.pop("model_type")]
+    model = model_class.from_pretrained(folder, config=config_class(**hf), dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model, tokens: np.ndarray) -> np.ndarray:
+    return model(torch.tensor(tokens)).logits.numpy()
+
+
+@torch.no_grad()
+def greedy(model, prompt: list[int], steps: int) -> list[int]:
+    """`steps` tokens, end tokens treated as any other."""
+    model.generation_config.eos_token_id = None
+    settings = transformers.GenerationConfig(max_new_tokens=steps, do_sample=False, pad_token_id=0)
+    return model.generate(torch.tensor([prompt]), generation_config=settings)[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def mtp_logits(model, tokens: np.ndarray) -> np.ndarray:
+    """The first MTP layer's logits for token t + 2 at every t, given the true token t + 1."""
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{model.config.num_hidden_layers}.*"]  # where it looks for MTP weights
+    mtp = MtpModel.from_pretrained(model).to(torch.float32)
+    mtp.set_attn_implementation("eager")
+    hidden = model.model(torch.tensor(tokens[:, :-1])).last_hidden_state
+    positions = torch.arange(1, tokens.shape[1]).expand(tokens.shape[0], -1)
+    cache = transformers.cache_utils.MtpCache(config=model.config.get_mtp_config())
+    out = mtp.forward_layer(0, hidden, positions, cache, input_ids=torch.tensor(tokens[:, 1:]))
+    return mtp._project_to_logits(out).numpy()
