@@ -30,11 +30,11 @@ class Command:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0 done, 2 usage or bad request, 3 bad file, 4 does not fit, 130 interrupted."""
-    command = tyro.cli(Command, prog="python -m mla_jax.generate", args=arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        return run(command)
+        return run(tyro.cli(Command, prog="python -m mla_jax.generate", args=arguments))
     except MlaJaxError as error:
-        if command.debug:
+        if "--debug" in arguments:
             raise
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(command: Command) -> int:
-    prompt = sys.stdin.read() if command.prompt == "-" else command.prompt
+    prompt = sys.stdin.buffer.read().decode("utf-8", "surrogateescape") if command.prompt == "-" else command.prompt
     if not prompt and not command.explain:
         raise BadRequest("no prompt given", 'give one as an argument, or "-" to read stdin')
     from mla_jax.engine.llm import LLM  # after the command line is known to be sound: JAX takes a second to import
@@ -64,6 +64,8 @@ def run(command: Command) -> int:
             f"{s.tokens_per_second:.1f} tok/s · compile {s.compile_seconds:.1f} s · seed {s.seed}",
             file=sys.stderr,
         )
+    if output.finish_reason == "error":
+        print("error: the model's logits were not finite, the text ends before them", file=sys.stderr)
     return 0 if output.finish_reason != "error" else 1
 
 

@@ -7,7 +7,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from jaxtyping import install_import_hook
 
-install_import_hook("mla_jax", "beartype.beartype")
+install_import_hook("mla_jax", "checker.checked")
 
 import jax
 import pytest

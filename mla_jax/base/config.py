@@ -11,11 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mla_jax.base.errors import BadConfig, Unsupported, printable
-from mla_jax.base.families import DEFAULTS, IGNORED_KEYS, NEUTRAL_VALUES, PRESETS, WAITING
+from mla_jax.base.families import DEFAULTS, IGNORED_KEYS, NEUTRAL_VALUES, PRESETS, ROPE_NEUTRAL_VALUES, WAITING
 from mla_jax.base.files import read_json
 
 CONFIG_BYTES = 1 << 20  # the largest config.json read
-LARGEST = 1 << 24  # no size in any known model comes near; guards the products taken later
+# No known model comes near any of these; they keep every product of sizes below 2**63 and the count of layers walkable.
+LARGEST = 1 << 20
+LARGEST_OF = {
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 24,
+    "num_hidden_layers": 1000,
+    "num_nextn_predict_layers": 100,
+    "num_attention_heads": 1 << 14,
+    "n_routed_experts": 1 << 14,
+}
 LATENT_NORM_EPS = 1e-6  # of q_a_norm and kv_a_norm: the released code never hands rms_norm_eps to these two
 
 
@@ -109,9 +118,8 @@ class Config:
         values = {k: v for k, v in dataclasses.asdict(self).items() if k not in ("notes", "rope_scaling", "quantization_config")}
         rope = self.rope_scaling and {k: v for k, v in dataclasses.asdict(self.rope_scaling).items() if v is not None}
         quantization = self.quantization_config and dataclasses.asdict(self.quantization_config)
-        return {**values, "rope_scaling": rope and {**rope, "type": rope["rope_type"]}} | (
-            {"quantization_config": quantization} if quantization else {}
-        )
+        values |= {"num_key_value_heads": self.num_attention_heads, "rope_scaling": rope and {**rope, "type": rope["rope_type"]}}
+        return values | ({"quantization_config": quantization} if quantization else {})
 
     def is_moe(self, layer: int) -> bool:
         """Whether `layer` has routed experts; the MTP layers after the last one always do."""
@@ -127,12 +135,16 @@ class Config:
 def _fields(hf: Mapping) -> dict:
     """The constructor's arguments from the content of a config.json of any family, written by transformers 4 or 5."""
     model_type = hf.get("model_type", "unknown")
+    if not isinstance(model_type, str):
+        raise BadConfig("model_type is not a name", f"found {printable(str(model_type))}")
     _refuse_other_arithmetic(hf, model_type)
     notes, known = [], {f.name for f in dataclasses.fields(Config)} - {"notes"}
     if model_type not in DEFAULTS:
-        notes.append(f"model_type {printable(str(model_type))} is not known; absent keys take DeepSeek-V3's values")
-    values = dict(DEFAULTS.get(model_type, DEFAULTS["unknown"]))
-    values |= {k: v for k, v in hf.items() if k in known and not (v is None and values.get(k) is not None and k not in _NULLABLE)}
+        notes.append(f"model_type {printable(model_type)} is not known; absent keys take DeepSeek-V3's values")
+    values = {f.name: None for f in dataclasses.fields(Config) if f.default is dataclasses.MISSING}
+    values |= DEFAULTS.get(model_type, DEFAULTS["unknown"])
+    values |= {k: v for k, v in hf.items() if k in known and (v is not None or k in _NULLABLE)}
+    values["q_lora_rank"] = values.get("q_lora_rank") or None  # some write 0 for none
     if values.get("mlp_layer_types") is not None:
         values["mlp_layer_types"] = _as_tuple(values["mlp_layer_types"])
     values["eos_token_id"] = _as_tuple(values.get("eos_token_id"))
@@ -142,23 +154,28 @@ def _fields(hf: Mapping) -> dict:
         notes.append("auto_map names remote code; it is not needed and never imported")
     if strange := sorted(k for k in hf if k not in known | IGNORED_KEYS | NEUTRAL_VALUES.keys()):
         notes.append("keys not known and not used: " + ", ".join(printable(k) for k in strange[:20]))
-    return {**values, "model_type": str(model_type), "notes": tuple(notes)}
+    return {**values, "model_type": model_type, "notes": tuple(notes)}
 
 
 _NULLABLE = {"q_lora_rank", "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "bos_token_id", "eos_token_id"}
 
 
-def _refuse_other_arithmetic(hf: Mapping, model_type: object):
+def _refuse_other_arithmetic(hf: Mapping, model_type: str):
     if model_type in WAITING:
-        raise Unsupported(f"model_type {model_type} is known but not supported yet", WAITING[str(model_type)])
+        raise Unsupported(f"model_type {model_type} is known but not supported yet", WAITING[model_type])
     if hf.get("kv_lora_rank") is None:
         raise BadConfig(
-            "this is not an MLA model", f"config.json of model_type {printable(str(model_type))} has no kv_lora_rank", "models with latent attention have one"
+            "this is not an MLA model",
+            f"config.json of model_type {printable(model_type)} has no kv_lora_rank",
+            "models with latent attention have one",
         )
-    other = [f"{k} = {printable(str(hf[k]))} (we compute {v[0]!r})" for k, v in NEUTRAL_VALUES.items() if k in hf and hf[k] not in v]
+    other = [
+        f"{k} = {printable(str(hf[k]))} (we compute {v[0]!r})" for k, v in NEUTRAL_VALUES.items() if k in hf and hf[k] not in v
+    ]
     heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
     if kv_heads is not None and kv_heads != heads:
-        other.append(f"num_key_value_heads = {printable(str(kv_heads))} (we compute num_attention_heads = {printable(str(heads))})")
+        ours = f"num_attention_heads = {printable(str(heads))}"
+        other.append(f"num_key_value_heads = {printable(str(kv_heads))} (we compute {ours})")
     if other:
         raise Unsupported("config.json asks for arithmetic that is not implemented", *other)
 
@@ -170,19 +187,28 @@ def _rope(hf: Mapping, values: Mapping) -> dict:
         raise BadConfig("the RoPE settings are not an object", f"found {printable(str(given))}")
     theta = given.get("rope_theta", hf.get("rope_theta", values.get("rope_theta", 10000.0)))
     kind = given.get("rope_type", given.get("type", "default"))
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise Unsupported(f"partial_rotary_factor {given['partial_rotary_factor']} is not implemented", "MLA rotates all of qk_rope_head_dim")
-    if kind == "default":
-        return {"rope_theta": theta, "rope_scaling": None}
-    if kind not in ("yarn", "linear"):
+    if kind not in ("default", "yarn", "linear"):
         raise Unsupported(f"rope_type {printable(str(kind))} is not implemented", "known: default, linear, yarn")
     known = {f.name for f in dataclasses.fields(RopeScaling)}
+    strange = {
+        k: v for k, v in given.items() if k not in known | {"type", "rope_theta"} and v not in ROPE_NEUTRAL_VALUES.get(k, (None,))
+    }
+    if strange:
+        raise Unsupported("the RoPE settings ask for arithmetic that is not implemented", *_shown(strange))
+    if kind == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
     chosen = {k: v for k, v in given.items() if k in known and v is not None} | {"rope_type": kind}
-    longest = hf.get("max_position_embeddings", values.get("max_position_embeddings"))
+    longest = values.get("max_position_embeddings", Config.max_position_embeddings)
     original = chosen.setdefault("original_max_position_embeddings", longest)
-    if "factor" not in chosen and isinstance(longest, int) and isinstance(original, int) and original > 0:
+    if "factor" not in chosen and all(
+        isinstance(n, int) and 0 < n <= LARGEST_OF["max_position_embeddings"] for n in (longest, original)
+    ):
         chosen["factor"] = longest / original
     return {"rope_theta": theta, "rope_scaling": RopeScaling(**chosen)}
+
+
+def _shown(settings: Mapping) -> list[str]:
+    return [f"{printable(k)} = {printable(str(v))}" for k, v in list(settings.items())[:20]]
 
 
 def _quantization(given: object) -> Quantization | None:
@@ -193,8 +219,10 @@ def _quantization(given: object) -> Quantization | None:
     method, fmt = given.get("quant_method"), given.get("fmt", "e4m3")
     block = _as_tuple(given.get("weight_block_size", (128, 128)))
     if method != "fp8" or fmt != "e4m3":
-        raise Unsupported(f"quantization {printable(str(method))} {printable(str(fmt))} cannot be read", "known: fp8 e4m3 with block scales")
-    if len(block) != 2 or not all(isinstance(n, int) and 0 < n <= LARGEST for n in block):
+        raise Unsupported(
+            f"quantization {printable(str(method))} {printable(str(fmt))} cannot be read", "known: fp8 e4m3 with block scales"
+        )
+    if len(block) != 2 or not all(type(n) is int and 0 < n <= LARGEST for n in block):
         raise BadConfig("weight_block_size is not two positive numbers", f"found {printable(str(block))}")
     return Quantization(weight_block_size=block, scale_fmt=given.get("scale_fmt"))
 
@@ -206,23 +234,26 @@ def _as_tuple(value: object) -> tuple:
 def _type_faults(config: Config) -> list[str]:
     """Faults of type, from the annotations, so that the checks of value can compare freely."""
     faults = []
-    for part, prefix in ((config, ""), (config.rope_scaling, "rope_scaling.")):
-        for f in dataclasses.fields(part) if part is not None else ():
+    for part, prefix in (
+        (config, ""),
+        (config.rope_scaling, "rope_scaling."),
+        (config.quantization_config, "quantization_config."),
+    ):
+        for f in dataclasses.fields(part) if dataclasses.is_dataclass(part) else ():
             kinds, value = str(f.type), getattr(part, f.name)
-            optional, number = value is None and "None" in kinds, isinstance(value, int | float) and not isinstance(value, bool)
-            fits = (
-                optional
-                or (kinds.startswith("int") and number and isinstance(value, int))
-                or (kinds.startswith("float") and number)
-                or (kinds.startswith("bool") and isinstance(value, bool))
-                or (kinds.startswith("str") and isinstance(value, str))
-                or (kinds.startswith("tuple[int") and isinstance(value, tuple) and all(isinstance(x, int) and not isinstance(x, bool) for x in value))
-                or (kinds.startswith("tuple[str") and isinstance(value, tuple) and all(isinstance(x, str) for x in value))
-                or kinds.startswith(("Rope", "Quant"))
-            )
-            if not fits:
+            if value is None and "None" not in kinds:
+                faults.append(f"{prefix}{f.name} is missing, expected {kinds}")
+            elif not any(_fits(value, kind) for kind in kinds.split(" | ")):
                 faults.append(f"{prefix}{f.name} is {printable(repr(value))}, expected {kinds}")
     return faults
+
+
+def _fits(value: object, kind: str) -> bool:
+    if kind == "float":
+        return type(value) is float or (type(value) is int and abs(value) < 1 << 100)  # beyond, it would not convert
+    if kind.startswith("tuple["):
+        return isinstance(value, tuple) and all(type(x).__name__ == kind[6:9] for x in value)
+    return type(value).__name__ in (kind, kind + "Type")  # NoneType
 
 
 def _value_faults(c: Config) -> list[str]:
@@ -238,28 +269,37 @@ def _value_faults(c: Config) -> list[str]:
     sizes += [name for name in ("q_lora_rank", "n_group", "topk_group") if getattr(c, name) is not None]
     moe = c.n_routed_experts is not None
     sizes += ["n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"] if moe else []
-    for name in sizes:
-        value = getattr(c, name)
-        check(value is not None and 0 < value <= LARGEST, f"{name} is {value}, expected 1 to {LARGEST:,}")
-    for name in ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts"):
-        value = getattr(c, name)
-        check(value is None or 0 <= value <= LARGEST, f"{name} is {value}, expected 0 or more")
-    check(c.num_hidden_layers <= 10_000, f"num_hidden_layers is {c.num_hidden_layers}, expected at most 10,000")
-    check(c.num_nextn_predict_layers <= 100, f"num_nextn_predict_layers is {c.num_nextn_predict_layers}, expected at most 100")
-    check(c.qk_rope_head_dim % 2 == 0, f"qk_rope_head_dim is {c.qk_rope_head_dim}, expected an even number")
+    counts = ["first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts"]
+    for name, least in [*((name, 1) for name in sizes), *((name, 0) for name in counts)]:
+        value, most = getattr(c, name), LARGEST_OF.get(name, LARGEST)
+        missing_is_fine = value is None and name == "n_shared_experts"
+        check(
+            missing_is_fine or (value is not None and least <= value <= most),
+            f"{name} is {_brief(value)}, expected {least} to {most:,}",
+        )
+    ids = [i for i in (c.bos_token_id, *c.eos_token_id) if i is not None]
+    check(all(0 <= i < 1 << 31 for i in ids), "bos_token_id and eos_token_id must be token ids: 0 or more, and 32 bits wide")
+    check(c.qk_rope_head_dim % 2 == 0, f"qk_rope_head_dim is {_brief(c.qk_rope_head_dim)}, expected an even number")
     check(0 < c.rms_norm_eps < 1, f"rms_norm_eps is {c.rms_norm_eps}, expected a small positive number")
-    check(c.rope_theta > 1, f"rope_theta is {c.rope_theta}, expected more than 1")
+    check(1 < c.rope_theta < 1e15, f"rope_theta is {c.rope_theta}, expected more than 1")
     if moe and not faults:
         faults += _routing_faults(c)
     types = c.mlp_layer_types
-    check(types is None or len(types) == c.num_hidden_layers, f"mlp_layer_types has {len(types or ())} entries for {c.num_hidden_layers} layers")
+    entries = f"mlp_layer_types has {len(types or ())} entries for {_brief(c.num_hidden_layers)} layers"
+    check(types is None or len(types) == c.num_hidden_layers, entries)
     check(types is None or {*types} <= {"dense", "sparse"}, "mlp_layer_types holds other words than dense and sparse")
     if (rope := c.rope_scaling) is not None:
         check(0 < rope.factor < 1e6, f"rope_scaling.factor is {rope.factor}, expected a positive number")
         original = rope.original_max_position_embeddings
-        check(0 < original <= LARGEST, f"rope_scaling.original_max_position_embeddings is {original}, expected 1 to {LARGEST:,}")
+        most = LARGEST_OF["max_position_embeddings"]
+        expected = f"rope_scaling.original_max_position_embeddings is {_brief(original)}, expected 1 to {most:,}"
+        check(0 < original <= most, expected)
         check(rope.beta_fast > 0 and rope.beta_slow > 0, "rope_scaling.beta_fast and beta_slow must be positive")
     return faults
+
+
+def _brief(value: object) -> str:
+    return printable(str(value), 40)
 
 
 def _routing_faults(c: Config) -> list[str]:

@@ -43,6 +43,11 @@ class DoesNotFit(MlaJaxError):
     exit_code = 4
 
 
+def shortened(lines: list[str], most: int = 12) -> list[str]:
+    """The first few details of many, and how many more there are."""
+    return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most:,} more"]
+
+
 def printable(name: str, limit: int = 80) -> str:
     """`name` from an untrusted file as one safe, short line: control characters escaped, the middle cut."""
     shown = name.encode("unicode_escape").decode("ascii")

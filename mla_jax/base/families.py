@@ -85,6 +85,14 @@ NEUTRAL_VALUES: dict[str, tuple] = {
     "mtp_hidden_states_first": (False, None),
 }
 
+# The same of what stands beside the known fields in `rope_scaling` or `rope_parameters`.
+ROPE_NEUTRAL_VALUES: dict[str, tuple] = {
+    "partial_rotary_factor": (1, None),
+    "attn_factor": (1, None),
+    "extrapolation_factor": (1, None),
+    "finetuned": (True, False, None),
+}
+
 # Keys that say nothing about the arithmetic of inference, or repeat what other keys say.
 IGNORED_KEYS = frozenset(
     "_name_or_path _from_model_config architectures attention_dropout attn_implementation auto_map aux_loss_alpha chunk_size_feed_forward "
@@ -93,11 +101,23 @@ IGNORED_KEYS = frozenset(
     "rope_parameters router_aux_loss_coef seq_aux tokenizer_class torch_dtype transformers_version unk_token_id use_cache".split()
 )
 
-_DEEPSEEK = {"model_type": "deepseek_v2", "vocab_size": 102400, "max_position_embeddings": 163840, "bos_token_id": 100000, "eos_token_id": 100001}
+_DEEPSEEK = {
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "max_position_embeddings": 163840,
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+}
 
 
 def _yarn(factor: float, mscale: float, **changes) -> dict:
-    scaling = {"type": "yarn", "factor": factor, "mscale": mscale, "mscale_all_dim": mscale, "original_max_position_embeddings": 4096}
+    scaling = {
+        "type": "yarn",
+        "factor": factor,
+        "mscale": mscale,
+        "mscale_all_dim": mscale,
+        "original_max_position_embeddings": 4096,
+    }
     return {"rope_scaling": {**scaling, "beta_fast": 32, "beta_slow": 1, **changes}}
 
 

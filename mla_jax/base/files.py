@@ -11,11 +11,13 @@ from mla_jax.base.errors import BadFile, MlaJaxError, printable
 
 def read_json(path: Path, limit: int, error: type[MlaJaxError] = BadFile) -> dict:
     """The JSON object in `path`; raises `error` when it is missing, over `limit` bytes or not a plain object."""
+    if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+        raise error(f"{path} is not a regular file")
     try:
         with open(path, "rb") as file:
             data = file.read(limit + 1)
-    except OSError as e:
-        raise error(f"{path} cannot be read", e.strerror or str(e)) from e
+    except (OSError, ValueError) as e:
+        raise error(f"{path} cannot be read", printable(getattr(e, "strerror", None) or str(e))) from e
     if len(data) > limit:
         raise error(f"{path.name} is too large", f"found more than {limit:,} bytes, which is the limit for this file", str(path))
     return parse_json(data, str(path), error)
@@ -29,7 +31,10 @@ def parse_json(data: bytes, where: str, error: type[MlaJaxError] = BadFile) -> d
 
     try:
         value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique(fail), parse_constant=lambda c: fail(f"holds {c}"), parse_float=_finite(fail)
+            data.decode("utf-8"),
+            object_pairs_hook=_unique(fail),
+            parse_constant=lambda c: fail(f"holds {c}"),
+            parse_float=_finite(fail),
         )
     except (UnicodeDecodeError, json.JSONDecodeError, ValueError) as e:
         raise error(f"{where} is not valid JSON", printable(str(e), 200)) from e

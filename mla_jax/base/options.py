@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mla_jax.base.errors import BadRequest, printable
@@ -54,9 +55,10 @@ class SamplingParams:
     """Report the log-probability of each token, and of this many likeliest ones."""
 
     def __post_init__(self):
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stops)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "stop_token_ids"):
+            given = getattr(self, name)
+            several = isinstance(given, Iterable) and not isinstance(given, str)
+            object.__setattr__(self, name, tuple(given) if several else (given,))
         if faults := _faults(self):
             raise BadRequest("the sampling parameters are out of range", *faults)
 
@@ -91,6 +93,8 @@ def _faults(p: SamplingParams) -> list[str]:
         faults.append("stop holds an empty text or something that is no text")
     if len(p.stop) > MAX_STOPS:
         faults.append(f"stop holds {len(p.stop):,} texts, the limit is {MAX_STOPS}")
-    if not all(isinstance(t, int) and 0 <= t < 2**31 for t in p.stop_token_ids) or len(p.stop_token_ids) > MAX_STOPS:
-        faults.append(f"stop_token_ids holds something that is no token id, or more than {MAX_STOPS}")
+    if not all(isinstance(t, int) and not isinstance(t, bool) and 0 <= t < 2**31 for t in p.stop_token_ids):
+        faults.append("stop_token_ids holds something that is no token id")
+    if len(p.stop_token_ids) > MAX_STOPS:
+        faults.append(f"stop_token_ids holds {len(p.stop_token_ids):,} ids, the limit is {MAX_STOPS}")
     return faults

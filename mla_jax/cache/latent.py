@@ -5,6 +5,7 @@ nothing of what the names mean: a form of attention says what it remembers. Unus
 
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
@@ -16,7 +17,7 @@ Layer = dict[str, Array]
 Cache = tuple[Layer, ...]
 
 
-def init(token: Mapping[str, Shaped[Array, "1 1 ..."]], layers: int, rows: int, slots: int) -> Cache:
+def init(token: Mapping[str, jax.ShapeDtypeStruct], layers: int, rows: int, slots: int) -> Cache:
     """An empty cache for `rows` sequences; `token` shows the shape and dtype of what one token leaves in each layer.
 
     At least two rows are held: XLA's CPU backend copies a one-row cache at every turn of a while_loop (0.10.2 to 0.12)."""

@@ -37,14 +37,17 @@ def penalise(logits: Logits, seen: UInt8[Array, "B W"], sampling: Sampling) -> L
 
 
 def keep_likely(logits: Logits, sampling: Sampling) -> Logits:
-    """top-k, then top-p, then min-p on logits already divided by the temperature; what falls out becomes -inf."""
+    """top-k, then top-p, then min-p on logits already divided by the temperature; what falls out becomes -inf.
+
+    Tokens as likely as the last one kept are kept too."""
     ordered = jnp.sort(logits, axis=-1, descending=True)
     words = logits.shape[-1]
     k = jnp.where(sampling.top_k == 0, words, jnp.clip(sampling.top_k, 1, words))
     ordered = jnp.where(jnp.arange(words) < k[:, None], ordered, -jnp.inf)
     likely = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(likely, axis=-1) - likely  # what the likelier ones add up to
-    kept = (before < sampling.top_p[:, None]) & (likely >= sampling.min_p[:, None] * likely[:, :1]) & jnp.isfinite(ordered)
+    top_p = jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)[:, None]  # a rounded sum may pass 1 before its last terms
+    kept = (before < top_p) & (likely >= sampling.min_p[:, None] * likely[:, :1]) & jnp.isfinite(ordered)
     last = jnp.maximum(kept.sum(-1, keepdims=True) - 1, 0)
     return jnp.where(logits >= jnp.take_along_axis(ordered, last, axis=-1), logits, -jnp.inf)
 
@@ -69,11 +72,12 @@ def choose(
     penalised = (sampling.presence_penalty != 0) | (sampling.repetition_penalty != 1)
     logits = jax.lax.cond(penalised.any(), penalise, lambda logits, *_: logits, logits, seen, sampling)
     greedy = jnp.argmax(logits, axis=-1)
-    cold = sampling.temperature < 1e-5  # a smaller one overflows the division and is greedy in effect
+    cold = sampling.temperature < 1e-5  # smaller ones are greedy in effect
     filtered = ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)) & ~cold
 
     def sampled() -> Array:
-        warm = logits / jnp.where(cold, 1.0, sampling.temperature)[:, None]
+        below_top = logits - logits.max(axis=-1, keepdims=True)  # so that a small temperature cannot overflow to +inf
+        warm = below_top / jnp.where(cold, 1.0, sampling.temperature)[:, None]
         warm = jax.lax.cond(filtered.any(), keep_likely, lambda logits, _: logits, warm, sampling)
         return jnp.where(cold, greedy, draw(warm, position, sampling))
 

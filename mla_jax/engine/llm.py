@@ -1,8 +1,11 @@
 """LLM: a model folder as an object that answers prompts."""
 
+import bisect
+import dataclasses
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +30,21 @@ STOP_CHECK = 16  # tokens between two looks for stop texts
 DTYPES = ("float32", "bfloat16")
 
 
+class Written(NamedTuple):
+    """What a batch has generated, on the host; the rest of its state stays on the device."""
+
+    tokens: np.ndarray
+    count: np.ndarray
+    finite: np.ndarray
+    logprobs: np.ndarray
+    top_logprobs: np.ndarray
+    top_ids: np.ndarray
+
+    @classmethod
+    def of(cls, state: State) -> "Written":
+        return cls(*jax.device_get([getattr(state, name) for name in cls._fields]))
+
+
 class LLM:
     """A model on the default device. See `generate`, `logits`, `explain`; `notes` holds what a reader of the folder should know."""
 
@@ -44,7 +62,7 @@ class LLM:
         self.model = load(folder, attention=attention, dtype=dtype)
         self.config = self.model.config
         longest = self.config.max_position_embeddings
-        if context is not None and not 1 <= context <= longest:
+        if context is not None and not (isinstance(context, int) and 1 <= context <= longest):
             raise BadRequest(f"context is {context}, expected 1 to {longest:,}", "the model's max_position_embeddings is the limit")
         self.context = context or longest
         self.tokenizer = Tokenizer.from_folder(folder, self.config.vocab_size, self.config.bos_token_id)
@@ -92,21 +110,22 @@ class LLM:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _requests(self, prompts, params) -> list[Request]:
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
+        prompts = _plain(prompts)
+        if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
-        many = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if not isinstance(prompts, list):
+            raise BadRequest("the prompts are neither text nor token ids, nor lists of them", f"found {printable(repr(prompts))}")
+        many = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
         if len(many) != len(prompts):
             raise BadRequest(f"{len(many)} sets of sampling parameters for {len(prompts)} prompts", "give one, or one a prompt")
+        if wrong := [p for p in many if not isinstance(p, SamplingParams | None)]:
+            raise BadRequest("the sampling parameters are no SamplingParams", f"found {printable(repr(wrong[0]))}")
         return [self._request(prompt, one or SamplingParams()) for prompt, one in zip(prompts, many, strict=True)]
 
-    def _request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise BadRequest("this model folder has no tokenizer.json", "give token ids instead of text")
-            prompt = self.tokenizer.encode(prompt)
+    def _request(self, prompt: str | list[int], params: SamplingParams) -> Request:
         if params.stop and self.tokenizer is None:
             raise BadRequest("stop texts need a tokenizer, which this model folder lacks", "use stop_token_ids")
-        tokens = [int(token) for token in prompt]
+        tokens = self._tokens(prompt)
         room = self._check_prompt(tokens, 0 if params.max_tokens == 0 else 1)
         chosen = params.max_tokens if params.max_tokens is not None else min(DEFAULT_MAX_TOKENS, room)
         if chosen > room:
@@ -116,6 +135,15 @@ class LLM:
         filled = SamplingParams(**{**vars(params.or_default(defaults)), "logprobs": params.logprobs})
         return Request(tokens, filled, () if params.ignore_eos else self.end_ids)
 
+    def _tokens(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise BadRequest("this model folder has no tokenizer.json", "give token ids instead of text")
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+            raise BadRequest("a prompt is neither text nor a list of token ids", f"found {printable(repr(prompt))}")
+        return prompt
+
     def _check_prompt(self, tokens: list[int], needed: int) -> int:
         """The room a prompt leaves in the context; raises BadRequest unless that is at least `needed`."""
         if not tokens:
@@ -124,20 +152,21 @@ class LLM:
             raise BadRequest(f"token id {wrong} is not in the vocabulary", f"expected 0 to {self.config.vocab_size - 1:,}")
         room = self.context - len(tokens)
         if room < needed:
-            raise BadRequest(f"the prompt is too long: {len(tokens):,} tokens", f"the context holds {self.context:,}, one of them for the output")
+            output = ", one of them for the output" if needed else ""
+            raise BadRequest(f"the prompt is too long: {len(tokens):,} tokens", f"the context holds {self.context:,}{output}")
         return room
 
     def _generate(self, requests: list[Request]) -> list[Output]:
         watch = Stopwatch()
-        state = self._begin(requests)
-        first, compiling = watch.look()
         stops: dict[int, int] = {}  # row -> tokens up to its stop text
+        state = self._end_at_stop_texts(requests, self._begin(requests), stops)
+        first, compiling = watch.look()
         while not jax.device_get(state.done).all():
             steps = STOP_CHECK if any(r.params.stop for r in requests) else 2**30
             state = self._programs.run(state, jnp.int32(steps))
             state = self._end_at_stop_texts(requests, state, stops)
         decoding, more = watch.look()
-        return self._outputs(requests, jax.device_get(state), stops, (first, decoding, compiling + more))
+        return self._outputs(requests, Written.of(state), stops, (first, decoding, compiling + more))
 
     def _begin(self, requests: list[Request]) -> State:
         """Prompts read chunk by chunk, first tokens chosen. Shapes are powers of two, so that they repeat."""
@@ -166,39 +195,53 @@ class LLM:
         done = done.copy()
         for i, request in enumerate(requests):
             if request.params.stop and i not in stops:
-                needed = self._tokens_to_stop(list(map(int, tokens[i, : count[i]])), request.params.stop)
+                needed = self._tokens_to_stop(_shown(tokens[i, : count[i]].tolist(), request), request.params.stop)
                 if needed is not None:
                     stops[i], done[i] = needed, True
-        return State(**{**vars(state), "done": jnp.asarray(done)})
+        return dataclasses.replace(state, done=jnp.asarray(done))
 
     def _tokens_to_stop(self, ids: list[int], stop: Sequence[str]) -> int | None:
         """How many of `ids` it takes until their text holds a stop text, None if it never does."""
         assert self.tokenizer is not None
-        if not any(s in self.tokenizer.decode(ids) for s in stop):
-            return None
-        return next((n for n in range(1, len(ids)) if any(s in self.tokenizer.decode(ids[:n]) for s in stop)), len(ids))
+        decode = self.tokenizer.decode
 
-    def _outputs(self, requests: list[Request], state: State, stops: dict[int, int], seconds: tuple[float, float, float]) -> list[Output]:
+        def stopped(n: int) -> bool:
+            return any(s in decode(ids[:n]) for s in stop)
+
+        return bisect.bisect_left(range(len(ids) + 1), True, key=stopped) if stopped(len(ids)) else None
+
+    def _outputs(self, requests: list[Request], written: Written, stops: dict[int, int], seconds: tuple[float, float, float]) -> list[Output]:
         outputs = []
         for i, request in enumerate(requests):
-            ids = [int(t) for t in state.tokens[i, : stops.get(i, state.count[i])]]
-            reason = FinishReason.STOP if i in stops else _finish_reason(ids, request, bool(state.finite[i]))
+            ids = written.tokens[i, : stops.get(i, written.count[i])].tolist()
+            reason = FinishReason.STOP if i in stops else _finish_reason(ids, request, bool(written.finite[i]))
             stats = Stats(len(request.prompt), len(ids), *seconds, seed=request.params.seed or 0)
-            logprobs = None if request.params.logprobs is None else _logprobs(state, i, ids, request.params.logprobs)
+            logprobs = None if request.params.logprobs is None else _logprobs(written, i, ids, request.params.logprobs)
             outputs.append(Output(self._text(ids, request, i in stops), ids, request.prompt, reason, logprobs, stats))
         return outputs
 
     def _text(self, ids: list[int], request: Request, stopped: bool) -> str | None:
         if self.tokenizer is None:
             return None
-        shown = ids[:-1] if ids and ids[-1] in _ends(request) else ids
-        text = self.tokenizer.decode(shown)
+        text = self.tokenizer.decode(_shown(ids, request))
         return text[: min(text.find(s) for s in request.params.stop if s in text)] if stopped else text
 
 
 def bucket(n: int, least: int = 1) -> int:
     """The power of two that holds `n`, `least` at least."""
     return max(least, 1 << max(n - 1, 0).bit_length())
+
+
+def _plain(value):
+    """Arrays, alone or in lists, as lists of plain numbers."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _shown(ids: list[int], request: Request) -> list[int]:
+    """`ids` without the end token."""
+    return ids[:-1] if ids and ids[-1] in _ends(request) else ids
 
 
 def _ends(request: Request) -> tuple[int, ...]:
@@ -213,11 +256,11 @@ def _finish_reason(ids: list[int], request: Request, finite: bool) -> FinishReas
     return FinishReason.STOP if ids and ids[-1] in request.params.stop_token_ids else FinishReason.LENGTH
 
 
-def _logprobs(state: State, row: int, ids: list[int], alternatives: int) -> list[dict[int, float]]:
+def _logprobs(written: Written, row: int, ids: list[int], alternatives: int) -> list[dict[int, float]]:
     found = []
     for at, token in enumerate(ids):
-        likeliest = zip(state.top_ids[row, at, :alternatives].tolist(), state.top_logprobs[row, at, :alternatives].tolist(), strict=True)
-        found.append({token: float(state.logprobs[row, at])} | {i: p for i, p in likeliest if i != token})
+        likeliest = zip(written.top_ids[row, at, :alternatives].tolist(), written.top_logprobs[row, at, :alternatives].tolist(), strict=True)
+        found.append({token: float(written.logprobs[row, at])} | {i: p for i, p in likeliest if i != token})
     return found
 
 
@@ -239,9 +282,10 @@ def _generation_defaults(folder: Path, end_ids: tuple[int, ...]) -> tuple[dict, 
     given = read_json(path, 1 << 20, BadConfig) if path.exists() else {}
     ends = given.get("eos_token_id")
     ends = end_ids if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
-    if not all(isinstance(e, int) for e in ends):
-        raise BadConfig(f"{path.name} has an eos_token_id that is no token id", f"found {printable(str(ends))}")
-    defaults = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    if not all(type(e) is int and -1 <= e < 2**31 for e in ends):
+        raise BadConfig("the folder names an eos_token_id that is no token id", f"found {printable(str(ends))} in {folder}")
+    sampled = given.get("do_sample") is True  # transformers leaves out a temperature of 1, its default
+    defaults = {"temperature": 1.0 if sampled else 0.0, "top_k": 0, "top_p": 1.0}
     if given.get("do_sample", True):
         defaults |= {name: given[name] for name in defaults if given.get(name) is not None}
     try:

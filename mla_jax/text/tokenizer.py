@@ -4,7 +4,7 @@ from pathlib import Path
 
 import tokenizers
 
-from mla_jax.base.errors import BadFile, printable
+from mla_jax.base.errors import BadFile, BadRequest, printable
 from mla_jax.base.files import read_json
 
 MAX_TOKENIZER = 64 << 20
@@ -35,7 +35,11 @@ class Tokenizer:
         return cls(model, _bos_id(model, folder / "tokenizer_config.json", bos_token_id))
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Token ids of `text`, the model's BOS token once in front if `bos`."""
+        """Token ids of `text`, the model's BOS token once in front if `bos`. Raises BadRequest for text that is no Unicode."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as e:  # half of a surrogate pair, or a byte that was no UTF-8
+            raise BadRequest("the text is not valid Unicode", f"character {e.start:,} is {printable(text[e.start])}") from e
         ids = self.model.encode(text, add_special_tokens=False).ids
         return [self.bos_id, *ids] if bos and self.bos_id is not None and ids[:1] != [self.bos_id] else ids
 
@@ -51,6 +55,8 @@ def _bos_id(model: tokenizers.Tokenizer, config: Path, default: int | None) -> i
     named = named.get("content") if isinstance(named, dict) else named
     bos = model.token_to_id(named) if isinstance(named, str) else default
     wanted = settings.get("add_bos_token")
+    if wanted and bos is None:
+        raise BadFile(f"{config.name} wants a BOS token that tokenizer.json lacks", f"it names {printable(repr(named))}")
     if wanted is None:
         first = model.encode("", add_special_tokens=True).ids[:1]
         wanted = first == [bos]

@@ -4,6 +4,7 @@ Host memory holds the few tensors in flight; FP8 blocks are multiplied out on th
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -17,7 +18,7 @@ from jaxtyping import Array, Float
 
 from mla_jax.base import roofline
 from mla_jax.base.config import Config
-from mla_jax.base.errors import BadFile, Unsupported, printable
+from mla_jax.base.errors import BadFile, Unsupported, printable, shortened
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights import names
 from mla_jax.weights.safetensors import Folder, open_folder
@@ -33,6 +34,7 @@ def load(path: str | Path, *, attention: str = "auto", experts: str = "auto", dt
     target = jax.devices()[0]
     device = roofline.device(target.device_kind, target.platform)
     dtype = dtype or ("float32" if device.platform == "cpu" else "bfloat16")
+    names.refuse_other_counts(config, folder.tensors)
     mtp = names.has_mtp(config, folder.tensors)
     build = partial(Transformer, config, attention=attention, experts=experts, device=device, mtp=mtp)
     graph, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
@@ -63,7 +65,9 @@ class Reader:
             return weight, None
         scale = self.folder.read(name + names.SCALE).astype(np.float32)
         if not (np.isfinite(scale) & (scale > 0)).all():
-            raise BadFile(f"{printable(name + names.SCALE)} holds a scale that is not positive and finite", f"it scales {printable(name)}")
+            raise BadFile(
+                f"{printable(name + names.SCALE)} holds a scale that is not positive and finite", f"it scales {printable(name)}"
+            )
         return weight, scale
 
     def ahead(self, wanted: list[str]) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
@@ -77,31 +81,41 @@ class Reader:
 
 def _fill(slots: dict, sources: dict[str, names.Source], reader: Reader, dtype: jnp.dtype, sharding: jax.sharding.Sharding):
     """Puts every parameter on the device; experts go one by one into a buffer that is updated in place."""
-    bad: list[tuple[str, Array]] = []
-    stream = reader.ahead([name for source in sources.values() for name in source.names])
-    for path, source in sources.items():
-        slot = slots[path]
-        to = jnp.dtype("float32") if slot.get_metadata().get("exact") else dtype
-        place = partial(_place, part=source.part, config=reader.config, block=reader.block, dtype=to)
-        if source.stacked:
-            value = jnp.zeros(slot.shape, to, device=sharding)
-            for i, name in enumerate(source.names):
-                raw, scale = next(stream)
-                value, finite = _insert(value, raw, scale, i, place=place)
-                bad.append((name, finite))
-        else:
-            raw, scale = next(stream)
-            value, finite = place(*jax.device_put((raw, scale), sharding), shape=slot.shape)
-            bad.append((source.names[0], finite))
-        slot.set_value(value)
-    verdicts = jax.device_get([finite for _, finite in bad])
-    if faulty := [name for (name, _), finite in zip(bad, verdicts, strict=True) if not finite]:
-        raise BadFile("weights hold NaN or infinity", *map(printable, faulty[:12]), "the file is damaged, or the model was saved after a failed run")
+    wanted = [name for source in sources.values() for name in source.names]
+    finite: list[Array] = []
+    with closing(reader.ahead(wanted)) as stream:
+        for path, source in sources.items():
+            slot = slots[path]
+            to = jnp.dtype("float32") if slot.get_metadata().get("exact") else dtype
+            place = partial(_place, part=source.part, config=reader.config, block=reader.block, dtype=to)
+            value = jnp.zeros(slot.shape, to, device=sharding) if source.stacked else None
+            for i, (raw, scale) in enumerate(islice(stream, len(source.names))):
+                if source.stacked:
+                    value, sound = _insert(value, raw, scale, i, place=place)
+                else:
+                    value, sound = place(*jax.device_put((raw, scale), sharding), shape=slot.shape)
+                finite.append(sound)
+                if len(finite) > IN_FLIGHT:  # dispatch is asynchronous, and the host keeps what the device has not taken yet
+                    finite[-IN_FLIGHT].block_until_ready()
+            slot.set_value(value)
+    if faulty := [name for name, sound in zip(wanted, jax.device_get(finite), strict=True) if not sound]:
+        raise BadFile(
+            "weights hold NaN or infinity",
+            *shortened(list(dict.fromkeys(map(printable, faulty)))),
+            "the file is damaged, or the model was saved after a failed run",
+        )
 
 
 @partial(jax.jit, static_argnames=("part", "config", "block", "dtype", "shape"))
 def _place(
-    raw: Array, scale: Array | None, *, part: names.Part, config: Config, block: tuple[int, int], dtype: jnp.dtype, shape: tuple[int, ...]
+    raw: Array,
+    scale: Array | None,
+    *,
+    part: names.Part,
+    config: Config,
+    block: tuple[int, int],
+    dtype: jnp.dtype,
+    shape: tuple[int, ...],
 ) -> tuple[Array, Array]:
     """A stored tensor as our parameter, and whether all of it is finite."""
     value = raw if scale is None else dequantize(raw, scale, block)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from mla_jax.base import axes
 from mla_jax.base.config import Config
-from mla_jax.base.errors import BadFile, printable
+from mla_jax.base.errors import BadFile, printable, shortened
 
 Part = Callable[[Any, Config], Any]
 
@@ -119,9 +119,11 @@ def resolve(paths: Iterable[str], config: Config, present: Mapping[str, Any]) ->
     unused = [name for name in present if name not in wanted and not _needless(name, config, wanted)]
     if missing or unused:
         raise BadFile("the tensors do not fit the model that config.json describes", *_listed(missing, unused))
-    faults = [fault for source in sources.values() for name in source.names for fault in _shape_faults(name, source, config, present)]
+    faults = [
+        fault for source in sources.values() for name in source.names for fault in _shape_faults(name, source, config, present)
+    ]
     if faults:
-        raise BadFile("tensors have other shapes than config.json says", *dict.fromkeys(faults[:12]))
+        raise BadFile("tensors have other shapes than config.json says", *shortened(list(dict.fromkeys(faults))))
     return sources
 
 
@@ -135,6 +137,27 @@ def _needless(name: str, config: Config, wanted: Mapping[str, Any]) -> bool:
     if extra is not None:
         return int(extra[1]) >= config.num_hidden_layers
     return name == "lm_head.weight" and config.tie_word_embeddings
+
+
+def refuse_other_counts(config: Config, present: Mapping[str, Any]):
+    """A quick look at the counts of layers and experts, before a model is built that could be a thousand times what the files hold."""
+    numbers = [m.groups() for name in present if (m := re.match(r"model\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?", name))]
+    layers, experts = (
+        ({found for found in column if found is not None} for column in zip(*numbers, strict=True)) if numbers else ((), ())
+    )
+    faults = []
+    if len(layers) < config.num_hidden_layers:
+        faults.append(f"num_hidden_layers is {config.num_hidden_layers}, model.layers.* has {len(layers)}")
+    if experts and len(experts) < (config.n_routed_experts or 0):
+        faults.append(f"n_routed_experts is {config.n_routed_experts}, model.layers.*.mlp.experts.* has {len(experts)}")
+    if faults:
+        example = next(iter(present), None)
+        faults += (
+            [f"the files hold {len(present):,} tensors, such as {printable(example)}"]
+            if example
+            else ["the files hold no tensors"]
+        )
+        raise BadFile("the tensors do not fit the model that config.json describes", *faults)
 
 
 def has_mtp(config: Config, present: Mapping[str, Any]) -> bool:
@@ -157,8 +180,9 @@ def _shape_faults(name: str, source: Source, config: Config, present: Mapping[st
     if found == expected:
         return
     words = source.axes.split()
-    reasons = [axes.why(config, w) for w, e, f in zip(words, expected, found, strict=False) if e != f] if len(found) == len(words) else []
-    yield f"{printable(name)}: found {list(found)}, config.json says {list(expected)}" + (f" by {'; '.join(reasons)}" if reasons else "")
+    differing = [word for i, word in enumerate(words) if found[i : i + 1] != expected[i : i + 1]]
+    reasons = "; ".join(axes.why(config, word) for word in differing or words)
+    yield f"{printable(name)}: found {list(found)}, config.json says {list(expected)} by {reasons}"
 
 
 def export(paths: Mapping[str, Any], config: Config) -> Iterable[tuple[str, Any]]:

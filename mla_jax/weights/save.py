@@ -19,7 +19,7 @@ def save(model: Transformer, folder: str | Path, *, dtype: str = "bfloat16") -> 
 
     Every file is complete or absent: it is written under another name first. config.json, which makes the folder a model, comes last."""
     folder = Path(folder)
-    if (folder / "config.json").exists():
+    if (folder / "config.json").exists() or any(folder.glob("*.safetensors*")):
         raise BadFile(f"{folder} holds a model already", "choose another folder, or delete it first")
     folder.mkdir(parents=True, exist_ok=True)
     _, state = nnx.split(model)
@@ -27,7 +27,8 @@ def save(model: Transformer, folder: str | Path, *, dtype: str = "bfloat16") -> 
     exact = {names.find(path, model.config).names[0] for path, v in parameters.items() if v.get_metadata().get("exact")}
     values = {path: variable[...] for path, variable in parameters.items()}
     tensors = {
-        name: np.asarray(jnp.asarray(value, "float32" if name in exact else dtype)) for name, value in names.export(values, model.config)
+        name: np.asarray(jnp.asarray(value, "float32" if name in exact else dtype))
+        for name, value in names.export(values, model.config)
     }
     _complete(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     _complete(folder / "config.json", lambda path: path.write_text(json.dumps(model.config.to_hf(), indent=2) + "\n"))

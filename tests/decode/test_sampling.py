@@ -1,0 +1,180 @@
+"""Filters and penalties against plain numpy in float64; draws against the softmax; what a draw may depend on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from mla_jax.decode import sampling
+from mla_jax.decode.sampling import OUTPUT, PROMPT, Sampling
+
+WORDS = 11
+keep_likely, penalise, choose = jax.jit(sampling.keep_likely), jax.jit(sampling.penalise), jax.jit(sampling.choose)
+
+
+def settings_of(rows: list[dict]) -> Sampling:
+    """Sampling with one entry a row; what a row leaves out is neutral."""
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "seed": (0, 0)}
+    kinds = {"top_k": jnp.int32, "seed": jnp.uint32}
+    columns = {name: [{**neutral, **row}[name] for row in rows] for name in neutral}
+    return Sampling(**{name: jnp.asarray(column, kinds.get(name, jnp.float32)) for name, column in columns.items()})
+
+
+def chosen(logits: np.ndarray, rows: list[dict], position: int = 5) -> tuple[list[int], list[bool]]:
+    """What `choose` takes, with no token seen before."""
+    seen, at = jnp.zeros(logits.shape, jnp.uint8), jnp.full(len(logits), position)
+    token, fit = choose(jnp.asarray(logits, jnp.float32), seen, at, settings_of(rows))
+    return token.tolist(), fit.tolist()
+
+
+logits_rows = st.lists(
+    st.lists(st.integers(-400, 400), min_size=WORDS, max_size=WORDS, unique=True).map(lambda row: np.array(row) / 32), min_size=3, max_size=3
+).map(lambda rows: np.array(rows, np.float32))
+shares = st.one_of(st.sampled_from([0.0, 1.0, 1e-9]), st.floats(0, 1, width=32))
+filter_rows = st.lists(
+    st.fixed_dictionaries({"top_k": st.sampled_from([0, 1, 2, 5, WORDS, WORDS + 1, 2**31 - 1]), "top_p": shares, "min_p": shares}), min_size=3, max_size=3
+)
+
+
+def reference_kept(logits: np.ndarray, row: dict, slack: float) -> set[int]:
+    """The tokens that top-k, then top-p, then min-p leave; `slack` moves the borders to allow for rounding."""
+    order = np.argsort(-logits.astype(np.float64), kind="stable")
+    order = order[: row["top_k"] or len(order)]
+    p = np.exp(logits[order].astype(np.float64) - logits.max())
+    p /= p.sum()
+    before = np.concatenate([[0.0], np.cumsum(p)[:-1]])
+    in_nucleus = before < row["top_p"] + slack if row["top_p"] < 1 else np.ones(len(p), bool)
+    likely = p >= row["min_p"] * p[0] * (1 - slack) - (slack if row["min_p"] < 1 else 0)
+    return {int(order[0])} | {int(i) for i, kept in zip(order, in_nucleus & likely, strict=True) if kept}
+
+
+@settings(max_examples=150, deadline=None)
+@given(logits_rows, filter_rows)
+def test_the_filters_keep_what_a_plain_reference_keeps(logits, rows):
+    kept = np.asarray(keep_likely(logits, settings_of(rows)))
+    for values, result, row in zip(logits, kept, rows, strict=True):
+        found = {int(i) for i in np.flatnonzero(np.isfinite(result))}
+        assert reference_kept(values, row, -1e-5) <= found <= reference_kept(values, row, 1e-5)
+        assert np.array_equal(result[sorted(found)], values[sorted(found)]), "what stays is unchanged"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    logits_rows,
+    st.lists(st.lists(st.sampled_from([0, PROMPT, OUTPUT, PROMPT | OUTPUT]), min_size=WORDS, max_size=WORDS), min_size=3, max_size=3),
+    st.lists(st.tuples(st.floats(-3, 3, width=32), st.floats(0.25, 4, width=32)), min_size=3, max_size=3),
+)
+def test_the_penalties_follow_their_definition(logits, seen, penalties):
+    rows = [{"presence_penalty": presence, "repetition_penalty": repetition} for presence, repetition in penalties]
+    found = np.asarray(penalise(logits, jnp.asarray(seen, jnp.uint8), settings_of(rows)))
+    for r, (presence, repetition) in enumerate(penalties):
+        for w in range(WORDS):
+            value = float(logits[r, w])
+            if seen[r][w]:
+                value = value / repetition if value > 0 else value * repetition
+            if seen[r][w] & OUTPUT:
+                value -= presence
+            assert found[r, w] == pytest.approx(value, rel=1e-5, abs=1e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(logits_rows, filter_rows, st.lists(st.sampled_from([0.0, 1e-9, 1e-5, 0.3, 1.0, 50.0]), min_size=3, max_size=3), st.integers(0, 1000))
+def test_every_setting_leaves_a_token_that_the_filters_allow_and_a_cold_row_takes_the_likeliest(logits, rows, temperatures, position):
+    rows = [{**row, "temperature": t, "seed": (position, 7)} for row, t in zip(rows, temperatures, strict=True)]
+    tokens, fit = chosen(logits, rows, position)
+    assert all(fit)
+    for values, token, row in zip(logits, tokens, rows, strict=True):
+        if row["temperature"] <= 1e-9:
+            assert token == values.argmax()
+        else:
+            scaled = (values.astype(np.float64) - values.max()) / row["temperature"]
+            assert token in reference_kept(scaled, row, 1e-5)
+
+
+@pytest.mark.parametrize("row", [{"top_k": 1}, {"top_p": 0.0}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-5}, {"temperature": 1e-9}])
+def test_the_narrowest_settings_take_the_likeliest_token(row):
+    logits = np.random.default_rng(0).standard_normal((200, WORDS)).astype(np.float32)
+    tokens, _ = chosen(logits, [{**row, "seed": (i, i)} for i in range(200)])
+    assert tokens == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0, 1000.0])
+def test_the_largest_finite_logits_are_chosen_from_without_overflow(temperature):
+    largest = np.finfo(np.float32).max
+    logits = np.full((4, WORDS), -largest, np.float32)
+    logits[:, 3], logits[:, 7] = largest / 2, largest
+    tokens, fit = chosen(logits, [{"temperature": temperature, "seed": (0, i), "top_p": 0.9} for i in range(4)])
+    assert tokens == [7] * 4
+    assert all(fit)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_equal_logits_give_the_first_token_when_cold_and_any_when_warm(temperature):
+    tokens, _ = chosen(np.zeros((300, WORDS)), [{"temperature": temperature, "seed": (0, i)} for i in range(300)])
+    assert set(tokens) == ({0} if temperature == 0 else set(range(WORDS)))
+
+
+def test_a_row_that_is_not_fit_is_reported_and_leaves_the_others_as_they_are():
+    logits = np.random.default_rng(1).standard_normal((6, WORDS)).astype(np.float32)
+    rows = [{"seed": (3, i), "top_p": 0.9} for i in range(6)]
+    alone, _ = chosen(logits, rows)
+    logits[1, 4], logits[3, 0], logits[4, :] = np.nan, np.inf, -np.inf
+    tokens, fit = chosen(logits, rows)
+    assert fit == [True, False, True, False, False, True]
+    assert [t for t, ok in zip(tokens, fit, strict=True) if ok] == [t for t, ok in zip(alone, fit, strict=True) if ok]
+
+
+def test_minus_infinity_is_never_drawn():
+    logits = np.where(np.arange(WORDS) % 2, -np.inf, 0.0) * np.ones((200, 1))
+    tokens, fit = chosen(logits, [{"temperature": 100.0, "seed": (0, i)} for i in range(200)])
+    assert all(fit)
+    assert {t % 2 for t in tokens} == {0}
+
+
+@pytest.mark.parametrize("row", [{}, {"temperature": 0.5}, {"top_p": 0.8}, {"top_k": 3, "min_p": 0.1}])
+def test_draws_follow_the_softmax_of_what_is_kept(row):
+    logits, draws = np.array([1.0, 0.2, -0.5, 0.9, -1.0, 0.0]), 6000
+    tokens, _ = chosen(np.tile(logits, (draws, 1)), [{**row, "seed": (17, i)} for i in range(draws)])
+    warm = logits / row.get("temperature", 1.0)
+    kept = sorted(reference_kept(warm, {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **row}, 0.0))
+    p = np.exp(warm[kept])
+    counts = np.bincount(tokens, minlength=len(logits))
+    assert counts.sum() == counts[kept].sum()
+    assert stats.chisquare(counts[kept], draws * p / p.sum()).pvalue > 1e-3
+
+
+def test_draws_at_the_positions_of_one_sequence_are_independent():
+    logits, draws = np.zeros((4000, 4)), jnp.arange(4000)
+    token, _ = choose(jnp.asarray(logits, jnp.float32), jnp.zeros((4000, 4), jnp.uint8), draws, settings_of([{"seed": (1, 2)}] * 4000))
+    pairs = np.bincount(4 * np.asarray(token[:-1]) + np.asarray(token[1:]), minlength=16)
+    assert stats.chisquare(pairs).pvalue > 1e-3
+
+
+def test_a_draw_depends_on_seed_and_position_alone():
+    values = np.random.default_rng(2).standard_normal(WORDS).astype(np.float32)
+    mine = {"temperature": 1.3, "seed": (5, 6)}
+    others = [{"temperature": 0.0}, {"top_p": 0.3}, {"min_p": 0.5, "top_k": 2}, {"repetition_penalty": 2.0}, {"temperature": 90.0, "seed": (9, 9)}]
+    for position in range(20):
+        expected = chosen(values[None], [mine], position)[0][0]
+        for place in range(6):
+            batch = np.random.default_rng(position).standard_normal((6, WORDS)).astype(np.float32)
+            batch[place] = values
+            rows = [*others[:place], mine, *others[place:]]
+            assert chosen(batch, rows, position)[0][place] == expected
+
+
+def test_both_halves_of_the_seed_and_the_position_change_the_draw():
+    values = np.zeros((1, WORDS))
+    series = [[chosen(values, [{"seed": seed}], at)[0][0] for at in range(start, start + 12)] for seed, start in [((0, 1), 0), ((1, 0), 0), ((0, 1), 12)]]
+    assert series[0] != series[1] != series[2] != series[0]
+
+
+def test_a_row_without_filters_keeps_its_whole_tail_beside_a_row_with_them():
+    words = 20_000
+    logits = np.tile(np.linspace(0, -30, words, dtype=np.float32), (2, 1))
+    kept = np.asarray(keep_likely(logits, settings_of([{"top_p": 0.5}, {}])))
+    assert np.isfinite(kept[1]).all()
+    assert 0 < np.isfinite(kept[0]).sum() < words
