@@ -18,8 +18,8 @@ class Command:
 
     prompt: Annotated[str, tyro.conf.Positional] = ""
     """What to continue; "-" reads stdin."""
-    llm: tyro.conf.OmitArgPrefixes[LLMOptions] = LLMOptions()
-    sampling: tyro.conf.OmitArgPrefixes[SamplingParams] = SamplingParams()
+    llm: tyro.conf.OmitArgPrefixes[LLMOptions] = dataclasses.field(default_factory=LLMOptions)
+    sampling: tyro.conf.OmitArgPrefixes[SamplingParams] = dataclasses.field(default_factory=SamplingParams)
     explain: bool = False
     """Say what would run and why, then stop."""
     quiet: bool = False
@@ -29,7 +29,7 @@ class Command:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code: 0 done, 2 usage or bad request, 3 bad file, 4 does not fit, 130 interrupted."""
+    """Exit codes: 0 done, 1 logits not finite, 2 usage or bad request, 3 bad file, 4 does not fit, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         return run(tyro.cli(Command, prog="python -m mla_jax.generate", args=arguments))
@@ -60,8 +60,9 @@ def run(command: Command) -> int:
     if not command.quiet:
         s = output.stats
         print(
-            f"\n stop: {output.finish_reason} · {s.prompt_tokens}+{s.generated_tokens} tokens · first {s.first_token_seconds:.2f} s · "
-            f"{s.tokens_per_second:.1f} tok/s · compile {s.compile_seconds:.1f} s · seed {s.seed}",
+            f"\n stop: {output.finish_reason} · {s.prompt_tokens}+{s.generated_tokens} tokens · "
+            f"first {s.first_token_seconds:.2f} s · {s.tokens_per_second:.1f} tok/s · "
+            f"compile {s.compile_seconds:.1f} s · seed {s.seed}",
             file=sys.stderr,
         )
     if output.finish_reason == "error":

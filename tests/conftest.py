@@ -1,4 +1,4 @@
-"""Shapes are checked: every annotated function of the package runs under jaxtyping and beartype. No test may reach the network."""
+"""Shapes are checked: annotated functions of the package run under jaxtyping and beartype. No test may reach the network."""
 
 import os
 import socket
@@ -9,8 +9,8 @@ from jaxtyping import install_import_hook
 
 install_import_hook("mla_jax", "checker.checked")
 
-import jax
-import pytest
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)

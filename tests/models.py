@@ -43,7 +43,14 @@ _EXPERTS = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
-_V2 = {**_SIZES, **_EXPERTS, "model_type": "deepseek_v2", "scoring_func": "softmax", "norm_topk_prob": False, "n_shared_experts": 2}
+_V2 = {
+    **_SIZES,
+    **_EXPERTS,
+    "model_type": "deepseek_v2",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "n_shared_experts": 2,
+}
 
 
 def yarn(factor: float, mscale: float, all_dim: float, original: int = 64) -> dict:
@@ -151,7 +158,8 @@ def shapes(hf: dict, mtp: bool = False) -> dict[str, tuple[int, ...]]:
 def _mlp(hf: dict, at: str, layer: int) -> dict[str, tuple[int, ...]]:
     def swiglu(name: str, width: int) -> dict[str, tuple[int, ...]]:
         d = hf["hidden_size"]
-        return {f"{name}.gate_proj.weight": (width, d), f"{name}.up_proj.weight": (width, d), f"{name}.down_proj.weight": (d, width)}
+        wide = {f"{name}.{part}_proj.weight": (width, d) for part in ("gate", "up")}
+        return wide | {f"{name}.down_proj.weight": (d, width)}
 
     if not is_moe(hf, layer):
         return swiglu(at + "mlp", hf["intermediate_size"])

@@ -16,7 +16,8 @@ def train_tokenizer(size: int, specials: list[str]) -> tokenizers.Tokenizer:
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+    settings = {"vocab_size": size, "special_tokens": specials, "initial_alphabet": alphabet, "show_progress": False}
+    trainer = tokenizers.trainers.BpeTrainer(**settings)
     sources = sorted(Path(__file__).parent.parent.glob("mla_jax/**/*.py"))
     model.train_from_iterator((path.read_text() for path in sources), trainer)
     return model

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int
 class Batch:
     """New tokens of several rows. Padding may stand anywhere: masked tokens are neither remembered nor attended to.
 
-    `span` (static) bounds the cache slots that are read, so that an early chunk of a prompt does not pay for the whole context."""
+    `span` (static) bounds the cache slots that are read, so that an early chunk of a prompt does not pay for all the context."""
 
     positions: Int[Array, "B T"]
     mask: Bool[Array, "B T"]

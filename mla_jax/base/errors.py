@@ -50,5 +50,5 @@ def shortened(lines: list[str], most: int = 12) -> list[str]:
 
 def printable(name: str, limit: int = 80) -> str:
     """`name` from an untrusted file as one safe, short line: control characters escaped, the middle cut."""
-    shown = name.encode("unicode_escape").decode("ascii")
+    shown = name.encode("unicode_escape").decode("ascii") or "''"
     return shown if len(shown) <= limit else f"{shown[: limit // 2]}...{shown[-limit // 4 :]}"

@@ -94,12 +94,15 @@ ROPE_NEUTRAL_VALUES: dict[str, tuple] = {
 }
 
 # Keys that say nothing about the arithmetic of inference, or repeat what other keys say.
-IGNORED_KEYS = frozenset(
-    "_name_or_path _from_model_config architectures attention_dropout attn_implementation auto_map aux_loss_alpha chunk_size_feed_forward "
-    "dtype embedding_initializer_range ep_size head_dim id2label initializer_range is_encoder_decoder label2id num_key_value_heads "
-    "output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type qk_head_dim return_dict "
-    "rope_parameters router_aux_loss_coef seq_aux tokenizer_class torch_dtype transformers_version unk_token_id use_cache".split()
-)
+# fmt: off
+IGNORED_KEYS = frozenset({
+    "_name_or_path", "_from_model_config", "architectures", "attention_dropout", "attn_implementation", "auto_map",
+    "aux_loss_alpha", "chunk_size_feed_forward", "dtype", "embedding_initializer_range", "ep_size", "head_dim", "id2label",
+    "initializer_range", "is_encoder_decoder", "label2id", "num_key_value_heads", "output_attentions", "output_hidden_states",
+    "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "qk_head_dim", "return_dict", "rope_parameters",
+    "router_aux_loss_coef", "seq_aux", "tokenizer_class", "torch_dtype", "transformers_version", "unk_token_id", "use_cache",
+})
+# fmt: on
 
 _DEEPSEEK = {
     "model_type": "deepseek_v2",

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from mla_jax.base.errors import BadFile, MlaJaxError, printable
 
+MAX_DIGITS = 100  # of an integer: any that passes is also a finite float
+
 
 def read_json(path: Path, limit: int, error: type[MlaJaxError] = BadFile) -> dict:
     """The JSON object in `path`; raises `error` when it is missing, over `limit` bytes or not a plain object."""
@@ -35,6 +37,7 @@ def parse_json(data: bytes, where: str, error: type[MlaJaxError] = BadFile) -> d
             object_pairs_hook=_unique(fail),
             parse_constant=lambda c: fail(f"holds {c}"),
             parse_float=_finite(fail),
+            parse_int=_short(fail),
         )
     except (UnicodeDecodeError, json.JSONDecodeError, ValueError) as e:
         raise error(f"{where} is not valid JSON", printable(str(e), 200)) from e
@@ -54,6 +57,13 @@ def _unique(fail: Callable):
         return found
 
     return pairs
+
+
+def _short(fail: Callable):
+    def number(text: str) -> int:
+        return int(text) if len(text) <= MAX_DIGITS else fail(f"number {text[:40]}... is too large")
+
+    return number
 
 
 def _finite(fail: Callable):

@@ -1,6 +1,6 @@
 """FLOPs and bytes of the forms of attention, what devices reach, and the choice of a form that follows. No JAX here.
 
-Letters as everywhere: B rows, T new tokens a row, S tokens attended to (held and new), N heads, R kv rank, P nope, E rope, V value."""
+`rows` of a batch bring `new` tokens each, which attend to `attended` tokens, held ones and themselves."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ class Device(NamedTuple):
     bandwidth: float
 
 
-DEVICES = {  # by the start of JAX's device_kind; the H200 and the CPU (two cores) measured, the others 80 % of the vendor's figures
+DEVICES = {  # by the start of JAX's device_kind; H200 and CPU (two cores) measured, the others 80 % of the vendor's figures
     "NVIDIA H200": Device("NVIDIA H200", "gpu", 811e12, 4.56e12),
     "NVIDIA H100": Device("NVIDIA H100", "gpu", 790e12, 2.7e12),
     "NVIDIA A100": Device("NVIDIA A100", "gpu", 250e12, 1.6e12),
@@ -58,6 +58,16 @@ def attention_cost(config: Config, form: str, rows: int, new: int, attended: int
         return Cost(over_heads + 2 * rows * attended * weights, itemsize * (latents + 2 * expanded + weights) + scores)
     copies = 2 * rows * attended * heads * (rank + rope) if form == "absorbed" else 0
     return Cost(over_latents, itemsize * (latents + weights + copies) + scores)
+
+
+def step_cost(config: Config, form: str, rows: int, new: int, attended: int, itemsize: int = 2) -> Cost:
+    """`attention_cost` plus the projections around it: one attention layer as a whole."""
+    query = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    q_rank, width = config.q_lora_rank, config.hidden_size
+    weights = query * width if q_rank is None else q_rank * (width + query)
+    weights += width * (config.kv_lora_rank + config.qk_rope_head_dim) + width * config.num_attention_heads * config.v_head_dim
+    attention = attention_cost(config, form, rows, new, attended, itemsize)
+    return Cost(attention.flops + 2 * rows * new * weights, attention.bytes + itemsize * weights)
 
 
 def break_even(config: Config) -> float:

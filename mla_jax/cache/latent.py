@@ -18,10 +18,7 @@ Cache = tuple[Layer, ...]
 
 
 def init(token: Mapping[str, jax.ShapeDtypeStruct], layers: int, rows: int, slots: int) -> Cache:
-    """An empty cache for `rows` sequences; `token` shows the shape and dtype of what one token leaves in each layer.
-
-    At least two rows are held: XLA's CPU backend copies a one-row cache at every turn of a while_loop (0.10.2 to 0.12)."""
-    rows = max(rows, 2)
+    """An empty cache for `rows` sequences; `token` shows the shape and dtype of what one token leaves in each layer."""
 
     def layer() -> Layer:
         held = {name: jnp.zeros((rows, slots, *one.shape[2:]), one.dtype) for name, one in token.items()}

@@ -1,7 +1,7 @@
-"""Generation as jitted programs: `prefill` (a chunk of the prompts), `begin` (the first token), `run` (any number of steps, one while_loop).
+"""Generation as jitted programs: `prefill` (a chunk of the prompts), `begin` (the first token), `run` (any number of steps).
 
-`run` takes as many steps as it is told, so generating everything and streaming a few tokens at a time are the same program. The state is
-one pytree, donated: nothing of it returns to the host until asked for."""
+`run` is one while_loop of as many steps as it is told, so generating everything and streaming a few tokens at a time are the same
+program. The state is one pytree, donated: nothing of it returns to the host until asked for."""
 
 import contextlib
 import dataclasses
@@ -39,7 +39,13 @@ class State:
 
 
 def new_state(
-    model: Transformer, slots: int, capacity: int, alternatives: int, limit: Int[Array, " B"], ends: Int[Array, "B M"], sampling: Sampling
+    model: Transformer,
+    slots: int,
+    capacity: int,
+    alternatives: int,
+    limit: Int[Array, " B"],
+    ends: Int[Array, "B M"],
+    sampling: Sampling,
 ) -> State:
     """A batch of which nothing is known yet. `slots` bounds prompt and output together, `capacity` the output."""
     rows, config, dtype = limit.shape[0], model.config, model.embed[...].dtype
@@ -61,7 +67,9 @@ def new_state(
     )
 
 
-def prefill(model: Transformer, state: State, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"], span: int | None = None) -> State:
+def prefill(
+    model: Transformer, state: State, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"], span: int | None = None
+) -> State:
     """Reads a chunk of the prompts behind what the cache holds already. Rows may bring less than the chunk, or nothing."""
     positions = state.position[:, None] + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
     hidden, cache, _ = model(tokens, Batch(positions, mask, span), state.cache)
@@ -124,7 +132,7 @@ def _record(state: State, logits: Float[Array, "B W"], token: Int[Array, " B"], 
 
 
 class Programs:
-    """The jitted programs of one model, its weights in place. Each is compiled once a shape; lengths are bucketed so that shapes repeat."""
+    """The jitted programs of one model, its weights in place. Each is compiled once a shape; bucketed lengths repeat shapes."""
 
     def __init__(self, model: Transformer):
         graph, weights = nnx.split(model)

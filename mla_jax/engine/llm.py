@@ -46,13 +46,17 @@ class Written(NamedTuple):
 
 
 class LLM:
-    """A model on the default device. See `generate`, `logits`, `explain`; `notes` holds what a reader of the folder should know."""
+    """A model on the default device. See `generate`, `logits`, `explain`; `notes` says what a user of the folder should know."""
 
-    def __init__(self, model: str | Path | None = None, *, attention: str = "auto", dtype: str | None = None, context: int | None = None):
-        """`attention` is a form of MLA or "auto", `dtype` "float32" or "bfloat16" (None: float32 on a CPU), `context` the most tokens
-        of prompt and output together. Raises BadFile, BadConfig, Unsupported or BadRequest before anything large is allocated."""
+    def __init__(
+        self, model: str | Path | None = None, *, attention: str = "auto", dtype: str | None = None, context: int | None = None
+    ):
+        """`attention` is a form of MLA or "auto", `dtype` "float32" or "bfloat16" (None: float32 on a CPU), `context` the most
+        tokens of prompt and output together. Raises BadFile, BadConfig, Unsupported or BadRequest before any large allocation."""
         if model is None:
-            raise BadRequest("no model given", "name a folder with config.json and *.safetensors; `make demo` writes a small one to .demo")
+            raise BadRequest(
+                "no model given", "name a folder with config.json and *.safetensors; `make demo` writes a small one to .demo"
+            )
         if attention not in ("auto", *FORMS):
             raise BadRequest(f"attention {printable(str(attention))} is not known", "known: auto, " + ", ".join(FORMS))
         if dtype not in (None, *DTYPES):
@@ -63,7 +67,9 @@ class LLM:
         self.config = self.model.config
         longest = self.config.max_position_embeddings
         if context is not None and not (isinstance(context, int) and 1 <= context <= longest):
-            raise BadRequest(f"context is {context}, expected 1 to {longest:,}", "the model's max_position_embeddings is the limit")
+            raise BadRequest(
+                f"context is {context}, expected 1 to {longest:,}", "the model's max_position_embeddings is the limit"
+            )
         self.context = context or longest
         self.tokenizer = Tokenizer.from_folder(folder, self.config.vocab_size, self.config.bos_token_id)
         self.defaults, self.end_ids = _generation_defaults(folder, self.config.eos_token_id)
@@ -72,7 +78,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | np.ndarray,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Output]:
         """Continues each prompt, a text or a list of token ids; always a list, in the order given."""
@@ -96,12 +102,18 @@ class LLM:
         """What runs where, and why, in words."""
         config, device = self.config, self.model.device
         dtype, prompt = self.model.embed[...].dtype, min(1024, self.context)
-        phases = {"prefill": (1, prompt, prompt), "chunk of 64 on a long prefix": (1, 64, self.context), "decode": (1, 1, self.context)}
-        lines = [f"{config.model_type}: {config.num_hidden_layers} layers, {config.num_attention_heads} heads, {dtype} on {device.name}"]
+        phases = {
+            "prefill": (1, prompt, prompt),
+            "chunk of 64 on a long prefix": (1, 64, self.context),
+            "decode": (1, 1, self.context),
+        }
+        size = f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads"
+        lines = [f"{config.model_type}: {size}, {dtype} on {device.name}"]
+        said = "chosen" if self.model.attention == "auto" else "as asked"
         for phase, (rows, new, attended) in phases.items():
             form = self.model.form_name(rows, new, attended)
             why = roofline.why_form(config, device, form, rows, new, attended)
-            lines.append(f"{phase} ({new} new tokens over {attended:,}): {form}, {'chosen' if self.model.attention == 'auto' else 'as asked'}: {why}")
+            lines.append(f"{phase} ({new} new tokens over {attended:,}): {form}, {said}: {why}")
         lines.append(f"on a long prefix, rebuilding heads takes fewer FLOPs from {roofline.break_even(config):.0f} new tokens")
         if config.n_routed_experts:
             lines.append(f"experts: {self.model.backend_name(1)} for one token, {self.model.backend_name(prompt)} for {prompt}")
@@ -129,7 +141,10 @@ class LLM:
         room = self._check_prompt(tokens, 0 if params.max_tokens == 0 else 1)
         chosen = params.max_tokens if params.max_tokens is not None else min(DEFAULT_MAX_TOKENS, room)
         if chosen > room:
-            raise BadRequest(f"max_tokens {chosen:,} does not fit the context", f"{len(tokens):,} prompt tokens leave room for {room:,} of {self.context:,}")
+            raise BadRequest(
+                f"max_tokens {chosen:,} does not fit the context",
+                f"{len(tokens):,} prompt tokens leave room for {room:,} of {self.context:,}",
+            )
         seed = secrets.randbits(32) if params.seed is None else params.seed
         defaults = SamplingParams(**{**self.defaults, "max_tokens": chosen, "seed": seed})
         filled = SamplingParams(**{**vars(params.or_default(defaults)), "logprobs": params.logprobs})
@@ -181,7 +196,9 @@ class LLM:
             mask[i, : len(request.prompt)] = True
         alternatives = max((r.params.logprobs or 0 for r in requests), default=0)
         capacity = bucket(int(limit.max()), 16)
-        state = self._programs.new(slots, capacity, alternatives, jnp.asarray(limit), jnp.asarray(ends), _sampling(requests, rows))
+        state = self._programs.new(
+            slots, capacity, alternatives, jnp.asarray(limit), jnp.asarray(ends), _sampling(requests, rows)
+        )
         chunk = roofline.chunk_tokens(self.config, rows, slots, SCORE_BYTES)
         for start in range(0, longest, chunk):
             end = start + bucket(min(chunk, longest - start), 16)
@@ -210,7 +227,9 @@ class LLM:
 
         return bisect.bisect_left(range(len(ids) + 1), True, key=stopped) if stopped(len(ids)) else None
 
-    def _outputs(self, requests: list[Request], written: Written, stops: dict[int, int], seconds: tuple[float, float, float]) -> list[Output]:
+    def _outputs(
+        self, requests: list[Request], written: Written, stops: dict[int, int], seconds: tuple[float, float, float]
+    ) -> list[Output]:
         outputs = []
         for i, request in enumerate(requests):
             ids = written.tokens[i, : stops.get(i, written.count[i])].tolist()
@@ -259,7 +278,9 @@ def _finish_reason(ids: list[int], request: Request, finite: bool) -> FinishReas
 def _logprobs(written: Written, row: int, ids: list[int], alternatives: int) -> list[dict[int, float]]:
     found = []
     for at, token in enumerate(ids):
-        likeliest = zip(written.top_ids[row, at, :alternatives].tolist(), written.top_logprobs[row, at, :alternatives].tolist(), strict=True)
+        likeliest = zip(
+            written.top_ids[row, at, :alternatives].tolist(), written.top_logprobs[row, at, :alternatives].tolist(), strict=True
+        )
         found.append({token: float(written.logprobs[row, at])} | {i: p for i, p in likeliest if i != token})
     return found
 

@@ -17,11 +17,11 @@ from mla_jax.base.batch import Batch
 from mla_jax.base.config import LATENT_NORM_EPS, Config
 from mla_jax.cache import latent
 from mla_jax.model import rope
-from mla_jax.model.ops import linear, masked_softmax, norm_weight, parameter, rms_norm
+from mla_jax.model.ops import linear, masked_exp, norm_weight, parameter, rms_norm
 
 Queries = tuple[Float[Array, "B T N P"], Float[Array, "B T N E"]]
 Up = tuple[Float[Array, "N P R"], Float[Array, "N V R"]]
-Mask = Bool[Array, "B T S"]
+Mask = Bool[Array, "B T 1 S"]
 
 
 def latents(c_kv: Float[Array, "B S R"], k_pe: Float[Array, "B S E"], up: Up) -> dict[str, Array]:
@@ -37,9 +37,10 @@ def heads(c_kv: Float[Array, "B S R"], k_pe: Float[Array, "B S E"], up: Up) -> d
 
 def naive(q: Queries, held: dict[str, Array], up: Up, mask: Mask, scale: float) -> Float[Array, "B T N V"]:
     """Attention over the heads that are held, as in any transformer."""
-    scores = jnp.einsum("btnh,bsnh->bnts", jnp.concatenate(q, -1), held["k"], preferred_element_type=jnp.float32)
-    weights = masked_softmax(scores * scale, mask[:, None])
-    return jnp.einsum("bnts,bsnv->btnv", weights.astype(held["v"].dtype), held["v"])
+    scores = jnp.einsum("btnh,bsnh->btns", jnp.concatenate(q, -1), held["k"], preferred_element_type=jnp.float32)
+    weights, total = masked_exp(scores * scale, mask)
+    out = jnp.einsum("btns,bsnv->btnv", weights.astype(held["v"].dtype), held["v"], preferred_element_type=jnp.float32)
+    return (out / total).astype(held["v"].dtype)
 
 
 def compressed(q: Queries, held: dict[str, Array], up: Up, mask: Mask, scale: float) -> Float[Array, "B T N V"]:
@@ -53,10 +54,8 @@ def absorbed(q: Queries, held: dict[str, Array], up: Up, mask: Mask, scale: floa
     q_c = jnp.einsum("btnp,npr->btnr", q[0], up[0])
     key = jnp.concatenate([held["c_kv"], held["k_pe"]], -1)
     key = jnp.broadcast_to(key[:, :, None], (*key.shape[:2], q_c.shape[2], key.shape[-1]))
-    scores = jnp.einsum("btnh,bsnh->bnts", jnp.concatenate([q_c, q[1]], -1), key, preferred_element_type=jnp.float32)
-    weights = masked_softmax(scores * scale, mask[:, None])
-    o_c = jnp.einsum("bnts,bsr->btnr", weights.astype(key.dtype), held["c_kv"])
-    return jnp.einsum("btnr,nvr->btnv", o_c, up[1])
+    scores = jnp.einsum("btnh,bsnh->btns", jnp.concatenate([q_c, q[1]], -1), key, preferred_element_type=jnp.float32)
+    return over_latents(scores * scale, held["c_kv"], up, mask)
 
 
 def move_elided(q: Queries, held: dict[str, Array], up: Up, mask: Mask, scale: float) -> Float[Array, "B T N V"]:
@@ -64,9 +63,14 @@ def move_elided(q: Queries, held: dict[str, Array], up: Up, mask: Mask, scale: f
     q_c = jnp.einsum("btnp,npr->btnr", q[0], up[0])
     scores = jnp.einsum("btnr,bsr->btns", q_c, held["c_kv"], preferred_element_type=jnp.float32)
     scores += jnp.einsum("btne,bse->btns", q[1], held["k_pe"], preferred_element_type=jnp.float32)
-    weights = masked_softmax(scores * scale, mask[:, :, None])
-    o_c = jnp.einsum("btns,bsr->btnr", weights.astype(held["c_kv"].dtype), held["c_kv"])
-    return jnp.einsum("btnr,nvr->btnv", o_c, up[1])
+    return over_latents(scores * scale, held["c_kv"], up, mask)
+
+
+def over_latents(scores: Float[Array, "B T N S"], c_kv: Float[Array, "B S R"], up: Up, mask: Mask) -> Float[Array, "B T N V"]:
+    """The second half of both absorbed forms: the weighted latent of each head, then its value."""
+    weights, total = masked_exp(scores, mask)
+    o_c = jnp.einsum("btns,bsr->btnr", weights.astype(c_kv.dtype), c_kv, preferred_element_type=jnp.float32)
+    return jnp.einsum("btnr,nvr->btnv", (o_c / total).astype(c_kv.dtype), up[1])
 
 
 class Form(NamedTuple):
@@ -110,7 +114,7 @@ class MLA(nnx.Module):
         else:
             layer = latent.append(layer, new, batch)
             held, positions = latent.read(layer, batch)
-        mask = (positions[:, None, :] <= batch.positions[:, :, None]) & batch.mask[:, :, None]
+        mask = (positions[:, None, None, :] <= batch.positions[:, :, None, None]) & batch.mask[:, :, None, None]
         out = form.attends(q, held, up, mask, rope.softmax_scale(self.config))
         return jnp.einsum("btnv,dnv->btd", out, self.o_proj[...]), layer
 

@@ -59,7 +59,9 @@ def weigh(chosen: Float[Array, "n K"], config: Config) -> Float[Array, "n K"]:
     return chosen if normalise and v2 else chosen * config.routed_scaling_factor
 
 
-def dense(x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights) -> Float[Array, "n D"]:
+def dense(
+    x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights
+) -> Float[Array, "n D"]:
     """Every expert on every token, weighted by zero where not chosen: the reference."""
     gate, up, down = experts
     share = jnp.einsum("nk,nkx->nx", topk_weights, jax.nn.one_hot(topk_ids, gate.shape[0]))
@@ -67,12 +69,20 @@ def dense(x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Flo
     return jnp.einsum("nxd,nx->nd", jnp.einsum("nxf,xdf->nxd", hidden, down), share.astype(x.dtype))
 
 
-def gather(x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights) -> Float[Array, "n D"]:
-    """Copies each token's experts out and multiplies: for few tokens on a GPU."""
+def gather(
+    x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights
+) -> Float[Array, "n D"]:
+    """Each token times its own experts: for few tokens on a GPU.
+
+    Written as sums of products, which XLA fuses with the choice, so that no expert is copied out; einsums are twice as slow."""
     gate, up, down = (w.at[topk_ids].get(mode="clip") for w in experts)
-    share = jnp.where(topk_ids < experts[0].shape[0], topk_weights, 0).astype(x.dtype)
-    hidden = jax.nn.silu(jnp.einsum("nd,nkfd->nkf", x, gate)) * jnp.einsum("nd,nkfd->nkf", x, up)
-    return jnp.einsum("nkf,nkdf,nk->nd", hidden, down, share)
+
+    def times(a: Array, w: Array) -> Array:
+        return (a.astype(jnp.float32) * w.astype(jnp.float32)).sum(-1)
+
+    hidden = jax.nn.silu(times(x[:, None, None], gate)) * times(x[:, None, None], up)
+    share = jnp.where(topk_ids < experts[0].shape[0], topk_weights, 0)
+    return (times(hidden.astype(x.dtype)[:, :, None], down) * share[:, :, None]).sum(1).astype(x.dtype)
 
 
 class Grouped(NamedTuple):
@@ -94,8 +104,10 @@ class Grouped(NamedTuple):
         return jnp.zeros_like(like).at[self.token].add(weighted)
 
 
-def ragged(x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights) -> Float[Array, "n D"]:
-    """One grouped matmul over tokens sorted by expert: for many tokens on a GPU or TPU."""
+def ragged(
+    x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights
+) -> Float[Array, "n D"]:
+    """One grouped matmul over tokens sorted by expert: for many tokens on a TPU."""
     gate, up, down = experts
     grouped = Grouped.of(topk_ids, topk_weights, gate.shape[0])
     contract_last = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
@@ -107,7 +119,9 @@ def ragged(x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Fl
     return grouped.scatter(ragged_dot(jax.nn.silu(ragged_dot(rows, gate)) * ragged_dot(rows, up), down), x)
 
 
-def loop(x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights) -> Float[Array, "n D"]:
+def loop(
+    x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights
+) -> Float[Array, "n D"]:
     """Tiles of tokens of one expert, one after the other: for a CPU, where only the touched experts are read.
 
     Tiles of one token become matrix-vector products that XLA fuses with the choice of the expert, which is 5 times faster than
@@ -135,10 +149,15 @@ BACKENDS = {"dense": dense, "loop": loop, "gather": gather, "ragged": ragged}
 
 
 def pick_backend(platform: str, pairs: int, experts: int) -> str:
-    """The backend for `pairs` (token, expert) pairs: copying experts out pays while hardly any is chosen twice."""
+    """The backend for `pairs` (token, expert) pairs.
+
+    On an H200 with V2-Lite's 64 experts of which 6 are chosen, us a layer for 1, 8, 64, 1024 tokens: gather 58, 254, -, -; dense
+    274, 287, 327, 1844; ragged 501, 913, 1244, 9477 (XLA has no grouped matmul for GPUs: it multiplies everything and masks)."""
     if platform == "cpu":
         return "loop"
-    return "gather" if 2 * pairs <= experts else "ragged"
+    if 5 * pairs <= 4 * experts:
+        return "gather"
+    return "dense" if platform == "gpu" else "ragged"
 
 
 class Experts(nnx.Module):

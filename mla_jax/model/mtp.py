@@ -1,7 +1,7 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): a layer that predicts one token further than the model.
 
-It joins the embedding of token t + 1 with the main model's hidden state of t, taken after the final norm, and runs one block of its
-own. Embedding and head are the main model's."""
+It joins the embedding of token t + 1 with the main model's hidden state of t, taken after the final norm, and runs one block of
+its own. Embedding and head are the main model's."""
 
 import jax
 import jax.numpy as jnp

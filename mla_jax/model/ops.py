@@ -1,6 +1,6 @@
 """The arithmetic shared by all layers, and the one door to kernels: everything that may run faster elsewhere passes here.
 
-Weights keep the checkpoint's order, output axes first: quantised blocks stay whole, and every kernel wants the contracted axis last."""
+Weights keep the checkpoint's order, output axes first: quantised blocks stay whole, and kernels want the contracted axis last."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,9 @@ from mla_jax.base import axes as logical
 from mla_jax.base.config import Config
 
 
-def parameter(config: Config, rngs: nnx.Rngs, *axes: str, scale: float = 0.02, mean: float = 0.0, exact: bool = False) -> nnx.Param:
+def parameter(
+    config: Config, rngs: nnx.Rngs, *axes: str, scale: float = 0.02, mean: float = 0.0, exact: bool = False
+) -> nnx.Param:
     """A random weight whose shape follows from the names of its axes; `exact` weights stay float32 in a bfloat16 model."""
     value = mean + scale * jax.random.normal(rngs.params(), logical.shape(config, axes))
     return nnx.Param(value, axes=axes, exact=exact)
@@ -33,13 +35,19 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) ->
     return weight * y.astype(x.dtype)
 
 
-def swiglu(x: Float[Array, "*B D"], gate: Float[Array, "F D"], up: Float[Array, "F D"], down: Float[Array, "D F"]) -> Float[Array, "*B D"]:
+def swiglu(
+    x: Float[Array, "*B D"], gate: Float[Array, "F D"], up: Float[Array, "F D"], down: Float[Array, "D F"]
+) -> Float[Array, "*B D"]:
     return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
 
 
-def masked_softmax(scores: Float[Array, "*B S"], mask: jax.Array) -> Float[Array, "*B S"]:
-    """Softmax over what `mask` allows, in float32; exact zeros where it allows nothing."""
+def masked_exp(scores: Float[Array, "*B S"], mask: jax.Array) -> tuple[Float[Array, "*B S"], Float[Array, "*B 1"]]:
+    """A softmax over what `mask` allows, before its division: weights up to 1 and their sum, in float32.
+
+    Dividing the attention's output instead of its weights saves a pass over the scores. Where nothing is allowed the weights are
+    zeros and the sum is 1, so that the output is exactly zero."""
     scores = jnp.where(mask, scores.astype(jnp.float32), -jnp.inf)
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.where(mask, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
-    return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights, jnp.where(total > 0, total, 1.0)

@@ -1,4 +1,4 @@
-"""Rotary positions on the `rope` part of queries and keys, with YaRN: its frequencies, its factor on cos and sin, its softmax scale."""
+"""Rotary positions on the `rope` part of queries and keys, with YaRN: frequencies, factor on cos and sin, softmax scale."""
 
 import math
 

@@ -1,6 +1,6 @@
 """The decoder: blocks of latent attention and experts between an embedding and a head.
 
-Prefill, a chunk of a prompt on top of a cached prefix, and decode are this one forward; they differ in `Batch` and in the cache."""
+Prefill, a chunk of a prompt on top of a cached prefix, and decode are this one forward; they differ in batch and cache."""
 
 from typing import NamedTuple
 
@@ -74,7 +74,7 @@ class Transformer(nnx.Module):
         """Hidden states after the last norm, the cache with the new tokens in it, and, if `collect`, each MoE layer's load.
 
         Without a cache the tokens attend to each other alone, as in training."""
-        how, x, pending = self.how(tokens.shape, cache, batch), self.embed[...][tokens], None
+        how, x, pending = self.how(batch, None if cache is None else cache[0]), self.embed[...][tokens], None
         layers, loads = [], []
         for i, block in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
@@ -89,16 +89,23 @@ class Transformer(nnx.Module):
         return linear(hidden, (self.embed if self.head is None else self.head)[...], out="float32")
 
     def draft(
-        self, depth: int, tokens: Int[Array, "B T"], hidden: Float[Array, "B T D"], batch: Batch, layer: latent.Layer | None = None
+        self,
+        depth: int,
+        tokens: Int[Array, "B T"],
+        hidden: Float[Array, "B T D"],
+        batch: Batch,
+        layer: latent.Layer | None = None,
     ) -> tuple[Float[Array, "B T D"], latent.Layer | None]:
         """Runs MTP layer `depth` on the normed `hidden` of position t and the token of t + 1; `unembed` gives logits for t + 2.
 
         The layer has a cache of its own. Its output is normed and takes the place of `hidden` at the next depth."""
-        how = self.how(tokens.shape, None if layer is None else (layer,), batch)
-        return self.mtp[depth](self.embed[...][tokens], hidden, batch, layer, how)
+        return self.mtp[depth](self.embed[...][tokens], hidden, batch, layer, self.how(batch, layer))
 
     def new_cache(self, rows: int, slots: int, layers: int | None = None) -> latent.Cache:
-        """An empty cache of what this model's form remembers, in the dtype of its weights."""
+        """An empty cache of what this model's form remembers, in the dtype of its weights.
+
+        On a CPU it has a second row even for one sequence: XLA copies a one-row cache at every turn of a while_loop there."""
+        rows = max(rows, 2) if self.device.platform == "cpu" else rows
         config, attn = self.config, self.layers[0].attn
         up = (attn.uk[...], attn.uv[...])
         shapes = [jax.ShapeDtypeStruct((1, 1, n), up[0].dtype) for n in (config.kv_lora_rank, config.qk_rope_head_dim)]
@@ -114,6 +121,8 @@ class Transformer(nnx.Module):
         pairs, experts = tokens * (self.config.num_experts_per_tok or 0), self.config.n_routed_experts or 0
         return pick_backend(self.device.platform, pairs, experts) if self.experts == "auto" else self.experts
 
-    def how(self, shape: tuple[int, ...], cache: latent.Cache | None, batch: Batch) -> How:
-        attended = shape[1] if cache is None else (batch.span or cache[0]["positions"].shape[1])
-        return How(FORMS[self.form_name(*shape, attended)], BACKENDS[self.backend_name(shape[0] * shape[1])])
+    def how(self, batch: Batch, layer: latent.Layer | None) -> How:
+        """What this step's shapes, known while tracing, decide for all layers; `layer` is any of the cache's."""
+        rows, new = batch.positions.shape
+        attended = new if layer is None else batch.span or layer["positions"].shape[1]
+        return How(FORMS[self.form_name(rows, new, attended)], BACKENDS[self.backend_name(rows * new)])

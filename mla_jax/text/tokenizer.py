@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the folder's tokenizer.json. Knows nothing of JAX; a folder without one works with token lists."""
+"""Text to token ids and back, by the folder's tokenizer.json; one without works with token lists. Knows nothing of JAX."""
 
 from pathlib import Path
 
@@ -31,7 +31,9 @@ class Tokenizer:
             raise BadFile(f"{path.name} is refused by the tokenizers library", printable(str(e), 300)) from e
         highest = max(model.get_vocab(with_added_tokens=True).values(), default=-1)
         if highest >= vocab_size:
-            raise BadFile(f"{path.name} has token ids the model lacks", f"found id {highest:,}, config.json says vocab_size {vocab_size:,}")
+            raise BadFile(
+                f"{path.name} has token ids the model lacks", f"found id {highest:,}, config.json says vocab_size {vocab_size:,}"
+            )
         return cls(model, _bos_id(model, folder / "tokenizer_config.json", bos_token_id))
 
     def encode(self, text: str, bos: bool = True) -> list[int]:

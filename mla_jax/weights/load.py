@@ -149,7 +149,6 @@ def _check_number_format(name: str, folder: Folder, block: tuple[int, int]):
         raise BadFile(f"{printable(name + names.SCALE)} scales a weight that is not FP8", f"{printable(name)} is {tensor.dtype}")
     expected = tuple(-(-n // b) for n, b in zip(tensor.shape, block, strict=False))
     if len(tensor.shape) != 2 or scale.shape != expected or scale.dtype not in ("F32", "BF16", "F16", "F8_E8M0"):
-        raise BadFile(
-            f"{printable(name + names.SCALE)} does not fit {printable(name)}",
-            f"{list(tensor.shape)} in blocks of {list(block)} needs {list(expected)} scales, found {scale.dtype} {list(scale.shape)}",
-        )
+        needed = f"{list(tensor.shape)} in blocks of {list(block)} needs {list(expected)} scales"
+        found = f"found {scale.dtype} {list(scale.shape)}"
+        raise BadFile(f"{printable(name + names.SCALE)} does not fit {printable(name)}", f"{needed}, {found}")

@@ -5,7 +5,7 @@ A row is (our path, source name, source axes, part): the axes give the source's 
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -116,7 +116,8 @@ def resolve(paths: Iterable[str], config: Config, present: Mapping[str, Any]) ->
     sources = {path: find(path, config, present) for path in paths}
     wanted = dict.fromkeys(name for source in sources.values() for name in source.names)
     missing = [name for name in wanted if name not in present]
-    unused = [name for name in present if name not in wanted and not _needless(name, config, wanted)]
+    found = wanted.keys() & present.keys()
+    unused = [name for name in present if name not in found and not _needless(name, config, found)]
     if missing or unused:
         raise BadFile("the tensors do not fit the model that config.json describes", *_listed(missing, unused))
     faults = [
@@ -127,10 +128,10 @@ def resolve(paths: Iterable[str], config: Config, present: Mapping[str, Any]) ->
     return sources
 
 
-def _needless(name: str, config: Config, wanted: Mapping[str, Any]) -> bool:
+def _needless(name: str, config: Config, found: Container[str]) -> bool:
     """Tensors that releases hold and no model needs: rotary tables, MTP's copies of embedding and head, a tied head."""
     if name.endswith(SCALE):
-        return name.removesuffix(SCALE) in wanted
+        return name.removesuffix(SCALE) in found
     if re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name):
         return True
     extra = re.fullmatch(r"model\.layers\.(\d+)\.(embed_tokens|shared_head\.head)\.weight", name)
@@ -140,11 +141,9 @@ def _needless(name: str, config: Config, wanted: Mapping[str, Any]) -> bool:
 
 
 def refuse_other_counts(config: Config, present: Mapping[str, Any]):
-    """A quick look at the counts of layers and experts, before a model is built that could be a thousand times what the files hold."""
+    """A quick look at the counts of layers and experts, before building a model that could be a thousand times theirs."""
     numbers = [m.groups() for name in present if (m := re.match(r"model\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?", name))]
-    layers, experts = (
-        ({found for found in column if found is not None} for column in zip(*numbers, strict=True)) if numbers else ((), ())
-    )
+    layers, experts = {layer for layer, _ in numbers}, {expert for _, expert in numbers if expert is not None}
     faults = []
     if len(layers) < config.num_hidden_layers:
         faults.append(f"num_hidden_layers is {config.num_hidden_layers}, model.layers.* has {len(layers)}")

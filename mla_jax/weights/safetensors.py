@@ -1,6 +1,6 @@
 """A folder of safetensors files, single or sharded: headers validated before anything is trusted, tensors read by `pread`.
 
-Never memory-mapped (a file cut short while mapped kills the process) and never through PyTorch (FP8 and BF16 come as ml_dtypes)."""
+Never memory-mapped (a file cut short while mapped kills the process), never through PyTorch (FP8 and BF16 come as ml_dtypes)."""
 
 import os
 import re

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from mla_jax.weights import names
 def save(model: Transformer, folder: str | Path, *, dtype: str = "bfloat16") -> None:
     """Writes `model` into `folder`, weights in `dtype` and router biases in float32; refuses to overwrite a model.
 
-    Every file is complete or absent: it is written under another name first. config.json, which makes the folder a model, comes last."""
+    Every file is complete or absent: it is written under another name first. config.json, which makes it a model, comes last."""
     folder = Path(folder)
     if (folder / "config.json").exists() or any(folder.glob("*.safetensors*")):
         raise BadFile(f"{folder} holds a model already", "choose another folder, or delete it first")
@@ -31,7 +32,8 @@ def save(model: Transformer, folder: str | Path, *, dtype: str = "bfloat16") -> 
         for name, value in names.export(values, model.config)
     }
     _complete(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    _complete(folder / "config.json", lambda path: path.write_text(json.dumps(model.config.to_hf(), indent=2) + "\n"))
+    config = replace(model.config, quantization_config=None)  # what was read from FP8 is written multiplied out
+    _complete(folder / "config.json", lambda path: path.write_text(json.dumps(config.to_hf(), indent=2) + "\n"))
 
 
 def _umask() -> int:

@@ -17,7 +17,15 @@ keep_likely, penalise, choose = jax.jit(sampling.keep_likely), jax.jit(sampling.
 
 def settings_of(rows: list[dict]) -> Sampling:
     """Sampling with one entry a row; what a row leaves out is neutral."""
-    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "seed": (0, 0)}
+    neutral = {
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": (0, 0),
+    }
     kinds = {"top_k": jnp.int32, "seed": jnp.uint32}
     columns = {name: [{**neutral, **row}[name] for row in rows] for name in neutral}
     return Sampling(**{name: jnp.asarray(column, kinds.get(name, jnp.float32)) for name, column in columns.items()})
@@ -31,11 +39,17 @@ def chosen(logits: np.ndarray, rows: list[dict], position: int = 5) -> tuple[lis
 
 
 logits_rows = st.lists(
-    st.lists(st.integers(-400, 400), min_size=WORDS, max_size=WORDS, unique=True).map(lambda row: np.array(row) / 32), min_size=3, max_size=3
+    st.lists(st.integers(-400, 400), min_size=WORDS, max_size=WORDS, unique=True).map(lambda row: np.array(row) / 32),
+    min_size=3,
+    max_size=3,
 ).map(lambda rows: np.array(rows, np.float32))
 shares = st.one_of(st.sampled_from([0.0, 1.0, 1e-9]), st.floats(0, 1, width=32))
 filter_rows = st.lists(
-    st.fixed_dictionaries({"top_k": st.sampled_from([0, 1, 2, 5, WORDS, WORDS + 1, 2**31 - 1]), "top_p": shares, "min_p": shares}), min_size=3, max_size=3
+    st.fixed_dictionaries(
+        {"top_k": st.sampled_from([0, 1, 2, 5, WORDS, WORDS + 1, 2**31 - 1]), "top_p": shares, "min_p": shares}
+    ),
+    min_size=3,
+    max_size=3,
 )
 
 
@@ -64,7 +78,9 @@ def test_the_filters_keep_what_a_plain_reference_keeps(logits, rows):
 @settings(max_examples=100, deadline=None)
 @given(
     logits_rows,
-    st.lists(st.lists(st.sampled_from([0, PROMPT, OUTPUT, PROMPT | OUTPUT]), min_size=WORDS, max_size=WORDS), min_size=3, max_size=3),
+    st.lists(
+        st.lists(st.sampled_from([0, PROMPT, OUTPUT, PROMPT | OUTPUT]), min_size=WORDS, max_size=WORDS), min_size=3, max_size=3
+    ),
     st.lists(st.tuples(st.floats(-3, 3, width=32), st.floats(0.25, 4, width=32)), min_size=3, max_size=3),
 )
 def test_the_penalties_follow_their_definition(logits, seen, penalties):
@@ -81,8 +97,15 @@ def test_the_penalties_follow_their_definition(logits, seen, penalties):
 
 
 @settings(max_examples=100, deadline=None)
-@given(logits_rows, filter_rows, st.lists(st.sampled_from([0.0, 1e-9, 1e-5, 0.3, 1.0, 50.0]), min_size=3, max_size=3), st.integers(0, 1000))
-def test_every_setting_leaves_a_token_that_the_filters_allow_and_a_cold_row_takes_the_likeliest(logits, rows, temperatures, position):
+@given(
+    logits_rows,
+    filter_rows,
+    st.lists(st.sampled_from([0.0, 1e-9, 1e-5, 0.3, 1.0, 50.0]), min_size=3, max_size=3),
+    st.integers(0, 1000),
+)
+def test_every_setting_leaves_a_token_that_the_filters_allow_and_a_cold_row_takes_the_likeliest(
+    logits, rows, temperatures, position
+):
     rows = [{**row, "temperature": t, "seed": (position, 7)} for row, t in zip(rows, temperatures, strict=True)]
     tokens, fit = chosen(logits, rows, position)
     assert all(fit)
@@ -94,7 +117,9 @@ def test_every_setting_leaves_a_token_that_the_filters_allow_and_a_cold_row_take
             assert token in reference_kept(scaled, row, 1e-5)
 
 
-@pytest.mark.parametrize("row", [{"top_k": 1}, {"top_p": 0.0}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-5}, {"temperature": 1e-9}])
+@pytest.mark.parametrize(
+    "row", [{"top_k": 1}, {"top_p": 0.0}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-5}, {"temperature": 1e-9}]
+)
 def test_the_narrowest_settings_take_the_likeliest_token(row):
     logits = np.random.default_rng(0).standard_normal((200, WORDS)).astype(np.float32)
     tokens, _ = chosen(logits, [{**row, "seed": (i, i)} for i in range(200)])
@@ -148,7 +173,9 @@ def test_draws_follow_the_softmax_of_what_is_kept(row):
 
 def test_draws_at_the_positions_of_one_sequence_are_independent():
     logits, draws = np.zeros((4000, 4)), jnp.arange(4000)
-    token, _ = choose(jnp.asarray(logits, jnp.float32), jnp.zeros((4000, 4), jnp.uint8), draws, settings_of([{"seed": (1, 2)}] * 4000))
+    token, _ = choose(
+        jnp.asarray(logits, jnp.float32), jnp.zeros((4000, 4), jnp.uint8), draws, settings_of([{"seed": (1, 2)}] * 4000)
+    )
     pairs = np.bincount(4 * np.asarray(token[:-1]) + np.asarray(token[1:]), minlength=16)
     assert stats.chisquare(pairs).pvalue > 1e-3
 
@@ -156,7 +183,13 @@ def test_draws_at_the_positions_of_one_sequence_are_independent():
 def test_a_draw_depends_on_seed_and_position_alone():
     values = np.random.default_rng(2).standard_normal(WORDS).astype(np.float32)
     mine = {"temperature": 1.3, "seed": (5, 6)}
-    others = [{"temperature": 0.0}, {"top_p": 0.3}, {"min_p": 0.5, "top_k": 2}, {"repetition_penalty": 2.0}, {"temperature": 90.0, "seed": (9, 9)}]
+    others = [
+        {"temperature": 0.0},
+        {"top_p": 0.3},
+        {"min_p": 0.5, "top_k": 2},
+        {"repetition_penalty": 2.0},
+        {"temperature": 90.0, "seed": (9, 9)},
+    ]
     for position in range(20):
         expected = chosen(values[None], [mine], position)[0][0]
         for place in range(6):
@@ -168,7 +201,10 @@ def test_a_draw_depends_on_seed_and_position_alone():
 
 def test_both_halves_of_the_seed_and_the_position_change_the_draw():
     values = np.zeros((1, WORDS))
-    series = [[chosen(values, [{"seed": seed}], at)[0][0] for at in range(start, start + 12)] for seed, start in [((0, 1), 0), ((1, 0), 0), ((0, 1), 12)]]
+    series = [
+        [chosen(values, [{"seed": seed}], at)[0][0] for at in range(start, start + 12)]
+        for seed, start in [((0, 1), 0), ((1, 0), 0), ((0, 1), 12)]
+    ]
     assert series[0] != series[1] != series[2] != series[0]
 
 

@@ -15,8 +15,8 @@ import torch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-import models
-from parity import oracle
+import models  # noqa: E402
+from parity import oracle  # noqa: E402
 
 STEPS = 24
 

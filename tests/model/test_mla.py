@@ -28,7 +28,7 @@ def step_inputs(config: Config, held: int):
     n, r, e = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
     up = (struct(n, config.qk_nope_head_dim, r), struct(n, config.v_head_dim, r))
     q = (struct(1, 1, n, config.qk_nope_head_dim), struct(1, 1, n, e))
-    return q, (struct(1, held, r), struct(1, held, e)), up, jax.ShapeDtypeStruct((1, 1, held), jnp.bool_)
+    return q, (struct(1, held, r), struct(1, held, e)), up, jax.ShapeDtypeStruct((1, 1, 1, held), jnp.bool_)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_the_forms_agree(compiled):
     fill = lambda shape: jnp.asarray(rng.standard_normal(shape.shape, np.float32))  # noqa: E731
     q, latent, up, _ = jax.tree.map(fill, step_inputs(V3, HELD))
     up = jax.tree.map(lambda w: w * V3.kv_lora_rank**-0.5, up)
-    mask = jnp.arange(HELD)[None, None] < HELD - 7
+    mask = jnp.arange(HELD)[None, None, None] < HELD - 7
     results = {}
     for name, (program, _) in compiled.items():
         results[name] = np.asarray(program(q, FORMS[name].remembers(*latent, up), up, mask))
@@ -86,14 +86,14 @@ def test_the_cost_model_counts_the_flops_that_xla_counts(compiled, form):
 def test_a_query_with_nothing_to_attend_to_gets_zeros(form):
     config = Config.preset("tiny")
     q, latent, up, _ = jax.tree.map(lambda s: jnp.ones(s.shape), step_inputs(config, 8))
-    out = FORMS[form].attends(q, FORMS[form].remembers(*latent, up), up, jnp.zeros((1, 1, 8), bool), 1.0)
+    out = FORMS[form].attends(q, FORMS[form].remembers(*latent, up), up, jnp.zeros((1, 1, 1, 8), bool), 1.0)
     assert not np.asarray(out).any()
 
 
 def test_the_four_forms_are_short_enough_to_be_read_side_by_side():
     import inspect
 
-    assert sum(len(inspect.getsource(f).splitlines()) for f in (mla.naive, mla.compressed, mla.absorbed, mla.move_elided)) <= 60
+    assert sum(len(inspect.getsource(f).splitlines()) for f in (mla.naive, mla.compressed, mla.absorbed, mla.move_elided, mla.over_latents)) <= 60
 
 
 @pytest.mark.parametrize("form", FORMS)

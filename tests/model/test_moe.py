@@ -74,7 +74,10 @@ def test_tiles_that_do_not_come_out_even_equal_dense(name, tokens):
 def test_nan_in_one_token_reaches_no_other_token(name, tokens, poisoned):
     rng = np.random.default_rng(3)
     experts, x = experts_of(2), rng.standard_normal((tokens, D)).astype(np.float32)
-    ids, weights = jnp.asarray(rng.permuted(np.tile(np.arange(X), (tokens, 1)), axis=1)[:, :2]), np.full((tokens, 2), 0.5, np.float32)
+    ids, weights = (
+        jnp.asarray(rng.permuted(np.tile(np.arange(X), (tokens, 1)), axis=1)[:, :2]),
+        np.full((tokens, 2), 0.5, np.float32),
+    )
     clean = np.asarray(JITTED[name](x, ids, weights, experts))
     x[poisoned] = np.nan
     y = np.asarray(JITTED[name](x, ids, weights, experts))
@@ -106,15 +109,53 @@ def test_a_layer_gives_masked_tokens_no_expert_and_counts_the_others():
 
 ROUTING = {
     "v2 greedy": {"model_type": "deepseek_v2", "topk_method": "greedy", "scoring_func": "softmax", "routed_scaling_factor": 3.0},
-    "v2 greedy normalised": {"model_type": "deepseek_v2", "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": True, "routed_scaling_factor": 3.0},
-    "v2 one expert": {"model_type": "deepseek_v2", "topk_method": "greedy", "norm_topk_prob": True, "num_experts_per_tok": 1, "routed_scaling_factor": 3.0},
-    "v2": {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "scoring_func": "softmax", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 16.0},
+    "v2 greedy normalised": {
+        "model_type": "deepseek_v2",
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 3.0,
+    },
+    "v2 one expert": {
+        "model_type": "deepseek_v2",
+        "topk_method": "greedy",
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 1,
+        "routed_scaling_factor": 3.0,
+    },
+    "v2": {
+        "model_type": "deepseek_v2",
+        "topk_method": "group_limited_greedy",
+        "scoring_func": "softmax",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 16.0,
+    },
     "v3": {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
-    "v3 unnormalised": {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "routed_scaling_factor": 2.5},
+    "v3 unnormalised": {
+        "model_type": "deepseek_v3",
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 2.5,
+    },
     "kimi k2": {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1},
 }
-SIZES = {"hidden_size": D, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8, "kv_lora_rank": 4}
-EXPERTS = {"n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": F, "n_shared_experts": 1, "first_k_dense_replace": 0}
+SIZES = {
+    "hidden_size": D,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "vocab_size": 8,
+    "kv_lora_rank": 4,
+}
+EXPERTS = {
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": F,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+}
 
 
 def config_of(name: str) -> Config:
@@ -186,6 +227,9 @@ def test_a_token_of_nan_is_routed_to_experts_that_exist_and_leaves_the_others_al
     assert np.array_equal(weights[others], clean_weights[others])
 
 
-@pytest.mark.parametrize(("platform", "pairs", "expected"), [("cpu", 1, "loop"), ("gpu", 8, "gather"), ("gpu", 4096, "ragged"), ("tpu", 4096, "ragged")])
+@pytest.mark.parametrize(
+    ("platform", "pairs", "expected"),
+    [("cpu", 1, "loop"), ("gpu", 8, "gather"), ("gpu", 4096, "dense"), ("tpu", 8, "gather"), ("tpu", 4096, "ragged")],
+)
 def test_the_backend_follows_platform_and_number_of_tokens(platform, pairs, expected):
     assert moe.pick_backend(platform, pairs, 256) == expected

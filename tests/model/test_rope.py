@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from mla_jax.base.config import Config
 from mla_jax.model import rope
 
-SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8, "kv_lora_rank": 4}
+SIZES = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "vocab_size": 8,
+    "kv_lora_rank": 4,
+}
 DIM, THETA, ORIGINAL = 64, 10000.0, 4096
 YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": ORIGINAL}
 SCALINGS = {
@@ -113,7 +120,8 @@ def test_bfloat16_input_is_turned_in_float32():
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2000), st.integers(0, 2000), st.booleans())
 def test_scores_depend_on_the_distance_alone(at, distance, interleave):
-    config, (q, k) = config_of(None, interleave), np.random.default_rng(at).standard_normal((2, 1, 1, DIM)).astype(np.float32)
+    config = config_of(None, interleave)
+    q, k = jnp.asarray(np.random.default_rng(at).standard_normal((2, 1, 1, DIM)), jnp.float32)
 
     def score(query: int, key: int) -> float:
         return float(jnp.vdot(rope.rotate(q, jnp.asarray([[query]]), config), rope.rotate(k, jnp.asarray([[key]]), config)))
@@ -122,7 +130,10 @@ def test_scores_depend_on_the_distance_alone(at, distance, interleave):
 
 
 def test_heads_turn_as_if_alone():
-    x, positions = np.random.default_rng(3).standard_normal((2, 3, 4, DIM)).astype(np.float32), jnp.asarray([[0, 5, 9], [7, 7, 1]])
+    x, positions = (
+        np.random.default_rng(3).standard_normal((2, 3, 4, DIM)).astype(np.float32),
+        jnp.asarray([[0, 5, 9], [7, 7, 1]]),
+    )
     together = rope.rotate(jnp.asarray(x), positions, config_of(None))
     for head in range(4):
         np.testing.assert_array_equal(together[:, :, head], rope.rotate(jnp.asarray(x[:, :, head]), positions, config_of(None)))

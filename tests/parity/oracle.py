@@ -24,8 +24,8 @@ def load(folder: Path):
     """The folder as a transformers model in float32."""
     hf = json.loads((folder / "config.json").read_text())
     config_class, model_class = CLASSES[hf.pop("model_type")]
-    model = model_class.from_pretrained(folder, config=config_class(**hf), dtype=torch.float32, attn_implementation="eager", experts_implementation="eager")
-    return model.eval()
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return model_class.from_pretrained(folder, config=config_class(**hf), dtype=torch.float32, **plain).eval()
 
 
 @torch.no_grad()
@@ -46,7 +46,8 @@ def mtp_logits(model, tokens: np.ndarray) -> np.ndarray:
     """The first MTP layer's logits for token t + 2 at every t, given the true token t + 1."""
     if not hasattr(model.config, "num_mtp_layers"):  # GLM-4.7-Flash has an MTP layer that its class does not know of
         model.config.num_mtp_layers, model.config.mtp_mlp_layer_types = 1, ["sparse"]
-    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{model.config.num_hidden_layers}.*"]  # where it looks for MTP weights
+    # where it looks for the MTP weights: the class names the released model's layer number only
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{model.config.num_hidden_layers}.*"]
     mtp = MtpModel.from_pretrained(model).to(torch.float32)
     mtp.set_attn_implementation("eager")
     hidden = model.model(torch.tensor(tokens[:, :-1])).last_hidden_state

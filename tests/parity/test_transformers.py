@@ -34,10 +34,12 @@ def random_sizes(family: str, seed: int) -> dict:
         experts = groups * int(rng.choice([2, 3, 5]))
         kept = int(rng.integers(1, groups + 1))
         hf |= {"n_group": groups, "topk_group": kept, "n_routed_experts": experts}
-        hf |= {"num_experts_per_tok": int(rng.integers(1, kept * (experts // groups) + 1)), "n_shared_experts": int(rng.integers(1, 4))}
+        hf |= {"num_experts_per_tok": int(rng.integers(1, kept * (experts // groups) + 1))}
+        hf |= {"n_shared_experts": int(rng.integers(1, 4))}
         hf |= {"moe_intermediate_size": int(rng.integers(5, 30)), "first_k_dense_replace": int(rng.integers(0, 3))}
     if rng.random() < 0.5:
-        hf["rope_scaling"] = models.yarn(float(rng.choice([2, 8, 40])), float(rng.choice([0.707, 1.0])), float(rng.choice([0.5, 1.0])), 32)
+        mscales = float(rng.choice([0.707, 1.0])), float(rng.choice([0.5, 1.0]))
+        hf["rope_scaling"] = models.yarn(float(rng.choice([2, 8, 40])), *mscales, original=32)
     return hf
 
 

@@ -1,0 +1,135 @@
+"""The whole decode loop for a V2-Lite-shaped model with random bf16 weights, 4k tokens held, at batch 1, 8 and 64.
+
+    python benchmarks/decode.py --out decode.json --profile
+
+The floor is what a step must read at the device's bandwidth: the experts touched (counted), all other weights, the latents. `bar` is
+plain XLA's tokens/s on an H200 (a hand-written step of the same shape). `--profile` sums the kernels' time by part of the model."""
+
+import dataclasses
+import gzip
+import json
+import re
+import tempfile
+import time
+from collections import Counter
+from math import prod
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import report
+from flax import nnx
+
+from mla_jax import Config, Transformer
+from mla_jax.base.batch import Batch
+from mla_jax.decode.loop import Programs, State
+from mla_jax.decode.sampling import Sampling
+
+HELD, STEPS = 4096, 32
+BARS = {1: 169, 8: 385, 64: 2120}
+SCOPES = ("attention", "experts", "mlp", "unembed", "choose")
+
+
+def random_model(config: Config) -> Transformer:
+    """Random bf16 weights made on the device, one parameter at a time."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), device=report.device())))
+
+    fill = jax.jit(lambda key, shape, mean: mean + 0.02 * jax.random.normal(key, shape, jnp.bfloat16), static_argnums=(1, 2))
+    keys = jax.random.split(jax.random.key(0), len(nnx.to_flat_state(state)))
+    for key, (_, variable) in zip(keys, nnx.to_flat_state(state), strict=True):
+        variable.set_value(fill(key, variable.shape, float(len(variable.shape) == 1)))
+    return nnx.merge(graph, state)
+
+
+def held_state(model: Transformer, programs: Programs, rows: int) -> State:
+    """`rows` sequences that hold all but the last slots of HELD, with random latents."""
+    greedy = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+    sampling = Sampling(
+        top_k=jnp.zeros(rows, jnp.int32),
+        seed=jnp.zeros((rows, 2), jnp.uint32),
+        **{name: jnp.full(rows, value) for name, value in greedy.items()},
+    )
+    capacity = 8 * STEPS
+    state = programs.new(HELD, capacity, 0, jnp.full(rows, capacity), jnp.full((rows, 4), -1), sampling)
+    length, key = HELD - capacity, jax.random.key(1)
+
+    def held(i: int, layer: dict) -> dict:
+        random = {k: jax.random.normal(jax.random.fold_in(key, i), v.shape, v.dtype) for k, v in layer.items() if v.ndim == 3}
+        at = jnp.broadcast_to(jnp.arange(HELD), layer["positions"].shape)
+        return random | {
+            "positions": jnp.where(at < length, at, layer["positions"]),
+            "length": jnp.full_like(layer["length"], length),
+        }
+
+    cache = tuple(held(i, layer) for i, layer in enumerate(state.cache))
+    last = jax.random.normal(key, state.last.shape, state.last.dtype)
+    return programs.begin(dataclasses.replace(state, cache=cache, last=last, position=jnp.full(rows, length)))
+
+
+def floor_bytes(model: Transformer, state: State, rows: int) -> tuple[float, float]:
+    """Bytes that one step must read, and the experts it touches in each layer on average."""
+    tokens = state.tokens[jnp.arange(rows), state.count - 1][:, None]
+    batch = Batch(state.position[:, None], jnp.ones((rows, 1), bool))
+    _, _, aux = jax.jit(lambda t, b, c: model(t, b, c, collect=True))(tokens, batch, state.cache)
+    touched = sum(int((load > 0).sum()) for load in aux["load"])
+    parameters = {".".join(map(str, p)): v for p, v in nnx.to_flat_state(nnx.state(model))}
+    expert = 2 * 3 * prod(parameters["layers.1.mlp.experts.gate"].shape[1:])
+    rest = sum(2 * prod(v.shape) for p, v in parameters.items() if ".mlp.experts." not in p and p != "embed")
+    latents = sum(2 * prod(a.shape[1:]) * rows for layer in state.cache for a in layer.values() if a.ndim == 3)
+    return expert * touched + rest + latents, touched / len(aux["load"])
+
+
+def measure(model: Transformer, rows: int, profile: bool) -> dict:
+    programs = Programs(model)
+    state = held_state(model, programs, rows)
+    bytes_needed, touched = floor_bytes(model, state, rows)
+    start = time.perf_counter()
+    state = jax.block_until_ready(programs.run(state, jnp.int32(1)))
+    compiling, times = time.perf_counter() - start, []
+    for _ in range(4):
+        start = time.perf_counter()
+        state = jax.block_until_ready(programs.run(state, jnp.int32(STEPS)))
+        times.append((time.perf_counter() - start) / STEPS)
+    ms, floor = min(times) * 1e3, bytes_needed / report.device().bandwidth * 1e3
+    row = {"batch": rows, "ms a step": ms, "tokens/s": rows / ms * 1e3, "bar tokens/s": BARS[rows]}
+    row |= {"experts touched": touched, "floor ms": floor, "of the floor %": 100 * floor / ms, "compile s": compiling}
+    if profile:
+        shares = profile_run(programs, state)
+        row |= {f"{scope} %": share for scope, share in shares.items()}
+    return row
+
+
+def profile_run(programs: Programs, state: State) -> dict[str, float]:
+    """The share of the kernels' time in each part of the model, and of the wall time in no kernel at all."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, create_perfetto_trace=True):
+            start = time.perf_counter()
+            jax.block_until_ready(programs.run(state, jnp.int32(8)))
+            wall = time.perf_counter() - start
+        (file,) = Path(folder).rglob("perfetto_trace.json.gz")
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    streams = {(e["pid"], e.get("tid")) for e in events if e.get("ph") == "M" and "Stream" in str(e.get("args", {}).get("name"))}
+    spent: Counter[str] = Counter()
+    for event in events:
+        if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
+            place = str(event.get("args", {}).get("name", ""))
+            scope = next((s for s in SCOPES if re.search(rf"\b{s}\b", place)), "other")
+            spent[scope] += event["dur"] / 1e6
+    busy = sum(spent.values())
+    return {scope: 100 * seconds / wall for scope, seconds in spent.most_common()} | {"no kernel": 100 * (1 - busy / wall)}
+
+
+def main():
+    parser = report.arguments(__doc__.splitlines()[0])
+    parser.add_argument("--profile", action="store_true", help="say where the time goes")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
+    options = parser.parse_args()
+    model, rows = random_model(Config.preset("v2_lite")), []
+    for batch in options.batch:
+        rows.append(measure(model, batch, options.profile))
+        print(rows[-1], flush=True)
+    report.show(rows, options.out, benchmark="decode", model="V2-Lite shape, random bf16 weights", held=HELD)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The four forms of MLA, one decode step of one DeepSeek-V2 attention layer with its projections, bf16, each under jit.
+
+    python benchmarks/mla_forms.py --out mla_forms.json
+
+Steps run in one program over one donated cache, which is filled with random data but for the slots they write. The peer is
+deepseekv2-profile's torch (eager) on an H200, per form; `bar` is its time in ms."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import report
+from flax import nnx
+
+from mla_jax import Config
+from mla_jax.base import roofline
+from mla_jax.base.batch import Batch
+from mla_jax.cache import latent
+from mla_jax.model.mla import FORMS, MLA
+
+SHAPES = [(1, held) for held in (512, 4096, 16384, 65536, 131072)] + [(32, held) for held in (512, 2048, 8192, 32768)]
+BARS = {  # (rows, held): ms of naive, compressed, absorbed, move-elided; None where the peer ran out of memory
+    (1, 4096): (0.491, 0.943, 1.492, 0.632),
+    (1, 16384): (0.739, 2.520, 3.865, 0.995),
+    (1, 65536): (1.686, 8.884, 14.62, 2.439),
+    (1, 131072): (3.385, 17.35, 28.63, 5.012),
+    (32, 512): (0.738, 3.303, 3.949, 9.270),
+    (32, 2048): (1.680, 11.99, 14.39, 33.6),
+    (32, 8192): (6.021, 47.69, 47.29, 128.5),
+    (32, 32768): (21.76, None, None, 547.0),
+}
+
+
+def random_layer(config: Config, form: str, rows: int, slots: int, steps: int) -> latent.Layer:
+    """A cache that holds all but the last `steps` of `slots` tokens."""
+    up = tuple(jax.ShapeDtypeStruct((config.num_attention_heads, n, config.kv_lora_rank), jnp.bfloat16) for n in (128, 128))
+    one = [jax.ShapeDtypeStruct((1, 1, n), jnp.bfloat16) for n in (config.kv_lora_rank, config.qk_rope_head_dim)]
+    (layer,) = jax.eval_shape(lambda: latent.init(jax.eval_shape(FORMS[form].remembers, *one, up), 1, rows, slots))
+
+    @jax.jit
+    def fill(key: jax.Array) -> latent.Layer:
+        held = {k: jax.random.uniform(key, v.shape, v.dtype, -1, 1) for k, v in layer.items() if v.dtype == jnp.bfloat16}
+        at = jnp.broadcast_to(jnp.arange(slots), layer["positions"].shape)
+        positions = jnp.where(at < slots - steps, at, latent.EMPTY)
+        return held | {"positions": positions, "length": jnp.full(layer["length"].shape, slots - steps)}
+
+    return fill(jax.random.key(1))
+
+
+def measure(config: Config, weights, graph, form: str, rows: int, slots: int) -> dict:
+    on = report.device()
+    cost = roofline.step_cost(config, form, rows, 1, slots)
+    steps = max(4, min(64, int(0.05 / cost.seconds(on) / 4)))
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def run(weights, layer, x):
+        def one(_, carry):
+            x, layer = carry
+            batch = Batch(layer["length"][:rows, None], jnp.ones((rows, 1), bool))
+            y, layer = nnx.merge(graph, weights)(x, batch, layer, FORMS[form])
+            return y, layer
+
+        return jax.lax.fori_loop(0, steps, one, (x, layer))
+
+    x, layer = jnp.ones((rows, 1, config.hidden_size), jnp.bfloat16), random_layer(config, form, rows, slots, steps)
+    compiled = run.lower(weights, layer, x).compile()
+    holder = [layer]
+    del layer
+
+    def once():
+        layer = holder.pop() | {"length": jnp.full(holder_rows, slots - steps)}
+        y, layer = compiled(weights, layer, x)
+        holder.append(layer)
+        return y
+
+    holder_rows = holder[0]["length"].shape
+    ms = report.best_seconds(once) / steps * 1e3
+    bar = dict(zip(FORMS, BARS.get((rows, slots), (None,) * 4), strict=True))[form]
+    return {
+        "rows": rows,
+        "held": slots,
+        "form": form,
+        "ms": ms,
+        "bar": bar,
+        "times faster": bar / ms if bar else None,
+        "GB": cost.bytes / 1e9,
+        "GFLOP": cost.flops / 1e9,
+        "of bandwidth %": 100 * cost.bytes / on.bandwidth / ms * 1e3,
+        "of arithmetic %": 100 * cost.flops / on.flops / ms * 1e3,
+        "floor ms": cost.seconds(on) * 1e3,
+        "temporaries MB": compiled.memory_analysis().temp_size_in_bytes / 1e6,
+    }
+
+
+def main():
+    options = report.arguments(__doc__.splitlines()[0]).parse_args()
+    config = Config.preset("v2")
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: MLA(config, nnx.Rngs(0))))
+    make = jax.jit(lambda key: jax.tree.map(lambda w: 0.02 * jax.random.normal(key, w.shape, jnp.bfloat16), abstract))
+    weights, rows = make(jax.random.key(0)), []
+    for batch, held in SHAPES:
+        for form in FORMS:
+            try:
+                rows.append(measure(config, weights, graph, form, batch, held))
+            except Exception as e:
+                if "RESOURCE_EXHAUSTED" not in str(e):
+                    raise
+                rows.append({"rows": batch, "held": held, "form": form, "ms": "out of memory"})
+            print({k: rows[-1][k] for k in ("rows", "held", "form", "ms")}, flush=True)
+    report.show(rows, options.out, benchmark="mla_forms", layer="DeepSeek-V2 attention, bf16, one decode step")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What is chosen: everything inside jit."""

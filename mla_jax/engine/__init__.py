@@ -1,0 +1,1 @@
+"""Who is served: on the host, in plain integers."""

@@ -1,0 +1,1 @@
+"""What is computed: arrays in, arrays out."""

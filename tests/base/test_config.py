@@ -1,0 +1,470 @@
+"""config.json of every family, in every spelling, and what is refused."""
+
+import copy
+import json
+
+import models
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_jax.base.config import Config, Quantization, RopeScaling
+from mla_jax.base.errors import BadConfig, MlaJaxError, Unsupported
+from mla_jax.base.families import NEUTRAL_VALUES, PRESETS, ROPE_NEUTRAL_VALUES
+
+V3 = models.FAMILIES["v3"]
+
+# ---- presets, against the published table
+
+FIELDS = """
+    hidden_size num_hidden_layers num_attention_heads intermediate_size moe_intermediate_size n_routed_experts
+    n_shared_experts num_experts_per_tok first_k_dense_replace moe_layer_freq q_lora_rank kv_lora_rank qk_nope_head_dim
+    qk_rope_head_dim v_head_dim topk_method scoring_func n_group topk_group norm_topk_prob routed_scaling_factor
+    num_nextn_predict_layers vocab_size rope_theta max_position_embeddings bos_token_id eos_token_id
+""".split()  # noqa: SIM905
+# fmt: off
+PUBLISHED = {
+    "v2_lite": (2048, 27, 16, 10944, 1408, 64, 2, 6, 1, 1, None, 512, 128, 64, 128, "greedy", "softmax", 1, 1, False,
+                1.0, 0, 102400, 10000, 163840, 100000, (100001,)),
+    "v2": (5120, 60, 128, 12288, 1536, 160, 2, 6, 1, 1, 1536, 512, 128, 64, 128, "group_limited_greedy", "softmax",
+           8, 3, False, 16, 0, 102400, 10000, 163840, 100000, (100001,)),
+    "v3": (7168, 61, 128, 18432, 2048, 256, 1, 8, 3, 1, 1536, 512, 128, 64, 128, "noaux_tc", "sigmoid", 8, 4, True, 2.5, 1,
+           129280, 10000, 163840, 0, (1,)),
+    "kimi_k2": (7168, 61, 64, 18432, 2048, 384, 1, 8, 1, 1, 1536, 512, 128, 64, 128, "noaux_tc", "sigmoid", 1, 1, True, 2.827, 0,
+                163840, 50000, 131072, 163584, (163585,)),
+    "glm_4_7_flash": (2048, 47, 20, 10240, 1536, 64, 1, 4, 1, 1, 768, 512, 192, 64, 256, "noaux_tc", "sigmoid", 1, 1, True,
+                      1.8, 1, 154880, 1e6, 202752, None, (154820, 154827, 154829)),
+}
+# fmt: on
+ROPE = {"v2_lite": (40, 0.707, 32), "v2": (40, 0.707, 32), "v3": (40, 1.0, 32), "kimi_k2": (32, 1.0, 1), "glm_4_7_flash": None}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_is_the_published_architecture(name):
+    config = Config.preset(name)
+    found = {field: getattr(config, field) for field in FIELDS}
+    found |= {field: found[field] or 1 for field in ("n_group", "topk_group")}  # absent means one group
+    assert found == dict(zip(FIELDS, PUBLISHED[name], strict=True))
+    assert config.notes == ()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_the_published_rotary_settings(name):
+    rope = Config.preset(name).rope_scaling
+    found = rope and (rope.factor, rope.mscale, rope.beta_fast)
+    assert found == ROPE[name]
+    assert rope is None or (rope.rope_type, rope.beta_slow, rope.original_max_position_embeddings) == ("yarn", 1, 4096)
+    assert rope is None or rope.mscale == rope.mscale_all_dim
+
+
+def test_every_published_preset_is_checked():
+    assert PRESETS.keys() - {"tiny"} == PUBLISHED.keys() == ROPE.keys()
+
+
+def test_a_preset_can_be_changed():
+    assert Config.preset("v3", num_hidden_layers=2).num_hidden_layers == 2
+
+
+def test_an_unknown_preset_names_the_known_ones():
+    with pytest.raises(BadConfig, match=r"no preset v9\n.*v2_lite.*v3"):
+        Config.preset("v9")
+
+
+# ---- the two spellings of RoPE
+
+YARN = models.yarn(40, 1.0, 0.7)
+
+
+def spelled_by_transformers_5(hf: dict) -> dict:
+    """`rope_theta` and `rope_scaling` joined into `rope_parameters`."""
+    hf = copy.deepcopy(hf)
+    scaling = hf.pop("rope_scaling", None) or {"type": "default"}
+    return {**hf, "rope_parameters": {**scaling, "rope_type": scaling.pop("type"), "rope_theta": hf.pop("rope_theta")}}
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_both_spellings_of_rope_give_equal_configs(family):
+    hf = models.FAMILIES[family]
+    old, new = Config.from_hf(hf), Config.from_hf(spelled_by_transformers_5(hf))
+    assert old == new
+    assert old.rope_theta == hf["rope_theta"]
+    assert old.notes == new.notes == ()
+
+
+def test_every_rotary_setting_is_read():
+    given = {
+        "rope_type": "yarn",
+        "rope_theta": 5e4,
+        "factor": 8,
+        "original_max_position_embeddings": 99,
+        "beta_fast": 20,
+        "beta_slow": 2,
+    }
+    given |= {"mscale": 0.5, "mscale_all_dim": 0.6, "attention_factor": 1.5, "truncate": False}
+    config = Config.from_hf({**V3, "rope_scaling": None, "rope_parameters": given})
+    assert config.rope_theta == 5e4
+    assert config.rope_scaling == RopeScaling("yarn", 8, 99, 20, 2, 0.5, 0.6, 1.5, False)
+
+
+def test_an_absent_factor_is_the_ratio_of_the_lengths():
+    scaling = {"type": "yarn", "original_max_position_embeddings": 64}
+    assert Config.from_hf({**V3, "rope_scaling": scaling}).rope_scaling.factor == 512 / 64
+
+
+@pytest.mark.parametrize("given", [None, {}, {"type": "default"}, {"rope_type": "default", "rope_theta": 10000.0}])
+def test_no_scaling_can_be_said_in_many_ways(given):
+    assert Config.from_hf({**V3, "rope_scaling": given}).rope_scaling is None
+
+
+@pytest.mark.parametrize("kind", ["llama3", "longrope", "dynamic", 7, ["yarn"]])
+def test_other_rotary_scalings_are_refused(kind):
+    with pytest.raises(Unsupported, match=r"rope_type .* is not implemented\n.*known: default, linear, yarn"):
+        Config.from_hf({**V3, "rope_scaling": {**YARN, "type": kind}})
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"partial_rotary_factor": 0.5},
+        {"attn_factor": 2.0},
+        {"llama_4_scaling_beta": 0.1},
+        {"full_attention": {"rope_type": "yarn"}},
+    ],
+)
+def test_other_rotary_settings_are_refused_by_name(setting):
+    for rope in ({**YARN, **setting}, setting):
+        with pytest.raises(Unsupported, match=next(iter(setting))):
+            Config.from_hf({**V3, "rope_scaling": rope})
+
+
+@pytest.mark.parametrize(("key", "value"), [(k, v) for k, values in ROPE_NEUTRAL_VALUES.items() for v in values])
+def test_rotary_settings_that_change_nothing_are_accepted(key, value):
+    assert Config.from_hf({**V3, "rope_scaling": {**V3["rope_scaling"], key: value}}) == Config.from_hf(V3)
+
+
+# ---- as transformers 5.23 writes them: the content of DeepseekV2Config(), DeepseekV3Config(), Glm4MoeLiteConfig(), YoutuConfig()
+
+WRITTEN = {
+    "deepseek_v2": """
+        {"attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "first_k_dense_replace": 0,
+        "head_dim": 64, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+        "kv_lora_rank": 512, "max_position_embeddings": 2048, "mlp_bias": false, "model_type": "deepseek_v2",
+        "moe_intermediate_size": 1407, "n_group": null, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob":
+        false, "num_attention_heads": 32, "num_experts_per_tok": null, "num_hidden_layers": 32, "num_key_value_heads": 32,
+        "output_router_logits": false, "pad_token_id": null, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_head_dim": 192,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_parameters": {"rope_theta": 10000.0,
+        "rope_type": "default"}, "routed_scaling_factor": 1.0, "tie_word_embeddings": false, "topk_group": null,
+        "topk_method": "greedy", "transformers_version": "5.23.0", "use_cache": true, "v_head_dim": 128, "vocab_size": 102400}
+    """,
+    "deepseek_v3": """
+        {"attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 1, "first_k_dense_replace": 3,
+        "head_dim": 64, "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432,
+        "kv_lora_rank": 512, "max_position_embeddings": 4096, "model_type": "deepseek_v3", "moe_intermediate_size": 2048,
+        "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": true, "num_attention_heads": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+        "output_router_logits": false, "pad_token_id": null, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_head_dim": 192,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_interleave": true, "rope_parameters":
+        {"rope_theta": 10000.0, "rope_type": "default"}, "routed_scaling_factor": 2.5, "tie_word_embeddings": false,
+        "topk_group": 4, "transformers_version": "5.23.0", "use_cache": true, "v_head_dim": 128, "vocab_size": 129280}
+    """,
+    "glm4_moe_lite": """
+        {"attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 1, "hidden_act": "silu",
+        "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 10240, "kv_lora_rank": 512,
+        "max_position_embeddings": 202752, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse", "sparse", "sparse",
+        "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse",
+        "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse",
+        "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse",
+        "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse"], "model_type": "glm4_moe_lite",
+        "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 1, "norm_topk_prob": true,
+        "num_attention_heads": 20, "num_experts_per_tok": 4, "num_hidden_layers": 47, "num_key_value_heads": 20,
+        "output_router_logits": false, "pad_token_id": null, "pretraining_tp": 1, "q_lora_rank": 768, "qk_head_dim": 256,
+        "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_interleave": true, "rope_parameters":
+        {"rope_theta": 10000.0, "rope_type": "default"}, "routed_scaling_factor": 1.8, "tie_word_embeddings": false,
+        "topk_group": 1, "transformers_version": "5.23.0", "use_cache": true, "v_head_dim": 256, "vocab_size": 154880}
+    """,
+    "youtu": """
+        {"attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 128000, "embedding_initializer_range":
+        0.03952847075210474, "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.01976423537605237, "intermediate_size": 6144, "kv_lora_rank": 512, "max_position_embeddings":
+        131072, "mlp_bias": false, "model_type": "youtu", "num_attention_heads": 16, "num_hidden_layers": 32,
+        "num_key_value_heads": 16, "pad_token_id": null, "q_lora_rank": 1536, "qk_head_dim": 192, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_interleave": true, "rope_parameters": {"rope_theta": 10000.0,
+        "rope_type": "default"}, "tie_word_embeddings": true, "transformers_version": "5.23.0", "use_cache": true,
+        "v_head_dim": 128, "vocab_size": 128256}
+    """,
+}
+
+
+def written(family: str, **changes) -> Config:
+    return Config.from_hf({**json.loads(WRITTEN[family]), **changes})
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_what_transformers_5_writes_is_read_without_a_note(family):
+    hf, config = json.loads(WRITTEN[family]), written(family)
+    assert config.notes == ()
+    assert config.rope_theta == 10000.0
+    assert config.rope_scaling is None
+    assert config.eos_token_id == (hf["eos_token_id"],)
+    same = [key for key in hf if hasattr(config, key) and key not in ("eos_token_id", "mlp_layer_types", "num_experts_per_tok")]
+    assert len(same) > 15
+    assert {key: getattr(config, key) for key in same} == {key: hf[key] for key in same}
+
+
+def test_routing_that_transformers_5_leaves_out_is_that_of_the_family():
+    for family in ("deepseek_v3", "glm4_moe_lite"):
+        assert not {"scoring_func", "topk_method"} & json.loads(WRITTEN[family]).keys()
+        assert (written(family).scoring_func, written(family).topk_method) == ("sigmoid", "noaux_tc")
+    assert (written("deepseek_v2").scoring_func, written("deepseek_v2").topk_method) == ("softmax", "greedy")
+
+
+def test_layer_types_say_which_layers_have_experts():
+    config = written("glm4_moe_lite")
+    assert [config.is_moe(layer) for layer in range(47)] == [False] + [True] * 46
+    mixed = written("glm4_moe_lite", num_hidden_layers=4, mlp_layer_types=["sparse", "dense", "sparse", "dense"])
+    assert [mixed.is_moe(layer) for layer in range(5)] == [True, False, True, False, True]  # the last is MTP's
+
+
+def test_without_layer_types_the_first_layers_are_dense():
+    config = Config.from_hf({**V3, "num_hidden_layers": 6, "first_k_dense_replace": 2, "moe_layer_freq": 2})
+    assert [config.is_moe(layer) for layer in range(7)] == [False, False, True, False, True, False, True]
+
+
+def test_a_dense_model_has_no_experts_in_any_layer():
+    config = written("youtu")
+    assert config.n_routed_experts is None
+    assert not any(config.is_moe(layer) for layer in range(33))
+
+
+def test_token_ids_beyond_the_vocabulary_are_accepted():
+    config = written("youtu", vocab_size=128000)
+    assert config.bos_token_id == 128000
+    assert config.eos_token_id == (128001,)
+
+
+@pytest.mark.parametrize(("given", "read"), [(None, ()), (5, (5,)), ([5, 6], (5, 6)), ([], ())])
+def test_end_tokens_are_none_one_or_many(given, read):
+    assert Config.from_hf({**V3, "eos_token_id": given}).eos_token_id == read
+
+
+# ---- keys that are absent, null, unknown
+
+
+@pytest.mark.parametrize("rank", [None, 0])
+def test_no_q_lora_rank_means_a_plain_q_proj(rank):
+    assert written("deepseek_v3", q_lora_rank=rank).q_lora_rank is None
+
+
+def test_a_null_stands_for_the_default_of_the_family():
+    assert written("deepseek_v3", rms_norm_eps=None, routed_scaling_factor=None) == written("deepseek_v3")
+    assert written("deepseek_v2").num_experts_per_tok == 6
+
+
+def test_null_experts_mean_a_dense_model():
+    assert not any(written("deepseek_v3", n_routed_experts=None).is_moe(layer) for layer in range(61))
+
+
+def test_an_unknown_family_is_taken_for_deepseek_v3_with_a_note():
+    config = Config.from_hf(
+        {**{k: v for k, v in V3.items() if k not in ("topk_method", "scoring_func")}, "model_type": "new_mla"}
+    )
+    assert (config.topk_method, config.scoring_func, config.model_type) == ("noaux_tc", "sigmoid", "new_mla")
+    assert any("new_mla is not known" in note and "DeepSeek-V3" in note for note in config.notes)
+
+
+def test_an_unknown_family_without_experts_is_dense():
+    assert Config.from_hf({**models.FAMILIES["youtu"], "model_type": "new"}).n_routed_experts is None
+
+
+def test_unknown_keys_are_noted_once_and_escaped():
+    notes = Config.from_hf({**V3, "favourite_colour": "blue", "a\x1b[2J": 1}).notes
+    assert [note for note in notes if "favourite_colour" in note] == ["keys not known and not used: a\\x1b[2J, favourite_colour"]
+
+
+def test_notes_do_not_make_configs_differ():
+    assert Config.from_hf({**V3, "favourite_colour": "blue"}) == Config.from_hf(V3)
+    assert hash(Config.from_hf({**V3, "favourite_colour": "blue"})) == hash(Config.from_hf(V3))
+
+
+# ---- what we would compute wrongly
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention_is_refused_by_its_name(model_type):
+    with pytest.raises(Unsupported, match=rf"{model_type} is known but not supported yet\n.*lightning indexer"):
+        Config.from_hf({**V3, "model_type": model_type, "index_topk": 2048, "index_n_heads": 64})
+
+
+OTHER = {
+    "hidden_act": "gelu",
+    "attention_bias": True,
+    "mlp_bias": True,
+    "index_topk": 2048,
+    "index_n_heads": 64,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "mla_use_nope": True,
+    "zero_expert_num": 4,
+    "scale_emb": 12,
+    "scale_depth": 1.4,
+    "dim_model_base": 256,
+    "embedding_multiplier": 2.0,
+    "logits_scaling": 8,
+    "residual_multiplier": 0.2,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "sliding_window": 4096,
+    "linear_attn_config": {"kda_layers": [1]},
+    "swiglu_limit": 10,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": True,
+    "qk_layernorm": True,
+    "mtp_hidden_states_first": True,
+}
+
+
+def test_every_key_that_changes_the_arithmetic_is_tried():
+    assert OTHER.keys() == NEUTRAL_VALUES.keys()
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_keys_that_change_the_arithmetic_are_refused_by_name(key):
+    with pytest.raises(Unsupported, match=rf"(?s)arithmetic that is not implemented.*{key} = .*we compute"):
+        Config.from_hf({**V3, key: OTHER[key]})
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_the_same_keys_with_neutral_values_change_nothing(key):
+    for value in NEUTRAL_VALUES[key]:
+        config = Config.from_hf({**V3, key: value})
+        assert config == Config.from_hf(V3)
+        assert config.notes == ()
+
+
+def test_all_foreign_arithmetic_is_listed_together():
+    with pytest.raises(Unsupported) as caught:
+        Config.from_hf({**V3, **OTHER, "num_key_value_heads": 1})
+    assert len(str(caught.value).split("\n")) == 1 + len(OTHER) + 1
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+def test_grouped_heads_are_refused(heads):
+    with pytest.raises(Unsupported, match=f"num_key_value_heads = {heads}"):
+        Config.from_hf({**V3, "num_key_value_heads": heads})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"quant_method": "gptq", "bits": 4}, {"quant_method": "fp8", "fmt": "e5m2"}, {"quant_method": "compressed-tensors"}, {}],
+)
+def test_other_quantisations_are_refused(given):
+    with pytest.raises(Unsupported, match=r"quantization .* cannot be read\n.*known: fp8 e4m3"):
+        Config.from_hf({**V3, "quantization_config": given})
+
+
+def test_released_fp8_settings_are_read():
+    given = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 64],
+    }
+    assert Config.from_hf({**V3, "quantization_config": given}).quantization_config == Quantization(
+        "fp8", "e4m3", (128, 64), "ue8m0"
+    )
+
+
+# ---- there and back
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *WRITTEN])
+def test_what_to_hf_gives_reads_back_equal(name):
+    config = Config.preset(name) if name in PRESETS else written(name)
+    again = Config.from_hf(json.loads(json.dumps(config.to_hf())))
+    assert again == config
+    assert again.notes == ()
+
+
+def test_to_hf_names_the_heads_that_transformers_would_otherwise_guess():
+    assert Config.preset("tiny").to_hf()["num_key_value_heads"] == 4
+
+
+def test_a_folder_a_file_and_its_content_read_alike(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(V3))
+    assert Config.from_hf(tmp_path) == Config.from_hf(str(tmp_path / "config.json")) == Config.from_hf(V3)
+
+
+def test_a_config_made_by_hand_is_checked_too():
+    with pytest.raises(BadConfig, match=r"(?s)2 faults.*hidden_size is 0.*qk_rope_head_dim is 7"):
+        Config(0, 64, 2, 4, 96, 32, qk_rope_head_dim=7)
+
+
+# ---- random content
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 300),
+    st.integers(-(10**99), 10**99),
+    st.sampled_from([1 << 20, 1 << 24, 1 << 31, 1 << 63, 0.0, -1.0, 1e-300, 1e300, 0.5]),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from(
+        ["yarn", "linear", "default", "fp8", "e4m3", "greedy", "noaux_tc", "softmax", "sigmoid", "", "\ud800", "x" * 300]
+    ),
+    st.lists(st.integers(-2, 300) | st.sampled_from(["dense", "sparse"]), max_size=4),
+    st.dictionaries(
+        st.sampled_from(
+            [
+                "type",
+                "rope_type",
+                "factor",
+                "rope_theta",
+                "mscale",
+                "beta_fast",
+                "original_max_position_embeddings",
+                "quant_method",
+            ]
+        ),
+        st.none() | st.sampled_from(["yarn", "linear", "fp8", "e4m3"]) | st.integers(-2, 10**99) | st.floats(0, 100),
+        max_size=4,
+    ),
+)
+KEYS = sorted(
+    {*V3, *json.loads(WRITTEN["glm4_moe_lite"]), *NEUTRAL_VALUES, "quantization_config", "rope_parameters", "auto_map", "other"}
+)
+
+
+def outcome(content: dict) -> tuple[Config | None, MlaJaxError | None]:
+    """The config, or the error if it is one of ours; any other is raised."""
+    try:
+        return Config.from_hf(content), None
+    except MlaJaxError as e:
+        return None, e
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    st.sampled_from([*models.FAMILIES]),
+    st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4),
+    st.sets(st.sampled_from(KEYS), max_size=2),
+)
+def test_random_content_gives_a_valid_config_or_our_own_error(family, changes, removed):
+    hf = {key: value for key, value in {**models.FAMILIES[family], **changes}.items() if key not in removed}
+    config, error = outcome(hf)
+    assert all(line.isprintable() and len(line) < 2500 for line in str(error).split("\n"))
+    if config is None:
+        return
+    assert Config.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+    assert hash(config) == hash(copy.deepcopy(config))
+    numbers = [x for x in (*vars(config).values(), *vars(config.rope_scaling or object).values()) if isinstance(x, int | float)]
+    assert all(abs(x) < 1e15 for x in numbers)
+    assert 0 < config.num_hidden_layers <= 1000
+    assert config.n_routed_experts is None or config.num_experts_per_tok <= config.n_routed_experts
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=6), VALUES, max_size=12))
+def test_content_of_nothing_we_know_gives_our_own_error(content):
+    config, error = outcome(content)
+    assert (config is None) != (error is None)

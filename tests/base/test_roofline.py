@@ -1,0 +1,86 @@
+"""The cost model against numbers worked out by hand, and the choice of form that follows from it."""
+
+import math
+
+import pytest
+
+from mla_jax.base.config import Config
+from mla_jax.base.roofline import DEVICES, Device, attention_cost, break_even, chunk_tokens, device, pick_form, why_form
+
+SMALL = Config(
+    hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8,
+    kv_lora_rank=10, q_lora_rank=None, qk_nope_head_dim=3, qk_rope_head_dim=4, v_head_dim=5,
+)  # fmt: skip
+FREE_MEMORY = Device("infinite bandwidth", "gpu", 1e12, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("preset", "tokens"), [("v3", 171), ("kimi_k2", 171), ("v2", 171), ("v2_lite", 171), ("glm_4_7_flash", 398)]
+)
+def test_break_even_is_where_the_papers_put_it(preset, tokens):
+    assert round(break_even(Config.preset(preset))) == tokens
+
+
+def test_absorbing_always_wins_where_heads_are_wider_than_the_latent():
+    assert break_even(Config.preset("v3", kv_lora_rank=128)) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("form", "flops", "size"),
+    [  # 3 rows, 7 new tokens, 20 attended to, 2 bytes a number; weights 2*10*(3+5) = 160, scores 8*3*2*7*20 = 6720 bytes
+        ("naive", 2 * 3 * 2 * 7 * 20 * 12 + 2 * 3 * 7 * 160, 2 * (3 * 20 * 2 * 12 + 160) + 6720),
+        ("compressed", 2 * 3 * 2 * 7 * 20 * 12 + 2 * 3 * 20 * 160, 2 * (3 * 20 * 14 + 2 * 3 * 20 * 2 * 12 + 160) + 6720),
+        ("absorbed", 2 * 3 * 2 * 7 * 20 * 24 + 2 * 3 * 7 * 160, 2 * (3 * 20 * 14 + 160 + 2 * 3 * 20 * 2 * 14) + 6720),
+        ("move_elided", 2 * 3 * 2 * 7 * 20 * 24 + 2 * 3 * 7 * 160, 2 * (3 * 20 * 14 + 160) + 6720),
+    ],
+)
+def test_costs_of_a_small_case_are_those_worked_out_by_hand(form, flops, size):
+    assert attention_cost(SMALL, form, rows=3, new=7, attended=20) == (flops, size)
+
+
+@pytest.mark.parametrize("preset", ["v3", "glm_4_7_flash"])
+def test_with_free_memory_the_form_changes_at_break_even_on_a_long_prefix(preset):
+    config, held = Config.preset(preset), 10_000_000
+    tokens = math.ceil(break_even(config))
+    assert pick_form(config, FREE_MEMORY, 1, tokens - 1, held) == "move_elided"
+    assert pick_form(config, FREE_MEMORY, 1, tokens + 1, held) == "compressed"
+
+
+def test_whole_prompts_rebuild_heads_and_single_tokens_absorb():
+    config = Config.preset("v3")
+    for kind in DEVICES.values():
+        assert pick_form(config, kind, 1, 1, 4096) == "move_elided"
+    assert pick_form(config, FREE_MEMORY, 1, 1024, 1024) == "compressed"
+
+
+def test_the_slower_of_arithmetic_and_memory_takes_the_time():
+    cost = attention_cost(SMALL, "naive", 1, 1, 100)
+    assert cost.seconds(Device("", "gpu", cost.flops, cost.bytes / 3)) == pytest.approx(3)
+    assert cost.seconds(Device("", "gpu", cost.flops / 5, cost.bytes)) == pytest.approx(5)
+
+
+def test_the_reason_names_both_forms_and_what_bounds_them():
+    said = why_form(Config.preset("v3"), DEVICES["NVIDIA H200"], "move_elided", 1, 1, 4096)
+    assert said.startswith("move_elided ")
+    assert "; compressed " in said
+    assert "by memory" in said
+
+
+def test_devices_are_known_by_the_start_of_their_kind_and_others_take_a_balance_of_their_platform():
+    assert device("NVIDIA H100 80GB HBM3", "gpu") is DEVICES["NVIDIA H100"]
+    assert device("TPU v5 lite", "tpu") is DEVICES["TPU v5 lite"]
+    assert device("cpu", "cpu") is DEVICES["cpu"]
+    unknown = device("NVIDIA X1", "gpu")
+    assert (unknown.name, unknown.flops) == ("NVIDIA X1", DEVICES["NVIDIA H200"].flops)
+    assert device("TPU v9", "tpu").flops == DEVICES["TPU v5 lite"].flops
+
+
+@pytest.mark.parametrize("budget", [0, 10**6, 10**9, 10**12])
+def test_chunks_are_powers_of_two_whose_scores_fit_the_budget(budget):
+    config = Config.preset("v3")
+    chunk = chunk_tokens(config, 2, 8192, budget)
+    assert chunk in [2**n for n in range(4, 13)]
+    if chunk > 16:
+        assert 3 * 4 * 2 * 128 * chunk * 8192 <= budget
+    if chunk < 4096:
+        assert 3 * 4 * 2 * 128 * 2 * chunk * 8192 > budget

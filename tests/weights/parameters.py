@@ -1,0 +1,18 @@
+"""A model's parameters as numpy arrays, and their comparison."""
+
+import numpy as np
+from flax import nnx
+
+
+def of(model: nnx.Module) -> dict[str, np.ndarray]:
+    _, state = nnx.split(model)
+    return {".".join(map(str, path)): np.asarray(variable[...]) for path, variable in nnx.to_flat_state(state)}
+
+
+def assert_equal(one: nnx.Module, other: nnx.Module) -> None:
+    """The same parameters, dtypes and bits."""
+    a, b = of(one), of(other)
+    assert a.keys() == b.keys()
+    for path in a:
+        assert a[path].dtype == b[path].dtype, path
+        np.testing.assert_array_equal(a[path], b[path], err_msg=path)

@@ -1,0 +1,90 @@
+"""What is written is a released folder again."""
+
+import json
+import os
+
+import ml_dtypes
+import models
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from weights import fp8, parameters
+
+from mla_jax.base.config import Config
+from mla_jax.base.errors import BadFile
+from mla_jax.weights.load import load
+from mla_jax.weights.save import save
+
+V3 = models.FAMILIES["v3"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load(models.write(tmp_path_factory.mktemp("v3"), V3, models.tensors(V3, mtp=True)))
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_float32_weights_come_back_under_their_names_bit_for_bit(tmp_path, family):
+    hf = models.FAMILIES[family]
+    weights = models.tensors(hf, mtp=True)
+    save(load(models.write(tmp_path / "in", hf, weights)), tmp_path / "out", dtype="float32")
+    found, at = load_file(tmp_path / "out" / "model.safetensors"), f"model.layers.{hf['num_hidden_layers']}."
+    copies = {at + "embed_tokens.weight", at + "shared_head.head.weight"}
+    assert found.keys() == weights.keys() - copies
+    for name, value in found.items():
+        assert value.dtype == np.float32
+        np.testing.assert_array_equal(value, weights[name], err_msg=name)
+
+
+def test_the_config_comes_back(tmp_path, model):
+    save(model, tmp_path)
+    assert Config.from_hf(tmp_path) == model.config
+
+
+def test_bfloat16_is_the_default_and_router_biases_stay_float32(tmp_path, model):
+    weights = models.tensors(V3, mtp=True)
+    save(model, tmp_path)
+    for name, value in load_file(tmp_path / "model.safetensors").items():
+        dtype = np.float32 if name.endswith("bias") else ml_dtypes.bfloat16
+        assert value.dtype == dtype, name
+        np.testing.assert_array_equal(value, weights[name].astype(dtype), err_msg=name)
+
+
+def test_a_model_read_from_fp8_is_written_without_a_claim_of_fp8(tmp_path):
+    block = (16, 24)
+    hf = {**V3, "quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
+    model = load(models.write(tmp_path / "in", hf, fp8.quantized(models.tensors(V3), block)))
+    save(model, tmp_path / "out", dtype="float32")
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    parameters.assert_equal(load(tmp_path / "out"), model)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_folder_that_holds_a_model_or_a_part_of_one_is_left_alone(tmp_path, model, file):
+    (tmp_path / file).write_text("mine")
+    with pytest.raises(BadFile, match="holds a model already"):
+        save(model, tmp_path)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(file, "mine")]
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path, model, monkeypatch):
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mla_jax.weights.save.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(model, tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_files_are_readable_as_the_umask_says(tmp_path, model):
+    before = os.umask(0o027)
+    try:
+        save(model, tmp_path / "new")
+    finally:
+        os.umask(before)
+    assert {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "new").iterdir()} == {
+        "config.json": 0o640,
+        "model.safetensors": 0o640,
+    }
