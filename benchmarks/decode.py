@@ -2,8 +2,8 @@
 
     python benchmarks/decode.py --out decode.json --profile
 
-The floor is what a step must read at the device's bandwidth: the experts touched (counted), all other weights, the latents. `bar` is
-plain XLA's tokens/s on an H200 (a hand-written step of the same shape). `--profile` sums the kernels' time by part of the model."""
+The floor is what a step must read at the device's bandwidth: the experts touched (counted), all other weights, the latents.
+`bar` is plain XLA's tokens/s on an H200, of a hand-written step of the same shape. `--profile` sums the kernels' time by part."""
 
 import dataclasses
 import gzip
@@ -70,13 +70,15 @@ def floor_bytes(model: Transformer, state: State, rows: int) -> tuple[float, flo
     """Bytes that one step must read, and the experts it touches in each layer on average."""
     tokens = state.tokens[jnp.arange(rows), state.count - 1][:, None]
     batch = Batch(state.position[:, None], jnp.ones((rows, 1), bool))
-    _, _, aux = jax.jit(lambda t, b, c: model(t, b, c, collect=True))(tokens, batch, state.cache)
-    touched = sum(int((load > 0).sum()) for load in aux["load"])
+    graph, weights = nnx.split(model)
+    count = jax.jit(lambda weights, *args: nnx.merge(graph, weights)(*args, collect=True)[2]["load"])
+    load = count(weights, tokens, batch, state.cache)
+    touched = sum(int((layer > 0).sum()) for layer in load)
     parameters = {".".join(map(str, p)): v for p, v in nnx.to_flat_state(nnx.state(model))}
     expert = 2 * 3 * prod(parameters["layers.1.mlp.experts.gate"].shape[1:])
     rest = sum(2 * prod(v.shape) for p, v in parameters.items() if ".mlp.experts." not in p and p != "embed")
     latents = sum(2 * prod(a.shape[1:]) * rows for layer in state.cache for a in layer.values() if a.ndim == 3)
-    return expert * touched + rest + latents, touched / len(aux["load"])
+    return expert * touched + rest + latents, touched / len(load)
 
 
 def measure(model: Transformer, rows: int, profile: bool) -> dict:
@@ -100,11 +102,14 @@ def measure(model: Transformer, rows: int, profile: bool) -> dict:
 
 
 def profile_run(programs: Programs, state: State) -> dict[str, float]:
-    """The share of the kernels' time in each part of the model, and of the wall time in no kernel at all."""
+    """The share of the wall time in the kernels of each part of the model, and in no kernel at all."""
+    steps = jnp.int32(8)
+    text = programs.run.lower(state, steps).compile().as_text()
+    places = {name.replace(".", "_"): place for name, place in re.findall(r'%(\S+) = .*op_name="([^"]*)"', text)}
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, create_perfetto_trace=True):
             start = time.perf_counter()
-            jax.block_until_ready(programs.run(state, jnp.int32(8)))
+            jax.block_until_ready(programs.run(state, steps))
             wall = time.perf_counter() - start
         (file,) = Path(folder).rglob("perfetto_trace.json.gz")
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
@@ -112,9 +117,8 @@ def profile_run(programs: Programs, state: State) -> dict[str, float]:
     spent: Counter[str] = Counter()
     for event in events:
         if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
-            place = str(event.get("args", {}).get("name", ""))
-            scope = next((s for s in SCOPES if re.search(rf"\b{s}\b", place)), "other")
-            spent[scope] += event["dur"] / 1e6
+            place = places.get(event["name"], "")
+            spent[next((s for s in SCOPES if f"/{s}/" in place), "other")] += event["dur"] / 1e6
     busy = sum(spent.values())
     return {scope: 100 * seconds / wall for scope, seconds in spent.most_common()} | {"no kernel": 100 * (1 - busy / wall)}
 

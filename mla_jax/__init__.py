@@ -1,7 +1,7 @@
 """mla-jax: DeepSeek-style models with multi-head latent attention, in JAX.
 
-    from mla_jax import LLM
-    LLM("./DeepSeek-V2-Lite").generate("Explain MLA in one line.")
+from mla_jax import LLM
+LLM("./DeepSeek-V2-Lite").generate("Explain MLA in one line.")
 """
 
 import importlib

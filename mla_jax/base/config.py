@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import no_type_check
+from typing import Any, no_type_check
 
 from mla_jax.base.errors import BadConfig, Unsupported, printable
 from mla_jax.base.families import DEFAULTS, IGNORED_KEYS, NEUTRAL_VALUES, PRESETS, ROPE_NEUTRAL_VALUES, WAITING
@@ -146,7 +146,7 @@ def _fields(hf: Mapping) -> dict:
     notes, known = [], {f.name for f in dataclasses.fields(Config)} - {"notes"}
     if model_type not in DEFAULTS:
         notes.append(f"model_type {printable(model_type)} is not known; absent keys take DeepSeek-V3's values")
-    values = {f.name: None for f in dataclasses.fields(Config) if f.default is dataclasses.MISSING}
+    values: dict[str, Any] = {f.name: None for f in dataclasses.fields(Config) if f.default is dataclasses.MISSING}
     values |= DEFAULTS.get(model_type, DEFAULTS["unknown"])
     values |= {k: v for k, v in hf.items() if k in known and (v is not None or k in _NULLABLE)}
     values["q_lora_rank"] = values.get("q_lora_rank") or None  # some write 0 for none
@@ -202,7 +202,7 @@ def _rope(hf: Mapping, values: Mapping) -> dict:
         raise Unsupported("the RoPE settings ask for arithmetic that is not implemented", *_shown(strange))
     if kind == "default":
         return {"rope_theta": theta, "rope_scaling": None}
-    chosen = {k: v for k, v in given.items() if k in known and v is not None} | {"rope_type": kind}
+    chosen: dict[str, Any] = {k: v for k, v in given.items() if k in known and v is not None} | {"rope_type": kind}
     longest = values.get("max_position_embeddings", Config.max_position_embeddings)
     original = chosen.setdefault("original_max_position_embeddings", longest)
     if "factor" not in chosen and all(
@@ -288,7 +288,7 @@ def _value_faults(c: Config) -> list[str]:
     check(0 < c.rms_norm_eps < 1, f"rms_norm_eps is {c.rms_norm_eps}, expected a small positive number")
     check(0 < c.routed_scaling_factor < 1e6, f"routed_scaling_factor is {c.routed_scaling_factor}, expected a positive number")
     check(1 < c.rope_theta < 1e15, f"rope_theta is {c.rope_theta}, expected more than 1")
-    if moe and min(c.n_routed_experts, c.num_experts_per_tok or 0, c.n_group or 1, c.topk_group or 1) > 0:
+    if moe and min(c.n_routed_experts or 0, c.num_experts_per_tok or 0, c.n_group or 1, c.topk_group or 1) > 0:
         faults += _routing_faults(c)
     types = c.mlp_layer_types
     entries = f"mlp_layer_types has {len(types or ())} entries for {c.num_hidden_layers} layers"

@@ -3,8 +3,9 @@
 `run` is one while_loop of as many steps as it is told, so generating everything and streaming a few tokens at a time are the same
 program. The state is one pytree, donated: nothing of it returns to the host until asked for."""
 
-import contextlib
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -131,24 +132,40 @@ def _record(state: State, logits: Float[Array, "B W"], token: Int[Array, " B"], 
     )
 
 
+class Program:
+    """A jitted function of a model, its weights in place; in full float32 where the weights are (no TF32)."""
+
+    def __init__(self, function: Callable, model: Transformer, **options):
+        graph, self.weights = nnx.split(model)
+        self.precision = "highest" if model.embed[...].dtype == jnp.float32 else None
+
+        @functools.wraps(function)
+        def merged(weights, *args, **kw):
+            return function(nnx.merge(graph, weights), *args, **kw)
+
+        self.jitted = jax.jit(merged, **options)
+
+    def __call__(self, *args, **kw):
+        with jax.default_matmul_precision(self.precision):
+            return self.jitted(self.weights, *args, **kw)
+
+    def lower(self, *args, **kw) -> jax.stages.Lowered:
+        """For XLA's own account of the program: its text, costs and memory."""
+        with jax.default_matmul_precision(self.precision):
+            return self.jitted.lower(self.weights, *args, **kw)
+
+
+def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
+    """Of whole sequences, nothing cached."""
+    return model.unembed(model(tokens, Batch.dense(*tokens.shape))[0])
+
+
 class Programs:
-    """The jitted programs of one model, its weights in place. Each is compiled once a shape; bucketed lengths repeat shapes."""
+    """The programs of one model. Each is compiled once a shape; bucketed lengths repeat shapes."""
 
     def __init__(self, model: Transformer):
-        graph, weights = nnx.split(model)
-        exact = model.embed[...].dtype == jnp.float32
-
-        def program(f, **options):
-            compiled = jax.jit(lambda weights, *args, **kw: f(nnx.merge(graph, weights), *args, **kw), **options)
-
-            def call(*args, **kw):
-                with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():  # no TF32 in float32
-                    return compiled(weights, *args, **kw)
-
-            return call
-
-        self.new = program(new_state, static_argnums=(1, 2, 3))
-        self.prefill = program(prefill, static_argnames=("span",), donate_argnums=1)
-        self.begin = program(choose_next, donate_argnums=1)
-        self.run = program(run, donate_argnums=1)
-        self.logits = program(lambda model, tokens: model.unembed(model(tokens, Batch.dense(*tokens.shape))[0]))
+        self.new = Program(new_state, model, static_argnums=(1, 2, 3))
+        self.prefill = Program(prefill, model, static_argnames=("span",), donate_argnums=1)
+        self.begin = Program(choose_next, model, donate_argnums=1)
+        self.run = Program(run, model, donate_argnums=1)
+        self.logits = Program(logits, model)

@@ -5,7 +5,7 @@ import dataclasses
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +121,7 @@ class LLM:
             lines.append(f"{len(self.model.mtp)} MTP layer is loaded; decoding does not draft with it yet")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
-    def _requests(self, prompts, params) -> list[Request]:
+    def _requests(self, prompts: Any, params: Any) -> list[Request]:
         prompts = _plain(prompts)
         if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
@@ -134,7 +134,7 @@ class LLM:
             raise BadRequest("the sampling parameters are no SamplingParams", f"found {printable(repr(wrong[0]))}")
         return [self._request(prompt, one or SamplingParams()) for prompt, one in zip(prompts, many, strict=True)]
 
-    def _request(self, prompt: str | list[int], params: SamplingParams) -> Request:
+    def _request(self, prompt: Any, params: SamplingParams) -> Request:
         if params.stop and self.tokenizer is None:
             raise BadRequest("stop texts need a tokenizer, which this model folder lacks", "use stop_token_ids")
         tokens = self._tokens(prompt)
@@ -150,7 +150,7 @@ class LLM:
         filled = SamplingParams(**{**vars(params.or_default(defaults)), "logprobs": params.logprobs})
         return Request(tokens, filled, () if params.ignore_eos else self.end_ids)
 
-    def _tokens(self, prompt: str | list[int]) -> list[int]:
+    def _tokens(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise BadRequest("this model folder has no tokenizer.json", "give token ids instead of text")
@@ -318,6 +318,6 @@ def _generation_defaults(folder: Path, end_ids: tuple[int, ...]) -> tuple[dict, 
 
 def _cache_compiled_programs():
     """Turns on JAX's persistent compilation cache, unless the user has set one."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "mla_jax" / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -8,10 +8,10 @@ import jax
 _compiling = 0.0
 
 
-def _listen(event: str, seconds: float, **_):
+def _listen(event: str, duration_secs: float, **_):
     global _compiling
     if event == "/jax/core/compile/backend_compile_duration":
-        _compiling += seconds
+        _compiling += duration_secs
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)

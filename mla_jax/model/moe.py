@@ -33,7 +33,7 @@ class Router(nnx.Module):
         logits = jnp.dot(x.astype(jnp.float32), self.weight[...].astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST)
         scores = jax.nn.softmax(logits) if c.scoring_func == "softmax" else jax.nn.sigmoid(logits)
         choice = scores + self.bias[...] if c.topk_method == "noaux_tc" else scores
-        topk_ids = jax.lax.top_k(within_groups(choice, c), c.num_experts_per_tok)[1]
+        topk_ids = jax.lax.top_k(within_groups(choice, c), c.num_experts_per_tok or 1)[1]
         return topk_ids, weigh(jnp.take_along_axis(scores, topk_ids, axis=-1), c)
 
 

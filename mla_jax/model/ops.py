@@ -44,8 +44,7 @@ def swiglu(
 def masked_exp(scores: Float[Array, "*B S"], mask: jax.Array) -> tuple[Float[Array, "*B S"], Float[Array, "*B 1"]]:
     """A softmax over what `mask` allows, before its division: weights up to 1 and their sum, in float32.
 
-    Dividing the attention's output instead of its weights saves a pass over the scores. Where nothing is allowed the weights are
-    zeros and the sum is 1, so that the output is exactly zero."""
+    Where nothing is allowed the weights are zeros and the sum is 1, so that attention gives exact zeros."""
     scores = jnp.where(mask, scores.astype(jnp.float32), -jnp.inf)
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.where(mask, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)

@@ -2,7 +2,7 @@
 
 Host memory holds the few tensors in flight; FP8 blocks are multiplied out on the device."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class Reader:
             )
         return weight, scale
 
-    def ahead(self, wanted: list[str]) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    def ahead(self, wanted: list[str]) -> Generator[tuple[np.ndarray, np.ndarray | None], None, None]:
         with ThreadPoolExecutor(1) as pool:
             queue, rest = [pool.submit(self.raw, name) for name in wanted[:IN_FLIGHT]], iter(wanted[IN_FLIGHT:])
             while queue:

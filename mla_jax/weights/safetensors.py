@@ -72,7 +72,7 @@ class Folder:
         try:
             descriptor = self._descriptor(tensor)
             while done < tensor.size:
-                chunk = os.preadv(descriptor, [memoryview(out)[done : done + (1 << 30)]], tensor.start + done)
+                chunk = os.preadv(descriptor, [out.data[done : done + (1 << 30)]], tensor.start + done)
                 if chunk <= 0:
                     raise BadFile(
                         f"{tensor.file.name} became shorter while it was read", f"{printable(name)} needs bytes to {end:,}"

@@ -93,7 +93,8 @@ def test_a_query_with_nothing_to_attend_to_gets_zeros(form):
 def test_the_four_forms_are_short_enough_to_be_read_side_by_side():
     import inspect
 
-    assert sum(len(inspect.getsource(f).splitlines()) for f in (mla.naive, mla.compressed, mla.absorbed, mla.move_elided, mla.over_latents)) <= 60
+    forms = (mla.naive, mla.compressed, mla.absorbed, mla.move_elided, mla.over_latents)
+    assert sum(len(inspect.getsource(f).splitlines()) for f in forms) <= 60
 
 
 @pytest.mark.parametrize("form", FORMS)
