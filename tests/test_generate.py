@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +26,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     save(Transformer(Config.preset("tiny", num_hidden_layers=1, vocab_size=64, num_nextn_predict_layers=0), nnx.Rngs(0)), path)
     letters = ["<bos>", "<eos>", *map(chr, range(ord("A"), ord("A") + 62))]
-    model = tokenizers.Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="<eos>"))
+    model = tokenizers.Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="A"))
     model.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     model.decoder = decoders.Fuse()
     model.add_special_tokens(["<bos>", "<eos>"])
@@ -81,14 +83,20 @@ def test_a_dash_reads_the_prompt_from_stdin(command, folder):
     [
         (["--model", "{model}"], b"", 2, "no prompt given"),
         (["-", "--model", "{model}"], b"", 2, "no prompt given"),
-        (["-", "--model", "{model}"], b"A\xff", 2, "not valid Unicode"),
+        (["-", "--model", "{model}"], b"A\xff", 2, "the prompt is not UTF-8"),
         (["AB"], b"", 2, "no model given"),
         (["AB", "--model", "{model}", "--temperature", "-1"], b"", 2, "temperature is -1.0"),
         (["AB", "--model", "{model}", "--temperature", "warm"], b"", 2, "warm"),
         (["AB", "--model", "{model}", "--max-tokens", "4095"], b"", 2, "leave room for 4,094 of 4,096"),
         (["AB", "--model", "{model}", "--max-token", "4"], b"", 2, "--max-tokens"),
         (["AB", "--model", "{model}", "--attention", "flash"], b"", 2, "known: auto, naive"),
-        (["AB", "--model", "{model}/nowhere"], b"", 3, "cannot be read"),
+        (["AB", "--model", "{model}/nowhere"], b"", 3, "nowhere"),
+        (["AB", "--model", "deepseek-ai/DeepSeek-V2-Lite"], b"", 3, "hf download deepseek-ai/DeepSeek-V2-Lite"),
+        (["AB", "--file", "{model}/config.json", "--model", "{model}"], b"", 2, "several prompts given"),
+        (["--file", "{model}/nowhere", "--model", "{model}"], b"", 2, "nowhere cannot be read"),
+        (["--chat", "--model", "{model}"], b"", 2, "has no chat template"),
+        (["AB", "--config", "{model}/nowhere"], b"", 2, "cannot be read as TOML"),
+        (["AB", "--memory-fraction", "2", "--model", "{model}"], b"", 2, "memory_fraction is 2.0"),
         (["AB", "--model", "{broken}"], b"", 3, "not valid JSON"),
         (["AB", "--model", "{other}"], b"", 3, "not an MLA model"),
     ],
@@ -109,7 +117,7 @@ def test_debug_shows_where_an_error_came_from(command, folder):
     result = command("AB", "--model", folder / "nowhere", "--debug")
     assert result.returncode != 0
     assert b"Traceback" in result.stderr
-    assert b"BadConfig" in result.stderr
+    assert b"BadFile" in result.stderr
 
 
 def test_help_is_short_and_imports_no_jax(environment):
@@ -118,18 +126,97 @@ def test_help_is_short_and_imports_no_jax(environment):
     code += 'except SystemExit as e: sys.stderr.write(f\'{e.code} {sorted({"jax", "flax", "numpy"} & sys.modules.keys())}\')'
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, env=environment, timeout=60)
     assert result.stderr == b"0 []"
-    assert 10 < len(result.stdout.splitlines()) < 80
-    for flag in (b"--model", b"--temperature", b"--max-tokens", b"--explain"):
+    assert 10 < len(result.stdout.splitlines()) < 60
+    for flag in (b"--model", b"--temperature", b"--max-tokens", b"--dry-run"):
         assert flag in result.stdout
 
 
-def test_explain_says_what_would_run_without_a_prompt(command, folder):
-    result = command("--model", folder, "--explain")
+def test_a_dry_run_says_what_is_needed_and_what_would_run_without_a_prompt(command, folder):
+    result = command("--model", folder, "--dry-run")
     assert result.returncode == 0
-    assert b"decode (1 new tokens over 4,096)" in result.stdout
+    assert b"decode (1 new over 4,096)" in result.stdout
+    for row in (b"weights", b"cache of 4,096 tokens", b"temporaries", b"largest context that fits: 4,096"):
+        assert row in result.stdout
+    plan = json.loads(command("--model", folder, "--dry-run", "--json").stdout)
+    assert plan["fits"] is True
+    assert plan["weights"] > 0
 
 
-@pytest.mark.parametrize("arguments", [("AB", *SHORT), ("AB", "--explain"), ("--help",)], ids=["text", "explain", "help"])
+def test_json_is_one_object_an_event_and_the_last_says_how_it_ended(command, folder):
+    result = command("AB", "--model", folder, *SHORT, "--json", "--logprobs", 2)
+    events = [json.loads(line) for line in result.stdout.decode().splitlines()]
+    assert {e["event"] for e in events[:-1]} == {"token"}
+    assert sum(len(e["token_ids"]) for e in events[:-1]) == 6
+    assert all(len(e["logprobs"]) == len(e["token_ids"]) for e in events[:-1])
+    assert events[-1]["event"] == "done"
+    assert events[-1]["finish_reason"] == "length"
+    plain = command("AB", "--model", folder, *SHORT, "--quiet")
+    assert "".join(e["text"] for e in events[:-1]) + "\n" == plain.stdout.decode()
+
+
+def test_a_file_and_a_configuration_give_the_same_as_flags(command, folder, tmp_path):
+    (tmp_path / "prompt.txt").write_text("AB")
+    settings = f'[model]\nmodel = "{folder}"\n[sampling]\nmax_tokens = 6\nignore_eos = true\nseed = 4\n[output]\nquiet = true\n'
+    (tmp_path / "run.toml").write_text(settings)
+    given = command("AB", "--model", folder, *SHORT, "--quiet")
+    assert command("AB", "--config", tmp_path / "run.toml").stdout == given.stdout
+    assert command("--file", tmp_path / "prompt.txt", "--config", tmp_path / "run.toml").stdout == given.stdout
+    assert command("-p", "AB", "--config", tmp_path / "run.toml").stdout == given.stdout
+    shorter = command("AB", "--config", tmp_path / "run.toml", "--max-tokens", "2")
+    assert given.stdout.startswith(shorter.stdout.removesuffix(b"\n"))
+    assert len(shorter.stdout) < len(given.stdout)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[sampling]\ntemprature = 1", "did you mean temperature?"),
+        ("[sampler]\nseed = 1", "did you mean sampling?"),
+        ("[", "TOML"),
+    ],
+)
+def test_a_mistake_in_a_configuration_is_named(tmp_path, capsys, text, words):
+    (tmp_path / "run.toml").write_text(text)
+    assert main(["AB", "--config", str(tmp_path / "run.toml")]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_chat_answers_turn_by_turn_until_input_ends(command, folder, tmp_path):
+    talking = tmp_path / "talking"
+    shutil.copytree(folder, talking)
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (talking / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "chat_template": template}))
+    result = command("--chat", "--model", talking, *SHORT, stdin=b"AB\n\nCD\n")
+    assert result.returncode == 0
+    assert result.stderr.count(b" stop: length ") == 2
+    assert b"3+6 tokens" in result.stderr  # <bos>, A, B
+    assert len(result.stdout.splitlines()) == 2
+
+
+def test_ctrl_c_ends_the_text_cleanly_and_still_prints_the_figures(environment, folder):
+    line = [
+        sys.executable,
+        "-m",
+        "mla_jax.generate",
+        "AB",
+        "--model",
+        str(folder),
+        "--max-tokens",
+        "4000",
+        "--ignore-eos",
+        "--json",
+    ]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    out, complaint = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert json.loads(out.splitlines()[-1])["finish_reason"] == "interrupted"
+    assert b"Traceback" not in complaint
+
+
+@pytest.mark.parametrize("arguments", [("AB", *SHORT), ("--dry-run",), ("--help",)], ids=["text", "plan", "help"])
 def test_a_closed_pipe_ends_quietly(environment, folder, arguments):
     line = [sys.executable, "-m", "mla_jax.generate", *map(str, arguments), "--model", str(folder)]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment)

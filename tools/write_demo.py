@@ -1,5 +1,6 @@
 """Writes a tiny V3-shaped model with random weights and a small tokenizer, to try the program before a trained model exists."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -8,6 +9,12 @@ from flax import nnx
 
 from mla_jax import Config, Transformer
 from mla_jax.weights.save import save
+
+CHAT = (
+    "{{ bos_token }}{% for message in messages %}{{ '<' + message.role + '>' + message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def train_tokenizer(size: int, specials: list[str]) -> tokenizers.Tokenizer:
@@ -28,8 +35,9 @@ def main(folder: Path):
         return
     config = Config.preset("tiny")
     save(Transformer(config, nnx.Rngs(0), mtp=True), folder)
-    train_tokenizer(config.vocab_size, ["<bos>", "<eos>"]).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": true}\n')
+    train_tokenizer(config.vocab_size, ["<bos>", "<eos>", "<user>", "<assistant>"]).save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True, "chat_template": CHAT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
     print(f"wrote a tiny model with random weights to {folder}: what it generates is noise", file=sys.stderr)
 
 

@@ -31,6 +31,12 @@ class BadConfig(MlaJaxError):
     exit_code = 3
 
 
+class BadTemplate(MlaJaxError):
+    """A chat template that cannot be read or rendered, or takes too long or too much memory."""
+
+    exit_code = 3
+
+
 class Unsupported(MlaJaxError):
     """A valid input that this version cannot run correctly, so does not run at all."""
 

@@ -12,17 +12,61 @@ MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
-class LLMOptions:
-    """Which model, and how it runs."""
+class PromptOptions:
+    """What to continue: an argument, a file, stdin, or a conversation."""
+
+    prompt: str | None = None
+    """Text to continue, as the plain argument; "-" reads stdin."""
+    file: str | None = None
+    """Read the prompt from this file."""
+    chat: bool = False
+    """Talk with the model, turn by turn."""
+    config: str | None = None
+    """TOML file with these settings, by group."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model."""
 
     model: str | None = None
-    """A folder with config.json, *.safetensors and, for text, tokenizer.json."""
-    attention: str = "auto"
-    """naive, compressed, absorbed, move_elided, or auto: the fastest for each phase."""
+    """Model folder, or the name of one in the Hub's cache."""
     dtype: str | None = None
-    """float32 or bfloat16; by default float32 on a CPU, bfloat16 elsewhere."""
+    """float32 or bfloat16 (float32 on a CPU, else bfloat16)."""
     context: int | None = None
-    """The most tokens of prompt and output together; by default what the model allows."""
+    """Most tokens of prompt and output together."""
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How attention is computed."""
+
+    attention: str = "auto"
+    """naive, compressed, absorbed, move_elided or auto."""
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """What may be used, and whether it fits."""
+
+    memory_fraction: float | None = None
+    """Share of the device's memory to take (0.75 on a GPU)."""
+    dry_run: bool = False
+    """Say what would be needed and run; reads no weights."""
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What is printed."""
+
+    json: bool = False
+    """One JSON object an event, on stdout."""
+    quiet: bool = False
+    """Text only: no notes, no statistics."""
+    doctor: bool = False
+    """Check this environment, then stop."""
+    debug: bool = False
+    """Show the traceback of an error."""
 
 
 @dataclass(frozen=True)
@@ -30,29 +74,29 @@ class SamplingParams:
     """How tokens are chosen. None takes the model folder's own default, else greedy decoding."""
 
     temperature: float | None = None
-    """0 takes the likeliest token; above, the spread of the draw."""
+    """Spread of the draw; 0 takes the likeliest token."""
     top_k: int | None = None
-    """Draw among the k likeliest only; 0 for all."""
+    """Draw among the k likeliest; 0 for all."""
     top_p: float | None = None
-    """Draw among the likeliest that together reach this probability."""
+    """Draw among the likeliest that reach this probability."""
     min_p: float = 0.0
-    """Drop tokens below this share of the likeliest one's probability."""
+    """Drop tokens below this share of the likeliest one's."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens already generated."""
+    """Subtracted from logits of tokens generated before."""
     repetition_penalty: float = 1.0
-    """Divides the positive, multiplies the negative logits of tokens in prompt or output."""
+    """Weakens tokens of prompt and output; above 1."""
     max_tokens: int | None = None
-    """Tokens to generate at most; by default 256, or what fits the context."""
+    """Most tokens to generate (256, or what fits)."""
     stop: tuple[str, ...] | str = ()
-    """Texts that end the output; they are not part of it."""
+    """Texts that end the output; not part of it."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the output, besides the model's own."""
+    """Token ids that end the output, besides the model's."""
     ignore_eos: bool = False
     """Go on past the model's end tokens."""
     seed: int | None = None
-    """Of the draw, which depends on it and on the position alone; drawn if not given."""
+    """Of the draw; drawn, and printed, if not given."""
     logprobs: int | None = None
-    """Report the log-probability of each token, and of this many likeliest ones."""
+    """Report each token's log-probability and this many more."""
 
     def __post_init__(self):
         for name in ("stop", "stop_token_ids"):

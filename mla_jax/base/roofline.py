@@ -15,6 +15,11 @@ class Device(NamedTuple):
     flops: float
     bandwidth: float
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number: weights and caches are float32 on a CPU, bfloat16 elsewhere."""
+        return 4 if self.platform == "cpu" else 2
+
 
 DEVICES = {  # by the start of JAX's device_kind; H200 and CPU (two cores) measured, the others 80 % of the vendor's figures
     "NVIDIA H200": Device("NVIDIA H200", "gpu", 811e12, 4.56e12),
@@ -41,6 +46,14 @@ class Cost(NamedTuple):
     def seconds(self, on: Device) -> float:
         """The time below which no program can go: the slower of arithmetic and memory."""
         return max(self.flops / on.flops, self.bytes / on.bandwidth)
+
+
+def held_bytes(config: Config, form: str, itemsize: int = 2) -> int:
+    """What one token leaves in one layer's cache."""
+    rope = config.qk_rope_head_dim
+    if form == "naive":
+        return itemsize * config.num_attention_heads * (config.qk_nope_head_dim + rope + config.v_head_dim)
+    return itemsize * (config.kv_lora_rank + rope)
 
 
 def attention_cost(config: Config, form: str, rows: int, new: int, attended: int, itemsize: int = 2) -> Cost:
@@ -70,6 +83,18 @@ def step_cost(config: Config, form: str, rows: int, new: int, attended: int, ite
     return Cost(attention.flops + 2 * rows * new * weights, attention.bytes + itemsize * weights)
 
 
+def decode_bytes(config: Config, rows: int, held: int, itemsize: int = 2) -> float:
+    """The least a decode step must read: its weights, with the experts that `rows` tokens touch on average, and the latents."""
+    mlp, expert = 3 * config.hidden_size * config.intermediate_size, 3 * config.hidden_size * (config.moe_intermediate_size or 0)
+    experts, chosen = config.n_routed_experts or 0, config.num_experts_per_tok or 0
+    touched = experts * (1 - (1 - chosen / experts) ** rows) if experts else 0.0
+    moe = expert * (touched + (config.n_shared_experts or 0)) + experts * config.hidden_size
+    layers = sum(moe if config.is_moe(i) else mlp for i in range(config.num_hidden_layers))
+    attention = step_cost(config, "move_elided", rows, 1, 0).bytes / 2 * config.num_hidden_layers
+    latents = rows * held * (config.kv_lora_rank + config.qk_rope_head_dim) * config.num_hidden_layers
+    return itemsize * (layers + attention + latents + config.vocab_size * config.hidden_size)
+
+
 def break_even(config: Config) -> float:
     """New tokens from which, on a long prefix, rebuilding the heads takes fewer FLOPs than attending over latents.
 
@@ -81,19 +106,17 @@ def break_even(config: Config) -> float:
 
 def pick_form(config: Config, on: Device, rows: int, new: int, attended: int) -> str:
     """The faster form of those that hold latents, which may take turns over one cache."""
-    itemsize = 4 if on.platform == "cpu" else 2
     return min(
-        ("move_elided", "compressed"), key=lambda form: attention_cost(config, form, rows, new, attended, itemsize).seconds(on)
+        ("move_elided", "compressed"), key=lambda form: attention_cost(config, form, rows, new, attended, on.itemsize).seconds(on)
     )
 
 
 def why_form(config: Config, on: Device, form: str, rows: int, new: int, attended: int) -> str:
     """One line that says what a form costs here, next to the other that could have been taken."""
-    itemsize = 4 if on.platform == "cpu" else 2
     other = "compressed" if form in ("move_elided", "absorbed") else "move_elided"
 
     def said(name: str) -> str:
-        cost = attention_cost(config, name, rows, new, attended, itemsize)
+        cost = attention_cost(config, name, rows, new, attended, on.itemsize)
         bound = "arithmetic" if cost.flops / on.flops > cost.bytes / on.bandwidth else "memory"
         return f"{name} {cost.flops / 1e9:,.3g} GFLOP, {cost.bytes / 1e6:,.3g} MB, {cost.seconds(on) * 1e6:,.3g} us by {bound}"
 

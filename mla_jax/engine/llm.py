@@ -1,79 +1,66 @@
 """LLM: a model folder as an object that answers prompts."""
 
-import bisect
-import dataclasses
+import contextlib
+import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mla_jax.base import roofline
-from mla_jax.base.errors import BadConfig, BadRequest, printable
+from mla_jax.base.errors import BadConfig, BadRequest, DoesNotFit, printable
 from mla_jax.base.files import read_json
 from mla_jax.base.options import SamplingParams
-from mla_jax.decode.loop import Programs, State
-from mla_jax.decode.sampling import Sampling
-from mla_jax.engine.request import FinishReason, Output, Request
-from mla_jax.engine.stats import Stats, Stopwatch
+from mla_jax.decode.loop import Programs
+from mla_jax.engine.batch import Batch
+from mla_jax.engine.explain import explain
+from mla_jax.engine.request import Chunk, FinishReason, Output, Request
+from mla_jax.engine.stats import Stats
 from mla_jax.model.mla import FORMS
+from mla_jax.text.chat import ChatTemplate
 from mla_jax.text.tokenizer import Tokenizer
-from mla_jax.weights.load import load
+from mla_jax.weights.hub import resolve
+from mla_jax.weights.load import Checkpoint
+from mla_jax.weights.plan import gib, plan
 
 DEFAULT_MAX_TOKENS = 256
 MAX_ROWS = 64  # prompts computed together
-SCORE_BYTES = 1 << 30  # the attention scores of a prompt's chunk stay below
+MAX_PROMPTS = 100_000  # in one call
 STOP_CHECK = 16  # tokens between two looks for stop texts
+STREAM_EVERY = 8  # tokens between two chunks of a stream
 DTYPES = ("float32", "bfloat16")
 
 
-class Written(NamedTuple):
-    """What a batch has generated, on the host; the rest of its state stays on the device."""
-
-    tokens: np.ndarray
-    count: np.ndarray
-    finite: np.ndarray
-    logprobs: np.ndarray
-    top_logprobs: np.ndarray
-    top_ids: np.ndarray
-
-    @classmethod
-    def of(cls, state: State) -> "Written":
-        return cls(*jax.device_get([getattr(state, name) for name in cls._fields]))
-
-
 class LLM:
-    """A model on the default device. See `generate`, `logits`, `explain`; `notes` says what a user of the folder should know."""
+    """A model on the default device. `notes` says what a user of the folder should know."""
 
     def __init__(
-        self, model: str | Path | None = None, *, attention: str = "auto", dtype: str | None = None, context: int | None = None
+        self,
+        model: str | Path | None = None,
+        *,
+        attention: str = "auto",
+        dtype: str | None = None,
+        context: int | None = None,
+        memory_fraction: float | None = None,
     ):
-        """`attention` is a form of MLA or "auto", `dtype` "float32" or "bfloat16" (None: float32 on a CPU), `context` the most
-        tokens of prompt and output together. Raises BadFile, BadConfig, Unsupported or BadRequest before any large allocation."""
-        if model is None:
-            raise BadRequest(
-                "no model given", "name a folder with config.json and *.safetensors; `make demo` writes a small one to .demo"
-            )
-        if attention not in ("auto", *FORMS):
-            raise BadRequest(f"attention {printable(str(attention))} is not known", "known: auto, " + ", ".join(FORMS))
-        if dtype not in (None, *DTYPES):
-            raise BadRequest(f"dtype {printable(str(dtype))} is not known", "known: " + ", ".join(DTYPES))
-        _cache_compiled_programs()
-        folder = Path(model)
-        self.model = load(folder, attention=attention, dtype=dtype)
-        self.config = self.model.config
-        longest = self.config.max_position_embeddings
-        if context is not None and not (isinstance(context, int) and 1 <= context <= longest):
-            raise BadRequest(
-                f"context is {context}, expected 1 to {longest:,}", "the model's max_position_embeddings is the limit"
-            )
-        self.context = context or longest
+        """`model` is a folder or a name in the Hub's local cache, `attention` a form of MLA or "auto", `dtype` "float32" or
+        "bfloat16" (None: float32 on a CPU), `context` the most tokens of prompt and output together. Raises BadFile, BadConfig,
+        Unsupported, BadRequest or DoesNotFit before any large allocation."""
+        checkpoint = open_checkpoint(model, attention=attention, dtype=dtype, memory_fraction=memory_fraction)
+        self.config, self.notes = checkpoint.config, checkpoint.config.notes
+        self.context = check_context(context, self.config.max_position_embeddings)
+        folder = checkpoint.folder.path
         self.tokenizer = Tokenizer.from_folder(folder, self.config.vocab_size, self.config.bos_token_id)
+        self.chat_template = ChatTemplate.from_folder(folder)
         self.defaults, self.end_ids = _generation_defaults(folder, self.config.eos_token_id)
-        self.notes = self.config.notes
+        self.plan = plan(checkpoint, self.context)
+        self.plan.refuse()
+        with self._memory_explained():
+            self.model = checkpoint.read()
+        self.last_stats: Stats | None = None  # of the newest stream
         self._programs = Programs(self.model)
 
     def generate(
@@ -82,9 +69,34 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Output]:
         """Continues each prompt, a text or a list of token ids; always a list, in the order given."""
-        requests = self._requests(prompts, params)
-        batches = [requests[i : i + MAX_ROWS] for i in range(0, len(requests), MAX_ROWS)]
-        return [output for batch in batches for output in self._generate(batch)]
+        requests, outputs = self._requests(prompts, params), []
+        for start in range(0, len(requests), MAX_ROWS):
+            part = requests[start : start + MAX_ROWS]
+            steps = STOP_CHECK if any(r.params.stop for r in part) else self.context
+            with self._memory_explained():
+                batch = self._batch(part)
+                while not batch.done:
+                    batch.advance(steps)
+            outputs += batch.outputs()
+        return outputs
+
+    def stream(self, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Continues one prompt and yields text as soon as it is final; the last chunk has a finish reason.
+
+        The same program as `generate`, a few tokens at a time. `last_stats` tells of the stream so far."""
+        (request,) = self._requests([prompt], params)
+        return self._stream(request)
+
+    def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None) -> Output:
+        """Answers a conversation, `[{"role": "user", "content": ...}, ...]`, by the folder's chat template."""
+        return self.generate([self.encode_chat(messages)], params)[0]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The token ids of a conversation up to where the model answers; control tokens in messages stay plain text."""
+        if self.chat_template is None or self.tokenizer is None:
+            missing = "chat template" if self.tokenizer is not None else "tokenizer"
+            raise BadRequest(f"this model folder has no {missing}, which chat needs", "give a prompt as text or token ids")
+        return self.chat_template.encode([dict(m) if isinstance(m, Mapping) else m for m in messages], self.tokenizer)
 
     def logits(self, tokens: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
         """float32 logits `[B T W]` of whole sequences of one length; nothing is added to them."""
@@ -96,30 +108,52 @@ class LLM:
             raise BadRequest("logits takes token ids of shape [B, T]", f"found shape {array.shape}, dtype {array.dtype}")
         for row in array:
             self._check_prompt([int(token) for token in row], 0)
-        return np.asarray(self._programs.logits(jnp.asarray(array, jnp.int32)))
+        with self._memory_explained():
+            return np.asarray(self._programs.logits(jnp.asarray(array, jnp.int32)))
 
     def explain(self) -> str:
         """What runs where, and why, in words."""
-        config, device = self.config, self.model.device
-        dtype, prompt = self.model.embed[...].dtype, min(1024, self.context)
-        phases = {
-            "prefill": (1, prompt, prompt),
-            "chunk of 64 on a long prefix": (1, 64, self.context),
-            "decode": (1, 1, self.context),
-        }
-        size = f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads"
-        lines = [f"{config.model_type}: {size}, {dtype} on {device.name}"]
-        said = "chosen" if self.model.attention == "auto" else "as asked"
-        for phase, (rows, new, attended) in phases.items():
-            form = self.model.form_name(rows, new, attended)
-            why = roofline.why_form(config, device, form, rows, new, attended)
-            lines.append(f"{phase} ({new} new tokens over {attended:,}): {form}, {said}: {why}")
-        lines.append(f"on a long prefix, rebuilding heads takes fewer FLOPs from {roofline.break_even(config):.0f} new tokens")
-        if config.n_routed_experts:
-            lines.append(f"experts: {self.model.backend_name(1)} for one token, {self.model.backend_name(prompt)} for {prompt}")
-        if self.model.mtp:
-            lines.append(f"{len(self.model.mtp)} MTP layer is loaded; decoding does not draft with it yet")
+        lines = explain(self.model, str(self.model.embed[...].dtype), self.context)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _stream(self, request: Request) -> Iterator[Chunk]:
+        with self._memory_explained():
+            batch = self._batch([request])
+            while True:
+                self.last_stats = batch.stats(batch.rows[0])
+                if (chunk := batch.news[0]) is not None:
+                    yield chunk
+                elif not request.limit:
+                    yield Chunk("", [], FinishReason.LENGTH)
+                if batch.done:
+                    return
+                batch.advance(STREAM_EVERY)
+
+    def _batch(self, requests: list[Request]) -> Batch:
+        slots = max(len(r.prompt) + r.limit for r in requests)
+        held = len(requests) * slots * self.plan.cache_per_token
+        if self.plan.weights + held > self.plan.available:
+            fitting = (self.plan.available - self.plan.weights) // self.plan.cache_per_token
+            raise DoesNotFit(
+                f"the cache of {len(requests)} prompts of up to {slots:,} tokens does not fit",
+                f"it takes {gib(held)}; beside the weights there is room for {fitting:,} tokens in all",
+                "give fewer prompts at once, or lower max_tokens",
+            )
+        return Batch(self._programs, self.config, self.tokenizer, requests)
+
+    @contextlib.contextmanager
+    def _memory_explained(self):
+        """Out of memory on the device becomes DoesNotFit with the plan."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as e:
+            if "RESOURCE_EXHAUSTED" not in str(e) and "Out of memory" not in str(e):
+                raise
+            raise DoesNotFit(
+                "the device ran out of memory",
+                *self.plan.lines(),
+                "is another process on the device? it can share: --memory-fraction; or lower --context and --max-tokens",
+            ) from e
 
     def _requests(self, prompts: Any, params: Any) -> list[Request]:
         prompts = _plain(prompts)
@@ -127,6 +161,8 @@ class LLM:
             prompts = [prompts]
         if not isinstance(prompts, list):
             raise BadRequest("the prompts are neither text nor token ids, nor lists of them", f"found {printable(repr(prompts))}")
+        if len(prompts) > MAX_PROMPTS:
+            raise BadRequest(f"{len(prompts):,} prompts in one call", f"the limit is {MAX_PROMPTS:,}; give them in parts")
         many = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
         if len(many) != len(prompts):
             raise BadRequest(f"{len(many)} sets of sampling parameters for {len(prompts)} prompts", "give one, or one a prompt")
@@ -171,84 +207,30 @@ class LLM:
             raise BadRequest(f"the prompt is too long: {len(tokens):,} tokens", f"the context holds {self.context:,}{output}")
         return room
 
-    def _generate(self, requests: list[Request]) -> list[Output]:
-        watch = Stopwatch()
-        stops: dict[int, int] = {}  # row -> tokens up to its stop text
-        state = self._end_at_stop_texts(requests, self._begin(requests), stops)
-        first, compiling = watch.look()
-        while not jax.device_get(state.done).all():
-            steps = STOP_CHECK if any(r.params.stop for r in requests) else 2**30
-            state = self._programs.run(state, jnp.int32(steps))
-            state = self._end_at_stop_texts(requests, state, stops)
-        decoding, more = watch.look()
-        return self._outputs(requests, Written.of(state), stops, (first, decoding, compiling + more))
 
-    def _begin(self, requests: list[Request]) -> State:
-        """Prompts read chunk by chunk, first tokens chosen. Shapes are powers of two, so that they repeat."""
-        rows, longest = bucket(len(requests)), max(len(r.prompt) for r in requests)
-        slots = bucket(max(len(r.prompt) + r.limit for r in requests), 64)
-        limit, ends = np.zeros(rows, np.int32), np.full((rows, bucket(max(len(_ends(r)) for r in requests), 4)), -1, np.int32)
-        tokens, mask = np.zeros((rows, slots), np.int32), np.zeros((rows, slots), bool)
-        for i, request in enumerate(requests):
-            limit[i] = request.limit
-            ends[i, : len(_ends(request))] = _ends(request)
-            tokens[i, : len(request.prompt)] = request.prompt
-            mask[i, : len(request.prompt)] = True
-        alternatives = max((r.params.logprobs or 0 for r in requests), default=0)
-        capacity = bucket(int(limit.max()), 16)
-        state = self._programs.new(
-            slots, capacity, alternatives, jnp.asarray(limit), jnp.asarray(ends), _sampling(requests, rows)
+def open_checkpoint(model: str | Path | None, *, attention: str, dtype: str | None, memory_fraction: float | None) -> Checkpoint:
+    """The model's headers, checked; raises before JAX takes any memory of the device."""
+    if model is None:
+        raise BadRequest(
+            "no model given", "name a folder with config.json and *.safetensors; `make demo` writes a small one to .demo"
         )
-        chunk = roofline.chunk_tokens(self.config, rows, slots, SCORE_BYTES)
-        for start in range(0, longest, chunk):
-            end = start + bucket(min(chunk, longest - start), 16)
-            state = self._programs.prefill(state, tokens[:, start:end], mask[:, start:end], span=bucket(end))
-        return jax.block_until_ready(self._programs.begin(state))
-
-    def _end_at_stop_texts(self, requests: list[Request], state: State, stops: dict[int, int]) -> State:
-        if not any(r.params.stop for r in requests):
-            return state
-        tokens, count, done = jax.device_get((state.tokens, state.count, state.done))
-        done = done.copy()
-        for i, request in enumerate(requests):
-            if request.params.stop and i not in stops:
-                needed = self._tokens_to_stop(_shown(tokens[i, : count[i]].tolist(), request), request.params.stop)
-                if needed is not None:
-                    stops[i], done[i] = needed, True
-        return dataclasses.replace(state, done=jnp.asarray(done))
-
-    def _tokens_to_stop(self, ids: list[int], stop: Sequence[str]) -> int | None:
-        """How many of `ids` it takes until their text holds a stop text, None if it never does."""
-        assert self.tokenizer is not None
-        decode = self.tokenizer.decode
-
-        def stopped(n: int) -> bool:
-            return any(s in decode(ids[:n]) for s in stop)
-
-        return bisect.bisect_left(range(len(ids) + 1), True, key=stopped) if stopped(len(ids)) else None
-
-    def _outputs(
-        self, requests: list[Request], written: Written, stops: dict[int, int], seconds: tuple[float, float, float]
-    ) -> list[Output]:
-        outputs = []
-        for i, request in enumerate(requests):
-            ids = written.tokens[i, : stops.get(i, written.count[i])].tolist()
-            reason = FinishReason.STOP if i in stops else _finish_reason(ids, request, bool(written.finite[i]))
-            stats = Stats(len(request.prompt), len(ids), *seconds, seed=request.params.seed or 0)
-            logprobs = None if request.params.logprobs is None else _logprobs(written, i, ids, request.params.logprobs)
-            outputs.append(Output(self._text(ids, request, i in stops), ids, request.prompt, reason, logprobs, stats))
-        return outputs
-
-    def _text(self, ids: list[int], request: Request, stopped: bool) -> str | None:
-        if self.tokenizer is None:
-            return None
-        text = self.tokenizer.decode(_shown(ids, request))
-        return text[: min(text.find(s) for s in request.params.stop if s in text)] if stopped else text
+    if attention not in ("auto", *FORMS):
+        raise BadRequest(f"attention {printable(str(attention))} is not known", "known: auto, " + ", ".join(FORMS))
+    if dtype not in (None, *DTYPES):
+        raise BadRequest(f"dtype {printable(str(dtype))} is not known", "known: " + ", ".join(DTYPES))
+    if memory_fraction is not None:
+        if not 0 < memory_fraction <= 1:
+            raise BadRequest(f"memory_fraction is {memory_fraction}, expected more than 0, at most 1")
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(memory_fraction)  # read when JAX first uses the device
+    _cache_compiled_programs()
+    return Checkpoint(resolve(model), attention=attention, dtype=dtype)
 
 
-def bucket(n: int, least: int = 1) -> int:
-    """The power of two that holds `n`, `least` at least."""
-    return max(least, 1 << max(n - 1, 0).bit_length())
+def check_context(context: int | None, longest: int) -> int:
+    """`context`, or the longest that the model allows."""
+    if context is not None and not (isinstance(context, int) and 1 <= context <= longest):
+        raise BadRequest(f"context is {context}, expected 1 to {longest:,}", "the model's max_position_embeddings is the limit")
+    return context or longest
 
 
 def _plain(value):
@@ -256,45 +238,6 @@ def _plain(value):
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _shown(ids: list[int], request: Request) -> list[int]:
-    """`ids` without the end token."""
-    return ids[:-1] if ids and ids[-1] in _ends(request) else ids
-
-
-def _ends(request: Request) -> tuple[int, ...]:
-    return (*request.ends, *request.params.stop_token_ids)
-
-
-def _finish_reason(ids: list[int], request: Request, finite: bool) -> FinishReason:
-    if not finite:
-        return FinishReason.ERROR
-    if ids and ids[-1] in request.ends:
-        return FinishReason.END
-    return FinishReason.STOP if ids and ids[-1] in request.params.stop_token_ids else FinishReason.LENGTH
-
-
-def _logprobs(written: Written, row: int, ids: list[int], alternatives: int) -> list[dict[int, float]]:
-    found = []
-    for at, token in enumerate(ids):
-        likeliest = zip(
-            written.top_ids[row, at, :alternatives].tolist(), written.top_logprobs[row, at, :alternatives].tolist(), strict=True
-        )
-        found.append({token: float(written.logprobs[row, at])} | {i: p for i, p in likeliest if i != token})
-    return found
-
-
-def _sampling(requests: list[Request], rows: int) -> Sampling:
-    padded = [r.params for r in requests] + [requests[0].params] * (rows - len(requests))
-
-    def column(name: str, dtype: type) -> jax.Array:
-        most = np.iinfo(np.int32).max if dtype is np.int32 else np.inf
-        return jnp.asarray([min(getattr(p, name), most) for p in padded], dtype)
-
-    floats = ("temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty")
-    seeds = jnp.asarray([[(p.seed or 0) >> 32, (p.seed or 0) & 0xFFFFFFFF] for p in padded], jnp.uint32)
-    return Sampling(top_k=column("top_k", np.int32), seed=seeds, **{name: column(name, np.float32) for name in floats})
 
 
 def _generation_defaults(folder: Path, end_ids: tuple[int, ...]) -> tuple[dict, tuple[int, ...]]:

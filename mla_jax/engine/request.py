@@ -6,6 +6,8 @@ from enum import StrEnum
 from mla_jax.base.options import SamplingParams
 from mla_jax.engine.stats import Stats
 
+Logprobs = list[dict[int, float]]  # a token each: the chosen id first, then the likeliest
+
 
 class FinishReason(StrEnum):
     END = "end"  # one of the model's end tokens
@@ -26,16 +28,33 @@ class Request:
     def limit(self) -> int:
         return self.params.max_tokens or 0
 
+    @property
+    def all_ends(self) -> tuple[int, ...]:
+        """Every token id that ends the output."""
+        return (*self.ends, *self.params.stop_token_ids)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What has come since the chunk before: text that is final, and the ids generated. The last one has a finish reason.
+
+    Its `token_ids` may run past a stop text, which `Output.token_ids` does not."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    logprobs: Logprobs | None = None
+
 
 @dataclass(frozen=True)
 class Output:
     """`token_ids` are the generated ids, the end token included; `text` is None for a model without a tokenizer.
 
-    `logprobs`, if asked for, holds a `{token id: log-probability}` a token: the chosen one first, then the likeliest."""
+    `logprobs` holds log-probabilities if they were asked for."""
 
     text: str | None
     token_ids: list[int]
     prompt_token_ids: list[int]
     finish_reason: FinishReason
-    logprobs: list[dict[int, float]] | None
+    logprobs: Logprobs | None
     stats: Stats

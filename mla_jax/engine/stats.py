@@ -1,5 +1,6 @@
 """Times of a request, with compiling told apart from running."""
 
+import resource
 import time
 from dataclasses import dataclass
 
@@ -27,10 +28,18 @@ class Stats:
     decode_seconds: float  # after the first token, without compiling
     compile_seconds: float
     seed: int
+    bandwidth_share: float | None = None  # of the device's, by the least bytes a step must read; None where it is not known
+    peak_bytes: int | None = None  # of device memory; of the process on a CPU
 
     @property
     def tokens_per_second(self) -> float:
         return (self.generated_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 and self.generated_tokens > 1 else 0.0
+
+
+def peak_bytes() -> int:
+    """The most memory held so far: the device's, or on a CPU the process's."""
+    held = jax.devices()[0].memory_stats() or {}
+    return held.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Stopwatch:

@@ -116,7 +116,7 @@ class MLA(nnx.Module):
             held, positions = latent.read(layer, batch)
         mask = (positions[:, None, None, :] <= batch.positions[:, :, None, None]) & batch.mask[:, :, None, None]
         out = form.attends(q, held, up, mask, rope.softmax_scale(self.config))
-        return jnp.einsum("btnv,dnv->btd", out, self.o_proj[...]), layer
+        return linear(out.reshape(*x.shape[:2], -1), self.o_proj[...].reshape(x.shape[-1], -1)), layer
 
     def queries(self, x: Float[Array, "B T D"], batch: Batch) -> Queries:
         if self.config.q_lora_rank is None:

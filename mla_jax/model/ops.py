@@ -24,8 +24,10 @@ def norm_weight(config: Config, rngs: nnx.Rngs, axis: str) -> nnx.Param:
 
 
 def linear(x: Float[Array, "*B I"], w: Float[Array, "*O I"], out: str | None = None) -> Float[Array, "..."]:
-    """Contracts the last axes: `[*B *O]`, in dtype `out` if given."""
-    return jax.lax.dot_general(x, w, (((x.ndim - 1,), (w.ndim - 1,)), ((), ())), preferred_element_type=out)
+    """Contracts the last axes: `[*B *O]`, in dtype `out` if given. Flat, for a CPU is up to 7 times slower with more axes."""
+    flat = w.reshape(-1, w.shape[-1])
+    y = jax.lax.dot_general(x, flat, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=out)
+    return y.reshape(*x.shape[:-1], *w.shape[:-1])
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:

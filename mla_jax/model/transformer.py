@@ -107,7 +107,7 @@ class Transformer(nnx.Module):
         On a CPU it has a second row even for one sequence: XLA copies a one-row cache at every turn of a while_loop there."""
         rows = max(rows, 2) if self.device.platform == "cpu" else rows
         config, attn = self.config, self.layers[0].attn
-        up = (attn.uk[...], attn.uv[...])
+        up = (attn.uk.get_value(), attn.uv.get_value())  # which may be shapes only
         shapes = [jax.ShapeDtypeStruct((1, 1, n), up[0].dtype) for n in (config.kv_lora_rank, config.qk_rope_head_dim)]
         token = jax.eval_shape(FORMS.get(self.attention, FORMS["move_elided"]).remembers, *shapes, up)
         return latent.init(token, config.num_hidden_layers if layers is None else layers, rows, slots)

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from math import prod
 from pathlib import Path
 
 import jax
@@ -27,27 +28,51 @@ FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3")
 IN_FLIGHT = 3  # tensors read ahead while one is placed
 
 
+class Checkpoint:
+    """An HF folder whose names, shapes and number formats fit the model it describes. Opening it reads headers only."""
+
+    def __init__(self, path: Path, *, attention: str = "auto", experts: str = "auto", dtype: str | None = None):
+        """`dtype` None: float32 on a CPU, bfloat16 elsewhere."""
+        self.config, self.folder = Config.from_hf(path), open_folder(path)
+        self.target = jax.devices()[0]
+        device = roofline.device(self.target.device_kind, self.target.platform)
+        self.dtype = jnp.dtype(dtype or ("float32" if device.platform == "cpu" else "bfloat16"))
+        names.refuse_other_counts(self.config, self.folder.tensors)
+        mtp = names.has_mtp(self.config, self.folder.tensors)
+        build = partial(Transformer, self.config, attention=attention, experts=experts, device=device, mtp=mtp)
+        self.graph, self.state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
+        self.slots = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(self.state)}
+        for slot in self.slots.values():
+            exact = slot.get_metadata().get("exact")
+            slot.set_value(jax.ShapeDtypeStruct(slot.shape, jnp.float32 if exact else self.dtype))
+        self.sources = names.resolve(self.slots, self.config, self.folder.tensors)
+        quantization = self.config.quantization_config
+        self.block = quantization.weight_block_size if quantization else (128, 128)
+        for name in dict.fromkeys(name for source in self.sources.values() for name in source.names):
+            _check_number_format(name, self.folder, self.block)
+
+    @property
+    def abstract(self) -> Transformer:
+        """The model without its weights, whose parameters have shapes only."""
+        return nnx.merge(self.graph, self.state)
+
+    def bytes(self) -> int:
+        """What the weights take on the device."""
+        return sum(prod(slot.shape) * slot.dtype.itemsize for slot in self.slots.values())
+
+    def read(self) -> Transformer:
+        """The model with its weights, on the default device."""
+        try:
+            reader = Reader(self.folder, self.config, self.block)
+            _fill(self.slots, self.sources, reader, jax.sharding.SingleDeviceSharding(self.target))
+        finally:
+            self.folder.close()
+        return nnx.merge(self.graph, self.state)
+
+
 def load(path: str | Path, *, attention: str = "auto", experts: str = "auto", dtype: str | None = None) -> Transformer:
-    """The model in an HF folder, on the default device. `dtype` None: float32 on a CPU, bfloat16 elsewhere."""
-    config = Config.from_hf(path)
-    folder = open_folder(path)
-    target = jax.devices()[0]
-    device = roofline.device(target.device_kind, target.platform)
-    dtype = dtype or ("float32" if device.platform == "cpu" else "bfloat16")
-    names.refuse_other_counts(config, folder.tensors)
-    mtp = names.has_mtp(config, folder.tensors)
-    build = partial(Transformer, config, attention=attention, experts=experts, device=device, mtp=mtp)
-    graph, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
-    slots = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
-    sources = names.resolve(slots, config, folder.tensors)
-    block = config.quantization_config.weight_block_size if config.quantization_config else (128, 128)
-    for name in dict.fromkeys(name for source in sources.values() for name in source.names):
-        _check_number_format(name, folder, block)
-    try:
-        _fill(slots, sources, Reader(folder, config, block), jnp.dtype(dtype), jax.sharding.SingleDeviceSharding(target))
-    finally:
-        folder.close()
-    return nnx.merge(graph, state)
+    """The model in an HF folder, on the default device."""
+    return Checkpoint(Path(path), attention=attention, experts=experts, dtype=dtype).read()
 
 
 @dataclass(frozen=True)
@@ -79,16 +104,15 @@ class Reader:
                 yield ready
 
 
-def _fill(slots: dict, sources: dict[str, names.Source], reader: Reader, dtype: jnp.dtype, sharding: jax.sharding.Sharding):
+def _fill(slots: dict, sources: dict[str, names.Source], reader: Reader, sharding: jax.sharding.Sharding):
     """Puts every parameter on the device; experts go one by one into a buffer that is updated in place."""
     wanted = [name for source in sources.values() for name in source.names]
     finite: list[Array] = []
     with closing(reader.ahead(wanted)) as stream:
         for path, source in sources.items():
             slot = slots[path]
-            to = jnp.dtype("float32") if slot.get_metadata().get("exact") else dtype
-            place = partial(_place, part=source.part, config=reader.config, block=reader.block, dtype=to)
-            value = jnp.zeros(slot.shape, to, device=sharding) if source.stacked else None
+            place = partial(_place, part=source.part, config=reader.config, block=reader.block, dtype=slot.dtype)
+            value = jnp.zeros(slot.shape, slot.dtype, device=sharding) if source.stacked else None
             for i, (raw, scale) in enumerate(islice(stream, len(source.names))):
                 if source.stacked:
                     value, sound = _insert(value, raw, scale, i, place=place)

@@ -11,28 +11,18 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-import tokenizers
 from flax import nnx
 from models import FAMILIES, tensors, write
-from tokenizers import decoders, pre_tokenizers
+from pairs import WORDS, pairs_tokenizer
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadConfig, BadRequest, MlaJaxError
+from mla_jax.engine import batch as batching
 from mla_jax.engine import llm as engine
-from mla_jax.engine.llm import bucket
+from mla_jax.engine.batch import bucket
 
 PROMPTS = [[5, 6, 7], [20], [33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43], [50, 51, 52, 53, 54, 55]]
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
-WORDS = ["<bos>", "<eos>", *(chr(97 + i // 10) + str(i % 10) for i in range(94))]  # a0, a1, .. j3: two letters a token
-
-
-def pairs_tokenizer() -> tokenizers.Tokenizer:
-    """Text in tokens of two letters, so that a stop text can cross their borders."""
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<eos>"))
-    model.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(".."), "isolated")
-    model.decoder = decoders.Fuse()
-    model.add_special_tokens(["<bos>", "<eos>"])
-    return model
 
 
 def family_folder(path, family: str, **changes):
@@ -105,7 +95,7 @@ def test_a_prompt_read_in_chunks_gives_what_it_gives_read_whole(llm, monkeypatch
     prompts = [rng.integers(2, 96, n).tolist() for n in (100, 33, 16, 1)]
     params = SamplingParams(max_tokens=8, logprobs=3, ignore_eos=True)
     whole = llm.generate(prompts, params)
-    monkeypatch.setattr(engine, "SCORE_BYTES", 0)
+    monkeypatch.setattr(batching, "SCORE_BYTES", 0)
     chunked = llm.generate(prompts, params)
     assert [o.token_ids for o in chunked] == [o.token_ids for o in whole]
     for one, other in zip(chunked, whole, strict=True):
@@ -473,7 +463,7 @@ def test_no_model_or_no_folder_is_refused(tmp_path):
 def test_explain_says_what_runs_in_each_phase(llm):
     said = llm.explain()
     assert "deepseek_v3: 2 layers, 4 heads, float32 on " in said
-    assert "decode (1 new tokens over 512): move_elided, chosen" in said
+    assert "decode (1 new over 512): move_elided, chosen" in said
     assert "experts: loop" in said
 
 

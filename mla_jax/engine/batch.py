@@ -1,0 +1,191 @@
+"""Requests computed together: prompts read, tokens taken step by step, texts and finish reasons kept a row."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mla_jax.base import roofline
+from mla_jax.base.config import Config
+from mla_jax.decode.loop import Programs, State
+from mla_jax.decode.sampling import Sampling
+from mla_jax.engine.request import Chunk, FinishReason, Logprobs, Output, Request
+from mla_jax.engine.stats import Stats, Stopwatch, peak_bytes
+from mla_jax.text.stream import TextStream
+from mla_jax.text.tokenizer import Tokenizer
+from mla_jax.weights.plan import SCORE_BYTES
+
+
+class Row:
+    """One request's output so far."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None):
+        self.request, self.ids, self.text = request, [], ""
+        self.logprobs: Logprobs | None = None if request.params.logprobs is None else []
+        self.reason: FinishReason | None = None if request.limit else FinishReason.LENGTH
+        self.stream = None if tokenizer is None else TextStream(tokenizer, request.params.stop)
+
+    def take(self, ids: list[int], logprobs: Logprobs | None, ended: bool, finite: bool) -> Chunk:
+        """Adds what was generated since the last look; `ended` says that the device stopped the row."""
+        seen, self.ids = len(self.ids), self.ids + ids
+        if ended:
+            self.reason = _reason(self.ids, self.request, finite)
+        text = "" if self.stream is None else self._show(ids[:-1] if self.at_end_token else ids)
+        self.text += text
+        if self.logprobs is not None:
+            self.logprobs = (self.logprobs + (logprobs or []))[: len(self.ids)]
+        return Chunk(text, self.ids[seen:], self.reason, logprobs)
+
+    @property
+    def at_end_token(self) -> bool:
+        return bool(self.ids) and self.ids[-1] in self.request.all_ends
+
+    def _show(self, ids: list[int]) -> str:
+        assert self.stream is not None
+        text = self.stream.push(ids)
+        if self.stream.stopped:
+            self.reason, self.ids = FinishReason.STOP, self.ids[: self.stream.used]
+            return text
+        return text + self.stream.finish() if self.reason is not None else text
+
+
+class Written(NamedTuple):
+    """What a batch has generated, on the host; the rest of its state stays on the device."""
+
+    tokens: np.ndarray
+    count: np.ndarray
+    done: np.ndarray
+    finite: np.ndarray
+
+    @classmethod
+    def of(cls, state: State) -> "Written":
+        return cls(*jax.device_get([getattr(state, name) for name in cls._fields]))
+
+
+class Batch:
+    """Prompts that are read and continued together. Shapes are powers of two, so that programs repeat."""
+
+    def __init__(self, programs: Programs, config: Config, tokenizer: Tokenizer | None, requests: list[Request]):
+        self.programs, self.config, self.watch = programs, config, Stopwatch()
+        self.rows = [Row(request, tokenizer) for request in requests]
+        self.state = self._read_prompts(requests)
+        self.first, self.compiling = self.watch.look()
+        self.decoding = 0.0
+        self.news = self._collect()
+
+    @property
+    def done(self) -> bool:
+        return all(row.reason is not None for row in self.rows)
+
+    def advance(self, steps: int) -> None:
+        """Takes up to `steps` more tokens a row; `news` then holds each row's chunk."""
+        self.state = self.programs.run(self.state, jnp.int32(min(steps, 2**30)))
+        self.news = self._collect()
+        running, compiling = self.watch.look()
+        self.decoding, self.compiling = self.decoding + running, self.compiling + compiling
+
+    def outputs(self) -> list[Output]:
+        return [self._output(row) for row in self.rows]
+
+    def stats(self, row: Row) -> Stats:
+        """Of the row so far; rows of one batch share its times."""
+        longest = max(len(r.ids) for r in self.rows)
+        return Stats(
+            prompt_tokens=len(row.request.prompt),
+            generated_tokens=len(row.ids),
+            first_token_seconds=self.first,
+            decode_seconds=self.decoding,
+            compile_seconds=self.compiling,
+            seed=row.request.params.seed or 0,
+            bandwidth_share=self._bandwidth_share(longest),
+            peak_bytes=peak_bytes(),
+        )
+
+    def _bandwidth_share(self, steps: int) -> float | None:
+        """The share of the device's bandwidth that the least bytes of the steps took; None on a device of unknown bandwidth."""
+        first = jax.devices()[0]
+        device = roofline.device(first.device_kind, first.platform)
+        if device.platform == "cpu" or steps < 2 or self.decoding <= 0:
+            return None
+        held = sum(len(r.request.prompt) + len(r.ids) for r in self.rows) // len(self.rows)
+        itemsize = self.state.last.dtype.itemsize
+        return (steps - 1) * roofline.decode_bytes(self.config, len(self.rows), held, itemsize) / self.decoding / device.bandwidth
+
+    def _collect(self) -> list[Chunk | None]:
+        """Looks at what the device has written; ends rows there that a stop text has ended here."""
+        written, news = Written.of(self.state), []
+        for i, row in enumerate(self.rows):
+            fresh = written.tokens[i, len(row.ids) : written.count[i]].tolist()
+            if row.reason is not None:
+                news.append(None)
+                continue
+            news.append(row.take(fresh, self._logprobs(i, row, fresh), bool(written.done[i]), bool(written.finite[i])))
+        over = [i for i, row in enumerate(self.rows) if row.reason is not None and not written.done[i]]
+        if over:
+            self.state = dataclasses.replace(self.state, done=self.state.done.at[jnp.array(over)].set(True))
+        return news
+
+    def _read_prompts(self, requests: list[Request]) -> State:
+        """Prompts read chunk by chunk, first tokens chosen."""
+        rows, longest = bucket(len(requests)), max(len(r.prompt) for r in requests)
+        slots = bucket(max(len(r.prompt) + r.limit for r in requests), 64)
+        limit, tokens, mask = np.zeros(rows, np.int32), np.zeros((rows, slots), np.int32), np.zeros((rows, slots), bool)
+        ends = np.full((rows, bucket(max(len(r.all_ends) for r in requests), 4)), -1, np.int32)
+        for i, request in enumerate(requests):
+            limit[i], length = request.limit, len(request.prompt)
+            ends[i, : len(request.all_ends)] = request.all_ends
+            tokens[i, :length], mask[i, :length] = request.prompt, True
+        capacity, alternatives = bucket(int(limit.max()), 16), max(r.params.logprobs or 0 for r in requests)
+        state = self.programs.new(slots, capacity, alternatives, jnp.asarray(limit), jnp.asarray(ends), _sampling(requests, rows))
+        chunk = roofline.chunk_tokens(self.config, rows, slots, SCORE_BYTES)
+        for start in range(0, longest, chunk):
+            end = start + bucket(min(chunk, longest - start), 16)
+            state = self.programs.prefill(state, tokens[:, start:end], mask[:, start:end], span=bucket(end))
+        return jax.block_until_ready(self.programs.begin(state))
+
+    def _output(self, row: Row) -> Output:
+        assert row.reason is not None
+        text = None if row.stream is None else row.text
+        return Output(text, row.ids, row.request.prompt, row.reason, row.logprobs, self.stats(row))
+
+    def _logprobs(self, i: int, row: Row, fresh: list[int]) -> Logprobs | None:
+        """Of row i's newest tokens: each one's own, then the likeliest ones'."""
+        if row.logprobs is None:
+            return None
+        asked, new = row.request.params.logprobs, slice(len(row.ids), len(row.ids) + len(fresh))
+        state = self.state
+        chosen, ids, top = jax.device_get(
+            (state.logprobs[i, new], state.top_ids[i, new, :asked], state.top_logprobs[i, new, :asked])
+        )
+        likeliest = [zip(a.tolist(), b.tolist(), strict=True) for a, b in zip(ids, top, strict=True)]
+        return [
+            {token: float(own)} | {other: p for other, p in pairs if other != token}
+            for token, own, pairs in zip(fresh, chosen, likeliest, strict=True)
+        ]
+
+
+def bucket(n: int, least: int = 1) -> int:
+    """The power of two that holds `n`, `least` at least."""
+    return max(least, 1 << max(n - 1, 0).bit_length())
+
+
+def _reason(ids: list[int], request: Request, finite: bool) -> FinishReason:
+    if not finite:
+        return FinishReason.ERROR
+    if ids and ids[-1] in request.ends:
+        return FinishReason.END
+    return FinishReason.STOP if ids and ids[-1] in request.params.stop_token_ids else FinishReason.LENGTH
+
+
+def _sampling(requests: list[Request], rows: int) -> Sampling:
+    padded = [r.params for r in requests] + [requests[0].params] * (rows - len(requests))
+
+    def column(name: str, dtype: type) -> jax.Array:
+        most = np.iinfo(np.int32).max if dtype is np.int32 else np.inf
+        return jnp.asarray([min(getattr(p, name), most) for p in padded], dtype)
+
+    floats = ("temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty")
+    seeds = jnp.asarray([[(p.seed or 0) >> 32, (p.seed or 0) & 0xFFFFFFFF] for p in padded], jnp.uint32)
+    return Sampling(top_k=column("top_k", np.int32), seed=seeds, **{name: column(name, np.float32) for name in floats})

@@ -1,0 +1,23 @@
+"""What runs where, and why, in words."""
+
+from mla_jax.base import roofline
+from mla_jax.model.transformer import Transformer
+
+
+def explain(model: Transformer, dtype: str, context: int) -> list[str]:
+    """The forms of attention and the expert backends that the phases of a request take, with the figures that decide."""
+    config, prompt = model.config, min(1024, context)
+    phases = {"prefill": (prompt, prompt), "a chunk on a long prefix": (min(64, context), context), "decode": (1, context)}
+    size = f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads"
+    lines = [f"{config.model_type}: {size}, {dtype} on {model.device.name}"]
+    said = "chosen" if model.attention == "auto" else "as asked"
+    for phase, (new, attended) in phases.items():
+        form = model.form_name(1, new, attended)
+        why = roofline.why_form(config, model.device, form, 1, new, attended)
+        lines.append(f"{phase} ({new:,} new over {attended:,}): {form}, {said}: {why}")
+    lines.append(f"on a long prefix, rebuilding heads takes fewer FLOPs from {roofline.break_even(config):.0f} new tokens")
+    if config.n_routed_experts:
+        lines.append(f"experts: {model.backend_name(1)} for one token, {model.backend_name(prompt)} for {prompt:,}")
+    if model.mtp:
+        lines.append(f"MTP layers loaded: {len(model.mtp)}; decoding does not draft with them yet")
+    return lines

@@ -1,0 +1,138 @@
+"""A conversation as token ids, by the folder's chat template, which is trusted with nothing.
+
+It renders in a process of its own with limits of time and memory; what stands in a message never becomes a control token."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from mla_jax.base.errors import BadRequest, BadTemplate, printable
+from mla_jax.base.files import read_json
+from mla_jax.text.neutral import Neutral
+from mla_jax.text.tokenizer import MAX_TOKENIZER_CONFIG, Tokenizer, check_unicode
+
+MAX_TEMPLATE = 1 << 20
+LIMITS = {"seconds": 2, "memory": 256 << 20, "output": 16 << 20}
+WALL_SECONDS = 10  # the limit above counts processor time; this one is for a machine that is busy, or has no such limit
+ROLES = ("system", "developer", "user", "assistant", "tool")
+KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment, in the process that renders
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """`source` is the template, `name` the file it comes from, `variables` the folder's own: bos_token and its kin."""
+
+    source: str
+    name: str
+    variables: dict[str, str]
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ChatTemplate | None":
+        """The template in chat_template.jinja, or in tokenizer_config.json, None if there is none; nothing of it is run yet."""
+        path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+        settings = read_json(config, MAX_TOKENIZER_CONFIG) if config.exists() else {}
+        source = _read(path) if path.exists() else _default(settings.get("chat_template"))
+        if source is None:
+            return None
+        name = path.name if path.exists() else config.name
+        if len(source.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE:
+            raise BadTemplate(f"the chat template in {name} is too large", f"the limit is {MAX_TEMPLATE:,} bytes")
+        return cls(source, name, _variables(settings))
+
+    def encode(self, messages: list[Message], tokenizer: Tokenizer, add_generation_prompt: bool = True) -> list[int]:
+        """The token ids of a conversation, BOS once in front; raises BadRequest or BadTemplate.
+
+        The template alone brings control tokens: each text between them is encoded, and checked, as plain text."""
+        check_messages(messages, tokenizer)
+        neutral = Neutral(tokenizer, self.source, messages)
+        plain, *variants = self.render([messages, *neutral.variants()], add_generation_prompt)
+        ids: list[int] = []
+        for text, control in neutral.pieces(plain, variants):
+            ids += [tokenizer.control_id(text)] if control else tokenizer.encode(text, bos=False)
+        return tokenizer.with_bos(ids)
+
+    def render(self, conversations: list[list[Message]], add_generation_prompt: bool = True) -> list[str]:
+        """The text of each conversation, all rendered in one process."""
+        variables = {**self.variables, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+        request = {"template": self.source, "variables": variables, "conversations": conversations, "limits": LIMITS}
+        answer = self._ask(json.dumps({"path": _jinja2_path(), **request}).encode())
+        if "texts" in answer:
+            return answer["texts"]
+        line = f"line {answer['line']}: " if answer["line"] else ""
+        raise BadTemplate(f"the chat template in {self.name} failed", line + printable(answer["cause"], 400))
+
+    def _ask(self, request: bytes) -> dict:
+        """One answer of `render.py`, run by an interpreter that has none of this one's environment, paths or modules."""
+        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("render.py"))]
+        environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+        try:
+            done = subprocess.run(command, input=request, capture_output=True, timeout=WALL_SECONDS, env=environment, check=False)
+        except subprocess.TimeoutExpired:
+            raise self._failed(f"it takes more than {WALL_SECONDS} seconds") from None
+        if done.returncode in (-9, -24):  # SIGKILL, SIGXCPU
+            raise self._failed(f"it takes more than {LIMITS['seconds']} seconds")
+        if done.returncode:
+            last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            memory = "MemoryError" in last or done.returncode < 0
+            raise self._failed(f"it takes more than {LIMITS['memory'] >> 20} MB of memory" if memory else printable(last, 200))
+        return json.loads(done.stdout.decode("utf-8", "surrogatepass"))
+
+    def _failed(self, cause: str) -> BadTemplate:
+        return BadTemplate(f"the chat template in {self.name} was ended", cause)
+
+
+def check_messages(messages: list[Message], tokenizer: Tokenizer):
+    """Raises BadRequest unless every message is a role and a content, both text, and no role is part of a control token."""
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("the conversation is no list of messages", 'expected [{"role": "user", "content": ...}, ...]')
+    for at, message in enumerate(messages):
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            found = ", ".join(map(str, message)) if isinstance(message, dict) else type(message).__name__
+            raise BadRequest(f"message {at} is no role and content", f"found {printable(found)}")
+        if wrong := [key for key in ("role", "content") if not isinstance(message[key], str)]:
+            raise BadRequest(f"the {wrong[0]} of message {at} is no text", f"found {type(message[wrong[0]]).__name__}")
+        role = message["role"]
+        if role not in ROLES and (not role.strip() or any(role in text or text in role for text in tokenizer.control)):
+            raise BadRequest(f"the role of message {at} is refused", f"found {printable(role)}, known: " + ", ".join(ROLES))
+        check_unicode(role + message["content"])
+
+
+def _read(path: Path) -> str:
+    if not path.is_file():
+        raise BadTemplate(f"{path.name} is not a regular file", str(path))
+    with open(path, "rb") as file:
+        data = file.read(MAX_TEMPLATE + 1)
+    try:
+        return data.decode("utf-8") if len(data) <= MAX_TEMPLATE else "x" * len(data)
+    except UnicodeDecodeError as e:
+        raise BadTemplate(f"{path.name} is not UTF-8", f"see byte {e.start:,}") from e
+
+
+def _default(given) -> str | None:
+    """A template, or the one called "default" of several."""
+    if isinstance(given, list):
+        named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
+        if "default" not in named:
+            raise BadTemplate("tokenizer_config.json has several chat templates and none is called default")
+        given = named["default"]
+    if given is not None and not isinstance(given, str):
+        raise BadTemplate("the chat template in tokenizer_config.json is no text", f"found {type(given).__name__}")
+    return given
+
+
+def _variables(settings: dict) -> dict[str, str]:
+    """The named tokens of tokenizer_config.json, which stand as text or as an object with `content`."""
+    named = {key: value.get("content") if isinstance(value, dict) else value for key, value in settings.items()}
+    return {key: value for key, value in named.items() if key.endswith("_token") and isinstance(value, str)}
+
+
+def _jinja2_path() -> list[str]:
+    """Where jinja2 and what it needs are installed; the new interpreter looks nowhere else."""
+    specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
+    return list(dict.fromkeys(str(Path(spec.origin).parent.parent) for spec in specs if spec and spec.origin))

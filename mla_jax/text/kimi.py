@@ -1,0 +1,100 @@
+"""A Moonshot folder's `tiktoken.model` (Kimi-K2, Moonlight) as a byte-level BPE; the code in the folder is never run.
+
+The file has a line `base64(token) rank` per token. A pair of parts joins when the joined bytes are a token, the lowest rank first,
+so the merges follow from the ranks. The control tokens are the 256 ids behind them, named in tokenizer_config.json."""
+
+import base64
+import binascii
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+
+from mla_jax.base.errors import BadFile, printable
+from mla_jax.text.byte_level import to_characters
+
+MAX_FILE = 8 << 20  # Kimi-K2's is 2.8 MB
+MAX_TOKEN = 1024  # bytes
+RESERVED = 256  # control tokens
+
+_WORD = r"[^\r\n\p{L}\p{N}]?"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+PATTERN = "|".join(
+    [
+        r"[\p{Han}]+",
+        rf"{_WORD}{_UPPER}*{_LOWER}+{_SUFFIX}",
+        rf"{_WORD}{_UPPER}+{_LOWER}*{_SUFFIX}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+
+def build(data: bytes, where: str, settings: dict, vocab_size: int) -> tokenizers.Tokenizer:
+    """The tokenizer of `data`, the content of the file `where`, with the control tokens that `settings` names."""
+    ranks = _ranks(data, where)
+    vocabulary = {to_characters(token): rank for token, rank in ranks.items()}
+    # a whole piece that is a token is taken as it is, before any merge: what tiktoken does
+    model = tokenizers.Tokenizer(models.BPE(vocabulary, _merges(ranks), ignore_merges=True))
+    isolate = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+    model.pre_tokenizer = pre_tokenizers.Sequence([isolate, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])  # pyright: ignore[reportAttributeAccessIssue]
+    model.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    named = _named(settings.get("added_tokens_decoder"), len(ranks), vocab_size)
+    control = {i: AddedToken(f"<|reserved_token_{i}|>", special=True) for i in range(len(ranks), len(ranks) + RESERVED)} | named
+    model.add_tokens([control[i] for i in sorted(control) if i < vocab_size])
+    if moved := [i for i, token in named.items() if model.token_to_id(token.content) != i]:
+        raise BadFile("tokenizer_config.json names a control token twice, or one of the vocabulary", f"see id {moved[0]:,}")
+    return model
+
+
+def _ranks(data: bytes, where: str) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(data.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            text, rank = line.split()
+            token = base64.b64decode(text, validate=True)
+            if not rank.isdigit() or len(rank) > 9 or not 0 < len(token) <= MAX_TOKEN or token in ranks:
+                raise ValueError
+        except (ValueError, binascii.Error):
+            shown = printable(line[:80].decode("latin-1"))
+            raise BadFile(f"{where} is damaged", f"line {number:,} is no new `base64 rank`: {shown}") from None
+        ranks[token] = int(rank)
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise BadFile(f"{where} is damaged", f"the ranks of its {len(ranks):,} tokens are not 0, 1, 2 and so on, each once")
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise BadFile(f"{where} is incomplete", f"{len(missing)} of the 256 single bytes are no token, the first is {missing[0]}")
+    return ranks
+
+
+def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
+    """Every pair of tokens that makes a token, by the rank of what it makes.
+
+    Of the pairs that make one token at most one ever meets in a text, so their order among themselves is free."""
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
+        merges += [(to_characters(left), to_characters(right)) for left, right in pairs if left in ranks and right in ranks]
+    return merges
+
+
+def _named(entries, first: int, vocab_size: int) -> dict[int, AddedToken]:
+    """The control tokens of tokenizer_config.json by id, refused outside the ids that are reserved for them."""
+    end, named = min(first + RESERVED, vocab_size), {}
+    for key, entry in (entries if isinstance(entries, dict) else {}).items():
+        content = entry.get("content") if isinstance(entry, dict) else None
+        if not key.isdecimal() or len(key) > 9 or not isinstance(content, str) or not content:
+            raise BadFile("added_tokens_decoder in tokenizer_config.json is damaged", f"see its key {printable(key)}")
+        if not first <= int(key) < end:
+            raise BadFile(
+                "tokenizer_config.json has token ids the model lacks",
+                f"{printable(content)} has id {int(key):,}, expected {first:,} to {end - 1:,}",
+            )
+        flags = {flag: entry.get(flag) is True for flag in ("lstrip", "rstrip", "single_word", "special")}
+        named[int(key)] = AddedToken(content, normalized=False, **flags)
+    return named

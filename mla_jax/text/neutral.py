@@ -1,0 +1,70 @@
+"""Which control tokens of a rendered conversation its template wrote, and which stood in a message.
+
+The conversation is rendered again with its contents disguised: every character that control tokens are made of becomes a stand-in
+that no text holds, so every control token of that text is the template's. If it undisguises to the text of the plain rendering,
+the template did the same with both, and each character's origin is known. Templates that look for text of their own in answers,
+as in `content.split('</think>')`, do not; for them the second disguise leaves those texts in answers as they are, between marks."""
+
+import re
+from collections.abc import Iterator
+
+from mla_jax.base.errors import BadRequest
+from mla_jax.text.tokenizer import Tokenizer
+
+FIRST_STAND_IN, LAST_STAND_IN = 0xF0000, 0x10FFFD  # for private use
+
+
+class Neutral:
+    """The disguises of `messages`, for the template `source`."""
+
+    def __init__(self, tokenizer: Tokenizer, source: str, messages: list[dict[str, str]]):
+        self.tokenizer, self.messages = tokenizer, messages
+        used = set(source).union(*(m["content"] + m["role"] for m in messages), *tokenizer.control)
+        free = (chr(c) for c in range(FIRST_STAND_IN, LAST_STAND_IN) if chr(c) not in used)
+        alphabet = sorted({c for text in tokenizer.control for c in text if not c.isspace()})
+        self.mark = next(free)
+        self.disguise = str.maketrans(dict(zip(alphabet, free, strict=False)))
+        self.undisguise = {ord(to): chr(of) for of, to in self.disguise.items()} | {ord(self.mark): None}
+        named = sorted((text for text in tokenizer.control if text in source), key=len, reverse=True)
+        kept = "|".join(map(re.escape, named)) or "(?!)"
+        self.kept = re.compile(rf"\s*(?:(?:{kept})\s*)+")
+        self.in_message = rf"{self.mark}\s*(?:(?:{kept})\s*)+{self.mark}"
+
+    def variants(self) -> list[list[dict[str, str]]]:
+        """The disguised conversations, the safest first."""
+        whole = [{**m, "content": m["content"].translate(self.disguise)} for m in self.messages]
+        marked = [{**m, "content": self._marked(m["content"]) if m["role"] == "assistant" else w["content"]}
+                  for m, w in zip(self.messages, whole, strict=True)]
+        return [whole] if marked == whole else [whole, marked]
+
+    def pieces(self, plain: str, variants: list[str]) -> Iterator[tuple[str, bool]]:
+        """The rendered text in pieces: texts, and control tokens of the template (True)."""
+        text = next((v for v in variants if v.translate(self.undisguise) == plain), None)
+        if text is None:
+            raise BadRequest(
+                "the chat template treats the text of a message as a command",
+                "what is the message's and what the template's cannot be told apart; take template words out of the message",
+            )
+        end, waiting = 0, []
+        for found in re.finditer(f"({self.in_message})|{self.tokenizer.control_pattern.pattern}", text):
+            if found[1] is None:
+                yield "".join([*waiting, text[end : found.start()]]).translate(self.undisguise), False
+                yield found[0], True
+                waiting = []
+            else:
+                waiting += [text[end : found.end()]]
+            end = found.end()
+        yield "".join([*waiting, text[end:]]).translate(self.undisguise), False
+
+    def _marked(self, content: str) -> str:
+        """`content` disguised but for the template's own texts, which stand between marks.
+
+        A mark stands beyond the blanks beside such a text, so that a template that splits there and strips still does."""
+        core = content.strip()
+        start = content.find(core)
+        parts, end = [], 0
+        for found in self.kept.finditer(core):
+            parts += [core[end : found.start()].translate(self.disguise), self.mark, found[0], self.mark]
+            end = found.end()
+        parts.append(core[end:].translate(self.disguise))
+        return content[:start] + "".join(parts) + content[start + len(core) :]

@@ -1,0 +1,1 @@
+"""What a person sees: the console and figures."""

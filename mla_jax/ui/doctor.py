@@ -1,0 +1,59 @@
+"""Checks of the environment: versions, devices, and files in the working folder that hide the modules a run needs."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+NEEDED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "jaxtyping", "tokenizers", "safetensors", "jinja2", "tyro")
+OPTIONAL = ("matplotlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+HIDDEN_BY = (*NEEDED, "mla_jax", "convert", "json", "types", "random", "typing", "dataclasses", "resource")
+
+
+def doctor() -> Iterator[str]:
+    """Findings, a line each. A process of its own asks for devices, so that a broken driver or module cannot end this one."""
+    yield f"Python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores"
+    for name in NEEDED:
+        yield f"{name:<20}{_version(name) or 'MISSING: pip install mla-jax'}"
+    yield "optional: " + (", ".join(f"{n} {_version(n)}" for n in OPTIONAL if _version(n)) or "none installed")
+    yield from (
+        f"WARNING: {path} hides the module {name}; rename it or work in another folder" for name, path in shadows(Path.cwd())
+    )
+    yield from _devices()
+    yield f"compiled programs: {os.environ.get('JAX_COMPILATION_CACHE_DIR') or Path.home() / '.cache' / 'mla_jax' / 'compiled'}"
+
+
+def shadows(folder: Path) -> list[tuple[str, Path]]:
+    """Modules that a file or folder in `folder` would hide from `python -m`."""
+    own = Path(__file__).resolve().parents[2]  # in a checkout, its own packages hide nothing
+    candidates = [(name, path) for name in HIDDEN_BY for path in (folder / f"{name}.py", folder / name / "__init__.py")]
+    return [(name, path) for name, path in candidates if path.exists() and folder.resolve() != own]
+
+
+_ASK_FOR_DEVICES = """
+import jax
+for device in jax.devices():
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    print(f"{device.platform}: {device.device_kind}" + (f", {limit / 2**30:.1f} GiB usable" if limit else ""))
+"""
+
+
+def _devices() -> Iterator[str]:
+    try:
+        found = subprocess.run([sys.executable, "-P", "-c", _ASK_FOR_DEVICES], capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        yield "WARNING: JAX did not find its devices within 120 s"
+        return
+    if found.returncode:
+        yield f"WARNING: JAX does not start: {found.stderr.strip().splitlines()[-1]}"
+    yield from (f"device {line}" for line in found.stdout.splitlines())
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

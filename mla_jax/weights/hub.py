@@ -1,0 +1,68 @@
+"""What a user calls a model to its folder: a path, or the name of one in the local Hugging Face cache. Downloads nothing."""
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+from mla_jax.base.errors import BadFile, printable
+
+NEEDS = "a model folder has config.json, *.safetensors and, for text, tokenizer.json"
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
+
+def resolve(model: str | Path) -> Path:
+    """The folder of `model`: itself if it is one, else the newest snapshot of that name in the Hub's cache."""
+    path = Path(model).expanduser()
+    try:
+        if path.is_dir():
+            return path
+        exists = path.exists()
+    except (OSError, ValueError):  # a name too long for the system, or with a NUL
+        exists = False
+    if exists:
+        raise BadFile(f"{_shown(path)} is a file, not a model folder", NEEDS, f"did you mean the folder {_shown(path.parent)}?")
+    if _NAME.fullmatch(str(model)) and ".." not in str(model):
+        return _snapshot(str(model), path)
+    raise BadFile(f"there is no folder {_shown(path)}", NEEDS, *_nearest(path))
+
+
+def cache() -> Path:
+    """The Hub's cache, found as its own library finds it."""
+    given = os.environ.get
+    if folder := given("HF_HUB_CACHE") or given("HUGGINGFACE_HUB_CACHE"):
+        return Path(folder).expanduser()
+    home = given("HF_HOME") or Path(given("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(home).expanduser() / "hub"
+
+
+def _snapshot(name: str, path: Path) -> Path:
+    """The snapshot that the branch main names, or the only one there is."""
+    repository = cache() / f"models--{name.replace('/', '--')}"
+    snapshots = sorted(p for p in repository.glob("snapshots/*") if p.is_dir())
+    main = repository / "refs" / "main"
+    wanted = main.read_text(errors="replace")[:200].strip() if main.is_file() else ""
+    chosen = [p for p in snapshots if p.name == wanted] or (snapshots if len(snapshots) == 1 else [])
+    if chosen:
+        return chosen[0]
+    state = f"has {len(snapshots)} snapshots of it, none of them main" if snapshots else "does not have it"
+    raise BadFile(
+        f"{name} is neither a folder nor a model in the local cache",
+        f"the cache {_shown(cache())} {state}, and nothing is downloaded here",
+        f"fetch it once with `hf download {name}`; {NEEDS}",
+        *_nearest(path),
+    )
+
+
+def _nearest(path: Path) -> list[str]:
+    """The folder beside `path` that has almost its name, as a line for the user."""
+    try:
+        beside = [p.name for p in path.parent.iterdir() if p.is_dir()]
+    except (OSError, ValueError):
+        return []
+    close = difflib.get_close_matches(path.name, beside, n=1)
+    return [f"did you mean {_shown(path.parent / close[0])}?"] if close else []
+
+
+def _shown(path: Path) -> str:
+    return printable(str(path), 200)

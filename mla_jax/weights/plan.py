@@ -1,0 +1,102 @@
+"""What a model needs in memory, worked out from shapes alone, and whether it fits."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from mla_jax.base import roofline
+from mla_jax.base.errors import DoesNotFit
+from mla_jax.weights.load import Checkpoint
+
+SCORE_BYTES = 1 << 30  # the attention scores of one chunk of a prompt stay below
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes on the device, for one sequence of `context` tokens."""
+
+    weights: int
+    cache_per_token: int
+    temporaries: int
+    available: int
+    context: int
+    longest: int  # the largest context that fits
+
+    @property
+    def needed(self) -> int:
+        return self.weights + self.context * self.cache_per_token + self.temporaries
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.available
+
+    def lines(self) -> list[str]:
+        """A table, and what to change when it does not fit."""
+        rows = {
+            "weights": self.weights,
+            f"cache of {self.context:,} tokens": self.context * self.cache_per_token,
+            "temporaries, about": self.temporaries,
+            "needed": self.needed,
+            "available": self.available,
+        }
+        verdict = f"largest context that fits: {self.longest:,} tokens" if self.longest else "not even a short context fits"
+        return [
+            *(f"{name:<28}{size:>12}" for name, size in zip(rows, map(gib, rows.values()), strict=True)),
+            verdict,
+            *self.advice(),
+        ]
+
+    def advice(self) -> list[str]:
+        if self.fits:
+            return []
+        if self.longest:
+            return [f"it does not fit: ask for --context {self.longest} or less, or free memory with a larger --memory-fraction"]
+        return ["it does not fit: take --dtype bfloat16, a larger --memory-fraction, or a device with more memory"]
+
+    def refuse(self) -> None:
+        """Raises DoesNotFit unless at least a short context fits beside the weights."""
+        if not self.longest:
+            raise DoesNotFit("the model does not fit the device's memory", *self.lines())
+
+
+def plan(checkpoint: Checkpoint, context: int | None = None) -> Plan:
+    """The plan for the whole context that the model allows, or `context`."""
+    model, longest = checkpoint.abstract, checkpoint.config.max_position_embeddings
+    (layer,) = jax.eval_shape(lambda: model.new_cache(1, 1, layers=1))
+    token = sum(a.size * a.dtype.itemsize for name, a in layer.items() if name != "length") * checkpoint.config.num_hidden_layers
+    free, weights, itemsize = available(), checkpoint.bytes(), checkpoint.dtype.itemsize
+    chosen = context or longest
+
+    def needed(tokens: int) -> int:
+        return weights + tokens * token + temporaries(checkpoint, tokens, itemsize)
+
+    fitting = [n for n in (*(2**i for i in range(6, 31)), longest) if n <= longest and needed(n) <= free]
+    return Plan(weights, token, temporaries(checkpoint, chosen, itemsize), free, chosen, max(fitting, default=0))
+
+
+def temporaries(checkpoint: Checkpoint, context: int, itemsize: int) -> int:
+    """About the most that one step holds beside weights and cache: scores, rebuilt heads, experts' activations, logits."""
+    config, model = checkpoint.config, checkpoint.abstract
+    chunk = min(roofline.chunk_tokens(config, 1, context, SCORE_BYTES), context)
+    scores = 3 * 4 * config.num_attention_heads * chunk * context
+    heads = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    rebuilt = context * heads * itemsize if model.form_name(1, chunk, context) in ("compressed", "naive") else 0
+    everywhere = model.backend_name(chunk) == "dense"
+    per_token = (config.n_routed_experts or 0) if everywhere else 2 * (config.num_experts_per_tok or 0)
+    experts = 3 * chunk * max(per_token * (config.moe_intermediate_size or 0), config.intermediate_size) * itemsize
+    return scores + rebuilt + experts + 4 * 4 * config.vocab_size
+
+
+def available() -> int:
+    """Bytes that may be taken: of the device, or of free memory on a CPU."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        return stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.1f} MiB"

@@ -1,0 +1,86 @@
+"""Streams and chats: the same answers as `generate`, piece by piece."""
+
+import json
+
+import pytest
+from models import FAMILIES, tensors, write
+from pairs import pairs_tokenizer
+
+from mla_jax import LLM, SamplingParams
+from mla_jax.base.errors import BadRequest
+
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory) -> LLM:
+    hf = {**FAMILIES["v3"], "num_hidden_layers": 2}
+    path = write(tmp_path_factory.mktemp("v3"), hf, tensors(hf))
+    pairs_tokenizer().save(str(path / "tokenizer.json"))
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<bos>", "add_bos_token": True, "chat_template": template})
+    )
+    return LLM(path)
+
+
+def test_a_stream_adds_up_to_what_generate_gives(llm):
+    output, chunks = llm.generate("a5b6", PARAMS)[0], list(llm.stream("a5b6", PARAMS))
+    assert len(chunks) > 2
+    assert "".join(c.text for c in chunks) == output.text
+    assert [t for c in chunks for t in c.token_ids] == output.token_ids
+    assert [c.finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].finish_reason == output.finish_reason
+    assert llm.last_stats.generated_tokens == 24
+
+
+def test_a_stream_ends_at_a_stop_text_and_never_shows_it(llm):
+    whole = llm.generate("a5b6", PARAMS)[0].text
+    stop = whole[9:14]
+    params = SamplingParams(max_tokens=24, ignore_eos=True, stop=stop)
+    chunks = list(llm.stream("a5b6", params))
+    assert "".join(c.text for c in chunks) == whole[: whole.index(stop)]
+    assert chunks[-1].finish_reason == "stop"
+    assert [t for c in chunks for t in c.token_ids] == llm.generate("a5b6", params)[0].token_ids
+
+
+def test_a_stream_of_no_tokens_ends_at_once(llm):
+    (chunk,) = llm.stream("a5", SamplingParams(max_tokens=0))
+    assert (chunk.text, chunk.token_ids, chunk.finish_reason) == ("", [], "length")
+
+
+def test_a_stream_dropped_half_way_leaves_the_engine_usable(llm):
+    expected = llm.generate("a5b6", PARAMS)[0].token_ids
+    stream = llm.stream("a5b6", PARAMS)
+    next(stream)
+    stream.close()
+    assert llm.generate("a5b6", PARAMS)[0].token_ids == expected
+
+
+def test_a_streams_request_is_checked_when_it_is_made(llm):
+    with pytest.raises(BadRequest):
+        llm.stream([], PARAMS)
+
+
+def test_log_probabilities_come_with_the_stream(llm):
+    params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)
+    chunks = list(llm.stream("a5", params))
+    assert [p for c in chunks for p in c.logprobs] == llm.generate("a5", params)[0].logprobs
+
+
+def test_a_chat_is_the_template_and_then_generate(llm):
+    messages = [{"role": "user", "content": "a5"}, {"role": "assistant", "content": "b6"}, {"role": "user", "content": "c7"}]
+    output = llm.chat(messages, PARAMS)
+    assert output.prompt_token_ids == llm.encode_chat(messages) == llm.tokenizer.encode("a5b6c7")
+    assert output.token_ids == llm.generate("a5b6c7", PARAMS)[0].token_ids
+
+
+def test_a_folder_without_a_template_cannot_chat(llm, monkeypatch):
+    monkeypatch.setattr(llm, "chat_template", None)
+    with pytest.raises(BadRequest, match="no chat template"):
+        llm.chat([{"role": "user", "content": "a5"}])
+
+
+def test_more_prompts_than_the_limit_are_refused_before_anything_is_allocated(llm):
+    with pytest.raises(BadRequest, match="1,000,000 prompts"):
+        llm.generate([[5]] * 1_000_000)

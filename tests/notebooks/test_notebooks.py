@@ -1,0 +1,68 @@
+"""The notebooks run as they stand, and what is stored of their last run may be published."""
+
+import os
+import re
+from pathlib import Path
+
+import matplotlib.font_manager  # noqa: F401  (lists the fonts once, or a notebook's first figure says on stderr that it does)
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+MOST_BYTES = 600_000
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def outputs(path: Path) -> list:
+    return [output for cell in read(path).cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+def said(output) -> str:
+    """The text of an output, whatever its kind; pictures left out."""
+    data = {kind: value for kind, value in output.get("data", {}).items() if not kind.startswith("image/")}
+    return "\n".join([output.get("text", ""), *map(str, data.values())])
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs_from_top_to_bottom_in_a_fresh_kernel(path, tmp_path):
+    notebook = read(path)
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
+    environment |= {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path / "ipython")}
+    NotebookClient(notebook, timeout=180, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute(
+        env=os.environ | environment
+    )
+    shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert [(output.output_type, output.get("name")) for output in shown] == [
+        (output.output_type, output.get("name")) for output in outputs(path)
+    ]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_is_stored_holds_no_error_no_warning_and_no_path(path):
+    assert outputs(path), "stored without its outputs: execute it before committing"
+    for output in outputs(path):
+        assert output.output_type != "error"
+        assert output.get("name") != "stderr", output.text
+        assert not re.search(r"(?<![\w.:/*])/\w[\w.-]*/|\b[A-Za-z]:\\|site-packages|Traceback|Warning", said(output)), said(
+            output
+        )
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_is_stored_is_whole_small_and_for_any_python_3(path):
+    notebook = read(path)
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert path.stat().st_size < MOST_BYTES

@@ -1,0 +1,42 @@
+"""The diagnosis of an environment."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mla_jax.ui.doctor import shadows
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", ["jax", "tokenizers", "convert", "json"])
+def test_a_file_that_hides_a_module_is_pointed_at(tmp_path, name):
+    (tmp_path / f"{name}.py").write_text("")
+    assert shadows(tmp_path) == [(name, tmp_path / f"{name}.py")]
+
+
+def test_a_package_that_hides_a_module_is_pointed_at(tmp_path):
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("")
+    assert [name for name, _ in shadows(tmp_path)] == ["jax"]
+
+
+def test_a_folder_of_the_users_own_files_hides_nothing(tmp_path):
+    (tmp_path / "notes.py").write_text("")
+    assert shadows(tmp_path) == []
+    assert shadows(ROOT) == []
+
+
+def test_the_doctor_works_where_the_modules_it_checks_are_hidden(tmp_path):
+    (tmp_path / "jax.py").write_text("raise SystemExit('this is not JAX')")
+    (tmp_path / "tokenizers.py").write_text("raise SystemExit('nor is this')")
+    command = [sys.executable, "-m", "mla_jax.generate", "--doctor"]
+    found = subprocess.run(
+        command, cwd=tmp_path, env={"PYTHONPATH": f"{ROOT}", "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    assert f"WARNING: {tmp_path / 'jax.py'} hides the module jax" in found.stdout
+    assert "WARNING: " + str(tmp_path / "tokenizers.py") in found.stdout
+    assert "device cpu" in found.stdout

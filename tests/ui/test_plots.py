@@ -1,0 +1,170 @@
+"""The figures show the cost model's values, all of them, with nothing in the way of anything."""
+
+import functools
+import io
+import itertools
+import sys
+
+import pytest
+
+from mla_jax.base.config import Config
+from mla_jax.base.errors import Unsupported
+from mla_jax.base.families import PRESETS
+from mla_jax.base.roofline import DEVICES, attention_cost, break_even, held_bytes, pick_form
+from mla_jax.model.mla import FORMS
+from mla_jax.ui import plots
+
+V3, H200, CPU = Config.preset("v3"), DEVICES["NVIDIA H200"], DEVICES["cpu"]
+RELEASED = {name: Config.preset(name) for name in PRESETS}
+STEPS = [(1, 4096, 1), (32, 4096, 1), (1, 8192, 1024), (1, 1024, 1024), (64, 131072, 1)]  # rows, held, new
+FIGURES = {
+    **{
+        f"roofline-{device}-{step}": lambda device=device, step=step: plots.roofline(V3, DEVICES[device], *step)
+        for device, step in itertools.product(("cpu", "NVIDIA H200", "TPU v6 lite"), STEPS)
+    },
+    **{
+        f"dispatch-{device}-{preset}": lambda device=device, preset=preset: plots.dispatch(RELEASED[preset], DEVICES[device])
+        for device, preset in itertools.product(("cpu", "NVIDIA H200", "TPU v6 lite"), ("tiny", "v3", "glm_4_7_flash"))
+    },
+    "cache_bytes": lambda: plots.cache_bytes(RELEASED),
+    "costs": lambda: plots.costs(V3, 4096),
+    "costs of a prompt": lambda: plots.costs(V3, 1024, new=1024),
+}
+
+
+@functools.cache
+def drawn(name: str):
+    """The figure as it would be written: laid out and rendered."""
+    figure = FIGURES[name]()
+    figure.savefig(io.BytesIO(), format="png")
+    return figure
+
+
+def words(figure) -> list:
+    """Every text that a reader sees, ticks left out."""
+    texts = [figure._supxlabel] if figure._supxlabel else []
+    for ax in figure.axes:
+        titles = [ax.title, ax._left_title, ax.xaxis.label, ax.yaxis.label]
+        texts += [text for text in [*ax.texts, *titles] if text.get_text()]
+    return texts
+
+
+def markers(figure) -> dict:
+    return {line.get_label(): line for line in figure.axes[0].lines if line.get_label() in FORMS}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_word_is_on_the_page_and_touches_no_other(name):
+    figure = drawn(name)
+    boxes = {text.get_text(): text.get_window_extent() for text in words(figure)}
+    for said, box in boxes.items():
+        assert figure.bbox.x0 <= box.x0 <= box.x1 <= figure.bbox.x1, said
+        assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1, said
+    for (one, a), (other, b) in itertools.combinations(boxes.items(), 2):
+        assert not a.overlaps(b), (one, other)
+
+
+@pytest.mark.parametrize("name", [name for name in FIGURES if name.startswith("roofline")])
+def test_no_word_covers_a_marker_and_the_markers_look_different(name):
+    figure = drawn(name)
+    points = {form: figure.axes[0].transData.transform(line.get_xydata()[0]) for form, line in markers(figure).items()}
+    for text, (form, (x, y)) in itertools.product(words(figure), points.items()):
+        assert not text.get_window_extent().padded(3).contains(x, y), (text.get_text(), form)
+    assert len({line.get_marker() for line in markers(figure).values()}) == len(FORMS)
+    assert len({line.get_color() for line in markers(figure).values()}) == len(FORMS)
+
+
+@pytest.mark.parametrize("device", [H200, CPU])
+def test_a_marker_stands_at_a_forms_intensity_and_under_the_roof(device):
+    figure = plots.roofline(V3, device, rows=2, held=4096, new=3)
+    said = " ".join(text.get_text() for text in figure.axes[0].texts)
+    assert {*markers(figure)} == {*FORMS}
+    for form, line in markers(figure).items():
+        cost = attention_cost(V3, form, 2, 3, 4096, device.itemsize)
+        (x, y), intensity = line.get_xydata()[0], cost.flops / cost.bytes
+        assert x == pytest.approx(intensity)
+        assert y == pytest.approx(min(device.flops, intensity * device.bandwidth))
+        assert f"{form}\n" in said
+
+
+def test_the_rooflines_title_names_the_form_that_needs_least_time():
+    for rows, held, new in STEPS:
+        cost = {form: attention_cost(V3, form, rows, new, held).seconds(H200) for form in FORMS}
+        title = plots.roofline(V3, H200, rows, held, new).axes[0].get_title(loc="left")
+        assert f": {min(cost, key=cost.__getitem__)} " in title
+
+
+def test_cache_bars_are_what_a_token_leaves():
+    heads, latents = plots.cache_bytes(RELEASED).axes[0].containers
+    assert [bar.get_width() for bar in heads] == [held_bytes(config, "naive") for config in RELEASED.values()]
+    assert [bar.get_width() for bar in latents] == [held_bytes(config, "absorbed") for config in RELEASED.values()]
+    assert (held_bytes(V3, "naive"), held_bytes(V3, "compressed")) == (81920, 1152)
+
+
+def test_the_map_holds_the_picked_form_of_every_cell():
+    ax = plots.dispatch(V3, H200, octaves=(10, 12)).axes[0]
+    cells = ax.collections[0].get_array()
+    for i, j in itertools.product(range(0, 12 * plots.OCTAVE, 5), range(10 * plots.OCTAVE)):
+        new, prefix = (round(2 ** ((n + 0.5) / plots.OCTAVE)) for n in (j, i))
+        assert ["move_elided", "compressed"][cells[i, j]] == pick_form(V3, H200, 1, new, prefix + new)
+
+
+@pytest.mark.parametrize("preset", ["v3", "glm_4_7_flash"])
+def test_break_even_is_drawn_and_named(preset):
+    ax = plots.dispatch(RELEASED[preset], H200).axes[0]
+    (line,) = (line for line in ax.lines if line.get_label() == "break-even")
+    assert line.get_xdata()[0] == break_even(RELEASED[preset])
+    assert any(f"n* = {break_even(RELEASED[preset]):.0f}" in text.get_text() for text in ax.texts)
+
+
+def test_a_model_that_never_breaks_even_gets_no_line_and_a_title_that_says_so():
+    ax = plots.dispatch(Config.preset("v3", kv_lora_rank=128), CPU).axes[0]
+    assert not ax.lines
+    assert "does not pay" in ax.get_title(loc="left")
+
+
+def test_the_maps_title_says_where_the_form_changes_on_the_longest_prefix():
+    title = plots.dispatch(V3, H200).axes[0].get_title(loc="left")
+    new = next(new for new in itertools.count(1) if pick_form(V3, H200, 1, new, 2**17 + new) == "compressed")
+    assert f"from {new} new tokens" in title
+
+
+def test_cost_bars_are_the_models_flops_and_bytes():
+    for ax, field in zip(plots.costs(V3, 4096, rows=2, new=3).axes, ("flops", "bytes"), strict=True):
+        expected = [getattr(attention_cost(V3, form, 2, 3, 4096), field) for form in FORMS]
+        assert [bar.get_width() for bar in ax.containers[0]] == expected
+        assert ax.get_xscale() == "log"
+
+
+def test_figures_can_be_drawn_on_axes_that_are_given():
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    left, right = figure.subplots(1, 2)
+    assert plots.roofline(V3, H200, 1, 4096, ax=left) is figure
+    assert plots.dispatch(V3, H200, ax=right) is figure
+    assert left.lines
+    assert right.collections
+    pair = Figure().subplots(1, 2)
+    assert plots.costs(V3, 4096, ax=pair) is pair[0].figure
+    alone = Figure().subplots()
+    assert plots.cache_bytes(RELEASED, ax=alone) is alone.figure
+
+
+def test_every_form_has_a_style():
+    assert [*plots.STYLES] == [*FORMS]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(9.31e-6, "9.31 µs"), (0.34449, "344 ms"), (999.6, "1 ks"), (1, "1 s"), (2e12, "2 Ts"), (1e-12, "0.001 ns")],
+)
+def test_numbers_get_three_digits_and_a_prefix(value, text):
+    assert plots._si(value, "s") == text
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(Unsupported, match=r"pip install mla-jax\[plot\]"):
+        plots.costs(V3, 4096)

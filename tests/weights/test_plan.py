@@ -1,0 +1,90 @@
+"""What a model needs in memory, against what it then takes."""
+
+from math import prod
+
+import jax
+import models
+import pytest
+from flax import nnx
+
+from mla_jax import LLM
+from mla_jax.base.errors import DoesNotFit
+from mla_jax.weights import plan as planning
+from mla_jax.weights.load import Checkpoint
+from mla_jax.weights.plan import plan
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    hf = models.FAMILIES["v3"]
+    return models.write(tmp_path_factory.mktemp("plan"), hf, models.tensors(hf, mtp=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["naive", "auto"])
+def test_weights_and_cache_are_planned_to_the_byte(folder, dtype, form):
+    checkpoint = Checkpoint(folder, attention=form, dtype=dtype)
+    needed = plan(checkpoint, 64)
+    model = checkpoint.read()
+    assert needed.weights == sum(a.nbytes for a in jax.tree.leaves(nnx.state(model)))
+    held = sum(a.nbytes for layer in model.new_cache(1, 64) for name, a in layer.items() if name != "length")
+    assert 64 * needed.cache_per_token == held
+
+
+def test_a_plan_reads_no_weights(folder, monkeypatch):
+    checkpoint = Checkpoint(folder)
+    monkeypatch.setattr(type(checkpoint.folder), "read", lambda *_: pytest.fail("a weight was read"))
+    assert plan(checkpoint).weights == checkpoint.bytes() > 0
+
+
+def test_the_largest_context_is_the_largest_that_fits(folder, monkeypatch):
+    checkpoint = Checkpoint(folder)
+    whole = plan(checkpoint)
+    assert whole.fits
+    assert whole.longest == checkpoint.config.max_position_embeddings
+    monkeypatch.setattr(planning, "available", lambda: whole.needed - 1)
+    less = plan(checkpoint)
+    assert not less.fits
+    assert 64 <= less.longest < whole.longest
+    assert f"--context {less.longest}" in "\n".join(less.lines())
+    assert plan(checkpoint, less.longest).fits
+
+
+def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypatch):
+    needed = plan(Checkpoint(folder))
+    monkeypatch.setattr(planning, "available", lambda: needed.weights)
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(DoesNotFit, match="does not fit the device") as error:
+        LLM(folder)
+    assert "weights" in str(error.value)
+    assert "--dtype bfloat16" in str(error.value)
+    assert error.value.exit_code == 4
+
+
+def test_a_batch_whose_cache_does_not_fit_is_refused_with_the_room_there_is(folder, monkeypatch):
+    needed = plan(Checkpoint(folder))
+    monkeypatch.setattr(planning, "available", lambda: needed.needed)
+    llm = LLM(folder)
+    with pytest.raises(DoesNotFit, match=r"room for [\d,]+ tokens in all"):
+        llm.generate([[1, 2, 3]] * 64)
+
+
+def test_running_out_of_memory_on_the_device_is_explained_once(folder, monkeypatch):
+    llm = LLM(folder)
+
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 GiB")
+
+    monkeypatch.setattr(llm._programs, "run", fail)
+    with pytest.raises(DoesNotFit, match="--memory-fraction"):
+        llm.generate([1, 2, 3])
+    monkeypatch.setattr(llm._programs, "run", lambda *_: (_ for _ in ()).throw(jax.errors.JaxRuntimeError("INTERNAL: other")))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        llm.generate([1, 2, 3])
+
+
+def test_expected_bytes_follow_from_the_shapes(folder):
+    hf = models.FAMILIES["v3"]
+    sizes = {name: prod(shape) for name, shape in models.shapes(hf, mtp=True).items()}
+    copies = sum(n for name, n in sizes.items() if "layers.3.embed_tokens" in name or "shared_head.head" in name)
+    assert plan(Checkpoint(folder, dtype="float32")).weights == 4 * (sum(sizes.values()) - copies)
