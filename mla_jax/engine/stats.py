@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 import jax
 
-_compiling = 0.0
+_compiling: list[tuple[float, float]] = []  # when JAX traced, lowered or compiled something; spans do not overlap
 
 
 def _listen(event: str, duration_secs: float, **_):
-    global _compiling
-    if event == "/jax/core/compile/backend_compile_duration":
-        _compiling += duration_secs
+    if not event.startswith("/jax/core/compile/"):
+        return
+    end = time.perf_counter()
+    while _compiling and _compiling[-1][0] >= end - duration_secs:  # what was traced within is part of it
+        _compiling.pop()
+    _compiling.append((end - duration_secs, end))
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)
@@ -46,11 +49,10 @@ class Stopwatch:
     """Wall time since the last look, and how much of it went into compiling."""
 
     def __init__(self):
-        self.at, self.compiled = time.perf_counter(), _compiling
+        self.at = time.perf_counter()
 
     def look(self) -> tuple[float, float]:
         """(running, compiling) seconds since the last look."""
-        now, compiled = time.perf_counter(), _compiling
-        compiling, wall = compiled - self.compiled, now - self.at
-        self.at, self.compiled = now, compiled
-        return max(wall - compiling, 0.0), compiling
+        before, self.at = self.at, time.perf_counter()
+        compiling = sum(end - max(start, before) for start, end in _compiling if end > before)
+        return max(self.at - before - compiling, 0.0), compiling

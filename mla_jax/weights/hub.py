@@ -13,13 +13,15 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 def resolve(model: str | Path) -> Path:
     """The folder of `model`: itself if it is one, else the newest snapshot of that name in the Hub's cache."""
-    path = Path(model).expanduser()
+    if not str(model):
+        raise BadFile("the model's name is empty", NEEDS)
     try:
+        path = Path(model).expanduser()
         if path.is_dir():
             return path
         exists = path.exists()
-    except (OSError, ValueError):  # a name too long for the system, or with a NUL
-        exists = False
+    except (OSError, ValueError, RuntimeError):  # a name too long for the system, with a NUL, or of a user who is none
+        path, exists = Path(model), False
     if exists:
         raise BadFile(f"{_shown(path)} is a file, not a model folder", NEEDS, f"did you mean the folder {_shown(path.parent)}?")
     if _NAME.fullmatch(str(model)) and ".." not in str(model):

@@ -215,11 +215,11 @@ def test_a_tokenizer_that_is_no_regular_file_is_refused(tmp_path):
         Tokenizer.from_folder(tmp_path, 258, None)
 
 
-def test_ten_megabytes_of_text_take_seconds(tmp_path):
-    text = "a line of text with <eos> and <| in it\n" * 250_000
+def test_megabytes_of_text_take_seconds():
+    text = "a line of text with <eos> and <| in it\n" * 50_000
     start = time.process_time()
     assert len(with_controls().encode(text, bos=False)) == len(text)
-    assert time.process_time() - start < 60
+    assert time.process_time() - start < 30
 
 
 def test_an_oversized_tokenizer_is_refused_unread(tmp_path):

@@ -87,7 +87,7 @@ def test_a_misspelt_folder_is_told_its_neighbour(tmp_path):
             hub.resolve(wrong)
 
 
-@pytest.mark.parametrize("name", ["nowhere", "./nowhere", "/no/such/place", "a/b/c", "../x/../y", "x" * 5000, "nul\x00", "-a/b"])
+@pytest.mark.parametrize("name", ["", "~nobody/x", "nowhere", "./nowhere", "/no/such/place", "a/b/c", "../x/../y", "x" * 5000, "nul\x00", "-a/b"])
 def test_what_is_no_folder_and_no_name_is_told_what_a_folder_needs(name):
     with pytest.raises(BadFile, match=r"config\.json"):
         hub.resolve(name)
