@@ -1,7 +1,7 @@
 """A Moonshot folder's `tiktoken.model` (Kimi-K2, Moonlight) as a byte-level BPE; the code in the folder is never run.
 
-The file has a line `base64(token) rank` per token. A pair of parts joins when the joined bytes are a token, the lowest rank first,
-so the merges follow from the ranks. The control tokens are the 256 ids behind them, named in tokenizer_config.json."""
+The file has a line `base64(token) rank` per token. Two parts join when what they make is a token, the lowest rank first, so the
+merges follow from the ranks. The control tokens are the 256 ids behind them, named in tokenizer_config.json."""
 
 import base64
 import binascii

@@ -3,7 +3,7 @@
 The conversation is rendered again with its contents disguised: every character that control tokens are made of becomes a stand-in
 that no text holds, so every control token of that text is the template's. If it undisguises to the text of the plain rendering,
 the template did the same with both, and each character's origin is known. Templates that look for text of their own in answers,
-as in `content.split('</think>')`, do not; for them the second disguise leaves those texts in answers as they are, between marks."""
+as in `content.split('</think>')`, do not; for them the second disguise leaves those texts in answers undisguised, in marks."""
 
 import re
 from collections.abc import Iterator
@@ -26,15 +26,16 @@ class Neutral:
         self.disguise = str.maketrans(dict(zip(alphabet, free, strict=False)))
         self.undisguise = {ord(to): chr(of) for of, to in self.disguise.items()} | {ord(self.mark): None}
         named = sorted((text for text in tokenizer.control if text in source), key=len, reverse=True)
-        kept = "|".join(map(re.escape, named)) or "(?!)"
-        self.kept = re.compile(rf"\s*(?:(?:{kept})\s*)+")
-        self.in_message = rf"{self.mark}\s*(?:(?:{kept})\s*)+{self.mark}"
+        self.kept = re.compile(rf"(?:(?:{'|'.join(map(re.escape, named)) or '(?!)'})\s*+)+")
+        self.in_message = rf"{self.mark}\s*+{self.kept.pattern}{self.mark}"
 
     def variants(self) -> list[list[dict[str, str]]]:
         """The disguised conversations, the safest first."""
         whole = [{**m, "content": m["content"].translate(self.disguise)} for m in self.messages]
-        marked = [{**m, "content": self._marked(m["content"]) if m["role"] == "assistant" else w["content"]}
-                  for m, w in zip(self.messages, whole, strict=True)]
+        marked = [
+            {**m, "content": self._marked(m["content"]) if m["role"] == "assistant" else w["content"]}
+            for m, w in zip(self.messages, whole, strict=True)
+        ]
         return [whole] if marked == whole else [whole, marked]
 
     def pieces(self, plain: str, variants: list[str]) -> Iterator[tuple[str, bool]]:
@@ -45,26 +46,26 @@ class Neutral:
                 "the chat template treats the text of a message as a command",
                 "what is the message's and what the template's cannot be told apart; take template words out of the message",
             )
-        end, waiting = 0, []
-        for found in re.finditer(f"({self.in_message})|{self.tokenizer.control_pattern.pattern}", text):
-            if found[1] is None:
-                yield "".join([*waiting, text[end : found.start()]]).translate(self.undisguise), False
+        waiting = ""
+        for at, part in enumerate(re.split(f"({self.in_message})", text)):
+            end = 0
+            for found in self.tokenizer.control_pattern.finditer(part) if at % 2 == 0 else ():
+                yield (waiting + part[end : found.start()]).translate(self.undisguise), False
                 yield found[0], True
-                waiting = []
-            else:
-                waiting += [text[end : found.end()]]
-            end = found.end()
-        yield "".join([*waiting, text[end:]]).translate(self.undisguise), False
+                waiting, end = "", found.end()
+            waiting += part[end:]
+        yield waiting.translate(self.undisguise), False
 
     def _marked(self, content: str) -> str:
         """`content` disguised but for the template's own texts, which stand between marks.
 
         A mark stands beyond the blanks beside such a text, so that a template that splits there and strips still does."""
         core = content.strip()
-        start = content.find(core)
-        parts, end = [], 0
+        start, end, parts = content.find(core), 0, []
         for found in self.kept.finditer(core):
-            parts += [core[end : found.start()].translate(self.disguise), self.mark, found[0], self.mark]
+            before = core[end : found.start()]
+            blanks = before[len(before.rstrip()) :]
+            parts += [before.rstrip().translate(self.disguise), self.mark, blanks, found[0], self.mark]
             end = found.end()
         parts.append(core[end:].translate(self.disguise))
         return content[:start] + "".join(parts) + content[start + len(core) :]

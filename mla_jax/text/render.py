@@ -1,6 +1,6 @@
 """Renders a chat template nobody vouches for: `chat.py` starts this file as a process of its own, which ends after one answer.
 
-Reads JSON from stdin: {path, template, variables, conversations, limits}. Writes {texts} or {line, cause}. Imports nothing of ours."""
+Reads JSON from stdin: {path, template, variables, conversations, limits}; writes {texts} or {line, cause}. Knows nothing of ours."""
 
 import json
 import sys
@@ -47,7 +47,7 @@ def _limit(limits: dict):
 
 
 def _environment():
-    """The environment that transformers gives chat templates, which may include and import nothing."""
+    """The environment that transformers gives chat templates."""
     import datetime
 
     import jinja2
@@ -57,42 +57,52 @@ def _environment():
     def refuse(message="the template refuses the conversation"):
         raise jinja2.TemplateError(str(message))
 
-    class Namespace(jinja2.utils.Namespace):
-        def __init__(*args, **values):  # takes `self` as a name, too
-            for name in dict(*args[1:], **values):
-                Namespace._check(name)
-            jinja2.utils.Namespace.__init__(*args, **values)
+    now = datetime.datetime.now()  # one for all conversations
+    extensions = [jinja2.ext.loopcontrols, _generation_tag()]
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": refuse,
+        "strftime_now": lambda form: now.strftime(form),
+        "namespace": _namespace(),
+        "dict": lambda *args, **values: dict(*args, **values),
+    }
+    return environment
 
-        def __setitem__(self, name, value):
-            Namespace._check(name)
-            jinja2.utils.Namespace.__setitem__(self, name, value)
 
-        @staticmethod
-        def _check(name):
-            if str(name).startswith("_"):
-                raise jinja2.sandbox.SecurityError(f"a namespace may not hold {str(name)!r}")
+def _generation_tag():
+    """{% generation %} marks what the model wrote, for training; here it is as if it was not there."""
+    from jinja2.ext import Extension
 
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} marks what the model wrote, for training; here it is as if it was not there."""
-
+    class Generation(Extension):
         tags = {"generation"}  # noqa: RUF012 the library's own form
 
         def parse(self, parser):
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    now = datetime.datetime.now()  # one for all conversations
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": refuse,
-        "strftime_now": lambda form: now.strftime(form),
-        "namespace": Namespace,
-        "dict": lambda *args, **values: dict(*args, **values),
-    }
-    return environment
+    return Generation
+
+
+def _namespace():
+    """jinja2's namespace without names of Python's own, which lead out of the sandbox."""
+    import jinja2
+
+    def check(name):
+        if str(name).startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace may not hold {str(name)!r}")
+
+    class Namespace(jinja2.utils.Namespace):
+        def __init__(*args, **values):  # takes `self` as a name, too
+            for name in dict(*args[1:], **values):
+                check(name)
+            jinja2.utils.Namespace.__init__(*args, **values)
+
+        def __setitem__(self, name, value):
+            check(name)
+            jinja2.utils.Namespace.__setitem__(self, name, value)
+
+    return Namespace
 
 
 def _alone(tree):

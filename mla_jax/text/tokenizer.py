@@ -79,7 +79,7 @@ class Tokenizer:
     def piece(self, token: int) -> bytes:
         """What `token` adds to the text, for a byte-level tokenizer.
 
-        An added token stands for its own text. (The library takes an added "ü", which older DeepSeek folders have, for a byte.)"""
+        An added token stands for its own text. (The library takes the "ü" that older DeepSeek folders add for a byte.)"""
         if token in self.hidden:
             return b""
         if token in self._added:
@@ -120,7 +120,8 @@ def _is_control(token: tokenizers.AddedToken) -> bool:
 def _pattern(token: tokenizers.AddedToken) -> str:
     word = re.escape(token.content)
     word = rf"(?<!\w){word}(?!\w)" if token.single_word else word
-    return (r"\s*" if token.lstrip else "") + word + (r"\s*" if token.rstrip else "")
+    blanks = r"(?:(?<!\s)\s++)?"  # looked for where a run of them begins: a long one takes linear time
+    return (blanks if token.lstrip else "") + word + (r"\s*+" if token.rstrip else "")
 
 
 def _content(path: Path, limit: int) -> bytes:
@@ -157,9 +158,7 @@ def _bos_id(model: tokenizers.Tokenizer, settings: dict, default: int | None) ->
     bos = model.token_to_id(named) if isinstance(named, str) else default
     wanted = settings.get("add_bos_token")
     if wanted and bos is None:
-        raise BadFile(
-            "tokenizer_config.json wants a BOS token that the tokenizer lacks", f"it names {printable(repr(named))}"
-        )
+        raise BadFile("tokenizer_config.json wants a BOS token that the tokenizer lacks", f"it names {printable(repr(named))}")
     if wanted is None:
         first = model.encode("", add_special_tokens=True).ids[:1]
         wanted = first == [bos]

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 control tokens are written with such letters
 """Chat templates are trusted with nothing: no escape, no endless loop, no message that writes a control token."""
 
 import json
@@ -6,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import jaxtyping
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -18,11 +20,22 @@ from mla_jax.text.chat import ChatTemplate
 from mla_jax.text.tokenizer import Tokenizer
 
 SPECIAL = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<|im_end|>", "[EOS]"]
-ADDED = ["<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "<|im_user|>", "<|im_middle|>", "<|im_assistant|>", "<|im_system|>", "<|user|>"]
+ADDED = [
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<think>",
+    "</think>",
+    "<|im_user|>",
+    "<|im_middle|>",
+    "<|im_assistant|>",
+    "<|im_system|>",
+    "<|user|>",
+]
 NAMES = {"bos_token": SPECIAL[0], "eos_token": {"content": SPECIAL[1], "special": True}, "pad_token": None}
 
 # in the manner of DeepSeek-V2, DeepSeek-V3.1 (thoughts cut out of answers), Kimi-K2 and GLM (thoughts written anew)
-V2 = """{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ 'User: ' + message['content'] + '\n\n' }}\
+V2 = """{{ bos_token }}{% for message in messages %}\
+{% if message['role'] == 'user' %}{{ 'User: ' + message['content'] + '\n\n' }}\
 {% elif message['role'] == 'assistant' %}{{ 'Assistant: ' + message['content'] + eos_token }}\
 {% elif message['role'] == 'system' %}{{ message['content'] + '\n\n' }}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
@@ -149,7 +162,9 @@ def brought(name: str, messages: list[dict[str, str]]) -> list[int]:
 
 
 FORGED = st.lists(
-    st.sampled_from([*SPECIAL, *ADDED, "<", "|>", "<|", "user", "<|im_", "end|>", "think", "</think", " ", "\n", "a", "ü", "\U000f0000"]),
+    st.sampled_from(
+        [*SPECIAL, *ADDED, "<", "|>", "<|", "user", "<|im_", "end|>", "think", "</think", " ", "\n", "a", "ü", "\U000f0000"]
+    ),
     max_size=6,
 ).map("".join)
 
@@ -221,7 +236,8 @@ def test_a_template_that_obeys_words_of_a_user_is_refused_where_they_matter():
         [{"role": "\udcff", "content": "hi"}],
     ],
 )
-def test_what_is_no_conversation_is_refused(messages):
+def test_what_is_no_conversation_is_refused(messages, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users run without the checks of the tests
     with pytest.raises(BadRequest):
         template(KIMI).encode(messages, TOKENIZER)
 
@@ -230,7 +246,9 @@ def test_a_role_of_ones_own_is_given_to_the_template():
     assert "narrator«<|im_middle|>»hi" in shown(template(KIMI).encode(talk(("narrator", "hi")), TOKENIZER))
 
 
-@pytest.mark.parametrize("content", ["", " ", "\x00 nul", "\u202e rtl \u200b", "x" * 300_000, "\U0010fffd\U000f0000 private", "\\ \" ' {{ 1 }}"])
+@pytest.mark.parametrize(
+    "content", ["", " ", "\x00 nul", "\u202e rtl \u200b", "x" * 100_000, "\U0010fffd\U000f0000 private", "\\ \" ' {{ 1 }}"]
+)
 def test_any_text_arrives_as_it_is(content):
     assert TOKENIZER.decode(template(V2).encode(talk(("user", content)), TOKENIZER)) == f"User: {content}\n\nAssistant:"
 
@@ -243,10 +261,10 @@ def test_any_text_arrives_as_it_is(content):
         ("{% if false %}\n{% import 'x' as x %}{% endif %}", "line 2: import is refused"),
         ("{% from 'x' import y %}", "fromimport is refused"),
         ("\n{% extends 'x' %}", "line 2: extends is refused"),
-        ("\n\n{{ ''.__class__ }}", "line 3: SecurityError"),
+        ("\n\n{{ ''.__class__.__mro__ }}", "line 3: SecurityError"),
         ("{{ lipsum.__globals__.os.getcwd() }}", "line 1: "),
         ("{{ ''['__cla' ~ 'ss__'].mro() }}", "line 1: "),
-        ("{{ '{0.__class__}'.format('') }}", "line 1: SecurityError"),
+        ("{{ '{0.__class__.__mro__}'.format('') }}", "line 1: SecurityError"),
         ("{{ messages.append(1) }}", "line 1: SecurityError"),
         ("{{ messages[0].update(role='x') }}", "line 1: SecurityError"),
         ("{% set ns = namespace() %}\n{% set ns.__init__ = 1 %}", "line 2: SecurityError"),
@@ -256,7 +274,10 @@ def test_any_text_arrives_as_it_is(content):
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
         ("{" * 4000, "calls itself without end"),
         ("{{ 'a' * 999999999 }}", "256 MB of memory"),
-        ("{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}", "256 MB of memory"),
+        (
+            "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
+            "256 MB of memory",
+        ),
         ("{% for i in range(99999) %}{{ 'a' * 100000 }}{% endfor %}", "16,777,216 bytes"),
         ("{{ raise_exception('\x1b[2J') }}", r"\\x1b"),
     ],
@@ -310,7 +331,15 @@ def test_the_helpers_of_transformers_are_there():
     source = """{%- for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}
     {% generation %}g{% endgeneration %}
 {{ {'é': '<a>'} | tojson }}{{ [1, 2] | tojson(indent=1) }}{{ strftime_now('%Y') | length }}{{ dict(a=1).a }}{{ tools is none }}"""
-    assert rendered(source) == '01\ng{"é": "<a>"}[\n 1,\n 2\n]41True'
+    assert rendered(source) == '01g{"é": "<a>"}[\n 1,\n 2\n]41True'
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+@pytest.mark.parametrize("text", [" " * 300_000, "\n</think>" * 30_000, "<think> " * 30_000, "</think" * 30_000])
+def test_long_runs_take_linear_time(role, text):
+    start = time.process_time()
+    assert len(template(V2).encode(talk((role, f"a{text}b")), TOKENIZER)) > len(text)
+    assert time.process_time() - start < 10
 
 
 def test_rendering_takes_a_fraction_of_a_second():

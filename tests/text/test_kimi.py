@@ -1,8 +1,10 @@
+# ruff: noqa: RUF001 letters of every kind are the point
 """Moonshot's tiktoken.model as a BPE: the same ids as tiktoken, control tokens where the folder says, damaged files refused."""
 
 import base64
 import json
 import random
+from itertools import pairwise
 
 import pytest
 import tiktoken
@@ -23,7 +25,7 @@ def learned(count: int = 400) -> dict[bytes, int]:
     while len(ranks) < count:
         pairs: dict[bytes, int] = {}
         for word in parts:
-            for a, b in zip(word, word[1:], strict=False):
+            for a, b in pairwise(word):
                 pairs[a + b] = pairs.get(a + b, 0) + 1
         best = max((p for p in pairs if p not in ranks), key=lambda p: (pairs[p], p), default=None)
         if best is None:
@@ -74,7 +76,10 @@ OURS = Tokenizer(kimi.build(lines(RANKS), "tiktoken.model", SETTINGS, VOCAB), No
 TIKTOKEN = reference(RANKS)
 
 
-@given(st.text() | st.lists(st.sampled_from(TEXT.split() + [" ", "\n", "'S", "ſ", "\u212a", "\r\n", "\u3000", "々", "〇"])).map("".join))
+@given(
+    st.text()
+    | st.lists(st.sampled_from(TEXT.split() + [" ", "\n", "'S", "ſ", "\u212a", "\r\n", "\u3000", "々", "〇"])).map("".join)
+)
 @example(TEXT)
 @example("I'LL don'T  we've \r\n\r\n  中文Latin漢字123456 ")
 def test_text_becomes_the_ids_that_tiktoken_gives(text):

@@ -1,6 +1,7 @@
 """Text while it arrives: the same as all at once, never half a character, never a stop text that is taken back."""
 
 import time
+from itertools import pairwise
 
 import pytest
 import tokenizers
@@ -57,7 +58,7 @@ def pushed(stream: TextStream, parts: list[list[int]]) -> list[str]:
 
 def split(ids: list[int], draw) -> list[list[int]]:
     ends = [0, *sorted(draw(st.lists(st.integers(0, len(ids)), max_size=5))), len(ids)]
-    return [ids[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    return [ids[a:b] for a, b in pairwise(ends)]
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -75,7 +76,9 @@ def test_the_parts_make_the_text_of_all_tokens_whatever_the_tokens_and_the_parts
 def test_a_stop_text_ends_the_text_where_it_begins(data):
     letters = st.sampled_from([*range(97, 101), *(256 + i for i in range(9)), 0xE2, 0x82, 0xAC])
     ids = data.draw(st.lists(letters, max_size=40))
-    stops = data.draw(st.lists(st.text("abcd€s", min_size=1, max_size=4) | st.sampled_from(["stop", "</s>", "日"]), min_size=1, max_size=4))
+    stops = data.draw(
+        st.lists(st.text("abcd€s", min_size=1, max_size=4) | st.sampled_from(["stop", "</s>", "日"]), min_size=1, max_size=4)
+    )
     stream = TextStream(BYTE_LEVEL, stops)
     text = "".join(pushed(stream, split(ids, data.draw))) + stream.finish()
     used = first_with_a_stop(BYTE_LEVEL, ids, stops)

@@ -138,7 +138,10 @@ def test_no_typed_text_becomes_a_control_token(text):
 def test_control_tokens_are_read_where_that_is_asked_for():
     tokenizer = with_controls()
     ids = tokenizer.encode("<|User|>a<think>b<|end|>", control=True)
-    assert [i for i in ids if i in tokenizer.control.values()] == [BOS, *map(tokenizer.control.get, ["<|User|>", "<think>", "<|end|>"])]
+    assert [i for i in ids if i in tokenizer.control.values()] == [
+        BOS,
+        *map(tokenizer.control.get, ["<|User|>", "<think>", "<|end|>"]),
+    ]
     assert tokenizer.decode(ids) == "<|User|>a<think>b", "special tokens have no text, the others do"
 
 
@@ -149,7 +152,7 @@ def test_the_flags_of_a_control_token_mean_what_the_library_says(flag, taken):
         plain.add_tokens([tokenizers.AddedToken("<x>", normalized=False, **{flag: True})])
         return plain
 
-    for text in ("a <x> b", taken, "a<x>b", "<x><x> <x>"):
+    for text in ("a <x> b", taken, "a<x>b", "<x><x> <x>", "\t<x>  \n <x>", " " * 100_000):
         assert Tokenizer(model(), None).encode(text, control=True) == model().encode(text).ids
 
 
@@ -169,7 +172,9 @@ def byte_level_with(letters: str) -> tokenizers.Tokenizer:
 @given(st.lists(st.integers(0, 260), max_size=20))
 def test_bytes_decode_as_the_library_decodes_them(ids):
     tokenizer = with_controls()
-    assert tokenizer.decode(ids) == tokenizer.model.decode([i for i in ids if i not in (BOS, EOS, 260)], skip_special_tokens=False)
+    assert tokenizer.decode(ids) == tokenizer.model.decode(
+        [i for i in ids if i not in (BOS, EOS, 260)], skip_special_tokens=False
+    )
 
 
 def test_a_text_that_the_vocabulary_itself_makes_a_control_token_is_refused(tmp_path):

@@ -66,7 +66,8 @@ def test_a_model_without_tokenizer_shows_its_token_ids(capfdbinary):
 
 
 @pytest.mark.parametrize(
-    ("reason", "words"), [("length", "length"), ("stop", "stop text"), ("error", "logits not finite"), ("interrupted", "interrupted")]
+    ("reason", "words"),
+    [("length", "length"), ("stop", "stop text"), ("error", "logits not finite"), ("interrupted", "interrupted")],
 )
 def test_every_way_to_end_has_its_words(reason, words):
     assert f"stop: {words}" in summary(STATS, reason)

@@ -83,11 +83,13 @@ def test_a_name_that_is_not_in_the_cache_says_how_to_fetch_it_and_fetches_nothin
 def test_a_misspelt_folder_is_told_its_neighbour(tmp_path):
     (tmp_path / "models" / "DeepSeek-V2-Lite").mkdir(parents=True)
     for wrong in ("models/DeepSeek-V2-Light", tmp_path / "models" / "DeepSek-V2-Lite"):
-        with pytest.raises(BadFile, match="did you mean .*models/DeepSeek-V2-Lite"):
+        with pytest.raises(BadFile, match=r"did you mean .*models/DeepSeek-V2-Lite"):
             hub.resolve(wrong)
 
 
-@pytest.mark.parametrize("name", ["", "~nobody/x", "nowhere", "./nowhere", "/no/such/place", "a/b/c", "../x/../y", "x" * 5000, "nul\x00", "-a/b"])
+@pytest.mark.parametrize(
+    "name", ["", "~nobody/x", "nowhere", "./nowhere", "/no/such/place", "a/b/c", "../x/../y", "x" * 5000, "nul\x00", "-a/b"]
+)
 def test_what_is_no_folder_and_no_name_is_told_what_a_folder_needs(name):
     with pytest.raises(BadFile, match=r"config\.json"):
         hub.resolve(name)
@@ -95,6 +97,6 @@ def test_what_is_no_folder_and_no_name_is_told_what_a_folder_needs(name):
 
 def test_a_file_instead_of_its_folder_is_told_the_folder(tmp_path):
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(BadFile, match="is a file.*") as caught:
+    with pytest.raises(BadFile, match="is a file") as caught:
         hub.resolve(tmp_path / "model.safetensors")
     assert f"did you mean the folder {tmp_path}" in str(caught.value)

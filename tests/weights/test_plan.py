@@ -1,5 +1,6 @@
 """What a model needs in memory, against what it then takes."""
 
+import dataclasses
 from math import prod
 
 import jax
@@ -61,11 +62,10 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypa
     assert error.value.exit_code == 4
 
 
-def test_a_batch_whose_cache_does_not_fit_is_refused_with_the_room_there_is(folder, monkeypatch):
-    needed = plan(Checkpoint(folder))
-    monkeypatch.setattr(planning, "available", lambda: needed.needed)
+def test_a_batch_whose_cache_does_not_fit_is_refused_with_the_room_there_is(folder):
     llm = LLM(folder)
-    with pytest.raises(DoesNotFit, match=r"room for [\d,]+ tokens in all"):
+    llm.plan = dataclasses.replace(llm.plan, available=llm.plan.weights + 500 * llm.plan.cache_per_token)
+    with pytest.raises(DoesNotFit, match="room for 500 tokens in all"):
         llm.generate([[1, 2, 3]] * 64)
 
 
