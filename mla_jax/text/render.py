@@ -1,6 +1,6 @@
-"""Renders a chat template nobody vouches for: `chat.py` starts this file as a process of its own, which ends after one answer.
+"""Renders a chat template nobody vouches for: `chat.py` starts this file as a process of its own, for one answer.
 
-Reads JSON from stdin: {path, template, variables, conversations, limits}; writes {texts} or {line, cause}. Knows nothing of ours."""
+JSON in: path, template, variables, conversations, limits; JSON out: texts, or line and cause. Knows nothing of ours."""
 
 import json
 import sys

@@ -121,7 +121,8 @@ def shown(ids: list[int]) -> str:
         (
             "kimi",
             "«B»«<|im_system|>»system«<|im_middle|>»Be brief.«<|im_end|>»«<|im_user|>»user«<|im_middle|>» 2+2? «<|im_end|>»"
-            "«<|im_assistant|>»assistant«<|im_middle|>»4«<|im_end|>»«<|im_user|>»user«<|im_middle|>»and\nin 日本語, für 😀?«<|im_end|>»"
+            "«<|im_assistant|>»assistant«<|im_middle|>»4«<|im_end|>»"
+            "«<|im_user|>»user«<|im_middle|>»and\nin 日本語, für 😀?«<|im_end|>»"
             "«<|im_assistant|>»assistant«<|im_middle|>»",
         ),
     ],
