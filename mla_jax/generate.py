@@ -114,7 +114,7 @@ def run(command: Command) -> int:
         return dry_run(command, console)
     from mla_jax.engine.llm import LLM
 
-    llm = LLM(**command.llm_options())
+    llm = LLM(**command.llm_options(), progress=console.loading)
     console.note(*(f"note: {note}" for note in llm.notes))
     if text is None:
         return chat(llm, command.sampling, console)

@@ -23,7 +23,7 @@ from mla_jax.model.mla import FORMS
 from mla_jax.text.chat import ChatTemplate
 from mla_jax.text.tokenizer import Tokenizer
 from mla_jax.weights.hub import resolve
-from mla_jax.weights.load import Checkpoint
+from mla_jax.weights.load import Checkpoint, Progress
 from mla_jax.weights.plan import gib, plan
 
 DEFAULT_MAX_TOKENS = 256
@@ -45,10 +45,12 @@ class LLM:
         dtype: str | None = None,
         context: int | None = None,
         memory_fraction: float | None = None,
+        progress: Progress | None = None,
     ):
         """`model` is a folder or a name in the Hub's local cache, `attention` a form of MLA or "auto", `dtype` "float32" or
-        "bfloat16" (None: float32 on a CPU), `context` the most tokens of prompt and output together. Raises BadFile, BadConfig,
-        Unsupported, BadRequest or DoesNotFit before any large allocation."""
+        "bfloat16" (None: float32 on a CPU), `context` the most tokens of prompt and output together; `progress` hears of the
+        bytes loaded and of all there are. Raises BadFile, BadConfig, Unsupported, BadRequest or DoesNotFit before any large
+        allocation."""
         checkpoint = open_checkpoint(model, attention=attention, dtype=dtype, memory_fraction=memory_fraction)
         self.config, self.notes = checkpoint.config, checkpoint.config.notes
         self.context = check_context(context, self.config.max_position_embeddings)
@@ -59,7 +61,7 @@ class LLM:
         self.plan = plan(checkpoint, self.context)
         self.plan.refuse()
         with self._memory_explained():
-            self.model = checkpoint.read()
+            self.model = checkpoint.read(progress)
         self.last_stats: Stats | None = None  # of the newest stream
         self._programs = Programs(self.model)
 

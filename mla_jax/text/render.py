@@ -1,6 +1,6 @@
 """Renders a chat template nobody vouches for: `chat.py` starts this file as a process of its own, for one answer.
 
-JSON in: path, template, variables, conversations, limits; JSON out: texts, or line and cause. Knows nothing of ours."""
+It reads {path, template, variables, conversations, limits} as JSON from stdin, and writes {texts} or {line, cause}."""
 
 import json
 import sys

@@ -13,7 +13,7 @@ class Console:
     """`as_json` prints events for programs, `quiet` leaves out everything but the text."""
 
     def __init__(self, as_json: bool, quiet: bool):
-        self.as_json, self.quiet = as_json, quiet
+        self.as_json, self.quiet, self.line = as_json, quiet, ""
         self.terminal = sys.stdout.isatty()
 
     def chunk(self, chunk: Chunk, has_text: bool) -> None:
@@ -43,6 +43,13 @@ class Console:
         """Something for the reader, not part of the answer."""
         if not self.quiet:
             print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+    def loading(self, done: int, total: int) -> None:
+        """How far the weights are, if they take long: one line of a terminal, gone in the end."""
+        line = "\r\x1b[K" if done == total else f"\rloading {done / 2**30:.1f} of {total / 2**30:.1f} GiB"
+        if line != self.line and total >= 2**30 and sys.stderr.isatty() and not self.quiet:
+            self.line = line
+            print(line, end="", file=sys.stderr, flush=True)
 
     def say(self, lines: Iterable[str]) -> None:
         """An answer that is no model's: a plan, a diagnosis."""

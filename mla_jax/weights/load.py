@@ -2,12 +2,12 @@
 
 Host memory holds the few tensors in flight; FP8 blocks are multiplied out on the device."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from math import prod
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from mla_jax.weights import names
 from mla_jax.weights.safetensors import Folder, open_folder
 
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3")
+Progress = Callable[[int, int], None]
 IN_FLIGHT = 3  # tensors read ahead while one is placed
 
 
@@ -60,11 +61,11 @@ class Checkpoint:
         """What the weights take on the device."""
         return sum(prod(slot.shape) * slot.dtype.itemsize for slot in self.slots.values())
 
-    def read(self) -> Transformer:
-        """The model with its weights, on the default device."""
+    def read(self, progress: Progress | None = None) -> Transformer:
+        """The model with its weights, on the default device; `progress` hears of the bytes read, and of how many there are."""
         try:
             reader = Reader(self.folder, self.config, self.block)
-            _fill(self.slots, self.sources, reader, jax.sharding.SingleDeviceSharding(self.target))
+            _fill(self.slots, self.sources, reader, jax.sharding.SingleDeviceSharding(self.target), progress)
         finally:
             self.folder.close()
         return nnx.merge(self.graph, self.state)
@@ -104,9 +105,12 @@ class Reader:
                 yield ready
 
 
-def _fill(slots: dict, sources: dict[str, names.Source], reader: Reader, sharding: jax.sharding.Sharding):
+def _fill(
+    slots: dict, sources: dict[str, names.Source], reader: Reader, sharding: jax.sharding.Sharding, progress: Progress | None
+):
     """Puts every parameter on the device; experts go one by one into a buffer that is updated in place."""
     wanted = [name for source in sources.values() for name in source.names]
+    reached = list(accumulate(reader.folder.tensors[name].size for name in wanted))
     finite: list[Array] = []
     with closing(reader.ahead(wanted)) as stream:
         for path, source in sources.items():
@@ -119,6 +123,8 @@ def _fill(slots: dict, sources: dict[str, names.Source], reader: Reader, shardin
                 else:
                     value, sound = place(*jax.device_put((raw, scale), sharding), shape=slot.shape)
                 finite.append(sound)
+                if progress is not None:
+                    progress(reached[len(finite) - 1], reached[-1])
                 if len(finite) > IN_FLIGHT:  # dispatch is asynchronous, and the host keeps what the device has not taken yet
                     finite[-IN_FLIGHT].block_until_ready()
             slot.set_value(value)

@@ -328,7 +328,7 @@ def test_the_process_that_renders_is_fresh_and_has_nothing_of_ours(monkeypatch, 
     assert seen["command"][1:3] == ["-I", "-S"]
 
 
-def test_the_helpers_of_transformers_are_there():
+def test_the_functions_of_transformers_are_there():
     source = """{%- for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}
     {% generation %}g{% endgeneration %}
 {{ {'é': '<a>'} | tojson }}{{ [1, 2] | tojson(indent=1) }}{{ strftime_now('%Y') | length }}{{ dict(a=1).a }}{{ tools is none }}"""

@@ -71,3 +71,13 @@ def test_a_model_without_tokenizer_shows_its_token_ids(capfdbinary):
 )
 def test_every_way_to_end_has_its_words(reason, words):
     assert f"stop: {words}" in summary(STATS, reason)
+
+
+def test_loading_shows_on_a_terminal_only_and_leaves_no_line(capfd, monkeypatch):
+    console = Console(as_json=False, quiet=False)
+    console.loading(2**30, 2**31)
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    for done in (2**30, 2**30 + 1, 2**31):
+        console.loading(done, 2**31)
+    assert capfd.readouterr().err == "\rloading 1.0 of 2.0 GiB\r\x1b[K"

@@ -11,7 +11,7 @@ import pytest
 from weights import fp8, parameters
 
 from mla_jax.weights import safetensors
-from mla_jax.weights.load import IN_FLIGHT, dequantize, load
+from mla_jax.weights.load import IN_FLIGHT, Checkpoint, dequantize, load
 
 V3 = models.FAMILIES["v3"]
 BLOCK = (16, 24)
@@ -28,6 +28,14 @@ def reads(monkeypatch):
     found, read = [], safetensors.Folder.read
     monkeypatch.setattr(safetensors.Folder, "read", lambda self, name: (found.append(name), read(self, name))[1])
     return found
+
+
+def test_progress_counts_every_byte_once_and_ends_at_the_total(tmp_path):
+    hf, heard = models.FAMILIES["v2"], []
+    Checkpoint(models.write(tmp_path, hf, models.tensors(hf))).read(lambda done, total: heard.append((done, total)))
+    (total,) = {total for _, total in heard}
+    assert [done for done, _ in heard] == sorted({done for done, _ in heard})
+    assert heard[-1] == (total, total)
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)
