@@ -191,7 +191,7 @@ class LLM:
     def _tokens(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise BadRequest("this model folder has no tokenizer.json", "give token ids instead of text")
+                raise BadRequest("this model folder has no tokenizer", "give token ids instead of text")
             return self.tokenizer.encode(prompt)
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
             raise BadRequest("a prompt is neither text nor a list of token ids", f"found {printable(repr(prompt))}")
