@@ -437,7 +437,7 @@ def test_logits_of_what_is_no_block_of_token_ids_are_refused(llm, tokens, no_che
 def test_a_folder_without_a_tokenizer_takes_and_gives_token_ids(tmp_path):
     llm = LLM(family_folder(tmp_path, "youtu"), context=64)
     assert llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=2))[0].text is None
-    with pytest.raises(BadRequest, match=r"no tokenizer\.json"):
+    with pytest.raises(BadRequest, match="no tokenizer"):
         llm.generate("text")
     with pytest.raises(BadRequest, match="stop texts need a tokenizer"):
         llm.generate(PROMPTS[0], SamplingParams(stop="x"))
