@@ -95,11 +95,14 @@ class Transformer(nnx.Module):
         hidden: Float[Array, "B T D"],
         batch: Batch,
         layer: latent.Layer | None = None,
-    ) -> tuple[Float[Array, "B T D"], latent.Layer | None]:
+        *,
+        collect: bool = False,
+    ) -> tuple[Float[Array, "B T D"], latent.Layer | None, dict[str, list[Array]]]:
         """Runs MTP layer `depth` on the normed `hidden` of position t and the token of t + 1; `unembed` gives logits for t + 2.
 
         The layer has a cache of its own. Its output is normed and takes the place of `hidden` at the next depth."""
-        return self.mtp[depth](self.embed[...][tokens], hidden, batch, layer, self.how(batch, layer))
+        x, layer, load = self.mtp[depth](self.embed[...][tokens], hidden, batch, layer, self.how(batch, layer))
+        return x, layer, {"load": [load] if load is not None else []} if collect else {}
 
     def new_cache(self, rows: int, slots: int, layers: int | None = None) -> latent.Cache:
         """An empty cache of what this model's form remembers, in the dtype of its weights.

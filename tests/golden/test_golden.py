@@ -44,7 +44,7 @@ def test_the_mtp_layer_gives_the_logits_of_transformers():
     model, tokens = LLM(HERE / "v3_mtp").model, jnp.asarray(golden["tokens"], jnp.int32)
     batch = Batch.dense(tokens.shape[0], tokens.shape[1] - 1)
     hidden, _, _ = model(tokens[:, :-1], batch)
-    drafted, _ = model.draft(0, tokens[:, 1:], hidden, batch)
+    drafted, _, _ = model.draft(0, tokens[:, 1:], hidden, batch)
     assert relative(np.asarray(model.unembed(drafted)), golden["mtp_logits"]) < 1e-4
 
 
@@ -56,6 +56,6 @@ def test_the_mtp_layer_gives_the_same_step_by_step_over_its_own_cache():
     (layer,), logits = model.new_cache(tokens.shape[0], 32, layers=1), []
     for part in (slice(0, 9), slice(9, 10), slice(10, 19)):
         batch = Batch(whole.positions[:, part], whole.mask[:, part])
-        drafted, layer = model.draft(0, tokens[:, 1:][:, part], hidden[:, part], batch, layer)
+        drafted, layer, _ = model.draft(0, tokens[:, 1:][:, part], hidden[:, part], batch, layer)
         logits.append(model.unembed(drafted))
     assert relative(np.concatenate(logits, axis=1), golden["mtp_logits"]) < 1e-4

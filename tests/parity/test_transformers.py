@@ -117,7 +117,7 @@ def test_the_mtp_layer_agrees(both, tmp_path, family):
     model, tokens = LLM(tmp_path, dtype="float32").model, np.array(prompts(hf, [25, 25]))
     batch = Batch.dense(2, 24)
     hidden, _, _ = model(jnp.asarray(tokens[:, :-1]), batch)
-    drafted, _ = model.draft(0, jnp.asarray(tokens[:, 1:]), hidden, batch)
+    drafted, _, _ = model.draft(0, jnp.asarray(tokens[:, 1:]), hidden, batch)
     assert relative(np.asarray(model.unembed(drafted)), oracle.mtp_logits(theirs, tokens)) <= 1e-4
 
 
