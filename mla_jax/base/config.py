@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, no_type_check
 
 from mla_jax.base.errors import BadConfig, Unsupported, printable
-from mla_jax.base.families import DEFAULTS, IGNORED_KEYS, NEUTRAL_VALUES, PRESETS, ROPE_NEUTRAL_VALUES, WAITING
+from mla_jax.base.families import ARCHITECTURES, DEFAULTS, IGNORED_KEYS, NEUTRAL_VALUES, PRESETS, ROPE_NEUTRAL_VALUES, WAITING
 from mla_jax.base.files import read_json
 
 CONFIG_BYTES = 1 << 20  # the largest config.json read
@@ -121,7 +121,12 @@ class Config:
     def to_hf(self) -> dict:
         """The content of a config.json that reads back as this config."""
         values = {k: v for k, v in dataclasses.asdict(self).items() if k not in ("notes", "rope_scaling", "quantization_config")}
-        rope = self.rope_scaling and {k: v for k, v in dataclasses.asdict(self.rope_scaling).items() if v is not None}
+        values = {k: v for k, v in values.items() if v is not None or k in _NULLABLE}
+        values["eos_token_id"] = self.eos_token_id[0] if len(self.eos_token_id) == 1 else list(self.eos_token_id)
+        if self.model_type in ARCHITECTURES:
+            values["architectures"] = [ARCHITECTURES[self.model_type]]
+        rope = self.rope_scaling and dataclasses.asdict(self.rope_scaling)
+        rope = rope and {k: v for k, v in rope.items() if v is not None and (k, v) != ("truncate", True)}
         quantization = self.quantization_config and dataclasses.asdict(self.quantization_config)
         values |= {"num_key_value_heads": self.num_attention_heads, "rope_scaling": rope and {**rope, "type": rope["rope_type"]}}
         return values | ({"quantization_config": quantization} if quantization else {})

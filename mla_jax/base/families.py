@@ -54,6 +54,14 @@ DEFAULTS: dict[str, dict] = {
     "unknown": {**_V3, **_DENSE},  # experts only where the config names them
 }
 
+ARCHITECTURES = {  # the classes of transformers that read each model_type
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "youtu": "YoutuForCausalLM",
+}
+
 _INDEXER = "it chooses tokens with a lightning indexer (DeepSeek Sparse Attention), which is not built yet"
 WAITING = {"deepseek_v32": _INDEXER, "glm_moe_dsa": _INDEXER}
 
