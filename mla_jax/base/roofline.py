@@ -83,12 +83,17 @@ def step_cost(config: Config, form: str, rows: int, new: int, attended: int, ite
     return Cost(attention.flops + 2 * rows * new * weights, attention.bytes + itemsize * weights)
 
 
+def experts_touched(config: Config, tokens: int) -> float:
+    """Routed experts of a layer that `tokens` touch on average, when each is as likely as any other."""
+    experts, chosen = config.n_routed_experts or 0, config.num_experts_per_tok or 0
+    return experts * (1 - (1 - chosen / experts) ** tokens) if experts else 0.0
+
+
 def decode_bytes(config: Config, rows: int, held: int, itemsize: int = 2) -> float:
     """The least a decode step must read: its weights, with the experts that `rows` tokens touch on average, and the latents."""
     mlp, expert = 3 * config.hidden_size * config.intermediate_size, 3 * config.hidden_size * (config.moe_intermediate_size or 0)
-    experts, chosen = config.n_routed_experts or 0, config.num_experts_per_tok or 0
-    touched = experts * (1 - (1 - chosen / experts) ** rows) if experts else 0.0
-    moe = expert * (touched + (config.n_shared_experts or 0)) + experts * config.hidden_size
+    router = (config.n_routed_experts or 0) * config.hidden_size
+    moe = expert * (experts_touched(config, rows) + (config.n_shared_experts or 0)) + router
     layers = sum(moe if config.is_moe(i) else mlp for i in range(config.num_hidden_layers))
     attention = step_cost(config, "move_elided", rows, 1, 0).bytes / 2 * config.num_hidden_layers
     latents = rows * held * (config.kv_lora_rank + config.qk_rope_head_dim) * config.num_hidden_layers

@@ -130,6 +130,38 @@ def costs(
     return _figure(*axes)
 
 
+def step_times(
+    config: Config,
+    device: Device,
+    rows: int,
+    held: int,
+    *,
+    octaves: int = 12,
+    ax: "matplotlib.axes.Axes | None" = None,
+    size: tuple[float, float] = (7, 3.8),
+) -> "matplotlib.figure.Figure":
+    """Time a new token of the two forms that take turns, for 1 to 2 to the `octaves` new tokens a row after `held` ones."""
+    (plot,) = _axes(ax, size)
+    news = _cells(octaves)
+    for form, place in (("compressed", (10, 4)), ("move_elided", (4, 10))):
+        found = [attention_cost(config, form, rows, new, held + new, device.itemsize) for new in news]
+        times = [cost.seconds(device) / rows / new for cost, new in zip(found, news, strict=True)]
+        busy = [t if c.flops / device.flops > c.bytes / device.bandwidth else math.nan for t, c in zip(times, found, strict=True)]
+        plot.loglog(news, times, color=STYLES[form][1], lw=1.5, ls="--", label=form)
+        plot.loglog(news, busy, color=STYLES[form][1], lw=4, label=f"{form}, busy")
+        plot.annotate(form, (news[0], times[0]), place, textcoords="offset points", fontsize=10, color=INK)
+    low, high = plot.get_ylim()
+    plot.set(xlim=(1, 2**octaves), ylim=(low / 2, high * 8), xlabel="new tokens per row", ylabel="time per new token")
+    _powers_of_two(plot.xaxis, octaves)
+    plot.yaxis.set_major_formatter(lambda value, _: _si(value, "s"))
+    _draw_break_even(plot, config)
+    decides = {"arithmetic decides": {"lw": 4}, "memory decides": {"lw": 1.5, "ls": "--"}}
+    plot.legend(handles=[plot.plot([], [], color=INK, label=what, **style)[0] for what, style in decides.items()], frameon=False)
+    detail = f"one layer's attention, {_count(rows, 'row')}, {held:,} tokens held before, {_dtype(device.itemsize)}"
+    _title(plot, _change(config, device, rows, 2**octaves, held), detail)
+    return _figure(plot)
+
+
 def _axes(ax, size: tuple[float, float], columns: int = 1) -> list:
     """`ax` as a list, or the axes of a new figure, which is none of pyplot's: a notebook shows it once."""
     if ax is not None:

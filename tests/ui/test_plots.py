@@ -10,12 +10,14 @@ import pytest
 from mla_jax.base.config import Config
 from mla_jax.base.errors import Unsupported
 from mla_jax.base.families import PRESETS
-from mla_jax.base.roofline import DEVICES, attention_cost, break_even, held_bytes, pick_form
+from mla_jax.base.roofline import DEVICES, attention_cost, break_even, decode_bytes, held_bytes, pick_form
 from mla_jax.model.mla import FORMS
-from mla_jax.ui import plots
+from mla_jax.ui import plots, plots_decode
 
-V3, H200, CPU = Config.preset("v3"), DEVICES["NVIDIA H200"], DEVICES["cpu"]
+V3, LITE, H200, CPU = Config.preset("v3"), Config.preset("v2_lite"), DEVICES["NVIDIA H200"], DEVICES["cpu"]
 RELEASED = {name: Config.preset(name) for name in PRESETS}
+MEASURED = {1: 339.0, 8: 969.0, 64: 4286.0}
+WITH_EXPERTS = {name: config for name, config in RELEASED.items() if config.n_routed_experts}
 STEPS = [(1, 4096, 1), (32, 4096, 1), (1, 8192, 1024), (1, 1024, 1024), (64, 131072, 1)]  # rows, held, new
 FIGURES = {
     **{
@@ -29,6 +31,15 @@ FIGURES = {
     "cache_bytes": lambda: plots.cache_bytes(RELEASED),
     "costs": lambda: plots.costs(V3, 4096),
     "costs of a prompt": lambda: plots.costs(V3, 1024, new=1024),
+    **{
+        f"step_times-{device}-{preset}": lambda device=device, preset=preset: plots.step_times(
+            RELEASED[preset], DEVICES[device], 1, 4096
+        )
+        for device, preset in itertools.product(("cpu", "NVIDIA H200", "TPU v6 lite"), ("tiny", "v3", "glm_4_7_flash"))
+    },
+    "experts_touched": lambda: plots_decode.experts_touched(WITH_EXPERTS),
+    "decode_floor": lambda: plots_decode.decode_floor(V3, H200, [4096, 131072]),
+    "decode_floor with what was measured": lambda: plots_decode.decode_floor(LITE, H200, [4096, 32768], MEASURED),
 }
 
 
@@ -168,3 +179,60 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(Unsupported, match=r"pip install mla-jax\[plot\]"):
         plots.costs(V3, 4096)
+
+
+@pytest.mark.parametrize("device", [H200, CPU])
+def test_the_forms_times_are_the_models_and_thick_where_arithmetic_decides(device):
+    ax = plots.step_times(V3, device, 2, 4096).axes[0]
+    lines = {line.get_label(): line for line in ax.lines}
+    for form in ("compressed", "move_elided"):
+        thin, thick = lines[form], lines[f"{form}, busy"]
+        for new, time, busy in zip(thin.get_xdata(), thin.get_ydata(), thick.get_ydata(), strict=True):
+            cost = attention_cost(V3, form, 2, int(new), 4096 + int(new), device.itemsize)
+            assert time == pytest.approx(cost.seconds(device) / (2 * new))
+            assert (busy == time) == (cost.flops / device.flops > cost.bytes / device.bandwidth)
+
+
+def test_the_times_title_says_where_the_two_lines_cross():
+    ax = plots.step_times(V3, H200, 1, 4096).axes[0]
+    lines = {line.get_label(): line for line in ax.lines}
+    times = zip(*(lines[form].get_ydata() for form in ("compressed", "move_elided")), strict=True)
+    crossed = next(new for new, (rebuilt, held) in zip(lines["compressed"].get_xdata(), times, strict=True) if rebuilt < held)
+    assert "rebuilding pays from 296 new tokens" in ax.get_title(loc="left")
+    assert 296 <= crossed < 296 * 2 ** (1 / plots.OCTAVE)
+
+
+def test_the_experts_touched_and_their_bytes_are_those_of_the_decode_floor():
+    share, read = plots_decode.experts_touched(WITH_EXPERTS).axes
+    for config, touched, weights in zip(WITH_EXPERTS.values(), share.lines, read.lines, strict=True):
+        layers = sum(config.is_moe(i) for i in range(config.num_hidden_layers))
+        tokens, bytes_read = touched.get_xdata(), weights.get_xdata() * weights.get_ydata()
+        assert touched.get_ydata()[0] == pytest.approx(100 * config.num_experts_per_tok / config.n_routed_experts)
+        floors = [decode_bytes(config, int(n), 0) for n in tokens]
+        assert [(b - bytes_read[0]) * layers for b in bytes_read] == pytest.approx([floor - floors[0] for floor in floors])
+
+
+def test_the_experts_titles_span_all_configs():
+    share, read = plots_decode.experts_touched({"v3": V3}).axes
+    assert share.get_title(loc="left").startswith("22 tokens touch\nhalf")
+    assert "32 times less" in read.get_title(loc="left")
+
+
+def test_the_floor_is_what_a_step_reads_at_the_devices_bandwidth():
+    ax = plots_decode.decode_floor(LITE, H200, [4096, 32768], MEASURED).axes[0]
+    for line, held in zip(ax.lines, (4096, 32768, 0), strict=False):
+        for rows, rate in zip(line.get_xdata(), line.get_ydata(), strict=True):
+            assert rate == pytest.approx(rows * H200.bandwidth / decode_bytes(LITE, int(rows), held))
+    (points,) = (line for line in ax.lines if line.get_label().startswith("measured over 4,096"))
+    assert dict(zip(points.get_xdata(), points.get_ydata(), strict=True)) == MEASURED
+    assert [text.get_text() for text in ax.texts if "%" in text.get_text()] == ["339 (37%)", "969 (50%)", "4,286 (57%)"]
+
+
+def test_figures_of_decoding_can_be_drawn_on_axes_that_are_given():
+    from matplotlib.figure import Figure
+
+    first, second, *pair = Figure().subplots(1, 4)
+    assert plots.step_times(V3, H200, 1, 4096, ax=first) is first.figure
+    assert plots_decode.decode_floor(V3, H200, [4096], ax=second) is first.figure
+    assert plots_decode.experts_touched(WITH_EXPERTS, ax=pair) is first.figure
+    assert all(ax.lines for ax in (first, second, *pair))
