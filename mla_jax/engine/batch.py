@@ -15,7 +15,6 @@ from mla_jax.engine.request import Chunk, FinishReason, Logprobs, Output, Reques
 from mla_jax.engine.stats import Stats, Stopwatch, peak_bytes
 from mla_jax.text.stream import TextStream
 from mla_jax.text.tokenizer import Tokenizer
-from mla_jax.weights.plan import SCORE_BYTES
 
 
 class Row:
@@ -67,8 +66,9 @@ class Written(NamedTuple):
 class Batch:
     """Prompts that are read and continued together. Shapes are powers of two, so that programs repeat."""
 
-    def __init__(self, programs: Programs, config: Config, tokenizer: Tokenizer | None, requests: list[Request]):
-        self.programs, self.config, self.watch = programs, config, Stopwatch()
+    def __init__(self, programs: Programs, config: Config, tokenizer: Tokenizer | None, requests: list[Request], scores: int):
+        """`scores` bounds the bytes that the attention scores of one chunk of the prompts take."""
+        self.programs, self.config, self.scores, self.watch = programs, config, scores, Stopwatch()
         self.rows = [Row(request, tokenizer) for request in requests]
         self.state = self._read_prompts(requests)
         self.first, self.compiling = self.watch.look()
@@ -139,7 +139,7 @@ class Batch:
             tokens[i, :length], mask[i, :length] = request.prompt, True
         capacity, alternatives = bucket(int(limit.max()), 16), max(r.params.logprobs or 0 for r in requests)
         state = self.programs.new(slots, capacity, alternatives, jnp.asarray(limit), jnp.asarray(ends), _sampling(requests, rows))
-        chunk = roofline.chunk_tokens(self.config, rows, slots, SCORE_BYTES)
+        chunk = roofline.chunk_tokens(self.config, rows, slots, self.scores)
         for start in range(0, longest, chunk):
             end = start + bucket(min(chunk, longest - start), 16)
             state = self.programs.prefill(state, tokens[:, start:end], mask[:, start:end], span=bucket(end))

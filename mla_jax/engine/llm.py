@@ -47,10 +47,10 @@ class LLM:
         memory_fraction: float | None = None,
         progress: Progress | None = None,
     ):
-        """`model` is a folder or a name in the Hub's local cache, `attention` a form of MLA or "auto", `dtype` "float32" or
-        "bfloat16" (None: float32 on a CPU), `context` the most tokens of prompt and output together; `progress` hears of the
-        bytes loaded and of all there are. Raises BadFile, BadConfig, Unsupported, BadRequest or DoesNotFit before any large
-        allocation."""
+        """`model` is a folder or a name in the Hub's local cache (None: the bundled demo model), `attention` a form of MLA or
+        "auto", `dtype` "float32" or "bfloat16" (None: float32 on a CPU), `context` the most tokens of prompt and output together;
+        `progress` hears of the bytes loaded and of all there are. Raises BadFile, BadConfig, Unsupported, BadRequest or
+        DoesNotFit before any large allocation."""
         checkpoint = open_checkpoint(model, attention=attention, dtype=dtype, memory_fraction=memory_fraction)
         self.config, self.notes = checkpoint.config, checkpoint.config.notes
         self.context = check_context(context, self.config.max_position_embeddings)
@@ -141,7 +141,7 @@ class LLM:
                 f"it takes {gib(held)}; beside the weights there is room for {fitting:,} tokens in all",
                 "give fewer prompts at once, or lower max_tokens",
             )
-        return Batch(self._programs, self.config, self.tokenizer, requests)
+        return Batch(self._programs, self.config, self.tokenizer, requests, self.plan.scores)
 
     @contextlib.contextmanager
     def _memory_explained(self):
@@ -212,10 +212,6 @@ class LLM:
 
 def open_checkpoint(model: str | Path | None, *, attention: str, dtype: str | None, memory_fraction: float | None) -> Checkpoint:
     """The model's headers, checked; raises before JAX takes any memory of the device."""
-    if model is None:
-        raise BadRequest(
-            "no model given", "name a folder with config.json and *.safetensors; `make demo` writes a small one to .demo"
-        )
     if attention not in ("auto", *FORMS):
         raise BadRequest(f"attention {printable(str(attention))} is not known", "known: auto, " + ", ".join(FORMS))
     if dtype not in (None, *DTYPES):
