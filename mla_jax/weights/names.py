@@ -87,6 +87,7 @@ HF = (
     *(Row("mtp.{l}." + r.ours, "model.layers.{l}." + r.theirs, r.axes, r.part) for r in _MTP),
 )
 SCALE = "_scale_inv"  # what FP8 checkpoints add to the name of a weight
+LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")  # which of them they quantise
 
 
 class Source(NamedTuple):

@@ -10,15 +10,18 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
+from mla_jax.base.config import Quantization
 from mla_jax.base.errors import BadFile
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights import names
+from mla_jax.weights.quantize import fp8_blocks
 
 
-def save(model: Transformer, folder: str | Path, *, dtype: str = "bfloat16") -> None:
+def save(model: Transformer, folder: str | Path, *, dtype: str = "bfloat16", fp8: bool = False) -> None:
     """Writes `model` into `folder`, weights in `dtype` and router biases in float32; refuses to overwrite a model.
 
-    Every file is complete or absent: it is written under another name first. config.json, which makes it a model, comes last."""
+    With `fp8` the weights of linear layers become E4M3 with a scale for each block of 128x128, as DeepSeek-V3 is released. Every
+    file is complete or absent: it is written under another name first. config.json, which makes it a model, comes last."""
     folder = Path(folder)
     if (folder / "config.json").exists() or any(folder.glob("*.safetensors*")):
         raise BadFile(f"{folder} holds a model already", "choose another folder, or delete it first")
@@ -26,13 +29,14 @@ def save(model: Transformer, folder: str | Path, *, dtype: str = "bfloat16") -> 
     _, state = nnx.split(model)
     parameters = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
     exact = {names.find(path, model.config).names[0] for path, v in parameters.items() if v.get_metadata().get("exact")}
-    values = {path: variable[...] for path, variable in parameters.items()}
-    tensors = {
-        name: np.asarray(jnp.asarray(value, "float32" if name in exact else dtype))
-        for name, value in names.export(values, model.config)
-    }
+    tensors = {}
+    for name, value in names.export({path: variable[...] for path, variable in parameters.items()}, model.config):
+        if fp8 and names.LINEAR.fullmatch(name):
+            tensors[name], tensors[name + names.SCALE] = fp8_blocks(np.asarray(value, np.float32))
+        else:
+            tensors[name] = np.asarray(jnp.asarray(value, "float32" if name in exact else dtype))
     _complete(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    config = replace(model.config, quantization_config=None)  # what was read from FP8 is written multiplied out
+    config = replace(model.config, quantization_config=Quantization() if fp8 else None)
     _complete(folder / "config.json", lambda path: path.write_text(json.dumps(config.to_hf(), indent=2) + "\n"))
 
 

@@ -1,0 +1,330 @@
+"""The block types of GGUF: how many values and bytes a block has, and how it is unpacked, in JAX, to the values it stands for.
+
+Layouts are those of ggml's block structs, numbers little-endian. Knows no files and no tensors, only `[.. bytes]`. Every
+product is exact in float32 (at most 23 significant bits) and at most one sum is rounded, so that no contraction of a multiply
+with an add can change a bit. All but MXFP4's smallest scales stay clear of denormals, which XLA flushes."""
+
+from collections.abc import Callable
+from functools import cache, reduce
+from importlib import resources
+from operator import or_
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped, UInt8
+
+Bytes = UInt8[Array, "..."]
+Values = Float[Array, "..."]
+Codes = Shaped[Array, "..."]  # integers
+
+
+class BlockType(NamedTuple):
+    """`id` is the type's number in files; `unpack` takes blocks `[.. bytes]` to float32 `[.. values]`."""
+
+    id: int
+    values: int
+    bytes: int
+    unpack: Callable[[Bytes], Values]
+
+
+PLAIN = {"F32": (0, "float32"), "F16": (1, "float16"), "BF16": (30, "bfloat16")}  # types without blocks: their id and dtype
+
+
+def _shape(x: Array, *last: int) -> Array:
+    """`x` with its last axis cut into the axes `last`."""
+    return x.reshape(*x.shape[:-1], *last)
+
+
+def _fields(x: Codes, bits: int, count: int, axis: int = -2) -> Codes:
+    """The lowest `count` fields of `bits` bits of every integer: `[.. count n]`, or along the new last axis `[.. n count]`."""
+    shifts = jnp.arange(0, bits * count, bits, dtype=x.dtype)
+    return (jnp.expand_dims(x, axis) >> (shifts[:, None] if axis == -2 else shifts)) & x.dtype.type((1 << bits) - 1)
+
+
+def _words(b: Bytes, dtype: type) -> Codes:
+    """Little-endian integers, by arithmetic: a bitcast that changes the number of elements is not fused."""
+    size = np.dtype(dtype).itemsize
+    return reduce(or_, (b[..., i::size].astype(dtype) << dtype(8 * i) for i in range(size)))
+
+
+def _half(b: Bytes) -> Values:
+    """The f16 in two bytes as float32 `[.. 1]`; denormal ones are normal float32."""
+    return jax.lax.bitcast_convert_type(_words(b, np.uint16), jnp.float16).astype(jnp.float32)
+
+
+def _scaled(scales: Values, values: Codes) -> Values:
+    """Consecutive `values [.. n]`, cut into as many groups as there are `scales [.. groups]`, each times its own."""
+    return scales[..., None] * _shape(values, scales.shape[-1], -1).astype(jnp.float32)
+
+
+def _rows(x: Array, axes: int) -> Array:
+    """Joins the last `axes` axes."""
+    return x.reshape(*x.shape[: x.ndim - axes], -1)
+
+
+def _nibbles(b: Bytes) -> Codes:
+    """All low nibbles, then all high ones."""
+    return _rows(_fields(b, 4, 2), 2)
+
+
+def _q4_0(b: Bytes) -> Values:
+    return _half(b[..., :2]) * (_nibbles(b[..., 2:]).astype(jnp.float32) - 8)
+
+
+def _q4_1(b: Bytes) -> Values:
+    return _half(b[..., :2]) * _nibbles(b[..., 4:]).astype(jnp.float32) + _half(b[..., 2:4])
+
+
+def _with_fifth_bit(high: Bytes, low: Bytes) -> Values:
+    """Values of five bits as `[.. 2 2 8]`: cut so, the high bits of one byte are neighbours."""
+    bits = _fields(_shape(high, 2, 2), 1, 8, axis=-1)
+    return (_shape(_fields(low, 4, 2), 2, 8) | bits << np.uint8(4)).astype(jnp.float32)
+
+
+def _q5_0(b: Bytes) -> Values:
+    return _rows(_half(b[..., :2])[..., None, None] * (_with_fifth_bit(b[..., 2:6], b[..., 6:]) - 16), 3)
+
+
+def _q5_1(b: Bytes) -> Values:
+    d, least = _half(b[..., :2])[..., None, None], _half(b[..., 2:4])[..., None, None]
+    return _rows(d * _with_fifth_bit(b[..., 4:8], b[..., 8:]) + least, 3)
+
+
+def _signed(b: Bytes) -> Values:
+    return jax.lax.bitcast_convert_type(b, jnp.int8).astype(jnp.float32)
+
+
+def _q8_0(b: Bytes) -> Values:
+    return _half(b[..., :2]) * _signed(b[..., 2:])
+
+
+def _q2_k(b: Bytes) -> Values:
+    scales, d, least = b[..., :16], _half(b[..., 80:82]), _half(b[..., 82:])
+    q = _fields(_shape(b[..., 16:80], 2, 32), 2, 4)
+    low = least * (scales >> 4).astype(jnp.float32)
+    return _rows(_scaled(d * (scales & 15).astype(jnp.float32), _rows(q, 3)) - low[..., None], 2)
+
+
+def _q3_k(b: Bytes) -> Values:
+    low = _rows(_fields(_shape(b[..., 32:96], 2, 32), 2, 4), 3)
+    high = _rows(_fields(b[..., :32], 1, 8), 2)  # a set bit means that nothing is subtracted
+    scales = _nibbles(b[..., 96:104]) | _rows(_fields(b[..., 104:108], 2, 4), 2) << np.uint8(4)
+    q = (low | high << np.uint8(2)).astype(jnp.float32) - 4
+    return _rows(_scaled(_half(b[..., 108:]) * (scales.astype(jnp.float32) - 32), q), 2)
+
+
+def _k_scales(b: Bytes) -> tuple[Values, Values]:
+    """Eight scales and eight minima of six bits each, from Q4_K's and Q5_K's first 16 bytes.
+
+    The last four have their high bits above the first four. Chosen by `where`: a concatenation here takes thrice the time."""
+    first, second, rest = (b[..., None, i : i + 4] for i in (4, 8, 12))
+    late = jnp.array([[False], [True]])
+    scales = _rows(jnp.where(late, rest & 15 | first >> 2 & 48, first & 63), 2)
+    minima = _rows(jnp.where(late, rest >> 4 | second >> 2 & 48, second & 63), 2)
+    return _half(b[..., :2]) * scales.astype(jnp.float32), _half(b[..., 2:4]) * minima.astype(jnp.float32)
+
+
+def _q4_k(b: Bytes) -> Values:
+    scales, minima = _k_scales(b)
+    q = _fields(_shape(b[..., 16:], 4, 32), 4, 2)
+    return _rows(_scaled(scales, _rows(q, 3)) - minima[..., None], 2)
+
+
+def _q5_k(b: Bytes) -> Values:
+    scales, minima = _k_scales(b)
+    low = _rows(_fields(_shape(b[..., 48:], 4, 32), 4, 2), 3)
+    high = _rows(_fields(b[..., 16:48], 1, 8), 2)
+    return _rows(_scaled(scales, low | high << np.uint8(4)) - minima[..., None], 2)
+
+
+def _q6_k(b: Bytes) -> Values:
+    low = _rows(_fields(_shape(b[..., :128], 2, 64), 4, 2), 3)
+    high = _rows(_fields(_shape(b[..., 128:192], 2, 32), 2, 4), 3)
+    q = (low | high << np.uint8(4)).astype(jnp.float32) - 32
+    return _rows(_scaled(_half(b[..., 208:]) * _signed(b[..., 192:208]), q), 2)
+
+
+def _trits(b: Bytes, digits: int) -> Codes:
+    """Base-three digits, the highest first: a byte is a fraction of 256, and each digit what spills over on tripling it."""
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:digits, None]
+    return ((b[..., None, :] * powers).astype(jnp.uint16) * 3 >> 8).astype(jnp.uint8)
+
+
+def _tq1_0(b: Bytes) -> Values:
+    parts = [_trits(b[..., :32], 5), _trits(b[..., 32:48], 5), _trits(b[..., 48:52], 4)]
+    return _half(b[..., 52:]) * (jnp.concatenate([_rows(p, 2) for p in parts], axis=-1).astype(jnp.float32) - 1)
+
+
+def _tq2_0(b: Bytes) -> Values:
+    q = _fields(_shape(b[..., :64], 2, 32), 2, 4)
+    return _half(b[..., 64:]) * (_rows(q, 3).astype(jnp.float32) - 1)
+
+
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled; zero has no sign
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def looked_up(table: np.ndarray, code: Codes) -> Values:
+    """`table[code]`: from so small a table an XLA loop reads in vectors, faster than shifts or selects put values together."""
+    return jnp.asarray(table).at[code.astype(jnp.int32)].get(mode="promise_in_bounds")
+
+
+@cache
+def _mxfp4_values() -> np.ndarray:
+    """Every value by scale and code, doubled and halved again as in E2M1: some are denormals, which no product may make."""
+    values = np.ldexp(np.array(E2M1, np.float64), np.arange(256)[:, None] - 128)
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32).reshape(-1)
+
+
+def _mxfp4(b: Bytes) -> Values:
+    code = _fields(b[..., 1:], 4, 2).astype(jnp.int32)
+    return _rows(looked_up(_mxfp4_values(), b[..., :1, None].astype(jnp.int32) << 4 | code), 2)
+
+
+def _nvfp4(b: Bytes) -> Values:
+    """Sixteen values to a scale, which is an E4M3 without its sign; 127 stands for zero."""
+    scale = b[..., :4].astype(jnp.int32)
+    exponent, mantissa = scale >> 3 & 15, scale & 7
+    size = jnp.where(exponent > 0, mantissa + 8 << jnp.maximum(exponent - 1, 0), mantissa)
+    q = looked_up(np.array(E2M1, np.float32), _fields(_shape(b[..., 4:], 4, 8), 4, 2))
+    return _rows(_scaled(jnp.where(scale == 127, 0, size).astype(jnp.float32) * 2.0**-10, _rows(q, 3)), 2)
+
+
+@cache
+def _grid(name: str) -> np.ndarray:
+    """A codebook: eight fields of two bits or four of four bits an entry, uint16; tools/gguf_grids.py says from where."""
+    with resources.files("mla_jax.base").joinpath("gguf_grids.npz").open("rb") as file, np.load(file) as grids:
+        return grids[name]
+
+
+def _entries(name: str, index: Codes) -> Codes:
+    """The fields of the entries at `index [.. n]`, as `[.. n fields]`."""
+    entry = jnp.asarray(_grid(name)).at[index.astype(jnp.int32)].get(mode="promise_in_bounds")
+    return _fields(entry, 4, 4, axis=-1) if name.startswith("IQ3") else _fields(entry, 2, 8, axis=-1)
+
+
+def _with_signs(values: Codes, signs: Codes) -> Values:
+    """`values [.. n 8]`, negative where the bit of `signs [.. n]` is set."""
+    flip = _fields(signs.astype(jnp.uint8), 1, 8, axis=-1)
+    return values.astype(jnp.float32) * (1 - 2 * flip.astype(jnp.float32))
+
+
+def _even(seven: Codes) -> Codes:
+    """Seven sign bits and an eighth that makes their number even."""
+    return seven | (jax.lax.population_count(seven) & 1) << 7
+
+
+def _iq2_values(name: str, index: Codes) -> Codes:
+    code = _entries(name, index)
+    return 8 + 17 * code + (code >> 1)  # 8, 25, 43
+
+
+def _iq2_scales(d: Values, scales: Codes) -> Values:
+    return d * ((scales.astype(jnp.float32) + 0.5) * 0.25)
+
+
+def _iq2_xxs(b: Bytes) -> Values:
+    quads = _shape(b[..., 2:], 8, 8)
+    rest = _words(quads[..., 4:], np.uint32)
+    signs = _rows(_even(_fields(rest[..., 0], 7, 4, axis=-1)), 2)
+    values = _with_signs(_iq2_values("IQ2_XXS", _rows(quads[..., :4], 2)), signs)
+    return _rows(_scaled(_iq2_scales(_half(b[..., :2]), rest[..., 0] >> 28), _rows(values, 2)), 2)
+
+
+def _iq2_xs(b: Bytes) -> Values:
+    codes = _words(b[..., 2:66], np.uint16)
+    scales = _rows(_fields(b[..., 66:], 4, 2, axis=-1), 2)
+    values = _with_signs(_iq2_values("IQ2_XS", codes & 511), _even(codes >> 9))
+    return _rows(_scaled(_iq2_scales(_half(b[..., :2]), scales), _rows(values, 2)), 2)
+
+
+def _iq2_s(b: Bytes) -> Values:
+    high = _rows(_fields(b[..., 66:74], 2, 4, axis=-1), 2)
+    scales = _rows(_fields(b[..., 74:], 4, 2, axis=-1), 2)
+    index = b[..., 2:34].astype(jnp.uint16) | high.astype(jnp.uint16) << 8
+    values = _with_signs(_iq2_values("IQ2_S", index), b[..., 34:66])
+    return _rows(_scaled(_iq2_scales(_half(b[..., :2]), scales), _rows(values, 2)), 2)
+
+
+def _iq3_xxs(b: Bytes) -> Values:
+    rest = _words(b[..., 66:], np.uint32)
+    signs = _rows(_even(_fields(rest, 7, 4, axis=-1)), 2)
+    code = _entries("IQ3_XXS", b[..., 2:66])
+    values = 4 + 8 * code + (code + 1 >> 3 << 1)  # 4, 12 .. 52, 62
+    scales = _half(b[..., :2]) * ((rest >> 28).astype(jnp.float32) + 0.5) * 0.5
+    return _rows(_scaled(scales, _rows(_with_signs(_shape(_rows(values, 2), 32, 8), signs), 2)), 2)
+
+
+def _iq3_s(b: Bytes) -> Values:
+    high = _rows(_fields(b[..., 66:74], 1, 8, axis=-1), 2)
+    index = b[..., 2:66].astype(jnp.uint16) | high.astype(jnp.uint16) << 8
+    values = _shape(_rows(2 * _entries("IQ3_S", index) + 1, 2), 32, 8)
+    scales = 2 * _rows(_fields(b[..., 106:], 4, 2, axis=-1), 2).astype(jnp.float32) + 1
+    return _rows(_scaled(_half(b[..., :2]) * scales, _rows(_with_signs(values, b[..., 74:106]), 2)), 2)
+
+
+def _iq1_values(index: Codes, down: Codes) -> Values:
+    """A codebook's -1, 0 and 1 plus an eighth, or minus where `down [.. n]` is set."""
+    trit = _entries("IQ1_S", index).astype(jnp.float32) - 1
+    return trit + (0.125 - 0.25 * down[..., None].astype(jnp.float32))
+
+
+def _iq1_s(b: Bytes) -> Values:
+    extra = _words(b[..., 34:], np.uint16)
+    index = b[..., 2:34].astype(jnp.uint16) | _rows(_fields(extra, 3, 4, axis=-1), 2) << 8
+    values = _iq1_values(index, jnp.repeat(extra >> 15, 4, axis=-1))
+    scales = 2 * (extra >> 12 & 7).astype(jnp.float32) + 1
+    return _rows(_scaled(_half(b[..., :2]) * scales, _rows(values, 2)), 2)
+
+
+def _iq1_m(b: Bytes) -> Values:
+    words = _words(b[..., 48:], np.uint16)
+    nibbles = words >> 12 << np.arange(0, 16, 4, dtype=np.uint16)  # of the one f16 scale
+    d = jnp.sum(nibbles, axis=-1, dtype=jnp.uint16)  # a sum, for it is done once a block, where `|` is done for each value
+    d = jax.lax.bitcast_convert_type(d, jnp.float16).astype(jnp.float32)[..., None]
+    extra = _rows(_fields(b[..., 32:48], 4, 2, axis=-1), 2)
+    values = _iq1_values(b[..., :32].astype(jnp.uint16) | (extra & 7).astype(jnp.uint16) << 8, extra >> 3)
+    scales = 2 * _rows(_fields(words, 3, 4, axis=-1), 2).astype(jnp.float32) + 1
+    return _rows(_scaled(d * scales, _rows(values, 2)), 2)
+
+
+def _iq4_nl(b: Bytes) -> Values:
+    return _rows(_half(b[..., :2])[..., None] * looked_up(np.array(IQ4, np.float32), _fields(b[..., 2:], 4, 2)), 2)
+
+
+def _iq4_xs(b: Bytes) -> Values:
+    high = _fields(_words(b[..., 2:4], np.uint16)[..., 0], 2, 8, axis=-1).astype(jnp.uint8)
+    low = _rows(_fields(b[..., 4:8], 4, 2, axis=-1), 2)
+    scales = _half(b[..., :2]) * ((low | high << np.uint8(4)).astype(jnp.float32) - 32)
+    q = looked_up(np.array(IQ4, np.float32), _fields(_shape(b[..., 8:], 8, 16), 4, 2))
+    return _rows(_scaled(scales, _rows(q, 3)), 2)
+
+
+TYPES = {
+    "Q4_0": BlockType(2, 32, 18, _q4_0),
+    "Q4_1": BlockType(3, 32, 20, _q4_1),
+    "Q5_0": BlockType(6, 32, 22, _q5_0),
+    "Q5_1": BlockType(7, 32, 24, _q5_1),
+    "Q8_0": BlockType(8, 32, 34, _q8_0),
+    "Q2_K": BlockType(10, 256, 84, _q2_k),
+    "Q3_K": BlockType(11, 256, 110, _q3_k),
+    "Q4_K": BlockType(12, 256, 144, _q4_k),
+    "Q5_K": BlockType(13, 256, 176, _q5_k),
+    "Q6_K": BlockType(14, 256, 210, _q6_k),
+    "IQ2_XXS": BlockType(16, 256, 66, _iq2_xxs),
+    "IQ2_XS": BlockType(17, 256, 74, _iq2_xs),
+    "IQ3_XXS": BlockType(18, 256, 98, _iq3_xxs),
+    "IQ1_S": BlockType(19, 256, 50, _iq1_s),
+    "IQ4_NL": BlockType(20, 32, 18, _iq4_nl),
+    "IQ3_S": BlockType(21, 256, 110, _iq3_s),
+    "IQ2_S": BlockType(22, 256, 82, _iq2_s),
+    "IQ4_XS": BlockType(23, 256, 136, _iq4_xs),
+    "IQ1_M": BlockType(29, 256, 56, _iq1_m),
+    "TQ1_0": BlockType(34, 256, 54, _tq1_0),
+    "TQ2_0": BlockType(35, 256, 66, _tq2_0),
+    "MXFP4": BlockType(39, 32, 17, _mxfp4),
+    "NVFP4": BlockType(40, 64, 36, _nvfp4),
+}

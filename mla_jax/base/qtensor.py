@@ -1,0 +1,194 @@
+"""QTensor: a quantised tensor that stays packed in memory, and the table of its formats, each unpacked by JAX inside jit.
+
+Knows arrays only: files are read in mla_jax/weights, and our own formats are written by mla_jax/weights/quantize.py."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from math import prod
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jaxtyping import Array, Float
+
+from mla_jax.base import gguf_blocks
+from mla_jax.base.errors import BadFile, Unsupported, printable
+
+Shape = tuple[int, ...]
+Specs = tuple[jax.ShapeDtypeStruct, ...]
+
+
+@dataclass(frozen=True)
+class QTensor:
+    """A tensor of `shape` in a `format` of FORMATS; `parts` are arrays, or what stands for arrays in a tree of them.
+
+    A stack of matrices is one QTensor. Where vmap or scan take leading axes off the parts, `shape` keeps them: only its
+    last axis is ever read, so `dequantize` follows the parts."""
+
+    format: str
+    parts: tuple[Any, ...]
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held; also of an abstract tensor."""
+        return sum(_bytes(part) for part in self.parts)
+
+    def one(self, index: Any) -> "QTensor":
+        """One tensor of a stack; `index` may be traced."""
+        return QTensor(self.format, tuple(part[index] for part in self.parts), self.shape[1:])
+
+
+jax.tree_util.register_dataclass(QTensor, data_fields=["parts"], meta_fields=["format", "shape"])
+
+
+class Format(NamedTuple):
+    """`block`: the rows and columns that share scales, 0 for all there are; `unpack` takes parts and the length of the last axis.
+
+    `parts` says what the parts of a shape are, and raises BadFile for a shape that the format cannot hold."""
+
+    block: tuple[int, int]
+    parts: Callable[[Shape], Specs]
+    unpack: Callable[[tuple[Array, ...], int], Float[Array, "..."]]
+
+
+def dequantize(q: QTensor, dtype: Any = jnp.float32) -> Float[Array, "..."]:
+    """The values that `q` stands for, computed in float32 and rounded once to `dtype`."""
+    return format_of(q.format).unpack(q.parts, q.shape[-1]).astype(dtype)
+
+
+def abstract(format: str, shape: Shape) -> QTensor:
+    """A QTensor without memory: its parts are shapes and dtypes. Raises BadFile if the format cannot hold that shape."""
+    return QTensor(format, format_of(format).parts(shape), shape)
+
+
+def nbytes(format: str, shape: Shape) -> int:
+    """Bytes of a tensor, by arithmetic alone."""
+    return abstract(format, shape).nbytes
+
+
+def check(q: QTensor, where: str = "a tensor") -> QTensor:
+    """`q` itself if its parts are what its format and shape ask for; raises BadFile, which begins with `where`, if not."""
+    found, expected = [_said(part) for part in q.parts], [_said(part) for part in abstract(q.format, q.shape).parts]
+    if found != expected:
+        raise BadFile(
+            f"{where} is no {q.format} of shape {list(q.shape)}",
+            f"found parts {', '.join(found) or 'none at all'}",
+            f"expected {', '.join(expected)}",
+        )
+    return q
+
+
+def _said(part: Any) -> str:
+    return f"{np.dtype(part.dtype).name}{list(part.shape)}"
+
+
+def _bytes(part: Any) -> int:
+    return prod(part.shape) * np.dtype(part.dtype).itemsize
+
+
+def _spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _refuse(name: str, shape: Shape, expected: str) -> NoReturn:
+    raise BadFile(f"no {name} tensor has the shape {list(shape)}", expected)
+
+
+def _gguf_parts(name: str, values: int, size: int, shape: Shape) -> Specs:
+    if not shape or shape[-1] % values:
+        _refuse(name, shape, f"expected a last axis that is a multiple of {values}, for blocks end with their row")
+    return (_spec(jnp.uint8, *shape[:-1], shape[-1] // values, size),)
+
+
+def _gguf(name: str) -> Format:
+    kind = gguf_blocks.TYPES[name]
+
+    def unpack(parts: tuple[Array, ...], _: int) -> Float[Array, "..."]:
+        values = kind.unpack(parts[0])
+        return values.reshape(*values.shape[:-2], -1)
+
+    return Format((1, kind.values), partial(_gguf_parts, name, kind.values, kind.bytes), unpack)
+
+
+E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+def _e4m3(weight: Array) -> Float[Array, "..."]:
+    """To float32, which GPUs and TPUs do in hardware and XLA's CPU code slowly: there a table is 8 times as fast."""
+    by_table = lambda w: gguf_blocks.looked_up(E4M3, jax.lax.bitcast_convert_type(w, jnp.uint8))  # noqa: E731
+    return jax.lax.platform_dependent(weight, cpu=by_table, default=lambda w: w.astype(jnp.float32))
+
+
+def _fp8_parts(rows: int, columns: int, shape: Shape) -> Specs:
+    if len(shape) < 2:
+        _refuse("fp8_block", shape, "expected at least two axes")
+    scales = _spec(jnp.float32, *shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
+    return _spec(jnp.float8_e4m3fn, *shape), scales
+
+
+def _fp8(rows: int, columns: int) -> Format:
+    """E4M3 `[.. N K]` times a float32 scale for each block of `rows` by `columns`; the last blocks may be ragged."""
+
+    def unpack(parts: tuple[Array, ...], _: int) -> Float[Array, "..."]:
+        weight, scale = parts
+        wide = jnp.repeat(scale, columns, axis=-1)[..., : weight.shape[-1]]
+        spread = jnp.repeat(wide, rows, axis=-2)[..., : weight.shape[-2], :]
+        return _e4m3(weight) * spread
+
+    return Format((rows, columns), partial(_fp8_parts, rows, columns), unpack)
+
+
+def _int8_parts(shape: Shape) -> Specs:
+    if not shape:
+        _refuse("int8", shape, "expected at least one axis")
+    return _spec(jnp.int8, *shape), _spec(jnp.float32, *shape[:-1])
+
+
+def _int8() -> Format:
+    """Signed bytes `[.. N K]` times a float32 scale a row."""
+    return Format((1, 0), _int8_parts, lambda parts, _: parts[0].astype(jnp.float32) * parts[1][..., None])
+
+
+def _int4_parts(group: int, shape: Shape) -> Specs:
+    if not shape:
+        _refuse(f"int4_g{group}", shape, "expected at least one axis")
+    groups = -(-shape[-1] // group)
+    return _spec(jnp.uint8, *shape[:-1], groups, group // 2), _spec(jnp.bfloat16, *shape[:-1], groups)
+
+
+def _int4(group: int) -> Format:
+    """Codes of four bits less 8, times a bfloat16 scale for each `group` of a row: bytes `[.. groups group/2]`.
+
+    A group's first half are the low nibbles, its second half the high ones; the last group is filled up with zeros."""
+
+    def unpack(parts: tuple[Array, ...], length: int) -> Float[Array, "..."]:
+        packed, scale = parts
+        codes = jnp.stack([packed & 15, packed >> 4], axis=-2).astype(jnp.float32) - 8
+        values = codes * scale.astype(jnp.float32)[..., None, None]
+        return values.reshape(*scale.shape[:-1], -1)[..., :length]
+
+    return Format((1, group), partial(_int4_parts, group), unpack)
+
+
+FORMATS: dict[str, Format] = {
+    "fp8_block": _fp8(128, 128),
+    "int8": _int8(),
+    "int4_g32": _int4(32),
+    "int4_g128": _int4(128),
+    **{name: _gguf(name) for name in gguf_blocks.TYPES},
+}
+
+
+@lru_cache(maxsize=64)
+def format_of(name: str) -> Format:
+    """A format by its name; `fp8_block_64x32` is fp8_block with blocks of 64 rows by 32 columns. Raises Unsupported."""
+    if name in FORMATS:
+        return FORMATS[name]
+    if sizes := re.fullmatch(r"fp8_block_([1-9]\d{0,5})x([1-9]\d{0,5})", name):
+        return _fp8(int(sizes[1]), int(sizes[2]))
+    raise Unsupported(f"there is no quantised format {printable(name)}", "known: " + ", ".join(FORMATS))

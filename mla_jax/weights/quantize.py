@@ -1,0 +1,100 @@
+"""Quantising on the host, in numpy: what a QTensor of each of our own formats is made from. Knows no files and no devices.
+
+Dequantising belongs to the QTensor's format. GGUF types are read, never written."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float
+
+from mla_jax.base.errors import BadFile, Unsupported, printable
+from mla_jax.base.qtensor import QTensor, check
+
+E4M3_MAX = 448.0
+
+
+Weights = Float[np.ndarray, "*X N K"]
+
+
+def fp8_blocks(w: Weights, block: tuple[int, int] = (128, 128), ue8m0: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """E4M3 weights `[*X N K]` and one float32 scale a block, `[*X ceil(N/128) ceil(K/128)]`: their product is near `w`.
+
+    `ue8m0` rounds scales up to powers of two. A block of zeros has the scale 1; the last blocks may be ragged."""
+    w = np.asarray(w, np.float32)
+    scale = _scale(_block_amax(w, block), E4M3_MAX)
+    if ue8m0:
+        scale = _power_of_two_above(scale)
+    scaled = w / _spread(scale, block, w.shape)
+    return np.clip(scaled, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn), scale  # beyond 448 the cast gives NaN
+
+
+def _scale(extreme: np.ndarray, code: float) -> np.ndarray:
+    """What takes `code` to `extreme`; 1 for zeros. Never denormal, for XLA takes denormals for zeros."""
+    if not np.isfinite(extreme).all():
+        raise BadFile("weights that are not finite cannot be quantised", "found NaN or an infinity among them")
+    scale = extreme / np.float32(code)
+    tiny = np.finfo(np.float32).tiny
+    return np.where(scale == 0, np.float32(1), np.where(np.abs(scale) < tiny, np.copysign(tiny, scale), scale))
+
+
+def _block_amax(w: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    rows = np.maximum.reduceat(np.abs(w), np.arange(0, w.shape[-2], block[0]), axis=-2)
+    return np.maximum.reduceat(rows, np.arange(0, w.shape[-1], block[1]), axis=-1)
+
+
+def _spread(scale: np.ndarray, block: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:
+    """A block's scale at every place of the block."""
+    wide = np.repeat(np.repeat(scale, block[0], axis=-2), block[1], axis=-1)
+    return wide[..., : shape[-2], : shape[-1]]
+
+
+def _power_of_two_above(scale: np.ndarray) -> np.ndarray:
+    mantissa, exponent = np.frexp(scale)  # exact, unlike a logarithm
+    return np.ldexp(np.float32(1), exponent - (mantissa == 0.5)).astype(np.float32)
+
+
+def int8_rows(w: Weights) -> tuple[np.ndarray, np.ndarray]:
+    """Signed bytes `[*X N K]`, -127 to 127, and a float32 scale a row, `[*X N]`."""
+    w = np.asarray(w, np.float32)
+    scale = _scale(np.abs(w).max(axis=-1), 127)
+    return np.clip(np.rint(w / scale[..., None]), -127, 127).astype(np.int8), scale
+
+
+def int4_groups(w: Weights, group: int = 32) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of two codes `[*X N groups group/2]` and a bfloat16 scale a group, `[*X N groups]`.
+
+    Of two scales a group takes the one of less squared error: codes -7 to 7, or -8 to 7 with the extreme at -8."""
+    w = np.asarray(w, np.float32)
+    fill = [(0, 0)] * (w.ndim - 1) + [(0, -w.shape[-1] % group)]
+    w = np.pad(w, fill).reshape(*w.shape[:-1], -1, group)
+    extreme = np.take_along_axis(w, np.abs(w).argmax(axis=-1, keepdims=True), axis=-1)[..., 0]
+    (codes, scale, error), (other, signed, less) = (_int4(w, s) for s in (_scale(np.abs(extreme), 7), _scale(extreme, -8)))
+    codes, scale = np.where((less < error)[..., None], other, codes), np.where(less < error, signed, scale)
+    return codes[..., : group // 2] | codes[..., group // 2 :] << 4, scale
+
+
+def _int4(w: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes plus 8, the scale as bfloat16, and the squared error a group."""
+    scale = scale.astype(ml_dtypes.bfloat16)
+    ratio = w / scale.astype(np.float32)[..., None]
+    codes = np.clip(np.rint(ratio), -8, 7)
+    error = np.square(codes - ratio).sum(axis=-1) * np.square(scale.astype(np.float64))
+    return (codes + 8).astype(np.uint8), scale, error
+
+
+FORMATS = {
+    "fp8_block": fp8_blocks,
+    "int8": int8_rows,
+    "int4_g32": partial(int4_groups, group=32),
+    "int4_g128": partial(int4_groups, group=128),
+}
+
+
+def quantize(w: Weights, format: str) -> QTensor:
+    """`w` as a QTensor on the default device; raises Unsupported for a format that is only read."""
+    if format not in FORMATS:
+        raise Unsupported(f"nothing is quantised to {printable(format)}", "known: " + ", ".join(FORMATS))
+    parts = tuple(jnp.asarray(part) for part in FORMATS[format](w))
+    return check(QTensor(format, parts, tuple(w.shape)))
