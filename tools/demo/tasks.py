@@ -1,0 +1,118 @@
+"""Recall tasks: conversations about a long context, whose answers stand in it and nowhere else.
+
+`passkey`: a number in a remark inside Python source. `variable`: many assignments inside Python source. `pairs`: a list of keys
+and values, nothing else. `copy`: a line of words inside Python source, to be repeated whole."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import tokenizers
+
+from demo.corpus import control_ids
+
+_CONSONANTS, _VOWELS = "bcdfghjklmnprstvwz", "aeiou"
+QUESTIONS = 8  # most questions about one context
+
+
+class Fact(NamedTuple):
+    text: str
+    question: str
+    answer: str
+
+
+class Task(NamedTuple):
+    fact: Callable[[np.random.Generator], Fact]
+    spacing: int | None  # tokens of source from one fact to the next; 0: nothing but facts, None: a single fact
+
+
+def word(rng: np.random.Generator) -> str:
+    """A pronounceable word that no source holds, such as `zovuka`."""
+    return "".join(rng.choice(list(_CONSONANTS)) + rng.choice(list(_VOWELS)) for _ in range(rng.integers(2, 5)))
+
+
+def number(rng: np.random.Generator) -> str:
+    return str(rng.integers(10_000, 100_000))
+
+
+def passkey(rng: np.random.Generator) -> Fact:
+    key = number(rng)
+    return Fact(f"\n# The pass key is {key}. Remember it.\n", "What is the pass key?", key)
+
+
+def variable(rng: np.random.Generator) -> Fact:
+    name, value = f"{word(rng)}_{word(rng)}", number(rng)
+    return Fact(f"\n{name} = {value}\n", f"print({name})", value)
+
+
+def pairs(rng: np.random.Generator) -> Fact:
+    key, value = word(rng) + word(rng), number(rng)
+    return Fact(f"{key}: {value}\n", f"{key}?", value)
+
+
+def copy(rng: np.random.Generator) -> Fact:
+    words = " ".join(word(rng) for _ in range(rng.integers(4, 12)))
+    return Fact(f"\n# Copy: {words}\n", "Copy the words.", words)
+
+
+TASKS = {"passkey": Task(passkey, None), "variable": Task(variable, 96), "pairs": Task(pairs, 0), "copy": Task(copy, None)}
+
+
+class Writer:
+    """Writes tasks in tokens; `source` is a long run of tokens to take the filling from."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, source: np.ndarray):
+        self.tokenizer, self.source = tokenizer, source
+        self.bos, self.eos, self.user, self.assistant = control_ids(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def filling(self, rng: np.random.Generator, count: int) -> list[int]:
+        start = rng.integers(0, len(self.source) - count)
+        run = self.source[start : start + count]
+        return np.where(run < self.user + 2, self.encode("\n")[0], run).tolist()  # no control tokens inside a message
+
+    def context(self, rng: np.random.Generator, task: Task, room: int) -> tuple[list[int], list[Fact]]:
+        """At most `room` tokens, and the facts in them in order, the first at the very start."""
+        tokens, facts = [], []
+        while True:
+            fact = task.fact(rng)
+            text = self.encode(fact.text)
+            if len(tokens) + len(text) > room:
+                return tokens, facts
+            tokens, facts = tokens + text, [*facts, fact]
+            gap = room - len(tokens) if task.spacing is None else int(rng.integers(0, 2 * task.spacing + 1))
+            tokens += self.filling(rng, min(gap, room - len(tokens)))
+            if task.spacing is None:
+                return tokens, facts
+
+    def sample(self, rng: np.random.Generator, name: str, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """A conversation of `length` tokens for training, and where in it answers stand."""
+        task = TASKS[name]
+        asked = 1 if task.spacing is None else QUESTIONS
+        room = int(rng.integers(length // 8, length - 32 * asked - 32))
+        lead = self.filling(rng, int(rng.integers(0, room // 2))) if task.spacing != 0 else []
+        context, facts = self.context(rng, task, max(room - len(lead), 96))
+        tokens, answers = [self.bos, self.user, *lead, *context], []
+        for i in rng.permutation(len(facts))[:asked]:
+            answer = [*self.encode(facts[i].answer), self.eos]
+            tokens += [*([self.user] if answers else []), *self.encode("\n" + facts[i].question), self.assistant]
+            answers.append((len(tokens), len(tokens) + len(answer)))
+            tokens += answer
+        rest = length - len(tokens)
+        tokens += [self.bos, *self.filling(rng, rest - 1)] if rest > 0 else []
+        is_answer = np.zeros(length, bool)
+        for start, stop in answers:
+            is_answer[start:stop] = True
+        return np.asarray(tokens[:length], np.int32), is_answer
+
+    def prompt(self, rng: np.random.Generator, name: str, distance: int, longest: int) -> tuple[list[int], list[int]]:
+        """A question whose answer stands about `distance` tokens back, in a prompt of at most `longest` with room for the
+        answer; and the answer."""
+        _, facts = context = self.context(rng, TASKS[name], distance)
+        question = self.encode("\n" + facts[0].question)
+        answer = self.encode(facts[0].answer)
+        head = [self.bos, self.user]
+        spare = longest - len(answer) - 1 - len(head) - len(question) - 1
+        return [*head, *context[0][:spare], *question, self.assistant], answer
