@@ -1,0 +1,70 @@
+"""The names table of GGUF: where each of our parameters lies in a file that llama.cpp's converter wrote for `deepseek2`.
+
+Rows are those of names.py. Axes are of the shapes that gguf.py gives, which are numpy's: the reverse of the file's. Experts lie
+stacked in one tensor, and MTP layers are numbered on behind the others, as in released folders."""
+
+import re
+from typing import Any
+
+from mla_jax.base.config import Config
+from mla_jax.weights.names import Row, first_half, key_half, second_half, value_half
+
+
+def transposed(w: Any, config: Config) -> Any:
+    """`uk` of attn_k_b, whose heads are stored as the latent by the key."""
+    return w.swapaxes(-1, -2)
+
+
+_BLOCK = (
+    Row("attn_norm", "attn_norm.weight", "model"),
+    Row("mlp_norm", "ffn_norm.weight", "model"),
+    Row("attn.q_proj", "attn_q.weight", "heads*query model"),
+    Row("attn.q_a_proj", "attn_q_a.weight", "q_rank model"),
+    Row("attn.q_a_norm", "attn_q_a_norm.weight", "q_rank"),
+    Row("attn.q_b_proj", "attn_q_b.weight", "heads*query q_rank"),
+    Row("attn.kv_a_proj", "attn_kv_a_mqa.weight", "latent model"),
+    Row("attn.kv_a_norm", "attn_kv_a_norm.weight", "kv_rank"),
+    Row("attn.uk", "attn_k_b.weight", "heads kv_rank nope", transposed),
+    Row("attn.uv", "attn_v_b.weight", "heads value kv_rank"),
+    Row("attn.uk", "attn_kv_b.weight", "heads*up kv_rank", key_half),  # before April 2025
+    Row("attn.uv", "attn_kv_b.weight", "heads*up kv_rank", value_half),
+    Row("attn.o_proj", "attn_output.weight", "model heads*value"),
+    Row("mlp.gate", "ffn_gate.weight", "mlp model"),
+    Row("mlp.up", "ffn_up.weight", "mlp model"),
+    Row("mlp.down", "ffn_down.weight", "model mlp"),
+    Row("mlp.router.weight", "ffn_gate_inp.weight", "experts model"),
+    Row("mlp.router.bias", "exp_probs_b.bias", "experts"),
+    Row("mlp.experts.gate", "ffn_gate_exps.weight", "experts expert_mlp model"),
+    Row("mlp.experts.up", "ffn_up_exps.weight", "experts expert_mlp model"),
+    Row("mlp.experts.gate", "ffn_gate_up_exps.weight", "experts expert_pair model", first_half),
+    Row("mlp.experts.up", "ffn_gate_up_exps.weight", "experts expert_pair model", second_half),
+    Row("mlp.experts.down", "ffn_down_exps.weight", "experts model expert_mlp"),
+    Row("mlp.shared.gate", "ffn_gate_shexp.weight", "shared_mlp model"),
+    Row("mlp.shared.up", "ffn_up_shexp.weight", "shared_mlp model"),
+    Row("mlp.shared.down", "ffn_down_shexp.weight", "model shared_mlp"),
+)
+_MTP = (
+    Row("enorm", "nextn.enorm.weight", "model"),
+    Row("hnorm", "nextn.hnorm.weight", "model"),
+    Row("eh_proj", "nextn.eh_proj.weight", "model model_pair"),
+    Row("norm", "nextn.shared_head_norm.weight", "model"),
+)
+GGUF = (
+    Row("embed", "token_embd.weight", "vocab model"),
+    Row("norm", "output_norm.weight", "model"),
+    Row("head", "output.weight", "vocab model"),
+    *(Row("layers.{l}." + r.ours, "blk.{l}." + r.theirs, r.axes, r.part) for r in _BLOCK),
+    *(Row("mtp.{l}.block." + r.ours, "blk.{l}." + r.theirs, r.axes, r.part) for r in _BLOCK),
+    *(Row("mtp.{l}." + r.ours, "blk.{l}." + r.theirs, r.axes, r.part) for r in _MTP),
+)
+
+
+LAYER = re.compile(r"blk\.(\d+)\.")  # begins the names of a layer's tensors
+
+
+def needless(name: str, config: Config) -> bool:
+    """MTP's copies of embedding and head; in a file with both layouts of the latent's weights, the older one."""
+    if re.fullmatch(r"blk\.\d+\.attn_kv_b\.weight", name):
+        return True  # `resolve` finds whichever layout is missing by its parameters, so nothing is lost
+    copy = re.fullmatch(r"blk\.(\d+)\.nextn\.(embed_tokens|shared_head_head)\.weight", name)
+    return copy is not None and int(copy[1]) >= config.num_hidden_layers
