@@ -84,7 +84,6 @@ def test_a_dash_reads_the_prompt_from_stdin(command, folder):
         (["--model", "{model}"], b"", 2, "no prompt given"),
         (["-", "--model", "{model}"], b"", 2, "no prompt given"),
         (["-", "--model", "{model}"], b"A\xff", 2, "the prompt is not UTF-8"),
-        (["AB"], b"", 2, "no model given"),
         (["AB", "--model", "{model}", "--temperature", "-1"], b"", 2, "temperature is -1.0"),
         (["AB", "--model", "{model}", "--temperature", "warm"], b"", 2, "warm"),
         (["AB", "--model", "{model}", "--max-tokens", "4095"], b"", 2, "leave room for 4,094 of 4,096"),

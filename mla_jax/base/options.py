@@ -30,7 +30,7 @@ class ModelOptions:
     """Which model."""
 
     model: str | None = None
-    """Model folder, or the name of one in the Hub's cache."""
+    """Model folder or a name in the Hub's cache; else the demo."""
     dtype: str | None = None
     """float32 or bfloat16 (float32 on a CPU, else bfloat16)."""
     context: int | None = None

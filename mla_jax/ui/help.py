@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 EXAMPLES = """\
 examples:
-  python -m mla_jax.generate --model ./DeepSeek-V2-Lite "Explain MLA in one line." --temperature 0
+  python -m mla_jax.generate "def read_lines(path):"
   python -m mla_jax.generate --model moonshotai/Moonlight-16B-A3B-Instruct --chat
   git diff | python -m mla_jax.generate - --model ./model --max-tokens 200 --json"""
 

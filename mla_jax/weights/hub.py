@@ -8,11 +8,14 @@ from pathlib import Path
 from mla_jax.base.errors import BadFile, printable
 
 NEEDS = "a model folder has config.json, *.safetensors and, for text, tokenizer.json"
+DEMO = Path(__file__).parent.parent / "demo"  # the model that comes with the package
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
-def resolve(model: str | Path) -> Path:
-    """The folder of `model`: itself if it is one, else the newest snapshot of that name in the Hub's cache."""
+def resolve(model: str | Path | None) -> Path:
+    """The folder of `model`: itself if it is one, else the newest snapshot of that name in the Hub's cache; None is the demo."""
+    if model is None:
+        return DEMO
     if not str(model):
         raise BadFile("the model's name is empty", NEEDS)
     try:

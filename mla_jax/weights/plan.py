@@ -9,6 +9,7 @@ from mla_jax.base import roofline
 from mla_jax.base.errors import DoesNotFit
 from mla_jax.weights.load import Checkpoint
 
+
 @dataclass(frozen=True)
 class Plan:
     """Bytes on the device, for one sequence of `context` tokens."""

@@ -17,7 +17,6 @@ from pairs import WORDS, pairs_tokenizer
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadConfig, BadRequest, MlaJaxError
-from mla_jax.engine import batch as batching
 from mla_jax.engine import llm as engine
 from mla_jax.engine.batch import bucket
 
