@@ -6,8 +6,7 @@ BIN = $(VENV)/bin
 .PHONY: demo test parity lint clean
 
 demo: $(VENV)/.installed
-	$(BIN)/python tools/write_demo.py .demo
-	$(BIN)/python -m mla_jax.generate "def fibonacci(n):" --model .demo --max-tokens 48
+	$(BIN)/python -m mla_jax.generate "def fibonacci(n):"
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not parity" -n auto
@@ -35,4 +34,4 @@ $(VENV)/.installed-%: $(VENV)/bin/python pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .demo
+	rm -rf $(VENV)

@@ -38,7 +38,9 @@ def greedy(model, prompt: list[int], steps: int) -> list[int]:
     """`steps` tokens, end tokens treated as any other."""
     model.generation_config.eos_token_id = None
     settings = transformers.GenerationConfig(max_new_tokens=steps, do_sample=False, pad_token_id=0)
-    return model.generate(torch.tensor([prompt]), generation_config=settings)[0, len(prompt) :].tolist()
+    tokens = torch.tensor([prompt])
+    everything = torch.ones_like(tokens)  # or it takes a BOS of id 0 for padding
+    return model.generate(tokens, attention_mask=everything, generation_config=settings)[0, len(prompt) :].tolist()
 
 
 @torch.no_grad()
