@@ -14,6 +14,8 @@ from demo.recipe import Recipe
 from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch
 from mla_jax.model.mla import FORMS, Form, heads
+from mla_jax.model.moe import BACKENDS
+from mla_jax.model.transformer import How
 
 Values = dict[str, jax.Array]
 
@@ -28,7 +30,11 @@ def fused(q: tuple, held: dict[str, Array], up: tuple, mask: Array, scale: float
     return out[..., : held["v"].shape[-1]]
 
 
-FORMS["fused"] = Form(heads, fused)
+class InTraining(Transformer):
+    """The model with attention of its own, unless a form is named, and with all experts on all tokens."""
+
+    def how(self, batch: Batch, layer: Any) -> How:
+        return How(Form(heads, fused) if self.attention == "auto" else FORMS[self.attention], BACKENDS["dense"])
 
 
 class Trained(NamedTuple):
@@ -45,7 +51,7 @@ class Model:
 
     def __init__(self, config: Config):
         self.config = config
-        build = lambda: Transformer(config, nnx.Rngs(0), attention="fused", experts="dense", mtp=True)  # noqa: E731
+        build = lambda: InTraining(config, nnx.Rngs(0), mtp=True)  # noqa: E731
         self.graph, self.state = nnx.split(nnx.eval_shape(build))
 
     def init(self, seed: int) -> tuple[Values, Values]:
