@@ -2,7 +2,7 @@
 
 A mesh later maps the same names to mesh axes; an error about a shape names the config fields that disagree."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 
 from mla_jax.base.config import Config
@@ -33,16 +33,12 @@ def size(config: Config, axis: str) -> int:
     return combine(getattr(config, f) for f in fields)
 
 
-def merged(config: Config, axes: str) -> tuple[int, ...]:
-    """The shape that `"heads*nope kv_rank"` describes: a dimension a word, a product of axes each."""
-    return tuple(prod(size(config, axis) for axis in word.split("*")) for word in axes.split())
-
-
-def shape(config: Config, axes: tuple[str, ...]) -> tuple[int, ...]:
-    return tuple(size(config, axis) for axis in axes)
+def shape(config: Config, words: Iterable[str]) -> tuple[int, ...]:
+    """The shape of `("heads*nope", "kv_rank")`: a dimension a word, a product of axes each."""
+    return tuple(prod(size(config, axis) for axis in word.split("*")) for word in words)
 
 
 def why(config: Config, word: str) -> str:
-    """The config fields that make the size of one dimension of `merged`, for an error message."""
+    """The config fields that make the size of one dimension, for an error message."""
     fields = dict.fromkeys(field for axis in word.split("*") for field in AXES[axis][0])
     return ", ".join(f"{field} {getattr(config, field)}" for field in fields)

@@ -38,6 +38,10 @@ class QTensor:
         """Bytes held; also of an abstract tensor."""
         return sum(_bytes(part) for part in self.parts)
 
+    def __getitem__(self, index: Any) -> "QTensor":
+        """Itself for `...`, which is how a module reads its parameters."""
+        return self if index is ... else self.one(index)
+
     def one(self, index: Any) -> "QTensor":
         """One tensor of a stack; `index` may be traced."""
         return QTensor(self.format, tuple(part[index] for part in self.parts), self.shape[1:])
@@ -173,6 +177,11 @@ def _int4(group: int) -> Format:
         return values.reshape(*scale.shape[:-1], -1)[..., :length]
 
     return Format((1, group), partial(_int4_parts, group), unpack)
+
+
+def fp8_format(block: tuple[int, int]) -> str:
+    """The name of FP8 with a scale for each block of so many rows and columns."""
+    return "fp8_block" if tuple(block) == (128, 128) else f"fp8_block_{block[0]}x{block[1]}"
 
 
 FORMATS: dict[str, Format] = {

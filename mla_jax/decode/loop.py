@@ -49,7 +49,7 @@ def new_state(
     sampling: Sampling,
 ) -> State:
     """A batch of which nothing is known yet. `slots` bounds prompt and output together, `capacity` the output."""
-    rows, config, dtype = limit.shape[0], model.config, model.embed[...].dtype
+    rows, config, dtype = limit.shape[0], model.config, model.dtype
     return State(
         cache=model.new_cache(rows, slots),
         last=jnp.zeros((rows, config.hidden_size), dtype),
@@ -137,7 +137,7 @@ class Program:
 
     def __init__(self, function: Callable, model: Transformer, **options):
         graph, self.weights = nnx.split(model)
-        self.precision = "highest" if model.embed[...].dtype == jnp.float32 else None
+        self.precision = "highest" if model.dtype == jnp.float32 else None
 
         @functools.wraps(function)
         def merged(weights, *args, **kw):

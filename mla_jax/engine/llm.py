@@ -1,4 +1,4 @@
-"""LLM: a model folder as an object that answers prompts."""
+"""LLM: a checkpoint as an object that answers prompts."""
 
 import contextlib
 import os
@@ -11,17 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mla_jax.base.errors import BadConfig, BadRequest, DoesNotFit, printable
-from mla_jax.base.files import read_json
+from mla_jax.base.errors import BadRequest, DoesNotFit, printable
 from mla_jax.base.options import SamplingParams
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.batch import Batch
 from mla_jax.engine.explain import explain
 from mla_jax.engine.request import Chunk, FinishReason, Output, Request
 from mla_jax.engine.stats import Stats
+from mla_jax.engine.text import open_text
 from mla_jax.model.mla import FORMS
-from mla_jax.text.chat import ChatTemplate
-from mla_jax.text.tokenizer import Tokenizer
 from mla_jax.weights.hub import resolve
 from mla_jax.weights.load import Checkpoint, Progress
 from mla_jax.weights.plan import gib, plan
@@ -47,17 +45,16 @@ class LLM:
         memory_fraction: float | None = None,
         progress: Progress | None = None,
     ):
-        """`model` is a folder or a name in the Hub's local cache (None: the bundled demo model), `attention` a form of MLA or
-        "auto", `dtype` "float32" or "bfloat16" (None: float32 on a CPU), `context` the most tokens of prompt and output together;
+        """`model` is a folder of safetensors or from mla-convert, a GGUF file, or a name in the Hub's local cache (None: the
+        bundled demo model), `attention` a form of MLA or "auto", `dtype` "float32" or "bfloat16" (None: quantised weights stay as
+        they are, others are float32 on a CPU, else bfloat16), `context` the most tokens of prompt and output together;
         `progress` hears of the bytes loaded and of all there are. Raises BadFile, BadConfig, Unsupported, BadRequest or
         DoesNotFit before any large allocation."""
         checkpoint = open_checkpoint(model, attention=attention, dtype=dtype, memory_fraction=memory_fraction)
-        self.config, self.notes = checkpoint.config, checkpoint.config.notes
+        self.config, text = checkpoint.config, open_text(checkpoint.source)
+        self.tokenizer, self.chat_template, self.defaults, self.end_ids, notes = text
+        self.notes = (*self.config.notes, *notes)
         self.context = check_context(context, self.config.max_position_embeddings)
-        folder = checkpoint.folder.path
-        self.tokenizer = Tokenizer.from_folder(folder, self.config.vocab_size, self.config.bos_token_id)
-        self.chat_template = ChatTemplate.from_folder(folder)
-        self.defaults, self.end_ids = _generation_defaults(folder, self.config.eos_token_id)
         self.plan = plan(checkpoint, self.context)
         self.plan.refuse()
         with self._memory_explained():
@@ -115,7 +112,7 @@ class LLM:
 
     def explain(self) -> str:
         """What runs where, and why, in words."""
-        lines = explain(self.model, str(self.model.embed[...].dtype), self.context)
+        lines = explain(self.model, str(self.model.dtype), self.context)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _stream(self, request: Request) -> Iterator[Chunk]:
@@ -236,25 +233,6 @@ def _plain(value):
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _generation_defaults(folder: Path, end_ids: tuple[int, ...]) -> tuple[dict, tuple[int, ...]]:
-    """Sampling defaults and every end token: generation_config.json, where the folder has one, over config.json."""
-    path = folder / "generation_config.json"
-    given = read_json(path, 1 << 20, BadConfig) if path.exists() else {}
-    ends = given.get("eos_token_id")
-    ends = end_ids if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
-    if not all(type(e) is int and -1 <= e < 2**31 for e in ends):
-        raise BadConfig("the folder names an eos_token_id that is no token id", f"found {printable(str(ends))} in {folder}")
-    sampled = given.get("do_sample") is True  # transformers leaves out a temperature of 1, its default
-    defaults = {"temperature": 1.0 if sampled else 0.0, "top_k": 0, "top_p": 1.0}
-    if given.get("do_sample", True):
-        defaults |= {name: given[name] for name in defaults if given.get(name) is not None}
-    try:
-        SamplingParams(**defaults)
-    except BadRequest as e:
-        raise BadConfig(f"{path.name} has sampling defaults out of range", *e.args[1:]) from e
-    return defaults, ends
 
 
 def _cache_compiled_programs():

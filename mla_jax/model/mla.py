@@ -92,16 +92,16 @@ class MLA(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.config = config
         if config.q_lora_rank is None:
-            self.q_proj = parameter(config, rngs, "heads", "query", "model")
+            self.q_proj = parameter(config, rngs, "heads*query", "model")
         else:
             self.q_a_proj = parameter(config, rngs, "q_rank", "model")
             self.q_a_norm = norm_weight(config, rngs, "q_rank")
-            self.q_b_proj = parameter(config, rngs, "heads", "query", "q_rank")
+            self.q_b_proj = parameter(config, rngs, "heads*query", "q_rank")
         self.kv_a_proj = parameter(config, rngs, "latent", "model")
         self.kv_a_norm = norm_weight(config, rngs, "kv_rank")
-        self.uk = parameter(config, rngs, "heads", "nope", "kv_rank")
-        self.uv = parameter(config, rngs, "heads", "value", "kv_rank")
-        self.o_proj = parameter(config, rngs, "model", "heads", "value")
+        self.uk = parameter(config, rngs, "heads", "nope", "kv_rank", packs=False)
+        self.uv = parameter(config, rngs, "heads", "value", "kv_rank", packs=False)
+        self.o_proj = parameter(config, rngs, "model", "heads*value")
 
     def __call__(
         self, x: Float[Array, "B T D"], batch: Batch, layer: latent.Layer | None, form: Form
@@ -116,13 +116,14 @@ class MLA(nnx.Module):
             held, positions = latent.read(layer, batch)
         mask = (positions[:, None, None, :] <= batch.positions[:, :, None, None]) & batch.mask[:, :, None, None]
         out = form.attends(q, held, up, mask, rope.softmax_scale(self.config))
-        return linear(out.reshape(*x.shape[:2], -1), self.o_proj[...].reshape(x.shape[-1], -1)), layer
+        return linear(out.reshape(*x.shape[:2], -1), self.o_proj[...]), layer
 
     def queries(self, x: Float[Array, "B T D"], batch: Batch) -> Queries:
         if self.config.q_lora_rank is None:
             q = linear(x, self.q_proj[...])
         else:
             q = linear(rms_norm(linear(x, self.q_a_proj[...]), self.q_a_norm[...], LATENT_NORM_EPS), self.q_b_proj[...])
+        q = q.reshape(*x.shape[:2], self.config.num_attention_heads, -1)
         q_nope, q_pe = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
         return q_nope, rope.rotate(q_pe, batch.positions, self.config)
 

@@ -12,9 +12,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base.config import Config
-from mla_jax.model.ops import parameter, swiglu
+from mla_jax.base.qtensor import QTensor
+from mla_jax.model.ops import entries, entry, parameter, plain, swiglu
 
-ExpertWeights = tuple[Float[Array, "X F D"], Float[Array, "X F D"], Float[Array, "X D F"]]
+ExpertWeights = tuple[Float[Array, "X F D"] | QTensor, Float[Array, "X F D"] | QTensor, Float[Array, "X D F"] | QTensor]
 Backend = Callable[[Array, Array, Array, ExpertWeights], Array]
 
 
@@ -23,7 +24,7 @@ class Router(nnx.Module):
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.config = config
-        self.weight = parameter(config, rngs, "experts", "model")
+        self.weight = parameter(config, rngs, "experts", "model", packs=False)
         if config.topk_method == "noaux_tc":
             self.bias = parameter(config, rngs, "experts", exact=True)
 
@@ -63,7 +64,7 @@ def dense(
     x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights
 ) -> Float[Array, "n D"]:
     """Every expert on every token, weighted by zero where not chosen: the reference."""
-    gate, up, down = experts
+    gate, up, down = (plain(w, x.dtype) for w in experts)
     share = jnp.einsum("nk,nkx->nx", topk_weights, jax.nn.one_hot(topk_ids, gate.shape[0]))
     hidden = jax.nn.silu(jnp.einsum("nd,xfd->nxf", x, gate)) * jnp.einsum("nd,xfd->nxf", x, up)
     return jnp.einsum("nxd,nx->nd", jnp.einsum("nxf,xdf->nxd", hidden, down), share.astype(x.dtype))
@@ -75,7 +76,7 @@ def gather(
     """Each token times its own experts: for few tokens on a GPU.
 
     Written as sums of products, which XLA fuses with the choice, so that no expert is copied out; einsums are twice as slow."""
-    gate, up, down = (w.at[topk_ids].get(mode="clip") for w in experts)
+    gate, up, down = (entries(w, topk_ids) for w in experts)
 
     def times(a: Array, w: Array) -> Array:
         return (a.astype(jnp.float32) * w.astype(jnp.float32)).sum(-1)
@@ -108,7 +109,7 @@ def ragged(
     x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights
 ) -> Float[Array, "n D"]:
     """One grouped matmul over tokens sorted by expert: for many tokens on a TPU."""
-    gate, up, down = experts
+    gate, up, down = (plain(w, x.dtype) for w in experts)
     grouped = Grouped.of(topk_ids, topk_weights, gate.shape[0])
     contract_last = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 
@@ -136,7 +137,7 @@ def loop(
     def one_tile(i: Array, out: Array) -> Array:
         expert = jnp.searchsorted(last_tile, i, side="right")
         start = last_row[expert] - grouped.sizes[expert] + (i - (last_tile[expert] - tiles[expert])) * tile
-        gate, up, down = (jax.lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in experts)
+        gate, up, down = (entry(w, expert) for w in experts)
         y = swiglu(jax.lax.dynamic_slice_in_dim(rows, start, tile), gate, up, down)
         mine = (start + jnp.arange(tile) < last_row[expert])[:, None]
         kept = jnp.where(mine, y, jax.lax.dynamic_slice_in_dim(out, start, tile))
@@ -148,8 +149,8 @@ def loop(
 BACKENDS = {"dense": dense, "loop": loop, "gather": gather, "ragged": ragged}
 
 
-def pick_backend(platform: str, pairs: int, experts: int) -> str:
-    """The backend for `pairs` (token, expert) pairs.
+def pick_backend(platform: str, pairs: int, experts: int, packed: bool = False) -> str:
+    """The backend for `pairs` (token, expert) pairs; with `packed` weights none that unpacks every expert at once.
 
     On an H200 with V2-Lite's 64 experts of which 6 are chosen, us a layer for 1, 8, 64, 1024 tokens: gather 58, 254, -, -; dense
     274, 287, 327, 1844; ragged 501, 913, 1244, 9477 (XLA has no grouped matmul for GPUs: it multiplies everything and masks)."""
@@ -157,7 +158,7 @@ def pick_backend(platform: str, pairs: int, experts: int) -> str:
         return "loop"
     if 5 * pairs <= 4 * experts:
         return "gather"
-    return "dense" if platform == "gpu" else "ragged"
+    return "loop" if packed else "dense" if platform == "gpu" else "ragged"
 
 
 class Experts(nnx.Module):

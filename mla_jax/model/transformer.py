@@ -5,17 +5,19 @@ Prefill, a chunk of a prompt on top of a cached prefix, and decode are this one 
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
+from mla_jax.base.qtensor import QTensor
 from mla_jax.cache import latent
 from mla_jax.model.mla import FORMS, MLA, Form
 from mla_jax.model.moe import BACKENDS, MLP, Backend, MoE, pick_backend
 from mla_jax.model.mtp import MTP
-from mla_jax.model.ops import linear, norm_weight, parameter, rms_norm
+from mla_jax.model.ops import entries, linear, norm_weight, parameter, rms_norm
 
 
 class How(NamedTuple):
@@ -74,7 +76,7 @@ class Transformer(nnx.Module):
         """Hidden states after the last norm, the cache with the new tokens in it, and, if `collect`, each MoE layer's load.
 
         Without a cache the tokens attend to each other alone, as in training."""
-        how, x, pending = self.how(batch, None if cache is None else cache[0]), self.embed[...][tokens], None
+        how, x, pending = self.how(batch, None if cache is None else cache[0]), self.embedded(tokens), None
         layers, loads = [], []
         for i, block in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
@@ -83,6 +85,14 @@ class Transformer(nnx.Module):
             loads += [load] if load is not None else []
         hidden = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
         return hidden, None if cache is None else tuple(layers), {"load": loads} if collect else {}
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """What the model computes in; packed weights are unpacked to it."""
+        return self.norm.get_value().dtype  # which may be a shape only
+
+    def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return entries(self.embed[...], tokens, self.dtype)
 
     def unembed(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B W"]:
         """Logits in float32."""
@@ -101,7 +111,7 @@ class Transformer(nnx.Module):
         """Runs MTP layer `depth` on the normed `hidden` of position t and the token of t + 1; `unembed` gives logits for t + 2.
 
         The layer has a cache of its own. Its output is normed and takes the place of `hidden` at the next depth."""
-        x, layer, load = self.mtp[depth](self.embed[...][tokens], hidden, batch, layer, self.how(batch, layer))
+        x, layer, load = self.mtp[depth](self.embedded(tokens), hidden, batch, layer, self.how(batch, layer))
         return x, layer, {"load": [load] if load is not None else []} if collect else {}
 
     def new_cache(self, rows: int, slots: int, layers: int | None = None) -> latent.Cache:
@@ -122,7 +132,8 @@ class Transformer(nnx.Module):
     def backend_name(self, tokens: int) -> str:
         """The expert backend taken for `tokens` tokens."""
         pairs, experts = tokens * (self.config.num_experts_per_tok or 0), self.config.n_routed_experts or 0
-        return pick_backend(self.device.platform, pairs, experts) if self.experts == "auto" else self.experts
+        packed = any(isinstance(b.mlp, MoE) and isinstance(b.mlp.experts.gate.get_value(), QTensor) for b in self.layers)
+        return pick_backend(self.device.platform, pairs, experts, packed) if self.experts == "auto" else self.experts
 
     def how(self, batch: Batch, layer: latent.Layer | None) -> How:
         """What this step's shapes, known while tracing, decide for all layers; `layer` is any of the cache's."""

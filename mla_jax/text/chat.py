@@ -40,10 +40,14 @@ class ChatTemplate:
         source = _read(path) if path.exists() else _default(settings.get("chat_template"))
         if source is None:
             return None
-        name = path.name if path.exists() else config.name
+        return cls.of(source, path.name if path.exists() else config.name, _variables(settings))
+
+    @classmethod
+    def of(cls, source: str, name: str, variables: dict[str, str]) -> "ChatTemplate":
+        """The template `source` of the file `name`; raises BadTemplate if it is too large."""
         if len(source.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE:
             raise BadTemplate(f"the chat template in {name} is too large", f"the limit is {MAX_TEMPLATE:,} bytes")
-        return cls(source, name, _variables(settings))
+        return cls(source, name, variables)
 
     def encode(self, messages: list[Message], tokenizer: Tokenizer, add_generation_prompt: bool = True) -> list[int]:
         """The token ids of a conversation, BOS once in front; raises BadRequest or BadTemplate.

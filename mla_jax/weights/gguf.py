@@ -7,9 +7,8 @@ import os
 import re
 import stat
 import struct
-import threading
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
@@ -79,51 +78,31 @@ class Header(NamedTuple):
     tensors: list[TensorInfo]
 
 
-class _Raw(Folder):
-    """The bytes of tensors, for several threads at once."""
-
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor]):
-        super().__init__(path, tensors)
-        self._opening = threading.Lock()
-
-    def piece(self, name: str, index: int, count: int) -> np.ndarray:
-        """The bytes of one of `count` equal pieces of a tensor."""
-        whole = self.tensors[name]
-        size = whole.size // count
-        piece = replace(whole, shape=(size,), start=whole.start + index * size, size=size)
-        self._descriptor(whole)  # opened here, under the lock, and found open below
-        return Folder(self.path, {name: piece}, self._open).read(name)
-
-    def _descriptor(self, tensor: Tensor) -> int:
-        with self._opening:
-            return super()._descriptor(tensor)
-
-
 class GGUF:
     """One model: `metadata` by key (arrays of numbers are numpy's), `tensors` by name; `read` brings one into host memory."""
 
     def __init__(self, path: Path, metadata: dict[str, Any], tensors: dict[str, TensorInfo]):
         self.path, self.metadata, self.tensors = path, metadata, tensors
-        raw = {t.name: Tensor(t.name, t.file, "U8", (t.nbytes,), t.offset, t.nbytes, t.stamp) for t in tensors.values()}
-        self._raw = _Raw(path, raw)
+        self._raw = Folder(path, {t.name: _blocks(t) for t in tensors.values()})
 
     def read(self, name: str, index: int | None = None) -> np.ndarray:
         """The tensor in its own dtype, or its blocks as uint8 `[.. blocks bytes]`; any thread may call it.
 
-        `index`: only that entry of the first axis of several, such as one expert's matrix. Raises BadFile if the file was cut or
-        rewritten since its header was read."""
-        info = self.tensors[name]
-        block, shape = TYPES[info.type], info.shape if index is None else info.shape[1:]
-        if index is not None and not (shape and 0 <= index < info.shape[0]):
-            raise IndexError(f"{name} has the shape {info.shape}, and no entry {index}")
-        data = self._raw.read(name) if index is None else self._raw.piece(name, index, info.shape[0])
-        if block.dtype is not None:
-            return data.view(block.dtype).reshape(shape)
-        return data.reshape(*shape[:-1], shape[-1] // block.values, block.bytes)
+        `index`: only that entry of the first axis, such as one expert's matrix. Raises BadFile if the file was cut or rewritten
+        since its header was read."""
+        data, dtype = self._raw.read(name, index), TYPES[self.tensors[name].type].dtype
+        return data if dtype is None else data.view(dtype)[..., 0]
 
     def close(self):
         """Closes the files; raises BadFile if one changed while it was open, for then its tensors may be of two versions."""
         self._raw.close()
+
+
+def _blocks(t: TensorInfo) -> Tensor:
+    """The tensor's bytes block by block; a plain number is a block of its own."""
+    kind = TYPES[t.type]
+    shape = (*t.shape[:-1], t.shape[-1] // kind.values, kind.bytes)
+    return Tensor(t.name, t.file, "U8", shape, t.offset, t.nbytes, t.stamp)
 
 
 def open_gguf(path: str | Path) -> GGUF:

@@ -4,10 +4,12 @@ Rows are those of names.py. Axes are of the shapes that gguf.py gives, which are
 stacked in one tensor, and MTP layers are numbered on behind the others, as in released folders."""
 
 import re
+from collections.abc import Container
 from typing import Any
 
 from mla_jax.base.config import Config
-from mla_jax.weights.names import Row, first_half, key_half, second_half, value_half
+from mla_jax.base.errors import BadConfig
+from mla_jax.weights.names import Row, Table, first_half, key_half, layered, second_half, value_half
 
 
 def transposed(w: Any, config: Config) -> Any:
@@ -49,22 +51,26 @@ _MTP = (
     Row("eh_proj", "nextn.eh_proj.weight", "model model_pair"),
     Row("norm", "nextn.shared_head_norm.weight", "model"),
 )
-GGUF = (
+_TOP = (
     Row("embed", "token_embd.weight", "vocab model"),
     Row("norm", "output_norm.weight", "model"),
     Row("head", "output.weight", "vocab model"),
-    *(Row("layers.{l}." + r.ours, "blk.{l}." + r.theirs, r.axes, r.part) for r in _BLOCK),
-    *(Row("mtp.{l}.block." + r.ours, "blk.{l}." + r.theirs, r.axes, r.part) for r in _BLOCK),
-    *(Row("mtp.{l}." + r.ours, "blk.{l}." + r.theirs, r.axes, r.part) for r in _MTP),
 )
 
 
-LAYER = re.compile(r"blk\.(\d+)\.")  # begins the names of a layer's tensors
-
-
-def needless(name: str, config: Config) -> bool:
+def needless(name: str, config: Config, found: Container[str]) -> bool:
     """MTP's copies of embedding and head; in a file with both layouts of the latent's weights, the older one."""
     if re.fullmatch(r"blk\.\d+\.attn_kv_b\.weight", name):
         return True  # `resolve` finds whichever layout is missing by its parameters, so nothing is lost
     copy = re.fullmatch(r"blk\.(\d+)\.nextn\.(embed_tokens|shared_head_head)\.weight", name)
     return copy is not None and int(copy[1]) >= config.num_hidden_layers
+
+
+GGUF = Table(
+    (*_TOP, *layered(_BLOCK, _MTP, "blk.{l}.")),
+    layer=r"blk\.(\d+)\.",
+    expert=None,
+    needless=needless,
+    described="the file's metadata",
+    error=BadConfig,
+)

@@ -7,29 +7,26 @@ from pathlib import Path
 
 from mla_jax.base.errors import BadFile, printable
 
-NEEDS = "a model folder has config.json, *.safetensors and, for text, tokenizer.json"
+NEEDS = "a model is a folder with config.json, *.safetensors and tokenizer.json, one that mla-convert wrote, or a GGUF file"
 DEMO = Path(__file__).parent.parent / "demo"  # the model that comes with the package
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
 def resolve(model: str | Path | None) -> Path:
-    """The folder of `model`: itself if it is one, else the newest snapshot of that name in the Hub's cache; None is the demo."""
+    """Where `model` lies: itself if that exists, else the newest snapshot of that name in the Hub's cache; None is the demo."""
     if model is None:
         return DEMO
     if not str(model):
         raise BadFile("the model's name is empty", NEEDS)
     try:
         path = Path(model).expanduser()
-        if path.is_dir():
+        if path.exists():
             return path
-        exists = path.exists()
     except (OSError, ValueError, RuntimeError):  # a name too long for the system, with a NUL, or of a user who is none
-        path, exists = Path(model), False
-    if exists:
-        raise BadFile(f"{_shown(path)} is a file, not a model folder", NEEDS, f"did you mean the folder {_shown(path.parent)}?")
+        path = Path(model)
     if _NAME.fullmatch(str(model)) and ".." not in str(model):
         return _snapshot(str(model), path)
-    raise BadFile(f"there is no folder {_shown(path)}", NEEDS, *_nearest(path))
+    raise BadFile(f"there is no file or folder {_shown(path)}", NEEDS, *_nearest(path))
 
 
 def cache() -> Path:
@@ -62,7 +59,7 @@ def _snapshot(name: str, path: Path) -> Path:
 def _nearest(path: Path) -> list[str]:
     """The folder beside `path` that has almost its name, as a line for the user."""
     try:
-        beside = [p.name for p in path.parent.iterdir() if p.is_dir()]
+        beside = [p.name for p in path.parent.iterdir() if p.is_dir() or p.suffix == ".gguf"]
     except (OSError, ValueError):
         return []
     close = difflib.get_close_matches(path.name, beside, n=1)

@@ -1,56 +1,57 @@
 """Opens a checkpoint as a model on the device: names resolved, shapes checked, then tensor by tensor from file to device.
 
-Host memory holds the few tensors in flight; FP8 blocks are multiplied out on the device."""
+Host memory holds the few tensors in flight. What lies quantised stays so, as QTensors, and is unpacked where it is used; with a
+dtype asked for, everything is unpacked here, on the device."""
 
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
-from math import prod
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from mla_jax.base import roofline
+from mla_jax.base import qtensor, roofline
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, Unsupported, printable, shortened
+from mla_jax.base.qtensor import QTensor
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights import names
-from mla_jax.weights.safetensors import Folder, open_folder
+from mla_jax.weights.kinds import open_source
+from mla_jax.weights.source import Source
 
-FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3")
-Progress = Callable[[int, int], None]
+PLAIN = ("F64", "F32", "F16", "BF16")
+Progress = Callable[[int, int], Any]  # hears of the bytes read, and of how many there are
 IN_FLIGHT = 3  # tensors read ahead while one is placed
 
 
 class Checkpoint:
-    """An HF folder whose names, shapes and number formats fit the model it describes. Opening it reads headers only."""
+    """Files whose names, shapes and number formats fit the model they describe. Opening them reads headers only."""
 
     def __init__(self, path: Path, *, attention: str = "auto", experts: str = "auto", dtype: str | None = None):
-        """`dtype` None: float32 on a CPU, bfloat16 elsewhere."""
-        self.config, self.folder = Config.from_hf(path), open_folder(path)
+        """`dtype` None: packed weights as they are, others float32 on a CPU and bfloat16 elsewhere."""
+        self.source: Source = open_source(path)
+        self.config, table, present = self.source.config, self.source.table, self.source.tensors
         self.target = jax.devices()[0]
         device = roofline.device(self.target.device_kind, self.target.platform)
         self.dtype = jnp.dtype(dtype or ("float32" if device.platform == "cpu" else "bfloat16"))
-        names.refuse_other_counts(self.config, self.folder.tensors)
-        mtp = names.has_mtp(self.config, self.folder.tensors)
+        table.refuse_other_counts(self.config, present)
+        mtp = table.has_mtp(self.config, present)
         build = partial(Transformer, self.config, attention=attention, experts=experts, device=device, mtp=mtp)
         self.graph, self.state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
-        self.slots = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(self.state)}
-        for slot in self.slots.values():
-            exact = slot.get_metadata().get("exact")
-            slot.set_value(jax.ShapeDtypeStruct(slot.shape, jnp.float32 if exact else self.dtype))
-        self.sources = names.resolve(self.slots, self.config, self.folder.tensors)
-        quantization = self.config.quantization_config
-        self.block = quantization.weight_block_size if quantization else (128, 128)
-        for name in dict.fromkeys(name for source in self.sources.values() for name in source.names):
-            _check_number_format(name, self.folder, self.block)
+        self.slots = {".".join(map(str, keys)): variable for keys, variable in nnx.to_flat_state(self.state)}
+        self.sources = table.resolve(self.slots, self.config, present)
+        for name, slot in self.slots.items():
+            kind = self._format(self.sources[name])
+            keep = dtype is None and slot.get_metadata()["packs"] and kind not in PLAIN
+            plain = jax.ShapeDtypeStruct(slot.shape, jnp.float32 if slot.get_metadata()["exact"] else self.dtype)
+            slot.set_value(qtensor.abstract(kind, slot.shape) if keep else plain)
 
     @property
     def abstract(self) -> Transformer:
@@ -59,126 +60,117 @@ class Checkpoint:
 
     def bytes(self) -> int:
         """What the weights take on the device."""
-        return sum(prod(slot.shape) * slot.dtype.itemsize for slot in self.slots.values())
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state))
+
+    def formats(self) -> dict[str, int]:
+        """The bytes of the weights by their number formats, as they will lie on the device."""
+        found: dict[str, int] = {}
+        for slot in self.slots.values():
+            value = slot.get_value()
+            name = value.format if isinstance(value, QTensor) else value.dtype.name
+            found[name] = found.get(name, 0) + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
+        return found
 
     def read(self, progress: Progress | None = None) -> Transformer:
-        """The model with its weights, on the default device; `progress` hears of the bytes read, and of how many there are."""
+        """The model with its weights, on the default device."""
         try:
-            reader = Reader(self.folder, self.config, self.block)
-            _fill(self.slots, self.sources, reader, jax.sharding.SingleDeviceSharding(self.target), progress)
+            self._fill(jax.sharding.SingleDeviceSharding(self.target), progress or (lambda done, total: None))
         finally:
-            self.folder.close()
+            self.source.close()
         return nnx.merge(self.graph, self.state)
 
+    def _format(self, source: names.Source) -> str:
+        """The one format of all tensors of a parameter; raises Unsupported if they have several, or one that cannot be read."""
+        kinds = {self.source.tensors[name].format: name for name in source.names}
+        kind, name = next(iter(kinds.items()))
+        if len(kinds) > 1:
+            found = f"{printable(name)} is {kind}, {printable(list(kinds.values())[1])} is {list(kinds)[1]}"
+            raise Unsupported("the experts of one layer have several number formats", found)
+        if kind not in PLAIN:
+            try:
+                qtensor.format_of(kind)
+            except Unsupported:
+                known = ", ".join((*PLAIN, "F8_E4M3", *qtensor.FORMATS))
+                raise Unsupported(f"{printable(name)} has dtype {kind}", f"weights can be {known}") from None
+        return kind
 
-def load(path: str | Path, *, attention: str = "auto", experts: str = "auto", dtype: str | None = None) -> Transformer:
-    """The model in an HF folder, on the default device."""
-    return Checkpoint(Path(path), attention=attention, experts=experts, dtype=dtype).read()
-
-
-@dataclass(frozen=True)
-class Reader:
-    """Tensors of a folder in the order they are asked for, some read ahead."""
-
-    folder: Folder
-    config: Config
-    block: tuple[int, int]
-
-    def raw(self, name: str) -> tuple[np.ndarray, np.ndarray | None]:
-        """A weight as stored, and its block scales if it has any."""
-        weight = self.folder.read(name)
-        if name + names.SCALE not in self.folder.tensors:
-            return weight, None
-        scale = self.folder.read(name + names.SCALE).astype(np.float32)
-        if not (np.isfinite(scale) & (scale > 0)).all():
+    def _fill(self, sharding: jax.sharding.Sharding, progress: Progress):
+        """Puts every parameter on the device; experts go one by one into a buffer that is updated in place."""
+        pieces = [piece for source in self.sources.values() for piece in source.pieces]
+        reached = list(accumulate(self._share(piece) for piece in pieces))
+        finite: list[Array] = []
+        with closing(self._ahead(pieces)) as stream:
+            for path, source in self.sources.items():
+                slot = self.slots[path]
+                how = How(source.part, self.config, *self._stored(source))
+                value = empty(slot.get_value(), sharding) if source.stacked else None
+                for i, parts in enumerate(islice(stream, len(source.pieces))):
+                    if source.stacked:
+                        value, sound = _insert(value, parts, i, how=how)
+                    else:
+                        value, sound = _place(jax.device_put(parts, sharding), how=how, like=slot.get_value())
+                    finite.append(sound)
+                    progress(reached[len(finite) - 1], reached[-1])
+                    if len(finite) > IN_FLIGHT:  # dispatch is asynchronous: the host keeps what the device has not taken yet
+                        finite[-IN_FLIGHT].block_until_ready()
+                slot.set_value(value)
+        if faulty := [piece.name for piece, sound in zip(pieces, jax.device_get(finite), strict=True) if not sound]:
             raise BadFile(
-                f"{printable(name + names.SCALE)} holds a scale that is not positive and finite", f"it scales {printable(name)}"
+                "weights hold NaN or infinity",
+                *shortened(list(dict.fromkeys(map(printable, faulty)))),
+                "the file is damaged, or the model was saved after a failed run",
             )
-        return weight, scale
 
-    def ahead(self, wanted: list[str]) -> Generator[tuple[np.ndarray, np.ndarray | None], None, None]:
+    def _stored(self, source: names.Source) -> tuple[str, tuple[int, ...]]:
+        """The format and the shape of what is read at once."""
+        tensor = self.source.tensors[source.names[0]]
+        return tensor.format, tensor.shape[1:] if source.pieces[0].index is not None else tensor.shape
+
+    def _share(self, piece: names.Piece) -> int:
+        tensor = self.source.tensors[piece.name]
+        return tensor.nbytes if piece.index is None else tensor.nbytes // tensor.shape[0]
+
+    def _ahead(self, wanted: list[names.Piece]) -> Generator[tuple[np.ndarray, ...], None, None]:
+        """The pieces in their order, some read ahead."""
         with ThreadPoolExecutor(1) as pool:
-            queue, rest = [pool.submit(self.raw, name) for name in wanted[:IN_FLIGHT]], iter(wanted[IN_FLIGHT:])
+            queue, rest = [pool.submit(self.source.read, *piece) for piece in wanted[:IN_FLIGHT]], iter(wanted[IN_FLIGHT:])
             while queue:
                 ready = queue.pop(0).result()
-                queue += [pool.submit(self.raw, name) for name in islice(rest, 1)]
+                queue += [pool.submit(self.source.read, *piece) for piece in islice(rest, 1)]
                 yield ready
 
 
-def _fill(
-    slots: dict, sources: dict[str, names.Source], reader: Reader, sharding: jax.sharding.Sharding, progress: Progress | None
-):
-    """Puts every parameter on the device; experts go one by one into a buffer that is updated in place."""
-    wanted = [name for source in sources.values() for name in source.names]
-    reached = list(accumulate(reader.folder.tensors[name].size for name in wanted))
-    finite: list[Array] = []
-    with closing(reader.ahead(wanted)) as stream:
-        for path, source in sources.items():
-            slot = slots[path]
-            place = partial(_place, part=source.part, config=reader.config, block=reader.block, dtype=slot.dtype)
-            value = jnp.zeros(slot.shape, slot.dtype, device=sharding) if source.stacked else None
-            for i, (raw, scale) in enumerate(islice(stream, len(source.names))):
-                if source.stacked:
-                    value, sound = _insert(value, raw, scale, i, place=place)
-                else:
-                    value, sound = place(*jax.device_put((raw, scale), sharding), shape=slot.shape)
-                finite.append(sound)
-                if progress is not None:
-                    progress(reached[len(finite) - 1], reached[-1])
-                if len(finite) > IN_FLIGHT:  # dispatch is asynchronous, and the host keeps what the device has not taken yet
-                    finite[-IN_FLIGHT].block_until_ready()
-            slot.set_value(value)
-    if faulty := [name for name, sound in zip(wanted, jax.device_get(finite), strict=True) if not sound]:
-        raise BadFile(
-            "weights hold NaN or infinity",
-            *shortened(list(dict.fromkeys(map(printable, faulty)))),
-            "the file is damaged, or the model was saved after a failed run",
-        )
+def load(path: str | Path, *, attention: str = "auto", experts: str = "auto", dtype: str | None = None) -> Transformer:
+    """The model of a checkpoint of any kind, on the default device."""
+    return Checkpoint(Path(path), attention=attention, experts=experts, dtype=dtype).read()
 
 
-@partial(jax.jit, static_argnames=("part", "config", "block", "dtype", "shape"))
-def _place(
-    raw: Array,
-    scale: Array | None,
-    *,
-    part: names.Part,
-    config: Config,
-    block: tuple[int, int],
-    dtype: jnp.dtype,
-    shape: tuple[int, ...],
-) -> tuple[Array, Array]:
-    """A stored tensor as our parameter, and whether all of it is finite."""
-    value = raw if scale is None else dequantize(raw, scale, block)
-    value = part(value, config).reshape(shape).astype(dtype)
+def empty(like: Any, sharding: jax.sharding.Sharding) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=sharding), like)
+
+
+class How(NamedTuple):
+    """What makes a parameter of a stored tensor of `shape`."""
+
+    part: names.Part
+    config: Config
+    format: str
+    shape: tuple[int, ...]
+
+
+@partial(jax.jit, static_argnames=("how", "like"))
+def _place(parts: tuple[Array, ...], *, how: How, like: Any) -> tuple[Any, Array]:
+    """A stored tensor as our parameter, which is `like`, and whether all of it is finite."""
+    if isinstance(like, QTensor):
+        value = QTensor(how.format, tuple(how.part(p, how.config) for p in parts), like.shape)
+        return value, jnp.isfinite(qtensor.dequantize(value)).all()
+    stored = parts[0] if how.format in PLAIN else qtensor.dequantize(QTensor(how.format, parts, how.shape))
+    value = how.part(stored, how.config).reshape(like.shape).astype(like.dtype)
     return value, jnp.isfinite(value).all()
 
 
-@partial(jax.jit, static_argnames=("place",), donate_argnums=0)
-def _insert(stack: Array, raw: Array, scale: Array | None, index: Array, *, place) -> tuple[Array, Array]:
-    value, finite = place(raw, scale, shape=stack.shape[1:])
-    return jax.lax.dynamic_update_index_in_dim(stack, value, index, 0), finite
-
-
-def dequantize(weight: Float[Array, "O I"], scale: Float[Array, "o i"], block: tuple[int, int]) -> Float[Array, "O I"]:
-    """FP8 times the scale of its block, in float32; the last blocks may be cut by the matrix's edge."""
-    rows, columns = (jnp.repeat(jnp.arange(n), b)[:m] for n, b, m in zip(scale.shape, block, weight.shape, strict=True))
-    return weight.astype(jnp.float32) * scale[rows[:, None], columns[None, :]]
-
-
-def _check_number_format(name: str, folder: Folder, block: tuple[int, int]):
-    """Refuses weights we cannot read, FP8 without its scales, and scales without FP8 or of the wrong count."""
-    tensor, scale = folder.tensors[name], folder.tensors.get(name + names.SCALE)
-    if tensor.dtype not in FLOATS:
-        raise Unsupported(f"{printable(name)} has dtype {tensor.dtype}", "weights can be " + ", ".join(FLOATS))
-    fp8 = tensor.dtype == "F8_E4M3"
-    if fp8 and scale is None:
-        raise BadFile(f"{printable(name)} is FP8 without scales", f"expected {printable(name + names.SCALE)} beside it")
-    if scale is None:
-        return
-    if not fp8:
-        raise BadFile(f"{printable(name + names.SCALE)} scales a weight that is not FP8", f"{printable(name)} is {tensor.dtype}")
-    expected = tuple(-(-n // b) for n, b in zip(tensor.shape, block, strict=False))
-    if len(tensor.shape) != 2 or scale.shape != expected or scale.dtype not in ("F32", "BF16", "F16", "F8_E8M0"):
-        needed = f"{list(tensor.shape)} in blocks of {list(block)} needs {list(expected)} scales"
-        found = f"found {scale.dtype} {list(scale.shape)}"
-        raise BadFile(f"{printable(name + names.SCALE)} does not fit {printable(name)}", f"{needed}, {found}")
+@partial(jax.jit, static_argnames=("how",), donate_argnums=0)
+def _insert(stack: Any, parts: tuple[Array, ...], index: Array, *, how: How) -> tuple[Any, Array]:
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stack)
+    value, finite = _place(parts, how=how, like=one)
+    return jax.tree.map(partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0), stack, value), finite

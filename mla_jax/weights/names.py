@@ -1,4 +1,4 @@
-"""The names table: where each of our parameters lies in a checkpoint. A new family is a row.
+"""Names tables: where each of our parameters lies in a checkpoint. A layout of names is a Table, a new family a row of it.
 
 A row is (our path, source name, source axes, part): the axes give the source's expected shape, `part` cuts ours out of it.
 `{l}` is a layer, `{x}` an expert. Several rows for one path are alternatives; the first is what `export` writes."""
@@ -6,13 +6,14 @@ A row is (our path, source name, source axes, part): the axes give the source's 
 import difflib
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import numpy as np
 
 from mla_jax.base import axes
 from mla_jax.base.config import Config
-from mla_jax.base.errors import BadFile, printable, shortened
+from mla_jax.base.errors import BadFile, MlaJaxError, printable, shortened
 
 Part = Callable[[Any, Config], Any]
 
@@ -31,11 +32,12 @@ def value_half(w: Any, config: Config) -> Any:
 
 
 def first_half(w: Any, config: Config) -> Any:
-    return w[:, : w.shape[1] // 2]
+    """An expert's gate, where it lies joined with its up projection; also of packed rows."""
+    return w[: w.shape[0] // 2]
 
 
 def second_half(w: Any, config: Config) -> Any:
-    return w[:, w.shape[1] // 2 :]
+    return w[w.shape[0] // 2 :]
 
 
 class Row(NamedTuple):
@@ -45,124 +47,126 @@ class Row(NamedTuple):
     part: Part = whole
 
 
-_BLOCK = (
-    Row("attn_norm", "input_layernorm.weight", "model"),
-    Row("mlp_norm", "post_attention_layernorm.weight", "model"),
-    Row("attn.q_proj", "self_attn.q_proj.weight", "heads*query model"),
-    Row("attn.q_a_proj", "self_attn.q_a_proj.weight", "q_rank model"),
-    Row("attn.q_a_norm", "self_attn.q_a_layernorm.weight", "q_rank"),
-    Row("attn.q_b_proj", "self_attn.q_b_proj.weight", "heads*query q_rank"),
-    Row("attn.kv_a_proj", "self_attn.kv_a_proj_with_mqa.weight", "latent model"),
-    Row("attn.kv_a_norm", "self_attn.kv_a_layernorm.weight", "kv_rank"),
-    Row("attn.uk", "self_attn.kv_b_proj.weight", "heads*up kv_rank", key_half),
-    Row("attn.uv", "self_attn.kv_b_proj.weight", "heads*up kv_rank", value_half),
-    Row("attn.o_proj", "self_attn.o_proj.weight", "model heads*value"),
-    Row("mlp.gate", "mlp.gate_proj.weight", "mlp model"),
-    Row("mlp.up", "mlp.up_proj.weight", "mlp model"),
-    Row("mlp.down", "mlp.down_proj.weight", "model mlp"),
-    Row("mlp.router.weight", "mlp.gate.weight", "experts model"),
-    Row("mlp.router.bias", "mlp.gate.e_score_correction_bias", "experts"),
-    Row("mlp.experts.gate", "mlp.experts.{x}.gate_proj.weight", "expert_mlp model"),
-    Row("mlp.experts.up", "mlp.experts.{x}.up_proj.weight", "expert_mlp model"),
-    Row("mlp.experts.down", "mlp.experts.{x}.down_proj.weight", "model expert_mlp"),
-    Row("mlp.experts.gate", "mlp.experts.gate_up_proj", "experts expert_pair model", first_half),  # transformers 5, in memory
-    Row("mlp.experts.up", "mlp.experts.gate_up_proj", "experts expert_pair model", second_half),
-    Row("mlp.experts.down", "mlp.experts.down_proj", "experts model expert_mlp"),
-    Row("mlp.shared.gate", "mlp.shared_experts.gate_proj.weight", "shared_mlp model"),
-    Row("mlp.shared.up", "mlp.shared_experts.up_proj.weight", "shared_mlp model"),
-    Row("mlp.shared.down", "mlp.shared_experts.down_proj.weight", "model shared_mlp"),
-)
-_MTP = (
-    Row("enorm", "enorm.weight", "model"),
-    Row("hnorm", "hnorm.weight", "model"),
-    Row("eh_proj", "eh_proj.weight", "model model_pair"),
-    Row("norm", "shared_head.norm.weight", "model"),
-)
-HF = (
-    Row("embed", "model.embed_tokens.weight", "vocab model"),
-    Row("norm", "model.norm.weight", "model"),
-    Row("head", "lm_head.weight", "vocab model"),
-    *(Row("layers.{l}." + r.ours, "model.layers.{l}." + r.theirs, r.axes, r.part) for r in _BLOCK),
-    *(Row("mtp.{l}.block." + r.ours, "model.layers.{l}." + r.theirs, r.axes, r.part) for r in _BLOCK),
-    *(Row("mtp.{l}." + r.ours, "model.layers.{l}." + r.theirs, r.axes, r.part) for r in _MTP),
-)
-SCALE = "_scale_inv"  # what FP8 checkpoints add to the name of a weight
-LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")  # which of them they quantise
+def layered(block: Iterable[Row], mtp: Iterable[Row], prefix: str) -> Iterable[Row]:
+    """The rows of every layer, and of the MTP layers, whose numbers go on behind the others'."""
+    for r in block:
+        yield Row("layers.{l}." + r.ours, prefix + r.theirs, r.axes, r.part)
+        yield Row("mtp.{l}.block." + r.ours, prefix + r.theirs, r.axes, r.part)
+    yield from (Row("mtp.{l}." + r.ours, prefix + r.theirs, r.axes, r.part) for r in mtp)
+
+
+class Piece(NamedTuple):
+    """A tensor, or one entry of its first axis."""
+
+    name: str
+    index: int | None = None
 
 
 class Source(NamedTuple):
-    """What fills one parameter: tensor names (one an expert if `stacked`), the shape each must have, the part to take."""
+    """What fills one parameter: its tensors, the axes each has, the pieces to read (one an expert if `stacked`), their part."""
 
     names: tuple[str, ...]
-    axes: str
+    axes: tuple[str, ...]
     part: Part
+    pieces: tuple[Piece, ...]
     stacked: bool
 
 
-def find(path: str, config: Config, present: Mapping[str, Any] | None = None) -> Source:
-    """The source of our parameter `path`: of several rows the first whose tensors are all `present`."""
-    layer = re.search(r"\.(\d+)\.", path)
-    pattern = path if layer is None else path.replace(layer[0], ".{l}.", 1)
-    number = 0 if layer is None else int(layer[1]) + (config.num_hidden_layers if path.startswith("mtp.") else 0)
-    found = []
-    for row in (r for r in HF if r.ours == pattern):
-        stacked = "{x}" in row.theirs
-        names = tuple(row.theirs.format(l=number, x=x) for x in range(config.n_routed_experts or 0 if stacked else 1))
-        found.append(Source(names, row.axes, row.part, stacked))
-    return next((s for s in found if present is not None and all(n in present for n in s.names)), found[0])
+@dataclass(frozen=True)
+class Table:
+    """The names of one kind of checkpoint; `layer` and `expert` begin the names of a layer's and of an expert's tensors.
+
+    `needless` knows tensors that a model can do without, `described` is what says how many and how large they are, and `error`
+    what is raised where the two disagree. `cuts_stacks`: experts that lie in one tensor are read one by one."""
+
+    rows: tuple[Row, ...]
+    layer: str
+    expert: str | None
+    needless: Callable[[str, Config, Container[str]], bool]
+    described: str = "config.json"
+    error: type[MlaJaxError] = BadFile
+    cuts_stacks: bool = True
+
+    def find(self, path: str, config: Config, present: Mapping[str, Any] | None = None) -> Source:
+        """The source of our parameter `path`: of several rows the first whose tensors are all `present`."""
+        found = self.candidates(path, config)
+        return next((s for s in found if present is not None and all(n in present for n in s.names)), found[0])
+
+    def candidates(self, path: str, config: Config) -> list[Source]:
+        """What may fill our parameter `path`, a source a row."""
+        layer = re.search(r"\.(\d+)\.", path)
+        pattern = path if layer is None else path.replace(layer[0], ".{l}.", 1)
+        number = 0 if layer is None else int(layer[1]) + (config.num_hidden_layers if path.startswith("mtp.") else 0)
+        return [_source(row, number, config, self.cuts_stacks) for row in self.rows if row.ours == pattern]
+
+    def resolve(self, paths: Iterable[str], config: Config, present: Mapping[str, Any]) -> dict[str, Source]:
+        """The source of every path; raises `error` with all tensors that are missing, not used, or of the wrong shape."""
+        sources = {path: self.find(path, config, present) for path in paths}
+        wanted = dict.fromkeys(name for source in sources.values() for name in source.names)
+        missing = [name for name in wanted if name not in present]
+        found = wanted.keys() & present.keys()
+        unused = [name for name in present if name not in found and not self.needless(name, config, found)]
+        if missing or unused:
+            raise self.error(f"the tensors do not fit the model that {self.described} describes", *_listed(missing, unused))
+        pairs = [(name, source) for source in sources.values() for name in source.names]
+        faults = [fault for name, source in pairs for fault in self._shape_faults(name, source, config, present)]
+        if faults:
+            raise self.error(f"tensors have other shapes than {self.described} says", *shortened(list(dict.fromkeys(faults))))
+        return sources
+
+    def refuse_other_counts(self, config: Config, present: Mapping[str, Any]):
+        """A quick look at the counts of layers and experts, before building a model that could be a thousand times theirs."""
+        layers = {m[1] for name in present if (m := re.match(self.layer, name))}
+        experts = {m[1] for name in present if (m := re.match(self.expert, name))} if self.expert else set()
+        faults = []
+        if len(layers) < config.num_hidden_layers:
+            faults.append(f"num_hidden_layers is {config.num_hidden_layers}, {_shown(self.layer)} has {len(layers)}")
+        if experts and len(experts) < (config.n_routed_experts or 0):
+            faults.append(f"n_routed_experts is {config.n_routed_experts}, {_shown(self.expert)} has {len(experts)}")
+        if faults:
+            held = f"the files hold {len(present):,} tensors" if present else "the files hold no tensors"
+            example = f", such as {printable(next(iter(present)))}" if present else ""
+            raise self.error(f"the tensors do not fit the model that {self.described} describes", *faults, held + example)
+
+    def has_mtp(self, config: Config, present: Mapping[str, Any]) -> bool:
+        """Whether the checkpoint holds the MTP layers that the config announces; transformers saves without them."""
+        first = str(config.num_hidden_layers)
+        found = any((m := re.match(self.layer, name)) and m[1] == first for name in present)
+        return config.num_nextn_predict_layers > 0 and found
+
+    def export(self, paths: Mapping[str, Any], config: Config) -> Iterable[tuple[str, Any]]:
+        """Our parameters as `(source name, array)`, one at a time: the inverse of loading."""
+        for path, value in paths.items():
+            source = self.find(path, config)
+            if source.part is value_half:
+                continue  # written with its other half
+            if source.part is key_half:
+                value = np.concatenate([value, paths[path.removesuffix("uk") + "uv"]], axis=1)
+            pieces = value if source.stacked else [value]
+            shape = axes.shape(config, source.axes)
+            yield from ((name, piece.reshape(shape)) for name, piece in zip(source.names, pieces, strict=True))
+
+    def _shape_faults(self, name: str, source: Source, config: Config, present: Mapping[str, Any]) -> Iterable[str]:
+        found, expected = tuple(present[name].shape), axes.shape(config, source.axes)
+        if found == expected:
+            return
+        differing = [word for i, word in enumerate(source.axes) if found[i : i + 1] != expected[i : i + 1]]
+        reasons = "; ".join(axes.why(config, word) for word in differing or source.axes)
+        yield f"{printable(name)}: found {list(found)}, {self.described} says {list(expected)} by {reasons}"
 
 
-def resolve(paths: Iterable[str], config: Config, present: Mapping[str, Any]) -> dict[str, Source]:
-    """The source of every path; raises BadFile with all tensors that are missing, not used, or of the wrong shape."""
-    sources = {path: find(path, config, present) for path in paths}
-    wanted = dict.fromkeys(name for source in sources.values() for name in source.names)
-    missing = [name for name in wanted if name not in present]
-    found = wanted.keys() & present.keys()
-    unused = [name for name in present if name not in found and not _needless(name, config, found)]
-    if missing or unused:
-        raise BadFile("the tensors do not fit the model that config.json describes", *_listed(missing, unused))
-    faults = [
-        fault for source in sources.values() for name in source.names for fault in _shape_faults(name, source, config, present)
-    ]
-    if faults:
-        raise BadFile("tensors have other shapes than config.json says", *shortened(list(dict.fromkeys(faults))))
-    return sources
+def _source(row: Row, layer: int, config: Config, cuts_stacks: bool) -> Source:
+    words, experts = tuple(row.axes.split()), range(config.n_routed_experts or 0)
+    if "{x}" in row.theirs:
+        names = tuple(row.theirs.format(l=layer, x=x) for x in experts)
+        return Source(names, words, row.part, tuple(map(Piece, names)), True)
+    name, stacked = row.theirs.format(l=layer), cuts_stacks and words[0] == "experts" and len(words) == 3
+    return Source((name,), words, row.part, tuple(Piece(name, x) for x in experts) if stacked else (Piece(name),), stacked)
 
 
-def _needless(name: str, config: Config, found: Container[str]) -> bool:
-    """Tensors that releases hold and no model needs: rotary tables, MTP's copies of embedding and head, a tied head."""
-    if name.endswith(SCALE):
-        return name.removesuffix(SCALE) in found
-    if re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name):
-        return True
-    extra = re.fullmatch(r"model\.layers\.(\d+)\.(embed_tokens|shared_head\.head)\.weight", name)
-    if extra is not None:
-        return int(extra[1]) >= config.num_hidden_layers
-    return name == "lm_head.weight" and config.tie_word_embeddings
-
-
-def refuse_other_counts(config: Config, present: Mapping[str, Any]):
-    """A quick look at the counts of layers and experts, before building a model that could be a thousand times theirs."""
-    numbers = [m.groups() for name in present if (m := re.match(r"model\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?", name))]
-    layers, experts = {layer for layer, _ in numbers}, {expert for _, expert in numbers if expert is not None}
-    faults = []
-    if len(layers) < config.num_hidden_layers:
-        faults.append(f"num_hidden_layers is {config.num_hidden_layers}, model.layers.* has {len(layers)}")
-    if experts and len(experts) < (config.n_routed_experts or 0):
-        faults.append(f"n_routed_experts is {config.n_routed_experts}, model.layers.*.mlp.experts.* has {len(experts)}")
-    if faults:
-        example = next(iter(present), None)
-        faults += (
-            [f"the files hold {len(present):,} tensors, such as {printable(example)}"]
-            if example
-            else ["the files hold no tensors"]
-        )
-        raise BadFile("the tensors do not fit the model that config.json describes", *faults)
-
-
-def has_mtp(config: Config, present: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint holds the MTP layers that the config announces; transformers saves without them."""
-    return config.num_nextn_predict_layers > 0 and any(n.startswith(f"model.layers.{config.num_hidden_layers}.") for n in present)
+def _shown(pattern: str | None) -> str:
+    """A pattern of names as a person would write it."""
+    return re.sub(r"\(?\\d\+\)?", "*", pattern or "").replace("\\", "").rstrip(".")
 
 
 def _listed(missing: list[str], unused: list[str], most: int = 8) -> list[str]:
@@ -173,26 +177,3 @@ def _listed(missing: list[str], unused: list[str], most: int = 8) -> list[str]:
     lines += [f"missing: {len(missing) - most:,} more"] if len(missing) > most else []
     lines += [f"not used: {printable(name, 120)}" for name in unused[:most]]
     return lines + ([f"not used: {len(unused) - most:,} more"] if len(unused) > most else [])
-
-
-def _shape_faults(name: str, source: Source, config: Config, present: Mapping[str, Any]) -> Iterable[str]:
-    found, expected = tuple(present[name].shape), axes.merged(config, source.axes)
-    if found == expected:
-        return
-    words = source.axes.split()
-    differing = [word for i, word in enumerate(words) if found[i : i + 1] != expected[i : i + 1]]
-    reasons = "; ".join(axes.why(config, word) for word in differing or words)
-    yield f"{printable(name)}: found {list(found)}, config.json says {list(expected)} by {reasons}"
-
-
-def export(paths: Mapping[str, Any], config: Config) -> Iterable[tuple[str, Any]]:
-    """Our parameters as `(source name, array)`, one at a time: the inverse of loading."""
-    for path, value in paths.items():
-        source = find(path, config)
-        if source.part is value_half:
-            continue  # written with its other half
-        if source.part is key_half:
-            value = jnp.concatenate([value, paths[path.removesuffix("uk") + "uv"]], axis=1)
-        pieces = value if source.stacked else [value]
-        shape = axes.merged(config, source.axes)
-        yield from ((name, piece.reshape(shape)) for name, piece in zip(source.names, pieces, strict=True))

@@ -1,12 +1,14 @@
 """What a model needs in memory, worked out from shapes alone, and whether it fits."""
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import jax
 
 from mla_jax.base import roofline
 from mla_jax.base.errors import DoesNotFit
+from mla_jax.base.qtensor import QTensor
 from mla_jax.weights.load import Checkpoint
 
 
@@ -84,7 +86,9 @@ def score_bytes(weights: int, platform: str) -> int:
 
 
 def temporaries(checkpoint: Checkpoint, context: int, scores: int) -> int:
-    """About the most that one step holds beside weights and cache: scores, rebuilt heads, experts' activations, logits."""
+    """About the most that one step holds beside weights and cache.
+
+    Scores, rebuilt heads, experts' activations, the largest packed matrix unpacked, logits."""
     config, model, itemsize = checkpoint.config, checkpoint.abstract, checkpoint.dtype.itemsize
     chunk = min(roofline.chunk_tokens(config, 1, context, scores), context)
     attention = 3 * 4 * config.num_attention_heads * chunk * context
@@ -93,7 +97,9 @@ def temporaries(checkpoint: Checkpoint, context: int, scores: int) -> int:
     everywhere = model.backend_name(chunk) == "dense"
     per_token = (config.n_routed_experts or 0) if everywhere else 2 * (config.num_experts_per_tok or 0)
     experts = 3 * chunk * max(per_token * (config.moe_intermediate_size or 0), config.intermediate_size) * itemsize
-    return attention + rebuilt + experts + 4 * 4 * config.vocab_size
+    packed = [slot.shape[-2:] for slot in checkpoint.slots.values() if isinstance(slot.get_value(), QTensor)]
+    unpacked = itemsize * max((prod(shape) for shape in packed), default=0)
+    return attention + rebuilt + experts + unpacked + 4 * 4 * config.vocab_size
 
 
 def available() -> int:

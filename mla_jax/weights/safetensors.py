@@ -5,8 +5,9 @@ Never memory-mapped (a file cut short while mapped kills the process), never thr
 import os
 import re
 import stat
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -64,10 +65,13 @@ class Folder:
     path: Path
     tensors: Mapping[str, Tensor]
     _open: dict[Path, tuple[int, tuple[int, ...]]] = field(default_factory=dict, repr=False)
+    _opening: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor's own bytes in its own dtype; raises BadFile if the file was cut or rewritten since its header was read."""
-        tensor = self.tensors[name]
+    def read(self, name: str, index: int | None = None) -> np.ndarray:
+        """The tensor's own bytes in its own dtype, or those of one entry of its first axis; any thread may call it.
+
+        Raises BadFile if the file was cut or rewritten since its header was read."""
+        tensor = self.tensors[name] if index is None else _entry_of(self.tensors[name], index)
         out, done, end = np.empty(tensor.size, np.uint8), 0, tensor.start + tensor.size
         try:
             descriptor = self._descriptor(tensor)
@@ -95,11 +99,19 @@ class Folder:
                 os.close(descriptor)
 
     def _descriptor(self, tensor: Tensor) -> int:
-        if tensor.file not in self._open:
-            descriptor = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
-            self._open[tensor.file] = (descriptor, tensor.stamp)
-            _refuse_changed(tensor.file, descriptor, tensor.stamp)
-        return self._open[tensor.file][0]
+        with self._opening:
+            if tensor.file not in self._open:
+                descriptor = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
+                self._open[tensor.file] = (descriptor, tensor.stamp)
+                _refuse_changed(tensor.file, descriptor, tensor.stamp)
+            return self._open[tensor.file][0]
+
+
+def _entry_of(tensor: Tensor, index: int) -> Tensor:
+    if not (tensor.shape and 0 <= index < tensor.shape[0]):
+        raise IndexError(f"{tensor.name} has the shape {tensor.shape}, and no entry {index}")
+    size = tensor.size // tensor.shape[0]
+    return replace(tensor, shape=tensor.shape[1:], start=tensor.start + index * size, size=size)
 
 
 def _stamp(status: os.stat_result) -> tuple[int, ...]:

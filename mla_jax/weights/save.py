@@ -12,8 +12,9 @@ from safetensors.numpy import save_file
 
 from mla_jax.base.config import Quantization
 from mla_jax.base.errors import BadFile
+from mla_jax.model.ops import plain
 from mla_jax.model.transformer import Transformer
-from mla_jax.weights import names
+from mla_jax.weights.hf_names import HF, LINEAR, SCALE
 from mla_jax.weights.quantize import fp8_blocks
 
 
@@ -28,11 +29,12 @@ def save(model: Transformer, folder: str | Path, *, dtype: str = "bfloat16", fp8
     folder.mkdir(parents=True, exist_ok=True)
     _, state = nnx.split(model)
     parameters = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
-    exact = {names.find(path, model.config).names[0] for path, v in parameters.items() if v.get_metadata().get("exact")}
+    exact = {HF.find(path, model.config).names[0] for path, v in parameters.items() if v.get_metadata().get("exact")}
     tensors = {}
-    for name, value in names.export({path: variable[...] for path, variable in parameters.items()}, model.config):
-        if fp8 and names.LINEAR.fullmatch(name):
-            tensors[name], tensors[name + names.SCALE] = fp8_blocks(np.asarray(value, np.float32))
+    values = {path: plain(variable[...], jnp.dtype("float32")) for path, variable in parameters.items()}
+    for name, value in HF.export(values, model.config):
+        if fp8 and LINEAR.fullmatch(name):
+            tensors[name], tensors[name + SCALE] = fp8_blocks(np.asarray(value, np.float32))
         else:
             tensors[name] = np.asarray(jnp.asarray(value, "float32" if name in exact else dtype))
     _complete(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))

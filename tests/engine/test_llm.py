@@ -18,6 +18,7 @@ from pairs import WORDS, pairs_tokenizer
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadConfig, BadRequest, MlaJaxError
 from mla_jax.engine import llm as engine
+from mla_jax.engine import text as reading
 from mla_jax.engine.batch import bucket
 
 PROMPTS = [[5, 6, 7], [20], [33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43], [50, 51, 52, 53, 54, 55]]
@@ -351,7 +352,7 @@ def test_a_weight_that_is_not_finite_ends_every_row(llm, value):
 )
 def test_defaults_come_from_generation_config(tmp_path, given, defaults, ends):
     (tmp_path / "generation_config.json").write_text(json.dumps(given))
-    found, found_ends = engine._generation_defaults(tmp_path, (1,))
+    found, found_ends = reading._generation_defaults(tmp_path, (1,))
     assert (found["temperature"], found["top_k"], found["top_p"]) == defaults
     assert found_ends == ends
 
@@ -370,7 +371,7 @@ def test_defaults_come_from_generation_config(tmp_path, given, defaults, ends):
 def test_defaults_that_make_no_sense_are_refused(tmp_path, given, no_checks_of_type):
     (tmp_path / "generation_config.json").write_text(json.dumps(given))
     with pytest.raises(BadConfig):
-        engine._generation_defaults(tmp_path, (1,))
+        reading._generation_defaults(tmp_path, (1,))
 
 
 def test_the_folders_defaults_are_used_where_the_user_says_nothing(folder, greedy, tmp_path):

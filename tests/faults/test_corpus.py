@@ -38,7 +38,7 @@ def folder(valid, tmp_path):
 def reads(monkeypatch):
     """The names of the tensors that were read."""
     names, read = [], safetensors.Folder.read
-    monkeypatch.setattr(safetensors.Folder, "read", lambda self, name: (names.append(name), read(self, name))[1])
+    monkeypatch.setattr(safetensors.Folder, "read", lambda self, *piece: (names.append(piece[0]), read(self, *piece))[1])
     return names
 
 

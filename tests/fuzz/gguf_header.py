@@ -20,7 +20,8 @@ with atheris.instrument_imports(include=["mla_jax.weights.gguf", "mla_jax.weight
     from mla_jax.text import gguf_tokenizer
     from mla_jax.weights import gguf, gguf_config
 
-from weights import test_gguf as written
+import gguf as peer
+from weights import as_gguf as written
 
 from mla_jax.base.errors import MlaJaxError
 
@@ -41,15 +42,17 @@ def write_seeds(folder: Path) -> None:
     for family in ("v3", "v2_lite"):
         metadata = {key: (value, kind(value)) for key, value in written.converted(written.full(family)).items()}
         tokens = {"tokens": ["a", "b", "ab", "<s>"], "merges": ["a b"], "token_type": [1, 1, 1, 3]}
-        metadata |= {f"tokenizer.ggml.{key}": (value, written.Kind.ARRAY) for key, value in tokens.items()}
-        metadata |= {f"tokenizer.ggml.{k}": (v, written.Kind.STRING) for k, v in {"model": "gpt2", "pre": "deepseek-v3"}.items()}
+        metadata |= {f"tokenizer.ggml.{key}": (value, peer.GGUFValueType.ARRAY) for key, value in tokens.items()}
+        metadata |= {
+            f"tokenizer.ggml.{k}": (v, peer.GGUFValueType.STRING) for k, v in {"model": "gpt2", "pre": "deepseek-v3"}.items()
+        }
         del metadata["general.architecture"]  # which the writer adds
         written.write(folder / family, metadata)
 
 
-def kind(value: object) -> written.Kind:
-    kinds = {bool: written.Kind.BOOL, float: written.Kind.FLOAT32, str: written.Kind.STRING}
-    return kinds.get(type(value), written.Kind.UINT32)
+def kind(value: object) -> peer.GGUFValueType:
+    kinds = {bool: peer.GGUFValueType.BOOL, float: peer.GGUFValueType.FLOAT32, str: peer.GGUFValueType.STRING}
+    return kinds.get(type(value), peer.GGUFValueType.UINT32)
 
 
 def main() -> None:

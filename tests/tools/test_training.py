@@ -90,5 +90,5 @@ def test_matrices_go_to_muon_with_their_output_and_input_axes():
     assert axes["embed"] is None
     assert axes["norm"] is None
     assert axes["layers.1.mlp.experts.down"] == optax.contrib.MuonDimensionNumbers(2, 1)
-    assert axes["layers.0.attn.o_proj"] == optax.contrib.MuonDimensionNumbers((1, 2), (0,))
-    assert axes["layers.0.attn.q_b_proj"] == optax.contrib.MuonDimensionNumbers((2,), (0, 1))
+    assert axes["layers.0.attn.o_proj"] == optax.contrib.MuonDimensionNumbers((1,), (0,))
+    assert axes["layers.0.attn.q_b_proj"] == optax.contrib.MuonDimensionNumbers((1,), (0,))

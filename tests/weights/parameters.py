@@ -4,6 +4,11 @@ import numpy as np
 from flax import nnx
 
 
+def state(model: nnx.Module) -> nnx.State:
+    """All parameters as they lie in memory, packed ones with all their parts."""
+    return nnx.split(model)[1]
+
+
 def of(model: nnx.Module) -> dict[str, np.ndarray]:
     _, state = nnx.split(model)
     return {".".join(map(str, path)): np.asarray(variable[...]) for path, variable in nnx.to_flat_state(state)}

@@ -6,6 +6,7 @@ import pytest
 
 from mla_jax.base.errors import BadFile
 from mla_jax.weights import hub
+from mla_jax.weights.kinds import open_source
 
 NAME = "deepseek-ai/DeepSeek-V2-Lite"
 
@@ -98,5 +99,5 @@ def test_what_is_no_folder_and_no_name_is_told_what_a_folder_needs(name):
 def test_a_file_instead_of_its_folder_is_told_the_folder(tmp_path):
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(BadFile, match="is a file") as caught:
-        hub.resolve(tmp_path / "model.safetensors")
+        open_source(hub.resolve(tmp_path / "model.safetensors"))
     assert f"did you mean the folder {tmp_path}" in str(caught.value)

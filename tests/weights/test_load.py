@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from weights import fp8, parameters
 
+from mla_jax.base.qtensor import QTensor, dequantize
 from mla_jax.weights import safetensors
-from mla_jax.weights.load import IN_FLIGHT, Checkpoint, dequantize, load
+from mla_jax.weights.load import IN_FLIGHT, Checkpoint, load
 
 V3 = models.FAMILIES["v3"]
 BLOCK = (16, 24)
@@ -22,11 +23,17 @@ def loaded(folder, hf, weights, **options):
     return load(models.write(folder, hf, weights), **options)
 
 
+def packed(weight, scale):
+    return QTensor("fp8_block", (jnp.asarray(weight), jnp.asarray(scale.astype(np.float32))), weight.shape)
+
+
 @pytest.fixture
 def reads(monkeypatch):
     """The names of the tensors that were read."""
     found, read = [], safetensors.Folder.read
-    monkeypatch.setattr(safetensors.Folder, "read", lambda self, name: (found.append(name), read(self, name))[1])
+    monkeypatch.setattr(
+        safetensors.Folder, "read", lambda self, name, index=None: (found.append(name), read(self, name, index))[1]
+    )
     return found
 
 
@@ -97,14 +104,14 @@ def test_fp8_blocks_are_multiplied_out_as_numpy_does(shape, scales, powers_of_tw
     weight = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     stored, scale = fp8.quantize(weight, (128, 128), powers_of_two=powers_of_two)
     assert scale.shape == scales
-    found = np.asarray(dequantize(jnp.asarray(stored), jnp.asarray(scale.astype(np.float32)), (128, 128)))
+    found = np.asarray(dequantize(packed(stored, scale)))
     np.testing.assert_array_equal(found, fp8.dequantize(stored, scale, (128, 128)))
     assert (np.abs(found - weight) <= np.abs(weight) / 16 + 1e-2).all()
 
 
 def test_a_row_of_blocks_has_its_own_scale():
     scale = np.arange(1, 16, dtype=np.float32).reshape(5, 3)
-    found = np.asarray(dequantize(jnp.ones((576, 300), jnp.float8_e4m3fn), jnp.asarray(scale), (128, 128)))
+    found = np.asarray(dequantize(packed(np.ones((576, 300), ml_dtypes.float8_e4m3fn), scale)))
     assert (found[0, 0], found[127, 128], found[128, 127], found[575, 299]) == (1, 2, 4, 15)
 
 
@@ -113,14 +120,14 @@ def test_an_fp8_model_loads_as_its_dequantised_twin(tmp_path, powers_of_two):
     stored = fp8.quantized(models.tensors(V3, mtp=True), BLOCK, powers_of_two=powers_of_two)
     kinds = {np.dtype(value.dtype).name for value in stored.values()}
     assert kinds == {"float8_e4m3fn", "bfloat16", "float32"} | ({"float8_e8m0fnu"} if powers_of_two else set())
-    model = loaded(tmp_path / "fp8", QUANTIZED, stored)
+    model = loaded(tmp_path / "fp8", QUANTIZED, stored, dtype="float32")
     parameters.assert_equal(model, loaded(tmp_path / "f32", V3, fp8.dequantized(stored, BLOCK)))
 
 
 def test_fp8_scales_may_be_bfloat16(tmp_path):
     stored = fp8.quantized(models.tensors(V3), BLOCK)
     stored |= {name: value.astype(ml_dtypes.bfloat16) for name, value in stored.items() if name.endswith(fp8.SCALE)}
-    model = loaded(tmp_path / "fp8", QUANTIZED, stored)
+    model = loaded(tmp_path / "fp8", QUANTIZED, stored, dtype="float32")
     parameters.assert_equal(model, loaded(tmp_path / "f32", V3, fp8.dequantized(stored, BLOCK)))
 
 
@@ -192,8 +199,8 @@ def test_few_tensors_are_in_host_memory_at_a_time(tmp_path, monkeypatch):
 
         __hash__ = object.__hash__
 
-    def counted(self, name):
-        value = read(self, name).view(Held)
+    def counted(self, name, index=None):
+        value = read(self, name, index).view(Held)
         alive.add(value)
         most.append(len(alive))
         return value

@@ -10,6 +10,7 @@ from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights import names
+from mla_jax.weights.hf_names import HF
 
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # what MTP layers repeat
 
@@ -31,8 +32,8 @@ def released(hf: dict, mtp: bool) -> dict[str, tuple[int, ...]]:
 def test_every_parameter_has_the_released_name_and_shape(family, mtp):
     hf = models.FAMILIES[family]
     config = Config.from_hf(hf)
-    sources = [names.find(path, config) for path in paths(config, mtp and config.num_nextn_predict_layers > 0)]
-    found = {name: axes.merged(config, source.axes) for source in sources for name in source.names}
+    sources = [HF.find(path, config) for path in paths(config, mtp and config.num_nextn_predict_layers > 0)]
+    found = {name: axes.shape(config, source.axes) for source in sources for name in source.names}
     assert found == released(hf, mtp)
 
 
@@ -41,9 +42,9 @@ def test_every_released_tensor_is_used_or_known_to_be_needless(family):
     hf = models.FAMILIES[family]
     config, present = Config.from_hf(hf), models.tensors(hf, mtp=True)
     present |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4) for i in range(3)}
-    mtp = names.has_mtp(config, present)
+    mtp = HF.has_mtp(config, present)
     assert mtp == (hf.get("num_nextn_predict_layers", 0) > 0)
-    names.resolve(paths(config, mtp), config, present)
+    HF.resolve(paths(config, mtp), config, present)
 
 
 def test_halves_of_kv_b_proj_are_keys_then_values_of_each_head():
@@ -56,21 +57,21 @@ def test_halves_of_kv_b_proj_are_keys_then_values_of_each_head():
 
 
 def test_halves_of_a_joined_expert_are_gate_then_up():
-    config, w = Config.from_hf(models.FAMILIES["v3"]), np.arange(2 * 6 * 4).reshape(2, 6, 4)
-    np.testing.assert_array_equal(names.first_half(w, config), w[:, :3])
-    np.testing.assert_array_equal(names.second_half(w, config), w[:, 3:])
+    config, w = Config.from_hf(models.FAMILIES["v3"]), np.arange(6 * 4).reshape(6, 4)
+    np.testing.assert_array_equal(names.first_half(w, config), w[:3])
+    np.testing.assert_array_equal(names.second_half(w, config), w[3:])
 
 
 def test_without_a_checkpoint_the_released_names_are_taken():
     config = Config.from_hf(models.FAMILIES["v3"])
-    assert names.find("layers.1.mlp.experts.up", config).names[7] == "model.layers.1.mlp.experts.7.up_proj.weight"
+    assert HF.find("layers.1.mlp.experts.up", config).names[7] == "model.layers.1.mlp.experts.7.up_proj.weight"
 
 
 def test_the_layout_of_which_all_tensors_are_there_is_taken():
     config = Config.from_hf(models.FAMILIES["v3"])
-    joined = names.find("layers.1.mlp.experts.up", config, {"model.layers.1.mlp.experts.gate_up_proj": None})
+    joined = HF.find("layers.1.mlp.experts.up", config, {"model.layers.1.mlp.experts.gate_up_proj": None})
     assert joined.names == ("model.layers.1.mlp.experts.gate_up_proj",)
-    assert not joined.stacked
+    assert [piece.index for piece in joined.pieces] == list(range(8))
 
 
 def test_all_that_is_missing_or_not_used_is_listed_once():
@@ -79,7 +80,7 @@ def test_all_that_is_missing_or_not_used_is_listed_once():
     del present["model.norm.weight"], present["model.layers.2.mlp.up_proj.weight"]
     present["model.layers.2.mlp.upper_proj.weight"] = present["model.norms.weight"] = np.ones(2)
     with pytest.raises(BadFile) as caught:
-        names.resolve(paths(config, False), config, present)
+        HF.resolve(paths(config, False), config, present)
     lines = str(caught.value).split("\n  ")
     assert sorted(lines[1:]) == [
         "missing: model.layers.2.mlp.up_proj.weight (not used, and near: model.layers.2.mlp.upper_proj.weight)",
@@ -93,7 +94,7 @@ def test_twenty_wrong_shapes_are_listed_in_a_few_lines():
     hf = models.FAMILIES["v3"]
     config, present = Config.from_hf({**hf, "hidden_size": 64}), models.tensors(hf)
     with pytest.raises(BadFile) as caught:
-        names.resolve(paths(config, False), config, present)
+        HF.resolve(paths(config, False), config, present)
     lines = str(caught.value).split("\n")
     assert 10 < len(lines) < 20
     assert all("hidden_size 64" in line for line in lines[1:-1])

@@ -34,7 +34,7 @@ def test_weights_and_cache_are_planned_to_the_byte(folder, dtype, form):
 
 def test_a_plan_reads_no_weights(folder, monkeypatch):
     checkpoint = Checkpoint(folder)
-    monkeypatch.setattr(type(checkpoint.folder), "read", lambda *_: pytest.fail("a weight was read"))
+    monkeypatch.setattr(type(checkpoint.source), "read", lambda *_: pytest.fail("a weight was read"))
     assert plan(checkpoint).weights == checkpoint.bytes() > 0
 
 

@@ -56,7 +56,7 @@ def test_a_model_read_from_fp8_is_written_without_a_claim_of_fp8(tmp_path):
     model = load(models.write(tmp_path / "in", hf, fp8.quantized(models.tensors(V3), block)))
     save(model, tmp_path / "out", dtype="float32")
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    parameters.assert_equal(load(tmp_path / "out"), model)
+    parameters.assert_equal(load(tmp_path / "out"), load(tmp_path / "in", dtype="float32"))
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "model.safetensors.index.json"])

@@ -103,8 +103,7 @@ def _matrices(values: Values) -> dict[str, Any]:
             return None
         if "experts" in path:
             return optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
-        inputs = (1, 2) if path.endswith("o_proj") else (rank - 1,)
-        return optax.contrib.MuonDimensionNumbers(inputs, tuple(i for i in range(rank) if i not in inputs))
+        return optax.contrib.MuonDimensionNumbers((rank - 1,), tuple(range(rank - 1)))
 
     return {path: axes(path, value.ndim) for path, value in values.items()}
 

@@ -1,0 +1,64 @@
+"""How a model reads and writes: tokenizer, chat template, sampling defaults and end tokens, wherever the checkpoint has them."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mla_jax.base.errors import BadConfig, BadRequest, printable
+from mla_jax.base.files import read_json
+from mla_jax.base.options import SamplingParams
+from mla_jax.text import gguf_tokenizer
+from mla_jax.text.chat import ChatTemplate
+from mla_jax.text.tokenizer import Tokenizer
+from mla_jax.weights.source import Source
+
+
+class Text(NamedTuple):
+    """`tokenizer` and `chat_template` are None where the checkpoint has none; `defaults` are of sampling."""
+
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    defaults: dict[str, Any]
+    end_ids: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+
+
+def open_text(source: Source) -> Text:
+    """Reads the files beside the weights, or what a GGUF file says of itself; runs nothing of a template."""
+    return _from_gguf(source) if source.metadata is not None else _from_folder(source)
+
+
+def _from_gguf(source: Source) -> Text:
+    assert source.metadata is not None
+    greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    found = gguf_tokenizer.build(source.metadata, source.path.name, source.config.vocab_size)
+    if found is None:
+        return Text(None, None, greedy, ())
+    special = {"bos_token": found.bos_id, "eos_token": next(iter(found.eos_ids), None)}
+    words = {name: str(found.tokenizer.model.id_to_token(i)) for name, i in special.items() if i is not None}
+    template = found.chat_template and ChatTemplate.of(found.chat_template, source.path.name, words)
+    return Text(found.tokenizer, template or None, greedy, found.eos_ids, found.notes)
+
+
+def _from_folder(source: Source) -> Text:
+    config, folder = source.config, source.path
+    tokenizer = Tokenizer.from_folder(folder, config.vocab_size, config.bos_token_id)
+    return Text(tokenizer, ChatTemplate.from_folder(folder), *_generation_defaults(folder, config.eos_token_id))
+
+
+def _generation_defaults(folder: Path, end_ids: tuple[int, ...]) -> tuple[dict, tuple[int, ...]]:
+    """Sampling defaults and every end token: generation_config.json, where the folder has one, over config.json."""
+    path = folder / "generation_config.json"
+    given = read_json(path, 1 << 20, BadConfig) if path.exists() else {}
+    ends = given.get("eos_token_id")
+    ends = end_ids if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
+    if not all(type(e) is int and -1 <= e < 2**31 for e in ends):
+        raise BadConfig("the folder names an eos_token_id that is no token id", f"found {printable(str(ends))} in {folder}")
+    sampled = given.get("do_sample") is True  # transformers leaves out a temperature of 1, its default
+    defaults = {"temperature": 1.0 if sampled else 0.0, "top_k": 0, "top_p": 1.0}
+    if given.get("do_sample", True):
+        defaults |= {name: given[name] for name in defaults if given.get(name) is not None}
+    try:
+        SamplingParams(**defaults)
+    except BadRequest as e:
+        raise BadConfig(f"{path.name} has sampling defaults out of range", *e.args[1:]) from e
+    return defaults, ends

@@ -1,0 +1,89 @@
+"""Safetensors as a Source: an FP8 weight and the scales beside it are one tensor of a block format."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from mla_jax.base.config import Config
+from mla_jax.base.errors import BadFile, printable
+from mla_jax.base.qtensor import fp8_format
+from mla_jax.weights.hf_names import HF, SCALE
+from mla_jax.weights.names import Table
+from mla_jax.weights.safetensors import Tensor, open_folder
+from mla_jax.weights.source import Entry
+
+FP8 = "F8_E4M3"
+SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+
+
+@runtime_checkable
+class Files(Protocol):
+    """Tensors in files: a Folder, or what joins the pieces that lie in one."""
+
+    path: Path
+    tensors: Mapping[str, Tensor]
+
+    def read(self, name: str, index: int | None = None) -> np.ndarray: ...
+    def close(self) -> None: ...
+
+
+class Safetensors:
+    """`scale_of` gives the name that a weight's scales have, nothing for what has none."""
+
+    metadata: Mapping[str, Any] | None = None
+
+    def __init__(self, kind: str, files: Files, config: Config, table: Table, scale_of: Callable[[str], str]):
+        self.kind, self.path, self.files, self.config, self.table, self.scale_of = (
+            kind,
+            files.path,
+            files,
+            config,
+            table,
+            scale_of,
+        )
+        quantization = config.quantization_config
+        block = quantization.weight_block_size if quantization else (128, 128)
+        scales = {scale for name in files.tensors if (scale := scale_of(name)) in files.tensors}
+        self.tensors: Mapping[str, Entry] = {
+            name: _entry(name, tensor, files.tensors.get(scale_of(name)), scale_of(name), block)
+            for name, tensor in files.tensors.items()
+            if name not in scales
+        }
+
+    def read(self, name: str, index: int | None = None) -> tuple[np.ndarray, ...]:
+        weight, scale = self.files.read(name, index), self.scale_of(name)
+        return (weight,) if self.tensors[name].format == self.files.tensors[name].dtype else (weight, self._scales(name, scale))
+
+    def close(self) -> None:
+        self.files.close()
+
+    def _scales(self, name: str, scale: str) -> np.ndarray:
+        found = self.files.read(scale).astype(np.float32)
+        if not (np.isfinite(found) & (found > 0)).all():
+            raise BadFile(f"{printable(scale)} holds a scale that is not positive and finite", f"it scales {printable(name)}")
+        return found
+
+
+def open_hf(path: Path) -> Safetensors:
+    """A released folder: config.json, and safetensors with the names that transformers writes."""
+    config = Config.from_hf(path)
+    return Safetensors("safetensors", open_folder(path), config, HF, lambda name: name + SCALE)
+
+
+def _entry(name: str, tensor: Tensor, scale: Tensor | None, scale_name: str, block: tuple[int, int]) -> Entry:
+    """Refuses FP8 without its scales, and scales without FP8 or of the wrong count."""
+    fp8, shape = tensor.dtype == FP8, tensor.shape
+    if fp8 and scale is None:
+        raise BadFile(f"{printable(name)} is FP8 without scales", f"expected {printable(scale_name)} beside it")
+    if scale is None:
+        return Entry(tensor.dtype, shape, tensor.size)
+    if not fp8:
+        raise BadFile(f"{printable(scale_name)} scales a weight that is not FP8", f"{printable(name)} is {tensor.dtype}")
+    expected = tuple(-(-n // b) for n, b in zip(shape, block, strict=False))
+    if len(shape) != 2 or scale.shape != expected or scale.dtype not in SCALES:
+        needed = f"{list(shape)} in blocks of {list(block)} needs {list(expected)} scales"
+        found = f"found {scale.dtype} {list(scale.shape)}"
+        raise BadFile(f"{printable(scale_name)} does not fit {printable(name)}", f"{needed}, {found}")
+    return Entry(fp8_format(block), shape, tensor.size + scale.size)

@@ -1,0 +1,75 @@
+"""Opens any checkpoint as a Source; its kind is recognised from what lies there, never from its name."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mla_jax.base.config import Config
+from mla_jax.base.errors import BadFile, printable
+from mla_jax.weights import deepseek, gguf_config
+from mla_jax.weights.checkpoint import is_store, open_store
+from mla_jax.weights.gguf import open_gguf
+from mla_jax.weights.gguf_names import GGUF
+from mla_jax.weights.hf import open_hf
+from mla_jax.weights.hub import NEEDS
+from mla_jax.weights.source import Entry, Source
+from mla_jax.weights.store_names import STORE
+
+
+class FromGGUF:
+    """A GGUF file as a Source."""
+
+    kind, table = "gguf", GGUF
+
+    def __init__(self, path: Path):
+        self.file = open_gguf(path)
+        self.path, self.metadata = self.file.path, self.file.metadata
+        self.config = gguf_config.config(self.file.metadata, self.file.tensors)
+        self.tensors: Mapping[str, Entry] = {n: Entry(t.type, t.shape, t.nbytes) for n, t in self.file.tensors.items()}
+
+    def read(self, name: str, index: int | None = None) -> tuple[np.ndarray, ...]:
+        return (self.file.read(name, index),)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class FromStore:
+    """What mla-convert has written, as a Source."""
+
+    kind, table = "orbax", STORE
+    metadata: Mapping[str, Any] | None = None
+
+    def __init__(self, path: Path):
+        self.store, self.path, self.config = open_store(path), path, Config.from_hf(path)
+        self.tensors: Mapping[str, Entry] = {n: Entry(t.format, t.shape, t.nbytes) for n, t in self.store.tensors.items()}
+
+    def read(self, name: str, index: int | None = None) -> tuple[np.ndarray, ...]:
+        return self.store.read(name, index)
+
+    def close(self) -> None:
+        pass  # no file stays open
+
+
+def open_source(path: Path) -> Source:
+    """Reads headers only; raises BadFile, BadConfig or Unsupported for what no model can be read from."""
+    if path.is_file():
+        if _begins(path, b"GGUF"):
+            return FromGGUF(path)
+        shown, folder = printable(str(path), 200), printable(str(path.parent), 200)
+        raise BadFile(f"{shown} is a file, and no GGUF", NEEDS, f"did you mean the folder {folder}?")
+    if is_store(path):
+        return FromStore(path)
+    names = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
+    if any(deepseek.FILE.fullmatch(name) for name in names):
+        return deepseek.open_deepseek(path)
+    if any(name.endswith(".gguf") for name in names) and not any(name.endswith(".safetensors") for name in names):
+        return FromGGUF(path)
+    return open_hf(path)
+
+
+def _begins(path: Path, magic: bytes) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(magic)) == magic
