@@ -2,7 +2,7 @@
 
 A mesh later maps the same names to mesh axes; an error about a shape names the config fields that disagree."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
 from mla_jax.base.config import Config
@@ -26,6 +26,30 @@ AXES: dict[str, tuple[tuple[str, ...], Callable]] = {
     "shared_mlp": (("moe_intermediate_size", "n_shared_experts"), prod),
     "model_pair": (("hidden_size", "hidden_size"), sum),  # embedding and hidden side by side, into the MTP layer
 }
+
+
+MESH_AXES = ("tensor", "expert")
+# logical axis -> mesh axis along which it is cut
+MESH = {
+    "vocab": "tensor",
+    "heads": "tensor",
+    "mlp": "tensor",
+    "shared_mlp": "tensor",
+    "expert_mlp": "tensor",
+    "experts": "expert",
+}
+
+
+def partition(words: Iterable[str]) -> tuple[str | None, ...]:
+    """The mesh axis of each dimension of a parameter; a product of axes is cut along its first."""
+    return tuple(MESH.get(word.split("*")[0]) for word in words)
+
+
+def shards(words: Iterable[str], shape: tuple[int, ...], part: tuple[int, ...], mesh: Mapping[str, int]) -> tuple[int, ...]:
+    """How many devices share each dimension of a `part` of a tensor of `shape`; one, where they would not get equal shares."""
+    counts = [mesh.get(axis or "", 1) for axis in partition(words)]
+    counts = [n if size % n == 0 else 1 for n, size in zip(counts, shape, strict=True)] + [1] * len(part)
+    return tuple(n if size % n == 0 else 1 for n, size in zip(counts, part, strict=False))
 
 
 def size(config: Config, axis: str) -> int:

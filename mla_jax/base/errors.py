@@ -44,7 +44,7 @@ class Unsupported(MlaJaxError):
 
 
 class DoesNotFit(MlaJaxError):
-    """More memory is needed than the device has."""
+    """More memory is needed than there is, or more room on a disk."""
 
     exit_code = 4
 

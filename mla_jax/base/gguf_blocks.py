@@ -21,12 +21,21 @@ Codes = Shaped[Array, "..."]  # integers
 
 
 class BlockType(NamedTuple):
-    """`id` is the type's number in files; `unpack` takes blocks `[.. bytes]` to float32 `[.. values]`."""
+    """`id` is the type's number in files; `unpack` takes blocks `[.. bytes]` to float32 `[.. values]`.
+
+    `halves` are the places of its f16 scales, all that can make its values infinite; empty where that is another matter."""
 
     id: int
     values: int
     bytes: int
     unpack: Callable[[Bytes], Values]
+    halves: tuple[int, ...] = ()
+
+    def finite(self, b: Bytes) -> Shaped[Array, "..."]:
+        """Whether all values of each block are."""
+        if self.halves:
+            return jnp.stack([b[..., at + 1] & 0x7C != 0x7C for at in self.halves]).all(0)
+        return jnp.isfinite(self.unpack(b)).all(-1)
 
 
 PLAIN = {"F32": (0, "float32"), "F16": (1, "float16"), "BF16": (30, "bfloat16")}  # types without blocks: their id and dtype
@@ -304,27 +313,27 @@ def _iq4_xs(b: Bytes) -> Values:
 
 
 TYPES = {
-    "Q4_0": BlockType(2, 32, 18, _q4_0),
-    "Q4_1": BlockType(3, 32, 20, _q4_1),
-    "Q5_0": BlockType(6, 32, 22, _q5_0),
-    "Q5_1": BlockType(7, 32, 24, _q5_1),
-    "Q8_0": BlockType(8, 32, 34, _q8_0),
-    "Q2_K": BlockType(10, 256, 84, _q2_k),
-    "Q3_K": BlockType(11, 256, 110, _q3_k),
-    "Q4_K": BlockType(12, 256, 144, _q4_k),
-    "Q5_K": BlockType(13, 256, 176, _q5_k),
-    "Q6_K": BlockType(14, 256, 210, _q6_k),
-    "IQ2_XXS": BlockType(16, 256, 66, _iq2_xxs),
-    "IQ2_XS": BlockType(17, 256, 74, _iq2_xs),
-    "IQ3_XXS": BlockType(18, 256, 98, _iq3_xxs),
-    "IQ1_S": BlockType(19, 256, 50, _iq1_s),
-    "IQ4_NL": BlockType(20, 32, 18, _iq4_nl),
-    "IQ3_S": BlockType(21, 256, 110, _iq3_s),
-    "IQ2_S": BlockType(22, 256, 82, _iq2_s),
-    "IQ4_XS": BlockType(23, 256, 136, _iq4_xs),
+    "Q4_0": BlockType(2, 32, 18, _q4_0, (0,)),
+    "Q4_1": BlockType(3, 32, 20, _q4_1, (0, 2)),
+    "Q5_0": BlockType(6, 32, 22, _q5_0, (0,)),
+    "Q5_1": BlockType(7, 32, 24, _q5_1, (0, 2)),
+    "Q8_0": BlockType(8, 32, 34, _q8_0, (0,)),
+    "Q2_K": BlockType(10, 256, 84, _q2_k, (80, 82)),
+    "Q3_K": BlockType(11, 256, 110, _q3_k, (108,)),
+    "Q4_K": BlockType(12, 256, 144, _q4_k, (0, 2)),
+    "Q5_K": BlockType(13, 256, 176, _q5_k, (0, 2)),
+    "Q6_K": BlockType(14, 256, 210, _q6_k, (208,)),
+    "IQ2_XXS": BlockType(16, 256, 66, _iq2_xxs, (0,)),
+    "IQ2_XS": BlockType(17, 256, 74, _iq2_xs, (0,)),
+    "IQ3_XXS": BlockType(18, 256, 98, _iq3_xxs, (0,)),
+    "IQ1_S": BlockType(19, 256, 50, _iq1_s, (0,)),
+    "IQ4_NL": BlockType(20, 32, 18, _iq4_nl, (0,)),
+    "IQ3_S": BlockType(21, 256, 110, _iq3_s, (0,)),
+    "IQ2_S": BlockType(22, 256, 82, _iq2_s, (0,)),
+    "IQ4_XS": BlockType(23, 256, 136, _iq4_xs, (0,)),
     "IQ1_M": BlockType(29, 256, 56, _iq1_m),
-    "TQ1_0": BlockType(34, 256, 54, _tq1_0),
-    "TQ2_0": BlockType(35, 256, 66, _tq2_0),
+    "TQ1_0": BlockType(34, 256, 54, _tq1_0, (52,)),
+    "TQ2_0": BlockType(35, 256, 66, _tq2_0, (64,)),
     "MXFP4": BlockType(39, 32, 17, _mxfp4),
     "NVFP4": BlockType(40, 64, 36, _nvfp4),
 }

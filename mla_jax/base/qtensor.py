@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from mla_jax.base import gguf_blocks
 from mla_jax.base.errors import BadFile, Unsupported, printable
@@ -53,16 +53,23 @@ jax.tree_util.register_dataclass(QTensor, data_fields=["parts"], meta_fields=["f
 class Format(NamedTuple):
     """`block`: the rows and columns that share scales, 0 for all there are; `unpack` takes parts and the length of the last axis.
 
-    `parts` says what the parts of a shape are, and raises BadFile for a shape that the format cannot hold."""
+    `parts` says what the parts of a shape are, and raises BadFile for a shape that the format cannot hold; `finite` is false
+    somewhere if a value is NaN or infinite, and does not unpack anything to know."""
 
     block: tuple[int, int]
     parts: Callable[[Shape], Specs]
     unpack: Callable[[tuple[Array, ...], int], Float[Array, "..."]]
+    finite: Callable[[tuple[Array, ...]], Array]
 
 
 def dequantize(q: QTensor, dtype: Any = jnp.float32) -> Float[Array, "..."]:
     """The values that `q` stands for, computed in float32 and rounded once to `dtype`."""
     return format_of(q.format).unpack(q.parts, q.shape[-1]).astype(dtype)
+
+
+def unsound(format: str, parts: tuple[Array, ...]) -> Int[Array, ""]:
+    """How many values, blocks or scales of a tensor are not finite."""
+    return jnp.sum(~format_of(format).finite(parts))
 
 
 def abstract(format: str, shape: Shape) -> QTensor:
@@ -116,7 +123,9 @@ def _gguf(name: str) -> Format:
         values = kind.unpack(parts[0])
         return values.reshape(*values.shape[:-2], -1)
 
-    return Format((1, kind.values), partial(_gguf_parts, name, kind.values, kind.bytes), unpack)
+    return Format(
+        (1, kind.values), partial(_gguf_parts, name, kind.values, kind.bytes), unpack, lambda parts: kind.finite(parts[0])
+    )
 
 
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -144,7 +153,12 @@ def _fp8(rows: int, columns: int) -> Format:
         spread = jnp.repeat(wide, rows, axis=-2)[..., : weight.shape[-2], :]
         return _e4m3(weight) * spread
 
-    return Format((rows, columns), partial(_fp8_parts, rows, columns), unpack)
+    return Format((rows, columns), partial(_fp8_parts, rows, columns), unpack, _fp8_finite)
+
+
+def _fp8_finite(parts: tuple[Array, ...]) -> Array:
+    codes = jax.lax.bitcast_convert_type(parts[0], jnp.uint8) & 0x7F != 0x7F
+    return codes & jnp.isfinite(448 * parts[1]).all()
 
 
 def _int8_parts(shape: Shape) -> Specs:
@@ -155,7 +169,8 @@ def _int8_parts(shape: Shape) -> Specs:
 
 def _int8() -> Format:
     """Signed bytes `[.. N K]` times a float32 scale a row."""
-    return Format((1, 0), _int8_parts, lambda parts, _: parts[0].astype(jnp.float32) * parts[1][..., None])
+    unpack = lambda parts, _: parts[0].astype(jnp.float32) * parts[1][..., None]  # noqa: E731
+    return Format((1, 0), _int8_parts, unpack, lambda parts: jnp.isfinite(127 * parts[1]))
 
 
 def _int4_parts(group: int, shape: Shape) -> Specs:
@@ -176,7 +191,7 @@ def _int4(group: int) -> Format:
         values = codes * scale.astype(jnp.float32)[..., None, None]
         return values.reshape(*scale.shape[:-1], -1)[..., :length]
 
-    return Format((1, group), partial(_int4_parts, group), unpack)
+    return Format((1, group), partial(_int4_parts, group), unpack, lambda parts: jnp.isfinite(8 * parts[1].astype(jnp.float32)))
 
 
 def fp8_format(block: tuple[int, int]) -> str:

@@ -1,5 +1,6 @@
 """How a model reads and writes: tokenizer, chat template, sampling defaults and end tokens, wherever the checkpoint has them."""
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,14 +28,35 @@ def open_text(source: Source) -> Text:
     return _from_gguf(source) if source.metadata is not None else _from_folder(source)
 
 
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
+KIMI_FILES = ("tiktoken.model", "tokenizer.model")
+
+
+def files_of(source: Source) -> dict[str, bytes]:
+    """The same as files of a model folder, by name; made where the checkpoint keeps it otherwise."""
+    if source.metadata is None:
+        return {name: path.read_bytes() for name in (*FILES, *KIMI_FILES) if (path := source.path / name).is_file()}
+    found = gguf_tokenizer.build(source.metadata, source.path.name, source.config.vocab_size)
+    if found is None:
+        return {}
+    names = {key: i if i is None else found.tokenizer.model.id_to_token(i) for key, i in _special(found).items()}
+    settings = {**names, "add_bos_token": found.tokenizer.bos_id is not None, "chat_template": found.chat_template}
+    contents = {"tokenizer_config.json": settings, "generation_config.json": {"eos_token_id": list(found.eos_ids)}}
+    made = {name: (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode() for name, content in contents.items()}
+    return {"tokenizer.json": found.tokenizer.model.to_str().encode(), **made}
+
+
+def _special(found: gguf_tokenizer.Found) -> dict[str, int | None]:
+    return {"bos_token": found.bos_id, "eos_token": next(iter(found.eos_ids), None)}
+
+
 def _from_gguf(source: Source) -> Text:
     assert source.metadata is not None
     greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
     found = gguf_tokenizer.build(source.metadata, source.path.name, source.config.vocab_size)
     if found is None:
         return Text(None, None, greedy, ())
-    special = {"bos_token": found.bos_id, "eos_token": next(iter(found.eos_ids), None)}
-    words = {name: str(found.tokenizer.model.id_to_token(i)) for name, i in special.items() if i is not None}
+    words = {name: str(found.tokenizer.model.id_to_token(i)) for name, i in _special(found).items() if i is not None}
     template = found.chat_template and ChatTemplate.of(found.chat_template, source.path.name, words)
     return Text(found.tokenizer, template or None, greedy, found.eos_ids, found.notes)
 

@@ -74,6 +74,7 @@ class Joined:
         if faults := [fault for name in names for fault in self._faults(name)]:
             raise BadFile("the parts are not those of one model", *shortened(faults), "fetch or convert all of them again")
         self.tensors: Mapping[str, Tensor] = {name: self._whole(name) for name in names}
+        self.files = tuple(file for part in parts for file in part.files)
 
     def read(self, name: str, index: int | None = None) -> np.ndarray:
         pieces = [part.read(name) for part in self._read_from(name)]

@@ -25,6 +25,8 @@ class Files(Protocol):
     path: Path
     tensors: Mapping[str, Tensor]
 
+    @property
+    def files(self) -> tuple[Path, ...]: ...
     def read(self, name: str, index: int | None = None) -> np.ndarray: ...
     def close(self) -> None: ...
 
@@ -33,34 +35,34 @@ class Safetensors:
     """`scale_of` gives the name that a weight's scales have, nothing for what has none."""
 
     metadata: Mapping[str, Any] | None = None
+    made_of: Mapping[str, Any] | None = None
 
     def __init__(self, kind: str, files: Files, config: Config, table: Table, scale_of: Callable[[str], str]):
-        self.kind, self.path, self.files, self.config, self.table, self.scale_of = (
-            kind,
-            files.path,
-            files,
-            config,
-            table,
-            scale_of,
-        )
+        self.kind, self.path, self.raw = kind, files.path, files
+        self.config, self.table, self.scale_of = config, table, scale_of
         quantization = config.quantization_config
         block = quantization.weight_block_size if quantization else (128, 128)
         scales = {scale for name in files.tensors if (scale := scale_of(name)) in files.tensors}
+        self.scales = next((files.tensors[name].dtype for name in scales), "F32")
         self.tensors: Mapping[str, Entry] = {
             name: _entry(name, tensor, files.tensors.get(scale_of(name)), scale_of(name), block)
             for name, tensor in files.tensors.items()
             if name not in scales
         }
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.raw.files
+
     def read(self, name: str, index: int | None = None) -> tuple[np.ndarray, ...]:
-        weight, scale = self.files.read(name, index), self.scale_of(name)
-        return (weight,) if self.tensors[name].format == self.files.tensors[name].dtype else (weight, self._scales(name, scale))
+        weight, scale = self.raw.read(name, index), self.scale_of(name)
+        return (weight,) if self.tensors[name].format == self.raw.tensors[name].dtype else (weight, self._scales(name, scale))
 
     def close(self) -> None:
-        self.files.close()
+        self.raw.close()
 
     def _scales(self, name: str, scale: str) -> np.ndarray:
-        found = self.files.read(scale).astype(np.float32)
+        found = self.raw.read(scale).astype(np.float32)
         if not (np.isfinite(found) & (found > 0)).all():
             raise BadFile(f"{printable(scale)} holds a scale that is not positive and finite", f"it scales {printable(name)}")
         return found

@@ -9,7 +9,7 @@ import numpy as np
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, printable
 from mla_jax.weights import deepseek, gguf_config
-from mla_jax.weights.checkpoint import is_store, open_store
+from mla_jax.weights.checkpoint import MANIFEST, is_store, open_store
 from mla_jax.weights.gguf import open_gguf
 from mla_jax.weights.gguf_names import GGUF
 from mla_jax.weights.hf import open_hf
@@ -21,13 +21,18 @@ from mla_jax.weights.store_names import STORE
 class FromGGUF:
     """A GGUF file as a Source."""
 
-    kind, table = "gguf", GGUF
+    kind, table, scales = "gguf", GGUF, "F32"
+    made_of: Mapping[str, Any] | None = None
 
     def __init__(self, path: Path):
         self.file = open_gguf(path)
         self.path, self.metadata = self.file.path, self.file.metadata
         self.config = gguf_config.config(self.file.metadata, self.file.tensors)
         self.tensors: Mapping[str, Entry] = {n: Entry(t.type, t.shape, t.nbytes) for n, t in self.file.tensors.items()}
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(sorted({tensor.file for tensor in self.file.tensors.values()}))
 
     def read(self, name: str, index: int | None = None) -> tuple[np.ndarray, ...]:
         return (self.file.read(name, index),)
@@ -44,7 +49,13 @@ class FromStore:
 
     def __init__(self, path: Path):
         self.store, self.path, self.config = open_store(path), path, Config.from_hf(path)
+        self.made_of: Mapping[str, Any] | None = self.store.metadata
+        self.scales = str(self.store.metadata.get("scales", "F32"))
         self.tensors: Mapping[str, Entry] = {n: Entry(t.format, t.shape, t.nbytes) for n, t in self.store.tensors.items()}
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.path / MANIFEST,)
 
     def read(self, name: str, index: int | None = None) -> tuple[np.ndarray, ...]:
         return self.store.read(name, index)

@@ -48,7 +48,7 @@ class Checkpoint:
         self.slots = {".".join(map(str, keys)): variable for keys, variable in nnx.to_flat_state(self.state)}
         self.sources = table.resolve(self.slots, self.config, present)
         for name, slot in self.slots.items():
-            kind = self._format(self.sources[name])
+            kind = self.format_of(self.sources[name])
             keep = dtype is None and slot.get_metadata()["packs"] and kind not in PLAIN
             plain = jax.ShapeDtypeStruct(slot.shape, jnp.float32 if slot.get_metadata()["exact"] else self.dtype)
             slot.set_value(qtensor.abstract(kind, slot.shape) if keep else plain)
@@ -79,7 +79,7 @@ class Checkpoint:
             self.source.close()
         return nnx.merge(self.graph, self.state)
 
-    def _format(self, source: names.Source) -> str:
+    def format_of(self, source: names.Source) -> str:
         """The one format of all tensors of a parameter; raises Unsupported if they have several, or one that cannot be read."""
         kinds = {self.source.tensors[name].format: name for name in source.names}
         kind, name = next(iter(kinds.items()))
@@ -163,7 +163,7 @@ def _place(parts: tuple[Array, ...], *, how: How, like: Any) -> tuple[Any, Array
     """A stored tensor as our parameter, which is `like`, and whether all of it is finite."""
     if isinstance(like, QTensor):
         value = QTensor(how.format, tuple(how.part(p, how.config) for p in parts), like.shape)
-        return value, jnp.isfinite(qtensor.dequantize(value)).all()
+        return value, qtensor.unsound(how.format, value.parts) == 0
     stored = parts[0] if how.format in PLAIN else qtensor.dequantize(QTensor(how.format, parts, how.shape))
     value = how.part(stored, how.config).reshape(like.shape).astype(like.dtype)
     return value, jnp.isfinite(value).all()

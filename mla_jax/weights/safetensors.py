@@ -88,6 +88,10 @@ class Folder:
             ) from e
         return out.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(sorted({tensor.file for tensor in self.tensors.values()}))
+
     def close(self):
         """Closes the files; raises BadFile if one changed while it was open, for then its tensors may be of two versions."""
         opened, self._open = self._open, {}

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,9 +38,9 @@ def save(model: Transformer, folder: str | Path, *, dtype: str = "bfloat16", fp8
             tensors[name], tensors[name + SCALE] = fp8_blocks(np.asarray(value, np.float32))
         else:
             tensors[name] = np.asarray(jnp.asarray(value, "float32" if name in exact else dtype))
-    _complete(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    complete(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     config = replace(model.config, quantization_config=Quantization() if fp8 else None)
-    _complete(folder / "config.json", lambda path: path.write_text(json.dumps(config.to_hf(), indent=2) + "\n"))
+    complete(folder / "config.json", lambda path: path.write_text(json.dumps(config.to_hf(), indent=2) + "\n"))
 
 
 def _umask() -> int:
@@ -48,11 +49,14 @@ def _umask() -> int:
     return mask
 
 
-def _complete(path: Path, write) -> None:
+def complete(path: Path, write: Callable[[Path], object]) -> None:
+    """Has `write` make the file under another name, and gives it its own when all of it is on the disk."""
     partial = path.with_name(path.name + ".partial")
     try:
         write(partial)
         partial.chmod(0o666 & ~_umask())  # safetensors makes its files private
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

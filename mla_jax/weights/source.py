@@ -33,7 +33,22 @@ class Source(Protocol):
     @property
     def tensors(self) -> Mapping[str, Entry]: ...
     @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold the weights."""
+        ...
+
+    @property
     def metadata(self) -> Mapping[str, Any] | None: ...
+
+    @property
+    def scales(self) -> str:
+        """The dtype in which FP8 scales lie, by its name in safetensors; they are read as float32."""
+        ...
+
+    @property
+    def made_of(self) -> Mapping[str, Any] | None:
+        """What mla-convert wrote down when it made this; None of what comes from elsewhere."""
+        ...
 
     def read(self, name: str, index: int | None = None) -> tuple[np.ndarray, ...]:
         """The parts of a tensor, or of one entry of its first axis; those of a plain one are itself."""

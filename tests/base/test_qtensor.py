@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mla_jax.base.errors import BadFile, Unsupported
 from mla_jax.base.gguf_blocks import PLAIN, TYPES
-from mla_jax.base.qtensor import FORMATS, QTensor, abstract, check, dequantize, format_of, nbytes
+from mla_jax.base.qtensor import FORMATS, QTensor, abstract, check, dequantize, format_of, nbytes, unsound
 
 OURS = sorted(FORMATS.keys() - TYPES.keys())
 unpacked = jax.jit(dequantize, static_argnums=1)
@@ -246,3 +246,27 @@ def test_a_matmul_takes_a_packed_tensor_in_one_program():
     q = QTensor("Q8_0", (q.parts[0].at[..., 1].set(0x2C),), q.shape)  # scales near 0.06
     found = jax.jit(lambda x, q: x @ dequantize(q).T)(x, q)
     np.testing.assert_allclose(found, x.astype(np.float64) @ by_package(q).T.astype(np.float64), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", [*TYPES, "fp8_block", "int8", "int4_g32"])
+def test_what_is_not_finite_is_found_without_unpacking(name):
+    rng = np.random.default_rng(3)
+    parts = []
+    for part in abstract(name, (4, 256, 512)).parts:
+        bits = rng.integers(0, 256, (*part.shape, np.dtype(part.dtype).itemsize), np.uint8)
+        parts.append(jnp.asarray(bits.view(part.dtype)[..., 0]))
+    one = [QTensor(name, tuple(p[i] for p in parts), (256, 512)) for i in range(4)]
+    plain = [bool(jnp.isfinite(dequantize(q)).all()) for q in one]
+    assert [int(unsound(name, q.parts)) == 0 for q in one] == plain
+    zeros = tuple(jnp.zeros(p.shape, p.dtype) for p in one[0].parts)
+    assert int(unsound(name, zeros)) == 0
+
+
+@pytest.mark.parametrize("name", [name for name, kind in TYPES.items() if kind.halves])
+def test_one_infinite_scale_is_found_in_every_place(name):
+    kind = TYPES[name]
+    for at in kind.halves:
+        blocks = np.zeros((3, 4, kind.bytes), np.uint8)
+        blocks[1, 2, at : at + 2] = 0x00, 0x7C
+        assert int(unsound(name, (jnp.asarray(blocks),))) == 1
+        assert not np.isfinite(np.asarray(kind.unpack(jnp.asarray(blocks)))[1, 2]).all()
