@@ -3,7 +3,8 @@
 The conversation is rendered again with its contents disguised: every character that control tokens are made of becomes a stand-in
 that no text holds, so every control token of that text is the template's. If it undisguises to the text of the plain rendering,
 the template did the same with both, and each character's origin is known. Templates that look for text of their own in answers,
-as in `content.split('</think>')`, do not; for them the second disguise leaves those texts in answers undisguised, in marks."""
+as in `content.split('</think>')`, do not; for them further disguises leave those texts in answers undisguised, in marks: first one
+of them in each answer, then two, and so on, so that no more are left than the template asks for."""
 
 import re
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from mla_jax.base.errors import BadRequest
 from mla_jax.text.tokenizer import Tokenizer
 
+MOST_KEPT = 8  # disguises of a conversation, besides the first and the last
 FIRST_STAND_IN, LAST_STAND_IN = 0xF0000, 0x10FFFD  # for private use
 
 
@@ -26,17 +28,20 @@ class Neutral:
         self.disguise = str.maketrans(dict(zip(alphabet, free, strict=False)))
         self.undisguise = {ord(to): chr(of) for of, to in self.disguise.items()} | {ord(self.mark): None}
         named = sorted((text for text in tokenizer.control if text in source), key=len, reverse=True)
-        self.kept = re.compile(rf"(?:(?:{'|'.join(map(re.escape, named)) or '(?!)'})\s*+)+")
+        self.named = re.compile("|".join(map(re.escape, named)) or "(?!)")
+        self.kept = re.compile(rf"(?:(?:{self.named.pattern})\s*+)+")
         self.in_message = rf"{self.mark}\s*+{self.kept.pattern}{self.mark}"
 
     def variants(self) -> list[list[dict[str, str]]]:
         """The disguised conversations, the safest first."""
         whole = [{**m, "content": m["content"].translate(self.disguise)} for m in self.messages]
-        marked = [
-            {**m, "content": self._marked(m["content"]) if m["role"] == "assistant" else w["content"]}
-            for m, w in zip(self.messages, whole, strict=True)
-        ]
-        return [whole] if marked == whole else [whole, marked]
+        answers = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
+        most = max((len(self.named.findall(self.messages[i]["content"])) for i in answers), default=0)
+        found = [whole]
+        for kept in sorted({*range(1, min(most, MOST_KEPT) + 1), most} - {0}):
+            marked = {i: {**self.messages[i], "content": self._marked(self.messages[i]["content"], kept)} for i in answers}
+            found.append([marked.get(i, m) for i, m in enumerate(whole)])
+        return found
 
     def pieces(self, plain: str, variants: list[str]) -> Iterator[tuple[str, bool]]:
         """The rendered text in pieces: texts, and control tokens of the template (True)."""
@@ -56,13 +61,15 @@ class Neutral:
             waiting += part[end:]
         yield waiting.translate(self.undisguise), False
 
-    def _marked(self, content: str) -> str:
-        """`content` disguised but for the template's own texts, which stand between marks.
+    def _marked(self, content: str, most: int) -> str:
+        """`content` disguised but for the first `most` of the template's own texts, which stand between marks.
 
         A mark stands beyond the blanks beside such a text, so that a template that splits there and strips still does."""
         core = content.strip()
         start, end, parts = content.find(core), 0, []
-        for found in self.kept.finditer(core):
+        rest = next((text.start() for i, text in enumerate(self.named.finditer(core)) if i == most), len(core))
+        rest = next((text.start() for i, text in enumerate(self.named.finditer(core)) if i == most), len(core))
+        for found in self.kept.finditer(core, 0, rest):
             before = core[end : found.start()]
             blanks = before[len(before.rstrip()) :]
             parts += [before.rstrip().translate(self.disguise), self.mark, blanks, found[0], self.mark]
