@@ -155,6 +155,10 @@ def _q6_k(b: Bytes) -> Values:
     return _rows(_scaled(_half(b[..., 208:]) * _signed(b[..., 192:208]), q), 2)
 
 
+def _q2_0(b: Bytes) -> Values:
+    return _half(b[..., :2]) * (_rows(_fields(b[..., 2:], 2, 4, axis=-1), 2).astype(jnp.float32) - 1)
+
+
 def _trits(b: Bytes, digits: int) -> Codes:
     """Base-three digits, the highest first: a byte is a fraction of 256, and each digit what spills over on tripling it."""
     powers = np.array([1, 3, 9, 27, 81], np.uint8)[:digits, None]
@@ -336,4 +340,5 @@ TYPES = {
     "TQ2_0": BlockType(35, 256, 66, _tq2_0, (64,)),
     "MXFP4": BlockType(39, 32, 17, _mxfp4),
     "NVFP4": BlockType(40, 64, 36, _nvfp4),
+    "Q2_0": BlockType(42, 64, 18, _q2_0, (0,)),
 }

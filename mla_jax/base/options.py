@@ -30,9 +30,9 @@ class ModelOptions:
     """Which model."""
 
     model: str | None = None
-    """Model folder or a name in the Hub's cache; else the demo."""
+    """Folder, GGUF file or name in the Hub's cache; else the demo."""
     dtype: str | None = None
-    """float32 or bfloat16 (float32 on a CPU, else bfloat16)."""
+    """float32 or bfloat16; else quantised weights stay so."""
     context: int | None = None
     """Most tokens of prompt and output together."""
 

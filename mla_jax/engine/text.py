@@ -1,6 +1,7 @@
 """How a model reads and writes: tokenizer, chat template, sampling defaults and end tokens, wherever the checkpoint has them."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,13 +53,28 @@ def _special(found: gguf_tokenizer.Found) -> dict[str, int | None]:
 
 def _from_gguf(source: Source) -> Text:
     assert source.metadata is not None
-    greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    defaults = _gguf_defaults(source.metadata)
     found = gguf_tokenizer.build(source.metadata, source.path.name, source.config.vocab_size)
     if found is None:
-        return Text(None, None, greedy, ())
+        return Text(None, None, defaults, ())
     words = {name: str(found.tokenizer.model.id_to_token(i)) for name, i in _special(found).items() if i is not None}
     template = found.chat_template and ChatTemplate.of(found.chat_template, source.path.name, words)
-    return Text(found.tokenizer, template or None, greedy, found.eos_ids, found.notes)
+    return Text(found.tokenizer, template or None, defaults, found.eos_ids, found.notes)
+
+
+def _gguf_defaults(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling as the file recommends it, else greedy."""
+    keys = {"temperature": "general.sampling.temp", "top_k": "general.sampling.top_k", "top_p": "general.sampling.top_p"}
+    given = {name: metadata[key] for name, key in keys.items() if key in metadata}
+    return _checked({"temperature": 0.0, "top_k": 0, "top_p": 1.0} | given, "the file's general.sampling")
+
+
+def _checked(defaults: dict[str, Any], where: str) -> dict[str, Any]:
+    try:
+        SamplingParams(**defaults)
+    except BadRequest as e:
+        raise BadConfig(f"{where} has sampling defaults out of range", *e.args[1:]) from e
+    return defaults
 
 
 def _from_folder(source: Source) -> Text:
@@ -79,8 +95,4 @@ def _generation_defaults(folder: Path, end_ids: tuple[int, ...]) -> tuple[dict, 
     defaults = {"temperature": 1.0 if sampled else 0.0, "top_k": 0, "top_p": 1.0}
     if given.get("do_sample", True):
         defaults |= {name: given[name] for name in defaults if given.get(name) is not None}
-    try:
-        SamplingParams(**defaults)
-    except BadRequest as e:
-        raise BadConfig(f"{path.name} has sampling defaults out of range", *e.args[1:]) from e
-    return defaults, ends
+    return _checked(defaults, path.name), ends

@@ -57,7 +57,8 @@ def to_hf(metadata: Mapping[str, Any], tensors: Collection[str]) -> tuple[dict[s
     keys = _Keys(metadata)
     hf = {"rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon")}
     hf |= {ours: keys.integer(theirs) for ours, theirs in _NEEDED.items()}
-    hf |= _layers(keys) | _heads(keys, hf) | _vocabulary(keys) | _rope(keys)
+    hf |= _layers(keys) | _heads(keys, hf) | _vocabulary(keys)
+    hf |= _rope(keys, hf)
     hf |= _experts(keys, hf)
     hf |= {"hidden_act": "silu", "rope_interleave": True, "tie_word_embeddings": "output.weight" not in tensors}
     hf["model_type"] = "deepseek_v2" if hf.get("scoring_func") == "softmax" else "deepseek_v3"
@@ -169,14 +170,14 @@ def _vocabulary(keys: _Keys) -> dict[str, Any]:
     return {"vocab_size": size, "bos_token_id": bos, "eos_token_id": eos}
 
 
-def _rope(keys: _Keys) -> dict[str, Any]:
+def _rope(keys: _Keys, hf: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE's settings; without a scaling the factor says nothing."""
     found = {"rope_theta": keys.number("rope.freq_base", 10000.0), "rope_scaling": None}
     kind, factor = keys.get("rope.scaling.type", str, "none"), keys.number("rope.scaling.factor", 0)
     original = keys.integer("rope.scaling.original_context_length", None)
     # 0.1 * mscale_all_dim (llama.cpp, pull request 17945); mscale itself is not in the file, and equal in every release
     weight = keys.number("rope.scaling.yarn_log_multiplier", None)
-    beta = {name: keys.number(f"rope.scaling.yarn_{name}", default) for name, default in _BETA.items()}
+    beta = _beta(keys, hf)
     if kind == "none" or not factor:
         return found
     if kind not in ("linear", "yarn"):
@@ -211,17 +212,28 @@ def _experts(keys: _Keys, hf: Mapping[str, Any]) -> dict[str, Any]:
 def _groups(keys: _Keys, hf: Mapping[str, Any], experts: int) -> dict[str, Any]:
     """Expert groups; files from before they were written down take those of the release of that size."""
     found = [keys.integer(f"expert_group_{name}", None) for name in ("count", "used_count")]
-    if found == [None, None]:
-        sizes = (hf["hidden_size"], hf["num_hidden_layers"], experts)
-        for name in (name for name, preset in PRESETS.items() if sizes == _sizes(preset)):
-            preset = Config.preset(name)
-            found = [preset.n_group, preset.topk_group]
-            if (preset.n_group or 1) > 1:
-                keys.notes.append(f"the file does not name the groups of experts; they are taken to be those of {name}")
+    if found == [None, None] and (release := _release(hf, experts)) is not None:
+        name, config = release
+        found = [config.n_group, config.topk_group]
+        if (config.n_group or 1) > 1:
+            keys.notes.append(f"the file does not name the groups of experts; they are taken to be those of {name}")
     groups = found[0] or 1
     return {"n_group": groups, "topk_group": found[1] or groups}
 
 
-def _sizes(preset: Mapping[str, Any]) -> tuple:
-    found = Config.from_hf(preset)
-    return found.hidden_size, found.num_hidden_layers, found.n_routed_experts
+def _release(hf: Mapping[str, Any], experts: int) -> tuple[str, Config] | None:
+    """The released model of the same sizes."""
+    sizes = (hf["hidden_size"], hf["num_hidden_layers"], experts or None)
+    found = ((name, Config.preset(name)) for name in PRESETS)
+    same = [(n, c) for n, c in found if sizes == (c.hidden_size, c.num_hidden_layers, c.n_routed_experts)]
+    return same[-1] if same else None
+
+
+def _beta(keys: _Keys, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """YaRN's betas; files from before they were written down take those of the release of that size, else the usual ones."""
+    found = {name: keys.number(f"rope.scaling.yarn_{name}", None) for name in _BETA}
+    if None not in found.values():
+        return found
+    release = _release(hf, keys.integer("expert_count", 0))
+    known = _BETA | (vars(release[1].rope_scaling) if release and release[1].rope_scaling else {})
+    return {name: known[name] if value is None else value for name, value in found.items()}

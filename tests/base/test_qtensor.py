@@ -39,7 +39,17 @@ def packed(name: str, rng: np.random.Generator, *lead: int, blocks: int) -> QTen
     return check(QTensor(name, (jnp.asarray(part),), (*lead, blocks * kind.values)))
 
 
+def q2_0(blocks: np.ndarray) -> np.ndarray:
+    """As llama.cpp's dequantize_row_q2_0 has it, one value after the other: the package does not know the type yet."""
+    codes = np.stack([blocks[..., 2 + j // 4] >> 2 * (j % 4) & 3 for j in range(64)], axis=-1).astype(np.float32) - 1
+    with np.errstate(all="ignore"):
+        values = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float32) * codes
+    return values.reshape(*blocks.shape[:-2], -1)
+
+
 def by_package(q: QTensor) -> np.ndarray:
+    if q.format == "Q2_0":
+        return q2_0(np.asarray(q.parts[0]))
     with np.errstate(all="ignore"):
         return gguf.quants.dequantize(np.asarray(q.parts[0]).reshape(*q.shape[:-1], -1), Kind[q.format])
 
@@ -83,8 +93,8 @@ def test_every_scale_and_code_of_mxfp4_unpacks_exactly_denormals_and_infinities_
 
 
 def test_the_table_of_types_agrees_with_the_gguf_package_on_numbers_and_sizes():
-    assert {name: (t.id, t.values, t.bytes) for name, t in TYPES.items()} == {
-        name: (Kind[name].value, *gguf.GGML_QUANT_SIZES[Kind[name]]) for name in TYPES
+    assert {name: (t.id, t.values, t.bytes) for name, t in TYPES.items() if name != "Q2_0"} == {
+        name: (Kind[name].value, *gguf.GGML_QUANT_SIZES[Kind[name]]) for name in TYPES if name != "Q2_0"
     }
     assert {name: (id, 1, np.dtype(dtype).itemsize) for name, (id, dtype) in PLAIN.items()} == {
         name: (Kind[name].value, *gguf.GGML_QUANT_SIZES[Kind[name]]) for name in PLAIN
@@ -99,7 +109,7 @@ def test_every_type_that_the_gguf_package_can_dequantise_is_known():
             return False
         return True
 
-    assert {kind.name for kind in Kind if can_be_dequantised(kind)} == TYPES.keys() | PLAIN.keys()
+    assert {kind.name for kind in Kind if can_be_dequantised(kind)} == (TYPES.keys() | PLAIN.keys()) - {"Q2_0"}
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "IQ2_XS", "Q8_0", "fp8_block"])

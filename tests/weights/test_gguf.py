@@ -118,7 +118,8 @@ def test_files_are_read_as_the_gguf_package_reads_them(values, shapes, alignment
 
 def test_the_types_are_those_of_the_gguf_package():
     sizes = {block.name: (int(block), *size) for block, size in gguf.GGML_QUANT_SIZES.items()}
-    assert {name: tuple(kind[:3]) for name, kind in TYPES.items()} == {name: sizes[name] for name in TYPES}
+    known = {name: tuple(kind[:3]) for name, kind in TYPES.items() if name != "Q2_0"}  # which the package does not know yet
+    assert known == {name: sizes[name] for name in known}
     assert sizes.keys() - TYPES.keys() <= {"Q8_1", "Q8_K", "Q1_0"}  # no weights are stored in the first two
 
 
@@ -139,7 +140,7 @@ def test_bfloat16_comes_back_bit_for_bit(tmp_path):
     np.testing.assert_array_equal(opened.read("a"), data)
 
 
-@pytest.mark.parametrize("name", [name for name, kind in TYPES.items() if kind.dtype is None])
+@pytest.mark.parametrize("name", [name for name, kind in TYPES.items() if kind.dtype is None and name != "Q2_0"])
 def test_blocks_come_back_as_bytes(tmp_path, name):
     _, values, size, _ = TYPES[name]
     data = RNG.integers(0, 256, (2, 3, 4 * size), np.uint8)
@@ -366,6 +367,15 @@ HF_V3 = full("v3")
 def test_any_metadata_is_a_config_or_refused(changes):
     with contextlib.suppress(BadConfig, Unsupported):
         gguf_config.config({k: v for k, v in (converted(HF_V3) | changes).items() if v is not None}, {"output.weight"})
+
+
+def test_a_kimi_file_from_before_betas_were_written_down_takes_those_of_the_release():
+    hf = full("KIMI_K2")
+    metadata = {key: value for key, value in converted(hf).items() if "yarn_beta" not in key}
+    found = gguf_config.config(metadata, names_of(hf))
+    assert (found.rope_scaling.beta_fast, found.rope_scaling.beta_slow) == (1, 1)
+    other = gguf_config.config({**metadata, "deepseek2.block_count": 7}, names_of(hf))
+    assert (other.rope_scaling.beta_fast, other.rope_scaling.beta_slow) == (32, 1)
 
 
 # ---- names
