@@ -149,8 +149,11 @@ def loop(
 BACKENDS = {"dense": dense, "loop": loop, "gather": gather, "ragged": ragged}
 
 
-def pick_backend(platform: str, pairs: int, experts: int, packed: bool = False) -> str:
-    """The backend for `pairs` (token, expert) pairs; with `packed` weights none that unpacks every expert at once.
+UNPACKED = 1 << 30  # bytes of one stack of packed experts, beyond which they are unpacked one by one
+
+
+def pick_backend(platform: str, pairs: int, experts: int, unpacked: int = 0) -> str:
+    """The backend for `pairs` (token, expert) pairs; packed experts take `unpacked` bytes a stack once all are unpacked.
 
     On an H200 with V2-Lite's 64 experts of which 6 are chosen, us a layer for 1, 8, 64, 1024 tokens: gather 58, 254, -, -; dense
     274, 287, 327, 1844; ragged 501, 913, 1244, 9477 (XLA has no grouped matmul for GPUs: it multiplies everything and masks)."""
@@ -158,7 +161,7 @@ def pick_backend(platform: str, pairs: int, experts: int, packed: bool = False) 
         return "loop"
     if 5 * pairs <= 4 * experts:
         return "gather"
-    return "loop" if packed else "dense" if platform == "gpu" else "ragged"
+    return "loop" if unpacked > UNPACKED else "dense" if platform == "gpu" else "ragged"
 
 
 class Experts(nnx.Module):

@@ -2,6 +2,7 @@
 
 Prefill, a chunk of a prompt on top of a cached prefix, and decode are this one forward; they differ in batch and cache."""
 
+from math import prod
 from typing import NamedTuple
 
 import jax
@@ -132,8 +133,9 @@ class Transformer(nnx.Module):
     def backend_name(self, tokens: int) -> str:
         """The expert backend taken for `tokens` tokens."""
         pairs, experts = tokens * (self.config.num_experts_per_tok or 0), self.config.n_routed_experts or 0
-        packed = any(isinstance(b.mlp, MoE) and isinstance(b.mlp.experts.gate.get_value(), QTensor) for b in self.layers)
-        return pick_backend(self.device.platform, pairs, experts, packed) if self.experts == "auto" else self.experts
+        stacks = [block.mlp.experts.gate.get_value() for block in self.layers if isinstance(block.mlp, MoE)]
+        unpacked = max((prod(w.shape) * self.dtype.itemsize for w in stacks if isinstance(w, QTensor)), default=0)
+        return pick_backend(self.device.platform, pairs, experts, unpacked) if self.experts == "auto" else self.experts
 
     def how(self, batch: Batch, layer: latent.Layer | None) -> How:
         """What this step's shapes, known while tracing, decide for all layers; `layer` is any of the cache's."""

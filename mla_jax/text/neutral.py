@@ -3,8 +3,8 @@
 The conversation is rendered again with its contents disguised: every character that control tokens are made of becomes a stand-in
 that no text holds, so every control token of that text is the template's. If it undisguises to the text of the plain rendering,
 the template did the same with both, and each character's origin is known. Templates that look for text of their own in answers,
-as in `content.split('</think>')`, do not; for them further disguises leave those texts in answers undisguised, in marks: first one
-of them in each answer, then two, and so on, so that no more are left than the template asks for."""
+as in `content.split('</think>')`, do not; for them further disguises leave those texts in answers undisguised, in marks: first
+one of them in each answer, then two, and so on, so that no more are left than the template asks for."""
 
 import re
 from collections.abc import Iterator

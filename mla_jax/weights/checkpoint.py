@@ -313,11 +313,13 @@ def _entry(file: Path, name: str, raw: Any) -> Entry:
     try:
         parts = tuple(Part(p["dtype"], tuple(p["shape"]), tuple(p["chunk"]), tuple(p["checksums"])) for p in raw["parts"])
         entry = Entry(raw["format"], tuple(raw["shape"]), raw["step"], parts)
-        numbers = [entry.step + 1, *entry.shape, *chain.from_iterable((*part.shape, *part.chunk) for part in parts)]
-        sound = isinstance(entry.format, str) and all(type(n) is int and 0 < n < 1 << 63 for n in numbers)
+        numbers = [*entry.shape, *chain.from_iterable((*part.shape, *part.chunk) for part in parts)]
+        sound = isinstance(entry.format, str) and type(entry.step) is int and entry.step >= 0
+        sound = sound and all(type(n) is int and 0 < n < 1 << 63 for n in numbers)
         sound = sound and [(part.dtype, part.shape) for part in parts] == _specs(name, entry.format, entry.shape)
         counts = [prod(-(-size // c) for size, c in zip(part.shape, part.chunk, strict=True)) for part in parts if sound]
         sound = sound and counts == [len(part.checksums) for part in parts]
+        sound = sound and all(isinstance(checksum, str) for part in parts for checksum in part.checksums)
     except (KeyError, TypeError, ValueError):
         sound = False
     if not sound:

@@ -17,7 +17,7 @@ from mla_jax.base.errors import BadConfig, BadFile, printable, shortened
 from mla_jax.base.files import read_json
 from mla_jax.weights.hf import Safetensors
 from mla_jax.weights.names import Row, Table, key_half, layered, value_half
-from mla_jax.weights.safetensors import Folder, Tensor, read_header
+from mla_jax.weights.safetensors import Folder, Tensor, inside, read_header
 
 FILE = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
 
@@ -125,7 +125,8 @@ def _parts(path: Path) -> list[Folder]:
         raise BadFile(f"{path} lacks {len(missing)} of its {count} weight files", *shortened(missing), "fetch them again")
     if len(found) > count:
         raise BadFile(f"{path} holds {len(found)} parts of {count}", *shortened(list(found)), "keep those of one conversion")
-    return [Folder(path, {t.name: t for t in read_header(path / f"model{i}-mp{count}.safetensors")}) for i in range(count)]
+    files = [inside(path, f"model{i}-mp{count}.safetensors") for i in range(count)]
+    return [Folder(path, {tensor.name: tensor for tensor in read_header(file)}) for file in files]
 
 
 # config.json's key: the inference code's, and the default that code has

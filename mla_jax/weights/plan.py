@@ -97,8 +97,9 @@ def temporaries(checkpoint: Checkpoint, context: int, scores: int) -> int:
     everywhere = model.backend_name(chunk) == "dense"
     per_token = (config.n_routed_experts or 0) if everywhere else 2 * (config.num_experts_per_tok or 0)
     experts = 3 * chunk * max(per_token * (config.moe_intermediate_size or 0), config.intermediate_size) * itemsize
-    packed = [slot.shape[-2:] for slot in checkpoint.slots.values() if isinstance(slot.get_value(), QTensor)]
-    unpacked = itemsize * max((prod(shape) for shape in packed), default=0)
+    packed = [slot.shape for slot in checkpoint.slots.values() if isinstance(slot.get_value(), QTensor)]
+    stacks = [3 * prod(shape) for shape in packed if everywhere and len(shape) == 3]
+    unpacked = itemsize * max([*stacks, *(prod(shape[-2:]) for shape in packed)], default=0)
     return attention + rebuilt + experts + unpacked + 4 * 4 * config.vocab_size
 
 

@@ -144,7 +144,7 @@ def open_folder(path: str | Path) -> Folder:
     _refuse_missing_parts(path, found)
     tensors: dict[str, Tensor] = {}
     for name in found:
-        for tensor in read_header(_inside(path, name)):
+        for tensor in read_header(inside(path, name)):
             if tensor.name in tensors:
                 other = tensors[tensor.name].file.name
                 raise BadFile(f"{printable(tensor.name)} is in two files", f"{other} and {name}", "keep one model in the folder")
@@ -250,7 +250,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def _indexed(path: Path, weight_map: dict[str, str], found: Mapping[str, Path]) -> dict[str, Tensor]:
     """The tensors the index names; everything that the index and the files disagree on is listed together."""
-    files = {file: _inside(path, file) for file in sorted(set(weight_map.values()))}
+    files = {file: inside(path, file) for file in sorted(set(weight_map.values()))}
     faults = [f"{file} is missing" for file, where in files.items() if not where.exists()]
     faults += [f"{printable(file)} is not in the index" for file in found if file not in files]
     held: dict[str, Tensor] = {}
@@ -272,7 +272,7 @@ def _indexed(path: Path, weight_map: dict[str, str], found: Mapping[str, Path]) 
     return held
 
 
-def _inside(path: Path, file: str) -> Path:
+def inside(path: Path, file: str) -> Path:
     """`path / file` after making sure that this stays in the folder, or in the blobs of a Hub cache the folder belongs to."""
     plain = file.isprintable() and not {"/", "\\"} & {*file} and len(file.encode()) <= 255  # the longest name that files can have
     if not plain or not file.endswith(".safetensors"):
