@@ -187,7 +187,7 @@ def dry_run(command: Command, console: "Console") -> int:
     """What the model would need and how it would run; exits with 4 if it does not fit."""
     from mla_jax.engine.explain import explain
     from mla_jax.engine.llm import check_context, open_checkpoint
-    from mla_jax.weights.plan import gib, plan
+    from mla_jax.weights.plan import plan
 
     options = command.llm_options()
     context = options.pop("context")
@@ -196,8 +196,7 @@ def dry_run(command: Command, console: "Console") -> int:
     if command.output.json:
         console.event("plan", **dataclasses.asdict(needed), fits=needed.fits)
     else:
-        formats = ", ".join(f"{name} {gib(size)}" for name, size in checkpoint.formats().items())
-        console.say([*explain(checkpoint.abstract, formats, needed.context), "", *needed.lines()])
+        console.say([*explain(checkpoint.abstract, checkpoint.formats(), needed.context), "", *needed.lines()])
     return 0 if needed.fits else 4
 
 

@@ -2,14 +2,18 @@
 
 from mla_jax.base import roofline
 from mla_jax.model.transformer import Transformer
+from mla_jax.weights.plan import gib
 
 
-def explain(model: Transformer, dtype: str, context: int) -> list[str]:
-    """The forms of attention and the expert backends that the phases of a request take, with the figures that decide."""
+def explain(model: Transformer, formats: dict[str, int], context: int) -> list[str]:
+    """The forms of attention and the expert backends that the phases of a request take, with the figures that decide.
+
+    `formats` are the bytes of the weights by number format."""
     config, prompt = model.config, min(1024, context)
     phases = {"prefill": (prompt, prompt), "a chunk on a long prefix": (min(64, context), context), "decode": (1, context)}
     size = f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads"
-    lines = [f"{config.model_type}: {size}, {dtype} on {model.device.name}"]
+    held = ", ".join(f"{gib(held)} in {name}" for name, held in formats.items())
+    lines = [f"{config.model_type}: {size}, {held}, computed in {model.dtype} on {model.device.name}"]
     said = "chosen" if model.attention == "auto" else "as asked"
     for phase, (new, attended) in phases.items():
         form = model.form_name(1, new, attended)

@@ -57,6 +57,7 @@ class LLM:
         self.context = check_context(context, self.config.max_position_embeddings)
         self.plan = plan(checkpoint, self.context)
         self.plan.refuse()
+        self._formats = checkpoint.formats()
         with self._memory_explained():
             self.model = checkpoint.read(progress)
         self.last_stats: Stats | None = None  # of the newest stream
@@ -112,7 +113,7 @@ class LLM:
 
     def explain(self) -> str:
         """What runs where, and why, in words."""
-        lines = explain(self.model, str(self.model.dtype), self.context)
+        lines = explain(self.model, self._formats, self.context)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _stream(self, request: Request) -> Iterator[Chunk]:
