@@ -94,6 +94,8 @@ def _convert(options: Options, source: Path, out: Path) -> int:
     mesh = parse_mesh(options.mesh)
     check_paths(Path(os.path.abspath(source)), out)
     checkpoint = Checkpoint(source)
+    if options.to == "hf" and mesh:
+        raise BadRequest("a Hugging Face folder is not cut for a mesh", "leave --mesh out")
     if options.to == "hf":
         return export.run(checkpoint, out, options.dtype, options.dry_run)
     planned = plan(checkpoint, out, options.dtype, mesh)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,11 +13,12 @@ from safetensors.numpy import save_file
 
 from convert.plan import copies, free, metadata
 from convert.progress import Bar
-from convert.tensors import DTYPE_NAMES, nbytes, plain
+from convert.tensors import DTYPE_NAMES, cut, nbytes, plain
 from convert.write import Stopped, interrupts, lock, write_others
 from mla_jax.base import axes
 from mla_jax.base.errors import BadFile, DoesNotFit, Unsupported
 from mla_jax.base.files import read_json
+from mla_jax.weights.checkpoint import writing
 from mla_jax.weights.hf_names import HF, SCALE
 from mla_jax.weights.load import PLAIN, Checkpoint
 from mla_jax.weights.names import Source, value_half
@@ -46,38 +48,42 @@ class Item:
 def run(checkpoint: Checkpoint, out: Path, dtype: str, dry_run: bool) -> int:
     files = _files(_items(checkpoint, dtype))
     total = sum(item.nbytes for file in files for item in file)
-    print(f"reads     {checkpoint.source.path} ({checkpoint.source.kind})", f"writes    {out}: {gib(total)}", sep="\n")
+    for line in (f"reads     {checkpoint.source.path} ({checkpoint.source.kind})", f"writes    {out}: {gib(total)}"):
+        print(line, file=sys.stderr, flush=True)
     if dry_run:
         return 0
-    if total > free(out):
-        raise DoesNotFit(f"{out} does not fit on its disk", f"{gib(total)} are to be written, {gib(free(out))} are free")
     with lock(out):
         folder = _begin(checkpoint, out, dtype)
+        needed = total - sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        if needed > (room := free(out)):
+            raise DoesNotFit(f"{out} does not fit on its disk", f"{gib(needed)} are still to be written, {gib(room)} are free")
         start, bar = time.monotonic(), Bar("writing")
         _write(checkpoint, files, folder, bar)
         bar.close(time.monotonic() - start)
         checkpoint.source.close()
-        write_others(checkpoint, dtype == "keep", folder)
-        (folder / JOURNAL).unlink()
-        os.rename(folder, out)
+        with writing(folder, "all its weights"):
+            write_others(checkpoint, dtype == "keep", folder)
+            (folder / JOURNAL).unlink()
+            os.rename(folder, out)
     return 0
 
 
 def _begin(checkpoint: Checkpoint, out: Path, dtype: str) -> Path:
     """The folder that is written under another name until all is there; refuses one that was begun from something else."""
     folder, wanted = out.with_name(out.name + ".partial"), json.loads(json.dumps(metadata(checkpoint, dtype, {}, {})))
-    folder.mkdir(exist_ok=True)
-    if (folder / JOURNAL).exists():
-        found = read_json(folder / JOURNAL, 1 << 26)
-        if differing := [key for key in {**found, **wanted} if found.get(key) != wanted.get(key)]:
-            raise BadFile(f"{folder} was begun from something else", f"what differs: {', '.join(differing)}", "delete it first")
-    (folder / JOURNAL).write_text(json.dumps(wanted))
+    with writing(folder, "the files in it"):
+        folder.mkdir(exist_ok=True)
+        if not (folder / JOURNAL).exists():
+            complete(folder / JOURNAL, lambda path: path.write_text(json.dumps(wanted)))
+    found = read_json(folder / JOURNAL, 1 << 26)
+    if differing := [key for key in {**found, **wanted} if found.get(key) != wanted.get(key)]:
+        raise BadFile(f"{folder} was begun from something else", f"what differs: {', '.join(differing)}", "delete it first")
     return folder
 
 
 def _items(checkpoint: Checkpoint, dtype: str) -> list[Item]:
     config, found = checkpoint.config, []
-    repeated = {name: path for name, path in _copies(checkpoint).items() if name.startswith(("model.", "lm_head."))}
+    repeated = {name: path for name, path in copies(checkpoint).items() if name.startswith(("model.", "lm_head."))}
     for path, source in checkpoint.sources.items():
         if source.part is value_half or path.endswith("attn.uv"):
             continue  # written with its other half
@@ -86,11 +92,6 @@ def _items(checkpoint: Checkpoint, dtype: str) -> list[Item]:
         same = tuple(name for name, ours in repeated.items() if ours == path)
         found.append(Item(path, target.names, axes.shape(config, target.axes), format, same))
     return found
-
-
-def _copies(checkpoint: Checkpoint) -> dict[str, str]:
-    known = checkpoint.source.made_of
-    return copies(checkpoint) if known is None else known["copies"]
 
 
 def _format(dtype: str, stored: str, exact: bool, path: str) -> str:
@@ -117,7 +118,8 @@ def _write(checkpoint: Checkpoint, files: list[list[Item]], folder: Path, bar: B
             path = folder / name
             if not path.exists():
                 tensors = {name: value for item in file for name, value in _tensors(item, checkpoint)}
-                complete(path, lambda file, tensors=tensors: save_file(tensors, file, metadata={"format": "pt"}))
+                with writing(folder, f"the {i:,} files before"):
+                    complete(path, lambda file, tensors=tensors: save_file(tensors, file, metadata={"format": "pt"}))
             index |= {n: name for item in file for n in _names(item)}
             done += sum(item.nbytes for item in file)
             bar(done, total, f"file {i + 1} of {len(files)}")
@@ -125,7 +127,8 @@ def _write(checkpoint: Checkpoint, files: list[list[Item]], folder: Path, bar: B
                 raise Stopped
     if len(files) > 1:
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+        with writing(folder, "all its weights"):
+            (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _names(item: Item) -> Iterator[str]:
@@ -148,24 +151,23 @@ def _tensors(item: Item, checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarr
 
 
 def _pieces(item: Item, checkpoint: Checkpoint, source: Source) -> Iterator[tuple[np.ndarray, ...]]:
-    stored, config = checkpoint.format_of(source), checkpoint.config
-    if item.path.endswith("attn.uk") and source.names != checkpoint.sources[item.path[:-1] + "v"].names:
+    stored, stack = checkpoint.format_of(source), (len(item.names),) if len(item.names) > len(source.pieces) else ()
+    if item.path.endswith("attn.uk") and source.names != checkpoint.sources[_other_half(item.path)].names:
         yield (_joined(item, checkpoint),)
         return
     for piece in source.pieces:
-        raw = checkpoint.source.read(*piece)
-        if item.path.endswith("attn.uk"):
-            yield raw if stored == item.format else (plain(raw, stored, item.shape, DTYPES[item.format]),)
-        else:
-            raw = tuple(source.part(part, config) for part in raw)
-            shape = item.shape if raw[0].ndim <= len(item.shape) + (stored not in PLAIN) else raw[0].shape
-            yield raw if stored == item.format else (plain(raw, stored, shape, DTYPES[item.format]),)
+        raw = tuple(cut(source)(part, checkpoint.config) for part in checkpoint.source.read(*piece))
+        yield raw if stored == item.format else (plain(raw, stored, (*stack, *item.shape), DTYPES[item.format]),)
+
+
+def _other_half(path: str) -> str:
+    return path.removesuffix("uk") + "uv"
 
 
 def _joined(item: Item, checkpoint: Checkpoint) -> np.ndarray:
     """kv_b_proj of its halves, which lie apart."""
     halves = []
-    for path in (item.path, item.path[:-1] + "v"):
+    for path in (item.path, _other_half(item.path)):
         source = checkpoint.sources[path]
         entry = checkpoint.source.tensors[source.names[0]]
         values = plain(checkpoint.source.read(source.names[0]), entry.format, entry.shape, DTYPES[item.format])

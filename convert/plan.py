@@ -1,9 +1,11 @@
 """What a conversion will read and write, and whether it can: said before anything is done."""
 
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ from convert.tensors import Job, jobs, steps
 from mla_jax import __version__
 from mla_jax.base import axes
 from mla_jax.base.errors import BadFile, BadRequest, DoesNotFit, printable
+from mla_jax.weights.checkpoint import BATCH
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.plan import available, gib
 
 COPIES = {"embed_tokens.weight": "embed", "shared_head.head.weight": "head", "lm_head.weight": "embed"}
-LIBRARIES = 384 << 20  # what JAX and Orbax come to hold while they work, beside what the interpreter holds by then
+LIBRARIES = 180 << 20  # what JAX and Orbax come to hold while they work, beside what the interpreter holds by then
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,14 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Most host memory at a time: one step is read while another is written."""
-        largest = max((sum(job.nbytes for job in step) for step in steps(self.jobs)), default=0)
-        return held() + LIBRARIES + 2 * largest + max((job.workspace for job in self.jobs), default=0)
+        """Most host memory at a time: one step is written while the next is read, or the largest tensor is verified."""
+        largest, written = max((job.nbytes for job in self.jobs), default=0), 0
+        most = largest + 2 * min(largest, BATCH)
+        for step in steps(self.jobs):
+            begun = list(accumulate(job.nbytes for job in step))
+            most = max(most, *(written + done + job.workspace for job, done in zip(step, begun, strict=True)))
+            written = begun[-1]
+        return held() + LIBRARIES + most
 
     @property
     def layers(self) -> int:
@@ -96,8 +104,12 @@ def metadata(checkpoint: Checkpoint, dtype: str, mesh: dict[str, int], repeated:
 
 
 def copies(checkpoint: Checkpoint) -> dict[str, str]:
-    """Tensors that repeat the embedding or the head, as MTP layers have them, by what they repeat; compared byte for byte."""
+    """Tensors that repeat the embedding or the head, as MTP layers have them, by what they repeat; compared byte for byte.
+
+    What was converted before has none, and says which were left out."""
     source, table, config = checkpoint.source, checkpoint.source.table, checkpoint.config
+    if source.made_of is not None:
+        return dict(source.made_of.get("copies", {}))
     used = {name for found in checkpoint.sources.values() for name in found.names}
     found = {}
     for name in (name for name in source.tensors if name not in used):
@@ -111,15 +123,15 @@ def copies(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def check_paths(source: Path, out: Path) -> None:
-    """Refuses an output that is there, that nothing can be written beside, or that lies in the source or around it."""
-    shown, inside = printable(str(out), 200), source.parent if source.is_file() else source
-    if out.exists():
+    """Refuses an output that is there, that nothing can be written beside, or that lies in the source."""
+    shown, inside, out = printable(str(out), 200), source.resolve(), Path(os.path.realpath(out.parent), out.name)
+    if os.path.lexists(out):
         raise BadFile(f"{shown} exists already", "choose another folder, or delete it first")
-    if not out.parent.is_dir():
+    if not os.path.isdir(out.parent):
         raise BadFile(f"there is no folder {printable(str(out.parent), 200)}", "make it first")
     if not os.access(out.parent, os.W_OK):
         raise BadFile(f"{printable(str(out.parent), 200)} cannot be written to", "choose another folder")
-    if source.is_dir() and (out == inside or inside in out.parents or out in inside.parents):
+    if source.is_dir() and inside in out.parents:
         raise BadFile(f"{shown} lies inside the source", f"which is {printable(str(source), 200)}; choose another folder")
 
 
@@ -128,7 +140,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     found = {}
     for word in text.split(",") if text else []:
         name, _, size = word.partition("=")
-        if name not in axes.MESH_AXES or not size.isdigit() or not 1 <= int(size) <= 4096 or name in found:
+        if name not in axes.MESH_AXES or not re.fullmatch("[1-9][0-9]{0,3}", size) or name in found:
             raise BadRequest(f"--mesh {printable(text)} is no mesh", f"expected {','.join(n + '=N' for n in axes.MESH_AXES)}")
         found[name] = int(size)
     return found

@@ -63,7 +63,7 @@ def linear(x: Float[Array, "*B I"], w: Weight, out: str | None = None) -> Float[
         return y.reshape(*x.shape[:-1], -1).astype(out or x.dtype)
 
     # one row of packed weights: XLA fuses the unpacking with sums of products, where a GPU's matmul wants it written out first
-    # (benchmarks/packed.py; H200, 8,192 x 4,096: FP8 24 us against 83, Q4_K 47 against 82); at 4 rows most sums lose, on a CPU all
+    # (benchmarks/packed.py; H200, 8,192 x 4,096: FP8 24 us against 83, Q4_K 47 against 82); at 4 rows sums lose, on a CPU always
     one_row = isinstance(w, QTensor) and x.size == x.shape[-1]
     return jax.lax.platform_dependent(x, w, cuda=products, default=matmul) if one_row else matmul(x, w)
 

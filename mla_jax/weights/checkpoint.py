@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from errno import EDQUOT, EFBIG, ENOSPC
 from functools import cache
@@ -30,6 +30,7 @@ import jax
 import numpy as np
 import xxhash
 from jax.sharding import Sharding
+from safetensors import SafetensorError
 
 from mla_jax.base import qtensor
 from mla_jax.base.errors import BadFile, DoesNotFit, Unsupported, printable, shortened
@@ -174,16 +175,8 @@ class Writer:
         if self.folder.exists():
             raise BadFile(f"{self.folder} exists already", "choose another folder, or delete it first")
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, ValueError, RuntimeError) as e:  # TensorStore raises ValueError for what the system refuses
-            codes = {getattr(e, "errno", None), *map(int, re.findall(r"os_error_code='(\d+)'", str(e)))}
-            full = codes & {ENOSPC, EDQUOT, EFBIG}
-            reason = "the disk is full, or a quota is reached" if full else printable(str(e), 300)
-            kept = f"the {len(self.tensors):,} tensors before are kept: remove the cause and run the same command again"
-            raise (DoesNotFit if full else BadFile)(f"{self.partial} cannot be written", reason, kept) from e
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(self.partial, f"the {len(self.tensors):,} tensors before")
 
 
 class Store:
@@ -243,6 +236,19 @@ class Store:
                 raise BadFile(f"{name} cannot be read", "a file is missing, cut short or damaged", f"in {folder}", AGAIN) from e
             for chunk in batch:
                 yield _sound(name, folder, chunk, values.pop(chunk.leaf))
+
+
+@contextmanager
+def writing(path: Path, kept: str) -> Iterator[None]:
+    """Says what the system refuses while `path` is written, and what of it is kept for the next run."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as e:  # TensorStore raises ValueError for what the system refuses
+        codes = {getattr(e, "errno", None), *map(int, re.findall(r"os[_ ]error(?:_code=')? ?(\d+)", str(e)))}
+        full = codes & {ENOSPC, EDQUOT, EFBIG}
+        reason = "the disk is full, or a quota is reached" if full else printable(str(e), 300)
+        advice = f"{kept} are kept: remove the cause and run the same command again"
+        raise (DoesNotFit if full else BadFile)(f"{path} cannot be written", reason, advice) from e
 
 
 def is_store(folder: Path) -> bool:

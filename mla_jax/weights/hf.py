@@ -43,7 +43,8 @@ class Safetensors:
         quantization = config.quantization_config
         block = quantization.weight_block_size if quantization else (128, 128)
         scales = {scale for name in files.tensors if (scale := scale_of(name)) in files.tensors}
-        self.scales = next((files.tensors[name].dtype for name in scales), "F32")
+        kinds = {files.tensors[name].dtype for name in scales}
+        self.scales = kinds.pop() if len(kinds) == 1 else "F32"
         self.tensors: Mapping[str, Entry] = {
             name: _entry(name, tensor, files.tensors.get(scale_of(name)), scale_of(name), block)
             for name, tensor in files.tensors.items()

@@ -9,10 +9,10 @@ import numpy as np
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, printable
 from mla_jax.weights import deepseek, gguf_config
-from mla_jax.weights.checkpoint import MANIFEST, is_store, open_store
+from mla_jax.weights.checkpoint import AGAIN, MANIFEST, is_store, open_store
 from mla_jax.weights.gguf import open_gguf
 from mla_jax.weights.gguf_names import GGUF
-from mla_jax.weights.hf import open_hf
+from mla_jax.weights.hf import SCALES, open_hf
 from mla_jax.weights.hub import NEEDS
 from mla_jax.weights.source import Entry, Source
 from mla_jax.weights.store_names import STORE
@@ -50,7 +50,11 @@ class FromStore:
     def __init__(self, path: Path):
         self.store, self.path, self.config = open_store(path), path, Config.from_hf(path)
         self.made_of: Mapping[str, Any] | None = self.store.metadata
-        self.scales = str(self.store.metadata.get("scales", "F32"))
+        self.scales, copies = (self.store.metadata.get(key, default) for key, default in (("scales", "F32"), ("copies", {})))
+        if self.scales not in SCALES or not isinstance(copies, dict):
+            raise BadFile(
+                f"{path / MANIFEST} has metadata that makes no sense", f"scales are {printable(str(self.scales))}", AGAIN
+            )
         self.tensors: Mapping[str, Entry] = {n: Entry(t.format, t.shape, t.nbytes) for n, t in self.store.tensors.items()}
 
     @property

@@ -9,7 +9,6 @@ import pytest
 
 import mla_jax
 from mla_jax.base.batch import Batch
-from mla_jax.base.errors import Unsupported
 from mla_jax.text.gguf_tokenizer import KNOWN
 from mla_jax.weights.hub import DEMO
 

@@ -75,6 +75,15 @@ def converted(hf: dict, old: bool = False) -> dict:
     return {"general.architecture": "deepseek2"} | {k: v for k, v in found.items() if v is not None}
 
 
+def keyed(hf: dict, old: bool = False) -> dict:
+    """Metadata as gguf-py's writer takes it."""
+    kind = gguf.GGUFValueType
+    kinds = {bool: kind.BOOL, float: kind.FLOAT32, str: kind.STRING}
+    found = converted(hf, old=old)
+    found.pop("general.architecture")  # which the writer adds
+    return {key: (value, kinds.get(type(value), kind.UINT32)) for key, value in found.items()}
+
+
 def full(name: str) -> dict:
     """The config.json of a tiny model or, named with a capital, a release, with nothing left to defaults."""
     hf = Config.from_hf(models.FAMILIES[name] if name in models.FAMILIES else PRESETS[name.lower()]).to_hf()
@@ -133,3 +142,15 @@ def gguf_tensors(hf: dict, weights: dict[str, np.ndarray], layout: str) -> dict[
             up = found.pop(name.replace("gate_exps", "up_exps"))
             found[name.replace("gate_exps", "gate_up_exps")] = np.concatenate([found.pop(name), up], axis=1)
     return found
+
+
+def as_q8_0(weights: dict[str, np.ndarray]) -> tuple[dict, dict]:
+    """Matrices as Q8_0 blocks where their rows allow it, and all as gguf-py unpacks them."""
+    kind, packed, plain = gguf.GGMLQuantizationType.Q8_0, {}, {}
+    for name, w in weights.items():
+        if w.ndim > 1 and w.shape[-1] % 32 == 0 and "gate_inp" not in name:
+            blocks = gguf.quants.quantize(w, kind)
+            packed[name], plain[name] = (blocks, kind), gguf.quants.dequantize(blocks, kind).reshape(w.shape)
+        else:
+            packed[name] = plain[name] = w
+    return packed, plain

@@ -1,19 +1,15 @@
 """One model in every kind of checkpoint: recognised from its content, and loaded as the same parameters."""
 
-import json
-import re
-
 import jax
 import ml_dtypes
 import models
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
-from weights import as_gguf, fp8, parameters
+from weights import as_deepseek, as_gguf, fp8, parameters
 
 from mla_jax import LLM
 from mla_jax.base.config import Config
-from mla_jax.base.errors import BadConfig, BadFile, MlaJaxError
+from mla_jax.base.errors import BadConfig, BadFile
 from mla_jax.base.qtensor import QTensor
 from mla_jax.weights import deepseek
 from mla_jax.weights.kinds import open_source
@@ -21,15 +17,6 @@ from mla_jax.weights.load import load
 
 V3 = models.FAMILIES["v3"]
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-
-
-def keyed(hf: dict, old: bool = False) -> dict:
-    """Metadata as gguf-py's writer takes it."""
-    kind = as_gguf.gguf.GGUFValueType
-    kinds = {bool: kind.BOOL, float: kind.FLOAT32, str: kind.STRING}
-    found = as_gguf.converted(hf, old=old)
-    found.pop("general.architecture")  # which the writer adds
-    return {key: (value, kinds.get(type(value), kind.UINT32)) for key, value in found.items()}
 
 
 # ---- GGUF
@@ -42,30 +29,18 @@ def test_a_gguf_file_loads_as_the_folder_it_was_made_of(tmp_path, family, layout
     weights = models.tensors(hf, mtp=True)
     if layout == "fused" and not hf.get("n_routed_experts"):
         pytest.skip("a model without experts")
-    file = as_gguf.write(tmp_path / "m.gguf", keyed(hf, old=layout == "old"), as_gguf.gguf_tensors(hf, weights, layout))
+    file = as_gguf.write(tmp_path / "m.gguf", as_gguf.keyed(hf, old=layout == "old"), as_gguf.gguf_tensors(hf, weights, layout))
     found, expected = load(file), load(models.write(tmp_path / "hf", hf, weights))
     assert len(found.mtp) == len(expected.mtp)
     parameters.assert_equal(found, expected)
-
-
-def as_q8_0(weights: dict[str, np.ndarray]) -> tuple[dict, dict]:
-    """Matrices as Q8_0 blocks where their rows allow it, and all as gguf-py unpacks them."""
-    kind, packed, plain = as_gguf.gguf.GGMLQuantizationType.Q8_0, {}, {}
-    for name, w in weights.items():
-        if w.ndim > 1 and w.shape[-1] % 32 == 0 and "gate_inp" not in name:
-            blocks = as_gguf.gguf.quants.quantize(w, kind)
-            packed[name], plain[name] = (blocks, kind), as_gguf.gguf.quants.dequantize(blocks, kind).reshape(w.shape)
-        else:
-            packed[name] = plain[name] = w
-    return packed, plain
 
 
 @pytest.mark.parametrize("layout", ["new", "fused"])
 def test_a_quantised_file_stays_packed_and_gives_the_logits_of_its_unpacked_twin(tmp_path, layout):
     hf = {**as_gguf.full("v3"), "hidden_size": 64, "moe_intermediate_size": 32}
     tensors = as_gguf.gguf_tensors(hf, models.tensors(hf, mtp=True), layout)
-    packed, plain = as_q8_0(tensors)
-    files = [as_gguf.write(tmp_path / f"{i}.gguf", keyed(hf), t) for i, t in enumerate((packed, plain))]
+    packed, plain = as_gguf.as_q8_0(tensors)
+    files = [as_gguf.write(tmp_path / f"{i}.gguf", as_gguf.keyed(hf), t) for i, t in enumerate((packed, plain))]
     one, two = LLM(files[0]), LLM(files[1])
     experts = one.model.layers[1].mlp.experts.gate[...]
     assert isinstance(experts, QTensor)
@@ -78,8 +53,8 @@ def test_a_quantised_file_stays_packed_and_gives_the_logits_of_its_unpacked_twin
 
 def test_packed_weights_take_the_bytes_of_the_file(tmp_path):
     hf = {**as_gguf.full("v3"), "hidden_size": 64, "moe_intermediate_size": 32, "vocab_size": 4096}
-    packed, _ = as_q8_0(as_gguf.gguf_tensors(hf, models.tensors(hf), "new"))
-    file = as_gguf.write(tmp_path / "m.gguf", keyed({**hf, "num_nextn_predict_layers": 0}), packed)
+    packed, _ = as_gguf.as_q8_0(as_gguf.gguf_tensors(hf, models.tensors(hf), "new"))
+    file = as_gguf.write(tmp_path / "m.gguf", as_gguf.keyed({**hf, "num_nextn_predict_layers": 0}), packed)
     llm = LLM(file)
     held = sum(a.nbytes for a in jax.tree.leaves(parameters.state(llm.model)))
     assert llm.plan.weights == held
@@ -88,60 +63,12 @@ def test_packed_weights_take_the_bytes_of_the_file(tmp_path):
 
 # ---- DeepSeek's own parts
 
-OWN = {
-    "embed_tokens": ("embed", 0),
-    "input_layernorm": ("attn_norm", None),
-    "post_attention_layernorm": ("ffn_norm", None),
-    "q_proj": ("wq", 0),
-    "q_a_proj": ("wq_a", None),
-    "q_a_layernorm": ("q_norm", None),
-    "q_b_proj": ("wq_b", 0),
-    "kv_a_proj_with_mqa": ("wkv_a", None),
-    "kv_a_layernorm": ("kv_norm", None),
-    "kv_b_proj": ("wkv_b", 0),
-    "o_proj": ("wo", 1),
-    "gate": ("gate", None),
-    "gate_proj": ("w1", 0),
-    "down_proj": ("w2", 1),
-    "up_proj": ("w3", 0),
-    "norm": ("norm", None),
-    "lm_head": ("head", 0),
-}
-
-
-def own_parts(weights: dict[str, np.ndarray], count: int, layers: int, experts: int) -> list[dict[str, np.ndarray]]:
-    """A folder's tensors under the names of DeepSeek's inference code, cut into `count` parts; MTP layers left out."""
-    parts: list[dict] = [{} for _ in range(count)]
-    for name, w in weights.items():
-        if (layer := re.match(r"model\.layers\.(\d+)\.", name)) and int(layer[1]) >= layers:
-            continue
-        words = name.removeprefix("model.").replace("self_attn", "attn").replace("mlp", "ffn")
-        words = words.replace("weight_scale_inv", "scale").replace("e_score_correction_bias", "bias").split(".")
-        words[-2], axis = OWN[words[-2]]
-        found = ".".join(words)
-        if "experts" in words:
-            parts[int(words[-3]) // (experts // count)][found] = w
-            continue
-        cut = [w] * count if axis is None else np.split(w, count, axis)
-        for part, piece in zip(parts, cut, strict=True):
-            part[found] = np.ascontiguousarray(piece)
-    return parts
-
-
-def write_own(folder, config: dict, weights: dict, count: int):
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    layers = config.get("num_hidden_layers", config.get("n_layers"))
-    for i, part in enumerate(own_parts(weights, count, layers, 8)):
-        save_file(part, folder / f"model{i}-mp{count}.safetensors")
-    return folder
-
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("family", ["v2_lite", "v3"])
 def test_parts_for_several_devices_are_joined(tmp_path, family, count):
     hf, weights = models.FAMILIES[family], models.tensors(models.FAMILIES[family])
-    found = load(write_own(tmp_path / "own", hf, weights, count))
+    found = load(as_deepseek.write(tmp_path / "own", hf, weights, count))
     parameters.assert_equal(found, load(models.write(tmp_path / "hf", hf, weights)))
 
 
@@ -150,7 +77,7 @@ def test_fp8_parts_are_joined_with_their_scales(tmp_path, count):
     hf = {**V3, "hidden_size": 256, "intermediate_size": 512, "v_head_dim": 64, "q_lora_rank": 128, "qk_nope_head_dim": 56}
     hf |= {"moe_intermediate_size": 256, "quantization_config": BLOCKS, "num_nextn_predict_layers": 0}
     weights = fp8.quantized(models.tensors(hf), (128, 128))
-    found = load(write_own(tmp_path / "own", hf, weights, count))
+    found = load(as_deepseek.write(tmp_path / "own", hf, weights, count))
     kept = found.layers[1].mlp.experts.down[...]
     assert isinstance(kept, QTensor)
     assert kept.parts[0].dtype == ml_dtypes.float8_e4m3fn
@@ -176,29 +103,6 @@ def test_a_config_with_an_argument_that_nobody_knows_is_refused(tmp_path):
         deepseek.to_hf({"dim": 64, "window": 4})
 
 
-def broken(parts: str):
-    """What is done to a folder of two parts, the error, and its words."""
-    return {
-        "missing": (lambda f: (f / "model1-mp2.safetensors").unlink(), "lacks 1 of its 2 weight files\n  model1-mp2"),
-        "other": (lambda f: (f / "model0-mp4.safetensors").write_bytes(b""), "parts of several conversions"),
-        "number": (lambda f: (f / "model7-mp2.safetensors").write_bytes(b""), "holds 3 parts of 2"),
-        "config": (lambda f: (f / "config.json").unlink(), "has no config.json\n  copy the released"),
-        "twice": (
-            lambda f: (f / "model1-mp2.safetensors").write_bytes((f / "model0-mp2.safetensors").read_bytes()),
-            "is in 2 of 2 parts, expected 1",
-        ),
-        "cut": (lambda f: (f / "model1-mp2.safetensors").write_bytes(b"1234"), "model1-mp2.safetensors is cut short"),
-    }[parts]
-
-
-@pytest.mark.parametrize("fault", ["missing", "other", "number", "config", "twice", "cut"])
-def test_broken_sets_of_parts_are_refused(tmp_path, fault):
-    folder, (act, words) = write_own(tmp_path / "own", V3, models.tensors(V3), 2), broken(fault)
-    act(folder)
-    with pytest.raises(MlaJaxError, match=words):
-        load(folder)
-
-
 # ---- recognition
 
 
@@ -206,13 +110,13 @@ def test_a_kind_is_recognised_by_content(tmp_path):
     weights = models.tensors(V3)
     file = as_gguf.write(
         tmp_path / "weights.bin",
-        keyed({**as_gguf.full("v3"), "num_nextn_predict_layers": 0}),
+        as_gguf.keyed({**as_gguf.full("v3"), "num_nextn_predict_layers": 0}),
         as_gguf.gguf_tensors(V3, weights, "new"),
     )
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "m.gguf").symlink_to(file)
-    kinds = [file, folder, models.write(tmp_path / "hf", V3, weights), write_own(tmp_path / "own", V3, weights, 2)]
+    kinds = [file, folder, models.write(tmp_path / "hf", V3, weights), as_deepseek.write(tmp_path / "own", V3, weights, 2)]
     assert [open_source(path).kind for path in kinds] == ["gguf", "gguf", "safetensors", "deepseek"]
 
 

@@ -1,0 +1,282 @@
+"""A conversion that is stopped, starved or lied to: said clearly, nothing half written under OUT, and the next run goes on."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import models
+import pytest
+from checkpoints import assert_same_model, convert, raw, released
+
+from convert import export, tensors, write
+from mla_jax.weights.checkpoint import Writer
+
+STOPPED = "stopped; run the same command again, and it goes on from here"
+
+
+@pytest.fixture
+def source(tmp_path):
+    return released(tmp_path / "hf", "v3", "fp8")
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch):
+    monkeypatch.setattr(tensors, "STEP", 20_000)
+    monkeypatch.setattr(export, "FILE", 30_000)
+
+
+def at_step(monkeypatch, number: int, act):
+    """Does something while step `number` is written; of an export, file `number`."""
+    save, complete, steps = Writer.save, export.complete, []
+
+    def acting(function):
+        def acted(*arguments):
+            steps.append(function)
+            if len(steps) == number:
+                act()
+            return function(*arguments)
+
+        return acted
+
+    monkeypatch.setattr(Writer, "save", acting(save))
+    monkeypatch.setattr(export, "complete", acting(complete))
+
+
+def interrupt(times: int):
+    return lambda: [signal.raise_signal(signal.SIGINT) for _ in range(times)]
+
+
+def assert_begun(out):
+    assert not out.exists()
+    assert out.with_name("out.partial").is_dir()
+    assert not out.with_name("out.lock").exists()
+
+
+def assert_whole(source, out, to="orbax"):
+    if to == "hf":
+        assert raw(out) == raw(source)
+    assert_same_model(source, out)
+    assert sorted(path.name for path in out.parent.iterdir()) == ["hf", "out"]
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_stops_after_the_step_or_at_once_and_the_next_run_goes_on(tmp_path, source, monkeypatch, capfd, times, to):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        at_step(patch, 4, interrupt(times))
+        assert convert(source, out, "--to", to) == 130
+    said = capfd.readouterr().err
+    assert said.endswith(STOPPED + "\n")
+    assert "stopping after this step; Ctrl-C again stops now" in said
+    assert_begun(out)
+    before = {path: path.stat().st_mtime_ns for path in out.with_name("out.partial").rglob("*.safetensors")}
+    assert convert(source, out, "--to", to) == 0
+    assert_whole(source, out, to)
+    if to == "orbax":
+        assert "\nresuming at layer " in capfd.readouterr().err
+        assert len([*(out / "weights").iterdir()]) > 8
+    else:
+        assert len(before) == 4 - times  # the first file completed is the journal
+        kept = {path.name: stamp for path, stamp in before.items()}
+        assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept
+
+
+def test_ctrl_c_at_the_last_step_lets_it_end(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(tensors, "STEP", 1 << 30)
+    with monkeypatch.context() as patch:
+        at_step(patch, 5, interrupt(1))  # of an embedding's step, and of one a layer
+        assert convert(source, tmp_path / "out") == 0
+    assert_whole(source, tmp_path / "out")
+
+
+def test_ctrl_c_means_again_what_it_meant_before(tmp_path, source):
+    before = signal.getsignal(signal.SIGINT)
+    assert convert(source, tmp_path / "out") == 0
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf"])
+def test_to_go_on_as_another_conversion_is_refused_and_the_difference_named(tmp_path, source, monkeypatch, capfd, to):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, interrupt(1))
+        assert convert(source, out, "--to", to) == 130
+    other = released(tmp_path / "other", "v3", "fp8")
+    changes = {("--dtype", "bf16"): "dtype"} | ({("--mesh", "tensor=2"): "mesh"} if to == "orbax" else {})
+    for options, what in changes.items():
+        capfd.readouterr()
+        assert convert(source, out, "--to", to, *options) == 3
+        assert f"was begun from something else\n  what differs: {what}\n" in capfd.readouterr().err
+    assert convert(other, out, "--to", to) == 3
+    assert "\n  what differs: source\n" in capfd.readouterr().err
+    status = (source / "model.safetensors").stat()
+    os.utime(source / "model.safetensors", ns=(1, 1))
+    assert convert(source, out, "--to", to) == 3
+    assert "\n  what differs: source\n" in capfd.readouterr().err
+    os.utime(source / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert convert(source, out, "--to", to) == 0
+    assert_same_model(source, out)
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf"])
+@pytest.mark.parametrize("change", ["touched", "cut", "deleted", "replaced"])
+def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, source, monkeypatch, capfd, change, to):
+    file = source / "model.safetensors"
+    acts = {
+        "touched": lambda: os.utime(file, ns=(1, 1)),
+        "cut": lambda: os.truncate(file, 60_000),
+        "deleted": file.unlink,
+        "replaced": lambda: [file.rename(tmp_path / "old"), file.write_bytes((tmp_path / "old").read_bytes())],
+    }
+    expected = raw(source)
+    at_step(monkeypatch, 2, acts[change])
+    code = convert(source, tmp_path / "out", "--to", to)
+    if to == "hf" and change in ("deleted", "replaced"):  # the file that was opened is read to its end, whatever its name is
+        assert code == 0
+        assert raw(tmp_path / "out") == expected
+        return
+    assert code == 3
+    said = capfd.readouterr().err
+    assert "while it was read" in said or "model.safetensors cannot be read" in said
+    assert not (tmp_path / "out").exists()
+
+
+# what the system refuses
+
+
+def test_reads_of_a_few_bytes_at_a_time_are_continued(tmp_path, monkeypatch):
+    source = released(tmp_path / "hf", "youtu")
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: read(file, [buffers[0][:999]], offset))
+    assert convert(source, tmp_path / "out") == 0
+    monkeypatch.undo()
+    assert_same_model(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf"])
+def test_an_error_of_the_disk_is_said_and_the_next_run_goes_on(tmp_path, source, monkeypatch, capfd, to):
+    read, calls = os.preadv, []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) > 100:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing)
+        assert convert(source, tmp_path / "out", "--to", to) == 3
+    assert "model.safetensors cannot be read\n  Input/output error at byte " in capfd.readouterr().err
+    assert_begun(tmp_path / "out")
+    assert convert(source, tmp_path / "out", "--to", to) == 0
+    assert_whole(source, tmp_path / "out", to)
+
+
+LIMITED = """
+    import resource, sys
+    from convert import export, tensors
+    from convert.__main__ import main
+    tensors.STEP, export.FILE = 20_000, 30_000
+    limit = int(sys.argv.pop())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    sys.exit(main())
+"""
+
+
+def child(code: str, *arguments, **options) -> subprocess.Popen:
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf"])
+def test_a_full_disk_is_said_and_the_next_run_goes_on(tmp_path, monkeypatch, to):
+    hf = {**models.FAMILIES["v3"], "moe_intermediate_size": 200}
+    source = models.write(tmp_path / "hf", hf, models.tensors(hf, mtp=True))
+    process = child(LIMITED, source, tmp_path / "out", "--to", to, 200_000)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 4, said
+    assert "cannot be written\n  the disk is full, or a quota is reached\n  the " in said
+    assert "are kept: remove the cause and run the same command again" in said
+    assert "Traceback" not in said
+    assert_begun(tmp_path / "out")
+    assert convert(source, tmp_path / "out", "--to", to) == 0
+    assert_whole(source, tmp_path / "out", to)
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_disk_that_is_full_at_the_last_files_is_said_too(tmp_path, source, monkeypatch, capfd, to, name):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        module = export if to == "hf" else write
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device", name)
+
+        patch.setattr(module, "write_others", full)
+        assert convert(source, out, "--to", to) == 4
+    assert "the disk is full, or a quota is reached" in capfd.readouterr().err
+    assert_begun(out)
+    assert convert(source, out, "--to", to) == 0
+    assert_whole(source, out, to)
+
+
+# two at once
+
+HOLD = """
+    import sys, time
+    from pathlib import Path
+    from convert.write import lock
+    with lock(Path(sys.argv[1])):
+        print("held", flush=True)
+        time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf"])
+def test_a_second_converter_is_refused_and_told_of_the_first_until_that_is_killed(tmp_path, source, capfd, to):
+    out = tmp_path / "out"
+    with child(HOLD, out) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert convert(source, out, "--to", to) == 3
+        said = capfd.readouterr().err
+        assert f"error: another converter writes {out}\n  process {holder.pid} on {os.uname().nodename}\n  wait for it" in said
+        assert not out.with_name("out.partial").exists()
+        holder.kill()
+    assert out.with_name("out.lock").exists()
+    assert convert(source, out, "--to", to) == 0
+    assert_whole(source, out, to)
+
+
+def test_a_signal_from_outside_stops_it_too(tmp_path):
+    """By a terminal's Ctrl-C, the whole process."""
+    code = """
+        import sys, time
+        from convert import tensors
+        from convert.__main__ import main
+        from mla_jax.weights.checkpoint import Writer
+        tensors.STEP, save = 20_000, Writer.save
+        def slow(*arguments):
+            print("step", flush=True)
+            time.sleep(0.2)
+            return save(*arguments)
+        Writer.save = slow
+        sys.exit(main())
+    """
+    source = released(tmp_path / "hf", "v3", "fp8")
+    with child(code, source, tmp_path / "out") as process:
+        assert process.stdout is not None
+        for _ in range(3):
+            assert process.stdout.readline() == "step\n"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.endswith(STOPPED + "\n")
+    assert_begun(tmp_path / "out")
+    assert convert(source, tmp_path / "out") == 0
+    assert_whole(source, tmp_path / "out")
