@@ -172,7 +172,7 @@ def unsound_in(raw: Parts, stored: str) -> int:
     if stored.startswith("fp8_block") and (np.abs(raw[1]) < E4M3_SCALE).all():
         return _counted(raw[0], np.uint8, 0x7F)
     if halves := gguf_blocks.TYPES[stored].halves if stored in gguf_blocks.TYPES else ():
-        return np.count_nonzero(np.any([raw[0][..., at + 1] & 0x7C == 0x7C for at in halves], axis=0))
+        return int(np.count_nonzero(np.any([raw[0][..., at + 1] & 0x7C == 0x7C for at in halves], axis=0)))
     return int(qtensor.unsound(stored, tuple(map(jnp.asarray, raw))))
 
 
@@ -180,5 +180,5 @@ def _counted(values: np.ndarray, unsigned: type, bits: int) -> int:
     """How many of the values have all of these `bits` set, counted by pieces that a core's cache holds."""
     numbers, found = values.reshape(-1).view(unsigned), 0
     for start in range(0, numbers.size, CACHED):
-        found += np.count_nonzero(numbers[start : start + CACHED] & unsigned(bits) == bits)
+        found += int(np.count_nonzero(numbers[start : start + CACHED] & unsigned(bits) == bits))
     return found

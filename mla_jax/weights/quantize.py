@@ -67,8 +67,8 @@ def int4_groups(w: Weights, group: int = 32) -> tuple[np.ndarray, np.ndarray]:
 
     Of two scales a group takes the one of less squared error: codes -7 to 7, or -8 to 7 with the extreme at -8."""
     w = np.asarray(w, np.float32)
-    fill = (*((0, 0),) * (w.ndim - 1), (0, -w.shape[-1] % group))
-    w = np.pad(w, fill).reshape(*w.shape[:-1], -1, group)
+    filler = np.zeros((*w.shape[:-1], -w.shape[-1] % group), np.float32)
+    w = np.concatenate([w, filler], axis=-1).reshape(*w.shape[:-1], -1, group)
     extreme = np.take_along_axis(w, np.abs(w).argmax(axis=-1, keepdims=True), axis=-1)[..., 0]
     (codes, scale, error), (other, signed, less) = (_int4(w, s) for s in (_scale(np.abs(extreme), 7), _scale(extreme, -8)))
     codes, scale = np.where((less < error)[..., None], other, codes), np.where(less < error, signed, scale)
