@@ -1,0 +1,502 @@
+"""Paged MLA decode for Hopper, in Pallas Mosaic GPU.
+
+A block holds 64 rows of queries (tokens times heads) and walks tiles of 64 held tokens. Four warpgroups:
+  scores   Q K^T, the running softmax, weights to shared memory
+  left     weights times the left half of the latent: half of the output, in registers
+  right    the other half
+  feeder   the copy engine's orders: queries, and tiles through a ring of slots
+The weights of a tile overwrite its rotary part, which is dead by then, and the finished output leaves through the slot
+of its last tile: neither costs shared memory. Where row blocks come in pairs, two blocks of a cluster load each tile once
+between them. A second kernel joins the pieces of rows that the schedule split.
+
+What decides the pace is the way of a slot: 1.0 us until a tile arrives, 0.7 its scores, 0.5 the softmax, 0.6 the sums, and
+two slots are all that shared memory has room for beside Q. Tried and lost:
+- Q in registers, all or half, for a third slot: a product of 64 x 64 x 16 then takes 64 cycles, not 40
+- scores of the next tile begun before this one's softmax: with two slots they wait for a tile that waits for the softmax
+- even and odd tiles each with a warpgroup for scores, softmax and half the sums: no faster, for sums wait behind scores
+- tiles ordered into the L2 two to six ahead: the orders queue before the copies, 5 to 50 % slower
+- a tile in copies of 16 rows: an order costs the feeder 350 cycles
+- products 256 wide: the compiler wants more registers at entry than 512 threads have
+"""
+
+import functools
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import tuning
+from pallas_kernels.mla_decode.schedule import BLOCK, TILE, groups
+
+LOG2E = math.log2(math.e)
+LOW = -1e30  # a running maximum of nothing; finite, for infinities subtract to NaN
+ROW = plgpu.Layout.WGMMA.reduce(1)
+SCORES, LEFT, RIGHT, FEEDER = range(4)
+WARPGROUPS = 4
+
+
+def _swizzled(width):
+    """Tiles as the matrix units read them; `width` columns of bfloat16."""
+    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
+
+
+def _over(x, shape):
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def _zeros(shape, layout):
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+
+def _dot_into(accs, a, bs, interpret):
+    """acc + a @ b for each, the sums staying in registers."""
+    if interpret:  # the interpreter takes no initialised accumulator
+        a = a[...]
+        out = [acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32) for acc, b in zip(accs, bs, strict=True)]
+        plgpu.commit_smem()
+        return out
+
+    def run(refs):
+        for ref, b in zip(refs, bs, strict=True):
+            plgpu.wgmma(ref, a, b)
+
+    return list(pl.run_state(run)([plgpu.ACC.init(acc) for acc in accs]))
+
+
+def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads, tokens, knobs, interpret):
+    """q_c `[B, M, R]` -> finished rows `[B, M, R]` and, for the pieces of split rows, `[2 units, M per group, R]`, with LSEs."""
+    B, M, R = q_c.shape
+    E = q_pe.shape[-1]
+    G, Z, _ = c_kv.shape
+    size, per_row = groups(M)
+    units = shares.shape[0]
+    slots = knobs["slots"]
+    registers = knobs["registers"]
+    chunk = min(Z, TILE)  # rows of a tile copied at a time
+    per_tile = TILE // chunk
+    last_rows = M - (size * per_row - 1) * BLOCK  # rows of the last block
+    left = -(-R // 128) * 64
+    halves = {LEFT: (0, left), RIGHT: (left, R - left)}  # of the latent
+    shared_pe = E == TILE  # then the weights take the place of the rotary part
+    dtype = q_c.dtype
+    # what is copied at a time: fewer copies where bytes decide; scores that begin with half a tile where latency does
+    parts = [(0, R)] if knobs["parts"][size - 1] == 1 else [(0, left), (left, R - left)]
+    widths = [*(width for _, width in parts), E]
+    collective = {"collective_axes": "block"} if size == 2 else {}
+
+    def kernel(qc_g, qpe_g, c_g, pe_g, table, lens, shares_g, o_g, lse_g, po_g, plse_g, q_s, tile_s, w_s, keep_s,
+               q_in, tile_in, free, staged, q_free, weighed, normed, norm_free):  # fmt: skip
+        unit = lax.axis_index("unit")
+        block = lax.axis_index("block") if size == 2 else jnp.int32(0)
+        role = lax.axis_index("role")
+        row0, row1 = shares_g[unit, 0], shares_g[unit, 2]
+        w_s = tile_s[-1] if w_s is None else w_s
+
+        def item(i):
+            """Batch row, row block, length, tiles of piece i; whether it is a whole row, and else its slot.
+
+            Called again where a value is needed after a loop over tiles: read anew it takes no register meanwhile."""
+            row0, tile0, row1, tile1 = (shares_g[unit, k] for k in range(4))
+            b, g = (i, jnp.int32(0)) if per_row == 1 else (lax.div(i, jnp.int32(per_row)), lax.rem(i, jnp.int32(per_row)))
+            n = lens[b]
+            tiles = jnp.maximum(lax.div(n + (TILE - 1), jnp.int32(TILE)), 1)
+            start = jnp.where(i == row0, tile0, 0)
+            stop = jnp.where(i == row1, tile1, tiles)
+            whole = (start == 0) & (stop == tiles)
+            return b, g * size + block, n, start, stop, whole, 2 * unit + jnp.where(i == row0, 0, 1)
+
+        def items(piece):
+            """Runs `piece` over the share, carrying how many tiles went through the ring."""
+            return lax.fori_loop(row0, row1 + 1, piece, jnp.int32(0))
+
+        def slot_of(step):
+            return lax.rem(step, jnp.int32(slots))
+
+        def rows_of(which, do):
+            """Runs `do` with the static number of rows that row block `which` has."""
+            if last_rows == BLOCK:
+                do(BLOCK)
+            elif size * per_row == 1:
+                do(last_rows)
+            else:
+                pl.when(which < size * per_row - 1)(lambda: do(BLOCK))
+                pl.when(which == size * per_row - 1)(lambda: do(last_rows))
+
+        def feeder():
+            def piece(i, step):
+                b, which, n, start, stop, _, _ = item(i)
+
+                @pl.when(i > row0)
+                def _():
+                    plgpu.barrier_wait(q_free)
+
+                def queries(count):
+                    rows, there = pl.ds(which * BLOCK, count), pl.ds(0, count)
+                    sources = [*(qc_g.at[b, rows, pl.ds(*part)] for part in parts), qpe_g.at[b, rows]]
+                    for source, to in zip(sources, q_s, strict=True):
+                        plgpu.copy_gmem_to_smem(source, to.at[there], q_in)
+
+                rows_of(which, queries)
+                top = jnp.maximum(lax.div(n - 1, jnp.int32(Z)), 0)  # the last page that holds a token
+
+                def rows_at(t):
+                    """The rows of tile t, `chunk` at a time: latent and rotary."""
+                    base = pl.multiple_of(lax.rem(t * TILE, jnp.int32(Z)), TILE) if Z > TILE else 0
+                    for j in range(per_tile):
+                        place = jnp.minimum(lax.div(t * TILE, jnp.int32(Z)) + j, top)
+                        page = jnp.clip(table[b, place], 0, G - 1)
+                        rows = pl.ds(base, chunk)
+                        yield [*(c_g.at[page, rows, pl.ds(*part)] for part in parts), pe_g.at[page, rows]]
+
+                def tile(t, step):
+                    slot = slot_of(step)
+                    sources = [*rows_at(t)]
+
+                    @pl.when(step >= slots)
+                    def _():
+                        plgpu.barrier_wait(free.at[slot])
+
+                    for j, refs in enumerate(sources):
+                        for k, (ref, to) in enumerate(zip(refs, tile_s, strict=True)):
+                            arrived = tile_in[min(k, len(parts) - 1)].at[slot]
+                            plgpu.copy_gmem_to_smem(ref, to.at[slot, pl.ds(j * chunk, chunk)], arrived, **collective)
+
+                    return step + 1
+
+                return lax.fori_loop(start, stop, tile, step)
+
+            step = items(piece)
+
+            def drain(step, _):  # every completion has to be observed
+                plgpu.barrier_wait(free.at[slot_of(step)])
+                return ()
+
+            lax.fori_loop(jnp.maximum(step - slots, 0), step, drain, ())
+
+            @pl.when(row1 >= row0)
+            def _():
+                plgpu.barrier_wait(q_free)
+
+        def scores():
+            to_log2 = scale * LOG2E
+
+            def product(step):
+                """The scores of the tile at `step`."""
+                slot = slot_of(step)
+                pairs = [(q, tile.at[slot]) for q, tile in zip(q_s, tile_s, strict=True)]
+                if interpret:
+                    for barrier in tile_in:
+                        plgpu.barrier_wait(barrier.at[slot])
+                    out = sum(jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32) for a, b in pairs)
+                    plgpu.commit_smem()
+                    return out
+
+                def run(ref):
+                    for k, (a, b) in enumerate(pairs):
+                        if k < len(parts):
+                            plgpu.barrier_wait(tile_in[k].at[slot])
+                        plgpu.wgmma(ref, a, b.transpose((1, 0)))
+                    return ref[...]
+
+                return pl.run_scoped(run, plgpu.ACC((BLOCK, TILE), jnp.float32))
+
+            def piece(i, step):
+                _, which, n, start, stop, _, _ = item(i)
+                plgpu.barrier_wait(q_in)
+                clear = n - (tokens - 1)  # every query sees what is before
+
+                def hide(s, t):
+                    at = plgpu.broadcasted_iota(jnp.int32, (BLOCK, TILE), 1, layout=plgpu.Layout.WGMMA) + t * TILE
+                    limit = clear
+                    if tokens > 1:
+                        row = plgpu.broadcasted_iota(jnp.int32, (BLOCK, TILE), 0, layout=plgpu.Layout.WGMMA)
+                        limit = clear + jnp.minimum(lax.div(row + which * BLOCK, jnp.int32(heads)), tokens - 1)
+                    return jnp.where(at < limit, s, -jnp.inf)
+
+                def weigh(s, t, carry, last):
+                    """Hands the weights of tile t on."""
+                    step, top, total = carry
+                    slot = slot_of(step)
+                    if last or tokens > 1:
+                        s = lax.cond((t + 1) * TILE > clear, hide, lambda s, t: s, s, t)
+                    higher = jnp.maximum(top, s.max(axis=1) * to_log2)
+                    keep = jnp.exp2(top - higher)
+                    w = jnp.exp2(s * to_log2 - _over(higher, s.shape))
+                    total = total * keep + w.sum(axis=1)
+                    keep_s[slot] = keep
+                    w_s[slot] = w.astype(dtype)
+                    if last:
+                        pl.when((t + 1) * TILE > n)(lambda: clean(slot, n - t * TILE))
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(weighed.at[slot])
+                    return step + 1, higher, total
+
+                def clean(slot, held):  # a weight of zero times NaN is NaN: what lies past the end becomes zeros
+                    for latent, (_, width) in zip(tile_s, parts, strict=False):
+
+                        def column(k, _, latent=latent):
+                            part = latent.at[slot, :, pl.ds(pl.multiple_of(k * 64, 64), 64)]
+                            v = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+                            at = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+                            plgpu.commit_smem()
+                            part[...] = jnp.where(at < held, v, jnp.zeros_like(v))
+                            return ()
+
+                        lax.fori_loop(0, width // 64, column, ())
+
+                def alone(t, carry):
+                    return weigh(product(carry[0]), t, carry, False)
+
+                low = plgpu.layout_cast(jnp.full((BLOCK,), LOW, jnp.float32), ROW)
+                carry = step, low, _zeros((BLOCK,), ROW)
+                carry = lax.fori_loop(start, stop - 1, alone, carry)
+                s = product(carry[0])
+                plgpu.barrier_arrive(q_free)
+                step, top, total = weigh(s, stop - 1, carry, True)
+
+                @pl.when(i > row0)
+                def _():
+                    plgpu.barrier_wait(norm_free)
+
+                b, which, _, _, _, whole, place = item(i)
+                some = total > 0
+                keep_s[slots] = jnp.where(some, 1.0 / total, 0.0)
+                plgpu.barrier_arrive(normed)
+                lse = jnp.where(some, top + jnp.log2(total), -jnp.inf)
+
+                @pl.when(whole)
+                def _():
+                    lse_g[b, which] = lse * (1 / LOG2E)
+
+                @pl.when(jnp.logical_not(whole))
+                def _():
+                    plse_g[place, block] = lse
+
+                return step
+
+            items(piece)
+
+            @pl.when(row1 >= row0)
+            def _():
+                plgpu.barrier_wait(norm_free)
+
+        def sums(side):
+            first, width = halves[side]
+            latent, offset = (tile_s[0], first) if len(parts) == 1 else (tile_s[side - LEFT], 0)
+            columns = [pl.ds(offset + at, min(128, width - at)) for at in range(0, width, 128)]
+
+            def piece(i, step):
+                _, _, _, start, stop, _, _ = item(i)
+
+                def tile(t, carry):
+                    step, acc = carry
+                    slot = slot_of(step)
+                    plgpu.barrier_wait(weighed.at[slot])
+                    keep = plgpu.load(keep_s.at[slot], layout=ROW)
+                    acc = [x * _over(keep, x.shape) for x in acc]
+                    acc = _dot_into(acc, w_s.at[slot], [latent.at[slot, :, some] for some in columns], interpret)
+
+                    @pl.when(t < stop - start - 1)
+                    def _():
+                        plgpu.barrier_arrive(free.at[slot])
+
+                    return step + 1, acc
+
+                zero = [_zeros((BLOCK, some.size), plgpu.Layout.WGMMA) for some in columns]
+                step, acc = lax.fori_loop(0, stop - start, tile, (step, zero))
+                b, which, _, _, _, whole, place = item(i)
+                slot = slot_of(step - 1)
+                plgpu.barrier_wait(normed)
+                norm = plgpu.load(keep_s.at[slots], layout=ROW)
+                for some, x in zip(columns, acc, strict=True):
+                    latent[slot, :, some] = (x * _over(norm, x.shape)).astype(dtype)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(norm_free)
+                plgpu.barrier_arrive(staged)
+                if side == LEFT:
+                    plgpu.barrier_wait(staged)
+
+                    def write(count):
+                        for out_s, part in zip(tile_s, parts, strict=False):
+                            out, cols = out_s.at[slot, pl.ds(0, count)], pl.ds(*part)
+
+                            @pl.when(whole)
+                            def _(out=out, cols=cols):
+                                plgpu.copy_smem_to_gmem(out, o_g.at[b, pl.ds(which * BLOCK, count), cols])
+
+                            @pl.when(jnp.logical_not(whole))
+                            def _(out=out, cols=cols):
+                                plgpu.copy_smem_to_gmem(out, po_g.at[place, pl.ds(block * BLOCK, count), cols])
+
+                    rows_of(which, write)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(free.at[slot])
+                return step
+
+            items(piece)
+            plgpu.wait_smem_to_gmem(0)
+
+        bodies = {SCORES: scores, LEFT: lambda: sums(LEFT), RIGHT: lambda: sums(RIGHT), FEEDER: feeder}
+        for number, body in bodies.items():
+
+            @pl.when(role == number)
+            def _(number=number, body=body):
+                plgpu.set_max_registers(registers[number], action="decrease" if number == FEEDER else "increase")
+                body()
+
+    layouts = [*(_swizzled(64) for _ in parts), _swizzled(E)]
+    free = plgpu.Barrier(num_arrivals=2, num_barriers=slots)
+    if size == 2:
+        free = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=2, num_barriers=slots)
+    part_rows = BLOCK * size if per_row * size > 1 else last_rows
+    f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    return plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((B, M, R), dtype),
+            f32((B, size * per_row, BLOCK)),
+            jax.ShapeDtypeStruct((2 * units, part_rows, R), dtype),
+            f32((2 * units, size, BLOCK)),
+        ),
+        scratch_types=[
+            [plgpu.SMEM((BLOCK, w), dtype, transforms=layout) for w, layout in zip(widths, layouts, strict=True)],
+            [plgpu.SMEM((slots, TILE, w), dtype, transforms=layout) for w, layout in zip(widths, layouts, strict=True)],
+            None if shared_pe else plgpu.SMEM((slots, BLOCK, TILE), dtype, transforms=_swizzled(64)),
+            plgpu.SMEM((slots + 1, BLOCK), jnp.float32),
+            plgpu.Barrier(num_arrivals=len(widths)),
+            [plgpu.Barrier(num_arrivals=per_tile * n, num_barriers=slots) for n in [1] * (len(parts) - 1) + [2]],
+            free,
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=slots),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=2),
+        ],
+        grid=(units,),
+        grid_names=("unit",),
+        cluster=(2,) if size == 2 else (),
+        cluster_names=("block",) if size == 2 else (),
+        num_threads=WARPGROUPS,
+        thread_name="role",
+        # without automatic barriers (2 % faster): what a warpgroup both reads and writes, `clean` guards itself
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=128, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares)
+
+
+def _combine(partial_out, partial_lse, pieces, out, lse, *, units, interpret):
+    """Joins the pieces of split rows by their LSEs, in place of what `out` and `lse` hold there."""
+    B, M, R = out.shape
+    size, per_row = groups(M)
+    rows = min(M, size * BLOCK)  # of a group
+    ways = WARPGROUPS if units >= 8 * B * per_row else 1  # warpgroups that share the pieces of one row
+    batch = 8 if ways > 1 else 4  # pieces loaded at a time
+    turns = 1 if ways > 1 else 4  # rows that a warpgroup takes, their loads together
+    layout = plgpu.Layout.WG_STRIDED((R,), R // 128)
+
+    def kernel(po_g, plse_g, pieces_g, o_g, lse_g, acc_s, top_s, total_s, done):
+        if not interpret:
+            plgpu.griddepcontrol_wait()  # launched while the kernel before still runs
+        me = lax.axis_index("wg")
+        i, first, count = (pieces_g[lax.axis_index("split"), k] for k in range(3))
+        b, g = lax.div(i, jnp.int32(per_row)), lax.rem(i, jnp.int32(per_row))
+        base = (lax.axis_index("row") * (WARPGROUPS // ways) + lax.div(me, jnp.int32(ways))) * turns
+        limit = jnp.minimum(rows, M - g * (size * BLOCK))
+        locals_ = [jnp.minimum(base + k, limit - 1) for k in range(turns)]  # past the end: the last again
+        way = lax.rem(me, jnp.int32(ways))
+
+        def splat(x):
+            return lax.broadcast_in_dim(x, (R,), ())
+
+        def some(step, carry):
+            numbers = [step * (ways * batch) + way * batch + j for j in range(batch)]
+            slots = [jnp.where(p == 0, first, 2 * (lax.div(first, jnp.int32(2)) + jnp.minimum(p, count - 1))) for p in numbers]
+            found = []
+            for row in locals_:
+                lses = [plse_g[slot, lax.div(row, jnp.int32(BLOCK)), lax.rem(row, jnp.int32(BLOCK))] for slot in slots]
+                found.append((lses, [plgpu.load(po_g.at[slot, row], layout=layout) for slot in slots]))
+            return [join(numbers, *x, *old) for x, old in zip(found, carry, strict=True)]
+
+        def join(numbers, lses, outs, top, total, acc):
+            lses = [jnp.where(p < count, x, -jnp.inf) for p, x in zip(numbers, lses, strict=True)]
+            higher = functools.reduce(jnp.maximum, lses, top)
+            keep = jnp.exp2(top - higher)
+            acc, total = acc * splat(keep), total * keep
+            for x, out in zip(lses, outs, strict=True):
+                weight = jnp.exp2(x - higher)
+                acc = acc + out.astype(jnp.float32) * splat(weight)
+                total = total + weight
+            return higher, total, acc
+
+        def finish(row, top, total, acc):
+            seen, at = total > 0, g * (size * BLOCK) + row
+            o_g[b, at] = (acc * splat(jnp.where(seen, 1 / total, 0.0))).astype(o_g.dtype)
+            lse_g[b, lax.div(at, jnp.int32(BLOCK)), lax.rem(at, jnp.int32(BLOCK))] = jnp.where(
+                seen, (top + jnp.log2(total)) * (1 / LOG2E), -jnp.inf
+            )
+
+        @pl.when((count > 1) & (base < limit))
+        def _():
+            zero = plgpu.layout_cast(jnp.zeros((R,), jnp.float32), layout)
+            steps = lax.div(count + (ways * batch - 1), jnp.int32(ways * batch))
+            carry = lax.fori_loop(0, steps, some, [(jnp.float32(LOW), jnp.float32(0), zero) for _ in locals_])
+            if ways == 1:
+                for row, result in zip(locals_, carry, strict=True):
+                    finish(row, *result)
+                return
+            [(top, total, acc)] = carry
+            acc_s[me] = acc
+            top_s[me] = plgpu.layout_cast(lax.broadcast_in_dim(top, (128,), ()), plgpu.Layout.WG_STRIDED((128,), 1))
+            total_s[me] = plgpu.layout_cast(lax.broadcast_in_dim(total, (128,), ()), plgpu.Layout.WG_STRIDED((128,), 1))
+            plgpu.barrier_arrive(done)
+
+            @pl.when(me == 0)
+            def _():
+                plgpu.barrier_wait(done)
+                tops = [top_s[k, 0] for k in range(ways)]
+                higher = functools.reduce(jnp.maximum, tops)
+                total, acc = jnp.float32(0), zero
+                for k in range(ways):
+                    weight = jnp.exp2(tops[k] - higher)
+                    total = total + total_s[k, 0] * weight
+                    acc = acc + plgpu.load(acc_s.at[k], layout=layout) * splat(weight)
+                finish(locals_[0], higher, total, acc)
+
+    out, lse = jax.new_ref(out), jax.new_ref(lse)
+    plgpu.kernel(
+        kernel,
+        out_type=(),
+        scratch_types=[
+            plgpu.SMEM((WARPGROUPS, R), jnp.float32),
+            plgpu.SMEM((WARPGROUPS, 128), jnp.float32),
+            plgpu.SMEM((WARPGROUPS, 128), jnp.float32),
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
+        ],
+        grid=(pieces.shape[0], -(-rows * ways // (WARPGROUPS * turns))),
+        grid_names=("split", "row"),
+        num_threads=WARPGROUPS,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(partial_out, partial_lse, pieces, out, lse)
+    return jax.freeze(out), jax.freeze(lse)
+
+
+def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale, schedule, interpret=None):
+    """The contract is the package's; `interpret` runs the kernels on a CPU."""
+    B, T, N, R = q_c.shape
+    M = T * N
+    q_c, q_pe = (x.reshape(B, M, -1) for x in (q_c, q_pe))
+    if M % 8:  # the copy engine moves eight rows at a time
+        q_c, q_pe = (jnp.pad(x, ((0, 0), (0, -M % 8), (0, 0))) for x in (q_c, q_pe))
+    knobs = tuning.MLA_DECODE[R]
+    shares = schedule.shares
+    out, lse, partial_out, partial_lse = _partial(
+        q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares,
+        scale=scale, heads=N, tokens=T, knobs=knobs, interpret=interpret,
+    )  # fmt: skip
+    out, lse = _combine(partial_out, partial_lse, schedule.pieces, out, lse, units=shares.shape[0], interpret=interpret)
+    return out[:, :M].reshape(B, T, N, R), lse.reshape(B, -1)[:, :M].reshape(B, T, N)

@@ -1,0 +1,55 @@
+"""Compiles the kernels for an H200 on a machine without one; prints what the assembler said of each, one JSON line a kernel."""
+
+import functools
+import glob
+import json
+import os
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.mla_decode import gpu, schedule
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000
+  l2_cache_size: 62914560 clock_rate_ghz: 1.98 device_memory_size: 150754820096 registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
+"""
+SHAPES = [  # batch, tokens, heads, rank, rope, page
+    (4, 1, 16, 512, 64, 64),
+    (4, 1, 128, 512, 64, 64),
+    (4, 2, 128, 512, 64, 16),
+    (2, 1, 8, 256, 32, 64),
+]
+
+target = topologies.get_topology_desc(platform="cuda", topology_name="h200", target_config=H200, topology="1x1x1")
+sharding = NamedSharding(Mesh(np.array(target.devices), ("x",)), PartitionSpec())
+dump = os.environ["MOSAIC_GPU_DUMP_TO"]
+
+
+def call(q_c, q_pe, c_kv, k_pe, page_table, seq_lens):
+    plan = schedule(seq_lens, heads=q_c.shape[2], tokens=q_c.shape[1], units=132)
+    return gpu.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=0.1, schedule=plan)
+
+
+bf16, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.bfloat16, jnp.int32))
+for B, T, N, R, E, Z in SHAPES:
+    shapes = bf16((B, T, N, R)), bf16((B, T, N, E)), bf16((256, Z, R)), bf16((256, Z, E)), i32((B, 4096 // Z)), i32((B,))
+    before = set(glob.glob(dump + "/*.ptxas"))
+    jax.jit(call, in_shardings=(sharding,) * 6, out_shardings=sharding).lower(*shapes).compile()
+    for path in sorted(set(glob.glob(dump + "/*.ptxas")) - before):
+        text = Path(path).read_text()
+        spills = max(map(int, re.findall(r"(\d+) bytes spill stores", text)))
+        row = {"shape": [B, T, N, R, E, Z], "spills": spills, "serialized": "C7512" in text or "C7510" in text}
+        print(json.dumps(row), flush=True)

@@ -1,0 +1,186 @@
+"""The fallback and the kernel, interpreted, against the specification; the kernel compiled for a GPU that is not there."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import testing
+from pallas_kernels.mla_decode import Unsupported, check, mla_decode, reference, schedule, xla
+from pallas_kernels.mla_decode.schedule import SPLIT, START, TILE
+
+HERE = Path(__file__).parent
+NAMES = [case.name for case in testing.MLA_DECODE]
+recent = tuple(map(int, jax.__version__.split(".")[:3])) >= (0, 11, 2)
+
+
+def double(case, inputs):
+    """The specification in float64, by numpy: what the reference itself is judged by."""
+    x = {k: np.asarray(v.astype(jnp.float32) if v.dtype == jnp.bfloat16 else v, None) for k, v in inputs.items()}
+    B, T, N, R = x["q_c"].shape
+    out, lse = np.zeros((B, T, N, R)), np.full((B, T, N), -np.inf)
+    for b, n in enumerate(case.seq_lens):
+        rows = [(page, slot) for page in x["page_table"][b] for slot in range(case.page)][:n]
+        c = np.array([x["c_kv"][r] for r in rows], np.float64).reshape(len(rows), R)
+        pe = np.array([x["k_pe"][r] for r in rows], np.float64).reshape(len(rows), x["k_pe"].shape[-1])
+        for t in range(T):
+            seen = n - T + t + 1
+            if seen > 0:
+                s = (x["q_c"][b, t] @ c[:seen].T + x["q_pe"][b, t] @ pe[:seen].T) * case.scale
+                top = s.max(axis=-1, keepdims=True)
+                w = np.exp(s - top)
+                out[b, t] = w @ c[:seen] / w.sum(axis=-1, keepdims=True)
+                lse[b, t] = top[:, 0] + np.log(w.sum(axis=-1))
+    return out, lse
+
+
+def same_lse(got, wanted):
+    np.testing.assert_array_equal(np.isinf(got), np.isinf(wanted))
+    np.testing.assert_allclose(np.where(np.isinf(got), 0, got), np.where(np.isinf(wanted), 0, wanted), atol=2e-3)
+
+
+@pytest.mark.parametrize("case", testing.MLA_DECODE, ids=NAMES)
+def test_the_reference_is_the_sum_it_says(case):
+    inputs = testing.mla_decode_inputs(case)
+    out, lse = reference.mla_decode(**inputs, scale=case.scale)
+    wanted, wanted_lse = double(case, inputs)
+    assert testing.error(out, wanted) < 1e-5
+    same_lse(lse, wanted_lse)
+
+
+@pytest.mark.parametrize("case", testing.MLA_DECODE, ids=NAMES)
+def test_the_fallback_computes_the_reference_whatever_lies_past_the_end(case):
+    inputs = testing.mla_decode_inputs(case)
+    wanted, lse = reference.mla_decode(**inputs, scale=case.scale)
+    out, got = mla_decode(**inputs, scale=case.scale, impl="xla")
+    assert out.dtype == jnp.bfloat16
+    assert testing.error(out, wanted) < 3e-3
+    same_lse(got, lse)
+    exact = {k: v.astype(jnp.float32) if v.dtype == jnp.bfloat16 else v for k, v in inputs.items()}
+    assert testing.error(mla_decode(**exact, scale=case.scale, impl="xla")[0], wanted) < 1e-5
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    lens=st.lists(st.integers(0, 90), min_size=1, max_size=4),
+    heads=st.integers(1, 5),
+    tokens=st.integers(1, 4),
+    page=st.sampled_from([16, 32, 64]),
+    seed=st.integers(0, 9),
+)
+def test_the_fallback_holds_for_any_lengths(lens, heads, tokens, page, seed):
+    case = testing.MlaDecodeCase("any", tuple(lens), heads, tokens, rank=64, rope=32, page=page)
+    inputs = testing.mla_decode_inputs(case, seed, jnp.float32)
+    wanted, lse = reference.mla_decode(**inputs, scale=case.scale)
+    out, got = xla.mla_decode(**inputs, scale=case.scale)
+    assert testing.error(out, wanted) < 1e-5
+    same_lse(got, lse)
+
+
+def test_an_empty_row_gives_zeros_and_an_lse_of_minus_infinity():
+    case = testing.MlaDecodeCase("", (0, 5), 3, rank=64, rope=32)
+    out, lse = mla_decode(**testing.mla_decode_inputs(case), scale=1.0, impl="xla")
+    assert (out[0] == 0).all()
+    assert np.isneginf(lse[0]).all()
+    assert np.isfinite(lse[1]).all()
+
+
+def test_garbage_in_the_page_table_past_the_end_is_harmless():
+    case = testing.MlaDecodeCase("", (5, 200), 3, rank=64, rope=32)
+    inputs = testing.mla_decode_inputs(case)
+    wanted, _ = xla.mla_decode(**inputs, scale=1.0)
+    inputs["page_table"] = inputs["page_table"].at[0, 1:].set(-(2**30))
+    np.testing.assert_array_equal(xla.mla_decode(**inputs, scale=1.0)[0], wanted)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lens=st.lists(st.integers(0, 5000), min_size=1, max_size=40),
+    rows=st.sampled_from([16, 64, 128, 192, 256]),
+    units=st.sampled_from([2, 8, 114, 132]),
+)
+def test_the_schedule_reads_every_tile_once_in_fair_shares(lens, rows, units):
+    plan = schedule(jnp.array(lens, jnp.int32), heads=rows, units=units)
+    shares, pieces = np.asarray(plan.shares), np.asarray(plan.pieces)
+    blocks = -(-rows // 64)
+    per_row = blocks // 2 if blocks % 2 == 0 else blocks
+    tiles = np.repeat([max(-(-n // TILE), 1) for n in lens], per_row)
+    read = [np.zeros(n, int) for n in tiles]
+    slots = [[] for _ in tiles]
+    for unit, (first, start, last, stop) in enumerate(shares):
+        for i in range(first, last + 1):
+            a, b = start if i == first else 0, stop if i == last else tiles[i]
+            assert a < b
+            read[i][a:b] += 1
+            slots[i].append(2 * unit + (i != first))
+        rows_of = range(first, last + 1)
+        mine = sum((stop if i == last else tiles[i]) - (start if i == first else 0) for i in rows_of)
+        assert mine <= -(-sum(tiles + START) // len(shares)) + SPLIT
+    assert all((x == 1).all() for x in read)
+    listed = {int(row): (int(slot), int(count)) for row, slot, count in pieces if count > 1}
+    for i, held in enumerate(slots):
+        if len(held) > 1:
+            slot, count = listed.pop(i)
+            assert held == [slot] + [2 * (slot // 2 + k) for k in range(1, count)]
+    assert not listed
+
+
+def test_a_named_implementation_that_cannot_raises_with_the_reason():
+    case = testing.MlaDecodeCase("", (5,), 4, rank=192)
+    inputs = testing.mla_decode_inputs(case)
+    with pytest.raises(Unsupported, match="no impl"):
+        mla_decode(**inputs, scale=1.0, impl="cuda")
+    if recent:
+        assert "192" in check(*(inputs[k] for k in ("q_c", "q_pe", "c_kv", "k_pe")))
+    with pytest.raises(Unsupported, match="192" if recent else "0.11.2"):
+        mla_decode(**inputs, scale=1.0, impl="mosaic_gpu")
+    assert mla_decode(**inputs, scale=1.0)[0].shape == (1, 1, 4, 192)
+
+
+def run(script, *arguments, **environment):
+    """In a process of its own: threads and dumps are settled when JAX starts."""
+    import pallas_kernels
+
+    root = Path(pallas_kernels.__file__).parents[1]
+    env = os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"} | environment
+    command = [sys.executable, str(HERE / script), *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@functools.cache
+def interpreted():
+    text = run("interpret.py", NPROC="64")  # each warpgroup waits in a thread
+    return text, {row["name"]: row for row in map(json.loads, (x for x in text.splitlines() if x.startswith("{")))}
+
+
+@pytest.mark.skipif(not recent, reason="the kernel needs JAX 0.11.2")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_interpreted_kernel_is_within_twice_the_fallbacks_error(name):
+    row = interpreted()[1][name]
+    assert row["error"] <= 2 * row["fallback"]
+    assert row["lse"] < 2e-3
+
+
+@pytest.mark.skipif(not recent, reason="the kernel needs JAX 0.11.2")
+def test_the_interpreted_kernel_has_no_race():
+    assert "RACE DETECTED" not in interpreted()[0]
+
+
+@pytest.mark.skipif(not recent, reason="the kernel needs JAX 0.11.2")
+def test_the_kernel_compiles_for_an_h200_and_hardly_spills(tmp_path):
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="jax-cuda13-plugin of JAX's own version compiles without a GPU")
+    rows = run("compile.py", MOSAIC_GPU_DUMP_TO=str(tmp_path), MOSAIC_GPU_DUMP_PTXAS="1", JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
+    for row in map(json.loads, rows.splitlines()):
+        assert row["spills"] <= 64, row  # bytes, of what a row of the batch starts with: none in the loops over tiles
+        assert not row["serialized"], row
