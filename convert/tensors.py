@@ -180,5 +180,7 @@ def _counted(values: np.ndarray, unsigned: type, bits: int) -> int:
     """How many of the values have all of these `bits` set, counted by pieces that a core's cache holds."""
     numbers, found = values.reshape(-1).view(unsigned), 0
     for start in range(0, numbers.size, CACHED):
-        found += int(np.count_nonzero(numbers[start : start + CACHED] & unsigned(bits) == bits))
+        masked = numbers[start : start + CACHED] & unsigned(bits)
+        if masked.max() == bits:  # seldom: the largest is found in half the time that counting takes
+            found += int(np.count_nonzero(masked == bits))
     return found

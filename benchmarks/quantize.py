@@ -1,0 +1,95 @@
+"""What a quantised format costs in accuracy: the demo model's linear layers in each of them, next to the same in float32.
+
+    python benchmarks/quantize.py --out quantize.json
+
+Error: of the weights, relative, by their norm; and of the head, which is BF16 and was rounded to no format before. KL: from
+float32's next-token distribution, in bits a token. Text: the beginnings of files of this Python's library that the demo model was
+not shown. Its weights are FP8's already, so fp8_block changes nothing. Embedding, head, norms, router, uk and uv stay float32, as
+the loader has them; GGUF types are packed by the gguf package."""
+
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import report
+from flax import nnx
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+from demo import corpus
+from mla_jax import LLM
+from mla_jax.base.gguf_blocks import TYPES
+from mla_jax.base.qtensor import QTensor, dequantize
+from mla_jax.decode.loop import Programs
+from mla_jax.weights.quantize import FORMATS, quantize
+
+FILES = 12  # the first that are long enough
+PACKED = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "TQ2_0")  # which the gguf package can write
+LATER = 32  # tokens at the beginning of a file that are read, not judged
+
+
+def packed(w: np.ndarray, format: str) -> QTensor:
+    if format in FORMATS:
+        return quantize(w, format)
+    blocks, size = gguf.quants.quantize(w, gguf.GGMLQuantizationType[format]), TYPES[format].bytes
+    return QTensor(format, (jnp.asarray(blocks.reshape(*w.shape[:-1], -1, size)),), w.shape)
+
+
+def linear(state: nnx.State) -> dict[str, nnx.Variable]:
+    """The parameters that a format would hold, matrices of the layers and stacks of them; logits do not need MTP's."""
+    found = {".".join(map(str, keys)): slot for keys, slot in nnx.to_flat_state(state)}
+    return {path: slot for path, slot in found.items() if slot.get_metadata()["packs"] and path.startswith("layers.")}
+
+
+def logits(llm: LLM, tokens: np.ndarray, change: Callable[[np.ndarray], QTensor] | None) -> tuple[np.ndarray, dict]:
+    """Logits with `change`d weights, and what is to be said of these."""
+    graph, state = nnx.split(nnx.clone(llm.model))
+    error = square = size = count = 0.0
+    for slot in linear(state).values() if change else ():
+        w = np.asarray(slot.get_value(), np.float32)
+        q = change(w)
+        error, square = error + np.square(np.asarray(dequantize(q)) - w).sum(), square + np.square(w).sum()
+        size, count = size + q.nbytes, count + w.size
+        slot.set_value(q)
+    found = Programs(nnx.merge(graph, state)).logits(jnp.asarray(tokens))
+    return np.asarray(found), {"bits": 8 * size / count, "error %": 100 * float(np.sqrt(error / square))} if change else {}
+
+
+def compared(given: np.ndarray, reference: np.ndarray, tokens: np.ndarray) -> dict:
+    """Of the distributions of every token but a row's first ones."""
+    ours, exact = (np.asarray(jax.nn.log_softmax(x[:, LATER:-1])) / np.log(2) for x in (given, reference))
+    following = tokens[:, LATER + 1 :, None]
+    bits = [-np.take_along_axis(x, following, -1).mean() for x in (ours, exact)]
+    return {
+        "KL": float((np.exp2(exact) * (exact - ours)).sum(-1).mean()),
+        "same best %": 100 * float((ours.argmax(-1) == exact.argmax(-1)).mean()),
+        "perplexity": float(np.exp2(bits[0])),
+        "change %": 100 * float(np.exp2(bits[0] - bits[1]) - 1),
+    }
+
+
+def main() -> None:
+    parser = report.arguments(__doc__.splitlines()[0])
+    parser.add_argument("--length", type=int, default=384, help="tokens of each text")
+    parser.add_argument("--formats", nargs="+", default=[*FORMATS, *PACKED], metavar="FORMAT")
+    args = parser.parse_args()
+    llm = LLM(dtype="float32")
+    files = [file for file in corpus.sources() if corpus.is_held_out(file.path) and len(file.text) > 8 * args.length][:FILES]
+    tokens = np.array([llm.tokenizer.encode(file.text)[: args.length] for file in files], np.int32)
+    reference, _ = logits(llm, tokens, None)
+    head, about = np.asarray(llm.model.head[...], np.float32), {"gguf": metadata.version("gguf")}
+    rows = [{"format": "float32", "bits": 32.0, "error %": 0.0, "head error %": 0.0, **compared(reference, reference, tokens)}]
+    for format in args.formats:
+        found, said = logits(llm, tokens, lambda w, format=format: packed(w, format))
+        said |= {"head error %": 100 * float(np.linalg.norm(dequantize(packed(head, format)) - head) / np.linalg.norm(head))}
+        rows.append({"format": format, **said, **compared(found, reference, tokens)})
+    about |= {"files": [file.path for file in files], "tokens": tokens[:, LATER + 1 :].size}
+    report.show(rows, args.out, **about)
+
+
+if __name__ == "__main__":
+    main()
