@@ -1,0 +1,163 @@
+"""Mixture-of-experts layers on the CPU, by AMX tiles, AVX-512, AVX2 or plain C++: whatever is there. Knows numpy only.
+
+    layer = Experts(gate, up, down, precision="int8")
+    out = layer.forward(x, topk_ids, topk_weights)
+
+The library behind it is built once, by `python -m cpu_experts.build`."""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+
+from cpu_experts import layout
+from cpu_experts.library import ISAS, Batch, Closed, Unsupported, Weights, check, load
+
+__all__ = ["Closed", "Experts", "Unsupported", "available", "isa"]
+
+Matrix = np.ndarray | Sequence[np.ndarray]
+
+
+def available() -> bool:
+    """Whether the library is built and loads here."""
+    try:
+        load()
+    except Unsupported:
+        return False
+    return True
+
+
+def isa() -> str:
+    """The best instruction set usable here: amx, avx512, avx2 or portable; raises Unsupported without the library."""
+    return ISAS[load().cpu_experts_best_isa()]
+
+
+class Experts:
+    """One layer's experts: `down (silu(gate x) * up x)` each, summed by weight over those chosen for a token.
+
+    gate and up are `[X F D]`, down `[X D F]`: floats, quantised here, or already the parts of `precision` (codes and scales,
+    as `layout.quantize` makes them). `threads` counts the calling one; None is one a usable core. `isa` forces a lesser
+    instruction set. `max_rows` bounds the scratch memory: tokens times experts chosen that are worked on at once."""
+
+    def __init__(
+        self,
+        gate: Matrix,
+        up: Matrix,
+        down: Matrix,
+        precision: str = "bf16",
+        threads: int | None = None,
+        *,
+        isa: str = "best",
+        max_rows: int = 8192,
+    ):
+        self._handle = None
+        self._library = load()
+        if precision not in layout.FORMATS:
+            raise ValueError(f"precision {precision!r}: must be one of {', '.join(layout.FORMATS)}")
+        if isa not in ISAS:
+            raise ValueError(f"isa {isa!r}: must be one of {', '.join(ISAS)}")
+        gate, up, down = (_parts(m, precision, name) for m, name in ((gate, "gate"), (up, "up"), (down, "down")))
+        self.experts, self.model, self.width = _agreed(gate, up, down, precision)
+        self.precision = precision
+        self._packed = (
+            layout.pack_experts([gate, up], precision, self.model),
+            layout.pack_experts([down], precision, self.width),
+        )
+        pointers = (p.ctypes.data for p in self._packed)
+        sizes = (p.nbytes for p in self._packed)
+        shape = (layout.FORMATS[precision].id, self.experts, self.model, self.width)
+        weights = Weights(*shape, *pointers, *sizes, threads or 0, ISAS.index(isa), max_rows)
+        handle = ctypes.c_uint64()
+        check(self._library, self._library.cpu_experts_open(weights, handle))
+        self._handle = handle.value
+
+    @property
+    def nbytes(self) -> int:
+        """What the packed weights take."""
+        return sum(p.nbytes for p in self._packed)
+
+    def forward(self, x: np.ndarray, topk_ids: np.ndarray, topk_weights: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """`[n D]` in float32, or into `out`; x and out are float32 or bfloat16, ids int32 `[n K]`, weights float32 `[n K]`.
+
+        The id X stands for no expert. The same arguments give the same bits, on any number of threads."""
+        if self._handle is None:
+            raise Closed("the layer is closed")
+        packed = self._packed  # held while it runs, should another thread close the layer
+        if out is None:
+            out = np.empty(np.shape(x), np.float32)
+        n = np.shape(x)[0] if np.ndim(x) else 0
+        chosen = np.shape(topk_ids)[-1] if np.ndim(topk_ids) == 2 else 0
+        _expect("x", x, (n, self.model), _FLOATS)
+        _expect("out", out, (n, self.model), _FLOATS)
+        _expect("topk_ids", topk_ids, (n, chosen), ("int32",))
+        _expect("topk_weights", topk_weights, (n, chosen), ("float32",))
+        if not out.flags.writeable:
+            raise ValueError("out: not writable")
+        dtypes = (_FLOATS.index(a.dtype.name) for a in (x, out))
+        batch = Batch(n, chosen, *dtypes, *(a.ctypes.data for a in (x, topk_ids, topk_weights, out)))
+        check(self._library, self._library.cpu_experts_forward(self._handle, batch))
+        del packed
+        return out
+
+    def close(self) -> None:
+        """Frees the weights; a second time is an error."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            raise Closed("the layer is closed")
+        check(self._library, self._library.cpu_experts_close(handle))
+        self._packed = ()
+
+    def __enter__(self) -> "Experts":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def __del__(self):
+        if getattr(self, "_handle", None) is not None:
+            self._library.cpu_experts_close(self._handle)
+
+
+_FLOATS = ("float32", "bfloat16")  # in the order of cpu_experts_dtype
+
+
+def _expect(name: str, array: np.ndarray, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{name}: {type(array).__name__}, must be a numpy array")
+    if array.dtype.name not in dtypes or not array.dtype.isnative:
+        raise TypeError(f"{name}: {array.dtype}, must be {' or '.join(dtypes)}")
+    if array.shape != shape:
+        raise ValueError(f"{name}: shape {array.shape}, must be {shape}")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{name}: not contiguous")
+
+
+def _parts(matrix: Matrix, precision: str, name: str) -> layout.Parts:
+    """A matrix's parts: those given, with codes and bfloat16 scales as plain bits, or those of its floats."""
+    if not isinstance(matrix, np.ndarray):
+        return tuple(part.view(_BITS.get(part.dtype.name, part.dtype)) for part in matrix)
+    if matrix.ndim != 3:
+        raise ValueError(f"{name}: shape {matrix.shape}, must have three axes")
+    if matrix.dtype.name not in (*_FLOATS, "float16", "float64"):
+        raise TypeError(f"{name}: {matrix.dtype}, must be of floats")
+    each = [layout.quantize(one, precision) for one in matrix]
+    return tuple(np.stack(part) for part in zip(*each, strict=True))
+
+
+_BITS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8}
+
+
+def _agreed(gate: layout.Parts, up: layout.Parts, down: layout.Parts, precision: str) -> tuple[int, int, int]:
+    """X, D and F, once every part has the dtype and shape that they and the precision ask for."""
+    first = down[0].shape if down and down[0].ndim >= 3 else (0, 0, 0)
+    experts, model = first[:2]
+    width = gate[0].shape[1] if gate and gate[0].ndim >= 3 else 0
+    if not experts or not model or not width:
+        raise ValueError("gate, up and down must be [X F D], [X F D] and [X D F], none empty")
+    for name, parts, n, k in (("gate", gate, width, model), ("up", up, width, model), ("down", down, model, width)):
+        expected = layout.part_shapes(precision, n, k)
+        found = [(str(p.dtype), p.shape) for p in parts]
+        wanted = [(dtype, (experts, *shape)) for dtype, shape in expected]
+        if found != wanted:
+            raise ValueError(f"{name}: parts {found}, must be {wanted}")
+    return experts, model, width

@@ -1,0 +1,291 @@
+#include "experts.h"
+
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace cpu_experts {
+namespace {
+
+constexpr size_t kHugePage = size_t(2) << 20;
+// Of a subtask's weights, and of the rows it multiplies by each panel in turn: both stay in an L2 of 1 MiB and more.
+constexpr size_t kSubtaskBytes = size_t(256) << 10;
+constexpr int kSubtaskRows = 4 * kBlock;
+
+int panels_of(int outputs) { return (outputs + kPanel - 1) / kPanel; }
+
+// Cuts one piece of memory into arrays; without memory, adds up what they take.
+class Cut {
+public:
+    explicit Cut(uint8_t* base) : base_(base) {}
+    template <class T>
+    T* take(size_t count) {
+        T* at = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
+        used_ += round_up(count * sizeof(T), kLine);
+        return at;
+    }
+    size_t used() const { return used_; }
+
+private:
+    uint8_t* base_;
+    size_t used_ = 0;
+};
+
+struct Block {
+    int first, count, expert;  // rows, of those sorted by expert
+};
+
+}  // namespace
+
+void Free::operator()(uint8_t* memory) const { std::free(memory); }
+
+void Pool::reserve(size_t bytes) {
+    if (bytes <= held) return;
+    bytes = round_up(bytes, kHugePage);
+    auto* memory = static_cast<uint8_t*>(std::aligned_alloc(kHugePage, bytes));
+    if (!memory) throw std::bad_alloc();
+    madvise(memory, bytes, MADV_HUGEPAGE);
+    scratch.reset(memory);
+    held = bytes;
+}
+
+Layer::Layer(const cpu_experts_weights& w, const Kernels& kernels)
+    : kernels_(kernels),
+      precision_(Precision(w.precision)),
+      rows_as_(precision_ == kInt8 ? kInt8 : kBf16),
+      experts_(w.experts),
+      model_(w.model),
+      width_(w.width),
+      max_rows_(w.max_rows),
+      gate_up_(precision_, w.model),
+      down_(precision_, w.width),
+      gate_up_panels_((w.width + kTile - 1) / kTile),
+      down_panels_(panels_of(w.model)),
+      gate_up_data_(static_cast<const uint8_t*>(w.gate_up)),
+      down_data_(static_cast<const uint8_t*>(w.down)) {}
+
+// The forward of some tokens. Rows are (token, chosen expert) pairs, sorted by expert.
+struct Forward {
+    const Layer& layer;
+    const cpu_experts_batch& batch;
+    int token = 0, tokens = 0;  // the first, and how many
+
+    // who goes where
+    int* first_row;  // [X + 1] of each expert
+    int* token_of;   // [rows]
+    int* row_of;     // [tokens K], -1 where there is none
+    int* touched;    // experts that have rows
+    Block* blocks;
+    int touched_count = 0, block_count = 0;
+    // what is computed
+    uint8_t *x, *hidden;
+    float *x_scales, *hidden_scales, *hidden_values, *parts;
+    uint8_t* own;  // of each thread
+    size_t own_bytes, hidden_line, parts_line;
+
+    Forward(const Layer& l, const cpu_experts_batch& b, uint8_t* scratch, int threads, size_t* used = nullptr)
+        : layer(l), batch(b) {
+        auto rows = size_t(l.max_rows_);
+        bool int8 = l.rows_as_ == kInt8;
+        Cut cut(scratch);
+        first_row = cut.take<int>(size_t(l.experts_) + 2);
+        touched = cut.take<int>(size_t(l.experts_));
+        token_of = cut.take<int>(rows);
+        row_of = cut.take<int>(rows);
+        blocks = cut.take<Block>(rows / kBlock + size_t(l.experts_) + 1);
+        x_scales = cut.take<float>(int8 ? rows : 0);
+        hidden_scales = cut.take<float>(int8 ? rows : 0);
+        x = cut.take<uint8_t>(rows * l.gate_up_.row_bytes);
+        hidden = cut.take<uint8_t>(rows * l.down_.row_bytes);
+        hidden_line = size_t(l.gate_up_panels_) * kTile;
+        hidden_values = cut.take<float>(int8 ? rows * hidden_line : 0);
+        parts_line = size_t(l.down_panels_) * kPanel;
+        parts = cut.take<float>(rows * parts_line);
+        own_bytes = kBlock * kPanel * sizeof(float);
+        if (l.kernels_.paths[l.precision_].expand) {
+            int steps = l.gate_up_.steps > l.down_.steps ? l.gate_up_.steps : l.down_.steps;
+            own_bytes += size_t(steps) * 2 * kTileBytes;
+        }
+        own = cut.take<uint8_t>(own_bytes * size_t(threads));
+        if (used) *used = cut.used();
+    }
+
+    void run(Threads& threads) {
+        sort();
+        each<&Forward::gather>(threads, block_count);
+        multiply_round<&Forward::gate_up>(threads, layer.gate_up_panels_, layer.gate_up_.panel_bytes);
+        if (layer.rows_as_ == kInt8) each<&Forward::requantise>(threads, block_count);
+        multiply_round<&Forward::down>(threads, layer.down_panels_, layer.down_.panel_bytes);
+        each<&Forward::combine>(threads, (tokens + kCombined - 1) / kCombined);
+    }
+
+private:
+    static constexpr int kCombined = 4;  // tokens a subtask
+    int panels_ = 0, panels_each_ = 0, groups_ = 0;
+
+    template <void (Forward::*Step)(int, int)>
+    void each(Threads& threads, int count) {
+        threads.run(count, [](void* self, int i, int thread) { (static_cast<Forward*>(self)->*Step)(i, thread); }, this);
+    }
+
+    // Subtasks are some neighbouring panels of one expert: as many as fit the L2, fewer where some thread would stay idle.
+    template <void (Forward::*Step)(int, int)>
+    void multiply_round(Threads& threads, int panels, size_t panel_bytes) {
+        panels_ = panels;
+        panels_each_ = panel_bytes < kSubtaskBytes ? int(kSubtaskBytes / panel_bytes) : 1;
+        auto groups = [&] { return (panels + panels_each_ - 1) / panels_each_; };
+        while (panels_each_ > 1 && touched_count * groups() < 8 * threads.count()) --panels_each_;
+        groups_ = groups();
+        each<Step>(threads, touched_count * groups_);
+    }
+
+    const int* ids(int t) const { return batch.topk_ids + size_t(token + t) * size_t(batch.chosen); }
+
+    void sort() {
+        int experts = layer.experts_, chosen = batch.chosen;
+        std::memset(first_row, 0, size_t(experts + 2) * sizeof(int));
+        int* next = first_row + 1;  // of each expert: counts, then where its rows begin, and once all are placed where they end
+        for (int t = 0; t < tokens; ++t) {
+            for (int k = 0; k < chosen; ++k) next[ids(t)[k] + 1] += ids(t)[k] < experts;
+        }
+        for (int e = 0; e < experts; ++e) next[e + 1] += next[e];
+        for (int t = 0; t < tokens; ++t) {
+            for (int k = 0; k < chosen; ++k) {
+                int e = ids(t)[k], row = e < experts ? next[e]++ : -1;
+                row_of[t * chosen + k] = row;
+                if (row >= 0) token_of[row] = t;
+            }
+        }
+        touched_count = block_count = 0;
+        for (int e = 0; e < experts; ++e) {
+            int end = first_row[e + 1];
+            if (first_row[e] < end) touched[touched_count++] = e;
+            for (int row = first_row[e]; row < end; row += kBlock) {
+                blocks[block_count++] = {row, end - row < kBlock ? end - row : kBlock, e};
+            }
+        }
+    }
+
+    void pack(const Source& from, int i, const Block& b, const Shape& shape, uint8_t* to, float* scales) {
+        uint8_t* block = to + size_t(b.first) * shape.row_bytes;
+        if (layer.rows_as_ == kInt8) {
+            scales[b.first + i] = layer.kernels_.pack_int8(from, i, b.count, shape.steps, block);
+        } else {
+            layer.kernels_.pack_bf16(from, i, b.count, shape.steps, block);
+        }
+    }
+
+    void gather(int index, int) {
+        const Block& b = blocks[index];
+        bool bf16 = batch.x_dtype == CPU_EXPERTS_BFLOAT16;
+        for (int i = 0; i < b.count; ++i) {
+            size_t at = size_t(token + token_of[b.first + i]) * size_t(layer.model_) * (bf16 ? 2 : 4);
+            pack({static_cast<const uint8_t*>(batch.x) + at, bf16, layer.model_}, i, b, layer.gate_up_, x, x_scales);
+        }
+        // SwiGLU writes whole tiles; what lies between the last one and the end of the last step is padding.
+        if (layer.rows_as_ == kBf16) {
+            const Shape& shape = layer.down_;
+            size_t written = hidden_line * 2 / kLine;
+            uint8_t* block = hidden + size_t(b.first) * shape.row_bytes;
+            std::memset(block + written * size_t(b.count) * kLine, 0, (size_t(shape.steps) - written) * size_t(b.count) * kLine);
+        }
+    }
+
+    void requantise(int index, int) {
+        const Block& b = blocks[index];
+        for (int i = 0; i < b.count; ++i) {
+            const float* values = hidden_values + size_t(b.first + i) * hidden_line;
+            pack({values, false, layer.width_}, i, b, layer.down_, hidden, hidden_scales);
+        }
+    }
+
+    // The rows of one expert by panels `first` to `last`; `done(block, panel, sums)` takes what is not written in place.
+    template <class Target, class Done>
+    void multiply(int index, int thread, const Shape& shape, const uint8_t* data, const uint8_t* rows, const float* scales,
+                  Target target, Done done) {
+        int expert = touched[index / groups_], first = index % groups_ * panels_each_;
+        int last = first + panels_each_ < panels_ ? first + panels_each_ : panels_;
+        int end = first_row[expert + 1];
+        const uint8_t* weights = data + size_t(expert) * size_t(panels_) * shape.panel_bytes;
+        const Path& path = layer.kernels_.paths[layer.precision_];
+        uint8_t* expanded = own + own_bytes * size_t(thread) + kBlock * kPanel * sizeof(float);
+        bool many = !path.few || end - first_row[expert] > path.crossover;
+        for (int from = first_row[expert]; from < end; from += kSubtaskRows) {
+            int to = end - from < kSubtaskRows ? end : from + kSubtaskRows;
+            for (int p = first; p < last; ++p) {
+                const uint8_t* at = weights + size_t(p) * shape.panel_bytes;
+                Panel panel{at, at + shape.data_bytes, shape.steps, shape.group_steps};
+                if (many && path.expand) {
+                    path.expand(panel, expanded);
+                    panel.data = expanded;
+                }
+                for (int row = from; row < to; row += kBlock) {
+                    int count = to - row < kBlock ? to - row : kBlock;
+                    Rows block{rows + size_t(row) * shape.row_bytes, count, scales ? scales + row : nullptr};
+                    Sums sums = target(row, p);
+                    (many ? path.many : path.few)(panel, block, sums);
+                    done(row, count, p, sums);
+                }
+            }
+        }
+    }
+
+    void gate_up(int index, int thread) {
+        auto* sums = reinterpret_cast<float*>(own + own_bytes * size_t(thread));
+        const float* scales = layer.rows_as_ == kInt8 ? x_scales : nullptr;
+        multiply(
+            index, thread, layer.gate_up_, layer.gate_up_data_, x, scales, [&](int, int) { return Sums{sums, kPanel}; },
+            [&](int row, int count, int panel, const Sums& c) {
+                if (layer.rows_as_ == kInt8) {
+                    layer.kernels_.swiglu_f32(c.at, count, panel, hidden_line, hidden_values + size_t(row) * hidden_line);
+                } else {
+                    layer.kernels_.swiglu_bf16(c.at, count, panel, hidden + size_t(row) * layer.down_.row_bytes);
+                }
+            });
+    }
+
+    void down(int index, int thread) {
+        const float* scales = layer.rows_as_ == kInt8 ? hidden_scales : nullptr;
+        multiply(
+            index, thread, layer.down_, layer.down_data_, hidden, scales,
+            [&](int row, int panel) { return Sums{parts + size_t(row) * parts_line + size_t(panel) * kPanel, parts_line}; },
+            [](int, int, int, const Sums&) {});
+    }
+
+    // In the order of a token's choice, whichever thread computed what: the same bits at every run.
+    void combine(int index, int) {
+        int end = (index + 1) * kCombined < tokens ? (index + 1) * kCombined : tokens;
+        for (int t = index * kCombined; t < end; ++t) {
+            const float* from[CPU_EXPERTS_MAX_CHOSEN];
+            for (int k = 0; k < batch.chosen; ++k) {
+                int row = row_of[t * batch.chosen + k];
+                from[k] = row < 0 ? nullptr : parts + size_t(row) * parts_line;
+            }
+            bool bf16 = batch.out_dtype == CPU_EXPERTS_BFLOAT16;
+            uint8_t* out = static_cast<uint8_t*>(batch.out) + size_t(token + t) * size_t(layer.model_) * (bf16 ? 2 : 4);
+            const float* weights = batch.topk_weights + size_t(token + t) * size_t(batch.chosen);
+            layer.kernels_.combine(from, weights, batch.chosen, layer.model_, out, bf16);
+        }
+    }
+};
+
+size_t Layer::scratch_bytes(int threads) const {
+    size_t used = 0;
+    cpu_experts_batch none{};
+    Forward(*this, none, nullptr, threads, &used);
+    return used;
+}
+
+void Layer::forward(Pool& pool, const cpu_experts_batch& batch) const {
+    Forward forward(*this, batch, pool.scratch.get(), pool.threads.count());
+    int most = max_rows_ / batch.chosen, turns = (batch.tokens + most - 1) / most;
+    for (int i = 0; i < turns; ++i) {
+        forward.token = int(int64_t(batch.tokens) * i / turns);
+        forward.tokens = int(int64_t(batch.tokens) * (i + 1) / turns) - forward.token;
+        forward.run(pool.threads);
+    }
+}
+
+}  // namespace cpu_experts

@@ -1,0 +1,122 @@
+// What a kernel multiplies, and the table of kernels of each instruction set.
+//
+// Weights come in panels of 32 outputs: two tiles of 16, side by side in every K step (layout.py). In `gate_up` the first tile is
+// gate's and the second up's, so that SwiGLU needs one panel only. Rows (tokens) come in blocks of up to 32, K step by K step:
+// [step][row][64 bytes], with no rows added, whatever the count: AMX loads a tile of A from 64-byte lines that follow each other.
+// (Row by row, 2048 columns of bf16 are 4 KiB apart, and the 16 rows of a tile fall into one set of the L1 cache.)
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace cpu_experts {
+
+constexpr int kTile = 16;
+constexpr int kPanel = 2 * kTile;
+constexpr int kBlock = 32;
+constexpr int kLine = 64;
+constexpr int kTileBytes = kTile * kLine;
+
+enum Precision { kBf16, kInt8, kInt4G32, kInt4G128, kFp8Block, kQ8_0, kPrecisions };
+enum Isa { kBest, kPortable, kAvx2, kAvx512, kAmx };
+
+// How K is cut in one precision, and what a panel's two sections take.
+struct Format {
+    int step_k;       // values of K in a step: a row's 64 bytes
+    int group_k;      // K is padded to a multiple of it
+    int tile_bytes;   // of one tile of one step, as packed
+    int scale_bytes;  // of a group's scales; of a panel's where `per_panel`
+    bool per_panel;
+};
+
+// clang-format off
+constexpr Format kFormats[kPrecisions] = {
+    {32, 32, 1024, 0, true},    // bf16
+    {64, 64, 1024, 256, true},  // int8: 32 float scales, then 32 times 128 * (sum of the output's codes)
+    {32, 32, 256, 64, false},   // int4: 32 bfloat16 scales a group
+    {32, 128, 256, 64, false},
+    {32, 128, 512, 8, false},   // FP8: a float scale a tile and group
+    {32, 32, 512, 64, false},   // Q8_0: 32 float16 scales a group
+};
+// clang-format on
+
+constexpr size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+// One matrix of one precision with K inputs: sizes that both sides of the multiplication agree on.
+struct Shape {
+    int steps = 0, group_steps = 0;
+    size_t data_bytes = 0, panel_bytes = 0, row_bytes = 0;
+
+    Shape() = default;
+    Shape(Precision precision, int k) {
+        const Format& f = kFormats[precision];
+        size_t padded = round_up(k, f.group_k);
+        steps = int(padded / f.step_k);
+        group_steps = f.group_k / f.step_k;
+        data_bytes = size_t(steps) * 2 * f.tile_bytes;
+        size_t scales = f.per_panel ? f.scale_bytes : padded / f.group_k * f.scale_bytes;
+        panel_bytes = data_bytes + round_up(scales, kLine);
+        row_bytes = size_t(steps) * kLine;
+    }
+};
+
+struct Panel {
+    const uint8_t* data;
+    const uint8_t* scales;
+    int steps, group_steps;
+};
+
+struct Rows {
+    const uint8_t* data;  // one block
+    int count;            // 1 to kBlock
+    const float* scales;  // of each row, int8 only
+};
+
+// Where the 32 sums of each row go: `line` floats from one row to the next.
+struct Sums {
+    float* at;
+    size_t line;
+    float* row(int m) const { return at + size_t(m) * line; }
+};
+
+// sums = rows times the panel.
+using Multiply = void (*)(const Panel&, const Rows&, const Sums&);
+// A panel of other codes as one of bf16, each value rounded to bf16 after its scale.
+using Expand = void (*)(const Panel&, uint8_t* bf16);
+
+struct Path {
+    Multiply few;   // up to `crossover` rows, straight from the packed codes
+    Multiply many;  // above; of bf16 where `expand` is set
+    Expand expand;  // nullptr: `many` reads the packed codes itself
+    int crossover;
+};
+
+// A row of numbers to be laid out as (part of) a block.
+struct Source {
+    const void* values;
+    bool bf16;  // else float
+    int count;
+};
+
+struct Kernels {
+    Path paths[kPrecisions];
+    // Row `i` of a block of `rows` as bf16, or as bytes (code + 128) with a scale, padded with zeros to `steps`.
+    void (*pack_bf16)(const Source&, int i, int rows, int steps, uint8_t* block);
+    float (*pack_int8)(const Source&, int i, int rows, int steps, uint8_t* block);
+    // silu(gate) * up of a panel's c, as 16 columns of a bf16 block ...
+    void (*swiglu_bf16)(const float* c, int rows, int panel, uint8_t* block);
+    // ... or as floats, `width` a row.
+    void (*swiglu_f32)(const float* c, int rows, int panel, size_t width, float* out);
+    // out[d] = sum over k, in order, of weights[k] * parts[k][d]; a part may be nullptr.
+    void (*combine)(const float* const* parts, const float* weights, int chosen, int model, void* out, bool bf16);
+};
+
+const Kernels& portable_kernels();
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+const Kernels& amx_kernels();
+
+Isa best_isa();
+const Kernels* kernels_of(Isa isa);  // nullptr: not usable here
+
+}  // namespace cpu_experts

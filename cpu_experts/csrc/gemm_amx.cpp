@@ -1,0 +1,135 @@
+// Kernels for AMX tiles, for more than a few rows; the few-row paths are AVX-512's, on the same packed weights.
+//
+// Up to 32 rows by a panel: tiles 0 and 1 hold rows, 2 and 3 weights, 4 to 7 the four sums. Tiles have as many rows as there are,
+// so nothing is read or written beyond the last one. Configured at every call (some tens of cycles, of thousands): the calling
+// thread may have used tiles for something else in between.
+#include "elementwise.h"
+#include "prefetch.h"
+#include "tiles.h"
+
+namespace cpu_experts {
+namespace {
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t line_bytes[16] = {};
+    uint8_t rows[16] = {};
+
+    constexpr TileConfig() = default;
+    constexpr explicit TileConfig(int count) {
+        int upper = count < kTile ? count : kTile, lower = count - upper;
+        set(0, upper), set(1, lower), set(2, kTile), set(3, kTile);
+        set(4, upper), set(5, upper), set(6, lower), set(7, lower);
+    }
+    constexpr void set(int tile, int n) {
+        line_bytes[tile] = uint16_t(n ? kLine : 0);
+        rows[tile] = uint8_t(n);
+    }
+};
+
+// For every number of rows. Constants, for gcc 12 takes _tile_loadconfig to read no more than eight bytes of what it is given,
+// and drops the stores to the rest.
+struct Configs {
+    TileConfig of[kBlock + 1];
+    constexpr Configs() {
+        for (int count = 1; count <= kBlock; ++count) of[count] = TileConfig(count);
+    }
+};
+
+constexpr Configs configs;
+
+struct Bf16 {
+    static void upper() {
+        _tile_dpbf16ps(4, 0, 2);
+        _tile_dpbf16ps(5, 0, 3);
+    }
+    static void lower() {
+        _tile_dpbf16ps(6, 1, 2);
+        _tile_dpbf16ps(7, 1, 3);
+    }
+};
+
+struct Int8 {
+    static void upper() {
+        _tile_dpbusd(4, 0, 2);
+        _tile_dpbusd(5, 0, 3);
+    }
+    static void lower() {
+        _tile_dpbusd(6, 1, 2);
+        _tile_dpbusd(7, 1, 3);
+    }
+};
+
+// Of both tiles of a step; a page holds two.
+inline void prefetch_step(const uint8_t* w) {
+    for (int line = 0; line < 2 * kTileBytes; line += kLine) prefetch(w + line);
+}
+
+template <class Kind>
+void sums(const Panel& p, const Rows& a, const Sums& c) {
+    const long c_line = long(c.line * sizeof(float));
+    _tile_loadconfig(&configs.of[a.count]);
+    _tile_zero(4);
+    _tile_zero(5);
+    const uint8_t* w = p.data;
+    const uint8_t* x = a.data;
+    if (a.count <= kTile) {
+        for (int s = 0; s < p.steps; ++s, w += 2 * kTileBytes, x += size_t(a.count) * kLine) {
+            _tile_loadd(0, x, kLine);
+            _tile_loadd(2, w, kLine);
+            _tile_loadd(3, w + kTileBytes, kLine);
+            prefetch_step(w);
+            Kind::upper();
+        }
+    } else {
+        _tile_zero(6);
+        _tile_zero(7);
+        for (int s = 0; s < p.steps; ++s, w += 2 * kTileBytes, x += size_t(a.count) * kLine) {
+            _tile_loadd(0, x, kLine);
+            _tile_loadd(2, w, kLine);
+            _tile_loadd(3, w + kTileBytes, kLine);
+            _tile_loadd(1, x + kTileBytes, kLine);
+            prefetch_step(w);
+            Kind::upper();
+            Kind::lower();
+        }
+        float* lower = c.row(kTile);
+        _tile_stored(6, lower, c_line);
+        _tile_stored(7, lower + kTile, c_line);
+    }
+    _tile_stored(4, c.at, c_line);
+    _tile_stored(5, c.at + kTile, c_line);
+    _tile_release();
+}
+
+void multiply_bf16(const Panel& p, const Rows& a, const Sums& c) { sums<Bf16>(p, a, c); }
+
+void multiply_int8(const Panel& p, const Rows& a, const Sums& c) {
+    sums<Int8>(p, a, c);
+    float scales[kPanel];
+    int32_t bias[kPanel];
+    std::memcpy(scales, p.scales, sizeof scales);
+    std::memcpy(bias, p.scales + sizeof scales, sizeof bias);
+    for (int m = 0; m < a.count; ++m) {
+        float* sum = c.row(m);
+        for (int n = 0; n < kPanel; ++n) sum[n] = float(int32_t(bits_of(sum[n])) - bias[n]) * (a.scales[m] * scales[n]);
+    }
+}
+
+}  // namespace
+
+const Kernels& amx_kernels() {
+    static const Kernels kernels = [] {
+        Kernels k = few_row_kernels();
+        for (Path& path : k.paths) {
+            path.many = &path == &k.paths[kInt8] ? multiply_int8 : multiply_bf16;
+            path.crossover = path.expand ? 8 : 4;
+        }
+        k.pack_bf16 = pack_bf16, k.pack_int8 = pack_int8;
+        k.swiglu_bf16 = swiglu_bf16, k.swiglu_f32 = swiglu_f32, k.combine = combine;
+        return k;
+    }();
+    return kernels;
+}
+
+}  // namespace cpu_experts

@@ -1,0 +1,65 @@
+// Kernels in plain C++: the fallback everywhere, and what the others are tested against inside the library.
+#include "elementwise.h"
+
+namespace cpu_experts {
+namespace {
+
+void multiply_bf16(const Panel& p, const Rows& a, const Sums& c) {
+    for (int m = 0; m < a.count; ++m) std::memset(c.row(m), 0, kPanel * sizeof(float));
+    const auto* w = reinterpret_cast<const uint16_t*>(p.data);
+    for (int s = 0; s < p.steps; ++s) {
+        const auto* x = reinterpret_cast<const uint16_t*>(a.data + size_t(s) * a.count * kLine);
+        for (int tile = 0; tile < 2; ++tile, w += 512) {
+            for (int m = 0; m < a.count; ++m) {
+                float* sum = c.row(m) + tile * kTile;
+                for (int row = 0; row < 16; ++row) {
+                    float first = from_bf16(x[m * 32 + row * 2]), second = from_bf16(x[m * 32 + row * 2 + 1]);
+                    for (int n = 0; n < kTile; ++n) {
+                        sum[n] += first * from_bf16(w[row * 32 + n * 2]) + second * from_bf16(w[row * 32 + n * 2 + 1]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+void multiply_int8(const Panel& p, const Rows& a, const Sums& c) {
+    const auto* scales = reinterpret_cast<const float*>(p.scales);
+    const auto* bias = reinterpret_cast<const int32_t*>(p.scales + kPanel * 4);
+    for (int m = 0; m < a.count; ++m) {
+        int32_t sums[kPanel];
+        for (int n = 0; n < kPanel; ++n) sums[n] = -bias[n];
+        for (int s = 0; s < p.steps; ++s) {
+            const uint8_t* x = a.data + (size_t(s) * a.count + m) * kLine;
+            for (int n = 0; n < kPanel; ++n) {
+                const auto* tile = p.data + (size_t(s) * 2 + n / kTile) * kTileBytes;
+                const auto* w = reinterpret_cast<const int8_t*>(tile) + n % kTile * 4;
+                int32_t sum = 0;
+                for (int k = 0; k < 64; ++k) sum += int32_t(x[k]) * w[k / 4 * kLine + k % 4];
+                sums[n] += sum;
+            }
+        }
+        for (int n = 0; n < kPanel; ++n) c.row(m)[n] = float(sums[n]) * (a.scales[m] * scales[n]);
+    }
+}
+
+}  // namespace
+
+const Kernels& portable_kernels() {
+    static const Kernels kernels = {
+        {{multiply_bf16, multiply_bf16, nullptr, 0},
+         {multiply_int8, multiply_int8, nullptr, 0},
+         {nullptr, multiply_bf16, expand_int4, 0},
+         {nullptr, multiply_bf16, expand_int4, 0},
+         {nullptr, multiply_bf16, expand_bytes<Fp8Codes>, 0},
+         {nullptr, multiply_bf16, expand_bytes<Q8Codes>, 0}},
+        pack_bf16,
+        pack_int8,
+        swiglu_bf16,
+        swiglu_f32,
+        combine,
+    };
+    return kernels;
+}
+
+}  // namespace cpu_experts

@@ -1,0 +1,160 @@
+// Every kernel of every instruction set, for every number of rows, on buffers that end (or begin) at a page that may not be
+// touched: AddressSanitizer does not see what tile instructions read and write; the page does. Sums are compared with those of
+// the portable kernels, which the Python tests hold against the specification.
+#include <sys/mman.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "gemm.h"
+
+namespace {
+
+using namespace cpu_experts;
+
+constexpr size_t kPage = 4096;
+int failures = 0;
+
+// Bytes between two forbidden pages, against the one behind them or the one before.
+class Guarded {
+public:
+    Guarded(size_t bytes, bool at_end) : held_(round_up(bytes, kPage) + 2 * kPage) {
+        void* all = mmap(nullptr, held_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (all == MAP_FAILED) std::abort();
+        all_ = static_cast<uint8_t*>(all);
+        mprotect(all_, kPage, PROT_NONE);
+        mprotect(all_ + held_ - kPage, kPage, PROT_NONE);
+        at_ = at_end ? all_ + held_ - kPage - bytes : all_ + kPage;
+    }
+    ~Guarded() { munmap(all_, held_); }
+    Guarded(const Guarded&) = delete;
+    template <class T = uint8_t>
+    T* at() const {
+        return reinterpret_cast<T*>(at_);
+    }
+
+private:
+    size_t held_;
+    uint8_t *all_, *at_;
+};
+
+std::mt19937 random_bits(1);
+
+uint16_t small_bf16() { return uint16_t((random_bits() & 0x8000) | (0x3C00 + random_bits() % 0x0400)); }
+
+struct Case {
+    Precision precision;
+    Shape shape;
+    Panel panel;
+
+    Case(Precision p, int k, const Guarded& to) : precision(p), shape(p, k) {
+        uint8_t *data = to.at(), *scales = data + shape.data_bytes;
+        panel = {data, scales, shape.steps, shape.group_steps};
+        if (p == kBf16) {
+            for (size_t i = 0; i < shape.data_bytes / 2; ++i) reinterpret_cast<uint16_t*>(data)[i] = small_bf16();
+            return;
+        }
+        for (size_t i = 0; i < shape.data_bytes; ++i) data[i] = uint8_t(random_bits());
+        if (p == kInt8) {
+            auto* numbers = reinterpret_cast<float*>(scales);
+            auto* bias = reinterpret_cast<int32_t*>(scales + kPanel * 4);
+            for (int n = 0; n < kPanel; ++n) {
+                numbers[n] = 0.01f * float(n + 1);
+                bias[n] = 0;
+                for (int s = 0; s < shape.steps; ++s) {
+                    for (int k8 = 0; k8 < 64; ++k8) bias[n] += 128 * code8(n, s, k8);
+                }
+            }
+        } else if (p == kFp8Block) {
+            for (size_t i = 0; i < shape.data_bytes; ++i) data[i] = uint8_t((data[i] & 0x7F) == 0x7F ? 0 : data[i]);
+            for (int i = 0; i < shape.steps / shape.group_steps * 2; ++i) reinterpret_cast<float*>(scales)[i] = 0.01f;
+        } else {
+            auto* numbers = reinterpret_cast<uint16_t*>(scales);
+            for (int i = 0; i < shape.steps / shape.group_steps * kPanel; ++i)
+                numbers[i] = p == kQ8_0 ? uint16_t(0x2C00 + i) : small_bf16();
+        }
+    }
+    int code8(int n, int s, int k) const {
+        return reinterpret_cast<const int8_t*>(panel.data)[(size_t(s) * 2 + n / 16) * 1024 + k / 4 * 64 + n % 16 * 4 + k % 4];
+    }
+};
+
+void compare(const char* what, Isa isa, const Case& c, int rows, const Sums& sums, const std::vector<float>& expected) {
+    for (int m = 0; m < rows; ++m) {
+        double error = 0, size = 0;
+        for (int n = 0; n < kPanel; ++n) {
+            double wanted = expected[size_t(m) * kPanel + size_t(n)], found = sums.row(m)[n];
+            error += (found - wanted) * (found - wanted), size += wanted * wanted;
+        }
+        if (!(std::sqrt(error) <= 8e-3 * std::sqrt(size))) {
+            std::printf("FAILED: %s, isa %d, precision %d, row %d of %d: error %g of %g\n", what, isa, c.precision, m, rows,
+                        std::sqrt(error), std::sqrt(size));
+            ++failures;
+            return;
+        }
+    }
+}
+
+void run(Isa isa, const Kernels& kernels, Precision precision, int k, bool at_end) {
+    Shape shape(precision, k);
+    Guarded weights(shape.panel_bytes, at_end);
+    Case c(precision, k, weights);
+    const Path& path = kernels.paths[precision];
+    const Path& plain = portable_kernels().paths[precision];
+    for (int rows = 1; rows <= kBlock; ++rows) {
+        Guarded block(shape.row_bytes * size_t(rows), at_end), scales(size_t(rows) * 4, at_end);
+        for (size_t i = 0; i < shape.row_bytes * size_t(rows) / 2; ++i) block.at<uint16_t>()[i] = small_bf16();
+        for (int m = 0; m < rows; ++m) scales.at<float>()[m] = 0.5f + float(m);
+        Rows a{block.at(), rows, precision == kInt8 ? scales.at<float>() : nullptr};
+
+        Shape wide(kBf16, shape.steps * 32);
+        std::vector<uint8_t> expanded(wide.panel_bytes);
+        Panel reference = c.panel;
+        if (plain.expand) {
+            plain.expand(c.panel, expanded.data());
+            reference.data = expanded.data();
+        }
+        std::vector<float> expected(size_t(rows) * kPanel);
+        plain.many(reference, a, {expected.data(), kPanel});
+
+        for (size_t line : {size_t(kPanel), size_t(kPanel) + 16}) {
+            Guarded out((size_t(rows - 1) * line + kPanel) * 4, at_end);
+            Sums sums{out.at<float>(), line};
+            if (path.few) {
+                path.few(c.panel, a, sums);
+                compare("few", isa, c, rows, sums, expected);
+            }
+            Guarded own(path.expand ? wide.panel_bytes : 64, at_end);
+            Panel packed = c.panel;
+            if (path.expand) {
+                path.expand(c.panel, own.at());
+                packed.data = own.at();
+            }
+            path.many(packed, a, sums);
+            compare("many", isa, c, rows, sums, expected);
+        }
+    }
+}
+
+}  // namespace
+
+int main() {
+    for (Isa isa : {kPortable, kAvx2, kAvx512, kAmx}) {
+        const Kernels* kernels = kernels_of(isa);
+        if (!kernels) {
+            std::printf("instruction set %d: not here\n", isa);
+            continue;
+        }
+        for (int p = 0; p < kPrecisions; ++p) {
+            for (int k : {1, 65, 130, 320}) {
+                for (bool at_end : {true, false}) run(isa, *kernels, Precision(p), k, at_end);
+            }
+        }
+        std::printf("instruction set %d: %s\n", isa, failures ? "failed" : "ok");
+    }
+    return failures != 0;
+}

@@ -1,0 +1,131 @@
+#include "threads.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <climits>
+#include <exception>
+
+namespace cpu_experts {
+namespace {
+
+// Between two rounds of one forward the caller needs a few microseconds; a wake-up takes about fifty.
+constexpr auto kLook = std::chrono::microseconds(50);
+
+void pause() {
+#ifdef __x86_64__
+    __builtin_ia32_pause();
+#endif
+}
+
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+
+void wake(std::atomic<uint32_t>& word) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// Waits until `done`, politely after a while: the thread waited for may need this core.
+template <class Done>
+bool look_for(Done done, std::chrono::steady_clock::duration time) {
+    auto until = std::chrono::steady_clock::now() + time;
+    do {
+        for (int i = 0; i < 64; ++i) {
+            if (done()) return true;
+            pause();
+        }
+    } while (std::chrono::steady_clock::now() < until);
+    return done();
+}
+
+}  // namespace
+
+int usable_cores() {
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+    int cores = int(std::thread::hardware_concurrency());
+    return cores > 0 ? cores : 1;
+}
+
+Threads::Threads(int count)
+    : count_(count), process_(getpid()), runs_(new Run[size_t(count)]), workers_(new std::vector<std::thread>) {
+    workers_->reserve(size_t(count - 1));
+    try {
+        for (int i = 1; i < count; ++i) workers_->emplace_back([this, i] { work(i); });
+    } catch (const std::exception&) {
+        // those that are started take the runs of those that are not
+    }
+}
+
+Threads::~Threads() {
+    if (!of_this_process()) {
+        // A forked child has the objects of its parent's threads, but no threads: they can be neither joined nor detached.
+        workers_.release();
+        return;
+    }
+    stop_.store(true);
+    round_.fetch_add(2);
+    wake(round_);
+    for (std::thread& worker : *workers_) worker.join();
+}
+
+bool Threads::of_this_process() const { return process_ == getpid(); }
+
+void Threads::run(int count, Task task, void* state) {
+    if (count <= 1 || workers_->empty()) {
+        for (int i = 0; i < count; ++i) task(state, i, 0);
+        return;
+    }
+    for (int i = 0; i < count_; ++i) {
+        runs_[i].next.store(int(int64_t(count) * i / count_), std::memory_order_relaxed);
+        runs_[i].end = int(int64_t(count) * (i + 1) / count_);
+    }
+    task_ = task, state_ = state;
+    round_.fetch_add(1);
+    if (asleep_.load()) wake(round_);
+    help(0);
+    // Closed before waiting: a worker counts itself in, then looks whether the round is still open, so after this none enters.
+    round_.fetch_add(1);
+    while (!look_for([this] { return inside_.load() == 0; }, kLook)) sched_yield();
+}
+
+// Own run first, then the others', beginning with the next thread's.
+void Threads::help(int thread) {
+    for (int i = 0; i < count_; ++i) {
+        Run& run = runs_[(thread + i) % count_];
+        for (;;) {
+            if (run.next.load(std::memory_order_relaxed) >= run.end) break;
+            int index = run.next.fetch_add(1, std::memory_order_relaxed);
+            if (index >= run.end) break;
+            task_(state_, index, thread);
+        }
+    }
+}
+
+void Threads::work(int thread) {
+    uint32_t seen = 0;
+    while (!stop_.load()) {
+        inside_.fetch_add(1);
+        uint32_t round = round_.load();
+        if (round & 1 && round != seen) {
+            seen = round;
+            help(thread);
+        }
+        inside_.fetch_sub(1);
+        auto changed = [&] {
+            uint32_t now = round_.load();
+            return (now & 1 && now != seen) || stop_.load();
+        };
+        if (look_for(changed, kLook)) continue;
+        asleep_.fetch_add(1);
+        uint32_t now = round_.load();
+        if (!changed()) sleep_while(round_, now);
+        asleep_.fetch_sub(1);
+    }
+}
+
+}  // namespace cpu_experts

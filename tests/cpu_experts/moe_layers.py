@@ -1,0 +1,42 @@
+"""Random layers, batches, and how far an output is from the specification's."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from cpu_experts import layout, reference
+
+
+class Batch(NamedTuple):
+    x: np.ndarray
+    ids: np.ndarray
+    weights: np.ndarray
+
+
+def random_layer(experts: int, model: int, width: int, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shapes = [(experts, width, model)] * 2 + [(experts, model, width)]
+    return [rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5) for shape in shapes]
+
+
+def random_batch(tokens: int, model: int, experts: int, chosen: int, seed: int = 1) -> Batch:
+    """Some ids stand for no expert."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, experts + 1, (tokens, chosen)).astype(np.int32)
+    return Batch(rng.standard_normal((tokens, model), np.float32), ids, rng.random((tokens, chosen), np.float32))
+
+
+def parts_of(layer: list[np.ndarray], precision: str) -> list[layout.Parts]:
+    return [layout.quantize(w, precision) for w in layer]
+
+
+def distance(out: np.ndarray, batch: Batch, parts: list[layout.Parts], precision: str) -> float:
+    """The relative error, or a fifth of the worst row's (relative to the root mean row). Rows without experts must be zero."""
+    expected = reference.forward(*batch, *parts, precision)
+    size = np.linalg.norm(expected, axis=1)
+    assert not out[size == 0].any()
+    error, size = np.linalg.norm(out.astype(np.float32) - expected, axis=1)[size > 0], size[size > 0]
+    if not len(size):
+        return 0.0
+    mean = np.sqrt(np.mean(size**2))
+    return float(max(np.sqrt(np.mean(error**2)), error.max() / 5) / mean)

@@ -1,0 +1,166 @@
+"""Bad arguments give an exception before anything is written or any thread is asked to work."""
+
+import ctypes
+
+import numpy as np
+import pytest
+from moe_layers import parts_of, random_batch, random_layer
+
+from cpu_experts import Experts, Unsupported
+from cpu_experts.library import Batch, Closed, Weights, check
+
+
+@pytest.fixture
+def layer(built):
+    with Experts(*random_layer(4, 32, 16)) as layer:
+        yield layer
+
+
+GOOD = random_batch(3, 32, 4, 2)
+
+
+def with_id(value: int) -> np.ndarray:
+    ids = GOOD.ids.copy()
+    ids[2, 1] = value
+    return ids
+
+
+def with_weight(value: float) -> np.ndarray:
+    weights = GOOD.weights.copy()
+    weights[1, 0] = value
+    return weights
+
+
+BAD = {
+    "x of float64": (TypeError, "x", {"x": GOOD.x.astype(np.float64)}),
+    "x of the other byte order": (TypeError, "x", {"x": GOOD.x.astype(">f4")}),
+    "x a list": (TypeError, "x", {"x": GOOD.x.tolist()}),
+    "x too narrow": (ValueError, "x", {"x": GOOD.x[:, :31].copy()}),
+    "x of one axis": (ValueError, "x", {"x": GOOD.x[0].copy()}),
+    "x not contiguous": (ValueError, "contiguous", {"x": np.asfortranarray(GOOD.x)}),
+    "ids of int64": (TypeError, "topk_ids", {"topk_ids": GOOD.ids.astype(np.int64)}),
+    "ids of other tokens": (ValueError, "topk_ids", {"topk_ids": GOOD.ids[:2].copy()}),
+    "no experts chosen": (ValueError, "chosen", {"topk_ids": GOOD.ids[:, :0].copy(), "topk_weights": GOOD.weights[:, :0].copy()}),
+    "an id too large": (ValueError, r"topk_ids\[2, 1\]: 5", {"topk_ids": with_id(5)}),
+    "a negative id": (ValueError, r"topk_ids\[2, 1\]: -1", {"topk_ids": with_id(-1)}),
+    "a weight NaN": (ValueError, r"topk_weights\[1, 0\]", {"topk_weights": with_weight(np.nan)}),
+    "a weight infinite": (ValueError, r"topk_weights\[1, 0\]", {"topk_weights": with_weight(np.inf)}),
+    "weights of float64": (TypeError, "topk_weights", {"topk_weights": GOOD.weights.astype(np.float64)}),
+    "out too small": (ValueError, "out", {"out": np.zeros((2, 32), np.float32)}),
+    "out of float16": (TypeError, "out", {"out": np.zeros((3, 32), np.float16)}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_batch_is_refused(layer, name):
+    error, words, changed = BAD[name]
+    given = {"x": GOOD.x, "topk_ids": GOOD.ids, "topk_weights": GOOD.weights} | changed
+    with pytest.raises(error, match=words):
+        layer.forward(**given)
+
+
+def test_nothing_is_written_for_a_bad_batch(layer):
+    out = np.full((3, 32), 7, np.float32)
+    with pytest.raises(ValueError, match="topk_ids"):
+        layer.forward(GOOD.x, with_id(9), GOOD.weights, out)
+    assert (out == 7).all()
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="writable"):
+        layer.forward(*GOOD, out)
+
+
+def test_bad_weights_are_refused(built):
+    gate, up, down = random_layer(4, 32, 16)
+    with pytest.raises(ValueError, match="precision 'int5'"):
+        Experts(gate, up, down, "int5")
+    with pytest.raises(ValueError, match="isa 'neon'"):
+        Experts(gate, up, down, isa="neon")
+    with pytest.raises(ValueError, match="up"):
+        Experts(gate, up[:, :8], down)
+    with pytest.raises(ValueError, match="parts"):
+        Experts(gate, up, down.swapaxes(1, 2))
+    with pytest.raises(ValueError, match="three axes"):
+        Experts(gate[0], up[0], down[0])
+    with pytest.raises(TypeError, match="floats"):
+        Experts(gate.astype(np.int32), up, down)
+    with pytest.raises(ValueError, match="gate"):
+        Experts(*parts_of([gate, up, down], "int8"), "fp8_block")
+    with pytest.raises(ValueError, match="threads"):
+        Experts(gate, up, down, threads=-1)
+    with pytest.raises(ValueError, match="max_rows"):
+        Experts(gate, up, down, max_rows=0)
+    gate[1, 2, 3] = np.nan
+    with pytest.raises(ValueError, match="finite"):
+        Experts(gate, up, down, "int8")
+
+
+def raw(layer: Experts) -> Batch:
+    out = np.zeros((3, 32), np.float32)
+    batch = Batch(3, 2, 0, 0, *(a.ctypes.data for a in (GOOD.x, GOOD.ids, GOOD.weights, out)))
+    batch.kept = out
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("x", None, "x: null"),
+        ("out", None, "out: null"),
+        ("topk_ids", None, "topk_ids: null"),
+        ("topk_weights", None, "topk_weights: null"),
+        ("x", "moved", "x: not aligned"),
+        ("topk_ids", "moved", "topk_ids: not aligned"),
+        ("tokens", -1, "tokens: -1"),
+        ("chosen", 0, "chosen: 0"),
+        ("chosen", 65, "chosen: 65"),
+        ("x_dtype", 2, "dtype: unknown"),
+        ("out_dtype", -1, "dtype: unknown"),
+    ],
+)
+def test_the_library_checks_a_batch_itself(layer, native, field, value, words):
+    batch = raw(layer)
+    setattr(batch, field, getattr(batch, field) + 1 if value == "moved" else value)
+    with pytest.raises(ValueError, match=words):
+        check(native, native.cpu_experts_forward(layer._handle, batch))
+    assert not batch.kept.any()
+    assert native.cpu_experts_forward(layer._handle, None) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("precision", 9, "precision"),
+        ("isa", 7, "isa"),
+        ("experts", 0, "experts"),
+        ("model", -4, "model"),
+        ("width", 2**31 - 1, "width"),
+        ("gate_up", None, "gate_up: null"),
+        ("down", None, "down: null"),
+        ("down", 64 + 8, "not aligned to 64"),
+        ("gate_up_bytes", 64, "packed weights"),
+        ("threads", 5000, "threads"),
+        ("max_rows", 2**30, "max_rows"),
+    ],
+)
+def test_the_library_checks_weights_itself(layer, native, field, value, words):
+    gate_up, down = layer._packed
+    weights = Weights(0, 4, 32, 16, gate_up.ctypes.data, down.ctypes.data, gate_up.nbytes, down.nbytes, 1, 0, 64)
+    setattr(weights, field, value)
+    handle = ctypes.c_uint64(77)
+    with pytest.raises(ValueError, match=words):
+        check(native, native.cpu_experts_open(weights, handle))
+    assert handle.value == 77
+
+
+def test_statuses_of_unknown_handles_and_null(native):
+    with pytest.raises(Closed):
+        check(native, native.cpu_experts_close(12345))
+    assert native.cpu_experts_open(None, ctypes.c_uint64()) == 1
+    assert native.cpu_experts_open(Weights(), None) == 1
+
+
+def test_an_instruction_set_the_processor_lacks_is_unsupported(built, native):
+    if native.cpu_experts_best_isa() == 4:
+        pytest.skip("this processor has all of them")
+    with pytest.raises(Unsupported, match="instruction set"):
+        Experts(*random_layer(2, 32, 16), isa="amx")

@@ -1,0 +1,157 @@
+"""A layer's forward against the specification, in every precision and on every instruction set."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from moe_layers import Batch, distance, parts_of, random_batch, random_layer
+
+from cpu_experts import Experts, layout
+from cpu_experts.reference import BOUNDS
+
+PRECISIONS = list(layout.FORMATS)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("experts", "model", "width", "tokens", "chosen"),
+    [(3, 64, 48, 1, 2), (5, 100, 77, 9, 3), (4, 33, 1, 70, 2), (1, 9, 17, 40, 1), (7, 160, 256, 150, 4)],
+)
+def test_every_size_is_within_its_bound(isa, precision, experts, model, width, tokens, chosen):
+    parts = parts_of(random_layer(experts, model, width), precision)
+    batch = random_batch(tokens, model, experts, chosen)
+    with Experts(*parts, precision, threads=2, isa=isa) as layer:
+        assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 12, 13, 16, 17, 31, 32, 33, 129])
+def test_every_number_of_rows_of_one_expert_is_within_its_bound(isa, precision, rows):
+    parts = parts_of(random_layer(2, 70, 40), precision)
+    batch = random_batch(rows, 70, 2, 1)._replace(ids=np.ones((rows, 1), np.int32))
+    with Experts(*parts, precision, threads=2, isa=isa) as layer:
+        assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("tokens", [1, 2, 16, 100, 1000, 4096])
+def test_one_to_4096_tokens(built, precision, tokens):
+    parts = parts_of(random_layer(8, 96, 64), precision)
+    batch = random_batch(tokens, 96, 8, 3)
+    with Experts(*parts, precision, threads=2) as layer:
+        assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_skewed_routing(built, precision):
+    """Nearly all rows to one expert, some experts empty, one token with none at all, one that chose an expert twice."""
+    parts = parts_of(random_layer(16, 64, 64), precision)
+    batch = random_batch(300, 64, 16, 2)
+    ids = np.where(np.arange(600).reshape(300, 2) % 50 == 0, batch.ids % 4 + 10, 3).astype(np.int32)
+    ids[0] = 16
+    batch = batch._replace(ids=ids)
+    with Experts(*parts, precision, threads=3) as layer:
+        assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]
+
+
+def test_no_tokens_and_no_experts_chosen(built):
+    parts = parts_of(random_layer(4, 32, 32), "bf16")
+    with Experts(*parts) as layer:
+        assert layer.forward(*random_batch(0, 32, 4, 2)).shape == (0, 32)
+        none = random_batch(5, 32, 4, 2)._replace(ids=np.full((5, 2), 4, np.int32))
+        assert not layer.forward(*none).any()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_repeated_runs_give_the_same_bits_on_any_number_of_threads(isa, precision):
+    parts = parts_of(random_layer(6, 128, 96), precision)
+    batch = random_batch(64, 128, 6, 3)
+    with Experts(*parts, precision, threads=1, isa=isa) as layer:
+        first = layer.forward(*batch)
+    for threads in (1, 2, 5):
+        with Experts(*parts, precision, threads=threads, isa=isa) as layer:
+            for _ in range(20):
+                assert (layer.forward(*batch) == first).all()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_tokens_in_several_turns_are_the_same(built, precision):
+    """Scratch for 7 rows, so 3 tokens at once: the few-row kernels see less, so bits may differ, bounds may not."""
+    parts = parts_of(random_layer(4, 64, 32), precision)
+    batch = random_batch(50, 64, 4, 2)
+    with Experts(*parts, precision, max_rows=7) as layer:
+        assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_bfloat16_in_and_out(isa, precision):
+    parts = parts_of(random_layer(4, 72, 40), precision)
+    batch = random_batch(20, 72, 4, 2)
+    x = batch.x.astype(ml_dtypes.bfloat16)
+    batch = batch._replace(x=x.astype(np.float32))
+    out = np.empty(x.shape, ml_dtypes.bfloat16)
+    with Experts(*parts, precision, isa=isa) as layer:
+        exact = layer.forward(*batch)
+        assert layer.forward(x, batch.ids, batch.weights, out) is out
+        assert (layer.forward(x, batch.ids, batch.weights) == exact).all()
+    assert (out == exact.astype(ml_dtypes.bfloat16)).all()
+    assert distance(out, batch, parts, precision) < BOUNDS[precision] + 2**-8
+
+
+def test_floats_are_quantised_as_layout_does(built):
+    layer = random_layer(3, 64, 32)
+    batch = random_batch(8, 64, 3, 2)
+    for precision in PRECISIONS:
+        with Experts(*layer, precision) as from_floats, Experts(*parts_of(layer, precision), precision) as from_parts:
+            assert (from_floats.forward(*batch) == from_parts.forward(*batch)).all()
+
+
+def test_extreme_rows_stay_in_their_row(isa):
+    """Zeros, tiny, huge, infinite and NaN rows: each gives its own result, and none of them touches another token's."""
+    parts = parts_of(random_layer(2, 64, 32), "bf16")
+    batch = random_batch(6, 64, 2, 1)._replace(ids=np.zeros((6, 1), np.int32))
+    x = batch.x.copy()
+    x[1], x[2], x[3], x[4, 5], x[5, 0] = 0, x[2] * 1e-30, x[3] * 1e4, np.inf, np.nan
+    for precision in ("bf16", "int8"):
+        parts = parts_of(random_layer(2, 64, 32), precision)
+        with Experts(*parts, precision, isa=isa) as layer:
+            plain, out = layer.forward(*batch), layer.forward(x, batch.ids, batch.weights)
+        assert (out[0] == plain[0]).all()
+        assert not out[1].any()
+        assert np.isfinite(out[:4]).all()
+        assert not np.isfinite(out[4:]).any()
+        usual = Batch(x[:4], batch.ids[:4], batch.weights[:4])
+        assert distance(out[[0, 3]], Batch(*(a[[0, 3]] for a in usual)), parts, precision) < BOUNDS[precision]
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_every_q8_0_code_is_exact(isa, tokens):
+    """-128 too, which no quantiser makes but a file may hold. One hidden value reaches an output for each code."""
+    codes = np.arange(-128, 128)
+    down = np.zeros((1, 256, 32), np.int8)
+    down[0, :, 0] = codes
+    gate = np.zeros((1, 32, 256), np.int8)
+    gate[0, 0, 0] = 1
+    parts = [(m, np.ones((*m.shape[:2], m.shape[2] // 32), np.float16)) for m in (gate, gate, down)]
+    x = np.full((tokens, 256), 3, np.float32)
+    with Experts(*parts, "q8_0", isa=isa) as layer:
+        out = layer.forward(x, np.zeros((tokens, 1), np.int32), np.ones((tokens, 1), np.float32))
+    assert (out == codes * out[:, [129]]).all()
+    assert (out[:, 129] > 8).all()
+
+
+@pytest.mark.amx
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_tiles_and_their_model_agree(native, emulated, monkeypatch, precision):
+    """The instructions flush denormals and round sums in their own order: bounds, not bits, but for int8."""
+    if native.cpu_experts_best_isa() < 4:
+        pytest.skip("this processor has no AMX, or the system refuses it")
+    parts = parts_of(random_layer(4, 160, 96), precision)
+    batch = random_batch(100, 160, 4, 2)
+    outs = []
+    for library in (native, emulated):
+        monkeypatch.setattr("cpu_experts.load", lambda library=library: library)
+        with Experts(*parts, precision, isa="amx") as layer:
+            outs.append(layer.forward(*batch))
+    assert np.linalg.norm(outs[0] - outs[1]) <= BOUNDS[precision] * np.linalg.norm(outs[1])
+    if precision == "int8":
+        assert np.abs(outs[0] - outs[1]).max() < 1e-5 * np.abs(outs[1]).max()

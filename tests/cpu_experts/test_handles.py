@@ -1,0 +1,117 @@
+"""Layers as objects: closed, closed twice, shared by threads, taken over a fork, left open at exit."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from moe_layers import random_batch, random_layer
+
+from cpu_experts import Closed, Experts
+from cpu_experts.library import NAME
+
+LAYER, BATCH = random_layer(6, 64, 48), random_batch(12, 64, 6, 2)
+
+
+def test_closed_is_an_error_twice_and_after(built):
+    layer = Experts(*LAYER)
+    layer.close()
+    with pytest.raises(Closed):
+        layer.close()
+    with pytest.raises(Closed):
+        layer.forward(*BATCH)
+
+
+def test_a_dropped_layer_is_closed(built, native):
+    layer = Experts(*LAYER)
+    handle = layer._handle
+    del layer
+    assert native.cpu_experts_close(handle) == 4
+
+
+def test_many_threads_on_several_layers_agree_with_one(built):
+    layers = [Experts(*LAYER, precision, threads=2) for precision in ("bf16", "int8", "bf16")]
+    expected = [layer.forward(*BATCH) for layer in layers]
+    wrong = []
+
+    def work(i: int) -> None:
+        for _ in range(50):
+            if not (layers[i % 3].forward(*BATCH) == expected[i % 3]).all():
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    for layer in layers:
+        layer.close()
+
+
+def test_closing_while_others_run_gives_results_or_closed(built):
+    layer, ends = Experts(*LAYER, threads=2), []
+    expected = layer.forward(*BATCH)
+
+    def work() -> None:
+        try:
+            while True:
+                assert (layer.forward(*BATCH) == expected).all()
+        except Closed:
+            ends.append(True)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    layer.close()
+    for thread in threads:
+        thread.join(60)
+    assert len(ends) == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
+def test_a_forked_child_uses_and_closes_its_parents_layer(built):
+    layer = Experts(*LAYER, threads=3)
+    expected = layer.forward(*BATCH)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # a deadlock ends too
+        same = all((layer.forward(*BATCH) == expected).all() for _ in range(5))
+        layer.close()
+        with Experts(*LAYER, threads=2) as other:
+            same &= bool((other.forward(*BATCH) == expected).all())
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (layer.forward(*BATCH) == expected).all()
+    layer.close()
+
+
+SCRIPT = """
+import threading, numpy as np
+from cpu_experts import Experts
+rng = np.random.default_rng(0)
+layer = Experts(*(rng.standard_normal(s, np.float32) for s in ((4, 16, 32), (4, 16, 32), (4, 32, 16))), threads=2)
+x, ids, weights = np.ones((500, 32), np.float32), np.zeros((500, 1), np.int32), np.ones((500, 1), np.float32)
+def work():
+    while True:
+        layer.forward(x, ids, weights)
+threading.Thread(target=work, daemon=True).start()
+layer.forward(x, ids, weights)
+"""
+
+
+def test_the_interpreter_exits_with_a_forward_under_way(builds):
+    environment = os.environ | {"CPU_EXPERTS_LIBRARY": str(builds() / NAME), "PYTHONPATH": str(Path(__file__).parents[2])}
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", SCRIPT], env=environment, check=True, timeout=60)
+
+
+def test_more_threads_than_subtasks(built):
+    layer = random_layer(1, 16, 16)
+    batch = random_batch(1, 16, 1, 1)._replace(ids=np.zeros((1, 1), np.int32))
+    with Experts(*layer, threads=16) as many, Experts(*layer, threads=1) as one:
+        assert (many.forward(*batch) == one.forward(*batch)).all()

@@ -1,0 +1,61 @@
+"""The packed layouts, and the numbers in them."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from moe_layers import random_layer
+
+from cpu_experts import layout
+from cpu_experts.reference import rounded
+
+
+@pytest.mark.parametrize("format", layout.FORMATS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (16, 32), (33, 70), (130, 260)])
+def test_unpack_is_the_inverse_of_pack(format, outputs, inputs):
+    gate, up, _ = random_layer(1, inputs, outputs)
+    pair = [layout.quantize(w[0], format) for w in (gate, up)]
+    for matrices in (pair, pair[:1]):
+        count = -(-outputs // (16 if len(matrices) == 2 else 32))
+        out = np.full((count, layout.panel_bytes(format, inputs)[2]), 255, np.uint8)
+        layout.pack(matrices, format, inputs, out)
+        codes = layout.unpack(out, format, outputs, inputs, len(matrices) == 2)
+        for (held, *_), found in zip(matrices, codes, strict=True):
+            if format.startswith("int4"):
+                held = layout.int4_codes(held).reshape(outputs, -1)[:, :inputs]
+            assert (found == held).all()
+
+
+def test_packed_memory_starts_at_a_page_of_its_own():
+    parts = layout.quantize(random_layer(2, 40, 20)[0], "bf16")
+    assert layout.pack_experts([parts], "bf16", 40).ctypes.data % 4096 == 0
+
+
+def test_bfloat16_and_e4m3_are_those_of_ml_dtypes():
+    x = np.concatenate([np.random.default_rng(0).standard_normal(10000) * 10.0 ** np.arange(-40, 40).repeat(125), [np.inf, 0]])
+    with np.errstate(over="ignore"):
+        x = x.astype(np.float32)
+    assert (layout.to_bf16(x) == x.astype(ml_dtypes.bfloat16).view(np.uint16)).all()
+    codes = np.arange(256, dtype=np.uint8)
+    np.testing.assert_array_equal(layout.e4m3_values(), codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("format", "most"), [("bf16", 0.002), ("int8", 0.01), ("int4_g32", 0.13), ("fp8_block", 0.04), ("q8_0", 0.008)]
+)
+def test_quantised_weights_are_near(format, most):
+    w = random_layer(2, 256, 130)[0]
+    near = layout.dequantize(layout.quantize(w, format), format, 256)
+    assert np.linalg.norm(near - w) < most * np.linalg.norm(w)
+
+
+def test_fp8_takes_the_nearest_code():
+    w = random_layer(1, 128, 128)[0][0]
+    codes, scale = layout.quantize(w, "fp8_block")
+    expected = (w / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    assert (np.abs(layout.e4m3_values()[codes] - w / scale) <= np.abs(expected - w / scale)).all()
+
+
+def test_rows_of_zeros_or_of_next_to_nothing_quantise_to_zeros():
+    x = np.array([[0, 0], [1e-38, 0], [1, -2]], np.float32)
+    assert (rounded(x, "int8")[:2] == 0).all()
+    assert np.abs(rounded(x, "int8")[2] - x[2]).max() < 2 / 127
