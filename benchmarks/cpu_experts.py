@@ -24,6 +24,7 @@ import numpy as np
 sys.path[:] = [str(Path(__file__).parent.parent)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).parent]
 cpu_experts = importlib.import_module("cpu_experts")
 layout = importlib.import_module("cpu_experts.layout")
+blocks = importlib.import_module("cpu_experts.blocks")
 
 GEOMETRIES = {"v2-lite": (2048, 1408, 64, 6), "v3": (7168, 2048, 32, 8)}  # D, F, X, K
 TOKENS = (1, 16, 64, 256, 1024)
@@ -42,13 +43,19 @@ PAUSE = 0.02  # the peer's workers spin for some milliseconds after their work, 
 Forward = Callable[[np.ndarray, np.ndarray, np.ndarray], object]
 
 
+def down_precision(geometry: str, precision: str) -> str:
+    """Q8_0 where the width is no multiple of Q4_K's and Q6_K's blocks: GGUF files do the like."""
+    return "q8_0" if precision in blocks.BYTES and GEOMETRIES[geometry][1] % blocks.VALUES else precision
+
+
 def random_parts(geometry: str, precision: str, seed: int) -> list[layout.Parts]:
     """gate, up and down: a few experts' random weights, as often as there are experts."""
     model, width, experts, _ = GEOMETRIES[geometry]
     rng = np.random.default_rng(seed)
     matrices = []
-    for n, k in ((width, model), (width, model), (model, width)):
-        few = [layout.quantize(rng.standard_normal((n, k), np.float32) / np.float32(k**0.5), precision) for _ in range(2)]
+    down = down_precision(geometry, precision)
+    for n, k, name in ((width, model, precision), (width, model, precision), (model, width, down)):
+        few = [layout.quantize(rng.standard_normal((n, k), np.float32) / np.float32(k**0.5), name) for _ in range(2)]
         matrices.append(tuple(np.stack([few[e % 2][i] for e in range(experts)]) for i in range(len(few[0]))))
     return matrices
 
@@ -56,7 +63,8 @@ def random_parts(geometry: str, precision: str, seed: int) -> list[layout.Parts]
 def ours(geometry: str, precision: str, threads: int, isa: str) -> list[cpu_experts.Experts]:
     layers, held = [], 0
     while held < ROTATED:
-        layers.append(cpu_experts.Experts(*random_parts(geometry, precision, len(layers)), precision, threads, isa=isa))
+        parts, down = random_parts(geometry, precision, len(layers)), down_precision(geometry, precision)
+        layers.append(cpu_experts.Experts(*parts, precision, threads, down_precision=down, isa=isa))
         held += layers[-1].nbytes
     return layers
 

@@ -6,11 +6,13 @@
 The library behind it is built once, by `python -m cpu_experts.build`."""
 
 import ctypes
+import warnings
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
-from cpu_experts import layout
+from cpu_experts import blocks, layout
 from cpu_experts.library import ISAS, Batch, Closed, Unsupported, Weights, check, load
 
 __all__ = ["Closed", "Experts", "Unsupported", "available", "isa"]
@@ -19,12 +21,18 @@ Matrix = np.ndarray | Sequence[np.ndarray]
 
 
 def available() -> bool:
-    """Whether the library is built and loads here."""
+    """Whether the library is built and loads here; if not, a warning says why, once."""
     try:
         load()
-    except Unsupported:
+    except Unsupported as error:
+        _say(str(error))
         return False
     return True
+
+
+@cache
+def _say(words: str) -> None:
+    warnings.warn(words, RuntimeWarning, stacklevel=3)
 
 
 def isa() -> str:
@@ -36,8 +44,9 @@ class Experts:
     """One layer's experts: `down (silu(gate x) * up x)` each, summed by weight over those chosen for a token.
 
     gate and up are `[X F D]`, down `[X D F]`: floats, quantised here, or already the parts of `precision` (codes and scales,
-    as `layout.quantize` makes them). `threads` counts the calling one; None is one a usable core. `isa` forces a lesser
-    instruction set. `max_rows` bounds the scratch memory: tokens times experts chosen that are worked on at once."""
+    as `layout.quantize` makes them, or GGUF's blocks as one part of bytes). `down_precision` is down's own: GGUF files mix.
+    `threads` counts the calling one; None is one a usable core. `isa` forces a lesser instruction set. `max_rows` bounds the
+    scratch memory: tokens times experts chosen that are worked on at once."""
 
     def __init__(
         self,
@@ -47,26 +56,29 @@ class Experts:
         precision: str = "bf16",
         threads: int | None = None,
         *,
+        down_precision: str | None = None,
         isa: str = "best",
         max_rows: int = 8192,
     ):
         self._handle = None
         self._library = load()
-        if precision not in layout.FORMATS:
-            raise ValueError(f"precision {precision!r}: must be one of {', '.join(layout.FORMATS)}")
+        precisions = (precision, precision, down_precision or precision)
+        for unknown in set(precisions) - set(layout.FORMATS):
+            raise ValueError(f"precision {unknown!r}: must be one of {', '.join(layout.FORMATS)}")
         if isa not in ISAS:
             raise ValueError(f"isa {isa!r}: must be one of {', '.join(ISAS)}")
-        gate, up, down = (_parts(m, precision, name) for m, name in ((gate, "gate"), (up, "up"), (down, "down")))
-        self.experts, self.model, self.width = _agreed(gate, up, down, precision)
-        self.precision = precision
+        gate, up, down = (_parts(*of) for of in zip((gate, up, down), precisions, ("gate", "up", "down"), strict=True))
+        self.experts, self.model, self.width = _agreed(gate, up, down, precisions)
+        self.precision, self.down_precision = precisions[1:]
         self._packed = (
-            layout.pack_experts([gate, up], precision, self.model),
-            layout.pack_experts([down], precision, self.width),
+            layout.pack_experts([gate, up], self.precision, self.model),
+            layout.pack_experts([down], self.down_precision, self.width),
         )
         pointers = (p.ctypes.data for p in self._packed)
         sizes = (p.nbytes for p in self._packed)
-        shape = (layout.FORMATS[precision].id, self.experts, self.model, self.width)
-        weights = Weights(*shape, *pointers, *sizes, threads or 0, ISAS.index(isa), max_rows)
+        ids = (layout.FORMATS[p].id for p in precisions[1:])
+        shape = (self.experts, self.model, self.width)
+        weights = Weights(ctypes.sizeof(Weights), *ids, *shape, *pointers, *sizes, threads or 0, ISAS.index(isa), max_rows)
         handle = ctypes.c_uint64()
         check(self._library, self._library.cpu_experts_open(weights, handle))
         self._handle = handle.value
@@ -94,7 +106,7 @@ class Experts:
         if not out.flags.writeable:
             raise ValueError("out: not writable")
         dtypes = (_FLOATS.index(a.dtype.name) for a in (x, out))
-        batch = Batch(n, chosen, *dtypes, *(a.ctypes.data for a in (x, topk_ids, topk_weights, out)))
+        batch = Batch(ctypes.sizeof(Batch), n, chosen, *dtypes, *(a.ctypes.data for a in (x, topk_ids, topk_weights, out)))
         check(self._library, self._library.cpu_experts_forward(self._handle, batch))
         del packed
         return out
@@ -135,6 +147,8 @@ def _expect(name: str, array: np.ndarray, shape: tuple[int, ...], dtypes: tuple[
 def _parts(matrix: Matrix, precision: str, name: str) -> layout.Parts:
     """A matrix's parts: those given, with codes and bfloat16 scales as plain bits, or those of its floats."""
     if not isinstance(matrix, np.ndarray):
+        if precision == "q8_0" and len(matrix) == 1 and matrix[0].shape[-1] == 34:
+            return blocks.q8_0_parts(matrix[0])
         return tuple(part.view(_BITS.get(part.dtype.name, part.dtype)) for part in matrix)
     if matrix.ndim != 3:
         raise ValueError(f"{name}: shape {matrix.shape}, must have three axes")
@@ -147,14 +161,15 @@ def _parts(matrix: Matrix, precision: str, name: str) -> layout.Parts:
 _BITS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8}
 
 
-def _agreed(gate: layout.Parts, up: layout.Parts, down: layout.Parts, precision: str) -> tuple[int, int, int]:
-    """X, D and F, once every part has the dtype and shape that they and the precision ask for."""
+def _agreed(gate: layout.Parts, up: layout.Parts, down: layout.Parts, precisions: Sequence[str]) -> tuple[int, int, int]:
+    """X, D and F, once every part has the dtype and shape that they and the precisions ask for."""
     first = down[0].shape if down and down[0].ndim >= 3 else (0, 0, 0)
     experts, model = first[:2]
     width = gate[0].shape[1] if gate and gate[0].ndim >= 3 else 0
     if not experts or not model or not width:
         raise ValueError("gate, up and down must be [X F D], [X F D] and [X D F], none empty")
-    for name, parts, n, k in (("gate", gate, width, model), ("up", up, width, model), ("down", down, model, width)):
+    matrices = (("gate", gate, width, model), ("up", up, width, model), ("down", down, model, width))
+    for (name, parts, n, k), precision in zip(matrices, precisions, strict=True):
         expected = layout.part_shapes(precision, n, k)
         found = [(str(p.dtype), p.shape) for p in parts]
         wanted = [(dtype, (experts, *shape)) for dtype, shape in expected]

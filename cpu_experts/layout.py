@@ -9,10 +9,19 @@ of a step 16 rows of 16 outputs times what one multiplication takes of each:
     int4   K in steps of 32   as bf16, codes plus 8, in words of 16 bits: of the word of row group z, nibble q is row 4z + q
     fp8    K in steps of 32   as bf16, E4M3 codes; two rows to a line of 64, eight codes of one and eight of the other in turn
     q8_0   K in steps of 32   as fp8, a sign and seven bits; the negative zero is -128
+    q4_k   K in steps of 32   as int4, codes as they are
+    q6_k   K in steps of 32   as fp8, codes plus 32: a line of the low four bits of two of its lines, for each two of them; then
+                              a line of the high two bits of four, for each four
 
 The scales follow, padded to 64 bytes: of int8 a float an output, then the sum of each output's codes times 128 as int32 (rows are
 stored plus 128, and take it back so); of int4 a bfloat16 an output in each group, of q8_0 a float16; of fp8 a float a tile in
-each 128 inputs. All padding is zeros. Knows numpy only."""
+each 128 inputs; of q4_k and q6_k in each 256 inputs what blocks.py says a block has beside its codes, not a bit more: d of all 32
+outputs, dmin of all, then each byte of scales of all. All padding is zeros.
+
+Rows are bfloat16 for all of them but int8, whose rows are int8 too, to the largest of each row. (llama.cpp makes rows int8 in
+groups for its own formats: faster where there are no bf16 instructions, and further from what the weights say.)
+
+Knows numpy only."""
 
 import contextlib
 import mmap
@@ -20,29 +29,34 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cpu_experts import blocks
+
 TILE, PANEL, LINE = 16, 32, 64
 E4M3_MAX = 448.0
 
 
 class Format(NamedTuple):
-    """`id` is the library's number; K is padded to `group`, whose values share a scale (0: the whole output's do)."""
+    """`id` is the library's number; K is padded to `group`, whose values share scales (0: the whole output's do)."""
 
     id: int
     step: int
     group: int
     tile_bytes: int
+    scale_bytes: int  # of a panel in each group
 
 
 FORMATS = {
-    "bf16": Format(0, 32, 0, 1024),
-    "int8": Format(1, 64, 0, 1024),
-    "int4_g32": Format(2, 32, 32, 256),
-    "int4_g128": Format(3, 32, 128, 256),
-    "fp8_block": Format(4, 32, 128, 512),
-    "q8_0": Format(5, 32, 32, 512),
+    "bf16": Format(0, 32, 0, 1024, 0),
+    "int8": Format(1, 64, 0, 1024, 256),
+    "int4_g32": Format(2, 32, 32, 256, 64),
+    "int4_g128": Format(3, 32, 128, 256, 64),
+    "fp8_block": Format(4, 32, 128, 512, 8),
+    "q8_0": Format(5, 32, 32, 512, 64),
+    "q4_k": Format(6, 32, 32, 256, 512 // 8),
+    "q6_k": Format(7, 32, 32, 384, 576 // 8),
 }
 
-_BYTES = ("fp8_block", "q8_0")
+_BYTES, _NIBBLES = ("fp8_block", "q8_0", "q6_k"), ("int4_g32", "int4_g128", "q4_k")
 
 Parts = tuple[np.ndarray, ...]
 
@@ -72,6 +86,8 @@ def quantize(w: np.ndarray, format: str) -> Parts:
     if format == "bf16":
         return (w.view(np.uint16) if w.dtype.name == "bfloat16" else w if w.dtype == np.uint16 else to_bf16(w),)
     w = from_bf16(w.view(np.uint16)) if w.dtype.name == "bfloat16" else np.asarray(w, np.float32)
+    if format in blocks.BYTES:
+        return (blocks.quantize(w, format),)
     if format == "int8":
         scale = _scale(np.abs(w).max(axis=-1), 127)
         return np.clip(np.rint(w / scale[..., None]), -127, 127).astype(np.int8), scale
@@ -99,6 +115,8 @@ def dequantize(parts: Parts, format: str, inputs: int) -> np.ndarray:
     """Float32 `[.. N K]`, the values that the parts stand for."""
     if format == "bf16":
         return from_bf16(parts[0])
+    if format in blocks.BYTES:
+        return blocks.values(parts[0], format)
     codes, scale = parts
     if format == "int8":
         return codes.astype(np.float32) * scale[..., None]
@@ -112,7 +130,7 @@ def dequantize(parts: Parts, format: str, inputs: int) -> np.ndarray:
 
 
 def part_shapes(format: str, n: int, k: int) -> list[tuple[str, tuple[int, ...]]]:
-    """The dtype and shape of every part of a matrix `[n k]`."""
+    """The dtype and shape of every part of a matrix `[n k]`; raises ValueError where the format has none of that size."""
     if format == "bf16":
         return [("uint16", (n, k))]
     if format == "int8":
@@ -121,6 +139,10 @@ def part_shapes(format: str, n: int, k: int) -> list[tuple[str, tuple[int, ...]]
         return [("uint8", (n, k)), ("float32", (-(-n // 128), -(-k // 128)))]
     if format == "q8_0":
         return [("int8", (n, k)), ("float16", (n, -(-k // 32)))]
+    if format in blocks.BYTES:
+        if k % blocks.VALUES:
+            raise ValueError(f"{format}: {k} inputs, must be a multiple of {blocks.VALUES}")
+        return [("uint8", (n, k // blocks.VALUES, blocks.BYTES[format]))]
     group = FORMATS[format].group
     return [("uint8", (n, -(-k // group), group // 2)), ("uint16", (n, -(-k // group)))]
 
@@ -135,8 +157,7 @@ def panel_bytes(format: str, inputs: int) -> tuple[int, int, int]:
     f = FORMATS[format]
     padded = -(-inputs // max(f.group, f.step)) * max(f.group, f.step)
     data = padded // f.step * 2 * f.tile_bytes
-    groups = padded // f.group if f.group else 1
-    scales = {"bf16": 0, "int8": 256, "fp8_block": 8 * groups}.get(format, 64 * groups)
+    scales = (padded // f.group if f.group else 1) * f.scale_bytes
     return padded // f.step, data, data + -(-scales // LINE) * LINE
 
 
@@ -155,6 +176,8 @@ def pack(matrices: list[Parts], format: str, inputs: int, out: np.ndarray) -> No
     """One expert's `[N K]` matrix, or gate and up, into bytes `[panels panel_bytes]`."""
     steps, data, _ = panel_bytes(format, inputs)
     panels = out.shape[0]
+    if format in blocks.BYTES:
+        matrices = [blocks.split(m[0], format) for m in matrices]
 
     def tiles(part: int) -> np.ndarray:  # [panels 2 16 ...]
         if len(matrices) == 2:
@@ -162,7 +185,7 @@ def pack(matrices: list[Parts], format: str, inputs: int, out: np.ndarray) -> No
         return _padded(matrices[0][part], 0, PANEL).reshape(panels, 2, TILE, *matrices[0][part].shape[1:])
 
     f = FORMATS[format]
-    codes = tiles(0) if not format.startswith("int4") else int4_codes(tiles(0)).reshape(panels, 2, TILE, -1)
+    codes = tiles(0) if format not in ("int4_g32", "int4_g128") else int4_codes(tiles(0)).reshape(panels, 2, TILE, -1)
     codes = _padded(codes, -1, f.step * steps)
     if format == "int8":
         rows = codes.reshape(panels, 2, TILE, steps, 16, 4).transpose(0, 3, 1, 4, 2, 5)
@@ -176,7 +199,7 @@ def pack(matrices: list[Parts], format: str, inputs: int, out: np.ndarray) -> No
 
 
 def unpack(packed: np.ndarray, format: str, outputs: int, inputs: int, pair: bool) -> list[np.ndarray]:
-    """Of one expert the codes `[N K]` of each matrix: two of a pair (gate and up), else one. int4's are 0 to 15."""
+    """Of one expert the codes `[N K]` of each matrix: two of a pair (gate and up), else one. Of four bits they are 0 to 15."""
     steps, data, _ = panel_bytes(format, inputs)
     panels, raw = len(packed), np.ascontiguousarray(packed[:, :data])
     if format == "int8":
@@ -184,10 +207,13 @@ def unpack(packed: np.ndarray, format: str, outputs: int, inputs: int, pair: boo
     elif format == "bf16":
         rows = raw.view(np.uint16).reshape(panels, steps, 2, 16, TILE, 2)
     elif format in _BYTES:
-        rows = raw.reshape(panels, steps, 2, 8, 4, 2, 8).transpose(0, 1, 2, 3, 5, 4, 6)
+        lines = _joined(raw.reshape(panels, steps, 2, 6, LINE)) if format == "q6_k" else raw
+        rows = lines.reshape(panels, steps, 2, 8, 4, 2, 8).transpose(0, 1, 2, 3, 5, 4, 6)
         if format == "q8_0":
             size = np.where(rows == 128, 128, rows & 127).astype(np.int16)
             rows = np.where(rows >= 128, -size, size).astype(np.int8)
+        elif format == "q6_k":
+            rows = (rows - np.uint8(32)).view(np.int8)
     else:
         words = raw.view(np.uint16).reshape(panels, steps, 2, 4, 1, 32)
         rows = words >> np.arange(0, 16, 4, dtype=np.uint16)[:, None] & np.uint16(15)
@@ -201,12 +227,30 @@ def _coded(rows: np.ndarray, format: str) -> np.ndarray:
     lead = rows.shape[:3]
     if format == "q8_0":
         rows = np.abs(rows.astype(np.int16)).astype(np.uint8) | (rows < 0).astype(np.uint8) << 7
+    elif format == "q6_k":
+        rows = rows.view(np.uint8) + np.uint8(32)
     if format in _BYTES:
-        return np.ascontiguousarray(rows.reshape(*lead, 8, 2, 4, 8).swapaxes(-3, -2))
-    if format.startswith("int4"):
+        lines = np.ascontiguousarray(rows.reshape(*lead, 8, 2, 4, 8).swapaxes(-3, -2))
+        return _parted(lines.reshape(*lead, 8, LINE)) if format == "q6_k" else lines
+    if format in _NIBBLES:
         nibbles = rows.reshape(*lead, 4, 4, 32).astype(np.uint16)
         return nibbles[..., 0, :] | nibbles[..., 1, :] << 4 | nibbles[..., 2, :] << 8 | nibbles[..., 3, :] << 12
     return np.ascontiguousarray(rows)
+
+
+def _parted(lines: np.ndarray) -> np.ndarray:
+    """Eight lines of six bits as four of the low four bits and two of the high two."""
+    high = (lines >> 4).reshape(*lines.shape[:-2], 2, 4, LINE) << np.array([[0], [2], [4], [6]], np.uint8)
+    low = lines[..., 0::2, :] & 15 | lines[..., 1::2, :] << 4
+    return np.concatenate([low, np.bitwise_or.reduce(high, axis=-2)], axis=-2)
+
+
+def _joined(lines: np.ndarray) -> np.ndarray:
+    """The inverse of `_parted`."""
+    low = lines[..., :4, None, :] >> np.array([[0], [4]], np.uint8) & np.uint8(15)
+    high = lines[..., 4:, None, :] >> np.array([[0], [2], [4], [6]], np.uint8) & np.uint8(3)
+    whole = *lines.shape[:-2], 8, LINE
+    return low.reshape(whole) | high.reshape(whole) << 4
 
 
 def _scales(matrices: list[Parts], tiles, codes: np.ndarray, format: str, panels: int) -> np.ndarray:
@@ -216,9 +260,14 @@ def _scales(matrices: list[Parts], tiles, codes: np.ndarray, format: str, panels
         sections = [tiles(1).reshape(panels, PANEL).astype(np.float32).view(np.uint8), sums.reshape(panels, PANEL).view(np.uint8)]
         return np.concatenate(sections, axis=1)
     if format == "fp8_block":  # a tile lies in one block of 128 outputs
-        blocks = [np.repeat(m[1], 128 // TILE, axis=0)[: -(-m[0].shape[0] // TILE)] for m in matrices]
-        each = np.stack(blocks, axis=1) if len(blocks) == 2 else _padded(blocks[0], 0, 2).reshape(panels, 2, -1)
+        tall = [np.repeat(m[1], 128 // TILE, axis=0)[: -(-m[0].shape[0] // TILE)] for m in matrices]
+        each = np.stack(tall, axis=1) if len(tall) == 2 else _padded(tall[0], 0, 2).reshape(panels, 2, -1)
         return np.ascontiguousarray(each.transpose(0, 2, 1), np.float32).reshape(panels, -1).view(np.uint8)
+    if format in blocks.BYTES:
+        each, halves = tiles(1).reshape(panels, PANEL, codes.shape[-1] // blocks.VALUES, -1), 4 if format == "q4_k" else 2
+        d = each[..., :halves].reshape(*each.shape[:3], -1, 2).transpose(0, 2, 3, 1, 4)
+        sections = [d, each[..., halves:].transpose(0, 2, 3, 1)]
+        return np.concatenate([s.reshape(panels, each.shape[2], -1) for s in sections], axis=-1).reshape(panels, -1)
     each = tiles(1).view(np.uint16)  # [panels 2 16 groups]
     return np.ascontiguousarray(each.transpose(0, 3, 1, 2)).reshape(panels, -1).view(np.uint8)
 

@@ -6,7 +6,7 @@ from ctypes import POINTER, Structure, c_char_p, c_int32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
-ABI = 1
+ABI = 2
 NAME = "libcpu_experts.so"
 ISAS = ("best", "portable", "avx2", "avx512", "amx")
 
@@ -23,7 +23,9 @@ class Weights(Structure):
     """cpu_experts_weights."""
 
     _fields_ = [
-        ("precision", c_int32),
+        ("struct_bytes", c_int32),
+        ("gate_up_precision", c_int32),
+        ("down_precision", c_int32),
         ("experts", c_int32),
         ("model", c_int32),
         ("width", c_int32),
@@ -41,6 +43,7 @@ class Batch(Structure):
     """cpu_experts_batch."""
 
     _fields_ = [
+        ("struct_bytes", c_int32),
         ("tokens", c_int32),
         ("chosen", c_int32),
         ("x_dtype", c_int32),

@@ -1,7 +1,7 @@
 """The specification of an MoE layer, in numpy: what every kernel must compute, and how far each precision may be from it.
 
-Weights are what their codes and scales stand for. Rows are bfloat16 where weights are, int4 or fp8 too, and so is what SwiGLU
-gives; for int8 weights both are int8 instead, with a scale a row. All sums are float64 here."""
+Weights are what their codes and scales stand for. Rows are bfloat16, and so is what SwiGLU gives; where they meet int8 weights
+they are int8 instead, with a scale a row. All sums are float64 here."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from cpu_experts.layout import Parts, dequantize, from_bf16, to_bf16
 
 # How far a kernel's output may be from here, as norms. What differs are float32 sums in another
 # order and a hidden value that rounds to its other neighbour; for many rows products of code and scale are bf16.
-BOUNDS = {"bf16": 4e-3, "int8": 1e-2, "int4_g32": 1.2e-2, "int4_g128": 1.2e-2, "fp8_block": 1.2e-2, "q8_0": 1.2e-2}
+BOUNDS = {"bf16": 4e-3, "int8": 1e-2} | dict.fromkeys(("int4_g32", "int4_g128", "fp8_block", "q8_0", "q4_k", "q6_k"), 1.2e-2)
 
 
 def rounded(x: np.ndarray, format: str) -> np.ndarray:
@@ -22,25 +22,34 @@ def rounded(x: np.ndarray, format: str) -> np.ndarray:
     return codes.astype(np.float64) * (amax / np.float32(127))
 
 
-def expert(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray, format: str) -> np.ndarray:
-    """One expert on its rows `[n D]`: `down (silu(gate x) * up x)`."""
-    x = rounded(x, format)
+def expert(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray, formats: tuple[str, str]) -> np.ndarray:
+    """One expert on its rows `[n D]`: `down (silu(gate x) * up x)`; the formats are of gate and up, and of down."""
+    x = rounded(x, formats[0])
     g, u = x @ gate.T.astype(np.float64), x @ up.T.astype(np.float64)
     with np.errstate(over="ignore"):
         hidden = g / (1 + np.exp(-g)) * u
-    return rounded(hidden.astype(np.float32), format) @ down.T.astype(np.float64)
+    return rounded(hidden.astype(np.float32), formats[1]) @ down.T.astype(np.float64)
 
 
 def forward(
-    x: np.ndarray, topk_ids: np.ndarray, topk_weights: np.ndarray, gate: Parts, up: Parts, down: Parts, format: str
+    x: np.ndarray,
+    topk_ids: np.ndarray,
+    topk_weights: np.ndarray,
+    gate: Parts,
+    up: Parts,
+    down: Parts,
+    format: str,
+    down_format: str | None = None,
 ) -> np.ndarray:
     """Rows `[n D]` through their chosen experts; the id X stands for none."""
-    experts, model = gate[0].shape[0], x.shape[-1]
-    width = gate[0].shape[1]
+    experts, width, model = *gate[0].shape[:2], x.shape[-1]
+    formats = (format, down_format or format)
+    matrices = ((gate, format, model), (up, format, model), (down, formats[1], width))
     out = np.zeros(x.shape, np.float64)
     for e in range(experts):
         token, k = np.nonzero(topk_ids == e)
         if len(token):
-            one = [dequantize(tuple(p[e] for p in m), format, n) for m, n in ((gate, model), (up, model), (down, width))]
-            np.add.at(out, token, topk_weights[token, k, None].astype(np.float64) * expert(x[token], *one, format))
+            one = [dequantize(tuple(part[e] for part in parts), f, inputs) for parts, f, inputs in matrices]
+            each = expert(x[token], one[0], one[1], one[2], formats)
+            np.add.at(out, token, topk_weights[token, k, None].astype(np.float64) * each)
     return out.astype(np.float32)

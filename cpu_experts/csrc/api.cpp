@@ -75,9 +75,22 @@ int32_t guarded(Body body) {
 
 bool aligned(const void* p, size_t to) { return reinterpret_cast<uintptr_t>(p) % to == 0; }
 
+// A caller built with another header may hold less than would be read.
+int32_t check_size(const char* what, int32_t found, size_t expected) {
+    if (found == int32_t(expected)) return CPU_EXPERTS_OK;
+    return fail(CPU_EXPERTS_INVALID, "%s: struct_bytes %d, must be %zu", what, found, expected);
+}
+
+int32_t check_inputs(const char* what, int32_t precision, int32_t inputs) {
+    if (precision < 0 || precision >= kPrecisions) return fail(CPU_EXPERTS_INVALID, "%s: unknown precision %d", what, precision);
+    int of = kFormats[precision].block_k;
+    if (inputs % of) return fail(CPU_EXPERTS_INVALID, "%s: %d inputs, must be a multiple of %d", what, inputs, of);
+    return CPU_EXPERTS_OK;
+}
+
 int32_t check(const cpu_experts_weights* w) {
     if (!w) return fail(CPU_EXPERTS_INVALID, "weights: null");
-    if (w->precision < 0 || w->precision >= kPrecisions) return fail(CPU_EXPERTS_INVALID, "precision: unknown, %d", w->precision);
+    if (int32_t status = check_size("weights", w->struct_bytes, sizeof *w)) return status;
     if (w->isa < 0 || w->isa > CPU_EXPERTS_AMX) return fail(CPU_EXPERTS_INVALID, "isa: unknown, %d", w->isa);
     constexpr int most = 1 << 16;  // of each dimension: sums of 32-bit integers and all sizes in bytes stay in range
     const int32_t sizes[] = {w->experts, w->model, w->width};
@@ -86,6 +99,8 @@ int32_t check(const cpu_experts_weights* w) {
         if (sizes[i] < 1 || sizes[i] > most)
             return fail(CPU_EXPERTS_INVALID, "%s: %d, must be 1 to %d", names[i], sizes[i], most);
     }
+    if (int32_t status = check_inputs("gate_up", w->gate_up_precision, w->model)) return status;
+    if (int32_t status = check_inputs("down", w->down_precision, w->width)) return status;
     if (w->threads < 0 || w->threads > 1024) return fail(CPU_EXPERTS_INVALID, "threads: %d, must be 0 to 1024", w->threads);
     if (w->max_rows < 1 || w->max_rows > 1 << 20)
         return fail(CPU_EXPERTS_INVALID, "max_rows: %d, must be 1 to 2^20", w->max_rows);
@@ -98,6 +113,7 @@ int32_t check(const cpu_experts_weights* w) {
 
 int32_t check(const Layer& layer, const cpu_experts_batch* b) {
     if (!b) return fail(CPU_EXPERTS_INVALID, "batch: null");
+    if (int32_t status = check_size("batch", b->struct_bytes, sizeof *b)) return status;
     int most = layer.max_rows() < CPU_EXPERTS_MAX_CHOSEN ? layer.max_rows() : CPU_EXPERTS_MAX_CHOSEN;
     if (b->tokens < 0) return fail(CPU_EXPERTS_INVALID, "tokens: %d, must not be negative", b->tokens);
     if (b->chosen < 1 || b->chosen > most) return fail(CPU_EXPERTS_INVALID, "chosen: %d, must be 1 to %d", b->chosen, most);

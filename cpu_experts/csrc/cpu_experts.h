@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-#define CPU_EXPERTS_ABI 1
+#define CPU_EXPERTS_ABI 2
 #define CPU_EXPERTS_MAX_CHOSEN 64
 #define CPU_EXPERTS_API __attribute__((visibility("default")))
 
@@ -30,7 +30,9 @@ typedef enum {
     CPU_EXPERTS_INT4_G32 = 2,
     CPU_EXPERTS_INT4_G128 = 3,
     CPU_EXPERTS_FP8_BLOCK = 4,
-    CPU_EXPERTS_Q8_0 = 5 /* GGUF's */
+    CPU_EXPERTS_Q8_0 = 5, /* GGUF's; so are those below, of which every matrix has a multiple of 256 inputs */
+    CPU_EXPERTS_Q4_K = 6,
+    CPU_EXPERTS_Q6_K = 7
 } cpu_experts_precision;
 
 typedef enum { CPU_EXPERTS_F32 = 0, CPU_EXPERTS_BFLOAT16 = 1 } cpu_experts_dtype;
@@ -44,7 +46,8 @@ typedef enum {
 } cpu_experts_isa;
 
 typedef struct {
-    int32_t precision;
+    int32_t struct_bytes; /* its size, as the caller knows it; another is an error */
+    int32_t gate_up_precision, down_precision;
     int32_t experts, model, width; /* X, D, F */
     const void *gate_up, *down;    /* packed; aligned to 64 bytes; they outlive the layer */
     uint64_t gate_up_bytes, down_bytes;
@@ -55,6 +58,7 @@ typedef struct {
 } cpu_experts_weights;
 
 typedef struct {
+    int32_t struct_bytes;
     int32_t tokens, chosen;     /* n, K; K at most CPU_EXPERTS_MAX_CHOSEN and max_rows */
     int32_t x_dtype, out_dtype; /* a cpu_experts_dtype each */
     const void* x;              /* [n D] */

@@ -53,14 +53,12 @@ void Pool::reserve(size_t bytes) {
 
 Layer::Layer(const cpu_experts_weights& w, const Kernels& kernels)
     : kernels_(kernels),
-      precision_(Precision(w.precision)),
-      rows_as_(precision_ == kInt8 ? kInt8 : kBf16),
       experts_(w.experts),
       model_(w.model),
       width_(w.width),
       max_rows_(w.max_rows),
-      gate_up_(precision_, w.model),
-      down_(precision_, w.width),
+      gate_up_(Precision(w.gate_up_precision), w.model),
+      down_(Precision(w.down_precision), w.width),
       gate_up_panels_((w.width + kTile - 1) / kTile),
       down_panels_(panels_of(w.model)),
       gate_up_data_(static_cast<const uint8_t*>(w.gate_up)),
@@ -88,26 +86,24 @@ struct Forward {
     Forward(const Layer& l, const cpu_experts_batch& b, uint8_t* scratch, int threads, size_t* used = nullptr)
         : layer(l), batch(b) {
         auto rows = size_t(l.max_rows_);
-        bool int8 = l.rows_as_ == kInt8;
+        bool x_int8 = int8_rows(l.gate_up_), hidden_int8 = int8_rows(l.down_);
         Cut cut(scratch);
         first_row = cut.take<int>(size_t(l.experts_) + 2);
         touched = cut.take<int>(size_t(l.experts_));
         token_of = cut.take<int>(rows);
         row_of = cut.take<int>(rows);
         blocks = cut.take<Block>(rows / kBlock + size_t(l.experts_) + 1);
-        x_scales = cut.take<float>(int8 ? rows : 0);
-        hidden_scales = cut.take<float>(int8 ? rows : 0);
+        x_scales = cut.take<float>(x_int8 ? rows : 0);
+        hidden_scales = cut.take<float>(hidden_int8 ? rows : 0);
         x = cut.take<uint8_t>(rows * l.gate_up_.row_bytes);
         hidden = cut.take<uint8_t>(rows * l.down_.row_bytes);
         hidden_line = size_t(l.gate_up_panels_) * kTile;
-        hidden_values = cut.take<float>(int8 ? rows * hidden_line : 0);
+        hidden_values = cut.take<float>(hidden_int8 ? rows * hidden_line : 0);
         parts_line = size_t(l.down_panels_) * kPanel;
         parts = cut.take<float>(rows * parts_line);
         own_bytes = kBlock * kPanel * sizeof(float);
-        if (l.kernels_.paths[l.precision_].expand) {
-            int steps = l.gate_up_.steps > l.down_.steps ? l.gate_up_.steps : l.down_.steps;
-            own_bytes += size_t(steps) * 2 * kTileBytes;
-        }
+        size_t gate_up_bytes = expanded_bytes(l.gate_up_), down_bytes = expanded_bytes(l.down_);
+        own_bytes += gate_up_bytes > down_bytes ? gate_up_bytes : down_bytes;
         own = cut.take<uint8_t>(own_bytes * size_t(threads));
         if (used) *used = cut.used();
     }
@@ -116,13 +112,19 @@ struct Forward {
         sort();
         each<&Forward::gather>(threads, block_count);
         multiply_round<&Forward::gate_up>(threads, layer.gate_up_panels_, layer.gate_up_.panel_bytes);
-        if (layer.rows_as_ == kInt8) each<&Forward::requantise>(threads, block_count);
+        if (int8_rows(layer.down_)) each<&Forward::requantise>(threads, block_count);
         multiply_round<&Forward::down>(threads, layer.down_panels_, layer.down_.panel_bytes);
         each<&Forward::combine>(threads, (tokens + kCombined - 1) / kCombined);
     }
 
 private:
     static constexpr int kCombined = 4;  // tokens a subtask
+
+    static bool int8_rows(const Shape& weights) { return weights.precision == kInt8; }
+    size_t expanded_bytes(const Shape& weights) const {
+        return layer.kernels_.paths[weights.precision].expand ? size_t(weights.steps) * 2 * kTileBytes : 0;
+    }
+
     int panels_ = 0, panels_each_ = 0, groups_ = 0;
 
     template <void (Forward::*Step)(int, int)>
@@ -170,7 +172,7 @@ private:
 
     void pack(const Source& from, int i, const Block& b, const Shape& shape, uint8_t* to, float* scales) {
         uint8_t* block = to + size_t(b.first) * shape.row_bytes;
-        if (layer.rows_as_ == kInt8) {
+        if (int8_rows(shape)) {
             scales[b.first + i] = layer.kernels_.pack_int8(from, i, b.count, shape.steps, block);
         } else {
             layer.kernels_.pack_bf16(from, i, b.count, shape.steps, block);
@@ -185,7 +187,7 @@ private:
             pack({static_cast<const uint8_t*>(batch.x) + at, bf16, layer.model_}, i, b, layer.gate_up_, x, x_scales);
         }
         // SwiGLU writes whole tiles; what lies between the last one and the end of the last step is padding.
-        if (layer.rows_as_ == kBf16) {
+        if (!int8_rows(layer.down_)) {
             const Shape& shape = layer.down_;
             size_t written = hidden_line * 2 / kLine;
             uint8_t* block = hidden + size_t(b.first) * shape.row_bytes;
@@ -209,7 +211,7 @@ private:
         int last = first + panels_each_ < panels_ ? first + panels_each_ : panels_;
         int end = first_row[expert + 1];
         const uint8_t* weights = data + size_t(expert) * size_t(panels_) * shape.panel_bytes;
-        const Path& path = layer.kernels_.paths[layer.precision_];
+        const Path& path = layer.kernels_.paths[shape.precision];
         uint8_t* expanded = own + own_bytes * size_t(thread) + kBlock * kPanel * sizeof(float);
         bool many = !path.few || end - first_row[expert] > path.crossover;
         for (int from = first_row[expert]; from < end; from += kSubtaskRows) {
@@ -234,11 +236,11 @@ private:
 
     void gate_up(int index, int thread) {
         auto* sums = reinterpret_cast<float*>(own + own_bytes * size_t(thread));
-        const float* scales = layer.rows_as_ == kInt8 ? x_scales : nullptr;
+        const float* scales = int8_rows(layer.gate_up_) ? x_scales : nullptr;
         multiply(
             index, thread, layer.gate_up_, layer.gate_up_data_, x, scales, [&](int, int) { return Sums{sums, kPanel}; },
             [&](int row, int count, int panel, const Sums& c) {
-                if (layer.rows_as_ == kInt8) {
+                if (int8_rows(layer.down_)) {
                     layer.kernels_.swiglu_f32(c.at, count, panel, hidden_line, hidden_values + size_t(row) * hidden_line);
                 } else {
                     layer.kernels_.swiglu_bf16(c.at, count, panel, hidden + size_t(row) * layer.down_.row_bytes);
@@ -247,7 +249,7 @@ private:
     }
 
     void down(int index, int thread) {
-        const float* scales = layer.rows_as_ == kInt8 ? hidden_scales : nullptr;
+        const float* scales = int8_rows(layer.down_) ? hidden_scales : nullptr;
         multiply(
             index, thread, layer.down_, layer.down_data_, hidden, scales,
             [&](int row, int panel) { return Sums{parts + size_t(row) * parts_line + size_t(panel) * kPanel, parts_line}; },

@@ -41,7 +41,6 @@ private:
     friend struct Forward;
 
     const Kernels& kernels_;
-    Precision precision_, rows_as_;  // how weights are packed; how rows are: bf16 or int8
     int experts_, model_, width_, max_rows_;
     Shape gate_up_, down_;
     int gate_up_panels_, down_panels_;

@@ -17,13 +17,14 @@ constexpr int kBlock = 32;
 constexpr int kLine = 64;
 constexpr int kTileBytes = kTile * kLine;
 
-enum Precision { kBf16, kInt8, kInt4G32, kInt4G128, kFp8Block, kQ8_0, kPrecisions };
+enum Precision { kBf16, kInt8, kInt4G32, kInt4G128, kFp8Block, kQ8_0, kQ4_K, kQ6_K, kPrecisions };
 enum Isa { kBest, kPortable, kAvx2, kAvx512, kAmx };
 
 // How K is cut in one precision, and what a panel's two sections take.
 struct Format {
     int step_k;       // values of K in a step: a row's 64 bytes
     int group_k;      // K is padded to a multiple of it
+    int block_k;      // and must be one of this
     int tile_bytes;   // of one tile of one step, as packed
     int scale_bytes;  // of a group's scales; of a panel's where `per_panel`
     bool per_panel;
@@ -31,12 +32,14 @@ struct Format {
 
 // clang-format off
 constexpr Format kFormats[kPrecisions] = {
-    {32, 32, 1024, 0, true},    // bf16
-    {64, 64, 1024, 256, true},  // int8: 32 float scales, then 32 times 128 * (sum of the output's codes)
-    {32, 32, 256, 64, false},   // int4: 32 bfloat16 scales a group
-    {32, 128, 256, 64, false},
-    {32, 128, 512, 8, false},   // FP8: a float scale a tile and group
-    {32, 32, 512, 64, false},   // Q8_0: 32 float16 scales a group
+    {32, 32, 1, 1024, 0, true},       // bf16
+    {64, 64, 1, 1024, 256, true},     // int8: 32 float scales, then 32 times 128 * (sum of the output's codes)
+    {32, 32, 1, 256, 64, false},      // int4: 32 bfloat16 scales a group
+    {32, 128, 1, 256, 64, false},
+    {32, 128, 1, 512, 8, false},      // FP8: a float scale a tile and group
+    {32, 32, 1, 512, 64, false},      // Q8_0: 32 float16 scales a group
+    {32, 32, 256, 256, 64, false},    // Q4_K: in each block, of all 32 outputs, d, dmin and twelve bytes of scales and minima
+    {32, 32, 256, 384, 72, false},    // Q6_K: the same, d and sixteen scales
 };
 // clang-format on
 
@@ -44,12 +47,13 @@ constexpr size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; 
 
 // One matrix of one precision with K inputs: sizes that both sides of the multiplication agree on.
 struct Shape {
+    Precision precision = kBf16;
     int steps = 0, group_steps = 0;
     size_t data_bytes = 0, panel_bytes = 0, row_bytes = 0;
 
     Shape() = default;
-    Shape(Precision precision, int k) {
-        const Format& f = kFormats[precision];
+    Shape(Precision p, int k) : precision(p) {
+        const Format& f = kFormats[p];
         size_t padded = round_up(k, f.group_k);
         steps = int(padded / f.step_k);
         group_steps = f.group_k / f.step_k;

@@ -1,7 +1,7 @@
 // Kernels for AVX2 and FMA. What is neither bf16 nor int8 is expanded to bf16 first: these cores are bound by arithmetic anyway.
 #include <immintrin.h>
 
-#include "elementwise.h"
+#include "expand.h"
 
 namespace cpu_experts {
 namespace {
@@ -94,10 +94,12 @@ const Kernels& avx2_kernels() {
     static const Kernels kernels = {
         {{multiply_bf16, multiply_bf16, nullptr, 0},
          {multiply_int8, multiply_int8, nullptr, 0},
-         {nullptr, multiply_bf16, expand_int4, 0},
-         {nullptr, multiply_bf16, expand_int4, 0},
+         {nullptr, multiply_bf16, expand_int4<GroupedInt4>, 0},
+         {nullptr, multiply_bf16, expand_int4<GroupedInt4>, 0},
          {nullptr, multiply_bf16, expand_bytes<Fp8Codes>, 0},
-         {nullptr, multiply_bf16, expand_bytes<Q8Codes>, 0}},
+         {nullptr, multiply_bf16, expand_bytes<Q8Codes>, 0},
+         {nullptr, multiply_bf16, expand_int4<Q4KCodes>, 0},
+         {nullptr, multiply_bf16, expand_bytes<Q6KCodes>, 0}},
         pack_bf16,
         pack_int8,
         swiglu_bf16,

@@ -8,13 +8,11 @@
 #include <array>
 #include <utility>
 
-#include "elementwise.h"
+#include "codes_avx512.h"
 #include "prefetch.h"
 
 namespace cpu_experts {
 namespace {
-
-inline __m512i load(const uint8_t* at) { return _mm512_load_si512(at); }
 
 inline __m512i broadcast(const uint8_t* at) {
     int word;
@@ -81,96 +79,17 @@ void plain_rows(const Panel& p, const Rows& a, int first, const Sums& c) {
     }
 }
 
-// --- codes of other formats: made bf16 in registers, exactly; scales multiply the sum of a group
+// --- codes of other formats: scales multiply the sum of a group, or of both halves of a step where their scales differ; minima
+// the sum of the row's values there
 
-struct Int4 {
-    static constexpr int kCodeBytes = 256;
-    __m512i values;  // -8 to 7 as bf16, twice: the lookup takes five bits, of which the fifth is the next code's
-    Int4() {
-        alignas(64) uint16_t table[32];
-        for (int i = 0; i < 32; ++i) table[i] = to_bf16(float(i % 16 - 8));
-        values = _mm512_load_si512(table);
-    }
-    // Rows 4 * quarter to 4 * quarter + 3 of a tile.
-    void unpack(const uint8_t* codes, int quarter, __m512i* row) const {
-        __m512i packed = load(codes + quarter * kLine);
-        row[0] = _mm512_permutexvar_epi16(packed, values);
-        row[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 4), values);
-        row[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 8), values);
-        row[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 12), values);
-    }
-    static __m512 scale(const Panel& p, int group, int tile) {
-        const uint8_t* at = p.scales + (size_t(group) * kPanel + tile * kTile) * 2;
-        __m512i wide = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(at)));
-        return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-    }
-};
-
-// A byte has a sign and one of 128 sizes: both bytes of each one's bf16 come from tables, denormals and NaN of E4M3 included.
-template <class Kind>
-struct Bytes {
-    static constexpr int kCodeBytes = 512;
-    __m512i low[2], high[2];
-    Bytes() {
-        alignas(64) uint8_t bytes[2][128];
-        for (int i = 0; i < 128; ++i) {
-            uint16_t b = to_bf16(Kind::value(uint8_t(i)));
-            bytes[0][i] = uint8_t(b);
-            bytes[1][i] = uint8_t(b >> 8);
-        }
-        for (int i = 0; i < 2; ++i) {
-            low[i] = _mm512_load_si512(bytes[0] + 64 * i);
-            high[i] = _mm512_load_si512(bytes[1] + 64 * i);
-        }
-    }
-    void unpack(const uint8_t* codes, int quarter, __m512i* row) const {
-        for (int i = 0; i < 2; ++i) {
-            __m512i packed = load(codes + (quarter * 2 + i) * kLine);
-            __m512i sign = _mm512_and_si512(packed, _mm512_set1_epi8(char(0x80)));
-            __m512i l = _mm512_permutex2var_epi8(low[0], packed, low[1]);
-            __m512i h = _mm512_or_si512(_mm512_permutex2var_epi8(high[0], packed, high[1]), sign);
-            h = Kind::corrected(h, packed);
-            row[2 * i] = _mm512_unpacklo_epi8(l, h);
-            row[2 * i + 1] = _mm512_unpackhi_epi8(l, h);
-        }
-    }
-    static __m512 scale(const Panel& p, int group, int tile) { return Kind::scales(p, group, tile); }
-};
-
-struct Fp8Bytes : Fp8Codes {
-    static __m512i corrected(__m512i high, __m512i) { return high; }
-    static __m512 scales(const Panel& p, int group, int tile) { return _mm512_set1_ps(scale(p, group, tile, 0)); }
-};
-
-struct Q8Bytes : Q8Codes {
-    // -128, which the negative zero stands for, is 0xC300.
-    static __m512i corrected(__m512i high, __m512i packed) {
-        __mmask64 least = _mm512_cmpeq_epi8_mask(packed, _mm512_set1_epi8(char(0x80)));
-        return _mm512_mask_mov_epi8(high, least, _mm512_set1_epi8(char(0xC3)));
-    }
-    static __m512 scales(const Panel& p, int group, int tile) {
-        const uint8_t* at = p.scales + (size_t(group) * kPanel + size_t(tile * kTile)) * 2;
-        return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(at)));
-    }
-};
-
-using Fp8 = Bytes<Fp8Bytes>;
-using Q8 = Bytes<Q8Bytes>;
-
-// Tables are made once; a copy of them can stay in registers.
-template <class Codes>
-Codes tables() {
-    static const Codes made;
-    return made;
-}
-
-// One step of K: sums of M rows by two tiles, each in C parts.
+// A part of a step of K: sums of M rows by two tiles, each in C chains.
 template <class Codes, int M, int C>
-__attribute__((always_inline)) inline void add_step(const Codes& codes, const uint8_t* w, const uint8_t* x,
+__attribute__((always_inline)) inline void add_step(const Codes& codes, const uint8_t* w, const uint8_t* x, int part,
                                                     __m512 (&sum)[C][M][2]) {
-    for (int line = 0; line < 2 * Codes::kCodeBytes; line += kLine) prefetch(w + line);
+    constexpr int each = 2 * Codes::kCodeBytes / Codes::kParts, quarters = 4 / Codes::kParts;
+    for (int line = part * each; line < (part + 1) * each; line += kLine) prefetch(w + line);
 #pragma GCC unroll 4
-    for (int quarter = 0; quarter < 4; ++quarter) {
+    for (int quarter = part * quarters; quarter < (part + 1) * quarters; ++quarter) {
 #pragma GCC unroll 2
         for (int tile = 0; tile < 2; ++tile) {
             __m512i row[4];
@@ -188,27 +107,50 @@ __attribute__((always_inline)) inline void add_step(const Codes& codes, const ui
     }
 }
 
+// Of a row's values in one step.
+inline __m512 row_sum(const uint8_t* x) {
+    const auto ones = (__m512bh)_mm512_set1_epi16(0x3F80);
+    return _mm512_set1_ps(_mm512_reduce_add_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)load(x), ones)));
+}
+
 template <class Codes, int M>
 void grouped_rows(const Panel& p, const Rows& a, int first, const Sums& c) {
     const Codes codes = tables<Codes>();
     constexpr int C = chains(M) > 1 ? 2 : 1;
+    const size_t x_line = size_t(a.count) * kLine;
     __m512 total[M][2];
     for (int m = 0; m < M; ++m) total[m][0] = total[m][1] = _mm512_setzero_ps();
     const uint8_t* w = p.data;
     const uint8_t* x = a.data + size_t(first) * kLine;
-    for (int group = 0; group * p.group_steps < p.steps; ++group) {
-        __m512 sum[C][M][2];
-        for (int i = 0; i < C; ++i) {
-            for (int m = 0; m < M; ++m) sum[i][m][0] = sum[i][m][1] = _mm512_setzero_ps();
+    for (int step = 0; step < p.steps; step += p.group_steps) {
+        const uint8_t* group_x = x;
+#pragma GCC unroll 2
+        for (int part = 0; part < Codes::kParts; ++part) {
+            __m512 sum[C][M][2];
+            for (int i = 0; i < C; ++i) {
+                for (int m = 0; m < M; ++m) sum[i][m][0] = sum[i][m][1] = _mm512_setzero_ps();
+            }
+            if (Codes::kParts > 1) {
+                add_step<Codes, M, C>(codes, w, x, part, sum);
+            } else {
+                for (int s = 0; s < p.group_steps; ++s, w += 2 * Codes::kCodeBytes, x += x_line) {
+                    add_step<Codes, M, C>(codes, w, x, 0, sum);
+                }
+            }
+            for (int tile = 0; tile < 2; ++tile) {
+                __m512 scale = Codes::scale(p, step, part, tile);
+                for (int m = 0; m < M; ++m) {
+                    if (C == 2) sum[0][m][tile] = _mm512_add_ps(sum[0][m][tile], sum[C - 1][m][tile]);
+                    total[m][tile] = _mm512_fmadd_ps(scale, sum[0][m][tile], total[m][tile]);
+                }
+            }
         }
-        for (int s = 0; s < p.group_steps; ++s, w += 2 * Codes::kCodeBytes, x += size_t(a.count) * kLine) {
-            add_step<Codes, M, C>(codes, w, x, sum);
-        }
-        for (int tile = 0; tile < 2; ++tile) {
-            __m512 scale = Codes::scale(p, group, tile);
+        if (Codes::kParts > 1) w += 2 * Codes::kCodeBytes, x += x_line;
+        if (Codes::kMinima) {
+            __m512 minima[2] = {Codes::minimum(p, step, 0, 0), Codes::minimum(p, step, 0, 1)};
             for (int m = 0; m < M; ++m) {
-                if (C == 2) sum[0][m][tile] = _mm512_add_ps(sum[0][m][tile], sum[C - 1][m][tile]);
-                total[m][tile] = _mm512_fmadd_ps(scale, sum[0][m][tile], total[m][tile]);
+                __m512 of_row = row_sum(group_x + m * kLine);
+                for (int tile = 0; tile < 2; ++tile) total[m][tile] = _mm512_fnmadd_ps(minima[tile], of_row, total[m][tile]);
             }
         }
     }
@@ -255,9 +197,10 @@ void grouped(const Panel& p, const Rows& a, const Sums& c) {
 
 // --- expanding a panel to bf16 for many rows: the scale is folded in, as 16 floats times 2 of each
 
-inline __m512i scaled(__m512i row, __m512 scale) {
-    __m512 even = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(row, 16)), scale);
-    __m512 odd = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(row, _mm512_set1_epi32(int(0xFFFF0000)))), scale);
+inline __m512i scaled(__m512i row, __m512 scale, __m512 minimum) {
+    __m512 even = _mm512_fmsub_ps(_mm512_castsi512_ps(_mm512_slli_epi32(row, 16)), scale, minimum);
+    __m512i high = _mm512_and_si512(row, _mm512_set1_epi32(int(0xFFFF0000)));
+    __m512 odd = _mm512_fmsub_ps(_mm512_castsi512_ps(high), scale, minimum);
     // both halves rounded at once, then the odd ones moved up: (low 16 words: even, high 16: odd) -> pairs
     __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
     alignas(64) static constexpr uint16_t pairs[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -271,11 +214,15 @@ void expand(const Panel& p, uint8_t* bf16) {
     const uint8_t* w = p.data;
     for (int s = 0; s < p.steps; ++s) {
         for (int tile = 0; tile < 2; ++tile, w += Codes::kCodeBytes) {
-            __m512 scale = Codes::scale(p, s / p.group_steps, tile);
-            for (int quarter = 0; quarter < 4; ++quarter, bf16 += 4 * kLine) {
-                __m512i row[4];
-                codes.unpack(w, quarter, row);
-                for (int i = 0; i < 4; ++i) _mm512_store_si512(bf16 + i * kLine, scaled(row[i], scale));
+            for (int part = 0; part < Codes::kParts; ++part) {
+                __m512 scale = Codes::scale(p, s, part, tile), minimum = Codes::minimum(p, s, part, tile);
+                constexpr int quarters = 4 / Codes::kParts;
+#pragma GCC unroll 4
+                for (int i = 0; i < quarters; ++i, bf16 += 4 * kLine) {
+                    __m512i row[4];
+                    codes.unpack(w, part * quarters + i, row);
+                    for (int j = 0; j < 4; ++j) _mm512_store_si512(bf16 + j * kLine, scaled(row[j], scale, minimum));
+                }
             }
         }
     }
@@ -291,7 +238,9 @@ const Kernels& avx512_kernels() {
          {grouped<Int4>, plain<Bf16>, expand<Int4>, 10},
          {grouped<Int4>, plain<Bf16>, expand<Int4>, 10},
          {grouped<Fp8>, plain<Bf16>, expand<Fp8>, 10},
-         {grouped<Q8>, plain<Bf16>, expand<Q8>, 10}},
+         {grouped<Q8>, plain<Bf16>, expand<Q8>, 10},
+         {grouped<Q4K>, plain<Bf16>, expand<Q4K>, 10},
+         {grouped<Q6K>, plain<Bf16>, expand<Q6K>, 10}},
         pack_bf16,
         pack_int8,
         swiglu_bf16,

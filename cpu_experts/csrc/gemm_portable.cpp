@@ -1,5 +1,5 @@
 // Kernels in plain C++: the fallback everywhere, and what the others are tested against inside the library.
-#include "elementwise.h"
+#include "expand.h"
 
 namespace cpu_experts {
 namespace {
@@ -49,10 +49,12 @@ const Kernels& portable_kernels() {
     static const Kernels kernels = {
         {{multiply_bf16, multiply_bf16, nullptr, 0},
          {multiply_int8, multiply_int8, nullptr, 0},
-         {nullptr, multiply_bf16, expand_int4, 0},
-         {nullptr, multiply_bf16, expand_int4, 0},
+         {nullptr, multiply_bf16, expand_int4<GroupedInt4>, 0},
+         {nullptr, multiply_bf16, expand_int4<GroupedInt4>, 0},
          {nullptr, multiply_bf16, expand_bytes<Fp8Codes>, 0},
-         {nullptr, multiply_bf16, expand_bytes<Q8Codes>, 0}},
+         {nullptr, multiply_bf16, expand_bytes<Q8Codes>, 0},
+         {nullptr, multiply_bf16, expand_int4<Q4KCodes>, 0},
+         {nullptr, multiply_bf16, expand_bytes<Q6KCodes>, 0}},
         pack_bf16,
         pack_int8,
         swiglu_bf16,

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cpu_experts import layout, reference
+from cpu_experts import blocks, layout, reference
 
 
 class Batch(NamedTuple):
@@ -19,6 +19,12 @@ def random_layer(experts: int, model: int, width: int, seed: int = 0) -> list[np
     return [rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5) for shape in shapes]
 
 
+def fitting(precision: str, *sizes: int) -> list[int]:
+    """The sizes, or where the precision has blocks of 256 inputs the next that these fill."""
+    block = blocks.VALUES if precision in blocks.BYTES else 1
+    return [-(-size // block) * block for size in sizes]
+
+
 def random_batch(tokens: int, model: int, experts: int, chosen: int, seed: int = 1) -> Batch:
     """Some ids stand for no expert."""
     rng = np.random.default_rng(seed)
@@ -30,9 +36,11 @@ def parts_of(layer: list[np.ndarray], precision: str) -> list[layout.Parts]:
     return [layout.quantize(w, precision) for w in layer]
 
 
-def distance(out: np.ndarray, batch: Batch, parts: list[layout.Parts], precision: str) -> float:
+def distance(
+    out: np.ndarray, batch: Batch, parts: list[layout.Parts], precision: str, down_precision: str | None = None
+) -> float:
     """The relative error, or a fifth of the worst row's (relative to the root mean row). Rows without experts must be zero."""
-    expected = reference.forward(*batch, *parts, precision)
+    expected = reference.forward(*batch, *parts, precision, down_precision)
     size = np.linalg.norm(expected, axis=1)
     assert not out[size == 0].any()
     error, size = np.linalg.norm(out.astype(np.float32) - expected, axis=1)[size > 0], size[size > 0]

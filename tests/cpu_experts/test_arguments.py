@@ -85,6 +85,12 @@ def test_bad_weights_are_refused(built):
         Experts(gate.astype(np.int32), up, down)
     with pytest.raises(ValueError, match="gate"):
         Experts(*parts_of([gate, up, down], "int8"), "fp8_block")
+    with pytest.raises(ValueError, match="precision 'int6'"):
+        Experts(gate, up, down, down_precision="int6")
+    with pytest.raises(ValueError, match="q4_k: 32 inputs, must be a multiple of 256"):
+        Experts(gate, up, down, "q4_k")
+    with pytest.raises(ValueError, match="q6_k: 16 inputs, must be a multiple of 256"):
+        Experts(*parts_of([gate, up, down], "int8"), "int8", down_precision="q6_k")
     with pytest.raises(ValueError, match="threads"):
         Experts(gate, up, down, threads=-1)
     with pytest.raises(ValueError, match="max_rows"):
@@ -96,7 +102,7 @@ def test_bad_weights_are_refused(built):
 
 def raw(layer: Experts) -> Batch:
     out = np.zeros((3, 32), np.float32)
-    batch = Batch(3, 2, 0, 0, *(a.ctypes.data for a in (GOOD.x, GOOD.ids, GOOD.weights, out)))
+    batch = Batch(ctypes.sizeof(Batch), 3, 2, 0, 0, *(a.ctypes.data for a in (GOOD.x, GOOD.ids, GOOD.weights, out)))
     batch.kept = out
     return batch
 
@@ -110,6 +116,7 @@ def raw(layer: Experts) -> Batch:
         ("topk_weights", None, "topk_weights: null"),
         ("x", "moved", "x: not aligned"),
         ("topk_ids", "moved", "topk_ids: not aligned"),
+        ("struct_bytes", 48, "batch: struct_bytes 48, must be 56"),
         ("tokens", -1, "tokens: -1"),
         ("chosen", 0, "chosen: 0"),
         ("chosen", 65, "chosen: 65"),
@@ -129,7 +136,11 @@ def test_the_library_checks_a_batch_itself(layer, native, field, value, words):
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("precision", 9, "precision"),
+        ("struct_bytes", 0, "weights: struct_bytes 0, must be"),
+        ("gate_up_precision", 9, "gate_up: unknown precision 9"),
+        ("down_precision", -1, "down: unknown precision -1"),
+        ("gate_up_precision", 6, "gate_up: 32 inputs, must be a multiple of 256"),
+        ("down_precision", 7, "down: 16 inputs, must be a multiple of 256"),
         ("isa", 7, "isa"),
         ("experts", 0, "experts"),
         ("model", -4, "model"),
@@ -144,7 +155,9 @@ def test_the_library_checks_a_batch_itself(layer, native, field, value, words):
 )
 def test_the_library_checks_weights_itself(layer, native, field, value, words):
     gate_up, down = layer._packed
-    weights = Weights(0, 4, 32, 16, gate_up.ctypes.data, down.ctypes.data, gate_up.nbytes, down.nbytes, 1, 0, 64)
+    shape = (4, 32, 16)
+    pointers = (gate_up.ctypes.data, down.ctypes.data, gate_up.nbytes, down.nbytes)
+    weights = Weights(ctypes.sizeof(Weights), 0, 0, *shape, *pointers, 1, 0, 64)
     setattr(weights, field, value)
     handle = ctypes.c_uint64(77)
     with pytest.raises(ValueError, match=words):

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from moe_layers import Batch, distance, parts_of, random_batch, random_layer
+from moe_layers import Batch, distance, fitting, parts_of, random_batch, random_layer
 
 from cpu_experts import Experts, layout
 from cpu_experts.reference import BOUNDS
@@ -14,20 +14,42 @@ PRECISIONS = list(layout.FORMATS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     ("experts", "model", "width", "tokens", "chosen"),
-    [(3, 64, 48, 1, 2), (5, 100, 77, 9, 3), (4, 33, 1, 70, 2), (1, 9, 17, 40, 1), (7, 160, 256, 150, 4)],
+    [(3, 64, 48, 1, 2), (5, 100, 77, 9, 3), (4, 33, 1, 70, 2), (1, 9, 17, 40, 1), (7, 160, 257, 150, 4)],
 )
 def test_every_size_is_within_its_bound(isa, precision, experts, model, width, tokens, chosen):
+    model, width = fitting(precision, model, width)
     parts = parts_of(random_layer(experts, model, width), precision)
     batch = random_batch(tokens, model, experts, chosen)
     with Experts(*parts, precision, threads=2, isa=isa) as layer:
         assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]
 
 
+@pytest.mark.parametrize(
+    ("precision", "down", "model", "width"),
+    [
+        ("q4_k", "q6_k", 256, 512),
+        ("q4_k", "q8_0", 512, 77),
+        ("int8", "bf16", 70, 40),
+        ("bf16", "int8", 70, 41),
+        ("int8", "fp8_block", 130, 33),
+    ],
+)
+def test_down_may_have_a_precision_of_its_own(isa, precision, down, model, width):
+    gate, up, last = random_layer(3, model, width)
+    parts = parts_of([gate, up], precision) + parts_of([last], down)
+    for tokens in (2, 90):
+        batch = random_batch(tokens, model, 3, 2)
+        with Experts(*parts, precision, down_precision=down, threads=2, isa=isa) as layer:
+            error = distance(layer.forward(*batch), batch, parts, precision, down)
+            assert error < max(BOUNDS[precision], BOUNDS[down])
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 12, 13, 16, 17, 31, 32, 33, 129])
 def test_every_number_of_rows_of_one_expert_is_within_its_bound(isa, precision, rows):
-    parts = parts_of(random_layer(2, 70, 40), precision)
-    batch = random_batch(rows, 70, 2, 1)._replace(ids=np.ones((rows, 1), np.int32))
+    model, width = fitting(precision, 70, 40)
+    parts = parts_of(random_layer(2, model, width), precision)
+    batch = random_batch(rows, model, 2, 1)._replace(ids=np.ones((rows, 1), np.int32))
     with Experts(*parts, precision, threads=2, isa=isa) as layer:
         assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]
 
@@ -35,8 +57,9 @@ def test_every_number_of_rows_of_one_expert_is_within_its_bound(isa, precision, 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("tokens", [1, 2, 16, 100, 1000, 4096])
 def test_one_to_4096_tokens(built, precision, tokens):
-    parts = parts_of(random_layer(8, 96, 64), precision)
-    batch = random_batch(tokens, 96, 8, 3)
+    model, width = fitting(precision, 96, 64)
+    parts = parts_of(random_layer(8, model, width), precision)
+    batch = random_batch(tokens, model, 8, 3)
     with Experts(*parts, precision, threads=2) as layer:
         assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]
 
@@ -44,8 +67,9 @@ def test_one_to_4096_tokens(built, precision, tokens):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_skewed_routing(built, precision):
     """Nearly all rows to one expert, some experts empty, one token with none at all, one that chose an expert twice."""
-    parts = parts_of(random_layer(16, 64, 64), precision)
-    batch = random_batch(300, 64, 16, 2)
+    (size,) = fitting(precision, 64)
+    parts = parts_of(random_layer(16, size, size), precision)
+    batch = random_batch(300, size, 16, 2)
     ids = np.where(np.arange(600).reshape(300, 2) % 50 == 0, batch.ids % 4 + 10, 3).astype(np.int32)
     ids[0] = 16
     batch = batch._replace(ids=ids)
@@ -63,8 +87,9 @@ def test_no_tokens_and_no_experts_chosen(built):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_repeated_runs_give_the_same_bits_on_any_number_of_threads(isa, precision):
-    parts = parts_of(random_layer(6, 128, 96), precision)
-    batch = random_batch(64, 128, 6, 3)
+    model, width = fitting(precision, 128, 96)
+    parts = parts_of(random_layer(6, model, width), precision)
+    batch = random_batch(64, model, 6, 3)
     with Experts(*parts, precision, threads=1, isa=isa) as layer:
         first = layer.forward(*batch)
     for threads in (1, 2, 5):
@@ -76,8 +101,9 @@ def test_repeated_runs_give_the_same_bits_on_any_number_of_threads(isa, precisio
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_tokens_in_several_turns_are_the_same(built, precision):
     """Scratch for 7 rows, so 3 tokens at once: the few-row kernels see less, so bits may differ, bounds may not."""
-    parts = parts_of(random_layer(4, 64, 32), precision)
-    batch = random_batch(50, 64, 4, 2)
+    model, width = fitting(precision, 64, 32)
+    parts = parts_of(random_layer(4, model, width), precision)
+    batch = random_batch(50, model, 4, 2)
     with Experts(*parts, precision, max_rows=7) as layer:
         assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]
 
@@ -98,9 +124,9 @@ def test_bfloat16_in_and_out(isa, precision):
 
 
 def test_floats_are_quantised_as_layout_does(built):
-    layer = random_layer(3, 64, 32)
-    batch = random_batch(8, 64, 3, 2)
     for precision in PRECISIONS:
+        model, width = fitting(precision, 64, 32)
+        layer, batch = random_layer(3, model, width), random_batch(8, model, 3, 2)
         with Experts(*layer, precision) as from_floats, Experts(*parts_of(layer, precision), precision) as from_parts:
             assert (from_floats.forward(*batch) == from_parts.forward(*batch)).all()
 
@@ -145,8 +171,9 @@ def test_tiles_and_their_model_agree(native, emulated, monkeypatch, precision):
     """The instructions flush denormals and round sums in their own order: bounds, not bits, but for int8."""
     if native.cpu_experts_best_isa() < 4:
         pytest.skip("this processor has no AMX, or the system refuses it")
-    parts = parts_of(random_layer(4, 160, 96), precision)
-    batch = random_batch(100, 160, 4, 2)
+    model, width = fitting(precision, 160, 96)
+    parts = parts_of(random_layer(4, model, width), precision)
+    batch = random_batch(100, model, 4, 2)
     outs = []
     for library in (native, emulated):
         monkeypatch.setattr("cpu_experts.load", lambda library=library: library)

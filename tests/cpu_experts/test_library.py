@@ -39,7 +39,7 @@ def test_what_is_no_library_or_another_one_is_refused(nowhere):
 
 def test_another_abi_is_refused(builds, monkeypatch):
     monkeypatch.setattr(library, "ABI", 99)
-    with pytest.raises(Unsupported, match="ABI 1, expected 99"):
+    with pytest.raises(Unsupported, match="ABI 2, expected 99"):
         library.opened(builds() / library.NAME)
 
 

@@ -72,6 +72,12 @@ struct Case {
         } else if (p == kFp8Block) {
             for (size_t i = 0; i < shape.data_bytes; ++i) data[i] = uint8_t((data[i] & 0x7F) == 0x7F ? 0 : data[i]);
             for (int i = 0; i < shape.steps / shape.group_steps * 2; ++i) reinterpret_cast<float*>(scales)[i] = 0.01f;
+        } else if (kFormats[p].block_k > 1) {
+            size_t halves = p == kQ4_K ? 2 * kPanel : kPanel, block = size_t(8 * kFormats[p].scale_bytes);
+            for (uint8_t* at = scales; at < scales + size_t(shape.steps / 8) * block; at += block) {
+                for (size_t i = 0; i < block; ++i) at[i] = uint8_t(random_bits());
+                for (size_t i = 0; i < halves; ++i) reinterpret_cast<uint16_t*>(at)[i] = uint16_t(0x2C00 + i);
+            }
         } else {
             auto* numbers = reinterpret_cast<uint16_t*>(scales);
             for (int i = 0; i < shape.steps / shape.group_steps * kPanel; ++i)
@@ -150,7 +156,7 @@ int main() {
             continue;
         }
         for (int p = 0; p < kPrecisions; ++p) {
-            for (int k : {1, 65, 130, 320}) {
+            for (int k : kFormats[p].block_k > 1 ? std::vector<int>{256, 768} : std::vector<int>{1, 65, 130, 320}) {
                 for (bool at_end : {true, false}) run(isa, *kernels, Precision(p), k, at_end);
             }
         }
