@@ -59,8 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("stopped; run the same command again, and it goes on from here", file=sys.stderr)
+    except KeyboardInterrupt as stopped:
+        print(str(stopped) or "stopped; run the same command again, and it goes on from here", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -72,9 +72,11 @@ def run(options: Options) -> int:
     if sys.byteorder != "little":
         raise Unsupported("this machine is big-endian", "checkpoints are little-endian, and are not swapped here")
     os.environ["JAX_PLATFORMS"] = "cpu"  # a conversion leaves the accelerators to others
+    from convert.plan import share_heap
     from convert.progress import Bar
     from mla_jax.weights.hub import resolve
 
+    share_heap()
     source = resolve(options.source)
     if options.verify:
         _verify(source, Bar("verifying"))
@@ -97,7 +99,7 @@ def _convert(options: Options, source: Path, out: Path) -> int:
     if options.to == "hf" and mesh:
         raise BadRequest("a Hugging Face folder is not cut for a mesh", "leave --mesh out")
     if options.to == "hf":
-        return export.run(checkpoint, out, options.dtype, options.dry_run)
+        return export.run(checkpoint, out, options.dtype, options.dry_run, options.allow_nonfinite)
     planned = plan(checkpoint, out, options.dtype, mesh)
     if options.dry_run:
         _say(planned)
@@ -128,10 +130,13 @@ def _verify(folder: Path, bar) -> None:
     from convert.verify import verify
     from mla_jax.weights.plan import gib
 
-    start = time.monotonic()
-    total = verify(folder, bar)
+    start, shown = time.monotonic(), printable(str(folder), 200)
+    try:
+        total = verify(folder, bar)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"stopped; {shown} is all there, and mla-convert {shown} --verify checks it again") from None
     bar.close(time.monotonic() - start)
-    print(f"{printable(str(folder), 200)} is sound: {gib(total)}", file=sys.stderr)
+    print(f"{shown} is sound: {gib(total)}", file=sys.stderr)
 
 
 def script() -> None:

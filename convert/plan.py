@@ -1,5 +1,6 @@
 """What a conversion will read and write, and whether it can: said before anything is done."""
 
+import ctypes
 import os
 import re
 import shutil
@@ -18,7 +19,9 @@ from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.plan import available, gib
 
 COPIES = {"embed_tokens.weight": "embed", "shared_head.head.weight": "head", "lm_head.weight": "embed"}
-LIBRARIES = 180 << 20  # what JAX and Orbax come to hold while they work, beside what the interpreter holds by then
+M_ARENA_MAX = -8  # of malloc.h
+LIBRARIES = 48 << 20  # what Orbax comes to hold while it works, beside what the interpreter holds by then
+COMPILER = 96 << 20  # and XLA, where numbers are converted
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,12 @@ class Plan:
     def peak(self) -> int:
         """Most host memory at a time: one step is written while the next is read, or the largest tensor is verified."""
         largest, written = max((job.nbytes for job in self.jobs), default=0), 0
-        most = largest + 2 * min(largest, BATCH)
+        most = largest + min(largest, BATCH)
         for step in steps(self.jobs):
             begun = list(accumulate(job.nbytes for job in step))
             most = max(most, *(written + done + job.workspace for job, done in zip(step, begun, strict=True)))
             written = begun[-1]
-        return held() + LIBRARIES + most
+        return held() + LIBRARIES + COMPILER * any(job.format != job.stored for job in self.jobs) + most
 
     @property
     def layers(self) -> int:
@@ -153,6 +156,12 @@ def stamp(file: Path) -> list[int]:
 
 def free(out: Path) -> int:
     return shutil.disk_usage(out.parent).free
+
+
+def share_heap() -> None:
+    """Has all threads take memory from one heap: glibc gives each its own, which comes to keep hundreds of MB unforeseen."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_ARENA_MAX, 1)
 
 
 def held() -> int:

@@ -49,7 +49,7 @@ def write(plan: Plan, target: Writer, progress: Progress, allow_nonfinite: bool 
             ahead = pool.submit(_read, todo[i + 1], plan) if i + 1 < len(todo) and not stop else None
             unsound |= {name: count for name, count in counts.items() if count}
             if unsound and not allow_nonfinite:
-                raise _refusal(unsound)
+                raise refusal(unsound)
             target.save(tensors)
             del tensors
             done += sum(job.nbytes for job in step)
@@ -81,7 +81,7 @@ def _forget(files: Iterable[Path]) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _refusal(unsound: dict[str, int]) -> BadFile:
+def refusal(unsound: dict[str, int]) -> BadFile:
     found = [f"{printable(name)}: {count:,}" for name, count in unsound.items()]
     return BadFile(
         "weights hold NaN or infinity", *shortened(found), "the file is damaged; --allow-nonfinite converts it all the same"

@@ -39,8 +39,8 @@ from mla_jax.weights.safetensors import DTYPES
 
 KIND, VERSION = "mla-jax weights", 1
 MANIFEST, MAX_MANIFEST = "manifest.json", 64 << 20
-MAX_CHUNK = 64 << 20  # bytes of a chunk that no mesh asks for: eight files are written 1.5 times as fast as one
-BATCH = 256 << 20  # bytes read by one call of Orbax, which takes twice that for a moment
+MAX_CHUNK = 30 << 20  # bytes of a chunk that no mesh asks for; glibc maps 32 MiB and more anew each time, at half the rate
+BATCH = 256 << 20  # bytes read by one call of Orbax
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")  # names become names of folders, and no others do
 NOISE = ("TensorStore data files not found", "Skipping merge of OCDBT", "raised an exception")  # the last is raised to us as well
 AGAIN = "copy that folder again, or convert again"

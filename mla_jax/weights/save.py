@@ -2,9 +2,12 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from io import RawIOBase
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +20,7 @@ from mla_jax.model.ops import plain
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights.hf_names import HF, LINEAR, SCALE
 from mla_jax.weights.quantize import fp8_blocks
+from mla_jax.weights.safetensors import DTYPES
 
 
 def save(model: Transformer, folder: str | Path, *, dtype: str = "bfloat16", fp8: bool = False) -> None:
@@ -41,6 +45,35 @@ def save(model: Transformer, folder: str | Path, *, dtype: str = "bfloat16", fp8
     complete(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     config = replace(model.config, quantization_config=Quantization() if fp8 else None)
     complete(folder / "config.json", lambda path: path.write_text(json.dumps(config.to_hf(), indent=2) + "\n"))
+
+
+def stream(path: Path, specs: Mapping[str, tuple[str, tuple[int, ...]]], tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+    """A safetensors file of tensors that come one by one, in any order; `specs` are their dtypes and shapes, known before.
+
+    The library itself writes what is all in memory. As it does, we begin with the widest numbers, so that each is aligned."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for name, (dtype, shape) in sorted(specs.items(), key=lambda item: (-np.dtype(DTYPES[item[1][0]]).itemsize, item[0])):
+        offsets[name], end = end, end + np.dtype(DTYPES[dtype]).itemsize * prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offsets[name], end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    missing = {*specs}
+    with open(path, "wb", buffering=0) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors:
+            dtype, shape = specs[name]
+            assert (tensor.dtype, tensor.shape) == (DTYPES[dtype], shape), name
+            file.seek(8 + len(text) + offsets[name])
+            _write_all(file, tensor)
+            missing.remove(name)
+    assert not missing, missing
+
+
+def _write_all(file: RawIOBase, tensor: np.ndarray) -> None:
+    data = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+    while data:
+        data = data[file.write(data) :]  # the system writes at most 2 GiB at a time
 
 
 def _umask() -> int:

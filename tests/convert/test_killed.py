@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,18 +32,19 @@ HF = {**models.FAMILIES["v3"], **SIZES, "q_lora_rank": 256, "num_nextn_predict_l
 HF |= {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
 
 
-def write_model(folder):
-    """200 MB of random FP8 and its scales, as V3 has them."""
+def write_model(folder, hf=HF):
+    """Random FP8 and its scales, as V3 has them: 200 MB."""
     rng, found = np.random.default_rng(0), {}
-    for name, shape in models.shapes(HF).items():
+    codes = rng.integers(0, 256, 1 << 20, np.uint8)
+    codes[codes & 0x7F == 0x7F] = 0  # what is no number
+    for name, shape in models.shapes(hf).items():
         if name.endswith("_proj.weight") or "with_mqa" in name:
-            codes = rng.integers(0, 256, shape, np.uint8)
-            found[name] = np.where(codes & 0x7F == 0x7F, 0, codes).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+            found[name] = np.resize(rng.permuted(codes.reshape(1024, -1)), shape).view(ml_dtypes.float8_e4m3fn)
             found[name + "_scale_inv"] = rng.random([-(-n // 128) for n in shape], np.float32) + np.float32(0.1)
         else:
             found[name] = rng.random(shape, np.float32).astype(np.float32 if "bias" in name else ml_dtypes.bfloat16)
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(HF))
+    (folder / "config.json").write_text(json.dumps(hf))
     save_file(found, folder / "model.safetensors")
     return folder
 
@@ -132,3 +134,17 @@ def assert_as_planned(said: str):
     planned, unit = re.search(r"memory    at most ([\d.]+) (MiB|GiB)", said).groups()
     taken = int(re.search(r"VmHWM:\s+(\d+) kB", said)[1]) * 1024
     assert taken < 1.1 * float(planned) * {"MiB": 2**20, "GiB": 2**30}[unit]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--to", "hf")], ids=" ".join)
+def test_two_gigabytes_take_the_memory_that_the_plan_says(tmp_path_factory, options):
+    folder = tmp_path_factory.mktemp("large")
+    source = write_model(folder / "hf", HF | {"hidden_size": 2048, "moe_intermediate_size": 1024, "n_routed_experts": 80})
+    script = textwrap.dedent(NURSERY).replace("tensors.STEP = 1  # a step a tensor\n", "")
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(command, input=" ".join(map(str, (source, folder / "out", *options))), capture_output=True, text=True)
+    assert done.stdout.split()[1:] == ["0"], done.stderr
+    assert sum(path.stat().st_size for path in (folder / "out").rglob("*") if path.is_file()) > 2e9
+    assert_as_planned(done.stderr)
+    shutil.rmtree(folder)

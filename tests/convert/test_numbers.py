@@ -98,6 +98,17 @@ def test_weights_that_are_no_numbers_are_counted_and_refused(tmp_path, capfd, dt
     assert np.isnan(value.astype(np.float32)).sum() == 5
 
 
+@pytest.mark.parametrize("dtype", ["keep", "bf16"])
+def test_weights_that_are_no_numbers_are_no_released_folder(tmp_path, capfd, dtype):
+    source = released(tmp_path / "hf", "v3", "f32")
+    spoil(source, {UP: float("nan")})
+    assert convert(source, tmp_path / "out", "--to", "hf", "--dtype", dtype) == 3
+    assert "weights hold NaN or infinity\n  layers.1.mlp.experts.up: 5\n" in capfd.readouterr().err
+    assert not list(tmp_path.glob("out*/*.safetensors*"))
+    assert convert(source, tmp_path / "out", "--to", "hf", "--allow-nonfinite", "--dtype", dtype) == 0
+    assert sum(np.isnan(value.astype(np.float32)).sum() for value in load_file(tmp_path / "out/model.safetensors").values()) == 5
+
+
 def test_every_tensor_of_a_step_that_is_not_finite_is_named(tmp_path, capfd):
     source = released(tmp_path / "hf", "v3", "f32")
     spoil(source, {NORM: float("inf"), "lm_head.weight": float("-inf")}, 7)

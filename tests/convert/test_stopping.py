@@ -280,3 +280,12 @@ def test_a_signal_from_outside_stops_it_too(tmp_path):
     assert_begun(tmp_path / "out")
     assert convert(source, tmp_path / "out") == 0
     assert_whole(source, tmp_path / "out")
+
+
+def test_ctrl_c_while_all_is_checked_says_that_all_is_there(tmp_path, source, monkeypatch, capfd):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("convert.verify.verify", lambda *_: interrupt(1)())
+        assert convert(source, out) == 130
+    assert capfd.readouterr().err.endswith(f"\nstopped; {out} is all there, and mla-convert {out} --verify checks it again\n")
+    assert convert(out, "--verify") == 0

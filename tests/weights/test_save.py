@@ -7,13 +7,15 @@ import ml_dtypes
 import models
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+import safetensors
+from safetensors.numpy import load_file, save_file
 from weights import fp8, parameters
 
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile
 from mla_jax.weights.load import load
-from mla_jax.weights.save import save
+from mla_jax.weights.safetensors import DTYPES, read_header
+from mla_jax.weights.save import save, stream
 
 V3 = models.FAMILIES["v3"]
 
@@ -88,3 +90,22 @@ def test_files_are_readable_as_the_umask_says(tmp_path, model):
         "config.json": 0o640,
         "model.safetensors": 0o640,
     }
+
+
+def test_tensors_that_come_one_by_one_in_any_order_are_what_the_library_would_have_written(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors = {
+        "odd": rng.integers(0, 256, 7, np.uint8).view(ml_dtypes.float8_e4m3fn),
+        "wide": rng.standard_normal((3, 5)),
+        "a stack's": rng.standard_normal((4, 6, 2), np.float32)[:, ::2],
+        "half": rng.standard_normal(9).astype(ml_dtypes.bfloat16),
+        "scalar": np.array(3, np.float32),
+        "empty": np.zeros((0, 4), np.int32),
+    }
+    names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+    specs = {name: (names[tensor.dtype], tensor.shape) for name, tensor in tensors.items()}
+    stream(tmp_path / "ours", specs, reversed(tensors.items()))
+    save_file({name: tensor.copy("C") for name, tensor in tensors.items()}, tmp_path / "theirs")
+    ours, theirs = (dict(safetensors.deserialize((tmp_path / name).read_bytes())) for name in ("ours", "theirs"))
+    assert ours == theirs
+    assert all(tensor.start % tensors[tensor.name].itemsize == 0 for tensor in read_header(tmp_path / "ours"))
