@@ -66,9 +66,65 @@ def mla_decode_inputs(case: MlaDecodeCase, seed: int = 0, dtype=jnp.bfloat16) ->
     }
 
 
+class MlaPrefillCase(NamedTuple):
+    name: str
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    heads: int = 2
+    width: int = 192  # of queries and keys
+    value: int = 128
+    causal: bool = True
+    spare: int = 5  # tokens of padding behind the longest row
+
+    @property
+    def scale(self) -> float:
+        return self.width**-0.5
+
+
+MLA_PREFILL = [
+    MlaPrefillCase("one row", (128,), (128,), spare=0),
+    MlaPrefillCase("ragged, one row empty", (1, 0, 130, 64), (1, 0, 130, 64), heads=4),
+    MlaPrefillCase("behind a cached prefix", (5, 64, 1), (300, 65, 260)),
+    MlaPrefillCase("several blocks of queries and of keys", (300, 40), (700, 513)),
+    MlaPrefillCase("a piece of a prefix, all of it seen", (70, 3, 0), (256, 1, 9), causal=False),
+    MlaPrefillCase("queries without a key", (20, 9, 2), (7, 0, 2)),
+    MlaPrefillCase("queries without a key, nothing causal", (20, 9), (7, 0), causal=False),
+    MlaPrefillCase("20 heads", (33, 2), (34, 50), heads=20),
+    MlaPrefillCase("heads of 256", (140,), (150,), width=256, value=256),
+    MlaPrefillCase("the demo model", (90, 150), (90, 200), heads=8, width=64, value=32),
+]
+
+
+def mla_prefill_inputs(case: MlaPrefillCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
+    """Random, with NaN past every row's end."""
+    rng = np.random.default_rng(seed)
+
+    def rows(lens, width):
+        shape = len(lens), max(lens) + case.spare, case.heads, width
+        within = np.arange(shape[1]) < np.array(lens)[:, None]
+        return jnp.asarray(np.where(within[..., None, None], rng.standard_normal(shape, np.float32), np.nan), dtype)
+
+    return {
+        "q": rows(case.q_lens, case.width),
+        "k": rows(case.kv_lens, case.width),
+        "v": rows(case.kv_lens, case.value),
+        "q_lens": jnp.array(case.q_lens, jnp.int32),
+        "kv_lens": jnp.array(case.kv_lens, jnp.int32),
+    }
+
+
 def error(got, wanted) -> float:
     """Of all values together, relative; infinite where one is not a number."""
     got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))
     if not np.isfinite(got).all():
         return np.inf
     return float(np.linalg.norm(got - wanted) / max(np.linalg.norm(wanted), 1e-30))
+
+
+def lse_error(got, wanted) -> float:
+    """The largest difference; infinite where one is not a number, or minus infinity for one alone."""
+    got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))
+    empty = np.isneginf(wanted)
+    if (np.isneginf(got) != empty).any() or not np.isfinite(got[~empty]).all():
+        return np.inf
+    return float(np.abs(got[~empty] - wanted[~empty]).max(initial=0))

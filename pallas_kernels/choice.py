@@ -1,0 +1,56 @@
+"""Who fulfils a contract: the first implementation that has nothing against the arrays and the device, or the one named."""
+
+from collections.abc import Callable
+
+import jax
+
+SMALL_VMEM = ("TPU v2", "TPU v3", "TPU v4", "TPU v4 lite")  # 16 MiB in all
+
+
+class Unsupported(NotImplementedError):
+    """A named implementation cannot do this, for the reason given."""
+
+
+def device() -> str:
+    """The kind of the device that JAX takes by default."""
+    return jax.devices()[0].device_kind
+
+
+def sizes(table: dict[str, dict]) -> dict:
+    """The entry of a table of tuning.py for this device."""
+    return table.get(device(), table["other"])
+
+
+def not_bfloat16(*arrays) -> str | None:
+    """Why a kernel that takes bfloat16 alone cannot take these."""
+    odd = {str(x.dtype) for x in arrays} - {"bfloat16"}
+    return f"it takes bfloat16, not {', '.join(sorted(odd))}" if odd else None
+
+
+def _hopper() -> bool:
+    first = jax.devices()[0]
+    return first.platform == "gpu" and str(getattr(first, "compute_capability", "")) == "9.0"
+
+
+def _tpu() -> bool:
+    return jax.devices()[0].platform == "tpu" and device() not in SMALL_VMEM
+
+
+DEVICES = {"mosaic_gpu": (_hopper, "a Hopper GPU"), "mosaic_tpu": (_tpu, "a TPU v5e or newer")}
+
+
+def why_not(name: str, checks: dict[str, Callable[..., str | None]], *arrays) -> str | None:
+    """What stands against implementation `name` here, by its own check of the arrays and by the device; None: nothing."""
+    here, wanted = DEVICES[name]
+    return checks[name](*arrays) or (None if here() else f"it needs {wanted}, this is {device()}")
+
+
+def choose(op: str, impl: str | None, checks: dict[str, Callable[..., str | None]], *arrays) -> str:
+    """`impl`, or Unsupported with the reason; with None the first of `checks` that can, else "xla"."""
+    if impl is None:
+        return next((name for name in checks if not why_not(name, checks, *arrays)), "xla")
+    if impl not in (*checks, "xla"):
+        raise Unsupported(f'{op}: no impl "{impl}"; there are {", ".join((*checks, "xla"))}')
+    if impl in checks and (reason := why_not(impl, checks, *arrays)):
+        raise Unsupported(f'{op}: impl="{impl}": {reason}')
+    return impl

@@ -1,0 +1,34 @@
+"""Attention whose scores arrive in pieces: the largest so far, the sum of weights and the weighted values, in float32."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Running(NamedTuple):
+    top: jax.Array  # [.. 1]
+    total: jax.Array  # [.. 1]
+    out: jax.Array  # [.. V]
+
+
+def start(shape: tuple[int, ...], width: int) -> Running:
+    """Nothing seen yet, for queries of `shape` and values of `width`."""
+    return Running(jnp.full((*shape, 1), -jnp.inf), jnp.zeros((*shape, 1)), jnp.zeros((*shape, width)))
+
+
+def add(state: Running, scores: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> Running:
+    """Takes in scores `[.. S]`, -inf where nothing is seen; `weigh` makes of weights `[.. S]` the weighted values `[.. V]`."""
+    top = jnp.maximum(state.top, jnp.max(scores, axis=-1, keepdims=True))
+    safe = jnp.where(jnp.isfinite(top), top, 0)
+    weights, keep = jnp.exp(scores - safe), jnp.exp(state.top - safe)
+    total = state.total * keep + jnp.sum(weights, axis=-1, keepdims=True)
+    return Running(top, total, state.out * keep + weigh(weights))
+
+
+def finish(state: Running) -> tuple[jax.Array, jax.Array]:
+    """The output `[.. V]` and the LSE `[..]`: zeros and -inf where nothing was seen."""
+    total = jnp.where(state.total > 0, state.total, 1)
+    lse = jnp.where(state.total > 0, state.top + jnp.log(total), -jnp.inf)
+    return state.out / total, lse[..., 0]
