@@ -6,50 +6,55 @@ output is the weighted sum of latents, zeros where nothing is seen; the LSE is t
 
 import jax
 
-from pallas_kernels import tuning
+from pallas_kernels import choice, tuning
+from pallas_kernels.choice import Unsupported
 from pallas_kernels.mla_decode import xla
 from pallas_kernels.mla_decode.schedule import Schedule
 from pallas_kernels.mla_decode.schedule import schedule as _schedule
 
-__all__ = ["Schedule", "Unsupported", "check", "mla_decode", "schedule"]
+__all__ = ["CHECKS", "Schedule", "Unsupported", "mla_decode", "schedule"]
 
 
-class Unsupported(NotImplementedError):
-    """A named implementation cannot do this, for the reason given."""
-
-
-def check(q_c, q_pe, c_kv, k_pe) -> str | None:
-    """Why the Hopper kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
-    if tuple(map(int, jax.__version__.split(".")[:3])) < (0, 11, 2):
-        return f"it needs JAX 0.11.2 or newer, this is {jax.__version__}"
-    (_, T, _, R), E, Z = q_c.shape, q_pe.shape[-1], c_kv.shape[1]
-    odd = {str(x.dtype) for x in (q_c, q_pe, c_kv, k_pe)} - {"bfloat16"}
-    if odd:
-        return f"it takes bfloat16, not {', '.join(sorted(odd))}"
-    if R not in tuning.MLA_DECODE:
-        return f"it takes latent ranks {', '.join(map(str, sorted(tuning.MLA_DECODE)))}, not {R}"
+def _shapes(q_c, q_pe, c_kv, k_pe) -> str | None:
+    """What neither kernel takes."""
+    T, E, Z = q_c.shape[1], q_pe.shape[-1], c_kv.shape[1]
     if E not in (32, 64):
         return f"it takes rotary widths 32 and 64, not {E}"
     if Z < 16 or Z & (Z - 1):
         return f"it takes page sizes that are powers of two from 16, not {Z}"
     if not 1 <= T <= 8:
         return f"it takes 1 to 8 query tokens in a row, not {T}"
-    return None
+    return choice.not_bfloat16(q_c, q_pe, c_kv, k_pe)
 
 
-def _device() -> str:
-    return jax.devices()[0].device_kind
+def check_gpu(q_c, q_pe, c_kv, k_pe, page_table) -> str | None:
+    """Why the Hopper kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
+    if tuple(map(int, jax.__version__.split(".")[:3])) < (0, 11, 2):
+        return f"it needs JAX 0.11.2 or newer, this is {jax.__version__}"
+    if q_c.shape[-1] not in tuning.MLA_DECODE:
+        return f"it takes latent ranks {', '.join(map(str, sorted(tuning.MLA_DECODE)))}, not {q_c.shape[-1]}"
+    return _shapes(q_c, q_pe, c_kv, k_pe)
 
 
-def _hopper() -> bool:
-    device = jax.devices()[0]
-    return device.platform == "gpu" and str(getattr(device, "compute_capability", "")) == "9.0"
+def check_tpu(q_c, q_pe, c_kv, k_pe, page_table) -> str | None:
+    """Why the TPU kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
+    R, Z = q_c.shape[-1], c_kv.shape[1]
+    if R % 128 or R > 512:
+        return f"it takes latent ranks that are multiples of 128 up to 512, not {R}"
+    if Z > 1024:
+        return f"it takes pages of up to 1024 tokens, not {Z}"
+    if page_table.size > tuning.PAGE_TABLE_TPU:
+        return f"it takes page tables of up to {tuning.PAGE_TABLE_TPU} entries, not {page_table.size}"
+    return _shapes(q_c, q_pe, c_kv, k_pe)
+
+
+CHECKS = {"mosaic_gpu": check_gpu, "mosaic_tpu": check_tpu}
 
 
 def schedule(seq_lens: jax.Array, *, heads: int, tokens: int = 1, units: int | None = None) -> Schedule:
     """Shares a step's work out; computed once per step, under jit, for all layers. `units`: multiprocessors of the device."""
     if units is None:
-        units = tuning.UNITS.get(_device(), tuning.DEFAULT_UNITS)
+        units = tuning.UNITS.get(choice.device(), tuning.DEFAULT_UNITS)
     return _schedule(seq_lens, rows=heads * tokens, units=units)
 
 
@@ -67,18 +72,18 @@ def mla_decode(
 ) -> tuple[jax.Array, jax.Array]:
     """`[B T N R]`, `[B T N E]`, `[G Z R]`, `[G Z E]`, `[B pages]`, `[B]` -> `[B T N R]` in q_c's dtype, LSE `[B T N]` float32.
 
-    `impl` is "mosaic_gpu", "xla" or, with None, the first of these that can; a name it cannot honour raises Unsupported."""
-    reason = check(q_c, q_pe, c_kv, k_pe)
-    if not reason and not _hopper():
-        reason = f"it needs a Hopper GPU, this is {_device()}"
-    if impl == "mosaic_gpu" and reason:
-        raise Unsupported(f'mla_decode: impl="mosaic_gpu": {reason}')
-    if impl not in (None, "mosaic_gpu", "xla"):
-        raise Unsupported(f'mla_decode: no impl "{impl}"; there are "mosaic_gpu" and "xla"')
-    if impl == "xla" or reason:
-        return xla.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=scale)
-    from pallas_kernels.mla_decode import gpu  # needs a JAX that the fallback does not
+    `impl` is "mosaic_gpu", "mosaic_tpu", "xla" or, with None, the first of these that can; a name it cannot honour raises
+    Unsupported. The GPU kernel alone reads `schedule`. A TPU wants `k_pe` row-major: see tpu.py."""
+    arrays = q_c, q_pe, c_kv, k_pe, page_table
+    impl = choice.choose("mla_decode", impl, CHECKS, *arrays)
+    if impl == "xla":
+        return xla.mla_decode(*arrays, seq_lens, scale=scale)
+    if impl == "mosaic_tpu":
+        from pallas_kernels.mla_decode import tpu
+
+        return tpu.mla_decode(*arrays, seq_lens, scale=scale, sizes=choice.sizes(tuning.MLA_DECODE_TPU))
+    from pallas_kernels.mla_decode import gpu  # needs a JAX that the others do not
 
     if schedule is None:
         schedule = globals()["schedule"](seq_lens, heads=q_c.shape[2], tokens=q_c.shape[1])
-    return gpu.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=scale, schedule=schedule)
+    return gpu.mla_decode(*arrays, seq_lens, scale=scale, schedule=schedule)

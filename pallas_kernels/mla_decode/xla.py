@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import softmax
+
 CHUNK = 1024  # held tokens gathered at a time
 
 
@@ -16,7 +18,7 @@ def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale):
     sums = {"preferred_element_type": jnp.float32}
 
     def chunk(carry):
-        i, top, total, out = carry
+        i, state = carry
         pages = jax.lax.dynamic_slice_in_dim(table, i * step, step, axis=1)
         pages = jnp.clip(pages, 0, c_kv.shape[0] - 1)
         place = i * step * page + jnp.arange(step * page)
@@ -25,18 +27,9 @@ def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale):
         pe = jnp.where(held, k_pe[pages].reshape(B, c.shape[1], -1), 0)
         scores = jnp.einsum("btnr,bsr->btns", q_c, c, **sums) + jnp.einsum("btne,bse->btns", q_pe, pe, **sums)
         scores = jnp.where((place < limit)[:, :, None], scores * scale, -jnp.inf)
-        higher = jnp.maximum(top, jnp.max(scores, axis=-1))
-        safe = jnp.where(jnp.isfinite(higher), higher, 0)
-        weights = jnp.exp(scores - safe[..., None])
-        keep = jnp.exp(top - safe)
-        total = total * keep + jnp.sum(weights, axis=-1)
-        out = out * keep[..., None] + jnp.einsum("btns,bsr->btnr", weights.astype(c.dtype), c, **sums)
-        return i + 1, higher, total, out
+        return i + 1, softmax.add(state, scores, lambda w: jnp.einsum("btns,bsr->btnr", w.astype(c.dtype), c, **sums))
 
     steps = -(-jnp.max(seq_lens, initial=0) // (step * page))
-    start = (0, jnp.full((B, T, N), -jnp.inf), jnp.zeros((B, T, N)), jnp.zeros((B, T, N, R)))
-    _, top, total, out = jax.lax.while_loop(lambda carry: carry[0] < steps, chunk, start)
-    some = total > 0
-    out = out / jnp.where(some, total, 1)[..., None]
-    lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
+    _, state = jax.lax.while_loop(lambda carry: carry[0] < steps, chunk, (0, softmax.start((B, T, N), R)))
+    out, lse = softmax.finish(state)
     return out.astype(q_c.dtype), lse
