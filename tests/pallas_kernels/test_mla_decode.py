@@ -1,5 +1,6 @@
-"""The fallback and the kernel, interpreted, against the specification; the kernel compiled for a GPU that is not there."""
+"""The fallback and the kernels, interpreted, against the specification; the GPU's compiled for one that is not there."""
 
+import functools
 import json
 
 import jax
@@ -8,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import testing
-from pallas_kernels.mla_decode import CHECKS, Unsupported, mla_decode, reference, schedule, xla
+from pallas_kernels.mla_decode import CHECKS, Unsupported, mla_decode, reference, schedule, tpu, xla
 from pallas_kernels.mla_decode.schedule import SPLIT, START, TILE
 
-NAMES = [case.name for case in testing.MLA_DECODE]
+each_case = pytest.mark.parametrize("case", testing.MLA_DECODE, ids=lambda case: case.name)
 recent = tuple(map(int, jax.__version__.split(".")[:3])) >= (0, 11, 2)
 
 
@@ -37,25 +39,43 @@ def double(case, inputs):
     return out, lse
 
 
-@pytest.mark.parametrize("case", testing.MLA_DECODE, ids=NAMES)
+@functools.cache
+def wanted(case):
+    return jax.jit(functools.partial(reference.mla_decode, scale=case.scale))(**testing.mla_decode_inputs(case))
+
+
+@functools.cache
+def fallback(case):
+    return mla_decode(**testing.mla_decode_inputs(case), scale=case.scale, impl="xla")
+
+
+def interpreted(case, inputs, rows, chunk):
+    """The TPU kernel, on memory that is NaN until written, with copies as late as they may be; tells races."""
+    sizes = {"rows": rows, "chunk": chunk}
+    return tpu.mla_decode(**inputs, scale=case.scale, sizes=sizes, interpret=pltpu.InterpretParams(detect_races=True))
+
+
+@each_case
 def test_the_reference_is_the_sum_it_says(case):
-    inputs = testing.mla_decode_inputs(case)
-    out, lse = reference.mla_decode(**inputs, scale=case.scale)
-    wanted, wanted_lse = double(case, inputs)
-    assert testing.error(out, wanted) < 1e-5
-    assert testing.lse_error(lse, wanted_lse) < 1e-5
+    sums, lse = double(case, testing.mla_decode_inputs(case))
+    assert testing.error(wanted(case)[0], sums) < 1e-5
+    assert testing.lse_error(wanted(case)[1], lse) < 1e-5
 
 
-@pytest.mark.parametrize("case", testing.MLA_DECODE, ids=NAMES)
+@each_case
 def test_the_fallback_computes_the_reference_whatever_lies_past_the_end(case):
-    inputs = testing.mla_decode_inputs(case)
-    wanted, lse = reference.mla_decode(**inputs, scale=case.scale)
-    out, got = mla_decode(**inputs, scale=case.scale, impl="xla")
+    out, lse = fallback(case)
     assert out.dtype == jnp.bfloat16
-    assert testing.error(out, wanted) < 3e-3
-    assert testing.lse_error(got, lse) < 1e-5
-    exact = {k: v.astype(jnp.float32) if v.dtype == jnp.bfloat16 else v for k, v in inputs.items()}
-    assert testing.error(mla_decode(**exact, scale=case.scale, impl="xla")[0], wanted) < 1e-5
+    assert testing.error(out, wanted(case)[0]) < 3e-3
+    assert testing.lse_error(lse, wanted(case)[1]) < 1e-5
+
+
+@each_case
+def test_the_tpu_kernel_interpreted_is_within_twice_the_fallbacks_error_and_has_no_race(case, capfd):
+    out, lse = interpreted(case, testing.mla_decode_inputs(case), 64, 128)
+    assert testing.error(out, wanted(case)[0]) <= 2 * testing.error(fallback(case)[0], wanted(case)[0])
+    assert testing.lse_error(lse, wanted(case)[1]) < 1e-5
+    assert "RACE DETECTED" not in capfd.readouterr().out
 
 
 @settings(max_examples=8, deadline=None)
@@ -69,9 +89,27 @@ def test_the_fallback_computes_the_reference_whatever_lies_past_the_end(case):
 def test_the_fallback_holds_for_any_lengths(lens, heads, tokens, page, seed):
     case = testing.MlaDecodeCase("any", tuple(lens), heads, tokens, rank=64, rope=32, page=page)
     inputs = testing.mla_decode_inputs(case, seed, jnp.float32)
-    wanted, lse = reference.mla_decode(**inputs, scale=case.scale)
+    sums, lse = double(case, inputs)
     out, got = xla.mla_decode(**inputs, scale=case.scale)
-    assert testing.error(out, wanted) < 1e-5
+    assert testing.error(out, sums) < 1e-5
+    assert testing.lse_error(got, lse) < 1e-5
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    lens=st.lists(st.integers(0, 150), min_size=1, max_size=4),
+    heads=st.integers(1, 40),
+    tokens=st.integers(1, 8),
+    page=st.sampled_from([16, 32, 64]),
+    rows=st.sampled_from([32, 64, 512]),
+    seed=st.integers(0, 9),
+)
+def test_the_tpu_kernel_holds_for_any_lengths(lens, heads, tokens, page, rows, seed):
+    case = testing.MlaDecodeCase("any", tuple(lens), heads, tokens, rank=128, rope=32, page=page)
+    inputs = testing.mla_decode_inputs(case, seed, jnp.float32)
+    sums, lse = double(case, inputs)
+    out, got = interpreted(case, inputs, rows, 64)
+    assert testing.error(out, sums) < 1e-5
     assert testing.lse_error(got, lse) < 1e-5
 
 
@@ -84,11 +122,11 @@ def test_an_empty_row_gives_zeros_and_an_lse_of_minus_infinity():
 
 
 def test_garbage_in_the_page_table_past_the_end_is_harmless():
-    case = testing.MlaDecodeCase("", (5, 200), 3, rank=64, rope=32)
+    case = testing.MlaDecodeCase("", (5, 200), 3, rank=128, rope=32)
     inputs = testing.mla_decode_inputs(case)
-    wanted, _ = xla.mla_decode(**inputs, scale=1.0)
-    inputs["page_table"] = inputs["page_table"].at[0, 1:].set(-(2**30))
-    np.testing.assert_array_equal(xla.mla_decode(**inputs, scale=1.0)[0], wanted)
+    garbage = inputs | {"page_table": inputs["page_table"].at[0, 1:].set(-(2**30))}
+    np.testing.assert_array_equal(xla.mla_decode(**garbage, scale=case.scale)[0], fallback(case)[0])
+    np.testing.assert_array_equal(interpreted(case, garbage, 64, 128)[0], interpreted(case, inputs, 64, 128)[0])
 
 
 @settings(max_examples=100, deadline=None)
@@ -137,26 +175,26 @@ def test_a_named_implementation_that_cannot_raises_with_the_reason():
 
 
 @pytest.fixture(scope="module")
-def interpreted(run):
+def on_gpu(run):
     text = run("interpret.py", NPROC="64")  # each warpgroup waits in a thread
     return text, {row["name"]: row for row in map(json.loads, (x for x in text.splitlines() if x.startswith("{")))}
 
 
-@pytest.mark.skipif(not recent, reason="the kernel needs JAX 0.11.2")
-@pytest.mark.parametrize("name", NAMES)
-def test_the_interpreted_kernel_is_within_twice_the_fallbacks_error(interpreted, name):
-    row = interpreted[1][name]
+@pytest.mark.skipif(not recent, reason="the GPU kernel needs JAX 0.11.2")
+@each_case
+def test_the_gpu_kernel_interpreted_is_within_twice_the_fallbacks_error(on_gpu, case):
+    row = on_gpu[1][case.name]
     assert row["error"] <= 2 * row["fallback"]
     assert row["lse"] < 2e-3
 
 
-@pytest.mark.skipif(not recent, reason="the kernel needs JAX 0.11.2")
-def test_the_interpreted_kernel_has_no_race(interpreted):
-    assert "RACE DETECTED" not in interpreted[0]
+@pytest.mark.skipif(not recent, reason="the GPU kernel needs JAX 0.11.2")
+def test_the_gpu_kernel_interpreted_has_no_race(on_gpu):
+    assert "RACE DETECTED" not in on_gpu[0]
 
 
-@pytest.mark.skipif(not recent, reason="the kernel needs JAX 0.11.2")
-def test_the_kernel_compiles_for_an_h200_and_hardly_spills(run, tmp_path):
+@pytest.mark.skipif(not recent, reason="the GPU kernel needs JAX 0.11.2")
+def test_the_gpu_kernel_compiles_for_an_h200_and_hardly_spills(run, tmp_path):
     pytest.importorskip("jax_plugins.xla_cuda13", reason="jax-cuda13-plugin of JAX's own version compiles without a GPU")
     rows = run("compile.py", MOSAIC_GPU_DUMP_TO=str(tmp_path), MOSAIC_GPU_DUMP_PTXAS="1", JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
     for row in map(json.loads, rows.splitlines()):

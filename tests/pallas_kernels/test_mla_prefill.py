@@ -1,4 +1,6 @@
-"""Attention over expanded heads: the specification against a sum in float64, the fallback against the specification."""
+"""The specification against a sum in float64; the fallback and the kernel, interpreted, against the specification."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import testing
-from pallas_kernels.mla_prefill import CHECKS, Unsupported, merge, mla_prefill, reference, xla
+from pallas_kernels.mla_prefill import CHECKS, Unsupported, merge, mla_prefill, reference, tpu, xla
 
-NAMES = [case.name for case in testing.MLA_PREFILL]
+each_case = pytest.mark.parametrize("case", testing.MLA_PREFILL, ids=lambda case: case.name)
 
 
 def double(case, inputs):
@@ -29,30 +32,45 @@ def double(case, inputs):
     return out, lse
 
 
-def exact(inputs):
-    return {k: v.astype(jnp.float32) if v.dtype == jnp.bfloat16 else v for k, v in inputs.items()}
+@functools.cache
+def wanted(case):
+    call = functools.partial(reference.mla_prefill, scale=case.scale, causal=case.causal)
+    return jax.jit(call)(**testing.mla_prefill_inputs(case))
 
 
-@pytest.mark.parametrize("case", testing.MLA_PREFILL, ids=NAMES)
+@functools.cache
+def fallback(case):
+    return mla_prefill(**testing.mla_prefill_inputs(case), scale=case.scale, causal=case.causal, impl="xla")
+
+
+def interpreted(case, inputs, block, chunk):
+    """The TPU kernel, on memory that is NaN until written, with copies as late as they may be; tells races."""
+    how = {"scale": case.scale, "causal": case.causal, "sizes": {"block": block, "chunk": chunk}}
+    return tpu.mla_prefill(**inputs, **how, interpret=pltpu.InterpretParams(detect_races=True))
+
+
+@each_case
 def test_the_reference_is_the_sum_it_says(case):
-    inputs = testing.mla_prefill_inputs(case)
-    out, lse = reference.mla_prefill(**inputs, scale=case.scale, causal=case.causal)
-    wanted, wanted_lse = double(case, inputs)
-    assert testing.error(out, wanted) < 1e-5
-    assert testing.lse_error(lse, wanted_lse) < 1e-5
+    sums, lse = double(case, testing.mla_prefill_inputs(case))
+    assert testing.error(wanted(case)[0], sums) < 1e-5
+    assert testing.lse_error(wanted(case)[1], lse) < 1e-5
 
 
-@pytest.mark.parametrize("case", testing.MLA_PREFILL, ids=NAMES)
+@each_case
 def test_the_fallback_computes_the_reference_whatever_lies_past_the_end(case):
-    inputs = testing.mla_prefill_inputs(case)
-    how = {"scale": case.scale, "causal": case.causal, "impl": "xla"}
-    wanted, lse = reference.mla_prefill(**inputs, scale=case.scale, causal=case.causal)
-    out, got = mla_prefill(**inputs, **how)
+    out, lse = fallback(case)
     assert out.dtype == jnp.bfloat16
-    assert got.dtype == jnp.float32
-    assert testing.error(out, wanted) < 3e-3
-    assert testing.lse_error(got, lse) < 1e-5
-    assert testing.error(mla_prefill(**exact(inputs), **how)[0], wanted) < 1e-5
+    assert lse.dtype == jnp.float32
+    assert testing.error(out, wanted(case)[0]) < 3e-3
+    assert testing.lse_error(lse, wanted(case)[1]) < 1e-5
+
+
+@each_case
+def test_the_interpreted_kernel_is_within_twice_the_fallbacks_error_and_has_no_race(case, capfd):
+    out, lse = interpreted(case, testing.mla_prefill_inputs(case), 256, 256)
+    assert testing.error(out, wanted(case)[0]) <= 2 * testing.error(fallback(case)[0], wanted(case)[0])
+    assert testing.lse_error(lse, wanted(case)[1]) < 1e-5
+    assert "RACE DETECTED" not in capfd.readouterr().out
 
 
 @settings(max_examples=8, deadline=None)
@@ -66,12 +84,29 @@ def test_the_fallback_computes_the_reference_whatever_lies_past_the_end(case):
 def test_the_fallback_holds_for_any_lengths_blocks_and_chunks(rows, heads, causal, sizes, seed):
     case = testing.MlaPrefillCase("any", *zip(*rows, strict=True), heads, width=24, value=16, causal=causal)
     inputs = testing.mla_prefill_inputs(case, seed, jnp.float32)
-    wanted, lse = double(case, inputs)
+    sums, lse = double(case, inputs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "BLOCK", sizes[0])
         patch.setattr(xla, "CHUNK", sizes[1])
         out, got = xla.mla_prefill(**inputs, scale=case.scale, causal=causal)
-    assert testing.error(out, wanted) < 1e-5
+    assert testing.error(out, sums) < 1e-5
+    assert testing.lse_error(got, lse) < 1e-5
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=2),
+    heads=st.integers(1, 3),
+    causal=st.booleans(),
+    sizes=st.sampled_from([(128, 128), (256, 128), (128, 512)]),
+    seed=st.integers(0, 9),
+)
+def test_the_interpreted_kernel_holds_for_any_lengths_blocks_and_chunks(rows, heads, causal, sizes, seed):
+    case = testing.MlaPrefillCase("any", *zip(*rows, strict=True), heads, width=64, value=32, causal=causal)
+    inputs = testing.mla_prefill_inputs(case, seed, jnp.float32)
+    sums, lse = double(case, inputs)
+    out, got = interpreted(case, inputs, *sizes)
+    assert testing.error(out, sums) < 1e-5
     assert testing.lse_error(got, lse) < 1e-5
 
 
@@ -88,7 +123,7 @@ def test_the_fallback_never_holds_all_scores_at_a_real_size():
 def test_a_long_prefix_in_pieces_merges_to_the_whole(dtype):
     case = testing.MlaPrefillCase("", (20, 9, 3), (150, 9, 40), heads=3)
     inputs = testing.mla_prefill_inputs(case, dtype=dtype)
-    wanted, wanted_lse = double(case, inputs)
+    sums, wanted_lse = double(case, inputs)
     q, k, v, q_lens, kv_lens = inputs.values()
     prefix = kv_lens - q_lens
     rows = jax.vmap(lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, q.shape[1]))
@@ -100,7 +135,7 @@ def test_a_long_prefix_in_pieces_merges_to_the_whole(dtype):
         part = mla_prefill(q, k[:, at : at + 50], v[:, at : at + 50], q_lens, piece, scale=case.scale, causal=False)
         out, lse = merge(out, lse, *part)
     assert out.dtype == jnp.float32
-    assert testing.error(out, wanted) < (3e-3 if dtype == jnp.bfloat16 else 1e-5)
+    assert testing.error(out, sums) < (3e-3 if dtype == jnp.bfloat16 else 1e-5)
     assert testing.lse_error(lse, wanted_lse) < 1e-5
 
 
@@ -125,6 +160,7 @@ def test_a_named_implementation_that_cannot_raises_with_the_reason():
     assert "48" in CHECKS["mosaic_tpu"](inputs["q"], inputs["k"], inputs["v"])
     with pytest.raises(Unsupported, match="48"):
         mla_prefill(**inputs, scale=1.0, impl="mosaic_tpu")
+    exact = testing.mla_prefill_inputs(case._replace(width=192, value=128), dtype=jnp.float32)
     with pytest.raises(Unsupported, match="float32"):
-        mla_prefill(**exact(testing.mla_prefill_inputs(case._replace(width=192, value=128))), scale=1.0, impl="mosaic_tpu")
+        mla_prefill(**exact, scale=1.0, impl="mosaic_tpu")
     assert mla_prefill(**inputs, scale=1.0)[0].shape == (1, 10, 4, 16)
