@@ -7,7 +7,7 @@ The library behind it is built once, by `python -m cpu_experts.build`."""
 
 import ctypes
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -81,7 +81,7 @@ class Experts:
         weights = Weights(ctypes.sizeof(Weights), *ids, *shape, *pointers, *sizes, threads or 0, ISAS.index(isa), max_rows)
         handle = ctypes.c_uint64()
         check(self._library, self._library.cpu_experts_open(weights, handle))
-        self._handle = handle.value
+        self._handle, self._max_rows = handle.value, max_rows
 
     @property
     def nbytes(self) -> int:
@@ -91,8 +91,10 @@ class Experts:
     def forward(self, x: np.ndarray, topk_ids: np.ndarray, topk_weights: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """`[n D]` in float32, or into `out`; x and out are float32 or bfloat16, ids int32 `[n K]`, weights float32 `[n K]`.
 
-        The id X stands for no expert. The same arguments give the same bits, on any number of threads."""
-        if self._handle is None:
+        The id X stands for no expert. The same arguments give the same bits, on any number of threads. KeyboardInterrupt comes
+        between two turns of `max_rows`; a given `out` then holds the tokens of some."""
+        handle = self._handle
+        if handle is None:
             raise Closed("the layer is closed")
         packed = self._packed  # held while it runs, should another thread close the layer
         if out is None:
@@ -105,9 +107,17 @@ class Experts:
         _expect("topk_weights", topk_weights, (n, chosen), ("float32",))
         if not out.flags.writeable:
             raise ValueError("out: not writable")
-        dtypes = (_FLOATS.index(a.dtype.name) for a in (x, out))
-        batch = Batch(ctypes.sizeof(Batch), n, chosen, *dtypes, *(a.ctypes.data for a in (x, topk_ids, topk_weights, out)))
-        check(self._library, self._library.cpu_experts_forward(self._handle, batch))
+        arrays, dtypes = (x, topk_ids, topk_weights, out), [_FLOATS.index(a.dtype.name) for a in (x, out)]
+
+        def call(function: Callable[..., int], first: int, last: int) -> None:
+            pointers = (a.ctypes.data + first * a.strides[0] for a in arrays)
+            check(self._library, function(handle, Batch(ctypes.sizeof(Batch), last - first, chosen, *dtypes, *pointers)))
+
+        turns = max(1, -(-n // max(1, self._max_rows // max(1, chosen))))
+        if turns > 1:  # one by one, as the library would take them: Python sees an interrupt only in between
+            call(self._library.cpu_experts_check, 0, n)
+        for i in range(turns):
+            call(self._library.cpu_experts_forward, n * i // turns, n * (i + 1) // turns)
         del packed
         return out
 

@@ -59,6 +59,7 @@ SIGNATURES = {
     "cpu_experts_abi": (c_int32, []),
     "cpu_experts_best_isa": (c_int32, []),
     "cpu_experts_open": (c_int32, [POINTER(Weights), POINTER(c_uint64)]),
+    "cpu_experts_check": (c_int32, [c_uint64, POINTER(Batch)]),
     "cpu_experts_forward": (c_int32, [c_uint64, POINTER(Batch)]),
     "cpu_experts_close": (c_int32, [c_uint64]),
     "cpu_experts_last_error": (c_char_p, []),

@@ -60,6 +60,17 @@ std::shared_ptr<Pool> pool_of(Registry& r, int threads) {
     return pool;
 }
 
+// nullptr if there is none; with a pool whose workers are here.
+std::shared_ptr<Open> opened(uint64_t handle, std::shared_ptr<Pool>& pool) {
+    std::lock_guard<std::mutex> hold(registry().mutex);
+    auto found = registry().open.find(handle);
+    if (found == registry().open.end()) return nullptr;
+    auto& open = found->second;
+    if (!open->pool->threads.of_this_process()) open->pool = pool_of(registry(), open->threads);
+    pool = open->pool;
+    return open;
+}
+
 template <class Body>
 int32_t guarded(Body body) {
     try {
@@ -177,18 +188,19 @@ int32_t cpu_experts_open(const cpu_experts_weights* weights, uint64_t* handle) {
     });
 }
 
+int32_t cpu_experts_check(uint64_t handle, const cpu_experts_batch* batch) {
+    return guarded([&]() -> int32_t {
+        std::shared_ptr<Pool> pool;
+        auto open = opened(handle, pool);
+        return open ? check(open->layer, batch) : fail(CPU_EXPERTS_CLOSED, "the layer is closed");
+    });
+}
+
 int32_t cpu_experts_forward(uint64_t handle, const cpu_experts_batch* batch) {
     return guarded([&]() -> int32_t {
-        std::shared_ptr<Open> open;
         std::shared_ptr<Pool> pool;
-        {
-            std::lock_guard<std::mutex> hold(registry().mutex);
-            auto found = registry().open.find(handle);
-            if (found == registry().open.end()) return fail(CPU_EXPERTS_CLOSED, "the layer is closed");
-            open = found->second;
-            if (!open->pool->threads.of_this_process()) open->pool = pool_of(registry(), open->threads);
-            pool = open->pool;
-        }
+        auto open = opened(handle, pool);
+        if (!open) return fail(CPU_EXPERTS_CLOSED, "the layer is closed");
         if (int32_t status = check(open->layer, batch)) return status;
         if (batch->tokens == 0) return CPU_EXPERTS_OK;
         std::lock_guard<std::mutex> busy(pool->busy);

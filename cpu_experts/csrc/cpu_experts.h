@@ -71,6 +71,8 @@ CPU_EXPERTS_API int32_t cpu_experts_abi(void);
 /* The best instruction set that is usable here. */
 CPU_EXPERTS_API int32_t cpu_experts_best_isa(void);
 CPU_EXPERTS_API int32_t cpu_experts_open(const cpu_experts_weights* weights, uint64_t* handle);
+/* What forward says of a batch before it computes. */
+CPU_EXPERTS_API int32_t cpu_experts_check(uint64_t handle, const cpu_experts_batch* batch);
 /* Serialised per number of threads: layers share their workers and their scratch. Allocates nothing. */
 CPU_EXPERTS_API int32_t cpu_experts_forward(uint64_t handle, const cpu_experts_batch* batch);
 CPU_EXPERTS_API int32_t cpu_experts_close(uint64_t handle);

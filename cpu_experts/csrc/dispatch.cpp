@@ -2,24 +2,32 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
+
 #include "gemm.h"
 
 namespace cpu_experts {
 namespace {
 
-#ifdef CPU_EXPERTS_EMULATE_TILES
-bool tiles_usable() { return true; }
-#elif defined(__x86_64__)
+#ifdef CPU_EXPERTS_X86
 // Linux enables the 8 KiB of tile registers only for processes that ask; it may refuse.
-bool tiles_usable() {
+bool tiles_permitted() {
     constexpr int request_permission = 0x1023, tile_data = 18;
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+}
+
+bool tiles_usable() {
+#ifdef CPU_EXPERTS_EMULATE_TILES
+    return tiles_permitted() || errno != EPERM;  // what cannot be had here is emulated, what is forbidden is not
+#else
     return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") &&
-           syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+           tiles_permitted();
+#endif
 }
 #endif
 
 Isa found() {
-#ifdef __x86_64__
+#ifdef CPU_EXPERTS_X86
     __builtin_cpu_init();
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -36,7 +44,7 @@ struct Usable {
     Isa vectors = found();
 #ifdef CPU_EXPERTS_EMULATE_TILES
     bool tiles = tiles_usable();
-#elif defined(__x86_64__)
+#elif defined(CPU_EXPERTS_X86)
     bool tiles = vectors == kAvx512 && tiles_usable();
 #else
     bool tiles = false;
@@ -52,7 +60,7 @@ Isa best_isa() { return usable.tiles ? kAmx : usable.vectors; }
 const Kernels* kernels_of(Isa isa) {
     if (isa == kBest) isa = best_isa();
     if (isa == kAmx ? !usable.tiles : isa > usable.vectors) return nullptr;
-#ifdef __x86_64__
+#ifdef CPU_EXPERTS_X86
     if (isa == kAmx) return &amx_kernels();
     if (isa == kAvx512) return &avx512_kernels();
     if (isa == kAvx2) return &avx2_kernels();

@@ -40,14 +40,20 @@ def builds(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session")
-def native(builds):
-    return library.opened(builds() / library.NAME)
+def opened(request, *options: str):
+    """Of a build; or the library that CPU_EXPERTS_TESTED names, with sanitizers and the model of tiles (test_sanitizers.py)."""
+    named = os.environ.get("CPU_EXPERTS_TESTED")
+    return library.opened(Path(named) if named else request.getfixturevalue("builds")(*options) / library.NAME)
 
 
 @pytest.fixture(scope="session")
-def emulated(builds):
-    return library.opened(builds("-DCPU_EXPERTS_EMULATE_TILES=ON") / library.NAME)
+def native(request):
+    return opened(request)
+
+
+@pytest.fixture(scope="session")
+def emulated(request):
+    return opened(request, "-DCPU_EXPERTS_EMULATE_TILES=ON")
 
 
 @pytest.fixture

@@ -1,11 +1,13 @@
 """A layer's forward against the specification, in every precision and on every instruction set."""
 
+import ctypes
+
 import ml_dtypes
 import numpy as np
 import pytest
-from moe_layers import Batch, distance, fitting, parts_of, random_batch, random_layer
+from moe_layers import Batch, at_a_page_end, distance, fitting, guarded, parts_of, random_batch, random_layer
 
-from cpu_experts import Experts, layout
+from cpu_experts import Experts, layout, library
 from cpu_experts.reference import BOUNDS
 
 PRECISIONS = list(layout.FORMATS)
@@ -52,6 +54,20 @@ def test_every_number_of_rows_of_one_expert_is_within_its_bound(isa, precision, 
     batch = random_batch(rows, model, 2, 1)._replace(ids=np.ones((rows, 1), np.int32))
     with Experts(*parts, precision, threads=2, isa=isa) as layer:
         assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_nothing_is_read_or_written_behind_the_arguments(isa, monkeypatch, precision, dtype):
+    """All of them, and the packed weights, end at pages that may not be touched."""
+    monkeypatch.setattr(layout, "_pages", guarded)
+    model, width = fitting(precision, 83, 45)
+    with Experts(*random_layer(3, model, width), precision, threads=2, isa=isa) as layer:
+        for tokens in (1, 7, 37):
+            x, ids, weights = random_batch(tokens, model, 3, 2)
+            x, out = x.astype(dtype), np.empty((tokens, model), dtype)
+            ended = [at_a_page_end(a) for a in (x, ids, weights, out)]
+            assert (layer.forward(*ended) == layer.forward(x, ids, weights, out)).all()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -123,6 +139,17 @@ def test_bfloat16_in_and_out(isa, precision):
     assert distance(out, batch, parts, precision) < BOUNDS[precision] + 2**-8
 
 
+def test_turns_of_the_library_are_those_of_python(built, native):
+    """Python calls it turn by turn; whoever calls it for all tokens at once gets the same bits."""
+    batch = random_batch(50, 64, 4, 2)
+    out = np.empty_like(batch.x)
+    with Experts(*random_layer(4, 64, 32), "int4_g32", max_rows=7) as layer:
+        pointers = (a.ctypes.data for a in (*batch, out))
+        whole = library.Batch(ctypes.sizeof(library.Batch), 50, 2, 0, 0, *pointers)
+        library.check(native, native.cpu_experts_forward(layer._handle, whole))
+        assert (layer.forward(*batch) == out).all()
+
+
 def test_floats_are_quantised_as_layout_does(built):
     for precision in PRECISIONS:
         model, width = fitting(precision, 64, 32)
@@ -175,8 +202,8 @@ def test_tiles_and_their_model_agree(native, emulated, monkeypatch, precision):
     parts = parts_of(random_layer(4, model, width), precision)
     batch = random_batch(100, model, 4, 2)
     outs = []
-    for library in (native, emulated):
-        monkeypatch.setattr("cpu_experts.load", lambda library=library: library)
+    for tiles in (native, emulated):
+        monkeypatch.setattr("cpu_experts.load", lambda tiles=tiles: tiles)
         with Experts(*parts, precision, isa="amx") as layer:
             outs.append(layer.forward(*batch))
     assert np.linalg.norm(outs[0] - outs[1]) <= BOUNDS[precision] * np.linalg.norm(outs[1])

@@ -115,3 +115,73 @@ def test_more_threads_than_subtasks(built):
     batch = random_batch(1, 16, 1, 1)._replace(ids=np.zeros((1, 1), np.int32))
     with Experts(*layer, threads=16) as many, Experts(*layer, threads=1) as one:
         assert (many.forward(*batch) == one.forward(*batch)).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
+def test_a_child_forked_amid_forwards_of_other_threads_computes_the_same(built):
+    layer, done = Experts(*LAYER, threads=2), threading.Event()
+    expected = layer.forward(*BATCH)
+
+    def work() -> None:
+        while not done.is_set():
+            layer.forward(*BATCH)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    ends = []
+    for _ in range(8):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            os._exit(0 if (layer.forward(*BATCH) == expected).all() else 1)
+        ends.append(os.waitpid(child, 0)[1])
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not any(ends)
+    layer.close()
+
+
+ON_ONE_CORE = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import numpy as np
+from cpu_experts import Experts
+rng = np.random.default_rng(0)
+weights = [rng.standard_normal(s, np.float32) for s in ((4, 48, 64), (4, 48, 64), (4, 64, 48))]
+batch = np.ones((40, 64), np.float32), np.arange(40, dtype=np.int32)[:, None] % 4, np.ones((40, 1), np.float32)
+outs = []
+for threads in (None, 1, 4):
+    with Experts(*weights, threads=threads) as layer:
+        outs += [layer.forward(*batch) for _ in range(200)]
+print(all((out == outs[0]).all() for out in outs))
+"""
+
+INTERRUPTED = """
+import os, signal, threading, time
+import numpy as np
+from cpu_experts import Experts
+weights = [np.full((1, 512, 512), 0.01, np.float32)] * 3
+layer = Experts(*weights, threads=2, isa="portable", max_rows=64)
+x, ids, ones = np.ones((200000, 512), np.float32), np.zeros((200000, 1), np.int32), np.ones((200000, 1), np.float32)
+few = layer.forward(x[:64], ids[:64], ones[:64])
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+start = time.perf_counter()
+try:
+    layer.forward(x, ids, ones)
+    print("ran to its end")
+except KeyboardInterrupt:
+    print("late" if time.perf_counter() - start > 10 else "soon", (layer.forward(x[:64], ids[:64], ones[:64]) == few).all())
+layer.close()
+"""
+
+
+@pytest.mark.parametrize(("script", "said"), [(ON_ONE_CORE, "True"), (INTERRUPTED, "soon True")])
+def test_on_one_core_and_interrupted(builds, script, said):
+    """A minute of work, of which Ctrl-C leaves a third of a second and a turn; more threads than cores."""
+    environment = os.environ | {"CPU_EXPERTS_LIBRARY": str(builds() / NAME), "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, check=True, timeout=120, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == said

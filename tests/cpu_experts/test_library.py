@@ -1,7 +1,10 @@
 """Finding, building and refusing the library; the kernels' own tests."""
 
+import os
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +12,8 @@ import pytest
 import cpu_experts
 from cpu_experts import Unsupported, library
 from cpu_experts.build import build
+
+ROOT = str(Path(__file__).parents[2])
 
 
 @pytest.fixture
@@ -20,7 +25,11 @@ def nowhere(monkeypatch, tmp_path):
 
 
 def test_a_missing_library_says_where_it_looked_and_how_to_build_it(nowhere):
-    assert not cpu_experts.available()
+    cpu_experts._say.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"none\.so.*python -m cpu_experts\.build"):
+        assert not cpu_experts.available()
+    with warnings.catch_warnings(action="error"):
+        assert not cpu_experts.available()
     with pytest.raises(Unsupported, match=r"none\.so.*python -m cpu_experts\.build"):
         cpu_experts.isa()
     with pytest.raises(Unsupported):
@@ -49,6 +58,65 @@ def test_an_available_library_names_its_instruction_set(builds, monkeypatch):
     assert cpu_experts.available()
     assert cpu_experts.isa() in library.ISAS[1:]
     library.load.cache_clear()
+
+
+ALONE = """
+import numpy as np
+import cpu_experts
+print(cpu_experts.available(), cpu_experts.available())
+try:
+    cpu_experts.Experts(*(np.zeros((1, 1, 1), np.float32),) * 3)
+except cpu_experts.Unsupported as error:
+    print("Unsupported:", error)
+from cpu_experts.build import main
+print(main([]))
+"""
+
+
+def test_without_a_compiler_the_package_imports_and_says_why_it_is_not_available(tmp_path):
+    environment = {"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": ROOT}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    available, unsupported, status = done.stdout.splitlines()
+    assert (available, status) == ("False False", "1")
+    assert unsupported.startswith("Unsupported: the library of cpu_experts is not built (looked at")
+    assert done.stderr.count("RuntimeWarning: the library of cpu_experts is not built") == 1
+    assert "error: " in done.stderr  # no cmake; or beside this Python one that finds no compiler
+
+
+def test_on_another_architecture_the_portable_kernels_are_built(builds):
+    """As cmake sees one, compiled for this processor: no file of its instruction sets is taken."""
+    folder = builds("-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=riscv64")
+    assert library.ISAS[library.opened(folder / library.NAME).cpu_experts_best_isa()] == "portable"
+    done = subprocess.run([str(folder / "test_kernels")], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+REFUSED = """
+import numpy as np
+import cpu_experts
+print(cpu_experts.isa())
+weights = np.ones((1, 32, 32), np.float32)
+batch = np.ones((20, 32), np.float32), np.zeros((20, 1), np.int32), np.ones((20, 1), np.float32)
+print(cpu_experts.Experts(weights, weights, weights).forward(*batch).std())
+try:
+    cpu_experts.Experts(weights, weights, weights, isa="amx")
+except cpu_experts.Unsupported as error:
+    print("Unsupported:", error)
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("-DCPU_EXPERTS_EMULATE_TILES=ON",)])
+def test_a_system_that_refuses_tiles_is_one_without_them(builds, options):
+    folder = builds(*options)
+    environment = os.environ | {"PYTHONPATH": ROOT, "CPU_EXPERTS_LIBRARY": str(folder / library.NAME)}
+    environment["LD_PRELOAD"] = str(folder / "librefuse_tiles.so")
+    done = subprocess.run([sys.executable, "-c", REFUSED], env=environment, capture_output=True, text=True, check=True)
+    isa, deviation, unsupported = done.stdout.splitlines()
+    assert isa in ("avx512", "avx2", "portable")
+    assert float(deviation) == 0
+    assert unsupported.startswith("Unsupported: this processor lacks the instruction set")
 
 
 def test_a_failed_build_shows_what_cmake_said(builds, tmp_path):

@@ -1,0 +1,60 @@
+"""The tests that need numpy alone, on a library built with sanitizers: forwards, arguments, handles and fuzzed calls.
+
+Python itself is not built with them, so their runtime is loaded before it. Tiles are emulated: AddressSanitizer does not see what
+the instructions read and write."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpu_experts import library
+
+HERE = Path(__file__).parent
+EMULATED = "-DCPU_EXPERTS_EMULATE_TILES=ON"
+ASAN = "-DCMAKE_CXX_FLAGS=-fsanitize=address,undefined -fno-sanitize-recover=all"  # as in test_library.py: one build
+TSAN = "-DCMAKE_CXX_FLAGS=-fsanitize=thread"
+# Less what takes long with emulated tiles, and what starts a Python that loads another build.
+BOUNDS = "not repeated and not skewed and not every_size and not 4096 and not 1000 and not 150 and not exits and not one_core"
+# ThreadSanitizer itself cannot start threads in a child.
+RACES = "fuzz or (handles and not exits and not one_core and not forked) or (repeated and avx and not _k)"
+
+
+def preloaded(name: str, flag: str, folder: Path) -> str:
+    """A sanitizer's shared runtime, or a skip where the compiler has none or its programs do not run here.
+
+    With the C++ library, for the runtime looks for what throws exceptions as it starts: other extension modules throw some."""
+    compiler = os.environ.get("CXX") or "c++"
+    named = ([compiler, f"-print-file-name={each}"] for each in (name, "libstdc++.so.6"))
+    found = [subprocess.run(command, capture_output=True, text=True).stdout.strip() for command in named]
+    source, program = folder / "empty.cpp", folder / "empty"
+    source.write_text("int main() {}\n")
+    built = subprocess.run([compiler, flag, str(source), "-o", str(program)], capture_output=True)
+    if not Path(found[0]).is_file() or built.returncode or subprocess.run([str(program)], capture_output=True).returncode:
+        pytest.skip(f"{compiler} has no {flag} that works here")
+    return " ".join(found)
+
+
+def run(folder: Path, preload: str, chosen: str, temporary: Path, **options: str) -> None:
+    """The chosen tests; what the runtime reports ends the process, or is an exit status of its own."""
+    environment = os.environ | {"CPU_EXPERTS_TESTED": str(folder / library.NAME), "LD_PRELOAD": preload} | options
+    files = [str(HERE / f"test_{name}.py") for name in ("arguments", "blocks", "forward", "fuzz", "handles")]
+    flags = "-m pytest -q -p no:cacheprovider -p no:xdist".split()
+    command = [sys.executable, *flags, f"--basetemp={temporary}", *files, "-k", chosen]
+    done = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    assert "Sanitizer" not in done.stderr
+
+
+@pytest.mark.slow
+def test_addresses_and_undefined_behaviour(builds, tmp_path):
+    preload = preloaded("libasan.so", "-fsanitize=address", tmp_path)
+    run(builds(EMULATED, ASAN), preload, BOUNDS, tmp_path / "run", ASAN_OPTIONS="detect_leaks=0")
+
+
+@pytest.mark.slow
+def test_threads_do_not_race(builds, tmp_path):
+    preload = preloaded("libtsan.so", "-fsanitize=thread", tmp_path)
+    run(builds(EMULATED, TSAN), preload, RACES, tmp_path / "run", TSAN_OPTIONS="exitcode=66")
