@@ -41,7 +41,7 @@ def run(folder: Path, preload: str, chosen: str, temporary: Path, **options: str
     """The chosen tests; what the runtime reports ends the process, or is an exit status of its own."""
     environment = os.environ | {"CPU_EXPERTS_TESTED": str(folder / library.NAME), "LD_PRELOAD": preload} | options
     files = [str(HERE / f"test_{name}.py") for name in ("arguments", "blocks", "forward", "fuzz", "handles")]
-    flags = "-m pytest -q -p no:cacheprovider -p no:xdist".split()
+    flags = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command = [sys.executable, *flags, f"--basetemp={temporary}", *files, "-k", chosen]
     done = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
