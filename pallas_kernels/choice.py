@@ -27,6 +27,12 @@ def not_bfloat16(*arrays) -> str | None:
     return f"it takes bfloat16, not {', '.join(sorted(odd))}" if odd else None
 
 
+def too_old() -> str | None:
+    """Why this JAX cannot compile the kernels for GPUs."""
+    recent = tuple(map(int, jax.__version__.split(".")[:3])) >= (0, 11, 2)
+    return None if recent else f"it needs JAX 0.11.2 or newer, this is {jax.__version__}"
+
+
 def _hopper() -> bool:
     first = jax.devices()[0]
     return first.platform == "gpu" and str(getattr(first, "compute_capability", "")) == "9.0"

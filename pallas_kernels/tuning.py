@@ -11,6 +11,12 @@ MLA_DECODE = {
     128: {"slots": 4, "registers": (168, 160, 160, 24), "parts": (1, 2)},
 }
 
+# widths of keys and of values -> keys in a tile, slots of its ring; registers of (a worker, the other, feeder)
+MLA_PREFILL = {
+    (192, 128): {"chunk": 128, "slots": 2, "registers": (240, 240, 24)},
+    (256, 256): {"chunk": 64, "slots": 2, "registers": (240, 240, 24)},
+}
+
 # The TPU kernels: device kind -> sizes. Chosen by counting the bundles that the compiler schedules, with 0.35 us for each step
 # of a grid; not timed. Scoped VMEM, at most 10 MiB of the 16 that a program has unasked, is asserted by the tests.
 # query rows in a block, held tokens in a chunk

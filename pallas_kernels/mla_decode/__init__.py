@@ -29,8 +29,8 @@ def _shapes(q_c, q_pe, c_kv, k_pe) -> str | None:
 
 def check_gpu(q_c, q_pe, c_kv, k_pe, page_table) -> str | None:
     """Why the Hopper kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
-    if tuple(map(int, jax.__version__.split(".")[:3])) < (0, 11, 2):
-        return f"it needs JAX 0.11.2 or newer, this is {jax.__version__}"
+    if reason := choice.too_old():
+        return reason
     if q_c.shape[-1] not in tuning.MLA_DECODE:
         return f"it takes latent ranks {', '.join(map(str, sorted(tuning.MLA_DECODE)))}, not {q_c.shape[-1]}"
     return _shapes(q_c, q_pe, c_kv, k_pe)

@@ -18,6 +18,16 @@ from pallas_kernels.mla_prefill import xla
 __all__ = ["CHECKS", "Unsupported", "merge", "mla_prefill"]
 
 
+def check_gpu(q, k, v) -> str | None:
+    """Why the Hopper kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
+    if reason := choice.too_old():
+        return reason
+    if (widths := (q.shape[-1], v.shape[-1])) not in tuning.MLA_PREFILL:
+        known = " or ".join(f"{key} and {value}" for key, value in tuning.MLA_PREFILL)
+        return f"it takes heads of {known}, not {widths[0]} and {widths[1]}"
+    return choice.not_bfloat16(q, k, v)
+
+
 def check_tpu(q, k, v) -> str | None:
     """Why the TPU kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
     widths = {q.shape[-1], v.shape[-1]}
@@ -26,7 +36,7 @@ def check_tpu(q, k, v) -> str | None:
     return choice.not_bfloat16(q, k, v)
 
 
-CHECKS = {"mosaic_tpu": check_tpu}
+CHECKS = {"mosaic_gpu": check_gpu, "mosaic_tpu": check_tpu}
 
 
 def mla_prefill(
@@ -42,14 +52,20 @@ def mla_prefill(
 ) -> tuple[jax.Array, jax.Array]:
     """`[B T N H]`, `[B S N H]`, `[B S N V]`, `[B]`, `[B]` -> `[B T N V]` in q's dtype, LSE `[B T N]` float32.
 
-    `impl` is "mosaic_tpu", "xla" or, with None, the first of these that can; a name it cannot honour raises Unsupported."""
+    `impl` is "mosaic_gpu", "mosaic_tpu", "xla" or, with None, the first of these that can; a name it cannot honour raises
+    Unsupported."""
     impl = choice.choose("mla_prefill", impl, CHECKS, q, k, v)
     if impl == "xla":
         return xla.mla_prefill(q, k, v, q_lens, kv_lens, scale=scale, causal=causal)
-    from pallas_kernels.mla_prefill import tpu
+    if impl == "mosaic_tpu":
+        from pallas_kernels.mla_prefill import tpu
 
-    sizes = choice.sizes(tuning.MLA_PREFILL_TPU)
-    return tpu.mla_prefill(q, k, v, q_lens, kv_lens, scale=scale, causal=causal, sizes=sizes)
+        sizes = choice.sizes(tuning.MLA_PREFILL_TPU)
+        return tpu.mla_prefill(q, k, v, q_lens, kv_lens, scale=scale, causal=causal, sizes=sizes)
+    from pallas_kernels.mla_prefill import gpu  # needs a JAX that the others do not
+
+    sizes = tuning.MLA_PREFILL[q.shape[-1], v.shape[-1]]
+    return gpu.mla_prefill(q, k, v, q_lens, kv_lens, scale=scale, causal=causal, sizes=sizes)
 
 
 def merge(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:

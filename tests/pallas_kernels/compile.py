@@ -13,7 +13,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.mla_decode import gpu, schedule
+from pallas_kernels import mla_decode, tuning
+from pallas_kernels.mla_decode import gpu as decode_gpu
+from pallas_kernels.mla_prefill import gpu as prefill_gpu
 
 H200 = """
 gpu_device_info {
@@ -26,11 +28,32 @@ gpu_device_info {
 }
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
 """
-SHAPES = [  # batch, tokens, heads, rank, rope, page
-    (4, 1, 16, 512, 64, 64),
-    (4, 1, 128, 512, 64, 64),
-    (4, 2, 128, 512, 64, 16),
-    (2, 1, 8, 256, 32, 64),
+bf16, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.bfloat16, jnp.int32))
+
+
+def decode(B, T, N, R, E, Z):
+    def call(q_c, q_pe, c_kv, k_pe, page_table, seq_lens):
+        plan = mla_decode.schedule(seq_lens, heads=N, tokens=T, units=132)
+        return decode_gpu.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=0.1, schedule=plan)
+
+    cache = bf16((256, Z, R)), bf16((256, Z, E))
+    return call, (bf16((B, T, N, R)), bf16((B, T, N, E)), *cache, i32((B, 4096 // Z)), i32((B,)))
+
+
+def prefill(B, T, S, N, H, V, causal):
+    sizes = tuning.MLA_PREFILL[H, V]
+    call = functools.partial(prefill_gpu.mla_prefill, scale=0.1, causal=causal, sizes=sizes)
+    return call, (bf16((B, T, N, H)), bf16((B, S, N, H)), bf16((B, S, N, V)), i32((B,)), i32((B,)))
+
+
+PROGRAMS = [
+    (decode, (4, 1, 16, 512, 64, 64)),
+    (decode, (4, 1, 128, 512, 64, 64)),
+    (decode, (4, 2, 128, 512, 64, 16)),
+    (decode, (2, 1, 8, 256, 32, 64)),
+    (prefill, (1, 4096, 4096, 128, 192, 128, True)),
+    (prefill, (2, 1000, 1100, 16, 192, 128, False)),
+    (prefill, (1, 4096, 4096, 20, 256, 256, True)),
 ]
 
 target = topologies.get_topology_desc(platform="cuda", topology_name="h200", target_config=H200, topology="1x1x1")
@@ -38,18 +61,12 @@ sharding = NamedSharding(Mesh(np.array(target.devices), ("x",)), PartitionSpec()
 dump = os.environ["MOSAIC_GPU_DUMP_TO"]
 
 
-def call(q_c, q_pe, c_kv, k_pe, page_table, seq_lens):
-    plan = schedule(seq_lens, heads=q_c.shape[2], tokens=q_c.shape[1], units=132)
-    return gpu.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=0.1, schedule=plan)
-
-
-bf16, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.bfloat16, jnp.int32))
-for B, T, N, R, E, Z in SHAPES:
-    shapes = bf16((B, T, N, R)), bf16((B, T, N, E)), bf16((256, Z, R)), bf16((256, Z, E)), i32((B, 4096 // Z)), i32((B,))
+for make, shape in PROGRAMS:
+    call, arrays = make(*shape)
     before = set(glob.glob(dump + "/*.ptxas"))
-    jax.jit(call, in_shardings=(sharding,) * 6, out_shardings=sharding).lower(*shapes).compile()
+    jax.jit(call, in_shardings=(sharding,) * len(arrays), out_shardings=sharding).lower(*arrays).compile()
     for path in sorted(set(glob.glob(dump + "/*.ptxas")) - before):
         text = Path(path).read_text()
         spills = max(map(int, re.findall(r"(\d+) bytes spill stores", text)))
-        row = {"shape": [B, T, N, R, E, Z], "spills": spills, "serialized": "C7512" in text or "C7510" in text}
+        row = {"op": make.__name__, "shape": shape, "spills": spills, "serialized": "C7512" in text or "C7510" in text}
         print(json.dumps(row), flush=True)

@@ -1,5 +1,6 @@
 """Scripts of this folder, run in a process of their own."""
 
+import json
 import os
 import subprocess
 import sys
@@ -25,3 +26,10 @@ def run():
         return done.stdout
 
     return run
+
+
+@pytest.fixture(scope="session")
+def on_gpu(run):
+    """What the interpreter prints of the GPU kernels, and the rows in it by the names of their cases."""
+    text = run("interpret.py", NPROC="64")  # each warpgroup waits in a thread
+    return text, {row["name"]: row for row in map(json.loads, (x for x in text.splitlines() if x.startswith("{")))}

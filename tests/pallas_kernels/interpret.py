@@ -1,19 +1,31 @@
-"""Runs the kernel over all named cases in the interpreter, looking for races; prints one JSON line each."""
+"""Runs the GPU kernels over all named cases in the interpreter, looking for races; prints one JSON line each."""
 
 import json
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-from pallas_kernels import testing
-from pallas_kernels.mla_decode import gpu, reference, schedule, xla
+from pallas_kernels import mla_decode, mla_prefill, testing, tuning
+from pallas_kernels.mla_decode import gpu as decode_gpu
+from pallas_kernels.mla_decode import reference as decode_reference
+from pallas_kernels.mla_prefill import gpu as prefill_gpu
+from pallas_kernels.mla_prefill import reference as prefill_reference
+
+interpret = plgpu.InterpretGPUParams(detect_races=True)
+
+
+def show(case, got, wanted, fallback):
+    row = {"name": case.name, "error": testing.error(got[0], wanted[0]), "fallback": testing.error(fallback[0], wanted[0])}
+    print(json.dumps(row | {"lse": testing.lse_error(got[1], wanted[1])}), flush=True)
+
 
 for case in testing.MLA_DECODE:
-    inputs = testing.mla_decode_inputs(case)
-    wanted, lse = reference.mla_decode(**inputs, scale=case.scale)
-    own, _ = xla.mla_decode(**inputs, scale=case.scale)
-    plan = schedule(inputs["seq_lens"], heads=case.heads, tokens=case.tokens, units=4)
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    out, got = gpu.mla_decode(**inputs, scale=case.scale, schedule=plan, interpret=interpret)
-    row = {"name": case.name, "error": testing.error(out, wanted), "fallback": testing.error(own, wanted)}
-    row["lse"] = testing.lse_error(got, lse)
-    print(json.dumps(row), flush=True)
+    inputs = testing.mla_decode_inputs(case) | {"scale": case.scale}
+    plan = mla_decode.schedule(inputs["seq_lens"], heads=case.heads, tokens=case.tokens, units=4)
+    got = decode_gpu.mla_decode(**inputs, schedule=plan, interpret=interpret)
+    show(case, got, decode_reference.mla_decode(**inputs), mla_decode.mla_decode(**inputs, impl="xla"))
+
+for case in testing.MLA_PREFILL:
+    if (sizes := tuning.MLA_PREFILL.get((case.width, case.value))) is not None:
+        inputs = testing.mla_prefill_inputs(case) | {"scale": case.scale, "causal": case.causal}
+        got = prefill_gpu.mla_prefill(**inputs, sizes=sizes, interpret=interpret)
+        show(case, got, prefill_reference.mla_prefill(**inputs), mla_prefill.mla_prefill(**inputs, impl="xla"))

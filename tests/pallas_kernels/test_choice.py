@@ -41,9 +41,9 @@ def test_each_device_gets_its_kernel_or_the_fallback(on, decode, prefill, device
     on(device)
     tpu = "mosaic_tpu" if device in ("v5e", "v6e") else "xla"
     gpu = "mosaic_gpu" if device == "H200" and recent else "xla"
-    assert choice.choose("mla_decode", None, DECODE, *decode) == (tpu if tpu != "xla" else gpu)
-    if device != "H200":
-        assert choice.choose("mla_prefill", None, PREFILL, *prefill) == tpu
+    expected = tpu if tpu != "xla" else gpu
+    assert choice.choose("mla_decode", None, DECODE, *decode) == expected
+    assert choice.choose("mla_prefill", None, PREFILL, *prefill) == expected
 
 
 @pytest.mark.parametrize(("impl", "device", "says"), [("mosaic_tpu", "v4", "TPU v5e or newer, this is TPU v4"),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import testing
+from pallas_kernels import choice, testing
 from pallas_kernels.mla_prefill import CHECKS, Unsupported, merge, mla_prefill, reference, tpu, xla
 
 each_case = pytest.mark.parametrize("case", testing.MLA_PREFILL, ids=lambda case: case.name)
@@ -63,6 +63,14 @@ def test_the_fallback_computes_the_reference_whatever_lies_past_the_end(case):
     assert lse.dtype == jnp.float32
     assert testing.error(out, wanted(case)[0]) < 3e-3
     assert testing.lse_error(lse, wanted(case)[1]) < 1e-5
+
+
+@pytest.mark.skipif(choice.too_old() is not None, reason="the GPU kernel needs JAX 0.11.2")
+@pytest.mark.parametrize("case", [case for case in testing.MLA_PREFILL if case.width >= 192], ids=lambda case: case.name)
+def test_the_gpu_kernel_interpreted_is_within_twice_the_fallbacks_error(on_gpu, case):
+    row = on_gpu[1][case.name]
+    assert row["error"] <= 2 * row["fallback"]
+    assert row["lse"] < 1e-5
 
 
 @each_case
