@@ -2,8 +2,9 @@
 
     python benchmarks/unpack.py --out unpack.json
 
-Of the shape of V2-Lite's lm_head: calls of a millisecond or two may find both threads on one core. The package's numpy code runs on one core whatever the device; our own formats have no peer. glibc is told to keep freed memory,
-or either side would spend most of its time on fresh pages, by chance of the one and not of the other. Rates are of the median call."""
+Of the shape of V2-Lite's lm_head, for calls of a millisecond or two may find both threads on one core. The package's numpy
+code runs on one core whatever the device; our own formats have no peer. glibc is told to keep freed memory, or either side
+would spend most of its time on fresh pages, by chance of the one and not of the other. Rates are of the median call."""
 
 import argparse
 import ctypes

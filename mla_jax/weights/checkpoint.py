@@ -40,6 +40,7 @@ from mla_jax.weights.safetensors import DTYPES
 KIND, VERSION = "mla-jax weights", 1
 MANIFEST, MAX_MANIFEST = "manifest.json", 64 << 20
 MAX_CHUNK = 30 << 20  # bytes of a chunk that no mesh asks for; glibc maps 32 MiB and more anew each time, at half the rate
+COPIED = 3 * MAX_CHUNK  # bytes that Orbax may hold in copies
 BATCH = 256 << 20  # bytes read by one call of Orbax
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")  # names become names of folders, and no others do
 NOISE = ("TensorStore data files not found", "Skipping merge of OCDBT", "raised an exception")  # the last is raised to us as well
@@ -126,7 +127,7 @@ class Writer:
             leaves |= cut
         with self._writing():
             self._discard_unrecorded()
-            with _orbax() as ocp:
+            with _orbax(max(leaf.nbytes for leaf in leaves.values())) as ocp:
                 ocp.save(_step_folder(self.partial, step), leaves)
             self._record({**self.tensors, **entries}, complete=False)
         self.tensors |= entries
@@ -230,7 +231,7 @@ class Store:
                     if (found := stored.get(chunk.leaf)) != (expected := (chunk.dtype, _shape(chunk.box))):
                         what = f"{chunk.leaf} is {found or 'missing'}, expected {expected}"
                         raise BadFile(f"{name} is stored otherwise than the manifest says", what, f"in {folder}", AGAIN)
-                with _orbax() as ocp:
+                with _orbax(max(map(_nbytes, batch))) as ocp:
                     values = ocp.load(folder, {chunk.leaf: np.ndarray for chunk in batch})
             except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as e:
                 raise BadFile(f"{name} cannot be read", "a file is missing, cut short or damaged", f"in {folder}", AGAIN) from e
@@ -269,8 +270,8 @@ def open_store(folder: Path) -> Store:
 
 
 @contextmanager
-def _orbax() -> Iterator[Any]:
-    """Orbax's API under our options."""
+def _orbax(largest: int = 0) -> Iterator[Any]:
+    """Orbax's API under our options; `largest`: bytes of the largest leaf that it is to read or write."""
     import orbax.checkpoint.experimental.v1 as ocp
 
     logging.getLogger("absl").addFilter(_without_noise)
@@ -278,6 +279,7 @@ def _orbax() -> Iterator[Any]:
     context.array.saving.use_ocdbt = False  # a chunk is a file: a fault has an address
     context.array.saving.use_compression = False  # quantised weights do not shrink, and packing takes a step's memory again
     context.memory.deepcopy_host_arrays = False
+    context.memory.write_concurrent_bytes = context.memory.read_concurrent_bytes = max(COPIED, largest)
     context.pytree.loading.partial_load = True
     context.asynchronous.timeout_secs = 24 * 3600  # the default of 20 minutes is too short for a large step on a slow disk
     with context:
@@ -383,9 +385,13 @@ def _common(a: Box, b: Box) -> Box | None:
     return box if all(i < j for i, j in box) else None
 
 
+def _nbytes(chunk: Chunk) -> int:
+    return np.dtype(chunk.dtype).itemsize * prod(_shape(chunk.box))
+
+
 def _batches(chunks: list[Chunk]) -> list[list[Chunk]]:
     """Chunks that follow each other, about BATCH bytes together."""
-    reached = accumulate(np.dtype(chunk.dtype).itemsize * prod(_shape(chunk.box)) for chunk in chunks)
+    reached = accumulate(map(_nbytes, chunks))
     groups = groupby(zip(reached, chunks, strict=True), key=lambda pair: pair[0] // BATCH)
     return [[chunk for _, chunk in group] for _, group in groups]
 
