@@ -12,6 +12,7 @@ import re
 import tempfile
 import time
 from collections import Counter
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def measure(model: Transformer, rows: int, profile: bool) -> dict:
         state = jax.block_until_ready(programs.run(state, jnp.int32(STEPS)))
         times.append((time.perf_counter() - start) / STEPS)
     ms, floor = min(times) * 1e3, bytes_needed / report.device().bandwidth * 1e3
-    row = {"batch": rows, "ms a step": ms, "tokens/s": rows / ms * 1e3, "bar tokens/s": BARS[rows]}
+    row = {"batch": rows, "attention": model.attention, "ms a step": ms, "tokens/s": rows / ms * 1e3, "bar tokens/s": BARS[rows]}
     row |= {"experts touched": touched, "floor ms": floor, "of the floor %": 100 * floor / ms, "compile s": compiling}
     if profile:
         shares = profile_run(programs, state)
@@ -127,9 +128,10 @@ def main():
     parser = report.arguments(__doc__.splitlines()[0])
     parser.add_argument("--profile", action="store_true", help="say where the time goes")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--attention", nargs="+", default=["auto", "fused"], metavar="FORM")
     options = parser.parse_args()
     model, rows = random_model(Config.preset("v2_lite")), []
-    for batch in options.batch:
+    for batch, model.attention in product(options.batch, options.attention):
         rows.append(measure(model, batch, options.profile))
         print(rows[-1], flush=True)
     report.show(rows, options.out, benchmark="decode", model="V2-Lite shape, random bf16 weights", held=HELD)

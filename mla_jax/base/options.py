@@ -42,7 +42,7 @@ class AttentionOptions:
     """How attention is computed."""
 
     attention: str = "auto"
-    """naive, compressed, absorbed, move_elided or auto."""
+    """naive, compressed, absorbed, move_elided, fused (one kernel) or auto."""
 
 
 @dataclass(frozen=True)

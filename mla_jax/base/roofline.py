@@ -70,7 +70,7 @@ def attention_cost(config: Config, form: str, rows: int, new: int, attended: int
     if form == "compressed":
         return Cost(over_heads + 2 * rows * attended * weights, itemsize * (latents + 2 * expanded + weights) + scores)
     copies = 2 * rows * attended * heads * (rank + rope) if form == "absorbed" else 0
-    return Cost(over_latents, itemsize * (latents + weights + copies) + scores)
+    return Cost(over_latents, itemsize * (latents + weights + copies) + scores * (form != "fused"))
 
 
 def step_cost(config: Config, form: str, rows: int, new: int, attended: int, itemsize: int = 2) -> Cost:
@@ -118,7 +118,7 @@ def pick_form(config: Config, on: Device, rows: int, new: int, attended: int) ->
 
 def why_form(config: Config, on: Device, form: str, rows: int, new: int, attended: int) -> str:
     """One line that says what a form costs here, next to the other that could have been taken."""
-    other = "compressed" if form in ("move_elided", "absorbed") else "move_elided"
+    other = "compressed" if form in ("move_elided", "absorbed", "fused") else "move_elided"
 
     def said(name: str) -> str:
         cost = attention_cost(config, name, rows, new, attended, on.itemsize)

@@ -210,8 +210,8 @@ class LLM:
 
 def open_checkpoint(model: str | Path | None, *, attention: str, dtype: str | None, memory_fraction: float | None) -> Checkpoint:
     """The model's headers, checked; raises before JAX takes any memory of the device."""
-    if attention not in ("auto", *FORMS):
-        raise BadRequest(f"attention {printable(str(attention))} is not known", "known: auto, " + ", ".join(FORMS))
+    if attention not in (known := ("auto", *FORMS, "fused")):
+        raise BadRequest(f"attention {printable(str(attention))} is not known", "known: " + ", ".join(known))
     if dtype not in (None, *DTYPES):
         raise BadRequest(f"dtype {printable(str(dtype))} is not known", "known: " + ", ".join(DTYPES))
     if memory_fraction is not None:

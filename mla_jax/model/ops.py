@@ -2,6 +2,9 @@
 
 Weights keep the checkpoint's order, output axes first: quantised blocks stay whole, and kernels want the contracted axis last."""
 
+from math import gcd
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,6 +15,7 @@ from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor, dequantize
 
 Weight = Float[Array, "..."] | QTensor
+PAGE = 64  # slots of a contiguous cache that a kernel takes for a page
 
 
 def parameter(
@@ -88,3 +92,31 @@ def masked_exp(scores: Float[Array, "*B S"], mask: jax.Array) -> tuple[Float[Arr
     weights = jnp.where(mask, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     return weights, jnp.where(total > 0, total, 1.0)
+
+
+def schedule(seq_lens: Int[Array, " B"], heads: int, tokens: int) -> Any:
+    """How a kernel shares a step's work out; for `mla_decode`, once a step for all layers."""
+    from pallas_kernels import mla_decode
+
+    return mla_decode.schedule(seq_lens, heads=heads, tokens=tokens)
+
+
+def mla_decode(
+    q_c: Float[Array, "B T N R"],
+    q_pe: Float[Array, "B T N E"],
+    c_kv: Float[Array, "B S R"],
+    k_pe: Float[Array, "B S E"],
+    seq_lens: Int[Array, " B"],
+    scale: float,
+    *,
+    schedule: Any = None,
+    impl: str | None = None,
+) -> Float[Array, "B T N R"]:
+    """Attention over latents, a row's last T of `seq_lens` tokens being the queries: pages of which none is out of place."""
+    from pallas_kernels import mla_decode as kernel
+
+    rows, slots = c_kv.shape[:2]
+    page = gcd(slots, PAGE)
+    c_kv, k_pe = (x.reshape(-1, page, x.shape[-1]) for x in (c_kv, k_pe))
+    table = jnp.arange(rows * slots // page, dtype=jnp.int32).reshape(rows, -1)
+    return kernel.mla_decode(q_c, q_pe, c_kv, k_pe, table, seq_lens, scale=scale, schedule=schedule, impl=impl)[0]

@@ -15,6 +15,7 @@ from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache import latent
+from mla_jax.model import fused
 from mla_jax.model.mla import FORMS, MLA, Form
 from mla_jax.model.moe import BACKENDS, MLP, Backend, MoE, pick_backend
 from mla_jax.model.mtp import MTP
@@ -51,7 +52,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """An MLA model. `attention` and `experts` name a form and a backend, or "auto" to choose by shapes and device."""
+    """An MLA model. `attention` names a form or "fused", the kernel; `experts` a backend; "auto" chooses by shapes and device."""
 
     def __init__(
         self,
@@ -141,4 +142,9 @@ class Transformer(nnx.Module):
         """What this step's shapes, known while tracing, decide for all layers; `layer` is any of the cache's."""
         rows, new = batch.positions.shape
         attended = new if layer is None else batch.span or layer["positions"].shape[1]
-        return How(FORMS[self.form_name(rows, new, attended)], BACKENDS[self.backend_name(rows * new)])
+        name = self.form_name(rows, new, attended)
+        if name == "fused" and layer is not None:
+            form = fused.form(batch, layer, self.config.num_attention_heads)
+        else:  # without a cache, padding may stand between tokens
+            form = FORMS[name if name != "fused" else "move_elided"]
+        return How(form, BACKENDS[self.backend_name(rows * new)])
