@@ -1,9 +1,12 @@
 """Shapes are checked: annotated functions of the package run under jaxtyping and beartype. No test may reach the network."""
 
 import os
+import signal
 import socket
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job, and so in all that the tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from jaxtyping import install_import_hook
 

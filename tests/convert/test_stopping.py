@@ -283,9 +283,12 @@ def test_a_signal_from_outside_stops_it_too(tmp_path):
 
 
 def test_ctrl_c_while_all_is_checked_says_that_all_is_there(tmp_path, source, monkeypatch, capfd):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("convert.verify.verify", lambda *_: interrupt(1)())
+        patch.setattr("convert.verify.verify", interrupted)
         assert convert(source, out) == 130
     assert capfd.readouterr().err.endswith(f"\nstopped; {out} is all there, and mla-convert {out} --verify checks it again\n")
     assert convert(out, "--verify") == 0
