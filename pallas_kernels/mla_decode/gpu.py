@@ -20,7 +20,6 @@ two slots are all that shared memory has room for beside Q. Tried and lost:
 """
 
 import functools
-import math
 
 import jax
 import jax.experimental.pallas as pl
@@ -29,26 +28,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import tuning
+from pallas_kernels.hopper import LOG2E, LOW, ROW, clean, over, swizzled, zeros
 from pallas_kernels.mla_decode.schedule import BLOCK, TILE, groups
 
-LOG2E = math.log2(math.e)
-LOW = -1e30  # a running maximum of nothing; finite, for infinities subtract to NaN
-ROW = plgpu.Layout.WGMMA.reduce(1)
 SCORES, LEFT, RIGHT, FEEDER = range(4)
 WARPGROUPS = 4
-
-
-def _swizzled(width):
-    """Tiles as the matrix units read them; `width` columns of bfloat16."""
-    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
-
-
-def _over(x, shape):
-    return lax.broadcast_in_dim(x, shape, [0])
-
-
-def _zeros(shape, layout):
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
 def _dot_into(accs, a, bs, interpret):
@@ -224,34 +208,25 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                         s = lax.cond((t + 1) * TILE > clear, hide, lambda s, t: s, s, t)
                     higher = jnp.maximum(top, s.max(axis=1) * to_log2)
                     keep = jnp.exp2(top - higher)
-                    w = jnp.exp2(s * to_log2 - _over(higher, s.shape))
+                    w = jnp.exp2(s * to_log2 - over(higher, s.shape))
                     total = total * keep + w.sum(axis=1)
                     keep_s[slot] = keep
                     w_s[slot] = w.astype(dtype)
                     if last:
-                        pl.when((t + 1) * TILE > n)(lambda: clean(slot, n - t * TILE))
+                        pl.when((t + 1) * TILE > n)(lambda: empty(slot, n - t * TILE))
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(weighed.at[slot])
                     return step + 1, higher, total
 
-                def clean(slot, held):  # a weight of zero times NaN is NaN: what lies past the end becomes zeros
-                    for latent, (_, width) in zip(tile_s, parts, strict=False):
-
-                        def column(k, _, latent=latent):
-                            part = latent.at[slot, :, pl.ds(pl.multiple_of(k * 64, 64), 64)]
-                            v = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-                            at = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
-                            plgpu.commit_smem()
-                            part[...] = jnp.where(at < held, v, jnp.zeros_like(v))
-                            return ()
-
-                        lax.fori_loop(0, width // 64, column, ())
+                def empty(slot, held):
+                    for latent, _ in zip(tile_s, parts, strict=False):
+                        clean(latent, slot, held)
 
                 def alone(t, carry):
                     return weigh(product(carry[0]), t, carry, False)
 
                 low = plgpu.layout_cast(jnp.full((BLOCK,), LOW, jnp.float32), ROW)
-                carry = step, low, _zeros((BLOCK,), ROW)
+                carry = step, low, zeros((BLOCK,), ROW)
                 carry = lax.fori_loop(start, stop - 1, alone, carry)
                 s = product(carry[0])
                 plgpu.barrier_arrive(q_free)
@@ -296,7 +271,7 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                     slot = slot_of(step)
                     plgpu.barrier_wait(weighed.at[slot])
                     keep = plgpu.load(keep_s.at[slot], layout=ROW)
-                    acc = [x * _over(keep, x.shape) for x in acc]
+                    acc = [x * over(keep, x.shape) for x in acc]
                     acc = _dot_into(acc, w_s.at[slot], [latent.at[slot, :, some] for some in columns], interpret)
 
                     @pl.when(t < stop - start - 1)
@@ -305,14 +280,14 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
 
                     return step + 1, acc
 
-                zero = [_zeros((BLOCK, some.size), plgpu.Layout.WGMMA) for some in columns]
+                zero = [zeros((BLOCK, some.size), plgpu.Layout.WGMMA) for some in columns]
                 step, acc = lax.fori_loop(0, stop - start, tile, (step, zero))
                 b, which, _, _, _, whole, place = item(i)
                 slot = slot_of(step - 1)
                 plgpu.barrier_wait(normed)
                 norm = plgpu.load(keep_s.at[slots], layout=ROW)
                 for some, x in zip(columns, acc, strict=True):
-                    latent[slot, :, some] = (x * _over(norm, x.shape)).astype(dtype)
+                    latent[slot, :, some] = (x * over(norm, x.shape)).astype(dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(norm_free)
                 plgpu.barrier_arrive(staged)
@@ -347,7 +322,7 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                 plgpu.set_max_registers(registers[number], action="decrease" if number == FEEDER else "increase")
                 body()
 
-    layouts = [*(_swizzled(64) for _ in parts), _swizzled(E)]
+    layouts = [*(swizzled(64) for _ in parts), swizzled(E)]
     free = plgpu.Barrier(num_arrivals=2, num_barriers=slots)
     if size == 2:
         free = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=2, num_barriers=slots)
@@ -364,7 +339,7 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
         scratch_types=[
             [plgpu.SMEM((BLOCK, w), dtype, transforms=layout) for w, layout in zip(widths, layouts, strict=True)],
             [plgpu.SMEM((slots, TILE, w), dtype, transforms=layout) for w, layout in zip(widths, layouts, strict=True)],
-            None if shared_pe else plgpu.SMEM((slots, BLOCK, TILE), dtype, transforms=_swizzled(64)),
+            None if shared_pe else plgpu.SMEM((slots, BLOCK, TILE), dtype, transforms=swizzled(64)),
             plgpu.SMEM((slots + 1, BLOCK), jnp.float32),
             plgpu.Barrier(num_arrivals=len(widths)),
             [plgpu.Barrier(num_arrivals=per_tile * n, num_barriers=slots) for n in [1] * (len(parts) - 1) + [2]],

@@ -5,7 +5,6 @@ orders from the copy engine through a ring of slots. The two take turns on the m
 the other weighs its own. Blocks with the most keys to see start first, so that the last ones to end are short."""
 
 import functools
-import math
 
 import jax
 import jax.experimental.pallas as pl
@@ -13,35 +12,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-LOG2E = math.log2(math.e)
-LOW = -1e30  # a running maximum of nothing; finite, for infinities subtract to NaN
+from pallas_kernels.hopper import LOG2E, LOW, ROW, clean, over, swizzled, zeros
+
 ROWS = 64  # queries of a warpgroup
 WORKERS, FEEDER = 2, 2
 COPIED = 8  # rows that the copy engine moves at least
-ROW = plgpu.Layout.WGMMA.reduce(1)
-SWIZZLED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-
-
-def _over(x, shape):
-    return lax.broadcast_in_dim(x, shape, [0])
-
-
-def _zeros(shape, layout):
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-
-
-def _clean(tiles, slot, held):
-    """Zeros in the rows of a tile from `held` on: a weight of zero times NaN is NaN."""
-
-    def column(k, _):
-        part = tiles.at[slot, :, pl.ds(pl.multiple_of(k * 64, 64), 64)]
-        v = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-        at = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
-        plgpu.commit_smem()
-        part[...] = jnp.where(at < held, v, jnp.zeros_like(v))
-        return ()
-
-    lax.fori_loop(0, tiles.shape[-1] // 64, column, ())
 
 
 def _parts(width, value):
@@ -50,7 +25,7 @@ def _parts(width, value):
 
 
 def _kernel(
-    q_g, k_g, v_g, q_lens, kv_lens, out_g, lse_g, q_s, k_s, v_s, q_in, k_in, v_in, k_free, v_free, turn, clean,
+    q_g, k_g, v_g, q_lens, kv_lens, out_g, lse_g, q_s, k_s, v_s, q_in, k_in, v_in, k_free, v_free, turn, cleaned,
     *, scale, causal, sizes, interpret,
 ):  # fmt: skip
     (T, S), (chunk, slots) = (q_g.shape[1], k_g.shape[1]), (sizes["chunk"], sizes["slots"])
@@ -166,20 +141,20 @@ def _kernel(
             s = lax.cond((t + 1) * chunk > jnp.minimum(clear, held), hide, lambda s, t: s, s, t)
             higher = jnp.maximum(top, s.max(axis=1) * (scale * LOG2E))
             keep = jnp.exp2(top - higher)
-            w = jnp.exp2(s * (scale * LOG2E) - _over(higher, s.shape))
+            w = jnp.exp2(s * (scale * LOG2E) - over(higher, s.shape))
             total = total * keep + w.sum(axis=1)
-            acc = acc * _over(keep, acc.shape)
+            acc = acc * over(keep, acc.shape)
             w = w.astype(v_s.dtype)
             plgpu.barrier_wait(v_in.at[slot])
 
             @pl.when((t + 1) * chunk > held)  # the last tile of the row: who comes first cleans it for both
             def _():
                 if me == 0:
-                    _clean(v_s, slot, held - base_of(t))
+                    clean(v_s, slot, held - base_of(t))
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(clean)
+                    plgpu.barrier_arrive(cleaned)
                 else:
-                    plgpu.barrier_wait(clean)
+                    plgpu.barrier_wait(cleaned)
 
             acc = add_values(acc, w, slot)
             plgpu.barrier_arrive(v_free.at[slot])
@@ -189,7 +164,7 @@ def _kernel(
         if me == 1:
             take_turn()
         low = plgpu.layout_cast(jnp.full((ROWS,), LOW, jnp.float32), ROW)
-        zero = low, _zeros((ROWS,), ROW), _zeros((ROWS, V), plgpu.Layout.WGMMA)
+        zero = low, zeros((ROWS,), ROW), zeros((ROWS, V), plgpu.Layout.WGMMA)
         top, total, acc = lax.fori_loop(0, tiles, tile, zero)
         if me == 0:
             take_turn()
@@ -197,7 +172,7 @@ def _kernel(
         # a query past the end may have added anything
         some = (total > 0) & (row.max(axis=1) < asked)
         norm = jnp.where(some, 1 / total, 0.0)
-        out = jnp.where(_over(norm, acc.shape) > 0, acc * _over(norm, acc.shape), 0.0)
+        out = jnp.where(over(norm, acc.shape) > 0, acc * over(norm, acc.shape), 0.0)
         lse = jnp.where(some, (top + jnp.log2(total)) * (1 / LOG2E), -jnp.inf)
 
         @pl.when(which < blocks)
@@ -238,9 +213,9 @@ def mla_prefill(q, k, v, q_lens, kv_lens, *, scale, causal, sizes, interpret=Non
             jax.ShapeDtypeStruct((B, N, blocks, ROWS), jnp.float32),
         ),
         scratch_types=[
-            [plgpu.SMEM((WORKERS, ROWS, width), q.dtype, transforms=SWIZZLED) for _, width in parts],
-            [plgpu.SMEM((slots, chunk, width), k.dtype, transforms=SWIZZLED) for _, width in parts],
-            plgpu.SMEM((slots, chunk, V), v.dtype, transforms=SWIZZLED),
+            [plgpu.SMEM((WORKERS, ROWS, width), q.dtype, transforms=swizzled(64)) for _, width in parts],
+            [plgpu.SMEM((slots, chunk, width), k.dtype, transforms=swizzled(64)) for _, width in parts],
+            plgpu.SMEM((slots, chunk, V), v.dtype, transforms=swizzled(64)),
             plgpu.Barrier(num_arrivals=len(parts), num_barriers=WORKERS),
             plgpu.Barrier(num_arrivals=len(parts), num_barriers=slots),
             plgpu.Barrier(num_barriers=slots),
