@@ -2,7 +2,8 @@
 
 A block holds 128 queries of one head. Two warpgroups take 64 each and walk the same tiles of keys and values, which a third
 orders from the copy engine through a ring of slots. The two take turns on the matrix units: one's scores are computed while
-the other weighs its own. Blocks with the most keys to see start first, so that the last ones to end are short."""
+the other weighs its own. A head's blocks lie next to each other in the grid, for they share its keys in the L2; those with
+the most keys to see come first. Not timed yet."""
 
 import functools
 
