@@ -1,0 +1,33 @@
+"""Numbers in E4M3 with scales in float32: what the kernels take for a quantised cache, for activations and for weights."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+GROUP = 128  # numbers of a row that share a scale; in a weight, also rows
+LARGEST = 448.0  # of E4M3; a cast of more is NaN
+
+
+class Fp8(NamedTuple):
+    """`codes * scale`: activations and caches have a scale for each 128 of a row, weights one for each 128 by 128 block."""
+
+    codes: jax.Array  # [.. D], or [.. F D] of a weight; float8_e4m3fn
+    scale: jax.Array  # [.. ceil(D/128)], or [.. ceil(F/128) ceil(D/128)]; float32
+
+
+def quantize(x: jax.Array) -> Fp8:
+    """Rows `[.. D]`, D a multiple of 128, with the least scales that hold them; a group of zeros stays zeros."""
+    groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, GROUP)
+    scale = jnp.max(jnp.abs(groups), axis=-1) / LARGEST
+    values = groups / jnp.where(scale > 0, scale, 1)[..., None]
+    codes = jnp.clip(values, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
+    return Fp8(codes.reshape(x.shape), scale)
+
+
+def dequantize(x: Fp8, rows: int = 1) -> jax.Array:
+    """In float32; `rows` that share a scale: 1, or GROUP for a weight."""
+    scale = jnp.repeat(x.scale, GROUP, axis=-1)[..., : x.codes.shape[-1]]
+    if rows > 1:
+        scale = jnp.repeat(scale, rows, axis=-2)[..., : x.codes.shape[-2], :]
+    return x.codes.astype(jnp.float32) * scale
