@@ -128,3 +128,38 @@ def lse_error(got, wanted) -> float:
     if (np.isneginf(got) != empty).any() or not np.isfinite(got[~empty]).all():
         return np.inf
     return float(np.abs(got[~empty] - wanted[~empty]).max(initial=0))
+
+
+class RaggedDotCase(NamedTuple):
+    name: str
+    group_sizes: tuple[int, ...]
+    depth: int
+    features: int
+    spare: int = 5  # rows of no group
+
+    @property
+    def rows(self) -> int:
+        return sum(self.group_sizes)
+
+
+RAGGED_DOT = [
+    RaggedDotCase("one row", (1,), 64, 256, spare=0),
+    RaggedDotCase("ragged, some groups empty", (3, 0, 9, 1, 0), 192, 256),
+    RaggedDotCase("one group has everything", (0, 0, 70, 0), 128, 136),
+    RaggedDotCase("a row each", (1,) * 12, 128, 576),
+    RaggedDotCase("groups across the edges of tiles", (130, 5, 260, 7), 64, 264),
+    RaggedDotCase("few groups have rows", (0,) * 30 + (2, 1) + (0,) * 8 + (4,), 128, 384),
+    RaggedDotCase("nothing", (0, 0, 0), 64, 128),
+    RaggedDotCase("narrower than a block", (20, 12), 320, 96),
+]
+
+
+def ragged_dot_inputs(case: RaggedDotCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
+    """Random, with NaN in the rows of no group."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((case.rows + case.spare, case.depth), np.float32)
+    x[case.rows :] = np.nan
+    shape = len(case.group_sizes), case.features, case.depth
+    gate, up = (rng.standard_normal(shape, np.float32) * case.depth**-0.5 for _ in range(2))
+    arrays = {"x": x, "gate": gate, "up": up}
+    return {name: jnp.asarray(a, dtype) for name, a in arrays.items()} | {"group_sizes": jnp.array(case.group_sizes, jnp.int32)}

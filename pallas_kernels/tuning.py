@@ -30,3 +30,13 @@ MLA_PREFILL_TPU = {
     "other": {"block": 1024, "chunk": 1024},
 }
 PAGE_TABLE_TPU = 128 << 10  # entries, in half of the scalar memory
+
+# ragged_dot: tokens in a tile -> slots of the ring. As many as shared memory holds: one processor keeps 160 to 200 KiB of loads
+# in flight. The least width is taken that holds an average group with what the copy engine's alignment adds.
+RAGGED_DOT = {
+    8: {"slots": 6, "depth": 64, "registers": (240, 24)},
+    16: {"slots": 6, "depth": 64, "registers": (240, 24)},
+    32: {"slots": 6, "depth": 64, "registers": (240, 24)},
+    64: {"slots": 5, "depth": 64, "registers": (240, 24)},
+    128: {"slots": 4, "depth": 64, "registers": (240, 24)},
+}

@@ -1,0 +1,60 @@
+"""Matmuls of experts, each over rows of its own: the contract, and who fulfils it.
+
+The rows of x are sorted by group: first `group_sizes[0]` rows of group 0, and so on, tightly packed. What lies past the last
+group may be anything, and what comes out for it is unspecified. Weights keep the order of checkpoints, output axis first."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import choice, tuning
+from pallas_kernels.choice import Unsupported
+from pallas_kernels.fp8 import Fp8
+from pallas_kernels.ragged_dot import xla
+
+__all__ = ["CHECKS", "Unsupported", "ragged_dot", "ragged_swiglu"]
+
+
+def check_gpu(x, *weights) -> str | None:
+    """Why the Hopper kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
+    if reason := choice.too_old():
+        return reason
+    if any(isinstance(a, Fp8) for a in (x, *weights)):
+        return "it takes bfloat16, not E4M3"
+    F, D = weights[0].shape[1:]
+    if D % 64 or F % 8:
+        return f"it takes depths in multiples of 64 and features in multiples of 8, not {D} and {F}"
+    if not x.shape[0] or not weights[0].shape[0]:
+        return "it takes at least one row and one group"
+    return choice.not_bfloat16(x, *weights)
+
+
+CHECKS = {"mosaic_gpu": check_gpu}
+
+
+def _run(name, impl, x, weights, group_sizes, out_dtype):
+    impl = choice.choose(name, impl, CHECKS, x, *weights)
+    if out_dtype is None:
+        out_dtype = jnp.bfloat16 if isinstance(x, Fp8) else x.dtype
+    if impl == "xla":
+        return getattr(xla, name)(x, *weights, group_sizes, out_dtype=out_dtype)
+    from pallas_kernels.ragged_dot import gpu  # needs a JAX that the fallback does not
+
+    units = tuning.UNITS.get(choice.device(), tuning.DEFAULT_UNITS)
+    return gpu.grouped(x, weights, group_sizes, out_dtype=out_dtype, units=units)
+
+
+def ragged_dot(
+    x: jax.Array | Fp8, w: jax.Array | Fp8, group_sizes: jax.Array, *, out_dtype=None, impl: str | None = None
+) -> jax.Array:
+    """`[M D]`, `[X F D]`, `[X]` -> `[M F]`, each row times the weights of its group; in x's dtype, for E4M3 in bfloat16.
+
+    `impl` is "mosaic_gpu", "xla" or, with None, the first of these that can; a name it cannot honour raises Unsupported."""
+    return _run("ragged_dot", impl, x, (w,), group_sizes, out_dtype)
+
+
+def ragged_swiglu(
+    x: jax.Array | Fp8, gate: jax.Array | Fp8, up: jax.Array | Fp8, group_sizes: jax.Array,
+    *, out_dtype=None, impl: str | None = None,
+) -> jax.Array:  # fmt: skip
+    """`silu(x @ gate.T) * (x @ up.T)` of each row with the weights of its group; otherwise as `ragged_dot`."""
+    return _run("ragged_swiglu", impl, x, (gate, up), group_sizes, out_dtype)

@@ -1,0 +1,31 @@
+"""The fallback: XLA's own grouped matmul, on any device; quantised operands are first made bfloat16."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.fp8 import GROUP, Fp8, dequantize
+
+LAST = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+
+
+def values(x, rows: int = 1) -> jax.Array:
+    """`rows` that share a scale."""
+    return dequantize(x, rows).astype(jnp.bfloat16) if isinstance(x, Fp8) else x
+
+
+def _sums(x, w, group_sizes):
+    sums = lax.ragged_dot_general(values(x), values(w, GROUP), group_sizes, LAST, preferred_element_type=jnp.float32)
+    return sums.astype(jnp.float32)
+
+
+def ragged_dot(x, w, group_sizes, *, out_dtype):
+    """Sums in float32."""
+    return _sums(x, w, group_sizes).astype(out_dtype)
+
+
+def ragged_swiglu(x, gate, up, group_sizes, *, out_dtype):
+    """Sums and SwiGLU in float32."""
+    return (jax.nn.silu(_sums(x, gate, group_sizes)) * _sums(x, up, group_sizes)).astype(out_dtype)
