@@ -25,6 +25,17 @@ def quantize(x: jax.Array) -> Fp8:
     return Fp8(codes.reshape(x.shape), scale)
 
 
+def quantize_weight(w: jax.Array) -> Fp8:
+    """Weights `[.. F D]` with the least scale for each block of 128 by 128; the last blocks may be ragged."""
+    *stack, F, D = w.shape
+    padded = jnp.pad(w.astype(jnp.float32), [(0, 0)] * len(stack) + [(0, -F % GROUP), (0, -D % GROUP)])
+    blocks = padded.reshape(*stack, -(-F // GROUP), GROUP, -(-D // GROUP), GROUP)
+    scale = jnp.max(jnp.abs(blocks), axis=(-3, -1)) / LARGEST
+    values = blocks / jnp.where(scale > 0, scale, 1)[..., None, :, None]
+    codes = jnp.clip(values, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
+    return Fp8(codes.reshape(padded.shape)[..., :F, :D], scale)
+
+
 def dequantize(x: Fp8, rows: int = 1) -> jax.Array:
     """In float32; `rows` that share a scale: 1, or GROUP for a weight."""
     scale = jnp.repeat(x.scale, GROUP, axis=-1)[..., : x.codes.shape[-1]]
