@@ -1,4 +1,4 @@
-"""Paged MLA decode for Hopper, in Pallas Mosaic GPU.
+"""Paged MLA decode for Hopper, in Pallas Mosaic GPU; where at most 32 queries read a row, few.py does the larger part.
 
 A block holds 64 rows of queries (tokens times heads) and walks tiles of 64 held tokens. Four warpgroups:
   scores   Q K^T, the running softmax, weights to shared memory
@@ -29,6 +29,7 @@ from jax import lax
 
 from pallas_kernels import tuning
 from pallas_kernels.hopper import LOG2E, LOW, ROW, clean, over, swizzled, zeros
+from pallas_kernels.mla_decode import few
 from pallas_kernels.mla_decode.schedule import BLOCK, TILE, groups
 
 SCORES, LEFT, RIGHT, FEEDER = range(4)
@@ -467,9 +468,9 @@ def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale, schedule, 
     q_c, q_pe = (x.reshape(B, M, -1) for x in (q_c, q_pe))
     if M % 8:  # the copy engine moves eight rows at a time
         q_c, q_pe = (jnp.pad(x, ((0, 0), (0, -M % 8), (0, 0))) for x in (q_c, q_pe))
-    knobs = tuning.MLA_DECODE[R]
+    partial, knobs = (few.partial, tuning.MLA_DECODE_FEW[R]) if M <= few.MOST else (_partial, tuning.MLA_DECODE[R])
     shares = schedule.shares
-    out, lse, partial_out, partial_lse = _partial(
+    out, lse, partial_out, partial_lse = partial(
         q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares,
         scale=scale, heads=N, tokens=T, knobs=knobs, interpret=interpret,
     )  # fmt: skip
