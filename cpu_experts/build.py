@@ -1,11 +1,13 @@
-"""`python -m cpu_experts.build [folder]`: compiles the library by cmake and a C++ compiler, by default into the user's cache."""
+"""`python -m cpu_experts.build [folder]`: compiles the libraries by cmake and a C++ compiler, by default into the user's cache.
+
+That for XLA programs is built where jaxlib is installed, on its headers."""
 
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from cpu_experts.library import NAME, Unsupported, cache_folder
+from cpu_experts.library import FFI_NAME, NAME, Unsupported, cache_folder, ffi_headers, ffi_name
 
 SOURCE = Path(__file__).parent / "csrc"
 
@@ -15,28 +17,37 @@ def find_cmake() -> str | None:
     return shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
 
 
-def build(folder: Path, *options: str) -> Path:
+def build(folder: Path, *options: str, target: str = "all") -> Path:
     """The library, built in `folder` with further cmake options; raises Unsupported with the end of what cmake said."""
     if (cmake := find_cmake()) is None:
         raise Unsupported("cmake is needed to build cpu_experts: install it (`pip install cmake`) and a C++17 compiler")
-    for command in ([cmake, "-S", str(SOURCE), "-B", str(folder), *options], [cmake, "--build", str(folder), "--parallel"]):
+    configure = [cmake, "-S", str(SOURCE), "-B", str(folder), *options]
+    for command in (configure, [cmake, "--build", str(folder), "--parallel", "--target", target]):
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         if done.returncode:
             raise Unsupported(f"building cpu_experts failed: {' '.join(command)}\n{(done.stdout + done.stderr)[-4000:]}")
     return folder / NAME
 
 
+def install(built: Path, place: Path) -> None:
+    """In one step: another process may be loading what was there."""
+    partial = place.with_name(place.name + ".partial")
+    shutil.copyfile(built, partial)
+    partial.replace(place)
+    print(place)
+
+
 def main(arguments: list[str]) -> int:
     target = Path(arguments[0]) if arguments else cache_folder()
+    headers = ffi_headers()
     try:
-        built = build(target / "build")
-        partial = target / f"{NAME}.partial"
-        shutil.copyfile(built, partial)
-        partial.replace(target / NAME)  # in one step: another process may be loading it
+        install(build(target / "build", f"-DCPU_EXPERTS_FFI_HEADERS={headers or ''}", target="cpu_experts"), target / NAME)
+        if headers is not None:
+            build(target / "build", target="cpu_experts_ffi")
+            install(target / "build" / FFI_NAME, target / ffi_name(headers))
     except (Unsupported, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(target / NAME)
     return 0
 
 

@@ -1,13 +1,20 @@
-"""The shared library: where it is, its C functions, and its statuses as exceptions. Nothing is built or loaded at import."""
+"""The shared libraries: where they are, their C functions, and statuses as exceptions. Nothing is built or loaded at import.
+
+The second one, of ffi.py, is built on the headers that jaxlib brings, and serves that version of them alone."""
 
 import ctypes
+import importlib.util
 import os
+import re
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
 ABI = 2
 NAME = "libcpu_experts.so"
+FFI_ABI = 1
+FFI_NAME = "libcpu_experts_ffi.so"  # as it is built
+REBUILD = "run `python -m cpu_experts.build`"
 ISAS = ("best", "portable", "avx2", "avx512", "amx")
 
 
@@ -55,6 +62,19 @@ class Batch(Structure):
     ]
 
 
+class FfiLayer(Structure):
+    """cpu_experts_ffi_layer."""
+
+    _fields_ = [
+        ("struct_bytes", c_int32),
+        ("experts", c_int32),
+        ("model", c_int32),
+        ("handle", c_uint64),
+        ("forward", c_void_p),
+        ("last_error", c_void_p),
+    ]
+
+
 SIGNATURES = {
     "cpu_experts_abi": (c_int32, []),
     "cpu_experts_best_isa": (c_int32, []),
@@ -65,44 +85,110 @@ SIGNATURES = {
     "cpu_experts_last_error": (c_char_p, []),
 }
 
+FFI_SIGNATURES = {
+    "cpu_experts_ffi_abi": (c_int32, []),
+    "cpu_experts_ffi_api": (c_int32, []),
+    "cpu_experts_ffi_know": (c_uint64, [POINTER(FfiLayer)]),
+    "cpu_experts_ffi_forget": (None, [c_uint64]),
+}
+
 STATUSES = {1: ValueError, 2: Unsupported, 3: MemoryError, 4: Closed}
 
 
 def places() -> list[Path]:
     """Where the library is looked for, in order: CPU_EXPERTS_LIBRARY alone where it is set."""
-    if named := os.environ.get("CPU_EXPERTS_LIBRARY"):
+    return _places("CPU_EXPERTS_LIBRARY", NAME)
+
+
+def ffi_places(headers: Path) -> list[Path]:
+    """Where that for these headers is looked for: CPU_EXPERTS_FFI_LIBRARY alone where it is set."""
+    return _places("CPU_EXPERTS_FFI_LIBRARY", ffi_name(headers))
+
+
+def _places(variable: str, name: str) -> list[Path]:
+    if named := os.environ.get(variable):
         return [Path(named)]
-    return [Path(__file__).parent / NAME, cache_folder() / NAME]
+    return [Path(__file__).parent / name, cache_folder() / name]
 
 
 def cache_folder() -> Path:
-    """Where `python -m cpu_experts.build` puts it."""
+    """Where `python -m cpu_experts.build` puts them."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "cpu_experts" / f"abi{ABI}"
+
+
+def ffi_headers() -> Path | None:
+    """The folder of the installed jaxlib's headers, found without importing it; None where there is none."""
+    found = importlib.util.find_spec("jaxlib")
+    for folder in (found and found.submodule_search_locations) or ():
+        if (headers := Path(folder) / "include").is_dir():
+            return headers
+    return None
+
+
+def ffi_api(headers: Path) -> int:
+    """The version of XLA's FFI that headers speak: 1000 times the major one, plus the minor one."""
+    text = (headers / "xla/ffi/api/c_api.h").read_text()
+    found = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR"))
+    major, minor = (int(part[1]) if part else -1 for part in found)
+    return 1000 * major + minor
+
+
+def ffi_name(headers: Path) -> str:
+    """As it is kept: several versions of jaxlib may share a folder."""
+    stem, suffix = FFI_NAME.split(".")
+    return f"{stem}{FFI_ABI}-{ffi_api(headers)}.{suffix}"
 
 
 @cache
 def load() -> ctypes.CDLL:
     """The library, with every function's types; raises Unsupported where there is none that fits."""
-    found = next((path for path in places() if path.is_file()), None)
+    return opened(_first(places(), "the library of cpu_experts"))
+
+
+def load_ffi() -> ctypes.CDLL:
+    """The library for XLA programs; raises Unsupported where there is none for the installed jaxlib."""
+    headers = ffi_headers()
+    if headers is None:
+        raise Unsupported("experts inside XLA programs need jaxlib with its headers: install jax")
+    return opened_ffi(_first(ffi_places(headers), "cpu_experts' library for XLA programs"), headers)
+
+
+def _first(looked: list[Path], what: str) -> Path:
+    found = next((path for path in looked if path.is_file()), None)
     if found is None:
-        looked = ", ".join(str(path) for path in places())
-        raise Unsupported(f"the library of cpu_experts is not built (looked at {looked}): run `python -m cpu_experts.build`")
-    return opened(found)
+        raise Unsupported(f"{what} is not built (looked at {', '.join(map(str, looked))}): {REBUILD}")
+    return found
 
 
 def opened(path: Path) -> ctypes.CDLL:
     """The library at a path."""
-    rebuild = "run `python -m cpu_experts.build`"
+    library = _typed(path, SIGNATURES)
+    if library.cpu_experts_abi() != ABI:
+        raise Unsupported(f"{path} has ABI {library.cpu_experts_abi()}, expected {ABI}: {REBUILD}")
+    return library
+
+
+def opened_ffi(path: Path, headers: Path) -> ctypes.CDLL:
+    """The library for XLA programs at a path, if it was built on such headers."""
+    library = _typed(path, FFI_SIGNATURES)
+    for what, found, expected in (
+        ("ABI", library.cpu_experts_ffi_abi(), FFI_ABI),
+        ("XLA FFI", library.cpu_experts_ffi_api(), ffi_api(headers)),
+    ):
+        if found != expected:
+            raise Unsupported(f"{path} has {what} {found}, expected {expected}: {REBUILD}")
+    return library
+
+
+def _typed(path: Path, signatures: dict) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
-        for name, (result, arguments) in SIGNATURES.items():
+        for name, (result, arguments) in signatures.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        raise Unsupported(f"{path} cannot be loaded ({error}): {rebuild}") from None
-    if library.cpu_experts_abi() != ABI:
-        raise Unsupported(f"{path} has ABI {library.cpu_experts_abi()}, expected {ABI}: {rebuild}")
+        raise Unsupported(f"{path} cannot be loaded ({error}): {REBUILD}") from None
     return library
 
 

@@ -1,0 +1,281 @@
+"""The experts inside JAX programs, on the CPU backend."""
+
+import fcntl
+import os
+import re
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from moe_layers import distance, fitting, parts_of, random_batch, random_layer
+
+from cpu_experts import Closed, Experts, Unsupported, ffi, library, reference
+from cpu_experts.build import build
+
+ROOT = str(Path(__file__).parents[2])
+LAYER, BATCH = random_layer(6, 64, 48), random_batch(12, 64, 6, 2)
+FAILED = (ValueError, jax.errors.JaxRuntimeError)  # from a call that is waited for, and from one that is not
+
+
+@pytest.fixture(scope="session")
+def ffi_library(builds, tmp_path_factory):
+    """Built on the headers of this jaxlib."""
+    headers = library.ffi_headers()
+    target = builds().parent / "cpu_experts_ffi"
+    with open(f"{target}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        build(target, f"-DCPU_EXPERTS_FFI_HEADERS={headers}", target="cpu_experts_ffi")
+    return target / library.FFI_NAME
+
+
+@pytest.fixture(autouse=True, scope="session")
+def chosen(ffi_library):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CPU_EXPERTS_FFI_LIBRARY", str(ffi_library))
+        yield
+
+
+@pytest.fixture
+def layer(built):
+    with Experts(*LAYER, threads=2) as layer:
+        yield layer
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4_g32", "fp8_block", "q4_k"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_a_program_computes_what_the_specification_says(built, precision, dtype):
+    model, width = fitting(precision, 64, 48)
+    parts, batch = parts_of(random_layer(6, model, width), precision), random_batch(12, model, 6, 2)
+    batch = batch._replace(x=batch.x.astype(dtype))
+    with Experts(*parts, precision) as layer:
+        out = jax.jit(partial(ffi.forward, layer))(*batch)
+        assert out.dtype == dtype
+        assert (np.asarray(out) == layer.forward(*batch, np.empty(batch.x.shape, dtype))).all()
+        exact = jax.jit(partial(ffi.forward, layer, dtype=jnp.float32))(*batch)
+        assert (np.asarray(exact) == layer.forward(*batch)).all()
+        batch = batch._replace(x=batch.x.astype(np.float32))
+        assert distance(np.asarray(exact), batch, parts, precision) <= reference.BOUNDS[precision]
+
+
+def test_without_jit_and_for_rows_without_experts(layer):
+    out = ffi.forward(layer, *BATCH)
+    assert (np.asarray(out) == layer.forward(*BATCH)).all()
+    nobody = np.full_like(BATCH.ids, 6)
+    assert not np.asarray(ffi.forward(layer, BATCH.x, nobody, BATCH.weights)).any()
+    assert ffi.forward(layer, BATCH.x[:0], BATCH.ids[:0], BATCH.weights[:0]).shape == (0, 64)
+
+
+def halves(layers: list[Experts], x, ids, weights):
+    """Two layers under way at once, the second with what is computed after the first."""
+    tickets = [ffi.submit(layer, x, ids, weights) for layer in layers]
+    meanwhile = jnp.tanh(tickets[0].x)
+    return [ffi.collect(ticket, after=meanwhile) for ticket in tickets], meanwhile
+
+
+def test_submitted_and_collected(built):
+    with Experts(*LAYER) as one, Experts(*random_layer(6, 64, 48, seed=3)) as other:
+        outs, meanwhile = jax.jit(partial(halves, [one, other]))(*BATCH)
+        for layer, out in zip((one, other), outs, strict=True):
+            assert (np.asarray(out) == layer.forward(*BATCH)).all()
+        np.testing.assert_allclose(meanwhile, np.tanh(BATCH.x), rtol=1e-5)
+
+
+def steps(layers: list[Experts], x, n: int):
+    """What the loops below compute, by numpy's face."""
+    for i in range(n):
+        for layer in layers:
+            x = layer.forward(np.tanh(np.asarray(x)), (BATCH.ids + i) % 7, BATCH.weights)
+    return x
+
+
+def step(layers: list[Experts], i, x):
+    for layer in layers:
+        x = ffi.forward(layer, jnp.tanh(x), (BATCH.ids + i) % 7, BATCH.weights)
+    return x
+
+
+LOOPS = {
+    "while": lambda body, x, n: jax.lax.while_loop(lambda s: s[0] < n, lambda s: (s[0] + 1, body(*s)), (0, x))[1],
+    "fori": lambda body, x, n: jax.lax.fori_loop(0, n, body, x),
+    "scan": lambda body, x, n: jax.lax.scan(lambda x, i: (body(i, x), None), x, jnp.arange(n))[0],
+    "unrolled": lambda body, x, n: [x := body(i, x) for i in range(n)][-1],
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_several_layers_in_a_loop(built, loop):
+    with Experts(*LAYER, threads=2) as one, Experts(*random_layer(6, 64, 48, seed=5), "int8", threads=1) as other:
+        run = jax.jit(lambda x: LOOPS[loop](partial(step, [one, other]), x, 4))
+        expected = steps([one, other], BATCH.x, 4)
+        np.testing.assert_allclose(run(BATCH.x), expected, rtol=1e-2, atol=1e-2)  # XLA's tanh is not numpy's
+
+
+def test_threads_that_call_at_once_agree_with_one(built):
+    layers = [Experts(*LAYER, precision, threads=2) for precision in ("bf16", "int8")]
+    expected = [layer.forward(*BATCH) for layer in layers]
+    programs = [jax.jit(partial(ffi.forward, layer)) for layer in layers]
+    wrong = []
+
+    def work(i: int) -> None:
+        for _ in range(50):
+            if not (np.asarray(programs[i % 2](*BATCH)) == expected[i % 2]).all():
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    for layer in layers:
+        layer.close()
+
+
+BAD = {
+    "x of float16": (TypeError, "x: float16, must be float32 or bfloat16", {"x": BATCH.x.astype(np.float16)}),
+    "x too narrow": (ValueError, r"x: shape \(12, 63\), must be \(12, 64\)", {"x": BATCH.x[:, :63]}),
+    "x of three axes": (ValueError, r"x: shape \(1, 12, 64\)", {"x": BATCH.x[None]}),
+    "ids of uint8": (TypeError, "topk_ids: uint8, must be int32", {"topk_ids": BATCH.ids.astype(np.uint8)}),
+    "ids of other tokens": (ValueError, "topk_ids: shape", {"topk_ids": BATCH.ids[:2]}),
+    "weights of bfloat16": (TypeError, "topk_weights: bfloat16", {"topk_weights": BATCH.weights.astype(ml_dtypes.bfloat16)}),
+    "more weights than ids": (ValueError, "topk_weights: shape", {"topk_weights": np.ones((12, 3), np.float32)}),
+    "no experts chosen": (ValueError, "chosen", {"topk_ids": BATCH.ids[:, :0], "topk_weights": BATCH.weights[:, :0]}),
+    "an answer of float16": (TypeError, "dtype: float16", {"dtype": np.float16}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arrays_are_refused_while_tracing(layer, name):
+    error, words, changed = BAD[name]
+    given = {"x": BATCH.x, "topk_ids": BATCH.ids, "topk_weights": BATCH.weights} | changed
+    with pytest.raises(error, match=words):
+        jax.eval_shape(lambda: ffi.forward(layer, **given))
+
+
+def test_an_id_that_is_no_expert_is_an_error_when_the_program_runs(layer):
+    ids = BATCH.ids.copy()
+    ids[3, 1] = 7
+    run = jax.jit(partial(ffi.forward, layer))
+    with pytest.raises(FAILED, match=r"topk_ids\[3, 1\]: 7, must be 0 to 6"):
+        jax.block_until_ready(run(BATCH.x, ids, BATCH.weights))
+    assert (np.asarray(run(*BATCH)) == layer.forward(*BATCH)).all()
+
+
+def test_vmap_and_grad_say_that_there_are_none(layer):
+    with pytest.raises(NotImplementedError, match="no vmap of experts"):
+        jax.vmap(lambda x: ffi.forward(layer, x, BATCH.ids, BATCH.weights))(BATCH.x[None])
+    with pytest.raises(NotImplementedError, match="cpu_experts"):
+        jax.grad(lambda x: ffi.forward(layer, x, BATCH.ids, BATCH.weights).sum())(BATCH.x)
+
+
+def test_a_closed_layer_is_an_error_in_old_programs_and_new(built):
+    layer = Experts(*LAYER)
+    run = jax.jit(partial(ffi.forward, layer))
+    run(*BATCH).block_until_ready()
+    layer.close()
+    with pytest.raises(FAILED, match="the layer is closed"):
+        jax.block_until_ready(run(*BATCH))
+    with pytest.raises(Closed):
+        ffi.forward(layer, *BATCH)
+
+
+def test_a_dropped_layer_is_an_error_too(built):
+    layer = Experts(*LAYER)
+    run = jax.jit(lambda *batch, number=ffi._number(layer): ffi.collect_p.bind(
+        jnp.zeros(2, jnp.uint32), *batch, layer=number, dtype=np.dtype(np.float32)
+    ))  # fmt: skip
+    run(*BATCH).block_until_ready()
+    del layer
+    with pytest.raises(FAILED, match="the layer is closed"):
+        jax.block_until_ready(run(*BATCH))
+
+
+def test_a_program_takes_no_detour_through_python(layer):
+    """Effects that JAX knows of cost ten times the dispatch."""
+    jaxpr = jax.make_jaxpr(partial(ffi.forward, layer))(*BATCH)
+    assert not jaxpr.effects
+
+
+def test_platforms(built):
+    assert ffi.why_not() is None
+    assert ffi.why_not("cpu") is None
+    assert "not of tpu" in ffi.why_not("tpu")
+
+
+FORKED = """
+import os, signal, sys
+import jax, numpy as np
+from cpu_experts import Experts, ffi
+rng = np.random.default_rng(0)
+layer = Experts(*(rng.standard_normal(s, np.float32) for s in ((4, 16, 32), (4, 16, 32), (4, 32, 16))), threads=3)
+batch = np.ones((5, 32), np.float32), np.zeros((5, 2), np.int32), np.ones((5, 2), np.float32)
+expected = np.asarray(jax.jit(lambda *b: ffi.forward(layer, *b))(*batch))
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    os._exit(0 if (layer.forward(*batch) == expected).all() else 1)
+print(os.waitpid(child, 0)[1], (layer.forward(*batch) == expected).all())
+"""
+
+ALONE = """
+import warnings
+import numpy as np
+import cpu_experts
+from cpu_experts import ffi
+print(ffi.why_not("cpu"))
+class Layer:
+    experts, model, _handle, _library = 4, 32, 1, __import__("types").SimpleNamespace(cpu_experts_forward=0, cpu_experts_last_error=0)
+try:
+    ffi.forward(Layer(), np.ones((1, 32), np.float32), np.ones((1, 1), np.int32), np.ones((1, 1), np.float32))
+except cpu_experts.Unsupported as error:
+    print(error)
+"""
+
+
+def python(script: str, **environment: str) -> str:
+    environment = os.environ | {"PYTHONPATH": ROOT} | environment
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_forked_child_still_has_numpys_face(builds):
+    assert python(FORKED, CPU_EXPERTS_LIBRARY=str(builds() / library.NAME)) == "0 True\n"
+
+
+def test_without_the_library_the_error_says_how_to_build_it(tmp_path):
+    first, second = python(ALONE, PATH="", CPU_EXPERTS_FFI_LIBRARY=str(tmp_path / "none.so")).splitlines()
+    assert first == second
+    assert re.search(r"for XLA programs is not built \(looked at .*none\.so\): run `python -m cpu_experts\.build`", first)
+
+
+def test_a_library_for_other_headers_is_refused(ffi_library, tmp_path, monkeypatch):
+    headers = tmp_path / "xla/ffi/api"
+    headers.mkdir(parents=True)
+    (headers / "c_api.h").write_text("#define XLA_FFI_API_MAJOR 3\n#define XLA_FFI_API_MINOR 14\n")
+    assert library.ffi_name(tmp_path) == "libcpu_experts_ffi1-3014.so"
+    with pytest.raises(Unsupported, match=r"XLA FFI \d+, expected 3014: run `python -m cpu_experts\.build`"):
+        library.opened_ffi(ffi_library, tmp_path)
+    monkeypatch.setattr(library, "FFI_ABI", 99)
+    with pytest.raises(Unsupported, match="ABI 1, expected 99"):
+        library.opened_ffi(ffi_library, library.ffi_headers())
+
+
+def test_without_jaxlib_it_says_so(monkeypatch):
+    monkeypatch.setattr(library, "ffi_headers", lambda: None)
+    with pytest.raises(Unsupported, match="install jax"):
+        library.load_ffi()
+
+
+def test_only_the_functions_of_the_header_and_handlers_are_exported(ffi_library):
+    done = subprocess.run(["nm", "-D", "--defined-only", str(ffi_library)], capture_output=True, text=True, check=True)
+    names = {line.split()[-1] for line in done.stdout.splitlines()}
+    assert {n for n in names if not n.startswith("_Z")} == set(library.FFI_SIGNATURES) | {"cpu_experts_ffi_forward"}
+    assert not [n for n in names if "cpu_experts" in n and n.startswith("_Z")]
