@@ -163,3 +163,28 @@ def ragged_dot_inputs(case: RaggedDotCase, seed: int = 0, dtype=jnp.bfloat16) ->
     gate, up = (rng.standard_normal(shape, np.float32) * case.depth**-0.5 for _ in range(2))
     arrays = {"x": x, "gate": gate, "up": up}
     return {name: jnp.asarray(a, dtype) for name, a in arrays.items()} | {"group_sizes": jnp.array(case.group_sizes, jnp.int32)}
+
+
+class QuantizedMatmulCase(NamedTuple):
+    name: str
+    rows: int
+    depth: int
+    features: int
+
+
+QUANTIZED_MATMUL = [
+    QuantizedMatmulCase("one row", 1, 256, 256),
+    QuantizedMatmulCase("the last block of scales is short", 5, 640, 576),
+    QuantizedMatmulCase("two tiles", 130, 256, 136),
+    QuantizedMatmulCase("a step", 64, 128, 512),
+    QuantizedMatmulCase("rows of all sizes", 20, 384, 200),
+]
+
+
+def quantized_matmul_inputs(case: QuantizedMatmulCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
+    """Random, before quantisation; rows differ in size by powers of ten."""
+    rng = np.random.default_rng(seed)
+    size = 10.0 ** rng.integers(-3, 4, (case.rows, 1))
+    x = rng.standard_normal((case.rows, case.depth), np.float32) * size
+    w = rng.standard_normal((case.features, case.depth), np.float32) * case.depth**-0.5
+    return {"x": jnp.asarray(x, dtype), "w": jnp.asarray(w, dtype)}

@@ -39,12 +39,12 @@ MLA_PREFILL_TPU = {
 }
 PAGE_TABLE_TPU = 128 << 10  # entries, in half of the scalar memory
 
-# ragged_dot: tokens in a tile -> slots of the ring. As many as shared memory holds: one processor keeps 160 to 200 KiB of loads
-# in flight. The least width is taken that holds an average group with what the copy engine's alignment adds.
+# ragged_dot: kind of operands -> tokens in a tile -> slots of the ring, as many as shared memory holds: a multiprocessor keeps
+# 160 to 200 KiB of loads in flight. The least width is taken that holds an average group with what the copy engine's alignment
+# adds. Weights that are converted leave no registers for 128 tokens.
 RAGGED_DOT = {
-    8: {"slots": 6, "depth": 64, "registers": (240, 24)},
-    16: {"slots": 6, "depth": 64, "registers": (240, 24)},
-    32: {"slots": 6, "depth": 64, "registers": (240, 24)},
-    64: {"slots": 5, "depth": 64, "registers": (240, 24)},
-    128: {"slots": 4, "depth": 64, "registers": (240, 24)},
+    "bf16": {8: 6, 16: 6, 32: 6, 64: 5, 128: 4},
+    "w8": {8: 6, 16: 6, 32: 5, 64: 4},
+    "w8a8": {8: 6, 16: 6, 32: 6, 64: 5, 128: 4},
 }
+RAGGED_DOT_REGISTERS = 240, 24  # of a worker, of the feeder

@@ -18,14 +18,17 @@ def check_gpu(x, *weights) -> str | None:
     """Why the Hopper kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
     if reason := choice.too_old():
         return reason
-    if any(isinstance(a, Fp8) for a in (x, *weights)):
-        return "it takes bfloat16, not E4M3"
-    F, D = weights[0].shape[1:]
-    if D % 64 or F % 8:
-        return f"it takes depths in multiples of 64 and features in multiples of 8, not {D} and {F}"
-    if not x.shape[0] or not weights[0].shape[0]:
+    packed = {isinstance(w, Fp8) for w in weights}
+    if len(packed) > 1 or (isinstance(x, Fp8) and packed == {False}):
+        return "it takes weights that are all E4M3 or none, and with rows of E4M3 all"
+    codes, *rest = (a.codes if isinstance(a, Fp8) else a for a in (x, *weights))
+    X, F, D = rest[0].shape
+    least = 128 if packed == {True} else 64
+    if D % least or F % 8:
+        return f"it takes depths in multiples of {least} and features in multiples of 8, not {D} and {F}"
+    if not codes.shape[0] or not X:
         return "it takes at least one row and one group"
-    return choice.not_bfloat16(x, *weights)
+    return choice.not_bfloat16(*(a for a in (x, *weights) if not isinstance(a, Fp8)))
 
 
 CHECKS = {"mosaic_gpu": check_gpu}

@@ -4,9 +4,20 @@ The weights are the left operand of the matrix units and the tokens the right on
 holds features by tokens. A block takes 256 rows of weights (of a SwiGLU 128 of gate and the same 128 of up) against a tile
 of tokens. Two warpgroups take two times 64 of these rows each; a third orders weights and tokens from the copy engine
 through a ring of slots, one piece of work after the other, so that loads never pause. The sums are transposed on their way
-to shared memory, and only the tile's own rows leave it. Not timed yet."""
+to shared memory, and only the tile's own rows leave it. Where pieces are too few for all multiprocessors the depth is split,
+too: the parts leave as they are, in float32, and XLA adds them.
+
+Operands come in three kinds:
+  bf16   both in bfloat16
+  w8     weights in E4M3, tokens in bfloat16: weights become float16 in registers, which is exact and one instruction for two,
+         and so do tokens before, each row times a power of two that brings its largest below 2**15. What that loses is less
+         than 2**-39 of the row's largest, far below what a sum in float32 keeps.
+  w8a8   both in E4M3
+The matrix units add E4M3 with some 14 bits, so every 128 of the depth their sum goes, times its scales, to one in float32.
+Not timed yet."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -15,169 +26,393 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import tuning
-from pallas_kernels.hopper import LOG2E, swizzled
+from pallas_kernels.fp8 import GROUP, Fp8
+from pallas_kernels.hopper import LOG2E, zeros
 from pallas_kernels.ragged_dot.plan import ALIGNED, best_width, plan
 
 ROWS = 64  # rows of weights in a product
 WORKERS, FEEDER = 2, 2
 HALF = WORKERS * ROWS  # rows of weights that the two take together, twice
 STORED = 64  # features in a row of the staged output: a span of the swizzle
+SPAN = 128  # bytes
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
-def _kernel(x_g, *refs, weights, steps, blocks, units, sizes, act):
-    weights_g, (plan_g, out_g, x_s, w_s, out_s, full, free) = refs[:weights], refs[weights:]
-    slots, width, depth = x_s.shape
-    taken = 2 * HALF // weights  # features of a block
-    unit, role = lax.axis_index("unit"), lax.axis_index("role")
-    tiles = plan_g[0, 6]
-    pieces = lax.div(tiles * blocks - unit + (units - 1), jnp.int32(units))
+class Operands(NamedTuple):
+    """What the kernel reads, or what of it lies in shared memory."""
 
-    def piece(i):
-        """The row of the plan and the first feature of this unit's piece i."""
-        at = unit + i * units
-        somewhere = lax.div(at, jnp.int32(blocks))  # a tile of the cluster
-        first, count = plan_g[somewhere, 4], plan_g[somewhere, 5]
-        place = at - first * blocks
-        block = lax.div(place, count)
-        return first + place - block * count, block * taken
+    x: jax.Array  # [M D]
+    weights: tuple[jax.Array, ...]  # one, or gate and up: [X F D]
+    x_scale: jax.Array | None  # w8: [M + width], of a row; w8a8: [D/128 M]
+    scales: tuple[jax.Array, ...]  # of the weights: [X F/128 D/128]
 
-    def feeder():
-        def one(i, step):
-            tile, feature = piece(i)
-            group, row = plan_g[tile, 0], pl.multiple_of(plan_g[tile, 1], 8)
-            rows = pl.ds(pl.multiple_of(feature, HALF), taken)
 
-            def load(k, step):
-                slot, columns = lax.rem(step, jnp.int32(slots)), pl.ds(pl.multiple_of(k * depth, depth), depth)
-                pl.when(step >= slots)(lambda: plgpu.barrier_wait(free.at[slot]))
-                for j, w_g in enumerate(weights_g):
-                    to = w_s.at[slot, pl.ds(j * taken, taken)]
-                    plgpu.copy_gmem_to_smem(w_g.at[group, rows, columns], to, full.at[slot])
-                plgpu.copy_gmem_to_smem(x_g.at[pl.ds(row, width), columns], x_s.at[slot], full.at[slot])
-                return step + 1
+class Job(NamedTuple):
+    """What is known when the kernel is compiled."""
 
-            return lax.fori_loop(0, steps, load, step)
+    kind: str
+    width: int  # tokens in a tile
+    depth: int  # of a step
+    slots: int
+    registers: tuple[int, int]  # of a worker, of the feeder
+    units: int
+    weights: int
+    features: int
+    steps: int  # of the whole depth
+    parts: int  # into which it is split
+    staged: bool  # rows of bfloat16 leave; else sums in float32, features by tokens
 
-        step = lax.fori_loop(0, pieces, one, jnp.int32(0))
+    @property
+    def taken(self) -> int:
+        """Features of a block."""
+        return 2 * HALF // self.weights
 
-        def drain(step, _):  # every completion has to be observed
-            plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(slots))])
-            return ()
+    @property
+    def blocks(self) -> int:
+        return -(-self.features // self.taken)
 
-        lax.fori_loop(jnp.maximum(step - slots, 0), step, drain, ())
+    @property
+    def part(self) -> int:
+        """Steps of a part; the last may have fewer."""
+        return -(-self.steps // self.parts)
 
-    def worker():
-        mine = pl.multiple_of(role * ROWS, ROWS)
 
-        def sums(step):
-            """The sums of both halves over a piece's depth, features by tokens."""
+class Piece(NamedTuple):
+    """A tile times a block of features over a part of the depth."""
 
-            def run(*accs):
-                def add(k, step):
-                    slot = lax.rem(step, jnp.int32(slots))
-                    plgpu.barrier_wait(full.at[slot])
-                    for half, acc in enumerate(accs):
-                        rows = pl.ds(half * HALF + mine, ROWS)
-                        plgpu.wgmma(acc, w_s.at[slot, rows], x_s.at[slot].transpose((1, 0)))
-                    plgpu.wgmma_wait(len(accs))  # the step before is done
+    tile: jax.Array
+    group: jax.Array
+    row: jax.Array  # the tile's first
+    feature: jax.Array  # the block's first
+    part: jax.Array
+    start: jax.Array  # steps
+    stop: jax.Array
 
-                    @pl.when(k > 0)
-                    def _():
-                        plgpu.barrier_arrive(free.at[lax.rem(step - 1, jnp.int32(slots))])
 
-                    return step + 1
+def _piece(job: Job, plan_g, i) -> Piece:
+    """This unit's piece i."""
+    at = lax.axis_index("unit") + i * job.units
+    at, part = (at, jnp.int32(0)) if job.parts == 1 else (lax.div(at, jnp.int32(job.parts)), lax.rem(at, jnp.int32(job.parts)))
+    somewhere = lax.div(at, jnp.int32(job.blocks))  # a tile of the cluster
+    first, count = plan_g[somewhere, 4], plan_g[somewhere, 5]
+    place = at - first * job.blocks
+    block = lax.div(place, count)
+    tile = first + place - block * count
+    start = part * job.part
+    stop = jnp.minimum(start + job.part, job.steps)
+    return Piece(tile, plan_g[tile, 0], pl.multiple_of(plan_g[tile, 1], ALIGNED), block * job.taken, part, start, stop)
 
-                lax.fori_loop(0, steps, add, step)
-                return [acc[...] for acc in accs]
 
-            out = pl.run_scoped(run, *[plgpu.ACC((ROWS, width), jnp.float32)] * 2)
-            step = step + steps
-            plgpu.barrier_arrive(free.at[lax.rem(step - 1, jnp.int32(slots))])
-            return out, step
+def _pieces(job: Job, plan_g, run):
+    """Runs `run(piece, step)` over this unit's pieces; `step` counts what went through the ring."""
+    all_pieces = plan_g[0, 6] * (job.blocks * job.parts)
+    count = lax.div(all_pieces - lax.axis_index("unit") + (job.units - 1), jnp.int32(job.units))
+    return lax.fori_loop(0, count, lambda i, step: run(_piece(job, plan_g, i), step), jnp.int32(0))
 
-        def store(out, tile, feature):
-            """Sums of ROWS features, of which the tile's own rows are written."""
-            first, start, stop = (plan_g[tile, k] for k in (1, 2, 3))
-            staged = out_s.at[role]
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            staged.transpose((1, 0))[...] = out.astype(out_s.dtype)
+
+def _slot(job: Job, step):
+    return lax.rem(step, jnp.int32(job.slots))
+
+
+def _feed(job: Job, source: Operands, plan_g, ring: Operands, full, free):
+    """Orders every step of every piece, as far ahead as the ring has slots."""
+
+    def run(piece: Piece, step):
+        features = pl.ds(pl.multiple_of(piece.feature, HALF), job.taken)
+        tokens = pl.ds(piece.row, job.width)
+
+        def load(k, step):
+            slot, columns = _slot(job, step), pl.ds(pl.multiple_of(k * job.depth, job.depth), job.depth)
+            pl.when(step >= job.slots)(lambda: plgpu.barrier_wait(free.at[slot]))
+            for j, w_g in enumerate(source.weights):
+                to = ring.weights[0].at[slot, pl.ds(j * job.taken, job.taken)]
+                plgpu.copy_gmem_to_smem(w_g.at[piece.group, features, columns], to, full.at[slot])
+            plgpu.copy_gmem_to_smem(source.x.at[tokens, columns], ring.x.at[slot], full.at[slot])
+            if ring.x_scale is not None:
+                to = ring.x_scale.at[slot, pl.ds(0, job.width)]
+                plgpu.copy_gmem_to_smem(source.x_scale.at[k, tokens], to, full.at[slot])
+            return step + 1
+
+        return lax.fori_loop(piece.start, piece.stop, load, step)
+
+    step = _pieces(job, plan_g, run)
+
+    def drain(step, _):  # every completion has to be observed
+        plgpu.barrier_wait(free.at[_slot(job, step)])
+        return ()
+
+    lax.fori_loop(jnp.maximum(step - job.slots, 0), step, drain, ())
+
+
+class Worker(NamedTuple):
+    """What a warpgroup has at hand to make its sums."""
+
+    job: Job
+    source: Operands
+    ring: Operands
+    full: object
+    free: object
+    mine: jax.Array  # its first row in either half of a block
+    interpret: object
+
+    def rows(self, half: int):
+        """The weights of this warpgroup in a half of a slot."""
+        return pl.ds(half * HALF + self.mine, ROWS)
+
+
+def _whole(at: Worker, piece: Piece, step):
+    """The sums of both halves over the depth, in the accumulators of the matrix units."""
+    job = at.job
+
+    def run(*accs):
+        def add(k, step):
+            slot = _slot(job, step)
+            plgpu.barrier_wait(at.full.at[slot])
+            for half, acc in enumerate(accs):
+                plgpu.wgmma(acc, at.ring.weights[0].at[slot, at.rows(half)], at.ring.x.at[slot].transpose((1, 0)))
+            plgpu.wgmma_wait(len(accs))  # the step before is done
+
+            @pl.when(k > piece.start)
+            def _():
+                plgpu.barrier_arrive(at.free.at[_slot(job, step - 1)])
+
+            return step + 1
+
+        lax.fori_loop(piece.start, piece.stop, add, step)
+        return [acc[...] for acc in accs]
+
+    sums = pl.run_scoped(run, *[plgpu.ACC((ROWS, job.width), jnp.float32)] * 2)
+    step = step + piece.stop - piece.start
+    plgpu.barrier_arrive(at.free.at[_slot(job, step - 1)])
+    return sums, step
+
+
+def _across(tokens):
+    """A number a token, for every feature."""
+    return lax.broadcast_in_dim(tokens, (ROWS, tokens.shape[0]), [1])
+
+
+def _promoted(at: Worker, piece: Piece, step):
+    """The same with scales: what the matrix units add over one step goes to sums in float32."""
+    job, scales = at.job, at.source.scales
+
+    def scale(half, k):
+        """Of this half's weights; asked for a step ahead, for it comes from far."""
+        table = scales[half % job.weights]
+        row = lax.div(piece.feature, jnp.int32(GROUP)) + (half if job.weights == 1 else 0)
+        return table[piece.group, jnp.minimum(row, table.shape[1] - 1), jnp.minimum(k, job.steps - 1)]
+
+    def factor(slot, scale):
+        if at.ring.x_scale is None:
+            return scale
+        # read again for either half: kept over a product it would cost registers that are not there
+        return _across(plgpu.load(at.ring.x_scale.at[slot, pl.ds(0, job.width)], layout=COLUMN) * scale)
+
+    def add(k, carry):
+        step, sums, now = carry
+        slot = _slot(job, step)
+        ahead = [scale(half, k + 1) for half in range(2)]
+        plgpu.barrier_wait(at.full.at[slot])
+        for halves in [(0, 1)] if job.width <= 64 else [(0,), (1,)]:  # as many as there are registers for
+            for half, product in zip(halves, _product(at, slot, halves), strict=True):
+                sums[half] = sums[half] + product * factor(slot, now[half])
+        if at.interpret:  # it wants a fence between a read and a later copy; the arrival orders them
             plgpu.commit_smem()
-            at, count = start - first, stop - start
-            rows = 1 << (width.bit_length() - 1)
-            while rows:  # copies have static sizes: one for each bit of the count
+        plgpu.barrier_arrive(at.free.at[slot])
+        return step + 1, sums, ahead
 
-                @pl.when(count & rows != 0)
-                def _(at=at, rows=rows):
-                    to = out_g.at[pl.ds(first + at, rows), pl.ds(pl.multiple_of(feature, STORED), STORED)]
-                    plgpu.copy_smem_to_gmem(staged.at[pl.ds(at, rows)], to, commit_group=False)
+    zero = [zeros((ROWS, job.width), plgpu.Layout.WGMMA)] * 2
+    first = [scale(half, piece.start) for half in range(2)]
+    step, sums, _ = lax.fori_loop(piece.start, piece.stop, add, (step, zero, first))
+    return sums, step
 
-                at = at + (count & rows)
-                rows //= 2
-            plgpu.commit_smem_to_gmem_group()
 
-        def one(i, step):
-            tile, feature = piece(i)
-            out, step = sums(step)
-            for half, result in enumerate(act(*out)):
-                store(result, tile, feature + half * HALF + mine)
-            return step
+def _product(at: Worker, slot, halves):
+    """The products of some halves of a slot."""
+    tokens = at.ring.x.at[slot].transpose((1, 0))
+    weights = [at.ring.weights[0].at[slot, at.rows(half)] for half in halves]
+    if at.job.kind == "w8" and at.interpret:  # the interpreter takes no left operand from registers
+        return [jnp.dot(_half(w), at.ring.x[slot].T, preferred_element_type=jnp.float32) for w in weights]
 
-        lax.fori_loop(0, pieces, one, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0)
+    def run(*accs):
+        for acc, w in zip(accs, weights, strict=True):
+            plgpu.wgmma(acc, _half(w) if at.job.kind == "w8" else w, tokens)
+        return [plgpu.wgmma_accumulator_load(acc, wait_n=len(accs) - 1 - i) for i, acc in enumerate(accs)]
 
-    increase, decrease = sizes["registers"]
+    return pl.run_scoped(run, *[plgpu.ACC((ROWS, at.job.width), jnp.float32)] * len(halves))
 
-    @pl.when(role < WORKERS)
-    def _():
-        plgpu.set_max_registers(increase, action="increase")
-        worker()
 
-    @pl.when(role == FEEDER)
-    def _():
-        plgpu.set_max_registers(decrease, action="decrease")
-        feeder()
+def _half(weights):
+    """E4M3 as float16, as the matrix units take their left operand."""
+    codes = plgpu.load(weights, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    return plgpu.layout_cast(codes, plgpu.Layout.WGMMA).astype(jnp.float16)
+
+
+def _converted(at: Worker, piece: Piece, step):
+    """`_promoted`, and the tokens' powers of two undone."""
+    tokens = plgpu.load(at.source.x_scale.at[pl.ds(piece.row, at.job.width)], layout=COLUMN, optimized=False)
+    sums, step = _promoted(at, piece, step)
+    return [x * _across(tokens) for x in sums], step
+
+
+SUMS = {"bf16": _whole, "w8": _converted, "w8a8": _promoted}
+
+
+def _store(job: Job, sums, piece: Piece, feature, plan_g, out_g, staged):
+    """Sums of ROWS features, of which the tile's own rows are written."""
+    start, stop = plan_g[piece.tile, 2], plan_g[piece.tile, 3]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    staged.transpose((1, 0))[...] = sums.astype(out_g.dtype)
+    plgpu.commit_smem()
+    at, count = start - piece.row, stop - start
+    rows = 1 << (job.width.bit_length() - 1)
+    while rows:  # copies have static sizes: one for each bit of the count
+
+        @pl.when(count & rows != 0)
+        def _(at=at, rows=rows):
+            to = out_g.at[pl.ds(piece.row + at, rows), pl.ds(pl.multiple_of(feature, STORED), STORED)]
+            plgpu.copy_smem_to_gmem(staged.at[pl.ds(at, rows)], to, commit_group=False)
+
+        at = at + (count & rows)
+        rows //= 2
+    plgpu.commit_smem_to_gmem_group()
 
 
 def _swiglu(gate, up):
-    return [gate * (1 / (1 + jnp.exp2(gate * -LOG2E))) * up]
+    return gate * (1 / (1 + jnp.exp2(gate * -LOG2E))) * up
 
 
-def _both(*sums):
-    return sums
+def _work(at: Worker, plan_g, out_g, staged):
+    job = at.job
+
+    def run(piece: Piece, step):
+        sums, step = SUMS[job.kind](at, piece, step)
+        if not job.staged:
+            tokens = pl.ds(pl.multiple_of(piece.tile * job.width, 8), job.width)
+            for half, x in enumerate(sums):
+                number, feature = (half, piece.feature) if job.weights == 2 else (0, piece.feature + half * HALF)
+                out_g[piece.part, number, pl.ds(pl.multiple_of(feature + at.mine, ROWS), ROWS), tokens] = x
+            return step
+        for half, x in enumerate(sums if job.weights == 1 else [_swiglu(*sums)]):
+            _store(job, x, piece, piece.feature + half * HALF + at.mine, plan_g, out_g, staged)
+        return step
+
+    _pieces(job, plan_g, run)
+    plgpu.wait_smem_to_gmem(0)
 
 
-def grouped(x, weights, group_sizes, *, out_dtype, units, interpret=None, width=None):
-    """The rows of x times the weights of their groups; with two weights the SwiGLU of both products."""
-    (M, D), (X, F) = x.shape, weights[0].shape[:2]
-    rows = -(-M // ALIGNED) * ALIGNED
-    x = jnp.pad(x, ((0, rows - M), (0, 0)))
-    width = width or best_width(M, X, tuning.RAGGED_DOT)
-    sizes = tuning.RAGGED_DOT[width]
-    slots, depth = sizes["slots"], sizes["depth"]
-    kernel = functools.partial(
-        _kernel,
-        weights=len(weights),
-        steps=-(-D // depth),
-        blocks=-(-F * len(weights) // (2 * HALF)),
-        units=units,
-        sizes=sizes,
-        act=_swiglu if len(weights) == 2 else _both,
+def _kernel(source: Operands, plan_g, out_g, ring: Operands, out_s, full, free, *, job: Job, interpret):
+    role = lax.axis_index("role")
+
+    @pl.when(role < WORKERS)
+    def _():
+        plgpu.set_max_registers(job.registers[0], action="increase")
+        at = Worker(job, source, ring, full, free, pl.multiple_of(role * ROWS, ROWS), interpret)
+        _work(at, plan_g, out_g, out_s.at[role])
+
+    @pl.when(role == FEEDER)
+    def _():
+        plgpu.set_max_registers(job.registers[1], action="decrease")
+        _feed(job, source, plan_g, ring, full, free)
+
+
+def _tiled(*shape, dtype):
+    """Shared memory as the matrix units read it."""
+    transforms = plgpu.TilingTransform((8, SPAN // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(SPAN)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def _ring(job: Job, source: Operands) -> Operands:
+    w8a8 = job.kind == "w8a8"
+    return Operands(
+        _tiled(job.slots, job.width, job.depth, dtype=source.x.dtype),
+        (_tiled(job.slots, 2 * HALF, job.depth, dtype=source.weights[0].dtype),),
+        plgpu.SMEM((job.slots, max(job.width, 32)), jnp.float32) if w8a8 else None,  # copies begin at 128 bytes
+        (),
     )
-    out = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((rows, F), out_dtype),
+
+
+def _launch(job: Job, source: Operands, tiles: jax.Array, out_type, interpret):
+    loads = 1 + job.weights + (job.kind == "w8a8")
+    return plgpu.kernel(
+        functools.partial(_kernel, job=job, interpret=interpret),
+        out_type=out_type,
         scratch_types=[
-            plgpu.SMEM((slots, width, depth), x.dtype, transforms=swizzled(64)),
-            plgpu.SMEM((slots, 2 * HALF, depth), weights[0].dtype, transforms=swizzled(64)),
-            plgpu.SMEM((WORKERS, width, STORED), out_dtype, transforms=(plgpu.SwizzleTransform(2 * STORED),)),
-            plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=slots),
-            plgpu.Barrier(num_arrivals=WORKERS, num_barriers=slots),
+            _ring(job, source),
+            plgpu.SMEM((WORKERS, job.width, STORED), jnp.bfloat16, transforms=(plgpu.SwizzleTransform(SPAN),)),
+            plgpu.Barrier(num_arrivals=loads, num_barriers=job.slots),
+            plgpu.Barrier(num_arrivals=WORKERS, num_barriers=job.slots),
         ],
-        grid=(units,),
+        grid=(job.units,),
         grid_names=("unit",),
         num_threads=WORKERS + 1,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=128, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(x, *weights, plan(group_sizes, rows=M, width=width))
-    return out[:M]
+    )(source, tiles)
+
+
+def _float16(x, spare):
+    """Rows in float16 times powers of two that bring their largest to 2**14 or above, and what undoes that, `spare` more."""
+    exact = x.astype(jnp.float32)
+    exponent = lax.bitcast_convert_type(jnp.max(jnp.abs(exact), axis=1), jnp.int32) & 0x7F800000
+    power = jnp.maximum(lax.bitcast_convert_type(exponent, jnp.float32), 2.0**-100)
+    return (exact * (2.0**14 / power)[:, None]).astype(jnp.float16), jnp.pad(power * 2.0**-14, (0, spare))
+
+
+def _operands(kind, x, weights, width) -> Operands:
+    """Whole tiles of 8 rows."""
+
+    def padded(rows):
+        return jnp.pad(rows, ((0, -rows.shape[0] % ALIGNED), (0, 0)))
+
+    if kind == "bf16":
+        return Operands(padded(x), tuple(weights), None, ())
+    codes, scales = zip(*weights, strict=True)
+    if kind == "w8a8":
+        return Operands(padded(x.codes), codes, padded(x.scale).T, scales)
+    x, undo = _float16(padded(x), width)
+    return Operands(x, codes, undo, scales)
+
+
+def _kind(x, weights):
+    return "bf16" if not isinstance(weights[0], Fp8) else "w8a8" if isinstance(x, Fp8) else "w8"
+
+
+def _parts(pieces, steps, units):
+    """Into how many the depth is split so that every multiprocessor has something, at least two steps."""
+    part = max(-(-steps // max(units // pieces, 1)), 2)
+    return max(-(-steps // part), 1)
+
+
+def _gather(sums, tiles, rows, width):
+    """`[F columns]` by tiles -> `[rows F]`."""
+    row = jnp.arange(rows)
+    first, start, stop = (tiles[:, k, None] for k in (1, 2, 3))
+    place = jnp.arange(tiles.shape[0])[:, None] * width + row - first
+    columns = jnp.sum(jnp.where((start <= row) & (row < stop), place, 0), axis=0)
+    return jnp.take(sums, columns, axis=1).T
+
+
+def grouped(x, weights, group_sizes, *, out_dtype, units, width=None, parts=None, interpret=None):
+    """The rows of x times the weights of their groups; with two weights the SwiGLU of both products.
+
+    `width` of a tile and `parts` of the depth are chosen where they are not given."""
+    kind = _kind(x, weights)
+    (M, D), (X, F) = jax.tree.leaves(x)[0].shape, jax.tree.leaves(weights)[0].shape[:2]
+    table = tuning.RAGGED_DOT[kind]
+    width = width or best_width(M, X, table)
+    depth = SPAN // (2 if kind == "bf16" else 1)
+    job = Job(kind, width, depth, table[width], tuning.RAGGED_DOT_REGISTERS, units, len(weights), F, D // depth, 1, True)
+    if parts is None:
+        parts = _parts(-(-M // width) * job.blocks, job.steps, units) if X == 1 else 1
+    job = job._replace(parts=parts, staged=parts == 1 and out_dtype == jnp.bfloat16)
+    source = _operands(kind, x, weights, width)
+    tiles = plan(group_sizes, rows=M, width=width)
+    if job.staged:
+        return _launch(job, source, tiles, jax.ShapeDtypeStruct((source.x.shape[0], F), out_dtype), interpret)[:M]
+    shape = parts, job.weights, job.blocks * job.taken, tiles.shape[0] * width
+    sums = _launch(job, source, tiles, jax.ShapeDtypeStruct(shape, jnp.float32), interpret)
+    sums = jnp.sum(sums, axis=0)[:, :F]
+    out = jax.nn.silu(sums[0]) * sums[1] if job.weights == 2 else sums[0]
+    return (out[:, :M].T if X == 1 else _gather(out, tiles, M, width)).astype(out_dtype)

@@ -1,0 +1,38 @@
+"""A matmul with weights in E4M3: the contract, and who fulfils it.
+
+Rows may be bfloat16, or E4M3, too; sums are in float32. Weights keep the order of checkpoints, output axis first."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import choice, tuning
+from pallas_kernels.choice import Unsupported
+from pallas_kernels.fp8 import Fp8
+from pallas_kernels.quantized_matmul import xla
+from pallas_kernels.ragged_dot import check_gpu as check_groups
+
+__all__ = ["CHECKS", "Unsupported", "quantized_matmul"]
+
+
+def check_gpu(x, w: Fp8) -> str | None:
+    """Why the Hopper kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
+    one = Fp8(*(jax.ShapeDtypeStruct((1, *a.shape), a.dtype) for a in w))
+    return check_groups(x, one)
+
+
+CHECKS = {"mosaic_gpu": check_gpu}
+
+
+def quantized_matmul(x: jax.Array | Fp8, w: Fp8, *, out_dtype=None, impl: str | None = None) -> jax.Array:
+    """`[M D]`, `[F D]` -> `[M F]`, in x's dtype, for E4M3 in bfloat16.
+
+    `impl` is "mosaic_gpu", "xla" or, with None, the first of these that can; a name it cannot honour raises Unsupported."""
+    impl = choice.choose("quantized_matmul", impl, CHECKS, x, w)
+    if out_dtype is None:
+        out_dtype = jnp.bfloat16 if isinstance(x, Fp8) else x.dtype
+    if impl == "xla":
+        return xla.quantized_matmul(x, w, out_dtype=out_dtype)
+    from pallas_kernels.quantized_matmul import gpu  # needs a JAX that the fallback does not
+
+    units = tuning.UNITS.get(choice.device(), tuning.DEFAULT_UNITS)
+    return gpu.quantized_matmul(x, w, out_dtype=out_dtype, units=units)
