@@ -1,6 +1,7 @@
 """Times the kernels beside their peers on a Hopper GPU, and checks them there.
 
-    python benchmarks/kernels.py --check --out kernels_h200.json
+    python benchmarks/kernels.py --check
+    python benchmarks/kernels.py --out kernels_h200.json
 
 A time is wall time per call of many calls back to back inside one program, over inputs that rotate beyond the L2. `--peer` takes
 JSON lines with kind, batch, heads_q, seqlen_k, us and peer, measured in the same run."""
@@ -15,31 +16,33 @@ os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_command_buffer=+CUSTOM_CALL
 
 import report
 
-OPS = ("mla_decode", "mla_prefill")
+OPS = ("mla_decode", "mla_prefill", "ragged_dot")
 
 
-def peers(path: Path | None) -> dict[tuple, float]:
-    """The fastest measured of each op and shape."""
-    best: dict[tuple, float] = {}
+def peers(path: Path | None) -> dict[tuple, dict[str, float]]:
+    """Microseconds by op and shape, then by the peer's name."""
+    found: dict[tuple, dict[str, float]] = {}
     for record in map(json.loads, path.read_text().splitlines() if path else ()):
         if "us" in record:
             op = "mla_prefill" if record.get("kind") == "prefill" else "mla_decode"
-            at = op, record["batch"], record["heads_q"], record["seqlen_k"]
-            best[at] = min(record["us"], best.get(at, record["us"]))
-    return best
+            found.setdefault((op, record["batch"], record["heads_q"], record["seqlen_k"]), {})[record["peer"]] = record["us"]
+    return found
 
 
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS, metavar="OP", help=", ".join(OPS))
-    parser.add_argument("--check", action="store_true", help="check every named case first")
+    parser.add_argument("--check", action="store_true", help="check every named case, and time nothing")
     parser.add_argument("--peer", type=Path, help="a file of JSON lines of peers, measured in the same run")
     options = parser.parse_args()
     rows, known = [], peers(options.peer)
     for op in (importlib.import_module(f"ops.{name}") for name in options.ops):
         if options.check:
             print(*op.check(), sep="\n", flush=True)
-        rows += op.rows(known)
+            continue
+        for row in op.rows(known):
+            print(row, flush=True)
+            rows.append(row)
     report.show(rows, options.out, benchmark="kernels")
 
 

@@ -1,6 +1,7 @@
 """mla_decode on a Hopper GPU, against FlashInfer and the floor."""
 
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,8 @@ def check() -> list[str]:
 
 def _check(case: testing.MlaDecodeCase) -> str:
     inputs = testing.mla_decode_inputs(case) | {"scale": case.scale}
-    wanted, lse = reference.mla_decode(**inputs)
-    own, _ = mla_decode(**inputs, impl="xla")
+    wanted, lse = jax.jit(reference.mla_decode)(**inputs)
+    own, _ = jax.jit(functools.partial(mla_decode, impl="xla"))(**inputs)
     scale = inputs.pop("scale")
     out, got_lse = jax.jit(functools.partial(mla_decode, scale=scale, impl="mosaic_gpu"))(**inputs)
     off, own_off, lse_off = testing.error(out, wanted), testing.error(own, wanted), testing.lse_error(got_lse, lse)
@@ -56,35 +57,31 @@ class Shape:
         self.seq_lens = jnp.full((batch,), held, jnp.int32)
         self.plan = jax.jit(functools.partial(schedule, heads=heads))(self.seq_lens)
 
-    def measure(self) -> float:
-        """Microseconds per call, the step's schedule apart."""
+    def measure(self) -> tuple[float, float]:
+        """Microseconds per call, the step's schedule apart; the error of two rows, against the specification."""
 
         def call(q_c, q_pe, table, c_kv, k_pe, seq_lens, plan):
             return mla_decode(q_c, q_pe, c_kv, k_pe, table, seq_lens, scale=SCALE, schedule=plan)[0]
 
         rest = self.c_kv, self.k_pe, self.seq_lens, self.plan
-        return timing.microseconds(call, [(self.q_c, self.q_pe, table, *rest) for table in self.tables])
-
-    def error(self) -> float:
-        """Of two rows, against the specification."""
-
-        def args(rows):
-            return self.q_c[:rows], self.q_pe[:rows], self.c_kv, self.k_pe, self.tables[0][:rows], self.seq_lens[:rows]
-
-        out, _ = jax.jit(functools.partial(mla_decode, scale=SCALE))(*args(self.batch))
-        return testing.error(out[:2], reference.mla_decode(*args(2), scale=SCALE)[0])
+        us, out = timing.measure(call, [(self.q_c, self.q_pe, table, *rest) for table in self.tables])
+        two = self.q_c[:2], self.q_pe[:2], self.c_kv, self.k_pe, self.tables[0][:2], self.seq_lens[:2]
+        wanted, _ = jax.jit(functools.partial(reference.mla_decode, scale=SCALE))(*two)
+        return us, testing.error(out[:2], wanted)
 
 
-def rows(peers: dict[tuple, float] | None = None) -> list[dict]:
-    """`peers`: microseconds by ("mla_decode", batch, heads, held), of the fastest."""
-    return [_row(at, packed, peers or {}) for packed in (False, True) for at in BARS if not (packed and at[1] > 32)]
+def rows(peers: dict[tuple, dict] | None = None) -> Iterator[dict]:
+    """`peers`: microseconds by ("mla_decode", batch, heads, held) and by name."""
+    return (_row(at, packed, peers or {}) for packed in (False, True) for at in BARS if not (packed and at[1] > 32))
 
 
-def _row(at: tuple[int, int, int], packed: bool, peers: dict[tuple, float]) -> dict:
+def _row(at: tuple[int, int, int], packed: bool, peers: dict[tuple, dict]) -> dict:
     shape = Shape(*at, packed)
-    us = shape.measure()
+    us, error = shape.measure()
     flops = 2 * shape.batch * shape.heads * shape.held * (2 * RANK + ROPE)
     floor = max(shape.bytes / timing.HBM, flops / timing.BF16) * 1e6
     row = {"op": "mla_decode fp8 cache" if packed else "mla_decode", "batch": at[0], "heads": at[1], "held": at[2], "us": us}
-    row |= {"bar": None if packed else BARS[at], "peer": peers.get(("mla_decode", *at)), "floor": floor}
-    return row | {"TB/s": shape.bytes / us / 1e6, "TFLOP/s": flops / us / 1e6, "error": shape.error()}
+    row |= {"bar": None if packed else BARS[at], "floor": floor}
+    return (
+        row | {"TB/s": shape.bytes / us / 1e6, "TFLOP/s": flops / us / 1e6, "error": error} | peers.get(("mla_decode", *at), {})
+    )

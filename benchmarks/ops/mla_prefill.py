@@ -1,6 +1,7 @@
 """mla_prefill on a Hopper GPU, against FlashInfer, cuDNN and the floor."""
 
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -26,50 +27,36 @@ def check() -> list[str]:
 
 def _check(case: testing.MlaPrefillCase) -> str:
     inputs, options = testing.mla_prefill_inputs(case), {"scale": case.scale, "causal": case.causal}
-    wanted, lse = reference.mla_prefill(**inputs, **options)
-    own, _ = mla_prefill(**inputs, **options, impl="xla")
+    wanted, lse = jax.jit(functools.partial(reference.mla_prefill, **options))(**inputs)
+    own, _ = jax.jit(functools.partial(mla_prefill, **options, impl="xla"))(**inputs)
     out, got_lse = jax.jit(functools.partial(mla_prefill, **options, impl="mosaic_gpu"))(**inputs)
     off, own_off, lse_off = testing.error(out, wanted), testing.error(own, wanted), testing.lse_error(got_lse, lse)
     good = off <= 2 * own_off and lse_off < 1e-3
     return f"{'ok  ' if good else 'FAIL'} mla_prefill, {case.name}: {off:.5f}, fallback {own_off:.5f}, lse {lse_off:.1e}"
 
 
-def _cudnn(scale: float):
-    """JAX's own way to cuDNN; it wants values as wide as keys."""
-
-    def call(q, k, v, *_):
-        wide = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, q.shape[-1] - v.shape[-1])))
-        return jax.nn.dot_product_attention(q, k, wide, scale=scale, is_causal=True, implementation="cudnn")
-
-    return call
-
-
-def _row(shape: tuple[int, ...], peers: dict[tuple, float]) -> dict:
+def _row(shape: tuple[int, ...], peers: dict[tuple, dict]) -> dict:
     B, N, T, S, H, V = shape
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (
         jax.random.normal(key, dims, jnp.bfloat16)
         for key, dims in zip(keys, ((B, T, N, H), (B, S, N, H), (B, S, N, V)), strict=True)
     )
-    args = q, k, v, jnp.full((B,), T, jnp.int32), jnp.full((B,), S, jnp.int32)
+    args = jnp.full((B,), T, jnp.int32), q, k, v, jnp.full((B,), S, jnp.int32)
     call = functools.partial(mla_prefill, scale=H**-0.5)
-    us = timing.microseconds(lambda *args: call(*args)[0], [args])
+    us, out = timing.measure(lambda q_lens, q, k, v, kv_lens: call(q, k, v, q_lens, kv_lens)[0], [args], most=16)
     some = slice(0, 2)  # heads
     wanted = reference.mla_prefill(
         q[:1, -128:, some], k[:1, :, some], v[:1, :, some], jnp.array([128]), jnp.array([S]), scale=H**-0.5, causal=True
     )[0]
-    error = testing.error(jax.jit(call)(*args)[0][:1, -128:, some], wanted)
+    error = testing.error(out[:1, -128:, some], wanted)
     flops = 2 * B * N * (T * (S - T) + T * (T + 1) / 2) * (H + V)
     row = {"op": "mla_prefill", "batch": B, "heads": N, "queries": T, "held": S, "widths": f"{H}/{V}", "us": us}
-    row |= {"peer": peers.get(("mla_prefill", B, N, S)) if S == T and H == 192 else None, "floor": flops / timing.BF16 * 1e6}
-    if S == T and H <= 192:
-        try:
-            row["cuDNN"] = timing.microseconds(_cudnn(H**-0.5), [args])
-        except Exception as fault:  # a peer that refuses is no fault of ours
-            row["cuDNN refuses"] = str(fault)[:60]
-    return row | {"TFLOP/s": flops / us / 1e6, "error": error}
+    row |= {"floor": flops / timing.BF16 * 1e6}
+    known = peers.get(("mla_prefill", B, N, S), {}) if S == T and H == 192 else {}
+    return row | {"TFLOP/s": flops / us / 1e6, "error": error} | known
 
 
-def rows(peers: dict[tuple, float] | None = None) -> list[dict]:
-    """`peers`: microseconds by ("mla_prefill", batch, heads, held), of the fastest."""
-    return [_row(shape, peers or {}) for shape in SHAPES]
+def rows(peers: dict[tuple, dict] | None = None) -> Iterator[dict]:
+    """`peers`: microseconds by ("mla_prefill", batch, heads, held) and by name."""
+    return (_row(shape, peers or {}) for shape in SHAPES)

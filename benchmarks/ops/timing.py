@@ -17,37 +17,41 @@ def sets_of(nbytes: int, most: int = 16) -> int:
     return min(max(1, -(-BEYOND_L2 // nbytes)), most)
 
 
-def microseconds(call: Callable, args_sets: Sequence[tuple], seconds: float = 0.25, most: int = 64) -> float:
-    """The median per call. `call` takes one of `args_sets`, whose first is the smallest; each call waits for the one before."""
-    call = jax.jit(call)
-    calls = _calls(call, args_sets, most)
+def after(first: jax.Array, out: jax.Array) -> jax.Array:
+    """`first`, or as good as it, but not before `out` is there: what does not depend on it would run beside it or not at all."""
+    if (first.shape, first.dtype) == (out.shape, out.dtype):
+        return out
+    return first + (0 * out[(0,) * out.ndim]).astype(first.dtype)
+
+
+def measure(call: Callable, args_sets: Sequence[tuple], seconds: float = 0.25, most: int = 64) -> tuple[float, jax.Array]:
+    """The median of microseconds per call, and what the first of `args_sets` gives.
+
+    `call` takes one of `args_sets`, whose first is the smallest; each call waits for the one before."""
+    call = jax.jit(call)  # so that all calls are lowered once
+    calls = len(args_sets) * max(1, most // len(args_sets))
 
     @jax.jit
     def many(args_sets):
-        out = ()
+        outs = []
         for i in range(calls):
             first, *rest = args_sets[i % len(args_sets)]
-            first, _ = jax.lax.optimization_barrier((first, out))
-            out = jax.tree.leaves(call(first, *rest))[0]
-        return out
+            first = after(first, outs[-1]) if outs else first
+            outs = [*outs[:1], jax.tree.leaves(call(first, *rest))[0]]
+        return outs
 
-    for _ in range(2):
-        once = _seconds(lambda: many(args_sets))
-    rounds = [_seconds(lambda: many(args_sets), max(2, int(seconds / 5 / once))) for _ in range(5)]
-    return statistics.median(rounds) / calls * 1e6
+    def run(repeats: int = 1) -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            last = many(args_sets)
+        jax.block_until_ready(last)
+        return (time.perf_counter() - start) / repeats
 
-
-def _calls(call: Callable, args_sets: Sequence[tuple], most: int) -> int:
-    """As many as take some milliseconds, and a multiple of the sets."""
-    jax.block_until_ready(call(*args_sets[0]))
-    rough = max(_seconds(lambda: call(*args_sets[0]), 3), 1e-5)
-    rounds = max(1, round(min(most, 4e-3 / rough) / len(args_sets)))
-    return rounds * len(args_sets)
+    run()
+    repeats = max(1, int(seconds / 5 / run()))
+    return statistics.median(run(repeats) for _ in range(5)) / calls * 1e6, many(args_sets)[0]
 
 
-def _seconds(run: Callable, repeats: int = 1) -> float:
-    start = time.perf_counter()
-    for _ in range(repeats):
-        last = run()
-    jax.block_until_ready(last)
-    return (time.perf_counter() - start) / repeats
+def microseconds(call: Callable, args_sets: Sequence[tuple], seconds: float = 0.25, most: int = 64) -> float:
+    """The first that `measure` gives."""
+    return measure(call, args_sets, seconds, most)[0]
