@@ -1,8 +1,9 @@
 """Ragged causal flash attention for Hopper, in Pallas Mosaic GPU.
 
 A block holds 128 queries of one head. Two warpgroups take 64 each and walk the same tiles of keys and values, which a third
-orders from the copy engine through a ring of slots. The two take turns on the matrix units: one's scores are computed while
-the other weighs its own. A head's blocks lie next to each other in the grid, for they share its keys in the L2; those with
+orders from the copy engine through a ring of slots. Each starts a tile's scores together with the sums of the tile before,
+and weighs the former while the latter are computed; the two take turns in starting, so that one's weighing runs beside the
+other's products. A head's blocks lie next to each other in the grid, for they share its keys in the L2; those with
 the most keys to see come first. Not timed yet."""
 
 import functools
@@ -40,7 +41,7 @@ def _kernel(
     prefix = held - asked
     first = pair * (WORKERS * ROWS)  # of the block's queries
     stop = jnp.minimum(held, prefix + first + WORKERS * ROWS) if causal else held
-    tiles = jnp.where(first < asked, lax.div(jnp.maximum(stop, 0) + (chunk - 1), jnp.int32(chunk)), 0)
+    tiles = jnp.where(first < asked, lax.div(jnp.maximum(stop, 1) + (chunk - 1), jnp.int32(chunk)), 1)  # one of nothing, too
     blocks = -(-T // ROWS)
     last_rows = T - (blocks - 1) * ROWS
 
@@ -86,28 +87,39 @@ def _kernel(
 
         lax.fori_loop(jnp.maximum(tiles - slots, 0), tiles, drain, ())
 
-    def take_turn():
-        plgpu.barrier_arrive(turn)
-        plgpu.barrier_wait(turn)
+    def start(me):
+        """Takes this worker's turn at the matrix units, and hands it on when `started` what it has to start."""
+        plgpu.barrier_wait(turn.at[me])
 
-    def scores(me, slot):
-        plgpu.barrier_wait(k_in.at[slot])
+    def started(me):
+        plgpu.barrier_arrive(turn.at[1 - me])
+
+    def multiply(ref, me, slot):
+        for q, k in zip(q_s, k_s, strict=True):
+            plgpu.wgmma(ref, q.at[me], k.at[slot].transpose((1, 0)))
+
+    def dots(me, slot):
+        """What `multiply` computes, for the interpreter."""
+        out = sum(jnp.dot(q[me], k[slot].T, preferred_element_type=jnp.float32) for q, k in zip(q_s, k_s, strict=True))
+        plgpu.commit_smem()
+        return out
+
+    def first_scores(me):
+        plgpu.barrier_wait(k_in.at[0])
+        start(me)
         if interpret:
-            take_turn()
-            pairs = zip(q_s, k_s, strict=True)
-            out = sum(jnp.dot(q[me], k[slot].T, preferred_element_type=jnp.float32) for q, k in pairs)
-            plgpu.commit_smem()
-            return out
+            started(me)
+            return dots(me, 0)
 
         def run(ref):
-            for q, k in zip(q_s, k_s, strict=True):
-                plgpu.wgmma(ref, q.at[me], k.at[slot].transpose((1, 0)))
-            take_turn()
+            multiply(ref, me, 0)
+            started(me)
             return ref[...]
 
         return pl.run_scoped(run, plgpu.ACC((ROWS, chunk), jnp.float32))
 
     def add_values(acc, w, slot):
+        """The sums with the values of one more tile."""
         if interpret:  # the interpreter takes no initialised accumulator
             out = acc + jnp.dot(w, v_s[slot], preferred_element_type=jnp.float32)
             plgpu.commit_smem()
@@ -117,6 +129,28 @@ def _kernel(
             plgpu.wgmma(ref, w, v_s.at[slot])
 
         return pl.run_state(run)(plgpu.ACC.init(acc))
+
+    def scores_and_values(me, slot, weigh, acc, w, before):
+        """The scores in `slot`, of which `weigh` makes something while the values in slot `before` join the sums."""
+        plgpu.barrier_wait(k_in.at[slot])
+        plgpu.barrier_wait(v_in.at[before])
+        start(me)
+        if interpret:
+            started(me)
+            s = dots(me, slot)
+            plgpu.barrier_arrive(k_free.at[slot])
+            return weigh(s), add_values(acc, w, before)
+
+        def run(s_ref, acc_ref):
+            acc_ref[...] = acc
+            multiply(s_ref, me, slot)
+            plgpu.wgmma(acc_ref, w, v_s.at[before])
+            started(me)
+            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+            plgpu.barrier_arrive(k_free.at[slot])
+            return weigh(s), acc_ref[...]
+
+        return pl.run_scoped(run, plgpu.ACC((ROWS, chunk), jnp.float32), plgpu.ACC(acc.shape, jnp.float32))
 
     def worker(me):
         which = pair * WORKERS + me
@@ -134,41 +168,46 @@ def _kernel(
                 seen = seen & (at >= t * chunk)
             return jnp.where(seen, s, -jnp.inf)
 
-        def tile(t, carry):
-            top, total, acc = carry
-            slot = lax.rem(t, jnp.int32(slots))
-            s = scores(me, slot)
-            plgpu.barrier_arrive(k_free.at[slot])
+        def weigh(s, t, top, total):
+            """Weights of the scores of tile t, how much of the sums so far to keep, and the new maximum and total."""
             s = lax.cond((t + 1) * chunk > jnp.minimum(clear, held), hide, lambda s, t: s, s, t)
             higher = jnp.maximum(top, s.max(axis=1) * (scale * LOG2E))
             keep = jnp.exp2(top - higher)
             w = jnp.exp2(s * (scale * LOG2E) - over(higher, s.shape))
-            total = total * keep + w.sum(axis=1)
-            acc = acc * over(keep, acc.shape)
-            w = w.astype(v_s.dtype)
-            plgpu.barrier_wait(v_in.at[slot])
+            return w.astype(v_s.dtype), keep, higher, total * keep + w.sum(axis=1)
 
-            @pl.when((t + 1) * chunk > held)  # the last tile of the row: who comes first cleans it for both
-            def _():
-                if me == 0:
-                    clean(v_s, slot, held - base_of(t))
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(cleaned)
-                else:
-                    plgpu.barrier_wait(cleaned)
+        def tile(t, carry):
+            w, top, total, acc = carry
+            slot, before = lax.rem(t, jnp.int32(slots)), lax.rem(t - 1, jnp.int32(slots))
+            (w, keep, top, total), acc = scores_and_values(me, slot, lambda s: weigh(s, t, top, total), acc, w, before)
+            plgpu.barrier_arrive(v_free.at[before])
+            return w, top, total, acc * over(keep, acc.shape)
 
-            acc = add_values(acc, w, slot)
-            plgpu.barrier_arrive(v_free.at[slot])
-            return higher, total, acc
-
-        pl.when(which < blocks)(lambda: plgpu.barrier_wait(q_in.at[me]))
         if me == 1:
-            take_turn()
+            started(me)  # the other is the first
+        pl.when(which < blocks)(lambda: plgpu.barrier_wait(q_in.at[me]))
         low = plgpu.layout_cast(jnp.full((ROWS,), LOW, jnp.float32), ROW)
-        zero = low, zeros((ROWS,), ROW), zeros((ROWS, V), plgpu.Layout.WGMMA)
-        top, total, acc = lax.fori_loop(0, tiles, tile, zero)
+        s = first_scores(me)
+        plgpu.barrier_arrive(k_free.at[0])
+        w, _, top, total = weigh(s, jnp.int32(0), low, zeros((ROWS,), ROW))
+        carry = w, top, total, zeros((ROWS, V), plgpu.Layout.WGMMA)
+        w, top, total, acc = lax.fori_loop(1, tiles, tile, carry)
         if me == 0:
-            take_turn()
+            start(me)  # every completion has to be observed
+        last = lax.rem(tiles - 1, jnp.int32(slots))
+        plgpu.barrier_wait(v_in.at[last])
+
+        @pl.when(tiles * chunk > held)  # who comes first cleans the last tile of the row for both
+        def _():
+            if me == 0:
+                clean(v_s, last, held - base_of(tiles - 1))
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(cleaned)
+            else:
+                plgpu.barrier_wait(cleaned)
+
+        acc = add_values(acc, w, last)
+        plgpu.barrier_arrive(v_free.at[last])
         row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=plgpu.Layout.WGMMA) + row0
         # a query past the end may have added anything
         some = (total > 0) & (row.max(axis=1) < asked)
@@ -222,7 +261,7 @@ def mla_prefill(q, k, v, q_lens, kv_lens, *, scale, causal, sizes, interpret=Non
             plgpu.Barrier(num_barriers=slots),
             plgpu.Barrier(num_arrivals=WORKERS, num_barriers=slots),
             plgpu.Barrier(num_arrivals=WORKERS, num_barriers=slots),
-            plgpu.Barrier(num_arrivals=WORKERS),
+            plgpu.Barrier(num_barriers=WORKERS),
             plgpu.Barrier(),
         ],
         grid=(N, B, -(-rows // (WORKERS * ROWS))),
