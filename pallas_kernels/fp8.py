@@ -16,13 +16,28 @@ class Fp8(NamedTuple):
     scale: jax.Array  # [.. ceil(D/128)], or [.. ceil(F/128) ceil(D/128)]; float32
 
 
+def codes(x: jax.Array | Fp8) -> jax.Array:
+    """The array that has the shape of the numbers."""
+    return x.codes if isinstance(x, Fp8) else x
+
+
 def quantize(x: jax.Array) -> Fp8:
     """Rows `[.. D]`, D a multiple of 128, with the least scales that hold them; a group of zeros stays zeros."""
     groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, GROUP)
-    scale = jnp.max(jnp.abs(groups), axis=-1) / LARGEST
+    return _with_scale(x.shape, groups, jnp.max(jnp.abs(groups), axis=-1) / LARGEST)
+
+
+def quantize_cache(x: jax.Array) -> Fp8:
+    """As `quantize`, but scales are powers of two: each product is then a number of bfloat16, and kernels convert exactly."""
+    groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, GROUP)
+    bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(groups), axis=-1) / LARGEST, jnp.uint32)
+    return _with_scale(x.shape, groups, jax.lax.bitcast_convert_type((bits + 0x7FFFFF) >> 23 << 23, jnp.float32))
+
+
+def _with_scale(shape, groups, scale):
     values = groups / jnp.where(scale > 0, scale, 1)[..., None]
     codes = jnp.clip(values, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
-    return Fp8(codes.reshape(x.shape), scale)
+    return Fp8(codes.reshape(shape), scale)
 
 
 def quantize_weight(w: jax.Array) -> Fp8:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import fp8
+
 
 class MlaDecodeCase(NamedTuple):
     name: str
@@ -16,6 +18,7 @@ class MlaDecodeCase(NamedTuple):
     rope: int = 64
     page: int = 64
     spare: int = 3  # pages that no row uses
+    packed: bool = False  # the latent in E4M3
 
     @property
     def scale(self) -> float:
@@ -35,10 +38,14 @@ MLA_DECODE = [
     MlaDecodeCase("pages of 256", (500, 256), 16, page=256),
     MlaDecodeCase("the demo model", (70, 200), 8, rank=256, rope=32),
     MlaDecodeCase("smallest rank", (129,), 32, rank=128, rope=64),
+    MlaDecodeCase("E4M3, ragged, one empty", (1, 0, 130, 64, 700, 63), 16, packed=True),
+    MlaDecodeCase("E4M3, 32 queries, pages of 16", (200, 3), 8, tokens=4, page=16, packed=True),
+    MlaDecodeCase("E4M3, the demo model, pages of 256", (70, 300), 8, rank=256, rope=32, page=256, packed=True),
+    MlaDecodeCase("E4M3, smallest rank", (129, 20), 20, rank=128, page=16, packed=True),
 ]
 
 
-def mla_decode_inputs(case: MlaDecodeCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
+def mla_decode_inputs(case: MlaDecodeCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array | fp8.Fp8]:
     """Random, with NaN wherever nothing is held and pages in no order."""
     rng = np.random.default_rng(seed)
     B, most = len(case.seq_lens), max(1, *(-(-n // case.page) for n in case.seq_lens))
@@ -56,10 +63,18 @@ def mla_decode_inputs(case: MlaDecodeCase, seed: int = 0, dtype=jnp.bfloat16) ->
     def cache(width):
         return jnp.asarray(np.where(held, normal(pages, case.page, width), np.nan), dtype)
 
+    def latent():
+        if not case.packed:
+            return cache(case.rank)
+        groups = pages, case.page, case.rank // fp8.GROUP
+        values = normal(*groups, fp8.GROUP) * np.exp2(normal(*groups, 1))
+        packed = fp8.quantize_cache(jnp.asarray(values).reshape(pages, case.page, case.rank))
+        return fp8.Fp8(*(jnp.where(held, x, jnp.nan).astype(x.dtype) for x in packed))
+
     return {
         "q_c": jnp.asarray(normal(B, case.tokens, case.heads, case.rank), dtype),
         "q_pe": jnp.asarray(normal(B, case.tokens, case.heads, case.rope), dtype),
-        "c_kv": cache(case.rank),
+        "c_kv": latent(),
         "k_pe": cache(case.rope),
         "page_table": jnp.asarray(table),
         "seq_lens": jnp.asarray(lens),

@@ -11,12 +11,18 @@ MLA_DECODE = {
     128: {"slots": 4, "registers": (168, 160, 160, 24), "parts": (1, 2)},
 }
 
-# the same for at most 32 queries a row: columns of the latent in a part of a tile; parts in a worker's ring; registers of
-# (a worker, feeder)
+# the same for few queries (tokens times heads): columns of the latent in a part of a tile; parts in a worker's ring where
+# there are up to 8, 16, 24, 32 queries; registers of (a worker, feeder)
+MLA_DECODE_MOST = 32
 MLA_DECODE_FEW = {
-    512: {"width": 128, "slots": 5, "registers": (240, 24)},
-    256: {"width": 128, "slots": 5, "registers": (240, 24)},
-    128: {"width": 64, "slots": 6, "registers": (240, 24)},
+    512: {"width": 128, "slots": (5, 5, 5, 5), "registers": (240, 24)},
+    256: {"width": 128, "slots": (5, 5, 5, 5), "registers": (240, 24)},
+    128: {"width": 64, "slots": (6, 6, 6, 6), "registers": (240, 24)},
+}
+MLA_DECODE_FEW_FP8 = {
+    512: {"width": 128, "slots": (3, 3, 2, 2), "registers": (240, 24)},
+    256: {"width": 128, "slots": (5, 5, 5, 5), "registers": (240, 24)},
+    128: {"width": 64, "slots": (6, 6, 6, 6), "registers": (240, 24)},
 }
 
 # widths of keys and of values -> keys in a tile, slots of its ring; registers of (a worker, the other, feeder)

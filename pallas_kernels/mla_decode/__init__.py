@@ -2,12 +2,16 @@
 
 Row b holds `seq_lens[b]` tokens, its T query tokens being the last of them: query t sees `seq_lens[b] - T + t + 1`. Token s
 lies in page `page_table[b, s // Z]`, slot `s % Z`; what lies past the end, in pages and in the table, may be anything. The
-output is the weighted sum of latents, zeros where nothing is seen; the LSE is that of the scaled scores, then -inf."""
+output is the weighted sum of latents, zeros where nothing is seen; the LSE is that of the scaled scores, then -inf.
+
+The latent is bfloat16 or, as `fp8.quantize_cache` makes it, E4M3 with a scale for each 128 of a token's numbers, which are
+taken in bfloat16 (of `fp8.quantize` rounded); all else is bfloat16."""
 
 import jax
 
 from pallas_kernels import choice, tuning
 from pallas_kernels.choice import Unsupported
+from pallas_kernels.fp8 import Fp8, codes
 from pallas_kernels.mla_decode import xla
 from pallas_kernels.mla_decode.schedule import Schedule
 from pallas_kernels.mla_decode.schedule import schedule as _schedule
@@ -17,14 +21,14 @@ __all__ = ["CHECKS", "Schedule", "Unsupported", "mla_decode", "schedule"]
 
 def _shapes(q_c, q_pe, c_kv, k_pe) -> str | None:
     """What neither kernel takes."""
-    T, E, Z = q_c.shape[1], q_pe.shape[-1], c_kv.shape[1]
+    T, E, Z = q_c.shape[1], q_pe.shape[-1], codes(c_kv).shape[1]
     if E not in (32, 64):
         return f"it takes rotary widths 32 and 64, not {E}"
     if Z < 16 or Z & (Z - 1):
         return f"it takes page sizes that are powers of two from 16, not {Z}"
     if not 1 <= T <= 8:
         return f"it takes 1 to 8 query tokens in a row, not {T}"
-    return choice.not_bfloat16(q_c, q_pe, c_kv, k_pe)
+    return choice.not_bfloat16(q_c, q_pe, k_pe)
 
 
 def check_gpu(q_c, q_pe, c_kv, k_pe, page_table) -> str | None:
@@ -33,11 +37,19 @@ def check_gpu(q_c, q_pe, c_kv, k_pe, page_table) -> str | None:
         return reason
     if q_c.shape[-1] not in tuning.MLA_DECODE:
         return f"it takes latent ranks {', '.join(map(str, sorted(tuning.MLA_DECODE)))}, not {q_c.shape[-1]}"
+    if not isinstance(c_kv, Fp8):
+        return choice.not_bfloat16(c_kv) or _shapes(q_c, q_pe, c_kv, k_pe)
+    if (rows := q_c.shape[1] * q_c.shape[2]) > tuning.MLA_DECODE_MOST:
+        return f"with a latent in E4M3 it takes up to {tuning.MLA_DECODE_MOST} queries (tokens times heads), not {rows}"
+    if c_kv.codes.dtype != "float8_e4m3fn":
+        return f"it takes codes in float8_e4m3fn, not {c_kv.codes.dtype}"
     return _shapes(q_c, q_pe, c_kv, k_pe)
 
 
 def check_tpu(q_c, q_pe, c_kv, k_pe, page_table) -> str | None:
     """Why the TPU kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
+    if isinstance(c_kv, Fp8):
+        return "it takes no latent in E4M3"
     R, Z = q_c.shape[-1], c_kv.shape[1]
     if R % 128 or R > 512:
         return f"it takes latent ranks that are multiples of 128 up to 512, not {R}"
@@ -45,7 +57,7 @@ def check_tpu(q_c, q_pe, c_kv, k_pe, page_table) -> str | None:
         return f"it takes pages of up to 1024 tokens, not {Z}"
     if page_table.size > tuning.PAGE_TABLE_TPU:
         return f"it takes page tables of up to {tuning.PAGE_TABLE_TPU} entries, not {page_table.size}"
-    return _shapes(q_c, q_pe, c_kv, k_pe)
+    return choice.not_bfloat16(c_kv) or _shapes(q_c, q_pe, c_kv, k_pe)
 
 
 CHECKS = {"mosaic_gpu": check_gpu, "mosaic_tpu": check_tpu}
@@ -61,7 +73,7 @@ def schedule(seq_lens: jax.Array, *, heads: int, tokens: int = 1, units: int | N
 def mla_decode(
     q_c: jax.Array,
     q_pe: jax.Array,
-    c_kv: jax.Array,
+    c_kv: jax.Array | Fp8,
     k_pe: jax.Array,
     page_table: jax.Array,
     seq_lens: jax.Array,

@@ -8,24 +8,43 @@ A block walks tiles of 64 held tokens. Three warpgroups:
                 as its sums are done, so what is on its way is not whole tiles. Its orders run ahead into the next rows
 At the end of a row the workers swap halves of their sums, each weighs and writes one half. What is swapped, and then the
 output, lies in the place of Q, which the same worker then orders anew: the feeder never waits for a row's end.
+
+A latent in E4M3 goes through the ring as it is; a worker converts a part and frees it while the product of the part before
+runs. Two converted tiles, one for each worker, take 128 KiB. Beside them and 16 queries shared memory holds 3 of a tile's 4
+parts for each worker: with rotary parts and scales 66 KiB, which are on their way while the workers compute (32 queries: 50).
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
 
-from pallas_kernels.hopper import LOG2E, LOW, clean, swizzled, zeros
+from pallas_kernels.fp8 import GROUP, Fp8
+from pallas_kernels.hopper import LOG2E, LOW, clean, over, swizzled, zeros
 from pallas_kernels.mla_decode.schedule import TILE
 
-MOST = 32  # rows of queries
 WORKERS = 2
 FEEDER = WORKERS
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 TURNED = plgpu.Layout.WGMMA_TRANSPOSED
+
+
+class Ring(NamedTuple):
+    """Slots in shared memory that the feeder fills and the workers free, `size` of them for each worker."""
+
+    slots: Any
+    arrived: Any
+    free: Any
+    size: int
+
+    def at(self, me, use):
+        """The slot of what goes through worker `me`'s part of the ring as number `use`."""
+        return me * self.size + lax.rem(use, jnp.int32(self.size))
 
 
 def _under(x, shape):
@@ -46,6 +65,21 @@ def _fold(x, how, scratch, interpret):
     return reduced(x, scratch)
 
 
+def _scales(ref, which, groups, layout, interpret):
+    """Number `which` of each of the rows of `groups` that lie in `ref` end to end; Pallas loads no such strides itself."""
+    rows = ref.shape[0] // groups
+    if interpret:
+        return ref[...].reshape(rows, groups)[:, which]
+    out = plgpu.ShapeDtypeStruct((rows,), jnp.float32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
+    def strided(_, ref):
+        column = mgpu.memref_slice(mgpu.memref_reshape(ref, (rows, groups)), (slice(None), which))
+        return mgpu.FragmentedArray.load_untiled(column, layout=layout.to_mgpu(), optimized=False)
+
+    return strided(ref)
+
+
 def _store(ref, x):
     """`x` into the transposed of `ref`."""
     ref.transpose((1, 0))[...] = plgpu.layout_cast(x.astype(ref.dtype), TURNED)
@@ -57,23 +91,38 @@ def _load(ref):
     return plgpu.layout_cast(x, plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
+def _wide(width):
+    """A layout of 64 rows of `width` bytes, 8 to a thread, that as bytes and as 16-bit numbers meet no bank twice."""
+    rows = 256 // width
+    return plgpu.Layout.TILED(plgpu.Tiling(((4 * rows, width), (rows, width), (8,))), (-5,), (-3, -2), -1)
+
+
 def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads, tokens, knobs, interpret):
     """q_c `[B, M, R]` -> finished rows `[B, M, R]` and, for the pieces of split rows, `[2 units, M, R]`, with LSEs."""
     B, M, R = q_c.shape
     E = q_pe.shape[-1]
-    G, Z, _ = c_kv.shape
+    packed = isinstance(c_kv, Fp8)
+    codes, scales = c_kv if packed else (c_kv, None)
+    G, Z, _ = codes.shape
+    groups = R // GROUP
     units = shares.shape[0]
-    width, slots = knobs["width"], knobs["slots"]
+    width = knobs["width"]
     parts = R // width
     half = parts // WORKERS
-    slots_pe = slots // parts
+    size = knobs["slots"][M // 8 - 1]
     chunk = min(Z, TILE)  # rows of a tile copied at a time
     per_tile = TILE // chunk
     columns = [pl.ds(k * width, width) for k in range(parts)]
     dtype = q_c.dtype
+    # a page's scales in one row, of which the copy engine takes any multiple of four
+    caches = [codes, k_pe, *([scales.reshape(G, Z * groups)] if packed else [])]
+    sizes = [size, max(size // parts, 1), min(size - 1, 2)]
 
-    def kernel(qc_g, qpe_g, c_g, pe_g, table, lens, shares_g, o_g, lse_g, po_g, plse_g,
-               qc_s, qpe_s, c_s, pe_s, w_s, stats_s, scratch_s, q_in, c_in, pe_in, c_free, pe_free, met):  # fmt: skip
+    def kernel(qc_g, qpe_g, *refs):
+        caches_g, (table, lens, shares_g, o_g, lse_g, po_g, plse_g, *scratch) = refs[: len(caches)], refs[len(caches) :]
+        qc_s, qpe_s, rings, wide_s, w_s, scratch_s, q_in, met = scratch
+        rings = [Ring(*ring, size) for ring, size in zip(rings, sizes, strict=False)]
+        latent, rope, scale_s = [*rings, None][:3]
         unit = lax.axis_index("unit")
         role = lax.axis_index("role")
         row0, row1 = shares_g[unit, 0], shares_g[unit, 2]
@@ -89,20 +138,17 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
             stop = jnp.where(b == row1, tile1, tiles)
             return n, start, stop, (start == 0) & (stop == tiles), 2 * unit + jnp.where(b == row0, 0, 1)
 
-        def place(me, use, count):
-            """Where the `use`th part or tile lies that goes through worker `me`'s ring of `count`."""
-            return me * count + lax.rem(use, jnp.int32(count))
-
         def feeder():
-            def copy(sources, to, arrived, free, me, use, count):
-                at = place(me, use, count)
+            def copy(sources, ring, me, use):
+                at = ring.at(me, use)
 
-                @pl.when(use >= count)
+                @pl.when(use >= ring.size)
                 def _():
-                    plgpu.barrier_wait(free.at[at])
+                    plgpu.barrier_wait(ring.free.at[at])
 
                 for j, source in enumerate(sources):
-                    plgpu.copy_gmem_to_smem(source, to.at[at, pl.ds(j * chunk, chunk)], arrived.at[at])
+                    count = source.shape[0]
+                    plgpu.copy_gmem_to_smem(source, ring.slots.at[at, pl.ds(j * count, count)], ring.arrived.at[at])
 
             def piece(b, step):
                 n, start, stop, _, _ = item(b)
@@ -114,10 +160,13 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
                     places = [jnp.minimum(lax.div(t * TILE, jnp.int32(Z)) + j, top) for j in range(per_tile)]
                     pages = [jnp.clip(table[b, place], 0, G - 1) for place in places]
                     rows = pl.ds(base, chunk)
+                    c_g, pe_g, *scale_g = caches_g
+                    if packed:
+                        flat = pl.ds(base * groups, chunk * groups)
+                        copy([scale_g[0].at[page, flat] for page in pages], scale_s, me, turn)
                     for k, some in enumerate(columns):
-                        latent = [c_g.at[page, rows, some] for page in pages]
-                        copy(latent, c_s, c_in, c_free, me, turn * parts + k, slots)
-                    copy([pe_g.at[page, rows] for page in pages], pe_s, pe_in, pe_free, me, turn, slots_pe)
+                        copy([c_g.at[page, rows, some] for page in pages], latent, me, turn * parts + k)
+                    copy([pe_g.at[page, rows] for page in pages], rope, me, turn)
                     return step + 1
 
                 return lax.fori_loop(start, stop, tile, step)
@@ -125,13 +174,13 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
             steps = lax.fori_loop(row0, row1 + 1, piece, jnp.int32(0))
             for me in range(WORKERS):  # every completion has to be observed
                 turns = lax.div(steps + (WORKERS - 1 - me), jnp.int32(WORKERS))
-                for free, uses, count in (c_free, turns * parts, slots), (pe_free, turns, slots_pe):
+                for ring, uses in zip(rings, (turns * parts, turns, turns), strict=False):
 
-                    def drain(use, _, free=free, me=me, count=count):
-                        plgpu.barrier_wait(free.at[place(me, use, count)])
+                    def drain(use, _, ring=ring, me=me):
+                        plgpu.barrier_wait(ring.free.at[ring.at(me, use)])
                         return ()
 
-                    lax.fori_loop(jnp.maximum(uses - count, 0), uses, drain, ())
+                    lax.fori_loop(jnp.maximum(uses - ring.size, 0), uses, drain, ())
 
         def queries(b, me):
             """Orders worker `me`'s half of the queries of row b."""
@@ -145,47 +194,79 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
             for me in range(WORKERS):
                 pl.when(role == me)(functools.partial(do, me))
 
+        tile_s = wide_s if packed else latent.slots
+
+        def zero(turn):
+            """Known at run time alone: else every address of what lies still stays in registers, and they spill."""
+            return jnp.minimum(turn, 0)
+
+        def place(turn, k):
+            """Where in `tile_s` part k of this worker's tile number `turn` lies."""
+            return role * parts + k + zero(turn) if packed else latent.at(role, turn * parts + k)
+
+        def widen(turn, k):
+            """Converts part k of a tile, whose codes are free then."""
+            at, layout = latent.at(role, turn * parts + k), _wide(width)
+            plgpu.barrier_wait(latent.arrived.at[at])
+            ours = _scales(scale_s.slots.at[scale_s.at(role, turn)], k * width // GROUP, groups, layout.reduce(1), interpret)
+            for rows in (pl.ds(h, TILE // 2) for h in (0, TILE // 2)):  # in halves, which take fewer registers
+                x = plgpu.load(latent.slots.at[at, rows], layout=layout).astype(jnp.float32)
+                x = x * plgpu.layout_cast(over(ours[rows.start : rows.start + rows.size], x.shape), layout)
+                wide_s[place(turn, k), rows] = x.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(latent.free.at[at])
+
+        def operands(turn):
+            """The pieces of this worker's tile number `turn`, each once it is there, with theirs of Q."""
+            if packed:
+                plgpu.commit_smem()  # until here some warp may have read the last tile
+                plgpu.barrier_wait(scale_s.arrived.at[scale_s.at(role, turn)])
+            for k in range(parts):
+                widen(turn, k) if packed else plgpu.barrier_wait(latent.arrived.at[place(turn, k)])
+                yield tile_s.at[place(turn, k)], qc_s.at[k + zero(turn)]
+            if packed:
+                plgpu.barrier_arrive(scale_s.free.at[scale_s.at(role, turn)])
+            at = rope.at(role, turn)
+            plgpu.barrier_wait(rope.arrived.at[at])
+            yield rope.slots.at[at], qpe_s
+
         def product(turn):
             """The scores of this worker's tile number `turn`, tokens by queries."""
-            uses = [place(role, turn * parts + k, slots) for k in range(parts)]
-            at = place(role, turn, slots_pe)
-            arrived = [*(c_in.at[use] for use in uses), pe_in.at[at]]
-            tiles = [*(c_s.at[use] for use in uses), pe_s.at[at]]
-            zero = jnp.minimum(turn, 0)  # known at run time alone: else every address in Q stays in registers, and spills
-            qs = [*(qc_s.at[k + zero] for k in range(parts)), qpe_s]
             if interpret:
-                for barrier in arrived:
-                    plgpu.barrier_wait(barrier)
-                out = sum(jnp.dot(a[...], q[...].T, preferred_element_type=jnp.float32) for a, q in zip(tiles, qs, strict=True))
+                dots = [jnp.dot(k[...], q[...].T, preferred_element_type=jnp.float32) for k, q in operands(turn)]
                 plgpu.commit_smem()
-                return out
+                return sum(dots)
 
             def run(ref):
-                for barrier, tile, q in zip(arrived, tiles, qs, strict=True):
-                    plgpu.barrier_wait(barrier)
-                    plgpu.wgmma(ref, tile, q.transpose((1, 0)))
+                for k, q in operands(turn):
+                    plgpu.wgmma(ref, k, q.transpose((1, 0)))
                 return ref[...]
 
             return pl.run_scoped(run, plgpu.ACC((TILE, M), jnp.float32))
 
         def add(accs, turn):
-            """The sums with this worker's tile number `turn`, whose parts are free then."""
-            uses = [place(role, turn * parts + k, slots) for k in range(parts)]
+            """The sums with this worker's tile number `turn`, which is free then."""
+            tiles = [place(turn, k) for k in range(parts)]
             weights = w_s.at[role].transpose((1, 0))
+
+            def release(k):
+                if not packed:
+                    plgpu.barrier_arrive(latent.free.at[tiles[k]])
+
             if interpret:
                 dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
-                accs = [acc + dot(c_s[use].T, weights[...]) for acc, use in zip(accs, uses, strict=True)]
+                accs = [acc + dot(tile_s[at].T, weights[...]) for acc, at in zip(accs, tiles, strict=True)]
                 plgpu.commit_smem()
-                for use in uses:
-                    plgpu.barrier_arrive(c_free.at[use])
+                for k in range(parts):
+                    release(k)
                 return accs
 
             def run(refs):
-                for ref, use in zip(refs, uses, strict=True):
-                    plgpu.wgmma(ref, c_s.at[use].transpose((1, 0)), weights)
-                for k, use in enumerate(uses):
+                for ref, at in zip(refs, tiles, strict=True):
+                    plgpu.wgmma(ref, tile_s.at[at].transpose((1, 0)), weights)
+                for k in range(parts):
                     plgpu.wgmma_wait(parts - 1 - k)
-                    plgpu.barrier_arrive(c_free.at[use])
+                    release(k)
 
             return list(pl.run_state(run)([plgpu.ACC.init(acc) for acc in accs]))
 
@@ -207,13 +288,13 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
 
                 def empty(turn, held):
                     for k in range(parts):
-                        clean(c_s, place(role, turn * parts + k, slots), held)
+                        clean(tile_s, place(turn, k), held)
 
                 def tile(k, carry):
                     turn, top, sums, accs = carry
                     t = start + late + WORKERS * k
                     s = product(turn)
-                    plgpu.barrier_arrive(pe_free.at[place(role, turn, slots_pe)])
+                    plgpu.barrier_arrive(rope.free.at[rope.at(role, turn)])
                     s = lax.cond((t + 1) * TILE > clear, hide, lambda s, t: s, s, t)
                     higher = jnp.maximum(top, _fold(s, "max", scratch_s.at[role], interpret) * to_log2)
                     keep = jnp.exp2(top - higher)
@@ -248,14 +329,15 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
 
         def finish(me, b, top, total, accs):
             """Joins both workers' sums; this one writes its half."""
-            _, _, _, whole, place = item(b)
+            _, _, _, whole, piece = item(b)
             mine, theirs = (range(who * half, (who + 1) * half) for who in (me, 1 - me))
-            stats_s[me, 0] = top
-            stats_s[me, 1] = total
+            stats = [pl.ds(k * M, M) for k in range(2)]
+            for some, x in zip(stats, (top, total), strict=True):
+                scratch_s[me, some] = x
             meet()  # now Q is dead
             for k in theirs:
                 _store(qc_s.at[k], accs[k])
-            top_2, total_2 = (plgpu.load(stats_s.at[1 - me, k], layout=COLUMN) for k in range(2))
+            top_2, total_2 = (plgpu.load(scratch_s.at[1 - me, some], layout=COLUMN) for some in stats)
             higher = jnp.maximum(top, top_2)
             share, share_2 = jnp.exp2(top - higher), jnp.exp2(top_2 - higher)
             total = total * share + total_2 * share_2
@@ -275,7 +357,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
                     lses[at, 0] = lse
 
             pl.when(whole)(lambda: write(o_g, b, lse_g, lse * (1 / LOG2E)))
-            pl.when(jnp.logical_not(whole))(lambda: write(po_g, place, plse_g, lse))
+            pl.when(jnp.logical_not(whole))(lambda: write(po_g, piece, plse_g, lse))
 
             @pl.when(b < row1)
             def _():
@@ -294,6 +376,18 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
 
     f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     smem, barrier = plgpu.SMEM, plgpu.Barrier
+    as_bytes = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width)
+
+    def ring(size, shape, dtype, transforms):
+        """What the feeder fills a slot with, when it has arrived, when it is free."""
+        slots = smem((WORKERS * size, *shape), dtype, transforms=transforms)
+        return [slots, barrier(num_arrivals=per_tile, num_barriers=WORKERS * size), barrier(num_barriers=WORKERS * size)]
+
+    rings = [
+        ring(sizes[0], (TILE, width), codes.dtype, as_bytes if packed else swizzled(64)),
+        ring(sizes[1], (TILE, E), dtype, swizzled(E)),
+        *([ring(sizes[2], (TILE * groups,), jnp.float32, ())] if packed else []),
+    ]
     return plgpu.kernel(
         kernel,
         out_type=(
@@ -305,24 +399,19 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
         scratch_types=[
             smem((parts, M, width), dtype, transforms=swizzled(64)),
             smem((M, E), dtype, transforms=swizzled(E)),
-            smem((WORKERS * slots, TILE, width), dtype, transforms=swizzled(64)),
-            smem((WORKERS * slots_pe, TILE, E), dtype, transforms=swizzled(E)),
+            rings,
+            smem((WORKERS * parts, TILE, width), dtype, transforms=swizzled(64)) if packed else None,
             smem((WORKERS, M, TILE), dtype, transforms=swizzled(64)),
-            smem((WORKERS, 2, M), jnp.float32),
             smem((WORKERS, 512), jnp.float32),
             barrier(num_arrivals=parts + 1),
-            barrier(num_arrivals=per_tile, num_barriers=WORKERS * slots),
-            barrier(num_arrivals=per_tile, num_barriers=WORKERS * slots_pe),
-            barrier(num_barriers=WORKERS * slots),
-            barrier(num_barriers=WORKERS * slots_pe),
             barrier(num_arrivals=WORKERS),
         ],
         grid=(units,),
         grid_names=("unit",),
         num_threads=WORKERS + 1,
         thread_name="role",
-        # without automatic barriers: what a warpgroup both reads and writes, `clean` guards itself, and in `finish` every
-        # thread writes what it alone has read
+        # without automatic barriers: what a warpgroup both reads and writes, `clean` and `operands` guard themselves, and in
+        # `finish` every thread writes what it alone has read
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares)
+    )(q_c, q_pe, *caches, page_table, seq_lens, shares)

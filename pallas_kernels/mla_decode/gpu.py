@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import tuning
+from pallas_kernels.fp8 import Fp8
 from pallas_kernels.hopper import LOG2E, LOW, ROW, clean, over, swizzled, zeros
 from pallas_kernels.mla_decode import few
 from pallas_kernels.mla_decode.schedule import BLOCK, TILE, groups
@@ -468,11 +469,13 @@ def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale, schedule, 
     q_c, q_pe = (x.reshape(B, M, -1) for x in (q_c, q_pe))
     if M % 8:  # the copy engine moves eight rows at a time
         q_c, q_pe = (jnp.pad(x, ((0, 0), (0, -M % 8), (0, 0))) for x in (q_c, q_pe))
-    partial, knobs = (few.partial, tuning.MLA_DECODE_FEW[R]) if M <= few.MOST else (_partial, tuning.MLA_DECODE[R])
+    partial, table = _partial, tuning.MLA_DECODE
+    if M <= tuning.MLA_DECODE_MOST:
+        partial, table = few.partial, tuning.MLA_DECODE_FEW_FP8 if isinstance(c_kv, Fp8) else tuning.MLA_DECODE_FEW
     shares = schedule.shares
     out, lse, partial_out, partial_lse = partial(
         q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares,
-        scale=scale, heads=N, tokens=T, knobs=knobs, interpret=interpret,
+        scale=scale, heads=N, tokens=T, knobs=table[R], interpret=interpret,
     )  # fmt: skip
     out, lse = _combine(partial_out, partial_lse, schedule.pieces, out, lse, units=shares.shape[0], interpret=interpret)
     return out[:, :M].reshape(B, T, N, R), lse.reshape(B, -1)[:, :M].reshape(B, T, N)

@@ -3,10 +3,13 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.fp8 import Fp8, dequantize
+
 
 def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale, dtype=jnp.float32):
     """One row, one query token and one head at a time is what the index arithmetic below says."""
     B, T = q_c.shape[:2]
+    c_kv = dequantize(c_kv) if isinstance(c_kv, Fp8) else c_kv
     q_c, q_pe, c_kv, k_pe = (x.astype(dtype) for x in (q_c, q_pe, c_kv, k_pe))
     c = c_kv[page_table].reshape(B, -1, c_kv.shape[-1])
     pe = k_pe[page_table].reshape(B, -1, k_pe.shape[-1])

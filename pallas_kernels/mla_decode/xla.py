@@ -4,14 +4,19 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
+from pallas_kernels.fp8 import Fp8, codes, dequantize
 
 CHUNK = 1024  # held tokens gathered at a time
+
+
+def _gather(cache, pages, dtype):
+    return dequantize(Fp8(*(x[pages] for x in cache))).astype(dtype) if isinstance(cache, Fp8) else cache[pages]
 
 
 def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale):
     """Never gathers more than a chunk, and stops after the longest row."""
     B, T, N, R = q_c.shape
-    page = c_kv.shape[1]
+    count, page = codes(c_kv).shape[:2]
     step = max(min(CHUNK // page, page_table.shape[1]), 1)
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % step)))
     limit = (seq_lens[:, None] - T + 1 + jnp.arange(T))[..., None]
@@ -20,10 +25,10 @@ def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale):
     def chunk(carry):
         i, state = carry
         pages = jax.lax.dynamic_slice_in_dim(table, i * step, step, axis=1)
-        pages = jnp.clip(pages, 0, c_kv.shape[0] - 1)
+        pages = jnp.clip(pages, 0, count - 1)
         place = i * step * page + jnp.arange(step * page)
         held = (place[None] < seq_lens[:, None])[..., None]  # values, not scores alone: a weight of zero times NaN is NaN
-        c = jnp.where(held, c_kv[pages].reshape(B, -1, R), 0)
+        c = jnp.where(held, _gather(c_kv, pages, k_pe.dtype).reshape(B, -1, R), 0)
         pe = jnp.where(held, k_pe[pages].reshape(B, c.shape[1], -1), 0)
         scores = jnp.einsum("btnr,bsr->btns", q_c, c, **sums) + jnp.einsum("btne,bse->btns", q_pe, pe, **sums)
         scores = jnp.where((place < limit)[:, :, None], scores * scale, -jnp.inf)

@@ -14,6 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import mla_decode, tuning
+from pallas_kernels.fp8 import Fp8
 from pallas_kernels.mla_decode import gpu as decode_gpu
 from pallas_kernels.mla_prefill import gpu as prefill_gpu
 
@@ -31,13 +32,14 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description
 bf16, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.bfloat16, jnp.int32))
 
 
-def decode(B, T, N, R, E, Z):
+def decode(B, T, N, R, E, Z, packed=False):
     def call(q_c, q_pe, c_kv, k_pe, page_table, seq_lens):
         plan = mla_decode.schedule(seq_lens, heads=N, tokens=T, units=132)
         return decode_gpu.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=0.1, schedule=plan)
 
-    cache = bf16((256, Z, R)), bf16((256, Z, E))
-    return call, (bf16((B, T, N, R)), bf16((B, T, N, E)), *cache, i32((B, 4096 // Z)), i32((B,)))
+    scale = jax.ShapeDtypeStruct((256, Z, R // 128), jnp.float32)
+    latent = Fp8(jax.ShapeDtypeStruct((256, Z, R), jnp.float8_e4m3fn), scale) if packed else bf16((256, Z, R))
+    return call, (bf16((B, T, N, R)), bf16((B, T, N, E)), latent, bf16((256, Z, E)), i32((B, 4096 // Z)), i32((B,)))
 
 
 def prefill(B, T, S, N, H, V, causal):
@@ -50,6 +52,9 @@ PROGRAMS = [
     (decode, (4, 1, 16, 512, 64, 64)),
     (decode, (4, 4, 8, 512, 64, 16)),
     (decode, (4, 1, 20, 128, 32, 256)),
+    (decode, (4, 1, 16, 512, 64, 64, True)),
+    (decode, (4, 1, 8, 256, 32, 16, True)),
+    (decode, (4, 1, 20, 128, 32, 256, True)),
     (decode, (4, 1, 128, 512, 64, 64)),
     (decode, (4, 2, 128, 512, 64, 16)),
     (decode, (2, 1, 8, 256, 32, 64)),

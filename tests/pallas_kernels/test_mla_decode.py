@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import testing
+from pallas_kernels import fp8, testing
 from pallas_kernels.mla_decode import CHECKS, Unsupported, mla_decode, reference, schedule, tpu, xla
 from pallas_kernels.mla_decode.schedule import SPLIT, START, TILE
 
@@ -20,7 +20,8 @@ recent = tuple(map(int, jax.__version__.split(".")[:3])) >= (0, 11, 2)
 
 def double(case, inputs):
     """The specification in float64, by numpy: what the reference itself is judged by."""
-    x = {k: np.asarray(v.astype(jnp.float32) if v.dtype == jnp.bfloat16 else v, None) for k, v in inputs.items()}
+    x = {k: fp8.dequantize(v) if isinstance(v, fp8.Fp8) else v for k, v in inputs.items()}
+    x = {k: np.asarray(v.astype(jnp.float32) if v.dtype == jnp.bfloat16 else v, None) for k, v in x.items()}
     B, T, N, R = x["q_c"].shape
     out, lse = np.zeros((B, T, N, R)), np.full((B, T, N), -np.inf)
     for b, n in enumerate(case.seq_lens):
@@ -69,7 +70,7 @@ def test_the_fallback_computes_the_reference_whatever_lies_past_the_end(case):
     assert testing.lse_error(lse, wanted(case)[1]) < 1e-5
 
 
-@each_case
+@pytest.mark.parametrize("case", [case for case in testing.MLA_DECODE if not case.packed], ids=lambda case: case.name)
 def test_the_tpu_kernel_interpreted_is_within_twice_the_fallbacks_error_and_has_no_race(case, capfd):
     out, lse = interpreted(case, testing.mla_decode_inputs(case), 64, 128)
     assert testing.error(out, wanted(case)[0]) <= 2 * testing.error(fallback(case)[0], wanted(case)[0])
@@ -110,6 +111,42 @@ def test_the_tpu_kernel_holds_for_any_lengths(lens, heads, tokens, page, rows, s
     out, got = interpreted(case, inputs, rows, 64)
     assert testing.error(out, sums) < 1e-5
     assert testing.lse_error(got, lse) < 1e-5
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    lens=st.lists(st.integers(0, 90), min_size=1, max_size=4),
+    heads=st.integers(1, 5),
+    tokens=st.integers(1, 4),
+    page=st.sampled_from([16, 32, 64]),
+    exact=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_the_fallback_takes_a_latent_in_e4m3_of_any_scales(lens, heads, tokens, page, exact, seed):
+    case = testing.MlaDecodeCase("any", tuple(lens), heads, tokens, rank=256, rope=32, page=page, packed=True)
+    inputs = testing.mla_decode_inputs(case, seed)
+    if not exact:
+        codes, scale = inputs["c_kv"]
+        inputs["c_kv"] = fp8.Fp8(codes, scale * 1.3)
+    sums, lse = double(case, inputs)
+    out, got = xla.mla_decode(**inputs, scale=case.scale)
+    assert testing.error(out, sums) < (3e-3 if exact else 5e-2)
+    assert testing.lse_error(got, lse) < (1e-5 if exact else 2e-1)
+
+
+def test_scales_of_a_cache_are_the_least_powers_of_two_that_hold_it():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((40, 256)) * np.exp2(np.arange(-20, 20))[:, None], jnp.float32)
+    x = x.at[3].set(0)
+    least, packed = fp8.quantize(x), fp8.quantize_cache(x)
+    assert (packed.scale[3] == 0).all()
+    some = np.asarray(packed.scale) > 0
+    assert some.sum() == 2 * 39
+    assert (np.frexp(np.asarray(packed.scale))[0][some] == 0.5).all()
+    ratio = np.asarray(packed.scale)[some] / np.asarray(least.scale)[some]
+    assert ((ratio >= 1) & (ratio < 2)).all()
+    values = fp8.dequantize(packed)
+    assert (values == values.astype(jnp.bfloat16)).all()
+    assert testing.error(values[:20], x[:20]) < 0.04
 
 
 def test_an_empty_row_gives_zeros_and_an_lse_of_minus_infinity():
@@ -171,6 +208,15 @@ def test_a_named_implementation_that_cannot_raises_with_the_reason():
         with pytest.raises(Unsupported, match=reason):
             mla_decode(**inputs, scale=1.0, impl=impl)
     assert mla_decode(**inputs, scale=1.0)[0].shape == (1, 1, 4, 192)
+
+
+def test_the_kernels_say_where_they_take_no_latent_in_e4m3():
+    case = testing.MlaDecodeCase("", (5,), 33, packed=True)
+    arrays = [x for name, x in testing.mla_decode_inputs(case).items() if name != "seq_lens"]
+    assert "E4M3" in CHECKS["mosaic_tpu"](*arrays)
+    assert ("not 33" if recent else "0.11.2") in CHECKS["mosaic_gpu"](*arrays)
+    arrays[0], arrays[1] = (x[:, :, 1:] for x in arrays[:2])
+    assert CHECKS["mosaic_gpu"](*arrays) is None or not recent
 
 
 @pytest.mark.skipif(not recent, reason="the GPU kernel needs JAX 0.11.2")
