@@ -49,8 +49,8 @@ PAGE_TABLE_TPU = 128 << 10  # entries, in half of the scalar memory
 # 160 to 200 KiB of loads in flight. The least width is taken that holds an average group with what the copy engine's alignment
 # adds. Weights that are converted leave no registers for 128 tokens.
 RAGGED_DOT = {
-    "bf16": {8: 6, 16: 6, 32: 6, 64: 5, 128: 4},
+    "bf16": {8: 6, 16: 6, 32: 5, 64: 5, 128: 4},
     "w8": {8: 6, 16: 6, 32: 5, 64: 4},
-    "w8a8": {8: 6, 16: 6, 32: 6, 64: 5, 128: 4},
+    "w8a8": {8: 6, 16: 6, 32: 5, 64: 5, 96: 4},
 }
 RAGGED_DOT_REGISTERS = 240, 24  # of a worker, of the feeder

@@ -26,8 +26,8 @@ def check_gpu(x, *weights) -> str | None:
     least = 128 if packed == {True} else 64
     if D % least or F % 8:
         return f"it takes depths in multiples of {least} and features in multiples of 8, not {D} and {F}"
-    if not codes.shape[0] or not X:
-        return "it takes at least one row and one group"
+    if not codes.shape[0] or not 0 < X <= 384:
+        return f"it takes at least one row, and up to 384 groups, not {codes.shape[0]} and {X}"
     return choice.not_bfloat16(*(a for a in (x, *weights) if not isinstance(a, Fp8)))
 
 

@@ -27,14 +27,15 @@ from jax import lax
 
 from pallas_kernels import tuning
 from pallas_kernels.fp8 import GROUP, Fp8
-from pallas_kernels.hopper import LOG2E, zeros
-from pallas_kernels.ragged_dot.plan import ALIGNED, best_width, plan
+from pallas_kernels.hopper import LOG2E, ROW, zeros
+from pallas_kernels.ragged_dot.plan import ALIGNED, Table, Tile, best_width, locate, tiles_of
 
 ROWS = 64  # rows of weights in a product
 WORKERS, FEEDER = 2, 2
 HALF = WORKERS * ROWS  # rows of weights that the two take together, twice
 STORED = 64  # features in a row of the staged output: a span of the swizzle
 SPAN = 128  # bytes
+GROUPS = 64  # whose sizes are added up together
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -56,6 +57,7 @@ class Job(NamedTuple):
     slots: int
     registers: tuple[int, int]  # of a worker, of the feeder
     units: int
+    groups: int  # a multiple of GROUPS
     weights: int
     features: int
     steps: int  # of the whole depth
@@ -80,53 +82,80 @@ class Job(NamedTuple):
 class Piece(NamedTuple):
     """A tile times a block of features over a part of the depth."""
 
-    tile: jax.Array
-    group: jax.Array
-    row: jax.Array  # the tile's first
+    tile: Tile
     feature: jax.Array  # the block's first
     part: jax.Array
     start: jax.Array  # steps
     stop: jax.Array
 
 
-def _piece(job: Job, plan_g, i) -> Piece:
+def _plan(job: Job, sizes_g, table: Table):
+    """Every block works out for itself where the groups and their tiles lie: XLA would launch five kernels for it."""
+    shape = GROUPS, GROUPS
+    row, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
+
+    def sums(numbers, before):
+        """Of the numbers up to each, without and with it, and of all."""
+        numbers = plgpu.layout_cast(lax.broadcast_in_dim(numbers, shape, [1]), plgpu.Layout.WGMMA)
+        masks = column < row, column <= row, column >= 0
+        return [before + jnp.where(some, numbers, 0).sum(axis=1) for some in masks]
+
+    def some(k):
+        return pl.ds(pl.multiple_of(k * GROUPS, GROUPS), GROUPS)
+
+    def rows(k, before):
+        start, end, before = sums(plgpu.load(sizes_g.at[some(k)], layout=COLUMN, optimized=False), before)
+        for to, x in zip(table, (start, end, tiles_of(start, end, job.width)), strict=True):
+            to[some(k)] = x
+        return before
+
+    def tiles(k, before):
+        _, last, before = sums(plgpu.load(table.last.at[some(k)], layout=COLUMN), before)
+        plgpu.commit_smem()
+        table.last[some(k)] = last
+        return before
+
+    for step in (rows, tiles):
+        zero = plgpu.layout_cast(jnp.zeros((GROUPS,), jnp.int32), ROW)
+        lax.fori_loop(0, job.groups // GROUPS, step, zero)
+        plgpu.commit_smem()
+
+
+def _piece(job: Job, table: Table, i) -> Piece:
     """This unit's piece i."""
     at = lax.axis_index("unit") + i * job.units
     at, part = (at, jnp.int32(0)) if job.parts == 1 else (lax.div(at, jnp.int32(job.parts)), lax.rem(at, jnp.int32(job.parts)))
-    somewhere = lax.div(at, jnp.int32(job.blocks))  # a tile of the cluster
-    first, count = plan_g[somewhere, 4], plan_g[somewhere, 5]
-    place = at - first * job.blocks
-    block = lax.div(place, count)
-    tile = first + place - block * count
+    tile, block = locate(at, table, groups=job.groups, width=job.width, blocks=job.blocks)
+    tile = tile._replace(row=pl.multiple_of(tile.row, ALIGNED))
     start = part * job.part
-    stop = jnp.minimum(start + job.part, job.steps)
-    return Piece(tile, plan_g[tile, 0], pl.multiple_of(plan_g[tile, 1], ALIGNED), block * job.taken, part, start, stop)
+    return Piece(tile, block * job.taken, part, start, jnp.minimum(start + job.part, job.steps))
 
 
-def _pieces(job: Job, plan_g, run):
-    """Runs `run(piece, step)` over this unit's pieces; `step` counts what went through the ring."""
-    all_pieces = plan_g[0, 6] * (job.blocks * job.parts)
+def _pieces(job: Job, table: Table, run):
+    """Runs `run(i, step)` over the numbers of this unit's pieces; `step` counts what went through the ring."""
+    all_pieces = table.last[job.groups - 1] * (job.blocks * job.parts)
     count = lax.div(all_pieces - lax.axis_index("unit") + (job.units - 1), jnp.int32(job.units))
-    return lax.fori_loop(0, count, lambda i, step: run(_piece(job, plan_g, i), step), jnp.int32(0))
+    return lax.fori_loop(0, count, run, jnp.int32(0))
 
 
 def _slot(job: Job, step):
     return lax.rem(step, jnp.int32(job.slots))
 
 
-def _feed(job: Job, source: Operands, plan_g, ring: Operands, full, free):
+def _feed(job: Job, source: Operands, table: Table, ring: Operands, full, free):
     """Orders every step of every piece, as far ahead as the ring has slots."""
 
-    def run(piece: Piece, step):
+    def run(i, step):
+        piece = _piece(job, table, i)
         features = pl.ds(pl.multiple_of(piece.feature, HALF), job.taken)
-        tokens = pl.ds(piece.row, job.width)
+        tokens = pl.ds(piece.tile.row, job.width)
 
         def load(k, step):
             slot, columns = _slot(job, step), pl.ds(pl.multiple_of(k * job.depth, job.depth), job.depth)
             pl.when(step >= job.slots)(lambda: plgpu.barrier_wait(free.at[slot]))
             for j, w_g in enumerate(source.weights):
                 to = ring.weights[0].at[slot, pl.ds(j * job.taken, job.taken)]
-                plgpu.copy_gmem_to_smem(w_g.at[piece.group, features, columns], to, full.at[slot])
+                plgpu.copy_gmem_to_smem(w_g.at[piece.tile.group, features, columns], to, full.at[slot])
             plgpu.copy_gmem_to_smem(source.x.at[tokens, columns], ring.x.at[slot], full.at[slot])
             if ring.x_scale is not None:
                 to = ring.x_scale.at[slot, pl.ds(0, job.width)]
@@ -135,7 +164,7 @@ def _feed(job: Job, source: Operands, plan_g, ring: Operands, full, free):
 
         return lax.fori_loop(piece.start, piece.stop, load, step)
 
-    step = _pieces(job, plan_g, run)
+    step = _pieces(job, table, run)
 
     def drain(step, _):  # every completion has to be observed
         plgpu.barrier_wait(free.at[_slot(job, step)])
@@ -200,12 +229,11 @@ def _promoted(at: Worker, piece: Piece, step):
         """Of this half's weights; asked for a step ahead, for it comes from far."""
         table = scales[half % job.weights]
         row = lax.div(piece.feature, jnp.int32(GROUP)) + (half if job.weights == 1 else 0)
-        return table[piece.group, jnp.minimum(row, table.shape[1] - 1), jnp.minimum(k, job.steps - 1)]
+        return table[piece.tile.group, jnp.minimum(row, table.shape[1] - 1), jnp.minimum(k, job.steps - 1)]
 
     def factor(slot, scale):
         if at.ring.x_scale is None:
             return scale
-        # read again for either half: kept over a product it would cost registers that are not there
         return _across(plgpu.load(at.ring.x_scale.at[slot, pl.ds(0, job.width)], layout=COLUMN) * scale)
 
     def add(k, carry):
@@ -213,9 +241,7 @@ def _promoted(at: Worker, piece: Piece, step):
         slot = _slot(job, step)
         ahead = [scale(half, k + 1) for half in range(2)]
         plgpu.barrier_wait(at.full.at[slot])
-        for halves in [(0, 1)] if job.width <= 64 else [(0,), (1,)]:  # as many as there are registers for
-            for half, product in zip(halves, _product(at, slot, halves), strict=True):
-                sums[half] = sums[half] + product * factor(slot, now[half])
+        sums = [x + y * factor(slot, scale) for x, y, scale in zip(sums, _products(at, slot), now, strict=True)]
         if at.interpret:  # it wants a fence between a read and a later copy; the arrival orders them
             plgpu.commit_smem()
         plgpu.barrier_arrive(at.free.at[slot])
@@ -227,10 +253,10 @@ def _promoted(at: Worker, piece: Piece, step):
     return sums, step
 
 
-def _product(at: Worker, slot, halves):
-    """The products of some halves of a slot."""
+def _products(at: Worker, slot):
+    """The products of both halves of a slot."""
     tokens = at.ring.x.at[slot].transpose((1, 0))
-    weights = [at.ring.weights[0].at[slot, at.rows(half)] for half in halves]
+    weights = [at.ring.weights[0].at[slot, at.rows(half)] for half in range(2)]
     if at.job.kind == "w8" and at.interpret:  # the interpreter takes no left operand from registers
         return [jnp.dot(_half(w), at.ring.x[slot].T, preferred_element_type=jnp.float32) for w in weights]
 
@@ -239,7 +265,7 @@ def _product(at: Worker, slot, halves):
             plgpu.wgmma(acc, _half(w) if at.job.kind == "w8" else w, tokens)
         return [plgpu.wgmma_accumulator_load(acc, wait_n=len(accs) - 1 - i) for i, acc in enumerate(accs)]
 
-    return pl.run_scoped(run, *[plgpu.ACC((ROWS, at.job.width), jnp.float32)] * len(halves))
+    return pl.run_scoped(run, *[plgpu.ACC((ROWS, at.job.width), jnp.float32)] * 2)
 
 
 def _half(weights):
@@ -250,7 +276,7 @@ def _half(weights):
 
 def _converted(at: Worker, piece: Piece, step):
     """`_promoted`, and the tokens' powers of two undone."""
-    tokens = plgpu.load(at.source.x_scale.at[pl.ds(piece.row, at.job.width)], layout=COLUMN, optimized=False)
+    tokens = plgpu.load(at.source.x_scale.at[pl.ds(piece.tile.row, at.job.width)], layout=COLUMN, optimized=False)
     sums, step = _promoted(at, piece, step)
     return [x * _across(tokens) for x in sums], step
 
@@ -258,62 +284,72 @@ def _converted(at: Worker, piece: Piece, step):
 SUMS = {"bf16": _whole, "w8": _converted, "w8a8": _promoted}
 
 
-def _store(job: Job, sums, piece: Piece, feature, plan_g, out_g, staged):
-    """Sums of ROWS features, of which the tile's own rows are written."""
-    start, stop = plan_g[piece.tile, 2], plan_g[piece.tile, 3]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    staged.transpose((1, 0))[...] = sums.astype(out_g.dtype)
-    plgpu.commit_smem()
-    at, count = start - piece.row, stop - start
-    rows = 1 << (job.width.bit_length() - 1)
-    while rows:  # copies have static sizes: one for each bit of the count
+def _store(sums, tile: Tile, feature, out_g, staged):
+    """Sums of ROWS features, of which the tile's own rows are written, as many tokens at a time as `staged` holds."""
+    tokens = staged.shape[0]
+    for first in range(0, sums.shape[1], tokens):
+        row = tile.row + first
+        start = jnp.clip(tile.start - row, 0, tokens)
+        count = jnp.clip(tile.stop - row, 0, tokens) - start
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staged.transpose((1, 0))[...] = sums[:, first : first + tokens].astype(out_g.dtype)
+        plgpu.commit_smem()
+        for rows in (1 << bit for bit in reversed(range(tokens.bit_length()))):  # copies have static sizes
 
-        @pl.when(count & rows != 0)
-        def _(at=at, rows=rows):
-            to = out_g.at[pl.ds(piece.row + at, rows), pl.ds(pl.multiple_of(feature, STORED), STORED)]
-            plgpu.copy_smem_to_gmem(staged.at[pl.ds(at, rows)], to, commit_group=False)
+            @pl.when(count & rows != 0)
+            def _(start=start, rows=rows, row=row):
+                to = out_g.at[pl.ds(row + start, rows), pl.ds(pl.multiple_of(feature, STORED), STORED)]
+                plgpu.copy_smem_to_gmem(staged.at[pl.ds(start, rows)], to, commit_group=False)
 
-        at = at + (count & rows)
-        rows //= 2
-    plgpu.commit_smem_to_gmem_group()
+            start = start + (count & rows)
+        plgpu.commit_smem_to_gmem_group()
 
 
 def _swiglu(gate, up):
     return gate * (1 / (1 + jnp.exp2(gate * -LOG2E))) * up
 
 
-def _work(at: Worker, plan_g, out_g, staged):
+def _work(at: Worker, table: Table, out_g, staged):
     job = at.job
 
-    def run(piece: Piece, step):
-        sums, step = SUMS[job.kind](at, piece, step)
+    def run(i, step):
+        sums, step = SUMS[job.kind](at, _piece(job, table, i), step)
+        piece = _piece(job, table, i)  # once more: kept, it would cost registers over the loop
         if not job.staged:
-            tokens = pl.ds(pl.multiple_of(piece.tile * job.width, 8), job.width)
+            tokens = pl.ds(piece.tile.row, job.width)
             for half, x in enumerate(sums):
                 number, feature = (half, piece.feature) if job.weights == 2 else (0, piece.feature + half * HALF)
                 out_g[piece.part, number, pl.ds(pl.multiple_of(feature + at.mine, ROWS), ROWS), tokens] = x
             return step
         for half, x in enumerate(sums if job.weights == 1 else [_swiglu(*sums)]):
-            _store(job, x, piece, piece.feature + half * HALF + at.mine, plan_g, out_g, staged)
+            _store(x, piece.tile, piece.feature + half * HALF + at.mine, out_g, staged)
         return step
 
-    _pieces(job, plan_g, run)
+    _pieces(job, table, run)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _kernel(source: Operands, plan_g, out_g, ring: Operands, out_s, full, free, *, job: Job, interpret):
+def _kernel(source: Operands, sizes_g, out_g, ring: Operands, out_s, table, full, free, planned, *, job: Job, interpret):
+    table = Table(*(table.at[k] for k in range(3)))
     role = lax.axis_index("role")
+
+    @pl.when(role == 0)
+    def _():
+        _plan(job, sizes_g, table)
+        plgpu.barrier_arrive(planned)
+
+    plgpu.barrier_wait(planned)
 
     @pl.when(role < WORKERS)
     def _():
         plgpu.set_max_registers(job.registers[0], action="increase")
         at = Worker(job, source, ring, full, free, pl.multiple_of(role * ROWS, ROWS), interpret)
-        _work(at, plan_g, out_g, out_s.at[role])
+        _work(at, table, out_g, out_s.at[role])
 
     @pl.when(role == FEEDER)
     def _():
         plgpu.set_max_registers(job.registers[1], action="decrease")
-        _feed(job, source, plan_g, ring, full, free)
+        _feed(job, source, table, ring, full, free)
 
 
 def _tiled(*shape, dtype):
@@ -332,16 +368,19 @@ def _ring(job: Job, source: Operands) -> Operands:
     )
 
 
-def _launch(job: Job, source: Operands, tiles: jax.Array, out_type, interpret):
+def _launch(job: Job, source: Operands, sizes: jax.Array, out_type, interpret):
     loads = 1 + job.weights + (job.kind == "w8a8")
+    tokens = job.width // -(-job.width // 64)  # that leave at a time
     return plgpu.kernel(
         functools.partial(_kernel, job=job, interpret=interpret),
         out_type=out_type,
         scratch_types=[
             _ring(job, source),
-            plgpu.SMEM((WORKERS, job.width, STORED), jnp.bfloat16, transforms=(plgpu.SwizzleTransform(SPAN),)),
+            plgpu.SMEM((WORKERS, tokens, STORED), jnp.bfloat16, transforms=(plgpu.SwizzleTransform(SPAN),)),
+            plgpu.SMEM((3, job.groups), jnp.int32),
             plgpu.Barrier(num_arrivals=loads, num_barriers=job.slots),
             plgpu.Barrier(num_arrivals=WORKERS, num_barriers=job.slots),
+            plgpu.Barrier(),
         ],
         grid=(job.units,),
         grid_names=("unit",),
@@ -349,7 +388,7 @@ def _launch(job: Job, source: Operands, tiles: jax.Array, out_type, interpret):
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=128, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(source, tiles)
+    )(source, sizes)
 
 
 def _float16(x, spare):
@@ -385,34 +424,27 @@ def _parts(pieces, steps, units):
     return max(-(-steps // part), 1)
 
 
-def _gather(sums, tiles, rows, width):
-    """`[F columns]` by tiles -> `[rows F]`."""
-    row = jnp.arange(rows)
-    first, start, stop = (tiles[:, k, None] for k in (1, 2, 3))
-    place = jnp.arange(tiles.shape[0])[:, None] * width + row - first
-    columns = jnp.sum(jnp.where((start <= row) & (row < stop), place, 0), axis=0)
-    return jnp.take(sums, columns, axis=1).T
-
-
+@functools.partial(jax.jit, static_argnames=("out_dtype", "units", "width", "parts", "interpret"))  # all layers lowered once
 def grouped(x, weights, group_sizes, *, out_dtype, units, width=None, parts=None, interpret=None):
     """The rows of x times the weights of their groups; with two weights the SwiGLU of both products.
 
-    `width` of a tile and `parts` of the depth are chosen where they are not given."""
+    `width` of a tile and `parts` of the depth are chosen where they are not given; more parts than one, and other than
+    bfloat16 to come, only with one group."""
     kind = _kind(x, weights)
     (M, D), (X, F) = jax.tree.leaves(x)[0].shape, jax.tree.leaves(weights)[0].shape[:2]
-    table = tuning.RAGGED_DOT[kind]
-    width = width or best_width(M, X, table)
-    depth = SPAN // (2 if kind == "bf16" else 1)
-    job = Job(kind, width, depth, table[width], tuning.RAGGED_DOT_REGISTERS, units, len(weights), F, D // depth, 1, True)
+    slots = tuning.RAGGED_DOT[kind]
+    width = width or best_width(M, X, slots)
+    depth, groups = SPAN // (2 if kind == "bf16" else 1), -(-X // GROUPS) * GROUPS
+    registers, count = tuning.RAGGED_DOT_REGISTERS, len(weights)
+    job = Job(kind, width, depth, slots[width], registers, units, groups, count, F, D // depth, 1, True)
     if parts is None:
         parts = _parts(-(-M // width) * job.blocks, job.steps, units) if X == 1 else 1
     job = job._replace(parts=parts, staged=parts == 1 and out_dtype == jnp.bfloat16)
     source = _operands(kind, x, weights, width)
-    tiles = plan(group_sizes, rows=M, width=width)
+    sizes = jnp.pad(group_sizes.astype(jnp.int32), (0, groups - X))
     if job.staged:
-        return _launch(job, source, tiles, jax.ShapeDtypeStruct((source.x.shape[0], F), out_dtype), interpret)[:M]
-    shape = parts, job.weights, job.blocks * job.taken, tiles.shape[0] * width
-    sums = _launch(job, source, tiles, jax.ShapeDtypeStruct(shape, jnp.float32), interpret)
-    sums = jnp.sum(sums, axis=0)[:, :F]
-    out = jax.nn.silu(sums[0]) * sums[1] if job.weights == 2 else sums[0]
-    return (out[:, :M].T if X == 1 else _gather(out, tiles, M, width)).astype(out_dtype)
+        return _launch(job, source, sizes, jax.ShapeDtypeStruct((M, F), out_dtype), interpret)
+    shape = parts, count, job.blocks * job.taken, -(-M // width) * width
+    sums = _launch(job, source, sizes, jax.ShapeDtypeStruct(shape, jnp.float32), interpret)
+    sums = jnp.sum(sums, axis=0)[:, :F, :M]
+    return (jax.nn.silu(sums[0]) * sums[1] if count == 2 else sums[0]).T.astype(out_dtype)

@@ -1,19 +1,36 @@
-"""Which rows of the sorted activations lie in which tile: a row of integers for each tile, made from the group sizes.
+"""Which rows of the sorted activations lie in which tile, and in which order tiles meet the weights.
 
-A tile is `width` rows of one group's weights. The copy engine begins at multiples of 8 rows, so a tile may begin with up to
-7 rows of the group before and end with rows of the next: computed, not stored. Groups without rows have no tiles.
+A tile is `width` rows of one group. The copy engine begins at multiples of 8 rows, so a tile may begin with up to 7 rows of
+the group before and end with rows of the next: computed, not stored. Groups without rows have no tiles.
 
-The work of a launch is every tile times every block of features. Tiles of a group come in clusters of at most SHARE that
-take a block of features one after the other, so that weights come from the HBM once and to the other tiles from the L2."""
+The work of a launch is every tile times every block of features. Up to SHARE tiles of a group take a block of features one
+after the other, then the next, so that weights come from the HBM once and to the other tiles from the L2."""
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 ALIGNED = 8  # rows
-SHARE = 12  # tiles that read a block of weights at the same time: about the root of the multiprocessors
+SHARE = 12  # about the root of the multiprocessors: then tokens and weights are read as often
+
+
+class Table(NamedTuple):
+    """Of every group."""
+
+    start: jax.Array  # its first row
+    end: jax.Array
+    last: jax.Array  # the tile after its last
+
+
+class Tile(NamedTuple):
+    group: jax.Array
+    row: jax.Array  # its first, a multiple of ALIGNED
+    start: jax.Array  # its own rows
+    stop: jax.Array
 
 
 def best_width(rows: int, groups: int, widths: Iterable[int]) -> int:
@@ -23,40 +40,25 @@ def best_width(rows: int, groups: int, widths: Iterable[int]) -> int:
     return next((width for width in sorted(widths) if min(wanted, rows) <= width), max(widths))
 
 
-def most_tiles(rows: int, groups: int, width: int) -> int:
-    """How many tiles there can be, whatever the sizes."""
-    some = min(rows, groups)  # groups with rows
-    return max(1, min(rows, some + (rows + (ALIGNED - 2) * some) // width))
+def tiles_of(start, end, width: int):
+    """How many tiles a group has."""
+    return jnp.where(end > start, lax.div(end - (start & -ALIGNED) + (width - 1), jnp.full_like(start, width)), 0)
 
 
-def plan(group_sizes: jax.Array, *, rows: int, width: int) -> jax.Array:
-    """`[tiles 7]` int32: group, first row, first own row, row after its last own; the cluster's first tile and size; all tiles.
-
-    The tiles there are come first; others are zero but for the last number."""
-    sizes = group_sizes.astype(jnp.int32)
-    X = sizes.shape[0]
-    before = jnp.tri(X, dtype=bool)
-    # sums by comparison: each is one fused kernel, where a scan would be several
-    end = jnp.sum(jnp.where(before, sizes, 0), axis=1)
-    start = end - sizes
-    base = start // ALIGNED * ALIGNED
-    count = jnp.where(sizes > 0, -(-(end - base) // width), 0)
-    last = jnp.sum(jnp.where(before, count, 0), axis=1)
-    tile = jnp.arange(most_tiles(rows, X, width), dtype=jnp.int32)[:, None]
-    mine = (last - count <= tile) & (tile < last)
-
-    def of_group(x):
-        return jnp.sum(jnp.where(mine, x, 0), axis=1)
-
-    within = tile - (last - count)
-    first = base + within * width
-    cluster = within // SHARE * SHARE
-    columns = [
-        jnp.arange(X, dtype=jnp.int32),
-        first,
-        jnp.maximum(first, start),
-        jnp.minimum(first + width, end),
-        last - count + cluster,
-        jnp.minimum(count - cluster, SHARE),
-    ]
-    return jnp.stack([*(of_group(x) for x in columns), jnp.full(tile.shape[0], last[-1])], axis=1)
+def locate(at, table: Table, *, groups: int, width: int, blocks: int) -> tuple[Tile, jax.Array]:
+    """The tile and the block of features of piece `at`."""
+    near = lax.div(at, jnp.int32(blocks))  # a tile of the same group
+    group = jnp.int32(0)
+    for bit in reversed(range((groups - 1).bit_length())):
+        probe = group + (1 << bit)
+        passed = (probe <= groups - 1) & (table.last[jnp.minimum(probe, groups) - 1] <= near)
+        group = jnp.where(passed, probe, group)
+    start, end = table.start[group], table.end[group]
+    count = tiles_of(start, end, width)
+    first = table.last[group] - count
+    before = lax.div(near - first, jnp.int32(SHARE)) * SHARE
+    together = jnp.minimum(count - before, SHARE)
+    place = at - (first + before) * blocks
+    block = lax.div(place, together)
+    row = (start & -ALIGNED) + (before + place - block * together) * width
+    return Tile(group, row, jnp.maximum(row, start), jnp.minimum(row + width, end)), block
