@@ -1,19 +1,23 @@
-"""The experts inside JAX programs: under jit and in loops, on the CPU where XLA runs there, and beside the GPU where it runs on one.
+"""The experts inside JAX programs, under jit and in loops: of the CPU backend, and of CUDA's, where they work beside the GPU.
 
     y = ffi.forward(layer, x, topk_ids, topk_weights)
 
-On a GPU this is two halves, and what is computed between them overlaps with the experts' work:
+It has two halves, and what a GPU computes in between overlaps with the experts' work:
 
     ticket = ffi.submit(layer, x, topk_ids, topk_weights)
     shared = mlp(ticket.x)                  # what reads ticket.x comes after the submission
     y = ffi.collect(ticket, after=shared)   # and what is given as `after` comes before the wait
 
-A program names a layer by a number and does not hold it: keep the `Experts` while programs use it. A closed one is an error."""
+A program names a layer by a number and does not hold it: keep the `Experts` while programs use it. A closed one is an error.
+On a GPU the halves are two small kernels, which XLA may capture into CUDA graphs, and a thread here that they talk to by memory
+that both see. What fails there is NaN, and an error at the program's next launch or at `check()`, whichever comes first."""
 
+import atexit
 import ctypes
+import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 import jax
@@ -24,14 +28,14 @@ from jax.interpreters import batching, mlir
 from jax.typing import ArrayLike, DTypeLike
 
 from cpu_experts import Closed, Experts
-from cpu_experts.library import FfiLayer, Unsupported, load_ffi
+from cpu_experts.library import FfiLayer, Unsupported, check_ffi, load_ffi
 
-__all__ = ["Ticket", "collect", "forward", "submit", "why_not"]
+__all__ = ["Ticket", "check", "collect", "forward", "submit", "why_not"]
+
+PATIENCE = 60.0
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=("number", "x", "topk_ids", "topk_weights"), meta_fields=("layer", "dtype")
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Ticket:
     """What was submitted. `x` are the rows themselves, at a time after the submission."""
@@ -40,35 +44,56 @@ class Ticket:
     x: jax.Array
     topk_ids: jax.Array
     topk_weights: jax.Array
-    layer: int
-    dtype: np.dtype
+    layer: int = field(metadata={"static": True})
+    dtype: np.dtype = field(metadata={"static": True})
+    patience: float = field(metadata={"static": True})
 
 
 def forward(
-    experts: Experts, x: ArrayLike, topk_ids: ArrayLike, topk_weights: ArrayLike, dtype: DTypeLike | None = None
+    experts: Experts,
+    x: ArrayLike,
+    topk_ids: ArrayLike,
+    topk_weights: ArrayLike,
+    dtype: DTypeLike | None = None,
+    patience: float = PATIENCE,
 ) -> jax.Array:
     """`Experts.forward` in a program: rows `[n D]` in `dtype`, or in that of x.
 
-    Differentiating or vmapping it is an error: the weights are constants, and an axis more belongs into n."""
-    return collect(submit(experts, x, topk_ids, topk_weights, dtype))
+    Differentiating or vmapping it is an error: the weights are constants, and an axis more belongs into n. A GPU waits `patience`
+    seconds for the answer, then takes NaN."""
+    return collect(submit(experts, x, topk_ids, topk_weights, dtype, patience))
 
 
 def submit(
-    experts: Experts, x: ArrayLike, topk_ids: ArrayLike, topk_weights: ArrayLike, dtype: DTypeLike | None = None
+    experts: Experts,
+    x: ArrayLike,
+    topk_ids: ArrayLike,
+    topk_weights: ArrayLike,
+    dtype: DTypeLike | None = None,
+    patience: float = PATIENCE,
 ) -> Ticket:
-    """Hands rows to the experts, for an answer in `dtype` or that of x; on a CPU they are computed when they are collected."""
+    """Hands rows to the experts; programs of the CPU backend compute them when they are collected.
+
+    Of calls of one size at least four may be under way on a GPU; with more the first ones are lost, and NaN."""
     layer = _number(experts)
     x, topk_ids, topk_weights = (jnp.asarray(a) for a in (x, topk_ids, topk_weights))
     dtype = np.dtype(x.dtype if dtype is None else dtype)
-    _check(experts, x, topk_ids, topk_weights, dtype)
-    number = submit_p.bind(x, topk_ids, topk_weights, layer=layer, dtype=dtype)
-    return Ticket(*jax.lax.optimization_barrier((number, x)), topk_ids, topk_weights, layer, dtype)
+    _expect(experts, x, topk_ids, topk_weights, dtype)
+    number = submit_p.bind(x, topk_ids, topk_weights, layer=layer, dtype=dtype, patience=patience)
+    number, x = jax.lax.optimization_barrier((number, x))
+    return Ticket(number, x, topk_ids, topk_weights, layer, dtype, patience)
 
 
 def collect(ticket: Ticket, after: object = ()) -> jax.Array:
     """The answer `[n D]`, once the arrays of `after` are there."""
-    number, _ = jax.lax.optimization_barrier((ticket.number, after))
-    return collect_p.bind(number, ticket.x, ticket.topk_ids, ticket.topk_weights, layer=ticket.layer, dtype=ticket.dtype)
+    t = ticket
+    number, _ = jax.lax.optimization_barrier((t.number, after))
+    return collect_p.bind(number, t.x, t.topk_ids, t.topk_weights, layer=t.layer, dtype=t.dtype, patience=t.patience)
+
+
+def check() -> None:
+    """Raises what went wrong with the first call from a GPU that failed since this was last asked."""
+    check_ffi(_library(), _library().cpu_experts_ffi_failure())
 
 
 @cache
@@ -83,7 +108,7 @@ def why_not(platform: str = "cpu") -> str | None:
     return None
 
 
-def _check(experts: Experts, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, dtype: np.dtype) -> None:
+def _expect(experts: Experts, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, dtype: np.dtype) -> None:
     """Shapes and dtypes, while the program is traced."""
     n = x.shape[0] if x.ndim else 0
     chosen = topk_ids.shape[-1] if topk_ids.ndim == 2 else 0
@@ -105,18 +130,33 @@ def _check(experts: Experts, x: jax.Array, topk_ids: jax.Array, topk_weights: ja
 _FLOATS = ("float32", "bfloat16")
 
 
-# Layers as numbers
+# The library, and layers as numbers
 
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The library, its handlers registered with XLA."""
+    """For any platform; its handler for the CPU backend registered with XLA."""
     library = load_ffi()
-    jax.ffi.register_ffi_target("cpu_experts_forward", jax.ffi.pycapsule(library.cpu_experts_ffi_forward), platform="cpu")
+    _register("cpu_experts_forward", library.cpu_experts_ffi_forward, "cpu")
     return library
 
 
-_PLATFORMS: dict[str, Callable[[], object]] = {"cpu": _library}
+@cache
+def _cuda() -> None:
+    """CUDA's driver opened, and the handlers registered; CPU_EXPERTS_LIBCUDA names another driver."""
+    library = _library()
+    check_ffi(library, library.cpu_experts_ffi_open_driver(os.environ.get("CPU_EXPERTS_LIBCUDA", "libcuda.so.1").encode()))
+    _register("cpu_experts_submit", library.cpu_experts_ffi_submit, "CUDA")
+    _register("cpu_experts_collect", library.cpu_experts_ffi_collect, "CUDA")
+    atexit.register(library.cpu_experts_ffi_stop)
+
+
+_PLATFORMS: dict[str, Callable[[], object]] = {"cpu": _library, "cuda": _cuda}
+
+
+def _register(name: str, handler: Callable, platform: str) -> None:
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform=platform)
+
 
 _numbers: weakref.WeakKeyDictionary[Experts, int] = weakref.WeakKeyDictionary()
 
@@ -126,19 +166,19 @@ def _number(experts: Experts) -> int:
     if experts._handle is None:
         raise Closed("the layer is closed")
     if experts not in _numbers:
-        functions = (experts._library.cpu_experts_forward, experts._library.cpu_experts_last_error)
+        library, functions = _library(), (experts._library.cpu_experts_forward, experts._library.cpu_experts_last_error)
         addresses = (ctypes.cast(f, ctypes.c_void_p) for f in functions)
         layer = FfiLayer(ctypes.sizeof(FfiLayer), experts.experts, experts.model, experts._handle, *addresses)
-        number = _library().cpu_experts_ffi_know(layer)
+        number = library.cpu_experts_ffi_know(layer)
         if not number:
             raise MemoryError("no memory for one more layer")
         _numbers[experts] = number
-        weakref.finalize(experts, _library().cpu_experts_ffi_forget, number)
+        weakref.finalize(experts, library.cpu_experts_ffi_forget, number).atexit = False
     return _numbers[experts]
 
 
-# The two halves as primitives: XLA must see them as having effects, so that none is dropped, merged or moved out of a loop; were
-# JAX told of these (has_side_effect of ffi_call), a call of any program with experts would take 80 us instead of 8.
+# The two halves as primitives. XLA is told that they have effects, so that none is dropped, merged or moved out of a loop; JAX is
+# not (as by has_side_effect of ffi_call): with effects that JAX knows of a program's dispatch takes 60 us, without 8.
 
 
 def _primitive(name: str, result: Callable[..., jax.core.ShapedArray]) -> jax.extend.core.Primitive:
@@ -166,10 +206,33 @@ def _no_number(*_, **__) -> jax.Array:
     return jnp.zeros(2, jnp.uint32)
 
 
-def _forward_now(_, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, *, layer: int, dtype: np.dtype) -> jax.Array:
+def _forward_now(
+    _, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, *, layer: int, dtype: np.dtype, patience: float
+) -> jax.Array:
     call = jax.ffi.ffi_call("cpu_experts_forward", jax.ShapeDtypeStruct(x.shape, dtype))
     return call(x, topk_ids, topk_weights, layer=np.uint64(layer))
 
 
+def _nanoseconds(patience: float) -> np.uint64:
+    return np.uint64(max(0.0, patience) * 1e9)
+
+
+def _submit_on_a_gpu(ctx: mlir.LoweringRuleContext, *arrays, layer: int, dtype: np.dtype, patience: float):
+    if reason := why_not("cuda"):
+        raise Unsupported(reason)
+    attributes = {"layer": np.uint64(layer), "float32": np.bool_(dtype == np.float32), "patience": _nanoseconds(patience)}
+    return jax.ffi.ffi_lowering("cpu_experts_submit", has_side_effect=True)(ctx, *arrays, **attributes)
+
+
+def _collect_on_a_gpu(ctx: mlir.LoweringRuleContext, number, *_, layer: int, dtype: np.dtype, patience: float):
+    number_aval, x, topk_ids, _ = ctx.avals_in
+    size = {"x_float32": np.bool_(x.dtype == np.float32), "chosen": np.uint64(topk_ids.shape[1])}
+    attributes = {"layer": np.uint64(layer), "patience": _nanoseconds(patience)} | size
+    rule = jax.ffi.ffi_lowering("cpu_experts_collect", has_side_effect=True)
+    return rule(ctx.replace(avals_in=[number_aval]), number, **attributes)
+
+
 mlir.register_lowering(submit_p, mlir.lower_fun(_no_number, multiple_results=False), platform="cpu")
 mlir.register_lowering(collect_p, mlir.lower_fun(_forward_now, multiple_results=False), platform="cpu")
+mlir.register_lowering(submit_p, _submit_on_a_gpu, platform="cuda")
+mlir.register_lowering(collect_p, _collect_on_a_gpu, platform="cuda")

@@ -90,6 +90,10 @@ FFI_SIGNATURES = {
     "cpu_experts_ffi_api": (c_int32, []),
     "cpu_experts_ffi_know": (c_uint64, [POINTER(FfiLayer)]),
     "cpu_experts_ffi_forget": (None, [c_uint64]),
+    "cpu_experts_ffi_open_driver": (c_int32, [c_char_p]),
+    "cpu_experts_ffi_failure": (c_int32, []),
+    "cpu_experts_ffi_stop": (None, []),
+    "cpu_experts_ffi_last_error": (c_char_p, []),
 }
 
 STATUSES = {1: ValueError, 2: Unsupported, 3: MemoryError, 4: Closed}
@@ -196,3 +200,9 @@ def check(library: ctypes.CDLL, status: int) -> None:
     """Raises what a status stands for."""
     if status:
         raise STATUSES.get(status, RuntimeError)(library.cpu_experts_last_error().decode())
+
+
+def check_ffi(library: ctypes.CDLL, status: int) -> None:
+    """The same, of the library for XLA programs."""
+    if status:
+        raise STATUSES.get(status, RuntimeError)(library.cpu_experts_ffi_last_error().decode())

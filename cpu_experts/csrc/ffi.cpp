@@ -1,14 +1,17 @@
 // The handlers that XLA calls, and the C ABI: what a program gives is checked here, and no exception gets out.
 #include "xla/ffi/api/ffi.h"
 
+#include <algorithm>
 #include <exception>
 #include <optional>
 
-#include "ffi_layers.h"
+#include "ffi_service.h"
 
 #define CPU_EXPERTS_HANDLER(name) extern "C" CPU_EXPERTS_API XLA_FFI_Error* name(XLA_FFI_CallFrame*)
 
 CPU_EXPERTS_HANDLER(cpu_experts_ffi_forward);
+CPU_EXPERTS_HANDLER(cpu_experts_ffi_submit);
+CPU_EXPERTS_HANDLER(cpu_experts_ffi_collect);
 
 namespace {
 
@@ -21,6 +24,9 @@ using xla_ffi::ErrorCode;
 
 using Ids = xla_ffi::Buffer<DataType::S32, 2>;
 using Weights = xla_ffi::Buffer<DataType::F32, 2>;
+using Ticket = xla_ffi::Buffer<DataType::U32, 1>;
+
+thread_local std::string last_error;
 
 Error told(const Status& status) {
     switch (status.code) {
@@ -52,14 +58,15 @@ std::optional<cpu_experts_dtype> dtype_of(DataType type) {
     return std::nullopt;
 }
 
+bool same(AnyBuffer::Dimensions a, AnyBuffer::Dimensions b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); }
+
 // The call that the arrays amount to, once their shapes and dtypes fit together.
-Status read(uint64_t layer, const AnyBuffer& x, const Ids& ids, const Weights& weights, const AnyBuffer& y, Call& call) {
-    auto rows = x.dimensions(), out = y.dimensions(), chosen = ids.dimensions();
-    auto x_dtype = dtype_of(x.element_type()), out_dtype = dtype_of(y.element_type());
+Status read(uint64_t layer, const AnyBuffer& x, const Ids& ids, const Weights& weights, DataType out, Call& call) {
+    auto x_dtype = dtype_of(x.element_type()), out_dtype = dtype_of(out);
     if (!x_dtype || !out_dtype) return {CPU_EXPERTS_INVALID, "x and y: must be float32 or bfloat16"};
-    if (rows.size() != 2 || out.size() != 2 || rows[0] != out[0] || rows[1] != out[1] || chosen[0] != rows[0] ||
-        weights.dimensions()[0] != chosen[0] || weights.dimensions()[1] != chosen[1]) {
-        return {CPU_EXPERTS_INVALID, "shapes must be x [n D], topk_ids [n K], topk_weights [n K], y [n D]"};
+    auto rows = x.dimensions(), chosen = ids.dimensions();
+    if (rows.size() != 2 || chosen[0] != rows[0] || !same(chosen, weights.dimensions())) {
+        return {CPU_EXPERTS_INVALID, "shapes: must be x [n D], topk_ids [n K], topk_weights [n K]"};
     }
     call = {layer, rows[0], chosen[1], rows[1], *x_dtype, *out_dtype};
     return {};
@@ -68,9 +75,44 @@ Status read(uint64_t layer, const AnyBuffer& x, const Ids& ids, const Weights& w
 Error forward_now(uint64_t layer, AnyBuffer x, Ids ids, Weights weights, xla_ffi::Result<AnyBuffer> y) {
     return guarded([&]() -> Status {
         Call call{};
-        if (Status failed = read(layer, x, ids, weights, *y, call)) return failed;
+        if (Status failed = read(layer, x, ids, weights, y->element_type(), call)) return failed;
+        if (!same(y->dimensions(), x.dimensions())) return {CPU_EXPERTS_INVALID, "y: must be of x's shape"};
         return forward(call, x.untyped_data(), ids.typed_data(), weights.typed_data(), y->untyped_data());
     });
+}
+
+Error submit_on(Stream stream, uint64_t layer, bool float32, uint64_t patience, AnyBuffer x, Ids ids, Weights weights,
+                xla_ffi::Result<Ticket> ticket) {
+    return guarded([&]() -> Status {
+        Call call{};
+        if (Status failed = read(layer, x, ids, weights, float32 ? DataType::F32 : DataType::BF16, call)) return failed;
+        if (ticket->element_count() != 2) return {CPU_EXPERTS_INVALID, "ticket: must be two words"};
+        return submit(stream, call, patience, x.untyped_data(), ids.typed_data(), weights.typed_data(), ticket->typed_data());
+    });
+}
+
+Error collect_on(Stream stream, uint64_t layer, bool x_float32, uint64_t chosen, uint64_t patience, Ticket ticket,
+                 xla_ffi::Result<AnyBuffer> y) {
+    return guarded([&]() -> Status {
+        auto rows = y->dimensions();
+        auto dtype = dtype_of(y->element_type());
+        if (rows.size() != 2 || !dtype) return {CPU_EXPERTS_INVALID, "y: must be [n D] in float32 or bfloat16"};
+        if (ticket.element_count() != 2) return {CPU_EXPERTS_INVALID, "ticket: must be two words"};
+        auto x_dtype = x_float32 ? CPU_EXPERTS_F32 : CPU_EXPERTS_BFLOAT16;
+        Call call{layer, rows[0], int64_t(chosen), rows[1], x_dtype, *dtype};
+        return collect(stream, call, patience, ticket.typed_data(), y->untyped_data());
+    });
+}
+
+template <class Body>
+int32_t status_of(Body body) {
+    try {
+        Status status = body();
+        last_error = status.words;
+        return status.code;
+    } catch (...) {
+        return CPU_EXPERTS_NO_MEMORY;
+    }
 }
 
 }  // namespace
@@ -82,6 +124,30 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(cpu_experts_ffi_forward, forward_now,
                                   .Arg<Ids>()
                                   .Arg<Weights>()
                                   .Ret<AnyBuffer>());
+
+// Both only launch a kernel, so they may be captured into a CUDA graph, a loop's body among them.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(cpu_experts_ffi_submit, submit_on,
+                              xla_ffi::Ffi::Bind()
+                                  .Ctx<xla_ffi::PlatformStream<Stream>>()
+                                  .Attr<uint64_t>("layer")
+                                  .Attr<bool>("float32")
+                                  .Attr<uint64_t>("patience")
+                                  .Arg<AnyBuffer>()
+                                  .Arg<Ids>()
+                                  .Arg<Weights>()
+                                  .Ret<Ticket>(),
+                              {xla_ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(cpu_experts_ffi_collect, collect_on,
+                              xla_ffi::Ffi::Bind()
+                                  .Ctx<xla_ffi::PlatformStream<Stream>>()
+                                  .Attr<uint64_t>("layer")
+                                  .Attr<bool>("x_float32")
+                                  .Attr<uint64_t>("chosen")
+                                  .Attr<uint64_t>("patience")
+                                  .Arg<Ticket>()
+                                  .Ret<AnyBuffer>(),
+                              {xla_ffi::Traits::kCmdBufferCompatible});
 
 int32_t cpu_experts_ffi_abi(void) { return CPU_EXPERTS_FFI_ABI; }
 
@@ -95,4 +161,21 @@ uint64_t cpu_experts_ffi_know(const cpu_experts_ffi_layer* layer) {
     }
 }
 
-void cpu_experts_ffi_forget(uint64_t layer) { forget(layer); }
+void cpu_experts_ffi_forget(uint64_t layer) {
+    forget(layer);
+    status_of([&]() -> Status { return forget_rings(layer), Status{}; });
+}
+
+int32_t cpu_experts_ffi_open_driver(const char* path) {
+    return status_of([&] { return open_driver(path); });
+}
+
+int32_t cpu_experts_ffi_failure(void) {
+    return status_of([] { return failure(); });
+}
+
+void cpu_experts_ffi_stop(void) {
+    status_of([]() -> Status { return stop(), Status{}; });
+}
+
+const char* cpu_experts_ffi_last_error(void) { return last_error.c_str(); }

@@ -28,6 +28,15 @@ CPU_EXPERTS_API int32_t cpu_experts_ffi_api(void);
 CPU_EXPERTS_API uint64_t cpu_experts_ffi_know(const cpu_experts_ffi_layer* layer);
 CPU_EXPERTS_API void cpu_experts_ffi_forget(uint64_t layer);
 
+/* CUDA's driver for the programs of GPUs, "libcuda.so.1": a status. */
+CPU_EXPERTS_API int32_t cpu_experts_ffi_open_driver(const char* path);
+/* The status of the first call from a GPU that failed since this was last asked; what it answered is NaN. */
+CPU_EXPERTS_API int32_t cpu_experts_ffi_failure(void);
+/* Before the process ends: no more calls from GPUs; those that wait get NaN. */
+CPU_EXPERTS_API void cpu_experts_ffi_stop(void);
+/* Of this thread's last call that gave a status; valid until its next one. */
+CPU_EXPERTS_API const char* cpu_experts_ffi_last_error(void);
+
 #ifdef __cplusplus
 }
 #endif

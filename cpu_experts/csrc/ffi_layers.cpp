@@ -55,12 +55,13 @@ void forget(uint64_t number) {
 }
 
 Status check(const Call& call) {
-    cpu_experts_ffi_layer layer;
-    return found(call, layer);
+    Call none = call;
+    none.tokens = 0;
+    return forward(none, nullptr, nullptr, nullptr, nullptr);
 }
 
 Status forward(const Call& call, const void* x, const int32_t* topk_ids, const float* topk_weights, void* out) {
-    cpu_experts_ffi_layer layer;
+    cpu_experts_ffi_layer layer{};
     if (Status failed = found(call, layer)) return failed;
     cpu_experts_batch batch{};
     batch.struct_bytes = sizeof batch;

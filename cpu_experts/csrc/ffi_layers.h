@@ -23,7 +23,7 @@ struct Call {
 
 uint64_t know(const cpu_experts_ffi_layer& layer);
 void forget(uint64_t number);
-// Whether the layer is there and of the call's size.
+// Whether the layer is there and would take the call's sizes.
 Status check(const Call& call);
 Status forward(const Call& call, const void* x, const int32_t* topk_ids, const float* topk_weights, void* out);
 

@@ -1,8 +1,12 @@
-"""The experts inside JAX programs, on the CPU backend."""
+"""The experts inside JAX programs: of the CPU backend, and as those of CUDA's call them.
 
+The latter without a GPU: fake_cuda.cpp runs the kernels' text, and the handlers for CUDA are called by the CPU backend."""
+
+import ctypes
 import fcntl
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,12 +18,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.interpreters import mlir
 from moe_layers import distance, fitting, parts_of, random_batch, random_layer
+from test_sanitizers import preloaded
 
 from cpu_experts import Closed, Experts, Unsupported, ffi, library, reference
 from cpu_experts.build import build
 
-ROOT = str(Path(__file__).parents[2])
+HERE = Path(__file__).parent
+ROOT = str(HERE.parents[1])
+CSRC = HERE.parents[1] / "cpu_experts/csrc"
 LAYER, BATCH = random_layer(6, 64, 48), random_batch(12, 64, 6, 2)
 FAILED = (ValueError, jax.errors.JaxRuntimeError)  # from a call that is waited for, and from one that is not
 
@@ -35,11 +43,68 @@ def ffi_library(builds, tmp_path_factory):
     return target / library.FFI_NAME
 
 
+def compiled(target: Path, *arguments: str) -> Path:
+    """By the C++ compiler; once for all workers of a test run."""
+    flags = ["-std=c++17", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{CSRC}"]
+    with open(f"{target}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            command = [os.environ.get("CXX") or "c++", *flags, *arguments, "-ldl", "-o", str(target)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+    return target
+
+
+@pytest.fixture(scope="session")
+def fake_driver(ffi_library):
+    headers = f"-isystem{library.ffi_headers()}"
+    options = ("-shared", "-fPIC", "-fvisibility=hidden", "-DFAKE_CUDA_FFI", headers)
+    return compiled(ffi_library.parent.parent / "libfake_cuda.so", *options, str(HERE / "fake_cuda.cpp"))
+
+
 @pytest.fixture(autouse=True, scope="session")
-def chosen(ffi_library):
+def chosen(ffi_library, fake_driver):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CPU_EXPERTS_FFI_LIBRARY", str(ffi_library))
+        patch.setenv("CPU_EXPERTS_LIBCUDA", str(fake_driver))
         yield
+
+
+@pytest.fixture(scope="session")
+def fake(chosen, fake_driver):
+    """The driver, with CUDA's handlers registered for the CPU backend."""
+    driver, handlers = ctypes.CDLL(str(fake_driver)), ffi._library()
+    assert ffi.why_not("cuda") is None
+    driver.fake_handlers(handlers.cpu_experts_ffi_submit, handlers.cpu_experts_ffi_collect)
+    driver.fake_held.restype = ctypes.c_size_t
+    ffi._register("cpu_experts_submit", driver.fake_submit, "cpu")
+    ffi._register("cpu_experts_collect", driver.fake_collect, "cpu")
+    return driver
+
+
+def lower(submit, collect) -> None:
+    """What the CPU backend makes of the two halves from here on."""
+    jax.clear_caches()
+    ffi._compiled.cache_clear()
+    mlir.register_lowering(ffi.submit_p, submit, platform="cpu")
+    mlir.register_lowering(ffi.collect_p, collect, platform="cpu")
+
+
+@pytest.fixture
+def gpu(fake):
+    """The CPU backend as a GPU; what fails must have been heard of by the end."""
+    lower(ffi._submit_on_a_gpu, ffi._collect_on_a_gpu)
+    yield fake
+    lower(*(mlir.lower_fun(f, multiple_results=False) for f in (ffi._no_number, ffi._forward_now)))
+    ffi.check()
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def platform(request):
+    """Either of them."""
+    if request.param == "gpu":
+        request.getfixturevalue("gpu")
+    return request.param
 
 
 @pytest.fixture
@@ -50,7 +115,7 @@ def layer(built):
 
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4_g32", "fp8_block", "q4_k"])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_a_program_computes_what_the_specification_says(built, precision, dtype):
+def test_a_program_computes_what_the_specification_says(built, platform, precision, dtype):
     model, width = fitting(precision, 64, 48)
     parts, batch = parts_of(random_layer(6, model, width), precision), random_batch(12, model, 6, 2)
     batch = batch._replace(x=batch.x.astype(dtype))
@@ -64,7 +129,7 @@ def test_a_program_computes_what_the_specification_says(built, precision, dtype)
         assert distance(np.asarray(exact), batch, parts, precision) <= reference.BOUNDS[precision]
 
 
-def test_without_jit_and_for_rows_without_experts(layer):
+def test_without_jit_and_for_rows_without_experts(layer, platform):
     out = ffi.forward(layer, *BATCH)
     assert (np.asarray(out) == layer.forward(*BATCH)).all()
     nobody = np.full_like(BATCH.ids, 6)
@@ -79,7 +144,7 @@ def halves(layers: list[Experts], x, ids, weights):
     return [ffi.collect(ticket, after=meanwhile) for ticket in tickets], meanwhile
 
 
-def test_submitted_and_collected(built):
+def test_submitted_and_collected(built, platform):
     with Experts(*LAYER) as one, Experts(*random_layer(6, 64, 48, seed=3)) as other:
         outs, meanwhile = jax.jit(partial(halves, [one, other]))(*BATCH)
         for layer, out in zip((one, other), outs, strict=True):
@@ -110,14 +175,14 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_several_layers_in_a_loop(built, loop):
+def test_several_layers_in_a_loop(built, platform, loop):
     with Experts(*LAYER, threads=2) as one, Experts(*random_layer(6, 64, 48, seed=5), "int8", threads=1) as other:
         run = jax.jit(lambda x: LOOPS[loop](partial(step, [one, other]), x, 4))
         expected = steps([one, other], BATCH.x, 4)
         np.testing.assert_allclose(run(BATCH.x), expected, rtol=1e-2, atol=1e-2)  # XLA's tanh is not numpy's
 
 
-def test_threads_that_call_at_once_agree_with_one(built):
+def test_threads_that_call_at_once_agree_with_one(built, platform):
     layers = [Experts(*LAYER, precision, threads=2) for precision in ("bf16", "int8")]
     expected = [layer.forward(*BATCH) for layer in layers]
     programs = [jax.jit(partial(ffi.forward, layer)) for layer in layers]
@@ -175,7 +240,7 @@ def test_vmap_and_grad_say_that_there_are_none(layer):
         jax.grad(lambda x: ffi.forward(layer, x, BATCH.ids, BATCH.weights).sum())(BATCH.x)
 
 
-def test_a_closed_layer_is_an_error_in_old_programs_and_new(built):
+def test_a_closed_layer_is_an_error_in_old_programs_and_new(built, platform):
     layer = Experts(*LAYER)
     run = jax.jit(partial(ffi.forward, layer))
     run(*BATCH).block_until_ready()
@@ -186,11 +251,10 @@ def test_a_closed_layer_is_an_error_in_old_programs_and_new(built):
         ffi.forward(layer, *BATCH)
 
 
-def test_a_dropped_layer_is_an_error_too(built):
+def test_a_dropped_layer_is_an_error_too(built, platform):
     layer = Experts(*LAYER)
-    run = jax.jit(lambda *batch, number=ffi._number(layer): ffi.collect_p.bind(
-        jnp.zeros(2, jnp.uint32), *batch, layer=number, dtype=np.dtype(np.float32)
-    ))  # fmt: skip
+    static = {"layer": ffi._number(layer), "dtype": np.dtype(np.float32), "patience": 60.0}
+    run = jax.jit(lambda *batch: ffi.collect_p.bind(ffi.submit_p.bind(*batch, **static), *batch, **static))
     run(*BATCH).block_until_ready()
     del layer
     with pytest.raises(FAILED, match="the layer is closed"):
@@ -203,9 +267,10 @@ def test_a_program_takes_no_detour_through_python(layer):
     assert not jaxpr.effects
 
 
-def test_platforms(built):
+def test_platforms(fake):
     assert ffi.why_not() is None
     assert ffi.why_not("cpu") is None
+    assert ffi.why_not("cuda") is None
     assert "not of tpu" in ffi.why_not("tpu")
 
 
@@ -225,13 +290,14 @@ print(os.waitpid(child, 0)[1], (layer.forward(*batch) == expected).all())
 """
 
 ALONE = """
-import warnings
+from types import SimpleNamespace
 import numpy as np
 import cpu_experts
 from cpu_experts import ffi
 print(ffi.why_not("cpu"))
 class Layer:
-    experts, model, _handle, _library = 4, 32, 1, __import__("types").SimpleNamespace(cpu_experts_forward=0, cpu_experts_last_error=0)
+    experts, model, _handle = 4, 32, 1
+    _library = SimpleNamespace(cpu_experts_forward=0, cpu_experts_last_error=0)
 try:
     ffi.forward(Layer(), np.ones((1, 32), np.float32), np.ones((1, 1), np.int32), np.ones((1, 1), np.float32))
 except cpu_experts.Unsupported as error:
@@ -274,8 +340,173 @@ def test_without_jaxlib_it_says_so(monkeypatch):
         library.load_ffi()
 
 
+NO_DRIVER = """
+import jax, numpy as np
+from cpu_experts import Experts, Unsupported, ffi
+layer = Experts(*(np.ones(s, np.float32) for s in ((4, 16, 32), (4, 16, 32), (4, 32, 16))))
+batch = np.ones((5, 32), np.float32), np.zeros((5, 2), np.int32), np.ones((5, 2), np.float32)
+run = jax.jit(lambda *b: ffi.forward(layer, *b))
+print(np.isfinite(run(*batch)).all(), ffi.why_not("cuda"))
+try:
+    run.trace(*batch).lower(lowering_platforms=("cuda",))
+except Unsupported as error:
+    print(error)
+"""
+
+
+def test_without_cudas_driver_the_cpu_backend_works_and_a_gpus_program_says_why_it_cannot(builds):
+    said = python(NO_DRIVER, CPU_EXPERTS_LIBRARY=str(builds() / library.NAME), CPU_EXPERTS_LIBCUDA="libnone.so.1")
+    first, second = said.splitlines()
+    assert first.startswith("True CUDA's driver cannot be loaded: libnone.so.1")
+    assert second == first.removeprefix("True ")
+    said = python(NO_DRIVER, CPU_EXPERTS_LIBRARY=str(builds() / library.NAME), CPU_EXPERTS_LIBCUDA="libm.so.6")
+    assert said.startswith("True libm.so.6 has no cu")
+
+
+def test_programs_of_cuda_have_both_halves_as_calls_with_effects(layer, fake):
+    text = jax.jit(partial(ffi.forward, layer)).trace(*BATCH).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "custom_call" in line]
+    assert ["@cpu_experts_submit" in calls[0], "@cpu_experts_collect" in calls[1], len(calls)] == [True, True, 2]
+    assert all("has_side_effect = true" in call for call in calls)
+
+
+def test_what_fails_beside_a_gpu_is_an_error_soon(layer, gpu):
+    """At the latest when it is asked for; then all is well again."""
+    ids = BATCH.ids.copy()
+    ids[3, 1] = 7
+    run = jax.jit(partial(ffi.forward, layer))
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=r"topk_ids\[3, 1\]: 7, must be 0 to 6"):  # noqa: PT012
+        assert np.isnan(run(BATCH.x, ids, BATCH.weights)).all()
+        ffi.check()
+    assert (np.asarray(run(*BATCH)) == layer.forward(*BATCH)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_a_gpu_that_waits_in_vain_gets_nan(layer, gpu, dtype):
+    run = jax.jit(partial(ffi.forward, layer, dtype=dtype, patience=0))
+    for _ in range(100):
+        if np.isnan(run(*BATCH).astype(np.float32)).all():
+            break
+    else:
+        pytest.fail("a thread was faster than no time, a hundred times")
+    with pytest.raises(RuntimeError, match="waited in vain"):
+        ffi.check()
+
+
+def test_no_memory_for_a_gpu_is_an_error(layer, gpu):
+    gpu.fake_refuse(b"cuMemHostAlloc")
+    run = jax.jit(partial(ffi.forward, layer))
+    batch = [array[:11] for array in BATCH]
+    with pytest.raises(FAILED, match="cuMemHostAlloc: out of memory"):
+        run(*batch).block_until_ready()
+    gpu.fake_refuse(b"")
+    assert (np.asarray(run(*batch)) == layer.forward(*batch)).all()
+
+
+def test_the_memory_goes_with_the_layer(built, gpu):
+    batch = [array[:9] for array in BATCH]
+    held, layer = gpu.fake_held(), Experts(*LAYER)
+    ffi.forward(layer, *batch).block_until_ready()
+    assert gpu.fake_held() > held
+    layer.close()
+    del layer
+    assert gpu.fake_held() == held
+
+
+def test_expert_deferral_collects_a_layer_later(layer, gpu):
+    """More calls under way than one, over the steps of a loop."""
+
+    def step(i, state):
+        x, y = state
+        tickets = [ffi.submit(layer, x * (k + 1), BATCH.ids, BATCH.weights) for k in range(3)]
+        return x + 1, y + sum(ffi.collect(ticket) for ticket in reversed(tickets))
+
+    _, y = jax.jit(lambda x: jax.lax.fori_loop(0, 5, step, (x, jnp.zeros_like(x))))(BATCH.x)
+    expected = sum(layer.forward((BATCH.x + i) * (k + 1), BATCH.ids, BATCH.weights) for i in range(5) for k in range(3))
+    np.testing.assert_allclose(y, expected, rtol=1e-3, atol=1e-2)
+
+
+EXITS = """
+import atexit, ctypes, os
+import jax, numpy as np
+from jax.interpreters import mlir
+from cpu_experts import Experts, ffi
+
+def late():
+    try:
+        run(*batch).block_until_ready()
+    except Exception as error:
+        print(error)
+
+atexit.register(late)
+assert ffi.why_not("cuda") is None
+fake, library = ctypes.CDLL(os.environ["CPU_EXPERTS_LIBCUDA"]), ffi._library()
+fake.fake_handlers(library.cpu_experts_ffi_submit, library.cpu_experts_ffi_collect)
+ffi._register("cpu_experts_submit", fake.fake_submit, "cpu")
+ffi._register("cpu_experts_collect", fake.fake_collect, "cpu")
+mlir.register_lowering(ffi.submit_p, ffi._submit_on_a_gpu, platform="cpu")
+mlir.register_lowering(ffi.collect_p, ffi._collect_on_a_gpu, platform="cpu")
+layer = Experts(*(np.ones(s, np.float32) for s in ((4, 64, 64), (4, 64, 64), (4, 64, 64))))
+batch = np.ones((64, 64), np.float32), np.zeros((64, 2), np.int32), np.ones((64, 2), np.float32)
+run = jax.jit(lambda *b: ffi.forward(layer, *b))
+run(*batch).block_until_ready()
+"""
+
+
+def test_at_exit_the_thread_ends_and_later_calls_are_errors(builds, fake_driver):
+    assert "is stopped: the process ends" in python(EXITS, CPU_EXPERTS_LIBRARY=str(builds() / library.NAME))
+
+
+PROTOCOL = [str(HERE / "ffi_protocol.cpp"), *(str(CSRC / f"ffi_{part}.cpp") for part in ("layers", "driver", "ring", "service"))]
+SANITIZERS = {
+    "none": [],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread": ["-fsanitize=thread"],
+}
+
+
+@pytest.mark.parametrize("sanitizer", ["none", *(pytest.param(s, marks=pytest.mark.slow) for s in ("address", "thread"))])
+def test_the_protocol_between_gpu_and_host(tmp_path, sanitizer):
+    """Its own program, for sanitizers: calls under way at once, failures, time-outs, graphs, forks, the process's end."""
+    flags = SANITIZERS[sanitizer]
+    if flags:
+        preloaded(f"lib{sanitizer[0]}san.so", flags[0], tmp_path)
+    program = compiled(tmp_path / "ffi_protocol", *flags, *PROTOCOL)
+    driver = compiled(tmp_path / "libfake_cuda.so", *flags, "-shared", "-fPIC", str(HERE / "fake_cuda.cpp"))
+    environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66"}
+    done = subprocess.run([str(program), str(driver)], env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr[-8000:]
+    assert done.stdout.count("ok: ") == 14
+    assert "Sanitizer" not in done.stderr
+
+
+def ptxas() -> str | None:
+    """The assembler of a CUDA toolkit, or of a package that brings one."""
+    places = (Path(p) for p in sys.path if p.endswith("-packages"))
+    found = (
+        file for place in places for pattern in ("nvidia/*/bin/ptxas", "triton/**/bin/ptxas") for file in place.glob(pattern)
+    )
+    return shutil.which("ptxas") or next((str(file) for file in found), None)
+
+
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90", "sm_100"])
+def test_the_kernels_text_is_what_the_assembler_takes(tmp_path, architecture):
+    if (assembler := ptxas()) is None:
+        pytest.skip("no ptxas: it comes with CUDA, or with pip's nvidia-cuda-nvcc")
+    text = (CSRC / "ffi_kernels.h").read_text()
+    (tmp_path / "kernels.ptx").write_text(re.search(r'R"ptx\((.*)\)ptx"', text, re.DOTALL)[1])
+    command = [assembler, f"-arch={architecture}", "-v", "kernels.ptx", "-o", "kernels.cubin"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    if "not defined for option" in done.stderr:
+        pytest.skip(f"this ptxas knows no {architecture}")
+    assert done.returncode == 0, done.stderr
+    assert set(re.findall(r"(\d+) bytes spill", done.stderr)) == {"0"}
+
+
 def test_only_the_functions_of_the_header_and_handlers_are_exported(ffi_library):
     done = subprocess.run(["nm", "-D", "--defined-only", str(ffi_library)], capture_output=True, text=True, check=True)
     names = {line.split()[-1] for line in done.stdout.splitlines()}
-    assert {n for n in names if not n.startswith("_Z")} == set(library.FFI_SIGNATURES) | {"cpu_experts_ffi_forward"}
+    assert {n for n in names if not n.startswith("_Z")} == set(library.FFI_SIGNATURES) | {
+        f"cpu_experts_ffi_{handler}" for handler in ("forward", "submit", "collect")
+    }
     assert not [n for n in names if "cpu_experts" in n and n.startswith("_Z")]
