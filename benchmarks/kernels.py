@@ -38,7 +38,8 @@ def main() -> None:
     rows, known = [], peers(options.peer)
     for op in (importlib.import_module(f"ops.{name}") for name in options.ops):
         if options.check:
-            print(*op.check(), sep="\n", flush=True)
+            for line in op.check():
+                print(line, flush=True)
             continue
         for row in op.rows(known):
             print(row, flush=True)

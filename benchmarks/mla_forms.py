@@ -107,13 +107,15 @@ def measure(config: Config, weights, graph, form: str, rows: int, slots: int) ->
 
 
 def main():
-    options = report.arguments(__doc__.splitlines()[0]).parse_args()
+    parser = report.arguments(__doc__.splitlines()[0])
+    parser.add_argument("--forms", nargs="+", choices=NAMES, default=NAMES, metavar="FORM", help=", ".join(NAMES))
+    options = parser.parse_args()
     config = Config.preset("v2")
     graph, abstract = nnx.split(nnx.eval_shape(lambda: MLA(config, nnx.Rngs(0))))
     make = jax.jit(lambda key: jax.tree.map(lambda w: 0.02 * jax.random.normal(key, w.shape, jnp.bfloat16), abstract))
     weights, rows = make(jax.random.key(0)), []
     for batch, held in SHAPES:
-        for form in NAMES:
+        for form in options.forms:
             try:
                 rows.append(measure(config, weights, graph, form, batch, held))
             except Exception as e:

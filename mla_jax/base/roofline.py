@@ -39,6 +39,9 @@ def device(kind: str, platform: str) -> Device:
     return known or DEVICES[fallback]._replace(name=kind)
 
 
+FEW = 8  # new tokens a row up to which the form "fused" attends over latents
+
+
 class Cost(NamedTuple):
     flops: float
     bytes: float
@@ -57,7 +60,9 @@ def held_bytes(config: Config, form: str, itemsize: int = 2) -> int:
 
 
 def attention_cost(config: Config, form: str, rows: int, new: int, attended: int, itemsize: int = 2) -> Cost:
-    """FLOPs and bytes of one layer's attention without its projections, causality not exploited, scores in float32."""
+    """FLOPs and bytes of one layer's attention without its projections, causality not exploited, scores in float32.
+
+    "fused" writes no scores; with many new tokens it rebuilds the heads."""
     heads, rank, rope = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
     nope, value = config.qk_nope_head_dim, config.v_head_dim
     weights = heads * rank * (nope + value)
@@ -67,8 +72,9 @@ def attention_cost(config: Config, form: str, rows: int, new: int, attended: int
     over_latents = 2 * rows * heads * new * attended * (2 * rank + rope) + 2 * rows * new * weights
     if form == "naive":
         return Cost(over_heads + 2 * rows * new * weights, itemsize * (expanded + weights) + scores)
-    if form == "compressed":
-        return Cost(over_heads + 2 * rows * attended * weights, itemsize * (latents + 2 * expanded + weights) + scores)
+    if form == "compressed" or (form == "fused" and new > FEW):
+        written = scores * (form != "fused")
+        return Cost(over_heads + 2 * rows * attended * weights, itemsize * (latents + 2 * expanded + weights) + written)
     copies = 2 * rows * attended * heads * (rank + rope) if form == "absorbed" else 0
     return Cost(over_latents, itemsize * (latents + weights + copies) + scores * (form != "fused"))
 
@@ -118,7 +124,8 @@ def pick_form(config: Config, on: Device, rows: int, new: int, attended: int) ->
 
 def why_form(config: Config, on: Device, form: str, rows: int, new: int, attended: int) -> str:
     """One line that says what a form costs here, next to the other that could have been taken."""
-    other = "compressed" if form in ("move_elided", "absorbed", "fused") else "move_elided"
+    over_latents = form in ("move_elided", "absorbed") or (form == "fused" and new <= FEW)
+    other = "compressed" if over_latents else "move_elided"
 
     def said(name: str) -> str:
         cost = attention_cost(config, name, rows, new, attended, on.itemsize)

@@ -18,10 +18,17 @@ def explain(model: Transformer, formats: dict[str, int], context: int) -> list[s
     for phase, (new, attended) in phases.items():
         form = model.form_name(1, new, attended)
         why = roofline.why_form(config, model.device, form, 1, new, attended)
-        lines.append(f"{phase} ({new:,} new over {attended:,}): {form}, {said}: {why}")
+        by = f" by {model.kernel_of_attention(1, new, attended)}" if form == "fused" else ""
+        lines.append(f"{phase} ({new:,} new over {attended:,}): {form}{by}, {said}: {why}")
     lines.append(f"on a long prefix, rebuilding heads takes fewer FLOPs from {roofline.break_even(config):.0f} new tokens")
     if config.n_routed_experts:
-        lines.append(f"experts: {model.backend_name(1)} for one token, {model.backend_name(prompt)} for {prompt:,}")
+        one, many = (_backend(model, tokens) for tokens in (1, prompt))
+        lines.append(f"experts: {one} for one token, {many} for {prompt:,}")
     if model.mtp:
         lines.append(f"MTP layers loaded: {len(model.mtp)}; decoding does not draft with them yet")
     return lines
+
+
+def _backend(model: Transformer, tokens: int) -> str:
+    name = model.backend_name(tokens)
+    return f"{name} by {model.kernel_of_experts(tokens)}" if name == "ragged" else name

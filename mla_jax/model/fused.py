@@ -1,25 +1,30 @@
-"""Move-elided attention as one kernel: scores never leave the chip, and each latent is read once. Same weights, same cache.
+"""Attention by kernels, scores never leaving the chip, over the same weights and the same cache as the forms of mla.py.
 
-Unlike the forms of mla.py, which compare positions, it counts: what a row holds fills its first slots in the order of
-arrival, as in a latent cache."""
+A few new tokens attend to latents, each read once: move-elided attention as one kernel. Many attend to heads rebuilt from the
+latents: compressed attention, its second half a kernel. Unlike the forms, which compare positions, kernels count: what a row
+holds fills its first slots in the order of arrival, as in a latent cache."""
 
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mla_jax.base.batch import Batch
+from mla_jax.base.config import Config
+from mla_jax.base.roofline import FEW
 from mla_jax.cache import latent
 from mla_jax.model import ops
-from mla_jax.model.mla import Form, Mask, Queries, Up, latents
+from mla_jax.model.mla import Form, Mask, Queries, Up, heads, latents
 
 
 class Tiles(NamedTuple):
-    """What the kernel has to know of a step, the same for all its layers."""
+    """What a kernel has to know of a step, the same for all its layers."""
 
     seq_lens: Int[Array, " B"]  # tokens held, the new ones included
-    order: Int[Array, "B T"] | None  # of the queries, padding first, then as they came; None: one a row
+    count: Int[Array, " B"]  # new ones
+    order: Int[Array, "B T"] | None  # of the queries, padding at one end, else as they came; None: one a row
     schedule: Any
 
 
@@ -29,16 +34,51 @@ def form(batch: Batch, layer: latent.Layer, heads: int) -> Form:
     count = batch.mask.sum(1, dtype=jnp.int32)
     held = jnp.minimum(layer["length"][:rows] + count, layer["positions"].shape[1])
     seq_lens = jnp.where(count > 0, held, 0)
+    if new > FEW:
+        order = jnp.argsort(~batch.mask, axis=1, stable=True)
+        return Form(latents, partial(attend_to_heads, tiles=Tiles(seq_lens, count, order, None)))
     order = jnp.argsort(batch.mask, axis=1, stable=True) if new > 1 else None
-    return Form(latents, partial(attend, tiles=Tiles(seq_lens, order, ops.schedule(seq_lens, heads, new))))
+    tiles = Tiles(seq_lens, count, order, ops.schedule(seq_lens, heads, new))
+    return Form(latents, partial(attend_to_latents, tiles=tiles))
 
 
-def attend(q: Queries, held: dict[str, Array], up: Up, mask: Mask, scale: float, *, tiles: Tiles) -> Float[Array, "B T N V"]:
+def implementation(config: Config, dtype: jnp.dtype, rows: int, new: int, slots: int) -> str:
+    """Who computes a step of these shapes: "mosaic_gpu", "mosaic_tpu" or "xla"."""
+    count = config.num_attention_heads
+    plain, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    of = partial(jax.ShapeDtypeStruct, dtype=dtype)
+    if new > FEW:
+        return ops.implementation(
+            "mla_prefill", *(of((rows, n, count, plain + rope)) for n in (new, slots)), of((rows, slots, count, value))
+        )
+    queries = [of((rows, new, count, width)) for width in (config.kv_lora_rank, rope)]
+    page, pages = ops.page_of(slots), rows * slots // ops.page_of(slots)
+    cache = [of((pages, page, width)) for width in (config.kv_lora_rank, rope)]
+    return ops.implementation("mla_decode", *queries, *cache, jax.ShapeDtypeStruct((rows, pages // rows), jnp.int32))
+
+
+def ordered(q: Queries, tiles: Tiles) -> Queries:
+    return q if tiles.order is None else tuple(jnp.take_along_axis(x, tiles.order[..., None, None], axis=1) for x in q)
+
+
+def restored(out: Float[Array, "B T N V"], tiles: Tiles) -> Float[Array, "B T N V"]:
+    """The order in which the queries came."""
+    return out if tiles.order is None else jnp.take_along_axis(out, jnp.argsort(tiles.order, axis=1)[..., None, None], axis=1)
+
+
+def attend_to_latents(
+    q: Queries, held: dict[str, Array], up: Up, mask: Mask, scale: float, *, tiles: Tiles
+) -> Float[Array, "B T N V"]:
     """`mask` says the same as `tiles`, and is not looked at."""
-    q_c, q_pe = jnp.einsum("btnp,npr->btnr", q[0], up[0]), q[1]
-    if tiles.order is not None:
-        q_c, q_pe = (jnp.take_along_axis(x, tiles.order[..., None, None], axis=1) for x in (q_c, q_pe))
+    q_c, q_pe = ordered((jnp.einsum("btnp,npr->btnr", q[0], up[0]), q[1]), tiles)
     o_c = ops.mla_decode(q_c, q_pe, held["c_kv"], held["k_pe"], tiles.seq_lens, scale, schedule=tiles.schedule)
-    if tiles.order is not None:
-        o_c = jnp.take_along_axis(o_c, jnp.argsort(tiles.order, axis=1)[..., None, None], axis=1)
-    return jnp.einsum("btnr,nvr->btnv", o_c, up[1])
+    return restored(jnp.einsum("btnr,nvr->btnv", o_c, up[1]), tiles)
+
+
+def attend_to_heads(
+    q: Queries, held: dict[str, Array], up: Up, mask: Mask, scale: float, *, tiles: Tiles
+) -> Float[Array, "B T N V"]:
+    """`mask` says the same as `tiles`, and is not looked at."""
+    rebuilt = heads(held["c_kv"], held["k_pe"], up)
+    queries = jnp.concatenate(ordered(q, tiles), -1)
+    return restored(ops.mla_prefill(queries, rebuilt["k"], rebuilt["v"], tiles.count, tiles.seq_lens, scale), tiles)

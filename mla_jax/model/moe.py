@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor
-from mla_jax.model.ops import entries, entry, parameter, plain, swiglu
+from mla_jax.model.ops import entries, entry, parameter, plain, ragged_dot, ragged_swiglu, swiglu
 
 ExpertWeights = tuple[Float[Array, "X F D"] | QTensor, Float[Array, "X F D"] | QTensor, Float[Array, "X D F"] | QTensor]
 Backend = Callable[[Array, Array, Array, ExpertWeights], Array]
@@ -82,42 +82,51 @@ def gather(
         return (a.astype(jnp.float32) * w.astype(jnp.float32)).sum(-1)
 
     hidden = jax.nn.silu(times(x[:, None, None], gate)) * times(x[:, None, None], up)
-    share = jnp.where(topk_ids < experts[0].shape[0], topk_weights, 0)
+    share = shares(topk_ids, topk_weights, experts[0].shape[0])
     return (times(hidden.astype(x.dtype)[:, :, None], down) * share[:, :, None]).sum(1).astype(x.dtype)
 
 
 class Grouped(NamedTuple):
-    """Tokens in the order of their experts, one entry a (token, expert) pair; entries without an expert come last."""
+    """Pairs of a token and one of its experts, in the order of the experts; those without an expert come last."""
 
-    token: Int[Array, " m"]
-    weight: Float[Array, " m"]
+    token: Int[Array, " m"]  # of the pair at a place
+    place: Int[Array, " m"]  # of a pair
     sizes: Int[Array, " X"]
 
     @staticmethod
-    def of(topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: int) -> "Grouped":
-        order = jnp.argsort(topk_ids.reshape(-1), stable=True)
-        sizes = jnp.bincount(topk_ids.reshape(-1), length=experts + 1)[:experts].astype(jnp.int32)
-        weight = jnp.where(jnp.arange(order.size) < sizes.sum(), topk_weights.reshape(-1)[order], 0)
-        return Grouped(order // topk_ids.shape[1], weight, sizes)
+    def of(topk_ids: Int[Array, "n K"], experts: int) -> "Grouped":
+        ids, chosen = topk_ids.reshape(-1), topk_ids.shape[1]
+        pairs = jnp.arange(ids.size)
+        sizes = jnp.bincount(ids, length=experts + 1)[:experts].astype(jnp.int32)
+        if ids.size <= COMPARED:
+            before = (ids[None] < ids[:, None]) | ((ids[None] == ids[:, None]) & (pairs[None] < pairs[:, None]))
+            place = before.sum(1, dtype=jnp.int32)
+            return Grouped(jnp.zeros_like(pairs).at[place].set(pairs // chosen, unique_indices=True), place, sizes)
+        order = jnp.argsort(ids, stable=True)
+        return Grouped(order // chosen, jnp.zeros_like(order).at[order].set(pairs, unique_indices=True), sizes)
 
-    def scatter(self, y: Float[Array, "m D"], like: Float[Array, "n D"]) -> Float[Array, "n D"]:
-        weighted = jnp.where(self.weight[:, None] != 0, y * self.weight[:, None].astype(y.dtype), 0)
-        return jnp.zeros_like(like).at[self.token].add(weighted)
+    def combine(self, y: Float[Array, "m D"], weights: Float[Array, "n K"]) -> Float[Array, "n D"]:
+        """The weighted sum over each token's experts; `weights` are zero for no expert, whose rows may be anything."""
+        chosen = y[self.place.reshape(weights.shape)]
+        return jnp.where(weights[..., None] != 0, chosen * weights[..., None].astype(y.dtype), 0).sum(1)
+
+
+COMPARED = 512  # pairs up to which a comparison with every other, one fused kernel on a GPU, is faster than sorting
+
+
+def shares(topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: int) -> Float[Array, "n K"]:
+    """The weights, zero where no expert is chosen."""
+    return jnp.where(topk_ids < experts, topk_weights, 0)
 
 
 def ragged(
     x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights
 ) -> Float[Array, "n D"]:
-    """One grouped matmul over tokens sorted by expert: for many tokens on a TPU."""
-    gate, up, down = (plain(w, x.dtype) for w in experts)
-    grouped = Grouped.of(topk_ids, topk_weights, gate.shape[0])
-    contract_last = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
-
-    def ragged_dot(a: Array, w: Array) -> Array:
-        return jax.lax.ragged_dot_general(a, w, grouped.sizes, contract_last)
-
-    rows = x[grouped.token]
-    return grouped.scatter(ragged_dot(jax.nn.silu(ragged_dot(rows, gate)) * ragged_dot(rows, up), down), x)
+    """Grouped matmuls over tokens sorted by expert: for a GPU with a kernel for them, and for many tokens on a TPU."""
+    gate, up, down = experts
+    grouped = Grouped.of(topk_ids, gate.shape[0])
+    hidden = ragged_swiglu(x[grouped.token], gate, up, grouped.sizes)
+    return grouped.combine(ragged_dot(hidden, down, grouped.sizes), shares(topk_ids, topk_weights, gate.shape[0]))
 
 
 def loop(
@@ -129,7 +138,7 @@ def loop(
     any larger tile for few tokens; 32 is the best tile for many (measured on two cores, V2-Lite geometry)."""
     n_experts, pairs = experts[0].shape[0], topk_ids.size
     tile = 1 if pairs <= 2 * n_experts else 32
-    grouped = Grouped.of(topk_ids, topk_weights, n_experts)
+    grouped = Grouped.of(topk_ids, n_experts)
     tiles = -(-grouped.sizes // tile)
     last_tile, last_row = jnp.cumsum(tiles), jnp.cumsum(grouped.sizes)
     rows = jnp.pad(x[grouped.token], ((0, tile), (0, 0)))
@@ -143,7 +152,8 @@ def loop(
         kept = jnp.where(mine, y, jax.lax.dynamic_slice_in_dim(out, start, tile))
         return jax.lax.dynamic_update_slice_in_dim(out, kept, start, axis=0)
 
-    return grouped.scatter(jax.lax.fori_loop(0, last_tile[-1], one_tile, jnp.zeros_like(rows))[:pairs], x)
+    y = jax.lax.fori_loop(0, last_tile[-1], one_tile, jnp.zeros_like(rows))
+    return grouped.combine(y, shares(topk_ids, topk_weights, n_experts))
 
 
 BACKENDS = {"dense": dense, "loop": loop, "gather": gather, "ragged": ragged}
@@ -152,13 +162,16 @@ BACKENDS = {"dense": dense, "loop": loop, "gather": gather, "ragged": ragged}
 UNPACKED = 1 << 30  # bytes of one stack of packed experts, beyond which they are unpacked one by one
 
 
-def pick_backend(platform: str, pairs: int, experts: int, unpacked: int = 0) -> str:
+def pick_backend(platform: str, pairs: int, experts: int, unpacked: int = 0, kernel: bool = False) -> str:
     """The backend for `pairs` (token, expert) pairs; packed experts take `unpacked` bytes a stack once all are unpacked.
 
-    On an H200 with V2-Lite's 64 experts of which 6 are chosen, us a layer for 1, 8, 64, 1024 tokens: gather 58, 254, -, -; dense
-    274, 287, 327, 1844; ragged 501, 913, 1244, 9477 (XLA has no grouped matmul for GPUs: it multiplies everything and masks)."""
+    `kernel`: there is one for grouped matmuls. Without, on an H200 with V2-Lite's 64 experts of which 6 are chosen, us a layer
+    for 1, 8, 64, 1024 tokens: gather 58, 254, -, -; dense 274, 287, 327, 1844; ragged 501, 913, 1244, 9477 (XLA has no grouped
+    matmul for GPUs: it multiplies everything and masks)."""
     if platform == "cpu":
         return "loop"
+    if kernel:
+        return "gather" if 8 * pairs <= experts else "ragged"
     if 5 * pairs <= 4 * experts:
         return "gather"
     return "loop" if unpacked > UNPACKED else "dense" if platform == "gpu" else "ragged"

@@ -2,6 +2,7 @@
 
 Weights keep the checkpoint's order, output axes first: quantised blocks stay whole, and kernels want the contracted axis last."""
 
+from importlib import import_module
 from math import gcd
 from typing import Any
 
@@ -15,7 +16,7 @@ from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor, dequantize
 
 Weight = Float[Array, "..."] | QTensor
-PAGE = 64  # slots of a contiguous cache that a kernel takes for a page
+PAGE = 64  # slots
 
 
 def parameter(
@@ -94,11 +95,23 @@ def masked_exp(scores: Float[Array, "*B S"], mask: jax.Array) -> tuple[Float[Arr
     return weights, jnp.where(total > 0, total, 1.0)
 
 
+def implementation(op: str, *arrays: Any) -> str:
+    """Who computes an op of pallas_kernels on arrays like these: "mosaic_gpu", "mosaic_tpu" or "xla"."""
+    from pallas_kernels import choice
+
+    return choice.choose(op, None, import_module(f"pallas_kernels.{op}").CHECKS, *arrays)
+
+
 def schedule(seq_lens: Int[Array, " B"], heads: int, tokens: int) -> Any:
     """How a kernel shares a step's work out; for `mla_decode`, once a step for all layers."""
     from pallas_kernels import mla_decode
 
     return mla_decode.schedule(seq_lens, heads=heads, tokens=tokens)
+
+
+def page_of(slots: int) -> int:
+    """Slots of a contiguous cache that a kernel takes for a page."""
+    return gcd(slots, PAGE)
 
 
 def mla_decode(
@@ -116,7 +129,48 @@ def mla_decode(
     from pallas_kernels import mla_decode as kernel
 
     rows, slots = c_kv.shape[:2]
-    page = gcd(slots, PAGE)
+    page = page_of(slots)
     c_kv, k_pe = (x.reshape(-1, page, x.shape[-1]) for x in (c_kv, k_pe))
     table = jnp.arange(rows * slots // page, dtype=jnp.int32).reshape(rows, -1)
     return kernel.mla_decode(q_c, q_pe, c_kv, k_pe, table, seq_lens, scale=scale, schedule=schedule, impl=impl)[0]
+
+
+def mla_prefill(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N V"],
+    q_lens: Int[Array, " B"],
+    seq_lens: Int[Array, " B"],
+    scale: float,
+    *,
+    impl: str | None = None,
+) -> Float[Array, "B T N V"]:
+    """Attention over heads, a row's first `q_lens` queries being the last of its `seq_lens` tokens."""
+    from pallas_kernels import mla_prefill as kernel
+
+    return kernel.mla_prefill(q, k, v, q_lens, seq_lens, scale=scale, impl=impl)[0]
+
+
+def operand(w: Weight, dtype: jnp.dtype) -> Any:
+    """A weight as kernels take it: FP8 in blocks stays packed, all else becomes numbers."""
+    from pallas_kernels.fp8 import Fp8
+
+    return Fp8(*w.parts) if isinstance(w, QTensor) and w.format == "fp8_block" else plain(w, dtype)
+
+
+def ragged_swiglu(
+    x: Float[Array, "m D"], gate: Weight, up: Weight, group_sizes: Int[Array, " X"], *, impl: str | None = None
+) -> Float[Array, "m F"]:
+    """SwiGLU's first half for rows sorted by expert, each with its expert's matrices; rows past the last group are anything."""
+    from pallas_kernels import ragged_dot as kernel
+
+    return kernel.ragged_swiglu(x, operand(gate, x.dtype), operand(up, x.dtype), group_sizes, impl=impl)
+
+
+def ragged_dot(
+    x: Float[Array, "m F"], w: Weight, group_sizes: Int[Array, " X"], *, impl: str | None = None
+) -> Float[Array, "m D"]:
+    """Rows sorted by expert, each times its expert's matrix; rows past the last group are anything."""
+    from pallas_kernels import ragged_dot as kernel
+
+    return kernel.ragged_dot(x, operand(w, x.dtype), group_sizes, impl=impl)

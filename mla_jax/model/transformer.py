@@ -3,7 +3,7 @@
 Prefill, a chunk of a prompt on top of a cached prefix, and decode are this one forward; they differ in batch and cache."""
 
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from mla_jax.model import fused
 from mla_jax.model.mla import FORMS, MLA, Form
 from mla_jax.model.moe import BACKENDS, MLP, Backend, MoE, pick_backend
 from mla_jax.model.mtp import MTP
-from mla_jax.model.ops import entries, linear, norm_weight, parameter, rms_norm
+from mla_jax.model.ops import entries, implementation, linear, norm_weight, operand, parameter, rms_norm
 
 
 class How(NamedTuple):
@@ -129,14 +129,38 @@ class Transformer(nnx.Module):
 
     def form_name(self, rows: int, new: int, attended: int) -> str:
         """The form taken for `new` tokens a row that attend to `attended`."""
-        return roofline.pick_form(self.config, self.device, rows, new, attended) if self.attention == "auto" else self.attention
+        if self.attention != "auto":
+            return self.attention
+        form = roofline.pick_form(self.config, self.device, rows, new, attended)
+        kernel = self.kernel_of_attention(rows, new, attended) != "xla"
+        return "fused" if kernel and (form == "compressed" or new <= roofline.FEW) else form
+
+    def kernel_of_attention(self, rows: int, new: int, attended: int) -> str:
+        """What the form "fused" takes, "xla" where there is no kernel for such a step here."""
+        return fused.implementation(self.config, self.dtype, rows, new, attended)
+
+    def kernel_of_experts(self, tokens: int) -> str:
+        """What the backend "ragged" takes, "xla" where there is no kernel for such a step here."""
+        stacks = self._stacks()
+        if not stacks or any(isinstance(w, QTensor) and w.format != "fp8_block" for w in stacks):
+            return "xla"
+        rows = tokens * (self.config.num_experts_per_tok or 0)
+        x, gate = jax.ShapeDtypeStruct((rows, self.config.hidden_size), self.dtype), stacks[0]
+        gate = operand(gate, self.dtype) if isinstance(gate, QTensor) else jax.ShapeDtypeStruct(gate.shape, self.dtype)
+        return implementation("ragged_dot", x, gate)
 
     def backend_name(self, tokens: int) -> str:
         """The expert backend taken for `tokens` tokens."""
+        if self.experts != "auto":
+            return self.experts
         pairs, experts = tokens * (self.config.num_experts_per_tok or 0), self.config.n_routed_experts or 0
-        stacks = [block.mlp.experts.gate.get_value() for block in self.layers if isinstance(block.mlp, MoE)]
-        unpacked = max((prod(w.shape) * self.dtype.itemsize for w in stacks if isinstance(w, QTensor)), default=0)
-        return pick_backend(self.device.platform, pairs, experts, unpacked) if self.experts == "auto" else self.experts
+        packed = [w for w in self._stacks() if isinstance(w, QTensor)]
+        unpacked = max((prod(w.shape) * self.dtype.itemsize for w in packed), default=0)
+        return pick_backend(self.device.platform, pairs, experts, unpacked, self.kernel_of_experts(tokens) != "xla")
+
+    def _stacks(self) -> list[Any]:
+        """One stack of experts, or its shape, of each layer that has some."""
+        return [block.mlp.experts.gate.get_value() for block in self.layers if isinstance(block.mlp, MoE)]
 
     def how(self, batch: Batch, layer: latent.Layer | None) -> How:
         """What this step's shapes, known while tracing, decide for all layers; `layer` is any of the cache's."""

@@ -93,7 +93,7 @@ def temporaries(checkpoint: Checkpoint, context: int, scores: int) -> int:
     chunk = min(roofline.chunk_tokens(config, 1, context, scores), context)
     attention = 3 * 4 * config.num_attention_heads * chunk * context
     heads = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-    rebuilt = context * heads * itemsize if model.form_name(1, chunk, context) in ("compressed", "naive") else 0
+    rebuilt = context * heads * itemsize if model.form_name(1, chunk, context) in ("compressed", "naive", "fused") else 0
     everywhere = model.backend_name(chunk) == "dense"
     per_token = (config.n_routed_experts or 0) if everywhere else 2 * (config.num_experts_per_tok or 0)
     experts = 3 * chunk * max(per_token * (config.moe_intermediate_size or 0), config.intermediate_size) * itemsize
