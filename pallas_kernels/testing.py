@@ -167,6 +167,8 @@ RAGGED_DOT = [
     RaggedDotCase("nothing", (0, 0, 0), 64, 128),
     RaggedDotCase("narrower than a block", (20, 12), 320, 96),
 ]
+# an op and how its operands are held: bfloat16, weights alone in E4M3, or both; between them, they meet every part of the kernel
+RAGGED_DOT_KINDS = [("ragged_dot", "bf16"), ("ragged_swiglu", "bf16"), ("ragged_swiglu", "w8"), ("ragged_dot", "w8a8")]
 
 
 def ragged_dot_inputs(case: RaggedDotCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array]:

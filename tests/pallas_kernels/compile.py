@@ -17,6 +17,7 @@ from pallas_kernels import mla_decode, tuning
 from pallas_kernels.fp8 import Fp8
 from pallas_kernels.mla_decode import gpu as decode_gpu
 from pallas_kernels.mla_prefill import gpu as prefill_gpu
+from pallas_kernels.ragged_dot import gpu as grouped_gpu
 
 H200 = """
 gpu_device_info {
@@ -44,8 +45,20 @@ def decode(B, T, N, R, E, Z, packed=False):
 
 def prefill(B, T, S, N, H, V, causal):
     sizes = tuning.MLA_PREFILL[H, V]
-    call = functools.partial(prefill_gpu.mla_prefill, scale=0.1, causal=causal, sizes=sizes)
+    call = functools.partial(prefill_gpu.mla_prefill, scale=0.1, causal=causal, sizes=sizes, units=132)
     return call, (bf16((B, T, N, H)), bf16((B, S, N, H)), bf16((B, S, N, V)), i32((B,)), i32((B,)))
+
+
+def experts(held, M, X, F, D, weights, width, parts=1):
+    codes, f32 = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.float8_e4m3fn, jnp.float32))
+    w = bf16((X, F, D)) if held == "bf16" else Fp8(codes((X, F, D)), f32((X, -(-F // 128), D // 128)))
+    x = Fp8(codes((M, D)), f32((M, D // 128))) if held == "w8a8" else bf16((M, D))
+    more = {"out_dtype": jnp.bfloat16, "units": 132, "width": width, "parts": parts}
+
+    def call(x, group_sizes, *weights):
+        return grouped_gpu.grouped(x, weights, group_sizes, **more)
+
+    return call, (x, i32((X,)), *[w] * weights)
 
 
 PROGRAMS = [
@@ -61,6 +74,12 @@ PROGRAMS = [
     (prefill, (1, 4096, 4096, 128, 192, 128, True)),
     (prefill, (2, 1000, 1100, 16, 192, 128, False)),
     (prefill, (1, 4096, 4096, 20, 256, 256, True)),
+    (experts, ("bf16", 48, 64, 1408, 2048, 2, 16)),
+    (experts, ("bf16", 16384, 384, 7168, 2048, 1, 128)),
+    (experts, ("w8", 64, 256, 2048, 7168, 2, 16)),
+    (experts, ("w8", 64, 1, 576, 7168, 1, 64, 28)),
+    (experts, ("w8a8", 16384, 384, 7168, 2048, 1, 96)),
+    (experts, ("w8a8", 16384, 384, 2048, 7168, 2, 96)),
 ]
 
 target = topologies.get_topology_desc(platform="cuda", topology_name="h200", target_config=H200, topology="1x1x1")

@@ -1,0 +1,57 @@
+"""Runs the grouped matmul for GPUs over all named cases of the op named by OP in the interpreter; prints one JSON line each."""
+
+import json
+import os
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import fp8, quantized_matmul, ragged_dot, testing
+from pallas_kernels.quantized_matmul import gpu as quantized_gpu
+from pallas_kernels.quantized_matmul import reference as quantized_reference
+from pallas_kernels.ragged_dot import gpu as ragged_gpu
+from pallas_kernels.ragged_dot import reference as ragged_reference
+
+interpret = plgpu.InterpretGPUParams(detect_races=True)
+COMMON = {"out_dtype": jnp.bfloat16, "units": 3, "interpret": interpret}
+
+
+def show(name, got, wanted, fallback):
+    row = {"name": name, "error": testing.error(got, wanted), "fallback": testing.error(fallback, wanted)}
+    print(json.dumps(row), flush=True)
+
+
+def grouped(case, op, held):
+    """Rows of no group are left out."""
+    inputs = testing.ragged_dot_inputs(case)
+    x, sizes = inputs["x"], inputs["group_sizes"]
+    weights = [inputs["gate"]] if op == "ragged_dot" else [inputs["gate"], inputs["up"]]
+    if held != "bf16":
+        weights = [fp8.quantize_weight(w) for w in weights]
+    if held == "w8a8":
+        x = fp8.quantize(x)
+    got = ragged_gpu.grouped(x, weights, sizes, **COMMON)
+    wanted = getattr(ragged_reference, op)(x, *weights, sizes)
+    fallback = getattr(ragged_dot, op)(x, *weights, sizes, impl="xla")
+    show(f"{op}, {case.name}, {held}", *(out[: case.rows] for out in (got, wanted, fallback)))
+
+
+def single(case, held):
+    inputs = testing.quantized_matmul_inputs(case)
+    x, w = inputs["x"] if held == "w8" else fp8.quantize(inputs["x"]), fp8.quantize_weight(inputs["w"])
+    size = jnp.max(jnp.abs(inputs["x"].astype(jnp.float32)), axis=1, keepdims=True)  # so that every row counts
+    got = quantized_gpu.quantized_matmul(x, w, **COMMON)
+    fallback = quantized_matmul.quantized_matmul(x, w, impl="xla")
+    wanted = quantized_reference.quantized_matmul(x, w)
+    show(f"{case.name}, {held}", *(out / size for out in (got, wanted, fallback)))
+
+
+if os.environ["OP"] == "ragged_dot":
+    for case in testing.RAGGED_DOT:
+        for op, held in testing.RAGGED_DOT_KINDS:
+            if held == "bf16" or case.depth % fp8.GROUP == 0:
+                grouped(case, op, held)
+else:
+    for case in testing.QUANTIZED_MATMUL:
+        for held in ("w8", "w8a8"):
+            single(case, held)
