@@ -65,7 +65,8 @@ def mla_prefill(
     from pallas_kernels.mla_prefill import gpu  # needs a JAX that the others do not
 
     sizes = tuning.MLA_PREFILL[q.shape[-1], v.shape[-1]]
-    return gpu.mla_prefill(q, k, v, q_lens, kv_lens, scale=scale, causal=causal, sizes=sizes)
+    units = tuning.UNITS.get(choice.device(), tuning.DEFAULT_UNITS)
+    return gpu.mla_prefill(q, k, v, q_lens, kv_lens, scale=scale, causal=causal, sizes=sizes, units=units)
 
 
 def merge(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:

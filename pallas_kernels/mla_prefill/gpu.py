@@ -1,12 +1,16 @@
 """Ragged causal flash attention for Hopper, in Pallas Mosaic GPU.
 
-A block holds 128 queries of one head. Two warpgroups take 64 each and walk the same tiles of keys and values, which a third
-orders from the copy engine through a ring of slots. Each starts a tile's scores together with the sums of the tile before,
-and weighs the former while the latter are computed; the two take turns in starting, so that one's weighing runs beside the
-other's products. A head's blocks lie next to each other in the grid, for they share its keys in the L2; those with
-the most keys to see come first. Not timed yet."""
+A piece of work is 128 queries of one head. Two warpgroups take 64 each and walk the same tiles of keys and values, which a
+third orders from the copy engine through a ring of slots, one piece after the other, so that loads never pause. Each starts
+a tile's scores together with the sums of the tile before, and weighs the former while the latter are computed; the two take
+turns in starting, so that one's weighing runs beside the other's products.
+
+Multiprocessors take pieces by turns, there and back, from the longest to the shortest of some heads at a time: as many heads
+as keep four multiprocessors each, whose keys then come from the L2. A launch of one block a piece, measured on an H200, lost
+6 us with each piece."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -18,77 +22,119 @@ from pallas_kernels.hopper import LOG2E, LOW, ROW, clean, over, swizzled, zeros
 
 ROWS = 64  # queries of a warpgroup
 WORKERS, FEEDER = 2, 2
+TOGETHER = 4  # multiprocessors at one head
 COPIED = 8  # rows that the copy engine moves at least
+STAGED = 64  # columns that leave together
 
 
-def _parts(width, value):
-    """The columns of queries and keys, first those whose place the output takes."""
-    return [(0, value), (value, width - value)][: 1 + (width > value)]
+class Piece(NamedTuple):
+    """Some queries of a head, and the keys that they see."""
+
+    head: jax.Array
+    b: jax.Array
+    first: jax.Array  # of the queries
+    held: jax.Array
+    asked: jax.Array
+    tiles: jax.Array  # one of nothing, too
+
+
+def _halves(width):
+    """Columns of queries and keys, at most 128 at a time."""
+    return [(at, min(128, width - at)) for at in range(0, width, 128)]
 
 
 def _kernel(
-    q_g, k_g, v_g, q_lens, kv_lens, out_g, lse_g, q_s, k_s, v_s, q_in, k_in, v_in, k_free, v_free, turn, cleaned,
-    *, scale, causal, sizes, interpret,
+    q_g, k_g, v_g, q_lens, kv_lens, out_g, lse_g,
+    q_s, k_s, v_s, out_s, q_in, q_free, k_in, v_in, k_free, v_free, turn, cleaned,
+    *, heads, scale, causal, sizes, units, interpret,
 ):  # fmt: skip
-    (T, S), (chunk, slots) = (q_g.shape[1], k_g.shape[1]), (sizes["chunk"], sizes["slots"])
-    V = v_s.shape[-1]
-    H = sum(part.shape[-1] for part in q_s)
-    parts = _parts(H, V)
-    head, b, role = lax.axis_index("head"), lax.axis_index("row"), lax.axis_index("role")
-    pairs = -(-T // (WORKERS * ROWS))
-    pair = pairs - 1 - lax.axis_index("pair")
-    held, asked = kv_lens[b], q_lens[b]
-    prefix = held - asked
-    first = pair * (WORKERS * ROWS)  # of the block's queries
-    stop = jnp.minimum(held, prefix + first + WORKERS * ROWS) if causal else held
-    tiles = jnp.where(first < asked, lax.div(jnp.maximum(stop, 1) + (chunk - 1), jnp.int32(chunk)), 1)  # one of nothing, too
-    blocks = -(-T // ROWS)
+    (B, T), S, (chunk, slots) = q_g.shape[:2], k_g.shape[1], (sizes["chunk"], sizes["slots"])
+    H, V = (x.shape[-1] // heads for x in (q_g, v_g))
+    parts = _halves(H)
+    unit, role = lax.axis_index("unit"), lax.axis_index("role")
+    pairs, blocks = -(-T // (WORKERS * ROWS)), -(-T // ROWS)
     last_rows = T - (blocks - 1) * ROWS
+    lines = heads * B
+    near = min(lines, -(-units // TOGETHER))
 
-    def rows_of(which, do):
-        """Runs `do` with the static number of query rows that the array has for warpgroup block `which`."""
-        pl.when(which < blocks - 1)(lambda: do(ROWS))
-        pl.when(which == blocks - 1)(lambda: do(last_rows))
+    def place(k):
+        """Where in the order this unit's piece k is."""
+        return k * units + jnp.where(lax.rem(k, jnp.int32(2)) == 0, unit, units - 1 - unit)
 
-    def columns(width, start, count):
-        """Of this head's `width` columns."""
-        return pl.ds(pl.multiple_of(head * width + start, 64), count)
+    def piece(k):
+        group, at = lax.div(place(k), jnp.int32(near * pairs)), lax.rem(place(k), jnp.int32(near * pairs))
+        some = jnp.minimum(near, lines - group * near)
+        pair = lax.div(at, some)
+        line = group * near + at - pair * some
+        b = lax.div(line, jnp.int32(heads))
+        first = (pairs - 1 - pair) * (WORKERS * ROWS)
+        held, asked = kv_lens[b], q_lens[b]
+        stop = jnp.minimum(held, held - asked + first + WORKERS * ROWS) if causal else held
+        tiles = jnp.where(first < asked, lax.div(jnp.maximum(stop, 1) + (chunk - 1), jnp.int32(chunk)), 1)
+        return Piece(line - b * heads, b, first, held, asked, tiles)
+
+    def pieces(run):
+        """Runs `run(k, step)` over this unit's pieces; `step` counts the tiles that went through the ring."""
+        whole = lines * pairs // units
+        count = whole + (place(jnp.int32(whole)) < lines * pairs).astype(jnp.int32)
+        return lax.fori_loop(0, count, run, jnp.int32(0)), count
+
+    def slot_of(step):
+        return lax.rem(step, jnp.int32(slots))
+
+    def rows_of(row, do):
+        """Runs `do` with the static number of queries that the array has from `row` on, up to ROWS."""
+        pl.when(row < (blocks - 1) * ROWS)(lambda: do(ROWS))
+        pl.when(row == (blocks - 1) * ROWS)(lambda: do(last_rows))
+
+    def columns(head, width, start, count):
+        return pl.ds(pl.multiple_of(head * width + start, STAGED), count)
 
     def base_of(t):
         """The first key of tile t: the last tile of the array is a whole one, some of which was seen before."""
         return pl.multiple_of(t * chunk if S % chunk == 0 else jnp.minimum(t * chunk, S - chunk), COPIED)
 
     def feeder():
-        for me in range(WORKERS):
-            which = pair * WORKERS + me
+        def feed(k, step):
+            at = piece(k)
+            for me in range(WORKERS):
+                row = pl.multiple_of(at.first + me * ROWS, ROWS)
+                pl.when(k > 0)(lambda me=me: plgpu.barrier_wait(q_free.at[me]))
 
-            def queries(count, me=me, which=which):
-                for part, to in zip(parts, q_s, strict=True):
-                    source = q_g.at[b, pl.ds(pl.multiple_of(which * ROWS, ROWS), count), columns(H, *part)]
-                    plgpu.copy_gmem_to_smem(source, to.at[me, pl.ds(0, count)], q_in.at[me])
+                def queries(count, me=me, row=row):
+                    for part, to in zip(parts, q_s, strict=True):
+                        source = q_g.at[at.b, pl.ds(row, count), columns(at.head, H, *part)]
+                        plgpu.copy_gmem_to_smem(source, to.at[me, pl.ds(0, count)], q_in.at[me])
 
-            rows_of(which, queries)
+                rows_of(row, queries)
 
-        def tile(t, _):
-            slot, keys = lax.rem(t, jnp.int32(slots)), pl.ds(base_of(t), chunk)
-            pl.when(t >= slots)(lambda: plgpu.barrier_wait(k_free.at[slot]))
-            for part, to in zip(parts, k_s, strict=True):
-                plgpu.copy_gmem_to_smem(k_g.at[b, keys, columns(H, *part)], to.at[slot], k_in.at[slot])
-            pl.when(t >= slots)(lambda: plgpu.barrier_wait(v_free.at[slot]))
-            plgpu.copy_gmem_to_smem(v_g.at[b, keys, columns(V, 0, V)], v_s.at[slot], v_in.at[slot])
-            return ()
+            def tile(t, step):
+                slot, keys = slot_of(step), pl.ds(base_of(t), chunk)
+                pl.when(step >= slots)(lambda: plgpu.barrier_wait(k_free.at[slot]))
+                for part, to in zip(parts, k_s, strict=True):
+                    plgpu.copy_gmem_to_smem(k_g.at[at.b, keys, columns(at.head, H, *part)], to.at[slot], k_in.at[slot])
+                pl.when(step >= slots)(lambda: plgpu.barrier_wait(v_free.at[slot]))
+                plgpu.copy_gmem_to_smem(v_g.at[at.b, keys, columns(at.head, V, 0, V)], v_s.at[slot], v_in.at[slot])
+                return step + 1
 
-        lax.fori_loop(0, tiles, tile, ())
+            return lax.fori_loop(0, at.tiles, tile, step)
 
-        def drain(t, _):  # every completion has to be observed
+        step, count = pieces(feed)
+
+        def drain(step, _):  # every completion has to be observed
             for free in (k_free, v_free):
-                plgpu.barrier_wait(free.at[lax.rem(t, jnp.int32(slots))])
+                plgpu.barrier_wait(free.at[slot_of(step)])
             return ()
 
-        lax.fori_loop(jnp.maximum(tiles - slots, 0), tiles, drain, ())
+        lax.fori_loop(jnp.maximum(step - slots, 0), step, drain, ())
+
+        @pl.when(count > 0)
+        def _():
+            for me in range(WORKERS):
+                plgpu.barrier_wait(q_free.at[me])
 
     def start(me):
-        """Takes this worker's turn at the matrix units, and hands it on when `started` what it has to start."""
+        """Takes this worker's turn at the matrix units; `started` hands it on."""
         plgpu.barrier_wait(turn.at[me])
 
     def started(me):
@@ -104,15 +150,15 @@ def _kernel(
         plgpu.commit_smem()
         return out
 
-    def first_scores(me):
-        plgpu.barrier_wait(k_in.at[0])
+    def first_scores(me, slot):
+        plgpu.barrier_wait(k_in.at[slot])
         start(me)
         if interpret:
             started(me)
-            return dots(me, 0)
+            return dots(me, slot)
 
         def run(ref):
-            multiply(ref, me, 0)
+            multiply(ref, me, slot)
             started(me)
             return ref[...]
 
@@ -152,25 +198,24 @@ def _kernel(
 
         return pl.run_scoped(run, plgpu.ACC((ROWS, chunk), jnp.float32), plgpu.ACC(acc.shape, jnp.float32))
 
-    def worker(me):
-        which = pair * WORKERS + me
-        row0 = pl.multiple_of(which * ROWS, ROWS)
-        clear = prefix + row0 + 1 if causal else held  # every query sees what is before
+    def attend(me, at, step):
+        """Maximum, total and sums of this worker's queries over all tiles of a piece."""
+        clear = at.held - at.asked + at.first + me * ROWS + 1 if causal else at.held  # every query sees what is before
 
         def hide(s, t):
-            at = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + base_of(t)
-            limit = held
+            key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + base_of(t)
+            limit = at.held
             if causal:
                 row = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
-                limit = jnp.minimum(clear + row, held)
-            seen = at < limit
+                limit = jnp.minimum(clear + row, at.held)
+            seen = key < limit
             if S % chunk:
-                seen = seen & (at >= t * chunk)
+                seen = seen & (key >= t * chunk)
             return jnp.where(seen, s, -jnp.inf)
 
         def weigh(s, t, top, total):
             """Weights of the scores of tile t, how much of the sums so far to keep, and the new maximum and total."""
-            s = lax.cond((t + 1) * chunk > jnp.minimum(clear, held), hide, lambda s, t: s, s, t)
+            s = lax.cond((t + 1) * chunk > jnp.minimum(clear, at.held), hide, lambda s, t: s, s, t)
             higher = jnp.maximum(top, s.max(axis=1) * (scale * LOG2E))
             keep = jnp.exp2(top - higher)
             w = jnp.exp2(s * (scale * LOG2E) - over(higher, s.shape))
@@ -178,29 +223,25 @@ def _kernel(
 
         def tile(t, carry):
             w, top, total, acc = carry
-            slot, before = lax.rem(t, jnp.int32(slots)), lax.rem(t - 1, jnp.int32(slots))
+            slot, before = slot_of(step + t), slot_of(step + t - 1)
             (w, keep, top, total), acc = scores_and_values(me, slot, lambda s: weigh(s, t, top, total), acc, w, before)
             plgpu.barrier_arrive(v_free.at[before])
             return w, top, total, acc * over(keep, acc.shape)
 
-        if me == 1:
-            started(me)  # the other is the first
-        pl.when(which < blocks)(lambda: plgpu.barrier_wait(q_in.at[me]))
         low = plgpu.layout_cast(jnp.full((ROWS,), LOW, jnp.float32), ROW)
-        s = first_scores(me)
-        plgpu.barrier_arrive(k_free.at[0])
+        s = first_scores(me, slot_of(step))
+        plgpu.barrier_arrive(k_free.at[slot_of(step)])
         w, _, top, total = weigh(s, jnp.int32(0), low, zeros((ROWS,), ROW))
         carry = w, top, total, zeros((ROWS, V), plgpu.Layout.WGMMA)
-        w, top, total, acc = lax.fori_loop(1, tiles, tile, carry)
-        if me == 0:
-            start(me)  # every completion has to be observed
-        last = lax.rem(tiles - 1, jnp.int32(slots))
+        w, top, total, acc = lax.fori_loop(1, at.tiles, tile, carry)
+        plgpu.barrier_arrive(q_free.at[me])
+        last = slot_of(step + at.tiles - 1)
         plgpu.barrier_wait(v_in.at[last])
 
-        @pl.when(tiles * chunk > held)  # who comes first cleans the last tile of the row for both
+        @pl.when(at.tiles * chunk > at.held)  # who comes first cleans the last tile of the row for both
         def _():
             if me == 0:
-                clean(v_s, last, held - base_of(tiles - 1))
+                clean(v_s, last, at.held - base_of(at.tiles - 1))
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(cleaned)
             else:
@@ -208,25 +249,45 @@ def _kernel(
 
         acc = add_values(acc, w, last)
         plgpu.barrier_arrive(v_free.at[last])
+        return top, total, acc
+
+    def finish(me, at, top, total, acc):
+        row0 = pl.multiple_of(at.first + me * ROWS, ROWS)
         row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=plgpu.Layout.WGMMA) + row0
         # a query past the end may have added anything
-        some = (total > 0) & (row.max(axis=1) < asked)
+        some = (total > 0) & (row.max(axis=1) < at.asked)
         norm = jnp.where(some, 1 / total, 0.0)
-        out = jnp.where(over(norm, acc.shape) > 0, acc * over(norm, acc.shape), 0.0)
+        out = jnp.where(over(norm, acc.shape) > 0, acc * over(norm, acc.shape), 0.0).astype(out_s.dtype)
         lse = jnp.where(some, (top + jnp.log2(total)) * (1 / LOG2E), -jnp.inf)
 
-        @pl.when(which < blocks)
+        @pl.when(row0 < T)
         def _():
-            lse_g[b, head, which] = lse
-            staged = q_s[0]  # the queries are dead by then
-            staged[me] = out.astype(staged.dtype)
-            plgpu.commit_smem()
+            lse_g[at.b, at.head, lax.div(row0, jnp.int32(ROWS))] = lse
+            for start in range(0, V, STAGED):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                out_s[me] = lax.slice(out, (0, start), (ROWS, start + STAGED))
+                plgpu.commit_smem()
 
-            def write(count):
-                plgpu.copy_smem_to_gmem(staged.at[me, pl.ds(0, count)], out_g.at[b, pl.ds(row0, count), columns(V, 0, V)])
+                def write(count, start=start):
+                    to = out_g.at[at.b, pl.ds(row0, count), columns(at.head, V, start, STAGED)]
+                    plgpu.copy_smem_to_gmem(out_s.at[me, pl.ds(0, count)], to)
 
-            rows_of(which, write)
-            plgpu.wait_smem_to_gmem(0)
+                rows_of(row0, write)
+
+    def worker(me):
+        def work(k, step):
+            at = piece(k)
+            pl.when(at.first + me * ROWS < T)(lambda: plgpu.barrier_wait(q_in.at[me]))
+            top, total, acc = attend(me, at, step)
+            finish(me, piece(k), top, total, acc)  # read anew it takes no register meanwhile
+            return step + at.tiles
+
+        if me == 1:
+            started(me)  # the other is the first
+        pieces(work)
+        if me == 0:
+            start(me)  # every completion has to be observed
+        plgpu.wait_smem_to_gmem(0)
 
     bodies = {0: lambda: worker(0), 1: lambda: worker(1), FEEDER: feeder}
     for number, body in bodies.items():
@@ -237,15 +298,20 @@ def _kernel(
             body()
 
 
-def mla_prefill(q, k, v, q_lens, kv_lens, *, scale, causal, sizes, interpret=None):
+def mla_prefill(q, k, v, q_lens, kv_lens, *, scale, causal, sizes, units, interpret=None):
     """The contract is the package's; `sizes`: keys in a tile, slots, registers; `interpret` runs the kernel on a CPU."""
-    (B, T, N, H), V = q.shape, v.shape[-1]
-    chunk, slots, parts = sizes["chunk"], sizes["slots"], _parts(H, V)
+    return _mla_prefill(q, k, v, q_lens, kv_lens, scale, causal, tuple(sizes.items()), units, interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8, 9))  # so that all layers of a model are lowered once
+def _mla_prefill(q, k, v, q_lens, kv_lens, scale, causal, sizes, units, interpret):
+    (B, T, N, H), V, sizes = q.shape, v.shape[-1], dict(sizes)
+    chunk, slots, widths = sizes["chunk"], sizes["slots"], [width for _, width in _halves(H)]
     q = jnp.pad(q, ((0, 0), (0, -T % COPIED), (0, 0), (0, 0)))
     k, v = (jnp.pad(x, ((0, 0), (0, max(-x.shape[1] % COPIED, chunk - x.shape[1])), (0, 0), (0, 0))) for x in (k, v))
     rows = q.shape[1]
     blocks = -(-rows // ROWS)
-    kernel = functools.partial(_kernel, scale=scale, causal=causal, sizes=sizes, interpret=interpret)
+    kernel = functools.partial(_kernel, heads=N, scale=scale, causal=causal, sizes=sizes, units=units, interpret=interpret)
     out, lse = plgpu.kernel(
         kernel,
         out_type=(
@@ -253,19 +319,21 @@ def mla_prefill(q, k, v, q_lens, kv_lens, *, scale, causal, sizes, interpret=Non
             jax.ShapeDtypeStruct((B, N, blocks, ROWS), jnp.float32),
         ),
         scratch_types=[
-            [plgpu.SMEM((WORKERS, ROWS, width), q.dtype, transforms=swizzled(64)) for _, width in parts],
-            [plgpu.SMEM((slots, chunk, width), k.dtype, transforms=swizzled(64)) for _, width in parts],
+            [plgpu.SMEM((WORKERS, ROWS, width), q.dtype, transforms=swizzled(64)) for width in widths],
+            [plgpu.SMEM((slots, chunk, width), k.dtype, transforms=swizzled(64)) for width in widths],
             plgpu.SMEM((slots, chunk, V), v.dtype, transforms=swizzled(64)),
-            plgpu.Barrier(num_arrivals=len(parts), num_barriers=WORKERS),
-            plgpu.Barrier(num_arrivals=len(parts), num_barriers=slots),
+            plgpu.SMEM((WORKERS, ROWS, STAGED), q.dtype, transforms=swizzled(64)),
+            plgpu.Barrier(num_arrivals=len(widths), num_barriers=WORKERS),
+            plgpu.Barrier(num_barriers=WORKERS),
+            plgpu.Barrier(num_arrivals=len(widths), num_barriers=slots),
             plgpu.Barrier(num_barriers=slots),
             plgpu.Barrier(num_arrivals=WORKERS, num_barriers=slots),
             plgpu.Barrier(num_arrivals=WORKERS, num_barriers=slots),
             plgpu.Barrier(num_barriers=WORKERS),
             plgpu.Barrier(),
         ],
-        grid=(N, B, -(-rows // (WORKERS * ROWS))),
-        grid_names=("head", "row", "pair"),
+        grid=(units,),
+        grid_names=("unit",),
         num_threads=WORKERS + 1,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=128, unsafe_no_auto_barriers=True),
