@@ -5,7 +5,8 @@ A block walks tiles of 64 held tokens. Three warpgroups:
   two workers   every other tile each, all of it: scores K Q^T, softmax down the columns, weights to shared memory, sums
                 V^T P^T of the whole latent in registers; the softmax of one runs beside the products of the other
   feeder        the copy engine's orders, for each worker a ring of its own: of parts of a tile, that each is freed as soon
-                as its sums are done, so what is on its way is not whole tiles. Its orders run ahead into the next rows
+                as its sums are done, so what is on its way is not whole tiles. Its orders run ahead into the next rows;
+                each of its four warps gives those for slots of its own
 At the end of a row the workers swap halves of their sums, each weighs and writes one half. What is swapped, and then the
 output, lies in the place of Q, which the same worker then orders anew: the feeder never waits for a row's end.
 
@@ -30,6 +31,7 @@ from pallas_kernels.mla_decode.schedule import TILE
 
 WORKERS = 2
 FEEDER = WORKERS
+WARPS = 4  # of a warpgroup
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 TURNED = plgpu.Layout.WGMMA_TRANSPOSED
 
@@ -40,6 +42,7 @@ class Ring(NamedTuple):
     slots: Any
     arrived: Any
     free: Any
+    first: int  # slots of the rings before
     size: int
 
     def at(self, me, use):
@@ -121,7 +124,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
     def kernel(qc_g, qpe_g, *refs):
         caches_g, (table, lens, shares_g, o_g, lse_g, po_g, plse_g, *scratch) = refs[: len(caches)], refs[len(caches) :]
         qc_s, qpe_s, rings, wide_s, w_s, scratch_s, q_in, met = scratch
-        rings = [Ring(*ring, size) for ring, size in zip(rings, sizes, strict=False)]
+        rings = [Ring(*ring, WORKERS * sum(sizes[:k]), sizes[k]) for k, ring in enumerate(rings)]
         latent, rope, scale_s = [*rings, None][:3]
         unit = lax.axis_index("unit")
         role = lax.axis_index("role")
@@ -139,16 +142,22 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
             return n, start, stop, (start == 0) & (stop == tiles), 2 * unit + jnp.where(b == row0, 0, 1)
 
         def feeder():
-            def copy(sources, ring, me, use):
+            """What a warp does: an order is 32 threads' arrivals at a barrier then, not 128, and four are given at a time."""
+            warp = lax.axis_index("warp")
+
+            def mine(do, ring, me, use):
+                """Runs `do` with the slot, where it is this warp's."""
                 at = ring.at(me, use)
+                pl.when(lax.rem(at + ring.first, jnp.int32(WARPS)) == warp)(lambda: do(at))
 
-                @pl.when(use >= ring.size)
-                def _():
-                    plgpu.barrier_wait(ring.free.at[at])
+            def copy(sources, ring, me, use):
+                def order(at):
+                    pl.when(use >= ring.size)(lambda: plgpu.barrier_wait(ring.free.at[at]))
+                    for j, source in enumerate(sources):
+                        count = source.shape[0]
+                        plgpu.copy_gmem_to_smem(source, ring.slots.at[at, pl.ds(j * count, count)], ring.arrived.at[at])
 
-                for j, source in enumerate(sources):
-                    count = source.shape[0]
-                    plgpu.copy_gmem_to_smem(source, ring.slots.at[at, pl.ds(j * count, count)], ring.arrived.at[at])
+                mine(order, ring, me, use)
 
             def piece(b, step):
                 n, start, stop, _, _ = item(b)
@@ -156,7 +165,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
 
                 def tile(t, step):
                     me, turn = lax.rem(step, jnp.int32(WORKERS)), lax.div(step, jnp.int32(WORKERS))
-                    base = pl.multiple_of(lax.rem(t * TILE, jnp.int32(Z)), TILE) if Z > TILE else 0
+                    base = lax.rem(t, jnp.int32(Z // TILE)) * TILE if Z > TILE else 0
                     places = [jnp.minimum(lax.div(t * TILE, jnp.int32(Z)) + j, top) for j in range(per_tile)]
                     pages = [jnp.clip(table[b, place], 0, G - 1) for place in places]
                     rows = pl.ds(base, chunk)
@@ -177,7 +186,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
                 for ring, uses in zip(rings, (turns * parts, turns, turns), strict=False):
 
                     def drain(use, _, ring=ring, me=me):
-                        plgpu.barrier_wait(ring.free.at[ring.at(me, use)])
+                        mine(lambda at: plgpu.barrier_wait(ring.free.at[at]), ring, me, use)
                         return ()
 
                     lax.fori_loop(jnp.maximum(uses - ring.size, 0), uses, drain, ())
@@ -372,7 +381,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
         @pl.when(role == FEEDER)
         def _():
             plgpu.set_max_registers(knobs["registers"][1], action="decrease")
-            feeder()
+            pl.kernel(feeder, mesh=plgpu.WarpMesh(axis_name="warp"))()
 
     f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     smem, barrier = plgpu.SMEM, plgpu.Barrier
