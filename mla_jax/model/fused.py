@@ -25,20 +25,23 @@ class Tiles(NamedTuple):
     seq_lens: Int[Array, " B"]  # tokens held, the new ones included
     count: Int[Array, " B"]  # new ones
     order: Int[Array, "B T"] | None  # of the queries, padding at one end, else as they came; None: one a row
+    page_table: Int[Array, "B pages"] | None
     schedule: Any
 
 
 def form(batch: Batch, layer: latent.Layer, heads: int) -> Form:
     """The form for one step, on a cache of which `layer` is any layer before that step."""
-    rows, new = batch.positions.shape
+    (rows, new), slots = batch.positions.shape, layer["positions"].shape[1]
     count = batch.mask.sum(1, dtype=jnp.int32)
-    held = jnp.minimum(layer["length"][:rows] + count, layer["positions"].shape[1])
+    held = jnp.minimum(layer["length"][:rows] + count, slots)
     seq_lens = jnp.where(count > 0, held, 0)
     if new > FEW:
         order = jnp.argsort(~batch.mask, axis=1, stable=True)
-        return Form(latents, partial(attend_to_heads, tiles=Tiles(seq_lens, count, order, None)))
+        return Form(latents, partial(attend_to_heads, tiles=Tiles(seq_lens, count, order, None, None)))
     order = jnp.argsort(batch.mask, axis=1, stable=True) if new > 1 else None
-    tiles = Tiles(seq_lens, count, order, ops.schedule(seq_lens, heads, new))
+    # behind a barrier, or XLA writes the table anew for each layer
+    table = jax.lax.optimization_barrier(ops.in_order(rows, min(batch.span or slots, slots)))
+    tiles = Tiles(seq_lens, count, order, table, ops.schedule(seq_lens, heads, new))
     return Form(latents, partial(attend_to_latents, tiles=tiles))
 
 
@@ -71,7 +74,8 @@ def attend_to_latents(
 ) -> Float[Array, "B T N V"]:
     """`mask` says the same as `tiles`, and is not looked at."""
     q_c, q_pe = ordered((jnp.einsum("btnp,npr->btnr", q[0], up[0]), q[1]), tiles)
-    o_c = ops.mla_decode(q_c, q_pe, held["c_kv"], held["k_pe"], tiles.seq_lens, scale, schedule=tiles.schedule)
+    cache = held["c_kv"], held["k_pe"], tiles.page_table, tiles.seq_lens
+    o_c = ops.mla_decode(q_c, q_pe, *cache, scale, schedule=tiles.schedule)
     return restored(jnp.einsum("btnr,nvr->btnv", o_c, up[1]), tiles)
 
 

@@ -114,25 +114,28 @@ def page_of(slots: int) -> int:
     return gcd(slots, PAGE)
 
 
+def in_order(rows: int, slots: int) -> Int[Array, "B pages"]:
+    """The page table of a contiguous cache, none of whose pages is out of place."""
+    return jnp.arange(rows * slots // page_of(slots), dtype=jnp.int32).reshape(rows, -1)
+
+
 def mla_decode(
     q_c: Float[Array, "B T N R"],
     q_pe: Float[Array, "B T N E"],
     c_kv: Float[Array, "B S R"],
     k_pe: Float[Array, "B S E"],
+    page_table: Int[Array, "B pages"],
     seq_lens: Int[Array, " B"],
     scale: float,
     *,
     schedule: Any = None,
     impl: str | None = None,
 ) -> Float[Array, "B T N R"]:
-    """Attention over latents, a row's last T of `seq_lens` tokens being the queries: pages of which none is out of place."""
+    """Attention over latents, a row's last T of `seq_lens` tokens being the queries."""
     from pallas_kernels import mla_decode as kernel
 
-    rows, slots = c_kv.shape[:2]
-    page = page_of(slots)
-    c_kv, k_pe = (x.reshape(-1, page, x.shape[-1]) for x in (c_kv, k_pe))
-    table = jnp.arange(rows * slots // page, dtype=jnp.int32).reshape(rows, -1)
-    return kernel.mla_decode(q_c, q_pe, c_kv, k_pe, table, seq_lens, scale=scale, schedule=schedule, impl=impl)[0]
+    c_kv, k_pe = (x.reshape(-1, page_of(c_kv.shape[1]), x.shape[-1]) for x in (c_kv, k_pe))
+    return kernel.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=scale, schedule=schedule, impl=impl)[0]
 
 
 def mla_prefill(
