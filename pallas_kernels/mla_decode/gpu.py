@@ -462,6 +462,7 @@ def _combine(partial_out, partial_lse, pieces, out, lse, *, units, interpret):
     return jax.freeze(out), jax.freeze(lse)
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "interpret"))  # so that all layers of a model are lowered once
 def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale, schedule, interpret=None):
     """The contract is the package's; `interpret` runs the kernels on a CPU."""
     B, T, N, R = q_c.shape

@@ -36,6 +36,7 @@ HALF = WORKERS * ROWS  # rows of weights that the two take together, twice
 STORED = 64  # features in a row of the staged output: a span of the swizzle
 SPAN = 128  # bytes
 GROUPS = 64  # whose sizes are added up together
+NARROW = 96  # tokens in a tile from which on half of them are worth a program of their own
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -182,11 +183,15 @@ class Worker(NamedTuple):
     full: object
     free: object
     mine: jax.Array  # its first row in either half of a block
+    tokens: int  # of the tile that are looked at
     interpret: object
 
     def rows(self, half: int):
         """The weights of this warpgroup in a half of a slot."""
         return pl.ds(half * HALF + self.mine, ROWS)
+
+    def x(self, slot):
+        return self.ring.x.at[slot, pl.ds(0, self.tokens)]
 
 
 def _whole(at: Worker, piece: Piece, step):
@@ -198,7 +203,7 @@ def _whole(at: Worker, piece: Piece, step):
             slot = _slot(job, step)
             plgpu.barrier_wait(at.full.at[slot])
             for half, acc in enumerate(accs):
-                plgpu.wgmma(acc, at.ring.weights[0].at[slot, at.rows(half)], at.ring.x.at[slot].transpose((1, 0)))
+                plgpu.wgmma(acc, at.ring.weights[0].at[slot, at.rows(half)], at.x(slot).transpose((1, 0)))
             plgpu.wgmma_wait(len(accs))  # the step before is done
 
             @pl.when(k > piece.start)
@@ -210,10 +215,9 @@ def _whole(at: Worker, piece: Piece, step):
         lax.fori_loop(piece.start, piece.stop, add, step)
         return [acc[...] for acc in accs]
 
-    sums = pl.run_scoped(run, *[plgpu.ACC((ROWS, job.width), jnp.float32)] * 2)
-    step = step + piece.stop - piece.start
-    plgpu.barrier_arrive(at.free.at[_slot(job, step - 1)])
-    return sums, step
+    sums = pl.run_scoped(run, *[plgpu.ACC((ROWS, at.tokens), jnp.float32)] * 2)
+    plgpu.barrier_arrive(at.free.at[_slot(job, step + piece.stop - piece.start - 1)])
+    return sums
 
 
 def _across(tokens):
@@ -234,7 +238,7 @@ def _promoted(at: Worker, piece: Piece, step):
     def factor(slot, scale):
         if at.ring.x_scale is None:
             return scale
-        return _across(plgpu.load(at.ring.x_scale.at[slot, pl.ds(0, job.width)], layout=COLUMN) * scale)
+        return _across(plgpu.load(at.ring.x_scale.at[slot, pl.ds(0, at.tokens)], layout=COLUMN) * scale)
 
     def add(k, carry):
         step, sums, now = carry
@@ -247,25 +251,23 @@ def _promoted(at: Worker, piece: Piece, step):
         plgpu.barrier_arrive(at.free.at[slot])
         return step + 1, sums, ahead
 
-    zero = [zeros((ROWS, job.width), plgpu.Layout.WGMMA)] * 2
+    zero = [zeros((ROWS, at.tokens), plgpu.Layout.WGMMA)] * 2
     first = [scale(half, piece.start) for half in range(2)]
-    step, sums, _ = lax.fori_loop(piece.start, piece.stop, add, (step, zero, first))
-    return sums, step
+    return lax.fori_loop(piece.start, piece.stop, add, (step, zero, first))[1]
 
 
 def _products(at: Worker, slot):
     """The products of both halves of a slot."""
-    tokens = at.ring.x.at[slot].transpose((1, 0))
     weights = [at.ring.weights[0].at[slot, at.rows(half)] for half in range(2)]
     if at.job.kind == "w8" and at.interpret:  # the interpreter takes no left operand from registers
-        return [jnp.dot(_half(w), at.ring.x[slot].T, preferred_element_type=jnp.float32) for w in weights]
+        return [jnp.dot(_half(w), at.x(slot)[...].T, preferred_element_type=jnp.float32) for w in weights]
 
     def run(*accs):
         for acc, w in zip(accs, weights, strict=True):
-            plgpu.wgmma(acc, _half(w) if at.job.kind == "w8" else w, tokens)
+            plgpu.wgmma(acc, _half(w) if at.job.kind == "w8" else w, at.x(slot).transpose((1, 0)))
         return [plgpu.wgmma_accumulator_load(acc, wait_n=len(accs) - 1 - i) for i, acc in enumerate(accs)]
 
-    return pl.run_scoped(run, *[plgpu.ACC((ROWS, at.job.width), jnp.float32)] * 2)
+    return pl.run_scoped(run, *[plgpu.ACC((ROWS, at.tokens), jnp.float32)] * 2)
 
 
 def _half(weights):
@@ -276,9 +278,8 @@ def _half(weights):
 
 def _converted(at: Worker, piece: Piece, step):
     """`_promoted`, and the tokens' powers of two undone."""
-    tokens = plgpu.load(at.source.x_scale.at[pl.ds(piece.tile.row, at.job.width)], layout=COLUMN, optimized=False)
-    sums, step = _promoted(at, piece, step)
-    return [x * _across(tokens) for x in sums], step
+    tokens = plgpu.load(at.source.x_scale.at[pl.ds(piece.tile.row, at.tokens)], layout=COLUMN, optimized=False)
+    return [x * _across(tokens) for x in _promoted(at, piece, step)]
 
 
 SUMS = {"bf16": _whole, "w8": _converted, "w8a8": _promoted}
@@ -309,21 +310,38 @@ def _swiglu(gate, up):
     return gate * (1 / (1 + jnp.exp2(gate * -LOG2E))) * up
 
 
+def _leave(at: Worker, sums, piece: Piece, out_g, staged):
+    """Sums go where the job says."""
+    job = at.job
+    if job.staged:
+        for half, x in enumerate(sums if job.weights == 1 else [_swiglu(*sums)]):
+            _store(x, piece.tile, piece.feature + half * HALF + at.mine, out_g, staged)
+        return
+    for half, x in enumerate(sums):
+        number, feature = (half, piece.feature) if job.weights == 2 else (0, piece.feature + half * HALF)
+        features = pl.ds(pl.multiple_of(feature + at.mine, ROWS), ROWS)
+        out_g[piece.part, number, features, pl.ds(piece.tile.row, at.tokens)] = x
+
+
 def _work(at: Worker, table: Table, out_g, staged):
     job = at.job
 
     def run(i, step):
-        sums, step = SUMS[job.kind](at, _piece(job, table, i), step)
-        piece = _piece(job, table, i)  # once more: kept, it would cost registers over the loop
-        if not job.staged:
-            tokens = pl.ds(piece.tile.row, job.width)
-            for half, x in enumerate(sums):
-                number, feature = (half, piece.feature) if job.weights == 2 else (0, piece.feature + half * HALF)
-                out_g[piece.part, number, pl.ds(pl.multiple_of(feature + at.mine, ROWS), ROWS), tokens] = x
-            return step
-        for half, x in enumerate(sums if job.weights == 1 else [_swiglu(*sums)]):
-            _store(x, piece.tile, piece.feature + half * HALF + at.mine, out_g, staged)
-        return step
+        piece = _piece(job, table, i)
+
+        def do(tokens):
+            here = at._replace(tokens=tokens)
+            sums = SUMS[job.kind](here, piece, step)
+            # the piece once more: kept, it would cost registers over the loop
+            _leave(here, sums, _piece(job, table, i), out_g, staged)
+
+        if job.width < NARROW or not job.staged:
+            do(job.width)
+        else:  # the last tile of a group is half empty as often as not
+            short = piece.tile.stop - piece.tile.row <= job.width // 2
+            pl.when(short)(lambda: do(job.width // 2))
+            pl.when(jnp.logical_not(short))(lambda: do(job.width))
+        return step + piece.stop - piece.start
 
     _pieces(job, table, run)
     plgpu.wait_smem_to_gmem(0)
@@ -343,7 +361,7 @@ def _kernel(source: Operands, sizes_g, out_g, ring: Operands, out_s, table, full
     @pl.when(role < WORKERS)
     def _():
         plgpu.set_max_registers(job.registers[0], action="increase")
-        at = Worker(job, source, ring, full, free, pl.multiple_of(role * ROWS, ROWS), interpret)
+        at = Worker(job, source, ring, full, free, pl.multiple_of(role * ROWS, ROWS), job.width, interpret)
         _work(at, table, out_g, out_s.at[role])
 
     @pl.when(role == FEEDER)
@@ -439,6 +457,7 @@ def grouped(x, weights, group_sizes, *, out_dtype, units, width=None, parts=None
     job = Job(kind, width, depth, slots[width], registers, units, groups, count, F, D // depth, 1, True)
     if parts is None:
         parts = _parts(-(-M // width) * job.blocks, job.steps, units) if X == 1 else 1
+    parts = -(-job.steps // -(-job.steps // parts))  # none without a step
     job = job._replace(parts=parts, staged=parts == 1 and out_dtype == jnp.bfloat16)
     source = _operands(kind, x, weights, width)
     sizes = jnp.pad(group_sizes.astype(jnp.int32), (0, groups - X))
