@@ -41,7 +41,7 @@ MLA_DECODE = [
     MlaDecodeCase("E4M3, ragged, one empty", (1, 0, 130, 64, 700, 63), 16, packed=True),
     MlaDecodeCase("E4M3, 32 queries, pages of 16", (200, 3), 8, tokens=4, page=16, packed=True),
     MlaDecodeCase("E4M3, the demo model, pages of 256", (70, 300), 8, rank=256, rope=32, page=256, packed=True),
-    MlaDecodeCase("E4M3, smallest rank", (129, 20), 20, rank=128, page=16, packed=True),
+    MlaDecodeCase("E4M3, smallest rank", (129, 20), 20, rank=128, page=32, packed=True),
 ]
 
 

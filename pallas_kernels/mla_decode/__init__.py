@@ -43,6 +43,8 @@ def check_gpu(q_c, q_pe, c_kv, k_pe, page_table) -> str | None:
         return f"with a latent in E4M3 it takes up to {tuning.MLA_DECODE_MOST} queries (tokens times heads), not {rows}"
     if c_kv.codes.dtype != "float8_e4m3fn":
         return f"it takes codes in float8_e4m3fn, not {c_kv.codes.dtype}"
+    if c_kv.codes.shape[1] * c_kv.scale.shape[-1] < 32:  # the copy engine writes to multiples of 128 bytes
+        return f"with a latent in E4M3 of rank 128 it takes pages of 32 tokens or more, not {c_kv.codes.shape[1]}"
     return _shapes(q_c, q_pe, c_kv, k_pe)
 
 
