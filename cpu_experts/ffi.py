@@ -9,6 +9,7 @@ It has two halves, and what a GPU computes in between overlaps with the experts'
     y = ffi.collect(ticket, after=shared)   # and what is given as `after` comes before the wait
 
 A program names a layer by a number and does not hold it: keep the `Experts` while programs use it. A closed one is an error.
+Programs for several GPUs call it inside `jax.shard_map`: each GPU hands over its own rows.
 On a GPU the halves are two small kernels, which XLA may capture into CUDA graphs, and a thread here that they talk to by memory
 that both see. What fails there is NaN, and an error at the program's next launch or at `check()`, whichever comes first."""
 
@@ -96,7 +97,6 @@ def check() -> None:
     check_ffi(_library(), _library().cpu_experts_ffi_failure())
 
 
-@cache
 def why_not(platform: str = "cpu") -> str | None:
     """Why programs of a platform, "cpu" or "cuda", cannot call the experts; None where they can."""
     if platform not in _PLATFORMS:
@@ -220,6 +220,8 @@ def _nanoseconds(patience: float) -> np.uint64:
 def _submit_on_a_gpu(ctx: mlir.LoweringRuleContext, *arrays, layer: int, dtype: np.dtype, patience: float):
     if reason := why_not("cuda"):
         raise Unsupported(reason)
+    if getattr(ctx.module_context.axis_context, "num_devices", 1) > 1:  # XLA would not know whose rows go where
+        raise Unsupported("experts in a program for several GPUs: call them inside jax.shard_map")
     attributes = {"layer": np.uint64(layer), "float32": np.bool_(dtype == np.float32), "patience": _nanoseconds(patience)}
     return jax.ffi.ffi_lowering("cpu_experts_submit", has_side_effect=True)(ctx, *arrays, **attributes)
 

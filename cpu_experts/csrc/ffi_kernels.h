@@ -104,8 +104,8 @@ looked:
 }
 
 // One block: takes a number, waits until its slot is free (it is, unless calls were never collected), hands over the arrays.
-.visible .entry cpu_experts_submit(.param .u64 x_param, .param .u64 ids_param, .param .u64 weights_param, .param .u64 ticket_param,
-                                   .param .u64 layer_param, .param .align 8 .b8 shared_param[96])
+.visible .entry cpu_experts_submit(.param .u64 x_param, .param .u64 ids_param, .param .u64 weights_param,
+                                   .param .u64 ticket_param, .param .u64 layer_param, .param .align 8 .b8 shared_param[96])
 {
     .reg .pred p, rest;
     .reg .b32 t, there;

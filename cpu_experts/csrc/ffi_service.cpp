@@ -239,7 +239,7 @@ void Service::work() {
 void Service::rest(nanoseconds idle, uint32_t calls) {
     if (idle < kSpin) {
 #ifdef __x86_64__
-        for (int i = 0; i < 8; ++i) __builtin_ia32_pause();
+        __builtin_ia32_pause();
 #endif
         return;
     }

@@ -1,7 +1,7 @@
-// A stand-in for CUDA's driver: the functions that ffi_driver.h names, on host memory, with a thread a stream. It does not imitate
-// the kernels: it reads their text and runs it, instruction by instruction, with C++'s atomics in place of PTX's, so that the
-// protocol is tested as it stands and sanitizers see its races. Blocks run one after the other, threads of a block in turns from
-// barrier to barrier. Whatever it does not know ends the process.
+// A stand-in for CUDA's driver: the functions that ffi_driver.h names, on host memory, with a thread a stream. It does not
+// imitate the kernels: it reads their text and runs it, instruction by instruction, with C++'s atomics in place of PTX's, so that
+// the protocol is tested as it stands and sanitizers see its races. Blocks run one after the other, threads of a block in turns
+// from barrier to barrier. Whatever it does not know ends the process.
 #include <atomic>
 #include <chrono>
 #include <condition_variable>

@@ -1,5 +1,5 @@
-// The GPU's side of ffi.py without XLA and without a GPU: the library's own rings and thread, on the driver that the first argument
-// names (fake_cuda.cpp). Prints what holds; a program of its own, so that sanitizers see all of it.
+// The GPU's side of ffi.py without XLA and without a GPU: the library's own rings and thread, on the driver that the first
+// argument names (fake_cuda.cpp). Prints what holds; a program of its own, so that sanitizers see all of it.
 #include <dlfcn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -49,7 +49,9 @@ int32_t multiply(uint64_t handle, const cpu_experts_batch* b) {
             if (id < 0) return CPU_EXPERTS_INVALID;
             factor += b->topk_weights[t * b->chosen + k] * float(id);
         }
-        for (int i = t * model; i < (t + 1) * model; ++i) static_cast<float*>(b->out)[i] = factor * static_cast<const float*>(b->x)[i];
+        for (int i = t * model; i < (t + 1) * model; ++i) {
+            static_cast<float*>(b->out)[i] = factor * static_cast<const float*>(b->x)[i];
+        }
     }
     return 0;
 }

@@ -1,0 +1,298 @@
+"""What a call of the experts on the CPU adds to a layer on a GPU: cpu_experts.ffi, and pure_callback beside it.
+
+    python -m cpu_experts.build && python benchmarks/host_calls.py --out host_calls.json
+
+A program of 20 layers with a 7168x7168 matvec each is run without experts and with: in a loop inside the program, and step by
+step. The experts are as small as they can be, so that the way there and back is what is measured; their own time, on the host
+and without the way, is a column. `graphs` is what XLA captures into CUDA graphs: what it does by default, whole loops too, or
+nothing; each in a process of its own, with a watchdog. Lines of ok and FAIL say what was right, and so does the status."""
+
+import argparse
+import ctypes
+import faulthandler
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]  # this folder has a cpu_experts.py, too
+
+LAYERS, STEPS = 20, 25
+MODEL, WIDTH, EXPERTS, CHOSEN = 7168, 16, 4, 2
+BAR = 20.0  # us a layer over the experts' own time
+GRAPHS = {
+    "default": "",
+    "loops": "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
+    "none": "--xla_gpu_enable_command_buffer=",
+}
+
+
+class Checks:
+    """Lines of ok and FAIL."""
+
+    def __init__(self):
+        self.failed = 0
+
+    def __call__(self, holds: bool, what: str) -> None:
+        self.failed += not holds
+        print(f"{'ok' if holds else 'FAIL'}: {what}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, help="write the rows as JSON to this file")
+    parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
+    parser.add_argument("--size", type=int, default=MODEL, help="of the matvec and the experts' rows")
+    parser.add_argument("--seconds", type=float, default=88, help="for all; then stacks are shown, and it ends")
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # of the one process that measures
+    args = parser.parse_args()
+    return measure(args) if args.rows else drive(args)
+
+
+def drive(args: argparse.Namespace) -> int:
+    """One process for each of `graphs`."""
+    end, rows, status = time.monotonic() + args.seconds, [], 0
+    for graphs in args.graphs:
+        with tempfile.TemporaryDirectory() as folder:
+            file, left = Path(folder) / "rows.json", max(5.0, end - time.monotonic())
+            flags = f"{os.environ.get('XLA_FLAGS', '')} {GRAPHS[graphs]}".strip()
+            command = [sys.executable, __file__, "--graphs", graphs, "--size", str(args.size), "--seconds", f"{left:.0f}"]
+            print(f"graphs: {graphs}", flush=True)
+            try:
+                process = subprocess.run([*command, "--rows", str(file)], env=os.environ | {"XLA_FLAGS": flags}, timeout=left + 5)
+                status |= process.returncode
+            except subprocess.TimeoutExpired:
+                print(f"FAIL: {graphs}: killed")
+                status = 1
+            rows += json.loads(file.read_text()) if file.exists() else []
+    import report
+
+    report.show(rows, args.out, layers=LAYERS, size=args.size)
+    return int(status != 0)
+
+
+def measure(args: argparse.Namespace) -> int:
+    faulthandler.dump_traceback_later(args.seconds, exit=True)
+    import jax
+
+    from cpu_experts import ffi
+
+    platform, check = jax.default_backend(), Checks()
+    ways = {"gpu": "cuda"}
+    if reason := ffi.why_not(ways.get(platform, platform)):
+        print(f"FAIL: {reason}")
+        return 1
+    with small_experts(args.size) as layer:
+        answers(layer, check, platform)
+        rows = timed(layer, args.graphs[0], check)
+    args.rows.write_text(json.dumps(rows))
+    faulthandler.cancel_dump_traceback_later()
+    return int(check.failed > 0)
+
+
+def small_experts(model: int):
+    from cpu_experts import Experts
+
+    rng = np.random.default_rng(0)
+    shapes = ((EXPERTS, WIDTH, model), (EXPERTS, WIDTH, model), (EXPERTS, model, WIDTH))
+    return Experts(*(rng.standard_normal(s, np.float32) / np.float32(s[-1] ** 0.5) for s in shapes), threads=1)
+
+
+def batch(model: int, tokens: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows in bfloat16; some ids stand for no expert, but not in the first row."""
+    import ml_dtypes
+
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, EXPERTS + 1, (tokens, CHOSEN)).astype(np.int32)
+    ids[0] = range(CHOSEN)
+    return rng.standard_normal((tokens, model)).astype(ml_dtypes.bfloat16), ids, rng.random((tokens, CHOSEN), np.float32)
+
+
+# What is right
+
+
+def answers(layer, check: Checks, platform: str) -> None:
+    """The same bits as numpy's face gives, for few rows and many; then what fails."""
+    import jax
+    import jax.numpy as jnp
+
+    from cpu_experts import ffi
+
+    for tokens, dtype in ((1, "bfloat16"), (3, "float32"), (64, "float32"), (300, "bfloat16")):
+        given = batch(layer.model, tokens)
+        out = np.asarray(jax.jit(partial(ffi.forward, layer, dtype=dtype))(*given))
+        same = (out == layer.forward(*given, np.empty_like(out))).all()
+        check(bool(same), f"{tokens} rows, answer in {dtype}")
+    given = batch(layer.model, 2)
+    nobody = np.full_like(given[1], EXPERTS)
+    check(not np.asarray(ffi.forward(layer, given[0], nobody, given[2]), np.float32).any(), "rows without experts are zero")
+    odd = np.asarray(jax.jit(lambda x, *b: ffi.forward(layer, x[1:], *b))(batch(layer.model, 3)[0], *given[1:]))
+    check(bool((odd == layer.forward(batch(layer.model, 3)[0][1:], *given[1:], np.empty_like(odd))).all()), "a slice of rows")
+
+    def several(x, *pairs):
+        tickets = [ffi.submit(layer, x * (i + 1), *pairs) for i in range(4)]
+        return [ffi.collect(ticket) for ticket in reversed(tickets)]
+
+    outs = jax.jit(several)(*given)
+    rows = [np.asarray(jnp.asarray(given[0]) * (i + 1)) for i in reversed(range(4))]
+    same = [(np.asarray(o) == layer.forward(x, *given[1:], np.empty_like(x))).all() for o, x in zip(outs, rows, strict=True)]
+    check(all(same), "four calls under way at once, the last one collected first")
+    if platform == "gpu":
+        failures(layer, check, given)
+
+
+def failures(layer, check: Checks, given) -> None:
+    import jax
+
+    from cpu_experts import ffi
+
+    def outcome(ids: np.ndarray, **options) -> tuple[bool, str]:
+        """Whether the answer was NaN or an error, and what was told of it."""
+        try:
+            out = jax.jit(partial(ffi.forward, layer, **options))(given[0], ids, given[2])
+            nothing = bool(np.isnan(np.asarray(out, np.float32)).all())
+            time.sleep(0.05)
+            ffi.check()
+        except Exception as error:
+            return True, str(error)
+        return nothing, ""
+
+    bad = given[1].copy()
+    bad[1, 0] = EXPERTS + 1
+    nothing, words = outcome(bad)
+    check(nothing and "topk_ids[1, 0]" in words, f"an id that is no expert is told: {words!r}")
+    for _ in range(20):
+        nothing, words = outcome(given[1], patience=0)
+        if words:
+            break
+    check(nothing and "in vain" in words, f"a wait of no time ends and is told: {words!r}")
+    nothing, words = outcome(given[1])
+    check(not nothing and not words, f"and the next call is right {words!r}")
+
+
+# What it takes
+
+
+def own_microseconds(layer) -> float:
+    """The experts' own time for one row, with nothing between two calls."""
+    from cpu_experts.library import Batch
+
+    x, ids, weights = batch(layer.model, 1)
+    out = np.empty(x.shape, x.dtype)
+    call = Batch(ctypes.sizeof(Batch), 1, CHOSEN, 1, 1, *(a.ctypes.data for a in (x, ids, weights, out)))
+    forward, handle, times = layer._library.cpu_experts_forward, layer._handle, []
+    for _ in range(300):
+        start = time.perf_counter()
+        forward(handle, call)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[100:]) * 1e6
+
+
+def timed(layer, graphs: str, check: Checks) -> list[dict]:
+    """Rows of microseconds a layer; the numbers of all ways of calling must agree."""
+    import jax
+    import jax.numpy as jnp
+
+    from cpu_experts import ffi
+
+    model = layer.model
+    w = jax.random.normal(jax.random.key(0), (model, model), jnp.bfloat16) * (model**-0.5)
+    _, ids, weights = (jnp.asarray(a) for a in batch(model, 1))
+
+    def matvec(x):
+        y = (x.astype(jnp.bfloat16) @ w).astype(jnp.float32)
+        return (y * jax.lax.rsqrt(jnp.mean(y * y) + 1e-6)).astype(jnp.bfloat16)
+
+    def host(x, ids, weights):
+        return layer.forward(*(np.ascontiguousarray(a) for a in (x, ids, weights)), np.empty(x.shape, x.dtype))
+
+    def callback(y):
+        return jax.pure_callback(host, jax.ShapeDtypeStruct(y.shape, y.dtype), y, ids, weights)
+
+    def overlapped(x):
+        ticket = ffi.submit(layer, matvec(x), ids, weights)
+        other = matvec(ticket.x)
+        return other + ffi.collect(ticket, after=other)
+
+    def after(call: Callable) -> Callable:
+        def one(x):
+            y = matvec(x)
+            return y + call(y)
+
+        return one
+
+    two = after(matvec)
+    ways = {
+        "no experts": (after(lambda y: y), None),
+        "ffi": (after(lambda y: ffi.forward(layer, y, ids, weights)), "no experts"),
+        "pure_callback": (after(callback), "no experts"),
+        "no experts, two matvecs": (two, None),
+        "ffi beside the second": (overlapped, "no experts, two matvecs"),
+    }
+    own, rows, took, sums = own_microseconds(layer), [], {}, {}
+    for name, (one, base) in ways.items():
+        row = {"graphs": graphs, "way": name}
+        modes = ("loop", "steps") if "two" not in name and "second" not in name else ("loop",)
+        for mode, (seconds, out) in run(one, model, STEPS if name != "pure_callback" else 3, modes).items():
+            took[name, mode], sums[name, mode] = seconds * 1e6, out
+            row[f"{mode}, us a layer"] = seconds * 1e6
+            if base:
+                row[f"{mode}, added"] = seconds * 1e6 - took[base, mode]
+        if base:
+            row["own"] = own
+        rows.append(row)
+        print(" | ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+    for mode in ("loop", "steps"):
+        near = np.allclose(sums["ffi", mode], sums["pure_callback", mode], rtol=0.02, atol=0.02)
+        check(near and bool(np.isfinite(sums["ffi", mode]).all()), f"{mode}: ffi and pure_callback agree")
+        over = took["ffi", mode] - took["no experts", mode] - own
+        check(over <= BAR, f"{mode}: {over:.1f} us a layer over the experts' own {own:.1f}, at most {BAR:.0f}")
+    ffi.check()
+    return rows
+
+
+def run(one: Callable, model: int, steps: int, modes: tuple[str, ...]) -> dict[str, tuple[float, np.ndarray]]:
+    """Seconds a layer, and what one step of all layers gives; "loop" is one inside the program, "steps" are calls of it."""
+    import jax
+    import jax.numpy as jnp
+
+    def step(x):
+        for _ in range(LAYERS):
+            x = x * 0.5 + one(x).astype(jnp.float32)
+        return x
+
+    x = jnp.cos(jnp.arange(model, dtype=jnp.float32))[None]
+    alone = jax.jit(step)
+    looped = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: step(x), x))
+
+    def by_steps() -> jax.Array:
+        y = x
+        for _ in range(steps):
+            y = alone(y)
+        return y
+
+    found, programs = {}, {"loop": lambda: looped(x, steps), "steps": by_steps}
+    for mode in modes:
+        program = programs[mode]
+        once = np.asarray(looped(x, 1) if mode == "loop" else alone(x))
+        program().block_until_ready()
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            program().block_until_ready()
+            times.append(time.perf_counter() - start)
+        found[mode] = statistics.median(times) / steps / LAYERS, once
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
