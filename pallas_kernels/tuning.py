@@ -45,12 +45,12 @@ MLA_PREFILL_TPU = {
 }
 PAGE_TABLE_TPU = 128 << 10  # entries, in half of the scalar memory
 
-# ragged_dot: kind of operands -> tokens in a tile -> slots of the ring, as many as shared memory holds: a multiprocessor keeps
-# 160 to 200 KiB of loads in flight. The least width is taken that holds an average group with what the copy engine's alignment
-# adds. Weights that are converted leave no registers for 128 tokens.
+# ragged_dot: kind of operands -> tokens in a tile -> slots of the ring and depth of a step. As many slots as shared memory holds:
+# a multiprocessor keeps 160 to 200 KiB of loads in flight. The least width is taken that holds an average group with what the
+# copy engine's alignment adds. Weights that are converted leave no registers for 96 tokens, nor scales for 128.
 RAGGED_DOT = {
-    "bf16": {8: 6, 16: 6, 32: 5, 64: 5, 128: 4},
-    "w8": {8: 6, 16: 6, 32: 5, 64: 4},
-    "w8a8": {8: 6, 16: 6, 32: 5, 64: 5, 96: 4},
+    "bf16": {8: (6, 64), 16: (6, 64), 32: (5, 64), 64: (5, 64), 128: (4, 64)},
+    "w8": {8: (6, 128), 16: (6, 128), 32: (5, 128), 64: (4, 128)},
+    "w8a8": {8: (6, 128), 16: (6, 128), 32: (5, 128), 64: (5, 128), 96: (4, 128)},
 }
 RAGGED_DOT_REGISTERS = 240, 24  # of a worker, of the feeder

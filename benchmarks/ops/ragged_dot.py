@@ -13,12 +13,11 @@ from pallas_kernels.ragged_dot import reference
 
 # rows -> microseconds aimed at on an H200, of ragged_dot with 32 experts of 7168 x 2048
 BARS = {1024: 235, 16384: 740}
-# experts, rows, depth, features of gate and up
+# experts, rows, depth, features of gate and up, whether all experts have as many rows
 SHAPES = [
-    (32, 1024, 7168, 2048),
-    (32, 16384, 7168, 2048),
-    *((64, rows, 2048, 1408) for rows in (6, 48, 384)),
-    *((256, rows, 7168, 2048) for rows in (8, 64, 512)),
+    *((32, rows, 7168, 2048, even) for rows in BARS for even in (True, False)),
+    *((64, rows, 2048, 1408, False) for rows in (6, 48, 384)),
+    *((256, rows, 7168, 2048, False) for rows in (8, 64, 512)),
 ]
 # how operands are held: bfloat16, weights alone in E4M3, both in E4M3
 HELD = ("bf16", "w8", "w8a8")
@@ -64,8 +63,10 @@ def _check(case: testing.RaggedDotCase, how: str) -> Iterator[str]:
         yield f"{'ok  ' if off <= 2 * own else 'FAIL'} {title}: {off:.5f}, fallback {own:.5f}"
 
 
-def deal(rows: int, experts: int, sets: int) -> list[jax.Array]:
-    """Group sizes: a row each for experts of which no neighbouring sets have the same, or rows dealt out at random."""
+def deal(rows: int, experts: int, sets: int, even: bool) -> list[jax.Array]:
+    """Group sizes: as many for all; a row each for experts of which no neighbouring sets have the same; or at random."""
+    if even:
+        return [jnp.full((experts,), rows // experts, jnp.int32)] * sets
     rng = np.random.default_rng(0)
     if rows > experts // 2:
         return [jnp.asarray(rng.multinomial(rows, np.full(experts, 1 / experts)), jnp.int32) for _ in range(sets)]
@@ -102,9 +103,9 @@ def _time(call: Callable, args_sets: list[tuple]) -> float | None:
 
 
 def _row(op: Callable, shape: tuple[int, ...], how: str, inputs: dict, names: list[str]) -> dict:
-    X, M, D, F = shape
+    X, M, D, F, even = shape
     bytes_of = sum(leaf.nbytes for name in names for leaf in jax.tree.leaves(inputs[name])) / X
-    sets = deal(M, X, timing.sets_of(int(bytes_of * min(M, X))))
+    sets = deal(M, X, timing.sets_of(int(bytes_of * min(M, X))), even)
     weights = [inputs[name] for name in names]
     args_sets = [(sizes, inputs["x"], *weights) for sizes in sets]
     if how == "w8":  # what the kernel makes of x belongs to every call
@@ -114,8 +115,8 @@ def _row(op: Callable, shape: tuple[int, ...], how: str, inputs: dict, names: li
     touched = float(np.mean([(np.asarray(sizes) > 0).sum() for sizes in sets]))
     flops, read = 2 * M * D * F * len(names), touched * bytes_of
     peak = timing.FP8 if how == "w8a8" else timing.BF16
-    row = {"op": op.__name__, "held": how, "experts": X, "touched": touched, "rows": M, "depth": D, "features": F, "us": us}
-    row |= {"bar": BARS.get(M) if (op, X, how) == (ragged_dot.ragged_dot, 32, "bf16") else None}
+    row = {"op": op.__name__, "held": how, "experts": X, "touched": touched, "rows": M, "even": even, "depth": D, "features": F}
+    row |= {"us": us, "bar": BARS.get(M) if (op, X, how) == (ragged_dot.ragged_dot, 32, "bf16") else None}
     row |= {"floor": max(read / timing.HBM, flops / peak) * 1e6, "TB/s": read / us / 1e6, "TFLOP/s": flops / us / 1e6}
     sizes, *rest = args_sets[-1]
     row["error"] = testing.error(out, jax.jit(getattr(reference, op.__name__))(*rest, sizes))
@@ -131,7 +132,7 @@ def rows(peers: dict[tuple, float] | None = None) -> list[dict]:
     """Up and gate as one SwiGLU, and a plain product of the same depth and width; `peers` knows nothing of these ops."""
     found = []
     for shape in SHAPES:
-        X, M, D, F = shape
+        X, M, D, F, _ = shape
         keys = jax.random.split(jax.random.key(0), 3)
         inputs = {"gate": weight(keys[0], X, F, D), "up": weight(keys[1], X, F, D)}
         inputs["x"] = jax.random.normal(keys[2], (M, D), jnp.bfloat16)

@@ -450,11 +450,11 @@ def grouped(x, weights, group_sizes, *, out_dtype, units, width=None, parts=None
     bfloat16 to come, only with one group."""
     kind = _kind(x, weights)
     (M, D), (X, F) = jax.tree.leaves(x)[0].shape, jax.tree.leaves(weights)[0].shape[:2]
-    slots = tuning.RAGGED_DOT[kind]
-    width = width or best_width(M, X, slots)
-    depth, groups = SPAN // (2 if kind == "bf16" else 1), -(-X // GROUPS) * GROUPS
-    registers, count = tuning.RAGGED_DOT_REGISTERS, len(weights)
-    job = Job(kind, width, depth, slots[width], registers, units, groups, count, F, D // depth, 1, True)
+    table, registers = tuning.RAGGED_DOT[kind], tuning.RAGGED_DOT_REGISTERS
+    width = width or best_width(M, X, table)
+    slots, depth = table[width]
+    depth, groups, count = min(depth, D), -(-X // GROUPS) * GROUPS, len(weights)
+    job = Job(kind, width, depth, slots, registers, units, groups, count, F, -(-D // depth), 1, True)
     if parts is None:
         parts = _parts(-(-M // width) * job.blocks, job.steps, units) if X == 1 else 1
     parts = -(-job.steps // -(-job.steps // parts))  # none without a step
