@@ -459,6 +459,7 @@ def grouped(x, weights, group_sizes, *, out_dtype, units, width=None, parts=None
         parts = _parts(-(-M // width) * job.blocks, job.steps, units) if X == 1 else 1
     parts = -(-job.steps // -(-job.steps // parts))  # none without a step
     job = job._replace(parts=parts, staged=parts == 1 and out_dtype == jnp.bfloat16)
+    assert job.staged or X == 1
     source = _operands(kind, x, weights, width)
     sizes = jnp.pad(group_sizes.astype(jnp.int32), (0, groups - X))
     if job.staged:

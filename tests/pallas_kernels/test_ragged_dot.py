@@ -143,6 +143,9 @@ def test_a_named_implementation_that_cannot_raises_with_the_reason():
     with pytest.raises(Unsupported, match="multiples of 64" if choice.too_old() is None else "JAX"):
         ragged_dot.ragged_dot(x, w, sizes, impl="mosaic_gpu")
     assert ragged_dot.ragged_dot(x, w, sizes).shape == (12, 32)
+    whole = operands(testing.RAGGED_DOT[1], "ragged_dot")
+    with pytest.raises(Unsupported, match="bfloat16, not float32" if choice.too_old() is None else "JAX"):
+        ragged_dot.ragged_dot(*whole, impl="mosaic_gpu", out_dtype=jnp.float32)
 
 
 @hopper
