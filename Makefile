@@ -9,7 +9,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m mla_jax.generate "def fibonacci(n):"
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not parity" -n auto
+	$(BIN)/python -m pytest -m "not parity" -n auto --dist loadgroup
 
 # compares with transformers and llama.cpp in the same run; the first time it builds llama.cpp, which takes some minutes
 parity: $(VENV)/.installed-dev,parity $(VENV)/.installed-llama.cpp

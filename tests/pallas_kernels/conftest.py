@@ -1,5 +1,6 @@
 """Scripts of this folder, run in a process of their own."""
 
+import functools
 import json
 import os
 import subprocess
@@ -10,18 +11,18 @@ import pytest
 
 import pallas_kernels
 
+LIMIT = 600  # seconds for a script
 HERE, ROOT = Path(__file__).parent, Path(pallas_kernels.__file__).parents[1]
 
 
 @pytest.fixture(scope="session")
 def run():
-    """`run(script, **environment)` -> what it printed; threads, dumps and platforms are settled when JAX starts."""
+    """`run(script, *arguments, **environment)` -> what it printed; threads, dumps and platforms are settled when JAX starts."""
 
-    def run(script: str, **environment: str) -> str:
+    def run(script: str, *arguments: str, **environment: str) -> str:
         env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environment
-        done = subprocess.run(
-            [sys.executable, str(HERE / script)], env=env, capture_output=True, text=True, timeout=280, check=False
-        )
+        command = [sys.executable, str(HERE / script), *arguments]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT - 10, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 
@@ -29,7 +30,19 @@ def run():
 
 
 @pytest.fixture(scope="session")
-def on_gpu(run):
-    """What the interpreter prints of the GPU kernels, and the rows in it by the names of their cases."""
-    text = run("interpret.py", NPROC="64")  # each warpgroup waits in a thread
-    return text, {row["name"]: row for row in map(json.loads, (x for x in text.splitlines() if x.startswith("{")))}
+def interpreted(run):
+    """`interpreted(op)` -> what the interpreter prints of an op's GPU kernel, and the rows in it by the names of their cases."""
+
+    @functools.cache
+    def of(op: str) -> tuple[str, dict[str, dict]]:
+        text = run("interpret.py", op, NPROC="64")  # each warpgroup waits in a thread
+        return text, {row["name"]: row for row in map(json.loads, (x for x in text.splitlines() if x.startswith("{")))}
+
+    return of
+
+
+def pytest_collection_modifyitems(items):
+    """What waits for one run of a script stays in one process."""
+    for item in items:
+        if {"interpreted", "on_gpu"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))

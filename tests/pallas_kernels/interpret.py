@@ -1,6 +1,7 @@
-"""Runs the GPU kernels over all named cases in the interpreter, looking for races; prints one JSON line each."""
+"""Runs an op's GPU kernel over all named cases in the interpreter, looking for races; prints one JSON line each."""
 
 import json
+import sys
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
@@ -18,14 +19,20 @@ def show(case, got, wanted, fallback):
     print(json.dumps(row | {"lse": testing.lse_error(got[1], wanted[1])}), flush=True)
 
 
-for case in testing.MLA_DECODE:
-    inputs = testing.mla_decode_inputs(case) | {"scale": case.scale}
-    plan = mla_decode.schedule(inputs["seq_lens"], heads=case.heads, tokens=case.tokens, units=4)
-    got = decode_gpu.mla_decode(**inputs, schedule=plan, interpret=interpret)
-    show(case, got, decode_reference.mla_decode(**inputs), mla_decode.mla_decode(**inputs, impl="xla"))
+def decode():
+    for case in testing.MLA_DECODE:
+        inputs = testing.mla_decode_inputs(case) | {"scale": case.scale}
+        plan = mla_decode.schedule(inputs["seq_lens"], heads=case.heads, tokens=case.tokens, units=4)
+        got = decode_gpu.mla_decode(**inputs, schedule=plan, interpret=interpret)
+        show(case, got, decode_reference.mla_decode(**inputs), mla_decode.mla_decode(**inputs, impl="xla"))
 
-for case in testing.MLA_PREFILL:
-    if (sizes := tuning.MLA_PREFILL.get((case.width, case.value))) is not None:
-        inputs = testing.mla_prefill_inputs(case) | {"scale": case.scale, "causal": case.causal}
-        got = prefill_gpu.mla_prefill(**inputs, sizes=sizes, units=3, interpret=interpret)
-        show(case, got, prefill_reference.mla_prefill(**inputs), mla_prefill.mla_prefill(**inputs, impl="xla"))
+
+def prefill():
+    for case in testing.MLA_PREFILL:
+        if (sizes := tuning.MLA_PREFILL.get((case.width, case.value))) is not None:
+            inputs = testing.mla_prefill_inputs(case) | {"scale": case.scale, "causal": case.causal}
+            got = prefill_gpu.mla_prefill(**inputs, sizes=sizes, units=3, interpret=interpret)
+            show(case, got, prefill_reference.mla_prefill(**inputs), mla_prefill.mla_prefill(**inputs, impl="xla"))
+
+
+{"mla_decode": decode, "mla_prefill": prefill}[sys.argv[1]]()
