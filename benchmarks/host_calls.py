@@ -74,9 +74,10 @@ def drive(args: argparse.Namespace) -> int:
                 print(f"FAIL: {graphs}: killed")
                 status = 1
             rows += json.loads(file.read_text()) if file.exists() else []
-    import report
+    if rows:
+        import report
 
-    report.show(rows, args.out, layers=LAYERS, size=args.size)
+        report.show(rows, args.out, layers=LAYERS, size=args.size)
     return int(status != 0)
 
 

@@ -76,6 +76,43 @@ copied:
     ret;
 }
 
+// NaN, of either dtype, where copy with the same thread puts its part: another block may be luckier.
+.func fill(.reg .b64 to, .reg .b64 bytes, .reg .b64 thread, .reg .b64 threads)
+{
+    .reg .pred p;
+    .reg .b64 wide, step, at, next;
+    .reg .b32 a;
+    .reg .b16 h;
+    mov.b32 a, 0x7FC07FC0;
+    mov.b16 h, 0x7FC0;
+    and.b64 at, to, 15;
+    setp.ne.u64 p, at, 0;
+    and.b64 wide, bytes, -16;
+    selp.b64 wide, 0, wide, p;
+    shl.b64 step, threads, 4;
+    shl.b64 at, thread, 4;
+one:
+    setp.ge.u64 p, at, wide;
+    @p bra narrow;
+    add.u64 next, to, at;
+    st.global.v4.b32 [next], {a, a, a, a};
+    add.u64 at, at, step;
+    bra one;
+narrow:
+    shl.b64 step, threads, 1;
+    shl.b64 at, thread, 1;
+    add.u64 at, at, wide;
+two:
+    setp.ge.u64 p, at, bytes;
+    @p bra filled;
+    add.u64 next, to, at;
+    st.global.b16 [next], h;
+    add.u64 at, at, step;
+    bra two;
+filled:
+    ret;
+}
+
 // Waits for the host's flag to reach a number: 1 once it has, 0 when the host stops, or after so many nanoseconds. Who gave up
 // says so: those that come after do not wait in vain until the host has seen it.
 .func (.reg .b32 there) await(.reg .b64 flag, .reg .b64 number, .reg .b64 block, .reg .b64 patience)
@@ -190,11 +227,10 @@ submitted:
     ret;
 }
 
-// Some blocks: waits for the host's answer and fetches it; what cannot be had is NaN, of either dtype.
+// Some blocks: each waits for the host's answer and fetches its part; what cannot be had is NaN.
 .visible .entry cpu_experts_collect(.param .u64 ticket_param, .param .u64 y_param, .param .align 8 .b8 shared_param[96])
 {
     .reg .pred p;
-    .reg .b16 h;
     .reg .b32 t, u, there;
     .reg .b64 thread, threads, block, own, mask, number, slot, flags, words, seen, patience, to, from, bytes, offset;
     .shared .align 8 .b64 ready;
@@ -256,17 +292,7 @@ known:
     call copy, (to, from, bytes, thread, threads);
     ret;
 nothing:
-    mov.b16 h, 0x7FC0;
-    shl.b64 offset, thread, 1;
-    shl.b64 threads, threads, 1;
-fill:
-    setp.ge.u64 p, offset, bytes;
-    @p bra filled;
-    add.u64 from, to, offset;
-    st.global.b16 [from], h;
-    add.u64 offset, offset, threads;
-    bra fill;
-filled:
+    call fill, (to, bytes, thread, threads);
     ret;
 }
 )ptx";
