@@ -19,14 +19,12 @@ from mla_jax.model import ops
 from mla_jax.model.mla import Form, Mask, Queries, Up, heads, latents
 
 
-class Tiles(NamedTuple):
-    """What a kernel has to know of a step, the same for all its layers."""
+class Rows(NamedTuple):
+    """What a kernel has to know of a step's rows, the same for all its layers."""
 
     seq_lens: Int[Array, " B"]  # tokens held, the new ones included
     count: Int[Array, " B"]  # new ones
     order: Int[Array, "B T"] | None  # of the queries, padding at one end, else as they came; None: one a row
-    page_table: Int[Array, "B pages"] | None
-    schedule: Any
 
 
 def form(batch: Batch, layer: latent.Layer, heads: int) -> Form:
@@ -37,12 +35,12 @@ def form(batch: Batch, layer: latent.Layer, heads: int) -> Form:
     seq_lens = jnp.where(count > 0, held, 0)
     if new > FEW:
         order = jnp.argsort(~batch.mask, axis=1, stable=True)
-        return Form(latents, partial(attend_to_heads, tiles=Tiles(seq_lens, count, order, None, None)))
+        return Form(latents, partial(attend_to_heads, rows=Rows(seq_lens, count, order)))
     order = jnp.argsort(batch.mask, axis=1, stable=True) if new > 1 else None
     # behind a barrier, or XLA writes the table anew for each layer
     table = jax.lax.optimization_barrier(ops.in_order(rows, min(batch.span or slots, slots)))
-    tiles = Tiles(seq_lens, count, order, table, ops.schedule(seq_lens, heads, new))
-    return Form(latents, partial(attend_to_latents, tiles=tiles))
+    plan = {"page_table": table, "schedule": ops.schedule(seq_lens, heads, new)}
+    return Form(latents, partial(attend_to_latents, rows=Rows(seq_lens, count, order), **plan))
 
 
 def implementation(config: Config, dtype: jnp.dtype, rows: int, new: int, slots: int) -> str:
@@ -60,29 +58,30 @@ def implementation(config: Config, dtype: jnp.dtype, rows: int, new: int, slots:
     return ops.implementation("mla_decode", *queries, *cache, jax.ShapeDtypeStruct((rows, pages // rows), jnp.int32))
 
 
-def ordered(q: Queries, tiles: Tiles) -> Queries:
-    return q if tiles.order is None else tuple(jnp.take_along_axis(x, tiles.order[..., None, None], axis=1) for x in q)
+def ordered(x: Float[Array, "B T N H"], rows: Rows) -> Float[Array, "B T N H"]:
+    """Queries as a kernel wants them."""
+    return x if rows.order is None else jnp.take_along_axis(x, rows.order[..., None, None], axis=1)
 
 
-def restored(out: Float[Array, "B T N V"], tiles: Tiles) -> Float[Array, "B T N V"]:
+def restored(out: Float[Array, "B T N V"], rows: Rows) -> Float[Array, "B T N V"]:
     """The order in which the queries came."""
-    return out if tiles.order is None else jnp.take_along_axis(out, jnp.argsort(tiles.order, axis=1)[..., None, None], axis=1)
+    return out if rows.order is None else jnp.take_along_axis(out, jnp.argsort(rows.order, axis=1)[..., None, None], axis=1)
 
 
 def attend_to_latents(
-    q: Queries, held: dict[str, Array], up: Up, mask: Mask, scale: float, *, tiles: Tiles
+    q: Queries, held: dict[str, Array], up: Up, mask: Mask, scale: float, *, rows: Rows, page_table: Array, schedule: Any
 ) -> Float[Array, "B T N V"]:
-    """`mask` says the same as `tiles`, and is not looked at."""
-    q_c, q_pe = ordered((jnp.einsum("btnp,npr->btnr", q[0], up[0]), q[1]), tiles)
-    cache = held["c_kv"], held["k_pe"], tiles.page_table, tiles.seq_lens
-    o_c = ops.mla_decode(q_c, q_pe, *cache, scale, schedule=tiles.schedule)
-    return restored(jnp.einsum("btnr,nvr->btnv", o_c, up[1]), tiles)
+    """`mask` says the same as `rows`, and is not looked at."""
+    q_c, q_pe = (ordered(x, rows) for x in (jnp.einsum("btnp,npr->btnr", q[0], up[0]), q[1]))
+    cache = held["c_kv"], held["k_pe"], page_table, rows.seq_lens
+    o_c = ops.mla_decode(q_c, q_pe, *cache, scale, schedule=schedule)
+    return restored(jnp.einsum("btnr,nvr->btnv", o_c, up[1]), rows)
 
 
 def attend_to_heads(
-    q: Queries, held: dict[str, Array], up: Up, mask: Mask, scale: float, *, tiles: Tiles
+    q: Queries, held: dict[str, Array], up: Up, mask: Mask, scale: float, *, rows: Rows
 ) -> Float[Array, "B T N V"]:
-    """`mask` says the same as `tiles`, and is not looked at."""
+    """`mask` says the same as `rows`, and is not looked at."""
     rebuilt = heads(held["c_kv"], held["k_pe"], up)
-    queries = jnp.concatenate(ordered(q, tiles), -1)
-    return restored(ops.mla_prefill(queries, rebuilt["k"], rebuilt["v"], tiles.count, tiles.seq_lens, scale), tiles)
+    queries = ordered(jnp.concatenate(q, -1), rows)
+    return restored(ops.mla_prefill(queries, rebuilt["k"], rebuilt["v"], rows.count, rows.seq_lens, scale), rows)
