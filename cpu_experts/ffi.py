@@ -10,8 +10,9 @@ It has two halves, and what a GPU computes in between overlaps with the experts'
 
 A program names a layer by a number and does not hold it: keep the `Experts` while programs use it. A closed one is an error.
 Programs for several GPUs call it inside `jax.shard_map`: each GPU hands over its own rows.
-On a GPU the halves are two small kernels, which XLA may capture into CUDA graphs, and a thread here that they talk to by memory
-that both see. What fails there is NaN, and an error at the program's next launch or at `check()`, whichever comes first."""
+On a GPU the halves are two small kernels, which XLA captures into CUDA graphs, and a thread here that they talk to by memory that
+both see. What fails there is NaN, and an error at `check()`: a graph runs without asking anyone here, so ask after each step. The
+memory is that of a call's size, shared by all layers: some slots of x and y, held to the end of the process once in a graph."""
 
 import atexit
 import ctypes

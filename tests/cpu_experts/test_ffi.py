@@ -4,6 +4,7 @@ The latter without a GPU: fake_cuda.cpp runs the kernels' text, and the handlers
 
 import ctypes
 import fcntl
+import itertools
 import os
 import re
 import shutil
@@ -369,6 +370,19 @@ def test_programs_of_cuda_have_both_halves_as_calls_with_effects(layer, fake):
     calls = [line for line in text.splitlines() if "custom_call" in line]
     assert ["@cpu_experts_submit" in calls[0], "@cpu_experts_collect" in calls[1], len(calls)] == [True, True, 2]
     assert all("has_side_effect = true" in call for call in calls)
+
+
+def test_compiled_for_an_h200_the_shared_experts_run_between_the_halves_and_all_is_one_graph(builds, fake_driver, tmp_path):
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="jax-cuda13-plugin of JAX's own version compiles without a GPU")
+    flags = {"XLA_FLAGS": f"--xla_dump_to={tmp_path}", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    script = (HERE / "compile_ffi.py").read_text()
+    order = python(script, CPU_EXPERTS_LIBRARY=str(builds() / library.NAME), **flags).split()
+    layer = [name for name, _ in itertools.groupby(order)]
+    assert layer == ["cpu_experts_submit", "meanwhile", "cpu_experts_collect"] * 2
+    (thunks,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
+    first, *rest = thunks.read_text().splitlines()
+    assert "kCommandBuffer" in first
+    assert sum("kCustomCall" in line for line in rest if line.startswith(" ")) == 4
 
 
 def test_what_fails_beside_a_gpu_is_an_error_soon(layer, gpu):
