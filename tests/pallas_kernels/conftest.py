@@ -35,7 +35,9 @@ def interpreted(run):
 
     @functools.cache
     def of(op: str) -> tuple[str, dict[str, dict]]:
-        text = run("interpret.py", op, NPROC="64")  # each warpgroup waits in a thread
+        text = run(
+            "interpret.py" if op.startswith("mla") else "interpret_matmul.py", op, NPROC="64"
+        )  # each warpgroup waits in a thread
         return text, {row["name"]: row for row in map(json.loads, (x for x in text.splitlines() if x.startswith("{")))}
 
     return of
@@ -44,5 +46,5 @@ def interpreted(run):
 def pytest_collection_modifyitems(items):
     """What waits for one run of a script stays in one process."""
     for item in items:
-        if {"interpreted", "on_gpu"} & set(getattr(item, "fixturenames", ())):
+        if "interpreted" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
