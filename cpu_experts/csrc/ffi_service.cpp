@@ -11,6 +11,7 @@
 #include <chrono>
 #include <ctime>
 #include <map>
+#include <new>
 #include <set>
 #include <system_error>
 #include <thread>
@@ -45,7 +46,7 @@ public:
     Status find(Context context, const Call& call, std::shared_ptr<Ring>& found);
     void forget(uint64_t layer);
     Status failure();
-    Status failure_of(Ring& ring);
+    Status failure_of(Ring& ring) { return report(ring.complaint()), take(); }
     void stop();
     void wake();
     bool of_this_process() const { return !process_ || process_ == getpid(); }
@@ -56,8 +57,10 @@ private:
     void free(Context context, std::shared_ptr<Ring> ring);
     void changed();
     void work();
+    bool answer(std::vector<std::shared_ptr<Ring>>& rings);
     void rest(nanoseconds idle, uint32_t calls);
     void report(Status status);
+    Status take();
 
     // Held for moments only, and never over a call of the driver: that may wait for a kernel that waits for the thread.
     std::mutex mutex_;
@@ -173,8 +176,7 @@ void Service::report(Status status) {
     failed_ = true;
 }
 
-Status Service::failure_of(Ring& ring) {
-    report(ring.complaint());
+Status Service::take() {
     if (!failed_) return {};
     std::lock_guard<std::mutex> hold(failing_);
     failed_ = false;
@@ -187,10 +189,8 @@ Status Service::failure() {
         std::lock_guard<std::mutex> hold(mutex_);
         rings = served_;
     }
-    for (auto& ring : rings) {
-        if (auto failed = failure_of(*ring)) return failed;
-    }
-    return {};
+    for (auto& ring : rings) report(ring->complaint());
+    return take();
 }
 
 void Service::stop() {
@@ -213,19 +213,12 @@ void Service::work() {
     std::vector<std::shared_ptr<Ring>> rings;
     auto last = Clock::now();
     for (uint32_t calls = 0; !stopped_;) {
-        if (uint64_t changes = changes_; changes != seen_) {
-            std::lock_guard<std::mutex> hold(mutex_);
-            rings = served_;
-            seen_ = changes;
-        }
         bool busy = calls != calls_;
         calls = calls_;
-        for (auto& ring : rings) {
-            Status failed;
-            if (!ring->serve(failed)) continue;
-            busy = true;
-            report(std::move(failed));
-            report(ring->complaint());
+        try {
+            busy |= answer(rings);
+        } catch (const std::bad_alloc&) {
+            // What was not answered is looked at again: there may be memory then, and who waits does not wait for ever.
         }
         auto now = Clock::now();
         if (busy) {
@@ -234,6 +227,24 @@ void Service::work() {
             rest(now - last, calls);
         }
     }
+}
+
+// Whether there was a call.
+bool Service::answer(std::vector<std::shared_ptr<Ring>>& rings) {
+    if (uint64_t changes = changes_; changes != seen_) {
+        std::lock_guard<std::mutex> hold(mutex_);
+        rings = served_;
+        seen_ = changes;
+    }
+    bool any = false;
+    for (auto& ring : rings) {
+        Status failed;
+        if (!ring->serve(failed)) continue;
+        any = true;
+        report(std::move(failed));
+        report(ring->complaint());
+    }
+    return any;
 }
 
 void Service::rest(nanoseconds idle, uint32_t calls) {
