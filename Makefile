@@ -1,7 +1,9 @@
-# `make demo` and `make test` set themselves up in .venv; PYTHON picks the interpreter (3.11 or newer), VENV the folder.
+# `make demo` and `make test` set themselves up in .venv; PYTHON picks the interpreter (3.11 or newer), VENV the folder,
+# SELECT the tests by their markers.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+SELECT ?= not parity
 
 .PHONY: demo test parity lint clean
 
@@ -9,7 +11,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m mla_jax.generate "def fibonacci(n):"
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not parity" -n auto --dist loadgroup
+	$(BIN)/python -m pytest -m "$(SELECT)" -n auto --dist loadgroup
 
 # compares with transformers and llama.cpp in the same run; the first time it builds llama.cpp, which takes some minutes
 parity: $(VENV)/.installed-dev,parity $(VENV)/.installed-llama.cpp
