@@ -6,8 +6,8 @@ a tile's scores together with the sums of the tile before, and weighs the former
 turns in starting, so that one's weighing runs beside the other's products.
 
 Multiprocessors take pieces by turns, there and back, from the longest to the shortest of some heads at a time: as many heads
-as keep four multiprocessors each, whose keys then come from the L2. A launch of one block a piece, measured on an H200, lost
-6 us with each piece."""
+as keep four multiprocessors each, whose keys then come from the L2. On an H200 with 128 heads this is no faster than a launch
+of one block a piece (545 TFLOP/s against 549 at 4,096 tokens): some 6 us go with each piece either way."""
 
 import functools
 from typing import NamedTuple
