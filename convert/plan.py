@@ -46,9 +46,8 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Most host memory at a time: one step is written while the next is read, or the largest tensor is verified."""
-        largest, written = max((job.nbytes for job in self.jobs), default=0), 0
-        most = largest + min(largest, BATCH)
+        """Most host memory at a time: one step is written while the next is read, or a batch is verified."""
+        most, written = min(max((job.nbytes for job in self.jobs), default=0), BATCH), 0
         for step in steps(self.jobs):
             begun = list(accumulate(job.nbytes for job in step))
             most = max(most, *(written + done + job.workspace for job, done in zip(step, begun, strict=True)))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mla_jax.base.errors import BadFile
-from mla_jax.weights.checkpoint import is_store
+from mla_jax.weights.checkpoint import is_store, open_store
 from mla_jax.weights.load import Checkpoint
 
 
@@ -12,10 +12,10 @@ def verify(folder: Path, progress: Callable[[int, int, str], None]) -> int:
     """How many bytes were found sound; raises BadFile for the first that is not."""
     if not is_store(folder):
         raise BadFile(f"{folder} is not what mla-convert writes", "expected manifest.json and weights/ in it")
-    source = Checkpoint(folder).source
+    source, store = Checkpoint(folder).source, open_store(folder)
     done, total = 0, sum(tensor.nbytes for tensor in source.tensors.values())
     for name, tensor in source.tensors.items():
-        source.read(name)
+        store.check(name)
         done += tensor.nbytes
         progress(done, total, name)
     return total

@@ -199,6 +199,12 @@ class Store:
         parts = [found[box] for found, box in zip(filled, boxes, strict=True)]
         return tuple(part if index is None else part.reshape(part.shape[1:]) for part in parts)
 
+    def check(self, name: str) -> None:
+        """Reads all of a tensor and keeps none of it; raises BadFile as `read` does."""
+        entry = self.tensors[name]
+        for _ in self._load(name, entry.step, [c for number, part in enumerate(entry.parts) for c in part.chunks(name, number)]):
+            pass
+
     def restore(self, name: str, shardings: tuple[Sharding, ...]) -> tuple[jax.Array, ...]:
         """A tensor on devices, with a sharding for each part; reads the chunks that this process's devices need, once each."""
         parts = self.tensors[name].parts
