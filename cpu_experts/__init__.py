@@ -3,16 +3,20 @@
     layer = Experts(gate, up, down, precision="int8")
     out = layer.forward(x, topk_ids, topk_weights)
 
+Packing takes seconds a layer, once: `layer.save(path)` keeps it in a file, which `Experts.open(path)` maps at once.
+
 The library behind it is built once, by `python -m cpu_experts.build`."""
 
 import ctypes
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
+from os import PathLike
+from pathlib import Path
 
 import numpy as np
 
-from cpu_experts import blocks, layout
+from cpu_experts import blocks, layout, packed
 from cpu_experts.library import ISAS, Batch, Closed, Unsupported, Weights, check, load
 
 __all__ = ["Closed", "Experts", "Unsupported", "available", "isa"]
@@ -60,28 +64,61 @@ class Experts:
         isa: str = "best",
         max_rows: int = 8192,
     ):
+        self._prepare(isa)
+        precisions = (precision, precision, down_precision or precision)
+        for each in precisions:
+            _known("precision", each, layout.FORMATS)
+        gate, up, down = (_parts(*of) for of in zip((gate, up, down), precisions, ("gate", "up", "down"), strict=True))
+        experts, model, width = _agreed(gate, up, down, precisions)
+        sections = (
+            layout.pack_experts([gate, up], precisions[1], model),
+            layout.pack_experts([down], precisions[2], width),
+        )
+        self._start(packed.Packed((experts, model, width), precisions[1:], sections), threads, isa, max_rows)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | PathLike[str],
+        threads: int | None = None,
+        *,
+        isa: str = "best",
+        max_rows: int = 8192,
+        verify: bool = False,
+    ) -> "Experts":
+        """A layer as `save` left it, at once: its weights are mapped, and a page is read when it is first computed with.
+
+        Raises ValueError for a file that is damaged or none of these, Unsupported for another version's; what is damaged within
+        the weights only `verify` finds, which reads all of them. While the layer is open the file may be renamed, deleted and
+        replaced by another, also by `save`, but not changed in place: shortened, the process ends by SIGBUS."""
+        layer = cls.__new__(cls)
+        layer._prepare(isa)
+        layer._start(packed.read(Path(path), verify), threads, isa, max_rows)
+        return layer
+
+    def _prepare(self, isa: str) -> None:
+        """What can fail before anything is packed or mapped."""
         self._handle = None
         self._library = load()
-        precisions = (precision, precision, down_precision or precision)
-        for unknown in set(precisions) - set(layout.FORMATS):
-            raise ValueError(f"precision {unknown!r}: must be one of {', '.join(layout.FORMATS)}")
-        if isa not in ISAS:
-            raise ValueError(f"isa {isa!r}: must be one of {', '.join(ISAS)}")
-        gate, up, down = (_parts(*of) for of in zip((gate, up, down), precisions, ("gate", "up", "down"), strict=True))
-        self.experts, self.model, self.width = _agreed(gate, up, down, precisions)
-        self.precision, self.down_precision = precisions[1:]
-        self._packed = (
-            layout.pack_experts([gate, up], self.precision, self.model),
-            layout.pack_experts([down], self.down_precision, self.width),
-        )
-        pointers = (p.ctypes.data for p in self._packed)
-        sizes = (p.nbytes for p in self._packed)
-        ids = (layout.FORMATS[p].id for p in precisions[1:])
-        shape = (self.experts, self.model, self.width)
-        weights = Weights(ctypes.sizeof(Weights), *ids, *shape, *pointers, *sizes, threads or 0, ISAS.index(isa), max_rows)
-        handle = ctypes.c_uint64()
-        check(self._library, self._library.cpu_experts_open(weights, handle))
+        _known("isa", isa, ISAS)
+
+    def _start(self, weights: packed.Packed, threads: int | None, isa: str, max_rows: int) -> None:
+        """Has the library open a layer over the weights, which are held as long as it is open."""
+        (self.experts, self.model, self.width), (self.precision, self.down_precision), self._packed = weights
+        ids = (layout.FORMATS[p].id for p in weights.precisions)
+        pointers, sizes = (p.ctypes.data for p in self._packed), (p.nbytes for p in self._packed)
+        options, handle = (threads or 0, ISAS.index(isa), max_rows), ctypes.c_uint64()
+        given = Weights(ctypes.sizeof(Weights), *ids, *weights.shape, *pointers, *sizes, *options)
+        check(self._library, self._library.cpu_experts_open(given, handle))
         self._handle, self._max_rows = handle.value, max_rows
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes a file for `open`, of `nbytes` and up to 4 MiB of holes; it has its name only once all of it is on the disk."""
+        sections = self._packed  # held while it is written, should another thread close the layer
+        if not sections:
+            raise Closed("the layer is closed")
+        shape, precisions = (self.experts, self.model, self.width), (self.precision, self.down_precision)
+        packed.write(Path(path), packed.Packed(shape, precisions, sections))
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +133,7 @@ class Experts:
         handle = self._handle
         if handle is None:
             raise Closed("the layer is closed")
-        packed = self._packed  # held while it runs, should another thread close the layer
+        held = self._packed  # while it runs, should another thread close the layer
         if out is None:
             out = np.empty(np.shape(x), np.float32)
         n = np.shape(x)[0] if np.ndim(x) else 0
@@ -118,7 +155,7 @@ class Experts:
             call(self._library.cpu_experts_check, 0, n)
         for i in range(turns):
             call(self._library.cpu_experts_forward, n * i // turns, n * (i + 1) // turns)
-        del packed
+        del held
         return out
 
     def close(self) -> None:
@@ -138,6 +175,11 @@ class Experts:
     def __del__(self):
         if getattr(self, "_handle", None) is not None:
             self._library.cpu_experts_close(self._handle)
+
+
+def _known(what: str, name: str, names: Collection[str]) -> None:
+    if name not in names:
+        raise ValueError(f"{what} {name!r}: must be one of {', '.join(names)}")
 
 
 _FLOATS = ("float32", "bfloat16")  # in the order of cpu_experts_dtype
