@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 import tyro
 
 from mla_jax.base.errors import BadRequest, MlaJaxError, printable
-from mla_jax.base.options import AttentionOptions, MemoryOptions, ModelOptions, OutputOptions, PromptOptions, SamplingParams
+from mla_jax.base.options import (
+    AttentionOptions,
+    ExpertOptions,
+    MemoryOptions,
+    ModelOptions,
+    OutputOptions,
+    PromptOptions,
+    SamplingParams,
+)
 from mla_jax.ui.help import help_text, nearest
 
 if TYPE_CHECKING:
@@ -33,12 +41,13 @@ class Command:
     model: Flat[ModelOptions] = field(default_factory=ModelOptions)
     sampling: Flat[SamplingParams] = field(default_factory=SamplingParams)
     attention: Flat[AttentionOptions] = field(default_factory=AttentionOptions)
+    experts: Flat[ExpertOptions] = field(default_factory=ExpertOptions)
     memory: Flat[MemoryOptions] = field(default_factory=MemoryOptions)
     output: Flat[OutputOptions] = field(default_factory=OutputOptions)
 
     def llm_options(self) -> dict:
         """The keyword arguments of LLM."""
-        options = dataclasses.asdict(self.model) | dataclasses.asdict(self.attention)
+        options = dataclasses.asdict(self.model) | dataclasses.asdict(self.attention) | dataclasses.asdict(self.experts)
         return options | {"memory_fraction": self.memory.memory_fraction}
 
 
@@ -47,6 +56,7 @@ GROUPS: dict[str, type] = {
     "model": ModelOptions,
     "sampling": SamplingParams,
     "attention": AttentionOptions,
+    "experts": ExpertOptions,
     "memory": MemoryOptions,
     "output": OutputOptions,
 }
@@ -189,14 +199,20 @@ def dry_run(command: Command, console: "Console") -> int:
     from mla_jax.engine.llm import check_context, open_checkpoint
     from mla_jax.weights.plan import plan
 
-    options = command.llm_options()
-    context = options.pop("context")
-    checkpoint = open_checkpoint(**options)
+    context = command.model.context
+    checkpoint, placement = open_checkpoint(
+        command.model.model,
+        attention=command.attention.attention,
+        dtype=command.model.dtype,
+        context=context,
+        experts=command.experts,
+        memory_fraction=command.memory.memory_fraction,
+    )
     needed = plan(checkpoint, check_context(context, checkpoint.config.max_position_embeddings))
     if command.output.json:
         console.event("plan", **dataclasses.asdict(needed), fits=needed.fits)
     else:
-        console.say([*explain(checkpoint.abstract, checkpoint.formats(), needed.context), "", *needed.lines()])
+        console.say([*explain(checkpoint.abstract, checkpoint.formats(), needed.context, placement), "", *needed.lines()])
     return 0 if needed.fits else 4
 
 

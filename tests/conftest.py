@@ -1,8 +1,12 @@
 """Shapes are checked: annotated functions of the package run under jaxtyping and beartype. No test may reach the network."""
 
+import fcntl
+import functools
 import os
+import shutil
 import signal
 import socket
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job, and so in all that the tests start
@@ -14,6 +18,10 @@ install_import_hook("mla_jax", "checker.checked")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+import cpu_experts  # noqa: E402
+from cpu_experts import library  # noqa: E402
+from cpu_experts.build import build, find_cmake  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,3 +36,43 @@ def no_network(monkeypatch):
         raise OSError("tests must not reach the network")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.fixture(scope="session")
+def builds(tmp_path_factory):
+    """`builds(*options)` is the folder of a build with cmake's further options, tests of the kernels included."""
+    if not find_cmake() or not (shutil.which("c++") or os.environ.get("CXX")):
+        pytest.skip("no cmake or no C++ compiler to build cpu_experts with")
+    shared = tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        shared = shared.parent  # of all workers
+
+    @functools.cache
+    def folder(*options: str) -> Path:
+        target = shared / ("cpu_experts" + "".join(options).replace("/", "_"))
+        with open(f"{target}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            build(target, "-DCPU_EXPERTS_TESTS=ON", *options)  # again does nothing
+        return target
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ffi_library(builds):
+    """Built on the headers of this jaxlib."""
+    headers = library.ffi_headers()
+    target = builds().parent / "cpu_experts_ffi"
+    with open(f"{target}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        build(target, f"-DCPU_EXPERTS_FFI_HEADERS={headers}", target="cpu_experts_ffi")
+    return target / library.FFI_NAME
+
+
+@pytest.fixture
+def host_library(builds, ffi_library, monkeypatch):
+    """Experts on the CPU can be had, by libraries that this test run built."""
+    opened = library.opened(builds() / library.NAME)
+    for module in (cpu_experts, library):
+        monkeypatch.setattr(module, "load", lambda: opened)
+    monkeypatch.setenv("CPU_EXPERTS_FFI_LIBRARY", str(ffi_library))

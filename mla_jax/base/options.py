@@ -46,6 +46,20 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True)
+class ExpertOptions:
+    """Where routed experts lie and how they are computed."""
+
+    experts: str = "auto"
+    """host, or on the device dense, loop, gather or ragged; else auto."""
+    host_layers: int | None = None
+    """Layers whose experts the CPU computes, the last ones first."""
+    host_precision: str | None = None
+    """bf16, int8, int4_g32 ... on the CPU; else as they are stored."""
+    defer: int = 0
+    """Experts a token on the CPU that are added a layer later."""
+
+
+@dataclass(frozen=True)
 class MemoryOptions:
     """What may be used, and whether it fits."""
 

@@ -8,12 +8,16 @@ from mla_jax.base.config import Config
 
 
 class Device(NamedTuple):
-    """What a device reaches in practice: dense bf16 FLOP/s and bytes/s of memory reads (float32 on a CPU)."""
+    """What a device reaches in practice: dense bf16 FLOP/s and bytes/s of memory reads (float32 on a CPU).
+
+    `between` are seconds a layer of a decode step that go beside its bytes: on an H200 benchmarks/decode.py has 68 us at batch 1,
+    100 at 8 and 121 at 64."""
 
     name: str
     platform: str
     flops: float
     bandwidth: float
+    between: float = 85e-6
 
     @property
     def itemsize(self) -> int:
@@ -28,7 +32,7 @@ DEVICES = {  # by the start of JAX's device_kind; H200 and CPU (two cores) measu
     "TPU v5 lite": Device("TPU v5e", "tpu", 158e12, 0.65e12),
     "TPU v5": Device("TPU v5p", "tpu", 367e12, 2.2e12),
     "TPU v6 lite": Device("TPU v6e", "tpu", 734e12, 1.3e12),
-    "cpu": Device("CPU", "cpu", 0.4e12, 0.05e12),
+    "cpu": Device("CPU", "cpu", 0.4e12, 0.05e12, 0.0),
 }
 
 
@@ -40,6 +44,18 @@ def device(kind: str, platform: str) -> Device:
 
 
 FEW = 8  # new tokens a row up to which the form "fused" attends over latents
+
+
+class Host(NamedTuple):
+    """What a CPU reaches with a layer's experts in one number format, and what a call of them adds on its device.
+
+    Bytes/s of the weights of few tokens, FLOP/s with many, seconds; `link` is bytes/s from its memory to the device's."""
+
+    name: str
+    bandwidth: float
+    flops: float
+    call: float
+    link: float
 
 
 class Cost(NamedTuple):
@@ -104,6 +120,39 @@ def decode_bytes(config: Config, rows: int, held: int, itemsize: int = 2) -> flo
     attention = step_cost(config, "move_elided", rows, 1, 0).bytes / 2 * config.num_hidden_layers
     latents = rows * held * (config.kv_lora_rank + config.qk_rope_head_dim) * config.num_hidden_layers
     return itemsize * (layers + attention + latents + config.vocab_size * config.hidden_size)
+
+
+def host_seconds(config: Config, on: Host, tokens: int, expert_bytes: float) -> float:
+    """A layer's routed experts on a CPU, an expert being of `expert_bytes`."""
+    weights = 3 * config.hidden_size * (config.moe_intermediate_size or 0)
+    flops = 2 * tokens * (config.num_experts_per_tok or 0) * weights
+    return on.call + max(experts_touched(config, tokens) * expert_bytes / on.bandwidth, flops / on.flops)
+
+
+def decode_seconds(
+    config: Config,
+    on: Device,
+    rows: int,
+    held: int,
+    host: Host | None = None,
+    layers: int = 0,
+    expert_bytes: float = 0,
+    defer: int = 0,
+) -> float:
+    """A decode step, of which the CPU `host` computes the routed experts of so many `layers`, `defer` of a token a layer later.
+
+    A layer waits for its experts but for the time that its shared ones take on the device; what is deferred has the time of the
+    next layer, too."""
+    itemsize, chosen = on.itemsize, config.num_experts_per_tok or 1
+    one = 3 * config.hidden_size * (config.moe_intermediate_size or 0) * itemsize
+    on_device = decode_bytes(config, rows, held, itemsize) - layers * experts_touched(config, rows) * one
+    seconds = on_device / on.bandwidth + config.num_hidden_layers * on.between
+    if not layers or host is None:
+        return seconds
+    each, beside = seconds / config.num_hidden_layers, (config.n_shared_experts or 0) * one / on.bandwidth
+    theirs = host_seconds(config, host, rows, expert_bytes)
+    now = theirs * (chosen - min(defer, chosen - 1)) / chosen
+    return seconds + layers * max(now - beside, theirs - each, 0.0)
 
 
 def break_even(config: Config) -> float:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 from mla_jax.base.batch import Batch
 from mla_jax.cache.latent import Cache
 from mla_jax.decode.sampling import OUTPUT, PROMPT, Sampling, choose
+from mla_jax.model.moe import check_host
 from mla_jax.model.transformer import Transformer
 
 
@@ -169,3 +170,9 @@ class Programs:
         self.begin = Program(choose_next, model, donate_argnums=1)
         self.run = Program(run, model, donate_argnums=1)
         self.logits = Program(logits, model)
+        self._calls_host = bool(model.on_host())
+
+    def check(self) -> None:
+        """Raises what went wrong with experts on the host: programs of a GPU run on when a call fails, with NaN."""
+        if self._calls_host:
+            check_host()

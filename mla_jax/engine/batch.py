@@ -116,6 +116,7 @@ class Batch:
     def _collect(self) -> list[Chunk | None]:
         """Looks at what the device has written; ends rows there that a stop text has ended here."""
         written, news = Written.of(self.state), []
+        self.programs.check()
         for i, row in enumerate(self.rows):
             fresh = written.tokens[i, len(row.ids) : written.count[i]].tolist()
             if row.reason is not None:

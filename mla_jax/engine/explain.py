@@ -2,13 +2,14 @@
 
 from mla_jax.base import roofline
 from mla_jax.model.transformer import Transformer
+from mla_jax.weights.placement import Placement
 from mla_jax.weights.plan import gib
 
 
-def explain(model: Transformer, formats: dict[str, int], context: int) -> list[str]:
+def explain(model: Transformer, formats: dict[str, int], context: int, placed: Placement | None = None) -> list[str]:
     """The forms of attention and the expert backends that the phases of a request take, with the figures that decide.
 
-    `formats` are the bytes of the weights by number format."""
+    `formats` are the bytes of the weights by number format; `placed` says where experts lie."""
     config, prompt = model.config, min(1024, context)
     phases = {"prefill": (prompt, prompt), "a chunk on a long prefix": (min(64, context), context), "decode": (1, context)}
     size = f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads"
@@ -22,11 +23,22 @@ def explain(model: Transformer, formats: dict[str, int], context: int) -> list[s
         lines.append(f"{phase} ({new:,} new over {attended:,}): {form}{by}, {said}: {why}")
     lines.append(f"on a long prefix, rebuilding heads takes fewer FLOPs from {roofline.break_even(config):.0f} new tokens")
     if config.n_routed_experts:
-        one, many = (_backend(model, tokens) for tokens in (1, prompt))
-        lines.append(f"experts: {one} for one token, {many} for {prompt:,}")
+        lines.append(_experts(model, prompt) + (f": {placed.why}" if placed else ""))
+        lines += placed.lines if placed else ()
     if model.mtp:
         lines.append(f"MTP layers loaded: {len(model.mtp)}; decoding does not draft with them yet")
     return lines
+
+
+def _experts(model: Transformer, prompt: int) -> str:
+    layers, on_host = model.config.num_hidden_layers, model.on_host()
+    one, many = (_backend(model, tokens) for tokens in (1, prompt))
+    on_device = f"{one} for one token, {many} for {prompt:,}"
+    if not on_host:
+        return f"experts: {on_device}"
+    deferred = f", {model.defer} of a token's a layer later" if model.defer else ""
+    some = "all layers" if on_host.keys() >= {i for i in range(layers) if model.config.is_moe(i)} else f"{len(on_host)} layers"
+    return f"experts: those of {some} on the CPU{deferred}" + (f"; {on_device}" if some != "all layers" else "")
 
 
 def _backend(model: Transformer, tokens: int) -> str:

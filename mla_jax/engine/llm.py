@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.base.errors import BadRequest, DoesNotFit, printable
-from mla_jax.base.options import SamplingParams
+from mla_jax.base.options import ExpertOptions, SamplingParams
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.batch import Batch
 from mla_jax.engine.explain import explain
@@ -20,8 +20,10 @@ from mla_jax.engine.request import Chunk, FinishReason, Output, Request
 from mla_jax.engine.stats import Stats
 from mla_jax.engine.text import open_text
 from mla_jax.model.mla import FORMS
+from mla_jax.model.moe import BACKENDS
 from mla_jax.weights.hub import resolve
 from mla_jax.weights.load import Checkpoint, Progress
+from mla_jax.weights.placement import Placement, place
 from mla_jax.weights.plan import gib, plan
 
 DEFAULT_MAX_TOKENS = 256
@@ -42,15 +44,29 @@ class LLM:
         attention: str = "auto",
         dtype: str | None = None,
         context: int | None = None,
+        experts: str = "auto",
+        host_layers: int | None = None,
+        host_precision: str | None = None,
+        defer: int = 0,
         memory_fraction: float | None = None,
         progress: Progress | None = None,
     ):
         """`model` is a folder of safetensors or from mla-convert, a GGUF file, or a name in the Hub's local cache (None: the
         bundled demo model), `attention` a form of MLA or "auto", `dtype` "float32" or "bfloat16" (None: quantised weights stay as
-        they are, others are float32 on a CPU, else bfloat16), `context` the most tokens of prompt and output together;
+        they are, others are float32 on a CPU, else bfloat16), `context` the most tokens of prompt and output together.
+        `experts` "host" has the CPU compute all routed experts, "auto" those of as many layers, `host_layers` overriding how
+        many, as do not fit the device; else it names a backend on the device. `host_precision` is theirs there (None: as they
+        are stored, floats in bf16), and `defer` of a token's are added a layer later while decoding, which is not exact.
         `progress` hears of the bytes loaded and of all there are. Raises BadFile, BadConfig, Unsupported, BadRequest or
         DoesNotFit before any large allocation."""
-        checkpoint = open_checkpoint(model, attention=attention, dtype=dtype, memory_fraction=memory_fraction)
+        checkpoint, self.placement = open_checkpoint(
+            model,
+            attention=attention,
+            dtype=dtype,
+            context=context,
+            experts=ExpertOptions(experts, host_layers, host_precision, defer),
+            memory_fraction=memory_fraction,
+        )
         self.config, text = checkpoint.config, open_text(checkpoint.source)
         self.tokenizer, self.chat_template, self.defaults, self.end_ids, notes = text
         self.notes = (*self.config.notes, *notes)
@@ -113,7 +129,7 @@ class LLM:
 
     def explain(self) -> str:
         """What runs where, and why, in words."""
-        lines = explain(self.model, self._formats, self.context)
+        lines = explain(self.model, self._formats, self.context, self.placement)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _stream(self, request: Request) -> Iterator[Chunk]:
@@ -208,18 +224,32 @@ class LLM:
         return room
 
 
-def open_checkpoint(model: str | Path | None, *, attention: str, dtype: str | None, memory_fraction: float | None) -> Checkpoint:
-    """The model's headers, checked; raises before JAX takes any memory of the device."""
-    if attention not in (known := ("auto", *FORMS, "fused")):
-        raise BadRequest(f"attention {printable(str(attention))} is not known", "known: " + ", ".join(known))
-    if dtype not in (None, *DTYPES):
-        raise BadRequest(f"dtype {printable(str(dtype))} is not known", "known: " + ", ".join(DTYPES))
+def open_checkpoint(
+    model: str | Path | None,
+    *,
+    attention: str,
+    dtype: str | None,
+    context: int | None,
+    experts: ExpertOptions,
+    memory_fraction: float | None,
+) -> tuple[Checkpoint, Placement]:
+    """The model's headers, checked, and its experts placed; raises before JAX takes any memory of the device."""
+    for name, value, known in (
+        ("attention", attention, ("auto", *FORMS, "fused")),
+        ("experts", experts.experts, ("auto", "host", *BACKENDS)),
+        ("dtype", dtype, (None, *DTYPES)),
+    ):
+        if value not in known:
+            raise BadRequest(f"{name} {printable(str(value))} is not known", "known: " + ", ".join(filter(None, known)))
     if memory_fraction is not None:
         if not 0 < memory_fraction <= 1:
             raise BadRequest(f"memory_fraction is {memory_fraction}, expected more than 0, at most 1")
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(memory_fraction)  # read when JAX first uses the device
     _cache_compiled_programs()
-    return Checkpoint(resolve(model), attention=attention, dtype=dtype)
+    backend = "auto" if experts.experts == "host" else experts.experts
+    checkpoint = Checkpoint(resolve(model), attention=attention, experts=backend, dtype=dtype, defer=experts.defer)
+    check_context(context, checkpoint.config.max_position_embeddings)
+    return checkpoint, place(checkpoint, experts, context)
 
 
 def check_context(context: int | None, longest: int) -> int:

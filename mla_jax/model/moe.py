@@ -1,10 +1,11 @@
 """Mixture of experts: the routers of DeepSeek-V2 and V3, and the backends that compute the chosen experts.
 
 A backend is `(x [n D], topk_ids [n K], topk_weights [n K], gate [X F D], up [X F D], down [X D F]) -> [n D]`; the id X stands for
-no expert at all. `dense` is the reference; the others compute the same and are chosen by `pick_backend`."""
+no expert at all. `dense` is the reference; the others compute the same and are chosen by `pick_backend`. Experts that lie on the
+host are computed there, whatever the backend."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -177,16 +178,71 @@ def pick_backend(platform: str, pairs: int, experts: int, unpacked: int = 0, ker
     return "loop" if unpacked > UNPACKED else "dense" if platform == "gpu" else "ragged"
 
 
+class How(NamedTuple):
+    """How the experts of a step are computed; `defer` of them, on the host, are added a layer later (SOSP'25, KTransformers)."""
+
+    backend: Backend
+    defer: int = 0
+
+
 class Experts(nnx.Module):
-    """The routed experts' weights, stacked."""
+    """The routed experts' weights, stacked, on the device."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.gate = parameter(config, rngs, "experts", "expert_mlp", "model")
         self.up = parameter(config, rngs, "experts", "expert_mlp", "model")
         self.down = parameter(config, rngs, "experts", "model", "expert_mlp")
 
-    def __call__(self) -> ExpertWeights:
-        return self.gate[...], self.up[...], self.down[...]
+    def __call__(
+        self,
+        x: Float[Array, "n D"],
+        topk_ids: Int[Array, "n K"],
+        topk_weights: Float[Array, "n K"],
+        how: How,
+        beside: Callable[[Array], Array],
+    ) -> tuple[Array, Array, None]:
+        """The chosen experts' sum, what is computed `beside` them, and what is left for the next layer: nothing."""
+        return how.backend(x, topk_ids, topk_weights, (self.gate[...], self.up[...], self.down[...])), beside(x), None
+
+
+class HostExperts(nnx.Module):
+    """Routed experts on the CPU, which work while a GPU goes on; `layer` is a `cpu_experts.Experts` and holds their weights."""
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+
+    def __call__(
+        self,
+        x: Float[Array, "n D"],
+        topk_ids: Int[Array, "n K"],
+        topk_weights: Float[Array, "n K"],
+        how: How,
+        beside: Callable[[Array], Array],
+    ) -> tuple[Array, Array, Any]:
+        """As `Experts`, but for the `how.defer` lowest-scored experts of each token, which are left to be added by `settle`."""
+        from cpu_experts import ffi
+
+        now = topk_ids.shape[1] - min(how.defer, topk_ids.shape[1] - 1)
+        begun = ffi.submit(self.layer, x, topk_ids[:, :now], topk_weights[:, :now])
+        later = ffi.submit(self.layer, begun.x, topk_ids[:, now:], topk_weights[:, now:]) if how.defer else None
+        aside = beside((later or begun).x)
+        return ffi.collect(begun, after=aside), aside, later
+
+
+def settle(x: Float[Array, "B T D"], pending: Any) -> Float[Array, "B T D"]:
+    """`x` and what an earlier layer has left to be added, None or a ticket, which is waited for only once `x` is there."""
+    if pending is None:
+        return x
+    from cpu_experts import ffi
+
+    return x + ffi.collect(pending, after=x).reshape(x.shape)
+
+
+def check_host() -> None:
+    """Raises what went wrong with the first call from a GPU's programs that failed since this was last asked."""
+    from cpu_experts import ffi
+
+    ffi.check()
 
 
 class MoE(nnx.Module):
@@ -194,17 +250,23 @@ class MoE(nnx.Module):
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.router = Router(config, rngs)
-        self.experts = Experts(config, rngs)
+        self.experts: Experts | HostExperts = Experts(config, rngs)
         self.shared = MLP(config, rngs, "shared_mlp") if config.n_shared_experts else None
 
-    def __call__(self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"], backend: Backend) -> tuple[Array, Int[Array, " X"]]:
-        """The layer's output `[B T D]` and how many unmasked tokens each expert got; masked tokens cost no expert."""
-        flat, experts = x.reshape(-1, x.shape[-1]), self.experts()
+    def __call__(self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"], how: How) -> tuple[Array, Int[Array, " X"], Any]:
+        """The layer's output `[B T D]`, how many unmasked tokens each expert got, and what a later layer is to `settle`.
+
+        Masked tokens cost no expert."""
+        flat, n_experts = x.reshape(-1, x.shape[-1]), self.router.config.n_routed_experts or 0
         topk_ids, topk_weights = self.router(flat)
-        topk_ids = jnp.where(mask.reshape(-1, 1), topk_ids, experts[0].shape[0])
-        y = backend(flat, topk_ids, topk_weights, experts).reshape(x.shape)
-        load = jnp.bincount(topk_ids.reshape(-1), length=experts[0].shape[0] + 1)[:-1]
-        return y if self.shared is None else y + self.shared(x), load
+        topk_ids = jnp.where(mask.reshape(-1, 1), topk_ids, n_experts)
+
+        def beside(flat: Array) -> Array:
+            return self.shared(flat.reshape(x.shape)) if self.shared is not None else jnp.zeros_like(x)
+
+        y, shared, pending = self.experts(flat, topk_ids, topk_weights, how, beside)
+        load = jnp.bincount(topk_ids.reshape(-1), length=n_experts + 1)[:-1]
+        return y.reshape(x.shape) + shared, load, pending
 
 
 class MLP(nnx.Module):

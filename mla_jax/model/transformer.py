@@ -15,9 +15,9 @@ from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache import latent
-from mla_jax.model import fused
+from mla_jax.model import fused, moe
 from mla_jax.model.mla import FORMS, MLA, Form
-from mla_jax.model.moe import BACKENDS, MLP, Backend, MoE, pick_backend
+from mla_jax.model.moe import BACKENDS, MLP, Experts, HostExperts, MoE, pick_backend, settle
 from mla_jax.model.mtp import MTP
 from mla_jax.model.ops import entries, implementation, linear, norm_weight, operand, parameter, rms_norm
 
@@ -26,7 +26,7 @@ class How(NamedTuple):
     """How one step computes, the same for all its layers; chosen from static shapes while tracing."""
 
     form: Form
-    experts: Backend
+    experts: moe.How
 
 
 class Block(nnx.Module):
@@ -39,20 +39,21 @@ class Block(nnx.Module):
         self.mlp_norm = norm_weight(config, rngs, "model")
         self.mlp = MoE(config, rngs) if config.is_moe(layer) else MLP(config, rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], pending: Array | None, batch: Batch, held: latent.Layer | None, how: How):
+    def __call__(self, x: Float[Array, "B T D"], pending: Any, batch: Batch, held: latent.Layer | None, how: How):
         """Returns `((x, pending), held, load)`; `load` counts each expert's tokens, None for a dense layer."""
         with jax.named_scope("attention"):
             y, held = self.attn(rms_norm(x, self.attn_norm[...], self.eps), batch, held, how.form)
         x = x + y
         with jax.named_scope("experts" if isinstance(self.mlp, MoE) else "mlp"):
             y = rms_norm(x, self.mlp_norm[...], self.eps)
-            y, load = self.mlp(y, batch.mask, how.experts) if isinstance(self.mlp, MoE) else (self.mlp(y), None)
-        x = x + y if pending is None else x + y + pending
-        return (x, None), held, load
+            y, load, left = self.mlp(y, batch.mask, how.experts) if isinstance(self.mlp, MoE) else (self.mlp(y), None, None)
+        return (settle(x + y, pending), left), held, load
 
 
 class Transformer(nnx.Module):
-    """An MLA model. `attention` names a form or "fused", the kernel; `experts` a backend; "auto" chooses by shapes and device."""
+    """An MLA model. `attention` names a form or "fused", the kernel; `experts` a backend; "auto" chooses by shapes and device.
+
+    `defer` experts of each token are added a layer later while few tokens are new, where a layer's experts lie on the host."""
 
     def __init__(
         self,
@@ -63,8 +64,9 @@ class Transformer(nnx.Module):
         experts: str = "auto",
         device: roofline.Device = roofline.DEVICES["cpu"],
         mtp: bool = False,
+        defer: int = 0,
     ):
-        self.config, self.attention, self.experts, self.device = config, attention, experts, device
+        self.config, self.attention, self.experts, self.device, self.defer = config, attention, experts, device, defer
         self.embed = parameter(config, rngs, "vocab", "model")
         self.layers = nnx.List([Block(config, rngs, i) for i in range(config.num_hidden_layers)])
         self.norm = norm_weight(config, rngs, "model")
@@ -85,7 +87,7 @@ class Transformer(nnx.Module):
                 (x, pending), layer, load = block(x, pending, batch, cache[i] if cache is not None else None, how)
             layers.append(layer)
             loads += [load] if load is not None else []
-        hidden = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
+        hidden = rms_norm(settle(x, pending), self.norm[...], self.config.rms_norm_eps)
         return hidden, None if cache is None else tuple(layers), {"load": loads} if collect else {}
 
     @property
@@ -113,7 +115,9 @@ class Transformer(nnx.Module):
         """Runs MTP layer `depth` on the normed `hidden` of position t and the token of t + 1; `unembed` gives logits for t + 2.
 
         The layer has a cache of its own. Its output is normed and takes the place of `hidden` at the next depth."""
-        x, layer, load = self.mtp[depth](self.embedded(tokens), hidden, batch, layer, self.how(batch, layer))
+        how = self.how(batch, layer)
+        how = how._replace(experts=how.experts._replace(defer=0))  # there is no layer after it
+        x, layer, load = self.mtp[depth](self.embedded(tokens), hidden, batch, layer, how)
         return x, layer, {"load": [load] if load is not None else []} if collect else {}
 
     def new_cache(self, rows: int, slots: int, layers: int | None = None) -> latent.Cache:
@@ -158,9 +162,17 @@ class Transformer(nnx.Module):
         unpacked = max((prod(w.shape) * self.dtype.itemsize for w in packed), default=0)
         return pick_backend(self.device.platform, pairs, experts, unpacked, self.kernel_of_experts(tokens) != "xla")
 
+    def on_host(self) -> dict[int, Any]:
+        """The `cpu_experts.Experts` of each layer whose routed experts lie on the host."""
+        found = {i: block.mlp.experts for i, block in enumerate(self.layers) if isinstance(block.mlp, MoE)}
+        return {i: experts.layer for i, experts in found.items() if isinstance(experts, HostExperts)}
+
     def _stacks(self) -> list[Any]:
-        """One stack of experts, or its shape, of each layer that has some."""
-        return [block.mlp.experts.gate.get_value() for block in self.layers if isinstance(block.mlp, MoE)]
+        """One stack of experts, or its shape, of each layer that has some on the device."""
+        return [e.gate.get_value() for e in self._experts() if isinstance(e, Experts)]
+
+    def _experts(self) -> list[Experts | HostExperts]:
+        return [block.mlp.experts for block in self.layers if isinstance(block.mlp, MoE)]
 
     def how(self, batch: Batch, layer: latent.Layer | None) -> How:
         """What this step's shapes, known while tracing, decide for all layers; `layer` is any of the cache's."""
@@ -171,4 +183,4 @@ class Transformer(nnx.Module):
             form = fused.form(batch, layer, self.config.num_attention_heads)
         else:  # without a cache, padding may stand between tokens
             form = FORMS[name if name != "fused" else "move_elided"]
-        return How(form, BACKENDS[self.backend_name(rows * new)])
+        return How(form, moe.How(BACKENDS[self.backend_name(rows * new)], self.defer if new <= roofline.FEW else 0))

@@ -3,7 +3,8 @@
 Host memory holds the few tensors in flight. What lies quantised stays so, as QTensors, and is unpacked where it is used; with a
 dtype asked for, everything is unpacked here, on the device."""
 
-from collections.abc import Callable, Generator
+import re
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -15,13 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
 from mla_jax.base import qtensor, roofline
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, Unsupported, printable, shortened
 from mla_jax.base.qtensor import QTensor
+from mla_jax.model.moe import HostExperts, MoE
 from mla_jax.model.transformer import Transformer
+from mla_jax.weights import host as host_experts
 from mla_jax.weights import names
 from mla_jax.weights.kinds import open_source
 from mla_jax.weights.source import Source
@@ -34,50 +38,93 @@ IN_FLIGHT = 3  # tensors read ahead while one is placed
 class Checkpoint:
     """Files whose names, shapes and number formats fit the model they describe. Opening them reads headers only."""
 
-    def __init__(self, path: Path, *, attention: str = "auto", experts: str = "auto", dtype: str | None = None):
+    def __init__(self, path: Path, *, attention: str = "auto", experts: str = "auto", dtype: str | None = None, defer: int = 0):
         """`dtype` None: packed weights as they are, others float32 on a CPU and bfloat16 elsewhere."""
         self.source: Source = open_source(path)
         self.config, table, present = self.source.config, self.source.table, self.source.tensors
         self.target = jax.devices()[0]
-        device = roofline.device(self.target.device_kind, self.target.platform)
-        self.dtype = jnp.dtype(dtype or ("float32" if device.platform == "cpu" else "bfloat16"))
+        self.device = roofline.device(self.target.device_kind, self.target.platform)
+        self.dtype = jnp.dtype(dtype or ("float32" if self.device.platform == "cpu" else "bfloat16"))
         table.refuse_other_counts(self.config, present)
         mtp = table.has_mtp(self.config, present)
-        build = partial(Transformer, self.config, attention=attention, experts=experts, device=device, mtp=mtp)
+        build = partial(Transformer, self.config, attention=attention, experts=experts, device=self.device, mtp=mtp, defer=defer)
         self.graph, self.state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
         self.slots = {".".join(map(str, keys)): variable for keys, variable in nnx.to_flat_state(self.state)}
         self.sources = table.resolve(self.slots, self.config, present)
+        self._asked, self.precision = dtype, None
+        self.host: frozenset[int] = frozenset()
+        self.place(())
+
+    def place(self, host: Iterable[int], precision: str | None = None) -> None:
+        """Has the routed experts of the layers `host` lie on the host, in a `precision` of cpu_experts (None: as they are)."""
+        self.host, self.precision = frozenset(host), precision
         for name, slot in self.slots.items():
-            kind = self.format_of(self.sources[name])
-            keep = dtype is None and slot.get_metadata()["packs"] and kind not in PLAIN
-            plain = jax.ShapeDtypeStruct(slot.shape, jnp.float32 if slot.get_metadata()["exact"] else self.dtype)
-            slot.set_value(qtensor.abstract(kind, slot.shape) if keep else plain)
+            kind, shape = self.format_of(self.sources[name]), slot.get_value().shape
+            keep = self._asked is None and slot.get_metadata()["packs"] and kind not in PLAIN
+            plain = jax.ShapeDtypeStruct(shape, jnp.float32 if slot.get_metadata()["exact"] else self.dtype)
+            on_device = qtensor.abstract(kind, shape) if keep else plain
+            slot.set_value(host_experts.stored(kind, shape, self._asked) if self.layer_on_host(name) is not None else on_device)
+
+    def layer_on_host(self, path: str) -> int | None:
+        """The layer of a parameter, if it is of routed experts that lie on the host."""
+        number = _layer_of_experts(path, self.config)
+        return number if number in self.host else None
+
+    @property
+    def layers_with_experts(self) -> list[int]:
+        """By number; MTP's follow the model's."""
+        model = self.abstract
+        blocks = [*model.layers, *(further.block for further in model.mtp)]
+        return [number for number, block in enumerate(blocks) if isinstance(block.mlp, MoE)]
+
+    def expert_bytes(self, layer: int) -> int:
+        """What a layer's routed experts take, packed or not, where they lie."""
+        return sum(
+            _nbytes(slot.get_value()) for path, slot in self.slots.items() if _layer_of_experts(path, self.config) == layer
+        )
+
+    def precision_on_host(self, layer: int) -> str:
+        """What a layer's experts are computed in on the host."""
+        paths = {path.rpartition(".")[2]: path for path in self.slots if _layer_of_experts(path, self.config) == layer}
+        gate, up = (self.format_of(self.sources[paths[name]]) for name in ("gate", "up"))
+        return self.precision or (host_experts.precision_of(gate, up) if self._asked is None else "bf16")
 
     @property
     def abstract(self) -> Transformer:
         """The model without its weights, whose parameters have shapes only."""
-        return nnx.merge(self.graph, self.state)
+        return self._merged(dict.fromkeys(self.host))
 
-    def bytes(self) -> int:
-        """What the weights take on the device."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state))
+    def bytes(self, host: bool = False) -> int:
+        """What the weights take on the device, or those on the `host` there."""
+        return sum(
+            _nbytes(slot.get_value()) for path, slot in self.slots.items() if (self.layer_on_host(path) is not None) == host
+        )
 
     def formats(self) -> dict[str, int]:
-        """The bytes of the weights by their number formats, as they will lie on the device."""
+        """The bytes of the weights by their number formats, as they will lie on the device or the host."""
         found: dict[str, int] = {}
-        for slot in self.slots.values():
+        for path, slot in self.slots.items():
             value = slot.get_value()
             name = value.format if isinstance(value, QTensor) else value.dtype.name
-            found[name] = found.get(name, 0) + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
+            name += " on the host" if self.layer_on_host(path) is not None else ""
+            found[name] = found.get(name, 0) + _nbytes(value)
         return found
 
     def read(self, progress: Progress | None = None) -> Transformer:
         """The model with its weights, on the default device."""
         try:
-            self._fill(jax.sharding.SingleDeviceSharding(self.target), progress or (lambda done, total: None))
+            packed = self._fill(progress or (lambda done, total: None))
         finally:
             self.source.close()
-        return nnx.merge(self.graph, self.state)
+        return self._merged(packed)
+
+    def _merged(self, on_host: Mapping[int, Any]) -> Transformer:
+        """The model of the present state, with these packed experts in their layers."""
+        model = nnx.merge(self.graph, self.state)
+        blocks = [*model.layers, *(further.block for further in model.mtp)]
+        for number, layer in on_host.items():
+            blocks[number].mlp.experts = HostExperts(layer)
+        return model
 
     def format_of(self, source: names.Source) -> str:
         """The one format of all tensors of a parameter; raises Unsupported if they have several, or one that cannot be read."""
@@ -94,32 +141,43 @@ class Checkpoint:
                 raise Unsupported(f"{printable(name)} has dtype {kind}", f"weights can be {known}") from None
         return kind
 
-    def _fill(self, sharding: jax.sharding.Sharding, progress: Progress):
-        """Puts every parameter on the device; experts go one by one into a buffer that is updated in place."""
+    def _fill(self, progress: Progress) -> dict[int, Any]:
+        """Puts every parameter on the device, and packs the experts of layers on the host, which it returns.
+
+        Experts go one by one into a buffer that is updated in place."""
         pieces = [piece for source in self.sources.values() for piece in source.pieces]
         reached = list(accumulate(self._share(piece) for piece in pieces))
         finite: list[Array] = []
+        waiting: dict[int, dict[str, Any]] = {}
+        packed: dict[int, Any] = {}
         with closing(self._ahead(pieces)) as stream:
             for path, source in self.sources.items():
-                slot = self.slots[path]
+                slot, number = self.slots[path], self.layer_on_host(path)
+                sharding = SingleDeviceSharding(self.target if number is None else host_experts.device())
                 how = How(source.part, self.config, *self._stored(source))
                 value = empty(slot.get_value(), sharding) if source.stacked else None
                 for i, parts in enumerate(islice(stream, len(source.pieces))):
                     if source.stacked:
-                        value, sound = _insert(value, parts, i, how=how)
+                        value, sound = _insert(value, jax.device_put(parts, sharding), i, how=how)
                     else:
                         value, sound = _place(jax.device_put(parts, sharding), how=how, like=slot.get_value())
                     finite.append(sound)
                     progress(reached[len(finite) - 1], reached[-1])
                     if len(finite) > IN_FLIGHT:  # dispatch is asynchronous: the host keeps what the device has not taken yet
                         finite[-IN_FLIGHT].block_until_ready()
-                slot.set_value(value)
+                if number is None:
+                    slot.set_value(value)
+                    continue
+                waiting.setdefault(number, {})[path.rpartition(".")[2]] = value
+                if len(waiting[number]) == 3:
+                    packed[number] = host_experts.pack(**waiting.pop(number), precision=self.precision)
         if faulty := [piece.name for piece, sound in zip(pieces, jax.device_get(finite), strict=True) if not sound]:
             raise BadFile(
                 "weights hold NaN or infinity",
                 *shortened(list(dict.fromkeys(map(printable, faulty)))),
                 "the file is damaged, or the model was saved after a failed run",
             )
+        return packed
 
     def _stored(self, source: names.Source) -> tuple[str, tuple[int, ...]]:
         """The format and the shape of what is read at once."""
@@ -145,7 +203,17 @@ def load(path: str | Path, *, attention: str = "auto", experts: str = "auto", dt
     return Checkpoint(Path(path), attention=attention, experts=experts, dtype=dtype).read()
 
 
-def empty(like: Any, sharding: jax.sharding.Sharding) -> Any:
+def _layer_of_experts(path: str, config: Config) -> int | None:
+    """The number of the layer whose routed experts a parameter is of; MTP's follow the model's."""
+    found = re.fullmatch(r"(layers|mtp)\.(\d+)\.(?:block\.)?mlp\.experts\.\w+", path)
+    return int(found[2]) + config.num_hidden_layers * (found[1] == "mtp") if found else None
+
+
+def _nbytes(value: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
+
+
+def empty(like: Any, sharding: Sharding) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=sharding), like)
 
 

@@ -17,6 +17,7 @@ class Plan:
     """Bytes on the device, for one sequence of `context` tokens."""
 
     weights: int
+    host: int  # of experts in the host's memory; on a CPU a part of the weights
     cache_per_token: int
     temporaries: int
     scores: int  # what the attention scores of one chunk of a prompt stay below
@@ -36,6 +37,7 @@ class Plan:
         """A table, and what to change when it does not fit."""
         rows = {
             "weights": self.weights,
+            **({"experts on the host": self.host} if self.host else {}),
             f"cache of {self.context:,} tokens": self.context * self.cache_per_token,
             "temporaries, about": self.temporaries,
             "needed": self.needed,
@@ -66,7 +68,8 @@ def plan(checkpoint: Checkpoint, context: int | None = None) -> Plan:
     model, longest = checkpoint.abstract, checkpoint.config.max_position_embeddings
     (layer,) = jax.eval_shape(lambda: model.new_cache(1, 1, layers=1))
     token = sum(a.size * a.dtype.itemsize for name, a in layer.items() if name != "length") * checkpoint.config.num_hidden_layers
-    free, weights = available(), checkpoint.bytes()
+    free, host = available(), checkpoint.bytes(host=True)
+    weights = checkpoint.bytes() + host * (checkpoint.target.platform == "cpu")
     scores = score_bytes(weights, model.device.platform)
     chosen = context or longest
 
@@ -74,7 +77,7 @@ def plan(checkpoint: Checkpoint, context: int | None = None) -> Plan:
         return weights + tokens * token + temporaries(checkpoint, tokens, scores)
 
     fitting = [n for n in (*(2**i for i in range(6, 31)), longest) if n <= longest and needed(n) <= free]
-    return Plan(weights, token, temporaries(checkpoint, chosen, scores), scores, free, chosen, max(fitting, default=0))
+    return Plan(weights, host, token, temporaries(checkpoint, chosen, scores), scores, free, chosen, max(fitting, default=0))
 
 
 def score_bytes(weights: int, platform: str) -> int:
@@ -109,6 +112,11 @@ def available() -> int:
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
         return stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+    return host_memory()
+
+
+def host_memory() -> int:
+    """Bytes of the host's memory that are free."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
     return int(fields["MemAvailable"].split()[0]) * 1024
 

@@ -1,9 +1,6 @@
 """The library is built once a test run from its sources; without AMX, a second build with a model of its tiles stands in."""
 
-import fcntl
-import functools
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -11,33 +8,12 @@ import pytest
 
 import cpu_experts
 from cpu_experts import library
-from cpu_experts.build import build, find_cmake
 
 sys.path.append(str(Path(__file__).parent))  # moe_layers: as `cpu_experts.moe_layers` it would be looked for in the package
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "amx: needs a processor with AMX")
-
-
-@pytest.fixture(scope="session")
-def builds(tmp_path_factory):
-    """`builds(*options)` is the folder of a build with cmake's further options, tests of the kernels included."""
-    if not find_cmake() or not (shutil.which("c++") or os.environ.get("CXX")):
-        pytest.skip("no cmake or no C++ compiler to build cpu_experts with")
-    shared = tmp_path_factory.getbasetemp()
-    if os.environ.get("PYTEST_XDIST_WORKER"):
-        shared = shared.parent  # of all workers
-
-    @functools.cache
-    def folder(*options: str) -> Path:
-        target = shared / ("cpu_experts" + "".join(options).replace("/", "_"))
-        with open(f"{target}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            build(target, "-DCPU_EXPERTS_TESTS=ON", *options)  # again does nothing
-        return target
-
-    return folder
 
 
 def opened(request, *options: str):

@@ -25,24 +25,12 @@ from moe_layers import distance, fitting, parts_of, random_batch, random_layer
 from test_sanitizers import preloaded
 
 from cpu_experts import Closed, Experts, Unsupported, ffi, library, reference
-from cpu_experts.build import build
 
 HERE = Path(__file__).parent
 ROOT = str(HERE.parents[1])
 CSRC = HERE.parents[1] / "cpu_experts/csrc"
 LAYER, BATCH = random_layer(6, 64, 48), random_batch(12, 64, 6, 2)
 FAILED = (ValueError, jax.errors.JaxRuntimeError)  # from a call that is waited for, and from one that is not
-
-
-@pytest.fixture(scope="session")
-def ffi_library(builds, tmp_path_factory):
-    """Built on the headers of this jaxlib."""
-    headers = library.ffi_headers()
-    target = builds().parent / "cpu_experts_ffi"
-    with open(f"{target}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        build(target, f"-DCPU_EXPERTS_FFI_HEADERS={headers}", target="cpu_experts_ffi")
-    return target / library.FFI_NAME
 
 
 def compiled(target: Path, *arguments: str) -> Path:

@@ -15,6 +15,7 @@ from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch
 from mla_jax.model.mla import FORMS, Form, heads
 from mla_jax.model.moe import BACKENDS
+from mla_jax.model.moe import How as Experts
 from mla_jax.model.transformer import How
 
 Values = dict[str, jax.Array]
@@ -34,7 +35,7 @@ class InTraining(Transformer):
     """The model with attention of its own, unless a form is named, and with all experts on all tokens."""
 
     def how(self, batch: Batch, layer: Any) -> How:
-        return How(Form(heads, fused) if self.attention == "auto" else FORMS[self.attention], BACKENDS["dense"])
+        return How(Form(heads, fused) if self.attention == "auto" else FORMS[self.attention], Experts(BACKENDS["dense"]))
 
 
 class Trained(NamedTuple):

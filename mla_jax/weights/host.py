@@ -1,0 +1,95 @@
+"""Routed experts packed for the CPU's library, in the number format they have where it computes in that."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mla_jax.base import qtensor
+from mla_jax.base.config import Config
+from mla_jax.base.errors import Unsupported
+from mla_jax.base.qtensor import QTensor
+from mla_jax.model.moe import Experts, HostExperts, MoE
+from mla_jax.model.ops import plain
+
+PRECISIONS = {  # of the library, by our names of formats
+    "fp8_block": "fp8_block",
+    "int8": "int8",
+    "int4_g32": "int4_g32",
+    "int4_g128": "int4_g128",
+    "Q8_0": "q8_0",
+    "Q4_K": "q4_k",
+    "Q6_K": "q6_k",
+}
+
+
+def stored(kind: str, shape: tuple[int, ...], dtype: str | None) -> QTensor | jax.ShapeDtypeStruct:
+    """What a stack read from numbers of a `kind` waits as until it is packed; `dtype` None keeps what the library computes in."""
+    keep = dtype is None and kind in PRECISIONS
+    return qtensor.abstract(kind, shape) if keep else jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def precision_of(gate: str, up: str) -> str:
+    """What both are computed in, as one matrix, that are stored in such kinds."""
+    return PRECISIONS.get(gate, "bf16") if gate == up else "bf16"
+
+
+def packed_bytes(config: Config, precision: str) -> int:
+    """What an expert takes once it is packed."""
+    from cpu_experts.layout import PANEL, TILE, panel_bytes
+
+    model, width = config.hidden_size, config.moe_intermediate_size or 0
+    return -(-width // TILE) * panel_bytes(precision, model)[2] + -(-model // PANEL) * panel_bytes(precision, width)[2]
+
+
+def pack(gate: Any, up: Any, down: Any, precision: str | None = None) -> Any:
+    """A `cpu_experts.Experts` of stacks `[X F D]`, `[X F D]` and `[X D F]`, packed or not.
+
+    `precision` None keeps their own, and makes floats bf16."""
+    from cpu_experts import Experts as Layer
+
+    of_gate = precision or precision_of(_kind(gate), _kind(up))
+    of_down = precision or PRECISIONS.get(_kind(down), "bf16")
+    return Layer(_matrix(gate, of_gate), _matrix(up, of_gate), _matrix(down, of_down), of_gate, down_precision=of_down)
+
+
+def offload(layer: MoE, precision: str | None = None) -> None:
+    """Moves a layer's routed experts from the device to the host."""
+    if isinstance(layer.experts, Experts):
+        weights = (layer.experts.gate[...], layer.experts.up[...], layer.experts.down[...])
+        gate, up, down = jax.device_put(weights, device())
+        layer.experts = HostExperts(pack(gate, up, down, precision))
+
+
+def refuse_without_library() -> None:
+    """Raises Unsupported where programs of this platform cannot call experts on the CPU."""
+    from cpu_experts import Unsupported as Missing
+    from cpu_experts import ffi, isa
+
+    platform, reason = jax.devices()[0].platform, None
+    try:
+        isa()
+    except Missing as e:
+        reason = str(e)
+    if reason := reason or ffi.why_not("cuda" if platform == "gpu" else platform):
+        raise Unsupported("experts cannot be computed on the CPU here", reason)
+
+
+def device() -> Any:
+    """Where stacks wait to be packed."""
+    try:
+        return jax.devices("cpu")[0]
+    except RuntimeError as e:
+        raise Unsupported("experts on the host need JAX's CPU backend", "set JAX_PLATFORMS to cuda,cpu, or unset it") from e
+
+
+def _kind(w: Any) -> str:
+    return w.format if isinstance(w, QTensor) else "BF16"
+
+
+def _matrix(w: Any, precision: str) -> Any:
+    """What the library takes: parts of its own format, else numbers to be quantised."""
+    if isinstance(w, QTensor) and PRECISIONS.get(w.format) == precision:
+        return tuple(np.asarray(part) for part in w.parts)
+    return np.asarray(plain(w, jnp.dtype("bfloat16" if precision == "bf16" else "float32")))

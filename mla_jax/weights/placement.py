@@ -1,0 +1,100 @@
+"""Where routed experts lie: on the device as long as they fit, then layer by layer on the host; from bytes and measured rates."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from mla_jax.base import roofline
+from mla_jax.base.errors import BadRequest, DoesNotFit, printable
+from mla_jax.base.options import ExpertOptions
+from mla_jax.weights import host, measure
+from mla_jax.weights.load import Checkpoint
+from mla_jax.weights.plan import gib, host_memory, plan
+
+HELD, ROWS = 1024, (1, 8)  # tokens and rows that rates are predicted for
+ROOM = 8192  # tokens for whose cache experts leave the device, if the user does not say how many
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`host` are the layers whose routed experts the CPU computes, MTP's after the model's; `why` and `lines` are words."""
+
+    host: tuple[int, ...]
+    why: str
+    lines: tuple[str, ...] = ()
+
+
+def place(checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None = None) -> Placement:
+    """Decides, and tells the checkpoint. Experts leave the device from the last layer on.
+
+    Raises BadRequest, Unsupported, or DoesNotFit if the host has too little memory."""
+    movable = checkpoint.layers_with_experts
+    _check(wanted, len(movable), checkpoint.config.num_experts_per_tok or 1)
+    if wanted.host_layers is not None or wanted.experts == "host":
+        count, why = len(movable) if wanted.host_layers is None else wanted.host_layers, "as asked"
+    elif wanted.experts == "auto":
+        count, why = _fewest(checkpoint, context, movable)
+    else:
+        count, why = 0, "as asked"
+    chosen = tuple(movable[len(movable) - count :])
+    if not chosen:
+        return Placement(chosen, why)
+    host.refuse_without_library()
+    checkpoint.place(chosen, wanted.host_precision)
+    _refuse_without_memory(checkpoint)
+    return Placement(chosen, why, tuple(_predicted(checkpoint, wanted.defer)))
+
+
+def _fewest(checkpoint: Checkpoint, context: int | None, movable: list[int]) -> tuple[int, str]:
+    """How many layers' experts must leave a device, so that the rest fits beside the cache."""
+    if checkpoint.target.platform == "cpu":
+        return 0, "there is no other memory"
+    whole = plan(checkpoint, context or min(ROOM, checkpoint.config.max_position_embeddings))
+    if whole.fits:
+        return 0, f"all fits: {gib(whole.needed)} of {gib(whole.available)}"
+    freed = accumulate(checkpoint.expert_bytes(layer) for layer in reversed(movable))
+    over = whole.needed - whole.available
+    count = next((n for n, size in enumerate(freed, 1) if size >= over), len(movable))
+    return count, f"{gib(whole.needed)} are needed for {whole.context:,} tokens, {gib(whole.available)} are there"
+
+
+def _check(wanted: ExpertOptions, layers: int, chosen: int) -> None:
+    from cpu_experts.layout import FORMATS
+
+    if wanted.host_layers is not None and not 0 <= wanted.host_layers <= layers:
+        raise BadRequest(f"host_layers is {wanted.host_layers}", f"the model has {layers} layers with experts")
+    if wanted.experts == "host" and not layers:
+        raise BadRequest("this model has no routed experts to lie on the host")
+    if wanted.host_precision is not None and wanted.host_precision not in FORMATS:
+        raise BadRequest(f"host_precision {printable(wanted.host_precision)} is not known", "known: " + ", ".join(FORMATS))
+    if not 0 <= wanted.defer < chosen:
+        raise BadRequest(f"defer is {wanted.defer}, expected 0 to {chosen - 1}", "a token has one more expert, which stays")
+
+
+def _refuse_without_memory(checkpoint: Checkpoint) -> None:
+    """Stacks are packed layer by layer: the host holds all that is packed and one layer not yet."""
+    config, largest = checkpoint.config, max(checkpoint.expert_bytes(layer) for layer in checkpoint.host)
+    each = [host.packed_bytes(config, checkpoint.precision_on_host(layer)) for layer in checkpoint.host]
+    held = (config.n_routed_experts or 0) * sum(each)
+    if held + largest > (free := host_memory()):
+        raise DoesNotFit(
+            "the experts do not fit the host's memory",
+            f"{len(checkpoint.host)} layers take {gib(held)} and {gib(largest)} while they are packed; {gib(free)} are free",
+            "take a lower host_precision, or a machine with more memory",
+        )
+
+
+def _predicted(checkpoint: Checkpoint, defer: int) -> Iterator[str]:
+    """What the host reaches, and the rates of decoding that follow for some numbers of rows."""
+    config, first = checkpoint.config, min(checkpoint.host)
+    precision, device = checkpoint.precision_on_host(first), checkpoint.device
+    rates, expert = measure.host(precision), host.packed_bytes(config, precision)
+    layers = sum(layer < config.num_hidden_layers for layer in checkpoint.host)
+    reached = f"{rates.bandwidth / 1e9:.1f} GB/s of experts, {rates.flops / 1e12:.2f} TFLOP/s"
+    yield f"{rates.name}: {reached}, {rates.call * 1e6:.0f} us a call"
+    held = min(HELD, config.max_position_embeddings)
+    for rows in ROWS if device.platform != "cpu" else ():  # where what else a step takes is not known
+        step = roofline.decode_seconds(config, device, rows, held, rates, layers, expert, defer)
+        theirs = layers * roofline.host_seconds(config, rates, rows, expert)
+        parts = f"a step {step * 1e3:,.1f} ms, of which the CPU is busy {theirs * 1e3:,.1f} ms"
+        yield f"predicted for {rows} row{'s' * (rows > 1)} over {held:,} tokens: {rows / step:,.1f} tok/s, {parts}"

@@ -1,0 +1,218 @@
+"""Experts are packed for the CPU in the numbers they are stored in, of every kind of checkpoint; rates are measured once."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import gguf
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import pytest
+from flax import nnx
+from weights import as_gguf, fp8
+
+import cpu_experts
+from cpu_experts import blocks, library
+from mla_jax.base import roofline
+from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported
+from mla_jax.base.options import ExpertOptions
+from mla_jax.model.ops import plain
+from mla_jax.weights import host, measure, placement
+from mla_jax.weights import plan as planning
+from mla_jax.weights.load import Checkpoint, load
+from mla_jax.weights.placement import place
+
+V3 = {**models.FAMILIES["v3"], "num_hidden_layers": 2, "first_k_dense_replace": 1}
+WIDE = {"hidden_size": 256, "moe_intermediate_size": 256}
+
+
+def bf16(folder):
+    return models.write(folder, V3, models.tensors(V3, mtp=True))
+
+
+def fp8_blocks(folder):
+    hf = {**V3, "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+    return models.write(folder, hf, fp8.quantized(models.tensors(hf), (128, 128)))
+
+
+def q8_0(folder):
+    hf = {**as_gguf.full("v3"), "hidden_size": 64, "moe_intermediate_size": 32, "num_nextn_predict_layers": 0}
+    packed, _ = as_gguf.as_q8_0(as_gguf.gguf_tensors(hf, models.tensors(hf), "new"))
+    return as_gguf.write(folder / "m.gguf", as_gguf.keyed(hf), packed)
+
+
+def k_quants(folder):
+    """Q4_K, and Q6_K for down, as llama.cpp's Q4_K_M has them."""
+    hf = {**as_gguf.full("v3"), **WIDE, "num_nextn_predict_layers": 0}
+    tensors = as_gguf.gguf_tensors(hf, models.tensors(hf), "new")
+    for name, value in tensors.items():
+        if "_exps" in name:
+            kind = gguf.GGMLQuantizationType.Q6_K if "down" in name else gguf.GGMLQuantizationType.Q4_K
+            packed = blocks.quantize(np.asarray(value, np.float32), kind.name.lower())
+            tensors[name] = packed.reshape(*value.shape[:-1], -1), kind
+    return as_gguf.write(folder / "m.gguf", as_gguf.keyed(hf), tensors)
+
+
+STORED = {bf16: ("bf16", "bf16"), fp8_blocks: ("fp8_block", "fp8_block"), q8_0: ("q8_0", "q8_0"), k_quants: ("q4_k", "q6_k")}
+
+
+@pytest.fixture(params=STORED, ids=lambda function: function.__name__)
+def stored(request, tmp_path):
+    """A checkpoint, and what its experts are computed in."""
+    return request.param(tmp_path), STORED[request.param]
+
+
+def opened(path, *layers: int, precision: str | None = None, **options) -> Checkpoint:
+    checkpoint = Checkpoint(path, **options)
+    checkpoint.place(layers or checkpoint.layers_with_experts, precision)
+    return checkpoint
+
+
+def sums(layer, seed: int = 0) -> np.ndarray:
+    """What a `cpu_experts.Experts` makes of random rows, experts of equal weight."""
+    rng = np.random.default_rng(seed)
+    x, ids = rng.standard_normal((5, layer.model), np.float32), rng.integers(0, layer.experts, (5, 2), np.int32)
+    return layer.forward(x, ids, np.full((5, 2), 0.5, np.float32))
+
+
+@pytest.mark.usefixtures("host_library")
+def test_experts_come_to_the_host_as_they_are_stored_and_never_to_the_device(stored):
+    path, precisions = stored
+    checkpoint = opened(path)
+    on_device, on_host = checkpoint.bytes(), checkpoint.bytes(host=True)
+    model, whole = checkpoint.read(), load(path)
+    blocks_of = [[*m.layers, *(further.block for further in m.mtp)] for m in (model, whole)]
+    for number, (found, expected) in enumerate(zip(*blocks_of, strict=True)):
+        if number in checkpoint.host:
+            layer = found.mlp.experts.layer
+            assert (layer.precision, layer.down_precision) == precisions
+            host.offload(expected.mlp)
+            np.testing.assert_array_equal(sums(layer), sums(expected.mlp.experts.layer))
+    assert on_device == sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+    assert on_device + on_host <= Checkpoint(path).bytes() + 1  # floats are bfloat16 there, and float32 on a CPU device
+
+
+@pytest.mark.usefixtures("host_library")
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_a_precision_that_is_asked_for_is_that_of_every_layer(tmp_path, precision):
+    checkpoint = opened(fp8_blocks(tmp_path), precision=precision)
+    (layer,) = checkpoint.read().on_host().values()
+    assert (layer.precision, layer.down_precision) == (precision, precision)
+    exact = load(checkpoint.source.path).layers[1].mlp.experts
+    gate, up, down = (np.asarray(plain(w[...], jnp.dtype("float32"))) for w in (exact.gate, exact.up, exact.down))
+    with cpu_experts.Experts(gate, up, down, precision) as expected:
+        np.testing.assert_array_equal(sums(layer), sums(expected))
+
+
+def test_formats_say_what_lies_on_the_host(tmp_path):
+    checkpoint = opened(fp8_blocks(tmp_path))
+    assert checkpoint.formats()["fp8_block on the host"] == checkpoint.bytes(host=True) == checkpoint.expert_bytes(1) > 0
+    assert sum(checkpoint.formats().values()) == Checkpoint(checkpoint.source.path).bytes()
+
+
+# placement
+
+
+class OnGPU:
+    """A checkpoint as a GPU with so many bytes would see it."""
+
+    def __init__(self, monkeypatch, checkpoint: Checkpoint, room: float):
+        checkpoint.target, checkpoint.device = SimpleNamespace(platform="gpu"), roofline.DEVICES["NVIDIA H200"]
+        monkeypatch.setattr(planning, "available", lambda: int(room))
+        monkeypatch.setattr(host, "refuse_without_library", lambda: None)
+        monkeypatch.setattr(measure, "host", lambda precision: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+
+
+def test_experts_leave_a_gpu_from_the_last_layer_on_until_the_rest_fits(tmp_path, monkeypatch):
+    hf = {**models.FAMILIES["v3"], "num_hidden_layers": 5, "first_k_dense_replace": 1}
+    checkpoint = Checkpoint(models.write(tmp_path, hf, models.tensors(hf, mtp=True)))
+    whole, each = planning.plan(checkpoint, 64).needed, checkpoint.expert_bytes(1)
+    for less, expected in ((0, ()), (1, (5,)), (each, (5,)), (each + 1, (4, 5)), (4.5 * each, (1, 2, 3, 4, 5))):
+        checkpoint.place(())
+        OnGPU(monkeypatch, checkpoint, whole - less)
+        placed = place(checkpoint, ExpertOptions(), 64)
+        assert placed.host == expected == tuple(sorted(checkpoint.host))
+        if expected:
+            assert planning.plan(checkpoint, 64).fits
+
+
+def test_a_cpu_device_keeps_its_experts_unless_asked(tmp_path):
+    assert place(Checkpoint(bf16(tmp_path)), ExpertOptions()).host == ()
+
+
+@pytest.mark.usefixtures("host_library")
+def test_a_number_of_layers_overrides_the_decision_and_a_backend_keeps_all_on_the_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "host", lambda precision: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+    checkpoint = Checkpoint(bf16(tmp_path))
+    assert place(checkpoint, ExpertOptions(host_layers=1)).host == (2,)
+    assert place(checkpoint, ExpertOptions(experts="host")).host == (1, 2)
+    assert place(checkpoint, ExpertOptions(experts="loop")).host == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"host_layers": 3}, "host_layers is 3\n  the model has 2 layers with experts"),
+        ({"host_layers": -1}, "host_layers is -1"),
+        ({"host_precision": "int3"}, "host_precision int3 is not known\n  known: bf16, int8"),
+        ({"defer": 3}, "defer is 3, expected 0 to 2"),
+        ({"defer": -1}, "defer is -1, expected 0 to 2"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_read(tmp_path, options, said):
+    with pytest.raises(BadRequest, match=re.escape(said)):
+        place(Checkpoint(bf16(tmp_path)), ExpertOptions(**options))
+
+
+def test_a_model_without_experts_has_none_to_move(tmp_path):
+    hf = models.FAMILIES["youtu"]
+    with pytest.raises(BadRequest, match="no routed experts"):
+        place(Checkpoint(models.write(tmp_path, hf, models.tensors(hf))), ExpertOptions(experts="host"))
+
+
+def test_a_host_that_is_too_small_is_found_out_before_anything_is_read(tmp_path, monkeypatch):
+    checkpoint = Checkpoint(bf16(tmp_path))
+    OnGPU(monkeypatch, checkpoint, 1)
+    monkeypatch.setattr(placement, "host_memory", lambda: 1000)
+    with pytest.raises(DoesNotFit, match=r"do not fit the host's memory\n  2 layers take .* 1000\.0|0\.0 MiB are free"):
+        place(checkpoint, ExpertOptions())
+
+
+def test_without_the_library_the_error_says_how_to_build_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPU_EXPERTS_LIBRARY", str(tmp_path / "none.so"))
+    monkeypatch.setattr(cpu_experts, "load", library.load.__wrapped__)
+    with pytest.raises(Unsupported, match=r"(?s)cannot be computed on the CPU here.*none\.so.*python -m cpu_experts\.build"):
+        place(Checkpoint(bf16(tmp_path)), ExpertOptions(experts="host"))
+
+
+def test_predictions_follow_from_what_host_and_device_reach(tmp_path, monkeypatch):
+    checkpoint = Checkpoint(bf16(tmp_path), defer=1)
+    OnGPU(monkeypatch, checkpoint, 1e9)
+    placed = place(checkpoint, ExpertOptions(experts="host", defer=1))
+    assert placed.lines[0] == "a CPU: 100.0 GB/s of experts, 1.00 TFLOP/s, 10 us a call"
+    assert re.fullmatch(
+        r"predicted for 8 rows over 512 tokens: [\d,.]+ tok/s, a step 0\.\d ms, of which .* 0\.\d ms", placed.lines[2]
+    )
+
+
+# rates
+
+
+@pytest.mark.usefixtures("host_library")
+def test_rates_are_measured_once_and_again_if_the_file_is_damaged(tmp_path, monkeypatch):
+    for name, size in {"MODEL": 256, "WIDTH": 256, "MANY": 8, "EXPERTS": 12}.items():
+        monkeypatch.setattr(measure, name, size)
+    path = tmp_path / "folder" / "host.json"
+    first = measure.host("q4_k", path)
+    assert all(value > 0 for value in (first.bandwidth, first.flops, first.link))
+    assert first.name.endswith(f"with {cpu_experts.isa()}, q4_k")
+    assert len(json.loads(path.read_text())) == 1
+    monkeypatch.setattr(measure, "measure", lambda precision: first._replace(name=precision))
+    assert measure.host("q4_k", path) == first
+    assert measure.host("int8", path).name == "int8"
+    assert measure.host("q4_k", path) == first
+    for damage in ("", "[1]", '{"a": 1}', path.read_text().replace("bandwidth", "width")):
+        path.write_text(damage)
+        assert measure.host("q4_k", path).name == "q4_k"
