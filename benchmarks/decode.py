@@ -12,6 +12,7 @@ import re
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -21,19 +22,24 @@ import jax.numpy as jnp
 import report
 from flax import nnx
 
+from cpu_experts import Experts
 from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch
 from mla_jax.decode.loop import Programs, State
 from mla_jax.decode.sampling import Sampling
+from mla_jax.model.moe import HostExperts
 
 HELD, STEPS = 4096, 32
 BARS = {1: 169, 8: 385, 64: 2120}
 SCOPES = ("attention", "experts", "mlp", "unembed", "choose")
 
 
-def random_model(config: Config) -> Transformer:
-    """Random bf16 weights made on the device, one parameter at a time."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), device=report.device())))
+def random_model(config: Config, on_host: Mapping[int, Experts] | None = None) -> Transformer:
+    """Random bf16 weights made on the device, one parameter at a time, but for experts of layers that are `on_host`."""
+    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), device=report.device()))
+    for number, layer in (on_host or {}).items():
+        model.layers[number].mlp.experts = HostExperts(layer)
+    graph, state = nnx.split(model)
 
     fill = jax.jit(lambda key, shape, mean: mean + 0.02 * jax.random.normal(key, shape, jnp.bfloat16), static_argnums=(1, 2))
     keys = jax.random.split(jax.random.key(0), len(nnx.to_flat_state(state)))

@@ -55,6 +55,8 @@ class ExpertOptions:
     """Layers whose experts the CPU computes, the last ones first."""
     host_precision: str | None = None
     """bf16, int8, int4_g32 ... on the CPU; else as they are stored."""
+    host_folder: str | None = None
+    """Keep packed experts here; the next start maps them."""
     defer: int = 0
     """Experts a token on the CPU that are added a layer later."""
 

@@ -47,6 +47,7 @@ class LLM:
         experts: str = "auto",
         host_layers: int | None = None,
         host_precision: str | None = None,
+        host_folder: str | Path | None = None,
         defer: int = 0,
         memory_fraction: float | None = None,
         progress: Progress | None = None,
@@ -56,7 +57,8 @@ class LLM:
         they are, others are float32 on a CPU, else bfloat16), `context` the most tokens of prompt and output together.
         `experts` "host" has the CPU compute all routed experts, "auto" those of as many layers, `host_layers` overriding how
         many, as do not fit the device; else it names a backend on the device. `host_precision` is theirs there (None: as they
-        are stored, floats in bf16), and `defer` of a token's are added a layer later while decoding, which is not exact.
+        are stored, floats in bf16), `host_folder` keeps them packed and maps them at the next start, and `defer` of a token's are
+        added a layer later while decoding, which is not exact.
         `progress` hears of the bytes loaded and of all there are. Raises BadFile, BadConfig, Unsupported, BadRequest or
         DoesNotFit before any large allocation."""
         checkpoint, self.placement = open_checkpoint(
@@ -64,7 +66,7 @@ class LLM:
             attention=attention,
             dtype=dtype,
             context=context,
-            experts=ExpertOptions(experts, host_layers, host_precision, defer),
+            experts=ExpertOptions(experts, host_layers, host_precision, None if host_folder is None else str(host_folder), defer),
             memory_fraction=memory_fraction,
         )
         self.config, text = checkpoint.config, open_text(checkpoint.source)
@@ -75,7 +77,7 @@ class LLM:
         self.plan.refuse()
         self._formats = checkpoint.formats()
         with self._memory_explained():
-            self.model = checkpoint.read(progress)
+            self.model = checkpoint.read(progress, None if host_folder is None else Path(host_folder))
         self.last_stats: Stats | None = None  # of the newest stream
         self._programs = Programs(self.model)
 

@@ -1,5 +1,8 @@
 """Routed experts packed for the CPU's library, in the number format they have where it computes in that."""
 
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,10 +11,12 @@ import numpy as np
 
 from mla_jax.base import qtensor
 from mla_jax.base.config import Config
-from mla_jax.base.errors import Unsupported
+from mla_jax.base.errors import BadFile, Unsupported, printable
+from mla_jax.base.files import read_json
 from mla_jax.base.qtensor import QTensor
 from mla_jax.model.moe import Experts, HostExperts, MoE
 from mla_jax.model.ops import plain
+from mla_jax.weights.checkpoint import MAX_MANIFEST, writing
 
 PRECISIONS = {  # of the library, by our names of formats
     "fp8_block": "fp8_block",
@@ -52,6 +57,49 @@ def pack(gate: Any, up: Any, down: Any, precision: str | None = None) -> Any:
     of_gate = precision or precision_of(_kind(gate), _kind(up))
     of_down = precision or PRECISIONS.get(_kind(down), "bf16")
     return Layer(_matrix(gate, of_gate), _matrix(up, of_gate), _matrix(down, of_down), of_gate, down_precision=of_down)
+
+
+class Folder:
+    """Packed experts that are kept in files, to be mapped at the next start; `made_of` says of what, and in which precision.
+
+    Raises BadFile for a folder that was made of something else."""
+
+    def __init__(self, path: Path, made_of: dict[str, Any]):
+        self.path, manifest = path, path / "packed_experts.json"
+        if manifest.exists():
+            found, expected = read_json(manifest, MAX_MANIFEST), json.loads(json.dumps(made_of))
+            if differing := [key for key in {**found, **expected} if found.get(key) != expected.get(key)]:
+                what = "what differs: " + ", ".join(map(printable, differing))
+                raise BadFile(f"{path} keeps packed experts of something else", what, "choose another folder, or delete it")
+            return
+        if path.exists() and any(path.iterdir()):
+            raise BadFile(f"{path} is no folder of packed experts", "choose another folder, or an empty one")
+        path.mkdir(parents=True, exist_ok=True)
+        partial = path / f"{manifest.name}.{os.getpid()}"
+        partial.write_text(json.dumps(made_of))
+        partial.replace(manifest)
+
+    def has(self, number: int) -> bool:
+        return self._file(number).exists()
+
+    def open(self, number: int) -> Any:
+        """The `cpu_experts.Experts` of a layer, its weights mapped and not read."""
+        from cpu_experts import Experts as Layer
+        from cpu_experts import Unsupported as Other
+
+        try:
+            return Layer.open(self._file(number))
+        except (ValueError, Other, OSError) as e:
+            raise BadFile(f"{self._file(number)} cannot be used", str(e), "delete it, and it is made again") from e
+
+    def keep(self, number: int, layer: Any) -> Any:
+        """Saves a layer and gives what is mapped from the file in its place."""
+        with writing(self._file(number), "layers saved before"), layer:
+            layer.save(self._file(number))
+        return self.open(number)
+
+    def _file(self, number: int) -> Path:
+        return self.path / f"layer_{number:03d}.experts"
 
 
 def offload(layer: MoE, precision: str | None = None) -> None:

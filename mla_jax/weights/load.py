@@ -110,10 +110,11 @@ class Checkpoint:
             found[name] = found.get(name, 0) + _nbytes(value)
         return found
 
-    def read(self, progress: Progress | None = None) -> Transformer:
-        """The model with its weights, on the default device."""
+    def read(self, progress: Progress | None = None, folder: Path | None = None) -> Transformer:
+        """The model with its weights, on the default device; in `folder` packed experts are kept, or mapped if they are there."""
         try:
-            packed = self._fill(progress or (lambda done, total: None))
+            kept = host_experts.Folder(folder, self._made_of()) if folder is not None and self.host else None
+            packed = self._fill(progress or (lambda done, total: None), kept)
         finally:
             self.source.close()
         return self._merged(packed)
@@ -141,17 +142,27 @@ class Checkpoint:
                 raise Unsupported(f"{printable(name)} has dtype {kind}", f"weights can be {known}") from None
         return kind
 
-    def _fill(self, progress: Progress) -> dict[int, Any]:
+    def _made_of(self) -> dict[str, Any]:
+        """What packed experts follow from."""
+        stats = {file.name: file.stat() for file in self.source.files}
+        return {
+            "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+            "precision": self.precision or "stored",
+            "dtype": self._asked or "stored",
+        }
+
+    def _fill(self, progress: Progress, kept: host_experts.Folder | None) -> dict[int, Any]:
         """Puts every parameter on the device, and packs the experts of layers on the host, which it returns.
 
-        Experts go one by one into a buffer that is updated in place."""
-        pieces = [piece for source in self.sources.values() for piece in source.pieces]
+        Experts go one by one into a buffer that is updated in place; those of layers that are `kept` are not read."""
+        packed = {number: kept.open(number) for number in self.host if kept.has(number)} if kept is not None else {}
+        sources = {path: source for path, source in self.sources.items() if self.layer_on_host(path) not in packed}
+        pieces = [piece for source in sources.values() for piece in source.pieces]
         reached = list(accumulate(self._share(piece) for piece in pieces))
         finite: list[Array] = []
         waiting: dict[int, dict[str, Any]] = {}
-        packed: dict[int, Any] = {}
         with closing(self._ahead(pieces)) as stream:
-            for path, source in self.sources.items():
+            for path, source in sources.items():
                 slot, number = self.slots[path], self.layer_on_host(path)
                 sharding = SingleDeviceSharding(self.target if number is None else host_experts.device())
                 how = How(source.part, self.config, *self._stored(source))
@@ -170,7 +181,8 @@ class Checkpoint:
                     continue
                 waiting.setdefault(number, {})[path.rpartition(".")[2]] = value
                 if len(waiting[number]) == 3:
-                    packed[number] = host_experts.pack(**waiting.pop(number), precision=self.precision)
+                    layer = host_experts.pack(**waiting.pop(number), precision=self.precision)
+                    packed[number] = layer if kept is None else kept.keep(number, layer)
         if faulty := [piece.name for piece, sound in zip(pieces, jax.device_get(finite), strict=True) if not sound]:
             raise BadFile(
                 "weights hold NaN or infinity",

@@ -41,7 +41,8 @@ def place(checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None = N
         return Placement(chosen, why)
     host.refuse_without_library()
     checkpoint.place(chosen, wanted.host_precision)
-    _refuse_without_memory(checkpoint)
+    if wanted.host_folder is None:  # what is mapped from files the system can give up and read again
+        _refuse_without_memory(checkpoint)
     return Placement(chosen, why, tuple(_predicted(checkpoint, wanted.defer)))
 
 

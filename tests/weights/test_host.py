@@ -16,7 +16,7 @@ from weights import as_gguf, fp8
 import cpu_experts
 from cpu_experts import blocks, library
 from mla_jax.base import roofline
-from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported
+from mla_jax.base.errors import BadFile, BadRequest, DoesNotFit, Unsupported
 from mla_jax.base.options import ExpertOptions
 from mla_jax.model.ops import plain
 from mla_jax.weights import host, measure, placement
@@ -25,6 +25,7 @@ from mla_jax.weights.load import Checkpoint, load
 from mla_jax.weights.placement import place
 
 V3 = {**models.FAMILIES["v3"], "num_hidden_layers": 2, "first_k_dense_replace": 1}
+MANIFEST = "packed_experts.json"
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 256}
 
 
@@ -110,6 +111,58 @@ def test_formats_say_what_lies_on_the_host(tmp_path):
     checkpoint = opened(fp8_blocks(tmp_path))
     assert checkpoint.formats()["fp8_block on the host"] == checkpoint.bytes(host=True) == checkpoint.expert_bytes(1) > 0
     assert sum(checkpoint.formats().values()) == Checkpoint(checkpoint.source.path).bytes()
+
+
+# kept in files
+
+
+@pytest.mark.usefixtures("host_library")
+def test_packed_experts_that_are_kept_are_mapped_at_the_next_start_and_not_read(stored, tmp_path, monkeypatch):
+    path, _ = stored
+    folder = tmp_path / "a folder" / "packed"
+    first = opened(path)
+    expected = {number: sums(layer) for number, layer in first.read(folder=folder).on_host().items()}
+    assert sorted(p.name for p in folder.iterdir()) == [f"layer_{n:03d}.experts" for n in sorted(first.host)] + [MANIFEST]
+    second, names = opened(path), []
+    kind = type(second.source)
+    read = kind.read
+    monkeypatch.setattr(kind, "read", lambda self, name, *index: (names.append(name), read(self, name, *index))[1])
+    again = second.read(folder=folder).on_host()
+    theirs = {piece.name for slot, source in second.sources.items() if ".experts." in slot for piece in source.pieces}
+    assert names
+    assert theirs
+    assert not theirs & set(names)
+    for number, layer in again.items():
+        np.testing.assert_array_equal(sums(layer), expected[number])
+
+
+@pytest.mark.usefixtures("host_library")
+def test_a_start_that_was_stopped_goes_on_where_it_was(tmp_path):
+    path, folder = bf16(tmp_path / "m"), tmp_path / "packed"
+    opened(path).read(folder=folder)
+    (folder / "layer_002.experts").unlink()
+    before = (folder / "layer_001.experts").stat()
+    layers = opened(path).read(folder=folder).on_host()
+    assert (folder / "layer_001.experts").stat() == before
+    assert [*layers] == [1]  # the second is the MTP layer's
+    assert (folder / "layer_002.experts").exists()
+
+
+@pytest.mark.usefixtures("host_library")
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    path, folder = bf16(tmp_path / "m"), tmp_path / "packed"
+    opened(path).read(folder=folder)
+    for others, said in (
+        (opened(path, precision="int8"), "keeps packed experts of something else\n  what differs: precision"),
+        (opened(fp8_blocks(tmp_path / "other")), "what differs: files"),
+    ):
+        with pytest.raises(BadFile, match=said):
+            others.read(folder=folder)
+    with pytest.raises(BadFile, match="is no folder of packed experts"):
+        opened(path).read(folder=path)
+    (folder / "layer_001.experts").write_bytes(b"cut short")
+    with pytest.raises(BadFile, match=r"(?s)layer_001\.experts cannot be used.*delete it, and it is made again"):
+        opened(path).read(folder=folder)
 
 
 # placement

@@ -1,0 +1,147 @@
+"""Decoding and reading prompts with the routed experts on the CPU: measured, and predicted from what the host reaches.
+
+    python -m cpu_experts.build && python benchmarks/offload.py --out offload.json
+
+V2-Lite's shape whole, and some layers of V3's, with random weights: a few random experts of each layer are packed, and repeated
+under different numbers, so that every one has memory of its own. `waited` computes the shared experts after the routed ones, not
+beside them: what overlapping gains is the difference. Experts that are deferred are computed a layer later, which is another sum.
+The prediction uses the host's rates by mla_jax/weights/measure.py, of a layer alone. Lines of ok and FAIL say what was right."""
+
+import argparse
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import decode
+import jax
+import jax.numpy as jnp
+import numpy as np
+import report
+
+from cpu_experts import Experts, ffi, packed
+from mla_jax import Config, Transformer
+from mla_jax.base import roofline
+from mla_jax.decode.loop import Programs, State
+from mla_jax.model.moe import HostExperts, How, MoE
+from mla_jax.weights import measure
+from mla_jax.weights.host import packed_bytes
+
+PACKED = 4  # random experts of a layer, repeated
+STEPS = 16
+SLICE = {"num_hidden_layers": 7, "num_nextn_predict_layers": 0}
+SHAPES = {  # config, and the steps' rows, deferred experts, tokens of prompts
+    "v2_lite": (Config.preset("v2_lite"), (1, 8), (0, 2), (64, 1024)),
+    "v3 slice": (
+        dataclasses.replace(Config.preset("v3"), num_hidden_layers=7, num_nextn_predict_layers=0),
+        (1, 8),
+        (0, 3),
+        (64, 512),
+    ),
+    "tiny": (Config.preset("tiny"), (1, 8), (0, 1), (64,)),
+}
+
+
+class Waited(HostExperts):
+    """Nothing beside it: the shared experts come after the routed ones."""
+
+    def __call__(self, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, how: How, beside: Callable) -> tuple:
+        y = ffi.forward(self.layer, x, topk_ids, topk_weights)
+        x, y = jax.lax.optimization_barrier((x, y))
+        return y, beside(x), None
+
+
+def layers(config: Config, precision: str, folder: Path) -> Iterator[tuple[int, Experts]]:
+    """Each layer's experts, mapped from a file of its own."""
+    rng = np.random.default_rng(0)
+    model, width, count = config.hidden_size, config.moe_intermediate_size or 0, config.n_routed_experts or 0
+    shapes = [(PACKED, width, model), (PACKED, width, model), (PACKED, model, width)]
+    with Experts(*(rng.standard_normal(s, np.float32) * np.float32(0.02) for s in shapes), precision) as few:
+        few.save(folder / "few")
+    found = packed.read(folder / "few")
+    sections = tuple(np.tile(section, (-(-count // PACKED), 1, 1))[:count] for section in found.sections)
+    for number in filter(config.is_moe, range(config.num_hidden_layers)):
+        packed.write(folder / "one", found._replace(shape=(count, *found.shape[1:]), sections=sections))
+        yield number, Experts.open(folder / "one")
+        (folder / "one").unlink()  # its memory stays as long as it is mapped
+
+
+def step_seconds(programs: Programs, state: State) -> tuple[float, State]:
+    state = jax.block_until_ready(programs.run(state, jnp.int32(1)))
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        state = jax.block_until_ready(programs.run(state, jnp.int32(STEPS)))
+        times.append((time.perf_counter() - start) / STEPS)
+    programs.check()
+    return min(times), state
+
+
+def decoded(name: str, model: Transformer, rows: int, defer: int, rates: roofline.Host, expert: int) -> dict:
+    """One row of the table: a decode step of some rows."""
+    model.defer, programs = defer, Programs(model)
+    seconds, state = step_seconds(programs, decode.held_state(model, programs, rows))
+    finite = bool(state.finite.all())
+    print(f"{'ok' if finite else 'FAIL'}: {name}, {rows} rows, {defer} deferred: logits are finite", flush=True)
+    predict = partial(roofline.decode_seconds, model.config, model.device, rows, decode.HELD)
+    predicted = predict(rates, len(model.on_host()), expert, defer)
+    row = {"model": name, "rows": rows, "new": 1, "defer": defer, "ms": seconds * 1e3, "tokens/s": rows / seconds}
+    return row | {"predicted tokens/s": rows / predicted, "measured / predicted": predicted / seconds}
+
+
+def read(name: str, model: Transformer, tokens: int) -> dict:
+    """One row of the table: a prompt."""
+    model.defer, programs = 0, Programs(model)
+    prompt, mask = jnp.zeros((1, tokens), jnp.int32), jnp.ones((1, tokens), bool)
+    arguments = (4 * tokens, 16, 0, jnp.full(1, 16), jnp.full((1, 4), -1), decode.held_state(model, programs, 1).sampling)
+
+    def run() -> State:
+        return programs.prefill(programs.new(*arguments), prompt, mask, span=tokens)
+
+    seconds = report.best_seconds(run, 2)
+    programs.check()
+    return {"model": name, "rows": 1, "new": tokens, "ms": seconds * 1e3, "tokens/s": tokens / seconds}
+
+
+def measured(name: str, precision: str, folder: Path, prompts: bool) -> Iterator[dict]:
+    config, batches, defers, lengths = SHAPES[name]
+    start = time.perf_counter()
+    on_host = dict(layers(config, precision, folder))
+    model = decode.random_model(config, on_host)
+    print(f"{name}: {len(on_host)} layers of experts in {precision}, made in {time.perf_counter() - start:.0f} s", flush=True)
+    rates, expert = measure.host(precision), packed_bytes(config, precision)
+    print(rates, flush=True)
+    for rows in batches:
+        for defer in defers:
+            yield decoded(name, model, rows, defer, rates, expert)
+    mixed = [block.mlp for block in model.layers if isinstance(block.mlp, MoE)]
+    for mlp in mixed:
+        mlp.experts = Waited(mlp.experts.layer)
+    yield decoded(name + ", waited", model, batches[0], 0, rates, expert)
+    for mlp in mixed:
+        mlp.experts = HostExperts(mlp.experts.layer)
+    for tokens in lengths if prompts else ():
+        yield read(name, model, tokens)
+
+
+def main() -> None:
+    parser = report.arguments(__doc__.splitlines()[0])
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["v2_lite", "v3 slice"])
+    parser.add_argument("--precision", default="int8", help="of the experts, as cpu_experts names it")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="whose files are memory, for the packed experts")
+    parser.add_argument("--no-prompts", action="store_true", help="decoding alone")
+    options = parser.parse_args()
+    rows = []
+    for name in options.models:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            for row in measured(name, options.precision, Path(folder), not options.no_prompts):
+                rows.append(row)
+                print(row, flush=True)
+    report.show(rows, options.out, benchmark="offload", precision=options.precision, held=decode.HELD)
+
+
+if __name__ == "__main__":
+    main()
