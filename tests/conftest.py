@@ -23,6 +23,20 @@ import cpu_experts  # noqa: E402
 from cpu_experts import library  # noqa: E402
 from cpu_experts.build import build, find_cmake  # noqa: E402
 
+ROOT = Path(__file__).parent
+LONG = ("convert/test_killed", "convert/test_stopping", "notebooks", "test_demo", "tools")
+ONCE = (*LONG, "faults", "fuzz", "test_generate", "text", "ui")
+
+
+def pytest_collection_modifyitems(items):
+    """What is long, or knows little of versions of Python and JAX, is for one of them; what shares a fixture stays together."""
+    for item in items:
+        path = item.path.relative_to(ROOT).as_posix()
+        if path.startswith(ONCE):
+            item.add_marker(pytest.mark.once)
+        if path.startswith("tools"):
+            item.add_marker(pytest.mark.xdist_group(path))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):

@@ -25,7 +25,12 @@ def test_a_bad_folder_is_refused(corpus, fault, folder, reads):
             CORPORA[corpus].read(path)
         caught.append(error.value)
 
-    cost, text = cost_of(refused), str(*caught)
+    cost = cost_of(refused)
+    if cost.seconds >= 1:  # the process may have had other work; a fault that is costly is so again
+        caught.clear()
+        reads.clear()
+        cost = cost_of(refused)
+    text = str(*caught)
     assert type(caught[0]) is fault.error
     assert [word for word in fault.words if word not in text] == []
     assert all(line.isprintable() and len(line) < 1000 for line in text.split("\n"))

@@ -46,8 +46,8 @@ def close(found, expected):
 @pytest.mark.parametrize("tokens", [2, 40])
 def test_a_layer_on_the_host_is_that_of_the_device_and_masked_tokens_cost_nothing(tokens):
     rng = np.random.default_rng(tokens)
-    x, mask = jnp.asarray(rng.standard_normal((2, tokens, CONFIG.hidden_size)), jnp.float32), np.ones((2, tokens), bool)
-    mask[1, tokens // 2 :] = False
+    x = jnp.asarray(rng.standard_normal((2, tokens, CONFIG.hidden_size)), jnp.float32)
+    mask = jnp.ones((2, tokens), bool).at[1, tokens // 2 :].set(False)
     on_device, on_host = (model_of(host=host).layers[2].mlp for host in (False, True))
     assert isinstance(on_host.experts, HostExperts)
     expected, load, _ = on_device(x, mask, How(moe.dense))

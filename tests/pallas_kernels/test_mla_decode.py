@@ -70,6 +70,7 @@ def test_the_fallback_computes_the_reference_whatever_lies_past_the_end(case):
     assert testing.lse_error(lse, wanted(case)[1]) < 1e-5
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("case", [case for case in testing.MLA_DECODE if not case.packed], ids=lambda case: case.name)
 def test_the_tpu_kernel_interpreted_is_within_twice_the_fallbacks_error_and_has_no_race(case, capfd):
     out, lse = interpreted(case, testing.mla_decode_inputs(case), 64, 128)

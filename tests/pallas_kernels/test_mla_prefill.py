@@ -74,6 +74,7 @@ def test_the_gpu_kernel_interpreted_is_within_twice_the_fallbacks_error(interpre
     assert row["lse"] < 1e-5
 
 
+@pytest.mark.once
 @each_case
 def test_the_interpreted_kernel_is_within_twice_the_fallbacks_error_and_has_no_race(case, capfd):
     out, lse = interpreted(case, testing.mla_prefill_inputs(case), 256, 256)
