@@ -17,10 +17,12 @@ from models import FAMILIES, tensors, write
 from pairs import WORDS, pairs_tokenizer
 
 from mla_jax import LLM, SamplingParams
+from mla_jax.base import roofline
 from mla_jax.base.errors import BadConfig, BadRequest, MlaJaxError
 from mla_jax.engine import llm as engine
 from mla_jax.engine import text as reading
 from mla_jax.engine.batch import bucket
+from mla_jax.weights import measure
 
 PROMPTS = [[5, 6, 7], [20], [33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43], [50, 51, 52, 53, 54, 55]]
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -471,3 +473,27 @@ def test_explain_says_what_runs_in_each_phase(llm):
 )
 def test_buckets_are_powers_of_two(n, least, expected):
     assert bucket(n, least) == expected
+
+
+# experts on the CPU
+
+
+@pytest.mark.usefixtures("host_library")
+def test_experts_on_the_host_answer_as_those_on_the_device_do(llm, folder, monkeypatch):
+    monkeypatch.setattr(measure, "host", lambda precision: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+    on_host = LLM(folder, experts="host")
+    outputs = on_host.generate(PROMPTS, GREEDY)
+    ids = [output.token_ids for output in outputs]
+    exact = llm.logits([PROMPTS[2] + ids[2]])[0, len(PROMPTS[2]) - 1 : -1]
+    chosen = np.take_along_axis(exact, np.asarray(ids[2])[:, None], axis=-1)[:, 0]
+    assert (exact.max(-1) - chosen < 0.05 * exact.std()).all()  # the likeliest on the device, or next to it
+    assert "".join(chunk.text for chunk in on_host.stream(PROMPTS[0], GREEDY)) == outputs[0].text
+    said = on_host.explain()
+    assert "experts: those of all layers on the CPU: as asked" in said
+    assert "a CPU: 100.0 GB/s of experts" in said
+    assert "bfloat16 on the host" in said
+
+
+def test_what_is_no_way_of_computing_experts_is_refused(folder):
+    with pytest.raises(BadRequest, match="experts gpu is not known\n  known: auto, host, dense, loop, gather, ragged"):
+        LLM(folder, experts="gpu")
