@@ -180,6 +180,7 @@ int32_t cpu_experts_open(const cpu_experts_weights* weights, uint64_t* handle) {
             std::lock_guard<std::mutex> busy(pool->busy);
             pool->reserve(layer.scratch_bytes(threads));
         }
+        layer.spread(pool->threads);
         std::lock_guard<std::mutex> hold(registry().mutex);
         uint64_t id = registry().next++;
         registry().open[id] = std::make_shared<Open>(Open{layer, threads, std::move(pool)});

@@ -49,7 +49,8 @@ typedef struct {
     int32_t struct_bytes; /* its size, as the caller knows it; another is an error */
     int32_t gate_up_precision, down_precision;
     int32_t experts, model, width; /* X, D, F */
-    const void *gate_up, *down;    /* packed; aligned to 64 bytes; they outlive the layer */
+    const void *gate_up, *down;    /* packed; aligned to 64 bytes; they outlive the layer; with several NUMA nodes opening moves
+                                      their pages, to have of every expert a share on each */
     uint64_t gate_up_bytes, down_bytes;
     int32_t threads;  /* the calling one included; 0: one a usable core */
     int32_t isa;      /* a cpu_experts_isa */

@@ -37,6 +37,38 @@ struct Block {
     int first, count, expert;  // rows, of those sorted by expert
 };
 
+// Neighbouring panels of one expert that a subtask multiplies by.
+struct Piece {
+    int expert, first, last;
+};
+
+// A matrix's bytes as pages: one with a border between nodes in it goes where its first byte belongs.
+class Pages {
+public:
+    Pages(const uint8_t* data, size_t bytes)
+        : data_(uintptr_t(data)), page_(page_bytes()),
+          first_((data_ + page_ - 1) / page_ * page_), last_((data_ + bytes) / page_ * page_) {}
+    // Within the pages that hold nothing else.
+    uintptr_t at(size_t byte) const {
+        uintptr_t page = (data_ + byte) / page_ * page_;
+        return page < first_ ? first_ : page > last_ ? last_ : page;
+    }
+
+private:
+    uintptr_t data_, page_, first_, last_;
+};
+
+void spread(const uint8_t* data, int experts, int panels, size_t panel_bytes, const Threads& threads) {
+    size_t expert_bytes = size_t(panels) * panel_bytes;
+    Pages pages(data, size_t(experts) * expert_bytes);
+    for (int e = 0; e < experts; ++e) {
+        size_t expert = size_t(e) * expert_bytes;
+        auto border = [&](int n) { return pages.at(expert + size_t(threads.share(panels, n)) * panel_bytes); };
+        for (int n = 0; n < threads.nodes(); ++n) move_to_node(border(n), border(n + 1), threads.node(n));
+        forget_nodes(border(0), border(threads.nodes()));
+    }
+}
+
 }  // namespace
 
 void Free::operator()(uint8_t* memory) const { std::free(memory); }
@@ -63,6 +95,12 @@ Layer::Layer(const cpu_experts_weights& w, const Kernels& kernels)
       down_panels_(panels_of(w.model)),
       gate_up_data_(static_cast<const uint8_t*>(w.gate_up)),
       down_data_(static_cast<const uint8_t*>(w.down)) {}
+
+void Layer::spread(const Threads& threads) const {
+    if (threads.nodes() == 1) return;
+    cpu_experts::spread(gate_up_data_, experts_, gate_up_panels_, gate_up_.panel_bytes, threads);
+    cpu_experts::spread(down_data_, experts_, down_panels_, down_.panel_bytes, threads);
+}
 
 // The forward of some tokens. Rows are (token, chosen expert) pairs, sorted by expert.
 struct Forward {
@@ -125,22 +163,48 @@ private:
         return layer.kernels_.paths[weights.precision].expand ? size_t(weights.steps) * 2 * kTileBytes : 0;
     }
 
-    int panels_ = 0, panels_each_ = 0, groups_ = 0;
+    int panels_ = 0, panels_each_ = 0;
+    int first_panel_[kMaxNodes + 1], first_group_[kMaxNodes + 1];  // of an expert, in each node's share
+
+    template <void (Forward::*Step)(int, int)>
+    static void call(void* self, int i, int thread) {
+        (static_cast<Forward*>(self)->*Step)(i, thread);
+    }
 
     template <void (Forward::*Step)(int, int)>
     void each(Threads& threads, int count) {
-        threads.run(count, [](void* self, int i, int thread) { (static_cast<Forward*>(self)->*Step)(i, thread); }, this);
+        threads.run(count, call<Step>, this);
     }
 
-    // Subtasks are some neighbouring panels of one expert: as many as fit the L2, fewer where some thread would stay idle.
+    // Subtasks are some neighbouring panels of one expert: as many as fit the L2, fewer where some thread would stay idle. Those
+    // of a node's share of the panels, of all experts, come before those of the next one's.
     template <void (Forward::*Step)(int, int)>
     void multiply_round(Threads& threads, int panels, size_t panel_bytes) {
         panels_ = panels;
         panels_each_ = panel_bytes < kSubtaskBytes ? int(kSubtaskBytes / panel_bytes) : 1;
-        auto groups = [&] { return (panels + panels_each_ - 1) / panels_each_; };
-        while (panels_each_ > 1 && touched_count * groups() < 8 * threads.count()) --panels_each_;
-        groups_ = groups();
-        each<Step>(threads, touched_count * groups_);
+        while (touched_count * group(threads) < 8 * threads.count() && panels_each_ > 1) --panels_each_;
+        int begin[kMaxNodes + 1];
+        for (int n = 0; n <= threads.nodes(); ++n) begin[n] = touched_count * first_group_[n];
+        threads.run(begin, call<Step>, this);
+    }
+
+    // By `panels_each_`; returns how many groups an expert has.
+    int group(const Threads& threads) {
+        int groups = 0, nodes = threads.nodes();
+        for (int n = 0; n <= nodes; ++n) {
+            first_panel_[n] = threads.share(panels_, n);
+            first_group_[n] = groups += n ? (first_panel_[n] - first_panel_[n - 1] + panels_each_ - 1) / panels_each_ : 0;
+        }
+        return groups;
+    }
+
+    Piece piece(int index) const {
+        int n = 0;
+        while (index >= touched_count * first_group_[n + 1]) ++n;
+        index -= touched_count * first_group_[n];
+        int groups = first_group_[n + 1] - first_group_[n], end = first_panel_[n + 1];
+        int first = first_panel_[n] + index % groups * panels_each_;
+        return {touched[index / groups], first, first + panels_each_ < end ? first + panels_each_ : end};
     }
 
     const int* ids(int t) const { return batch.topk_ids + size_t(token + t) * size_t(batch.chosen); }
@@ -207,8 +271,7 @@ private:
     template <class Target, class Done>
     void multiply(int index, int thread, const Shape& shape, const uint8_t* data, const uint8_t* rows, const float* scales,
                   Target target, Done done) {
-        int expert = touched[index / groups_], first = index % groups_ * panels_each_;
-        int last = first + panels_each_ < panels_ ? first + panels_each_ : panels_;
+        auto [expert, first, last] = piece(index);
         int end = first_row[expert + 1];
         const uint8_t* weights = data + size_t(expert) * size_t(panels_) * shape.panel_bytes;
         const Path& path = layer.kernels_.paths[shape.precision];

@@ -35,6 +35,8 @@ public:
 
     int experts() const { return experts_; }
     int max_rows() const { return max_rows_; }
+    // Moves what a node's threads read to that node: its share of every expert's panels, in each matrix.
+    void spread(const Threads& threads) const;
     void forward(Pool& pool, const cpu_experts_batch& batch) const;
 
 private:

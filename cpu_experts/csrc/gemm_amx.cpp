@@ -107,12 +107,12 @@ void multiply_bf16(const Panel& p, const Rows& a, const Sums& c) { sums<Bf16>(p,
 void multiply_int8(const Panel& p, const Rows& a, const Sums& c) {
     sums<Int8>(p, a, c);
     float scales[kPanel];
-    int32_t bias[kPanel];
+    uint32_t bias[kPanel];  // unsigned, to wrap: damaged weights may hold any bias
     std::memcpy(scales, p.scales, sizeof scales);
     std::memcpy(bias, p.scales + sizeof scales, sizeof bias);
     for (int m = 0; m < a.count; ++m) {
         float* sum = c.row(m);
-        for (int n = 0; n < kPanel; ++n) sum[n] = float(int32_t(bits_of(sum[n])) - bias[n]) * (a.scales[m] * scales[n]);
+        for (int n = 0; n < kPanel; ++n) sum[n] = float(int32_t(bits_of(sum[n]) - bias[n])) * (a.scales[m] * scales[n]);
     }
 }
 

@@ -69,12 +69,12 @@ void int8_quarter(const Panel& p, int first, const Rows& a, int row0, const Sums
         }
     }
     const auto* scales = reinterpret_cast<const float*>(p.scales) + first;
-    const auto* bias = reinterpret_cast<const int32_t*>(p.scales + kPanel * 4) + first;
+    const auto* bias = reinterpret_cast<const uint32_t*>(p.scales + kPanel * 4) + first;
     for (int m = 0; m < M; ++m) {
-        alignas(32) int32_t pairs[8];
+        alignas(32) uint32_t pairs[8];  // unsigned, to wrap: damaged weights may hold any bias
         _mm256_store_si256(reinterpret_cast<__m256i*>(pairs), sum[m]);
         for (int n = 0; n < 4; ++n) {
-            float sum = float(pairs[2 * n] + pairs[2 * n + 1] - bias[n]);
+            float sum = float(int32_t(pairs[2 * n] + pairs[2 * n + 1] - bias[n]));
             c.row(row0 + m)[first + n] = sum * (a.scales[row0 + m] * scales[n]);
         }
     }

@@ -27,8 +27,8 @@ void multiply_int8(const Panel& p, const Rows& a, const Sums& c) {
     const auto* scales = reinterpret_cast<const float*>(p.scales);
     const auto* bias = reinterpret_cast<const int32_t*>(p.scales + kPanel * 4);
     for (int m = 0; m < a.count; ++m) {
-        int32_t sums[kPanel];
-        for (int n = 0; n < kPanel; ++n) sums[n] = -bias[n];
+        uint32_t sums[kPanel];  // unsigned, to wrap: damaged weights may hold any bias
+        for (int n = 0; n < kPanel; ++n) sums[n] = 0u - uint32_t(bias[n]);
         for (int s = 0; s < p.steps; ++s) {
             const uint8_t* x = a.data + (size_t(s) * a.count + m) * kLine;
             for (int n = 0; n < kPanel; ++n) {
@@ -36,10 +36,10 @@ void multiply_int8(const Panel& p, const Rows& a, const Sums& c) {
                 const auto* w = reinterpret_cast<const int8_t*>(tile) + n % kTile * 4;
                 int32_t sum = 0;
                 for (int k = 0; k < 64; ++k) sum += int32_t(x[k]) * w[k / 4 * kLine + k % 4];
-                sums[n] += sum;
+                sums[n] += uint32_t(sum);
             }
         }
-        for (int n = 0; n < kPanel; ++n) c.row(m)[n] = float(sums[n]) * (a.scales[m] * scales[n]);
+        for (int n = 0; n < kPanel; ++n) c.row(m)[n] = float(int32_t(sums[n])) * (a.scales[m] * scales[n]);
     }
 }
 

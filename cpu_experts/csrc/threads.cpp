@@ -44,21 +44,38 @@ bool look_for(Done done, std::chrono::steady_clock::duration time) {
 
 }  // namespace
 
-int usable_cores() {
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-    int cores = int(std::thread::hardware_concurrency());
-    return cores > 0 ? cores : 1;
-}
-
 Threads::Threads(int count)
     : count_(count), process_(getpid()), runs_(new Run[size_t(count)]), workers_(new std::vector<std::thread>) {
+    share_out(count > 1 ? usable_nodes() : std::vector<Node>(1));
     workers_->reserve(size_t(count - 1));
     try {
         for (int i = 1; i < count; ++i) workers_->emplace_back([this, i] { work(i); });
     } catch (const std::exception&) {
         // those that are started take the runs of those that are not
     }
+}
+
+// Threads are spread over the cores, node by node, at even distances; a node that gets none is left out.
+void Threads::share_out(const std::vector<Node>& nodes) {
+    int64_t cores = 0, before = 0;
+    for (const Node& node : nodes) cores += CPU_COUNT(&node.cores);
+    int first = 0;
+    for (const Node& node : nodes) {
+        before += CPU_COUNT(&node.cores);
+        int last = nodes.size() == 1 ? count_ : int((before * count_ + cores - 1) / cores);
+        if (last > first) shares_.push_back({node, first, last});
+        first = last;
+    }
+}
+
+const Threads::Share& Threads::share_of(int thread) const {
+    size_t n = 0;
+    while (thread >= shares_[n].last) ++n;
+    return shares_[n];
+}
+
+int Threads::share(int count, int n) const {
+    return n < nodes() ? int(int64_t(count) * shares_[size_t(n)].first / count_) : count;
 }
 
 Threads::~Threads() {
@@ -76,14 +93,29 @@ Threads::~Threads() {
 bool Threads::of_this_process() const { return process_ == getpid(); }
 
 void Threads::run(int count, Task task, void* state) {
+    int begin[kMaxNodes + 1];
+    for (int n = 0; n <= nodes(); ++n) begin[n] = share(count, n);
+    run(begin, task, state);
+}
+
+void Threads::deal(const int* begin) {
+    for (const Share& share : shares_) {
+        int64_t first = *begin++, count = *begin - first, threads = share.last - share.first;
+        for (int i = 0; i < threads; ++i) {
+            Run& run = runs_[share.first + i];
+            run.next.store(int(first + count * i / threads), std::memory_order_relaxed);
+            run.end = int(first + count * (i + 1) / threads);
+        }
+    }
+}
+
+void Threads::run(const int* begin, Task task, void* state) {
+    int count = begin[nodes()];
     if (count <= 1 || workers_->empty()) {
         for (int i = 0; i < count; ++i) task(state, i, 0);
         return;
     }
-    for (int i = 0; i < count_; ++i) {
-        runs_[i].next.store(int(int64_t(count) * i / count_), std::memory_order_relaxed);
-        runs_[i].end = int(int64_t(count) * (i + 1) / count_);
-    }
+    deal(begin);
     task_ = task, state_ = state;
     round_.fetch_add(1);
     if (asleep_.load()) wake(round_);
@@ -93,20 +125,26 @@ void Threads::run(int count, Task task, void* state) {
     while (!look_for([this] { return inside_.load() == 0; }, kLook)) sched_yield();
 }
 
-// Own run first, then the others', beginning with the next thread's.
-void Threads::help(int thread) {
-    for (int i = 0; i < count_; ++i) {
-        Run& run = runs_[(thread + i) % count_];
-        for (;;) {
-            if (run.next.load(std::memory_order_relaxed) >= run.end) break;
-            int index = run.next.fetch_add(1, std::memory_order_relaxed);
-            if (index >= run.end) break;
-            task_(state_, index, thread);
-        }
+void Threads::take(int from, int thread) {
+    Run& run = runs_[from];
+    for (;;) {
+        if (run.next.load(std::memory_order_relaxed) >= run.end) break;
+        int index = run.next.fetch_add(1, std::memory_order_relaxed);
+        if (index >= run.end) break;
+        task_(state_, index, thread);
     }
 }
 
+// Own run first, then the others' of this node, beginning with the next thread's, then those of the nodes after it.
+void Threads::help(int thread) {
+    const Share& own = share_of(thread);
+    int threads = own.last - own.first;
+    for (int i = 0; i < threads; ++i) take(own.first + (thread - own.first + i) % threads, thread);
+    for (int i = own.last; i < own.first + count_; ++i) take(i % count_, thread);
+}
+
 void Threads::work(int thread) {
+    if (nodes() > 1) stay_on(share_of(thread).node);
     uint32_t seen = 0;
     while (!stop_.load()) {
         inside_.fetch_add(1);

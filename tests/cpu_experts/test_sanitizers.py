@@ -1,4 +1,4 @@
-"""The tests that need numpy alone, on a library built with sanitizers: forwards, arguments, handles and fuzzed calls.
+"""The tests that need numpy alone, on a library built with sanitizers: forwards, arguments, handles, fuzzed calls and nodes.
 
 Python itself is not built with them, so their runtime is loaded before it. Tiles are emulated: AddressSanitizer does not see what
 the instructions read and write."""
@@ -17,9 +17,10 @@ EMULATED = "-DCPU_EXPERTS_EMULATE_TILES=ON"
 ASAN = "-DCMAKE_CXX_FLAGS=-fsanitize=address,undefined -fno-sanitize-recover=all"  # as in test_library.py: one build
 TSAN = "-DCMAKE_CXX_FLAGS=-fsanitize=thread"
 # Less what takes long with emulated tiles, and what starts a Python that loads another build.
-BOUNDS = "not repeated and not skewed and not every_size and not 4096 and not 1000 and not 150 and not exits and not one_core"
+LONG = ("repeated", "skewed", "every_size", "4096", "1000", "150", "exits", "one_core", "several_nodes")
+BOUNDS = " and ".join(f"not {name}" for name in LONG)
 # ThreadSanitizer itself cannot start threads in a child.
-RACES = "fuzz or (handles and not exits and not one_core and not forked) or (repeated and avx and not _k)"
+RACES = "fuzz or (handles and not exits and not one_core and not forked) or (repeated and avx and not _k) or (numa and three)"
 
 
 def preloaded(name: str, flag: str, folder: Path) -> str:
@@ -40,7 +41,7 @@ def preloaded(name: str, flag: str, folder: Path) -> str:
 def run(folder: Path, preload: str, chosen: str, temporary: Path, **options: str) -> None:
     """The chosen tests; what the runtime reports ends the process, or is an exit status of its own."""
     environment = os.environ | {"CPU_EXPERTS_TESTED": str(folder / library.NAME), "LD_PRELOAD": preload} | options
-    files = [str(HERE / f"test_{name}.py") for name in ("arguments", "blocks", "forward", "fuzz", "handles")]
+    files = [str(HERE / f"test_{name}.py") for name in ("arguments", "blocks", "forward", "fuzz", "handles", "numa")]
     flags = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command = [sys.executable, *flags, f"--basetemp={temporary}", *files, "-k", chosen]
     done = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=280)
