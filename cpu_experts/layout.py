@@ -282,8 +282,11 @@ def _padded(x: np.ndarray, axis: int, multiple: int) -> np.ndarray:
 
 
 def _pages(size: int) -> np.ndarray:
-    """Zeroed memory in huge pages where the system has them: the kernels' streams end at a page."""
-    memory = mmap.mmap(-1, max(size, 1))
+    """Zeroed memory in huge pages where the system has them: the kernels' streams end at a page.
+
+    Private, for what is shared is a file to Linux, whose pages are small unless the system is told otherwise."""
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, max(size, 1), **private)
     with contextlib.suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8, size)

@@ -1,6 +1,7 @@
 // The C ABI: checks every argument, keeps the handles, lets no exception out.
 #include <pthread.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstdarg>
 #include <cstdio>
@@ -9,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <thread>
 
 #include "cpu_experts.h"
 #include "experts.h"
@@ -18,6 +20,7 @@ namespace {
 using namespace cpu_experts;
 
 thread_local char last_error[512] = "";
+constexpr std::chrono::microseconds kLook{50};  // between two looks whether calls have ended
 
 int32_t fail(cpu_experts_status status, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
@@ -66,7 +69,8 @@ std::shared_ptr<Open> opened(uint64_t handle, std::shared_ptr<Pool>& pool) {
     auto found = registry().open.find(handle);
     if (found == registry().open.end()) return nullptr;
     auto& open = found->second;
-    if (!open->pool->threads.of_this_process()) open->pool = pool_of(registry(), open->threads);
+    if (!open->pool->threads.of_this_process())  // anew: calls of the parent's threads that hold the other do not end here
+        open = std::make_shared<Open>(Open{open->layer, open->threads, pool_of(registry(), open->threads)});
     pool = open->pool;
     return open;
 }
@@ -214,11 +218,15 @@ int32_t cpu_experts_forward(uint64_t handle, const cpu_experts_batch* batch) {
 int32_t cpu_experts_close(uint64_t handle) {
     return guarded([&]() -> int32_t {
         std::shared_ptr<Open> closed;  // ends after the lock: the last layer of a pool waits for its workers
-        std::lock_guard<std::mutex> hold(registry().mutex);
-        auto found = registry().open.find(handle);
-        if (found == registry().open.end()) return fail(CPU_EXPERTS_CLOSED, "the layer is closed");
-        closed = std::move(found->second);
-        registry().open.erase(found);
+        {
+            std::lock_guard<std::mutex> hold(registry().mutex);
+            auto found = registry().open.find(handle);
+            if (found == registry().open.end()) return fail(CPU_EXPERTS_CLOSED, "the layer is closed");
+            closed = std::move(found->second);
+            registry().open.erase(found);
+        }
+        // Calls that run hold it, too, and read weights that are the caller's to free after the return.
+        while (closed.use_count() > 1 && closed->pool->threads.of_this_process()) std::this_thread::sleep_for(kLook);
         return CPU_EXPERTS_OK;
     });
 }

@@ -76,6 +76,7 @@ CPU_EXPERTS_API int32_t cpu_experts_open(const cpu_experts_weights* weights, uin
 CPU_EXPERTS_API int32_t cpu_experts_check(uint64_t handle, const cpu_experts_batch* batch);
 /* Serialised per number of threads: layers share their workers and their scratch. Allocates nothing. */
 CPU_EXPERTS_API int32_t cpu_experts_forward(uint64_t handle, const cpu_experts_batch* batch);
+/* Waits for calls that run: after it the weights are the caller's to free. */
 CPU_EXPERTS_API int32_t cpu_experts_close(uint64_t handle);
 /* Of this thread's last call that failed; valid until its next call. */
 CPU_EXPERTS_API const char* cpu_experts_last_error(void);

@@ -73,6 +73,40 @@ def test_closing_while_others_run_gives_results_or_closed(built):
     assert len(ends) == 3
 
 
+CLOSING = """
+import ctypes, sys, threading, time
+import numpy as np
+from cpu_experts import Experts
+from cpu_experts.library import Batch
+rng = np.random.default_rng(0)
+x, ids = rng.standard_normal((256, 256), np.float32), rng.integers(0, 8, (256, 2), np.int32)
+weights, out = np.ones((256, 2), np.float32), np.empty((256, 256), np.float32)
+gate, down = rng.standard_normal((8, 512, 256), np.float32), rng.standard_normal((8, 256, 512), np.float32)
+for i in range(30):
+    layer = Experts(gate, gate, down, threads=2)
+    handle, begun = layer._handle, threading.Event()
+
+    def work():  # as a program does: by number, holding nothing
+        batch = Batch(ctypes.sizeof(Batch), 256, 2, 0, 0, *(a.ctypes.data for a in (x, ids, weights, out)))
+        begun.set()
+        while layer._library.cpu_experts_forward(handle, batch) == 0:
+            pass
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    time.sleep(0.001 * i)
+    layer.close()  # gives the weights' memory back
+    thread.join()
+"""
+
+
+def test_closing_waits_for_calls_by_handle_that_read_the_weights(built, native):
+    environment = os.environ | {"CPU_EXPERTS_LIBRARY": native._name, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", CLOSING], env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
 def test_a_forked_child_uses_and_closes_its_parents_layer(built):
     layer = Experts(*LAYER, threads=3)
