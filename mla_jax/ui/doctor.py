@@ -23,6 +23,7 @@ def doctor() -> Iterator[str]:
         f"WARNING: {path} hides the module {name}; rename it or work in another folder" for name, path in shadows(Path.cwd())
     )
     yield from _devices()
+    yield experts_on_the_cpu()
     yield f"compiled programs: {os.environ.get('JAX_COMPILATION_CACHE_DIR') or Path.home() / '.cache' / 'mla_jax' / 'compiled'}"
 
 
@@ -31,6 +32,16 @@ def shadows(folder: Path) -> list[tuple[str, Path]]:
     own = Path(__file__).resolve().parents[2]  # in a checkout, its own packages hide nothing
     candidates = [(name, path) for name in HIDDEN_BY for path in (folder / f"{name}.py", folder / name / "__init__.py")]
     return [(name, path) for name, path in candidates if path.exists() and folder.resolve() != own]
+
+
+def experts_on_the_cpu() -> str:
+    """Whether the library is built, and what it computes by."""
+    import cpu_experts
+
+    try:
+        return f"experts on the CPU: {cpu_experts.isa()}"
+    except cpu_experts.Unsupported as e:
+        return f"experts on the CPU: not available, {e}"
 
 
 _ASK_FOR_DEVICES = """

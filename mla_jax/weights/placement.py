@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from mla_jax.base import roofline
-from mla_jax.base.errors import BadRequest, DoesNotFit, printable
+from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported, printable
 from mla_jax.base.options import ExpertOptions
 from mla_jax.weights import host, measure
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.plan import gib, host_memory, plan
 
+AS_ASKED = "as asked"
 HELD, ROWS = 1024, (1, 8)  # tokens and rows that rates are predicted for
 ROOM = 8192  # tokens for whose cache experts leave the device, if the user does not say how many
 
@@ -31,15 +32,20 @@ def place(checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None = N
     movable = checkpoint.layers_with_experts
     _check(wanted, len(movable), checkpoint.config.num_experts_per_tok or 1)
     if wanted.host_layers is not None or wanted.experts == "host":
-        count, why = len(movable) if wanted.host_layers is None else wanted.host_layers, "as asked"
+        count, why = len(movable) if wanted.host_layers is None else wanted.host_layers, AS_ASKED
     elif wanted.experts == "auto":
         count, why = _fewest(checkpoint, context, movable)
     else:
-        count, why = 0, "as asked"
+        count, why = 0, AS_ASKED
     chosen = tuple(movable[len(movable) - count :])
     if not chosen:
         return Placement(chosen, why)
-    host.refuse_without_library()
+    try:
+        host.refuse_without_library()
+    except Unsupported as e:
+        if why == AS_ASKED:
+            raise
+        return Placement((), f"{why}; they stay on the device, for {'; '.join(map(str, e.args))}")
     checkpoint.place(chosen, wanted.host_precision)
     if wanted.host_folder is None:  # what is mapped from files the system can give up and read again
         _refuse_without_memory(checkpoint)

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mla_jax.ui.doctor import shadows
+import cpu_experts
+from cpu_experts import library
+from mla_jax.ui.doctor import experts_on_the_cpu, shadows
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,3 +42,15 @@ def test_the_doctor_works_where_the_modules_it_checks_are_hidden(tmp_path):
     assert f"WARNING: {tmp_path / 'jax.py'} hides the module jax" in found.stdout
     assert "WARNING: " + str(tmp_path / "tokenizers.py") in found.stdout
     assert "device cpu" in found.stdout
+
+
+def test_the_doctor_says_how_experts_on_the_cpu_can_be_had(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPU_EXPERTS_LIBRARY", str(tmp_path / "none.so"))
+    monkeypatch.setattr(cpu_experts, "load", library.load.__wrapped__)
+    assert "not available" in experts_on_the_cpu()
+    assert "python -m cpu_experts.build" in experts_on_the_cpu()
+
+
+@pytest.mark.usefixtures("host_library")
+def test_the_doctor_names_the_instructions_that_experts_on_the_cpu_use():
+    assert experts_on_the_cpu() == f"experts on the CPU: {cpu_experts.isa()}"

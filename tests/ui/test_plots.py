@@ -10,14 +10,32 @@ import pytest
 from mla_jax.base.config import Config
 from mla_jax.base.errors import Unsupported
 from mla_jax.base.families import PRESETS
-from mla_jax.base.roofline import DEVICES, attention_cost, break_even, decode_bytes, held_bytes, pick_form
+from mla_jax.base.roofline import (
+    DEVICES,
+    Host,
+    attention_cost,
+    break_even,
+    decode_bytes,
+    decode_seconds,
+    experts_touched,
+    held_bytes,
+    host_seconds,
+    pick_form,
+    step_cost,
+)
 from mla_jax.model.mla import FORMS
-from mla_jax.ui import plots, plots_decode
+from mla_jax.ui import plots, plots_decode, plots_host
 
 V3, LITE, H200, CPU = Config.preset("v3"), Config.preset("v2_lite"), DEVICES["NVIDIA H200"], DEVICES["cpu"]
 RELEASED = {name: Config.preset(name) for name in PRESETS}
 MEASURED = {1: 339.0, 8: 969.0, 64: 4286.0}
 WITH_EXPERTS = {name: config for name, config in RELEASED.items() if config.n_routed_experts}
+SERVER = Host("8 channels of DDR5-4800, AMX", 245e9, 21e12, 13e-6, 50e9)
+LARGER = Host("two sockets of 12 channels of DDR5-6400, AMX", 982e9, 42e12, 13e-6, 50e9)
+EXPERT = {"fp8_block": 44.1e6, "int4_g32": 24.8e6}  # bytes of one of V3's
+RATES = {"bf16": Host("2 cores with avx512, bf16", 11e9, 1e11, 0, 1e9), "int8": Host("2 cores, int8", 9e9, 3e11, 0, 1e9)}
+LITE_EXPERT = {"bf16": 17.3e6, "int8": 8.7e6}
+CALLS = {"bf16": {1: 0.010, 8: 0.051, 64: 0.12}, "int8": {1: 0.004, 8: 0.03, 64: 0.071}}  # seconds by tokens
 STEPS = [(1, 4096, 1), (32, 4096, 1), (1, 8192, 1024), (1, 1024, 1024), (64, 131072, 1)]  # rows, held, new
 FIGURES = {
     **{
@@ -40,6 +58,19 @@ FIGURES = {
     "experts_touched": lambda: plots_decode.experts_touched(WITH_EXPERTS),
     "decode_floor": lambda: plots_decode.decode_floor(V3, H200, [4096, 131072]),
     "decode_floor with what was measured": lambda: plots_decode.decode_floor(LITE, H200, [4096, 32768], MEASURED),
+    **{
+        f"{figure}-{precision}-{host.name}": lambda draw=draw, host=host, precision=precision: draw(host, EXPERT[precision])
+        for (figure, draw), host, precision in itertools.product(
+            {
+                "where": lambda host, size: plots_host.where(V3, H200, host, size),
+                "deferral": lambda host, size: plots_host.deferral(V3, H200, [host], size),
+            }.items(),
+            (SERVER, LARGER),
+            EXPERT,
+        )
+    },
+    "deferral, two hosts": lambda: plots_host.deferral(V3, H200, [SERVER, LARGER], EXPERT["int4_g32"]),
+    "calls": lambda: plots_host.calls(LITE, CALLS, RATES, LITE_EXPERT),
 }
 
 
@@ -236,3 +267,91 @@ def test_figures_of_decoding_can_be_drawn_on_axes_that_are_given():
     assert plots_decode.decode_floor(V3, H200, [4096], ax=second) is first.figure
     assert plots_decode.experts_touched(WITH_EXPERTS, ax=pair) is first.figure
     assert all(ax.lines for ax in (first, second, *pair))
+
+
+def lines_of(ax) -> dict:
+    return {line.get_label(): line for line in ax.lines}
+
+
+def test_the_lines_of_where_experts_belong_are_the_cost_models():
+    ax = plots_host.where(V3, H200, SERVER, EXPERT["fp8_block"], held=1000).axes[0]
+    found, tokens = lines_of(ax), ax.lines[0].get_xdata()
+    assert ax.get_yscale() == "log"
+    for i, n in enumerate(map(int, tokens)):
+        routed = experts_touched(V3, n) * EXPERT["fp8_block"]
+        arithmetic = 2 * n * 8 * 3 * 7168 * 2048 / H200.flops
+        form = pick_form(V3, H200, 1, n, 1000 + n)
+        expected = {
+            "attention": step_cost(V3, form, 1, n, 1000 + n).seconds(H200),
+            "shared experts": max(2 * 3 * 7168 * 2048 / H200.bandwidth, arithmetic / 8),
+            "routed, from the device's memory": max(routed / H200.bandwidth, arithmetic),
+            "routed, brought over the link": max(routed / SERVER.link, arithmetic),
+            "routed, computed on the CPU": host_seconds(V3, SERVER, n, EXPERT["fp8_block"]),
+        }
+        for name, seconds in expected.items():
+            assert found[name].get_ydata()[i] == pytest.approx(seconds), (name, n)
+
+
+def test_where_bringing_experts_starts_to_pay_is_drawn_and_said():
+    size = EXPERT["fp8_block"]
+    crossing = plots_host.crossover(V3, H200, SERVER, size)
+    before, after = (plots_host.parts_of_a_layer(V3, H200, SERVER, size, n) for n in (crossing - 1, crossing))
+    assert before["routed, brought over the link"] >= before["routed, computed on the CPU"]
+    assert after["routed, brought over the link"] < after["routed, computed on the CPU"]
+    ax = plots_host.where(V3, H200, SERVER, size).axes[0]
+    assert lines_of(ax)["crossing"].get_xdata()[0] == crossing
+    assert f"from {crossing:,} tokens" in ax.get_title(loc="left")
+
+
+def test_where_bringing_never_pays_no_line_is_drawn():
+    slow = SERVER._replace(link=1e6)
+    ax = plots_host.where(V3, H200, slow, EXPERT["fp8_block"], octaves=6).axes[0]
+    assert "crossing" not in lines_of(ax)
+    assert "not up to 64 tokens" in ax.get_title(loc="left")
+    assert plots_host.crossover(V3, H200, slow, EXPERT["fp8_block"], most=64) > 64
+    assert plots_host.crossover(V3, H200, SERVER._replace(link=1e15), EXPERT["fp8_block"]) == 1
+
+
+def test_calls_are_marked_where_they_were_measured_over_what_was_expected():
+    ax = plots_host.calls(LITE, CALLS, RATES, LITE_EXPERT).axes[0]
+    found = lines_of(ax)
+    for name, times in CALLS.items():
+        assert dict(zip(found[name].get_xdata(), found[name].get_ydata(), strict=True)) == times
+        line = found[f"{name}, expected"]
+        for n, seconds in zip(line.get_xdata(), line.get_ydata(), strict=True):
+            assert seconds == pytest.approx(host_seconds(LITE, RATES[name], int(n), LITE_EXPERT[name]))
+        assert max(line.get_xdata()) == 64
+    assert len({found[name].get_marker() for name in CALLS}) == len({found[name].get_color() for name in CALLS}) == 2
+    assert ax.get_title(loc="left") == "1 token: int8 takes 2.5 times less than bf16"
+
+
+def test_deferrals_lines_and_marks_are_the_planners_rates():
+    size, ax = EXPERT["int4_g32"], plots_host.deferral(V3, H200, [SERVER, LARGER], EXPERT["int4_g32"], rows=2, held=500).axes[0]
+    lines = [line for line in ax.lines if line.get_label().startswith("D = ")]
+    marks = [line for line in ax.lines if line.get_linestyle() == "None"]
+    assert [line.get_label() for line in lines] == ["D = 0", "D = 1", "D = 2", "D = 3"]
+    for defer, (line, mark) in enumerate(zip(lines, marks, strict=True)):
+        for bandwidth, rate in zip(line.get_xdata(), line.get_ydata(), strict=True):
+            host = SERVER._replace(bandwidth=bandwidth)
+            assert rate == pytest.approx(2 / decode_seconds(V3, H200, 2, 500, host, 58, size, defer))
+        expected = [2 / decode_seconds(V3, H200, 2, 500, host, 58, size, defer) for host in (SERVER, LARGER)]
+        assert [*mark.get_ydata()] == pytest.approx(expected)
+
+
+def test_the_title_of_deferral_says_the_fewest_experts_that_gain_most():
+    rates = [1 / decode_seconds(V3, H200, 1, 1024, SERVER, 58, EXPERT["fp8_block"], defer) for defer in range(4)]
+    assert rates[0] < 0.95 * rates[1] < 0.95 * max(rates) < rates[1]
+    title = plots_host.deferral(V3, H200, [SERVER], EXPERT["fp8_block"]).axes[0].get_title(loc="left")
+    assert title == f"8 channels of DDR5-4800: {rates[0]:.3g} tokens/s, {rates[1]:.3g} with 1 deferred"
+    fast = SERVER._replace(bandwidth=1e15, call=0.0, flops=1e18)
+    assert "deferred or not" in plots_host.deferral(V3, H200, [fast], EXPERT["fp8_block"]).axes[0].get_title(loc="left")
+
+
+def test_figures_of_the_host_can_be_drawn_on_axes_that_are_given():
+    from matplotlib.figure import Figure
+
+    one, two, three = Figure().subplots(1, 3)
+    assert plots_host.where(V3, H200, SERVER, EXPERT["fp8_block"], ax=one) is one.figure
+    assert plots_host.calls(LITE, CALLS, RATES, LITE_EXPERT, ax=two) is one.figure
+    assert plots_host.deferral(V3, H200, [SERVER], EXPERT["fp8_block"], ax=three) is one.figure
+    assert all(ax.lines for ax in (one, two, three))

@@ -240,6 +240,21 @@ def test_without_the_library_the_error_says_how_to_build_it(tmp_path, monkeypatc
         place(Checkpoint(bf16(tmp_path)), ExpertOptions(experts="host"))
 
 
+def test_where_the_library_is_missing_experts_stay_on_the_device_unless_asked_for(tmp_path, monkeypatch):
+    checkpoint = Checkpoint(bf16(tmp_path))
+    OnGPU(monkeypatch, checkpoint, 1)
+
+    def refuse():
+        raise Unsupported("it is not built", "build it")
+
+    monkeypatch.setattr(host, "refuse_without_library", refuse)
+    placed = place(checkpoint, ExpertOptions())
+    assert placed.host == () == tuple(checkpoint.host)
+    assert "they stay on the device, for it is not built" in placed.why
+    with pytest.raises(Unsupported, match="it is not built"):
+        place(checkpoint, ExpertOptions(experts="host"))
+
+
 def test_predictions_follow_from_what_host_and_device_reach(tmp_path, monkeypatch):
     checkpoint = Checkpoint(bf16(tmp_path), defer=1)
     OnGPU(monkeypatch, checkpoint, 1e9)
