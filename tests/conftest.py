@@ -24,7 +24,7 @@ from cpu_experts import library  # noqa: E402
 from cpu_experts.build import build, find_cmake  # noqa: E402
 
 ROOT = Path(__file__).parent
-LONG = ("convert/test_killed", "convert/test_stopping", "notebooks", "test_demo", "tools")
+LONG = ("convert", "notebooks", "test_demo", "tools")
 ONCE = (*LONG, "faults", "fuzz", "test_generate", "text", "ui")
 
 

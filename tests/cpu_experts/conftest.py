@@ -52,8 +52,12 @@ def isa(request, monkeypatch):
     return wanted
 
 
+ONCE = ("test_blocks", "test_forward", "test_layout", "test_libfuzzer", "test_numa", "test_packed", "test_sanitizers")
+OF_CPP = ("test_kernels_stay_within_their_buffers", "test_the_protocol_between_gpu_and_host")
+
+
 def pytest_collection_modifyitems(items):
-    """Kernels and sanitizers know neither Python nor JAX; what binds them does."""
+    """Of C++ or numpy alone; what binds them to Python and JAX is for every version."""
     for item in items:
-        if item.path.stem in ("test_forward", "test_sanitizers"):
+        if item.path.stem in ONCE or item.originalname in OF_CPP:
             item.add_marker(pytest.mark.once)
