@@ -127,7 +127,9 @@ class LLM:
         for row in array:
             self._check_prompt([int(token) for token in row], 0)
         with self._memory_explained():
-            return np.asarray(self._programs.logits(jnp.asarray(array, jnp.int32)))
+            found = np.asarray(self._programs.logits(jnp.asarray(array, jnp.int32)))
+        self._programs.check()
+        return found
 
     def explain(self) -> str:
         """What runs where, and why, in words."""

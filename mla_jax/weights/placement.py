@@ -11,7 +11,6 @@ from mla_jax.weights import host, measure
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.plan import gib, host_memory, plan
 
-AS_ASKED = "as asked"
 HELD, ROWS = 1024, (1, 8)  # tokens and rows that rates are predicted for
 ROOM = 8192  # tokens for whose cache experts leave the device, if the user does not say how many
 
@@ -31,19 +30,19 @@ def place(checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None = N
     Raises BadRequest, Unsupported, or DoesNotFit if the host has too little memory."""
     movable = checkpoint.layers_with_experts
     _check(wanted, len(movable), checkpoint.config.num_experts_per_tok or 1)
-    if wanted.host_layers is not None or wanted.experts == "host":
-        count, why = len(movable) if wanted.host_layers is None else wanted.host_layers, AS_ASKED
-    elif wanted.experts == "auto":
-        count, why = _fewest(checkpoint, context, movable)
+    asked = wanted.host_layers is not None or wanted.experts != "auto"
+    if asked:
+        most = len(movable) if wanted.experts == "host" else 0
+        count, why = most if wanted.host_layers is None else wanted.host_layers, "as asked"
     else:
-        count, why = 0, AS_ASKED
+        count, why = _fewest(checkpoint, context, movable)
     chosen = tuple(movable[len(movable) - count :])
     if not chosen:
         return Placement(chosen, why)
     try:
         host.refuse_without_library()
     except Unsupported as e:
-        if why == AS_ASKED:
+        if asked:
             raise
         return Placement((), f"{why}; they stay on the device, for {'; '.join(map(str, e.args))}")
     checkpoint.place(chosen, wanted.host_precision)
