@@ -99,6 +99,7 @@ class Experts:
     def _prepare(self, isa: str) -> None:
         """What can fail before anything is packed or mapped."""
         self._handle = None
+        self._forget: Callable[[], object] = lambda: None  # by which XLA programs hear that the weights go
         self._library = load()
         _known("isa", isa, ISAS)
 
@@ -164,6 +165,7 @@ class Experts:
         if handle is None:
             raise Closed("the layer is closed")
         check(self._library, self._library.cpu_experts_close(handle))
+        self._forget()
         self._packed = ()
 
     def __enter__(self) -> "Experts":

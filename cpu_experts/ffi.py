@@ -8,6 +8,10 @@ It has two halves, and what a GPU computes in between overlaps with the experts'
     shared = mlp(ticket.x)                  # what reads ticket.x comes after the submission
     y = ffi.collect(ticket, after=shared)   # and what is given as `after` comes before the wait
 
+Or the weights come to the device as they lie here, some experts at a time, and unpack.py makes arrays of them:
+
+    gate_up, down = ffi.fetch(layer, first, count)
+
 A program names a layer by a number and does not hold it: keep the `Experts` while programs use it. A closed one is an error.
 Programs for several GPUs call it inside `jax.shard_map`: each GPU hands over its own rows.
 On a GPU the halves are two small kernels, which XLA captures into CUDA graphs, and a thread here that they talk to by memory that
@@ -32,7 +36,7 @@ from jax.typing import ArrayLike, DTypeLike
 from cpu_experts import Closed, Experts
 from cpu_experts.library import FfiLayer, Unsupported, check_ffi, load_ffi
 
-__all__ = ["Ticket", "check", "collect", "forward", "submit", "why_not"]
+__all__ = ["Ticket", "check", "collect", "fetch", "forward", "submit", "why_not"]
 
 PATIENCE = 60.0
 
@@ -93,6 +97,22 @@ def collect(ticket: Ticket, after: object = ()) -> jax.Array:
     return collect_p.bind(number, t.x, t.topk_ids, t.topk_weights, layer=t.layer, dtype=t.dtype, patience=t.patience)
 
 
+def fetch(experts: Experts, first: ArrayLike, count: int) -> tuple[jax.Array, jax.Array]:
+    """The packed bytes `[count panels bytes]` of experts from `first` on: of gate and up as one, and of down.
+
+    On a GPU they are copied over the link, once what was computed before is done; the first time of a layer its memory is pinned
+    for that, which takes longer. `first` may be traced; experts that are not there are an error when the program runs."""
+    layer = _number(experts)
+    first = jnp.asarray(first)
+    if first.shape or first.dtype.kind not in "iu":
+        raise TypeError(f"first: {first.dtype}{list(first.shape)}, must be an integer")
+    if not 1 <= count <= experts.experts:
+        raise ValueError(f"count: {count}, must be 1 to {experts.experts}")
+    shapes = tuple((count, *section.shape[1:]) for section in experts._packed)
+    gate_up, down = fetch_p.bind(first.astype(jnp.int32), layer=layer, shapes=shapes)
+    return gate_up, down
+
+
 def check() -> None:
     """Raises what went wrong with the first call from a GPU that failed since this was last asked."""
     check_ffi(_library(), _library().cpu_experts_ffi_failure())
@@ -139,6 +159,7 @@ def _library() -> ctypes.CDLL:
     """For any platform; its handler for the CPU backend registered with XLA."""
     library = load_ffi()
     _register("cpu_experts_forward", library.cpu_experts_ffi_forward, "cpu")
+    _register("cpu_experts_fetch", library.cpu_experts_ffi_fetch, "cpu")
     return library
 
 
@@ -149,6 +170,7 @@ def _cuda() -> None:
     check_ffi(library, library.cpu_experts_ffi_open_driver(os.environ.get("CPU_EXPERTS_LIBCUDA", "libcuda.so.1").encode()))
     _register("cpu_experts_submit", library.cpu_experts_ffi_submit, "CUDA")
     _register("cpu_experts_collect", library.cpu_experts_ffi_collect, "CUDA")
+    _register("cpu_experts_fetch", library.cpu_experts_ffi_fetch_on_gpu, "CUDA")
     atexit.register(library.cpu_experts_ffi_stop)
 
 
@@ -169,21 +191,26 @@ def _number(experts: Experts) -> int:
     if experts not in _numbers:
         library, functions = _library(), (experts._library.cpu_experts_forward, experts._library.cpu_experts_last_error)
         addresses = (ctypes.cast(f, ctypes.c_void_p) for f in functions)
-        layer = FfiLayer(ctypes.sizeof(FfiLayer), experts.experts, experts.model, experts._handle, *addresses)
+        sections, sizes = experts._packed, (experts.experts, experts.model)
+        weights = (*(s.ctypes.data for s in sections), *(s.nbytes for s in sections))
+        read_only = not all(s.flags.writeable for s in sections)
+        layer = FfiLayer(ctypes.sizeof(FfiLayer), *sizes, read_only, experts._handle, *weights, *addresses)
         number = library.cpu_experts_ffi_know(layer)
         if not number:
             raise MemoryError("no memory for one more layer")
         _numbers[experts] = number
-        weakref.finalize(experts, library.cpu_experts_ffi_forget, number).atexit = False
+        experts._forget = weakref.finalize(experts, library.cpu_experts_ffi_forget, number)
+        experts._forget.atexit = False
     return _numbers[experts]
 
 
-# The two halves as primitives. XLA is told that they have effects, so that none is dropped, merged or moved out of a loop; JAX is
-# not (as by has_side_effect of ffi_call): with effects that JAX knows of a program's dispatch takes 60 us, without 8.
+# What programs call, as primitives. XLA is told that they have effects, so that none is dropped, merged or moved out of a loop; JAX
+# is not (as by has_side_effect of ffi_call): with effects that JAX knows of a program's dispatch takes 60 us, without 8.
 
 
-def _primitive(name: str, result: Callable[..., jax.core.ShapedArray]) -> jax.extend.core.Primitive:
+def _primitive(name: str, result: Callable, several: bool = False) -> jax.extend.core.Primitive:
     primitive = jax.extend.core.Primitive(name)
+    primitive.multiple_results = several
     primitive.def_abstract_eval(result)
     primitive.def_impl(lambda *arrays, **static: _compiled(primitive, **static)(*arrays))
 
@@ -201,6 +228,7 @@ def _compiled(primitive: jax.extend.core.Primitive, **static) -> Callable:
 
 submit_p = _primitive("cpu_experts_submit", lambda *_, **__: jax.core.ShapedArray((2,), np.uint32))
 collect_p = _primitive("cpu_experts_collect", lambda _, x, *__, dtype, **___: jax.core.ShapedArray(x.shape, dtype))
+fetch_p = _primitive("cpu_experts_fetch", lambda _, *, shapes, **__: [jax.core.ShapedArray(s, np.uint8) for s in shapes], True)
 
 
 def _no_number(*_, **__) -> jax.Array:
@@ -218,11 +246,15 @@ def _nanoseconds(patience: float) -> np.uint64:
     return np.uint64(max(0.0, patience) * 1e9)
 
 
-def _submit_on_a_gpu(ctx: mlir.LoweringRuleContext, *arrays, layer: int, dtype: np.dtype, patience: float):
+def _expect_one_gpu(ctx: mlir.LoweringRuleContext) -> None:
     if reason := why_not("cuda"):
         raise Unsupported(reason)
     if getattr(ctx.module_context.axis_context, "num_devices", 1) > 1:  # XLA would not know whose rows go where
         raise Unsupported("experts in a program for several GPUs: call them inside jax.shard_map")
+
+
+def _submit_on_a_gpu(ctx: mlir.LoweringRuleContext, *arrays, layer: int, dtype: np.dtype, patience: float):
+    _expect_one_gpu(ctx)
     attributes = {"layer": np.uint64(layer), "float32": np.bool_(dtype == np.float32), "patience": _nanoseconds(patience)}
     return jax.ffi.ffi_lowering("cpu_experts_submit", has_side_effect=True)(ctx, *arrays, **attributes)
 
@@ -235,7 +267,18 @@ def _collect_on_a_gpu(ctx: mlir.LoweringRuleContext, number, *_, layer: int, dty
     return rule(ctx.replace(avals_in=[number_aval]), number, **attributes)
 
 
+def _fetch_anywhere(ctx: mlir.LoweringRuleContext, first, *, layer: int, **_):
+    return jax.ffi.ffi_lowering("cpu_experts_fetch", has_side_effect=True)(ctx, first, layer=np.uint64(layer))
+
+
+def _fetch_on_a_gpu(ctx: mlir.LoweringRuleContext, first, **static):
+    _expect_one_gpu(ctx)
+    return _fetch_anywhere(ctx, first, **static)
+
+
 mlir.register_lowering(submit_p, mlir.lower_fun(_no_number, multiple_results=False), platform="cpu")
 mlir.register_lowering(collect_p, mlir.lower_fun(_forward_now, multiple_results=False), platform="cpu")
 mlir.register_lowering(submit_p, _submit_on_a_gpu, platform="cuda")
 mlir.register_lowering(collect_p, _collect_on_a_gpu, platform="cuda")
+mlir.register_lowering(fetch_p, _fetch_anywhere, platform="cpu")
+mlir.register_lowering(fetch_p, _fetch_on_a_gpu, platform="cuda")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ABI = 2
 NAME = "libcpu_experts.so"
-FFI_ABI = 1
+FFI_ABI = 2
 FFI_NAME = "libcpu_experts_ffi.so"  # as it is built
 REBUILD = "run `python -m cpu_experts.build`"
 ISAS = ("best", "portable", "avx2", "avx512", "amx")
@@ -69,7 +69,12 @@ class FfiLayer(Structure):
         ("struct_bytes", c_int32),
         ("experts", c_int32),
         ("model", c_int32),
+        ("read_only", c_int32),
         ("handle", c_uint64),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("gate_up_bytes", c_uint64),
+        ("down_bytes", c_uint64),
         ("forward", c_void_p),
         ("last_error", c_void_p),
     ]

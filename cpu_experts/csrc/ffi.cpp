@@ -5,6 +5,7 @@
 #include <exception>
 #include <optional>
 
+#include "ffi_fetch.h"
 #include "ffi_service.h"
 
 #define CPU_EXPERTS_HANDLER(name) extern "C" CPU_EXPERTS_API XLA_FFI_Error* name(XLA_FFI_CallFrame*)
@@ -12,6 +13,8 @@
 CPU_EXPERTS_HANDLER(cpu_experts_ffi_forward);
 CPU_EXPERTS_HANDLER(cpu_experts_ffi_submit);
 CPU_EXPERTS_HANDLER(cpu_experts_ffi_collect);
+CPU_EXPERTS_HANDLER(cpu_experts_ffi_fetch);
+CPU_EXPERTS_HANDLER(cpu_experts_ffi_fetch_on_gpu);
 
 namespace {
 
@@ -25,6 +28,8 @@ using xla_ffi::ErrorCode;
 using Ids = xla_ffi::Buffer<DataType::S32, 2>;
 using Weights = xla_ffi::Buffer<DataType::F32, 2>;
 using Ticket = xla_ffi::Buffer<DataType::U32, 1>;
+using Number = xla_ffi::Buffer<DataType::S32, 0>;
+using Panels = xla_ffi::Buffer<DataType::U8, 3>;
 
 thread_local std::string last_error;
 
@@ -104,6 +109,29 @@ Error collect_on(Stream stream, uint64_t layer, bool x_float32, uint64_t chosen,
     });
 }
 
+Status read(Panels& gate_up, Panels& down, Copies& copies) {
+    int64_t count = gate_up.dimensions()[0];
+    if (down.dimensions()[0] != count) return {CPU_EXPERTS_INVALID, "gate_up and down: must be of as many experts"};
+    copies = {count, {gate_up.untyped_data(), down.untyped_data()}, {gate_up.size_bytes(), down.size_bytes()}};
+    return {};
+}
+
+Error fetch_now(uint64_t layer, Number first, xla_ffi::Result<Panels> gate_up, xla_ffi::Result<Panels> down) {
+    return guarded([&]() -> Status {
+        Copies copies{};
+        if (Status failed = read(*gate_up, *down, copies)) return failed;
+        return fetch(layer, *first.typed_data(), copies);
+    });
+}
+
+Error fetch_on(Stream stream, uint64_t layer, Number first, xla_ffi::Result<Panels> gate_up, xla_ffi::Result<Panels> down) {
+    return guarded([&]() -> Status {
+        Copies copies{};
+        if (Status failed = read(*gate_up, *down, copies)) return failed;
+        return fetch(stream, layer, first.typed_data(), copies);
+    });
+}
+
 template <class Body>
 int32_t status_of(Body body) {
     try {
@@ -149,6 +177,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(cpu_experts_ffi_collect, collect_on,
                                   .Ret<AnyBuffer>(),
                               {xla_ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(cpu_experts_ffi_fetch, fetch_now,
+                              xla_ffi::Ffi::Bind().Attr<uint64_t>("layer").Arg<Number>().Ret<Panels>().Ret<Panels>());
+
+// It waits for the stream, and its copies may not outlive the layer: no graph may have it.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(cpu_experts_ffi_fetch_on_gpu, fetch_on,
+                              xla_ffi::Ffi::Bind()
+                                  .Ctx<xla_ffi::PlatformStream<Stream>>()
+                                  .Attr<uint64_t>("layer")
+                                  .Arg<Number>()
+                                  .Ret<Panels>()
+                                  .Ret<Panels>());
+
 int32_t cpu_experts_ffi_abi(void) { return CPU_EXPERTS_FFI_ABI; }
 
 int32_t cpu_experts_ffi_api(void) { return 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR; }
@@ -163,7 +203,7 @@ uint64_t cpu_experts_ffi_know(const cpu_experts_ffi_layer* layer) {
 
 void cpu_experts_ffi_forget(uint64_t layer) {
     forget(layer);
-    status_of([&]() -> Status { return forget_rings(layer), Status{}; });
+    status_of([&]() -> Status { return unpin(layer), forget_rings(layer), Status{}; });
 }
 
 int32_t cpu_experts_ffi_open_driver(const char* path) {

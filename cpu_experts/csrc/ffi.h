@@ -11,12 +11,15 @@
 extern "C" {
 #endif
 
-#define CPU_EXPERTS_FFI_ABI 1
+#define CPU_EXPERTS_FFI_ABI 2
 
 typedef struct {
     int32_t struct_bytes;
     int32_t experts, model; /* X, D */
+    int32_t read_only;      /* whether the memory of the weights is, as that of a mapped file */
     uint64_t handle;
+    const void *gate_up, *down; /* packed, as the layer was opened over them */
+    uint64_t gate_up_bytes, down_bytes;
     int32_t (*forward)(uint64_t handle, const cpu_experts_batch* batch); /* of the library that opened the handle */
     const char* (*last_error)(void);
 } cpu_experts_ffi_layer;
@@ -26,6 +29,7 @@ CPU_EXPERTS_API int32_t cpu_experts_ffi_abi(void);
 CPU_EXPERTS_API int32_t cpu_experts_ffi_api(void);
 /* The layer's number, or 0: no memory, or a struct of another size. */
 CPU_EXPERTS_API uint64_t cpu_experts_ffi_know(const cpu_experts_ffi_layer* layer);
+/* Waits for fetches under way: after it the weights are the caller's to free, once the layer is closed, too. */
 CPU_EXPERTS_API void cpu_experts_ffi_forget(uint64_t layer);
 
 /* CUDA's driver for the programs of GPUs, "libcuda.so.1": a status. */

@@ -33,14 +33,20 @@ bool find_all(void* library, Driver& d, std::string& missing) {
     return find(library, "cuGetErrorString", d.GetErrorString, missing) &&
            find(library, "cuStreamGetCtx", d.StreamGetCtx, missing) &&
            find(library, "cuStreamIsCapturing", d.StreamIsCapturing, missing) &&
+           find(library, "cuStreamSynchronize", d.StreamSynchronize, missing) &&
            find(library, "cuThreadExchangeStreamCaptureMode", d.ThreadExchangeStreamCaptureMode, missing) &&
            find(library, "cuCtxPushCurrent_v2", d.CtxPushCurrent, missing) &&
            find(library, "cuCtxPopCurrent_v2", d.CtxPopCurrent, missing) &&
            find(library, "cuCtxSynchronize", d.CtxSynchronize, missing) &&
            find(library, "cuMemHostAlloc", d.MemHostAlloc, missing) &&
            find(library, "cuMemHostGetDevicePointer_v2", d.MemHostGetDevicePointer, missing) &&
-           find(library, "cuMemFreeHost", d.MemFreeHost, missing) && find(library, "cuMemAlloc_v2", d.MemAlloc, missing) &&
-           find(library, "cuMemFree_v2", d.MemFree, missing) && find(library, "cuMemcpyHtoD_v2", d.MemcpyHtoD, missing) &&
+           find(library, "cuMemFreeHost", d.MemFreeHost, missing) &&
+           find(library, "cuMemHostRegister_v2", d.MemHostRegister, missing) &&
+           find(library, "cuMemHostUnregister", d.MemHostUnregister, missing) &&
+           find(library, "cuMemAlloc_v2", d.MemAlloc, missing) && find(library, "cuMemFree_v2", d.MemFree, missing) &&
+           find(library, "cuMemcpyHtoD_v2", d.MemcpyHtoD, missing) &&
+           find(library, "cuMemcpyHtoDAsync_v2", d.MemcpyHtoDAsync, missing) &&
+           find(library, "cuMemcpyDtoHAsync_v2", d.MemcpyDtoHAsync, missing) &&
            find(library, "cuModuleLoadData", d.ModuleLoadData, missing) &&
            find(library, "cuModuleGetFunction", d.ModuleGetFunction, missing) &&
            find(library, "cuLaunchKernel", d.LaunchKernel, missing);

@@ -19,6 +19,7 @@ struct Driver {
     int (*GetErrorString)(int result, const char** words);
     int (*StreamGetCtx)(Stream, Context*);
     int (*StreamIsCapturing)(Stream, int* whether);
+    int (*StreamSynchronize)(Stream);
     int (*ThreadExchangeStreamCaptureMode)(int* mode);
     int (*CtxPushCurrent)(Context);
     int (*CtxPopCurrent)(Context*);
@@ -26,9 +27,13 @@ struct Driver {
     int (*MemHostAlloc)(void** memory, size_t bytes, unsigned flags);
     int (*MemHostGetDevicePointer)(Address*, void* memory, unsigned flags);
     int (*MemFreeHost)(void* memory);
+    int (*MemHostRegister)(void* memory, size_t bytes, unsigned flags);
+    int (*MemHostUnregister)(void* memory);
     int (*MemAlloc)(Address*, size_t bytes);
     int (*MemFree)(Address);
     int (*MemcpyHtoD)(Address, const void* memory, size_t bytes);
+    int (*MemcpyHtoDAsync)(Address, const void* memory, size_t bytes, Stream);
+    int (*MemcpyDtoHAsync)(void* memory, Address, size_t bytes, Stream);
     int (*ModuleLoadData)(Module*, const void* text);
     int (*ModuleGetFunction)(Function*, Module, const char* name);
     int (*LaunchKernel)(Function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,

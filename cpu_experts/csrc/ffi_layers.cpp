@@ -1,19 +1,30 @@
 #include "ffi_layers.h"
 
 #include <pthread.h>
+#include <unistd.h>
 
+#include <chrono>
 #include <climits>
 #include <map>
 #include <mutex>
+#include <thread>
+#include <utility>
 
 namespace cpu_experts::ffi {
 namespace {
+
+constexpr std::chrono::microseconds kLook{50};  // between two looks whether a layer is still held
+
+struct Known {
+    std::shared_ptr<const cpu_experts_ffi_layer> layer;
+    pid_t process;
+};
 
 // Never destroyed: programs may run until the process ends.
 struct Registry {
     std::mutex mutex;
     uint64_t next = 1;
-    std::map<uint64_t, cpu_experts_ffi_layer> layers;
+    std::map<uint64_t, Known> layers;
 };
 
 Registry& registry() {
@@ -27,12 +38,9 @@ Registry& registry() {
 }
 
 Status found(const Call& call, cpu_experts_ffi_layer& layer) {
-    {
-        std::lock_guard<std::mutex> hold(registry().mutex);
-        auto at = registry().layers.find(call.layer);
-        if (at == registry().layers.end()) return {CPU_EXPERTS_CLOSED, "the layer is closed"};
-        layer = at->second;
-    }
+    auto held = hold(call.layer);
+    if (!held) return {CPU_EXPERTS_CLOSED, "the layer is closed"};
+    layer = *held;
     if (call.model != layer.model) {
         return {CPU_EXPERTS_INVALID, "x: rows of " + std::to_string(call.model) + ", must be of " + std::to_string(layer.model)};
     }
@@ -45,13 +53,27 @@ Status found(const Call& call, cpu_experts_ffi_layer& layer) {
 uint64_t know(const cpu_experts_ffi_layer& layer) {
     std::lock_guard<std::mutex> hold(registry().mutex);
     uint64_t number = registry().next++;
-    registry().layers[number] = layer;
+    registry().layers[number] = {std::make_shared<const cpu_experts_ffi_layer>(layer), getpid()};
     return number;
 }
 
-void forget(uint64_t number) {
+std::shared_ptr<const cpu_experts_ffi_layer> hold(uint64_t number) {
     std::lock_guard<std::mutex> hold(registry().mutex);
-    registry().layers.erase(number);
+    auto at = registry().layers.find(number);
+    return at == registry().layers.end() ? nullptr : at->second.layer;
+}
+
+void forget(uint64_t number) {
+    Known gone{};
+    {
+        std::lock_guard<std::mutex> hold(registry().mutex);
+        auto at = registry().layers.find(number);
+        if (at == registry().layers.end()) return;
+        gone = std::move(at->second);
+        registry().layers.erase(at);
+    }
+    // A fork's copy may be held by threads that are not here.
+    while (gone.layer.use_count() > 1 && gone.process == getpid()) std::this_thread::sleep_for(kLook);
 }
 
 Status check(const Call& call) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "ffi.h"
@@ -22,7 +23,10 @@ struct Call {
 };
 
 uint64_t know(const cpu_experts_ffi_layer& layer);
+// Returns once nobody holds it any more.
 void forget(uint64_t number);
+// A layer whose weights stay as long as this is held; nullptr if it is forgotten.
+std::shared_ptr<const cpu_experts_ffi_layer> hold(uint64_t number);
 // Whether the layer is there and would take the call's sizes.
 Status check(const Call& call);
 Status forward(const Call& call, const void* x, const int32_t* topk_ids, const float* topk_weights, void* out);

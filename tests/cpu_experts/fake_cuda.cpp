@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -365,10 +366,10 @@ public:
         changed_.notify_all();
         thread_.join();
     }
-    void push(const Launch& launch) {
+    void push(std::function<void()> work) {
         std::lock_guard<std::mutex> hold(mutex_);
-        if (capturing) return graph.push_back(launch);
-        queue_.push_back(launch);
+        if (capturing) return graph.push_back(std::move(work));
+        queue_.push_back(std::move(work));
         changed_.notify_all();
     }
     void synchronize() {
@@ -376,7 +377,7 @@ public:
         changed_.wait(hold, [this] { return queue_.empty(); });
     }
     std::atomic<bool> capturing{false};
-    std::vector<Launch> graph;
+    std::vector<std::function<void()>> graph;
 
 private:
     void work() {
@@ -384,9 +385,9 @@ private:
         for (;;) {
             changed_.wait(hold, [this] { return ends_ || !queue_.empty(); });
             if (queue_.empty()) return;
-            Launch& first = queue_.front();
+            auto& first = queue_.front();
             hold.unlock();
-            first.run();
+            first();
             hold.lock();
             queue_.pop_front();
             changed_.notify_all();
@@ -394,7 +395,7 @@ private:
     }
     std::mutex mutex_;
     std::condition_variable changed_;
-    std::deque<Launch> queue_;
+    std::deque<std::function<void()>> queue_;
     bool ends_ = false;
     std::thread thread_;
 };
@@ -403,6 +404,7 @@ struct Device {
     std::mutex mutex;
     std::vector<FakeStream*> streams;
     std::map<void*, size_t> held;  // memory of either kind
+    std::map<const void*, std::pair<size_t, unsigned>> registered;  // memory of others, with flags
     std::string refused;           // a function that fails
 };
 
@@ -434,6 +436,14 @@ int release(void* memory) {
     must(device().held.erase(memory) == 1, "freed what is not held");
     std::free(memory);
     return 0;
+}
+
+bool registered(const void* from, size_t bytes) {
+    std::lock_guard<std::mutex> hold(device().mutex);
+    auto after = device().registered.upper_bound(from);
+    if (after == device().registered.begin()) return false;
+    auto& [memory, what] = *std::prev(after);
+    return static_cast<const uint8_t*>(from) + bytes <= static_cast<const uint8_t*>(memory) + what.first;
 }
 
 }  // namespace
@@ -507,8 +517,45 @@ API int cuLaunchKernel(void* function, unsigned gx, unsigned, unsigned, unsigned
         auto* from = static_cast<uint8_t*>(*arguments++);
         launch.parameters.insert(launch.parameters.end(), from, from + bytes);
     }
-    static_cast<FakeStream*>(stream)->push(launch);
+    static_cast<FakeStream*>(stream)->push([launch] { launch.run(); });
     return 0;
+}
+API int cuStreamSynchronize(void* stream) {
+    must(!static_cast<FakeStream*>(stream)->capturing, "a stream that is captured cannot be waited for");
+    static_cast<FakeStream*>(stream)->synchronize();
+    return asked("cuStreamSynchronize");
+}
+API int cuMemHostRegister_v2(void* memory, size_t bytes, unsigned flags) {
+    if (int failed = asked("cuMemHostRegister")) return failed;
+    must(pushed > 0, "no context is current");
+    std::lock_guard<std::mutex> hold(device().mutex);
+    must(device().registered.emplace(memory, std::make_pair(bytes, flags)).second, "registered twice");
+    return 0;
+}
+API int cuMemHostUnregister(void* memory) {
+    must(pushed > 0, "no context is current");
+    std::lock_guard<std::mutex> hold(device().mutex);
+    must(device().registered.erase(memory) == 1, "unregistered what is not registered");
+    return 0;
+}
+API int cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, size_t bytes, void* stream) {
+    if (int failed = asked("cuMemcpyHtoDAsync")) return failed;
+    bool pinned = registered(from, bytes);
+    if (!pinned) {  // the driver reads it at once
+        static_cast<FakeStream*>(stream)->synchronize();
+        std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+        return 0;
+    }
+    static_cast<FakeStream*>(stream)->push([=] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        must(registered(from, bytes), "copied from memory that is registered no longer");
+        std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+    });
+    return 0;
+}
+API int cuMemcpyDtoHAsync_v2(void* to, unsigned long long from, size_t bytes, void* stream) {
+    static_cast<FakeStream*>(stream)->push([=] { std::memcpy(to, reinterpret_cast<void*>(from), bytes); });
+    return asked("cuMemcpyDtoHAsync");
 }
 
 // ---- for the tests
@@ -523,7 +570,7 @@ API void fake_synchronize(void* stream) { static_cast<FakeStream*>(stream)->sync
 API void fake_capture(void* stream, int whether) { static_cast<FakeStream*>(stream)->capturing = whether; }
 API void fake_replay(void* stream) {
     auto* s = static_cast<FakeStream*>(stream);
-    for (auto& launch : s->graph) s->push(launch);
+    for (auto& work : s->graph) s->push(work);
 }
 API void fake_refuse(const char* function) {
     std::lock_guard<std::mutex> hold(device().mutex);
@@ -536,12 +583,20 @@ API size_t fake_held() {
     return bytes;
 }
 
+// Bytes that are registered with all of these flags.
+API size_t fake_registered(unsigned flags) {
+    std::lock_guard<std::mutex> hold(device().mutex);
+    size_t bytes = 0;
+    for (auto& [memory, what] : device().registered) bytes += (what.second & flags) == flags ? what.first : 0;
+    return bytes;
+}
+
 #ifdef FAKE_CUDA_FFI
 // The GPU's handlers on XLA's CPU backend: with a stream of ours, whose work is waited for.
 
 namespace {
 
-XLA_FFI_Handler *submit_handler, *collect_handler;
+XLA_FFI_Handler *submit_handler, *collect_handler, *fetch_handler;
 
 XLA_FFI_Error* stream_of_this_thread(XLA_FFI_Stream_Get_Args* args) {
     thread_local void* stream = fake_stream();
@@ -564,9 +619,10 @@ XLA_FFI_Error* with_a_stream(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame)
 
 }  // namespace
 
-API void fake_handlers(XLA_FFI_Handler* submit, XLA_FFI_Handler* collect) {
-    submit_handler = submit, collect_handler = collect;
+API void fake_handlers(XLA_FFI_Handler* submit, XLA_FFI_Handler* collect, XLA_FFI_Handler* fetch) {
+    submit_handler = submit, collect_handler = collect, fetch_handler = fetch;
 }
 API XLA_FFI_Error* fake_submit(XLA_FFI_CallFrame* frame) { return with_a_stream(submit_handler, frame); }
 API XLA_FFI_Error* fake_collect(XLA_FFI_CallFrame* frame) { return with_a_stream(collect_handler, frame); }
+API XLA_FFI_Error* fake_fetch(XLA_FFI_CallFrame* frame) { return with_a_stream(fetch_handler, frame); }
 #endif

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "ffi_fetch.h"
 #include "ffi_service.h"
 
 namespace {
@@ -56,7 +57,12 @@ int32_t multiply(uint64_t handle, const cpu_experts_batch* b) {
     return 0;
 }
 
-uint64_t layer_of(uint64_t handle) { return know({int32_t(sizeof(cpu_experts_ffi_layer)), 8, 40, handle, multiply, no_words}); }
+// Some have weights, of 24 bytes and 8 an expert.
+uint64_t layer_of(uint64_t handle, const std::vector<uint8_t>& weights = {}, bool read_only = false) {
+    uint64_t gate_up = weights.size() / 4 * 3;
+    return know({int32_t(sizeof(cpu_experts_ffi_layer)), 8, 40, read_only, handle, weights.data(), weights.data() + gate_up,
+                 gate_up, weights.size() - gate_up, multiply, no_words});
+}
 
 struct Fake {
     explicit Fake(const char* path) : library(dlopen(path, RTLD_NOW)) {}
@@ -65,6 +71,9 @@ struct Fake {
         reinterpret_cast<void (*)(Arguments...)>(dlsym(library, name))(arguments...);
     }
     void* stream() const { return reinterpret_cast<void* (*)()>(dlsym(library, "fake_stream"))(); }
+    size_t registered(unsigned flags = 0) const {
+        return reinterpret_cast<size_t (*)(unsigned)>(dlsym(library, "fake_registered"))(flags);
+    }
     size_t held() const { return reinterpret_cast<size_t (*)()>(dlsym(library, "fake_held"))(); }
     void* library;
 };
@@ -297,6 +306,83 @@ void refused(const Fake& fake) {
     check(a.right(1), "and then it works");
 }
 
+struct Fetched {
+    std::vector<uint8_t> gate_up = std::vector<uint8_t>(2 * 24), down = std::vector<uint8_t>(2 * 8);
+    Copies copies{2, {gate_up.data(), down.data()}, {gate_up.size(), down.size()}};
+    int32_t first = 3;
+
+    Status from(uint64_t layer, void* stream) { return fetch(stream, layer, &first, copies); }
+    bool right(const std::vector<uint8_t>& weights) const {
+        const uint8_t* at = weights.data();
+        return std::equal(gate_up.begin(), gate_up.end(), at + first * 24) &&
+               std::equal(down.begin(), down.end(), at + 8 * 24 + first * 8);
+    }
+};
+
+std::vector<uint8_t> some_weights() {
+    std::vector<uint8_t> weights(8 * 32);
+    for (size_t i = 0; i < weights.size(); ++i) weights[i] = uint8_t(i * 7 + 1);
+    return weights;
+}
+
+void fetched(const Fake& fake) {
+    void* stream = fake.stream();
+    auto weights = some_weights();
+    for (bool read_only : {false, true}) {
+        uint64_t layer = layer_of(1, weights, read_only);
+        Fetched a, b;
+        check(!a.from(layer, stream) && !b.from(layer, stream), "fetched");
+        check(fake.registered() == weights.size() && fake.registered(8) == (read_only ? weights.size() : 0), "from pinned memory");
+        forget(layer), unpin(layer);  // the copies are under way
+        check(!fake.registered() && a.right(weights) && b.right(weights), "which is theirs again once all is copied");
+        check(says(a.from(layer, stream), "the layer is closed"), "and then the layer is closed");
+    }
+    uint64_t layer = layer_of(1, weights);
+    Fetched a, bad;
+    for (const char* function : {"cuStreamGetCtx", "cuMemcpyDtoHAsync", "cuStreamSynchronize", "cuMemcpyHtoDAsync"}) {
+        fake.call("fake_refuse", function);
+        check(says(bad.from(layer, stream), function), "a driver's failure is told");
+    }
+    forget(layer), unpin(layer);
+    layer = layer_of(1, weights);
+    fake.call("fake_refuse", "cuMemHostRegister");
+    check(!a.from(layer, stream) && !fake.registered() && a.right(weights), "what cannot be pinned is copied all the same");
+    fake.call("fake_refuse", "");
+    bad.first = 7;
+    check(says(bad.from(layer, stream), "2 experts from 7, must be some of 8"), "experts are checked");
+    bad.first = 0, bad.copies.bytes[1] = 9;
+    check(says(bad.from(layer, stream), "an array of 9 bytes, must be of 16"), "and sizes");
+    fake.call("fake_capture", stream, 1);
+    check(says(a.from(layer, stream), "in a graph"), "a graph cannot have it");
+    fake.call("fake_capture", stream, 0);
+    forget(layer), unpin(layer);
+}
+
+void fetched_while_forgotten(const Fake& fake) {
+    auto weights = some_weights();
+    std::atomic<int> wrong{0};
+    for (int i = 0; i < 20; ++i) {
+        uint64_t layer = layer_of(1, weights);
+        std::vector<std::thread> threads;
+        for (int t = 0; t < 2; ++t) {
+            threads.emplace_back([&] {
+                void* stream = fake.stream();
+                for (int k = 0; k < 3; ++k) {
+                    Fetched a;
+                    Status failed = a.from(layer, stream);
+                    fake.call("fake_synchronize", stream);
+                    wrong += failed ? !says(failed, "the layer is closed") : !a.right(weights);
+                }
+            });
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(i));
+        forget(layer), unpin(layer);
+        wrong += fake.registered() != 0;
+        for (auto& thread : threads) thread.join();
+    }
+    check(!wrong, "a fetch is right or an error, and nothing stays registered");
+}
+
 void in_a_fork(const Fake& fake) {
     void* stream = fake.stream();
     Arrays a(layer_of(1), 1, 1.f);
@@ -305,7 +391,7 @@ void in_a_fork(const Fake& fake) {
     if (!child) {
         alarm(30);
         bool told = says(a.submit(stream), "fork") && says(a.collect(stream), "fork");
-        forget_rings(a.call.layer), stop();
+        forget(a.call.layer), unpin(a.call.layer), forget_rings(a.call.layer), stop();
         _exit(told && !failure() ? 0 : 1);
     }
     int status = 0;
@@ -351,8 +437,10 @@ int main(int, char** arguments) {
         {"failing", failing},                         {"impatient", impatient},
         {"no free slot", no_free_slot},               {"many threads", many_threads},
         {"in a graph", in_a_graph},                   {"forgotten", forgotten},
-        {"refused", refused},                         {"in a fork", in_a_fork},
-        {"idle", idle},                               {"stopped", stopped},
+        {"refused", refused},                         {"fetched", fetched},
+        {"fetched while forgotten", fetched_while_forgotten},
+        {"in a fork", in_a_fork},                     {"idle", idle},
+        {"stopped", stopped},
     };
     for (auto& [name, test] : all) {
         int before = failures;

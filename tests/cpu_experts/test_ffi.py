@@ -65,27 +65,31 @@ def fake(chosen, fake_driver):
     """The driver, with CUDA's handlers registered for the CPU backend."""
     driver, handlers = ctypes.CDLL(str(fake_driver)), ffi._library()
     assert ffi.why_not("cuda") is None
-    driver.fake_handlers(handlers.cpu_experts_ffi_submit, handlers.cpu_experts_ffi_collect)
-    driver.fake_held.restype = ctypes.c_size_t
+    names = "submit", "collect", "fetch_on_gpu"
+    driver.fake_handlers(*(getattr(handlers, f"cpu_experts_ffi_{name}") for name in names))
+    driver.fake_held.restype = driver.fake_registered.restype = ctypes.c_size_t
     ffi._register("cpu_experts_submit", driver.fake_submit, "cpu")
     ffi._register("cpu_experts_collect", driver.fake_collect, "cpu")
+    ffi._register("fake_fetch", driver.fake_fetch, "cpu")  # cpu_experts_fetch is the CPU backend's own
     return driver
 
 
-def lower(submit, collect) -> None:
-    """What the CPU backend makes of the two halves from here on."""
+def lower(submit, collect, fetch: str) -> None:
+    """What the CPU backend makes of the two halves and of fetching from here on."""
     jax.clear_caches()
     ffi._compiled.cache_clear()
     mlir.register_lowering(ffi.submit_p, submit, platform="cpu")
     mlir.register_lowering(ffi.collect_p, collect, platform="cpu")
+    by = jax.ffi.ffi_lowering(fetch, has_side_effect=True)
+    mlir.register_lowering(ffi.fetch_p, lambda *a, layer, **_: by(*a, layer=np.uint64(layer)), platform="cpu")
 
 
 @pytest.fixture
 def gpu(fake):
     """The CPU backend as a GPU; what fails must have been heard of by the end."""
-    lower(ffi._submit_on_a_gpu, ffi._collect_on_a_gpu)
+    lower(ffi._submit_on_a_gpu, ffi._collect_on_a_gpu, "fake_fetch")
     yield fake
-    lower(*(mlir.lower_fun(f, multiple_results=False) for f in (ffi._no_number, ffi._forward_now)))
+    lower(*(mlir.lower_fun(f, multiple_results=False) for f in (ffi._no_number, ffi._forward_now)), "cpu_experts_fetch")
     ffi.check()
 
 
@@ -316,11 +320,11 @@ def test_a_library_for_other_headers_is_refused(ffi_library, tmp_path, monkeypat
     headers = tmp_path / "xla/ffi/api"
     headers.mkdir(parents=True)
     (headers / "c_api.h").write_text("#define XLA_FFI_API_MAJOR 3\n#define XLA_FFI_API_MINOR 14\n")
-    assert library.ffi_name(tmp_path) == "libcpu_experts_ffi1-3014.so"
+    assert library.ffi_name(tmp_path) == "libcpu_experts_ffi2-3014.so"
     with pytest.raises(Unsupported, match=r"XLA FFI \d+, expected 3014: run `python -m cpu_experts\.build`"):
         library.opened_ffi(ffi_library, tmp_path)
     monkeypatch.setattr(library, "FFI_ABI", 99)
-    with pytest.raises(Unsupported, match="ABI 1, expected 99"):
+    with pytest.raises(Unsupported, match="ABI 2, expected 99"):
         library.opened_ffi(ffi_library, library.ffi_headers())
 
 
@@ -435,6 +439,78 @@ def test_expert_deferral_collects_a_layer_later(layer, gpu):
     np.testing.assert_allclose(y, expected, rtol=1e-3, atol=1e-2)
 
 
+def whole(layer: Experts) -> tuple[np.ndarray, np.ndarray]:
+    """What fetching gives of all experts."""
+    return tuple(map(np.asarray, ffi.fetch(layer, 0, layer.experts)))
+
+
+def test_packed_experts_are_fetched_as_they_lie(layer, platform):
+    for first, count in ((0, 6), (2, 3), (5, 1)):
+        found = jax.jit(lambda first, count=count: ffi.fetch(layer, first, count))(first)
+        for part, section in zip(found, layer._packed, strict=True):
+            np.testing.assert_array_equal(part, section[first : first + count])
+    groups = jax.lax.map(lambda first: ffi.fetch(layer, first, 2), jnp.arange(0, 6, 2))
+    for part, section in zip(groups, layer._packed, strict=True):
+        np.testing.assert_array_equal(part.reshape(section.shape), section)
+
+
+def test_experts_that_are_not_there_are_not_fetched(layer, platform):
+    for first, count, error, words in (
+        (0, 7, ValueError, "count: 7, must be 1 to 6"),
+        (0, 0, ValueError, "count: 0"),
+        (1.0, 2, TypeError, r"first: float32\[\], must be an integer"),
+        (np.arange(2), 2, TypeError, r"first: int32\[2\]"),
+        (5, 2, FAILED, "2 experts from 5, must be some of 6"),
+        (-1, 2, FAILED, "2 experts from -1"),
+    ):
+        with pytest.raises(error, match=words):
+            jax.block_until_ready(ffi.fetch(layer, first, count))
+
+
+def test_a_closed_layer_is_not_fetched_in_old_programs_and_new(built, platform):
+    layer = Experts(*LAYER)
+    run = jax.jit(lambda: ffi.fetch(layer, 0, 6))
+    jax.block_until_ready(run())
+    layer.close()
+    with pytest.raises(FAILED, match="the layer is closed"):
+        jax.block_until_ready(run())
+    with pytest.raises(Closed):
+        ffi.fetch(layer, 0, 6)
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_memory_is_pinned_for_a_gpu_until_the_layer_is_closed(built, gpu, tmp_path, dropped):
+    with Experts(*LAYER) as layer:
+        layer.save(tmp_path / "layer")
+        whole(layer), whole(layer)
+        assert gpu.fake_registered(1) == layer.nbytes
+        assert gpu.fake_registered(8) == 0
+    assert gpu.fake_registered(0) == 0
+    mapped = Experts.open(tmp_path / "layer")
+    size, _ = mapped.nbytes, whole(mapped)
+    assert gpu.fake_registered(8) == size  # a mapped file's memory is read-only
+    if not dropped:
+        mapped.close()
+    del mapped
+    assert gpu.fake_registered(0) == 0
+
+
+def test_what_cannot_be_pinned_is_fetched_all_the_same(layer, gpu):
+    gpu.fake_refuse(b"cuMemHostRegister")
+    found = whole(layer)
+    gpu.fake_refuse(b"")
+    assert gpu.fake_registered(0) == 0
+    for part, section in zip(found, layer._packed, strict=True):
+        np.testing.assert_array_equal(part, section)
+
+
+def test_fetching_is_a_call_with_effects_for_cuda_too(layer, fake):
+    text = jax.jit(lambda: ffi.fetch(layer, 0, 6)).trace().lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (line for line in text.splitlines() if "custom_call" in line)
+    assert "@cpu_experts_fetch" in call
+    assert "has_side_effect = true" in call
+
+
 AS_A_GPU = """
 import ctypes, os
 import jax, numpy as np
@@ -442,7 +518,7 @@ from jax.interpreters import mlir
 from cpu_experts import Experts, Unsupported, ffi
 assert ffi.why_not("cuda") is None
 fake, library = ctypes.CDLL(os.environ["CPU_EXPERTS_LIBCUDA"]), ffi._library()
-fake.fake_handlers(library.cpu_experts_ffi_submit, library.cpu_experts_ffi_collect)
+fake.fake_handlers(library.cpu_experts_ffi_submit, library.cpu_experts_ffi_collect, library.cpu_experts_ffi_fetch_on_gpu)
 ffi._register("cpu_experts_submit", fake.fake_submit, "cpu")
 ffi._register("cpu_experts_collect", fake.fake_collect, "cpu")
 mlir.register_lowering(ffi.submit_p, ffi._submit_on_a_gpu, platform="cpu")
@@ -492,7 +568,10 @@ def test_at_exit_the_thread_ends_and_later_calls_are_errors(builds, fake_driver)
     assert "is stopped: the process ends" in python(EXITS, CPU_EXPERTS_LIBRARY=str(builds() / library.NAME))
 
 
-PROTOCOL = [str(HERE / "ffi_protocol.cpp"), *(str(CSRC / f"ffi_{part}.cpp") for part in ("layers", "driver", "ring", "service"))]
+PROTOCOL = [
+    str(HERE / "ffi_protocol.cpp"),
+    *(str(CSRC / f"ffi_{part}.cpp") for part in ("layers", "driver", "fetch", "ring", "service")),
+]
 SANITIZERS = {
     "none": [],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
@@ -511,7 +590,7 @@ def test_the_protocol_between_gpu_and_host(tmp_path, sanitizer):
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66"}
     done = subprocess.run([str(program), str(driver)], env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr[-8000:]
-    assert done.stdout.count("ok: ") == 14
+    assert done.stdout.count("ok: ") == 16
     assert "Sanitizer" not in done.stderr
 
 
@@ -542,6 +621,6 @@ def test_only_the_functions_of_the_header_and_handlers_are_exported(ffi_library)
     done = subprocess.run(["nm", "-D", "--defined-only", str(ffi_library)], capture_output=True, text=True, check=True)
     names = {line.split()[-1] for line in done.stdout.splitlines()}
     assert {n for n in names if not n.startswith("_Z")} == set(library.FFI_SIGNATURES) | {
-        f"cpu_experts_ffi_{handler}" for handler in ("forward", "submit", "collect")
+        f"cpu_experts_ffi_{handler}" for handler in ("forward", "submit", "collect", "fetch", "fetch_on_gpu")
     }
     assert not [n for n in names if "cpu_experts" in n and n.startswith("_Z")]
