@@ -204,8 +204,8 @@ def _number(experts: Experts) -> int:
     return _numbers[experts]
 
 
-# What programs call, as primitives. XLA is told that they have effects, so that none is dropped, merged or moved out of a loop; JAX
-# is not (as by has_side_effect of ffi_call): with effects that JAX knows of a program's dispatch takes 60 us, without 8.
+# What programs call, as primitives. XLA is told that they have effects, so that none is dropped, merged or moved out of a loop;
+# JAX is not (as by has_side_effect of ffi_call): with effects that JAX knows of a program's dispatch takes 60 us, without 8.
 
 
 def _primitive(name: str, result: Callable, several: bool = False) -> jax.extend.core.Primitive:

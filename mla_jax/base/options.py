@@ -59,6 +59,8 @@ class ExpertOptions:
     """Keep packed experts here; the next start maps them."""
     defer: int = 0
     """Experts a token on the CPU that are added a layer later."""
+    stream_tokens: int | None = None
+    """Tokens from which the device computes these; 0 for never."""
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,47 @@ def host_seconds(config: Config, on: Host, tokens: int, expert_bytes: float) -> 
     return on.call + max(experts_touched(config, tokens) * expert_bytes / on.bandwidth, flops / on.flops)
 
 
+def stream_seconds(config: Config, on: Device, host: Host, tokens: int, expert_bytes: float) -> float:
+    """A layer's routed experts brought from the host to a device, all of them, unpacked there and computed."""
+    experts, weights = config.n_routed_experts or 0, 3 * config.hidden_size * (config.moe_intermediate_size or 0)
+    unpacked = experts * on.itemsize * weights
+    computed = Cost(2 * tokens * (config.num_experts_per_tok or 0) * weights, unpacked).seconds(on)
+    return experts * expert_bytes / host.link + (experts * expert_bytes + unpacked) / on.bandwidth + computed
+
+
+def stream_tokens(config: Config, on: Device, host: Host, expert_bytes: float, most: int = 1 << 20) -> int:
+    """The fewest tokens with which that takes less than computing them on the host; 0 if it takes more with `most`."""
+
+    def gains(tokens: int) -> bool:
+        return stream_seconds(config, on, host, tokens, expert_bytes) < host_seconds(config, host, tokens, expert_bytes)
+
+    above = next((n for n in (1 << i for i in range(most.bit_length())) if gains(n)), 0)
+    return next((n for n in range(above // 2 + 1, above) if gains(n)), above)
+
+
+def prefill_seconds(
+    config: Config, on: Device, new: int, host: Host | None = None, layers: int = 0, expert_bytes: float = 0, stream: int = 0
+) -> float:
+    """A prompt of `new` tokens at once, if the routed experts of so many `layers` lie on the `host`.
+
+    From `stream` tokens on, 0 for never, they are brought to the device."""
+    one, chosen = 3 * config.hidden_size * (config.moe_intermediate_size or 0), config.num_experts_per_tok or 0
+    moe = sum(config.is_moe(i) for i in range(config.num_hidden_layers))
+
+    def on_device(computed: float, read: float) -> float:
+        return Cost(2 * new * computed, on.itemsize * read).seconds(on)
+
+    attention = step_cost(config, pick_form(config, on, 1, new, new), 1, new, new, on.itemsize).seconds(on)
+    dense, shared = 3 * config.hidden_size * config.intermediate_size, (config.n_shared_experts or 0) * one
+    seconds = config.num_hidden_layers * attention + (config.num_hidden_layers - moe) * on_device(dense, dense)
+    seconds += moe * on_device(shared, shared) + (moe - layers) * on_device(chosen * one, experts_touched(config, new) * one)
+    if not layers or host is None:
+        return seconds
+    if 0 < stream <= new:
+        return seconds + layers * stream_seconds(config, on, host, new, expert_bytes)
+    return seconds + layers * host_seconds(config, host, new, expert_bytes)
+
+
 def decode_seconds(
     config: Config,
     on: Device,

@@ -49,6 +49,7 @@ class LLM:
         host_precision: str | None = None,
         host_folder: str | Path | None = None,
         defer: int = 0,
+        stream_tokens: int | None = None,
         memory_fraction: float | None = None,
         progress: Progress | None = None,
     ):
@@ -58,7 +59,8 @@ class LLM:
         `experts` "host" has the CPU compute all routed experts, "auto" those of as many layers, `host_layers` overriding how
         many, as do not fit the device; else it names a backend on the device. `host_precision` is theirs there (None: as they
         are stored, floats in bf16), `host_folder` keeps them packed and maps them at the next start, and `defer` of a token's are
-        added a layer later while decoding, which is not exact.
+        added a layer later while decoding, which is not exact. Chunks of a prompt with `stream_tokens` tokens or more (None: as
+        predicted from measured rates, 0: none) have these experts brought to the device instead, and computed there.
         `progress` hears of the bytes loaded and of all there are. Raises BadFile, BadConfig, Unsupported, BadRequest or
         DoesNotFit before any large allocation."""
         checkpoint, self.placement = open_checkpoint(
@@ -66,7 +68,9 @@ class LLM:
             attention=attention,
             dtype=dtype,
             context=context,
-            experts=ExpertOptions(experts, host_layers, host_precision, None if host_folder is None else str(host_folder), defer),
+            experts=ExpertOptions(
+                experts, host_layers, host_precision, None if host_folder is None else str(host_folder), defer, stream_tokens
+            ),
             memory_fraction=memory_fraction,
         )
         self.config, text = checkpoint.config, open_text(checkpoint.source)

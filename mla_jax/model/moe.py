@@ -2,7 +2,7 @@
 
 A backend is `(x [n D], topk_ids [n K], topk_weights [n K], gate [X F D], up [X F D], down [X D F]) -> [n D]`; the id X stands for
 no expert at all. `dense` is the reference; the others compute the same and are chosen by `pick_backend`. Experts that lie on the
-host are computed there, whatever the backend."""
+host are computed there, whatever the backend, or with many tokens brought to the device (stream.py)."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor
+from mla_jax.model import stream
 from mla_jax.model.ops import entries, entry, parameter, plain, ragged_dot, ragged_swiglu, swiglu
 
 ExpertWeights = tuple[Float[Array, "X F D"] | QTensor, Float[Array, "X F D"] | QTensor, Float[Array, "X D F"] | QTensor]
@@ -179,10 +180,13 @@ def pick_backend(platform: str, pairs: int, experts: int, unpacked: int = 0, ker
 
 
 class How(NamedTuple):
-    """How the experts of a step are computed; `defer` of them, on the host, are added a layer later (SOSP'25, KTransformers)."""
+    """How the experts of a step are computed; `defer` of them, on the host, are added a layer later (SOSP'25, KTransformers).
+
+    `streamed` is the backend of those that are brought from there; None: the same."""
 
     backend: Backend
     defer: int = 0
+    streamed: Backend | None = None
 
 
 class Experts(nnx.Module):
@@ -206,10 +210,12 @@ class Experts(nnx.Module):
 
 
 class HostExperts(nnx.Module):
-    """Routed experts on the CPU, which work while a GPU goes on; `layer` is a `cpu_experts.Experts` and holds their weights."""
+    """Routed experts on the CPU, which work while a GPU goes on; `layer` is a `cpu_experts.Experts` and holds their weights.
 
-    def __init__(self, layer: Any):
-        self.layer = layer
+    From `stream` tokens in a step on, 0 for never, the device computes them instead."""
+
+    def __init__(self, layer: Any, stream: int = 0):
+        self.layer, self.stream = layer, stream
 
     def __call__(
         self,
@@ -219,7 +225,11 @@ class HostExperts(nnx.Module):
         how: How,
         beside: Callable[[Array], Array],
     ) -> tuple[Array, Array, Any]:
-        """As `Experts`, but for the `how.defer` lowest-scored experts of each token, which are left to be added by `settle`."""
+        """As `Experts`, but for the `how.defer` lowest-scored experts of each token, which are left to be added by `settle`.
+
+        Where the device computes them nothing is left."""
+        if self.stream and x.shape[0] >= self.stream:
+            return stream.streamed(self.layer, x, topk_ids, topk_weights, how.streamed or how.backend), beside(x), None
         from cpu_experts import ffi
 
         now = topk_ids.shape[1] - min(how.defer, topk_ids.shape[1] - 1)

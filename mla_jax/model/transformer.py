@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mla_jax.base import roofline
+from mla_jax.base import qtensor, roofline
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor
@@ -143,9 +143,9 @@ class Transformer(nnx.Module):
         """What the form "fused" takes, "xla" where there is no kernel for such a step here."""
         return fused.implementation(self.config, self.dtype, rows, new, attended)
 
-    def kernel_of_experts(self, tokens: int) -> str:
-        """What the backend "ragged" takes, "xla" where there is no kernel for such a step here."""
-        stacks = self._stacks()
+    def kernel_of_experts(self, tokens: int, streamed: bool = False) -> str:
+        """What the backend "ragged" takes, "xla" where there is no kernel for such a step of experts here or `streamed`."""
+        stacks = self._streamed_stacks() if streamed else self._stacks()
         if not stacks or any(isinstance(w, QTensor) and w.format != "fp8_block" for w in stacks):
             return "xla"
         rows = tokens * (self.config.num_experts_per_tok or 0)
@@ -153,23 +153,41 @@ class Transformer(nnx.Module):
         gate = operand(gate, self.dtype) if isinstance(gate, QTensor) else jax.ShapeDtypeStruct(gate.shape, self.dtype)
         return implementation("ragged_dot", x, gate)
 
-    def backend_name(self, tokens: int) -> str:
-        """The expert backend taken for `tokens` tokens."""
+    def backend_name(self, tokens: int, streamed: bool = False) -> str:
+        """The expert backend taken for `tokens` tokens, of experts on the device or those `streamed` to it."""
         if self.experts != "auto":
             return self.experts
         pairs, experts = tokens * (self.config.num_experts_per_tok or 0), self.config.n_routed_experts or 0
-        packed = [w for w in self._stacks() if isinstance(w, QTensor)]
+        packed = [] if streamed else [w for w in self._stacks() if isinstance(w, QTensor)]
         unpacked = max((prod(w.shape) * self.dtype.itemsize for w in packed), default=0)
-        return pick_backend(self.device.platform, pairs, experts, unpacked, self.kernel_of_experts(tokens) != "xla")
+        kernel = self.kernel_of_experts(tokens, streamed) != "xla"
+        return pick_backend(self.device.platform, pairs, experts, unpacked, kernel)
 
     def on_host(self) -> dict[int, Any]:
         """The `cpu_experts.Experts` of each layer whose routed experts lie on the host."""
         found = {i: block.mlp.experts for i, block in enumerate(self.layers) if isinstance(block.mlp, MoE)}
         return {i: experts.layer for i, experts in found.items() if isinstance(experts, HostExperts)}
 
+    @property
+    def stream(self) -> int:
+        """Tokens of a step from which experts on the host are computed on the device; 0 for never."""
+        return next((experts.stream for experts in self._on_host()), 0)
+
     def _stacks(self) -> list[Any]:
         """One stack of experts, or its shape, of each layer that has some on the device."""
         return [e.gate.get_value() for e in self._experts() if isinstance(e, Experts)]
+
+    def _streamed_stacks(self) -> list[Any]:
+        """A stack of experts of the host as it comes to the device: FP8 stays packed, all else is unpacked whole."""
+        c = self.config
+        shape = (c.n_routed_experts or 0, c.moe_intermediate_size or 0, c.hidden_size)
+        packed = any(getattr(experts.layer, "precision", None) == "fp8_block" for experts in self._on_host())
+        return [qtensor.abstract("fp8_block", shape) if packed else jax.ShapeDtypeStruct(shape, self.dtype)]
+
+    def _on_host(self) -> list[HostExperts]:
+        blocks = [*self.layers, *(further.block for further in self.mtp)]
+        experts = (block.mlp.experts for block in blocks if isinstance(block.mlp, MoE))
+        return [e for e in experts if isinstance(e, HostExperts)]
 
     def _experts(self) -> list[Experts | HostExperts]:
         return [block.mlp.experts for block in self.layers if isinstance(block.mlp, MoE)]
@@ -183,4 +201,7 @@ class Transformer(nnx.Module):
             form = fused.form(batch, layer, self.config.num_attention_heads)
         else:  # without a cache, padding may stand between tokens
             form = FORMS[name if name != "fused" else "move_elided"]
-        return How(form, moe.How(BACKENDS[self.backend_name(rows * new)], self.defer if new <= roofline.FEW else 0))
+        backend, streamed = BACKENDS[self.backend_name(rows * new)], None
+        if 0 < self.stream <= rows * new:
+            streamed = BACKENDS[self.backend_name(rows * new, streamed=True)]
+        return How(form, moe.How(backend, self.defer if new <= roofline.FEW else 0, streamed))

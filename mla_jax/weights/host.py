@@ -16,17 +16,10 @@ from mla_jax.base.files import read_json
 from mla_jax.base.qtensor import QTensor
 from mla_jax.model.moe import Experts, HostExperts, MoE
 from mla_jax.model.ops import plain
+from mla_jax.model.stream import FORMATS
 from mla_jax.weights.checkpoint import MAX_MANIFEST, writing
 
-PRECISIONS = {  # of the library, by our names of formats
-    "fp8_block": "fp8_block",
-    "int8": "int8",
-    "int4_g32": "int4_g32",
-    "int4_g128": "int4_g128",
-    "Q8_0": "q8_0",
-    "Q4_K": "q4_k",
-    "Q6_K": "q6_k",
-}
+PRECISIONS = {ours: precision for precision, ours in FORMATS.items()}  # of the library, by our names of formats
 
 
 def stored(kind: str, shape: tuple[int, ...], dtype: str | None) -> QTensor | jax.ShapeDtypeStruct:

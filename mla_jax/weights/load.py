@@ -53,6 +53,7 @@ class Checkpoint:
         self.sources = table.resolve(self.slots, self.config, present)
         self._asked, self.precision = dtype, None
         self.host: frozenset[int] = frozenset()
+        self.stream = 0  # tokens from which the device computes the experts that lie on the host; 0 for never
         self.place(())
 
     def place(self, host: Iterable[int], precision: str | None = None) -> None:
@@ -124,7 +125,7 @@ class Checkpoint:
         model = nnx.merge(self.graph, self.state)
         blocks = [*model.layers, *(further.block for further in model.mtp)]
         for number, layer in on_host.items():
-            blocks[number].mlp.experts = HostExperts(layer)
+            blocks[number].mlp.experts = HostExperts(layer, self.stream)
         return model
 
     def format_of(self, source: names.Source) -> str:

@@ -41,7 +41,7 @@ def measure(precision: str) -> Host:
     up, down = (np.broadcast_to(w, (EXPERTS, *w.shape)) for w in (up, down))
     with Experts(up, up, down, precision) as layer:
         few, many = _seconds(layer, 1), _seconds(layer, MANY)
-        call, link = _call_seconds(layer), _link()
+        call, link = _call_seconds(layer), _link(layer)
         read, flops = CHOSEN * layer.nbytes / EXPERTS, 6 * MANY * CHOSEN * MODEL * WIDTH
     return Host(f"{os.cpu_count()} cores with {isa()}, {precision}", read / few, flops / many, call, link)
 
@@ -71,10 +71,12 @@ def _call_seconds(layer: Any, calls: int = 8) -> float:
     return max((many - few) / calls, 0.0)
 
 
-def _link(size: int = 64 << 20) -> float:
-    """Bytes/s from the host's memory to the device's."""
-    data = np.ones(size, np.uint8)
-    return size / _median(lambda: jax.device_put(data).block_until_ready())
+def _link(layer: Any) -> float:
+    """Bytes/s of packed experts from the host's memory to the device's."""
+    from cpu_experts import ffi
+
+    some = jax.jit(lambda first: ffi.fetch(layer, first, CHOSEN))
+    return CHOSEN * layer.nbytes / EXPERTS / _median(lambda: jax.block_until_ready(some(0)))
 
 
 def _median(call: Callable[[], Any]) -> float:
@@ -89,12 +91,12 @@ def _median(call: Callable[[], Any]) -> float:
 def _key(precision: str) -> str:
     """What the figures depend on."""
     from cpu_experts import isa
-    from cpu_experts.library import ABI
+    from cpu_experts.library import ABI, FFI_ABI
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{model}, {cores} cores, {isa()}, abi {ABI}, {precision}, {jax.devices()[0].device_kind}"
+    return f"{model}, {cores} cores, {isa()}, abi {ABI}.{FFI_ABI}, {precision}, {jax.devices()[0].device_kind}"
 
 
 def _read(path: Path) -> dict[str, dict]:

@@ -7,11 +7,13 @@ from itertools import accumulate
 from mla_jax.base import roofline
 from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported, printable
 from mla_jax.base.options import ExpertOptions
+from mla_jax.model.stream import held_bytes
 from mla_jax.weights import host, measure
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.plan import gib, host_memory, plan
 
 HELD, ROWS = 1024, (1, 8)  # tokens and rows that rates are predicted for
+PROMPT = 4096  # tokens of a prompt, as the largest chunk has
 ROOM = 8192  # tokens for whose cache experts leave the device, if the user does not say how many
 
 
@@ -35,7 +37,7 @@ def place(checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None = N
         most = len(movable) if wanted.experts == "host" else 0
         count, why = most if wanted.host_layers is None else wanted.host_layers, "as asked"
     else:
-        count, why = _fewest(checkpoint, context, movable)
+        count, why = _fewest(checkpoint, context, movable, streams=wanted.stream_tokens != 0)
     chosen = tuple(movable[len(movable) - count :])
     if not chosen:
         return Placement(chosen, why)
@@ -48,18 +50,20 @@ def place(checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None = N
     checkpoint.place(chosen, wanted.host_precision)
     if wanted.host_folder is None:  # what is mapped from files the system can give up and read again
         _refuse_without_memory(checkpoint)
-    return Placement(chosen, why, tuple(_predicted(checkpoint, wanted.defer)))
+    rates = measure.host(checkpoint.precision_on_host(min(chosen)))
+    checkpoint.stream = _stream_tokens(checkpoint, rates) if wanted.stream_tokens is None else wanted.stream_tokens
+    return Placement(chosen, why, tuple(_predicted(checkpoint, rates, wanted.defer)))
 
 
-def _fewest(checkpoint: Checkpoint, context: int | None, movable: list[int]) -> tuple[int, str]:
-    """How many layers' experts must leave a device, so that the rest fits beside the cache."""
+def _fewest(checkpoint: Checkpoint, context: int | None, movable: list[int], streams: bool) -> tuple[int, str]:
+    """How many layers' experts must leave a device, so that the rest fits beside the cache, and beside what then `streams`."""
     if checkpoint.target.platform == "cpu":
         return 0, "there is no other memory"
     whole = plan(checkpoint, context or min(ROOM, checkpoint.config.max_position_embeddings))
     if whole.fits:
         return 0, f"all fits: {gib(whole.needed)} of {gib(whole.available)}"
     freed = accumulate(checkpoint.expert_bytes(layer) for layer in reversed(movable))
-    over = whole.needed - whole.available
+    over = whole.needed - whole.available + streams * held_bytes(checkpoint.config, checkpoint.dtype.itemsize)
     count = next((n for n, size in enumerate(freed, 1) if size >= over), len(movable))
     return count, f"{gib(whole.needed)} are needed for {whole.context:,} tokens, {gib(whole.available)} are there"
 
@@ -75,6 +79,8 @@ def _check(wanted: ExpertOptions, layers: int, chosen: int) -> None:
         raise BadRequest(f"host_precision {printable(wanted.host_precision)} is not known", "known: " + ", ".join(FORMATS))
     if not 0 <= wanted.defer < chosen:
         raise BadRequest(f"defer is {wanted.defer}, expected 0 to {chosen - 1}", "a token has one more expert, which stays")
+    if wanted.stream_tokens is not None and wanted.stream_tokens < 0:
+        raise BadRequest(f"stream_tokens is {wanted.stream_tokens}, expected 0 or more", "0 stands for never")
 
 
 def _refuse_without_memory(checkpoint: Checkpoint) -> None:
@@ -90,17 +96,33 @@ def _refuse_without_memory(checkpoint: Checkpoint) -> None:
         )
 
 
-def _predicted(checkpoint: Checkpoint, defer: int) -> Iterator[str]:
-    """What the host reaches, and the rates of decoding that follow for some numbers of rows."""
-    config, first = checkpoint.config, min(checkpoint.host)
-    precision, device = checkpoint.precision_on_host(first), checkpoint.device
-    rates, expert = measure.host(precision), host.packed_bytes(config, precision)
+def _stream_tokens(checkpoint: Checkpoint, rates: roofline.Host) -> int:
+    """Predicted; never where the device is the host."""
+    if checkpoint.device.platform == "cpu":
+        return 0
+    return roofline.stream_tokens(checkpoint.config, checkpoint.device, rates, _packed_bytes(checkpoint))
+
+
+def _packed_bytes(checkpoint: Checkpoint) -> int:
+    """Of an expert in the first layer on the host."""
+    return host.packed_bytes(checkpoint.config, checkpoint.precision_on_host(min(checkpoint.host)))
+
+
+def _predicted(checkpoint: Checkpoint, rates: roofline.Host, defer: int) -> Iterator[str]:
+    """What the host reaches, and the rates of decoding and of reading a prompt that follow."""
+    config, device, expert = checkpoint.config, checkpoint.device, _packed_bytes(checkpoint)
     layers = sum(layer < config.num_hidden_layers for layer in checkpoint.host)
     reached = f"{rates.bandwidth / 1e9:.1f} GB/s of experts, {rates.flops / 1e12:.2f} TFLOP/s"
     yield f"{rates.name}: {reached}, {rates.call * 1e6:.0f} us a call"
+    if device.platform == "cpu":  # where what else a step takes is not known
+        return
     held = min(HELD, config.max_position_embeddings)
-    for rows in ROWS if device.platform != "cpu" else ():  # where what else a step takes is not known
+    for rows in ROWS:
         step = roofline.decode_seconds(config, device, rows, held, rates, layers, expert, defer)
         theirs = layers * roofline.host_seconds(config, rates, rows, expert)
         parts = f"a step {step * 1e3:,.1f} ms, of which the CPU is busy {theirs * 1e3:,.1f} ms"
         yield f"predicted for {rows} row{'s' * (rows > 1)} over {held:,} tokens: {rows / step:,.1f} tok/s, {parts}"
+    prompt, stream = min(PROMPT, config.max_position_embeddings), checkpoint.stream
+    streamed = f"with {stream:,} tokens or more over the link, {rates.link / 1e9:.1f} GB/s" if stream else "never over the link"
+    rate = prompt / roofline.prefill_seconds(config, device, prompt, rates, layers, expert, stream)
+    yield f"predicted for a prompt of {prompt:,} tokens: {rate:,.0f} tok/s; experts come to the device {streamed}"

@@ -9,6 +9,7 @@ import jax
 from mla_jax.base import roofline
 from mla_jax.base.errors import DoesNotFit
 from mla_jax.base.qtensor import QTensor
+from mla_jax.model.stream import held_bytes
 from mla_jax.weights.load import Checkpoint
 
 
@@ -91,7 +92,7 @@ def score_bytes(weights: int, platform: str) -> int:
 def temporaries(checkpoint: Checkpoint, context: int, scores: int) -> int:
     """About the most that one step holds beside weights and cache.
 
-    Scores, rebuilt heads, experts' activations, the largest packed matrix unpacked, logits."""
+    Scores, rebuilt heads, experts' activations, the largest packed matrix unpacked, experts from the host, logits."""
     config, model, itemsize = checkpoint.config, checkpoint.abstract, checkpoint.dtype.itemsize
     chunk = min(roofline.chunk_tokens(config, 1, context, scores), context)
     attention = 3 * 4 * config.num_attention_heads * chunk * context
@@ -103,7 +104,8 @@ def temporaries(checkpoint: Checkpoint, context: int, scores: int) -> int:
     packed = [slot.shape for slot in checkpoint.slots.values() if isinstance(slot.get_value(), QTensor)]
     stacks = [3 * prod(shape) for shape in packed if everywhere and len(shape) == 3]
     unpacked = itemsize * max([*stacks, *(prod(shape[-2:]) for shape in packed)], default=0)
-    return attention + rebuilt + experts + unpacked + 4 * 4 * config.vocab_size
+    streamed = held_bytes(config, itemsize) if checkpoint.host and 0 < checkpoint.stream <= chunk else 0
+    return attention + rebuilt + experts + unpacked + streamed + 4 * 4 * config.vocab_size
 
 
 def available() -> int:

@@ -5,7 +5,21 @@ import math
 import pytest
 
 from mla_jax.base.config import Config
-from mla_jax.base.roofline import DEVICES, Device, attention_cost, break_even, chunk_tokens, device, pick_form, why_form
+from mla_jax.base.roofline import (
+    DEVICES,
+    Device,
+    Host,
+    attention_cost,
+    break_even,
+    chunk_tokens,
+    device,
+    host_seconds,
+    pick_form,
+    prefill_seconds,
+    stream_seconds,
+    stream_tokens,
+    why_form,
+)
 
 SMALL = Config(
     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8,
@@ -84,3 +98,40 @@ def test_chunks_are_powers_of_two_whose_scores_fit_the_budget(budget):
         assert 3 * 4 * 2 * 128 * chunk * 8192 <= budget
     if chunk < 4096:
         assert 3 * 4 * 2 * 128 * 2 * chunk * 8192 > budget
+
+
+# experts of the host that are brought to the device
+
+V2_LITE, H200 = Config.preset("v2_lite"), DEVICES["NVIDIA H200"]
+SERVER = Host("a server", 245e9, 21e12, 13e-6, 50e9)
+EXPERT = 3 * 2048 * 1408  # numbers
+
+
+def test_bringing_experts_takes_the_link_then_memory_then_arithmetic():
+    seconds = stream_seconds(V2_LITE, H200, SERVER, 4096, 2 * EXPERT)
+    packed, flops = 64 * 2 * EXPERT, 2 * 4096 * 6 * EXPERT
+    assert seconds == pytest.approx(packed / 50e9 + 2 * packed / 4.56e12 + flops / 811e12)
+
+
+@pytest.mark.parametrize("size", [2 * EXPERT, EXPERT, EXPERT / 2])
+def test_experts_are_brought_from_the_fewest_tokens_with_which_that_is_faster(size):
+    tokens = stream_tokens(V2_LITE, H200, SERVER, size)
+    gains = [
+        stream_seconds(V2_LITE, H200, SERVER, n, size) < host_seconds(V2_LITE, SERVER, n, size) for n in (tokens - 1, tokens)
+    ]
+    assert gains == [False, True]
+    assert 64 < tokens < 8192
+
+
+def test_over_a_link_that_is_too_slow_experts_are_never_brought():
+    assert stream_tokens(V2_LITE, H200, SERVER._replace(link=1.0), EXPERT) == 0
+
+
+def test_a_prompt_takes_the_time_of_where_its_experts_are_computed():
+    def seconds(stream: int, layers: int = 26) -> float:
+        return prefill_seconds(V2_LITE, H200, 4096, SERVER, layers, EXPERT, stream)
+
+    brought, computed = stream_seconds(V2_LITE, H200, SERVER, 4096, EXPERT), host_seconds(V2_LITE, SERVER, 4096, EXPERT)
+    assert seconds(0) - seconds(4096) == pytest.approx(26 * (computed - brought))
+    assert seconds(4097) == seconds(0)
+    assert prefill_seconds(V2_LITE, H200, 4096) == seconds(1, layers=0) < seconds(1)

@@ -554,8 +554,9 @@ API int cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, size_t byt
     return 0;
 }
 API int cuMemcpyDtoHAsync_v2(void* to, unsigned long long from, size_t bytes, void* stream) {
+    if (int failed = asked("cuMemcpyDtoHAsync")) return failed;
     static_cast<FakeStream*>(stream)->push([=] { std::memcpy(to, reinterpret_cast<void*>(from), bytes); });
-    return asked("cuMemcpyDtoHAsync");
+    return 0;
 }
 
 // ---- for the tests

@@ -332,7 +332,8 @@ void fetched(const Fake& fake) {
         uint64_t layer = layer_of(1, weights, read_only);
         Fetched a, b;
         check(!a.from(layer, stream) && !b.from(layer, stream), "fetched");
-        check(fake.registered() == weights.size() && fake.registered(8) == (read_only ? weights.size() : 0), "from pinned memory");
+        size_t all = weights.size();
+        check(fake.registered() == all && fake.registered(8) == (read_only ? all : 0), "from pinned memory");
         forget(layer), unpin(layer);  // the copies are under way
         check(!fake.registered() && a.right(weights) && b.right(weights), "which is theirs again once all is copied");
         check(says(a.from(layer, stream), "the layer is closed"), "and then the layer is closed");

@@ -568,10 +568,8 @@ def test_at_exit_the_thread_ends_and_later_calls_are_errors(builds, fake_driver)
     assert "is stopped: the process ends" in python(EXITS, CPU_EXPERTS_LIBRARY=str(builds() / library.NAME))
 
 
-PROTOCOL = [
-    str(HERE / "ffi_protocol.cpp"),
-    *(str(CSRC / f"ffi_{part}.cpp") for part in ("layers", "driver", "fetch", "ring", "service")),
-]
+PARTS = ("layers", "driver", "fetch", "ring", "service")
+PROTOCOL = [str(HERE / "ffi_protocol.cpp"), *(str(CSRC / f"ffi_{part}.cpp") for part in PARTS)]
 SANITIZERS = {
     "none": [],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],

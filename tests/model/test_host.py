@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from cpu_experts import Closed, Experts, layout
 from mla_jax import Config, Transformer
+from mla_jax.base import qtensor
 from mla_jax.base.batch import Batch
 from mla_jax.decode.loop import Program, logits
-from mla_jax.model import moe
+from mla_jax.model import moe, stream
 from mla_jax.model.moe import HostExperts, How, MoE, settle
 from mla_jax.model.ops import rms_norm
-from mla_jax.weights.host import offload
+from mla_jax.model.stream import FORMATS
+from mla_jax.weights.host import offload, pack
 
 pytestmark = pytest.mark.usefixtures("host_library")
 
@@ -125,3 +128,92 @@ def test_an_mtp_layer_leaves_nothing_for_later():
         offload(each.mtp[0].block.mlp)
     found, expected = (each.draft(0, tokens, hidden, Batch.dense(1, 2))[0] for each in (model, exact))
     np.testing.assert_array_equal(found, expected)
+
+
+# brought to the device
+
+
+def brought(layer: MoE, backend: str, x: jax.Array, mask: jax.Array, stream: int = 1) -> jax.Array:
+    layer.experts.stream = stream
+    y, _, pending = jax.jit(lambda x: layer(x, mask, How(moe.dense, 2, moe.BACKENDS[backend])))(x)
+    assert (pending is None) == (0 < stream <= mask.size)
+    return y
+
+
+@pytest.mark.parametrize("backend", moe.BACKENDS)
+@pytest.mark.parametrize("held", [1 << 30, 3, 1], ids=["in one go", "in groups that overlap", "one by one"])
+def test_experts_brought_to_the_device_give_what_those_do_that_lie_there(backend, held, monkeypatch):
+    layer, on_device = model_of().layers[2].mlp, model_of(host=False).layers[2].mlp
+    one = 3 * CONFIG.hidden_size * CONFIG.moe_intermediate_size * 4
+    monkeypatch.setattr(stream, "GROUP", held * one)
+    assert stream.groups_of(CONFIG.n_routed_experts, one) == {1 << 30: (1, 8), 3: (3, 3), 1: (8, 1)}[held]
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 20, CONFIG.hidden_size)), jnp.float32)
+    mask = jnp.ones((2, 20), bool).at[1, 10:].set(False)
+    found, expected = brought(layer, backend, x, mask), jax.jit(lambda x: on_device(x, mask, How(moe.BACKENDS[backend]))[0])(x)
+    if held > CONFIG.n_routed_experts:
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+    close(found, layer_by_the_host(layer, x, mask))
+
+
+def layer_by_the_host(layer: MoE, x: jax.Array, mask: jax.Array) -> jax.Array:
+    layer.experts.stream = 0
+    return jax.jit(lambda x: layer(x, mask, How(moe.dense))[0])(x)
+
+
+@pytest.mark.parametrize("precision", FORMATS)
+def test_experts_of_every_format_are_brought_as_the_tensors_they_were(precision, monkeypatch):
+    """To the bit, in groups too: k-quants have inputs in multiples of 256."""
+    rng, dtype = np.random.default_rng(0), jnp.dtype("float32")
+    shapes = [(4, 256, 512), (4, 256, 512), (4, 512, 256)]
+    floats = [rng.standard_normal(shape, np.float32) / 16 for shape in shapes]
+    with Experts(*floats, precision) as layer:
+        kept = stream.stacks(layer, 0, 4, dtype)
+        assert {w.format for w in kept} == {FORMATS[precision]}
+        assert [qtensor.check(w).shape for w in kept] == shapes
+        for whole, part in zip(kept, stream.stacks(layer, jnp.int32(1), 2, dtype), strict=True):
+            jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1:3], b), whole.parts, part.parts)
+        parts = [layout.quantize(w, precision) for w in floats]
+        values = [layout.dequantize(p, precision, s[-1]) for p, s in zip(parts, shapes, strict=True)]
+        for w, expected in zip(kept, values, strict=True):
+            np.testing.assert_array_equal(qtensor.dequantize(w), expected)
+        with pack(*kept) as again:
+            assert (again.precision, again.down_precision) == (precision, precision)
+            for a, b in zip(again._packed, layer._packed, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+def test_rows_that_gguf_does_not_have_are_brought_as_numbers():
+    floats = [np.random.default_rng(i).standard_normal(s, np.float32) for i, s in enumerate([(2, 20, 40)] * 2 + [(2, 40, 20)])]
+    with Experts(*floats, "q8_0") as layer:
+        for w, given in zip(stream.stacks(layer, 0, 2, jnp.dtype("float32")), floats, strict=True):
+            expected = layout.dequantize(layout.quantize(given, "q8_0"), "q8_0", given.shape[-1])
+            np.testing.assert_array_equal(w, expected)
+
+
+def test_few_tokens_stay_with_the_host():
+    layer, x = model_of().layers[2].mlp, jnp.ones((1, 10, CONFIG.hidden_size))
+    mask = jnp.ones((1, 10), bool)
+    exact = layer(x, mask, How(moe.dense, 2))[0]
+    np.testing.assert_array_equal(brought(layer, "dense", x, mask, stream=11), exact)
+    assert (np.asarray(brought(layer, "dense", x, mask, stream=10)) != exact).any()
+
+
+def test_a_model_brings_its_experts_for_prompts_and_not_for_single_tokens():
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12)), jnp.int32)
+    model, exact = model_of(defer=2), model_of(host=False)
+    for block in model.layers[1:]:
+        block.mlp.experts.stream = 20
+    assert model.stream == 20
+    np.testing.assert_allclose(logits_of(model, tokens), logits_of(exact, tokens), rtol=1e-4, atol=1e-5)
+    hows = [model.how(Batch.dense(2, new), None).experts for new in (12, 1)]
+    assert [how.streamed for how in hows] == [moe.dense, None]
+    assert [how.defer for how in hows] == [0, 2]
+
+
+def test_of_a_closed_layer_nothing_is_brought():
+    layer, x = model_of().layers[2].mlp, jnp.ones((1, 10, CONFIG.hidden_size))
+    brought(layer, "loop", x, jnp.ones((1, 10), bool))
+    layer.experts.layer.close()
+    with pytest.raises(Closed):
+        brought(layer, "loop", x, jnp.ones((1, 10), bool))

@@ -19,6 +19,7 @@ from mla_jax.base import roofline
 from mla_jax.base.errors import BadFile, BadRequest, DoesNotFit, Unsupported
 from mla_jax.base.options import ExpertOptions
 from mla_jax.model.ops import plain
+from mla_jax.model.stream import held_bytes
 from mla_jax.weights import host, measure, placement
 from mla_jax.weights import plan as planning
 from mla_jax.weights.load import Checkpoint, load
@@ -185,7 +186,7 @@ def test_experts_leave_a_gpu_from_the_last_layer_on_until_the_rest_fits(tmp_path
     for less, expected in ((0, ()), (1, (5,)), (each, (5,)), (each + 1, (4, 5)), (4.5 * each, (1, 2, 3, 4, 5))):
         checkpoint.place(())
         OnGPU(monkeypatch, checkpoint, whole - less)
-        placed = place(checkpoint, ExpertOptions(), 64)
+        placed = place(checkpoint, ExpertOptions(stream_tokens=0), 64)
         assert placed.host == expected == tuple(sorted(checkpoint.host))
         if expected:
             assert planning.plan(checkpoint, 64).fits
@@ -212,6 +213,7 @@ def test_a_number_of_layers_overrides_the_decision_and_a_backend_keeps_all_on_th
         ({"host_precision": "int3"}, "host_precision int3 is not known\n  known: bf16, int8"),
         ({"defer": 3}, "defer is 3, expected 0 to 2"),
         ({"defer": -1}, "defer is -1, expected 0 to 2"),
+        ({"stream_tokens": -1}, "stream_tokens is -1, expected 0 or more\n  0 stands for never"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_read(tmp_path, options, said):
@@ -263,6 +265,45 @@ def test_predictions_follow_from_what_host_and_device_reach(tmp_path, monkeypatc
     assert re.fullmatch(
         r"predicted for 8 rows over 512 tokens: [\d,.]+ tok/s, a step 0\.\d ms, of which .* 0\.\d ms", placed.lines[2]
     )
+    said = r"predicted for a prompt of 512 tokens: [\d,]+ tok/s; experts come to the device with "
+    assert re.fullmatch(rf"{said}{checkpoint.stream:,} tokens or more over the link, 50\.0 GB/s", placed.lines[3])
+
+
+@pytest.mark.parametrize("asked", [None, 0, 1, 300])
+def test_the_number_of_tokens_that_brings_experts_to_a_gpu_is_predicted_or_as_asked(tmp_path, monkeypatch, asked):
+    checkpoint = Checkpoint(bf16(tmp_path))
+    OnGPU(monkeypatch, checkpoint, 1e9)
+    placed = place(checkpoint, ExpertOptions(experts="host", stream_tokens=asked))
+    size = host.packed_bytes(checkpoint.config, "bf16")
+    expected = (
+        roofline.stream_tokens(checkpoint.config, checkpoint.device, measure.host("bf16"), size) if asked is None else asked
+    )
+    assert checkpoint.stream == checkpoint.abstract.stream == expected
+    assert ("never over the link" in placed.lines[3]) == (not expected)
+
+
+def test_experts_that_are_brought_to_a_gpu_have_room_there(tmp_path, monkeypatch):
+    """A layer more leaves it, if need be; on a CPU they are never brought anywhere unless asked for."""
+    hf = {**models.FAMILIES["v3"], "num_hidden_layers": 5, "first_k_dense_replace": 1}
+    checkpoint = Checkpoint(models.write(tmp_path, hf, models.tensors(hf, mtp=True)))
+    needed = planning.plan(checkpoint, 64).needed
+    OnGPU(monkeypatch, checkpoint, needed - checkpoint.expert_bytes(1))
+    assert place(checkpoint, ExpertOptions(stream_tokens=0), 64).host == (5,)
+    before = planning.plan(checkpoint, 64).temporaries
+    checkpoint.place(())
+    assert len(place(checkpoint, ExpertOptions(stream_tokens=1), 64).host) > 1
+    after = planning.plan(checkpoint, 64)
+    assert after.fits
+    assert after.temporaries - before == held_bytes(checkpoint.config, checkpoint.dtype.itemsize)
+
+
+@pytest.mark.usefixtures("host_library")
+def test_a_cpu_device_brings_experts_nowhere_unless_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "host", lambda precision: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+    for asked in (None, 2):
+        checkpoint = Checkpoint(bf16(tmp_path / str(asked)))
+        place(checkpoint, ExpertOptions(experts="host", stream_tokens=asked))
+        assert checkpoint.read().stream == (asked or 0)
 
 
 # rates
