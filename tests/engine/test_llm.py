@@ -494,6 +494,18 @@ def test_experts_on_the_host_answer_as_those_on_the_device_do(llm, folder, monke
     assert "bfloat16 on the host" in said
 
 
+@pytest.mark.usefixtures("host_library")
+def test_prompts_bring_experts_of_the_host_to_the_device_if_asked(llm, folder, monkeypatch):
+    monkeypatch.setattr(measure, "host", lambda precision: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+    brought = LLM(folder, experts="host", stream_tokens=16)
+    assert "on the CPU, with 16 tokens or more brought to the device, by loop: as asked" in brought.explain()
+    ids = list(range(20))
+    found, exact, computed = (x.logits([ids])[0] for x in (brought, llm, LLM(folder, experts="host", stream_tokens=0)))
+    error, on_host = (np.abs(other - exact).max() for other in (found, computed))
+    assert error < on_host < 0.05 * exact.std()  # weights are rounded for both, rows for the host alone
+    assert brought.generate([ids], GREEDY)[0].token_ids
+
+
 def test_what_is_no_way_of_computing_experts_is_refused(folder):
     with pytest.raises(BadRequest, match="experts gpu is not known\n  known: auto, host, dense, loop, gather, ragged"):
         LLM(folder, experts="gpu")
