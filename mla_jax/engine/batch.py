@@ -140,7 +140,7 @@ class Batch:
             tokens[i, :length], mask[i, :length] = request.prompt, True
         capacity, alternatives = bucket(int(limit.max()), 16), max(r.params.logprobs or 0 for r in requests)
         state = self.programs.new(slots, capacity, alternatives, jnp.asarray(limit), jnp.asarray(ends), _sampling(requests, rows))
-        chunk = roofline.chunk_tokens(self.config, rows, slots, self.scores)
+        chunk = self.programs.chunk(rows, slots, self.scores)
         for start in range(0, longest, chunk):
             end = start + bucket(min(chunk, longest - start), 16)
             state = self.programs.prefill(state, tokens[:, start:end], mask[:, start:end], span=bucket(end))

@@ -15,6 +15,7 @@ from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor, dequantize
 
 GROUP = 512 << 20  # bytes of unpacked weights, unless one expert has more
+CHUNK = 8192  # tokens that are worth bringing all experts for, where nothing else bounds a step
 
 FORMATS = {  # ours, by the library's names
     "fp8_block": "fp8_block",
@@ -33,10 +34,11 @@ def groups_of(experts: int, each: int) -> tuple[int, int]:
     return groups, -(-experts // groups)
 
 
-def held_bytes(config: Config, itemsize: int) -> int:
-    """What a group takes on the device, as it comes and unpacked, at most."""
+def held_bytes(config: Config, itemsize: int, tokens: int) -> int:
+    """What a step takes on the device for it, about: a group as it comes and unpacked, and its experts' rows."""
     each = 3 * config.hidden_size * (config.moe_intermediate_size or 0) * itemsize
-    return 2 * each * groups_of(config.n_routed_experts or 1, each)[1]
+    rows = 3 * tokens * (config.num_experts_per_tok or 0) * config.hidden_size * itemsize
+    return 2 * each * groups_of(config.n_routed_experts or 1, each)[1] + rows
 
 
 def streamed(

@@ -20,6 +20,7 @@ from mla_jax.model.mla import FORMS, MLA, Form
 from mla_jax.model.moe import BACKENDS, MLP, Experts, HostExperts, MoE, pick_backend, settle
 from mla_jax.model.mtp import MTP
 from mla_jax.model.ops import entries, implementation, linear, norm_weight, operand, parameter, rms_norm
+from mla_jax.model.stream import CHUNK
 
 
 class How(NamedTuple):
@@ -138,6 +139,14 @@ class Transformer(nnx.Module):
         form = roofline.pick_form(self.config, self.device, rows, new, attended)
         kernel = self.kernel_of_attention(rows, new, attended) != "xla"
         return "fused" if kernel and (form == "compressed" or new <= roofline.FEW) else form
+
+    def chunk(self, rows: int, slots: int, scores: int) -> int:
+        """New tokens a row that prompts are read by, so that attention scores over `slots` take no more than so many bytes.
+
+        More, where experts are brought from the host for each chunk and a kernel writes no scores."""
+        chunk, most = roofline.chunk_tokens(self.config, rows, slots, scores), max(CHUNK // rows, 1)
+        kernel = self.form_name(rows, most, slots) == "fused" and self.kernel_of_attention(rows, most, slots) != "xla"
+        return max(chunk, most) if self.stream and kernel else chunk
 
     def kernel_of_attention(self, rows: int, new: int, attended: int) -> str:
         """What the form "fused" takes, "xla" where there is no kernel for such a step here."""

@@ -7,13 +7,12 @@ from itertools import accumulate
 from mla_jax.base import roofline
 from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported, printable
 from mla_jax.base.options import ExpertOptions
-from mla_jax.model.stream import held_bytes
+from mla_jax.model.stream import CHUNK, held_bytes
 from mla_jax.weights import host, measure
 from mla_jax.weights.load import Checkpoint
-from mla_jax.weights.plan import gib, host_memory, plan
+from mla_jax.weights.plan import gib, host_memory, plan, score_bytes
 
 HELD, ROWS = 1024, (1, 8)  # tokens and rows that rates are predicted for
-PROMPT = 4096  # tokens of a prompt, as the largest chunk has
 ROOM = 8192  # tokens for whose cache experts leave the device, if the user does not say how many
 
 
@@ -63,7 +62,8 @@ def _fewest(checkpoint: Checkpoint, context: int | None, movable: list[int], str
     if whole.fits:
         return 0, f"all fits: {gib(whole.needed)} of {gib(whole.available)}"
     freed = accumulate(checkpoint.expert_bytes(layer) for layer in reversed(movable))
-    over = whole.needed - whole.available + streams * held_bytes(checkpoint.config, checkpoint.dtype.itemsize)
+    room = held_bytes(checkpoint.config, checkpoint.dtype.itemsize, min(CHUNK, whole.context)) if streams else 0
+    over = whole.needed - whole.available + room
     count = next((n for n, size in enumerate(freed, 1) if size >= over), len(movable))
     return count, f"{gib(whole.needed)} are needed for {whole.context:,} tokens, {gib(whole.available)} are there"
 
@@ -122,7 +122,8 @@ def _predicted(checkpoint: Checkpoint, rates: roofline.Host, defer: int) -> Iter
         theirs = layers * roofline.host_seconds(config, rates, rows, expert)
         parts = f"a step {step * 1e3:,.1f} ms, of which the CPU is busy {theirs * 1e3:,.1f} ms"
         yield f"predicted for {rows} row{'s' * (rows > 1)} over {held:,} tokens: {rows / step:,.1f} tok/s, {parts}"
-    prompt, stream = min(PROMPT, config.max_position_embeddings), checkpoint.stream
+    prompt, stream = min(CHUNK, config.max_position_embeddings), checkpoint.stream
+    chunk = min(checkpoint.abstract.chunk(1, prompt, score_bytes(checkpoint.bytes(), device.platform)), prompt)
     streamed = f"with {stream:,} tokens or more over the link, {rates.link / 1e9:.1f} GB/s" if stream else "never over the link"
-    rate = prompt / roofline.prefill_seconds(config, device, prompt, rates, layers, expert, stream)
-    yield f"predicted for a prompt of {prompt:,} tokens: {rate:,.0f} tok/s; experts come to the device {streamed}"
+    rate = chunk / roofline.prefill_seconds(config, device, chunk, rates, layers, expert, stream)
+    yield f"predicted for a prompt in chunks of {chunk:,} tokens: {rate:,.0f} tok/s; experts come to the device {streamed}"

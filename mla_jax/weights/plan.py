@@ -94,8 +94,9 @@ def temporaries(checkpoint: Checkpoint, context: int, scores: int) -> int:
 
     Scores, rebuilt heads, experts' activations, the largest packed matrix unpacked, experts from the host, logits."""
     config, model, itemsize = checkpoint.config, checkpoint.abstract, checkpoint.dtype.itemsize
-    chunk = min(roofline.chunk_tokens(config, 1, context, scores), context)
-    attention = 3 * 4 * config.num_attention_heads * chunk * context
+    scored = min(roofline.chunk_tokens(config, 1, context, scores), context)
+    attention = 3 * 4 * config.num_attention_heads * scored * context
+    chunk = min(model.chunk(1, context, scores), context)
     heads = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
     rebuilt = context * heads * itemsize if model.form_name(1, chunk, context) in ("compressed", "naive", "fused") else 0
     everywhere = model.backend_name(chunk) == "dense"
@@ -104,7 +105,7 @@ def temporaries(checkpoint: Checkpoint, context: int, scores: int) -> int:
     packed = [slot.shape for slot in checkpoint.slots.values() if isinstance(slot.get_value(), QTensor)]
     stacks = [3 * prod(shape) for shape in packed if everywhere and len(shape) == 3]
     unpacked = itemsize * max([*stacks, *(prod(shape[-2:]) for shape in packed)], default=0)
-    streamed = held_bytes(config, itemsize) if checkpoint.host and 0 < checkpoint.stream <= chunk else 0
+    streamed = held_bytes(config, itemsize, chunk) if checkpoint.host and 0 < checkpoint.stream <= chunk else 0
     return attention + rebuilt + experts + unpacked + streamed + 4 * 4 * config.vocab_size
 
 

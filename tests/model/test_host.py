@@ -217,3 +217,15 @@ def test_of_a_closed_layer_nothing_is_brought():
     layer.experts.layer.close()
     with pytest.raises(Closed):
         brought(layer, "loop", x, jnp.ones((1, 10), bool))
+
+
+def test_prompts_are_read_by_larger_chunks_where_experts_are_brought_and_a_kernel_attends(monkeypatch):
+    model = model_of()
+    assert model.chunk(1, 1 << 16, 1 << 20) == model.chunk(8, 1 << 16, 1 << 20) == 16
+    model.layers[1].mlp.experts.stream = 100
+    assert model.chunk(1, 1 << 16, 1 << 20) == 16
+    monkeypatch.setattr(Transformer, "kernel_of_attention", lambda *_: "mosaic_gpu")
+    monkeypatch.setattr(Transformer, "form_name", lambda *_: "fused")
+    assert [model.chunk(rows, 1 << 16, 1 << 20) for rows in (1, 8, 1 << 14)] == [stream.CHUNK, stream.CHUNK // 8, 16]
+    model.layers[1].mlp.experts.stream = 0
+    assert model.chunk(1, 1 << 16, 1 << 20) == 16

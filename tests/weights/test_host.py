@@ -265,7 +265,7 @@ def test_predictions_follow_from_what_host_and_device_reach(tmp_path, monkeypatc
     assert re.fullmatch(
         r"predicted for 8 rows over 512 tokens: [\d,.]+ tok/s, a step 0\.\d ms, of which .* 0\.\d ms", placed.lines[2]
     )
-    said = r"predicted for a prompt of 512 tokens: [\d,]+ tok/s; experts come to the device with "
+    said = r"predicted for a prompt in chunks of 512 tokens: [\d,]+ tok/s; experts come to the device with "
     assert re.fullmatch(rf"{said}{checkpoint.stream:,} tokens or more over the link, 50\.0 GB/s", placed.lines[3])
 
 
@@ -294,7 +294,7 @@ def test_experts_that_are_brought_to_a_gpu_have_room_there(tmp_path, monkeypatch
     assert len(place(checkpoint, ExpertOptions(stream_tokens=1), 64).host) > 1
     after = planning.plan(checkpoint, 64)
     assert after.fits
-    assert after.temporaries - before == held_bytes(checkpoint.config, checkpoint.dtype.itemsize)
+    assert after.temporaries - before == held_bytes(checkpoint.config, checkpoint.dtype.itemsize, 64)
 
 
 @pytest.mark.usefixtures("host_library")
