@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,10 @@ from pathlib import Path
 import jax
 
 from mla_jax.base import roofline
+
+# a file of this folder has the name of the package cpu_experts, and a script's folder comes first: let it come last
+if sys.path[0] == str(Path(__file__).parent):
+    sys.path.append(sys.path.pop(0))
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
