@@ -3,12 +3,11 @@
 UNITS = {"NVIDIA H200": 132, "NVIDIA H100 80GB HBM3": 132, "NVIDIA H100 PCIe": 114}
 DEFAULT_UNITS = 132
 
-# latent rank -> slots of the ring of tiles; registers of (scores, left, right, feeder); in how many parts a tile's latent is
-# copied (alone, in a cluster)
+# latent rank -> slots of the ring of tiles; registers of (scores, left, right, feeder)
 MLA_DECODE = {
-    512: {"slots": 2, "registers": (168, 160, 160, 24), "parts": (1, 2)},
-    256: {"slots": 4, "registers": (168, 160, 160, 24), "parts": (1, 2)},
-    128: {"slots": 4, "registers": (168, 160, 160, 24), "parts": (1, 2)},
+    512: {"slots": 2, "registers": (168, 160, 160, 24)},
+    256: {"slots": 4, "registers": (168, 160, 160, 24)},
+    128: {"slots": 4, "registers": (168, 160, 160, 24)},
 }
 
 # the same for few queries (tokens times heads): columns of the latent in a part of a tile; parts in a worker's ring where

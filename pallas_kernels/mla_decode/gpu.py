@@ -9,14 +9,14 @@ The weights of a tile overwrite its rotary part, which is dead by then, and the 
 of its last tile: neither costs shared memory. Where row blocks come in pairs, two blocks of a cluster load each tile once
 between them. A second kernel joins the pieces of rows that the schedule split.
 
-What decides the pace is the way of a slot: 1.0 us until a tile arrives, 0.7 its scores, 0.5 the softmax, 0.6 the sums, and
-two slots are all that shared memory has room for beside Q. Tried and lost:
-- Q in registers, all or half, for a third slot: a product of 64 x 64 x 16 then takes 64 cycles, not 40
-- scores of the next tile begun before this one's softmax: with two slots they wait for a tile that waits for the softmax
-- even and odd tiles each with a warpgroup for scores, softmax and half the sums: no faster, for sums wait behind scores
-- tiles ordered into the L2 two to six ahead: the orders queue before the copies, 5 to 50 % slower
-- a tile in copies of 16 rows: an order costs the feeder 350 cycles
-- products 256 wide: the compiler wants more registers at entry than 512 threads have
+What decides the pace is the work of `scores`: 0.85 us for the products of a tile (64 x 64 x 16 take 40 cycles: both operands
+come from shared memory at its full rate), 0.6 us for its softmax, and 1.2 us for that of the second of a pair, beside which the
+sums of the first run. So tiles go in pairs, 5 % faster than one after the other. Tried without gain:
+- two workers that each score every other tile and sum half of the latent (FlashMLA's way; 10 % slower: sums wait behind scores)
+- halves of a tile freed and ordered in quarters; tiles brought into the L2 two tiles ahead, by the copy engine or by plain loads
+- no cluster, each block loading its own tiles: the same but at batch 1, which is 4 % slower
+- Q in registers, all or half, for a third slot: a product of 64 x 64 x 16 then takes 64 cycles
+- tiles of 32 tokens in four slots
 """
 
 import functools
@@ -68,13 +68,12 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
     halves = {LEFT: (0, left), RIGHT: (left, R - left)}  # of the latent
     shared_pe = E == TILE  # then the weights take the place of the rotary part
     dtype = q_c.dtype
-    # what is copied at a time: fewer copies where bytes decide; scores that begin with half a tile where latency does
-    parts = [(0, R)] if knobs["parts"][size - 1] == 1 else [(0, left), (left, R - left)]
+    parts = [*halves.values()]
     widths = [*(width for _, width in parts), E]
     collective = {"collective_axes": "block"} if size == 2 else {}
 
     def kernel(qc_g, qpe_g, c_g, pe_g, table, lens, shares_g, o_g, lse_g, po_g, plse_g, q_s, tile_s, w_s, keep_s,
-               q_in, tile_in, free, staged, q_free, weighed, normed, norm_free):  # fmt: skip
+               q_in, tile_in, free, q_free, weighed, normed, norm_free):  # fmt: skip
         unit = lax.axis_index("unit")
         block = lax.axis_index("block") if size == 2 else jnp.int32(0)
         role = lax.axis_index("role")
@@ -123,33 +122,24 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                     rows, there = pl.ds(which * BLOCK, count), pl.ds(0, count)
                     sources = [*(qc_g.at[b, rows, pl.ds(*part)] for part in parts), qpe_g.at[b, rows]]
                     for source, to in zip(sources, q_s, strict=True):
-                        plgpu.copy_gmem_to_smem(source, to.at[there], q_in)
+                        plgpu.copy_gmem_to_smem(source, to.at[0, there], q_in)
 
                 rows_of(which, queries)
                 top = jnp.maximum(lax.div(n - 1, jnp.int32(Z)), 0)  # the last page that holds a token
 
-                def rows_at(t):
-                    """The rows of tile t, `chunk` at a time: latent and rotary."""
-                    base = pl.multiple_of(lax.rem(t * TILE, jnp.int32(Z)), TILE) if Z > TILE else 0
-                    for j in range(per_tile):
-                        place = jnp.minimum(lax.div(t * TILE, jnp.int32(Z)) + j, top)
-                        page = jnp.clip(table[b, place], 0, G - 1)
-                        rows = pl.ds(base, chunk)
-                        yield [*(c_g.at[page, rows, pl.ds(*part)] for part in parts), pe_g.at[page, rows]]
-
                 def tile(t, step):
                     slot = slot_of(step)
-                    sources = [*rows_at(t)]
-
-                    @pl.when(step >= slots)
-                    def _():
-                        plgpu.barrier_wait(free.at[slot])
-
-                    for j, refs in enumerate(sources):
-                        for k, (ref, to) in enumerate(zip(refs, tile_s, strict=True)):
-                            arrived = tile_in[min(k, len(parts) - 1)].at[slot]
-                            plgpu.copy_gmem_to_smem(ref, to.at[slot, pl.ds(j * chunk, chunk)], arrived, **collective)
-
+                    base = pl.multiple_of(lax.rem(t * TILE, jnp.int32(Z)), TILE) if Z > TILE else 0
+                    places = [jnp.minimum(lax.div(t * TILE, jnp.int32(Z)) + j, top) for j in range(per_tile)]
+                    rows = [(jnp.clip(table[b, place], 0, G - 1), pl.ds(base, chunk)) for place in places]
+                    halves_g = [[c_g.at[*some, pl.ds(*part)] for some in rows] for part in parts]
+                    for k, sources in enumerate([*halves_g, [pe_g.at[some] for some in rows]]):
+                        if k < len(parts):  # the rotary part is free when both halves are
+                            pl.when(step >= slots)(functools.partial(plgpu.barrier_wait, free[k].at[slot]))
+                        arrived = tile_in[min(k, len(parts) - 1)].at[slot]
+                        for j, source in enumerate(sources):
+                            there = tile_s[k].at[slot, pl.ds(j * chunk, chunk)]
+                            plgpu.copy_gmem_to_smem(source, there, arrived, **collective)
                     return step + 1
 
                 return lax.fori_loop(start, stop, tile, step)
@@ -157,7 +147,8 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
             step = items(piece)
 
             def drain(step, _):  # every completion has to be observed
-                plgpu.barrier_wait(free.at[slot_of(step)])
+                for barrier in free:
+                    plgpu.barrier_wait(barrier.at[slot_of(step)])
                 return ()
 
             lax.fori_loop(jnp.maximum(step - slots, 0), step, drain, ())
@@ -169,25 +160,33 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
         def scores():
             to_log2 = scale * LOG2E
 
-            def product(step):
-                """The scores of the tile at `step`."""
-                slot = slot_of(step)
-                pairs = [(q, tile.at[slot]) for q, tile in zip(q_s, tile_s, strict=True)]
+            def operands(step):
+                """The pieces of Q and of the tile at `step`, each once it is there."""
+                zero = jnp.minimum(step, 0)  # known at run time alone: else every address in Q stays in registers, and they spill
+                for k, (q, tile) in enumerate(zip(q_s, tile_s, strict=True)):
+                    if k < len(parts):  # the rotary part comes with the right half
+                        plgpu.barrier_wait(tile_in[k].at[slot_of(step)])
+                    yield q.at[zero], tile.at[slot_of(step)]
+
+            def products(steps, use, carry):
+                """`carry = use(number, scores, carry)` for the tiles at `steps`; all products are ordered before any use."""
                 if interpret:
-                    for barrier in tile_in:
-                        plgpu.barrier_wait(barrier.at[slot])
-                    out = sum(jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32) for a, b in pairs)
-                    plgpu.commit_smem()
-                    return out
+                    for number, step in enumerate(steps):
+                        dots = [jnp.dot(q[...], part[...].T, preferred_element_type=jnp.float32) for q, part in operands(step)]
+                        plgpu.commit_smem()
+                        carry = use(number, sum(dots), carry)
+                    return carry
 
-                def run(ref):
-                    for k, (a, b) in enumerate(pairs):
-                        if k < len(parts):
-                            plgpu.barrier_wait(tile_in[k].at[slot])
-                        plgpu.wgmma(ref, a, b.transpose((1, 0)))
-                    return ref[...]
+                def run(*refs, carry=carry):
+                    for ref, step in zip(refs, steps, strict=True):
+                        for q, part in operands(step):
+                            plgpu.wgmma(ref, q, part.transpose((1, 0)))
+                    for number, ref in enumerate(refs):
+                        s = plgpu.wgmma_accumulator_load(ref, wait_n=(len(refs) - 1 - number) * len(widths))
+                        carry = use(number, s, carry)
+                    return carry
 
-                return pl.run_scoped(run, plgpu.ACC((BLOCK, TILE), jnp.float32))
+                return pl.run_scoped(run, *[plgpu.ACC((BLOCK, TILE), jnp.float32) for _ in steps])
 
             def piece(i, step):
                 _, which, n, start, stop, _, _ = item(i)
@@ -202,11 +201,11 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                         limit = clear + jnp.minimum(lax.div(row + which * BLOCK, jnp.int32(heads)), tokens - 1)
                     return jnp.where(at < limit, s, -jnp.inf)
 
-                def weigh(s, t, carry, last):
+                def weigh(s, t, carry, tail):
                     """Hands the weights of tile t on."""
                     step, top, total = carry
                     slot = slot_of(step)
-                    if last or tokens > 1:
+                    if tail:
                         s = lax.cond((t + 1) * TILE > clear, hide, lambda s, t: s, s, t)
                     higher = jnp.maximum(top, s.max(axis=1) * to_log2)
                     keep = jnp.exp2(top - higher)
@@ -214,7 +213,7 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                     total = total * keep + w.sum(axis=1)
                     keep_s[slot] = keep
                     w_s[slot] = w.astype(dtype)
-                    if last:
+                    if tail:
                         pl.when((t + 1) * TILE > n)(lambda: empty(slot, n - t * TILE))
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(weighed.at[slot])
@@ -224,15 +223,21 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                     for latent, _ in zip(tile_s, parts, strict=False):
                         clean(latent, slot, held)
 
+                def pair(k, carry):
+                    """Two tiles that need no mask: the sums of the first run beside the softmax of the second."""
+                    steps = [carry[0] + k for k in range(2)]
+                    return products(steps, lambda number, s, carry: weigh(s, None, carry, False), carry)
+
                 def alone(t, carry):
-                    return weigh(product(carry[0]), t, carry, False)
+                    return products([carry[0]], lambda _, s, carry: weigh(s, t, carry, True), carry)
 
                 low = plgpu.layout_cast(jnp.full((BLOCK,), LOW, jnp.float32), ROW)
                 carry = step, low, zeros((BLOCK,), ROW)
-                carry = lax.fori_loop(start, stop - 1, alone, carry)
-                s = product(carry[0])
+                masked = 1 if tokens == 1 else 2  # tiles at the end of which some query may not see all
+                pairs = lax.div(jnp.maximum(stop - start - masked, 0), jnp.int32(2))
+                carry = lax.fori_loop(0, pairs, pair, carry)
+                step, top, total = lax.fori_loop(start + 2 * pairs, stop, alone, carry)
                 plgpu.barrier_arrive(q_free)
-                step, top, total = weigh(s, stop - 1, carry, True)
 
                 @pl.when(i > row0)
                 def _():
@@ -262,8 +267,8 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
 
         def sums(side):
             first, width = halves[side]
-            latent, offset = (tile_s[0], first) if len(parts) == 1 else (tile_s[side - LEFT], 0)
-            columns = [pl.ds(offset + at, min(128, width - at)) for at in range(0, width, 128)]
+            latent = tile_s[side - LEFT]
+            columns = [pl.ds(at, min(128, width - at)) for at in range(0, width, 128)]
 
             def piece(i, step):
                 _, _, _, start, stop, _, _ = item(i)
@@ -278,7 +283,7 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
 
                     @pl.when(t < stop - start - 1)
                     def _():
-                        plgpu.barrier_arrive(free.at[slot])
+                        plgpu.barrier_arrive(free[side - LEFT].at[slot])
 
                     return step + 1, acc
 
@@ -292,25 +297,21 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                     latent[slot, :, some] = (x * over(norm, x.shape)).astype(dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(norm_free)
-                plgpu.barrier_arrive(staged)
-                if side == LEFT:
-                    plgpu.barrier_wait(staged)
 
-                    def write(count):
-                        for out_s, part in zip(tile_s, parts, strict=False):
-                            out, cols = out_s.at[slot, pl.ds(0, count)], pl.ds(*part)
+                def write(count):
+                    out, cols = latent.at[slot, pl.ds(0, count)], pl.ds(first, width)
 
-                            @pl.when(whole)
-                            def _(out=out, cols=cols):
-                                plgpu.copy_smem_to_gmem(out, o_g.at[b, pl.ds(which * BLOCK, count), cols])
+                    @pl.when(whole)
+                    def _():
+                        plgpu.copy_smem_to_gmem(out, o_g.at[b, pl.ds(which * BLOCK, count), cols])
 
-                            @pl.when(jnp.logical_not(whole))
-                            def _(out=out, cols=cols):
-                                plgpu.copy_smem_to_gmem(out, po_g.at[place, pl.ds(block * BLOCK, count), cols])
+                    @pl.when(jnp.logical_not(whole))
+                    def _():
+                        plgpu.copy_smem_to_gmem(out, po_g.at[place, pl.ds(block * BLOCK, count), cols])
 
-                    rows_of(which, write)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(free.at[slot])
+                rows_of(which, write)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(free[side - LEFT].at[slot])
                 return step
 
             items(piece)
@@ -325,9 +326,9 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                 body()
 
     layouts = [*(swizzled(64) for _ in parts), swizzled(E)]
-    free = plgpu.Barrier(num_arrivals=2, num_barriers=slots)
+    free = plgpu.Barrier(num_barriers=slots)
     if size == 2:
-        free = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=2, num_barriers=slots)
+        free = plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=slots)
     part_rows = BLOCK * size if per_row * size > 1 else last_rows
     f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     return plgpu.kernel(
@@ -339,14 +340,13 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
             f32((2 * units, size, BLOCK)),
         ),
         scratch_types=[
-            [plgpu.SMEM((BLOCK, w), dtype, transforms=layout) for w, layout in zip(widths, layouts, strict=True)],
+            [plgpu.SMEM((1, BLOCK, w), dtype, transforms=layout) for w, layout in zip(widths, layouts, strict=True)],
             [plgpu.SMEM((slots, TILE, w), dtype, transforms=layout) for w, layout in zip(widths, layouts, strict=True)],
             None if shared_pe else plgpu.SMEM((slots, BLOCK, TILE), dtype, transforms=swizzled(64)),
             plgpu.SMEM((slots + 1, BLOCK), jnp.float32),
             plgpu.Barrier(num_arrivals=len(widths)),
-            [plgpu.Barrier(num_arrivals=per_tile * n, num_barriers=slots) for n in [1] * (len(parts) - 1) + [2]],
-            free,
-            plgpu.Barrier(num_arrivals=2),
+            [plgpu.Barrier(num_arrivals=per_tile * copies, num_barriers=slots) for copies in (1, 2)],
+            [free, free],
             plgpu.Barrier(),
             plgpu.Barrier(num_barriers=slots),
             plgpu.Barrier(),
