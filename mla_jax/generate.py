@@ -202,7 +202,7 @@ def dry_run(command: Command, console: "Console") -> int:
     context = command.model.context
     checkpoint, placement = open_checkpoint(
         command.model.model,
-        attention=command.attention.attention,
+        attention=command.attention,
         dtype=command.model.dtype,
         context=context,
         experts=command.experts,

@@ -43,6 +43,8 @@ class AttentionOptions:
 
     attention: str = "auto"
     """naive, compressed, absorbed, move_elided, fused (one kernel) or auto."""
+    kv_cache: str = "auto"
+    """fp8 holds latents in E4M3, in half the bytes; auto as computed."""
 
 
 @dataclass(frozen=True)

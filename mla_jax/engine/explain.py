@@ -21,6 +21,8 @@ def explain(model: Transformer, formats: dict[str, int], context: int, placed: P
         why = roofline.why_form(config, model.device, form, 1, new, attended)
         by = f" by {model.kernel_of_attention(1, new, attended)}" if form == "fused" else ""
         lines.append(f"{phase} ({new:,} new over {attended:,}): {form}{by}, {said}: {why}")
+    if model.kv_cache == "fp8":
+        lines.append("cache: latents in E4M3 with a scale for each 128, rotary keys as computed")
     lines.append(f"on a long prefix, rebuilding heads takes fewer FLOPs from {roofline.break_even(config):.0f} new tokens")
     if config.n_routed_experts:
         lines.append(_experts(model, prompt) + (f": {placed.why}" if placed else ""))

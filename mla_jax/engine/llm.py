@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mla_jax.base.errors import BadRequest, DoesNotFit, printable
-from mla_jax.base.options import ExpertOptions, SamplingParams
+from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported, printable
+from mla_jax.base.options import AttentionOptions, ExpertOptions, SamplingParams
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.batch import Batch
 from mla_jax.engine.explain import explain
 from mla_jax.engine.request import Chunk, FinishReason, Output, Request
 from mla_jax.engine.stats import Stats
 from mla_jax.engine.text import open_text
+from mla_jax.model import packed_latents
 from mla_jax.model.mla import FORMS
 from mla_jax.model.moe import BACKENDS
 from mla_jax.weights.hub import resolve
@@ -42,6 +43,7 @@ class LLM:
         model: str | Path | None = None,
         *,
         attention: str = "auto",
+        kv_cache: str = "auto",
         dtype: str | None = None,
         context: int | None = None,
         experts: str = "auto",
@@ -54,8 +56,9 @@ class LLM:
         progress: Progress | None = None,
     ):
         """`model` is a folder of safetensors or from mla-convert, a GGUF file, or a name in the Hub's local cache (None: the
-        bundled demo model), `attention` a form of MLA or "auto", `dtype` "float32" or "bfloat16" (None: quantised weights stay as
-        they are, others are float32 on a CPU, else bfloat16), `context` the most tokens of prompt and output together.
+        bundled demo model), `attention` a form of MLA or "auto", `kv_cache` "fp8" to hold latents in E4M3, `dtype` "float32" or
+        "bfloat16" (None: quantised weights stay as they are, others are float32 on a CPU, else bfloat16), `context` the most
+        tokens of prompt and output together.
         `experts` "host" has the CPU compute all routed experts, "auto" those of as many layers, `host_layers` overriding how
         many, as do not fit the device; else it names a backend on the device. `host_precision` is theirs there (None: as they
         are stored, floats in bf16), `host_folder` keeps them packed and maps them at the next start, and `defer` of a token's are
@@ -65,7 +68,7 @@ class LLM:
         DoesNotFit before any large allocation."""
         checkpoint, self.placement = open_checkpoint(
             model,
-            attention=attention,
+            attention=AttentionOptions(attention, kv_cache),
             dtype=dtype,
             context=context,
             experts=ExpertOptions(
@@ -235,7 +238,7 @@ class LLM:
 def open_checkpoint(
     model: str | Path | None,
     *,
-    attention: str,
+    attention: AttentionOptions,
     dtype: str | None,
     context: int | None,
     experts: ExpertOptions,
@@ -243,7 +246,8 @@ def open_checkpoint(
 ) -> tuple[Checkpoint, Placement]:
     """The model's headers, checked, and its experts placed; raises before JAX takes any memory of the device."""
     for name, value, known in (
-        ("attention", attention, ("auto", *FORMS, "fused")),
+        ("attention", attention.attention, ("auto", *FORMS, "fused")),
+        ("kv_cache", attention.kv_cache, ("auto", "fp8")),
         ("experts", experts.experts, ("auto", "host", *BACKENDS)),
         ("dtype", dtype, (None, *DTYPES)),
     ):
@@ -255,7 +259,10 @@ def open_checkpoint(
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(memory_fraction)  # read when JAX first uses the device
     _cache_compiled_programs()
     backend = "auto" if experts.experts == "host" else experts.experts
-    checkpoint = Checkpoint(resolve(model), attention=attention, experts=backend, dtype=dtype, defer=experts.defer)
+    forms = {"attention": attention.attention, "kv_cache": attention.kv_cache}
+    checkpoint = Checkpoint(resolve(model), experts=backend, dtype=dtype, defer=experts.defer, **forms)
+    if attention.kv_cache == "fp8" and (reason := packed_latents.why_not(checkpoint.config, attention.attention)):
+        raise Unsupported('kv_cache "fp8" cannot be had here', reason)
     check_context(context, checkpoint.config.max_position_embeddings)
     return checkpoint, place(checkpoint, experts, context)
 

@@ -15,7 +15,7 @@ from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.base.roofline import FEW
 from mla_jax.cache import latent
-from mla_jax.model import ops
+from mla_jax.model import ops, packed_latents
 from mla_jax.model.mla import Form, Mask, Queries, Up, heads, latents
 
 
@@ -30,21 +30,22 @@ class Rows(NamedTuple):
 def form(batch: Batch, layer: latent.Layer, heads: int) -> Form:
     """The form for one step, on a cache of which `layer` is any layer before that step."""
     (rows, new), slots = batch.positions.shape, layer["positions"].shape[1]
+    remembers = packed_latents.remembers if "c_kv_scale" in layer else latents
     count = batch.mask.sum(1, dtype=jnp.int32)
     held = jnp.minimum(layer["length"][:rows] + count, slots)
     seq_lens = jnp.where(count > 0, held, 0)
     if new > FEW:
         order = jnp.argsort(~batch.mask, axis=1, stable=True)
-        return Form(latents, partial(attend_to_heads, rows=Rows(seq_lens, count, order)))
+        return Form(remembers, partial(attend_to_heads, rows=Rows(seq_lens, count, order)))
     order = jnp.argsort(batch.mask, axis=1, stable=True) if new > 1 else None
     # behind a barrier, or XLA writes the table anew for each layer
     table = jax.lax.optimization_barrier(ops.in_order(rows, min(batch.span or slots, slots)))
     plan = {"page_table": table, "schedule": ops.schedule(seq_lens, heads, new)}
-    return Form(latents, partial(attend_to_latents, rows=Rows(seq_lens, count, order), **plan))
+    return Form(remembers, partial(attend_to_latents, rows=Rows(seq_lens, count, order), **plan))
 
 
-def implementation(config: Config, dtype: jnp.dtype, rows: int, new: int, slots: int) -> str:
-    """Who computes a step of these shapes: "mosaic_gpu", "mosaic_tpu" or "xla"."""
+def implementation(config: Config, dtype: jnp.dtype, rows: int, new: int, slots: int, packed: bool = False) -> str:
+    """Who computes a step of these shapes, on latents in E4M3 if `packed`: "mosaic_gpu", "mosaic_tpu" or "xla"."""
     count = config.num_attention_heads
     plain, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     of = partial(jax.ShapeDtypeStruct, dtype=dtype)
@@ -54,8 +55,11 @@ def implementation(config: Config, dtype: jnp.dtype, rows: int, new: int, slots:
         )
     queries = [of((rows, new, count, width)) for width in (config.kv_lora_rank, rope)]
     page, pages = ops.page_of(slots), rows * slots // ops.page_of(slots)
-    cache = [of((pages, page, width)) for width in (config.kv_lora_rank, rope)]
-    return ops.implementation("mla_decode", *queries, *cache, jax.ShapeDtypeStruct((rows, pages // rows), jnp.int32))
+    c_kv, k_pe = (of((pages, page, width)) for width in (config.kv_lora_rank, rope))
+    table = jax.ShapeDtypeStruct((rows, pages // rows), jnp.int32)
+    ways = [c_kv, *([packed_latents.packed(jax.eval_shape(packed_latents.remembers, c_kv, k_pe))] if packed else [])]
+    names = [ops.implementation("mla_decode", *queries, way, k_pe, table) for way in ways]
+    return next((name for name in reversed(names) if name != "xla"), "xla")
 
 
 def ordered(x: Float[Array, "B T N H"], rows: Rows) -> Float[Array, "B T N H"]:
@@ -73,8 +77,8 @@ def attend_to_latents(
 ) -> Float[Array, "B T N V"]:
     """`mask` says the same as `rows`, and is not looked at."""
     q_c, q_pe = (ordered(x, rows) for x in (jnp.einsum("btnp,npr->btnr", q[0], up[0]), q[1]))
-    cache = held["c_kv"], held["k_pe"], page_table, rows.seq_lens
-    o_c = ops.mla_decode(q_c, q_pe, *cache, scale, schedule=schedule)
+    c_kv = packed_latents.packed(held) if packed_latents.NAMES[1] in held else held["c_kv"]
+    o_c = ops.mla_decode(q_c, q_pe, c_kv, held["k_pe"], page_table, rows.seq_lens, scale, schedule=schedule)
     return restored(jnp.einsum("btnr,nvr->btnv", o_c, up[1]), rows)
 
 
@@ -82,6 +86,6 @@ def attend_to_heads(
     q: Queries, held: dict[str, Array], up: Up, mask: Mask, scale: float, *, rows: Rows
 ) -> Float[Array, "B T N V"]:
     """`mask` says the same as `rows`, and is not looked at."""
-    rebuilt = heads(held["c_kv"], held["k_pe"], up)
+    rebuilt = heads(**packed_latents.unpacked(held), up=up)
     queries = ordered(jnp.concatenate(q, -1), rows)
     return restored(ops.mla_prefill(queries, rebuilt["k"], rebuilt["v"], rows.count, rows.seq_lens, scale), rows)

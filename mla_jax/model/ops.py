@@ -3,7 +3,7 @@
 Weights keep the checkpoint's order, output axes first: quantised blocks stay whole, and kernels want the contracted axis last."""
 
 from importlib import import_module
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import jax
@@ -67,6 +67,8 @@ def linear(x: Float[Array, "*B I"], w: Weight, out: str | None = None) -> Float[
         y = (x.reshape(-1).astype(jnp.float32) * plain(w, jnp.dtype("float32"))).sum(-1)
         return y.reshape(*x.shape[:-1], -1).astype(out or x.dtype)
 
+    if out is None and _by_kernel(x, w):
+        return _quantized_matmul(x, w)
     # one row of packed weights: XLA fuses the unpacking with sums of products, where a GPU's matmul wants it written out first
     # (benchmarks/packed.py; H200, 8,192 x 4,096: FP8 24 us against 83, Q4_K 47 against 82); at 4 rows sums lose, on a CPU always
     one_row = isinstance(w, QTensor) and x.size == x.shape[-1]
@@ -78,6 +80,26 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) ->
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return weight * y.astype(x.dtype)
+
+
+LARGE = 8 << 20  # numbers in a weight
+
+
+def _by_kernel(x: jax.Array, w: Weight) -> bool:
+    """Whether a kernel for FP8 weights pays: some rows, not many, and a large weight.
+
+    On an H200 (2026-11-22), us for 4, 16, 64, 512 rows: 16,384 x 7,168 takes 49, 49, 52, 288, and XLA 91, 96, 98, 210; 1,536 x
+    24,576 takes 21, 24, 24, 98 against 46, 47, 50, 83; but 7,168 x 576 takes 14, 13, 18, 31 against 10, 10, 12, 22."""
+    if not isinstance(w, QTensor) or w.format != "fp8_block" or len(w.shape) != 2 or prod(w.shape) < LARGE:
+        return False
+    rows = jax.ShapeDtypeStruct((x.size // x.shape[-1], x.shape[-1]), x.dtype)
+    return 1 < rows.shape[0] <= 64 and implementation("quantized_matmul", rows, operand(w, x.dtype)) != "xla"
+
+
+def _quantized_matmul(x: Float[Array, "*B I"], w: QTensor) -> Float[Array, "*B O"]:
+    from pallas_kernels import quantized_matmul as kernel
+
+    return kernel.quantized_matmul(x.reshape(-1, x.shape[-1]), operand(w, x.dtype)).reshape(*x.shape[:-1], -1)
 
 
 def swiglu(x: Float[Array, "*B D"], gate: Weight, up: Weight, down: Weight) -> Float[Array, "*B D"]:
@@ -122,7 +144,7 @@ def in_order(rows: int, slots: int) -> Int[Array, "B pages"]:
 def mla_decode(
     q_c: Float[Array, "B T N R"],
     q_pe: Float[Array, "B T N E"],
-    c_kv: Float[Array, "B S R"],
+    c_kv: Any,
     k_pe: Float[Array, "B S E"],
     page_table: Int[Array, "B pages"],
     seq_lens: Int[Array, " B"],
@@ -131,10 +153,16 @@ def mla_decode(
     schedule: Any = None,
     impl: str | None = None,
 ) -> Float[Array, "B T N R"]:
-    """Attention over latents, a row's last T of `seq_lens` tokens being the queries."""
-    from pallas_kernels import mla_decode as kernel
+    """Attention over latents `[B S R]`, a row's last T of `seq_lens` tokens being the queries.
 
-    c_kv, k_pe = (x.reshape(-1, page_of(c_kv.shape[1]), x.shape[-1]) for x in (c_kv, k_pe))
+    Latents in E4M3 become numbers first where no kernel takes them as they are."""
+    from pallas_kernels import mla_decode as kernel
+    from pallas_kernels.fp8 import Fp8, dequantize
+
+    page = page_of(k_pe.shape[1])
+    c_kv, k_pe = jax.tree.map(lambda x: x.reshape(-1, page, x.shape[-1]), (c_kv, k_pe))
+    if isinstance(c_kv, Fp8) and implementation("mla_decode", q_c, q_pe, c_kv, k_pe, page_table) == "xla":
+        c_kv = dequantize(c_kv).astype(k_pe.dtype)
     return kernel.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=scale, schedule=schedule, impl=impl)[0]
 
 

@@ -15,7 +15,7 @@ from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache import latent
-from mla_jax.model import fused, moe
+from mla_jax.model import fused, moe, packed_latents
 from mla_jax.model.mla import FORMS, MLA, Form
 from mla_jax.model.moe import BACKENDS, MLP, Experts, HostExperts, MoE, pick_backend, settle
 from mla_jax.model.mtp import MTP
@@ -54,7 +54,8 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """An MLA model. `attention` names a form or "fused", the kernel; `experts` a backend; "auto" chooses by shapes and device.
 
-    `defer` experts of each token are added a layer later while few tokens are new, where a layer's experts lie on the host."""
+    `kv_cache` "fp8" holds latents in E4M3. `defer` experts of each token are added a layer later while few tokens are new, where
+    a layer's experts lie on the host."""
 
     def __init__(
         self,
@@ -66,8 +67,10 @@ class Transformer(nnx.Module):
         device: roofline.Device = roofline.DEVICES["cpu"],
         mtp: bool = False,
         defer: int = 0,
+        kv_cache: str = "auto",
     ):
         self.config, self.attention, self.experts, self.device, self.defer = config, attention, experts, device, defer
+        self.kv_cache = kv_cache
         self.embed = parameter(config, rngs, "vocab", "model")
         self.layers = nnx.List([Block(config, rngs, i) for i in range(config.num_hidden_layers)])
         self.norm = norm_weight(config, rngs, "model")
@@ -122,14 +125,14 @@ class Transformer(nnx.Module):
         return x, layer, {"load": [load] if load is not None else []} if collect else {}
 
     def new_cache(self, rows: int, slots: int, layers: int | None = None) -> latent.Cache:
-        """An empty cache of what this model's form remembers, in the dtype of its weights.
+        """An empty cache of what this model's form remembers, in the dtype of its weights or in FP8.
 
         On a CPU it has a second row even for one sequence: XLA copies a one-row cache at every turn of a while_loop there."""
         rows = max(rows, 2) if self.device.platform == "cpu" else rows
         config, attn = self.config, self.layers[0].attn
         up = (attn.uk.get_value(), attn.uv.get_value())  # which may be shapes only
         shapes = [jax.ShapeDtypeStruct((1, 1, n), up[0].dtype) for n in (config.kv_lora_rank, config.qk_rope_head_dim)]
-        token = jax.eval_shape(FORMS.get(self.attention, FORMS["move_elided"]).remembers, *shapes, up)
+        token = jax.eval_shape(self._held(FORMS.get(self.attention, FORMS["move_elided"])).remembers, *shapes, up)
         return latent.init(token, config.num_hidden_layers if layers is None else layers, rows, slots)
 
     def form_name(self, rows: int, new: int, attended: int) -> str:
@@ -150,7 +153,7 @@ class Transformer(nnx.Module):
 
     def kernel_of_attention(self, rows: int, new: int, attended: int) -> str:
         """What the form "fused" takes, "xla" where there is no kernel for such a step here."""
-        return fused.implementation(self.config, self.dtype, rows, new, attended)
+        return fused.implementation(self.config, self.dtype, rows, new, attended, self.kv_cache == "fp8")
 
     def kernel_of_experts(self, tokens: int, streamed: bool = False) -> str:
         """What the backend "ragged" takes, "xla" where there is no kernel for such a step of experts here or `streamed`."""
@@ -201,6 +204,10 @@ class Transformer(nnx.Module):
     def _experts(self) -> list[Experts | HostExperts]:
         return [block.mlp.experts for block in self.layers if isinstance(block.mlp, MoE)]
 
+    def _held(self, form: Form) -> Form:
+        """`form`, over what the cache holds."""
+        return packed_latents.over(form) if self.kv_cache == "fp8" else form
+
     def how(self, batch: Batch, layer: latent.Layer | None) -> How:
         """What this step's shapes, known while tracing, decide for all layers; `layer` is any of the cache's."""
         rows, new = batch.positions.shape
@@ -210,6 +217,7 @@ class Transformer(nnx.Module):
             form = fused.form(batch, layer, self.config.num_attention_heads)
         else:  # without a cache, padding may stand between tokens
             form = FORMS[name if name != "fused" else "move_elided"]
+            form = form if layer is None else self._held(form)
         backend, streamed = BACKENDS[self.backend_name(rows * new)], None
         if 0 < self.stream <= rows * new:
             streamed = BACKENDS[self.backend_name(rows * new, streamed=True)]

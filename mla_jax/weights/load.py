@@ -38,8 +38,10 @@ IN_FLIGHT = 3  # tensors read ahead while one is placed
 class Checkpoint:
     """Files whose names, shapes and number formats fit the model they describe. Opening them reads headers only."""
 
-    def __init__(self, path: Path, *, attention: str = "auto", experts: str = "auto", dtype: str | None = None, defer: int = 0):
-        """`dtype` None: packed weights as they are, others float32 on a CPU and bfloat16 elsewhere."""
+    def __init__(self, path: Path, *, experts: str = "auto", dtype: str | None = None, **options: Any):
+        """`dtype` None: packed weights as they are, others float32 on a CPU and bfloat16 elsewhere.
+
+        `options` are Transformer's."""
         self.source: Source = open_source(path)
         self.config, table, present = self.source.config, self.source.table, self.source.tensors
         self.target = jax.devices()[0]
@@ -47,7 +49,7 @@ class Checkpoint:
         self.dtype = jnp.dtype(dtype or ("float32" if self.device.platform == "cpu" else "bfloat16"))
         table.refuse_other_counts(self.config, present)
         mtp = table.has_mtp(self.config, present)
-        build = partial(Transformer, self.config, attention=attention, experts=experts, device=self.device, mtp=mtp, defer=defer)
+        build = partial(Transformer, self.config, experts=experts, device=self.device, mtp=mtp, **options)
         self.graph, self.state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
         self.slots = {".".join(map(str, keys)): variable for keys, variable in nnx.to_flat_state(self.state)}
         self.sources = table.resolve(self.slots, self.config, present)
@@ -211,9 +213,9 @@ class Checkpoint:
                 yield ready
 
 
-def load(path: str | Path, *, attention: str = "auto", experts: str = "auto", dtype: str | None = None) -> Transformer:
-    """The model of a checkpoint of any kind, on the default device."""
-    return Checkpoint(Path(path), attention=attention, experts=experts, dtype=dtype).read()
+def load(path: str | Path, **options: Any) -> Transformer:
+    """The model of a checkpoint of any kind, on the default device; `options` are Checkpoint's."""
+    return Checkpoint(Path(path), **options).read()
 
 
 def _layer_of_experts(path: str, config: Config) -> int | None:
