@@ -9,6 +9,7 @@ The prediction uses the host's rates by mla_jax/weights/measure.py, of a layer a
 
 import argparse
 import dataclasses
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -33,12 +34,12 @@ PACKED = 4  # random experts of a layer, repeated
 STEPS = 16
 SLICE = {"num_hidden_layers": 7, "num_nextn_predict_layers": 0}
 SHAPES = {  # config, and the steps' rows, deferred experts, tokens of prompts
-    "v2_lite": (Config.preset("v2_lite"), (1, 8), (0, 2), (64, 1024)),
+    "v2_lite": (Config.preset("v2_lite"), (1, 8), (0, 2), (64, 1024, 4096)),
     "v3 slice": (
         dataclasses.replace(Config.preset("v3"), num_hidden_layers=7, num_nextn_predict_layers=0),
         (1, 8),
         (0, 3),
-        (64, 512),
+        (64, 1024),
     ),
     "tiny": (Config.preset("tiny"), (1, 8), (0, 1), (64,)),
 }
@@ -64,8 +65,16 @@ def layers(config: Config, precision: str, folder: Path) -> Iterator[tuple[int, 
     sections = tuple(np.tile(section, (-(-count // PACKED), 1, 1))[:count] for section in found.sections)
     for number in filter(config.is_moe, range(config.num_hidden_layers)):
         packed.write(folder / "one", found._replace(shape=(count, *found.shape[1:]), sections=sections))
-        yield number, Experts.open(folder / "one")
+        layer = Experts.open(folder / "one")
+        touch(layer, config.num_experts_per_tok or 1)
+        yield number, layer
         (folder / "one").unlink()  # its memory stays as long as it is mapped
+
+
+def touch(layer: Experts, chosen: int) -> None:
+    """Reads all experts once: a page of a mapped file costs more at its first use."""
+    ids = np.resize(np.arange(layer.experts, dtype=np.int32), (-(-layer.experts // chosen), chosen))
+    layer.forward(np.ones((len(ids), layer.model), np.float32), ids, np.ones(ids.shape, np.float32))
 
 
 def step_seconds(programs: Programs, state: State) -> tuple[float, State]:
@@ -91,8 +100,10 @@ def decoded(name: str, model: Transformer, rows: int, defer: int, rates: rooflin
     return row | {"predicted tokens/s": rows / predicted, "measured / predicted": predicted / seconds}
 
 
-def read(name: str, model: Transformer, tokens: int) -> dict:
-    """One row of the table: a prompt."""
+def read(name: str, model: Transformer, tokens: int, stream: int, rates: roofline.Host, expert: int) -> dict:
+    """One row of the table: a prompt, its experts brought to the device with `stream` tokens or more, 0 for never."""
+    for mlp in mixed(model):
+        mlp.experts = HostExperts(mlp.experts.layer, stream=stream)
     model.defer, programs = 0, Programs(model)
     prompt, mask = jnp.zeros((1, tokens), jnp.int32), jnp.ones((1, tokens), bool)
     arguments = (4 * tokens, 16, 0, jnp.full(1, 16), jnp.full((1, 4), -1), decode.held_state(model, programs, 1).sampling)
@@ -102,7 +113,14 @@ def read(name: str, model: Transformer, tokens: int) -> dict:
 
     seconds = report.best_seconds(run, 2)
     programs.check()
-    return {"model": name, "rows": 1, "new": tokens, "ms": seconds * 1e3, "tokens/s": tokens / seconds}
+    predicted = roofline.prefill_seconds(model.config, model.device, tokens, rates, len(model.on_host()), expert, stream)
+    row = {"model": name + (", streamed" if stream else ""), "rows": 1, "new": tokens, "ms": seconds * 1e3}
+    row |= {"tokens/s": tokens / seconds, "predicted tokens/s": tokens / predicted}
+    return row | {"measured / predicted": predicted / seconds}
+
+
+def mixed(model: Transformer) -> list[MoE]:
+    return [block.mlp for block in model.layers if isinstance(block.mlp, MoE)]
 
 
 def measured(name: str, precision: str, folder: Path, prompts: bool) -> Iterator[dict]:
@@ -116,14 +134,12 @@ def measured(name: str, precision: str, folder: Path, prompts: bool) -> Iterator
     for rows in batches:
         for defer in defers:
             yield decoded(name, model, rows, defer, rates, expert)
-    mixed = [block.mlp for block in model.layers if isinstance(block.mlp, MoE)]
-    for mlp in mixed:
+    for mlp in mixed(model):
         mlp.experts = Waited(mlp.experts.layer)
-    yield decoded(name + ", waited", model, batches[0], 0, rates, expert)
-    for mlp in mixed:
-        mlp.experts = HostExperts(mlp.experts.layer)
-    for tokens in lengths if prompts else ():
-        yield read(name, model, tokens)
+    for rows in batches:
+        yield decoded(name + ", waited", model, rows, 0, rates, expert)
+    for tokens, stream in itertools.product(lengths if prompts else (), (0, 1)):
+        yield read(name, model, tokens, stream, rates, expert)
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 `rows` of a batch bring `new` tokens each, which attend to `attended` tokens, held ones and themselves."""
 
+from bisect import bisect_left
+from collections.abc import Callable
 from typing import NamedTuple
 
 from mla_jax.base.config import Config
@@ -143,8 +145,14 @@ def stream_tokens(config: Config, on: Device, host: Host, expert_bytes: float, m
     def gains(tokens: int) -> bool:
         return stream_seconds(config, on, host, tokens, expert_bytes) < host_seconds(config, host, tokens, expert_bytes)
 
+    return fewest(gains, most)
+
+
+def fewest(gains: Callable[[int], bool], most: int) -> int:
+    """The fewest tokens up to `most` with which something gains, and then with more, too; 0 if it never does."""
     above = next((n for n in (1 << i for i in range(most.bit_length())) if gains(n)), 0)
-    return next((n for n in range(above // 2 + 1, above) if gains(n)), above)
+    below = above // 2 + 1
+    return above and below + bisect_left(range(below, above), True, key=gains)
 
 
 def prefill_seconds(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mla_jax.base import roofline
 from mla_jax.base.config import Config
-from mla_jax.base.roofline import Cost, Device, Host, host_seconds
+from mla_jax.base.roofline import Cost, Device, Host, fewest, host_seconds
 from mla_jax.ui.plots import INK, _axes, _count, _figure, _powers_of_two, _si, _title
 from mla_jax.ui.plots_decode import COLORS, _whole
 
@@ -73,8 +73,7 @@ def crossover(config: Config, device: Device, host: Host, expert_bytes: float, m
         parts = parts_of_a_layer(config, device, host, expert_bytes, n, 0)
         return parts["routed, brought over the link"] < parts["routed, computed on the CPU"]
 
-    above = next((n for n in (1 << i for i in range(most.bit_length())) if brought(n)), most + 1)
-    return next((n for n in range(above // 2 + 1, above) if brought(n)), above)
+    return fewest(brought, most) or most + 1
 
 
 def calls(
