@@ -229,11 +229,13 @@ void no_free_slot(const Fake& fake) {
 void many_threads(const Fake& fake) {
     uint64_t layers[] = {layer_of(1), layer_of(2), layer_of(3)};
     std::vector<std::thread> threads;
-    std::atomic<int> wrong{0};
+    std::atomic<int> wrong{0}, begun{0};
     for (int t = 0; t < 3; ++t) {
         threads.emplace_back([&, t] {
             void* stream = fake.stream();
             for (int i = 0; i < 40; ++i) {
+                // Within one turn of each other: a thread that sleeps for 16 calls of the others has lost its own.
+                for (++begun; begun < 3 * (i + 1);) std::this_thread::yield();
                 Arrays a(layers[t], 2, float(i)), b(layers[(t + 1) % 3], 2, float(i + t));
                 a.submit(stream), b.submit(stream), b.collect(stream), a.collect(stream);
                 fake.call("fake_synchronize", stream);

@@ -577,7 +577,10 @@ SANITIZERS = {
 }
 
 
-@pytest.mark.parametrize("sanitizer", ["none", *(pytest.param(s, marks=pytest.mark.slow) for s in ("address", "thread"))])
+LONG = (pytest.mark.slow, pytest.mark.once)
+
+
+@pytest.mark.parametrize("sanitizer", ["none", *(pytest.param(s, marks=LONG) for s in ("address", "thread"))])
 def test_the_protocol_between_gpu_and_host(tmp_path, sanitizer):
     """Its own program, for sanitizers: calls under way at once, failures, time-outs, graphs, forks, the process's end."""
     flags = SANITIZERS[sanitizer]
