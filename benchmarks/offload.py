@@ -105,7 +105,9 @@ def read(name: str, model: Transformer, tokens: int, stream: int, rates: rooflin
     for mlp in mixed(model):
         mlp.experts = HostExperts(mlp.experts.layer, stream=stream)
     model.defer, programs = 0, Programs(model)
-    prompt, mask = jnp.zeros((1, tokens), jnp.int32), jnp.ones((1, tokens), bool)
+    # random tokens, for equal ones would all choose the same experts
+    prompt = jax.random.randint(jax.random.key(0), (1, tokens), 0, model.config.vocab_size, jnp.int32)
+    mask = jnp.ones((1, tokens), bool)
     arguments = (4 * tokens, 16, 0, jnp.full(1, 16), jnp.full((1, 4), -1), decode.held_state(model, programs, 1).sampling)
 
     def run() -> State:

@@ -67,7 +67,7 @@ def linear(x: Float[Array, "*B I"], w: Weight, out: str | None = None) -> Float[
         y = (x.reshape(-1).astype(jnp.float32) * plain(w, jnp.dtype("float32"))).sum(-1)
         return y.reshape(*x.shape[:-1], -1).astype(out or x.dtype)
 
-    if out is None and _by_kernel(x, w):
+    if out is None and isinstance(w, QTensor) and _by_kernel(x, w):
         return _quantized_matmul(x, w)
     # one row of packed weights: XLA fuses the unpacking with sums of products, where a GPU's matmul wants it written out first
     # (benchmarks/packed.py; H200, 8,192 x 4,096: FP8 24 us against 83, Q4_K 47 against 82); at 4 rows sums lose, on a CPU always
@@ -85,12 +85,12 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) ->
 LARGE = 8 << 20  # numbers in a weight
 
 
-def _by_kernel(x: jax.Array, w: Weight) -> bool:
+def _by_kernel(x: jax.Array, w: QTensor) -> bool:
     """Whether a kernel for FP8 weights pays: some rows, not many, and a large weight.
 
     On an H200 (2026-11-22), us for 4, 16, 64, 512 rows: 16,384 x 7,168 takes 49, 49, 52, 288, and XLA 91, 96, 98, 210; 1,536 x
     24,576 takes 21, 24, 24, 98 against 46, 47, 50, 83; but 7,168 x 576 takes 14, 13, 18, 31 against 10, 10, 12, 22."""
-    if not isinstance(w, QTensor) or w.format != "fp8_block" or len(w.shape) != 2 or prod(w.shape) < LARGE:
+    if w.format != "fp8_block" or len(w.shape) != 2 or prod(w.shape) < LARGE:
         return False
     rows = jax.ShapeDtypeStruct((x.size // x.shape[-1], x.shape[-1]), x.dtype)
     return 1 < rows.shape[0] <= 64 and implementation("quantized_matmul", rows, operand(w, x.dtype)) != "xla"
