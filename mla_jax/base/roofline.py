@@ -204,6 +204,13 @@ def decode_seconds(
     return seconds + layers * max(now - beside, theirs - each, 0.0)
 
 
+def best_defer(config: Config, on: Device, rows: int, held: int, host: Host, layers: int, expert_bytes: float) -> int:
+    """The fewest experts a token to defer with which such a step is within 1 % of the fastest."""
+    chosen = config.num_experts_per_tok or 1
+    times = [decode_seconds(config, on, rows, held, host, layers, expert_bytes, defer) for defer in range(chosen)]
+    return next(defer for defer, seconds in enumerate(times) if seconds <= 1.01 * min(times))
+
+
 def break_even(config: Config) -> float:
     """New tokens from which, on a long prefix, rebuilding the heads takes fewer FLOPs than attending over latents.
 

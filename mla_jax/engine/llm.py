@@ -61,9 +61,10 @@ class LLM:
         tokens of prompt and output together.
         `experts` "host" has the CPU compute all routed experts, "auto" those of as many layers, `host_layers` overriding how
         many, as do not fit the device; else it names a backend on the device. `host_precision` is theirs there (None: as they
-        are stored, floats in bf16), `host_folder` keeps them packed and maps them at the next start, and `defer` of a token's are
-        added a layer later while decoding, which is not exact. Chunks of a prompt with `stream_tokens` tokens or more (None: as
-        predicted from measured rates, 0: none) have these experts brought to the device instead, and computed there.
+        are stored, floats in bf16), `host_folder` keeps them packed and maps them at the next start, and `defer` of a token's
+        (-1: as many as are predicted to gain) are added a layer later while decoding, which is not exact. Chunks of a prompt
+        with `stream_tokens` tokens or more (None: as predicted from measured rates, 0: none) have these experts brought to the
+        device instead, and computed there.
         `progress` hears of the bytes loaded and of all there are. Raises BadFile, BadConfig, Unsupported, BadRequest or
         DoesNotFit before any large allocation."""
         checkpoint, self.placement = open_checkpoint(
@@ -260,7 +261,7 @@ def open_checkpoint(
     _cache_compiled_programs()
     backend = "auto" if experts.experts == "host" else experts.experts
     forms = {"attention": attention.attention, "kv_cache": attention.kv_cache}
-    checkpoint = Checkpoint(resolve(model), experts=backend, dtype=dtype, defer=experts.defer, **forms)
+    checkpoint = Checkpoint(resolve(model), experts=backend, dtype=dtype, **forms)
     if attention.kv_cache == "fp8" and (reason := packed_latents.why_not(checkpoint.config, attention.attention)):
         raise Unsupported('kv_cache "fp8" cannot be had here', reason)
     check_context(context, checkpoint.config.max_position_embeddings)

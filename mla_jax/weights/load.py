@@ -56,6 +56,7 @@ class Checkpoint:
         self._asked, self.precision = dtype, None
         self.host: frozenset[int] = frozenset()
         self.stream = 0  # tokens from which the device computes the experts that lie on the host; 0 for never
+        self.defer: int = options.get("defer", 0)  # of a token's experts there, so many are added a layer later
         self.place(())
 
     def place(self, host: Iterable[int], precision: str | None = None) -> None:
@@ -125,6 +126,7 @@ class Checkpoint:
     def _merged(self, on_host: Mapping[int, Any]) -> Transformer:
         """The model of the present state, with these packed experts in their layers."""
         model = nnx.merge(self.graph, self.state)
+        model.defer = self.defer
         blocks = [*model.layers, *(further.block for further in model.mtp)]
         for number, layer in on_host.items():
             blocks[number].mlp.experts = HostExperts(layer, self.stream)

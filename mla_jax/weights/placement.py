@@ -12,6 +12,7 @@ from mla_jax.weights import host, measure
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.plan import gib, host_memory, plan, score_bytes
 
+PREDICTED = -1  # experts to defer
 HELD, ROWS = 1024, (1, 8)  # tokens and rows that rates are predicted for
 ROOM = 8192  # tokens for whose cache experts leave the device, if the user does not say how many
 
@@ -38,6 +39,7 @@ def place(checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None = N
     else:
         count, why = _fewest(checkpoint, context, movable, streams=wanted.stream_tokens != 0)
     chosen = tuple(movable[len(movable) - count :])
+    checkpoint.defer = max(wanted.defer, 0)
     if not chosen:
         return Placement(chosen, why)
     try:
@@ -51,7 +53,9 @@ def place(checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None = N
         _refuse_without_memory(checkpoint)
     rates = measure.host(checkpoint.precision_on_host(min(chosen)))
     checkpoint.stream = _stream_tokens(checkpoint, rates) if wanted.stream_tokens is None else wanted.stream_tokens
-    return Placement(chosen, why, tuple(_predicted(checkpoint, rates, wanted.defer)))
+    if wanted.defer == PREDICTED:
+        checkpoint.defer = _defer(checkpoint, rates)
+    return Placement(chosen, why, tuple(_predicted(checkpoint, rates)))
 
 
 def _fewest(checkpoint: Checkpoint, context: int | None, movable: list[int], streams: bool) -> tuple[int, str]:
@@ -77,8 +81,9 @@ def _check(wanted: ExpertOptions, layers: int, chosen: int) -> None:
         raise BadRequest("this model has no routed experts to lie on the host")
     if wanted.host_precision is not None and wanted.host_precision not in FORMATS:
         raise BadRequest(f"host_precision {printable(wanted.host_precision)} is not known", "known: " + ", ".join(FORMATS))
-    if not 0 <= wanted.defer < chosen:
-        raise BadRequest(f"defer is {wanted.defer}, expected 0 to {chosen - 1}", "a token has one more expert, which stays")
+    if not PREDICTED <= wanted.defer < chosen:
+        left = f"a token has one more expert, which stays; {PREDICTED} stands for as many as are predicted to gain"
+        raise BadRequest(f"defer is {wanted.defer}, expected 0 to {chosen - 1}", left)
     if wanted.stream_tokens is not None and wanted.stream_tokens < 0:
         raise BadRequest(f"stream_tokens is {wanted.stream_tokens}, expected 0 or more", "0 stands for never")
 
@@ -108,17 +113,31 @@ def _packed_bytes(checkpoint: Checkpoint) -> int:
     return host.packed_bytes(checkpoint.config, checkpoint.precision_on_host(min(checkpoint.host)))
 
 
-def _predicted(checkpoint: Checkpoint, rates: roofline.Host, defer: int) -> Iterator[str]:
+def _defer(checkpoint: Checkpoint, rates: roofline.Host) -> int:
+    """For a row alone, whose steps leave the device idle the longest; none where the device is the host."""
+    config, device = checkpoint.config, checkpoint.device
+    if device.platform == "cpu":
+        return 0
+    held, layers = min(HELD, config.max_position_embeddings), _layers(checkpoint)
+    return roofline.best_defer(config, device, 1, held, rates, layers, _packed_bytes(checkpoint))
+
+
+def _layers(checkpoint: Checkpoint) -> int:
+    """Layers of the model, MTP's apart, whose experts lie on the host."""
+    return sum(layer < checkpoint.config.num_hidden_layers for layer in checkpoint.host)
+
+
+def _predicted(checkpoint: Checkpoint, rates: roofline.Host) -> Iterator[str]:
     """What the host reaches, and the rates of decoding and of reading a prompt that follow."""
     config, device, expert = checkpoint.config, checkpoint.device, _packed_bytes(checkpoint)
-    layers = sum(layer < config.num_hidden_layers for layer in checkpoint.host)
+    layers = _layers(checkpoint)
     reached = f"{rates.bandwidth / 1e9:.1f} GB/s of experts, {rates.flops / 1e12:.2f} TFLOP/s"
     yield f"{rates.name}: {reached}, {rates.call * 1e6:.0f} us a call"
     if device.platform == "cpu":  # where what else a step takes is not known
         return
     held = min(HELD, config.max_position_embeddings)
     for rows in ROWS:
-        step = roofline.decode_seconds(config, device, rows, held, rates, layers, expert, defer)
+        step = roofline.decode_seconds(config, device, rows, held, rates, layers, expert, checkpoint.defer)
         theirs = layers * roofline.host_seconds(config, rates, rows, expert)
         parts = f"a step {step * 1e3:,.1f} ms, of which the CPU is busy {theirs * 1e3:,.1f} ms"
         yield f"predicted for {rows} row{'s' * (rows > 1)} over {held:,} tokens: {rows / step:,.1f} tok/s, {parts}"

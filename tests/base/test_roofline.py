@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from mla_jax.base import roofline
 from mla_jax.base.config import Config
 from mla_jax.base.roofline import (
     DEVICES,
@@ -125,6 +126,19 @@ def test_experts_are_brought_from_the_fewest_tokens_with_which_that_is_faster(si
 
 def test_over_a_link_that_is_too_slow_experts_are_never_brought():
     assert stream_tokens(V2_LITE, H200, SERVER._replace(link=1.0), EXPERT) == 0
+
+
+def test_no_more_experts_are_deferred_than_hide_behind_the_next_layer():
+    config, device = Config.preset("v3"), roofline.device("NVIDIA H200", "gpu")
+    experts, size = 58, 44e6
+    times = {}
+    for bandwidth in (1e11, 1e12, 1e13):
+        host = roofline.Host("", bandwidth, 1e15, 0, 1)
+        times[bandwidth] = [roofline.decode_seconds(config, device, 1, 1024, host, experts, size, d) for d in range(8)]
+        found = roofline.best_defer(config, device, 1, 1024, host, experts, size)
+        assert times[bandwidth][found] <= 1.01 * min(times[bandwidth])
+        assert found == 0 or times[bandwidth][found - 1] > 1.01 * min(times[bandwidth])
+    assert roofline.best_defer(config, device, 1, 1024, roofline.Host("", 1e15, 1e18, 0, 1), experts, size) == 0
 
 
 def test_a_prompt_takes_the_time_of_where_its_experts_are_computed():

@@ -212,7 +212,7 @@ def test_a_number_of_layers_overrides_the_decision_and_a_backend_keeps_all_on_th
         ({"host_layers": -1}, "host_layers is -1"),
         ({"host_precision": "int3"}, "host_precision int3 is not known\n  known: bf16, int8"),
         ({"defer": 3}, "defer is 3, expected 0 to 2"),
-        ({"defer": -1}, "defer is -1, expected 0 to 2"),
+        ({"defer": -2}, "defer is -2, expected 0 to 2"),
         ({"stream_tokens": -1}, "stream_tokens is -1, expected 0 or more\n  0 stands for never"),
     ],
 )
@@ -267,6 +267,17 @@ def test_predictions_follow_from_what_host_and_device_reach(tmp_path, monkeypatc
     )
     said = r"predicted for a prompt in chunks of 512 tokens: [\d,]+ tok/s; experts come to the device with "
     assert re.fullmatch(rf"{said}{checkpoint.stream:,} tokens or more over the link, 50\.0 GB/s", placed.lines[3])
+
+
+@pytest.mark.parametrize(("asked", "bandwidth", "expected"), [(0, 1e9, 0), (2, 1e15, 2), (-1, 1e9, 2), (-1, 1e15, 0)])
+def test_as_many_experts_are_deferred_as_asked_or_as_are_predicted_to_gain(tmp_path, monkeypatch, asked, bandwidth, expected):
+    """Of a slow host all that may be, of one that keeps nobody waiting none; on a CPU none unless asked for."""
+    checkpoint = Checkpoint(bf16(tmp_path))
+    assert checkpoint.abstract.defer == 0
+    OnGPU(monkeypatch, checkpoint, 1e9)
+    monkeypatch.setattr(measure, "host", lambda precision: roofline.Host("a CPU", bandwidth, bandwidth, 0, 5e10))
+    place(checkpoint, ExpertOptions(experts="host", defer=asked))
+    assert checkpoint.defer == checkpoint.abstract.defer == expected
 
 
 @pytest.mark.parametrize("asked", [None, 0, 1, 300])
