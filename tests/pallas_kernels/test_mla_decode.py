@@ -114,6 +114,7 @@ def test_the_tpu_kernel_holds_for_any_lengths(lens, heads, tokens, page, rows, s
     assert testing.lse_error(got, lse) < 1e-5
 
 
+@pytest.mark.once
 @settings(max_examples=8, deadline=None)
 @given(
     lens=st.lists(st.integers(0, 90), min_size=1, max_size=4),
@@ -166,6 +167,7 @@ def test_garbage_in_the_page_table_past_the_end_is_harmless():
     np.testing.assert_array_equal(interpreted(case, garbage, 64, 128)[0], interpreted(case, inputs, 64, 128)[0])
 
 
+@pytest.mark.once
 @settings(max_examples=100, deadline=None)
 @given(
     lens=st.lists(st.integers(0, 5000), min_size=1, max_size=40),
