@@ -61,7 +61,8 @@ def held_state(model: Transformer, programs: Programs, rows: int) -> State:
     length, key = HELD - capacity, jax.random.key(1)
 
     def held(i: int, layer: dict) -> dict:
-        random = {k: jax.random.normal(jax.random.fold_in(key, i), v.shape, v.dtype) for k, v in layer.items() if v.ndim == 3}
+        seed, arrays = jax.random.fold_in(key, i), {k: v for k, v in layer.items() if v.ndim == 3}
+        random = {k: jax.random.normal(seed, v.shape, jnp.bfloat16).astype(v.dtype) for k, v in arrays.items()}
         at = jnp.broadcast_to(jnp.arange(HELD), layer["positions"].shape)
         return random | {
             "positions": jnp.where(at < length, at, layer["positions"]),
@@ -84,7 +85,7 @@ def floor_bytes(model: Transformer, state: State, rows: int) -> tuple[float, flo
     parameters = {".".join(map(str, p)): v for p, v in nnx.to_flat_state(nnx.state(model))}
     expert = 2 * 3 * prod(parameters["layers.1.mlp.experts.gate"].shape[1:])
     rest = sum(2 * prod(v.shape) for p, v in parameters.items() if ".mlp.experts." not in p and p != "embed")
-    latents = sum(2 * prod(a.shape[1:]) * rows for layer in state.cache for a in layer.values() if a.ndim == 3)
+    latents = sum(a.dtype.itemsize * prod(a.shape[1:]) * rows for layer in state.cache for a in layer.values() if a.ndim == 3)
     return expert * touched + rest + latents, touched / len(load)
 
 
@@ -135,8 +136,10 @@ def main():
     parser.add_argument("--profile", action="store_true", help="say where the time goes")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--attention", nargs="+", default=["auto", "fused"], metavar="FORM")
+    parser.add_argument("--kv-cache", default="auto", help="fp8: latents in E4M3")
     options = parser.parse_args()
     model, rows = random_model(Config.preset("v2_lite")), []
+    model.kv_cache = options.kv_cache
     for batch, model.attention in product(options.batch, options.attention):
         rows.append(measure(model, batch, options.profile))
         print(rows[-1], flush=True)
