@@ -90,6 +90,7 @@ def loss(llm: LLM, tokens: list[int]) -> float:
     return float(-jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(tokens[1:])[:, None], axis=1).mean())
 
 
+@pytest.mark.once
 def test_the_demo_model_loses_little_and_says_so():
     plain, packed = LLM(), LLM(kv_cache="fp8")
     assert "in E4M3 with a scale" in packed.explain()
