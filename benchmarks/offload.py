@@ -32,7 +32,6 @@ from mla_jax.weights.host import packed_bytes
 
 PACKED = 4  # random experts of a layer, repeated
 STEPS = 16
-SLICE = {"num_hidden_layers": 7, "num_nextn_predict_layers": 0}
 SHAPES = {  # config, and the steps' rows, deferred experts, tokens of prompts
     "v2_lite": (Config.preset("v2_lite"), (1, 8), (0, 2), (64, 1024, 4096)),
     "v3 slice": (

@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 def form(batch: Batch, layer: latent.Layer, heads: int) -> Form:
     """The form for one step, on a cache of which `layer` is any layer before that step."""
     (rows, new), slots = batch.positions.shape, layer["positions"].shape[1]
-    remembers = packed_latents.remembers if "c_kv_scale" in layer else latents
+    remembers = packed_latents.remembers if packed_latents.NAMES[1] in layer else latents
     count = batch.mask.sum(1, dtype=jnp.int32)
     held = jnp.minimum(layer["length"][:rows] + count, slots)
     seq_lens = jnp.where(count > 0, held, 0)
@@ -57,7 +57,7 @@ def implementation(config: Config, dtype: jnp.dtype, rows: int, new: int, slots:
     page, pages = ops.page_of(slots), rows * slots // ops.page_of(slots)
     c_kv, k_pe = (of((pages, page, width)) for width in (config.kv_lora_rank, rope))
     table = jax.ShapeDtypeStruct((rows, pages // rows), jnp.int32)
-    ways = [c_kv, *([packed_latents.packed(jax.eval_shape(packed_latents.remembers, c_kv, k_pe))] if packed else [])]
+    ways = [c_kv, *([packed_latents.operand(jax.eval_shape(packed_latents.remembers, c_kv, k_pe))] if packed else [])]
     names = [ops.implementation("mla_decode", *queries, way, k_pe, table) for way in ways]
     return next((name for name in reversed(names) if name != "xla"), "xla")
 
@@ -77,8 +77,8 @@ def attend_to_latents(
 ) -> Float[Array, "B T N V"]:
     """`mask` says the same as `rows`, and is not looked at."""
     q_c, q_pe = (ordered(x, rows) for x in (jnp.einsum("btnp,npr->btnr", q[0], up[0]), q[1]))
-    c_kv = packed_latents.packed(held) if packed_latents.NAMES[1] in held else held["c_kv"]
-    o_c = ops.mla_decode(q_c, q_pe, c_kv, held["k_pe"], page_table, rows.seq_lens, scale, schedule=schedule)
+    cache = packed_latents.operand(held), held["k_pe"], page_table, rows.seq_lens
+    o_c = ops.mla_decode(q_c, q_pe, *cache, scale, schedule=schedule)
     return restored(jnp.einsum("btnr,nvr->btnv", o_c, up[1]), rows)
 
 

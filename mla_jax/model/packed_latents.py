@@ -5,13 +5,12 @@ remembers latents is changed into one that remembers these: `over(form)`."""
 
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mla_jax.base.config import Config
 from mla_jax.model.mla import Form, Mask, Queries, Up
+from pallas_kernels.fp8 import GROUP, Fp8, dequantize, quantize_cache
 
-GROUP = 128
 NAMES = "c_kv", "c_kv_scale"  # in a layer of the cache
 
 
@@ -25,25 +24,18 @@ def why_not(config: Config, form: str) -> str | None:
 
 
 def remembers(c_kv: Float[Array, "B S R"], k_pe: Float[Array, "B S E"], up: Up | None = None) -> dict[str, Array]:
-    from pallas_kernels.fp8 import quantize_cache
-
     return dict(zip(NAMES, quantize_cache(c_kv), strict=True)) | {"k_pe": k_pe}
 
 
-def packed(held: dict[str, Any]) -> Any:
-    """What is held, as kernels take it."""
-    from pallas_kernels.fp8 import Fp8
-
-    return Fp8(*(held[name] for name in NAMES))
+def operand(held: dict[str, Any]) -> Any:
+    """The latents of a layer as kernels take them, in E4M3 or not."""
+    return Fp8(*(held[name] for name in NAMES)) if NAMES[1] in held else held["c_kv"]
 
 
 def unpacked(held: dict[str, Array]) -> dict[str, Array]:
     """What is held, as the forms of mla.py know it; they need not know how it is held."""
-    if NAMES[1] not in held:
-        return held
-    codes, scale = (held[name] for name in NAMES)
-    k_pe = held["k_pe"]
-    return {"c_kv": codes.astype(k_pe.dtype) * jnp.repeat(scale, GROUP, axis=-1).astype(k_pe.dtype), "k_pe": k_pe}
+    latent, k_pe = operand(held), held["k_pe"]
+    return {"c_kv": dequantize(latent).astype(k_pe.dtype) if isinstance(latent, Fp8) else latent, "k_pe": k_pe}
 
 
 def over(form: Form) -> Form:
