@@ -36,7 +36,7 @@ NAMES = (*FORMS, "fused")
 
 
 def form_of(name: str, batch: Batch, layer: latent.Layer, config: Config) -> Form:
-    return fused.form(batch, layer, config.num_attention_heads) if name == "fused" else FORMS[name]
+    return fused.form(batch, layer, config) if name == "fused" else FORMS[name]
 
 
 def bar_of(rows: int, held: int, name: str) -> float | None:

@@ -205,3 +205,71 @@ def quantized_matmul_inputs(case: QuantizedMatmulCase, seed: int = 0, dtype=jnp.
     x = rng.standard_normal((case.rows, case.depth), np.float32) * size
     w = rng.standard_normal((case.features, case.depth), np.float32) * case.depth**-0.5
     return {"x": jnp.asarray(x, dtype), "w": jnp.asarray(w, dtype)}
+
+
+class RopeAppendCase(NamedTuple):
+    name: str
+    length: tuple[int, ...]  # tokens held, of every row of the cache
+    rank: tuple[tuple[int, ...], ...]  # of each new token, of the step's rows; negative for padding
+    heads: int
+    width: int = 192  # of a query
+    rank_c: int = 512
+    rope: int = 64
+    slots: int = 64
+    interleave: bool = True
+
+
+ROPE_APPEND = [
+    RopeAppendCase("one row", (5,), ((0,),), 16),
+    RopeAppendCase("a row is done, one is full", (5, 0, 64, 63), ((0,), (-1,), (0,), (0,)), 16),
+    RopeAppendCase("fewer rows than the cache has", (7, 3, 9), ((0,),), 6),
+    RopeAppendCase(
+        "tokens between padding, some beyond the last slot", (61, 20), ((-1, 0, 1, -1, 2, 3), (0, -1, -1, -1, -1, 1)), 20
+    ),
+    RopeAppendCase("halves are pairs", (5, 9), ((0, 1), (-1, 0)), 5, interleave=False),
+    RopeAppendCase("heads of 256", (5,), ((0,),), 3, width=256),
+    RopeAppendCase("rotary width 32, smallest rank", (5, 1), ((0,), (0,)), 8, width=128, rank_c=128, rope=32, slots=16),
+    RopeAppendCase("rank 256, halves of 32", (5, 1), ((0,), (0,)), 8, width=128, rank_c=256, rope=32, slots=16, interleave=False),
+]
+
+
+def rope_append_inputs(case: RopeAppendCase, seed: int = 0, dtype=jnp.bfloat16) -> dict:
+    """Random, with NaN where nothing is held and in what is padding."""
+    from pallas_kernels.rope_append import Latents, Tokens
+
+    rng = np.random.default_rng(seed)
+    rank, length = np.array(case.rank, np.int32), np.array(case.length, np.int32)
+    (B, T), C, half = rank.shape, len(length), case.rope // 2
+    held = np.arange(case.slots) < length[:, None]
+
+    def normal(*shape, where=None):
+        x = rng.standard_normal(shape, np.float32)
+        return jnp.asarray(x if where is None else np.where(where[..., None], x, np.nan), dtype)
+
+    def cache(width):
+        return normal(C, case.slots, width, where=held)
+
+    angles = rng.uniform(0, 7, (B, T, half)).astype(np.float32)
+    positions = jnp.asarray(rng.integers(0, 1 << 20, (C, case.slots)), jnp.int32)
+    new = jnp.asarray(rng.integers(0, 1 << 20, (B, T)), jnp.int32)
+    return {
+        "q": normal(B, T, case.heads, case.width),
+        "kv": normal(B, T, case.rank_c + case.rope, where=rank >= 0),
+        "weight": normal(case.rank_c),
+        "tokens": Tokens(jnp.asarray(rank), new, jnp.cos(angles), jnp.sin(angles)),
+        "cache": Latents(cache(case.rank_c), cache(case.rope), positions, jnp.asarray(length)),
+        "eps": 1e-6,
+        "interleave": case.interleave,
+    }
+
+
+def rope_append_errors(got, wanted) -> dict[str, float]:
+    """Of the queries and of what is held, where both hold nothing left out; `counts` is 0 if positions and lengths are equal."""
+    (q, cache), (q_wanted, cache_wanted) = got, wanted
+    errors = {"q": error(q, q_wanted)}
+    for name, a, b in zip(("c_kv", "k_pe"), cache[:2], cache_wanted[:2], strict=True):
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        both = np.isnan(a) & np.isnan(b)
+        errors[name] = error(np.where(both, 0, a), np.where(both, 0, b))
+    same = all(np.array_equal(a, b) for a, b in zip(cache[2:], cache_wanted[2:], strict=True))
+    return errors | {"counts": 0.0 if same else np.inf}

@@ -55,3 +55,15 @@ def measure(call: Callable, args_sets: Sequence[tuple], seconds: float = 0.25, m
 def microseconds(call: Callable, args_sets: Sequence[tuple], seconds: float = 0.25, most: int = 64) -> float:
     """The first that `measure` gives."""
     return measure(call, args_sets, seconds, most)[0]
+
+
+def microseconds_in_place(step: Callable, state: dict, steps: int = 256) -> float:
+    """The median per turn of a loop of steps, each of which updates the state that the last one left."""
+    many = jax.jit(lambda state: jax.lax.fori_loop(0, steps, lambda _, state: step(state), state), donate_argnums=0)
+    state, times = many(jax.tree.map(jax.numpy.copy, state)), []
+    for _ in range(5):
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        state = jax.block_until_ready(many(state))
+        times.append((time.perf_counter() - start) / steps)
+    return statistics.median(times) * 1e6

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mla_jax.base.batch import Batch
-from mla_jax.base.config import Config
+from mla_jax.base.config import LATENT_NORM_EPS, Config
 from mla_jax.base.roofline import FEW
 from mla_jax.cache import latent
-from mla_jax.model import ops, packed_latents
+from mla_jax.model import ops, packed_latents, rope
 from mla_jax.model.mla import Form, Mask, Queries, Up, heads, latents
 
 
@@ -27,10 +27,12 @@ class Rows(NamedTuple):
     order: Int[Array, "B T"] | None  # of the queries, padding at one end, else as they came; None: one a row
 
 
-def form(batch: Batch, layer: latent.Layer, heads: int) -> Form:
+def form(batch: Batch, layer: latent.Layer, config: Config) -> Form:
     """The form for one step, on a cache of which `layer` is any layer before that step."""
     (rows, new), slots = batch.positions.shape, layer["positions"].shape[1]
-    remembers = packed_latents.remembers if packed_latents.NAMES[1] in layer else latents
+    packed = packed_latents.NAMES[1] in layer
+    remembers = packed_latents.remembers if packed else latents
+    rank = jnp.where(batch.mask, jnp.cumsum(batch.mask, axis=1, dtype=jnp.int32) - 1, -1)
     count = batch.mask.sum(1, dtype=jnp.int32)
     held = jnp.minimum(layer["length"][:rows] + count, slots)
     seq_lens = jnp.where(count > 0, held, 0)
@@ -40,8 +42,25 @@ def form(batch: Batch, layer: latent.Layer, heads: int) -> Form:
     order = jnp.argsort(batch.mask, axis=1, stable=True) if new > 1 else None
     # behind a barrier, or XLA writes the table anew for each layer
     table = jax.lax.optimization_barrier(ops.in_order(rows, min(batch.span or slots, slots)))
-    plan = {"page_table": table, "schedule": ops.schedule(seq_lens, heads, new)}
-    return Form(remembers, partial(attend_to_latents, rows=Rows(seq_lens, count, order), **plan))
+    plan = {"page_table": table, "schedule": ops.schedule(seq_lens, config.num_attention_heads, new)}
+    tokens = rank, batch.positions, *rope.turns(batch.positions, config)
+    appends = None if packed else partial(append, tokens=tokens, config=config)
+    return Form(remembers, partial(attend_to_latents, rows=Rows(seq_lens, count, order), **plan), appends)
+
+
+def append(
+    q: Float[Array, "B T N H"],
+    kv: Float[Array, "B T L"],
+    weight: Float[Array, " R"],
+    layer: latent.Layer,
+    *,
+    tokens: tuple[Array, ...],
+    config: Config,
+) -> tuple[Queries, latent.Layer]:
+    """Turns queries and keys, normalises the latent with `weight`, and writes what there is to remember into `layer`."""
+    how = {"eps": LATENT_NORM_EPS, "interleave": config.rope_interleave}
+    q_pe, layer = ops.rope_append(q, kv, weight, layer, tokens, **how)
+    return (q[..., : config.qk_nope_head_dim], q_pe), layer
 
 
 def implementation(config: Config, dtype: jnp.dtype, rows: int, new: int, slots: int, packed: bool = False) -> str:

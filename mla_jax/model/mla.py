@@ -4,7 +4,7 @@ A form is what it remembers of a token and how queries attend to what is held. A
 kv_b_proj: `uk [N P R]` makes a head's plain key of the latent, `uv [N V R]` its value. They give equal results and differ in what
 they hold, compute and copy; `base/roofline.py` weighs them.
 
-Letters: B batch, T query tokens, S held tokens, N heads, R kv rank, P nope, E rope, V value."""
+Letters: B batch, T query tokens, S held tokens, N heads, R kv rank, P nope, E rope, V value; H is P + E, L is R + E."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -76,6 +76,7 @@ def over_latents(scores: Float[Array, "B T N S"], c_kv: Float[Array, "B S R"], u
 class Form(NamedTuple):
     remembers: Callable[..., dict[str, Array]]
     attends: Callable[..., Array]
+    appends: Callable[..., tuple[Queries, latent.Layer]] | None = None  # a kernel for what is between projections and attention
 
 
 FORMS = {
@@ -108,25 +109,31 @@ class MLA(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], latent.Layer | None]:
         """Attends to the new tokens and, where `layer` is given, to those held before; returns the layer with both."""
         up = (self.uk[...], self.uv[...])
-        q, new = self.queries(x, batch), form.remembers(*self.keys(x, batch), up)
-        if layer is None:
-            held, positions = new, jnp.where(batch.mask, batch.positions, latent.EMPTY)
-        else:
-            layer = latent.append(layer, new, batch)
+        q, kv = self.queries(x), linear(x, self.kv_a_proj[...])
+        if form.appends is not None:
+            q, layer = form.appends(q, kv, self.kv_a_norm[...], layer)
             held, positions = latent.read(layer, batch)
+        else:
+            q, new = self.turned(q, batch), form.remembers(*self.keys(kv, batch), up)
+            held, positions = new, jnp.where(batch.mask, batch.positions, latent.EMPTY)
+            if layer is not None:
+                layer = latent.append(layer, new, batch)
+                held, positions = latent.read(layer, batch)
         mask = (positions[:, None, None, :] <= batch.positions[:, :, None, None]) & batch.mask[:, :, None, None]
         out = form.attends(q, held, up, mask, rope.softmax_scale(self.config))
         return linear(out.reshape(*x.shape[:2], -1), self.o_proj[...]), layer
 
-    def queries(self, x: Float[Array, "B T D"], batch: Batch) -> Queries:
+    def queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         if self.config.q_lora_rank is None:
             q = linear(x, self.q_proj[...])
         else:
             q = linear(rms_norm(linear(x, self.q_a_proj[...]), self.q_a_norm[...], LATENT_NORM_EPS), self.q_b_proj[...])
-        q = q.reshape(*x.shape[:2], self.config.num_attention_heads, -1)
+        return q.reshape(*x.shape[:2], self.config.num_attention_heads, -1)
+
+    def turned(self, q: Float[Array, "B T N H"], batch: Batch) -> Queries:
         q_nope, q_pe = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
         return q_nope, rope.rotate(q_pe, batch.positions, self.config)
 
-    def keys(self, x: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, "B T R"], Float[Array, "B T E"]]:
-        c_kv, k_pe = jnp.split(linear(x, self.kv_a_proj[...]), [self.config.kv_lora_rank], axis=-1)
+    def keys(self, kv: Float[Array, "B T L"], batch: Batch) -> tuple[Float[Array, "B T R"], Float[Array, "B T E"]]:
+        c_kv, k_pe = jnp.split(kv, [self.config.kv_lora_rank], axis=-1)
         return rms_norm(c_kv, self.kv_a_norm[...], LATENT_NORM_EPS), rope.rotate(k_pe, batch.positions, self.config)

@@ -166,6 +166,29 @@ def mla_decode(
     return kernel.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=scale, schedule=schedule, impl=impl)[0]
 
 
+def rope_append(
+    q: Float[Array, "B T N H"],
+    kv: Float[Array, "B T L"],
+    weight: Float[Array, " R"],
+    layer: dict[str, Array],
+    tokens: tuple[Array, ...],
+    *,
+    eps: float,
+    interleave: bool,
+    impl: str | None = None,
+) -> tuple[Float[Array, "B T N E"], dict[str, Array]]:
+    """The queries' rotary parts, turned, and the layer of a latent cache with the tokens of `kv` in it.
+
+    `tokens` are their ranks among their row's new ones, positions, cosines and sines: a kernel's `Tokens`."""
+    from pallas_kernels import rope_append as kernel
+
+    names = kernel.Latents._fields
+    cache = kernel.Latents(*(layer[name] for name in names))
+    step = kernel.Tokens(*tokens)
+    q_pe, cache = kernel.rope_append(q, kv, weight, step, cache, eps=eps, interleave=interleave, impl=impl)
+    return q_pe, dict(zip(names, cache, strict=True))
+
+
 def mla_prefill(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],

@@ -55,11 +55,15 @@ def inverse_frequencies(config: Config) -> Float[np.ndarray, " half"]:
     return (stretched * slow + kept * (1 - slow)).astype(np.float32)
 
 
+def turns(positions: Int[Array, "B T"], config: Config) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+    """Cosine and sine of each pair's angle, in float32, times the amplitude."""
+    angle = positions[..., None].astype(jnp.float32) * inverse_frequencies(config)
+    return jnp.cos(angle) * amplitude(config.rope_scaling), jnp.sin(angle) * amplitude(config.rope_scaling)
+
+
 def rotate(x: Float[Array, "B T *H E"], positions: Int[Array, "B T"], config: Config) -> Float[Array, "B T *H E"]:
     """Turns the pairs of `x` by their position, in float32. Pairs are neighbours, or halves if `rope_interleave` is false."""
-    angle = positions[..., None].astype(jnp.float32) * inverse_frequencies(config)
-    angle = angle.reshape(*positions.shape, *(1,) * (x.ndim - 3), -1)
-    cos, sin = (f(angle) * amplitude(config.rope_scaling) for f in (jnp.cos, jnp.sin))
+    cos, sin = (t.reshape(*positions.shape, *(1,) * (x.ndim - 3), -1) for t in turns(positions, config))
     y = x.astype(jnp.float32)
     pairs = (*y.shape[:-1], -1, 2) if config.rope_interleave else (*y.shape[:-1], 2, -1)
     axis = -1 if config.rope_interleave else -2

@@ -214,7 +214,7 @@ class Transformer(nnx.Module):
         attended = new if layer is None else batch.span or layer["positions"].shape[1]
         name = self.form_name(rows, new, attended)
         if name == "fused" and layer is not None:
-            form = fused.form(batch, layer, self.config.num_attention_heads)
+            form = fused.form(batch, layer, self.config)
         else:  # without a cache, padding may stand between tokens
             form = FORMS[name if name != "fused" else "move_elided"]
             form = form if layer is None else self._held(form)

@@ -18,6 +18,8 @@ from pallas_kernels.fp8 import Fp8
 from pallas_kernels.mla_decode import gpu as decode_gpu
 from pallas_kernels.mla_prefill import gpu as prefill_gpu
 from pallas_kernels.ragged_dot import gpu as grouped_gpu
+from pallas_kernels.rope_append import Latents, Tokens
+from pallas_kernels.rope_append import gpu as append_gpu
 
 H200 = """
 gpu_device_info {
@@ -61,7 +63,18 @@ def experts(held, M, X, F, D, weights, width, parts=1):
     return call, (x, i32((X,)), *[w] * weights)
 
 
+def append(B, T, N, H, R, E, S):
+    f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    tokens = Tokens(i32((B, T)), i32((B, T)), f32((B, T, E // 2)), f32((B, T, E // 2)))
+    cache = Latents(bf16((B, S, R)), bf16((B, S, E)), i32((B, S)), i32((B,)))
+    call = functools.partial(append_gpu.rope_append, eps=1e-6, interleave=True)
+    return call, (bf16((B, T, N, H)), bf16((B, T, R + E)), bf16((R,)), tokens, cache)
+
+
 PROGRAMS = [
+    (append, (1, 1, 16, 192, 512, 64, 4096)),
+    (append, (3, 2, 20, 256, 512, 64, 256)),
+    (append, (2, 1, 8, 128, 128, 32, 256)),
     (decode, (4, 1, 16, 512, 64, 64)),
     (decode, (4, 4, 8, 512, 64, 16)),
     (decode, (4, 1, 20, 128, 32, 256)),

@@ -36,7 +36,7 @@ def interpreted(run):
     @functools.cache
     def of(op: str) -> tuple[str, dict[str, dict]]:
         text = run(
-            "interpret.py" if op.startswith("mla") else "interpret_matmul.py", op, NPROC="64"
+            "interpret.py" if op in ("mla_decode", "mla_prefill", "rope_append") else "interpret_matmul.py", op, NPROC="64"
         )  # each warpgroup waits in a thread
         return text, {row["name"]: row for row in map(json.loads, (x for x in text.splitlines() if x.startswith("{")))}
 

@@ -5,11 +5,13 @@ import sys
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-from pallas_kernels import mla_decode, mla_prefill, testing, tuning
+from pallas_kernels import mla_decode, mla_prefill, rope_append, testing, tuning
 from pallas_kernels.mla_decode import gpu as decode_gpu
 from pallas_kernels.mla_decode import reference as decode_reference
 from pallas_kernels.mla_prefill import gpu as prefill_gpu
 from pallas_kernels.mla_prefill import reference as prefill_reference
+from pallas_kernels.rope_append import gpu as append_gpu
+from pallas_kernels.rope_append import reference as append_reference
 
 interpret = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -35,4 +37,13 @@ def prefill():
             show(case, got, prefill_reference.mla_prefill(**inputs), mla_prefill.mla_prefill(**inputs, impl="xla"))
 
 
-{"mla_decode": decode, "mla_prefill": prefill}[sys.argv[1]]()
+def append():
+    for case in testing.ROPE_APPEND:
+        inputs = testing.rope_append_inputs(case)
+        wanted = append_reference.rope_append(**inputs)
+        fallback = testing.rope_append_errors(rope_append.rope_append(**inputs, impl="xla"), wanted)
+        errors = testing.rope_append_errors(append_gpu.rope_append(**inputs, interpret=interpret), wanted)
+        print(json.dumps({"name": case.name, "errors": errors, "fallback": fallback}), flush=True)
+
+
+{"mla_decode": decode, "mla_prefill": prefill, "rope_append": append}[sys.argv[1]]()

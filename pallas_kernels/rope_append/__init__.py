@@ -1,0 +1,64 @@
+"""Rotates queries, and appends a step's tokens to a latent cache in place: the contract, and who fulfils it.
+
+Row b of a step brings up to T tokens. Token t, if `rank[b, t]` is not negative, goes to slot `length[b] + rank[b, t]`: its
+latent, the first R columns of `kv`, divided by its root mean square and weighted; its rotary key, the last E, turned; its
+position. What falls beyond the last slot is dropped. `length[b]` grows by the ranks that are not negative. The last E columns of
+each head's query are turned by the same angles."""
+
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels import choice
+from pallas_kernels.choice import Unsupported
+from pallas_kernels.rope_append import xla
+
+__all__ = ["CHECKS", "Latents", "Tokens", "Unsupported", "rope_append"]
+
+
+class Latents(NamedTuple):
+    """A layer's cache of at least B rows and S slots."""
+
+    c_kv: jax.Array  # [C S R]
+    k_pe: jax.Array  # [C S E]
+    positions: jax.Array  # [C S] int32
+    length: jax.Array  # [C] int32
+
+
+class Tokens(NamedTuple):
+    """What the layers of a step share."""
+
+    rank: jax.Array  # [B T] int32: of a token among its row's new ones, negative for padding
+    positions: jax.Array  # [B T] int32
+    cos: jax.Array  # [B T E/2] float32
+    sin: jax.Array  # [B T E/2] float32
+
+
+def check_gpu(q, kv, cache: Latents) -> str | None:
+    """Why the Hopper kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
+    if reason := choice.too_old():
+        return reason
+    (_, T, _, H), R, E = q.shape, cache.c_kv.shape[-1], cache.k_pe.shape[-1]
+    if R not in (128, 256, 512) or E not in (32, 64) or H < 128:
+        return f"it takes latent ranks 128, 256 and 512, rotary widths 32 and 64, and heads of 128 or more, not {R}, {E} and {H}"
+    if not 1 <= T <= 8:
+        return f"it takes 1 to 8 tokens in a row, not {T}"
+    return choice.not_bfloat16(q, kv, cache.c_kv, cache.k_pe)
+
+
+CHECKS = {"mosaic_gpu": check_gpu}
+
+
+def rope_append(
+    q: jax.Array, kv: jax.Array, weight: jax.Array, tokens: Tokens, cache: Latents,
+    *, eps: float, interleave: bool, impl: str | None = None,
+) -> tuple[jax.Array, Latents]:  # fmt: skip
+    """`[B T N H]`, `[B T R+E]`, `[R]` -> the turned `[B T N E]`, and the cache with the tokens in it.
+
+    `interleave`: a pair to be turned are neighbours, else they are E/2 apart. `impl` is "mosaic_gpu", "xla" or, with None, the
+    first of these that can; a name it cannot honour raises Unsupported."""
+    if choice.choose("rope_append", impl, CHECKS, q, kv, cache) == "xla":
+        return xla.rope_append(q, kv, weight, tokens, cache, eps=eps, interleave=interleave)
+    from pallas_kernels.rope_append import gpu  # needs a JAX that the fallback does not
+
+    return gpu.rope_append(q, kv, weight, tokens, cache, eps=eps, interleave=interleave)
