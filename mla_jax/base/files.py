@@ -1,7 +1,8 @@
-"""Bounded reading of small JSON files from untrusted folders: a size cap, no duplicate keys, finite numbers only."""
+"""Small JSON files: bounded reading from untrusted folders (a size cap, no duplicate keys, finite numbers only), and writing."""
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,16 @@ def read_json(path: Path, limit: int, error: type[MlaJaxError] = BadFile) -> dic
     if len(data) > limit:
         raise error(f"{path.name} is too large", f"found more than {limit:,} bytes, which is the limit for this file", str(path))
     return parse_json(data, str(path), error)
+
+
+def write_json(path: Path, value: object, indent: int | None = None) -> None:
+    """Puts `value` into a file as a whole: whoever reads it meanwhile finds what was there before. Raises OSError."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(value, indent=indent))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def parse_json(data: bytes, where: str, error: type[MlaJaxError] = BadFile) -> dict:

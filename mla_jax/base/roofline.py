@@ -10,7 +10,7 @@ from mla_jax.base.config import Config
 
 
 class Device(NamedTuple):
-    """What a device reaches in practice: dense bf16 FLOP/s and bytes/s of memory reads (float32 on a CPU).
+    """What a device reaches in practice: dense bf16 FLOP/s and bytes/s of memory reads (float32 on a CPU), if `measured` here.
 
     `between` are seconds a layer of a decode step that go beside its bytes: on an H200 benchmarks/decode.py has 68 us at batch 1,
     100 at 8 and 121 at 64."""
@@ -20,6 +20,7 @@ class Device(NamedTuple):
     flops: float
     bandwidth: float
     between: float = 85e-6
+    measured: bool = False
 
     @property
     def itemsize(self) -> int:

@@ -170,7 +170,7 @@ class Programs:
         self.begin = Program(choose_next, model, donate_argnums=1)
         self.run = Program(run, model, donate_argnums=1)
         self.logits = Program(logits, model)
-        self.chunk = model.chunk
+        self.chunk, self.device = model.chunk, model.device
         self._calls_host = bool(model.on_host())
 
     def check(self) -> None:

@@ -105,8 +105,7 @@ class Batch:
 
     def _bandwidth_share(self, steps: int) -> float | None:
         """The share of the device's bandwidth that the least bytes of the steps took; None on a device of unknown bandwidth."""
-        first = jax.devices()[0]
-        device = roofline.device(first.device_kind, first.platform)
+        device = self.programs.device
         if device.platform == "cpu" or steps < 2 or self.decoding <= 0:
             return None
         held = sum(len(r.request.prompt) + len(r.ids) for r in self.rows) // len(self.rows)

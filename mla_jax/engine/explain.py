@@ -15,6 +15,9 @@ def explain(model: Transformer, formats: dict[str, int], context: int, placed: P
     size = f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads"
     held = ", ".join(f"{gib(held)} in {name}" for name, held in formats.items())
     lines = [f"{config.model_type}: {size}, {held}, computed in {model.dtype} on {model.device.name}"]
+    by = "measured here" if model.device.measured else "by the table"
+    reached = f"{model.device.bandwidth / 1e12:.2f} TB/s of memory, {model.device.flops / 1e12:,.3g} TFLOP/s"
+    lines.append(f"{model.device.name}: {reached}, {model.device.between * 1e6:.0f} us a layer beside; {by}")
     said = "chosen" if model.attention == "auto" else "as asked"
     for phase, (new, attended) in phases.items():
         form = model.form_name(1, new, attended)

@@ -22,6 +22,7 @@ from mla_jax.engine.text import open_text
 from mla_jax.model import packed_latents
 from mla_jax.model.mla import FORMS
 from mla_jax.model.moe import BACKENDS
+from mla_jax.weights import measure
 from mla_jax.weights.hub import resolve
 from mla_jax.weights.load import Checkpoint, Progress
 from mla_jax.weights.placement import Placement, place
@@ -245,7 +246,7 @@ def open_checkpoint(
     experts: ExpertOptions,
     memory_fraction: float | None,
 ) -> tuple[Checkpoint, Placement]:
-    """The model's headers, checked, and its experts placed; raises before JAX takes any memory of the device."""
+    """The model's headers, checked, and its experts placed; raises before its weights take any memory of the device."""
     for name, value, known in (
         ("attention", attention.attention, ("auto", *FORMS, "fused")),
         ("kv_cache", attention.kv_cache, ("auto", "fp8")),
@@ -261,7 +262,7 @@ def open_checkpoint(
     _cache_compiled_programs()
     backend = "auto" if experts.experts == "host" else experts.experts
     forms = {"attention": attention.attention, "kv_cache": attention.kv_cache}
-    checkpoint = Checkpoint(resolve(model), experts=backend, dtype=dtype, **forms)
+    checkpoint = Checkpoint(resolve(model), experts=backend, dtype=dtype, device=measure.device(), **forms)
     if attention.kv_cache == "fp8" and (reason := packed_latents.why_not(checkpoint.config, attention.attention)):
         raise Unsupported('kv_cache "fp8" cannot be had here', reason)
     check_context(context, checkpoint.config.max_position_embeddings)

@@ -1,7 +1,6 @@
 """Routed experts packed for the CPU's library, in the number format they have where it computes in that."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from mla_jax.base import qtensor
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, Unsupported, printable
-from mla_jax.base.files import read_json
+from mla_jax.base.files import read_json, write_json
 from mla_jax.base.qtensor import QTensor
 from mla_jax.model.moe import Experts, HostExperts, MoE
 from mla_jax.model.ops import plain
@@ -68,9 +67,7 @@ class Folder:
         if path.exists() and any(path.iterdir()):
             raise BadFile(f"{path} is no folder of packed experts", "choose another folder, or an empty one")
         path.mkdir(parents=True, exist_ok=True)
-        partial = path / f"{manifest.name}.{os.getpid()}"
-        partial.write_text(json.dumps(made_of))
-        partial.replace(manifest)
+        write_json(manifest, made_of)
 
     def has(self, number: int) -> bool:
         return self._file(number).exists()

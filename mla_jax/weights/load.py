@@ -38,14 +38,22 @@ IN_FLIGHT = 3  # tensors read ahead while one is placed
 class Checkpoint:
     """Files whose names, shapes and number formats fit the model they describe. Opening them reads headers only."""
 
-    def __init__(self, path: Path, *, experts: str = "auto", dtype: str | None = None, **options: Any):
+    def __init__(
+        self,
+        path: Path,
+        *,
+        experts: str = "auto",
+        dtype: str | None = None,
+        device: roofline.Device | None = None,
+        **options: Any,
+    ):
         """`dtype` None: packed weights as they are, others float32 on a CPU and bfloat16 elsewhere.
 
-        `options` are Transformer's."""
+        `device` are the figures that forms and places are chosen by (None: the table's), `options` are Transformer's."""
         self.source: Source = open_source(path)
         self.config, table, present = self.source.config, self.source.table, self.source.tensors
         self.target = jax.devices()[0]
-        self.device = roofline.device(self.target.device_kind, self.target.platform)
+        self.device = device or roofline.device(self.target.device_kind, self.target.platform)
         self.dtype = jnp.dtype(dtype or ("float32" if self.device.platform == "cpu" else "bfloat16"))
         table.refuse_other_counts(self.config, present)
         mtp = table.has_mtp(self.config, present)

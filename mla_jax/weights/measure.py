@@ -1,18 +1,24 @@
-"""What this machine's CPU reaches with experts: measured once, in seconds, and kept in the user's cache."""
+"""What this machine reaches, its CPU with experts and its GPU or TPU: measured once, in seconds, and kept in the user's cache."""
 
+import contextlib
 import json
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
-from mla_jax.base.roofline import Host
+from mla_jax.base import roofline
+from mla_jax.base.files import write_json
+from mla_jax.base.roofline import Device, Host
 
 MODEL, WIDTH, EXPERTS, CHOSEN = 2048, 1536, 24, 6
 MANY = 256  # tokens: enough that arithmetic bounds a layer
@@ -21,14 +27,11 @@ REPEATS = 7
 
 def host(precision: str = "bf16", cache: Path | None = None) -> Host:
     """The CPU's rates for experts in one number format of `cpu_experts`, measured if they are not in the `cache`."""
-    path = cache or Path.home() / ".cache" / "mla_jax" / "host.json"
-    key, known = _key(precision), _read(path)
+    path = cache or _folder() / "host.json"
+    key, known = _key(precision), _read(path, Host._fields)
     if key not in known:
         known[key] = measure(precision)._asdict()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(known, indent=1))
-        partial.replace(path)
+        _keep(path, known)
     return Host(**known[key])
 
 
@@ -99,10 +102,103 @@ def _key(precision: str) -> str:
     return f"{model}, {cores} cores, {isa()}, abi {ABI}.{FFI_ABI}, {precision}, {jax.devices()[0].device_kind}"
 
 
-def _read(path: Path) -> dict[str, dict]:
+def _folder() -> Path:
+    return Path.home() / ".cache" / "mla_jax"
+
+
+def _read(path: Path, fields: tuple[str, ...]) -> dict[str, dict]:
     """What is kept; nothing if it cannot be read or is not ours."""
     try:
         found = json.loads(path.read_text())
-        return {key: value for key, value in found.items() if value.keys() == set(Host._fields)}
+        return {key: value for key, value in found.items() if value.keys() == set(fields)}
     except (OSError, ValueError, AttributeError):
         return {}
+
+
+def _keep(path: Path, known: dict[str, dict]) -> None:
+    """For the next start; where there is no place to keep anything it is measured again."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, known, indent=1)
+
+
+# The device
+
+READ = 1 << 30  # bytes, many times what a cache on the chip holds
+LEAST = 128 << 20  # of them, fewer of which say little of memory
+SHARE = 32  # the part of the free memory that is taken for it
+SIDE = 8192  # of square matrices
+READS, PRODUCTS = 16, 8  # in one program, beside which its start is nothing
+SANE = (0.1, 1.5)  # of the table's figures: a part of a device (MIG) has less, none has much more
+FIGURES = ("flops", "bandwidth")
+
+
+def device(target: Any = None, cache: Path | None = None) -> Device:
+    """The figures of JAX's first device, or of `target`: measured if they are not in the `cache`, by the table if that fails.
+
+    A CPU's are always the table's: what is chosen there is the same on every machine, and its experts are measured by `host`. So
+    are `between`'s seconds: a chain of small kernels has the gaps between a layer's, but not what these lose beside their bytes,
+    which is a third of it on an H200."""
+    target = target or jax.devices()[0]
+    table = roofline.device(target.device_kind, target.platform)
+    if target.platform == "cpu":
+        return table
+    path, key = cache or _folder() / "device.json", f"{target.device_kind}, JAX {jax.__version__}"
+    known = _read(path, FIGURES)
+    if not _sane(known.get(key), table):
+        try:
+            found = measure_device(target)
+        except RuntimeError:  # of JAX: no memory, or a device that does not answer
+            found = None
+        if not _sane(found, table):
+            return table
+        known[key] = found
+        _keep(path, known)
+    return table._replace(measured=True, **known[key])
+
+
+def measure_device(target: Any) -> dict[str, float] | None:
+    """FLOP/s of products of large bf16 matrices and bytes/s of sums over float32 rows; None with too little memory free."""
+    count = min(READ, _free(target) // SHARE) // (4 * SIDE)
+    if 4 * SIDE * count < LEAST:
+        return None
+    with jax.default_device(target):
+        rows = jax.jit(lambda: jax.lax.broadcasted_iota(jnp.float32, (count, SIDE), 1))()
+        read = _best(partial(jax.jit(_sums), rows))
+        del rows
+        x, w = (jax.random.normal(jax.random.key(i), (SIDE, SIDE), jnp.bfloat16) for i in range(2))
+        multiplied = _best(partial(jax.jit(_products), x, w / math.sqrt(SIDE)))
+    return {"flops": PRODUCTS * 2 * SIDE**3 / multiplied, "bandwidth": READS * count * 4 * SIDE / read}
+
+
+def _free(target: Any) -> int:
+    stats = target.memory_stats() or {}
+    return stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+
+
+def _sums(rows: Float[Array, "n m"]) -> Float[Array, ""]:
+    """Reads all rows some times; each time needs what the last one found."""
+    return jax.lax.fori_loop(0, READS, lambda _, least: jnp.abs(rows - least).sum(1).min(), jnp.float32(0))
+
+
+def _products(x: Float[Array, "n n"], w: Float[Array, "n n"]) -> Float[Array, "n n"]:
+    """Random numbers, for zeros take less power and so less time; they keep their size."""
+    for _ in range(PRODUCTS):
+        x = x @ w
+    return x
+
+
+def _best(run: Callable[[], Any]) -> float:
+    """The shortest of some runs, for others may use the device, too."""
+    times = []
+    for _ in range(1 + REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _sane(found: Any, table: Device) -> bool:
+    if found is None or not all(isinstance(found[name], int | float) for name in FIGURES):
+        return False
+    return all(SANE[0] <= found[name] / getattr(table, name) <= SANE[1] for name in FIGURES)
