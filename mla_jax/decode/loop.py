@@ -133,6 +133,11 @@ def _record(state: State, logits: Float[Array, "B W"], token: Int[Array, " B"], 
     )
 
 
+# What does not depend on each other runs side by side inside a CUDA graph, such as shared and routed experts: 10 % less time for
+# a decode step of V2-Lite's shape on an H200, 1 and 8 rows.
+BESIDE = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+
+
 class Program:
     """A jitted function of a model, its weights in place; in full float32 where the weights are (no TF32)."""
 
@@ -144,7 +149,7 @@ class Program:
         def merged(weights, *args, **kw):
             return function(nnx.merge(graph, weights), *args, **kw)
 
-        self.jitted = jax.jit(merged, **options)
+        self.jitted = jax.jit(merged, compiler_options=BESIDE if model.device.platform == "gpu" else None, **options)
 
     def __call__(self, *args, **kw):
         with jax.default_matmul_precision(self.precision):

@@ -70,15 +70,22 @@ def choose(
     fit = ~(jnp.isnan(logits) | jnp.isposinf(logits)).any(-1) & jnp.isfinite(logits).any(-1)
     logits = jnp.where(fit[:, None], logits, 0.0)
     penalised = (sampling.presence_penalty != 0) | (sampling.repetition_penalty != 1)
-    logits = jax.lax.cond(penalised.any(), penalise, lambda logits, *_: logits, logits, seen, sampling)
-    greedy = jnp.argmax(logits, axis=-1)
     cold = sampling.temperature < 1e-5  # smaller ones are greedy in effect
     filtered = ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)) & ~cold
 
-    def sampled() -> Array:
-        below_top = logits - logits.max(axis=-1, keepdims=True)  # so that a small temperature cannot overflow to +inf
+    def plain() -> Array:
+        return jnp.argmax(logits, axis=-1)
+
+    def as_asked() -> Array:
+        likely = jax.lax.cond(penalised.any(), penalise, lambda logits, *_: logits, logits, seen, sampling)
+        greedy = jnp.argmax(likely, axis=-1)
+        return jax.lax.cond(cold.all(), lambda: greedy, lambda: sampled(likely, greedy))
+
+    def sampled(likely: Logits, greedy: Array) -> Array:
+        below_top = likely - likely.max(axis=-1, keepdims=True)  # so that a small temperature cannot overflow to +inf
         warm = below_top / jnp.where(cold, 1.0, sampling.temperature)[:, None]
         warm = jax.lax.cond(filtered.any(), keep_likely, lambda logits, _: logits, warm, sampling)
         return jnp.where(cold, greedy, draw(warm, position, sampling))
 
-    return jax.lax.cond(cold.all(), lambda: greedy, sampled).astype(jnp.int32), fit
+    # one choice where nothing is asked for: a GPU's program waits for the host at each
+    return jax.lax.cond(cold.all() & ~penalised.any(), plain, as_asked).astype(jnp.int32), fit
