@@ -63,6 +63,10 @@ class ExpertOptions:
     """Experts a token on the CPU added a layer later; -1: predicted."""
     stream_tokens: int | None = None
     """Tokens from which the device computes these; 0 for never."""
+    routing_stats: str | None = None
+    """File that counts which experts tokens choose; made if need be."""
+    device_experts: int | None = None
+    """Experts on the CPU that lie on the device, too; 0 for none."""
 
 
 @dataclass(frozen=True)

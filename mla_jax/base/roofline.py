@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 from mla_jax.base.config import Config
 
 
@@ -59,6 +61,23 @@ class Host(NamedTuple):
     flops: float
     call: float
     link: float
+
+
+class Routed(NamedTuple):
+    """Experts of layers on the host, `[L X]`: how likely a token is to choose each, and which of them the device holds, too."""
+
+    chosen: np.ndarray
+    held: np.ndarray
+
+    def touched(self, tokens: int) -> tuple[float, float]:
+        """Experts of a layer that `tokens` touch on the host and on the device, on the average of the layers."""
+        each = 1 - (1 - np.minimum(self.chosen, 1)) ** tokens
+        return float(each[~self.held].sum()) / len(each), float(each[self.held].sum()) / len(each)
+
+    @property
+    def left(self) -> float:
+        """The share of the tokens' choices that the host gets."""
+        return float(self.chosen[~self.held].sum() / self.chosen.sum())
 
 
 class Cost(NamedTuple):
@@ -125,11 +144,12 @@ def decode_bytes(config: Config, rows: int, held: int, itemsize: int = 2) -> flo
     return itemsize * (layers + attention + latents + config.vocab_size * config.hidden_size)
 
 
-def host_seconds(config: Config, on: Host, tokens: int, expert_bytes: float) -> float:
-    """A layer's routed experts on a CPU, an expert being of `expert_bytes`."""
+def host_seconds(config: Config, on: Host, tokens: int, expert_bytes: float, routed: Routed | None = None) -> float:
+    """A layer's routed experts on a CPU, an expert being of `expert_bytes`; without `routed` all of them, equally likely."""
     weights = 3 * config.hidden_size * (config.moe_intermediate_size or 0)
-    flops = 2 * tokens * (config.num_experts_per_tok or 0) * weights
-    return on.call + max(experts_touched(config, tokens) * expert_bytes / on.bandwidth, flops / on.flops)
+    touched, left = (experts_touched(config, tokens), 1.0) if routed is None else (routed.touched(tokens)[0], routed.left)
+    flops = 2 * tokens * left * (config.num_experts_per_tok or 0) * weights
+    return on.call + max(touched * expert_bytes / on.bandwidth, flops / on.flops)
 
 
 def stream_seconds(config: Config, on: Device, host: Host, tokens: int, expert_bytes: float) -> float:
@@ -140,11 +160,14 @@ def stream_seconds(config: Config, on: Device, host: Host, tokens: int, expert_b
     return experts * expert_bytes / host.link + (experts * expert_bytes + unpacked) / on.bandwidth + computed
 
 
-def stream_tokens(config: Config, on: Device, host: Host, expert_bytes: float, most: int = 1 << 20) -> int:
+def stream_tokens(
+    config: Config, on: Device, host: Host, expert_bytes: float, routed: Routed | None = None, most: int = 1 << 20
+) -> int:
     """The fewest tokens with which that takes less than computing them on the host; 0 if it takes more with `most`."""
 
     def gains(tokens: int) -> bool:
-        return stream_seconds(config, on, host, tokens, expert_bytes) < host_seconds(config, host, tokens, expert_bytes)
+        computed = host_seconds(config, host, tokens, expert_bytes, routed)
+        return stream_seconds(config, on, host, tokens, expert_bytes) < computed
 
     return fewest(gains, most)
 
@@ -157,7 +180,14 @@ def fewest(gains: Callable[[int], bool], most: int) -> int:
 
 
 def prefill_seconds(
-    config: Config, on: Device, new: int, host: Host | None = None, layers: int = 0, expert_bytes: float = 0, stream: int = 0
+    config: Config,
+    on: Device,
+    new: int,
+    host: Host | None = None,
+    layers: int = 0,
+    expert_bytes: float = 0,
+    stream: int = 0,
+    routed: Routed | None = None,
 ) -> float:
     """A prompt of `new` tokens at once, if the routed experts of so many `layers` lie on the `host`.
 
@@ -176,7 +206,7 @@ def prefill_seconds(
         return seconds
     if 0 < stream <= new:
         return seconds + layers * stream_seconds(config, on, host, new, expert_bytes)
-    return seconds + layers * host_seconds(config, host, new, expert_bytes)
+    return seconds + layers * host_seconds(config, host, new, expert_bytes, routed)
 
 
 def decode_seconds(
@@ -188,27 +218,31 @@ def decode_seconds(
     layers: int = 0,
     expert_bytes: float = 0,
     defer: int = 0,
+    routed: Routed | None = None,
 ) -> float:
     """A decode step, of which the CPU `host` computes the routed experts of so many `layers`, `defer` of a token a layer later.
 
-    A layer waits for its experts but for the time that its shared ones take on the device; what is deferred has the time of the
-    next layer, too."""
+    A layer waits for its experts but for the time that its shared ones, and those that `routed` says the device holds, take
+    there; what is deferred has the time of the next layer, too."""
     itemsize, chosen = on.itemsize, config.num_experts_per_tok or 1
     one = 3 * config.hidden_size * (config.moe_intermediate_size or 0) * itemsize
-    on_device = decode_bytes(config, rows, held, itemsize) - layers * experts_touched(config, rows) * one
+    here, left = (0.0, 1.0) if routed is None else (routed.touched(rows)[1], routed.left)
+    on_device = decode_bytes(config, rows, held, itemsize) - layers * (experts_touched(config, rows) - here) * one
     seconds = on_device / on.bandwidth + config.num_hidden_layers * on.between
     if not layers or host is None:
         return seconds
-    each, beside = seconds / config.num_hidden_layers, (config.n_shared_experts or 0) * one / on.bandwidth
-    theirs = host_seconds(config, host, rows, expert_bytes)
-    now = theirs * (chosen - min(defer, chosen - 1)) / chosen
+    each, beside = seconds / config.num_hidden_layers, ((config.n_shared_experts or 0) + here) * one / on.bandwidth
+    theirs, count = host_seconds(config, host, rows, expert_bytes, routed), chosen * left
+    now = theirs * max(count - min(defer, chosen - 1), 0.0) / count if count else theirs
     return seconds + layers * max(now - beside, theirs - each, 0.0)
 
 
-def best_defer(config: Config, on: Device, rows: int, held: int, host: Host, layers: int, expert_bytes: float) -> int:
+def best_defer(
+    config: Config, on: Device, rows: int, held: int, host: Host, layers: int, expert_bytes: float, routed: Routed | None = None
+) -> int:
     """The fewest experts a token to defer with which such a step is within 1 % of the fastest."""
     chosen = config.num_experts_per_tok or 1
-    times = [decode_seconds(config, on, rows, held, host, layers, expert_bytes, defer) for defer in range(chosen)]
+    times = [decode_seconds(config, on, rows, held, host, layers, expert_bytes, defer, routed) for defer in range(chosen)]
     return next(defer for defer, seconds in enumerate(times) if seconds <= 1.01 * min(times))
 
 

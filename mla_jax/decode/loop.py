@@ -38,6 +38,7 @@ class State:
     done: Bool[Array, " B"]
     finite: Bool[Array, " B"]  # false once a row's logits were not
     sampling: Sampling
+    load: Int[Array, "moe X"] | None = None  # how often each expert of each layer that has some was chosen, where that is counted
 
 
 def new_state(
@@ -48,9 +49,11 @@ def new_state(
     limit: Int[Array, " B"],
     ends: Int[Array, "B M"],
     sampling: Sampling,
+    counts: bool = False,
 ) -> State:
     """A batch of which nothing is known yet. `slots` bounds prompt and output together, `capacity` the output."""
     rows, config, dtype = limit.shape[0], model.config, model.dtype
+    layers = sum(config.is_moe(i) for i in range(config.num_hidden_layers))
     return State(
         cache=model.new_cache(rows, slots),
         last=jnp.zeros((rows, config.hidden_size), dtype),
@@ -66,6 +69,7 @@ def new_state(
         done=limit <= 0,
         finite=jnp.ones(rows, bool),
         sampling=sampling,
+        load=jnp.zeros((layers, config.n_routed_experts or 0), jnp.int32) if counts else None,
     )
 
 
@@ -74,13 +78,19 @@ def prefill(
 ) -> State:
     """Reads a chunk of the prompts behind what the cache holds already. Rows may bring less than the chunk, or nothing."""
     positions = state.position[:, None] + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
-    hidden, cache, _ = model(tokens, Batch(positions, mask, span), state.cache)
+    hidden, cache, aux = model(tokens, Batch(positions, mask, span), state.cache, collect=state.load is not None)
     brought = mask.sum(1, dtype=jnp.int32)
     end = jnp.argmax(jnp.where(mask, positions, -1), axis=1)
     last = jnp.where(brought[:, None] > 0, jnp.take_along_axis(hidden, end[:, None, None], axis=1)[:, 0], state.last)
     rows = jnp.arange(tokens.shape[0])[:, None]
     seen = state.seen.at[rows, jnp.where(mask, tokens, state.seen.shape[1])].set(PROMPT, mode="drop")
-    return dataclasses.replace(state, cache=cache, last=last, position=state.position + brought, seen=seen)
+    load = counted(state, aux)
+    return dataclasses.replace(state, cache=cache, last=last, position=state.position + brought, seen=seen, load=load)
+
+
+def counted(state: State, aux: dict[str, list[Array]]) -> Int[Array, "moe X"] | None:
+    """What experts were chosen so far, with those of one more step."""
+    return None if state.load is None else state.load + jnp.stack(aux["load"]).astype(jnp.int32)
 
 
 def choose_next(model: Transformer, state: State) -> State:
@@ -98,9 +108,10 @@ def step(model: Transformer, state: State) -> State:
     """Reads the newest token of every open row and chooses the next."""
     rows, is_open = jnp.arange(state.count.shape[0]), ~state.done
     newest = state.tokens[rows, state.count - 1]
-    hidden, cache, _ = model(newest[:, None], Batch(state.position[:, None], is_open[:, None]), state.cache)
-    last = jnp.where(is_open[:, None], hidden[:, 0], state.last)
-    return choose_next(model, dataclasses.replace(state, cache=cache, last=last, position=state.position + is_open))
+    batch = Batch(state.position[:, None], is_open[:, None])
+    hidden, cache, aux = model(newest[:, None], batch, state.cache, collect=state.load is not None)
+    last, load = jnp.where(is_open[:, None], hidden[:, 0], state.last), counted(state, aux)
+    return choose_next(model, dataclasses.replace(state, cache=cache, last=last, position=state.position + is_open, load=load))
 
 
 def run(model: Transformer, state: State, steps: Int[Array, ""]) -> State:
@@ -167,10 +178,12 @@ def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T W
 
 
 class Programs:
-    """The programs of one model. Each is compiled once a shape; bucketed lengths repeat shapes."""
+    """The programs of one model. Each is compiled once a shape; bucketed lengths repeat shapes.
 
-    def __init__(self, model: Transformer):
-        self.new = Program(new_state, model, static_argnums=(1, 2, 3))
+    With `counts` they count how often each expert is chosen, which costs a kernel or two a layer."""
+
+    def __init__(self, model: Transformer, counts: bool = False):
+        self.new = Program(functools.partial(new_state, counts=counts), model, static_argnums=(1, 2, 3))
         self.prefill = Program(prefill, model, static_argnames=("span",), donate_argnums=1)
         self.begin = Program(choose_next, model, donate_argnums=1)
         self.run = Program(run, model, donate_argnums=1)

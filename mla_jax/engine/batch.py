@@ -57,6 +57,7 @@ class Written(NamedTuple):
     count: np.ndarray
     done: np.ndarray
     finite: np.ndarray
+    load: np.ndarray | None  # how often each expert of each layer was chosen, prompts included, where the programs count it
 
     @classmethod
     def of(cls, state: State) -> "Written":
@@ -115,6 +116,7 @@ class Batch:
     def _collect(self) -> list[Chunk | None]:
         """Looks at what the device has written; ends rows there that a stop text has ended here."""
         written, news = Written.of(self.state), []
+        self.load = written.load
         self.programs.check()
         for i, row in enumerate(self.rows):
             fresh = written.tokens[i, len(row.ids) : written.count[i]].tolist()

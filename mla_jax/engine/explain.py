@@ -44,10 +44,13 @@ def _experts(model: Transformer, prompt: int) -> str:
     deferred = f", {model.defer} of a token's a layer later" if model.defer else ""
     some = "all layers" if on_host.keys() >= {i for i in range(layers) if model.config.is_moe(i)} else f"{len(on_host)} layers"
     if model.stream:
-        deferred += f", with {model.stream:,} tokens or more brought to the device, by {_backend(model, model.stream, True)}"
+        by = _backend(model, model.stream, "streamed")
+        deferred += f", with {model.stream:,} tokens or more brought to the device, by {by}"
+    if model.hot:
+        deferred += f", {model.hot:,} of them on the device, too, by {_backend(model, 1, 'hot')} for one token"
     return f"experts: those of {some} on the CPU{deferred}" + (f"; {on_device}" if some != "all layers" else "")
 
 
-def _backend(model: Transformer, tokens: int, streamed: bool = False) -> str:
-    name = model.backend_name(tokens, streamed)
-    return f"{name} by {model.kernel_of_experts(tokens, streamed)}" if name == "ragged" else name
+def _backend(model: Transformer, tokens: int, where: str = "device") -> str:
+    name = model.backend_name(tokens, where)
+    return f"{name} by {model.kernel_of_experts(tokens, where)}" if name == "ragged" else name

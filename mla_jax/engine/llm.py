@@ -3,6 +3,7 @@
 import contextlib
 import os
 import secrets
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from mla_jax.weights.hub import resolve
 from mla_jax.weights.load import Checkpoint, Progress
 from mla_jax.weights.placement import Placement, place
 from mla_jax.weights.plan import gib, plan
+from mla_jax.weights.routing import Routing
 
 DEFAULT_MAX_TOKENS = 256
 MAX_ROWS = 64  # prompts computed together
@@ -53,6 +55,8 @@ class LLM:
         host_folder: str | Path | None = None,
         defer: int = 0,
         stream_tokens: int | None = None,
+        routing_stats: str | Path | None = None,
+        device_experts: int | None = None,
         memory_fraction: float | None = None,
         progress: Progress | None = None,
     ):
@@ -65,17 +69,18 @@ class LLM:
         are stored, floats in bf16), `host_folder` keeps them packed and maps them at the next start, and `defer` of a token's
         (-1: as many as are predicted to gain) are added a layer later while decoding, which is not exact. Chunks of a prompt
         with `stream_tokens` tokens or more (None: as predicted from measured rates, 0: none) have these experts brought to the
-        device instead, and computed there.
+        device instead, and computed there. `routing_stats` is a JSON file of how often each expert of each layer was chosen, made
+        if it is not there and added to after each answer: at the next start what memory the device has left is spent on copies
+        of the hottest of these experts. `device_experts` overrides how many (0: none).
         `progress` hears of the bytes loaded and of all there are. Raises BadFile, BadConfig, Unsupported, BadRequest or
         DoesNotFit before any large allocation."""
+        folder, counts = (None if path is None else str(path) for path in (host_folder, routing_stats))
         checkpoint, self.placement = open_checkpoint(
             model,
             attention=AttentionOptions(attention, kv_cache),
             dtype=dtype,
             context=context,
-            experts=ExpertOptions(
-                experts, host_layers, host_precision, None if host_folder is None else str(host_folder), defer, stream_tokens
-            ),
+            experts=ExpertOptions(experts, host_layers, host_precision, folder, defer, stream_tokens, counts, device_experts),
             memory_fraction=memory_fraction,
         )
         self.config, text = checkpoint.config, open_text(checkpoint.source)
@@ -84,11 +89,14 @@ class LLM:
         self.context = check_context(context, self.config.max_position_embeddings)
         self.plan = plan(checkpoint, self.context)
         self.plan.refuse()
-        self._formats = checkpoint.formats()
+        self._formats, self._routing = checkpoint.formats(), None
+        if routing_stats is not None:
+            self._routing = Routing.open(Path(routing_stats), self.config)
+            self._routing.save()  # if that fails, then not after all the work
         with self._memory_explained():
             self.model = checkpoint.read(progress, None if host_folder is None else Path(host_folder))
         self.last_stats: Stats | None = None  # of the newest stream
-        self._programs = Programs(self.model)
+        self._programs = Programs(self.model, counts=self._routing is not None)
 
     def generate(
         self,
@@ -104,6 +112,7 @@ class LLM:
                 batch = self._batch(part)
                 while not batch.done:
                     batch.advance(steps)
+            self._count(batch)
             outputs += batch.outputs()
         return outputs
 
@@ -148,15 +157,28 @@ class LLM:
     def _stream(self, request: Request) -> Iterator[Chunk]:
         with self._memory_explained():
             batch = self._batch([request])
-            while True:
-                self.last_stats = batch.stats(batch.rows[0])
-                if (chunk := batch.news[0]) is not None:
-                    yield chunk
-                elif not request.limit:
-                    yield Chunk("", [], FinishReason.LENGTH)
-                if batch.done:
-                    return
-                batch.advance(STREAM_EVERY)
+            try:
+                while True:
+                    self.last_stats = batch.stats(batch.rows[0])
+                    if (chunk := batch.news[0]) is not None:
+                        yield chunk
+                    elif not request.limit:
+                        yield Chunk("", [], FinishReason.LENGTH)
+                    if batch.done:
+                        return
+                    batch.advance(STREAM_EVERY)
+            finally:  # also of a stream that nobody reads to its end
+                self._count(batch)
+
+    def _count(self, batch: Batch) -> None:
+        """Adds what experts a batch chose to the statistics; that these cannot be written is no reason to lose an answer."""
+        if self._routing is None:
+            return
+        self._routing.counts += batch.load
+        try:
+            self._routing.save()
+        except BadRequest as e:
+            warnings.warn(f"routing statistics: {e}", RuntimeWarning, stacklevel=3)
 
     def _batch(self, requests: list[Request]) -> Batch:
         slots = max(len(r.prompt) + r.limit for r in requests)

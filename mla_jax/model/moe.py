@@ -2,7 +2,8 @@
 
 A backend is `(x [n D], topk_ids [n K], topk_weights [n K], gate [X F D], up [X F D], down [X D F]) -> [n D]`; the id X stands for
 no expert at all. `dense` is the reference; the others compute the same and are chosen by `pick_backend`. Experts that lie on the
-host are computed there, whatever the backend, or with many tokens brought to the device (stream.py)."""
+host are computed there, whatever the backend, or with many tokens brought to the device (stream.py); the most chosen ones of a
+layer may lie on both (hot.py)."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor
 from mla_jax.model import stream
+from mla_jax.model.hot import HotExperts, turns
 from mla_jax.model.ops import entries, entry, parameter, plain, ragged_dot, ragged_swiglu, swiglu
 
 ExpertWeights = tuple[Float[Array, "X F D"] | QTensor, Float[Array, "X F D"] | QTensor, Float[Array, "X D F"] | QTensor]
@@ -182,11 +184,12 @@ def pick_backend(platform: str, pairs: int, experts: int, unpacked: int = 0, ker
 class How(NamedTuple):
     """How the experts of a step are computed; `defer` of them, on the host, are added a layer later (SOSP'25, KTransformers).
 
-    `streamed` is the backend of those that are brought from there; None: the same."""
+    `streamed` is the backend of those that are brought from there, `hot` of those that lie on both; None: the same."""
 
     backend: Backend
     defer: int = 0
     streamed: Backend | None = None
+    hot: Backend | None = None
 
 
 class Experts(nnx.Module):
@@ -212,10 +215,10 @@ class Experts(nnx.Module):
 class HostExperts(nnx.Module):
     """Routed experts on the CPU, which work while a GPU goes on; `layer` is a `cpu_experts.Experts` and holds their weights.
 
-    From `stream` tokens in a step on, 0 for never, the device computes them instead."""
+    From `stream` tokens in a step on, 0 for never, the device computes them instead; those that are `hot` always."""
 
-    def __init__(self, layer: Any, stream: int = 0):
-        self.layer, self.stream = layer, stream
+    def __init__(self, layer: Any, stream: int = 0, hot: HotExperts | None = None):
+        self.layer, self.stream, self.hot = layer, stream, hot
 
     def __call__(
         self,
@@ -232,11 +235,23 @@ class HostExperts(nnx.Module):
             return stream.streamed(self.layer, x, topk_ids, topk_weights, how.streamed or how.backend), beside(x), None
         from cpu_experts import ffi
 
-        now = topk_ids.shape[1] - min(how.defer, topk_ids.shape[1] - 1)
-        begun = ffi.submit(self.layer, x, topk_ids[:, :now], topk_weights[:, :now])
-        later = ffi.submit(self.layer, begun.x, topk_ids[:, now:], topk_weights[:, now:]) if how.defer else None
-        aside = beside((later or begun).x)
-        return ffi.collect(begun, after=aside), aside, later
+        now, rest = self._turns(topk_ids, topk_weights, min(how.defer, topk_ids.shape[1] - 1))
+        begun = ffi.submit(self.layer, x, *now)
+        later = ffi.submit(self.layer, begun.x, *rest) if how.defer else None
+        x = (later or begun).x  # so that what follows comes after the submissions
+        aside = beside(x)
+        if self.hot is None:
+            return ffi.collect(begun, after=aside), aside, later
+        here = self.hot(x, topk_ids, topk_weights, how.hot or how.backend)
+        return ffi.collect(begun, after=(aside, here)) + here, aside, later
+
+    def _turns(self, topk_ids: Array, topk_weights: Array, defer: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """Ids and weights for the host: now, and for later."""
+        if self.hot is not None:
+            now, rest = turns(topk_ids, self.hot.holds(topk_ids), defer, self.layer.experts)
+            return (now, topk_weights), (rest, topk_weights)
+        cut = topk_ids.shape[1] - defer
+        return (topk_ids[:, :cut], topk_weights[:, :cut]), (topk_ids[:, cut:], topk_weights[:, cut:])
 
 
 def settle(x: Float[Array, "B T D"], pending: Any) -> Float[Array, "B T D"]:

@@ -4,13 +4,14 @@ They come packed as they lie, in groups whose unpacked weights take little of th
 `cpu_experts.Experts`. A group is copied, then computed: overlapping both would gain only what the computing takes, which is
 little where the link is what bounds."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mla_jax.base import qtensor
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor, dequantize
 
@@ -63,18 +64,56 @@ def streamed(
 def stacks(layer: Any, first: Array | int, count: int, dtype: jnp.dtype) -> tuple[Array | QTensor, ...]:
     """gate and up `[X F D]` and down `[X D F]` of `count` experts, quantised if they are; floats in `dtype`."""
     from cpu_experts import ffi
+
+    return unpacked(Kind.of(layer), ffi.fetch(layer, first, count), dtype)
+
+
+class Kind(NamedTuple):
+    """What says how a layer of `cpu_experts` is packed; it stands for the layer where that is not to be held on to."""
+
+    model: int
+    width: int
+    precision: str
+    down_precision: str
+
+    @staticmethod
+    def of(layer: Any) -> "Kind":
+        return Kind(*(getattr(layer, name) for name in Kind._fields))
+
+    def matrices(self, count: int) -> list[tuple[str, tuple[int, ...]]]:
+        """The precision and the shape of gate, up and down of `count` experts."""
+        rows = (self.precision, (count, self.width, self.model))
+        return [rows, rows, (self.down_precision, (count, self.model, self.width))]
+
+
+def unpacked(kind: Kind, sections: Sequence[Array], dtype: jnp.dtype) -> tuple[Array | QTensor, ...]:
+    """The stacks of some experts' packed bytes, gate and up as one, and down."""
     from cpu_experts.unpack import unpack_layer
 
-    shapes = [(count, layer.width, layer.model)] * 2 + [(count, layer.model, layer.width)]
-    precisions = (layer.precision, layer.precision, layer.down_precision)
-    parts = unpack_layer(layer, *ffi.fetch(layer, first, count))
-    return tuple(_stack(*each, dtype) for each in zip(parts, precisions, shapes, strict=True))
+    matrices = kind.matrices(len(sections[0]))
+    parts = unpack_layer(kind, *sections)  # pyright: ignore[reportArgumentType]  (of the layer it reads these fields)
+    return tuple(_stack(part, *matrix, dtype) for part, matrix in zip(parts, matrices, strict=True))
+
+
+def abstract(kind: Kind, count: int, dtype: jnp.dtype) -> tuple[jax.ShapeDtypeStruct | QTensor, ...]:
+    """What `unpacked` gives, without memory."""
+
+    def stack(precision: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct | QTensor:
+        plain = precision == "bf16" or _ragged(precision, shape)
+        return jax.ShapeDtypeStruct(shape, dtype) if plain else qtensor.abstract(FORMATS[precision], shape)
+
+    return tuple(stack(*matrix) for matrix in kind.matrices(count))
+
+
+def _ragged(precision: str, shape: tuple[int, ...]) -> bool:
+    """Whether GGUF has no such rows."""
+    return precision == "q8_0" and shape[-1] % 32 > 0
 
 
 def _stack(parts: tuple[Array, ...], precision: str, shape: tuple[int, ...], dtype: jnp.dtype) -> Array | QTensor:
     if precision == "bf16":
         return parts[0].astype(dtype)
-    if precision == "q8_0" and shape[-1] % 32:  # GGUF has no such rows
+    if _ragged(precision, shape):
         whole = QTensor("Q8_0", parts, (*shape[:-1], 32 * parts[0].shape[-2]))
         return dequantize(whole, dtype)[..., : shape[-1]]
     return QTensor(FORMATS[precision], parts, shape)

@@ -17,7 +17,7 @@ from mla_jax.base.qtensor import QTensor
 from mla_jax.cache import latent
 from mla_jax.model import fused, moe, packed_latents
 from mla_jax.model.mla import FORMS, MLA, Form
-from mla_jax.model.moe import BACKENDS, MLP, Experts, HostExperts, MoE, pick_backend, settle
+from mla_jax.model.moe import BACKENDS, MLP, UNPACKED, Experts, HostExperts, MoE, pick_backend, settle
 from mla_jax.model.mtp import MTP
 from mla_jax.model.ops import entries, implementation, linear, norm_weight, operand, parameter, rms_norm
 from mla_jax.model.stream import CHUNK
@@ -155,9 +155,9 @@ class Transformer(nnx.Module):
         """What the form "fused" takes, "xla" where there is no kernel for such a step here."""
         return fused.implementation(self.config, self.dtype, rows, new, attended, self.kv_cache == "fp8")
 
-    def kernel_of_experts(self, tokens: int, streamed: bool = False) -> str:
-        """What the backend "ragged" takes, "xla" where there is no kernel for such a step of experts here or `streamed`."""
-        stacks = self._streamed_stacks() if streamed else self._stacks()
+    def kernel_of_experts(self, tokens: int, where: str = "device") -> str:
+        """What the backend "ragged" takes, "xla" where there is no kernel for such a step of experts that lie there."""
+        stacks = self._stacks(where)
         if not stacks or any(isinstance(w, QTensor) and w.format != "fp8_block" for w in stacks):
             return "xla"
         rows = tokens * (self.config.num_experts_per_tok or 0)
@@ -165,15 +165,17 @@ class Transformer(nnx.Module):
         gate = operand(gate, self.dtype) if isinstance(gate, QTensor) else jax.ShapeDtypeStruct(gate.shape, self.dtype)
         return implementation("ragged_dot", x, gate)
 
-    def backend_name(self, tokens: int, streamed: bool = False) -> str:
-        """The expert backend taken for `tokens` tokens, of experts on the device or those `streamed` to it."""
+    def backend_name(self, tokens: int, where: str = "device") -> str:
+        """The expert backend taken for `tokens` tokens, of experts on the "device", "streamed" to it, or "hot" ones."""
         if self.experts != "auto":
             return self.experts
         pairs, experts = tokens * (self.config.num_experts_per_tok or 0), self.config.n_routed_experts or 0
-        packed = [] if streamed else [w for w in self._stacks() if isinstance(w, QTensor)]
-        unpacked = max((prod(w.shape) * self.dtype.itemsize for w in packed), default=0)
-        kernel = self.kernel_of_experts(tokens, streamed) != "xla"
-        return pick_backend(self.device.platform, pairs, experts, unpacked, kernel)
+        stacks = [] if where == "streamed" else self._stacks(where)
+        packed = [prod(w.shape) * self.dtype.itemsize for w in stacks if isinstance(w, QTensor)]
+        if where == "hot":  # what memory is left they are there to fill: packed ones are unpacked one by one
+            experts, packed = max(w.shape[0] for w in stacks), [UNPACKED + 1] * bool(packed)
+        kernel = self.kernel_of_experts(tokens, where) != "xla"
+        return pick_backend(self.device.platform, pairs, experts, max(packed, default=0), kernel)
 
     def on_host(self) -> dict[int, Any]:
         """The `cpu_experts.Experts` of each layer whose routed experts lie on the host."""
@@ -185,8 +187,17 @@ class Transformer(nnx.Module):
         """Tokens of a step from which experts on the host are computed on the device; 0 for never."""
         return next((experts.stream for experts in self._on_host()), 0)
 
-    def _stacks(self) -> list[Any]:
-        """One stack of experts, or its shape, of each layer that has some on the device."""
+    @property
+    def hot(self) -> int:
+        """Experts that lie on the host and on the device, too."""
+        return sum(e.hot.count for e in self._on_host() if e.hot is not None)
+
+    def _stacks(self, where: str) -> list[Any]:
+        """One stack, or its shape, of each layer that has experts on the "device" alone, "hot" ones, or some to be "streamed"."""
+        if where == "streamed":
+            return self._streamed_stacks()
+        if where == "hot":
+            return [e.hot.gate.get_value() for e in self._on_host() if e.hot is not None]
         return [e.gate.get_value() for e in self._experts() if isinstance(e, Experts)]
 
     def _streamed_stacks(self) -> list[Any]:
@@ -218,7 +229,8 @@ class Transformer(nnx.Module):
         else:  # without a cache, padding may stand between tokens
             form = FORMS[name if name != "fused" else "move_elided"]
             form = form if layer is None else self._held(form)
-        backend, streamed = BACKENDS[self.backend_name(rows * new)], None
-        if 0 < self.stream <= rows * new:
-            streamed = BACKENDS[self.backend_name(rows * new, streamed=True)]
-        return How(form, moe.How(backend, self.defer if new <= roofline.FEW else 0, streamed))
+        tokens = rows * new
+        streamed = BACKENDS[self.backend_name(tokens, "streamed")] if 0 < self.stream <= tokens else None
+        hot = BACKENDS[self.backend_name(tokens, "hot")] if self.hot else None
+        backend, defer = BACKENDS[self.backend_name(tokens)], self.defer if new <= roofline.FEW else 0
+        return How(form, moe.How(backend, defer, streamed, hot))

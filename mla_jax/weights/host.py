@@ -1,6 +1,8 @@
 """Routed experts packed for the CPU's library, in the number format they have where it computes in that."""
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, Unsupported, printable
 from mla_jax.base.files import read_json, write_json
 from mla_jax.base.qtensor import QTensor
+from mla_jax.model import stream
+from mla_jax.model.hot import HotExperts
 from mla_jax.model.moe import Experts, HostExperts, MoE
 from mla_jax.model.ops import plain
 from mla_jax.model.stream import FORMATS
@@ -98,6 +102,28 @@ def offload(layer: MoE, precision: str | None = None) -> None:
         weights = (layer.experts.gate[...], layer.experts.up[...], layer.experts.down[...])
         gate, up, down = jax.device_put(weights, device())
         layer.experts = HostExperts(pack(gate, up, down, precision))
+
+
+def copies(layer: Any, ids: Sequence[int], dtype: jnp.dtype, target: Any) -> HotExperts:
+    """Some experts of a packed layer on the device `target`, one by one: the numbers that the host has, and no more read."""
+    from cpu_experts import ffi
+
+    kind, waiting = stream.Kind.of(layer), device()
+    fetch = jax.jit(lambda first: ffi.fetch(layer, first, 1))
+    like = stream.abstract(kind, len(ids), dtype)
+    stacks = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=target), like)
+    for i, expert in enumerate(ids):
+        with jax.default_device(waiting):  # as the CPU's program: a GPU's would pin all of the layer's memory
+            sections = fetch(jnp.int32(expert))
+        stacks = _insert(stacks, jax.device_put(sections, target), i, kind=kind, dtype=dtype)
+    return HotExperts(ids, stacks, layer.experts)
+
+
+@partial(jax.jit, static_argnames=("kind", "dtype"), donate_argnums=0)
+def _insert(stacks: Any, sections: tuple[jax.Array, ...], index: jax.Array, *, kind: stream.Kind, dtype: jnp.dtype) -> Any:
+    one, (held, tree) = jax.tree.leaves(stream.unpacked(kind, sections, dtype)), jax.tree.flatten(stacks)
+    put = (jax.lax.dynamic_update_index_in_dim(stack, leaf[0], index, 0) for stack, leaf in zip(held, one, strict=True))
+    return jax.tree.unflatten(tree, put)
 
 
 def refuse_without_library() -> None:

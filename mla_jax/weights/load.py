@@ -23,7 +23,9 @@ from mla_jax.base import qtensor, roofline
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, Unsupported, printable, shortened
 from mla_jax.base.qtensor import QTensor
+from mla_jax.model.hot import HotExperts
 from mla_jax.model.moe import HostExperts, MoE
+from mla_jax.model.stream import Kind, abstract
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights import host as host_experts
 from mla_jax.weights import names
@@ -63,13 +65,16 @@ class Checkpoint:
         self.sources = table.resolve(self.slots, self.config, present)
         self._asked, self.precision = dtype, None
         self.host: frozenset[int] = frozenset()
+        self.hot: dict[int, tuple[int, ...]] = {}
         self.stream = 0  # tokens from which the device computes the experts that lie on the host; 0 for never
         self.defer: int = options.get("defer", 0)  # of a token's experts there, so many are added a layer later
         self.place(())
 
-    def place(self, host: Iterable[int], precision: str | None = None) -> None:
-        """Has the routed experts of the layers `host` lie on the host, in a `precision` of cpu_experts (None: as they are)."""
-        self.host, self.precision = frozenset(host), precision
+    def place(self, host: Iterable[int], precision: str | None = None, hot: Mapping[int, tuple[int, ...]] | None = None) -> None:
+        """Has the routed experts of the layers `host` lie on the host, in a `precision` of cpu_experts (None: as they are).
+
+        Those that are `hot` in a layer lie on the device, too."""
+        self.host, self.precision, self.hot = frozenset(host), precision, dict(hot or {})
         for name, slot in self.slots.items():
             kind, shape = self.format_of(self.sources[name]), slot.get_value().shape
             keep = self._asked is None and slot.get_metadata()["packs"] and kind not in PLAIN
@@ -96,10 +101,19 @@ class Checkpoint:
         )
 
     def precision_on_host(self, layer: int) -> str:
-        """What a layer's experts are computed in on the host."""
+        """What a layer's experts are computed in on the host; `down` may be in another format."""
+        return self._kind_on_host(layer).precision
+
+    def hot_bytes(self, layer: int) -> int:
+        """What a hot expert of a layer takes on the device."""
+        return _nbytes(abstract(self._kind_on_host(layer), 1, self.dtype))
+
+    def _kind_on_host(self, layer: int) -> Kind:
         paths = {path.rpartition(".")[2]: path for path in self.slots if _layer_of_experts(path, self.config) == layer}
-        gate, up = (self.format_of(self.sources[paths[name]]) for name in ("gate", "up"))
-        return self.precision or (host_experts.precision_of(gate, up) if self._asked is None else "bf16")
+        gate, up, down = (self.format_of(self.sources[paths[name]]) for name in ("gate", "up", "down"))
+        stored = [host_experts.precision_of(*pair) if self._asked is None else "bf16" for pair in ((gate, up), (down, down))]
+        sizes = (self.config.hidden_size, self.config.moe_intermediate_size or 0)
+        return Kind(*sizes, *(self.precision or each for each in stored))
 
     @property
     def abstract(self) -> Transformer:
@@ -108,9 +122,9 @@ class Checkpoint:
 
     def bytes(self, host: bool = False) -> int:
         """What the weights take on the device, or those on the `host` there."""
-        return sum(
-            _nbytes(slot.get_value()) for path, slot in self.slots.items() if (self.layer_on_host(path) is not None) == host
-        )
+        slots = (slot for path, slot in self.slots.items() if (self.layer_on_host(path) is not None) == host)
+        copied = 0 if host else sum(len(ids) * self.hot_bytes(layer) for layer, ids in self.hot.items())
+        return copied + sum(_nbytes(slot.get_value()) for slot in slots)
 
     def formats(self) -> dict[str, int]:
         """The bytes of the weights by their number formats, as they will lie on the device or the host."""
@@ -120,6 +134,8 @@ class Checkpoint:
             name = value.format if isinstance(value, QTensor) else value.dtype.name
             name += " on the host" if self.layer_on_host(path) is not None else ""
             found[name] = found.get(name, 0) + _nbytes(value)
+        if self.hot:
+            found["hot experts"] = sum(len(ids) * self.hot_bytes(layer) for layer, ids in self.hot.items())
         return found
 
     def read(self, progress: Progress | None = None, folder: Path | None = None) -> Transformer:
@@ -137,8 +153,16 @@ class Checkpoint:
         model.defer = self.defer
         blocks = [*model.layers, *(further.block for further in model.mtp)]
         for number, layer in on_host.items():
-            blocks[number].mlp.experts = HostExperts(layer, self.stream)
+            blocks[number].mlp.experts = HostExperts(layer, self.stream, self._hot(number, layer))
         return model
+
+    def _hot(self, number: int, layer: Any) -> HotExperts | None:
+        """A layer's experts that are on the device, too: copies of the packed `layer`, or without it their shapes."""
+        if not (ids := self.hot.get(number)):
+            return None
+        if layer is not None:
+            return host_experts.copies(layer, ids, self.dtype, self.target)
+        return HotExperts(ids, abstract(self._kind_on_host(number), len(ids), self.dtype), self.config.n_routed_experts or 0)
 
     def format_of(self, source: names.Source) -> str:
         """The one format of all tensors of a parameter; raises Unsupported if they have several, or one that cannot be read."""

@@ -150,7 +150,7 @@ def device(target: Any = None, cache: Path | None = None) -> Device:
             found = measure_device(target)
         except RuntimeError:  # of JAX: no memory, or a device that does not answer
             found = None
-        if not _sane(found, table):
+        if found is None or not _sane(found, table):
             return table
         known[key] = found
         _keep(path, known)

@@ -18,11 +18,13 @@ from pairs import WORDS, pairs_tokenizer
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base import roofline
+from mla_jax.base.batch import Batch as LayerBatch
 from mla_jax.base.errors import BadConfig, BadRequest, MlaJaxError
 from mla_jax.engine import llm as engine
 from mla_jax.engine import text as reading
 from mla_jax.engine.batch import bucket
 from mla_jax.weights import measure
+from mla_jax.weights.routing import Routing
 
 PROMPTS = [[5, 6, 7], [20], [33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43], [50, 51, 52, 53, 54, 55]]
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -492,6 +494,44 @@ def test_experts_on_the_host_answer_as_those_on_the_device_do(llm, folder, monke
     assert "experts: those of all layers on the CPU: as asked" in said
     assert "a CPU: 100.0 GB/s of experts" in said
     assert "bfloat16 on the host" in said
+
+
+@pytest.mark.usefixtures("host_library")
+def test_experts_that_are_chosen_most_are_counted_and_then_lie_on_the_device_too(llm, folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(measure, "host", lambda precision: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+    path, config = tmp_path / "routing.json", llm.config
+    counting = LLM(folder, routing_stats=path)
+    outputs = counting.generate(PROMPTS[:2], GREEDY)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in llm.generate(PROMPTS[:2], GREEDY)]
+    expected = np.zeros((1, 8), np.int64)
+    for ids in (output.prompt_token_ids + output.token_ids[:-1] for output in outputs):  # the last token is read by nobody
+        tokens = jnp.asarray([ids])
+        load = llm.model(tokens, LayerBatch.dense(*tokens.shape), collect=True)[2]["load"]
+        expected += np.asarray(load)
+    np.testing.assert_array_equal(Routing.open(path, config).counts, expected)
+    assert next(counting.stream(PROMPTS[0], GREEDY)).token_ids  # and one that nobody reads to its end
+    before = Routing.open(path, config)
+    assert before.tokens > expected.sum() // 3
+    split = LLM(folder, experts="host", routing_stats=path, device_experts=3)
+    (ids,) = (e.hot.place[...] for e in split.model._on_host())
+    assert sorted(np.flatnonzero(ids[:-1] < 3)) == sorted(np.argsort(-before.counts[0], kind="stable")[:3])
+    assert re.search(r"3 of 8 experts of these layers lie on the device, too, which get \d+ % of the tokens", split.explain())
+    found, exact = (x.logits([PROMPTS[2]])[0] for x in (split, llm))
+    assert np.abs(found - exact).max() < 0.05 * exact.std()
+    tokens = split.generate([PROMPTS[2]], GREEDY)[0].token_ids
+    exact = llm.logits([PROMPTS[2] + tokens])[0, len(PROMPTS[2]) - 1 : -1]
+    chosen = np.take_along_axis(exact, np.asarray(tokens)[:, None], axis=-1)[:, 0]
+    assert (exact.max(-1) - chosen < 0.05 * exact.std()).all()
+
+
+def test_statistics_that_cannot_be_written_stop_the_start_and_no_answer(folder, tmp_path):
+    with pytest.raises(BadRequest, match="cannot be written"):
+        LLM(folder, routing_stats=tmp_path / "none" / "routing.json")
+    (tmp_path / "there").mkdir()
+    counting = LLM(folder, routing_stats=tmp_path / "there" / "routing.json")
+    shutil.rmtree(tmp_path / "there")
+    with pytest.warns(RuntimeWarning, match=r"routing\.json cannot be written"):
+        assert counting.generate(PROMPTS[0], SamplingParams(max_tokens=2))[0].token_ids
 
 
 @pytest.mark.usefixtures("host_library")

@@ -1,0 +1,190 @@
+"""Experts that lie on the host and on the device, too: the same sums, whoever computes them, and what is left for later."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from model.test_host import CONFIG, close, logits_of, model_of
+
+from cpu_experts import Experts
+from mla_jax import Transformer
+from mla_jax.base import qtensor
+from mla_jax.base.batch import Batch
+from mla_jax.base.roofline import DEVICES
+from mla_jax.model import moe, stream
+from mla_jax.model.hot import HotExperts, turns
+from mla_jax.model.moe import HostExperts, How, MoE, settle
+from mla_jax.model.ops import rms_norm
+from mla_jax.model.stream import FORMATS
+from mla_jax.weights.host import copies, pack
+
+X, K = CONFIG.n_routed_experts, CONFIG.num_experts_per_tok
+SETS = [(3,), (6, 1, 4), tuple(range(X))]
+
+
+@functools.cache
+def exact() -> Transformer:
+    """All experts on the device; tests leave it as it is."""
+    return model_of(host=False)
+
+
+@functools.cache
+def on_host(number: int) -> Experts:
+    experts = exact().layers[number].mlp.experts
+    return pack(experts.gate[...], experts.up[...], experts.down[...])
+
+
+def hot_layer(ids: tuple[int, ...], number: int = 2) -> MoE:
+    layer, packed = nnx.clone(exact().layers[number].mlp), on_host(number)
+    layer.experts = HostExperts(packed, hot=copies(packed, ids, jnp.dtype("float32"), jax.devices()[0]))
+    return layer
+
+
+def hot_model(ids: tuple[int, ...], defer: int = 0) -> Transformer:
+    model = nnx.clone(exact())
+    model.defer = defer
+    for number in (1, 2, 3):
+        model.layers[number].mlp = hot_layer(ids, number)
+    return model
+
+
+def random_x(tokens: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(tokens).standard_normal((2, tokens, CONFIG.hidden_size)), jnp.float32)
+
+
+@pytest.mark.usefixtures("host_library")
+@pytest.mark.parametrize("backend", moe.BACKENDS)
+@pytest.mark.parametrize("ids", SETS, ids=str)
+def test_a_layer_is_that_of_the_device_whatever_lies_on_both_and_masked_tokens_cost_nothing(ids, backend):
+    x, mask = random_x(9), jnp.ones((2, 9), bool).at[1, 4:].set(False)
+    split = hot_layer(ids)
+    expected, load, _ = exact().layers[2].mlp(x, mask, How(moe.dense))
+    y, same_load, pending = jax.jit(lambda x: split(x, mask, How(moe.dense, hot=moe.BACKENDS[backend])))(x)
+    np.testing.assert_array_equal(load, same_load)
+    assert pending is None
+    close(y, expected)
+    np.testing.assert_allclose(y[~mask], split.shared(x)[~mask], rtol=1e-5, atol=1e-5)
+    if len(ids) == X:  # then nothing is rounded for the host
+        np.testing.assert_allclose(y, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.usefixtures("host_library")
+def test_the_host_is_not_asked_for_what_the_device_has():
+    """Its copies may be anything then."""
+    layer, x = hot_layer((6, 1, 4)), random_x(9)
+    mask, how = jnp.ones((2, 9), bool), How(moe.dense)
+    expected = layer(x, mask, how)[0]
+    gate, up, down = (np.array(w) for w in stream.stacks(layer.experts.layer, 0, X, jnp.dtype("float32")))
+    down[[6, 1, 4]] = 1e9
+    layer.experts = HostExperts(Experts(gate, up, down), hot=layer.experts.hot)
+    np.testing.assert_array_equal(layer(x, mask, how)[0], expected)
+
+
+@pytest.mark.usefixtures("host_library")
+def test_a_model_gives_the_logits_of_one_with_all_experts_on_the_device():
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12)), jnp.int32)
+    model = hot_model((0, 5))
+    assert model.hot == 6
+    close(logits_of(model, tokens), logits_of(exact(), tokens))
+    model.experts = "auto"
+    assert model.how(Batch.dense(1, 1), None).experts.hot is moe.loop
+    model.device = DEVICES["NVIDIA H200"]
+    assert model.backend_name(1, "hot") == "dense"  # 3 choices, of 2 experts
+
+
+# later
+
+
+@pytest.mark.parametrize("defer", range(K))
+def test_of_what_the_host_computes_the_lowest_scored_are_left_for_later(defer):
+    ids = jnp.asarray([*itertools.permutations(range(4), K), (X,) * K], jnp.int32)
+    for held in map(set, ([], [1], [0, 2], [0, 1, 2, 3])):
+        now, later = (np.asarray(a) for a in turns(ids, jnp.isin(ids, jnp.asarray([*held, -1])), defer, X))
+        for chosen, mine, rest in zip(ids.tolist(), now.tolist(), later.tolist(), strict=True):
+            theirs = [i for i in chosen if i not in held and i < X]
+            cut = max(len(theirs) - defer, 0)
+            assert [i for i in mine if i < X] == theirs[:cut]
+            assert [i for i in rest if i < X] == theirs[cut:]
+
+
+@pytest.mark.usefixtures("host_library")
+@pytest.mark.parametrize("defer", [1, 2])
+def test_deferred_experts_of_the_host_are_added_a_layer_later(defer):
+    """By `dense` sums on the device, layer by layer."""
+    tokens, held = jnp.asarray([[5, 6, 7, 8]]), (0, 2, 5)
+    batch = Batch.dense(1, 4)
+    x, left, form = exact().embedded(tokens), 0.0, exact().how(batch, None).form
+    for block in exact().layers:
+        x = x + block.attn(rms_norm(x, block.attn_norm[...], block.eps), batch, None, form)[0]
+        y = rms_norm(x, block.mlp_norm[...], block.eps)
+        if not isinstance(block.mlp, MoE):
+            x = x + block.mlp(y)
+            continue
+        ids, weights = block.mlp.router(y[0])
+        stacks = tuple(w[...] for w in (block.mlp.experts.gate, block.mlp.experts.up, block.mlp.experts.down))
+        _, later = turns(ids, jnp.isin(ids, jnp.asarray(held)), defer, X)
+        rest = moe.dense(y[0], later, weights, stacks)
+        now = moe.dense(y[0], ids, weights, stacks) - rest
+        x, left = x + block.mlp.shared(y) + now + left, rest
+    expected = rms_norm(x + left, exact().norm[...], CONFIG.rms_norm_eps)
+    model = hot_model(held, defer)
+    found = jax.jit(lambda tokens: model(tokens, batch)[0])(tokens)
+    close(found, expected)
+
+
+@pytest.mark.usefixtures("host_library")
+def test_a_token_whose_experts_all_lie_on_the_device_leaves_nothing_for_later():
+    layer, x = hot_layer(tuple(range(X))), random_x(1)
+    y, _, pending = layer(x, jnp.ones((2, 1), bool), How(moe.dense, defer=2))
+    np.testing.assert_array_equal(settle(y, pending), y)
+
+
+@pytest.mark.usefixtures("host_library")
+def test_prompts_still_bring_all_experts_over():
+    layer = hot_layer((0, 5))
+    x, mask = random_x(20), jnp.ones((2, 20), bool)
+    layer.experts.stream = 40
+    found, _, pending = jax.jit(lambda x: layer(x, mask, How(moe.dense, 2, moe.loop)))(x)
+    assert pending is None
+    expected = exact().layers[2].mlp(x, mask, How(moe.loop))[0]
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
+# copies
+
+
+@pytest.mark.usefixtures("host_library")
+@pytest.mark.parametrize("precision", ["bf16", *FORMATS])
+def test_copies_are_to_the_bit_what_the_host_has_in_every_format(precision):
+    rng, dtype = np.random.default_rng(0), jnp.dtype("float32")
+    floats = [rng.standard_normal(s, np.float32) / 16 for s in [(4, 256, 512)] * 2 + [(4, 512, 256)]]
+    with Experts(*floats, precision) as layer:
+        hot = copies(layer, (2, 0), dtype, jax.devices()[0])
+        like = stream.abstract(stream.Kind.of(layer), 2, dtype)
+        whole = stream.stacks(layer, 0, 4, dtype)
+        for found, shape, expected in zip((hot.gate[...], hot.up[...], hot.down[...]), like, whole, strict=True):
+            kept = [(a.shape, a.dtype) for a in jax.tree.leaves(found)]
+            assert kept == [(a.shape, a.dtype) for a in jax.tree.leaves(shape)]
+            if isinstance(found, qtensor.QTensor):
+                assert qtensor.check(found).format == FORMATS[precision]
+            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b[np.array([2, 0])]).view(np.uint8))
+
+
+@pytest.mark.usefixtures("host_library")
+def test_rows_that_gguf_does_not_have_are_copied_as_numbers():
+    floats = [np.random.default_rng(i).standard_normal(s, np.float32) for i, s in enumerate([(2, 20, 40)] * 2 + [(2, 40, 20)])]
+    with Experts(*floats, "q8_0") as layer:
+        hot = copies(layer, (1,), jnp.dtype("float32"), jax.devices()[0])
+        for found, expected in zip((hot.gate, hot.up, hot.down), stream.stacks(layer, 1, 1, jnp.dtype("float32")), strict=True):
+            np.testing.assert_array_equal(found[...], expected)
+
+
+def test_ids_that_are_not_there_have_no_place():
+    hot = HotExperts((3, 1), [jnp.zeros((2, 4, 4))] * 3, 5)
+    np.testing.assert_array_equal(hot.place[...], [2, 1, 2, 0, 2, 2])
+    np.testing.assert_array_equal(hot.holds(jnp.asarray([[0, 1, 3, 5]])), [[False, True, True, False]])
