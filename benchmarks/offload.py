@@ -5,7 +5,10 @@
 V2-Lite's shape whole, and some layers of V3's, with random weights: a few random experts of each layer are packed, and repeated
 under different numbers, so that every one has memory of its own. `waited` computes the shared experts after the routed ones, not
 beside them: what overlapping gains is the difference. Experts that are deferred are computed a layer later, which is another sum.
-The prediction uses the host's rates by mla_jax/weights/measure.py, of a layer alone. Lines of ok and FAIL say what was right."""
+The prediction uses the host's rates by mla_jax/weights/measure.py, of a layer alone. Lines of ok and FAIL say what was right.
+
+`--hot 0 0.25 0.5` decodes by a router that prefers some experts of each layer, as by Zipf's law, with such shares of all experts,
+those that a run before chose most often, on the device, too."""
 
 import argparse
 import dataclasses
@@ -21,14 +24,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import report
+from flax import nnx
 
 from cpu_experts import Experts, ffi, packed
 from mla_jax import Config, Transformer
 from mla_jax.base import roofline
 from mla_jax.decode.loop import Programs, State
-from mla_jax.model.moe import HostExperts, How, MoE
+from mla_jax.model.moe import HostExperts, How, MoE, Router, weigh
 from mla_jax.weights import measure
-from mla_jax.weights.host import packed_bytes
+from mla_jax.weights.host import copies, packed_bytes
+from mla_jax.weights.hottest import hottest
 
 PACKED = 4  # random experts of a layer, repeated
 STEPS = 16
@@ -51,6 +56,20 @@ class Waited(HostExperts):
         y = ffi.forward(self.layer, x, topk_ids, topk_weights)
         x, y = jax.lax.optimization_barrier((x, y))
         return y, beside(x), None
+
+
+class Skewed(Router):
+    """The expert of rank n is e to the minus log n less likely; ranks are another order in each layer."""
+
+    def __init__(self, router: Router, seed: int):
+        self.config, self.weight = router.config, router.weight
+        ranks = np.random.default_rng(seed).permutation(router.config.n_routed_experts or 0) + 1
+        self.tilt = nnx.Variable(jnp.asarray(-np.log(ranks), jnp.float32))
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scores = jax.nn.softmax(x.astype(jnp.float32) @ self.weight[...].astype(jnp.float32).T + self.tilt[...])
+        chosen, topk_ids = jax.lax.top_k(scores, self.config.num_experts_per_tok or 1)
+        return topk_ids, weigh(chosen, self.config)
 
 
 def layers(config: Config, precision: str, folder: Path) -> Iterator[tuple[int, Experts]]:
@@ -87,14 +106,56 @@ def step_seconds(programs: Programs, state: State) -> tuple[float, State]:
     return min(times), state
 
 
-def decoded(name: str, model: Transformer, rows: int, defer: int, rates: roofline.Host, expert: int) -> dict:
+def varied(model: Transformer, programs: Programs, rows: int) -> State:
+    """Tokens are drawn, for the likeliest one after the other soon repeat, and their experts with them."""
+    state = decode.held_state(model, programs, rows)
+    warm = dataclasses.replace(state.sampling, temperature=jnp.ones(rows))
+    return dataclasses.replace(state, sampling=warm)
+
+
+def chosen(model: Transformer, rows: int = 16) -> np.ndarray:
+    """How likely a token is to choose each expert of each layer, by some steps."""
+    programs = Programs(model, counts=True)
+    state = programs.run(varied(model, programs, rows), jnp.int32(2 * STEPS))
+    counts = np.asarray(state.load, float)
+    return (model.config.num_experts_per_tok or 1) * counts / counts.sum(1, keepdims=True)
+
+
+def hot_rows(name: str, precision: str, folder: Path, shares: list[float]) -> Iterator[dict]:
+    config, batches, *_ = SHAPES[name]
+    on_host, target = dict(layers(config, precision, folder)), jax.devices()[0]
+    model = decode.random_model(config, on_host)
+    for seed, mlp in enumerate(mixed(model)):
+        mlp.router = Skewed(mlp.router, seed)
+    likely, rates, expert = chosen(model), measure.host(precision), packed_bytes(config, precision)
+    for share in shares:
+        held = hottest(likely, [1] * len(likely), share * likely.size)
+        for mlp, row in zip(mixed(model), held, strict=True):
+            ids, layer = np.flatnonzero(row).tolist(), mlp.experts.layer
+            mlp.experts = HostExperts(layer, hot=copies(layer, ids, model.dtype, target) if ids else None)
+        routed = roofline.Routed(likely, held)
+        about = {"hot experts": int(held.sum()), "of the tokens %": 100 * (1 - routed.left)}
+        for rows in batches:
+            yield decoded(f"{name}, skewed", model, rows, 0, rates, expert, routed) | about
+
+
+def decoded(
+    name: str,
+    model: Transformer,
+    rows: int,
+    defer: int,
+    rates: roofline.Host,
+    expert: int,
+    routed: roofline.Routed | None = None,
+) -> dict:
     """One row of the table: a decode step of some rows."""
     model.defer, programs = defer, Programs(model)
-    seconds, state = step_seconds(programs, decode.held_state(model, programs, rows))
+    start = varied if routed is not None else decode.held_state
+    seconds, state = step_seconds(programs, start(model, programs, rows))
     finite = bool(state.finite.all())
     print(f"{'ok' if finite else 'FAIL'}: {name}, {rows} rows, {defer} deferred: logits are finite", flush=True)
     predict = partial(roofline.decode_seconds, model.config, model.device, rows, decode.HELD)
-    predicted = predict(rates, len(model.on_host()), expert, defer)
+    predicted = predict(rates, len(model.on_host()), expert, defer, routed)
     row = {"model": name, "rows": rows, "new": 1, "defer": defer, "ms": seconds * 1e3, "tokens/s": rows / seconds}
     return row | {"predicted tokens/s": rows / predicted, "measured / predicted": predicted / seconds}
 
@@ -150,11 +211,15 @@ def main() -> None:
     parser.add_argument("--precision", default="int8", help="of the experts, as cpu_experts names it")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="whose files are memory, for the packed experts")
     parser.add_argument("--no-prompts", action="store_true", help="decoding alone")
+    parser.add_argument(
+        "--hot", nargs="+", type=float, metavar="SHARE", help="only with such shares of experts on the device, too"
+    )
     options = parser.parse_args()
     rows = []
     for name in options.models:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            for row in measured(name, options.precision, Path(folder), not options.no_prompts):
+            found = measured(name, options.precision, Path(folder), not options.no_prompts)
+            for row in found if options.hot is None else hot_rows(name, options.precision, Path(folder), options.hot):
                 rows.append(row)
                 print(row, flush=True)
     report.show(rows, options.out, benchmark="offload", precision=options.precision, held=decode.HELD)
