@@ -3,6 +3,7 @@
 import fcntl
 import functools
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,16 +27,29 @@ from cpu_experts.build import build, find_cmake  # noqa: E402
 ROOT = Path(__file__).parent
 LONG = ("convert", "notebooks", "test_demo", "tools")
 ONCE = (*LONG, "faults", "fuzz", "test_generate", "text", "ui")
+TOGETHER = re.compile(  # what waits for one model, trained or compiled, or for one run of a script
+    r".*/(test_demo|test_generate|tools/test_(corpus|tasks|train_demo))\.py|.*\.py(?=::test_the_gpu_kernel_interpreted_)"
+)
 
 
 def pytest_collection_modifyitems(items):
-    """What is long, or knows little of versions of Python and JAX, is for one of them; what shares a fixture stays together."""
+    """What is long, or knows little of versions of Python and JAX, is for one of them."""
     for item in items:
-        path = item.path.relative_to(ROOT).as_posix()
-        if path.startswith(ONCE):
+        if item.path.relative_to(ROOT).as_posix().startswith(ONCE):
             item.add_marker(pytest.mark.once)
-        if path.startswith("tools"):
-            item.add_marker(pytest.mark.xdist_group(path))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """What shares a costly fixture stays in one process. By names: pytest 9.2 silently ignores xdist_group's marks
+    (pytest-xdist's issue 1386)."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFixture(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return found[0] if (found := TOGETHER.match(nodeid)) else nodeid
+
+    return ByFixture(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.fixture(scope="session", autouse=True)

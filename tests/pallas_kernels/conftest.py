@@ -41,10 +41,3 @@ def interpreted(run):
         return text, {row["name"]: row for row in map(json.loads, (x for x in text.splitlines() if x.startswith("{")))}
 
     return of
-
-
-def pytest_collection_modifyitems(items):
-    """What waits for one run of a script stays in one process."""
-    for item in items:
-        if "interpreted" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
