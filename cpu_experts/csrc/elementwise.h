@@ -2,6 +2,10 @@
 // All is in an unnamed namespace, for an inline function that the files shared would be compiled with the flags of any of them.
 #pragma once
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #include <cstring>
 
 #include "gemm.h"
@@ -127,6 +131,23 @@ inline void swiglu_f32(const float* c, int rows, int panel, size_t width, float*
     for (int i = 0; i < rows; ++i, c += kPanel, out += width) {
         for (int j = 0; j < kTile; ++j) out[j] = swiglu(c[j], c[kTile + j]);
     }
+}
+
+#ifdef __AVX512F__
+// A line that is written past the caches is not read first.
+inline void stream(const Sums& from, int rows, const Sums& to) {
+    for (int m = 0; m < rows; ++m) {
+        for (int n = 0; n < kPanel; n += 16) _mm512_stream_ps(to.row(m) + n, _mm512_loadu_ps(from.row(m) + n));
+    }
+    _mm_sfence();  // or who waits for this thread's subtasks might not see them
+}
+#endif
+
+inline void put(const Sums& from, int rows, const Sums& to, [[maybe_unused]] bool many) {
+#ifdef __AVX512F__
+    if (many) return stream(from, rows, to);
+#endif
+    for (int m = 0; m < rows; ++m) std::memcpy(to.row(m), from.row(m), kPanel * sizeof(float));
 }
 
 inline void combine(const float* const* parts, const float* weights, int chosen, int model, void* out, bool bf16) {

@@ -6,13 +6,14 @@
 #include <cstring>
 #include <new>
 
+#include "slices.h"
+
 namespace cpu_experts {
 namespace {
 
 constexpr size_t kHugePage = size_t(2) << 20;
-// Of a subtask's weights, and of the rows it multiplies by each panel in turn: both stay in an L2 of 1 MiB and more.
+// Of a subtask's weights, where experts have few rows.
 constexpr size_t kSubtaskBytes = size_t(256) << 10;
-constexpr int kSubtaskRows = 4 * kBlock;
 
 int panels_of(int outputs) { return (outputs + kPanel - 1) / kPanel; }
 
@@ -37,9 +38,9 @@ struct Block {
     int first, count, expert;  // rows, of those sorted by expert
 };
 
-// Neighbouring panels of one expert that a subtask multiplies by.
-struct Piece {
-    int expert, first, last;
+// Whole blocks of one expert, so many as a subtask multiplies.
+struct Group {
+    int expert, first, end;
 };
 
 // A matrix's bytes as pages: one with a border between nodes in it goes where its first byte belongs.
@@ -112,14 +113,14 @@ struct Forward {
     int* first_row;  // [X + 1] of each expert
     int* token_of;   // [rows]
     int* row_of;     // [tokens K], -1 where there is none
-    int* touched;    // experts that have rows
+    Group* groups;
     Block* blocks;
-    int touched_count = 0, block_count = 0;
+    int group_count = 0, block_count = 0;
     // what is computed
     uint8_t *x, *hidden;
     float *x_scales, *hidden_scales, *hidden_values, *parts;
     uint8_t* own;  // of each thread
-    size_t own_bytes, hidden_line, parts_line;
+    size_t hidden_line, parts_line;
 
     Forward(const Layer& l, const cpu_experts_batch& b, uint8_t* scratch, int threads, size_t* used = nullptr)
         : layer(l), batch(b) {
@@ -127,7 +128,7 @@ struct Forward {
         bool x_int8 = int8_rows(l.gate_up_), hidden_int8 = int8_rows(l.down_);
         Cut cut(scratch);
         first_row = cut.take<int>(size_t(l.experts_) + 2);
-        touched = cut.take<int>(size_t(l.experts_));
+        groups = cut.take<Group>(rows / (kBlock * kSubtaskBlocks) + size_t(l.experts_));
         token_of = cut.take<int>(rows);
         row_of = cut.take<int>(rows);
         blocks = cut.take<Block>(rows / kBlock + size_t(l.experts_) + 1);
@@ -139,10 +140,7 @@ struct Forward {
         hidden_values = cut.take<float>(hidden_int8 ? rows * hidden_line : 0);
         parts_line = size_t(l.down_panels_) * kPanel;
         parts = cut.take<float>(rows * parts_line);
-        own_bytes = kBlock * kPanel * sizeof(float);
-        size_t gate_up_bytes = expanded_bytes(l.gate_up_), down_bytes = expanded_bytes(l.down_);
-        own_bytes += gate_up_bytes > down_bytes ? gate_up_bytes : down_bytes;
-        own = cut.take<uint8_t>(own_bytes * size_t(threads));
+        own = cut.take<uint8_t>(Slices::kMemoryBytes * size_t(threads));
         if (used) *used = cut.used();
     }
 
@@ -159,12 +157,10 @@ private:
     static constexpr int kCombined = 4;  // tokens a subtask
 
     static bool int8_rows(const Shape& weights) { return weights.precision == kInt8; }
-    size_t expanded_bytes(const Shape& weights) const {
-        return layer.kernels_.paths[weights.precision].expand ? size_t(weights.steps) * 2 * kTileBytes : 0;
-    }
 
+    bool many_ = false;  // rows: most experts have several blocks
     int panels_ = 0, panels_each_ = 0;
-    int first_panel_[kMaxNodes + 1], first_group_[kMaxNodes + 1];  // of an expert, in each node's share
+    int first_panel_[kMaxNodes + 1], first_cut_[kMaxNodes + 1];  // of an expert, in each node's share
 
     template <void (Forward::*Step)(int, int)>
     static void call(void* self, int i, int thread) {
@@ -176,35 +172,41 @@ private:
         threads.run(count, call<Step>, this);
     }
 
-    // Subtasks are some neighbouring panels of one expert: as many as fit the L2, fewer where some thread would stay idle. Those
-    // of a node's share of the panels, of all experts, come before those of the next one's.
+    // Subtasks are a group of rows by some neighbouring panels: with many rows as many as should share them, with few as many as
+    // fit the L2, fewer where some thread would stay idle. Those of a node's share of the panels, of all experts, come before
+    // those of the next one's. With many rows, threads take neighbours in turn: the rows of few experts are in the L3 at a time.
     template <void (Forward::*Step)(int, int)>
     void multiply_round(Threads& threads, int panels, size_t panel_bytes) {
         panels_ = panels;
-        panels_each_ = panel_bytes < kSubtaskBytes ? int(kSubtaskBytes / panel_bytes) : 1;
-        while (touched_count * group(threads) < 8 * threads.count() && panels_each_ > 1) --panels_each_;
+        many_ = first_row[layer.experts_] > group_count * kBlock;
+        size_t most = many_ ? kSubtaskPanels : kSubtaskBytes / panel_bytes;
+        panels_each_ = most < 1 ? 1 : most < kSubtaskPanels ? int(most) : kSubtaskPanels;
+        while (group_count * cut_panels(threads) < 8 * threads.count() && panels_each_ > 1) --panels_each_;
         int begin[kMaxNodes + 1];
-        for (int n = 0; n <= threads.nodes(); ++n) begin[n] = touched_count * first_group_[n];
-        threads.run(begin, call<Step>, this);
+        for (int n = 0; n <= threads.nodes(); ++n) begin[n] = group_count * first_cut_[n];
+        threads.run(begin, call<Step>, this, many_ ? Threads::kTurns : Threads::kRuns);
     }
 
-    // By `panels_each_`; returns how many groups an expert has.
-    int group(const Threads& threads) {
-        int groups = 0, nodes = threads.nodes();
+    // By `panels_each_`; returns how many subtasks a group of rows has.
+    int cut_panels(const Threads& threads) {
+        int cuts = 0, nodes = threads.nodes();
         for (int n = 0; n <= nodes; ++n) {
             first_panel_[n] = threads.share(panels_, n);
-            first_group_[n] = groups += n ? (first_panel_[n] - first_panel_[n - 1] + panels_each_ - 1) / panels_each_ : 0;
+            first_cut_[n] = cuts += n ? (first_panel_[n] - first_panel_[n - 1] + panels_each_ - 1) / panels_each_ : 0;
         }
-        return groups;
+        return cuts;
     }
 
-    Piece piece(int index) const {
+    // Of a subtask: whose rows and panels.
+    Area area(int index, int& expert) const {
         int n = 0;
-        while (index >= touched_count * first_group_[n + 1]) ++n;
-        index -= touched_count * first_group_[n];
-        int groups = first_group_[n + 1] - first_group_[n], end = first_panel_[n + 1];
-        int first = first_panel_[n] + index % groups * panels_each_;
-        return {touched[index / groups], first, first + panels_each_ < end ? first + panels_each_ : end};
+        while (index >= group_count * first_cut_[n + 1]) ++n;
+        index -= group_count * first_cut_[n];
+        int cuts = first_cut_[n + 1] - first_cut_[n], end = first_panel_[n + 1];
+        int first = first_panel_[n] + index % cuts * panels_each_;
+        const Group& rows = groups[index / cuts];
+        expert = rows.expert;
+        return {rows.first, rows.end, first, first + panels_each_ < end ? first + panels_each_ : end};
     }
 
     const int* ids(int t) const { return batch.topk_ids + size_t(token + t) * size_t(batch.chosen); }
@@ -224,13 +226,24 @@ private:
                 if (row >= 0) token_of[row] = t;
             }
         }
-        touched_count = block_count = 0;
+        group_count = block_count = 0;
         for (int e = 0; e < experts; ++e) {
             int end = first_row[e + 1];
-            if (first_row[e] < end) touched[touched_count++] = e;
             for (int row = first_row[e]; row < end; row += kBlock) {
                 blocks[block_count++] = {row, end - row < kBlock ? end - row : kBlock, e};
             }
+            group(e);
+        }
+    }
+
+    // Of nearly as many blocks each.
+    void group(int expert) {
+        int begin = first_row[expert], end = first_row[expert + 1];
+        int held = (end - begin + kBlock - 1) / kBlock, parts = (held + kSubtaskBlocks - 1) / kSubtaskBlocks;
+        for (int i = 0, block = 0; i < parts; ++i) {
+            int next = block + (held - block) / (parts - i);
+            groups[group_count++] = {expert, begin + block * kBlock, i + 1 < parts ? begin + next * kBlock : end};
+            block = next;
         }
     }
 
@@ -267,41 +280,31 @@ private:
         }
     }
 
-    // The rows of one expert by panels `first` to `last`; `done(block, panel, sums)` takes what is not written in place.
+    // `done(row, count, panel, sums)` takes what its `target` did not.
     template <class Target, class Done>
-    void multiply(int index, int thread, const Shape& shape, const uint8_t* data, const uint8_t* rows, const float* scales,
-                  Target target, Done done) {
-        auto [expert, first, last] = piece(index);
-        int end = first_row[expert + 1];
-        const uint8_t* weights = data + size_t(expert) * size_t(panels_) * shape.panel_bytes;
-        const Path& path = layer.kernels_.paths[shape.precision];
-        uint8_t* expanded = own + own_bytes * size_t(thread) + kBlock * kPanel * sizeof(float);
-        bool many = !path.few || end - first_row[expert] > path.crossover;
-        for (int from = first_row[expert]; from < end; from += kSubtaskRows) {
-            int to = end - from < kSubtaskRows ? end : from + kSubtaskRows;
-            for (int p = first; p < last; ++p) {
-                const uint8_t* at = weights + size_t(p) * shape.panel_bytes;
-                Panel panel{at, at + shape.data_bytes, shape.steps, shape.group_steps};
-                if (many && path.expand) {
-                    path.expand(panel, expanded);
-                    panel.data = expanded;
-                }
-                for (int row = from; row < to; row += kBlock) {
-                    int count = to - row < kBlock ? to - row : kBlock;
-                    Rows block{rows + size_t(row) * shape.row_bytes, count, scales ? scales + row : nullptr};
-                    Sums sums = target(row, p);
-                    (many ? path.many : path.few)(panel, block, sums);
-                    done(row, count, p, sums);
-                }
-            }
+    void multiply(int index, int thread, Factors factors, Target target, Done done) {
+        int expert;
+        Area at = area(index, expert);
+        factors.weights += size_t(expert) * size_t(panels_) * factors.shape.panel_bytes;
+        const Path& path = layer.kernels_.paths[factors.shape.precision];
+        bool few = path.few && at.rows() <= path.crossover;
+        if (!few && (at.blocks() > 1 || !path.block)) {
+            Slices(factors, path, at, own + Slices::kMemoryBytes * size_t(thread)).multiply(done);
+            return;
+        }
+        Rows rows = factors.block(at.first_row, at.rows(), 0);
+        for (int p = at.first_panel; p < at.last_panel; ++p) {
+            Sums sums = target(at.first_row, p);
+            (few ? path.few : path.block)(factors.panel(p), rows, sums);
+            done(at.first_row, rows.count, p, sums);
         }
     }
 
     void gate_up(int index, int thread) {
-        auto* sums = reinterpret_cast<float*>(own + own_bytes * size_t(thread));
+        auto* sums = reinterpret_cast<float*>(own + Slices::kMemoryBytes * size_t(thread));
         const float* scales = int8_rows(layer.gate_up_) ? x_scales : nullptr;
         multiply(
-            index, thread, layer.gate_up_, layer.gate_up_data_, x, scales, [&](int, int) { return Sums{sums, kPanel}; },
+            index, thread, {layer.gate_up_, layer.gate_up_data_, x, scales}, [&](int, int) { return Sums{sums, kPanel}; },
             [&](int row, int count, int panel, const Sums& c) {
                 if (int8_rows(layer.down_)) {
                     layer.kernels_.swiglu_f32(c.at, count, panel, hidden_line, hidden_values + size_t(row) * hidden_line);
@@ -313,10 +316,14 @@ private:
 
     void down(int index, int thread) {
         const float* scales = int8_rows(layer.down_) ? hidden_scales : nullptr;
-        multiply(
-            index, thread, layer.down_, layer.down_data_, hidden, scales,
-            [&](int row, int panel) { return Sums{parts + size_t(row) * parts_line + size_t(panel) * kPanel, parts_line}; },
-            [](int, int, int, const Sums&) {});
+        auto target = [&](int row, int panel) {
+            return Sums{parts + size_t(row) * parts_line + size_t(panel) * kPanel, parts_line};
+        };
+        multiply(index, thread, {layer.down_, layer.down_data_, hidden, scales}, target,
+                 [&](int row, int count, int panel, const Sums& c) {
+                     Sums to = target(row, panel);
+                     if (c.at != to.at) layer.kernels_.put(c, count, to, many_);
+                 });
     }
 
     // In the order of a token's choice, whichever thread computed what: the same bits at every run.

@@ -60,7 +60,8 @@ struct Shape {
         data_bytes = size_t(steps) * 2 * f.tile_bytes;
         size_t scales = f.per_panel ? f.scale_bytes : padded / f.group_k * f.scale_bytes;
         panel_bytes = data_bytes + round_up(scales, kLine);
-        row_bytes = size_t(steps) * kLine;
+        // An odd number of KiB: of blocks some 128 KiB apart one slice each would fall into the same sets of the L2.
+        row_bytes = round_up(size_t(steps) * kLine + 1024, 2048) - 1024;
     }
 };
 
@@ -76,6 +77,13 @@ struct Rows {
     const float* scales;  // of each row, int8 only
 };
 
+// `steps` of them from `first` on, which is a multiple of 8: no group or block is cut.
+inline Panel slice_of(const Panel& p, Precision precision, int first, int steps) {
+    const Format& f = kFormats[precision];
+    size_t scales = f.per_panel ? 0 : size_t(first / p.group_steps) * size_t(f.scale_bytes);
+    return {p.data + size_t(first) * 2 * size_t(f.tile_bytes), p.scales + scales, steps, p.group_steps};
+}
+
 // Where the 32 sums of each row go: `line` floats from one row to the next.
 struct Sums {
     float* at;
@@ -83,15 +91,30 @@ struct Sums {
     float* row(int m) const { return at + size_t(m) * line; }
 };
 
+// Lines to be asked for in every step: what is needed next.
+struct Ahead {
+    const uint8_t* at = nullptr;
+    int lines = 0;
+};
+
+// Some steps of K, of which panel and rows hold no others. Sums of all slices but the first are added to what is there; those of
+// all but the last are for the next one only (of int8 they are int32).
+struct Slice {
+    bool first = true, last = true;
+    Ahead weights, rows;
+};
+
 // sums = rows times the panel.
 using Multiply = void (*)(const Panel&, const Rows&, const Sums&);
+using MultiplySlice = void (*)(const Panel&, const Rows&, const Slice&, const Sums&);
 // A panel of other codes as one of bf16, each value rounded to bf16 after its scale.
 using Expand = void (*)(const Panel&, uint8_t* bf16);
 
 struct Path {
-    Multiply few;   // up to `crossover` rows, straight from the packed codes
-    Multiply many;  // above; of bf16 where `expand` is set
-    Expand expand;  // nullptr: `many` reads the packed codes itself
+    Multiply few;         // up to `crossover` rows, straight from the packed codes
+    Multiply block;       // of one block, likewise; nullptr where `expand` is set
+    MultiplySlice slice;  // of several; of bf16 where `expand` is set
+    Expand expand;        // nullptr: `slice` reads the packed codes itself
     int crossover;
 };
 
@@ -111,6 +134,8 @@ struct Kernels {
     void (*swiglu_bf16)(const float* c, int rows, int panel, uint8_t* block);
     // ... or as floats, `width` a row.
     void (*swiglu_f32)(const float* c, int rows, int panel, size_t width, float* out);
+    // Sums to where they belong, past the caches if so many come that nothing stays there.
+    void (*put)(const Sums& from, int rows, const Sums& to, bool many);
     // out[d] = sum over k, in order, of weights[k] * parts[k][d]; a part may be nullptr.
     void (*combine)(const float* const* parts, const float* weights, int chosen, int model, void* out, bool bf16);
 };

@@ -65,47 +65,81 @@ inline void prefetch_step(const uint8_t* w) {
     for (int line = 0; line < 2 * kTileBytes; line += kLine) prefetch(w + line);
 }
 
-template <class Kind>
-void sums(const Panel& p, const Rows& a, const Sums& c) {
-    const long c_line = long(c.line * sizeof(float));
-    _tile_loadconfig(&configs.of[a.count]);
+void zero_sums(bool lower) {
     _tile_zero(4);
     _tile_zero(5);
+    if (!lower) return;
+    _tile_zero(6);
+    _tile_zero(7);
+}
+
+void load_sums(bool lower, const Sums& c) {
+    const long line = long(c.line * sizeof(float));
+    _tile_loadd(4, c.at, line);
+    _tile_loadd(5, c.at + kTile, line);
+    if (!lower) return;
+    _tile_loadd(6, c.row(kTile), line);
+    _tile_loadd(7, c.row(kTile) + kTile, line);
+}
+
+void store_sums(bool lower, const Sums& c) {
+    const long line = long(c.line * sizeof(float));
+    _tile_stored(4, c.at, line);
+    _tile_stored(5, c.at + kTile, line);
+    if (!lower) return;
+    _tile_stored(6, c.row(kTile), line);
+    _tile_stored(7, c.row(kTile) + kTile, line);
+}
+
+// `prefetch` is called in every step, with its weights.
+template <class Kind, class Prefetch>
+void add_steps(const Panel& p, const Rows& a, bool lower, Prefetch prefetch) {
     const uint8_t* w = p.data;
     const uint8_t* x = a.data;
-    if (a.count <= kTile) {
-        for (int s = 0; s < p.steps; ++s, w += 2 * kTileBytes, x += size_t(a.count) * kLine) {
+    const size_t x_line = size_t(a.count) * kLine;
+    if (!lower) {
+        for (int s = 0; s < p.steps; ++s, w += 2 * kTileBytes, x += x_line) {
             _tile_loadd(0, x, kLine);
             _tile_loadd(2, w, kLine);
             _tile_loadd(3, w + kTileBytes, kLine);
-            prefetch_step(w);
+            prefetch(w);
             Kind::upper();
         }
-    } else {
-        _tile_zero(6);
-        _tile_zero(7);
-        for (int s = 0; s < p.steps; ++s, w += 2 * kTileBytes, x += size_t(a.count) * kLine) {
-            _tile_loadd(0, x, kLine);
-            _tile_loadd(2, w, kLine);
-            _tile_loadd(3, w + kTileBytes, kLine);
-            _tile_loadd(1, x + kTileBytes, kLine);
-            prefetch_step(w);
-            Kind::upper();
-            Kind::lower();
-        }
-        float* lower = c.row(kTile);
-        _tile_stored(6, lower, c_line);
-        _tile_stored(7, lower + kTile, c_line);
+        return;
     }
-    _tile_stored(4, c.at, c_line);
-    _tile_stored(5, c.at + kTile, c_line);
+    for (int s = 0; s < p.steps; ++s, w += 2 * kTileBytes, x += x_line) {
+        _tile_loadd(0, x, kLine);
+        _tile_loadd(2, w, kLine);
+        _tile_loadd(3, w + kTileBytes, kLine);
+        _tile_loadd(1, x + kTileBytes, kLine);
+        prefetch(w);
+        Kind::upper();
+        Kind::lower();
+    }
+}
+
+template <class Kind>
+void whole_sums(const Panel& p, const Rows& a, const Sums& c) {
+    bool lower = a.count > kTile;
+    _tile_loadconfig(&configs.of[a.count]);
+    zero_sums(lower);
+    add_steps<Kind>(p, a, lower, prefetch_step);
+    store_sums(lower, c);
     _tile_release();
 }
 
-void multiply_bf16(const Panel& p, const Rows& a, const Sums& c) { sums<Bf16>(p, a, c); }
+template <class Kind>
+void slice_sums(const Panel& p, const Rows& a, const Slice& slice, const Sums& c) {
+    bool lower = a.count > kTile;
+    Ahead weights = slice.weights, rows = slice.rows;
+    _tile_loadconfig(&configs.of[a.count]);
+    slice.first ? zero_sums(lower) : load_sums(lower, c);
+    add_steps<Kind>(p, a, lower, [&](const uint8_t*) { prefetch(weights), prefetch(rows); });
+    store_sums(lower, c);
+    _tile_release();
+}
 
-void multiply_int8(const Panel& p, const Rows& a, const Sums& c) {
-    sums<Int8>(p, a, c);
+void scale_int8(const Panel& p, const Rows& a, const Sums& c) {
     float scales[kPanel];
     uint32_t bias[kPanel];  // unsigned, to wrap: damaged weights may hold any bias
     std::memcpy(scales, p.scales, sizeof scales);
@@ -116,17 +150,29 @@ void multiply_int8(const Panel& p, const Rows& a, const Sums& c) {
     }
 }
 
+void block_int8(const Panel& p, const Rows& a, const Sums& c) {
+    whole_sums<Int8>(p, a, c);
+    scale_int8(p, a, c);
+}
+
+void slice_int8(const Panel& p, const Rows& a, const Slice& slice, const Sums& c) {
+    slice_sums<Int8>(p, a, slice, c);
+    if (slice.last) scale_int8(p, a, c);
+}
+
 }  // namespace
 
 const Kernels& amx_kernels() {
     static const Kernels kernels = [] {
         Kernels k = few_row_kernels();
         for (Path& path : k.paths) {
-            path.many = &path == &k.paths[kInt8] ? multiply_int8 : multiply_bf16;
+            path.slice = slice_sums<Bf16>;
             path.crossover = path.expand ? 8 : 4;
         }
+        k.paths[kBf16].block = whole_sums<Bf16>;
+        k.paths[kInt8].block = block_int8, k.paths[kInt8].slice = slice_int8;
         k.pack_bf16 = pack_bf16, k.pack_int8 = pack_int8;
-        k.swiglu_bf16 = swiglu_bf16, k.swiglu_f32 = swiglu_f32, k.combine = combine;
+        k.swiglu_bf16 = swiglu_bf16, k.swiglu_f32 = swiglu_f32, k.put = put, k.combine = combine;
         return k;
     }();
     return kernels;

@@ -14,9 +14,12 @@ inline uint32_t word(const uint8_t* at) {
 
 // M rows by one tile: 8 outputs' pairs lie in 32 bytes; the pair's halves are floats once shifted or masked.
 template <int M>
-void bf16_tile(const Panel& p, int tile, const Rows& a, int row0, const Sums& c) {
+void bf16_tile(const Panel& p, int tile, const Rows& a, int row0, bool add, const Sums& c) {
     __m256 sum[M][2];
-    for (int m = 0; m < M; ++m) sum[m][0] = sum[m][1] = _mm256_setzero_ps();
+    for (int m = 0; m < M; ++m) {
+        const float* at = c.row(row0 + m) + tile * kTile;
+        for (int half = 0; half < 2; ++half) sum[m][half] = add ? _mm256_loadu_ps(at + half * 8) : _mm256_setzero_ps();
+    }
     const __m256i high = _mm256_set1_epi32(int(0xFFFF0000));
     const uint8_t* w = p.data + tile * kTileBytes;
     const uint8_t* x = a.data + row0 * kLine;
@@ -44,17 +47,17 @@ void bf16_tile(const Panel& p, int tile, const Rows& a, int row0, const Sums& c)
     }
 }
 
-void multiply_bf16(const Panel& p, const Rows& a, const Sums& c) {
+void slice_bf16(const Panel& p, const Rows& a, const Slice& slice, const Sums& c) {
     for (int tile = 0; tile < 2; ++tile) {
         int m = 0;
-        for (; m + 4 <= a.count; m += 4) bf16_tile<4>(p, tile, a, m, c);
-        for (; m < a.count; ++m) bf16_tile<1>(p, tile, a, m, c);
+        for (; m + 4 <= a.count; m += 4) bf16_tile<4>(p, tile, a, m, !slice.first, c);
+        for (; m < a.count; ++m) bf16_tile<1>(p, tile, a, m, !slice.first, c);
     }
 }
 
 // Four outputs at a time, widened to 16 bits: maddubs adds two products in 16 bits, and they do not fit.
 template <int M>
-void int8_quarter(const Panel& p, int first, const Rows& a, int row0, const Sums& c) {
+void int8_quarter(const Panel& p, int first, const Rows& a, int row0, const Slice& slice, const Sums& c) {
     __m256i sum[M];
     for (int m = 0; m < M; ++m) sum[m] = _mm256_setzero_si256();
     const uint8_t* w = p.data + first / kTile * kTileBytes + first % kTile * 4;
@@ -74,36 +77,41 @@ void int8_quarter(const Panel& p, int first, const Rows& a, int row0, const Sums
         alignas(32) uint32_t pairs[8];  // unsigned, to wrap: damaged weights may hold any bias
         _mm256_store_si256(reinterpret_cast<__m256i*>(pairs), sum[m]);
         for (int n = 0; n < 4; ++n) {
-            float sum = float(int32_t(pairs[2 * n] + pairs[2 * n + 1] - bias[n]));
-            c.row(row0 + m)[first + n] = sum * (a.scales[row0 + m] * scales[n]);
+            float& to = c.row(row0 + m)[first + n];
+            uint32_t sum = pairs[2 * n] + pairs[2 * n + 1] + (slice.first ? 0 : bits_of(to));
+            to = slice.last ? float(int32_t(sum - bias[n])) * (a.scales[row0 + m] * scales[n]) : float_of(sum);
         }
     }
 }
 
-void multiply_int8(const Panel& p, const Rows& a, const Sums& c) {
+void slice_int8(const Panel& p, const Rows& a, const Slice& slice, const Sums& c) {
     for (int first = 0; first < kPanel; first += 4) {
         int m = 0;
-        for (; m + 4 <= a.count; m += 4) int8_quarter<4>(p, first, a, m, c);
-        for (; m < a.count; ++m) int8_quarter<1>(p, first, a, m, c);
+        for (; m + 4 <= a.count; m += 4) int8_quarter<4>(p, first, a, m, slice, c);
+        for (; m < a.count; ++m) int8_quarter<1>(p, first, a, m, slice, c);
     }
 }
+
+void block_bf16(const Panel& p, const Rows& a, const Sums& c) { slice_bf16(p, a, {}, c); }
+void block_int8(const Panel& p, const Rows& a, const Sums& c) { slice_int8(p, a, {}, c); }
 
 }  // namespace
 
 const Kernels& avx2_kernels() {
     static const Kernels kernels = {
-        {{multiply_bf16, multiply_bf16, nullptr, 0},
-         {multiply_int8, multiply_int8, nullptr, 0},
-         {nullptr, multiply_bf16, expand_int4<GroupedInt4>, 0},
-         {nullptr, multiply_bf16, expand_int4<GroupedInt4>, 0},
-         {nullptr, multiply_bf16, expand_bytes<Fp8Codes>, 0},
-         {nullptr, multiply_bf16, expand_bytes<Q8Codes>, 0},
-         {nullptr, multiply_bf16, expand_int4<Q4KCodes>, 0},
-         {nullptr, multiply_bf16, expand_bytes<Q6KCodes>, 0}},
+        {{block_bf16, block_bf16, slice_bf16, nullptr, 0},
+         {block_int8, block_int8, slice_int8, nullptr, 0},
+         {nullptr, nullptr, slice_bf16, expand_int4<GroupedInt4>, 0},
+         {nullptr, nullptr, slice_bf16, expand_int4<GroupedInt4>, 0},
+         {nullptr, nullptr, slice_bf16, expand_bytes<Fp8Codes>, 0},
+         {nullptr, nullptr, slice_bf16, expand_bytes<Q8Codes>, 0},
+         {nullptr, nullptr, slice_bf16, expand_int4<Q4KCodes>, 0},
+         {nullptr, nullptr, slice_bf16, expand_bytes<Q6KCodes>, 0}},
         pack_bf16,
         pack_int8,
         swiglu_bf16,
         swiglu_f32,
+        put,
         combine,
     };
     return kernels;

@@ -30,6 +30,8 @@ struct Bf16 {
     static Sum zero() { return _mm512_setzero_ps(); }
     static Sum add(Sum a, Sum b) { return _mm512_add_ps(a, b); }
     static Sum dot(Sum sum, __m512i x, __m512i w) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w); }
+    static Sum earlier(__m512 sum) { return sum; }
+    static __m512 later(Sum sum) { return sum; }
     static __m512 finish(Sum sum, const Panel&, int, float) { return sum; }
 };
 
@@ -39,26 +41,39 @@ struct Int8 {
     static Sum zero() { return _mm512_setzero_si512(); }
     static Sum add(Sum a, Sum b) { return _mm512_add_epi32(a, b); }
     static Sum dot(Sum sum, __m512i x, __m512i w) { return _mm512_dpbusd_epi32(sum, x, w); }
+    static Sum earlier(__m512 sum) { return _mm512_castps_si512(sum); }
+    static __m512 later(Sum sum) { return _mm512_castsi512_ps(sum); }
     static __m512 finish(Sum sum, const Panel& p, int tile, float row_scale) {
         __m512 scale = _mm512_mul_ps(_mm512_loadu_ps(p.scales + tile * kLine), _mm512_set1_ps(row_scale));
         return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sum, load(p.scales + (2 + tile) * kLine))), scale);
     }
 };
 
+// No template for slices and another for all of K: a compiler takes long enough for one.
 template <class Kind, int M>
-void plain_rows(const Panel& p, const Rows& a, int first, const Sums& c) {
+void plain_rows(const Panel& p, const Rows& a, const Slice& slice, int first, const Sums& c) {
     constexpr int C = chains(M);
     typename Kind::Sum sum[C][M][2];
     for (int i = 0; i < C; ++i) {
         for (int m = 0; m < M; ++m) sum[i][m][0] = sum[i][m][1] = Kind::zero();
     }
+    if (!slice.first) {
+#pragma GCC unroll 12
+        for (int m = 0; m < M; ++m) {
+            const float* at = c.row(first + m);
+            for (int tile = 0; tile < 2; ++tile) sum[0][m][tile] = Kind::earlier(_mm512_loadu_ps(at + tile * kTile));
+        }
+    }
+    Ahead weights = slice.weights, rows = slice.rows;
     const uint8_t* w = p.data;
+    const uint8_t* next = slice.first && slice.last ? w + kAhead : w;  // what follows a slice is not what is next
     const uint8_t* x = a.data + size_t(first) * kLine;
-    for (int s = 0; s < p.steps; ++s, w += 2 * kTileBytes, x += size_t(a.count) * kLine) {
+    for (int s = 0; s < p.steps; ++s, w += 2 * kTileBytes, next += 2 * kTileBytes, x += size_t(a.count) * kLine) {
+        prefetch(weights), prefetch(rows);
 #pragma GCC unroll 4
         for (int row = 0; row < 16; ++row) {
-            prefetch(w + row * kLine);
-            prefetch(w + kTileBytes + row * kLine);
+            prefetch(next + row * kLine, 0);
+            prefetch(next + kTileBytes + row * kLine, 0);
             __m512i w0 = load(w + row * kLine), w1 = load(w + kTileBytes + row * kLine);
 #pragma GCC unroll 12
             for (int m = 0; m < M; ++m) {
@@ -74,7 +89,8 @@ void plain_rows(const Panel& p, const Rows& a, int first, const Sums& c) {
         for (int tile = 0; tile < 2; ++tile) {
             for (int i = 1; i < C; ++i) sum[0][m][tile] = Kind::add(sum[0][m][tile], sum[i][m][tile]);
             float row_scale = a.scales ? a.scales[first + m] : 1.0f;
-            _mm512_storeu_ps(c.row(first + m) + tile * kTile, Kind::finish(sum[0][m][tile], p, tile, row_scale));
+            __m512 out = slice.last ? Kind::finish(sum[0][m][tile], p, tile, row_scale) : Kind::later(sum[0][m][tile]);
+            _mm512_storeu_ps(c.row(first + m) + tile * kTile, out);
         }
     }
 }
@@ -114,7 +130,7 @@ inline __m512 row_sum(const uint8_t* x) {
 }
 
 template <class Codes, int M>
-void grouped_rows(const Panel& p, const Rows& a, int first, const Sums& c) {
+void grouped_rows(const Panel& p, const Rows& a, const Slice&, int first, const Sums& c) {
     const Codes codes = tables<Codes>();
     constexpr int C = chains(M) > 1 ? 2 : 1;
     const size_t x_line = size_t(a.count) * kLine;
@@ -161,7 +177,7 @@ void grouped_rows(const Panel& p, const Rows& a, int first, const Sums& c) {
 
 // --- any number of rows, in passes of nearly equal size
 
-using RowsFn = void (*)(const Panel&, const Rows&, int first, const Sums&);
+using RowsFn = void (*)(const Panel&, const Rows&, const Slice&, int first, const Sums&);
 
 template <class Kind, size_t... M>
 constexpr std::array<RowsFn, sizeof...(M)> plain_table(std::index_sequence<M...>) {
@@ -174,25 +190,31 @@ constexpr std::array<RowsFn, sizeof...(M)> grouped_table(std::index_sequence<M..
 }
 
 template <size_t N>
-void in_passes(const std::array<RowsFn, N>& table, const Panel& p, const Rows& a, const Sums& c) {
+void in_passes(const std::array<RowsFn, N>& table, const Panel& p, const Rows& a, Slice slice, const Sums& c) {
     int passes = (a.count + int(N) - 1) / int(N);
     for (int i = 0, first = 0; i < passes; ++i) {
         int rows = (a.count - first + passes - i - 1) / (passes - i);
-        table[size_t(rows) - 1](p, a, first, c);
+        table[size_t(rows) - 1](p, a, slice, first, c);
         first += rows;
+        slice.weights = slice.rows = {};  // asked for already
     }
 }
 
 template <class Kind>
-void plain(const Panel& p, const Rows& a, const Sums& c) {
+void plain_slice(const Panel& p, const Rows& a, const Slice& slice, const Sums& c) {
     static constexpr auto table = plain_table<Kind>(std::make_index_sequence<Kind::kMost>{});
-    in_passes(table, p, a, c);
+    in_passes(table, p, a, slice, c);
+}
+
+template <class Kind>
+void plain(const Panel& p, const Rows& a, const Sums& c) {
+    plain_slice<Kind>(p, a, {}, c);
 }
 
 template <class Codes>
 void grouped(const Panel& p, const Rows& a, const Sums& c) {
     static constexpr auto table = grouped_table<Codes>(std::make_index_sequence<6>{});
-    in_passes(table, p, a, c);
+    in_passes(table, p, a, {}, c);
 }
 
 // --- expanding a panel to bf16 for many rows: the scale is folded in, as 16 floats times 2 of each
@@ -233,18 +255,19 @@ void expand(const Panel& p, uint8_t* bf16) {
 const Kernels& avx512_kernels() {
     // Crossovers are measured on Zen 5: with 8 rows, unpacking in every pass is still faster than expanding; with 12 it is not.
     static const Kernels kernels = {
-        {{plain<Bf16>, plain<Bf16>, nullptr, 0},
-         {plain<Int8>, plain<Int8>, nullptr, 0},
-         {grouped<Int4>, plain<Bf16>, expand<Int4>, 10},
-         {grouped<Int4>, plain<Bf16>, expand<Int4>, 10},
-         {grouped<Fp8>, plain<Bf16>, expand<Fp8>, 10},
-         {grouped<Q8>, plain<Bf16>, expand<Q8>, 10},
-         {grouped<Q4K>, plain<Bf16>, expand<Q4K>, 10},
-         {grouped<Q6K>, plain<Bf16>, expand<Q6K>, 10}},
+        {{plain<Bf16>, plain<Bf16>, plain_slice<Bf16>, nullptr, 0},
+         {plain<Int8>, plain<Int8>, plain_slice<Int8>, nullptr, 0},
+         {grouped<Int4>, nullptr, plain_slice<Bf16>, expand<Int4>, 10},
+         {grouped<Int4>, nullptr, plain_slice<Bf16>, expand<Int4>, 10},
+         {grouped<Fp8>, nullptr, plain_slice<Bf16>, expand<Fp8>, 10},
+         {grouped<Q8>, nullptr, plain_slice<Bf16>, expand<Q8>, 10},
+         {grouped<Q4K>, nullptr, plain_slice<Bf16>, expand<Q4K>, 10},
+         {grouped<Q6K>, nullptr, plain_slice<Bf16>, expand<Q6K>, 10}},
         pack_bf16,
         pack_int8,
         swiglu_bf16,
         swiglu_f32,
+        put,
         combine,
     };
     return kernels;

@@ -4,8 +4,8 @@
 namespace cpu_experts {
 namespace {
 
-void multiply_bf16(const Panel& p, const Rows& a, const Sums& c) {
-    for (int m = 0; m < a.count; ++m) std::memset(c.row(m), 0, kPanel * sizeof(float));
+void slice_bf16(const Panel& p, const Rows& a, const Slice& slice, const Sums& c) {
+    for (int m = 0; slice.first && m < a.count; ++m) std::memset(c.row(m), 0, kPanel * sizeof(float));
     const auto* w = reinterpret_cast<const uint16_t*>(p.data);
     for (int s = 0; s < p.steps; ++s) {
         const auto* x = reinterpret_cast<const uint16_t*>(a.data + size_t(s) * a.count * kLine);
@@ -23,12 +23,12 @@ void multiply_bf16(const Panel& p, const Rows& a, const Sums& c) {
     }
 }
 
-void multiply_int8(const Panel& p, const Rows& a, const Sums& c) {
+void slice_int8(const Panel& p, const Rows& a, const Slice& slice, const Sums& c) {
     const auto* scales = reinterpret_cast<const float*>(p.scales);
     const auto* bias = reinterpret_cast<const int32_t*>(p.scales + kPanel * 4);
     for (int m = 0; m < a.count; ++m) {
         uint32_t sums[kPanel];  // unsigned, to wrap: damaged weights may hold any bias
-        for (int n = 0; n < kPanel; ++n) sums[n] = 0u - uint32_t(bias[n]);
+        for (int n = 0; n < kPanel; ++n) sums[n] = slice.first ? 0u : bits_of(c.row(m)[n]);
         for (int s = 0; s < p.steps; ++s) {
             const uint8_t* x = a.data + (size_t(s) * a.count + m) * kLine;
             for (int n = 0; n < kPanel; ++n) {
@@ -39,26 +39,33 @@ void multiply_int8(const Panel& p, const Rows& a, const Sums& c) {
                 sums[n] += uint32_t(sum);
             }
         }
-        for (int n = 0; n < kPanel; ++n) c.row(m)[n] = float(int32_t(sums[n])) * (a.scales[m] * scales[n]);
+        for (int n = 0; n < kPanel; ++n) {
+            float scaled = float(int32_t(sums[n] - uint32_t(bias[n]))) * (a.scales[m] * scales[n]);
+            c.row(m)[n] = slice.last ? scaled : float_of(sums[n]);
+        }
     }
 }
+
+void block_bf16(const Panel& p, const Rows& a, const Sums& c) { slice_bf16(p, a, {}, c); }
+void block_int8(const Panel& p, const Rows& a, const Sums& c) { slice_int8(p, a, {}, c); }
 
 }  // namespace
 
 const Kernels& portable_kernels() {
     static const Kernels kernels = {
-        {{multiply_bf16, multiply_bf16, nullptr, 0},
-         {multiply_int8, multiply_int8, nullptr, 0},
-         {nullptr, multiply_bf16, expand_int4<GroupedInt4>, 0},
-         {nullptr, multiply_bf16, expand_int4<GroupedInt4>, 0},
-         {nullptr, multiply_bf16, expand_bytes<Fp8Codes>, 0},
-         {nullptr, multiply_bf16, expand_bytes<Q8Codes>, 0},
-         {nullptr, multiply_bf16, expand_int4<Q4KCodes>, 0},
-         {nullptr, multiply_bf16, expand_bytes<Q6KCodes>, 0}},
+        {{block_bf16, block_bf16, slice_bf16, nullptr, 0},
+         {block_int8, block_int8, slice_int8, nullptr, 0},
+         {nullptr, nullptr, slice_bf16, expand_int4<GroupedInt4>, 0},
+         {nullptr, nullptr, slice_bf16, expand_int4<GroupedInt4>, 0},
+         {nullptr, nullptr, slice_bf16, expand_bytes<Fp8Codes>, 0},
+         {nullptr, nullptr, slice_bf16, expand_bytes<Q8Codes>, 0},
+         {nullptr, nullptr, slice_bf16, expand_int4<Q4KCodes>, 0},
+         {nullptr, nullptr, slice_bf16, expand_bytes<Q6KCodes>, 0}},
         pack_bf16,
         pack_int8,
         swiglu_bf16,
         swiglu_f32,
+        put,
         combine,
     };
     return kernels;

@@ -1,7 +1,7 @@
 // Asking for weights before they are read: the hardware's own streams stop at every page.
 #pragma once
 
-#include <cstdint>
+#include "gemm.h"
 
 namespace cpu_experts {
 
@@ -9,6 +9,11 @@ namespace cpu_experts {
 constexpr int kAhead = 4096;
 
 // In assembly, for gcc 12 takes a loop of nothing but __builtin_prefetch to have no effect, and drops it.
-inline void prefetch(const uint8_t* at) { asm volatile("prefetcht0 %0" : : "m"(at[kAhead])); }
+inline void prefetch(const uint8_t* at, size_t ahead = kAhead) { asm volatile("prefetcht0 %0" : : "m"(at[ahead])); }
+
+// Into the L2, for the L1 holds the slice in use.
+inline void prefetch(Ahead& ahead) {
+    for (int i = 0; i < ahead.lines; ++i, ahead.at += kLine) asm volatile("prefetcht1 %0" : : "m"(*ahead.at));
+}
 
 }  // namespace cpu_experts

@@ -57,6 +57,32 @@ def test_every_number_of_rows_of_one_expert_is_within_its_bound(isa, precision, 
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("model", "width"), [(1100, 33), (33, 1100)])
+def test_inputs_of_several_slices_are_within_their_bound(isa, precision, model, width):
+    model, width = fitting(precision, model, width)
+    parts = parts_of(random_layer(1, model, width), precision)
+    for rows in (20, 45):
+        batch = random_batch(rows, model, 1, 1)._replace(ids=np.zeros((rows, 1), np.int32))
+        with Experts(*parts, precision, threads=2, isa=isa) as layer:
+            assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("rows", [384, 385, 1000])
+def test_rows_of_an_expert_that_several_subtasks_share_give_repeated_bits(built, precision, rows):
+    """So many that one subtask does not take them all, and some of another expert; on any number of threads."""
+    model, width = fitting(precision, 600, 70)
+    parts = parts_of(random_layer(2, model, width), precision)
+    batch = random_batch(rows + 5, model, 2, 1)._replace(ids=(np.arange(rows + 5) >= rows).astype(np.int32)[:, None])
+    outs = []
+    for threads in (1, 2, 5):
+        with Experts(*parts, precision, threads=threads) as layer:
+            outs.append(layer.forward(*batch))
+    assert distance(outs[0], batch, parts, precision) < BOUNDS[precision]
+    assert all((out == outs[0]).all() for out in outs)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_nothing_is_read_or_written_behind_the_arguments(isa, monkeypatch, precision, dtype):
     """All of them, and the packed weights, end at pages that may not be touched."""
@@ -105,7 +131,7 @@ def test_no_tokens_and_no_experts_chosen(built):
 def test_repeated_runs_give_the_same_bits_on_any_number_of_threads(isa, precision):
     model, width = fitting(precision, 128, 96)
     parts = parts_of(random_layer(6, model, width), precision)
-    batch = random_batch(64, model, 6, 3)
+    batch = random_batch(100, model, 6, 3)  # more than a block of rows an expert: threads take them in turn
     with Experts(*parts, precision, threads=1, isa=isa) as layer:
         first = layer.forward(*batch)
     for threads in (1, 2, 5):

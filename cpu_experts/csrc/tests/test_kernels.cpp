@@ -111,16 +111,47 @@ void damage_bias(const Case& c, uint8_t* panel) {
     for (int n = 0; n < kPanel; ++n) bias[n] = n % 2 ? INT32_MAX - n : INT32_MIN + n;
 }
 
-void run(Isa isa, const Kernels& kernels, Precision precision, int k, bool at_end, bool damaged = false) {
+// Each slice's rows and codes end (or begin) at a forbidden page, as whole panels and blocks do.
+void multiply_slices(const Path& path, const Case& c, const Rows& a, int each, bool at_end, const Sums& sums) {
+    int block_rows = a.count;
+    for (int step = 0; step < c.shape.steps; step += each) {
+        int steps = c.shape.steps - step < each ? c.shape.steps - step : each;
+        Guarded rows(size_t(steps * block_rows) * kLine, at_end), codes(size_t(steps) * 2 * kTileBytes, at_end);
+        std::memcpy(rows.at(), a.data + size_t(step * block_rows) * kLine, size_t(steps * block_rows) * kLine);
+        Panel panel = slice_of(c.panel, c.precision, step, steps);
+        if (path.expand) {
+            path.expand(panel, codes.at());
+        } else {
+            std::memcpy(codes.at(), panel.data, size_t(steps) * 2 * kTileBytes);
+        }
+        panel.data = codes.at();
+        Slice slice;
+        slice.first = step == 0, slice.last = step + steps == c.shape.steps;
+        slice.weights = {codes.at() + size_t(steps) * 2 * kTileBytes, step % 3}, slice.rows = {rows.at(), 1};
+        path.slice(panel, {rows.at(), block_rows, a.scales}, slice, sums);
+    }
+}
+
+// int8's integers are exact, however K is cut.
+void must_equal(Isa isa, const Case& c, int rows, const Sums& sums, const std::vector<float>& expected) {
+    for (int m = 0; m < rows; ++m) {
+        if (!std::memcmp(sums.row(m), &expected[size_t(m) * kPanel], kPanel * sizeof(float))) continue;
+        std::printf("FAILED: slices, isa %d, precision %d, row %d of %d: not the same\n", isa, c.precision, m, rows);
+        ++failures;
+        return;
+    }
+}
+
+void run(Isa isa, const Kernels& kernels, Precision precision, int k, bool at_end, bool damaged = false, int row_step = 1) {
     Shape shape(precision, k);
     Guarded weights(shape.panel_bytes, at_end);
     Case c(precision, k, weights);
     if (damaged) damage_bias(c, weights.at());
     const Path& path = kernels.paths[precision];
     const Path& plain = portable_kernels().paths[precision];
-    for (int rows = 1; rows <= kBlock; ++rows) {
-        Guarded block(shape.row_bytes * size_t(rows), at_end), scales(size_t(rows) * 4, at_end);
-        for (size_t i = 0; i < shape.row_bytes * size_t(rows) / 2; ++i) block.at<uint16_t>()[i] = small_bf16();
+    for (int rows = 1; rows <= kBlock; rows += row_step) {
+        Guarded block(size_t(shape.steps * rows) * kLine, at_end), scales(size_t(rows) * 4, at_end);
+        for (size_t i = 0; i < size_t(shape.steps * rows) * kLine / 2; ++i) block.at<uint16_t>()[i] = small_bf16();
         for (int m = 0; m < rows; ++m) scales.at<float>()[m] = 0.5f + float(m);
         Rows a{block.at(), rows, precision == kInt8 ? scales.at<float>() : nullptr};
 
@@ -132,7 +163,7 @@ void run(Isa isa, const Kernels& kernels, Precision precision, int k, bool at_en
             reference.data = expanded.data();
         }
         std::vector<float> expected(size_t(rows) * kPanel);
-        plain.many(reference, a, {expected.data(), kPanel});
+        plain.slice(reference, a, {}, {expected.data(), kPanel});
 
         for (size_t line : {size_t(kPanel), size_t(kPanel) + 16}) {
             Guarded out((size_t(rows - 1) * line + kPanel) * 4, at_end);
@@ -141,14 +172,23 @@ void run(Isa isa, const Kernels& kernels, Precision precision, int k, bool at_en
                 path.few(c.panel, a, sums);
                 compare("few", isa, c, rows, sums, expected);
             }
-            Guarded own(path.expand ? wide.panel_bytes : 64, at_end);
-            Panel packed = c.panel;
-            if (path.expand) {
-                path.expand(c.panel, own.at());
-                packed.data = own.at();
+            if (path.block) {
+                path.block(c.panel, a, sums);
+                compare("block", isa, c, rows, sums, expected);
             }
-            path.many(packed, a, sums);
-            compare("many", isa, c, rows, sums, expected);
+            for (int each : {8, 1 << 20}) {
+                if (line > kPanel) break;
+                multiply_slices(path, c, a, each, at_end, sums);
+                compare("slices", isa, c, rows, sums, expected);
+                if (precision == kInt8) must_equal(isa, c, rows, sums, expected);
+            }
+        }
+
+        Guarded placed((size_t(rows - 1) * 2 + 1) * kPanel * 4, true);
+        Sums from{expected.data(), kPanel}, to{placed.at<float>(), 2 * kPanel};
+        for (bool many : {false, true}) {
+            kernels.put(from, rows, to, many);
+            compare("put", isa, c, rows, to, expected);
         }
     }
 }
@@ -167,7 +207,11 @@ int main() {
                 for (bool at_end : {true, false}) run(isa, *kernels, Precision(p), k, at_end);
             }
         }
+        for (Precision p : {kBf16, kInt8}) {  // every size of the last slice
+            for (int steps = 9; steps <= 24; ++steps) run(isa, *kernels, p, steps * kFormats[p].step_k - 1, true, false, 10);
+        }
         run(isa, *kernels, kInt8, 130, true, true);
+        run(isa, *kernels, kInt8, 700, true, true, 10);
         std::printf("instruction set %d: %s\n", isa, failures ? "failed" : "ok");
     }
     return failures != 0;
