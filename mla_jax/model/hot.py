@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class HotExperts(nnx.Module):
-    """Stacks of some `ids` of a layer's `experts`: gate and up `[H F D]`, down `[H D F]`, quantised or not."""
+    """Stacks of some `ids` of a layer's `experts`: gate and up `[H F D]`, down `[H D F]`, in FP8 blocks or not."""
 
     def __init__(self, ids: Sequence[int], stacks: Sequence[Any], experts: int):
         self.gate, self.up, self.down = (nnx.Param(w) for w in stacks)

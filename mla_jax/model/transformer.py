@@ -17,7 +17,7 @@ from mla_jax.base.qtensor import QTensor
 from mla_jax.cache import latent
 from mla_jax.model import fused, moe, packed_latents
 from mla_jax.model.mla import FORMS, MLA, Form
-from mla_jax.model.moe import BACKENDS, MLP, UNPACKED, Experts, HostExperts, MoE, pick_backend, settle
+from mla_jax.model.moe import BACKENDS, MLP, Experts, HostExperts, MoE, pick_backend, settle
 from mla_jax.model.mtp import MTP
 from mla_jax.model.ops import entries, implementation, linear, norm_weight, operand, parameter, rms_norm
 from mla_jax.model.stream import CHUNK
@@ -172,8 +172,8 @@ class Transformer(nnx.Module):
         pairs, experts = tokens * (self.config.num_experts_per_tok or 0), self.config.n_routed_experts or 0
         stacks = [] if where == "streamed" else self._stacks(where)
         packed = [prod(w.shape) * self.dtype.itemsize for w in stacks if isinstance(w, QTensor)]
-        if where == "hot":  # what memory is left they are there to fill: packed ones are unpacked one by one
-            experts, packed = max(w.shape[0] for w in stacks), [UNPACKED + 1] * bool(packed)
+        if where == "hot":
+            experts = max(w.shape[0] for w in stacks)
         kernel = self.kernel_of_experts(tokens, where) != "xla"
         return pick_backend(self.device.platform, pairs, experts, max(packed, default=0), kernel)
 

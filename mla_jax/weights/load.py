@@ -25,7 +25,7 @@ from mla_jax.base.errors import BadFile, Unsupported, printable, shortened
 from mla_jax.base.qtensor import QTensor
 from mla_jax.model.hot import HotExperts
 from mla_jax.model.moe import HostExperts, MoE
-from mla_jax.model.stream import Kind, abstract
+from mla_jax.model.stream import Kind
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights import host as host_experts
 from mla_jax.weights import names
@@ -106,7 +106,7 @@ class Checkpoint:
 
     def hot_bytes(self, layer: int) -> int:
         """What a hot expert of a layer takes on the device."""
-        return _nbytes(abstract(self._kind_on_host(layer), 1, self.dtype))
+        return _nbytes(host_experts.like_copies(self._kind_on_host(layer), 1, self.dtype))
 
     def _kind_on_host(self, layer: int) -> Kind:
         paths = {path.rpartition(".")[2]: path for path in self.slots if _layer_of_experts(path, self.config) == layer}
@@ -162,7 +162,8 @@ class Checkpoint:
             return None
         if layer is not None:
             return host_experts.copies(layer, ids, self.dtype, self.target)
-        return HotExperts(ids, abstract(self._kind_on_host(number), len(ids), self.dtype), self.config.n_routed_experts or 0)
+        like = host_experts.like_copies(self._kind_on_host(number), len(ids), self.dtype)
+        return HotExperts(ids, like, self.config.n_routed_experts or 0)
 
     def format_of(self, source: names.Source) -> str:
         """The one format of all tensors of a parameter; raises Unsupported if they have several, or one that cannot be read."""

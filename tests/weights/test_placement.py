@@ -13,6 +13,7 @@ from mla_jax.base import roofline
 from mla_jax.base.errors import BadFile, BadRequest
 from mla_jax.base.options import ExpertOptions
 from mla_jax.model import stream
+from mla_jax.model.ops import plain
 from mla_jax.weights import host, measure, placement
 from mla_jax.weights import plan as planning
 from mla_jax.weights.load import Checkpoint
@@ -144,7 +145,7 @@ def test_predictions_count_what_the_host_still_gets(monkeypatch, folder, statist
 @pytest.mark.usefixtures("host_library")
 @pytest.mark.parametrize("kept", STORED, ids=lambda function: function.__name__)
 def test_hot_experts_of_every_kind_of_checkpoint_are_what_the_host_has(kept, tmp_path):
-    """Packed where they are stored so, also from mapped files."""
+    """As numbers but for FP8, also from mapped files."""
     path, folder, ids = kept(tmp_path), tmp_path / "packed", (2, 7)
     for _ in range(2):
         checkpoint = Checkpoint(path)
@@ -152,9 +153,8 @@ def test_hot_experts_of_every_kind_of_checkpoint_are_what_the_host_has(kept, tmp
         experts, like = (m.layers[1].mlp.experts for m in (checkpoint.read(folder=folder), checkpoint.abstract))
         found, planned = ([w.get_value() for w in (e.hot.gate, e.hot.up, e.hot.down)] for e in (experts, like))
         whole = stream.stacks(experts.layer, 0, X, checkpoint.dtype)
-        for copied, shape, all_of_them in zip(*map(jax.tree.leaves, (found, planned, whole)), strict=True):
-            assert (copied.shape, copied.dtype) == (shape.shape, shape.dtype)
-            np.testing.assert_array_equal(
-                np.asarray(copied).view(np.uint8), np.asarray(all_of_them[np.array(ids)]).view(np.uint8)
-            )
+        for copied, shape, all_of_them in zip(found, planned, whole, strict=True):
+            assert jax.eval_shape(lambda w=copied: w) == shape
+            numbers = [np.asarray(plain(w, checkpoint.dtype)) for w in (copied, all_of_them)]
+            np.testing.assert_array_equal(numbers[0].view(np.uint8), numbers[1][list(ids)].view(np.uint8))
         assert sum(leaf.nbytes for leaf in jax.tree.leaves(found)) == 2 * checkpoint.hot_bytes(1)
