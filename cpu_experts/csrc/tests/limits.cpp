@@ -66,8 +66,25 @@ struct alignas(64) Config {
 };
 const Config config;
 
+// Four tiles of random numbers of bfloat16: zeros take less power, and the units run up to twice as fast with them.
+struct alignas(64) Numbers {
+    unsigned short at[4 * 512];
+    Numbers() {
+        unsigned state = 1;
+        for (auto& x : at) {
+            state = state * 1664525u + 1013904223u;
+            x = static_cast<unsigned short>(0x3c00 | (state >> 16 & 0x83ff));
+        }
+    }
+};
+
 __attribute__((target("amx-tile,amx-bf16,amx-int8"))) void tiles(bool int8) {
+    static const Numbers numbers;
     _tile_loadconfig(&config);
+    _tile_loadd(0, numbers.at, 64);
+    _tile_loadd(1, numbers.at + 512, 64);
+    _tile_loadd(2, numbers.at + 1024, 64);
+    _tile_loadd(3, numbers.at + 1536, 64);
     for (int i = 0; i < kRounds / 8; ++i) {
         if (int8) {
             _tile_dpbusd(4, 0, 2);
