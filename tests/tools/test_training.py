@@ -1,5 +1,6 @@
 """A step of training learns, balances, resumes exactly, and computes what the model computes when it is used."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -16,7 +17,13 @@ from mla_jax.base.batch import Batch
 TINY = MODEL | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 TINY |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 TINY |= {"moe_intermediate_size": 16}
-RECIPE = Recipe(model=TINY, steps=40, drop=0.0)
+RECIPE = Recipe(model=TINY, steps=40, drop=0.0, learning_rate=1e-2)
+
+
+@functools.cache
+def step_of(**changed):
+    """Of RECIPE with what is changed in it; compiled once for all tests."""
+    return training.step_of(replace(RECIPE, **changed), RECIPE.config(False))
 
 
 def batch(step: int, rows: int = 4, length: int = 24):
@@ -27,8 +34,8 @@ def batch(step: int, rows: int = 4, length: int = 24):
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_the_losses_fall(optimizer):
-    recipe = replace(RECIPE, optimizer=optimizer, learning_rate=1e-2)
-    trained, step = training.start(recipe), training.step_of(recipe, recipe.config(False))
+    recipe = replace(RECIPE, optimizer=optimizer)
+    trained, step = training.start(recipe), step_of(optimizer=optimizer)
     figures = []
     for i in range(recipe.steps):
         trained, found = step(trained, *batch(i))
@@ -40,7 +47,7 @@ def test_the_losses_fall(optimizer):
 
 def test_a_run_that_stops_and_resumes_is_the_same_run(tmp_path):
     recipe = replace(RECIPE, drop=0.2)
-    step = training.step_of(recipe, recipe.config(False))
+    step = step_of(drop=0.2)
     whole, part = training.start(recipe), training.start(recipe)
     for i in range(4):
         whole, _ = step(whole, *batch(i))
@@ -78,8 +85,8 @@ def test_a_negative_weight_makes_a_token_less_likely():
 def test_the_biases_push_towards_experts_with_too_few_tokens():
     config, before = RECIPE.config(False), training.start(RECIPE)
     values = {path: value.astype(jnp.bfloat16) for path, value in (before.values | before.bias).items()}
-    load = training.losses(training.Model(config)(values), *batch(1)).load
-    after, _ = training.step_of(RECIPE, config)(before, *batch(1))
+    load = jax.jit(lambda values, *batch: training.losses(training.Model(config)(values), *batch).load)(values, *batch(1))
+    after, _ = step_of(optimizer=RECIPE.optimizer)(before, *batch(1))
     for path, count in load.items():
         assert (np.sign(after.bias[path]) == np.sign(np.mean(count) - count)).all()
 
