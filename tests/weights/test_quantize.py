@@ -132,6 +132,7 @@ def test_the_relative_error_on_normal_weights_is_as_small_as_the_bits_allow(form
     assert np.sqrt(np.mean(np.square(error))) < most
 
 
+@pytest.mark.once
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(sorted(FORMATS)),
