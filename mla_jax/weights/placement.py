@@ -93,7 +93,7 @@ class _Room:
     @classmethod
     def of(cls, checkpoint: Checkpoint, context: int | None, movable: list[int], streams: bool) -> "_Room":
         whole = plan(checkpoint, context or min(ROOM, checkpoint.config.max_position_embeddings))
-        room = held_bytes(checkpoint.config, checkpoint.dtype.itemsize, min(CHUNK, whole.context)) if streams else 0
+        room = held_bytes(checkpoint.config, checkpoint.dtype.itemsize, min(CHUNK, whole.context)) if streams and movable else 0
         sizes = tuple(checkpoint.expert_bytes(layer) for layer in reversed(movable))
         hot = max((checkpoint.hot_bytes(layer) for layer in movable), default=0)
         free = None if checkpoint.target.platform == "cpu" else whole.available - whole.needed - room
