@@ -184,7 +184,7 @@ def _rope(keys: _Keys, hf: Mapping[str, Any]) -> dict[str, Any]:
         raise Unsupported(f"{keys.prefix}rope.scaling.type {printable(kind)} is not implemented", "known: none, linear, yarn")
     scaling = {"type": kind, "factor": factor, "original_max_position_embeddings": original} | (beta if kind == "yarn" else {})
     if kind == "yarn" and weight is not None:
-        scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), _decimal(float(np.float32(10 * min(weight, 1e6)))))
+        scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), _decimal(float(np.float32(10 * min(max(weight, -1e6), 1e6)))))
     if original is None:
         keys.faults.append(f"{keys.prefix}rope.scaling.original_context_length is missing")
     return {**found, "rope_scaling": scaling}

@@ -15,7 +15,7 @@ import models
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from weights.as_gguf import converted, full, gguf_tensors, write
 
@@ -362,6 +362,7 @@ values = (
 HF_V3 = full("v3")
 
 
+@example(changes={"deepseek2.rope.scaling.yarn_log_multiplier": -3.4e37})
 @given(changes=st.dictionaries(st.sampled_from([*converted(HF_V3)]), values, max_size=4))
 @settings(max_examples=300, deadline=None)
 def test_any_metadata_is_a_config_or_refused(changes):
