@@ -160,7 +160,7 @@ class Program:
         def merged(weights, *args, **kw):
             return function(nnx.merge(graph, weights), *args, **kw)
 
-        self.jitted = jax.jit(merged, compiler_options=BESIDE if model.device.platform == "gpu" else None, **options)
+        self.jitted = jax.jit(merged, **options)
 
     def __call__(self, *args, **kw):
         with jax.default_matmul_precision(self.precision):
@@ -186,7 +186,8 @@ class Programs:
         self.new = Program(functools.partial(new_state, counts=counts), model, static_argnums=(1, 2, 3))
         self.prefill = Program(prefill, model, static_argnames=("span",), donate_argnums=1)
         self.begin = Program(choose_next, model, donate_argnums=1)
-        self.run = Program(run, model, donate_argnums=1)
+        beside = BESIDE if model.device.platform == "gpu" else None
+        self.run = Program(run, model, donate_argnums=1, compiler_options=beside)
         self.logits = Program(logits, model)
         self.chunk, self.device = model.chunk, model.device
         self._calls_host = bool(model.on_host())
