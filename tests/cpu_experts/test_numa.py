@@ -193,19 +193,28 @@ def test_one_thread_is_on_one_node(native, tmp_path):
 
 
 FORKED = """
-import signal, warnings
+import signal, time, warnings
 warnings.simplefilter("ignore")
+def settled():  # a thread goes to its node when it first runs, which on busy cores is after a call that did without it
+    signal.alarm(60)
+    while len(kept()) < 2:
+        time.sleep(0.01)
+    signal.alarm(0)
 weights, batch = random_layer(6, 64, 48), random_batch(12, 64, 6, 2)
 layer = Experts(*weights, threads=4)
 expected = layer.forward(*batch)
 child = os.fork()
 if child == 0:
     signal.alarm(60)
-    os._exit(0 if all((layer.forward(*batch) == expected).all() for _ in range(20)) and kept() else 1)
-print([os.waitpid(child, 0)[1], len(kept())])
+    same = all((layer.forward(*batch) == expected).all() for _ in range(20))
+    settled()
+    os._exit(0 if same else 1)
+status = os.waitpid(child, 0)[1]
+settled()
+print(status)
 """
 
 
 @two_cores
 def test_a_forked_child_has_the_nodes_too(native, tmp_path):
-    assert run(native, tmp_path, TWO, FORKED)[0] == [0, 2]
+    assert run(native, tmp_path, TWO, FORKED)[0] == 0
