@@ -19,10 +19,15 @@ install_import_hook("mla_jax", "checker.checked")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 import cpu_experts  # noqa: E402
 from cpu_experts import library  # noqa: E402
 from cpu_experts.build import build, find_cmake  # noqa: E402
+
+# By the clock an example takes as long as other processes let it; what is costly has limits of its own, of processor time.
+settings.register_profile("busy", deadline=None)
+settings.load_profile("busy")
 
 ROOT = Path(__file__).parent
 LONG = ("convert", "notebooks", "test_demo", "tools")
