@@ -25,11 +25,12 @@ def test_a_bad_folder_is_refused(corpus, fault, folder, reads):
             CORPORA[corpus].read(path)
         caught.append(error.value)
 
-    cost = cost_of(refused)
-    if cost.seconds >= 1:  # the process may have had other work; a fault that is costly is so again
+    for _ in range(3):  # the process may have had other work; a fault that is costly is so every time
         caught.clear()
         reads.clear()
         cost = cost_of(refused)
+        if cost.seconds < 1 and cost.memory < CORPORA[corpus].memory:
+            break
     text = str(*caught)
     assert type(caught[0]) is fault.error
     assert [word for word in fault.words if word not in text] == []

@@ -1,9 +1,11 @@
 """A GGUF file changed at random is read, its tensors within it and apart, or refused; no other error comes out."""
 
 import os
+from contextlib import suppress
 from itertools import pairwise
 
 from faults import gguf_corpus
+from faults.cost import cost_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +16,7 @@ VALID = gguf_corpus.valid().file()
 
 
 @given(data=st.data())
-@settings(max_examples=600, deadline=1000)
+@settings(max_examples=600, deadline=None)
 def test_a_file_with_random_bytes_changed_is_read_or_refused(tmp_path_factory, data):
     """Half of the changes hit the header, where small numbers do most."""
     found = bytearray(VALID)
@@ -25,7 +27,7 @@ def test_a_file_with_random_bytes_changed_is_read_or_refused(tmp_path_factory, d
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=1000)
+@settings(max_examples=300, deadline=None)
 def test_a_file_with_a_piece_cut_out_or_doubled_is_read_or_refused(tmp_path_factory, data):
     start, end = sorted(data.draw(st.lists(st.integers(0, len(VALID)), min_size=2, max_size=2)))
     again = data.draw(st.integers(0, 2))
@@ -33,7 +35,7 @@ def test_a_file_with_a_piece_cut_out_or_doubled_is_read_or_refused(tmp_path_fact
 
 
 @given(head=st.sampled_from([24, 60, 120, 200]), data=st.binary(max_size=400))
-@settings(max_examples=300, deadline=1000)
+@settings(max_examples=300, deadline=None)
 def test_a_file_of_random_bytes_behind_a_sound_start_is_read_or_refused(tmp_path_factory, head, data):
     _read_or_refuse(tmp_path_factory, VALID[:head] + data)
 
@@ -42,10 +44,17 @@ def _read_or_refuse(tmp_path_factory, content: bytes):
     """What is read must lie in the file, and be disjoint."""
     file = tmp_path_factory.getbasetemp() / f"mutated-{os.getpid()}.gguf"
     file.write_bytes(content)
-    try:
-        header = read_header(file)
-    except MlaJaxError:
+    headers = []
+
+    def read():
+        headers.clear()
+        with suppress(MlaJaxError):
+            headers.append(read_header(file))
+
+    assert any(cost_of(read).seconds < 1 for _ in range(3))  # the process may have had other work
+    if not headers:
         return
+    (header,) = headers
     spans = sorted((t.offset, t.offset + t.nbytes) for t in header.tensors)
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert all(end <= len(content) for _, end in spans)
