@@ -256,25 +256,26 @@ def test_a_second_converter_is_refused_and_told_of_the_first_until_that_is_kille
 def test_a_signal_from_outside_stops_it_too(tmp_path):
     """By a terminal's Ctrl-C, the whole process."""
     code = """
-        import sys, time
+        import sys
         from convert import tensors
         from convert.__main__ import main
         from mla_jax.weights.checkpoint import Writer
-        tensors.STEP, save = 20_000, Writer.save
-        def slow(*arguments):
-            print("step", flush=True)
-            time.sleep(0.2)
+        tensors.STEP, save, steps = 20_000, Writer.save, []
+        def waiting(*arguments):
+            steps.append(arguments)
+            if len(steps) == 3:
+                print("third step", flush=True)
+                sys.stdin.read()  # until the signal is sent
             return save(*arguments)
-        Writer.save = slow
+        Writer.save = waiting
         sys.exit(main())
     """
     source = released(tmp_path / "hf", "v3", "fp8")
-    with child(code, source, tmp_path / "out") as process:
+    with child(code, source, tmp_path / "out", stdin=subprocess.PIPE) as process:
         assert process.stdout is not None
-        for _ in range(3):
-            assert process.stdout.readline() == "step\n"
+        assert process.stdout.readline() == "third step\n"
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     assert said.endswith(STOPPED + "\n")
     assert_begun(tmp_path / "out")
