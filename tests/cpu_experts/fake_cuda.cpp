@@ -376,6 +376,13 @@ public:
         std::unique_lock<std::mutex> hold(mutex_);
         changed_.wait(hold, [this] { return queue_.empty(); });
     }
+    void hold() {
+        held_ = true;
+        push([this] {
+            while (held_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        });
+    }
+    void let_go() { held_ = false; }
     std::atomic<bool> capturing{false};
     std::vector<std::function<void()>> graph;
 
@@ -397,6 +404,7 @@ private:
     std::condition_variable changed_;
     std::deque<std::function<void()>> queue_;
     bool ends_ = false;
+    std::atomic<bool> held_{false};
     std::thread thread_;
 };
 
@@ -568,6 +576,9 @@ API void* fake_stream() {
     return stream;
 }
 API void fake_synchronize(void* stream) { static_cast<FakeStream*>(stream)->synchronize(); }
+// What is launched in between waits.
+API void fake_hold(void* stream) { static_cast<FakeStream*>(stream)->hold(); }
+API void fake_let_go(void* stream) { static_cast<FakeStream*>(stream)->let_go(); }
 API void fake_capture(void* stream, int whether) { static_cast<FakeStream*>(stream)->capturing = whether; }
 API void fake_replay(void* stream) {
     auto* s = static_cast<FakeStream*>(stream);

@@ -34,6 +34,17 @@ bool says(const Status& status, const char* words) {
     return found;
 }
 
+// Until it holds, for a minute at most: where others have the cores, a thread comes when it can.
+template <class Holds>
+bool soon(Holds holds) {
+    auto until = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+    while (!holds()) {
+        if (std::chrono::steady_clock::now() > until) return false;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return true;
+}
+
 // ---- layers: y = (handle + the chosen experts' ids by weight) x
 
 std::atomic<bool> blocked{false};
@@ -146,8 +157,10 @@ void one_too_many(const Fake& fake) {
     uint64_t layer = layer_of(7);
     std::vector<Arrays> all;
     for (int i = 0; i < 17; ++i) all.emplace_back(layer, 2, float(i));
-    for (auto& a : all) a.submit(stream);
-    for (auto& a : all) a.collect(stream);
+    fake.call("fake_hold", stream);  // until all are launched: who launches later might hear of the loss
+    for (auto& a : all) check(!a.submit(stream), "submitted");
+    for (auto& a : all) check(!a.collect(stream), "collected");
+    fake.call("fake_let_go", stream);
     fake.call("fake_synchronize", stream);
     check(all[0].nothing(), "the first of too many is lost, and NaN");
     for (size_t i = 1; i < all.size(); ++i) check(all[i].right(7), "the others are right");
@@ -179,8 +192,12 @@ void failing(const Fake& fake) {
     good.submit(stream), good.collect(stream), fake.call("fake_synchronize", stream);
     check(good.right(2) && !failure(), "and the next is right");
     bad.submit(stream), fake.call("fake_synchronize", stream);
-    std::this_thread::sleep_for(std::chrono::milliseconds(200));
-    check(says(good.submit(stream), "this call failed"), "a later call hears of it");
+    Status heard;
+    auto hears = [&] {
+        heard = good.submit(stream), fake.call("fake_synchronize", stream);
+        return bool(heard);
+    };
+    check(soon(hears) && says(heard, "this call failed"), "a later call hears of it");
 }
 
 void impatient(const Fake& fake) {
@@ -188,16 +205,16 @@ void impatient(const Fake& fake) {
     uint64_t layer = layer_of(4);
     Arrays a(layer, 1, 1.f), b(layer, 1, 2.f), c(layer, 1, 3.f);
     blocked = true;
-    a.submit(stream), a.collect(stream, kSecond / 50);
+    fake.call("fake_hold", stream);  // until both are launched: who launches later might hear of the first
+    check(!a.submit(stream) && !a.collect(stream, kSecond / 50), "launched");
+    check(!b.submit(stream) && !b.collect(stream), "launched too");
     auto start = std::chrono::steady_clock::now();
-    b.submit(stream), b.collect(stream);
+    fake.call("fake_let_go", stream);
     fake.call("fake_synchronize", stream);
     check(a.nothing() && b.nothing(), "who waits in vain gets NaN, and who comes after does not wait");
-    check(std::chrono::steady_clock::now() - start < std::chrono::seconds(10), "nor long");
+    check(std::chrono::steady_clock::now() - start < std::chrono::nanoseconds(kPatience), "nor long");
     check(says(failure(), "in vain"), "it is told");
     blocked = false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    failure();
     c.submit(stream), c.collect(stream), fake.call("fake_synchronize", stream);
     check(c.right(4) && !failure(), "once the host is back all is well");
 }
@@ -208,22 +225,25 @@ void no_free_slot(const Fake& fake) {
     std::vector<Arrays> all;
     for (int i = 0; i < 18; ++i) all.emplace_back(layer, 4, float(i));
     blocked = true;
-    for (auto& a : all) a.submit(stream, kSecond / 50);
+    fake.call("fake_hold", stream);  // until all are launched
+    for (auto& a : all) check(!a.submit(stream, kSecond / 50), "submitted");
+    fake.call("fake_let_go", stream);
     fake.call("fake_synchronize", stream);
     check(all[16].ticket == 0 && all[17].ticket == 0, "who finds no slot has no ticket");
     blocked = false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(200));
     for (size_t i = 2; i < all.size(); ++i) {
-        while (failure()) {}
-        check(!all[i].collect(stream), "collected");
+        check(soon([&] { return !all[i].collect(stream); }), "collected, once it is told of who gave up");
     }
     fake.call("fake_synchronize", stream);
     check(all[16].nothing() && all[17].nothing(), "nor an answer");
     for (size_t i = 2; i < 16; ++i) check(all[i].right(4), "the others have theirs");
-    while (failure()) {}
-    Arrays next(layer, 4, 9.f);
-    next.submit(stream), next.collect(stream), fake.call("fake_synchronize", stream);
-    check(next.right(4) && !failure(), "and it goes on");
+    auto goes_on = [&] {
+        Arrays next(layer, 4, 9.f);
+        bool launched = !next.submit(stream) && !next.collect(stream);
+        fake.call("fake_synchronize", stream);
+        return !failure() && launched && next.right(4);
+    };
+    check(soon(goes_on), "and it goes on");
 }
 
 void many_threads(const Fake& fake) {
