@@ -393,10 +393,12 @@ def test_a_gpu_that_waits_in_vain_gets_nan(built, gpu, dtype):
     """Behind a forward of a second on the same threads; of several blocks the last ones may be in time."""
     batch = random_batch(700, 64, 6, 2)
     with Experts(*LAYER, threads=1) as layer, Experts(*random_layer(2, 512, 512), threads=1, isa="portable") as slow:
-        run = jax.jit(partial(ffi.forward, layer, dtype=dtype, patience=0.001))
+        run = jax.jit(partial(ffi.forward, layer, dtype=dtype, patience=0.001)).lower(*batch).compile()
         before = threading.Thread(target=slow.forward, args=random_batch(4000, 512, 2, 2))
         before.start()
-        time.sleep(0.1)
+        clock = time.pthread_getcpuclockid(before.ident)
+        while time.clock_gettime(clock) < 0.05:  # until it computes
+            time.sleep(0.001)
         out = np.asarray(run(*batch))
         late = np.isnan(out.astype(np.float32))
         assert late[:100].any()
