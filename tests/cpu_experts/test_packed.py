@@ -128,14 +128,15 @@ MEMORY = """
 import sys
 import numpy as np
 from cpu_experts import Experts
-def held(kind):
-    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(kind))
-before = held("RssAnon")
+def held(kind):  # page by page: what /proc/self/status says may lack pages that each core counts for itself
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/smaps_rollup") if line.startswith(kind))
+before = held("Anonymous:")
 layer = Experts.open(sys.argv[1], 1, max_rows=8)
-opened = held("RssAnon") - before
+opened = held("Anonymous:") - before
 ids = np.arange(8, dtype=np.int32)[:, None]
 layer.forward(np.ones((8, 1024), np.float32), ids, np.ones((8, 1), np.float32))
-print(layer.nbytes, opened, held("RssAnon") - before, held("RssFile") + held("RssShmem"))  # the latter of a tmpfs
+anonymous = held("Anonymous:")
+print(layer.nbytes, opened, anonymous - before, held("Rss:") - anonymous)  # the rest is of files
 """
 
 
