@@ -1,7 +1,6 @@
 """Layers as objects: closed, closed twice, shared by threads, taken over a fork, left open at exit."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forks import in_a_child
 from moe_layers import random_batch, random_layer
 
 from cpu_experts import Closed, Experts
@@ -111,15 +111,14 @@ def test_closing_waits_for_calls_by_handle_that_read_the_weights(built, native):
 def test_a_forked_child_uses_and_closes_its_parents_layer(built):
     layer = Experts(*LAYER, threads=3)
     expected = layer.forward(*BATCH)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)  # a deadlock ends too
+
+    def act() -> bool:
         same = all((layer.forward(*BATCH) == expected).all() for _ in range(5))
         layer.close()
         with Experts(*LAYER, threads=2) as other:
-            same &= bool((other.forward(*BATCH) == expected).all())
-        os._exit(0 if same else 1)
-    assert os.waitpid(child, 0)[1] == 0
+            return same and bool((other.forward(*BATCH) == expected).all())
+
+    assert in_a_child(act) == 0
     assert (layer.forward(*BATCH) == expected).all()
     layer.close()
 
@@ -163,13 +162,7 @@ def test_a_child_forked_amid_forwards_of_other_threads_computes_the_same(built):
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
         thread.start()
-    ends = []
-    for _ in range(8):
-        child = os.fork()
-        if child == 0:
-            signal.alarm(30)
-            os._exit(0 if (layer.forward(*BATCH) == expected).all() else 1)
-        ends.append(os.waitpid(child, 0)[1])
+    ends = [in_a_child(lambda: (layer.forward(*BATCH) == expected).all()) for _ in range(8)]
     done.set()
     for thread in threads:
         thread.join()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forks import in_a_child
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_layers import fitting, random_batch, random_layer
@@ -111,15 +112,14 @@ def test_a_closed_layer_is_neither_saved_nor_mapped_any_longer(saved, tmp_path):
 def test_a_forked_child_uses_a_mapped_layer_and_opens_it_again(saved):
     path, expected = saved
     layer = Experts.open(path, threads=2)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)
+
+    def act() -> bool:
         same = (layer.forward(*BATCH) == expected).all()
         layer.close()
         with Experts.open(path, threads=2, verify=True) as again:
-            same &= (again.forward(*BATCH) == expected).all()
-        os._exit(0 if same else 1)
-    assert os.waitpid(child, 0)[1] == 0
+            return same and (again.forward(*BATCH) == expected).all()
+
+    assert in_a_child(act) == 0
     assert (layer.forward(*BATCH) == expected).all()
     layer.close()
 
@@ -395,18 +395,16 @@ def test_killed_while_saving_leaves_nothing_under_the_name(builds, tmp_path, fun
 def test_a_folder_that_may_not_be_written_is_an_error_and_stays_as_it_is(built, tmp_path):
     tmp_path.chmod(0o555)
     layer = Experts(*LAYER)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)
+
+    def act() -> bool:
         os.chdir(tmp_path)
         if os.geteuid() == 0:  # whom no folder refuses
             os.setuid(65534)
-        try:
+        with pytest.raises(PermissionError, match="were not saved: 'layer'"):
             layer.save("layer")
-        except PermissionError as error:
-            os._exit(0 if "were not saved: 'layer'" in str(error) else 2)
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+        return True
+
+    assert in_a_child(act) == 0
     assert not list(tmp_path.iterdir())
     tmp_path.chmod(0o755)
     layer.close()
