@@ -51,7 +51,7 @@ def command(environment):
 
     def run(*arguments, stdin: bytes = b"") -> subprocess.CompletedProcess:
         line = [sys.executable, "-m", "mla_jax.generate", *map(str, arguments)]
-        return subprocess.run(line, input=stdin, capture_output=True, cwd=ROOT, env=environment, timeout=120)
+        return subprocess.run(line, input=stdin, capture_output=True, cwd=ROOT, env=environment, timeout=600)
 
     return run
 
@@ -123,7 +123,7 @@ def test_help_is_short_and_imports_no_jax(environment):
     code = "import sys, runpy; sys.argv = ['mla_jax.generate', '--help']\n"
     code += "try: runpy.run_module('mla_jax.generate', run_name='__main__')\n"
     code += 'except SystemExit as e: sys.stderr.write(f\'{e.code} {sorted({"jax", "flax", "numpy"} & sys.modules.keys())}\')'
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, env=environment, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, env=environment, timeout=600)
     assert result.stderr == b"0 []"
     assert 10 < len(result.stdout.splitlines()) < 60
     for flag in (b"--model", b"--temperature", b"--max-tokens", b"--dry-run"):
@@ -209,7 +209,7 @@ def test_ctrl_c_ends_the_text_cleanly_and_still_prints_the_figures(environment, 
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    out, complaint = process.communicate(timeout=120)
+    out, complaint = process.communicate(timeout=600)
     assert process.returncode == 130
     assert json.loads(out.splitlines()[-1])["finish_reason"] == "interrupted"
     assert b"Traceback" not in complaint
@@ -222,7 +222,7 @@ def test_a_closed_pipe_ends_quietly(environment, folder, arguments):
     process.stdout.close()  # as `| head -0` does
     complaint = process.stderr.read().decode()
     process.stderr.close()
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=600) == 0
     assert "Traceback" not in complaint
     assert "BrokenPipe" not in complaint
 

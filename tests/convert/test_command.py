@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=600, cwd=ROOT)
 
 
 def test_help_is_short_and_has_examples():
@@ -80,7 +80,7 @@ def test_a_stray_convert_in_the_working_folder_does_not_matter_to_the_script(tmp
     if not script.exists():
         pytest.skip("the package is not installed here")
     (tmp_path / "convert.py").write_text("raise SystemExit('imported')")
-    ran = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=60, cwd=tmp_path, env={**os.environ})
+    ran = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=600, cwd=tmp_path, env={**os.environ})
     assert ran.returncode == 0, ran.stderr
 
 

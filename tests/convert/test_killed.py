@@ -92,7 +92,7 @@ class Nursery:
         return self.process.stdout.readline().split()
 
     def close(self):
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=600)
 
 
 @pytest.mark.slow

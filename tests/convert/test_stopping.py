@@ -197,7 +197,7 @@ def test_a_full_disk_is_said_and_the_next_run_goes_on(tmp_path, monkeypatch, to)
     hf = {**models.FAMILIES["v3"], "moe_intermediate_size": 200}
     source = models.write(tmp_path / "hf", hf, models.tensors(hf, mtp=True))
     process = child(LIMITED, source, tmp_path / "out", "--to", to, 200_000)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=600)
     assert process.returncode == 4, said
     assert "cannot be written\n  the disk is full, or a quota is reached\n  the " in said
     assert "are kept: remove the cause and run the same command again" in said
@@ -228,19 +228,19 @@ def test_a_disk_that_is_full_at_the_last_files_is_said_too(tmp_path, source, mon
 # two at once
 
 HOLD = """
-    import sys, time
+    import sys
     from pathlib import Path
     from convert.write import lock
     with lock(Path(sys.argv[1])):
         print("held", flush=True)
-        time.sleep(100)
+        sys.stdin.read()
 """
 
 
 @pytest.mark.parametrize("to", ["orbax", "hf"])
 def test_a_second_converter_is_refused_and_told_of_the_first_until_that_is_killed(tmp_path, source, capfd, to):
     out = tmp_path / "out"
-    with child(HOLD, out) as holder:
+    with child(HOLD, out, stdin=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         assert convert(source, out, "--to", to) == 3
@@ -275,7 +275,7 @@ def test_a_signal_from_outside_stops_it_too(tmp_path):
         assert process.stdout is not None
         assert process.stdout.readline() == "third step\n"
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=120)
+        _, said = process.communicate(timeout=600)
     assert process.returncode == 130
     assert said.endswith(STOPPED + "\n")
     assert_begun(tmp_path / "out")

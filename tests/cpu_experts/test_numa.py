@@ -87,7 +87,7 @@ def run(native, folder: Path, files: Mapping[str, str | bytes] | None, script: s
         fake.symlink_to(built.parent / "libfake_nodes.so")  # a build's folder may have blanks in its name, which part preloads
         preloads = [os.environ.get("LD_PRELOAD", ""), str(fake)]
         environment |= {"LD_PRELOAD": " ".join(preloads).strip(), "CPU_EXPERTS_FAKE_NODES": str(folder)}
-    done = subprocess.run([sys.executable, "-c", PRELUDE + script], env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run([sys.executable, "-c", PRELUDE + script], env=environment, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "Sanitizer" not in done.stderr
     lines = moved.read_text().splitlines() if moved.exists() else []

@@ -143,7 +143,7 @@ print(layer.nbytes, opened, anonymous - before, held("Rss:") - anonymous)  # the
 def in_another_process(builds, script: str, *arguments: object) -> subprocess.CompletedProcess:
     environment = os.environ | {"CPU_EXPERTS_LIBRARY": str(builds() / NAME), "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True)
+    return subprocess.run(command, env=environment, timeout=600, capture_output=True, text=True)
 
 
 def test_opening_takes_no_memory_for_the_weights_and_forward_only_the_files(built, builds, tmp_path):

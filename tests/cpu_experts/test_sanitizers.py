@@ -46,20 +46,20 @@ def run(folder: Path, preload: str, chosen: str, temporary: Path, **options: str
     files = [str(HERE / f"test_{name}.py") for name in ("arguments", "blocks", "forward", "fuzz", "handles", "numa")]
     flags = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command = [sys.executable, *flags, f"--basetemp={temporary}", *files, "-k", chosen]
-    done = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=560)
+    done = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     assert "Sanitizer" not in done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_addresses_and_undefined_behaviour(builds, tmp_path):
     preload = preloaded("libasan.so", "-fsanitize=address", tmp_path)
     run(builds(*ASAN), preload, BOUNDS, tmp_path / "run", ASAN_OPTIONS="detect_leaks=0")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_threads_do_not_race(builds, tmp_path):
     preload = preloaded("libtsan.so", "-fsanitize=thread", tmp_path)
     run(builds(*TSAN), preload, RACES, tmp_path / "run", TSAN_OPTIONS="exitcode=66")

@@ -43,7 +43,6 @@ def test_there_are_notebooks():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_from_top_to_bottom_in_a_fresh_kernel(path, tmp_path):
     notebook = read(path)
@@ -51,9 +50,10 @@ def test_it_runs_from_top_to_bottom_in_a_fresh_kernel(path, tmp_path):
         pytest.skip("no cmake or no C++ compiler to build cpu_experts with")
     environment = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
     environment |= {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path / "ipython")}
-    NotebookClient(notebook, timeout=180, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute(
-        env=os.environ | environment
-    )
+    environment |= {"TF_CPP_MIN_LOG_LEVEL": "3"}  # XLA says on stderr what took it seconds, as on busy cores anything may
+    where = {"metadata": {"path": str(tmp_path)}}
+    client = NotebookClient(notebook, timeout=900, startup_timeout=300, kernel_name="python3", resources=where)
+    client.execute(env=os.environ | environment)
     assert kinds(notebook) == kinds(read(path))
 
 

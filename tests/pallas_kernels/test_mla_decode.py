@@ -222,7 +222,7 @@ def test_the_kernels_say_where_they_take_no_latent_in_e4m3():
     assert CHECKS["mosaic_gpu"](*arrays) is None or not recent
 
 
-@pytest.mark.timeout(600)  # the first waits for all
+@pytest.mark.timeout(1800)  # the first waits for all
 @pytest.mark.skipif(not recent, reason="the GPU kernel needs JAX 0.11.2")
 @each_case
 def test_the_gpu_kernel_interpreted_is_within_twice_the_fallbacks_error(interpreted, case):
@@ -231,7 +231,7 @@ def test_the_gpu_kernel_interpreted_is_within_twice_the_fallbacks_error(interpre
     assert row["lse"] < 2e-3
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not recent, reason="the GPU kernel needs JAX 0.11.2")
 def test_the_gpu_kernel_interpreted_has_no_race(interpreted):
     assert "RACE DETECTED" not in interpreted("mla_decode")[0]

@@ -65,7 +65,7 @@ def test_the_fallback_computes_the_reference_whatever_lies_past_the_end(case):
     assert testing.lse_error(lse, wanted(case)[1]) < 1e-5
 
 
-@pytest.mark.timeout(600)  # the first waits for all
+@pytest.mark.timeout(1800)  # the first waits for all
 @pytest.mark.skipif(choice.too_old() is not None, reason="the GPU kernel needs JAX 0.11.2")
 @pytest.mark.parametrize("case", [case for case in testing.MLA_PREFILL if case.width >= 192], ids=lambda case: case.name)
 def test_the_gpu_kernel_interpreted_is_within_twice_the_fallbacks_error(interpreted, case):
@@ -186,7 +186,7 @@ def test_a_named_implementation_that_cannot_raises_with_the_reason():
     assert mla_prefill(**inputs, scale=1.0)[0].shape == (1, 10, 4, 16)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(choice.too_old() is not None, reason="the GPU kernel needs JAX 0.11.2")
 def test_the_gpu_kernel_interpreted_has_no_race(interpreted):
     assert "RACE DETECTED" not in interpreted("mla_prefill")[0]

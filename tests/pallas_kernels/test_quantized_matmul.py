@@ -76,7 +76,7 @@ def test_a_hopper_gpu_takes_the_kernel(monkeypatch):
         assert choice.choose("quantized_matmul", None, CHECKS, *args) == "mosaic_gpu"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @hopper
 @each_case
 @each_held
@@ -85,7 +85,7 @@ def test_the_gpu_kernel_interpreted_is_within_twice_the_fallbacks_error(interpre
     assert row["error"] <= 2 * row["fallback"]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @hopper
 def test_the_gpu_kernel_interpreted_has_no_race(interpreted):
     assert "RACE DETECTED" not in interpreted("quantized_matmul")[0]

@@ -173,7 +173,7 @@ def test_rows_become_float16_without_loss():
     np.testing.assert_array_equal(half.astype(jnp.float32) * undo[:40, None], x.astype(jnp.float32))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @hopper
 @each_case
 @pytest.mark.parametrize(("op", "held"), testing.RAGGED_DOT_KINDS)
@@ -184,7 +184,7 @@ def test_the_gpu_kernel_interpreted_is_within_twice_the_fallbacks_error(interpre
     assert row["error"] <= 2 * row["fallback"]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @hopper
 def test_the_gpu_kernel_interpreted_has_no_race(interpreted):
     assert "RACE DETECTED" not in interpreted("ragged_dot")[0]

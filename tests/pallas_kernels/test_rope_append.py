@@ -66,7 +66,7 @@ def test_a_hopper_gpu_takes_the_kernel(monkeypatch):
         assert choice.choose("rope_append", None, CHECKS, *(arrays[name] for name in ("q", "kv", "cache"))) == "mosaic_gpu"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @hopper
 @each_case
 def test_the_gpu_kernel_interpreted_is_within_twice_the_fallbacks_error(interpreted, case):
@@ -74,7 +74,7 @@ def test_the_gpu_kernel_interpreted_is_within_twice_the_fallbacks_error(interpre
     assert all(row["errors"][name] <= 2 * row["fallback"][name] for name in row["errors"])
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @hopper
 def test_the_gpu_kernel_interpreted_has_no_race(interpreted):
     assert "RACE DETECTED" not in interpreted("rope_append")[0]

@@ -53,7 +53,7 @@ def convert(folder: Path, file: Path, *, mtp: bool = False, kind: str = "f32", o
     """An HF folder as llama.cpp's own converter writes it; `mtp`: with the MTP layer, which it leaves out of DeepSeek's."""
     words = [str(SOURCE), "mtp" if mtp else "", "convert", str(folder), "--outtype", kind, "--outfile", str(file), *options]
     command, offline = [sys.executable, "-c", CONVERT, *words], {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=1100, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return file
 

@@ -74,7 +74,7 @@ def script(body, *arguments, devices=1):
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     code = "import os, sys, signal\nimport numpy as np\nfrom pathlib import Path\n" + textwrap.dedent(body)
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("format", DTYPES)
