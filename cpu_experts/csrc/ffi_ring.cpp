@@ -136,15 +136,16 @@ Status Ring::answer(uint64_t slot, uint64_t layer) {
                    reinterpret_cast<const float*>(array(slot, shared_.weights_at)), array(slot, shared_.y_at));
 }
 
-bool Ring::serve(Status& failed) {
+bool Ring::serve(const std::function<void(Status)>& report) {
     uint64_t slot = next_ & shared_.mask;
     Flags& flags = block_->flags(slot);
     uint64_t submitted = flags.submitted.load(std::memory_order_acquire);
     if (submitted < next_) return false;
     // A later number than this slot's next: who had that one gave up before it was seen, and no one waits for it.
     if (submitted == next_) {
-        failed = answer(slot, flags.layer.load(std::memory_order_relaxed));
+        Status failed = answer(slot, flags.layer.load(std::memory_order_relaxed));
         if (failed) std::fill_n(reinterpret_cast<uint16_t*>(array(slot, shared_.y_at)), shared_.y_bytes / 2, kNaN);
+        report(std::move(failed));  // before the answer is there: who finds NaN can ask why
         flags.done.store(submitted, std::memory_order_release);
     }
     ++next_;

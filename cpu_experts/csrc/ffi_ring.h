@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 
@@ -51,7 +52,7 @@ public:
     void retire();
 
     // Answers the next call, if there is one. What went wrong with it is also in the answer: NaN. On one thread only.
-    bool serve(Status& failed);
+    bool serve(const std::function<void(Status)>& report);
     // From now on kernels do not wait for what is not there yet.
     void stop() { block_->stop.store(1, std::memory_order_release); }
     // What a kernel complained of since this was last asked.

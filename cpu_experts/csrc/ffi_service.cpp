@@ -238,10 +238,8 @@ bool Service::answer(std::vector<std::shared_ptr<Ring>>& rings) {
     }
     bool any = false;
     for (auto& ring : rings) {
-        Status failed;
-        if (!ring->serve(failed)) continue;
+        if (!ring->serve([this](Status failed) { report(std::move(failed)); })) continue;
         any = true;
-        report(std::move(failed));
         report(ring->complaint());
     }
     return any;
