@@ -32,6 +32,7 @@ settings.load_profile("busy")
 ROOT = Path(__file__).parent
 LONG = ("convert", "notebooks", "test_demo", "tools")
 ONCE = (*LONG, "faults", "fuzz", "test_generate", "text", "ui")
+QUICK = ("model", "pallas_kernels", "tools")
 TOGETHER = re.compile(  # what waits for one model, trained or compiled, or for one run of a script
     r".*/(test_demo|test_generate|tools/test_(corpus|tasks|train_demo|training))\.py|.*\.py(?=::test_the_gpu_kernel_interpreted_)"
 )
@@ -61,6 +62,19 @@ def pytest_xdist_make_scheduler(config, log):
 def compilation_cache(tmp_path_factory):
     """The user's own cache of compiled programs stays untouched."""
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_optimizations(request):
+    """Where many programs run once each, on tiny arrays, most of the time is LLVM's."""
+    some = request.path.relative_to(ROOT).as_posix().startswith(QUICK)
+    if some:
+        before = jax.config.values["jax_disable_most_optimizations"]
+        jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    if some:
+        jax.config.update("jax_disable_most_optimizations", before)
+        jax.clear_caches()  # other tests compile for themselves
 
 
 @pytest.fixture(autouse=True)
