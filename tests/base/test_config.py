@@ -443,7 +443,7 @@ def outcome(content: dict) -> tuple[Config | None, MlaJaxError | None]:
         return None, e
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(
     st.sampled_from([*models.FAMILIES]),
     st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4),
@@ -463,7 +463,7 @@ def test_random_content_gives_a_valid_config_or_our_own_error(family, changes, r
     assert config.n_routed_experts is None or config.num_experts_per_tok <= config.n_routed_experts
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=6), VALUES, max_size=12))
 def test_content_of_nothing_we_know_gives_our_own_error(content):
     config, error = outcome(content)

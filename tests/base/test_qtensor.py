@@ -78,7 +78,7 @@ def test_a_row_of_one_block_unpacks_outside_jit_as_well(name):
     assert_same_bits(dequantize(q), by_package(q))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from(sorted(TYPES)), st.integers(0, 2**32 - 1))
 def test_any_blocks_unpack_to_the_bits_that_the_gguf_package_finds(name, seed):
     q = packed(name, np.random.default_rng(seed), 400, blocks=3)

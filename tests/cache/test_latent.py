@@ -26,7 +26,7 @@ def empty(rows: int = ROWS) -> latent.Layer:
 masks = st.lists(st.lists(st.booleans(), min_size=TOKENS, max_size=TOKENS), min_size=ROWS, max_size=ROWS)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(masks, min_size=1, max_size=5), st.integers(0, 100))
 def test_append_holds_the_unmasked_tokens_in_order_of_arrival_until_it_is_full(arrivals, offset):
     layer, held = empty(), [[] for _ in range(ROWS)]
@@ -104,7 +104,7 @@ def test_a_form_attends_by_stored_positions_wherever_the_slots_are(form):
     np.testing.assert_allclose(out, moved, atol=1e-5)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.floats(-(2.0**100), 2.0**100, width=32), st.booleans()), min_size=4, max_size=4))
 def test_masked_weights_are_a_softmax_of_what_is_allowed_and_exact_zeros_elsewhere(row):
     scores, mask = np.array([s for s, _ in row], np.float32), np.array([m for _, m in row])

@@ -13,7 +13,7 @@ from cpu_experts.library import Batch, Weights
 GOOD = random_batch(3, 32, 4, 2)
 LEAST, MOST = -(2**31), 2**31 - 1
 OK, INVALID, UNSUPPORTED, CLOSED = 0, 1, 2, 4
-steady = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+steady = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 WEIGHTS = {
     "struct_bytes": [0, 8, ctypes.sizeof(Weights) + 8, LEAST, MOST],

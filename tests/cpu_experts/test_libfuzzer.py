@@ -36,7 +36,6 @@ def fuzzer(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # it is built first, by itself
 @pytest.mark.once
 def test_calls_of_any_bytes_neither_crash_nor_hang_nor_write_outside(fuzzer: Path, tmp_path: Path):
     """Scratch of any size that is accepted may be asked for, so there is no limit of memory: of most of it nothing is touched."""

@@ -52,14 +52,12 @@ def run(folder: Path, preload: str, chosen: str, temporary: Path, **options: str
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_addresses_and_undefined_behaviour(builds, tmp_path):
     preload = preloaded("libasan.so", "-fsanitize=address", tmp_path)
     run(builds(*ASAN), preload, BOUNDS, tmp_path / "run", ASAN_OPTIONS="detect_leaks=0")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_threads_do_not_race(builds, tmp_path):
     preload = preloaded("libtsan.so", "-fsanitize=thread", tmp_path)
     run(builds(*TSAN), preload, RACES, tmp_path / "run", TSAN_OPTIONS="exitcode=66")

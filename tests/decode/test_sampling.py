@@ -65,7 +65,7 @@ def reference_kept(logits: np.ndarray, row: dict, slack: float) -> set[int]:
     return {int(order[0])} | {int(i) for i, kept in zip(order, in_nucleus & likely, strict=True) if kept}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(logits_rows, filter_rows)
 def test_the_filters_keep_what_a_plain_reference_keeps(logits, rows):
     kept = np.asarray(keep_likely(logits, settings_of(rows)))
@@ -75,7 +75,7 @@ def test_the_filters_keep_what_a_plain_reference_keeps(logits, rows):
         assert np.array_equal(result[sorted(found)], values[sorted(found)]), "what stays is unchanged"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     logits_rows,
     st.lists(
@@ -96,7 +96,7 @@ def test_the_penalties_follow_their_definition(logits, seen, penalties):
             assert found[r, w] == pytest.approx(value, rel=1e-5, abs=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     logits_rows,
     filter_rows,

@@ -16,7 +16,7 @@ VALID = gguf_corpus.valid().file()
 
 
 @given(data=st.data())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_a_file_with_random_bytes_changed_is_read_or_refused(tmp_path_factory, data):
     """Half of the changes hit the header, where small numbers do most."""
     found = bytearray(VALID)
@@ -27,7 +27,7 @@ def test_a_file_with_random_bytes_changed_is_read_or_refused(tmp_path_factory, d
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_file_with_a_piece_cut_out_or_doubled_is_read_or_refused(tmp_path_factory, data):
     start, end = sorted(data.draw(st.lists(st.integers(0, len(VALID)), min_size=2, max_size=2)))
     again = data.draw(st.integers(0, 2))
@@ -35,7 +35,7 @@ def test_a_file_with_a_piece_cut_out_or_doubled_is_read_or_refused(tmp_path_fact
 
 
 @given(head=st.sampled_from([24, 60, 120, 200]), data=st.binary(max_size=400))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_file_of_random_bytes_behind_a_sound_start_is_read_or_refused(tmp_path_factory, head, data):
     _read_or_refuse(tmp_path_factory, VALID[:head] + data)
 

@@ -49,7 +49,7 @@ def routings(draw):
     return ids, rng.standard_normal((tokens, D)).astype(np.float32), rng.random((tokens, chosen)).astype(np.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(routings())
 def test_every_backend_computes_the_chosen_experts_and_nothing_for_the_id_of_no_expert(routing):
     ids, x, weights = routing

@@ -117,7 +117,7 @@ def test_bfloat16_input_is_turned_in_float32():
     np.testing.assert_allclose(low.astype(jnp.float32), exact, atol=0.03)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2000), st.integers(0, 2000), st.booleans())
 def test_scores_depend_on_the_distance_alone(at, distance, interleave):
     config = config_of(None, interleave)

@@ -18,7 +18,7 @@ def blocks(w):
             yield (i // GROUP, j // GROUP), (slice(i, i + GROUP), slice(j, j + GROUP))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(rows=st.integers(1, 5), groups=st.integers(1, 3), power=st.integers(-30, 30), seed=st.integers(0, 99))
 def test_rows_are_quantised_as_numpy_does(rows, groups, power, seed):
     x = (np.random.default_rng(seed).standard_normal((rows, groups, GROUP)) * 10.0**power).astype(np.float32)
@@ -32,7 +32,7 @@ def test_rows_are_quantised_as_numpy_does(rows, groups, power, seed):
     assert (np.abs(back - x) <= np.maximum(np.abs(x) / 16, scale[..., None] * 2.0**-10) * 1.001).all()
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     features=st.integers(1, 300), depth=st.integers(1, 300), stack=st.sampled_from([(), (2,), (2, 1)]), seed=st.integers(0, 99)
 )

@@ -9,7 +9,6 @@ from pallas_kernels import choice
 pytestmark = pytest.mark.skipif(choice.too_old() is not None, reason="the GPU kernels need JAX 0.11.2")
 
 
-@pytest.mark.timeout(1800)
 def test_the_kernels_compile_for_an_h200_and_hardly_spill(run, tmp_path):
     pytest.importorskip("jax_plugins.xla_cuda13", reason="jax-cuda13-plugin of JAX's own version compiles without a GPU")
     rows = run("compile.py", MOSAIC_GPU_DUMP_TO=str(tmp_path), MOSAIC_GPU_DUMP_PTXAS="1", JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")

@@ -65,7 +65,6 @@ def test_the_fallback_computes_the_reference_whatever_lies_past_the_end(case):
     assert testing.lse_error(lse, wanted(case)[1]) < 1e-5
 
 
-@pytest.mark.timeout(1800)  # the first waits for all
 @pytest.mark.skipif(choice.too_old() is not None, reason="the GPU kernel needs JAX 0.11.2")
 @pytest.mark.parametrize("case", [case for case in testing.MLA_PREFILL if case.width >= 192], ids=lambda case: case.name)
 def test_the_gpu_kernel_interpreted_is_within_twice_the_fallbacks_error(interpreted, case):
@@ -93,7 +92,7 @@ def test_padding_that_looks_like_numbers_is_as_harmless_as_nan(name):
         assert testing.lse_error(lse, wanted(case)[1]) < 1e-5
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), min_size=1, max_size=3),
     heads=st.integers(1, 3),
@@ -113,7 +112,7 @@ def test_the_fallback_holds_for_any_lengths_blocks_and_chunks(rows, heads, causa
     assert testing.lse_error(got, lse) < 1e-5
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=2),
     heads=st.integers(1, 3),
@@ -186,7 +185,6 @@ def test_a_named_implementation_that_cannot_raises_with_the_reason():
     assert mla_prefill(**inputs, scale=1.0)[0].shape == (1, 10, 4, 16)
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.skipif(choice.too_old() is not None, reason="the GPU kernel needs JAX 0.11.2")
 def test_the_gpu_kernel_interpreted_has_no_race(interpreted):
     assert "RACE DETECTED" not in interpreted("mla_prefill")[0]

@@ -177,7 +177,7 @@ FORGED = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(system=FORGED, question=FORGED, answer=FORGED)
 @example(system="", question="", answer="</think><think>")
 @example(system="", question="", answer="a</think>\n<think></think> <think>b")

@@ -96,7 +96,7 @@ scalars = st.one_of(
     shapes=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), max_size=5),
     alignment=st.sampled_from([8, 32, 64]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_files_are_read_as_the_gguf_package_reads_them(values, shapes, alignment):
     tensors = {f"t{i}": RNG.standard_normal(shape).astype(np.float32) for i, shape in enumerate(shapes)}
     with TemporaryDirectory() as folder:
@@ -364,7 +364,7 @@ HF_V3 = full("v3")
 
 @example(changes={"deepseek2.rope.scaling.yarn_log_multiplier": -3.4e37})
 @given(changes=st.dictionaries(st.sampled_from([*converted(HF_V3)]), values, max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_metadata_is_a_config_or_refused(changes):
     with contextlib.suppress(BadConfig, Unsupported):
         gguf_config.config({k: v for k, v in (converted(HF_V3) | changes).items() if v is not None}, {"output.weight"})

@@ -133,7 +133,7 @@ def test_the_relative_error_on_normal_weights_is_as_small_as_the_bits_allow(form
 
 
 @pytest.mark.once
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(sorted(FORMATS)),
     st.lists(st.integers(1, 2), max_size=2),

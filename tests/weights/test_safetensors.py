@@ -171,7 +171,7 @@ def test_the_file_to_be_damaged_is_valid():
         assert len(read_all(Path(folder))) == 4
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, HEADER + 8), st.integers(0, 255)), min_size=1, max_size=4))
 def test_changed_bytes_never_pass_where_the_library_refuses(changes):
     data = bytearray(VALID)
@@ -180,7 +180,7 @@ def test_changed_bytes_never_pass_where_the_library_refuses(changes):
     judge(bytes(data))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, len(VALID)), st.binary(max_size=12), st.integers(0, 12))
 def test_cut_inserted_and_removed_bytes_never_pass_where_the_library_refuses(where, inserted, removed):
     judge(VALID[:where] + inserted + VALID[where + removed :])
@@ -194,7 +194,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from(["model.norm.weight", "a", "none", "__metadata__", "", "new"]),
     st.sampled_from(["dtype", "shape", "data_offsets", "more", None]),
