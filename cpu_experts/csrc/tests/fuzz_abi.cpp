@@ -75,8 +75,8 @@ uint64_t bytes_of(const cpu_experts_weights& w, bool gate_up) {
     int precision = gate_up ? w.gate_up_precision : w.down_precision, inputs = gate_up ? w.model : w.width;
     auto possible = [](int size) { return size >= 1 && size <= 1 << 16; };
     if (precision < 0 || precision >= kPrecisions || !possible(inputs) || !possible(w.experts)) return 0;
-    int panels = gate_up ? (w.width + kTile - 1) / kTile : (w.model + kPanel - 1) / kPanel;
-    return uint64_t(w.experts) * uint64_t(std::max(panels, 0)) * Shape(Precision(precision), inputs).panel_bytes;
+    int64_t panels = gate_up ? (int64_t(w.width) + kTile - 1) / kTile : (int64_t(w.model) + kPanel - 1) / kPanel;
+    return uint64_t(w.experts) * uint64_t(std::max(panels, int64_t(0))) * Shape(Precision(precision), inputs).panel_bytes;
 }
 
 cpu_experts_weights random_weights(Bytes& bytes) {
