@@ -35,14 +35,18 @@ $(VENV)/.installed-%: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[$*]"
 	touch $@
 
-# built from the source distribution, which holds llama.cpp's converter as well
+# Built from the source distribution, which holds llama.cpp and its converter. Only the library, with few optimizations: the
+# models that are compared are tiny.
 LLAMA = 0.3.36
-LLAMA_FLAGS = -DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TESTS=OFF \
-	-DLLAMA_BUILD_SERVER=OFF -DLLAMA_CURL=OFF -DGGML_OPENMP=OFF
-$(VENV)/.installed-llama.cpp: $(VENV)/bin/python
+LLAMA_FLAGS = -DCMAKE_BUILD_TYPE=Release -DCMAKE_C_FLAGS_RELEASE=-O1 -DCMAKE_CXX_FLAGS_RELEASE=-O1 -DBUILD_SHARED_LIBS=ON -DGGML_OPENMP=OFF \
+	-DLLAMA_CURL=OFF -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TESTS=OFF
+$(VENV)/.installed-llama.cpp: $(VENV)/.installed-dev
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --dest .llama.cpp llama-cpp-python==$(LLAMA)
-	tar -xzf .llama.cpp/llama_cpp_python-$(LLAMA).tar.gz -C .llama.cpp --strip-components=3 $(addprefix llama_cpp_python-$(LLAMA)/vendor/llama.cpp/,conversion gguf-py convert_hf_to_gguf.py)
-	CMAKE_ARGS="$(LLAMA_FLAGS)" $(BIN)/python -m pip install --quiet .llama.cpp/llama_cpp_python-$(LLAMA).tar.gz
+	tar -xzf .llama.cpp/llama_cpp_python-$(LLAMA).tar.gz -C .llama.cpp --strip-components=3 llama_cpp_python-$(LLAMA)/vendor/llama.cpp
+	$(BIN)/cmake -S .llama.cpp -B .llama.cpp/build $(LLAMA_FLAGS)
+	$(BIN)/cmake --build .llama.cpp/build --target llama --parallel
+	CMAKE_ARGS=-DLLAMA_BUILD=OFF $(BIN)/python -m pip install --quiet .llama.cpp/llama_cpp_python-$(LLAMA).tar.gz
+	install -D --target-directory $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('platlib'))")/llama_cpp/lib .llama.cpp/build/bin/*.so*
 	touch $@
 
 clean:
