@@ -21,6 +21,7 @@ memory is that of a call's size, shared by all layers: some slots of x and y, he
 import atexit
 import ctypes
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -182,26 +183,36 @@ def _register(name: str, handler: Callable, platform: str) -> None:
 
 
 _numbers: weakref.WeakKeyDictionary[Experts, int] = weakref.WeakKeyDictionary()
+_numbering = threading.Lock()
 
 
 def _number(experts: Experts) -> int:
     """By which programs name the layer."""
-    if experts._handle is None:
+    with _numbering:  # two numbers for one layer, and closing it would forget one of them
+        if experts not in _numbers:
+            _introduce(experts)
+        if experts._handle is None:  # closed before, or meanwhile
+            experts._forget()
+            raise Closed("the layer is closed")
+        return _numbers[experts]
+
+
+def _introduce(experts: Experts) -> None:
+    """Gives the layer a number, which is forgotten when it is closed."""
+    library, functions = _library(), (experts._library.cpu_experts_forward, experts._library.cpu_experts_last_error)
+    addresses = (ctypes.cast(f, ctypes.c_void_p) for f in functions)
+    handle, sections, sizes = experts._handle, experts._packed, (experts.experts, experts.model)
+    if handle is None or not sections:
         raise Closed("the layer is closed")
-    if experts not in _numbers:
-        library, functions = _library(), (experts._library.cpu_experts_forward, experts._library.cpu_experts_last_error)
-        addresses = (ctypes.cast(f, ctypes.c_void_p) for f in functions)
-        sections, sizes = experts._packed, (experts.experts, experts.model)
-        weights = (*(s.ctypes.data for s in sections), *(s.nbytes for s in sections))
-        read_only = not all(s.flags.writeable for s in sections)
-        layer = FfiLayer(ctypes.sizeof(FfiLayer), *sizes, read_only, experts._handle, *weights, *addresses)
-        number = library.cpu_experts_ffi_know(layer)
-        if not number:
-            raise MemoryError("no memory for one more layer")
-        _numbers[experts] = number
-        experts._forget = weakref.finalize(experts, library.cpu_experts_ffi_forget, number)
-        experts._forget.atexit = False
-    return _numbers[experts]
+    weights = (*(s.ctypes.data for s in sections), *(s.nbytes for s in sections))
+    read_only = not all(s.flags.writeable for s in sections)
+    layer = FfiLayer(ctypes.sizeof(FfiLayer), *sizes, read_only, handle, *weights, *addresses)
+    number = library.cpu_experts_ffi_know(layer)
+    if not number:
+        raise MemoryError("no memory for one more layer")
+    _numbers[experts] = number
+    experts._forget = weakref.finalize(experts, library.cpu_experts_ffi_forget, number)
+    experts._forget.atexit = False
 
 
 # What programs call, as primitives. XLA is told that they have effects, so that none is dropped, merged or moved out of a loop;

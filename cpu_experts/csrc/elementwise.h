@@ -6,6 +6,7 @@
 #include <immintrin.h>
 #endif
 
+#include <cfloat>
 #include <cstring>
 
 #include "gemm.h"
@@ -99,7 +100,7 @@ inline void codes_of(const Number* values, int count, float inverse, uint8_t* co
 // Codes are biased by 128: VNNI and AMX multiply unsigned by signed bytes, and weights take the bias back (Format, int8).
 inline float pack_int8(const Source& from, int i, int rows, int steps, uint8_t* block) {
     float most = largest(from);
-    bool finite = most <= 3.4e38f, zeros = most < 1e-36f;  // 127 / most would overflow
+    bool finite = most <= FLT_MAX, zeros = most < 1e-36f;  // 127 / most would overflow
     float scale = zeros ? 1.0f : finite ? most / 127.0f : most;
     float inverse = zeros ? 0.0f : 127.0f / most;
     for (int s = 0; s < steps; ++s) {

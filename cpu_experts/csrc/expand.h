@@ -1,4 +1,5 @@
-// Packed codes, in plain loops: what they stand for, and a panel of them as one of bf16. In an unnamed namespace, as elementwise.h.
+// Packed codes, in plain loops: what they stand for, and a panel of them as one of bf16. In an unnamed namespace, as
+// elementwise.h.
 #pragma once
 
 #include "elementwise.h"
@@ -23,7 +24,8 @@ inline float from_q8(uint8_t code) {
 inline float from_half(uint16_t h) {
     uint32_t exponent = (h >> 10) & 31, mantissa = h & 1023;
     float small = float(int(mantissa)) * 5.9604644775390625e-8f;
-    return (h & 0x8000 ? -1.0f : 1.0f) * (exponent ? float_of((exponent + 112) << 23 | mantissa << 13) : small);
+    uint32_t wide = exponent == 31 ? 255 : exponent + 112;  // infinite and NaN stay so
+    return (h & 0x8000 ? -1.0f : 1.0f) * (exponent ? float_of(wide << 23 | mantissa << 13) : small);
 }
 
 // A value is scale * code - minimum. Formats without minima subtract nothing.

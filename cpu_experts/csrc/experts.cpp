@@ -110,7 +110,7 @@ struct Forward {
     int token = 0, tokens = 0;  // the first, and how many
 
     // who goes where
-    int* first_row;  // [X + 1] of each expert
+    int* first_row;  // [X + 1] of each expert, and one beyond, for the id X
     int* token_of;   // [rows]
     int* row_of;     // [tokens K], -1 where there is none
     Group* groups;
@@ -127,7 +127,7 @@ struct Forward {
         auto rows = size_t(l.max_rows_);
         bool x_int8 = int8_rows(l.gate_up_), hidden_int8 = int8_rows(l.down_);
         Cut cut(scratch);
-        first_row = cut.take<int>(size_t(l.experts_) + 2);
+        first_row = cut.take<int>(size_t(l.experts_) + 3);
         groups = cut.take<Group>(rows / (kBlock * kSubtaskBlocks) + size_t(l.experts_));
         token_of = cut.take<int>(rows);
         row_of = cut.take<int>(rows);
@@ -213,7 +213,7 @@ private:
 
     void sort() {
         int experts = layer.experts_, chosen = batch.chosen;
-        std::memset(first_row, 0, size_t(experts + 2) * sizeof(int));
+        std::memset(first_row, 0, size_t(experts + 3) * sizeof(int));
         int* next = first_row + 1;  // of each expert: counts, then where its rows begin, and once all are placed where they end
         for (int t = 0; t < tokens; ++t) {
             for (int k = 0; k < chosen; ++k) next[ids(t)[k] + 1] += ids(t)[k] < experts;

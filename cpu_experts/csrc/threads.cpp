@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cfenv>
 #include <chrono>
 #include <climits>
 #include <exception>
@@ -41,6 +42,19 @@ bool look_for(Done done, std::chrono::steady_clock::duration time) {
     } while (std::chrono::steady_clock::now() < until);
     return done();
 }
+
+// While it lives the thread rounds and treats tiny numbers as IEEE 754 says: XLA's threads take these for zeros, and whoever
+// takes a subtask, its result must be the same.
+class PlainArithmetic {
+public:
+    PlainArithmetic() { std::fegetenv(&before_), std::fesetenv(FE_DFL_ENV); }
+    ~PlainArithmetic() { std::fesetenv(&before_); }
+    PlainArithmetic(const PlainArithmetic&) = delete;
+    PlainArithmetic& operator=(const PlainArithmetic&) = delete;
+
+private:
+    std::fenv_t before_;
+};
 
 }  // namespace
 
@@ -112,6 +126,7 @@ void Threads::deal(const int* begin, Deal how) {
 
 void Threads::run(const int* begin, Task task, void* state, Deal how) {
     int count = begin[nodes()];
+    PlainArithmetic plain;
     if (count <= 1 || workers_->empty()) {
         for (int i = 0; i < count; ++i) task(state, i, 0);
         return;
@@ -145,6 +160,7 @@ void Threads::help(int thread) {
 }
 
 void Threads::work(int thread) {
+    PlainArithmetic plain;
     if (nodes() > 1) stay_on(share_of(thread).node);
     uint32_t seen = 0;
     while (!stop_.load()) {

@@ -72,6 +72,21 @@ def test_extreme_fields_of_blocks_are_within_the_bound(isa, format, tokens):
         assert distance(layer.forward(*batch), batch, parts, format) < BOUNDS[format]
 
 
+@pytest.mark.parametrize("format", TYPES)
+@pytest.mark.parametrize("scale", [np.inf, np.nan])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_scale_that_is_not_finite_shows_in_the_result(isa, format, scale, tokens):
+    made = random_blocks(format, 1, 256, 256)
+    down = made.copy()
+    down[0, 5, 0, HALVES[format][0] :][:2] = np.float16([scale]).view(np.uint8)
+    gate, up, down = ((blocks.q8_0_parts(m) if format == "q8_0" else (m,)) for m in (made, made, down))
+    batch = random_batch(tokens, 256, 1, 1)._replace(ids=np.zeros((tokens, 1), np.int32))
+    with Experts(gate, up, down, format, isa=isa, threads=2) as layer:
+        out = layer.forward(*batch)
+    assert not np.isfinite(out[:, 5]).any()
+    assert np.isfinite(np.delete(out, 5, axis=1)).all()
+
+
 @pytest.mark.parametrize("format", ["q4_k", "q6_k"])
 def test_packed_blocks_take_no_more_than_the_file(format):
     made = random_blocks(format, 2, 64, 512)

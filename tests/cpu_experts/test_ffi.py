@@ -197,6 +197,42 @@ def test_threads_that_call_at_once_agree_with_one(built, platform):
         layer.close()
 
 
+def test_a_layer_that_threads_meet_at_once_has_one_number(built):
+    """Of two, closing the layer would forget one only, and a program that has the other would read freed weights."""
+    for _ in range(100):
+        start, found = threading.Barrier(2), []
+
+        def meet(layer: Experts, start: threading.Barrier, found: list[int]) -> None:
+            start.wait()
+            found.append(ffi._number(layer))
+
+        with Experts(*LAYER, threads=1) as layer:
+            threads = [threading.Thread(target=meet, args=(layer, start, found)) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert found[0] == found[1]
+
+
+def test_a_closed_layer_gets_no_number(built):
+    layer = Experts(*LAYER)
+    layer.close()
+    with pytest.raises(Closed):
+        ffi._number(layer)
+
+
+def test_tiny_numbers_give_the_same_bits_in_programs_too(built):
+    """XLA's own threads take such as are too small for a normal float32 for zeros, the workers' do not."""
+    batch = random_batch(512, 64, 6, 2)
+    batch = batch._replace(x=batch.x * np.float32(1e-18))
+    with Experts(*LAYER, threads=2) as layer:
+        expected, run = layer.forward(*batch), jax.jit(partial(ffi.forward, layer))
+        assert 0 < np.abs(expected).max() < 1e-34
+        for _ in range(20):
+            assert (np.asarray(run(*batch)) == expected).all()
+
+
 BAD = {
     "x of float16": (TypeError, "x: float16, must be float32 or bfloat16", {"x": BATCH.x.astype(np.float16)}),
     "x too narrow": (ValueError, r"x: shape \(12, 63\), must be \(12, 64\)", {"x": BATCH.x[:, :63]}),

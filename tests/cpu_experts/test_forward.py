@@ -106,6 +106,16 @@ def test_one_to_4096_tokens(built, precision, tokens):
         assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]
 
 
+def test_the_largest_floats_are_numbers_in_int8_too(isa):
+    gate = np.full((1, 32, 64), 1e-38, np.float32)
+    parts = parts_of([gate, gate, np.ones((1, 64, 32), np.float32)], "int8")
+    x = np.zeros((1, 64), np.float32)
+    x[0, 0] = np.finfo(np.float32).max
+    batch = Batch(x, np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32))
+    with Experts(*parts, "int8", isa=isa) as layer:
+        assert distance(layer.forward(*batch), batch, parts, "int8") < BOUNDS["int8"]
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_skewed_routing(built, precision):
     """Nearly all rows to one expert, some experts empty, one token with none at all, one that chose an expert twice."""
