@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     """What a kernel has to know of a step's rows, the same for all its layers."""
 
     seq_lens: Int[Array, " B"]  # tokens held, the new ones included
-    count: Int[Array, " B"]  # new ones
+    count: Int[Array, " B"]  # new ones that are
     order: Int[Array, "B T"] | None  # of the queries, padding at one end, else as they came; None: one a row
 
 
@@ -33,13 +33,15 @@ def form(batch: Batch, layer: latent.Layer, config: Config) -> Form:
     packed = packed_latents.NAMES[1] in layer
     remembers = packed_latents.remembers if packed else latents
     rank = jnp.where(batch.mask, jnp.cumsum(batch.mask, axis=1, dtype=jnp.int32) - 1, -1)
-    count = batch.mask.sum(1, dtype=jnp.int32)
-    held = jnp.minimum(layer["length"][:rows] + count, slots)
-    seq_lens = jnp.where(count > 0, held, 0)
+    before = layer["length"][:rows]
+    fits = batch.mask & (before[:, None] + rank < slots)  # the cache drops the rest
+    count = fits.sum(1, dtype=jnp.int32)
+    held = jnp.minimum(before + batch.mask.sum(1, dtype=jnp.int32), slots)
+    seq_lens = jnp.where(batch.mask.any(1), held, 0)
     if new > FEW:
-        order = jnp.argsort(~batch.mask, axis=1, stable=True)
+        order = jnp.argsort(~fits, axis=1, stable=True)
         return Form(remembers, partial(attend_to_heads, rows=Rows(seq_lens, count, order)))
-    order = jnp.argsort(batch.mask, axis=1, stable=True) if new > 1 else None
+    order = jnp.argsort(fits, axis=1, stable=True) if new > 1 else None
     # behind a barrier, or XLA writes the table anew for each layer
     table = jax.lax.optimization_barrier(ops.in_order(rows, min(batch.span or slots, slots)))
     plan = {"page_table": table, "schedule": ops.schedule(seq_lens, config.num_attention_heads, new)}

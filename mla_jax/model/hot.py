@@ -34,7 +34,7 @@ class HotExperts(nnx.Module):
 def turns(
     topk_ids: Int[Array, "n K"], held: Bool[Array, "n K"], defer: int, experts: int
 ) -> tuple[Int[Array, "n K"], Int[Array, "n K"]]:
-    """What the host computes now, and what of a token's is left for later: the `defer` lowest-scored of those that it computes.
+    """What the host computes now, and what of a token's is left for later: the last `defer` of those that it computes.
 
     The id `experts`, for none, stands where there is nothing to do."""
     theirs = ~held & (topk_ids < experts)

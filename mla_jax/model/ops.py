@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from mla_jax.base import axes as logical
 from mla_jax.base.config import Config
-from mla_jax.base.qtensor import QTensor, dequantize
+from mla_jax.base.qtensor import QTensor, dequantize, format_of
 
 Weight = Float[Array, "..."] | QTensor
 PAGE = 64  # slots
@@ -53,6 +53,11 @@ def entries(w: Weight, indices: Int[Array, "*B"], dtype: jnp.dtype | None = None
     """Rows of a matrix, or matrices of a stack; an index that is too large takes the last."""
     if not isinstance(w, QTensor):
         return w.at[indices].get(mode="clip")
+    if len(w.shape) == 2 and (sharing := format_of(w.format).block[0]) > 1:  # rows that share scales
+        at = jnp.clip(indices, 0, w.shape[0] - 1)
+        codes, scales = w.parts
+        one = QTensor(w.format, (codes[at][..., None, :], scales[at // sharing][..., None, :]), (*at.shape, 1, w.shape[1]))
+        return dequantize(one, dtype or jnp.float32)[..., 0, :]
     parts = tuple(part.at[indices].get(mode="clip") for part in w.parts)
     return dequantize(QTensor(w.format, parts, indices.shape + w.shape[1:]), dtype or jnp.float32)
 

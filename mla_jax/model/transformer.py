@@ -161,9 +161,13 @@ class Transformer(nnx.Module):
         if not stacks or any(isinstance(w, QTensor) and w.format != "fp8_block" for w in stacks):
             return "xla"
         rows = tokens * (self.config.num_experts_per_tok or 0)
-        x, gate = jax.ShapeDtypeStruct((rows, self.config.hidden_size), self.dtype), stacks[0]
-        gate = operand(gate, self.dtype) if isinstance(gate, QTensor) else jax.ShapeDtypeStruct(gate.shape, self.dtype)
-        return implementation("ragged_dot", x, gate)
+
+        def of(w: Any) -> str:
+            x = jax.ShapeDtypeStruct((rows, w.shape[-1]), self.dtype)
+            w = operand(w, self.dtype) if isinstance(w, QTensor) else jax.ShapeDtypeStruct(w.shape, self.dtype)
+            return implementation("ragged_dot", x, w)
+
+        return next((name for name in map(of, stacks[:2]) if name == "xla"), of(stacks[0]))
 
     def backend_name(self, tokens: int, where: str = "device") -> str:
         """The expert backend taken for `tokens` tokens, of experts on the "device", "streamed" to it, or "hot" ones."""
@@ -193,19 +197,19 @@ class Transformer(nnx.Module):
         return sum(e.hot.count for e in self._on_host() if e.hot is not None)
 
     def _stacks(self, where: str) -> list[Any]:
-        """One stack, or its shape, of each layer that has experts on the "device" alone, "hot" ones, or some to be "streamed"."""
+        """Gate and down, or their shapes, of each layer that has experts on the "device" alone, "hot" ones, or some "streamed"."""
         if where == "streamed":
             return self._streamed_stacks()
-        if where == "hot":
-            return [e.hot.gate.get_value() for e in self._on_host() if e.hot is not None]
-        return [e.gate.get_value() for e in self._experts() if isinstance(e, Experts)]
+        held = (e.hot for e in self._on_host()) if where == "hot" else (e for e in self._experts() if isinstance(e, Experts))
+        return [w.get_value() for e in held if e is not None for w in (e.gate, e.down)]
 
     def _streamed_stacks(self) -> list[Any]:
-        """A stack of experts of the host as it comes to the device: FP8 stays packed, all else is unpacked whole."""
+        """Stacks of the host's experts as they come to the device: FP8 stays packed, all else is unpacked whole."""
         c = self.config
-        shape = (c.n_routed_experts or 0, c.moe_intermediate_size or 0, c.hidden_size)
+        count, width = c.n_routed_experts or 0, c.moe_intermediate_size or 0
         packed = any(getattr(experts.layer, "precision", None) == "fp8_block" for experts in self._on_host())
-        return [qtensor.abstract("fp8_block", shape) if packed else jax.ShapeDtypeStruct(shape, self.dtype)]
+        shapes = (count, width, c.hidden_size), (count, c.hidden_size, width)
+        return [qtensor.abstract("fp8_block", s) if packed else jax.ShapeDtypeStruct(s, self.dtype) for s in shapes]
 
     def _on_host(self) -> list[HostExperts]:
         blocks = [*self.layers, *(further.block for further in self.mtp)]

@@ -42,6 +42,23 @@ def test_it_says_what_move_elided_says_whatever_the_padding(slots):
         assert np.abs(fused - moved).max() < 1e-5 * moved.std(), name
 
 
+@pytest.mark.parametrize("new", [4, 11])
+def test_tokens_that_the_cache_drops_change_nothing_for_those_it_holds(new):
+    config, slots = Config.preset("tiny"), 16
+    before, fits = 14, 2
+    tokens = jax.random.randint(jax.random.key(1), (ROWS, before + new), 0, config.vocab_size)
+
+    def said(attention: str) -> np.ndarray:
+        model = Transformer(config, nnx.Rngs(0), attention=attention)
+        cache = model(tokens[:, :before], Batch.dense(ROWS, before), model.new_cache(ROWS, slots))[1]
+        positions = jnp.broadcast_to(before + jnp.arange(new, dtype=jnp.int32), (ROWS, new))
+        step = Batch(positions, jnp.ones((ROWS, new), bool))
+        return np.asarray(model(tokens[:, before:], step, cache)[0])[:, :fits]
+
+    fused, moved = said("fused"), said("move_elided")
+    assert np.abs(fused - moved).max() < 1e-5 * moved.std()
+
+
 def test_without_a_cache_it_is_move_elided():
     config, tokens = Config.preset("tiny"), jnp.arange(12).reshape(2, 6)
     mask = jnp.array([[1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 0, 1]], bool)

@@ -56,6 +56,14 @@ def test_one_row_and_many_small_weights_and_other_formats_do_not(large, calls):
     assert not calls
 
 
+@pytest.mark.parametrize("tokens", [(0,), (5, 130, 299, 40), ((299, 4000), (127, 128))])
+def test_rows_of_a_matrix_in_fp8_have_the_scales_of_their_blocks(tokens):
+    rows = jax.random.normal(jax.random.key(2), (300, 256)) * jnp.exp2(jnp.arange(300) // 128)[:, None] ** 3
+    w = fp8.quantize_weight(rows)
+    found = ops.entries(QTensor("fp8_block", tuple(w), w.codes.shape), jnp.asarray(tokens))
+    np.testing.assert_array_equal(found, fp8.dequantize(w, fp8.GROUP)[np.minimum(tokens, 299)])
+
+
 def test_here_without_a_kernel_nothing_changes(large):
     w, numbers = large
     x = jax.random.normal(jax.random.key(1), (8, 2048))
