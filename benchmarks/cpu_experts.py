@@ -1,9 +1,10 @@
-"""One MoE layer on the CPU, by tokens and precision, beside torch's bf16 (oneDNN, packed weights) in the same run.
+"""One MoE layer on the CPU, by tokens and precision, beside torch (oneDNN), kt-kernel and llama.cpp in the same run.
 
     python benchmarks/cpu_experts.py --out cpu_experts.json --limits build/limits
 
-Several layers are taken in turn, so that no cache holds what the next forward reads; ours and the peer's forwards are interleaved
-and the medians compared, for other load on the machine comes and goes. Random routing. `--limits` is a program of csrc/tests
+Peers are those that are installed (`peers/`). Several layers are taken in turn, so that no cache holds what the next forward
+reads; all take turns of a few forwards, in changing order, and the medians are compared, for other load on the machine comes and
+goes. Random routing. `error` is the distance from the weights' values multiplied out. `--limits` is a program of csrc/tests
 (cmake -DCPU_EXPERTS_TESTS=ON): the larger of bytes over its bandwidth and operations over its rate is the floor."""
 
 import argparse
@@ -16,15 +17,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 # this file has the package's name, and its folder comes first in sys.path
-sys.path[:] = [str(Path(__file__).parent.parent)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).parent]
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(HERE.parent)] + [p for p in sys.path if Path(p or ".").resolve() != HERE] + [str(HERE)]
 cpu_experts = importlib.import_module("cpu_experts")
 layout = importlib.import_module("cpu_experts.layout")
 blocks = importlib.import_module("cpu_experts.blocks")
+peers = importlib.import_module("peers")
 
 GEOMETRIES = {"v2-lite": (2048, 1408, 64, 6), "v3": (7168, 2048, 32, 8)}  # D, F, X, K
 TOKENS = (1, 16, 64, 256, 1024)
@@ -38,9 +42,11 @@ BARS = {
     ("v3", "int4_g32"): (8.5, 36, 40, 60, 170),
 }
 ROTATED = 2.4 * 2**30
-PAUSE = 0.02  # the peer's workers spin for some milliseconds after their work, on cores that ours need
+TURN = 4  # forwards, the first of which wakes the threads and does not count
+PAUSE = 0.07  # after their work a peer's threads spin for up to 50 ms, on cores that the next one needs
+CHECKED = (1, 64)  # tokens: for few and for many there are other kernels
 
-Forward = Callable[[np.ndarray, np.ndarray, np.ndarray], object]
+Layer = Callable[[peers.Batch], np.ndarray]
 
 
 def down_precision(geometry: str, precision: str) -> str:
@@ -60,66 +66,84 @@ def random_parts(geometry: str, precision: str, seed: int) -> list[layout.Parts]
     return matrices
 
 
-def ours(geometry: str, precision: str, threads: int, isa: str) -> list[cpu_experts.Experts]:
-    layers, held = [], 0
+class Ours:
+    def __init__(self, parts: list[layout.Parts], formats: tuple[str, ...], threads: int, isa: str):
+        self.experts = cpu_experts.Experts(*parts, formats[0], threads, down_precision=formats[2], isa=isa)
+
+    def __call__(self, batch: peers.Batch) -> np.ndarray:
+        return self.experts.forward(batch.x, batch.ids, batch.weights)
+
+
+def makers(precision: str, here: dict, threads: int, isa: str) -> dict[str, Callable[[list, tuple], Layer]]:
+    """By name what makes a layer of weights and their formats: ours, and every peer's ways with this precision."""
+    found = {"ours": partial(Ours, threads=threads, isa=isa)}
+    for peer in here.values():
+        found |= {peer.named(m): partial(peer.Layer, m, threads=threads) for m in peer.METHODS.get(precision, ())}
+    return found
+
+
+def layers(geometry: str, precision: str, made_by: dict[str, Callable[[list, tuple], Layer]]) -> dict[str, list[Layer]]:
+    """Of each as many as no cache holds, of the same weights; a peer that refuses them is left out."""
+    made, held = {name: [] for name in made_by}, 0
+    formats = (precision, precision, down_precision(geometry, precision))
     while held < ROTATED:
-        parts, down = random_parts(geometry, precision, len(layers)), down_precision(geometry, precision)
-        layers.append(cpu_experts.Experts(*parts, precision, threads, down_precision=down, isa=isa))
-        held += layers[-1].nbytes
-    return layers
+        parts = random_parts(geometry, precision, len(made["ours"]))
+        for name in list(made):
+            try:
+                made[name].append(made_by[name](parts, formats))
+            except RuntimeError as error:
+                print(f"{name}: not with these sizes: {error}")
+                del made[name]
+        held += made["ours"][-1].experts.nbytes
+    return made
 
 
-def torch_layer(parts: list[layout.Parts], tokens: int) -> Forward:
-    """Experts in a loop over oneDNN's linear, gate and up as one matrix, each packed for the rows it will see."""
-    import torch
-
-    experts = parts[0][0].shape[0]
-    gate, up, down = (torch.from_numpy(p[0].view(np.int16)).view(torch.bfloat16) for p in parts)
-    rows = max(1, tokens * 6 // experts)
-    pack, linear = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
-    packed = [(pack(torch.cat([gate[e], up[e]]), rows), pack(down[e].contiguous(), rows)) for e in range(experts)]
-
-    def forward(x: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> object:
-        x = torch.from_numpy(x).to(torch.bfloat16)
-        ids, weights = torch.from_numpy(ids), torch.from_numpy(weights)
-        out = torch.zeros(x.shape)
-        for e in ids.unique().tolist():
-            token, k = torch.where(ids == e)
-            both = linear(x[token], packed[e][0], None, "none", [], "")
-            g, u = both.chunk(2, dim=-1)
-            y = linear(torch.nn.functional.silu(g) * u, packed[e][1], None, "none", [], "")
-            out.index_add_(0, token, y.float() * weights[token, k, None])
-        return out
-
-    return forward
-
-
-def inputs(geometry: str, tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def batch(geometry: str, tokens: int, seed: int, few: bool = False) -> peers.Batch:
+    """Random rows, each through experts of its own choice; `few`: all through the same."""
     model, _, experts, chosen = GEOMETRIES[geometry]
     rng = np.random.default_rng(seed)
     ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :chosen].astype(np.int32)
-    return rng.standard_normal((tokens, model), np.float32), ids, rng.random((tokens, chosen), np.float32)
+    if few:
+        ids = np.repeat(ids[:1], tokens, axis=0)
+    bits = layout.to_bf16(rng.standard_normal((tokens, model), np.float32))
+    return peers.Batch(layout.from_bf16(bits), bits, ids, rng.random((tokens, chosen), np.float32))
+
+
+def errors(made: dict[str, list[Layer]], geometry: str, precision: str) -> dict[str, float]:
+    """Of each one's first layer: the larger of few and many tokens."""
+    formats = (precision, precision, down_precision(geometry, precision))
+    many = batch(geometry, max(CHECKED), 0, few=True)
+    right, found = peers.expected(many, random_parts(geometry, precision, 0), formats), dict.fromkeys(made, 0.0)
+    for tokens in CHECKED:
+        given = peers.Batch(*(part[:tokens] for part in many))
+        for name, (first, *_) in made.items():
+            found[name] = max(found[name], peers.distance(first(given), right[:tokens]))
+    return found
 
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def milliseconds(
-    forwards: dict[str, list[Forward]], geometry: str, tokens: int, seconds: float, clock: Callable[[], float]
+    made: dict[str, list[Layer]], geometry: str, tokens: int, seconds: float, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
-    """Of each, sorted: interleaved in changing order, never two in a row on one layer."""
-    times = {name: [] for name in forwards}
-    start, i, order = time.perf_counter(), 0, list(forwards)
+    """Of each, sorted: in turns whose order changes, every forward on the next layer."""
+    times, order = {name: [] for name in made}, list(made)
+    for each in made.values():  # what they prepare for this many tokens
+        for layer in each:
+            layer(batch(geometry, tokens, 0))
+    start, i = time.perf_counter(), 0
     while i < 5 or (time.perf_counter() - start < seconds and i < 200):
-        given = inputs(geometry, tokens, i)
-        for at, name in enumerate(order):
-            layer = forwards[name][(i + at) % len(forwards[name])]
+        given = [batch(geometry, tokens, i * TURN + at) for at in range(TURN)]
+        for name in order:
             time.sleep(PAUSE)
-            begin = clock()
-            layer(*given)
-            times[name].append((clock() - begin) * 1e3)
+            for at, one in enumerate(given):
+                layer = made[name][(i * TURN + at) % len(made[name])]
+                begin = clock()
+                layer(one)
+                times[name] += [(clock() - begin) * 1e3] if at else []
         order, i = order[1:] + order[:1], i + 1
-    return {name: sorted(t[2:]) for name, t in times.items()}
+    return {name: sorted(t) for name, t in times.items()}
 
 
 def floor(geometry: str, precision: str, tokens: int, nbytes: int, limits: dict) -> float | None:
@@ -127,7 +151,7 @@ def floor(geometry: str, precision: str, tokens: int, nbytes: int, limits: dict)
     if not limits:
         return None
     model, width, experts, chosen = GEOMETRIES[geometry]
-    touched = len(np.unique(inputs(geometry, tokens, 0)[1]))
+    touched = len(np.unique(batch(geometry, tokens, 0).ids))
     rate = limits["int8_TOPs"] if precision == "int8" else limits["bf16_TFLOPs"]
     return max(nbytes * touched / experts / limits["read_GBps"] / 1e6, tokens * chosen * 6 * model * width / rate / 1e9)
 
@@ -142,38 +166,38 @@ def main() -> None:
     parser.add_argument(
         "--clock", choices=CLOCKS, default="wall", help="cpu with --threads 1: fair where other work has the cores"
     )
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each number of tokens")
-    parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True, help="torch, where it is installed")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each number of tokens")
+    parser.add_argument("--peers", nargs="*", choices=peers.MODULES, default=list(peers.MODULES), help="of those installed")
     parser.add_argument("--limits", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     threads = args.threads or len(os.sched_getaffinity(0))
     limits = json.loads(subprocess.check_output([str(args.limits), str(threads)])) if args.limits else {}
     print(f"{cpu_experts.isa()}, {threads} threads", limits)
+    here, words = peers.found(args.peers)
+    for name, what in words.items():
+        print(f"{name}: {what}", flush=True)
 
     rows = []
     for precision in args.precisions:
-        layers = ours(args.geometry, precision, threads, args.isa)
+        made = layers(args.geometry, precision, makers(precision, here, threads, args.isa))
+        far, nbytes = errors(made, args.geometry, precision), made["ours"][0].experts.nbytes
         for tokens in args.tokens:
-            forwards = {"ours": [layer.forward for layer in layers]}
-            if args.peer and precision == "bf16":
-                import torch
-
-                torch.set_num_threads(threads)
-                forwards["torch"] = [torch_layer(random_parts(args.geometry, "bf16", i), tokens) for i in range(len(layers))]
-            ms = milliseconds(forwards, args.geometry, tokens, args.seconds, CLOCKS[args.clock])
-            middle = {name: statistics.median(t) for name, t in ms.items()}
-            row = {"precision": precision, "tokens": tokens, "ms": middle["ours"], "best": ms["ours"][0]}
-            row["torch bf16"], row["torch best"] = middle.get("torch"), ms["torch"][0] if "torch" in ms else None
-            lower = floor(args.geometry, precision, tokens, layers[0].nbytes, limits)
+            ms = milliseconds(made, args.geometry, tokens, args.seconds, CLOCKS[args.clock])
+            lower = floor(args.geometry, precision, tokens, nbytes, limits)
             bars = dict(zip(TOKENS, BARS.get((args.geometry, precision), ()), strict=False))
-            row |= {"floor": lower, "share": lower and lower / middle["ours"], "bar": bars.get(tokens)}
+            row = {"precision": precision, "tokens": tokens}
+            for name, t in ms.items():
+                keys = ("ms", "best", "error") if name == "ours" else (name, f"{name} best", f"{name} error")
+                row |= zip(keys, (statistics.median(t), t[0], far[name]), strict=True)
+            row |= {"floor": lower, "share": lower and lower / row["ms"], "bar": bars.get(tokens)}
             rows.append(row)
-            print(" | ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if v), flush=True)
-        for layer in layers:
-            layer.close()
+            each = [f"{name} {statistics.median(t):.3g} (best {t[0]:.3g}, error {far[name]:.2%})" for name, t in ms.items()]
+            limit = [f"{k} {row[k]:.3g}" for k in ("floor", "share", "bar") if row[k]]
+            print(f"{precision}, tokens {tokens}", *each, *limit, sep=" | ", flush=True)
+        del made
     if args.out:
-        about = {"isa": cpu_experts.isa(), "threads": threads, "geometry": args.geometry, "limits": limits}
+        about = {"isa": cpu_experts.isa(), "threads": threads, "geometry": args.geometry, "limits": limits, "peers": words}
         about["date"] = datetime.date.today().isoformat()
         args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
