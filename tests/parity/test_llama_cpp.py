@@ -109,7 +109,7 @@ def test_the_converted_demo_has_the_logits_of_llama_cpp_and_of_its_folder(cpp, d
 
 @pytest.mark.parametrize("kind", [*KL, *KL_WEIGHTED])
 def test_quantised_weights_are_read_as_llama_cpp_reads_them(cpp, demo, tokens, tmp_path, kind):
-    """The gguf package agrees bit for bit (tests/base/test_gguf_blocks.py)."""
+    """The gguf package agrees bit for bit (tests/base/test_qtensor.py)."""
     file = cpp.quantize(demo, tmp_path / "quantised.gguf", kind, even=kind in KL_WEIGHTED)
     ours, packed = logits(file, tokens), mla_jax.LLM(file).logits([tokens])[0]
     assert relative(packed, ours) <= EXACT
