@@ -36,12 +36,12 @@ def precision_of(gate: str, up: str) -> str:
     return PRECISIONS.get(gate, "bf16") if gate == up else "bf16"
 
 
-def packed_bytes(config: Config, precision: str) -> int:
-    """What an expert takes once it is packed."""
+def packed_bytes(config: Config, precision: str, down: str | None = None) -> int:
+    """What an expert takes once it is packed, `down` in a precision of its own (None: the same)."""
     from cpu_experts.layout import PANEL, TILE, panel_bytes
 
     model, width = config.hidden_size, config.moe_intermediate_size or 0
-    return -(-width // TILE) * panel_bytes(precision, model)[2] + -(-model // PANEL) * panel_bytes(precision, width)[2]
+    return -(-width // TILE) * panel_bytes(precision, model)[2] + -(-model // PANEL) * panel_bytes(down or precision, width)[2]
 
 
 def pack(gate: Any, up: Any, down: Any, precision: str | None = None) -> Any:

@@ -100,9 +100,10 @@ class Checkpoint:
             _nbytes(slot.get_value()) for path, slot in self.slots.items() if _layer_of_experts(path, self.config) == layer
         )
 
-    def precision_on_host(self, layer: int) -> str:
-        """What a layer's experts are computed in on the host; `down` may be in another format."""
-        return self._kind_on_host(layer).precision
+    def precisions_on_host(self, layer: int) -> tuple[str, str]:
+        """What a layer's experts are computed in on the host: gate and up, and down."""
+        kind = self._kind_on_host(layer)
+        return kind.precision, kind.down_precision
 
     def hot_bytes(self, layer: int) -> int:
         """What a hot expert of a layer takes on the device."""

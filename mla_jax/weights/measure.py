@@ -25,28 +25,34 @@ MANY = 256  # tokens: enough that arithmetic bounds a layer
 REPEATS = 7
 
 
-def host(precision: str = "bf16", cache: Path | None = None) -> Host:
-    """The CPU's rates for experts in one number format of `cpu_experts`, measured if they are not in the `cache`."""
+def host(precision: str = "bf16", down: str | None = None, cache: Path | None = None) -> Host:
+    """The CPU's rates for experts in a number format of `cpu_experts`, `down` in its own (None: the same).
+
+    Measured if they are not in the `cache`."""
     path = cache or _folder() / "host.json"
-    key, known = _key(precision), _read(path, Host._fields)
+    key, known = _key(_both(precision, down)), _read(path, Host._fields)
     if key not in known:
-        known[key] = measure(precision)._asdict()
+        known[key] = measure(precision, down)._asdict()
         _keep(path, known)
     return Host(**known[key])
 
 
-def measure(precision: str) -> Host:
+def measure(precision: str, down_precision: str | None = None) -> Host:
     """Medians of a layer about as wide as V2-Lite's, whose experts take turns so that their weights come from memory."""
     from cpu_experts import Experts, isa
 
     rng = np.random.default_rng(0)
     up, down = (rng.standard_normal(shape, np.float32) * np.float32(0.02) for shape in ((WIDTH, MODEL), (MODEL, WIDTH)))
     up, down = (np.broadcast_to(w, (EXPERTS, *w.shape)) for w in (up, down))
-    with Experts(up, up, down, precision) as layer:
+    with Experts(up, up, down, precision, down_precision=down_precision) as layer:
         few, many = _seconds(layer, 1), _seconds(layer, MANY)
         call, link = _call_seconds(layer), _link(layer)
         read, flops = CHOSEN * layer.nbytes / EXPERTS, 6 * MANY * CHOSEN * MODEL * WIDTH
-    return Host(f"{os.cpu_count()} cores with {isa()}, {precision}", read / few, flops / many, call, link)
+    return Host(f"{os.cpu_count()} cores with {isa()}, {_both(precision, down_precision)}", read / few, flops / many, call, link)
+
+
+def _both(precision: str, down: str | None) -> str:
+    return precision if down in (None, precision) else f"{precision} and {down}"
 
 
 def _seconds(layer: Any, tokens: int) -> float:

@@ -63,7 +63,7 @@ def place(checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None = N
     checkpoint.place(chosen, wanted.host_precision)
     if wanted.host_folder is None:  # what is mapped from files the system can give up and read again
         _refuse_without_memory(checkpoint)
-    rates = measure.host(checkpoint.precision_on_host(min(chosen)))
+    rates = measure.host(*checkpoint.precisions_on_host(min(chosen)))
     routed, counted = None, routing if routing is not None and routing.tokens else None
     if _layers(checkpoint) and (counted is not None or wanted.device_experts):
         most = count if asked else len(movable)
@@ -186,7 +186,7 @@ def _refuse_without_memory(checkpoint: Checkpoint) -> None:
 
 def _host_needs(checkpoint: Checkpoint, layers: Iterable[int]) -> int:
     """Bytes of these layers' packed experts."""
-    each = (host.packed_bytes(checkpoint.config, checkpoint.precision_on_host(layer)) for layer in layers)
+    each = (host.packed_bytes(checkpoint.config, *checkpoint.precisions_on_host(layer)) for layer in layers)
     return (checkpoint.config.n_routed_experts or 0) * sum(each)
 
 
@@ -199,7 +199,7 @@ def _stream_tokens(checkpoint: Checkpoint, rates: roofline.Host, routed: rooflin
 
 def _packed_bytes(checkpoint: Checkpoint) -> int:
     """Of an expert in the first layer on the host."""
-    return host.packed_bytes(checkpoint.config, checkpoint.precision_on_host(min(checkpoint.host)))
+    return host.packed_bytes(checkpoint.config, *checkpoint.precisions_on_host(min(checkpoint.host)))
 
 
 def _defer(checkpoint: Checkpoint, rates: roofline.Host, routed: roofline.Routed | None) -> int:

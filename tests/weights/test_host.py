@@ -97,6 +97,18 @@ def test_experts_come_to_the_host_as_they_are_stored_and_never_to_the_device(sto
 
 
 @pytest.mark.usefixtures("host_library")
+def test_what_is_planned_for_packed_experts_is_what_they_take(stored):
+    """Also where down has a format of its own."""
+    path, precisions = stored
+    checkpoint = opened(path)
+    layers = checkpoint.read().on_host()
+    assert {checkpoint.precisions_on_host(number) for number in layers} == {precisions}
+    assert placement._host_needs(checkpoint, layers) == sum(layer.nbytes for layer in layers.values())
+    first = layers[min(layers)]
+    assert placement._packed_bytes(checkpoint) * first.experts == first.nbytes
+
+
+@pytest.mark.usefixtures("host_library")
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_a_precision_that_is_asked_for_is_that_of_every_layer(tmp_path, precision):
     checkpoint = opened(fp8_blocks(tmp_path), precision=precision)
@@ -176,7 +188,7 @@ class OnGPU:
         checkpoint.target, checkpoint.device = SimpleNamespace(platform="gpu"), roofline.DEVICES["NVIDIA H200"]
         monkeypatch.setattr(planning, "available", lambda: int(room))
         monkeypatch.setattr(host, "refuse_without_library", lambda: None)
-        monkeypatch.setattr(measure, "host", lambda precision: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+        monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
 
 
 def test_experts_leave_a_gpu_from_the_last_layer_on_until_the_rest_fits(tmp_path, monkeypatch):
@@ -198,7 +210,7 @@ def test_a_cpu_device_keeps_its_experts_unless_asked(tmp_path):
 
 @pytest.mark.usefixtures("host_library")
 def test_a_number_of_layers_overrides_the_decision_and_a_backend_keeps_all_on_the_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "host", lambda precision: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
     checkpoint = Checkpoint(bf16(tmp_path))
     assert place(checkpoint, ExpertOptions(host_layers=1)).host == (2,)
     assert place(checkpoint, ExpertOptions(experts="host")).host == (1, 2)
@@ -275,7 +287,7 @@ def test_as_many_experts_are_deferred_as_asked_or_as_are_predicted_to_gain(tmp_p
     checkpoint = Checkpoint(bf16(tmp_path))
     assert checkpoint.abstract.defer == 0
     OnGPU(monkeypatch, checkpoint, 1e9)
-    monkeypatch.setattr(measure, "host", lambda precision: roofline.Host("a CPU", bandwidth, bandwidth, 0, 5e10))
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", bandwidth, bandwidth, 0, 5e10))
     place(checkpoint, ExpertOptions(experts="host", defer=asked))
     assert checkpoint.defer == checkpoint.abstract.defer == expected
 
@@ -310,7 +322,7 @@ def test_experts_that_are_brought_to_a_gpu_have_room_there(tmp_path, monkeypatch
 
 @pytest.mark.usefixtures("host_library")
 def test_a_cpu_device_brings_experts_nowhere_unless_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "host", lambda precision: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
     for asked in (None, 2):
         checkpoint = Checkpoint(bf16(tmp_path / str(asked)))
         place(checkpoint, ExpertOptions(experts="host", stream_tokens=asked))
@@ -325,14 +337,26 @@ def test_rates_are_measured_once_and_again_if_the_file_is_damaged(tmp_path, monk
     for name, size in {"MODEL": 256, "WIDTH": 256, "MANY": 8, "EXPERTS": 12}.items():
         monkeypatch.setattr(measure, name, size)
     path = tmp_path / "folder" / "host.json"
-    first = measure.host("q4_k", path)
+    first = measure.host("q4_k", cache=path)
     assert all(value > 0 for value in (first.bandwidth, first.flops, first.link))
     assert first.name.endswith(f"with {cpu_experts.isa()}, q4_k")
     assert len(json.loads(path.read_text())) == 1
-    monkeypatch.setattr(measure, "measure", lambda precision: first._replace(name=precision))
-    assert measure.host("q4_k", path) == first
-    assert measure.host("int8", path).name == "int8"
-    assert measure.host("q4_k", path) == first
+    monkeypatch.setattr(measure, "measure", lambda *precisions: first._replace(name=str(precisions)))
+    assert measure.host("q4_k", cache=path) == first
+    assert measure.host("q4_k", "q4_k", cache=path) == first
+    assert measure.host("int8", cache=path).name == "('int8', None)"
+    assert measure.host("q4_k", "q6_k", cache=path).name == "('q4_k', 'q6_k')"
+    assert measure.host("q4_k", cache=path) == first
     for damage in ("", "[1]", '{"a": 1}', path.read_text().replace("bandwidth", "width")):
         path.write_text(damage)
-        assert measure.host("q4_k", path).name == "q4_k"
+        assert measure.host("q4_k", cache=path).name == "('q4_k', None)"
+
+
+@pytest.mark.usefixtures("host_library")
+def test_rates_of_a_down_projection_in_its_own_format_are_of_both(tmp_path, monkeypatch):
+    opened_with = []
+    for name, size in {"MODEL": 256, "WIDTH": 256, "MANY": 8, "EXPERTS": 12}.items():
+        monkeypatch.setattr(measure, name, size)
+    monkeypatch.setattr(measure, "_link", lambda layer: opened_with.append((layer.precision, layer.down_precision)) or 1.0)
+    assert measure.host("q4_k", "q6_k", tmp_path / "host.json").name.endswith("q4_k and q6_k")
+    assert opened_with == [("q4_k", "q6_k")]

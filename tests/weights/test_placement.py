@@ -74,7 +74,7 @@ def test_as_many_layers_lie_on_the_host_as_are_predicted_to_be_fastest(monkeypat
     assert placed(checkpoint).host == (2, 3, 4, 5)
     for slow, expected in ((1e8, (1, 2, 3, 4, 5)), (1e15, (2, 3, 4, 5))):
         rates = roofline.Host("a CPU", slow, slow, 1e-9, 5e10)
-        monkeypatch.setattr(measure, "host", lambda precision, rates=rates: rates)
+        monkeypatch.setattr(measure, "host", lambda *precisions, rates=rates: rates)
         checkpoint.place(())
         assert placed(checkpoint, routing_stats=str(statistics.path)).host == expected
         assert planning.plan(checkpoint, 64).fits
@@ -82,7 +82,7 @@ def test_as_many_layers_lie_on_the_host_as_are_predicted_to_be_fastest(monkeypat
 
 def test_a_host_that_is_too_small_gets_no_more_layers_than_must_be(monkeypatch, folder, statistics):
     checkpoint = on_gpu(monkeypatch, folder, 3.5)
-    monkeypatch.setattr(measure, "host", lambda precision: roofline.Host("a CPU", 1e8, 1e8, 1e-9, 5e10))
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e8, 1e8, 1e-9, 5e10))
     packed, largest = X * host.packed_bytes(checkpoint.config, "bf16"), checkpoint.expert_bytes(1)
     monkeypatch.setattr(placement, "host_memory", lambda: 4 * packed + largest)
     assert placed(checkpoint, routing_stats=str(statistics.path)).host == (2, 3, 4, 5)
@@ -90,7 +90,7 @@ def test_a_host_that_is_too_small_gets_no_more_layers_than_must_be(monkeypatch, 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 32])
 def test_a_number_of_experts_overrides_what_fits_and_takes_as_many_of_each_layer_without_statistics(monkeypatch, folder, count):
-    monkeypatch.setattr(measure, "host", lambda precision: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
     monkeypatch.setattr(host, "refuse_without_library", lambda: None)
     checkpoint = Checkpoint(folder)
     found = place(checkpoint, ExpertOptions(experts="host", device_experts=count))
@@ -124,7 +124,7 @@ def test_what_cannot_be_is_refused(monkeypatch, folder, statistics):
 
 def test_predictions_count_what_the_host_still_gets(monkeypatch, folder, statistics):
     checkpoint = on_gpu(monkeypatch, folder, 3.5)
-    monkeypatch.setattr(measure, "host", lambda precision: roofline.Host("a CPU", 1e8, 1e9, 0, 5e10))
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e8, 1e9, 0, 5e10))
 
     def busy(**options) -> list[float]:
         checkpoint.place(())
