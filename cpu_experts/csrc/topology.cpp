@@ -5,9 +5,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <thread>
 
 namespace cpu_experts {
@@ -15,6 +17,7 @@ namespace {
 
 constexpr int kMaxIds = 1024;  // of nodes: what Linux can be built for at most
 constexpr long kMaxNumber = 1 << 16;  // in a list: past every node and core there is
+constexpr long long kNoLimit = 1 << 30;
 
 // A file's one line, without its end.
 bool read_line(const char* path, char* text, int size) {
@@ -69,6 +72,37 @@ std::vector<Node> read_nodes(const cpu_set_t& usable) {
     return with_cores;
 }
 
+// What the rule of one control group is worth, of version 2 or 1, rounded up; kNoLimit where there is none ("max", or -1).
+long long group_cores(const std::string& folder) {
+    long long quota = 0, period = 0;
+    if (std::ifstream rule(folder + "/cpu.max"); !(rule >> quota >> period)) {
+        std::ifstream(folder + "/cpu.cfs_quota_us") >> quota;
+        std::ifstream(folder + "/cpu.cfs_period_us") >> period;
+    }
+    return quota > 0 && period > 0 ? 1 + (quota - 1) / period : kNoLimit;
+}
+
+// Of a group and of all that it is in. In a container the path may be the machine's, of which nothing is seen there: then the
+// uppermost is its own.
+long long cores_up_from(const std::string& mount, std::string path) {
+    long long cores = group_cores(mount);
+    for (; !path.empty(); path.resize(path.rfind('/'))) cores = std::min(cores, group_cores(mount + path));
+    return cores;
+}
+
+long long allowed_cores(const std::string& root) {
+    std::string mount = root + "/sys/fs/cgroup", unified, of_cpu;
+    std::ifstream groups(root + "/proc/self/cgroup");
+    for (std::string line; std::getline(groups, line);) {  // number:controllers:path, without controllers in version 2
+        size_t first = line.find(':'), path = line.find(":/", first + 1);
+        if (path == std::string::npos) continue;
+        std::string controllers = "," + line.substr(first + 1, path - first - 1) + ",";
+        if (controllers == ",,") unified = line.substr(path + 1);
+        if (controllers.find(",cpu,") != std::string::npos) of_cpu = line.substr(path + 1);
+    }
+    return std::min(cores_up_from(mount, unified), cores_up_from(mount + "/cpu", of_cpu));
+}
+
 // The system moves a huge page as a whole. Those with a border in them are split, so that small experts, too, lie where they are
 // read: with borders at 2 MiB instead, nodes would read from others 40 % of DeepSeek-V2-Lite's experts in four bits, and a tenth
 // of DeepSeek-V3's.
@@ -80,11 +114,11 @@ void split_huge_page(uintptr_t border, uintptr_t page) {
 
 }  // namespace
 
-int usable_cores() {
+int usable_cores(const std::string& root) {
     cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
     int cores = int(std::thread::hardware_concurrency());
-    return cores > 0 ? cores : 1;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) cores = CPU_COUNT(&set);
+    return int(std::min<long long>(std::max(cores, 1), allowed_cores(root)));
 }
 
 std::vector<Node> usable_nodes() {

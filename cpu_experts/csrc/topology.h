@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace cpu_experts {
@@ -17,7 +18,9 @@ struct Node {
     cpu_set_t cores;  // those that this thread may use
 };
 
-int usable_cores();
+// Cores that this thread may use, and no more than the time is worth that its control groups leave it, as containers have them:
+// with more threads, all would wait for the next period. The system's files are looked for below `root`.
+int usable_cores(const std::string& root = "");
 
 // Nodes that have usable cores; only one, of all of them, where there are no more or the system does not say.
 std::vector<Node> usable_nodes();

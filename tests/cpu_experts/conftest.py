@@ -54,6 +54,7 @@ def isa(request, monkeypatch):
 
 ONCE = ("test_blocks", "test_forward", "test_layout", "test_libfuzzer", "test_numa", "test_packed", "test_sanitizers")
 OF_CPP = (
+    "test_a_quota_bounds_the_cores",
     "test_kernels_stay_within_their_buffers",
     "test_on_another_architecture_the_portable_kernels_are_built",
     "test_the_protocol_between_gpu_and_host",
