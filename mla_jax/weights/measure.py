@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from mla_jax.base import roofline
 from mla_jax.base.files import write_json
 from mla_jax.base.roofline import Device, Host
+from mla_jax.weights.limits import cores
 
 MODEL, WIDTH, EXPERTS, CHOSEN = 2048, 1536, 24, 6
 MANY = 256  # tokens: enough that arithmetic bounds a layer
@@ -48,7 +49,7 @@ def measure(precision: str, down_precision: str | None = None) -> Host:
         few, many = _seconds(layer, 1), _seconds(layer, MANY)
         call, link = _call_seconds(layer), _link(layer)
         read, flops = CHOSEN * layer.nbytes / EXPERTS, 6 * MANY * CHOSEN * MODEL * WIDTH
-    return Host(f"{os.cpu_count()} cores with {isa()}, {_both(precision, down_precision)}", read / few, flops / many, call, link)
+    return Host(f"{cores()} cores with {isa()}, {_both(precision, down_precision)}", read / few, flops / many, call, link)
 
 
 def _both(precision: str, down: str | None) -> str:
@@ -104,8 +105,7 @@ def _key(precision: str) -> str:
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{model}, {cores} cores, {isa()}, abi {ABI}.{FFI_ABI}, {precision}, {jax.devices()[0].device_kind}"
+    return f"{model}, {cores()} cores, {isa()}, abi {ABI}.{FFI_ABI}, {precision}, {jax.devices()[0].device_kind}"
 
 
 def _folder() -> Path:

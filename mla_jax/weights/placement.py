@@ -17,8 +17,9 @@ from mla_jax.base.options import ExpertOptions
 from mla_jax.model.stream import CHUNK, held_bytes
 from mla_jax.weights import host, measure
 from mla_jax.weights.hottest import best_split, hottest
+from mla_jax.weights.limits import free_memory
 from mla_jax.weights.load import Checkpoint
-from mla_jax.weights.plan import Plan, gib, host_memory, plan, score_bytes
+from mla_jax.weights.plan import Plan, gib, plan, score_bytes
 from mla_jax.weights.routing import Routing
 
 PREDICTED = -1  # experts to defer
@@ -127,7 +128,7 @@ def _splits(
     config, first = checkpoint.config, True
     for count in counts:
         chosen = movable[len(movable) - count :]
-        if not first and wanted.host_folder is None and _host_needs(checkpoint, chosen) + max(device.sizes) > host_memory():
+        if not first and wanted.host_folder is None and _host_needs(checkpoint, chosen) + max(device.sizes) > free_memory():
             return
         layers, first = [layer for layer in chosen if layer < config.num_hidden_layers], False
         experts = config.n_routed_experts or 1
@@ -176,7 +177,7 @@ def _refuse_without_memory(checkpoint: Checkpoint) -> None:
     """Stacks are packed layer by layer: the host holds all that is packed and one layer not yet."""
     largest = max(checkpoint.expert_bytes(layer) for layer in checkpoint.host)
     held = _host_needs(checkpoint, checkpoint.host)
-    if held + largest > (free := host_memory()):
+    if held + largest > (free := free_memory()):
         raise DoesNotFit(
             "the experts do not fit the host's memory",
             f"{len(checkpoint.host)} layers take {gib(held)} and {gib(largest)} while they are packed; {gib(free)} are free",

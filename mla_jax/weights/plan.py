@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import jax
 
@@ -10,6 +9,7 @@ from mla_jax.base import roofline
 from mla_jax.base.errors import DoesNotFit
 from mla_jax.base.qtensor import QTensor
 from mla_jax.model.stream import held_bytes
+from mla_jax.weights.limits import free_memory
 from mla_jax.weights.load import Checkpoint
 
 
@@ -115,13 +115,7 @@ def available() -> int:
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
         return stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
-    return host_memory()
-
-
-def host_memory() -> int:
-    """Bytes of the host's memory that are free."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return free_memory()
 
 
 def gib(size: int) -> str:

@@ -242,7 +242,7 @@ def test_a_model_without_experts_has_none_to_move(tmp_path):
 def test_a_host_that_is_too_small_is_found_out_before_anything_is_read(tmp_path, monkeypatch):
     checkpoint = Checkpoint(bf16(tmp_path))
     OnGPU(monkeypatch, checkpoint, 1)
-    monkeypatch.setattr(placement, "host_memory", lambda: 1000)
+    monkeypatch.setattr(placement, "free_memory", lambda: 1000)
     with pytest.raises(DoesNotFit, match=r"do not fit the host's memory\n  2 layers take .* 1000\.0|0\.0 MiB are free"):
         place(checkpoint, ExpertOptions())
 
@@ -336,10 +336,11 @@ def test_a_cpu_device_brings_experts_nowhere_unless_asked(tmp_path, monkeypatch)
 def test_rates_are_measured_once_and_again_if_the_file_is_damaged(tmp_path, monkeypatch):
     for name, size in {"MODEL": 256, "WIDTH": 256, "MANY": 8, "EXPERTS": 12}.items():
         monkeypatch.setattr(measure, name, size)
+    monkeypatch.setattr(measure, "cores", lambda: 3)
     path = tmp_path / "folder" / "host.json"
     first = measure.host("q4_k", cache=path)
     assert all(value > 0 for value in (first.bandwidth, first.flops, first.link))
-    assert first.name.endswith(f"with {cpu_experts.isa()}, q4_k")
+    assert first.name == f"3 cores with {cpu_experts.isa()}, q4_k"
     assert len(json.loads(path.read_text())) == 1
     monkeypatch.setattr(measure, "measure", lambda *precisions: first._replace(name=str(precisions)))
     assert measure.host("q4_k", cache=path) == first

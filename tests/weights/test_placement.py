@@ -84,7 +84,7 @@ def test_a_host_that_is_too_small_gets_no_more_layers_than_must_be(monkeypatch, 
     checkpoint = on_gpu(monkeypatch, folder, 3.5)
     monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e8, 1e8, 1e-9, 5e10))
     packed, largest = X * host.packed_bytes(checkpoint.config, "bf16"), checkpoint.expert_bytes(1)
-    monkeypatch.setattr(placement, "host_memory", lambda: 4 * packed + largest)
+    monkeypatch.setattr(placement, "free_memory", lambda: 4 * packed + largest)
     assert placed(checkpoint, routing_stats=str(statistics.path)).host == (2, 3, 4, 5)
 
 
