@@ -24,6 +24,7 @@ from mla_jax.weights.limits import cores
 MODEL, WIDTH, EXPERTS, CHOSEN = 2048, 1536, 24, 6
 MANY = 256  # tokens: enough that arithmetic bounds a layer
 REPEATS = 7
+MOST = 1e18  # bytes or FLOPs a second
 
 
 def host(precision: str = "bf16", down: str | None = None, cache: Path | None = None) -> Host:
@@ -32,7 +33,7 @@ def host(precision: str = "bf16", down: str | None = None, cache: Path | None = 
     Measured if they are not in the `cache`."""
     path = cache or _folder() / "host.json"
     key, known = _key(_both(precision, down)), _read(path, Host._fields)
-    if key not in known:
+    if not _possible(known.get(key)):
         known[key] = measure(precision, down)._asdict()
         _keep(path, known)
     return Host(**known[key])
@@ -50,6 +51,16 @@ def measure(precision: str, down_precision: str | None = None) -> Host:
         call, link = _call_seconds(layer), _link(layer)
         read, flops = CHOSEN * layer.nbytes / EXPERTS, 6 * MANY * CHOSEN * MODEL * WIDTH
     return Host(f"{cores()} cores with {isa()}, {_both(precision, down_precision)}", read / few, flops / many, call, link)
+
+
+def _possible(found: dict[str, Any] | None) -> bool:
+    """Whether rates of a file can be any CPU's; a call may have been too short to be measured."""
+    if found is None or not isinstance(found["name"], str):
+        return False
+    figures = {field: value for field, value in found.items() if field != "name"}
+    if any(type(value) not in (int, float) or not 0 <= value < MOST for value in figures.values()):  # NaN is neither
+        return False
+    return all(figures[field] > 0 for field in ("bandwidth", "flops", "link"))
 
 
 def _both(precision: str, down: str | None) -> str:
@@ -207,4 +218,5 @@ def _best(run: Callable[[], Any]) -> float:
 def _sane(found: Any, table: Device) -> bool:
     if found is None or not all(isinstance(found[name], int | float) for name in FIGURES):
         return False
-    return all(SANE[0] <= found[name] / getattr(table, name) <= SANE[1] for name in FIGURES)
+    least, most = ([share * getattr(table, name) for name in FIGURES] for share in SANE)
+    return all(low <= found[name] <= high for low, name, high in zip(least, FIGURES, most, strict=True))

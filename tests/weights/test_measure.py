@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from mla_jax.base.roofline import DEVICES
+from mla_jax.base.roofline import DEVICES, Host
 from mla_jax.weights import measure
 
 H200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
@@ -25,7 +25,9 @@ def test_figures_of_a_gpu_are_measured_once_and_again_if_the_file_is_damaged(tmp
         assert measure.device(H200, path) == expected
     path.write_text(path.read_text().replace("800000000000000.0", "NaN"))
     assert measure.device(H200, path) == expected
-    assert len(calls) == 7
+    path.write_text(path.read_text().replace("800000000000000.0", "8" * 400))
+    assert measure.device(H200, path) == expected
+    assert len(calls) == 8
 
 
 @pytest.mark.parametrize("found", [None, {**FOUND, "flops": 1.0}, {**FOUND, "bandwidth": 1e15}, {**FOUND, "flops": float("nan")}])
@@ -64,3 +66,41 @@ def test_memory_is_read_and_matrices_are_multiplied(monkeypatch):
     assert all(value > 1e6 for value in found.values())
     monkeypatch.setattr(measure, "_free", lambda target: 1 << 20)
     assert measure.measure_device(jax.devices()[0]) is None
+
+
+FIGURES = Host._fields[1:]
+RATES = Host("a CPU", **dict.fromkeys(FIGURES, 1e9))
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[tuple]:
+    """The calls of what measures rates, which are then RATES."""
+    calls = []
+    monkeypatch.setattr(measure, "_key", lambda precision: precision)
+    monkeypatch.setattr(measure, "measure", lambda *precisions: calls.append(precisions) or RATES)
+    return calls
+
+
+IMPOSSIBLE = ["fast", None, True, [], {}, -1, float("nan"), float("inf"), 1e30, 10**400]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((field, value) for field in FIGURES for value in IMPOSSIBLE),
+        *((f, 0) for f in ("bandwidth", "flops", "link")),
+        ("name", 1),
+    ],
+)
+def test_rates_that_no_cpu_has_are_measured_again(tmp_path, measured, field, value):
+    path, calls = tmp_path / "host.json", measured
+    path.write_text(json.dumps({"bf16": {**RATES._asdict(), field: value}, "int8": RATES._asdict()}))
+    assert [measure.host("bf16", cache=path) for _ in range(2)] == [RATES] * 2
+    assert calls == [("bf16", None)]
+    assert json.loads(path.read_text()) == dict.fromkeys(("bf16", "int8"), RATES._asdict())
+
+
+def test_a_call_too_short_to_be_measured_is_believed(tmp_path, measured):
+    (tmp_path / "host.json").write_text(json.dumps({"bf16": RATES._replace(call=0.0)._asdict()}))
+    assert measure.host("bf16", cache=tmp_path / "host.json").call == 0
+    assert not measured
