@@ -40,6 +40,9 @@ def install(built: Path, place: Path) -> None:
 def main(arguments: list[str]) -> int:
     target = Path(arguments[0]) if arguments else cache_folder()
     headers = ffi_headers()
+    if target is None:
+        print("error: this user has no home for a cache: name a folder, or set XDG_CACHE_HOME", file=sys.stderr)
+        return 1
     try:
         install(build(target / "build", f"-DCPU_EXPERTS_FFI_HEADERS={headers or ''}", target="cpu_experts"), target / NAME)
         if headers is not None:

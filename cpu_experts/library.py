@@ -117,12 +117,15 @@ def ffi_places(headers: Path) -> list[Path]:
 def _places(variable: str, name: str) -> list[Path]:
     if named := os.environ.get(variable):
         return [Path(named)]
-    return [Path(__file__).parent / name, cache_folder() / name]
+    return [folder / name for folder in (Path(__file__).parent, cache_folder()) if folder is not None]
 
 
-def cache_folder() -> Path:
-    """Where `python -m cpu_experts.build` puts them."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def cache_folder() -> Path | None:
+    """Where `python -m cpu_experts.build` puts them; None for a user without a home, as containers may have."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
     return Path(base) / "cpu_experts" / f"abi{ABI}"
 
 

@@ -1,4 +1,6 @@
-"""Small JSON files: bounded reading from untrusted folders (a size cap, no duplicate keys, finite numbers only), and writing."""
+"""Small JSON files: bounded reading from untrusted folders (a size cap, no duplicate keys, finite numbers only), and writing.
+
+And the folder of the user's cache."""
 
 import json
 import math
@@ -24,6 +26,14 @@ def read_json(path: Path, limit: int, error: type[MlaJaxError] = BadFile) -> dic
     if len(data) > limit:
         raise error(f"{path.name} is too large", f"found more than {limit:,} bytes, which is the limit for this file", str(path))
     return parse_json(data, str(path), error)
+
+
+def cache_folder() -> Path | None:
+    """Where what is worth keeping is kept; None for a user without a home, as containers may have."""
+    try:
+        return Path.home() / ".cache" / "mla_jax"
+    except RuntimeError:
+        return None
 
 
 def write_json(path: Path, value: object, indent: int | None = None) -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported, printable
+from mla_jax.base.files import cache_folder
 from mla_jax.base.options import AttentionOptions, ExpertOptions, SamplingParams
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.batch import Batch
@@ -307,6 +308,6 @@ def _plain(value):
 
 def _cache_compiled_programs():
     """Turns on JAX's persistent compilation cache, unless the user has set one."""
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "mla_jax" / "compiled"))
+    if jax.config.values["jax_compilation_cache_dir"] is None and (folder := cache_folder()) is not None:
+        jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

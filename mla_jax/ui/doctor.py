@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from mla_jax.base.files import cache_folder
+
 NEEDED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "jaxtyping", "tokenizers", "safetensors", "jinja2", "tyro")
 OPTIONAL = ("matplotlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 HIDDEN_BY = (*NEEDED, "mla_jax", "convert", "json", "types", "random", "typing", "dataclasses", "resource")
@@ -24,7 +26,9 @@ def doctor() -> Iterator[str]:
     )
     yield from _devices()
     yield experts_on_the_cpu()
-    yield f"compiled programs: {os.environ.get('JAX_COMPILATION_CACHE_DIR') or Path.home() / '.cache' / 'mla_jax' / 'compiled'}"
+    folder = cache_folder()
+    kept = folder / "compiled" if folder else "not kept, for this user has no home; set JAX_COMPILATION_CACHE_DIR"
+    yield f"compiled programs: {os.environ.get('JAX_COMPILATION_CACHE_DIR') or kept}"
 
 
 def shadows(folder: Path) -> list[tuple[str, Path]]:

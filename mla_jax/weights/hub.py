@@ -30,12 +30,12 @@ def resolve(model: str | Path | None) -> Path:
 
 
 def cache() -> Path:
-    """The Hub's cache, found as its own library finds it."""
+    """The Hub's cache, found as its own library finds it: below `~` for a user without a home."""
     given = os.environ.get
     if folder := given("HF_HUB_CACHE") or given("HUGGINGFACE_HUB_CACHE"):
-        return Path(folder).expanduser()
+        return Path(os.path.expanduser(folder))
     home = given("HF_HOME") or Path(given("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(home).expanduser() / "hub"
+    return Path(os.path.expanduser(home)) / "hub"
 
 
 def _snapshot(name: str, path: Path) -> Path:

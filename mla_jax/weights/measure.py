@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from mla_jax.base import roofline
-from mla_jax.base.files import write_json
+from mla_jax.base.files import cache_folder, write_json
 from mla_jax.base.roofline import Device, Host
 from mla_jax.weights.limits import cores
 
@@ -31,7 +31,7 @@ def host(precision: str = "bf16", down: str | None = None, cache: Path | None = 
     """The CPU's rates for experts in a number format of `cpu_experts`, `down` in its own (None: the same).
 
     Measured if they are not in the `cache`."""
-    path = cache or _folder() / "host.json"
+    path = cache or _kept("host.json")
     key, known = _key(_both(precision, down)), _read(path, Host._fields)
     if not _possible(known.get(key)):
         known[key] = measure(precision, down)._asdict()
@@ -119,12 +119,15 @@ def _key(precision: str) -> str:
     return f"{model}, {cores()} cores, {isa()}, abi {ABI}.{FFI_ABI}, {precision}, {jax.devices()[0].device_kind}"
 
 
-def _folder() -> Path:
-    return Path.home() / ".cache" / "mla_jax"
+def _kept(name: str) -> Path | None:
+    folder = cache_folder()
+    return None if folder is None else folder / name
 
 
-def _read(path: Path, fields: tuple[str, ...]) -> dict[str, dict]:
+def _read(path: Path | None, fields: tuple[str, ...]) -> dict[str, dict]:
     """What is kept; nothing if it cannot be read or is not ours."""
+    if path is None:
+        return {}
     try:
         found = json.loads(path.read_text())
         return {key: value for key, value in found.items() if value.keys() == set(fields)}
@@ -132,8 +135,10 @@ def _read(path: Path, fields: tuple[str, ...]) -> dict[str, dict]:
         return {}
 
 
-def _keep(path: Path, known: dict[str, dict]) -> None:
+def _keep(path: Path | None, known: dict[str, dict]) -> None:
     """For the next start; where there is no place to keep anything it is measured again."""
+    if path is None:
+        return
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, known, indent=1)
@@ -160,7 +165,7 @@ def device(target: Any = None, cache: Path | None = None) -> Device:
     table = roofline.device(target.device_kind, target.platform)
     if target.platform == "cpu":
         return table
-    path, key = cache or _folder() / "device.json", f"{target.device_kind}, JAX {jax.__version__}"
+    path, key = cache or _kept("device.json"), f"{target.device_kind}, JAX {jax.__version__}"
     known = _read(path, FIGURES)
     if not _sane(known.get(key), table):
         try:

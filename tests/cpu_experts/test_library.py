@@ -12,7 +12,7 @@ from test_sanitizers import ASAN
 
 import cpu_experts
 from cpu_experts import Unsupported, library
-from cpu_experts.build import build
+from cpu_experts.build import build, main
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -45,6 +45,26 @@ def test_what_is_no_library_or_another_one_is_refused(nowhere):
 
     with pytest.raises(Unsupported, match=r"cannot be loaded.*cpu_experts\.build"):
         library.opened(ctypes.util.find_library("c"))
+
+
+@pytest.fixture
+def homeless(monkeypatch):
+    """As a user with a number that the system does not know."""
+    for name in ("CPU_EXPERTS_LIBRARY", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+
+
+def test_a_user_without_a_home_has_no_library_there(homeless, monkeypatch, capsys):
+    monkeypatch.setattr(library, "__file__", "/nowhere/library.py")
+    monkeypatch.setattr(cpu_experts, "load", library.load.__wrapped__)
+    cpu_experts._say.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"looked at /nowhere/libcpu_experts\.so\)"):
+        assert not cpu_experts.available()
+    assert main([]) == 1
+    assert "error: this user has no home" in capsys.readouterr().err
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert library.places()[1] == Path("/cache/cpu_experts/abi2/libcpu_experts.so")
 
 
 def test_another_abi_is_refused(builds, monkeypatch):

@@ -551,3 +551,15 @@ def test_prompts_bring_experts_of_the_host_to_the_device_if_asked(llm, folder, m
 def test_what_is_no_way_of_computing_experts_is_refused(folder):
     with pytest.raises(BadRequest, match="experts gpu is not known\n  known: auto, host, dense, loop, gather, ragged"):
         LLM(folder, experts="gpu")
+
+
+def test_for_a_user_without_a_home_no_compiled_programs_are_kept(monkeypatch):
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        engine._cache_compiled_programs()
+        assert jax.config.values["jax_compilation_cache_dir"] is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

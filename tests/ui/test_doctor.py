@@ -8,6 +8,7 @@ import pytest
 
 import cpu_experts
 from cpu_experts import library
+from mla_jax.ui import doctor
 from mla_jax.ui.doctor import experts_on_the_cpu, shadows
 
 ROOT = Path(__file__).parents[2]
@@ -54,3 +55,11 @@ def test_the_doctor_says_how_experts_on_the_cpu_can_be_had(tmp_path, monkeypatch
 @pytest.mark.usefixtures("host_library")
 def test_the_doctor_names_the_instructions_that_experts_on_the_cpu_use():
     assert experts_on_the_cpu() == f"experts on the CPU: {cpu_experts.isa()}"
+
+
+def test_the_doctor_sees_a_user_without_a_home(monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setattr(doctor, "_devices", lambda: iter(()))
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    assert "compiled programs: not kept" in [*doctor.doctor()][-1]

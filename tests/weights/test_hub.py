@@ -101,3 +101,12 @@ def test_a_file_instead_of_its_folder_is_told_the_folder(tmp_path):
     with pytest.raises(BadFile, match="is a file") as caught:
         open_source(hub.resolve(tmp_path / "model.safetensors"))
     assert f"did you mean the folder {tmp_path}" in str(caught.value)
+
+
+def test_a_user_without_a_home_is_told_so_of_a_name(monkeypatch):
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    with pytest.raises(BadFile, match=r"the cache ~/\.cache/huggingface/hub does not have it"):
+        hub.resolve("owner/name")

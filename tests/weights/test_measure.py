@@ -104,3 +104,14 @@ def test_a_call_too_short_to_be_measured_is_believed(tmp_path, measured):
     (tmp_path / "host.json").write_text(json.dumps({"bf16": RATES._replace(call=0.0)._asdict()}))
     assert measure.host("bf16", cache=tmp_path / "host.json").call == 0
     assert not measured
+
+
+def test_for_a_user_without_a_home_no_rates_are_kept(measured, monkeypatch):
+    """One of a number that the system does not know, as containers may have."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    monkeypatch.setattr(measure, "measure_device", lambda target: dict(FOUND))
+    monkeypatch.setattr(measure, "write_json", lambda *_: pytest.fail("something was written"))
+    assert [measure.host() for _ in range(2)] == [RATES] * 2
+    assert len(measured) == 2
+    assert measure.device(H200).measured
