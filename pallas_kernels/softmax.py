@@ -29,6 +29,7 @@ def add(state: Running, scores: jax.Array, weigh: Callable[[jax.Array], jax.Arra
 
 def finish(state: Running) -> tuple[jax.Array, jax.Array]:
     """The output `[.. V]` and the LSE `[..]`: zeros and -inf where nothing was seen."""
-    total = jnp.where(state.total > 0, state.total, 1)
-    lse = jnp.where(state.total > 0, state.top + jnp.log(total), -jnp.inf)
+    none = state.total == 0  # not so of NaN, which goes on into both
+    total = jnp.where(none, 1, state.total)
+    lse = jnp.where(none, -jnp.inf, state.top + jnp.log(total))
     return state.out / total, lse[..., 0]

@@ -19,6 +19,7 @@ class MlaDecodeCase(NamedTuple):
     page: int = 64
     spare: int = 3  # pages that no row uses
     packed: bool = False  # the latent in E4M3
+    poisoned: bool = False  # the key of a token that the longest row holds is NaN
 
     @property
     def scale(self) -> float:
@@ -42,6 +43,9 @@ MLA_DECODE = [
     MlaDecodeCase("E4M3, 32 queries, pages of 16", (200, 3), 8, tokens=4, page=16, packed=True),
     MlaDecodeCase("E4M3, the demo model, pages of 256", (70, 300), 8, rank=256, rope=32, page=256, packed=True),
     MlaDecodeCase("E4M3, smallest rank", (129, 20), 20, rank=128, page=32, packed=True),
+    MlaDecodeCase("NaN in what is held", (70, 0, 400), 16, poisoned=True),
+    MlaDecodeCase("64 heads, NaN in what is held", (257, 64), 64, poisoned=True),
+    MlaDecodeCase("E4M3, NaN in what is held", (70, 0, 200), 16, packed=True, poisoned=True),
 ]
 
 
@@ -63,6 +67,11 @@ def mla_decode_inputs(case: MlaDecodeCase, seed: int = 0, dtype=jnp.bfloat16) ->
     def cache(width):
         return jnp.asarray(np.where(held, normal(pages, case.page, width), np.nan), dtype)
 
+    def keys():
+        longest = int(lens.argmax())
+        page, slot = divmod(lens[longest] // 2, case.page)
+        return cache(case.rope).at[table[longest, page], slot].set(jnp.nan) if case.poisoned else cache(case.rope)
+
     def latent():
         if not case.packed:
             return cache(case.rank)
@@ -75,7 +84,7 @@ def mla_decode_inputs(case: MlaDecodeCase, seed: int = 0, dtype=jnp.bfloat16) ->
         "q_c": jnp.asarray(normal(B, case.tokens, case.heads, case.rank), dtype),
         "q_pe": jnp.asarray(normal(B, case.tokens, case.heads, case.rope), dtype),
         "c_kv": latent(),
-        "k_pe": cache(case.rope),
+        "k_pe": keys(),
         "page_table": jnp.asarray(table),
         "seq_lens": jnp.asarray(lens),
     }
@@ -90,6 +99,7 @@ class MlaPrefillCase(NamedTuple):
     value: int = 128
     causal: bool = True
     spare: int = 5  # tokens of padding behind the longest row
+    poisoned: bool = False  # a key that about half of the first row's queries see is NaN
 
     @property
     def scale(self) -> float:
@@ -107,6 +117,7 @@ MLA_PREFILL = [
     MlaPrefillCase("20 heads", (33, 2), (34, 50), heads=20),
     MlaPrefillCase("heads of 256", (140,), (150,), width=256, value=256),
     MlaPrefillCase("the demo model", (90, 150), (90, 200), heads=8, width=64, value=32),
+    MlaPrefillCase("NaN in what is held", (70, 20), (200, 20), poisoned=True),
 ]
 
 
@@ -119,9 +130,13 @@ def mla_prefill_inputs(case: MlaPrefillCase, seed: int = 0, dtype=jnp.bfloat16) 
         within = np.arange(shape[1]) < np.array(lens)[:, None]
         return jnp.asarray(np.where(within[..., None, None], rng.standard_normal(shape, np.float32), np.nan), dtype)
 
+    def keys():
+        k = rows(case.kv_lens, case.width)
+        return k.at[0, case.kv_lens[0] - case.q_lens[0] // 2].set(jnp.nan) if case.poisoned else k
+
     return {
         "q": rows(case.q_lens, case.width),
-        "k": rows(case.kv_lens, case.width),
+        "k": keys(),
         "v": rows(case.kv_lens, case.value),
         "q_lens": jnp.array(case.q_lens, jnp.int32),
         "kv_lens": jnp.array(case.kv_lens, jnp.int32),
@@ -129,20 +144,22 @@ def mla_prefill_inputs(case: MlaPrefillCase, seed: int = 0, dtype=jnp.bfloat16) 
 
 
 def error(got, wanted) -> float:
-    """Of all values together, relative; infinite where one is not a number."""
+    """Of all values together, relative; infinite where one is infinite, or NaN for one alone."""
     got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))
-    if not np.isfinite(got).all():
+    some = ~np.isnan(wanted)
+    if (np.isnan(got) == some).any() or not np.isfinite(got[some]).all():
         return np.inf
-    return float(np.linalg.norm(got - wanted) / max(np.linalg.norm(wanted), 1e-30))
+    return float(np.linalg.norm(got[some] - wanted[some]) / max(np.linalg.norm(wanted[some]), 1e-30))
 
 
 def lse_error(got, wanted) -> float:
-    """The largest difference; infinite where one is not a number, or minus infinity for one alone."""
+    """The largest difference; infinite where one is infinite, or minus infinity or NaN for one alone."""
     got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))
-    empty = np.isneginf(wanted)
-    if (np.isneginf(got) != empty).any() or not np.isfinite(got[~empty]).all():
+    empty, nan = np.isneginf(wanted), np.isnan(wanted)
+    some = ~(empty | nan)
+    if (np.isneginf(got) != empty).any() or (np.isnan(got) != nan).any() or not np.isfinite(got[some]).all():
         return np.inf
-    return float(np.abs(got[~empty] - wanted[~empty]).max(initial=0))
+    return float(np.abs(got[some] - wanted[some]).max(initial=0))
 
 
 class RaggedDotCase(NamedTuple):

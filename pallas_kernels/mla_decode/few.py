@@ -350,14 +350,14 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
             higher = jnp.maximum(top, top_2)
             share, share_2 = jnp.exp2(top - higher), jnp.exp2(top_2 - higher)
             total = total * share + total_2 * share_2
-            some = total > 0
-            norm = jnp.where(some, 1.0 / total, 0.0)
+            none = total == 0  # not so of NaN, which goes on into both
+            norm = jnp.where(none, 0.0, 1.0 / total)
             meet()
             for k in mine:
                 acc = accs[k] * _under(share * norm, accs[k].shape)
                 _store(qc_s.at[k], acc + _load(qc_s.at[k]) * _under(share_2 * norm, acc.shape))
             plgpu.commit_smem()
-            lse = jnp.where(some, higher + jnp.log2(total), -jnp.inf)
+            lse = jnp.where(none, -jnp.inf, higher + jnp.log2(total))
 
             def write(out, at, lses, lse):
                 for k in mine:

@@ -244,10 +244,10 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                     plgpu.barrier_wait(norm_free)
 
                 b, which, _, _, _, whole, place = item(i)
-                some = total > 0
-                keep_s[slots] = jnp.where(some, 1.0 / total, 0.0)
+                none = total == 0  # not so of NaN, which goes on into both
+                keep_s[slots] = jnp.where(none, 0.0, 1.0 / total)
                 plgpu.barrier_arrive(normed)
-                lse = jnp.where(some, top + jnp.log2(total), -jnp.inf)
+                lse = jnp.where(none, -jnp.inf, top + jnp.log2(total))
 
                 @pl.when(whole)
                 def _():
@@ -409,10 +409,10 @@ def _combine(partial_out, partial_lse, pieces, out, lse, *, units, interpret):
             return higher, total, acc
 
         def finish(row, top, total, acc):
-            seen, at = total > 0, g * (size * BLOCK) + row
-            o_g[b, at] = (acc * splat(jnp.where(seen, 1 / total, 0.0))).astype(o_g.dtype)
+            none, at = total == 0, g * (size * BLOCK) + row
+            o_g[b, at] = (acc * splat(jnp.where(none, 0.0, 1 / total))).astype(o_g.dtype)
             lse_g[b, lax.div(at, jnp.int32(BLOCK)), lax.rem(at, jnp.int32(BLOCK))] = jnp.where(
-                seen, (top + jnp.log2(total)) * (1 / LOG2E), -jnp.inf
+                none, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2E)
             )
 
         @pl.when((count > 1) & (base < limit))

@@ -93,9 +93,9 @@ def _kernel(table, lens, q_c, q_pe, c_hbm, pe_hbm, out, lse, c_s, pe_s, acc, top
         return 1 - slot
 
     turn[0] = jax.lax.fori_loop(0, chunks, add, turn[0])
-    some = total[...] > 0
-    out[...] = (acc[...] * jnp.where(some, 1 / total[...], 0)).astype(out.dtype)
-    lse[...] = jnp.where(some, (top[...] + jnp.log2(total[...])) * (1 / LOG2E), -jnp.inf)
+    none = total[...] == 0  # NaN goes on: it is not `== 0`; nor, to Mosaic, `!= 0`
+    out[...] = (acc[...] * jnp.where(none, 0, 1 / total[...])).astype(out.dtype)
+    lse[...] = jnp.where(none, -jnp.inf, (top[...] + jnp.log2(total[...])) * (1 / LOG2E))
 
 
 def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale, sizes, interpret=False):

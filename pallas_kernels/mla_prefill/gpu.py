@@ -255,11 +255,11 @@ def _kernel(
     def finish(me, at, top, total, acc):
         row0 = pl.multiple_of(at.first + me * ROWS, ROWS)
         row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=plgpu.Layout.WGMMA) + row0
-        # a query past the end may have added anything
-        some = (total > 0) & (row.max(axis=1) < at.asked)
-        norm = jnp.where(some, 1 / total, 0.0)
-        out = jnp.where(over(norm, acc.shape) > 0, acc * over(norm, acc.shape), 0.0).astype(out_s.dtype)
-        lse = jnp.where(some, (top + jnp.log2(total)) * (1 / LOG2E), -jnp.inf)
+        # a query past the end may have added anything; NaN of what is held is not 0, and goes on
+        none = (total == 0) | (row.max(axis=1) >= at.asked)
+        norm = jnp.where(none, 0.0, 1 / total)
+        out = jnp.where(over(norm, acc.shape) == 0, 0.0, acc * over(norm, acc.shape)).astype(out_s.dtype)
+        lse = jnp.where(none, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2E))
 
         @pl.when(row0 < T)
         def _():

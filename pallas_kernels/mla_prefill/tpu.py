@@ -70,11 +70,11 @@ def _kernel(q_lens, kv_lens, q, k, v, out, lse, top, total, acc, *, scale, causa
 
     @pl.when(j == pl.num_programs(3) - 1)
     def _():
-        # a query past the end may have added anything
-        some = (total[...] > 0) & (i * block + iota(total.shape, 0) < q_lens[b])
-        norm = across(jnp.where(some, 1 / total[...], 0), acc.shape[1])
-        out[...] = jnp.where(norm > 0, acc[...] * norm, 0).astype(out.dtype)
-        lse[...] = jnp.where(some, (top[...] + jnp.log2(total[...])) * (1 / LOG2E), -jnp.inf).T[:1]
+        # a query past the end may have added anything; NaN of what is held goes on (it is not `== 0`; nor, to Mosaic, `!= 0`)
+        none = (total[...] == 0) | (i * block + iota(total.shape, 0) >= q_lens[b])
+        norm = across(jnp.where(none, 0, 1 / total[...]), acc.shape[1])
+        out[...] = jnp.where(norm == 0, 0, acc[...] * norm).astype(out.dtype)
+        lse[...] = jnp.where(none, -jnp.inf, (top[...] + jnp.log2(total[...])) * (1 / LOG2E)).T[:1]
 
 
 def mla_prefill(q, k, v, q_lens, kv_lens, *, scale, causal, sizes, interpret=False):
