@@ -1,4 +1,4 @@
-"""The fallback: XLA's own grouped matmul, on any device; quantised operands are first made bfloat16."""
+"""The fallback: XLA's own grouped matmul, on any device; rows in E4M3 become bfloat16, weights what the rows are."""
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,10 @@ LAST = lax.RaggedDotDimensionNumbers(
 )
 
 
-def values(x, rows: int = 1) -> jax.Array:
-    """`rows` that share a scale."""
-    return dequantize(x, rows).astype(jnp.bfloat16) if isinstance(x, Fp8) else x
-
-
 def _sums(x, w, group_sizes):
-    sums = lax.ragged_dot_general(values(x), values(w, GROUP), group_sizes, LAST, preferred_element_type=jnp.float32)
-    return sums.astype(jnp.float32)
+    x = dequantize(x).astype(jnp.bfloat16) if isinstance(x, Fp8) else x
+    w = dequantize(w, GROUP).astype(x.dtype) if isinstance(w, Fp8) else w
+    return lax.ragged_dot_general(x, w, group_sizes, LAST, preferred_element_type=jnp.float32).astype(jnp.float32)
 
 
 def ragged_dot(x, w, group_sizes, *, out_dtype):

@@ -76,6 +76,13 @@ def test_the_fallback_holds_for_any_sizes(sizes, depth, features, spare, op, see
     assert testing.error(out[: case.rows], double(case, *args)) < 1e-5
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_the_fallback_takes_weights_in_e4m3_as_exactly_as_its_rows(op):
+    case = testing.RAGGED_DOT[1]
+    *args, sizes = operands(case, op, "w8", dtype=jnp.float32)
+    assert testing.error(getattr(ragged_dot, op)(*args, sizes, impl="xla")[: case.rows], double(case, *args)) < 1e-5
+
+
 def test_padding_that_looks_like_numbers_is_as_harmless_as_nan():
     case = testing.RAGGED_DOT[1]
     for op in OPS:
