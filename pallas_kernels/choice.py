@@ -1,5 +1,6 @@
 """Who fulfils a contract: the first implementation that has nothing against the arrays and the device, or the one named."""
 
+import re
 from collections.abc import Callable
 
 import jax
@@ -29,8 +30,8 @@ def not_bfloat16(*arrays) -> str | None:
 
 def too_old() -> str | None:
     """Why this JAX cannot compile the kernels for GPUs."""
-    recent = tuple(map(int, jax.__version__.split(".")[:3])) >= (0, 11, 2)
-    return None if recent else f"it needs JAX 0.11.2 or newer, this is {jax.__version__}"
+    numbers = re.findall(r"\d+", jax.__version__)[:3]  # a release candidate is 0.12.0rc1
+    return None if tuple(map(int, numbers)) >= (0, 11, 2) else f"it needs JAX 0.11.2 or newer, this is {jax.__version__}"
 
 
 def _hopper() -> bool:

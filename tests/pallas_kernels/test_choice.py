@@ -9,7 +9,7 @@ from pallas_kernels import choice, testing, tuning
 from pallas_kernels.mla_decode import CHECKS as DECODE
 from pallas_kernels.mla_prefill import CHECKS as PREFILL
 
-recent = tuple(map(int, jax.__version__.split(".")[:3])) >= (0, 11, 2)
+recent = choice.too_old() is None
 DEVICES = {
     "cpu": SimpleNamespace(platform="cpu", device_kind="cpu"),
     "H200": SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0"),
@@ -67,6 +67,13 @@ def test_what_the_tpu_kernel_cannot_take_falls_back_and_says_why(on, decode, nam
         arrays[1] = jax.ShapeDtypeStruct((*arrays[1].shape[:-1], shape[-1]), arrays[1].dtype)
     assert says in choice.why_not("mosaic_tpu", DECODE, *arrays)
     assert choice.choose("mla_decode", None, DECODE, *arrays) == "xla"
+
+
+@pytest.mark.parametrize(("version", "old"), [("0.10.2", True), ("0.11.1.dev20261101", True), ("0.11.2", False),
+                                              ("0.11.3rc0", False), ("0.12.0rc1", False), ("0.12.0.1", False)])  # fmt: skip
+def test_every_way_to_write_a_version_of_jax_is_understood(monkeypatch, version, old):
+    monkeypatch.setattr(jax, "__version__", version)
+    assert (choice.too_old() is not None) == old
 
 
 def test_a_device_that_tuning_does_not_know_gets_the_common_sizes(on):

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import fp8, testing
+from pallas_kernels import choice, fp8, testing
 from pallas_kernels.mla_decode import CHECKS, Unsupported, mla_decode, reference, schedule, tpu, xla
 from pallas_kernels.mla_decode.schedule import SPLIT, START, TILE
 
 each_case = pytest.mark.parametrize("case", testing.MLA_DECODE, ids=lambda case: case.name)
-recent = tuple(map(int, jax.__version__.split(".")[:3])) >= (0, 11, 2)
+recent = choice.too_old() is None
 
 
 def double(case, inputs):
