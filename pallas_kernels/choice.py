@@ -28,6 +28,12 @@ def not_bfloat16(*arrays) -> str | None:
     return f"it takes bfloat16, not {', '.join(sorted(odd))}" if odd else None
 
 
+def not_e4m3(*codes) -> str | None:
+    """Why a kernel that takes one kind of 8-bit numbers cannot take these."""
+    odd = {str(x.dtype) for x in codes} - {"float8_e4m3fn"}
+    return f"it takes codes in float8_e4m3fn, not {', '.join(sorted(odd))}" if odd else None
+
+
 def too_old() -> str | None:
     """Why this JAX cannot compile the kernels for GPUs."""
     numbers = re.findall(r"\d+", jax.__version__)[:3]  # a release candidate is 0.12.0rc1

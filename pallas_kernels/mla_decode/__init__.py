@@ -41,8 +41,8 @@ def check_gpu(q_c, q_pe, c_kv, k_pe, page_table) -> str | None:
         return choice.not_bfloat16(c_kv) or _shapes(q_c, q_pe, c_kv, k_pe)
     if (rows := q_c.shape[1] * q_c.shape[2]) > tuning.MLA_DECODE_MOST:
         return f"with a latent in E4M3 it takes up to {tuning.MLA_DECODE_MOST} queries (tokens times heads), not {rows}"
-    if c_kv.codes.dtype != "float8_e4m3fn":
-        return f"it takes codes in float8_e4m3fn, not {c_kv.codes.dtype}"
+    if reason := choice.not_e4m3(c_kv.codes):
+        return reason
     if c_kv.codes.shape[1] * c_kv.scale.shape[-1] < 32:  # the copy engine writes to multiples of 128 bytes
         return f"with a latent in E4M3 of rank 128 it takes pages of 32 tokens or more, not {c_kv.codes.shape[1]}"
     return _shapes(q_c, q_pe, c_kv, k_pe)

@@ -468,6 +468,7 @@ def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale, schedule, 
     B, T, N, R = q_c.shape
     M = T * N
     q_c, q_pe = (x.reshape(B, M, -1) for x in (q_c, q_pe))
+    page_table, seq_lens = (x.astype(jnp.int32) for x in (page_table, seq_lens))
     if M % 8:  # the copy engine moves eight rows at a time
         q_c, q_pe = (jnp.pad(x, ((0, 0), (0, -M % 8), (0, 0))) for x in (q_c, q_pe))
     partial, table = _partial, tuning.MLA_DECODE

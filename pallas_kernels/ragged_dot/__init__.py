@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import choice, tuning
 from pallas_kernels.choice import Unsupported
-from pallas_kernels.fp8 import Fp8
+from pallas_kernels.fp8 import Fp8, codes
 from pallas_kernels.ragged_dot import xla
 
 __all__ = ["CHECKS", "Unsupported", "ragged_dot", "ragged_swiglu"]
@@ -18,17 +18,20 @@ def check_gpu(x, *weights) -> str | None:
     """Why the Hopper kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
     if reason := choice.too_old():
         return reason
-    packed = {isinstance(w, Fp8) for w in weights}
-    if len(packed) > 1 or (isinstance(x, Fp8) and packed == {False}):
+    kinds = {isinstance(w, Fp8) for w in weights}
+    if len(kinds) > 1 or (isinstance(x, Fp8) and kinds == {False}):
         return "it takes weights that are all E4M3 or none, and with rows of E4M3 all"
-    codes, *rest = (a.codes if isinstance(a, Fp8) else a for a in (x, *weights))
+    rows, *rest = (codes(a) for a in (x, *weights))
     X, F, D = rest[0].shape
-    least = 128 if packed == {True} else 64
+    least = 128 if kinds == {True} else 64
     if D % least or F % 8:
         return f"it takes depths in multiples of {least} and features in multiples of 8, not {D} and {F}"
-    if not codes.shape[0] or not 0 < X <= 384:
-        return f"it takes at least one row, and up to 384 groups, not {codes.shape[0]} and {X}"
-    return choice.not_bfloat16(*(a for a in (x, *weights) if not isinstance(a, Fp8)))
+    if rows.shape[1] != D:
+        return f"it takes rows as deep as the weights, not {rows.shape[1]} and {D}"
+    if not rows.shape[0] or not 0 < X <= 384:
+        return f"it takes at least one row, and up to 384 groups, not {rows.shape[0]} and {X}"
+    packed = [a.codes for a in (x, *weights) if isinstance(a, Fp8)]
+    return choice.not_e4m3(*packed) or choice.not_bfloat16(*(a for a in (x, *weights) if not isinstance(a, Fp8)))
 
 
 CHECKS = {"mosaic_gpu": check_gpu}

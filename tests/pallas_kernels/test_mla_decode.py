@@ -226,6 +226,21 @@ def test_the_kernels_say_where_they_take_no_latent_in_e4m3():
 
 
 @pytest.mark.skipif(not recent, reason="the GPU kernel needs JAX 0.11.2")
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("name", ["page_table", "seq_lens"])
+def test_the_gpu_kernel_takes_page_tables_and_lengths_of_any_integers(name, heads):
+    from pallas_kernels.mla_decode import gpu
+
+    case = testing.MlaDecodeCase("", (257, 64), heads)
+    inputs = testing.mla_decode_inputs(case)
+    plan = schedule(inputs["seq_lens"], heads=heads, units=4)
+    inputs[name] = inputs[name].astype(jnp.int16)
+    out, lse = jax.eval_shape(functools.partial(gpu.mla_decode, scale=case.scale), **inputs, schedule=plan)
+    assert out.shape == inputs["q_c"].shape
+    assert lse.dtype == jnp.float32
+
+
+@pytest.mark.skipif(not recent, reason="the GPU kernel needs JAX 0.11.2")
 @each_case
 def test_the_gpu_kernel_interpreted_is_within_twice_the_fallbacks_error(interpreted, case):
     row = interpreted("mla_decode")[1][case.name]

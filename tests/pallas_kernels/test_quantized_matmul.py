@@ -77,6 +77,14 @@ def test_a_hopper_gpu_takes_the_kernel(monkeypatch):
 
 
 @hopper
+def test_the_gpu_kernel_takes_rows_as_deep_as_the_weights_and_no_other_8_bit_numbers():
+    _, w = operands(testing.QUANTIZED_MATMUL[0], "w8")
+    x = jnp.zeros((2, 128), jnp.bfloat16)
+    assert "not 128 and 256" in CHECKS["mosaic_gpu"](x, w)
+    assert "float8_e5m2" in CHECKS["mosaic_gpu"](jnp.zeros((2, 256), jnp.bfloat16), Fp8(w.codes.astype(jnp.float8_e5m2), w.scale))
+
+
+@hopper
 @each_case
 @each_held
 def test_the_gpu_kernel_interpreted_is_within_twice_the_fallbacks_error(interpreted, case, held):

@@ -166,6 +166,16 @@ def test_what_the_gpu_kernel_cannot_take_is_said():
     assert "float32" in says(jax.ShapeDtypeStruct(x.shape, jnp.float32), w)
     assert "features in multiples of 8" in says(x, jax.ShapeDtypeStruct((4, 60, 192), jnp.bfloat16))
     assert "groups" in says(x, jax.ShapeDtypeStruct((400, 64, 192), jnp.bfloat16))
+    assert "as deep as the weights, not 192 and 256" in says(x, jax.ShapeDtypeStruct((4, 64, 256), jnp.bfloat16))
+
+
+@hopper
+@pytest.mark.parametrize("odd", [0, 1], ids=["rows", "weights"])
+def test_the_gpu_kernel_takes_no_other_8_bit_numbers_than_e4m3(odd):
+    *both, _ = operands(testing.RaggedDotCase("", (3, 4), 128, 32), "ragged_dot", "w8a8")
+    assert CHECKS["mosaic_gpu"](*both) is None
+    both[odd] = Fp8(both[odd].codes.astype(jnp.float8_e5m2), both[odd].scale)
+    assert "float8_e4m3fn, not float8_e5m2" in CHECKS["mosaic_gpu"](*both)
 
 
 @hopper
