@@ -18,6 +18,11 @@ def start(shape: tuple[int, ...], width: int) -> Running:
     return Running(jnp.full((*shape, 1), -jnp.inf), jnp.zeros((*shape, 1)), jnp.zeros((*shape, width)))
 
 
+def nothing(queries: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+    """What queries `[.. D]` get where there are no keys, or no queries: zeros `[.. width]` and an LSE of -inf."""
+    return jnp.zeros((*queries.shape[:-1], width), queries.dtype), jnp.full(queries.shape[:-1], -jnp.inf)
+
+
 def add(state: Running, scores: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> Running:
     """Takes in scores `[.. S]`, -inf where nothing is seen; `weigh` makes of weights `[.. S]` the weighted values `[.. V]`."""
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1, keepdims=True))

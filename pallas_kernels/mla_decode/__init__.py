@@ -9,7 +9,7 @@ taken in bfloat16 (of `fp8.quantize` rounded); all else is bfloat16."""
 
 import jax
 
-from pallas_kernels import choice, tuning
+from pallas_kernels import choice, softmax, tuning
 from pallas_kernels.choice import Unsupported
 from pallas_kernels.fp8 import Fp8, codes
 from pallas_kernels.mla_decode import xla
@@ -90,6 +90,8 @@ def mla_decode(
     Unsupported. The GPU kernel alone reads `schedule`. A TPU wants `k_pe` row-major: see tpu.py."""
     arrays = q_c, q_pe, c_kv, k_pe, page_table
     impl = choice.choose("mla_decode", impl, CHECKS, *arrays)
+    if not q_c.size or not page_table.size:
+        return softmax.nothing(q_c, q_c.shape[-1])
     if impl == "xla":
         return xla.mla_decode(*arrays, seq_lens, scale=scale)
     if impl == "mosaic_tpu":

@@ -11,7 +11,7 @@ and `merge` joins the answers two by two, in any order."""
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import choice, tuning
+from pallas_kernels import choice, softmax, tuning
 from pallas_kernels.choice import Unsupported
 from pallas_kernels.mla_prefill import xla
 
@@ -55,6 +55,8 @@ def mla_prefill(
     `impl` is "mosaic_gpu", "mosaic_tpu", "xla" or, with None, the first of these that can; a name it cannot honour raises
     Unsupported."""
     impl = choice.choose("mla_prefill", impl, CHECKS, q, k, v)
+    if not q.size or not k.size:
+        return softmax.nothing(q, v.shape[-1])
     if impl == "xla":
         return xla.mla_prefill(q, k, v, q_lens, kv_lens, scale=scale, causal=causal)
     if impl == "mosaic_tpu":

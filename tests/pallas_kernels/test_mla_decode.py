@@ -159,6 +159,22 @@ def test_an_empty_row_gives_zeros_and_an_lse_of_minus_infinity():
     assert np.isfinite(lse[1]).all()
 
 
+@pytest.mark.parametrize(("rows", "tokens", "pages"), [(2, 1, 0), (2, 0, 3), (0, 1, 3)])
+@pytest.mark.parametrize("impl", ["xla", "mosaic_tpu", "mosaic_gpu"])
+def test_an_empty_table_gives_zeros_and_an_lse_of_minus_infinity_and_no_query_nothing(monkeypatch, impl, rows, tokens, pages):
+    monkeypatch.setattr(choice, "choose", lambda *_: impl)
+    shapes = {"q_c": (rows, tokens, 3, 128), "q_pe": (rows, tokens, 3, 64), "c_kv": (4, 64, 128), "k_pe": (4, 64, 64)}
+    inputs = {name: jnp.ones(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    table, lens = jnp.zeros((rows, pages), jnp.int32), jnp.zeros((rows,), jnp.int32)
+    out, lse = mla_decode(**inputs, page_table=table, seq_lens=lens, scale=1.0)
+    assert out.shape == shapes["q_c"]
+    assert out.dtype == jnp.bfloat16
+    assert lse.shape == shapes["q_c"][:-1]
+    assert lse.dtype == jnp.float32
+    assert (out == 0).all()
+    assert np.isneginf(lse).all()
+
+
 def test_garbage_in_the_page_table_past_the_end_is_harmless():
     case = testing.MlaDecodeCase("", (5, 200), 3, rank=128, rope=32)
     inputs = testing.mla_decode_inputs(case)

@@ -158,6 +158,21 @@ def test_a_long_prefix_in_pieces_merges_to_the_whole(dtype):
     assert testing.lse_error(lse, wanted_lse) < 1e-5
 
 
+@pytest.mark.parametrize(("T", "S"), [(0, 5), (5, 0), (0, 0)])
+@pytest.mark.parametrize("impl", ["xla", "mosaic_tpu", "mosaic_gpu"])
+def test_no_queries_or_no_keys_give_zeros_and_an_lse_of_minus_infinity(monkeypatch, impl, T, S):
+    monkeypatch.setattr(choice, "choose", lambda *_: impl)
+    q, k, v = (jnp.ones((2, n, 3, width), jnp.bfloat16) for n, width in ((T, 192), (S, 192), (S, 128)))
+    none = jnp.zeros(2, jnp.int32)
+    out, lse = mla_prefill(q, k, v, none, none, scale=1.0, causal=False)
+    assert out.shape == (2, T, 3, 128)
+    assert out.dtype == jnp.bfloat16
+    assert lse.shape == (2, T, 3)
+    assert lse.dtype == jnp.float32
+    assert (out == 0).all()
+    assert np.isneginf(lse).all()
+
+
 def test_merging_with_nothing_changes_nothing_and_nothing_with_nothing_is_nothing():
     out, lse = jnp.array([[1.0, -2.0]], jnp.bfloat16), jnp.array([0.5])
     zero, none = jnp.zeros_like(out), jnp.array([-jnp.inf])
