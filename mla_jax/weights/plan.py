@@ -1,5 +1,7 @@
 """What a model needs in memory, worked out from shapes alone, and whether it fits."""
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -74,11 +76,25 @@ def plan(checkpoint: Checkpoint, context: int | None = None) -> Plan:
     scores = score_bytes(weights, model.device.platform)
     chosen = context or longest
 
-    def needed(tokens: int) -> int:
-        return weights + tokens * token + temporaries(checkpoint, tokens, scores)
+    def fits(tokens: int) -> bool:
+        return weights + tokens * token + temporaries(checkpoint, tokens, scores) <= free
 
-    fitting = [n for n in (*(2**i for i in range(6, 31)), longest) if n <= longest and needed(n) <= free]
-    return Plan(weights, host, token, temporaries(checkpoint, chosen, scores), scores, free, chosen, max(fitting, default=0))
+    largest = largest_context(fits, lambda tokens: roofline.chunk_tokens(checkpoint.config, 1, tokens, scores), longest)
+    largest = max(largest, chosen * fits(chosen))
+    return Plan(weights, host, token, temporaries(checkpoint, chosen, scores), scores, free, chosen, largest)
+
+
+def largest_context(fits: Callable[[int], bool], chunk: Callable[[int], int], most: int) -> int:
+    """The largest of 1 to `most` tokens that fits, 0 if none does.
+
+    What is needed grows with them, but for where prompts' chunks become shorter: from the last such part to the first."""
+    while most and not fits(most):
+        shortest = chunk(most)
+        least = 1 + bisect_left(range(1, most), True, key=lambda tokens: chunk(tokens) <= shortest)
+        if fits(least):
+            return least + bisect_left(range(least + 1, most), True, key=lambda tokens: not fits(tokens))
+        most = least - 1
+    return most
 
 
 def score_bytes(weights: int, platform: str) -> int:

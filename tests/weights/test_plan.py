@@ -49,6 +49,36 @@ def test_the_largest_context_is_the_largest_that_fits(folder, monkeypatch):
     assert 64 <= less.longest < whole.longest
     assert f"--context {less.longest}" in "\n".join(less.lines())
     assert plan(checkpoint, less.longest).fits
+    assert not plan(checkpoint, less.longest + 1).fits
+
+
+def test_the_largest_context_is_found_though_longer_ones_may_need_less(folder, monkeypatch):
+    """With shorter chunks, that is, which come after 42, 85, 170 and 341 tokens here."""
+    checkpoint = Checkpoint(folder)
+    monkeypatch.setattr(planning, "score_bytes", lambda *_: 1 << 20)
+    base, most = plan(checkpoint, 1), checkpoint.config.max_position_embeddings
+    needed = {
+        n: base.weights + n * base.cache_per_token + planning.temporaries(checkpoint, n, 1 << 20) for n in range(1, most + 1)
+    }
+    assert any(needed[n + 1] < needed[n] for n in range(1, most))
+    for free in (
+        needed[1] - 1,
+        needed[1],
+        needed[32],
+        *(needed[n] + more for n in (42, 85, 86, 170, 171, 300, 342) for more in (-1, 0)),
+    ):
+        monkeypatch.setattr(planning, "available", lambda free=free: free)
+        assert plan(checkpoint).longest == max((n for n in needed if needed[n] <= free), default=0)
+
+
+def test_what_fits_with_a_short_context_is_not_refused(folder, monkeypatch):
+    checkpoint = Checkpoint(folder)
+    needed = plan(checkpoint, 32).needed
+    monkeypatch.setattr(planning, "available", lambda: needed)
+    short = plan(checkpoint, 32)
+    assert short.fits
+    assert short.longest == 32
+    short.refuse()
 
 
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypatch):
