@@ -9,6 +9,7 @@ JSON lines with kind, batch, heads_q, seqlen_k, us and peer, measured in the sam
 import importlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.85")
@@ -29,18 +30,26 @@ def peers(path: Path | None) -> dict[tuple, dict[str, float]]:
     return found
 
 
+def check(ops: Iterable) -> int:
+    """Prints a line for every case; 1 if one failed."""
+    failed = 0
+    for line in (line for op in ops for line in op.check()):
+        print(line, flush=True)
+        failed |= line.startswith("FAIL")
+    return failed
+
+
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS, metavar="OP", help=", ".join(OPS))
     parser.add_argument("--check", action="store_true", help="check every named case, and time nothing")
     parser.add_argument("--peer", type=Path, help="a file of JSON lines of peers, measured in the same run")
     options = parser.parse_args()
+    ops = (importlib.import_module(f"ops.{name}") for name in options.ops)
+    if options.check:
+        raise SystemExit(check(ops))
     rows, known = [], peers(options.peer)
-    for op in (importlib.import_module(f"ops.{name}") for name in options.ops):
-        if options.check:
-            for line in op.check():
-                print(line, flush=True)
-            continue
+    for op in ops:
         for row in op.rows(known):
             print(row, flush=True)
             rows.append(row)

@@ -104,7 +104,9 @@ for make, shape in PROGRAMS:
     call, arrays = make(*shape)
     before = set(glob.glob(dump + "/*.ptxas"))
     jax.jit(call, in_shardings=(sharding,) * len(arrays), out_shardings=sharding).lower(*arrays).compile()
-    for path in sorted(set(glob.glob(dump + "/*.ptxas")) - before):
+    new = sorted(set(glob.glob(dump + "/*.ptxas")) - before)
+    assert new, f"the assembler said nothing of {make.__name__} {shape}"
+    for path in new:
         text = Path(path).read_text()
         spills = max(map(int, re.findall(r"(\d+) bytes spill stores", text)))
         row = {"op": make.__name__, "shape": shape, "spills": spills, "serialized": "C7512" in text or "C7510" in text}
