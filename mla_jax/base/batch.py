@@ -23,3 +23,8 @@ class Batch:
         """Whole sequences from position 0, nothing padded."""
         positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
         return Batch(positions, jnp.ones((rows, tokens), bool))
+
+
+def bucket(n: int, least: int = 1) -> int:
+    """The power of two that holds `n`, `least` at least."""
+    return max(least, 1 << max(n - 1, 0).bit_length())

@@ -9,12 +9,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from mla_jax.base.batch import Batch
+from mla_jax.base.batch import Batch, bucket
 
 EMPTY = jnp.iinfo(jnp.int32).max  # later than every query, so a causal mask hides it
+STEP = 1 << 14
 
 Layer = dict[str, Array]
 Cache = tuple[Layer, ...]
+
+
+def slots_for(tokens: int) -> int:
+    """The slots of a row that is to hold so many: few different numbers, so that programs repeat, and none far too large."""
+    return bucket(tokens, 64) if tokens <= STEP else -(-tokens // STEP) * STEP
 
 
 def init(token: Mapping[str, jax.ShapeDtypeStruct], layers: int, rows: int, slots: int) -> Cache:

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.base import roofline
+from mla_jax.base.batch import bucket
 from mla_jax.base.config import Config
+from mla_jax.cache.latent import slots_for
 from mla_jax.decode.loop import Programs, State
 from mla_jax.decode.sampling import Sampling
 from mla_jax.engine.request import Chunk, FinishReason, Logprobs, Output, Request
@@ -132,7 +134,7 @@ class Batch:
     def _read_prompts(self, requests: list[Request]) -> State:
         """Prompts read chunk by chunk, first tokens chosen."""
         rows, longest = bucket(len(requests)), max(len(r.prompt) for r in requests)
-        slots = bucket(max(len(r.prompt) + r.limit for r in requests), 64)
+        slots = slots_for(max(len(r.prompt) + r.limit for r in requests))
         limit, tokens, mask = np.zeros(rows, np.int32), np.zeros((rows, slots), np.int32), np.zeros((rows, slots), bool)
         ends = np.full((rows, bucket(max(len(r.all_ends) for r in requests), 4)), -1, np.int32)
         for i, request in enumerate(requests):
@@ -166,11 +168,6 @@ class Batch:
             {token: float(own)} | {other: p for other, p in pairs if other != token}
             for token, own, pairs in zip(fresh, chosen, likeliest, strict=True)
         ]
-
-
-def bucket(n: int, least: int = 1) -> int:
-    """The power of two that holds `n`, `least` at least."""
-    return max(least, 1 << max(n - 1, 0).bit_length())
 
 
 def _reason(ids: list[int], request: Request, finite: bool) -> FinishReason:

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mla_jax.base.batch import bucket
 from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported, printable
 from mla_jax.base.files import cache_folder
 from mla_jax.base.options import AttentionOptions, ExpertOptions, SamplingParams
+from mla_jax.cache.latent import slots_for
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.batch import Batch
 from mla_jax.engine.explain import explain
@@ -28,7 +30,7 @@ from mla_jax.weights import measure
 from mla_jax.weights.hub import resolve
 from mla_jax.weights.load import Checkpoint, Progress
 from mla_jax.weights.placement import Placement, place
-from mla_jax.weights.plan import gib, plan
+from mla_jax.weights.plan import gib, plan, slot_bytes
 from mla_jax.weights.routing import Routing
 
 DEFAULT_MAX_TOKENS = 256
@@ -182,13 +184,13 @@ class LLM:
             warnings.warn(f"routing statistics: {e}", RuntimeWarning, stacklevel=3)
 
     def _batch(self, requests: list[Request]) -> Batch:
-        slots = max(len(r.prompt) + r.limit for r in requests)
-        held = len(requests) * slots * self.plan.cache_per_token
-        if self.plan.weights + held > self.plan.available:
-            fitting = (self.plan.available - self.plan.weights) // self.plan.cache_per_token
+        tokens, room = max(len(r.prompt) + r.limit for r in requests), self.plan.available - self.plan.weights
+        held = slot_bytes(self.model, bucket(len(requests))) * slots_for(tokens)
+        if held > room:
             raise DoesNotFit(
-                f"the cache of {len(requests)} prompts of up to {slots:,} tokens does not fit",
-                f"it takes {gib(held)}; beside the weights there is room for {fitting:,} tokens in all",
+                f"the cache of {len(requests)} prompts of up to {tokens:,} tokens does not fit",
+                f"it takes {gib(held)} (rows and slots are rounded up, so that programs repeat); beside the weights there is "
+                f"room for {gib(room)}",
                 "give fewer prompts at once, or lower max_tokens",
             )
         return Batch(self._programs, self.config, self.tokenizer, requests, self.plan.scores)

@@ -197,7 +197,7 @@ class Transformer(nnx.Module):
         return sum(e.hot.count for e in self._on_host() if e.hot is not None)
 
     def _stacks(self, where: str) -> list[Any]:
-        """Gate and down, or their shapes, of each layer that has experts on the "device" alone, "hot" ones, or some "streamed"."""
+        """Gate and down, or their shapes, of each layer with experts on the "device" alone, "hot" ones, or "streamed" ones."""
         if where == "streamed":
             return self._streamed_stacks()
         held = (e.hot for e in self._on_host()) if where == "hot" else (e for e in self._experts() if isinstance(e, Experts))

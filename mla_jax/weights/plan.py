@@ -10,7 +10,9 @@ import jax
 from mla_jax.base import roofline
 from mla_jax.base.errors import DoesNotFit
 from mla_jax.base.qtensor import QTensor
+from mla_jax.cache.latent import slots_for
 from mla_jax.model.stream import held_bytes
+from mla_jax.model.transformer import Transformer
 from mla_jax.weights.limits import free_memory
 from mla_jax.weights.load import Checkpoint
 
@@ -21,7 +23,7 @@ class Plan:
 
     weights: int
     host: int  # of experts in the host's memory; on a CPU a part of the weights
-    cache_per_token: int
+    cache: int  # of all the slots that are made for so many tokens
     temporaries: int
     scores: int  # what the attention scores of one chunk of a prompt stay below
     available: int
@@ -30,7 +32,7 @@ class Plan:
 
     @property
     def needed(self) -> int:
-        return self.weights + self.context * self.cache_per_token + self.temporaries
+        return self.weights + self.cache + self.temporaries
 
     @property
     def fits(self) -> bool:
@@ -41,7 +43,7 @@ class Plan:
         rows = {
             "weights": self.weights,
             **({"experts on the host": self.host} if self.host else {}),
-            f"cache of {self.context:,} tokens": self.context * self.cache_per_token,
+            f"cache of {self.context:,} tokens": self.cache,
             "temporaries, about": self.temporaries,
             "needed": self.needed,
             "available": self.available,
@@ -69,19 +71,26 @@ class Plan:
 def plan(checkpoint: Checkpoint, context: int | None = None) -> Plan:
     """The plan for the whole context that the model allows, or `context`."""
     model, longest = checkpoint.abstract, checkpoint.config.max_position_embeddings
-    (layer,) = jax.eval_shape(lambda: model.new_cache(1, 1, layers=1))
-    token = sum(a.size * a.dtype.itemsize for name, a in layer.items() if name != "length") * checkpoint.config.num_hidden_layers
+    slot = slot_bytes(model, 1)
     free, host = available(), checkpoint.bytes(host=True)
     weights = checkpoint.bytes() + host * (checkpoint.target.platform == "cpu")
     scores = score_bytes(weights, model.device.platform)
     chosen = context or longest
 
     def fits(tokens: int) -> bool:
-        return weights + tokens * token + temporaries(checkpoint, tokens, scores) <= free
+        return weights + slots_for(tokens) * slot + temporaries(checkpoint, tokens, scores) <= free
 
     largest = largest_context(fits, lambda tokens: roofline.chunk_tokens(checkpoint.config, 1, tokens, scores), longest)
     largest = max(largest, chosen * fits(chosen))
-    return Plan(weights, host, token, temporaries(checkpoint, chosen, scores), scores, free, chosen, largest)
+    held = slots_for(chosen) * slot
+    return Plan(weights, host, held, temporaries(checkpoint, chosen, scores), scores, free, chosen, largest)
+
+
+def slot_bytes(model: Transformer, rows: int) -> int:
+    """What one more slot of each of so many rows takes in all layers."""
+    (layer,) = jax.eval_shape(lambda: model.new_cache(rows, 1, layers=1))
+    each = sum(a.size * a.dtype.itemsize for name, a in layer.items() if name != "length")
+    return each * model.config.num_hidden_layers
 
 
 def largest_context(fits: Callable[[int], bool], chunk: Callable[[int], int], most: int) -> int:

@@ -19,10 +19,11 @@ from pairs import WORDS, pairs_tokenizer
 from mla_jax import LLM, SamplingParams
 from mla_jax.base import roofline
 from mla_jax.base.batch import Batch as LayerBatch
+from mla_jax.base.batch import bucket
 from mla_jax.base.errors import BadConfig, BadRequest, MlaJaxError
+from mla_jax.cache.latent import slots_for
 from mla_jax.engine import llm as engine
 from mla_jax.engine import text as reading
-from mla_jax.engine.batch import bucket
 from mla_jax.weights import measure
 from mla_jax.weights.routing import Routing
 
@@ -477,6 +478,11 @@ def test_explain_says_what_runs_in_each_phase(llm):
 )
 def test_buckets_are_powers_of_two(n, least, expected):
     assert bucket(n, least) == expected
+
+
+@pytest.mark.parametrize(("tokens", "slots"), [(1, 64), (65, 128), (16_384, 16_384), (16_385, 32_768), (163_840, 163_840)])
+def test_slots_are_few_different_numbers_and_never_far_too_many(tokens, slots):
+    assert slots_for(tokens) == slots
 
 
 # experts on the CPU

@@ -82,7 +82,7 @@ def least_last(ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def by_hand(model: Transformer, tokens: jax.Array, defer: int) -> jax.Array:
-    """The hidden states with the `defer` least weighted experts of every token added a layer later, by `dense` sums on the device."""
+    """The hidden states with a token's `defer` least weighted experts added a layer later, by `dense` sums on the device."""
     batch, x, left = Batch.dense(*tokens.shape), model.embedded(tokens), 0.0
     form = model.how(batch, None).form
     for block in model.layers:

@@ -8,11 +8,12 @@ import models
 import pytest
 from flax import nnx
 
-from mla_jax import LLM
+from mla_jax import LLM, SamplingParams, Transformer
 from mla_jax.base.errors import DoesNotFit
+from mla_jax.cache.latent import slots_for
 from mla_jax.weights import plan as planning
 from mla_jax.weights.load import Checkpoint
-from mla_jax.weights.plan import plan
+from mla_jax.weights.plan import gib, plan, slot_bytes
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +22,20 @@ def folder(tmp_path_factory):
     return models.write(tmp_path_factory.mktemp("plan"), hf, models.tensors(hf, mtp=True))
 
 
+def held(model: Transformer, rows: int) -> int:
+    """Bytes of a cache of 64 slots."""
+    return sum(a.nbytes for layer in model.new_cache(rows, 64) for name, a in layer.items() if name != "length")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["naive", "auto"])
 def test_weights_and_cache_are_planned_to_the_byte(folder, dtype, form):
     checkpoint = Checkpoint(folder, attention=form, dtype=dtype)
-    needed = plan(checkpoint, 64)
+    needed = plan(checkpoint, 60)
     model = checkpoint.read()
     assert needed.weights == sum(a.nbytes for a in jax.tree.leaves(nnx.state(model)))
-    held = sum(a.nbytes for layer in model.new_cache(1, 64) for name, a in layer.items() if name != "length")
-    assert 64 * needed.cache_per_token == held
+    assert needed.cache == held(model, 1)
+    assert slot_bytes(model, 5) * 64 == held(model, 5)
 
 
 def test_a_plan_reads_no_weights(folder, monkeypatch):
@@ -57,9 +63,8 @@ def test_the_largest_context_is_found_though_longer_ones_may_need_less(folder, m
     checkpoint = Checkpoint(folder)
     monkeypatch.setattr(planning, "score_bytes", lambda *_: 1 << 20)
     base, most = plan(checkpoint, 1), checkpoint.config.max_position_embeddings
-    needed = {
-        n: base.weights + n * base.cache_per_token + planning.temporaries(checkpoint, n, 1 << 20) for n in range(1, most + 1)
-    }
+    fixed, slot = base.weights, base.cache // 64
+    needed = {n: fixed + slots_for(n) * slot + planning.temporaries(checkpoint, n, 1 << 20) for n in range(1, most + 1)}
     assert any(needed[n + 1] < needed[n] for n in range(1, most))
     for free in (
         needed[1] - 1,
@@ -94,9 +99,10 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypa
 
 def test_a_batch_whose_cache_does_not_fit_is_refused_with_the_room_there_is(folder):
     llm = LLM(folder)
-    llm.plan = dataclasses.replace(llm.plan, available=llm.plan.weights + 500 * llm.plan.cache_per_token)
-    with pytest.raises(DoesNotFit, match="room for 500 tokens in all"):
-        llm.generate([[1, 2, 3]] * 64)
+    needed = held(llm.model, 64)
+    llm.plan = dataclasses.replace(llm.plan, available=llm.plan.weights + needed - 1)
+    with pytest.raises(DoesNotFit, match=f"it takes {gib(needed)} .* room for {gib(needed - 1)}"):
+        llm.generate([[1, 2, 3]] * 33, SamplingParams(max_tokens=40))
 
 
 def test_running_out_of_memory_on_the_device_is_explained_once(folder, monkeypatch):
