@@ -160,14 +160,16 @@ def mla_decode(
 ) -> Float[Array, "B T N R"]:
     """Attention over latents `[B S R]`, a row's last T of `seq_lens` tokens being the queries.
 
-    Latents in E4M3 become numbers first where no kernel takes them as they are."""
+    Latents in E4M3 become numbers first where a kernel takes these alone; the fallback converts what it reads."""
     from pallas_kernels import mla_decode as kernel
     from pallas_kernels.fp8 import Fp8, dequantize
 
     page = page_of(k_pe.shape[1])
     c_kv, k_pe = jax.tree.map(lambda x: x.reshape(-1, page, x.shape[-1]), (c_kv, k_pe))
-    if isinstance(c_kv, Fp8) and implementation("mla_decode", q_c, q_pe, c_kv, k_pe, page_table) == "xla":
-        c_kv = dequantize(c_kv).astype(k_pe.dtype)
+    if isinstance(c_kv, Fp8):
+        numbers = jax.ShapeDtypeStruct(c_kv.codes.shape, k_pe.dtype)
+        as_is, wide = (implementation("mla_decode", q_c, q_pe, c, k_pe, page_table) for c in (c_kv, numbers))
+        c_kv = dequantize(c_kv).astype(k_pe.dtype) if as_is == "xla" != wide else c_kv
     return kernel.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=scale, schedule=schedule, impl=impl)[0]
 
 

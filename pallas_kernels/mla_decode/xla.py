@@ -10,7 +10,17 @@ CHUNK = 1024  # held tokens gathered at a time
 
 
 def _gather(cache, pages, dtype):
-    return dequantize(Fp8(*(x[pages] for x in cache))).astype(dtype) if isinstance(cache, Fp8) else cache[pages]
+    return dequantize(Fp8(*(_rows(x, pages) for x in cache))).astype(dtype) if isinstance(cache, Fp8) else _rows(cache, pages)
+
+
+def _rows(x, at):
+    """`x[at]`. On a CPU XLA gathers no narrow floats, but converts all of `x`, and that once before the loop: so as integers,
+    for which the barrier keeps it from the same."""
+    if x.dtype.itemsize > 2:
+        return x[at]
+    x, at = jax.lax.optimization_barrier((x, at))
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")[at]
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
 
 
 def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale):
@@ -29,7 +39,7 @@ def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale):
         place = i * step * page + jnp.arange(step * page)
         held = (place[None] < seq_lens[:, None])[..., None]  # values, not scores alone: a weight of zero times NaN is NaN
         c = jnp.where(held, _gather(c_kv, pages, k_pe.dtype).reshape(B, -1, R), 0)
-        pe = jnp.where(held, k_pe[pages].reshape(B, c.shape[1], -1), 0)
+        pe = jnp.where(held, _rows(k_pe, pages).reshape(B, c.shape[1], -1), 0)
         scores = jnp.einsum("btnr,bsr->btns", q_c, c, **sums) + jnp.einsum("btne,bse->btns", q_pe, pe, **sums)
         scores = jnp.where((place < limit)[:, :, None], scores * scale, -jnp.inf)
         return i + 1, softmax.add(state, scores, lambda w: jnp.einsum("btns,bsr->btnr", w.astype(c.dtype), c, **sums))

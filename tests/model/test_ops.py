@@ -64,6 +64,21 @@ def test_rows_of_a_matrix_in_fp8_have_the_scales_of_their_blocks(tokens):
     np.testing.assert_array_equal(found, fp8.dequantize(w, fp8.GROUP)[np.minimum(tokens, 299)])
 
 
+@pytest.mark.parametrize(("wide", "given"), [("xla", fp8.Fp8), ("mosaic_tpu", jax.Array)])
+def test_latents_in_e4m3_become_numbers_only_for_a_kernel_that_takes_these_alone(monkeypatch, wide, given):
+    from pallas_kernels import mla_decode
+
+    def kernel(q_c, q_pe, c_kv, *_, **__):
+        assert isinstance(c_kv, given)
+        return q_c, None
+
+    monkeypatch.setattr(ops, "implementation", lambda op, *arrays: "xla" if isinstance(arrays[2], fp8.Fp8) else wide)
+    monkeypatch.setattr(mla_decode, "mla_decode", kernel)
+    latent, q_c, pe = fp8.quantize_cache(jnp.ones((2, 64, 128))), jnp.ones((2, 1, 4, 128)), jnp.ones((2, 64, 32))
+    out = ops.mla_decode(q_c, jnp.ones((2, 1, 4, 32)), latent, pe, ops.in_order(2, 64), jnp.array([3, 64]), 1.0)
+    assert out is q_c
+
+
 def test_here_without_a_kernel_nothing_changes(large):
     w, numbers = large
     x = jax.random.normal(jax.random.key(1), (8, 2048))

@@ -175,6 +175,19 @@ def test_an_empty_table_gives_zeros_and_an_lse_of_minus_infinity_and_no_query_no
     assert np.isneginf(lse).all()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_fallback_converts_no_more_of_a_pool_than_it_gathers(packed):
+    call = functools.partial(xla.mla_decode, scale=0.1)
+    shapes = {"q_c": (2, 1, 4, 512), "q_pe": (2, 1, 4, 64), "c_kv": (512, 64, 512), "k_pe": (512, 64, 64)}
+    arrays = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    if packed:
+        parts = ((512, 64, 512), jnp.float8_e4m3fn), ((512, 64, 4), jnp.float32)
+        arrays["c_kv"] = fp8.Fp8(*(jax.ShapeDtypeStruct(*part) for part in parts))
+    table, lens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 128), (2,)))
+    compiled = jax.jit(call).lower(**arrays, page_table=table, seq_lens=lens).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 12 << 20  # the pool in bfloat16 has 32 MiB
+
+
 def test_garbage_in_the_page_table_past_the_end_is_harmless():
     case = testing.MlaDecodeCase("", (5, 200), 3, rank=128, rope=32)
     inputs = testing.mla_decode_inputs(case)
