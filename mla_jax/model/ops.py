@@ -169,7 +169,8 @@ def mla_decode(
     if isinstance(c_kv, Fp8):
         numbers = jax.ShapeDtypeStruct(c_kv.codes.shape, k_pe.dtype)
         as_is, wide = (implementation("mla_decode", q_c, q_pe, c, k_pe, page_table) for c in (c_kv, numbers))
-        c_kv = dequantize(c_kv).astype(k_pe.dtype) if as_is == "xla" != wide else c_kv
+        if as_is == "xla" and wide != "xla":
+            c_kv = dequantize(c_kv).astype(k_pe.dtype)
     return kernel.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=scale, schedule=schedule, impl=impl)[0]
 
 
