@@ -228,7 +228,7 @@ class HostExperts(nnx.Module):
         how: How,
         beside: Callable[[Array], Array],
     ) -> tuple[Array, Array, Any]:
-        """As `Experts`, but for the `how.defer` lowest-scored experts of each token, which are left to be added by `settle`.
+        """As `Experts`, but for the `how.defer` least weighted experts of each token, which are left to be added by `settle`.
 
         Where the device computes them nothing is left."""
         if self.stream and x.shape[0] >= self.stream:
