@@ -1,7 +1,6 @@
 // The C ABI: checks every argument, keeps the handles, lets no exception out.
 #include <pthread.h>
 
-#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdarg>
@@ -228,7 +227,6 @@ int32_t cpu_experts_close(uint64_t handle) {
         }
         // Calls that run hold it, too, and read weights that are the caller's to free after the return.
         while (closed.use_count() > 1 && closed->pool->threads.of_this_process()) std::this_thread::sleep_for(kLook);
-        std::atomic_thread_fence(std::memory_order_acquire);  // counts are read relaxed
         return CPU_EXPERTS_OK;
     });
 }

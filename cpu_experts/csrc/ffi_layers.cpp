@@ -3,7 +3,6 @@
 #include <pthread.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <chrono>
 #include <climits>
 #include <map>
@@ -75,7 +74,6 @@ void forget(uint64_t number) {
     }
     // A fork's copy may be held by threads that are not here.
     while (gone.layer.use_count() > 1 && gone.process == getpid()) std::this_thread::sleep_for(kLook);
-    std::atomic_thread_fence(std::memory_order_acquire);  // counts are read relaxed
 }
 
 Status check(const Call& call) {
