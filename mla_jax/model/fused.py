@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     """What a kernel has to know of a step's rows, the same for all its layers."""
 
     seq_lens: Int[Array, " B"]  # tokens held, the new ones included
-    count: Int[Array, " B"]  # new ones that are
+    count: Int[Array, " B"]  # the new ones among them
     order: Int[Array, "B T"] | None  # of the queries, padding at one end, else as they came; None: one a row
 
 

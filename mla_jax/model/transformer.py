@@ -167,7 +167,8 @@ class Transformer(nnx.Module):
             w = operand(w, self.dtype) if isinstance(w, QTensor) else jax.ShapeDtypeStruct(w.shape, self.dtype)
             return implementation("ragged_dot", x, w)
 
-        return next((name for name in map(of, stacks[:2]) if name == "xla"), of(stacks[0]))
+        gate, down = (of(w) for w in stacks[:2])
+        return "xla" if down == "xla" else gate
 
     def backend_name(self, tokens: int, where: str = "device") -> str:
         """The expert backend taken for `tokens` tokens, of experts on the "device", "streamed" to it, or "hot" ones."""

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_jax.base.config import Config
-from mla_jax.model import moe
+from mla_jax.model import moe, transformer
 from mla_jax.model.moe import BACKENDS, MoE, Router
 
 OTHERS = sorted(BACKENDS.keys() - {"dense"})
@@ -233,3 +233,12 @@ def test_a_token_of_nan_is_routed_to_experts_that_exist_and_leaves_the_others_al
 )
 def test_the_backend_follows_platform_and_number_of_tokens(platform, pairs, expected):
     assert moe.pick_backend(platform, pairs, 256) == expected
+
+
+@pytest.mark.parametrize("refused", [None, "hidden_size", "moe_intermediate_size"])
+def test_experts_have_a_kernel_only_if_it_takes_both_of_their_products(monkeypatch, refused):
+    config = Config.preset("tiny")
+    depth = refused and getattr(config, refused)
+    monkeypatch.setattr(transformer, "implementation", lambda _, x, w: "xla" if x.shape[-1] == depth else "mosaic_gpu")
+    kernel = transformer.Transformer(config, nnx.Rngs(0)).kernel_of_experts(4)
+    assert kernel == ("xla" if refused else "mosaic_gpu")
