@@ -290,3 +290,45 @@ def rope_append_errors(got, wanted) -> dict[str, float]:
         errors[name] = error(np.where(both, 0, a), np.where(both, 0, b))
     same = all(np.array_equal(a, b) for a, b in zip(cache[2:], cache_wanted[2:], strict=True))
     return errors | {"counts": 0.0 if same else np.inf}
+
+
+class MoeDecodeCase(NamedTuple):
+    name: str
+    ids: tuple[tuple[int, ...], ...]  # of every token; `experts` for none
+    experts: int
+    model: int
+    width: int
+
+
+MOE_DECODE = [
+    MoeDecodeCase("one token, one expert", ((2,),), 4, 64, 64),
+    MoeDecodeCase("experts for none", ((3, 1, 5), (5, 5, 5), (0, 5, 4)), 5, 192, 128),
+    MoeDecodeCase("all choose the same", ((1, 0), (1, 0), (1, 0), (1, 0)), 2, 128, 320),
+    MoeDecodeCase("eight tokens", tuple((t, (3 * t + 1) % 8) for t in range(8)), 8, 256, 192),
+    MoeDecodeCase("more pieces than multiprocessors", ((5, 2, 0, 7, 1, 6),), 8, 512, 704),
+]
+
+
+def moe_decode_inputs(case: MoeDecodeCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
+    """Random, with NaN in tokens that have no expert and for the weights of none."""
+    rng = np.random.default_rng(seed)
+    ids = np.array(case.ids, np.int32)
+    some = ids < case.experts
+
+    def normal(*shape):
+        return rng.standard_normal(shape, np.float32)
+
+    def weights(*shape):
+        return jnp.asarray(normal(case.experts, *shape) * shape[1] ** -0.5, dtype)
+
+    x = np.where(some.any(1, keepdims=True), normal(len(ids), case.model), np.nan)
+    share = np.where(some, rng.uniform(0.1, 2, ids.shape), np.nan).astype(np.float32)
+    up, down = (case.width, case.model), (case.model, case.width)
+    return {
+        "x": jnp.asarray(x, dtype),
+        "topk_ids": jnp.asarray(ids),
+        "topk_weights": jnp.asarray(share),
+        "gate": weights(*up),
+        "up": weights(*up),
+        "down": weights(*down),
+    }

@@ -53,3 +53,6 @@ RAGGED_DOT = {
     "w8a8": {8: (6, 128), 16: (6, 128), 32: (5, 128), 64: (5, 128), 96: (4, 128)},
 }
 RAGGED_DOT_REGISTERS = 240, 24  # of a worker, of the feeder
+
+# moe_decode: depth of a step; slots of the ring for gate and up, for down: some 200 KiB of loads in flight
+MOE_DECODE = {"depth": 128, "slots": (6, 10)}

@@ -17,6 +17,7 @@ from pallas_kernels import mla_decode, tuning
 from pallas_kernels.fp8 import Fp8
 from pallas_kernels.mla_decode import gpu as decode_gpu
 from pallas_kernels.mla_prefill import gpu as prefill_gpu
+from pallas_kernels.moe_decode import gpu as few_gpu
 from pallas_kernels.ragged_dot import gpu as grouped_gpu
 from pallas_kernels.rope_append import Latents, Tokens
 from pallas_kernels.rope_append import gpu as append_gpu
@@ -71,6 +72,12 @@ def append(B, T, N, H, R, E, S):
     return call, (bf16((B, T, N, H)), bf16((B, T, R + E)), bf16((R,)), tokens, cache)
 
 
+def few_experts(n, K, X, F, D):
+    call = functools.partial(few_gpu.moe_decode, units=132)
+    f32 = jax.ShapeDtypeStruct((n, K), jnp.float32)
+    return call, (bf16((n, D)), i32((n, K)), f32, bf16((X, F, D)), bf16((X, F, D)), bf16((X, D, F)))
+
+
 PROGRAMS = [
     (append, (1, 1, 16, 192, 512, 64, 4096)),
     (append, (3, 2, 20, 256, 512, 64, 256)),
@@ -87,6 +94,8 @@ PROGRAMS = [
     (prefill, (1, 4096, 4096, 128, 192, 128, True)),
     (prefill, (2, 1000, 1100, 16, 192, 128, False)),
     (prefill, (1, 4096, 4096, 20, 256, 256, True)),
+    (few_experts, (1, 6, 64, 1408, 2048)),
+    (few_experts, (4, 8, 256, 2048, 7168)),
     (experts, ("bf16", 48, 64, 1408, 2048, 2, 16)),
     (experts, ("bf16", 16384, 384, 7168, 2048, 1, 128)),
     (experts, ("w8", 64, 256, 2048, 7168, 2, 16)),
