@@ -220,6 +220,25 @@ def operand(w: Weight, dtype: jnp.dtype) -> Any:
     return Fp8(*w.parts) if isinstance(w, QTensor) and w.format == "fp8_block" else plain(w, dtype)
 
 
+def moe_decode(
+    x: Float[Array, "n D"],
+    topk_ids: Int[Array, "n K"],
+    topk_weights: Float[Array, "n K"],
+    gate: Weight,
+    up: Weight,
+    down: Weight,
+    *,
+    impl: str | None = None,
+) -> Float[Array, "n D"]:
+    """The weighted sum of each token's experts, none for an id past the last; packed ones are unpacked as they are chosen."""
+    from pallas_kernels import moe_decode as kernel
+
+    if not any(isinstance(w, QTensor) for w in (gate, up, down)):
+        return kernel.moe_decode(x, topk_ids, topk_weights, gate, up, down, impl=impl)
+    chosen = (entries(w, topk_ids) for w in (gate, up, down))
+    return kernel.xla.of_chosen(x, topk_weights, topk_ids < gate.shape[0], *chosen)
+
+
 def ragged_swiglu(
     x: Float[Array, "m D"], gate: Weight, up: Weight, group_sizes: Int[Array, " X"], *, impl: str | None = None
 ) -> Float[Array, "m F"]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import tuning
-from pallas_kernels.hopper import LOG2E, ROW, swizzled
+from pallas_kernels.hopper import LOG2E, swizzled
 
 ROWS = 64  # of weights in a product
 COLUMNS = 8  # of tokens
@@ -64,7 +64,7 @@ def _piece(job: Job, i) -> Piece:
 
 
 def _stream(job: Job, load, leave, x_s, w_s, full, free):
-    """Walks this unit's pieces: `load(piece, k, slot)` orders a step, `leave(piece, sums)` takes what a piece's steps add up to."""
+    """Walks this unit's pieces: `load(piece, k, slot)` orders a step, `leave(piece, sums)` takes what its steps add up to."""
     count = lax.div(job.pieces - lax.axis_index("unit") + (job.units - 1), jnp.int32(job.units))
     role = lax.axis_index("role")
 
