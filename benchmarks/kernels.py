@@ -17,7 +17,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_command_buffer=+CUSTOM_CALL
 
 import report
 
-OPS = ("mla_decode", "mla_prefill", "ragged_dot", "quantized_matmul", "rope_append")
+OPS = ("mla_decode", "mla_prefill", "moe_decode", "ragged_dot", "quantized_matmul", "rope_append")
 
 
 def peers(path: Path | None) -> dict[tuple, dict[str, float]]:

@@ -38,7 +38,7 @@ class Router(nnx.Module):
         logits = jnp.dot(x.astype(jnp.float32), self.weight[...].astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST)
         scores = jax.nn.softmax(logits) if c.scoring_func == "softmax" else jax.nn.sigmoid(logits)
         choice = scores + self.bias[...] if c.topk_method == "noaux_tc" else scores
-        topk_ids = jax.lax.top_k(within_groups(choice, c), c.num_experts_per_tok or 1)[1]
+        topk_ids = largest(within_groups(choice, c), c.num_experts_per_tok or 1)
         return topk_ids, weigh(jnp.take_along_axis(scores, topk_ids, axis=-1), c)
 
 
@@ -50,9 +50,24 @@ def within_groups(choice: Float[Array, "n X"], config: Config) -> Float[Array, "
         return choice
     members = choice.reshape(-1, groups, choice.shape[-1] // groups)
     rating = jax.lax.top_k(members, min(best_of, members.shape[-1]))[0].sum(-1)
-    chosen = jax.lax.top_k(rating, kept)[1]
+    chosen = largest(rating, kept)
     open_groups = (chosen[:, :, None] == jnp.arange(groups)).any(1)
     return jnp.where(open_groups[:, :, None], members, -jnp.inf).reshape(choice.shape)
+
+
+def largest(x: Float[Array, "n X"], k: int) -> Int[Array, "n k"]:
+    """Where the k largest numbers of each row are, of equals the first before the next."""
+
+    def sort(x: Array) -> Array:
+        return jax.lax.top_k(x, k)[1]
+
+    def compare(x: Array) -> Array:
+        i = jnp.arange(x.shape[1])
+        mine, other = x[:, :, None], x[:, None, :]
+        rank = ((other > mine) | ((other == mine) & (i < i[:, None]))).sum(-1)
+        return jnp.where(rank[:, None] == jnp.arange(k)[:, None], i, x.shape[1]).min(-1)
+
+    return jax.lax.platform_dependent(x, cuda=compare, default=sort) if x.size * x.shape[1] <= COMPARED**2 else sort(x)
 
 
 def weigh(chosen: Float[Array, "n K"], config: Config) -> Float[Array, "n K"]:
@@ -106,7 +121,7 @@ class Grouped(NamedTuple):
         return jnp.where(weights[..., None] != 0, chosen * weights[..., None].astype(y.dtype), 0).sum(1)
 
 
-COMPARED = 512  # pairs up to which a comparison with every other, one fused kernel on a GPU, is faster than sorting
+COMPARED = 512  # numbers up to which a comparison of each with every other, one fused kernel on a GPU, is faster than sorting
 
 
 def shares(topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: int) -> Float[Array, "n K"]:

@@ -1,4 +1,4 @@
-"""The same as interpret.py for the ops that the grouped matmul serves."""
+"""The same as interpret.py for the ops that multiply by weights."""
 
 import json
 import sys
@@ -6,7 +6,9 @@ import sys
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import fp8, quantized_matmul, ragged_dot, testing
+from pallas_kernels import fp8, moe_decode, quantized_matmul, ragged_dot, testing
+from pallas_kernels.moe_decode import gpu as moe_gpu
+from pallas_kernels.moe_decode import reference as moe_reference
 from pallas_kernels.quantized_matmul import gpu as quantized_gpu
 from pallas_kernels.quantized_matmul import reference as quantized_reference
 from pallas_kernels.ragged_dot import gpu as ragged_gpu
@@ -46,7 +48,16 @@ def single(case, held):
     show(f"{case.name}, {held}", *(out / size for out in (got, wanted, fallback)))
 
 
-if sys.argv[1] == "ragged_dot":
+def few(case):
+    inputs = testing.moe_decode_inputs(case)
+    got = moe_gpu.moe_decode(**inputs, units=7, interpret=interpret)
+    show(case.name, got, moe_reference.moe_decode(**inputs), moe_decode.moe_decode(**inputs, impl="xla"))
+
+
+if sys.argv[1] == "moe_decode":
+    for case in testing.MOE_DECODE:
+        few(case)
+elif sys.argv[1] == "ragged_dot":
     for case in testing.RAGGED_DOT:
         for op, held in testing.RAGGED_DOT_KINDS:
             if held == "bf16" or case.depth % fp8.GROUP == 0:
