@@ -37,7 +37,8 @@ class Router(nnx.Module):
         c = self.config
         logits = jnp.dot(x.astype(jnp.float32), self.weight[...].astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST)
         scores = jax.nn.softmax(logits) if c.scoring_func == "softmax" else jax.nn.sigmoid(logits)
-        choice = scores + self.bias[...] if c.topk_method == "noaux_tc" else scores
+        # without a bias logits are in the same order, and need not wait for the scores
+        choice = scores + self.bias[...] if c.topk_method == "noaux_tc" else logits
         topk_ids = largest(within_groups(choice, c), c.num_experts_per_tok or 1)
         return topk_ids, weigh(jnp.take_along_axis(scores, topk_ids, axis=-1), c)
 
@@ -58,16 +59,20 @@ def within_groups(choice: Float[Array, "n X"], config: Config) -> Float[Array, "
 def largest(x: Float[Array, "n X"], k: int) -> Int[Array, "n k"]:
     """Where the k largest numbers of each row are, of equals the first before the next."""
 
-    def sort(x: Array) -> Array:
+    def by_sorting(x: Array) -> Array:
         return jax.lax.top_k(x, k)[1]
 
-    def compare(x: Array) -> Array:
-        i = jnp.arange(x.shape[1])
-        mine, other = x[:, :, None], x[:, None, :]
-        rank = ((other > mine) | ((other == mine) & (i < i[:, None]))).sum(-1)
-        return jnp.where(rank[:, None] == jnp.arange(k)[:, None], i, x.shape[1]).min(-1)
+    if x.size * x.shape[1] > COMPARED**2:
+        return by_sorting(x)
+    return jax.lax.platform_dependent(x, cuda=lambda x: by_comparing(x, k), default=by_sorting)
 
-    return jax.lax.platform_dependent(x, cuda=compare, default=sort) if x.size * x.shape[1] <= COMPARED**2 else sort(x)
+
+def by_comparing(x: Float[Array, "n X"], k: int) -> Int[Array, "n k"]:
+    """`largest`, by each number's rank: two kernels on a GPU, where sorting is three and slower ones."""
+    i = jnp.arange(x.shape[1])
+    mine, other = x[:, :, None], x[:, None, :]
+    rank = ((other > mine) | ((other == mine) & (i < i[:, None]))).sum(-1)
+    return jnp.where(rank[:, None] == jnp.arange(k)[:, None], i, x.shape[1] - 1).min(-1)
 
 
 def weigh(chosen: Float[Array, "n K"], config: Config) -> Float[Array, "n K"]:
@@ -107,11 +112,13 @@ class Grouped(NamedTuple):
     def of(topk_ids: Int[Array, "n K"], experts: int) -> "Grouped":
         ids, chosen = topk_ids.reshape(-1), topk_ids.shape[1]
         pairs = jnp.arange(ids.size)
-        sizes = jnp.bincount(ids, length=experts + 1)[:experts].astype(jnp.int32)
-        if ids.size <= COMPARED:
+        if ids.size <= COMPARED:  # no scatter, which is three kernels
             before = (ids[None] < ids[:, None]) | ((ids[None] == ids[:, None]) & (pairs[None] < pairs[:, None]))
             place = before.sum(1, dtype=jnp.int32)
-            return Grouped(jnp.zeros_like(pairs).at[place].set(pairs // chosen, unique_indices=True), place, sizes)
+            pair = jnp.where(place[None] == pairs[:, None], pairs[None], 0).sum(1)
+            sizes = (ids[None] == jnp.arange(experts)[:, None]).sum(1, dtype=jnp.int32)
+            return Grouped(pair // chosen, place, sizes)
+        sizes = jnp.bincount(ids, length=experts + 1)[:experts].astype(jnp.int32)
         order = jnp.argsort(ids, stable=True)
         return Grouped(order // chosen, jnp.zeros_like(order).at[order].set(pairs, unique_indices=True), sizes)
 

@@ -59,6 +59,18 @@ def test_every_backend_computes_the_chosen_experts_and_nothing_for_the_id_of_no_
         np.testing.assert_allclose(backend(x, jnp.asarray(ids), weights, experts), expected, atol=2e-5, err_msg=name)
 
 
+@given(x=st.lists(st.lists(st.sampled_from([-np.inf, -1.0, 0.0, 0.5, 3.0]), min_size=7, max_size=7), min_size=1, max_size=3))
+def test_the_largest_by_comparing_are_those_by_sorting(x):
+    x = np.array(x, np.float32)
+    for k in (1, 3, 7):
+        np.testing.assert_array_equal(moe.by_comparing(jnp.array(x), k), np.argsort(-x, axis=1, kind="stable")[:, :k])
+        np.testing.assert_array_equal(moe.largest(jnp.array(x), k), np.argsort(-x, axis=1, kind="stable")[:, :k])
+
+
+def test_nan_is_never_an_expert_that_does_not_exist():
+    assert (moe.by_comparing(jnp.full((2, 5), jnp.nan), 3) < 5).all()
+
+
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("tokens", [31, 32, 33, 65])
 def test_tiles_that_do_not_come_out_even_equal_dense(name, tokens):
