@@ -183,6 +183,7 @@ RAGGED_DOT = [
     RaggedDotCase("few groups have rows", (0,) * 30 + (2, 1) + (0,) * 8 + (4,), 128, 384),
     RaggedDotCase("nothing", (0, 0, 0), 64, 128),
     RaggedDotCase("narrower than a block", (20, 12), 320, 96),
+    RaggedDotCase("tiles of all sizes", (41, 0, 67, 98, 79, 124, 131, 139, 85, 91, 3, 452), 128, 72),
 ]
 # an op and how its operands are held: bfloat16, weights alone in E4M3, or both; between them, they meet every part of the kernel
 RAGGED_DOT_KINDS = [("ragged_dot", "bf16"), ("ragged_swiglu", "bf16"), ("ragged_swiglu", "w8"), ("ragged_dot", "w8a8")]

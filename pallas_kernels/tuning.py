@@ -44,13 +44,15 @@ MLA_PREFILL_TPU = {
 }
 PAGE_TABLE_TPU = 128 << 10  # entries, in half of the scalar memory
 
-# ragged_dot: kind of operands -> tokens in a tile -> slots of the ring and depth of a step. As many slots as shared memory holds:
-# a multiprocessor keeps 160 to 200 KiB of loads in flight. The least width is taken that holds an average group with what the
-# copy engine's alignment adds. Weights that are converted leave no registers for 96 tokens, nor scales for 128.
+# ragged_dot: kind of operands -> most tokens in a tile -> slots of the ring, depth of a step, fewer tokens for which there are
+# programs, too. As many slots as shared memory holds: a multiprocessor keeps 160 to 200 KiB of loads in flight. The least width
+# is taken that holds an average group with what the copy engine's alignment adds. Weights that are converted leave no registers
+# for 96 tokens, nor scales for 128. Four tiles of 144 hold a group of 512 rows, give or take what chance does to it. Programs
+# are those that compute least in vain where 44 to 1,024 rows a group are dealt at random, more often 256 and 512.
 RAGGED_DOT = {
-    "bf16": {8: (6, 64), 16: (6, 64), 32: (5, 64), 64: (5, 64), 128: (4, 64)},
+    "bf16": {8: (6, 64), 16: (6, 64), 32: (5, 64), 64: (5, 64), 144: (4, 64, 56, 80, 104, 128, 136)},
     "w8": {8: (6, 128), 16: (6, 128), 32: (5, 128), 64: (4, 128)},
-    "w8a8": {8: (6, 128), 16: (6, 128), 32: (5, 128), 64: (5, 128), 96: (4, 128)},
+    "w8a8": {8: (6, 128), 16: (6, 128), 32: (5, 128), 64: (5, 128), 96: (4, 128, 56, 72, 88)},
 }
 RAGGED_DOT_REGISTERS = 240, 24  # of a worker, of the feeder
 

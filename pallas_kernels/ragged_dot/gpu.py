@@ -2,10 +2,10 @@
 
 The weights are the left operand of the matrix units and the tokens the right one, so that few tokens waste nothing: a sum
 holds features by tokens. A block takes 256 rows of weights (of a SwiGLU 128 of gate and the same 128 of up) against a tile
-of tokens. Two warpgroups take two times 64 of these rows each; a third orders weights and tokens from the copy engine
-through a ring of slots, one piece of work after the other, so that loads never pause. The sums are transposed on their way
-to shared memory, and only the tile's own rows leave it. Where pieces are too few for all multiprocessors the depth is split,
-too: the parts leave as they are, in float32, and XLA adds them.
+of tokens, and a tile is the work of the program for the fewest tokens that hold it. Two warpgroups take two times 64 of these
+rows each; a third orders weights and tokens from the copy engine through a ring of slots, one piece of work after the other,
+so that loads never pause. The sums are transposed on their way to shared memory, and only the tile's own rows leave it. Where
+pieces are too few for all multiprocessors the depth is split, too: the parts leave as they are, in float32, and XLA adds them.
 
 Operands come in three kinds:
   bf16   both in bfloat16
@@ -33,9 +33,9 @@ ROWS = 64  # rows of weights in a product
 WORKERS, FEEDER = 2, 2
 HALF = WORKERS * ROWS  # rows of weights that the two take together, twice
 STORED = 64  # features in a row of the staged output: a span of the swizzle
+STAGED = 72  # tokens of it, at most: they leave at a time
 SPAN = 128  # bytes
 GROUPS = 64  # whose sizes are added up together
-NARROW = 96  # tokens in a tile from which on half of them are worth a program of their own
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -52,7 +52,7 @@ class Job(NamedTuple):
     """What is known when the kernel is compiled."""
 
     kind: str
-    width: int  # tokens in a tile
+    programs: tuple[int, ...]  # for so many tokens; the last for a whole tile
     depth: int  # of a step
     slots: int
     registers: tuple[int, int]  # of a worker, of the feeder
@@ -63,6 +63,16 @@ class Job(NamedTuple):
     steps: int  # of the whole depth
     parts: int  # into which it is split
     staged: bool  # rows of bfloat16 leave; else sums in float32, features by tokens
+
+    @property
+    def width(self) -> int:
+        """Tokens in a tile, at most."""
+        return self.programs[-1]
+
+    @property
+    def grain(self) -> int:
+        """Of how many rows tiles are multiples: what leaves as sums leaves as wide as it was made."""
+        return ALIGNED if self.staged else self.width
 
     @property
     def taken(self) -> int:
@@ -125,7 +135,7 @@ def _piece(job: Job, table: Table, i) -> Piece:
     """This unit's piece i."""
     at = lax.axis_index("unit") + i * job.units
     at, part = (at, jnp.int32(0)) if job.parts == 1 else (lax.div(at, jnp.int32(job.parts)), lax.rem(at, jnp.int32(job.parts)))
-    tile, block = locate(at, table, groups=job.groups, width=job.width, blocks=job.blocks)
+    tile, block = locate(at, table, groups=job.groups, width=job.width, grain=job.grain, blocks=job.blocks)
     tile = tile._replace(row=pl.multiple_of(tile.row, ALIGNED))
     start = part * job.part
     return Piece(tile, block * job.taken, part, start, jnp.minimum(start + job.part, job.steps))
@@ -138,6 +148,17 @@ def _pieces(job: Job, table: Table, run):
     return lax.fori_loop(0, count, run, jnp.int32(0))
 
 
+def _sized(tile: Tile, programs, do):
+    """`do(tokens)` for the fewest tokens that hold the tile."""
+    tokens, *more = programs
+    if more:
+        fits = tile.stop - tile.row <= tokens
+        pl.when(fits)(lambda: do(tokens))
+        pl.when(jnp.logical_not(fits))(lambda: _sized(tile, more, do))
+    else:
+        do(tokens)
+
+
 def _slot(job: Job, step):
     return lax.rem(step, jnp.int32(job.slots))
 
@@ -148,7 +169,6 @@ def _feed(job: Job, source: Operands, table: Table, ring: Operands, full, free):
     def run(i, step):
         piece = _piece(job, table, i)
         features = pl.ds(pl.multiple_of(piece.feature, HALF), job.taken)
-        tokens = pl.ds(piece.tile.row, job.width)
 
         def load(k, step):
             slot, columns = _slot(job, step), pl.ds(pl.multiple_of(k * job.depth, job.depth), job.depth)
@@ -156,10 +176,14 @@ def _feed(job: Job, source: Operands, table: Table, ring: Operands, full, free):
             for j, w_g in enumerate(source.weights):
                 to = ring.weights[0].at[slot, pl.ds(j * job.taken, job.taken)]
                 plgpu.copy_gmem_to_smem(w_g.at[piece.tile.group, features, columns], to, full.at[slot])
-            plgpu.copy_gmem_to_smem(source.x.at[tokens, columns], ring.x.at[slot], full.at[slot])
-            if ring.x_scale is not None:
-                to = ring.x_scale.at[slot, pl.ds(0, job.width)]
-                plgpu.copy_gmem_to_smem(source.x_scale.at[k, tokens], to, full.at[slot])
+
+            def rows(tokens):
+                of, to = pl.ds(piece.tile.row, tokens), pl.ds(0, tokens)
+                plgpu.copy_gmem_to_smem(source.x.at[of, columns], ring.x.at[slot, to], full.at[slot])
+                if ring.x_scale is not None:
+                    plgpu.copy_gmem_to_smem(source.x_scale.at[k, of], ring.x_scale.at[slot, to], full.at[slot])
+
+            _sized(piece.tile, job.programs, rows)
             return step + 1
 
         return lax.fori_loop(piece.start, piece.stop, load, step)
@@ -182,7 +206,7 @@ class Worker(NamedTuple):
     full: object
     free: object
     mine: jax.Array  # its first row in either half of a block
-    tokens: int  # of the tile that are looked at
+    tokens: int  # of the program
     interpret: object
 
     def rows(self, half: int):
@@ -286,13 +310,13 @@ SUMS = {"bf16": _whole, "w8": _converted, "w8a8": _promoted}
 
 def _store(sums, tile: Tile, feature, out_g, staged):
     """Sums of ROWS features, of which the tile's own rows are written, as many tokens at a time as `staged` holds."""
-    tokens = staged.shape[0]
-    for first in range(0, sums.shape[1], tokens):
-        row = tile.row + first
+    for first in range(0, sums.shape[1], staged.shape[0]):
+        part = sums[:, first : first + staged.shape[0]].astype(out_g.dtype)
+        row, tokens = tile.row + first, part.shape[1]
         start = jnp.clip(tile.start - row, 0, tokens)
         count = jnp.clip(tile.stop - row, 0, tokens) - start
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        staged.transpose((1, 0))[...] = sums[:, first : first + tokens].astype(out_g.dtype)
+        staged.at[pl.ds(0, tokens)].transpose((1, 0))[...] = part
         plgpu.commit_smem()
         for rows in (1 << bit for bit in reversed(range(tokens.bit_length()))):  # copies have static sizes
 
@@ -334,12 +358,7 @@ def _work(at: Worker, table: Table, out_g, staged):
             # the piece once more: kept, it would cost registers over the loop
             _leave(here, sums, _piece(job, table, i), out_g, staged)
 
-        if job.width < NARROW or not job.staged:
-            do(job.width)
-        else:  # the last tile of a group is half empty as often as not
-            short = piece.tile.stop - piece.tile.row <= job.width // 2
-            pl.when(short)(lambda: do(job.width // 2))
-            pl.when(jnp.logical_not(short))(lambda: do(job.width))
+        _sized(piece.tile, job.programs, do)
         return step + piece.stop - piece.start
 
     _pieces(job, table, run)
@@ -387,13 +406,12 @@ def _ring(job: Job, source: Operands) -> Operands:
 
 def _launch(job: Job, source: Operands, sizes: jax.Array, out_type, interpret):
     loads = 1 + job.weights + (job.kind == "w8a8")
-    tokens = job.width // -(-job.width // 64)  # that leave at a time
     return plgpu.kernel(
         functools.partial(_kernel, job=job, interpret=interpret),
         out_type=out_type,
         scratch_types=[
             _ring(job, source),
-            plgpu.SMEM((WORKERS, tokens, STORED), jnp.bfloat16, transforms=(plgpu.SwizzleTransform(SPAN),)),
+            plgpu.SMEM((WORKERS, min(job.width, STAGED), STORED), jnp.bfloat16, transforms=(plgpu.SwizzleTransform(SPAN),)),
             plgpu.SMEM((3, job.groups), jnp.int32),
             plgpu.Barrier(num_arrivals=loads, num_barriers=job.slots),
             plgpu.Barrier(num_arrivals=WORKERS, num_barriers=job.slots),
@@ -451,14 +469,15 @@ def grouped(x, weights, group_sizes, *, out_dtype, units, width=None, parts=None
     (M, D), (X, F) = jax.tree.leaves(x)[0].shape, jax.tree.leaves(weights)[0].shape[:2]
     table, registers = tuning.RAGGED_DOT[kind], tuning.RAGGED_DOT_REGISTERS
     width = width or best_width(M, X, table)
-    slots, depth = table[width]
+    slots, depth, *fewer = table[width]
     depth, groups, count = min(depth, D), -(-X // GROUPS) * GROUPS, len(weights)
-    job = Job(kind, width, depth, slots, registers, units, groups, count, F, -(-D // depth), 1, True)
+    job = Job(kind, (*fewer, width), depth, slots, registers, units, groups, count, F, -(-D // depth), 1, True)
     if parts is None:
         parts = _parts(-(-M // width) * job.blocks, job.steps, units) if X == 1 else 1
     parts = -(-job.steps // -(-job.steps // parts))  # none without a step
-    job = job._replace(parts=parts, staged=parts == 1 and out_dtype == jnp.bfloat16)
-    assert job.staged or X == 1
+    if parts > 1 or out_dtype != jnp.bfloat16:
+        assert X == 1
+        job = job._replace(parts=parts, staged=False, programs=(width,))
     source = _operands(kind, x, weights, width)
     sizes = jnp.pad(group_sizes.astype(jnp.int32), (0, groups - X))
     if job.staged:

@@ -1,7 +1,8 @@
 """Which rows of the sorted activations lie in which tile, and in which order tiles meet the weights.
 
-A tile is `width` rows of one group. The copy engine begins at multiples of 8 rows, so a tile may begin with up to 7 rows of
-the group before and end with rows of the next: computed, not stored. Groups without rows have no tiles.
+A group has as few tiles of up to `width` rows as hold it, and they share its rows evenly: beside full tiles, one for the rest
+would make little of its weights. The copy engine begins at multiples of 8 rows, so a tile may begin with up to 7 rows of the
+group before and end with rows of the next: computed, not stored. Groups without rows have no tiles.
 
 The work of a launch is every tile times every block of features. Up to SHARE tiles of a group take a block of features one
 after the other, then the next, so that weights come from the HBM once and to the other tiles from the L2."""
@@ -45,8 +46,8 @@ def tiles_of(start, end, width: int):
     return jnp.where(end > start, lax.div(end - (start & -ALIGNED) + (width - 1), jnp.full_like(start, width)), 0)
 
 
-def locate(at, table: Table, *, groups: int, width: int, blocks: int) -> tuple[Tile, jax.Array]:
-    """The tile and the block of features of piece `at`."""
+def locate(at, table: Table, *, groups: int, width: int, grain: int, blocks: int) -> tuple[Tile, jax.Array]:
+    """The tile, of a multiple of `grain` rows, and the block of features of piece `at`."""
     near = lax.div(at, jnp.int32(blocks))  # a tile of the same group
     group = jnp.int32(0)
     for bit in reversed(range((groups - 1).bit_length())):
@@ -60,5 +61,7 @@ def locate(at, table: Table, *, groups: int, width: int, blocks: int) -> tuple[T
     together = jnp.minimum(count - before, SHARE)
     place = at - (first + before) * blocks
     block = lax.div(place, together)
-    row = (start & -ALIGNED) + (before + place - block * together) * width
-    return Tile(group, row, jnp.maximum(row, start), jnp.minimum(row + width, end)), block
+    origin, grains = start & -ALIGNED, count * grain
+    rows = lax.div(end - origin + (grains - 1), grains) * grain
+    row = origin + (before + place - block * together) * rows
+    return Tile(group, row, jnp.maximum(row, start), jnp.minimum(row + rows, end)), block

@@ -98,19 +98,21 @@ def test_the_result_comes_in_the_dtype_asked_for():
 
 
 @jax.jit
-def located(pieces, table, width, blocks):
+def located(pieces, table, width, grain, blocks):
     """Group, first row, own rows and block of every piece."""
-    tile, block = jax.vmap(lambda at: plan.locate(at, table, groups=table.start.size, width=width, blocks=blocks))(pieces)
+    sizes = {"groups": table.start.size, "width": width, "grain": grain, "blocks": blocks}
+    tile, block = jax.vmap(lambda at: plan.locate(at, table, **sizes))(pieces)
     return *tile, block
 
 
 @settings(max_examples=60)
 @given(
     sizes=st.lists(st.one_of(st.just(0), st.integers(0, 20), st.integers(0, 3000)), min_size=1, max_size=70),
-    width=st.sampled_from([8, 16, 32, 64, 96, 128]),
+    width=st.sampled_from([8, 16, 32, 64, 96, 144]),
+    shared=st.booleans(),
     blocks=st.integers(1, 40),
 )
-def test_every_row_meets_every_block_of_features_once(sizes, width, blocks):
+def test_every_row_meets_every_block_of_features_once_and_tiles_are_even(sizes, width, shared, blocks):
     sizes = np.pad(sizes, (0, 70 - len(sizes)))
     ends = np.cumsum(sizes)
     starts = ends - sizes
@@ -119,7 +121,8 @@ def test_every_row_meets_every_block_of_features_once(sizes, width, blocks):
     np.testing.assert_array_equal(jax.jit(plan.tiles_of)(starts, ends, width), tiles)
     count = lasts[-1] * blocks
     table = plan.Table(*(x.astype(np.int32) for x in (starts, ends, lasts)))
-    found = located(np.arange(-(-count // 65536) * 65536, dtype=np.int32), table, width, blocks)
+    grain = 8 if shared else width
+    found = located(np.arange(-(-count // 65536) * 65536, dtype=np.int32), table, width, grain, blocks)
     group, row, start, stop, block = (np.asarray(x)[:count] for x in found)
     assert (row % 8 == 0).all()
     assert ((row <= start) & (start < stop) & (stop <= row + width)).all()
@@ -128,17 +131,21 @@ def test_every_row_meets_every_block_of_features_once(sizes, width, blocks):
     np.add.at(met, (block, start), 1)
     np.add.at(met, (block, stop), -1)
     assert (np.cumsum(met, axis=1)[:, :-1] == 1).all()
+    taken = np.maximum(tiles, 1) * grain
+    taken = -((starts // 8 * 8 - ends) // taken) * grain  # by all tiles of a group but its last
+    assert (taken <= width).all()
+    assert ((row + taken[group] == stop) | (stop == ends[group])).all()
     # who reads a block of weights at the same time are neighbours
     same = (np.diff(group) == 0) & (np.diff(block) == 0)
-    assert (np.diff(row)[same] == width).all()
+    assert (np.diff(row) == taken[group[1:]])[same].all()
     runs = np.split(np.arange(count), np.flatnonzero(~same) + 1)
     assert max(map(len, runs)) <= plan.SHARE or blocks == 1
 
 
 @pytest.mark.parametrize(("rows", "groups", "width"), [(8, 256, 8), (64, 256, 16), (512, 256, 16), (1024, 32, 64),
-                                                       (16384, 32, 128), (64, 1, 64), (65, 1, 128)])  # fmt: skip
+                                                       (16384, 32, 144), (64, 1, 64), (65, 1, 144)])  # fmt: skip
 def test_the_width_of_a_tile_holds_an_average_group(rows, groups, width):
-    assert plan.best_width(rows, groups, [8, 16, 32, 64, 128]) == width
+    assert plan.best_width(rows, groups, [8, 16, 32, 64, 144]) == width
 
 
 def test_a_named_implementation_that_cannot_raises_with_the_reason():
