@@ -3,11 +3,11 @@
 UNITS = {"NVIDIA H200": 132, "NVIDIA H100 80GB HBM3": 132, "NVIDIA H100 PCIe": 114}
 DEFAULT_UNITS = 132
 
-# latent rank -> slots of the ring of tiles; registers of (scores, left, right, feeder)
+# latent rank -> registers of warpgroups that make scores, that make sums
 MLA_DECODE = {
-    512: {"slots": 2, "registers": (168, 160, 160, 24)},
-    256: {"slots": 4, "registers": (168, 160, 160, 24)},
-    128: {"slots": 4, "registers": (168, 160, 160, 24)},
+    512: {"registers": (96, 160)},
+    256: {"registers": (96, 160)},
+    128: {"registers": (96, 160)},
 }
 
 # the same for few queries (tokens times heads): columns of the latent in a part of a tile; parts in a worker's ring where

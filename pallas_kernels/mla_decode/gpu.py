@@ -33,8 +33,9 @@ from pallas_kernels.hopper import LOG2E, LOW, ROW, clean, over, swizzled, zeros
 from pallas_kernels.mla_decode import few
 from pallas_kernels.mla_decode.schedule import BLOCK, TILE, groups
 
-SCORES, LEFT, RIGHT, FEEDER = range(4)
+LEFT, RIGHT = 2, 3  # the warpgroups before them make scores
 WARPGROUPS = 4
+SLOTS = 2
 
 
 def _dot_into(accs, a, bs, interpret):
@@ -59,7 +60,6 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
     G, Z, _ = c_kv.shape
     size, per_row = groups(M)
     units = shares.shape[0]
-    slots = knobs["slots"]
     registers = knobs["registers"]
     chunk = min(Z, TILE)  # rows of a tile copied at a time
     per_tile = TILE // chunk
@@ -73,7 +73,7 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
     collective = {"collective_axes": "block"} if size == 2 else {}
 
     def kernel(qc_g, qpe_g, c_g, pe_g, table, lens, shares_g, o_g, lse_g, po_g, plse_g, q_s, tile_s, w_s, keep_s,
-               q_in, tile_in, free, q_free, weighed, normed, norm_free):  # fmt: skip
+               top_s, part_s, q_in, tile_in, free, q_free, weighed, normed, norm_free, topped, given, joined):  # fmt: skip
         unit = lax.axis_index("unit")
         block = lax.axis_index("block") if size == 2 else jnp.int32(0)
         role = lax.axis_index("role")
@@ -98,7 +98,7 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
             return lax.fori_loop(row0, row1 + 1, piece, jnp.int32(0))
 
         def slot_of(step):
-            return lax.rem(step, jnp.int32(slots))
+            return step & 1
 
         def rows_of(which, do):
             """Runs `do` with the static number of rows that row block `which` has."""
@@ -110,88 +110,65 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                 pl.when(which < size * per_row - 1)(lambda: do(BLOCK))
                 pl.when(which == size * per_row - 1)(lambda: do(last_rows))
 
-        def feeder():
-            def piece(i, step):
-                b, which, n, start, stop, _, _ = item(i)
+        def order(b, t, step):
+            """The tile t of batch row b into the slot of `step`, each part as soon as it is free."""
+            slot = slot_of(step)
+            top = jnp.maximum(lax.div(lens[b] - 1, jnp.int32(Z)), 0)  # the last page that holds a token
+            base = pl.multiple_of(lax.rem(t * TILE, jnp.int32(Z)), TILE) if Z > TILE else 0
+            places = [jnp.minimum(lax.div(t * TILE, jnp.int32(Z)) + j, top) for j in range(per_tile)]
+            rows = [(jnp.clip(table[b, place], 0, G - 1), pl.ds(base, chunk)) for place in places]
+            halves_g = [[c_g.at[*some, pl.ds(*part)] for some in rows] for part in parts]
+            for k, sources in enumerate([*halves_g, [pe_g.at[some] for some in rows]]):
+                if k < len(parts):  # the rotary part is free when both halves are
+                    pl.when(step >= SLOTS)(functools.partial(plgpu.barrier_wait, free[k].at[slot]))
+                arrived = tile_in[min(k, len(parts) - 1)].at[slot]
+                for j, source in enumerate(sources):
+                    there = tile_s[k].at[slot, pl.ds(j * chunk, chunk)]
+                    plgpu.copy_gmem_to_smem(source, there, arrived, **collective)
 
-                @pl.when(i > row0)
-                def _():
-                    plgpu.barrier_wait(q_free)
-
-                def queries(count):
-                    rows, there = pl.ds(which * BLOCK, count), pl.ds(0, count)
-                    sources = [*(qc_g.at[b, rows, pl.ds(*part)] for part in parts), qpe_g.at[b, rows]]
-                    for source, to in zip(sources, q_s, strict=True):
-                        plgpu.copy_gmem_to_smem(source, to.at[0, there], q_in)
-
-                rows_of(which, queries)
-                top = jnp.maximum(lax.div(n - 1, jnp.int32(Z)), 0)  # the last page that holds a token
-
-                def tile(t, step):
-                    slot = slot_of(step)
-                    base = pl.multiple_of(lax.rem(t * TILE, jnp.int32(Z)), TILE) if Z > TILE else 0
-                    places = [jnp.minimum(lax.div(t * TILE, jnp.int32(Z)) + j, top) for j in range(per_tile)]
-                    rows = [(jnp.clip(table[b, place], 0, G - 1), pl.ds(base, chunk)) for place in places]
-                    halves_g = [[c_g.at[*some, pl.ds(*part)] for some in rows] for part in parts]
-                    for k, sources in enumerate([*halves_g, [pe_g.at[some] for some in rows]]):
-                        if k < len(parts):  # the rotary part is free when both halves are
-                            pl.when(step >= slots)(functools.partial(plgpu.barrier_wait, free[k].at[slot]))
-                        arrived = tile_in[min(k, len(parts) - 1)].at[slot]
-                        for j, source in enumerate(sources):
-                            there = tile_s[k].at[slot, pl.ds(j * chunk, chunk)]
-                            plgpu.copy_gmem_to_smem(source, there, arrived, **collective)
-                    return step + 1
-
-                return lax.fori_loop(start, stop, tile, step)
-
-            step = items(piece)
-
-            def drain(step, _):  # every completion has to be observed
-                for barrier in free:
-                    plgpu.barrier_wait(barrier.at[slot_of(step)])
-                return ()
-
-            lax.fori_loop(jnp.maximum(step - slots, 0), step, drain, ())
-
-            @pl.when(row1 >= row0)
-            def _():
-                plgpu.barrier_wait(q_free)
-
-        def scores():
+        def scores(me):
             to_log2 = scale * LOG2E
+            other = 1 - me
 
-            def operands(step):
-                """The pieces of Q and of the tile at `step`, each once it is there."""
-                zero = jnp.minimum(step, 0)  # known at run time alone: else every address in Q stays in registers, and they spill
+            def operands(slot):
+                """The pieces of Q and of the tile in a slot, each once it is there."""
+                zero = jnp.minimum(slot, 0)  # known at run time alone: else every address in Q stays in registers, and they spill
                 for k, (q, tile) in enumerate(zip(q_s, tile_s, strict=True)):
                     if k < len(parts):  # the rotary part comes with the right half
-                        plgpu.barrier_wait(tile_in[k].at[slot_of(step)])
-                    yield q.at[zero], tile.at[slot_of(step)]
+                        plgpu.barrier_wait(tile_in[k].at[slot])
+                    yield q.at[zero], tile.at[slot]
 
-            def products(steps, use, carry):
-                """`carry = use(number, scores, carry)` for the tiles at `steps`; all products are ordered before any use."""
+            def product(slot):
                 if interpret:
-                    for number, step in enumerate(steps):
-                        dots = [jnp.dot(q[...], part[...].T, preferred_element_type=jnp.float32) for q, part in operands(step)]
-                        plgpu.commit_smem()
-                        carry = use(number, sum(dots), carry)
-                    return carry
+                    dots = [jnp.dot(q[...], part[...].T, preferred_element_type=jnp.float32) for q, part in operands(slot)]
+                    plgpu.commit_smem()
+                    return sum(dots)
 
-                def run(*refs, carry=carry):
-                    for ref, step in zip(refs, steps, strict=True):
-                        for q, part in operands(step):
-                            plgpu.wgmma(ref, q, part.transpose((1, 0)))
-                    for number, ref in enumerate(refs):
-                        s = plgpu.wgmma_accumulator_load(ref, wait_n=(len(refs) - 1 - number) * len(widths))
-                        carry = use(number, s, carry)
-                    return carry
+                def run(acc):
+                    for q, part in operands(slot):
+                        plgpu.wgmma(acc, q, part.transpose((1, 0)))
+                    return acc[...]
 
-                return pl.run_scoped(run, *[plgpu.ACC((BLOCK, TILE), jnp.float32) for _ in steps])
+                return pl.run_scoped(run, plgpu.ACC((BLOCK, TILE), jnp.float32))
 
             def piece(i, step):
-                _, which, n, start, stop, _, _ = item(i)
-                plgpu.barrier_wait(q_in)
+                b, which, n, start, stop, _, _ = item(i)
+                first = start + ((step + me) & 1)  # of this warpgroup's tiles
                 clear = n - (tokens - 1)  # every query sees what is before
+
+                if me == 0:
+
+                    @pl.when(i > row0)
+                    def _():
+                        plgpu.barrier_wait(q_free)
+
+                    def queries(count):
+                        rows, there = pl.ds(which * BLOCK, count), pl.ds(0, count)
+                        sources = [*(qc_g.at[b, rows, pl.ds(*part)] for part in parts), qpe_g.at[b, rows]]
+                        for source, to in zip(sources, q_s, strict=True):
+                            plgpu.copy_gmem_to_smem(source, to.at[0, there], q_in)
+
+                    rows_of(which, queries)
 
                 def hide(s, t):
                     at = plgpu.broadcasted_iota(jnp.int32, (BLOCK, TILE), 1, layout=plgpu.Layout.WGMMA) + t * TILE
@@ -201,53 +178,67 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                         limit = clear + jnp.minimum(lax.div(row + which * BLOCK, jnp.int32(heads)), tokens - 1)
                     return jnp.where(at < limit, s, -jnp.inf)
 
-                def weigh(s, t, carry, tail):
-                    """Hands the weights of tile t on."""
-                    step, top, total = carry
-                    slot = slot_of(step)
+                def weigh(k, carry, tail):
+                    """Hands the weights of this warpgroup's tile k on, and orders its next."""
+                    own, total = carry
+                    t = first + 2 * k
+                    now = step + (t - start)
+                    slot = slot_of(now)
+                    s = product(slot)
                     if tail:
                         s = lax.cond((t + 1) * TILE > clear, hide, lambda s, t: s, s, t)
-                    higher = jnp.maximum(top, s.max(axis=1) * to_log2)
-                    keep = jnp.exp2(top - higher)
+                    highest = s.max(axis=1) * to_log2
+                    pl.when(now > 0)(lambda: plgpu.barrier_wait(topped.at[other]))
+                    top = jnp.where(t == start, LOW, plgpu.load(top_s.at[other], layout=ROW))
+                    higher = jnp.maximum(top, highest)
+                    top_s[me] = higher
+                    plgpu.barrier_arrive(topped.at[me])
+                    keep_s[slot] = jnp.exp2(top - higher)
                     w = jnp.exp2(s * to_log2 - over(higher, s.shape))
-                    total = total * keep + w.sum(axis=1)
-                    keep_s[slot] = keep
                     w_s[slot] = w.astype(dtype)
                     if tail:
                         pl.when((t + 1) * TILE > n)(lambda: empty(slot, n - t * TILE))
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(weighed.at[slot])
-                    return step + 1, higher, total
+                    total = total * jnp.exp2(own - higher) + w.sum(axis=1)
+                    pl.when(t + 2 < stop)(lambda: order(b, t + 2, now + 2))
+                    return higher, total
 
                 def empty(slot, held):
                     for latent, _ in zip(tile_s, parts, strict=False):
                         clean(latent, slot, held)
 
-                def pair(k, carry):
-                    """Two tiles that need no mask: the sums of the first run beside the softmax of the second."""
-                    steps = [carry[0] + k for k in range(2)]
-                    return products(steps, lambda number, s, carry: weigh(s, None, carry, False), carry)
-
-                def alone(t, carry):
-                    return products([carry[0]], lambda _, s, carry: weigh(s, t, carry, True), carry)
-
+                pl.when(first < stop)(lambda: order(b, first, step + (first - start)))
+                plgpu.barrier_wait(q_in)
                 low = plgpu.layout_cast(jnp.full((BLOCK,), LOW, jnp.float32), ROW)
-                carry = step, low, zeros((BLOCK,), ROW)
                 masked = 1 if tokens == 1 else 2  # tiles at the end of which some query may not see all
-                pairs = lax.div(jnp.maximum(stop - start - masked, 0), jnp.int32(2))
-                carry = lax.fori_loop(0, pairs, pair, carry)
-                step, top, total = lax.fori_loop(start + 2 * pairs, stop, alone, carry)
+                open_, all_ = (lax.div(jnp.maximum(end - first + 1, 0), jnp.int32(2)) for end in (stop - masked, stop))
+                carry = low, zeros((BLOCK,), ROW)
+                carry = lax.fori_loop(0, open_, functools.partial(weigh, tail=False), carry)
+                top, total = lax.fori_loop(open_, all_, functools.partial(weigh, tail=True), carry)
+                (join if me == 0 else give)(i, top, total)
+                return step + (stop - start)
+
+            def give(i, top, total):
+                """This warpgroup's part of a row's maximum and sum, to the other."""
                 plgpu.barrier_arrive(q_free)
+                pl.when(i > row0)(lambda: plgpu.barrier_wait(joined))
+                part_s[0] = top
+                part_s[1] = total
+                plgpu.barrier_arrive(given)
 
-                @pl.when(i > row0)
-                def _():
-                    plgpu.barrier_wait(norm_free)
-
-                b, which, _, _, _, whole, place = item(i)
+            def join(i, top, total):
+                plgpu.barrier_wait(given)
+                others = [plgpu.load(part_s.at[k], layout=ROW) for k in range(2)]
+                plgpu.barrier_arrive(joined)
+                higher = jnp.maximum(top, others[0])
+                total = total * jnp.exp2(top - higher) + others[1] * jnp.exp2(others[0] - higher)
                 none = total == 0  # not so of NaN, which goes on into both
-                keep_s[slots] = jnp.where(none, 0.0, 1.0 / total)
+                pl.when(i > row0)(lambda: plgpu.barrier_wait(norm_free))
+                keep_s[SLOTS] = jnp.where(none, 0.0, 1.0 / total)
                 plgpu.barrier_arrive(normed)
-                lse = jnp.where(none, -jnp.inf, top + jnp.log2(total))
+                lse = jnp.where(none, -jnp.inf, higher + jnp.log2(total))
+                b, which, _, _, _, whole, place = item(i)
 
                 @pl.when(whole)
                 def _():
@@ -257,13 +248,19 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                 def _():
                     plse_g[place, block] = lse
 
-                return step
+            step = items(piece)
+            # every completion has to be observed
+            pl.when((step > 0) & (slot_of(step + 1) == other))(lambda: plgpu.barrier_wait(topped.at[other]))
 
-            items(piece)
+            @pl.when(step > me)
+            def _():
+                for barrier in free:
+                    plgpu.barrier_wait(barrier.at[me])
 
             @pl.when(row1 >= row0)
             def _():
-                plgpu.barrier_wait(norm_free)
+                for barrier in (q_free, norm_free) if me == 0 else (joined,):
+                    plgpu.barrier_wait(barrier)
 
         def sums(side):
             first, width = halves[side]
@@ -292,7 +289,7 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                 b, which, _, _, _, whole, place = item(i)
                 slot = slot_of(step - 1)
                 plgpu.barrier_wait(normed)
-                norm = plgpu.load(keep_s.at[slots], layout=ROW)
+                norm = plgpu.load(keep_s.at[SLOTS], layout=ROW)
                 for some, x in zip(columns, acc, strict=True):
                     latent[slot, :, some] = (x * over(norm, x.shape)).astype(dtype)
                 plgpu.commit_smem()
@@ -317,18 +314,18 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
             items(piece)
             plgpu.wait_smem_to_gmem(0)
 
-        bodies = {SCORES: scores, LEFT: lambda: sums(LEFT), RIGHT: lambda: sums(RIGHT), FEEDER: feeder}
-        for number, body in bodies.items():
+        for number in range(WARPGROUPS):
 
             @pl.when(role == number)
-            def _(number=number, body=body):
-                plgpu.set_max_registers(registers[number], action="decrease" if number == FEEDER else "increase")
-                body()
+            def _(number=number):
+                summing = number >= LEFT
+                plgpu.set_max_registers(registers[summing], action="increase" if summing else "decrease")
+                (sums if summing else scores)(number)
 
     layouts = [*(swizzled(64) for _ in parts), swizzled(E)]
-    free = plgpu.Barrier(num_barriers=slots)
+    free = plgpu.Barrier(num_barriers=SLOTS)
     if size == 2:
-        free = plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=slots)
+        free = plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=SLOTS)
     part_rows = BLOCK * size if per_row * size > 1 else last_rows
     f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     return plgpu.kernel(
@@ -341,16 +338,21 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
         ),
         scratch_types=[
             [plgpu.SMEM((1, BLOCK, w), dtype, transforms=layout) for w, layout in zip(widths, layouts, strict=True)],
-            [plgpu.SMEM((slots, TILE, w), dtype, transforms=layout) for w, layout in zip(widths, layouts, strict=True)],
-            None if shared_pe else plgpu.SMEM((slots, BLOCK, TILE), dtype, transforms=swizzled(64)),
-            plgpu.SMEM((slots + 1, BLOCK), jnp.float32),
+            [plgpu.SMEM((SLOTS, TILE, w), dtype, transforms=layout) for w, layout in zip(widths, layouts, strict=True)],
+            None if shared_pe else plgpu.SMEM((SLOTS, BLOCK, TILE), dtype, transforms=swizzled(64)),
+            plgpu.SMEM((SLOTS + 1, BLOCK), jnp.float32),
+            plgpu.SMEM((2, BLOCK), jnp.float32),
+            plgpu.SMEM((2, BLOCK), jnp.float32),
             plgpu.Barrier(num_arrivals=len(widths)),
-            [plgpu.Barrier(num_arrivals=per_tile * copies, num_barriers=slots) for copies in (1, 2)],
+            [plgpu.Barrier(num_arrivals=per_tile * copies, num_barriers=SLOTS) for copies in (1, 2)],
             [free, free],
             plgpu.Barrier(),
-            plgpu.Barrier(num_barriers=slots),
+            plgpu.Barrier(num_barriers=SLOTS),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.Barrier(),
+            plgpu.Barrier(),
         ],
         grid=(units,),
         grid_names=("unit",),
