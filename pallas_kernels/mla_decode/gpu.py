@@ -97,8 +97,13 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
             """Runs `piece` over the share, carrying how many tiles went through the ring."""
             return lax.fori_loop(row0, row1 + 1, piece, jnp.int32(0))
 
+        def unknown_zero(step):
+            """Zero, which the compiler cannot tell."""
+            return jnp.minimum(step, 0)
+
         def slot_of(step):
-            return step & 1
+            """The same for all tiles of a warpgroup that makes scores: its addresses, too, would stay in registers."""
+            return (step & 1) + unknown_zero(step)
 
         def rows_of(which, do):
             """Runs `do` with the static number of rows that row block `which` has."""
@@ -110,13 +115,16 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                 pl.when(which < size * per_row - 1)(lambda: do(BLOCK))
                 pl.when(which == size * per_row - 1)(lambda: do(last_rows))
 
-        def order(b, t, step):
-            """The tile t of batch row b into the slot of `step`, each part as soon as it is free."""
-            slot = slot_of(step)
-            top = jnp.maximum(lax.div(lens[b] - 1, jnp.int32(Z)), 0)  # the last page that holds a token
-            base = pl.multiple_of(lax.rem(t * TILE, jnp.int32(Z)), TILE) if Z > TILE else 0
+        def pages(b, n, t):
+            """Where tile t of batch row b lies: pages, and the first of their rows."""
+            top = jnp.maximum(lax.div(n - 1, jnp.int32(Z)), 0)  # the last page that holds a token
             places = [jnp.minimum(lax.div(t * TILE, jnp.int32(Z)) + j, top) for j in range(per_tile)]
-            rows = [(jnp.clip(table[b, place], 0, G - 1), pl.ds(base, chunk)) for place in places]
+            base = pl.multiple_of(lax.rem(t * TILE, jnp.int32(Z)), TILE) if Z > TILE else 0
+            return [jnp.clip(table[b, place], 0, G - 1) for place in places], base
+
+        def order(found, base, step):
+            """A tile into the slot of `step`, each part as soon as it is free."""
+            slot, rows = slot_of(step), [(page, pl.ds(base, chunk)) for page in found]
             halves_g = [[c_g.at[*some, pl.ds(*part)] for some in rows] for part in parts]
             for k, sources in enumerate([*halves_g, [pe_g.at[some] for some in rows]]):
                 if k < len(parts):  # the rotary part is free when both halves are
@@ -130,22 +138,22 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
             to_log2 = scale * LOG2E
             other = 1 - me
 
-            def operands(slot):
-                """The pieces of Q and of the tile in a slot, each once it is there."""
-                zero = jnp.minimum(slot, 0)  # known at run time alone: else every address in Q stays in registers, and they spill
+            def operands(step):
+                """The pieces of Q and of the tile at `step`, each once it is there."""
+                slot, zero = slot_of(step), unknown_zero(step)  # else all addresses in Q stay in registers, and they spill
                 for k, (q, tile) in enumerate(zip(q_s, tile_s, strict=True)):
                     if k < len(parts):  # the rotary part comes with the right half
                         plgpu.barrier_wait(tile_in[k].at[slot])
                     yield q.at[zero], tile.at[slot]
 
-            def product(slot):
+            def product(step):
                 if interpret:
-                    dots = [jnp.dot(q[...], part[...].T, preferred_element_type=jnp.float32) for q, part in operands(slot)]
+                    dots = [jnp.dot(q[...], part[...].T, preferred_element_type=jnp.float32) for q, part in operands(step)]
                     plgpu.commit_smem()
                     return sum(dots)
 
                 def run(acc):
-                    for q, part in operands(slot):
+                    for q, part in operands(step):
                         plgpu.wgmma(acc, q, part.transpose((1, 0)))
                     return acc[...]
 
@@ -155,19 +163,17 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                 b, which, n, start, stop, _, _ = item(i)
                 first = start + ((step + me) & 1)  # of this warpgroup's tiles
                 clear = n - (tokens - 1)  # every query sees what is before
+                low = plgpu.layout_cast(jnp.full((BLOCK,), LOW, jnp.float32), ROW)
 
-                if me == 0:
+                def queries(count):
+                    rows, there = pl.ds(which * BLOCK, count), pl.ds(0, count)
+                    sources = [*(qc_g.at[b, rows, pl.ds(*part)] for part in parts), qpe_g.at[b, rows]]
+                    for source, to in zip(sources, q_s, strict=True):
+                        plgpu.copy_gmem_to_smem(source, to.at[0, there], q_in)
 
-                    @pl.when(i > row0)
-                    def _():
-                        plgpu.barrier_wait(q_free)
-
-                    def queries(count):
-                        rows, there = pl.ds(which * BLOCK, count), pl.ds(0, count)
-                        sources = [*(qc_g.at[b, rows, pl.ds(*part)] for part in parts), qpe_g.at[b, rows]]
-                        for source, to in zip(sources, q_s, strict=True):
-                            plgpu.copy_gmem_to_smem(source, to.at[0, there], q_in)
-
+                @pl.when(me == 0)
+                def _():
+                    pl.when(i > row0)(lambda: plgpu.barrier_wait(q_free))
                     rows_of(which, queries)
 
                 def hide(s, t):
@@ -178,45 +184,41 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                         limit = clear + jnp.minimum(lax.div(row + which * BLOCK, jnp.int32(heads)), tokens - 1)
                     return jnp.where(at < limit, s, -jnp.inf)
 
-                def weigh(k, carry, tail):
+                def weigh(k, carry):
                     """Hands the weights of this warpgroup's tile k on, and orders its next."""
                     own, total = carry
                     t = first + 2 * k
                     now = step + (t - start)
                     slot = slot_of(now)
-                    s = product(slot)
-                    if tail:
-                        s = lax.cond((t + 1) * TILE > clear, hide, lambda s, t: s, s, t)
+                    ahead = pages(b, n, t + 2)  # asked for early, for it comes from far
+                    s = product(now)
+                    s = lax.cond((t + 1) * TILE > clear, hide, lambda s, t: s, s, t)
                     highest = s.max(axis=1) * to_log2
                     pl.when(now > 0)(lambda: plgpu.barrier_wait(topped.at[other]))
-                    top = jnp.where(t == start, LOW, plgpu.load(top_s.at[other], layout=ROW))
+                    top = lax.cond(t == start, lambda: low, lambda: plgpu.load(top_s.at[other], layout=ROW))
                     higher = jnp.maximum(top, highest)
                     top_s[me] = higher
                     plgpu.barrier_arrive(topped.at[me])
                     keep_s[slot] = jnp.exp2(top - higher)
                     w = jnp.exp2(s * to_log2 - over(higher, s.shape))
                     w_s[slot] = w.astype(dtype)
-                    if tail:
-                        pl.when((t + 1) * TILE > n)(lambda: empty(slot, n - t * TILE))
+                    pl.when((t + 1) * TILE > n)(lambda: empty(slot, n - t * TILE))
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(weighed.at[slot])
                     total = total * jnp.exp2(own - higher) + w.sum(axis=1)
-                    pl.when(t + 2 < stop)(lambda: order(b, t + 2, now + 2))
+                    pl.when(t + 2 < stop)(lambda: order(*ahead, now + 2))
                     return higher, total
 
                 def empty(slot, held):
                     for latent, _ in zip(tile_s, parts, strict=False):
                         clean(latent, slot, held)
 
-                pl.when(first < stop)(lambda: order(b, first, step + (first - start)))
+                pl.when(first < stop)(lambda: order(*pages(b, n, first), step + (first - start)))
                 plgpu.barrier_wait(q_in)
-                low = plgpu.layout_cast(jnp.full((BLOCK,), LOW, jnp.float32), ROW)
-                masked = 1 if tokens == 1 else 2  # tiles at the end of which some query may not see all
-                open_, all_ = (lax.div(jnp.maximum(end - first + 1, 0), jnp.int32(2)) for end in (stop - masked, stop))
-                carry = low, zeros((BLOCK,), ROW)
-                carry = lax.fori_loop(0, open_, functools.partial(weigh, tail=False), carry)
-                top, total = lax.fori_loop(open_, all_, functools.partial(weigh, tail=True), carry)
-                (join if me == 0 else give)(i, top, total)
+                mine = lax.div(jnp.maximum(stop - first + 1, 0), jnp.int32(2))
+                top, total = lax.fori_loop(0, mine, weigh, (low, zeros((BLOCK,), ROW)))
+                pl.when(me == 0)(lambda: join(i, top, total))
+                pl.when(me == 1)(lambda: give(i, top, total))
                 return step + (stop - start)
 
             def give(i, top, total):
@@ -250,17 +252,19 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
 
             step = items(piece)
             # every completion has to be observed
-            pl.when((step > 0) & (slot_of(step + 1) == other))(lambda: plgpu.barrier_wait(topped.at[other]))
+            pl.when((step > 0) & ((step & 1) == me))(lambda: plgpu.barrier_wait(topped.at[other]))
 
             @pl.when(step > me)
             def _():
                 for barrier in free:
                     plgpu.barrier_wait(barrier.at[me])
 
-            @pl.when(row1 >= row0)
-            def _():
-                for barrier in (q_free, norm_free) if me == 0 else (joined,):
-                    plgpu.barrier_wait(barrier)
+            for number, barriers in enumerate(((q_free, norm_free), (joined,))):
+
+                @pl.when((row1 >= row0) & (me == number))
+                def _(barriers=barriers):
+                    for barrier in barriers:
+                        plgpu.barrier_wait(barrier)
 
         def sums(side):
             first, width = halves[side]
@@ -314,13 +318,17 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
             items(piece)
             plgpu.wait_smem_to_gmem(0)
 
-        for number in range(WARPGROUPS):
+        @pl.when(role < LEFT)
+        def _():
+            plgpu.set_max_registers(registers[0], action="decrease")
+            scores(role)
 
-            @pl.when(role == number)
-            def _(number=number):
-                summing = number >= LEFT
-                plgpu.set_max_registers(registers[summing], action="increase" if summing else "decrease")
-                (sums if summing else scores)(number)
+        for side in (LEFT, RIGHT):
+
+            @pl.when(role == side)
+            def _(side=side):
+                plgpu.set_max_registers(registers[1], action="increase")
+                sums(side)
 
     layouts = [*(swizzled(64) for _ in parts), swizzled(E)]
     free = plgpu.Barrier(num_barriers=SLOTS)
