@@ -1,20 +1,73 @@
 """What the kernels for Hopper GPUs share."""
 
+import functools
 import math
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm, scf, vector
 
 LOG2E = math.log2(math.e)
 LOW = -1e30  # a running maximum of nothing; finite, for infinities subtract to NaN
 ROW = plgpu.Layout.WGMMA.reduce(1)
+FOLDED = 8  # columns that lie in the same four threads
+STEP = 8.0
 
 
 def over(x, shape):
     """A number a row, in every column."""
     return lax.broadcast_in_dim(x, shape, [0])
+
+
+def fold(x):
+    """Sums of the columns that lie in one thread, `[.. FOLDED]`: those of different threads can wait until all tiles are through."""
+    while x.shape[1] > FOLDED:
+        half = x.shape[1] // 2
+        x = lax.slice(x, (0, 0), (x.shape[0], half)) + lax.slice(x, (0, half), x.shape)
+    return x
+
+
+def raised(top, highest):
+    """The running maximum, in powers of two: one that grows little is kept, for weights up to 2**STEP lose nothing."""
+    return jnp.where(highest > top + STEP, highest, top)
+
+
+def rescaled(sums, keep, interpret):
+    """Each of `sums` times a number a row. A warp whose rows all keep everything, as most do, multiplies nothing."""
+    if interpret:
+        return [x * over(keep, x.shape) for x in sums]
+    matrix = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(*[matrix] * len(sums), ROW),
+        return_type=[plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=matrix) for x in sums],
+    )
+    def scale(_, *args):
+        *sums, keep = args
+        one = mgpu.c(1.0, keep.mlir_dtype)
+        kept = [vector.extract(k, dynamic_position=[], static_position=[0]) for k in keep.registers.flat]
+        other = [arith.cmpf(arith.CmpFPredicate.UNE, k, one) for k in kept]
+        other = nvvm.vote_sync(mgpu.c(-1, ir.IntegerType.get_signless(32)), functools.reduce(arith.ori, other), "any")
+        flat = [register for x in sums for register in x.registers.flat]
+        branch = scf.IfOp(other, [register.type for register in flat], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            scaled = [x * keep.broadcast_in_dim(x.shape, (0,), x.layout) for x in sums]
+            scf.yield_([register for x in scaled for register in x.registers.flat])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(flat)
+        results, out = list(branch.results), []
+        for x in sums:
+            mine, results = results[: x.registers.size], results[x.registers.size :]
+            registers = np.array(mine, dtype=object).reshape(x.registers.shape)
+            out.append(mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None))
+        return out
+
+    return scale(*sums, keep)
 
 
 def zeros(shape, layout):

@@ -29,7 +29,7 @@ from jax import lax
 
 from pallas_kernels import tuning
 from pallas_kernels.fp8 import Fp8
-from pallas_kernels.hopper import LOG2E, LOW, ROW, clean, over, swizzled, zeros
+from pallas_kernels.hopper import FOLDED, LOG2E, LOW, ROW, clean, fold, over, raised, rescaled, swizzled, zeros
 from pallas_kernels.mla_decode import few
 from pallas_kernels.mla_decode.schedule import BLOCK, TILE, groups
 
@@ -196,7 +196,7 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                     highest = s.max(axis=1) * to_log2
                     pl.when(now > 0)(lambda: plgpu.barrier_wait(topped.at[other]))
                     top = lax.cond(t == start, lambda: low, lambda: plgpu.load(top_s.at[other], layout=ROW))
-                    higher = jnp.maximum(top, highest)
+                    higher = raised(top, highest)
                     top_s[me] = higher
                     plgpu.barrier_arrive(topped.at[me])
                     keep_s[slot] = jnp.exp2(top - higher)
@@ -205,7 +205,7 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                     pl.when((t + 1) * TILE > n)(lambda: empty(slot, n - t * TILE))
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(weighed.at[slot])
-                    total = total * jnp.exp2(own - higher) + w.sum(axis=1)
+                    total = total * over(jnp.exp2(own - higher), total.shape) + fold(w)
                     pl.when(t + 2 < stop)(lambda: order(*ahead, now + 2))
                     return higher, total
 
@@ -216,7 +216,8 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                 pl.when(first < stop)(lambda: order(*pages(b, n, first), step + (first - start)))
                 plgpu.barrier_wait(q_in)
                 mine = lax.div(jnp.maximum(stop - first + 1, 0), jnp.int32(2))
-                top, total = lax.fori_loop(0, mine, weigh, (low, zeros((BLOCK,), ROW)))
+                top, total = lax.fori_loop(0, mine, weigh, (low, zeros((BLOCK, FOLDED), plgpu.Layout.WGMMA)))
+                total = total.sum(axis=1)
                 pl.when(me == 0)(lambda: join(i, top, total))
                 pl.when(me == 1)(lambda: give(i, top, total))
                 return step + (stop - start)
@@ -278,8 +279,7 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                     step, acc = carry
                     slot = slot_of(step)
                     plgpu.barrier_wait(weighed.at[slot])
-                    keep = plgpu.load(keep_s.at[slot], layout=ROW)
-                    acc = [x * over(keep, x.shape) for x in acc]
+                    acc = rescaled(acc, plgpu.load(keep_s.at[slot], layout=ROW), interpret)
                     acc = _dot_into(acc, w_s.at[slot], [latent.at[slot, :, some] for some in columns], interpret)
 
                     @pl.when(t < stop - start - 1)
