@@ -111,6 +111,7 @@ MLA_PREFILL = [
     MlaPrefillCase("ragged, one row empty", (1, 0, 130, 64), (1, 0, 130, 64), heads=4),
     MlaPrefillCase("behind a cached prefix", (5, 64, 1), (300, 65, 260)),
     MlaPrefillCase("several blocks of queries and of keys", (300, 40), (700, 513)),
+    MlaPrefillCase("two blocks share tiles", (400, 130, 257), (700, 130, 300), heads=2),
     MlaPrefillCase("a piece of a prefix, all of it seen", (70, 3, 0), (256, 1, 9), causal=False),
     MlaPrefillCase("queries without a key", (20, 9, 2), (7, 0, 2)),
     MlaPrefillCase("queries without a key, nothing causal", (20, 9), (7, 0), causal=False),

@@ -1,14 +1,20 @@
 """Ragged causal flash attention for Hopper, in Pallas Mosaic GPU.
 
 A piece of work is 128 queries of one head. Two warpgroups take 64 each and walk the same tiles of keys and values, which a
-third orders from the copy engine through a ring of slots, one piece after the other, so that loads never pause. Each starts
-a tile's scores together with the sums of the tile before, and weighs the former while the latter are computed; the two take
-turns in starting, so that one's weighing runs beside the other's products.
+third orders from the copy engine through a ring of slots, one piece after the other, so that loads never pause. Two blocks of
+a cluster take neighbouring pieces and load each tile once between them. A warpgroup starts a tile's scores, rescales its sums
+meanwhile where a maximum grew by much, starts the sums of the tile before, and weighs the scores while those are computed.
+
+What runs beside a product must not lie behind a join of control flow, nor write the registers that the product reads: ptxas
+waits there. So tiles that need no mask go through a loop of their own, and weights become bfloat16 behind the sums' end.
 
 Multiprocessors take pieces by turns, there and back, from the longest to the shortest of some heads at a time: as many heads
-as keep four multiprocessors each, whose keys then come from the L2. On an H200 with 128 heads this is no faster than a launch
-of one block a piece (545 TFLOP/s against 549 at 4,096 tokens): some 6 us go with each piece either way. To start a piece's first
-scores beside the last values of the one before, with its keys ordered ahead of its queries, gained nothing (536 against 542)."""
+as keep four multiprocessors each. On an H200 power decides: 700 W bring the clock from 1.98 to some 1.55 GHz. TFLOP/s at 4,096
+tokens of 128 heads, for most of a second: 611; each block loading its own tiles 581; the two warpgroups taking turns in
+starting 597; all sums rescaled 592; and totals added up across threads, tiles masked behind a branch 558. Eight or sixteen
+multiprocessors at a head are no faster than four (515, 569), nor is a launch of one block a piece (549), nor a piece's first
+scores beside the last values of the one before, its keys ordered ahead of its queries (536 against 542). In a profile some
+fifth of a piece's time goes before its second tile and behind its last, as with FlashInfer."""
 
 import functools
 from typing import NamedTuple
@@ -19,7 +25,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper import LOG2E, LOW, ROW, clean, over, swizzled, zeros
+from pallas_kernels.hopper import FOLDED, LOG2E, LOW, ROW, clean, fold, over, raised, rescaled, swizzled, zeros
 
 ROWS = 64  # queries of a warpgroup
 WORKERS, FEEDER = 2, 2
@@ -36,7 +42,8 @@ class Piece(NamedTuple):
     first: jax.Array  # of the queries
     held: jax.Array
     asked: jax.Array
-    tiles: jax.Array  # one of nothing, too
+    tiles: jax.Array  # of the cluster; one of nothing, too
+    mine: jax.Array  # that this block's queries see something of
 
 
 def _halves(width):
@@ -46,38 +53,45 @@ def _halves(width):
 
 def _kernel(
     q_g, k_g, v_g, q_lens, kv_lens, out_g, lse_g,
-    q_s, k_s, v_s, out_s, q_in, q_free, k_in, v_in, k_free, v_free, turn, cleaned,
-    *, heads, scale, causal, sizes, units, interpret,
+    q_s, k_s, v_s, out_s, q_in, q_free, k_in, v_in, k_free, v_free, cleaned,
+    *, heads, scale, causal, sizes, units, size, interpret,
 ):  # fmt: skip
     (B, T), S, (chunk, slots) = q_g.shape[:2], k_g.shape[1], (sizes["chunk"], sizes["slots"])
     H, V = (x.shape[-1] // heads for x in (q_g, v_g))
     parts = _halves(H)
     unit, role = lax.axis_index("unit"), lax.axis_index("role")
-    pairs, blocks = -(-T // (WORKERS * ROWS)), -(-T // ROWS)
+    block = lax.axis_index("block") if size == 2 else jnp.int32(0)
+    groups, blocks = -(-T // (size * WORKERS * ROWS)), -(-T // ROWS)
+    collective = {"collective_axes": "block"} if size == 2 else {}
     last_rows = T - (blocks - 1) * ROWS
     lines = heads * B
-    near = min(lines, -(-units // TOGETHER))
+    near = min(lines, -(-units * size // TOGETHER))
 
     def place(k):
         """Where in the order this unit's piece k is."""
         return k * units + jnp.where(lax.rem(k, jnp.int32(2)) == 0, unit, units - 1 - unit)
 
     def piece(k):
-        group, at = lax.div(place(k), jnp.int32(near * pairs)), lax.rem(place(k), jnp.int32(near * pairs))
-        some = jnp.minimum(near, lines - group * near)
-        pair = lax.div(at, some)
-        line = group * near + at - pair * some
+        some_heads, at = lax.div(place(k), jnp.int32(near * groups)), lax.rem(place(k), jnp.int32(near * groups))
+        some = jnp.minimum(near, lines - some_heads * near)
+        group = lax.div(at, some)
+        line = some_heads * near + at - group * some
         b = lax.div(line, jnp.int32(heads))
-        first = (pairs - 1 - pair) * (WORKERS * ROWS)
+        start = (groups - 1 - group) * (size * WORKERS * ROWS)
         held, asked = kv_lens[b], q_lens[b]
-        stop = jnp.minimum(held, held - asked + first + WORKERS * ROWS) if causal else held
-        tiles = jnp.where(first < asked, lax.div(jnp.maximum(stop, 1) + (chunk - 1), jnp.int32(chunk)), 1)
-        return Piece(line - b * heads, b, first, held, asked, tiles)
+
+        def tiles(first, count):
+            """That so many queries see something of, or one."""
+            stop = jnp.minimum(held, held - asked + first + count) if causal else held
+            return jnp.where(first < asked, lax.div(jnp.maximum(stop, 1) + (chunk - 1), jnp.int32(chunk)), 1)
+
+        first = start + block * (WORKERS * ROWS)
+        return Piece(line - b * heads, b, first, held, asked, tiles(start, size * WORKERS * ROWS), tiles(first, WORKERS * ROWS))
 
     def pieces(run):
         """Runs `run(k, step)` over this unit's pieces; `step` counts the tiles that went through the ring."""
-        whole = lines * pairs // units
-        count = whole + (place(jnp.int32(whole)) < lines * pairs).astype(jnp.int32)
+        whole = lines * groups // units
+        count = whole + (place(jnp.int32(whole)) < lines * groups).astype(jnp.int32)
         return lax.fori_loop(0, count, run, jnp.int32(0)), count
 
     def slot_of(step):
@@ -113,9 +127,11 @@ def _kernel(
                 slot, keys = slot_of(step), pl.ds(base_of(t), chunk)
                 pl.when(step >= slots)(lambda: plgpu.barrier_wait(k_free.at[slot]))
                 for part, to in zip(parts, k_s, strict=True):
-                    plgpu.copy_gmem_to_smem(k_g.at[at.b, keys, columns(at.head, H, *part)], to.at[slot], k_in.at[slot])
+                    source = k_g.at[at.b, keys, columns(at.head, H, *part)]
+                    plgpu.copy_gmem_to_smem(source, to.at[slot], k_in.at[slot], **collective)
                 pl.when(step >= slots)(lambda: plgpu.barrier_wait(v_free.at[slot]))
-                plgpu.copy_gmem_to_smem(v_g.at[at.b, keys, columns(at.head, V, 0, V)], v_s.at[slot], v_in.at[slot])
+                source = v_g.at[at.b, keys, columns(at.head, V, 0, V)]
+                plgpu.copy_gmem_to_smem(source, v_s.at[slot], v_in.at[slot], **collective)
                 return step + 1
 
             return lax.fori_loop(0, at.tiles, tile, step)
@@ -134,16 +150,10 @@ def _kernel(
             for me in range(WORKERS):
                 plgpu.barrier_wait(q_free.at[me])
 
-    def start(me):
-        """Takes this worker's turn at the matrix units; `started` hands it on."""
-        plgpu.barrier_wait(turn.at[me])
-
-    def started(me):
-        plgpu.barrier_arrive(turn.at[1 - me])
-
     def multiply(ref, me, slot):
+        zero = jnp.minimum(slot, 0)  # which the compiler cannot tell: else all addresses in Q stay in registers
         for q, k in zip(q_s, k_s, strict=True):
-            plgpu.wgmma(ref, q.at[me], k.at[slot].transpose((1, 0)))
+            plgpu.wgmma(ref, q.at[me + zero], k.at[slot].transpose((1, 0)))
 
     def dots(me, slot):
         """What `multiply` computes, for the interpreter."""
@@ -153,14 +163,11 @@ def _kernel(
 
     def first_scores(me, slot):
         plgpu.barrier_wait(k_in.at[slot])
-        start(me)
         if interpret:
-            started(me)
             return dots(me, slot)
 
         def run(ref):
             multiply(ref, me, slot)
-            started(me)
             return ref[...]
 
         return pl.run_scoped(run, plgpu.ACC((ROWS, chunk), jnp.float32))
@@ -177,22 +184,20 @@ def _kernel(
 
         return pl.run_state(run)(plgpu.ACC.init(acc))
 
-    def scores_and_values(me, slot, weigh, acc, w, before):
-        """The scores in `slot`, of which `weigh` makes something while the values in slot `before` join the sums."""
+    def scores_and_values(me, slot, weigh, acc, keep, w, before):
+        """The scores in `slot`, of which `weigh` makes something while the values in slot `before` join the sums, `keep` of them."""
         plgpu.barrier_wait(k_in.at[slot])
-        plgpu.barrier_wait(v_in.at[before])
-        start(me)
         if interpret:
-            started(me)
             s = dots(me, slot)
             plgpu.barrier_arrive(k_free.at[slot])
-            return weigh(s), add_values(acc, w, before)
+            plgpu.barrier_wait(v_in.at[before])
+            return weigh(s), add_values(acc * over(keep, acc.shape), w, before)
 
         def run(s_ref, acc_ref):
-            acc_ref[...] = acc
             multiply(s_ref, me, slot)
+            [acc_ref[...]] = rescaled([acc], keep, interpret)  # while the first products run
+            plgpu.barrier_wait(v_in.at[before])
             plgpu.wgmma(acc_ref, w, v_s.at[before])
-            started(me)
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
             plgpu.barrier_arrive(k_free.at[slot])
             return weigh(s), acc_ref[...]
@@ -214,43 +219,56 @@ def _kernel(
                 seen = seen & (key >= t * chunk)
             return jnp.where(seen, s, -jnp.inf)
 
-        def weigh(s, t, top, total):
-            """Weights of the scores of tile t, how much of the sums so far to keep, and the new maximum and total."""
-            s = lax.cond((t + 1) * chunk > jnp.minimum(clear, at.held), hide, lambda s, t: s, s, t)
-            higher = jnp.maximum(top, s.max(axis=1) * (scale * LOG2E))
+        def weigh(s, top, total):
+            """Weights of scores, how much of the sums so far to keep, and the new maximum and total."""
+            higher = raised(top, s.max(axis=1) * (scale * LOG2E))
             keep = jnp.exp2(top - higher)
             w = jnp.exp2(s * (scale * LOG2E) - over(higher, s.shape))
-            return w.astype(v_s.dtype), keep, higher, total * keep + w.sum(axis=1)
+            return w, keep, higher, total * over(keep, total.shape) + fold(w)
 
-        def tile(t, carry):
-            w, top, total, acc = carry
+        def tile(t, carry, some=lambda s, t: s):
+            w, keep, top, total, acc = carry
             slot, before = slot_of(step + t), slot_of(step + t - 1)
-            (w, keep, top, total), acc = scores_and_values(me, slot, lambda s: weigh(s, t, top, total), acc, w, before)
+            scored = scores_and_values(me, slot, lambda s: weigh(some(s, t), top, total), acc, keep, w, before)
+            (w, keep, top, total), acc = scored
             plgpu.barrier_arrive(v_free.at[before])
-            return w, top, total, acc * over(keep, acc.shape)
+            return w.astype(v_s.dtype), keep, top, total, acc
 
         low = plgpu.layout_cast(jnp.full((ROWS,), LOW, jnp.float32), ROW)
         s = first_scores(me, slot_of(step))
         plgpu.barrier_arrive(k_free.at[slot_of(step)])
-        w, _, top, total = weigh(s, jnp.int32(0), low, zeros((ROWS,), ROW))
-        carry = w, top, total, zeros((ROWS, V), plgpu.Layout.WGMMA)
-        w, top, total, acc = lax.fori_loop(1, at.tiles, tile, carry)
+        whole = jnp.minimum(lax.div(jnp.minimum(clear, at.held), jnp.int32(chunk)), at.mine)  # tiles that all queries see all of
+        s = lax.cond(whole < 1, hide, lambda s, t: s, s, jnp.int32(0))
+        w, keep, top, total = weigh(s, low, zeros((ROWS, FOLDED), plgpu.Layout.WGMMA))
+        carry = w.astype(v_s.dtype), keep, top, total, zeros((ROWS, V), plgpu.Layout.WGMMA)
+        carry = lax.fori_loop(1, whole, tile, carry)
+        w, keep, top, total, acc = lax.fori_loop(jnp.maximum(whole, 1), at.mine, functools.partial(tile, some=hide), carry)
         plgpu.barrier_arrive(q_free.at[me])
-        last = slot_of(step + at.tiles - 1)
+        last = slot_of(step + at.mine - 1)
         plgpu.barrier_wait(v_in.at[last])
 
-        @pl.when(at.tiles * chunk > at.held)  # who comes first cleans the last tile of the row for both
+        @pl.when(at.mine * chunk > at.held)  # who comes first cleans the last tile of the row for both
         def _():
             if me == 0:
-                clean(v_s, last, at.held - base_of(at.tiles - 1))
+                clean(v_s, last, at.held - base_of(at.mine - 1))
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(cleaned)
             else:
                 plgpu.barrier_wait(cleaned)
 
-        acc = add_values(acc, w, last)
+        acc = add_values(acc * over(keep, acc.shape), w, last)
         plgpu.barrier_arrive(v_free.at[last])
-        return top, total, acc
+
+        def skip(t, _):
+            """A tile that only the cluster's other block sees something of."""
+            slot = slot_of(step + t)
+            for arrived, free in ((k_in, k_free), (v_in, v_free)):
+                plgpu.barrier_wait(arrived.at[slot])
+                plgpu.barrier_arrive(free.at[slot])
+            return ()
+
+        lax.fori_loop(at.mine, at.tiles, skip, ())
+        return top, total.sum(axis=1), acc
 
     def finish(me, at, top, total, acc):
         row0 = pl.multiple_of(at.first + me * ROWS, ROWS)
@@ -283,11 +301,7 @@ def _kernel(
             finish(me, piece(k), top, total, acc)  # read anew it takes no register meanwhile
             return step + at.tiles
 
-        if me == 1:
-            started(me)  # the other is the first
         pieces(work)
-        if me == 0:
-            start(me)  # every completion has to be observed
         plgpu.wait_smem_to_gmem(0)
 
     bodies = {0: lambda: worker(0), 1: lambda: worker(1), FEEDER: feeder}
@@ -311,8 +325,13 @@ def _mla_prefill(q, k, v, q_lens, kv_lens, scale, causal, sizes, units, interpre
     q = jnp.pad(q, ((0, 0), (0, -T % COPIED), (0, 0), (0, 0)))
     k, v = (jnp.pad(x, ((0, 0), (0, max(-x.shape[1] % COPIED, chunk - x.shape[1])), (0, 0), (0, 0))) for x in (k, v))
     rows = q.shape[1]
-    blocks = -(-rows // ROWS)
-    kernel = functools.partial(_kernel, heads=N, scale=scale, causal=causal, sizes=sizes, units=units, interpret=interpret)
+    blocks, pairs = -(-rows // ROWS), -(-rows // (WORKERS * ROWS))
+    size = 2 if pairs % 2 == 0 or pairs > 8 else 1  # blocks that share tiles
+    units //= size
+    kernel = functools.partial(
+        _kernel, heads=N, scale=scale, causal=causal, sizes=sizes, units=units, size=size, interpret=interpret
+    )
+    free = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",)) if size == 2 else plgpu.Barrier
     out, lse = plgpu.kernel(
         kernel,
         out_type=(
@@ -328,13 +347,14 @@ def _mla_prefill(q, k, v, q_lens, kv_lens, scale, causal, sizes, units, interpre
             plgpu.Barrier(num_barriers=WORKERS),
             plgpu.Barrier(num_arrivals=len(widths), num_barriers=slots),
             plgpu.Barrier(num_barriers=slots),
-            plgpu.Barrier(num_arrivals=WORKERS, num_barriers=slots),
-            plgpu.Barrier(num_arrivals=WORKERS, num_barriers=slots),
-            plgpu.Barrier(num_barriers=WORKERS),
+            free(num_arrivals=WORKERS, num_barriers=slots),
+            free(num_arrivals=WORKERS, num_barriers=slots),
             plgpu.Barrier(),
         ],
         grid=(units,),
         grid_names=("unit",),
+        cluster=(2,) if size == 2 else (),
+        cluster_names=("block",) if size == 2 else (),
         num_threads=WORKERS + 1,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=128, unsafe_no_auto_barriers=True),
