@@ -16,7 +16,7 @@ LOG2E = math.log2(math.e)
 LOW = -1e30  # a running maximum of nothing; finite, for infinities subtract to NaN
 ROW = plgpu.Layout.WGMMA.reduce(1)
 FOLDED = 8  # columns that lie in the same four threads
-STEP = 8.0
+STEP = 8.0  # powers of two by which weights may pass 1
 
 
 def over(x, shape):
@@ -25,7 +25,7 @@ def over(x, shape):
 
 
 def fold(x):
-    """Sums of the columns that lie in one thread, `[.. FOLDED]`: those of different threads can wait until all tiles are through."""
+    """Sums of the columns that lie in one thread, `[.. FOLDED]`: to add up threads can wait until all tiles are through."""
     while x.shape[1] > FOLDED:
         half = x.shape[1] // 2
         x = lax.slice(x, (0, 0), (x.shape[0], half)) + lax.slice(x, (0, half), x.shape)
@@ -33,7 +33,7 @@ def fold(x):
 
 
 def raised(top, highest):
-    """The running maximum, in powers of two: one that grows little is kept, for weights up to 2**STEP lose nothing."""
+    """The running maximum, in powers of two: where it would grow by no more than STEP it stays, and no sum is rescaled."""
     return jnp.where(highest > top + STEP, highest, top)
 
 

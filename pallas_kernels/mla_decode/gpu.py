@@ -1,19 +1,21 @@
 """Paged MLA decode for Hopper, in Pallas Mosaic GPU; where at most 32 queries read a row, few.py does the larger part.
 
 A block holds 64 rows of queries (tokens times heads) and walks tiles of 64 held tokens. Four warpgroups:
-  scores   Q K^T, the running softmax, weights to shared memory
-  left     weights times the left half of the latent: half of the output, in registers
-  right    the other half
-  feeder   the copy engine's orders: queries, and tiles through a ring of slots
+  two scorers   every other tile each: orders from the copy engine, Q K^T, the running softmax, weights to shared memory
+  left, right   weights times half of the latent each: half of the output, in registers
 The weights of a tile overwrite its rotary part, which is dead by then, and the finished output leaves through the slot
 of its last tile: neither costs shared memory. Where row blocks come in pairs, two blocks of a cluster load each tile once
 between them. A second kernel joins the pieces of rows that the schedule split.
 
-What decides the pace is the work of `scores`: 0.85 us for the products of a tile (64 x 64 x 16 take 40 cycles: both operands
-come from shared memory at its full rate), 0.6 us for its softmax, and 1.2 us for that of the second of a pair, beside which the
-sums of the first run. So tiles go in pairs, 5 % faster than one after the other. Tried without gain:
+Shared memory holds two tiles beside Q, one a scorer, so what decides is how long a slot is taken, in a profile some 6,500
+cycles: 1,100 until the tile is there, 1,400 for its scores (64 x 64 x 16 take 40 cycles: both operands come from shared memory
+at its full rate), 1,200 for the softmax, 1,500 until its sums are done. Then power does: 700 W bring the clock from 1.98 to
+some 1.6 GHz. Of an H200's time the sums rescaled only where a maximum grew by much and totals added up across threads at the
+end save 6 to 8 %, two scorers instead of one 1 to 4. Tried without gain:
+- parts of a tile freed and ordered in quarters: 1 % faster in batches, 14 % slower for one row
+- sums rescaled ahead of the weights: ptxas moves that behind the wait for them
 - two workers that each score every other tile and sum half of the latent (FlashMLA's way; 10 % slower: sums wait behind scores)
-- halves of a tile freed and ordered in quarters; tiles brought into the L2 two tiles ahead, by the copy engine or by plain loads
+- tiles brought into the L2 two tiles ahead, by the copy engine or by plain loads
 - no cluster, each block loading its own tiles: the same but at batch 1, which is 4 % slower
 - Q in registers, all or half, for a third slot: a product of 64 x 64 x 16 then takes 64 cycles
 - tiles of 32 tokens in four slots

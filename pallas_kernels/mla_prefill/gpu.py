@@ -185,7 +185,7 @@ def _kernel(
         return pl.run_state(run)(plgpu.ACC.init(acc))
 
     def scores_and_values(me, slot, weigh, acc, keep, w, before):
-        """The scores in `slot`, of which `weigh` makes something while the values in slot `before` join the sums, `keep` of them."""
+        """The scores in `slot`, of which `weigh` makes something while values in slot `before` join `keep` of the sums."""
         plgpu.barrier_wait(k_in.at[slot])
         if interpret:
             s = dots(me, slot)

@@ -13,7 +13,9 @@ Operands come in three kinds:
          and so do tokens before, each row times a power of two that brings its largest below 2**15. What that loses is less
          than 2**-39 of the row's largest, far below what a sum in float32 keeps.
   w8a8   both in E4M3
-The matrix units add E4M3 with some 14 bits, so every 128 of the depth their sum goes, times its scales, to one in float32."""
+The matrix units add E4M3 with some 14 bits, so every 128 of the depth their sum goes, times its scales, to one in float32.
+
+Tried without gain: two blocks of a cluster that load tokens together (6 % slower at 16,384 rows, 16 at 8,192)."""
 
 import functools
 from typing import NamedTuple
