@@ -48,7 +48,7 @@ class Command:
     def llm_options(self) -> dict:
         """The keyword arguments of LLM."""
         options = dataclasses.asdict(self.model) | dataclasses.asdict(self.attention) | dataclasses.asdict(self.experts)
-        return options | {"memory_fraction": self.memory.memory_fraction}
+        return options | {"memory_fraction": self.memory.memory_fraction, "batch": self.memory.batch}
 
 
 GROUPS: dict[str, type] = {
@@ -207,8 +207,9 @@ def dry_run(command: Command, console: "Console") -> int:
         context=context,
         experts=command.experts,
         memory_fraction=command.memory.memory_fraction,
+        batch=command.memory.batch,
     )
-    needed = plan(checkpoint, check_context(context, checkpoint.config.max_position_embeddings))
+    needed = plan(checkpoint, check_context(context, checkpoint.config.max_position_embeddings), command.memory.batch)
     if command.output.json:
         console.event("plan", **dataclasses.asdict(needed), fits=needed.fits)
     else:

@@ -96,6 +96,7 @@ def test_a_dash_reads_the_prompt_from_stdin(command, folder):
         (["--chat", "--model", "{model}"], b"", 2, "has no chat template"),
         (["AB", "--config", "{model}/nowhere"], b"", 2, "cannot be read as TOML"),
         (["AB", "--memory-fraction", "2", "--model", "{model}"], b"", 2, "memory_fraction is 2.0"),
+        (["AB", "--batch", "0", "--model", "{model}"], b"", 2, "batch is 0"),
         (["AB", "--model", "{broken}"], b"", 3, "not valid JSON"),
         (["AB", "--model", "{other}"], b"", 3, "not an MLA model"),
     ],
@@ -138,6 +139,8 @@ def test_a_dry_run_says_what_is_needed_and_what_would_run_without_a_prompt(comma
         assert row in result.stdout
     plan = json.loads(command("--model", folder, "--dry-run", "--json").stdout)
     assert plan["fits"] is True
+    several = json.loads(command("--model", folder, "--dry-run", "--json", "--batch", 3).stdout)
+    assert several["cache"] == 2 * plan["cache"]  # of 4 rows and, on a CPU, 2
     assert plan["weights"] > 0
 
 

@@ -75,6 +75,8 @@ class MemoryOptions:
 
     memory_fraction: float | None = None
     """Share of the device's memory to take (0.75 on a GPU)."""
+    batch: int = 1
+    """Answers side by side that memory and experts are planned for."""
     dry_run: bool = False
     """Say what would be needed and run; reads no weights."""
 

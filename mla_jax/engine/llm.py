@@ -37,6 +37,7 @@ DEFAULT_MAX_TOKENS = 256
 MAX_ROWS = 64  # prompts computed together
 MAX_PROMPTS = 100_000  # in one call
 STOP_CHECK = 16  # tokens between two looks for stop texts
+MOST_ROWS = 1 << 16
 STREAM_EVERY = 8  # tokens between two chunks of a stream
 DTYPES = ("float32", "bfloat16")
 
@@ -61,6 +62,7 @@ class LLM:
         routing_stats: str | Path | None = None,
         device_experts: int | None = None,
         memory_fraction: float | None = None,
+        batch: int = 1,
         progress: Progress | None = None,
     ):
         """`model` is a folder of safetensors or from mla-convert, a GGUF file, or a name in the Hub's local cache (None: the
@@ -75,6 +77,7 @@ class LLM:
         device instead, and computed there. `routing_stats` is a JSON file of how often each expert of each layer was chosen, made
         if it is not there and added to after each answer: at the next start what memory the device has left is spent on copies
         of the hottest of these experts. `device_experts` overrides how many (0: none).
+        `batch` answers side by side are what the memory plan and the choice of experts to move count on; others run, too.
         `progress` hears of the bytes loaded and of all there are. Raises BadFile, BadConfig, Unsupported, BadRequest or
         DoesNotFit before any large allocation."""
         folder, counts = (None if path is None else str(path) for path in (host_folder, routing_stats))
@@ -85,12 +88,13 @@ class LLM:
             context=context,
             experts=ExpertOptions(experts, host_layers, host_precision, folder, defer, stream_tokens, counts, device_experts),
             memory_fraction=memory_fraction,
+            batch=batch,
         )
         self.config, text = checkpoint.config, open_text(checkpoint.source)
         self.tokenizer, self.chat_template, self.defaults, self.end_ids, notes = text
         self.notes = (*self.config.notes, *notes)
         self.context = check_context(context, self.config.max_position_embeddings)
-        self.plan = plan(checkpoint, self.context)
+        self.plan = plan(checkpoint, self.context, batch)
         self.plan.refuse()
         self._formats, self._routing = checkpoint.formats(), None
         if routing_stats is not None:
@@ -270,6 +274,7 @@ def open_checkpoint(
     context: int | None,
     experts: ExpertOptions,
     memory_fraction: float | None,
+    batch: int = 1,
 ) -> tuple[Checkpoint, Placement]:
     """The model's headers, checked, and its experts placed; raises before its weights take any memory of the device."""
     for name, value, known in (
@@ -280,6 +285,8 @@ def open_checkpoint(
     ):
         if value not in known:
             raise BadRequest(f"{name} {printable(str(value))} is not known", "known: " + ", ".join(filter(None, known)))
+    if not (isinstance(batch, int) and 1 <= batch <= MOST_ROWS):
+        raise BadRequest(f"batch is {batch}, expected 1 to {MOST_ROWS:,}")
     if memory_fraction is not None:
         if not 0 < memory_fraction <= 1:
             raise BadRequest(f"memory_fraction is {memory_fraction}, expected more than 0, at most 1")
@@ -291,7 +298,7 @@ def open_checkpoint(
     if attention.kv_cache == "fp8" and (reason := packed_latents.why_not(checkpoint.config, attention.attention)):
         raise Unsupported('kv_cache "fp8" cannot be had here', reason)
     check_context(context, checkpoint.config.max_position_embeddings)
-    return checkpoint, place(checkpoint, experts, context)
+    return checkpoint, place(checkpoint, experts, context, batch)
 
 
 def check_context(context: int | None, longest: int) -> int:

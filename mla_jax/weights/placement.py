@@ -37,15 +37,15 @@ class Placement:
     lines: tuple[str, ...] = ()
 
 
-def place(checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None = None) -> Placement:
-    """Decides, and tells the checkpoint. Experts leave the device from the last layer on.
+def place(checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None = None, batch: int = 1) -> Placement:
+    """Decides for `batch` sequences side by side, and tells the checkpoint. Experts leave the device from the last layer on.
 
     Raises BadRequest, Unsupported, or DoesNotFit if the host has too little memory."""
     movable = checkpoint.layers_with_experts
     _check(wanted, len(movable), checkpoint.config)
     routing = None if wanted.routing_stats is None else Routing.open(Path(wanted.routing_stats), checkpoint.config)
     asked = wanted.host_layers is not None or wanted.experts != "auto"
-    device = _Room.of(checkpoint, context, movable, streams=wanted.stream_tokens != 0)
+    device = _Room.of(checkpoint, context, batch, movable, streams=wanted.stream_tokens != 0)
     if asked:
         most = len(movable) if wanted.experts == "host" else 0
         count, why = most if wanted.host_layers is None else wanted.host_layers, "as asked"
@@ -69,15 +69,15 @@ def place(checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None = N
     if _layers(checkpoint) and (counted is not None or wanted.device_experts):
         most = count if asked else len(movable)
         splits = _splits(checkpoint, wanted, range(count, most + 1), movable, counted, device)
-        count, routed = best_split(splits, partial(_step, checkpoint, rates, _packed_bytes(checkpoint)))
+        count, routed = best_split(splits, partial(_step, checkpoint, rates, _packed_bytes(checkpoint), batch))
         chosen = tuple(movable[len(movable) - count :])
         held = (tuple(np.flatnonzero(row).tolist()) for row in routed.held)
         hot = {layer: ids for layer, ids in zip(chosen, held, strict=False) if ids}  # MTP's layers, the last, have none
         checkpoint.place(chosen, wanted.host_precision, hot)
     checkpoint.stream = _stream_tokens(checkpoint, rates, routed) if wanted.stream_tokens is None else wanted.stream_tokens
     if wanted.defer == PREDICTED:
-        checkpoint.defer = _defer(checkpoint, rates, routed)
-    return Placement(chosen, why, (*_said(routed, counted), *_predicted(checkpoint, rates, routed)))
+        checkpoint.defer = _defer(checkpoint, rates, routed, batch)
+    return Placement(chosen, why, (*_said(routed, counted), *_predicted(checkpoint, rates, routed, batch)))
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,10 @@ class _Room:
     hot: int  # of an expert that lies on both
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, context: int | None, movable: list[int], streams: bool) -> "_Room":
-        whole = plan(checkpoint, context or min(ROOM, checkpoint.config.max_position_embeddings))
-        room = held_bytes(checkpoint.config, checkpoint.dtype.itemsize, min(CHUNK, whole.context)) if streams and movable else 0
+    def of(cls, checkpoint: Checkpoint, context: int | None, batch: int, movable: list[int], streams: bool) -> "_Room":
+        whole = plan(checkpoint, context or min(ROOM, checkpoint.config.max_position_embeddings), batch)
+        tokens = min(CHUNK, batch * whole.context)
+        room = held_bytes(checkpoint.config, checkpoint.dtype.itemsize, tokens) if streams and movable else 0
         sizes = tuple(checkpoint.expert_bytes(layer) for layer in reversed(movable))
         hot = max((checkpoint.hot_bytes(layer) for layer in movable), default=0)
         free = None if checkpoint.target.platform == "cpu" else whole.available - whole.needed - room
@@ -139,12 +140,12 @@ def _splits(
         yield count, roofline.Routed(likely, hottest(likely, sizes, budget, wanted.device_experts))
 
 
-def _step(checkpoint: Checkpoint, rates: roofline.Host, expert: int, _: int, routed: roofline.Routed) -> float:
-    """Seconds of a decode step of a row alone."""
+def _step(checkpoint: Checkpoint, rates: roofline.Host, expert: int, batch: int, _: int, routed: roofline.Routed) -> float:
+    """Seconds of a decode step."""
     config = checkpoint.config
     held = min(HELD, config.max_position_embeddings)
     layers, defer = len(routed.chosen), checkpoint.defer
-    return roofline.decode_seconds(config, checkpoint.device, 1, held, rates, layers, expert, defer, routed)
+    return roofline.decode_seconds(config, checkpoint.device, batch, held, rates, layers, expert, defer, routed)
 
 
 def _said(routed: roofline.Routed | None, counted: Routing | None) -> Iterator[str]:
@@ -203,13 +204,13 @@ def _packed_bytes(checkpoint: Checkpoint) -> int:
     return host.packed_bytes(checkpoint.config, *checkpoint.precisions_on_host(min(checkpoint.host)))
 
 
-def _defer(checkpoint: Checkpoint, rates: roofline.Host, routed: roofline.Routed | None) -> int:
-    """For a row alone, whose steps leave the device idle the longest; none where the device is the host."""
+def _defer(checkpoint: Checkpoint, rates: roofline.Host, routed: roofline.Routed | None, batch: int) -> int:
+    """As many as are predicted to gain; none where the device is the host."""
     config, device = checkpoint.config, checkpoint.device
     if device.platform == "cpu":
         return 0
     held, layers = min(HELD, config.max_position_embeddings), _layers(checkpoint)
-    return roofline.best_defer(config, device, 1, held, rates, layers, _packed_bytes(checkpoint), routed)
+    return roofline.best_defer(config, device, batch, held, rates, layers, _packed_bytes(checkpoint), routed)
 
 
 def _layers(checkpoint: Checkpoint) -> int:
@@ -217,7 +218,7 @@ def _layers(checkpoint: Checkpoint) -> int:
     return sum(layer < checkpoint.config.num_hidden_layers for layer in checkpoint.host)
 
 
-def _predicted(checkpoint: Checkpoint, rates: roofline.Host, routed: roofline.Routed | None) -> Iterator[str]:
+def _predicted(checkpoint: Checkpoint, rates: roofline.Host, routed: roofline.Routed | None, batch: int) -> Iterator[str]:
     """What the host reaches, and the rates of decoding and of reading a prompt that follow."""
     config, device, expert = checkpoint.config, checkpoint.device, _packed_bytes(checkpoint)
     layers = _layers(checkpoint)
@@ -226,7 +227,7 @@ def _predicted(checkpoint: Checkpoint, rates: roofline.Host, routed: roofline.Ro
     if device.platform == "cpu":  # where what else a step takes is not known
         return
     held = min(HELD, config.max_position_embeddings)
-    for rows in ROWS:
+    for rows in sorted({*ROWS, batch}):
         step = roofline.decode_seconds(config, device, rows, held, rates, layers, expert, checkpoint.defer, routed)
         theirs = layers * roofline.host_seconds(config, rates, rows, expert, routed)
         parts = f"a step {step * 1e3:,.1f} ms, of which the CPU is busy {theirs * 1e3:,.1f} ms"

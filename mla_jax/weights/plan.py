@@ -8,6 +8,7 @@ from math import prod
 import jax
 
 from mla_jax.base import roofline
+from mla_jax.base.batch import bucket
 from mla_jax.base.errors import DoesNotFit
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache.latent import slots_for
@@ -19,7 +20,7 @@ from mla_jax.weights.load import Checkpoint
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes on the device, for one sequence of `context` tokens."""
+    """Bytes on the device, for `batch` sequences of `context` tokens each."""
 
     weights: int
     host: int  # of experts in the host's memory; on a CPU a part of the weights
@@ -29,6 +30,7 @@ class Plan:
     available: int
     context: int
     longest: int  # the largest context that fits
+    batch: int = 1
 
     @property
     def needed(self) -> int:
@@ -43,7 +45,7 @@ class Plan:
         rows = {
             "weights": self.weights,
             **({"experts on the host": self.host} if self.host else {}),
-            f"cache of {self.context:,} tokens": self.cache,
+            f"cache of {f'{self.batch} x ' * (self.batch > 1)}{self.context:,} tokens": self.cache,
             "temporaries, about": self.temporaries,
             "needed": self.needed,
             "available": self.available,
@@ -68,22 +70,22 @@ class Plan:
             raise DoesNotFit("the model does not fit the device's memory", *self.lines())
 
 
-def plan(checkpoint: Checkpoint, context: int | None = None) -> Plan:
-    """The plan for the whole context that the model allows, or `context`."""
+def plan(checkpoint: Checkpoint, context: int | None = None, batch: int = 1) -> Plan:
+    """The plan for the whole context that the model allows, or `context`, of each of `batch` sequences."""
     model, longest = checkpoint.abstract, checkpoint.config.max_position_embeddings
-    slot = slot_bytes(model, 1)
+    slot = slot_bytes(model, bucket(batch))
     free, host = available(), checkpoint.bytes(host=True)
     weights = checkpoint.bytes() + host * (checkpoint.target.platform == "cpu")
     scores = score_bytes(weights, model.device.platform)
     chosen = context or longest
 
     def fits(tokens: int) -> bool:
-        return weights + slots_for(tokens) * slot + temporaries(checkpoint, tokens, scores) <= free
+        return weights + slots_for(tokens) * slot + temporaries(checkpoint, tokens, scores, batch) <= free
 
-    largest = largest_context(fits, lambda tokens: roofline.chunk_tokens(checkpoint.config, 1, tokens, scores), longest)
+    largest = largest_context(fits, lambda tokens: roofline.chunk_tokens(checkpoint.config, batch, tokens, scores), longest)
     largest = max(largest, chosen * fits(chosen))
     held = slots_for(chosen) * slot
-    return Plan(weights, host, held, temporaries(checkpoint, chosen, scores), scores, free, chosen, largest)
+    return Plan(weights, host, held, temporaries(checkpoint, chosen, scores, batch), scores, free, chosen, largest, batch)
 
 
 def slot_bytes(model: Transformer, rows: int) -> int:
@@ -114,24 +116,26 @@ def score_bytes(weights: int, platform: str) -> int:
     return min(max(weights, 64 << 20), 1 << 30) if platform == "cpu" else 1 << 30
 
 
-def temporaries(checkpoint: Checkpoint, context: int, scores: int) -> int:
+def temporaries(checkpoint: Checkpoint, context: int, scores: int, batch: int = 1) -> int:
     """About the most that one step holds beside weights and cache.
 
     Scores, rebuilt heads, experts' activations, the largest packed matrix unpacked, experts from the host, logits."""
     config, model, itemsize = checkpoint.config, checkpoint.abstract, checkpoint.dtype.itemsize
-    scored = min(roofline.chunk_tokens(config, 1, context, scores), context)
-    attention = 3 * 4 * config.num_attention_heads * scored * context
-    chunk = min(model.chunk(1, context, scores), context)
+    scored = min(roofline.chunk_tokens(config, batch, context, scores), context)
+    attention = 3 * 4 * batch * config.num_attention_heads * scored * context
+    chunk = min(model.chunk(batch, context, scores), context)
     heads = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-    rebuilt = context * heads * itemsize if model.form_name(1, chunk, context) in ("compressed", "naive", "fused") else 0
-    everywhere = model.backend_name(chunk) == "dense"
+    rebuilds = model.form_name(batch, chunk, context) in ("compressed", "naive", "fused")
+    rebuilt = rebuilds * batch * context * heads * itemsize
+    tokens = batch * chunk
+    everywhere = model.backend_name(tokens) == "dense"
     per_token = (config.n_routed_experts or 0) if everywhere else 2 * (config.num_experts_per_tok or 0)
-    experts = 3 * chunk * max(per_token * (config.moe_intermediate_size or 0), config.intermediate_size) * itemsize
+    experts = 3 * tokens * max(per_token * (config.moe_intermediate_size or 0), config.intermediate_size) * itemsize
     packed = [slot.shape for slot in checkpoint.slots.values() if isinstance(slot.get_value(), QTensor)]
     stacks = [3 * prod(shape) for shape in packed if everywhere and len(shape) == 3]
     unpacked = itemsize * max([*stacks, *(prod(shape[-2:]) for shape in packed)], default=0)
-    streamed = held_bytes(config, itemsize, chunk) if checkpoint.host and 0 < checkpoint.stream <= chunk else 0
-    return attention + rebuilt + experts + unpacked + streamed + 4 * 4 * config.vocab_size
+    streamed = held_bytes(config, itemsize, tokens) if checkpoint.host and 0 < checkpoint.stream <= tokens else 0
+    return attention + rebuilt + experts + unpacked + streamed + 4 * 4 * batch * config.vocab_size
 
 
 def available() -> int:

@@ -80,6 +80,20 @@ def test_as_many_layers_lie_on_the_host_as_are_predicted_to_be_fastest(monkeypat
         assert planning.plan(checkpoint, 64).fits
 
 
+def test_a_batch_is_planned_for(monkeypatch, folder):
+    """Its caches push experts off the device; how many to defer follows from its steps; they are predicted."""
+    checkpoint = on_gpu(monkeypatch, folder, -0.5)
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+    asked = []
+    monkeypatch.setattr(roofline, "best_defer", lambda config, on, rows, *rest: asked.append(rows) or 0)
+    wanted = ExpertOptions(stream_tokens=0, defer=-1)
+    assert place(checkpoint, wanted, 64).host == ()
+    found = place(checkpoint, wanted, 64, 64)
+    assert found.host
+    assert asked == [64]
+    assert any(line.startswith("predicted for 64 rows") for line in found.lines)
+
+
 def test_a_host_that_is_too_small_gets_no_more_layers_than_must_be(monkeypatch, folder, statistics):
     checkpoint = on_gpu(monkeypatch, folder, 3.5)
     monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e8, 1e8, 1e-9, 5e10))

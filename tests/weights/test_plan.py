@@ -38,6 +38,19 @@ def test_weights_and_cache_are_planned_to_the_byte(folder, dtype, form):
     assert slot_bytes(model, 5) * 64 == held(model, 5)
 
 
+@pytest.mark.parametrize("batch", [2, 5])
+def test_a_batch_takes_its_rows_caches_and_temporaries(folder, monkeypatch, batch):
+    checkpoint = Checkpoint(folder)
+    one, several = plan(checkpoint, 60), plan(checkpoint, 60, batch)
+    assert several.weights == one.weights
+    assert several.cache == held(checkpoint.read(), {2: 2, 5: 8}[batch])  # rows come in powers of two
+    assert one.temporaries < several.temporaries <= batch * one.temporaries
+    assert f"cache of {batch} x 60 tokens" in several.lines()[1]
+    monkeypatch.setattr(planning, "available", lambda: several.needed - 1)
+    assert plan(checkpoint, 60).fits
+    assert not plan(checkpoint, 60, batch).fits
+
+
 def test_a_plan_reads_no_weights(folder, monkeypatch):
     checkpoint = Checkpoint(folder)
     monkeypatch.setattr(type(checkpoint.source), "read", lambda *_: pytest.fail("a weight was read"))
