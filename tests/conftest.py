@@ -32,7 +32,7 @@ settings.load_profile("busy")
 ROOT = Path(__file__).parent
 LONG = ("convert", "notebooks", "test_demo", "tools")
 ONCE = (*LONG, "faults", "fuzz", "test_generate", "text", "ui")
-QUICK = ("model", "pallas_kernels", "parity", "tools")
+QUICK = ("engine", "model", "pallas_kernels", "parity", "tools")
 TOGETHER = re.compile(  # what waits for one model, trained or compiled, or for one run of a script
     r".*/(test_demo|test_generate|tools/test_(corpus|tasks|train_demo|training))\.py|.*\.py(?=::test_the_gpu_kernel_interpreted_)"
 )
