@@ -7,11 +7,12 @@ The weights of a tile overwrite its rotary part, which is dead by then, and the 
 of its last tile: neither costs shared memory. Where row blocks come in pairs, two blocks of a cluster load each tile once
 between them. A second kernel joins the pieces of rows that the schedule split.
 
-Shared memory holds two tiles beside Q, one a scorer, so what decides is how long a slot is taken, in a profile some 6,500
-cycles: 1,100 until the tile is there, 1,400 for its scores (64 x 64 x 16 take 40 cycles: both operands come from shared memory
-at its full rate), 1,200 for the softmax, 1,500 until its sums are done. Then power does: 700 W bring the clock from 1.98 to
-some 1.6 GHz. Of an H200's time the sums rescaled only where a maximum grew by much and totals added up across threads at the
-end save 6 to 8 %, two scorers instead of one 1 to 4. Tried without gain:
+Shared memory holds two tiles beside Q, one a scorer, so what decides is how long a slot is taken: 6,500 cycles in a profile
+before the last two changes below, 1,100 until the tile is there, 1,400 for its scores (64 x 64 x 16 take 40 cycles: both
+operands come from shared memory at its full rate), 1,200 for the softmax, 1,500 until its sums are done. Then power does: 700 W
+bring an H200's clock from 1.98 to some 1.6 GHz. Two scorers, sums rescaled only where a maximum grew by much, and totals added
+up across threads at the end took 134, 266 and 1,005 us (64 rows of 4,096, 128 of 4,096 and of 16,384, 128 heads), where one
+scorer that made the weights of two tiles at a time took 139, 287 and 1,063 in the same run. Tried without gain:
 - parts of a tile freed and ordered in quarters: 1 % faster in batches, 14 % slower for one row
 - sums rescaled ahead of the weights: ptxas moves that behind the wait for them
 - two workers that each score every other tile and sum half of the latent (FlashMLA's way; 10 % slower: sums wait behind scores)
