@@ -10,11 +10,12 @@ waits there. So tiles that need no mask go through a loop of their own, and weig
 
 Multiprocessors take pieces by turns, there and back, from the longest to the shortest of some heads at a time: as many heads
 as keep four multiprocessors each. On an H200 power decides: 700 W bring the clock from 1.98 to some 1.55 GHz. TFLOP/s at 4,096
-tokens of 128 heads, for most of a second: 611; each block loading its own tiles 581; the two warpgroups taking turns in
-starting 597; all sums rescaled 592; and totals added up across threads, tiles masked behind a branch 558. Eight or sixteen
-multiprocessors at a head are no faster than four (515, 569), nor is a launch of one block a piece (549), nor a piece's first
-scores beside the last values of the one before, its keys ordered ahead of its queries (536 against 542). In a profile some
-fifth of a piece's time goes before its second tile and behind its last, as with FlashInfer."""
+tokens of 128 heads, over a quarter of a second: 611; with the two warpgroups taking turns in starting 597, and then all
+sums rescaled 592, or each block loading its own tiles 581; before, totals added up across threads and tiles masked behind a
+branch, 558 in another run. Of that variant eight multiprocessors at a head took 7 % more time, sixteen 2 % less. A launch of
+one block a piece was no slower (549 against 545), nor was a piece faster whose first scores ran beside the last values of the
+one before, its keys ordered ahead of its queries (536 against 542). In a profile some fifth of a piece's time goes before its
+second tile and behind its last, as with FlashInfer."""
 
 import functools
 from typing import NamedTuple
