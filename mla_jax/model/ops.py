@@ -233,7 +233,7 @@ def moe_decode(
     """The weighted sum of each token's experts, none for an id past the last; packed ones are unpacked as they are chosen."""
     from pallas_kernels import moe_decode as kernel
 
-    if not any(isinstance(w, QTensor) for w in (gate, up, down)):
+    if not (isinstance(gate, QTensor) or isinstance(up, QTensor) or isinstance(down, QTensor)):
         return kernel.moe_decode(x, topk_ids, topk_weights, gate, up, down, impl=impl)
     chosen = (entries(w, topk_ids) for w in (gate, up, down))
     return kernel.xla.of_chosen(x, topk_weights, topk_ids < gate.shape[0], *chosen)
