@@ -97,6 +97,7 @@ def test_a_dash_reads_the_prompt_from_stdin(command, folder):
         (["AB", "--config", "{model}/nowhere"], b"", 2, "cannot be read as TOML"),
         (["AB", "--memory-fraction", "2", "--model", "{model}"], b"", 2, "memory_fraction is 2.0"),
         (["AB", "--batch", "0", "--model", "{model}"], b"", 2, "batch is 0"),
+        (["AB", "--batch", "65", "--model", "{model}"], b"", 2, "batch is 65, expected 1 to 64"),
         (["AB", "--model", "{broken}"], b"", 3, "not valid JSON"),
         (["AB", "--model", "{other}"], b"", 3, "not an MLA model"),
     ],

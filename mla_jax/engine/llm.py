@@ -37,7 +37,6 @@ DEFAULT_MAX_TOKENS = 256
 MAX_ROWS = 64  # prompts computed together
 MAX_PROMPTS = 100_000  # in one call
 STOP_CHECK = 16  # tokens between two looks for stop texts
-MOST_ROWS = 1 << 16
 STREAM_EVERY = 8  # tokens between two chunks of a stream
 DTYPES = ("float32", "bfloat16")
 
@@ -285,8 +284,8 @@ def open_checkpoint(
     ):
         if value not in known:
             raise BadRequest(f"{name} {printable(str(value))} is not known", "known: " + ", ".join(filter(None, known)))
-    if not (isinstance(batch, int) and 1 <= batch <= MOST_ROWS):
-        raise BadRequest(f"batch is {batch}, expected 1 to {MOST_ROWS:,}")
+    if not (isinstance(batch, int) and 1 <= batch <= MAX_ROWS):
+        raise BadRequest(f"batch is {batch}, expected 1 to {MAX_ROWS}", "more prompts are computed one batch after the other")
     if memory_fraction is not None:
         if not 0 < memory_fraction <= 1:
             raise BadRequest(f"memory_fraction is {memory_fraction}, expected more than 0, at most 1")
