@@ -57,17 +57,17 @@ class Shape:
         self.seq_lens = jnp.full((batch,), held, jnp.int32)
         self.plan = jax.jit(functools.partial(schedule, heads=heads))(self.seq_lens)
 
-    def measure(self) -> tuple[float, float]:
-        """Microseconds per call, the step's schedule apart; the error of two rows, against the specification."""
+    def work(self) -> timing.Work:
+        """The step's schedule apart; the error is that of two rows, against the specification."""
 
         def call(q_c, q_pe, table, c_kv, k_pe, seq_lens, plan):
             return mla_decode(q_c, q_pe, c_kv, k_pe, table, seq_lens, scale=SCALE, schedule=plan)[0]
 
         rest = self.c_kv, self.k_pe, self.seq_lens, self.plan
-        us, out = timing.measure(call, [(self.q_c, self.q_pe, table, *rest) for table in self.tables])
         two = self.q_c[:2], self.q_pe[:2], self.c_kv, self.k_pe, self.tables[0][:2], self.seq_lens[:2]
         wanted, _ = jax.jit(functools.partial(reference.mla_decode, scale=SCALE))(*two)
-        return us, testing.error(out[:2], wanted)
+        args_sets = [(self.q_c, self.q_pe, table, *rest) for table in self.tables]
+        return timing.Work(call, args_sets, lambda out: testing.error(out[:2], wanted))
 
 
 def rows(peers: dict[tuple, dict] | None = None) -> Iterator[dict]:
@@ -77,7 +77,7 @@ def rows(peers: dict[tuple, dict] | None = None) -> Iterator[dict]:
 
 def _row(at: tuple[int, int, int], packed: bool, peers: dict[tuple, dict]) -> dict:
     shape = Shape(*at, packed)
-    us, error = shape.measure()
+    us, error = shape.work().measure()
     flops = 2 * shape.batch * shape.heads * shape.held * (2 * RANK + ROPE)
     floor = max(shape.bytes / timing.HBM, flops / timing.BF16) * 1e6
     row = {"op": "mla_decode fp8 cache" if packed else "mla_decode", "batch": at[0], "heads": at[1], "held": at[2], "us": us}

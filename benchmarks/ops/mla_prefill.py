@@ -35,7 +35,8 @@ def _check(case: testing.MlaPrefillCase) -> str:
     return f"{'ok  ' if good else 'FAIL'} mla_prefill, {case.name}: {off:.5f}, fallback {own_off:.5f}, lse {lse_off:.1e}"
 
 
-def _row(shape: tuple[int, ...], peers: dict[tuple, dict]) -> dict:
+def work(shape: tuple[int, ...]) -> timing.Work:
+    """The error is that of the last queries of two heads."""
     B, N, T, S, H, V = shape
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (
@@ -44,12 +45,21 @@ def _row(shape: tuple[int, ...], peers: dict[tuple, dict]) -> dict:
     )
     args = jnp.full((B,), T, jnp.int32), q, k, v, jnp.full((B,), S, jnp.int32)
     call = functools.partial(mla_prefill, scale=H**-0.5)
-    us, out = timing.measure(lambda q_lens, q, k, v, kv_lens: call(q, k, v, q_lens, kv_lens)[0], [args], most=16)
     some = slice(0, 2)  # heads
     wanted = reference.mla_prefill(
         q[:1, -128:, some], k[:1, :, some], v[:1, :, some], jnp.array([128]), jnp.array([S]), scale=H**-0.5, causal=True
     )[0]
-    error = testing.error(out[:1, -128:, some], wanted)
+    return timing.Work(
+        lambda q_lens, q, k, v, kv_lens: call(q, k, v, q_lens, kv_lens)[0],
+        [args],
+        lambda out: testing.error(out[:1, -128:, some], wanted),
+        most=16,
+    )
+
+
+def _row(shape: tuple[int, ...], peers: dict[tuple, dict]) -> dict:
+    B, N, T, S, H, V = shape
+    us, error = work(shape).measure()
     flops = 2 * B * N * (T * (S - T) + T * (T + 1) / 2) * (H + V)
     row = {"op": "mla_prefill", "batch": B, "heads": N, "queries": T, "held": S, "widths": f"{H}/{V}", "us": us}
     row |= {"floor": flops / timing.BF16 * 1e6}

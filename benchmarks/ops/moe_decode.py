@@ -1,5 +1,6 @@
 """moe_decode on a Hopper GPU, against the same by XLA and the bytes of the experts that are chosen."""
 
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -35,26 +36,39 @@ def deal(tokens: int, chosen: int, experts: int, sets: int) -> list[jax.Array]:
     return [jnp.asarray(ids, jnp.int32) for ids in order.reshape(sets, tokens, chosen)]
 
 
+def work(shape: tuple[int, ...], weights: list[jax.Array], impl: str = "mosaic_gpu") -> timing.Work:
+    """The error is that of the last two tokens."""
+    n, K, X, D, F = shape
+    sets = deal(n, K, X, timing.sets_of(3 * 2 * D * F * n * K))
+    x, share = jax.random.normal(jax.random.key(1), (n, D), jnp.bfloat16), jnp.full((n, K), 1 / K)
+    last = sets[0][-2:]
+    own = np.arange(last.size).reshape(last.shape)  # in float64 all experts would not fit
+    wanted = reference.moe_decode(x[-2:], own, share[-2:], *(w[last.reshape(-1)] for w in weights))
+    call = functools.partial(moe_decode, impl=impl)
+    return timing.Work(call, [(x, ids, share, *weights) for ids in sets], lambda out: testing.error(out[-2:], wanted))
+
+
 def _row(shape: tuple[int, ...], weights: list[jax.Array]) -> dict:
     n, K, X, D, F = shape
-    each = 3 * 2 * D * F
-    sets = deal(n, K, X, timing.sets_of(each * n * K))
-    x, share = jax.random.normal(jax.random.key(1), (n, D), jnp.bfloat16), jnp.full((n, K), 1 / K)
-    args_sets = [(x, ids, share, *weights) for ids in sets]
-    us = {impl: timing.microseconds(lambda *a, impl=impl: moe_decode(*a, impl=impl), args_sets) for impl in ("mosaic_gpu", "xla")}
-    read = each * float(np.mean([len(np.unique(ids)) for ids in sets]))
-    row = {"op": "moe_decode", "rows": n, "experts": X, "chosen": K, "depth": D, "features": F, "us": us["mosaic_gpu"]}
-    return row | {"floor": read / timing.HBM * 1e6, "TB/s": read / us["mosaic_gpu"] / 1e6, "XLA": us["xla"]}
+    ours = work(shape, weights)
+    (us, error), beside = ours.measure(), work(shape, weights, "xla").program().microseconds()
+    read = 3 * 2 * D * F * float(np.mean([len(np.unique(ids)) for _, ids, *_ in ours.args_sets]))
+    row = {"op": "moe_decode", "rows": n, "experts": X, "chosen": K, "depth": D, "features": F, "us": us}
+    return row | {"floor": read / timing.HBM * 1e6, "TB/s": read / us / 1e6, "XLA": beside, "error": error}
+
+
+def weights(shape: tuple[int, ...]) -> list[jax.Array]:
+    """Gate, up and down of all experts."""
+    _, _, X, D, F = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [ragged_dot.weight(key, X, *size) for key, size in zip(keys, ((F, D), (F, D), (D, F)), strict=True)]
 
 
 def rows(peers: dict | None = None) -> Iterator[dict]:
     """Random weights, one set for each model; `peers` knows nothing of this op."""
     made: dict[tuple, list[jax.Array]] = {}
     for shape in SHAPES:
-        _, _, X, D, F = shape
-        if (X, D, F) not in made:
+        if shape[2:] not in made:
             made.clear()
-            keys = jax.random.split(jax.random.key(0), 3)
-            sizes = ((F, D), (F, D), (D, F))
-            made[X, D, F] = [ragged_dot.weight(key, X, *size) for key, size in zip(keys, sizes, strict=True)]
-        yield _row(shape, made[X, D, F])
+            made[shape[2:]] = weights(shape)
+        yield _row(shape, made[shape[2:]])

@@ -55,13 +55,19 @@ def _row(name: str, M: int) -> Iterator[dict]:
     plain = [jax.random.normal(key, (F, D), jnp.bfloat16) * D**-0.5 for key in keys[1:]]
     weights = [jax.jit(fp8.quantize_weight)(w) for w in plain]
     beside = timing.microseconds(_plain, [(x, w) for w in plain])
-    for held, rows in (("w8", x), ("w8a8", jax.jit(fp8.quantize)(x))):
-        us, out = timing.measure(quantized_matmul, [(rows, w) for w in weights])
+    codes, scale = jax.jit(fp8.quantize)(x)
+    for held, rows, first, call in (
+        ("w8", x, (x,), quantized_matmul),
+        ("w8a8", fp8.Fp8(codes, scale), (scale, codes), lambda scale, codes, w: quantized_matmul(fp8.Fp8(codes, scale), w)),
+    ):
+        wanted = jax.jit(reference.quantized_matmul)(rows, weights[0])
+        work = timing.Work(call, [(*first, w) for w in weights], functools.partial(testing.error, wanted=wanted))
+        us, error = work.measure()
         flops = 2 * M * D * F
         floor = max(D * F / timing.HBM, flops / (timing.FP8 if held == "w8a8" else timing.BF16)) * 1e6
         row = {"op": "quantized_matmul", "weight": name, "held": held, "rows": M, "depth": D, "features": F, "us": us}
         row |= {"floor": floor, "XLA in bfloat16": beside, "TB/s": D * F / us / 1e6, "TFLOP/s": flops / us / 1e6}
-        yield row | {"error": testing.error(out, jax.jit(reference.quantized_matmul)(rows, weights[-1]))}
+        yield row | {"error": error}
 
 
 def rows(peers: dict[tuple, float] | None = None) -> list[dict]:

@@ -1,7 +1,7 @@
 """ragged_dot and ragged_swiglu on a Hopper GPU, against XLA's grouped matmul, JAX's own Pallas kernel and the floor."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ SHAPES = [
 ]
 # how operands are held: bfloat16, weights alone in E4M3, both in E4M3
 HELD = ("bf16", "w8", "w8a8")
+# operands of each op beside the rows
+OPERANDS = {ragged_dot.ragged_dot: ("gate",), ragged_dot.ragged_swiglu: ("gate", "up")}
 # JAX's kernel: tokens, features and depth in a block, steps in flight, blocks of features side by side
 PALLAS = [(64, 128, 64, 6, 1), (128, 128, 64, 5, 8), (128, 256, 64, 4, 4)]
 
@@ -50,7 +52,7 @@ def _check(case: testing.RaggedDotCase, how: str) -> Iterator[str]:
     if how == "w8a8" and case.depth % fp8.GROUP:
         return
     inputs = held(testing.ragged_dot_inputs(case), how)
-    for op, names in ((ragged_dot.ragged_dot, ["gate"]), (ragged_dot.ragged_swiglu, ["gate", "up"])):
+    for op, names in OPERANDS.items():
         args = [inputs[name] for name in ("x", *names, "group_sizes")]
         title = f"{op.__name__}, {case.name}, {how}"
         if reason := choice.why_not("mosaic_gpu", ragged_dot.CHECKS, *args[:-1]):
@@ -81,6 +83,13 @@ def weight(key: jax.Array, experts: int, features: int, depth: int) -> jax.Array
     return jax.lax.map(lambda key: make(key) * depth**-0.5, jax.random.split(key, experts))
 
 
+def random_inputs(shape: tuple[int, ...]) -> dict:
+    X, M, D, F, _ = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    inputs = {"gate": weight(keys[0], X, F, D), "up": weight(keys[1], X, F, D)}
+    return inputs | {"x": jax.random.normal(keys[2], (M, D), jnp.bfloat16)}
+
+
 def _lax(x, w, sizes):
     return jax.lax.ragged_dot(x, w.swapaxes(1, 2), sizes)
 
@@ -102,24 +111,36 @@ def _time(call: Callable, args_sets: list[tuple]) -> float | None:
         return None
 
 
-def _row(op: Callable, shape: tuple[int, ...], how: str, inputs: dict, names: list[str]) -> dict:
-    X, M, D, F, even = shape
-    bytes_of = sum(leaf.nbytes for name in names for leaf in jax.tree.leaves(inputs[name])) / X
-    sets = deal(M, X, timing.sets_of(int(bytes_of * min(M, X))), even)
-    weights = [inputs[name] for name in names]
-    args_sets = [(sizes, inputs["x"], *weights) for sizes in sets]
+def bytes_of(inputs: dict, names: Sequence[str]) -> float:
+    """Of one expert's weights."""
+    leaves = jax.tree.leaves([inputs[name] for name in names])
+    return sum(leaf.nbytes for leaf in leaves) / leaves[0].shape[0]
+
+
+def work(op: Callable, shape: tuple[int, ...], how: str, inputs: dict, names: Sequence[str]) -> timing.Work:
+    """`inputs` as `held` gives them."""
+    X, M, _, _, even = shape
+    sets = deal(M, X, timing.sets_of(int(bytes_of(inputs, names) * min(M, X))), even)
+    x, weights = inputs["x"], [inputs[name] for name in names]
+    wanted = jax.jit(getattr(reference, op.__name__))(x, *weights, sets[0])
+    error = functools.partial(testing.error, wanted=wanted)
     if how == "w8":  # what the kernel makes of x belongs to every call
-        us, out = timing.measure(lambda both, *w: op(both[1], *w, both[0]), [(args[:2], *args[2:]) for args in args_sets])
-    else:
-        us, out = timing.measure(lambda sizes, *rest: op(*rest, sizes), args_sets)
+        return timing.Work(lambda both, *w: op(both[1], *w, both[0]), [((sizes, x), *weights) for sizes in sets], error)
+    return timing.Work(lambda sizes, *rest: op(*rest, sizes), [(sizes, x, *weights) for sizes in sets], error)
+
+
+def _row(op: Callable, shape: tuple[int, ...], how: str, inputs: dict, names: Sequence[str]) -> dict:
+    X, M, D, F, even = shape
+    ours = work(op, shape, how, inputs, names)
+    us, error = ours.measure()
+    sets = [jax.tree.leaves(first)[0] for first, *_ in ours.args_sets]
     touched = float(np.mean([(np.asarray(sizes) > 0).sum() for sizes in sets]))
-    flops, read = 2 * M * D * F * len(names), touched * bytes_of
+    flops, read = 2 * M * D * F * len(names), touched * bytes_of(inputs, names)
     peak = timing.FP8 if how == "w8a8" else timing.BF16
     row = {"op": op.__name__, "held": how, "experts": X, "touched": touched, "rows": M, "even": even, "depth": D, "features": F}
     row |= {"us": us, "bar": BARS.get(M) if (op, X, how) == (ragged_dot.ragged_dot, 32, "bf16") else None}
     row |= {"floor": max(read / timing.HBM, flops / peak) * 1e6, "TB/s": read / us / 1e6, "TFLOP/s": flops / us / 1e6}
-    sizes, *rest = args_sets[-1]
-    row["error"] = testing.error(out, jax.jit(getattr(reference, op.__name__))(*rest, sizes))
+    row["error"], args_sets = error, ours.args_sets
     if how == "bf16" and len(names) == 1:
         row["jax.lax"] = _time(_lax, args_sets)
         if X <= 32:  # its loop over groups is unrolled
@@ -132,13 +153,10 @@ def rows(peers: dict[tuple, float] | None = None) -> list[dict]:
     """Up and gate as one SwiGLU, and a plain product of the same depth and width; `peers` knows nothing of these ops."""
     found = []
     for shape in SHAPES:
-        X, M, D, F, _ = shape
-        keys = jax.random.split(jax.random.key(0), 3)
-        inputs = {"gate": weight(keys[0], X, F, D), "up": weight(keys[1], X, F, D)}
-        inputs["x"] = jax.random.normal(keys[2], (M, D), jnp.bfloat16)
+        inputs = random_inputs(shape)
         for how in HELD:
             given = held(inputs, how)
-            for op, names in ((ragged_dot.ragged_dot, ["gate"]), (ragged_dot.ragged_swiglu, ["gate", "up"])):
+            for op, names in OPERANDS.items():
                 args = [given[name] for name in ("x", *names)]
                 if not choice.why_not("mosaic_gpu", ragged_dot.CHECKS, *args):
                     found.append(_row(op, shape, how, given, names))

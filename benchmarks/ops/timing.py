@@ -1,8 +1,10 @@
 """How a kernel is timed: wall time per call of many calls back to back inside one program, over inputs beyond the L2."""
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -24,37 +26,64 @@ def after(first: jax.Array, out: jax.Array) -> jax.Array:
     return first + (0 * out[(0,) * out.ndim]).astype(first.dtype)
 
 
-def measure(call: Callable, args_sets: Sequence[tuple], seconds: float = 0.25, most: int = 64) -> tuple[float, jax.Array]:
-    """The median of microseconds per call, and what the first of `args_sets` gives.
+class Program:
+    """Many calls back to back, compiled as one. `call` takes one of `args_sets`, and waits for the call before with the first.
 
-    `call` takes one of `args_sets`, whose first is the smallest; each call waits for the one before."""
-    call = jax.jit(call)  # so that all calls are lowered once
-    calls = len(args_sets) * max(1, most // len(args_sets))
+    So the first is small, and what a call does to none but other arguments is done once for all."""
 
-    @jax.jit
-    def many(args_sets):
-        outs = []
-        for i in range(calls):
-            first, *rest = args_sets[i % len(args_sets)]
-            first = after(first, outs[-1]) if outs else first
-            outs = [*outs[:1], jax.tree.leaves(call(first, *rest))[0]]
-        return outs
+    def __init__(self, call: Callable, args_sets: Sequence[tuple], most: int = 64):
+        call = jax.jit(call)  # so that all calls are lowered once
+        self.args_sets, self.calls = args_sets, len(args_sets) * max(1, most // len(args_sets))
 
-    def run(repeats: int = 1) -> float:
+        def many(args_sets):
+            outs = []
+            for i in range(self.calls):
+                first, *rest = args_sets[i % len(args_sets)]
+                if outs:
+                    first = jax.tree.map(functools.partial(after, out=outs[-1]), first)
+                outs = [*outs[:1], jax.tree.leaves(call(first, *rest))[0]]
+            return outs
+
+        self.many = jax.jit(many).lower(args_sets).compile()
+
+    def out(self) -> jax.Array:
+        """What the first of `args_sets` gives."""
+        return self.many(self.args_sets)[0]
+
+    def microseconds(self, seconds: float = 0.25) -> float:
+        """The median per call."""
+        self._seconds()
+        repeats = max(1, int(seconds / 5 / self._seconds()))
+        return statistics.median(self._seconds(repeats) for _ in range(5)) / self.calls * 1e6
+
+    def _seconds(self, repeats: int = 1) -> float:
         start = time.perf_counter()
         for _ in range(repeats):
-            last = many(args_sets)
+            last = self.many(self.args_sets)
         jax.block_until_ready(last)
         return (time.perf_counter() - start) / repeats
 
-    run()
-    repeats = max(1, int(seconds / 5 / run()))
-    return statistics.median(run(repeats) for _ in range(5)) / calls * 1e6, many(args_sets)[0]
+
+class Work(NamedTuple):
+    """What a program is made of, and the error of what the first of `args_sets` gives."""
+
+    call: Callable
+    args_sets: Sequence[tuple]
+    error: Callable[[jax.Array], float]
+    most: int = 64
+
+    def program(self) -> Program:
+        return Program(self.call, self.args_sets, self.most)
+
+    def measure(self) -> tuple[float, float]:
+        """Microseconds per call, and the error."""
+        program = self.program()
+        return program.microseconds(), self.error(program.out())
 
 
-def microseconds(call: Callable, args_sets: Sequence[tuple], seconds: float = 0.25, most: int = 64) -> float:
-    """The first that `measure` gives."""
-    return measure(call, args_sets, seconds, most)[0]
+def microseconds(call: Callable, args_sets: Sequence[tuple]) -> float:
+    """The median per call."""
+    return Program(call, args_sets).microseconds()
 
 
 def microseconds_in_place(step: Callable, state: dict, steps: int = 256) -> float:
