@@ -1,6 +1,5 @@
 """The benchmark's check of the kernels, without kernels."""
 
-import importlib
 import sys
 from types import SimpleNamespace
 
@@ -8,10 +7,7 @@ import pytest
 
 
 @pytest.mark.parametrize(("lines", "status"), [(["ok   a", "ok   b"], 0), (["ok   a", "FAIL b", "ok   c"], 1)])
-def test_a_check_ends_with_1_if_a_case_failed_and_prints_them_all(monkeypatch, capsys, lines, status):
-    for name in ("XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
-        monkeypatch.setenv(name, "")  # or it would set them for all that follows
-    kernels = importlib.import_module("kernels")
+def test_a_check_ends_with_1_if_a_case_failed_and_prints_them_all(kernels, monkeypatch, capsys, lines, status):
     monkeypatch.setitem(sys.modules, "ops.mla_decode", SimpleNamespace(check=lambda: iter(lines)))
     monkeypatch.setattr(sys, "argv", ["kernels.py", "--check", "--ops", "mla_decode"])
     with pytest.raises(SystemExit) as ended:
