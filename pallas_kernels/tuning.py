@@ -1,4 +1,5 @@
-"""Sizes by device and shape class: data. What was measured to choose them stands in each op's comments."""
+"""Sizes by device and shape class: data. What was measured to choose them stands in each op's comments; benchmarks/tune.py tries
+others."""
 
 UNITS = {"NVIDIA H200": 132, "NVIDIA H100 80GB HBM3": 132, "NVIDIA H100 PCIe": 114}
 DEFAULT_UNITS = 132
