@@ -11,7 +11,8 @@ At the end of a row the workers swap halves of their sums, each weighs and write
 output, lies in the place of Q, which the same worker then orders anew: the feeder never waits for a row's end.
 
 A latent in E4M3 goes through the ring as it is; a worker converts a part and frees it while the product of the part before
-runs. Two converted tiles, one for each worker, take 128 KiB. Beside them and 16 queries shared memory holds 3 of a tile's 4
+runs. It becomes float16, which takes half an instruction a number where bfloat16 takes three: there is none for E4M3 to
+bfloat16 but by way of float16 and float32. Two converted tiles, one for each worker, take 128 KiB. Beside them and 16 queries shared memory holds 3 of a tile's 4
 parts for each worker: with rotary parts and scales 66 KiB, which are on their way while the workers compute (32 queries: 50).
 
 Tried without gain: both workers at every tile, each half of its columns: 13 % faster for one row of 4,096, 4 % slower for one
@@ -86,15 +87,21 @@ def _scales(ref, which, groups, layout, interpret):
     return strided(ref)
 
 
-def _store(ref, x):
-    """`x` into the transposed of `ref`."""
-    ref.transpose((1, 0))[...] = plgpu.layout_cast(x.astype(ref.dtype), TURNED)
+def _bits(x, dtype):
+    """The same bits as numbers of another 16-bit type."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
-def _load(ref):
-    """The transposed of `ref`, in float32."""
+def _store(ref, x, dtype=None):
+    """`x`, as numbers of `dtype` if not of the ref's own, into the transposed of `ref`."""
+    x = plgpu.layout_cast(x.astype(dtype or ref.dtype), TURNED)
+    ref.transpose((1, 0))[...] = _bits(x, ref.dtype)
+
+
+def _load(ref, dtype):
+    """The transposed of `ref`, whose numbers are of `dtype`, in float32."""
     x = plgpu.load(ref.transpose((1, 0)), layout=TURNED)
-    return plgpu.layout_cast(x, plgpu.Layout.WGMMA).astype(jnp.float32)
+    return _bits(plgpu.layout_cast(x, plgpu.Layout.WGMMA), dtype).astype(jnp.float32)
 
 
 def _wide(width):
@@ -119,7 +126,9 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
     chunk = min(Z, TILE)  # rows of a tile copied at a time
     per_tile = TILE // chunk
     columns = [pl.ds(k * width, width) for k in range(parts)]
-    dtype = q_c.dtype
+    dtype = q_pe.dtype  # of what is written, also where it is multiplied as `factor`
+    factor = jnp.float16 if packed else dtype
+    q_c = q_c.astype(factor)
     # a page's scales in one row, of which the copy engine takes any multiple of four
     caches = [codes, k_pe, *([scales.reshape(G, Z * groups)] if packed else [])]
     sizes = [size, max(size // parts, 1), min(size - 1, 2)]
@@ -221,10 +230,8 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
             at, layout = latent.at(role, turn * parts + k), _wide(width)
             plgpu.barrier_wait(latent.arrived.at[at])
             ours = _scales(scale_s.slots.at[scale_s.at(role, turn)], k * width // GROUP, groups, layout.reduce(1), interpret)
-            for rows in (pl.ds(h, TILE // 2) for h in (0, TILE // 2)):  # in halves, which take fewer registers
-                x = plgpu.load(latent.slots.at[at, rows], layout=layout).astype(jnp.float32)
-                x = x * plgpu.layout_cast(over(ours[rows.start : rows.start + rows.size], x.shape), layout)
-                wide_s[place(turn, k), rows] = x.astype(dtype)
+            x = plgpu.load(latent.slots.at[at], layout=layout).astype(factor)
+            wide_s[place(turn, k)] = x * plgpu.layout_cast(over(ours.astype(factor), x.shape), layout)
             plgpu.commit_smem()
             plgpu.barrier_arrive(latent.free.at[at])
 
@@ -348,7 +355,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
                 scratch_s[me, some] = x
             meet()  # now Q is dead
             for k in theirs:
-                _store(qc_s.at[k], accs[k])
+                _store(qc_s.at[k], accs[k], dtype)
             top_2, total_2 = (plgpu.load(scratch_s.at[1 - me, some], layout=COLUMN) for some in stats)
             higher = jnp.maximum(top, top_2)
             share, share_2 = jnp.exp2(top - higher), jnp.exp2(top_2 - higher)
@@ -358,7 +365,8 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
             meet()
             for k in mine:
                 acc = accs[k] * _under(share * norm, accs[k].shape)
-                _store(qc_s.at[k], acc + _load(qc_s.at[k]) * _under(share_2 * norm, acc.shape))
+                acc = acc + _load(qc_s.at[k], dtype) * _under(share_2 * norm, acc.shape)
+                _store(qc_s.at[k], acc, dtype)
             plgpu.commit_smem()
             lse = jnp.where(none, -jnp.inf, higher + jnp.log2(total))
 
@@ -400,20 +408,20 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
         ring(sizes[1], (TILE, E), dtype, swizzled(E)),
         *([ring(sizes[2], (TILE * groups,), jnp.float32, ())] if packed else []),
     ]
-    return plgpu.kernel(
+    out, lse, some, lses = plgpu.kernel(
         kernel,
         out_type=(
-            jax.ShapeDtypeStruct((B, M, R), dtype),
+            jax.ShapeDtypeStruct((B, M, R), factor),
             f32((B, 1, M)),
-            jax.ShapeDtypeStruct((2 * units, M, R), dtype),
+            jax.ShapeDtypeStruct((2 * units, M, R), factor),
             f32((2 * units, 1, M)),
         ),
         scratch_types=[
-            smem((parts, M, width), dtype, transforms=swizzled(64)),
+            smem((parts, M, width), factor, transforms=swizzled(64)),
             smem((M, E), dtype, transforms=swizzled(E)),
             rings,
-            smem((WORKERS * parts, TILE, width), dtype, transforms=swizzled(64)) if packed else None,
-            smem((WORKERS, M, TILE), dtype, transforms=swizzled(64)),
+            smem((WORKERS * parts, TILE, width), factor, transforms=swizzled(64)) if packed else None,
+            smem((WORKERS, M, TILE), factor, transforms=swizzled(64)),
             smem((WORKERS, 512), jnp.float32),
             barrier(num_arrivals=parts + 1),
             barrier(num_arrivals=WORKERS),
@@ -427,3 +435,4 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(q_c, q_pe, *caches, page_table, seq_lens, shares)
+    return _bits(out, dtype), lse, _bits(some, dtype), lses
