@@ -81,21 +81,22 @@ def submit(
 ) -> Ticket:
     """Hands rows to the experts; programs of the CPU backend compute them when they are collected.
 
+    Calls come in the order in which they are given each other's rows, the next one the ticket's x. A GPU's program that uses its
+    own x once more copies it.
     Of calls of one size at least four may be under way on a GPU; with more the first ones are lost, and NaN."""
     layer = _number(experts)
     x, topk_ids, topk_weights = (jnp.asarray(a) for a in (x, topk_ids, topk_weights))
     dtype = np.dtype(x.dtype if dtype is None else dtype)
     _expect(experts, x, topk_ids, topk_weights, dtype)
-    number = submit_p.bind(x, topk_ids, topk_weights, layer=layer, dtype=dtype, patience=patience)
-    number, x = jax.lax.optimization_barrier((number, x))
+    number, x = submit_p.bind(x, topk_ids, topk_weights, layer=layer, dtype=dtype, patience=patience)
     return Ticket(number, x, topk_ids, topk_weights, layer, dtype, patience)
 
 
 def collect(ticket: Ticket, after: object = ()) -> jax.Array:
     """The answer `[n D]`, once the arrays of `after` are there."""
-    t = ticket
-    number, _ = jax.lax.optimization_barrier((t.number, after))
-    return collect_p.bind(number, t.x, t.topk_ids, t.topk_weights, layer=t.layer, dtype=t.dtype, patience=t.patience)
+    t, before = ticket, map(jnp.asarray, jax.tree.leaves(after))
+    given = (t.number, t.x, t.topk_ids, t.topk_weights, *before)
+    return collect_p.bind(*given, layer=t.layer, dtype=t.dtype, patience=t.patience)
 
 
 def fetch(experts: Experts, first: ArrayLike, count: int) -> tuple[jax.Array, jax.Array]:
@@ -217,6 +218,9 @@ def _introduce(experts: Experts) -> None:
 
 # What programs call, as primitives. XLA is told that they have effects, so that none is dropped, merged or moved out of a loop;
 # JAX is not (as by has_side_effect of ffi_call): with effects that JAX knows of a program's dispatch takes 60 us, without 8.
+# Their order is that of the data: submit passes x on, in place, and collect is given what comes before it. Where XLA runs kernels
+# of a CUDA graph side by side (CONCURRENT), effects and optimization barriers order nothing: the host could get the later of two
+# calls first.
 
 
 def _primitive(name: str, result: Callable, several: bool = False) -> jax.extend.core.Primitive:
@@ -237,17 +241,21 @@ def _compiled(primitive: jax.extend.core.Primitive, **static) -> Callable:
     return jax.jit(partial(primitive.bind, **static))
 
 
-submit_p = _primitive("cpu_experts_submit", lambda *_, **__: jax.core.ShapedArray((2,), np.uint32))
+def _ticket_and_rows(x: jax.core.ShapedArray, *_, **__) -> list[jax.core.ShapedArray]:
+    return [jax.core.ShapedArray((2,), np.uint32), jax.core.ShapedArray(x.shape, x.dtype)]
+
+
+submit_p = _primitive("cpu_experts_submit", _ticket_and_rows, True)
 collect_p = _primitive("cpu_experts_collect", lambda _, x, *__, dtype, **___: jax.core.ShapedArray(x.shape, dtype))
 fetch_p = _primitive("cpu_experts_fetch", lambda _, *, shapes, **__: [jax.core.ShapedArray(s, np.uint8) for s in shapes], True)
 
 
-def _no_number(*_, **__) -> jax.Array:
-    return jnp.zeros(2, jnp.uint32)
+def _no_number(x: jax.Array, *_, **__) -> tuple[jax.Array, jax.Array]:
+    return jnp.zeros(2, jnp.uint32), x
 
 
 def _forward_now(
-    _, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, *, layer: int, dtype: np.dtype, patience: float
+    _, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, *__, layer: int, dtype: np.dtype, patience: float
 ) -> jax.Array:
     call = jax.ffi.ffi_call("cpu_experts_forward", jax.ShapeDtypeStruct(x.shape, dtype))
     return call(x, topk_ids, topk_weights, layer=np.uint64(layer))
@@ -267,15 +275,16 @@ def _expect_one_gpu(ctx: mlir.LoweringRuleContext) -> None:
 def _submit_on_a_gpu(ctx: mlir.LoweringRuleContext, *arrays, layer: int, dtype: np.dtype, patience: float):
     _expect_one_gpu(ctx)
     attributes = {"layer": np.uint64(layer), "float32": np.bool_(dtype == np.float32), "patience": _nanoseconds(patience)}
-    return jax.ffi.ffi_lowering("cpu_experts_submit", has_side_effect=True)(ctx, *arrays, **attributes)
+    rule = jax.ffi.ffi_lowering("cpu_experts_submit", has_side_effect=True, operand_output_aliases={0: 1})
+    return rule(ctx, *arrays, **attributes)
 
 
-def _collect_on_a_gpu(ctx: mlir.LoweringRuleContext, number, *_, layer: int, dtype: np.dtype, patience: float):
-    number_aval, x, topk_ids, _ = ctx.avals_in
+def _collect_on_a_gpu(ctx: mlir.LoweringRuleContext, number, *others, layer: int, dtype: np.dtype, patience: float):
+    number_aval, x, topk_ids, _, *before = ctx.avals_in
     size = {"x_float32": np.bool_(x.dtype == np.float32), "chosen": np.uint64(topk_ids.shape[1])}
     attributes = {"layer": np.uint64(layer), "patience": _nanoseconds(patience)} | size
     rule = jax.ffi.ffi_lowering("cpu_experts_collect", has_side_effect=True)
-    return rule(ctx.replace(avals_in=[number_aval]), number, **attributes)
+    return rule(ctx.replace(avals_in=[number_aval, *before]), number, *others[3:], **attributes)
 
 
 def _fetch_anywhere(ctx: mlir.LoweringRuleContext, first, *, layer: int, **_):
@@ -287,7 +296,7 @@ def _fetch_on_a_gpu(ctx: mlir.LoweringRuleContext, first, **static):
     return _fetch_anywhere(ctx, first, **static)
 
 
-mlir.register_lowering(submit_p, mlir.lower_fun(_no_number, multiple_results=False), platform="cpu")
+mlir.register_lowering(submit_p, mlir.lower_fun(_no_number, multiple_results=True), platform="cpu")
 mlir.register_lowering(collect_p, mlir.lower_fun(_forward_now, multiple_results=False), platform="cpu")
 mlir.register_lowering(submit_p, _submit_on_a_gpu, platform="cuda")
 mlir.register_lowering(collect_p, _collect_on_a_gpu, platform="cuda")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ABI = 2
 NAME = "libcpu_experts.so"
-FFI_ABI = 2
+FFI_ABI = 3
 FFI_NAME = "libcpu_experts_ffi.so"  # as it is built
 REBUILD = "run `python -m cpu_experts.build`"
 ISAS = ("best", "portable", "avx2", "avx512", "amx")

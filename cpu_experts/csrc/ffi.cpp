@@ -86,18 +86,21 @@ Error forward_now(uint64_t layer, AnyBuffer x, Ids ids, Weights weights, xla_ffi
     });
 }
 
+// x is passed on where it lies: who reads it afterwards comes after the submission.
 Error submit_on(Stream stream, uint64_t layer, bool float32, uint64_t patience, AnyBuffer x, Ids ids, Weights weights,
-                xla_ffi::Result<Ticket> ticket) {
+                xla_ffi::Result<Ticket> ticket, xla_ffi::Result<AnyBuffer> passed) {
     return guarded([&]() -> Status {
         Call call{};
         if (Status failed = read(layer, x, ids, weights, float32 ? DataType::F32 : DataType::BF16, call)) return failed;
         if (ticket->element_count() != 2) return {CPU_EXPERTS_INVALID, "ticket: must be two words"};
+        if (passed->untyped_data() != x.untyped_data()) return {CPU_EXPERTS_INVALID, "x: must be passed on in place"};
         return submit(stream, call, patience, x.untyped_data(), ids.typed_data(), weights.typed_data(), ticket->typed_data());
     });
 }
 
+// Further arguments are what must have been computed before.
 Error collect_on(Stream stream, uint64_t layer, bool x_float32, uint64_t chosen, uint64_t patience, Ticket ticket,
-                 xla_ffi::Result<AnyBuffer> y) {
+                 xla_ffi::RemainingArgs, xla_ffi::Result<AnyBuffer> y) {
     return guarded([&]() -> Status {
         auto rows = y->dimensions();
         auto dtype = dtype_of(y->element_type());
@@ -163,7 +166,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(cpu_experts_ffi_submit, submit_on,
                                   .Arg<AnyBuffer>()
                                   .Arg<Ids>()
                                   .Arg<Weights>()
-                                  .Ret<Ticket>(),
+                                  .Ret<Ticket>()
+                                  .Ret<AnyBuffer>(),
                               {xla_ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(cpu_experts_ffi_collect, collect_on,
@@ -174,6 +178,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(cpu_experts_ffi_collect, collect_on,
                                   .Attr<uint64_t>("chosen")
                                   .Attr<uint64_t>("patience")
                                   .Arg<Ticket>()
+                                  .RemainingArgs()
                                   .Ret<AnyBuffer>(),
                               {xla_ffi::Traits::kCmdBufferCompatible});
 

@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-#define CPU_EXPERTS_FFI_ABI 2
+#define CPU_EXPERTS_FFI_ABI 3
 
 typedef struct {
     int32_t struct_bytes;

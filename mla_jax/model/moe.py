@@ -261,7 +261,7 @@ class HostExperts(nnx.Module):
     def _turns(self, topk_ids: Array, topk_weights: Array, defer: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         """Ids and weights for the host: now, and for later, the least weighted, which a router's bias puts anywhere."""
         if defer:
-            order = jnp.argsort(-topk_weights, axis=1)
+            order = largest(topk_weights, topk_weights.shape[1])
             topk_ids, topk_weights = (jnp.take_along_axis(a, order, axis=1) for a in (topk_ids, topk_weights))
         if self.hot is not None:
             now, rest = turns(topk_ids, self.hot.holds(topk_ids), defer, self.layer.experts)

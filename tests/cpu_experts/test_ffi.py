@@ -89,7 +89,8 @@ def gpu(fake):
     """The CPU backend as a GPU; what fails must have been heard of by the end."""
     lower(ffi._submit_on_a_gpu, ffi._collect_on_a_gpu, "fake_fetch")
     yield fake
-    lower(*(mlir.lower_fun(f, multiple_results=False) for f in (ffi._no_number, ffi._forward_now)), "cpu_experts_fetch")
+    by_cpu = (mlir.lower_fun(f, multiple_results=m) for f, m in ((ffi._no_number, True), (ffi._forward_now, False)))
+    lower(*by_cpu, "cpu_experts_fetch")
     ffi.check()
 
 
@@ -284,7 +285,7 @@ def test_a_closed_layer_is_an_error_in_old_programs_and_new(built, platform):
 def test_a_dropped_layer_is_an_error_too(built, platform):
     layer = Experts(*LAYER)
     static = {"layer": ffi._number(layer), "dtype": np.dtype(np.float32), "patience": 60.0}
-    run = jax.jit(lambda *batch: ffi.collect_p.bind(ffi.submit_p.bind(*batch, **static), *batch, **static))
+    run = jax.jit(lambda *batch: ffi.collect_p.bind(ffi.submit_p.bind(*batch, **static)[0], *batch, **static))
     run(*BATCH).block_until_ready()
     del layer
     with pytest.raises(FAILED, match="the layer is closed"):
@@ -356,11 +357,11 @@ def test_a_library_for_other_headers_is_refused(ffi_library, tmp_path, monkeypat
     headers = tmp_path / "xla/ffi/api"
     headers.mkdir(parents=True)
     (headers / "c_api.h").write_text("#define XLA_FFI_API_MAJOR 3\n#define XLA_FFI_API_MINOR 14\n")
-    assert library.ffi_name(tmp_path) == "libcpu_experts_ffi2-3014.so"
+    assert library.ffi_name(tmp_path) == "libcpu_experts_ffi3-3014.so"
     with pytest.raises(Unsupported, match=r"XLA FFI \d+, expected 3014: run `python -m cpu_experts\.build`"):
         library.opened_ffi(ffi_library, tmp_path)
     monkeypatch.setattr(library, "FFI_ABI", 99)
-    with pytest.raises(Unsupported, match="ABI 2, expected 99"):
+    with pytest.raises(Unsupported, match="ABI 3, expected 99"):
         library.opened_ffi(ffi_library, library.ffi_headers())
 
 
@@ -400,17 +401,43 @@ def test_programs_of_cuda_have_both_halves_as_calls_with_effects(layer, fake):
     assert all("has_side_effect = true" in call for call in calls)
 
 
+def test_programs_of_cuda_order_calls_by_their_data(layer, fake):
+    """For XLA may run side by side what has no data in common."""
+
+    def run(x, ids, weights):
+        now = ffi.submit(layer, x, ids, weights)
+        later = ffi.submit(layer, now.x, ids[:, :1], weights[:, :1])
+        beside = jnp.cos(later.x)
+        return ffi.collect(now, after=(beside, {"b": weights})), ffi.collect(later)
+
+    text = jax.jit(run).trace(*BATCH).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"%(\S+?)(?::2)? = stablehlo.custom_call @cpu_experts_(\w+)\((.*?)\)(.*)", text)
+    (now, _, given, how), (later, _, passed, _), (_, _, answer, _), (_, _, rest, _) = calls
+    assert [call[1] for call in calls] == ["submit", "submit", "collect", "collect"]
+    assert (given.split(", ")[0], passed.split(", ")[0]) == ("%arg0", f"%{now}#1")
+    assert "output_tuple_indices = [1], operand_index = 0" in how
+    (beside,) = re.findall(rf"%(\S+) = stablehlo.cosine %{later}#1", text)
+    assert answer.split(", ") == [f"%{now}#0", f"%{beside}", "%arg2"]
+    assert rest == f"%{later}#0"
+
+
 def test_compiled_for_an_h200_the_shared_experts_run_between_the_halves_and_all_is_one_graph(builds, fake_driver, tmp_path):
     pytest.importorskip("jax_plugins.xla_cuda13", reason="jax-cuda13-plugin of JAX's own version compiles without a GPU")
     flags = {"XLA_FLAGS": f"--xla_dump_to={tmp_path}", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     script = (HERE / "compile_ffi.py").read_text()
     order = python(script, CPU_EXPERTS_LIBRARY=str(builds() / library.NAME), **flags).split()
-    layer = [name for name, _ in itertools.groupby(order)]
-    assert layer == ["cpu_experts_submit", "meanwhile", "cpu_experts_collect"] * 2
+    submit, collect = "cpu_experts_submit", "cpu_experts_collect"
+    layer = [name for name, _ in itertools.groupby(order, lambda name: name if name == "meanwhile" else name + " ")]
+    assert [name.strip() for name in layer] == [submit, "meanwhile", collect] * 2
+    assert [order.count(name) for name in (submit, collect)] == [4, 4]
     (thunks,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
     first, *rest = thunks.read_text().splitlines()
     assert "kCommandBuffer" in first
-    assert sum("kCustomCall" in line for line in rest if line.startswith(" ")) == 4
+    # What has no edge may run side by side: all but a layer's first call wait for what stands just before them.
+    calls = [re.match(r" +(\d+): kCustomCall +\[prev=(\d+) ", line) for line in rest if "kCustomCall" in line]
+    waits = [int(call[1]) - int(call[2]) == 1 for call in calls]
+    assert [waits[i : i + 4][1:] for i in (0, 4)] == [[True] * 3] * 2
+    assert len(calls) == 8
 
 
 def test_what_fails_beside_a_gpu_is_an_error_soon(layer, gpu):

@@ -23,6 +23,7 @@ from mla_jax.weights.host import offload, pack
 pytestmark = pytest.mark.usefixtures("host_library")
 
 CONFIG = Config.from_hf({**models.FAMILIES["v3"], "first_k_dense_replace": 1, "num_hidden_layers": 4})
+CALLS = "cpu_experts_submit", "cpu_experts_collect"
 ROWS = 0.02  # of the largest value: rows are rounded to bfloat16 twice, weights once
 
 
@@ -111,6 +112,29 @@ def test_the_lowest_scored_experts_are_added_a_layer_later(defer):
     if defer:  # and that is another sum
         with pytest.raises(AssertionError):
             close(found, by_hand(model_of(host=False), tokens, 0))
+
+
+def test_what_is_needed_now_is_asked_for_first_and_the_host_is_waited_for_last():
+    """By the data, for nothing else orders kernels that a graph may run side by side."""
+    layer, x = model_of().layers[1].mlp, jnp.ones((1, 1, CONFIG.hidden_size))
+
+    def step(x: jax.Array) -> jax.Array:
+        def beside(x: jax.Array) -> jax.Array:
+            return jnp.tan(x)
+
+        ids, weights = layer.router(x[0])
+        now, aside, later = layer.experts(x[0], ids, weights, How(moe.dense, defer=2), beside)
+        return settle((now + aside)[None], later)
+
+    found = [eqn for eqn in jax.make_jaxpr(step)(x).eqns if eqn.primitive.name in ("tan", *CALLS)]
+    assert [eqn.primitive.name for eqn in found] == [CALLS[0], CALLS[0], "tan", CALLS[1], CALLS[1]]
+    first, second, aside, now, later = found
+    assert [eqn.invars[1].aval.shape[1] for eqn in (first, second)] == [CONFIG.num_experts_per_tok - 2, 2]
+    assert second.invars[0] is first.outvars[1]
+    assert aside.invars[0] is second.outvars[1]
+    assert (now.invars[0], now.invars[4:]) == (first.outvars[0], aside.outvars)
+    assert later.invars[0] is second.outvars[0]
+    assert len(later.invars) == 5
 
 
 def test_many_new_tokens_defer_nothing():
