@@ -2,6 +2,7 @@
 
 `rows` of a batch bring `new` tokens each, which attend to `attended` tokens, held ones and themselves."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,14 +15,14 @@ from mla_jax.base.config import Config
 class Device(NamedTuple):
     """What a device reaches in practice: dense bf16 FLOP/s and bytes/s of memory reads (float32 on a CPU), if `measured` here.
 
-    `between` are seconds a layer of a decode step that go beside its bytes: on an H200 benchmarks/decode.py has 68 us at batch 1,
-    100 at 8 and 121 at 64."""
+    `between` are seconds a layer of a decode step that go beside its bytes: on an H200 benchmarks/decode.py has 48 us at batch 1,
+    66 at 8 and 95 at 64. With what is taken here each of these steps is predicted within 10 %."""
 
     name: str
     platform: str
     flops: float
     bandwidth: float
-    between: float = 85e-6
+    between: float = 56e-6
     measured: bool = False
 
     @property
@@ -52,15 +53,26 @@ FEW = 8  # new tokens a row up to which the form "fused" attends over latents
 
 
 class Host(NamedTuple):
-    """What a CPU reaches with a layer's experts in one number format, and what a call of them adds on its device.
+    """What a CPU reaches with a layer's experts in one number format, and what calls of them take beside.
 
-    Bytes/s of the weights of few tokens, FLOP/s with many, seconds; `link` is bytes/s from its memory to the device's."""
+    Bytes/s of the weights of few tokens, FLOP/s with many; seconds. `call` is what every call takes of the CPU, however soon it
+    follows another; `latency` what one takes in all that a device waits for alone: the way there, threads that sleep by then, and
+    the way back, too. `link` is bytes/s from the CPU's memory to the device's."""
 
     name: str
     bandwidth: float
     flops: float
     call: float
+    latency: float
     link: float
+
+
+class Part(NamedTuple):
+    """A part of tokens' choices, computed by one call: what an expert's chance of being chosen by a token is times, and how
+    likely it is that the call has anything to compute."""
+
+    share: float
+    any: float
 
 
 class Routed(NamedTuple):
@@ -69,15 +81,31 @@ class Routed(NamedTuple):
     chosen: np.ndarray
     held: np.ndarray
 
-    def touched(self, tokens: int) -> tuple[float, float]:
-        """Experts of a layer that `tokens` touch on the host and on the device, on the average of the layers."""
-        each = 1 - (1 - np.minimum(self.chosen, 1)) ** tokens
+    @classmethod
+    def evenly(cls, config: Config) -> "Routed":
+        """All of a layer on the host, each as likely as any other."""
+        experts = config.n_routed_experts or 1
+        return cls(np.full((1, experts), (config.num_experts_per_tok or 0) / experts), np.zeros((1, experts), bool))
+
+    def touched(self, tokens: int, share: float = 1.0) -> tuple[float, float]:
+        """Experts of a layer that such a share of `tokens`' choices touches on the host and on the device, on the average of the
+        layers."""
+        each = 1 - (1 - share * np.minimum(self.chosen, 1)) ** tokens
         return float(each[~self.held].sum()) / len(each), float(each[self.held].sum()) / len(each)
 
     @property
     def left(self) -> float:
         """The share of the tokens' choices that the host gets."""
         return float(self.chosen[~self.held].sum() / self.chosen.sum())
+
+    def parts(self, tokens: int, choices: int, defer: int) -> tuple[Part, Part]:
+        """What the host computes of a layer now, and what later: the last `defer` of a token's `choices` that are its own.
+
+        As if each choice were the host's by itself, so likely as on the average of the layers."""
+        chances = [math.comb(choices, n) * self.left**n * (1 - self.left) ** (choices - n) for n in range(choices + 1)]
+        later = sum(chance * min(n, defer) for n, chance in enumerate(chances)) / (choices * self.left or 1)
+        idle = [sum(chances[: defer + 1]) ** tokens, (chances[0] if defer else 1.0) ** tokens]
+        return Part(1 - later, 1 - idle[0]), Part(later, 1 - idle[1])
 
 
 class Cost(NamedTuple):
@@ -144,12 +172,34 @@ def decode_bytes(config: Config, rows: int, held: int, itemsize: int = 2) -> flo
     return itemsize * (layers + attention + latents + config.vocab_size * config.hidden_size)
 
 
+class Busy(NamedTuple):
+    """Seconds of a layer's routed experts on a CPU: until what is needed `now` is there, if the CPU was idle, and of its own time
+    for that call and for the one of what is added `later`."""
+
+    alone: float
+    now: float
+    later: float
+
+
+def host_calls(config: Config, on: Host, tokens: int, expert_bytes: float, defer: int = 0, routed: Routed | None = None) -> Busy:
+    """The CPU's two calls for a layer, an expert being of `expert_bytes`; without `routed` all of them, equally likely.
+
+    Each reads the experts that its own choices touch: those that some tokens need now and others later are read twice."""
+    weights, choices = 3 * config.hidden_size * (config.moe_intermediate_size or 0), config.num_experts_per_tok or 0
+    routed = routed or Routed.evenly(config)
+    now, later = routed.parts(tokens, choices, min(defer, choices - 1))
+
+    def work(part: Part) -> float:
+        flops = 2 * tokens * choices * routed.left * part.share * weights
+        return max(routed.touched(tokens, part.share)[0] * expert_bytes / on.bandwidth, flops / on.flops)
+
+    alone = now.any * on.latency + work(now)
+    return Busy(alone, now.any * on.call + work(now), later.any * on.call + work(later))
+
+
 def host_seconds(config: Config, on: Host, tokens: int, expert_bytes: float, routed: Routed | None = None) -> float:
-    """A layer's routed experts on a CPU, an expert being of `expert_bytes`; without `routed` all of them, equally likely."""
-    weights = 3 * config.hidden_size * (config.moe_intermediate_size or 0)
-    touched, left = (experts_touched(config, tokens), 1.0) if routed is None else (routed.touched(tokens)[0], routed.left)
-    flops = 2 * tokens * left * (config.num_experts_per_tok or 0) * weights
-    return on.call + max(touched * expert_bytes / on.bandwidth, flops / on.flops)
+    """Until a device has the answer of a CPU that was idle, of all of a layer's routed experts that are not the device's."""
+    return host_calls(config, on, tokens, expert_bytes, routed=routed).alone
 
 
 def stream_seconds(config: Config, on: Device, host: Host, tokens: int, expert_bytes: float) -> float:
@@ -191,7 +241,8 @@ def prefill_seconds(
 ) -> float:
     """A prompt of `new` tokens at once, if the routed experts of so many `layers` lie on the `host`.
 
-    From `stream` tokens on, 0 for never, they are brought to the device."""
+    From `stream` tokens on, 0 for never, they are brought to the device; else it computes those that `routed` says it holds, and
+    its shared ones, while it waits for the others."""
     one, chosen = 3 * config.hidden_size * (config.moe_intermediate_size or 0), config.num_experts_per_tok or 0
     moe = sum(config.is_moe(i) for i in range(config.num_hidden_layers))
 
@@ -206,7 +257,9 @@ def prefill_seconds(
         return seconds
     if 0 < stream <= new:
         return seconds + layers * stream_seconds(config, on, host, new, expert_bytes)
-    return seconds + layers * host_seconds(config, host, new, expert_bytes, routed)
+    here, left = (0.0, 1.0) if routed is None else (routed.touched(new)[1], routed.left)
+    hot, beside = on_device((1 - left) * chosen * one, here * one), on_device(shared, shared)
+    return seconds + layers * max(host_seconds(config, host, new, expert_bytes, routed) - beside, hot)
 
 
 def decode_seconds(
@@ -223,27 +276,30 @@ def decode_seconds(
     """A decode step, of which the CPU `host` computes the routed experts of so many `layers`, `defer` of a token a layer later.
 
     A layer waits for its experts but for the time that its shared ones, and those that `routed` says the device holds, take
-    there; what is deferred has the time of the next layer, too."""
-    itemsize, chosen = on.itemsize, config.num_experts_per_tok or 1
+    there. The CPU computes one call after the other: what is deferred has the next layer's time, too; the last layer has none."""
+    itemsize = on.itemsize
     one = 3 * config.hidden_size * (config.moe_intermediate_size or 0) * itemsize
-    here, left = (0.0, 1.0) if routed is None else (routed.touched(rows)[1], routed.left)
+    here = 0.0 if routed is None else routed.touched(rows)[1]
     on_device = decode_bytes(config, rows, held, itemsize) - layers * (experts_touched(config, rows) - here) * one
     seconds = on_device / on.bandwidth + config.num_hidden_layers * on.between
     if not layers or host is None:
         return seconds
     each, beside = seconds / config.num_hidden_layers, ((config.n_shared_experts or 0) + here) * one / on.bandwidth
-    theirs, count = host_seconds(config, host, rows, expert_bytes, routed), chosen * left
-    now = theirs * max(count - min(defer, chosen - 1), 0.0) / count if count else theirs
-    return seconds + layers * max(now - beside, theirs - each, 0.0)
+    theirs = host_calls(config, host, rows, expert_bytes, defer, routed)
+    waits = max(theirs.alone - beside, theirs.now + theirs.later - each, 0.0)
+    return seconds + (layers - 1) * waits + max(theirs.alone + theirs.later - beside, 0.0)
+
+
+WORTH = 0.03  # of a step: predictions are no better than that, so less is nothing to defer experts for
 
 
 def best_defer(
     config: Config, on: Device, rows: int, held: int, host: Host, layers: int, expert_bytes: float, routed: Routed | None = None
 ) -> int:
-    """The fewest experts a token to defer with which such a step is within 1 % of the fastest."""
+    """The fewest experts a token to defer with which such a step is within WORTH of the fastest."""
     chosen = config.num_experts_per_tok or 1
     times = [decode_seconds(config, on, rows, held, host, layers, expert_bytes, defer, routed) for defer in range(chosen)]
-    return next(defer for defer, seconds in enumerate(times) if seconds <= 1.01 * min(times))
+    return next(defer for defer, seconds in enumerate(times) if seconds <= (1 + WORTH) * min(times))
 
 
 def break_even(config: Config) -> float:

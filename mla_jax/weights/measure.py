@@ -22,7 +22,9 @@ from mla_jax.base.roofline import Device, Host
 from mla_jax.weights.limits import cores
 
 MODEL, WIDTH, EXPERTS, CHOSEN = 2048, 1536, 24, 6
+FEW, MORE = 2, 12  # experts of a token: what a call takes beside their bytes is in both alike
 MANY = 256  # tokens: enough that arithmetic bounds a layer
+PAUSE = 2e-4  # seconds between two calls, after which the library's threads sleep; a layer of a device takes about half of it
 REPEATS = 7
 MOST = 1e18  # bytes or FLOPs a second
 
@@ -47,10 +49,22 @@ def measure(precision: str, down_precision: str | None = None) -> Host:
     up, down = (rng.standard_normal(shape, np.float32) * np.float32(0.02) for shape in ((WIDTH, MODEL), (MODEL, WIDTH)))
     up, down = (np.broadcast_to(w, (EXPERTS, *w.shape)) for w in (up, down))
     with Experts(up, up, down, precision, down_precision=down_precision) as layer:
-        few, many = _seconds(layer, 1), _seconds(layer, MANY)
-        call, link = _call_seconds(layer), _link(layer)
-        read, flops = CHOSEN * layer.nbytes / EXPERTS, 6 * MANY * CHOSEN * MODEL * WIDTH
-    return Host(f"{cores()} cores with {isa()}, {_both(precision, down_precision)}", read / few, flops / many, call, link)
+        nothing = _seconds(layer, 1, 0)  # of Python, which a program's call does without
+        few, more = (max(_seconds(layer, 1, n) - nothing, 0.0) for n in (FEW, MORE))
+        late = max(_seconds(layer, 1, FEW, PAUSE) - nothing, few)
+        call, bandwidth = _line(few, more, layer.nbytes / EXPERTS)
+        flops = 6 * MANY * CHOSEN * MODEL * WIDTH / _seconds(layer, MANY, CHOSEN)
+        latency, link = call + late - few + _way_seconds(layer), _link(layer)
+    return Host(f"{cores()} cores with {isa()}, {_both(precision, down_precision)}", bandwidth, flops, call, latency, link)
+
+
+def _line(few: float, more: float, expert: float) -> tuple[float, float]:
+    """Seconds of a call beside its bytes, and bytes/s, by the times of FEW and of MORE experts; where noise allows no such line
+    all of the time is that of bytes."""
+    each = (more - few) / (MORE - FEW)
+    if not 0 < FEW * each <= few:
+        return 0.0, MORE * expert / max(more, few)
+    return few - FEW * each, expert / each
 
 
 def _possible(found: dict[str, Any] | None) -> bool:
@@ -67,24 +81,39 @@ def _both(precision: str, down: str | None) -> str:
     return precision if down in (None, precision) else f"{precision} and {down}"
 
 
-def _seconds(layer: Any, tokens: int) -> float:
-    """Of a call, by the host's own clock; each takes the experts after those of the last."""
-    rng = np.random.default_rng(tokens)
-    x, weights = rng.standard_normal((tokens, MODEL), np.float32), np.full((tokens, CHOSEN), 1 / CHOSEN, np.float32)
-    turn = [(np.arange(tokens * CHOSEN, dtype=np.int32).reshape(tokens, CHOSEN) + i * CHOSEN) % EXPERTS for i in range(EXPERTS)]
-    calls = iter(turn * 2)
-    return _median(lambda: layer.forward(x, next(calls), weights))
+def _seconds(layer: Any, tokens: int, chosen: int, pause: float = 0.0) -> float:
+    """Of a call by the host's own clock, so long after the last one; each takes the experts after those of the last.
+
+    Not the shortest, which may have found its weights in a large cache."""
+    rng, width, times = np.random.default_rng(tokens), max(chosen, 1), []
+    x, weights = rng.standard_normal((tokens, MODEL), np.float32), np.full((tokens, width), 1 / width, np.float32)
+    places = np.arange(tokens * width, dtype=np.int32).reshape(tokens, width)
+    for i in range(1 + REPEATS):
+        ids = (places + i * width) % EXPERTS if chosen else np.full_like(places, EXPERTS)
+        _wait(pause)
+        start = time.perf_counter()
+        layer.forward(x, ids, weights)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
 
 
-def _call_seconds(layer: Any, calls: int = 8) -> float:
-    """What a call takes in a program of the default device beyond the experts' own time; of no experts, that is."""
+def _wait(seconds: float) -> None:
+    """Busily, as the thread does that answers a device."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def _way_seconds(layer: Any, calls: int = 8) -> float:
+    """What a call takes in a program of the default device on its way there and back; one of no experts, that is."""
     from cpu_experts import ffi
 
     nobody, weights = jnp.full((1, CHOSEN), EXPERTS, jnp.int32), jnp.zeros((1, CHOSEN))
 
     def chain(x: jax.Array, count: int) -> jax.Array:
         for _ in range(count):
-            x = x + ffi.forward(layer, x, nobody, weights)
+            ticket = ffi.submit(layer, x, nobody, weights)
+            x = ticket.x + ffi.collect(ticket)
         return x
 
     x, jitted = jnp.ones((1, MODEL)), jax.jit(chain, static_argnums=1)

@@ -223,14 +223,14 @@ def _predicted(checkpoint: Checkpoint, rates: roofline.Host, routed: roofline.Ro
     config, device, expert = checkpoint.config, checkpoint.device, _packed_bytes(checkpoint)
     layers = _layers(checkpoint)
     reached = f"{rates.bandwidth / 1e9:.1f} GB/s of experts, {rates.flops / 1e12:.2f} TFLOP/s"
-    yield f"{rates.name}: {reached}, {rates.call * 1e6:.0f} us a call"
+    yield f"{rates.name}: {reached}, {rates.call * 1e6:.0f} us a call, {rates.latency * 1e6:.0f} for one that is waited for alone"
     if device.platform == "cpu":  # where what else a step takes is not known
         return
     held = min(HELD, config.max_position_embeddings)
     for rows in sorted({*ROWS, batch}):
         step = roofline.decode_seconds(config, device, rows, held, rates, layers, expert, checkpoint.defer, routed)
-        theirs = layers * roofline.host_seconds(config, rates, rows, expert, routed)
-        parts = f"a step {step * 1e3:,.1f} ms, of which the CPU is busy {theirs * 1e3:,.1f} ms"
+        calls = roofline.host_calls(config, rates, rows, expert, checkpoint.defer, routed)
+        parts = f"a step {step * 1e3:,.1f} ms, of which the CPU is busy {layers * (calls.now + calls.later) * 1e3:,.1f} ms"
         yield f"predicted for {rows} row{'s' * (rows > 1)} over {held:,} tokens: {rows / step:,.1f} tok/s, {parts}"
     prompt, stream = min(CHUNK, config.max_position_embeddings), checkpoint.stream
     chunk = min(checkpoint.abstract.chunk(1, prompt, score_bytes(checkpoint.bytes(), device.platform)), prompt)

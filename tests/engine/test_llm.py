@@ -490,7 +490,7 @@ def test_slots_are_few_different_numbers_and_never_far_too_many(tokens, slots):
 
 @pytest.mark.usefixtures("host_library")
 def test_experts_on_the_host_answer_as_those_on_the_device_do(llm, folder, monkeypatch):
-    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 2e-5, 5e10))
     on_host = LLM(folder, experts="host")
     outputs = on_host.generate(PROMPTS, GREEDY)
     ids = [output.token_ids for output in outputs]
@@ -506,7 +506,7 @@ def test_experts_on_the_host_answer_as_those_on_the_device_do(llm, folder, monke
 
 @pytest.mark.usefixtures("host_library")
 def test_experts_that_are_chosen_most_are_counted_and_then_lie_on_the_device_too(llm, folder, monkeypatch, tmp_path):
-    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 2e-5, 5e10))
     path, config = tmp_path / "routing.json", llm.config
     counting = LLM(folder, routing_stats=path)
     outputs = counting.generate(PROMPTS[:2], GREEDY)
@@ -544,7 +544,7 @@ def test_statistics_that_cannot_be_written_stop_the_start_and_no_answer(folder, 
 
 @pytest.mark.usefixtures("host_library")
 def test_prompts_bring_experts_of_the_host_to_the_device_if_asked(llm, folder, monkeypatch):
-    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 2e-5, 5e10))
     brought = LLM(folder, experts="host", stream_tokens=16)
     assert "on the CPU, with 16 tokens or more brought to the device, by loop: as asked" in brought.explain()
     ids = list(range(20))

@@ -30,10 +30,10 @@ V3, LITE, H200, CPU = Config.preset("v3"), Config.preset("v2_lite"), DEVICES["NV
 RELEASED = {name: Config.preset(name) for name in PRESETS}
 MEASURED = {1: 339.0, 8: 969.0, 64: 4286.0}
 WITH_EXPERTS = {name: config for name, config in RELEASED.items() if config.n_routed_experts}
-SERVER = Host("8 channels of DDR5-4800, AMX", 245e9, 21e12, 13e-6, 50e9)
-LARGER = Host("two sockets of 12 channels of DDR5-6400, AMX", 982e9, 42e12, 13e-6, 50e9)
+SERVER = Host("8 channels of DDR5-4800, AMX", 245e9, 21e12, 10e-6, 33e-6, 50e9)
+LARGER = Host("two sockets of 12 channels of DDR5-6400, AMX", 982e9, 42e12, 10e-6, 33e-6, 50e9)
 EXPERT = {"fp8_block": 44.1e6, "int4_g32": 24.8e6}  # bytes of one of V3's
-RATES = {"bf16": Host("2 cores with avx512, bf16", 11e9, 1e11, 0, 1e9), "int8": Host("2 cores, int8", 9e9, 3e11, 0, 1e9)}
+RATES = {"bf16": Host("2 cores with avx512, bf16", 11e9, 1e11, 0, 0, 1e9), "int8": Host("2 cores, int8", 9e9, 3e11, 0, 0, 1e9)}
 LITE_EXPERT = {"bf16": 17.3e6, "int8": 8.7e6}
 CALLS = {"bf16": {1: 0.010, 8: 0.051, 64: 0.12}, "int8": {1: 0.004, 8: 0.03, 64: 0.071}}  # seconds by tokens
 STEPS = [(1, 4096, 1), (32, 4096, 1), (1, 8192, 1024), (1, 1024, 1024), (64, 131072, 1)]  # rows, held, new
@@ -343,7 +343,7 @@ def test_the_title_of_deferral_says_the_fewest_experts_that_gain_most():
     assert rates[0] < 0.95 * rates[1] < 0.95 * max(rates) < rates[1]
     title = plots_host.deferral(V3, H200, [SERVER], EXPERT["fp8_block"]).axes[0].get_title(loc="left")
     assert title == f"8 channels of DDR5-4800: {rates[0]:.3g} tokens/s, {rates[1]:.3g} with 1 deferred"
-    fast = SERVER._replace(bandwidth=1e15, call=0.0, flops=1e18)
+    fast = SERVER._replace(bandwidth=1e15, call=0.0, latency=0.0, flops=1e18)
     assert "deferred or not" in plots_host.deferral(V3, H200, [fast], EXPERT["fp8_block"]).axes[0].get_title(loc="left")
 
 

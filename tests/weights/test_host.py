@@ -188,7 +188,7 @@ class OnGPU:
         checkpoint.target, checkpoint.device = SimpleNamespace(platform="gpu"), roofline.DEVICES["NVIDIA H200"]
         monkeypatch.setattr(planning, "available", lambda: int(room))
         monkeypatch.setattr(host, "refuse_without_library", lambda: None)
-        monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+        monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 2e-5, 5e10))
 
 
 def test_experts_leave_a_gpu_from_the_last_layer_on_until_the_rest_fits(tmp_path, monkeypatch):
@@ -210,7 +210,7 @@ def test_a_cpu_device_keeps_its_experts_unless_asked(tmp_path):
 
 @pytest.mark.usefixtures("host_library")
 def test_a_number_of_layers_overrides_the_decision_and_a_backend_keeps_all_on_the_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 2e-5, 5e10))
     checkpoint = Checkpoint(bf16(tmp_path))
     assert place(checkpoint, ExpertOptions(host_layers=1)).host == (2,)
     assert place(checkpoint, ExpertOptions(experts="host")).host == (1, 2)
@@ -275,7 +275,7 @@ def test_predictions_follow_from_what_host_and_device_reach(tmp_path, monkeypatc
     checkpoint = Checkpoint(bf16(tmp_path), defer=1)
     OnGPU(monkeypatch, checkpoint, 1e9)
     placed = place(checkpoint, ExpertOptions(experts="host", defer=1))
-    assert placed.lines[0] == "a CPU: 100.0 GB/s of experts, 1.00 TFLOP/s, 10 us a call"
+    assert placed.lines[0] == "a CPU: 100.0 GB/s of experts, 1.00 TFLOP/s, 10 us a call, 20 for one that is waited for alone"
     assert re.fullmatch(
         r"predicted for 8 rows over 512 tokens: [\d,.]+ tok/s, a step 0\.\d ms, of which .* 0\.\d ms", placed.lines[2]
     )
@@ -283,13 +283,20 @@ def test_predictions_follow_from_what_host_and_device_reach(tmp_path, monkeypatc
     assert re.fullmatch(rf"{said}{checkpoint.stream:,} tokens or more over the link, 50\.0 GB/s", placed.lines[3])
 
 
-@pytest.mark.parametrize(("asked", "bandwidth", "expected"), [(0, 1e9, 0), (2, 1e15, 2), (-1, 1e9, 2), (-1, 1e15, 0)])
-def test_as_many_experts_are_deferred_as_asked_or_as_are_predicted_to_gain(tmp_path, monkeypatch, asked, bandwidth, expected):
-    """Of a slow host all that may be, of one that keeps nobody waiting none; on a CPU none unless asked for."""
-    checkpoint = Checkpoint(bf16(tmp_path))
+@pytest.mark.parametrize(
+    ("asked", "layers", "bandwidth", "expected"),
+    [(0, 5, 5e8, 0), (2, 5, 1e15, 2), (-1, 5, 5e8, 2), (-1, 5, 1e15, 0), (-1, 2, 5e8, 0)],
+)
+def test_as_many_experts_are_deferred_as_asked_or_as_are_predicted_to_gain(
+    tmp_path, monkeypatch, asked, layers, bandwidth, expected
+):
+    """Of a slow host all that may be, of one that keeps nobody waiting none, and none of a layer with no other after it; on a
+    CPU none unless asked for."""
+    hf = {**models.FAMILIES["v3"], "num_hidden_layers": layers, "first_k_dense_replace": 1}
+    checkpoint = Checkpoint(models.write(tmp_path, hf, models.tensors(hf)))
     assert checkpoint.abstract.defer == 0
     OnGPU(monkeypatch, checkpoint, 1e9)
-    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", bandwidth, bandwidth, 0, 5e10))
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", bandwidth, bandwidth, 0, 0, 5e10))
     place(checkpoint, ExpertOptions(experts="host", defer=asked))
     assert checkpoint.defer == checkpoint.abstract.defer == expected
 
@@ -324,7 +331,7 @@ def test_experts_that_are_brought_to_a_gpu_have_room_there(tmp_path, monkeypatch
 
 @pytest.mark.usefixtures("host_library")
 def test_a_cpu_device_brings_experts_nowhere_unless_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 2e-5, 5e10))
     for asked in (None, 2):
         checkpoint = Checkpoint(bf16(tmp_path / str(asked)))
         place(checkpoint, ExpertOptions(experts="host", stream_tokens=asked))

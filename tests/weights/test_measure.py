@@ -101,9 +101,66 @@ def test_rates_that_no_cpu_has_are_measured_again(tmp_path, measured, field, val
 
 
 def test_a_call_too_short_to_be_measured_is_believed(tmp_path, measured):
-    (tmp_path / "host.json").write_text(json.dumps({"bf16": RATES._replace(call=0.0)._asdict()}))
+    (tmp_path / "host.json").write_text(json.dumps({"bf16": RATES._replace(call=0.0, latency=0.0)._asdict()}))
     assert measure.host("bf16", cache=tmp_path / "host.json").call == 0
     assert not measured
+
+
+class Clocked:
+    """A layer whose calls take 0.1 ms, where they have experts 0.4 ms and 1 ms for each more, and where 0.2 ms passed since the
+    last call 0.3 ms more; many tokens take 80 ms."""
+
+    nbytes = measure.EXPERTS * 5_000_000
+
+    def __init__(self, *_, **__):
+        self.now = self.ended = 0.0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def clock(self) -> float:
+        self.now += 1e-9
+        return self.now
+
+    def forward(self, x, ids, weights):
+        self.seen = {*ids.ravel().tolist()} - {measure.EXPERTS}
+        asleep = self.now - self.ended > 1e-4
+        each = 80e-3 if len(x) > 1 else 1e-3 * len(self.seen)
+        self.now += 0.1e-3 + (0.4e-3 + each + 0.3e-3 * asleep if self.seen else 0)
+        self.ended = self.now
+
+
+def test_a_calls_own_time_is_told_from_that_of_bytes_and_of_threads_that_sleep(monkeypatch):
+    layer = Clocked()
+    monkeypatch.setattr("cpu_experts.Experts", lambda *_, **__: layer)
+    monkeypatch.setattr("cpu_experts.isa", lambda: "avx2")
+    monkeypatch.setattr(measure.time, "perf_counter", layer.clock)
+    monkeypatch.setattr(measure, "_way_seconds", lambda layer: 0.02e-3)
+    monkeypatch.setattr(measure, "_link", lambda layer: 5e10)
+    found = measure.measure("int8")
+    assert found[1:] == pytest.approx((5e9, 6 * 256 * 6 * 2048 * 1536 / 80.5e-3, 0.4e-3, 0.72e-3, 5e10), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("few", "more", "expected"),
+    [
+        (2.5e-3, 12.5e-3, (0.5e-3, 1e9)),
+        (1.9e-3, 12.5e-3, (0.0, 12e6 / 12.5e-3)),  # less than its bytes take
+        (2.5e-3, 2.4e-3, (0.0, 12e6 / 2.5e-3)),
+        (0.0, 2.4e-3, (0.0, 12e6 / 2.4e-3)),
+    ],
+)
+def test_times_that_others_disturbed_are_all_of_bytes(few, more, expected):
+    """By experts of a megabyte, two and twelve of them."""
+    assert measure._line(few, more, 1e6) == pytest.approx(expected)
+
+
+@pytest.mark.usefixtures("host_library")
+def test_what_is_measured_is_what_a_cpu_can_have():
+    assert measure._possible(measure.measure("int8")._asdict())
 
 
 def test_for_a_user_without_a_home_no_rates_are_kept(measured, monkeypatch):

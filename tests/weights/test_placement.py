@@ -73,7 +73,7 @@ def test_as_many_layers_lie_on_the_host_as_are_predicted_to_be_fastest(monkeypat
     checkpoint = on_gpu(monkeypatch, folder, 3.5)
     assert placed(checkpoint).host == (2, 3, 4, 5)
     for slow, expected in ((1e8, (1, 2, 3, 4, 5)), (1e15, (2, 3, 4, 5))):
-        rates = roofline.Host("a CPU", slow, slow, 1e-9, 5e10)
+        rates = roofline.Host("a CPU", slow, slow, 1e-9, 1e-9, 5e10)
         monkeypatch.setattr(measure, "host", lambda *precisions, rates=rates: rates)
         checkpoint.place(())
         assert placed(checkpoint, routing_stats=str(statistics.path)).host == expected
@@ -83,7 +83,7 @@ def test_as_many_layers_lie_on_the_host_as_are_predicted_to_be_fastest(monkeypat
 def test_a_batch_is_planned_for(monkeypatch, folder):
     """Its caches push experts off the device; how many to defer follows from its steps; they are predicted."""
     checkpoint = on_gpu(monkeypatch, folder, -0.5)
-    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 2e-5, 5e10))
     asked = []
     monkeypatch.setattr(roofline, "best_defer", lambda config, on, rows, *rest: asked.append(rows) or 0)
     wanted = ExpertOptions(stream_tokens=0, defer=-1)
@@ -96,7 +96,7 @@ def test_a_batch_is_planned_for(monkeypatch, folder):
 
 def test_a_host_that_is_too_small_gets_no_more_layers_than_must_be(monkeypatch, folder, statistics):
     checkpoint = on_gpu(monkeypatch, folder, 3.5)
-    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e8, 1e8, 1e-9, 5e10))
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e8, 1e8, 1e-9, 1e-9, 5e10))
     packed, largest = X * host.packed_bytes(checkpoint.config, "bf16"), checkpoint.expert_bytes(1)
     monkeypatch.setattr(placement, "free_memory", lambda: 4 * packed + largest)
     assert placed(checkpoint, routing_stats=str(statistics.path)).host == (2, 3, 4, 5)
@@ -104,7 +104,7 @@ def test_a_host_that_is_too_small_gets_no_more_layers_than_must_be(monkeypatch, 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 32])
 def test_a_number_of_experts_overrides_what_fits_and_takes_as_many_of_each_layer_without_statistics(monkeypatch, folder, count):
-    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 5e10))
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 2e-5, 5e10))
     monkeypatch.setattr(host, "refuse_without_library", lambda: None)
     checkpoint = Checkpoint(folder)
     found = place(checkpoint, ExpertOptions(experts="host", device_experts=count))
@@ -138,7 +138,7 @@ def test_what_cannot_be_is_refused(monkeypatch, folder, statistics):
 
 def test_predictions_count_what_the_host_still_gets(monkeypatch, folder, statistics):
     checkpoint = on_gpu(monkeypatch, folder, 3.5)
-    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e8, 1e9, 0, 5e10))
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e8, 1e9, 0, 0, 5e10))
 
     def busy(**options) -> list[float]:
         checkpoint.place(())
