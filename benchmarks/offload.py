@@ -4,7 +4,9 @@
 
 V2-Lite's shape whole, and some layers of V3's, with random weights: a few random experts of each layer are packed, and repeated
 under different numbers, so that every one has memory of its own. `waited` computes the shared experts after the routed ones, not
-beside them: what overlapping gains is the difference. Experts that are deferred are computed a layer later, which is another sum.
+beside them: what overlapping gains is the difference. Experts that are deferred are computed a layer later, which is another sum,
+so rows decode other tokens then. These are drawn, for the likeliest ones soon repeat, and their experts with them; `touched` are
+experts of a layer that a timed step read from the host, `expected` how many the prediction counts on.
 The prediction uses the host's rates by mla_jax/weights/measure.py, of a layer alone. Lines of ok and FAIL say what was right.
 
 `--hot 0 0.25 0.5` decodes by a router that prefers some experts of each layer, as by Zipf's law, with such shares of all experts,
@@ -16,8 +18,8 @@ import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import decode
 import jax
@@ -53,9 +55,9 @@ class Waited(HostExperts):
     """Nothing beside it: the shared experts come after the routed ones."""
 
     def __call__(self, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, how: How, beside: Callable) -> tuple:
-        y = ffi.forward(self.layer, x, topk_ids, topk_weights)
-        x, y = jax.lax.optimization_barrier((x, y))
-        return y, beside(x), None
+        ticket = ffi.submit(self.layer, x, topk_ids, topk_weights)
+        y = ffi.collect(ticket)
+        return y, beside(jnp.where(jnp.isnan(y), y, ticket.x)), None  # only data keeps kernels from running side by side
 
 
 class Skewed(Router):
@@ -95,21 +97,42 @@ def touch(layer: Experts, chosen: int) -> None:
     layer.forward(np.ones((len(ids), layer.model), np.float32), ids, np.ones(ids.shape, np.float32))
 
 
-def step_seconds(programs: Programs, state: State) -> tuple[float, State]:
-    state = jax.block_until_ready(programs.run(state, jnp.int32(1)))
-    times = []
+class Timed(NamedTuple):
+    """The fastest run of STEPS steps: seconds of one, the state before, and the state after the last run."""
+
+    seconds: float
+    before: State
+    after: State
+
+
+def timed_steps(programs: Programs, state: State) -> Timed:
+    state, runs = jax.block_until_ready(programs.run(state, jnp.int32(1))), []
     for _ in range(3):
+        before = jax.block_until_ready(jax.tree.map(jnp.copy, state))  # a run takes its state's memory
         start = time.perf_counter()
         state = jax.block_until_ready(programs.run(state, jnp.int32(STEPS)))
-        times.append((time.perf_counter() - start) / STEPS)
+        runs.append(((time.perf_counter() - start) / STEPS, before))
     programs.check()
-    return min(times), state
+    return Timed(*min(runs, key=lambda run: run[0]), state)
+
+
+def touched(programs: Programs, timed: Timed, held: np.ndarray) -> float:
+    """Experts of a layer that are not `held` [L X] by the device and that a step chose, on the average, by the steps again with
+    the same tokens."""
+    state, found = dataclasses.replace(timed.before, load=jnp.zeros(held.shape, jnp.int32)), []
+    for _ in range(STEPS):
+        before = np.array(state.load)
+        state = dataclasses.replace(state, tokens=jnp.copy(timed.after.tokens))
+        state = programs.run(state, jnp.int32(1))
+        found.append(((np.asarray(state.load) > before) & ~held).sum(1).mean())
+    return float(np.mean(found))
 
 
 def varied(model: Transformer, programs: Programs, rows: int) -> State:
-    """Tokens are drawn, for the likeliest one after the other soon repeat, and their experts with them."""
+    """Tokens are drawn, by a seed of each row's own."""
     state = decode.held_state(model, programs, rows)
-    warm = dataclasses.replace(state.sampling, temperature=jnp.ones(rows))
+    seeds = jnp.arange(2 * rows, dtype=jnp.uint32).reshape(rows, 2)
+    warm = dataclasses.replace(state.sampling, temperature=jnp.ones(rows), seed=seeds)
     return dataclasses.replace(state, sampling=warm)
 
 
@@ -149,15 +172,17 @@ def decoded(
     routed: roofline.Routed | None = None,
 ) -> dict:
     """One row of the table: a decode step of some rows."""
-    model.defer, programs = defer, Programs(model)
-    start = varied if routed is not None else decode.held_state
-    seconds, state = step_seconds(programs, start(model, programs, rows))
-    finite = bool(state.finite.all())
+    model.defer, programs, config = defer, Programs(model), model.config
+    timed = timed_steps(programs, varied(model, programs, rows))
+    finite = bool(timed.after.finite.all())
     print(f"{'ok' if finite else 'FAIL'}: {name}, {rows} rows, {defer} deferred: logits are finite", flush=True)
-    predict = partial(roofline.decode_seconds, model.config, model.device, rows, decode.HELD)
-    predicted = predict(rates, len(model.on_host()), expert, defer, routed)
+    layers, seconds = len(model.on_host()), timed.seconds
+    predicted = roofline.decode_seconds(config, model.device, rows, decode.HELD, rates, layers, expert, defer, routed)
+    held = np.zeros((layers, config.n_routed_experts or 0), bool) if routed is None else routed.held
+    expected = roofline.experts_touched(config, rows) if routed is None else routed.touched(rows)[0]
     row = {"model": name, "rows": rows, "new": 1, "defer": defer, "ms": seconds * 1e3, "tokens/s": rows / seconds}
-    return row | {"predicted tokens/s": rows / predicted, "measured / predicted": predicted / seconds}
+    row |= {"predicted tokens/s": rows / predicted, "measured / predicted": predicted / seconds}
+    return row | {"touched": touched(programs, timed, held), "expected": expected}
 
 
 def read(name: str, model: Transformer, tokens: int, stream: int, rates: roofline.Host, expert: int) -> dict:
