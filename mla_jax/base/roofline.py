@@ -68,8 +68,7 @@ class Host(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of tokens' choices, computed by one call: what an expert's chance of being chosen by a token is times, and how
-    likely it is that the call has anything to compute."""
+    """What one call computes: its `share` of the choices that are the host's, and the chance that there are `any`."""
 
     share: float
     any: float
