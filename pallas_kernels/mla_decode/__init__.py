@@ -4,8 +4,9 @@ Row b holds `seq_lens[b]` tokens, its T query tokens being the last of them: que
 lies in page `page_table[b, s // Z]`, slot `s % Z`; what lies past the end, in pages and in the table, may be anything. The
 output is the weighted sum of latents, zeros where nothing is seen; the LSE is that of the scaled scores, then -inf.
 
-The latent is bfloat16 or, as `fp8.quantize_cache` makes it, E4M3 with a scale for each 128 of a token's numbers, which are
-taken in bfloat16 (of `fp8.quantize` rounded); all else is bfloat16."""
+The latent is bfloat16 or, as `fp8.quantize_cache` makes it, E4M3 with a scale for each 128 of a token's numbers; all else is
+bfloat16. A kernel may take E4M3 and what it is multiplied by in bfloat16 or float16: exactly what `quantize_cache` makes (of
+`fp8.quantize` rounded), but numbers and queries past 65,504 as infinite, and those below 2^-24 as zeros."""
 
 import jax
 
