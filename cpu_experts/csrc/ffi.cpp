@@ -86,14 +86,23 @@ Error forward_now(uint64_t layer, AnyBuffer x, Ids ids, Weights weights, xla_ffi
     });
 }
 
-// x is passed on where it lies: who reads it afterwards comes after the submission.
+// x is passed on: who reads it afterwards comes after the submission. XLA lets it lie where it is, but for a part of an array that
+// is given without being taken out of it.
+Status pass_on(Stream stream, const AnyBuffer& x, AnyBuffer& passed) {
+    if (passed.size_bytes() != x.size_bytes()) return {CPU_EXPERTS_INVALID, "x: must be passed on as it is"};
+    if (passed.untyped_data() == x.untyped_data() || !x.size_bytes()) return {};
+    auto address = [](const AnyBuffer& a) { return Address(reinterpret_cast<uintptr_t>(a.untyped_data())); };
+    int result = driver().MemcpyDtoDAsync(address(passed), address(x), x.size_bytes(), stream);
+    return driver().said("cuMemcpyDtoDAsync", result);
+}
+
 Error submit_on(Stream stream, uint64_t layer, bool float32, uint64_t patience, AnyBuffer x, Ids ids, Weights weights,
                 xla_ffi::Result<Ticket> ticket, xla_ffi::Result<AnyBuffer> passed) {
     return guarded([&]() -> Status {
         Call call{};
         if (Status failed = read(layer, x, ids, weights, float32 ? DataType::F32 : DataType::BF16, call)) return failed;
         if (ticket->element_count() != 2) return {CPU_EXPERTS_INVALID, "ticket: must be two words"};
-        if (passed->untyped_data() != x.untyped_data()) return {CPU_EXPERTS_INVALID, "x: must be passed on in place"};
+        if (Status failed = pass_on(stream, x, *passed)) return failed;
         return submit(stream, call, patience, x.untyped_data(), ids.typed_data(), weights.typed_data(), ticket->typed_data());
     });
 }

@@ -46,6 +46,7 @@ bool find_all(void* library, Driver& d, std::string& missing) {
            find(library, "cuMemAlloc_v2", d.MemAlloc, missing) && find(library, "cuMemFree_v2", d.MemFree, missing) &&
            find(library, "cuMemcpyHtoD_v2", d.MemcpyHtoD, missing) &&
            find(library, "cuMemcpyHtoDAsync_v2", d.MemcpyHtoDAsync, missing) &&
+           find(library, "cuMemcpyDtoDAsync_v2", d.MemcpyDtoDAsync, missing) &&
            find(library, "cuMemcpyDtoHAsync_v2", d.MemcpyDtoHAsync, missing) &&
            find(library, "cuModuleLoadData", d.ModuleLoadData, missing) &&
            find(library, "cuModuleGetFunction", d.ModuleGetFunction, missing) &&

@@ -33,6 +33,7 @@ struct Driver {
     int (*MemFree)(Address);
     int (*MemcpyHtoD)(Address, const void* memory, size_t bytes);
     int (*MemcpyHtoDAsync)(Address, const void* memory, size_t bytes, Stream);
+    int (*MemcpyDtoDAsync)(Address, Address, size_t bytes, Stream);
     int (*MemcpyDtoHAsync)(void* memory, Address, size_t bytes, Stream);
     int (*ModuleLoadData)(Module*, const void* text);
     int (*ModuleGetFunction)(Function*, Module, const char* name);

@@ -561,6 +561,11 @@ API int cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, size_t byt
     });
     return 0;
 }
+API int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t bytes, void* stream) {
+    if (int failed = asked("cuMemcpyDtoDAsync")) return failed;
+    static_cast<FakeStream*>(stream)->push([=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes); });
+    return 0;
+}
 API int cuMemcpyDtoHAsync_v2(void* to, unsigned long long from, size_t bytes, void* stream) {
     if (int failed = asked("cuMemcpyDtoHAsync")) return failed;
     static_cast<FakeStream*>(stream)->push([=] { std::memcpy(to, reinterpret_cast<void*>(from), bytes); });

@@ -504,6 +504,22 @@ def test_expert_deferral_collects_a_layer_later(layer, gpu):
     np.testing.assert_allclose(y, expected, rtol=1e-3, atol=1e-2)
 
 
+def test_rows_that_are_not_passed_on_in_place_are_copied(layer, gpu, monkeypatch):
+    """As it is with a part of an array that XLA gives without taking it out."""
+    rule = jax.ffi.ffi_lowering
+    monkeypatch.setattr(jax.ffi, "ffi_lowering", lambda *name, has_side_effect, **_: rule(*name, has_side_effect=has_side_effect))
+    jax.clear_caches()
+
+    def run(x, *chosen):
+        ticket = ffi.submit(layer, x[1:], *chosen)
+        return ticket.x, ffi.collect(ticket)
+
+    x = np.concatenate([np.full_like(BATCH.x[:1], np.nan), BATCH.x])
+    passed, out = jax.jit(run)(x, *BATCH[1:])
+    assert (np.asarray(passed) == BATCH.x).all()
+    assert (np.asarray(out) == layer.forward(*BATCH)).all()
+
+
 def whole(layer: Experts) -> tuple[np.ndarray, np.ndarray]:
     """What fetching gives of all experts."""
     return tuple(map(np.asarray, ffi.fetch(layer, 0, layer.experts)))
