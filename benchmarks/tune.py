@@ -38,9 +38,11 @@ CANDIDATES = {
     ("MLA_PREFILL", (192, 128)): [
         {"chunk": 64, "slots": 3},
         {"chunk": 64, "slots": 4},
+        {"together": 8},
+        {"together": 16},
         {"registers": (232, 232, 40)},
     ],
-    ("MLA_PREFILL", (256, 256)): [{"registers": (232, 232, 40)}],
+    ("MLA_PREFILL", (256, 256)): [{"together": 8}, {"together": 16}, {"registers": (232, 232, 40)}],
     ("RAGGED_DOT", "bf16", 8): [(5, 64), (3, 128)],
     ("RAGGED_DOT", "bf16", 16): [(5, 64), (3, 128)],
     ("RAGGED_DOT", "bf16", 32): [(4, 64), (2, 128)],

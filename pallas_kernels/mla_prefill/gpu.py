@@ -30,7 +30,6 @@ from pallas_kernels.hopper import FOLDED, LOG2E, LOW, ROW, clean, fold, over, ra
 
 ROWS = 64  # queries of a warpgroup
 WORKERS, FEEDER = 2, 2
-TOGETHER = 4  # multiprocessors at one head
 COPIED = 8  # rows that the copy engine moves at least
 STAGED = 64  # columns that leave together
 
@@ -66,7 +65,7 @@ def _kernel(
     collective = {"collective_axes": "block"} if size == 2 else {}
     last_rows = T - (blocks - 1) * ROWS
     lines = heads * B
-    near = min(lines, -(-units * size // TOGETHER))
+    near = min(lines, -(-units * size // sizes["together"]))
 
     def place(k):
         """Where in the order this unit's piece k is."""
