@@ -32,8 +32,8 @@ CANDIDATES = {
         {"registers": (232, 40)},
     ],
     ("MLA_DECODE_FEW_FP8", 512): [
-        {"width": 64, "slots": (7, 6, 5, 3)},
-        {"registers": (232, 40)},
+        {"slots": (8, 8, 2, 2)},
+        {"width": 64, "slots": (16, 16, 5, 3)},
     ],
     ("MLA_PREFILL", (192, 128)): [
         {"chunk": 64, "slots": 3},

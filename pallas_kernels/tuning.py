@@ -20,7 +20,7 @@ MLA_DECODE_FEW = {
     128: {"width": 64, "slots": (6, 6, 6, 6), "registers": (240, 24)},
 }
 MLA_DECODE_FEW_FP8 = {
-    512: {"width": 128, "slots": (3, 3, 2, 2), "registers": (240, 24)},
+    512: {"width": 128, "slots": (9, 9, 2, 2), "registers": (240, 24)},
     256: {"width": 128, "slots": (5, 5, 5, 5), "registers": (240, 24)},
     128: {"width": 64, "slots": (6, 6, 6, 6), "registers": (240, 24)},
 }

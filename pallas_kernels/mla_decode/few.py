@@ -10,20 +10,22 @@ A block walks tiles of 64 held tokens. Three warpgroups:
 At the end of a row the workers swap halves of their sums, each weighs and writes one half. What is swapped, and then the
 output, lies in the place of Q, which the same worker then orders anew: the feeder never waits for a row's end.
 
-A latent in E4M3 goes through the ring as it is; a worker converts a part and frees it while the product of the part before
-runs. It becomes float16, which takes half an instruction a number where bfloat16, by way of float16 and float32, takes three:
-128 rows of 16,384 took 462 us where they had taken 511 (bf16: 555). Two converted tiles, one for each worker, take 128 KiB.
-Beside them and 16 queries shared memory holds 3 of a tile's 4 parts for each worker: with rotary parts and scales 66 KiB,
-which are on their way while the workers compute (32 queries: 50). With a step left out: no converting 363 us, no scales 430, no
-sums 385.
+A latent in E4M3 goes through the ring as it is. With up to 16 queries it never becomes anything wider in shared memory: a worker
+converts codes in registers, where the matrix units take them as left operand of either product (e4m3.py), once for the scores and
+once for the sums. Scales multiply neither: they are numbers a token and 128 columns, so they multiply the scores of those columns
+and, once for each 128, the weights. 128 rows of 16,384 took 386 us so (in parts of 64 columns; of 128, which stand here, 377)
+where converting through shared memory took 468 and bf16 568, in runs on three machines of the kind. Both workers convert what is
+theirs; more queries leave no registers for that (32 took 961 us, spilled), so those still convert in shared memory: a worker
+converts a part to float16, scaled, and frees it while the product of the part before runs. 32 queries took 556 us, in bf16 581.
 
 The copy engine alone takes 540 us for those rows in bf16, whatever the shape of its copies and with 128 KiB or more on their
 way, on 120 multiprocessors as on 132. Tried without gain:
 - both workers at every tile, each half of its columns: 13 % faster for one row of 4,096, 4 % slower for one of 16,384, the same
   in batches, and with E4M3 there 17 to 20 % slower
 - rows cut into equal parts, one a share, so that no share begins two: the same
-- the next tile of E4M3 converted part by part as the sums of this one end: 487 us
-- a warpgroup of its own that converts for both workers: 505 us, which is 0.5 us for each part, one after the other
+- E4M3 converted in shared memory by one warpgroup for both workers, 505 us, or by one for each, 491, in place of 468
+- parts of 64 columns in registers, the codes of the next one loaded before those of this one are converted: 377 us, and 60.3 in
+  place of 62.5 for 64 rows of 4,096, for a second way to walk through a tile
 - the kernel launched before the one ahead ends: the same, or 1 % slower
 """
 
@@ -38,12 +40,15 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels.fp8 import GROUP, Fp8
-from pallas_kernels.hopper import LOG2E, LOW, clean, over, swizzled, zeros
+from pallas_kernels.hopper import LOG2E, LOW, ROW, clean, over, swizzled, zeros
+from pallas_kernels.mla_decode import e4m3
 from pallas_kernels.mla_decode.schedule import TILE
 
 WORKERS = 2
 FEEDER = WORKERS
 WARPS = 4  # of a warpgroup
+RAISED = 256.0  # what weights times scales are multiplied with, so that small ones keep their digits in float16
+DIRECT = 16  # queries: with more no registers are left for codes
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 TURNED = plgpu.Layout.WGMMA_TRANSPOSED
 
@@ -112,12 +117,6 @@ def _load(ref, dtype):
     return _bits(plgpu.layout_cast(x, plgpu.Layout.WGMMA), dtype).astype(jnp.float32)
 
 
-def _wide(width):
-    """A layout of 64 rows of `width` bytes, 8 to a thread, that as bytes and as 16-bit numbers meet no bank twice."""
-    rows = 256 // width
-    return plgpu.Layout.TILED(plgpu.Tiling(((4 * rows, width), (rows, width), (8,))), (-5,), (-3, -2), -1)
-
-
 def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads, tokens, knobs, interpret):
     """q_c `[B, M, R]` -> finished rows `[B, M, R]` and, for the pieces of split rows, `[2 units, M, R]`, with LSEs."""
     B, M, R = q_c.shape
@@ -130,13 +129,14 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
     width = knobs["width"]
     parts = R // width
     half = parts // WORKERS
+    direct = packed and M <= DIRECT
     size = knobs["slots"][M // 8 - 1]
     chunk = min(Z, TILE)  # rows of a tile copied at a time
     per_tile = TILE // chunk
     columns = [pl.ds(k * width, width) for k in range(parts)]
     dtype = q_pe.dtype  # of what is written, also where it is multiplied as `factor`
     factor = jnp.float16 if packed else dtype
-    q_c = q_c.astype(factor)
+    q_c = e4m3.shuffled(q_c.astype(factor), interpret) if direct else q_c.astype(factor)
     # a page's scales in one row, of which the copy engine takes any multiple of four
     caches = [codes, k_pe, *([scales.reshape(G, Z * groups)] if packed else [])]
     sizes = [size, max(size // parts, 1), min(size - 1, 2)]
@@ -223,77 +223,116 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
             for me in range(WORKERS):
                 pl.when(role == me)(functools.partial(do, me))
 
-        tile_s = wide_s if packed else latent.slots
+        tile_s = wide_s if packed and not direct else latent.slots
 
         def zero(turn):
             """Known at run time alone: else every address of what lies still stays in registers, and they spill."""
             return jnp.minimum(turn, 0)
 
+        def weights_at(turn, k):
+            """Where in `w_s` the weights for part k of this worker's tile lie."""
+            return w_s.at[(role + zero(turn), k * width // GROUP) if direct else (role, 0)]
+
         def place(turn, k):
             """Where in `tile_s` part k of this worker's tile number `turn` lies."""
-            return role * parts + k + zero(turn) if packed else latent.at(role, turn * parts + k)
+            return latent.at(role, turn * parts + k) if tile_s is latent.slots else role * parts + k + zero(turn)
+
+        def scales_of(turn, left):
+            """The scales of this worker's tile number `turn`, of which `left` tokens are held: a group's in a vector."""
+            at = scale_s.at(role, turn)
+            plgpu.barrier_wait(scale_s.arrived.at[at])
+            token = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=ROW)
+            each = [_scales(scale_s.slots.at[at], g, groups, ROW, interpret) for g in range(groups)]
+            plgpu.barrier_arrive(scale_s.free.at[at])
+            return [jnp.where(token < left, x, 0.0) for x in each]
 
         def widen(turn, k):
             """Converts part k of a tile, whose codes are free then."""
-            at, layout = latent.at(role, turn * parts + k), _wide(width)
+            at, scale_at = latent.at(role, turn * parts + k), scale_s.at(role, turn)
+            if k == 0:
+                plgpu.commit_smem()  # until here some warp may have read the last tile
+                plgpu.barrier_wait(scale_s.arrived.at[scale_at])
             plgpu.barrier_wait(latent.arrived.at[at])
-            ours = _scales(scale_s.slots.at[scale_s.at(role, turn)], k * width // GROUP, groups, layout.reduce(1), interpret)
+            layout = e4m3.wide(width)
+            ours = _scales(scale_s.slots.at[scale_at], k * width // GROUP, groups, layout.reduce(1), interpret)
             x = plgpu.load(latent.slots.at[at], layout=layout).astype(factor)
             wide_s[place(turn, k)] = x * plgpu.layout_cast(over(ours.astype(factor), x.shape), layout)
             plgpu.commit_smem()
             plgpu.barrier_arrive(latent.free.at[at])
+            if k == parts - 1:
+                plgpu.barrier_arrive(scale_s.free.at[scale_at])
 
         def operands(turn):
-            """The pieces of this worker's tile number `turn`, each once it is there, with theirs of Q."""
-            if packed:
-                plgpu.commit_smem()  # until here some warp may have read the last tile
-                plgpu.barrier_wait(scale_s.arrived.at[scale_s.at(role, turn)])
+            """The parts of this worker's tile number `turn`, each once it is there, with theirs of Q."""
             for k in range(parts):
-                widen(turn, k) if packed else plgpu.barrier_wait(latent.arrived.at[place(turn, k)])
-                yield tile_s.at[place(turn, k)], qc_s.at[k + zero(turn)]
-            if packed:
-                plgpu.barrier_arrive(scale_s.free.at[scale_s.at(role, turn)])
+                at, q = place(turn, k), qc_s.at[k + zero(turn)]
+                widen(turn, k) if tile_s is wide_s else plgpu.barrier_wait(latent.arrived.at[at])
+                yield e4m3.keys(tile_s.at[at], interpret) if direct else tile_s.at[at], q
             at = rope.at(role, turn)
             plgpu.barrier_wait(rope.arrived.at[at])
             yield rope.slots.at[at], qpe_s
 
-        def product(turn):
+        def product(turn, scales):
             """The scores of this worker's tile number `turn`, tokens by queries."""
+
+            def scaled(k, x):
+                return x * over(scales[k * width // GROUP], x.shape) if direct and k < parts else x
+
             if interpret:
                 dots = [jnp.dot(k[...], q[...].T, preferred_element_type=jnp.float32) for k, q in operands(turn)]
                 plgpu.commit_smem()
-                return sum(dots)
+                return sum(map(scaled, range(parts + 1), dots))
 
-            def run(ref):
+            def together(ref):
                 for k, q in operands(turn):
                     plgpu.wgmma(ref, k, q.transpose((1, 0)))
                 return ref[...]
 
-            return pl.run_scoped(run, plgpu.ACC((TILE, M), jnp.float32))
+            def apart(*refs):
+                s = zeros((TILE, M), plgpu.Layout.WGMMA)
+                for i, (k, q) in enumerate(operands(turn)):
+                    plgpu.wgmma(refs[i], k, q.transpose((1, 0)))
+                    if i:  # the codes of the part before leave their registers
+                        s = s + scaled(i - 1, plgpu.wgmma_accumulator_load(refs[i - 1], wait_n=1))
+                return s + refs[parts][...]
+
+            acc = plgpu.ACC((TILE, M), jnp.float32)
+            return pl.run_scoped(apart, *[acc] * (parts + 1)) if direct else pl.run_scoped(together, acc)
+
+        def weigh(w, scales, turn):
+            """Weights to shared memory; for codes once for each group, times its scales."""
+            for g in range(w_s.shape[1]):
+                _store(weights_at(turn, g * GROUP // width), w * over(scales[g] * RAISED, w.shape) if direct else w)
 
         def add(accs, turn):
             """The sums with this worker's tile number `turn`, which is free then."""
             tiles = [place(turn, k) for k in range(parts)]
-            weights = w_s.at[role].transpose((1, 0))
+
+            def operands(k):
+                held = tile_s.at[tiles[k]]
+                return e4m3.values(held, interpret) if direct else held.transpose((1, 0)), weights_at(turn, k).transpose((1, 0))
 
             def release(k):
-                if not packed:
+                if tile_s is latent.slots:
                     plgpu.barrier_arrive(latent.free.at[tiles[k]])
 
             if interpret:
-                dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
-                accs = [acc + dot(tile_s[at].T, weights[...]) for acc, at in zip(accs, tiles, strict=True)]
+                dots = [jnp.dot(a[...], b[...], preferred_element_type=jnp.float32) for a, b in map(operands, range(parts))]
                 plgpu.commit_smem()
                 for k in range(parts):
                     release(k)
-                return accs
+                return [acc + dot for acc, dot in zip(accs, dots, strict=True)]
 
             def run(refs):
-                for ref, at in zip(refs, tiles, strict=True):
-                    plgpu.wgmma(ref, tile_s.at[at].transpose((1, 0)), weights)
-                for k in range(parts):
-                    plgpu.wgmma_wait(parts - 1 - k)
-                    release(k)
+                for k, ref in enumerate(refs):
+                    plgpu.wgmma(ref, *operands(k))
+                    if direct:
+                        release(k)
+                        plgpu.wgmma_wait(1)  # the codes of the part before leave their registers
+                if not direct:
+                    for k in range(parts):
+                        plgpu.wgmma_wait(parts - 1 - k)
+                        release(k)
 
             return list(pl.run_state(run)([plgpu.ACC.init(acc) for acc in accs]))
 
@@ -315,18 +354,19 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
 
                 def empty(turn, held):
                     for k in range(parts):
-                        clean(tile_s, place(turn, k), held)
+                        e4m3.clean(tile_s.at[place(turn, k)], held) if direct else clean(tile_s, place(turn, k), held)
 
                 def tile(k, carry):
                     turn, top, sums, accs = carry
                     t = start + late + WORKERS * k
-                    s = product(turn)
+                    scales = scales_of(turn, n - t * TILE) if direct else ()
+                    s = product(turn, scales)
                     plgpu.barrier_arrive(rope.free.at[rope.at(role, turn)])
                     s = lax.cond((t + 1) * TILE > clear, hide, lambda s, t: s, s, t)
                     higher = jnp.maximum(top, _fold(s, "max", scratch_s.at[role], interpret) * to_log2)
                     keep = jnp.exp2(top - higher)
                     w = jnp.exp2(s * to_log2 - _under(higher, s.shape))
-                    _store(w_s.at[role], w)
+                    weigh(w, scales, turn)
                     pl.when((t + 1) * TILE > n)(lambda: empty(turn, n - t * TILE))
                     plgpu.commit_smem()
                     sums = sums * _under(keep, s.shape) + w
@@ -369,12 +409,16 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
             share, share_2 = jnp.exp2(top - higher), jnp.exp2(top_2 - higher)
             total = total * share + total_2 * share_2
             none = total == 0  # not so of NaN, which goes on into both
-            norm = jnp.where(none, 0.0, 1.0 / total)
+            norm = jnp.where(none, 0.0, (1 / RAISED if direct else 1.0) / total)
             meet()
             for k in mine:
                 acc = accs[k] * _under(share * norm, accs[k].shape)
                 acc = acc + _load(qc_s.at[k], dtype) * _under(share_2 * norm, acc.shape)
-                _store(qc_s.at[k], acc, dtype)
+                if direct:
+                    plgpu.commit_smem()  # a thread writes what others have read
+                    qc_s[k] = _bits(e4m3.natural(acc, interpret).astype(dtype), factor)
+                else:
+                    _store(qc_s.at[k], acc, dtype)
             plgpu.commit_smem()
             lse = jnp.where(none, -jnp.inf, higher + jnp.log2(total))
 
@@ -404,7 +448,6 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
 
     f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     smem, barrier = plgpu.SMEM, plgpu.Barrier
-    as_bytes = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width)
 
     def ring(size, shape, dtype, transforms):
         """What the feeder fills a slot with, when it has arrived, when it is free."""
@@ -412,7 +455,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
         return [slots, barrier(num_arrivals=per_tile, num_barriers=WORKERS * size), barrier(num_barriers=WORKERS * size)]
 
     rings = [
-        ring(sizes[0], (TILE, width), codes.dtype, as_bytes if packed else swizzled(64)),
+        ring(sizes[0], (TILE, width), codes.dtype, e4m3.swizzled(width) if packed else swizzled(64)),
         ring(sizes[1], (TILE, E), dtype, swizzled(E)),
         *([ring(sizes[2], (TILE * groups,), jnp.float32, ())] if packed else []),
     ]
@@ -428,8 +471,8 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
             smem((parts, M, width), factor, transforms=swizzled(64)),
             smem((M, E), dtype, transforms=swizzled(E)),
             rings,
-            smem((WORKERS * parts, TILE, width), factor, transforms=swizzled(64)) if packed else None,
-            smem((WORKERS, M, TILE), factor, transforms=swizzled(64)),
+            smem((WORKERS * parts, TILE, width), factor, transforms=swizzled(64)) if packed and not direct else None,
+            smem((WORKERS, groups if direct else 1, M, TILE), factor, transforms=swizzled(64)),
             smem((WORKERS, 512), jnp.float32),
             barrier(num_arrivals=parts + 1),
             barrier(num_arrivals=WORKERS),
