@@ -66,14 +66,14 @@ struct Q4KCodes : Int4Codes<0>, BlockScales<2, 12> {
     }
 };
 
-template <class Codes>
+template <class Codes, bool kScaled = true>
 void expand_int4(const Panel& p, uint8_t* bf16) {
     const auto* data = reinterpret_cast<const uint16_t*>(p.data);  // [step][tile][quarter][n, 2]: nibble q is row 4 * quarter + q
     auto* out = reinterpret_cast<uint16_t*>(bf16);
     for (int s = 0; s < p.steps; ++s) {
         for (int tile = 0; tile < 2; ++tile, data += 128) {
             Scaled scaled[32];
-            for (int j = 0; j < 32; ++j) scaled[j] = Codes::scaled(p, s, 0, tile * kTile + j / 2);
+            for (int j = 0; j < 32; ++j) scaled[j] = kScaled ? Codes::scaled(p, s, 0, tile * kTile + j / 2) : Scaled{1, 0};
             for (int row = 0; row < 16; ++row, out += 32) {
                 const uint16_t* codes = data + row / 4 * 32;
                 int shift = row % 4 * 4;
@@ -97,6 +97,7 @@ struct Fp8Codes : WholeBytes {
     static float scale(const Panel& p, int step, int, int n) {
         return reinterpret_cast<const float*>(p.scales)[step / p.group_steps * 2 + n / kTile];
     }
+    static Scaled scaled(const Panel& p, int step, int, int n) { return {scale(p, step, 0, n), 0}; }
 };
 
 struct Q8Codes : WholeBytes {
@@ -104,6 +105,7 @@ struct Q8Codes : WholeBytes {
     static float scale(const Panel& p, int step, int, int n) {
         return from_half(reinterpret_cast<const uint16_t*>(p.scales)[size_t(step) * kPanel + size_t(n)]);
     }
+    static Scaled scaled(const Panel& p, int step, int, int n) { return {scale(p, step, 0, n), 0}; }
 };
 
 struct Q6KCodes : BlockScales<1, 16> {
@@ -124,7 +126,7 @@ struct Q6KCodes : BlockScales<1, 16> {
     }
 };
 
-template <class Codes>
+template <class Codes, bool kScaled = true>
 void expand_bytes(const Panel& p, uint8_t* bf16) {
     const uint8_t* data = p.data;  // [step][tile][pair of rows][quarter][row of the pair][4 outputs, 2]
     auto* out = reinterpret_cast<uint16_t*>(bf16);
@@ -133,11 +135,28 @@ void expand_bytes(const Panel& p, uint8_t* bf16) {
         for (int tile = 0; tile < 2; ++tile, data += Codes::kCodeBytes) {
             const uint8_t* bytes = Codes::bytes(data, whole);
             float scales[2][32];  // of the upper half's rows, of the lower's
-            for (int j = 0; j < 64; ++j) scales[j / 32][j % 32] = Codes::scale(p, s, j / 32, tile * kTile + j % 32 / 2);
+            for (int j = 0; j < 64; ++j) {
+                scales[j / 32][j % 32] = kScaled ? Codes::scale(p, s, j / 32, tile * kTile + j % 32 / 2) : 1.0f;
+            }
             for (int row = 0; row < 16; ++row, out += 32) {
                 const uint8_t* codes = bytes + row / 2 * 64 + row % 2 * 8;
                 for (int j = 0; j < 32; ++j) out[j] = to_bf16(Codes::value(codes[j / 8 * 16 + j % 8]) * scales[row / 8][j]);
             }
+        }
+    }
+}
+
+// A group is one step where there are minima.
+template <class Codes>
+void add_scaled(const Panel& p, int step, const Rows& a, const Sums& from, const Sums& to) {
+    for (int m = 0; m < a.count; ++m) {
+        const auto* x = reinterpret_cast<const uint16_t*>(a.data + m * kLine);
+        float of_row = 0;
+        for (int k = 0; k < kLine / 2; ++k) of_row += from_bf16(x[k]);
+        for (int n = 0; n < kPanel; ++n) {
+            Scaled scaled = Codes::scaled(p, step, 0, n);
+            float sum = scaled.scale * from.row(m)[n] - (scaled.minimum != 0 ? scaled.minimum * of_row : 0);
+            to.row(m)[n] = step ? to.row(m)[n] + sum : sum;
         }
     }
 }

@@ -288,7 +288,7 @@ private:
         factors.weights += size_t(expert) * size_t(panels_) * factors.shape.panel_bytes;
         const Path& path = layer.kernels_.paths[factors.shape.precision];
         bool few = path.few && at.rows() <= path.crossover;
-        if (!few && (at.blocks() > 1 || !path.block)) {
+        if (!few && (at.rows() > path.most || !path.block)) {
             Slices(factors, path, at, own + Slices::kMemoryBytes * size_t(thread)).multiply(done);
             return;
         }

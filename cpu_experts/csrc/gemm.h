@@ -109,13 +109,19 @@ using Multiply = void (*)(const Panel&, const Rows&, const Sums&);
 using MultiplySlice = void (*)(const Panel&, const Rows&, const Slice&, const Sums&);
 // A panel of other codes as one of bf16, each value rounded to bf16 after its scale.
 using Expand = void (*)(const Panel&, uint8_t* bf16);
+// The sums of the group that begins with `step`, of codes without scales: times these, less the minima times what the group's rows
+// add up to, they are added to those of the groups before.
+using AddScaled = void (*)(const Panel&, int step, const Rows& group, const Sums& from, const Sums& to);
 
 struct Path {
     Multiply few;         // up to `crossover` rows, straight from the packed codes
-    Multiply block;       // of one block, likewise; nullptr where `expand` is set
+    Multiply block;       // of one block of up to `most` rows, likewise; may be nullptr where `expand` is set
     MultiplySlice slice;  // of several; of bf16 where `expand` is set
     Expand expand;        // nullptr: `slice` reads the packed codes itself
     int crossover;
+    Expand unpack = nullptr;         // a group's codes as they are, exactly; nullptr where scales are no group's
+    AddScaled add_scaled = nullptr;  // its sums
+    int most = kBlock;
 };
 
 // A row of numbers to be laid out as (part of) a block.

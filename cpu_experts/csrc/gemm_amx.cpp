@@ -1,4 +1,5 @@
-// Kernels for AMX tiles, for more than a few rows; the few-row paths are AVX-512's, on the same packed weights.
+// Kernels for AMX tiles, for more than a few rows; the few-row paths are AVX-512's, on the same packed weights. Codes whose scales
+// are a group's go to the tiles as they are for up to 16 rows, and are expanded for more.
 //
 // Up to 32 rows by a panel: tiles 0 and 1 hold rows, 2 and 3 weights, 4 to 7 the four sums. Tiles have as many rows as there are,
 // so nothing is read or written beyond the last one. Configured at every call (some tens of cycles, of thousands): the calling
@@ -139,6 +140,39 @@ void slice_sums(const Panel& p, const Rows& a, const Slice& slice, const Sums& c
     _tile_release();
 }
 
+// A block times codes as they are, a group at a time, whose sums leave the tiles to be scaled. Tiles wait for what was just stored,
+// so a group is unpacked while the one before is multiplied, and scaled after the next one. On 16 cores a layer of V2-Lite took 64
+// tokens, six rows an expert, 4.0 ms with int4, 6.6 with FP8, 6.1 with Q8_0 and 4.7 with Q4_K, where AVX-512 took 6.8, 8.4, 9.2 and
+// 7.9. With 24 rows an expert it took 10.1 ms with FP8, expanded 9.0; on two cores with int4 63 and 54.
+template <Precision P>
+void block_codes(const Panel& p, const Rows& a, const Sums& c) {
+    const Path& codes = few_row_kernels().paths[P];
+    constexpr int kMost = 4;  // steps of a group
+    alignas(kLine) uint8_t weights[2][kMost * 2 * kTileBytes];
+    alignas(kLine) float parts[2][kBlock * kPanel];
+    const size_t step_bytes = 2 * size_t(kFormats[P].tile_bytes), x_step = size_t(a.count) * kLine;
+    auto rows = [&](int step) { return Rows{a.data + size_t(step) * x_step, a.count, nullptr}; };
+    auto unpack = [&](int step, int to) {
+        const uint8_t* at = p.data + size_t(step) * step_bytes;
+        for (size_t line = 0; line < size_t(p.group_steps) * step_bytes; line += kLine) prefetch(at + line);
+        codes.unpack({at, nullptr, p.group_steps, p.group_steps}, weights[to]);
+    };
+    bool lower = a.count > kTile;
+    _tile_loadconfig(&configs.of[a.count]);
+    unpack(0, 0);
+    for (int step = 0, now = 0; step < p.steps; step += p.group_steps, now ^= 1) {
+        if (step + p.group_steps < p.steps) unpack(step + p.group_steps, now ^ 1);
+        zero_sums(lower);
+        add_steps<Bf16>({weights[now], nullptr, p.group_steps, p.group_steps}, rows(step), lower, [](const uint8_t*) {});
+        store_sums(lower, {parts[now], kPanel});
+        int before = step - p.group_steps;
+        if (before >= 0) codes.add_scaled(p, before, rows(before), {parts[now ^ 1], kPanel}, c);
+    }
+    int last = p.steps - p.group_steps;
+    codes.add_scaled(p, last, rows(last), {parts[last / p.group_steps % 2], kPanel}, c);
+    _tile_release();
+}
+
 void scale_int8(const Panel& p, const Rows& a, const Sums& c) {
     float scales[kPanel];
     uint32_t bias[kPanel];  // unsigned, to wrap: damaged weights may hold any bias
@@ -160,6 +194,12 @@ void slice_int8(const Panel& p, const Rows& a, const Slice& slice, const Sums& c
     if (slice.last) scale_int8(p, a, c);
 }
 
+template <Precision P>
+void set_block(Kernels& kernels) {
+    Path& path = kernels.paths[P];
+    path.block = block_codes<P>, path.crossover = 1, path.most = kTile;
+}
+
 }  // namespace
 
 const Kernels& amx_kernels() {
@@ -169,6 +209,7 @@ const Kernels& amx_kernels() {
             path.slice = slice_sums<Bf16>;
             path.crossover = path.expand ? 8 : 4;
         }
+        set_block<kInt4G32>(k), set_block<kInt4G128>(k), set_block<kFp8Block>(k), set_block<kQ8_0>(k), set_block<kQ4_K>(k);
         k.paths[kBf16].block = whole_sums<Bf16>;
         k.paths[kInt8].block = block_int8, k.paths[kInt8].slice = slice_int8;
         k.pack_bf16 = pack_bf16, k.pack_int8 = pack_int8;

@@ -230,22 +230,40 @@ inline __m512i scaled(__m512i row, __m512 scale, __m512 minimum) {
     return _mm512_permutexvar_epi16(_mm512_load_si512(pairs), both);
 }
 
-template <class Codes>
+template <class Codes, bool kScaled>
 void expand(const Panel& p, uint8_t* bf16) {
     const Codes codes = tables<Codes>();
     const uint8_t* w = p.data;
     for (int s = 0; s < p.steps; ++s) {
         for (int tile = 0; tile < 2; ++tile, w += Codes::kCodeBytes) {
             for (int part = 0; part < Codes::kParts; ++part) {
-                __m512 scale = Codes::scale(p, s, part, tile), minimum = Codes::minimum(p, s, part, tile);
+                __m512 scale{}, minimum{};
+                if (kScaled) scale = Codes::scale(p, s, part, tile), minimum = Codes::minimum(p, s, part, tile);
                 constexpr int quarters = 4 / Codes::kParts;
 #pragma GCC unroll 4
                 for (int i = 0; i < quarters; ++i, bf16 += 4 * kLine) {
                     __m512i row[4];
                     codes.unpack(w, part * quarters + i, row);
-                    for (int j = 0; j < 4; ++j) _mm512_store_si512(bf16 + j * kLine, scaled(row[j], scale, minimum));
+                    for (int j = 0; j < 4; ++j) {
+                        _mm512_store_si512(bf16 + j * kLine, kScaled ? scaled(row[j], scale, minimum) : row[j]);
+                    }
                 }
             }
+        }
+    }
+}
+
+template <class Codes>
+void add_group(const Panel& p, int step, const Rows& a, const Sums& from, const Sums& to) {
+    __m512 scale[2] = {Codes::scale(p, step, 0, 0), Codes::scale(p, step, 0, 1)};
+    __m512 minimum[2] = {Codes::minimum(p, step, 0, 0), Codes::minimum(p, step, 0, 1)};
+    for (int m = 0; m < a.count; ++m) {
+        __m512 of_row = Codes::kMinima ? row_sum(a.data + m * kLine) : _mm512_setzero_ps();
+        for (int tile = 0; tile < 2; ++tile) {
+            float* at = to.row(m) + tile * kTile;
+            __m512 sum = step ? _mm512_loadu_ps(at) : _mm512_setzero_ps();
+            sum = _mm512_fmadd_ps(scale[tile], _mm512_loadu_ps(from.row(m) + tile * kTile), sum);
+            _mm512_storeu_ps(at, Codes::kMinima ? _mm512_fnmadd_ps(minimum[tile], of_row, sum) : sum);
         }
     }
 }
@@ -257,12 +275,12 @@ const Kernels& avx512_kernels() {
     static const Kernels kernels = {
         {{plain<Bf16>, plain<Bf16>, plain_slice<Bf16>, nullptr, 0},
          {plain<Int8>, plain<Int8>, plain_slice<Int8>, nullptr, 0},
-         {grouped<Int4>, nullptr, plain_slice<Bf16>, expand<Int4>, 10},
-         {grouped<Int4>, nullptr, plain_slice<Bf16>, expand<Int4>, 10},
-         {grouped<Fp8>, nullptr, plain_slice<Bf16>, expand<Fp8>, 10},
-         {grouped<Q8>, nullptr, plain_slice<Bf16>, expand<Q8>, 10},
-         {grouped<Q4K>, nullptr, plain_slice<Bf16>, expand<Q4K>, 10},
-         {grouped<Q6K>, nullptr, plain_slice<Bf16>, expand<Q6K>, 10}},
+         {grouped<Int4>, nullptr, plain_slice<Bf16>, expand<Int4, true>, 10, expand<Int4, false>, add_group<Int4>},
+         {grouped<Int4>, nullptr, plain_slice<Bf16>, expand<Int4, true>, 10, expand<Int4, false>, add_group<Int4>},
+         {grouped<Fp8>, nullptr, plain_slice<Bf16>, expand<Fp8, true>, 10, expand<Fp8, false>, add_group<Fp8>},
+         {grouped<Q8>, nullptr, plain_slice<Bf16>, expand<Q8, true>, 10, expand<Q8, false>, add_group<Q8>},
+         {grouped<Q4K>, nullptr, plain_slice<Bf16>, expand<Q4K, true>, 10, expand<Q4K, false>, add_group<Q4K>},
+         {grouped<Q6K>, nullptr, plain_slice<Bf16>, expand<Q6K, true>, 10}},
         pack_bf16,
         pack_int8,
         swiglu_bf16,
