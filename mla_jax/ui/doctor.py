@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mla_jax.base.files import cache_folder
+from mla_jax.weights.limits import cores
 
 NEEDED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "jaxtyping", "tokenizers", "safetensors", "jinja2", "tyro")
 OPTIONAL = ("matplotlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
@@ -17,7 +18,8 @@ HIDDEN_BY = (*NEEDED, "mla_jax", "convert", "json", "types", "random", "typing",
 
 def doctor() -> Iterator[str]:
     """Findings, a line each. A process of its own asks for devices, so that a broken driver or module cannot end this one."""
-    yield f"Python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores"
+    usable = cores()
+    yield f"Python {platform.python_version()} on {platform.platform()}, {usable} core{'s' * (usable != 1)}"
     for name in NEEDED:
         yield f"{name:<20}{_version(name) or 'MISSING: pip install mla-jax'}"
     yield "optional: " + (", ".join(f"{n} {_version(n)}" for n in OPTIONAL if _version(n)) or "none installed")

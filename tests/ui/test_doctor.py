@@ -1,5 +1,6 @@
 """The diagnosis of an environment."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,14 @@ def test_the_doctor_says_how_experts_on_the_cpu_can_be_had(tmp_path, monkeypatch
 @pytest.mark.usefixtures("host_library")
 def test_the_doctor_names_the_instructions_that_experts_on_the_cpu_use():
     assert experts_on_the_cpu() == f"experts on the CPU: {cpu_experts.isa()}"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no process to cores")
+def test_the_doctor_counts_the_cores_that_a_run_may_use():
+    first = "from mla_jax.ui.doctor import doctor; print(next(doctor()))"
+    bind = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}}); {first}"
+    found = subprocess.run([sys.executable, "-c", bind], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.endswith(", 1 core\n")
 
 
 def test_the_doctor_sees_a_user_without_a_home(monkeypatch):
