@@ -20,6 +20,7 @@ class MlaDecodeCase(NamedTuple):
     spare: int = 3  # pages that no row uses
     packed: bool = False  # the latent in E4M3
     poisoned: bool = False  # the key of a token that the longest row holds is NaN
+    size: float = 1.0  # of a packed latent's numbers, which are at most 60,000; queries are as much smaller
 
     @property
     def scale(self) -> float:
@@ -43,6 +44,10 @@ MLA_DECODE = [
     MlaDecodeCase("E4M3, 32 queries, pages of 16", (200, 3), 8, tokens=4, page=16, packed=True),
     MlaDecodeCase("E4M3, the demo model, pages of 256", (70, 300), 8, rank=256, rope=32, page=256, packed=True),
     MlaDecodeCase("E4M3, smallest rank", (129, 20), 20, rank=128, page=32, packed=True),
+    MlaDecodeCase(
+        "E4M3, eight heads, two tokens, smallest rank, largest numbers", (129, 20), 8, 2, 128, page=32, packed=True, size=2.0**13
+    ),
+    MlaDecodeCase("E4M3, small numbers", (150, 40), 16, rank=256, page=16, packed=True, size=2.0**-10),
     MlaDecodeCase("NaN in what is held", (70, 0, 400), 16, poisoned=True),
     MlaDecodeCase("64 heads, NaN in what is held", (257, 64), 64, poisoned=True),
     MlaDecodeCase("E4M3, NaN in what is held", (70, 0, 200), 16, packed=True, poisoned=True),
@@ -76,12 +81,12 @@ def mla_decode_inputs(case: MlaDecodeCase, seed: int = 0, dtype=jnp.bfloat16) ->
         if not case.packed:
             return cache(case.rank)
         groups = pages, case.page, case.rank // fp8.GROUP
-        values = normal(*groups, fp8.GROUP) * np.exp2(normal(*groups, 1))
+        values = np.clip(normal(*groups, fp8.GROUP) * np.exp2(normal(*groups, 1)) * case.size, -6e4, 6e4)
         packed = fp8.quantize_cache(jnp.asarray(values).reshape(pages, case.page, case.rank))
         return fp8.Fp8(*(jnp.where(held, x, jnp.nan).astype(x.dtype) for x in packed))
 
     return {
-        "q_c": jnp.asarray(normal(B, case.tokens, case.heads, case.rank), dtype),
+        "q_c": jnp.asarray(normal(B, case.tokens, case.heads, case.rank) / case.size, dtype),
         "q_pe": jnp.asarray(normal(B, case.tokens, case.heads, case.rope), dtype),
         "c_kv": latent(),
         "k_pe": keys(),

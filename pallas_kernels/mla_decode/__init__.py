@@ -6,7 +6,9 @@ output is the weighted sum of latents, zeros where nothing is seen; the LSE is t
 
 The latent is bfloat16 or, as `fp8.quantize_cache` makes it, E4M3 with a scale for each 128 of a token's numbers; all else is
 bfloat16. A kernel may take E4M3 and what it is multiplied by in bfloat16 or float16: exactly what `quantize_cache` makes (of
-`fp8.quantize` rounded), but numbers and queries past 65,504 as infinite, and those below 2^-24 as zeros."""
+`fp8.quantize` rounded), but numbers and queries past 65,504 as infinite, and those below 2^-24 as zeros. The GPU kernel, with up
+to 16 queries a row, rounds a weight times the scale to float16 instead of a number times the scale: scales have to be below 512,
+and what such a product loses is at most 2^-32, or its last digits."""
 
 import jax
 

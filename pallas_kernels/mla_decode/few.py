@@ -5,16 +5,16 @@ A block walks tiles of 64 held tokens. Three warpgroups:
   two workers   every other tile each, all of it: scores K Q^T, softmax down the columns, weights to shared memory, sums
                 V^T P^T of the whole latent in registers; the softmax of one runs beside the products of the other
   feeder        the copy engine's orders, for each worker a ring of its own: of parts of a tile, that each is freed as soon
-                as its sums are done, so what is on its way is not whole tiles. Its orders run ahead into the next rows;
-                each of its four warps gives those for slots of its own
+                as its sums are done (codes: read), so what is on its way is not whole tiles. Its orders run ahead into the next
+                rows; each of its four warps gives those for slots of its own
 At the end of a row the workers swap halves of their sums, each weighs and writes one half. What is swapped, and then the
 output, lies in the place of Q, which the same worker then orders anew: the feeder never waits for a row's end.
 
 A latent in E4M3 goes through the ring as it is. With up to 16 queries it never becomes anything wider in shared memory: a worker
 converts codes in registers, where the matrix units take them as left operand of either product (e4m3.py), once for the scores and
 once for the sums. Scales multiply neither: they are numbers a token and 128 columns, so they multiply the scores of those columns
-and, once for each 128, the weights. 128 rows of 16,384 took 386 us so (in parts of 64 columns; of 128, which stand here, 377)
-where converting through shared memory took 468 and bf16 568, in runs on three machines of the kind. Both workers convert what is
+and, once for each 128, the weights. 128 rows of 16,384 took 377 and 392 us so on two machines of the kind (bf16 566 on the
+latter), where converting through shared memory took 468 on a third (bf16 568). Both workers convert what is
 theirs; more queries leave no registers for that (32 took 961 us, spilled), so those still convert in shared memory: a worker
 converts a part to float16, scaled, and frees it while the product of the part before runs. 32 queries took 556 us, in bf16 581.
 
@@ -47,7 +47,7 @@ from pallas_kernels.mla_decode.schedule import TILE
 WORKERS = 2
 FEEDER = WORKERS
 WARPS = 4  # of a warpgroup
-RAISED = 256.0  # what weights times scales are multiplied with, so that small ones keep their digits in float16
+RAISED = 128.0  # what weights times scales are multiplied with, so that small ones keep their digits in float16
 DIRECT = 16  # queries: with more no registers are left for codes
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 TURNED = plgpu.Layout.WGMMA_TRANSPOSED
@@ -243,7 +243,6 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
             plgpu.barrier_wait(scale_s.arrived.at[at])
             token = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=ROW)
             each = [_scales(scale_s.slots.at[at], g, groups, ROW, interpret) for g in range(groups)]
-            plgpu.barrier_arrive(scale_s.free.at[at])
             return [jnp.where(token < left, x, 0.0) for x in each]
 
         def widen(turn, k):
@@ -361,7 +360,8 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
                     t = start + late + WORKERS * k
                     scales = scales_of(turn, n - t * TILE) if direct else ()
                     s = product(turn, scales)
-                    plgpu.barrier_arrive(rope.free.at[rope.at(role, turn)])
+                    for read in [rope, scale_s] if direct else [rope]:
+                        plgpu.barrier_arrive(read.free.at[read.at(role, turn)])
                     s = lax.cond((t + 1) * TILE > clear, hide, lambda s, t: s, s, t)
                     higher = jnp.maximum(top, _fold(s, "max", scratch_s.at[role], interpret) * to_log2)
                     keep = jnp.exp2(top - higher)
@@ -481,8 +481,8 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
         grid_names=("unit",),
         num_threads=WORKERS + 1,
         thread_name="role",
-        # without automatic barriers: what a warpgroup both reads and writes, `clean` and `operands` guard themselves, and in
-        # `finish` every thread writes what it alone has read
+        # without automatic barriers: what a warpgroup both reads and writes, `clean` and `widen` guard themselves; in `finish`
+        # every thread writes what it alone has read, but where a barrier stands
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(q_c, q_pe, *caches, page_table, seq_lens, shares)
