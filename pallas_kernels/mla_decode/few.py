@@ -14,9 +14,9 @@ A latent in E4M3 goes through the ring as it is. With up to 16 queries it never 
 converts codes in registers, where the matrix units take them as left operand of either product (e4m3.py), once for the scores and
 once for the sums. Scales multiply neither: they are numbers a token and 128 columns, so they multiply the scores of those columns
 and, once for each 128, the weights. 128 rows of 16,384 took 377 and 392 us so on two machines of the kind (bf16 566 on the
-latter), where converting through shared memory took 468 on a third (bf16 568). Both workers convert what is
-theirs; more queries leave no registers for that (32 took 961 us, spilled), so those still convert in shared memory: a worker
-converts a part to float16, scaled, and frees it while the product of the part before runs. 32 queries took 556 us, in bf16 581.
+latter), where converting through shared memory took 468 on a third (bf16 568). Both workers convert what is theirs; more queries
+leave no registers for that (32 took 961 us, spilled), so those still convert in shared memory: a worker converts a part to
+float16, scaled, and frees it while the product of the part before runs. 32 queries took 556 to 566 us, in bf16 581 to 590.
 
 The copy engine alone takes 540 us for those rows in bf16, whatever the shape of its copies and with 128 KiB or more on their
 way, on 120 multiprocessors as on 132. Tried without gain:
