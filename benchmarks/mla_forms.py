@@ -2,7 +2,8 @@
 
     python benchmarks/mla_forms.py --out mla_forms.json
 
-Steps run in one program over one donated cache, which is filled with random data but for the slots they write. The peer is
+Steps run in one program, compiled as the library's decode loop is, over one donated cache, which is filled with random data but
+for the slots they write. The peer is
 deepseekv2-profile's torch (eager) on an H200, per form; `bar` is its time in ms, the kernel's that of its fastest form."""
 
 import functools
@@ -16,6 +17,7 @@ from mla_jax import Config
 from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
 from mla_jax.cache import latent
+from mla_jax.decode.loop import BESIDE
 from mla_jax.model import fused
 from mla_jax.model.mla import FORMS, MLA, Form, latents
 
@@ -66,11 +68,11 @@ def measure(config: Config, weights, graph, form: str, rows: int, slots: int) ->
     cost = roofline.step_cost(config, form, rows, 1, slots)
     steps = max(4, min(64, int(0.05 / cost.seconds(on) / 4)))
 
-    @functools.partial(jax.jit, donate_argnums=1)
+    @functools.partial(jax.jit, donate_argnums=1, compiler_options=BESIDE if jax.default_backend() == "gpu" else None)
     def run(weights, layer, x):
-        def one(_, carry):
+        def one(step, carry):
             x, layer = carry
-            batch = Batch(layer["length"][:rows, None], jnp.ones((rows, 1), bool))
+            batch = Batch(jnp.full((rows, 1), slots - steps + step), jnp.ones((rows, 1), bool))
             y, layer = nnx.merge(graph, weights)(x, batch, layer, form_of(form, batch, layer, config))
             return y, layer
 

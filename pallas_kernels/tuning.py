@@ -25,11 +25,11 @@ MLA_DECODE_FEW_FP8 = {
     128: {"width": 64, "slots": (6, 6, 6, 6), "registers": (240, 24)},
 }
 
-# widths of keys and of values -> keys in a tile, slots of its ring; multiprocessors at one head; registers of (a worker, the
-# other, feeder)
+# widths of keys and of values -> keys in a tile, slots of its ring; heads at a time; registers of (a worker, the other,
+# feeder)
 MLA_PREFILL = {
-    (192, 128): {"chunk": 128, "slots": 2, "together": 4, "registers": (240, 240, 24)},
-    (256, 256): {"chunk": 64, "slots": 2, "together": 4, "registers": (240, 240, 24)},
+    (192, 128): {"chunk": 128, "slots": 2, "near": 4, "registers": (240, 240, 24)},
+    (256, 256): {"chunk": 64, "slots": 2, "near": 4, "registers": (240, 240, 24)},
 }
 
 # The TPU kernels: device kind -> sizes. Chosen by counting the bundles that the compiler schedules, with 0.35 us for each step

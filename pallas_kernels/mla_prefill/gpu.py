@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper import FOLDED, LOG2E, LOW, ROW, clean, fold, over, raised, rescaled, swizzled, zeros
+from pallas_kernels.mla_prefill.schedule import schedule
 
 ROWS = 64  # queries of a warpgroup
 WORKERS, FEEDER = 2, 2
@@ -52,9 +53,9 @@ def _halves(width):
 
 
 def _kernel(
-    q_g, k_g, v_g, q_lens, kv_lens, out_g, lse_g,
+    q_g, k_g, v_g, q_lens, kv_lens, order_g, out_g, lse_g,
     q_s, k_s, v_s, out_s, q_in, q_free, k_in, v_in, k_free, v_free, cleaned,
-    *, heads, scale, causal, sizes, units, size, interpret,
+    *, heads, scale, causal, sizes, size, interpret,
 ):  # fmt: skip
     (B, T), S, (chunk, slots) = q_g.shape[:2], k_g.shape[1], (sizes["chunk"], sizes["slots"])
     H, V = (x.shape[-1] // heads for x in (q_g, v_g))
@@ -64,20 +65,12 @@ def _kernel(
     groups, blocks = -(-T // (size * WORKERS * ROWS)), -(-T // ROWS)
     collective = {"collective_axes": "block"} if size == 2 else {}
     last_rows = T - (blocks - 1) * ROWS
-    lines = heads * B
-    near = min(lines, -(-units * size // sizes["together"]))
-
-    def place(k):
-        """Where in the order this unit's piece k is."""
-        return k * units + jnp.where(lax.rem(k, jnp.int32(2)) == 0, unit, units - 1 - unit)
 
     def piece(k):
-        some_heads, at = lax.div(place(k), jnp.int32(near * groups)), lax.rem(place(k), jnp.int32(near * groups))
-        some = jnp.minimum(near, lines - some_heads * near)
-        group = lax.div(at, some)
-        line = some_heads * near + at - group * some
+        number = order_g[unit, 1 + k]
+        line, group = lax.div(number, jnp.int32(groups)), lax.rem(number, jnp.int32(groups))
         b = lax.div(line, jnp.int32(heads))
-        start = (groups - 1 - group) * (size * WORKERS * ROWS)
+        start = group * (size * WORKERS * ROWS)
         held, asked = kv_lens[b], q_lens[b]
 
         def tiles(first, count):
@@ -90,8 +83,7 @@ def _kernel(
 
     def pieces(run):
         """Runs `run(k, step)` over this unit's pieces; `step` counts the tiles that went through the ring."""
-        whole = lines * groups // units
-        count = whole + (place(jnp.int32(whole)) < lines * groups).astype(jnp.int32)
+        count = order_g[unit, 0]
         return lax.fori_loop(0, count, run, jnp.int32(0)), count
 
     def slot_of(step):
@@ -318,6 +310,14 @@ def mla_prefill(q, k, v, q_lens, kv_lens, *, scale, causal, sizes, units, interp
     return _mla_prefill(q, k, v, q_lens, kv_lens, scale, causal, tuple(sizes.items()), units, interpret)
 
 
+def _order(lines, T, S, causal, size, sizes, units):
+    """Who takes which pieces, rows being as long as their arrays: of every unit how many, and the pieces."""
+    rows = size * WORKERS * ROWS
+    stops = [min(S, S - T + start + rows) if causal else S for start in range(0, T, rows)]
+    tiles = tuple(max(-(-stop // sizes["chunk"]), 1) for stop in stops)
+    return schedule(tiles, lines=lines, near=sizes["near"], units=units)
+
+
 @functools.partial(jax.jit, static_argnums=(5, 6, 7, 8, 9))  # so that all layers of a model are lowered once
 def _mla_prefill(q, k, v, q_lens, kv_lens, scale, causal, sizes, units, interpret):
     (B, T, N, H), V, sizes = q.shape, v.shape[-1], dict(sizes)
@@ -327,10 +327,8 @@ def _mla_prefill(q, k, v, q_lens, kv_lens, scale, causal, sizes, units, interpre
     rows = q.shape[1]
     blocks, pairs = -(-rows // ROWS), -(-rows // (WORKERS * ROWS))
     size = 2 if pairs % 2 == 0 or pairs > 8 else 1  # blocks that share tiles
-    units //= size
-    kernel = functools.partial(
-        _kernel, heads=N, scale=scale, causal=causal, sizes=sizes, units=units, size=size, interpret=interpret
-    )
+    order = _order(B * N, T, k.shape[1], causal, size, sizes, units // size)
+    kernel = functools.partial(_kernel, heads=N, scale=scale, causal=causal, sizes=sizes, size=size, interpret=interpret)
     free = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",)) if size == 2 else plgpu.Barrier
     out, lse = plgpu.kernel(
         kernel,
@@ -351,7 +349,7 @@ def _mla_prefill(q, k, v, q_lens, kv_lens, scale, causal, sizes, units, interpre
             free(num_arrivals=WORKERS, num_barriers=slots),
             plgpu.Barrier(),
         ],
-        grid=(units,),
+        grid=(order.shape[0],),
         grid_names=("unit",),
         cluster=(2,) if size == 2 else (),
         cluster_names=("block",) if size == 2 else (),
@@ -359,5 +357,5 @@ def _mla_prefill(q, k, v, q_lens, kv_lens, scale, causal, sizes, units, interpre
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=128, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(*(x.reshape(B, x.shape[1], -1) for x in (q, k, v)), q_lens.astype(jnp.int32), kv_lens.astype(jnp.int32))
+    )(*(x.reshape(B, x.shape[1], -1) for x in (q, k, v)), q_lens.astype(jnp.int32), kv_lens.astype(jnp.int32), jnp.asarray(order))
     return out[:, :T].reshape(B, T, N, V), lse.reshape(B, N, -1)[:, :, :T].swapaxes(1, 2)

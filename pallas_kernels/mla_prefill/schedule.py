@@ -1,0 +1,33 @@
+"""Which unit (a multiprocessor, or a cluster of two) computes which pieces of the attention, and in which order.
+
+Made when the kernel is compiled, of shapes alone. Some heads are worked on at a time, so that their keys and values come from
+the L2, each from its longest piece to its shortest; whoever is free first by what pieces should cost takes the next. The last
+heads come all together, so that the shortest pieces are the last and all units end alike."""
+
+import functools
+import heapq
+
+import numpy as np
+
+START = 2  # what it costs to begin a piece, in tiles
+
+
+@functools.lru_cache(maxsize=64)
+def schedule(tiles: tuple[int, ...], *, lines: int, near: int, units: int) -> np.ndarray:
+    """`[units, 1 + most]` int32: how many pieces a unit takes, and which; piece `g + line * len(tiles)` has `tiles[g]` tiles.
+
+    A line is a head of a row, `near` of them are worked on at a time."""
+    costs = np.asarray(tiles) + START
+    longest_first = np.argsort(-costs, kind="stable")
+    last = min(lines, -(-2 * units * int(costs.max()) // int(costs.sum())))
+    cuts = [*range(0, lines - last, near), lines - last, lines]
+    pieces = [g + line * len(tiles) for lo, hi in zip(cuts, cuts[1:], strict=False) for g in longest_first for line in range(lo, hi)]
+    free, taken = [(0, unit) for unit in range(units)], [[] for _ in range(units)]
+    for piece in pieces:
+        when, unit = free[0]
+        heapq.heapreplace(free, (when + int(costs[piece % len(tiles)]), unit))
+        taken[unit].append(int(piece))
+    table = np.zeros((units, 1 + max(map(len, taken))), np.int32)
+    for row, mine in zip(table, taken, strict=True):
+        row[: 1 + len(mine)] = [len(mine), *mine]
+    return table
