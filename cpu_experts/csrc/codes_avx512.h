@@ -19,10 +19,10 @@ struct NoMinima {
 template <class Kind>
 struct Nibbles {
     static constexpr int kCodeBytes = 256;
-    __m512i values;  // of the 16 codes as bf16, twice: the lookup takes five bits, of which the fifth is the next code's
+    __m512i values;  // of the 16 codes, twice: the lookup takes five bits, of which the fifth is the next code's
     Nibbles() {
         alignas(64) uint16_t table[32];
-        for (int i = 0; i < 32; ++i) table[i] = to_bf16(Kind::value(i % 16));
+        for (int i = 0; i < 32; ++i) table[i] = Kind::word(i % 16);
         values = _mm512_load_si512(table);
     }
     // Rows 4 * quarter to 4 * quarter + 3 of a tile.
@@ -69,6 +69,11 @@ private:
     static __m512i late(__m512i low, const Panel& p, int step, int i, int n) {
         return _mm512_or_si512(low, _mm512_srli_epi32(bits(p, step, i, n, 0xC0), 2));
     }
+};
+
+// Int4 as what is multiplied, in 16 bits, by a scale of 11 binary places to make int8 of it.
+struct Sixteenths {
+    static uint16_t word(int code) { return uint16_t((code - 8) * 16); }
 };
 
 // A byte has a sign and one of 128 sizes: both bytes of each one's bf16 come from tables, denormals and NaN of E4M3 included.
@@ -156,6 +161,20 @@ private:
 
 using Fp8 = Bytes<Fp8Bytes>;
 using Q8 = Bytes<Q8Bytes>;
+
+// Words of two rows (16 outputs by 2 inputs) as one of bytes (by 4): the lower of each.
+inline __m512i lower_bytes(__m512i first, __m512i second) {
+    alignas(64) static constexpr auto from = [] {
+        struct Bytes {
+            uint8_t at[64];
+        } made{};
+        for (int n = 0; n < 16; ++n) {
+            for (int k = 0; k < 4; ++k) made.at[4 * n + k] = uint8_t(k / 2 * 64 + 4 * n + k % 2 * 2);
+        }
+        return made;
+    }();
+    return _mm512_permutex2var_epi8(first, load(from.at), second);
+}
 
 // Tables are made once; a copy of them can stay in registers.
 template <class Codes>

@@ -36,6 +36,7 @@ struct Scaled {
 template <int kZero>
 struct Int4Codes {
     static float value(int code) { return float(code - kZero); }
+    static uint16_t word(int code) { return to_bf16(value(code)); }  // as it is looked up
 };
 
 struct GroupedInt4 : Int4Codes<8> {

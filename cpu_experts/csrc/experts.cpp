@@ -125,7 +125,7 @@ struct Forward {
     Forward(const Layer& l, const cpu_experts_batch& b, uint8_t* scratch, int threads, size_t* used = nullptr)
         : layer(l), batch(b) {
         auto rows = size_t(l.max_rows_);
-        bool x_int8 = int8_rows(l.gate_up_), hidden_int8 = int8_rows(l.down_);
+        bool x_int8 = int8_rows(l.gate_up_, kMany), hidden_int8 = int8_rows(l.down_, kMany);
         Cut cut(scratch);
         first_row = cut.take<int>(size_t(l.experts_) + 3);
         groups = cut.take<Group>(rows / (kBlock * kSubtaskBlocks) + size_t(l.experts_));
@@ -148,15 +148,23 @@ struct Forward {
         sort();
         each<&Forward::gather>(threads, block_count);
         multiply_round<&Forward::gate_up>(threads, layer.gate_up_panels_, layer.gate_up_.panel_bytes);
-        if (int8_rows(layer.down_)) each<&Forward::requantise>(threads, block_count);
+        if (int8_rows(layer.down_, kMany)) each<&Forward::requantise>(threads, block_count);
         multiply_round<&Forward::down>(threads, layer.down_panels_, layer.down_.panel_bytes);
         each<&Forward::combine>(threads, (tokens + kCombined - 1) / kCombined);
     }
 
 private:
     static constexpr int kCombined = 4;  // tokens a subtask
+    static constexpr int kMany = 1 << 30;
 
-    static bool int8_rows(const Shape& weights) { return weights.precision == kInt8; }
+    // How the rows of an expert that has so many are laid out.
+    bool int8_rows(const Shape& weights, int rows) const {
+        const Path& path = layer.kernels_.paths[weights.precision];
+        return weights.precision == kInt8 || (path.narrow && path.sliced(rows));
+    }
+    bool int8_rows(const Shape& weights, const Block& b) const {
+        return int8_rows(weights, first_row[b.expert + 1] - first_row[b.expert]);
+    }
 
     bool many_ = false;  // rows: most experts have several blocks
     int panels_ = 0, panels_each_ = 0;
@@ -249,8 +257,9 @@ private:
 
     void pack(const Source& from, int i, const Block& b, const Shape& shape, uint8_t* to, float* scales) {
         uint8_t* block = to + size_t(b.first) * shape.row_bytes;
-        if (int8_rows(shape)) {
-            scales[b.first + i] = layer.kernels_.pack_int8(from, i, b.count, shape.steps, block);
+        if (int8_rows(shape, b)) {
+            int lines = (shape.steps * kFormats[shape.precision].step_k + kLine - 1) / kLine;
+            scales[b.first + i] = layer.kernels_.pack_int8(from, i, b.count, lines, block);
         } else {
             layer.kernels_.pack_bf16(from, i, b.count, shape.steps, block);
         }
@@ -264,7 +273,7 @@ private:
             pack({static_cast<const uint8_t*>(batch.x) + at, bf16, layer.model_}, i, b, layer.gate_up_, x, x_scales);
         }
         // SwiGLU writes whole tiles; what lies between the last one and the end of the last step is padding.
-        if (!int8_rows(layer.down_)) {
+        if (!int8_rows(layer.down_, b)) {
             const Shape& shape = layer.down_;
             size_t written = hidden_line * 2 / kLine;
             uint8_t* block = hidden + size_t(b.first) * shape.row_bytes;
@@ -274,6 +283,7 @@ private:
 
     void requantise(int index, int) {
         const Block& b = blocks[index];
+        if (!int8_rows(layer.down_, b)) return;
         for (int i = 0; i < b.count; ++i) {
             const float* values = hidden_values + size_t(b.first + i) * hidden_line;
             pack({values, false, layer.width_}, i, b, layer.down_, hidden, hidden_scales);
@@ -286,12 +296,13 @@ private:
         int expert;
         Area at = area(index, expert);
         factors.weights += size_t(expert) * size_t(panels_) * factors.shape.panel_bytes;
+        if (!int8_rows(factors.shape, at.rows())) factors.scales = nullptr;
         const Path& path = layer.kernels_.paths[factors.shape.precision];
-        bool few = path.few && at.rows() <= path.crossover;
-        if (!few && (at.rows() > path.most || !path.block)) {
+        if (path.sliced(at.rows())) {
             Slices(factors, path, at, own + Slices::kMemoryBytes * size_t(thread)).multiply(done);
             return;
         }
+        bool few = path.few && at.rows() <= path.crossover;
         Rows rows = factors.block(at.first_row, at.rows(), 0);
         for (int p = at.first_panel; p < at.last_panel; ++p) {
             Sums sums = target(at.first_row, p);
@@ -302,11 +313,12 @@ private:
 
     void gate_up(int index, int thread) {
         auto* sums = reinterpret_cast<float*>(own + Slices::kMemoryBytes * size_t(thread));
-        const float* scales = int8_rows(layer.gate_up_) ? x_scales : nullptr;
+        int expert;
+        bool int8 = int8_rows(layer.down_, area(index, expert).rows());
         multiply(
-            index, thread, {layer.gate_up_, layer.gate_up_data_, x, scales}, [&](int, int) { return Sums{sums, kPanel}; },
+            index, thread, {layer.gate_up_, layer.gate_up_data_, x, x_scales}, [&](int, int) { return Sums{sums, kPanel}; },
             [&](int row, int count, int panel, const Sums& c) {
-                if (int8_rows(layer.down_)) {
+                if (int8) {
                     layer.kernels_.swiglu_f32(c.at, count, panel, hidden_line, hidden_values + size_t(row) * hidden_line);
                 } else {
                     layer.kernels_.swiglu_bf16(c.at, count, panel, hidden + size_t(row) * layer.down_.row_bytes);
@@ -315,11 +327,10 @@ private:
     }
 
     void down(int index, int thread) {
-        const float* scales = int8_rows(layer.down_) ? hidden_scales : nullptr;
         auto target = [&](int row, int panel) {
             return Sums{parts + size_t(row) * parts_line + size_t(panel) * kPanel, parts_line};
         };
-        multiply(index, thread, {layer.down_, layer.down_data_, hidden, scales}, target,
+        multiply(index, thread, {layer.down_, layer.down_data_, hidden, hidden_scales}, target,
                  [&](int row, int count, int panel, const Sums& c) {
                      Sums to = target(row, panel);
                      if (c.at != to.at) layer.kernels_.put(c, count, to, many_);

@@ -109,6 +109,9 @@ using Multiply = void (*)(const Panel&, const Rows&, const Sums&);
 using MultiplySlice = void (*)(const Panel&, const Rows&, const Slice&, const Sums&);
 // A panel of other codes as one of bf16, each value rounded to bf16 after its scale.
 using Expand = void (*)(const Panel&, uint8_t* bf16);
+// Some steps of a panel, the first of which is number `step`, as int8: two steps become one, an odd last one with zeros behind.
+// Scales as kInt8 has them: of step 0 on made of all the panel's, and after them what the codes add up to so far.
+using Narrow = void (*)(const Panel& whole, int step, const Panel& some, uint8_t* int8, uint8_t* scales);
 // The sums of the group that begins with `step`, of codes without scales: times these, less the minima times what the group's rows
 // add up to, they are added to those of the groups before.
 using AddScaled = void (*)(const Panel&, int step, const Rows& group, const Sums& from, const Sums& to);
@@ -116,12 +119,16 @@ using AddScaled = void (*)(const Panel&, int step, const Rows& group, const Sums
 struct Path {
     Multiply few;         // up to `crossover` rows, straight from the packed codes
     Multiply block;       // of one block of up to `most` rows, likewise; may be nullptr where `expand` is set
-    MultiplySlice slice;  // of several; of bf16 where `expand` is set
-    Expand expand;        // nullptr: `slice` reads the packed codes itself
+    MultiplySlice slice;  // of several; of bf16 where `expand` is set, of int8 (as rows are then) where `narrow` is
+    Expand expand;        // nullptr: `slice` reads the packed codes itself, or what `narrow` makes of them
     int crossover;
     Expand unpack = nullptr;         // a group's codes as they are, exactly; nullptr where scales are no group's
     AddScaled add_scaled = nullptr;  // its sums
+    Narrow narrow = nullptr;
     int most = kBlock;
+
+    // Whether `slice` multiplies so many rows of an expert.
+    bool sliced(int rows) const { return !(few && rows <= crossover) && (rows > most || !block); }
 };
 
 // A row of numbers to be laid out as (part of) a block.

@@ -206,7 +206,7 @@ const Kernels& amx_kernels() {
     static const Kernels kernels = [] {
         Kernels k = few_row_kernels();
         for (Path& path : k.paths) {
-            path.slice = slice_sums<Bf16>;
+            path.slice = path.narrow ? slice_int8 : slice_sums<Bf16>;
             path.crossover = path.expand ? 8 : 4;
         }
         set_block<kInt4G32>(k), set_block<kInt4G128>(k), set_block<kFp8Block>(k), set_block<kQ8_0>(k), set_block<kQ4_K>(k);

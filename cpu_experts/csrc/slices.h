@@ -26,9 +26,9 @@ struct Factors {
         const uint8_t* at = weights + size_t(p) * shape.panel_bytes;
         return {at, at + shape.data_bytes, shape.steps, shape.group_steps};
     }
-    // From some step on.
-    Rows block(int row, int count, int step) const {
-        const uint8_t* at = rows + size_t(row) * shape.row_bytes + size_t(step) * size_t(count) * kLine;
+    // From some line of its rows on.
+    Rows block(int row, int count, int line) const {
+        const uint8_t* at = rows + size_t(row) * shape.row_bytes + size_t(line) * size_t(count) * kLine;
         return {at, count, scales ? scales + row : nullptr};
     }
 };
@@ -46,26 +46,24 @@ class Slices {
 public:
     static constexpr size_t kSums = size_t(kBlock) * kPanel;
     static constexpr size_t kExpandedBytes = size_t(kSliceSteps) * 2 * kTileBytes;
-    static constexpr size_t kMemoryBytes = kSubtaskBlocks * kSubtaskPanels * kSums * sizeof(float) + kExpandedBytes;
+    static constexpr size_t kScaleBytes = size_t(kFormats[kInt8].scale_bytes);
+    static constexpr size_t kMemoryBytes =
+        kExpandedBytes + kSubtaskPanels * kScaleBytes + kSubtaskBlocks * kSubtaskPanels * kSums * sizeof(float);
 
     Slices(const Factors& factors, const Path& path, const Area& area, uint8_t* memory)
-        : factors_(factors), path_(path), area_(area), expanded_(memory),
-          sums_(reinterpret_cast<float*>(memory + kExpandedBytes)) {}
+        : factors_(factors), path_(path), area_(area), expanded_(memory), scales_(memory + kExpandedBytes),
+          sums_(reinterpret_cast<float*>(scales_ + kSubtaskPanels * kScaleBytes)) {}
 
     // `done(row, count, panel, sums)` is called for every block and panel.
     template <class Done>
     void multiply(Done done) const {
         for (int i = 0; i < count(); ++i) {
             Part now = part(i);
-            Panel panel = codes(now);
-            if (path_.expand) {
-                path_.expand(panel, expanded_);
-                panel.data = expanded_;
-            }
+            Panel panel = operand(now);
             for (int block = 0; block < area_.blocks(); ++block) {
                 int row = area_.first_row + block * kBlock, rows = area_.block_rows(row);
                 Sums sums{sums_ + size_t(block * area_.panels() + now.panel - area_.first_panel) * kSums, kPanel};
-                path_.slice(panel, factors_.block(row, rows, now.step), slice(i, now, block, row), sums);
+                path_.slice(panel, factors_.block(row, rows, lines(now.step)), slice(i, now, block, row), sums);
                 if (now.step + now.steps == factors_.shape.steps) done(row, rows, now.panel, sums);
             }
         }
@@ -76,21 +74,38 @@ private:
         int panel, step, steps;
     };
 
-    int in_k() const { return (factors_.shape.steps + kSliceSteps - 1) / kSliceSteps; }
+    // Of int8 a slice takes as many bytes as of bf16.
+    int slice_steps() const { return path_.narrow ? 2 * kSliceSteps : kSliceSteps; }
+    // That a row has for so many steps.
+    int lines(int steps) const { return path_.narrow ? (steps + 1) / 2 : steps; }
+
+    int in_k() const { return (factors_.shape.steps + slice_steps() - 1) / slice_steps(); }
     int count() const { return in_k() * area_.panels(); }
 
     // All panels in each slice, so that the rows' slice stays; of one block all slices of each panel, for it stays whole.
     Part part(int i) const {
         bool one = area_.blocks() == 1;
         int slice = one ? i % in_k() : i / area_.panels(), panel = one ? i / in_k() : i % area_.panels();
-        return {area_.first_panel + panel, slice * kSliceSteps, steps(slice * kSliceSteps)};
+        return {area_.first_panel + panel, slice * slice_steps(), steps(slice * slice_steps())};
     }
     int steps(int from) const {
         int rest = factors_.shape.steps - from;
-        return rest < kSliceSteps ? rest : kSliceSteps;
+        return rest < slice_steps() ? rest : slice_steps();
     }
     Panel codes(const Part& p) const {
         return slice_of(factors_.panel(p.panel), factors_.shape.precision, p.step, p.steps);
+    }
+    // As the kernel takes it.
+    Panel operand(const Part& p) const {
+        Panel panel = codes(p);
+        if (path_.narrow) {
+            uint8_t* scales = scales_ + size_t(p.panel - area_.first_panel) * kScaleBytes;
+            path_.narrow(factors_.panel(p.panel), p.step, panel, expanded_, scales);
+            return {expanded_, scales, lines(p.steps), 1};
+        }
+        if (!path_.expand) return panel;
+        path_.expand(panel, expanded_);
+        return {expanded_, panel.scales, panel.steps, panel.group_steps};
     }
 
     // With what is asked for meanwhile: a share of the next part's weights with each block, of this block's next slice with each
@@ -102,13 +117,13 @@ private:
         if (i + 1 < count()) {
             Panel codes = this->codes(part(i + 1));
             size_t bytes = size_t(codes.steps) * 2 * size_t(kFormats[factors_.shape.precision].tile_bytes);
-            slice.weights = share(codes.data, bytes, block, area_.blocks(), now.steps);
+            slice.weights = share(codes.data, bytes, block, area_.blocks(), lines(now.steps));
         }
         if (area_.blocks() > 1 && !slice.last) {
             int rows = area_.block_rows(row);
-            size_t bytes = size_t(steps(next)) * size_t(rows) * kLine;
-            const uint8_t* at = factors_.block(row, rows, next).data;
-            slice.rows = share(at, bytes, now.panel - area_.first_panel, area_.panels(), now.steps);
+            size_t bytes = size_t(lines(steps(next))) * size_t(rows) * kLine;
+            const uint8_t* at = factors_.block(row, rows, lines(next)).data;
+            slice.rows = share(at, bytes, now.panel - area_.first_panel, area_.panels(), lines(now.steps));
         }
         return slice;
     }
@@ -123,7 +138,7 @@ private:
     const Factors& factors_;
     const Path& path_;
     const Area& area_;
-    uint8_t* expanded_;
+    uint8_t *expanded_, *scales_;
     float* sums_;
 };
 

@@ -8,7 +8,7 @@ import pytest
 from moe_layers import Batch, at_a_page_end, distance, fitting, guarded, parts_of, random_batch, random_layer
 
 from cpu_experts import Experts, layout, library
-from cpu_experts.reference import BOUNDS
+from cpu_experts.reference import BOUNDS, FEW
 
 PRECISIONS = list(layout.FORMATS)
 
@@ -54,6 +54,16 @@ def test_every_number_of_rows_of_one_expert_is_within_its_bound(isa, precision, 
     batch = random_batch(rows, model, 2, 1)._replace(ids=np.ones((rows, 1), np.int32))
     with Experts(*parts, precision, threads=2, isa=isa) as layer:
         assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]
+
+
+@pytest.mark.parametrize("precision", FEW)
+@pytest.mark.parametrize("rows", [1, 5, 10])
+def test_few_rows_meet_codes_as_exact_as_they_are(isa, precision, rows):
+    model, width = fitting(precision, 300, 90)
+    parts = parts_of(random_layer(2, model, width), precision)
+    batch = random_batch(rows, model, 2, 1)._replace(ids=np.ones((rows, 1), np.int32))
+    with Experts(*parts, precision, threads=2, isa=isa) as layer:
+        assert distance(layer.forward(*batch), batch, parts, precision) < FEW[precision]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
