@@ -8,10 +8,10 @@ import numpy as np
 from cpu_experts.layout import Parts, dequantize, from_bf16, to_bf16
 
 # How far a kernel's output may be from here, as norms. What differs are float32 sums in another order and a hidden value that
-# rounds to its other neighbour; for many rows products of code and scale are bf16 or, of int4 on AVX-512 and AMX, int8, as rows
-# are then: 3 % of a layer of V2-Lite's geometry, beside the 10 and more that int4 itself costs.
+# rounds to its other neighbour; for many rows products of code and scale are bf16 or, of four bits on AVX-512 and AMX, int8, as
+# rows are then: 3 % of a layer of V2-Lite's geometry, beside the 10 and more that four bits themselves cost.
 FEW = dict.fromkeys(("int4_g32", "int4_g128", "fp8_block", "q8_0", "q4_k", "q6_k"), 1.2e-2)
-BOUNDS = {"bf16": 4e-3, "int8": 1e-2} | FEW | dict.fromkeys(("int4_g32", "int4_g128"), 5e-2)
+BOUNDS = {"bf16": 4e-3, "int8": 1e-2} | FEW | dict.fromkeys(("int4_g32", "int4_g128", "q4_k"), 5e-2)
 
 
 def rounded(x: np.ndarray, format: str) -> np.ndarray:

@@ -40,6 +40,7 @@ inline __m512 halves(const uint8_t* at) { return _mm512_cvtph_ps(_mm256_load_si2
 inline __m128i sixteen(const uint8_t* at) { return _mm_load_si128(reinterpret_cast<const __m128i*>(at)); }
 
 struct Int4 : Nibbles<GroupedInt4>, NoMinima {
+    static constexpr int kFirst = -8;  // what code 0 stands for
     static __m512 scale(const Panel& p, int step, int, int tile) {
         const uint8_t* at = p.scales + (size_t(step / p.group_steps) * kPanel + size_t(tile * kTile)) * 2;
         __m512i wide = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(at)));
@@ -48,7 +49,7 @@ struct Int4 : Nibbles<GroupedInt4>, NoMinima {
 };
 
 struct Q4K : Nibbles<Q4KCodes> {
-    static constexpr int kParts = 1;
+    static constexpr int kParts = 1, kFirst = 0;
     static constexpr bool kMinima = true;
     static __m512 scale(const Panel& p, int step, int, int tile) {
         int i = step % 8, n = tile * kTile;
@@ -71,9 +72,10 @@ private:
     }
 };
 
-// Int4 as what is multiplied, in 16 bits, by a scale of 11 binary places to make int8 of it.
-struct Sixteenths {
-    static uint16_t word(int code) { return uint16_t((code - 8) * 16); }
+// What codes stand for, in 16 bits, to be multiplied by scales of 10 binary places.
+template <class Codes>
+struct Shifted {
+    static uint16_t word(int code) { return uint16_t((Codes::kFirst + code) * 32); }
 };
 
 // A byte has a sign and one of 128 sizes: both bytes of each one's bf16 come from tables, denormals and NaN of E4M3 included.

@@ -1,5 +1,5 @@
 // Kernels for AMX tiles, for more than a few rows; the few-row paths are AVX-512's, on the same packed weights. Codes whose scales
-// are a group's go to the tiles as they are for up to 16 rows, and are expanded for more.
+// are a group's go to the tiles as they are for up to 16 rows; for more those of four bits become int8, the others bf16.
 //
 // Up to 32 rows by a panel: tiles 0 and 1 hold rows, 2 and 3 weights, 4 to 7 the four sums. Tiles have as many rows as there are,
 // so nothing is read or written beyond the last one. Configured at every call (some tens of cycles, of thousands): the calling
@@ -143,7 +143,7 @@ void slice_sums(const Panel& p, const Rows& a, const Slice& slice, const Sums& c
 // A block times codes as they are, a group at a time, whose sums leave the tiles to be scaled. Tiles wait for what was just stored,
 // so a group is unpacked while the one before is multiplied, and scaled after the next one. On 16 cores a layer of V2-Lite took 64
 // tokens, six rows an expert, 4.0 ms with int4, 6.6 with FP8, 6.1 with Q8_0 and 4.7 with Q4_K, where AVX-512 took 6.8, 8.4, 9.2 and
-// 7.9. With 24 rows an expert it took 10.1 ms with FP8, expanded 9.0; on two cores with int4 63 and 54.
+// 7.9. With 24 rows an expert it took 10.1 ms with FP8, expanded 9.0.
 template <Precision P>
 void block_codes(const Panel& p, const Rows& a, const Sums& c) {
     const Path& codes = few_row_kernels().paths[P];

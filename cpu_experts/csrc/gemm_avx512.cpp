@@ -253,47 +253,59 @@ void expand(const Panel& p, uint8_t* bf16) {
     }
 }
 
-// --- int4 as int8 for many rows: a scale an output in place of one a group, so that the largest becomes 127
+// --- codes of four bits as int8 for many rows: a scale an output in place of one a group
+
+constexpr float kLargest = 126;  // of what the largest value becomes: product and minimum are rounded each
 
 // Scales of all of K, and no sums yet.
+template <class Codes>
 void int8_scales(const Panel& p, uint8_t* scales) {
+    const __m512 first = _mm512_set1_ps(Codes::kFirst), last = _mm512_set1_ps(Codes::kFirst + 15);
     for (int tile = 0; tile < 2; ++tile) {
         __m512i most = _mm512_setzero_si512();  // as bits, floats of one sign compare as integers, and NaN is the largest of all
         for (int step = 0; step < p.steps; step += p.group_steps) {
-            __m512i size = _mm512_and_si512(_mm512_castps_si512(Int4::scale(p, step, 0, tile)), _mm512_set1_epi32(0x7FFFFFFF));
-            most = _mm512_max_epu32(most, size);
+            __m512 scale = Codes::scale(p, step, 0, tile), minimum = Codes::minimum(p, step, 0, tile);
+            for (__m512 code : {first, last}) {
+                __m512i size = _mm512_castps_si512(_mm512_abs_ps(_mm512_fmsub_ps(code, scale, minimum)));
+                most = _mm512_max_epu32(most, size);
+            }
         }
-        _mm512_storeu_ps(scales + tile * kLine, _mm512_mul_ps(_mm512_castsi512_ps(most), _mm512_set1_ps(8.0f / 127.0f)));
+        _mm512_storeu_ps(scales + tile * kLine, _mm512_mul_ps(_mm512_castsi512_ps(most), _mm512_set1_ps(1 / kLargest)));
         _mm512_storeu_si512(scales + (2 + tile) * kLine, _mm512_setzero_si512());
     }
 }
 
-// What makes int8 of a group's codes, twice, with 11 binary places. Nothing is made of scales that are no numbers, whose outputs
-// are none either, or so small that they have no inverse.
-class Multipliers {
+// A group's numbers in units of the outputs' scales, twice each. Nothing is made of scales that are no numbers, whose outputs are
+// none either, or so small that they have no inverse.
+class Units {
 public:
-    explicit Multipliers(__m512 scale)
+    explicit Units(__m512 scale)
         : usable_(_mm512_cmp_ps_mask(scale, _mm512_set1_ps(1e-36f), _CMP_GE_OQ) &
                   _mm512_cmp_ps_mask(scale, _mm512_set1_ps(FLT_MAX), _CMP_LE_OQ)),
-          factor_(_mm512_maskz_div_ps(usable_, _mm512_set1_ps(2048.0f), scale)) {}
-    __m512i of(__m512 group) const {
-        __m512i b = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(usable_, group, factor_));
-        return _mm512_or_si512(_mm512_slli_epi32(b, 16), _mm512_and_si512(b, _mm512_set1_epi32(0xFFFF)));
+          inverse_(_mm512_maskz_div_ps(usable_, _mm512_set1_ps(1), scale)) {}
+    __m512i of(__m512 numbers, float times) const {
+        __m512 units = _mm512_maskz_mul_ps(usable_, numbers, inverse_);
+        __m512i words = _mm512_cvtps_epi32(_mm512_mul_ps(units, _mm512_set1_ps(times)));
+        return _mm512_or_si512(_mm512_slli_epi32(words, 16), _mm512_and_si512(words, _mm512_set1_epi32(0xFFFF)));
     }
 
 private:
     __mmask16 usable_;
-    __m512 factor_;
+    __m512 inverse_;
 };
 
-void narrow_int4(const Panel& whole, int step, const Panel& some, uint8_t* int8, uint8_t* scales) {
-    const auto codes = tables<Nibbles<Sixteenths>>();
-    if (step == 0) int8_scales(whole, scales);
+template <class Codes>
+void narrow(const Panel& whole, int step, const Panel& some, uint8_t* int8, uint8_t* scales) {
+    const auto codes = tables<Nibbles<Shifted<Codes>>>();
+    if (step == 0) int8_scales<Codes>(whole, scales);
     for (int tile = 0; tile < 2; ++tile) {
-        const Multipliers multipliers(_mm512_loadu_ps(scales + tile * kLine));
-        __m512i sum = _mm512_loadu_si512(scales + (2 + tile) * kLine), multiplier{};
+        const Units units(_mm512_loadu_ps(scales + tile * kLine));
+        __m512i sum = _mm512_loadu_si512(scales + (2 + tile) * kLine), scale{}, minimum{};
         for (int s = 0; s < some.steps; ++s) {
-            if (s % some.group_steps == 0) multiplier = multipliers.of(Int4::scale(some, s, 0, tile));
+            if (s % some.group_steps == 0) {
+                scale = units.of(Codes::scale(some, s, 0, tile), 1024);  // with which a product's upper half is of whole units
+                if (Codes::kMinima) minimum = units.of(Codes::minimum(some, s, 0, tile), 1);
+            }
             const uint8_t* w = some.data + size_t(2 * s + tile) * codes.kCodeBytes;
             uint8_t* out = int8 + size_t(s / 2 * 2 + tile) * kTileBytes + s % 2 * (kTileBytes / 2);
             if (s % 2 == 0 && s + 1 == some.steps) std::memset(out + kTileBytes / 2, 0, kTileBytes / 2);
@@ -301,7 +313,10 @@ void narrow_int4(const Panel& whole, int step, const Panel& some, uint8_t* int8,
             for (int quarter = 0; quarter < 4; ++quarter, out += 2 * kLine) {
                 __m512i row[4];
                 codes.unpack(w, quarter, row);
-                for (int i = 0; i < 4; ++i) row[i] = _mm512_mulhrs_epi16(row[i], multiplier);
+                for (int i = 0; i < 4; ++i) {
+                    row[i] = _mm512_mulhrs_epi16(row[i], scale);
+                    if (Codes::kMinima) row[i] = _mm512_sub_epi16(row[i], minimum);
+                }
                 for (int i = 0; i < 2; ++i) {
                     __m512i line = lower_bytes(row[2 * i], row[2 * i + 1]);
                     _mm512_store_si512(out + i * kLine, line);
@@ -335,11 +350,11 @@ const Kernels& avx512_kernels() {
     static const Kernels kernels = {
         {{plain<Bf16>, plain<Bf16>, plain_slice<Bf16>, nullptr, 0},
          {plain<Int8>, plain<Int8>, plain_slice<Int8>, nullptr, 0},
-         {grouped<Int4>, nullptr, plain_slice<Int8>, nullptr, 10, expand<Int4, false>, add_group<Int4>, narrow_int4},
-         {grouped<Int4>, nullptr, plain_slice<Int8>, nullptr, 10, expand<Int4, false>, add_group<Int4>, narrow_int4},
+         {grouped<Int4>, nullptr, plain_slice<Int8>, nullptr, 10, expand<Int4, false>, add_group<Int4>, narrow<Int4>},
+         {grouped<Int4>, nullptr, plain_slice<Int8>, nullptr, 10, expand<Int4, false>, add_group<Int4>, narrow<Int4>},
          {grouped<Fp8>, nullptr, plain_slice<Bf16>, expand<Fp8, true>, 10, expand<Fp8, false>, add_group<Fp8>},
          {grouped<Q8>, nullptr, plain_slice<Bf16>, expand<Q8, true>, 10, expand<Q8, false>, add_group<Q8>},
-         {grouped<Q4K>, nullptr, plain_slice<Bf16>, expand<Q4K, true>, 10, expand<Q4K, false>, add_group<Q4K>},
+         {grouped<Q4K>, nullptr, plain_slice<Int8>, nullptr, 10, expand<Q4K, false>, add_group<Q4K>, narrow<Q4K>},
          {grouped<Q6K>, nullptr, plain_slice<Bf16>, expand<Q6K, true>, 10}},
         pack_bf16,
         pack_int8,
