@@ -8,11 +8,13 @@ meanwhile where a maximum grew by much, starts the sums of the tile before, and 
 What runs beside a product must not lie behind a join of control flow, nor write the registers that the product reads: ptxas
 waits there. So tiles that need no mask go through a loop of their own, and weights become bfloat16 behind the sums' end.
 
-Multiprocessors take pieces by turns, there and back, from the longest to the shortest of some heads at a time: as many heads
-as keep four multiprocessors each. On an H200 power decides: 700 W bring the clock from 1.98 to some 1.55 GHz. TFLOP/s at 4,096
-tokens of 128 heads, over a quarter of a second: 611; with the two warpgroups taking turns in starting 597, and then all
-sums rescaled 592, or each block loading its own tiles 581; before, totals added up across threads and tiles masked behind a
-branch, 558 in another run. Of that variant eight multiprocessors at a head took 7 % more time, sixteen 2 % less. A launch of
+Who takes which piece is in schedule.py: four heads at a time, whose keys and values stay in the L2, and all end alike. On an
+H200 power decides: 700 W bring the clock from 1.98 to some 1.55 GHz. TFLOP/s at 4,096 tokens of 128 heads, over a quarter of
+a second: 632, where FlashInfer took 609 in the same run. 33 heads at a time, dealt out by turns, there and back, took 573 where
+9 heads took 598 and 5 took 601, dealt out unevenly (the longest had 5 to 7 % more than the mean); evenly, 4 heads 630, 9 619,
+14 611, and in another run 2 615, 4 631, 6 637, of 8,192 tokens 2 675, 4 684, 7 669. Before that, in other runs: the two
+warpgroups taking turns in starting cost 2 %, then all sums rescaled another, or each block loading its own tiles 3; totals added
+up across threads and tiles masked behind a branch took 558. Tiles of 64 keys in three or four slots cost 8 to 11 %. A launch of
 one block a piece was no slower (549 against 545), nor was a piece faster whose first scores ran beside the last values of the
 one before, its keys ordered ahead of its queries (536 against 542). In a profile some fifth of a piece's time goes before its
 second tile and behind its last, as with FlashInfer."""
@@ -57,7 +59,7 @@ def _kernel(
     q_s, k_s, v_s, out_s, q_in, q_free, k_in, v_in, k_free, v_free, cleaned,
     *, heads, scale, causal, sizes, size, interpret,
 ):  # fmt: skip
-    (B, T), S, (chunk, slots) = q_g.shape[:2], k_g.shape[1], (sizes["chunk"], sizes["slots"])
+    T, S, chunk, slots = q_g.shape[1], k_g.shape[1], sizes["chunk"], sizes["slots"]
     H, V = (x.shape[-1] // heads for x in (q_g, v_g))
     parts = _halves(H)
     unit, role = lax.axis_index("unit"), lax.axis_index("role")

@@ -6,6 +6,7 @@ heads come all together, so that the shortest pieces are the last and all units 
 
 import functools
 import heapq
+import itertools
 
 import numpy as np
 
@@ -21,7 +22,8 @@ def schedule(tiles: tuple[int, ...], *, lines: int, near: int, units: int) -> np
     longest_first = np.argsort(-costs, kind="stable")
     last = min(lines, -(-2 * units * int(costs.max()) // int(costs.sum())))
     cuts = [*range(0, lines - last, near), lines - last, lines]
-    pieces = [g + line * len(tiles) for lo, hi in zip(cuts, cuts[1:], strict=False) for g in longest_first for line in range(lo, hi)]
+    heads = itertools.starmap(range, itertools.pairwise(cuts))
+    pieces = [g + line * len(tiles) for some in heads for g in longest_first for line in some]
     free, taken = [(0, unit) for unit in range(units)], [[] for _ in range(units)]
     for piece in pieces:
         when, unit = free[0]

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import choice, testing
 from pallas_kernels.mla_prefill import CHECKS, Unsupported, merge, mla_prefill, reference, tpu, xla
+from pallas_kernels.mla_prefill.schedule import START, schedule
 
 each_case = pytest.mark.parametrize("case", testing.MLA_PREFILL, ids=lambda case: case.name)
 
@@ -47,6 +48,28 @@ def interpreted(case, inputs, block, chunk):
     """The TPU kernel, on memory that is NaN until written, with copies as late as they may be; tells races."""
     how = {"scale": case.scale, "causal": case.causal, "sizes": {"block": block, "chunk": chunk}}
     return tpu.mla_prefill(**inputs, **how, interpret=pltpu.InterpretParams(detect_races=True))
+
+
+@given(
+    tiles=st.lists(st.integers(1, 70), min_size=1, max_size=20).map(tuple),
+    lines=st.integers(1, 40),
+    near=st.integers(1, 9),
+    units=st.integers(1, 66),
+)
+def test_units_take_every_piece_once_and_none_much_more_than_the_others(tiles, lines, near, units):
+    table = schedule(tiles, lines=lines, near=near, units=units)
+    taken = [row[1 : 1 + row[0]] for row in table]
+    assert sorted(np.concatenate(taken)) == list(range(lines * len(tiles)))
+    costs = np.asarray(tiles) + START
+    loads = [int(costs[pieces % len(tiles)].sum()) for pieces in taken]
+    assert max(loads) <= sum(loads) / units + costs.max()
+
+
+def test_a_long_prompt_is_shared_out_within_a_hundredth():
+    tiles = tuple(range(2, 34, 2))  # 4,096 tokens
+    table = schedule(tiles, lines=128, near=4, units=66)
+    loads = [sum(tiles[piece % 16] + START for piece in row[1 : 1 + row[0]]) for row in table]
+    assert max(loads) <= 1.01 * np.mean(loads)
 
 
 @each_case
