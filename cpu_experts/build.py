@@ -17,10 +17,19 @@ def find_cmake() -> str | None:
     return shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
 
 
+def _forget_another_checkout(folder: Path) -> None:
+    """As `cmake --fresh`, which older ones lack: a cache made of other sources would be refused."""
+    cache = folder / "CMakeCache.txt"
+    if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={SOURCE}\n" not in cache.read_text(errors="replace"):
+        cache.unlink()
+        shutil.rmtree(folder / "CMakeFiles", ignore_errors=True)
+
+
 def build(folder: Path, *options: str, target: str = "all") -> Path:
     """The library, built in `folder` with further cmake options; raises Unsupported with the end of what cmake said."""
     if (cmake := find_cmake()) is None:
         raise Unsupported("cmake is needed to build cpu_experts: install it (`pip install cmake`) and a C++17 compiler")
+    _forget_another_checkout(folder)
     configure = [cmake, "-S", str(SOURCE), "-B", str(folder), *options]
     for command in (configure, [cmake, "--build", str(folder), "--parallel", "--target", target]):
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")

@@ -1,4 +1,5 @@
-// The codes of each format as bf16 in registers, exactly, by AVX-512 with VBMI. Scales and minima are left to whoever multiplies.
+// The codes of each format in registers, exactly, by AVX-512 with VBMI: as bf16, those of four bits as integers, too. Scales and
+// minima are left to whoever multiplies.
 #pragma once
 
 #include <immintrin.h>

@@ -74,7 +74,7 @@ struct Panel {
 struct Rows {
     const uint8_t* data;  // one block
     int count;            // 1 to kBlock
-    const float* scales;  // of each row, int8 only
+    const float* scales;  // of each row of int8
 };
 
 // `steps` of them from `first` on, which is a multiple of 8: no group or block is cut.
@@ -118,7 +118,7 @@ using AddScaled = void (*)(const Panel&, int step, const Rows& group, const Sums
 
 struct Path {
     Multiply few;         // up to `crossover` rows, straight from the packed codes
-    Multiply block;       // of one block of up to `most` rows, likewise; may be nullptr where `expand` is set
+    Multiply block;       // of one block of up to `most` rows, likewise; may be nullptr where one of the next is set
     MultiplySlice slice;  // of several; of bf16 where `expand` is set, of int8 (as rows are then) where `narrow` is
     Expand expand;        // nullptr: `slice` reads the packed codes itself, or what `narrow` makes of them
     int crossover;
@@ -140,7 +140,7 @@ struct Source {
 
 struct Kernels {
     Path paths[kPrecisions];
-    // Row `i` of a block of `rows` as bf16, or as bytes (code + 128) with a scale, padded with zeros to `steps`.
+    // Row `i` of a block of `rows` as bf16, or as bytes (code + 128) with a scale, padded with zeros to so many lines.
     void (*pack_bf16)(const Source&, int i, int rows, int steps, uint8_t* block);
     float (*pack_int8)(const Source&, int i, int rows, int steps, uint8_t* block);
     // silu(gate) * up of a panel's c, as 16 columns of a bf16 block ...

@@ -276,7 +276,7 @@ void int8_scales(const Panel& p, uint8_t* scales) {
 }
 
 // A group's numbers in units of the outputs' scales, twice each. Nothing is made of scales that are no numbers, whose outputs are
-// none either, or so small that they have no inverse.
+// none either (nor if a bfloat16 is so large that eight of it are none), or so small that they have no inverse.
 class Units {
 public:
     explicit Units(__m512 scale)
@@ -346,7 +346,8 @@ void add_group(const Panel& p, int step, const Rows& a, const Sums& from, const 
 }  // namespace
 
 const Kernels& avx512_kernels() {
-    // Crossovers are measured on Zen 5: with 8 rows, unpacking in every pass is still faster than expanding; with 12 it is not.
+    // Crossovers are measured on Zen 5: with 8 rows, unpacking in every pass is still faster than expanding to bf16; with 12 it is
+    // not.
     static const Kernels kernels = {
         {{plain<Bf16>, plain<Bf16>, plain_slice<Bf16>, nullptr, 0},
          {plain<Int8>, plain<Int8>, plain_slice<Int8>, nullptr, 0},

@@ -20,7 +20,7 @@ struct Factors {
     const Shape& shape;
     const uint8_t* weights;  // of one expert
     const uint8_t* rows;     // of all, block by block
-    const float* scales;     // of the rows, int8 only
+    const float* scales;     // of the rows, if they are int8
 
     Panel panel(int p) const {
         const uint8_t* at = weights + size_t(p) * shape.panel_bytes;

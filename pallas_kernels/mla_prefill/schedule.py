@@ -32,4 +32,5 @@ def schedule(tiles: tuple[int, ...], *, lines: int, near: int, units: int) -> np
     table = np.zeros((units, 1 + max(map(len, taken))), np.int32)
     for row, mine in zip(table, taken, strict=True):
         row[: 1 + len(mine)] = [len(mine), *mine]
+    table.setflags(write=False)  # one for all who ask
     return table

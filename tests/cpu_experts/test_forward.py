@@ -67,7 +67,7 @@ def test_few_rows_meet_codes_as_exact_as_they_are(isa, precision, rows):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(("model", "width"), [(1100, 33), (33, 1100)])
+@pytest.mark.parametrize(("model", "width"), [(1100, 33), (33, 1100), (2100, 33), (33, 2100)])
 def test_inputs_of_several_slices_are_within_their_bound(isa, precision, model, width):
     model, width = fitting(precision, model, width)
     parts = parts_of(random_layer(1, model, width), precision)
@@ -75,6 +75,30 @@ def test_inputs_of_several_slices_are_within_their_bound(isa, precision, model, 
         batch = random_batch(rows, model, 1, 1)._replace(ids=np.zeros((rows, 1), np.int32))
         with Experts(*parts, precision, threads=2, isa=isa) as layer:
             assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]
+
+
+@pytest.mark.parametrize("rows", [4, 40])
+def test_scales_of_int4_may_be_zero_negative_or_very_small(isa, rows):
+    parts = parts_of(random_layer(1, 300, 90), "int4_g32")
+    rng = np.random.default_rng(0)
+    for _, scale in parts:
+        scale[rng.random(scale.shape) < 0.2] = 0
+        scale[rng.random(scale.shape) < 0.2] |= 0x8000
+        scale[:, 3] = 0x0080  # 1.2e-38 in all groups
+    batch = random_batch(rows, 300, 1, 1)
+    with Experts(*parts, "int4_g32", threads=2, isa=isa) as layer:
+        out = layer.forward(*batch)
+    assert np.isfinite(out).all()
+    assert distance(out, batch, parts, "int4_g32") < BOUNDS["int4_g32"]
+
+
+@pytest.mark.parametrize("rows", [4, 40])
+def test_a_scale_of_int4_that_is_no_number_is_not_hidden(isa, rows):
+    parts = parts_of(random_layer(1, 300, 90), "int4_g32")
+    parts[2][1][0, 5, 1] = 0x7FC0  # of down's output 5
+    batch = random_batch(rows, 300, 1, 1)
+    with Experts(*parts, "int4_g32", threads=2, isa=isa) as layer:
+        assert np.isnan(layer.forward(*batch)).any(axis=0).nonzero()[0].tolist() == [5]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

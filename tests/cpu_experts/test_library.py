@@ -145,6 +145,13 @@ def test_a_failed_build_shows_what_cmake_said(builds, tmp_path):
         build(tmp_path, "-DCMAKE_CXX_COMPILER=/no such compiler")
 
 
+def test_what_another_checkout_left_in_the_folder_is_built_anew(builds, tmp_path):
+    (tmp_path / "CMakeCache.txt").write_text("CMAKE_HOME_DIRECTORY:INTERNAL=/elsewhere\n")
+    with pytest.raises(Unsupported, match="No such target|[Nn]o rule|unknown target"):
+        build(tmp_path, target="none")
+    assert "/elsewhere" not in (tmp_path / "CMakeCache.txt").read_text()
+
+
 def test_only_the_functions_of_the_header_are_exported(builds):
     done = subprocess.run(
         ["nm", "-D", "--defined-only", str(builds() / library.NAME)], capture_output=True, text=True, check=True
