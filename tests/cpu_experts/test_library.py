@@ -147,7 +147,7 @@ def test_a_failed_build_shows_what_cmake_said(builds, tmp_path):
 
 def test_what_another_checkout_left_in_the_folder_is_built_anew(builds, tmp_path):
     (tmp_path / "CMakeCache.txt").write_text("CMAKE_HOME_DIRECTORY:INTERNAL=/elsewhere\n")
-    with pytest.raises(Unsupported, match="No such target|[Nn]o rule|unknown target"):
+    with pytest.raises(Unsupported, match="building cpu_experts failed"):
         build(tmp_path, target="none")
     assert "/elsewhere" not in (tmp_path / "CMakeCache.txt").read_text()
 
