@@ -6,6 +6,8 @@
 #include <immintrin.h>
 #endif
 
+#include <math.h>
+
 #include <cfloat>
 #include <cstring>
 
@@ -92,28 +94,127 @@ inline float largest(const Source& from) {
     return float_of(most);
 }
 
+inline float size_of(float x) { return float_of(bits_of(x) & 0x7FFFFFFF); }
+
+// `whole(k)` for every k from which on there are 16 numbers, `single(k)` for the others: a loop of 16 is one of vectors.
+template <class Whole, class Single>
+inline void by_sixteen(int count, Whole whole, Single single) {
+    int k = 0;
+    for (; k + 16 <= count; k += 16) whole(k);
+    for (; k < count; ++k) single(k);
+}
+
+// Of the numbers within a limit.
+struct Within {
+    float squares, largest;
+};
+
+template <class Number>
+inline Within within(const Number* values, int count, float limit) {
+    float squares[16] = {}, largest[16] = {};
+    auto add = [&](int k, int j) {
+        float x = size_of(as_float(values[k]));
+        x = x <= limit ? x : 0;
+        squares[j] += x * x;
+        largest[j] = x > largest[j] ? x : largest[j];
+    };
+    by_sixteen(
+        count,
+        [&](int k) {
+            for (int j = 0; j < 16; ++j) add(k + j, j);
+        },
+        [&](int k) { add(k, 0); });
+    Within all{};
+    for (int j = 0; j < 16; ++j) {
+        all.squares += squares[j];
+        all.largest = largest[j] > all.largest ? largest[j] : all.largest;
+    }
+    return all;
+}
+
+// `take(k, x)` for every number beyond the limit.
+template <class Number, class Take>
+inline void each_beyond(const Number* values, int count, float limit, Take take) {
+    auto look = [&](int k) {
+        float x = as_float(values[k]);
+        if (size_of(x) > limit) take(k, x);
+    };
+    by_sixteen(
+        count,
+        [&](int k) {
+            int any = 0;
+            for (int j = 0; j < 16; ++j) any |= size_of(as_float(values[k + j])) > limit;
+            for (int j = 0; any && j < 16; ++j) look(k + j);
+        },
+        look);
+}
+
+// What a row's scale is made of: ten times the root mean square of its numbers within that, unless more are beyond than are worth
+// it: then of the largest within. Of a normal distribution none are, nor many of a short row, for they are in its mean.
+constexpr float kFar = 10;
+
+template <class Number>
+inline float limit_of(const Number* values, int count, float most) {
+    const float least = most / 4096;  // so that no sum of codes overflows
+    Within kept = within(values, count, most);
+    for (int turn = 0; turn < 4; ++turn) {
+        float limit = kFar * sqrtf(kept.squares / float(count));
+        limit = limit > least ? limit : least;
+        if (!(limit < kept.largest)) break;
+        int beyond = 0;
+        each_beyond(values, count, limit, [&](int, float) { ++beyond; });
+        if (beyond > Outliers::kMost) break;
+        kept = within(values, count, limit);
+    }
+    return kept.largest > least ? kept.largest : least;
+}
+
+// Their places become zeros.
+template <class Number>
+inline void leave_out(const Number* values, int count, float limit, float inverse, uint8_t* row, size_t line, Outliers& out) {
+    each_beyond(values, count, limit, [&](int k, float x) {
+        out.at[out.count++] = {k, int32_t(lrintf(x * inverse))};
+        row[size_t(k / kLine) * line + size_t(k % kLine)] = 128;
+    });
+}
+
 template <class Number>
 inline void codes_of(const Number* values, int count, float inverse, uint8_t* codes) {
     for (int j = 0; j < count; ++j) codes[j] = uint8_t(bits_of(as_float(values[j]) * inverse + kMagic) + 128);
 }
 
 // Codes are biased by 128: VNNI and AMX multiply unsigned by signed bytes, and weights take the bias back (Format, int8).
-inline float pack_int8(const Source& from, int i, int rows, int steps, uint8_t* block) {
-    float most = largest(from);
+inline float pack_int8(const Source& from, int i, int rows, int steps, uint8_t* block, Outliers* left_out) {
+    float most = largest(from), limit = most;
     bool finite = most <= FLT_MAX, zeros = most < 1e-36f;  // 127 / most would overflow
-    float scale = zeros ? 1.0f : finite ? most / 127.0f : most;
-    float inverse = zeros ? 0.0f : 127.0f / most;
+    const auto* halves = static_cast<const uint16_t*>(from.values);
+    const auto* floats = static_cast<const float*>(from.values);
+    if (left_out && finite && most > 1e-32f) {
+        limit = from.bf16 ? limit_of(halves, from.count, most) : limit_of(floats, from.count, most);
+    }
+    float scale = zeros ? 1.0f : finite ? limit / 127.0f : most;
+    float inverse = zeros ? 0.0f : 127.0f / limit;
     for (int s = 0; s < steps; ++s) {
         uint8_t* line = block + (size_t(s) * rows + i) * kLine;
         int k = s * kLine, held = from.count - k < kLine ? from.count - k : kLine;
         if (!finite) {
             std::memset(line, 129, kLine);  // a row that is not finite stays so, by its scale
         } else if (from.bf16) {
-            codes_of(static_cast<const uint16_t*>(from.values) + k, held, inverse, line);
+            codes_of(halves + k, held, inverse, line);
         } else {
-            codes_of(static_cast<const float*>(from.values) + k, held, inverse, line);
+            codes_of(floats + k, held, inverse, line);
         }
         for (int j = held > 0 ? held : 0; j < kLine; ++j) line[j] = 128;
+    }
+    if (!left_out) return scale;
+    left_out->count = 0;
+    if (!(limit < most)) return scale;
+    uint8_t* row = block + size_t(i) * kLine;
+    size_t line = size_t(rows) * kLine;
+    if (from.bf16) {
+        leave_out(halves, from.count, limit, inverse, row, line, *left_out);
+    } else {
+        leave_out(floats, from.count, limit, inverse, row, line, *left_out);
     }
     return scale;
 }

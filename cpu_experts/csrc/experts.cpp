@@ -119,6 +119,7 @@ struct Forward {
     // what is computed
     uint8_t *x, *hidden;
     float *x_scales, *hidden_scales, *hidden_values, *parts;
+    Outliers *x_outliers, *hidden_outliers;
     uint8_t* own;  // of each thread
     size_t hidden_line, parts_line;
 
@@ -134,6 +135,8 @@ struct Forward {
         blocks = cut.take<Block>(rows / kBlock + size_t(l.experts_) + 1);
         x_scales = cut.take<float>(x_int8 ? rows : 0);
         hidden_scales = cut.take<float>(hidden_int8 ? rows : 0);
+        x_outliers = cut.take<Outliers>(narrows(l.gate_up_) ? rows : 0);
+        hidden_outliers = cut.take<Outliers>(narrows(l.down_) ? rows : 0);
         x = cut.take<uint8_t>(rows * l.gate_up_.row_bytes);
         hidden = cut.take<uint8_t>(rows * l.down_.row_bytes);
         hidden_line = size_t(l.gate_up_panels_) * kTile;
@@ -157,10 +160,10 @@ private:
     static constexpr int kCombined = 4;  // tokens a subtask
     static constexpr int kMany = 1 << 30;
 
+    bool narrows(const Shape& weights) const { return layer.kernels_.paths[weights.precision].narrow; }
     // How the rows of an expert that has so many are laid out.
     bool int8_rows(const Shape& weights, int rows) const {
-        const Path& path = layer.kernels_.paths[weights.precision];
-        return weights.precision == kInt8 || (path.narrow && path.sliced(rows));
+        return weights.precision == kInt8 || (narrows(weights) && layer.kernels_.paths[weights.precision].sliced(rows));
     }
     bool int8_rows(const Shape& weights, const Block& b) const {
         return int8_rows(weights, first_row[b.expert + 1] - first_row[b.expert]);
@@ -255,11 +258,12 @@ private:
         }
     }
 
-    void pack(const Source& from, int i, const Block& b, const Shape& shape, uint8_t* to, float* scales) {
+    void pack(const Source& from, int i, const Block& b, const Shape& shape, uint8_t* to, float* scales, Outliers* outliers) {
         uint8_t* block = to + size_t(b.first) * shape.row_bytes;
         if (int8_rows(shape, b)) {
             int lines = (shape.steps * kFormats[shape.precision].step_k + kLine - 1) / kLine;
-            scales[b.first + i] = layer.kernels_.pack_int8(from, i, b.count, lines, block);
+            Outliers* left_out = narrows(shape) ? outliers + b.first + i : nullptr;
+            scales[b.first + i] = layer.kernels_.pack_int8(from, i, b.count, lines, block, left_out);
         } else {
             layer.kernels_.pack_bf16(from, i, b.count, shape.steps, block);
         }
@@ -270,7 +274,8 @@ private:
         bool bf16 = batch.x_dtype == CPU_EXPERTS_BFLOAT16;
         for (int i = 0; i < b.count; ++i) {
             size_t at = size_t(token + token_of[b.first + i]) * size_t(layer.model_) * (bf16 ? 2 : 4);
-            pack({static_cast<const uint8_t*>(batch.x) + at, bf16, layer.model_}, i, b, layer.gate_up_, x, x_scales);
+            Source from{static_cast<const uint8_t*>(batch.x) + at, bf16, layer.model_};
+            pack(from, i, b, layer.gate_up_, x, x_scales, x_outliers);
         }
         // SwiGLU writes whole tiles; what lies between the last one and the end of the last step is padding.
         if (!int8_rows(layer.down_, b)) {
@@ -286,7 +291,7 @@ private:
         if (!int8_rows(layer.down_, b)) return;
         for (int i = 0; i < b.count; ++i) {
             const float* values = hidden_values + size_t(b.first + i) * hidden_line;
-            pack({values, false, layer.width_}, i, b, layer.down_, hidden, hidden_scales);
+            pack({values, false, layer.width_}, i, b, layer.down_, hidden, hidden_scales, hidden_outliers);
         }
     }
 
@@ -296,7 +301,8 @@ private:
         int expert;
         Area at = area(index, expert);
         factors.weights += size_t(expert) * size_t(panels_) * factors.shape.panel_bytes;
-        if (!int8_rows(factors.shape, at.rows())) factors.scales = nullptr;
+        if (!int8_rows(factors.shape, at.rows())) factors.scales = nullptr, factors.outliers = nullptr;
+        if (!narrows(factors.shape)) factors.outliers = nullptr;
         const Path& path = layer.kernels_.paths[factors.shape.precision];
         if (path.sliced(at.rows())) {
             Slices(factors, path, at, own + Slices::kMemoryBytes * size_t(thread)).multiply(done);
@@ -315,22 +321,22 @@ private:
         auto* sums = reinterpret_cast<float*>(own + Slices::kMemoryBytes * size_t(thread));
         int expert;
         bool int8 = int8_rows(layer.down_, area(index, expert).rows());
-        multiply(
-            index, thread, {layer.gate_up_, layer.gate_up_data_, x, x_scales}, [&](int, int) { return Sums{sums, kPanel}; },
-            [&](int row, int count, int panel, const Sums& c) {
-                if (int8) {
-                    layer.kernels_.swiglu_f32(c.at, count, panel, hidden_line, hidden_values + size_t(row) * hidden_line);
-                } else {
-                    layer.kernels_.swiglu_bf16(c.at, count, panel, hidden + size_t(row) * layer.down_.row_bytes);
-                }
-            });
+        auto target = [&](int, int) { return Sums{sums, kPanel}; };
+        multiply(index, thread, {layer.gate_up_, layer.gate_up_data_, x, x_scales, x_outliers}, target,
+                 [&](int row, int count, int panel, const Sums& c) {
+                     if (int8) {
+                         layer.kernels_.swiglu_f32(c.at, count, panel, hidden_line, hidden_values + size_t(row) * hidden_line);
+                     } else {
+                         layer.kernels_.swiglu_bf16(c.at, count, panel, hidden + size_t(row) * layer.down_.row_bytes);
+                     }
+                 });
     }
 
     void down(int index, int thread) {
         auto target = [&](int row, int panel) {
             return Sums{parts + size_t(row) * parts_line + size_t(panel) * kPanel, parts_line};
         };
-        multiply(index, thread, {layer.down_, layer.down_data_, hidden, hidden_scales}, target,
+        multiply(index, thread, {layer.down_, layer.down_data_, hidden, hidden_scales, hidden_outliers}, target,
                  [&](int row, int count, int panel, const Sums& c) {
                      Sums to = target(row, panel);
                      if (c.at != to.at) layer.kernels_.put(c, count, to, many_);

@@ -71,10 +71,21 @@ struct Panel {
     int steps, group_steps;
 };
 
+// A row's few numbers that are far larger than its others, of which int8 would keep little beside them. Where they lie the row
+// has zeros; their codes are as many times its scale as they are.
+struct Outliers {
+    static constexpr int kMost = 15;
+    int count;
+    struct {
+        int32_t input, code;
+    } at[kMost];
+};
+
 struct Rows {
     const uint8_t* data;  // one block
     int count;            // 1 to kBlock
     const float* scales;  // of each row of int8
+    const Outliers* outliers = nullptr;
 };
 
 // `steps` of them from `first` on, which is a multiple of 8: no group or block is cut.
@@ -116,6 +127,9 @@ using Narrow = void (*)(const Panel& whole, int step, const Panel& some, uint8_t
 // add up to, they are added to those of the groups before.
 using AddScaled = void (*)(const Panel&, int step, const Rows& group, const Sums& from, const Sums& to);
 
+// The outliers' products with such a panel, whose inputs begin with a row's line `first`, are added to what its slice gave.
+using AddOutliers = void (*)(const Panel& int8, const Rows&, int first, bool last, const Sums&);
+
 struct Path {
     Multiply few;         // up to `crossover` rows, straight from the packed codes
     Multiply block;       // of one block of up to `most` rows, likewise; may be nullptr where one of the next is set
@@ -125,6 +139,7 @@ struct Path {
     Expand unpack = nullptr;         // a group's codes as they are, exactly; nullptr where scales are no group's
     AddScaled add_scaled = nullptr;  // its sums
     Narrow narrow = nullptr;
+    AddOutliers add_outliers = nullptr;
     int most = kBlock;
 
     // Whether `slice` multiplies so many rows of an expert.
@@ -142,7 +157,7 @@ struct Kernels {
     Path paths[kPrecisions];
     // Row `i` of a block of `rows` as bf16, or as bytes (code + 128) with a scale, padded with zeros to so many lines.
     void (*pack_bf16)(const Source&, int i, int rows, int steps, uint8_t* block);
-    float (*pack_int8)(const Source&, int i, int rows, int steps, uint8_t* block);
+    float (*pack_int8)(const Source&, int i, int rows, int steps, uint8_t* block, Outliers*);  // nullptr: all are packed
     // silu(gate) * up of a panel's c, as 16 columns of a bf16 block ...
     void (*swiglu_bf16)(const float* c, int rows, int panel, uint8_t* block);
     // ... or as floats, `width` a row.

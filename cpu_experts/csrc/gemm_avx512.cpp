@@ -328,6 +328,28 @@ void narrow(const Panel& whole, int step, const Panel& some, uint8_t* int8, uint
     }
 }
 
+void add_outliers(const Panel& p, const Rows& a, int first, bool last, const Sums& c) {
+    for (int m = 0; m < a.count; ++m) {
+        for (int i = 0; i < a.outliers[m].count; ++i) {
+            int k = a.outliers[m].at[i].input - first * kLine;
+            if (k < 0 || k >= p.steps * kLine) continue;
+            const uint8_t* w = p.data + size_t(k / kLine) * 2 * kTileBytes + k % kLine / 4 * kLine;
+            const __m128i shift = _mm_cvtsi32_si128(24 - k % 4 * 8);
+            for (int tile = 0; tile < 2; ++tile) {
+                __m512i codes = _mm512_srai_epi32(_mm512_sll_epi32(load(w + tile * kTileBytes), shift), 24);
+                __m512i products = _mm512_mullo_epi32(codes, _mm512_set1_epi32(a.outliers[m].at[i].code));
+                float* at = c.row(m) + tile * kTile;
+                if (last) {
+                    __m512 scale = _mm512_mul_ps(_mm512_loadu_ps(p.scales + tile * kLine), _mm512_set1_ps(a.scales[m]));
+                    _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), scale, _mm512_loadu_ps(at)));
+                } else {
+                    _mm512_storeu_si512(at, _mm512_add_epi32(_mm512_loadu_si512(at), products));
+                }
+            }
+        }
+    }
+}
+
 template <class Codes>
 void add_group(const Panel& p, int step, const Rows& a, const Sums& from, const Sums& to) {
     __m512 scale[2] = {Codes::scale(p, step, 0, 0), Codes::scale(p, step, 0, 1)};
@@ -343,20 +365,28 @@ void add_group(const Panel& p, int step, const Rows& a, const Sums& from, const 
     }
 }
 
+// Measured on Zen 5: with 8 rows, unpacking in every pass is still faster than expanding to bf16; with 12 it is not.
+constexpr int kCrossover = 10;
+
+template <class Codes>
+Path four_bits() {
+    Path path{grouped<Codes>, nullptr, plain_slice<Int8>, nullptr, kCrossover, expand<Codes, false>, add_group<Codes>};
+    path.narrow = narrow<Codes>, path.add_outliers = add_outliers;
+    return path;
+}
+
 }  // namespace
 
 const Kernels& avx512_kernels() {
-    // Crossovers are measured on Zen 5: with 8 rows, unpacking in every pass is still faster than expanding to bf16; with 12 it is
-    // not.
     static const Kernels kernels = {
         {{plain<Bf16>, plain<Bf16>, plain_slice<Bf16>, nullptr, 0},
          {plain<Int8>, plain<Int8>, plain_slice<Int8>, nullptr, 0},
-         {grouped<Int4>, nullptr, plain_slice<Int8>, nullptr, 10, expand<Int4, false>, add_group<Int4>, narrow<Int4>},
-         {grouped<Int4>, nullptr, plain_slice<Int8>, nullptr, 10, expand<Int4, false>, add_group<Int4>, narrow<Int4>},
-         {grouped<Fp8>, nullptr, plain_slice<Bf16>, expand<Fp8, true>, 10, expand<Fp8, false>, add_group<Fp8>},
-         {grouped<Q8>, nullptr, plain_slice<Bf16>, expand<Q8, true>, 10, expand<Q8, false>, add_group<Q8>},
-         {grouped<Q4K>, nullptr, plain_slice<Int8>, nullptr, 10, expand<Q4K, false>, add_group<Q4K>, narrow<Q4K>},
-         {grouped<Q6K>, nullptr, plain_slice<Bf16>, expand<Q6K, true>, 10}},
+         four_bits<Int4>(),
+         four_bits<Int4>(),
+         {grouped<Fp8>, nullptr, plain_slice<Bf16>, expand<Fp8, true>, kCrossover, expand<Fp8, false>, add_group<Fp8>},
+         {grouped<Q8>, nullptr, plain_slice<Bf16>, expand<Q8, true>, kCrossover, expand<Q8, false>, add_group<Q8>},
+         four_bits<Q4K>(),
+         {grouped<Q6K>, nullptr, plain_slice<Bf16>, expand<Q6K, true>, kCrossover}},
         pack_bf16,
         pack_int8,
         swiglu_bf16,

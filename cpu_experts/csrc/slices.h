@@ -21,6 +21,7 @@ struct Factors {
     const uint8_t* weights;  // of one expert
     const uint8_t* rows;     // of all, block by block
     const float* scales;     // of the rows, if they are int8
+    const Outliers* outliers;
 
     Panel panel(int p) const {
         const uint8_t* at = weights + size_t(p) * shape.panel_bytes;
@@ -29,7 +30,7 @@ struct Factors {
     // From some line of its rows on.
     Rows block(int row, int count, int line) const {
         const uint8_t* at = rows + size_t(row) * shape.row_bytes + size_t(line) * size_t(count) * kLine;
-        return {at, count, scales ? scales + row : nullptr};
+        return {at, count, scales ? scales + row : nullptr, outliers ? outliers + row : nullptr};
     }
 };
 
@@ -63,8 +64,11 @@ public:
             for (int block = 0; block < area_.blocks(); ++block) {
                 int row = area_.first_row + block * kBlock, rows = area_.block_rows(row);
                 Sums sums{sums_ + size_t(block * area_.panels() + now.panel - area_.first_panel) * kSums, kPanel};
-                path_.slice(panel, factors_.block(row, rows, lines(now.step)), slice(i, now, block, row), sums);
-                if (now.step + now.steps == factors_.shape.steps) done(row, rows, now.panel, sums);
+                Rows a = factors_.block(row, rows, lines(now.step));
+                bool last = now.step + now.steps == factors_.shape.steps;
+                path_.slice(panel, a, slice(i, now, block, row), sums);
+                if (a.outliers) path_.add_outliers(panel, a, lines(now.step), last, sums);
+                if (last) done(row, rows, now.panel, sums);
             }
         }
     }

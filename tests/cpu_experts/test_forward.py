@@ -77,6 +77,20 @@ def test_inputs_of_several_slices_are_within_their_bound(isa, precision, model, 
             assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]
 
 
+@pytest.mark.parametrize("precision", ["int4_g32", "q4_k"])
+@pytest.mark.parametrize(("model", "width"), [(2100, 40), (300, 90)])
+@pytest.mark.parametrize("size", [30, 1000, 1e6])
+def test_a_few_numbers_of_a_row_that_are_far_larger_leave_the_others_theirs(isa, precision, model, width, size):
+    model, width = fitting(precision, model, width)
+    parts = parts_of(random_layer(1, model, width), precision)
+    batch = random_batch(45, model, 1, 1)
+    batch.x[:, [5, model - 1]] *= size
+    batch.x[7] = batch.x[8] = 0
+    batch.x[8, 3] = size  # and one alone
+    with Experts(*parts, precision, threads=2, isa=isa) as layer:
+        assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]
+
+
 @pytest.mark.parametrize("rows", [4, 40])
 def test_scales_of_int4_may_be_zero_negative_or_very_small(isa, rows):
     parts = parts_of(random_layer(1, 300, 90), "int4_g32")

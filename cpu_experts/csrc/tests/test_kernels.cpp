@@ -122,7 +122,7 @@ public:
             for (int s = 0; s < steps; ++s) {
                 std::memcpy(&row[size_t(s) * kLine / 2], a.data + size_t(s * a.count + m) * kLine, kLine);
             }
-            scales_[size_t(m)] = kernels.pack_int8({row.data(), true, int(row.size())}, m, a.count, lines_, data_.data());
+            scales_[size_t(m)] = kernels.pack_int8({row.data(), true, int(row.size())}, m, a.count, lines_, data_.data(), nullptr);
         }
     }
     Rows rows() const { return {data_.data(), count_, scales_.data()}; }
