@@ -11,9 +11,9 @@ waits there. So tiles that need no mask go through a loop of their own, and weig
 Who takes which piece is in schedule.py: four heads at a time, whose keys and values stay in the L2, and all end alike. On an
 H200 power decides: 700 W bring the clock from 1.98 to some 1.55 GHz. TFLOP/s at 4,096 tokens of 128 heads, over a quarter of
 a second: 632, where FlashInfer took 609 in the same run. 33 heads at a time, dealt out by turns, there and back, took 573 where
-9 heads took 598 and 5 took 601, dealt out unevenly (the longest had 5 to 7 % more than the mean); evenly, 4 heads 630, 9 619,
-14 611, and in another run 2 615, 4 631, 6 637, of 8,192 tokens 2 675, 4 684, 7 669. Before that, in other runs: the two
-warpgroups taking turns in starting cost 2 %, then all sums rescaled another, or each block loading its own tiles 3; totals added
+9 heads took 598 and 5 took 601, dealt out unevenly (by cost the longest had 5 to 7 % more than the mean); evenly, 4 heads 630,
+9 619, 16 611, and in another run 2 615, 4 631, 6 637, of 8,192 tokens 2 675, 4 684, 8 669. Before that, in other runs: the two
+warpgroups taking turns in starting cost 2 %, then all sums rescaled 1, or each block loading its own tiles 3; totals added
 up across threads and tiles masked behind a branch took 558. Tiles of 64 keys in three or four slots cost 8 to 11 %. A launch of
 one block a piece was no slower (549 against 545), nor was a piece faster whose first scores ran beside the last values of the
 one before, its keys ordered ahead of its queries (536 against 542). In a profile some fifth of a piece's time goes before its
@@ -308,7 +308,7 @@ def _kernel(
 
 
 def mla_prefill(q, k, v, q_lens, kv_lens, *, scale, causal, sizes, units, interpret=None):
-    """The contract is the package's; `sizes`: keys in a tile, slots, registers; `interpret` runs the kernel on a CPU."""
+    """The contract is the package's; `sizes` as in tuning.py; `interpret` runs the kernel on a CPU."""
     return _mla_prefill(q, k, v, q_lens, kv_lens, scale, causal, tuple(sizes.items()), units, interpret)
 
 

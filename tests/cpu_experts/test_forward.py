@@ -52,18 +52,9 @@ def test_every_number_of_rows_of_one_expert_is_within_its_bound(isa, precision, 
     model, width = fitting(precision, 70, 40)
     parts = parts_of(random_layer(2, model, width), precision)
     batch = random_batch(rows, model, 2, 1)._replace(ids=np.ones((rows, 1), np.int32))
+    bounds = BOUNDS | FEW if rows <= 8 else BOUNDS  # few rows meet codes as exact as they are
     with Experts(*parts, precision, threads=2, isa=isa) as layer:
-        assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]
-
-
-@pytest.mark.parametrize("precision", FEW)
-@pytest.mark.parametrize("rows", [1, 5, 10])
-def test_few_rows_meet_codes_as_exact_as_they_are(isa, precision, rows):
-    model, width = fitting(precision, 300, 90)
-    parts = parts_of(random_layer(2, model, width), precision)
-    batch = random_batch(rows, model, 2, 1)._replace(ids=np.ones((rows, 1), np.int32))
-    with Experts(*parts, precision, threads=2, isa=isa) as layer:
-        assert distance(layer.forward(*batch), batch, parts, precision) < FEW[precision]
+        assert distance(layer.forward(*batch), batch, parts, precision) < bounds[precision]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
