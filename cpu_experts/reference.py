@@ -1,7 +1,7 @@
 """The specification of an MoE layer, in numpy: what every kernel must compute, and how far each precision may be from it.
 
-Weights are what their codes and scales stand for. Rows are bfloat16, and so is what SwiGLU gives; where they meet int8 weights
-they are int8 instead, with a scale a row. All sums are float64 here."""
+Weights are what their codes and scales stand for. Rows are bfloat16; where they meet int8 weights they are int8 instead, with a
+scale a row. What SwiGLU gives is bfloat16, before it becomes int8, too. All sums are float64 here."""
 
 import numpy as np
 
@@ -31,7 +31,7 @@ def expert(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray, fo
     g, u = x @ gate.T.astype(np.float64), x @ up.T.astype(np.float64)
     with np.errstate(over="ignore"):
         hidden = g / (1 + np.exp(-g)) * u
-    return rounded(hidden.astype(np.float32), formats[1]) @ down.T.astype(np.float64)
+    return rounded(from_bf16(to_bf16(hidden.astype(np.float32))), formats[1]) @ down.T.astype(np.float64)
 
 
 def forward(

@@ -61,10 +61,18 @@ inline float swiglu(float gate, float up) { return gate / (1.0f + exponential(-g
 inline float as_float(uint16_t bf16) { return from_bf16(bf16); }
 inline float as_float(float x) { return x; }
 
+// A row's in step `s`. Its lines lie as far apart as a block is high: unasked for, each would be waited for.
+inline uint8_t* line_of(uint8_t* block, int i, int rows, int s) {
+    constexpr int kStepsAhead = 8;
+    uint8_t* line = block + (size_t(s) * size_t(rows) + size_t(i)) * kLine;
+    __builtin_prefetch(line + size_t(kStepsAhead * rows) * kLine, 1);
+    return line;
+}
+
 inline void pack_bf16(const Source& from, int i, int rows, int steps, uint8_t* block) {
     constexpr int per = kLine / 2;
     for (int s = 0; s < steps; ++s) {
-        auto* line = reinterpret_cast<uint16_t*>(block + (size_t(s) * rows + i) * kLine);
+        auto* line = reinterpret_cast<uint16_t*>(line_of(block, i, rows, s));
         int k = s * per, held = from.count - k < per ? from.count - k : per;
         if (from.bf16 && held > 0) {
             std::memcpy(line, static_cast<const uint16_t*>(from.values) + k, size_t(held) * 2);
@@ -76,33 +84,18 @@ inline void pack_bf16(const Source& from, int i, int rows, int steps, uint8_t* b
     }
 }
 
-inline float largest(const Source& from) {
-    uint32_t most = 0;  // as bits, floats of one sign compare as integers: this vectorises, and NaN is the largest of all
-    if (from.bf16) {
-        const auto* values = static_cast<const uint16_t*>(from.values);
-        for (int k = 0; k < from.count; ++k) {
-            uint32_t b = uint32_t(values[k] & 0x7FFF) << 16;
-            most = b > most ? b : most;
-        }
-    } else {
-        const auto* values = static_cast<const uint32_t*>(from.values);
-        for (int k = 0; k < from.count; ++k) {
-            uint32_t b = values[k] & 0x7FFFFFFF;
-            most = b > most ? b : most;
-        }
-    }
+inline uint32_t size_bits(uint16_t bf16) { return uint32_t(bf16 & 0x7FFF) << 16; }
+inline uint32_t size_bits(float x) { return bits_of(x) & 0x7FFFFFFF; }
+
+// As bits, floats of one sign compare as integers: this vectorises, and NaN is the largest of all.
+template <class Number>
+inline float largest(const Number* values, int count) {
+    uint32_t most = 0;
+    for (int k = 0; k < count; ++k) most = size_bits(values[k]) > most ? size_bits(values[k]) : most;
     return float_of(most);
 }
 
-inline float size_of(float x) { return float_of(bits_of(x) & 0x7FFFFFFF); }
-
-// `whole(k)` for every k from which on there are 16 numbers, `single(k)` for the others: a loop of 16 is one of vectors.
-template <class Whole, class Single>
-inline void by_sixteen(int count, Whole whole, Single single) {
-    int k = 0;
-    for (; k + 16 <= count; k += 16) whole(k);
-    for (; k < count; ++k) single(k);
-}
+inline float size_of(float x) { return float_of(size_bits(x)); }
 
 // Of the numbers within a limit.
 struct Within {
@@ -111,42 +104,34 @@ struct Within {
 
 template <class Number>
 inline Within within(const Number* values, int count, float limit) {
-    float squares[16] = {}, largest[16] = {};
-    auto add = [&](int k, int j) {
-        float x = size_of(as_float(values[k]));
-        x = x <= limit ? x : 0;
-        squares[j] += x * x;
-        largest[j] = x > largest[j] ? x : largest[j];
-    };
-    by_sixteen(
-        count,
-        [&](int k) {
-            for (int j = 0; j < 16; ++j) add(k + j, j);
-        },
-        [&](int k) { add(k, 0); });
-    Within all{};
-    for (int j = 0; j < 16; ++j) {
-        all.squares += squares[j];
-        all.largest = largest[j] > all.largest ? largest[j] : all.largest;
+    constexpr int wide = 64;  // sums beside each other, for each loop to be one of vectors
+    const uint32_t most = bits_of(limit);
+    float squares[wide] = {};
+    uint32_t sizes[wide], largest = 0;
+    for (int from = 0; from < count; from += wide) {
+        int some = count - from < wide ? count - from : wide;
+        for (int j = 0; j < some; ++j) sizes[j] = size_bits(values[from + j]);
+        for (int j = some; j < wide; ++j) sizes[j] = 0;
+        for (int j = 0; j < wide; ++j) sizes[j] = sizes[j] <= most ? sizes[j] : 0;
+        for (int j = 0; j < wide; ++j) squares[j] += float_of(sizes[j]) * float_of(sizes[j]);
+        for (int j = 0; j < wide; ++j) largest = sizes[j] > largest ? sizes[j] : largest;
     }
-    return all;
+    float sum = 0;
+    for (float each : squares) sum += each;
+    return {sum, float_of(largest)};
 }
 
 // `take(k, x)` for every number beyond the limit.
 template <class Number, class Take>
 inline void each_beyond(const Number* values, int count, float limit, Take take) {
-    auto look = [&](int k) {
-        float x = as_float(values[k]);
-        if (size_of(x) > limit) take(k, x);
-    };
-    by_sixteen(
-        count,
-        [&](int k) {
-            int any = 0;
-            for (int j = 0; j < 16; ++j) any |= size_of(as_float(values[k + j])) > limit;
-            for (int j = 0; any && j < 16; ++j) look(k + j);
-        },
-        look);
+    constexpr int some = 64;
+    for (int from = 0; from < count; from += some) {
+        int to = from + some < count ? from + some : count;
+        if (!(largest(values + from, to - from) > limit)) continue;
+        for (int k = from; k < to; ++k) {
+            if (size_of(as_float(values[k])) > limit) take(k, as_float(values[k]));
+        }
+    }
 }
 
 // What a row's scale is made of: ten times the root mean square of its numbers within that, unless more are beyond than are worth
@@ -183,56 +168,51 @@ inline void codes_of(const Number* values, int count, float inverse, uint8_t* co
     for (int j = 0; j < count; ++j) codes[j] = uint8_t(bits_of(as_float(values[j]) * inverse + kMagic) + 128);
 }
 
-// Codes are biased by 128: VNNI and AMX multiply unsigned by signed bytes, and weights take the bias back (Format, int8).
-inline float pack_int8(const Source& from, int i, int rows, int steps, uint8_t* block, Outliers* left_out) {
-    float most = largest(from), limit = most;
+template <class Number>
+inline float row_codes(const Number* values, int count, int i, int rows, int steps, uint8_t* block, Outliers* left_out) {
+    float most = largest(values, count), limit = most;
     bool finite = most <= FLT_MAX, zeros = most < 1e-36f;  // 127 / most would overflow
-    const auto* halves = static_cast<const uint16_t*>(from.values);
-    const auto* floats = static_cast<const float*>(from.values);
-    if (left_out && finite && most > 1e-32f) {
-        limit = from.bf16 ? limit_of(halves, from.count, most) : limit_of(floats, from.count, most);
-    }
+    if (left_out && finite && most > 1e-32f) limit = limit_of(values, count, most);
     float scale = zeros ? 1.0f : finite ? limit / 127.0f : most;
     float inverse = zeros ? 0.0f : 127.0f / limit;
     for (int s = 0; s < steps; ++s) {
-        uint8_t* line = block + (size_t(s) * rows + i) * kLine;
-        int k = s * kLine, held = from.count - k < kLine ? from.count - k : kLine;
-        if (!finite) {
-            std::memset(line, 129, kLine);  // a row that is not finite stays so, by its scale
-        } else if (from.bf16) {
-            codes_of(halves + k, held, inverse, line);
+        uint8_t* line = line_of(block, i, rows, s);
+        int k = s * kLine, held = count - k < kLine ? count - k : kLine;
+        if (finite) {
+            codes_of(values + k, held, inverse, line);
         } else {
-            codes_of(floats + k, held, inverse, line);
+            std::memset(line, 129, kLine);  // a row that is not finite stays so, by its scale
         }
         for (int j = held > 0 ? held : 0; j < kLine; ++j) line[j] = 128;
     }
     if (!left_out) return scale;
     left_out->count = 0;
-    if (!(limit < most)) return scale;
     uint8_t* row = block + size_t(i) * kLine;
-    size_t line = size_t(rows) * kLine;
-    if (from.bf16) {
-        leave_out(halves, from.count, limit, inverse, row, line, *left_out);
-    } else {
-        leave_out(floats, from.count, limit, inverse, row, line, *left_out);
-    }
+    if (limit < most) leave_out(values, count, limit, inverse, row, size_t(rows) * kLine, *left_out);
     return scale;
 }
 
-inline void swiglu_bf16(const float* c, int rows, int panel, uint8_t* block) {
-    int k = panel * kTile;
-    uint8_t* at = block + size_t(k / 32) * rows * kLine + size_t(k % 32) * 2;
-    for (int i = 0; i < rows; ++i, c += kPanel, at += kLine) {
+// Codes are biased by 128: VNNI and AMX multiply unsigned by signed bytes, and weights take the bias back (Format, int8).
+inline float pack_int8(const Source& from, int i, int rows, int steps, uint8_t* block, Outliers* left_out) {
+    if (from.bf16) return row_codes(static_cast<const uint16_t*>(from.values), from.count, i, rows, steps, block, left_out);
+    return row_codes(static_cast<const float*>(from.values), from.count, i, rows, steps, block, left_out);
+}
+
+// Sixteen numbers a row, each row so many bytes after the one before.
+inline void swiglu_lines(const float* c, int rows, size_t line, uint8_t* at) {
+    for (int i = 0; i < rows; ++i, c += kPanel, at += line) {
         auto* out = reinterpret_cast<uint16_t*>(at);
         for (int j = 0; j < kTile; ++j) out[j] = to_bf16(swiglu(c[j], c[kTile + j]));
     }
 }
 
-inline void swiglu_f32(const float* c, int rows, int panel, size_t width, float* out) {
-    out += size_t(panel) * kTile;
-    for (int i = 0; i < rows; ++i, c += kPanel, out += width) {
-        for (int j = 0; j < kTile; ++j) out[j] = swiglu(c[j], c[kTile + j]);
-    }
+inline void swiglu_block(const float* c, int rows, int panel, uint8_t* block) {
+    int k = panel * kTile;
+    swiglu_lines(c, rows, kLine, block + size_t(k / 32) * rows * kLine + size_t(k % 32) * 2);
+}
+
+inline void swiglu_rows(const float* c, int rows, int panel, size_t width, uint16_t* out) {
+    swiglu_lines(c, rows, width * 2, reinterpret_cast<uint8_t*>(out + size_t(panel) * kTile));
 }
 
 #ifdef __AVX512F__

@@ -118,7 +118,8 @@ struct Forward {
     int group_count = 0, block_count = 0;
     // what is computed
     uint8_t *x, *hidden;
-    float *x_scales, *hidden_scales, *hidden_values, *parts;
+    float *x_scales, *hidden_scales, *parts;
+    uint16_t* hidden_values;  // bf16, where they become int8
     Outliers *x_outliers, *hidden_outliers;
     uint8_t* own;  // of each thread
     size_t hidden_line, parts_line;
@@ -140,7 +141,7 @@ struct Forward {
         x = cut.take<uint8_t>(rows * l.gate_up_.row_bytes);
         hidden = cut.take<uint8_t>(rows * l.down_.row_bytes);
         hidden_line = size_t(l.gate_up_panels_) * kTile;
-        hidden_values = cut.take<float>(hidden_int8 ? rows * hidden_line : 0);
+        hidden_values = cut.take<uint16_t>(hidden_int8 ? rows * hidden_line : 0);
         parts_line = size_t(l.down_panels_) * kPanel;
         parts = cut.take<float>(rows * parts_line);
         own = cut.take<uint8_t>(Slices::kMemoryBytes * size_t(threads));
@@ -185,7 +186,8 @@ private:
 
     // Subtasks are a group of rows by some neighbouring panels: with many rows as many as should share them, with few as many as
     // fit the L2, fewer where some thread would stay idle. Those of a node's share of the panels, of all experts, come before
-    // those of the next one's. With many rows, threads take neighbours in turn: the rows of few experts are in the L3 at a time.
+    // those of the next one's. An expert's rows are laid out, multiplied and multiplied again mostly by one thread: lines that all
+    // cores have read take three times as long to be written anew.
     template <void (Forward::*Step)(int, int)>
     void multiply_round(Threads& threads, int panels, size_t panel_bytes) {
         panels_ = panels;
@@ -195,7 +197,7 @@ private:
         while (group_count * cut_panels(threads) < 8 * threads.count() && panels_each_ > 1) --panels_each_;
         int begin[kMaxNodes + 1];
         for (int n = 0; n <= threads.nodes(); ++n) begin[n] = group_count * first_cut_[n];
-        threads.run(begin, call<Step>, this, many_ ? Threads::kTurns : Threads::kRuns);
+        threads.run(begin, call<Step>, this);
     }
 
     // By `panels_each_`; returns how many subtasks a group of rows has.
@@ -290,8 +292,8 @@ private:
         const Block& b = blocks[index];
         if (!int8_rows(layer.down_, b)) return;
         for (int i = 0; i < b.count; ++i) {
-            const float* values = hidden_values + size_t(b.first + i) * hidden_line;
-            pack({values, false, layer.width_}, i, b, layer.down_, hidden, hidden_scales, hidden_outliers);
+            const uint16_t* values = hidden_values + size_t(b.first + i) * hidden_line;
+            pack({values, true, layer.width_}, i, b, layer.down_, hidden, hidden_scales, hidden_outliers);
         }
     }
 
@@ -325,9 +327,9 @@ private:
         multiply(index, thread, {layer.gate_up_, layer.gate_up_data_, x, x_scales, x_outliers}, target,
                  [&](int row, int count, int panel, const Sums& c) {
                      if (int8) {
-                         layer.kernels_.swiglu_f32(c.at, count, panel, hidden_line, hidden_values + size_t(row) * hidden_line);
+                         layer.kernels_.swiglu_rows(c.at, count, panel, hidden_line, hidden_values + size_t(row) * hidden_line);
                      } else {
-                         layer.kernels_.swiglu_bf16(c.at, count, panel, hidden + size_t(row) * layer.down_.row_bytes);
+                         layer.kernels_.swiglu_block(c.at, count, panel, hidden + size_t(row) * layer.down_.row_bytes);
                      }
                  });
     }

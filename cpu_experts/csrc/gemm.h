@@ -112,6 +112,7 @@ struct Ahead {
 // all but the last are for the next one only (of int8 they are int32).
 struct Slice {
     bool first = true, last = true;
+    bool configure = true, release = true;  // tiles: for rows of another count than before; with the last of a subtask
     Ahead weights, rows;
 };
 
@@ -158,10 +159,9 @@ struct Kernels {
     // Row `i` of a block of `rows` as bf16, or as bytes (code + 128) with a scale, padded with zeros to so many lines.
     void (*pack_bf16)(const Source&, int i, int rows, int steps, uint8_t* block);
     float (*pack_int8)(const Source&, int i, int rows, int steps, uint8_t* block, Outliers*);  // nullptr: all are packed
-    // silu(gate) * up of a panel's c, as 16 columns of a bf16 block ...
-    void (*swiglu_bf16)(const float* c, int rows, int panel, uint8_t* block);
-    // ... or as floats, `width` a row.
-    void (*swiglu_f32)(const float* c, int rows, int panel, size_t width, float* out);
+    // silu(gate) * up of a panel's c, in bf16: as 16 columns of a block, or of rows of so many numbers.
+    void (*swiglu_block)(const float* c, int rows, int panel, uint8_t* block);
+    void (*swiglu_rows)(const float* c, int rows, int panel, size_t width, uint16_t* out);
     // Sums to where they belong, past the caches if so many come that nothing stays there.
     void (*put)(const Sums& from, int rows, const Sums& to, bool many);
     // out[d] = sum over k, in order, of weights[k] * parts[k][d]; a part may be nullptr.

@@ -2,8 +2,8 @@
 // are a group's go to the tiles as they are for up to 16 rows; for more those of four bits become int8, the others bf16.
 //
 // Up to 32 rows by a panel: tiles 0 and 1 hold rows, 2 and 3 weights, 4 to 7 the four sums. Tiles have as many rows as there are,
-// so nothing is read or written beyond the last one. Configured at every call (some tens of cycles, of thousands): the calling
-// thread may have used tiles for something else in between.
+// so nothing is read or written beyond the last one. Configured anew in every subtask, for the calling thread may have used tiles
+// for something else in between, and released at its end.
 #include "elementwise.h"
 #include "prefetch.h"
 #include "tiles.h"
@@ -133,11 +133,11 @@ template <class Kind>
 void slice_sums(const Panel& p, const Rows& a, const Slice& slice, const Sums& c) {
     bool lower = a.count > kTile;
     Ahead weights = slice.weights, rows = slice.rows;
-    _tile_loadconfig(&configs.of[a.count]);
+    if (slice.configure) _tile_loadconfig(&configs.of[a.count]);
     slice.first ? zero_sums(lower) : load_sums(lower, c);
     add_steps<Kind>(p, a, lower, [&](const uint8_t*) { prefetch(weights), prefetch(rows); });
     store_sums(lower, c);
-    _tile_release();
+    if (slice.release) _tile_release();
 }
 
 // A block times codes as they are, a group at a time, whose sums leave the tiles to be scaled. Tiles wait for what was just stored,
@@ -213,7 +213,7 @@ const Kernels& amx_kernels() {
         k.paths[kBf16].block = whole_sums<Bf16>;
         k.paths[kInt8].block = block_int8, k.paths[kInt8].slice = slice_int8;
         k.pack_bf16 = pack_bf16, k.pack_int8 = pack_int8;
-        k.swiglu_bf16 = swiglu_bf16, k.swiglu_f32 = swiglu_f32, k.put = put, k.combine = combine;
+        k.swiglu_block = swiglu_block, k.swiglu_rows = swiglu_rows, k.put = put, k.combine = combine;
         return k;
     }();
     return kernels;

@@ -63,8 +63,8 @@ const Kernels& portable_kernels() {
          {nullptr, nullptr, slice_bf16, expand_bytes<Q6KCodes>, 0}},
         pack_bf16,
         pack_int8,
-        swiglu_bf16,
-        swiglu_f32,
+        swiglu_block,
+        swiglu_rows,
         put,
         combine,
     };

@@ -1,17 +1,17 @@
 // Several blocks of one expert's rows by several of its panels, slice by slice of K.
 //
-// Rows come from the L3 once a subtask and each weight comes from memory once, in even portions, while a panel's slice (64 KiB of
-// bf16), the same slice of all blocks (384 rows: 768 KiB) and their sums (384 KiB) stay in an L2 of 2 MiB. A step of a block takes
-// the tiles 64 cycles, in which 2 KiB of rows, 2 KiB of weights and 256 bytes of sums come from there. Slices that leave the
-// weights in the L1 as well (16 steps, 8) load and store sums more often: on 16 AMX cores V3's layer takes 111 and 129 ms for
-// 1,024 tokens, 107 with 32, and took 144 undivided.
+// Rows come from the L3 once a subtask and each weight comes from memory once, in even portions, while a panel's slice and the
+// next one's, the same slice of all blocks and, where K is cut, all their sums stay in an L2 of 2 MiB. A step of a block takes the
+// tiles 64 cycles, in which 2 KiB of rows and 2 KiB of weights come from there. Slices that leave the weights in the L1 (8 steps)
+// load and store sums more often and are no faster; V3's layer undivided took 144 ms where slices of 32 steps took 107.
 #pragma once
 
 #include "gemm.h"
 
 namespace cpu_experts {
 
-constexpr int kSliceSteps = 32;  // a multiple of 8: no group of any format is cut
+constexpr int kSliceSteps = 64;  // at most; a multiple of 8: no group of any format is cut
+constexpr size_t kSliceBytes = size_t(1408) << 10;  // that are in use at a time
 constexpr int kSubtaskPanels = 8;
 constexpr int kSubtaskBlocks = 12;
 
@@ -53,22 +53,25 @@ public:
 
     Slices(const Factors& factors, const Path& path, const Area& area, uint8_t* memory)
         : factors_(factors), path_(path), area_(area), expanded_(memory), scales_(memory + kExpandedBytes),
-          sums_(reinterpret_cast<float*>(scales_ + kSubtaskPanels * kScaleBytes)) {}
+          sums_(reinterpret_cast<float*>(scales_ + kSubtaskPanels * kScaleBytes)), slice_lines_(even_lines()) {}
 
     // `done(row, count, panel, sums)` is called for every block and panel.
     template <class Done>
     void multiply(Done done) const {
+        int configured = 0;
         for (int i = 0; i < count(); ++i) {
             Part now = part(i);
             Panel panel = operand(now);
             for (int block = 0; block < area_.blocks(); ++block) {
                 int row = area_.first_row + block * kBlock, rows = area_.block_rows(row);
-                Sums sums{sums_ + size_t(block * area_.panels() + now.panel - area_.first_panel) * kSums, kPanel};
+                Sums sums = this->sums(block, now.panel);
                 Rows a = factors_.block(row, rows, lines(now.step));
-                bool last = now.step + now.steps == factors_.shape.steps;
-                path_.slice(panel, a, slice(i, now, block, row), sums);
-                if (a.outliers) path_.add_outliers(panel, a, lines(now.step), last, sums);
-                if (last) done(row, rows, now.panel, sums);
+                Slice slice = this->slice(i, now, block, row);
+                slice.configure = rows != configured, configured = rows;
+                slice.release = i + 1 == count() && block + 1 == area_.blocks();
+                path_.slice(panel, a, slice, sums);
+                if (a.outliers) path_.add_outliers(panel, a, lines(now.step), slice.last, sums);
+                if (slice.last) done(row, rows, now.panel, sums);
             }
         }
     }
@@ -79,7 +82,18 @@ private:
     };
 
     // Of int8 a slice takes as many bytes as of bf16.
-    int slice_steps() const { return path_.narrow ? 2 * kSliceSteps : kSliceSteps; }
+    int slice_steps() const { return path_.narrow ? 2 * slice_lines_ : slice_lines_; }
+
+    // As few slices as the L2 has room for, of one length.
+    int even_lines() const {
+        int all = lines(factors_.shape.steps), most = kSliceSteps;
+        size_t sums = size_t(area_.blocks() * area_.panels()) * kSums * sizeof(float);
+        size_t of_step = size_t(area_.blocks() + 2) * 2 * kTileBytes;  // of all blocks, this panel and the next
+        if (size_t(most) * of_step + sums > kSliceBytes) most = int((kSliceBytes - sums) / of_step);
+        int slices = (all + most - 1) / most;
+        return int(round_up(size_t((all + slices - 1) / slices), 8));
+    }
+
     // That a row has for so many steps.
     int lines(int steps) const { return path_.narrow ? (steps + 1) / 2 : steps; }
 
@@ -142,8 +156,15 @@ private:
     const Factors& factors_;
     const Path& path_;
     const Area& area_;
+    // Of a block and panel; one place will do for those that no other slice is added to.
+    Sums sums(int block, int panel) const {
+        size_t at = in_k() == 1 ? 0 : size_t(block * area_.panels() + panel - area_.first_panel);
+        return {sums_ + at * kSums, kPanel};
+    }
+
     uint8_t *expanded_, *scales_;
     float* sums_;
+    int slice_lines_;
 };
 
 }  // namespace cpu_experts

@@ -112,26 +112,25 @@ void Threads::run(int count, Task task, void* state) {
     run(begin, task, state);
 }
 
-void Threads::deal(const int* begin, Deal how) {
+void Threads::deal(const int* begin) {
     for (const Share& share : shares_) {
         int64_t first = *begin++, count = *begin - first, threads = share.last - share.first;
         for (int i = 0; i < threads; ++i) {
             Run& run = runs_[share.first + i];
-            run.next.store(int(first + (how == kTurns ? i : count * i / threads)), std::memory_order_relaxed);
-            run.end = int(first + (how == kTurns ? count : count * (i + 1) / threads));
-            run.step = how == kTurns ? int(threads) : 1;
+            run.next.store(int(first + count * i / threads), std::memory_order_relaxed);
+            run.end = int(first + count * (i + 1) / threads);
         }
     }
 }
 
-void Threads::run(const int* begin, Task task, void* state, Deal how) {
+void Threads::run(const int* begin, Task task, void* state) {
     int count = begin[nodes()];
     PlainArithmetic plain;
     if (count <= 1 || workers_->empty()) {
         for (int i = 0; i < count; ++i) task(state, i, 0);
         return;
     }
-    deal(begin, how);
+    deal(begin);
     task_ = task, state_ = state;
     round_.fetch_add(1);
     if (asleep_.load()) wake(round_);
@@ -145,7 +144,7 @@ void Threads::take(int from, int thread) {
     Run& run = runs_[from];
     for (;;) {
         if (run.next.load(std::memory_order_relaxed) >= run.end) break;
-        int index = run.next.fetch_add(run.step, std::memory_order_relaxed);
+        int index = run.next.fetch_add(1, std::memory_order_relaxed);
         if (index >= run.end) break;
         task_(state_, index, thread);
     }

@@ -34,10 +34,8 @@ public:
     using Task = void (*)(void* state, int index, int thread);
     // Runs task(state, i, thread) for every i below `count`; returns when all are done. One caller at a time.
     void run(int count, Task task, void* state);
-    // How a node's subtasks are dealt to its threads: neighbours to one thread, or in turn, so that they are done at one time.
-    enum Deal { kRuns, kTurns };
     // The same, of subtasks of which those from begin[n] to begin[n + 1] are node n's.
-    void run(const int* begin, Task task, void* state, Deal how = kRuns);
+    void run(const int* begin, Task task, void* state);
 
     int count() const { return count_; }
     int nodes() const { return int(shares_.size()); }
@@ -49,7 +47,7 @@ public:
 private:
     struct alignas(64) Run {
         std::atomic<int> next{0};
-        int end = 0, step = 1;
+        int end = 0;
     };
 
     struct Share {
@@ -59,7 +57,7 @@ private:
 
     void share_out(const std::vector<Node>& nodes);
     const Share& share_of(int thread) const;
-    void deal(const int* begin, Deal how);
+    void deal(const int* begin);
     void work(int thread);
     void help(int thread);
     void take(int from, int thread);
