@@ -7,12 +7,14 @@ import numpy as np
 
 from cpu_experts.layout import Parts, dequantize, from_bf16, to_bf16
 
-# How far a kernel's output may be from here, as norms. What differs are float32 sums in another order and a hidden value that
-# rounds to its other neighbour; for many rows products of code and scale are bf16 or, of four bits on AVX-512 and AMX, int8, as
-# rows are then, but for a few numbers ten times as large as the others. That is 2 to 4 % where four bits themselves cost 14 to
-# 17; with weights of an input 30 to 100 times as large as those of the others 10 to 27 %, four bits 13 to 34.
-FEW = dict.fromkeys(("int4_g32", "int4_g128", "fp8_block", "q8_0", "q4_k", "q6_k"), 1.2e-2)
-BOUNDS = {"bf16": 4e-3, "int8": 1e-2} | FEW | dict.fromkeys(("int4_g32", "int4_g128", "q4_k"), 5e-2)
+# How far a kernel's output may be from here, as norms. What differs are float32 sums in another order, a hidden value that rounds
+# to its other neighbour, and for many rows products of code and scale as bf16. Codes of four bits meet few rows as int8 with a
+# scale for every 32 numbers (1 %; AVX-512 and AMX), and become int8 themselves for many, whose rows are int8, too, but for a few
+# numbers ten times as large as the others. That is 2 to 4 % where four bits themselves cost 14 to 17; with weights of an input 30
+# to 100 times as large as those of the others 10 to 27 %, four bits 13 to 34.
+FOUR_BITS = ("int4_g32", "int4_g128", "q4_k")
+FEW = dict.fromkeys(("fp8_block", "q8_0", "q6_k"), 1.2e-2) | dict.fromkeys(FOUR_BITS, 2e-2)
+BOUNDS = {"bf16": 4e-3, "int8": 1e-2} | FEW | dict.fromkeys(FOUR_BITS, 5e-2)
 
 
 def rounded(x: np.ndarray, format: str) -> np.ndarray:

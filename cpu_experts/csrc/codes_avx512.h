@@ -11,8 +11,13 @@ namespace {
 
 inline __m512i load(const uint8_t* at) { return _mm512_load_si512(at); }
 
+inline __m512i broadcast(const uint8_t* at) {
+    int word;
+    std::memcpy(&word, at, 4);
+    return _mm512_set1_epi32(word);
+}
+
 struct NoMinima {
-    static constexpr int kParts = 1;  // of a step, by scales
     static constexpr bool kMinima = false;
     static __m512 minimum(const Panel&, int, int, int) { return _mm512_setzero_ps(); }
 };
@@ -40,7 +45,8 @@ struct Nibbles {
 inline __m512 halves(const uint8_t* at) { return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(at))); }
 inline __m128i sixteen(const uint8_t* at) { return _mm_load_si128(reinterpret_cast<const __m128i*>(at)); }
 
-struct Int4 : Nibbles<GroupedInt4>, NoMinima {
+struct Int4 : NoMinima {
+    static constexpr int kCodeBytes = 256;
     static constexpr int kFirst = -8;  // what code 0 stands for
     static __m512 scale(const Panel& p, int step, int, int tile) {
         const uint8_t* at = p.scales + (size_t(step / p.group_steps) * kPanel + size_t(tile * kTile)) * 2;
@@ -49,8 +55,8 @@ struct Int4 : Nibbles<GroupedInt4>, NoMinima {
     }
 };
 
-struct Q4K : Nibbles<Q4KCodes> {
-    static constexpr int kParts = 1, kFirst = 0;
+struct Q4K {
+    static constexpr int kCodeBytes = 256, kFirst = 0;
     static constexpr bool kMinima = true;
     static __m512 scale(const Panel& p, int step, int, int tile) {
         int i = step % 8, n = tile * kTile;
@@ -81,7 +87,8 @@ struct Shifted {
 
 // A byte has a sign and one of 128 sizes: both bytes of each one's bf16 come from tables, denormals and NaN of E4M3 included.
 template <class Kind>
-struct Bytes : NoMinima {
+struct Bytes {
+    static constexpr int kParts = 1;  // of a step, by scales
     static constexpr int kCodeBytes = 512;
     __m512i low[2], high[2];
     Bytes() {
@@ -127,7 +134,7 @@ struct Q8Bytes : Q8Codes {
 };
 
 // Six bits: each byte of their bf16 comes from a table of 64, whose lookup takes no more bits than these.
-struct Q6K : NoMinima {
+struct Q6K {
     static constexpr int kCodeBytes = Q6KCodes::kCodeBytes, kParts = 2;
     __m512i low, high;
     Q6K() {

@@ -36,11 +36,10 @@ struct Scaled {
 template <int kZero>
 struct Int4Codes {
     static float value(int code) { return float(code - kZero); }
-    static uint16_t word(int code) { return to_bf16(value(code)); }  // as it is looked up
 };
 
 struct GroupedInt4 : Int4Codes<8> {
-    static Scaled scaled(const Panel& p, int step, int, int n) {
+    static Scaled scaled(const Panel& p, int step, int n) {
         size_t group = size_t(step / p.group_steps);
         return {from_bf16(reinterpret_cast<const uint16_t*>(p.scales)[group * kPanel + size_t(n)]), 0};
     }
@@ -59,7 +58,7 @@ struct BlockScales {
 
 struct Q4KCodes : Int4Codes<0>, BlockScales<2, 12> {
     // Of the later four steps, the low bits are in the last four bytes, the high ones above the earlier four's.
-    static Scaled scaled(const Panel& p, int step, int, int n) {
+    static Scaled scaled(const Panel& p, int step, int n) {
         int i = step % 8, third = *byte(p, step, i < 4 ? 0 : 4 + i, n);
         int scale = i < 4 ? *byte(p, step, i, n) & 63 : (third & 15) | *byte(p, step, i - 4, n) >> 6 << 4;
         int minimum = i < 4 ? *byte(p, step, 4 + i, n) & 63 : third >> 4 | *byte(p, step, i, n) >> 6 << 4;
@@ -67,14 +66,14 @@ struct Q4KCodes : Int4Codes<0>, BlockScales<2, 12> {
     }
 };
 
-template <class Codes, bool kScaled = true>
+template <class Codes>
 void expand_int4(const Panel& p, uint8_t* bf16) {
     const auto* data = reinterpret_cast<const uint16_t*>(p.data);  // [step][tile][quarter][n, 2]: nibble q is row 4 * quarter + q
     auto* out = reinterpret_cast<uint16_t*>(bf16);
     for (int s = 0; s < p.steps; ++s) {
         for (int tile = 0; tile < 2; ++tile, data += 128) {
             Scaled scaled[32];
-            for (int j = 0; j < 32; ++j) scaled[j] = kScaled ? Codes::scaled(p, s, 0, tile * kTile + j / 2) : Scaled{1, 0};
+            for (int j = 0; j < 32; ++j) scaled[j] = Codes::scaled(p, s, tile * kTile + j / 2);
             for (int row = 0; row < 16; ++row, out += 32) {
                 const uint16_t* codes = data + row / 4 * 32;
                 int shift = row % 4 * 4;
@@ -98,7 +97,6 @@ struct Fp8Codes : WholeBytes {
     static float scale(const Panel& p, int step, int, int n) {
         return reinterpret_cast<const float*>(p.scales)[step / p.group_steps * 2 + n / kTile];
     }
-    static Scaled scaled(const Panel& p, int step, int, int n) { return {scale(p, step, 0, n), 0}; }
 };
 
 struct Q8Codes : WholeBytes {
@@ -106,7 +104,6 @@ struct Q8Codes : WholeBytes {
     static float scale(const Panel& p, int step, int, int n) {
         return from_half(reinterpret_cast<const uint16_t*>(p.scales)[size_t(step) * kPanel + size_t(n)]);
     }
-    static Scaled scaled(const Panel& p, int step, int, int n) { return {scale(p, step, 0, n), 0}; }
 };
 
 struct Q6KCodes : BlockScales<1, 16> {
@@ -147,16 +144,11 @@ void expand_bytes(const Panel& p, uint8_t* bf16) {
     }
 }
 
-// A group is one step where there are minima.
 template <class Codes>
-void add_scaled(const Panel& p, int step, const Rows& a, const Sums& from, const Sums& to) {
-    for (int m = 0; m < a.count; ++m) {
-        const auto* x = reinterpret_cast<const uint16_t*>(a.data + m * kLine);
-        float of_row = 0;
-        for (int k = 0; k < kLine / 2; ++k) of_row += from_bf16(x[k]);
+void add_scaled(const Panel& p, int step, int rows, const Sums& from, const Sums& to) {
+    for (int m = 0; m < rows; ++m) {
         for (int n = 0; n < kPanel; ++n) {
-            Scaled scaled = Codes::scaled(p, step, 0, n);
-            float sum = scaled.scale * from.row(m)[n] - (scaled.minimum != 0 ? scaled.minimum * of_row : 0);
+            float sum = Codes::scale(p, step, 0, n) * from.row(m)[n];
             to.row(m)[n] = step ? to.row(m)[n] + sum : sum;
         }
     }

@@ -127,7 +127,7 @@ struct Forward {
     Forward(const Layer& l, const cpu_experts_batch& b, uint8_t* scratch, int threads, size_t* used = nullptr)
         : layer(l), batch(b) {
         auto rows = size_t(l.max_rows_);
-        bool x_int8 = int8_rows(l.gate_up_, kMany), hidden_int8 = int8_rows(l.down_, kMany);
+        bool x_int8 = layout(l.gate_up_, kMany) == kInt8Rows, hidden_int8 = layout(l.down_, kMany) == kInt8Rows;
         Cut cut(scratch);
         first_row = cut.take<int>(size_t(l.experts_) + 3);
         groups = cut.take<Group>(rows / (kBlock * kSubtaskBlocks) + size_t(l.experts_));
@@ -152,7 +152,7 @@ struct Forward {
         sort();
         each<&Forward::gather>(threads, block_count);
         multiply_round<&Forward::gate_up>(threads, layer.gate_up_panels_, layer.gate_up_.panel_bytes);
-        if (int8_rows(layer.down_, kMany)) each<&Forward::requantise>(threads, block_count);
+        if (packs_hidden(kMany)) each<&Forward::requantise>(threads, block_count);
         multiply_round<&Forward::down>(threads, layer.down_panels_, layer.down_.panel_bytes);
         each<&Forward::combine>(threads, (tokens + kCombined - 1) / kCombined);
     }
@@ -162,13 +162,18 @@ private:
     static constexpr int kMany = 1 << 30;
 
     bool narrows(const Shape& weights) const { return layer.kernels_.paths[weights.precision].narrow; }
-    // How the rows of an expert that has so many are laid out.
-    bool int8_rows(const Shape& weights, int rows) const {
-        return weights.precision == kInt8 || (narrows(weights) && layer.kernels_.paths[weights.precision].sliced(rows));
+    // How the rows of an expert that has so many are laid out: as bf16, as int8, or as the kernel for few takes them.
+    enum Layout { kBf16Rows, kInt8Rows, kFewRows };
+    Layout layout(const Shape& weights, int rows) const {
+        const Path& path = layer.kernels_.paths[weights.precision];
+        if (weights.precision == kInt8 || (path.narrow && path.sliced(rows))) return kInt8Rows;
+        return path.pack_few && rows <= path.crossover ? kFewRows : kBf16Rows;
     }
-    bool int8_rows(const Shape& weights, const Block& b) const {
-        return int8_rows(weights, first_row[b.expert + 1] - first_row[b.expert]);
+    Layout layout(const Shape& weights, const Block& b) const {
+        return layout(weights, first_row[b.expert + 1] - first_row[b.expert]);
     }
+    // SwiGLU writes bf16 where it belongs; other layouts need a row as a whole.
+    bool packs_hidden(int rows) const { return layout(layer.down_, rows) != kBf16Rows; }
 
     bool many_ = false;  // rows: most experts have several blocks
     int panels_ = 0, panels_each_ = 0;
@@ -262,12 +267,14 @@ private:
 
     void pack(const Source& from, int i, const Block& b, const Shape& shape, uint8_t* to, float* scales, Outliers* outliers) {
         uint8_t* block = to + size_t(b.first) * shape.row_bytes;
-        if (int8_rows(shape, b)) {
+        Layout as = layout(shape, b);
+        if (as == kInt8Rows) {
             int lines = (shape.steps * kFormats[shape.precision].step_k + kLine - 1) / kLine;
             Outliers* left_out = narrows(shape) ? outliers + b.first + i : nullptr;
             scales[b.first + i] = layer.kernels_.pack_int8(from, i, b.count, lines, block, left_out);
         } else {
-            layer.kernels_.pack_bf16(from, i, b.count, shape.steps, block);
+            const Kernels& kernels = layer.kernels_;
+            (as == kFewRows ? kernels.paths[shape.precision].pack_few : kernels.pack_bf16)(from, i, b.count, shape.steps, block);
         }
     }
 
@@ -280,7 +287,7 @@ private:
             pack(from, i, b, layer.gate_up_, x, x_scales, x_outliers);
         }
         // SwiGLU writes whole tiles; what lies between the last one and the end of the last step is padding.
-        if (!int8_rows(layer.down_, b)) {
+        if (layout(layer.down_, b) == kBf16Rows) {
             const Shape& shape = layer.down_;
             size_t written = hidden_line * 2 / kLine;
             uint8_t* block = hidden + size_t(b.first) * shape.row_bytes;
@@ -290,7 +297,7 @@ private:
 
     void requantise(int index, int) {
         const Block& b = blocks[index];
-        if (!int8_rows(layer.down_, b)) return;
+        if (layout(layer.down_, b) == kBf16Rows) return;
         for (int i = 0; i < b.count; ++i) {
             const uint16_t* values = hidden_values + size_t(b.first + i) * hidden_line;
             pack({values, true, layer.width_}, i, b, layer.down_, hidden, hidden_scales, hidden_outliers);
@@ -303,7 +310,7 @@ private:
         int expert;
         Area at = area(index, expert);
         factors.weights += size_t(expert) * size_t(panels_) * factors.shape.panel_bytes;
-        if (!int8_rows(factors.shape, at.rows())) factors.scales = nullptr, factors.outliers = nullptr;
+        if (layout(factors.shape, at.rows()) != kInt8Rows) factors.scales = nullptr, factors.outliers = nullptr;
         if (!narrows(factors.shape)) factors.outliers = nullptr;
         const Path& path = layer.kernels_.paths[factors.shape.precision];
         if (path.sliced(at.rows())) {
@@ -322,11 +329,11 @@ private:
     void gate_up(int index, int thread) {
         auto* sums = reinterpret_cast<float*>(own + Slices::kMemoryBytes * size_t(thread));
         int expert;
-        bool int8 = int8_rows(layer.down_, area(index, expert).rows());
+        bool whole_rows = packs_hidden(area(index, expert).rows());
         auto target = [&](int, int) { return Sums{sums, kPanel}; };
         multiply(index, thread, {layer.gate_up_, layer.gate_up_data_, x, x_scales, x_outliers}, target,
                  [&](int row, int count, int panel, const Sums& c) {
-                     if (int8) {
+                     if (whole_rows) {
                          layer.kernels_.swiglu_rows(c.at, count, panel, hidden_line, hidden_values + size_t(row) * hidden_line);
                      } else {
                          layer.kernels_.swiglu_block(c.at, count, panel, hidden + size_t(row) * layer.down_.row_bytes);

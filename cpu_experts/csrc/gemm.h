@@ -124,12 +124,22 @@ using Expand = void (*)(const Panel&, uint8_t* bf16);
 // Some steps of a panel, the first of which is number `step`, as int8: two steps become one, an odd last one with zeros behind.
 // Scales as kInt8 has them: of step 0 on made of all the panel's, and after them what the codes add up to so far.
 using Narrow = void (*)(const Panel& whole, int step, const Panel& some, uint8_t* int8, uint8_t* scales);
-// The sums of the group that begins with `step`, of codes without scales: times these, less the minima times what the group's rows
-// add up to, they are added to those of the groups before.
-using AddScaled = void (*)(const Panel&, int step, const Rows& group, const Sums& from, const Sums& to);
+// The sums of so many rows in the group that begins with `step`, of codes without scales: times these, they are added to those of
+// the groups before.
+using AddScaled = void (*)(const Panel&, int step, int rows, const Sums& from, const Sums& to);
 
 // The outliers' products with such a panel, whose inputs begin with a row's line `first`, are added to what its slice gave.
 using AddOutliers = void (*)(const Panel& int8, const Rows&, int first, bool last, const Sums&);
+
+// A row of numbers to be laid out as (part of) a block.
+struct Source {
+    const void* values;
+    bool bf16;  // else float
+    int count;
+};
+
+// As row `i` of a block of `rows`, padded with zeros to so many lines.
+using Pack = void (*)(const Source&, int i, int rows, int steps, uint8_t* block);
 
 struct Path {
     Multiply few;         // up to `crossover` rows, straight from the packed codes
@@ -139,6 +149,7 @@ struct Path {
     int crossover;
     Expand unpack = nullptr;         // a group's codes as they are, exactly; nullptr where scales are no group's
     AddScaled add_scaled = nullptr;  // its sums
+    Pack pack_few = nullptr;         // how `few` takes rows; nullptr: as bf16
     Narrow narrow = nullptr;
     AddOutliers add_outliers = nullptr;
     int most = kBlock;
@@ -147,17 +158,10 @@ struct Path {
     bool sliced(int rows) const { return !(few && rows <= crossover) && (rows > most || !block); }
 };
 
-// A row of numbers to be laid out as (part of) a block.
-struct Source {
-    const void* values;
-    bool bf16;  // else float
-    int count;
-};
-
 struct Kernels {
     Path paths[kPrecisions];
-    // Row `i` of a block of `rows` as bf16, or as bytes (code + 128) with a scale, padded with zeros to so many lines.
-    void (*pack_bf16)(const Source&, int i, int rows, int steps, uint8_t* block);
+    Pack pack_bf16;
+    // Likewise as bytes (code + 128); returns their scale.
     float (*pack_int8)(const Source&, int i, int rows, int steps, uint8_t* block, Outliers*);  // nullptr: all are packed
     // silu(gate) * up of a panel's c, in bf16: as 16 columns of a block, or of rows of so many numbers.
     void (*swiglu_block)(const float* c, int rows, int panel, uint8_t* block);

@@ -1,5 +1,5 @@
-// Kernels for AMX tiles, for more than a few rows; the few-row paths are AVX-512's, on the same packed weights. Codes whose scales
-// are a group's go to the tiles as they are for up to 16 rows; for more those of four bits become int8, the others bf16.
+// Kernels for AMX tiles, for more than a few rows; the few-row paths are AVX-512's, on the same packed weights. Codes of four bits
+// become int8. Bytes whose scales are a group's go to the tiles as they are for up to 16 rows; for more they become bf16.
 //
 // Up to 32 rows by a panel: tiles 0 and 1 hold rows, 2 and 3 weights, 4 to 7 the four sums. Tiles have as many rows as there are,
 // so nothing is read or written beyond the last one. Configured anew in every subtask, for the calling thread may have used tiles
@@ -142,8 +142,8 @@ void slice_sums(const Panel& p, const Rows& a, const Slice& slice, const Sums& c
 
 // A block times codes as they are, a group at a time, whose sums leave the tiles to be scaled. Tiles wait for what was just stored,
 // so a group is unpacked while the one before is multiplied, and scaled after the next one. On 16 cores a layer of V2-Lite took 64
-// tokens, six rows an expert, 4.0 ms with int4, 6.6 with FP8, 6.1 with Q8_0 and 4.7 with Q4_K, where AVX-512 took 6.8, 8.4, 9.2 and
-// 7.9. With 24 rows an expert it took 10.1 ms with FP8, expanded 9.0.
+// tokens, six rows an expert, 6.6 ms with FP8 and 6.1 with Q8_0, where AVX-512 took 8.4 and 9.2. With 24 rows an expert it took
+// 10.1 ms with FP8, expanded 9.0.
 template <Precision P>
 void block_codes(const Panel& p, const Rows& a, const Sums& c) {
     const Path& codes = few_row_kernels().paths[P];
@@ -166,10 +166,10 @@ void block_codes(const Panel& p, const Rows& a, const Sums& c) {
         add_steps<Bf16>({weights[now], nullptr, p.group_steps, p.group_steps}, rows(step), lower, [](const uint8_t*) {});
         store_sums(lower, {parts[now], kPanel});
         int before = step - p.group_steps;
-        if (before >= 0) codes.add_scaled(p, before, rows(before), {parts[now ^ 1], kPanel}, c);
+        if (before >= 0) codes.add_scaled(p, before, a.count, {parts[now ^ 1], kPanel}, c);
     }
     int last = p.steps - p.group_steps;
-    codes.add_scaled(p, last, rows(last), {parts[last / p.group_steps % 2], kPanel}, c);
+    codes.add_scaled(p, last, a.count, {parts[last / p.group_steps % 2], kPanel}, c);
     _tile_release();
 }
 
@@ -207,9 +207,9 @@ const Kernels& amx_kernels() {
         Kernels k = few_row_kernels();
         for (Path& path : k.paths) {
             path.slice = path.narrow ? slice_int8 : slice_sums<Bf16>;
-            path.crossover = path.expand ? 8 : 4;
+            path.crossover = path.expand || path.narrow ? 8 : 4;
         }
-        set_block<kInt4G32>(k), set_block<kInt4G128>(k), set_block<kFp8Block>(k), set_block<kQ8_0>(k), set_block<kQ4_K>(k);
+        set_block<kFp8Block>(k), set_block<kQ8_0>(k);
         k.paths[kBf16].block = whole_sums<Bf16>;
         k.paths[kInt8].block = block_int8, k.paths[kInt8].slice = slice_int8;
         k.pack_bf16 = pack_bf16, k.pack_int8 = pack_int8;

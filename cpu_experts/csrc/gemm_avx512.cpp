@@ -8,17 +8,10 @@
 #include <array>
 #include <utility>
 
-#include "codes_avx512.h"
-#include "prefetch.h"
+#include "groups_avx512.h"
 
 namespace cpu_experts {
 namespace {
-
-inline __m512i broadcast(const uint8_t* at) {
-    int word;
-    std::memcpy(&word, at, 4);
-    return _mm512_set1_epi32(word);
-}
 
 constexpr int chains(int m) { return m <= 2 ? 4 : 1; }  // four for four rows spilled: half the speed
 
@@ -95,8 +88,7 @@ void plain_rows(const Panel& p, const Rows& a, const Slice& slice, int first, co
     }
 }
 
-// --- codes of other formats: scales multiply the sum of a group, or of both halves of a step where their scales differ; minima
-// the sum of the row's values there
+// --- codes of eight and six bits: scales multiply the sum of a group, or of both halves of a step where their scales differ
 
 // A part of a step of K: sums of M rows by two tiles, each in C chains.
 template <class Codes, int M, int C>
@@ -123,12 +115,6 @@ __attribute__((always_inline)) inline void add_step(const Codes& codes, const ui
     }
 }
 
-// Of a row's values in one step.
-inline __m512 row_sum(const uint8_t* x) {
-    const auto ones = (__m512bh)_mm512_set1_epi16(0x3F80);
-    return _mm512_set1_ps(_mm512_reduce_add_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)load(x), ones)));
-}
-
 template <class Codes, int M>
 void grouped_rows(const Panel& p, const Rows& a, const Slice&, int first, const Sums& c) {
     const Codes codes = tables<Codes>();
@@ -139,7 +125,6 @@ void grouped_rows(const Panel& p, const Rows& a, const Slice&, int first, const 
     const uint8_t* w = p.data;
     const uint8_t* x = a.data + size_t(first) * kLine;
     for (int step = 0; step < p.steps; step += p.group_steps) {
-        const uint8_t* group_x = x;
 #pragma GCC unroll 2
         for (int part = 0; part < Codes::kParts; ++part) {
             __m512 sum[C][M][2];
@@ -162,13 +147,6 @@ void grouped_rows(const Panel& p, const Rows& a, const Slice&, int first, const 
             }
         }
         if (Codes::kParts > 1) w += 2 * Codes::kCodeBytes, x += x_line;
-        if (Codes::kMinima) {
-            __m512 minima[2] = {Codes::minimum(p, step, 0, 0), Codes::minimum(p, step, 0, 1)};
-            for (int m = 0; m < M; ++m) {
-                __m512 of_row = row_sum(group_x + m * kLine);
-                for (int tile = 0; tile < 2; ++tile) total[m][tile] = _mm512_fnmadd_ps(minima[tile], of_row, total[m][tile]);
-            }
-        }
     }
     for (int m = 0; m < M; ++m) {
         for (int tile = 0; tile < 2; ++tile) _mm512_storeu_ps(c.row(first + m) + tile * kTile, total[m][tile]);
@@ -187,6 +165,11 @@ constexpr std::array<RowsFn, sizeof...(M)> plain_table(std::index_sequence<M...>
 template <class Codes, size_t... M>
 constexpr std::array<RowsFn, sizeof...(M)> grouped_table(std::index_sequence<M...>) {
     return {grouped_rows<Codes, int(M) + 1>...};
+}
+
+template <class Codes, size_t... M>
+constexpr std::array<RowsFn, sizeof...(M)> byte_table(std::index_sequence<M...>) {
+    return {byte_rows<Codes, int(M) + 1>...};
 }
 
 template <size_t N>
@@ -217,12 +200,18 @@ void grouped(const Panel& p, const Rows& a, const Sums& c) {
     in_passes(table, p, a, {}, c);
 }
 
+template <class Codes>
+void bytes(const Panel& p, const Rows& a, const Sums& c) {
+    static constexpr auto table = byte_table<Codes>(std::make_index_sequence<8>{});
+    in_passes(table, p, a, {}, c);
+}
+
 // --- expanding a panel to bf16 for many rows: the scale is folded in, as 16 floats times 2 of each
 
-inline __m512i scaled(__m512i row, __m512 scale, __m512 minimum) {
-    __m512 even = _mm512_fmsub_ps(_mm512_castsi512_ps(_mm512_slli_epi32(row, 16)), scale, minimum);
+inline __m512i scaled(__m512i row, __m512 scale) {
+    __m512 even = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(row, 16)), scale);
     __m512i high = _mm512_and_si512(row, _mm512_set1_epi32(int(0xFFFF0000)));
-    __m512 odd = _mm512_fmsub_ps(_mm512_castsi512_ps(high), scale, minimum);
+    __m512 odd = _mm512_mul_ps(_mm512_castsi512_ps(high), scale);
     // both halves rounded at once, then the odd ones moved up: (low 16 words: even, high 16: odd) -> pairs
     __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
     alignas(64) static constexpr uint16_t pairs[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -237,15 +226,15 @@ void expand(const Panel& p, uint8_t* bf16) {
     for (int s = 0; s < p.steps; ++s) {
         for (int tile = 0; tile < 2; ++tile, w += Codes::kCodeBytes) {
             for (int part = 0; part < Codes::kParts; ++part) {
-                __m512 scale{}, minimum{};
-                if (kScaled) scale = Codes::scale(p, s, part, tile), minimum = Codes::minimum(p, s, part, tile);
+                __m512 scale{};
+                if (kScaled) scale = Codes::scale(p, s, part, tile);
                 constexpr int quarters = 4 / Codes::kParts;
 #pragma GCC unroll 4
                 for (int i = 0; i < quarters; ++i, bf16 += 4 * kLine) {
                     __m512i row[4];
                     codes.unpack(w, part * quarters + i, row);
                     for (int j = 0; j < 4; ++j) {
-                        _mm512_store_si512(bf16 + j * kLine, kScaled ? scaled(row[j], scale, minimum) : row[j]);
+                        _mm512_store_si512(bf16 + j * kLine, kScaled ? scaled(row[j], scale) : row[j]);
                     }
                 }
             }
@@ -351,16 +340,13 @@ void add_outliers(const Panel& p, const Rows& a, int first, bool last, const Sum
 }
 
 template <class Codes>
-void add_group(const Panel& p, int step, const Rows& a, const Sums& from, const Sums& to) {
+void add_group(const Panel& p, int step, int rows, const Sums& from, const Sums& to) {
     __m512 scale[2] = {Codes::scale(p, step, 0, 0), Codes::scale(p, step, 0, 1)};
-    __m512 minimum[2] = {Codes::minimum(p, step, 0, 0), Codes::minimum(p, step, 0, 1)};
-    for (int m = 0; m < a.count; ++m) {
-        __m512 of_row = Codes::kMinima ? row_sum(a.data + m * kLine) : _mm512_setzero_ps();
+    for (int m = 0; m < rows; ++m) {
         for (int tile = 0; tile < 2; ++tile) {
             float* at = to.row(m) + tile * kTile;
             __m512 sum = step ? _mm512_loadu_ps(at) : _mm512_setzero_ps();
-            sum = _mm512_fmadd_ps(scale[tile], _mm512_loadu_ps(from.row(m) + tile * kTile), sum);
-            _mm512_storeu_ps(at, Codes::kMinima ? _mm512_fnmadd_ps(minimum[tile], of_row, sum) : sum);
+            _mm512_storeu_ps(at, _mm512_fmadd_ps(scale[tile], _mm512_loadu_ps(from.row(m) + tile * kTile), sum));
         }
     }
 }
@@ -370,8 +356,8 @@ constexpr int kCrossover = 10;
 
 template <class Codes>
 Path four_bits() {
-    Path path{grouped<Codes>, nullptr, plain_slice<Int8>, nullptr, kCrossover, expand<Codes, false>, add_group<Codes>};
-    path.narrow = narrow<Codes>, path.add_outliers = add_outliers;
+    Path path{bytes<Codes>, nullptr, plain_slice<Int8>, nullptr, kCrossover};
+    path.pack_few = pack_groups, path.narrow = narrow<Codes>, path.add_outliers = add_outliers;
     return path;
 }
 

@@ -52,7 +52,7 @@ def test_every_number_of_rows_of_one_expert_is_within_its_bound(isa, precision, 
     model, width = fitting(precision, 70, 40)
     parts = parts_of(random_layer(2, model, width), precision)
     batch = random_batch(rows, model, 2, 1)._replace(ids=np.ones((rows, 1), np.int32))
-    bounds = BOUNDS | FEW if rows <= 8 else BOUNDS  # few rows meet codes as exact as they are
+    bounds = BOUNDS | FEW if rows <= 8 else BOUNDS  # codes are what they are for few rows
     with Experts(*parts, precision, threads=2, isa=isa) as layer:
         assert distance(layer.forward(*batch), batch, parts, precision) < bounds[precision]
 
