@@ -18,8 +18,9 @@ stored plus 128, and take it back so); of int4 a bfloat16 an output in each grou
 each 128 inputs; of q4_k and q6_k in each 256 inputs what blocks.py says a block has beside its codes, not a bit more: d of all 32
 outputs, dmin of all, then each byte of scales of all. All padding is zeros.
 
-Rows are bfloat16 for all of them but int8, whose rows are int8 too, to the largest of each row; and so are many rows of an expert
-of int4 or q4_k on AVX-512 and AMX, where its codes become int8 on the way (reference.py says how far that is from what they say).
+Rows are bfloat16 for all of them but int8, whose rows are int8 too, to the largest of each row; and for int4 and q4_k on AVX-512
+and AMX: few rows of an expert are int8 there with a scale for every 32 numbers, many as int8's, and its codes become int8 on the
+way (reference.py says how far that is from what they say).
 
 Knows numpy only."""
 

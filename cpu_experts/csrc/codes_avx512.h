@@ -1,5 +1,5 @@
-// The codes of each format in registers, exactly, by AVX-512 with VBMI: as bf16, those of four bits as integers, too. Scales and
-// minima are left to whoever multiplies.
+// The codes of each format in registers, exactly, by AVX-512 with VBMI: as bf16, those of four bits as integers. Scales and minima
+// are left to whoever multiplies.
 #pragma once
 
 #include <immintrin.h>
@@ -17,14 +17,15 @@ inline __m512i broadcast(const uint8_t* at) {
     return _mm512_set1_epi32(word);
 }
 
+constexpr int kNibbleBytes = 256;  // of a tile of four bits
+
 struct NoMinima {
     static constexpr bool kMinima = false;
-    static __m512 minimum(const Panel&, int, int, int) { return _mm512_setzero_ps(); }
+    static __m512 minimum(const Panel&, int, int) { return _mm512_setzero_ps(); }
 };
 
 template <class Kind>
 struct Nibbles {
-    static constexpr int kCodeBytes = 256;
     __m512i values;  // of the 16 codes, twice: the lookup takes five bits, of which the fifth is the next code's
     Nibbles() {
         alignas(64) uint16_t table[32];
@@ -46,9 +47,8 @@ inline __m512 halves(const uint8_t* at) { return _mm512_cvtph_ps(_mm256_load_si2
 inline __m128i sixteen(const uint8_t* at) { return _mm_load_si128(reinterpret_cast<const __m128i*>(at)); }
 
 struct Int4 : NoMinima {
-    static constexpr int kCodeBytes = 256;
     static constexpr int kFirst = -8;  // what code 0 stands for
-    static __m512 scale(const Panel& p, int step, int, int tile) {
+    static __m512 scale(const Panel& p, int step, int tile) {
         const uint8_t* at = p.scales + (size_t(step / p.group_steps) * kPanel + size_t(tile * kTile)) * 2;
         __m512i wide = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(at)));
         return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
@@ -56,14 +56,14 @@ struct Int4 : NoMinima {
 };
 
 struct Q4K {
-    static constexpr int kCodeBytes = 256, kFirst = 0;
+    static constexpr int kFirst = 0;
     static constexpr bool kMinima = true;
-    static __m512 scale(const Panel& p, int step, int, int tile) {
+    static __m512 scale(const Panel& p, int step, int tile) {
         int i = step % 8, n = tile * kTile;
         __m512i six = i < 4 ? bits(p, step, i, n, 63) : late(bits(p, step, 4 + i, n, 15), p, step, i - 4, n);
         return _mm512_mul_ps(halves(Q4KCodes::half(p, step, 0, n)), _mm512_cvtepi32_ps(six));
     }
-    static __m512 minimum(const Panel& p, int step, int, int tile) {
+    static __m512 minimum(const Panel& p, int step, int tile) {
         int i = step % 8, n = tile * kTile;
         __m512i six = bits(p, step, 4 + i, n, i < 4 ? 63 : 0xF0);
         if (i >= 4) six = late(_mm512_srli_epi32(six, 4), p, step, i, n);

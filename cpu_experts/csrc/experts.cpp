@@ -119,7 +119,7 @@ struct Forward {
     // what is computed
     uint8_t *x, *hidden;
     float *x_scales, *hidden_scales, *parts;
-    uint16_t* hidden_values;  // bf16, where they become int8
+    uint16_t* hidden_values;  // bf16, of rows that are packed as a whole
     Outliers *x_outliers, *hidden_outliers;
     uint8_t* own;  // of each thread
     size_t hidden_line, parts_line;
@@ -152,7 +152,7 @@ struct Forward {
         sort();
         each<&Forward::gather>(threads, block_count);
         multiply_round<&Forward::gate_up>(threads, layer.gate_up_panels_, layer.gate_up_.panel_bytes);
-        if (packs_hidden(kMany)) each<&Forward::requantise>(threads, block_count);
+        if (packs_hidden(kMany)) each<&Forward::pack_hidden>(threads, block_count);
         multiply_round<&Forward::down>(threads, layer.down_panels_, layer.down_.panel_bytes);
         each<&Forward::combine>(threads, (tokens + kCombined - 1) / kCombined);
     }
@@ -191,8 +191,8 @@ private:
 
     // Subtasks are a group of rows by some neighbouring panels: with many rows as many as should share them, with few as many as
     // fit the L2, fewer where some thread would stay idle. Those of a node's share of the panels, of all experts, come before
-    // those of the next one's. An expert's rows are laid out, multiplied and multiplied again mostly by one thread: lines that all
-    // cores have read take three times as long to be written anew.
+    // those of the next one's. On one node an expert's rows are laid out, multiplied and multiplied again mostly by one thread:
+    // lines that all cores have read take three times as long to be written anew.
     template <void (Forward::*Step)(int, int)>
     void multiply_round(Threads& threads, int panels, size_t panel_bytes) {
         panels_ = panels;
@@ -295,7 +295,7 @@ private:
         }
     }
 
-    void requantise(int index, int) {
+    void pack_hidden(int index, int) {
         const Block& b = blocks[index];
         if (layout(layer.down_, b) == kBf16Rows) return;
         for (int i = 0; i < b.count; ++i) {

@@ -108,12 +108,23 @@ struct Ahead {
     int lines = 0;
 };
 
+// What is done beside a slice's products, by units of their own: some of `last - next` pieces in every step.
+struct Beside {
+    void (*piece)(const void* state, int i) = nullptr;
+    const void* state = nullptr;
+    int next = 0, last = 0, each = 0;
+    void step() {
+        for (int n = each; n > 0 && next < last; --n) piece(state, next++);
+    }
+};
+
 // Some steps of K, of which panel and rows hold no others. Sums of all slices but the first are added to what is there; those of
 // all but the last are for the next one only (of int8 they are int32).
 struct Slice {
     bool first = true, last = true;
     bool configure = true, release = true;  // tiles: for rows of another count than before; with the last of a subtask
     Ahead weights, rows;
+    Beside beside;
 };
 
 // sums = rows times the panel.
@@ -121,9 +132,10 @@ using Multiply = void (*)(const Panel&, const Rows&, const Sums&);
 using MultiplySlice = void (*)(const Panel&, const Rows&, const Slice&, const Sums&);
 // A panel of other codes as one of bf16, each value rounded to bf16 after its scale.
 using Expand = void (*)(const Panel&, uint8_t* bf16);
-// Some steps of a panel, the first of which is number `step`, as int8: two steps become one, an odd last one with zeros behind.
-// Scales as kInt8 has them: of step 0 on made of all the panel's, and after them what the codes add up to so far.
-using Narrow = void (*)(const Panel& whole, int step, const Panel& some, uint8_t* int8, uint8_t* scales);
+// Half of two steps of a panel, or of an odd last one with zeros behind, as a tile of int8. Scales as kInt8 has them: with step 0
+// made of all the tile's, and after them what the codes add up to so far; then their inverses.
+using Narrow = void (*)(const Panel&, int step, int tile, uint8_t* int8, uint8_t* scales);
+constexpr size_t kNarrowScaleBytes = size_t(kFormats[kInt8].scale_bytes) + 2 * kLine;
 // The sums of so many rows in the group that begins with `step`, of codes without scales: times these, they are added to those of
 // the groups before.
 using AddScaled = void (*)(const Panel&, int step, int rows, const Sums& from, const Sums& to);
@@ -147,10 +159,11 @@ struct Path {
     MultiplySlice slice;  // of several; of bf16 where `expand` is set, of int8 (as rows are then) where `narrow` is
     Expand expand;        // nullptr: `slice` reads the packed codes itself, or what `narrow` makes of them
     int crossover;
-    Expand unpack = nullptr;         // a group's codes as they are, exactly; nullptr where scales are no group's
+    Expand unpack = nullptr;         // a group's codes as they are, exactly: only for `block` of AMX
     AddScaled add_scaled = nullptr;  // its sums
     Pack pack_few = nullptr;         // how `few` takes rows; nullptr: as bf16
     Narrow narrow = nullptr;
+    bool narrows_beside = false;     // the products, which leave room for that
     AddOutliers add_outliers = nullptr;
     int most = kBlock;
 

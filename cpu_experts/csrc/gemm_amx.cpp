@@ -2,8 +2,8 @@
 // become int8. Bytes whose scales are a group's go to the tiles as they are for up to 16 rows; for more they become bf16.
 //
 // Up to 32 rows by a panel: tiles 0 and 1 hold rows, 2 and 3 weights, 4 to 7 the four sums. Tiles have as many rows as there are,
-// so nothing is read or written beyond the last one. Configured anew in every subtask, for the calling thread may have used tiles
-// for something else in between, and released at its end.
+// so nothing is read or written beyond the last one. Configured anew in every subtask at least, for the calling thread may have
+// used tiles for something else in between, and released at its end.
 #include "elementwise.h"
 #include "prefetch.h"
 #include "tiles.h"
@@ -133,9 +133,10 @@ template <class Kind>
 void slice_sums(const Panel& p, const Rows& a, const Slice& slice, const Sums& c) {
     bool lower = a.count > kTile;
     Ahead weights = slice.weights, rows = slice.rows;
+    Beside beside = slice.beside;
     if (slice.configure) _tile_loadconfig(&configs.of[a.count]);
     slice.first ? zero_sums(lower) : load_sums(lower, c);
-    add_steps<Kind>(p, a, lower, [&](const uint8_t*) { prefetch(weights), prefetch(rows); });
+    add_steps<Kind>(p, a, lower, [&](const uint8_t*) { prefetch(weights), prefetch(rows), beside.step(); });
     store_sums(lower, c);
     if (slice.release) _tile_release();
 }
@@ -207,6 +208,7 @@ const Kernels& amx_kernels() {
         Kernels k = few_row_kernels();
         for (Path& path : k.paths) {
             path.slice = path.narrow ? slice_int8 : slice_sums<Bf16>;
+            path.narrows_beside = path.narrow;
             path.crossover = path.expand || path.narrow ? 8 : 4;
         }
         set_block<kFp8Block>(k), set_block<kQ8_0>(k);

@@ -8,7 +8,7 @@
 #include <array>
 #include <utility>
 
-#include "groups_avx512.h"
+#include "nibbles_avx512.h"
 
 namespace cpu_experts {
 namespace {
@@ -168,8 +168,8 @@ constexpr std::array<RowsFn, sizeof...(M)> grouped_table(std::index_sequence<M..
 }
 
 template <class Codes, size_t... M>
-constexpr std::array<RowsFn, sizeof...(M)> byte_table(std::index_sequence<M...>) {
-    return {byte_rows<Codes, int(M) + 1>...};
+constexpr std::array<RowsFn, sizeof...(M)> nibble_table(std::index_sequence<M...>) {
+    return {nibble_rows<Codes, int(M) + 1>...};
 }
 
 template <size_t N>
@@ -201,8 +201,8 @@ void grouped(const Panel& p, const Rows& a, const Sums& c) {
 }
 
 template <class Codes>
-void bytes(const Panel& p, const Rows& a, const Sums& c) {
-    static constexpr auto table = byte_table<Codes>(std::make_index_sequence<8>{});
+void nibbles(const Panel& p, const Rows& a, const Sums& c) {
+    static constexpr auto table = nibble_table<Codes>(std::make_index_sequence<8>{});
     in_passes(table, p, a, {}, c);
 }
 
@@ -246,75 +246,72 @@ void expand(const Panel& p, uint8_t* bf16) {
 
 constexpr float kLargest = 126;  // of what the largest value becomes: product and minimum are rounded each
 
-// Scales of all of K, and no sums yet.
+// Scales of all of K with their inverses, and no sums yet. Nothing is made of scales that are no numbers, whose outputs are none
+// either (nor if a bfloat16 is so large that eight of it are none), or so small that they have no inverse: theirs is zero.
 template <class Codes>
-void int8_scales(const Panel& p, uint8_t* scales) {
+void int8_scales(const Panel& p, int tile, uint8_t* scales) {
     const __m512 first = _mm512_set1_ps(Codes::kFirst), last = _mm512_set1_ps(Codes::kFirst + 15);
-    for (int tile = 0; tile < 2; ++tile) {
-        __m512i most = _mm512_setzero_si512();  // as bits, floats of one sign compare as integers, and NaN is the largest of all
-        for (int step = 0; step < p.steps; step += p.group_steps) {
-            __m512 scale = Codes::scale(p, step, 0, tile), minimum = Codes::minimum(p, step, 0, tile);
-            for (__m512 code : {first, last}) {
-                __m512i size = _mm512_castps_si512(_mm512_abs_ps(_mm512_fmsub_ps(code, scale, minimum)));
-                most = _mm512_max_epu32(most, size);
-            }
+    __m512i most = _mm512_setzero_si512();  // as bits, floats of one sign compare as integers, and NaN is the largest of all
+    auto add = [&](__m512 number) { most = _mm512_max_epu32(most, _mm512_castps_si512(_mm512_abs_ps(number))); };
+    for (int step = 0; step < p.steps; step += p.group_steps) {
+        __m512 scale = Codes::scale(p, step, tile);
+        if (Codes::kMinima) {
+            __m512 minimum = Codes::minimum(p, step, tile);
+            add(_mm512_sub_ps(_mm512_setzero_ps(), minimum));
+            add(_mm512_fmsub_ps(last, scale, minimum));
+        } else {
+            add(_mm512_mul_ps(first, scale));
         }
-        _mm512_storeu_ps(scales + tile * kLine, _mm512_mul_ps(_mm512_castsi512_ps(most), _mm512_set1_ps(1 / kLargest)));
-        _mm512_storeu_si512(scales + (2 + tile) * kLine, _mm512_setzero_si512());
     }
+    __m512 scale = _mm512_mul_ps(_mm512_castsi512_ps(most), _mm512_set1_ps(1 / kLargest));
+    __mmask16 usable = _mm512_cmp_ps_mask(scale, _mm512_set1_ps(1e-36f), _CMP_GE_OQ) &
+                       _mm512_cmp_ps_mask(scale, _mm512_set1_ps(FLT_MAX), _CMP_LE_OQ);
+    _mm512_storeu_ps(scales + tile * kLine, scale);
+    _mm512_storeu_si512(scales + (2 + tile) * kLine, _mm512_setzero_si512());
+    _mm512_storeu_ps(scales + (4 + tile) * kLine, _mm512_maskz_div_ps(usable, _mm512_set1_ps(1), scale));
 }
 
-// A group's numbers in units of the outputs' scales, twice each. Nothing is made of scales that are no numbers, whose outputs are
-// none either (nor if a bfloat16 is so large that eight of it are none), or so small that they have no inverse.
-class Units {
-public:
-    explicit Units(__m512 scale)
-        : usable_(_mm512_cmp_ps_mask(scale, _mm512_set1_ps(1e-36f), _CMP_GE_OQ) &
-                  _mm512_cmp_ps_mask(scale, _mm512_set1_ps(FLT_MAX), _CMP_LE_OQ)),
-          inverse_(_mm512_maskz_div_ps(usable_, _mm512_set1_ps(1), scale)) {}
-    __m512i of(__m512 numbers, float times) const {
-        __m512 units = _mm512_maskz_mul_ps(usable_, numbers, inverse_);
-        __m512i words = _mm512_cvtps_epi32(_mm512_mul_ps(units, _mm512_set1_ps(times)));
-        return _mm512_or_si512(_mm512_slli_epi32(words, 16), _mm512_and_si512(words, _mm512_set1_epi32(0xFFFF)));
-    }
-
-private:
-    __mmask16 usable_;
-    __m512 inverse_;
-};
+// A group's numbers in units of the outputs' scales, twice each.
+inline __m512i in_units(__m512 numbers, __m512 inverse, float times) {
+    __mmask16 usable = _mm512_cmp_ps_mask(inverse, _mm512_setzero_ps(), _CMP_NEQ_OQ);
+    __m512 units = _mm512_maskz_mul_ps(usable, numbers, inverse);
+    __m512i words = _mm512_cvtps_epi32(_mm512_mul_ps(units, _mm512_set1_ps(times)));
+    return _mm512_or_si512(_mm512_slli_epi32(words, 16), _mm512_and_si512(words, _mm512_set1_epi32(0xFFFF)));
+}
 
 template <class Codes>
-void narrow(const Panel& whole, int step, const Panel& some, uint8_t* int8, uint8_t* scales) {
+void narrow(const Panel& p, int step, int tile, uint8_t* int8, uint8_t* scales) {
     const auto codes = tables<Nibbles<Shifted<Codes>>>();
-    if (step == 0) int8_scales<Codes>(whole, scales);
-    for (int tile = 0; tile < 2; ++tile) {
-        const Units units(_mm512_loadu_ps(scales + tile * kLine));
-        __m512i sum = _mm512_loadu_si512(scales + (2 + tile) * kLine), scale{}, minimum{};
-        for (int s = 0; s < some.steps; ++s) {
-            if (s % some.group_steps == 0) {
-                scale = units.of(Codes::scale(some, s, 0, tile), 1024);  // with which a product's upper half is of whole units
-                if (Codes::kMinima) minimum = units.of(Codes::minimum(some, s, 0, tile), 1);
-            }
-            const uint8_t* w = some.data + size_t(2 * s + tile) * codes.kCodeBytes;
-            uint8_t* out = int8 + size_t(s / 2 * 2 + tile) * kTileBytes + s % 2 * (kTileBytes / 2);
-            if (s % 2 == 0 && s + 1 == some.steps) std::memset(out + kTileBytes / 2, 0, kTileBytes / 2);
+    if (step == 0) int8_scales<Codes>(p, tile, scales);
+    const __m512 inverse = _mm512_loadu_ps(scales + (4 + tile) * kLine);
+    __m512i sum = _mm512_loadu_si512(scales + (2 + tile) * kLine), scale{}, minimum{};
+    for (int s = step; s < step + 2; ++s) {
+        if (s == p.steps) {
+            std::memset(int8, 0, kTileBytes / 2);
+            break;
+        }
+        if (s == step || s % p.group_steps == 0) {
+            scale = in_units(Codes::scale(p, s, tile), inverse, 1024);  // with which a product's upper half is of whole units
+            if (Codes::kMinima) minimum = in_units(Codes::minimum(p, s, tile), inverse, 1);
+        }
+        const uint8_t* w = p.data + size_t(2 * s + tile) * kNibbleBytes;
 #pragma GCC unroll 4
-            for (int quarter = 0; quarter < 4; ++quarter, out += 2 * kLine) {
-                __m512i row[4];
-                codes.unpack(w, quarter, row);
-                for (int i = 0; i < 4; ++i) {
-                    row[i] = _mm512_mulhrs_epi16(row[i], scale);
-                    if (Codes::kMinima) row[i] = _mm512_sub_epi16(row[i], minimum);
-                }
-                for (int i = 0; i < 2; ++i) {
-                    __m512i line = lower_bytes(row[2 * i], row[2 * i + 1]);
-                    _mm512_store_si512(out + i * kLine, line);
-                    sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(char(128)), line);
-                }
+        for (int quarter = 0; quarter < 4; ++quarter, int8 += 2 * kLine) {
+            __m512i row[4];
+            prefetch(w + quarter * kLine);
+            codes.unpack(w, quarter, row);
+            for (int i = 0; i < 4; ++i) {
+                row[i] = _mm512_mulhrs_epi16(row[i], scale);
+                if (Codes::kMinima) row[i] = _mm512_sub_epi16(row[i], minimum);
+            }
+            for (int i = 0; i < 2; ++i) {
+                __m512i line = lower_bytes(row[2 * i], row[2 * i + 1]);
+                _mm512_store_si512(int8 + i * kLine, line);
+                sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(char(128)), line);
             }
         }
-        _mm512_storeu_si512(scales + (2 + tile) * kLine, sum);
     }
+    _mm512_storeu_si512(scales + (2 + tile) * kLine, sum);
 }
 
 void add_outliers(const Panel& p, const Rows& a, int first, bool last, const Sums& c) {
@@ -351,13 +348,14 @@ void add_group(const Panel& p, int step, int rows, const Sums& from, const Sums&
     }
 }
 
-// Measured on Zen 5: with 8 rows, unpacking in every pass is still faster than expanding to bf16; with 12 it is not.
+// Measured on Zen 5 for eight and six bits: with 8 rows, unpacking in every pass is still faster than expanding to bf16; with 12 it
+// is not.
 constexpr int kCrossover = 10;
 
 template <class Codes>
 Path four_bits() {
-    Path path{bytes<Codes>, nullptr, plain_slice<Int8>, nullptr, kCrossover};
-    path.pack_few = pack_groups, path.narrow = narrow<Codes>, path.add_outliers = add_outliers;
+    Path path{nibbles<Codes>, nullptr, plain_slice<Int8>, nullptr, kCrossover};
+    path.pack_few = pack_steps, path.narrow = narrow<Codes>, path.add_outliers = add_outliers;
     return path;
 }
 

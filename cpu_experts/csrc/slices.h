@@ -1,15 +1,15 @@
 // Several blocks of one expert's rows by several of its panels, slice by slice of K.
 //
-// Rows come from the L3 once a subtask and each weight comes from memory once, in even portions, while a panel's slice and the
-// next one's, the same slice of all blocks and, where K is cut, all their sums stay in an L2 of 2 MiB. A step of a block takes the
-// tiles 64 cycles, in which 2 KiB of rows and 2 KiB of weights come from there. Slices that leave the weights in the L1 (8 steps)
-// load and store sums more often and are no faster; V3's layer undivided took 144 ms where slices of 32 steps took 107.
+// Rows come from the L3 once a subtask and each weight comes from memory once, in even portions, while a panel's slice and the next
+// one's, the same slice of all blocks and, where K is cut, all their sums stay in an L2 of 2 MiB. A step of a block takes the tiles
+// 64 cycles, in which 2 KiB of rows and 2 KiB of weights come from there. Slices that leave the weights in the L1 (8 steps) load and
+// store sums more often and are no faster; V3's layer undivided took 144 ms where slices of 32 steps took 107.
 //
-// On a core of an H200's machine a step takes 39 ns with all of it in the L2, its share of memory with three blocks 36, and both 73:
+// On a core of an H200's machine a step takes 39 ns with all of it in the L2, its share of memory with three blocks 36, both 73:
 // loads from the L2 and from memory wait for each other. With all of it in the L1 it takes 31, and 43 with memory's share, but no
 // order of blocks and panels leaves both there. Of no use were: asking for every second or fourth line, into the L1, by loads, or
-// for the rows, too; loads and products in another order. Where 16 cores multiply random numbers, a step takes 71 to 92 ns without
-// any loads, for 28 to 33 on one core, and 145 with loads from the L2.
+// for the rows, too; loads and products in another order. Where 16 cores multiply random numbers, a step takes 71 to 92 ns with no
+// loads, for 28 to 33 on one core, and 145 with loads from the L2.
 #pragma once
 
 #include "gemm.h"
@@ -53,13 +53,12 @@ class Slices {
 public:
     static constexpr size_t kSums = size_t(kBlock) * kPanel;
     static constexpr size_t kExpandedBytes = size_t(kSliceSteps) * 2 * kTileBytes;
-    static constexpr size_t kScaleBytes = size_t(kFormats[kInt8].scale_bytes);
     static constexpr size_t kMemoryBytes =
-        kExpandedBytes + kSubtaskPanels * kScaleBytes + kSubtaskBlocks * kSubtaskPanels * kSums * sizeof(float);
+        2 * kExpandedBytes + kSubtaskPanels * kNarrowScaleBytes + kSubtaskBlocks * kSubtaskPanels * kSums * sizeof(float);
 
     Slices(const Factors& factors, const Path& path, const Area& area, uint8_t* memory)
-        : factors_(factors), path_(path), area_(area), expanded_(memory), scales_(memory + kExpandedBytes),
-          sums_(reinterpret_cast<float*>(scales_ + kSubtaskPanels * kScaleBytes)), slice_lines_(even_lines()) {}
+        : factors_(factors), path_(path), area_(area), expanded_(memory), scales_(memory + 2 * kExpandedBytes),
+          sums_(reinterpret_cast<float*>(scales_ + kSubtaskPanels * kNarrowScaleBytes)), slice_lines_(even_lines()) {}
 
     // `done(row, count, panel, sums)` is called for every block and panel.
     template <class Done>
@@ -67,13 +66,15 @@ public:
         int configured = 0;
         for (int i = 0; i < count(); ++i) {
             Part now = part(i);
-            Panel panel = operand(now);
+            Panel panel = operand(i, now);
+            const Narrowing next = narrowing(i + 1);
             for (int block = 0; block < area_.blocks(); ++block) {
                 int row = area_.first_row + block * kBlock, rows = area_.block_rows(row);
                 Sums sums = this->sums(block, now.panel);
                 Rows a = factors_.block(row, rows, lines(now.step));
                 Slice slice = this->slice(i, now, block, row);
                 slice.configure = rows != configured, configured = rows;
+                if (path_.narrows_beside && i + 1 < count()) slice.beside = share(next, block, lines(now.steps));
                 slice.release = i + 1 == count() && block + 1 == area_.blocks();
                 path_.slice(panel, a, slice, sums);
                 if (a.outliers) path_.add_outliers(panel, a, lines(now.step), slice.last, sums);
@@ -90,12 +91,12 @@ private:
     // Of int8 a slice takes as many bytes as of bf16.
     int slice_steps() const { return path_.narrow ? 2 * slice_lines_ : slice_lines_; }
 
-    // As few slices as the L2 has room for, of one length.
+    // As few slices as the L2 has room for, the last one at most as long as the others.
     int even_lines() const {
         int all = lines(factors_.shape.steps), most = kSliceSteps;
         size_t sums = size_t(area_.blocks() * area_.panels()) * kSums * sizeof(float);
         size_t of_step = size_t(area_.blocks() + 2) * 2 * kTileBytes;  // of all blocks, this panel and the next
-        if (size_t(most) * of_step + sums > kSliceBytes) most = int((kSliceBytes - sums) / of_step);
+        if (size_t(most) * of_step + sums > kSliceBytes) most = int((kSliceBytes - sums) / of_step) / 8 * 8;
         int slices = (all + most - 1) / most;
         return int(round_up(size_t((all + slices - 1) / slices), 8));
     }
@@ -119,14 +120,37 @@ private:
     Panel codes(const Part& p) const {
         return slice_of(factors_.panel(p.panel), factors_.shape.precision, p.step, p.steps);
     }
-    // As the kernel takes it.
-    Panel operand(const Part& p) const {
-        Panel panel = codes(p);
-        if (path_.narrow) {
-            uint8_t* scales = scales_ + size_t(p.panel - area_.first_panel) * kScaleBytes;
-            path_.narrow(factors_.panel(p.panel), p.step, panel, expanded_, scales);
-            return {expanded_, scales, lines(p.steps), 1};
+
+    // A part's codes, to become int8 tile by tile.
+    struct Narrowing {
+        Panel whole;
+        int step, tiles;
+        uint8_t *int8, *scales;
+        Narrow narrow;
+        static void one(const void* self, int i) {
+            const auto& n = *static_cast<const Narrowing*>(self);
+            n.narrow(n.whole, n.step + i / 2 * 2, i % 2, n.int8 + size_t(i) * kTileBytes, n.scales);
         }
+    };
+    Narrowing narrowing(int i) const {
+        Part p = part(i);
+        uint8_t *int8 = expanded_ + size_t(i % 2) * kExpandedBytes,
+                *scales = scales_ + size_t(p.panel - area_.first_panel) * kNarrowScaleBytes;
+        return {factors_.panel(p.panel), p.step, 2 * lines(p.steps), int8, scales, path_.narrow};
+    }
+    Beside share(const Narrowing& next, int block, int steps) const {
+        int first = next.tiles * block / area_.blocks(), last = next.tiles * (block + 1) / area_.blocks();
+        return {Narrowing::one, &next, first, last, (last - first + steps - 1) / steps};
+    }
+
+    // As the kernel takes it.
+    Panel operand(int i, const Part& p) const {
+        if (path_.narrow) {
+            const Narrowing now = narrowing(i);
+            for (int t = 0; t < now.tiles && !(path_.narrows_beside && i); ++t) Narrowing::one(&now, t);
+            return {now.int8, now.scales, lines(p.steps), 1};
+        }
+        Panel panel = codes(p);
         if (!path_.expand) return panel;
         path_.expand(panel, expanded_);
         return {expanded_, panel.scales, panel.steps, panel.group_steps};
@@ -138,7 +162,7 @@ private:
         int next = now.step + now.steps;
         Slice slice;
         slice.first = now.step == 0, slice.last = next == factors_.shape.steps;
-        if (i + 1 < count()) {
+        if (i + 1 < count() && !path_.narrows_beside) {
             Panel codes = this->codes(part(i + 1));
             size_t bytes = size_t(codes.steps) * 2 * size_t(kFormats[factors_.shape.precision].tile_bytes);
             slice.weights = share(codes.data, bytes, block, area_.blocks(), lines(now.steps));
@@ -159,15 +183,15 @@ private:
         return first < bytes ? Ahead{at + first, int(lines)} : Ahead{};
     }
 
-    const Factors& factors_;
-    const Path& path_;
-    const Area& area_;
     // Of a block and panel; one place will do for those that no other slice is added to.
     Sums sums(int block, int panel) const {
         size_t at = in_k() == 1 ? 0 : size_t(block * area_.panels() + panel - area_.first_panel);
         return {sums_ + at * kSums, kPanel};
     }
 
+    const Factors& factors_;
+    const Path& path_;
+    const Area& area_;
     uint8_t *expanded_, *scales_;
     float* sums_;
     int slice_lines_;

@@ -52,7 +52,7 @@ def test_every_number_of_rows_of_one_expert_is_within_its_bound(isa, precision, 
     model, width = fitting(precision, 70, 40)
     parts = parts_of(random_layer(2, model, width), precision)
     batch = random_batch(rows, model, 2, 1)._replace(ids=np.ones((rows, 1), np.int32))
-    bounds = BOUNDS | FEW if rows <= 8 else BOUNDS  # codes are what they are for few rows
+    bounds = BOUNDS | FEW if rows <= 8 else BOUNDS  # codes stay what they are for few rows
     with Experts(*parts, precision, threads=2, isa=isa) as layer:
         assert distance(layer.forward(*batch), batch, parts, precision) < bounds[precision]
 
@@ -80,6 +80,20 @@ def test_a_few_numbers_of_a_row_that_are_far_larger_leave_the_others_theirs(isa,
     batch.x[8, 3] = size  # and one alone
     with Experts(*parts, precision, threads=2, isa=isa) as layer:
         assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]
+
+
+@pytest.mark.parametrize("precision", ["int4_g32", "q4_k"])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("size", [30, 1000, 1e6])
+def test_far_larger_numbers_cost_few_rows_nothing(isa, precision, rows, size):
+    model, width = fitting(precision, 2100, 90)
+    gate, up, down = random_layer(1, model, width)
+    gate[..., [5, model - 1]] = up[..., [5, model - 1]] = 0  # or the output would be theirs alone
+    parts = parts_of((gate, up, down), precision)
+    batch = random_batch(rows, model, 1, 1)
+    batch.x[:, [5, model - 1]] *= size
+    with Experts(*parts, precision, threads=2, isa=isa) as layer:
+        assert distance(layer.forward(*batch), batch, parts, precision) < FEW[precision]
 
 
 @pytest.mark.parametrize("rows", [4, 40])
