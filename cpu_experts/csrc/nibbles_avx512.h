@@ -1,5 +1,5 @@
-// Few rows by codes of four bits, as bytes: a row's 32 numbers of a step become int8 with a scale of their own, and the codes need
-// no more than their halves taken apart. For one row that is a third of the instructions that bf16 takes.
+// Few rows by codes of four bits, as bytes: a row's 32 numbers of a step become int8 with a scale of their own, and the codes
+// only have to be taken apart. For one row that is half of the instructions that bf16 takes.
 #pragma once
 
 #include <array>

@@ -1,15 +1,15 @@
 // Several blocks of one expert's rows by several of its panels, slice by slice of K.
 //
-// Rows come from the L3 once a subtask and each weight comes from memory once, in even portions, while a panel's slice and the next
-// one's, the same slice of all blocks and, where K is cut, all their sums stay in an L2 of 2 MiB. A step of a block takes the tiles
-// 64 cycles, in which 2 KiB of rows and 2 KiB of weights come from there. Slices that leave the weights in the L1 (8 steps) load and
-// store sums more often and are no faster; V3's layer undivided took 144 ms where slices of 32 steps took 107.
+// Rows come from the L3 once a subtask and each weight comes from memory once, in even portions, while a panel's slice and the
+// next one's, the same slice of all blocks and, where K is cut, all their sums stay in an L2 of 2 MiB. A step of a block takes
+// the tiles 64 cycles, in which 2 KiB of rows and 2 KiB of weights come from there. Slices that leave the weights in the L1 (8
+// steps) load and store sums more often and are no faster; V3's layer undivided took 144 ms where slices of 32 steps took 107.
 //
 // On a core of an H200's machine a step takes 39 ns with all of it in the L2, its share of memory with three blocks 36, both 73:
-// loads from the L2 and from memory wait for each other. With all of it in the L1 it takes 31, and 43 with memory's share, but no
-// order of blocks and panels leaves both there. Of no use were: asking for every second or fourth line, into the L1, by loads, or
-// for the rows, too; loads and products in another order. Where 16 cores multiply random numbers, a step takes 71 to 92 ns with no
-// loads, for 28 to 33 on one core, and 145 with loads from the L2.
+// loads from the L2 and from memory wait for each other. With all of it in the L1 it takes 31, and 43 with memory's share, but
+// no order of blocks and panels leaves both there. Of no use were: asking for every second or fourth line, into the L1, by
+// loads, or for the rows, too; loads and products in another order. Where 16 cores multiply random numbers, a step takes 71 to
+// 92 ns with no loads, for 28 to 33 on one core, and 145 with loads from the L2.
 #pragma once
 
 #include "gemm.h"
