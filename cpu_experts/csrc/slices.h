@@ -67,14 +67,15 @@ public:
         for (int i = 0; i < count(); ++i) {
             Part now = part(i);
             Panel panel = operand(i, now);
-            const Narrowing next = narrowing(i + 1);
+            bool narrow_next = path_.narrows_beside && i + 1 < count();
+            const Narrowing next = narrowing(narrow_next ? i + 1 : i);
             for (int block = 0; block < area_.blocks(); ++block) {
                 int row = area_.first_row + block * kBlock, rows = area_.block_rows(row);
                 Sums sums = this->sums(block, now.panel);
                 Rows a = factors_.block(row, rows, lines(now.step));
                 Slice slice = this->slice(i, now, block, row);
                 slice.configure = rows != configured, configured = rows;
-                if (path_.narrows_beside && i + 1 < count()) slice.beside = share(next, block, lines(now.steps));
+                if (narrow_next) slice.beside = share(next, block, lines(now.steps));
                 slice.release = i + 1 == count() && block + 1 == area_.blocks();
                 path_.slice(panel, a, slice, sums);
                 if (a.outliers) path_.add_outliers(panel, a, lines(now.step), slice.last, sums);
