@@ -102,20 +102,13 @@ struct Sums {
     float* row(int m) const { return at + size_t(m) * line; }
 };
 
-// Lines to be asked for in every step: what is needed next.
+// What is needed next, to be asked for step by step: so many lines in each, of all `kStreams` parts in turn, which begin `apart`
+// from each other.
 struct Ahead {
+    static constexpr int kStreams = 8;
     const uint8_t* at = nullptr;
-    int lines = 0;
-};
-
-// What is done beside a slice's products, by units of their own: some of `last - next` pieces in every step.
-struct Beside {
-    void (*piece)(const void* state, int i) = nullptr;
-    const void* state = nullptr;
-    int next = 0, last = 0, each = 0;
-    void step() {
-        for (int n = each; n > 0 && next < last; --n) piece(state, next++);
-    }
+    size_t apart = 0;
+    int each = 0, due = 0;
 };
 
 // Some steps of K, of which panel and rows hold no others. Sums of all slices but the first are added to what is there; those of
@@ -124,7 +117,6 @@ struct Slice {
     bool first = true, last = true;
     bool configure = true, release = true;  // tiles: for rows of another count than before; with the last of a subtask
     Ahead weights, rows;
-    Beside beside;
 };
 
 // sums = rows times the panel.
@@ -132,9 +124,9 @@ using Multiply = void (*)(const Panel&, const Rows&, const Sums&);
 using MultiplySlice = void (*)(const Panel&, const Rows&, const Slice&, const Sums&);
 // A panel of other codes as one of bf16, each value rounded to bf16 after its scale.
 using Expand = void (*)(const Panel&, uint8_t* bf16);
-// Half of two steps of a panel, or of an odd last one with zeros behind, as a tile of int8. Scales as kInt8 has them: with step 0
-// made of all the tile's, and after them what the codes add up to so far; then their inverses.
-using Narrow = void (*)(const Panel&, int step, int tile, uint8_t* int8, uint8_t* scales);
+// So many steps of a panel from one on, as int8: two become one, an odd last one with zeros behind. Scales as kInt8 has them: with
+// step 0 made of all the panel's, and after them what the codes add up to so far; then their inverses.
+using Narrow = void (*)(const Panel&, int step, int steps, uint8_t* int8, uint8_t* scales);
 constexpr size_t kNarrowScaleBytes = size_t(kFormats[kInt8].scale_bytes) + 2 * kLine;
 // The sums of so many rows in the group that begins with `step`, of codes without scales: times these, they are added to those of
 // the groups before.
@@ -163,7 +155,6 @@ struct Path {
     AddScaled add_scaled = nullptr;  // its sums
     Pack pack_few = nullptr;         // how `few` takes rows; nullptr: as bf16
     Narrow narrow = nullptr;
-    bool narrows_beside = false;     // the products, which leave room for that
     AddOutliers add_outliers = nullptr;
     int most = kBlock;
 

@@ -61,11 +61,6 @@ struct Int8 {
     }
 };
 
-// Of both tiles of a step; a page holds two.
-inline void prefetch_step(const uint8_t* w) {
-    for (int line = 0; line < 2 * kTileBytes; line += kLine) prefetch(w + line);
-}
-
 void zero_sums(bool lower) {
     _tile_zero(4);
     _tile_zero(5);
@@ -92,9 +87,9 @@ void store_sums(bool lower, const Sums& c) {
     _tile_stored(7, c.row(kTile) + kTile, line);
 }
 
-// `prefetch` is called in every step, with its weights.
-template <class Kind, class Prefetch>
-void add_steps(const Panel& p, const Rows& a, bool lower, Prefetch prefetch) {
+// `ask` is called in every step.
+template <class Kind, class Ask>
+void add_steps(const Panel& p, const Rows& a, bool lower, Ask ask) {
     const uint8_t* w = p.data;
     const uint8_t* x = a.data;
     const size_t x_line = size_t(a.count) * kLine;
@@ -103,7 +98,7 @@ void add_steps(const Panel& p, const Rows& a, bool lower, Prefetch prefetch) {
             _tile_loadd(0, x, kLine);
             _tile_loadd(2, w, kLine);
             _tile_loadd(3, w + kTileBytes, kLine);
-            prefetch(w);
+            ask();
             Kind::upper();
         }
         return;
@@ -113,30 +108,19 @@ void add_steps(const Panel& p, const Rows& a, bool lower, Prefetch prefetch) {
         _tile_loadd(2, w, kLine);
         _tile_loadd(3, w + kTileBytes, kLine);
         _tile_loadd(1, x + kTileBytes, kLine);
-        prefetch(w);
+        ask();
         Kind::upper();
         Kind::lower();
     }
 }
 
 template <class Kind>
-void whole_sums(const Panel& p, const Rows& a, const Sums& c) {
-    bool lower = a.count > kTile;
-    _tile_loadconfig(&configs.of[a.count]);
-    zero_sums(lower);
-    add_steps<Kind>(p, a, lower, prefetch_step);
-    store_sums(lower, c);
-    _tile_release();
-}
-
-template <class Kind>
 void slice_sums(const Panel& p, const Rows& a, const Slice& slice, const Sums& c) {
     bool lower = a.count > kTile;
     Ahead weights = slice.weights, rows = slice.rows;
-    Beside beside = slice.beside;
     if (slice.configure) _tile_loadconfig(&configs.of[a.count]);
     slice.first ? zero_sums(lower) : load_sums(lower, c);
-    add_steps<Kind>(p, a, lower, [&](const uint8_t*) { prefetch(weights), prefetch(rows), beside.step(); });
+    add_steps<Kind>(p, a, lower, [&] { prefetch(weights), prefetch(rows); });
     store_sums(lower, c);
     if (slice.release) _tile_release();
 }
@@ -164,7 +148,7 @@ void block_codes(const Panel& p, const Rows& a, const Sums& c) {
     for (int step = 0, now = 0; step < p.steps; step += p.group_steps, now ^= 1) {
         if (step + p.group_steps < p.steps) unpack(step + p.group_steps, now ^ 1);
         zero_sums(lower);
-        add_steps<Bf16>({weights[now], nullptr, p.group_steps, p.group_steps}, rows(step), lower, [](const uint8_t*) {});
+        add_steps<Bf16>({weights[now], nullptr, p.group_steps, p.group_steps}, rows(step), lower, [] {});
         store_sums(lower, {parts[now], kPanel});
         int before = step - p.group_steps;
         if (before >= 0) codes.add_scaled(p, before, a.count, {parts[now ^ 1], kPanel}, c);
@@ -185,11 +169,6 @@ void scale_int8(const Panel& p, const Rows& a, const Sums& c) {
     }
 }
 
-void block_int8(const Panel& p, const Rows& a, const Sums& c) {
-    whole_sums<Int8>(p, a, c);
-    scale_int8(p, a, c);
-}
-
 void slice_int8(const Panel& p, const Rows& a, const Slice& slice, const Sums& c) {
     slice_sums<Int8>(p, a, slice, c);
     if (slice.last) scale_int8(p, a, c);
@@ -208,12 +187,10 @@ const Kernels& amx_kernels() {
         Kernels k = few_row_kernels();
         for (Path& path : k.paths) {
             path.slice = path.narrow ? slice_int8 : slice_sums<Bf16>;
-            path.narrows_beside = path.narrow;
             path.crossover = path.expand || path.narrow ? 8 : 4;
         }
         set_block<kFp8Block>(k), set_block<kQ8_0>(k);
-        k.paths[kBf16].block = whole_sums<Bf16>;
-        k.paths[kInt8].block = block_int8, k.paths[kInt8].slice = slice_int8;
+        k.paths[kBf16].block = k.paths[kInt8].block = nullptr, k.paths[kInt8].slice = slice_int8;
         k.pack_bf16 = pack_bf16, k.pack_int8 = pack_int8;
         k.swiglu_block = swiglu_block, k.swiglu_rows = swiglu_rows, k.put = put, k.combine = combine;
         return k;

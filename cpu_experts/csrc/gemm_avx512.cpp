@@ -279,26 +279,24 @@ inline __m512i in_units(__m512 numbers, __m512 inverse, float times) {
     return _mm512_or_si512(_mm512_slli_epi32(words, 16), _mm512_and_si512(words, _mm512_set1_epi32(0xFFFF)));
 }
 
+// Of one tile of every step.
 template <class Codes>
-void narrow(const Panel& p, int step, int tile, uint8_t* int8, uint8_t* scales) {
+void narrow_tile(const Panel& p, int step, int steps, int tile, uint8_t* int8, uint8_t* scales) {
     const auto codes = tables<Nibbles<Shifted<Codes>>>();
     if (step == 0) int8_scales<Codes>(p, tile, scales);
     const __m512 inverse = _mm512_loadu_ps(scales + (4 + tile) * kLine);
     __m512i sum = _mm512_loadu_si512(scales + (2 + tile) * kLine), scale{}, minimum{};
-    for (int s = step; s < step + 2; ++s) {
-        if (s == p.steps) {
-            std::memset(int8, 0, kTileBytes / 2);
-            break;
+    for (int s = 0; s < steps; ++s) {
+        if (s % p.group_steps == 0) {
+            scale = in_units(Codes::scale(p, step + s, tile), inverse, 1024);  // so that a product's upper half is of whole units
+            if (Codes::kMinima) minimum = in_units(Codes::minimum(p, step + s, tile), inverse, 1);
         }
-        if (s == step || s % p.group_steps == 0) {
-            scale = in_units(Codes::scale(p, s, tile), inverse, 1024);  // with which a product's upper half is of whole units
-            if (Codes::kMinima) minimum = in_units(Codes::minimum(p, s, tile), inverse, 1);
-        }
-        const uint8_t* w = p.data + size_t(2 * s + tile) * kNibbleBytes;
+        const uint8_t* w = p.data + size_t(2 * (step + s) + tile) * kNibbleBytes;
+        uint8_t* out = int8 + size_t(s / 2 * 2 + tile) * kTileBytes + s % 2 * (kTileBytes / 2);
+        if (s % 2 == 0 && s + 1 == steps) std::memset(out + kTileBytes / 2, 0, kTileBytes / 2);
 #pragma GCC unroll 4
-        for (int quarter = 0; quarter < 4; ++quarter, int8 += 2 * kLine) {
+        for (int quarter = 0; quarter < 4; ++quarter, out += 2 * kLine) {
             __m512i row[4];
-            prefetch(w + quarter * kLine);
             codes.unpack(w, quarter, row);
             for (int i = 0; i < 4; ++i) {
                 row[i] = _mm512_mulhrs_epi16(row[i], scale);
@@ -306,12 +304,17 @@ void narrow(const Panel& p, int step, int tile, uint8_t* int8, uint8_t* scales) 
             }
             for (int i = 0; i < 2; ++i) {
                 __m512i line = lower_bytes(row[2 * i], row[2 * i + 1]);
-                _mm512_store_si512(int8 + i * kLine, line);
+                _mm512_store_si512(out + i * kLine, line);
                 sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(char(128)), line);
             }
         }
     }
     _mm512_storeu_si512(scales + (2 + tile) * kLine, sum);
+}
+
+template <class Codes>
+void narrow(const Panel& p, int step, int steps, uint8_t* int8, uint8_t* scales) {
+    for (int tile = 0; tile < 2; ++tile) narrow_tile<Codes>(p, step, steps, tile, int8, scales);
 }
 
 void add_outliers(const Panel& p, const Rows& a, int first, bool last, const Sums& c) {

@@ -13,7 +13,9 @@ inline void prefetch(const uint8_t* at, size_t ahead = kAhead) { asm volatile("p
 
 // Into the L2, for the L1 holds the slice in use.
 inline void prefetch(Ahead& ahead) {
-    for (int i = 0; i < ahead.lines; ++i, ahead.at += kLine) asm volatile("prefetcht1 %0" : : "m"(*ahead.at));
+    for (ahead.due += ahead.each; ahead.due >= Ahead::kStreams; ahead.due -= Ahead::kStreams, ahead.at += kLine) {
+        for (int i = 0; i < Ahead::kStreams; ++i) asm volatile("prefetcht1 %0" : : "m"(ahead.at[size_t(i) * ahead.apart]));
+    }
 }
 
 }  // namespace cpu_experts

@@ -1,15 +1,16 @@
-// Several blocks of one expert's rows by several of its panels, slice by slice of K.
+// Blocks of one expert's rows by several of its panels, slice by slice of K.
 //
 // Rows come from the L3 once a subtask and each weight comes from memory once, in even portions, while a panel's slice and the
 // next one's, the same slice of all blocks and, where K is cut, all their sums stay in an L2 of 2 MiB. A step of a block takes
 // the tiles 64 cycles, in which 2 KiB of rows and 2 KiB of weights come from there. Slices that leave the weights in the L1 (8
 // steps) load and store sums more often and are no faster; V3's layer undivided took 144 ms where slices of 32 steps took 107.
 //
-// On a core of an H200's machine a step takes 39 ns with all of it in the L2, its share of memory with three blocks 36, both 73:
-// loads from the L2 and from memory wait for each other. With all of it in the L1 it takes 31, and 43 with memory's share, but
-// no order of blocks and panels leaves both there. Of no use were: asking for every second or fourth line, into the L1, by
-// loads, or for the rows, too; loads and products in another order. Where 16 cores multiply random numbers, a step takes 71 to
-// 92 ns with no loads, for 28 to 33 on one core, and 145 with loads from the L2.
+// What comes from memory is asked for in eight places at once. On a core of an H200's machine a step takes 41 ns with all of it in
+// the L2, its share of memory with three blocks 40, and both 75 if lines are asked for in their order: 64 from four places, 61
+// from eight; 99 and 81 ns with 16 cores at once. Places that are less than a page apart are of no use, nor are: asking for
+// every second or fourth line, a page at once, two panels ahead, into the L1, by loads or past the caches (two to three times as
+// slow), loads that are said to be the only ones; narrowing codes beside the products of the panel before. Tiles of 48 by 32 sums,
+// which load a sixth less, take as long. Where another machine's threads share the cores a step takes 120 ns of the L2 alone.
 #pragma once
 
 #include "gemm.h"
@@ -54,10 +55,10 @@ public:
     static constexpr size_t kSums = size_t(kBlock) * kPanel;
     static constexpr size_t kExpandedBytes = size_t(kSliceSteps) * 2 * kTileBytes;
     static constexpr size_t kMemoryBytes =
-        2 * kExpandedBytes + kSubtaskPanels * kNarrowScaleBytes + kSubtaskBlocks * kSubtaskPanels * kSums * sizeof(float);
+        kExpandedBytes + kSubtaskPanels * kNarrowScaleBytes + kSubtaskBlocks * kSubtaskPanels * kSums * sizeof(float);
 
     Slices(const Factors& factors, const Path& path, const Area& area, uint8_t* memory)
-        : factors_(factors), path_(path), area_(area), expanded_(memory), scales_(memory + 2 * kExpandedBytes),
+        : factors_(factors), path_(path), area_(area), expanded_(memory), scales_(memory + kExpandedBytes),
           sums_(reinterpret_cast<float*>(scales_ + kSubtaskPanels * kNarrowScaleBytes)), slice_lines_(even_lines()) {}
 
     // `done(row, count, panel, sums)` is called for every block and panel.
@@ -66,16 +67,13 @@ public:
         int configured = 0;
         for (int i = 0; i < count(); ++i) {
             Part now = part(i);
-            Panel panel = operand(i, now);
-            bool narrow_next = path_.narrows_beside && i + 1 < count();
-            const Narrowing next = narrowing(narrow_next ? i + 1 : i);
+            Panel panel = operand(now);
             for (int block = 0; block < area_.blocks(); ++block) {
                 int row = area_.first_row + block * kBlock, rows = area_.block_rows(row);
                 Sums sums = this->sums(block, now.panel);
                 Rows a = factors_.block(row, rows, lines(now.step));
                 Slice slice = this->slice(i, now, block, row);
                 slice.configure = rows != configured, configured = rows;
-                if (narrow_next) slice.beside = share(next, block, lines(now.steps));
                 slice.release = i + 1 == count() && block + 1 == area_.blocks();
                 path_.slice(panel, a, slice, sums);
                 if (a.outliers) path_.add_outliers(panel, a, lines(now.step), slice.last, sums);
@@ -122,34 +120,12 @@ private:
         return slice_of(factors_.panel(p.panel), factors_.shape.precision, p.step, p.steps);
     }
 
-    // A part's codes, to become int8 tile by tile.
-    struct Narrowing {
-        Panel whole;
-        int step, tiles;
-        uint8_t *int8, *scales;
-        Narrow narrow;
-        static void one(const void* self, int i) {
-            const auto& n = *static_cast<const Narrowing*>(self);
-            n.narrow(n.whole, n.step + i / 2 * 2, i % 2, n.int8 + size_t(i) * kTileBytes, n.scales);
-        }
-    };
-    Narrowing narrowing(int i) const {
-        Part p = part(i);
-        uint8_t *int8 = expanded_ + size_t(i % 2) * kExpandedBytes,
-                *scales = scales_ + size_t(p.panel - area_.first_panel) * kNarrowScaleBytes;
-        return {factors_.panel(p.panel), p.step, 2 * lines(p.steps), int8, scales, path_.narrow};
-    }
-    Beside share(const Narrowing& next, int block, int steps) const {
-        int first = next.tiles * block / area_.blocks(), last = next.tiles * (block + 1) / area_.blocks();
-        return {Narrowing::one, &next, first, last, (last - first + steps - 1) / steps};
-    }
-
     // As the kernel takes it.
-    Panel operand(int i, const Part& p) const {
+    Panel operand(const Part& p) const {
         if (path_.narrow) {
-            const Narrowing now = narrowing(i);
-            for (int t = 0; t < now.tiles && !(path_.narrows_beside && i); ++t) Narrowing::one(&now, t);
-            return {now.int8, now.scales, lines(p.steps), 1};
+            uint8_t* scales = scales_ + size_t(p.panel - area_.first_panel) * kNarrowScaleBytes;
+            path_.narrow(factors_.panel(p.panel), p.step, p.steps, expanded_, scales);
+            return {expanded_, scales, lines(p.steps), 1};
         }
         Panel panel = codes(p);
         if (!path_.expand) return panel;
@@ -163,25 +139,24 @@ private:
         int next = now.step + now.steps;
         Slice slice;
         slice.first = now.step == 0, slice.last = next == factors_.shape.steps;
-        if (i + 1 < count() && !path_.narrows_beside) {
-            Panel codes = this->codes(part(i + 1));
-            size_t bytes = size_t(codes.steps) * 2 * size_t(kFormats[factors_.shape.precision].tile_bytes);
-            slice.weights = share(codes.data, bytes, block, area_.blocks(), lines(now.steps));
-        }
+        // after the last part what is next in memory, most often the same thread's next subtask
+        Panel codes = this->codes(i + 1 < count() ? part(i + 1) : Part{area_.last_panel, 0, steps(0)});
+        size_t bytes = size_t(codes.steps) * 2 * size_t(kFormats[factors_.shape.precision].tile_bytes);
+        slice.weights = share(codes.data, bytes, block, area_.blocks(), lines(now.steps));
         if (area_.blocks() > 1 && !slice.last) {
             int rows = area_.block_rows(row);
-            size_t bytes = size_t(lines(steps(next))) * size_t(rows) * kLine;
+            size_t of_rows = size_t(lines(steps(next))) * size_t(rows) * kLine;
             const uint8_t* at = factors_.block(row, rows, lines(next)).data;
-            slice.rows = share(at, bytes, now.panel - area_.first_panel, area_.panels(), lines(now.steps));
+            slice.rows = share(at, of_rows, now.panel - area_.first_panel, area_.panels(), lines(now.steps));
         }
         return slice;
     }
 
     // Share `i` of `shares`, to be asked for in so many steps.
     static Ahead share(const uint8_t* at, size_t bytes, int i, int shares, int steps) {
-        size_t calls = size_t(shares) * size_t(steps), lines = (bytes / kLine + calls - 1) / calls;
-        size_t first = size_t(i) * size_t(steps) * lines * kLine;
-        return first < bytes ? Ahead{at + first, int(lines)} : Ahead{};
+        size_t calls = size_t(shares) * size_t(steps), each = (bytes / kLine + calls - 1) / calls;
+        size_t apart = round_up(bytes / Ahead::kStreams, kLine), asked = size_t(i) * size_t(steps) * each / Ahead::kStreams * kLine;
+        return asked < apart ? Ahead{at + asked, apart, int(each)} : Ahead{};
     }
 
     // Of a block and panel; one place will do for those that no other slice is added to.

@@ -169,9 +169,7 @@ void multiply_slices(const Path& path, const Case& c, const Rows& a, int each, b
         std::memcpy(rows.at(), a.data + size_t(first * block_rows) * kLine, size_t(lines * block_rows) * kLine);
         Panel panel = slice_of(c.panel, c.precision, step, steps);
         if (path.narrow) {
-            for (int t = 0; t < 2 * lines; ++t) {
-                path.narrow(c.panel, step + t / 2 * 2, t % 2, codes.at() + t * kTileBytes, scales.at());
-            }
+            path.narrow(c.panel, step, steps, codes.at(), scales.at());
             panel.scales = scales.at();
         } else if (path.expand) {
             path.expand(panel, codes.at());
@@ -181,7 +179,7 @@ void multiply_slices(const Path& path, const Case& c, const Rows& a, int each, b
         panel.data = codes.at(), panel.steps = lines;
         Slice slice;
         slice.first = step == 0, slice.last = step + steps == c.shape.steps;
-        slice.weights = {codes.at() + size_t(lines) * 2 * kTileBytes, step % 3}, slice.rows = {rows.at(), 1};
+        slice.weights = {codes.at() + size_t(lines) * 2 * kTileBytes, kLine, step % 3}, slice.rows = {rows.at(), kLine, 9};
         path.slice(panel, {rows.at(), block_rows, a.scales}, slice, sums);
     }
 }
