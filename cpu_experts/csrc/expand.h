@@ -67,10 +67,11 @@ struct Q4KCodes : Int4Codes<0>, BlockScales<2, 12> {
 };
 
 template <class Codes>
-void expand_int4(const Panel& p, uint8_t* bf16) {
-    const auto* data = reinterpret_cast<const uint16_t*>(p.data);  // [step][tile][quarter][n, 2]: nibble q is row 4 * quarter + q
+void expand_int4(const Panel& p, int step, int steps, uint8_t* bf16, uint8_t*) {
+    // [step][tile][quarter][n, 2]: nibble q is row 4 * quarter + q
+    const auto* data = reinterpret_cast<const uint16_t*>(p.data) + size_t(step) * 256;
     auto* out = reinterpret_cast<uint16_t*>(bf16);
-    for (int s = 0; s < p.steps; ++s) {
+    for (int s = step; s < step + steps; ++s) {
         for (int tile = 0; tile < 2; ++tile, data += 128) {
             Scaled scaled[32];
             for (int j = 0; j < 32; ++j) scaled[j] = Codes::scaled(p, s, tile * kTile + j / 2);
@@ -125,11 +126,12 @@ struct Q6KCodes : BlockScales<1, 16> {
 };
 
 template <class Codes, bool kScaled = true>
-void expand_bytes(const Panel& p, uint8_t* bf16) {
-    const uint8_t* data = p.data;  // [step][tile][pair of rows][quarter][row of the pair][4 outputs, 2]
+void expand_bytes(const Panel& p, int step, int steps, uint8_t* bf16, uint8_t*) {
+    // [step][tile][pair of rows][quarter][row of the pair][4 outputs, 2]
+    const uint8_t* data = p.data + size_t(step) * 2 * Codes::kCodeBytes;
     auto* out = reinterpret_cast<uint16_t*>(bf16);
     uint8_t whole[512];
-    for (int s = 0; s < p.steps; ++s) {
+    for (int s = step; s < step + steps; ++s) {
         for (int tile = 0; tile < 2; ++tile, data += Codes::kCodeBytes) {
             const uint8_t* bytes = Codes::bytes(data, whole);
             float scales[2][32];  // of the upper half's rows, of the lower's

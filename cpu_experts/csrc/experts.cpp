@@ -161,12 +161,12 @@ private:
     static constexpr int kCombined = 4;  // tokens a subtask
     static constexpr int kMany = 1 << 30;
 
-    bool narrows(const Shape& weights) const { return layer.kernels_.paths[weights.precision].narrow; }
+    bool narrows(const Shape& weights) const { return layer.kernels_.paths[weights.precision].narrows; }
     // How the rows of an expert that has so many are laid out: as bf16, as int8, or as the kernel for few takes them.
     enum Layout { kBf16Rows, kInt8Rows, kFewRows };
     Layout layout(const Shape& weights, int rows) const {
         const Path& path = layer.kernels_.paths[weights.precision];
-        if (weights.precision == kInt8 || (path.narrow && path.sliced(rows))) return kInt8Rows;
+        if (weights.precision == kInt8 || (path.narrows && path.sliced(rows))) return kInt8Rows;
         return path.pack_few && rows <= path.crossover ? kFewRows : kBf16Rows;
     }
     Layout layout(const Shape& weights, const Block& b) const {

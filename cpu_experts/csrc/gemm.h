@@ -111,23 +111,42 @@ struct Ahead {
     int each = 0, due = 0;
 };
 
+// So many steps of a panel of other codes from one on, as bf16, each value rounded after its scale, or as int8: then two steps
+// become a line, an odd last one with zeros behind, and scales are as kInt8 has them: with step 0 made of all the panel's, and
+// after them what the codes add up to so far; then their inverses.
+using Convert = void (*)(const Panel&, int step, int steps, uint8_t* to, uint8_t* scales);
+constexpr size_t kConvertedScaleBytes = size_t(kFormats[kInt8].scale_bytes) + 2 * kLine;
+
+// What a slice's panel is yet to be made of.
+struct Conversion {
+    Convert convert = nullptr;  // nullptr: it is there
+    Panel codes = {};
+    int step = 0, steps = 0, each = 1;  // of the codes; so many become a line's
+    uint8_t *to = nullptr, *scales = nullptr;
+    bool once = false;  // nobody reads it after this slice's rows
+
+    explicit operator bool() const { return convert; }
+    void lines(int first, int count, uint8_t* at) const {
+        int from = first * each, rest = steps - from;
+        convert(codes, step + from, count * each < rest ? count * each : rest, at, scales);
+    }
+    void all() const {
+        if (convert) convert(codes, step, steps, to, scales);
+    }
+};
+
 // Some steps of K, of which panel and rows hold no others. Sums of all slices but the first are added to what is there; those of
 // all but the last are for the next one only (of int8 they are int32).
 struct Slice {
     bool first = true, last = true;
     bool configure = true, release = true;  // tiles: for rows of another count than before; with the last of a subtask
     Ahead weights, rows;
+    Conversion conversion;
 };
 
 // sums = rows times the panel.
 using Multiply = void (*)(const Panel&, const Rows&, const Sums&);
 using MultiplySlice = void (*)(const Panel&, const Rows&, const Slice&, const Sums&);
-// A panel of other codes as one of bf16, each value rounded to bf16 after its scale.
-using Expand = void (*)(const Panel&, uint8_t* bf16);
-// So many steps of a panel from one on, as int8: two become one, an odd last one with zeros behind. Scales as kInt8 has them: with
-// step 0 made of all the panel's, and after them what the codes add up to so far; then their inverses.
-using Narrow = void (*)(const Panel&, int step, int steps, uint8_t* int8, uint8_t* scales);
-constexpr size_t kNarrowScaleBytes = size_t(kFormats[kInt8].scale_bytes) + 2 * kLine;
 // The sums of so many rows in the group that begins with `step`, of codes without scales: times these, they are added to those of
 // the groups before.
 using AddScaled = void (*)(const Panel&, int step, int rows, const Sums& from, const Sums& to);
@@ -148,13 +167,13 @@ using Pack = void (*)(const Source&, int i, int rows, int steps, uint8_t* block)
 struct Path {
     Multiply few;         // up to `crossover` rows, straight from the packed codes
     Multiply block;       // of one block of up to `most` rows, likewise; may be nullptr where one of the next is set
-    MultiplySlice slice;  // of several; of bf16 where `expand` is set, of int8 (as rows are then) where `narrow` is
-    Expand expand;        // nullptr: `slice` reads the packed codes itself, or what `narrow` makes of them
+    MultiplySlice slice;  // of several
+    Convert convert;      // what for; nullptr: the packed codes
     int crossover;
-    Expand unpack = nullptr;         // a group's codes as they are, exactly: only for `block` of AMX
+    bool narrows = false;            // `convert`: to int8, as rows are then; else to bf16
+    Convert unpack = nullptr;        // a group's codes as they are, exactly: only for `block` of AMX
     AddScaled add_scaled = nullptr;  // its sums
     Pack pack_few = nullptr;         // how `few` takes rows; nullptr: as bf16
-    Narrow narrow = nullptr;
     AddOutliers add_outliers = nullptr;
     int most = kBlock;
 

@@ -114,13 +114,24 @@ void add_steps(const Panel& p, const Rows& a, bool lower, Ask ask) {
     }
 }
 
+// Lines that are converted at a time: so few that the next ones' conversion begins beside these ones' products.
+constexpr int kPiece = 2;
+
 template <class Kind>
 void slice_sums(const Panel& p, const Rows& a, const Slice& slice, const Sums& c) {
     bool lower = a.count > kTile;
     Ahead weights = slice.weights, rows = slice.rows;
     if (slice.configure) _tile_loadconfig(&configs.of[a.count]);
     slice.first ? zero_sums(lower) : load_sums(lower, c);
-    add_steps<Kind>(p, a, lower, [&] { prefetch(weights), prefetch(rows); });
+    auto ask = [&] { prefetch(weights), prefetch(rows); };
+    const Conversion& codes = slice.conversion;
+    for (int line = 0; codes && line < p.steps; line += kPiece) {
+        int count = p.steps - line < kPiece ? p.steps - line : kPiece;
+        uint8_t* to = codes.to + (codes.once ? 0 : size_t(line) * 2 * kTileBytes);
+        codes.lines(line, count, to);
+        add_steps<Kind>({to, p.scales, count, 1}, {a.data + size_t(line) * size_t(a.count) * kLine, a.count, a.scales}, lower, ask);
+    }
+    if (!codes) add_steps<Kind>(p, a, lower, ask);
     store_sums(lower, c);
     if (slice.release) _tile_release();
 }
@@ -140,7 +151,7 @@ void block_codes(const Panel& p, const Rows& a, const Sums& c) {
     auto unpack = [&](int step, int to) {
         const uint8_t* at = p.data + size_t(step) * step_bytes;
         for (size_t line = 0; line < size_t(p.group_steps) * step_bytes; line += kLine) prefetch(at + line);
-        codes.unpack({at, nullptr, p.group_steps, p.group_steps}, weights[to]);
+        codes.unpack(p, step, p.group_steps, weights[to], nullptr);
     };
     bool lower = a.count > kTile;
     _tile_loadconfig(&configs.of[a.count]);
@@ -186,8 +197,8 @@ const Kernels& amx_kernels() {
     static const Kernels kernels = [] {
         Kernels k = few_row_kernels();
         for (Path& path : k.paths) {
-            path.slice = path.narrow ? slice_int8 : slice_sums<Bf16>;
-            path.crossover = path.expand || path.narrow ? 8 : 4;
+            path.slice = path.narrows ? slice_int8 : slice_sums<Bf16>;
+            path.crossover = path.convert ? 8 : 4;
         }
         set_block<kFp8Block>(k), set_block<kQ8_0>(k);
         k.paths[kBf16].block = k.paths[kInt8].block = nullptr, k.paths[kInt8].slice = slice_int8;

@@ -48,6 +48,7 @@ void bf16_tile(const Panel& p, int tile, const Rows& a, int row0, bool add, cons
 }
 
 void slice_bf16(const Panel& p, const Rows& a, const Slice& slice, const Sums& c) {
+    slice.conversion.all();
     for (int tile = 0; tile < 2; ++tile) {
         int m = 0;
         for (; m + 4 <= a.count; m += 4) bf16_tile<4>(p, tile, a, m, !slice.first, c);

@@ -185,6 +185,7 @@ void in_passes(const std::array<RowsFn, N>& table, const Panel& p, const Rows& a
 
 template <class Kind>
 void plain_slice(const Panel& p, const Rows& a, const Slice& slice, const Sums& c) {
+    slice.conversion.all();
     static constexpr auto table = plain_table<Kind>(std::make_index_sequence<Kind::kMost>{});
     in_passes(table, p, a, slice, c);
 }
@@ -220,10 +221,10 @@ inline __m512i scaled(__m512i row, __m512 scale) {
 }
 
 template <class Codes, bool kScaled>
-void expand(const Panel& p, uint8_t* bf16) {
+void expand(const Panel& p, int step, int steps, uint8_t* bf16, uint8_t*) {
     const Codes codes = tables<Codes>();
-    const uint8_t* w = p.data;
-    for (int s = 0; s < p.steps; ++s) {
+    const uint8_t* w = p.data + size_t(step) * 2 * Codes::kCodeBytes;
+    for (int s = step; s < step + steps; ++s) {
         for (int tile = 0; tile < 2; ++tile, w += Codes::kCodeBytes) {
             for (int part = 0; part < Codes::kParts; ++part) {
                 __m512 scale{};
@@ -357,8 +358,8 @@ constexpr int kCrossover = 10;
 
 template <class Codes>
 Path four_bits() {
-    Path path{nibbles<Codes>, nullptr, plain_slice<Int8>, nullptr, kCrossover};
-    path.pack_few = pack_steps, path.narrow = narrow<Codes>, path.add_outliers = add_outliers;
+    Path path{nibbles<Codes>, nullptr, plain_slice<Int8>, narrow<Codes>, kCrossover, true};
+    path.pack_few = pack_steps, path.add_outliers = add_outliers;
     return path;
 }
 
@@ -370,8 +371,8 @@ const Kernels& avx512_kernels() {
          {plain<Int8>, plain<Int8>, plain_slice<Int8>, nullptr, 0},
          four_bits<Int4>(),
          four_bits<Int4>(),
-         {grouped<Fp8>, nullptr, plain_slice<Bf16>, expand<Fp8, true>, kCrossover, expand<Fp8, false>, add_group<Fp8>},
-         {grouped<Q8>, nullptr, plain_slice<Bf16>, expand<Q8, true>, kCrossover, expand<Q8, false>, add_group<Q8>},
+         {grouped<Fp8>, nullptr, plain_slice<Bf16>, expand<Fp8, true>, kCrossover, false, expand<Fp8, false>, add_group<Fp8>},
+         {grouped<Q8>, nullptr, plain_slice<Bf16>, expand<Q8, true>, kCrossover, false, expand<Q8, false>, add_group<Q8>},
          four_bits<Q4K>(),
          {grouped<Q6K>, nullptr, plain_slice<Bf16>, expand<Q6K, true>, kCrossover}},
         pack_bf16,

@@ -5,6 +5,7 @@ namespace cpu_experts {
 namespace {
 
 void slice_bf16(const Panel& p, const Rows& a, const Slice& slice, const Sums& c) {
+    slice.conversion.all();
     for (int m = 0; slice.first && m < a.count; ++m) std::memset(c.row(m), 0, kPanel * sizeof(float));
     const auto* w = reinterpret_cast<const uint16_t*>(p.data);
     for (int s = 0; s < p.steps; ++s) {
@@ -57,8 +58,8 @@ const Kernels& portable_kernels() {
          {block_int8, block_int8, slice_int8, nullptr, 0},
          {nullptr, nullptr, slice_bf16, expand_int4<GroupedInt4>, 0},
          {nullptr, nullptr, slice_bf16, expand_int4<GroupedInt4>, 0},
-         {nullptr, nullptr, slice_bf16, expand_bytes<Fp8Codes>, 0, expand_bytes<Fp8Codes, false>, add_scaled<Fp8Codes>},
-         {nullptr, nullptr, slice_bf16, expand_bytes<Q8Codes>, 0, expand_bytes<Q8Codes, false>, add_scaled<Q8Codes>},
+         {nullptr, nullptr, slice_bf16, expand_bytes<Fp8Codes>, 0, false, expand_bytes<Fp8Codes, false>, add_scaled<Fp8Codes>},
+         {nullptr, nullptr, slice_bf16, expand_bytes<Q8Codes>, 0, false, expand_bytes<Q8Codes, false>, add_scaled<Q8Codes>},
          {nullptr, nullptr, slice_bf16, expand_int4<Q4KCodes>, 0},
          {nullptr, nullptr, slice_bf16, expand_bytes<Q6KCodes>, 0}},
         pack_bf16,

@@ -53,13 +53,17 @@ struct Area {
 class Slices {
 public:
     static constexpr size_t kSums = size_t(kBlock) * kPanel;
-    static constexpr size_t kExpandedBytes = size_t(kSliceSteps) * 2 * kTileBytes;
+    static constexpr size_t kConvertedBytes = size_t(kSliceSteps) * 2 * kTileBytes;
     static constexpr size_t kMemoryBytes =
-        kExpandedBytes + kSubtaskPanels * kNarrowScaleBytes + kSubtaskBlocks * kSubtaskPanels * kSums * sizeof(float);
+        kConvertedBytes + kSubtaskPanels * kConvertedScaleBytes + kSubtaskBlocks * kSubtaskPanels * kSums * sizeof(float);
 
     Slices(const Factors& factors, const Path& path, const Area& area, uint8_t* memory)
-        : factors_(factors), path_(path), area_(area), expanded_(memory), scales_(memory + kExpandedBytes),
-          sums_(reinterpret_cast<float*>(scales_ + kSubtaskPanels * kNarrowScaleBytes)), slice_lines_(even_lines()) {}
+        : factors_(factors), path_(path), area_(area), converted_(memory), scales_(memory + kConvertedBytes),
+          sums_(reinterpret_cast<float*>(scales_ + kSubtaskPanels * kConvertedScaleBytes)), slice_lines_(even_lines()) {
+        for (int i = 0; factors.outliers && i < area.rows(); ++i) {
+            if (factors.outliers[area.first_row + i].count) with_outliers_ |= 1u << i / kBlock;
+        }
+    }
 
     // `done(row, count, panel, sums)` is called for every block and panel.
     template <class Done>
@@ -74,9 +78,10 @@ public:
                 Rows a = factors_.block(row, rows, lines(now.step));
                 Slice slice = this->slice(i, now, block, row);
                 slice.configure = rows != configured, configured = rows;
+                if (block == 0) slice.conversion = conversion(now);
                 slice.release = i + 1 == count() && block + 1 == area_.blocks();
                 path_.slice(panel, a, slice, sums);
-                if (a.outliers) path_.add_outliers(panel, a, lines(now.step), slice.last, sums);
+                if (with_outliers_ >> block & 1) path_.add_outliers(panel, a, lines(now.step), slice.last, sums);
                 if (slice.last) done(row, rows, now.panel, sums);
             }
         }
@@ -88,7 +93,7 @@ private:
     };
 
     // Of int8 a slice takes as many bytes as of bf16.
-    int slice_steps() const { return path_.narrow ? 2 * slice_lines_ : slice_lines_; }
+    int slice_steps() const { return path_.narrows ? 2 * slice_lines_ : slice_lines_; }
 
     // As few slices as the L2 has room for, the last one at most as long as the others.
     int even_lines() const {
@@ -101,7 +106,7 @@ private:
     }
 
     // That a row has for so many steps.
-    int lines(int steps) const { return path_.narrow ? (steps + 1) / 2 : steps; }
+    int lines(int steps) const { return path_.narrows ? (steps + 1) / 2 : steps; }
 
     int in_k() const { return (factors_.shape.steps + slice_steps() - 1) / slice_steps(); }
     int count() const { return in_k() * area_.panels(); }
@@ -120,18 +125,17 @@ private:
         return slice_of(factors_.panel(p.panel), factors_.shape.precision, p.step, p.steps);
     }
 
-    // As the kernel takes it.
+    // As the kernel takes it, or where it is to be.
     Panel operand(const Part& p) const {
-        if (path_.narrow) {
-            uint8_t* scales = scales_ + size_t(p.panel - area_.first_panel) * kNarrowScaleBytes;
-            path_.narrow(factors_.panel(p.panel), p.step, p.steps, expanded_, scales);
-            return {expanded_, scales, lines(p.steps), 1};
-        }
-        Panel panel = codes(p);
-        if (!path_.expand) return panel;
-        path_.expand(panel, expanded_);
-        return {expanded_, panel.scales, panel.steps, panel.group_steps};
+        if (!path_.convert) return codes(p);
+        return {converted_, path_.narrows ? scales(p) : nullptr, lines(p.steps), 1};
     }
+    Conversion conversion(const Part& p) const {
+        Panel whole = factors_.panel(p.panel);
+        return {path_.convert, whole, p.step, p.steps, path_.narrows ? 2 : 1, converted_, scales(p),
+                area_.blocks() == 1 && !with_outliers_};
+    }
+    uint8_t* scales(const Part& p) const { return scales_ + size_t(p.panel - area_.first_panel) * kConvertedScaleBytes; }
 
     // With what is asked for meanwhile: a share of the next part's weights with each block, of this block's next slice with each
     // panel.
@@ -142,6 +146,7 @@ private:
         // after the last part what is next in memory, most often the same thread's next subtask
         Panel codes = this->codes(i + 1 < count() ? part(i + 1) : Part{area_.last_panel, 0, steps(0)});
         size_t bytes = size_t(codes.steps) * 2 * size_t(kFormats[factors_.shape.precision].tile_bytes);
+        if (in_k() == 1) bytes = factors_.shape.panel_bytes;
         slice.weights = share(codes.data, bytes, block, area_.blocks(), lines(now.steps));
         if (area_.blocks() > 1 && !slice.last) {
             int rows = area_.block_rows(row);
@@ -168,9 +173,11 @@ private:
     const Factors& factors_;
     const Path& path_;
     const Area& area_;
-    uint8_t *expanded_, *scales_;
+    uint8_t *converted_, *scales_;
     float* sums_;
     int slice_lines_;
+    uint32_t with_outliers_ = 0;  // a bit a block
 };
+static_assert(kSubtaskBlocks <= 32, "a bit each");
 
 }  // namespace cpu_experts

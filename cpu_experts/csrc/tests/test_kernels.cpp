@@ -161,23 +161,21 @@ void multiply_few(const Path& path, const Case& c, const Rows& a, bool at_end, c
 // Each slice's rows and codes end (or begin) at a forbidden page, as whole panels and blocks do.
 void multiply_slices(const Path& path, const Case& c, const Rows& a, int each, bool at_end, const Sums& sums) {
     int block_rows = a.count;
-    Guarded scales(kNarrowScaleBytes, at_end);
+    Guarded scales(kConvertedScaleBytes, at_end);
     for (int step = 0; step < c.shape.steps; step += each) {
         int steps = c.shape.steps - step < each ? c.shape.steps - step : each;
-        int first = path.narrow ? step / 2 : step, lines = path.narrow ? (steps + 1) / 2 : steps;
+        int first = path.narrows ? step / 2 : step, lines = path.narrows ? (steps + 1) / 2 : steps;
         Guarded rows(size_t(lines * block_rows) * kLine, at_end), codes(size_t(lines) * 2 * kTileBytes, at_end);
         std::memcpy(rows.at(), a.data + size_t(first * block_rows) * kLine, size_t(lines * block_rows) * kLine);
         Panel panel = slice_of(c.panel, c.precision, step, steps);
-        if (path.narrow) {
-            path.narrow(c.panel, step, steps, codes.at(), scales.at());
+        Slice slice;
+        if (path.convert) {
+            slice.conversion = {path.convert, c.panel, step, steps, path.narrows ? 2 : 1, codes.at(), scales.at(), step % 3 == 0};
             panel.scales = scales.at();
-        } else if (path.expand) {
-            path.expand(panel, codes.at());
         } else {
             std::memcpy(codes.at(), panel.data, size_t(steps) * 2 * kTileBytes);
         }
         panel.data = codes.at(), panel.steps = lines;
-        Slice slice;
         slice.first = step == 0, slice.last = step + steps == c.shape.steps;
         slice.weights = {codes.at() + size_t(lines) * 2 * kTileBytes, kLine, step % 3}, slice.rows = {rows.at(), kLine, 9};
         path.slice(panel, {rows.at(), block_rows, a.scales}, slice, sums);
@@ -212,8 +210,8 @@ void run(Isa isa, const Kernels& kernels, Precision precision, int k, bool at_en
         Shape wide(kBf16, shape.steps * 32);
         std::vector<uint8_t> expanded(wide.panel_bytes);
         Panel reference = c.panel;
-        if (plain.expand) {
-            plain.expand(c.panel, expanded.data());
+        if (plain.convert) {
+            plain.convert(c.panel, 0, shape.steps, expanded.data(), nullptr);
             reference.data = expanded.data();
         }
         std::vector<float> expected(size_t(rows) * kPanel);
@@ -234,10 +232,10 @@ void run(Isa isa, const Kernels& kernels, Precision precision, int k, bool at_en
             for (int each : {8, 1 << 20}) {
                 if (line > kPanel) break;
                 Int8Block int8(kernels, a, shape.steps);
-                multiply_slices(path, c, path.narrow ? int8.rows() : a, each, at_end, sums);
-                compare("slices", isa, c, rows, sums, expected, path.narrow ? 5e-2 : 8e-3);
-                if (path.narrow && each == 8) std::memcpy(exact.data(), sums.at, exact.size() * sizeof(float));
-                if (path.narrow || precision == kInt8) must_equal(isa, c, rows, sums, exact);
+                multiply_slices(path, c, path.narrows ? int8.rows() : a, each, at_end, sums);
+                compare("slices", isa, c, rows, sums, expected, path.narrows ? 5e-2 : 8e-3);
+                if (path.narrows && each == 8) std::memcpy(exact.data(), sums.at, exact.size() * sizeof(float));
+                if (path.narrows || precision == kInt8) must_equal(isa, c, rows, sums, exact);
             }
         }
 
