@@ -195,21 +195,11 @@ inline float pack_int8(const Source& from, int i, int rows, int steps, uint8_t* 
     return row_codes(static_cast<const float*>(from.values), from.count, i, rows, steps, block, left_out);
 }
 
-// Sixteen numbers a row, each row so many bytes after the one before.
-inline void swiglu_lines(const float* c, int rows, size_t line, uint8_t* at) {
-    for (int i = 0; i < rows; ++i, c += kPanel, at += line) {
-        auto* out = reinterpret_cast<uint16_t*>(at);
+// Sixteen numbers a row, `line` from one row to the next.
+inline void swiglu(const float* c, int rows, size_t line, uint16_t* out) {
+    for (int i = 0; i < rows; ++i, c += kPanel, out += line) {
         for (int j = 0; j < kTile; ++j) out[j] = to_bf16(swiglu(c[j], c[kTile + j]));
     }
-}
-
-inline void swiglu_block(const float* c, int rows, int panel, uint8_t* block) {
-    int k = panel * kTile;
-    swiglu_lines(c, rows, kLine, block + size_t(k / 32) * rows * kLine + size_t(k % 32) * 2);
-}
-
-inline void swiglu_rows(const float* c, int rows, int panel, size_t width, uint16_t* out) {
-    swiglu_lines(c, rows, width * 2, reinterpret_cast<uint8_t*>(out + size_t(panel) * kTile));
 }
 
 #ifdef __AVX512F__

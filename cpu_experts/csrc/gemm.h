@@ -186,9 +186,8 @@ struct Kernels {
     Pack pack_bf16;
     // Likewise as bytes (code + 128); returns their scale.
     float (*pack_int8)(const Source&, int i, int rows, int steps, uint8_t* block, Outliers*);  // nullptr: all are packed
-    // silu(gate) * up of a panel's c, in bf16: as 16 columns of a block, or of rows of so many numbers.
-    void (*swiglu_block)(const float* c, int rows, int panel, uint8_t* block);
-    void (*swiglu_rows)(const float* c, int rows, int panel, size_t width, uint16_t* out);
+    // silu(gate) * up of a panel's sums, in bf16: 16 numbers a row, `line` from one row to the next.
+    void (*swiglu)(const float* sums, int rows, size_t line, uint16_t* out);
     // Sums to where they belong, past the caches if so many come that nothing stays there.
     void (*put)(const Sums& from, int rows, const Sums& to, bool many);
     // out[d] = sum over k, in order, of weights[k] * parts[k][d]; a part may be nullptr.

@@ -203,7 +203,7 @@ const Kernels& amx_kernels() {
         set_block<kFp8Block>(k), set_block<kQ8_0>(k);
         k.paths[kBf16].block = k.paths[kInt8].block = nullptr, k.paths[kInt8].slice = slice_int8;
         k.pack_bf16 = pack_bf16, k.pack_int8 = pack_int8;
-        k.swiglu_block = swiglu_block, k.swiglu_rows = swiglu_rows, k.put = put, k.combine = combine;
+        k.swiglu = swiglu, k.put = put, k.combine = combine;
         return k;
     }();
     return kernels;

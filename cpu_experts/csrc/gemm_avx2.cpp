@@ -110,8 +110,7 @@ const Kernels& avx2_kernels() {
          {nullptr, nullptr, slice_bf16, expand_bytes<Q6KCodes>, 0}},
         pack_bf16,
         pack_int8,
-        swiglu_block,
-        swiglu_rows,
+        swiglu,
         put,
         combine,
     };

@@ -377,8 +377,7 @@ const Kernels& avx512_kernels() {
          {grouped<Q6K>, nullptr, plain_slice<Bf16>, expand<Q6K, true>, kCrossover}},
         pack_bf16,
         pack_int8,
-        swiglu_block,
-        swiglu_rows,
+        swiglu,
         put,
         combine,
     };

@@ -13,9 +13,10 @@ namespace {
 // A row's line of a step. One number that is far larger than the others, of which bytes would keep little beside it, is left out.
 struct alignas(kLine) StepLine {
     int8_t codes[32];  // in the order in which a panel's bytes hold them
-    float scale, sum;  // what the numbers add up to, with the one left out
-    float left_out;    // or zero
-    int quarter, bits;  // where a panel's words have the code it meets: how far up
+    int32_t codes_sum;
+    float scale, sum;    // what the numbers add up to, with the one left out
+    int quarter, bits;   // where a panel's words have the code that one meets: how far up. -1: none is left out
+    float left_out;
 };
 
 // Sixteen numbers from the k-th on, zeros behind the last.
@@ -68,7 +69,7 @@ inline void pack_steps(const Source& from, int i, int rows, int steps, uint8_t* 
     for (int s = 0; s < steps; ++s) {
         __m512 low = sixteen_of(from, s * 32), high = sixteen_of(from, s * 32 + 16);
         auto& line = *reinterpret_cast<StepLine*>(line_of(block, i, rows, s));
-        line.left_out = 0;
+        line.left_out = 0, line.quarter = -1;
         float most = largest_of(low, high);
         bool finite = most <= FLT_MAX;
         if (finite && most >= 1e-36f) leave_out(low, high, most, line);
@@ -79,15 +80,19 @@ inline void pack_steps(const Source& from, int i, int rows, int steps, uint8_t* 
         __m256i bytes = _mm256_set_m128i(_mm512_cvtepi32_epi8(codes[1]), _mm512_cvtepi32_epi8(codes[0]));
         _mm256_store_si256(reinterpret_cast<__m256i*>(line.codes), in_codes_order(bytes));
         line.scale = zeros ? 0 : finite ? most / 127.0f : most;
-        line.sum = line.scale * float(_mm512_reduce_add_epi32(_mm512_add_epi32(codes[0], codes[1]))) + line.left_out;
+        line.codes_sum = _mm512_reduce_add_epi32(_mm512_add_epi32(codes[0], codes[1]));
+        line.sum = line.scale * float(line.codes_sum) + line.left_out;
     }
 }
 
-// One tile's 32 inputs of a step by M rows: sums of codes times codes.
-template <int M>
+// One tile's 32 inputs of a step by M rows: sums of codes times what codes stand for.
+template <class Codes, int M>
 __attribute__((always_inline)) inline void add_nibbles(const uint8_t* w, const uint8_t* x, __m512i (&sum)[M]) {
     const __m512i half = _mm512_set1_epi8(15);
-    for (int m = 0; m < M; ++m) sum[m] = _mm512_setzero_si512();
+    for (int m = 0; m < M; ++m) {
+        const auto& line = *reinterpret_cast<const StepLine*>(x + m * kLine);
+        sum[m] = _mm512_set1_epi32(Codes::kFirst * line.codes_sum);
+    }
 #pragma GCC unroll 4
     for (int quarter = 0; quarter < 4; ++quarter) {
         __m512i packed = load(w + quarter * kLine);
@@ -102,10 +107,11 @@ __attribute__((always_inline)) inline void add_nibbles(const uint8_t* w, const u
     }
 }
 
-inline __m512 add_left_out(__m512 products, const uint8_t* w, const StepLine& line) {
+template <class Codes>
+__m512 left_out(const uint8_t* w, const StepLine& line) {
     __m512i codes = _mm512_srl_epi32(load(w + line.quarter * kLine), _mm_cvtsi32_si128(line.bits));
-    codes = _mm512_and_si512(codes, _mm512_set1_epi32(15));
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(codes), _mm512_set1_ps(line.left_out), products);
+    codes = _mm512_add_epi32(_mm512_and_si512(codes, _mm512_set1_epi32(15)), _mm512_set1_epi32(Codes::kFirst));
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(codes), _mm512_set1_ps(line.left_out));
 }
 
 template <class Codes, int M>
@@ -118,18 +124,16 @@ void nibble_rows(const Panel& p, const Rows& a, const Slice&, int first, const S
 #pragma GCC unroll 2
         for (int tile = 0; tile < 2; ++tile, w += kNibbleBytes) {
             __m512i sum[M];
-            add_nibbles<M>(w, x, sum);
+            add_nibbles<Codes, M>(w, x, sum);
             __m512 scale = Codes::scale(p, s, tile), minimum{};
             if (Codes::kMinima) minimum = Codes::minimum(p, s, tile);
 #pragma GCC unroll 8
             for (int m = 0; m < M; ++m) {
                 const auto& line = *reinterpret_cast<const StepLine*>(x + m * kLine);
-                __m512 of_row = _mm512_set1_ps(line.sum);
-                __m512 zero = _mm512_mul_ps(_mm512_set1_ps(Codes::kFirst), of_row);
-                __m512 products = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[m]), _mm512_set1_ps(line.scale), zero);
-                if (line.left_out != 0) products = add_left_out(products, w, line);
-                total[tile][m] = _mm512_fmadd_ps(scale, products, total[tile][m]);
-                if (Codes::kMinima) total[tile][m] = _mm512_fnmadd_ps(minimum, of_row, total[tile][m]);
+                __m512 products = _mm512_cvtepi32_ps(sum[m]), factor = _mm512_mul_ps(scale, _mm512_set1_ps(line.scale));
+                total[tile][m] = _mm512_fmadd_ps(factor, products, total[tile][m]);
+                if (line.quarter >= 0) total[tile][m] = _mm512_fmadd_ps(scale, left_out<Codes>(w, line), total[tile][m]);
+                if (Codes::kMinima) total[tile][m] = _mm512_fnmadd_ps(minimum, _mm512_set1_ps(line.sum), total[tile][m]);
             }
         }
     }
