@@ -39,6 +39,9 @@ inline uint16_t to_bf16(float x) {
 
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
 
+// Of (e^r - 1 - r) / r^2 between -0.35 and 0.35, highest power first.
+constexpr float kExponential[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+
 // Relative error below 2e-7 between -87 and 88, clamped outside: libm's is not vectorised without -ffast-math.
 inline float exponential(float x) {
     x = x > 88.0f ? 88.0f : x;
@@ -46,15 +49,25 @@ inline float exponential(float x) {
     float shifted = x * 1.44269504f + kMagic;
     float n = shifted - kMagic;
     float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
+    float p = kExponential[0];
+    for (int i = 1; i < 6; ++i) p = p * r + kExponential[i];
     p = p * r * r + r + 1.0f;
     return p * float_of((bits_of(shifted) - bits_of(kMagic) + 127) << 23);
 }
+
+#ifdef __AVX512F__
+// The same. A NaN stays one: the second operand is returned beside it.
+inline __m512 exponential(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-87), _mm512_min_ps(_mm512_set1_ps(88), x));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(kExponential[0]);
+    for (int i = 1; i < 6; ++i) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kExponential[i]));
+    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1)));
+    return _mm512_scalef_ps(p, n);
+}
+#endif
 
 inline float swiglu(float gate, float up) { return gate / (1.0f + exponential(-gate)) * up; }
 
@@ -153,19 +166,20 @@ inline float limit_of(const Number* values, int count, float most) {
 
 // Their places become zeros.
 template <class Number>
-inline void leave_out(const Number* values, int count, float limit, float inverse, uint8_t* row, size_t line, Outliers& out) {
+inline void leave_out(const Number* values, int count, float limit, float inverse, uint8_t zero, uint8_t* row, size_t line,
+                      Outliers& out) {
     each_beyond(values, count, limit, [&](int k, float x) {
         out.at[out.count++] = {k, int32_t(lrintf(x * inverse))};
-        row[size_t(k / kLine) * line + size_t(k % kLine)] = 128;
+        row[size_t(k / kLine) * line + size_t(k % kLine)] = zero;
     });
 }
 
 template <class Number>
-inline void codes_of(const Number* values, int count, float inverse, uint8_t* codes) {
-    for (int j = 0; j < count; ++j) codes[j] = uint8_t(bits_of(as_float(values[j]) * inverse + kMagic) + 128);
+inline void codes_of(const Number* values, int count, float inverse, uint8_t zero, uint8_t* codes) {
+    for (int j = 0; j < count; ++j) codes[j] = uint8_t(bits_of(as_float(values[j]) * inverse + kMagic) + zero);
 }
 
-template <class Number>
+template <uint8_t kZero, class Number>
 inline float row_codes(const Number* values, int count, int i, int rows, int steps, uint8_t* block, Outliers* left_out) {
     float most = largest(values, count), limit = most;
     bool finite = most <= FLT_MAX, zeros = most < 1e-36f;  // 127 / most would overflow
@@ -176,31 +190,48 @@ inline float row_codes(const Number* values, int count, int i, int rows, int ste
         uint8_t* line = line_of(block, i, rows, s);
         int k = s * kLine, held = count - k < kLine ? count - k : kLine;
         if (finite) {
-            codes_of(values + k, held, inverse, line);
+            codes_of(values + k, held, inverse, kZero, line);
         } else {
-            std::memset(line, 129, kLine);  // a row that is not finite stays so, by its scale
+            std::memset(line, kZero + 1, kLine);  // a row that is not finite stays so, by its scale
         }
-        for (int j = held > 0 ? held : 0; j < kLine; ++j) line[j] = 128;
+        for (int j = held > 0 ? held : 0; j < kLine; ++j) line[j] = kZero;
     }
     if (!left_out) return scale;
     left_out->count = 0;
     uint8_t* row = block + size_t(i) * kLine;
-    if (limit < most) leave_out(values, count, limit, inverse, row, size_t(rows) * kLine, *left_out);
+    if (limit < most) leave_out(values, count, limit, inverse, kZero, row, size_t(rows) * kLine, *left_out);
     return scale;
 }
 
-// Codes are biased by 128: VNNI and AMX multiply unsigned by signed bytes, and weights take the bias back (Format, int8).
-inline float pack_int8(const Source& from, int i, int rows, int steps, uint8_t* block, Outliers* left_out) {
-    if (from.bf16) return row_codes(static_cast<const uint16_t*>(from.values), from.count, i, rows, steps, block, left_out);
-    return row_codes(static_cast<const float*>(from.values), from.count, i, rows, steps, block, left_out);
+// VNNI, and AMX with packed int8, multiply unsigned by signed bytes: codes are biased by 128, and weights take the bias back
+// (Format, int8).
+template <uint8_t kZero = 128>
+float pack_int8(const Source& from, int i, int rows, int steps, uint8_t* block, Outliers* left_out) {
+    auto pack = [&](auto* values) { return row_codes<kZero>(values, from.count, i, rows, steps, block, left_out); };
+    return from.bf16 ? pack(static_cast<const uint16_t*>(from.values)) : pack(static_cast<const float*>(from.values));
 }
 
+#ifdef __AVX512F__
+// The loop below, but for rounding: of that gcc 12 makes two divisions of eight numbers each, for those that were clamped, too.
+inline void swiglu(const float* c, int rows, size_t line, uint16_t* out) {
+    const __m512 one = _mm512_set1_ps(1), two = _mm512_set1_ps(2);
+    for (int i = 0; i < rows; ++i, c += kPanel, out += line) {
+        __m512 gate = _mm512_loadu_ps(c), up = _mm512_loadu_ps(c + kTile);
+        __m512 d = _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
+        __m512 inverse = _mm512_rcp14_ps(d);
+        inverse = _mm512_mul_ps(inverse, _mm512_fnmadd_ps(d, inverse, two));
+        __m512 product = _mm512_mul_ps(_mm512_mul_ps(gate, inverse), up);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), (__m256i)_mm512_cvtneps_pbh(product));
+    }
+}
+#else
 // Sixteen numbers a row, `line` from one row to the next.
 inline void swiglu(const float* c, int rows, size_t line, uint16_t* out) {
     for (int i = 0; i < rows; ++i, c += kPanel, out += line) {
         for (int j = 0; j < kTile; ++j) out[j] = to_bf16(swiglu(c[j], c[kTile + j]));
     }
 }
+#endif
 
 #ifdef __AVX512F__
 // A line that is written past the caches is not read first.
@@ -208,7 +239,6 @@ inline void stream(const Sums& from, int rows, const Sums& to) {
     for (int m = 0; m < rows; ++m) {
         for (int n = 0; n < kPanel; n += 16) _mm512_stream_ps(to.row(m) + n, _mm512_loadu_ps(from.row(m) + n));
     }
-    _mm_sfence();  // or who waits for this thread's subtasks might not see them
 }
 #endif
 
@@ -217,6 +247,12 @@ inline void put(const Sums& from, int rows, const Sums& to, [[maybe_unused]] boo
     if (many) return stream(from, rows, to);
 #endif
     for (int m = 0; m < rows; ++m) std::memcpy(to.row(m), from.row(m), kPanel * sizeof(float));
+}
+
+inline void settle() {
+#ifdef __AVX512F__
+    _mm_sfence();
+#endif
 }
 
 inline void combine(const float* const* parts, const float* weights, int chosen, int model, void* out, bool bf16) {

@@ -175,8 +175,8 @@ private:
     enum Layout { kBf16Rows, kInt8Rows, kFewRows };
     Layout layout(const Shape& weights, int rows) const {
         const Path& path = layer.kernels_.paths[weights.precision];
-        if (weights.precision == kInt8 || (path.narrows && path.sliced(rows))) return kInt8Rows;
-        return path.pack_few && rows <= path.crossover ? kFewRows : kBf16Rows;
+        if (path.pack_few && rows <= path.crossover) return kFewRows;
+        return path.pack_int8 ? kInt8Rows : kBf16Rows;
     }
     static PackedRows packed_rows(Cut& cut, size_t rows, size_t row_bytes) {
         auto* lines = cut.take<uint8_t>(rows * row_bytes);
@@ -274,7 +274,7 @@ private:
         uint8_t* block = to.lines + size_t(first) * shape.row_bytes;
         if (as == kInt8Rows) {
             Outliers* left_out = path.narrows ? to.outliers + first + i : nullptr;
-            to.scales[first + i] = kernels.pack_int8(from, i, count, lines(as, shape), block, left_out);
+            to.scales[first + i] = path.pack_int8(from, i, count, lines(as, shape), block, left_out);
         } else {
             (as == kFewRows ? path.pack_few : kernels.pack_bf16)(from, i, count, shape.steps, block);
         }
@@ -374,6 +374,7 @@ private:
                      Sums to = target(row, panel);
                      if (c.at != to.at) layer.kernels_.put(c, count, to, many_);
                  });
+        if (many_) layer.kernels_.settle();
     }
 
     // In the order of a token's choice, whichever thread computed what: the same bits at every run.

@@ -164,16 +164,21 @@ struct Source {
 // As row `i` of a block of `rows`, padded with zeros to so many lines.
 using Pack = void (*)(const Source&, int i, int rows, int steps, uint8_t* block);
 
+// Likewise as bytes; returns their scale. Without a place for outliers all are packed.
+using PackInt8 = float (*)(const Source&, int i, int rows, int steps, uint8_t* block, Outliers*);
+
 struct Path {
     Multiply few;         // up to `crossover` rows, straight from the packed codes
     Multiply block;       // of one block of up to `most` rows, likewise; may be nullptr where one of the next is set
     MultiplySlice slice;  // of several
     Convert convert;      // what for; nullptr: the packed codes
     int crossover;
-    bool narrows = false;            // `convert`: to int8, as rows are then; else to bf16
-    Convert unpack = nullptr;        // a group's codes as they are, exactly: only for `block` of AMX
-    AddScaled add_scaled = nullptr;  // its sums
-    Pack pack_few = nullptr;         // how `few` takes rows; nullptr: as bf16
+    bool narrows = false;              // `convert`: to int8, as rows are then; else to bf16
+    Convert unpack = nullptr;          // a group's codes as they are, exactly: only for `block` of AMX
+    AddScaled add_scaled = nullptr;    // its sums
+    Convert convert_signed = nullptr;  // to int8 for rows with signs, which codes need no sums for
+    Pack pack_few = nullptr;           // how `few` takes rows; nullptr: as the others
+    PackInt8 pack_int8 = nullptr;      // how the others do; nullptr: as bf16
     AddOutliers add_outliers = nullptr;
     int most = kBlock;
 
@@ -184,12 +189,11 @@ struct Path {
 struct Kernels {
     Path paths[kPrecisions];
     Pack pack_bf16;
-    // Likewise as bytes (code + 128); returns their scale.
-    float (*pack_int8)(const Source&, int i, int rows, int steps, uint8_t* block, Outliers*);  // nullptr: all are packed
     // silu(gate) * up of a panel's sums, in bf16: 16 numbers a row, `line` from one row to the next.
     void (*swiglu)(const float* sums, int rows, size_t line, uint16_t* out);
     // Sums to where they belong, past the caches if so many come that nothing stays there.
     void (*put)(const Sums& from, int rows, const Sums& to, bool many);
+    void (*settle)();  // after many, before other threads are told
     // out[d] = sum over k, in order, of weights[k] * parts[k][d]; a part may be nullptr.
     void (*combine)(const float* const* parts, const float* weights, int chosen, int model, void* out, bool bf16);
 };

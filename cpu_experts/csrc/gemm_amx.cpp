@@ -50,6 +50,17 @@ struct Bf16 {
     }
 };
 
+struct SignedInt8 {
+    static void upper() {
+        _tile_dpbssd(4, 0, 2);
+        _tile_dpbssd(5, 0, 3);
+    }
+    static void lower() {
+        _tile_dpbssd(6, 1, 2);
+        _tile_dpbssd(7, 1, 3);
+    }
+};
+
 struct Int8 {
     static void upper() {
         _tile_dpbusd(4, 0, 2);
@@ -180,8 +191,9 @@ void scale_int8(const Panel& p, const Rows& a, const Sums& c) {
     }
 }
 
+template <class Kind>
 void slice_int8(const Panel& p, const Rows& a, const Slice& slice, const Sums& c) {
-    slice_sums<Int8>(p, a, slice, c);
+    slice_sums<Kind>(p, a, slice, c);
     if (slice.last) scale_int8(p, a, c);
 }
 
@@ -197,13 +209,17 @@ const Kernels& amx_kernels() {
     static const Kernels kernels = [] {
         Kernels k = few_row_kernels();
         for (Path& path : k.paths) {
-            path.slice = path.narrows ? slice_int8 : slice_sums<Bf16>;
+            path.slice = slice_sums<Bf16>;
+            if (path.narrows) {
+                path.slice = slice_int8<SignedInt8>, path.convert = path.convert_signed, path.pack_int8 = pack_int8<0>;
+            }
             path.crossover = path.convert ? 8 : 4;
         }
         set_block<kFp8Block>(k), set_block<kQ8_0>(k);
-        k.paths[kBf16].block = k.paths[kInt8].block = nullptr, k.paths[kInt8].slice = slice_int8;
-        k.pack_bf16 = pack_bf16, k.pack_int8 = pack_int8;
-        k.swiglu = swiglu, k.put = put, k.combine = combine;
+        k.paths[kBf16].block = k.paths[kInt8].block = nullptr;
+        k.paths[kInt8].slice = slice_int8<Int8>, k.paths[kInt8].pack_int8 = pack_int8;
+        k.pack_bf16 = pack_bf16;
+        k.swiglu = swiglu, k.put = put, k.settle = settle, k.combine = combine;
         return k;
     }();
     return kernels;

@@ -274,14 +274,13 @@ void int8_scales(const Panel& p, int tile, uint8_t* scales) {
 
 // A group's numbers in units of the outputs' scales, twice each.
 inline __m512i in_units(__m512 numbers, __m512 inverse, float times) {
-    __mmask16 usable = _mm512_cmp_ps_mask(inverse, _mm512_setzero_ps(), _CMP_NEQ_OQ);
-    __m512 units = _mm512_maskz_mul_ps(usable, numbers, inverse);
-    __m512i words = _mm512_cvtps_epi32(_mm512_mul_ps(units, _mm512_set1_ps(times)));
-    return _mm512_or_si512(_mm512_slli_epi32(words, 16), _mm512_and_si512(words, _mm512_set1_epi32(0xFFFF)));
+    __m512 units = _mm512_mul_ps(_mm512_mul_ps(numbers, inverse), _mm512_set1_ps(times));
+    __m512i words = _mm512_cvtps_epi32(units);  // what is no number becomes one whose lower half is zero
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi32(0xFFFF), words, _mm512_slli_epi32(words, 16), 0xCA);
 }
 
 // Of one tile of every step.
-template <class Codes>
+template <class Codes, bool kSums>
 void narrow_tile(const Panel& p, int step, int steps, int tile, uint8_t* int8, uint8_t* scales) {
     const auto codes = tables<Nibbles<Shifted<Codes>>>();
     if (step == 0) int8_scales<Codes>(p, tile, scales);
@@ -306,16 +305,16 @@ void narrow_tile(const Panel& p, int step, int steps, int tile, uint8_t* int8, u
             for (int i = 0; i < 2; ++i) {
                 __m512i line = lower_bytes(row[2 * i], row[2 * i + 1]);
                 _mm512_store_si512(out + i * kLine, line);
-                sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(char(128)), line);
+                if (kSums) sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(char(128)), line);
             }
         }
     }
     _mm512_storeu_si512(scales + (2 + tile) * kLine, sum);
 }
 
-template <class Codes>
+template <class Codes, bool kSums>
 void narrow(const Panel& p, int step, int steps, uint8_t* int8, uint8_t* scales) {
-    for (int tile = 0; tile < 2; ++tile) narrow_tile<Codes>(p, step, steps, tile, int8, scales);
+    for (int tile = 0; tile < 2; ++tile) narrow_tile<Codes, kSums>(p, step, steps, tile, int8, scales);
 }
 
 void add_outliers(const Panel& p, const Rows& a, int first, bool last, const Sums& c) {
@@ -352,14 +351,21 @@ void add_group(const Panel& p, int step, int rows, const Sums& from, const Sums&
     }
 }
 
+Path int8_path() {
+    Path path{plain<Int8>, plain<Int8>, plain_slice<Int8>, nullptr, 0};
+    path.pack_int8 = pack_int8;
+    return path;
+}
+
 // Measured on Zen 5 for eight and six bits: with 8 rows, unpacking in every pass is still faster than expanding to bf16; with 12 it
 // is not.
 constexpr int kCrossover = 10;
 
 template <class Codes>
 Path four_bits() {
-    Path path{nibbles<Codes>, nullptr, plain_slice<Int8>, narrow<Codes>, kCrossover, true};
-    path.pack_few = pack_steps, path.add_outliers = add_outliers;
+    Path path{nibbles<Codes>, nullptr, plain_slice<Int8>, narrow<Codes, true>, kCrossover, true};
+    path.convert_signed = narrow<Codes, false>;
+    path.pack_few = pack_steps, path.pack_int8 = pack_int8<128>, path.add_outliers = add_outliers;
     return path;
 }
 
@@ -368,7 +374,7 @@ Path four_bits() {
 const Kernels& avx512_kernels() {
     static const Kernels kernels = {
         {{plain<Bf16>, plain<Bf16>, plain_slice<Bf16>, nullptr, 0},
-         {plain<Int8>, plain<Int8>, plain_slice<Int8>, nullptr, 0},
+         int8_path(),
          four_bits<Int4>(),
          four_bits<Int4>(),
          {grouped<Fp8>, nullptr, plain_slice<Bf16>, expand<Fp8, true>, kCrossover, false, expand<Fp8, false>, add_group<Fp8>},
@@ -376,9 +382,9 @@ const Kernels& avx512_kernels() {
          four_bits<Q4K>(),
          {grouped<Q6K>, nullptr, plain_slice<Bf16>, expand<Q6K, true>, kCrossover}},
         pack_bf16,
-        pack_int8,
         swiglu,
         put,
+        settle,
         combine,
     };
     return kernels;

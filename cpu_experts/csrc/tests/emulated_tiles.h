@@ -87,17 +87,21 @@ inline void _tile_dpbf16ps(int c, int a, int b) {
     }
 }
 
-inline void _tile_dpbusd(int c, int a, int b) {
+template <class Row>
+void add_bytes(int c, int a, int b) {
     same_shape(c, a, b);
     for (int m = 0; m < tiles[c].rows; ++m) {
         for (int k = 0; k < tiles[b].rows; ++k) {
             for (int n = 0; n < tiles[c].bytes / 4; ++n) {
                 for (int i = 0; i < 4; ++i)
-                    at<int32_t>(c, m, n) += int32_t(at<uint8_t>(a, m, 4 * k + i)) * at<int8_t>(b, k, 4 * n + i);
+                    at<int32_t>(c, m, n) += int32_t(at<Row>(a, m, 4 * k + i)) * at<int8_t>(b, k, 4 * n + i);
             }
         }
     }
 }
+
+inline void _tile_dpbusd(int c, int a, int b) { add_bytes<uint8_t>(c, a, b); }
+inline void _tile_dpbssd(int c, int a, int b) { add_bytes<int8_t>(c, a, b); }
 
 }  // namespace
 }  // namespace cpu_experts

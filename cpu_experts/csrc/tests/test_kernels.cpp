@@ -135,10 +135,10 @@ void each_row(const Rows& a, int steps, Take take) {
 // A block of bf16 as int8.
 class Int8Block {
 public:
-    Int8Block(const Kernels& kernels, const Rows& a, int steps)
+    Int8Block(PackInt8 pack, const Rows& a, int steps)
         : lines_((steps + 1) / 2), data_(size_t(lines_ * a.count) * kLine), scales_(size_t(a.count)), count_(a.count) {
         each_row(a, steps, [&](int m, const Source& row) {
-            scales_[size_t(m)] = kernels.pack_int8(row, m, a.count, lines_, data_.data(), nullptr);
+            scales_[size_t(m)] = pack(row, m, a.count, lines_, data_.data(), nullptr);
         });
     }
     Rows rows() const { return {data_.data(), count_, scales_.data()}; }
@@ -231,7 +231,7 @@ void run(Isa isa, const Kernels& kernels, Precision precision, int k, bool at_en
             std::vector<float> exact = expected;
             for (int each : {8, 1 << 20}) {
                 if (line > kPanel) break;
-                Int8Block int8(kernels, a, shape.steps);
+                Int8Block int8(kernels.paths[path.narrows ? precision : kInt8].pack_int8, a, shape.steps);
                 multiply_slices(path, c, path.narrows ? int8.rows() : a, each, at_end, sums);
                 compare("slices", isa, c, rows, sums, expected, path.narrows ? 5e-2 : 8e-3);
                 if (path.narrows && each == 8) std::memcpy(exact.data(), sums.at, exact.size() * sizeof(float));
