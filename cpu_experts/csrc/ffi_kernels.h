@@ -227,10 +227,11 @@ submitted:
     ret;
 }
 
-// Some blocks: each waits for the host's answer and fetches its part; what cannot be had is NaN.
+// Some blocks: each waits for the host's answer and fetches its part; what cannot be had is NaN. A call that took the slot
+// meanwhile may have its answer there: it said so before the host could see it, so a second look at the number tells.
 .visible .entry cpu_experts_collect(.param .u64 ticket_param, .param .u64 y_param, .param .align 8 .b8 shared_param[96])
 {
-    .reg .pred p;
+    .reg .pred p, rest;
     .reg .b32 t, u, there;
     .reg .b64 thread, threads, block, own, mask, number, slot, flags, words, seen, patience, to, from, bytes, offset;
     .shared .align 8 .b64 ready;
@@ -241,8 +242,8 @@ submitted:
     ld.global.b64 number, [to];
     and.b64 slot, number, mask;
     mov.u32 t, %tid.x;
-    setp.ne.u32 p, t, 0;
-    @p bra known;
+    setp.ne.u32 rest, t, 0;
+    @rest bra known;
 
     mov.u32 there, 0;
     setp.eq.u64 p, number, 0;
@@ -290,9 +291,23 @@ known:
     add.u64 from, from, offset;
     add.u64 from, from, block;
     call copy, (to, from, bytes, thread, threads);
-    ret;
+    bar.sync 0;
+    @rest bra checked;
+    fence.acq_rel.sys;
+    ld.relaxed.gpu.global.b64 seen, [words+16];
+    setp.eq.u64 p, seen, number;
+    @p bra checked;
+    st.relaxed.sys.global.b64 [block+16], number;
+    mov.u64 seen, 0;
+    st.shared.b64 [ready], seen;
+checked:
+    bar.sync 0;
+    ld.shared.b64 seen, [ready];
+    setp.ne.u64 p, seen, 0;
+    @p bra collected;
 nothing:
     call fill, (to, bytes, thread, threads);
+collected:
     ret;
 }
 )ptx";

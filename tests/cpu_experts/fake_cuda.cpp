@@ -178,6 +178,13 @@ struct Place {
     unsigned thread, threads, block, blocks;
 };
 
+// Where a stream's kernels stop until they may go on: before they call a routine.
+struct Stop {
+    std::atomic<const char*> before{nullptr};
+    std::atomic<bool> reached{false};
+};
+thread_local Stop* stop_here = nullptr;  // of the stream whose thread this is
+
 struct Frame {
     const Routine* routine;
     size_t next = 0;
@@ -277,6 +284,8 @@ private:
         } else if (op == "atom") {
             must(i.has("add") && i.bytes() == 8, "an atom of another kind");
             set(__atomic_fetch_add(reinterpret_cast<uint64_t*>(address(i.operands[1])), in(2), __ATOMIC_RELAXED));
+        } else if (op == "fence") {
+            // loads are in order here
         } else if (op == "mov" || op == "cvt") {
             set(in(1));
         } else if (op == "add") {
@@ -308,6 +317,10 @@ private:
     void enter(const Instruction& i) {
         bool results = i.operands[0][0] == '(';
         const Routine& to = program_.at(i.operands[results]);
+        while (stop_here->before && i.operands[results] == stop_here->before.load()) {
+            stop_here->reached = true;
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
         auto given = parts(i.operands[1 + results].substr(1, i.operands[1 + results].size() - 2));
         must(given.size() == to.inputs.size() && results == !to.outputs.empty(), "a call with other arguments");
         Frame frame{&to};
@@ -385,9 +398,11 @@ public:
     void let_go() { held_ = false; }
     std::atomic<bool> capturing{false};
     std::vector<std::function<void()>> graph;
+    Stop stop;
 
 private:
     void work() {
+        stop_here = &stop;
         std::unique_lock<std::mutex> hold(mutex_);
         for (;;) {
             changed_.wait(hold, [this] { return ends_ || !queue_.empty(); });
@@ -584,6 +599,9 @@ API void fake_synchronize(void* stream) { static_cast<FakeStream*>(stream)->sync
 // What is launched in between waits.
 API void fake_hold(void* stream) { static_cast<FakeStream*>(stream)->hold(); }
 API void fake_let_go(void* stream) { static_cast<FakeStream*>(stream)->let_go(); }
+// Kernels that are launched from now on, until it is nullptr; and whether one has come there.
+API void fake_stop_before(void* stream, const char* routine) { static_cast<FakeStream*>(stream)->stop.before = routine; }
+API bool fake_stopped(void* stream) { return static_cast<FakeStream*>(stream)->stop.reached; }
 API void fake_capture(void* stream, int whether) { static_cast<FakeStream*>(stream)->capturing = whether; }
 API void fake_replay(void* stream) {
     auto* s = static_cast<FakeStream*>(stream);

@@ -85,6 +85,7 @@ struct Fake {
     size_t registered(unsigned flags = 0) const {
         return reinterpret_cast<size_t (*)(unsigned)>(dlsym(library, "fake_registered"))(flags);
     }
+    bool stopped(void* stream) const { return reinterpret_cast<bool (*)(void*)>(dlsym(library, "fake_stopped"))(stream); }
     size_t held() const { return reinterpret_cast<size_t (*)()>(dlsym(library, "fake_held"))(); }
     void* library;
 };
@@ -164,6 +165,26 @@ void one_too_many(const Fake& fake) {
     fake.call("fake_synchronize", stream);
     check(all[0].nothing(), "the first of too many is lost, and NaN");
     for (size_t i = 1; i < all.size(); ++i) check(all[i].right(7), "the others are right");
+    check(says(failure(), "more than 16 calls"), "it is told");
+}
+
+// As another stream's calls may, between a collecting kernel's wait and its copy.
+void taken_while_copied(const Fake& fake) {
+    void *slow = fake.stream(), *fast = fake.stream();
+    Arrays first(layer_of(7), 2, 1.f);
+    first.submit(slow);
+    fake.call("fake_synchronize", slow);
+    fake.call("fake_stop_before", slow, "copy");
+    check(!first.collect(slow) && soon([&] { return fake.stopped(slow); }), "it stops before it copies");
+    for (int i = 0; i < 16; ++i) {
+        Arrays other(layer_of(9), 2, float(100 + i));
+        check(!other.submit(fast) && !other.collect(fast), "launched");
+        fake.call("fake_synchronize", fast);
+        check(other.right(9), "the others are right");
+    }
+    fake.call("fake_stop_before", slow, static_cast<const char*>(nullptr));
+    fake.call("fake_synchronize", slow);
+    check(first.nothing(), "no other call's answer");
     check(says(failure(), "more than 16 calls"), "it is told");
 }
 
@@ -456,7 +477,8 @@ int main(int, char** arguments) {
     Fake fake(arguments[1]);
     const std::pair<const char*, void (*)(const Fake&)> all[] = {
         {"one after the other", one_after_the_other}, {"several under way", several_under_way},
-        {"one too many", one_too_many},               {"never collected", never_collected},
+        {"one too many", one_too_many},               {"taken while copied", taken_while_copied},
+        {"never collected", never_collected},
         {"failing", failing},                         {"impatient", impatient},
         {"no free slot", no_free_slot},               {"many threads", many_threads},
         {"in a graph", in_a_graph},                   {"forgotten", forgotten},

@@ -672,7 +672,7 @@ def test_the_protocol_between_gpu_and_host(tmp_path, sanitizer):
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66"}
     done = subprocess.run([str(program), str(driver)], env=environment, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stdout + done.stderr[-8000:]
-    assert done.stdout.count("ok: ") == 16
+    assert done.stdout.count("ok: ") == 17
     assert "Sanitizer" not in done.stderr
 
 
