@@ -40,7 +40,8 @@ inline uint16_t to_bf16(float x) {
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
 
 // Of (e^r - 1 - r) / r^2 between -0.35 and 0.35, highest power first.
-constexpr float kExponential[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+constexpr float kExponential[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
+                                  4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
 
 // Relative error below 2e-7 between -87 and 88, clamped outside: libm's is not vectorised without -ffast-math.
 inline float exponential(float x) {
@@ -212,7 +213,7 @@ float pack_int8(const Source& from, int i, int rows, int steps, uint8_t* block, 
 }
 
 #ifdef __AVX512F__
-// The loop below, but for rounding: of that gcc 12 makes two divisions of eight numbers each, for those that were clamped, too.
+// The loop below, but for rounding and denormals: of that gcc 12 makes two divisions of eight numbers each, for those that were clamped, too.
 inline void swiglu(const float* c, int rows, size_t line, uint16_t* out) {
     const __m512 one = _mm512_set1_ps(1), two = _mm512_set1_ps(2);
     for (int i = 0; i < rows; ++i, c += kPanel, out += line) {

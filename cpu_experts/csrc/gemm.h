@@ -103,7 +103,7 @@ struct Sums {
 };
 
 // What is needed next, to be asked for step by step: so many lines in each, of all `kStreams` parts in turn, which begin `apart`
-// from each other.
+// from each other. As many are asked for at once as there are parts, when so many are due.
 struct Ahead {
     static constexpr int kStreams = 8;
     const uint8_t* at = nullptr;
@@ -123,7 +123,7 @@ struct Conversion {
     Panel codes = {};
     int step = 0, steps = 0, each = 1;  // of the codes; so many become a line's
     uint8_t *to = nullptr, *scales = nullptr;
-    bool once = false;  // nobody reads it after this slice's rows
+    bool once = false;  // nobody reads it after this slice's rows: it need not be whole at any time
 
     explicit operator bool() const { return convert; }
     void lines(int first, int count, uint8_t* at) const {
@@ -169,8 +169,8 @@ using PackInt8 = float (*)(const Source&, int i, int rows, int steps, uint8_t* b
 
 struct Path {
     Multiply few;         // up to `crossover` rows, straight from the packed codes
-    Multiply block;       // of one block of up to `most` rows, likewise; may be nullptr where one of the next is set
-    MultiplySlice slice;  // of several
+    Multiply block;       // of one block of up to `most` rows, likewise; nullptr: `slice` does
+    MultiplySlice slice;  // of more
     Convert convert;      // what for; nullptr: the packed codes
     int crossover;
     bool narrows = false;              // `convert`: to int8, as rows are then; else to bf16

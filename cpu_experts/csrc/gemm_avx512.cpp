@@ -59,7 +59,7 @@ void plain_rows(const Panel& p, const Rows& a, const Slice& slice, int first, co
     }
     Ahead weights = slice.weights, rows = slice.rows;
     const uint8_t* w = p.data;
-    const uint8_t* next = slice.first && slice.last ? w + kAhead : w;  // what follows a slice is not what is next
+    const uint8_t* next = weights.at ? w : w + kAhead;  // what is asked for already is asked for no more
     const uint8_t* x = a.data + size_t(first) * kLine;
     for (int s = 0; s < p.steps; ++s, w += 2 * kTileBytes, next += 2 * kTileBytes, x += size_t(a.count) * kLine) {
         prefetch(weights), prefetch(rows);

@@ -1,9 +1,9 @@
 // Blocks of one expert's rows by several of its panels, slice by slice of K.
 //
-// Rows come from the L3 once a subtask and each weight comes from memory once, in even portions, while a panel's slice and the
-// next one's, the same slice of all blocks and, where K is cut, all their sums stay in an L2 of 2 MiB. A step of a block takes
-// the tiles 64 cycles, in which 2 KiB of rows and 2 KiB of weights come from there. Slices that leave the weights in the L1 (8
-// steps) load and store sums more often and are no faster; V3's layer undivided took 144 ms where slices of 32 steps took 107.
+// Rows are in the thread's own memory, and each weight comes from memory once, in even portions, while a panel's slice and the next
+// one's, the same slice of all blocks and, where K is cut, all their sums stay in an L2 of 2 MiB. A step of a block takes the
+// tiles 64 cycles, in which 2 KiB of rows and 2 KiB of weights come from there. Slices that leave the weights in the L1 (8 steps)
+// load and store sums more often and are no faster; V3's layer undivided took 144 ms where slices of 32 steps took 107.
 //
 // What comes from memory is asked for in eight places at once. On a core of an H200's machine a step takes 41 ns with all of it in
 // the L2, its share of memory with three blocks 40, and both 75 if lines are asked for in their order: 64 from four places, 61
@@ -95,10 +95,11 @@ private:
     // Of int8 a slice takes as many bytes as of bf16.
     int slice_steps() const { return path_.narrows ? 2 * slice_lines_ : slice_lines_; }
 
-    // As few slices as the L2 has room for, the last one at most as long as the others.
+    // As few slices as the L2 has room for, the last one at most as long as the others. Not by how many panels there are: that goes
+    // by how many threads there are, and sums of other slices would have other bits.
     int even_lines() const {
         int all = lines(factors_.shape.steps), most = kSliceSteps;
-        size_t sums = size_t(area_.blocks() * area_.panels()) * kSums * sizeof(float);
+        size_t sums = size_t(area_.blocks() * kSubtaskPanels) * kSums * sizeof(float);
         size_t of_step = size_t(area_.blocks() + 2) * 2 * kTileBytes;  // of all blocks, this panel and the next
         if (size_t(most) * of_step + sums > kSliceBytes) most = int((kSliceBytes - sums) / of_step) / 8 * 8;
         int slices = (all + most - 1) / most;

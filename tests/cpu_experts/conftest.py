@@ -52,6 +52,18 @@ def isa(request, monkeypatch):
     return wanted
 
 
+@pytest.fixture(params=["best", "amx"])
+def best(request, monkeypatch):
+    """The best instruction set of this processor; and AMX, emulated, where that is another."""
+    chosen = request.getfixturevalue("native")
+    if request.param == "amx":
+        if chosen.cpu_experts_best_isa() == library.ISAS.index("amx"):
+            pytest.skip("it is the best")
+        chosen = request.getfixturevalue("emulated")
+    monkeypatch.setattr(cpu_experts, "load", lambda: chosen)
+    return request.param
+
+
 ONCE = ("test_blocks", "test_forward", "test_layout", "test_libfuzzer", "test_numa", "test_packed", "test_sanitizers")
 OF_CPP = (
     "test_a_quota_bounds_the_cores",

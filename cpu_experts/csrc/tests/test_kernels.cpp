@@ -248,6 +248,40 @@ void run(Isa isa, const Kernels& kernels, Precision precision, int k, bool at_en
     }
 }
 
+// What SwiGLU makes of gates of every size: as many rows of bf16 as there are, nothing between them, and NaN where there was one.
+void swiglu(Isa isa, const Kernels& kernels) {
+    constexpr int rows = 32, line = 20;
+    std::vector<float> sums(size_t(rows) * kPanel);
+    for (int m = 0; m < rows; ++m) {
+        for (int n = 0; n < kTile; ++n) {
+            float gate = float(m - 16) * float(n * n) * 0.05f;  // to 180 either way
+            sums[size_t(m * kPanel + n)] = gate, sums[size_t(m * kPanel + kTile + n)] = 1.5f - float(n);
+        }
+    }
+    sums[3] = NAN, sums[kPanel + 4] = INFINITY;
+    Guarded placed(size_t((rows - 1) * line + kTile) * 2, true);
+    std::memset(placed.at(), 0x11, size_t((rows - 1) * line + kTile) * 2);
+    kernels.swiglu(sums.data(), rows, line, placed.at<uint16_t>());
+    for (int i = 0; i < (rows - 1) * line + kTile; ++i) {
+        int m = i / line, n = i % line;
+        uint16_t found = placed.at<uint16_t>()[i];
+        if (n >= kTile) {
+            if (found != 0x1111) std::printf("FAILED: swiglu, isa %d: written between rows\n", isa), ++failures;
+            continue;
+        }
+        double gate = sums[size_t(m * kPanel + n)], up = sums[size_t(m * kPanel + kTile + n)];
+        double wanted = gate / (1 + std::exp(-gate)) * up;
+        uint32_t bits = uint32_t(found) << 16;
+        float value;
+        std::memcpy(&value, &bits, 4);
+        bool same = std::isfinite(wanted) ? std::abs(value - wanted) <= 0.0040 * std::abs(wanted) + 1e-32
+                                          : std::isnan(wanted) ? std::isnan(value) : value == wanted;
+        if (same) continue;
+        std::printf("FAILED: swiglu, isa %d: %g of gate %g and up %g, not %g\n", isa, double(value), gate, up, wanted);
+        ++failures;
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -257,6 +291,7 @@ int main() {
             std::printf("instruction set %d: not here\n", isa);
             continue;
         }
+        swiglu(isa, *kernels);
         for (int p = 0; p < kPrecisions; ++p) {
             for (int k : kFormats[p].block_k > 1 ? std::vector<int>{256, 768} : std::vector<int>{1, 65, 130, 320}) {
                 for (bool at_end : {true, false}) run(isa, *kernels, Precision(p), k, at_end);
