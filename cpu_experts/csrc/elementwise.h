@@ -213,7 +213,8 @@ float pack_int8(const Source& from, int i, int rows, int steps, uint8_t* block, 
 }
 
 #ifdef __AVX512F__
-// The loop below, but for rounding and denormals: of that gcc 12 makes two divisions of eight numbers each, for those that were clamped, too.
+// The loop below, but for rounding and denormals: of that gcc 12 makes two divisions of eight numbers each, for those that were
+// clamped, too.
 inline void swiglu(const float* c, int rows, size_t line, uint16_t* out) {
     const __m512 one = _mm512_set1_ps(1), two = _mm512_set1_ps(2);
     for (int i = 0; i < rows; ++i, c += kPanel, out += line) {

@@ -1,4 +1,4 @@
-// One layer's forward: each token's row is packed once; gate and up with SwiGLU, then down, of all experts; sums by weight.
+// One layer's forward: rows are laid out as kernels take them; gate and up with SwiGLU, then down, of all experts; sums by weight.
 #include <cstring>
 
 #include "experts.h"
@@ -27,24 +27,13 @@ private:
     size_t used_ = 0;
 };
 
-// Rows, of those sorted by expert: whole blocks of one, so many as a subtask multiplies.
+struct Block {
+    int first, count, expert;  // rows, of those sorted by expert
+};
+
+// Whole blocks of one expert, so many as a subtask multiplies.
 struct Group {
     int expert, first, end;
-    int rows() const { return end - first; }
-};
-
-// Rows as a kernel takes them; of int8 with scales, and outliers where weights are narrowed.
-struct PackedRows {
-    uint8_t* lines;
-    float* scales;
-    Outliers* outliers;
-};
-
-// What a thread has to itself: memory for Slices, and a group's rows.
-struct alignas(64) Own {
-    uint8_t* slices;
-    PackedRows rows;
-    int group;  // whose rows these are, -1: nobody's
 };
 
 }  // namespace
@@ -60,52 +49,55 @@ struct Forward {
     int* token_of;   // [rows]
     int* row_of;     // [tokens K], -1 where there is none
     Group* groups;
-    int group_count = 0;
+    Block* blocks;
+    int group_count = 0, block_count = 0;
     // what is computed
-    PackedRows x[3];   // each token's row, in each layout that one of its experts takes
-    uint16_t* hidden;  // [rows, hidden_line] bf16
-    float* parts;      // [rows, parts_line]
+    uint8_t *x, *hidden;
+    float *x_scales, *hidden_scales, *parts;
+    uint16_t* hidden_values;  // bf16, of rows that are packed as a whole
+    Outliers *x_outliers, *hidden_outliers;
+    uint8_t* own;  // of each thread
     size_t hidden_line, parts_line;
-    Own* own;  // of each thread
 
     Forward(const Layer& l, const cpu_experts_batch& b, uint8_t* scratch, int threads, size_t* used = nullptr)
         : layer(l), batch(b) {
         auto rows = size_t(l.max_rows_);
+        bool x_int8 = layout(l.gate_up_, kMany) == kInt8Rows, hidden_int8 = layout(l.down_, kMany) == kInt8Rows;
         Cut cut(scratch);
         first_row = cut.take<int>(size_t(l.experts_) + 3);
-        groups = cut.take<Group>(rows / kGroupRows + size_t(l.experts_));
+        groups = cut.take<Group>(rows / (kBlock * kSubtaskBlocks) + size_t(l.experts_));
         token_of = cut.take<int>(rows);
         row_of = cut.take<int>(rows);
-        for (Layout as : {kBf16Rows, kInt8Rows, kFewRows}) {
-            bool taken = layout(l.gate_up_, 1) == as || layout(l.gate_up_, int(kGroupRows)) == as;
-            x[as] = packed_rows(cut, taken ? rows : 0, l.gate_up_.row_bytes);
-        }
+        blocks = cut.take<Block>(rows / kBlock + size_t(l.experts_) + 1);
+        x_scales = cut.take<float>(x_int8 ? rows : 0);
+        hidden_scales = cut.take<float>(hidden_int8 ? rows : 0);
+        x_outliers = cut.take<Outliers>(narrows(l.gate_up_) ? rows : 0);
+        hidden_outliers = cut.take<Outliers>(narrows(l.down_) ? rows : 0);
+        x = cut.take<uint8_t>(rows * l.gate_up_.row_bytes);
+        hidden = cut.take<uint8_t>(rows * l.down_.row_bytes);
         hidden_line = size_t(l.gate_up_panels_) * kTile;
-        hidden = cut.take<uint16_t>(rows * hidden_line);
+        hidden_values = cut.take<uint16_t>(hidden_int8 ? rows * hidden_line : 0);
         parts_line = size_t(l.down_panels_) * kPanel;
         parts = cut.take<float>(rows * parts_line);
-        own = cut.take<Own>(size_t(threads));
-        size_t held = rows < kGroupRows ? rows : kGroupRows, of_x = l.gate_up_.row_bytes, of_hidden = l.down_.row_bytes;
-        for (int t = 0; t < threads; ++t) {
-            auto* slices = cut.take<uint8_t>(Slices::kMemoryBytes);
-            Own mine = {slices, packed_rows(cut, held, of_x > of_hidden ? of_x : of_hidden), -1};
-            if (scratch) own[t] = mine;
-        }
+        own = cut.take<uint8_t>(Slices::kMemoryBytes * size_t(threads));
         if (used) *used = cut.used();
     }
 
     void run(Threads& threads) {
         sort();
-        each<&Forward::pack_token>(threads, tokens);
+        each<&Forward::gather>(threads, block_count);
         multiply_round<&Forward::gate_up>(threads, layer.gate_up_panels_, layer.gate_up_.panel_bytes);
+        if (packs_hidden(kMany)) each<&Forward::pack_hidden>(threads, block_count);
         multiply_round<&Forward::down>(threads, layer.down_panels_, layer.down_.panel_bytes);
         each<&Forward::combine>(threads, (tokens + kCombined - 1) / kCombined);
     }
 
 private:
     static constexpr int kCombined = 4;  // tokens a subtask
-    static constexpr size_t kGroupRows = size_t(kBlock) * kSubtaskBlocks;
+    static constexpr int kMany = 1 << 30;
+    static constexpr int kBf16Line = kLine / 2;  // numbers
 
+    bool narrows(const Shape& weights) const { return layer.kernels_.paths[weights.precision].narrows; }
     // How the rows of an expert that has so many are laid out: as bf16, as int8, or as the kernel for few takes them.
     enum Layout { kBf16Rows, kInt8Rows, kFewRows };
     Layout layout(const Shape& weights, int rows) const {
@@ -113,13 +105,11 @@ private:
         if (path.pack_few && rows <= path.crossover) return kFewRows;
         return path.pack_int8 ? kInt8Rows : kBf16Rows;
     }
-    bool narrows(const Shape& weights) const { return layer.kernels_.paths[weights.precision].narrows; }
-
-    static PackedRows packed_rows(Cut& cut, size_t rows, size_t row_bytes) {
-        auto* lines = cut.take<uint8_t>(rows * row_bytes);
-        auto* scales = cut.take<float>(rows);
-        return {lines, scales, cut.take<Outliers>(rows)};
+    Layout layout(const Shape& weights, const Block& b) const {
+        return layout(weights, first_row[b.expert + 1] - first_row[b.expert]);
     }
+    // SwiGLU writes bf16 where it belongs; other layouts need a row as a whole.
+    bool packs_hidden(int rows) const { return layout(layer.down_, rows) != kBf16Rows; }
 
     bool many_ = false;  // rows: most experts have several blocks
     int panels_ = 0, panels_each_ = 0;
@@ -137,7 +127,9 @@ private:
 
     // Subtasks are a group of rows by some neighbouring panels: with many rows as many as should share them, with few as many as
     // fit the L2, fewer where some thread would stay idle. Those of a node's share of the panels, of all experts, come before
-    // those of the next one's.
+    // those of the next one's. On one node an expert's rows are laid out, multiplied and multiplied again mostly by one thread:
+    // lines that all cores have read take three times as long to be written anew. In every thread's own memory, from tokens packed
+    // once each, they were 2 to 4 % faster on two cores, 3 to 5 % slower on sixteen, and 16 % where all rows chose the same experts.
     template <void (Forward::*Step)(int, int)>
     void multiply_round(Threads& threads, int panels, size_t panel_bytes) {
         panels_ = panels;
@@ -147,7 +139,6 @@ private:
         while (group_count * cut_panels(threads) < 8 * threads.count() && panels_each_ > 1) --panels_each_;
         int begin[kMaxNodes + 1];
         for (int n = 0; n <= threads.nodes(); ++n) begin[n] = group_count * first_cut_[n];
-        for (int t = 0; t < threads.count(); ++t) own[t].group = -1;
         threads.run(begin, call<Step>, this);
     }
 
@@ -161,15 +152,16 @@ private:
         return cuts;
     }
 
-    // Its rows as numbered in `group`.
-    Area area(int index, int& group) const {
+    // Of a subtask: whose rows and panels.
+    Area area(int index, int& expert) const {
         int n = 0;
         while (index >= group_count * first_cut_[n + 1]) ++n;
         index -= group_count * first_cut_[n];
         int cuts = first_cut_[n + 1] - first_cut_[n], end = first_panel_[n + 1];
         int first = first_panel_[n] + index % cuts * panels_each_;
-        group = index / cuts;
-        return {0, groups[group].rows(), first, first + panels_each_ < end ? first + panels_each_ : end};
+        const Group& rows = groups[index / cuts];
+        expert = rows.expert;
+        return {rows.first, rows.end, first, first + panels_each_ < end ? first + panels_each_ : end};
     }
 
     const int* ids(int t) const { return batch.topk_ids + size_t(token + t) * size_t(batch.chosen); }
@@ -189,8 +181,14 @@ private:
                 if (row >= 0) token_of[row] = t;
             }
         }
-        group_count = 0;
-        for (int e = 0; e < experts; ++e) group(e);
+        group_count = block_count = 0;
+        for (int e = 0; e < experts; ++e) {
+            int end = first_row[e + 1];
+            for (int row = first_row[e]; row < end; row += kBlock) {
+                blocks[block_count++] = {row, end - row < kBlock ? end - row : kBlock, e};
+            }
+            group(e);
+        }
     }
 
     // Of nearly as many blocks each.
@@ -204,99 +202,81 @@ private:
         }
     }
 
-    // As row `i` of the block of so many that begins with row `first`.
-    void pack(const Source& from, int i, int first, int count, Layout as, const Shape& shape, const PackedRows& to) const {
-        const Kernels& kernels = layer.kernels_;
-        const Path& path = kernels.paths[shape.precision];
-        uint8_t* block = to.lines + size_t(first) * shape.row_bytes;
+    void pack(const Source& from, int i, const Block& b, const Shape& shape, uint8_t* to, float* scales, Outliers* outliers) {
+        uint8_t* block = to + size_t(b.first) * shape.row_bytes;
+        Layout as = layout(shape, b);
         if (as == kInt8Rows) {
-            Outliers* left_out = narrows(shape) ? to.outliers + first + i : nullptr;
-            to.scales[first + i] = path.pack_int8(from, i, count, lines(as, shape), block, left_out);
+            int lines = (shape.steps * kFormats[shape.precision].step_k + kLine - 1) / kLine;
+            Outliers* left_out = narrows(shape) ? outliers + b.first + i : nullptr;
+            scales[b.first + i] = layer.kernels_.paths[shape.precision].pack_int8(from, i, b.count, lines, block, left_out);
         } else {
-            (as == kFewRows ? path.pack_few : kernels.pack_bf16)(from, i, count, shape.steps, block);
+            const Kernels& kernels = layer.kernels_;
+            (as == kFewRows ? kernels.paths[shape.precision].pack_few : kernels.pack_bf16)(from, i, b.count, shape.steps, block);
         }
     }
 
-    // Of a row.
-    static int lines(Layout as, const Shape& shape) {
-        return as == kInt8Rows ? (shape.steps * kFormats[shape.precision].step_k + kLine - 1) / kLine : shape.steps;
-    }
-
-    void pack_token(int t, int) {
-        const Shape& shape = layer.gate_up_;
-        bool bf16 = batch.x_dtype == CPU_EXPERTS_BFLOAT16, taken[3] = {};
-        for (int k = 0; k < batch.chosen; ++k) {
-            int e = ids(t)[k];
-            if (e < layer.experts_) taken[layout(shape, first_row[e + 1] - first_row[e])] = true;
+    void gather(int index, int) {
+        const Block& b = blocks[index];
+        bool bf16 = batch.x_dtype == CPU_EXPERTS_BFLOAT16;
+        for (int i = 0; i < b.count; ++i) {
+            size_t at = size_t(token + token_of[b.first + i]) * size_t(layer.model_) * (bf16 ? 2 : 4);
+            Source from{static_cast<const uint8_t*>(batch.x) + at, bf16, layer.model_};
+            pack(from, i, b, layer.gate_up_, x, x_scales, x_outliers);
         }
-        size_t at = size_t(token + t) * size_t(layer.model_) * (bf16 ? 2 : 4);
-        Source row = {static_cast<const uint8_t*>(batch.x) + at, bf16, layer.model_};
-        for (Layout as : {kBf16Rows, kInt8Rows, kFewRows}) {
-            if (taken[as]) pack(row, 0, t, 1, as, shape, x[as]);
+        // SwiGLU writes whole tiles; what lies between the last one and the end of the last step is padding.
+        if (layout(layer.down_, b) == kBf16Rows) {
+            const Shape& shape = layer.down_;
+            size_t written = hidden_line * 2 / kLine;
+            uint8_t* block = hidden + size_t(b.first) * shape.row_bytes;
+            std::memset(block + written * size_t(b.count) * kLine, 0, (size_t(shape.steps) - written) * size_t(b.count) * kLine);
         }
     }
 
-    void copy_token(int t, int i, int first, int count, Layout as, const PackedRows& to) const {
-        const PackedRows& from = x[as];
-        const Shape& shape = layer.gate_up_;
-        const uint8_t* line = from.lines + size_t(t) * shape.row_bytes;
-        uint8_t* block = to.lines + size_t(first) * shape.row_bytes;
-        for (int s = 0; s < lines(as, shape); ++s, line += kLine) {
-            std::memcpy(block + (size_t(s) * size_t(count) + size_t(i)) * kLine, line, kLine);
-        }
-        if (as == kInt8Rows) to.scales[first + i] = from.scales[t];
-        if (as == kInt8Rows && narrows(shape)) to.outliers[first + i] = from.outliers[t];
-    }
-
-    // A group's rows come to the thread's own memory, where they stay for its next subtasks: lines that other cores have read take
-    // three times as long to be written anew.
-    template <class Put>
-    void fetch(int group, Own& mine, Put put) const {
-        if (mine.group == group) return;
-        mine.group = group;
-        const Group& g = groups[group];
-        for (int first = 0; first < g.rows(); first += kBlock) {
-            int count = g.rows() - first < kBlock ? g.rows() - first : kBlock;
-            for (int i = 0; i < count; ++i) put(g.first + first + i, i, first, count);
+    void pack_hidden(int index, int) {
+        const Block& b = blocks[index];
+        if (layout(layer.down_, b) == kBf16Rows) return;
+        for (int i = 0; i < b.count; ++i) {
+            const uint16_t* values = hidden_values + size_t(b.first + i) * hidden_line;
+            pack({values, true, layer.width_}, i, b, layer.down_, hidden, hidden_scales, hidden_outliers);
         }
     }
 
     // `done(row, count, panel, sums)` takes what its `target` did not.
-    template <class Put, class Target, class Done>
-    void multiply(int index, int thread, const Shape& shape, const uint8_t* weights, Put put, Target target, Done done) {
-        int group;
-        Area at = area(index, group);
-        const Group& g = groups[group];
-        const Path& path = layer.kernels_.paths[shape.precision];
-        Own& mine = own[thread];
-        Layout as = layout(shape, g.rows());
-        fetch(group, mine, [&](int row, int i, int first, int count) { put(row, i, first, count, as, mine.rows); });
-        const PackedRows& x = mine.rows;
-        Factors factors = {shape, weights + size_t(g.expert) * size_t(panels_) * shape.panel_bytes, x.lines,
-                           as == kInt8Rows ? x.scales : nullptr, as == kInt8Rows && narrows(shape) ? x.outliers : nullptr};
-        if (path.sliced(g.rows())) {
-            Slices(factors, path, at, mine.slices).multiply([&](int row, int count, int panel, const Sums& c) {
-                done(g.first + row, count, panel, c);
-            });
+    template <class Target, class Done>
+    void multiply(int index, int thread, Factors factors, Target target, Done done) {
+        int expert;
+        Area at = area(index, expert);
+        factors.weights += size_t(expert) * size_t(panels_) * factors.shape.panel_bytes;
+        if (layout(factors.shape, at.rows()) != kInt8Rows) factors.scales = nullptr, factors.outliers = nullptr;
+        if (!narrows(factors.shape)) factors.outliers = nullptr;
+        const Path& path = layer.kernels_.paths[factors.shape.precision];
+        if (path.sliced(at.rows())) {
+            Slices(factors, path, at, own + Slices::kMemoryBytes * size_t(thread)).multiply(done);
             return;
         }
-        bool few = path.few && g.rows() <= path.crossover;
-        Rows rows = factors.block(0, g.rows(), 0);
+        bool few = path.few && at.rows() <= path.crossover;
+        Rows rows = factors.block(at.first_row, at.rows(), 0);
         for (int p = at.first_panel; p < at.last_panel; ++p) {
-            Sums sums = target(g.first, p);
+            Sums sums = target(at.first_row, p);
             (few ? path.few : path.block)(factors.panel(p), rows, sums);
-            done(g.first, rows.count, p, sums);
+            done(at.first_row, rows.count, p, sums);
         }
     }
 
     void gate_up(int index, int thread) {
-        Sums sums = {reinterpret_cast<float*>(own[thread].slices), kPanel};
-        auto put = [&](int row, int i, int first, int count, Layout as, const PackedRows& to) {
-            copy_token(token_of[row], i, first, count, as, to);
-        };
-        multiply(index, thread, layer.gate_up_, layer.gate_up_data_, put, [&](int, int) { return sums; },
+        auto* sums = reinterpret_cast<float*>(own + Slices::kMemoryBytes * size_t(thread));
+        int expert;
+        bool whole_rows = packs_hidden(area(index, expert).rows());
+        auto target = [&](int, int) { return Sums{sums, kPanel}; };
+        multiply(index, thread, {layer.gate_up_, layer.gate_up_data_, x, x_scales, x_outliers}, target,
                  [&](int row, int count, int panel, const Sums& c) {
-                     layer.kernels_.swiglu(c.at, count, hidden_line, hidden + size_t(row) * hidden_line + size_t(panel) * kTile);
+                     int k = panel * kTile, line = k / kBf16Line * count;
+                     auto* block = reinterpret_cast<uint16_t*>(hidden + size_t(row) * layer.down_.row_bytes);
+                     if (whole_rows) {
+                         layer.kernels_.swiglu(c.at, count, hidden_line, hidden_values + size_t(row) * hidden_line + k);
+                     } else {
+                         layer.kernels_.swiglu(c.at, count, kBf16Line, block + size_t(line) * kBf16Line + k % kBf16Line);
+                     }
                  });
     }
 
@@ -304,10 +284,7 @@ private:
         auto target = [&](int row, int panel) {
             return Sums{parts + size_t(row) * parts_line + size_t(panel) * kPanel, parts_line};
         };
-        auto put = [&](int row, int i, int first, int count, Layout as, const PackedRows& to) {
-            pack({hidden + size_t(row) * hidden_line, true, layer.width_}, i, first, count, as, layer.down_, to);
-        };
-        multiply(index, thread, layer.down_, layer.down_data_, put, target,
+        multiply(index, thread, {layer.down_, layer.down_data_, hidden, hidden_scales, hidden_outliers}, target,
                  [&](int row, int count, int panel, const Sums& c) {
                      Sums to = target(row, panel);
                      if (c.at != to.at) layer.kernels_.put(c, count, to, many_);

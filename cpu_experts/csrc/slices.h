@@ -1,9 +1,9 @@
 // Blocks of one expert's rows by several of its panels, slice by slice of K.
 //
-// Rows are in the thread's own memory, and each weight comes from memory once, in even portions, while a panel's slice and the next
-// one's, the same slice of all blocks and, where K is cut, all their sums stay in an L2 of 2 MiB. A step of a block takes the
-// tiles 64 cycles, in which 2 KiB of rows and 2 KiB of weights come from there. Slices that leave the weights in the L1 (8 steps)
-// load and store sums more often and are no faster; V3's layer undivided took 144 ms where slices of 32 steps took 107.
+// Rows come from the L3 once a subtask and each weight comes from memory once, in even portions, while a panel's slice and the
+// next one's, the same slice of all blocks and, where K is cut, all their sums stay in an L2 of 2 MiB. A step of a block takes
+// the tiles 64 cycles, in which 2 KiB of rows and 2 KiB of weights come from there. Slices that leave the weights in the L1 (8
+// steps) load and store sums more often and are no faster; V3's layer undivided took 144 ms where slices of 32 steps took 107.
 //
 // What comes from memory is asked for in eight places at once. On a core of an H200's machine a step takes 41 ns with all of it in
 // the L2, its share of memory with three blocks 40, and both 75 if lines are asked for in their order: 64 from four places, 61
