@@ -178,13 +178,15 @@ def test_several_layers_in_a_loop(built, platform, loop):
 
 
 def test_threads_that_call_at_once_agree_with_one(built, platform):
+    """Within one turn of each other: whose thread sleeps for 16 calls of the others has lost its own, and is told."""
     layers = [Experts(*LAYER, precision, threads=2) for precision in ("bf16", "int8")]
     expected = [layer.forward(*BATCH) for layer in layers]
     programs = [jax.jit(partial(ffi.forward, layer)) for layer in layers]
-    wrong = []
+    wrong, turn = [], threading.Barrier(4, timeout=100)
 
     def work(i: int) -> None:
         for _ in range(50):
+            turn.wait()
             if not (np.asarray(programs[i % 2](*BATCH)) == expected[i % 2]).all():
                 wrong.append(i)
 
