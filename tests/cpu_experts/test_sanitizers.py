@@ -18,7 +18,8 @@ BUILD = ("-DCPU_EXPERTS_EMULATE_TILES=ON", "-DCMAKE_BUILD_TYPE=None")
 ASAN = (*BUILD, "-DCMAKE_CXX_FLAGS=-O1 -fsanitize=address,undefined -fno-sanitize-recover=all")
 TSAN = (*BUILD, "-DCMAKE_CXX_FLAGS=-O1 -fsanitize=thread")
 # Less what takes long with emulated tiles, and what starts a Python that loads another build.
-LONG = ("repeated", "skewed", "every_size", "4096", "1000", "150", "exits", "one_core", "several_nodes", "waits")
+LONG = ("repeated", "skewed", "cut_the_panels", "every_size", "4096", "1000", "150", "exits", "one_core", "several_nodes")
+LONG += ("waits",)
 BOUNDS = " and ".join(f"not {name}" for name in LONG)
 # ThreadSanitizer itself cannot start threads in a child.
 RACES = "fuzz or (handles and not exits and not one_core and not forked and not waits)"
