@@ -212,6 +212,12 @@ float pack_int8(const Source& from, int i, int rows, int steps, uint8_t* block, 
     return from.bf16 ? pack(static_cast<const uint16_t*>(from.values)) : pack(static_cast<const float*>(from.values));
 }
 
+inline Path int8_path(Multiply all, MultiplySlice slice) {
+    Path path{all, all, slice, nullptr, 0};
+    path.pack_int8 = pack_int8;
+    return path;
+}
+
 #ifdef __AVX512F__
 // The loop below, but for rounding and denormals: of that gcc 12 makes two divisions of eight numbers each, for those that were
 // clamped, too.

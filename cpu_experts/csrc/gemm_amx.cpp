@@ -217,9 +217,7 @@ const Kernels& amx_kernels() {
         }
         set_block<kFp8Block>(k), set_block<kQ8_0>(k);
         k.paths[kBf16].block = k.paths[kInt8].block = nullptr;
-        k.paths[kInt8].slice = slice_int8<Int8>, k.paths[kInt8].pack_int8 = pack_int8;
-        k.pack_bf16 = pack_bf16;
-        k.swiglu = swiglu, k.put = put, k.settle = settle, k.combine = combine;
+        k.paths[kInt8].slice = slice_int8<Int8>;
         return k;
     }();
     return kernels;

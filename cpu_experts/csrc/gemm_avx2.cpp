@@ -96,18 +96,12 @@ void slice_int8(const Panel& p, const Rows& a, const Slice& slice, const Sums& c
 void block_bf16(const Panel& p, const Rows& a, const Sums& c) { slice_bf16(p, a, {}, c); }
 void block_int8(const Panel& p, const Rows& a, const Sums& c) { slice_int8(p, a, {}, c); }
 
-Path int8_path() {
-    Path path{block_int8, block_int8, slice_int8, nullptr, 0};
-    path.pack_int8 = pack_int8;
-    return path;
-}
-
 }  // namespace
 
 const Kernels& avx2_kernels() {
     static const Kernels kernels = {
         {{block_bf16, block_bf16, slice_bf16, nullptr, 0},
-         int8_path(),
+         int8_path(block_int8, slice_int8),
          {nullptr, nullptr, slice_bf16, expand_int4<GroupedInt4>, 0},
          {nullptr, nullptr, slice_bf16, expand_int4<GroupedInt4>, 0},
          {nullptr, nullptr, slice_bf16, expand_bytes<Fp8Codes>, 0},

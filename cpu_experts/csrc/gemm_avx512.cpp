@@ -351,12 +351,6 @@ void add_group(const Panel& p, int step, int rows, const Sums& from, const Sums&
     }
 }
 
-Path int8_path() {
-    Path path{plain<Int8>, plain<Int8>, plain_slice<Int8>, nullptr, 0};
-    path.pack_int8 = pack_int8;
-    return path;
-}
-
 // Measured on Zen 5 for eight and six bits: with 8 rows, unpacking in every pass is still faster than expanding to bf16; with 12 it
 // is not.
 constexpr int kCrossover = 10;
@@ -374,7 +368,7 @@ Path four_bits() {
 const Kernels& avx512_kernels() {
     static const Kernels kernels = {
         {{plain<Bf16>, plain<Bf16>, plain_slice<Bf16>, nullptr, 0},
-         int8_path(),
+         int8_path(plain<Int8>, plain_slice<Int8>),
          four_bits<Int4>(),
          four_bits<Int4>(),
          {grouped<Fp8>, nullptr, plain_slice<Bf16>, expand<Fp8, true>, kCrossover, false, expand<Fp8, false>, add_group<Fp8>},

@@ -338,8 +338,7 @@ def test_every_q8_0_code_is_exact(isa, tokens):
 @pytest.mark.amx
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_tiles_and_their_model_agree(native, emulated, monkeypatch, precision):
-    """The instructions flush denormals and round sums in their own order: bounds, not bits. Of int8 sums are exact; the model's
-    SwiGLU is another, after which a hidden value may be rounded the other way in a row or two."""
+    """The instructions flush denormals and round sums in their own order: bounds, not bits, but for int8."""
     if native.cpu_experts_best_isa() < 4:
         pytest.skip("this processor has no AMX, or the system refuses it")
     model, width = fitting(precision, 160, 96)
@@ -352,5 +351,4 @@ def test_tiles_and_their_model_agree(native, emulated, monkeypatch, precision):
             outs.append(layer.forward(*batch))
     assert np.linalg.norm(outs[0] - outs[1]) <= BOUNDS[precision] * np.linalg.norm(outs[1])
     if precision == "int8":
-        far = np.abs(outs[0] - outs[1]).max(axis=1) > 1e-5 * np.abs(outs[1]).max()
-        assert far.mean() < 0.1
+        assert np.abs(outs[0] - outs[1]).max() < 1e-5 * np.abs(outs[1]).max()
