@@ -5,7 +5,8 @@
 Peers are those that are installed (`peers/`). Several layers are taken in turn, so that no cache holds what the next forward
 reads; all take turns of a few forwards, in changing order, and the medians are compared, for other load on the machine comes and
 goes. Random routing. `error` is the distance from the weights' values multiplied out. `--limits` is a program of csrc/tests
-(cmake -DCPU_EXPERTS_TESTS=ON): the larger of bytes over its bandwidth and operations over its rate is the floor."""
+(cmake -DCPU_EXPERTS_TESTS=ON) that measures the machine in the same turns: the larger of bytes over its bandwidth and operations
+over its rate is the floor."""
 
 import argparse
 import datetime
@@ -32,7 +33,8 @@ peers = importlib.import_module("peers")
 
 GEOMETRIES = {"v2-lite": (2048, 1408, 64, 6), "v3": (7168, 2048, 32, 8)}  # D, F, X, K
 TOKENS = (1, 16, 64, 256, 1024)
-# ms with two AMX cores of 29 GB/s and 6.1 TFLOP/s in bf16; None: none stated
+# ms with two AMX cores of these limits
+BAR_LIMITS = {"read_GBps": 29, "bf16_TFLOPs": 6.1, "int8_TOPs": 12.2}
 BARS = {
     ("v2-lite", "bf16"): (4.3, 36, 45, 48, 70),
     ("v2-lite", "int8"): (2.4, 20, 25, 30, 50),
@@ -41,6 +43,7 @@ BARS = {
     ("v3", "int8"): (15, 55, 60, 85, 170),
     ("v3", "int4_g32"): (8.5, 36, 40, 60, 170),
 }
+INT8 = {"int8", "int4_g32", "int4_g128", "q4_k"}  # what many rows are multiplied as
 ROTATED = 2.4 * 2**30
 TURN = 4  # forwards, the first of which wakes the threads and does not count
 PAUSE = 0.07  # after their work a peer's threads spin for up to 50 ms, on cores that the next one needs
@@ -64,6 +67,20 @@ def random_parts(geometry: str, precision: str, seed: int) -> list[layout.Parts]
         few = [layout.quantize(rng.standard_normal((n, k), np.float32) / np.float32(k**0.5), name) for _ in range(2)]
         matrices.append(tuple(np.stack([few[e % 2][i] for e in range(experts)]) for i in range(len(few[0]))))
     return matrices
+
+
+class Limits:
+    """What the machine can do at the moment; nothing, without the program."""
+
+    def __init__(self, program: Path | None, threads: int):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen([str(program), str(threads)], **pipes) if program else None
+
+    def __call__(self) -> dict[str, float]:
+        if self.process is None:
+            return {}
+        print(file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
 
 
 class Ours:
@@ -125,10 +142,10 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def milliseconds(
-    made: dict[str, list[Layer]], geometry: str, tokens: int, seconds: float, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Of each, sorted: in turns whose order changes, every forward on the next layer."""
-    times, order = {name: [] for name in made}, list(made)
+    made: dict[str, list[Layer]], geometry: str, tokens: int, seconds: float, clock: Callable[[], float], limits: Limits
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Of each, sorted: in turns whose order changes, every forward on the next layer. And the medians of the limits."""
+    times, order, found = {name: [] for name in made}, list(made), []
     for each in made.values():  # what they prepare for this many tokens
         for layer in each:
             layer(batch(geometry, tokens, 0))
@@ -142,18 +159,32 @@ def milliseconds(
                 begin = clock()
                 layer(one)
                 times[name] += [(clock() - begin) * 1e3] if at else []
+        time.sleep(PAUSE)
+        found.append(limits())
         order, i = order[1:] + order[:1], i + 1
-    return {name: sorted(t) for name, t in times.items()}
+    medians = {name: statistics.median(each[name] for each in found) for name in found[0]}
+    return {name: sorted(t) for name, t in times.items()}, medians
 
 
-def floor(geometry: str, precision: str, tokens: int, nbytes: int, limits: dict) -> float | None:
+def floor(geometry: str, precision: str, tokens: int, nbytes: int, limits: dict[str, float]) -> float:
     """Milliseconds: what is touched at the bandwidth, or what is computed at the rate."""
-    if not limits:
-        return None
     model, width, experts, chosen = GEOMETRIES[geometry]
     touched = len(np.unique(batch(geometry, tokens, 0).ids))
-    rate = limits["int8_TOPs"] if precision == "int8" else limits["bf16_TFLOPs"]
+    rate = limits["int8_TOPs" if precision in INT8 else "bf16_TFLOPs"]
     return max(nbytes * touched / experts / limits["read_GBps"] / 1e6, tokens * chosen * 6 * model * width / rate / 1e9)
+
+
+def compared(ms: float, geometry: str, precision: str, tokens: int, threads: int, nbytes: int, limits: dict) -> dict[str, float]:
+    """With the machine's limits, if they were measured; and with two threads' bar, also as a share of its own limits."""
+    beside = dict(limits)
+    if limits:
+        least = floor(geometry, precision, tokens, nbytes, limits)
+        beside |= {"floor": least, "share": least / ms}
+    bars = dict(zip(TOKENS, BARS.get((geometry, precision), ()), strict=False))
+    if threads == 2 and tokens in bars:
+        share = floor(geometry, precision, tokens, nbytes, BAR_LIMITS) / bars[tokens]
+        beside |= {"bar": bars[tokens], "bar's share": share}
+    return beside
 
 
 def main() -> None:
@@ -172,8 +203,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     threads = args.threads or len(os.sched_getaffinity(0))
-    limits = json.loads(subprocess.check_output([str(args.limits), str(threads)])) if args.limits else {}
-    print(f"{cpu_experts.isa()}, {threads} threads", limits)
+    limits = Limits(args.limits, threads)
+    print(f"{cpu_experts.isa()}, {threads} threads", limits())
     here, words = peers.found(args.peers)
     for name, what in words.items():
         print(f"{name}: {what}", flush=True)
@@ -183,21 +214,20 @@ def main() -> None:
         made = layers(args.geometry, precision, makers(precision, here, threads, args.isa))
         far, nbytes = errors(made, args.geometry, precision), made["ours"][0].experts.nbytes
         for tokens in args.tokens:
-            ms = milliseconds(made, args.geometry, tokens, args.seconds, CLOCKS[args.clock])
-            lower = floor(args.geometry, precision, tokens, nbytes, limits)
-            bars = dict(zip(TOKENS, BARS.get((args.geometry, precision), ()), strict=False))
+            ms, measured = milliseconds(made, args.geometry, tokens, args.seconds, CLOCKS[args.clock], limits)
             row = {"precision": precision, "tokens": tokens}
             for name, t in ms.items():
                 keys = ("ms", "best", "error") if name == "ours" else (name, f"{name} best", f"{name} error")
                 row |= zip(keys, (statistics.median(t), t[0], far[name]), strict=True)
-            row |= {"floor": lower, "share": lower and lower / row["ms"], "bar": bars.get(tokens)}
+            beside = compared(row["ms"], args.geometry, precision, tokens, threads, nbytes, measured)
+            row |= beside
             rows.append(row)
             each = [f"{name} {statistics.median(t):.3g} (best {t[0]:.3g}, error {far[name]:.2%})" for name, t in ms.items()]
-            limit = [f"{k} {row[k]:.3g}" for k in ("floor", "share", "bar") if row[k]]
+            limit = [f"{name} {value:.3g}" for name, value in beside.items()]
             print(f"{precision}, tokens {tokens}", *each, *limit, sep=" | ", flush=True)
         del made
     if args.out:
-        about = {"isa": cpu_experts.isa(), "threads": threads, "geometry": args.geometry, "limits": limits, "peers": words}
+        about = {"isa": cpu_experts.isa(), "threads": threads, "geometry": args.geometry, "peers": words}
         about["date"] = datetime.date.today().isoformat()
         args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 

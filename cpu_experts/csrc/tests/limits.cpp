@@ -1,5 +1,6 @@
-// What this machine can do at most, with as many threads as the argument says: reading memory, and multiplying from registers by
-// the best instruction there is. Prints JSON; benchmarks/cpu_experts.py divides by it.
+// What this machine can do, with as many threads as the argument says: reading memory, and multiplying from registers by the best
+// instruction there is (nothing below AVX-512). Prints a line of JSON for every line it is given: benchmarks/cpu_experts.py asks in turns with what it
+// times, and divides by it.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -7,6 +8,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <iostream>
+#include <numeric>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -19,17 +23,19 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Seconds of the fastest of some runs on all threads at once.
-double fastest(int threads, int runs, const std::function<void(int)>& body) {
-    double best = 1e9;
-    for (int i = 0; i < runs; ++i) {
-        auto start = Clock::now();
-        std::vector<std::thread> all;
-        for (int t = 0; t < threads; ++t) all.emplace_back(body, t);
-        for (auto& t : all) t.join();
-        best = std::min(best, std::chrono::duration<double>(Clock::now() - start).count());
+// How often a second all threads together do it, each for itself: a slow one does not keep the others from stealing its work.
+double rate(int threads, const std::function<void(int)>& body) {
+    std::vector<double> each(static_cast<size_t>(threads));
+    std::vector<std::thread> all;
+    for (int t = 0; t < threads; ++t) {
+        all.emplace_back([&, t] {
+            auto start = Clock::now();
+            body(t);
+            each[size_t(t)] = 1 / std::chrono::duration<double>(Clock::now() - start).count();
+        });
     }
-    return best;
+    for (auto& t : all) t.join();
+    return std::accumulate(each.begin(), each.end(), 0.0);
 }
 
 __attribute__((target("avx512f"))) void read(const char* from, size_t bytes) {
@@ -43,7 +49,7 @@ __attribute__((target("avx512f"))) void read(const char* from, size_t bytes) {
     (void)keep;
 }
 
-constexpr int kRounds = 1000000;
+constexpr int kRounds = 2000000;
 
 __attribute__((target("avx512f,avx512bf16"))) void bf16_vectors() {
     __m512 sum[16] = {};
@@ -106,22 +112,30 @@ __attribute__((target("amx-tile,amx-bf16,amx-int8"))) void tiles(bool int8) {
 int main(int argc, char** argv) {
     using namespace cpu_experts;
     int threads = std::max(1, argc > 1 ? std::atoi(argv[1]) : 1);
-    if (best_isa() < kAvx512) return std::puts("{}"), 0;
     size_t each = (size_t(2) << 30) / size_t(threads) / 4096 * 4096;
     auto* memory = static_cast<char*>(std::aligned_alloc(size_t(2) << 20, size_t(2) << 30));
     if (!memory) return 1;
     madvise(memory, size_t(2) << 30, MADV_HUGEPAGE);
-    fastest(threads, 1, [&](int t) { std::fill_n(memory + size_t(t) * each, each, char(1)); });
-    double reading = fastest(threads, 3, [&](int t) { read(memory + size_t(t) * each, each); });
+    rate(threads, [&](int t) { std::fill_n(memory + size_t(t) * each, each, char(1)); });
     bool amx = best_isa() == kAmx;
-    double bf16 = fastest(threads, 3, [&](int) { amx ? tiles(false) : bf16_vectors(); });
-    double int8 = fastest(threads, 3, [&](int) { amx ? tiles(true) : int8_vectors(); });
     double work = amx ? double(kRounds) / 8 * 4 * 16 * 16 * 64 : double(kRounds) * 16 * 64;  // operations of bf16; of int8 twice
-    std::printf("{\"read_GBps\": %.1f, \"bf16_TFLOPs\": %.3f, \"int8_TOPs\": %.3f}\n", double(each) * threads / reading / 1e9,
-                work * threads / bf16 / 1e12, 2 * work * threads / int8 / 1e12);
+    for (std::string line; std::getline(std::cin, line);) {
+        if (best_isa() < kAvx512) {
+            std::puts("{}"), std::fflush(stdout);
+            continue;
+        }
+        double reads = rate(threads, [&](int t) { read(memory + size_t(t) * each, each); });
+        double bf16 = rate(threads, [&](int) { amx ? tiles(false) : bf16_vectors(); });
+        double int8 = rate(threads, [&](int) { amx ? tiles(true) : int8_vectors(); });
+        std::printf("{\"read_GBps\": %.1f, \"bf16_TFLOPs\": %.3f, \"int8_TOPs\": %.3f}\n", double(each) * reads / 1e9,
+                    work * bf16 / 1e12, 2 * work * int8 / 1e12);
+        std::fflush(stdout);
+    }
     std::free(memory);
 }
 
 #else
-int main() { std::puts("{}"); }
+int main() {
+    for (std::string line; std::getline(std::cin, line);) std::puts("{}"), std::fflush(stdout);
+}
 #endif
