@@ -98,7 +98,7 @@ void store_sums(bool lower, const Sums& c) {
     _tile_stored(7, c.row(kTile) + kTile, line);
 }
 
-// `ask` is called in every step.
+// `ask` is called in every step. Rows pass by the L1, where short slices' weights stay.
 template <class Kind, class Ask>
 void add_steps(const Panel& p, const Rows& a, bool lower, Ask ask) {
     const uint8_t* w = p.data;
@@ -106,7 +106,7 @@ void add_steps(const Panel& p, const Rows& a, bool lower, Ask ask) {
     const size_t x_line = size_t(a.count) * kLine;
     if (!lower) {
         for (int s = 0; s < p.steps; ++s, w += 2 * kTileBytes, x += x_line) {
-            _tile_loadd(0, x, kLine);
+            _tile_stream_loadd(0, x, kLine);
             _tile_loadd(2, w, kLine);
             _tile_loadd(3, w + kTileBytes, kLine);
             ask();
@@ -115,10 +115,10 @@ void add_steps(const Panel& p, const Rows& a, bool lower, Ask ask) {
         return;
     }
     for (int s = 0; s < p.steps; ++s, w += 2 * kTileBytes, x += x_line) {
-        _tile_loadd(0, x, kLine);
+        _tile_stream_loadd(0, x, kLine);
         _tile_loadd(2, w, kLine);
         _tile_loadd(3, w + kTileBytes, kLine);
-        _tile_loadd(1, x + kTileBytes, kLine);
+        _tile_stream_loadd(1, x + kTileBytes, kLine);
         ask();
         Kind::upper();
         Kind::lower();

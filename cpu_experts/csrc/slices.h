@@ -2,8 +2,9 @@
 //
 // Rows come from the L3 once a subtask and each weight comes from memory once, in even portions, while a panel's slice and the
 // next one's, the same slice of all blocks and, where K is cut, all their sums stay in an L2 of 2 MiB. A step of a block takes
-// the tiles 64 cycles, in which 2 KiB of rows and 2 KiB of weights come from there. Slices that leave the weights in the L1 (8
-// steps) load and store sums more often and are no faster; V3's layer undivided took 144 ms where slices of 32 steps took 107.
+// the tiles 64 cycles, in which 2 KiB of rows and 2 KiB of weights come from there. V3's layer undivided took 144 ms where slices
+// of 32 steps took 107. Short slices whose weights stay in the L1, while rows pass by it, load and store sums more often: with eight
+// blocks 16 cores took 74 ms in place of 81 to 86, with three 4 to 8 % more, with slices of 8 steps more again.
 //
 // What comes from memory is asked for in eight places at once. On a core of an H200's machine a step takes 41 ns with all of it in
 // the L2, its share of memory with three blocks 40, and both 75 if lines are asked for in their order: 64 from four places, 61
@@ -18,6 +19,7 @@
 namespace cpu_experts {
 
 constexpr int kSliceSteps = 64;  // at most; a multiple of 8: no group of any format is cut
+constexpr int kShortSteps = 16, kManyBlocks = 6;  // of so many, if nothing is converted: the weights stay in the L1, too
 constexpr size_t kSliceBytes = size_t(1408) << 10;  // that are in use at a time
 constexpr int kSubtaskPanels = 8;
 constexpr int kSubtaskBlocks = 12;
@@ -98,7 +100,7 @@ private:
     // As few slices as the L2 has room for, the last one at most as long as the others. Not by how many panels there are: that goes
     // by how many threads there are, and sums of other slices would have other bits.
     int even_lines() const {
-        int all = lines(factors_.shape.steps), most = kSliceSteps;
+        int all = lines(factors_.shape.steps), most = area_.blocks() < kManyBlocks || path_.convert ? kSliceSteps : kShortSteps;
         size_t sums = size_t(area_.blocks() * kSubtaskPanels) * kSums * sizeof(float);
         size_t of_step = size_t(area_.blocks() + 2) * 2 * kTileBytes;  // of all blocks, this panel and the next
         if (size_t(most) * of_step + sums > kSliceBytes) most = int((kSliceBytes - sums) / of_step) / 8 * 8;

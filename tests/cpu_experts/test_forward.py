@@ -57,12 +57,20 @@ def test_every_number_of_rows_of_one_expert_is_within_its_bound(isa, precision, 
         assert distance(layer.forward(*batch), batch, parts, precision) < bounds[precision]
 
 
+def test_int8_rounds_as_the_specification_does(isa):
+    parts = parts_of(random_layer(1, 225, 130, seed=78), "int8")
+    with Experts(*parts, "int8", threads=1, isa=isa) as layer:
+        for seed in range(20):
+            batch = random_batch(1, 225, 1, 1, seed)._replace(ids=np.zeros((1, 1), np.int32))
+            assert distance(layer.forward(*batch), batch, parts, "int8") < 1e-6  # a code that is off by one costs 1e-2
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("model", "width"), [(1100, 33), (33, 1100), (2100, 33), (33, 2100)])
 def test_inputs_of_several_slices_are_within_their_bound(isa, precision, model, width):
     model, width = fitting(precision, model, width)
     parts = parts_of(random_layer(1, model, width), precision)
-    for rows in (20, 45):
+    for rows in (20, 45, 200):  # of many blocks slices are shorter
         batch = random_batch(rows, model, 1, 1)._replace(ids=np.zeros((rows, 1), np.int32))
         with Experts(*parts, precision, threads=2, isa=isa) as layer:
             assert distance(layer.forward(*batch), batch, parts, precision) < BOUNDS[precision]

@@ -49,6 +49,8 @@ inline void _tile_loadd(int t, const void* from, long stride) {
     }
 }
 
+inline void _tile_stream_loadd(int t, const void* from, long stride) { _tile_loadd(t, from, stride); }
+
 inline void _tile_stored(int t, void* to, long stride) {
     must(tiles[t].rows > 0);
     for (int r = 0; r < tiles[t].rows; ++r) {
