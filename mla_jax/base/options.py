@@ -54,7 +54,7 @@ class ExpertOptions:
     experts: str = "auto"
     """host, or on the device dense, loop, gather or ragged; else auto."""
     host_layers: int | None = None
-    """Layers whose experts the CPU computes, the last ones first."""
+    """Layers whose experts the CPU computes: MTP's, then the last."""
     host_precision: str | None = None
     """bf16, int8, int4_g32 ... on the CPU; else as they are stored."""
     host_folder: str | None = None

@@ -28,21 +28,23 @@ def explain(model: Transformer, formats: dict[str, int], context: int, placed: P
         lines.append("cache: latents in E4M3 with a scale for each 128, rotary keys as computed")
     lines.append(f"on a long prefix, rebuilding heads takes fewer FLOPs from {roofline.break_even(config):.0f} new tokens")
     if config.n_routed_experts:
-        lines.append(_experts(model, prompt) + (f": {placed.why}" if placed else ""))
-        lines += placed.lines if placed else ()
+        lines.append(_experts(model, prompt, placed) + (f": {placed.why}" if placed else ""))
+    lines += placed.lines if placed else ()
     if model.mtp:
         lines.append(f"MTP layers loaded: {len(model.mtp)}; decoding does not draft with them yet")
     return lines
 
 
-def _experts(model: Transformer, prompt: int) -> str:
+def _experts(model: Transformer, prompt: int, placed: Placement | None) -> str:
     layers, on_host = model.config.num_hidden_layers, model.on_host()
     one, many = (_backend(model, tokens) for tokens in (1, prompt))
     on_device = f"{one} for one token, {many} for {prompt:,}"
+    further = placed is not None and any(layer >= layers for layer in placed.host)
     if not on_host:
-        return f"experts: {on_device}"
+        return "experts: " + "those of MTP's layers on the CPU, which decoding does not run; " * further + on_device
     deferred = f", {model.defer} of a token's a layer later" if model.defer else ""
-    some = "all layers" if on_host.keys() >= {i for i in range(layers) if model.config.is_moe(i)} else f"{len(on_host)} layers"
+    some = f"{len(on_host)} layer{'s' * (len(on_host) > 1)}" + " and of MTP's" * further
+    some = "all layers" if on_host.keys() >= {i for i in range(layers) if model.config.is_moe(i)} else some
     if model.stream:
         by = _backend(model, model.stream, "streamed")
         deferred += f", with {model.stream:,} tokens or more brought to the device, by {by}"

@@ -1,5 +1,6 @@
 """Checks of the environment: versions, devices, and files in the working folder that hide the modules a run needs."""
 
+import datetime
 import importlib.metadata
 import os
 import platform
@@ -14,6 +15,7 @@ from mla_jax.weights.limits import cores
 NEEDED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "jaxtyping", "tokenizers", "safetensors", "jinja2", "tyro")
 OPTIONAL = ("matplotlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 HIDDEN_BY = (*NEEDED, "mla_jax", "convert", "json", "types", "random", "typing", "dataclasses", "resource")
+RATES = ("host.json", "device.json")  # of weights/measure.py, which imports JAX
 
 
 def doctor() -> Iterator[str]:
@@ -29,6 +31,7 @@ def doctor() -> Iterator[str]:
     yield from _devices()
     yield experts_on_the_cpu()
     folder = cache_folder()
+    yield measured_rates(folder)
     kept = folder / "compiled" if folder else "not kept, for this user has no home; set JAX_COMPILATION_CACHE_DIR"
     yield f"compiled programs: {os.environ.get('JAX_COMPILATION_CACHE_DIR') or kept}"
 
@@ -41,13 +44,28 @@ def shadows(folder: Path) -> list[tuple[str, Path]]:
 
 
 def experts_on_the_cpu() -> str:
-    """Whether the library is built, and what it computes by."""
+    """Whether the libraries are built, and what they compute by.
+
+    `cpu_experts.ffi.why_not` would import JAX here, which may be hidden or broken: the library it asks for is opened instead."""
     import cpu_experts
+    from cpu_experts.library import load_ffi
 
     try:
-        return f"experts on the CPU: {cpu_experts.isa()}"
+        found = cpu_experts.isa()
     except cpu_experts.Unsupported as e:
         return f"experts on the CPU: not available, {e}"
+    try:
+        load_ffi()
+    except cpu_experts.Unsupported as e:
+        return f"experts on the CPU: {found}, but not available to models, {e}"
+    return f"experts on the CPU: {found}"
+
+
+def measured_rates(folder: Path | None) -> str:
+    """Where they are kept: what was measured beside other work, predictions suffer from until it is measured again."""
+    files = [path for name in RATES if folder is not None and (path := folder / name).exists()]
+    kept = [f"{path} of {datetime.date.fromtimestamp(path.stat().st_mtime)}" for path in files]
+    return "measured rates: " + (", ".join(kept) + "; delete a file to measure again" if kept else "none kept")
 
 
 _ASK_FOR_DEVICES = """

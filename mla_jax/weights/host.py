@@ -12,7 +12,7 @@ import numpy as np
 
 from mla_jax.base import qtensor
 from mla_jax.base.config import Config
-from mla_jax.base.errors import BadFile, Unsupported, printable
+from mla_jax.base.errors import BadFile, BadRequest, Unsupported, printable
 from mla_jax.base.files import read_json, write_json
 from mla_jax.base.qtensor import QTensor
 from mla_jax.model import stream
@@ -58,20 +58,25 @@ def pack(gate: Any, up: Any, down: Any, precision: str | None = None) -> Any:
 class Folder:
     """Packed experts that are kept in files, to be mapped at the next start; `made_of` says of what, and in which precision.
 
-    Raises BadFile for a folder that was made of something else."""
+    Raises BadFile for a folder that was made of something else, BadRequest where there can be none."""
 
     def __init__(self, path: Path, made_of: dict[str, Any]):
         self.path, manifest = path, path / "packed_experts.json"
-        if manifest.exists():
-            found, expected = read_json(manifest, MAX_MANIFEST), json.loads(json.dumps(made_of))
-            if differing := [key for key in {**found, **expected} if found.get(key) != expected.get(key)]:
-                what = "what differs: " + ", ".join(map(printable, differing))
-                raise BadFile(f"{path} keeps packed experts of something else", what, "choose another folder, or delete it")
-            return
-        if path.exists() and any(path.iterdir()):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if not any(path.iterdir()):
+                write_json(manifest, made_of)
+            known = manifest.exists()
+        except (OSError, ValueError) as e:
+            reason = printable(getattr(e, "strerror", None) or str(e))
+            what = "expected a folder that can be read, or made and written"
+            raise BadRequest(f"{path} cannot keep packed experts: {reason}", what, "choose another host_folder") from e
+        if not known:
             raise BadFile(f"{path} is no folder of packed experts", "choose another folder, or an empty one")
-        path.mkdir(parents=True, exist_ok=True)
-        write_json(manifest, made_of)
+        found, expected = read_json(manifest, MAX_MANIFEST), json.loads(json.dumps(made_of))
+        if differing := [key for key in {**found, **expected} if found.get(key) != expected.get(key)]:
+            what = "what differs: " + ", ".join(map(printable, differing))
+            raise BadFile(f"{path} keeps packed experts of something else", what, "choose another folder, or delete it")
 
     def has(self, number: int) -> bool:
         return self._file(number).exists()

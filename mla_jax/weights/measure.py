@@ -26,6 +26,7 @@ FEW, MORE = 2, 12  # experts of a token: what a call takes beside their bytes is
 MANY = 256  # tokens: enough that arithmetic bounds a layer
 PAUSE = 2e-4  # seconds between two calls, after which the library's threads sleep; a layer of a device takes about half of it
 REPEATS = 7
+PASSES = 2  # over all that is measured, of whose times the shorter counts: others may use the CPU during one
 MOST = 1e18  # bytes or FLOPs a second
 
 
@@ -49,13 +50,21 @@ def measure(precision: str, down_precision: str | None = None) -> Host:
     up, down = (rng.standard_normal(shape, np.float32) * np.float32(0.02) for shape in ((WIDTH, MODEL), (MODEL, WIDTH)))
     up, down = (np.broadcast_to(w, (EXPERTS, *w.shape)) for w in (up, down))
     with Experts(up, up, down, precision, down_precision=down_precision) as layer:
-        nothing = _seconds(layer, 1, 0)  # of Python, which a program's call does without
-        few, more = (max(_seconds(layer, 1, n) - nothing, 0.0) for n in (FEW, MORE))
-        late = max(_seconds(layer, 1, FEW, PAUSE) - nothing, few)
-        call, bandwidth = _line(few, more, layer.nbytes / EXPERTS)
-        flops = 6 * MANY * CHOSEN * MODEL * WIDTH / _seconds(layer, MANY, CHOSEN)
-        latency, link = call + late - few + _way_seconds(layer), _link(layer)
+        times = zip(*(_times(layer) for _ in range(PASSES)), strict=True)
+        nothing, few, more, late, many, way, fetched = map(min, times)
+        expert = layer.nbytes / EXPERTS
+    few, more = (max(seconds - nothing, 0.0) for seconds in (few, more))
+    call, bandwidth = _line(few, more, expert)
+    latency = call + max(late - nothing, few) - few + way
+    flops, link = 6 * MANY * CHOSEN * MODEL * WIDTH / many, CHOSEN * expert / fetched
     return Host(f"{cores()} cores with {isa()}, {_both(precision, down_precision)}", bandwidth, flops, call, latency, link)
+
+
+def _times(layer: Any) -> tuple[float, ...]:
+    """Of calls of nothing but Python, which a program's call does without, of FEW and of MORE experts, of FEW after a pause and
+    of many tokens; of a program's call on its way, and of experts over the link."""
+    few, more, late = _seconds(layer, 1, FEW), _seconds(layer, 1, MORE), _seconds(layer, 1, FEW, PAUSE)
+    return _seconds(layer, 1, 0), few, more, late, _seconds(layer, MANY, CHOSEN), _way_seconds(layer), _link_seconds(layer)
 
 
 def _line(few: float, more: float, expert: float) -> tuple[float, float]:
@@ -121,12 +130,12 @@ def _way_seconds(layer: Any, calls: int = 8) -> float:
     return max((many - few) / calls, 0.0)
 
 
-def _link(layer: Any) -> float:
-    """Bytes/s of packed experts from the host's memory to the device's."""
+def _link_seconds(layer: Any) -> float:
+    """Of CHOSEN packed experts from the host's memory to the device's."""
     from cpu_experts import ffi
 
     some = jax.jit(lambda first: ffi.fetch(layer, first, CHOSEN))
-    return CHOSEN * layer.nbytes / EXPERTS / _median(lambda: jax.block_until_ready(some(0)))
+    return _median(lambda: jax.block_until_ready(some(0)))
 
 
 def _median(call: Callable[[], Any]) -> float:
@@ -139,13 +148,15 @@ def _median(call: Callable[[], Any]) -> float:
 
 
 def _key(precision: str) -> str:
-    """What the figures depend on."""
+    """What the figures depend on, the files of both libraries among it: a build may change any rate."""
     from cpu_experts import isa
-    from cpu_experts.library import ABI, FFI_ABI
+    from cpu_experts.library import load, load_ffi
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-    return f"{model}, {cores()} cores, {isa()}, abi {ABI}.{FFI_ABI}, {precision}, {jax.devices()[0].device_kind}"
+    files = (os.stat(library._name) for library in (load(), load_ffi()))
+    built = " ".join(f"{file.st_size}@{file.st_mtime_ns}" for file in files)
+    return f"{model}, {cores()} cores, {isa()}, built {built}, {precision}, {jax.devices()[0].device_kind}"
 
 
 def _kept(name: str) -> Path | None:

@@ -14,6 +14,7 @@ from mla_jax.base import roofline
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported, printable
 from mla_jax.base.options import ExpertOptions
+from mla_jax.base.qtensor import QTensor
 from mla_jax.model.stream import CHUNK, held_bytes
 from mla_jax.weights import host, measure
 from mla_jax.weights.hottest import best_split, hottest
@@ -23,7 +24,7 @@ from mla_jax.weights.plan import Plan, gib, plan, score_bytes
 from mla_jax.weights.routing import Routing
 
 PREDICTED = -1  # experts to defer
-HELD, ROWS = 1024, (1, 8)  # tokens and rows that rates are predicted for
+HELD, ROWS = 1024, (1, 8)  # tokens that a row holds, if the user does not say how many, and rows that rates are predicted for
 ROOM = 8192  # tokens for whose cache experts leave the device, if the user does not say how many
 SPARE = 1 / 16  # of the device's memory, that hot experts leave free: for further rows' caches, and what a plan rounds off
 
@@ -53,8 +54,9 @@ def place(checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None = N
         count, why = device.fewest(wanted.device_experts or 0)
     chosen = tuple(movable[len(movable) - count :])
     checkpoint.defer = max(wanted.defer, 0)
+    held = context or min(HELD, checkpoint.config.max_position_embeddings)
     if not chosen:
-        return Placement(chosen, why)
+        return Placement(chosen, why, tuple(_predicted_on_device(checkpoint, batch, held)) if wanted.experts == "auto" else ())
     try:
         host.refuse_without_library()
     except Unsupported as e:
@@ -69,15 +71,15 @@ def place(checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None = N
     if _layers(checkpoint) and (counted is not None or wanted.device_experts):
         most = count if asked else len(movable)
         splits = _splits(checkpoint, wanted, range(count, most + 1), movable, counted, device)
-        count, routed = best_split(splits, partial(_step, checkpoint, rates, _packed_bytes(checkpoint), batch))
+        count, routed = best_split(splits, partial(_step, checkpoint, rates, _packed_bytes(checkpoint), batch, held))
         chosen = tuple(movable[len(movable) - count :])
-        held = (tuple(np.flatnonzero(row).tolist()) for row in routed.held)
-        hot = {layer: ids for layer, ids in zip(chosen, held, strict=False) if ids}  # MTP's layers, the last, have none
+        both = (tuple(np.flatnonzero(row).tolist()) for row in routed.held)
+        hot = {layer: ids for layer, ids in zip(chosen, both, strict=False) if ids}  # MTP's layers, the last, have none
         checkpoint.place(chosen, wanted.host_precision, hot)
     checkpoint.stream = _stream_tokens(checkpoint, rates, routed) if wanted.stream_tokens is None else wanted.stream_tokens
     if wanted.defer == PREDICTED:
-        checkpoint.defer = _defer(checkpoint, rates, routed, batch)
-    return Placement(chosen, why, (*_said(routed, counted), *_predicted(checkpoint, rates, routed, batch)))
+        checkpoint.defer = _defer(checkpoint, rates, routed, batch, held)
+    return Placement(chosen, why, (*_said(routed, counted), *_predicted(checkpoint, rates, routed, batch, held)))
 
 
 @dataclass(frozen=True)
@@ -140,11 +142,11 @@ def _splits(
         yield count, roofline.Routed(likely, hottest(likely, sizes, budget, wanted.device_experts))
 
 
-def _step(checkpoint: Checkpoint, rates: roofline.Host, expert: int, batch: int, _: int, routed: roofline.Routed) -> float:
+def _step(
+    checkpoint: Checkpoint, rates: roofline.Host, expert: int, batch: int, held: int, _: int, routed: roofline.Routed
+) -> float:
     """Seconds of a decode step."""
-    config = checkpoint.config
-    held = min(HELD, config.max_position_embeddings)
-    layers, defer = len(routed.chosen), checkpoint.defer
+    config, layers, defer = checkpoint.config, len(routed.chosen), checkpoint.defer
     return roofline.decode_seconds(config, checkpoint.device, batch, held, rates, layers, expert, defer, routed)
 
 
@@ -204,12 +206,11 @@ def _packed_bytes(checkpoint: Checkpoint) -> int:
     return host.packed_bytes(checkpoint.config, *checkpoint.precisions_on_host(min(checkpoint.host)))
 
 
-def _defer(checkpoint: Checkpoint, rates: roofline.Host, routed: roofline.Routed | None, batch: int) -> int:
+def _defer(checkpoint: Checkpoint, rates: roofline.Host, routed: roofline.Routed | None, batch: int, held: int) -> int:
     """As many as are predicted to gain; none where the device is the host."""
-    config, device = checkpoint.config, checkpoint.device
+    config, device, layers = checkpoint.config, checkpoint.device, _layers(checkpoint)
     if device.platform == "cpu":
         return 0
-    held, layers = min(HELD, config.max_position_embeddings), _layers(checkpoint)
     return roofline.best_defer(config, device, batch, held, rates, layers, _packed_bytes(checkpoint), routed)
 
 
@@ -218,20 +219,38 @@ def _layers(checkpoint: Checkpoint) -> int:
     return sum(layer < checkpoint.config.num_hidden_layers for layer in checkpoint.host)
 
 
-def _predicted(checkpoint: Checkpoint, rates: roofline.Host, routed: roofline.Routed | None, batch: int) -> Iterator[str]:
+def _predicted_on_device(checkpoint: Checkpoint, batch: int, held: int) -> Iterator[str]:
+    """The rates of decoding with all experts there: on a GPU, where what a step takes beside its bytes was measured, and with
+    weights in bf16, for what a step takes of packed ones depends on kernels."""
+    config, device = checkpoint.config, checkpoint.device
+    packed = any(isinstance(slot.get_value(), QTensor) for slot in checkpoint.slots.values())
+    if device.platform != "gpu" or packed or checkpoint.dtype.itemsize != device.itemsize:
+        return
+    for rows in sorted({*ROWS, batch}):
+        step = roofline.decode_seconds(config, device, rows, held)
+        yield _rate(rows, held, step)
+
+
+def _rate(rows: int, held: int, step: float) -> str:
+    by = f"{rows} row{'s' * (rows > 1)} with {held:,} token{'s' * (held > 1)} held{' each' * (rows > 1)}"
+    return f"predicted for {by}: {rows / step:,.1f} tok/s, a step {step * 1e3:,.1f} ms"
+
+
+def _predicted(
+    checkpoint: Checkpoint, rates: roofline.Host, routed: roofline.Routed | None, batch: int, held: int
+) -> Iterator[str]:
     """What the host reaches, and the rates of decoding and of reading a prompt that follow."""
     config, device, expert = checkpoint.config, checkpoint.device, _packed_bytes(checkpoint)
     layers = _layers(checkpoint)
     reached = f"{rates.bandwidth / 1e9:.1f} GB/s of experts, {rates.flops / 1e12:.2f} TFLOP/s"
     yield f"{rates.name}: {reached}, {rates.call * 1e6:.0f} us a call, {rates.latency * 1e6:.0f} for one that is waited for alone"
-    if device.platform == "cpu":  # where what else a step takes is not known
+    if device.platform == "cpu":
+        yield "tok/s are not predicted on a CPU, where what else a step takes is not known"
         return
-    held = min(HELD, config.max_position_embeddings)
     for rows in sorted({*ROWS, batch}):
         step = roofline.decode_seconds(config, device, rows, held, rates, layers, expert, checkpoint.defer, routed)
         calls = roofline.host_calls(config, rates, rows, expert, checkpoint.defer, routed)
-        parts = f"a step {step * 1e3:,.1f} ms, of which the CPU is busy {layers * (calls.now + calls.later) * 1e3:,.1f} ms"
-        yield f"predicted for {rows} row{'s' * (rows > 1)} over {held:,} tokens: {rows / step:,.1f} tok/s, {parts}"
+        yield f"{_rate(rows, held, step)}, of which the CPU is busy {layers * (calls.now + calls.later) * 1e3:,.1f} ms"
     prompt, stream = min(CHUNK, config.max_position_embeddings), checkpoint.stream
     chunk = min(checkpoint.abstract.chunk(1, prompt, score_bytes(checkpoint.bytes(), device.platform)), prompt)
     streamed = f"with {stream:,} tokens or more over the link, {rates.link / 1e9:.1f} GB/s" if stream else "never over the link"

@@ -10,7 +10,7 @@ import pytest
 import cpu_experts
 from cpu_experts import library
 from mla_jax.ui import doctor
-from mla_jax.ui.doctor import experts_on_the_cpu, shadows
+from mla_jax.ui.doctor import experts_on_the_cpu, measured_rates, shadows
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,6 +56,22 @@ def test_the_doctor_says_how_experts_on_the_cpu_can_be_had(tmp_path, monkeypatch
 @pytest.mark.usefixtures("host_library")
 def test_the_doctor_names_the_instructions_that_experts_on_the_cpu_use():
     assert experts_on_the_cpu() == f"experts on the CPU: {cpu_experts.isa()}"
+
+
+@pytest.mark.usefixtures("host_library")
+def test_the_doctor_says_that_models_cannot_have_experts_on_the_cpu_and_how_they_can(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPU_EXPERTS_FFI_LIBRARY", str(tmp_path / "none.so"))
+    assert experts_on_the_cpu().startswith(f"experts on the CPU: {cpu_experts.isa()}, but not available to models, ")
+    assert "none.so): run `python -m cpu_experts.build`" in experts_on_the_cpu()
+
+
+def test_the_doctor_says_where_measured_rates_are_kept_and_since_when(tmp_path):
+    assert measured_rates(None) == measured_rates(tmp_path) == "measured rates: none kept"
+    for name, seconds in (("host.json", 86400 * 1.5), ("device.json", 86400 * 2.5)):
+        (tmp_path / name).write_text("{}")
+        os.utime(tmp_path / name, (seconds, seconds))
+    kept = f"{tmp_path / 'host.json'} of 1970-01-02, {tmp_path / 'device.json'} of 1970-01-03"
+    assert measured_rates(tmp_path) == f"measured rates: {kept}; delete a file to measure again"
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no process to cores")

@@ -18,6 +18,7 @@ from cpu_experts import blocks, library
 from mla_jax.base import roofline
 from mla_jax.base.errors import BadFile, BadRequest, DoesNotFit, Unsupported
 from mla_jax.base.options import ExpertOptions
+from mla_jax.engine.explain import explain
 from mla_jax.model.ops import plain
 from mla_jax.model.stream import held_bytes
 from mla_jax.weights import host, measure, placement
@@ -178,6 +179,22 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
         opened(path).read(folder=folder)
 
 
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/proc/x", "No such file or directory"),
+        ("file", "File exists"),
+        ("file/sub", "Not a directory"),
+        ("a\0b", "embedded null"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, path, reason):
+    (tmp_path / "file").write_text("")
+    said = rf"cannot keep packed experts: {reason}.*\n  expected a folder .*\n  choose another host_folder"
+    with pytest.raises(BadRequest, match=said):
+        host.Folder(tmp_path / path, {})
+
+
 # placement
 
 
@@ -277,10 +294,59 @@ def test_predictions_follow_from_what_host_and_device_reach(tmp_path, monkeypatc
     placed = place(checkpoint, ExpertOptions(experts="host", defer=1))
     assert placed.lines[0] == "a CPU: 100.0 GB/s of experts, 1.00 TFLOP/s, 10 us a call, 20 for one that is waited for alone"
     assert re.fullmatch(
-        r"predicted for 8 rows over 512 tokens: [\d,.]+ tok/s, a step 0\.\d ms, of which .* 0\.\d ms", placed.lines[2]
+        r"predicted for 8 rows with 512 tokens held each: [\d,.]+ tok/s, a step 0\.\d ms, of which .* 0\.\d ms", placed.lines[2]
     )
     said = r"predicted for a prompt in chunks of 512 tokens: [\d,]+ tok/s; experts come to the device with "
     assert re.fullmatch(rf"{said}{checkpoint.stream:,} tokens or more over the link, 50\.0 GB/s", placed.lines[3])
+
+
+def test_predictions_are_for_the_context_that_was_asked_for(tmp_path, monkeypatch):
+    """Also with all on a GPU, but there neither for a backend that was asked for nor of weights other than bf16."""
+    checkpoint, asked = Checkpoint(bf16(tmp_path), dtype="bfloat16"), ExpertOptions(experts="host")
+    OnGPU(monkeypatch, checkpoint, 1e9)
+    for context in (64, 400):
+        step = roofline.decode_seconds(checkpoint.config, checkpoint.device, 1, context)
+        said = f"predicted for 1 row with {context} tokens held: "
+        assert place(checkpoint, asked, context).lines[1].startswith(said)
+        checkpoint.place(())
+        found = place(checkpoint, ExpertOptions(), context, 4).lines
+        assert found[0] == f"{said}{1 / step:,.1f} tok/s, a step {step * 1e3:.1f} ms"
+        assert [re.findall(r"for (\d+) row", line) for line in found] == [["1"], ["4"], ["8"]]
+    assert place(checkpoint, ExpertOptions(experts="dense"), 64).lines == ()
+    for path, dtype in ((fp8_blocks(tmp_path / "packed"), "bfloat16"), (checkpoint.source.path, "float32")):
+        OnGPU(monkeypatch, other := Checkpoint(path), 1e9)
+        other.dtype = jnp.dtype(dtype)
+        assert place(other, ExpertOptions(), 64).lines == ()
+
+
+def test_how_many_experts_are_deferred_and_copied_is_decided_for_the_context(tmp_path, monkeypatch):
+    hf = {**models.FAMILIES["v3"], "num_hidden_layers": 5, "first_k_dense_replace": 1}
+    checkpoint, asked = Checkpoint(models.write(tmp_path, hf, models.tensors(hf))), []
+    OnGPU(monkeypatch, checkpoint, 1e9)
+    for name, answer in (("best_defer", 0), ("decode_seconds", 1e-3)):
+        monkeypatch.setattr(roofline, name, lambda config, on, rows, held, *rest, a=answer: asked.append(held) or a)
+    place(checkpoint, ExpertOptions(experts="host", defer=-1, device_experts=2), 48)
+    assert {*asked} == {48}
+
+
+@pytest.mark.usefixtures("host_library")
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (0, "experts: loop for"),
+        (1, "experts: those of MTP's layers on the CPU, which decoding does not run; loop for"),
+        (2, "experts: those of 1 layer and of MTP's on the CPU; loop for"),
+        (3, "experts: those of 2 layers and of MTP's on the CPU; loop for"),
+        (5, "experts: those of all layers on the CPU: as asked"),
+    ],
+)
+def test_what_lies_on_the_host_is_told_with_mtps_layers_apart(tmp_path, monkeypatch, count, said):
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 2e-5, 5e10))
+    hf = {**models.FAMILIES["v3"], "num_hidden_layers": 5, "first_k_dense_replace": 1}
+    checkpoint = Checkpoint(models.write(tmp_path, hf, models.tensors(hf, mtp=True)))
+    placed = place(checkpoint, ExpertOptions(host_layers=count))
+    assert any(line.startswith(said) for line in explain(checkpoint.abstract, checkpoint.formats(), 64, placed))
+    assert any(line.startswith("tok/s are not predicted on a CPU") for line in placed.lines) == (count > 0)
 
 
 @pytest.mark.parametrize(
@@ -367,6 +433,8 @@ def test_rates_of_a_down_projection_in_its_own_format_are_of_both(tmp_path, monk
     opened_with = []
     for name, size in {"MODEL": 256, "WIDTH": 256, "MANY": 8, "EXPERTS": 12}.items():
         monkeypatch.setattr(measure, name, size)
-    monkeypatch.setattr(measure, "_link", lambda layer: opened_with.append((layer.precision, layer.down_precision)) or 1.0)
+    monkeypatch.setattr(
+        measure, "_link_seconds", lambda layer: opened_with.append((layer.precision, layer.down_precision)) or 1.0
+    )
     assert measure.host("q4_k", "q6_k", tmp_path / "host.json").name.endswith("q4_k and q6_k")
-    assert opened_with == [("q4_k", "q6_k")]
+    assert {*opened_with} == {("q4_k", "q6_k")}

@@ -1,11 +1,14 @@
 """What a device reaches is measured once; where that fails or cannot be, the table's figures are taken."""
 
 import json
+import os
+import shutil
 from types import SimpleNamespace
 
 import jax
 import pytest
 
+from cpu_experts import library
 from mla_jax.base.roofline import DEVICES, Host
 from mla_jax.weights import measure
 
@@ -139,9 +142,33 @@ def test_a_calls_own_time_is_told_from_that_of_bytes_and_of_threads_that_sleep(m
     monkeypatch.setattr("cpu_experts.isa", lambda: "avx2")
     monkeypatch.setattr(measure.time, "perf_counter", layer.clock)
     monkeypatch.setattr(measure, "_way_seconds", lambda layer: 0.02e-3)
-    monkeypatch.setattr(measure, "_link", lambda layer: 5e10)
+    monkeypatch.setattr(measure, "_link_seconds", lambda layer: measure.CHOSEN * 5e6 / 5e10)
     found = measure.measure("int8")
     assert found[1:] == pytest.approx((5e9, 6 * 256 * 6 * 2048 * 1536 / 80.5e-3, 0.4e-3, 0.72e-3, 5e10), rel=1e-3)
+
+
+def test_a_measurement_that_other_work_disturbed_gives_way_to_the_other_one(monkeypatch):
+    """Here all of the first, then a part of the second."""
+    few, more, many = 2.5e-3, 12.5e-3, 80e-3
+    passes = iter([(4e-4, 9e-3, 5e-2, 9e-3, 0.2, 9e-5, 9e-3), (1e-4, few + 1e-4, more + 1e-4, few + 4e-4, many, 2e-5, 9e-1)])
+    monkeypatch.setattr("cpu_experts.Experts", Clocked)
+    monkeypatch.setattr("cpu_experts.isa", lambda: "avx2")
+    monkeypatch.setattr(measure, "_times", lambda layer: next(passes))
+    flops, link = 6 * 256 * 6 * 2048 * 1536 / many, measure.CHOSEN * 5e6 / 9e-3
+    assert measure.measure("int8")[1:] == pytest.approx((5e9, flops, 0.5e-3, 0.82e-3, link))
+
+
+@pytest.mark.usefixtures("host_library")
+@pytest.mark.parametrize("name", ["load", "load_ffi"])
+def test_rates_of_a_library_are_not_those_of_one_that_was_built_anew(tmp_path, monkeypatch, name):
+    built, before = tmp_path / "built.so", measure._key("int8")
+    shutil.copy(getattr(library, name)()._name, built)
+    monkeypatch.setattr(library, name, lambda: SimpleNamespace(_name=built))
+    os.utime(built, (1, 1))
+    keys = {before, measure._key("int8")}
+    os.utime(built, (2, 2))
+    assert len(keys | {measure._key("int8")}) == 3
+    assert measure._key("int8") == measure._key("int8")
 
 
 @pytest.mark.parametrize(
