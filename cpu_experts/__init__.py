@@ -8,9 +8,11 @@ Packing takes seconds a layer, once: `layer.save(path)` keeps it in a file, whic
 The library behind it is built once, by `python -m cpu_experts.build`."""
 
 import ctypes
+import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
 
@@ -22,6 +24,10 @@ from cpu_experts.library import ISAS, Batch, Closed, Unsupported, Weights, check
 __all__ = ["Closed", "Experts", "Unsupported", "available", "isa"]
 
 Matrix = np.ndarray | Sequence[np.ndarray]
+
+# Tokens times K D F in a turn, for each core: about a second of int8, that Ctrl-C is heard soon. Only where bits do not depend on
+# turns: AVX-512 and AMX, many times faster, choose kernels by how many rows an expert has in one.
+_TURN_WORK = {"portable": 1 << 28, "avx2": 6 << 30}
 
 
 def available() -> bool:
@@ -64,7 +70,7 @@ class Experts:
         isa: str = "best",
         max_rows: int = 8192,
     ):
-        self._prepare(isa)
+        self._prepare(isa, threads, max_rows)
         precisions = (precision, precision, down_precision or precision)
         for each in precisions:
             _known("precision", each, layout.FORMATS)
@@ -92,16 +98,18 @@ class Experts:
         the weights only `verify` finds, which reads all of them. While the layer is open the file may be renamed, deleted and
         replaced by another, also by `save`, but not changed in place: shortened, the process ends by SIGBUS."""
         layer = cls.__new__(cls)
-        layer._prepare(isa)
+        layer._prepare(isa, threads, max_rows)
         layer._start(packed.read(Path(path), verify), threads, isa, max_rows)
         return layer
 
-    def _prepare(self, isa: str) -> None:
+    def _prepare(self, isa: str, threads: int | None, max_rows: int) -> None:
         """What can fail before anything is packed or mapped."""
         self._handle = None
         self._forget: Callable[[], object] = lambda: None  # by which XLA programs hear that the weights go
         self._library = load()
         _known("isa", isa, ISAS)
+        _in_range("threads", 0 if threads is None else threads, 0, 1024)
+        _in_range("max_rows", max_rows, 1, 1 << 20)
 
     def _start(self, weights: packed.Packed, threads: int | None, isa: str, max_rows: int) -> None:
         """Has the library open a layer over the weights, which are held as long as it is open."""
@@ -110,8 +118,19 @@ class Experts:
         pointers, sizes = (p.ctypes.data for p in self._packed), (p.nbytes for p in self._packed)
         options, handle = (threads or 0, ISAS.index(isa), max_rows), ctypes.c_uint64()
         given = Weights(ctypes.sizeof(Weights), *ids, *weights.shape, *pointers, *sizes, *options)
-        check(self._library, self._library.cpu_experts_open(given, handle))
+        try:
+            check(self._library, self._library.cpu_experts_open(given, handle))
+        except MemoryError as error:
+            raise MemoryError(f"{error}: scratch for max_rows {max_rows:,}, beside {self.nbytes:,} bytes of weights") from None
         self._handle, self._max_rows = handle.value, max_rows
+        self._isa = isa if isa != "best" else ISAS[self._library.cpu_experts_best_isa()]
+        if isa == "best" and self._isa in _TURN_WORK:
+            _say(f"experts on this CPU are computed by {self._isa}: slower than by AVX-512 or AMX")
+        usable = getattr(os, "sched_getaffinity", None)  # not on macOS
+        self._cores = threads or (len(usable(0)) if usable else os.cpu_count() or 1)
+
+    def __reduce__(self):
+        raise TypeError("Experts cannot be copied or pickled, for a copy would close the layer: save it, and open the file again")
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes a file for `open`, of `nbytes` and up to 4 MiB of holes; it has its name only once all of it is on the disk."""
@@ -129,8 +148,8 @@ class Experts:
     def forward(self, x: np.ndarray, topk_ids: np.ndarray, topk_weights: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """`[n D]` in float32, or into `out`; x and out are float32 or bfloat16, ids int32 `[n K]`, weights float32 `[n K]`.
 
-        The id X stands for no expert. The same arguments give the same bits, on any number of threads. KeyboardInterrupt comes
-        between two turns of `max_rows`; a given `out` then holds the tokens of some."""
+        The id X stands for no expert. The same arguments give the same bits, on any number of threads. out may be x itself.
+        KeyboardInterrupt comes between two turns of `max_rows` or less; a given `out` then holds the tokens of some."""
         handle = self._handle
         if handle is None:
             raise Closed("the layer is closed")
@@ -139,25 +158,37 @@ class Experts:
             out = np.empty(np.shape(x), np.float32)
         n = np.shape(x)[0] if np.ndim(x) else 0
         chosen = np.shape(topk_ids)[-1] if np.ndim(topk_ids) == 2 else 0
+        _in_range("tokens", n, 0, (1 << 31) - 1)
         _expect("x", x, (n, self.model), _FLOATS)
         _expect("out", out, (n, self.model), _FLOATS)
         _expect("topk_ids", topk_ids, (n, chosen), ("int32",))
         _expect("topk_weights", topk_weights, (n, chosen), ("float32",))
+        _in_range("topk_ids: experts chosen", chosen, 1, 64)
         if not out.flags.writeable:
             raise ValueError("out: not writable")
+        for name, array in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+            itself = array is x and out.ctypes.data == x.ctypes.data and out.dtype == x.dtype
+            if np.may_share_memory(out, array) and not itself:  # what a turn writes, a later one would read
+                raise ValueError(f"out: overlaps {name}, must be apart{' or x itself' if name == 'x' else ''}")
         arrays, dtypes = (x, topk_ids, topk_weights, out), [_FLOATS.index(a.dtype.name) for a in (x, out)]
 
         def call(function: Callable[..., int], first: int, last: int) -> None:
             pointers = (a.ctypes.data + first * a.strides[0] for a in arrays)
             check(self._library, function(handle, Batch(ctypes.sizeof(Batch), last - first, chosen, *dtypes, *pointers)))
 
-        turns = max(1, -(-n // max(1, self._max_rows // max(1, chosen))))
-        if turns > 1:  # one by one, as the library would take them: Python sees an interrupt only in between
+        turns = max(1, -(-n // self._tokens_a_turn(chosen)))
+        if turns > 1:  # one by one, as the library would take those of max_rows: Python sees an interrupt only in between
             call(self._library.cpu_experts_check, 0, n)
         for i in range(turns):
             call(self._library.cpu_experts_forward, n * i // turns, n * (i + 1) // turns)
         del held
         return out
+
+    def _tokens_a_turn(self, chosen: int) -> int:
+        rows = self._max_rows
+        if self._isa in _TURN_WORK:
+            rows = min(rows, _TURN_WORK[self._isa] * self._cores // (self.model * self.width))
+        return max(1, rows // chosen)
 
     def close(self) -> None:
         """Frees the weights; a second time is an error."""
@@ -177,6 +208,14 @@ class Experts:
     def __del__(self):
         if getattr(self, "_handle", None) is not None:
             self._library.cpu_experts_close(self._handle)
+
+
+def _in_range(name: str, value: int, least: int, most: int) -> None:
+    """Else ctypes would take what is left of it in 32 bits."""
+    if not isinstance(value, Integral):
+        raise TypeError(f"{name}: {value!r}, must be an integer")
+    if not least <= value <= most:
+        raise ValueError(f"{name}: {value}, must be {least} to {most}")
 
 
 def _known(what: str, name: str, names: Collection[str]) -> None:
@@ -201,7 +240,9 @@ def _expect(name: str, array: np.ndarray, shape: tuple[int, ...], dtypes: tuple[
 def _parts(matrix: Matrix, precision: str, name: str) -> layout.Parts:
     """A matrix's parts: those given, with codes and bfloat16 scales as plain bits, or those of its floats."""
     if not isinstance(matrix, np.ndarray):
-        if precision == "q8_0" and len(matrix) == 1 and matrix[0].shape[-1] == 34:
+        if not isinstance(matrix, Sequence) or not all(isinstance(part, np.ndarray) for part in matrix):
+            raise TypeError(f"{name}: {type(matrix).__name__}, must be a numpy array or a sequence of such parts")
+        if precision == "q8_0" and len(matrix) == 1 and matrix[0].shape[-1:] == (34,):
             return blocks.q8_0_parts(matrix[0])
         return tuple(part.view(_BITS.get(part.dtype.name, part.dtype)) for part in matrix)
     if matrix.ndim != 3:
@@ -229,4 +270,6 @@ def _agreed(gate: layout.Parts, up: layout.Parts, down: layout.Parts, precisions
         wanted = [(dtype, (experts, *shape)) for dtype, shape in expected]
         if found != wanted:
             raise ValueError(f"{name}: parts {found}, must be {wanted}")
+    for name, size in (("experts", experts), ("model", model), ("width", width)):
+        _in_range(name, size, 1, packed.MOST)
     return experts, model, width

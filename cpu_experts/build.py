@@ -1,7 +1,8 @@
 """`python -m cpu_experts.build [folder]`: compiles the libraries by cmake and a C++ compiler, by default into the user's cache.
 
-That for XLA programs is built where jaxlib is installed, on its headers."""
+That for XLA programs is built where jaxlib is installed, on its headers: it serves that version of jaxlib and later ones."""
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -47,8 +48,10 @@ def install(built: Path, place: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    target = Path(arguments[0]) if arguments else cache_folder()
-    headers = ffi_headers()
+    """Exit codes: 0 done, 1 not built, 2 usage."""
+    parser = argparse.ArgumentParser(prog="python -m cpu_experts.build", description="Build the libraries of experts on the CPU.")
+    parser.add_argument("folder", nargs="?", type=Path, default=cache_folder(), help="Folder to put them in (%(default)s).")
+    target, headers = parser.parse_args(arguments).folder, ffi_headers()
     if target is None:
         print("error: this user has no home for a cache: name a folder, or set XDG_CACHE_HOME", file=sys.stderr)
         return 1

@@ -35,7 +35,7 @@ from jax.interpreters import batching, mlir
 from jax.typing import ArrayLike, DTypeLike
 
 from cpu_experts import Closed, Experts
-from cpu_experts.library import FfiLayer, Unsupported, check_ffi, load_ffi
+from cpu_experts.library import REBUILD, FfiLayer, Unsupported, check_ffi, load_ffi
 
 __all__ = ["Ticket", "check", "collect", "fetch", "forward", "submit", "why_not"]
 
@@ -180,7 +180,10 @@ _PLATFORMS: dict[str, Callable[[], object]] = {"cpu": _library, "cuda": _cuda}
 
 
 def _register(name: str, handler: Callable, platform: str) -> None:
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform=platform)
+    try:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform=platform)
+    except jax.errors.JaxRuntimeError as error:  # this jaxlib takes none that is so old
+        raise Unsupported(f"{error}: {REBUILD}") from None
 
 
 _numbers: weakref.WeakKeyDictionary[Experts, int] = weakref.WeakKeyDictionary()

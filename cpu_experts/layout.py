@@ -287,7 +287,10 @@ def _pages(size: int) -> np.ndarray:
 
     Private, for what is shared is a file to Linux, whose pages are small unless the system is told otherwise."""
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    memory = mmap.mmap(-1, max(size, 1), **private)
+    try:
+        memory = mmap.mmap(-1, max(size, 1), **private)
+    except OSError as error:
+        raise MemoryError(f"{size:,} bytes of packed weights: {error.strerror}") from None
     with contextlib.suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8, size)

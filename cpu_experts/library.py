@@ -1,6 +1,7 @@
 """The shared libraries: where they are, their C functions, and statuses as exceptions. Nothing is built or loaded at import.
 
-The second one, of ffi.py, is built on the headers that jaxlib brings, and serves that version of them alone."""
+The second one, of ffi.py, is built on the headers that jaxlib brings, and serves that version of XLA's FFI and later ones: XLA
+takes an older minor version, for a year at least."""
 
 import ctypes
 import importlib.util
@@ -110,8 +111,10 @@ def places() -> list[Path]:
 
 
 def ffi_places(headers: Path) -> list[Path]:
-    """Where that for these headers is looked for: CPU_EXPERTS_FFI_LIBRARY alone where it is set."""
-    return _places("CPU_EXPERTS_FFI_LIBRARY", ffi_name(headers))
+    """Where that for these headers, then for older ones, is looked for: CPU_EXPERTS_FFI_LIBRARY alone where it is set."""
+    api = ffi_api(headers)
+    names = (_ffi_name(each) for each in range(api, api - api % 1000 - 1, -1))
+    return list(dict.fromkeys(place for name in names for place in _places("CPU_EXPERTS_FFI_LIBRARY", name)))
 
 
 def _places(variable: str, name: str) -> list[Path]:
@@ -148,8 +151,12 @@ def ffi_api(headers: Path) -> int:
 
 def ffi_name(headers: Path) -> str:
     """As it is kept: several versions of jaxlib may share a folder."""
+    return _ffi_name(ffi_api(headers))
+
+
+def _ffi_name(api: int | str) -> str:
     stem, suffix = FFI_NAME.split(".")
-    return f"{stem}{FFI_ABI}-{ffi_api(headers)}.{suffix}"
+    return f"{stem}{FFI_ABI}-{api}.{suffix}"
 
 
 @cache
@@ -163,11 +170,16 @@ def load_ffi() -> ctypes.CDLL:
     headers = ffi_headers()
     if headers is None:
         raise Unsupported("experts inside XLA programs need jaxlib with its headers: install jax")
-    return opened_ffi(_first(ffi_places(headers), "cpu_experts' library for XLA programs"), headers)
+    looked, what = ffi_places(headers), "cpu_experts' library for XLA programs"
+    found = next(filter(Path.is_file, looked), None)
+    others = (other for place in looked for other in place.parent.glob(_ffi_name("*")))
+    if found is None and (other := next(others, None)):
+        raise Unsupported(f"{what} is built for another jaxlib ({other}), not for XLA FFI {ffi_api(headers)}: {REBUILD}")
+    return opened_ffi(found or _first(looked[:2], what), headers)  # of the two folders
 
 
 def _first(looked: list[Path], what: str) -> Path:
-    found = next((path for path in looked if path.is_file()), None)
+    found = next(filter(Path.is_file, looked), None)
     if found is None:
         raise Unsupported(f"{what} is not built (looked at {', '.join(map(str, looked))}): {REBUILD}")
     return found
@@ -182,13 +194,14 @@ def opened(path: Path) -> ctypes.CDLL:
 
 
 def opened_ffi(path: Path, headers: Path) -> ctypes.CDLL:
-    """The library for XLA programs at a path, if it was built on such headers."""
+    """The library for XLA programs at a path, if it was built on such headers, or on ones of an older minor version."""
     library = _typed(path, FFI_SIGNATURES)
-    for what, found, expected in (
-        ("ABI", library.cpu_experts_ffi_abi(), FFI_ABI),
-        ("XLA FFI", library.cpu_experts_ffi_api(), ffi_api(headers)),
+    api, newest = library.cpu_experts_ffi_api(), ffi_api(headers)
+    for what, found, expected, fits in (
+        ("ABI", library.cpu_experts_ffi_abi(), FFI_ABI, library.cpu_experts_ffi_abi() == FFI_ABI),
+        ("XLA FFI", api, newest, newest - newest % 1000 <= api <= newest),
     ):
-        if found != expected:
+        if not fits:
             raise Unsupported(f"{path} has {what} {found}, expected {expected}: {REBUILD}")
     return library
 

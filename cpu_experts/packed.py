@@ -6,6 +6,7 @@
 Numbers are little-endian. Knows numpy only."""
 
 import contextlib
+import errno
 import mmap
 import os
 import stat
@@ -126,6 +127,10 @@ def read(path: Path, verify: bool = False) -> Packed:
             raise ValueError(f"{path}: not a regular file")
         shape, precisions, checksums = _header(path, os.pread(file, HEADER_BYTES, 0), status.st_size)
         memory = mmap.mmap(file, status.st_size, access=mmap.ACCESS_READ)
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise MemoryError(f"{path}: {status.st_size:,} bytes to map: {error.strerror}") from None
+        raise
     finally:
         os.close(file)
     # No advice. By MADV_HUGEPAGE a cold file's first token takes half the time, but the first use of all experts twice; WILLNEED

@@ -1,6 +1,12 @@
 """Bad arguments give an exception before anything is written or any thread is asked to work."""
 
+import copy
 import ctypes
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,6 +46,7 @@ BAD = {
     "x not contiguous": (ValueError, "contiguous", {"x": np.asfortranarray(GOOD.x)}),
     "ids of int64": (TypeError, "topk_ids", {"topk_ids": GOOD.ids.astype(np.int64)}),
     "ids of other tokens": (ValueError, "topk_ids", {"topk_ids": GOOD.ids[:2].copy()}),
+    "more tokens than 32 bits count": (ValueError, "tokens: 4294967297", {"x": np.empty((2**32 + 1, 0), np.float32)}),
     "no experts chosen": (ValueError, "chosen", {"topk_ids": GOOD.ids[:, :0].copy(), "topk_weights": GOOD.weights[:, :0].copy()}),
     "an id too large": (ValueError, r"topk_ids\[2, 1\]: 5", {"topk_ids": with_id(5)}),
     "a negative id": (ValueError, r"topk_ids\[2, 1\]: -1", {"topk_ids": with_id(-1)}),
@@ -67,6 +74,88 @@ def test_nothing_is_written_for_a_bad_batch(layer):
     out.flags.writeable = False
     with pytest.raises(ValueError, match="writable"):
         layer.forward(*GOOD, out)
+
+
+def test_out_may_be_x_itself_and_nothing_else_that_is_read(built):
+    memory = np.zeros((21, 32), np.float32)
+    many = random_batch(20, 32, 4, 2)
+    weights = np.ones((20, 32), np.float32)
+    with Experts(*random_layer(4, 32, 16), max_rows=6) as layer:
+        expected = layer.forward(*many)
+        for x, out in ((memory[:-1], memory[1:]), (memory[1:], memory[:-1])):
+            with pytest.raises(ValueError, match="out: overlaps x, must be apart or x itself"):
+                layer.forward(x, many.ids, many.weights, out)
+        with pytest.raises(ValueError, match="out: overlaps topk_weights"):
+            Experts(*random_layer(4, 32, 16)).forward(many.x, np.zeros((20, 32), np.int32), weights, weights)
+        x = many.x.copy()
+        assert (layer.forward(x, many.ids, many.weights, x) == expected).all()
+
+
+@pytest.mark.parametrize(("name", "value"), [("threads", 2**32 + 1), ("threads", -1), ("max_rows", 2**32 + 5), ("max_rows", 0)])
+def test_numbers_are_not_cut_to_32_bits(built, name, value):
+    with pytest.raises(ValueError, match=f"{name}: {value}, must be "):
+        Experts(*random_layer(4, 32, 16), **{name: value})
+    with pytest.raises(TypeError, match=f"{name}: 2.0, must be an integer"):
+        Experts(*random_layer(4, 32, 16), **{name: 2.0})
+    with Experts(*random_layer(4, 32, 16), **{name: np.int64(2)}) as layer:
+        assert np.isfinite(layer.forward(*GOOD)).all()
+
+
+def test_weights_that_are_no_arrays_are_refused(built):
+    gate, up, down = random_layer(4, 32, 16)
+    for found in (gate.tolist(), None, iter(gate), [gate, 3]):
+        with pytest.raises(TypeError, match=f"gate: {type(found).__name__}, must be a numpy array or"):
+            Experts(found, up, down)
+    with pytest.raises(ValueError, match="gate, up and down must be"):
+        Experts([np.array(3.0)], [np.array(3.0)], [np.array(3.0)], "q8_0")
+    wide = np.broadcast_to(np.float32(0), (1, 1, 2**16 + 1))
+    with pytest.raises(ValueError, match="model: 65537, must be 1 to 65536"):
+        Experts(*parts_of([wide, wide, wide.swapaxes(1, 2)], "bf16"))
+
+
+def test_a_cpu_without_avx512_is_told_once(built, native, monkeypatch, recwarn):
+    monkeypatch.setattr(native, "cpu_experts_best_isa", lambda: 1)
+    for isa in ("best", "best", "portable"):
+        Experts(*random_layer(1, 32, 16), isa=isa).close()
+    assert [str(w.message) for w in recwarn] == ["experts on this CPU are computed by portable: slower than by AVX-512 or AMX"]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_layer_is_not_copied(layer, copied):
+    with pytest.raises(TypeError, match="Experts cannot be copied or pickled"):
+        copied(layer)
+    assert layer.forward(*GOOD).shape == (3, 32)
+
+
+LITTLE_MEMORY = """
+import re, resource, sys
+import numpy as np
+from cpu_experts import Experts, layout
+layer, options = [np.ones((1, 4096, 4096), np.uint16)] * 3, {"threads": 1}
+with Experts(*([part] for part in layer), max_rows=1, **options) as opened:
+    opened.save(sys.argv[1])
+held = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+def fails(spare, act):
+    resource.setrlimit(resource.RLIMIT_AS, (held + (spare << 20), resource.RLIM_INFINITY))
+    try:
+        act()
+    except MemoryError as error:
+        print(error)
+fails(200, lambda: Experts(*([part] for part in layer), max_rows=1 << 20, **options))
+fails(20, lambda: Experts(*([part] for part in layer), **options))
+fails(20, lambda: Experts.open(sys.argv[1]))
+"""
+
+
+def test_memory_that_cannot_be_had_is_named(native, tmp_path):
+    environment = os.environ | {"CPU_EXPERTS_LIBRARY": native._name, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", LITTLE_MEMORY, str(tmp_path / "layer")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stderr) == (0, "")
+    scratch, pages, mapped = done.stdout.splitlines()
+    assert scratch == "out of memory: scratch for max_rows 1,048,576, beside 100,663,296 bytes of weights"
+    assert pages == "67,108,864 bytes of packed weights: Cannot allocate memory"
+    assert mapped.endswith("layer: 102,760,448 bytes to map: Cannot allocate memory")
 
 
 def test_bad_weights_are_refused(built):

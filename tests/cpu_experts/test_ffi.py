@@ -367,6 +367,76 @@ def test_a_library_for_other_headers_is_refused(ffi_library, tmp_path, monkeypat
         library.opened_ffi(ffi_library, library.ffi_headers())
 
 
+def headers_of(folder: Path, minor: int, major: int = 0) -> Path:
+    """A folder of headers that speak a version of XLA's FFI."""
+    file = folder / f"{major}.{minor}/xla/ffi/api/c_api.h"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"#define XLA_FFI_API_MAJOR {major}\n#define XLA_FFI_API_MINOR {minor}\n")
+    return file.parents[3]
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """An empty cache, where the library is looked for."""
+    monkeypatch.delenv("CPU_EXPERTS_FFI_LIBRARY")
+    monkeypatch.setattr(library, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(library, "__file__", "/nowhere/library.py")
+    return tmp_path
+
+
+def test_a_library_built_for_an_older_version_of_xlas_ffi_serves(ffi_library, kept, monkeypatch):
+    api = library.ffi_api(library.ffi_headers())
+    older, same, newer = (headers_of(kept, minor) for minor in (api - 1, api, api + 1))
+    for headers in (same, newer):
+        assert library.opened_ffi(ffi_library, headers).cpu_experts_ffi_api() == api
+    for headers in (older, headers_of(kept, api, major=1)):
+        with pytest.raises(Unsupported, match=f"XLA FFI {api}, expected"):
+            library.opened_ffi(ffi_library, headers)
+    opened = []
+    monkeypatch.setattr(library, "opened_ffi", lambda path, headers: opened.append(path.name))
+    monkeypatch.setattr(library, "ffi_headers", lambda: same)
+    for minor in (api + 1, api - 2, api - 1, api):
+        (kept / library._ffi_name(minor)).touch()
+        if minor > api:
+            words = rf"built for another jaxlib \(.*-{minor}\.so\), not for XLA FFI {api}: run `python -m cpu_experts\.build`"
+            with pytest.raises(Unsupported, match=words):
+                library.load_ffi()
+        else:
+            library.load_ffi()
+    assert opened == [library._ffi_name(minor) for minor in (api - 2, api - 1, api)]
+
+
+def test_a_program_calls_a_library_built_for_an_older_version(builds, tmp_path):
+    """As after an upgrade of jax: jaxlib's own headers, made to say that they are one version older."""
+    include = shutil.copytree(library.ffi_headers(), tmp_path / "include")
+    text = (include / "xla/ffi/api/c_api.h").read_text()
+    minor = library.ffi_api(include) % 1000
+    (include / "xla/ffi/api/c_api.h").write_text(text.replace(f"API_MINOR {minor}", f"API_MINOR {minor - 1}"))
+    sources = (str(each) for each in CSRC.glob("ffi*.cpp"))
+    old = compiled(tmp_path / "old.so", "-shared", "-fPIC", "-fvisibility=hidden", f"-isystem{include}", *sources)
+    assert library.opened_ffi(old, library.ffi_headers()).cpu_experts_ffi_api() == minor - 1
+    places = {"CPU_EXPERTS_FFI_LIBRARY": str(old), "CPU_EXPERTS_LIBRARY": str(builds() / library.NAME)}
+    assert python(OLDER, **places) == "True\n"
+
+
+def test_what_xla_refuses_to_register_is_unsupported(monkeypatch):
+    def refuse(*_, **__):
+        raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Minimum supported API version is (0.9)")
+
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
+    monkeypatch.setattr(ffi, "_PLATFORMS", {"cpu": ffi._library.__wrapped__})
+    assert re.search(r"Minimum supported .* run `python -m cpu_experts\.build`", ffi.why_not() or "")
+
+
+OLDER = """
+import jax, numpy as np
+from cpu_experts import Experts, ffi
+layer = Experts(*(np.ones(s, np.float32) for s in ((4, 16, 32), (4, 16, 32), (4, 32, 16))))
+batch = np.ones((5, 32), np.float32), np.zeros((5, 2), np.int32), np.ones((5, 2), np.float32)
+print((np.asarray(jax.jit(lambda *b: ffi.forward(layer, *b))(*batch)) == layer.forward(*batch)).all())
+"""
+
+
 def test_without_jaxlib_it_says_so(monkeypatch):
     monkeypatch.setattr(library, "ffi_headers", lambda: None)
     with pytest.raises(Unsupported, match="install jax"):
@@ -454,8 +524,9 @@ def test_what_fails_beside_a_gpu_is_an_error_soon(layer, gpu):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_a_gpu_that_waits_in_vain_gets_nan(built, gpu, dtype):
-    """Behind a forward of a second on the same threads; of several blocks the last ones may be in time."""
+def test_a_gpu_that_waits_in_vain_gets_nan(built, gpu, dtype, monkeypatch):
+    """Behind a forward of a second, one turn, on the same threads; of several blocks the last ones may be in time."""
+    monkeypatch.setattr(built, "_TURN_WORK", {})
     batch = random_batch(700, 64, 6, 2)
     with Experts(*LAYER, threads=1) as layer, Experts(*random_layer(2, 512, 512), threads=1, isa="portable") as slow:
         run = jax.jit(partial(ffi.forward, layer, dtype=dtype, patience=0.001)).lower(*batch).compile()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from moe_layers import Batch, at_a_page_end, distance, fitting, guarded, parts_of, random_batch, random_layer
 
+import cpu_experts
 from cpu_experts import Experts, layout, library
 from cpu_experts.reference import BOUNDS, FEW
 
@@ -258,6 +259,37 @@ def test_bfloat16_in_and_out(isa, precision):
         assert (layer.forward(x, batch.ids, batch.weights) == exact).all()
     assert (out == exact.astype(ml_dtypes.bfloat16)).all()
     assert distance(out, batch, parts, precision) < BOUNDS[precision] + 2**-8
+
+
+@pytest.mark.parametrize(
+    ("isa", "threads", "sizes", "tokens"),
+    [
+        ("portable", 2, (7168, 2048), 36 // 8),  # DeepSeek-V3's
+        ("portable", 2, (2**16, 2**16), 1),
+        ("portable", 1, (64, 32), 1024),
+        ("avx2", 2, (7168, 2048), 877 // 8),
+        ("avx2", 32, (7168, 2048), 1024),
+        ("avx512", 2, (7168, 2048), 1024),
+        ("amx", 1, (2**16, 2**16), 1024),
+    ],
+)
+def test_a_turn_is_bounded_by_its_work(isa, threads, sizes, tokens):
+    """So that Ctrl-C is heard in about a second."""
+    layer = Experts.__new__(Experts)
+    layer._isa, layer._cores, layer._max_rows, (layer.model, layer.width) = isa, threads, 8192, sizes
+    assert layer._tokens_a_turn(8) == tokens
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2"], indirect=True)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_where_work_bounds_turns_their_bits_are_those_of_one(isa, precision, monkeypatch):
+    model, width = fitting(precision, 64, 32)
+    parts, batch = parts_of(random_layer(4, model, width), precision), random_batch(50, model, 4, 2)
+    with Experts(*parts, precision, isa=isa, threads=2) as layer:
+        whole = layer.forward(*batch)
+        monkeypatch.setattr(cpu_experts, "_TURN_WORK", {isa: 3 * model * width})
+        assert layer._tokens_a_turn(2) == 3
+        assert (layer.forward(*batch) == whole).all()
 
 
 def test_turns_of_the_library_are_those_of_python(built, native):

@@ -140,6 +140,19 @@ def test_a_system_that_refuses_tiles_is_one_without_them(builds, options):
     assert unsupported.startswith("Unsupported: this processor lacks the instruction set")
 
 
+def test_the_command_that_builds_helps_and_refuses_what_it_does_not_know(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for arguments, status, said in (
+        (["--help"], 0, "usage: python -m cpu_experts.build [-h] [folder]"),
+        (["--foldr", "x"], 2, "unrecognized arguments: --foldr"),
+        (["x", "y"], 2, "unrecognized arguments: y"),
+    ):
+        with pytest.raises(SystemExit, match=str(status)):
+            main(arguments)
+        assert said in "".join(capsys.readouterr())
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_failed_build_shows_what_cmake_said(builds, tmp_path):
     with pytest.raises(Unsupported, match="no such compiler"):
         build(tmp_path, "-DCMAKE_CXX_COMPILER=/no such compiler")
