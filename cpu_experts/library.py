@@ -196,12 +196,12 @@ def opened(path: Path) -> ctypes.CDLL:
 def opened_ffi(path: Path, headers: Path) -> ctypes.CDLL:
     """The library for XLA programs at a path, if it was built on such headers, or on ones of an older minor version."""
     library = _typed(path, FFI_SIGNATURES)
-    api, newest = library.cpu_experts_ffi_api(), ffi_api(headers)
-    for what, found, expected, fits in (
-        ("ABI", library.cpu_experts_ffi_abi(), FFI_ABI, library.cpu_experts_ffi_abi() == FFI_ABI),
-        ("XLA FFI", api, newest, newest - newest % 1000 <= api <= newest),
+    newest = ffi_api(headers)
+    for what, found, oldest, expected in (
+        ("ABI", library.cpu_experts_ffi_abi(), FFI_ABI, FFI_ABI),
+        ("XLA FFI", library.cpu_experts_ffi_api(), newest - newest % 1000, newest),
     ):
-        if not fits:
+        if not oldest <= found <= expected:
             raise Unsupported(f"{path} has {what} {found}, expected {expected}: {REBUILD}")
     return library
 

@@ -28,6 +28,9 @@ def read_json(path: Path, limit: int, error: type[MlaJaxError] = BadFile) -> dic
     return parse_json(data, str(path), error)
 
 
+HOST_RATES, DEVICE_RATES = "host.json", "device.json"  # in the cache folder: what weights/measure.py found
+
+
 def cache_folder() -> Path | None:
     """Where what is worth keeping is kept; None for a user without a home, as containers may have."""
     try:

@@ -9,13 +9,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from mla_jax.base.files import cache_folder
+from mla_jax.base.files import DEVICE_RATES, HOST_RATES, cache_folder
 from mla_jax.weights.limits import cores
 
 NEEDED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "jaxtyping", "tokenizers", "safetensors", "jinja2", "tyro")
 OPTIONAL = ("matplotlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 HIDDEN_BY = (*NEEDED, "mla_jax", "convert", "json", "types", "random", "typing", "dataclasses", "resource")
-RATES = ("host.json", "device.json")  # of weights/measure.py, which imports JAX
 
 
 def doctor() -> Iterator[str]:
@@ -63,7 +62,7 @@ def experts_on_the_cpu() -> str:
 
 def measured_rates(folder: Path | None) -> str:
     """Where they are kept: what was measured beside other work, predictions suffer from until it is measured again."""
-    files = [path for name in RATES if folder is not None and (path := folder / name).exists()]
+    files = [path for name in (HOST_RATES, DEVICE_RATES) if folder is not None and (path := folder / name).exists()]
     kept = [f"{path} of {datetime.date.fromtimestamp(path.stat().st_mtime)}" for path in files]
     return "measured rates: " + (", ".join(kept) + "; delete a file to measure again" if kept else "none kept")
 

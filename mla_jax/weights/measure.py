@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from mla_jax.base import roofline
-from mla_jax.base.files import cache_folder, write_json
+from mla_jax.base.files import DEVICE_RATES, HOST_RATES, cache_folder, write_json
 from mla_jax.base.roofline import Device, Host
 from mla_jax.weights.limits import cores
 
@@ -34,7 +34,7 @@ def host(precision: str = "bf16", down: str | None = None, cache: Path | None = 
     """The CPU's rates for experts in a number format of `cpu_experts`, `down` in its own (None: the same).
 
     Measured if they are not in the `cache`."""
-    path = cache or _kept("host.json")
+    path = cache or _kept(HOST_RATES)
     key, known = _key(_both(precision, down)), _read(path, Host._fields)
     if not _possible(known.get(key)):
         known[key] = measure(precision, down)._asdict()
@@ -205,7 +205,7 @@ def device(target: Any = None, cache: Path | None = None) -> Device:
     table = roofline.device(target.device_kind, target.platform)
     if target.platform == "cpu":
         return table
-    path, key = cache or _kept("device.json"), f"{target.device_kind}, JAX {jax.__version__}"
+    path, key = cache or _kept(DEVICE_RATES), f"{target.device_kind}, JAX {jax.__version__}"
     known = _read(path, FIGURES)
     if not _sane(known.get(key), table):
         try:
