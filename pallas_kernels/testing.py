@@ -121,6 +121,7 @@ MLA_PREFILL = [
     MlaPrefillCase("queries without a key", (20, 9, 2), (7, 0, 2)),
     MlaPrefillCase("queries without a key, nothing causal", (20, 9), (7, 0), causal=False),
     MlaPrefillCase("20 heads", (33, 2), (34, 50), heads=20),
+    MlaPrefillCase("many short rows", (3, 1, 2, 3, 1, 4, 2, 1), (5, 9, 2, 3, 1, 6, 7, 2), heads=4),
     MlaPrefillCase("heads of 256", (140,), (150,), width=256, value=256),
     MlaPrefillCase("the demo model", (90, 150), (90, 200), heads=8, width=64, value=32),
     MlaPrefillCase("NaN in what is held", (70, 20), (200, 20), poisoned=True),

@@ -241,14 +241,16 @@ def _kernel(
         last = slot_of(step + at.mine - 1)
         plgpu.barrier_wait(v_in.at[last])
 
-        @pl.when(at.mine * chunk > at.held)  # who comes first cleans the last tile of the row for both
+        # The first worker cleans the last tile of a row for both, a barrier a slot: several short pieces ahead of the other, it
+        # would arrive twice at a single one.
+        @pl.when(at.mine * chunk > at.held)
         def _():
             if me == 0:
                 clean(v_s, last, at.held - base_of(at.mine - 1))
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(cleaned)
+                plgpu.barrier_arrive(cleaned.at[last])
             else:
-                plgpu.barrier_wait(cleaned)
+                plgpu.barrier_wait(cleaned.at[last])
 
         acc = add_values(acc * over(keep, acc.shape), w, last)
         plgpu.barrier_arrive(v_free.at[last])
@@ -349,7 +351,7 @@ def _mla_prefill(q, k, v, q_lens, kv_lens, scale, causal, sizes, units, interpre
             plgpu.Barrier(num_barriers=slots),
             free(num_arrivals=WORKERS, num_barriers=slots),
             free(num_arrivals=WORKERS, num_barriers=slots),
-            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=slots),
         ],
         grid=(order.shape[0],),
         grid_names=("unit",),

@@ -21,29 +21,35 @@ def show(case, got, wanted, fallback):
     print(json.dumps(row | {"lse": testing.lse_error(got[1], wanted[1])}), flush=True)
 
 
-def decode():
-    for case in testing.MLA_DECODE:
-        inputs = testing.mla_decode_inputs(case) | {"scale": case.scale}
-        plan = mla_decode.schedule(inputs["seq_lens"], heads=case.heads, tokens=case.tokens, units=4)
-        got = decode_gpu.mla_decode(**inputs, schedule=plan, interpret=interpret)
-        show(case, got, decode_reference.mla_decode(**inputs), mla_decode.mla_decode(**inputs, impl="xla"))
+def decode(case):
+    inputs = testing.mla_decode_inputs(case) | {"scale": case.scale}
+    plan = mla_decode.schedule(inputs["seq_lens"], heads=case.heads, tokens=case.tokens, units=4)
+    got = decode_gpu.mla_decode(**inputs, schedule=plan, interpret=interpret)
+    show(case, got, decode_reference.mla_decode(**inputs), mla_decode.mla_decode(**inputs, impl="xla"))
 
 
-def prefill():
-    for case in testing.MLA_PREFILL:
-        if (sizes := tuning.MLA_PREFILL.get((case.width, case.value))) is not None:
-            inputs = testing.mla_prefill_inputs(case) | {"scale": case.scale, "causal": case.causal}
-            got = prefill_gpu.mla_prefill(**inputs, sizes=sizes, units=4, interpret=interpret)
-            show(case, got, prefill_reference.mla_prefill(**inputs), mla_prefill.mla_prefill(**inputs, impl="xla"))
+def prefill(case):
+    if (sizes := tuning.MLA_PREFILL.get((case.width, case.value))) is not None:
+        inputs = testing.mla_prefill_inputs(case) | {"scale": case.scale, "causal": case.causal}
+        got = prefill_gpu.mla_prefill(**inputs, sizes=sizes, units=4, interpret=interpret)
+        show(case, got, prefill_reference.mla_prefill(**inputs), mla_prefill.mla_prefill(**inputs, impl="xla"))
 
 
-def append():
-    for case in testing.ROPE_APPEND:
-        inputs = testing.rope_append_inputs(case)
-        wanted = append_reference.rope_append(**inputs)
-        fallback = testing.rope_append_errors(rope_append.rope_append(**inputs, impl="xla"), wanted)
-        errors = testing.rope_append_errors(append_gpu.rope_append(**inputs, interpret=interpret), wanted)
-        print(json.dumps({"name": case.name, "errors": errors, "fallback": fallback}), flush=True)
+def append(case):
+    inputs = testing.rope_append_inputs(case)
+    wanted = append_reference.rope_append(**inputs)
+    fallback = testing.rope_append_errors(rope_append.rope_append(**inputs, impl="xla"), wanted)
+    errors = testing.rope_append_errors(append_gpu.rope_append(**inputs, interpret=interpret), wanted)
+    print(json.dumps({"name": case.name, "errors": errors, "fallback": fallback}), flush=True)
 
 
-{"mla_decode": decode, "mla_prefill": prefill, "rope_append": append}[sys.argv[1]]()
+OPS = {
+    "mla_decode": (decode, testing.MLA_DECODE),
+    "mla_prefill": (prefill, testing.MLA_PREFILL),
+    "rope_append": (append, testing.ROPE_APPEND),
+}
+
+if __name__ == "__main__":
+    run, cases = OPS[sys.argv[1]]
+    for case in cases:
+        run(case)
