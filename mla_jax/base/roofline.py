@@ -57,7 +57,8 @@ class Host(NamedTuple):
 
     Bytes/s of the weights of few tokens, FLOP/s with many; seconds. `call` is what every call takes of the CPU, however soon it
     follows another; `latency` what one takes in all that a device waits for alone: the way there, threads that sleep by then, and
-    the way back, too. `link` is bytes/s from the CPU's memory to the device's."""
+    the way back, too. `link` is bytes/s from the CPU's memory to the device's. `exposed` is the part of the bytes' time that adds
+    to that of arithmetic: nearly all of it with AMX's tiles, half of it with AVX-512 on Zen 5."""
 
     name: str
     bandwidth: float
@@ -65,6 +66,7 @@ class Host(NamedTuple):
     call: float
     latency: float
     link: float
+    exposed: float = 1.0
 
 
 class Part(NamedTuple):
@@ -189,8 +191,10 @@ def host_calls(config: Config, on: Host, tokens: int, expert_bytes: float, defer
     now, later = routed.parts(tokens, choices, min(defer, choices - 1))
 
     def work(part: Part) -> float:
-        flops = 2 * tokens * choices * routed.left * part.share * weights
-        return max(routed.touched(tokens, part.share)[0] * expert_bytes / on.bandwidth, flops / on.flops)
+        experts = routed.touched(tokens, part.share)[0]
+        more = tokens * choices * routed.left * part.share - experts  # rows: an expert's first one takes no time beside its bytes
+        read = experts * expert_bytes / on.bandwidth
+        return max(read, on.exposed * read + 2 * more * weights / on.flops)
 
     alone = now.any * on.latency + work(now)
     return Busy(alone, now.any * on.call + work(now), later.any * on.call + work(later))

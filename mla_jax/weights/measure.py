@@ -23,7 +23,7 @@ from mla_jax.weights.limits import cores
 
 MODEL, WIDTH, EXPERTS, CHOSEN = 2048, 1536, 24, 6
 FEW, MORE = 2, 12  # experts of a token: what a call takes beside their bytes is in both alike
-MANY = 256  # tokens: enough that arithmetic bounds a layer
+SOME, MANY = 32, 256  # tokens that choose the same experts: what arithmetic adds to the bytes' time, and what does not, is a line
 PAUSE = 2e-4  # seconds between two calls, after which the library's threads sleep; a layer of a device takes about half of it
 REPEATS = 7
 PASSES = 2  # over all that is measured, of whose times the shorter counts: others may use the CPU during one
@@ -51,29 +51,29 @@ def measure(precision: str, down_precision: str | None = None) -> Host:
     up, down = (np.broadcast_to(w, (EXPERTS, *w.shape)) for w in (up, down))
     with Experts(up, up, down, precision, down_precision=down_precision) as layer:
         times = zip(*(_times(layer) for _ in range(PASSES)), strict=True)
-        nothing, few, more, late, many, way, fetched = map(min, times)
+        nothing, few, more, late, some, many, way, fetched = map(min, times)
         expert = layer.nbytes / EXPERTS
-    few, more = (max(seconds - nothing, 0.0) for seconds in (few, more))
-    call, bandwidth = _line(few, more, expert)
+    few, more, some, many = (max(seconds - nothing, 0.0) for seconds in (few, more, some, many))
+    call, each = _line(FEW, few, MORE, more)
+    rest, token = _line(SOME - 1, some, MANY - 1, many)  # beside the first, which `each` has
+    exposed = min(max(rest - call, 0.0) / (CHOSEN * each), 1.0)
     latency = call + max(late - nothing, few) - few + way
-    flops, link = 6 * MANY * CHOSEN * MODEL * WIDTH / many, CHOSEN * expert / fetched
-    return Host(f"{cores()} cores with {isa()}, {_both(precision, down_precision)}", bandwidth, flops, call, latency, link)
+    rates = expert / each, 6 * CHOSEN * MODEL * WIDTH / token, call, latency, CHOSEN * expert / fetched, exposed
+    return Host(f"{cores()} cores with {isa()}, {_both(precision, down_precision)}", *rates)
 
 
 def _times(layer: Any) -> tuple[float, ...]:
-    """Of calls of nothing but Python, which a program's call does without, of FEW and of MORE experts, of FEW after a pause and
-    of many tokens; of a program's call on its way, and of experts over the link."""
+    """Of calls of nothing but Python, which a program's call does without, of FEW and of MORE experts, of FEW after a pause, of
+    SOME and of MANY tokens; of a program's call on its way, and of experts over the link."""
     few, more, late = _seconds(layer, 1, FEW), _seconds(layer, 1, MORE), _seconds(layer, 1, FEW, PAUSE)
-    return _seconds(layer, 1, 0), few, more, late, _seconds(layer, MANY, CHOSEN), _way_seconds(layer), _link_seconds(layer)
+    some, many = (_seconds(layer, tokens, CHOSEN) for tokens in (SOME, MANY))
+    return _seconds(layer, 1, 0), few, more, late, some, many, _way_seconds(layer), _link_seconds(layer)
 
 
-def _line(few: float, more: float, expert: float) -> tuple[float, float]:
-    """Seconds of a call beside its bytes, and bytes/s, by the times of FEW and of MORE experts; where noise allows no such line
-    all of the time is that of bytes."""
-    each = (more - few) / (MORE - FEW)
-    if not 0 < FEW * each <= few:
-        return 0.0, MORE * expert / max(more, few)
-    return few - FEW * each, expert / each
+def _line(few: int, first: float, more: int, then: float) -> tuple[float, float]:
+    """Seconds of none, and of each, by the times of a `few` and of `more`; where noise allows no such line none take none."""
+    each = (then - first) / (more - few)
+    return (first - few * each, each) if 0 < few * each <= first else (0.0, max(first, then) / more)
 
 
 def _possible(found: dict[str, Any] | None) -> bool:
@@ -83,7 +83,7 @@ def _possible(found: dict[str, Any] | None) -> bool:
     figures = {field: value for field, value in found.items() if field != "name"}
     if any(type(value) not in (int, float) or not 0 <= value < MOST for value in figures.values()):  # NaN is neither
         return False
-    return all(figures[field] > 0 for field in ("bandwidth", "flops", "link"))
+    return figures["exposed"] <= 1 and all(figures[field] > 0 for field in ("bandwidth", "flops", "link"))
 
 
 def _both(precision: str, down: str | None) -> str:
@@ -96,7 +96,7 @@ def _seconds(layer: Any, tokens: int, chosen: int, pause: float = 0.0) -> float:
     Not the shortest, which may have found its weights in a large cache."""
     rng, width, times = np.random.default_rng(tokens), max(chosen, 1), []
     x, weights = rng.standard_normal((tokens, MODEL), np.float32), np.full((tokens, width), 1 / width, np.float32)
-    places = np.arange(tokens * width, dtype=np.int32).reshape(tokens, width)
+    places = np.tile(np.arange(width, dtype=np.int32), (tokens, 1))
     for i in range(1 + REPEATS):
         ids = (places + i * width) % EXPERTS if chosen else np.full_like(places, EXPERTS)
         _wait(pause)

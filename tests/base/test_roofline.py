@@ -158,6 +158,13 @@ def test_a_call_takes_its_experts_bytes_and_what_each_call_takes(defer, alone, n
     assert ms(host_seconds(V2_LITE, CALLED, 1, ONE)) == pytest.approx(8)
 
 
+@pytest.mark.parametrize(("exposed", "expected"), [(1, 64 + 32), (0.5, 64 / 2 + 32), (0.25, 64)])
+def test_arithmetic_hides_no_more_of_the_bytes_time_than_measured(exposed, expected):
+    """64 experts take 64 ms, and the arithmetic of all rows but their first 32."""
+    host = CALLED._replace(call=0, latency=0, exposed=exposed, flops=2 * (4096 * 6 - 64) * EXPERT / 32e-3)
+    assert ms(host_seconds(V2_LITE, host, 4096, ONE)) == pytest.approx(expected)
+
+
 def test_two_calls_of_several_rows_read_more_than_one():
     """64 experts; a row misses one with chances of 58, 60 and 62 in 64 by 6, 4 and 2 choices. 8 rows."""
     free = CALLED._replace(call=0, latency=0)
@@ -165,8 +172,8 @@ def test_two_calls_of_several_rows_read_more_than_one():
     assert ms(host_seconds(V2_LITE, free, 8, ONE)) == pytest.approx(whole, abs=1e-3)
     assert [ms(t) for t in host_calls(V2_LITE, free, 8, ONE, 2)[1:]] == pytest.approx([now, later], abs=1e-3)
     slow = free._replace(bandwidth=1e30, flops=1e9)
-    sums = [ms(t) for t in host_calls(V2_LITE, slow, 8, ONE, 2)[1:]]  # of arithmetic there is no more
-    assert sums == pytest.approx([1e3 * 2 * 8 * count * EXPERT / 1e9 for count in (4, 2)])
+    sums = [ms(t) for t in host_calls(V2_LITE, slow, 8, ONE, 2)[1:]]
+    assert sums == pytest.approx([1e3 * 2 * (8 * 4 - now) * EXPERT / 1e9, 1e3 * 2 * (8 * 2 - later) * EXPERT / 1e9], rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -265,4 +272,4 @@ def test_a_prompt_has_the_device_compute_the_experts_that_it_holds_beside_the_ho
     shared, computed = 2 * 4096 * 2 * EXPERT / 811e12, host_seconds(V2_LITE, SERVER, 4096, EXPERT, half)
     slow = seconds(4096, SERVER, half) - seconds(4096, endless)
     assert slow == pytest.approx(26 * (computed - shared))
-    assert computed == pytest.approx(33e-6 + 2 * 4096 * 3 * EXPERT / 21e12)
+    assert computed == pytest.approx(33e-6 + 32 * EXPERT / 245e9 + 2 * (4096 * 3 - 32) * EXPERT / 21e12)

@@ -72,7 +72,7 @@ def test_memory_is_read_and_matrices_are_multiplied(monkeypatch):
 
 
 FIGURES = Host._fields[1:]
-RATES = Host("a CPU", **dict.fromkeys(FIGURES, 1e9))
+RATES = Host("a CPU", **dict.fromkeys(FIGURES, 1e9))._replace(exposed=0.5)
 
 
 @pytest.fixture
@@ -92,6 +92,7 @@ IMPOSSIBLE = ["fast", None, True, [], {}, -1, float("nan"), float("inf"), 1e30, 
     [
         *((field, value) for field in FIGURES for value in IMPOSSIBLE),
         *((f, 0) for f in ("bandwidth", "flops", "link")),
+        ("exposed", 1.1),
         ("name", 1),
     ],
 )
@@ -111,7 +112,8 @@ def test_a_call_too_short_to_be_measured_is_believed(tmp_path, measured):
 
 class Clocked:
     """A layer whose calls take 0.1 ms, where they have experts 0.4 ms and 1 ms for each more, and where 0.2 ms passed since the
-    last call 0.3 ms more; many tokens take 80 ms."""
+    last call 0.3 ms more; each token but the first takes 0.2 ms, which hide at
+    most a half of the experts' time."""
 
     nbytes = measure.EXPERTS * 5_000_000
 
@@ -131,8 +133,8 @@ class Clocked:
     def forward(self, x, ids, weights):
         self.seen = {*ids.ravel().tolist()} - {measure.EXPERTS}
         asleep = self.now - self.ended > 1e-4
-        each = 80e-3 if len(x) > 1 else 1e-3 * len(self.seen)
-        self.now += 0.1e-3 + (0.4e-3 + each + 0.3e-3 * asleep if self.seen else 0)
+        read, computed = 1e-3 * len(self.seen), 0.2e-3 * (len(x) - 1)
+        self.now += 0.1e-3 + (0.4e-3 + max(read, read / 2 + computed) + 0.3e-3 * asleep if self.seen else 0)
         self.ended = self.now
 
 
@@ -144,18 +146,19 @@ def test_a_calls_own_time_is_told_from_that_of_bytes_and_of_threads_that_sleep(m
     monkeypatch.setattr(measure, "_way_seconds", lambda layer: 0.02e-3)
     monkeypatch.setattr(measure, "_link_seconds", lambda layer: measure.CHOSEN * 5e6 / 5e10)
     found = measure.measure("int8")
-    assert found[1:] == pytest.approx((5e9, 6 * 256 * 6 * 2048 * 1536 / 80.5e-3, 0.4e-3, 0.72e-3, 5e10), rel=1e-3)
+    assert found[1:] == pytest.approx((5e9, 6 * 6 * 2048 * 1536 / 0.2e-3, 0.4e-3, 0.72e-3, 5e10, 0.5), rel=1e-3)
 
 
 def test_a_measurement_that_other_work_disturbed_gives_way_to_the_other_one(monkeypatch):
     """Here all of the first, then a part of the second."""
-    few, more, many = 2.5e-3, 12.5e-3, 80e-3
-    passes = iter([(4e-4, 9e-3, 5e-2, 9e-3, 0.2, 9e-5, 9e-3), (1e-4, few + 1e-4, more + 1e-4, few + 4e-4, many, 2e-5, 9e-1)])
+    few, more, some, many = 2.5e-3, 12.5e-3, 8.5e-3, 53.3e-3
+    second = 1e-4, few + 1e-4, more + 1e-4, few + 4e-4, some + 1e-4, many + 1e-4, 2e-5, 9e-1
+    passes = iter([(4e-4, 9e-3, 5e-2, 9e-3, 0.1, 0.2, 9e-5, 9e-3), second])
     monkeypatch.setattr("cpu_experts.Experts", Clocked)
     monkeypatch.setattr("cpu_experts.isa", lambda: "avx2")
     monkeypatch.setattr(measure, "_times", lambda layer: next(passes))
-    flops, link = 6 * 256 * 6 * 2048 * 1536 / many, measure.CHOSEN * 5e6 / 9e-3
-    assert measure.measure("int8")[1:] == pytest.approx((5e9, flops, 0.5e-3, 0.82e-3, link))
+    flops, link = 6 * 6 * 2048 * 1536 / 0.2e-3, measure.CHOSEN * 5e6 / 9e-3
+    assert measure.measure("int8")[1:] == pytest.approx((5e9, flops, 0.5e-3, 0.82e-3, link, 0.3))
 
 
 @pytest.mark.usefixtures("host_library")
@@ -174,15 +177,14 @@ def test_rates_of_a_library_are_not_those_of_one_that_was_built_anew(tmp_path, m
 @pytest.mark.parametrize(
     ("few", "more", "expected"),
     [
-        (2.5e-3, 12.5e-3, (0.5e-3, 1e9)),
-        (1.9e-3, 12.5e-3, (0.0, 12e6 / 12.5e-3)),  # less than its bytes take
-        (2.5e-3, 2.4e-3, (0.0, 12e6 / 2.5e-3)),
-        (0.0, 2.4e-3, (0.0, 12e6 / 2.4e-3)),
+        (2.5e-3, 12.5e-3, (0.5e-3, 1e-3)),
+        (1.9e-3, 12.5e-3, (0.0, 12.5e-3 / 12)),  # less than two more take
+        (2.5e-3, 2.4e-3, (0.0, 2.5e-3 / 12)),
+        (0.0, 2.4e-3, (0.0, 2.4e-3 / 12)),
     ],
 )
-def test_times_that_others_disturbed_are_all_of_bytes(few, more, expected):
-    """By experts of a megabyte, two and twelve of them."""
-    assert measure._line(few, more, 1e6) == pytest.approx(expected)
+def test_times_that_others_disturbed_are_all_of_what_is_counted(few, more, expected):
+    assert measure._line(2, few, 12, more) == pytest.approx(expected)
 
 
 @pytest.mark.usefixtures("host_library")

@@ -138,7 +138,7 @@ def test_what_cannot_be_is_refused(monkeypatch, folder, statistics):
 
 def test_predictions_count_what_the_host_still_gets(monkeypatch, folder, statistics):
     checkpoint = on_gpu(monkeypatch, folder, 3.5)
-    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e8, 1e9, 0, 0, 5e10))
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e8, 1e15, 0, 0, 5e10))
 
     def busy(**options) -> list[float]:
         checkpoint.place(())
