@@ -1,0 +1,83 @@
+"""Layers of experts on the CPU: how long they take, and how long the planner expects them to.
+
+    python -m cpu_experts.build && python benchmarks/host_rates.py --out host_rates.json
+
+The planner measures a CPU's rates with a small layer (mla_jax/weights/measure.py); here these are measured anew, and what follows
+for V2-Lite's layers and for V3's with 32 of its experts stands beside medians of them. Random routing; layers are so large that
+no cache holds what the next forward reads, or take turns."""
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import report
+
+from cpu_experts import Experts
+from mla_jax import Config
+from mla_jax.base import roofline
+from mla_jax.weights import measure
+from mla_jax.weights.host import packed_bytes
+
+SHAPES = {
+    "v2_lite": Config.preset("v2_lite"),
+    "v3, 32 experts": dataclasses.replace(Config.preset("v3"), n_routed_experts=32, n_group=1, topk_group=1),
+}
+PRECISIONS = ["bf16", "int8", "int4_g32", "fp8_block"]
+TOKENS = [1, 8, 64, 256, 1024, 4096]
+REPEATS = 9
+
+
+def layer(config: Config, precision: str) -> Experts:
+    """One random expert, as often as there are experts."""
+    rng, width, model = np.random.default_rng(0), config.moe_intermediate_size or 0, config.hidden_size
+    shapes = (width, model), (width, model), (model, width)
+    weights = (rng.standard_normal(shape, np.float32) * np.float32(0.02) for shape in shapes)
+    return Experts(*(np.broadcast_to(w, (config.n_routed_experts or 0, *w.shape)) for w in weights), precision)
+
+
+def seconds(experts: Experts, tokens: int, chosen: int) -> float:
+    """The median of some forwards, each of other tokens."""
+    rng, times = np.random.default_rng(tokens), []
+    x, weights = rng.standard_normal((tokens, experts.model), np.float32), np.full((tokens, chosen), 1 / chosen, np.float32)
+    for _ in range(1 + REPEATS):
+        ids = np.argsort(rng.random((tokens, experts.experts)), axis=1)[:, :chosen].astype(np.int32)
+        start = time.perf_counter()
+        experts.forward(x, ids, weights)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def compared(name: str, precision: str, tokens: list[int], rates: roofline.Host) -> Iterator[dict]:
+    config = SHAPES[name]
+    with layer(config, precision) as experts:
+        for n in tokens:
+            taken = seconds(experts, n, config.num_experts_per_tok or 1)
+            expected = roofline.host_calls(config, rates, n, packed_bytes(config, precision)).now
+            row = {"model": name, "precision": precision, "tokens": n, "ms": taken * 1e3, "predicted ms": expected * 1e3}
+            yield row | {"predicted / measured": expected / taken}
+
+
+def main() -> None:
+    parser = report.arguments(__doc__.splitlines()[0])
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--precisions", nargs="+", default=PRECISIONS)
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    options = parser.parse_args()
+    rows, reached = [], {}
+    for precision in options.precisions:
+        rates = measure.measure(precision)
+        reached[precision] = rates._asdict()
+        print(rates, flush=True)
+        for name in options.models:
+            for row in compared(name, precision, options.tokens, rates):
+                rows.append(row)
+                print(row, flush=True)
+    report.show(rows, options.out, benchmark="host_rates", rates=reached)
+
+
+if __name__ == "__main__":
+    main()
