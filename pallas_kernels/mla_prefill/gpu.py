@@ -258,8 +258,10 @@ def _kernel(
         def skip(t, _):
             """A tile that only the cluster's other block sees something of."""
             slot = slot_of(step + t)
-            for arrived, free in ((k_in, k_free), (v_in, v_free)):
+            for arrived in (k_in, v_in):
                 plgpu.barrier_wait(arrived.at[slot])
+            plgpu.commit_smem()  # makes warps meet, as products do: one arrives for all, and who lags would miss a phase
+            for free in (k_free, v_free):
                 plgpu.barrier_arrive(free.at[slot])
             return ()
 
