@@ -20,6 +20,7 @@ TSAN = (*BUILD, "-DCMAKE_CXX_FLAGS=-O1 -fsanitize=thread")
 # Less what takes long with emulated tiles, and what starts a Python that loads another build.
 LONG = ("repeated", "skewed", "cut_the_panels", "every_size", "4096", "1000", "150", "exits", "one_core", "several_nodes")
 LONG += ("waits", "cannot_be_had")
+LONG += ("(2100 and (_k or fp8 or g128))",)  # several slices of formats that become others first: shorter ones do that, too
 BOUNDS = " and ".join(f"not {name}" for name in LONG)
 # ThreadSanitizer itself cannot start threads in a child.
 RACES = "fuzz or (handles and not exits and not one_core and not forked and not waits)"

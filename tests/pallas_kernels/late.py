@@ -10,7 +10,7 @@ import interpret
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-ROUNDS = 5
+ROUNDS = 3
 LAG = 0.1  # seconds at most, many times what a step takes
 CASES = {"mla_prefill": ["many short rows"], "mla_decode": ["64 heads"]}
 chance, slow = random.Random(0), False
