@@ -64,7 +64,7 @@ def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--precisions", nargs="+", default=PRECISIONS)
+    parser.add_argument("--precisions", nargs="+", choices=[*PRECISIONS, "int4_g128", "q8_0"], default=PRECISIONS)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     options = parser.parse_args()
     rows, reached = [], {}
