@@ -58,7 +58,7 @@ class Host(NamedTuple):
     Bytes/s of the weights of few tokens, FLOP/s with many; seconds. `call` is what every call takes of the CPU, however soon it
     follows another; `latency` what one takes in all that a device waits for alone: the way there, threads that sleep by then, and
     the way back, too. `link` is bytes/s from the CPU's memory to the device's. `exposed` is the part of the bytes' time that adds
-    to that of arithmetic: nearly all of it with AMX's tiles, half of it with AVX-512 on Zen 5."""
+    to that of arithmetic: nearly all of it with AMX's tiles, half of it in bf16 with AVX-512 on Zen 5."""
 
     name: str
     bandwidth: float

@@ -58,8 +58,9 @@ def measure(precision: str, down_precision: str | None = None) -> Host:
     rest, token = _line(SOME - 1, some, MANY - 1, many)  # beside the first, which `each` has
     exposed = min(max(rest - call, 0.0) / (CHOSEN * each), 1.0)
     latency = call + max(late - nothing, few) - few + way
-    rates = expert / each, 6 * CHOSEN * MODEL * WIDTH / token, call, latency, CHOSEN * expert / fetched, exposed
-    return Host(f"{cores()} cores with {isa()}, {_both(precision, down_precision)}", *rates)
+    flops, link = 6 * CHOSEN * MODEL * WIDTH / token, CHOSEN * expert / fetched
+    name = f"{cores()} cores with {isa()}, {_both(precision, down_precision)}"
+    return Host(name, expert / each, flops, call, latency, link, exposed)
 
 
 def _times(layer: Any) -> tuple[float, ...]:

@@ -112,8 +112,7 @@ def test_a_call_too_short_to_be_measured_is_believed(tmp_path, measured):
 
 class Clocked:
     """A layer whose calls take 0.1 ms, where they have experts 0.4 ms and 1 ms for each more, and where 0.2 ms passed since the
-    last call 0.3 ms more; each token but the first takes 0.2 ms, which hide at
-    most a half of the experts' time."""
+    last call 0.3 ms more; each token but the first takes 0.2 ms, which hide at most a half of the experts' time."""
 
     nbytes = measure.EXPERTS * 5_000_000
 
