@@ -31,11 +31,7 @@ REPEATS = 9
 
 
 def layer(config: Config, precision: str) -> Experts:
-    """One random expert, as often as there are experts."""
-    rng, width, model = np.random.default_rng(0), config.moe_intermediate_size or 0, config.hidden_size
-    shapes = (width, model), (width, model), (model, width)
-    weights = (rng.standard_normal(shape, np.float32) * np.float32(0.02) for shape in shapes)
-    return Experts(*(np.broadcast_to(w, (config.n_routed_experts or 0, *w.shape)) for w in weights), precision)
+    return measure.repeated(config.hidden_size, config.moe_intermediate_size or 0, config.n_routed_experts or 0, precision)
 
 
 def seconds(experts: Experts, tokens: int, chosen: int) -> float:

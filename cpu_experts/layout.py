@@ -168,8 +168,11 @@ def pack_experts(matrices: list[Parts], format: str, inputs: int) -> np.ndarray:
     count = -(-outputs // TILE) if len(matrices) == 2 else -(-outputs // PANEL)
     size = panel_bytes(format, inputs)[2]
     packed = _pages(experts * count * size).reshape(experts, count, size)
-    for e in range(experts):
+    one = all(part.strides[0] == 0 for matrix in matrices for part in matrix)  # repeated by np.broadcast_to
+    for e in range(1 if one else experts):
         pack([tuple(part[e] for part in matrix) for matrix in matrices], format, inputs, packed[e])
+    if one:
+        packed[1:] = packed[0]
     return packed
 
 

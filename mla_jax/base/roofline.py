@@ -52,13 +52,16 @@ def device(kind: str, platform: str) -> Device:
 FEW = 8  # new tokens a row up to which the form "fused" attends over latents
 
 
+SOME = 32  # tokens of an expert: from so many on its time on a CPU is a line
+
+
 class Host(NamedTuple):
     """What a CPU reaches with a layer's experts in one number format, and what calls of them take beside.
 
     Bytes/s of the weights of few tokens, FLOP/s with many; seconds. `call` is what every call takes of the CPU, however soon it
     follows another; `latency` what one takes in all that a device waits for alone: the way there, threads that sleep by then, and
-    the way back, too. `link` is bytes/s from the CPU's memory to the device's. `exposed` is the part of the bytes' time that adds
-    to that of arithmetic: nearly all of it with AMX's tiles, half of it in bf16 with AVX-512 on Zen 5."""
+    the way back, too. `link` is bytes/s from the CPU's memory to the device's. `exposed` times the bytes' time adds to that of
+    arithmetic: a half in bf16 with AVX-512 on Zen 5, more than one where codes take time to be converted."""
 
     name: str
     bandwidth: float
@@ -191,13 +194,18 @@ def host_calls(config: Config, on: Host, tokens: int, expert_bytes: float, defer
     now, later = routed.parts(tokens, choices, min(defer, choices - 1))
 
     def work(part: Part) -> float:
-        experts = routed.touched(tokens, part.share)[0]
-        more = tokens * choices * routed.left * part.share - experts  # rows: an expert's first one takes no time beside its bytes
-        read = experts * expert_bytes / on.bandwidth
-        return max(read, on.exposed * read + 2 * more * weights / on.flops)
+        experts, rows = routed.touched(tokens, part.share)[0], tokens * choices * routed.left * part.share
+        return experts and experts * _expert_seconds(on, rows / experts, expert_bytes, weights)
 
     alone = now.any * on.latency + work(now)
     return Busy(alone, now.any * on.call + work(now), later.any * on.call + work(later))
+
+
+def _expert_seconds(on: Host, rows: float, expert_bytes: float, weights: int) -> float:
+    """Of one that so many tokens chose: from its bytes' time with the first evenly to what SOME take."""
+    read, row = expert_bytes / on.bandwidth, 2 * weights / on.flops
+    some, more = (max(read, on.exposed * read + n * row) for n in (SOME - 1, rows - 1))
+    return more if rows > SOME else read + max(rows - 1, 0) / (SOME - 1) * (some - read)
 
 
 def host_seconds(config: Config, on: Host, tokens: int, expert_bytes: float, routed: Routed | None = None) -> float:

@@ -34,6 +34,16 @@ def cores(root: Path = ROOT) -> int:
     return min(found)
 
 
+def last_cache(root: Path = ROOT) -> int:
+    """Bytes of the caches farthest from the cores, all of them together; 0 where the system does not tell."""
+    found: dict[int, dict[str, int]] = {}
+    for folder in root.glob("sys/devices/system/cpu/cpu[0-9]*/cache/index[0-9]*"):
+        with suppress(OSError, ValueError):
+            level, shared, size = ((folder / name).read_text().strip() for name in ("level", "shared_cpu_list", "size"))
+            found.setdefault(int(level), {})[shared] = int(size.removesuffix("K")) << 10
+    return sum(found[max(found)].values()) if found else 0
+
+
 def _groups(controller: str, root: Path) -> Iterator[Path]:
     """The folders of the process's group and of all that it is in.
 

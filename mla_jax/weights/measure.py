@@ -18,12 +18,15 @@ from jaxtyping import Array, Float
 
 from mla_jax.base import roofline
 from mla_jax.base.files import DEVICE_RATES, HOST_RATES, cache_folder, write_json
-from mla_jax.base.roofline import Device, Host
-from mla_jax.weights.limits import cores
+from mla_jax.base.roofline import SOME, Device, Host
+from mla_jax.weights.limits import cores, free_memory, last_cache
 
 MODEL, WIDTH, EXPERTS, CHOSEN = 2048, 1536, 24, 6
+CACHES = 4  # times the last caches' size, which experts that take turns must exceed to come from memory
 FEW, MORE = 2, 12  # experts of a token: what a call takes beside their bytes is in both alike
-SOME, MANY = 32, 256  # tokens that choose the same experts: what arithmetic adds to the bytes' time, and what does not, is a line
+MANY = (
+    256  # tokens that choose the same experts, as SOME do: what arithmetic adds to the bytes' time, and what does not, is a line
+)
 PAUSE = 2e-4  # seconds between two calls, after which the library's threads sleep; a layer of a device takes about half of it
 REPEATS = 7
 PASSES = 2  # over all that is measured, of whose times the shorter counts: others may use the CPU during one
@@ -44,31 +47,42 @@ def host(precision: str = "bf16", down: str | None = None, cache: Path | None = 
 
 def measure(precision: str, down_precision: str | None = None) -> Host:
     """Medians of a layer about as wide as V2-Lite's, whose experts take turns so that their weights come from memory."""
-    from cpu_experts import Experts, isa
+    from cpu_experts import isa
 
-    rng = np.random.default_rng(0)
-    up, down = (rng.standard_normal(shape, np.float32) * np.float32(0.02) for shape in ((WIDTH, MODEL), (MODEL, WIDTH)))
-    up, down = (np.broadcast_to(w, (EXPERTS, *w.shape)) for w in (up, down))
-    with Experts(up, up, down, precision, down_precision=down_precision) as layer:
+    with repeated(MODEL, WIDTH, EXPERTS, precision, down_precision, beyond=CACHES * last_cache()) as layer:
         times = zip(*(_times(layer) for _ in range(PASSES)), strict=True)
-        nothing, few, more, late, some, many, way, fetched = map(min, times)
-        expert = layer.nbytes / EXPERTS
+        nothing, few, more, late, some, many, way, fetch, fetches = map(min, times)
+        expert = layer.nbytes / layer.experts
     few, more, some, many = (max(seconds - nothing, 0.0) for seconds in (few, more, some, many))
     call, each = _line(FEW, few, MORE, more)
     rest, token = _line(SOME - 1, some, MANY - 1, many)  # beside the first, which `each` has
-    exposed = min(max(rest - call, 0.0) / (CHOSEN * each), 1.0)
+    exposed = max(rest - call, 0.0) / (CHOSEN * each)
     latency = call + max(late - nothing, few) - few + way
-    flops, link = 6 * CHOSEN * MODEL * WIDTH / token, CHOSEN * expert / fetched
+    flops, link = 6 * CHOSEN * MODEL * WIDTH / token, expert / _line(CHOSEN, fetch, EXPERTS, fetches)[1]
     name = f"{cores()} cores with {isa()}, {_both(precision, down_precision)}"
     return Host(name, expert / each, flops, call, latency, link, exposed)
 
 
+def repeated(model: int, width: int, experts: int, precision: str, down_precision: str | None = None, beyond: int = 0) -> Any:
+    """A layer of one random expert, `experts` times, or as often as takes so many bytes but a quarter of free memory at most."""
+    from cpu_experts import Experts, layout
+
+    rng, precisions = np.random.default_rng(0), (precision, down_precision or precision)
+    floats = (rng.standard_normal(shape, np.float32) * np.float32(0.02) for shape in ((width, model), (model, width)))
+    up, down = map(layout.quantize, floats, precisions)
+    size = sum(part.nbytes for part in (*up, *up, *down))
+    experts = max(experts, min(beyond, free_memory() // 4) // size)
+    up, down = (tuple(np.broadcast_to(part, (experts, *part.shape)) for part in parts) for parts in (up, down))
+    return Experts(up, up, down, precision, down_precision=down_precision)
+
+
 def _times(layer: Any) -> tuple[float, ...]:
     """Of calls of nothing but Python, which a program's call does without, of FEW and of MORE experts, of FEW after a pause, of
-    SOME and of MANY tokens; of a program's call on its way, and of experts over the link."""
+    SOME and of MANY tokens; of a program's call on its way, and of CHOSEN and of EXPERTS experts over the link."""
     few, more, late = _seconds(layer, 1, FEW), _seconds(layer, 1, MORE), _seconds(layer, 1, FEW, PAUSE)
     some, many = (_seconds(layer, tokens, CHOSEN) for tokens in (SOME, MANY))
-    return _seconds(layer, 1, 0), few, more, late, some, many, _way_seconds(layer), _link_seconds(layer)
+    fetched = (_link_seconds(layer, count) for count in (CHOSEN, EXPERTS))
+    return _seconds(layer, 1, 0), few, more, late, some, many, _way_seconds(layer), *fetched
 
 
 def _line(few: int, first: float, more: int, then: float) -> tuple[float, float]:
@@ -84,7 +98,7 @@ def _possible(found: dict[str, Any] | None) -> bool:
     figures = {field: value for field, value in found.items() if field != "name"}
     if any(type(value) not in (int, float) or not 0 <= value < MOST for value in figures.values()):  # NaN is neither
         return False
-    return figures["exposed"] <= 1 and all(figures[field] > 0 for field in ("bandwidth", "flops", "link"))
+    return all(figures[field] > 0 for field in ("bandwidth", "flops", "link"))
 
 
 def _both(precision: str, down: str | None) -> str:
@@ -99,7 +113,7 @@ def _seconds(layer: Any, tokens: int, chosen: int, pause: float = 0.0) -> float:
     x, weights = rng.standard_normal((tokens, MODEL), np.float32), np.full((tokens, width), 1 / width, np.float32)
     places = np.tile(np.arange(width, dtype=np.int32), (tokens, 1))
     for i in range(1 + REPEATS):
-        ids = (places + i * width) % EXPERTS if chosen else np.full_like(places, EXPERTS)
+        ids = (places + i * width) % layer.experts if chosen else np.full_like(places, layer.experts)
         _wait(pause)
         start = time.perf_counter()
         layer.forward(x, ids, weights)
@@ -118,7 +132,7 @@ def _way_seconds(layer: Any, calls: int = 8) -> float:
     """What a call takes in a program of the default device on its way there and back; one of no experts, that is."""
     from cpu_experts import ffi
 
-    nobody, weights = jnp.full((1, CHOSEN), EXPERTS, jnp.int32), jnp.zeros((1, CHOSEN))
+    nobody, weights = jnp.full((1, CHOSEN), layer.experts, jnp.int32), jnp.zeros((1, CHOSEN))
 
     def chain(x: jax.Array, count: int) -> jax.Array:
         for _ in range(count):
@@ -131,11 +145,11 @@ def _way_seconds(layer: Any, calls: int = 8) -> float:
     return max((many - few) / calls, 0.0)
 
 
-def _link_seconds(layer: Any) -> float:
-    """Of CHOSEN packed experts from the host's memory to the device's."""
+def _link_seconds(layer: Any, count: int) -> float:
+    """Of so many packed experts from the host's memory to the device's."""
     from cpu_experts import ffi
 
-    some = jax.jit(lambda first: ffi.fetch(layer, first, CHOSEN))
+    some = jax.jit(lambda first: ffi.fetch(layer, first, count))
     return _median(lambda: jax.block_until_ready(some(0)))
 
 

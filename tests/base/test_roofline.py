@@ -165,6 +165,14 @@ def test_arithmetic_hides_no_more_of_the_bytes_time_than_measured(exposed, expec
     assert ms(host_seconds(V2_LITE, host, 4096, ONE)) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("tokens", "rows"), [(64, 6), (256, 24), (341, 32), (352, 33), (1024, 96)])
+def test_an_experts_time_rises_evenly_to_that_of_some_tokens(tokens, rows):
+    """64 experts of 1 ms by their bytes, and by arithmetic 0.1 a row; where codes are converted, which takes half as long."""
+    host = CALLED._replace(call=0, latency=0, exposed=1.5, flops=2 * EXPERT / 0.1e-3)
+    expected = 1 + (rows - 1) / 31 * (1.5 + 3.1 - 1) if rows < 32 else 1.5 + 0.1 * (rows - 1)
+    assert ms(host_seconds(V2_LITE, host, tokens, ONE)) == pytest.approx(64 * expected, rel=0.01)
+
+
 def test_two_calls_of_several_rows_read_more_than_one():
     """64 experts; a row misses one with chances of 58, 60 and 62 in 64 by 6, 4 and 2 choices. 8 rows."""
     free = CALLED._replace(call=0, latency=0)

@@ -33,6 +33,21 @@ def test_packed_memory_starts_at_a_page_of_its_own():
     assert layout.pack_experts([parts], "bf16", 40).ctypes.data % 4096 == 0
 
 
+@pytest.mark.parametrize("format", layout.FORMATS)
+def test_one_expert_repeated_is_packed_as_its_copies_are(format):
+    (inputs,) = fitting(format, 70)
+    gate, up, _ = random_layer(1, inputs, 33)
+    pair = [layout.quantize(w[0], format) for w in (gate, up)]
+    repeated = [tuple(np.broadcast_to(part, (3, *part.shape)) for part in parts) for parts in pair]
+    copies = [tuple(np.array(part) for part in parts) for parts in repeated]
+    assert (layout.pack_experts(repeated, format, inputs) == layout.pack_experts(copies, format, inputs)).all()
+    copies[1][0][1] ^= 1
+    mixed = [repeated[0], copies[1]]
+    found = layout.pack_experts(mixed, format, inputs)
+    assert (found[0] == found[2]).all()
+    assert not (found[0] == found[1]).all()
+
+
 def test_bfloat16_and_e4m3_are_those_of_ml_dtypes():
     x = np.concatenate([np.random.default_rng(0).standard_normal(10000) * 10.0 ** np.arange(-40, 40).repeat(125), [np.inf, 0]])
     with np.errstate(over="ignore"):

@@ -31,6 +31,25 @@ def v1(folder: str, limit: int, held: int) -> dict[str, str]:
 OF_FILES = "anon 5\ninactive_file 1073741824\nactive_file 1073741824\ninactive_anon 7\n"
 
 
+def cache(cpu: int, index: int, level: int, shared: str, size: str) -> dict[str, str]:
+    names = {"level": level, "shared_cpu_list": shared, "size": size}
+    return {f"sys/devices/system/cpu/cpu{cpu}/cache/index{index}/{name}": f"{value}\n" for name, value in names.items()}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 0),
+        (cache(0, 2, 2, "0", "2048K"), 2048),
+        ({**cache(0, 2, 2, "0", "2048K"), **cache(0, 3, 3, "0-1", "32768K"), **cache(1, 3, 3, "0-1", "32768K")}, 32768),
+        ({**cache(0, 3, 3, "0", "32768K"), **cache(12, 3, 3, "12", "16384K"), **cache(12, 2, 2, "12", "1024K")}, 49152),
+        ({**cache(0, 2, 2, "0", "2048K"), **cache(0, 3, 3, "0", "nonsense")}, 2048),
+    ],
+)
+def test_the_last_caches_are_those_of_the_highest_level(tmp_path, files, expected):
+    assert limits.last_cache(laid(tmp_path, files)) == expected << 10
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [

@@ -6,6 +6,7 @@ import shutil
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from cpu_experts import library
@@ -92,7 +93,6 @@ IMPOSSIBLE = ["fast", None, True, [], {}, -1, float("nan"), float("inf"), 1e30, 
     [
         *((field, value) for field in FIGURES for value in IMPOSSIBLE),
         *((f, 0) for f in ("bandwidth", "flops", "link")),
-        ("exposed", 1.1),
         ("name", 1),
     ],
 )
@@ -114,7 +114,7 @@ class Clocked:
     """A layer whose calls take 0.1 ms, where they have experts 0.4 ms and 1 ms for each more, and where 0.2 ms passed since the
     last call 0.3 ms more; each token but the first takes 0.2 ms, which hide at most a half of the experts' time."""
 
-    nbytes = measure.EXPERTS * 5_000_000
+    experts, nbytes = measure.EXPERTS, measure.EXPERTS * 5_000_000
 
     def __init__(self, *_, **__):
         self.now = self.ended = 0.0
@@ -143,7 +143,7 @@ def test_a_calls_own_time_is_told_from_that_of_bytes_and_of_threads_that_sleep(m
     monkeypatch.setattr("cpu_experts.isa", lambda: "avx2")
     monkeypatch.setattr(measure.time, "perf_counter", layer.clock)
     monkeypatch.setattr(measure, "_way_seconds", lambda layer: 0.02e-3)
-    monkeypatch.setattr(measure, "_link_seconds", lambda layer: measure.CHOSEN * 5e6 / 5e10)
+    monkeypatch.setattr(measure, "_link_seconds", lambda layer, count: 1e-4 + count * 5e6 / 5e10)
     found = measure.measure("int8")
     assert found[1:] == pytest.approx((5e9, 6 * 6 * 2048 * 1536 / 0.2e-3, 0.4e-3, 0.72e-3, 5e10, 0.5), rel=1e-3)
 
@@ -151,12 +151,12 @@ def test_a_calls_own_time_is_told_from_that_of_bytes_and_of_threads_that_sleep(m
 def test_a_measurement_that_other_work_disturbed_gives_way_to_the_other_one(monkeypatch):
     """Here all of the first, then a part of the second."""
     few, more, some, many = 2.5e-3, 12.5e-3, 8.5e-3, 53.3e-3
-    second = 1e-4, few + 1e-4, more + 1e-4, few + 4e-4, some + 1e-4, many + 1e-4, 2e-5, 9e-1
-    passes = iter([(4e-4, 9e-3, 5e-2, 9e-3, 0.1, 0.2, 9e-5, 9e-3), second])
+    second = 1e-4, few + 1e-4, more + 1e-4, few + 4e-4, some + 1e-4, many + 1e-4, 2e-5, 9e-1, 2.6e-2
+    passes = iter([(4e-4, 9e-3, 5e-2, 9e-3, 0.1, 0.2, 9e-5, 8e-3, 3e-1), second])
     monkeypatch.setattr("cpu_experts.Experts", Clocked)
     monkeypatch.setattr("cpu_experts.isa", lambda: "avx2")
     monkeypatch.setattr(measure, "_times", lambda layer: next(passes))
-    flops, link = 6 * 6 * 2048 * 1536 / 0.2e-3, measure.CHOSEN * 5e6 / 9e-3
+    flops, link = 6 * 6 * 2048 * 1536 / 0.2e-3, 5e6 / 1e-3
     assert measure.measure("int8")[1:] == pytest.approx((5e9, flops, 0.5e-3, 0.82e-3, link, 0.3))
 
 
@@ -184,6 +184,19 @@ def test_rates_of_a_library_are_not_those_of_one_that_was_built_anew(tmp_path, m
 )
 def test_times_that_others_disturbed_are_all_of_what_is_counted(few, more, expected):
     assert measure._line(2, few, 12, more) == pytest.approx(expected)
+
+
+@pytest.mark.usefixtures("host_library")
+@pytest.mark.parametrize(("free", "expected"), [(1 << 40, 11), (4 * 7 * 6144, 7), (0, 3)])
+def test_a_layer_is_larger_than_caches_where_memory_allows(monkeypatch, free, expected):
+    """In int8 three matrices of 2,048 numbers; the experts are copies of one."""
+    monkeypatch.setattr(measure, "free_memory", lambda: free + free // 8)  # scales
+    with measure.repeated(64, 32, 3, "int8", beyond=12 * 6144) as layer:
+        assert layer.experts == expected
+        x, weights = np.ones((expected, 64), np.float32), np.ones((expected, 1), np.float32)
+        out = layer.forward(x, np.arange(expected, dtype=np.int32)[:, None], weights)
+    assert (out == out[0]).all()
+    assert out.any()
 
 
 @pytest.mark.usefixtures("host_library")
