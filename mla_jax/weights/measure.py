@@ -24,9 +24,8 @@ from mla_jax.weights.limits import cores, free_memory, last_cache
 MODEL, WIDTH, EXPERTS, CHOSEN = 2048, 1536, 24, 6
 CACHES = 4  # times the last caches' size, which experts that take turns must exceed to come from memory
 FEW, MORE = 2, 12  # experts of a token: what a call takes beside their bytes is in both alike
-MANY = (
-    256  # tokens that choose the same experts, as SOME do: what arithmetic adds to the bytes' time, and what does not, is a line
-)
+MANY = 256  # tokens that choose the same MORE, as SOME do: what arithmetic adds to the bytes' time, and what not, is a line
+ENOUGH = 1.0  # seconds, after which slow cores repeat no more
 PAUSE = 2e-4  # seconds between two calls, after which the library's threads sleep; a layer of a device takes about half of it
 REPEATS = 7
 PASSES = 2  # over all that is measured, of whose times the shorter counts: others may use the CPU during one
@@ -56,9 +55,9 @@ def measure(precision: str, down_precision: str | None = None) -> Host:
     few, more, some, many = (max(seconds - nothing, 0.0) for seconds in (few, more, some, many))
     call, each = _line(FEW, few, MORE, more)
     rest, token = _line(SOME - 1, some, MANY - 1, many)  # beside the first, which `each` has
-    exposed = max(rest - call, 0.0) / (CHOSEN * each)
+    exposed = max(rest - call, 0.0) / (MORE * each)
     latency = call + max(late - nothing, few) - few + way
-    flops, link = 6 * CHOSEN * MODEL * WIDTH / token, expert / _line(CHOSEN, fetch, EXPERTS, fetches)[1]
+    flops, link = 6 * MORE * MODEL * WIDTH / token, expert / _line(CHOSEN, fetch, EXPERTS, fetches)[1]
     name = f"{cores()} cores with {isa()}, {_both(precision, down_precision)}"
     return Host(name, expert / each, flops, call, latency, link, exposed)
 
@@ -80,7 +79,7 @@ def _times(layer: Any) -> tuple[float, ...]:
     """Of calls of nothing but Python, which a program's call does without, of FEW and of MORE experts, of FEW after a pause, of
     SOME and of MANY tokens; of a program's call on its way, and of CHOSEN and of EXPERTS experts over the link."""
     few, more, late = _seconds(layer, 1, FEW), _seconds(layer, 1, MORE), _seconds(layer, 1, FEW, PAUSE)
-    some, many = (_seconds(layer, tokens, CHOSEN) for tokens in (SOME, MANY))
+    some, many = (_seconds(layer, tokens, MORE) for tokens in (SOME, MANY))
     fetched = (_link_seconds(layer, count) for count in (CHOSEN, EXPERTS))
     return _seconds(layer, 1, 0), few, more, late, some, many, _way_seconds(layer), *fetched
 
@@ -113,6 +112,8 @@ def _seconds(layer: Any, tokens: int, chosen: int, pause: float = 0.0) -> float:
     x, weights = rng.standard_normal((tokens, MODEL), np.float32), np.full((tokens, width), 1 / width, np.float32)
     places = np.tile(np.arange(width, dtype=np.int32), (tokens, 1))
     for i in range(1 + REPEATS):
+        if sum(times[1:]) > ENOUGH:
+            break
         ids = (places + i * width) % layer.experts if chosen else np.full_like(places, layer.experts)
         _wait(pause)
         start = time.perf_counter()

@@ -145,18 +145,18 @@ def test_a_calls_own_time_is_told_from_that_of_bytes_and_of_threads_that_sleep(m
     monkeypatch.setattr(measure, "_way_seconds", lambda layer: 0.02e-3)
     monkeypatch.setattr(measure, "_link_seconds", lambda layer, count: 1e-4 + count * 5e6 / 5e10)
     found = measure.measure("int8")
-    assert found[1:] == pytest.approx((5e9, 6 * 6 * 2048 * 1536 / 0.2e-3, 0.4e-3, 0.72e-3, 5e10, 0.5), rel=1e-3)
+    assert found[1:] == pytest.approx((5e9, 6 * 12 * 2048 * 1536 / 0.2e-3, 0.4e-3, 0.72e-3, 5e10, 0.5), rel=1e-3)
 
 
 def test_a_measurement_that_other_work_disturbed_gives_way_to_the_other_one(monkeypatch):
     """Here all of the first, then a part of the second."""
-    few, more, some, many = 2.5e-3, 12.5e-3, 8.5e-3, 53.3e-3
+    few, more, some, many = 2.5e-3, 12.5e-3, 10.3e-3, 55.1e-3
     second = 1e-4, few + 1e-4, more + 1e-4, few + 4e-4, some + 1e-4, many + 1e-4, 2e-5, 9e-1, 2.6e-2
     passes = iter([(4e-4, 9e-3, 5e-2, 9e-3, 0.1, 0.2, 9e-5, 8e-3, 3e-1), second])
     monkeypatch.setattr("cpu_experts.Experts", Clocked)
     monkeypatch.setattr("cpu_experts.isa", lambda: "avx2")
     monkeypatch.setattr(measure, "_times", lambda layer: next(passes))
-    flops, link = 6 * 6 * 2048 * 1536 / 0.2e-3, 5e6 / 1e-3
+    flops, link = 6 * 12 * 2048 * 1536 / 0.2e-3, 5e6 / 1e-3
     assert measure.measure("int8")[1:] == pytest.approx((5e9, flops, 0.5e-3, 0.82e-3, link, 0.3))
 
 
