@@ -186,6 +186,16 @@ def test_times_that_others_disturbed_are_all_of_what_is_counted(few, more, expec
     assert measure._line(2, few, 12, more) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("seconds", "calls"), [(1e-3, 8), (0.3, 5), (2.0, 2)])
+def test_slow_cores_repeat_no_more_once_that_took_enough(monkeypatch, seconds, calls):
+    """The first of all is not timed."""
+    layer, seen = Clocked(), []
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: seconds * len(seen))
+    monkeypatch.setattr(Clocked, "forward", lambda *_: seen.append(_))
+    assert measure._seconds(layer, 3, 2) == pytest.approx(seconds)
+    assert len(seen) == calls
+
+
 @pytest.mark.usefixtures("host_library")
 @pytest.mark.parametrize(("free", "expected"), [(1 << 40, 11), (4 * 7 * 6144, 7), (0, 3)])
 def test_a_layer_is_larger_than_caches_where_memory_allows(monkeypatch, free, expected):
