@@ -340,7 +340,8 @@ def test_deferrals_lines_and_marks_are_the_planners_rates():
 
 def test_the_title_of_deferral_says_the_fewest_experts_that_gain_most():
     rates = [1 / decode_seconds(V3, H200, 1, 1024, SERVER, 58, EXPERT["fp8_block"], defer) for defer in range(4)]
-    assert rates[0] < 0.95 * rates[1] < 0.95 * max(rates) < rates[1]
+    assert rates[0] < 0.95 * rates[1]
+    assert max(rates) == pytest.approx(rates[1])  # more of them gain no more
     title = plots_host.deferral(V3, H200, [SERVER], EXPERT["fp8_block"]).axes[0].get_title(loc="left")
     assert title == f"8 channels of DDR5-4800: {rates[0]:.3g} tokens/s, {rates[1]:.3g} with 1 deferred"
     fast = SERVER._replace(bandwidth=1e15, call=0.0, latency=0.0, flops=1e18)

@@ -406,10 +406,12 @@ def test_a_cpu_device_brings_experts_nowhere_unless_asked(tmp_path, monkeypatch)
 
 # rates
 
+SMALL = {"MODEL": 256, "WIDTH": 256, "MANY": 40, "EXPERTS": 12, "CACHES": 0}
+
 
 @pytest.mark.usefixtures("host_library")
 def test_rates_are_measured_once_and_again_if_the_file_is_damaged(tmp_path, monkeypatch):
-    for name, size in {"MODEL": 256, "WIDTH": 256, "MANY": 8, "EXPERTS": 12}.items():
+    for name, size in SMALL.items():
         monkeypatch.setattr(measure, name, size)
     monkeypatch.setattr(measure, "cores", lambda: 3)
     path = tmp_path / "folder" / "host.json"
@@ -431,10 +433,10 @@ def test_rates_are_measured_once_and_again_if_the_file_is_damaged(tmp_path, monk
 @pytest.mark.usefixtures("host_library")
 def test_rates_of_a_down_projection_in_its_own_format_are_of_both(tmp_path, monkeypatch):
     opened_with = []
-    for name, size in {"MODEL": 256, "WIDTH": 256, "MANY": 8, "EXPERTS": 12}.items():
+    for name, size in SMALL.items():
         monkeypatch.setattr(measure, name, size)
     monkeypatch.setattr(
-        measure, "_link_seconds", lambda layer: opened_with.append((layer.precision, layer.down_precision)) or 1.0
+        measure, "_link_seconds", lambda layer, _: opened_with.append((layer.precision, layer.down_precision)) or 1.0
     )
     assert measure.host("q4_k", "q6_k", tmp_path / "host.json").name.endswith("q4_k and q6_k")
     assert {*opened_with} == {("q4_k", "q6_k")}
