@@ -169,10 +169,10 @@ def pack_experts(matrices: list[Parts], format: str, inputs: int) -> np.ndarray:
     size = panel_bytes(format, inputs)[2]
     packed = _pages(experts * count * size).reshape(experts, count, size)
     one = all(part.strides[0] == 0 for matrix in matrices for part in matrix)  # repeated by np.broadcast_to
-    for e in range(1 if one else experts):
+    for e in range(min(experts, 1) if one else experts):
         pack([tuple(part[e] for part in matrix) for matrix in matrices], format, inputs, packed[e])
     if one:
-        packed[1:] = packed[0]
+        packed[1:] = packed[:1]
     return packed
 
 

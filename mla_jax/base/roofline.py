@@ -61,7 +61,7 @@ class Host(NamedTuple):
     Bytes/s of the weights of few tokens, FLOP/s with many; seconds. `call` is what every call takes of the CPU, however soon it
     follows another; `latency` what one takes in all that a device waits for alone: the way there, threads that sleep by then, and
     the way back, too. `link` is bytes/s from the CPU's memory to the device's. `exposed` times the bytes' time adds to that of
-    arithmetic: a half to three quarters in bf16 with AVX-512, more than one where codes take time to be converted."""
+    arithmetic: three quarters of it in bf16 with AVX-512 on Zen 4, more than all where codes take time to be converted."""
 
     name: str
     bandwidth: float

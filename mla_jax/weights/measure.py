@@ -1,12 +1,13 @@
 """What this machine reaches, its CPU with experts and its GPU or TPU: measured once, in seconds, and kept in the user's cache."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from mla_jax.base.roofline import SOME, Device, Host
 from mla_jax.weights.limits import cores, free_memory, last_cache
 
 MODEL, WIDTH, EXPERTS, CHOSEN = 2048, 1536, 24, 6
-CACHES = 4  # times the last caches' size, which experts that take turns must exceed to come from memory
+CACHES, LARGEST = 4, 2 << 30  # times the last caches' size experts that take turns exceed, to come from memory; but so many bytes
 FEW, MORE = 2, 12  # experts of a token: what a call takes beside their bytes is in both alike
 MANY = 256  # tokens that choose the same MORE, as SOME do: what arithmetic adds to the bytes' time, and what not, is a line
 ENOUGH = 1.0  # seconds, after which slow cores repeat no more
@@ -30,6 +31,7 @@ PAUSE = 2e-4  # seconds between two calls, after which the library's threads sle
 REPEATS = 7
 PASSES = 2  # over all that is measured, of whose times the shorter counts: others may use the CPU during one
 MOST = 1e18  # bytes or FLOPs a second
+WAY = 2  # of measuring: what another one found is not taken
 
 
 def host(precision: str = "bf16", down: str | None = None, cache: Path | None = None) -> Host:
@@ -48,8 +50,9 @@ def measure(precision: str, down_precision: str | None = None) -> Host:
     """Medians of a layer about as wide as V2-Lite's, whose experts take turns so that their weights come from memory."""
     from cpu_experts import isa
 
-    with repeated(MODEL, WIDTH, EXPERTS, precision, down_precision, beyond=CACHES * last_cache()) as layer:
-        times = zip(*(_times(layer) for _ in range(PASSES)), strict=True)
+    beyond, turns = min(CACHES * last_cache(), LARGEST), itertools.count()
+    with repeated(MODEL, WIDTH, EXPERTS, precision, down_precision, beyond) as layer:
+        times = zip(*(_times(layer, turns) for _ in range(PASSES)), strict=True)
         nothing, few, more, late, some, many, way, fetch, fetches = map(min, times)
         expert = layer.nbytes / layer.experts
     few, more, some, many = (max(seconds - nothing, 0.0) for seconds in (few, more, some, many))
@@ -70,18 +73,19 @@ def repeated(model: int, width: int, experts: int, precision: str, down_precisio
     floats = (rng.standard_normal(shape, np.float32) * np.float32(0.02) for shape in ((width, model), (model, width)))
     up, down = map(layout.quantize, floats, precisions)
     size = sum(part.nbytes for part in (*up, *up, *down))
-    experts = max(experts, min(beyond, free_memory() // 4) // size)
+    if beyond:
+        experts = max(experts, min(beyond, free_memory() // 4) // size)
     up, down = (tuple(np.broadcast_to(part, (experts, *part.shape)) for part in parts) for parts in (up, down))
     return Experts(up, up, down, precision, down_precision=down_precision)
 
 
-def _times(layer: Any) -> tuple[float, ...]:
+def _times(layer: Any, turns: Iterator[int]) -> tuple[float, ...]:
     """Of calls of nothing but Python, which a program's call does without, of FEW and of MORE experts, of FEW after a pause, of
     SOME and of MANY tokens; of a program's call on its way, and of CHOSEN and of EXPERTS experts over the link."""
-    few, more, late = _seconds(layer, 1, FEW), _seconds(layer, 1, MORE), _seconds(layer, 1, FEW, PAUSE)
-    some, many = (_seconds(layer, tokens, MORE) for tokens in (SOME, MANY))
+    few, more, late = (_seconds(layer, turns, 1, chosen, pause) for chosen, pause in ((FEW, 0), (MORE, 0), (FEW, PAUSE)))
+    some, many = (_seconds(layer, turns, tokens, MORE) for tokens in (SOME, MANY))
     fetched = (_link_seconds(layer, count) for count in (CHOSEN, EXPERTS))
-    return _seconds(layer, 1, 0), few, more, late, some, many, _way_seconds(layer), *fetched
+    return _seconds(layer, turns, 1, 0), few, more, late, some, many, _way_seconds(layer), *fetched
 
 
 def _line(few: int, first: float, more: int, then: float) -> tuple[float, float]:
@@ -104,17 +108,17 @@ def _both(precision: str, down: str | None) -> str:
     return precision if down in (None, precision) else f"{precision} and {down}"
 
 
-def _seconds(layer: Any, tokens: int, chosen: int, pause: float = 0.0) -> float:
-    """Of a call by the host's own clock, so long after the last one; each takes the experts after those of the last.
+def _seconds(layer: Any, turns: Iterator[int], tokens: int, chosen: int, pause: float = 0.0) -> float:
+    """Of a call by the host's own clock, so long after the last one; at each turn it takes the next experts, up to MORE.
 
     Not the shortest, which may have found its weights in a large cache."""
     rng, width, times = np.random.default_rng(tokens), max(chosen, 1), []
     x, weights = rng.standard_normal((tokens, MODEL), np.float32), np.full((tokens, width), 1 / width, np.float32)
     places = np.tile(np.arange(width, dtype=np.int32), (tokens, 1))
-    for i in range(1 + REPEATS):
+    for _ in range(1 + REPEATS):
         if sum(times[1:]) > ENOUGH:
             break
-        ids = (places + i * width) % layer.experts if chosen else np.full_like(places, layer.experts)
+        ids = (places + next(turns) * MORE) % layer.experts if chosen else np.full_like(places, layer.experts)
         _wait(pause)
         start = time.perf_counter()
         layer.forward(x, ids, weights)
@@ -172,7 +176,7 @@ def _key(precision: str) -> str:
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
     files = (os.stat(library._name) for library in (load(), load_ffi()))
     built = " ".join(f"{file.st_size}@{file.st_mtime_ns}" for file in files)
-    return f"{model}, {cores()} cores, {isa()}, built {built}, {precision}, {jax.devices()[0].device_kind}"
+    return f"way {WAY}: {model}, {cores()} cores, {isa()}, built {built}, {precision}, {jax.devices()[0].device_kind}"
 
 
 def _kept(name: str) -> Path | None:

@@ -1,5 +1,6 @@
 """What a device reaches is measured once; where that fails or cannot be, the table's figures are taken."""
 
+import itertools
 import json
 import os
 import shutil
@@ -104,20 +105,21 @@ def test_rates_that_no_cpu_has_are_measured_again(tmp_path, measured, field, val
     assert json.loads(path.read_text()) == dict.fromkeys(("bf16", "int8"), RATES._asdict())
 
 
-def test_a_call_too_short_to_be_measured_is_believed(tmp_path, measured):
-    (tmp_path / "host.json").write_text(json.dumps({"bf16": RATES._replace(call=0.0, latency=0.0)._asdict()}))
-    assert measure.host("bf16", cache=tmp_path / "host.json").call == 0
+def test_a_call_too_short_to_be_measured_is_believed_and_codes_that_take_longer_than_their_bytes(tmp_path, measured):
+    kept = RATES._replace(call=0.0, latency=0.0, exposed=1.5)
+    (tmp_path / "host.json").write_text(json.dumps({"bf16": kept._asdict()}))
+    assert measure.host("bf16", cache=tmp_path / "host.json") == kept
     assert not measured
 
 
 class Clocked:
     """A layer whose calls take 0.1 ms, where they have experts 0.4 ms and 1 ms for each more, and where 0.2 ms passed since the
-    last call 0.3 ms more; each token but the first takes 0.2 ms, which hide at most a half of the experts' time."""
+    last call 0.3 ms more; each token but the first takes 0.2 ms, which hide half of the experts' time, or what is `exposed`."""
 
-    experts, nbytes = measure.EXPERTS, measure.EXPERTS * 5_000_000
+    experts, nbytes, exposed = 30, 30 * 5_000_000, 0.5
 
     def __init__(self, *_, **__):
-        self.now = self.ended = 0.0
+        self.now, self.ended, self.turns = 0.0, 0.0, []
 
     def __enter__(self):
         return self
@@ -130,22 +132,31 @@ class Clocked:
         return self.now
 
     def forward(self, x, ids, weights):
-        self.seen = {*ids.ravel().tolist()} - {measure.EXPERTS}
+        self.seen = {*ids.ravel().tolist()} - {self.experts}
+        self.turns.append(self.seen)
         asleep = self.now - self.ended > 1e-4
         read, computed = 1e-3 * len(self.seen), 0.2e-3 * (len(x) - 1)
-        self.now += 0.1e-3 + (0.4e-3 + max(read, read / 2 + computed) + 0.3e-3 * asleep if self.seen else 0)
+        both = read * self.exposed + computed if len(x) > 1 else read
+        self.now += 0.1e-3 + (0.4e-3 + max(read, both) + 0.3e-3 * asleep if self.seen else 0)
         self.ended = self.now
 
 
-def test_a_calls_own_time_is_told_from_that_of_bytes_and_of_threads_that_sleep(monkeypatch):
-    layer = Clocked()
-    monkeypatch.setattr("cpu_experts.Experts", lambda *_, **__: layer)
+@pytest.mark.parametrize("exposed", [0.5, 1.5])  # converting codes takes time as well
+def test_a_calls_own_time_is_told_from_that_of_bytes_and_of_threads_that_sleep(monkeypatch, exposed):
+    layer, beyond = Clocked(), []
+    monkeypatch.setattr(layer, "exposed", exposed, raising=False)
+    monkeypatch.setattr(measure, "last_cache", lambda: 100 << 20)
+    monkeypatch.setattr(measure, "repeated", lambda *given: beyond.append(given[-1]) or layer)
     monkeypatch.setattr("cpu_experts.isa", lambda: "avx2")
     monkeypatch.setattr(measure.time, "perf_counter", layer.clock)
     monkeypatch.setattr(measure, "_way_seconds", lambda layer: 0.02e-3)
     monkeypatch.setattr(measure, "_link_seconds", lambda layer, count: 1e-4 + count * 5e6 / 5e10)
     found = measure.measure("int8")
-    assert found[1:] == pytest.approx((5e9, 6 * 12 * 2048 * 1536 / 0.2e-3, 0.4e-3, 0.72e-3, 5e10, 0.5), rel=1e-3)
+    assert found[1:] == pytest.approx((5e9, 6 * 12 * 2048 * 1536 / 0.2e-3, 0.4e-3, 0.72e-3, 5e10, exposed), rel=1e-3)
+    assert beyond == [400 << 20]
+    worked = [seen for seen in layer.turns if seen]
+    assert all(seen.isdisjoint(then) for seen, then in itertools.pairwise(worked))
+    assert set().union(*worked) == {*range(layer.experts)}
 
 
 def test_a_measurement_that_other_work_disturbed_gives_way_to_the_other_one(monkeypatch):
@@ -155,7 +166,7 @@ def test_a_measurement_that_other_work_disturbed_gives_way_to_the_other_one(monk
     passes = iter([(4e-4, 9e-3, 5e-2, 9e-3, 0.1, 0.2, 9e-5, 8e-3, 3e-1), second])
     monkeypatch.setattr("cpu_experts.Experts", Clocked)
     monkeypatch.setattr("cpu_experts.isa", lambda: "avx2")
-    monkeypatch.setattr(measure, "_times", lambda layer: next(passes))
+    monkeypatch.setattr(measure, "_times", lambda layer, turns: next(passes))
     flops, link = 6 * 12 * 2048 * 1536 / 0.2e-3, 5e6 / 1e-3
     assert measure.measure("int8")[1:] == pytest.approx((5e9, flops, 0.5e-3, 0.82e-3, link, 0.3))
 
@@ -192,7 +203,7 @@ def test_slow_cores_repeat_no_more_once_that_took_enough(monkeypatch, seconds, c
     layer, seen = Clocked(), []
     monkeypatch.setattr(measure.time, "perf_counter", lambda: seconds * len(seen))
     monkeypatch.setattr(Clocked, "forward", lambda *_: seen.append(_))
-    assert measure._seconds(layer, 3, 2) == pytest.approx(seconds)
+    assert measure._seconds(layer, itertools.count(), 3, 2) == pytest.approx(seconds)
     assert len(seen) == calls
 
 
