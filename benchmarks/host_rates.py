@@ -2,9 +2,9 @@
 
     python -m cpu_experts.build && python benchmarks/host_rates.py --out host_rates.json
 
-The planner measures a CPU's rates with a layer of its own (mla_jax/weights/measure.py); here these are measured anew, and what follows
-for V2-Lite's layers and for V3's with 32 of its experts stands beside medians of them. Random routing, of other tokens in every
-forward; in int4 V2-Lite's 64 experts take 0.3 GB."""
+The planner measures a CPU's rates with a layer of its own (mla_jax/weights/measure.py). Here these are measured anew, and what
+follows for V2-Lite's layers and for V3's with 32 of its experts stands beside medians of them. Random routing, of other tokens in
+every forward; in int4 V2-Lite's 64 experts take 0.3 GB."""
 
 import argparse
 import dataclasses
