@@ -50,8 +50,9 @@ def measure(precision: str, down_precision: str | None = None) -> Host:
     """Medians of a layer about as wide as V2-Lite's, whose experts take turns so that their weights come from memory."""
     from cpu_experts import isa
 
-    beyond, turns = min(CACHES * last_cache(), LARGEST), itertools.count()
+    beyond = min(CACHES * last_cache(), LARGEST)
     with repeated(MODEL, WIDTH, EXPERTS, precision, down_precision, beyond) as layer:
+        turns = itertools.cycle(range(layer.experts))
         times = zip(*(_times(layer, turns) for _ in range(PASSES)), strict=True)
         nothing, few, more, late, some, many, way, fetch, fetches = map(min, times)
         expert = layer.nbytes / layer.experts
@@ -109,16 +110,15 @@ def _both(precision: str, down: str | None) -> str:
 
 
 def _seconds(layer: Any, turns: Iterator[int], tokens: int, chosen: int, pause: float = 0.0) -> float:
-    """Of a call by the host's own clock, so long after the last one; at each turn it takes the next experts, up to MORE.
+    """Of a call by the host's own clock, so long after the last one; each takes the next experts by `turns`, or none.
 
     Not the shortest, which may have found its weights in a large cache."""
     rng, width, times = np.random.default_rng(tokens), max(chosen, 1), []
     x, weights = rng.standard_normal((tokens, MODEL), np.float32), np.full((tokens, width), 1 / width, np.float32)
-    places = np.tile(np.arange(width, dtype=np.int32), (tokens, 1))
     for _ in range(1 + REPEATS):
         if sum(times[1:]) > ENOUGH:
             break
-        ids = (places + next(turns) * MORE) % layer.experts if chosen else np.full_like(places, layer.experts)
+        ids = np.tile(np.array([next(turns) for _ in range(chosen)] or [layer.experts], np.int32), (tokens, 1))
         _wait(pause)
         start = time.perf_counter()
         layer.forward(x, ids, weights)
