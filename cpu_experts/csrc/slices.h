@@ -15,9 +15,9 @@
 //
 // With 16 cores at once, eight blocks and slices of 16 steps, a step took 38 ns in registers, 42 with rows of the L2 and weights of
 // the L1, 61 once sums and weights came from the L2, too, 70 with weights from memory and 76 with rows from the L3: half of the
-// units' rate. Where more neighbours shared the machine 54 became 119. V3's layer took 72 to 77 ms in turns, whatever of these was
-// tried: 16 panels a subtask, two or four places, the next block's sums asked for. Rows that stay in the L1 while weights pass by
-// were no faster.
+// units' rate. Where more neighbours shared the machine 54 became 119. V3's layer took 75 ms, and in turns with it 72 to 77 with two
+// or four places, with the next block's sums asked for, with 16 panels a subtask besides; 16 panels alone took 86 for 82. Rows that
+// stay in the L1 while weights pass by were no faster.
 #pragma once
 
 #include "gemm.h"
