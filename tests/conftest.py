@@ -9,15 +9,17 @@ import signal
 import socket
 from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+import compiling
+
+compiling.settle()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job, and so in all that the tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from jaxtyping import install_import_hook
+from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook("mla_jax", "checker.checked")
 
-import jax  # noqa: E402
+import deep  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
@@ -30,19 +32,29 @@ settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")
 
 ROOT = Path(__file__).parent
-LONG = ("convert", "notebooks", "test_demo", "tools")
-ONCE = (*LONG, "faults", "fuzz", "test_generate", "text", "ui")
-QUICK = ("engine", "model", "pallas_kernels", "parity", "tools")
+# The second Python of CI runs what versions of Python and JAX can break; the first runs everything.
+EVERY_PYTHON = re.compile(
+    r"(golden|engine|decode)/|(model/test_(mla|fused)|weights/test_load|cpu_experts/test_ffi)\.py"
+    r"|pallas_kernels/(test_(gpu|tpu)\.py|.*interpreted)|test_generate\.py::test_(stdout_carries|json_is_one|ctrl_c|help)"
+)
 TOGETHER = re.compile(  # what waits for one model, trained or compiled, or for one run of a script
     r".*/(test_demo|test_generate|tools/test_(corpus|tasks|train_demo|training))\.py|.*\.py(?=::test_the_gpu_kernel_interpreted_)"
 )
 
 
+def pytest_sessionstart(session):
+    if not hasattr(session.config, "workerinput"):
+        compiling.forget_old()
+
+
 def pytest_collection_modifyitems(items):
-    """What is long, or knows little of versions of Python and JAX, is for one of them."""
+    unchanged = deep.unchanged()
     for item in items:
-        if item.path.relative_to(ROOT).as_posix().startswith(ONCE):
+        if not EVERY_PYTHON.match(item.nodeid.removeprefix(f"{ROOT.name}/")):
             item.add_marker(pytest.mark.once)
+        mark = item.get_closest_marker("deep")
+        if mark and mark.args[0] in unchanged:
+            item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]} has not changed since all tests passed; DEEP=1 runs this"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -56,25 +68,6 @@ def pytest_xdist_make_scheduler(config, log):
             return found[0] if (found := TOGETHER.match(nodeid)) else nodeid
 
     return ByFixture(config, log) if config.getvalue("dist") == "loadgroup" else None
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compilation_cache(tmp_path_factory):
-    """The user's own cache of compiled programs stays untouched."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_optimizations(request):
-    """Where many programs run once each, on tiny arrays, most of the time is LLVM's."""
-    some = request.path.relative_to(ROOT).as_posix().startswith(QUICK)
-    if some:
-        before = jax.config.values["jax_disable_most_optimizations"]
-        jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    if some:
-        jax.config.update("jax_disable_most_optimizations", before)
-        jax.clear_caches()  # other tests compile for themselves
 
 
 @pytest.fixture(autouse=True)
