@@ -25,7 +25,7 @@ from mla_jax import LLM
 from mla_jax.base.gguf_blocks import TYPES
 from mla_jax.base.qtensor import QTensor, dequantize
 from mla_jax.decode.loop import Programs
-from mla_jax.weights.quantize import FORMATS, quantize
+from mla_jax.weights.quantize import QUANTIZERS, quantize
 
 FILES = 12  # the first that are long enough
 PACKED = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "TQ2_0")  # which the gguf package can write
@@ -33,7 +33,7 @@ LATER = 32  # tokens at the beginning of a file that are read, not judged
 
 
 def packed(w: np.ndarray, format: str) -> QTensor:
-    if format in FORMATS:
+    if format in QUANTIZERS:
         return quantize(w, format)
     blocks, size = gguf.quants.quantize(w, gguf.GGMLQuantizationType[format]), TYPES[format].bytes
     return QTensor(format, (jnp.asarray(blocks.reshape(*w.shape[:-1], -1, size)),), w.shape)
@@ -75,7 +75,7 @@ def compared(given: np.ndarray, reference: np.ndarray, tokens: np.ndarray) -> di
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=384, help="tokens of each text")
-    parser.add_argument("--formats", nargs="+", default=[*FORMATS, *PACKED], metavar="FORMAT")
+    parser.add_argument("--formats", nargs="+", default=[*QUANTIZERS, *PACKED], metavar="FORMAT")
     args = parser.parse_args()
     llm = LLM(dtype="float32")
     files = [file for file in corpus.sources() if corpus.is_held_out(file.path) and len(file.text) > 8 * args.length][:FILES]

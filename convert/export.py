@@ -21,10 +21,10 @@ from convert.write import Stopped, interrupts, lock, refusal, write_others
 from mla_jax.base import axes, qtensor
 from mla_jax.base.errors import BadFile, DoesNotFit, Unsupported
 from mla_jax.base.files import read_json
-from mla_jax.weights.checkpoint import BATCH, writing
 from mla_jax.weights.hf_names import HF, SCALE
 from mla_jax.weights.load import PLAIN, Checkpoint
-from mla_jax.weights.names import Source, value_half
+from mla_jax.weights.names import Origin, value_half
+from mla_jax.weights.orbax_store import BATCH, writing
 from mla_jax.weights.plan import available, gib
 from mla_jax.weights.safetensors import DTYPES
 from mla_jax.weights.save import complete, stream
@@ -200,7 +200,7 @@ def _read(checkpoint: Checkpoint, item: Item) -> tuple[list[tuple[str, np.ndarra
     return tensors, unsound
 
 
-def _pieces(item: Item, checkpoint: Checkpoint, source: Source) -> Iterator[tuple[Parts, int]]:
+def _pieces(item: Item, checkpoint: Checkpoint, source: Origin) -> Iterator[tuple[Parts, int]]:
     stored, stack = checkpoint.format_of(source), (len(item.names),) if len(item.names) > len(source.pieces) else ()
     if item.path.endswith("attn.uk") and source.names != checkpoint.sources[_other_half(item.path)].names:
         yield _joined(item, checkpoint)

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
 from demo import corpus as library
-from demo import data, watch
+from demo import data, evaluate
 from demo.recipe import CHAT, VOCABULARY, Phase, Recipe
 from demo.training import Model, Trained, start, step_of
 from mla_jax.weights.save import save
@@ -80,7 +80,7 @@ def ship(work: Path) -> None:
         shutil.copy(work / "corpus/tokenizer.json", folder)
         for name, content in settings.items():
             (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    watch.draw(work / "run/log.jsonl", work / "demo/training.png")
+    evaluate.draw(work / "run/log.jsonl", work / "demo/training.png")
 
 
 class Run:
@@ -120,7 +120,7 @@ class Run:
     def phase(self, trained: Trained, phase: Phase, first: int, extended: bool) -> Trained:
         """Steps until the phase or the time is over; a line of the log every LOOK steps."""
         config, last = self.recipe.config(extended), first + phase.steps
-        step, held = step_of(self.recipe, config), watch.HeldOut(self.corpus, config, phase.rows, phase.length)
+        step, held = step_of(self.recipe, config), evaluate.HeldOut(self.corpus, config, phase.rows, phase.length)
         batches = data.Batches(self.corpus, phase.mix, self.recipe.answer_weight, self.recipe.seed)
         columns = (*Progress.get_default_columns()[:2], TextColumn("{task.fields[said]}"), TimeRemainingColumn())
         with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:

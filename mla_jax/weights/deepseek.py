@@ -16,39 +16,39 @@ from mla_jax.base.config import Config
 from mla_jax.base.errors import BadConfig, BadFile, printable, shortened
 from mla_jax.base.files import read_json
 from mla_jax.weights.hf import Safetensors
-from mla_jax.weights.names import Row, Table, key_half, layered, value_half
-from mla_jax.weights.safetensors import Folder, Tensor, inside, read_header
+from mla_jax.weights.names import Rule, Table, key_half, layered, value_half
+from mla_jax.weights.safetensors import TensorFiles, TensorSpan, inside, read_header
 
-FILE = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
+RANK_FILE = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
 
 _BLOCK = (
-    Row("attn_norm", "attn_norm.weight", "model"),
-    Row("mlp_norm", "ffn_norm.weight", "model"),
-    Row("attn.q_proj", "attn.wq.weight", "heads*query model"),
-    Row("attn.q_a_proj", "attn.wq_a.weight", "q_rank model"),
-    Row("attn.q_a_norm", "attn.q_norm.weight", "q_rank"),
-    Row("attn.q_b_proj", "attn.wq_b.weight", "heads*query q_rank"),
-    Row("attn.kv_a_proj", "attn.wkv_a.weight", "latent model"),
-    Row("attn.kv_a_norm", "attn.kv_norm.weight", "kv_rank"),
-    Row("attn.uk", "attn.wkv_b.weight", "heads*up kv_rank", key_half),
-    Row("attn.uv", "attn.wkv_b.weight", "heads*up kv_rank", value_half),
-    Row("attn.o_proj", "attn.wo.weight", "model heads*value"),
-    Row("mlp.gate", "ffn.w1.weight", "mlp model"),
-    Row("mlp.up", "ffn.w3.weight", "mlp model"),
-    Row("mlp.down", "ffn.w2.weight", "model mlp"),
-    Row("mlp.router.weight", "ffn.gate.weight", "experts model"),
-    Row("mlp.router.bias", "ffn.gate.bias", "experts"),
-    Row("mlp.experts.gate", "ffn.experts.{x}.w1.weight", "expert_mlp model"),
-    Row("mlp.experts.up", "ffn.experts.{x}.w3.weight", "expert_mlp model"),
-    Row("mlp.experts.down", "ffn.experts.{x}.w2.weight", "model expert_mlp"),
-    Row("mlp.shared.gate", "ffn.shared_experts.w1.weight", "shared_mlp model"),
-    Row("mlp.shared.up", "ffn.shared_experts.w3.weight", "shared_mlp model"),
-    Row("mlp.shared.down", "ffn.shared_experts.w2.weight", "model shared_mlp"),
+    Rule("attn_norm", "attn_norm.weight", "model"),
+    Rule("mlp_norm", "ffn_norm.weight", "model"),
+    Rule("attn.q_proj", "attn.wq.weight", "heads*query model"),
+    Rule("attn.q_a_proj", "attn.wq_a.weight", "q_rank model"),
+    Rule("attn.q_a_norm", "attn.q_norm.weight", "q_rank"),
+    Rule("attn.q_b_proj", "attn.wq_b.weight", "heads*query q_rank"),
+    Rule("attn.kv_a_proj", "attn.wkv_a.weight", "latent model"),
+    Rule("attn.kv_a_norm", "attn.kv_norm.weight", "kv_rank"),
+    Rule("attn.uk", "attn.wkv_b.weight", "heads*up kv_rank", key_half),
+    Rule("attn.uv", "attn.wkv_b.weight", "heads*up kv_rank", value_half),
+    Rule("attn.o_proj", "attn.wo.weight", "model heads*value"),
+    Rule("mlp.gate", "ffn.w1.weight", "mlp model"),
+    Rule("mlp.up", "ffn.w3.weight", "mlp model"),
+    Rule("mlp.down", "ffn.w2.weight", "model mlp"),
+    Rule("mlp.router.weight", "ffn.gate.weight", "experts model"),
+    Rule("mlp.router.bias", "ffn.gate.bias", "experts"),
+    Rule("mlp.experts.gate", "ffn.experts.{x}.w1.weight", "expert_mlp model"),
+    Rule("mlp.experts.up", "ffn.experts.{x}.w3.weight", "expert_mlp model"),
+    Rule("mlp.experts.down", "ffn.experts.{x}.w2.weight", "model expert_mlp"),
+    Rule("mlp.shared.gate", "ffn.shared_experts.w1.weight", "shared_mlp model"),
+    Rule("mlp.shared.up", "ffn.shared_experts.w3.weight", "shared_mlp model"),
+    Rule("mlp.shared.down", "ffn.shared_experts.w2.weight", "model shared_mlp"),
 )
 _TOP = (
-    Row("embed", "embed.weight", "vocab model"),
-    Row("norm", "norm.weight", "model"),
-    Row("head", "head.weight", "vocab model"),
+    Rule("embed", "embed.weight", "vocab model"),
+    Rule("norm", "norm.weight", "model"),
+    Rule("head", "head.weight", "vocab model"),
 )
 DEEPSEEK = Table(
     (*_TOP, *layered(_BLOCK, (), "layers.{l}.")),
@@ -67,13 +67,13 @@ _EXPERT = re.compile(r".*\.experts\.\d+\..*")
 class Joined:
     """The tensors of all parts, each as if it had never been cut."""
 
-    def __init__(self, path: Path, parts: list[Folder]):
+    def __init__(self, path: Path, parts: list[TensorFiles]):
         self.path, self.parts = path, parts
         names = dict.fromkeys(name for part in parts for name in part.tensors)
         self.holders = {name: [part for part in parts if name in part.tensors] for name in names}
         if faults := [fault for name in names for fault in self._faults(name)]:
             raise BadFile("the parts are not those of one model", *shortened(faults), "fetch or convert all of them again")
-        self.tensors: Mapping[str, Tensor] = {name: self._whole(name) for name in names}
+        self.tensors: Mapping[str, TensorSpan] = {name: self._whole(name) for name in names}
         self.files = tuple(file for part in parts for file in part.files)
 
     def read(self, name: str, index: int | None = None) -> np.ndarray:
@@ -85,10 +85,10 @@ class Joined:
         for part in self.parts:
             part.close()
 
-    def _read_from(self, name: str) -> list[Folder]:
+    def _read_from(self, name: str) -> list[TensorFiles]:
         return self.holders[name] if _axis(name) is not None else self.holders[name][:1]
 
-    def _whole(self, name: str) -> Tensor:
+    def _whole(self, name: str) -> TensorSpan:
         first, axis, count = self.holders[name][0].tensors[name], _axis(name), len(self._read_from(name))
         shape = tuple(n * count if i == axis else n for i, n in enumerate(first.shape))
         return replace(first, shape=shape, size=first.size * count)
@@ -115,8 +115,8 @@ def _scale_of(name: str) -> str:
     return name.removesuffix("weight") + "scale" if name.endswith(".weight") else ""
 
 
-def _parts(path: Path) -> list[Folder]:
-    found = {p.name: m for p in sorted(path.iterdir()) if (m := FILE.fullmatch(p.name))}
+def _parts(path: Path) -> list[TensorFiles]:
+    found = {p.name: m for p in sorted(path.iterdir()) if (m := RANK_FILE.fullmatch(p.name))}
     counts = {int(m[2]) for m in found.values()}
     if len(counts) != 1:
         raise BadFile(f"{path} holds parts of several conversions", *shortened(list(found)), "keep those of one")
@@ -126,7 +126,7 @@ def _parts(path: Path) -> list[Folder]:
     if len(found) > count:
         raise BadFile(f"{path} holds {len(found)} parts of {count}", *shortened(list(found)), "keep those of one conversion")
     files = [inside(path, f"model{i}-mp{count}.safetensors") for i in range(count)]
-    return [Folder(path, {tensor.name: tensor for tensor in read_header(file)}) for file in files]
+    return [TensorFiles(path, {tensor.name: tensor for tensor in read_header(file)}) for file in files]
 
 
 # config.json's key: the inference code's, and the default that code has

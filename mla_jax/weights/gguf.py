@@ -18,7 +18,7 @@ import numpy as np
 
 from mla_jax.base import gguf_blocks
 from mla_jax.base.errors import BadFile, Unsupported, printable, shortened
-from mla_jax.weights.safetensors import Folder, Tensor
+from mla_jax.weights.safetensors import TensorFiles, TensorSpan
 
 MAX_HEADER = 100 << 20
 MAX_TENSORS = 100_000  # in one file
@@ -50,12 +50,12 @@ def _plain(number: int, dtype: Any) -> Type:
 
 
 _BF16 = {"bfloat16": ml_dtypes.bfloat16}
-TYPES = (
+TENSOR_TYPES = (
     {name: _plain(number, _BF16.get(dtype, dtype)) for name, (number, dtype) in gguf_blocks.PLAIN.items()}
     | {"F64": _plain(28, "f8"), "I8": _plain(24, "i1"), "I16": _plain(25, "i2"), "I32": _plain(26, "i4"), "I64": _plain(27, "i8")}
     | {name: Type(t.id, t.values, t.bytes) for name, t in gguf_blocks.TYPES.items()}
 )
-_NAME_OF_TYPE = {t.id: name for name, t in TYPES.items()}
+_NAME_OF_TYPE = {t.id: name for name, t in TENSOR_TYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -78,19 +78,19 @@ class Header(NamedTuple):
     tensors: list[TensorInfo]
 
 
-class GGUF:
+class GGUFFile:
     """One model: `metadata` by key (arrays of numbers are numpy's), `tensors` by name; `read` brings one into host memory."""
 
     def __init__(self, path: Path, metadata: dict[str, Any], tensors: dict[str, TensorInfo]):
         self.path, self.metadata, self.tensors = path, metadata, tensors
-        self._raw = Folder(path, {t.name: _blocks(t) for t in tensors.values()})
+        self._raw = TensorFiles(path, {t.name: _blocks(t) for t in tensors.values()})
 
     def read(self, name: str, index: int | None = None) -> np.ndarray:
         """The tensor in its own dtype, or its blocks as uint8 `[.. blocks bytes]`; any thread may call it.
 
         `index`: only that entry of the first axis, such as one expert's matrix. Raises BadFile if the file was cut or rewritten
         since its header was read."""
-        data, dtype = self._raw.read(name, index), TYPES[self.tensors[name].type].dtype
+        data, dtype = self._raw.read(name, index), TENSOR_TYPES[self.tensors[name].type].dtype
         return data if dtype is None else data.view(dtype)[..., 0]
 
     def close(self):
@@ -98,14 +98,14 @@ class GGUF:
         self._raw.close()
 
 
-def _blocks(t: TensorInfo) -> Tensor:
+def _blocks(t: TensorInfo) -> TensorSpan:
     """The tensor's bytes block by block; a plain number is a block of its own."""
-    kind = TYPES[t.type]
+    kind = TENSOR_TYPES[t.type]
     shape = (*t.shape[:-1], t.shape[-1] // kind.values, kind.bytes)
-    return Tensor(t.name, t.file, "U8", shape, t.offset, t.nbytes, t.stamp)
+    return TensorSpan(t.name, t.file, "U8", shape, t.offset, t.nbytes, t.stamp)
 
 
-def open_gguf(path: str | Path) -> GGUF:
+def open_gguf(path: str | Path) -> GGUFFile:
     """Checks every header of the model in `path`: a file, any part of several, or a folder with one model. Reads no weights."""
     files = _parts(_chosen(Path(path)))
     headers = [read_header(file) for file in files]
@@ -116,7 +116,7 @@ def open_gguf(path: str | Path) -> GGUF:
             where = f"{tensors[info.name].file.name} and {info.file.name}"
             raise BadFile(f"{printable(info.name)} is in two parts", where, "the parts are not of one model; fetch them again")
         tensors[info.name] = info
-    return GGUF(files[0], headers[0].metadata, tensors)
+    return GGUFFile(files[0], headers[0].metadata, tensors)
 
 
 # ---- one file
@@ -307,9 +307,9 @@ def _entry(cursor: _Cursor) -> tuple[tuple[int, ...], str, int, int]:
     number, offset = cursor.number("<I"), cursor.number("<Q")
     if number not in _NAME_OF_TYPE:
         finding = f"{cursor.file.name}: {cursor.subject} has type {number}"
-        raise Unsupported(finding, "known: " + ", ".join(TYPES), f"at byte {cursor.at - 12:,}")
+        raise Unsupported(finding, "known: " + ", ".join(TENSOR_TYPES), f"at byte {cursor.at - 12:,}")
     kind = _NAME_OF_TYPE[number]
-    _, values, size, _ = TYPES[kind]
+    _, values, size, _ = TENSOR_TYPES[kind]
     if shape[-1] % values:
         cursor.fail("has an impossible shape", f"found {list(shape)}, but {kind} comes in blocks of {values} values")
     return shape, kind, offset, prod(shape) // values * size

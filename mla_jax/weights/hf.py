@@ -11,7 +11,7 @@ from mla_jax.base.errors import BadFile, printable
 from mla_jax.base.qtensor import fp8_format
 from mla_jax.weights.hf_names import HF, SCALE
 from mla_jax.weights.names import Table
-from mla_jax.weights.safetensors import Tensor, open_folder
+from mla_jax.weights.safetensors import TensorSpan, open_folder
 from mla_jax.weights.source import Entry
 
 FP8 = "F8_E4M3"
@@ -20,10 +20,10 @@ SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 
 @runtime_checkable
 class Files(Protocol):
-    """Tensors in files: a Folder, or what joins the pieces that lie in one."""
+    """Tensors in files: a TensorFiles, or what joins the pieces that lie in one."""
 
     path: Path
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, TensorSpan]
 
     @property
     def files(self) -> tuple[Path, ...]: ...
@@ -75,7 +75,7 @@ def open_hf(path: Path) -> Safetensors:
     return Safetensors("safetensors", open_folder(path), config, HF, lambda name: name + SCALE)
 
 
-def _entry(name: str, tensor: Tensor, scale: Tensor | None, scale_name: str, block: tuple[int, int]) -> Entry:
+def _entry(name: str, tensor: TensorSpan, scale: TensorSpan | None, scale_name: str, block: tuple[int, int]) -> Entry:
     """Refuses FP8 without its scales, and scales without FP8 or of the wrong count."""
     fp8, shape = tensor.dtype == FP8, tensor.shape
     if fp8 and scale is None:

@@ -15,7 +15,7 @@ from mla_jax.base import axes
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, MlaJaxError, printable, shortened
 
-Part = Callable[[Any, Config], Any]
+PartOf = Callable[[Any, Config], Any]
 
 
 def whole(w: Any, config: Config) -> Any:
@@ -40,19 +40,19 @@ def second_half(w: Any, config: Config) -> Any:
     return w[w.shape[0] // 2 :]
 
 
-class Row(NamedTuple):
+class Rule(NamedTuple):
     ours: str
     theirs: str
     axes: str
-    part: Part = whole
+    part: PartOf = whole
 
 
-def layered(block: Iterable[Row], mtp: Iterable[Row], prefix: str) -> Iterable[Row]:
+def layered(block: Iterable[Rule], mtp: Iterable[Rule], prefix: str) -> Iterable[Rule]:
     """The rows of every layer, and of the MTP layers, whose numbers go on behind the others'."""
     for r in block:
-        yield Row("layers.{l}." + r.ours, prefix + r.theirs, r.axes, r.part)
-        yield Row("mtp.{l}.block." + r.ours, prefix + r.theirs, r.axes, r.part)
-    yield from (Row("mtp.{l}." + r.ours, prefix + r.theirs, r.axes, r.part) for r in mtp)
+        yield Rule("layers.{l}." + r.ours, prefix + r.theirs, r.axes, r.part)
+        yield Rule("mtp.{l}.block." + r.ours, prefix + r.theirs, r.axes, r.part)
+    yield from (Rule("mtp.{l}." + r.ours, prefix + r.theirs, r.axes, r.part) for r in mtp)
 
 
 class Piece(NamedTuple):
@@ -62,12 +62,12 @@ class Piece(NamedTuple):
     index: int | None = None
 
 
-class Source(NamedTuple):
+class Origin(NamedTuple):
     """What fills one parameter: its tensors, the axes each has, the pieces to read (one an expert if `stacked`), their part."""
 
     names: tuple[str, ...]
     axes: tuple[str, ...]
-    part: Part
+    part: PartOf
     pieces: tuple[Piece, ...]
     stacked: bool
 
@@ -79,7 +79,7 @@ class Table:
     `needless` knows tensors that a model can do without, `described` is what says how many and how large they are, and `error`
     what is raised where the two disagree. `cuts_stacks`: experts that lie in one tensor are read one by one."""
 
-    rows: tuple[Row, ...]
+    rules: tuple[Rule, ...]
     layer: str
     expert: str | None
     needless: Callable[[str, Config, Container[str]], bool]
@@ -87,19 +87,19 @@ class Table:
     error: type[MlaJaxError] = BadFile
     cuts_stacks: bool = True
 
-    def find(self, path: str, config: Config, present: Mapping[str, Any] | None = None) -> Source:
+    def find(self, path: str, config: Config, present: Mapping[str, Any] | None = None) -> Origin:
         """The source of our parameter `path`: of several rows the first whose tensors are all `present`."""
         found = self.candidates(path, config)
         return next((s for s in found if present is not None and all(n in present for n in s.names)), found[0])
 
-    def candidates(self, path: str, config: Config) -> list[Source]:
+    def candidates(self, path: str, config: Config) -> list[Origin]:
         """What may fill our parameter `path`, a source a row."""
         layer = re.search(r"\.(\d+)\.", path)
         pattern = path if layer is None else path.replace(layer[0], ".{l}.", 1)
         number = 0 if layer is None else int(layer[1]) + (config.num_hidden_layers if path.startswith("mtp.") else 0)
-        return [_source(row, number, config, self.cuts_stacks) for row in self.rows if row.ours == pattern]
+        return [_origin(row, number, config, self.cuts_stacks) for row in self.rules if row.ours == pattern]
 
-    def resolve(self, paths: Iterable[str], config: Config, present: Mapping[str, Any]) -> dict[str, Source]:
+    def resolve(self, paths: Iterable[str], config: Config, present: Mapping[str, Any]) -> dict[str, Origin]:
         """The source of every path; raises `error` with all tensors that are missing, not used, or of the wrong shape."""
         sources = {path: self.find(path, config, present) for path in paths}
         wanted = dict.fromkeys(name for source in sources.values() for name in source.names)
@@ -146,7 +146,7 @@ class Table:
             shape = axes.shape(config, source.axes)
             yield from ((name, piece.reshape(shape)) for name, piece in zip(source.names, pieces, strict=True))
 
-    def _shape_faults(self, name: str, source: Source, config: Config, present: Mapping[str, Any]) -> Iterable[str]:
+    def _shape_faults(self, name: str, source: Origin, config: Config, present: Mapping[str, Any]) -> Iterable[str]:
         found, expected = tuple(present[name].shape), axes.shape(config, source.axes)
         if found == expected:
             return
@@ -155,13 +155,13 @@ class Table:
         yield f"{printable(name)}: found {list(found)}, {self.described} says {list(expected)} by {reasons}"
 
 
-def _source(row: Row, layer: int, config: Config, cuts_stacks: bool) -> Source:
+def _origin(row: Rule, layer: int, config: Config, cuts_stacks: bool) -> Origin:
     words, experts = tuple(row.axes.split()), range(config.n_routed_experts or 0)
     if "{x}" in row.theirs:
         names = tuple(row.theirs.format(l=layer, x=x) for x in experts)
-        return Source(names, words, row.part, tuple(map(Piece, names)), True)
+        return Origin(names, words, row.part, tuple(map(Piece, names)), True)
     name, stacked = row.theirs.format(l=layer), cuts_stacks and words[0] == "experts" and len(words) == 3
-    return Source((name,), words, row.part, tuple(Piece(name, x) for x in experts) if stacked else (Piece(name),), stacked)
+    return Origin((name,), words, row.part, tuple(Piece(name, x) for x in experts) if stacked else (Piece(name),), stacked)
 
 
 def _shown(pattern: str | None) -> str:

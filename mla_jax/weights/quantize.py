@@ -15,10 +15,10 @@ from mla_jax.base.qtensor import QTensor, check
 E4M3_MAX = 448.0
 
 
-Weights = Float[np.ndarray, "*X N K"]
+Matrices = Float[np.ndarray, "*X N K"]
 
 
-def fp8_blocks(w: Weights, block: tuple[int, int] = (128, 128), ue8m0: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def fp8_blocks(w: Matrices, block: tuple[int, int] = (128, 128), ue8m0: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """E4M3 weights `[*X N K]` and one float32 scale a block, `[*X ceil(N/128) ceil(K/128)]`: their product is near `w`.
 
     `ue8m0` rounds scales up to powers of two. A block of zeros has the scale 1; the last blocks may be ragged."""
@@ -55,14 +55,14 @@ def _power_of_two_above(scale: np.ndarray) -> np.ndarray:
     return np.ldexp(np.float32(1), exponent - (mantissa == 0.5)).astype(np.float32)
 
 
-def int8_rows(w: Weights) -> tuple[np.ndarray, np.ndarray]:
+def int8_rows(w: Matrices) -> tuple[np.ndarray, np.ndarray]:
     """Signed bytes `[*X N K]`, -127 to 127, and a float32 scale a row, `[*X N]`."""
     w = np.asarray(w, np.float32)
     scale = _scale(np.abs(w).max(axis=-1), 127)
     return np.clip(np.rint(w / scale[..., None]), -127, 127).astype(np.int8), scale
 
 
-def int4_groups(w: Weights, group: int = 32) -> tuple[np.ndarray, np.ndarray]:
+def int4_groups(w: Matrices, group: int = 32) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of two codes `[*X N groups group/2]` and a bfloat16 scale a group, `[*X N groups]`.
 
     Of two scales a group takes the one of less squared error: codes -7 to 7, or -8 to 7 with the extreme at -8."""
@@ -84,7 +84,7 @@ def _int4(w: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
     return (codes + 8).astype(np.uint8), scale, error
 
 
-FORMATS = {
+QUANTIZERS = {
     "fp8_block": fp8_blocks,
     "int8": int8_rows,
     "int4_g32": partial(int4_groups, group=32),
@@ -92,9 +92,9 @@ FORMATS = {
 }
 
 
-def quantize(w: Weights, format: str) -> QTensor:
+def quantize(w: Matrices, format: str) -> QTensor:
     """`w` as a QTensor on the default device; raises Unsupported for a format that is only read."""
-    if format not in FORMATS:
-        raise Unsupported(f"nothing is quantised to {printable(format)}", "known: " + ", ".join(FORMATS))
-    parts = tuple(jnp.asarray(part) for part in FORMATS[format](w))
+    if format not in QUANTIZERS:
+        raise Unsupported(f"nothing is quantised to {printable(format)}", "known: " + ", ".join(QUANTIZERS))
+    parts = tuple(jnp.asarray(part) for part in QUANTIZERS[format](w))
     return check(QTensor(format, parts, tuple(w.shape)))

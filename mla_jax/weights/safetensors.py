@@ -46,7 +46,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorSpan:
     """Where a tensor lies: `size` bytes from `start` of `file`, as long as that has its `stamp`."""
 
     name: str
@@ -59,11 +59,11 @@ class Tensor:
 
 
 @dataclass
-class Folder:
+class TensorFiles:
     """The tensors of a model folder by name; `read` brings one into host memory."""
 
     path: Path
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, TensorSpan]
     _open: dict[Path, tuple[int, tuple[int, ...]]] = field(default_factory=dict, repr=False)
     _opening: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -102,7 +102,7 @@ class Folder:
             for descriptor, _ in opened.values():
                 os.close(descriptor)
 
-    def _descriptor(self, tensor: Tensor) -> int:
+    def _descriptor(self, tensor: TensorSpan) -> int:
         with self._opening:
             if tensor.file not in self._open:
                 descriptor = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
@@ -111,7 +111,7 @@ class Folder:
             return self._open[tensor.file][0]
 
 
-def _entry_of(tensor: Tensor, index: int) -> Tensor:
+def _entry_of(tensor: TensorSpan, index: int) -> TensorSpan:
     if not (tensor.shape and 0 <= index < tensor.shape[0]):
         raise IndexError(f"{tensor.name} has the shape {tensor.shape}, and no entry {index}")
     size = tensor.size // tensor.shape[0]
@@ -127,7 +127,7 @@ def _refuse_changed(file: Path, descriptor: int, stamp: tuple[int, ...]):
         raise BadFile(f"{file.name} changed while it was read", "load it again when nothing writes to it", str(file))
 
 
-def open_folder(path: str | Path) -> Folder:
+def open_folder(path: str | Path) -> TensorFiles:
     """Checks every header of the model in `path` and lists its tensors; reads no weights."""
     path = Path(path)
     if not path.is_dir():
@@ -138,21 +138,21 @@ def open_folder(path: str | Path) -> Folder:
     index = path / "model.safetensors.index.json"
     if index.exists():
         weight_map = _read_index(index)
-        return Folder(path, _indexed(path, weight_map, found))
+        return TensorFiles(path, _indexed(path, weight_map, found))
     if not found:
         _refuse_without_safetensors(path)
     _refuse_missing_parts(path, found)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, TensorSpan] = {}
     for name in found:
         for tensor in read_header(inside(path, name)):
             if tensor.name in tensors:
                 other = tensors[tensor.name].file.name
                 raise BadFile(f"{printable(tensor.name)} is in two files", f"{other} and {name}", "keep one model in the folder")
             tensors[tensor.name] = tensor
-    return Folder(path, tensors)
+    return TensorFiles(path, tensors)
 
 
-def read_header(file: Path) -> list[Tensor]:
+def read_header(file: Path) -> list[TensorSpan]:
     """The tensors of one file, after checking that its header is sound and describes every byte exactly once."""
     header, stamp = _header_bytes(file)
     start, size = 8 + len(header), stamp[2]
@@ -212,7 +212,7 @@ def _header_bytes(file: Path) -> tuple[bytes, tuple[int, ...]]:
         raise BadFile(f"{file.name} cannot be read", e.strerror or str(e)) from e
 
 
-def _entry(file: Path, name: str, entry: object, start: int, stamp: tuple[int, ...]) -> Tensor:
+def _entry(file: Path, name: str, entry: object, start: int, stamp: tuple[int, ...]) -> TensorSpan:
     where = f"{file.name}: {printable(name)}"
     if not 0 < len(name.encode("utf-8", "surrogatepass")) <= MAX_NAME:
         raise BadFile(f"{where} is no tensor name", f"it has {len(name):,} characters, expected 1 to {MAX_NAME} bytes")
@@ -236,7 +236,7 @@ def _entry(file: Path, name: str, entry: object, start: int, stamp: tuple[int, .
         raise BadFile(
             f"{where} has the wrong number of bytes", f"{dtype} of shape {shape} takes {promised:,}, its offsets span {size:,}"
         )
-    return Tensor(name, file, dtype, tuple(shape), start + offsets[0], size, stamp)
+    return TensorSpan(name, file, dtype, tuple(shape), start + offsets[0], size, stamp)
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -248,12 +248,12 @@ def _read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _indexed(path: Path, weight_map: dict[str, str], found: Mapping[str, Path]) -> dict[str, Tensor]:
+def _indexed(path: Path, weight_map: dict[str, str], found: Mapping[str, Path]) -> dict[str, TensorSpan]:
     """The tensors the index names; everything that the index and the files disagree on is listed together."""
     files = {file: inside(path, file) for file in sorted(set(weight_map.values()))}
     faults = [f"{file} is missing" for file, where in files.items() if not where.exists()]
     faults += [f"{printable(file)} is not in the index" for file in found if file not in files]
-    held: dict[str, Tensor] = {}
+    held: dict[str, TensorSpan] = {}
     for where in (w for w in files.values() if w.exists()):
         for tensor in read_header(where):
             if tensor.name in held:

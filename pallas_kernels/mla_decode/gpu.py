@@ -1,24 +1,24 @@
-"""Paged MLA decode for Hopper, in Pallas Mosaic GPU; where at most 32 queries read a row, few.py does the larger part.
+"""Paged MLA decode for Hopper, in Pallas Mosaic GPU. With at most 32 queries per sequence gpu_small_batch.py replaces `_partial`.
 
-A block holds 64 rows of queries (tokens times heads) and walks tiles of 64 held tokens. Four warpgroups:
-  two scorers   every other tile each: orders from the copy engine, Q K^T, the running softmax, weights to shared memory
-  left, right   weights times half of the latent each: half of the output, in registers
-The weights of a tile overwrite its rotary part, which is dead by then, and the finished output leaves through the slot
-of its last tile: neither costs shared memory. Where row blocks come in pairs, two blocks of a cluster load each tile once
-between them. A second kernel joins the pieces of rows that the schedule split.
+A block computes 64 query rows (tokens times heads) and loops over tiles of 64 cached tokens. It has four warpgroups:
+  two scorers   alternate tiles: issue copies, compute Q K^T and the online softmax, write the weights to shared memory
+  left, right   multiply the weights with one half of the latent each; the output accumulates in registers
+The weights of a tile overwrite its rotary part, which is no longer needed, and the output is written through the slot of the
+last tile: neither needs shared memory of its own. Where row blocks come in pairs, a cluster of two blocks loads each tile once.
+A second kernel combines the pieces of sequences that the schedule split.
 
-Shared memory holds two tiles beside Q, one a scorer, so what decides is how long a slot is taken: 6,500 cycles in a profile
-before the last two changes below, 1,100 until the tile is there, 1,400 for its scores (64 x 64 x 16 take 40 cycles: both
-operands come from shared memory at its full rate), 1,200 for the softmax, 1,500 until its sums are done. Then power does: 700 W
-bring an H200's clock from 1.98 to some 1.6 GHz. Two scorers, sums rescaled only where a maximum grew by much, and totals added
-up across threads at the end took 134, 266 and 1,005 us (64 rows of 4,096, 128 of 4,096 and of 16,384, 128 heads), where one
-scorer that made the weights of two tiles at a time took 139, 287 and 1,063 in the same run. Tried without gain:
-- parts of a tile freed and ordered in quarters: 1 % faster in batches, 14 % slower for one row
-- sums rescaled ahead of the weights: ptxas moves that behind the wait for them
-- two workers that each score every other tile and sum half of the latent (FlashMLA's way; 10 % slower: sums wait behind scores)
-- tiles brought into the L2 two tiles ahead, by the copy engine or by plain loads
-- no cluster, each block loading its own tiles: the same but at batch 1, which is 4 % slower
-- Q in registers, all or half, for a third slot: a product of 64 x 64 x 16 then takes 64 cycles
+Shared memory holds Q and two tiles, one per scorer, so the time that a tile occupies its slot limits the speed: 1,100 cycles
+until the tile has arrived, 1,400 for its scores (64 x 64 x 16 take 40 cycles: both operands come from shared memory at its full
+rate), 1,200 for the softmax, 1,500 until its sums are done. The next limit is power: 700 W lower an H200's clock from 1.98 to
+about 1.6 GHz. On an H200 with 128 heads: 134 us for 64 sequences of 4,096 tokens, 266 for 128 of 4,096, 1,005 for 128 of
+16,384. Tried without gain:
+- one scorer that makes the weights of two tiles at a time: 139, 287 and 1,063 us
+- parts of a tile freed and reloaded in quarters: 1 % faster in batches, 14 % slower for one sequence
+- sums rescaled ahead of the weights: ptxas moves the rescaling behind the wait for them
+- two workers that each score every other tile and sum half of the latent (as FlashMLA does): 10 % slower, sums wait for scores
+- tiles prefetched into the L2 two tiles ahead, by the copy engine or by plain loads
+- no cluster, each block loads its own tiles: the same, except at batch 1, which is 4 % slower
+- all or half of Q in registers, for a third slot: a product of 64 x 64 x 16 then takes 64 cycles
 - tiles of 32 tokens in four slots
 """
 
@@ -33,7 +33,7 @@ from jax import lax
 from pallas_kernels import tuning
 from pallas_kernels.fp8 import Fp8
 from pallas_kernels.hopper import FOLDED, LOG2E, LOW, ROW, clean, fold, over, raised, rescaled, swizzled, zeros
-from pallas_kernels.mla_decode import few
+from pallas_kernels.mla_decode import gpu_small_batch
 from pallas_kernels.mla_decode.schedule import BLOCK, TILE, groups
 
 LEFT, RIGHT = 2, 3  # the warpgroups before them make scores
@@ -486,7 +486,7 @@ def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale, schedule, 
         q_c, q_pe = (jnp.pad(x, ((0, 0), (0, -M % 8), (0, 0))) for x in (q_c, q_pe))
     partial, table = _partial, tuning.MLA_DECODE
     if M <= tuning.MLA_DECODE_MOST:
-        partial, table = few.partial, tuning.MLA_DECODE_FEW_FP8 if isinstance(c_kv, Fp8) else tuning.MLA_DECODE_FEW
+        partial, table = gpu_small_batch.partial, tuning.MLA_DECODE_FEW_FP8 if isinstance(c_kv, Fp8) else tuning.MLA_DECODE_FEW
     shares = schedule.shares
     out, lse, partial_out, partial_lse = partial(
         q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares,

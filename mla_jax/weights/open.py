@@ -9,13 +9,13 @@ import numpy as np
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, printable
 from mla_jax.weights import deepseek, gguf_config
-from mla_jax.weights.checkpoint import AGAIN, MANIFEST, is_store, open_store
 from mla_jax.weights.gguf import open_gguf
 from mla_jax.weights.gguf_names import GGUF
 from mla_jax.weights.hf import SCALES, open_hf
 from mla_jax.weights.hub import NEEDS
+from mla_jax.weights.orbax_names import STORE
+from mla_jax.weights.orbax_store import AGAIN, MANIFEST, is_store, open_store
 from mla_jax.weights.source import Entry, Source
-from mla_jax.weights.store_names import STORE
 
 
 class FromGGUF:
@@ -78,7 +78,7 @@ def open_source(path: Path) -> Source:
     if is_store(path):
         return FromStore(path)
     names = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
-    if any(deepseek.FILE.fullmatch(name) for name in names):
+    if any(deepseek.RANK_FILE.fullmatch(name) for name in names):
         return deepseek.open_deepseek(path)
     if any(name.endswith(".gguf") for name in names) and not any(name.endswith(".safetensors") for name in names):
         return FromGGUF(path)

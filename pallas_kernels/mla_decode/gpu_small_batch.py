@@ -1,32 +1,32 @@
-"""Paged MLA decode for Hopper where few queries read a row (at most 32 tokens times heads): the bytes of the cache decide.
+"""Paged MLA decode for Hopper with few queries per sequence (at most 32 tokens times heads), where reading the cache dominates.
 
-A product of the matrix units has 64 rows, so the held tokens are the rows and the queries the columns: no row is padding.
-A block walks tiles of 64 held tokens. Three warpgroups:
-  two workers   every other tile each, all of it: scores K Q^T, softmax down the columns, weights to shared memory, sums
-                V^T P^T of the whole latent in registers; the softmax of one runs beside the products of the other
-  feeder        the copy engine's orders, for each worker a ring of its own: of parts of a tile, that each is freed as soon
-                as its sums are done (codes: read), so what is on its way is not whole tiles. Its orders run ahead into the next
-                rows; each of its four warps gives those for slots of its own
-At the end of a row the workers swap halves of their sums, each weighs and writes one half. What is swapped, and then the
-output, lies in the place of Q, which the same worker then orders anew: the feeder never waits for a row's end.
+A matrix unit multiplies 64 rows at a time, so the cached tokens are the rows and the queries the columns: no row is padding. A
+block loops over tiles of 64 cached tokens. It has three warpgroups:
+  two workers   alternate tiles and compute all of a tile: scores K Q^T, softmax down the columns, weights to shared memory, sums
+                V^T P^T of the full latent in registers. The softmax of one overlaps the products of the other
+  feeder        issues copies into a ring per worker. A ring slot is a part of a tile, freed as soon as its sums are done (codes:
+                as soon as they are read). Copies run ahead into the next sequences; each of its four warps fills its own slots
+At the end of a sequence the workers exchange halves of their sums; each combines and writes one half. The exchanged sums, and
+then the output, use the memory of Q, which the same worker reloads afterwards: the feeder never waits for the end of a
+sequence.
 
-A latent in E4M3 goes through the ring as it is. With up to 16 queries it never becomes anything wider in shared memory: a worker
-converts codes in registers, where the matrix units take them as left operand of either product (e4m3.py), once for the scores and
-once for the sums. Scales multiply neither: they are numbers a token and 128 columns, so they multiply the scores of those columns
-and, once for each 128, the weights. 128 rows of 16,384 took 377 and 392 us so on two machines of the kind (bf16 566 on the
-latter), where converting through shared memory took 468 on a third (bf16 568). Both workers convert what is theirs; more queries
-leave no registers for that (32 took 961 us, spilled), so those still convert in shared memory: a worker converts a part to
-float16, scaled, and frees it while the product of the part before runs. 32 queries took 556 to 566 us, in bf16 581 to 590.
+An E4M3 latent goes through the ring as it is. With up to 16 queries it stays E4M3 in shared memory: a worker converts codes in
+registers, which the matrix units accept as the left operand of either product (gpu_fp8_registers.py), once for the scores and
+once for the sums. A scale belongs to a token and 128 columns, so scales multiply the scores of those columns and, per 128
+columns, the weights. 128 sequences of 16,384 tokens take 377 to 392 us on an H200 (bf16: 566). More queries leave no registers
+for that (32 queries: 961 us, with spills), so their codes are converted in shared memory: a worker converts a part to float16,
+scaled, and frees it while the product of the previous part runs. 32 queries take 556 to 566 us (bf16: 581 to 590).
 
-The copy engine alone takes 540 us for those rows in bf16, whatever the shape of its copies and with 128 KiB or more on their
-way, on 120 multiprocessors as on 132. Tried without gain:
-- both workers at every tile, each half of its columns: 13 % faster for one row of 4,096, 4 % slower for one of 16,384, the same
-  in batches, and with E4M3 there 17 to 20 % slower
-- rows cut into equal parts, one a share, so that no share begins two: the same
-- E4M3 converted in shared memory by one warpgroup for both workers, 505 us, or by one for each, 491, in place of 468
-- parts of 64 columns in registers, the codes of the next one loaded before those of this one are converted: 377 us, and 60.3 in
-  place of 62.5 for 64 rows of 4,096, for a second way to walk through a tile
-- the kernel launched before the one ahead ends: the same, or 1 % slower
+The copies alone take 540 us for those sequences in bf16, for any shape of copies and with 128 KiB or more in flight, on 120
+multiprocessors as on 132. Tried without gain:
+- both workers at every tile, each half of its columns: 13 % faster for one sequence of 4,096, 4 % slower for one of 16,384, the
+  same in batches, and with E4M3 there 17 to 20 % slower
+- sequences cut into equal pieces, one per share, so that no share begins two: the same
+- up to 16 queries of E4M3 converted in shared memory: 468 us by each worker for itself, 491 by one more warpgroup per worker,
+  505 by one more for both
+- parts of 64 columns in registers, the codes of the next part loaded before those of this part are converted: 377 us, and 60.3
+  instead of 62.5 us for 64 sequences of 4,096, for a second way to walk through a tile
+- programmatic dependent launch (the kernel starts before the previous one ends): the same, or 1 % slower
 """
 
 import functools
@@ -41,7 +41,7 @@ from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels.fp8 import GROUP, Fp8
 from pallas_kernels.hopper import LOG2E, LOW, ROW, clean, over, swizzled, zeros
-from pallas_kernels.mla_decode import e4m3
+from pallas_kernels.mla_decode import gpu_fp8_registers as fp8
 from pallas_kernels.mla_decode.schedule import TILE
 
 WORKERS = 2
@@ -136,7 +136,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
     columns = [pl.ds(k * width, width) for k in range(parts)]
     dtype = q_pe.dtype  # of what is written, also where it is multiplied as `factor`
     factor = jnp.float16 if packed else dtype
-    q_c = e4m3.shuffled(q_c.astype(factor), interpret) if direct else q_c.astype(factor)
+    q_c = fp8.shuffled(q_c.astype(factor), interpret) if direct else q_c.astype(factor)
     # a page's scales in one row, of which the copy engine takes any multiple of four
     caches = [codes, k_pe, *([scales.reshape(G, Z * groups)] if packed else [])]
     sizes = [size, max(size // parts, 1), min(size - 1, 2)]
@@ -252,7 +252,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
                 plgpu.commit_smem()  # until here some warp may have read the last tile
                 plgpu.barrier_wait(scale_s.arrived.at[scale_at])
             plgpu.barrier_wait(latent.arrived.at[at])
-            layout = e4m3.wide(width)
+            layout = fp8.wide(width)
             ours = _scales(scale_s.slots.at[scale_at], k * width // GROUP, groups, layout.reduce(1), interpret)
             x = plgpu.load(latent.slots.at[at], layout=layout).astype(factor)
             wide_s[place(turn, k)] = x * plgpu.layout_cast(over(ours.astype(factor), x.shape), layout)
@@ -266,7 +266,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
             for k in range(parts):
                 at, q = place(turn, k), qc_s.at[k + zero(turn)]
                 widen(turn, k) if tile_s is wide_s else plgpu.barrier_wait(latent.arrived.at[at])
-                yield e4m3.keys(tile_s.at[at], interpret) if direct else tile_s.at[at], q
+                yield fp8.keys(tile_s.at[at], interpret) if direct else tile_s.at[at], q
             at = rope.at(role, turn)
             plgpu.barrier_wait(rope.arrived.at[at])
             yield rope.slots.at[at], qpe_s
@@ -309,7 +309,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
 
             def operands(k):
                 held = tile_s.at[tiles[k]]
-                return e4m3.values(held, interpret) if direct else held.transpose((1, 0)), weights_at(turn, k).transpose((1, 0))
+                return fp8.values(held, interpret) if direct else held.transpose((1, 0)), weights_at(turn, k).transpose((1, 0))
 
             def release(k):
                 if tile_s is latent.slots:
@@ -353,7 +353,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
 
                 def empty(turn, held):
                     for k in range(parts):
-                        e4m3.clean(tile_s.at[place(turn, k)], held) if direct else clean(tile_s, place(turn, k), held)
+                        fp8.clean(tile_s.at[place(turn, k)], held) if direct else clean(tile_s, place(turn, k), held)
 
                 def tile(k, carry):
                     turn, top, sums, accs = carry
@@ -416,7 +416,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
                 acc = acc + _load(qc_s.at[k], dtype) * _under(share_2 * norm, acc.shape)
                 if direct:
                     plgpu.commit_smem()  # a thread writes what others have read
-                    qc_s[k] = _bits(e4m3.natural(acc, interpret).astype(dtype), factor)
+                    qc_s[k] = _bits(fp8.natural(acc, interpret).astype(dtype), factor)
                 else:
                     _store(qc_s.at[k], acc, dtype)
             plgpu.commit_smem()
@@ -455,7 +455,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
         return [slots, barrier(num_arrivals=per_tile, num_barriers=WORKERS * size), barrier(num_barriers=WORKERS * size)]
 
     rings = [
-        ring(sizes[0], (TILE, width), codes.dtype, e4m3.swizzled(width) if packed else swizzled(64)),
+        ring(sizes[0], (TILE, width), codes.dtype, fp8.swizzled(width) if packed else swizzled(64)),
         ring(sizes[1], (TILE, E), dtype, swizzled(E)),
         *([ring(sizes[2], (TILE * groups,), jnp.float32, ())] if packed else []),
     ]

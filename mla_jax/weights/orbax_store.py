@@ -42,7 +42,7 @@ MANIFEST, MAX_MANIFEST = "manifest.json", 64 << 20
 MAX_CHUNK = 30 << 20  # bytes of a chunk that no mesh asks for; glibc maps 32 MiB and more anew each time, at half the rate
 COPIED = 3 * MAX_CHUNK  # bytes that Orbax may hold in copies
 BATCH = 256 << 20  # bytes read by one call of Orbax
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")  # names become names of folders, and no others do
+TENSOR_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")  # names become names of folders, and no others do
 NOISE = ("TensorStore data files not found", "Skipping merge of OCDBT", "raised an exception")  # the last is raised to us as well
 AGAIN = "copy that folder again, or convert again"
 
@@ -59,7 +59,7 @@ class Tensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """An array of a stored tensor, cut into chunks of one shape, the last along an axis perhaps smaller."""
 
     dtype: str
@@ -67,27 +67,27 @@ class Part:
     chunk: Shape
     checksums: tuple[str, ...]  # xxh3-64 of each chunk's bytes, the last axis counting fastest
 
-    def chunks(self, tensor: str, number: int) -> list["Chunk"]:
+    def chunks(self, tensor: str, number: int) -> list["StoredChunk"]:
         """The chunks of this part, which is the `number`th of `tensor`."""
         boxes = enumerate(zip(_grid(self.shape, self.chunk), self.checksums, strict=True))
-        return [Chunk(f"{tensor}.{number}.{i}", self.dtype, box, checksum) for i, (box, checksum) in boxes]
+        return [StoredChunk(f"{tensor}.{number}.{i}", self.dtype, box, checksum) for i, (box, checksum) in boxes]
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """A stored tensor."""
 
     format: str
     shape: Shape
     step: int
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
 
     @property
     def nbytes(self) -> int:
         return sum(prod(part.shape) * np.dtype(part.dtype).itemsize for part in self.parts)
 
 
-class Chunk(NamedTuple):
+class StoredChunk(NamedTuple):
     """What is read at once: the `box` of a part. `leaf` is its name in Orbax."""
 
     leaf: str
@@ -108,7 +108,7 @@ class Writer:
         self.partial = self.folder.with_name(self.folder.name + ".partial")
         self.metadata = json.loads(json.dumps(metadata, allow_nan=False))
         self.shards = shards or (lambda name, part, shape: (1,) * len(shape))
-        self.tensors: dict[str, Entry] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         self._refuse_existing()
         if (self.partial / MANIFEST).exists():
             _, recorded, self.tensors = _read_manifest(self.partial)
@@ -116,7 +116,7 @@ class Writer:
                 what = "what differs: " + ", ".join(map(printable, shortened(differing)))
                 raise BadFile(f"{self.partial} was begun from something else", what, "go on from that, or delete it")
 
-    def save(self, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+    def save(self, tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
         """Stores one step, which no power cut takes back after the return. Takes no memory but copies of columns cut apart."""
         if repeated := sorted(self.tensors.keys() & tensors.keys()):
             raise BadFile(f"{self.partial} holds these already", *shortened([printable(name) for name in repeated]))
@@ -142,7 +142,7 @@ class Writer:
             os.rename(self.partial, self.folder)
             os.sync()
 
-    def _cut(self, name: str, tensor: Tensor, step: int) -> tuple[Entry, dict[str, np.ndarray]]:
+    def _cut(self, name: str, tensor: Tensor, step: int) -> tuple[StoredTensor, dict[str, np.ndarray]]:
         """The entry of a tensor, and its chunks by their leaves."""
         found = [(part.dtype.name, part.shape) for part in tensor.parts if part.dtype.isnative]
         if found != (expected := _specs(name, tensor.format, tensor.shape)):
@@ -151,11 +151,11 @@ class Writer:
         for number, part in enumerate(tensor.parts):
             chunk = _chunk_shape(part, self.shards(name, number, part.shape))
             pieces = [np.asarray(part[_slices(box)], order="C") for box in _grid(part.shape, chunk)]
-            parts.append(Part(part.dtype.name, part.shape, chunk, tuple(map(_checksum, pieces))))
+            parts.append(StoredPart(part.dtype.name, part.shape, chunk, tuple(map(_checksum, pieces))))
             leaves |= {c.leaf: piece for c, piece in zip(parts[-1].chunks(name, number), pieces, strict=True)}
-        return Entry(tensor.format, tuple(tensor.shape), step, tuple(parts)), leaves
+        return StoredTensor(tensor.format, tuple(tensor.shape), step, tuple(parts)), leaves
 
-    def _record(self, tensors: Mapping[str, Entry], complete: bool) -> None:
+    def _record(self, tensors: Mapping[str, StoredTensor], complete: bool) -> None:
         """Replaces the manifest, once all that it speaks of is on disk."""
         described = {name: asdict(entry) for name, entry in tensors.items()}
         manifest = {"kind": KIND, "version": VERSION, "complete": complete, "metadata": self.metadata, "tensors": described}
@@ -183,7 +183,7 @@ class Writer:
 class Store:
     """A finished folder; `metadata` is what its writer was given. Any thread may read."""
 
-    def __init__(self, path: Path, metadata: dict, tensors: Mapping[str, Entry]):
+    def __init__(self, path: Path, metadata: dict, tensors: Mapping[str, StoredTensor]):
         self.path, self.metadata, self.tensors = path, metadata, tensors
         self._stored = cache(lambda step: _stored(_step_folder(path, step)))
 
@@ -227,7 +227,7 @@ class Store:
         for asked, wanted in zip(boxes, chunks, strict=True):
             yield _assembled(asked, zip(wanted, stream, strict=False))  # the stream goes on to the next part
 
-    def _load(self, name: str, step: int, chunks: list[Chunk]) -> Iterator[np.ndarray]:
+    def _load(self, name: str, step: int, chunks: list[StoredChunk]) -> Iterator[np.ndarray]:
         """The chunks in their order, some read together."""
         folder = _step_folder(self.path, step)
         for batch in _batches(chunks):
@@ -303,13 +303,13 @@ def _stored(folder: Path) -> dict[str, tuple]:
     return {name: (leaf.dtype.name, leaf.shape) for name, leaf in leaves if leaf.storage_metadata.chunk_shape == leaf.shape}
 
 
-def _sound(name: str, folder: Path, chunk: Chunk, value: np.ndarray) -> np.ndarray:
+def _sound(name: str, folder: Path, chunk: StoredChunk, value: np.ndarray) -> np.ndarray:
     if (found := _checksum(value)) != chunk.checksum:
         raise BadFile(f"{name} is damaged", f"{chunk.leaf} has the checksum {found}, not {chunk.checksum}", f"in {folder}", AGAIN)
     return value
 
 
-def _read_manifest(folder: Path) -> tuple[bool, dict, dict[str, Entry]]:
+def _read_manifest(folder: Path) -> tuple[bool, dict, dict[str, StoredTensor]]:
     """Whether it is complete, its metadata and its tensors."""
     file = folder / MANIFEST
     found = read_json(file, MAX_MANIFEST)
@@ -322,11 +322,11 @@ def _read_manifest(folder: Path) -> tuple[bool, dict, dict[str, Entry]]:
     return found["complete"], found["metadata"], tensors
 
 
-def _entry(file: Path, name: str, raw: Any) -> Entry:
+def _entry(file: Path, name: str, raw: Any) -> StoredTensor:
     """One tensor of the manifest, everything checked."""
     try:
-        parts = tuple(Part(p["dtype"], tuple(p["shape"]), tuple(p["chunk"]), tuple(p["checksums"])) for p in raw["parts"])
-        entry = Entry(raw["format"], tuple(raw["shape"]), raw["step"], parts)
+        parts = tuple(StoredPart(p["dtype"], tuple(p["shape"]), tuple(p["chunk"]), tuple(p["checksums"])) for p in raw["parts"])
+        entry = StoredTensor(raw["format"], tuple(raw["shape"]), raw["step"], parts)
         numbers = [*entry.shape, *chain.from_iterable((*part.shape, *part.chunk) for part in parts)]
         sound = isinstance(entry.format, str) and type(entry.step) is int and entry.step >= 0
         sound = sound and all(type(n) is int and 0 < n < 1 << 63 for n in numbers)
@@ -345,7 +345,7 @@ def _entry(file: Path, name: str, raw: Any) -> Entry:
 
 def _specs(name: str, format: str, shape: Shape) -> list[tuple[str, Shape]]:
     """The dtype and shape of each part; raises BadFile or Unsupported for what cannot be stored."""
-    if not NAME.fullmatch(name):
+    if not TENSOR_NAME.fullmatch(name):
         raise BadFile(f"{printable(name)} cannot name a tensor", "expected at most 200 of A-Z a-z 0-9 _ . -")
     if not all(shape):  # Orbax refuses them too
         raise Unsupported(f"{name} has the shape {list(shape)}, and what is empty cannot be stored")
@@ -391,18 +391,18 @@ def _common(a: Box, b: Box) -> Box | None:
     return box if all(i < j for i, j in box) else None
 
 
-def _nbytes(chunk: Chunk) -> int:
+def _nbytes(chunk: StoredChunk) -> int:
     return np.dtype(chunk.dtype).itemsize * prod(_shape(chunk.box))
 
 
-def _batches(chunks: list[Chunk]) -> list[list[Chunk]]:
+def _batches(chunks: list[StoredChunk]) -> list[list[StoredChunk]]:
     """Chunks that follow each other, about BATCH bytes together."""
     reached = accumulate(map(_nbytes, chunks))
     groups = groupby(zip(reached, chunks, strict=True), key=lambda pair: pair[0] // BATCH)
     return [[chunk for _, chunk in group] for _, group in groups]
 
 
-def _assembled(boxes: set[Box], pieces: Iterable[tuple[Chunk, np.ndarray]]) -> dict[Box, np.ndarray]:
+def _assembled(boxes: set[Box], pieces: Iterable[tuple[StoredChunk, np.ndarray]]) -> dict[Box, np.ndarray]:
     filled: dict[Box, np.ndarray] = {}
     for chunk, value in pieces:
         for box in boxes:

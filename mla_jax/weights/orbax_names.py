@@ -4,24 +4,24 @@
 
 from mla_jax.base.config import Config
 from mla_jax.weights.gguf_names import transposed
-from mla_jax.weights.hf_names import BLOCK, MTP, TOP
-from mla_jax.weights.names import Row, Source, Table, key_half, layered, value_half
+from mla_jax.weights.hf_names import LAYER_RULES, MODEL_RULES, MTP_RULES
+from mla_jax.weights.names import Origin, Rule, Table, key_half, layered, value_half
 
 _KEPT = tuple(
-    Row(r.ours, r.ours, "experts " + r.axes if "{x}" in r.theirs else r.axes)
-    for r in BLOCK
+    Rule(r.ours, r.ours, "experts " + r.axes if "{x}" in r.theirs else r.axes)
+    for r in LAYER_RULES
     if not r.ours.startswith(("attn.uk", "attn.uv")) and len(r.axes.split()) < 3  # stacks are made of single experts' rows
 )
 _UP = (
-    Row("attn.uk", "attn.kv_b_proj", "heads*up kv_rank", key_half),
-    Row("attn.uv", "attn.kv_b_proj", "heads*up kv_rank", value_half),
-    Row("attn.uk", "attn.k_b", "heads kv_rank nope", transposed),  # as newer GGUF files have them
-    Row("attn.uv", "attn.v_b", "heads value kv_rank"),
+    Rule("attn.uk", "attn.kv_b_proj", "heads*up kv_rank", key_half),
+    Rule("attn.uv", "attn.kv_b_proj", "heads*up kv_rank", value_half),
+    Rule("attn.uk", "attn.k_b", "heads kv_rank nope", transposed),  # as newer GGUF files have them
+    Rule("attn.uv", "attn.v_b", "heads value kv_rank"),
 )
 STORE = Table(
     (
-        *(Row(r.ours, r.ours, r.axes) for r in TOP),
-        *layered((*_KEPT, *_UP), tuple(Row(r.ours, r.ours, r.axes) for r in MTP), "layers.{l}."),
+        *(Rule(r.ours, r.ours, r.axes) for r in MODEL_RULES),
+        *layered((*_KEPT, *_UP), tuple(Rule(r.ours, r.ours, r.axes) for r in MTP_RULES), "layers.{l}."),
     ),
     layer=r"layers\.(\d+)\.",
     expert=None,
@@ -30,7 +30,7 @@ STORE = Table(
 )
 
 
-def stored(path: str, source: Source, config: Config) -> tuple[str, tuple[str, ...]] | None:
+def stored(path: str, source: Origin, config: Config) -> tuple[str, tuple[str, ...]] | None:
     """The name and the axes under which our parameter `path` is stored; None for what is stored with another."""
     if source.part is value_half:
         return None
