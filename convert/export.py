@@ -27,7 +27,7 @@ from mla_jax.weights.names import Origin, value_half
 from mla_jax.weights.orbax_store import BATCH, writing
 from mla_jax.weights.plan import available, gib
 from mla_jax.weights.safetensors import DTYPES
-from mla_jax.weights.save import complete, stream
+from mla_jax.weights.save import complete, write_tensors
 
 FILE = 4 << 30  # bytes of weights in one file, unless one parameter has more
 JOURNAL = "conversion.json"
@@ -155,7 +155,9 @@ def _write(checkpoint: Checkpoint, files: list[list[Item]], folder: Path, bar: B
                 done += sum(item.nbytes for item in file)
             else:
                 with writing(folder, f"the {i:,} files before"):
-                    complete(folder / name, lambda path, specs=specs, file=file, i=i: stream(path, specs, parameters(file, i)))
+                    complete(
+                        folder / name, lambda path, specs=specs, file=file, i=i: write_tensors(path, specs, parameters(file, i))
+                    )
             index |= dict.fromkeys(specs, name)
             if stop and i + 1 < len(files):
                 raise Stopped

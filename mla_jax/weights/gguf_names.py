@@ -1,7 +1,7 @@
-"""The names table of GGUF: where each of our parameters lies in a file that llama.cpp's converter wrote for `deepseek2`.
+"""The names table of GGUF files that llama.cpp's converter wrote for its architecture `deepseek2`.
 
-Rows are those of names.py. Axes are of the shapes that gguf.py gives, which are numpy's: the reverse of the file's. Experts lie
-stacked in one tensor, and MTP layers are numbered on behind the others, as in released folders."""
+Axes are in numpy's order, as gguf.py gives shapes: the reverse of the file's. Experts are stacked in one tensor, and the
+numbers of MTP layers continue after the last layer's, as in released folders."""
 
 import re
 from collections.abc import Container
@@ -13,7 +13,7 @@ from mla_jax.weights.names import Rule, Table, first_half, key_half, layered, se
 
 
 def transposed(w: Any, config: Config) -> Any:
-    """`uk` of attn_k_b, whose heads are stored as the latent by the key."""
+    """`uk` of attn_k_b, which stores each head as `[kv_rank nope]`."""
     return w.swapaxes(-1, -2)
 
 
@@ -28,7 +28,7 @@ _BLOCK = (
     Rule("attn.kv_a_norm", "attn_kv_a_norm.weight", "kv_rank"),
     Rule("attn.uk", "attn_k_b.weight", "heads kv_rank nope", transposed),
     Rule("attn.uv", "attn_v_b.weight", "heads value kv_rank"),
-    Rule("attn.uk", "attn_kv_b.weight", "heads*up kv_rank", key_half),  # before April 2025
+    Rule("attn.uk", "attn_kv_b.weight", "heads*up kv_rank", key_half),  # files from before April 2025
     Rule("attn.uv", "attn_kv_b.weight", "heads*up kv_rank", value_half),
     Rule("attn.o_proj", "attn_output.weight", "model heads*value"),
     Rule("mlp.gate", "ffn_gate.weight", "mlp model"),
@@ -59,9 +59,9 @@ _TOP = (
 
 
 def needless(name: str, config: Config, found: Container[str]) -> bool:
-    """MTP's copies of embedding and head; in a file with both layouts of the latent's weights, the older one."""
+    """Whether no model needs a tensor: MTP's copies of embedding and head; attn_kv_b if the file has both layouts."""
     if re.fullmatch(r"blk\.\d+\.attn_kv_b\.weight", name):
-        return True  # `resolve` finds whichever layout is missing by its parameters, so nothing is lost
+        return True  # if it is needed, `Table.resolve` uses it
     copy = re.fullmatch(r"blk\.(\d+)\.nextn\.(embed_tokens|shared_head_head)\.weight", name)
     return copy is not None and int(copy[1]) >= config.num_hidden_layers
 

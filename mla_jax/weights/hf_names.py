@@ -1,4 +1,4 @@
-"""The names table of released folders, as transformers writes them; DeepSeek's FP8 scales lie beside their weights."""
+"""The names table of released folders, as transformers writes them. DeepSeek's FP8 scales are tensors of their own."""
 
 import re
 from collections.abc import Container
@@ -44,12 +44,12 @@ MODEL_RULES = (
     Rule("norm", "model.norm.weight", "model"),
     Rule("head", "lm_head.weight", "vocab model"),
 )
-SCALE = "_scale_inv"  # what FP8 checkpoints add to the name of a weight
-LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")  # which of them they quantise
+SCALE = "_scale_inv"  # suffix of the names of FP8 scales
+LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")  # quantised by FP8 checkpoints
 
 
 def needless(name: str, config: Config, found: Container[str]) -> bool:
-    """Tensors that releases hold and no model needs: rotary tables, MTP's copies of embedding and head, a tied head."""
+    """Whether no model needs a tensor: rotary tables, MTP's copies of embedding and head, a tied head."""
     if re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name):
         return True
     extra = re.fullmatch(r"model\.layers\.(\d+)\.(embed_tokens|shared_head\.head)\.weight", name)

@@ -25,7 +25,8 @@ from mla_jax.base.errors import BadConfig, BadFile, Unsupported
 from mla_jax.base.families import PRESETS
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights import gguf_config, gguf_names
-from mla_jax.weights.gguf import NUMBERS, TENSOR_TYPES, GGUFFile, open_gguf
+from mla_jax.weights.gguf import GGUFFile, open_gguf
+from mla_jax.weights.gguf_header import NUMBERS, TENSOR_TYPES
 from mla_jax.weights.hf_names import HF
 
 Kind, Block = gguf.GGUFValueType, gguf.GGMLQuantizationType
@@ -300,7 +301,7 @@ def test_one_value_a_layer_is_one_value_if_all_are_equal():
     layers = {"deepseek2.attention.head_count": np.full(5, hf["num_attention_heads"], np.int32)}
     assert_same(gguf_config.config(converted(hf) | layers, {"output.weight"}), hf)
     layers["deepseek2.attention.head_count"][0] = 7
-    with pytest.raises(BadConfig, match=r"attention\.head_count is .*expected a whole number"):
+    with pytest.raises(BadConfig, match=r"attention\.head_count is .*expected an integer"):
         gguf_config.config(converted(hf) | layers, {"output.weight"})
 
 
@@ -334,11 +335,11 @@ WRONG = {
     ),
     "heads": ({"deepseek2.attention.head_count_kv": 4}, BadConfig, "head_count_kv is 4, expected 1"),
     "key": ({"deepseek2.attention.key_length_mla": 8}, BadConfig, "key_length is 8, expected more than .* 8"),
-    "mtp": ({"deepseek2.nextn_predict_layers": 4}, BadConfig, "block_count is 4, but nextn_predict_layers of them 4"),
+    "mtp": ({"deepseek2.nextn_predict_layers": 4}, BadConfig, "block_count is 4, of which nextn_predict_layers are 4"),
     "gate": ({"deepseek2.expert_gating_func": 4}, BadConfig, "expert_gating_func is 4, expected 1"),
-    "text": ({"deepseek2.embedding_length": "48"}, BadConfig, "embedding_length is 48, expected a whole number"),
-    "truth": ({"deepseek2.embedding_length": True}, BadConfig, "embedding_length is True, expected a whole number"),
-    "number": ({"deepseek2.expert_weights_norm": 1}, BadConfig, "expert_weights_norm is 1, expected a truth"),
+    "text": ({"deepseek2.embedding_length": "48"}, BadConfig, "embedding_length is 48, expected an integer"),
+    "truth": ({"deepseek2.embedding_length": True}, BadConfig, "embedding_length is True, expected an integer"),
+    "number": ({"deepseek2.expert_weights_norm": 1}, BadConfig, "expert_weights_norm is 1, expected a boolean"),
     "tokens": ({"tokenizer.ggml.tokens": ["a"] * 97}, BadConfig, "vocab_size is 96, tokenizer.ggml.tokens has 97"),
     "experts": ({"deepseek2.expert_used_count": None}, BadConfig, "expert_used_count is missing"),
     "range": ({"deepseek2.embedding_length": 0}, BadConfig, "hidden_size is 0, expected 1 to"),

@@ -179,9 +179,9 @@ def test_parts_that_are_not_what_their_format_asks_for_are_not_written(tmp_path)
         Tensor("F32", (4,), (np.zeros(4, ">f4"),)),
         Tensor("int8", (4, 4), (np.zeros((4, 4), np.int8),)),
     ):
-        with pytest.raises(BadFile, match="x is no "):
+        with pytest.raises(BadFile, match="x is not "):
             writer.save({"x": wrong})
-    with pytest.raises(Unsupported, match="what is empty"):
+    with pytest.raises(Unsupported, match="an empty tensor cannot be stored"):
         writer.save({"x": tensor("F32", (0, 3))})
     with pytest.raises(Unsupported, match="no quantised format"):
         writer.save({"x": Tensor("Q9", (4,), (np.zeros(4),))})
@@ -340,7 +340,7 @@ def test_an_array_of_another_dtype_or_shape_than_the_manifest_says_is_refused(tm
     original = description.read_text()
     for old, new in (('"float32"', '"int32"'), ("4,6", "4,7"), ("[4,6]", "[1000000000000,6]")):
         description.write_text(original.replace(old, new))
-        with pytest.raises(BadFile, match="a is stored otherwise than the manifest says"):
+        with pytest.raises(BadFile, match="a does not match the manifest"):
             open_store(tmp_path / "out").read("a")
 
 
@@ -381,7 +381,7 @@ def test_a_newer_version_is_refused_and_both_are_named(tmp_path):
 def test_a_manifest_that_makes_no_sense_is_refused(tmp_path, change):
     stored(tmp_path / "out", {"a": tensor("F32", (4, 6))})
     edit(tmp_path / "out", lambda manifest: manifest["tensors"]["a"].update(change))
-    with pytest.raises(BadFile, match="makes no sense"):
+    with pytest.raises(BadFile, match="invalid entry"):
         open_store(tmp_path / "out")
 
 

@@ -167,5 +167,5 @@ def test_weights_that_are_not_finite_are_refused(format, value):
 
 
 def test_formats_that_are_only_read_are_refused():
-    with pytest.raises(Unsupported, match=r"nothing is quantised to Q4_K\n  known: fp8_block, int8, int4_g32, int4_g128"):
+    with pytest.raises(Unsupported, match=r"quantising to Q4_K is not supported\n  known: fp8_block, int8, int4_g32, int4_g128"):
         quantize(np.ones((4, 256), np.float32), "Q4_K")
