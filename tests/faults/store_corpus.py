@@ -160,7 +160,7 @@ FAULTS = (
         "tensor_in_another_step",
         entry(EMBED, step=1),
         BadFile,
-        ("stored otherwise than the manifest says", "missing"),
+        ("does not match the manifest", "missing"),
         reads=True,
     ),
     Fault("byte_flipped", chunk(flip), BadFile, ("embed is damaged", "embed.0.0", "weights/00000"), reads=True),
