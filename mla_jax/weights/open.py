@@ -74,7 +74,7 @@ def open_source(path: Path) -> Source:
         if _begins(path, b"GGUF"):
             return FromGGUF(path)
         shown, folder = printable(str(path), 200), printable(str(path.parent), 200)
-        raise BadFile(f"{shown} is not a GGUF file", NEEDS, f"did you mean the folder {folder}?")
+        raise BadFile(f"{shown} is a file, but not a GGUF file", NEEDS, f"did you mean the folder {folder}?")
     if is_store(path):
         return FromStore(path)
     names = [p.name for p in path.iterdir()] if path.is_dir() else []

@@ -122,5 +122,5 @@ def test_a_kind_is_recognised_by_content(tmp_path):
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"not at all")
-    with pytest.raises(BadFile, match="is not a GGUF file"):
+    with pytest.raises(BadFile, match="is a file, but not a GGUF file"):
         open_source(tmp_path / "model.gguf")
