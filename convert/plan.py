@@ -14,8 +14,8 @@ from convert.tensors import Job, jobs, steps
 from mla_jax import __version__
 from mla_jax.base import axes
 from mla_jax.base.errors import BadFile, BadRequest, DoesNotFit, printable
-from mla_jax.weights.checkpoint import BATCH
 from mla_jax.weights.load import Checkpoint
+from mla_jax.weights.orbax_store import BATCH
 from mla_jax.weights.plan import available, gib
 
 COPIES = {"embed_tokens.weight": "embed", "shared_head.head.weight": "head", "lm_head.weight": "embed"}

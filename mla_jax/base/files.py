@@ -1,6 +1,6 @@
-"""Small JSON files: bounded reading from untrusted folders (a size cap, no duplicate keys, finite numbers only), and writing.
+"""Small JSON files: reads of untrusted files with limits (size, no duplicate keys, finite numbers only), atomic writes.
 
-And the folder of the user's cache."""
+Also the path of the user's cache folder."""
 
 import json
 import math
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from mla_jax.base.errors import BadFile, MlaJaxError, printable
 
-MAX_DIGITS = 100  # of an integer: any that passes is also a finite float
+MAX_DIGITS = 100  # of an integer; a shorter one is also a finite float
 
 
 def read_json(path: Path, limit: int, error: type[MlaJaxError] = BadFile) -> dict:
-    """The JSON object in `path`; raises `error` when it is missing, over `limit` bytes or not a plain object."""
-    if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+    """The JSON object in `path`; raises `error` if it is missing, longer than `limit` bytes or not a JSON object."""
+    if path.exists() and not path.is_file():  # opening a pipe would block
         raise error(f"{path} is not a regular file")
     try:
         with open(path, "rb") as file:
@@ -32,7 +32,7 @@ HOST_RATES, DEVICE_RATES = "host.json", "device.json"  # in the cache folder: wh
 
 
 def cache_folder() -> Path | None:
-    """Where what is worth keeping is kept; None for a user without a home, as containers may have."""
+    """The folder of measured rates and compiled programs; None for a user without a home, as in some containers."""
     try:
         return Path.home() / ".cache" / "mla_jax"
     except RuntimeError:
@@ -40,7 +40,7 @@ def cache_folder() -> Path | None:
 
 
 def write_json(path: Path, value: object, indent: int | None = None) -> None:
-    """Puts `value` into a file as a whole: whoever reads it meanwhile finds what was there before. Raises OSError."""
+    """Writes `value` to `path` atomically: a concurrent reader finds the old content or the new. Raises OSError."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         partial.write_text(json.dumps(value, indent=indent))
@@ -50,7 +50,7 @@ def write_json(path: Path, value: object, indent: int | None = None) -> None:
 
 
 def parse_json(data: bytes, where: str, error: type[MlaJaxError] = BadFile) -> dict:
-    """`data` as a JSON object, refusing what the json module lets pass: repeated keys, NaN, infinity."""
+    """`data` as a JSON object; raises `error` also for repeated keys, NaN and infinity, which the json module accepts."""
 
     def fail(problem: str):
         raise error(f"{where} is not valid JSON", problem)

@@ -30,7 +30,7 @@ from mla_jax.model.stream import Kind
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights import host as host_experts
 from mla_jax.weights import names
-from mla_jax.weights.kinds import open_source
+from mla_jax.weights.open import open_source
 from mla_jax.weights.source import Source
 
 PLAIN = ("F64", "F32", "F16", "BF16")
@@ -167,7 +167,7 @@ class Checkpoint:
         like = host_experts.like_copies(self._kind_on_host(number), len(ids), self.dtype)
         return HotExperts(ids, like, self.config.n_routed_experts or 0)
 
-    def format_of(self, source: names.Source) -> str:
+    def format_of(self, source: names.Origin) -> str:
         """The one format of all tensors of a parameter; raises Unsupported if they have several, or one that cannot be read."""
         kinds = {self.source.tensors[name].format: name for name in source.names}
         kind, name = next(iter(kinds.items()))
@@ -231,7 +231,7 @@ class Checkpoint:
             )
         return packed
 
-    def _stored(self, source: names.Source) -> tuple[str, tuple[int, ...]]:
+    def _stored(self, source: names.Origin) -> tuple[str, tuple[int, ...]]:
         """The format and the shape of what is read at once."""
         tensor = self.source.tensors[source.names[0]]
         return tensor.format, tensor.shape[1:] if source.pieces[0].index is not None else tensor.shape
@@ -272,7 +272,7 @@ def empty(like: Any, sharding: Sharding) -> Any:
 class How(NamedTuple):
     """What makes a parameter of a stored tensor of `shape`."""
 
-    part: names.Part
+    part: names.PartOf
     config: Config
     format: str
     shape: tuple[int, ...]

@@ -12,7 +12,7 @@ import pytest
 from checkpoints import assert_same_model, convert, raw, released
 
 from convert import export, tensors, write
-from mla_jax.weights.checkpoint import Writer
+from mla_jax.weights.orbax_store import Writer
 
 STOPPED = "stopped; run the same command again, and it goes on from here"
 
@@ -259,7 +259,7 @@ def test_a_signal_from_outside_stops_it_too(tmp_path):
         import sys
         from convert import tensors
         from convert.__main__ import main
-        from mla_jax.weights.checkpoint import Writer
+        from mla_jax.weights.orbax_store import Writer
         tensors.STEP, save, steps = 20_000, Writer.save, []
         def waiting(*arguments):
             steps.append(arguments)
