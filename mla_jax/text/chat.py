@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mla_jax.base.errors import BadRequest, BadTemplate, printable
 from mla_jax.base.files import read_json
-from mla_jax.text.neutral import Neutral
+from mla_jax.text.injection import Disguise
 from mla_jax.text.tokenizer import MAX_TOKENIZER_CONFIG, Tokenizer, check_unicode
 
 MAX_TEMPLATE = 1 << 20
@@ -54,10 +54,10 @@ class ChatTemplate:
 
         The template alone brings control tokens: each text between them is encoded, and checked, as plain text."""
         check_messages(messages, tokenizer)
-        neutral = Neutral(tokenizer, self.source, messages)
-        plain, *variants = self.render([messages, *neutral.variants()], add_generation_prompt)
+        disguise = Disguise(tokenizer, self.source, messages)
+        plain, *variants = self.render([messages, *disguise.variants()], add_generation_prompt)
         ids: list[int] = []
-        for text, control in neutral.pieces(plain, variants):
+        for text, control in disguise.pieces(plain, variants):
             ids += [tokenizer.control_id(text)] if control else tokenizer.encode(text, bos=False)
         return tokenizer.with_bos(ids)
 
@@ -72,8 +72,8 @@ class ChatTemplate:
         raise BadTemplate(f"the chat template in {self.name} failed", line + printable(answer["cause"], 400))
 
     def _ask(self, request: bytes) -> dict:
-        """One answer of `render.py`, run by an interpreter that has none of this one's environment, paths or modules."""
-        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("render.py"))]
+        """One answer of `template_process.py`, run by an interpreter with none of our environment, paths and modules."""
+        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("template_process.py"))]
         environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         try:
             done = subprocess.run(command, input=request, capture_output=True, timeout=WALL_SECONDS, env=environment, check=False)

@@ -13,12 +13,12 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from mla_jax.base.errors import BadFile, Unsupported, printable
-from mla_jax.text import kimi
+from mla_jax.text import tiktoken_model
 from mla_jax.text.byte_level import BYTES, to_bytes
 from mla_jax.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 1 << 21
-MAX_TOKEN = kimi.MAX_TOKEN  # bytes
+MAX_TOKEN = tiktoken_model.MAX_TOKEN  # bytes
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # values of token_type that matter here
 
 _ENDINGS = "'s|'t|'re|'ve|'m|'ll|'d"
@@ -99,7 +99,7 @@ KNOWN = {
     "deepseek-coder": Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
     "deepseek-v3": _V3,
     "joyai-llm": _V3,
-    "kimi-k2": Pre((kimi.PATTERN,), whole=True),
+    "kimi-k2": Pre((tiktoken_model.PATTERN,), whole=True),
     "youtu": Pre((_YOUTU, _cased_words(r"\p{N}", r"[\r\n/]*")), whole=True),
     "glm4": _GLM4,
     "chatglm-bpe": _GLM4,
@@ -214,9 +214,9 @@ def _merges(metadata: Mapping[str, Any], where: str, tokens: list[str], types: l
 
 def _merges_of_ranks(tokens: list[str], types: list[int], where: str) -> list[tuple[str, str]]:
     normal = [t for t, k in zip(tokens, types, strict=True) if k not in (*_ADDED, UNUSED) and not {*t} - BYTES.keys()]
-    if sum(map(len, normal)) > kimi.MAX_FILE:  # the work is the square of a token's length
-        raise BadFile(f"{where} has too large a vocabulary", f"the limit is {kimi.MAX_FILE:,} characters")
-    return kimi._merges({to_bytes(token): rank for rank, token in enumerate(normal)})
+    if sum(map(len, normal)) > tiktoken_model.MAX_FILE:  # the work is the square of a token's length
+        raise BadFile(f"{where} has too large a vocabulary", f"the limit is {tiktoken_model.MAX_FILE:,} characters")
+    return tiktoken_model.merges_of({to_bytes(token): rank for rank, token in enumerate(normal)}, where)
 
 
 def _model(tokens: list[str], merges: list[tuple[str, str]], pre: Pre, where: str) -> tokenizers.Tokenizer:
