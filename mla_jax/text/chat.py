@@ -121,10 +121,10 @@ def _read(path: Path) -> str:
 def _default(given) -> str | None:
     """A template, or the one called "default" of several."""
     if isinstance(given, list):
-        named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
-        if "default" not in named:
+        named = [entry for entry in given if isinstance(entry, dict) and entry.get("name") == "default"]
+        if not named:
             raise BadTemplate("tokenizer_config.json has several chat templates and none is called default")
-        given = named["default"]
+        given = named[-1].get("template")
     if given is not None and not isinstance(given, str):
         raise BadTemplate("the chat template in tokenizer_config.json is no text", f"found {type(given).__name__}")
     return given
