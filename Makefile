@@ -8,7 +8,7 @@ SELECT ?= not parity
 .PHONY: demo test parity lint clean
 
 demo: $(VENV)/.installed
-	$(BIN)/python -m mla_jax.generate "def fibonacci(n):"
+	$(BIN)/python -m mla_jax.generate --temperature 0 "def __eq__(self, other):"
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "$(SELECT)" -n auto --dist loadgroup
