@@ -110,6 +110,8 @@ class Writer:
         self.shards = shards or (lambda name, part, shape: (1,) * len(shape))
         self.tensors: dict[str, Entry] = {}
         self._refuse_existing()
+        with self._writing():
+            refuse_foreign(self.partial, MANIFEST)
         if (self.partial / MANIFEST).exists():
             _, recorded, self.tensors = _read_manifest(self.partial)
             if differing := [k for k in {**recorded, **self.metadata} if recorded.get(k) != self.metadata.get(k)]:
@@ -126,6 +128,7 @@ class Writer:
             entries[name], cut = self._cut(name, tensor, step)
             leaves |= cut
         with self._writing():
+            self._begin()
             self._discard_unrecorded()
             with _orbax(max(leaf.nbytes for leaf in leaves.values())) as ocp:
                 ocp.save(_step_folder(self.partial, step), leaves)
@@ -164,6 +167,12 @@ class Writer:
         os.sync()  # a step has thousands of small files and folders: to fsync each takes seconds
         os.replace(temporary, self.partial / MANIFEST)
         os.sync()
+
+    def _begin(self) -> None:
+        """Makes the folder and its manifest, by which the next run knows it as a conversion's."""
+        if not (self.partial / MANIFEST).exists():
+            self.partial.mkdir(parents=True, exist_ok=True)
+            self._record({}, complete=False)
 
     def _discard_unrecorded(self) -> None:
         """Removes what a kill between a step and its record left; Orbax itself removes what a kill within a step left."""
@@ -243,6 +252,19 @@ class Store:
                 raise BadFile(f"{name} cannot be read", "a file is missing, cut short or damaged", f"in {folder}", AGAIN) from e
             for chunk in batch:
                 yield _sound(name, folder, chunk, values.pop(chunk.leaf))
+
+
+def refuse_foreign(partial: Path, record: str) -> None:
+    """Raises BadFile if `partial` has files but not the `record` that a conversion writes first: something else made it."""
+    if not os.path.lexists(partial):
+        return
+    names = sorted(path.name for path in partial.iterdir()) if partial.is_dir() else [partial.name]
+    records = {record, f"{record}.new", f"{record}.partial"}  # a kill may leave it under its temporary name
+    if names and not records & {*names}:
+        found = ", ".join(shortened([printable(name) for name in names], 5))
+        raise BadFile(
+            f"{partial} was not made by a conversion", f"it has no {record}, found {found}", "move it away, or choose another OUT"
+        )
 
 
 @contextmanager
