@@ -32,6 +32,18 @@ def read_json(path: Path, limit: int, error: type[MlaJaxError] = BadFile) -> dic
     return parse_json(data, str(path), error)
 
 
+def within(folder: Path, name: str) -> Path:
+    """`folder / name`; raises BadFile if that is a link out of the folder, other than into the blobs of the Hub's cache."""
+    path, home = folder / name, folder.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    target = Path(os.path.realpath(path))  # Path.resolve() raises for a loop of links
+    if target.parent not in allowed:
+        raise BadFile(f"{printable(name)} is a link that leaves the model folder", f"it leads to {printable(str(target), 200)}")
+    return path
+
+
 HOST_RATES, DEVICE_RATES = "host.json", "device.json"  # in the cache folder: what weights/measure.py found
 
 
