@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+from importlib.metadata import version
 from pathlib import Path
 
 import compiling
@@ -78,35 +79,30 @@ def no_network(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
+def built(name: str, *options: str, target: str = "all") -> Path:
+    """The folder of a build, which is stored: again it does nothing, or what sources that have changed need."""
+    folder = compiling.STORED / "cpp" / name.replace("/", "_")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        build(folder, *options, target=target)
+    return folder
+
+
 @pytest.fixture(scope="session")
-def builds(tmp_path_factory):
+def builds():
     """`builds(*options)` is the folder of a build with cmake's further options, tests of the kernels included."""
     if not find_cmake() or not (shutil.which("c++") or os.environ.get("CXX")):
         pytest.skip("no cmake or no C++ compiler to build cpu_experts with")
-    shared = tmp_path_factory.getbasetemp()
-    if os.environ.get("PYTEST_XDIST_WORKER"):
-        shared = shared.parent  # of all workers
-
-    @functools.cache
-    def folder(*options: str) -> Path:
-        target = shared / ("cpu_experts" + "".join(options).replace("/", "_"))
-        with open(f"{target}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            build(target, "-DCPU_EXPERTS_TESTS=ON", *options)  # again does nothing
-        return target
-
-    return folder
+    return functools.cache(lambda *options: built("cpu_experts" + "".join(options), "-DCPU_EXPERTS_TESTS=ON", *options))
 
 
 @pytest.fixture(scope="session")
 def ffi_library(builds):
     """Built on the headers of this jaxlib."""
-    headers = library.ffi_headers()
-    target = builds().parent / "cpu_experts_ffi"
-    with open(f"{target}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        build(target, f"-DCPU_EXPERTS_FFI_HEADERS={headers}", target="cpu_experts_ffi")
-    return target / library.FFI_NAME
+    headers, jaxlib = library.ffi_headers(), version("jaxlib")
+    options = f"-DCPU_EXPERTS_FFI_HEADERS={headers}"
+    return built(f"cpu_experts_ffi_{jaxlib}", options, target="cpu_experts_ffi") / library.FFI_NAME
 
 
 @pytest.fixture
