@@ -2,7 +2,7 @@
 
 Reading refuses files over a size, duplicate keys, numbers that are not finite or too long, and halves of surrogate pairs.
 
-And the folder of the user's cache."""
+Also the path of the user's cache folder."""
 
 import json
 import math
@@ -19,8 +19,8 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(path: Path, limit: int, error: type[MlaJaxError] = BadFile) -> dict:
-    """The JSON object in `path`; raises `error` when it is missing, over `limit` bytes or not a plain object."""
-    if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+    """The JSON object in `path`; raises `error` if it is missing, longer than `limit` bytes or not a JSON object."""
+    if path.exists() and not path.is_file():  # opening a pipe would block
         raise error(f"{path} is not a regular file")
     try:
         with open(path, "rb") as file:
@@ -32,11 +32,23 @@ def read_json(path: Path, limit: int, error: type[MlaJaxError] = BadFile) -> dic
     return parse_json(data, str(path), error)
 
 
+def within(folder: Path, name: str) -> Path:
+    """`folder / name`; raises BadFile if that is a link out of the folder, other than into the blobs of the Hub's cache."""
+    path, home = folder / name, folder.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    target = Path(os.path.realpath(path))  # Path.resolve() raises for a loop of links
+    if target.parent not in allowed:
+        raise BadFile(f"{printable(name)} is a link that leaves the model folder", f"it leads to {printable(str(target), 200)}")
+    return path
+
+
 HOST_RATES, DEVICE_RATES = "host.json", "device.json"  # in the cache folder: what weights/measure.py found
 
 
 def cache_folder() -> Path | None:
-    """Where what is worth keeping is kept; None for a user without a home, as containers may have."""
+    """The folder of measured rates and compiled programs; None for a user without a home, as in some containers."""
     try:
         return Path.home() / ".cache" / "mla_jax"
     except RuntimeError:
@@ -44,7 +56,7 @@ def cache_folder() -> Path | None:
 
 
 def write_json(path: Path, value: object, indent: int | None = None) -> None:
-    """Puts `value` into a file as a whole: whoever reads it meanwhile finds what was there before. Raises OSError."""
+    """Writes `value` to `path` atomically: a concurrent reader finds the old content or the new. Raises OSError."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         partial.write_text(json.dumps(value, indent=indent))
