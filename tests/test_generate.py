@@ -1,13 +1,13 @@
 """The command line as users meet it: what goes to stdout and stderr, exit codes, pipes."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import compiling
 import pytest
 import tokenizers
 from flax import nnx
@@ -35,14 +35,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory) -> dict[str, str]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    return {
-        **os.environ,
-        "JAX_COMPILATION_CACHE_DIR": cache,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONIOENCODING": "utf-8",
-    }
+def environment() -> dict[str, str]:
+    return compiling.as_users() | {"PYTHONIOENCODING": "utf-8"}
 
 
 @pytest.fixture

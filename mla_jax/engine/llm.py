@@ -26,7 +26,7 @@ from mla_jax.engine.text import open_text
 from mla_jax.model import fp8_latent
 from mla_jax.model.dispatch import ATTENTION, Dispatch
 from mla_jax.model.moe import BACKENDS
-from mla_jax.weights import measure
+from mla_jax.weights import host, measure
 from mla_jax.weights.hub import resolve
 from mla_jax.weights.load import Checkpoint, Progress
 from mla_jax.weights.placement import Placement, place
@@ -91,7 +91,7 @@ class LLM:
         )
         self.config, text = checkpoint.config, open_text(checkpoint.source)
         self.tokenizer, self.chat_template, self.defaults, self.end_ids, notes = text
-        self.notes = (*self.config.notes, *notes)
+        self.notes = (*self.config.notes, *notes, *host.notes(self.placement.host))
         self.context = check_context(context, self.config.max_position_embeddings)
         self.plan = plan(checkpoint, self.context, batch)
         self.plan.refuse()

@@ -82,5 +82,5 @@ def test_a_folder_without_a_template_cannot_chat(llm, monkeypatch):
 
 
 def test_more_prompts_than_the_limit_are_refused_before_anything_is_allocated(llm):
-    with pytest.raises(BadRequest, match="1,000,000 prompts"):
-        llm.generate([[5]] * 1_000_000)
+    with pytest.raises(BadRequest, match="100,001 prompts"):
+        llm.generate([[5]] * 100_001)
