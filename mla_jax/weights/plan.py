@@ -138,6 +138,23 @@ def temporaries(checkpoint: Checkpoint, context: int, scores: int, batch: int = 
     return attention + rebuilt + experts + unpacked + streamed + 4 * 4 * batch * config.vocab_size
 
 
+def logits_bytes(model: Transformer, rows: int, tokens: int) -> int:
+    """About the most that float32 logits of `rows` sequences of `tokens` tokens take, with the activations of one forward pass.
+
+    Nothing is read in chunks there: attention scores are `[B N T T]`, unless a kernel keeps them to itself."""
+    config, itemsize = model.config, model.dtype.itemsize
+    heads, every = config.num_attention_heads, rows * tokens
+    form = model.form_name(rows, tokens, tokens)
+    kernel = form == "fused" and model.kernel_of_attention(rows, tokens, tokens) != "xla"
+    scores = 0 if kernel else 3 * 4 * rows * heads * tokens * tokens
+    head = 2 * config.qk_nope_head_dim + 2 * config.qk_rope_head_dim + config.v_head_dim + config.kv_lora_rank
+    dense = model.backend_name(every) == "dense"
+    chosen = (config.n_routed_experts or 0) if dense else 2 * (config.num_experts_per_tok or 0)
+    widest = max(chosen * (config.moe_intermediate_size or 0), config.intermediate_size)
+    activations = every * itemsize * (4 * config.hidden_size + max(heads * head, 3 * widest))
+    return 4 * every * config.vocab_size + scores + activations
+
+
 def available() -> int:
     """Bytes that may be taken: of the device, or of free memory on a CPU."""
     device = jax.devices()[0]

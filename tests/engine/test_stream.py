@@ -76,7 +76,7 @@ def test_a_chat_is_the_template_and_then_generate(llm):
 
 
 def test_a_folder_without_a_template_cannot_chat(llm, monkeypatch):
-    monkeypatch.setattr(llm, "chat_template", None)
+    monkeypatch.setattr(llm.inputs, "text", llm.inputs.text._replace(chat_template=None))
     with pytest.raises(BadRequest, match="no chat template"):
         llm.chat([{"role": "user", "content": "a5"}])
 
