@@ -157,15 +157,15 @@ def read_prompt(command: Command) -> str:
         return _decoded(_read_file(command.prompt.file))
     if sources == ["-"]:
         return _decoded(sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1))
-    return sources[0]
+    return command.argument or command.prompt.prompt or ""
 
 
-def _read_file(path: str) -> bytes:
+def _read_file(path: str | Path) -> bytes:
     try:
         with open(path, "rb") as file:
             return file.read(MAX_PROMPT_BYTES + 1)
     except (OSError, ValueError) as e:  # a ValueError for a name with a NUL
-        raise BadRequest(f"{printable(path)} cannot be read", getattr(e, "strerror", None) or str(e)) from e
+        raise BadRequest(f"{printable(str(path))} cannot be read", getattr(e, "strerror", None) or str(e)) from e
 
 
 def _decoded(data: bytes) -> str:
@@ -204,8 +204,16 @@ def dry_run(opened: "Opened", console: "Console") -> int:
     return DONE if needed.fits else 4
 
 
+def open_closed_streams() -> None:
+    """Opens stdin, stdout and stderr that the shell has closed, as `>&-` does: Python has None for them."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 it stays open
+
+
 def script() -> None:
     """The entry point: exit code, and a quiet end when the reader of a pipe goes away."""
+    open_closed_streams()
     try:
         sys.exit(main())
     except BrokenPipeError:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mla_jax.base.errors import BadRequest, printable
@@ -29,13 +30,13 @@ class PromptOptions(Checked):
 
     prompt: str | None = option(None, optional(text))
     """Prompt text, the same as the plain argument; "-" reads stdin."""
-    file: str | None = option(None, optional(path))
+    file: str | Path | None = option(None, optional(path))
     """Read the prompt from this file."""
     chat: bool = option(False, flag)
     """Interactive chat; /help lists its commands."""
     system: str | None = option(None, optional(text))
     """System prompt for --chat."""
-    config: str | None = option(None, optional(path))
+    config: str | Path | None = option(None, optional(path))
     """TOML file with these settings, one table per group."""
 
 
@@ -43,7 +44,7 @@ class PromptOptions(Checked):
 class ModelOptions(Checked):
     """Which model to run."""
 
-    model: str | None = option(None, optional(path))
+    model: str | Path | None = option(None, optional(path))
     """Model folder, GGUF file, or name in the Hugging Face cache (demo)."""
     dtype: str | None = option(None, optional(one_of(*DTYPES)))
     """float32 or bfloat16; by default quantised weights stay quantised."""
@@ -71,13 +72,13 @@ class ExpertOptions(Checked):
     """Number of layers, from the last, whose experts run on the CPU."""
     host_precision: str | None = option(None, optional(text))
     """CPU expert weights: bf16, int8, int4_g32, ... (as stored)."""
-    host_folder: str | None = option(None, optional(path))
+    host_folder: str | Path | None = option(None, optional(path))
     """Keep packed CPU experts here; the next start maps them."""
     defer: int = option(0, whole(0))
     """CPU experts per token whose result is added one layer late (inexact)."""
     stream_tokens: int | None = option(None, optional(whole(0)))
     """Prompt chunks of this size run CPU experts on the GPU; 0: never."""
-    routing_stats: str | None = option(None, optional(path))
+    routing_stats: str | Path | None = option(None, optional(path))
     """JSON file that counts expert usage; created if missing."""
     device_experts: int | None = option(None, optional(whole(0)))
     """Most used CPU experts to replicate on the GPU; 0: none."""

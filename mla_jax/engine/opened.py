@@ -40,7 +40,7 @@ class Opened:
         model = self.options.model.model
         if model is None:
             return "demo"
-        return Path(model).resolve().name if Path(model).exists() else model
+        return Path(model).resolve().name if Path(model).exists() else str(model)
 
     @property
     def config(self) -> Config:

@@ -78,12 +78,13 @@ class Chat:
 
     def __init__(self, llm: LLM, sampling: SamplingParams, console: Console, system: str | None):
         self.llm, self.sampling, self.console = llm, sampling, console
-        self.conversation, self.open = Conversation(system), True
+        self.conversation, self.open = Conversation(system), False
 
     def run(self, read: Callable[[], str]) -> int:
         """Turn by turn until the end of input; Ctrl-C at the prompt clears the line."""
-        self.llm.encode_chat(self.conversation.asking("?"))  # fails at once if there is no template, or none for a system prompt
+        self.llm.encode_chat(self.conversation.asking(""))  # fails at once if there is no template, or none for a system prompt
         self.console.note(f"{self.llm.name}: /help lists commands, Ctrl-D ends")
+        self.open = True
         while self.open:
             try:
                 self.take(read())
@@ -144,7 +145,7 @@ class Chat:
 
     def system(self, argument: str) -> None:
         if argument:
-            self.llm.encode_chat(Conversation(argument).asking("?"))  # a template may refuse system prompts
+            self.llm.encode_chat(Conversation(argument).asking(""))  # a template may refuse system prompts
             self.conversation.system = argument
         self.console.note(f"system prompt: {self.conversation.system or 'none'}")
 
@@ -155,7 +156,7 @@ class Chat:
 
     def load(self, argument: str) -> None:
         loaded = Conversation.load(_path(argument))
-        self.llm.encode_chat(loaded.asking("?"))
+        self.llm.encode_chat(loaded.asking(""))
         self.conversation = loaded
         self.console.note(f"turns loaded: {len(loaded.turns) // 2}")
 

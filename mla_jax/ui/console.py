@@ -16,6 +16,7 @@ from mla_jax.engine.request import Chunk, Logprobs
 from mla_jax.engine.stats import Stats
 from mla_jax.text.stream import printable_text
 from mla_jax.text.tokenizer import Tokenizer
+from mla_jax.ui.interrupt import noticed_interrupts
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # the last event of a program
 COMPILE_EVENTS = "/jax/core/compile/"  # tracing, lowering, compiling; each is reported when it ends
@@ -52,7 +53,7 @@ class Console:
 
     def note(self, *lines: str) -> None:
         """Something for the reader, not part of the answer."""
-        if not self.quiet:
+        if lines and not self.quiet:
             with self.status.hidden():
                 print(*lines, sep="\n", file=sys.stderr, flush=True)
             self.status.column = 0
@@ -148,12 +149,14 @@ def answer(llm: LLM, prompt: str | list[int], sampling: SamplingParams, console:
     logprobs: Logprobs = []
     reason = "interrupted"
     try:
-        with console.compiling():
+        with console.compiling(), noticed_interrupts() as interrupted:
             for chunk in llm.stream(prompt, sampling):
                 console.chunk(chunk, llm.tokenizer is not None)
                 pieces.append(chunk.text)
                 logprobs += chunk.logprobs or []
                 reason = chunk.finish_reason or reason
+                if interrupted():
+                    break
     except KeyboardInterrupt:
         reason = "interrupted"
     if logprobs:
