@@ -1,48 +1,52 @@
-"""The device that JAX computes on, and one clear error where JAX cannot start."""
+"""The devices that a model runs on, as data: a mesh, and what one of its devices reaches. A mesh of one today."""
 
-import importlib.util
+import dataclasses
+from typing import Any
 
-import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mla_jax.base.errors import Unsupported, printable
-
-INSTALL = {
-    "cuda": 'install CUDA support with: pip install "mla-jax[cuda12]" (or "mla-jax[cuda13]", as the driver has it)',
-    "tpu": 'install TPU support with: pip install "mla-jax[tpu]"',
-}
-PLUGINS = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
-SAME = {"gpu": "cuda"}  # names that JAX has for one platform
+from mla_jax.base import roofline
+from mla_jax.base.axes import MESH_AXES
+from mla_jax.base.platforms import default_device
 
 
-def default_device() -> jax.Device:
-    """The first device; raises Unsupported where JAX cannot use the platform that JAX_PLATFORMS names."""
-    try:
-        return jax.devices()[0]
-    except (RuntimeError, AssertionError) as e:  # an AssertionError without words if CUDA support is not installed
-        asked = jax.config.jax_platforms or ""
-        raise Unsupported(_finding(asked), *_advice(asked), *_cause(e)) from e
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """`figures` are FLOP/s and bytes/s of one device of the `mesh`, whose axes are `MESH_AXES`."""
 
+    mesh: Mesh
+    figures: roofline.Device
 
-def _finding(asked: str) -> str:
-    return f"JAX cannot use the platform of JAX_PLATFORMS={printable(asked)}" if asked else "JAX cannot start on this machine"
+    @staticmethod
+    def default(figures: roofline.Device | None = None) -> "Devices":
+        """JAX's first device; `figures` None takes those of the table. Raises Unsupported if JAX cannot start."""
+        first = default_device()
+        mesh = Mesh(np.array([first]).reshape(1, 1), MESH_AXES)
+        return Devices(mesh, figures or roofline.device(first.device_kind, first.platform))
 
+    @property
+    def first(self) -> Any:
+        return self.mesh.devices.flat[0]
 
-def _advice(asked: str) -> list[str]:
-    """What to install for the first platform asked for, and how to do without."""
-    platform = asked.split(",", maxsplit=1)[0].strip()
-    platform = SAME.get(platform, platform)
-    lines = []
-    if platform in INSTALL and not any(map(importlib.util.find_spec, PLUGINS[platform])):
-        lines.append(INSTALL[platform])
-    elif platform in INSTALL:
-        lines.append("its support is installed, but no such device was found; see: python -m mla_jax.generate --doctor")
-    elif platform and platform != "cpu":
-        lines.append("known platforms: cpu, cuda, tpu")
-    if asked:
-        lines.append("or unset JAX_PLATFORMS to run on what there is; JAX_PLATFORMS=cpu takes the CPU")
-    return lines
+    @property
+    def platform(self) -> str:
+        """ "cpu", "gpu" or "tpu"."""
+        return self.first.platform
 
+    @property
+    def replicated(self) -> NamedSharding:
+        """The sharding of an array that every device has a copy of."""
+        return NamedSharding(self.mesh, PartitionSpec())
 
-def _cause(error: Exception) -> list[str]:
-    words = str(error).strip().splitlines()
-    return [f"JAX says: {printable(words[0], 300)}"] if words else []
+    def free_bytes(self) -> int | None:
+        """Memory of one device that may still be allocated; None where the device does not tell, as a CPU does not."""
+        stats = self.first.memory_stats() or {}
+        if "bytes_limit" not in stats:
+            return None
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+    def peak_bytes(self) -> int | None:
+        """The most memory that one device has had allocated; None where the device does not tell."""
+        stats = self.first.memory_stats() or {}
+        return stats.get("peak_bytes_in_use") or None

@@ -55,7 +55,7 @@ def whole(low: int, high: int = LARGEST) -> Rule:
     """A whole number, NumPy's included; True and False are none."""
 
     def rule(value: Any) -> int:
-        if isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high:
+        if _is(Integral, value) and low <= value <= high:
             return int(value)
         raise Wrong(f"a whole number {_range(low, high)}")
 
@@ -66,7 +66,7 @@ def number(low: float, high: float, above: bool = False) -> Rule:
     """A number from `low` to `high`, or greater than `low` if `above`."""
 
     def rule(value: Any) -> float:
-        if isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high and not (above and value == low):
+        if _is(Real, value) and low <= value <= high and not (above and value == low):
             return value if isinstance(value, int) else float(value)
         raise Wrong(f"a number above {low:g}, at most {high:g}" if above else f"a number {_range(low, high)}")
 
@@ -127,6 +127,11 @@ def token_ids(most: int) -> Rule:
         return tuple(map(each, found))
 
     return rule
+
+
+def _is(kind: type, value: Any) -> bool:
+    """Whether `value` is such a number; True and False are none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _several(value: Any, most: int) -> tuple:

@@ -53,9 +53,7 @@ class InputProcessor:
         if template is None or tokenizer is None:
             missing = "tokenizer" if tokenizer is None else "chat template"
             raise BadRequest(f"this model folder has no {missing}, which chat needs", "give a prompt as text or token ids")
-        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-            raise BadRequest(f"the conversation is {shown(messages)}", 'expected [{"role": "user", "content": ...}, ...]')
-        return template.encode([dict(m) if isinstance(m, Mapping) else m for m in messages], tokenizer)
+        return template.encode(messages, tokenizer)
 
     def check_prompt(self, tokens: list[int], needed: int) -> int:
         """The tokens of context that a prompt leaves free; raises BadRequest unless there are at least `needed`."""

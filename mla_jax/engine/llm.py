@@ -77,7 +77,7 @@ class LLM:
 
     def __repr__(self) -> str:
         formats = ", ".join(f"{gib(size)} in {name}" for name, size in self._formats.items())
-        layers, device = self.config.num_hidden_layers, self.model.device.name
+        layers, device = self.config.num_hidden_layers, self.model.dispatch.device.name
         return f"LLM({self.name!r}: {self.config.model_type}, {layers} layers, {formats}, context {self.context:,}, on {device})"
 
     @property

@@ -7,14 +7,15 @@ from pathlib import Path
 import jax
 
 from mla_jax.base.config import Config
-from mla_jax.base.devices import default_device
 from mla_jax.base.errors import BadRequest, Unsupported
 from mla_jax.base.files import cache_folder
 from mla_jax.base.options import Options
+from mla_jax.base.platforms import default_device
 from mla_jax.engine.explain import explain
 from mla_jax.engine.inputs import InputProcessor
 from mla_jax.engine.text import Text, open_text
-from mla_jax.model import packed_latents
+from mla_jax.model import fp8_latent
+from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights import measure
 from mla_jax.weights.hub import resolve
@@ -92,16 +93,11 @@ def open_model(options: Options) -> Opened:
 
 def _checkpoint(options: Options) -> Checkpoint:
     """The headers of the model's files."""
-    attention, experts = options.attention, options.experts.experts
-    checkpoint = Checkpoint(
-        resolve(options.model.model),
-        experts="auto" if experts == "host" else experts,
-        dtype=options.model.dtype,
-        device=measure.device(),
-        attention=attention.attention,
-        kv_cache=attention.kv_cache,
-    )
-    if attention.kv_cache == "fp8" and (reason := packed_latents.why_not(checkpoint.config, attention.attention)):
+    attention, kv_cache = options.attention.attention, options.attention.kv_cache
+    experts = "auto" if options.experts.experts == "host" else options.experts.experts
+    dispatch = Dispatch(attention, experts, kv_cache, measure.device())
+    checkpoint = Checkpoint(resolve(options.model.model), dispatch=dispatch, dtype=options.model.dtype)
+    if kv_cache == "fp8" and (reason := fp8_latent.why_not(checkpoint.config, attention)):
         raise Unsupported('kv_cache "fp8" is not available for this model', reason)
     return checkpoint
 

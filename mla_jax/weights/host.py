@@ -20,7 +20,8 @@ from mla_jax.model.hot import HotExperts
 from mla_jax.model.moe import Experts, HostExperts, MoE
 from mla_jax.model.ops import plain
 from mla_jax.model.stream import FORMATS
-from mla_jax.weights.checkpoint import MAX_MANIFEST, writing
+from mla_jax.weights.orbax_manifest import MAX_MANIFEST
+from mla_jax.weights.orbax_store import writing
 
 PRECISIONS = {ours: precision for precision, ours in FORMATS.items()}  # of the library, by our names of formats
 

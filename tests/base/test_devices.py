@@ -1,71 +1,55 @@
-"""The device that JAX computes on, and the platforms that it cannot use."""
+"""The devices of a model as one object."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
+import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from mla_jax.base.devices import default_device
-from mla_jax.base.errors import Unsupported
-
-ROOT = Path(__file__).parents[2]
+from mla_jax.base.devices import Devices
+from mla_jax.base.roofline import DEVICES
 
 
-def test_the_default_device_is_the_first():
-    assert default_device() == jax.devices()[0]
+class FakeDevice:
+    def __init__(self, stats: dict | None):
+        self.stats = stats
+
+    def memory_stats(self) -> dict | None:
+        return self.stats
 
 
-@pytest.mark.parametrize(
-    ("platform", "error", "words"),
-    [
-        ("cuda", AssertionError(), 'pip install "mla-jax[cuda12]"'),
-        ("gpu", AssertionError(), 'pip install "mla-jax[cuda12]"'),
-        ("cuda,cpu", RuntimeError("no CUDA\nmore"), "JAX says: no CUDA"),
-        ("tpu", RuntimeError("no libtpu"), 'pip install "mla-jax[tpu]"'),
-        ("vulkan", RuntimeError("unknown"), "known platforms: cpu, cuda, tpu"),
-        (None, RuntimeError("broken driver"), "JAX cannot start on this machine\n  JAX says: broken driver"),
-    ],
-)
-def test_what_jax_cannot_use_is_one_error_that_says_what_to_install(monkeypatch, platform, error, words):
-    def fail():
-        raise error
+@pytest.fixture
+def telling(monkeypatch):
+    """`telling(stats)` are devices whose runtime says this of its memory."""
 
-    monkeypatch.setattr(jax, "devices", fail)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    before = jax.config.jax_platforms
-    jax.config.update("jax_platforms", platform)
-    try:
-        with pytest.raises(Unsupported) as refused:
-            default_device()
-    finally:
-        jax.config.update("jax_platforms", before)
-    assert words in str(refused.value)
-    assert refused.value.exit_code == 3
+    def devices(stats: dict | None) -> Devices:
+        whole = Devices.default()
+        monkeypatch.setattr(Devices, "first", FakeDevice(stats))
+        return dataclasses.replace(whole, figures=DEVICES["NVIDIA H200"])
+
+    return devices
 
 
-def test_where_support_is_installed_the_missing_device_is_named_instead(monkeypatch):
-    def fail():
-        raise AssertionError
-
-    monkeypatch.setattr(jax, "devices", fail)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    before = jax.config.jax_platforms
-    jax.config.update("jax_platforms", "cuda")
-    try:
-        with pytest.raises(Unsupported, match="no such device was found"):
-            default_device()
-    finally:
-        jax.config.update("jax_platforms", before)
+def test_the_default_is_a_mesh_of_the_first_device():
+    devices = Devices.default()
+    assert devices.first == jax.devices()[0]
+    assert devices.mesh.size == 1
+    assert devices.figures == DEVICES["cpu"]
 
 
-def test_the_command_line_ends_with_that_error_and_no_traceback():
-    environment = {**os.environ, "JAX_PLATFORMS": "vulkan"}
-    command = [sys.executable, "-m", "mla_jax.generate", "x"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
-    assert result.returncode == 3
-    assert result.stderr.startswith("error: JAX cannot use the platform of JAX_PLATFORMS=vulkan")
-    assert "Traceback" not in result.stderr
+def test_arrays_are_put_on_all_devices_of_the_mesh():
+    devices = Devices.default()
+    x = jax.device_put(jnp.arange(3.0), devices.replicated)
+    assert x.sharding.device_set == set(devices.mesh.devices.flat)
+
+
+def test_free_memory_is_what_the_limit_leaves(telling):
+    assert telling({"bytes_limit": 100, "bytes_in_use": 30}).free_bytes() == 70
+    assert telling(None).free_bytes() is None
+    assert telling({}).free_bytes() is None
+
+
+def test_a_peak_that_the_device_does_not_tell_is_unknown_not_zero(telling):
+    assert telling({"peak_bytes_in_use": 5}).peak_bytes() == 5
+    assert telling({"peak_bytes_in_use": 0}).peak_bytes() is None
+    assert telling(None).peak_bytes() is None
