@@ -1,7 +1,6 @@
 """The command line as users meet it: what goes to stdout and stderr, exit codes, pipes."""
 
 import json
-import os
 import re
 import shlex
 import shutil
