@@ -209,11 +209,12 @@ def dry_run(command: Command, console: "Console") -> int:
         memory_fraction=command.memory.memory_fraction,
         batch=command.memory.batch,
     )
-    needed = plan(checkpoint, check_context(context, checkpoint.config.max_position_embeddings), command.memory.batch)
+    needed = plan(checkpoint, check_context(context, checkpoint.config.max_position_embeddings), command.memory.batch, placement)
     if command.output.json:
         console.event("plan", **dataclasses.asdict(needed), fits=needed.fits)
     else:
-        console.say([*explain(checkpoint.abstract, checkpoint.formats(), needed.context, placement), "", *needed.lines()])
+        model, formats = checkpoint.model(placement), checkpoint.formats(placement)
+        console.say([*explain(model, formats, needed.context, placement), "", *needed.lines()])
     return 0 if needed.fits else 4
 
 

@@ -60,7 +60,7 @@ class ExpertOptions:
     host_folder: str | None = None
     """Keep packed experts here; the next start maps them."""
     defer: int = 0
-    """Experts a token on the CPU added a layer later; -1: predicted."""
+    """Experts per token on the CPU added one layer later (inexact)."""
     stream_tokens: int | None = None
     """Tokens from which the device computes these; 0 for never."""
     routing_stats: str | None = None

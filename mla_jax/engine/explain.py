@@ -2,7 +2,7 @@
 
 from mla_jax.base import roofline
 from mla_jax.model.transformer import Transformer
-from mla_jax.weights.placement import Placement
+from mla_jax.offload.place import Placement
 from mla_jax.weights.plan import gib
 
 
@@ -29,7 +29,7 @@ def explain(model: Transformer, formats: dict[str, int], context: int, placed: P
     lines.append(f"on a long prefix, rebuilding heads takes fewer FLOPs from {roofline.break_even(config):.0f} new tokens")
     if config.n_routed_experts:
         lines.append(_experts(model, prompt, placed) + (f": {placed.why}" if placed else ""))
-    lines += placed.lines if placed else ()
+    lines += placed.lines() if placed else ()
     if model.mtp:
         lines.append(f"MTP layers loaded: {len(model.mtp)}; decoding does not draft with them yet")
     return lines
@@ -48,8 +48,9 @@ def _experts(model: Transformer, prompt: int, placed: Placement | None) -> str:
     if model.stream:
         by = _backend(model, model.stream, "streamed")
         deferred += f", with {model.stream:,} tokens or more brought to the device, by {by}"
-    if model.hot:
-        deferred += f", {model.hot:,} of them on the device, too, by {_backend(model, 1, 'hot')} for one token"
+    if model.replicated:
+        by = _backend(model, 1, "replicated")
+        deferred += f", {model.replicated:,} of them replicated on the device, by {by} for one token"
     return f"experts: those of {some} on the CPU{deferred}" + (f"; {on_device}" if some != "all layers" else "")
 
 

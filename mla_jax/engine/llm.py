@@ -26,12 +26,13 @@ from mla_jax.engine.text import open_text
 from mla_jax.model import packed_latents
 from mla_jax.model.mla import FORMS
 from mla_jax.model.moe import BACKENDS
-from mla_jax.weights import measure
+from mla_jax.offload import calibrate
+from mla_jax.offload.place import Placement, place
+from mla_jax.offload.routing import Routing
+from mla_jax.weights.figures import figures
 from mla_jax.weights.hub import resolve
 from mla_jax.weights.load import Checkpoint, Progress
-from mla_jax.weights.placement import Placement, place
 from mla_jax.weights.plan import gib, plan, slot_bytes
-from mla_jax.weights.routing import Routing
 
 DEFAULT_MAX_TOKENS = 256
 MAX_ROWS = 64  # prompts computed together
@@ -71,7 +72,7 @@ class LLM:
         `experts` "host" has the CPU compute all routed experts, "auto" those of as many layers, `host_layers` overriding how
         many, as do not fit the device; else it names a backend on the device. `host_precision` is theirs there (None: as they
         are stored, floats in bf16), `host_folder` keeps them packed and maps them at the next start, and `defer` of a token's
-        (-1: as many as are predicted to gain) are added a layer later while decoding, which is not exact. Chunks of a prompt
+        are added a layer later while decoding, which is not exact. Chunks of a prompt
         with `stream_tokens` tokens or more (None: as predicted from measured rates, 0: none) have these experts brought to the
         device instead, and computed there. `routing_stats` is a JSON file of how often each expert of each layer was chosen, made
         if it is not there and added to after each answer: at the next start what memory the device has left is spent on copies
@@ -93,14 +94,14 @@ class LLM:
         self.tokenizer, self.chat_template, self.defaults, self.end_ids, notes = text
         self.notes = (*self.config.notes, *notes)
         self.context = check_context(context, self.config.max_position_embeddings)
-        self.plan = plan(checkpoint, self.context, batch)
+        self.plan = plan(checkpoint, self.context, batch, self.placement)
         self.plan.refuse()
-        self._formats, self._routing = checkpoint.formats(), None
+        self._formats, self._routing = checkpoint.formats(self.placement), None
         if routing_stats is not None:
             self._routing = Routing.open(Path(routing_stats), self.config)
             self._routing.save()  # if that fails, then not after all the work
         with self._memory_explained():
-            self.model = checkpoint.read(progress, None if host_folder is None else Path(host_folder))
+            self.model = checkpoint.load(self.placement, progress, None if host_folder is None else Path(host_folder))
         self.last_stats: Stats | None = None  # of the newest stream
         self._programs = Programs(self.model, counts=self._routing is not None)
 
@@ -293,11 +294,11 @@ def open_checkpoint(
     _cache_compiled_programs()
     backend = "auto" if experts.experts == "host" else experts.experts
     forms = {"attention": attention.attention, "kv_cache": attention.kv_cache}
-    checkpoint = Checkpoint(resolve(model), experts=backend, dtype=dtype, device=measure.device(), **forms)
+    checkpoint = Checkpoint(resolve(model), experts=backend, dtype=dtype, device=calibrate.device(), **forms)
     if attention.kv_cache == "fp8" and (reason := packed_latents.why_not(checkpoint.config, attention.attention)):
         raise Unsupported('kv_cache "fp8" cannot be had here', reason)
     check_context(context, checkpoint.config.max_position_embeddings)
-    return checkpoint, place(checkpoint, experts, context, batch)
+    return checkpoint, place(experts, figures(checkpoint, experts, context, batch), calibrate.host)
 
 
 def check_context(context: int | None, longest: int) -> int:

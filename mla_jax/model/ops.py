@@ -4,6 +4,7 @@ Weights keep the checkpoint's order, output axes first: quantised blocks stay wh
 
 from importlib import import_module
 from math import gcd, prod
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -27,12 +28,14 @@ def parameter(
     mean: float = 0.0,
     exact: bool = False,
     packs: bool = True,
+    role: str | None = None,
 ) -> nnx.Param:
     """A random weight whose shape follows from the names of its axes.
 
-    `exact` ones stay float32 in a bfloat16 model; those that `pack` stay quantised, as QTensors, if a checkpoint has them so."""
+    `exact` ones stay float32 in a bfloat16 model; those that `pack` stay quantised, as QTensors, if a checkpoint has them so.
+    The `role` "expert" marks weights of routed experts."""
     value = mean + scale * jax.random.normal(rngs.params(), logical.shape(config, axes))
-    return nnx.Param(value, axes=axes, exact=exact, packs=packs and len(axes) > 1)
+    return nnx.Param(value, axes=axes, exact=exact, packs=packs and len(axes) > 1, role=role)
 
 
 def norm_weight(config: Config, rngs: nnx.Rngs, axis: str) -> nnx.Param:
@@ -127,6 +130,13 @@ def implementation(op: str, *arrays: Any) -> str:
     from pallas_kernels import choice
 
     return choice.choose(op, None, import_module(f"pallas_kernels.{op}").CHECKS, *arrays)
+
+
+def fp8() -> ModuleType:
+    """FP8 numbers with scales, as kernels take them."""
+    from pallas_kernels import fp8
+
+    return fp8
 
 
 def schedule(seq_lens: Int[Array, " B"], heads: int, tokens: int) -> Any:

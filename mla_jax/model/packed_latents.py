@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from mla_jax.base.config import Config
 from mla_jax.model.mla import Form, Mask, Queries, Up
-from pallas_kernels.fp8 import GROUP, Fp8, dequantize, quantize_cache
+from mla_jax.model.ops import fp8
 
 NAMES = "c_kv", "c_kv_scale"  # in a layer of the cache
 
@@ -18,24 +18,24 @@ def why_not(config: Config, form: str) -> str | None:
     """Why a model's cache cannot be held so; None: it can."""
     if form == "naive":
         return "the form naive holds heads, not latents"
-    if config.kv_lora_rank % GROUP:
-        return f"scales are of {GROUP} numbers, and the latent has {config.kv_lora_rank}"
+    if config.kv_lora_rank % (group := fp8().GROUP):
+        return f"scales are of {group} numbers, and the latent has {config.kv_lora_rank}"
     return None
 
 
 def remembers(c_kv: Float[Array, "B S R"], k_pe: Float[Array, "B S E"], up: Up | None = None) -> dict[str, Array]:
-    return dict(zip(NAMES, quantize_cache(c_kv), strict=True)) | {"k_pe": k_pe}
+    return dict(zip(NAMES, fp8().quantize_cache(c_kv), strict=True)) | {"k_pe": k_pe}
 
 
 def operand(held: dict[str, Any]) -> Any:
     """The latents of a layer as kernels take them, in E4M3 or not."""
-    return Fp8(*(held[name] for name in NAMES)) if NAMES[1] in held else held["c_kv"]
+    return fp8().Fp8(*(held[name] for name in NAMES)) if NAMES[1] in held else held["c_kv"]
 
 
 def unpacked(held: dict[str, Array]) -> dict[str, Array]:
     """What is held, as the forms of mla.py know it; they need not know how it is held."""
     latent, k_pe = operand(held), held["k_pe"]
-    return {"c_kv": dequantize(latent).astype(k_pe.dtype) if isinstance(latent, Fp8) else latent, "k_pe": k_pe}
+    return {"c_kv": fp8().dequantize(latent).astype(k_pe.dtype) if isinstance(latent, fp8().Fp8) else latent, "k_pe": k_pe}
 
 
 def over(form: Form) -> Form:

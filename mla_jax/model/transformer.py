@@ -10,24 +10,23 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mla_jax.base import qtensor, roofline
+from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache import latent
-from mla_jax.model import fused, moe, packed_latents
+from mla_jax.model import fused, packed_latents
 from mla_jax.model.mla import FORMS, MLA, Form
-from mla_jax.model.moe import BACKENDS, MLP, Experts, HostExperts, MoE, pick_backend, settle
+from mla_jax.model.moe import BACKENDS, MLP, ExpertPlan, Experts, MoE, pick_backend, settle
 from mla_jax.model.mtp import MTP
 from mla_jax.model.ops import entries, implementation, linear, norm_weight, operand, parameter, rms_norm
-from mla_jax.model.stream import CHUNK
 
 
 class How(NamedTuple):
     """How one step computes, the same for all its layers; chosen from static shapes while tracing."""
 
     form: Form
-    experts: moe.How
+    experts: ExpertPlan
 
 
 class Block(nnx.Module):
@@ -54,8 +53,9 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """An MLA model. `attention` names a form or "fused", the kernel; `experts` a backend; "auto" chooses by shapes and device.
 
-    `kv_cache` "fp8" holds latents in E4M3. `defer` experts of each token are added a layer later while few tokens are new, where
-    a layer's experts lie on the host."""
+    `kv_cache` "fp8" holds latents in E4M3. The last two are for layers whose experts the CPU computes: `defer` experts of each
+    token are added a layer later while few tokens are new, and steps of at least `stream` tokens (0: none) copy the experts to
+    the device."""
 
     def __init__(
         self,
@@ -67,9 +67,11 @@ class Transformer(nnx.Module):
         device: roofline.Device = roofline.DEVICES["cpu"],
         mtp: bool = False,
         defer: int = 0,
+        stream: int = 0,
         kv_cache: str = "auto",
     ):
-        self.config, self.attention, self.experts, self.device, self.defer = config, attention, experts, device, defer
+        self.config, self.attention, self.experts, self.device = config, attention, experts, device
+        self.defer, self.stream = defer, stream
         self.kv_cache = kv_cache
         self.embed = parameter(config, rngs, "vocab", "model")
         self.layers = nnx.List([Block(config, rngs, i) for i in range(config.num_hidden_layers)])
@@ -147,7 +149,7 @@ class Transformer(nnx.Module):
         """New tokens a row that prompts are read by, so that attention scores over `slots` take no more than so many bytes.
 
         More, where experts are brought from the host for each chunk and a kernel writes no scores."""
-        chunk, most = roofline.chunk_tokens(self.config, rows, slots, scores), max(CHUNK // rows, 1)
+        chunk, most = roofline.chunk_tokens(self.config, rows, slots, scores), max(roofline.STREAMED // rows, 1)
         kernel = self.form_name(rows, most, slots) == "fused" and self.kernel_of_attention(rows, most, slots) != "xla"
         return max(chunk, most) if self.stream and kernel else chunk
 
@@ -171,54 +173,35 @@ class Transformer(nnx.Module):
         return "xla" if down == "xla" else gate
 
     def backend_name(self, tokens: int, where: str = "device") -> str:
-        """The expert backend taken for `tokens` tokens, of experts on the "device", "streamed" to it, or "hot" ones."""
+        """The expert backend taken for `tokens` tokens, of experts on the "device", "streamed" to it, or "replicated" there."""
         if self.experts != "auto":
             return self.experts
         pairs, experts = tokens * (self.config.num_experts_per_tok or 0), self.config.n_routed_experts or 0
         stacks = [] if where == "streamed" else self._stacks(where)
         packed = [prod(w.shape) * self.dtype.itemsize for w in stacks if isinstance(w, QTensor)]
-        if where == "hot":
+        if where == "replicated":
             experts = max(w.shape[0] for w in stacks)
         kernel = self.kernel_of_experts(tokens, where) != "xla"
         return pick_backend(self.device.platform, pairs, experts, max(packed, default=0), kernel)
 
     def on_host(self) -> dict[int, Any]:
-        """The `cpu_experts.Experts` of each layer whose routed experts lie on the host."""
+        """The packed experts of each layer whose routed experts the CPU computes."""
         found = {i: block.mlp.experts for i, block in enumerate(self.layers) if isinstance(block.mlp, MoE)}
-        return {i: experts.layer for i, experts in found.items() if isinstance(experts, HostExperts)}
+        return {i: experts.layer for i, experts in found.items() if not isinstance(experts, Experts)}
 
     @property
-    def stream(self) -> int:
-        """Tokens of a step from which experts on the host are computed on the device; 0 for never."""
-        return next((experts.stream for experts in self._on_host()), 0)
+    def replicated(self) -> int:
+        """Experts that the CPU holds and that have a replica on the device."""
+        return sum(gate.shape[0] for gate in self._stacks("replicated")[::2])
 
-    @property
-    def hot(self) -> int:
-        """Experts that lie on the host and on the device, too."""
-        return sum(e.hot.count for e in self._on_host() if e.hot is not None)
+    def blocks(self) -> list[Block]:
+        """All layers, MTP's after the model's."""
+        return [*self.layers, *(further.block for further in self.mtp)]
 
     def _stacks(self, where: str) -> list[Any]:
-        """Gate and down, or their shapes, of each layer with experts on the "device" alone, "hot" ones, or "streamed" ones."""
-        if where == "streamed":
-            return self._streamed_stacks()
-        held = (e.hot for e in self._on_host()) if where == "hot" else (e for e in self._experts() if isinstance(e, Experts))
-        return [w.get_value() for e in held if e is not None for w in (e.gate, e.down)]
-
-    def _streamed_stacks(self) -> list[Any]:
-        """Stacks of the host's experts as they come to the device: FP8 stays packed, all else is unpacked whole."""
-        c = self.config
-        count, width = c.n_routed_experts or 0, c.moe_intermediate_size or 0
-        packed = any(getattr(experts.layer, "precision", None) == "fp8_block" for experts in self._on_host())
-        shapes = (count, width, c.hidden_size), (count, c.hidden_size, width)
-        return [qtensor.abstract("fp8_block", s) if packed else jax.ShapeDtypeStruct(s, self.dtype) for s in shapes]
-
-    def _on_host(self) -> list[HostExperts]:
-        blocks = [*self.layers, *(further.block for further in self.mtp)]
-        experts = (block.mlp.experts for block in blocks if isinstance(block.mlp, MoE))
-        return [e for e in experts if isinstance(e, HostExperts)]
-
-    def _experts(self) -> list[Experts | HostExperts]:
-        return [block.mlp.experts for block in self.layers if isinstance(block.mlp, MoE)]
+        """gate and down, or their shapes, of each layer whose experts are on the "device", "replicated" or "streamed"."""
+        experts = (block.mlp.experts for block in self.blocks() if isinstance(block.mlp, MoE))
+        return [w for each in experts for w in each.stacks(self.dtype).get(where, ())]
 
     def _held(self, form: Form) -> Form:
         """`form`, over what the cache holds."""
@@ -236,6 +219,6 @@ class Transformer(nnx.Module):
             form = form if layer is None else self._held(form)
         tokens = rows * new
         streamed = BACKENDS[self.backend_name(tokens, "streamed")] if 0 < self.stream <= tokens else None
-        hot = BACKENDS[self.backend_name(tokens, "hot")] if self.hot else None
+        replicated = BACKENDS[self.backend_name(tokens, "replicated")] if self.replicated else None
         backend, defer = BACKENDS[self.backend_name(tokens)], self.defer if new <= roofline.FEW else 0
-        return How(form, moe.How(backend, defer, streamed, hot))
+        return How(form, ExpertPlan(backend, defer, streamed, replicated))
