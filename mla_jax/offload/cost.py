@@ -112,31 +112,40 @@ def fewest(gains: Callable[[int], bool], most: int) -> int:
 
 
 def prefill_seconds(config: Config, device: Device, new: int, on_host: OnHost | None = None, stream: int = 0) -> float:
-    """Seconds of a prompt of `new` tokens in one step; experts are streamed from `stream` tokens on, 0 for never.
-
-    The device computes the replicas and the shared experts while it waits for the host."""
-    expert, chosen = expert_weights(config), config.num_experts_per_tok or 0
+    """Seconds of a prompt of `new` tokens in one step; experts are streamed from `stream` tokens on, 0 for never."""
     layers, moe = config.num_hidden_layers, sum(config.is_moe(i) for i in range(config.num_hidden_layers))
-    moved = on_host.layers if on_host is not None else 0
-
-    def matmuls(computed: float, read: float) -> float:
-        return Cost(2 * new * computed, device.itemsize * read).seconds(device)
-
+    moved = 0 if on_host is None else on_host.layers
     form = roofline.pick_form(config, device, 1, new, new)
     attention = roofline.step_cost(config, form, 1, new, new, device.itemsize).seconds(device)
-    dense = 3 * config.hidden_size * config.intermediate_size
-    shared = (config.n_shared_experts or 0) * expert
-    routed = matmuls(chosen * expert, roofline.experts_touched(config, new) * expert)
-    seconds = layers * attention + (layers - moe) * matmuls(dense, dense)
-    seconds += moe * matmuls(shared, shared) + (moe - moved) * routed
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    computed, read = config.num_experts_per_tok or 0, roofline.experts_touched(config, new)
+    seconds = layers * attention + (layers - moe) * _matmuls(device, new, mlp, mlp)
+    seconds += moe * _shared_seconds(config, device, new)
+    seconds += (moe - moved) * _matmuls(device, new, computed * expert_weights(config), read * expert_weights(config))
     if on_host is None or not moved:
         return seconds
+    return seconds + moved * _moved_seconds(config, device, new, on_host, stream)
+
+
+def _moved_seconds(config: Config, device: Device, new: int, on_host: OnHost, stream: int) -> float:
+    """What one layer whose experts are on the host adds: while it waits, the device computes replicas and shared experts."""
     if 0 < stream <= new:
-        return seconds + moved * stream_seconds(config, device, on_host.rates, new, on_host.expert_bytes)
-    _, replicas = on_host.routed.touched(new)
-    replicated = matmuls((1 - on_host.routed.host_share) * chosen * expert, replicas * expert)
-    host = host_seconds(config, on_host.rates, new, on_host.expert_bytes, on_host.routed)
-    return seconds + moved * max(host - matmuls(shared, shared), replicated)
+        return stream_seconds(config, device, on_host.rates, new, on_host.expert_bytes)
+    routed, weights = on_host.routed, expert_weights(config)
+    host = host_seconds(config, on_host.rates, new, on_host.expert_bytes, routed)
+    computed, read = (1 - routed.host_share) * (config.num_experts_per_tok or 0), routed.touched(new)[1]
+    replicas = _matmuls(device, new, computed * weights, read * weights)
+    return max(host - _shared_seconds(config, device, new), replicas)
+
+
+def _shared_seconds(config: Config, device: Device, new: int) -> float:
+    shared = (config.n_shared_experts or 0) * expert_weights(config)
+    return _matmuls(device, new, shared, shared)
+
+
+def _matmuls(device: Device, new: int, computed: float, read: float) -> float:
+    """Seconds of matmuls of `new` tokens with `computed` weights each, of which `read` are read in all."""
+    return Cost(2 * new * computed, device.itemsize * read).seconds(device)
 
 
 def decode_seconds(config: Config, device: Device, rows: int, held: int, on_host: OnHost | None = None) -> float:

@@ -165,8 +165,7 @@ def fewest_layers(wanted: ExpertOptions, figures: Figures) -> tuple[int, str]:
         return 0, "there is no other memory"
     if figures.needed <= figures.available:
         return 0, f"all fits: {needed} of {available}"
-    replica = max((replica_bytes(layer.packing, figures.dtype) for layer in figures.layers), default=0)
-    missing = (wanted.device_experts or 0) * replica - _free(wanted, figures)
+    missing = _replicas_asked(wanted, figures) - _free(wanted, figures)
     sizes = accumulate(layer.device_bytes for layer in reversed(figures.layers))
     count = next((n for n, size in enumerate(sizes, 1) if size >= missing), len(figures.layers))
     return count, f"{needed} are needed for {figures.context:,} tokens, {available} are there"
@@ -222,19 +221,21 @@ def check(wanted: ExpertOptions, figures: Figures) -> None:
     """Raises BadRequest for options that this model cannot have."""
     config, layers = figures.config, len(figures.layers)
     chosen, experts = config.num_experts_per_tok or 1, layers * (config.n_routed_experts or 0)
-    if wanted.device_experts is not None and not 0 <= wanted.device_experts <= experts:
-        raise BadRequest(f"device_experts is {wanted.device_experts}", f"the model has {experts:,} experts in {layers} layers")
-    if wanted.host_layers is not None and not 0 <= wanted.host_layers <= layers:
-        raise BadRequest(f"host_layers is {wanted.host_layers}", f"the model has {layers} layers with experts")
     if wanted.experts == "host" and not layers:
         raise BadRequest("this model has no routed experts for the host")
-    if wanted.host_precision is not None and wanted.host_precision not in precisions():
+    if wanted.host_precision not in (None, *precisions()):
         known = ", ".join(precisions())
-        raise BadRequest(f"host_precision {printable(wanted.host_precision)} is not known", f"known: {known}")
-    if not 0 <= wanted.defer < chosen:
-        raise BadRequest(f"defer is {wanted.defer}, expected 0 to {chosen - 1}", "one expert per token is never deferred")
-    if wanted.stream_tokens is not None and wanted.stream_tokens < 0:
-        raise BadRequest(f"stream_tokens is {wanted.stream_tokens}, expected 0 or more", "0 stands for never")
+        raise BadRequest(f"host_precision {printable(str(wanted.host_precision))} is not known", f"known: {known}")
+    _refuse_outside("device_experts", wanted.device_experts, experts, f"the model has {experts:,} experts in {layers} layers")
+    _refuse_outside("host_layers", wanted.host_layers, layers, f"the model has {layers} layers with experts")
+    _refuse_outside("defer", wanted.defer, chosen - 1, "one expert per token is never deferred")
+    _refuse_outside("stream_tokens", wanted.stream_tokens, float("inf"), "0 stands for never")
+
+
+def _refuse_outside(name: str, value: int | None, most: float, why: str) -> None:
+    if value is not None and not 0 <= value <= most:
+        expected = f"0 to {most:,}" if most < float("inf") else "0 or more"
+        raise BadRequest(f"{name} is {value}, expected {expected}", why)
 
 
 def _placement(
@@ -269,6 +270,13 @@ def _free(wanted: ExpertOptions, figures: Figures) -> int:
     streams = wanted.stream_tokens != 0 and bool(figures.layers)
     scratch = scratch_bytes(figures.config, figures.dtype.itemsize, tokens) if streams else 0
     return figures.available - figures.needed - scratch
+
+
+def _replicas_asked(wanted: ExpertOptions, figures: Figures) -> int:
+    """Bytes of the replicas that the user wants, of the largest there can be."""
+    if not wanted.device_experts:
+        return 0
+    return wanted.device_experts * max((replica_bytes(layer.packing, figures.dtype) for layer in figures.layers), default=0)
 
 
 def _replica_budget(wanted: ExpertOptions, figures: Figures, layers: Iterable[ExpertLayer]) -> float:

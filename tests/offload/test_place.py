@@ -99,12 +99,11 @@ def test_a_number_of_layers_overrides_the_decision_and_a_backend_keeps_all_on_th
 
 
 def test_streamed_experts_have_room_on_a_gpu():
-    scratch = scratch_bytes(CONFIG, 2, 64)
-    fits = dataclasses.replace(figures(), available=figures().needed - EACH)
-    assert placed(fits, stream_tokens=0).host == (5,)
-    for more, expected in ((scratch, (5,)), (scratch - 1, (4, 5))):
-        tight = dataclasses.replace(fits, available=fits.available + more)
-        assert placed(tight, stream_tokens=1).host == expected
+    """As many layers leave as take its memory, and none where all fits."""
+    scratch, lacking = scratch_bytes(CONFIG, 2, 64), dataclasses.replace(figures(), available=figures().needed - 1)
+    assert placed(lacking, stream_tokens=0).host == (5,)
+    assert len(placed(lacking, stream_tokens=1).host) == -(-(scratch + 1) // EACH) > 1
+    assert placed(figures(), stream_tokens=1).host == ()
 
 
 def test_a_placement_cannot_be_changed():
@@ -115,13 +114,13 @@ def test_a_placement_cannot_be_changed():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"host_layers": 6}, "host_layers is 6\n  the model has 5 layers with experts"),
+        ({"host_layers": 6}, "host_layers is 6, expected 0 to 5\n  the model has 5 layers with experts"),
         ({"host_layers": -1}, "host_layers is -1"),
         ({"host_precision": "int3"}, "host_precision int3 is not known\n  known: bf16, int8"),
         ({"defer": 3}, "defer is 3, expected 0 to 2"),
         ({"defer": -1}, "defer is -1, expected 0 to 2"),
         ({"stream_tokens": -1}, "stream_tokens is -1, expected 0 or more\n  0 stands for never"),
-        ({"device_experts": 41}, "device_experts is 41\n  the model has 40 experts in 5 layers"),
+        ({"device_experts": 41}, "device_experts is 41, expected 0 to 40\n  the model has 40 experts in 5 layers"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_host_is_measured(options, said):
@@ -162,10 +161,10 @@ def test_where_the_library_is_missing_experts_stay_on_the_device_unless_asked_fo
 
 
 def test_rates_are_those_of_the_first_layer_on_the_host():
-    mixed = [*LAYERS[:3], ExpertLayer(4, EACH, PACKING._replace(precision="q4_k", down_precision="q6_k")), LAYERS[4]]
+    mixed = [*LAYERS[:3], ExpertLayer(4, EACH, PACKING._replace(precision="fp8_block", down_precision="int8")), LAYERS[4]]
     asked = []
-    place(ExpertOptions(), figures(1.5, layers=tuple(mixed)), lambda *formats: asked.append(formats) or RATES)
-    assert asked == [("q4_k", "q6_k")]
+    place(ExpertOptions(host_layers=2), figures(layers=tuple(mixed)), lambda *formats: asked.append(formats) or RATES)
+    assert asked == [("fp8_block", "int8")]
 
 
 # replicas
