@@ -9,7 +9,8 @@ from flax import nnx
 from mla_jax import Config, Transformer
 from mla_jax.decode.loop import Program, logits
 from mla_jax.model.moe import MoE
-from mla_jax.offload.pack import offload
+from mla_jax.offload.experts import HostExperts
+from mla_jax.offload.pack import pack
 
 CONFIG = Config.from_hf({**models.FAMILIES["v3"], "first_k_dense_replace": 1, "num_hidden_layers": 4})
 ROWS = 0.02  # of the largest value: rows are rounded to bfloat16 twice, weights once
@@ -41,3 +42,9 @@ def least_last(ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array
     ids, weights = np.asarray(ids), np.asarray(weights)
     order = [sorted(range(len(row)), key=lambda k: -row[k]) for row in weights]
     return tuple(jnp.asarray([row[list(o)] for row, o in zip(a, order, strict=True)]) for a in (ids, weights))
+
+
+def offload(layer: MoE) -> None:
+    """Moves a layer's routed experts from the device to the host."""
+    experts = layer.experts
+    layer.experts = HostExperts(pack(experts.gate[...], experts.up[...], experts.down[...]))

@@ -28,7 +28,7 @@ def read_json(path: Path, limit: int, error: type[MlaJaxError] = BadFile) -> dic
     return parse_json(data, str(path), error)
 
 
-HOST_RATES, DEVICE_RATES = "host.json", "device.json"  # in the cache folder: what offload/calibrate.py found
+HOST_RATES, DEVICE_RATES = "host.json", "device.json"  # in the cache folder: measured rates
 
 
 def cache_folder() -> Path | None:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mla_jax.base import device_rates
 from mla_jax.base.batch import bucket
 from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported, printable
 from mla_jax.base.files import cache_folder
@@ -294,7 +295,7 @@ def open_checkpoint(
     _cache_compiled_programs()
     backend = "auto" if experts.experts == "host" else experts.experts
     forms = {"attention": attention.attention, "kv_cache": attention.kv_cache}
-    checkpoint = Checkpoint(resolve(model), experts=backend, dtype=dtype, device=calibrate.device(), **forms)
+    checkpoint = Checkpoint(resolve(model), experts=backend, dtype=dtype, device=device_rates.device(), **forms)
     if attention.kv_cache == "fp8" and (reason := packed_latents.why_not(checkpoint.config, attention.attention)):
         raise Unsupported('kv_cache "fp8" cannot be had here', reason)
     check_context(context, checkpoint.config.max_position_embeddings)

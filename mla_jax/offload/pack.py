@@ -10,9 +10,7 @@ import numpy as np
 from mla_jax.base import qtensor
 from mla_jax.base.errors import BadFile, Unsupported
 from mla_jax.base.qtensor import QTensor
-from mla_jax.model.moe import Experts, MoE
 from mla_jax.model.ops import plain
-from mla_jax.offload.experts import HostExperts
 from mla_jax.offload.streaming import FORMATS, Packing
 
 PRECISIONS = {ours: precision for precision, ours in FORMATS.items()}  # of the library, by our names of formats
@@ -57,14 +55,6 @@ def map_packed(path: Path) -> Any:
         return Layer.open(path)
     except (ValueError, Other, OSError) as e:
         raise BadFile(f"{path} cannot be used", str(e), "delete it, and it is made again") from e
-
-
-def offload(layer: MoE, precision: str | None = None) -> None:
-    """Moves a layer's routed experts from the device to the host."""
-    if isinstance(layer.experts, Experts):
-        weights = (layer.experts.gate[...], layer.experts.up[...], layer.experts.down[...])
-        gate, up, down = jax.device_put(weights, cpu_device())
-        layer.experts = HostExperts(pack(gate, up, down, precision))
 
 
 def cpu_device() -> Any:

@@ -1,4 +1,4 @@
-"""What a device reaches is measured once; where that fails or cannot be, the table's figures are taken."""
+"""What a CPU reaches with experts is measured once per number format, and kept."""
 
 import itertools
 import json
@@ -6,75 +6,15 @@ import os
 import shutil
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 
 import cpu_experts
 from cpu_experts import library
+from mla_jax.base import device_rates
 from mla_jax.base.errors import Unsupported
-from mla_jax.base.roofline import DEVICES
 from mla_jax.offload import calibrate
 from mla_jax.offload.cost import HostRates
-
-H200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
-FOUND = {"flops": 800e12, "bandwidth": 4.4e12}
-
-
-def test_figures_of_a_gpu_are_measured_once_and_again_if_the_file_is_damaged(tmp_path, monkeypatch):
-    path, calls = tmp_path / "folder" / "device.json", []
-    monkeypatch.setattr(calibrate, "measure_device", lambda target: calls.append(target) or dict(FOUND))
-    expected = DEVICES["NVIDIA H200"]._replace(measured=True, **FOUND)
-    assert [calibrate.device(H200, path) for _ in range(2)] == [expected] * 2
-    assert calls == [H200]
-    assert [*json.loads(path.read_text())] == [f"NVIDIA H200, JAX {jax.__version__}"]
-    for damage in ("", "[1]", '{"a": 1}', path.read_text().replace("4400", "44"), path.read_text().replace("flops", "flips")):
-        path.write_text(damage)
-        assert calibrate.device(H200, path) == expected
-    path.write_text(path.read_text().replace("800000000000000.0", "NaN"))
-    assert calibrate.device(H200, path) == expected
-    path.write_text(path.read_text().replace("800000000000000.0", "8" * 400))
-    assert calibrate.device(H200, path) == expected
-    assert len(calls) == 8
-
-
-@pytest.mark.parametrize("found", [None, {**FOUND, "flops": 1.0}, {**FOUND, "bandwidth": 1e15}, {**FOUND, "flops": float("nan")}])
-def test_what_cannot_be_is_not_believed_and_not_kept(tmp_path, monkeypatch, found):
-    monkeypatch.setattr(calibrate, "measure_device", lambda target: found)
-    assert calibrate.device(H200, tmp_path / "device.json") == DEVICES["NVIDIA H200"]
-    assert not (tmp_path / "device.json").exists()
-
-
-def test_a_device_that_fails_takes_the_tables_figures(tmp_path, monkeypatch):
-    def fail(target):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
-
-    monkeypatch.setattr(calibrate, "measure_device", fail)
-    assert calibrate.device(H200, tmp_path / "device.json") == DEVICES["NVIDIA H200"]
-
-
-def test_a_cpu_is_not_measured(tmp_path):
-    assert calibrate.device(cache=tmp_path / "device.json") == DEVICES["cpu"]
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_a_place_that_cannot_be_written_keeps_nobody_from_measuring(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(calibrate, "measure_device", lambda target: dict(FOUND))
-    assert calibrate.device(H200, tmp_path / "file" / "device.json").measured
-
-
-def test_memory_is_read_and_matrices_are_multiplied(monkeypatch):
-    """On the CPU, with little of both."""
-    for name, value in {"READ": 1 << 20, "LEAST": 1 << 19, "SIDE": 256, "_free": lambda target: 1 << 30}.items():
-        monkeypatch.setattr(calibrate, name, value)
-    found = calibrate.measure_device(jax.devices()[0])
-    assert found is not None
-    assert found.keys() == set(calibrate.FIGURES)
-    assert all(value > 1e6 for value in found.values())
-    monkeypatch.setattr(calibrate, "_free", lambda target: 1 << 20)
-    assert calibrate.measure_device(jax.devices()[0]) is None
-
 
 RATES = HostRates("a CPU", **dict.fromkeys(HostRates._fields[1:], 1e9))
 
@@ -105,34 +45,15 @@ def test_rates_are_measured_again_if_the_file_is_damaged_or_has_other_figures(tm
     assert len(measured) == 1
 
 
-@pytest.mark.parametrize("field", HostRates._fields)
+@pytest.mark.parametrize("field", HostRates._fields[1:])
 def test_rates_that_no_cpu_has_are_measured_again(tmp_path, measured, field):
     path = tmp_path / "host.json"
     impossible = ["fast", None, True, [], {}, -1, float("nan"), float("inf"), 1e30, 10**400]
-    impossible += [0] if field != "call" else []
-    for value in impossible if field != "name" else [1]:
+    for value in (*impossible, 0.0):
         path.write_text(json.dumps({"bf16": {**RATES._asdict(), field: value}, "int8": RATES._asdict()}))
         assert calibrate.host("bf16", cache=path) == RATES
         assert measured.pop() == ("bf16", None)
         assert json.loads(path.read_text()) == dict.fromkeys(("bf16", "int8"), RATES._asdict())
-
-
-def test_a_call_too_short_to_be_measured_is_believed(tmp_path, measured):
-    kept = RATES._replace(call=0.0)
-    (tmp_path / "host.json").write_text(json.dumps({"bf16": kept._asdict()}))
-    assert calibrate.host("bf16", cache=tmp_path / "host.json") == kept
-    assert not measured
-
-
-def test_for_a_user_without_a_home_no_rates_are_kept(measured, monkeypatch):
-    """One of a number that the system does not know, as containers may have."""
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
-    monkeypatch.setattr(calibrate, "measure_device", lambda target: dict(FOUND))
-    monkeypatch.setattr(calibrate, "write_json", lambda *_: pytest.fail("something was written"))
-    assert [calibrate.host() for _ in range(2)] == [RATES] * 2
-    assert len(measured) == 2
-    assert calibrate.device(H200).measured
 
 
 def test_without_the_library_the_error_says_how_to_build_it(tmp_path, monkeypatch):
@@ -186,18 +107,9 @@ class Chosen:
 def test_experts_are_chosen_in_rotation_so_that_none_is_in_a_cache():
     layer = Chosen()
     calibrate.forward_seconds(layer, 3, itertools.cycle(range(layer.experts)))
-    assert len(layer.calls) == 1 + calibrate.REPEATS
+    assert len(layer.calls) == 1 + device_rates.REPEATS
     assert all(seen.isdisjoint(then) for seen, then in itertools.pairwise(layer.calls))
     assert set().union(*layer.calls) == {*range(layer.experts)}
-
-
-@pytest.mark.parametrize(("seconds", "calls"), [(1e-3, 8), (0.3, 5), (2.0, 2)])
-def test_slow_cores_repeat_no_more_once_that_took_enough(monkeypatch, seconds, calls):
-    """The first call is not timed."""
-    seen = []
-    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: seconds * len(seen))
-    assert calibrate.seconds_of(lambda: seen.append(1), enough=1.0) == pytest.approx([seconds] * (calls - 1))
-    assert len(seen) == calls
 
 
 @pytest.mark.usefixtures("host_library")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from offloaded import CONFIG, close, least_last, logits_of, model_of
+from offloaded import CONFIG, close, least_last, logits_of, model_of, offload
 
 from cpu_experts import Closed, Experts, layout
 from mla_jax import Transformer
@@ -19,7 +19,7 @@ from mla_jax.model.moe import ExpertPlan, MoE, settle
 from mla_jax.model.ops import rms_norm
 from mla_jax.offload import streaming
 from mla_jax.offload.experts import HostExperts
-from mla_jax.offload.pack import offload, pack
+from mla_jax.offload.pack import pack
 from mla_jax.offload.streaming import FORMATS
 
 pytestmark = pytest.mark.usefixtures("host_library")

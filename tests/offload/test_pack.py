@@ -10,6 +10,7 @@ import models
 import numpy as np
 import pytest
 from flax import nnx
+from offloaded import offload
 from weights import as_gguf, fp8
 
 import cpu_experts
@@ -18,7 +19,6 @@ from mla_jax import Transformer
 from mla_jax.base.errors import BadFile, BadRequest
 from mla_jax.model.ops import plain
 from mla_jax.offload import streaming
-from mla_jax.offload.pack import offload
 from mla_jax.offload.place import Placement
 from mla_jax.weights.load import Checkpoint, load
 from mla_jax.weights.packed_folder import MANIFEST, PackedFolder
