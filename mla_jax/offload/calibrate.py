@@ -98,10 +98,10 @@ def forward_seconds(layer: Any, tokens: int, rotation: Iterator[int]) -> float:
 
 
 def call_seconds(layer: Any) -> float:
-    """Seconds per call of a `layer` of tiny experts from a program of the default device, there and back."""
+    """Seconds per call of one of a `layer`'s tiny experts from a program of the default device, there and back."""
     from cpu_experts import ffi
 
-    ids, weights = jnp.arange(CHOSEN, dtype=jnp.int32)[None], jnp.full((1, CHOSEN), 1 / CHOSEN)
+    ids, weights = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1))
 
     def chain(x: jax.Array, calls: int) -> jax.Array:
         for _ in range(calls):
