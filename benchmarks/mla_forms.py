@@ -18,8 +18,8 @@ from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
 from mla_jax.cache import latent
 from mla_jax.decode.loop import BESIDE
-from mla_jax.model import fused
-from mla_jax.model.mla import FORMS, MLA, Form, latents
+from mla_jax.model import dispatch
+from mla_jax.model.mla import FORMS, MLA
 
 SHAPES = [(1, held) for held in (512, 4096, 16384, 65536, 131072)] + [(32, held) for held in (512, 2048, 8192, 32768)]
 BARS = {  # (rows, held): ms of naive, compressed, absorbed, move-elided; None where the peer ran out of memory
@@ -34,11 +34,7 @@ BARS = {  # (rows, held): ms of naive, compressed, absorbed, move-elided; None w
 }
 
 
-NAMES = (*FORMS, "fused")
-
-
-def form_of(name: str, batch: Batch, layer: latent.Layer, config: Config) -> Form:
-    return fused.form(batch, layer, config) if name == "fused" else FORMS[name]
+NAMES = (*FORMS, "kernel_latents")
 
 
 def bar_of(rows: int, held: int, name: str) -> float | None:
@@ -49,7 +45,7 @@ def bar_of(rows: int, held: int, name: str) -> float | None:
 def random_layer(config: Config, form: str, rows: int, slots: int, steps: int) -> latent.Layer:
     """A cache that holds all but the last `steps` of `slots` tokens."""
     up = tuple(jax.ShapeDtypeStruct((config.num_attention_heads, n, config.kv_lora_rank), jnp.bfloat16) for n in (128, 128))
-    remembers = FORMS[form].remembers if form in FORMS else latents
+    remembers = dispatch.FORMS[form].remembers
     one = [jax.ShapeDtypeStruct((1, 1, n), jnp.bfloat16) for n in (config.kv_lora_rank, config.qk_rope_head_dim)]
     (layer,) = jax.eval_shape(lambda: latent.init(jax.eval_shape(remembers, *one, up), 1, rows, slots))
 
@@ -74,7 +70,8 @@ def measure(config: Config, weights, graph, form: str, rows: int, slots: int) ->
         def one(step, carry):
             x, layer = carry
             batch = Batch(jnp.full((rows, 1), slots - steps + step), jnp.ones((rows, 1), bool))
-            y, layer = nnx.merge(graph, weights)(x, batch, layer, form_of(form, batch, layer, config))
+            taken = dispatch.FORMS[form]
+            y, layer = nnx.merge(graph, weights)(x, batch, layer, taken, taken.prepare(batch, layer, config))
             return y, layer
 
         def lap(_, carry):

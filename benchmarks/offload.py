@@ -175,21 +175,23 @@ def replicated_rows(name: str, precision: str, folder: Path, shares: list[float]
 
 def decoded(name: str, model: Transformer, rows: int, defer: int, host: OnHost) -> dict:
     """One row of the table: a decode step of some rows."""
-    model.defer, programs, config = defer, Programs(model), model.config
+    model.dispatch = dataclasses.replace(model.dispatch, defer=defer, stream=0)
+    programs, config = Programs(model), model.config
     timed = timed_steps(programs, varied(model, programs, rows))
     finite = bool(timed.after.finite.all())
     print(f"{'ok' if finite else 'FAIL'}: {name}, {rows} rows, {defer} deferred: logits are finite", flush=True)
     seconds, replicated = timed.seconds, np.broadcast_to(host.routed.replicated, (host.layers, config.n_routed_experts or 0))
     row = {"model": name, "rows": rows, "new": 1, "defer": defer, "ms": seconds * 1e3, "tokens/s": rows / seconds}
     if not defer:
-        predicted = decode_seconds(config, model.device, rows, decode.HELD, host)
+        predicted = decode_seconds(config, model.dispatch.device, rows, decode.HELD, host)
         row |= {"predicted tokens/s": rows / predicted, "measured / predicted": predicted / seconds}
     return row | {"touched": touched(programs, timed, replicated), "expected": host.routed.touched(rows)[0]}
 
 
 def read(name: str, model: Transformer, tokens: int, stream: int, host: OnHost) -> dict:
     """One row of the table: a prompt, whose experts are streamed with `stream` tokens or more, 0 for never."""
-    model.defer, model.stream, programs = 0, stream, Programs(model)
+    model.dispatch = dataclasses.replace(model.dispatch, defer=0, stream=stream)
+    programs = Programs(model)
     # random tokens: equal ones would all choose the same experts
     prompt = jax.random.randint(jax.random.key(0), (1, tokens), 0, model.config.vocab_size, jnp.int32)
     mask = jnp.ones((1, tokens), bool)
@@ -200,7 +202,7 @@ def read(name: str, model: Transformer, tokens: int, stream: int, host: OnHost) 
 
     seconds = report.best_seconds(run, 2)
     programs.check()
-    predicted = prefill_seconds(model.config, model.device, tokens, host, stream)
+    predicted = prefill_seconds(model.config, model.dispatch.device, tokens, host, stream)
     row = {"model": name + (", streamed" if stream else ""), "rows": 1, "new": tokens, "ms": seconds * 1e3}
     row |= {"tokens/s": tokens / seconds, "predicted tokens/s": tokens / predicted}
     return row | {"measured / predicted": predicted / seconds}

@@ -8,6 +8,7 @@ from flax import nnx
 
 from mla_jax import Config, Transformer
 from mla_jax.decode.loop import Program, logits
+from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.moe import MoE
 from mla_jax.offload.experts import HostExperts
 from mla_jax.offload.pack import pack
@@ -18,7 +19,7 @@ ROWS = 0.02  # of the largest value: rows are rounded to bfloat16 twice, weights
 
 def model_of(defer: int = 0, host: bool = True) -> Transformer:
     """Its experts' weights are bfloat16's, so that the host has the same."""
-    model = Transformer(CONFIG, nnx.Rngs(0), experts="dense", defer=defer)
+    model = Transformer(CONFIG, nnx.Rngs(0), dispatch=Dispatch(experts="dense", defer=defer))
     for block in model.layers:
         if isinstance(block.mlp, MoE):
             for w in (block.mlp.experts.gate, block.mlp.experts.up, block.mlp.experts.down):

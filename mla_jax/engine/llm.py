@@ -24,8 +24,8 @@ from mla_jax.engine.explain import explain
 from mla_jax.engine.request import Chunk, FinishReason, Output, Request
 from mla_jax.engine.stats import Stats
 from mla_jax.engine.text import open_text
-from mla_jax.model import packed_latents
-from mla_jax.model.mla import FORMS
+from mla_jax.model import fp8_latent
+from mla_jax.model.dispatch import ATTENTION, Dispatch
 from mla_jax.model.moe import BACKENDS
 from mla_jax.offload import calibrate
 from mla_jax.offload.place import Placement, place
@@ -279,7 +279,7 @@ def open_checkpoint(
 ) -> tuple[Checkpoint, Placement]:
     """The model's headers, checked, and its experts placed; raises before its weights take any memory of the device."""
     for name, value, known in (
-        ("attention", attention.attention, ("auto", *FORMS, "fused")),
+        ("attention", attention.attention, ATTENTION),
         ("kv_cache", attention.kv_cache, ("auto", "fp8")),
         ("experts", experts.experts, ("auto", "host", *BACKENDS)),
         ("dtype", dtype, (None, *DTYPES)),
@@ -294,9 +294,9 @@ def open_checkpoint(
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(memory_fraction)  # read when JAX first uses the device
     _cache_compiled_programs()
     backend = "auto" if experts.experts == "host" else experts.experts
-    forms = {"attention": attention.attention, "kv_cache": attention.kv_cache}
-    checkpoint = Checkpoint(resolve(model), experts=backend, dtype=dtype, device=device_rates.device(), **forms)
-    if attention.kv_cache == "fp8" and (reason := packed_latents.why_not(checkpoint.config, attention.attention)):
+    dispatch = Dispatch(attention.attention, backend, attention.kv_cache, device_rates.device())
+    checkpoint = Checkpoint(resolve(model), dispatch=dispatch, dtype=dtype)
+    if attention.kv_cache == "fp8" and (reason := fp8_latent.why_not(checkpoint.config, attention.attention)):
         raise Unsupported('kv_cache "fp8" cannot be had here', reason)
     check_context(context, checkpoint.config.max_position_embeddings)
     return checkpoint, place(experts, figures(checkpoint, experts, context, batch), calibrate.host)

@@ -18,7 +18,8 @@ def figures(checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None =
     everything = plan(checkpoint, context or min(ROOM, longest), batch)
     prompt = min(roofline.STREAMED, longest)
     scores = score_bytes(checkpoint.bytes(), checkpoint.device.platform)
-    chunks = (checkpoint.model(Placement(stream=stream)).chunk(1, prompt, scores) for stream in (0, 1))
+    models = (checkpoint.model(Placement(stream=stream)) for stream in (0, 1))
+    chunks = (model.dispatch.chunk(model, 1, prompt, scores) for model in models)
     chunk, streamed = (min(each, prompt) for each in chunks)
     return Figures(
         config=config,

@@ -3,6 +3,7 @@
 What is stored quantised stays so, as QTensors, and is unpacked where it is used; with a dtype asked for, everything is unpacked
 as it is read, on the device."""
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from flax import nnx
 from mla_jax.base import qtensor, roofline
 from mla_jax.base.errors import Unsupported, printable
 from mla_jax.base.qtensor import QTensor
+from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.experts import HostExperts
 from mla_jax.offload.pack import precision_of, unpacked_shape
@@ -39,23 +41,23 @@ class Checkpoint:
         self,
         path: Path,
         *,
-        experts: str = "auto",
+        dispatch: Dispatch | None = None,
         dtype: str | None = None,
-        device: roofline.Device | None = None,
-        **options: Any,
     ):
         """`dtype` None: packed weights as they are, others float32 on a CPU and bfloat16 elsewhere.
 
-        `device` are the figures that forms and places are chosen by (None: the table's), `options` are Transformer's."""
+        `dispatch` chooses how steps compute; None: by the table's figures of the default device."""
         self.source: Source = open_source(path)
         self.config, table, present = self.source.config, self.source.table, self.source.tensors
         self.target = jax.devices()[0]
-        self.device = device or roofline.device(self.target.device_kind, self.target.platform)
+        figures = roofline.device(self.target.device_kind, self.target.platform)
+        self.dispatch = dispatch or Dispatch(device=figures)
+        self.device = self.dispatch.device
         self.dtype = jnp.dtype(dtype or ("float32" if self.device.platform == "cpu" else "bfloat16"))
         self.asked = dtype
         table.refuse_other_counts(self.config, present)
         mtp = table.has_mtp(self.config, present)
-        build = partial(Transformer, self.config, experts=experts, device=self.device, mtp=mtp, **options)
+        build = partial(Transformer, self.config, dispatch=self.dispatch, mtp=mtp)
         self._graph, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
         self._state = nnx.to_flat_state(state)
         self.slots = {".".join(map(str, keys)): variable for keys, variable in self._state}
@@ -151,7 +153,7 @@ class Checkpoint:
         """The model of these parameters, with these layers' experts on the host."""
         flat = [(keys, variable.replace(values[".".join(map(str, keys))])) for keys, variable in self._state]
         model = nnx.merge(self._graph, nnx.from_flat_state(flat))
-        model.defer, model.stream = placement.defer, placement.stream
+        model.dispatch = dataclasses.replace(self.dispatch, defer=placement.defer, stream=placement.stream)
         blocks = model.blocks()
         for number, experts in layers.items():
             blocks[number].mlp.experts = experts

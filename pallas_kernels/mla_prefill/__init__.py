@@ -54,7 +54,7 @@ def mla_prefill(
 
     `impl` is "mosaic_gpu", "mosaic_tpu", "xla" or, with None, the first of these that can; a name it cannot honour raises
     Unsupported."""
-    impl = choice.choose("mla_prefill", impl, CHECKS, q, k, v)
+    impl = choice.take("mla_prefill", impl, CHECKS, q, k, v)
     if not q.size or not k.size:
         return softmax.nothing(q, v.shape[-1])
     if impl == "xla":

@@ -36,7 +36,7 @@ def moe_decode(
 
     The id X stands for no expert, whose weight may be anything. `impl` is "mosaic_gpu", "xla" or, with None, the first of these
     that can; a name it cannot honour raises Unsupported."""
-    if choice.choose("moe_decode", impl, CHECKS, x, topk_ids, gate, up, down) == "xla":
+    if choice.take("moe_decode", impl, CHECKS, x, topk_ids, gate, up, down) == "xla":
         return xla.moe_decode(x, topk_ids, topk_weights, gate, up, down)
     from pallas_kernels.moe_decode import gpu  # needs a JAX that the fallback does not
 

@@ -27,7 +27,7 @@ def quantized_matmul(x: jax.Array | Fp8, w: Fp8, *, out_dtype=None, impl: str | 
     """`[M D]`, `[F D]` -> `[M F]`, in x's dtype, for E4M3 in bfloat16.
 
     `impl` is "mosaic_gpu", "xla" or, with None, the first of these that can; a name it cannot honour raises Unsupported."""
-    impl = choice.choose("quantized_matmul", impl, CHECKS, x, w)
+    impl = choice.take("quantized_matmul", impl, CHECKS, x, w)
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(x, Fp8) else x.dtype
     if impl == "xla":

@@ -57,7 +57,7 @@ def rope_append(
 
     `interleave`: a pair to be turned are neighbours, else they are E/2 apart. `impl` is "mosaic_gpu", "xla" or, with None, the
     first of these that can; a name it cannot honour raises Unsupported."""
-    if choice.choose("rope_append", impl, CHECKS, q, kv, cache) == "xla":
+    if choice.take("rope_append", impl, CHECKS, q, kv, cache) == "xla":
         return xla.rope_append(q, kv, weight, tokens, cache, eps=eps, interleave=interleave)
     from pallas_kernels.rope_append import gpu  # needs a JAX that the fallback does not
 

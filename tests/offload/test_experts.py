@@ -15,6 +15,7 @@ from mla_jax.base import qtensor
 from mla_jax.base.batch import Batch
 from mla_jax.base.roofline import STREAMED
 from mla_jax.model import moe
+from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.moe import ExpertPlan, MoE, settle
 from mla_jax.model.ops import rms_norm
 from mla_jax.offload import streaming
@@ -57,9 +58,9 @@ def test_only_layers_that_were_moved_are_on_the_host():
 def by_hand(model: Transformer, tokens: jax.Array, defer: int) -> jax.Array:
     """The hidden states with a token's `defer` least weighted experts added a layer later, by `dense` sums on the device."""
     batch, x, left = Batch.dense(*tokens.shape), model.embedded(tokens), 0.0
-    form = model.how(batch, None).form
+    plan = model.dispatch.step(model, batch, None)
     for block in model.layers:
-        x = x + block.attn(rms_norm(x, block.attn_norm[...], block.eps), batch, None, form)[0]
+        x = x + block.attn(rms_norm(x, block.attn_norm[...], block.eps), batch, None, plan.form, plan.shared)[0]
         y = rms_norm(x, block.mlp_norm[...], block.eps)
         if not isinstance(block.mlp, MoE):
             x = x + block.mlp(y)
@@ -125,7 +126,7 @@ def test_a_layer_never_defers_all_of_a_token():
 
 def test_an_mtp_layer_leaves_nothing_for_later():
     config = dataclasses.replace(CONFIG, num_nextn_predict_layers=1)
-    model = Transformer(config, nnx.Rngs(0), mtp=True, defer=2)
+    model = Transformer(config, nnx.Rngs(0), mtp=True, dispatch=Dispatch(defer=2))
     exact = Transformer(config, nnx.Rngs(0), mtp=True)
     tokens, hidden = jnp.asarray([[5, 6]]), jnp.ones((1, 2, config.hidden_size))
     for each in (model, exact):
@@ -193,9 +194,9 @@ def test_rows_that_gguf_does_not_have_are_streamed_as_numbers():
 def test_a_model_streams_its_experts_for_prompts_and_not_for_few_tokens():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12)), jnp.int32)
     model, exact = model_of(defer=2), model_of(host=False)
-    model.stream = 20
+    model.dispatch = dataclasses.replace(model.dispatch, stream=20)
     np.testing.assert_allclose(logits_of(model, tokens), logits_of(exact, tokens), rtol=1e-4, atol=1e-5)
-    hows = [model.how(Batch.dense(2, new), None).experts for new in (12, 10, 9, 1)]
+    hows = [model.dispatch.step(model, Batch.dense(2, new), None).experts for new in (12, 10, 9, 1)]
     assert [how.streamed for how in hows] == [moe.dense, moe.dense, None, None]
     assert [how.defer for how in hows] == [0, 0, 0, 2]
 
@@ -210,11 +211,12 @@ def test_a_closed_layer_cannot_be_streamed():
 
 def test_prompts_are_read_by_larger_chunks_where_experts_are_streamed_and_a_kernel_attends(monkeypatch):
     model = model_of()
-    assert model.chunk(1, 1 << 16, 1 << 20) == model.chunk(8, 1 << 16, 1 << 20) == 16
-    model.stream = 100
-    assert model.chunk(1, 1 << 16, 1 << 20) == 16
-    monkeypatch.setattr(Transformer, "kernel_of_attention", lambda *_: "mosaic_gpu")
-    monkeypatch.setattr(Transformer, "form_name", lambda *_: "fused")
-    assert [model.chunk(rows, 1 << 16, 1 << 20) for rows in (1, 8, 1 << 14)] == [STREAMED, STREAMED // 8, 16]
-    model.stream = 0
-    assert model.chunk(1, 1 << 16, 1 << 20) == 16
+
+    def chunk(rows: int, stream: int) -> int:
+        return dataclasses.replace(model.dispatch, stream=stream).chunk(model, rows, 1 << 16, 1 << 20)
+
+    assert chunk(1, 0) == chunk(8, 0) == chunk(1, 100) == 16
+    monkeypatch.setattr(Dispatch, "attention_kernel", lambda *_: "mosaic_gpu")
+    monkeypatch.setattr(Dispatch, "form_name", lambda *_: "kernel_heads")
+    assert [chunk(rows, 100) for rows in (1, 8, 1 << 14)] == [STREAMED, STREAMED // 8, 16]
+    assert chunk(1, 0) == 16

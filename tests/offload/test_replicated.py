@@ -1,5 +1,6 @@
 """Experts with replicas on the device: the same sums, whoever computes them, and what is added a layer later."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -16,6 +17,7 @@ from mla_jax.base import qtensor
 from mla_jax.base.batch import Batch
 from mla_jax.base.roofline import DEVICES
 from mla_jax.model import moe
+from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.moe import ExpertPlan, MoE, settle
 from mla_jax.model.ops import plain, rms_norm
 from mla_jax.offload import streaming
@@ -48,7 +50,7 @@ def replicated_layer(ids: tuple[int, ...], number: int = 2) -> MoE:
 
 def replicated_model(ids: tuple[int, ...], defer: int = 0) -> Transformer:
     model = nnx.clone(exact())
-    model.defer = defer
+    model.dispatch = dataclasses.replace(model.dispatch, defer=defer)
     for number in (1, 2, 3):
         model.layers[number].mlp = replicated_layer(ids, number)
     return model
@@ -92,10 +94,8 @@ def test_a_model_gives_the_logits_of_one_with_all_experts_on_the_device():
     model = replicated_model((0, 5))
     assert model.replicated == 6
     close(logits_of(model, tokens), logits_of(exact(), tokens))
-    model.experts = "auto"
-    assert model.how(Batch.dense(1, 1), None).experts.replicated is moe.loop
-    model.device = DEVICES["NVIDIA H200"]
-    assert model.backend_name(1, "replicated") == "dense"  # 3 choices, of 2 experts
+    assert Dispatch().step(model, Batch.dense(1, 1), None).experts.replicated is moe.loop
+    assert Dispatch(device=DEVICES["NVIDIA H200"]).backend_name(model, 1, "replicated") == "dense"  # 3 choices, of 2 experts
 
 
 # later
@@ -119,9 +119,9 @@ def test_deferred_experts_of_the_host_are_added_a_layer_later(defer):
     """By `dense` sums on the device, layer by layer."""
     tokens, held = jnp.asarray([[5, 6, 7, 8]]), (0, 2, 5)
     batch = Batch.dense(1, 4)
-    x, left, form = exact().embedded(tokens), 0.0, exact().how(batch, None).form
+    x, left, plan = exact().embedded(tokens), 0.0, exact().dispatch.step(exact(), batch, None)
     for block in exact().layers:
-        x = x + block.attn(rms_norm(x, block.attn_norm[...], block.eps), batch, None, form)[0]
+        x = x + block.attn(rms_norm(x, block.attn_norm[...], block.eps), batch, None, plan.form, plan.shared)[0]
         y = rms_norm(x, block.mlp_norm[...], block.eps)
         if not isinstance(block.mlp, MoE):
             x = x + block.mlp(y)

@@ -11,6 +11,7 @@ import pytest
 from mla_jax.base.options import ExpertOptions
 from mla_jax.base.roofline import DEVICES
 from mla_jax.engine.explain import explain
+from mla_jax.model.dispatch import Dispatch
 from mla_jax.offload.cost import HostRates
 from mla_jax.offload.place import Placement, place
 from mla_jax.offload.routing import Routing
@@ -32,7 +33,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def checkpoint(folder, monkeypatch) -> Checkpoint:
     """As a GPU's process opens it."""
-    found = Checkpoint(folder, device=DEVICES["NVIDIA H200"])
+    found = Checkpoint(folder, dispatch=Dispatch(device=DEVICES["NVIDIA H200"]))
     found.target = SimpleNamespace(platform="gpu")
     return found
 
@@ -108,10 +109,10 @@ def test_what_is_on_the_host_is_told_with_mtps_layers_apart(folder, count, said)
 def test_what_a_placement_says_is_what_the_model_does(checkpoint):
     placement = Placement((3, 4, 5), defer=2, stream=300, replicated={3: (1, 6)})
     model = checkpoint.model(placement)
-    assert (model.defer, model.stream, model.replicated) == (2, 300, 2)
+    assert (model.dispatch.defer, model.dispatch.stream, model.replicated) == (2, 300, 2)
     assert [*model.on_host()] == [3, 4]
     assert model.layers[3].mlp.experts.replicated.gate.shape == (2, HF["moe_intermediate_size"], HF["hidden_size"])
     assert model.layers[4].mlp.experts.replicated is None
     assert model.dtype == jnp.bfloat16
     untouched = checkpoint.model()
-    assert (untouched.defer, untouched.stream, untouched.replicated, untouched.on_host()) == (0, 0, 0, {})
+    assert (untouched.dispatch, untouched.replicated, untouched.on_host()) == (checkpoint.dispatch, 0, {})
