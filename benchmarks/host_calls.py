@@ -1,11 +1,11 @@
-"""What a call of the experts on the CPU adds to a layer on a GPU: cpu_experts.ffi, and pure_callback beside it.
+"""The time that a call of the experts on the CPU adds to a layer on a GPU: cpu_experts.ffi, compared with pure_callback.
 
     python -m cpu_experts.build && python benchmarks/host_calls.py --out host_calls.json
 
-A program of 20 layers with a 7168x7168 matvec each is run without experts and with: in a loop inside the program, and step by
-step. The experts are as small as they can be, so that the way there and back is what is measured; their own time, on the host
-and without the way, is a column. `graphs` is what XLA captures into CUDA graphs: what it does by default, whole loops too, or
-nothing; each in a process of its own, with a watchdog. Lines of ok and FAIL say what was right, and so does the status."""
+A program of 20 layers with a 7168x7168 matvec each runs without experts and with them: in a loop inside the program, and step
+by step. The experts are as small as possible, so that the round trip is measured; `own` is the experts' time on the host
+without the round trip. `graphs` selects what XLA captures into CUDA graphs: its default, loops too, or nothing; each runs in a
+process of its own, with a watchdog. Lines with ok and FAIL report checks; the exit status is 1 if one failed."""
 
 import argparse
 import ctypes
@@ -24,11 +24,11 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).parent.parent
-sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]  # this folder has a cpu_experts.py, too
+sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]  # this folder also has a cpu_experts.py
 
 LAYERS, STEPS = 20, 25
 MODEL, WIDTH, EXPERTS, CHOSEN = 7168, 16, 4, 2
-BAR = 20.0  # us a layer over the experts' own time
+BAR = 20.0  # us per layer in addition to the experts' own time
 GRAPHS = {
     "default": "",
     "loops": "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
@@ -37,7 +37,7 @@ GRAPHS = {
 
 
 class Checks:
-    """Lines of ok and FAIL."""
+    """Prints lines with ok and FAIL, and counts failures."""
 
     def __init__(self):
         self.failed = 0
@@ -51,9 +51,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="write the rows as JSON to this file")
     parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
-    parser.add_argument("--size", type=int, default=MODEL, help="of the matvec and the experts' rows")
-    parser.add_argument("--seconds", type=float, default=88, help="for all; then stacks are shown, and it ends")
-    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # of the one process that measures
+    parser.add_argument("--size", type=int, default=MODEL, help="width of the matvec and of the experts' rows")
+    parser.add_argument("--seconds", type=float, default=88, help="time limit for all; then stacks are printed and it exits")
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # for the process that measures
     args = parser.parse_args()
     return measure(args) if args.rows else drive(args)
 
@@ -109,7 +109,7 @@ def small_experts(model: int):
 
 
 def batch(model: int, tokens: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows in bfloat16; some ids stand for no expert, but not in the first row."""
+    """Rows in bfloat16; some ids mean no expert, except in the first row."""
     import ml_dtypes
 
     rng = np.random.default_rng(seed)
@@ -118,11 +118,11 @@ def batch(model: int, tokens: int, seed: int = 0) -> tuple[np.ndarray, np.ndarra
     return rng.standard_normal((tokens, model)).astype(ml_dtypes.bfloat16), ids, rng.random((tokens, CHOSEN), np.float32)
 
 
-# What is right
+# Correctness
 
 
 def answers(layer, check: Checks, platform: str) -> None:
-    """The same bits as numpy's face gives, for few rows and many; then what fails."""
+    """Checks that the results are bit-equal to the numpy interface, for few rows and many; then checks errors."""
     import jax
     import jax.numpy as jnp
 
@@ -157,7 +157,7 @@ def failures(layer, check: Checks, given) -> None:
     from cpu_experts import ffi
 
     def outcome(ids: np.ndarray, **options) -> tuple[bool, str]:
-        """Whether the answer was NaN or an error, and what was told of it."""
+        """Whether the answer was NaN or an error, and the message."""
         try:
             out = jax.jit(partial(ffi.forward, layer, **options))(given[0], ids, given[2])
             nothing = bool(np.isnan(np.asarray(out, np.float32)).all())
@@ -170,21 +170,21 @@ def failures(layer, check: Checks, given) -> None:
     bad = given[1].copy()
     bad[1, 0] = EXPERTS + 1
     nothing, words = outcome(bad)
-    check(nothing and "topk_ids[1, 0]" in words, f"an id that is no expert is told: {words!r}")
+    check(nothing and "topk_ids[1, 0]" in words, f"an id that is not an expert is reported: {words!r}")
     for _ in range(20):
         nothing, words = outcome(given[1], patience=0)
         if words:
             break
-    check(nothing and "in vain" in words, f"a wait of no time ends and is told: {words!r}")
+    check(nothing and "in vain" in words, f"a wait with patience 0 ends and is reported: {words!r}")
     nothing, words = outcome(given[1])
-    check(not nothing and not words, f"and the next call is right {words!r}")
+    check(not nothing and not words, f"the next call is correct {words!r}")
 
 
-# What it takes
+# Time
 
 
 def own_microseconds(layer) -> float:
-    """The experts' own time for one row, with nothing between two calls."""
+    """The experts' own time for one row in microseconds, for calls back to back."""
     from cpu_experts.library import Batch
 
     x, ids, weights = batch(layer.model, 1)
@@ -199,7 +199,7 @@ def own_microseconds(layer) -> float:
 
 
 def timed(layer, graphs: str, check: Checks) -> list[dict]:
-    """Rows of microseconds a layer; the numbers of all ways of calling must agree."""
+    """Rows of microseconds per layer; checks that all ways of calling agree."""
     import jax
     import jax.numpy as jnp
 
@@ -260,13 +260,13 @@ def timed(layer, graphs: str, check: Checks) -> list[dict]:
         near = np.allclose(sums["ffi", mode], sums["pure_callback", mode], rtol=0.02, atol=0.02)
         check(near and bool(np.isfinite(sums["ffi", mode]).all()), f"{mode}: ffi and pure_callback agree")
         over = took["ffi", mode] - took["no experts", mode] - own
-        check(over <= BAR, f"{mode}: {over:.1f} us a layer over the experts' own {own:.1f}, at most {BAR:.0f}")
+        check(over <= BAR, f"{mode}: {over:.1f} us per layer in addition to the experts' own {own:.1f}, limit {BAR:.0f}")
     ffi.check()
     return rows
 
 
 def run(one: Callable, model: int, steps: int, modes: tuple[str, ...]) -> dict[str, tuple[float, np.ndarray]]:
-    """Seconds a layer, and what one step of all layers gives; "loop" is one inside the program, "steps" are calls of it."""
+    """Seconds per layer, and the result of one step; "loop" runs steps inside a program, "steps" calls a program per step."""
     import jax
     import jax.numpy as jnp
 

@@ -1,10 +1,10 @@
-"""The four forms of MLA and the fused one: a decode step of a DeepSeek-V2 attention layer with its projections, bf16, jitted.
+"""The four forms of MLA and the fused kernel: a decode step of a DeepSeek-V2 attention layer with its projections, bf16, jitted.
 
     python benchmarks/mla_forms.py --out mla_forms.json
 
-Steps run in one program, compiled as the library's decode loop is, over one donated cache, which is filled with random data but
-for the slots they write, lap after lap the same. The peer is deepseekv2-profile's torch (eager) on an H200, per form; `bar` is
-its time in ms, the kernel's that of its fastest form."""
+Steps run in one program, compiled with the options of the library's decode loop, over one donated cache of random data. Every
+lap writes the same free slots. `bar` is the time in ms of deepseekv2-profile's eager torch on an H200 in the same form; for the
+kernel it is the time of torch's fastest form."""
 
 import functools
 
@@ -43,7 +43,7 @@ def bar_of(rows: int, held: int, name: str) -> float | None:
 
 
 def random_layer(config: Config, form: str, rows: int, slots: int, steps: int) -> latent.Layer:
-    """A cache that holds all but the last `steps` of `slots` tokens."""
+    """A cache with random tokens in all but the last `steps` of `slots`."""
     up = tuple(jax.ShapeDtypeStruct((config.num_attention_heads, n, config.kv_lora_rank), jnp.bfloat16) for n in (128, 128))
     remembers = dispatch.FORMS[form].remembers
     one = [jax.ShapeDtypeStruct((1, 1, n), jnp.bfloat16) for n in (config.kv_lora_rank, config.qk_rope_head_dim)]
@@ -63,7 +63,7 @@ def measure(config: Config, weights, graph, form: str, rows: int, slots: int) ->
     on = report.device()
     cost = roofline.step_cost(config, form, rows, 1, slots)
     steps = max(4, min(64, int(0.05 / cost.seconds(on) / 4)))
-    laps = max(1, int(0.25 / cost.seconds(on) / 4 / steps))  # so that a program's start does not count
+    laps = max(1, int(0.25 / cost.seconds(on) / 4 / steps))  # enough that the program's start does not matter
 
     @functools.partial(jax.jit, donate_argnums=1, compiler_options=BESIDE if jax.default_backend() == "gpu" else None)
     def run(weights, layer, x):

@@ -1,8 +1,8 @@
-"""The block types of GGUF: how many values and bytes a block has, and how it is unpacked, in JAX, to the values it stands for.
+"""The block types of GGUF: the values and bytes of a block, and its dequantisation in JAX.
 
-Layouts are those of ggml's block structs, numbers little-endian. Knows no files and no tensors, only `[.. bytes]`. Every
-product is exact in float32 (at most 23 significant bits) and at most one sum is rounded, so that no contraction of a multiply
-with an add can change a bit. All but MXFP4's smallest scales stay clear of denormals, which XLA flushes."""
+Layouts are ggml's block structs, numbers are little-endian. Knows no files and no tensors, only blocks `[.. bytes]`. Every
+product is exact in float32 (at most 23 significant bits) and at most one sum is rounded, so a fused multiply-add cannot change
+a bit. No value is denormal, which XLA would flush to zero, except with MXFP4's smallest scales."""
 
 from collections.abc import Callable
 from functools import cache, reduce
@@ -22,9 +22,9 @@ Codes = Shaped[Array, "..."]  # integers
 
 
 class BlockType(NamedTuple):
-    """`id` is the type's number in files; `unpack` takes blocks `[.. bytes]` to float32 `[.. values]`.
+    """`id` is the type's number in files; `unpack` maps blocks `[.. bytes]` to float32 `[.. values]`.
 
-    `halves` are the places of its f16 scales, all that can make its values infinite; empty where that is another matter."""
+    `halves` are the byte offsets of the f16 scales, if only these can make a value infinite or NaN; else empty."""
 
     id: int
     values: int
@@ -33,39 +33,39 @@ class BlockType(NamedTuple):
     halves: tuple[int, ...] = ()
 
     def finite(self, b: Bytes) -> Shaped[Array, "..."]:
-        """Whether all values of each block are."""
+        """Whether all values of a block are finite, for each block."""
         if self.halves:
             return jnp.stack([b[..., at + 1] & 0x7C != 0x7C for at in self.halves]).all(0)
         return jnp.isfinite(self.unpack(b)).all(-1)
 
 
-PLAIN = {"F32": (0, "float32"), "F16": (1, "float16"), "BF16": (30, "bfloat16")}  # types without blocks: their id and dtype
+PLAIN = {"F32": (0, "float32"), "F16": (1, "float16"), "BF16": (30, "bfloat16")}  # types without blocks: id and dtype
 
 
 def _shape(x: Array, *last: int) -> Array:
-    """`x` with its last axis cut into the axes `last`."""
+    """`x` with its last axis reshaped to the axes `last`."""
     return x.reshape(*x.shape[:-1], *last)
 
 
 def _fields(x: Codes, bits: int, count: int, axis: int = -2) -> Codes:
-    """The lowest `count` fields of `bits` bits of every integer: `[.. count n]`, or along the new last axis `[.. n count]`."""
+    """The lowest `count` fields of `bits` bits of every integer: `[.. count n]`, or `[.. n count]` for axis -1."""
     shifts = jnp.arange(0, bits * count, bits, dtype=x.dtype)
     return (jnp.expand_dims(x, axis) >> (shifts[:, None] if axis == -2 else shifts)) & x.dtype.type((1 << bits) - 1)
 
 
 def _words(b: Bytes, dtype: type) -> Codes:
-    """Little-endian integers, by arithmetic: a bitcast that changes the number of elements is not fused."""
+    """Little-endian integers by shifts: XLA does not fuse a bitcast that changes the number of elements."""
     size = np.dtype(dtype).itemsize
     return reduce(or_, (b[..., i::size].astype(dtype) << dtype(8 * i) for i in range(size)))
 
 
 def _half(b: Bytes) -> Values:
-    """The f16 in two bytes as float32 `[.. 1]`; denormal ones are normal float32."""
+    """The f16 in two bytes as float32 `[.. 1]`; its denormals are normal in float32."""
     return jax.lax.bitcast_convert_type(_words(b, np.uint16), jnp.float16).astype(jnp.float32)
 
 
 def _scaled(scales: Values, values: Codes) -> Values:
-    """Consecutive `values [.. n]`, cut into as many groups as there are `scales [.. groups]`, each times its own."""
+    """`values [.. n]` in equal groups, each times its scale of `scales [.. groups]`."""
     return scales[..., None] * _shape(values, scales.shape[-1], -1).astype(jnp.float32)
 
 
@@ -80,14 +80,14 @@ def _nibbles(b: Bytes) -> Codes:
 
 
 def _apart(x: Codes) -> Codes:
-    """`x`, on a CPU written out before it is used: in one loop with what comes of it, XLA would make it anew for every value."""
+    """`x`; on a CPU materialised first. Fused with its consumer, XLA would recompute it for every value."""
     return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)
 
 
 def _codes(*parts: tuple[Bytes, int, int]) -> Codes:
-    """For each part `(x [.. m n], bits, count)` the fields `[.. m*count*n]` of its bytes, those of a later part as higher bits.
+    """The bit fields `[.. m*count*n]` of parts `(x [.. m n], bits, count)`; a later part gives higher bits.
 
-    On a CPU in rows of 32 shifted by constants, which XLA makes vectors of, and apart: Q6_K takes a tenth of the time."""
+    On a CPU: in rows of 32 with constant shifts, which XLA vectorises, and materialised. Q6_K takes a tenth of the time so."""
     shifts = (0, *accumulate(bits for _, bits, _ in parts))
     sizes = [(bits, count) for _, bits, count in parts]
 
@@ -107,7 +107,7 @@ def _codes(*parts: tuple[Bytes, int, int]) -> Codes:
 
 
 def _row(x: Bytes, bits: int, count: int, at: int, width: int) -> Codes:
-    """`width` of the fields of `x [.. m n]` from the one at `at`, as they lie in `[.. m*count*n]`."""
+    """`width` fields of `x [.. m n]`, from position `at` of `[.. m*count*n]`."""
     m, rest = divmod(at, count * x.shape[-1])
     field, start = divmod(rest, x.shape[-1])
     return x[..., m, start : start + width] >> np.uint8(bits * field) & np.uint8((1 << bits) - 1)
@@ -122,7 +122,7 @@ def _q4_1(b: Bytes) -> Values:
 
 
 def _with_fifth_bit(high: Bytes, low: Bytes) -> Values:
-    """Values of five bits as `[.. 2 2 8]`: cut so, the high bits of one byte are neighbours."""
+    """Five-bit values as `[.. 2 2 8]`: the last axis has the high bits of one byte."""
     bits = _fields(_shape(high, 2, 2), 1, 8, axis=-1)
     return (_shape(_fields(low, 4, 2), 2, 8) | bits << np.uint8(4)).astype(jnp.float32)
 
@@ -158,9 +158,9 @@ def _q3_k(b: Bytes) -> Values:
 
 
 def _k_scales(b: Bytes) -> tuple[Values, Values]:
-    """Eight scales and eight minima of six bits each, from Q4_K's and Q5_K's first 16 bytes.
+    """Eight scales and eight minima of six bits each, from the first 16 bytes of Q4_K and Q5_K.
 
-    The last four have their high bits above the first four. Chosen by `where`: a concatenation here takes thrice the time."""
+    The bytes of the first four also hold the high bits of the last four. `where` takes a third of the time of a concatenation."""
     first, second, rest = (b[..., None, i : i + 4] for i in (4, 8, 12))
     late = jnp.array([[False], [True]])
     scales = _rows(jnp.where(late, rest & 15 | first >> 2 & 48, first & 63), 2)
@@ -190,7 +190,7 @@ def _q2_0(b: Bytes) -> Values:
 
 
 def _trits(b: Bytes, digits: int) -> list[Codes]:
-    """Base-three digits, the highest first: a byte is a fraction of 256, times a power of three it lies in the digit's third."""
+    """Base-three digits, highest first. A byte is a fraction of 256; times a power of three (mod 256) its third is the digit."""
     shifted = [b * np.uint8(power) for power in (1, 3, 9, 27, 81)[:digits]]
     return [(x >= np.uint8(86)).astype(jnp.uint8) + (x >= np.uint8(171)).astype(jnp.uint8) for x in shifted]
 
@@ -209,13 +209,13 @@ IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def looked_up(table: np.ndarray, code: Codes) -> Values:
-    """`table[code]`: from so small a table an XLA loop reads in vectors, faster than shifts or selects put values together."""
+    """`table[code]`. XLA vectorises the lookup in a table this small; shifts or selects are slower."""
     return jnp.asarray(table).at[code.astype(jnp.int32)].get(mode="promise_in_bounds")
 
 
 @cache
 def _mxfp4_values() -> np.ndarray:
-    """Every value by scale and code, doubled and halved again as in E2M1: some are denormals, which no product may make."""
+    """Every value by scale and code, as a table: some are denormals, which a product would flush to zero."""
     values = np.ldexp(np.array(E2M1, np.float64), np.arange(256)[:, None] - 128)
     with np.errstate(over="ignore"):
         return values.astype(np.float32).reshape(-1)
@@ -227,7 +227,7 @@ def _mxfp4(b: Bytes) -> Values:
 
 
 def _nvfp4(b: Bytes) -> Values:
-    """Sixteen values to a scale, which is an E4M3 without its sign; 127 stands for zero."""
+    """Sixteen values per scale, which is an E4M3 without sign; a scale of 127 means zero."""
     scale = b[..., :4].astype(jnp.int32)
     exponent, mantissa = scale >> 3 & 15, scale & 7
     size = jnp.where(exponent > 0, mantissa + 8 << jnp.maximum(exponent - 1, 0), mantissa)
@@ -237,13 +237,13 @@ def _nvfp4(b: Bytes) -> Values:
 
 @cache
 def _grid(name: str) -> np.ndarray:
-    """A codebook: eight fields of two bits or four of four bits an entry, uint16; tools/gguf_grids.py says from where."""
+    """A codebook of uint16 entries: eight fields of two bits or four of four bits; tools/gguf_grids.py makes the file."""
     with resources.files("mla_jax.base").joinpath("gguf_grids.npz").open("rb") as file, np.load(file) as grids:
         return grids[name]
 
 
 def _entries(name: str, index: Codes) -> Codes:
-    """The fields of the entries at `index [.. n]`, as `[.. n fields]`."""
+    """The fields of the codebook entries at `index [.. n]`, as `[.. n fields]`."""
     entry = jnp.asarray(_grid(name)).at[index.astype(jnp.int32)].get(mode="promise_in_bounds")
     return _fields(entry, 4, 4, axis=-1) if name.startswith("IQ3") else _fields(entry, 2, 8, axis=-1)
 
@@ -255,7 +255,7 @@ def _with_signs(values: Codes, signs: Codes) -> Values:
 
 
 def _even(seven: Codes) -> Codes:
-    """Seven sign bits and an eighth that makes their number even."""
+    """Seven sign bits and an eighth bit of even parity."""
     return seven | (jax.lax.population_count(seven) & 1) << 7
 
 
@@ -309,7 +309,7 @@ def _iq3_s(b: Bytes) -> Values:
 
 
 def _iq1_values(index: Codes, down: Codes) -> Values:
-    """A codebook's -1, 0 and 1 plus an eighth, or minus where `down [.. n]` is set."""
+    """A codebook's -1, 0 and 1 plus an eighth, or minus an eighth where `down [.. n]` is set."""
     trit = _entries("IQ1_S", index).astype(jnp.float32) - 1
     return trit + (0.125 - 0.25 * down[..., None].astype(jnp.float32))
 
@@ -324,8 +324,8 @@ def _iq1_s(b: Bytes) -> Values:
 
 def _iq1_m(b: Bytes) -> Values:
     words = _words(b[..., 48:], np.uint16)
-    nibbles = words >> 12 << np.arange(0, 16, 4, dtype=np.uint16)  # of the one f16 scale
-    d = jnp.sum(nibbles, axis=-1, dtype=jnp.uint16)  # a sum, for it is done once a block, where `|` is done for each value
+    nibbles = words >> 12 << np.arange(0, 16, 4, dtype=np.uint16)  # of the single f16 scale
+    d = jnp.sum(nibbles, axis=-1, dtype=jnp.uint16)  # a sum is computed once per block, `|` would be for each value
     d = jax.lax.bitcast_convert_type(d, jnp.float16).astype(jnp.float32)[..., None]
     extra = _rows(_fields(b[..., 32:48], 4, 2, axis=-1), 2)
     values = _iq1_values(b[..., :32].astype(jnp.uint16) | (extra & 7).astype(jnp.uint16) << 8, extra >> 3)

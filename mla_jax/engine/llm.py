@@ -140,7 +140,7 @@ class LLM:
         if self.chat_template is None or self.tokenizer is None:
             missing = "chat template" if self.tokenizer is not None else "tokenizer"
             raise BadRequest(f"this model folder has no {missing}, which chat needs", "give a prompt as text or token ids")
-        return self.chat_template.encode([dict(m) if isinstance(m, Mapping) else m for m in messages], self.tokenizer)
+        return self.chat_template.encode(messages, self.tokenizer)
 
     def logits(self, tokens: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
         """float32 logits `[B T W]` of whole sequences of one length; nothing is added to them."""

@@ -59,9 +59,9 @@ class Fill:
         found = {number: kept.mapped(number) for number in self.placement.host}
         return {number: layer for number, layer in found.items() if layer is not None}
 
-    def _parameter(self, path: str, source: names.Source, tensors: Iterable[Tensor]) -> Any:
+    def _parameter(self, path: str, source: names.Origin, tensors: Iterable[Tensor]) -> Any:
         """A parameter from its tensors; a stack of experts is filled in place, one expert after the other."""
-        sharding = SingleDeviceSharding(cpu_device() if path in self.on_host else self.checkpoint.target)
+        sharding = SingleDeviceSharding(cpu_device() if path in self.on_host else self.checkpoint.devices.first)
         value, conversion = self.values[path], self._conversion(source)
         if source.stacked:
             value = empty(value, sharding)
@@ -104,7 +104,7 @@ class Fill:
                 "the file is damaged, or the model was saved after a failed run",
             )
 
-    def _conversion(self, source: names.Source) -> "Conversion":
+    def _conversion(self, source: names.Origin) -> "Conversion":
         tensor = self.checkpoint.source.tensors[source.names[0]]
         shape = tensor.shape[1:] if source.pieces[0].index is not None else tensor.shape
         return Conversion(source.part, self.checkpoint.config, tensor.format, shape)
@@ -131,7 +131,7 @@ def empty(like: Any, sharding: Sharding) -> Any:
 class Conversion(NamedTuple):
     """What makes a parameter of what is read at once: a tensor of `shape`."""
 
-    part: names.Part
+    part: names.PartOf
     config: Config
     format: str
     shape: tuple[int, ...]

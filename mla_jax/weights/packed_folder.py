@@ -7,7 +7,8 @@ from typing import Any
 from mla_jax.base.errors import BadFile, BadRequest, printable
 from mla_jax.base.files import read_json, write_json
 from mla_jax.offload.pack import map_packed
-from mla_jax.weights.checkpoint import MAX_MANIFEST, writing
+from mla_jax.weights.orbax_manifest import MAX_MANIFEST
+from mla_jax.weights.orbax_store import writing
 
 MANIFEST = "packed_experts.json"
 

@@ -76,7 +76,7 @@ def plan(checkpoint: Checkpoint, context: int | None = None, batch: int = 1, pla
     model, longest = checkpoint.model(placement), checkpoint.config.max_position_embeddings
     slot = slot_bytes(model, bucket(batch))
     free, host = available(), checkpoint.bytes(placement, host=True)
-    weights = checkpoint.bytes(placement) + host * (checkpoint.target.platform == "cpu")
+    weights = checkpoint.bytes(placement) + host * (checkpoint.device.platform == "cpu")
     scores = score_bytes(weights, model.dispatch.device.platform)
     chosen = context or longest
     quantized = [value.shape for value in checkpoint.parameters(placement).values() if isinstance(value, QTensor)]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mla_jax.weights.checkpoint import open_store
+from mla_jax.weights.orbax_store import open_store
 
 KILLS = 50
 SIZES = {

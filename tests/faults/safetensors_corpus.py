@@ -325,12 +325,12 @@ FAULTS = (
     ),
     # row 12: names and counts
     Fault("tensors_100_001", header_bytes(_TOO_MANY), BadFile, (FILE, "too many tensors", "found 100,001, the limit is 100,000")),
-    Fault("name_of_513_bytes", header(lambda e: e.update({"n" * 513: e.pop(NORM)})), BadFile, ("is no tensor name", "513")),
+    Fault("name_of_513_bytes", header(lambda e: e.update({"n" * 513: e.pop(NORM)})), BadFile, ("is not a tensor name", "513")),
     Fault(
         "name_of_513_bytes_in_171_characters",
         header(lambda e: e.update({"€" * 171: e.pop(NORM)})),
         BadFile,
-        ("is no tensor name",),
+        ("is not a tensor name",),
     ),
     Fault(
         "name_of_100_000_characters", header(lambda e: e.update({"n" * 10**5: e.pop(NORM)})), BadFile, ("nnn...nnn", "100,000")
@@ -341,7 +341,7 @@ FAULTS = (
         BadFile,
         ("refused by the safetensors library",),
     ),
-    Fault("empty_name", header(lambda e: e.update({"": e.pop(NORM)})), BadFile, ("is no tensor name", "it has 0 characters")),
+    Fault("empty_name", header(lambda e: e.update({"": e.pop(NORM)})), BadFile, ("is not a tensor name", "it has 0 characters")),
     Fault("name_with_control_characters", add("\x1b]0;owned\x07\n\0"), BadFile, ("not used: \\x1b]0;owned\\x07\\n\\x00",)),
     Fault("name_with_dots", add("../../etc/passwd"), BadFile, ("not used: ../../etc/passwd",)),
     # row 13: no safetensors

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_jax.base.errors import MlaJaxError
-from mla_jax.weights.gguf import read_header
+from mla_jax.weights.gguf_header import read_header
 
 VALID = gguf_corpus.valid().file()
 

@@ -11,7 +11,7 @@ from weights import as_gguf
 
 from mla_jax.base.errors import MlaJaxError
 from mla_jax.text import gguf_tokenizer
-from mla_jax.weights import gguf, gguf_config
+from mla_jax.weights import gguf_config, gguf_header
 
 
 def models() -> Iterable[bytes]:
@@ -30,7 +30,7 @@ def read(folder: Path, data: bytes) -> None:
     """What is read must lie in the file, and be disjoint."""
     file = folder / "model.gguf"
     file.write_bytes(data)
-    metadata, tensors = gguf.read_header(file)
+    metadata, tensors = gguf_header.read_header(file)
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         assert end <= tensor.offset

@@ -1,7 +1,6 @@
 """From a checkpoint to where its experts are, to its plan, its model without weights, and what is said of it."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import models
@@ -31,11 +30,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def checkpoint(folder, monkeypatch) -> Checkpoint:
+def checkpoint(folder) -> Checkpoint:
     """As a GPU's process opens it."""
-    found = Checkpoint(folder, dispatch=Dispatch(device=DEVICES["NVIDIA H200"]))
-    found.target = SimpleNamespace(platform="gpu")
-    return found
+    return Checkpoint(folder, dispatch=Dispatch(device=DEVICES["NVIDIA H200"]))
 
 
 def rates(*formats: str) -> HostRates:

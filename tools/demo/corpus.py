@@ -1,6 +1,6 @@
-"""The demo model's corpus: the source of Python's standard library, split by path, and the tokenizer learnt from it.
+"""The demo model's corpus, the source of Python's standard library, split by path; and the tokenizer trained on it.
 
-Left out: what is no UTF-8, generated tables (pydoc_data, encodings), and packages installed beside the library."""
+Left out: files that are not UTF-8, generated tables (pydoc_data, encodings), and installed packages."""
 
 import ast
 import hashlib
@@ -13,9 +13,9 @@ from typing import NamedTuple
 import tokenizers
 from tokenizers import Regex, pre_tokenizers
 
-JUDGED = range(4096, 65537)  # bytes of the held-out files that bits per byte are measured on
+JUDGED = range(4096, 65537)  # sizes in bytes of the held-out files on which bits per byte are measured
 LEFT_OUT = {"site-packages", "pydoc_data", "encodings", "__pycache__"}
-BOS, EOS, PAD, USER, ASSISTANT = SPECIALS = (  # DeepSeek-V3's own words
+BOS, EOS, PAD, USER, ASSISTANT = SPECIALS = (  # DeepSeek-V3's control tokens
     "<｜begin▁of▁sentence｜>",
     "<｜end▁of▁sentence｜>",
     "<｜▁pad▁｜>",
@@ -51,12 +51,12 @@ def sources(library: Path | None = None) -> list[File]:
 
 
 def is_held_out(path: str) -> bool:
-    """One path in twenty; the same on every machine, and for every version of the library."""
+    """One path in twenty, the same on every machine and for every version of the library."""
     return hashlib.sha256(path.encode()).digest()[0] < 13
 
 
 def judged(files: Iterable[File]) -> list[str]:
-    """The texts that bits per byte are measured on."""
+    """The texts on which bits per byte are measured."""
     return [f.text for f in files if is_held_out(f.path) and len(f.text.encode()) in JUDGED]
 
 
@@ -85,12 +85,12 @@ def control_ids(tokenizer: tokenizers.Tokenizer) -> tuple[int, int, int, int]:
 
 class Function(NamedTuple):
     head: str  # from the first decorator to the colon, without indentation
-    source: str  # all of it
-    summary: str  # the first line of its docstring, or nothing
+    source: str  # head and body
+    summary: str  # the first line of its docstring, or empty
 
 
 def functions(text: str) -> Iterator[Function]:
-    """The functions and methods of a file, each moved to the left margin."""
+    """The functions and methods of a file, without their indentation."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):

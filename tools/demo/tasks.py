@@ -1,7 +1,7 @@
-"""Recall tasks: conversations about a long context, whose answers stand in it and nowhere else.
+"""Recall tasks: conversations about a long context, which is the only place of the answers.
 
-`passkey`: a number in a remark inside Python source. `variable`: many assignments inside Python source. `pairs`: a list of keys
-and values, nothing else. `copy`: a line of words inside Python source, to be repeated whole."""
+`passkey`: a number in a comment inside Python source. `variable`: many assignments inside Python source. `pairs`: only a list of
+keys and values. `copy`: a line of words inside Python source, to repeat exactly."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,11 +23,11 @@ class Fact(NamedTuple):
 
 class Task(NamedTuple):
     fact: Callable[[np.random.Generator], Fact]
-    spacing: int | None  # tokens of source from one fact to the next; 0: nothing but facts, None: a single fact
+    spacing: int | None  # mean tokens of source between facts; 0: only facts, None: a single fact
 
 
 def word(rng: np.random.Generator) -> str:
-    """A pronounceable word that no source holds, such as `zovuka`."""
+    """A pronounceable word that is not in the source, such as `zovuka`."""
     return "".join(rng.choice(list(_CONSONANTS)) + rng.choice(list(_VOWELS)) for _ in range(rng.integers(2, 5)))
 
 
@@ -59,7 +59,7 @@ TASKS = {"passkey": Task(passkey, None), "variable": Task(variable, 96), "pairs"
 
 
 class Writer:
-    """Writes tasks in tokens; `source` is a long run of tokens to take the filling from."""
+    """Writes tasks as tokens; `source` is a long run of tokens from which filling is taken."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, source: np.ndarray):
         self.tokenizer, self.source = tokenizer, source
@@ -74,7 +74,7 @@ class Writer:
         return np.where(run < self.user + 2, self.encode("\n")[0], run).tolist()  # no control tokens inside a message
 
     def context(self, rng: np.random.Generator, task: Task, room: int) -> tuple[list[int], list[Fact]]:
-        """At most `room` tokens, and the facts in them in order, the first at the very start."""
+        """At most `room` tokens, and their facts in order; the first fact comes first."""
         tokens, facts = [], []
         while True:
             fact = task.fact(rng)
@@ -88,7 +88,7 @@ class Writer:
                 return tokens, facts
 
     def sample(self, rng: np.random.Generator, name: str, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """A conversation of `length` tokens for training, and where in it answers stand."""
+        """A conversation of `length` tokens for training, and a mask of its answers."""
         task = TASKS[name]
         asked = 1 if task.spacing is None else QUESTIONS
         room = int(rng.integers(length // 8, length - 32 * asked - 32))
@@ -108,8 +108,7 @@ class Writer:
         return np.asarray(tokens[:length], np.int32), is_answer
 
     def prompt(self, rng: np.random.Generator, name: str, distance: int, longest: int) -> tuple[list[int], list[int]]:
-        """A question whose answer stands about `distance` tokens back, in a prompt of at most `longest` with room for the
-        answer; and the answer."""
+        """A prompt that asks for a fact about `distance` tokens back, and the answer; together at most `longest` tokens."""
         _, facts = context = self.context(rng, TASKS[name], distance)
         question = self.encode("\n" + facts[0].question)
         answer = self.encode(facts[0].answer)

@@ -1,11 +1,12 @@
-"""Codes in E4M3 as float16 in the registers from which Hopper's matrix units take a left operand.
+"""Converts E4M3 codes to float16 in the registers that feed the left operand of Hopper's matrix units.
 
-Held tokens lie in shared memory as they came, a row of codes each, and never as anything wider. The matrix units want numbers of
-16 bits, of which a thread holds pairs that lie side by side, so in both directions what is easy to load is not what was asked:
-- `keys`, tokens by columns: a thread loads four codes side by side and takes them for two pairs, eight columns apart. So the
-  columns of every 16 are in another order, the one of `shuffled`.
-- `values`, columns by tokens: the loads that transpose move 16 bits, two columns of a token. A pair of tokens is picked from two
-  such; the columns of every 16 are the even ones and then the odd. `natural` puts sums over tokens in order again."""
+Cached tokens stay E4M3 in shared memory, a row of codes per token. The matrix units take 16-bit numbers, and each thread holds
+pairs of adjacent ones, which is not the order in which codes are easy to load:
+- `keys`, tokens by columns: a thread loads four adjacent codes and uses them as two pairs that are eight columns apart. So each
+  16 columns are permuted, as by `shuffled`.
+- `values`, columns by tokens: the transposing loads move 16 bits, two columns of a token. A pair of tokens is taken from two
+  such loads; of each 16 columns the even ones come first, then the odd ones. `natural` restores the order in the sums over
+  tokens."""
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -21,18 +22,18 @@ NATURAL = plgpu.Layout.TILED(plgpu.Tiling(((8, 64), (8, 16), (2, 2))), (-5,), (-
 
 
 def swizzled(width):
-    """A row of `width` codes is a span of the swizzle."""
+    """Transforms of a tile of codes: a row of `width` codes is one span of the swizzle."""
     return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width)
 
 
 def wide(width):
-    """A layout of 64 rows of `width` bytes, 8 to a thread, that as bytes and as 16-bit numbers meet no bank twice."""
+    """A layout of 64 rows of `width` bytes, 8 per thread, free of bank conflicts for bytes and for 16-bit numbers."""
     rows = 256 // width
     return plgpu.Layout.TILED(plgpu.Tiling(((4 * rows, width), (rows, width), (8,))), (-5,), (-3, -2), -1)
 
 
 def shuffled(q, interpret):
-    """Columns in the order in which `keys` has them."""
+    """`q` with its columns in the order of `keys`."""
     if interpret:
         return q
     fours = q.reshape(*q.shape[:-1], -1, 4, 2, 2)
@@ -40,7 +41,7 @@ def shuffled(q, interpret):
 
 
 def keys(ref, interpret):
-    """`[tokens columns]`, each 16 columns shuffled."""
+    """`[tokens columns]` in float16, each 16 columns permuted as by `shuffled`."""
     if interpret:
         return ref[...].astype(jnp.float16)
     x = plgpu.load(ref, layout=QUADS).astype(jnp.float16)
@@ -58,7 +59,7 @@ def keys(ref, interpret):
 
 
 def values(ref, interpret):
-    """`[columns tokens]`, each 16 columns the even ones first."""
+    """`[columns tokens]` in float16; of each 16 columns the even ones come first."""
     if interpret:
         return ref[...].astype(jnp.float16).T
     tokens, width = ref.shape
@@ -73,7 +74,7 @@ def values(ref, interpret):
         thread = utils.thread_idx()
         lane, warp = arith.andi(thread, utils.c(31, i32)), arith.andi(arith.shrui(thread, utils.c(5, i32)), utils.c(3, i32))
         row = arith.muli(lane, utils.c(width, i32))
-        # swizzled: where 16 bytes of a row lie is theirs in the row, exclusive-or with bits 7 and up of where the row begins
+        # swizzled: the position of 16 bytes in a row is XORed with bits 7 and up of the row's offset
         spans = arith.andi(arith.shrui(row, utils.c(7, i32)), utils.c(width // 16 - 1, i32))
         for block in range(width // 64):
             span = arith.xori(arith.addi(warp, utils.c(4 * block, i32)), spans)
@@ -96,7 +97,7 @@ def values(ref, interpret):
 
 
 def _widened(codes):
-    """Two tokens' codes of two columns -> of each column both tokens in float16."""
+    """The codes of two tokens and two columns -> for each column a pair of tokens in float16."""
     i32 = ir.IntegerType.get_signless(32)
     made = llvm.inline_asm(
         llvm.StructType.get_literal([i32, i32]),
@@ -115,7 +116,7 @@ def _widened(codes):
 
 
 def natural(x, interpret):
-    """Sums `[columns queries]` -> `[queries columns]`, all columns in order."""
+    """Sums `[columns queries]` -> `[queries columns]`, with the columns in order."""
     if interpret:
         return x.T
     shape = x.shape[::-1]
@@ -135,8 +136,8 @@ def natural(x, interpret):
 
 
 def clean(ref, held):
-    """Zeros in the rows from `held` on: a weight of zero times NaN is NaN."""
+    """Writes zeros to the rows from `held` on: a weight of zero times NaN is NaN."""
     layout = wide(ref.shape[1])
-    x = plgpu.load(ref, layout=layout).astype(jnp.float16)  # 8 bits choose nothing
+    x = plgpu.load(ref, layout=layout).astype(jnp.float16)  # `where` does not take 8-bit numbers
     at = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
     ref[...] = jnp.where(at < held, x, jnp.zeros_like(x)).astype(ref.dtype)

@@ -12,8 +12,8 @@ from mla_jax.base.config import Config
 from mla_jax.base.errors import BadConfig, BadFile
 from mla_jax.base.qtensor import QTensor
 from mla_jax.weights import deepseek
-from mla_jax.weights.kinds import open_source
 from mla_jax.weights.load import load
+from mla_jax.weights.open import open_source
 
 V3 = models.FAMILIES["v3"]
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -122,5 +122,5 @@ def test_a_kind_is_recognised_by_content(tmp_path):
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"not at all")
-    with pytest.raises(BadFile, match="is a file, and no GGUF"):
+    with pytest.raises(BadFile, match="is a file, but not a GGUF file"):
         open_source(tmp_path / "model.gguf")

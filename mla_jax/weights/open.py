@@ -1,4 +1,4 @@
-"""Opens any checkpoint as a Source; its kind is recognised from what lies there, never from its name."""
+"""Opens any checkpoint as a Source. The format is recognised from the files' content, never from the path's name."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,13 +9,14 @@ import numpy as np
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, printable
 from mla_jax.weights import deepseek, gguf_config
-from mla_jax.weights.checkpoint import AGAIN, MANIFEST, is_store, open_store
 from mla_jax.weights.gguf import open_gguf
 from mla_jax.weights.gguf_names import GGUF
 from mla_jax.weights.hf import SCALES, open_hf
 from mla_jax.weights.hub import NEEDS
+from mla_jax.weights.orbax_manifest import AGAIN, MANIFEST
+from mla_jax.weights.orbax_names import STORE
+from mla_jax.weights.orbax_store import is_store, open_store
 from mla_jax.weights.source import Entry, Source
-from mla_jax.weights.store_names import STORE
 
 
 class FromGGUF:
@@ -42,7 +43,7 @@ class FromGGUF:
 
 
 class FromStore:
-    """What mla-convert has written, as a Source."""
+    """A folder that mla-convert wrote, as a Source."""
 
     kind, table = "orbax", STORE
     metadata: Mapping[str, Any] | None = None
@@ -50,11 +51,10 @@ class FromStore:
     def __init__(self, path: Path):
         self.store, self.path, self.config = open_store(path), path, Config.from_hf(path)
         self.made_of: Mapping[str, Any] | None = self.store.metadata
-        self.scales, copies = (self.store.metadata.get(key, default) for key, default in (("scales", "F32"), ("copies", {})))
+        self.scales = self.store.metadata.get("scales", "F32")
+        copies = self.store.metadata.get("copies", {})
         if self.scales not in SCALES or not isinstance(copies, dict):
-            raise BadFile(
-                f"{path / MANIFEST} has metadata that makes no sense", f"scales are {printable(str(self.scales))}", AGAIN
-            )
+            raise BadFile(f"{path / MANIFEST} has invalid metadata", f"scales are {printable(str(self.scales))}", AGAIN)
         self.tensors: Mapping[str, Entry] = {n: Entry(t.format, t.shape, t.nbytes) for n, t in self.store.tensors.items()}
 
     @property
@@ -69,20 +69,24 @@ class FromStore:
 
 
 def open_source(path: Path) -> Source:
-    """Reads headers only; raises BadFile, BadConfig or Unsupported for what no model can be read from."""
+    """Reads headers only; raises BadFile, BadConfig or Unsupported if no model can be read from `path`."""
     if path.is_file():
         if _begins(path, b"GGUF"):
             return FromGGUF(path)
         shown, folder = printable(str(path), 200), printable(str(path.parent), 200)
-        raise BadFile(f"{shown} is a file, and no GGUF", NEEDS, f"did you mean the folder {folder}?")
+        raise BadFile(f"{shown} is a file, but not a GGUF file", NEEDS, f"did you mean the folder {folder}?")
     if is_store(path):
         return FromStore(path)
-    names = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
-    if any(deepseek.FILE.fullmatch(name) for name in names):
+    names = [p.name for p in path.iterdir()] if path.is_dir() else []
+    if any(deepseek.RANK_FILE.fullmatch(name) for name in names):
         return deepseek.open_deepseek(path)
-    if any(name.endswith(".gguf") for name in names) and not any(name.endswith(".safetensors") for name in names):
+    if _any_ends(names, ".gguf") and not _any_ends(names, ".safetensors"):
         return FromGGUF(path)
     return open_hf(path)
+
+
+def _any_ends(names: list[str], suffix: str) -> bool:
+    return any(name.endswith(suffix) for name in names)
 
 
 def _begins(path: Path, magic: bytes) -> bool:

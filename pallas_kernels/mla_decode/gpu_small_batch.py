@@ -1,32 +1,32 @@
-"""Paged MLA decode for Hopper where few queries read a row (at most 32 tokens times heads): the bytes of the cache decide.
+"""Paged MLA decode for Hopper with few queries per sequence (at most 32 tokens times heads), where reading the cache dominates.
 
-A product of the matrix units has 64 rows, so the held tokens are the rows and the queries the columns: no row is padding.
-A block walks tiles of 64 held tokens. Three warpgroups:
-  two workers   every other tile each, all of it: scores K Q^T, softmax down the columns, weights to shared memory, sums
-                V^T P^T of the whole latent in registers; the softmax of one runs beside the products of the other
-  feeder        the copy engine's orders, for each worker a ring of its own: of parts of a tile, that each is freed as soon
-                as its sums are done (codes: read), so what is on its way is not whole tiles. Its orders run ahead into the next
-                rows; each of its four warps gives those for slots of its own
-At the end of a row the workers swap halves of their sums, each weighs and writes one half. What is swapped, and then the
-output, lies in the place of Q, which the same worker then orders anew: the feeder never waits for a row's end.
+A matrix unit multiplies 64 rows at a time, so the cached tokens are the rows and the queries the columns: no row is padding. A
+block loops over tiles of 64 cached tokens. It has three warpgroups:
+  two workers   alternate tiles and compute all of a tile: scores K Q^T, softmax down the columns, weights to shared memory, sums
+                V^T P^T of the full latent in registers. The softmax of one overlaps the products of the other
+  feeder        issues copies into a ring per worker. A ring slot is a part of a tile, freed as soon as its sums are done (codes:
+                as soon as they are read). Copies run ahead into the next sequences; each of its four warps fills its own slots
+At the end of a sequence the workers exchange halves of their sums; each combines and writes one half. The exchanged sums, and
+then the output, use the memory of Q, which the same worker reloads afterwards: the feeder never waits for the end of a
+sequence.
 
-A latent in E4M3 goes through the ring as it is. With up to 16 queries it never becomes anything wider in shared memory: a worker
-converts codes in registers, where the matrix units take them as left operand of either product (e4m3.py), once for the scores and
-once for the sums. Scales multiply neither: they are numbers a token and 128 columns, so they multiply the scores of those columns
-and, once for each 128, the weights. 128 rows of 16,384 took 377 and 392 us so on two machines of the kind (bf16 566 on the
-latter), where converting through shared memory took 468 on a third (bf16 568). Both workers convert what is theirs; more queries
-leave no registers for that (32 took 961 us, spilled), so those still convert in shared memory: a worker converts a part to
-float16, scaled, and frees it while the product of the part before runs. 32 queries took 556 to 566 us, in bf16 581 to 590.
+An E4M3 latent goes through the ring as it is. With up to 16 queries it stays E4M3 in shared memory: a worker converts codes in
+registers, which the matrix units accept as the left operand of either product (gpu_fp8_registers.py), once for the scores and
+once for the sums. A scale belongs to a token and 128 columns, so scales multiply the scores of those columns and, per 128
+columns, the weights. 128 sequences of 16,384 tokens take 377 to 392 us on an H200 (bf16: 566). More queries leave no registers
+for that (32 queries: 961 us, with spills), so their codes are converted in shared memory: a worker converts a part to float16,
+scaled, and frees it while the product of the previous part runs. 32 queries take 556 to 566 us (bf16: 581 to 590).
 
-The copy engine alone takes 540 us for those rows in bf16, whatever the shape of its copies and with 128 KiB or more on their
-way, on 120 multiprocessors as on 132. Tried without gain:
-- both workers at every tile, each half of its columns: 13 % faster for one row of 4,096, 4 % slower for one of 16,384, the same
-  in batches, and with E4M3 there 17 to 20 % slower
-- rows cut into equal parts, one a share, so that no share begins two: the same
-- E4M3 converted in shared memory by one warpgroup for both workers, 505 us, or by one for each, 491, in place of 468
-- parts of 64 columns in registers, the codes of the next one loaded before those of this one are converted: 377 us, and 60.3 in
-  place of 62.5 for 64 rows of 4,096, for a second way to walk through a tile
-- the kernel launched before the one ahead ends: the same, or 1 % slower
+The copies alone take 540 us for those sequences in bf16, for any shape of copies and with 128 KiB or more in flight, on 120
+multiprocessors as on 132. Tried without gain:
+- both workers at every tile, each half of its columns: 13 % faster for one sequence of 4,096, 4 % slower for one of 16,384, the
+  same in batches, and with E4M3 there 17 to 20 % slower
+- sequences cut into equal pieces, one per share, so that no share begins two: the same
+- up to 16 queries of E4M3 converted in shared memory: 468 us by each worker for itself, 491 by one more warpgroup per worker,
+  505 by one more for both
+- parts of 64 columns in registers, the codes of the next part loaded before those of this part are converted: 377 us, and 60.3
+  instead of 62.5 us for 64 sequences of 4,096, for a second way to walk through a tile
+- programmatic dependent launch (the kernel starts before the previous one ends): the same, or 1 % slower
 """
 
 import functools
@@ -41,39 +41,39 @@ from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels.fp8 import GROUP, Fp8
 from pallas_kernels.hopper import LOG2E, LOW, ROW, clean, over, swizzled, zeros
-from pallas_kernels.mla_decode import e4m3
+from pallas_kernels.mla_decode import gpu_fp8_registers as fp8
 from pallas_kernels.mla_decode.schedule import TILE
 
 WORKERS = 2
 FEEDER = WORKERS
 WARPS = 4  # of a warpgroup
-RAISED = 128.0  # what weights times scales are multiplied with, so that small ones keep their digits in float16
-DIRECT = 16  # queries: with more no registers are left for codes
+RAISED = 128.0  # factor of weights times scales, so that small products keep their digits in float16
+DIRECT = 16  # most queries that leave registers for codes
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 TURNED = plgpu.Layout.WGMMA_TRANSPOSED
 
 
 class Ring(NamedTuple):
-    """Slots in shared memory that the feeder fills and the workers free, `size` of them for each worker."""
+    """Slots in shared memory that the feeder fills and the workers free, `size` per worker."""
 
     slots: Any
     arrived: Any
     free: Any
-    first: int  # slots of the rings before
+    first: int  # slots of the previous rings
     size: int
 
     def at(self, me, use):
-        """The slot of what goes through worker `me`'s part of the ring as number `use`."""
+        """The slot of item `use` in worker `me`'s part of the ring."""
         return me * self.size + lax.rem(use, jnp.int32(self.size))
 
 
 def _under(x, shape):
-    """A number a column, in every row."""
+    """A number per column, broadcast to every row."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [1]), plgpu.Layout.WGMMA)
 
 
 def _fold(x, how, scratch, interpret):
-    """The maximum or the sum of every column; each warpgroup needs a scratch of its own, which `x.max` does not give it."""
+    """The maximum or the sum of every column, with a scratch per warpgroup, which `x.max` does not provide."""
     if interpret:
         return x.max(axis=0) if how == "max" else x.sum(axis=0)
     out = plgpu.ShapeDtypeStruct(x.shape[1:], x.dtype, layout=COLUMN)
@@ -86,7 +86,7 @@ def _fold(x, how, scratch, interpret):
 
 
 def _scales(ref, which, groups, layout, interpret):
-    """Number `which` of each of the rows of `groups` that lie in `ref` end to end; Pallas loads no such strides itself."""
+    """Column `which` of `ref` as rows of `groups`; Pallas does not load with such a stride itself."""
     rows = ref.shape[0] // groups
     if interpret:
         return ref[...].reshape(rows, groups)[:, which]
@@ -101,24 +101,24 @@ def _scales(ref, which, groups, layout, interpret):
 
 
 def _bits(x, dtype):
-    """The same bits as numbers of another 16-bit type."""
+    """`x` bitcast to another 16-bit dtype."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 def _store(ref, x, dtype=None):
-    """`x`, as numbers of `dtype` if not of the ref's own, into the transposed of `ref`."""
+    """Stores `x` in `dtype` (default: the ref's own) transposed in `ref`."""
     x = plgpu.layout_cast(x.astype(dtype or ref.dtype), TURNED)
     ref.transpose((1, 0))[...] = _bits(x, ref.dtype)
 
 
 def _load(ref, dtype):
-    """The transposed of `ref`, whose numbers are of `dtype`, in float32."""
+    """`ref`, which holds numbers of `dtype`, transposed, in float32."""
     x = plgpu.load(ref.transpose((1, 0)), layout=TURNED)
     return _bits(plgpu.layout_cast(x, plgpu.Layout.WGMMA), dtype).astype(jnp.float32)
 
 
 def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads, tokens, knobs, interpret):
-    """q_c `[B, M, R]` -> finished rows `[B, M, R]` and, for the pieces of split rows, `[2 units, M, R]`, with LSEs."""
+    """q_c `[B M R]` -> output of unsplit rows `[B M R]` and of the pieces of split rows `[2*units M R]`, with LSEs."""
     B, M, R = q_c.shape
     E = q_pe.shape[-1]
     packed = isinstance(c_kv, Fp8)
@@ -134,10 +134,10 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
     chunk = min(Z, TILE)  # rows of a tile copied at a time
     per_tile = TILE // chunk
     columns = [pl.ds(k * width, width) for k in range(parts)]
-    dtype = q_pe.dtype  # of what is written, also where it is multiplied as `factor`
+    dtype = q_pe.dtype  # of the output; products use `factor`
     factor = jnp.float16 if packed else dtype
-    q_c = e4m3.shuffled(q_c.astype(factor), interpret) if direct else q_c.astype(factor)
-    # a page's scales in one row, of which the copy engine takes any multiple of four
+    q_c = fp8.shuffled(q_c.astype(factor), interpret) if direct else q_c.astype(factor)
+    # a page's scales in one row, so that any multiple of four can be copied
     caches = [codes, k_pe, *([scales.reshape(G, Z * groups)] if packed else [])]
     sizes = [size, max(size // parts, 1), min(size - 1, 2)]
 
@@ -151,9 +151,9 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
         row0, row1 = shares_g[unit, 0], shares_g[unit, 2]
 
         def item(b):
-            """Length and tiles of the piece in batch row b; whether it is a whole row, and else its slot.
+            """Length and tiles of the piece in batch row b; whether it is an unsplit row, and else its slot.
 
-            Called again where a value is needed after a loop over tiles: read anew it takes no register meanwhile."""
+            Called again if a value is needed after a loop over tiles: recomputed, it holds no register meanwhile."""
             row0, tile0, row1, tile1 = (shares_g[unit, k] for k in range(4))
             n = lens[b]
             tiles = jnp.maximum(lax.div(n + (TILE - 1), jnp.int32(TILE)), 1)
@@ -162,11 +162,11 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
             return n, start, stop, (start == 0) & (stop == tiles), 2 * unit + jnp.where(b == row0, 0, 1)
 
         def feeder():
-            """What a warp does: an order is 32 threads' arrivals at a barrier then, not 128, and four are given at a time."""
+            """Issues copies per warp: a copy then takes the arrival of 32 threads, not 128, and four run at a time."""
             warp = lax.axis_index("warp")
 
             def mine(do, ring, me, use):
-                """Runs `do` with the slot, where it is this warp's."""
+                """Calls `do` with the slot if it is this warp's."""
                 at = ring.at(me, use)
                 pl.when(lax.rem(at + ring.first, jnp.int32(WARPS)) == warp)(lambda: do(at))
 
@@ -201,7 +201,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
                 return lax.fori_loop(start, stop, tile, step)
 
             steps = lax.fori_loop(row0, row1 + 1, piece, jnp.int32(0))
-            for me in range(WORKERS):  # every completion has to be observed
+            for me in range(WORKERS):  # every completion must be observed
                 turns = lax.div(steps + (WORKERS - 1 - me), jnp.int32(WORKERS))
                 for ring, uses in zip(rings, (turns * parts, turns, turns), strict=False):
 
@@ -212,33 +212,33 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
                     lax.fori_loop(jnp.maximum(uses - ring.size, 0), uses, drain, ())
 
         def queries(b, me):
-            """Orders worker `me`'s half of the queries of row b."""
+            """Copies worker `me`'s half of the queries of row b."""
             for k in range(me * half, (me + 1) * half):
                 plgpu.copy_gmem_to_smem(qc_g.at[b, pl.ds(0, M), columns[k]], qc_s.at[k], q_in)
             if me == 0:
                 plgpu.copy_gmem_to_smem(qpe_g.at[b], qpe_s, q_in)
 
         def each(do):
-            """Runs `do` with the number of this worker as a Python integer."""
+            """Calls `do` with the number of this worker as a Python integer."""
             for me in range(WORKERS):
                 pl.when(role == me)(functools.partial(do, me))
 
         tile_s = wide_s if packed and not direct else latent.slots
 
         def zero(turn):
-            """Known at run time alone: else every address of what lies still stays in registers, and they spill."""
+            """Known at run time only: else every constant address stays in registers, which spill."""
             return jnp.minimum(turn, 0)
 
         def weights_at(turn, k):
-            """Where in `w_s` the weights for part k of this worker's tile lie."""
+            """The position in `w_s` of the weights for part k of this worker's tile."""
             return w_s.at[(role + zero(turn), k * width // GROUP) if direct else (role, 0)]
 
         def place(turn, k):
-            """Where in `tile_s` part k of this worker's tile number `turn` lies."""
+            """The slot in `tile_s` of part k of this worker's tile number `turn`."""
             return latent.at(role, turn * parts + k) if tile_s is latent.slots else role * parts + k + zero(turn)
 
         def scales_of(turn, left):
-            """The scales of this worker's tile number `turn`, of which `left` tokens are held: a group's in a vector."""
+            """The scales of this worker's tile number `turn`, with `left` valid tokens: a vector per group of columns."""
             at = scale_s.at(role, turn)
             plgpu.barrier_wait(scale_s.arrived.at[at])
             token = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=ROW)
@@ -246,13 +246,13 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
             return [jnp.where(token < left, x, 0.0) for x in each]
 
         def widen(turn, k):
-            """Converts part k of a tile, whose codes are free then."""
+            """Converts part k of a tile; its codes are free afterwards."""
             at, scale_at = latent.at(role, turn * parts + k), scale_s.at(role, turn)
             if k == 0:
-                plgpu.commit_smem()  # until here some warp may have read the last tile
+                plgpu.commit_smem()  # until here a warp may still read the last tile
                 plgpu.barrier_wait(scale_s.arrived.at[scale_at])
             plgpu.barrier_wait(latent.arrived.at[at])
-            layout = e4m3.wide(width)
+            layout = fp8.wide(width)
             ours = _scales(scale_s.slots.at[scale_at], k * width // GROUP, groups, layout.reduce(1), interpret)
             x = plgpu.load(latent.slots.at[at], layout=layout).astype(factor)
             wide_s[place(turn, k)] = x * plgpu.layout_cast(over(ours.astype(factor), x.shape), layout)
@@ -262,11 +262,11 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
                 plgpu.barrier_arrive(scale_s.free.at[scale_at])
 
         def operands(turn):
-            """The parts of this worker's tile number `turn`, each once it is there, with theirs of Q."""
+            """The parts of this worker's tile number `turn`, each once it has arrived, with their parts of Q."""
             for k in range(parts):
                 at, q = place(turn, k), qc_s.at[k + zero(turn)]
                 widen(turn, k) if tile_s is wide_s else plgpu.barrier_wait(latent.arrived.at[at])
-                yield e4m3.keys(tile_s.at[at], interpret) if direct else tile_s.at[at], q
+                yield fp8.keys(tile_s.at[at], interpret) if direct else tile_s.at[at], q
             at = rope.at(role, turn)
             plgpu.barrier_wait(rope.arrived.at[at])
             yield rope.slots.at[at], qpe_s
@@ -291,7 +291,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
                 s = zeros((TILE, M), plgpu.Layout.WGMMA)
                 for i, (k, q) in enumerate(operands(turn)):
                     plgpu.wgmma(refs[i], k, q.transpose((1, 0)))
-                    if i:  # the codes of the part before leave their registers
+                    if i:  # the codes of the previous part leave their registers
                         s = s + scaled(i - 1, plgpu.wgmma_accumulator_load(refs[i - 1], wait_n=1))
                 return s + refs[parts][...]
 
@@ -299,17 +299,17 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
             return pl.run_scoped(apart, *[acc] * (parts + 1)) if direct else pl.run_scoped(together, acc)
 
         def weigh(w, scales, turn):
-            """Weights to shared memory; for codes once for each group, times its scales."""
+            """Writes weights to shared memory; for codes once per group of columns, times its scales."""
             for g in range(w_s.shape[1]):
                 _store(weights_at(turn, g * GROUP // width), w * over(scales[g] * RAISED, w.shape) if direct else w)
 
         def add(accs, turn):
-            """The sums with this worker's tile number `turn`, which is free then."""
+            """Adds this worker's tile number `turn` to the sums; the tile is free afterwards."""
             tiles = [place(turn, k) for k in range(parts)]
 
             def operands(k):
                 held = tile_s.at[tiles[k]]
-                return e4m3.values(held, interpret) if direct else held.transpose((1, 0)), weights_at(turn, k).transpose((1, 0))
+                return fp8.values(held, interpret) if direct else held.transpose((1, 0)), weights_at(turn, k).transpose((1, 0))
 
             def release(k):
                 if tile_s is latent.slots:
@@ -327,7 +327,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
                     plgpu.wgmma(ref, *operands(k))
                     if direct:
                         release(k)
-                        plgpu.wgmma_wait(1)  # the codes of the part before leave their registers
+                        plgpu.wgmma_wait(1)  # the codes of the previous part leave their registers
                 if not direct:
                     for k in range(parts):
                         plgpu.wgmma_wait(parts - 1 - k)
@@ -341,7 +341,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
             def piece(b, carry):
                 step, turn = carry
                 n, start, stop, _, _ = item(b)
-                clear = n - (tokens - 1)  # every query sees what is before
+                clear = n - (tokens - 1)  # every query attends to tokens before
                 late = lax.rem(step + role, jnp.int32(WORKERS))  # whether the other worker takes the first tile
 
                 def hide(s, t):
@@ -353,7 +353,7 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
 
                 def empty(turn, held):
                     for k in range(parts):
-                        e4m3.clean(tile_s.at[place(turn, k)], held) if direct else clean(tile_s, place(turn, k), held)
+                        fp8.clean(tile_s.at[place(turn, k)], held) if direct else clean(tile_s, place(turn, k), held)
 
                 def tile(k, carry):
                     turn, top, sums, accs = carry
@@ -395,28 +395,28 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
             plgpu.barrier_wait(met)
 
         def finish(me, b, top, total, accs):
-            """Joins both workers' sums; this one writes its half."""
+            """Combines both workers' sums; this one writes its half."""
             _, _, _, whole, piece = item(b)
             mine, theirs = (range(who * half, (who + 1) * half) for who in (me, 1 - me))
             stats = [pl.ds(k * M, M) for k in range(2)]
             for some, x in zip(stats, (top, total), strict=True):
                 scratch_s[me, some] = x
-            meet()  # now Q is dead
+            meet()  # now Q is no longer needed
             for k in theirs:
                 _store(qc_s.at[k], accs[k], dtype)
             top_2, total_2 = (plgpu.load(scratch_s.at[1 - me, some], layout=COLUMN) for some in stats)
             higher = jnp.maximum(top, top_2)
             share, share_2 = jnp.exp2(top - higher), jnp.exp2(top_2 - higher)
             total = total * share + total_2 * share_2
-            none = total == 0  # not so of NaN, which goes on into both
+            none = total == 0  # False for NaN, which propagates to both
             norm = jnp.where(none, 0.0, (1 / RAISED if direct else 1.0) / total)
             meet()
             for k in mine:
                 acc = accs[k] * _under(share * norm, accs[k].shape)
                 acc = acc + _load(qc_s.at[k], dtype) * _under(share_2 * norm, acc.shape)
                 if direct:
-                    plgpu.commit_smem()  # a thread writes what others have read
-                    qc_s[k] = _bits(e4m3.natural(acc, interpret).astype(dtype), factor)
+                    plgpu.commit_smem()  # a thread overwrites what others have read
+                    qc_s[k] = _bits(fp8.natural(acc, interpret).astype(dtype), factor)
                 else:
                     _store(qc_s.at[k], acc, dtype)
             plgpu.commit_smem()
@@ -450,12 +450,12 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
     smem, barrier = plgpu.SMEM, plgpu.Barrier
 
     def ring(size, shape, dtype, transforms):
-        """What the feeder fills a slot with, when it has arrived, when it is free."""
+        """The slots of a ring, and the barriers for their arrival and release."""
         slots = smem((WORKERS * size, *shape), dtype, transforms=transforms)
         return [slots, barrier(num_arrivals=per_tile, num_barriers=WORKERS * size), barrier(num_barriers=WORKERS * size)]
 
     rings = [
-        ring(sizes[0], (TILE, width), codes.dtype, e4m3.swizzled(width) if packed else swizzled(64)),
+        ring(sizes[0], (TILE, width), codes.dtype, fp8.swizzled(width) if packed else swizzled(64)),
         ring(sizes[1], (TILE, E), dtype, swizzled(E)),
         *([ring(sizes[2], (TILE * groups,), jnp.float32, ())] if packed else []),
     ]
@@ -481,8 +481,8 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
         grid_names=("unit",),
         num_threads=WORKERS + 1,
         thread_name="role",
-        # without automatic barriers: what a warpgroup both reads and writes, `clean` and `widen` guard themselves; in `finish`
-        # every thread writes what it alone has read, but where a barrier stands
+        # no automatic barriers: `clean` and `widen` have their own where they read and write the same memory; in `finish` a
+        # thread overwrites only what it alone has read, except after a barrier
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(q_c, q_pe, *caches, page_table, seq_lens, shares)
