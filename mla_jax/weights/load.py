@@ -159,15 +159,6 @@ class Checkpoint:
             blocks[number].mlp.experts = experts
         return model
 
-    def _hot(self, number: int, layer: Any) -> HotExperts | None:
-        """A layer's experts that are on the device, too: copies of the packed `layer`, or without it their shapes."""
-        if not (ids := self.hot.get(number)):
-            return None
-        if layer is not None:
-            return host_experts.copies(layer, ids, self.dtype, self.devices.first)
-        like = host_experts.like_copies(self._kind_on_host(number), len(ids), self.dtype)
-        return HotExperts(ids, like, self.config.n_routed_experts or 0)
-
     def format_of(self, source: names.Origin) -> str:
         """The one format of all tensors of a parameter; raises Unsupported if they have several, or one that cannot be read."""
         kinds = {self.source.tensors[name].format: name for name in source.names}
@@ -192,64 +183,6 @@ class Checkpoint:
             "dtype": self.asked or "stored",
         }
 
-    def _fill(self, progress: Progress, kept: host_experts.Folder | None) -> dict[int, Any]:
-        """Puts every parameter on the device, and packs the experts of layers on the host, which it returns.
-
-        Experts go one by one into a buffer that is updated in place; those of layers that are `kept` are not read."""
-        packed = {number: kept.open(number) for number in self.host if kept.has(number)} if kept is not None else {}
-        sources = {path: source for path, source in self.sources.items() if self.layer_on_host(path) not in packed}
-        pieces = [piece for source in sources.values() for piece in source.pieces]
-        reached = list(accumulate(self._share(piece) for piece in pieces))
-        finite: list[Array] = []
-        waiting: dict[int, dict[str, Any]] = {}
-        with closing(self._ahead(pieces)) as stream:
-            for path, source in sources.items():
-                slot, number = self.slots[path], self.layer_on_host(path)
-                sharding = SingleDeviceSharding(self.target if number is None else host_experts.device())
-                how = How(source.part, self.config, *self._stored(source))
-                value = empty(slot.get_value(), sharding) if source.stacked else None
-                for i, parts in enumerate(islice(stream, len(source.pieces))):
-                    if source.stacked:
-                        value, sound = _insert(value, jax.device_put(parts, sharding), i, how=how)
-                    else:
-                        value, sound = _place(jax.device_put(parts, sharding), how=how, like=slot.get_value())
-                    finite.append(sound)
-                    progress(reached[len(finite) - 1], reached[-1])
-                    if len(finite) > IN_FLIGHT:  # dispatch is asynchronous: the host keeps what the device has not taken yet
-                        finite[-IN_FLIGHT].block_until_ready()
-                if number is None:
-                    slot.set_value(value)
-                    continue
-                waiting.setdefault(number, {})[path.rpartition(".")[2]] = value
-                if len(waiting[number]) == 3:
-                    layer = host_experts.pack(**waiting.pop(number), precision=self.precision)
-                    packed[number] = layer if kept is None else kept.keep(number, layer)
-        if faulty := [piece.name for piece, sound in zip(pieces, jax.device_get(finite), strict=True) if not sound]:
-            raise BadFile(
-                "weights hold NaN or infinity",
-                *shortened(list(dict.fromkeys(map(printable, faulty)))),
-                "the file is damaged, or the model was saved after a failed run",
-            )
-        return packed
-
-    def _stored(self, source: names.Origin) -> tuple[str, tuple[int, ...]]:
-        """The format and the shape of what is read at once."""
-        tensor = self.source.tensors[source.names[0]]
-        return tensor.format, tensor.shape[1:] if source.pieces[0].index is not None else tensor.shape
-
-    def _share(self, piece: names.Piece) -> int:
-        tensor = self.source.tensors[piece.name]
-        return tensor.nbytes if piece.index is None else tensor.nbytes // tensor.shape[0]
-
-    def _ahead(self, wanted: list[names.Piece]) -> Generator[tuple[np.ndarray, ...], None, None]:
-        """The pieces in their order, some read ahead."""
-        with ThreadPoolExecutor(1) as pool:
-            queue, rest = [pool.submit(self.source.read, *piece) for piece in wanted[:IN_FLIGHT]], iter(wanted[IN_FLIGHT:])
-            while queue:
-                ready = queue.pop(0).result()
-                queue += [pool.submit(self.source.read, *piece) for piece in islice(rest, 1)]
-                yield ready
-
 
 def load(path: str | Path, **options: Any) -> Transformer:
     """The model of a checkpoint of any kind, on the default device; `options` are Checkpoint's."""
@@ -258,34 +191,3 @@ def load(path: str | Path, **options: Any) -> Transformer:
 
 def _nbytes(value: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
-
-
-def empty(like: Any, sharding: Sharding) -> Any:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=sharding), like)
-
-
-class How(NamedTuple):
-    """What makes a parameter of a stored tensor of `shape`."""
-
-    part: names.PartOf
-    config: Config
-    format: str
-    shape: tuple[int, ...]
-
-
-@partial(jax.jit, static_argnames=("how", "like"))
-def _place(parts: tuple[Array, ...], *, how: How, like: Any) -> tuple[Any, Array]:
-    """A stored tensor as our parameter, which is `like`, and whether all of it is finite."""
-    if isinstance(like, QTensor):
-        value = QTensor(how.format, tuple(how.part(p, how.config) for p in parts), like.shape)
-        return value, qtensor.unsound(how.format, value.parts) == 0
-    stored = parts[0] if how.format in PLAIN else qtensor.dequantize(QTensor(how.format, parts, how.shape))
-    value = how.part(stored, how.config).reshape(like.shape).astype(like.dtype)
-    return value, jnp.isfinite(value).all()
-
-
-@partial(jax.jit, static_argnames=("how",), donate_argnums=0)
-def _insert(stack: Any, parts: tuple[Array, ...], index: Array, *, how: How) -> tuple[Any, Array]:
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stack)
-    value, finite = _place(parts, how=how, like=one)
-    return jax.tree.map(partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0), stack, value), finite
