@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_suffix(".json")
-FOLDERS = ("convert", "cpu_experts/csrc", "pallas_kernels")
+FOLDERS = ("convert", "cpu_experts/csrc", "pallas_kernels", "tools")
 SOURCES = {".cpp", ".h", ".py", ".txt"}
 
 
