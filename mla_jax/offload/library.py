@@ -24,6 +24,14 @@ def refuse_without_programs() -> None:
         raise Unsupported(str(e)) from e
 
 
+def notes() -> tuple[str, ...]:
+    """What a user of experts on this CPU should know."""
+    from cpu_experts import note
+
+    found = note()
+    return () if found is None else (found,)
+
+
 def precisions() -> tuple[str, ...]:
     """The number formats that experts can be packed in."""
     from cpu_experts.layout import FORMATS
