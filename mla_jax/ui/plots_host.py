@@ -135,7 +135,7 @@ def deferral(
     bandwidths = [ends[0] * (ends[1] / ends[0]) ** (i / 96) for i in range(97)]
     for defer, color, marker in zip(range(most + 1), COLORS, MARKERS, strict=False):
         line = [rate(hosts[0]._replace(bandwidth=b), defer) for b in bandwidths]
-        plot.plot(bandwidths, line, color=color, label=f"D = {defer}")
+        plot.plot(bandwidths, line, color=color, label=f"{defer} deferred")
         plot.plot([h.bandwidth for h in hosts], [rate(h, defer) for h in hosts], marker, color=color, ms=6, mec="white")
     plot.set(xscale="log", xlim=ends, xlabel="bytes/s of experts that the CPU reads", ylabel="tokens/s, predicted")
     plot.set_ylim(0)

@@ -327,9 +327,9 @@ def test_calls_are_marked_where_they_were_measured_over_what_was_expected():
 
 def test_deferrals_lines_and_marks_are_the_planners_rates():
     size, ax = EXPERT["int4_g32"], plots_host.deferral(V3, H200, [SERVER, LARGER], EXPERT["int4_g32"], rows=2, held=500).axes[0]
-    lines = [line for line in ax.lines if line.get_label().startswith("D = ")]
+    lines = [line for line in ax.lines if line.get_label().endswith(" deferred")]
     marks = [line for line in ax.lines if line.get_linestyle() == "None"]
-    assert [line.get_label() for line in lines] == ["D = 0", "D = 1", "D = 2", "D = 3"]
+    assert [line.get_label() for line in lines] == ["0 deferred", "1 deferred", "2 deferred", "3 deferred"]
     for defer, (line, mark) in enumerate(zip(lines, marks, strict=True)):
         for bandwidth, rate in zip(line.get_xdata(), line.get_ydata(), strict=True):
             host = SERVER._replace(bandwidth=bandwidth)
