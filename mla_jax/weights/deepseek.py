@@ -20,6 +20,7 @@ from mla_jax.weights.names import Rule, Table, key_half, layered, value_half
 from mla_jax.weights.safetensors import TensorFiles, TensorSpan, inside, read_header
 
 RANK_FILE = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
+MAX_PARTS = 4096  # that are listed as missing
 
 _BLOCK = (
     Rule("attn_norm", "attn_norm.weight", "model"),
@@ -121,20 +122,30 @@ def _scale_of(name: str) -> str:
 
 
 def _parts(path: Path) -> list[TensorFiles]:
-    """The tensors of every part, in order; raises BadFile unless the folder holds all parts of one conversion."""
+    """The tensors of every part, in order."""
+    count = _count(path)
+    files = [inside(path, _part_name(i, count)) for i in range(count)]
+    return [TensorFiles(path, {tensor.name: tensor for tensor in read_header(file)}) for file in files]
+
+
+def _count(path: Path) -> int:
+    """The number of parts; raises BadFile unless the folder holds all parts of one conversion, and no others."""
     found = {p.name: m for p in sorted(path.iterdir()) if (m := RANK_FILE.fullmatch(p.name))}
     counts = {int(m[2]) for m in found.values()}
     if len(counts) != 1:
         raise BadFile(f"{path} holds parts of several conversions", *shortened(list(found)), "keep those of one")
     (count,) = counts
-    names = [f"model{i}-mp{count}.safetensors" for i in range(min(count, 4096))]
+    names = [_part_name(i, count) for i in range(min(count, MAX_PARTS))]
     missing = [name for name in names if name not in found]
     if missing:
         raise BadFile(f"{path} lacks {len(missing)} of its {count} weight files", *shortened(missing), "fetch them again")
     if len(found) > count:
         raise BadFile(f"{path} holds {len(found)} parts of {count}", *shortened(list(found)), "keep those of one conversion")
-    files = [inside(path, f"model{i}-mp{count}.safetensors") for i in range(count)]
-    return [TensorFiles(path, {tensor.name: tensor for tensor in read_header(file)}) for file in files]
+    return count
+
+
+def _part_name(rank: int, count: int) -> str:
+    return f"model{rank}-mp{count}.safetensors"
 
 
 # key of config.json -> (argument of the inference code, its default there)
