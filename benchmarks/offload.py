@@ -1,16 +1,17 @@
-"""Decoding and reading prompts with the routed experts on the CPU: measured, and predicted from what the host reaches.
+"""Decoding and prompt processing with the routed experts on the CPU: measured, and predicted from the host's rates.
 
     python -m cpu_experts.build && python benchmarks/offload.py --out offload.json
 
-V2-Lite's shape whole, and some layers of V3's, with random weights: a few random experts of each layer are packed, and repeated
-under different numbers, so that every one has memory of its own. `waited` computes the shared experts after the routed ones, not
-beside them: what overlapping gains is the difference. Experts that are deferred are computed a layer later, which is another sum,
-so rows decode other tokens then. These are drawn, for the likeliest ones soon repeat, and their experts with them; `touched` are
-experts of a layer that a timed step read from the host, `expected` how many the prediction counts on.
-The prediction uses the host's rates by mla_jax/weights/measure.py, of a layer alone. Lines of ok and FAIL say what was right.
+The models are V2-Lite's shape and some layers of V3's, with random weights: a few random experts of each layer are packed, and
+repeated under different numbers, so that each has memory of its own. `waited` computes the shared experts after the routed ones
+instead of concurrently; the difference is the gain of overlapping. Deferred experts are added one layer later, which changes
+the sums, so rows then decode other tokens. Tokens are sampled, because greedy ones soon repeat, and their experts with them.
+`touched` is the number of experts per layer that a timed step read from the host, `expected` the number in the prediction. The
+prediction uses the host's rates, measured by mla_jax/weights/measure.py for a single layer. Lines with ok and FAIL report
+checks.
 
-`--hot 0 0.25 0.5` decodes by a router that prefers some experts of each layer, as by Zipf's law, with such shares of all experts,
-those that a run before chose most often, on the device, too."""
+`--hot 0 0.25 0.5` decodes with a router that prefers some experts of each layer by Zipf's law, with these shares of all experts
+replicated on the device: the ones that a previous run chose most often."""
 
 import argparse
 import dataclasses
@@ -37,9 +38,9 @@ from mla_jax.weights import measure
 from mla_jax.weights.host import copies, packed_bytes
 from mla_jax.weights.hottest import hottest
 
-PACKED = 4  # random experts of a layer, repeated
+PACKED = 4  # random experts per layer, repeated
 STEPS = 16
-SHAPES = {  # config, and the steps' rows, deferred experts, tokens of prompts
+SHAPES = {  # config; rows of steps, deferred experts, tokens of prompts
     "v2_lite": (Config.preset("v2_lite"), (1, 8), (0, 2), (64, 1024, 4096)),
     "v3 slice": (
         dataclasses.replace(Config.preset("v3"), num_hidden_layers=7, num_nextn_predict_layers=0),
@@ -52,16 +53,17 @@ SHAPES = {  # config, and the steps' rows, deferred experts, tokens of prompts
 
 
 class Waited(HostExperts):
-    """Nothing beside it: the shared experts come after the routed ones."""
+    """Without overlap: the shared experts run after the routed ones."""
 
     def __call__(self, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, how: How, beside: Callable) -> tuple:
         ticket = ffi.submit(self.layer, x, topk_ids, topk_weights)
         y = ffi.collect(ticket)
-        return y, beside(jnp.where(jnp.isnan(y), y, ticket.x)), None  # only data keeps kernels from running side by side
+        # a data dependency, which alone keeps kernels from running concurrently
+        return y, beside(jnp.where(jnp.isnan(y), y, ticket.x)), None
 
 
 class Skewed(Router):
-    """The expert of rank n is e to the minus log n less likely; ranks are another order in each layer."""
+    """The expert of rank n is n times less likely than the first; each layer has another order of ranks."""
 
     def __init__(self, router: Router, seed: int):
         self.config, self.weight = router.config, router.weight
@@ -75,7 +77,7 @@ class Skewed(Router):
 
 
 def layers(config: Config, precision: str, folder: Path) -> Iterator[tuple[int, Experts]]:
-    """Each layer's experts, mapped from a file of its own."""
+    """Each layer's experts, memory-mapped from a file per layer."""
     rng = np.random.default_rng(0)
     model, width, count = config.hidden_size, config.moe_intermediate_size or 0, config.n_routed_experts or 0
     shapes = [(PACKED, width, model), (PACKED, width, model), (PACKED, model, width)]
@@ -88,17 +90,17 @@ def layers(config: Config, precision: str, folder: Path) -> Iterator[tuple[int, 
         layer = Experts.open(folder / "one")
         touch(layer, config.num_experts_per_tok or 1)
         yield number, layer
-        (folder / "one").unlink()  # its memory stays as long as it is mapped
+        (folder / "one").unlink()  # its memory exists as long as it is mapped
 
 
 def touch(layer: Experts, chosen: int) -> None:
-    """Reads all experts once: a page of a mapped file costs more at its first use."""
+    """Reads all experts once, because a page of a mapped file costs more at its first use."""
     ids = np.resize(np.arange(layer.experts, dtype=np.int32), (-(-layer.experts // chosen), chosen))
     layer.forward(np.ones((len(ids), layer.model), np.float32), ids, np.ones(ids.shape, np.float32))
 
 
 class Timed(NamedTuple):
-    """The fastest run of STEPS steps: seconds of one, the state before, and the state after the last run."""
+    """The fastest run of STEPS steps: seconds per step, the state before it, and the state after the last run."""
 
     seconds: float
     before: State
@@ -108,7 +110,7 @@ class Timed(NamedTuple):
 def timed_steps(programs: Programs, state: State) -> Timed:
     state, runs = jax.block_until_ready(programs.run(state, jnp.int32(1))), []
     for _ in range(3):
-        before = jax.block_until_ready(jax.tree.map(jnp.copy, state))  # a run takes its state's memory
+        before = jax.block_until_ready(jax.tree.map(jnp.copy, state))  # a run consumes its state
         start = time.perf_counter()
         state = jax.block_until_ready(programs.run(state, jnp.int32(STEPS)))
         runs.append(((time.perf_counter() - start) / STEPS, before))
@@ -117,8 +119,9 @@ def timed_steps(programs: Programs, state: State) -> Timed:
 
 
 def touched(programs: Programs, timed: Timed, held: np.ndarray) -> float:
-    """Experts of a layer that are not `held` [L X] by the device and that a step chose, on the average, by the steps again with
-    the same tokens."""
+    """The mean number of experts per layer that a step chose and the device does not hold (`held` [L X]).
+
+    Repeats the steps with the same tokens."""
     state, found = dataclasses.replace(timed.before, load=jnp.zeros(held.shape, jnp.int32)), []
     for _ in range(STEPS):
         before = np.array(state.load)
@@ -129,7 +132,7 @@ def touched(programs: Programs, timed: Timed, held: np.ndarray) -> float:
 
 
 def varied(model: Transformer, programs: Programs, rows: int) -> State:
-    """Tokens are drawn, by a seed of each row's own."""
+    """Settings that sample tokens, with a seed per row."""
     state = decode.held_state(model, programs, rows)
     seeds = jnp.arange(2 * rows, dtype=jnp.uint32).reshape(rows, 2)
     warm = dataclasses.replace(state.sampling, temperature=jnp.ones(rows), seed=seeds)
@@ -137,7 +140,7 @@ def varied(model: Transformer, programs: Programs, rows: int) -> State:
 
 
 def chosen(model: Transformer, rows: int = 16) -> np.ndarray:
-    """How likely a token is to choose each expert of each layer, by some steps."""
+    """The share of tokens that choose each expert of each layer, from some steps."""
     programs = Programs(model, counts=True)
     state = programs.run(varied(model, programs, rows), jnp.int32(2 * STEPS))
     counts = np.asarray(state.load, float)
@@ -171,7 +174,7 @@ def decoded(
     expert: int,
     routed: roofline.Routed | None = None,
 ) -> dict:
-    """One row of the table: a decode step of some rows."""
+    """A row of the table: a decode step of some rows."""
     model.defer, programs, config = defer, Programs(model), model.config
     timed = timed_steps(programs, varied(model, programs, rows))
     finite = bool(timed.after.finite.all())
@@ -186,11 +189,11 @@ def decoded(
 
 
 def read(name: str, model: Transformer, tokens: int, stream: int, rates: roofline.Host, expert: int) -> dict:
-    """One row of the table: a prompt, its experts brought to the device with `stream` tokens or more, 0 for never."""
+    """A row of the table: a prompt; its experts are streamed to the device from `stream` tokens on, 0 for never."""
     for mlp in mixed(model):
         mlp.experts = HostExperts(mlp.experts.layer, stream=stream)
     model.defer, programs = 0, Programs(model)
-    # random tokens, for equal ones would all choose the same experts
+    # random tokens, because equal ones would choose the same experts
     prompt = jax.random.randint(jax.random.key(0), (1, tokens), 0, model.config.vocab_size, jnp.int32)
     mask = jnp.ones((1, tokens), bool)
     arguments = (4 * tokens, 16, 0, jnp.full(1, 16), jnp.full((1, 4), -1), decode.held_state(model, programs, 1).sampling)
@@ -233,11 +236,11 @@ def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["v2_lite", "v3 slice"])
-    parser.add_argument("--precision", default="int8", help="of the experts, as cpu_experts names it")
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="whose files are memory, for the packed experts")
-    parser.add_argument("--no-prompts", action="store_true", help="decoding alone")
+    parser.add_argument("--precision", default="int8", help="precision of the experts, as in cpu_experts")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="folder in memory for the packed experts")
+    parser.add_argument("--no-prompts", action="store_true", help="decode only")
     parser.add_argument(
-        "--hot", nargs="+", type=float, metavar="SHARE", help="only with such shares of experts on the device, too"
+        "--hot", nargs="+", type=float, metavar="SHARE", help="only decode with these shares of experts replicated on the device"
     )
     options = parser.parse_args()
     rows = []
