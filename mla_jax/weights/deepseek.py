@@ -22,7 +22,7 @@ from mla_jax.weights.safetensors import TensorFiles, TensorSpan, inside, read_he
 RANK_FILE = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
 MAX_PARTS = 4096  # that are listed as missing
 
-_BLOCK = (
+_LAYER_RULES = (
     Rule("attn_norm", "attn_norm.weight", "model"),
     Rule("mlp_norm", "ffn_norm.weight", "model"),
     Rule("attn.q_proj", "attn.wq.weight", "heads*query model"),
@@ -46,13 +46,13 @@ _BLOCK = (
     Rule("mlp.shared.up", "ffn.shared_experts.w3.weight", "shared_mlp model"),
     Rule("mlp.shared.down", "ffn.shared_experts.w2.weight", "model shared_mlp"),
 )
-_TOP = (
+_MODEL_RULES = (
     Rule("embed", "embed.weight", "vocab model"),
     Rule("norm", "norm.weight", "model"),
     Rule("head", "head.weight", "vocab model"),
 )
 DEEPSEEK = Table(
-    (*_TOP, *layered(_BLOCK, (), "layers.{l}.")),
+    (*_MODEL_RULES, *layered(_LAYER_RULES, (), "layers.{l}.")),
     layer=r"layers\.(\d+)\.",
     expert=r"layers\.\d+\.ffn\.experts\.(\d+)\.",
     needless=lambda name, config, found: False,

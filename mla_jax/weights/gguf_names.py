@@ -17,7 +17,7 @@ def transposed(w: Any, config: Config) -> Any:
     return w.swapaxes(-1, -2)
 
 
-_BLOCK = (
+_LAYER_RULES = (
     Rule("attn_norm", "attn_norm.weight", "model"),
     Rule("mlp_norm", "ffn_norm.weight", "model"),
     Rule("attn.q_proj", "attn_q.weight", "heads*query model"),
@@ -45,13 +45,13 @@ _BLOCK = (
     Rule("mlp.shared.up", "ffn_up_shexp.weight", "shared_mlp model"),
     Rule("mlp.shared.down", "ffn_down_shexp.weight", "model shared_mlp"),
 )
-_MTP = (
+_MTP_RULES = (
     Rule("enorm", "nextn.enorm.weight", "model"),
     Rule("hnorm", "nextn.hnorm.weight", "model"),
     Rule("eh_proj", "nextn.eh_proj.weight", "model model_pair"),
     Rule("norm", "nextn.shared_head_norm.weight", "model"),
 )
-_TOP = (
+_MODEL_RULES = (
     Rule("embed", "token_embd.weight", "vocab model"),
     Rule("norm", "output_norm.weight", "model"),
     Rule("head", "output.weight", "vocab model"),
@@ -67,7 +67,7 @@ def needless(name: str, config: Config, found: Container[str]) -> bool:
 
 
 GGUF = Table(
-    (*_TOP, *layered(_BLOCK, _MTP, "blk.{l}.")),
+    (*_MODEL_RULES, *layered(_LAYER_RULES, _MTP_RULES, "blk.{l}.")),
     layer=r"blk\.(\d+)\.",
     expert=None,
     needless=needless,
