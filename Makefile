@@ -5,10 +5,10 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 SELECT ?= not parity
 
-.PHONY: demo test parity lint clean
+.PHONY: demo test parity lint docs clean
 
 demo: $(VENV)/.installed
-	$(BIN)/python -m mla_jax.generate "def fibonacci(n):"
+	$(BIN)/python -m mla_jax.generate --temperature 0 "def __eq__(self, other):"
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "$(SELECT)" -n auto --dist loadgroup
@@ -22,6 +22,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0])'
@@ -50,4 +53,4 @@ $(VENV)/.installed-llama.cpp: $(VENV)/.installed-dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) .llama.cpp
+	rm -rf $(VENV) .llama.cpp site

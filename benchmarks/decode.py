@@ -28,6 +28,7 @@ from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch
 from mla_jax.decode.loop import Programs, State
 from mla_jax.decode.sampling import Sampling
+from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.moe import HostExperts
 
 HELD, STEPS = 4096, 32
@@ -37,7 +38,7 @@ SCOPES = ("attention", "experts", "mlp", "unembed", "choose")
 
 def random_model(config: Config, on_host: Mapping[int, Experts] | None = None) -> Transformer:
     """A model with random bf16 weights, made on the device one parameter at a time; experts of layers in `on_host` are given."""
-    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), device=report.device()))
+    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=Dispatch(device=report.device())))
     for number, layer in (on_host or {}).items():
         model.layers[number].mlp.experts = HostExperts(layer)
     graph, state = nnx.split(model)
@@ -102,7 +103,13 @@ def measure(model: Transformer, rows: int, profile: bool) -> dict:
         state = jax.block_until_ready(programs.run(state, jnp.int32(STEPS)))
         times.append((time.perf_counter() - start) / STEPS)
     ms, floor = min(times) * 1e3, bytes_needed / report.device().bandwidth * 1e3
-    row = {"batch": rows, "attention": model.attention, "ms a step": ms, "tokens/s": rows / ms * 1e3, "bar tokens/s": BARS[rows]}
+    row = {
+        "batch": rows,
+        "attention": model.dispatch.attention,
+        "ms a step": ms,
+        "tokens/s": rows / ms * 1e3,
+        "bar tokens/s": BARS[rows],
+    }
     row |= {"experts touched": touched, "floor ms": floor, "of the floor %": 100 * floor / ms, "compile s": compiling}
     if profile:
         shares = profile_run(programs, state)
@@ -140,8 +147,8 @@ def main():
     parser.add_argument("--kv-cache", default="auto", help="fp8: latents in E4M3")
     options = parser.parse_args()
     model, rows = random_model(Config.preset("v2_lite")), []
-    model.kv_cache = options.kv_cache
-    for batch, model.attention in product(options.batch, options.attention):
+    for batch, attention in product(options.batch, options.attention):
+        model.dispatch = Dispatch(attention, kv_cache=options.kv_cache, device=report.device())
         rows.append(measure(model, batch, options.profile))
         print(rows[-1], flush=True)
     report.show(rows, options.out, benchmark="decode", model="V2-Lite shape, random bf16 weights", held=HELD)

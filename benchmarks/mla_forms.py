@@ -18,8 +18,8 @@ from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
 from mla_jax.cache import latent
 from mla_jax.decode.loop import BESIDE
-from mla_jax.model import fused
-from mla_jax.model.mla import FORMS, MLA, Form, latents
+from mla_jax.model import dispatch
+from mla_jax.model.mla import FORMS, MLA
 
 SHAPES = [(1, held) for held in (512, 4096, 16384, 65536, 131072)] + [(32, held) for held in (512, 2048, 8192, 32768)]
 BARS = {  # (rows, held): ms of naive, compressed, absorbed, move-elided; None where the peer ran out of memory
@@ -33,11 +33,8 @@ BARS = {  # (rows, held): ms of naive, compressed, absorbed, move-elided; None w
     (32, 32768): (21.76, None, None, 547.0),
 }
 
-NAMES = (*FORMS, "fused")
 
-
-def form_of(name: str, batch: Batch, layer: latent.Layer, config: Config) -> Form:
-    return fused.form(batch, layer, config) if name == "fused" else FORMS[name]
+NAMES = (*FORMS, "kernel_latents")
 
 
 def bar_of(rows: int, held: int, name: str) -> float | None:
@@ -48,7 +45,7 @@ def bar_of(rows: int, held: int, name: str) -> float | None:
 def random_layer(config: Config, form: str, rows: int, slots: int, steps: int) -> latent.Layer:
     """A cache with random tokens in all but the last `steps` of `slots`."""
     up = tuple(jax.ShapeDtypeStruct((config.num_attention_heads, n, config.kv_lora_rank), jnp.bfloat16) for n in (128, 128))
-    remembers = FORMS[form].remembers if form in FORMS else latents
+    remembers = dispatch.FORMS[form].remembers
     one = [jax.ShapeDtypeStruct((1, 1, n), jnp.bfloat16) for n in (config.kv_lora_rank, config.qk_rope_head_dim)]
     (layer,) = jax.eval_shape(lambda: latent.init(jax.eval_shape(remembers, *one, up), 1, rows, slots))
 
@@ -73,7 +70,8 @@ def measure(config: Config, weights, graph, form: str, rows: int, slots: int) ->
         def one(step, carry):
             x, layer = carry
             batch = Batch(jnp.full((rows, 1), slots - steps + step), jnp.ones((rows, 1), bool))
-            y, layer = nnx.merge(graph, weights)(x, batch, layer, form_of(form, batch, layer, config))
+            taken = dispatch.FORMS[form]
+            y, layer = nnx.merge(graph, weights)(x, batch, layer, taken, taken.prepare(batch, layer, config))
             return y, layer
 
         def lap(_, carry):

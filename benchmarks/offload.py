@@ -180,7 +180,7 @@ def decoded(
     finite = bool(timed.after.finite.all())
     print(f"{'ok' if finite else 'FAIL'}: {name}, {rows} rows, {defer} deferred: logits are finite", flush=True)
     layers, seconds = len(model.on_host()), timed.seconds
-    predicted = roofline.decode_seconds(config, model.device, rows, decode.HELD, rates, layers, expert, defer, routed)
+    predicted = roofline.decode_seconds(config, model.dispatch.device, rows, decode.HELD, rates, layers, expert, defer, routed)
     held = np.zeros((layers, config.n_routed_experts or 0), bool) if routed is None else routed.held
     expected = roofline.experts_touched(config, rows) if routed is None else routed.touched(rows)[0]
     row = {"model": name, "rows": rows, "new": 1, "defer": defer, "ms": seconds * 1e3, "tokens/s": rows / seconds}
@@ -203,7 +203,7 @@ def read(name: str, model: Transformer, tokens: int, stream: int, rates: rooflin
 
     seconds = report.best_seconds(run, 2)
     programs.check()
-    predicted = roofline.prefill_seconds(model.config, model.device, tokens, rates, len(model.on_host()), expert, stream)
+    predicted = roofline.prefill_seconds(model.config, model.dispatch.device, tokens, rates, len(model.on_host()), expert, stream)
     row = {"model": name + (", streamed" if stream else ""), "rows": 1, "new": tokens, "ms": seconds * 1e3}
     row |= {"tokens/s": tokens / seconds, "predicted tokens/s": tokens / predicted}
     return row | {"measured / predicted": predicted / seconds}

@@ -24,7 +24,7 @@ from mla_jax.base.files import read_json
 from mla_jax.weights.hf_names import HF, SCALE
 from mla_jax.weights.load import PLAIN, Checkpoint
 from mla_jax.weights.names import Origin, value_half
-from mla_jax.weights.orbax_store import BATCH, writing
+from mla_jax.weights.orbax_store import BATCH, refuse_foreign, writing
 from mla_jax.weights.plan import available, gib
 from mla_jax.weights.safetensors import DTYPES
 from mla_jax.weights.save import complete, write_tensors
@@ -95,6 +95,7 @@ def _begin(checkpoint: Checkpoint, out: Path, dtype: str) -> Path:
     """The folder that is written under another name until all is there; refuses one that was begun from something else."""
     folder, wanted = out.with_name(out.name + ".partial"), json.loads(json.dumps(metadata(checkpoint, dtype, {}, {})))
     with writing(folder, "the files in it"):
+        refuse_foreign(folder, JOURNAL)
         folder.mkdir(exist_ok=True)
         if not (folder / JOURNAL).exists():
             complete(folder / JOURNAL, lambda path: path.write_text(json.dumps(wanted)))

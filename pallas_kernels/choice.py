@@ -1,7 +1,9 @@
 """The choice of an op's implementation: the named one, or the first that supports the arrays and the device."""
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 
 import jax
 
@@ -69,3 +71,33 @@ def choose(op: str, impl: str | None, checks: dict[str, Callable[..., str | None
     if impl in checks and (reason := why_not(impl, checks, *arrays)):
         raise Unsupported(f'{op}: impl="{impl}": {reason}')
     return impl
+
+
+_record: ContextVar[dict[str, str] | None] = ContextVar("record", default=None)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[dict[str, str]]:
+    """Collects who would compute each op that is called inside; the fallback stands in, so that no kernel is traced.
+
+    An op that is called several times is "xla" if any of its calls is."""
+    found: dict[str, str] = {}
+    token = _record.set(found)
+    try:
+        yield found
+    finally:
+        _record.reset(token)
+
+
+def take(op: str, impl: str | None, checks: dict[str, Callable[..., str | None]], *arrays) -> str:
+    """`choose`, for a contract that then computes with the answer."""
+    chosen, record = choose(op, impl, checks, *arrays), _record.get()
+    if record is None:
+        return chosen
+    record[op] = "xla" if record.get(op) == "xla" else chosen
+    return "xla"
+
+
+def kernels_here() -> bool:
+    """Whether this machine's first device is one that any kernel is for."""
+    return any(here() for here, _ in DEVICES.values())

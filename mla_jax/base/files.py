@@ -1,17 +1,21 @@
-"""Small JSON files: reads of untrusted files with limits (size, no duplicate keys, finite numbers only), atomic writes.
+"""Small JSON files: bounded reading from untrusted folders, and writing.
+
+Reading refuses files over a size, duplicate keys, numbers that are not finite or too long, and halves of surrogate pairs.
 
 Also the path of the user's cache folder."""
 
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from mla_jax.base.errors import BadFile, MlaJaxError, printable
 
-MAX_DIGITS = 100  # of an integer; a shorter one is also a finite float
+MAX_DIGITS = 100  # of an integer: any that passes is also a finite float
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(path: Path, limit: int, error: type[MlaJaxError] = BadFile) -> dict:
@@ -22,10 +26,22 @@ def read_json(path: Path, limit: int, error: type[MlaJaxError] = BadFile) -> dic
         with open(path, "rb") as file:
             data = file.read(limit + 1)
     except (OSError, ValueError) as e:
-        raise error(f"{path} cannot be read", printable(getattr(e, "strerror", None) or str(e))) from e
+        raise error(f"{printable(str(path), 400)} cannot be read", printable(getattr(e, "strerror", None) or str(e))) from e
     if len(data) > limit:
         raise error(f"{path.name} is too large", f"found more than {limit:,} bytes, which is the limit for this file", str(path))
     return parse_json(data, str(path), error)
+
+
+def within(folder: Path, name: str) -> Path:
+    """`folder / name`; raises BadFile if that is a link out of the folder, other than into the blobs of the Hub's cache."""
+    path, home = folder / name, folder.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    target = Path(os.path.realpath(path))  # Path.resolve() raises for a loop of links
+    if target.parent not in allowed:
+        raise BadFile(f"{printable(name)} is a link that leaves the model folder", f"it leads to {printable(str(target), 200)}")
+    return path
 
 
 HOST_RATES, DEVICE_RATES = "host.json", "device.json"  # in the cache folder: what weights/measure.py found
@@ -50,19 +66,25 @@ def write_json(path: Path, value: object, indent: int | None = None) -> None:
 
 
 def parse_json(data: bytes, where: str, error: type[MlaJaxError] = BadFile) -> dict:
-    """`data` as a JSON object; raises `error` also for repeated keys, NaN and infinity, which the json module accepts."""
+    """`data` as a JSON object, refusing what the json module lets pass: repeated keys, NaN, infinity, half a surrogate pair."""
 
     def fail(problem: str):
         raise error(f"{where} is not valid JSON", problem)
 
     try:
+        text = data.decode("utf-8")
         value = json.loads(
-            data.decode("utf-8"),
+            text,
             object_pairs_hook=_unique(fail),
             parse_constant=lambda c: fail(f"holds {c}"),
             parse_float=_finite(fail),
             parse_int=_short(fail),
         )
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as e:
+        half = printable(e.object[e.start])
+        raise error(f"{where} is not valid JSON", f"it holds {half}, half of a surrogate pair, which is no character") from None
     except (UnicodeDecodeError, json.JSONDecodeError, ValueError) as e:
         raise error(f"{where} is not valid JSON", printable(str(e), 200)) from e
     except RecursionError:

@@ -49,7 +49,7 @@ def device(kind: str, platform: str) -> Device:
     return known or DEVICES[fallback]._replace(name=kind)
 
 
-FEW = 8  # new tokens a row up to which the form "fused" attends over latents
+FEW = 8  # new tokens per row up to which the kernel over latents is taken
 
 
 SOME = 32  # tokens of an expert: from so many on its time on a CPU is a line
@@ -116,6 +116,9 @@ class Cost(NamedTuple):
     flops: float
     bytes: float
 
+    def plus(self, bytes: float) -> "Cost":
+        return Cost(self.flops, self.bytes + bytes)
+
     def seconds(self, on: Device) -> float:
         """The time below which no program can go: the slower of arithmetic and memory."""
         return max(self.flops / on.flops, self.bytes / on.bandwidth)
@@ -132,7 +135,7 @@ def held_bytes(config: Config, form: str, itemsize: int = 2) -> int:
 def attention_cost(config: Config, form: str, rows: int, new: int, attended: int, itemsize: int = 2) -> Cost:
     """FLOPs and bytes of one layer's attention without its projections, causality not exploited, scores in float32.
 
-    "fused" writes no scores; with many new tokens it rebuilds the heads."""
+    The kernels write no scores: `kernel_latents` computes as `move_elided` does, `kernel_heads` as `compressed`."""
     heads, rank, rope = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
     nope, value = config.qk_nope_head_dim, config.v_head_dim
     weights = heads * rank * (nope + value)
@@ -142,11 +145,16 @@ def attention_cost(config: Config, form: str, rows: int, new: int, attended: int
     over_latents = 2 * rows * heads * new * attended * (2 * rank + rope) + 2 * rows * new * weights
     if form == "naive":
         return Cost(over_heads + 2 * rows * new * weights, itemsize * (expanded + weights) + scores)
-    if form == "compressed" or (form == "fused" and new > FEW):
-        written = scores * (form != "fused")
-        return Cost(over_heads + 2 * rows * attended * weights, itemsize * (latents + 2 * expanded + weights) + written)
-    copies = 2 * rows * attended * heads * (rank + rope) if form == "absorbed" else 0
-    return Cost(over_latents, itemsize * (latents + weights + copies) + scores * (form != "fused"))
+    rebuilding = Cost(over_heads + 2 * rows * attended * weights, itemsize * (latents + 2 * expanded + weights))
+    over = Cost(over_latents, itemsize * (latents + weights))
+    copies = 2 * rows * attended * heads * (rank + rope)
+    return {
+        "compressed": rebuilding.plus(bytes=scores),
+        "kernel_heads": rebuilding,
+        "absorbed": over.plus(bytes=itemsize * copies + scores),
+        "move_elided": over.plus(bytes=scores),
+        "kernel_latents": over,
+    }[form]
 
 
 def step_cost(config: Config, form: str, rows: int, new: int, attended: int, itemsize: int = 2) -> Cost:
@@ -331,8 +339,7 @@ def pick_form(config: Config, on: Device, rows: int, new: int, attended: int) ->
 
 def why_form(config: Config, on: Device, form: str, rows: int, new: int, attended: int) -> str:
     """One line that says what a form costs here, next to the other that could have been taken."""
-    over_latents = form in ("move_elided", "absorbed") or (form == "fused" and new <= FEW)
-    other = "compressed" if over_latents else "move_elided"
+    other = "compressed" if form in ("move_elided", "absorbed", "kernel_latents") else "move_elided"
 
     def said(name: str) -> str:
         cost = attention_cost(config, name, rows, new, attended, on.itemsize)

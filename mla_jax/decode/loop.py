@@ -186,10 +186,10 @@ class Programs:
         self.new = Program(functools.partial(new_state, counts=counts), model, static_argnums=(1, 2, 3))
         self.prefill = Program(prefill, model, static_argnames=("span",), donate_argnums=1)
         self.begin = Program(choose_next, model, donate_argnums=1)
-        beside = BESIDE if model.device.platform == "gpu" else None
+        beside = BESIDE if model.dispatch.device.platform == "gpu" else None
         self.run = Program(run, model, donate_argnums=1, compiler_options=beside)
         self.logits = Program(logits, model)
-        self.chunk, self.device = model.chunk, model.device
+        self.chunk, self.device = functools.partial(model.dispatch.chunk, model), model.dispatch.device
         self._calls_host = bool(model.on_host())
 
     def check(self) -> None:

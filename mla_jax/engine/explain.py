@@ -1,6 +1,7 @@
 """What runs where, and why, in words."""
 
 from mla_jax.base import roofline
+from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights.placement import Placement
 from mla_jax.weights.plan import gib
@@ -10,21 +11,21 @@ def explain(model: Transformer, formats: dict[str, int], context: int, placed: P
     """The forms of attention and the expert backends that the phases of a request take, with the figures that decide.
 
     `formats` are the bytes of the weights by number format; `placed` says where experts lie."""
-    config, prompt = model.config, min(1024, context)
+    config, dispatch, prompt = model.config, model.dispatch, min(1024, context)
     phases = {"prefill": (prompt, prompt), "a chunk on a long prefix": (min(64, context), context), "decode": (1, context)}
     size = f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads"
     held = ", ".join(f"{gib(held)} in {name}" for name, held in formats.items())
-    lines = [f"{config.model_type}: {size}, {held}, computed in {model.dtype} on {model.device.name}"]
-    by = "measured here" if model.device.measured else "by the table"
-    reached = f"{model.device.bandwidth / 1e12:.2f} TB/s of memory, {model.device.flops / 1e12:,.3g} TFLOP/s"
-    lines.append(f"{model.device.name}: {reached}, {model.device.between * 1e6:.0f} us a layer beside; {by}")
-    said = "chosen" if model.attention == "auto" else "as asked"
+    lines = [f"{config.model_type}: {size}, {held}, computed in {model.dtype} on {dispatch.device.name}"]
+    by = "measured here" if dispatch.device.measured else "by the table"
+    reached = f"{dispatch.device.bandwidth / 1e12:.2f} TB/s of memory, {dispatch.device.flops / 1e12:,.3g} TFLOP/s"
+    lines.append(f"{dispatch.device.name}: {reached}, {dispatch.device.between * 1e6:.0f} us a layer beside; {by}")
+    said = "chosen" if dispatch.attention == "auto" else "as asked"
     for phase, (new, attended) in phases.items():
-        form = model.form_name(1, new, attended)
-        why = roofline.why_form(config, model.device, form, 1, new, attended)
-        by = f" by {model.kernel_of_attention(1, new, attended)}" if form == "fused" else ""
+        form = dispatch.form_name(model, 1, new, attended)
+        why = roofline.why_form(config, dispatch.device, form, 1, new, attended)
+        by = f" by {dispatch.attention_kernel(model, form, 1, new, attended)}" if form in KERNELS else ""
         lines.append(f"{phase} ({new:,} new over {attended:,}): {form}{by}, {said}: {why}")
-    if model.kv_cache == "fp8":
+    if dispatch.kv_cache == "fp8":
         lines.append("cache: latents in E4M3 with a scale for each 128, rotary keys as computed")
     lines.append(f"on a long prefix, rebuilding heads takes fewer FLOPs from {roofline.break_even(config):.0f} new tokens")
     if config.n_routed_experts:
@@ -54,5 +55,5 @@ def _experts(model: Transformer, prompt: int, placed: Placement | None) -> str:
 
 
 def _backend(model: Transformer, tokens: int, where: str = "device") -> str:
-    name = model.backend_name(tokens, where)
-    return f"{name} by {model.kernel_of_experts(tokens, where)}" if name == "ragged" else name
+    name = model.dispatch.backend_name(model, tokens, where)
+    return f"{name} by {model.dispatch.expert_kernel(model, tokens, where)}" if name == "ragged" else name

@@ -23,8 +23,8 @@ from mla_jax.engine.explain import explain
 from mla_jax.engine.request import Chunk, FinishReason, Output, Request
 from mla_jax.engine.stats import Stats
 from mla_jax.engine.text import open_text
-from mla_jax.model import packed_latents
-from mla_jax.model.mla import FORMS
+from mla_jax.model import fp8_latent
+from mla_jax.model.dispatch import ATTENTION, Dispatch
 from mla_jax.model.moe import BACKENDS
 from mla_jax.weights import measure
 from mla_jax.weights.hub import resolve
@@ -138,7 +138,7 @@ class LLM:
         if self.chat_template is None or self.tokenizer is None:
             missing = "chat template" if self.tokenizer is not None else "tokenizer"
             raise BadRequest(f"this model folder has no {missing}, which chat needs", "give a prompt as text or token ids")
-        return self.chat_template.encode([dict(m) if isinstance(m, Mapping) else m for m in messages], self.tokenizer)
+        return self.chat_template.encode(messages, self.tokenizer)
 
     def logits(self, tokens: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
         """float32 logits `[B T W]` of whole sequences of one length; nothing is added to them."""
@@ -277,7 +277,7 @@ def open_checkpoint(
 ) -> tuple[Checkpoint, Placement]:
     """The model's headers, checked, and its experts placed; raises before its weights take any memory of the device."""
     for name, value, known in (
-        ("attention", attention.attention, ("auto", *FORMS, "fused")),
+        ("attention", attention.attention, ATTENTION),
         ("kv_cache", attention.kv_cache, ("auto", "fp8")),
         ("experts", experts.experts, ("auto", "host", *BACKENDS)),
         ("dtype", dtype, (None, *DTYPES)),
@@ -292,9 +292,9 @@ def open_checkpoint(
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(memory_fraction)  # read when JAX first uses the device
     _cache_compiled_programs()
     backend = "auto" if experts.experts == "host" else experts.experts
-    forms = {"attention": attention.attention, "kv_cache": attention.kv_cache}
-    checkpoint = Checkpoint(resolve(model), experts=backend, dtype=dtype, device=measure.device(), **forms)
-    if attention.kv_cache == "fp8" and (reason := packed_latents.why_not(checkpoint.config, attention.attention)):
+    dispatch = Dispatch(attention.attention, backend, attention.kv_cache, measure.device())
+    checkpoint = Checkpoint(resolve(model), dispatch=dispatch, dtype=dtype)
+    if attention.kv_cache == "fp8" and (reason := fp8_latent.why_not(checkpoint.config, attention.attention)):
         raise Unsupported('kv_cache "fp8" cannot be had here', reason)
     check_context(context, checkpoint.config.max_position_embeddings)
     return checkpoint, place(checkpoint, experts, context, batch)

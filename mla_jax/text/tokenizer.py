@@ -11,7 +11,7 @@ from tokenizers import decoders
 
 from mla_jax.base.errors import BadFile, BadRequest, printable
 from mla_jax.base.files import read_json
-from mla_jax.text import byte_level, kimi
+from mla_jax.text import byte_level, tiktoken_model
 
 MAX_TOKENIZER = 64 << 20
 MAX_TOKENIZER_CONFIG = 16 << 20
@@ -46,7 +46,7 @@ class Tokenizer:
         if path.exists():
             model = _from_json(path)
         else:
-            path, model = ranks, kimi.build(_content(ranks, kimi.MAX_FILE), ranks.name, settings, vocab_size)
+            path, model = ranks, tiktoken_model.build(_content(ranks, tiktoken_model.MAX_FILE), ranks.name, settings, vocab_size)
         highest = max(model.get_vocab(with_added_tokens=True).values(), default=-1)
         if highest >= vocab_size:
             raise BadFile(

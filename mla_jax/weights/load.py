@@ -23,6 +23,7 @@ from mla_jax.base import qtensor, roofline
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, Unsupported, printable, shortened
 from mla_jax.base.qtensor import QTensor
+from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.hot import HotExperts
 from mla_jax.model.moe import HostExperts, MoE
 from mla_jax.model.stream import Kind
@@ -44,22 +45,22 @@ class Checkpoint:
         self,
         path: Path,
         *,
-        experts: str = "auto",
+        dispatch: Dispatch | None = None,
         dtype: str | None = None,
-        device: roofline.Device | None = None,
-        **options: Any,
     ):
         """`dtype` None: packed weights as they are, others float32 on a CPU and bfloat16 elsewhere.
 
-        `device` are the figures that forms and places are chosen by (None: the table's), `options` are Transformer's."""
+        `dispatch` chooses how steps compute; None: by the table's figures of the default device."""
         self.source: Source = open_source(path)
         self.config, table, present = self.source.config, self.source.table, self.source.tensors
         self.target = jax.devices()[0]
-        self.device = device or roofline.device(self.target.device_kind, self.target.platform)
+        figures = roofline.device(self.target.device_kind, self.target.platform)
+        self.dispatch = dispatch or Dispatch(device=figures)
+        self.device = self.dispatch.device
         self.dtype = jnp.dtype(dtype or ("float32" if self.device.platform == "cpu" else "bfloat16"))
         table.refuse_other_counts(self.config, present)
         mtp = table.has_mtp(self.config, present)
-        build = partial(Transformer, self.config, experts=experts, device=self.device, mtp=mtp, **options)
+        build = partial(Transformer, self.config, dispatch=self.dispatch, mtp=mtp)
         self.graph, self.state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
         self.slots = {".".join(map(str, keys)): variable for keys, variable in nnx.to_flat_state(self.state)}
         self.sources = table.resolve(self.slots, self.config, present)
@@ -67,7 +68,7 @@ class Checkpoint:
         self.host: frozenset[int] = frozenset()
         self.hot: dict[int, tuple[int, ...]] = {}
         self.stream = 0  # tokens from which the device computes the experts that lie on the host; 0 for never
-        self.defer: int = options.get("defer", 0)  # of a token's experts there, so many are added a layer later
+        self.defer = 0  # of a token's experts there, so many are added a layer later
         self.place(())
 
     def place(self, host: Iterable[int], precision: str | None = None, hot: Mapping[int, tuple[int, ...]] | None = None) -> None:

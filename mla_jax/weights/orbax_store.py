@@ -77,6 +77,8 @@ class Writer:
         self.shards = shards or (lambda name, part, shape: (1,) * len(shape))
         self.tensors: dict[str, StoredTensor] = {}
         self._refuse_existing()
+        with self._writing():
+            refuse_foreign(self.partial, MANIFEST)
         if (self.partial / MANIFEST).exists():
             _, recorded, self.tensors = read_manifest(self.partial)
             self._refuse_other_metadata(recorded)
@@ -91,6 +93,7 @@ class Writer:
             entries[name], cut = self._cut(name, tensor, step)
             leaves |= cut
         with self._writing():
+            self._begin()
             self._discard_unrecorded()
             with _orbax(max(leaf.nbytes for leaf in leaves.values())) as ocp:
                 ocp.save(_step_folder(self.partial, step), leaves)
@@ -138,6 +141,12 @@ class Writer:
         os.sync()  # a step has thousands of small files and folders: an fsync of each takes seconds
         os.replace(temporary, self.partial / MANIFEST)
         os.sync()
+
+    def _begin(self) -> None:
+        """Makes the folder and its manifest, by which the next run knows it as a conversion's."""
+        if not (self.partial / MANIFEST).exists():
+            self.partial.mkdir(parents=True, exist_ok=True)
+            self._record({}, complete=False)
 
     def _discard_unrecorded(self) -> None:
         """Removes a step that was written but not recorded before a kill; Orbax removes one that was not written completely."""
@@ -224,6 +233,19 @@ class Store:
                 what = f"{chunk.leaf} is {found or 'missing'}, expected {expected}"
                 where = f"in {_step_folder(self.path, step)}"
                 raise BadFile(f"{name} does not match the manifest", what, where, AGAIN)
+
+
+def refuse_foreign(partial: Path, record: str) -> None:
+    """Raises BadFile if `partial` has files but not the `record` that a conversion writes first: something else made it."""
+    if not os.path.lexists(partial):
+        return
+    names = sorted(path.name for path in partial.iterdir()) if partial.is_dir() else [partial.name]
+    records = {record, f"{record}.new", f"{record}.partial"}  # a kill may leave it under its temporary name
+    if names and not records & {*names}:
+        found = ", ".join(shortened([printable(name) for name in names], 5))
+        raise BadFile(
+            f"{partial} was not made by a conversion", f"it has no {record}, found {found}", "move it away, or choose another OUT"
+        )
 
 
 @contextmanager

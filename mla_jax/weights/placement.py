@@ -252,7 +252,8 @@ def _predicted(
         calls = roofline.host_calls(config, rates, rows, expert, checkpoint.defer, routed)
         yield f"{_rate(rows, held, step)}, of which the CPU is busy {layers * (calls.now + calls.later) * 1e3:,.1f} ms"
     prompt, stream = min(CHUNK, config.max_position_embeddings), checkpoint.stream
-    chunk = min(checkpoint.abstract.chunk(1, prompt, score_bytes(checkpoint.bytes(), device.platform)), prompt)
+    model, scores = checkpoint.abstract, score_bytes(checkpoint.bytes(), device.platform)
+    chunk = min(model.dispatch.chunk(model, 1, prompt, scores), prompt)
     streamed = f"with {stream:,} tokens or more over the link, {rates.link / 1e9:.1f} GB/s" if stream else "never over the link"
     rate = chunk / roofline.prefill_seconds(config, device, chunk, rates, layers, expert, stream, routed)
     yield f"predicted for a prompt in chunks of {chunk:,} tokens: {rate:,.0f} tok/s; experts come to the device {streamed}"

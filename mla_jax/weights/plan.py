@@ -76,7 +76,7 @@ def plan(checkpoint: Checkpoint, context: int | None = None, batch: int = 1) -> 
     slot = slot_bytes(model, bucket(batch))
     free, host = available(), checkpoint.bytes(host=True)
     weights = checkpoint.bytes() + host * (checkpoint.target.platform == "cpu")
-    scores = score_bytes(weights, model.device.platform)
+    scores = score_bytes(weights, model.dispatch.device.platform)
     chosen = context or longest
 
     def fits(tokens: int) -> bool:
@@ -123,12 +123,12 @@ def temporaries(checkpoint: Checkpoint, context: int, scores: int, batch: int = 
     config, model, itemsize = checkpoint.config, checkpoint.abstract, checkpoint.dtype.itemsize
     scored = min(roofline.chunk_tokens(config, batch, context, scores), context)
     attention = 3 * 4 * batch * config.num_attention_heads * scored * context
-    chunk = min(model.chunk(batch, context, scores), context)
+    chunk = min(model.dispatch.chunk(model, batch, context, scores), context)
     heads = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-    rebuilds = model.form_name(batch, chunk, context) in ("compressed", "naive", "fused")
+    rebuilds = model.dispatch.form_name(model, batch, chunk, context) in ("compressed", "naive", "kernel_heads")
     rebuilt = rebuilds * batch * context * heads * itemsize
     tokens = batch * chunk
-    everywhere = model.backend_name(tokens) == "dense"
+    everywhere = model.dispatch.backend_name(model, tokens) == "dense"
     per_token = (config.n_routed_experts or 0) if everywhere else 2 * (config.num_experts_per_tok or 0)
     experts = 3 * tokens * max(per_token * (config.moe_intermediate_size or 0), config.intermediate_size) * itemsize
     packed = [slot.shape for slot in checkpoint.slots.values() if isinstance(slot.get_value(), QTensor)]

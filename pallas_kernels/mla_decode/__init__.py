@@ -95,7 +95,7 @@ def mla_decode(
     `impl`: "mosaic_gpu", "mosaic_tpu" or "xla"; None takes the first of these that supports the arrays and the device. Raises
     Unsupported if the named one does not. Only the GPU kernel reads `schedule`. A TPU wants `k_pe` row-major: see tpu.py."""
     arrays = q_c, q_pe, c_kv, k_pe, page_table
-    impl = choice.choose("mla_decode", impl, CHECKS, *arrays)
+    impl = choice.take("mla_decode", impl, CHECKS, *arrays)
     if not q_c.size or not page_table.size:
         return softmax.nothing(q_c, q_c.shape[-1])
     if impl == "xla":

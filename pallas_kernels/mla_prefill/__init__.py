@@ -54,7 +54,7 @@ def mla_prefill(
 
     `impl`: "mosaic_gpu", "mosaic_tpu" or "xla"; None takes the first of these that supports the arrays and the device. Raises
     Unsupported if the named one does not."""
-    impl = choice.choose("mla_prefill", impl, CHECKS, q, k, v)
+    impl = choice.take("mla_prefill", impl, CHECKS, q, k, v)
     if not q.size or not k.size:
         return softmax.nothing(q, v.shape[-1])
     if impl == "xla":

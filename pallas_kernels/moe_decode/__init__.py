@@ -36,7 +36,7 @@ def moe_decode(
 
     The id X means no expert; its weight may be anything. `impl`: "mosaic_gpu" or "xla"; None takes the first that supports the
     arrays and the device. Raises Unsupported if the named one does not."""
-    if choice.choose("moe_decode", impl, CHECKS, x, topk_ids, gate, up, down) == "xla":
+    if choice.take("moe_decode", impl, CHECKS, x, topk_ids, gate, up, down) == "xla":
         return xla.moe_decode(x, topk_ids, topk_weights, gate, up, down)
     from pallas_kernels.moe_decode import gpu  # needs a newer JAX than the fallback
 

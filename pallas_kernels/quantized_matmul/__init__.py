@@ -28,7 +28,7 @@ def quantized_matmul(x: jax.Array | Fp8, w: Fp8, *, out_dtype=None, impl: str | 
 
     `impl`: "mosaic_gpu" or "xla"; None takes the first that supports the arrays and the device. Raises Unsupported if the named
     one does not."""
-    impl = choice.choose("quantized_matmul", impl, CHECKS, x, w)
+    impl = choice.take("quantized_matmul", impl, CHECKS, x, w)
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(x, Fp8) else x.dtype
     if impl == "xla":

@@ -41,7 +41,7 @@ def _run(name, impl, x, weights, group_sizes, out_dtype):
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(x, Fp8) else x.dtype
     other = None if out_dtype == jnp.bfloat16 else f"it gives bfloat16, not {jnp.dtype(out_dtype)}"
-    impl = choice.choose(name, impl, {k: lambda *a, check=check: check(*a) or other for k, check in CHECKS.items()}, x, *weights)
+    impl = choice.take(name, impl, {k: lambda *a, check=check: check(*a) or other for k, check in CHECKS.items()}, x, *weights)
     if impl == "xla":
         return getattr(xla, name)(x, *weights, group_sizes, out_dtype=out_dtype)
     from pallas_kernels.ragged_dot import gpu  # needs a newer JAX than the fallback

@@ -57,7 +57,7 @@ def rope_append(
 
     `interleave`: the two elements of a pair are adjacent, else E/2 apart. `impl`: "mosaic_gpu" or "xla"; None takes the first
     that supports the arrays and the device. Raises Unsupported if the named one does not."""
-    if choice.choose("rope_append", impl, CHECKS, q, kv, cache) == "xla":
+    if choice.take("rope_append", impl, CHECKS, q, kv, cache) == "xla":
         return xla.rope_append(q, kv, weight, tokens, cache, eps=eps, interleave=interleave)
     from pallas_kernels.rope_append import gpu  # needs a newer JAX than the fallback
 

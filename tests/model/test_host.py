@@ -15,6 +15,7 @@ from mla_jax.base import qtensor
 from mla_jax.base.batch import Batch
 from mla_jax.decode.loop import Program, logits
 from mla_jax.model import moe, stream
+from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.moe import HostExperts, How, MoE, settle
 from mla_jax.model.ops import rms_norm
 from mla_jax.model.stream import FORMATS
@@ -29,7 +30,7 @@ ROWS = 0.02  # of the largest value: rows are rounded to bfloat16 twice, weights
 
 def model_of(defer: int = 0, host: bool = True) -> Transformer:
     """Its experts' weights are bfloat16's, so that the host has the same."""
-    model = Transformer(CONFIG, nnx.Rngs(0), experts="dense", defer=defer)
+    model = Transformer(CONFIG, nnx.Rngs(0), dispatch=Dispatch(experts="dense"), defer=defer)
     for block in model.layers:
         if isinstance(block.mlp, MoE):
             for w in (block.mlp.experts.gate, block.mlp.experts.up, block.mlp.experts.down):
@@ -85,9 +86,9 @@ def least_last(ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array
 def by_hand(model: Transformer, tokens: jax.Array, defer: int) -> jax.Array:
     """The hidden states with a token's `defer` least weighted experts added a layer later, by `dense` sums on the device."""
     batch, x, left = Batch.dense(*tokens.shape), model.embedded(tokens), 0.0
-    form = model.how(batch, None).form
+    plan = model.dispatch.step(model, batch, None)
     for block in model.layers:
-        x = x + block.attn(rms_norm(x, block.attn_norm[...], block.eps), batch, None, form)[0]
+        x = x + block.attn(rms_norm(x, block.attn_norm[...], block.eps), batch, None, plan.form, plan.shared)[0]
         y = rms_norm(x, block.mlp_norm[...], block.eps)
         if not isinstance(block.mlp, MoE):
             x = x + block.mlp(y)
@@ -238,7 +239,7 @@ def test_a_model_brings_its_experts_for_prompts_and_not_for_single_tokens():
         block.mlp.experts.stream = 20
     assert model.stream == 20
     np.testing.assert_allclose(logits_of(model, tokens), logits_of(exact, tokens), rtol=1e-4, atol=1e-5)
-    hows = [model.how(Batch.dense(2, new), None).experts for new in (12, 1)]
+    hows = [model.dispatch.step(model, Batch.dense(2, new), None).experts for new in (12, 1)]
     assert [how.streamed for how in hows] == [moe.dense, None]
     assert [how.defer for how in hows] == [0, 2]
 
@@ -253,11 +254,15 @@ def test_of_a_closed_layer_nothing_is_brought():
 
 def test_prompts_are_read_by_larger_chunks_where_experts_are_brought_and_a_kernel_attends(monkeypatch):
     model = model_of()
-    assert model.chunk(1, 1 << 16, 1 << 20) == model.chunk(8, 1 << 16, 1 << 20) == 16
+
+    def chunk(rows: int) -> int:
+        return model.dispatch.chunk(model, rows, 1 << 16, 1 << 20)
+
+    assert chunk(1) == chunk(8) == 16
     model.layers[1].mlp.experts.stream = 100
-    assert model.chunk(1, 1 << 16, 1 << 20) == 16
-    monkeypatch.setattr(Transformer, "kernel_of_attention", lambda *_: "mosaic_gpu")
-    monkeypatch.setattr(Transformer, "form_name", lambda *_: "fused")
-    assert [model.chunk(rows, 1 << 16, 1 << 20) for rows in (1, 8, 1 << 14)] == [stream.CHUNK, stream.CHUNK // 8, 16]
+    assert chunk(1) == 16
+    monkeypatch.setattr(Dispatch, "attention_kernel", lambda *_: "mosaic_gpu")
+    monkeypatch.setattr(Dispatch, "form_name", lambda *_: "kernel_heads")
+    assert [chunk(rows) for rows in (1, 8, 1 << 14)] == [stream.CHUNK, stream.CHUNK // 8, 16]
     model.layers[1].mlp.experts.stream = 0
-    assert model.chunk(1, 1 << 16, 1 << 20) == 16
+    assert chunk(1) == 16

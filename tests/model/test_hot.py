@@ -16,6 +16,7 @@ from mla_jax.base import qtensor
 from mla_jax.base.batch import Batch
 from mla_jax.base.roofline import DEVICES
 from mla_jax.model import moe, stream
+from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.hot import HotExperts, turns
 from mla_jax.model.moe import HostExperts, How, MoE, settle
 from mla_jax.model.ops import plain, rms_norm
@@ -90,10 +91,10 @@ def test_a_model_gives_the_logits_of_one_with_all_experts_on_the_device():
     model = hot_model((0, 5))
     assert model.hot == 6
     close(logits_of(model, tokens), logits_of(exact(), tokens))
-    model.experts = "auto"
-    assert model.how(Batch.dense(1, 1), None).experts.hot is moe.loop
-    model.device = DEVICES["NVIDIA H200"]
-    assert model.backend_name(1, "hot") == "dense"  # 3 choices, of 2 experts
+    dispatch = Dispatch()
+    assert dispatch.step(model, Batch.dense(1, 1), None).experts.hot is moe.loop
+    dispatch = Dispatch(device=DEVICES["NVIDIA H200"])
+    assert dispatch.backend_name(model, 1, "hot") == "dense"  # 3 choices, of 2 experts
 
 
 # later
@@ -117,9 +118,9 @@ def test_deferred_experts_of_the_host_are_added_a_layer_later(defer):
     """By `dense` sums on the device, layer by layer."""
     tokens, held = jnp.asarray([[5, 6, 7, 8]]), (0, 2, 5)
     batch = Batch.dense(1, 4)
-    x, left, form = exact().embedded(tokens), 0.0, exact().how(batch, None).form
+    x, left, plan = exact().embedded(tokens), 0.0, exact().dispatch.step(exact(), batch, None)
     for block in exact().layers:
-        x = x + block.attn(rms_norm(x, block.attn_norm[...], block.eps), batch, None, form)[0]
+        x = x + block.attn(rms_norm(x, block.attn_norm[...], block.eps), batch, None, plan.form, plan.shared)[0]
         y = rms_norm(x, block.mlp_norm[...], block.eps)
         if not isinstance(block.mlp, MoE):
             x = x + block.mlp(y)

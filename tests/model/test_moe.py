@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from mla_jax.base.config import Config
 from mla_jax.model import moe, transformer
+from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.moe import BACKENDS, MoE, Router
+from pallas_kernels import choice
 
 OTHERS = sorted(BACKENDS.keys() - {"dense"})
 JITTED = {name: jax.jit(backend) for name, backend in BACKENDS.items()}
@@ -251,6 +253,7 @@ def test_the_backend_follows_platform_and_number_of_tokens(platform, pairs, expe
 def test_experts_have_a_kernel_only_if_it_takes_both_of_their_products(monkeypatch, refused):
     config = Config.preset("tiny")
     depth = refused and getattr(config, refused)
-    monkeypatch.setattr(transformer, "implementation", lambda _, x, w: "xla" if x.shape[-1] == depth else "mosaic_gpu")
-    kernel = transformer.Transformer(config, nnx.Rngs(0)).kernel_of_experts(4)
+    monkeypatch.setattr(choice, "kernels_here", lambda: True)
+    monkeypatch.setattr(choice, "choose", lambda _op, _impl, _checks, x, *_: "xla" if x.shape[-1] == depth else "mosaic_gpu")
+    kernel = Dispatch().expert_kernel(transformer.Transformer(config, nnx.Rngs(0)), 4)
     assert kernel == ("xla" if refused else "mosaic_gpu")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from types import MappingProxyType
 
 import jaxtyping
 import pytest
@@ -244,12 +245,27 @@ def test_a_template_that_obeys_words_of_a_user_is_refused_where_they_matter():
         [{"role": "", "content": "hi"}],
         [{"role": "user", "content": "half \ud83d"}],
         [{"role": "\udcff", "content": "hi"}],
+        5,
+        {"role": "user", "content": "hi"},
+        b"hi",
+        {"hi"},
+        [None],
+        [["role", "content"]],
+        [{}],
+        [{None: 1, "role": "user"}],
+        [{10**5000: "hi"}],
+        [{"role": "user", "content": "hi"}, [{"role": "user", "content": "hi"}]],
     ],
 )
 def test_what_is_no_conversation_is_refused(messages, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users run without the checks of the tests
     with pytest.raises(BadRequest):
         template(KIMI).encode(messages, TOKENIZER)
+
+
+def test_a_conversation_may_be_of_tuples_and_of_any_mappings():
+    messages = ({"role": "user", "content": "hi"}, MappingProxyType({"role": "assistant", "content": "ho"}))
+    assert template(KIMI).encode(messages, TOKENIZER) == template(KIMI).encode([dict(m) for m in messages], TOKENIZER)
 
 
 def test_a_role_of_ones_own_is_given_to_the_template():
@@ -397,6 +413,7 @@ def test_a_folder_without_a_template_has_none(tmp_path):
         ({"chat_template": 5}, None, "no text"),
         ({"chat_template": {"default": "x"}}, None, "no text"),
         ({"chat_template": [{"name": "rag", "template": "x"}]}, None, "none is called default"),
+        ({"chat_template": [{"name": ["default"], "template": "x"}, 5]}, None, "none is called default"),
         ({"chat_template": "x" * (chat.MAX_TEMPLATE + 1)}, None, "too large"),
         (None, "x" * (chat.MAX_TEMPLATE + 1), "too large"),
         (None, b"\xff\xfe", "not UTF-8"),

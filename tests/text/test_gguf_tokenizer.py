@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mla_jax.base.errors import BadFile, Unsupported
-from mla_jax.text import gguf_tokenizer, kimi
+from mla_jax.text import gguf_tokenizer, tiktoken_model
 from mla_jax.text.byte_level import to_characters
 from mla_jax.text.gguf_tokenizer import KNOWN, build
 
@@ -118,7 +118,7 @@ def kimi_metadata(merges: list[str]) -> tuple[dict, tiktoken.Encoding]:
     found = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "kimi-k2", "tokenizer.ggml.tokens": tokens}
     found["tokenizer.ggml.token_type"] = np.array([1] * len(parts) + [3, 3, 5], np.int32)
     found |= {"tokenizer.ggml.merges": merges} if merges else {}
-    return found, tiktoken.Encoding("reference", pat_str=kimi.PATTERN, mergeable_ranks=ranks, special_tokens={})
+    return found, tiktoken.Encoding("reference", pat_str=tiktoken_model.PATTERN, mergeable_ranks=ranks, special_tokens={})
 
 
 @pytest.mark.parametrize("merges", [[], ["a b"]], ids=["without merges", "with merges"])
@@ -217,6 +217,6 @@ def test_a_template_that_is_no_text_is_refused():
 
 
 def test_a_vocabulary_of_kimis_kind_that_would_take_hours_is_refused(monkeypatch):
-    monkeypatch.setattr(gguf_tokenizer.kimi, "MAX_FILE", 100)
+    monkeypatch.setattr(gguf_tokenizer.tiktoken_model, "MAX_FILE", 100)
     with pytest.raises(BadFile, match="too large a vocabulary"):
         build(kimi_metadata([])[0], "x.gguf", 1000)

@@ -11,6 +11,7 @@ from flax import nnx
 from mla_jax import LLM, SamplingParams, Transformer
 from mla_jax.base.errors import DoesNotFit
 from mla_jax.cache.latent import slots_for
+from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights import plan as planning
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.plan import gib, plan, slot_bytes
@@ -30,7 +31,7 @@ def held(model: Transformer, rows: int) -> int:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["naive", "auto"])
 def test_weights_and_cache_are_planned_to_the_byte(folder, dtype, form):
-    checkpoint = Checkpoint(folder, attention=form, dtype=dtype)
+    checkpoint = Checkpoint(folder, dispatch=Dispatch(form), dtype=dtype)
     needed = plan(checkpoint, 60)
     model = checkpoint.read()
     assert needed.weights == sum(a.nbytes for a in jax.tree.leaves(nnx.state(model)))

@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, Int
 from demo.recipe import Recipe
 from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch
-from mla_jax.model.mla import FORMS, Form, heads
+from mla_jax.model.dispatch import Dispatch, StepPlan
+from mla_jax.model.mla import Form, heads, visible
 from mla_jax.model.moe import BACKENDS
 from mla_jax.model.moe import How as Experts
-from mla_jax.model.transformer import How
 
 Values = dict[str, jax.Array]
 
@@ -31,11 +31,11 @@ def fused(q: tuple, held: dict[str, Array], up: tuple, mask: Array, scale: float
     return out[..., : held["v"].shape[-1]]
 
 
-class InTraining(Transformer):
-    """The model with `fused` attention, unless a form is named, and with all experts on all tokens."""
+class InTraining(Dispatch):
+    """A dispatch with attention of its own and with all experts on all tokens."""
 
-    def how(self, batch: Batch, layer: Any) -> How:
-        return How(Form(heads, fused) if self.attention == "auto" else FORMS[self.attention], Experts(BACKENDS["dense"]))
+    def step(self, model: Transformer, batch: Batch, layer: Any) -> StepPlan:
+        return StepPlan(Form(heads, fused), visible(batch, layer, model.config), Experts(BACKENDS["dense"]))
 
 
 class Trained(NamedTuple):
@@ -52,7 +52,7 @@ class Model:
 
     def __init__(self, config: Config):
         self.config = config
-        build = lambda: InTraining(config, nnx.Rngs(0), mtp=True)  # noqa: E731
+        build = lambda: Transformer(config, nnx.Rngs(0), dispatch=InTraining(), mtp=True)  # noqa: E731
         self.graph, self.state = nnx.split(nnx.eval_shape(build))
 
     def init(self, seed: int) -> tuple[Values, Values]:

@@ -16,7 +16,7 @@ MOST_KEPT = 8  # disguises of a conversation, besides the first and the last
 FIRST_STAND_IN, LAST_STAND_IN = 0xF0000, 0x10FFFD  # for private use
 
 
-class Neutral:
+class Disguise:
     """The disguises of `messages`, for the template `source`."""
 
     def __init__(self, tokenizer: Tokenizer, source: str, messages: list[dict[str, str]]):
@@ -67,7 +67,6 @@ class Neutral:
         A mark stands beyond the blanks beside such a text, so that a template that splits there and strips still does."""
         core = content.strip()
         start, end, parts = content.find(core), 0, []
-        rest = next((text.start() for i, text in enumerate(self.named.finditer(core)) if i == most), len(core))
         rest = next((text.start() for i, text in enumerate(self.named.finditer(core)) if i == most), len(core))
         for found in self.kept.finditer(core, 0, rest):
             before = core[end : found.start()]

@@ -14,6 +14,7 @@ from mla_jax.text.byte_level import to_characters
 
 MAX_FILE = 8 << 20  # Kimi-K2's is 2.8 MB
 MAX_TOKEN = 1024  # bytes
+MAX_MERGES = 64 << 20  # bytes of all pairs of tokens that make a token
 RESERVED = 256  # control tokens
 
 _WORD = r"[^\r\n\p{L}\p{N}]?"
@@ -39,7 +40,7 @@ def build(data: bytes, where: str, settings: dict, vocab_size: int) -> tokenizer
     ranks = _ranks(data, where)
     vocabulary = {to_characters(token): rank for token, rank in ranks.items()}
     # a whole piece that is a token is taken as it is, before any merge: what tiktoken does
-    model = tokenizers.Tokenizer(models.BPE(vocabulary, _merges(ranks), ignore_merges=True))
+    model = tokenizers.Tokenizer(models.BPE(vocabulary, merges_of(ranks, where), ignore_merges=True))
     isolate = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
     model.pre_tokenizer = pre_tokenizers.Sequence([isolate, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])  # pyright: ignore[reportAttributeAccessIssue]
     model.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
@@ -72,14 +73,23 @@ def _ranks(data: bytes, where: str) -> dict[bytes, int]:
     return ranks
 
 
-def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
+def merges_of(ranks: dict[bytes, int], where: str) -> list[tuple[str, str]]:
     """Every pair of tokens that makes a token, by the rank of what it makes.
 
-    Of the pairs that make one token at most one ever meets in a text, so their order among themselves is free."""
-    merges = []
+    Of the pairs that make one token at most one ever meets in a text, so their order among themselves is free. A chain of ever
+    longer tokens has as many pairs as bytes in each of them, so their total length is limited."""
+    characters = {token: to_characters(token) for token in ranks}
+    merges, room = [], MAX_MERGES
     for token in sorted(ranks, key=ranks.__getitem__):
-        pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
-        merges += [(to_characters(left), to_characters(right)) for left, right in pairs if left in ranks and right in ranks]
+        for cut in range(1, len(token)):
+            left = characters.get(token[:cut])
+            right = left and characters.get(token[cut:])
+            if left and right:
+                merges.append((left, right))
+                room -= len(token)
+        if room < 0:
+            shown = f"the pairs that make them have more than {MAX_MERGES:,} bytes"
+            raise BadFile(f"{where} has too many tokens that are made of other tokens", shown)
     return merges
 
 

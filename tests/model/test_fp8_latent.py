@@ -12,7 +12,8 @@ from flax import nnx
 from mla_jax import LLM, Config, SamplingParams, Transformer
 from mla_jax.base.batch import Batch
 from mla_jax.base.errors import BadRequest, Unsupported
-from mla_jax.model import packed_latents
+from mla_jax.model import fp8_latent
+from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.mla import FORMS
 
 CONFIG = dataclasses.replace(Config.preset("tiny"), kv_lora_rank=256)
@@ -20,7 +21,7 @@ ROWS, TOKENS = 2, 12
 
 
 def model_of(attention: str, kv_cache: str = "fp8") -> Transformer:
-    return Transformer(CONFIG, nnx.Rngs(0), attention=attention, kv_cache=kv_cache)
+    return Transformer(CONFIG, nnx.Rngs(0), dispatch=Dispatch(attention, kv_cache=kv_cache))
 
 
 def step(model: Transformer, cache, first: int, new: int) -> tuple[np.ndarray, tuple]:
@@ -37,14 +38,14 @@ def test_codes_are_those_of_ml_dtypes_and_scales_the_least_powers_of_two_that_ho
     rng = np.random.default_rng(0)
     c_kv = rng.standard_normal((2, 3, 256)).astype(np.float32) * np.float32(10.0) ** rng.integers(-4, 5, (2, 3, 1))
     c_kv[0, 0, :128] = 0
-    held = packed_latents.remembers(jnp.asarray(c_kv, jnp.float32), jnp.zeros((2, 3, 8)))
+    held = fp8_latent.remembers(jnp.asarray(c_kv, jnp.float32), jnp.zeros((2, 3, 8)))
     groups = c_kv.astype(np.float32).reshape(2, 3, 2, 128)
     largest = np.abs(groups).max(-1)
     scale = np.where(largest > 0, np.exp2(np.ceil(np.log2(np.where(largest > 0, largest, 1) / 448))), 0).astype(np.float32)
     np.testing.assert_array_equal(held["c_kv_scale"], scale)
     codes = (groups / np.where(scale > 0, scale, 1)[..., None]).astype(ml_dtypes.float8_e4m3fn).reshape(2, 3, 256)
     np.testing.assert_array_equal(np.asarray(held["c_kv"]).view(np.uint8), codes.view(np.uint8))
-    back = np.asarray(packed_latents.unpacked(held)["c_kv"]).reshape(groups.shape)
+    back = np.asarray(fp8_latent.unpacked(held)["c_kv"]).reshape(groups.shape)
     assert (np.abs(back - groups) <= np.maximum(np.abs(groups) / 16, scale[..., None] * 2.0**-10)).all()
 
 
@@ -53,11 +54,11 @@ def test_a_form_attends_to_the_numbers_that_the_codes_stand_for(form):
     keys = jax.random.split(jax.random.key(0), 6)
     shapes = (2, 1, 4, 16), (2, 1, 4, 8), (2, 5, 256), (2, 5, 8), (4, 16, 256), (4, 16, 256)
     q_nope, q_pe, c_kv, k_pe, uk, uv = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
-    held = packed_latents.remembers(c_kv, k_pe)
+    held = fp8_latent.remembers(c_kv, k_pe)
     numbers = np.asarray(held["c_kv"]).astype(np.float32) * np.repeat(np.asarray(held["c_kv_scale"]), 128, axis=-1)
     asked = ((q_nope, q_pe), (uk, uv), jnp.ones((2, 1, 1, 5), bool), 0.1)
     (q, *rest), plain = asked, {"c_kv": jnp.asarray(numbers), "k_pe": k_pe}
-    got = packed_latents.over(FORMS[form]).attends(q, held, *rest)
+    got = fp8_latent.over(FORMS[form]).attends(q, held, *rest)
     np.testing.assert_array_equal(got, FORMS[form].attends(q, plain, *rest))
 
 
@@ -72,7 +73,7 @@ def test_the_forms_agree_over_one_cache():
 
 
 def test_a_token_takes_half_the_bytes_of_bfloat16_and_its_scales():
-    model = Transformer(CONFIG, nnx.Rngs(0), kv_cache="fp8")
+    model = Transformer(CONFIG, nnx.Rngs(0), dispatch=Dispatch(kv_cache="fp8"))
     layer = model.new_cache(1, 10)[0]
     rows = layer["c_kv"].shape[0]
     assert layer["c_kv"].nbytes + layer["c_kv_scale"].nbytes == rows * 10 * (256 + 4 * 256 // 128)
@@ -108,4 +109,4 @@ def test_what_holds_no_such_latents_refuses():
         LLM(attention="naive", kv_cache="fp8")
     with pytest.raises(BadRequest, match="kv_cache int7 is not known"):
         LLM(kv_cache="int7")
-    assert "latent has 16" in (packed_latents.why_not(dataclasses.replace(CONFIG, kv_lora_rank=16), "auto") or "")
+    assert "latent has 16" in (fp8_latent.why_not(dataclasses.replace(CONFIG, kv_lora_rank=16), "auto") or "")

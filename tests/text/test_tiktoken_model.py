@@ -4,6 +4,7 @@
 import base64
 import json
 import random
+import time
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mla_jax.base.errors import BadFile
-from mla_jax.text import kimi
+from mla_jax.text import tiktoken_model
 from mla_jax.text.tokenizer import Tokenizer
 
 TEXT = "the then there these 123 4567 中文 漢字かな don't we'll THE Über naïve éa ...!! \n\n  \t été ΑΒγ हिन्दी 😀👍🏽 "
@@ -53,7 +54,7 @@ def lines(ranks: dict[bytes, int]) -> bytes:
 
 
 def reference(ranks: dict[bytes, int]) -> tiktoken.Encoding:
-    return tiktoken.Encoding("reference", pat_str=kimi.PATTERN, mergeable_ranks=ranks, special_tokens={})
+    return tiktoken.Encoding("reference", pat_str=tiktoken_model.PATTERN, mergeable_ranks=ranks, special_tokens={})
 
 
 RANKS = learned()
@@ -63,7 +64,7 @@ SETTINGS = {
     "bos_token": "[BOS]",
     "added_tokens_decoder": {str(i): {"content": text, "special": "tool" not in text} for i, text in NAMES.items()},
 }
-VOCAB = FIRST + kimi.RESERVED
+VOCAB = FIRST + tiktoken_model.RESERVED
 
 
 def folder(path, data: bytes | None = None, settings: dict | None = None):
@@ -72,7 +73,7 @@ def folder(path, data: bytes | None = None, settings: dict | None = None):
     return path
 
 
-OURS = Tokenizer(kimi.build(lines(RANKS), "tiktoken.model", SETTINGS, VOCAB), None)
+OURS = Tokenizer(tiktoken_model.build(lines(RANKS), "tiktoken.model", SETTINGS, VOCAB), None)
 TIKTOKEN = reference(RANKS)
 
 
@@ -91,7 +92,7 @@ def test_text_becomes_the_ids_that_tiktoken_gives(text):
 @pytest.mark.parametrize("seed", range(20))
 def test_ranks_in_any_order_give_the_ids_of_tiktoken(seed):
     ranks, draw = wild(seed), random.Random(seed)
-    ours, theirs = kimi.build(lines(ranks), "", {}, 2000), reference(ranks)
+    ours, theirs = tiktoken_model.build(lines(ranks), "", {}, 2000), reference(ranks)
     for _ in range(200):
         text = "".join(draw.choices("abc ", k=draw.randint(1, 14)))
         assert ours.encode(text).ids == theirs.encode_ordinary(text), text
@@ -102,14 +103,14 @@ def test_control_tokens_stand_behind_the_vocabulary_under_their_names(tmp_path):
     assert tokenizer is not None
     assert {i: tokenizer.model.id_to_token(i) for i in NAMES} == NAMES
     assert tokenizer.model.token_to_id(f"<|reserved_token_{VOCAB - 1}|>") == VOCAB - 1
-    assert len(tokenizer.control) == kimi.RESERVED
+    assert len(tokenizer.control) == tiktoken_model.RESERVED
     assert tokenizer.encode("[BOS]hi<|im_end|>", control=True) == [FIRST, *tokenizer.encode("hi"), FIRST + 2]
     assert set(tokenizer.encode("[BOS]hi<|im_end|>")).isdisjoint(NAMES)
     assert tokenizer.decode([FIRST, *tokenizer.encode("hi"), FIRST + 11, FIRST + 2]) == "hi<|tool_calls_section_begin|>"
 
 
 def test_a_tokenizer_json_goes_before_a_tiktoken_model(tmp_path):
-    (folder(tmp_path, b"nonsense") / "tokenizer.json").write_text(kimi.build(lines(RANKS), "", {}, VOCAB).to_str())
+    (folder(tmp_path, b"nonsense") / "tokenizer.json").write_text(tiktoken_model.build(lines(RANKS), "", {}, VOCAB).to_str())
     assert Tokenizer.from_folder(tmp_path, VOCAB, None) is not None
 
 
@@ -134,6 +135,20 @@ def test_a_damaged_file_is_refused(tmp_path, data, words):
     with pytest.raises(BadFile, match=words) as caught:
         Tokenizer.from_folder(folder(tmp_path, data), VOCAB, None)
     assert "tiktoken.model" in str(caught.value)
+
+
+def chain(longest: int) -> dict[bytes, int]:
+    """Tokens of one letter, each a letter longer than the one before: every cut of each of them makes two tokens."""
+    return {token: i for i, token in enumerate([*(bytes([b]) for b in range(256)), *(b"a" * n for n in range(2, longest + 1))])}
+
+
+def test_a_chain_of_tokens_loads_at_once_or_is_refused_at_once(tmp_path):
+    start = time.process_time()
+    model = tiktoken_model.build(lines(chain(256)), "", {}, 2000)
+    assert model.encode("a" * 500).ids == reference(chain(256)).encode_ordinary("a" * 500)
+    with pytest.raises(BadFile, match="too many tokens that are made of other tokens"):
+        Tokenizer.from_folder(folder(tmp_path, lines(chain(1024)), {}), 2000, None)
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from flax import nnx
 
 from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch
+from mla_jax.model.dispatch import Dispatch
 
 ROWS = 3
 MASKS = {
@@ -23,7 +24,7 @@ MASKS = {
 def stepped(attention: str, slots: int) -> list[np.ndarray]:
     """What a model says of the tokens that each batch brings, one batch after the other; nothing of padding."""
     config = Config.preset("tiny")
-    model = Transformer(config, nnx.Rngs(0), attention=attention)
+    model = Transformer(config, nnx.Rngs(0), dispatch=Dispatch(attention))
     call, rng = jax.jit(lambda tokens, batch, cache: model(tokens, batch, cache)[:2]), np.random.default_rng(0)
     cache, position, said = model.new_cache(ROWS, slots), np.zeros(ROWS, np.int32), []
     for mask in (np.array(mask, bool) for mask in (*MASKS.values(), *MASKS.values())):
@@ -49,7 +50,7 @@ def test_tokens_that_the_cache_drops_change_nothing_for_those_it_holds(new):
     tokens = jax.random.randint(jax.random.key(1), (ROWS, before + new), 0, config.vocab_size)
 
     def said(attention: str) -> np.ndarray:
-        model = Transformer(config, nnx.Rngs(0), attention=attention)
+        model = Transformer(config, nnx.Rngs(0), dispatch=Dispatch(attention))
         cache = model(tokens[:, :before], Batch.dense(ROWS, before), model.new_cache(ROWS, slots))[1]
         positions = jnp.broadcast_to(before + jnp.arange(new, dtype=jnp.int32), (ROWS, new))
         step = Batch(positions, jnp.ones((ROWS, new), bool))
@@ -63,6 +64,6 @@ def test_without_a_cache_it_is_move_elided():
     config, tokens = Config.preset("tiny"), jnp.arange(12).reshape(2, 6)
     mask = jnp.array([[1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 0, 1]], bool)
     batch = Batch(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, mask)
-    models = (Transformer(config, nnx.Rngs(0), attention=name) for name in ("fused", "move_elided"))
+    models = (Transformer(config, nnx.Rngs(0), dispatch=Dispatch(name)) for name in ("fused", "move_elided"))
     fused, moved = (model(tokens, batch)[0] for model in models)
     np.testing.assert_array_equal(fused, moved)
