@@ -214,4 +214,4 @@ def _listed(missing: list[str], unused: list[str], most: int = 8) -> list[str]:
 
 def _missing(name: str, unused: list[str]) -> str:
     near = difflib.get_close_matches(name, unused[:2000], n=1, cutoff=0.8)
-    return f"missing: {name}" + (f" (not used, and near: {printable(near[0])})" if near else "")
+    return f"missing: {name}" + (f" (not used, but similar: {printable(near[0])})" if near else "")

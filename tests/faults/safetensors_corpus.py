@@ -205,7 +205,7 @@ FAULTS = (
         "tensor_misspelt",
         both(add("model.layers.0.self_attn.o_prj.weight", (48, 64)), without(O_PROJ)),
         BadFile,
-        (f"missing: {O_PROJ} (not used, and near: model.layers.0.self_attn.o_prj.weight)",),
+        (f"missing: {O_PROJ} (not used, but similar: model.layers.0.self_attn.o_prj.weight)",),
     ),
     Fault(
         "nine_tensors_missing",
@@ -275,7 +275,7 @@ FAULTS = (
         (f"{SCALE} scales a weight that is not FP8", "F32"),
         "fp8",
     ),
-    Fault("scale_without_a_weight", without(O_PROJ), BadFile, (f"missing: {O_PROJ} (not used, and near: {SCALE})",), "fp8"),
+    Fault("scale_without_a_weight", without(O_PROJ), BadFile, (f"missing: {O_PROJ} (not used, but similar: {SCALE})",), "fp8"),
     Fault("scale_of_nothing", add("model.layers.0.self_attn.x_proj.weight_scale_inv"), BadFile, ("not used: ", "x_proj"), "fp8"),
     Fault(
         "scale_of_another_block_count",
