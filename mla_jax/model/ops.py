@@ -248,7 +248,8 @@ def quantize_latent(c_kv: Float[Array, "B S R"]) -> tuple[Array, Float[Array, "B
     """Codes in E4M3 and a scale, a power of two, per `fp8_group()` numbers."""
     from pallas_kernels.fp8 import quantize_cache
 
-    return tuple(quantize_cache(c_kv))
+    codes, scales = quantize_cache(c_kv)
+    return codes, scales
 
 
 def dequantize_latent(codes: Array, scales: Float[Array, "B S groups"], dtype: jnp.dtype) -> Float[Array, "B S R"]:

@@ -1,7 +1,7 @@
 """Routed experts packed for the CPU's library, in the number format they have where it computes in that."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,14 @@ def _insert(stacks: Any, sections: tuple[jax.Array, ...], index: jax.Array, *, k
     held, tree = jax.tree.flatten(stacks)
     put = (jax.lax.dynamic_update_index_in_dim(stack, leaf[0], index, 0) for stack, leaf in zip(held, one, strict=True))
     return jax.tree.unflatten(tree, put)
+
+
+def notes(layers: Collection[int]) -> tuple[str, ...]:
+    """What a user should know of experts on this CPU, if those of any layers are there."""
+    from cpu_experts import note
+
+    found = note() if layers else None
+    return () if found is None else (found,)
 
 
 def refuse_without_library() -> None:

@@ -138,6 +138,21 @@ def temporaries(checkpoint: Checkpoint, context: int, scores: int, batch: int = 
     return attention + rebuilt + experts + unpacked + streamed + 4 * 4 * batch * config.vocab_size
 
 
+def logits_bytes(model: Transformer, rows: int, tokens: int) -> int:
+    """About the most that float32 logits of `rows` sequences of `tokens` tokens take, with the activations of one forward pass.
+
+    Nothing is read in chunks there, and without a cache no kernel attends: attention scores are `[B N T T]`."""
+    config, dispatch, itemsize = model.config, model.dispatch, model.dtype.itemsize
+    heads, every = config.num_attention_heads, rows * tokens
+    scores = 3 * 4 * rows * heads * tokens * tokens
+    head = 2 * config.qk_nope_head_dim + 2 * config.qk_rope_head_dim + config.v_head_dim + config.kv_lora_rank
+    dense = dispatch.backend_name(model, every) == "dense"
+    chosen = (config.n_routed_experts or 0) if dense else 2 * (config.num_experts_per_tok or 0)
+    widest = max(chosen * (config.moe_intermediate_size or 0), config.intermediate_size)
+    activations = every * itemsize * (4 * config.hidden_size + max(heads * head, 3 * widest))
+    return 4 * every * config.vocab_size + scores + activations
+
+
 def available() -> int:
     """Bytes that may be taken: of the device, or of free memory on a CPU."""
     device = jax.devices()[0]

@@ -23,6 +23,7 @@ from mla_jax.base.batch import bucket
 from mla_jax.base.errors import BadConfig, BadRequest, MlaJaxError
 from mla_jax.cache.latent import slots_for
 from mla_jax.engine import llm as engine
+from mla_jax.engine import opened
 from mla_jax.engine import text as reading
 from mla_jax.weights import measure
 from mla_jax.weights.routing import Routing
@@ -226,7 +227,7 @@ def test_bfloat16_tokens_are_the_likeliest_or_nearly_so(tmp_path):
 def ending(llm, greedy, monkeypatch):
     """A token the model writes behind the first prompt, made its end token, and the place of it."""
     end = next(t for t in greedy[0][3:] if greedy[0].index(t) >= 3)
-    monkeypatch.setattr(llm, "end_ids", (1, end))
+    monkeypatch.setattr(llm.inputs, "text", llm.inputs.text._replace(end_ids=(1, end)))
     return end, greedy[0].index(end)
 
 
@@ -296,13 +297,13 @@ def test_a_stop_text_that_never_comes_changes_nothing(llm, greedy):
 
 
 def test_no_tokens_asked_for_give_an_empty_output_even_in_a_full_context(llm, monkeypatch):
-    monkeypatch.setattr(llm, "context", 16)
+    monkeypatch.setattr(llm.inputs, "context", 16)
     outputs = llm.generate([PROMPTS[0], [3] * 16], SamplingParams(max_tokens=0, stop="a", logprobs=2))
     assert [(o.token_ids, o.text, o.finish_reason, o.logprobs) for o in outputs] == [([], "", "length", [])] * 2
 
 
 def test_max_tokens_defaults_to_what_the_context_still_holds(llm, monkeypatch):
-    monkeypatch.setattr(llm, "context", 16)
+    monkeypatch.setattr(llm.inputs, "context", 16)
     assert len(llm.generate([3] * 11, SamplingParams(ignore_eos=True))[0].token_ids) == 5
 
 
@@ -505,6 +506,16 @@ def test_experts_on_the_host_answer_as_those_on_the_device_do(llm, folder, monke
 
 
 @pytest.mark.usefixtures("host_library")
+def test_a_slow_processor_is_a_note_where_experts_are_on_the_host(llm, folder, monkeypatch):
+    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 2e-5, 5e10))
+    monkeypatch.setattr("cpu_experts.isa", lambda: "avx2")
+    slow = "experts on this CPU are computed by avx2: slower than by AVX-512 or AMX"
+    assert slow in (on_host := LLM(folder, experts="host")).notes
+    assert f"note: {slow}" in on_host.explain()
+    assert slow not in llm.notes
+
+
+@pytest.mark.usefixtures("host_library")
 def test_experts_that_are_chosen_most_are_counted_and_then_lie_on_the_device_too(llm, folder, monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 2e-5, 5e10))
     path, config = tmp_path / "routing.json", llm.config
@@ -555,7 +566,7 @@ def test_prompts_bring_experts_of_the_host_to_the_device_if_asked(llm, folder, m
 
 
 def test_what_is_no_way_of_computing_experts_is_refused(folder):
-    with pytest.raises(BadRequest, match="experts gpu is not known\n  known: auto, host, dense, loop, gather, ragged"):
+    with pytest.raises(BadRequest, match="experts is 'gpu', expected one of auto, host, dense, loop, gather, ragged"):
         LLM(folder, experts="gpu")
 
 
@@ -565,7 +576,7 @@ def test_for_a_user_without_a_home_no_compiled_programs_are_kept(monkeypatch):
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", None)
     try:
-        engine._cache_compiled_programs()
+        opened.cache_compiled_programs()
         assert jax.config.values["jax_compilation_cache_dir"] is None
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -14,7 +14,7 @@ from mla_jax.cache.latent import slots_for
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights import plan as planning
 from mla_jax.weights.load import Checkpoint
-from mla_jax.weights.plan import gib, plan, slot_bytes
+from mla_jax.weights.plan import gib, logits_bytes, plan, slot_bytes
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +138,20 @@ def test_expected_bytes_follow_from_the_shapes(folder):
     sizes = {name: prod(shape) for name, shape in models.shapes(hf, mtp=True).items()}
     copies = sum(n for name, n in sizes.items() if "layers.3.embed_tokens" in name or "shared_head.head" in name)
     assert plan(Checkpoint(folder, dtype="float32")).weights == 4 * (sum(sizes.values()) - copies)
+
+
+def test_logits_are_planned_about_as_xla_does(folder):
+    llm = LLM(folder)
+    for rows, tokens in [(1, 256), (4, 128), (32, 16)]:
+        program = llm._programs.logits.lower(jax.ShapeDtypeStruct((rows, tokens), "int32")).compile().memory_analysis()
+        taken = program.temp_size_in_bytes + program.output_size_in_bytes
+        assert 0.5 * taken < logits_bytes(llm.model, rows, tokens) < 2.5 * taken, (rows, tokens)
+
+
+def test_logits_that_do_not_fit_are_refused_before_they_take_memory(folder, monkeypatch):
+    llm = LLM(folder)
+    needed = logits_bytes(llm.model, 3, 100)
+    llm.plan = dataclasses.replace(llm.plan, available=llm.plan.weights + needed - 1)
+    monkeypatch.setattr(llm._programs, "logits", lambda *_: pytest.fail("logits were computed"))
+    with pytest.raises(DoesNotFit, match=r"the logits of 3 x 100 tokens do not fit\n.* take about .*\n.*fewer or shorter"):
+        llm.logits([[1] * 100] * 3)
