@@ -92,9 +92,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         kept = self.folder / "recipe.json"
         if kept.exists() and json.loads(kept.read_text()) != asdict(recipe):
-            raise SystemExit(
-                f"error: {self.folder} was started with another recipe\n  resume that one, or delete the folder"
-            )
+            raise SystemExit(f"error: {self.folder} was started with another recipe\n  resume that one, or delete the folder")
         kept.write_text(json.dumps(asdict(recipe), indent=1) + "\n")
         self.checkpoints = ocp.CheckpointManager(self.folder / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=1))
 
@@ -124,8 +122,7 @@ class Run:
         config, last = self.recipe.config(extended), first + phase.steps
         step, held = step_of(self.recipe, config), evaluate.HeldOut(self.corpus, config, phase.rows, phase.length)
         batches = data.Batches(self.corpus, phase.mix, self.recipe.answer_weight, self.recipe.seed)
-        columns = (*Progress.get_default_columns()[:2], TextColumn("{task.fields[said]}"), TimeRemainingColumn())
-        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
+        with self.progress() as bar:
             task = bar.add_task(f"{phase.length} tokens", total=last, completed=int(trained.step), said="")
             clock = time.monotonic()
             for done, batch in ahead(batches, phase, int(trained.step), last):
@@ -142,6 +139,10 @@ class Run:
                     break
                 clock = time.monotonic()
         return trained
+
+    def progress(self) -> Progress:
+        columns = (*Progress.get_default_columns()[:2], TextColumn("{task.fields[said]}"), TimeRemainingColumn())
+        return Progress(*columns, console=self.console, disable=not self.console.is_terminal)
 
     def log(self, step: int, row: dict[str, float]) -> None:
         if not np.isfinite(row["loss"]):
