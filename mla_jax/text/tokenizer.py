@@ -94,10 +94,7 @@ class Tokenizer:
         known = forms.known(content)
         with refusing(BadFile(f"{path.name} is refused by the tokenizers library")):
             model = tokenizers.Tokenizer.from_str(json.dumps(known or forms.inert(content)))
-            added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
-        if moved := [name for name, i in added.items() if model.token_to_id(name) != i]:  # the library gives it another id
-            expected = f"{printable(moved[0])} has id {added[moved[0]]}, the vocabulary leaves it {model.token_to_id(moved[0])}"
-            raise BadFile(f"{path.name} has added tokens with ids that do not fit its vocabulary", expected)
+        _check_added(model, content, path.name)
         if known:
             return cls(model, None)
         controls = [token.content for token in model.get_added_tokens_decoder().values() if _is_control(token)]
@@ -180,6 +177,15 @@ def check_ids(ids: Any):
         raise BadRequest("what is to be decoded is not a list of token ids", f"found {type(ids).__name__}")
     if wrong := [i for i in ids if type(i) is not int or not 0 <= i < 1 << 32]:
         raise BadRequest("a token id is a whole number of 0 or more, 32 bits wide", f"found {shown(wrong[0])}")
+
+
+def _check_added(model: tokenizers.Tokenizer, content: dict, where: str):
+    """Raises BadFile for an added token to which the library gives another id than the file."""
+    for token in content.get("added_tokens", []):
+        name, given, found = token["content"], token["id"], model.token_to_id(token["content"])
+        if found != given:
+            expected = f"{printable(name)} has id {shown(given)}, the vocabulary leaves it {found}"
+            raise BadFile(f"{where} has added tokens with ids that do not fit its vocabulary", expected)
 
 
 def _is_control(token: tokenizers.AddedToken) -> bool:

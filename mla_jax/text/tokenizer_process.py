@@ -1,4 +1,4 @@
-"""Encodes and decodes with a tokenizer nobody vouches for: `guard.py` starts this file as a process of its own.
+"""Encodes and decodes with an untrusted tokenizer: `guard.py` starts this file as a process of its own.
 
 It reads a line of JSON, {path, tokenizer, controls, memory, output}, and writes {begins}. Then each line {encode} or {decode} is
 answered by a line {ids}, {text}, or {cause}."""
@@ -12,7 +12,7 @@ from typing import Any
 def main():
     start = json.loads(sys.stdin.buffer.readline())
     sys.path[:0] = start["path"]
-    import tokenizers  # noqa: F401 before the limit of memory, as libraries take their room of addresses
+    import tokenizers  # noqa: F401 before the limit of memory, which counts the addresses of libraries
 
     _limit(start["memory"])
     most, tasks = start["output"], {}

@@ -185,7 +185,7 @@ FAULTS = {
     "merge that makes no token": ({"merges": ["q x"]}, BadFile, "merge of what is no token\n.*merge 0 is q x"),
     "bos beyond the tokens": ({"bos_token_id": SIZE}, BadFile, f"bos_token_id is {SIZE}\n.*expected 0 to {SIZE - 1}"),
     "bos is a text": ({"bos_token_id": "a"}, BadFile, "bos_token_id is a"),
-    "bos wanted by a number": ({"add_bos_token": np.ones(2)}, BadFile, "add_bos_token is .*\n.*expected a truth"),
+    "bos wanted by a number": ({"add_bos_token": np.ones(2)}, BadFile, "add_bos_token is .*\n.*expected true or false"),
     "bos wanted and not named": ({"bos_token_id": ...}, BadFile, "wants a BOS token and names none"),
 }
 
