@@ -37,7 +37,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ChatTemplate | None":
-        """The template in chat_template.jinja, or in tokenizer_config.json, None if there is none; nothing of it is run yet."""
+        """The template in chat_template.jinja, or in tokenizer_config.json, None if there is none; it is not run yet."""
         path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
         settings = read_json(config, MAX_TOKENIZER_CONFIG) if config.exists() else {}
         source = _read(path) if path.exists() else _default(settings.get("chat_template"))

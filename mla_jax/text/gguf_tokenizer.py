@@ -1,6 +1,6 @@
 """The tokenizer in a GGUF file's metadata, a byte-level BPE, as a `tokenizers.Tokenizer`.
 
-The file names its pre-tokenizer in a word, `tokenizer.ggml.pre`. Knows nothing of files and of JAX."""
+The file names its pre-tokenizer in `tokenizer.ggml.pre`. Knows nothing of files or JAX."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # values of token_type
 
 @dataclass(frozen=True)
 class Found:
-    """What a file holds to turn text into ids and back; `chat_template` is text that nothing has run yet."""
+    """What a file has to turn text into ids and back; `chat_template` is text that has not been run."""
 
     tokenizer: Tokenizer
     bos_id: int | None  # the BOS token, whether or not it is put in front of every text
@@ -48,7 +48,7 @@ def build(metadata: Mapping[str, Any], where: str, vocab_size: int) -> Found | N
     if isinstance(kind, str) and kind in ("none", "no_vocab"):
         return None
     if not isinstance(kind, str) or kind != "gpt2":
-        raise Unsupported(f"{where} has a tokenizer of kind {printable(str(kind))}", "known: gpt2, a byte-level BPE")
+        raise Unsupported(f"{where} has a tokenizer of type {printable(str(kind))}", "known: gpt2, a byte-level BPE")
     vocabulary = _vocabulary(metadata, where, vocab_size)
     pre, notes = _pre(metadata, where)
     model = _model(vocabulary.tokens, _merges(metadata, where, vocabulary), pre, where)
@@ -65,14 +65,14 @@ def _bos_in_front(metadata: Mapping[str, Any], where: str, pre: Pre, bos: int | 
     if not isinstance(wanted, bool):
         raise BadFile(f"{where}: tokenizer.ggml.add_bos_token is {printable(str(wanted))}", "expected true or false")
     if wanted and bos is None:
-        raise BadFile(f"{where} wants a BOS token and names none", "expected tokenizer.ggml.bos_token_id")
+        raise BadFile(f"{where} asks for a BOS token and names none", "expected tokenizer.ggml.bos_token_id")
     return wanted
 
 
 def _template(metadata: Mapping[str, Any], where: str) -> str | None:
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
-        raise BadFile(f"{where}: tokenizer.chat_template is no text", f"found {printable(str(template))}")
+        raise BadFile(f"{where}: tokenizer.chat_template is not text", f"found {printable(str(template))}")
     return template
 
 
@@ -90,7 +90,7 @@ def _check_tokens(tokens: list[str], where: str):
     seen: dict[str, int] = {}
     for i, token in enumerate(tokens):
         if not 0 < len(token.encode()) <= MAX_TOKEN:
-            raise BadFile(f"{where} has a token of no or too many bytes", f"id {i:,}, expected 1 to {MAX_TOKEN:,} bytes")
+            raise BadFile(f"{where} has an empty or too long token", f"id {i:,}, expected 1 to {MAX_TOKEN:,} bytes")
         if seen.setdefault(token, i) != i:
             raise BadFile(f"{where} has a token twice", f"{printable(token)} has the ids {seen[token]:,} and {i:,}")
 
@@ -101,7 +101,7 @@ def _types(metadata: Mapping[str, Any], where: str, count: int) -> list[int]:
         return [NORMAL] * count
     if not isinstance(types, np.ndarray) or types.dtype.kind not in "iu" or types.shape != (count,):
         expected = "expected a number for each in tokenizer.ggml.token_type"
-        raise BadFile(f"{where} has {count:,} tokens, and not as many types of tokens", expected)
+        raise BadFile(f"{where} has {count:,} tokens and another number of token types", expected)
     return types.tolist()
 
 
@@ -128,13 +128,13 @@ def _merges(metadata: Mapping[str, Any], where: str, vocabulary: Vocabulary) -> 
     for i, merge in enumerate(merges):
         left, right = _pair(merge)
         if not {left, right, left + right} <= known:
-            raise BadFile(f"{where} has a merge of what is no token", f"merge {i:,} is {printable(merge)}")
+            raise BadFile(f"{where} has a merge of parts that are not tokens", f"merge {i:,} is {printable(merge)}")
         found.append((left, right))
     return found
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    cut = merge.find(" ", 1)  # a token may itself begin with a space
+    cut = merge.find(" ", 1)  # a token may begin with a space
     return (merge[:cut], merge[cut + 1 :]) if cut > 0 else ("", "")
 
 

@@ -1,7 +1,7 @@
 """A Moonshot folder's `tiktoken.model` (Kimi-K2, Moonlight) as a byte-level BPE; the code in the folder is never run.
 
-The file has a line `base64(token) rank` per token. Two parts join when what they make is a token, the lowest rank first, so the
-merges follow from the ranks. The control tokens are the 256 ids behind them, named in tokenizer_config.json."""
+The file has a line `base64(token) rank` per token. Two parts are merged if the result is a token, the lowest rank first, so the
+merges follow from the ranks. The 256 ids after the ranks are control tokens, named in tokenizer_config.json."""
 
 import base64
 import binascii
@@ -41,7 +41,7 @@ def build(data: bytes, where: str, settings: dict, vocab_size: int) -> tokenizer
     """The tokenizer of `data`, the content of the file `where`, with the control tokens that `settings` names."""
     ranks = _ranks(data, where)
     vocabulary = {to_characters(token): rank for token, rank in ranks.items()}
-    # a whole piece that is a token is taken as it is, before any merge: what tiktoken does
+    # a piece that is a token is taken as it is, before any merge, as in tiktoken
     model = tokenizers.Tokenizer(models.BPE(vocabulary, merges_of(ranks, where), ignore_merges=True))
     isolate = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
     model.pre_tokenizer = pre_tokenizers.Sequence([isolate, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])  # pyright: ignore[reportAttributeAccessIssue]
@@ -90,8 +90,8 @@ def _entry(line: bytes) -> tuple[bytes, int] | None:
 def merges_of(ranks: dict[bytes, int], where: str) -> list[tuple[str, str]]:
     """Every pair of tokens that makes a token, by the rank of what it makes.
 
-    Of the pairs that make one token at most one ever meets in a text, so their order among themselves is free. A chain of ever
-    longer tokens has as many pairs as bytes in each of them, so their total length is limited."""
+    Of the pairs that make one token at most one ever meets in a text, so their order among themselves is free. In a chain of
+    ever longer tokens each byte of a token is the place of a pair, so the total length of the pairs is limited."""
     characters = {token: to_characters(token) for token in ranks}
     merges, room = [], MAX_MERGES
     for token in sorted(ranks, key=ranks.__getitem__):

@@ -1,7 +1,7 @@
-"""Text to token ids and back, by the folder's tokenizer.json or tiktoken.model; a folder without either works with token lists.
+"""Text to token ids and back, by the folder's tokenizer.json or tiktoken.model; a folder without either works with token ids.
 
 Control tokens are the added tokens, special or not; what a user types never becomes one unless that is requested. A file of a
-form that we do not know works in a process of its own (`guard.py`). Knows nothing of JAX."""
+form that we do not know works in a process of its own (`guard.py`). No JAX here."""
 
 import json
 import re
@@ -93,18 +93,19 @@ class Tokenizer:
         content = parse_json(_content(path, MAX_TOKENIZER), path.name)
         known = forms.known(content)
         with refusing(BadFile(f"{path.name} is refused by the tokenizers library")):
+            text = json.dumps(content)
             model = tokenizers.Tokenizer.from_str(json.dumps(known or forms.inert(content)))
         _check_added(model, content, path.name)
         if known:
             return cls(model, None)
         controls = [token.content for token in model.get_added_tokens_decoder().values() if _is_control(token)]
-        return cls(model, None, Guard(json.dumps(content), path.name, controls))
+        return cls(model, None, Guard(text, path.name, controls))
 
     def encode(self, text: str, bos: bool = True, control: bool = False) -> list[int]:
         """Token ids of `text`, the model's BOS token once in front if `bos`.
 
-        Control tokens in `text` are plain text, or control tokens if `control`. Raises BadRequest for what is no text, not valid
-        Unicode or longer than MAX_TEXT."""
+        Control tokens in `text` are plain text, or control tokens if `control`. Raises BadRequest for what is not text, not
+        valid Unicode or longer than MAX_TEXT."""
         check_text(text)
         ids = self._with_control(text) if control else self._plain(text)
         return self.with_bos(ids) if bos else ids
@@ -138,7 +139,7 @@ class Tokenizer:
         ids = self.codec.encode(text)
         if forged := set(ids).intersection(self.control.values()):
             names = ", ".join(printable(self._added[i]) for i in sorted(forged)[:5])
-            raise BadRequest("the text holds something this tokenizer can only write as a control token", f"that is {names}")
+            raise BadRequest("the text has a part that this tokenizer can only write as a control token", f"that is {names}")
         return ids
 
     def _with_control(self, text: str) -> list[int]:
@@ -149,18 +150,18 @@ class Tokenizer:
         return ids + self._plain(text[end:])
 
     def _bos_id(self, settings: dict, default: int | None) -> int | None:
-        """BOS if tokenizer_config.json wants it or, where that says nothing, if the tokenizer itself puts it in front."""
+        """BOS if tokenizer_config.json asks for it or, if that says nothing, if the tokenizer itself puts it in front."""
         named = settings.get("bos_token")
         named = named.get("content") if isinstance(named, dict) else named
         bos = self.model.token_to_id(named) if isinstance(named, str) else default
         wanted = settings.get("add_bos_token")
         if wanted and bos is None:
-            raise BadFile("tokenizer_config.json wants a BOS token that the tokenizer lacks", f"it names {shown(named)}")
+            raise BadFile("tokenizer_config.json asks for a BOS token that the tokenizer lacks", f"it names {shown(named)}")
         return bos if wanted or (wanted is None and self.codec.begins == [bos]) else None
 
 
 def check_text(text: Any):
-    """Raises BadRequest for what is no text, too long, or holds half of a surrogate pair or a byte that was no UTF-8."""
+    """Raises BadRequest for what is not text, is too long, or has half of a surrogate pair or a byte that was not UTF-8."""
     if not isinstance(text, str):
         raise BadRequest("a prompt or message is not text", f"found {type(text).__name__}")
     try:
@@ -202,12 +203,12 @@ def _pattern_of(controls: Iterable[tokenizers.AddedToken]) -> re.Pattern[str]:
 def _pattern(token: tokenizers.AddedToken) -> str:
     word = re.escape(token.content)
     word = rf"(?<!\w){word}(?!\w)" if token.single_word else word
-    blanks = r"(?:(?<!\s)\s++)?"  # looked for where a run of them begins: a long one takes linear time
+    blanks = r"(?:(?<!\s)\s++)?"  # matched only from where a run of them begins, so that a long one takes linear time
     return (blanks if token.lstrip else "") + word + (r"\s*+" if token.rstrip else "")
 
 
 def _content(path: Path, limit: int) -> bytes:
-    if not path.is_file():  # opening a pipe would wait for ever
+    if not path.is_file():  # opening a pipe would block
         raise BadFile(f"{path.name} is not a regular file", str(path))
     if path.stat().st_size > limit:
         raise BadFile(f"{path.name} is too large", f"found {path.stat().st_size:,} bytes, the limit is {limit:,}")

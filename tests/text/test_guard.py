@@ -179,6 +179,15 @@ def test_what_multiplies_text_or_never_ends_is_ended_and_the_next_text_is_encode
     assert len(tokenizer.encode("bc")) == 2
 
 
+@pytest.mark.parametrize("key", ["normalizer", "pre_tokenizer", "decoder", "model", "unheard"])
+def test_what_is_nested_too_deeply_is_refused(tmp_path, key):
+    nested = '{"type": "Sequence", "normalizers": [' * 450 + "]}" * 450
+    text = json.dumps(json.loads(byte_level().to_str()) | {key: 12345}).replace("12345", nested)
+    (tmp_path / "tokenizer.json").write_text(text)
+    with contextlib.suppress(BadFile):  # what the library leaves unread is harmless
+        Tokenizer.from_folder(tmp_path, 600, None)
+
+
 def test_what_the_library_cannot_load_in_time_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(guard, "START_SECONDS", 0.001)
     with pytest.raises(BadFile, match=r"tokenizer\.json is refused.*\n.*more than 0 seconds"):
