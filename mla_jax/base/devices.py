@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mla_jax.base import roofline
 from mla_jax.base.axes import MESH_AXES
+from mla_jax.base.platforms import default_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Devices:
 
     @staticmethod
     def default(figures: roofline.Device | None = None) -> "Devices":
-        """JAX's first device; `figures` None takes those of the table."""
-        first = jax.devices()[0]
+        """JAX's first device; `figures` None takes those of the table. Raises Unsupported if JAX cannot start."""
+        first = default_device()
         mesh = Mesh(np.array([first]).reshape(1, 1), MESH_AXES)
         return Devices(mesh, figures or roofline.device(first.device_kind, first.platform))
 

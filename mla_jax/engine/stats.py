@@ -39,10 +39,12 @@ class Stats:
         return (self.generated_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 and self.generated_tokens > 1 else 0.0
 
 
-def peak_bytes() -> int:
-    """The most memory held so far: the device's, or on a CPU the process's."""
-    held = jax.devices()[0].memory_stats() or {}
-    return held.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak_bytes() -> int | None:
+    """The most memory used so far: the device's, or on a CPU the process's. None where the device does not say."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return (device.memory_stats() or {}).get("peak_bytes_in_use") or None
 
 
 class Stopwatch:

@@ -29,7 +29,9 @@ class Guard:
 
     def __init__(self, content: str, name: str, controls: list[str]):
         """Raises BadFile if it cannot be loaded within the limits."""
-        path = [str(Path(importlib.util.find_spec("tokenizers").origin).parent.parent)]
+        found = importlib.util.find_spec("tokenizers")
+        assert found is not None and found.origin is not None
+        path = [str(Path(found.origin).parent.parent)]
         start = {"path": path, "tokenizer": content, "controls": controls, "memory": MEMORY, "output": OUTPUT}
         self.name, self._start = name, json.dumps(start).encode() + b"\n"
         self._lock, self._process, self._owner = threading.Lock(), None, 0

@@ -107,6 +107,6 @@ def test_the_demo_model_loses_little_and_says_so():
 def test_what_holds_no_such_latents_refuses():
     with pytest.raises(Unsupported, match="heads, not latents"):
         LLM(attention="naive", kv_cache="fp8")
-    with pytest.raises(BadRequest, match="kv_cache int7 is not known"):
+    with pytest.raises(BadRequest, match="kv_cache is 'int7'"):
         LLM(kv_cache="int7")
     assert "latent has 16" in (fp8_latent.why_not(dataclasses.replace(CONFIG, kv_lora_rank=16), "auto") or "")
