@@ -30,7 +30,8 @@ class Guard:
     def __init__(self, content: str, name: str, controls: list[str]):
         """Raises BadFile if it cannot be loaded within the limits."""
         found = importlib.util.find_spec("tokenizers")
-        assert found is not None and found.origin is not None
+        assert found is not None
+        assert found.origin is not None
         path = [str(Path(found.origin).parent.parent)]
         start = {"path": path, "tokenizer": content, "controls": controls, "memory": MEMORY, "output": OUTPUT}
         self.name, self._start = name, json.dumps(start).encode() + b"\n"

@@ -21,6 +21,7 @@ from mla_jax.text.tokenizer_process import read_as_text
 
 MAX_TOKENIZER = 64 << 20
 MAX_TOKENIZER_CONFIG = 16 << 20
+MAX_CONTROLS = 10_000  # the time to find them in a text grows with their number
 MAX_TEXT = 8 << 20  # bytes; a million tokens are about half of it
 
 
@@ -29,8 +30,9 @@ class InProcess:
 
     def __init__(self, model: tokenizers.Tokenizer, controls: list[str]):
         self.model = model
-        self.begins: list[int] = model.encode("", add_special_tokens=True).ids[:1]
         read_as_text(model, controls)
+        with refusing(BadFile("the tokenizer cannot encode an empty text")):
+            self.begins: list[int] = model.encode("", add_special_tokens=True).ids[:1]
 
     def encode(self, text: str) -> list[int]:
         with refusing(BadRequest("the tokenizer cannot encode the text")):
@@ -64,6 +66,8 @@ class Tokenizer:
         self._added = {i: token.content for i, token in added.items()}
         controls = {i: token for i, token in added.items() if _is_control(token)}
         self.control = {token.content: i for i, token in controls.items()}
+        if len(controls) > MAX_CONTROLS:
+            raise BadFile(f"the tokenizer has {len(controls):,} control tokens", f"the limit is {MAX_CONTROLS:,}")
         self.control_pattern = _pattern_of(controls.values())
         self.byte_level = isinstance(model.decoder, decoders.ByteLevel)
         self.codec = codec or InProcess(model, [*self.control])

@@ -26,8 +26,8 @@ def _open(start: dict, tasks: dict[str, Callable]) -> dict:
     import tokenizers
 
     model = tokenizers.Tokenizer.from_str(start["tokenizer"])
-    begins = model.encode("", add_special_tokens=True).ids[:1]
     read_as_text(model, start["controls"])
+    begins = model.encode("", add_special_tokens=True).ids[:1]
     tasks["encode"] = lambda text: {"ids": model.encode(text, add_special_tokens=False).ids}
     tasks["decode"] = lambda ids: {"text": model.decode(ids, skip_special_tokens=False)}
     return {"begins": begins}
