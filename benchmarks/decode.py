@@ -29,7 +29,7 @@ from mla_jax.base.batch import Batch
 from mla_jax.decode.loop import Programs, State
 from mla_jax.decode.sampling import Sampling
 from mla_jax.model.dispatch import Dispatch
-from mla_jax.model.moe import HostExperts
+from mla_jax.offload.experts import HostExperts
 
 HELD, STEPS = 4096, 32
 BARS = {1: 169, 8: 385, 64: 2120}

@@ -21,8 +21,9 @@ from convert.write import Stopped, interrupts, lock, refusal, write_others
 from mla_jax.base import axes, qtensor
 from mla_jax.base.errors import BadFile, DoesNotFit, Unsupported
 from mla_jax.base.files import read_json
+from mla_jax.weights.fill import PLAIN
 from mla_jax.weights.hf_names import HF, SCALE
-from mla_jax.weights.load import PLAIN, Checkpoint
+from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.names import Origin, value_half
 from mla_jax.weights.orbax_store import BATCH, refuse_foreign, writing
 from mla_jax.weights.plan import available, gib

@@ -14,7 +14,8 @@ import numpy as np
 from mla_jax.base import axes, gguf_blocks, qtensor
 from mla_jax.base.qtensor import QTensor
 from mla_jax.weights import orbax_names
-from mla_jax.weights.load import PLAIN, Checkpoint
+from mla_jax.weights.fill import PLAIN
+from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.names import Origin, PartOf, Piece, first_half, second_half, whole
 from mla_jax.weights.quantize import quantize
 from mla_jax.weights.safetensors import DTYPES

@@ -1,7 +1,6 @@
 """The command line as users meet it: what goes to stdout and stderr, exit codes, pipes."""
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -10,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compiling
 import pytest
 import tokenizers
 from flax import nnx
@@ -40,14 +40,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory) -> dict[str, str]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    return {
-        **os.environ,
-        "JAX_COMPILATION_CACHE_DIR": cache,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONIOENCODING": "utf-8",
-    }
+def environment() -> dict[str, str]:
+    return compiling.as_users() | {"PYTHONIOENCODING": "utf-8"}
 
 
 @pytest.fixture

@@ -92,9 +92,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         kept = self.folder / "recipe.json"
         if kept.exists() and json.loads(kept.read_text()) != asdict(recipe):
-            raise SystemExit(
-                f"error: {self.folder} was started with another recipe\n  resume that one, or delete the folder"
-            )
+            raise SystemExit(f"error: {self.folder} was started with another recipe\n  resume that one, or delete the folder")
         kept.write_text(json.dumps(asdict(recipe), indent=1) + "\n")
         self.checkpoints = ocp.CheckpointManager(self.folder / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=1))
 

@@ -125,11 +125,9 @@ private:
         threads.run(count, call<Step>, this);
     }
 
-    // Subtasks are a group of rows by some neighbouring panels: with many rows as many as should share them, with few as many as
-    // fit the L2, fewer where some thread would stay idle. Those of a node's share of the panels, of all experts, come before
-    // those of the next one's. On one node an expert's rows are laid out, multiplied and multiplied again mostly by one thread:
-    // lines that all cores have read take three times as long to be written anew. In every thread's own memory, from tokens packed
-    // once each, they were 2 to 4 % faster on two cores, 3 to 5 % slower on sixteen, and 16 % where all rows chose the same experts.
+    // A subtask is a group of rows by some neighbouring panels: with many rows as many as should share them, with few as many as
+    // fit the L2, fewer where a thread would stay idle. Subtasks of one NUMA node's panels, of all experts, come before those of the
+    // next. On one node an expert's rows are packed and multiplied mostly by one thread (docs/design/cpu_experts.md says why).
     template <void (Forward::*Step)(int, int)>
     void multiply_round(Threads& threads, int panels, size_t panel_bytes) {
         panels_ = panels;

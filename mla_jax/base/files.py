@@ -44,7 +44,7 @@ def within(folder: Path, name: str) -> Path:
     return path
 
 
-HOST_RATES, DEVICE_RATES = "host.json", "device.json"  # in the cache folder: what weights/measure.py found
+HOST_RATES, DEVICE_RATES = "host.json", "device.json"  # in the cache folder: measured rates
 
 
 def cache_folder() -> Path | None:

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 from mla_jax.base.batch import Batch
 from mla_jax.cache.latent import Cache
 from mla_jax.decode.sampling import OUTPUT, PROMPT, Sampling, choose
-from mla_jax.model.moe import check_host
 from mla_jax.model.transformer import Transformer
+from mla_jax.offload import experts
 
 
 @jax.tree_util.register_dataclass
@@ -195,4 +195,4 @@ class Programs:
     def check(self) -> None:
         """Raises what went wrong with experts on the host: programs of a GPU run on when a call fails, with NaN."""
         if self._calls_host:
-            check_host()
+            experts.check()

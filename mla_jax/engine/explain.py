@@ -3,7 +3,7 @@
 from mla_jax.base import roofline
 from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.transformer import Transformer
-from mla_jax.weights.placement import Placement
+from mla_jax.offload.place import Placement
 from mla_jax.weights.plan import gib
 
 
@@ -30,7 +30,7 @@ def explain(model: Transformer, formats: dict[str, int], context: int, placed: P
     lines.append(f"on a long prefix, rebuilding heads takes fewer FLOPs from {roofline.break_even(config):.0f} new tokens")
     if config.n_routed_experts:
         lines.append(_experts(model, prompt, placed) + (f": {placed.why}" if placed else ""))
-    lines += placed.lines if placed else ()
+    lines += placed.lines() if placed else ()
     if model.mtp:
         lines.append(f"MTP layers loaded: {len(model.mtp)}; decoding does not draft with them yet")
     return lines
@@ -43,14 +43,15 @@ def _experts(model: Transformer, prompt: int, placed: Placement | None) -> str:
     further = placed is not None and any(layer >= layers for layer in placed.host)
     if not on_host:
         return "experts: " + "those of MTP's layers on the CPU, which decoding does not run; " * further + on_device
-    deferred = f", {model.defer} of a token's a layer later" if model.defer else ""
+    deferred = f", {model.dispatch.defer} of a token's a layer later" if model.dispatch.defer else ""
     some = f"{len(on_host)} layer{'s' * (len(on_host) > 1)}" + " and of MTP's" * further
     some = "all layers" if on_host.keys() >= {i for i in range(layers) if model.config.is_moe(i)} else some
-    if model.stream:
-        by = _backend(model, model.stream, "streamed")
-        deferred += f", with {model.stream:,} tokens or more brought to the device, by {by}"
-    if model.hot:
-        deferred += f", {model.hot:,} of them on the device, too, by {_backend(model, 1, 'hot')} for one token"
+    if model.dispatch.stream:
+        by = _backend(model, model.dispatch.stream, "streamed")
+        deferred += f", with {model.dispatch.stream:,} tokens or more brought to the device, by {by}"
+    if model.replicated:
+        by = _backend(model, 1, "replicated")
+        deferred += f", {model.replicated:,} of them replicated on the device, by {by} for one token"
     return f"experts: those of {some} on the CPU{deferred}" + (f"; {on_device}" if some != "all layers" else "")
 
 

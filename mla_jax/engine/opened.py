@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 
+from mla_jax.base import device_rates
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, Unsupported
 from mla_jax.base.files import cache_folder
@@ -17,12 +18,13 @@ from mla_jax.engine.text import Text, open_text
 from mla_jax.model import fp8_latent
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.transformer import Transformer
-from mla_jax.weights import measure
+from mla_jax.offload import calibrate, library
+from mla_jax.offload.place import Placement, place
+from mla_jax.offload.routing import Routing
+from mla_jax.weights.figures import figures
 from mla_jax.weights.hub import resolve
 from mla_jax.weights.load import Checkpoint, Progress
-from mla_jax.weights.placement import Placement, place
 from mla_jax.weights.plan import Plan, plan
-from mla_jax.weights.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Opened:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user of the folder should know."""
-        return (*self.config.notes, *self.text.notes)
+        return (*self.config.notes, *self.text.notes, *library.notes(self.placement.host))
 
     def routing(self) -> Routing | None:
         """The counts of chosen experts to add to; their file is written at once, for that must not fail after the work."""
@@ -69,11 +71,12 @@ class Opened:
     def load(self, progress: Progress | None = None) -> Transformer:
         """The model with its weights, on the device."""
         folder = self.options.experts.host_folder
-        return self.checkpoint.read(progress, None if folder is None else Path(folder))
+        return self.checkpoint.load(self.placement, progress, None if folder is None else Path(folder))
 
     def explain(self) -> list[str]:
         """What runs where, and why, in words; from shapes alone."""
-        return explain(self.checkpoint.abstract, self.checkpoint.formats(), self.plan.context, self.placement)
+        model, formats = self.checkpoint.model(self.placement), self.checkpoint.formats(self.placement)
+        return explain(model, formats, self.plan.context, self.placement)
 
 
 def open_model(options: Options) -> Opened:
@@ -88,14 +91,14 @@ def open_model(options: Options) -> Opened:
     context = check_context(options.model.context, checkpoint.config.max_position_embeddings)
     text = open_text(checkpoint.source)
     placement = _place(checkpoint, options)
-    return Opened(options, checkpoint, placement, plan(checkpoint, context, options.memory.batch), text)
+    return Opened(options, checkpoint, placement, plan(checkpoint, context, options.memory.batch, placement), text)
 
 
 def _checkpoint(options: Options) -> Checkpoint:
     """The headers of the model's files."""
     attention, kv_cache = options.attention.attention, options.attention.kv_cache
     experts = "auto" if options.experts.experts == "host" else options.experts.experts
-    dispatch = Dispatch(attention, experts, kv_cache, measure.device())
+    dispatch = Dispatch(attention, experts, kv_cache, device_rates.device())
     checkpoint = Checkpoint(resolve(options.model.model), dispatch=dispatch, dtype=options.model.dtype)
     if kv_cache == "fp8" and (reason := fp8_latent.why_not(checkpoint.config, attention)):
         raise Unsupported('kv_cache "fp8" is not available for this model', reason)
@@ -103,8 +106,9 @@ def _checkpoint(options: Options) -> Checkpoint:
 
 
 def _place(checkpoint: Checkpoint, options: Options) -> Placement:
-    """Decides which layers' experts the CPU computes; the checkpoint then reads them to its memory."""
-    return place(checkpoint, options.experts, options.model.context, options.memory.batch)
+    """Decides which layers' experts the CPU computes, by the sizes of this model and the rates of this machine."""
+    sizes = figures(checkpoint, options.experts, options.model.context, options.memory.batch)
+    return place(options.experts, sizes, calibrate.host)
 
 
 def check_context(context: int | None, longest: int) -> int:

@@ -18,8 +18,7 @@ from mla_jax.base.qtensor import QTensor
 from mla_jax.cache import latent
 from mla_jax.model import fp8_latent, mla, moe, ops
 from mla_jax.model.kernel_attention import KERNELS
-from mla_jax.model.moe import BACKENDS, pick_backend
-from mla_jax.model.stream import CHUNK
+from mla_jax.model.moe import BACKENDS, ExpertPlan, pick_backend
 
 if TYPE_CHECKING:
     from mla_jax.model.transformer import Transformer
@@ -36,17 +35,22 @@ class StepPlan(NamedTuple):
 
     form: mla.Form
     shared: Any  # what `form.prepare` made of the batch and the cache, for all layers
-    experts: moe.How
+    experts: ExpertPlan
 
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """`attention` is one of ATTENTION, `experts` a backend or "auto", `kv_cache` "auto" or "fp8" (latents in E4M3)."""
+    """`attention` is one of ATTENTION, `experts` a backend or "auto", `kv_cache` "auto" or "fp8" (latents in E4M3).
+
+    The last two are for layers whose experts the CPU holds: `defer` experts of each token are added one layer later while few
+    tokens are new, and steps of at least `stream` tokens (0: none) copy the experts to the device."""
 
     attention: str = "auto"
     experts: str = "auto"
     kv_cache: str = "auto"
     device: roofline.Device = roofline.DEVICES["cpu"]
+    defer: int = 0
+    stream: int = 0
 
     def step(self, model: "Transformer", batch: Batch, layer: latent.Layer | None) -> StepPlan:
         """The plan for a step on this batch; `layer` is any layer of the cache before it, None without a cache."""
@@ -97,25 +101,25 @@ class Dispatch:
 
         Larger where experts are copied from the host for each chunk and a kernel writes no scores."""
         chunk = roofline.chunk_tokens(model.config, rows, slots, scores)
-        if not model.stream:
+        if not self.stream:
             return chunk
-        most = max(CHUNK // rows, 1)
+        most = max(roofline.STREAMED // rows, 1)
         form = self.form_name(model, rows, most, slots)
         kernel = self.attention_kernel(model, form, rows, most, slots)
         return chunk if kernel == "xla" else max(chunk, most)
 
-    def _expert_plan(self, model: "Transformer", rows: int, new: int) -> moe.How:
+    def _expert_plan(self, model: "Transformer", rows: int, new: int) -> ExpertPlan:
         tokens = rows * new
-        streams, replicates = 0 < model.stream <= tokens, model.hot > 0
-        return moe.How(
+        streams, replicates = 0 < self.stream <= tokens, model.replicated > 0
+        return ExpertPlan(
             BACKENDS[self.backend_name(model, tokens)],
-            model.defer if new <= roofline.FEW else 0,
+            self.defer if new <= roofline.FEW else 0,
             BACKENDS[self.backend_name(model, tokens, "streamed")] if streams else None,
-            BACKENDS[self.backend_name(model, tokens, "hot")] if replicates else None,
+            BACKENDS[self.backend_name(model, tokens, "replicated")] if replicates else None,
         )
 
     def backend_name(self, model: "Transformer", tokens: int, where: str = "device") -> str:
-        """The expert backend for `tokens` tokens, of experts on the "device", "streamed" to it, or "hot" ones."""
+        """The expert backend for `tokens` tokens, of experts on the "device", "streamed" to it, or "replicated" there."""
         if self.experts != "auto":
             return self.experts
         config = model.config
@@ -123,7 +127,7 @@ class Dispatch:
         stacks = model.stacks(where)
         packed = [w for w in stacks if isinstance(w, QTensor)] if where != "streamed" else []
         unpacked = max((prod(w.shape) * model.dtype.itemsize for w in packed), default=0)
-        if where == "hot":
+        if where == "replicated":
             experts = max(w.shape[0] for w in stacks)
         kernel = self.expert_kernel(model, tokens, where) != "xla"
         return pick_backend(self.device.platform, pairs, experts, unpacked, kernel)

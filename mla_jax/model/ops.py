@@ -28,12 +28,14 @@ def parameter(
     mean: float = 0.0,
     exact: bool = False,
     packs: bool = True,
+    role: str | None = None,
 ) -> nnx.Param:
     """A random weight whose shape follows from the names of its axes.
 
-    `exact` ones stay float32 in a bfloat16 model; those that `pack` stay quantised, as QTensors, if a checkpoint has them so."""
+    `exact` ones stay float32 in a bfloat16 model; those that `pack` stay quantised, as QTensors, if a checkpoint has them so.
+    The `role` "expert" marks weights of routed experts."""
     value = mean + scale * jax.random.normal(rngs.params(), logical.shape(config, axes))
-    return nnx.Param(value, axes=axes, exact=exact, packs=packs and len(axes) > 1)
+    return nnx.Param(value, axes=axes, exact=exact, packs=packs and len(axes) > 1, role=role)
 
 
 def norm_weight(config: Config, rngs: nnx.Rngs, axis: str) -> nnx.Param:
@@ -248,7 +250,8 @@ def quantize_latent(c_kv: Float[Array, "B S R"]) -> tuple[Array, Float[Array, "B
     """Codes in E4M3 and a scale, a power of two, per `fp8_group()` numbers."""
     from pallas_kernels.fp8 import quantize_cache
 
-    return tuple(quantize_cache(c_kv))
+    codes, scales = quantize_cache(c_kv)
+    return codes, scales
 
 
 def dequantize_latent(codes: Array, scales: Float[Array, "B S groups"], dtype: jnp.dtype) -> Float[Array, "B S R"]:

@@ -2,20 +2,19 @@
 
 Prefill, a chunk of a prompt on top of a cached prefix, and decode are this one forward; they differ in batch and cache."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mla_jax.base import qtensor
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.cache import latent
 from mla_jax.model.dispatch import Dispatch, StepPlan
 from mla_jax.model.mla import MLA
-from mla_jax.model.moe import MLP, Experts, HostExperts, MoE, settle
+from mla_jax.model.moe import MLP, Experts, MoE, settle
 from mla_jax.model.mtp import MTP
 from mla_jax.model.ops import entries, linear, norm_weight, parameter, rms_norm
 
@@ -43,9 +42,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """An MLA model: its weights and the forward pass. `dispatch` chooses how each step computes.
-
-    `defer` experts of each token are added a layer later while few tokens are new, where a layer's experts are on the host."""
+    """An MLA model: its weights and the forward pass. `dispatch` chooses how each step computes."""
 
     def __init__(
         self,
@@ -54,9 +51,8 @@ class Transformer(nnx.Module):
         *,
         dispatch: Dispatch = Dispatch(),  # noqa: B008  (frozen)
         mtp: bool = False,
-        defer: int = 0,
     ):
-        self.config, self.dispatch, self.defer = config, dispatch, defer
+        self.config, self.dispatch = config, dispatch
         self.embed = parameter(config, rngs, "vocab", "model")
         self.layers = nnx.List([Block(config, rngs, i) for i in range(config.num_hidden_layers)])
         self.norm = norm_weight(config, rngs, "model")
@@ -122,40 +118,21 @@ class Transformer(nnx.Module):
         token = jax.eval_shape(self.dispatch.cached().remembers, *shapes, up)
         return latent.init(token, config.num_hidden_layers if layers is None else layers, rows, slots)
 
+    def blocks(self) -> list[Block]:
+        """All layers, MTP's after the model's."""
+        return [*self.layers, *(cast(Block, further.block) for further in self.mtp)]
+
     def on_host(self) -> dict[int, Any]:
-        """The `cpu_experts.Experts` of each layer whose routed experts lie on the host."""
+        """The packed experts of each layer whose routed experts the CPU computes."""
         found = {i: block.mlp.experts for i, block in enumerate(self.layers) if isinstance(block.mlp, MoE)}
-        return {i: experts.layer for i, experts in found.items() if isinstance(experts, HostExperts)}
+        return {i: experts.layer for i, experts in found.items() if not isinstance(experts, Experts)}
 
     @property
-    def stream(self) -> int:
-        """Tokens of a step from which experts on the host are computed on the device; 0 for never."""
-        return next((experts.stream for experts in self._on_host()), 0)
-
-    @property
-    def hot(self) -> int:
-        """Experts that lie on the host and on the device, too."""
-        return sum(e.hot.count for e in self._on_host() if e.hot is not None)
+    def replicated(self) -> int:
+        """Experts that the CPU holds and that have a replica on the device."""
+        return sum(gate.shape[0] for gate in self.stacks("replicated")[::2])
 
     def stacks(self, where: str) -> list[Any]:
-        """Gate and down, or their shapes, of each layer with experts on the "device" alone, "hot" ones, or "streamed" ones."""
-        if where == "streamed":
-            return self._streamed_stacks()
-        held = (e.hot for e in self._on_host()) if where == "hot" else (e for e in self._experts() if isinstance(e, Experts))
-        return [w.get_value() for e in held if e is not None for w in (e.gate, e.down)]
-
-    def _streamed_stacks(self) -> list[Any]:
-        """Stacks of the host's experts as they come to the device: FP8 stays packed, all else is unpacked whole."""
-        c = self.config
-        count, width = c.n_routed_experts or 0, c.moe_intermediate_size or 0
-        packed = any(getattr(experts.layer, "precision", None) == "fp8_block" for experts in self._on_host())
-        shapes = (count, width, c.hidden_size), (count, c.hidden_size, width)
-        return [qtensor.abstract("fp8_block", s) if packed else jax.ShapeDtypeStruct(s, self.dtype) for s in shapes]
-
-    def _on_host(self) -> list[HostExperts]:
-        blocks = [*self.layers, *(further.block for further in self.mtp)]
-        experts = (block.mlp.experts for block in blocks if isinstance(block.mlp, MoE))
-        return [e for e in experts if isinstance(e, HostExperts)]
-
-    def _experts(self) -> list[Experts | HostExperts]:
-        return [block.mlp.experts for block in self.layers if isinstance(block.mlp, MoE)]
+        """gate and down, or their shapes, of each layer whose experts are on the "device", "replicated" or "streamed"."""
+        experts = (block.mlp.experts for block in self.blocks() if isinstance(block.mlp, MoE))
+        return [w for each in experts for w in each.stacks(self.dtype).get(where, ())]

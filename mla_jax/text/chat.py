@@ -15,7 +15,7 @@ from typing import Any
 from mla_jax.base.errors import BadRequest, BadTemplate, printable, shown
 from mla_jax.base.files import read_json
 from mla_jax.text.injection import Disguise
-from mla_jax.text.tokenizer import MAX_TOKENIZER_CONFIG, Tokenizer, check_unicode
+from mla_jax.text.tokenizer import MAX_TOKENIZER_CONFIG, Tokenizer, check_text
 
 MAX_TEMPLATE = 1 << 20
 LIMITS = {"seconds": 2, "memory": 256 << 20, "output": 16 << 20}
@@ -105,7 +105,7 @@ def checked(messages: Any, tokenizer: Tokenizer) -> list[Message]:
     for at, message in enumerate(messages):
         _check_shape(at, message)
         _check_role(at, message["role"], tokenizer)
-        check_unicode(message["content"])
+        check_text(message["content"])
     return [dict(message) for message in messages]
 
 
@@ -120,7 +120,7 @@ def _check_shape(at: int, message: Any):
 
 
 def _check_role(at: int, role: str, tokenizer: Tokenizer):
-    check_unicode(role)
+    check_text(role)
     if role in ROLES:
         return
     if not role.strip() or any(role in text or text in role for text in tokenizer.control):

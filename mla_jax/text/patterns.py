@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from mla_jax.text import tiktoken_model
 
-# Blanks at the end of a line that `[\r\n]` has cut off. The release has \s+$, which takes quadratic time for a run of blanks in the
-# line: from each of them it looks for the end. This one looks only from where a run begins, and finds the same.
+# Blanks at the end of a line, whose end `[\r\n]` has cut off. The release has \s+$, which takes quadratic time for blanks within
+# the line: it looks for the end from each of them. This one looks only from where a run of blanks begins, and finds the same.
 BLANKS_AT_THE_END, SLOW_BLANKS_AT_THE_END = r"(?<!\s)\s++$", r"\s+$"
 LINE_ENDS = r"[\r\n]"
 
@@ -104,3 +104,6 @@ KNOWN = {
     "kanana2": _GPT4O,
     "default": Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
+
+# Every pattern of these families: none takes more than linear time, whatever the text.
+PATTERNS = frozenset(pattern for pre in KNOWN.values() for pattern in pre.patterns)

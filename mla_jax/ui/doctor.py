@@ -9,8 +9,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from mla_jax.base.errors import Unsupported
 from mla_jax.base.files import DEVICE_RATES, HOST_RATES, cache_folder
-from mla_jax.weights.limits import cores
+from mla_jax.base.limits import cores
+from mla_jax.offload import library
 
 NEEDED = (
     "jax",
@@ -55,19 +57,14 @@ def shadows(folder: Path) -> list[tuple[str, Path]]:
 
 
 def experts_on_the_cpu() -> str:
-    """Whether the libraries are built, and which instructions they use.
-
-    `cpu_experts.ffi.why_not` would import JAX, which may be hidden or broken. So the library is opened here instead."""
-    import cpu_experts
-    from cpu_experts.library import load_ffi
-
+    """Whether the libraries are built, and what they compute by."""
     try:
-        found = cpu_experts.isa()
-    except cpu_experts.Unsupported as e:
+        found = library.instructions()
+    except Unsupported as e:
         return f"experts on the CPU: not available, {e}"
     try:
-        load_ffi()
-    except cpu_experts.Unsupported as e:
+        library.refuse_without_programs()
+    except Unsupported as e:
         return f"experts on the CPU: {found}, but not available to models, {e}"
     return f"experts on the CPU: {found}"
 

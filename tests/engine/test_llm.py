@@ -17,7 +17,6 @@ from models import FAMILIES, tensors, write
 from pairs import WORDS, pairs_tokenizer
 
 from mla_jax import LLM, SamplingParams
-from mla_jax.base import roofline
 from mla_jax.base.batch import Batch as LayerBatch
 from mla_jax.base.batch import bucket
 from mla_jax.base.errors import BadConfig, BadRequest, MlaJaxError
@@ -25,8 +24,9 @@ from mla_jax.cache.latent import slots_for
 from mla_jax.engine import llm as engine
 from mla_jax.engine import opened
 from mla_jax.engine import text as reading
-from mla_jax.weights import measure
-from mla_jax.weights.routing import Routing
+from mla_jax.offload import calibrate
+from mla_jax.offload.cost import HostRates
+from mla_jax.offload.routing import Routing
 
 PROMPTS = [[5, 6, 7], [20], [33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43], [50, 51, 52, 53, 54, 55]]
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -488,10 +488,12 @@ def test_slots_are_few_different_numbers_and_never_far_too_many(tokens, slots):
 
 # experts on the CPU
 
+RATES = HostRates("a CPU", 1e11, 1e12, 2e-5, 5e10)
+
 
 @pytest.mark.usefixtures("host_library")
 def test_experts_on_the_host_answer_as_those_on_the_device_do(llm, folder, monkeypatch):
-    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 2e-5, 5e10))
+    monkeypatch.setattr(calibrate, "host", lambda *formats: RATES)
     on_host = LLM(folder, experts="host")
     outputs = on_host.generate(PROMPTS, GREEDY)
     ids = [output.token_ids for output in outputs]
@@ -506,8 +508,18 @@ def test_experts_on_the_host_answer_as_those_on_the_device_do(llm, folder, monke
 
 
 @pytest.mark.usefixtures("host_library")
-def test_experts_that_are_chosen_most_are_counted_and_then_lie_on_the_device_too(llm, folder, monkeypatch, tmp_path):
+def test_a_slow_processor_is_a_note_where_experts_are_on_the_host(llm, folder, monkeypatch):
     monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 2e-5, 5e10))
+    monkeypatch.setattr("cpu_experts.isa", lambda: "avx2")
+    slow = "experts on this CPU are computed by avx2: slower than by AVX-512 or AMX"
+    assert slow in (on_host := LLM(folder, experts="host")).notes
+    assert f"note: {slow}" in on_host.explain()
+    assert slow not in llm.notes
+
+
+@pytest.mark.usefixtures("host_library")
+def test_experts_that_are_chosen_most_are_counted_and_then_lie_on_the_device_too(llm, folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(calibrate, "host", lambda *formats: RATES)
     path, config = tmp_path / "routing.json", llm.config
     counting = LLM(folder, routing_stats=path)
     outputs = counting.generate(PROMPTS[:2], GREEDY)
@@ -522,9 +534,9 @@ def test_experts_that_are_chosen_most_are_counted_and_then_lie_on_the_device_too
     before = Routing.open(path, config)
     assert before.tokens > expected.sum() // 3
     split = LLM(folder, experts="host", routing_stats=path, device_experts=3)
-    (ids,) = (e.hot.place[...] for e in split.model._on_host())
+    ids = split.model.layers[1].mlp.experts.replicated.place[...]
     assert sorted(np.flatnonzero(ids[:-1] < 3)) == sorted(np.argsort(-before.counts[0], kind="stable")[:3])
-    assert re.search(r"3 of 8 experts of these layers lie on the device, too, which get \d+ % of the tokens", split.explain())
+    assert re.search(r"3 of 8 experts of these layers are replicated on the device: \d+% of the tokens' choices", split.explain())
     found, exact = (x.logits([PROMPTS[2]])[0] for x in (split, llm))
     assert np.abs(found - exact).max() < 0.05 * exact.std()
     tokens = split.generate([PROMPTS[2]], GREEDY)[0].token_ids
@@ -545,7 +557,7 @@ def test_statistics_that_cannot_be_written_stop_the_start_and_no_answer(folder, 
 
 @pytest.mark.usefixtures("host_library")
 def test_prompts_bring_experts_of_the_host_to_the_device_if_asked(llm, folder, monkeypatch):
-    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 2e-5, 5e10))
+    monkeypatch.setattr(calibrate, "host", lambda *formats: RATES)
     brought = LLM(folder, experts="host", stream_tokens=16)
     assert "on the CPU, with 16 tokens or more brought to the device, by loop: as asked" in brought.explain()
     ids = list(range(20))

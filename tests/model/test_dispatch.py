@@ -50,7 +50,7 @@ def test_the_answer_is_of_the_arrays_that_the_kernel_gets(model, monkeypatch, ne
     monkeypatch.setattr(choice, "choose", lambda name, _impl, _checks, *arrays: seen.append((name, arrays)) or "xla")
     form = "kernel_latents" if new == 2 else "kernel_heads"
     assert model.dispatch.attention_kernel(model, form, 3, new, 64) == "xla"
-    name, (queries, *_) = next(call for call in reversed(seen) if call[0] == op)
+    _, (queries, *_) = next(call for call in reversed(seen) if call[0] == op)
     assert queries.shape[:3] == (3, new, CONFIG.num_attention_heads)
 
 

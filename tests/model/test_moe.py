@@ -112,8 +112,8 @@ def test_a_layer_gives_masked_tokens_no_expert_and_counts_the_others():
     layer = MoE(config_of("v3"), nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(5).standard_normal((2, 4, D)), jnp.float32)
     mask = jnp.asarray([[True, True, False, True], [False] * 4])
-    y, load, _ = layer(x, mask, moe.How(moe.loop))
-    whole, *_ = layer(x, jnp.ones((2, 4), bool), moe.How(moe.dense))
+    y, load, _ = layer(x, mask, moe.ExpertPlan(moe.loop))
+    whole, *_ = layer(x, jnp.ones((2, 4), bool), moe.ExpertPlan(moe.dense))
     assert load.sum() == 3 * layer.router.config.num_experts_per_tok
     np.testing.assert_allclose(y[mask], whole[mask], atol=1e-5)
     np.testing.assert_allclose(y[~mask], layer.shared(x)[~mask], atol=1e-6)

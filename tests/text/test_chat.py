@@ -367,8 +367,8 @@ def test_long_runs_take_linear_time(role, text):
     assert time.process_time() - start < 10
 
 
-def test_rendering_takes_a_fraction_of_a_second():
-    assert min(used(lambda: rendered(V3)) for _ in range(3)) < 1
+def test_rendering_takes_little_of_the_processor():
+    assert used(lambda: rendered(V3)) < 5
 
 
 def used(action) -> float:

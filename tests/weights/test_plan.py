@@ -33,7 +33,7 @@ def held(model: Transformer, rows: int) -> int:
 def test_weights_and_cache_are_planned_to_the_byte(folder, dtype, form):
     checkpoint = Checkpoint(folder, dispatch=Dispatch(form), dtype=dtype)
     needed = plan(checkpoint, 60)
-    model = checkpoint.read()
+    model = checkpoint.load()
     assert needed.weights == sum(a.nbytes for a in jax.tree.leaves(nnx.state(model)))
     assert needed.cache == held(model, 1)
     assert slot_bytes(model, 5) * 64 == held(model, 5)
@@ -44,7 +44,7 @@ def test_a_batch_takes_its_rows_caches_and_temporaries(folder, monkeypatch, batc
     checkpoint = Checkpoint(folder)
     one, several = plan(checkpoint, 60), plan(checkpoint, 60, batch)
     assert several.weights == one.weights
-    assert several.cache == held(checkpoint.read(), {2: 2, 5: 8}[batch])  # rows come in powers of two
+    assert several.cache == held(checkpoint.load(), {2: 2, 5: 8}[batch])  # rows come in powers of two
     assert one.temporaries < several.temporaries <= batch * one.temporaries
     assert f"cache of {batch} x 60 tokens" in several.lines()[1]
     monkeypatch.setattr(planning, "available", lambda: several.needed - 1)
@@ -77,8 +77,8 @@ def test_the_largest_context_is_found_though_longer_ones_may_need_less(folder, m
     checkpoint = Checkpoint(folder)
     monkeypatch.setattr(planning, "score_bytes", lambda *_: 1 << 20)
     base, most = plan(checkpoint, 1), checkpoint.config.max_position_embeddings
-    fixed, slot = base.weights, base.cache // 64
-    needed = {n: fixed + slots_for(n) * slot + planning.temporaries(checkpoint, n, 1 << 20) for n in range(1, most + 1)}
+    fixed, slot, model = base.weights, base.cache // 64, checkpoint.model()
+    needed = {n: fixed + slots_for(n) * slot + planning.temporaries(model, [], n, 1 << 20) for n in range(1, most + 1)}
     assert any(needed[n + 1] < needed[n] for n in range(1, most))
     for free in (
         needed[1] - 1,
@@ -103,7 +103,7 @@ def test_what_fits_with_a_short_context_is_not_refused(folder, monkeypatch):
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypatch):
     needed = plan(Checkpoint(folder))
     monkeypatch.setattr(planning, "available", lambda: needed.weights)
-    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(Checkpoint, "load", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(DoesNotFit, match="does not fit the device") as error:
         LLM(folder)
     assert "weights" in str(error.value)

@@ -15,8 +15,7 @@ from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch
 from mla_jax.model.dispatch import Dispatch, StepPlan
 from mla_jax.model.mla import Form, heads, visible
-from mla_jax.model.moe import BACKENDS
-from mla_jax.model.moe import How as Experts
+from mla_jax.model.moe import BACKENDS, ExpertPlan
 
 Values = dict[str, jax.Array]
 
@@ -35,7 +34,7 @@ class InTraining(Dispatch):
     """A dispatch with attention of its own and with all experts on all tokens."""
 
     def step(self, model: Transformer, batch: Batch, layer: Any) -> StepPlan:
-        return StepPlan(Form(heads, fused), visible(batch, layer, model.config), Experts(BACKENDS["dense"]))
+        return StepPlan(Form(heads, fused), visible(batch, layer, model.config), ExpertPlan(BACKENDS["dense"]))
 
 
 class Trained(NamedTuple):

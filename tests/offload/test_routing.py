@@ -1,6 +1,5 @@
-"""Statistics of what tokens choose: kept in a file, refused where they are damaged or another model's, and what follows."""
+"""Statistics of what tokens choose: kept in a file, refused where they are damaged or another model's."""
 
-import itertools
 import json
 from pathlib import Path
 
@@ -10,9 +9,7 @@ import pytest
 
 from mla_jax import Config
 from mla_jax.base.errors import BadFile, BadRequest
-from mla_jax.base.roofline import Routed
-from mla_jax.weights.hottest import best_split, hottest
-from mla_jax.weights.routing import LARGEST, Routing
+from mla_jax.offload.routing import LARGEST, Routing
 
 CONFIG = Config.from_hf(models.FAMILIES["v3"])  # layers 1 and 2 have 8 experts, of which 3 are chosen
 COUNTS = np.arange(16).reshape(2, 8) * 3
@@ -85,43 +82,3 @@ def test_what_cannot_be_written_or_counted_is_said(tmp_path):
         Routing.open(tmp_path / "none" / "routing.json", CONFIG).save()
     with pytest.raises(BadRequest, match="no routed experts to count"):
         Routing.open(tmp_path / "routing.json", Config.from_hf(models.FAMILIES["youtu"]))
-
-
-# what is placed by it
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_hottest_experts_are_the_best_set_that_fits_by_trying_all(seed):
-    chosen = np.random.default_rng(seed).random((2, 4))
-    for count in range(9):
-        held = hottest(chosen, [10, 10], 10 * count + 9)
-        assert held.sum() == count
-        best = max(chosen.ravel()[list(s)].sum() for s in itertools.combinations(range(8), count))
-        assert chosen[held].sum() == pytest.approx(best)
-        np.testing.assert_array_equal(held, hottest(chosen, [10, 10], 1e9, count))
-
-
-def test_hits_are_weighed_by_bytes_and_without_statistics_layers_get_as_many():
-    held = hottest(np.array([[0.5, 0.4], [0.6, 0.1]]), [1, 2], 2)
-    np.testing.assert_array_equal(held, [[True, True], [False, False]])
-    np.testing.assert_array_equal(hottest(np.full((3, 4), 0.25), [1, 1, 1], 6).sum(1), [2, 2, 2])
-    assert not hottest(np.full((3, 4), 0.25), [1, 1, 1], -1).any()
-
-
-def test_what_tokens_touch_is_what_they_touch_when_they_draw():
-    """Independent draws of each expert, of which the expectation knows."""
-    rng, tokens = np.random.default_rng(0), 5
-    chosen, held = rng.random((3, 8)), rng.random((3, 8)) < 0.4
-    drawn = (rng.random((20_000, tokens, 3, 8)) < chosen).any(1)
-    routed = Routed(chosen, held)
-    expected = [(drawn & where).sum((1, 2)).mean() / 3 for where in (~held, held)]
-    np.testing.assert_allclose(routed.touched(tokens), expected, rtol=0.01)
-    assert routed.touched(1) == pytest.approx([chosen[~held].sum() / 3, chosen[held].sum() / 3])
-    assert routed.left == pytest.approx(chosen[~held].sum() / chosen.sum())
-
-
-def test_of_splits_the_fastest_is_taken_and_more_layers_only_if_they_gain():
-    splits = [(count, Routed(np.ones((1, 1)), np.zeros((1, 1), bool))) for count in range(1, 5)]
-    times = {1: 10.0, 2: 9.95, 3: 8.0, 4: 7.99}
-    assert best_split(splits, lambda count, _: times[count])[0] == 3
-    assert best_split(splits[:2], lambda count, _: times[count])[0] == 1

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_jax.weights import limits
+from mla_jax.base import limits
 
 CORES = len(os.sched_getaffinity(0))
 GIB = 1 << 30

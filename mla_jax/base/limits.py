@@ -62,3 +62,8 @@ def _numbers(path: Path) -> dict[str, int]:
     """Of lines that begin with a name and a number; none where there is no such file."""
     lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+
+
+def gib(size: int) -> str:
+    """A number of bytes in words."""
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.1f} MiB"

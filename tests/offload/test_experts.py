@@ -4,49 +4,28 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
 import pytest
 from flax import nnx
+from offloaded import CONFIG, close, least_last, logits_of, model_of, offload
 
 from cpu_experts import Closed, Experts, layout
-from mla_jax import Config, Transformer
+from mla_jax import Transformer
 from mla_jax.base import qtensor
 from mla_jax.base.batch import Batch
-from mla_jax.decode.loop import Program, logits
-from mla_jax.model import moe, stream
+from mla_jax.base.roofline import STREAMED
+from mla_jax.model import moe
 from mla_jax.model.dispatch import Dispatch
-from mla_jax.model.moe import HostExperts, How, MoE, settle
+from mla_jax.model.moe import ExpertPlan, MoE, settle
 from mla_jax.model.ops import rms_norm
-from mla_jax.model.stream import FORMATS
-from mla_jax.weights.host import offload, pack
+from mla_jax.offload import streaming
+from mla_jax.offload.experts import HostExperts
+from mla_jax.offload.pack import pack
+from mla_jax.offload.streaming import FORMATS
 
 pytestmark = pytest.mark.usefixtures("host_library")
 
-CONFIG = Config.from_hf({**models.FAMILIES["v3"], "first_k_dense_replace": 1, "num_hidden_layers": 4})
 CALLS = "cpu_experts_submit", "cpu_experts_collect"
-ROWS = 0.02  # of the largest value: rows are rounded to bfloat16 twice, weights once
-
-
-def model_of(defer: int = 0, host: bool = True) -> Transformer:
-    """Its experts' weights are bfloat16's, so that the host has the same."""
-    model = Transformer(CONFIG, nnx.Rngs(0), dispatch=Dispatch(experts="dense"), defer=defer)
-    for block in model.layers:
-        if isinstance(block.mlp, MoE):
-            for w in (block.mlp.experts.gate, block.mlp.experts.up, block.mlp.experts.down):
-                w.set_value((10 * w[...]).astype(jnp.bfloat16).astype(jnp.float32))
-            block.mlp.router.bias.set_value(0.2 * jax.random.normal(jax.random.key(0), block.mlp.router.bias.shape))
-            if host:
-                offload(block.mlp)
-    return model
-
-
-def logits_of(model: Transformer, tokens: jax.Array) -> np.ndarray:
-    return np.asarray(Program(logits, model)(tokens))  # waited for: a program does not keep the experts that it calls
-
-
-def close(found, expected):
-    np.testing.assert_allclose(found, expected, atol=ROWS * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("tokens", [2, 40])
@@ -56,8 +35,8 @@ def test_a_layer_on_the_host_is_that_of_the_device_and_masked_tokens_cost_nothin
     mask = jnp.ones((2, tokens), bool).at[1, tokens // 2 :].set(False)
     on_device, on_host = (model_of(host=host).layers[2].mlp for host in (False, True))
     assert isinstance(on_host.experts, HostExperts)
-    expected, load, _ = on_device(x, mask, How(moe.dense))
-    y, same_load = jax.jit(lambda x: on_host(x, mask, How(moe.dense))[:2])(x)
+    expected, load, _ = on_device(x, mask, ExpertPlan(moe.dense))
+    y, same_load = jax.jit(lambda x: on_host(x, mask, ExpertPlan(moe.dense))[:2])(x)
     np.testing.assert_array_equal(load, same_load)
     close(y, expected)
     close(y[~mask], on_host.shared(x)[~mask])
@@ -74,13 +53,6 @@ def test_only_layers_that_were_moved_are_on_the_host():
     assert [*model.on_host()] == [2]
     assert [*model_of().on_host()] == [1, 2, 3]
     assert [*model_of(host=False).on_host()] == []
-
-
-def least_last(ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A token's experts by their weights; routers sort them with their bias, too."""
-    ids, weights = np.asarray(ids), np.asarray(weights)
-    order = [sorted(range(len(row)), key=lambda k: -row[k]) for row in weights]
-    return tuple(jnp.asarray([row[list(o)] for row, o in zip(a, order, strict=True)]) for a in (ids, weights))
 
 
 def by_hand(model: Transformer, tokens: jax.Array, defer: int) -> jax.Array:
@@ -120,11 +92,11 @@ def test_what_is_needed_now_is_asked_for_first_and_the_host_is_waited_for_last()
     layer, x = model_of().layers[1].mlp, jnp.ones((1, 1, CONFIG.hidden_size))
 
     def step(x: jax.Array) -> jax.Array:
-        def beside(x: jax.Array) -> jax.Array:
+        def concurrent(x: jax.Array) -> jax.Array:
             return jnp.tan(x)
 
         ids, weights = layer.router(x[0])
-        now, aside, later = layer.experts(x[0], ids, weights, How(moe.dense, defer=2), beside)
+        now, aside, later = layer.experts(x[0], ids, weights, ExpertPlan(moe.dense, defer=2), concurrent)
         return settle((now + aside)[None], later)
 
     found = [eqn for eqn in jax.make_jaxpr(step)(x).eqns if eqn.primitive.name in ("tan", *CALLS)]
@@ -146,15 +118,15 @@ def test_many_new_tokens_defer_nothing():
 
 def test_a_layer_never_defers_all_of_a_token():
     layer, x = model_of().layers[1].mlp, jnp.ones((1, 1, CONFIG.hidden_size))
-    y, _, pending = layer(x, jnp.ones((1, 1), bool), How(moe.dense, defer=99))
-    whole, *_ = layer(x, jnp.ones((1, 1), bool), How(moe.dense))
-    assert pending.topk_ids.shape == (1, CONFIG.num_experts_per_tok - 1)
+    y, _, pending = layer(x, jnp.ones((1, 1), bool), ExpertPlan(moe.dense, defer=99))
+    whole, *_ = layer(x, jnp.ones((1, 1), bool), ExpertPlan(moe.dense))
+    assert pending.ticket.topk_ids.shape == (1, CONFIG.num_experts_per_tok - 1)
     close(settle(y, pending), whole)
 
 
 def test_an_mtp_layer_leaves_nothing_for_later():
     config = dataclasses.replace(CONFIG, num_nextn_predict_layers=1)
-    model = Transformer(config, nnx.Rngs(0), mtp=True, defer=2)
+    model = Transformer(config, nnx.Rngs(0), mtp=True, dispatch=Dispatch(defer=2))
     exact = Transformer(config, nnx.Rngs(0), mtp=True)
     tokens, hidden = jnp.asarray([[5, 6]]), jnp.ones((1, 2, config.hidden_size))
     for each in (model, exact):
@@ -163,48 +135,43 @@ def test_an_mtp_layer_leaves_nothing_for_later():
     np.testing.assert_array_equal(found, expected)
 
 
-# brought to the device
+# streamed to the device
 
 
-def brought(layer: MoE, backend: str, x: jax.Array, mask: jax.Array, stream: int = 1) -> jax.Array:
-    layer.experts.stream = stream
-    y, _, pending = jax.jit(lambda x: layer(x, mask, How(moe.dense, 2, moe.BACKENDS[backend])))(x)
-    assert (pending is None) == (0 < stream <= mask.size)
+def streamed(layer: MoE, backend: str, x: jax.Array, mask: jax.Array) -> jax.Array:
+    y, _, pending = jax.jit(lambda x: layer(x, mask, ExpertPlan(moe.dense, 2, moe.BACKENDS[backend])))(x)
+    assert pending is None
     return y
 
 
 @pytest.mark.parametrize("backend", moe.BACKENDS)
 @pytest.mark.parametrize("held", [1 << 30, 3, 1], ids=["in one go", "in groups that overlap", "one by one"])
-def test_experts_brought_to_the_device_give_what_those_do_that_lie_there(backend, held, monkeypatch):
+def test_experts_streamed_to_the_device_give_what_those_do_that_lie_there(backend, held, monkeypatch):
     layer, on_device = model_of().layers[2].mlp, model_of(host=False).layers[2].mlp
     one = 3 * CONFIG.hidden_size * CONFIG.moe_intermediate_size * 4
-    monkeypatch.setattr(stream, "GROUP", held * one)
-    assert stream.groups_of(CONFIG.n_routed_experts, one) == {1 << 30: (1, 8), 3: (3, 3), 1: (8, 1)}[held]
+    monkeypatch.setattr(streaming, "GROUP", held * one)
+    assert streaming.groups_of(CONFIG.n_routed_experts, one) == {1 << 30: (1, 8), 3: (3, 3), 1: (8, 1)}[held]
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 20, CONFIG.hidden_size)), jnp.float32)
     mask = jnp.ones((2, 20), bool).at[1, 10:].set(False)
-    found, expected = brought(layer, backend, x, mask), jax.jit(lambda x: on_device(x, mask, How(moe.BACKENDS[backend]))[0])(x)
+    found = streamed(layer, backend, x, mask)
+    expected = jax.jit(lambda x: on_device(x, mask, ExpertPlan(moe.BACKENDS[backend]))[0])(x)
     if held > CONFIG.n_routed_experts:
         np.testing.assert_array_equal(found, expected)
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
-    close(found, layer_by_the_host(layer, x, mask))
-
-
-def layer_by_the_host(layer: MoE, x: jax.Array, mask: jax.Array) -> jax.Array:
-    layer.experts.stream = 0
-    return jax.jit(lambda x: layer(x, mask, How(moe.dense))[0])(x)
+    close(found, jax.jit(lambda x: layer(x, mask, ExpertPlan(moe.dense))[0])(x))
 
 
 @pytest.mark.parametrize("precision", FORMATS)
-def test_experts_of_every_format_are_brought_as_the_tensors_they_were(precision, monkeypatch):
+def test_experts_of_every_format_are_streamed_as_the_tensors_they_were(precision, monkeypatch):
     """To the bit, in groups too: k-quants have inputs in multiples of 256."""
     rng, dtype = np.random.default_rng(0), jnp.dtype("float32")
     shapes = [(4, 256, 512), (4, 256, 512), (4, 512, 256)]
     floats = [rng.standard_normal(shape, np.float32) / 16 for shape in shapes]
     with Experts(*floats, precision) as layer:
-        kept = stream.stacks(layer, 0, 4, dtype)
+        kept = streaming.stacks(layer, 0, 4, dtype)
         assert {w.format for w in kept} == {FORMATS[precision]}
         assert [qtensor.check(w).shape for w in kept] == shapes
-        for whole, part in zip(kept, stream.stacks(layer, jnp.int32(1), 2, dtype), strict=True):
+        for whole, part in zip(kept, streaming.stacks(layer, jnp.int32(1), 2, dtype), strict=True):
             jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1:3], b), whole.parts, part.parts)
         parts = [layout.quantize(w, precision) for w in floats]
         values = [layout.dequantize(p, precision, s[-1]) for p, s in zip(parts, shapes, strict=True)]
@@ -216,53 +183,40 @@ def test_experts_of_every_format_are_brought_as_the_tensors_they_were(precision,
                 np.testing.assert_array_equal(a, b)
 
 
-def test_rows_that_gguf_does_not_have_are_brought_as_numbers():
+def test_rows_that_gguf_does_not_have_are_streamed_as_numbers():
     floats = [np.random.default_rng(i).standard_normal(s, np.float32) for i, s in enumerate([(2, 20, 40)] * 2 + [(2, 40, 20)])]
     with Experts(*floats, "q8_0") as layer:
-        for w, given in zip(stream.stacks(layer, 0, 2, jnp.dtype("float32")), floats, strict=True):
+        for w, given in zip(streaming.stacks(layer, 0, 2, jnp.dtype("float32")), floats, strict=True):
             expected = layout.dequantize(layout.quantize(given, "q8_0"), "q8_0", given.shape[-1])
             np.testing.assert_array_equal(w, expected)
 
 
-def test_few_tokens_stay_with_the_host():
-    layer, x = model_of().layers[2].mlp, jnp.ones((1, 10, CONFIG.hidden_size))
-    mask = jnp.ones((1, 10), bool)
-    exact = layer(x, mask, How(moe.dense, 2))[0]
-    np.testing.assert_allclose(brought(layer, "dense", x, mask, stream=11), exact, rtol=1e-5, atol=1e-6)
-    assert np.abs(np.asarray(brought(layer, "dense", x, mask, stream=10)) - exact).max() > 1e-4
-
-
-def test_a_model_brings_its_experts_for_prompts_and_not_for_single_tokens():
+def test_a_model_streams_its_experts_for_prompts_and_not_for_few_tokens():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12)), jnp.int32)
     model, exact = model_of(defer=2), model_of(host=False)
-    for block in model.layers[1:]:
-        block.mlp.experts.stream = 20
-    assert model.stream == 20
+    model.dispatch = dataclasses.replace(model.dispatch, stream=20)
     np.testing.assert_allclose(logits_of(model, tokens), logits_of(exact, tokens), rtol=1e-4, atol=1e-5)
-    hows = [model.dispatch.step(model, Batch.dense(2, new), None).experts for new in (12, 1)]
-    assert [how.streamed for how in hows] == [moe.dense, None]
-    assert [how.defer for how in hows] == [0, 2]
+    hows = [model.dispatch.step(model, Batch.dense(2, new), None).experts for new in (12, 10, 9, 1)]
+    assert [how.streamed for how in hows] == [moe.dense, moe.dense, None, None]
+    assert [how.defer for how in hows] == [0, 0, 0, 2]
 
 
-def test_of_a_closed_layer_nothing_is_brought():
+def test_a_closed_layer_cannot_be_streamed():
     layer, x = model_of().layers[2].mlp, jnp.ones((1, 10, CONFIG.hidden_size))
-    brought(layer, "loop", x, jnp.ones((1, 10), bool))
+    streamed(layer, "loop", x, jnp.ones((1, 10), bool))
     layer.experts.layer.close()
     with pytest.raises(Closed):
-        brought(layer, "loop", x, jnp.ones((1, 10), bool))
+        streamed(layer, "loop", x, jnp.ones((1, 10), bool))
 
 
-def test_prompts_are_read_by_larger_chunks_where_experts_are_brought_and_a_kernel_attends(monkeypatch):
+def test_prompts_are_read_by_larger_chunks_where_experts_are_streamed_and_a_kernel_attends(monkeypatch):
     model = model_of()
 
-    def chunk(rows: int) -> int:
-        return model.dispatch.chunk(model, rows, 1 << 16, 1 << 20)
+    def chunk(rows: int, stream: int) -> int:
+        return dataclasses.replace(model.dispatch, stream=stream).chunk(model, rows, 1 << 16, 1 << 20)
 
-    assert chunk(1) == chunk(8) == 16
-    model.layers[1].mlp.experts.stream = 100
-    assert chunk(1) == 16
+    assert chunk(1, 0) == chunk(8, 0) == chunk(1, 100) == 16
     monkeypatch.setattr(Dispatch, "attention_kernel", lambda *_: "mosaic_gpu")
     monkeypatch.setattr(Dispatch, "form_name", lambda *_: "kernel_heads")
-    assert [chunk(rows) for rows in (1, 8, 1 << 14)] == [stream.CHUNK, stream.CHUNK // 8, 16]
-    model.layers[1].mlp.experts.stream = 0
-    assert chunk(1) == 16
+    assert [chunk(rows, 100) for rows in (1, 8, 1 << 14)] == [STREAMED, STREAMED // 8, 16]
+    assert chunk(1, 0) == 16

@@ -1,0 +1,43 @@
+"""Whether experts can be computed on the CPU here, and with which instructions. No JAX here."""
+
+from collections.abc import Collection
+
+from mla_jax.base.errors import Unsupported
+
+
+def instructions() -> str:
+    """The best instruction set that the library can use: amx, avx512, avx2 or portable. Raises Unsupported without it."""
+    import cpu_experts
+
+    try:
+        return cpu_experts.isa()
+    except cpu_experts.Unsupported as e:
+        raise Unsupported(str(e)) from e
+
+
+def refuse_without_programs() -> None:
+    """Raises Unsupported where the library for XLA programs is missing; imports no JAX, which may be hidden or broken."""
+    import cpu_experts
+    from cpu_experts.library import load_ffi
+
+    try:
+        load_ffi()
+    except cpu_experts.Unsupported as e:
+        raise Unsupported(str(e)) from e
+
+
+def notes(layers: Collection[int]) -> tuple[str, ...]:
+    """What a user should know about experts on this CPU, if any layers' experts are there."""
+    if not layers:
+        return ()
+    import cpu_experts
+
+    found = cpu_experts.note()
+    return () if found is None else (found,)
+
+
+def precisions() -> tuple[str, ...]:
+    """The number formats that experts can be packed in."""
+    from cpu_experts.layout import FORMATS
+
+    return tuple(FORMATS)
