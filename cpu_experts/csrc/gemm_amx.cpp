@@ -125,7 +125,7 @@ void add_steps(const Panel& p, const Rows& a, bool lower, Ask ask) {
     }
 }
 
-// Lines that are converted at a time: so few that the next ones' conversion begins beside these ones' products.
+// Lines that are converted at a time: few, so that converting the next overlaps with multiplying these.
 constexpr int kPiece = 2;
 
 template <class Kind>
