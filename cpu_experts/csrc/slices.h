@@ -1,5 +1,5 @@
-// Blocks of one expert's rows times several of its panels, slice by slice of K: rows and sums stay in the L2, weights are read from
-// memory once, prefetched in eight places. Why these sizes, and what was tried: docs/design/cpu_experts.md.
+// Blocks of one expert's rows times several of its panels, slice by slice of K: rows and sums stay in the L2, weights are read
+// from memory once, prefetched in eight places. Why these sizes, and what was tried: docs/design/cpu_experts.md.
 #pragma once
 
 #include "gemm.h"
