@@ -1,11 +1,13 @@
 """Processes on a terminal of their own."""
 
 import contextlib
+import fcntl
 import os
 import pty
 import select
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -20,7 +22,14 @@ class Terminal:
         command = [sys.executable, "-m", "mla_jax.generate", *map(str, arguments)]
         settings = {**os.environ, "TERM": "xterm", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **environment}
         self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, env=settings, start_new_session=True
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=ROOT,
+            env=settings,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # for Ctrl-C to become a signal
         )
         os.close(slave)
         self.text = ""

@@ -216,7 +216,7 @@ def test_a_file_and_a_configuration_give_the_same_as_flags(command, folder, tmp_
     (tmp_path / "run.toml").write_text(settings)
     given = command("AB", "--model", folder, *SHORT, "--quiet")
     assert command("AB", "--config", tmp_path / "run.toml").stdout == given.stdout
-    assert command("--file", tmp_path / "prompt.txt", "--config", tmp_path / "run.toml").stdout == given.stdout
+    assert command("--file", tmp_path / "prompt.txt", f"--config={tmp_path / 'run.toml'}").stdout == given.stdout
     assert command("-p", "AB", "--config", tmp_path / "run.toml").stdout == given.stdout
     shorter = command("AB", "--config", tmp_path / "run.toml", "--max-tokens", "2")
     assert given.stdout.startswith(shorter.stdout.removesuffix(b"\n"))

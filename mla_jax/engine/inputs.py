@@ -75,7 +75,7 @@ class InputProcessor:
         wrong = [p for p in several if not isinstance(p, SamplingParams | None)]
         if wrong:
             raise BadRequest("the sampling parameters are no SamplingParams", f"found {shown(wrong[0])}")
-        return several
+        return [params or SamplingParams() for params in several]
 
     def _tokens(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):

@@ -42,23 +42,23 @@ class LLM:
         """Opens and loads `model`: a folder of safetensors or from mla-convert, a GGUF file, or a name in the local Hugging
         Face cache; None is the bundled demo model. `options` and single settings say how; a setting overrides `options`:
 
-        attention: "auto" or one form of MLA: "naive", "compressed", "absorbed", "move_elided", or "fused", the GPU kernel.
-        kv_cache: "auto" or "fp8", which stores latents in E4M3.
-        dtype: "float32" or "bfloat16". None keeps quantised weights quantised; others are float32 on a CPU, else bfloat16.
-        context: the most tokens of prompt and output together. None is the model's own limit.
-        experts: "auto" moves the experts of as many layers to the CPU as do not fit the device, "host" moves all. "dense",
-            "loop", "gather" and "ragged" name a backend on the device.
-        host_layers: the number of layers, counted from the last, whose experts the CPU computes.
-        host_precision: the format of experts on the CPU. None is the stored one; floats become bf16.
-        host_folder: a folder for packed CPU experts. The next start maps them.
-        defer: experts per token whose result is added one layer later while decoding. Not exact.
-        stream_tokens: prompt chunks of at least this many tokens copy CPU experts to the device and compute there. 0 is
-            never, None is predicted from measured rates.
-        routing_stats: a JSON file that counts how often each expert is chosen. The next start replicates the most used CPU
-            experts on the device.
-        device_experts: the number of these replicas. None is what fits, 0 is none.
-        memory_fraction: the fraction of a GPU's memory to use.
-        batch: the number of concurrent sequences that memory is planned for. More also run.
+        - `attention`: "auto" or one form of MLA: "naive", "compressed", "absorbed", "move_elided", or "fused", the GPU kernel.
+        - `kv_cache`: "auto" or "fp8", which stores latents in E4M3.
+        - `dtype`: "float32" or "bfloat16". None keeps quantised weights quantised; others are float32 on a CPU, else bfloat16.
+        - `context`: the most tokens of prompt and output together. None is the model's own limit.
+        - `experts`: "auto" moves the experts of as many layers to the CPU as do not fit the device, "host" moves all. "dense",
+          "loop", "gather" and "ragged" name a backend on the device.
+        - `host_layers`: the number of layers, counted from the last, whose experts the CPU computes.
+        - `host_precision`: the format of experts on the CPU. None is the stored one; floats become bf16.
+        - `host_folder`: a folder for packed CPU experts. The next start maps them.
+        - `defer`: experts per token whose result is added one layer later while decoding. Not exact.
+        - `stream_tokens`: prompt chunks of at least this many tokens copy CPU experts to the device and compute there. 0 is
+          never, None is predicted from measured rates.
+        - `routing_stats`: a JSON file that counts how often each expert is chosen. The next start replicates the most used CPU
+          experts on the device.
+        - `device_experts`: the number of these replicas. None is what fits, 0 is none.
+        - `memory_fraction`: the fraction of a GPU's memory to use.
+        - `batch`: the number of concurrent sequences that memory is planned for. More also run.
 
         `progress` is called with the bytes loaded and the bytes of the model. Raises BadRequest for an option that is unknown
         or of a wrong type; BadFile, BadConfig, Unsupported or DoesNotFit before any large allocation."""
@@ -69,7 +69,7 @@ class LLM:
         self.name, self.options, self.config, self.notes = opened.name, opened.options, opened.config, opened.notes
         self.plan, self.placement, self.inputs = opened.plan, opened.placement, opened.inputs
         self.last_stats: Stats | None = None  # of the newest stream, once it has read its prompt
-        self._formats, self._routing = opened.checkpoint.formats(opened.placement), opened.routing()
+        self._formats, self._routing = opened.formats(), opened.routing()
         with self._memory_explained():
             self.model = opened.load(progress)
         self._programs = Programs(self.model, counts=self._routing is not None)

@@ -12,6 +12,7 @@ from pairs import pairs_tokenizer
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadRequest
+from mla_jax.base.options import GROUPS, names
 from mla_jax.engine import inputs
 from mla_jax.engine.batch import Batch
 
@@ -131,3 +132,9 @@ def test_ctrl_c_in_generate_is_heard_and_leaves_the_engine_usable(llm, monkeypat
 
 def test_the_model_is_shown_by_its_name_size_and_device(llm):
     assert re.fullmatch(r"LLM\('v30': deepseek_v3, 2 layers, [\d.]+ MiB in float32, context 512, on .+\)", repr(llm))
+
+
+def test_the_documentation_of_the_model_names_every_option():
+    for group in GROUPS.values():
+        for name in names(group):
+            assert f"`{name}`" in LLM.__init__.__doc__
