@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mla_jax.base.errors import BadRequest, printable
-from mla_jax.base.rules import check, flag, nearest, number, one_of, option, optional, path, shown, text, texts, token_ids, whole
+from mla_jax.base.errors import BadRequest, printable, shown
+from mla_jax.base.rules import check, flag, nearest, number, one_of, option, optional, path, text, texts, token_ids, whole
 
 MAX_STOPS = 64
 MAX_LOGPROBS = 20

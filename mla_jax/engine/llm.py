@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.base.batch import bucket
-from mla_jax.base.errors import BadRequest, DoesNotFit
+from mla_jax.base.errors import BadRequest, DoesNotFit, shown
 from mla_jax.base.options import MAX_ROWS, Options, SamplingParams
-from mla_jax.base.rules import shown
 from mla_jax.cache.latent import slots_for
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.batch import Batch

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from mla_jax.base import options as declared
-from mla_jax.base.errors import BadRequest
+from mla_jax.base.errors import BadRequest, shown
 from mla_jax.base.options import AttentionOptions, ExpertOptions, Options, SamplingParams
-from mla_jax.base.rules import nearest, shown
+from mla_jax.base.rules import nearest
 
 
 @pytest.fixture(autouse=True)
