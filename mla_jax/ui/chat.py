@@ -93,6 +93,7 @@ class Chat:
             except KeyboardInterrupt:
                 if not sys.stdin.isatty():
                     raise
+                self.console.note("")
             except MlaJaxError as error:
                 self.console.error(error)
         return 0
@@ -208,11 +209,7 @@ def plain_line() -> str:
     """One line of stdin, without editing."""
     if sys.stdin.isatty():
         print(PROMPT, end="", file=sys.stderr, flush=True)
-    try:
-        data = sys.stdin.buffer.readline(MAX_LINE + 1)
-    except KeyboardInterrupt:
-        print(file=sys.stderr, flush=True)
-        raise
+    data = sys.stdin.buffer.readline(MAX_LINE + 1)
     if not data:
         raise EOFError
     if len(data) > MAX_LINE:
