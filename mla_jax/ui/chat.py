@@ -93,7 +93,6 @@ class Chat:
             except KeyboardInterrupt:
                 if not sys.stdin.isatty():
                     raise
-                self.console.note("")
             except MlaJaxError as error:
                 self.console.error(error)
         return 0
@@ -207,9 +206,15 @@ def line_reader() -> Callable[[], str]:
 
 def plain_line() -> str:
     """One line of stdin, without editing."""
-    if sys.stdin.isatty():
+    terminal = sys.stdin.isatty()
+    if terminal:
         print(PROMPT, end="", file=sys.stderr, flush=True)
-    data = sys.stdin.buffer.readline(MAX_LINE + 1)
+    try:
+        data = sys.stdin.buffer.readline(MAX_LINE + 1)
+    except KeyboardInterrupt:
+        if terminal:
+            print(file=sys.stderr, flush=True)
+        raise
     if not data:
         raise EOFError
     if len(data) > MAX_LINE:
