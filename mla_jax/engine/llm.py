@@ -70,7 +70,7 @@ class LLM:
         self.name, self.options, self.config, self.notes = opened.name, opened.options, opened.config, opened.notes
         self.plan, self.placement, self.inputs = opened.plan, opened.placement, opened.inputs
         self.last_stats: Stats | None = None  # of the newest stream, once it has read its prompt
-        self._formats, self._routing = opened.checkpoint.formats(opened.placement), opened.routing()
+        self._formats, self._routing = opened.formats(), opened.routing()
         with self._memory_explained():
             self.model = opened.load(progress)
         self._programs = Programs(self.model, counts=self._routing is not None)

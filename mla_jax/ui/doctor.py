@@ -57,7 +57,7 @@ def shadows(folder: Path) -> list[tuple[str, Path]]:
 
 
 def experts_on_the_cpu() -> str:
-    """Whether the libraries are built, and what they compute by."""
+    """Whether the libraries are built, and which instructions they use."""
     try:
         found = library.instructions()
     except Unsupported as e:

@@ -1,6 +1,7 @@
 """config.json of every family, in every spelling, and what is refused."""
 
 import copy
+import functools
 import json
 
 import models
@@ -470,6 +471,7 @@ def test_a_config_made_by_hand_is_checked_too():
 
 
 HUGE = 10**5000  # Python itself refuses to write it
+NESTED: list = functools.reduce(lambda inner, _: [inner], range(100_000), [])  # it cannot be written either
 
 
 @pytest.mark.parametrize(
@@ -481,6 +483,10 @@ HUGE = 10**5000  # Python itself refuses to write it
         ),
         {**V3, "eos_token_id": ["a", HUGE]},
         {**V3, "hidden_act": [HUGE]},
+        {**V3, "hidden_act": NESTED},
+        {**V3, "rope_scaling": {"type": NESTED}},
+        {**V3, "hidden_size": NESTED},
+        {**V3, "favourite": NESTED},
         {**V3, "rope_scaling": {"type": HUGE}},
         {**V3, "rope_scaling": {"type": "yarn", "factor": HUGE}},
         {**V3, "rope_parameters": {"rope_type": "yarn", "factor": 2, "unheard": HUGE}},

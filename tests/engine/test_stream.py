@@ -5,6 +5,7 @@ import os
 import re
 import signal
 
+import jaxtyping
 import pytest
 from models import FAMILIES, tensors, write
 from pairs import pairs_tokenizer
@@ -79,6 +80,14 @@ def test_a_chat_is_the_template_and_then_generate(llm):
     output = llm.chat(messages, PARAMS)
     assert output.prompt_token_ids == llm.encode_chat(messages) == llm.tokenizer.encode("a5b6c7")
     assert output.token_ids == llm.generate("a5b6c7", PARAMS)[0].token_ids
+
+
+@pytest.mark.parametrize("messages", [None, 5, "hi", [], [5], [{"role": "user"}], {"role": "user", "content": "a5"}])
+def test_what_is_no_conversation_is_a_bad_request(llm, monkeypatch, messages):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users run without the checks of the tests
+    for task in (llm.chat, llm.encode_chat):
+        with pytest.raises(BadRequest, match=r"conversation|message 0"):
+            task(messages)
 
 
 def test_a_folder_without_a_template_cannot_chat(llm, monkeypatch):
