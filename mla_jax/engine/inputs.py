@@ -7,9 +7,8 @@ from numbers import Integral
 from typing import Any
 
 from mla_jax.base.config import Config
-from mla_jax.base.errors import BadRequest
+from mla_jax.base.errors import BadRequest, shown
 from mla_jax.base.options import SamplingParams
-from mla_jax.base.rules import shown
 from mla_jax.engine.request import Request
 from mla_jax.engine.text import Text
 

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.base.batch import bucket
-from mla_jax.base.errors import BadRequest, DoesNotFit
+from mla_jax.base.errors import BadRequest, DoesNotFit, shown
 from mla_jax.base.options import MAX_ROWS, Options, SamplingParams
-from mla_jax.base.rules import shown
 from mla_jax.cache.latent import slots_for
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.batch import Batch
@@ -25,7 +24,7 @@ from mla_jax.weights.load import Progress
 from mla_jax.weights.plan import gib, logits_bytes, slot_bytes
 
 STOP_CHECK = 16  # tokens between two searches for stop texts
-INTERRUPT_CHECK = 64  # tokens between two returns to Python, which then hears Ctrl-C
+INTERRUPT_CHECK = 128  # tokens between two returns to Python, which then hears Ctrl-C
 STREAM_EVERY = 8  # tokens between two chunks of a stream
 
 
