@@ -81,7 +81,9 @@ def test_a_dash_reads_the_prompt_from_stdin(command, folder):
 @pytest.mark.parametrize(
     ("arguments", "stdin", "code", "words"),
     [
+        ([], b"", 2, "no prompt given"),
         (["--model", "{model}"], b"", 2, "no prompt given"),
+        (["AB", "--config"], b"", 2, "--config"),
         (["-", "--model", "{model}"], b"", 2, "no prompt given"),
         (["-", "--model", "{model}"], b"A\xff", 2, "the prompt is not UTF-8"),
         (["AB", "--model", "{model}", "--temperature", "-1"], b"", 2, "temperature is -1.0"),
