@@ -100,7 +100,7 @@ def parse(arguments: list[str]) -> Command:
 
 def _config_path(arguments: list[str]) -> Path | None:
     """The value of `--config`, which must be read before the other flags are parsed."""
-    for flag, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for flag, following in zip(arguments, [*arguments, ""][1:], strict=True):
         name, equals, value = flag.partition("=")
         if name == "--config" and (equals or following):
             return Path(value if equals else following)

@@ -61,8 +61,12 @@ def printable(name: str, limit: int = 80) -> str:
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """Any value as one safe, short line, whatever its `repr` does: Python refuses that of an integer of over 4,300 digits."""
+    """Any value from an untrusted file or caller as one safe, short line, whatever its `repr` does.
+
+    Python itself refuses to write a huge integer."""
     try:
         return printable(repr(value), limit)
     except Exception:
-        return f"a value of type {type(value).__name__}"
+        if isinstance(value, int):
+            return f"a number of {value.bit_length():,} bits"
+        return f"a {type(value).__name__} too deep or with a number too large to show"

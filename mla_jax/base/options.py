@@ -187,7 +187,7 @@ class SamplingParams:
     seed: int | None = option(None, optional(whole(0, 2**64 - 1)))
     """Random seed; drawn and printed if not given."""
     logprobs: int | None = option(None, optional(whole(0, MAX_LOGPROBS)))
-    """Log-probability of each token and of this many alternatives."""
+    """Print log-probabilities of tokens and this many alternatives, to stderr."""
 
     def __post_init__(self):
         check(self, "the sampling parameters are out of range")

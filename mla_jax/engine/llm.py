@@ -24,7 +24,7 @@ from mla_jax.weights.load import Progress
 from mla_jax.weights.plan import gib, logits_bytes, slot_bytes
 
 STOP_CHECK = 16  # tokens between two searches for stop texts
-INTERRUPT_CHECK = 64  # tokens between two returns to Python, which then hears Ctrl-C
+INTERRUPT_CHECK = 128  # tokens between two returns to Python, which then hears Ctrl-C
 STREAM_EVERY = 8  # tokens between two chunks of a stream
 
 

@@ -1,6 +1,5 @@
 """Whether experts can be computed on the CPU here, and with which instructions. No JAX here."""
 
-
 from mla_jax.base.errors import Unsupported
 
 

@@ -206,12 +206,14 @@ def line_reader() -> Callable[[], str]:
 
 def plain_line() -> str:
     """One line of stdin, without editing."""
-    if sys.stdin.isatty():
+    terminal = sys.stdin.isatty()
+    if terminal:
         print(PROMPT, end="", file=sys.stderr, flush=True)
     try:
         data = sys.stdin.buffer.readline(MAX_LINE + 1)
     except KeyboardInterrupt:
-        print(file=sys.stderr, flush=True)
+        if terminal:
+            print(file=sys.stderr, flush=True)
         raise
     if not data:
         raise EOFError
