@@ -72,28 +72,34 @@ def tensors(config: Config, table: Table) -> Iterator[tuple[str, tuple[int, ...]
 def fp8_folder(config: Config, folder: Path) -> Path:
     """Writes a folder as released: random E4M3 with scales, the rest in bfloat16 and float32."""
     rng = np.random.default_rng(0)
-    codes = rng.integers(0, 256, PIECE, np.uint8) & 0xF7  # no NaN
-    plain = rng.standard_normal(PIECE // 2).astype(ml_dtypes.bfloat16)
-    scales = rng.uniform(1e-4, 2e-4, PIECE // 4).astype(np.float32)
-    kinds = {"F8_E4M3": (codes, 1), "BF16": (plain, 2), "F32": (scales, 4)}
-    found: list[tuple[str, str, tuple[int, ...]]] = []
-    for name, shape, _ in tensors(config, HF):
-        packed = LINEAR.fullmatch(name) is not None
-        found.append((name, "F8_E4M3" if packed else "F32" if name.endswith("bias") else "BF16", shape))
-        if packed:
-            found.append((name + SCALE, "F32", tuple(-(-n // 128) for n in shape)))
+    content = {
+        "F8_E4M3": rng.integers(0, 256, PIECE, np.uint8) & 0xF7,  # no NaN
+        "BF16": rng.standard_normal(PIECE // 2).astype(ml_dtypes.bfloat16),
+        "F32": rng.uniform(1e-4, 2e-4, PIECE // 4).astype(np.float32),
+    }
     header, end = {}, 0
-    for name, dtype, shape in found:
-        start, end = end, end + prod(shape) * kinds[dtype][1]
+    for name, dtype, shape in fp8_tensors(config):
+        start, end = end, end + prod(shape) * content[dtype].itemsize
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config.to_hf() | {"quantization_config": {"quant_method": "fp8"}}))
     with open(folder / "model.safetensors", "wb") as file:
         text = json.dumps(header).encode()
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, dtype, shape in found:
-            repeat(file, kinds[dtype][0].view(np.uint8), prod(shape) * kinds[dtype][1])
+        for tensor in header.values():
+            start, end = tensor["data_offsets"]
+            repeat(file, content[tensor["dtype"]].view(np.uint8), end - start)
     return folder
+
+
+def fp8_tensors(config: Config) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """The name, dtype and shape of every tensor of a released FP8 folder."""
+    for name, shape, _ in tensors(config, HF):
+        if LINEAR.fullmatch(name):
+            yield name, "F8_E4M3", shape
+            yield name + SCALE, "F32", tuple(-(-n // 128) for n in shape)
+        else:
+            yield name, "F32" if name.endswith("bias") else "BF16", shape
 
 
 def repeat(file, content: np.ndarray, size: int) -> None:
@@ -190,14 +196,22 @@ def round_of(name: str, source: Path, target: Path, scratch: Path, *options: str
     disk, copy = statistics.mean(writes), statistics.mean(copies)
     for title, what in (("writing", name), ("verifying", f"{name}, verify pass")):
         if title in found and found[title][0]:
-            done, seconds = found[title]
-            row = {"what": what, "GB": done / 1e9, "GB/s": done / seconds / 1e9, "disk GB/s": disk / 1e9, "copy GB/s": copy / 1e9}
-            row |= {"of disk %": 100 * done / seconds / disk, "of copy %": 100 * done / seconds / copy}
-            if title == "writing":
-                planned = found.get("plan")
-                row |= {"plan MiB": planned and planned / 2**20, "peak MiB": found["peak"] / 2**20}
-                row |= {"peak of plan %": planned and 100 * found["peak"] / planned, "seconds in all": found["seconds"]}
-            yield row
+            row = {"what": what} | rates(*found[title], disk, copy)
+            yield row | memory(found) if title == "writing" else row
+
+
+def rates(done: int, seconds: float, disk: float, copy: float) -> dict[str, float]:
+    """Of `done` bytes, compared with the rates of plain writes and of copies."""
+    rate = done / seconds
+    row = {"GB": done / 1e9, "GB/s": rate / 1e9, "disk GB/s": disk / 1e9, "copy GB/s": copy / 1e9}
+    return row | {"of disk %": 100 * rate / disk, "of copy %": 100 * rate / copy}
+
+
+def memory(found: dict) -> dict[str, float | None]:
+    """The plan's and the process's peak memory, and its time."""
+    planned, peak = found.get("plan"), found["peak"]
+    row = {"plan MiB": planned and planned / 2**20, "peak MiB": peak / 2**20}
+    return row | {"peak of plan %": planned and 100 * peak / planned, "seconds in all": found["seconds"]}
 
 
 def measured(args) -> list[dict]:

@@ -1,10 +1,10 @@
-"""Layers of experts on the CPU: how long they take, and how long the planner expects them to.
+"""Layers of experts on the CPU: measured time, and the time that the planner predicts.
 
     python -m cpu_experts.build && python benchmarks/host_rates.py --out host_rates.json
 
-The planner measures a CPU's rates with a layer of its own (mla_jax/offload/calibrate.py). Here these are measured again, and what
-follows for V2-Lite's layers and for V3's with 32 of its experts is compared with medians of forwards, without the time of a call
-from the device. Random routing, of other tokens in every forward; in int4 V2-Lite's 64 experts take 0.3 GB."""
+The planner measures a CPU's rates with a layer of its own (mla_jax/offload/calibrate.py). This benchmark measures them again, and
+compares the predictions for layers of V2-Lite and of V3 (with 32 of its experts) with medians of forwards, without the time of a
+call from the device. Routing is random, with other tokens in every forward; in int4 V2-Lite's 64 experts take 0.3 GB."""
 
 import argparse
 import dataclasses
@@ -34,7 +34,7 @@ def layer(config: Config, precision: str) -> Experts:
 
 
 def seconds(experts: Experts, tokens: int, chosen: int) -> float:
-    """The median of some forwards, each of other tokens."""
+    """The median time of a forward in seconds, each with other tokens."""
     rng, times = np.random.default_rng(tokens), []
     x, weights = rng.standard_normal((tokens, experts.model), np.float32), np.full((tokens, chosen), 1 / chosen, np.float32)
     for _ in range(1 + REPEATS):

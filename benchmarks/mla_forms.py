@@ -64,26 +64,9 @@ def measure(config: Config, weights, graph, form: str, rows: int, slots: int) ->
     cost = roofline.step_cost(config, form, rows, 1, slots)
     steps = max(4, min(64, int(0.05 / cost.seconds(on) / 4)))
     laps = max(1, int(0.25 / cost.seconds(on) / 4 / steps))  # enough that the program's start does not matter
-
-    @functools.partial(jax.jit, donate_argnums=1, compiler_options=BESIDE if jax.default_backend() == "gpu" else None)
-    def run(weights, layer, x):
-        def one(step, carry):
-            x, layer = carry
-            batch = Batch(jnp.full((rows, 1), slots - steps + step), jnp.ones((rows, 1), bool))
-            taken = dispatch.FORMS[form]
-            y, layer = nnx.merge(graph, weights)(x, batch, layer, taken, taken.prepare(batch, layer, config))
-            return y, layer
-
-        def lap(_, carry):
-            x, layer = carry
-            return jax.lax.fori_loop(0, steps, one, (x, layer | {"length": jnp.full_like(layer["length"], slots - steps)}))
-
-        return jax.lax.fori_loop(0, laps, lap, (x, layer))
-
-    x, layer = jnp.ones((rows, 1, config.hidden_size), jnp.bfloat16), random_layer(config, form, rows, slots, steps)
-    compiled = run.lower(weights, layer, x).compile()
-    holder = [layer]
-    del layer
+    run = laps_of(config, graph, form, rows, slots, steps, laps)
+    x, holder = jnp.ones((rows, 1, config.hidden_size), jnp.bfloat16), [random_layer(config, form, rows, slots, steps)]
+    compiled = run.lower(weights, holder[0], x).compile()
 
     def once():
         y, layer = compiled(weights, holder.pop(), x)
@@ -106,6 +89,27 @@ def measure(config: Config, weights, graph, form: str, rows: int, slots: int) ->
         "floor ms": cost.seconds(on) * 1e3,
         "temporaries MB": compiled.memory_analysis().temp_size_in_bytes / 1e6,
     }
+
+
+def laps_of(config: Config, graph, form: str, rows: int, slots: int, steps: int, laps: int):
+    """The jitted `(weights, layer, x) -> (y, layer)` of `laps` times the last `steps` of `slots` tokens."""
+    taken, options = dispatch.FORMS[form], BESIDE if jax.default_backend() == "gpu" else None
+
+    @functools.partial(jax.jit, donate_argnums=1, compiler_options=options)
+    def run(weights, layer, x):
+        def one(step, carry):
+            x, layer = carry
+            batch = Batch(jnp.full((rows, 1), slots - steps + step), jnp.ones((rows, 1), bool))
+            return nnx.merge(graph, weights)(x, batch, layer, taken, taken.prepare(batch, layer, config))
+
+        def lap(_, carry):
+            x, layer = carry
+            start = layer | {"length": jnp.full_like(layer["length"], slots - steps)}
+            return jax.lax.fori_loop(0, steps, one, (x, start))
+
+        return jax.lax.fori_loop(0, laps, lap, (x, layer))
+
+    return run
 
 
 def main():

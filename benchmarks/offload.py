@@ -1,16 +1,16 @@
-"""Decoding and reading prompts with the routed experts on the CPU: measured, and predicted from the host's rates.
+"""Decoding and prompt processing with the routed experts on the CPU: measured, and predicted from the host's rates.
 
     python -m cpu_experts.build && python benchmarks/offload.py --out offload.json
 
-V2-Lite's shape, and some layers of V3's, with random weights: a few random experts of each layer are packed, and repeated
-under different numbers, so that each has memory of its own. `waited` computes the shared experts after the routed ones instead of
-concurrently: the difference is what overlapping gains. Deferred experts are added a layer later, which is another sum, so rows
-decode other tokens then, and no time is predicted. Tokens are drawn, since the likeliest ones soon repeat, and their experts with
-them; `touched` are experts per layer that a timed step read from the host, `expected` how many the prediction assumes.
-Lines of ok and FAIL say what was right.
+The models are V2-Lite's shape and some layers of V3's, with random weights: a few random experts of each layer are packed, and
+repeated under different numbers, so that each has memory of its own. `waited` computes the shared experts after the routed ones
+instead of concurrently; the difference is the gain of overlapping. Deferred experts are added one layer later, which changes
+the sums, so rows then decode other tokens, and no time is predicted. Tokens are sampled, because greedy ones soon repeat, and
+their experts with them. `touched` is the number of experts per layer that a timed step read from the host, `expected` the number
+in the prediction. Lines with ok and FAIL report checks.
 
-`--replicas 0 0.25 0.5` decodes with a router that prefers some experts of each layer, as by Zipf's law, with replicas on the
-device of such shares of all experts: those that a run before chose most often."""
+`--replicas 0 0.25 0.5` decodes with a router that prefers some experts of each layer by Zipf's law, with these shares of all
+experts replicated on the device: the ones that a previous run chose most often."""
 
 import argparse
 import dataclasses

@@ -59,20 +59,26 @@ def read_all(llm: LLM, rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray, n
     graph, state = nnx.split(llm.model)
     longest = max(map(len, rows))
     slots = max(CHUNK, 1 << (longest - 1).bit_length())
-    padded = np.full((len(rows), slots + 1), -1, np.int32)
-    for row, tokens in zip(padded, rows, strict=True):
-        row[: len(tokens)] = tokens
-    mask, padded = padded[:, :-1] >= 0, np.maximum(padded, 0)
+    tokens, following, mask = padded(rows, slots)
     held = llm.model.new_cache(len(rows), slots), llm.model.new_cache(len(rows), slots, layers=1)[0]
     found, load = [], 0
     for start in range(0, longest, CHUNK):
         here = slice(start, start + CHUNK)
-        tokens, following = padded[:, :-1][:, here], padded[:, 1:][:, here]
         span = min(slots, 1 << (start + CHUNK - 1).bit_length())
-        held, chunk, counts = read(graph, state, held, tokens, following, mask[:, here], start, span)
-        found, load = [*found, [np.asarray(part) for part in chunk]], load + np.asarray(counts)
+        held, chunk, counts = read(graph, state, held, tokens[:, here], following[:, here], mask[:, here], start, span)
+        found.append([np.asarray(part) for part in chunk])
+        load = load + np.asarray(counts)
     bits, best, drafted = (np.concatenate(parts, 1) for parts in zip(*found, strict=True))
     return bits, best, drafted, load
+
+
+def padded(rows: list[list[int]], slots: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The tokens `[B slots]`, the following ones, and the mask of those that exist; padding is 0."""
+    tokens = np.full((len(rows), slots + 1), -1, np.int32)
+    for row, given in zip(tokens, rows, strict=True):
+        row[: len(given)] = given
+    mask, tokens = tokens[:, :-1] >= 0, np.maximum(tokens, 0)
+    return tokens[:, :-1], tokens[:, 1:], mask
 
 
 def held_out_bits(llm: LLM, texts: list[str]) -> dict:

@@ -91,12 +91,20 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str]) -> Command:
     """The command line over the TOML file it names, over the defaults."""
     arguments = ["--prompt" if a == "-p" else a for a in arguments]
-    defaults = Command()
-    if "--config" in arguments[:-1]:
-        defaults = from_toml(Path(arguments[arguments.index("--config") + 1]))
+    config = _config_path(arguments)
+    defaults = Command() if config is None else from_toml(config)
     return tyro.cli(
         Command, args=arguments, default=defaults, prog="python -m mla_jax.generate", config=(tyro.conf.FlagCreatePairsOff,)
     )
+
+
+def _config_path(arguments: list[str]) -> Path | None:
+    """The value of `--config`, which must be read before the other flags are parsed."""
+    for flag, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        name, equals, value = flag.partition("=")
+        if name == "--config" and (equals or following):
+            return Path(value if equals else following)
+    return None
 
 
 def from_toml(path: Path) -> Command:

@@ -10,6 +10,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+IN_FOREGROUND = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C on this terminal becomes a signal
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 
 
 class Terminal:
@@ -17,7 +22,7 @@ class Terminal:
 
     def __init__(self, *arguments: object, **environment: str):
         self.master, slave = pty.openpty()
-        command = [sys.executable, "-m", "mla_jax.generate", *map(str, arguments)]
+        command = [sys.executable, "-c", IN_FOREGROUND, "-m", "mla_jax.generate", *map(str, arguments)]
         settings = {**os.environ, "TERM": "xterm", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **environment}
         self.process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, env=settings, start_new_session=True

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import compiling
+import jaxtyping
 import pytest
 import tokenizers
 from flax import nnx
@@ -80,7 +81,9 @@ def test_a_dash_reads_the_prompt_from_stdin(command, folder):
 @pytest.mark.parametrize(
     ("arguments", "stdin", "code", "words"),
     [
+        ([], b"", 2, "no prompt given"),
         (["--model", "{model}"], b"", 2, "no prompt given"),
+        (["AB", "--config"], b"", 2, "--config"),
         (["-", "--model", "{model}"], b"", 2, "no prompt given"),
         (["-", "--model", "{model}"], b"A\xff", 2, "the prompt is not UTF-8"),
         (["AB", "--model", "{model}", "--temperature", "-1"], b"", 2, "temperature is -1.0"),
@@ -216,7 +219,7 @@ def test_a_file_and_a_configuration_give_the_same_as_flags(command, folder, tmp_
     (tmp_path / "run.toml").write_text(settings)
     given = command("AB", "--model", folder, *SHORT, "--quiet")
     assert command("AB", "--config", tmp_path / "run.toml").stdout == given.stdout
-    assert command("--file", tmp_path / "prompt.txt", "--config", tmp_path / "run.toml").stdout == given.stdout
+    assert command("--file", tmp_path / "prompt.txt", f"--config={tmp_path / 'run.toml'}").stdout == given.stdout
     assert command("-p", "AB", "--config", tmp_path / "run.toml").stdout == given.stdout
     shorter = command("AB", "--config", tmp_path / "run.toml", "--max-tokens", "2")
     assert given.stdout.startswith(shorter.stdout.removesuffix(b"\n"))
@@ -238,7 +241,8 @@ def test_a_file_and_a_configuration_give_the_same_as_flags(command, folder, tmp_
         ("sampling = 4", "no known group sampling"),
     ],
 )
-def test_a_mistake_in_a_configuration_is_named(tmp_path, capsys, text, words):
+def test_a_mistake_in_a_configuration_is_named(tmp_path, capsys, monkeypatch, text, words):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users run without the checks of the tests
     (tmp_path / "run.toml").write_text(text)
     assert main(["AB", "--config", str(tmp_path / "run.toml")]) == 2
     assert words in capsys.readouterr().err

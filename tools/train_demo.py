@@ -122,8 +122,7 @@ class Run:
         config, last = self.recipe.config(extended), first + phase.steps
         step, held = step_of(self.recipe, config), evaluate.HeldOut(self.corpus, config, phase.rows, phase.length)
         batches = data.Batches(self.corpus, phase.mix, self.recipe.answer_weight, self.recipe.seed)
-        columns = (*Progress.get_default_columns()[:2], TextColumn("{task.fields[said]}"), TimeRemainingColumn())
-        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
+        with self.progress() as bar:
             task = bar.add_task(f"{phase.length} tokens", total=last, completed=int(trained.step), said="")
             clock = time.monotonic()
             for done, batch in ahead(batches, phase, int(trained.step), last):
@@ -140,6 +139,10 @@ class Run:
                     break
                 clock = time.monotonic()
         return trained
+
+    def progress(self) -> Progress:
+        columns = (*Progress.get_default_columns()[:2], TextColumn("{task.fields[said]}"), TimeRemainingColumn())
+        return Progress(*columns, console=self.console, disable=not self.console.is_terminal)
 
     def log(self, step: int, row: dict[str, float]) -> None:
         if not np.isfinite(row["loss"]):

@@ -31,7 +31,7 @@ struct Block {
     int first, count, expert;  // rows, of those sorted by expert
 };
 
-// Whole blocks of one expert, so many as a subtask multiplies.
+// Whole blocks of one expert, as many as a subtask multiplies.
 struct Group {
     int expert, first, end;
 };
@@ -98,7 +98,7 @@ private:
     static constexpr int kBf16Line = kLine / 2;  // numbers
 
     bool narrows(const Shape& weights) const { return layer.kernels_.paths[weights.precision].narrows; }
-    // How the rows of an expert that has so many are laid out: as bf16, as int8, or as the kernel for few takes them.
+    // How the rows of an expert with this many rows are laid out: as bf16, as int8, or as the kernel for few takes them.
     enum Layout { kBf16Rows, kInt8Rows, kFewRows };
     Layout layout(const Shape& weights, int rows) const {
         const Path& path = layer.kernels_.paths[weights.precision];
@@ -221,7 +221,7 @@ private:
             Source from{static_cast<const uint8_t*>(batch.x) + at, bf16, layer.model_};
             pack(from, i, b, layer.gate_up_, x, x_scales, x_outliers);
         }
-        // SwiGLU writes whole tiles; what lies between the last one and the end of the last step is padding.
+        // SwiGLU writes whole tiles; what is between the last one and the end of the last step is padding.
         if (layout(layer.down_, b) == kBf16Rows) {
             const Shape& shape = layer.down_;
             size_t written = hidden_line * 2 / kLine;

@@ -125,7 +125,7 @@ void add_steps(const Panel& p, const Rows& a, bool lower, Ask ask) {
     }
 }
 
-// Lines that are converted at a time: so few that the next ones' conversion begins beside these ones' products.
+// Lines that are converted at a time: few, so that converting the next overlaps with multiplying these.
 constexpr int kPiece = 2;
 
 template <class Kind>
@@ -148,8 +148,8 @@ void slice_sums(const Panel& p, const Rows& a, const Slice& slice, const Sums& c
 }
 
 // A block times codes as they are, a group at a time, whose sums leave the tiles to be scaled. Tiles wait for what was just stored,
-// so a group is unpacked while the previous one is multiplied, and scaled after the next one. For 2 to 16 rows per expert: with more,
-// expanding the codes to bf16 is faster (docs/design/cpu_experts.md).
+// so a group is unpacked while the previous one is multiplied, and scaled after the next one. For 2 to 16 rows per expert: with
+// more, expanding the codes to bf16 is faster (docs/design/cpu_experts.md).
 template <Precision P>
 void block_codes(const Panel& p, const Rows& a, const Sums& c) {
     const Path& codes = few_row_kernels().paths[P];

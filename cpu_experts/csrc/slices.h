@@ -1,5 +1,5 @@
-// Blocks of one expert's rows times several of its panels, slice by slice of K: rows and sums stay in the L2, weights are read from
-// memory once, prefetched in eight places. Why these sizes, and what was tried: docs/design/cpu_experts.md.
+// Blocks of one expert's rows times several of its panels, slice by slice of K: rows and sums stay in the L2, weights are read
+// from memory once, prefetched in eight places. Why these sizes, and what was tried: docs/design/cpu_experts.md.
 #pragma once
 
 #include "gemm.h"
@@ -7,7 +7,7 @@
 namespace cpu_experts {
 
 constexpr int kSliceSteps = 64;  // at most; a multiple of 8: no group of any format is cut
-constexpr int kShortSteps = 16, kManyBlocks = 6;  // of so many, if nothing is converted: the weights stay in the L1, too
+constexpr int kShortSteps = 16, kManyBlocks = 6;  // with kManyBlocks blocks, if nothing is converted: the weights stay in the L1
 constexpr size_t kSliceBytes = size_t(1408) << 10;  // in use at a time; half of it is no faster on Zen 5, whose L2 is one of 1 MiB
 constexpr int kSubtaskPanels = 8;
 constexpr int kSubtaskBlocks = 12;
@@ -96,7 +96,7 @@ private:
         return int(round_up(size_t((all + slices - 1) / slices), 8));
     }
 
-    // That a row has for so many steps.
+    // Lines of a row for `steps` steps.
     int lines(int steps) const { return path_.narrows ? (steps + 1) / 2 : steps; }
 
     int in_k() const { return (factors_.shape.steps + slice_steps() - 1) / slice_steps(); }
@@ -128,7 +128,7 @@ private:
     }
     uint8_t* scales(const Part& p) const { return scales_ + size_t(p.panel - area_.first_panel) * kConvertedScaleBytes; }
 
-    // With what is asked for meanwhile: a share of the next part's weights with each block, of this block's next slice with each
+    // With what is prefetched meanwhile: a share of the next part's weights with each block, of this block's next slice with each
     // panel.
     Slice slice(int i, const Part& now, int block, int row) const {
         int next = now.step + now.steps;
@@ -148,7 +148,7 @@ private:
         return slice;
     }
 
-    // Share `i` of `shares`, to be asked for in so many steps.
+    // Share `i` of `shares`, to be prefetched in `steps` steps.
     static Ahead share(const uint8_t* at, size_t bytes, int i, int shares, int steps) {
         size_t calls = size_t(shares) * size_t(steps), each = (bytes / kLine + calls - 1) / calls;
         size_t apart = round_up(bytes / Ahead::kStreams, kLine), asked = size_t(i) * size_t(steps) * each / Ahead::kStreams * kLine;

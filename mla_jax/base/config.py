@@ -33,7 +33,7 @@ LATENT_NORM_EPS = 1e-6  # of q_a_norm and kv_a_norm: the released code does not 
 @no_type_check  # its values come from a file: `type_faults` checks them all at once
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained length: `rope_scaling`, or transformers 5's `rope_parameters`."""
+    """How RoPE frequencies are scaled beyond the trained length: `rope_scaling`, or `rope_parameters` of transformers 5."""
 
     rope_type: str = "yarn"  # "yarn" or "linear"
     factor: float = 1.0
@@ -118,8 +118,9 @@ class Config:
     @classmethod
     def preset(cls, name: str, **changes) -> "Config":
         """A known architecture by name (`PRESETS`), with some fields changed."""
-        if name not in PRESETS:
-            raise BadConfig(f"no preset {printable(str(name))}", "known: " + ", ".join(PRESETS))
+        if not isinstance(name, str) or name not in PRESETS:
+            found = name if isinstance(name, str) else f"of type {type(name).__name__}"
+            raise BadConfig(f"no preset {printable(found)}", "known: " + ", ".join(PRESETS))
         return cls.from_hf({**PRESETS[name], **changes})
 
     def to_hf(self) -> dict:
@@ -198,7 +199,7 @@ def _refuse_other_arithmetic(hf: Mapping, model_type: str):
             "models with latent attention have one",
         )
     if other := [*_other_arithmetic(hf)]:
-        raise Unsupported("config.json asks for arithmetic that is not implemented", *shortened(other, 32))
+        raise Unsupported("config.json needs arithmetic that is not implemented", *shortened(other, 32))
 
 
 def _other_arithmetic(hf: Mapping) -> Iterator[str]:
@@ -230,15 +231,15 @@ def _rope_settings(given: object, values: Mapping) -> dict:
     """The fields of RopeScaling that `given` sets, absent ones as they are filled in, and its `rope_theta` if it names one."""
     if not given:
         return {}
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
         raise BadConfig("the RoPE settings are not an object", f"found {shown(given)}")
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "yarn", "linear"):
         raise Unsupported(f"rope_type {shown(kind)} is not implemented", "known: default, linear, yarn")
     strange = {k: v for k, v in given.items() if k not in _KNOWN_OF_ROPE and v not in ROPE_NEUTRAL_VALUES.get(k, (None,))}
     if strange:
-        named = [f"{printable(str(k))} = {shown(v)}" for k, v in strange.items()]
-        raise Unsupported("the RoPE settings ask for arithmetic that is not implemented", *shortened(named, 20))
+        named = [f"{printable(k)} = {shown(v)}" for k, v in strange.items()]
+        raise Unsupported("the RoPE settings need arithmetic that is not implemented", *shortened(named, 20))
     theta = {} if given.get("rope_theta") is None else {"rope_theta": given["rope_theta"]}
     return {**theta, **({"rope_type": kind} if kind == "default" else _filled_in(given, kind, values))}
 

@@ -61,10 +61,12 @@ def printable(name: str, limit: int = 80) -> str:
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """Any value from an untrusted file or caller as one safe, short line. Python itself refuses to write a huge integer."""
+    """Any value from an untrusted file or caller as one safe, short line, whatever its `repr` does.
+
+    Python itself refuses to write a huge integer."""
     try:
         return printable(repr(value), limit)
-    except ValueError:
+    except Exception:
         if isinstance(value, int):
             return f"a number of {value.bit_length():,} bits"
-        return f"a {type(value).__name__} with a number too large to show"
+        return f"a {type(value).__name__} too deep or with a number too large to show"

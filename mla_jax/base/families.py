@@ -65,7 +65,7 @@ ARCHITECTURES = {  # the classes of transformers that read each model_type
 _INDEXER = "it chooses tokens with a lightning indexer (DeepSeek Sparse Attention), which is not built yet"
 WAITING = {"deepseek_v32": _INDEXER, "glm_moe_dsa": _INDEXER}
 
-# Keys that change the arithmetic, and the values under which ours is right (the first is what we compute).
+# Keys that change the arithmetic, and the values for which ours is right (the first is what we compute).
 NEUTRAL_VALUES: dict[str, tuple] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),

@@ -4,7 +4,7 @@ Layouts are ggml's block structs, numbers are little-endian. Knows no files and 
 product is exact in float32 (at most 23 significant bits) and at most one sum is rounded, so a fused multiply-add cannot change
 a bit. No value is denormal, which XLA would flush to zero, except with MXFP4's smallest scales."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, reduce
 from importlib import resources
 from itertools import accumulate
@@ -69,39 +69,44 @@ def _scaled(scales: Values, values: Codes) -> Values:
     return scales[..., None] * _shape(values, scales.shape[-1], -1).astype(jnp.float32)
 
 
-def _rows(x: Array, axes: int) -> Array:
+def _joined(x: Array, axes: int) -> Array:
     """Joins the last `axes` axes."""
     return x.reshape(*x.shape[: x.ndim - axes], -1)
 
 
 def _nibbles(b: Bytes) -> Codes:
     """All low nibbles, then all high ones."""
-    return _rows(_fields(b, 4, 2), 2)
+    return _joined(_fields(b, 4, 2), 2)
 
 
-def _apart(x: Codes) -> Codes:
+def _materialised(x: Codes) -> Codes:
     """`x`; on a CPU materialised first. Fused with its consumer, XLA would recompute it for every value."""
     return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)
 
 
-def _codes(*parts: tuple[Bytes, int, int]) -> Codes:
+def _bit_fields(*parts: tuple[Bytes, int, int]) -> Codes:
     """The bit fields `[.. m*count*n]` of parts `(x [.. m n], bits, count)`; a later part gives higher bits.
 
     On a CPU: in rows of 32 with constant shifts, which XLA vectorises, and materialised. Q6_K takes a tenth of the time so."""
-    shifts = (0, *accumulate(bits for _, bits, _ in parts))
+    shifts = [0, *accumulate(bits for _, bits, _ in parts[:-1])]
     sizes = [(bits, count) for _, bits, count in parts]
 
+    def combined(fields: Iterable[Codes]) -> Codes:
+        return reduce(or_, (x << np.uint8(shift) for x, shift in zip(fields, shifts, strict=True)))
+
     def by_shifts(*arrays: Bytes) -> Codes:
-        fields = (_rows(_fields(x, *size), 3) for x, size in zip(arrays, sizes, strict=True))
-        return reduce(or_, (x << np.uint8(shift) for x, shift in zip(fields, shifts, strict=False)))
+        return combined(_joined(_fields(x, *size), 3) for x, size in zip(arrays, sizes, strict=True))
 
     def by_rows(*arrays: Bytes) -> Codes:
-        width, total = min(32, *(x.shape[-1] for x in arrays)), arrays[0].shape[-2] * sizes[0][1] * arrays[0].shape[-1]
-        rows = (
-            reduce(or_, (_row(x, *size, at, width) << np.uint8(s) for x, size, s in zip(arrays, sizes, shifts, strict=False)))
-            for at in range(0, total, width)
-        )
-        return jax.lax.optimization_barrier(_rows(jnp.stack([*rows], axis=-2), 2))
+        first, (_, count) = arrays[0], sizes[0]
+        total = first.shape[-2] * count * first.shape[-1]
+        width = min(32, *(x.shape[-1] for x in arrays))
+
+        def row(at: int) -> Codes:
+            return combined(_row(x, *size, at, width) for x, size in zip(arrays, sizes, strict=True))
+
+        rows = [row(at) for at in range(0, total, width)]
+        return jax.lax.optimization_barrier(_joined(jnp.stack(rows, axis=-2), 2))
 
     return jax.lax.platform_dependent(*(x for x, _, _ in parts), cpu=by_rows, default=by_shifts)
 
@@ -114,11 +119,11 @@ def _row(x: Bytes, bits: int, count: int, at: int, width: int) -> Codes:
 
 
 def _q4_0(b: Bytes) -> Values:
-    return _half(b[..., :2]) * (_codes((b[..., None, 2:], 4, 2)).astype(jnp.float32) - 8)
+    return _half(b[..., :2]) * (_bit_fields((b[..., None, 2:], 4, 2)).astype(jnp.float32) - 8)
 
 
 def _q4_1(b: Bytes) -> Values:
-    return _half(b[..., :2]) * _codes((b[..., None, 4:], 4, 2)).astype(jnp.float32) + _half(b[..., 2:4])
+    return _half(b[..., :2]) * _bit_fields((b[..., None, 4:], 4, 2)).astype(jnp.float32) + _half(b[..., 2:4])
 
 
 def _with_fifth_bit(high: Bytes, low: Bytes) -> Values:
@@ -128,12 +133,12 @@ def _with_fifth_bit(high: Bytes, low: Bytes) -> Values:
 
 
 def _q5_0(b: Bytes) -> Values:
-    return _rows(_half(b[..., :2])[..., None, None] * (_with_fifth_bit(b[..., 2:6], b[..., 6:]) - 16), 3)
+    return _joined(_half(b[..., :2])[..., None, None] * (_with_fifth_bit(b[..., 2:6], b[..., 6:]) - 16), 3)
 
 
 def _q5_1(b: Bytes) -> Values:
     d, least = _half(b[..., :2])[..., None, None], _half(b[..., 2:4])[..., None, None]
-    return _rows(d * _with_fifth_bit(b[..., 4:8], b[..., 8:]) + least, 3)
+    return _joined(d * _with_fifth_bit(b[..., 4:8], b[..., 8:]) + least, 3)
 
 
 def _signed(b: Bytes) -> Values:
@@ -141,20 +146,20 @@ def _signed(b: Bytes) -> Values:
 
 
 def _q8_0(b: Bytes) -> Values:
-    return _half(b[..., :2]) * _signed(_apart(b[..., 2:]))
+    return _half(b[..., :2]) * _signed(_materialised(b[..., 2:]))
 
 
 def _q2_k(b: Bytes) -> Values:
     scales, d, least = b[..., :16], _half(b[..., 80:82]), _half(b[..., 82:])
-    q, low = _codes((_shape(b[..., 16:80], 2, 32), 2, 4)), _apart(least * (scales >> 4).astype(jnp.float32))
-    return _rows(_scaled(_apart(d * (scales & 15).astype(jnp.float32)), q) - low[..., None], 2)
+    q, low = _bit_fields((_shape(b[..., 16:80], 2, 32), 2, 4)), _materialised(least * (scales >> 4).astype(jnp.float32))
+    return _joined(_scaled(_materialised(d * (scales & 15).astype(jnp.float32)), q) - low[..., None], 2)
 
 
 def _q3_k(b: Bytes) -> Values:
-    q = _codes((_shape(b[..., 32:96], 2, 32), 2, 4), (b[..., None, :32], 1, 8))  # a set high bit: nothing is subtracted
-    scales = _nibbles(b[..., 96:104]) | _rows(_fields(b[..., 104:108], 2, 4), 2) << np.uint8(4)
-    scales = _apart(_half(b[..., 108:]) * (scales.astype(jnp.float32) - 32))
-    return _rows(_scaled(scales, q.astype(jnp.float32) - 4), 2)
+    q = _bit_fields((_shape(b[..., 32:96], 2, 32), 2, 4), (b[..., None, :32], 1, 8))  # a set high bit: nothing is subtracted
+    scales = _nibbles(b[..., 96:104]) | _joined(_fields(b[..., 104:108], 2, 4), 2) << np.uint8(4)
+    scales = _materialised(_half(b[..., 108:]) * (scales.astype(jnp.float32) - 32))
+    return _joined(_scaled(scales, q.astype(jnp.float32) - 4), 2)
 
 
 def _k_scales(b: Bytes) -> tuple[Values, Values]:
@@ -163,30 +168,32 @@ def _k_scales(b: Bytes) -> tuple[Values, Values]:
     The bytes of the first four also hold the high bits of the last four. `where` takes a third of the time of a concatenation."""
     first, second, rest = (b[..., None, i : i + 4] for i in (4, 8, 12))
     late = jnp.array([[False], [True]])
-    scales = _rows(jnp.where(late, rest & 15 | first >> 2 & 48, first & 63), 2)
-    minima = _rows(jnp.where(late, rest >> 4 | second >> 2 & 48, second & 63), 2)
-    return _apart(_half(b[..., :2]) * scales.astype(jnp.float32)), _apart(_half(b[..., 2:4]) * minima.astype(jnp.float32))
+    scales = _joined(jnp.where(late, rest & 15 | first >> 2 & 48, first & 63), 2)
+    minima = _joined(jnp.where(late, rest >> 4 | second >> 2 & 48, second & 63), 2)
+    return _materialised(_half(b[..., :2]) * scales.astype(jnp.float32)), _materialised(
+        _half(b[..., 2:4]) * minima.astype(jnp.float32)
+    )
 
 
 def _q4_k(b: Bytes) -> Values:
     scales, minima = _k_scales(b)
-    q = _codes((_shape(b[..., 16:], 4, 32), 4, 2))
-    return _rows(_scaled(scales, q) - minima[..., None], 2)
+    q = _bit_fields((_shape(b[..., 16:], 4, 32), 4, 2))
+    return _joined(_scaled(scales, q) - minima[..., None], 2)
 
 
 def _q5_k(b: Bytes) -> Values:
     scales, minima = _k_scales(b)
-    q = _codes((_shape(b[..., 48:], 4, 32), 4, 2), (b[..., None, 16:48], 1, 8))
-    return _rows(_scaled(scales, q) - minima[..., None], 2)
+    q = _bit_fields((_shape(b[..., 48:], 4, 32), 4, 2), (b[..., None, 16:48], 1, 8))
+    return _joined(_scaled(scales, q) - minima[..., None], 2)
 
 
 def _q6_k(b: Bytes) -> Values:
-    q = _codes((_shape(b[..., :128], 2, 64), 4, 2), (_shape(b[..., 128:192], 2, 32), 2, 4)).astype(jnp.float32) - 32
-    return _rows(_scaled(_apart(_half(b[..., 208:]) * _signed(b[..., 192:208])), q), 2)
+    q = _bit_fields((_shape(b[..., :128], 2, 64), 4, 2), (_shape(b[..., 128:192], 2, 32), 2, 4)).astype(jnp.float32) - 32
+    return _joined(_scaled(_materialised(_half(b[..., 208:]) * _signed(b[..., 192:208])), q), 2)
 
 
 def _q2_0(b: Bytes) -> Values:
-    return _half(b[..., :2]) * (_rows(_fields(b[..., 2:], 2, 4, axis=-1), 2).astype(jnp.float32) - 1)
+    return _half(b[..., :2]) * (_joined(_fields(b[..., 2:], 2, 4, axis=-1), 2).astype(jnp.float32) - 1)
 
 
 def _trits(b: Bytes, digits: int) -> list[Codes]:
@@ -197,11 +204,11 @@ def _trits(b: Bytes, digits: int) -> list[Codes]:
 
 def _tq1_0(b: Bytes) -> Values:
     parts = [*_trits(b[..., :32], 5), *_trits(b[..., 32:48], 5), *_trits(b[..., 48:52], 4)]
-    return _half(b[..., 52:]) * (_apart(jnp.concatenate(parts, axis=-1)).astype(jnp.float32) - 1)
+    return _half(b[..., 52:]) * (_materialised(jnp.concatenate(parts, axis=-1)).astype(jnp.float32) - 1)
 
 
 def _tq2_0(b: Bytes) -> Values:
-    return _half(b[..., 64:]) * (_codes((_shape(b[..., :64], 2, 32), 2, 4)).astype(jnp.float32) - 1)
+    return _half(b[..., 64:]) * (_bit_fields((_shape(b[..., :64], 2, 32), 2, 4)).astype(jnp.float32) - 1)
 
 
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled; zero has no sign
@@ -223,7 +230,7 @@ def _mxfp4_values() -> np.ndarray:
 
 def _mxfp4(b: Bytes) -> Values:
     code = _fields(b[..., 1:], 4, 2).astype(jnp.int32)
-    return _rows(looked_up(_mxfp4_values(), b[..., :1, None].astype(jnp.int32) << 4 | code), 2)
+    return _joined(looked_up(_mxfp4_values(), b[..., :1, None].astype(jnp.int32) << 4 | code), 2)
 
 
 def _nvfp4(b: Bytes) -> Values:
@@ -232,7 +239,7 @@ def _nvfp4(b: Bytes) -> Values:
     exponent, mantissa = scale >> 3 & 15, scale & 7
     size = jnp.where(exponent > 0, mantissa + 8 << jnp.maximum(exponent - 1, 0), mantissa)
     q = looked_up(np.array(E2M1, np.float32), _fields(_shape(b[..., 4:], 4, 8), 4, 2))
-    return _rows(_scaled(jnp.where(scale == 127, 0, size).astype(jnp.float32) * 2.0**-10, _rows(q, 3)), 2)
+    return _joined(_scaled(jnp.where(scale == 127, 0, size).astype(jnp.float32) * 2.0**-10, _joined(q, 3)), 2)
 
 
 @cache
@@ -271,41 +278,41 @@ def _iq2_scales(d: Values, scales: Codes) -> Values:
 def _iq2_xxs(b: Bytes) -> Values:
     quads = _shape(b[..., 2:], 8, 8)
     rest = _words(quads[..., 4:], np.uint32)
-    signs = _rows(_even(_fields(rest[..., 0], 7, 4, axis=-1)), 2)
-    values = _with_signs(_iq2_values("IQ2_XXS", _rows(quads[..., :4], 2)), signs)
-    return _rows(_scaled(_iq2_scales(_half(b[..., :2]), rest[..., 0] >> 28), _rows(values, 2)), 2)
+    signs = _joined(_even(_fields(rest[..., 0], 7, 4, axis=-1)), 2)
+    values = _with_signs(_iq2_values("IQ2_XXS", _joined(quads[..., :4], 2)), signs)
+    return _joined(_scaled(_iq2_scales(_half(b[..., :2]), rest[..., 0] >> 28), _joined(values, 2)), 2)
 
 
 def _iq2_xs(b: Bytes) -> Values:
     codes = _words(b[..., 2:66], np.uint16)
-    scales = _rows(_fields(b[..., 66:], 4, 2, axis=-1), 2)
+    scales = _joined(_fields(b[..., 66:], 4, 2, axis=-1), 2)
     values = _with_signs(_iq2_values("IQ2_XS", codes & 511), _even(codes >> 9))
-    return _rows(_scaled(_iq2_scales(_half(b[..., :2]), scales), _rows(values, 2)), 2)
+    return _joined(_scaled(_iq2_scales(_half(b[..., :2]), scales), _joined(values, 2)), 2)
 
 
 def _iq2_s(b: Bytes) -> Values:
-    high = _rows(_fields(b[..., 66:74], 2, 4, axis=-1), 2)
-    scales = _rows(_fields(b[..., 74:], 4, 2, axis=-1), 2)
+    high = _joined(_fields(b[..., 66:74], 2, 4, axis=-1), 2)
+    scales = _joined(_fields(b[..., 74:], 4, 2, axis=-1), 2)
     index = b[..., 2:34].astype(jnp.uint16) | high.astype(jnp.uint16) << 8
     values = _with_signs(_iq2_values("IQ2_S", index), b[..., 34:66])
-    return _rows(_scaled(_iq2_scales(_half(b[..., :2]), scales), _rows(values, 2)), 2)
+    return _joined(_scaled(_iq2_scales(_half(b[..., :2]), scales), _joined(values, 2)), 2)
 
 
 def _iq3_xxs(b: Bytes) -> Values:
     rest = _words(b[..., 66:], np.uint32)
-    signs = _rows(_even(_fields(rest, 7, 4, axis=-1)), 2)
+    signs = _joined(_even(_fields(rest, 7, 4, axis=-1)), 2)
     code = _entries("IQ3_XXS", b[..., 2:66])
     values = 4 + 8 * code + (code + 1 >> 3 << 1)  # 4, 12 .. 52, 62
     scales = _half(b[..., :2]) * ((rest >> 28).astype(jnp.float32) + 0.5) * 0.5
-    return _rows(_scaled(scales, _rows(_with_signs(_shape(_rows(values, 2), 32, 8), signs), 2)), 2)
+    return _joined(_scaled(scales, _joined(_with_signs(_shape(_joined(values, 2), 32, 8), signs), 2)), 2)
 
 
 def _iq3_s(b: Bytes) -> Values:
-    high = _rows(_fields(b[..., 66:74], 1, 8, axis=-1), 2)
+    high = _joined(_fields(b[..., 66:74], 1, 8, axis=-1), 2)
     index = b[..., 2:66].astype(jnp.uint16) | high.astype(jnp.uint16) << 8
-    values = _shape(_rows(2 * _entries("IQ3_S", index) + 1, 2), 32, 8)
-    scales = 2 * _rows(_fields(b[..., 106:], 4, 2, axis=-1), 2).astype(jnp.float32) + 1
-    return _rows(_scaled(_half(b[..., :2]) * scales, _rows(_with_signs(values, b[..., 74:106]), 2)), 2)
+    values = _shape(_joined(2 * _entries("IQ3_S", index) + 1, 2), 32, 8)
+    scales = 2 * _joined(_fields(b[..., 106:], 4, 2, axis=-1), 2).astype(jnp.float32) + 1
+    return _joined(_scaled(_half(b[..., :2]) * scales, _joined(_with_signs(values, b[..., 74:106]), 2)), 2)
 
 
 def _iq1_values(index: Codes, down: Codes) -> Values:
@@ -316,10 +323,10 @@ def _iq1_values(index: Codes, down: Codes) -> Values:
 
 def _iq1_s(b: Bytes) -> Values:
     extra = _words(b[..., 34:], np.uint16)
-    index = b[..., 2:34].astype(jnp.uint16) | _rows(_fields(extra, 3, 4, axis=-1), 2) << 8
+    index = b[..., 2:34].astype(jnp.uint16) | _joined(_fields(extra, 3, 4, axis=-1), 2) << 8
     values = _iq1_values(index, jnp.repeat(extra >> 15, 4, axis=-1))
     scales = 2 * (extra >> 12 & 7).astype(jnp.float32) + 1
-    return _rows(_scaled(_half(b[..., :2]) * scales, _rows(values, 2)), 2)
+    return _joined(_scaled(_half(b[..., :2]) * scales, _joined(values, 2)), 2)
 
 
 def _iq1_m(b: Bytes) -> Values:
@@ -327,22 +334,22 @@ def _iq1_m(b: Bytes) -> Values:
     nibbles = words >> 12 << np.arange(0, 16, 4, dtype=np.uint16)  # of the single f16 scale
     d = jnp.sum(nibbles, axis=-1, dtype=jnp.uint16)  # a sum is computed once per block, `|` would be for each value
     d = jax.lax.bitcast_convert_type(d, jnp.float16).astype(jnp.float32)[..., None]
-    extra = _rows(_fields(b[..., 32:48], 4, 2, axis=-1), 2)
+    extra = _joined(_fields(b[..., 32:48], 4, 2, axis=-1), 2)
     values = _iq1_values(b[..., :32].astype(jnp.uint16) | (extra & 7).astype(jnp.uint16) << 8, extra >> 3)
-    scales = 2 * _rows(_fields(words, 3, 4, axis=-1), 2).astype(jnp.float32) + 1
-    return _rows(_scaled(d * scales, _rows(values, 2)), 2)
+    scales = 2 * _joined(_fields(words, 3, 4, axis=-1), 2).astype(jnp.float32) + 1
+    return _joined(_scaled(d * scales, _joined(values, 2)), 2)
 
 
 def _iq4_nl(b: Bytes) -> Values:
-    return _rows(_half(b[..., :2])[..., None] * looked_up(np.array(IQ4, np.float32), _fields(b[..., 2:], 4, 2)), 2)
+    return _joined(_half(b[..., :2])[..., None] * looked_up(np.array(IQ4, np.float32), _fields(b[..., 2:], 4, 2)), 2)
 
 
 def _iq4_xs(b: Bytes) -> Values:
     high = _fields(_words(b[..., 2:4], np.uint16)[..., 0], 2, 8, axis=-1).astype(jnp.uint8)
-    low = _rows(_fields(b[..., 4:8], 4, 2, axis=-1), 2)
+    low = _joined(_fields(b[..., 4:8], 4, 2, axis=-1), 2)
     scales = _half(b[..., :2]) * ((low | high << np.uint8(4)).astype(jnp.float32) - 32)
     q = looked_up(np.array(IQ4, np.float32), _fields(_shape(b[..., 8:], 8, 16), 4, 2))
-    return _rows(_scaled(scales, _rows(q, 3)), 2)
+    return _joined(_scaled(scales, _joined(q, 3)), 2)
 
 
 TYPES = {

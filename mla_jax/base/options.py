@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mla_jax.base.errors import BadRequest, printable
-from mla_jax.base.rules import check, flag, nearest, number, one_of, option, optional, path, shown, text, texts, token_ids, whole
+from mla_jax.base.errors import BadRequest, printable, shown
+from mla_jax.base.rules import check, flag, nearest, number, one_of, option, optional, path, text, texts, token_ids, whole
 
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
@@ -187,7 +187,7 @@ class SamplingParams:
     seed: int | None = option(None, optional(whole(0, 2**64 - 1)))
     """Random seed; drawn and printed if not given."""
     logprobs: int | None = option(None, optional(whole(0, MAX_LOGPROBS)))
-    """Log-probability of each token and of this many alternatives."""
+    """Print log-probabilities of tokens and this many alternatives, to stderr."""
 
     def __post_init__(self):
         check(self, "the sampling parameters are out of range")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from mla_jax.base.errors import BadRequest, printable
+from mla_jax.base.errors import BadRequest, shown
 
 LARGEST = 2**63 - 1  # of whole numbers that have no smaller limit
 Rule = Callable[[Any], Any]
@@ -34,14 +34,6 @@ def check(options: Any, finding: str) -> None:
             faults.append(f"{field.name} is {shown(value)}, expected {wrong}")
     if faults:
         raise BadRequest(finding, *faults)
-
-
-def shown(value: object) -> str:
-    """`value` as one short line, whatever its `repr` does: Python refuses that of an integer of over 4,300 digits."""
-    try:
-        return printable(repr(value))
-    except Exception:
-        return f"a value of type {type(value).__name__}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -7,9 +7,8 @@ from numbers import Integral
 from typing import Any
 
 from mla_jax.base.config import Config
-from mla_jax.base.errors import BadRequest
+from mla_jax.base.errors import BadRequest, shown
 from mla_jax.base.options import SamplingParams
-from mla_jax.base.rules import shown
 from mla_jax.engine.request import Request
 from mla_jax.engine.text import Text
 
@@ -76,7 +75,7 @@ class InputProcessor:
         wrong = [p for p in several if not isinstance(p, SamplingParams | None)]
         if wrong:
             raise BadRequest("the sampling parameters are no SamplingParams", f"found {shown(wrong[0])}")
-        return several
+        return [params or SamplingParams() for params in several]
 
     def _tokens(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.base.batch import bucket
-from mla_jax.base.errors import BadRequest, DoesNotFit
+from mla_jax.base.errors import BadRequest, DoesNotFit, shown
 from mla_jax.base.options import MAX_ROWS, Options, SamplingParams
-from mla_jax.base.rules import shown
 from mla_jax.cache.latent import slots_for
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.batch import Batch
@@ -25,7 +24,7 @@ from mla_jax.weights.load import Progress
 from mla_jax.weights.plan import gib, logits_bytes, slot_bytes
 
 STOP_CHECK = 16  # tokens between two searches for stop texts
-INTERRUPT_CHECK = 64  # tokens between two returns to Python, which then hears Ctrl-C
+INTERRUPT_CHECK = 128  # tokens between two returns to Python, which then hears Ctrl-C
 STREAM_EVERY = 8  # tokens between two chunks of a stream
 
 
@@ -43,23 +42,23 @@ class LLM:
         """Opens and loads `model`: a folder of safetensors or from mla-convert, a GGUF file, or a name in the local Hugging
         Face cache; None is the bundled demo model. `options` and single settings say how; a setting overrides `options`:
 
-        attention: "auto" or one form of MLA: "naive", "compressed", "absorbed", "move_elided", or "fused", the GPU kernel.
-        kv_cache: "auto" or "fp8", which stores latents in E4M3.
-        dtype: "float32" or "bfloat16". None keeps quantised weights quantised; others are float32 on a CPU, else bfloat16.
-        context: the most tokens of prompt and output together. None is the model's own limit.
-        experts: "auto" moves the experts of as many layers to the CPU as do not fit the device, "host" moves all. "dense",
-            "loop", "gather" and "ragged" name a backend on the device.
-        host_layers: the number of layers, counted from the last, whose experts the CPU computes.
-        host_precision: the format of experts on the CPU. None is the stored one; floats become bf16.
-        host_folder: a folder for packed CPU experts. The next start maps them.
-        defer: experts per token whose result is added one layer later while decoding. Not exact.
-        stream_tokens: prompt chunks of at least this many tokens copy CPU experts to the device and compute there. 0 is
-            never, None is predicted from measured rates.
-        routing_stats: a JSON file that counts how often each expert is chosen. The next start replicates the most used CPU
-            experts on the device.
-        device_experts: the number of these replicas. None is what fits, 0 is none.
-        memory_fraction: the fraction of a GPU's memory to use.
-        batch: the number of concurrent sequences that memory is planned for. More also run.
+        - `attention`: "auto" or one form of MLA: "naive", "compressed", "absorbed", "move_elided", or "fused", the GPU kernel.
+        - `kv_cache`: "auto" or "fp8", which stores latents in E4M3.
+        - `dtype`: "float32" or "bfloat16". None keeps quantised weights quantised; others are float32 on a CPU, else bfloat16.
+        - `context`: the most tokens of prompt and output together. None is the model's own limit.
+        - `experts`: "auto" moves the experts of as many layers to the CPU as do not fit the device, "host" moves all. "dense",
+          "loop", "gather" and "ragged" name a backend on the device.
+        - `host_layers`: the number of layers, counted from the last, whose experts the CPU computes.
+        - `host_precision`: the format of experts on the CPU. None is the stored one; floats become bf16.
+        - `host_folder`: a folder for packed CPU experts. The next start maps them.
+        - `defer`: experts per token whose result is added one layer later while decoding. Not exact.
+        - `stream_tokens`: prompt chunks of at least this many tokens copy CPU experts to the device and compute there. 0 is
+          never, None is predicted from measured rates.
+        - `routing_stats`: a JSON file that counts how often each expert is chosen. The next start replicates the most used CPU
+          experts on the device.
+        - `device_experts`: the number of these replicas. None is what fits, 0 is none.
+        - `memory_fraction`: the fraction of a GPU's memory to use.
+        - `batch`: the number of concurrent sequences that memory is planned for. More also run.
 
         `progress` is called with the bytes loaded and the bytes of the model. Raises BadRequest for an option that is unknown
         or of a wrong type; BadFile, BadConfig, Unsupported or DoesNotFit before any large allocation."""
@@ -70,7 +69,7 @@ class LLM:
         self.name, self.options, self.config, self.notes = opened.name, opened.options, opened.config, opened.notes
         self.plan, self.placement, self.inputs = opened.plan, opened.placement, opened.inputs
         self.last_stats: Stats | None = None  # of the newest stream, once it has read its prompt
-        self._formats, self._routing = opened.checkpoint.formats(opened.placement), opened.routing()
+        self._formats, self._routing = opened.formats(), opened.routing()
         with self._memory_explained():
             self.model = opened.load(progress)
         self._programs = Programs(self.model, counts=self._routing is not None)

@@ -57,7 +57,7 @@ class Opened:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user of the folder should know."""
-        return (*self.config.notes, *self.text.notes, *library.notes(self.placement.host))
+        return (*self.config.notes, *self.text.notes, *(library.notes() if self.placement.host else ()))
 
     def routing(self) -> Routing | None:
         """The counts of chosen experts to add to; their file is written at once, for that must not fail after the work."""
@@ -75,8 +75,11 @@ class Opened:
 
     def explain(self) -> list[str]:
         """What runs where, and why, in words; from shapes alone."""
-        model, formats = self.checkpoint.model(self.placement), self.checkpoint.formats(self.placement)
-        return explain(model, formats, self.plan.context, self.placement)
+        return explain(self.checkpoint.model(self.placement), self.formats(), self.plan.context, self.placement)
+
+    def formats(self) -> dict[str, int]:
+        """The bytes of the weights by number format, on the device and on the host."""
+        return self.checkpoint.formats(self.placement)
 
 
 def open_model(options: Options) -> Opened:
@@ -106,9 +109,9 @@ def _checkpoint(options: Options) -> Checkpoint:
 
 
 def _place(checkpoint: Checkpoint, options: Options) -> Placement:
-    """Decides which layers' experts the CPU computes, by the sizes of this model and the rates of this machine."""
-    sizes = figures(checkpoint, options.experts, options.model.context, options.memory.batch)
-    return place(options.experts, sizes, calibrate.host)
+    """Decides which layers' experts the CPU computes."""
+    known = figures(checkpoint, options.experts, options.model.context, options.memory.batch)
+    return place(options.experts, known, calibrate.host)
 
 
 def check_context(context: int | None, longest: int) -> int:

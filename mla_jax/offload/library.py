@@ -1,7 +1,5 @@
 """Whether experts can be computed on the CPU here, and with which instructions. No JAX here."""
 
-from collections.abc import Collection
-
 from mla_jax.base.errors import Unsupported
 
 
@@ -26,13 +24,11 @@ def refuse_without_programs() -> None:
         raise Unsupported(str(e)) from e
 
 
-def notes(layers: Collection[int]) -> tuple[str, ...]:
-    """What a user should know about experts on this CPU, if any layers' experts are there."""
-    if not layers:
-        return ()
-    import cpu_experts
+def notes() -> tuple[str, ...]:
+    """What a user of experts on this CPU should know."""
+    from cpu_experts import note
 
-    found = cpu_experts.note()
+    found = note()
     return () if found is None else (found,)
 
 

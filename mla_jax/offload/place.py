@@ -226,16 +226,14 @@ def check(wanted: ExpertOptions, figures: Figures) -> None:
     if wanted.host_precision not in (None, *precisions()):
         known = ", ".join(precisions())
         raise BadRequest(f"host_precision {printable(str(wanted.host_precision))} is not known", f"known: {known}")
-    _refuse_outside("device_experts", wanted.device_experts, experts, f"the model has {experts:,} experts in {layers} layers")
-    _refuse_outside("host_layers", wanted.host_layers, layers, f"the model has {layers} layers with experts")
-    _refuse_outside("defer", wanted.defer, chosen - 1, "one expert per token is never deferred")
-    _refuse_outside("stream_tokens", wanted.stream_tokens, float("inf"), "0 stands for never")
+    _refuse_above("device_experts", wanted.device_experts, experts, f"the model has {experts:,} experts in {layers} layers")
+    _refuse_above("host_layers", wanted.host_layers, layers, f"the model has {layers} layers with experts")
+    _refuse_above("defer", wanted.defer, chosen - 1, "one expert per token is never deferred")
 
 
-def _refuse_outside(name: str, value: int | None, most: float, why: str) -> None:
-    if value is not None and not 0 <= value <= most:
-        expected = f"0 to {most:,}" if most < float("inf") else "0 or more"
-        raise BadRequest(f"{name} is {value}, expected {expected}", why)
+def _refuse_above(name: str, value: int | None, most: int, why: str) -> None:
+    if value is not None and value > most:
+        raise BadRequest(f"{name} is {value}, expected 0 to {most:,}", why)
 
 
 def _placement(

@@ -1,6 +1,6 @@
-"""A conversation as token ids, by the folder's chat template, which is trusted with nothing.
+"""A conversation as token ids, by the folder's chat template, which is untrusted.
 
-It renders in a process of its own with limits of time and memory; what stands in a message never becomes a control token."""
+It renders in a process of its own with limits of time and memory; the text of a message never becomes a control token."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ Messages = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """`source` is the template, `name` the file it comes from, `variables` the folder's own: bos_token and its kin."""
+    """`source` is the template, `name` the file it comes from, `variables` the folder's own: bos_token and others."""
 
     source: str
     name: str
@@ -37,7 +37,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ChatTemplate | None":
-        """The template in chat_template.jinja, or in tokenizer_config.json, None if there is none; nothing of it is run yet."""
+        """The template in chat_template.jinja, or in tokenizer_config.json, None if there is none; it is not run yet."""
         path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
         settings = read_json(config, MAX_TOKENIZER_CONFIG) if config.exists() else {}
         source = _read(path) if path.exists() else _default(settings.get("chat_template"))
@@ -57,7 +57,7 @@ class ChatTemplate:
     ) -> list[int]:
         """The token ids of a conversation, BOS once in front; raises BadRequest or BadTemplate.
 
-        The template alone brings control tokens: each text between them is encoded, and checked, as plain text."""
+        Only the template writes control tokens: each text between them is encoded, and checked, as plain text."""
         messages = checked(messages, tokenizer)
         disguise = Disguise(tokenizer, self.source, messages)
         plain, *variants = self.render([messages, *disguise.variants()], add_generation_prompt)
@@ -84,16 +84,22 @@ class ChatTemplate:
             done = subprocess.run(command, input=request, capture_output=True, timeout=WALL_SECONDS, env=environment, check=False)
         except subprocess.TimeoutExpired:
             raise self._failed(f"it takes more than {WALL_SECONDS} seconds") from None
-        if done.returncode in (-9, -24):  # SIGKILL, SIGXCPU
-            raise self._failed(f"it takes more than {LIMITS['seconds']} seconds")
         if done.returncode:
-            last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-            memory = "MemoryError" in last or done.returncode < 0
-            raise self._failed(f"it takes more than {LIMITS['memory'] >> 20} MB of memory" if memory else printable(last, 200))
+            raise self._failed(_cause(done))
         return json.loads(done.stdout.decode("utf-8", "surrogatepass"))
 
     def _failed(self, cause: str) -> BadTemplate:
         return BadTemplate(f"the chat template in {self.name} was ended", cause)
+
+
+def _cause(ended: subprocess.CompletedProcess[bytes]) -> str:
+    """Why a process failed: its limits, or the last line of its traceback."""
+    last = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    if ended.returncode in (-9, -24):  # SIGKILL, SIGXCPU
+        return f"it takes more than {LIMITS['seconds']} seconds"
+    if "MemoryError" in last or ended.returncode < 0:
+        return f"it takes more than {LIMITS['memory'] >> 20} MB of memory"
+    return printable(last, 200)
 
 
 def checked(messages: Any, tokenizer: Tokenizer) -> list[Message]:
@@ -146,12 +152,12 @@ def _default(given) -> str | None:
             raise BadTemplate("tokenizer_config.json has several chat templates and none is called default")
         given = named[-1].get("template")
     if given is not None and not isinstance(given, str):
-        raise BadTemplate("the chat template in tokenizer_config.json is no text", f"found {type(given).__name__}")
+        raise BadTemplate("the chat template in tokenizer_config.json is not text", f"found {type(given).__name__}")
     return given
 
 
 def _variables(settings: dict) -> dict[str, str]:
-    """The named tokens of tokenizer_config.json, which stand as text or as an object with `content`."""
+    """The named tokens of tokenizer_config.json, each a text or an object with `content`."""
     named = {key: value.get("content") if isinstance(value, dict) else value for key, value in settings.items()}
     return {key: value for key, value in named.items() if key.endswith("_token") and isinstance(value, str)}
 

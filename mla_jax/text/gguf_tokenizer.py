@@ -1,10 +1,10 @@
 """The tokenizer in a GGUF file's metadata, a byte-level BPE, as a `tokenizers.Tokenizer`.
 
-The file names its pre-tokenizer in a word, `tokenizer.ggml.pre`. Knows nothing of files and of JAX."""
+The file names its pre-tokenizer in `tokenizer.ggml.pre`. Knows nothing of files or JAX."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -14,22 +14,32 @@ from mla_jax.base.errors import BadFile, Unsupported, printable
 from mla_jax.text import tiktoken_model
 from mla_jax.text.byte_level import BYTES, to_bytes
 from mla_jax.text.patterns import KNOWN, Pre
-from mla_jax.text.tokenizer import Tokenizer
+from mla_jax.text.tokenizer import Tokenizer, refusing
 
 MAX_TOKENS = 1 << 21
 MAX_TOKEN = tiktoken_model.MAX_TOKEN  # bytes
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # values of token_type that matter here
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # values of token_type
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a file holds to turn text into ids and back; `chat_template` is text that nothing has run yet."""
+    """What a file has to turn text into ids and back; `chat_template` is text that has not been run."""
 
     tokenizer: Tokenizer
-    bos_id: int | None  # the BOS token, whether or not it stands in front of every text
+    bos_id: int | None  # the BOS token, whether or not it is put in front of every text
     eos_ids: tuple[int, ...]
     chat_template: str | None
     notes: tuple[str, ...] = ()
+
+
+class Vocabulary(NamedTuple):
+    """The tokens in the order of their ids, and the type of each."""
+
+    tokens: list[str]
+    types: list[int]
+
+    def of(self, *types: int) -> list[str]:
+        return [token for token, kind in zip(self.tokens, self.types, strict=True) if kind in types]
 
 
 def build(metadata: Mapping[str, Any], where: str, vocab_size: int) -> Found | None:
@@ -38,13 +48,13 @@ def build(metadata: Mapping[str, Any], where: str, vocab_size: int) -> Found | N
     if isinstance(kind, str) and kind in ("none", "no_vocab"):
         return None
     if not isinstance(kind, str) or kind != "gpt2":
-        raise Unsupported(f"{where} has a tokenizer of kind {printable(str(kind))}", "known: gpt2, a byte-level BPE")
-    tokens, types = _tokens(metadata, where, vocab_size)
+        raise Unsupported(f"{where} has a tokenizer of type {printable(str(kind))}", "known: gpt2, a byte-level BPE")
+    vocabulary = _vocabulary(metadata, where, vocab_size)
     pre, notes = _pre(metadata, where)
-    model = _model(tokens, _merges(metadata, where, tokens, types), pre, where)
-    added = [AddedToken(t, normalized=False, special=k == CONTROL) for t, k in zip(tokens, types, strict=True) if k in _ADDED]
-    model.add_tokens(added)
-    bos, *ends = (_id(metadata, name, where, len(tokens)) for name in ("bos", "eos", "eot", "eom"))
+    model = _model(vocabulary.tokens, _merges(metadata, where, vocabulary), pre, where)
+    controls = set(vocabulary.of(CONTROL))
+    model.add_tokens([AddedToken(t, normalized=False, special=t in controls) for t in vocabulary.of(CONTROL, USER_DEFINED)])
+    bos, *ends = (_id(metadata, name, where, len(vocabulary.tokens)) for name in ("bos", "eos", "eot", "eom"))
     eos = tuple(dict.fromkeys(end for end in ends if end is not None))
     in_front = bos if _bos_in_front(metadata, where, pre, bos) else None
     return Found(Tokenizer(model, in_front), bos, eos, _template(metadata, where), notes)
@@ -53,40 +63,46 @@ def build(metadata: Mapping[str, Any], where: str, vocab_size: int) -> Found | N
 def _bos_in_front(metadata: Mapping[str, Any], where: str, pre: Pre, bos: int | None) -> bool:
     wanted = metadata.get("tokenizer.ggml.add_bos_token", pre.bos and bos is not None)
     if not isinstance(wanted, bool):
-        raise BadFile(f"{where}: tokenizer.ggml.add_bos_token is {printable(str(wanted))}", "expected a truth")
+        raise BadFile(f"{where}: tokenizer.ggml.add_bos_token is {printable(str(wanted))}", "expected true or false")
     if wanted and bos is None:
-        raise BadFile(f"{where} wants a BOS token and names none", "expected tokenizer.ggml.bos_token_id")
+        raise BadFile(f"{where} asks for a BOS token and names none", "expected tokenizer.ggml.bos_token_id")
     return wanted
 
 
 def _template(metadata: Mapping[str, Any], where: str) -> str | None:
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
-        raise BadFile(f"{where}: tokenizer.chat_template is no text", f"found {printable(str(template))}")
+        raise BadFile(f"{where}: tokenizer.chat_template is not text", f"found {printable(str(template))}")
     return template
 
 
-_ADDED = (CONTROL, USER_DEFINED)
-
-
-def _tokens(metadata: Mapping[str, Any], where: str, vocab_size: int) -> tuple[list[str], list[int]]:
-    """The vocabulary in the order of its ids, and the type of each token."""
-    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+def _vocabulary(metadata: Mapping[str, Any], where: str, vocab_size: int) -> Vocabulary:
+    tokens = metadata.get("tokenizer.ggml.tokens")
     if not _texts(tokens) or not tokens:
         raise BadFile(f"{where} has no vocabulary", "expected texts in tokenizer.ggml.tokens")
     if len(tokens) > min(vocab_size, MAX_TOKENS):
         raise BadFile(f"{where} has token ids the model lacks", f"found {len(tokens):,} tokens, the vocabulary is {vocab_size:,}")
-    types = np.ones(len(tokens), np.int32) if types is None else types
-    if not isinstance(types, np.ndarray) or types.dtype.kind not in "iu" or types.shape != (len(tokens),):
-        expected = "expected a number for each in tokenizer.ggml.token_type"
-        raise BadFile(f"{where} has {len(tokens):,} tokens, and not as many types of tokens", expected)
+    _check_tokens(tokens, where)
+    return Vocabulary(tokens, _types(metadata, where, len(tokens)))
+
+
+def _check_tokens(tokens: list[str], where: str):
     seen: dict[str, int] = {}
     for i, token in enumerate(tokens):
         if not 0 < len(token.encode()) <= MAX_TOKEN:
-            raise BadFile(f"{where} has a token of no or too many bytes", f"id {i:,}, expected 1 to {MAX_TOKEN:,} bytes")
+            raise BadFile(f"{where} has an empty or too long token", f"id {i:,}, expected 1 to {MAX_TOKEN:,} bytes")
         if seen.setdefault(token, i) != i:
             raise BadFile(f"{where} has a token twice", f"{printable(token)} has the ids {seen[token]:,} and {i:,}")
-    return tokens, types.tolist()
+
+
+def _types(metadata: Mapping[str, Any], where: str, count: int) -> list[int]:
+    types = metadata.get("tokenizer.ggml.token_type")
+    if types is None:
+        return [NORMAL] * count
+    if not isinstance(types, np.ndarray) or types.dtype.kind not in "iu" or types.shape != (count,):
+        expected = "expected a number for each in tokenizer.ggml.token_type"
+        raise BadFile(f"{where} has {count:,} tokens and another number of token types", expected)
+    return types.tolist()
 
 
 def _texts(found: Any) -> bool:
@@ -102,34 +118,37 @@ def _pre(metadata: Mapping[str, Any], where: str) -> tuple[Pre, tuple[str, ...]]
     return KNOWN[name], ()
 
 
-def _merges(metadata: Mapping[str, Any], where: str, tokens: list[str], types: list[int]) -> list[tuple[str, str]]:
+def _merges(metadata: Mapping[str, Any], where: str, vocabulary: Vocabulary) -> list[tuple[str, str]]:
     if metadata.get("tokenizer.ggml.pre") == "kimi-k2":  # whose file may hold none, and whose ranks are exact
-        return _merges_of_ranks(tokens, types, where)
+        return _merges_of_ranks(vocabulary, where)
     merges = metadata.get("tokenizer.ggml.merges", [])
     if not _texts(merges):
         raise BadFile(f"{where} has no merges", "expected texts in tokenizer.ggml.merges")
-    known, found = set(tokens), []
+    known, found = set(vocabulary.tokens), []
     for i, merge in enumerate(merges):
-        cut = merge.find(" ", 1)  # a token may itself begin with a space
-        left, right = (merge[:cut], merge[cut + 1 :]) if cut > 0 else ("", "")
+        left, right = _pair(merge)
         if not {left, right, left + right} <= known:
-            raise BadFile(f"{where} has a merge of what is no token", f"merge {i:,} is {printable(merge)}")
+            raise BadFile(f"{where} has a merge of parts that are not tokens", f"merge {i:,} is {printable(merge)}")
         found.append((left, right))
     return found
 
 
-def _merges_of_ranks(tokens: list[str], types: list[int], where: str) -> list[tuple[str, str]]:
-    normal = [t for t, k in zip(tokens, types, strict=True) if k not in (*_ADDED, UNUSED) and not {*t} - BYTES.keys()]
-    if sum(map(len, normal)) > tiktoken_model.MAX_FILE:  # the work is the square of a token's length
+def _pair(merge: str) -> tuple[str, str]:
+    cut = merge.find(" ", 1)  # a token may begin with a space
+    return (merge[:cut], merge[cut + 1 :]) if cut > 0 else ("", "")
+
+
+def _merges_of_ranks(vocabulary: Vocabulary, where: str) -> list[tuple[str, str]]:
+    apart = {*vocabulary.of(CONTROL, USER_DEFINED, UNUSED)}
+    ranked = [token for token in vocabulary.tokens if token not in apart and BYTES.keys() >= {*token}]
+    if sum(map(len, ranked)) > tiktoken_model.MAX_FILE:
         raise BadFile(f"{where} has too large a vocabulary", f"the limit is {tiktoken_model.MAX_FILE:,} characters")
-    return tiktoken_model.merges_of({to_bytes(token): rank for rank, token in enumerate(normal)}, where)
+    return tiktoken_model.merges_of({to_bytes(token): rank for rank, token in enumerate(ranked)}, where)
 
 
 def _model(tokens: list[str], merges: list[tuple[str, str]], pre: Pre, where: str) -> tokenizers.Tokenizer:
-    try:
+    with refusing(BadFile(f"{where} is refused by the tokenizers library")):
         bpe = models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=pre.whole)
-    except Exception as e:  # the library raises bare Exception
-        raise BadFile(f"{where} is refused by the tokenizers library", printable(str(e), 300)) from e
     model = tokenizers.Tokenizer(bpe)
     if pre.composed:
         model.normalizer = normalizers.NFC()  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,7 +1,7 @@
-"""A tokenizer that nobody vouches for, at work in a process of its own with limits of time, memory and output.
+"""An untrusted tokenizer, which works in a process of its own with limits of time, memory and output.
 
-Python cannot interrupt the tokenizers library, and where memory ends the library ends the process. Here it ends its own, and the
-next text starts a new one."""
+Python cannot interrupt the tokenizers library, and the library ends the process if there is no memory left. Here it ends its own
+process, and the next text starts a new one."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ from mla_jax.base.errors import BadFile, BadRequest, MlaJaxError, printable
 MEMORY = 4 << 30  # bytes of addresses
 OUTPUT = 128 << 20  # bytes of one answer
 START_SECONDS = 60  # to load the file, on a machine that is busy
-SECONDS = 10  # for a text, and one more for every
+SECONDS = 10  # for a text, and the time that follows from the next figure
 BYTES_A_SECOND = 100_000
 KEPT_VARIABLES = ("LD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment
 
@@ -30,7 +30,8 @@ class Guard:
     def __init__(self, content: str, name: str, controls: list[str]):
         """Raises BadFile if it cannot be loaded within the limits."""
         found = importlib.util.find_spec("tokenizers")
-        assert found is not None and found.origin is not None
+        assert found is not None
+        assert found.origin is not None
         path = [str(Path(found.origin).parent.parent)]
         start = {"path": path, "tokenizer": content, "controls": controls, "memory": MEMORY, "output": OUTPUT}
         self.name, self._start = name, json.dumps(start).encode() + b"\n"
@@ -59,7 +60,7 @@ class Guard:
             [sys.executable, "-I", "-S", script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # where the library tells of its panics
+            stderr=subprocess.DEVNULL,  # the library prints its panics
             env=environment,
             start_new_session=True,  # Ctrl-C is for us alone
         )
@@ -72,25 +73,17 @@ class Guard:
             raise
 
     def _exchange(self, line: bytes, seconds: float, error: MlaJaxError) -> dict:
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        answer = b""
+        assert self._process is not None
         try:
-            with _clock(process, seconds) as expired, suppress(OSError):  # where the process has ended
-                process.stdin.write(line)
-                process.stdin.flush()
-                answer = process.stdout.readline(OUTPUT + 1)
+            with _clock(self._process, seconds) as expired:
+                answer = _answer(self._process, line)
         except BaseException:  # Ctrl-C between a question and its answer
             self._close()
             raise
         if expired or not answer.endswith(b"\n"):
             self._close()
-            cause = (
-                f"more than {seconds:.0f} seconds" if expired else f"more than {MEMORY >> 30} GiB of memory, or its library fails"
-            )
-            raise type(error)(*error.args, f"it takes {cause}")
+            limit = f"{seconds:.0f} seconds" if expired else f"{MEMORY >> 30} GiB of memory, or it fails"
+            raise type(error)(*error.args, f"it takes more than {limit}")
         found = json.loads(answer)
         if "cause" in found:
             raise type(error)(*error.args, printable(found["cause"], 300))
@@ -100,6 +93,17 @@ class Guard:
         if self._process is not None:
             _end(self._process, self._owner)
         self._process = None
+
+
+def _answer(process: subprocess.Popen, line: bytes) -> bytes:
+    """The line that answers `line`; what there is of it if the process ends."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(OSError):
+        process.stdin.write(line)
+        process.stdin.flush()
+        return process.stdout.readline(OUTPUT + 1)
+    return b""
 
 
 @contextmanager

@@ -16,7 +16,7 @@ _ENDINGS = "'s|'t|'re|'ve|'m|'ll|'d"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = rf"{_ENDINGS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-# the cased letters that DeepSeek's first tokenizers know; every other letter stands apart from the space before it
+# the cased letters that DeepSeek's first tokenizers know; any other letter is cut from the space before it
 _CASED = re.sub(
     r"\s",
     "",

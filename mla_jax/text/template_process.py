@@ -1,4 +1,4 @@
-"""Renders a chat template nobody vouches for: `chat.py` starts this file as a process of its own, for one answer.
+"""Renders an untrusted chat template: `chat.py` starts this file as a process of its own, for one answer.
 
 It reads {path, template, variables, conversations, limits} as JSON from stdin, and writes {texts} or {line, cause}."""
 
@@ -34,7 +34,7 @@ def _answer(request: dict) -> dict:
 
 
 def _limit(limits: dict):
-    """Processor time, memory and files; Windows has none of these limits, there the clock of `chat.py` decides."""
+    """Processor time, memory and files; Windows has none of these limits, there `chat.py` ends the process by the clock."""
     try:
         import resource
     except ImportError:
@@ -71,7 +71,7 @@ def _environment():
 
 
 def _generation_tag():
-    """{% generation %} marks what the model wrote, for training; here it is as if it was not there."""
+    """{% generation %} marks what the model wrote, for training; here it changes nothing."""
     from jinja2.ext import Extension
 
     class Generation(Extension):
@@ -85,7 +85,7 @@ def _generation_tag():
 
 
 def _namespace():
-    """jinja2's namespace without names of Python's own, which lead out of the sandbox."""
+    """jinja2's namespace without Python's own names, which lead out of the sandbox."""
     import jinja2
 
     def check(name):
@@ -93,7 +93,7 @@ def _namespace():
             raise jinja2.exceptions.SecurityError(f"a namespace may not hold {str(name)!r}")
 
     class Namespace(jinja2.utils.Namespace):
-        def __init__(*args, **values):  # takes `self` as a name, too
+        def __init__(*args, **values):  # `self` may be a name
             for name in dict(*args[1:], **values):
                 check(name)
             jinja2.utils.Namespace.__init__(*args, **values)
@@ -111,7 +111,7 @@ def _alone(tree):
     from jinja2 import nodes
 
     for node in tree.find_all((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
-        raise jinja2.TemplateSyntaxError(f"{type(node).__name__.lower()} is refused: a template stands alone", node.lineno)
+        raise jinja2.TemplateSyntaxError(f"{type(node).__name__.lower()} is refused: a template is one file", node.lineno)
     return tree
 
 

@@ -1,7 +1,7 @@
-"""Text to token ids and back, by the folder's tokenizer.json or tiktoken.model; a folder without either works with token lists.
+"""Text to token ids and back, by the folder's tokenizer.json or tiktoken.model; a folder without either works with token ids.
 
 Control tokens are the added tokens, special or not; what a user types never becomes one unless that is requested. A file of a
-form that we do not know works in a process of its own (`guard.py`). Knows nothing of JAX."""
+form that we do not know works in a process of its own (`guard.py`). No JAX here."""
 
 import json
 import re
@@ -21,6 +21,7 @@ from mla_jax.text.tokenizer_process import read_as_text
 
 MAX_TOKENIZER = 64 << 20
 MAX_TOKENIZER_CONFIG = 16 << 20
+MAX_CONTROLS = 10_000  # the time to find them in a text grows with their number
 MAX_TEXT = 8 << 20  # bytes; a million tokens are about half of it
 
 
@@ -29,8 +30,9 @@ class InProcess:
 
     def __init__(self, model: tokenizers.Tokenizer, controls: list[str]):
         self.model = model
-        self.begins: list[int] = model.encode("", add_special_tokens=True).ids[:1]
         read_as_text(model, controls)
+        with refusing(BadFile("the tokenizer cannot encode an empty text")):
+            self.begins: list[int] = model.encode("", add_special_tokens=True).ids[:1]
 
     def encode(self, text: str) -> list[int]:
         with refusing(BadRequest("the tokenizer cannot encode the text")):
@@ -64,6 +66,8 @@ class Tokenizer:
         self._added = {i: token.content for i, token in added.items()}
         controls = {i: token for i, token in added.items() if _is_control(token)}
         self.control = {token.content: i for i, token in controls.items()}
+        if len(controls) > MAX_CONTROLS:
+            raise BadFile(f"the tokenizer has {len(controls):,} control tokens", f"the limit is {MAX_CONTROLS:,}")
         self.control_pattern = _pattern_of(controls.values())
         self.byte_level = isinstance(model.decoder, decoders.ByteLevel)
         self.codec = codec or InProcess(model, [*self.control])
@@ -93,21 +97,19 @@ class Tokenizer:
         content = parse_json(_content(path, MAX_TOKENIZER), path.name)
         known = forms.known(content)
         with refusing(BadFile(f"{path.name} is refused by the tokenizers library")):
+            text = json.dumps(content)
             model = tokenizers.Tokenizer.from_str(json.dumps(known or forms.inert(content)))
-            added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
-        if moved := [name for name, i in added.items() if model.token_to_id(name) != i]:  # the library gives it another id
-            expected = f"{printable(moved[0])} has id {added[moved[0]]}, the vocabulary leaves it {model.token_to_id(moved[0])}"
-            raise BadFile(f"{path.name} has added tokens with ids that do not fit its vocabulary", expected)
+        _check_added(model, content, path.name)
         if known:
             return cls(model, None)
         controls = [token.content for token in model.get_added_tokens_decoder().values() if _is_control(token)]
-        return cls(model, None, Guard(json.dumps(content), path.name, controls))
+        return cls(model, None, Guard(text, path.name, controls))
 
     def encode(self, text: str, bos: bool = True, control: bool = False) -> list[int]:
         """Token ids of `text`, the model's BOS token once in front if `bos`.
 
-        Control tokens in `text` are plain text, or control tokens if `control`. Raises BadRequest for what is no text, not valid
-        Unicode or longer than MAX_TEXT."""
+        Control tokens in `text` are plain text, or control tokens if `control`. Raises BadRequest for what is not text, not
+        valid Unicode or longer than MAX_TEXT."""
         check_text(text)
         ids = self._with_control(text) if control else self._plain(text)
         return self.with_bos(ids) if bos else ids
@@ -141,7 +143,7 @@ class Tokenizer:
         ids = self.codec.encode(text)
         if forged := set(ids).intersection(self.control.values()):
             names = ", ".join(printable(self._added[i]) for i in sorted(forged)[:5])
-            raise BadRequest("the text holds something this tokenizer can only write as a control token", f"that is {names}")
+            raise BadRequest("the text has a part that this tokenizer can only write as a control token", f"that is {names}")
         return ids
 
     def _with_control(self, text: str) -> list[int]:
@@ -152,18 +154,18 @@ class Tokenizer:
         return ids + self._plain(text[end:])
 
     def _bos_id(self, settings: dict, default: int | None) -> int | None:
-        """BOS if tokenizer_config.json wants it or, where that says nothing, if the tokenizer itself puts it in front."""
+        """BOS if tokenizer_config.json asks for it or, if that says nothing, if the tokenizer itself puts it in front."""
         named = settings.get("bos_token")
         named = named.get("content") if isinstance(named, dict) else named
         bos = self.model.token_to_id(named) if isinstance(named, str) else default
         wanted = settings.get("add_bos_token")
         if wanted and bos is None:
-            raise BadFile("tokenizer_config.json wants a BOS token that the tokenizer lacks", f"it names {shown(named)}")
+            raise BadFile("tokenizer_config.json asks for a BOS token that the tokenizer lacks", f"it names {shown(named)}")
         return bos if wanted or (wanted is None and self.codec.begins == [bos]) else None
 
 
 def check_text(text: Any):
-    """Raises BadRequest for what is no text, too long, or holds half of a surrogate pair or a byte that was no UTF-8."""
+    """Raises BadRequest for what is not text, is too long, or has half of a surrogate pair or a byte that was not UTF-8."""
     if not isinstance(text, str):
         raise BadRequest("a prompt or message is not text", f"found {type(text).__name__}")
     try:
@@ -182,6 +184,15 @@ def check_ids(ids: Any):
         raise BadRequest("a token id is a whole number of 0 or more, 32 bits wide", f"found {shown(wrong[0])}")
 
 
+def _check_added(model: tokenizers.Tokenizer, content: dict, where: str):
+    """Raises BadFile for an added token to which the library gives another id than the file."""
+    for token in content.get("added_tokens", []):
+        name, given, found = token["content"], token["id"], model.token_to_id(token["content"])
+        if found != given:
+            expected = f"{printable(name)} has id {shown(given)}, the vocabulary leaves it {found}"
+            raise BadFile(f"{where} has added tokens with ids that do not fit its vocabulary", expected)
+
+
 def _is_control(token: tokenizers.AddedToken) -> bool:
     """A single character or blanks, if not special, are text: DeepSeek's older folders have letters like "ü" added."""
     return token.special or (len(token.content) > 1 and not token.content.isspace())
@@ -196,12 +207,12 @@ def _pattern_of(controls: Iterable[tokenizers.AddedToken]) -> re.Pattern[str]:
 def _pattern(token: tokenizers.AddedToken) -> str:
     word = re.escape(token.content)
     word = rf"(?<!\w){word}(?!\w)" if token.single_word else word
-    blanks = r"(?:(?<!\s)\s++)?"  # looked for where a run of them begins: a long one takes linear time
+    blanks = r"(?:(?<!\s)\s++)?"  # matched only from where a run of them begins, so that a long one takes linear time
     return (blanks if token.lstrip else "") + word + (r"\s*+" if token.rstrip else "")
 
 
 def _content(path: Path, limit: int) -> bytes:
-    if not path.is_file():  # opening a pipe would wait for ever
+    if not path.is_file():  # opening a pipe would block
         raise BadFile(f"{path.name} is not a regular file", str(path))
     if path.stat().st_size > limit:
         raise BadFile(f"{path.name} is too large", f"found {path.stat().st_size:,} bytes, the limit is {limit:,}")

@@ -1,4 +1,4 @@
-"""Encodes and decodes with a tokenizer nobody vouches for: `guard.py` starts this file as a process of its own.
+"""Encodes and decodes with an untrusted tokenizer: `guard.py` starts this file as a process of its own.
 
 It reads a line of JSON, {path, tokenizer, controls, memory, output}, and writes {begins}. Then each line {encode} or {decode} is
 answered by a line {ids}, {text}, or {cause}."""
@@ -12,7 +12,7 @@ from typing import Any
 def main():
     start = json.loads(sys.stdin.buffer.readline())
     sys.path[:0] = start["path"]
-    import tokenizers  # noqa: F401 before the limit of memory, as libraries take their room of addresses
+    import tokenizers  # noqa: F401 before the limit of memory, which counts the addresses of libraries
 
     _limit(start["memory"])
     most, tasks = start["output"], {}
@@ -26,8 +26,8 @@ def _open(start: dict, tasks: dict[str, Callable]) -> dict:
     import tokenizers
 
     model = tokenizers.Tokenizer.from_str(start["tokenizer"])
-    begins = model.encode("", add_special_tokens=True).ids[:1]
     read_as_text(model, start["controls"])
+    begins = model.encode("", add_special_tokens=True).ids[:1]
     tasks["encode"] = lambda text: {"ids": model.encode(text, add_special_tokens=False).ids}
     tasks["decode"] = lambda ids: {"text": model.decode(ids, skip_special_tokens=False)}
     return {"begins": begins}

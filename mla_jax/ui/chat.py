@@ -114,13 +114,7 @@ class Chat:
     def ask(self, question: str) -> None:
         """One turn. It joins the conversation if anything was answered; an interrupted answer does as far as it came."""
         prompt = self.llm.encode_chat(self.conversation.asking(question))
-        room = self.llm.context - len(prompt)
-        if room < 1:
-            limit = f"the prompt has {len(prompt):,} tokens, the context holds {self.llm.context:,}"
-            raise BadRequest("the context is full", limit, FULL)
-        limit = min(self.sampling.max_tokens or DEFAULT_MAX_TOKENS, room)
-        sampling = dataclasses.replace(self.sampling, max_tokens=limit)
-        text, reason = answer(self.llm, prompt, sampling, self.console)
+        text, reason = answer(self.llm, prompt, self._fitting(len(prompt)), self.console)
         if text and reason != "error":
             self.conversation.add(question, text)
         else:
@@ -128,6 +122,15 @@ class Chat:
         stats = self.llm.last_stats
         if stats is not None and stats.prompt_tokens + stats.generated_tokens >= self.llm.context:
             self.console.note(f"the context is full: {FULL}")
+
+    def _fitting(self, prompt: int) -> SamplingParams:
+        """Sampling with no more tokens than a prompt of `prompt` tokens leaves room for; raises BadRequest if it leaves none."""
+        room = self.llm.context - prompt
+        if room < 1:
+            found = f"the prompt has {prompt:,} tokens, the context holds {self.llm.context:,}"
+            raise BadRequest("the context is full", found, FULL)
+        wanted = self.sampling.max_tokens
+        return dataclasses.replace(self.sampling, max_tokens=min(DEFAULT_MAX_TOKENS if wanted is None else wanted, room))
 
     def help(self, _: str) -> None:
         usages = [(f"/{name} {command.argument}", command.help) for name, command in COMMANDS.items()]
@@ -203,12 +206,14 @@ def line_reader() -> Callable[[], str]:
 
 def plain_line() -> str:
     """One line of stdin, without editing."""
-    if sys.stdin.isatty():
+    terminal = sys.stdin.isatty()
+    if terminal:
         print(PROMPT, end="", file=sys.stderr, flush=True)
     try:
         data = sys.stdin.buffer.readline(MAX_LINE + 1)
     except KeyboardInterrupt:
-        print(file=sys.stderr, flush=True)
+        if terminal:
+            print(file=sys.stderr, flush=True)
         raise
     if not data:
         raise EOFError

@@ -38,17 +38,15 @@ def doctor() -> Iterator[str]:
     yield f"Python {platform.python_version()} on {platform.platform()}, {usable} core{'s' * (usable != 1)}"
     for name in NEEDED:
         yield f"{name:<20}{_version(name) or 'MISSING: pip install mla-jax'}"
-    yield "optional: " + (", ".join(f"{n} {_version(n)}" for n in OPTIONAL if _version(n)) or "none installed")
-    yield from (
-        f"WARNING: {path} hides the module {name}; rename it or work in another folder" for name, path in shadows(Path.cwd())
-    )
+    installed = [f"{name} {_version(name)}" for name in OPTIONAL if _version(name)]
+    yield "optional: " + (", ".join(installed) or "none installed")
+    for name, path in shadows(Path.cwd()):
+        yield f"WARNING: {path} hides the module {name}; rename it or work in another folder"
     yield from _devices()
     yield from gpu_without_support(Path("/"))
     yield experts_on_the_cpu()
-    folder = cache_folder()
-    yield measured_rates(folder)
-    kept = folder / "compiled" if folder else "not kept, for this user has no home; set JAX_COMPILATION_CACHE_DIR"
-    yield f"compiled programs: {os.environ.get('JAX_COMPILATION_CACHE_DIR') or kept}"
+    yield measured_rates(cache_folder())
+    yield compiled_programs(cache_folder())
 
 
 def shadows(folder: Path) -> list[tuple[str, Path]]:
@@ -59,7 +57,7 @@ def shadows(folder: Path) -> list[tuple[str, Path]]:
 
 
 def experts_on_the_cpu() -> str:
-    """Whether the libraries are built, and what they compute by."""
+    """Whether the libraries are built, and which instructions they use."""
     try:
         found = library.instructions()
     except Unsupported as e:
@@ -76,6 +74,12 @@ def measured_rates(folder: Path | None) -> str:
     files = [path for name in (HOST_RATES, DEVICE_RATES) if folder is not None and (path := folder / name).exists()]
     kept = [f"{path} of {datetime.date.fromtimestamp(path.stat().st_mtime)}" for path in files]
     return "measured rates: " + (", ".join(kept) + "; delete a file to measure again" if kept else "none kept")
+
+
+def compiled_programs(folder: Path | None) -> str:
+    """Where JAX keeps compiled programs between two starts."""
+    kept = folder / "compiled" if folder else "not kept, for this user has no home; set JAX_COMPILATION_CACHE_DIR"
+    return f"compiled programs: {os.environ.get('JAX_COMPILATION_CACHE_DIR') or kept}"
 
 
 def gpu_without_support(root: Path) -> Iterator[str]:

@@ -23,7 +23,8 @@ def noticed_interrupts() -> Iterator[Callable[[], bool]]:
         if not isinstance(dropped.exc_value, KeyboardInterrupt):
             hook(dropped)
 
-    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
+    on_main_thread = threading.current_thread() is threading.main_thread()  # no other can set a handler
+    if not on_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # a background job ignores it
         yield pressed.is_set
         return
     hook, handler = sys.unraisablehook, signal.signal(signal.SIGINT, press)

@@ -31,7 +31,7 @@ def parts_of_a_layer(
         "attention": roofline.step_cost(config, form, 1, tokens, held + tokens, device.itemsize).seconds(device),
         "shared experts": Cost(2 * tokens * shared, device.itemsize * shared).seconds(device),
         "routed, from the device's memory": routed.seconds(device),
-        "routed, brought over the link": routed.seconds(device._replace(bandwidth=host.link)),
+        "routed, copied over the link": routed.seconds(device._replace(bandwidth=host.link)),
         "routed, computed on the CPU": host_seconds(config, host, tokens, expert_bytes),
     }
 
@@ -62,18 +62,18 @@ def where(
     if crossing <= 2**octaves:
         plot.axvline(crossing, color=INK, lw=0.8, ls=":", label="crossing")
     pays = f"from {crossing:,} tokens" if crossing <= 2**octaves else f"not up to {2**octaves:,} tokens"
-    _title(plot, f"Bringing experts to the device pays {pays}", f"{device.name}; {host.name}")
+    _title(plot, f"Copying experts to the device pays {pays}", f"{device.name}; {host.name}")
     return _figure(plot)
 
 
 def crossover(config: Config, device: Device, host: HostRates, expert_bytes: float, most: int = 1 << 20) -> int:
-    """New tokens from which a layer's touched experts are sooner brought to the device than computed; beyond `most` if never."""
+    """New tokens from which copying a layer's touched experts to the device is faster than the CPU; beyond `most` if never."""
 
-    def brought(n: int) -> bool:
+    def copying_is_faster(n: int) -> bool:
         parts = parts_of_a_layer(config, device, host, expert_bytes, n, 0)
-        return parts["routed, brought over the link"] < parts["routed, computed on the CPU"]
+        return parts["routed, copied over the link"] < parts["routed, computed on the CPU"]
 
-    return fewest(brought, most) or most + 1
+    return fewest(copying_is_faster, most) or most + 1
 
 
 def calls(

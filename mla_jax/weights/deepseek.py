@@ -16,42 +16,43 @@ from mla_jax.base.config import Config
 from mla_jax.base.errors import BadConfig, BadFile, printable, shortened
 from mla_jax.base.files import read_json
 from mla_jax.weights.hf import Safetensors
-from mla_jax.weights.names import Rule, Table, key_half, layered, value_half
+from mla_jax.weights.names import NameRule, Table, key_half, layered, value_half
 from mla_jax.weights.safetensors import TensorFiles, TensorSpan, inside, read_header
 
 RANK_FILE = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
+MAX_PARTS = 4096  # that are listed as missing
 
-_BLOCK = (
-    Rule("attn_norm", "attn_norm.weight", "model"),
-    Rule("mlp_norm", "ffn_norm.weight", "model"),
-    Rule("attn.q_proj", "attn.wq.weight", "heads*query model"),
-    Rule("attn.q_a_proj", "attn.wq_a.weight", "q_rank model"),
-    Rule("attn.q_a_norm", "attn.q_norm.weight", "q_rank"),
-    Rule("attn.q_b_proj", "attn.wq_b.weight", "heads*query q_rank"),
-    Rule("attn.kv_a_proj", "attn.wkv_a.weight", "latent model"),
-    Rule("attn.kv_a_norm", "attn.kv_norm.weight", "kv_rank"),
-    Rule("attn.uk", "attn.wkv_b.weight", "heads*up kv_rank", key_half),
-    Rule("attn.uv", "attn.wkv_b.weight", "heads*up kv_rank", value_half),
-    Rule("attn.o_proj", "attn.wo.weight", "model heads*value"),
-    Rule("mlp.gate", "ffn.w1.weight", "mlp model"),
-    Rule("mlp.up", "ffn.w3.weight", "mlp model"),
-    Rule("mlp.down", "ffn.w2.weight", "model mlp"),
-    Rule("mlp.router.weight", "ffn.gate.weight", "experts model"),
-    Rule("mlp.router.bias", "ffn.gate.bias", "experts"),
-    Rule("mlp.experts.gate", "ffn.experts.{x}.w1.weight", "expert_mlp model"),
-    Rule("mlp.experts.up", "ffn.experts.{x}.w3.weight", "expert_mlp model"),
-    Rule("mlp.experts.down", "ffn.experts.{x}.w2.weight", "model expert_mlp"),
-    Rule("mlp.shared.gate", "ffn.shared_experts.w1.weight", "shared_mlp model"),
-    Rule("mlp.shared.up", "ffn.shared_experts.w3.weight", "shared_mlp model"),
-    Rule("mlp.shared.down", "ffn.shared_experts.w2.weight", "model shared_mlp"),
+_LAYER_RULES = (
+    NameRule("attn_norm", "attn_norm.weight", "model"),
+    NameRule("mlp_norm", "ffn_norm.weight", "model"),
+    NameRule("attn.q_proj", "attn.wq.weight", "heads*query model"),
+    NameRule("attn.q_a_proj", "attn.wq_a.weight", "q_rank model"),
+    NameRule("attn.q_a_norm", "attn.q_norm.weight", "q_rank"),
+    NameRule("attn.q_b_proj", "attn.wq_b.weight", "heads*query q_rank"),
+    NameRule("attn.kv_a_proj", "attn.wkv_a.weight", "latent model"),
+    NameRule("attn.kv_a_norm", "attn.kv_norm.weight", "kv_rank"),
+    NameRule("attn.uk", "attn.wkv_b.weight", "heads*up kv_rank", key_half),
+    NameRule("attn.uv", "attn.wkv_b.weight", "heads*up kv_rank", value_half),
+    NameRule("attn.o_proj", "attn.wo.weight", "model heads*value"),
+    NameRule("mlp.gate", "ffn.w1.weight", "mlp model"),
+    NameRule("mlp.up", "ffn.w3.weight", "mlp model"),
+    NameRule("mlp.down", "ffn.w2.weight", "model mlp"),
+    NameRule("mlp.router.weight", "ffn.gate.weight", "experts model"),
+    NameRule("mlp.router.bias", "ffn.gate.bias", "experts"),
+    NameRule("mlp.experts.gate", "ffn.experts.{x}.w1.weight", "expert_mlp model"),
+    NameRule("mlp.experts.up", "ffn.experts.{x}.w3.weight", "expert_mlp model"),
+    NameRule("mlp.experts.down", "ffn.experts.{x}.w2.weight", "model expert_mlp"),
+    NameRule("mlp.shared.gate", "ffn.shared_experts.w1.weight", "shared_mlp model"),
+    NameRule("mlp.shared.up", "ffn.shared_experts.w3.weight", "shared_mlp model"),
+    NameRule("mlp.shared.down", "ffn.shared_experts.w2.weight", "model shared_mlp"),
 )
-_TOP = (
-    Rule("embed", "embed.weight", "vocab model"),
-    Rule("norm", "norm.weight", "model"),
-    Rule("head", "head.weight", "vocab model"),
+_MODEL_RULES = (
+    NameRule("embed", "embed.weight", "vocab model"),
+    NameRule("norm", "norm.weight", "model"),
+    NameRule("head", "head.weight", "vocab model"),
 )
 DEEPSEEK = Table(
-    (*_TOP, *layered(_BLOCK, (), "layers.{l}.")),
+    (*_MODEL_RULES, *layered(_LAYER_RULES, (), "layers.{l}.")),
     layer=r"layers\.(\d+)\.",
     expert=r"layers\.\d+\.ffn\.experts\.(\d+)\.",
     needless=lambda name, config, found: False,
@@ -121,20 +122,30 @@ def _scale_of(name: str) -> str:
 
 
 def _parts(path: Path) -> list[TensorFiles]:
-    """The tensors of every part, in order; raises BadFile unless the folder holds all parts of one conversion."""
+    """The tensors of every part, in order."""
+    count = _count(path)
+    files = [inside(path, _part_name(i, count)) for i in range(count)]
+    return [TensorFiles(path, {tensor.name: tensor for tensor in read_header(file)}) for file in files]
+
+
+def _count(path: Path) -> int:
+    """The number of parts; raises BadFile unless the folder holds all parts of one conversion, and no others."""
     found = {p.name: m for p in sorted(path.iterdir()) if (m := RANK_FILE.fullmatch(p.name))}
     counts = {int(m[2]) for m in found.values()}
     if len(counts) != 1:
         raise BadFile(f"{path} holds parts of several conversions", *shortened(list(found)), "keep those of one")
     (count,) = counts
-    names = [f"model{i}-mp{count}.safetensors" for i in range(min(count, 4096))]
+    names = [_part_name(i, count) for i in range(min(count, MAX_PARTS))]
     missing = [name for name in names if name not in found]
     if missing:
         raise BadFile(f"{path} lacks {len(missing)} of its {count} weight files", *shortened(missing), "fetch them again")
     if len(found) > count:
         raise BadFile(f"{path} holds {len(found)} parts of {count}", *shortened(list(found)), "keep those of one conversion")
-    files = [inside(path, f"model{i}-mp{count}.safetensors") for i in range(count)]
-    return [TensorFiles(path, {tensor.name: tensor for tensor in read_header(file)}) for file in files]
+    return count
+
+
+def _part_name(rank: int, count: int) -> str:
+    return f"model{rank}-mp{count}.safetensors"
 
 
 # key of config.json -> (argument of the inference code, its default there)

@@ -9,7 +9,7 @@ from typing import Any
 
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadConfig
-from mla_jax.weights.names import Rule, Table, first_half, key_half, layered, second_half, value_half
+from mla_jax.weights.names import NameRule, Table, first_half, key_half, layered, second_half, value_half
 
 
 def transposed(w: Any, config: Config) -> Any:
@@ -17,44 +17,44 @@ def transposed(w: Any, config: Config) -> Any:
     return w.swapaxes(-1, -2)
 
 
-_BLOCK = (
-    Rule("attn_norm", "attn_norm.weight", "model"),
-    Rule("mlp_norm", "ffn_norm.weight", "model"),
-    Rule("attn.q_proj", "attn_q.weight", "heads*query model"),
-    Rule("attn.q_a_proj", "attn_q_a.weight", "q_rank model"),
-    Rule("attn.q_a_norm", "attn_q_a_norm.weight", "q_rank"),
-    Rule("attn.q_b_proj", "attn_q_b.weight", "heads*query q_rank"),
-    Rule("attn.kv_a_proj", "attn_kv_a_mqa.weight", "latent model"),
-    Rule("attn.kv_a_norm", "attn_kv_a_norm.weight", "kv_rank"),
-    Rule("attn.uk", "attn_k_b.weight", "heads kv_rank nope", transposed),
-    Rule("attn.uv", "attn_v_b.weight", "heads value kv_rank"),
-    Rule("attn.uk", "attn_kv_b.weight", "heads*up kv_rank", key_half),  # files from before April 2025
-    Rule("attn.uv", "attn_kv_b.weight", "heads*up kv_rank", value_half),
-    Rule("attn.o_proj", "attn_output.weight", "model heads*value"),
-    Rule("mlp.gate", "ffn_gate.weight", "mlp model"),
-    Rule("mlp.up", "ffn_up.weight", "mlp model"),
-    Rule("mlp.down", "ffn_down.weight", "model mlp"),
-    Rule("mlp.router.weight", "ffn_gate_inp.weight", "experts model"),
-    Rule("mlp.router.bias", "exp_probs_b.bias", "experts"),
-    Rule("mlp.experts.gate", "ffn_gate_exps.weight", "experts expert_mlp model"),
-    Rule("mlp.experts.up", "ffn_up_exps.weight", "experts expert_mlp model"),
-    Rule("mlp.experts.gate", "ffn_gate_up_exps.weight", "experts expert_pair model", first_half),
-    Rule("mlp.experts.up", "ffn_gate_up_exps.weight", "experts expert_pair model", second_half),
-    Rule("mlp.experts.down", "ffn_down_exps.weight", "experts model expert_mlp"),
-    Rule("mlp.shared.gate", "ffn_gate_shexp.weight", "shared_mlp model"),
-    Rule("mlp.shared.up", "ffn_up_shexp.weight", "shared_mlp model"),
-    Rule("mlp.shared.down", "ffn_down_shexp.weight", "model shared_mlp"),
+_LAYER_RULES = (
+    NameRule("attn_norm", "attn_norm.weight", "model"),
+    NameRule("mlp_norm", "ffn_norm.weight", "model"),
+    NameRule("attn.q_proj", "attn_q.weight", "heads*query model"),
+    NameRule("attn.q_a_proj", "attn_q_a.weight", "q_rank model"),
+    NameRule("attn.q_a_norm", "attn_q_a_norm.weight", "q_rank"),
+    NameRule("attn.q_b_proj", "attn_q_b.weight", "heads*query q_rank"),
+    NameRule("attn.kv_a_proj", "attn_kv_a_mqa.weight", "latent model"),
+    NameRule("attn.kv_a_norm", "attn_kv_a_norm.weight", "kv_rank"),
+    NameRule("attn.uk", "attn_k_b.weight", "heads kv_rank nope", transposed),
+    NameRule("attn.uv", "attn_v_b.weight", "heads value kv_rank"),
+    NameRule("attn.uk", "attn_kv_b.weight", "heads*up kv_rank", key_half),  # files from before April 2025
+    NameRule("attn.uv", "attn_kv_b.weight", "heads*up kv_rank", value_half),
+    NameRule("attn.o_proj", "attn_output.weight", "model heads*value"),
+    NameRule("mlp.gate", "ffn_gate.weight", "mlp model"),
+    NameRule("mlp.up", "ffn_up.weight", "mlp model"),
+    NameRule("mlp.down", "ffn_down.weight", "model mlp"),
+    NameRule("mlp.router.weight", "ffn_gate_inp.weight", "experts model"),
+    NameRule("mlp.router.bias", "exp_probs_b.bias", "experts"),
+    NameRule("mlp.experts.gate", "ffn_gate_exps.weight", "experts expert_mlp model"),
+    NameRule("mlp.experts.up", "ffn_up_exps.weight", "experts expert_mlp model"),
+    NameRule("mlp.experts.gate", "ffn_gate_up_exps.weight", "experts expert_pair model", first_half),
+    NameRule("mlp.experts.up", "ffn_gate_up_exps.weight", "experts expert_pair model", second_half),
+    NameRule("mlp.experts.down", "ffn_down_exps.weight", "experts model expert_mlp"),
+    NameRule("mlp.shared.gate", "ffn_gate_shexp.weight", "shared_mlp model"),
+    NameRule("mlp.shared.up", "ffn_up_shexp.weight", "shared_mlp model"),
+    NameRule("mlp.shared.down", "ffn_down_shexp.weight", "model shared_mlp"),
 )
-_MTP = (
-    Rule("enorm", "nextn.enorm.weight", "model"),
-    Rule("hnorm", "nextn.hnorm.weight", "model"),
-    Rule("eh_proj", "nextn.eh_proj.weight", "model model_pair"),
-    Rule("norm", "nextn.shared_head_norm.weight", "model"),
+_MTP_RULES = (
+    NameRule("enorm", "nextn.enorm.weight", "model"),
+    NameRule("hnorm", "nextn.hnorm.weight", "model"),
+    NameRule("eh_proj", "nextn.eh_proj.weight", "model model_pair"),
+    NameRule("norm", "nextn.shared_head_norm.weight", "model"),
 )
-_TOP = (
-    Rule("embed", "token_embd.weight", "vocab model"),
-    Rule("norm", "output_norm.weight", "model"),
-    Rule("head", "output.weight", "vocab model"),
+_MODEL_RULES = (
+    NameRule("embed", "token_embd.weight", "vocab model"),
+    NameRule("norm", "output_norm.weight", "model"),
+    NameRule("head", "output.weight", "vocab model"),
 )
 
 
@@ -67,7 +67,7 @@ def needless(name: str, config: Config, found: Container[str]) -> bool:
 
 
 GGUF = Table(
-    (*_TOP, *layered(_BLOCK, _MTP, "blk.{l}.")),
+    (*_MODEL_RULES, *layered(_LAYER_RULES, _MTP_RULES, "blk.{l}.")),
     layer=r"blk\.(\d+)\.",
     expert=None,
     needless=needless,

@@ -78,17 +78,16 @@ def open_hf(path: Path) -> Safetensors:
 
 
 def _entry(name: str, tensor: TensorSpan, scale: TensorSpan | None, scale_name: str, block: tuple[int, int]) -> Entry:
-    """Raises BadFile for FP8 without scales, for scales without FP8, and for a wrong number of scales."""
-    fp8, shape = tensor.dtype == FP8, tensor.shape
-    if fp8 and scale is None:
-        raise BadFile(f"{printable(name)} is FP8 without scales", f"expected a tensor {printable(scale_name)}")
+    """A tensor with its scales, if any; raises BadFile for FP8 without scales, scales without FP8, a wrong number of scales."""
     if scale is None:
-        return Entry(tensor.dtype, shape, tensor.size)
-    if not fp8:
+        if tensor.dtype == FP8:
+            raise BadFile(f"{printable(name)} is FP8 without scales", f"expected a tensor {printable(scale_name)}")
+        return Entry(tensor.dtype, tensor.shape, tensor.size)
+    if tensor.dtype != FP8:
         raise BadFile(f"{printable(scale_name)} scales a weight that is not FP8", f"{printable(name)} is {tensor.dtype}")
-    expected = tuple(-(-n // b) for n, b in zip(shape, block, strict=False))
-    if len(shape) != 2 or scale.shape != expected or scale.dtype not in SCALES:
-        needed = f"{list(shape)} in blocks of {list(block)} needs {list(expected)} scales"
+    expected = tuple(-(-n // b) for n, b in zip(tensor.shape, block, strict=False))
+    if len(tensor.shape) != 2 or scale.shape != expected or scale.dtype not in SCALES:
+        needed = f"{list(tensor.shape)} in blocks of {list(block)} needs {list(expected)} scales"
         found = f"found {scale.dtype} {list(scale.shape)}"
         raise BadFile(f"{printable(scale_name)} does not fit {printable(name)}", f"{needed}, {found}")
-    return Entry(fp8_format(block), shape, tensor.size + scale.size)
+    return Entry(fp8_format(block), tensor.shape, tensor.size + scale.size)

@@ -1,6 +1,6 @@
 """Name tables: which tensor of a checkpoint holds each of our parameters. A naming scheme is a Table of Rules.
 
-A Rule is (our path, source name, source axes, part): the axes give the expected shape of the source tensor, `part` slices our
+A NameRule is (our path, source name, source axes, part): the axes give the expected shape of the source tensor, `part` slices our
 parameter out of it. `{l}` is a layer number, `{x}` an expert number. Several rules with one path are alternatives, tried in
 order; `export` writes the first."""
 
@@ -43,7 +43,7 @@ def second_half(w: Any, config: Config) -> Any:
     return w[w.shape[0] // 2 :]
 
 
-class Rule(NamedTuple):
+class NameRule(NamedTuple):
     """Our parameter `ours` is `part` of the source tensor `theirs`, which has the logical `axes`."""
 
     ours: str
@@ -52,13 +52,13 @@ class Rule(NamedTuple):
     part: PartOf = whole
 
 
-def layered(block: Iterable[Rule], mtp: Iterable[Rule], prefix: str) -> Iterable[Rule]:
+def layered(block: Iterable[NameRule], mtp: Iterable[NameRule], prefix: str) -> Iterable[NameRule]:
     """The rules of every layer and of the MTP layers, whose numbers continue after the last layer's."""
     for rule in block:
-        yield Rule("layers.{l}." + rule.ours, prefix + rule.theirs, rule.axes, rule.part)
-        yield Rule("mtp.{l}.block." + rule.ours, prefix + rule.theirs, rule.axes, rule.part)
+        yield NameRule("layers.{l}." + rule.ours, prefix + rule.theirs, rule.axes, rule.part)
+        yield NameRule("mtp.{l}.block." + rule.ours, prefix + rule.theirs, rule.axes, rule.part)
     for rule in mtp:
-        yield Rule("mtp.{l}." + rule.ours, prefix + rule.theirs, rule.axes, rule.part)
+        yield NameRule("mtp.{l}." + rule.ours, prefix + rule.theirs, rule.axes, rule.part)
 
 
 class Piece(NamedTuple):
@@ -88,7 +88,7 @@ class Table:
     `needless` recognises tensors that no model needs. `described` says where the config comes from, for errors, and `error` is
     the type raised if tensors and config disagree. `cuts_stacks`: experts that are stored in one tensor are read one by one."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[NameRule, ...]
     layer: str
     expert: str | None
     needless: Callable[[str, Config, Container[str]], bool]
@@ -172,7 +172,7 @@ class Table:
         yield f"{printable(name)}: found {list(found)}, {self.described} says {list(expected)} by {reasons}"
 
 
-def _origin(rule: Rule, layer: int, config: Config, cuts_stacks: bool) -> Origin:
+def _origin(rule: NameRule, layer: int, config: Config, cuts_stacks: bool) -> Origin:
     words, experts = tuple(rule.axes.split()), range(config.n_routed_experts or 0)
     if "{x}" in rule.theirs:
         names = tuple(rule.theirs.format(l=layer, x=x) for x in experts)
@@ -214,4 +214,4 @@ def _listed(missing: list[str], unused: list[str], most: int = 8) -> list[str]:
 
 def _missing(name: str, unused: list[str]) -> str:
     near = difflib.get_close_matches(name, unused[:2000], n=1, cutoff=0.8)
-    return f"missing: {name}" + (f" (not used, and near: {printable(near[0])})" if near else "")
+    return f"missing: {name}" + (f" (not used, but similar: {printable(near[0])})" if near else "")

@@ -5,23 +5,23 @@
 from mla_jax.base.config import Config
 from mla_jax.weights.gguf_names import transposed
 from mla_jax.weights.hf_names import LAYER_RULES, MODEL_RULES, MTP_RULES
-from mla_jax.weights.names import Origin, Rule, Table, key_half, layered, value_half
+from mla_jax.weights.names import NameRule, Origin, Table, key_half, layered, value_half
 
 _KEPT = tuple(
-    Rule(r.ours, r.ours, "experts " + r.axes if "{x}" in r.theirs else r.axes)
+    NameRule(r.ours, r.ours, "experts " + r.axes if "{x}" in r.theirs else r.axes)
     for r in LAYER_RULES
     if not r.ours.startswith(("attn.uk", "attn.uv")) and len(r.axes.split()) < 3  # rules of stacked experts are left out
 )
 _UP = (
-    Rule("attn.uk", "attn.kv_b_proj", "heads*up kv_rank", key_half),
-    Rule("attn.uv", "attn.kv_b_proj", "heads*up kv_rank", value_half),
-    Rule("attn.uk", "attn.k_b", "heads kv_rank nope", transposed),  # as in newer GGUF files
-    Rule("attn.uv", "attn.v_b", "heads value kv_rank"),
+    NameRule("attn.uk", "attn.kv_b_proj", "heads*up kv_rank", key_half),
+    NameRule("attn.uv", "attn.kv_b_proj", "heads*up kv_rank", value_half),
+    NameRule("attn.uk", "attn.k_b", "heads kv_rank nope", transposed),  # as in newer GGUF files
+    NameRule("attn.uv", "attn.v_b", "heads value kv_rank"),
 )
 STORE = Table(
     (
-        *(Rule(r.ours, r.ours, r.axes) for r in MODEL_RULES),
-        *layered((*_KEPT, *_UP), tuple(Rule(r.ours, r.ours, r.axes) for r in MTP_RULES), "layers.{l}."),
+        *(NameRule(r.ours, r.ours, r.axes) for r in MODEL_RULES),
+        *layered((*_KEPT, *_UP), tuple(NameRule(r.ours, r.ours, r.axes) for r in MTP_RULES), "layers.{l}."),
     ),
     layer=r"layers\.(\d+)\.",
     expert=None,

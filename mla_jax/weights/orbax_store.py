@@ -127,8 +127,7 @@ class Writer:
         parts, leaves = [], {}
         for number, part in enumerate(tensor.parts):
             chunk = _chunk_shape(part, self.shards(name, number, part.shape))
-            pieces = [np.asarray(part[_slices(box)], order="C") for box in grid(part.shape, chunk)]
-            stored = StoredPart(part.dtype.name, part.shape, chunk, tuple(map(_checksum, pieces)))
+            stored, pieces = _in_chunks(part, chunk)
             leaves |= {c.leaf: piece for c, piece in zip(stored.chunks(name, number), pieces, strict=True)}
             parts.append(stored)
         return StoredTensor(tensor.format, tuple(tensor.shape), step, tuple(parts)), leaves
@@ -327,6 +326,12 @@ def _chunk_shape(part: np.ndarray, shards: Shape) -> Shape:
     if chunk and shards[0] == 1:
         chunk[0] = min(chunk[0], max(1, MAX_CHUNK // (part.itemsize * prod(chunk[1:]))))
     return tuple(chunk)
+
+
+def _in_chunks(part: np.ndarray, chunk: Shape) -> tuple[StoredPart, list[np.ndarray]]:
+    """A part's entry in the manifest, and the contents of its chunks."""
+    pieces = [np.asarray(part[_slices(box)], order="C") for box in grid(part.shape, chunk)]
+    return StoredPart(part.dtype.name, part.shape, chunk, tuple(map(_checksum, pieces))), pieces
 
 
 def _box(index: Any, shape: Shape) -> Box:

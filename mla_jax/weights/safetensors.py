@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -24,6 +24,7 @@ MAX_INDEX = 64 << 20
 MAX_TENSORS = 100_000  # in one file
 MAX_INDEXED = 500_000  # in one model; Kimi-K2 has 140,000
 MAX_NAME = 512  # bytes
+MAX_DIMENSIONS = 8
 MAX_READ = 1 << 30  # bytes of one call of the system
 MAX_FILE_NAME = 255  # bytes; the limit of file systems
 LONG_HEADER = 8 << 20  # bytes; a longer header that the library refuses is not parsed again for a better message
@@ -230,23 +231,28 @@ def _span(file: Path, name: str, entry: object, start: int, stamp: tuple[int, ..
     where = f"{file.name}: {printable(name)}"
     if not 0 < len(name.encode("utf-8", "surrogatepass")) <= MAX_NAME:
         raise BadFile(f"{where} is not a tensor name", f"it has {len(name):,} characters, expected 1 to {MAX_NAME} bytes")
-    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise BadFile(f"{where} has no dtype, shape and data_offsets")
-    shape, offsets, dtype = entry["shape"], entry["data_offsets"], entry["dtype"]
-    for numbers in (shape, offsets):
-        if not _are_sizes(numbers):
-            raise BadFile(f"{where} has an impossible shape or offset", f"found {printable(str(numbers))}")
-    if len(offsets) != 2 or len(shape) > 8:
-        found = f"found shape {printable(str(shape))}, offsets {printable(str(offsets))}"
-        raise BadFile(f"{where} has an impossible shape or offset", found)
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise Unsupported(f"{where} has dtype {printable(str(dtype))}", "known: " + ", ".join(DTYPES))
-    size = offsets[1] - offsets[0]
-    needed = prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+    dtype, shape, offsets = _fields(where, entry)
+    size, needed = offsets[1] - offsets[0], prod(shape) * np.dtype(DTYPES[dtype]).itemsize
     if size != needed:
         found = f"{dtype} of shape {shape} takes {needed:,}, its offsets span {size:,}"
         raise BadFile(f"{where} has the wrong number of bytes", found)
     return TensorSpan(name, file, dtype, tuple(shape), start + offsets[0], size, stamp)
+
+
+def _fields(where: str, entry: object) -> tuple[str, list[int], list[int]]:
+    """The dtype, shape and offsets of a header's entry, each possible by itself."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise BadFile(f"{where} has no dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    for numbers in (shape, offsets):
+        if not _are_sizes(numbers):
+            raise BadFile(f"{where} has an impossible shape or offset", f"found {printable(str(numbers))}")
+    if len(offsets) != 2 or len(shape) > MAX_DIMENSIONS:
+        found = f"found shape {printable(str(shape))}, offsets {printable(str(offsets))}"
+        raise BadFile(f"{where} has an impossible shape or offset", found)
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise Unsupported(f"{where} has dtype {printable(str(dtype))}", "known: " + ", ".join(DTYPES))
+    return dtype, shape, offsets
 
 
 def _are_sizes(numbers: object) -> bool:
@@ -274,14 +280,22 @@ def _indexed(path: Path, weight_map: dict[str, str], found: Mapping[str, Path]) 
                 faults.append(f"{printable(tensor.name)} is in {tensors[tensor.name].file.name} and in {where.name}")
             tensors[tensor.name] = tensor
     _refuse_disagreement(faults)
+    _refuse_disagreement([*_misplaced(weight_map, files, tensors), *_unlisted(weight_map, tensors)])
+    return tensors
+
+
+def _misplaced(weight_map: dict[str, str], files: Mapping[str, Path], tensors: Mapping[str, TensorSpan]) -> Iterator[str]:
+    """Tensors that are not in the file that the index names."""
     for name, file in weight_map.items():
         if name not in tensors or tensors[name].file.name != files[file].name:
-            faults.append(f"{printable(name)} is not in {file}")
+            yield f"{printable(name)} is not in {file}"
+
+
+def _unlisted(weight_map: dict[str, str], tensors: Mapping[str, TensorSpan]) -> Iterator[str]:
+    """Tensors that the index does not name."""
     for name, tensor in tensors.items():
         if name not in weight_map:
-            faults.append(f"{printable(name)} is in {tensor.file.name} but not in the index")
-    _refuse_disagreement(faults)
-    return tensors
+            yield f"{printable(name)} is in {tensor.file.name} but not in the index"
 
 
 def _refuse_disagreement(faults: list[str]) -> None:

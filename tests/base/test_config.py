@@ -1,8 +1,10 @@
 """config.json of every family, in every spelling, and what is refused."""
 
 import copy
+import functools
 import json
 
+import jaxtyping
 import models
 import pytest
 from hypothesis import given, settings
@@ -64,6 +66,13 @@ def test_every_published_preset_is_checked():
 
 def test_a_preset_can_be_changed():
     assert Config.preset("v3", num_hidden_layers=2).num_hidden_layers == 2
+
+
+@pytest.mark.parametrize("name", [5, None, ["v3"], [10**5000]])
+def test_a_preset_of_no_name_is_refused(monkeypatch, name):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users run without the checks of the tests
+    with pytest.raises(BadConfig, match="no preset of type"):
+        Config.preset(name)
 
 
 def test_an_unknown_preset_names_the_known_ones():
@@ -470,6 +479,7 @@ def test_a_config_made_by_hand_is_checked_too():
 
 
 HUGE = 10**5000  # Python itself refuses to write it
+NESTED: list = functools.reduce(lambda inner, _: [inner], range(100_000), [])  # it cannot be written either
 
 
 @pytest.mark.parametrize(
@@ -481,6 +491,10 @@ HUGE = 10**5000  # Python itself refuses to write it
         ),
         {**V3, "eos_token_id": ["a", HUGE]},
         {**V3, "hidden_act": [HUGE]},
+        {**V3, "hidden_act": NESTED},
+        {**V3, "rope_scaling": {"type": NESTED}},
+        {**V3, "hidden_size": NESTED},
+        {**V3, "favourite": NESTED},
         {**V3, "rope_scaling": {"type": HUGE}},
         {**V3, "rope_scaling": {"type": "yarn", "factor": HUGE}},
         {**V3, "rope_parameters": {"rope_type": "yarn", "factor": 2, "unheard": HUGE}},
@@ -489,6 +503,7 @@ HUGE = 10**5000  # Python itself refuses to write it
         {**V3, 5: 1},
         {**V3, None: 1, "other": 2},
         {**V3, "rope_scaling": {**YARN, 5: 1}},
+        {**V3, "rope_scaling": {HUGE: 1}},
         {**V3, "mlp_layer_types": ["dense", HUGE, "dense"]},
         [V3],
         None,
@@ -502,10 +517,10 @@ def test_content_that_no_json_file_can_hold_gives_our_own_error(content):
     assert all(line.isprintable() and len(line) < 2500 for line in str(error).split("\n"))
 
 
-def test_a_huge_number_is_shown_by_its_size():
-    with pytest.raises(BadConfig, match=r"hidden_size is a number of 16,610 bits"):
+def test_a_huge_number_is_shown_by_its_type():
+    with pytest.raises(BadConfig, match=r"hidden_size is a value of type int"):
         Config.from_hf({**V3, "hidden_size": HUGE})
-    with pytest.raises(BadConfig, match=r"hidden_size is a number of 16,610 bits"):
+    with pytest.raises(BadConfig, match=r"hidden_size is a value of type int"):
         Config(HUGE, 64, 2, 4, 96, 32)
 
 

@@ -509,7 +509,7 @@ def test_experts_on_the_host_answer_as_those_on_the_device_do(llm, folder, monke
 
 @pytest.mark.usefixtures("host_library")
 def test_a_slow_processor_is_a_note_where_experts_are_on_the_host(llm, folder, monkeypatch):
-    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 2e-5, 5e10))
+    monkeypatch.setattr(calibrate, "host", lambda *formats: RATES)
     monkeypatch.setattr("cpu_experts.isa", lambda: "avx2")
     slow = "experts on this CPU are computed by avx2: slower than by AVX-512 or AMX"
     assert slow in (on_host := LLM(folder, experts="host")).notes

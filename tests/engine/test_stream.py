@@ -5,12 +5,14 @@ import os
 import re
 import signal
 
+import jaxtyping
 import pytest
 from models import FAMILIES, tensors, write
 from pairs import pairs_tokenizer
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadRequest
+from mla_jax.base.options import GROUPS, names
 from mla_jax.engine import inputs
 from mla_jax.engine.batch import Batch
 
@@ -80,6 +82,14 @@ def test_a_chat_is_the_template_and_then_generate(llm):
     assert output.token_ids == llm.generate("a5b6c7", PARAMS)[0].token_ids
 
 
+@pytest.mark.parametrize("messages", [None, 5, "hi", [], [5], [{"role": "user"}], {"role": "user", "content": "a5"}])
+def test_what_is_no_conversation_is_a_bad_request(llm, monkeypatch, messages):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users run without the checks of the tests
+    for task in (llm.chat, llm.encode_chat):
+        with pytest.raises(BadRequest, match=r"conversation|message 0"):
+            task(messages)
+
+
 def test_a_folder_without_a_template_cannot_chat(llm, monkeypatch):
     monkeypatch.setattr(llm.inputs, "text", llm.inputs.text._replace(chat_template=None))
     with pytest.raises(BadRequest, match="no chat template"):
@@ -122,3 +132,9 @@ def test_ctrl_c_in_generate_is_heard_and_leaves_the_engine_usable(llm, monkeypat
 
 def test_the_model_is_shown_by_its_name_size_and_device(llm):
     assert re.fullmatch(r"LLM\('v30': deepseek_v3, 2 layers, [\d.]+ MiB in float32, context 512, on .+\)", repr(llm))
+
+
+def test_the_documentation_of_the_model_names_every_option():
+    for group in GROUPS.values():
+        for name in names(group):
+            assert f"`{name}`" in LLM.__init__.__doc__

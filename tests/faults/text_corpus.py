@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 
 from mla_jax.base.errors import BadConfig, BadFile, BadTemplate
 from mla_jax.engine.text import open_text
-from mla_jax.weights.kinds import open_source
+from mla_jax.weights.open import open_source
 
 TOKENIZER, SETTINGS, GENERATION, TEMPLATE = (
     "tokenizer.json",

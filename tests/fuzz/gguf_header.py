@@ -15,7 +15,7 @@ from mla_jax.weights import gguf_config, gguf_header
 
 
 def models() -> Iterable[bytes]:
-    """The metadata of whole models, with a tokenizer's."""
+    """The metadata of complete models, tokenizer included."""
     kind = peer.GGUFValueType
     tokens = {"tokens": ["a", "b", "ab", "<s>"], "merges": ["a b"], "token_type": [1, 1, 1, 3]}
     tokenizer = {f"tokenizer.ggml.{key}": (value, kind.ARRAY) for key, value in tokens.items()}
@@ -27,7 +27,7 @@ def models() -> Iterable[bytes]:
 
 
 def read(folder: Path, data: bytes) -> None:
-    """What is read must lie in the file, and be disjoint."""
+    """Tensors must be inside the file and disjoint."""
     file = folder / "model.gguf"
     file.write_bytes(data)
     metadata, tensors = gguf_header.read_header(file)

@@ -1,4 +1,4 @@
-"""The GPU kernels of all ops, compiled for a GPU that is not there, and with threads that run far ahead of each other."""
+"""The GPU kernels of all ops: compiled without a GPU, and interpreted with threads that run far ahead of each other."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The TPU kernels, compiled for TPUs that are not there."""
+"""The TPU kernels, compiled without a TPU."""
 
 import json
 

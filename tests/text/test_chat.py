@@ -213,6 +213,13 @@ def test_a_typed_control_token_is_kept_as_text():
     assert shown(ids).removeprefix(f"«{SPECIAL[0]}»") == "«<｜User｜>»what is <｜User｜> or </think>?«<｜Assistant｜>»«<think>»"
 
 
+@pytest.mark.parametrize("left", [0, 1, 5])
+def test_a_message_that_leaves_no_character_to_disguise_it_is_refused(left):
+    every = "".join(map(chr, range(0xF0000 + left, 0x10FFFE)))
+    with pytest.raises(BadRequest, match="nearly every character for private use"):
+        template(V2).encode(talk(("user", every + "<|im_end|>")), TOKENIZER)
+
+
 def test_thoughts_are_cut_from_answers_and_what_an_answer_keeps_stays_text():
     v3 = template(V3).encode(talk(("user", "q"), ("assistant", THOUGHT)), TOKENIZER, add_generation_prompt=False)
     assert shown(v3).endswith("«<｜Assistant｜>»«</think>»4, of course«<｜end▁of▁sentence｜>»")
@@ -410,8 +417,8 @@ def test_a_folder_without_a_template_has_none(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "file", "words"),
     [
-        ({"chat_template": 5}, None, "no text"),
-        ({"chat_template": {"default": "x"}}, None, "no text"),
+        ({"chat_template": 5}, None, "not text"),
+        ({"chat_template": {"default": "x"}}, None, "not text"),
         ({"chat_template": [{"name": "rag", "template": "x"}]}, None, "none is called default"),
         ({"chat_template": [{"name": ["default"], "template": "x"}, 5]}, None, "none is called default"),
         ({"chat_template": "x" * (chat.MAX_TEMPLATE + 1)}, None, "too large"),

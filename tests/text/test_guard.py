@@ -131,6 +131,15 @@ def test_known_patterns_take_linear_time(pre, text):
 
 
 DOUBLING = {"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 40}
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+TWICE = {"type": "TemplateProcessing", "single": [TEXT, TEXT], "pair": [TEXT, TEXT], "special_tokens": {}}
+
+
+def added(content: str, **flags: bool) -> dict:
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    return {"id": 0, "content": content, **plain, **flags}
+
+
 FOREIGN = {
     "normalizer that doubles": {"normalizer": DOUBLING},
     "regular expression without end": {"pre_tokenizer": split("(?:a|a|a|a){11}(?<!a)")},
@@ -138,6 +147,9 @@ FOREIGN = {
     "bytes of bytes": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 40}},
     "pattern in a normalizer": {"normalizer": {"type": "Replace", "pattern": {"Regex": "(?:a|a|a|a){11}(?<!a)"}, "content": ""}},
     "nested sequences": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Sequence", "pretokenizers": []}]}},
+    "text twice": {"post_processor": {"type": "Sequence", "processors": [TWICE] * 40}},
+    "dropout": {"model": {**json.loads(byte_level().to_str())["model"], "dropout": 0.9999}},
+    "added token that looks around": {"added_tokens": [added("e", lstrip=True)]},
     "two patterns": {"pre_tokenizer": {**split("a"), "pattern": {"Regex": r"\p{N}", "String": "a"}}},
 }
 
@@ -179,6 +191,15 @@ def test_what_multiplies_text_or_never_ends_is_ended_and_the_next_text_is_encode
     assert len(tokenizer.encode("bc")) == 2
 
 
+@pytest.mark.parametrize("key", ["normalizer", "pre_tokenizer", "decoder", "model", "unheard"])
+def test_what_is_nested_too_deeply_is_refused(tmp_path, key):
+    nested = '{"type": "Sequence", "normalizers": [' * 450 + "]}" * 450
+    text = json.dumps(json.loads(byte_level().to_str()) | {key: 12345}).replace("12345", nested)
+    (tmp_path / "tokenizer.json").write_text(text)
+    with contextlib.suppress(BadFile):  # what the library leaves unread is harmless
+        Tokenizer.from_folder(tmp_path, 600, None)
+
+
 def test_what_the_library_cannot_load_in_time_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(guard, "START_SECONDS", 0.001)
     with pytest.raises(BadFile, match=r"tokenizer\.json is refused.*\n.*more than 0 seconds"):
@@ -206,6 +227,22 @@ def test_a_decoder_that_fails_or_multiplies_text_is_refused(tmp_path, monkeypatc
     with pytest.raises(BadFile, match=r"tokenizer\.json cannot decode its tokens"):
         tokenizer.decode([a])
     assert tokenizer.decode([b]) == "b" if decoder["type"] == "Sequence" else True
+
+
+def test_a_file_that_pads_without_end_does_not(tmp_path):
+    padding = {"strategy": {"Fixed": 1 << 40}, "direction": "Left", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 5, "pad_type_id": 0, "pad_token": "x"}
+    for normalizer in (None, {"type": "Lowercase"}):
+        tokenizer = opened(tmp_path, byte_level(), padding=padding, normalizer=normalizer)
+        assert len(tokenizer.encode("abc")) == 3
+
+
+def test_too_many_control_tokens_are_refused(tmp_path):
+    model = byte_level()
+    model.add_special_tokens([f"<{i}>" for i in range(10_001)])
+    model.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(BadFile, match="10,002 control tokens"):
+        Tokenizer.from_folder(tmp_path, 1 << 20, None)
 
 
 def test_a_question_that_was_interrupted_does_not_answer_the_next_one(tmp_path, monkeypatch):

@@ -280,7 +280,7 @@ def test_the_lines_of_where_experts_belong_are_the_cost_models():
             "attention": step_cost(V3, form, 1, n, 1000 + n).seconds(H200),
             "shared experts": max(2 * 3 * 7168 * 2048 / H200.bandwidth, arithmetic / 8),
             "routed, from the device's memory": max(routed / H200.bandwidth, arithmetic),
-            "routed, brought over the link": max(routed / SERVER.link, arithmetic),
+            "routed, copied over the link": max(routed / SERVER.link, arithmetic),
             "routed, computed on the CPU": host_seconds(V3, SERVER, n, EXPERT["fp8_block"]),
         }
         for name, seconds in expected.items():
@@ -291,8 +291,8 @@ def test_where_bringing_experts_starts_to_pay_is_drawn_and_said():
     size = EXPERT["fp8_block"]
     crossing = plots_host.crossover(V3, H200, SERVER, size)
     before, after = (plots_host.parts_of_a_layer(V3, H200, SERVER, size, n) for n in (crossing - 1, crossing))
-    assert before["routed, brought over the link"] >= before["routed, computed on the CPU"]
-    assert after["routed, brought over the link"] < after["routed, computed on the CPU"]
+    assert before["routed, copied over the link"] >= before["routed, computed on the CPU"]
+    assert after["routed, copied over the link"] < after["routed, computed on the CPU"]
     ax = plots_host.where(V3, H200, SERVER, size).axes[0]
     assert lines_of(ax)["crossing"].get_xdata()[0] == crossing
     assert f"from {crossing:,} tokens" in ax.get_title(loc="left")

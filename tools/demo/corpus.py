@@ -97,17 +97,25 @@ def functions(text: str) -> Iterator[Function]:
         return
     lines = text.splitlines(keepends=True)
     for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.body[0].lineno == node.lineno:
-            continue
-        first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
-        indent = len(lines[first]) - len(lines[first].lstrip())
-        whole = [line[indent:] if line[:indent].isspace() or not indent else line for line in lines[first : node.end_lineno]]
-        body = node.body[0].lineno - 1 - first
-        while body > 0 and not whole[body - 1].rstrip().endswith(":"):
-            body -= 1  # comments between the head and the first statement
-        head, source = "".join(whole[:body]).rstrip("\n"), "".join(whole).rstrip("\n") + "\n"
-        if body and _parses(source):
-            yield Function(head, source, (ast.get_docstring(node) or "").split("\n")[0])
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.body[0].lineno != node.lineno:
+            head, source = _split(node, lines)
+            if head and _parses(source):
+                yield Function(head, source, (ast.get_docstring(node) or "").split("\n")[0])
+
+
+def _split(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> tuple[str, str]:
+    """The head of a function and all of its source, without indentation; the head is empty if it has no end."""
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
+    indent = len(lines[first]) - len(lines[first].lstrip())
+    own = [_dedented(line, indent) for line in lines[first : node.end_lineno]]
+    body = node.body[0].lineno - 1 - first
+    while body > 0 and not own[body - 1].rstrip().endswith(":"):
+        body -= 1  # comments between the head and the first statement
+    return "".join(own[:body]).rstrip("\n"), "".join(own).rstrip("\n") + "\n"
+
+
+def _dedented(line: str, indent: int) -> str:
+    return line[indent:] if line[:indent].isspace() or not indent else line
 
 
 def _parses(source: str) -> bool:

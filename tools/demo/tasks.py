@@ -90,22 +90,28 @@ class Writer:
     def sample(self, rng: np.random.Generator, name: str, length: int) -> tuple[np.ndarray, np.ndarray]:
         """A conversation of `length` tokens for training, and a mask of its answers."""
         task = TASKS[name]
-        asked = 1 if task.spacing is None else QUESTIONS
-        room = int(rng.integers(length // 8, length - 32 * asked - 32))
+        most = 1 if task.spacing is None else QUESTIONS
+        room = int(rng.integers(length // 8, length - 32 * most - 32))
         lead = self.filling(rng, int(rng.integers(0, room // 2))) if task.spacing != 0 else []
         context, facts = self.context(rng, task, max(room - len(lead), 96))
         tokens, answers = [self.bos, self.user, *lead, *context], []
-        for i in rng.permutation(len(facts))[:asked]:
+        for i in rng.permutation(len(facts))[:most]:
+            tokens += self.question(facts[i], first=not answers)
             answer = [*self.encode(facts[i].answer), self.eos]
-            tokens += [*([self.user] if answers else []), *self.encode("\n" + facts[i].question), self.assistant]
-            answers.append((len(tokens), len(tokens) + len(answer)))
+            answers.append(slice(len(tokens), len(tokens) + len(answer)))
             tokens += answer
         rest = length - len(tokens)
-        tokens += [self.bos, *self.filling(rng, rest - 1)] if rest > 0 else []
+        if rest > 0:
+            tokens += [self.bos, *self.filling(rng, rest - 1)]
         is_answer = np.zeros(length, bool)
-        for start, stop in answers:
-            is_answer[start:stop] = True
+        for answer in answers:
+            is_answer[answer] = True
         return np.asarray(tokens[:length], np.int32), is_answer
+
+    def question(self, fact: Fact, first: bool) -> list[int]:
+        """A question up to the answer; the first one continues the user's message with the context."""
+        turn = [] if first else [self.user]
+        return [*turn, *self.encode("\n" + fact.question), self.assistant]
 
     def prompt(self, rng: np.random.Generator, name: str, distance: int, longest: int) -> tuple[list[int], list[int]]:
         """A prompt that asks for a fact about `distance` tokens back, and the answer; together at most `longest` tokens."""
