@@ -84,6 +84,8 @@ class ChatTemplate:
             done = subprocess.run(command, input=request, capture_output=True, timeout=WALL_SECONDS, env=environment, check=False)
         except subprocess.TimeoutExpired:
             raise self._failed(f"it takes more than {WALL_SECONDS} seconds") from None
+        except OSError as e:
+            raise BadTemplate(f"the process that renders {self.name} cannot be started", printable(str(e), 300)) from e
         if done.returncode:
             raise self._failed(_cause(done))
         return json.loads(done.stdout.decode("utf-8", "surrogatepass"))

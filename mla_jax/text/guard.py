@@ -19,7 +19,7 @@ from mla_jax.base.errors import BadFile, BadRequest, MlaJaxError, printable
 MEMORY = 4 << 30  # bytes of addresses
 OUTPUT = 128 << 20  # bytes of one answer
 START_SECONDS = 60  # to load the file, on a machine that is busy
-SECONDS = 10  # for a text, and the time that follows from the next figure
+SECONDS = 10  # for any text, and one more for every BYTES_A_SECOND of it
 BYTES_A_SECOND = 100_000
 KEPT_VARIABLES = ("LD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment
 
@@ -54,17 +54,10 @@ class Guard:
             return self._exchange(json.dumps(request).encode() + b"\n", SECONDS + size / BYTES_A_SECOND, error)
 
     def _open(self) -> dict:
-        script = str(Path(__file__).with_name("tokenizer_process.py"))
-        environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", script],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # the library prints its panics
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for us alone
-        )
-        self._owner = os.getpid()
+        try:
+            self._process, self._owner = _started(), os.getpid()
+        except OSError as e:
+            raise BadFile(f"the process that works with {self.name} cannot be started", printable(str(e), 300)) from e
         weakref.finalize(self, _end, self._process, self._owner)
         try:
             return self._exchange(self._start, START_SECONDS, BadFile(f"{self.name} is refused by the tokenizers library"))
@@ -95,8 +88,19 @@ class Guard:
         self._process = None
 
 
+def _started() -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(__file__).with_name("tokenizer_process.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # the library prints its panics
+        env={name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ},
+        start_new_session=True,  # Ctrl-C is for us alone
+    )
+
+
 def _answer(process: subprocess.Popen, line: bytes) -> bytes:
-    """The line that answers `line`; what there is of it if the process ends."""
+    """The line that answers `line`, or its beginning if the process ends."""
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(OSError):
@@ -108,7 +112,7 @@ def _answer(process: subprocess.Popen, line: bytes) -> bytes:
 
 @contextmanager
 def _clock(process: subprocess.Popen, seconds: float) -> Iterator[list]:
-    """Kills `process` after some time; the list that it gives is then not empty."""
+    """Kills `process` after some time; the list it yields is then not empty."""
     expired = []
     timer = threading.Timer(seconds, lambda: (expired.append(True), process.kill()))
     timer.daemon = True

@@ -339,6 +339,12 @@ def test_a_process_that_takes_no_processor_time_is_ended_by_the_clock(monkeypatc
         rendered("hi")
 
 
+def test_a_process_that_cannot_be_started_is_an_error_of_ours(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
+    with pytest.raises(BadTemplate, match=r"renders chat_template\.jinja cannot be started\n.*No such file"):
+        rendered("hi")
+
+
 def test_the_process_that_renders_is_fresh_and_has_nothing_of_ours(monkeypatch, tmp_path):
     """It neither sees our environment nor takes a module that lies in the working directory."""
     seen = {}

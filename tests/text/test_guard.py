@@ -274,6 +274,14 @@ def test_a_fork_has_a_process_of_its_own(tmp_path, monkeypatch):
     guard._end(of_parent, os.getpid())
 
 
+def test_a_process_that_cannot_be_started_is_an_error_of_ours(tmp_path, monkeypatch):
+    tokenizer = opened(tmp_path, sentencepiece())
+    tokenizer.codec._close()
+    monkeypatch.setattr(guard.sys, "executable", str(tmp_path / "no python"))
+    with pytest.raises(BadFile, match=r"works with tokenizer\.json cannot be started\n.*No such file"):
+        tokenizer.encode("a")
+
+
 def test_the_process_ends_with_its_tokenizer(tmp_path):
     tokenizer = opened(tmp_path, sentencepiece())
     process = tokenizer.codec._process
