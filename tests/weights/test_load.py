@@ -31,9 +31,9 @@ def packed(weight, scale):
 @pytest.fixture
 def reads(monkeypatch):
     """The names of the tensors that were read."""
-    found, read = [], safetensors.Folder.read
+    found, read = [], safetensors.TensorFiles.read
     monkeypatch.setattr(
-        safetensors.Folder, "read", lambda self, name, index=None: (found.append(name), read(self, name, index))[1]
+        safetensors.TensorFiles, "read", lambda self, name, index=None: (found.append(name), read(self, name, index))[1]
     )
     return found
 
@@ -193,7 +193,7 @@ def test_loading_goes_through_a_hub_cache(tmp_path):
 
 def test_few_tensors_are_in_host_memory_at_a_time(tmp_path, monkeypatch):
     weights = {name: w.astype(ml_dtypes.bfloat16) for name, w in models.tensors(V3, mtp=True).items()}
-    alive, most, read = weakref.WeakSet(), [], safetensors.Folder.read
+    alive, most, read = weakref.WeakSet(), [], safetensors.TensorFiles.read
 
     class Held(np.ndarray):
         """An array that can be counted."""
@@ -207,7 +207,7 @@ def test_few_tensors_are_in_host_memory_at_a_time(tmp_path, monkeypatch):
         return value
 
     gc.collect()
-    monkeypatch.setattr(safetensors.Folder, "read", counted)
+    monkeypatch.setattr(safetensors.TensorFiles, "read", counted)
     loaded(tmp_path, V3, weights)
     assert len(most) > 100
     assert 1 < max(most) <= 3 * IN_FLIGHT
