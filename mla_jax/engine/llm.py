@@ -17,6 +17,7 @@ from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported, printable
 from mla_jax.base.files import cache_folder
 from mla_jax.base.options import AttentionOptions, ExpertOptions, SamplingParams
 from mla_jax.cache.latent import slots_for
+from mla_jax.decode import store
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.batch import Batch
 from mla_jax.engine.explain import explain
@@ -102,7 +103,7 @@ class LLM:
         with self._memory_explained():
             self.model = checkpoint.read(progress, None if host_folder is None else Path(host_folder))
         self.last_stats: Stats | None = None  # of the newest stream
-        self._programs = Programs(self.model, counts=self._routing is not None)
+        self._programs = Programs(self.model, counts=self._routing is not None, folder=store.default_folder())
 
     def generate(
         self,

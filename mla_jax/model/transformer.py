@@ -86,9 +86,16 @@ class Transformer(nnx.Module):
         Without a cache the tokens attend to each other alone, as in training."""
         how, x, pending = self.how(batch, None if cache is None else cache[0]), self.embedded(tokens), None
         layers, loads = [], []
+
+        def layer_of(graph: nnx.GraphDef, weights: nnx.State, x: Array, pending: Any, held: latent.Layer | None):
+            return nnx.merge(graph, weights)(x, pending, batch, held, how)
+
+        # layers of one structure are traced and lowered once; XLA inlines the calls
+        apply = jax.jit(layer_of, static_argnums=0) if isinstance(x, jax.core.Tracer) else layer_of
         for i, block in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
-                (x, pending), layer, load = block(x, pending, batch, cache[i] if cache is not None else None, how)
+                held = None if cache is None else cache[i]
+                (x, pending), layer, load = apply(*nnx.split(block), x, pending, held)
             layers.append(layer)
             loads += [load] if load is not None else []
         hidden = rms_norm(settle(x, pending), self.norm[...], self.config.rms_norm_eps)
