@@ -25,6 +25,7 @@ from mla_jax.base.errors import BadFile, Unsupported, printable, shortened
 from mla_jax.base.qtensor import QTensor
 from mla_jax.model.hot import HotExperts
 from mla_jax.model.moe import HostExperts, MoE
+from mla_jax.model.ops import Shapes
 from mla_jax.model.stream import Kind
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights import host as host_experts
@@ -60,7 +61,7 @@ class Checkpoint:
         table.refuse_other_counts(self.config, present)
         mtp = table.has_mtp(self.config, present)
         build = partial(Transformer, self.config, experts=experts, device=self.device, mtp=mtp, **options)
-        self.graph, self.state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
+        self.graph, self.state = nnx.split(build(Shapes()))
         self.slots = {".".join(map(str, keys)): variable for keys, variable in nnx.to_flat_state(self.state)}
         self.sources = table.resolve(self.slots, self.config, present)
         self._asked, self.precision = dtype, None
