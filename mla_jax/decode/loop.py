@@ -169,9 +169,9 @@ class Programs:
         self.waits = shared.waits
         beside = BESIDE if model.device.platform == "gpu" else None
         self.new = Program(functools.partial(new_state, counts=counts), model, shared, static_argnums=(1, 2, 3))
-        self.prefill = Program(prefill, model, shared, static_argnames=("span",), donate_argnums=1)
-        self.begin = Program(choose_next, model, shared, donate_argnums=1)
-        self.run = Program(run, model, shared, donate_argnums=1, compiler_options=beside)
+        self.prefill = Program(prefill, model, shared, static_argnames=("span",), donate_argnums=(1,))
+        self.begin = Program(choose_next, model, shared, donate_argnums=(1,))
+        self.run = Program(run, model, shared, donate_argnums=(1,), compiler_options=beside)
         self.logits = Program(logits, model, shared)
 
     def prepare(self, state: State, chunks: Iterable[tuple[int, int]], decodes: bool = True) -> None:

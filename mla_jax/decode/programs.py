@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mla_jax.decode.store import Store
+from mla_jax.decode.store import Built, Store
 from mla_jax.model.transformer import Transformer
 
 THREADS = 4  # that compile; XLA adds threads of its own for each program
@@ -60,77 +60,114 @@ class Shared(NamedTuple):
         return cls(ThreadPoolExecutor(THREADS, thread_name_prefix="compile"), Waits(), store)
 
 
-class Call(NamedTuple):
-    """The arguments of a call, told apart: what the program is compiled for, and what it is given."""
+class Key(NamedTuple):
+    """What a program is compiled for: values of static arguments by place or name, and structure and shapes of the others."""
 
-    key: tuple
-    args: tuple
-    kw: dict[str, Any]
+    statics: tuple[tuple[str, Any], ...]
+    donated: Any
+    kept: Any
+    shapes: tuple
+
+
+class Call(NamedTuple):
+    """Arguments of a call: what a program is compiled for, and the arrays that it is given."""
+
+    key: Key
+    donated: list[jax.Array]
+    kept: list[jax.Array]
 
 
 class Program:
     """A function of a model, compiled for the shapes it is called with; in full float32 where the weights are (no TF32).
 
-    `function` is `(model, *args, **kw)`; `options` are those of `jax.jit`, which counts the model as argument 0. The weights are
-    passed as a flat tuple: to flatten an `nnx.State` at each call takes milliseconds."""
+    `function` is `(model, *args, **kw)`; the options are those of `jax.jit`, for which the model is argument 0. Weights are passed
+    as a flat tuple: to flatten an `nnx.State` at each call takes milliseconds."""
 
-    def __init__(self, function: Callable, model: Transformer, shared: Shared | None = None, **options: Any):
-        graph, state = nnx.split(model)
-        leaves, structure = jax.tree.flatten(state)
+    def __init__(
+        self,
+        function: Callable,
+        model: Transformer,
+        shared: Shared | None = None,
+        *,
+        static_argnums: tuple[int, ...] = (),
+        static_argnames: tuple[str, ...] = (),
+        donate_argnums: tuple[int, ...] = (),
+        compiler_options: dict[str, Any] | None = None,
+    ):
+        self._graph, state = nnx.split(model)
+        leaves, self._structure = jax.tree.flatten(state)
         self.weights: tuple[jax.Array, ...] = tuple(leaves)
         self.precision = "highest" if model.dtype == jnp.float32 else None
-        self.shared, self.options = shared or Shared.of(), options
-        plain = functools.partial(function)
-        self.name, self._settings = plain.func.__name__, plain.keywords
-        self._compiled: dict[tuple, Future[jax.stages.Compiled]] = {}
-
-        def merged(weights, *args, **kw):
-            return function(nnx.merge(graph, jax.tree.unflatten(structure, weights)), *args, **kw)
-
-        # JAX's cache must not find what an older version of the code compiled, which could not be stored again: see store.py
-        merged.__name__ = self.name if self.shared.store is None else f"{self.name}_{self.shared.store.version}"
-        self.jitted = jax.jit(merged, **options)
+        self.shared, self.function = shared or Shared.of(), functools.partial(function)
+        self.static, self.donated = (*map(str, static_argnums), *static_argnames), tuple(map(str, donate_argnums))
+        self.compiler_options = compiler_options
+        self._built: dict[Key, Future[Built]] = {}
 
     def __call__(self, *args, **kw):
-        """The function's value. Arguments are arrays of JAX or NumPy, except static ones."""
+        """The function's value. Arguments are arrays of JAX or NumPy, or trees of them, except static ones."""
         call = self._call(args, kw)
-        if call.key not in self._compiled:
+        if call.key not in self._built:
             with self.shared.waits.record():
-                self._start(call, args, kw).result()
-        return self._compiled[call.key].result()(self.weights, *call.args, **call.kw)
+                self._start(call).result()
+        built = self._built[call.key].result()
+        return jax.tree.unflatten(built.structure, built.compiled(self.weights, call.donated, call.kept))
 
-    def start(self, *args, **kw) -> Future[jax.stages.Compiled]:
-        """The compiled program for such arguments, once it is there. Arguments may be `jax.ShapeDtypeStruct`s."""
+    def start(self, *args, **kw) -> Future[Built]:
+        """The program for such arguments, once it is compiled. In the place of an array a `jax.ShapeDtypeStruct` will do."""
         call = self._call(args, kw)
-        return self._compiled.get(call.key) or self._start(call, args, kw)
+        return self._built.get(call.key) or self._start(call)
 
     def lower(self, *args, **kw) -> jax.stages.Lowered:
         """For XLA's own account of the program: its text, costs and memory."""
-        with jax.default_matmul_precision(self.precision):
-            return self.jitted.lower(self.weights, *args, **kw)
+        return self._lower(self._call(args, kw))[0]
 
     def _call(self, args: tuple, kw: dict[str, Any]) -> Call:
-        numbers, names = (self.options.get(option, ()) for option in ("static_argnums", "static_argnames"))
-        statics = {str(i): arg for i, arg in enumerate(args, 1) if i in numbers} | {n: kw[n] for n in names if n in kw}
-        given = tuple(arg for i, arg in enumerate(args, 1) if i not in numbers)
-        named = {name: arg for name, arg in kw.items() if name not in names}
-        leaves, tree = jax.tree.flatten((given, named))
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        return Call((tuple(statics.items()), tree, shapes), given, named)
+        given = {str(place): arg for place, arg in enumerate(args, 1)} | kw
+        statics = tuple((name, arg) for name, arg in given.items() if name in self.static)
+        donated, first = jax.tree.flatten({name: arg for name, arg in given.items() if name in self.donated})
+        kept, other = jax.tree.flatten({name: arg for name, arg in given.items() if name not in self.static + self.donated})
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in (*donated, *kept))
+        return Call(Key(statics, first, other, shapes), donated, kept)
 
-    def _start(self, call: Call, args: tuple, kw: dict[str, Any]) -> Future[jax.stages.Compiled]:
+    def _start(self, call: Call) -> Future[Built]:
         """Traces here, or leaves it to a thread to read what is stored; compiles in a thread."""
-        store = self.shared.store
-        name = "" if store is None else store.name(self.name, self._settings, self.options, self.precision, call.key)
-        if store is not None and store.has(name):
-            future = self.shared.pool.submit(lambda: store.load(name) or self._compile(self.lower(*args, **kw), name))
+        store, pool = self.shared.store, self.shared.pool
+        name = None if store is None else self._file(call.key, store)
+        if store is not None and name is not None and store.has(name):
+            future = pool.submit(lambda: store.load(name) or self._compile(*self._lower(call), name))
         else:
             self.shared.waits.compiling()
-            future = self.shared.pool.submit(self._compile, self.lower(*args, **kw), name)
-        self._compiled[call.key] = future
-        future.add_done_callback(lambda done: self._compiled.pop(call.key, None) if done.exception() else None)
+            future = pool.submit(self._compile, *self._lower(call), name)
+        self._built[call.key] = future
+        future.add_done_callback(lambda done: self._built.pop(call.key, None) if done.exception() else None)
         return future
 
-    def _compile(self, lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
+    def _file(self, key: Key, store: Store) -> str:
+        options = self.function.keywords, self.donated, self.compiler_options, self.precision
+        return store.name(self.function.func.__name__, *map(repr, (key, *options)))
+
+    def _lower(self, call: Call) -> tuple[jax.stages.Lowered, Any]:
+        """The program before it is compiled, and the structure of its value."""
+        key, found = call.key, []
+
+        def flat(weights: tuple[jax.Array, ...], donated: list[jax.Array], kept: list[jax.Array]) -> list[jax.Array]:
+            model = nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights))
+            given = dict(key.statics) | jax.tree.unflatten(key.donated, donated) | jax.tree.unflatten(key.kept, kept)
+            places = sorted((name for name in given if name.isdecimal()), key=int)
+            value = self.function(model, *(given.pop(place) for place in places), **given)
+            leaves, structure = jax.tree.flatten(value)
+            found.append(structure)
+            return leaves
+
+        flat.__name__ = self.function.func.__name__
+        if self.shared.store is not None:  # in JAX's cache another version of the code must not find it: see `Store.compile`
+            flat.__name__ += f"_{self.shared.store.version}"
+        jitted = jax.jit(flat, donate_argnums=1, compiler_options=self.compiler_options)
+        with jax.default_matmul_precision(self.precision):
+            return jitted.lower(self.weights, call.donated, call.kept), found[-1]
+
+    def _compile(self, lowered: jax.stages.Lowered, structure: Any, name: str | None) -> Built:
         store = self.shared.store
-        return lowered.compile() if store is None else store.compile(lowered, name)
+        if store is None or name is None:
+            return Built(lowered.compile(), structure)
+        return store.compile(lowered, structure, name)

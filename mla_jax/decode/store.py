@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax
 import jax
@@ -34,6 +34,13 @@ CODE = ("mla_jax", "pallas_kernels", "cpu_experts")  # packages whose functions 
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 CHECKSUM = 32  # bytes of SHA-256 in front
 HIT = "/jax/compilation_cache/cache_hits"
+
+
+class Built(NamedTuple):
+    """A compiled program, and the structure of its value, whose leaves it returns as a list."""
+
+    compiled: jax.stages.Compiled
+    structure: Any
 
 
 class Store:
@@ -57,31 +64,32 @@ class Store:
     def has(self, name: str) -> bool:
         return self._is_own() and (self.folder / name).is_file()
 
-    def load(self, name: str) -> jax.stages.Compiled | None:
+    def load(self, name: str) -> Built | None:
         """The program of a file; None if it cannot be used, for whatever reason."""
         path = self.folder / name
         try:
             data = path.read_bytes()
             if hashlib.sha256(data[CHECKSUM:]).digest() != data[:CHECKSUM]:
                 return None
-            program = pickle.loads(zlib.decompress(data[CHECKSUM:]))
-            found = serialize_executable.deserialize_and_load(*program, execution_devices=[self.device])
+            *program, structure = pickle.loads(zlib.decompress(data[CHECKSUM:]))
+            compiled = serialize_executable.deserialize_and_load(*program, execution_devices=[self.device])
             os.utime(path)
         except Exception:
             return None
-        return found
+        return Built(compiled, structure)
 
-    def compile(self, lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
+    def compile(self, lowered: jax.stages.Lowered, structure: Any, name: str) -> Built:
         """Compiles, and stores the program; that it cannot be stored is no error."""
         with _cache_hits() as hits:
-            compiled = lowered.compile()
+            built = Built(lowered.compile(), structure)
         if not hits:  # a CPU's program that JAX read from its own cache lacks functions once it is stored again
             with contextlib.suppress(Exception):
-                self._save(name, compiled)
-        return compiled
+                self._save(name, built)
+        return built
 
-    def _save(self, name: str, compiled: jax.stages.Compiled) -> None:
-        packed = zlib.compress(pickle.dumps(serialize_executable.serialize(compiled)), level=1)
+    def _save(self, name: str, built: Built) -> None:
+        program = serialize_executable.serialize(built.compiled)
+        packed = zlib.compress(pickle.dumps((*program, built.structure)), level=1)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self._is_own():
             return

@@ -186,10 +186,10 @@ def _reason(ids: list[int], request: Request, finite: bool) -> FinishReason:
 def _sampling(requests: list[Request], rows: int) -> Sampling:
     padded = [r.params for r in requests] + [requests[0].params] * (rows - len(requests))
 
-    def column(name: str, dtype: type) -> np.ndarray:
+    def column(name: str, dtype: type) -> jax.Array:
         most = np.iinfo(np.int32).max if dtype is np.int32 else np.inf
-        return np.asarray([min(getattr(p, name), most) for p in padded], dtype)
+        return jnp.asarray(np.array([min(getattr(p, name), most) for p in padded], dtype))  # which JAX alone would compile
 
     floats = ("temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty")
-    seeds = np.asarray([[(p.seed or 0) >> 32, (p.seed or 0) & 0xFFFFFFFF] for p in padded], np.uint32)
+    seeds = jnp.asarray(np.array([[(p.seed or 0) >> 32, (p.seed or 0) & 0xFFFFFFFF] for p in padded], np.uint32))
     return Sampling(top_k=column("top_k", np.int32), seed=seeds, **{name: column(name, np.float32) for name in floats})

@@ -87,7 +87,7 @@ class Transformer(nnx.Module):
         how, x, pending = self.how(batch, None if cache is None else cache[0]), self.embedded(tokens), None
         layers, loads = [], []
 
-        def layer_of(graph: nnx.GraphDef, weights: nnx.State, x: Array, pending: Any, held: latent.Layer | None):
+        def layer_of(graph: Any, weights: Any, x: Array, pending: Any, held: latent.Layer | None):
             return nnx.merge(graph, weights)(x, pending, batch, held, how)
 
         # layers of one structure are traced and lowered once; XLA inlines the calls
