@@ -159,8 +159,8 @@ def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T W
 class Programs:
     """The programs of one model. Each is compiled once a shape; bucketed lengths repeat shapes.
 
-    With `counts` they count how often each expert is chosen, which costs a kernel or two a layer. Where a `folder` is given they are
-    stored there, except those that call experts on the host, whose addresses change."""
+    With `counts` they count how often each expert is chosen, which costs a kernel or two a layer. They are stored in `folder`, if
+    one is given, and read from there at the next start, except where they call experts on the host by their addresses."""
 
     def __init__(self, model: Transformer, counts: bool = False, folder: Path | None = None):
         self.chunk, self.device = model.chunk, model.device

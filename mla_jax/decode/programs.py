@@ -80,8 +80,8 @@ class Call(NamedTuple):
 class Program:
     """A function of a model, compiled for the shapes it is called with; in full float32 where the weights are (no TF32).
 
-    `function` is `(model, *args, **kw)`; the options are those of `jax.jit`, for which the model is argument 0. Weights are passed
-    as a flat tuple: to flatten an `nnx.State` at each call takes milliseconds."""
+    `function` is `(model, *args, **kw)`; the options are those of `jax.jit`, for which the model is argument 0. Weights are
+    passed as a flat tuple: to flatten an `nnx.State` at each call takes milliseconds."""
 
     def __init__(
         self,
