@@ -1,27 +1,32 @@
 # `make demo` and `make test` set themselves up in .venv; PYTHON picks the interpreter (3.11 or newer), VENV the folder,
-# SELECT the tests by their markers.
+# SELECT the tests by their markers. DEEP=1 runs tests of sources that have not changed, too; COMPILE=users has JAX optimise.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 SELECT ?= not parity
 
-.PHONY: demo test parity lint clean
+.PHONY: demo test parity parity-ready lint docs clean
 
 demo: $(VENV)/.installed
-	$(BIN)/python -m mla_jax.generate "def fibonacci(n):"
+	$(BIN)/python -m mla_jax.generate --temperature 0 "def __eq__(self, other):"
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "$(SELECT)" -n auto --dist loadgroup
 
 # compares with transformers and llama.cpp in the same run; the first time it builds llama.cpp, which takes some minutes
-parity: $(VENV)/.installed-dev,parity $(VENV)/.installed-llama.cpp
+parity: parity-ready
 	$(BIN)/python -m pytest -m parity -n 2
+
+parity-ready: $(VENV)/.installed-dev,parity $(VENV)/.installed-llama.cpp
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0])'
@@ -35,19 +40,24 @@ $(VENV)/.installed-%: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[$*]"
 	touch $@
 
-# Built from the source distribution, which holds llama.cpp and its converter. Only the library, with few optimizations: the
-# models that are compared are tiny.
+# Built from the source distribution of its Python package, which holds llama.cpp and its converter. Only the library, with few
+# optimizations and without kernels for repacked weights: the models that are compared are tiny.
 LLAMA = 0.3.36
 LLAMA_FLAGS = -DCMAKE_BUILD_TYPE=Release -DCMAKE_C_FLAGS_RELEASE=-O1 -DCMAKE_CXX_FLAGS_RELEASE=-O1 -DBUILD_SHARED_LIBS=ON -DGGML_OPENMP=OFF \
+	-DGGML_CPU_REPACK=OFF -DGGML_LLAMAFILE=OFF \
 	-DLLAMA_CURL=OFF -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TESTS=OFF
-$(VENV)/.installed-llama.cpp: $(VENV)/.installed-dev
+LLAMA_SOURCE = .llama.cpp/llama_cpp_python-$(LLAMA).tar.gz
+.llama.cpp/.built: | $(VENV)/.installed-dev
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --dest .llama.cpp llama-cpp-python==$(LLAMA)
-	tar -xzf .llama.cpp/llama_cpp_python-$(LLAMA).tar.gz -C .llama.cpp --strip-components=3 llama_cpp_python-$(LLAMA)/vendor/llama.cpp
+	tar -xzf $(LLAMA_SOURCE) -C .llama.cpp --strip-components=3 llama_cpp_python-$(LLAMA)/vendor/llama.cpp
 	$(BIN)/cmake -S .llama.cpp -B .llama.cpp/build $(LLAMA_FLAGS)
 	$(BIN)/cmake --build .llama.cpp/build --target llama --parallel
-	CMAKE_ARGS=-DLLAMA_BUILD=OFF $(BIN)/python -m pip install --quiet .llama.cpp/llama_cpp_python-$(LLAMA).tar.gz
+	touch $@
+
+$(VENV)/.installed-llama.cpp: .llama.cpp/.built | $(VENV)/.installed-dev
+	CMAKE_ARGS=-DLLAMA_BUILD=OFF $(BIN)/python -m pip install --quiet $(LLAMA_SOURCE)
 	install -D --target-directory $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('platlib'))")/llama_cpp/lib .llama.cpp/build/bin/*.so*
 	touch $@
 
 clean:
-	rm -rf $(VENV) .llama.cpp
+	rm -rf $(VENV) .llama.cpp .compiled site

@@ -1,11 +1,11 @@
-"""Conversion in GB/s next to the disk's own rate, and its peak memory next to the plan.
+"""Conversion in GB/s compared with the disk's rate, and its peak memory compared with the plan.
 
     python benchmarks/convert.py --gib 2 --out convert.json
 
-A folder in DeepSeek-V3's widths (fewer layers, experts and words) with random FP8 weights goes to Orbax, is verified, and goes
-back; so do random Q4_K blocks in a GGUF file. Sources are read cold. Before and after each run the same bytes are written to the
-same disk by plain writes and one fsync, and copied file to file: a copy reads as well, as a conversion must. Figures are medians
-of the rounds; a ratio is the median of the rounds' ratios."""
+Converts a folder of DeepSeek-V3's widths (fewer layers, experts and tokens) with random FP8 weights to Orbax, verifies it, and
+converts it back; and random Q4_K blocks in a GGUF file to Orbax. Sources are read cold. Before and after each run the same
+number of bytes is written to the same disk by plain writes and one fsync, and copied file to file, which reads too, as a
+conversion does. Figures are medians over the rounds; a ratio is the median of the rounds' ratios."""
 
 import json
 import os
@@ -52,14 +52,14 @@ sys.exit(code)
 
 
 def model(gib: float) -> Config:
-    """DeepSeek-V3 with as many layers as make about `gib` of FP8: 0.55 GiB each, the first of them dense."""
+    """DeepSeek-V3 with the number of layers that gives about `gib` GiB of FP8: 0.55 GiB per layer, the first one dense."""
     layers = max(2, round((gib - 0.22) / 0.54))
     few = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "vocab_size": 8192, "num_nextn_predict_layers": 0}
     return Config.from_hf(Config.preset("v3").to_hf() | few | {"num_hidden_layers": layers, "first_k_dense_replace": 1})
 
 
 def tensors(config: Config, table: Table) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-    """The name and the shape of every tensor, and whether it is a matrix of a linear layer."""
+    """The name and shape of every tensor, and whether it is a matrix of a linear layer."""
     _, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))
     for keys, slot in nnx.to_flat_state(state):
         path = ".".join(map(str, keys))
@@ -70,30 +70,36 @@ def tensors(config: Config, table: Table) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def fp8_folder(config: Config, folder: Path) -> Path:
-    """A released folder: random E4M3 with scales, the rest in bfloat16 and float32."""
+    """Writes a folder as released: random E4M3 with scales, the rest in bfloat16 and float32."""
     rng = np.random.default_rng(0)
-    codes = rng.integers(0, 256, PIECE, np.uint8) & 0xF7  # neither of the codes that are NaN
-    plain = rng.standard_normal(PIECE // 2).astype(ml_dtypes.bfloat16)
-    scales = rng.uniform(1e-4, 2e-4, PIECE // 4).astype(np.float32)
-    kinds = {"F8_E4M3": (codes, 1), "BF16": (plain, 2), "F32": (scales, 4)}
-    found: list[tuple[str, str, tuple[int, ...]]] = []
-    for name, shape, _ in tensors(config, HF):
-        packed = LINEAR.fullmatch(name) is not None
-        found.append((name, "F8_E4M3" if packed else "F32" if name.endswith("bias") else "BF16", shape))
-        if packed:
-            found.append((name + SCALE, "F32", tuple(-(-n // 128) for n in shape)))
+    content = {
+        "F8_E4M3": rng.integers(0, 256, PIECE, np.uint8) & 0xF7,  # no NaN
+        "BF16": rng.standard_normal(PIECE // 2).astype(ml_dtypes.bfloat16),
+        "F32": rng.uniform(1e-4, 2e-4, PIECE // 4).astype(np.float32),
+    }
     header, end = {}, 0
-    for name, dtype, shape in found:
-        start, end = end, end + prod(shape) * kinds[dtype][1]
+    for name, dtype, shape in fp8_tensors(config):
+        start, end = end, end + prod(shape) * content[dtype].itemsize
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config.to_hf() | {"quantization_config": {"quant_method": "fp8"}}))
     with open(folder / "model.safetensors", "wb") as file:
         text = json.dumps(header).encode()
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, dtype, shape in found:
-            repeat(file, kinds[dtype][0].view(np.uint8), prod(shape) * kinds[dtype][1])
+        for tensor in header.values():
+            start, end = tensor["data_offsets"]
+            repeat(file, content[tensor["dtype"]].view(np.uint8), end - start)
     return folder
+
+
+def fp8_tensors(config: Config) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """The name, dtype and shape of every tensor of a released FP8 folder."""
+    for name, shape, _ in tensors(config, HF):
+        if LINEAR.fullmatch(name):
+            yield name, "F8_E4M3", shape
+            yield name + SCALE, "F32", tuple(-(-n // 128) for n in shape)
+        else:
+            yield name, "F32" if name.endswith("bias") else "BF16", shape
 
 
 def repeat(file, content: np.ndarray, size: int) -> None:
@@ -102,7 +108,7 @@ def repeat(file, content: np.ndarray, size: int) -> None:
 
 
 def q4_k_file(config: Config, path: Path) -> Path:
-    """A GGUF file with random Q4_K blocks, whose scales are small; norms, routers and the like are float32."""
+    """Writes a GGUF file with random Q4_K blocks of small scales; norms, routers and other vectors are float32."""
     found = [(name, shape, linear) for name, shape, linear in tensors(config, GGUF)]
     most = max(nbytes("Q4_K", shape) for _, shape, linear in found if linear)
     blocks = np.random.default_rng(0).integers(0, 256, (most // 144, 144), np.uint8)
@@ -125,7 +131,7 @@ def size(path: Path) -> int:
 
 
 def cool(path: Path) -> None:
-    """Has the system forget what it keeps of files, which it can once they are on the disk."""
+    """Drops files from the page cache, after they are written to the disk."""
     os.sync()
     for file in [path] if path.is_file() else path.rglob("*"):
         if file.is_file():
@@ -139,13 +145,13 @@ def remove(path: Path) -> None:
 
 
 def plain_write(target: Path, total: int) -> float:
-    """Bytes a second of plain writes and one fsync."""
+    """Bytes per second of plain writes and one fsync."""
     content = np.random.default_rng(0).integers(0, 256, PIECE, np.uint8)
     return timed(target, total, lambda file: repeat(file, content, total))
 
 
 def plain_copy(source: Path, target: Path) -> float:
-    """Bytes a second of reading a cold source and writing it, piece by piece, and one fsync."""
+    """Bytes per second of copying a cold source piece by piece, with one fsync."""
     cool(source)
     files = [source] if source.is_file() else [file for file in source.rglob("*") if file.is_file()]
 
@@ -168,7 +174,7 @@ def timed(target: Path, total: int, run: Callable) -> float:
 
 
 def converted(*arguments: str | Path) -> dict:
-    """What the tool measured of itself, in a process of its own, and the most memory that process held."""
+    """Runs the tool in a process of its own; its own figures, and the process's peak memory in bytes."""
     start = time.perf_counter()
     command = [sys.executable, "-c", CHILD, *map(str, arguments)]
     child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -181,7 +187,7 @@ def converted(*arguments: str | Path) -> dict:
 
 
 def round_of(name: str, source: Path, target: Path, scratch: Path, *options: str) -> Iterator[dict]:
-    """One run between two looks at the disk: a row for writing, and one for the verify pass if there is one."""
+    """One conversion between two measurements of the disk: a row for writing, and a row for the verify pass, if any."""
     total = size(source)
     writes, copies = [plain_write(scratch, total)], [plain_copy(source, scratch)]
     cool(source)
@@ -190,14 +196,22 @@ def round_of(name: str, source: Path, target: Path, scratch: Path, *options: str
     disk, copy = statistics.mean(writes), statistics.mean(copies)
     for title, what in (("writing", name), ("verifying", f"{name}, verify pass")):
         if title in found and found[title][0]:
-            done, seconds = found[title]
-            row = {"what": what, "GB": done / 1e9, "GB/s": done / seconds / 1e9, "disk GB/s": disk / 1e9, "copy GB/s": copy / 1e9}
-            row |= {"of disk %": 100 * done / seconds / disk, "of copy %": 100 * done / seconds / copy}
-            if title == "writing":
-                planned = found.get("plan")
-                row |= {"plan MiB": planned and planned / 2**20, "peak MiB": found["peak"] / 2**20}
-                row |= {"peak of plan %": planned and 100 * found["peak"] / planned, "seconds in all": found["seconds"]}
-            yield row
+            row = {"what": what} | rates(*found[title], disk, copy)
+            yield row | memory(found) if title == "writing" else row
+
+
+def rates(done: int, seconds: float, disk: float, copy: float) -> dict[str, float]:
+    """Of `done` bytes, compared with the rates of plain writes and of copies."""
+    rate = done / seconds
+    row = {"GB": done / 1e9, "GB/s": rate / 1e9, "disk GB/s": disk / 1e9, "copy GB/s": copy / 1e9}
+    return row | {"of disk %": 100 * rate / disk, "of copy %": 100 * rate / copy}
+
+
+def memory(found: dict) -> dict[str, float | None]:
+    """The plan's and the process's peak memory, and its time."""
+    planned, peak = found.get("plan"), found["peak"]
+    row = {"plan MiB": planned and planned / 2**20, "peak MiB": peak / 2**20}
+    return row | {"peak of plan %": planned and 100 * peak / planned, "seconds in all": found["seconds"]}
 
 
 def measured(args) -> list[dict]:
@@ -228,9 +242,9 @@ def medians(rows: list[dict]) -> Iterator[dict]:
 def main() -> None:
     names = ("FP8 to Orbax", "Orbax to HF", "GGUF Q4_K to Orbax", "FP8 to int8")
     parser = report.arguments(__doc__.splitlines()[0])
-    parser.add_argument("--gib", type=float, default=2, help="how large the FP8 folder is, about")
+    parser.add_argument("--gib", type=float, default=2, help="approximate size of the FP8 folder")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where to write; the system's place for temporary files if not given")
+    parser.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="WHAT")
     args = parser.parse_args()
     rounds = measured(args)

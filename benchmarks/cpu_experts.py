@@ -1,12 +1,12 @@
-"""One MoE layer on the CPU, by tokens and precision, beside torch (oneDNN), kt-kernel and llama.cpp in the same run.
+"""One MoE layer on the CPU, by tokens and precision, compared with torch (oneDNN), kt-kernel and llama.cpp in the same run.
 
     python benchmarks/cpu_experts.py --out cpu_experts.json --limits build/limits
 
-Peers are those that are installed (`peers/`). Several layers are taken in turn, so that no cache holds what the next forward
-reads; all take turns of a few forwards, in changing order, and the medians are compared, for other load on the machine comes and
-goes. Random routing. `error` is the distance from the weights' values multiplied out. `--limits` is a program of csrc/tests
-(cmake -DCPU_EXPERTS_TESTS=ON) that measures the machine in the same turns: the larger of bytes over its bandwidth and operations
-over its rate is the floor."""
+The peers are those of `peers/` that are installed. Forwards rotate over several layers, so that no cache holds the next one's
+weights. All libraries are timed interleaved, a few forwards at a time in changing order, and medians are compared, because
+other load on the machine varies. Routing is random. `error` is the relative distance from the product with the weights' exact
+values. `--limits` is a program of csrc/tests (cmake -DCPU_EXPERTS_TESTS=ON) that measures the machine, interleaved as well: the
+floor is the larger of bytes over its bandwidth and operations over its rate."""
 
 import argparse
 import datetime
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-# this file has the package's name, and its folder comes first in sys.path
+# this file has the package's name: search its folder last
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent)] + [p for p in sys.path if Path(p or ".").resolve() != HERE] + [str(HERE)]
 cpu_experts = importlib.import_module("cpu_experts")
@@ -43,22 +43,22 @@ BARS = {
     ("v3", "int8"): (15, 55, 60, 85, 170),
     ("v3", "int4_g32"): (8.5, 36, 40, 60, 170),
 }
-INT8 = {"int8", "int4_g32", "int4_g128", "q4_k"}  # what many rows are multiplied as
+INT8 = {"int8", "int4_g32", "int4_g128", "q4_k"}  # precisions that multiply many rows in int8
 ROTATED = 2.4 * 2**30
-TURN = 4  # forwards, the first of which wakes the threads and does not count
-PAUSE = 0.07  # after their work a peer's threads spin for up to 50 ms, on cores that the next one needs
-CHECKED = (1, 64)  # tokens: for few and for many there are other kernels
+TURN = 4  # forwards at a time; the first one wakes the threads and does not count
+PAUSE = 0.07  # seconds; a peer's threads spin for up to 50 ms after their work, on cores that the next one needs
+CHECKED = (1, 64)  # tokens; few and many use different kernels
 
 Layer = Callable[[peers.Batch], np.ndarray]
 
 
 def down_precision(geometry: str, precision: str) -> str:
-    """Q8_0 where the width is no multiple of Q4_K's and Q6_K's blocks: GGUF files do the like."""
+    """Q8_0 if the width is not a multiple of Q4_K's and Q6_K's blocks, as in GGUF files."""
     return "q8_0" if precision in blocks.BYTES and GEOMETRIES[geometry][1] % blocks.VALUES else precision
 
 
 def random_parts(geometry: str, precision: str, seed: int) -> list[layout.Parts]:
-    """gate, up and down: a few experts' random weights, as often as there are experts."""
+    """gate, up and down: the random weights of two experts, repeated for all experts."""
     model, width, experts, _ = GEOMETRIES[geometry]
     rng = np.random.default_rng(seed)
     matrices = []
@@ -70,7 +70,7 @@ def random_parts(geometry: str, precision: str, seed: int) -> list[layout.Parts]
 
 
 class Limits:
-    """What the machine can do at the moment; nothing, without the program."""
+    """The machine's current limits, measured by `program`; empty without it."""
 
     def __init__(self, program: Path | None, threads: int):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -92,7 +92,7 @@ class Ours:
 
 
 def makers(precision: str, here: dict, threads: int, isa: str) -> dict[str, Callable[[list, tuple], Layer]]:
-    """By name what makes a layer of weights and their formats: ours, and every peer's ways with this precision."""
+    """Constructors of layers from weights and formats, by name: ours, and every peer's methods for this precision."""
     found = {"ours": partial(Ours, threads=threads, isa=isa)}
     for peer in here.values():
         found |= {peer.named(m): partial(peer.Layer, m, threads=threads) for m in peer.METHODS.get(precision, ())}
@@ -100,7 +100,7 @@ def makers(precision: str, here: dict, threads: int, isa: str) -> dict[str, Call
 
 
 def layers(geometry: str, precision: str, made_by: dict[str, Callable[[list, tuple], Layer]]) -> dict[str, list[Layer]]:
-    """Of each as many as no cache holds, of the same weights; a peer that refuses them is left out."""
+    """For each library, layers of the same weights that exceed the caches; a peer that refuses them is left out."""
     made, held = {name: [] for name in made_by}, 0
     formats = (precision, precision, down_precision(geometry, precision))
     while held < ROTATED:
@@ -116,7 +116,7 @@ def layers(geometry: str, precision: str, made_by: dict[str, Callable[[list, tup
 
 
 def batch(geometry: str, tokens: int, seed: int, few: bool = False) -> peers.Batch:
-    """Random rows, each through experts of its own choice; `few`: all through the same."""
+    """Random rows with random routing; `few`: all rows choose the same experts."""
     model, _, experts, chosen = GEOMETRIES[geometry]
     rng = np.random.default_rng(seed)
     ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :chosen].astype(np.int32)
@@ -127,7 +127,7 @@ def batch(geometry: str, tokens: int, seed: int, few: bool = False) -> peers.Bat
 
 
 def errors(made: dict[str, list[Layer]], geometry: str, precision: str) -> dict[str, float]:
-    """Of each one's first layer: the larger of few and many tokens."""
+    """The error of each library's first layer: the larger of few and many tokens."""
     formats = (precision, precision, down_precision(geometry, precision))
     many = batch(geometry, max(CHECKED), 0, few=True)
     right, found = peers.expected(many, random_parts(geometry, precision, 0), formats), dict.fromkeys(made, 0.0)
@@ -144,9 +144,9 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 def milliseconds(
     made: dict[str, list[Layer]], geometry: str, tokens: int, seconds: float, clock: Callable[[], float], limits: Limits
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Of each, sorted: in turns whose order changes, every forward on the next layer. And the medians of the limits."""
+    """Sorted milliseconds of each library, timed interleaved, every forward on the next layer; and the medians of the limits."""
     times, order, found = {name: [] for name in made}, list(made), []
-    for each in made.values():  # what they prepare for this many tokens
+    for each in made.values():  # lets each prepare for this number of tokens
         for layer in each:
             layer(batch(geometry, tokens, 0))
     start, i = time.perf_counter(), 0
@@ -167,7 +167,7 @@ def milliseconds(
 
 
 def floor(geometry: str, precision: str, tokens: int, nbytes: int, limits: dict[str, float]) -> float:
-    """Milliseconds: what is touched at the bandwidth, or what is computed at the rate."""
+    """Milliseconds: bytes touched over the bandwidth, or operations over the rate, whichever is larger."""
     model, width, experts, chosen = GEOMETRIES[geometry]
     touched = len(np.unique(batch(geometry, tokens, 0).ids))
     rate = limits["int8_TOPs" if precision in INT8 else "bf16_TFLOPs"]
@@ -175,16 +175,16 @@ def floor(geometry: str, precision: str, tokens: int, nbytes: int, limits: dict[
 
 
 def compared(ms: float, geometry: str, precision: str, tokens: int, threads: int, nbytes: int, limits: dict) -> dict[str, float]:
-    """With the machine's limits, if they were measured; and with two threads' bar, also as a share of its own limits."""
-    beside = dict(limits)
+    """The comparison with the machine's limits, if measured; and with the bar for two threads, also as a share of its limits."""
+    found = dict(limits)
     if limits:
         least = floor(geometry, precision, tokens, nbytes, limits)
-        beside |= {"floor": least, "share": least / ms}
+        found |= {"floor": least, "share": least / ms}
     bars = dict(zip(TOKENS, BARS.get((geometry, precision), ()), strict=False))
     if threads == 2 and tokens in bars:
         share = floor(geometry, precision, tokens, nbytes, BAR_LIMITS) / bars[tokens]
-        beside |= {"bar": bars[tokens], "bar's share": share}
-    return beside
+        found |= {"bar": bars[tokens], "bar's share": share}
+    return found
 
 
 def main() -> None:
@@ -194,11 +194,11 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--isa", default="best")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu, with --threads 1, is fair on a busy machine")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds for each number of tokens")
     parser.add_argument(
-        "--clock", choices=CLOCKS, default="wall", help="cpu with --threads 1: fair where other work has the cores"
+        "--peers", nargs="*", choices=peers.MODULES, default=list(peers.MODULES), help="peers to run, if installed"
     )
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each number of tokens")
-    parser.add_argument("--peers", nargs="*", choices=peers.MODULES, default=list(peers.MODULES), help="of those installed")
     parser.add_argument("--limits", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -219,11 +219,11 @@ def main() -> None:
             for name, t in ms.items():
                 keys = ("ms", "best", "error") if name == "ours" else (name, f"{name} best", f"{name} error")
                 row |= zip(keys, (statistics.median(t), t[0], far[name]), strict=True)
-            beside = compared(row["ms"], args.geometry, precision, tokens, threads, nbytes, measured)
-            row |= beside
+            compared_with = compared(row["ms"], args.geometry, precision, tokens, threads, nbytes, measured)
+            row |= compared_with
             rows.append(row)
             each = [f"{name} {statistics.median(t):.3g} (best {t[0]:.3g}, error {far[name]:.2%})" for name, t in ms.items()]
-            limit = [f"{name} {value:.3g}" for name, value in beside.items()]
+            limit = [f"{name} {value:.3g}" for name, value in compared_with.items()]
             print(f"{precision}, tokens {tokens}", *each, *limit, sep=" | ", flush=True)
         del made
     if args.out:

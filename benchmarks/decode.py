@@ -1,9 +1,10 @@
-"""The whole decode loop for a V2-Lite-shaped model with random bf16 weights, 4k tokens held, at batch 1, 8 and 64.
+"""The decode loop of a V2-Lite-shaped model with random bf16 weights and 4k cached tokens, at batch 1, 8 and 64.
 
     python benchmarks/decode.py --out decode.json --profile
 
-The floor is what a step must read at the device's bandwidth: the experts touched (counted), all other weights, the latents.
-`bar` is plain XLA's tokens/s on an H200, of a hand-written step of the same shape. `--profile` sums the kernels' time by part."""
+The floor is the bytes that a step must read (the experts touched, as counted; all other weights; the latents) divided by the
+device's bandwidth. `bar` is the tokens/s of a hand-written step of the same shape in plain XLA on an H200. `--profile` sums the
+kernels' time by part of the model."""
 
 import dataclasses
 import gzip
@@ -27,7 +28,8 @@ from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch
 from mla_jax.decode.loop import Programs, State
 from mla_jax.decode.sampling import Sampling
-from mla_jax.model.moe import HostExperts
+from mla_jax.model.dispatch import Dispatch
+from mla_jax.offload.experts import HostExperts
 
 HELD, STEPS = 4096, 32
 BARS = {1: 169, 8: 385, 64: 2120}
@@ -35,8 +37,8 @@ SCOPES = ("attention", "experts", "mlp", "unembed", "choose")
 
 
 def random_model(config: Config, on_host: Mapping[int, Experts] | None = None) -> Transformer:
-    """Random bf16 weights made on the device, one parameter at a time, but for experts of layers that are `on_host`."""
-    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), device=report.device()))
+    """A model with random bf16 weights, made on the device one parameter at a time; experts of layers in `on_host` are given."""
+    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=Dispatch(device=report.device())))
     for number, layer in (on_host or {}).items():
         model.layers[number].mlp.experts = HostExperts(layer)
     graph, state = nnx.split(model)
@@ -49,7 +51,7 @@ def random_model(config: Config, on_host: Mapping[int, Experts] | None = None) -
 
 
 def held_state(model: Transformer, programs: Programs, rows: int) -> State:
-    """`rows` sequences that hold all but the last slots of HELD, with random latents."""
+    """`rows` sequences with random latents in all but the last slots of HELD."""
     greedy = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
     sampling = Sampling(
         top_k=jnp.zeros(rows, jnp.int32),
@@ -75,7 +77,7 @@ def held_state(model: Transformer, programs: Programs, rows: int) -> State:
 
 
 def floor_bytes(model: Transformer, state: State, rows: int) -> tuple[float, float]:
-    """Bytes that one step must read, and the experts it touches in each layer on average."""
+    """The bytes that one step must read, and the mean number of experts that it touches per layer."""
     tokens = state.tokens[jnp.arange(rows), state.count - 1][:, None]
     batch = Batch(state.position[:, None], jnp.ones((rows, 1), bool))
     graph, weights = nnx.split(model)
@@ -101,7 +103,13 @@ def measure(model: Transformer, rows: int, profile: bool) -> dict:
         state = jax.block_until_ready(programs.run(state, jnp.int32(STEPS)))
         times.append((time.perf_counter() - start) / STEPS)
     ms, floor = min(times) * 1e3, bytes_needed / report.device().bandwidth * 1e3
-    row = {"batch": rows, "attention": model.attention, "ms a step": ms, "tokens/s": rows / ms * 1e3, "bar tokens/s": BARS[rows]}
+    row = {
+        "batch": rows,
+        "attention": model.dispatch.attention,
+        "ms a step": ms,
+        "tokens/s": rows / ms * 1e3,
+        "bar tokens/s": BARS[rows],
+    }
     row |= {"experts touched": touched, "floor ms": floor, "of the floor %": 100 * floor / ms, "compile s": compiling}
     if profile:
         shares = profile_run(programs, state)
@@ -110,7 +118,7 @@ def measure(model: Transformer, rows: int, profile: bool) -> dict:
 
 
 def profile_run(programs: Programs, state: State) -> dict[str, float]:
-    """The share of the wall time in the kernels of each part of the model, and in no kernel at all."""
+    """The percentage of the wall time in the kernels of each part of the model, and in no kernel."""
     steps = jnp.int32(8)
     text = programs.run.lower(state, steps).compile().as_text()
     places = {name.replace(".", "_"): place for name, place in re.findall(r'%(\S+) = .*op_name="([^"]*)"', text)}
@@ -133,14 +141,14 @@ def profile_run(programs: Programs, state: State) -> dict[str, float]:
 
 def main():
     parser = report.arguments(__doc__.splitlines()[0])
-    parser.add_argument("--profile", action="store_true", help="say where the time goes")
+    parser.add_argument("--profile", action="store_true", help="report the share of the time per part of the model")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--attention", nargs="+", default=["auto", "fused"], metavar="FORM")
     parser.add_argument("--kv-cache", default="auto", help="fp8: latents in E4M3")
     options = parser.parse_args()
     model, rows = random_model(Config.preset("v2_lite")), []
-    model.kv_cache = options.kv_cache
-    for batch, model.attention in product(options.batch, options.attention):
+    for batch, attention in product(options.batch, options.attention):
+        model.dispatch = Dispatch(attention, kv_cache=options.kv_cache, device=report.device())
         rows.append(measure(model, batch, options.profile))
         print(rows[-1], flush=True)
     report.show(rows, options.out, benchmark="decode", model="V2-Lite shape, random bf16 weights", held=HELD)

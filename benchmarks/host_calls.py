@@ -1,11 +1,11 @@
-"""What a call of the experts on the CPU adds to a layer on a GPU: cpu_experts.ffi, and pure_callback beside it.
+"""The time that a call of the experts on the CPU adds to a layer on a GPU: cpu_experts.ffi, compared with pure_callback.
 
     python -m cpu_experts.build && python benchmarks/host_calls.py --out host_calls.json
 
-A program of 20 layers with a 7168x7168 matvec each is run without experts and with: in a loop inside the program, and step by
-step. The experts are as small as they can be, so that the way there and back is what is measured; their own time, on the host
-and without the way, is a column. `graphs` is what XLA captures into CUDA graphs: what it does by default, whole loops too, or
-nothing; each in a process of its own, with a watchdog. Lines of ok and FAIL say what was right, and so does the status."""
+A program of 20 layers with a 7168x7168 matvec each runs without experts and with them: in a loop inside the program, and step
+by step. The experts are as small as possible, so that the round trip is measured; `own` is the experts' time on the host
+without the round trip. `graphs` selects what XLA captures into CUDA graphs: its default, loops too, or nothing; each runs in a
+process of its own, with a watchdog. Lines with ok and FAIL report checks; the exit status is 1 if one failed."""
 
 import argparse
 import ctypes
@@ -24,11 +24,11 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).parent.parent
-sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]  # this folder has a cpu_experts.py, too
+sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]  # this folder also has a cpu_experts.py
 
 LAYERS, STEPS = 20, 25
 MODEL, WIDTH, EXPERTS, CHOSEN = 7168, 16, 4, 2
-BAR = 20.0  # us a layer over the experts' own time
+BAR = 20.0  # us per layer in addition to the experts' own time
 GRAPHS = {
     "default": "",
     "loops": "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
@@ -37,7 +37,7 @@ GRAPHS = {
 
 
 class Checks:
-    """Lines of ok and FAIL."""
+    """Prints lines with ok and FAIL, and counts failures."""
 
     def __init__(self):
         self.failed = 0
@@ -51,9 +51,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="write the rows as JSON to this file")
     parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
-    parser.add_argument("--size", type=int, default=MODEL, help="of the matvec and the experts' rows")
-    parser.add_argument("--seconds", type=float, default=88, help="for all; then stacks are shown, and it ends")
-    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # of the one process that measures
+    parser.add_argument("--size", type=int, default=MODEL, help="width of the matvec and of the experts' rows")
+    parser.add_argument("--seconds", type=float, default=88, help="time limit for all; then stacks are printed and it exits")
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # for the process that measures
     args = parser.parse_args()
     return measure(args) if args.rows else drive(args)
 
@@ -109,7 +109,7 @@ def small_experts(model: int):
 
 
 def batch(model: int, tokens: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows in bfloat16; some ids stand for no expert, but not in the first row."""
+    """Rows in bfloat16; some ids mean no expert, except in the first row."""
     import ml_dtypes
 
     rng = np.random.default_rng(seed)
@@ -118,37 +118,50 @@ def batch(model: int, tokens: int, seed: int = 0) -> tuple[np.ndarray, np.ndarra
     return rng.standard_normal((tokens, model)).astype(ml_dtypes.bfloat16), ids, rng.random((tokens, CHOSEN), np.float32)
 
 
-# What is right
+# Correctness
 
 
 def answers(layer, check: Checks, platform: str) -> None:
-    """The same bits as numpy's face gives, for few rows and many; then what fails."""
+    """Checks that the results are bit-equal to the numpy interface, for few rows and many; then checks errors."""
     import jax
-    import jax.numpy as jnp
 
     from cpu_experts import ffi
 
     for tokens, dtype in ((1, "bfloat16"), (3, "float32"), (64, "float32"), (300, "bfloat16")):
         given = batch(layer.model, tokens)
         out = np.asarray(jax.jit(partial(ffi.forward, layer, dtype=dtype))(*given))
-        same = (out == layer.forward(*given, np.empty_like(out))).all()
-        check(bool(same), f"{tokens} rows, answer in {dtype}")
-    given = batch(layer.model, 2)
-    nobody = np.full_like(given[1], EXPERTS)
-    check(not np.asarray(ffi.forward(layer, given[0], nobody, given[2]), np.float32).any(), "rows without experts are zero")
-    odd = np.asarray(jax.jit(lambda x, *b: ffi.forward(layer, x[1:], *b))(batch(layer.model, 3)[0], *given[1:]))
-    check(bool((odd == layer.forward(batch(layer.model, 3)[0][1:], *given[1:], np.empty_like(odd))).all()), "a slice of rows")
+        check(equal(layer, out, *given), f"{tokens} rows, answer in {dtype}")
+    x, ids, weights = given = batch(layer.model, 2)
+    out = np.asarray(ffi.forward(layer, x, np.full_like(ids, EXPERTS), weights), np.float32)
+    check(not out.any(), "rows without experts are zero")
+    longer = batch(layer.model, 3)[0]
+    out = np.asarray(jax.jit(lambda x, *pairs: ffi.forward(layer, x[1:], *pairs))(longer, ids, weights))
+    check(equal(layer, out, longer[1:], ids, weights), "a slice of rows")
+    several(layer, check, given)
+    if platform == "gpu":
+        failures(layer, check, given)
 
-    def several(x, *pairs):
+
+def equal(layer, out: np.ndarray, x: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> bool:
+    """Whether `out` is bit-equal to the numpy interface's result."""
+    return bool((out == layer.forward(x, ids, weights, np.empty_like(out))).all())
+
+
+def several(layer, check: Checks, given) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from cpu_experts import ffi
+
+    def backwards(x, *pairs):
         tickets = [ffi.submit(layer, x * (i + 1), *pairs) for i in range(4)]
         return [ffi.collect(ticket) for ticket in reversed(tickets)]
 
-    outs = jax.jit(several)(*given)
-    rows = [np.asarray(jnp.asarray(given[0]) * (i + 1)) for i in reversed(range(4))]
-    same = [(np.asarray(o) == layer.forward(x, *given[1:], np.empty_like(x))).all() for o, x in zip(outs, rows, strict=True)]
+    x, ids, weights = given
+    outs = [np.asarray(out) for out in jax.jit(backwards)(x, ids, weights)]
+    inputs = [np.asarray(jnp.asarray(x) * (i + 1)) for i in reversed(range(4))]
+    same = [equal(layer, out, scaled, ids, weights) for out, scaled in zip(outs, inputs, strict=True)]
     check(all(same), "four calls under way at once, the last one collected first")
-    if platform == "gpu":
-        failures(layer, check, given)
 
 
 def failures(layer, check: Checks, given) -> None:
@@ -157,7 +170,7 @@ def failures(layer, check: Checks, given) -> None:
     from cpu_experts import ffi
 
     def outcome(ids: np.ndarray, **options) -> tuple[bool, str]:
-        """Whether the answer was NaN or an error, and what was told of it."""
+        """Whether the answer was NaN or an error, and the message."""
         try:
             out = jax.jit(partial(ffi.forward, layer, **options))(given[0], ids, given[2])
             nothing = bool(np.isnan(np.asarray(out, np.float32)).all())
@@ -170,21 +183,21 @@ def failures(layer, check: Checks, given) -> None:
     bad = given[1].copy()
     bad[1, 0] = EXPERTS + 1
     nothing, words = outcome(bad)
-    check(nothing and "topk_ids[1, 0]" in words, f"an id that is no expert is told: {words!r}")
+    check(nothing and "topk_ids[1, 0]" in words, f"an id that is not an expert is reported: {words!r}")
     for _ in range(20):
         nothing, words = outcome(given[1], patience=0)
         if words:
             break
-    check(nothing and "in vain" in words, f"a wait of no time ends and is told: {words!r}")
+    check(nothing and "in vain" in words, f"a wait with patience 0 ends and is reported: {words!r}")
     nothing, words = outcome(given[1])
-    check(not nothing and not words, f"and the next call is right {words!r}")
+    check(not nothing and not words, f"the next call is correct {words!r}")
 
 
-# What it takes
+# Time
 
 
 def own_microseconds(layer) -> float:
-    """The experts' own time for one row, with nothing between two calls."""
+    """The experts' own time for one row in microseconds, for calls back to back."""
     from cpu_experts.library import Batch
 
     x, ids, weights = batch(layer.model, 1)
@@ -199,7 +212,43 @@ def own_microseconds(layer) -> float:
 
 
 def timed(layer, graphs: str, check: Checks) -> list[dict]:
-    """Rows of microseconds a layer; the numbers of all ways of calling must agree."""
+    """Rows of microseconds per layer; checks that all ways of calling agree."""
+    from cpu_experts import ffi
+
+    own, rows, took, outs = own_microseconds(layer), [], {}, {}
+    for name, (one, base) in ways_of_calling(layer).items():
+        row = {"graphs": graphs, "way": name}
+        modes = ("loop",) if "two" in name or "second" in name else ("loop", "steps")
+        steps = 3 if name == "pure_callback" else STEPS
+        for mode, (seconds, out) in run(one, layer.model, steps, modes).items():
+            took[name, mode], outs[name, mode] = seconds * 1e6, out
+            row[f"{mode}, us a layer"] = took[name, mode]
+            if base:
+                row[f"{mode}, added"] = took[name, mode] - took[base, mode]
+        if base:
+            row["own"] = own
+        rows.append(row)
+        print(" | ".join(shown(row)), flush=True)
+    for mode in ("loop", "steps"):
+        compare(mode, took, outs, own, check)
+    ffi.check()
+    return rows
+
+
+def shown(row: dict) -> list[str]:
+    return [f"{key} {value:.1f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()]
+
+
+def compare(mode: str, took: dict, outs: dict, own: float, check: Checks) -> None:
+    """Checks the results of ffi against pure_callback, and its added time against BAR."""
+    near = np.allclose(outs["ffi", mode], outs["pure_callback", mode], rtol=0.02, atol=0.02)
+    check(near and bool(np.isfinite(outs["ffi", mode]).all()), f"{mode}: ffi and pure_callback agree")
+    over = took["ffi", mode] - took["no experts", mode] - own
+    check(over <= BAR, f"{mode}: {over:.1f} us per layer in addition to the experts' own {own:.1f}, limit {BAR:.0f}")
+
+
+def ways_of_calling(layer) -> dict[str, tuple[Callable, str | None]]:
+    """A layer as a function of x, by name, and the name of the one without experts to compare it with."""
     import jax
     import jax.numpy as jnp
 
@@ -216,57 +265,38 @@ def timed(layer, graphs: str, check: Checks) -> list[dict]:
     def host(x, ids, weights):
         return layer.forward(*(np.ascontiguousarray(a) for a in (x, ids, weights)), np.empty(x.shape, x.dtype))
 
-    def callback(y):
-        return jax.pure_callback(host, jax.ShapeDtypeStruct(y.shape, y.dtype), y, ids, weights)
+    def without(x):
+        y = matvec(x)
+        return y + y
 
-    def asked(x):
+    def two_matvecs(x):
+        y = matvec(x)
+        return y + matvec(y)
+
+    def by_ffi(x):
         ticket = ffi.submit(layer, matvec(x), ids, weights)
         return ticket.x + ffi.collect(ticket)
+
+    def by_callback(x):
+        y = matvec(x)
+        return y + jax.pure_callback(host, jax.ShapeDtypeStruct(y.shape, y.dtype), y, ids, weights)
 
     def overlapped(x):
         ticket = ffi.submit(layer, matvec(x), ids, weights)
         other = matvec(ticket.x)
         return other + ffi.collect(ticket, after=other)
 
-    def after(call: Callable) -> Callable:
-        def one(x):
-            y = matvec(x)
-            return y + call(y)
-
-        return one
-
-    two = after(matvec)
-    ways = {
-        "no experts": (after(lambda y: y), None),
-        "ffi": (asked, "no experts"),
-        "pure_callback": (after(callback), "no experts"),
-        "no experts, two matvecs": (two, None),
+    return {
+        "no experts": (without, None),
+        "ffi": (by_ffi, "no experts"),
+        "pure_callback": (by_callback, "no experts"),
+        "no experts, two matvecs": (two_matvecs, None),
         "ffi beside the second": (overlapped, "no experts, two matvecs"),
     }
-    own, rows, took, sums = own_microseconds(layer), [], {}, {}
-    for name, (one, base) in ways.items():
-        row = {"graphs": graphs, "way": name}
-        modes = ("loop", "steps") if "two" not in name and "second" not in name else ("loop",)
-        for mode, (seconds, out) in run(one, model, STEPS if name != "pure_callback" else 3, modes).items():
-            took[name, mode], sums[name, mode] = seconds * 1e6, out
-            row[f"{mode}, us a layer"] = seconds * 1e6
-            if base:
-                row[f"{mode}, added"] = seconds * 1e6 - took[base, mode]
-        if base:
-            row["own"] = own
-        rows.append(row)
-        print(" | ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
-    for mode in ("loop", "steps"):
-        near = np.allclose(sums["ffi", mode], sums["pure_callback", mode], rtol=0.02, atol=0.02)
-        check(near and bool(np.isfinite(sums["ffi", mode]).all()), f"{mode}: ffi and pure_callback agree")
-        over = took["ffi", mode] - took["no experts", mode] - own
-        check(over <= BAR, f"{mode}: {over:.1f} us a layer over the experts' own {own:.1f}, at most {BAR:.0f}")
-    ffi.check()
-    return rows
 
 
 def run(one: Callable, model: int, steps: int, modes: tuple[str, ...]) -> dict[str, tuple[float, np.ndarray]]:
-    """Seconds a layer, and what one step of all layers gives; "loop" is one inside the program, "steps" are calls of it."""
+    """Seconds per layer, and the result of one step; "loop" runs steps inside a program, "steps" calls a program per step."""
     import jax
     import jax.numpy as jnp
 

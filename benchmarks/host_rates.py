@@ -1,10 +1,10 @@
-"""Layers of experts on the CPU: how long they take, and how long the planner expects them to.
+"""Layers of experts on the CPU: measured time, and the time that the planner predicts.
 
     python -m cpu_experts.build && python benchmarks/host_rates.py --out host_rates.json
 
-The planner measures a CPU's rates with a layer of its own (mla_jax/weights/measure.py). Here these are measured anew, and what
-follows for V2-Lite's layers and for V3's with 32 of its experts stands beside medians of them. Random routing, of other tokens in
-every forward; in int4 V2-Lite's 64 experts take 0.3 GB."""
+The planner measures a CPU's rates with a layer of its own (mla_jax/offload/calibrate.py). This benchmark measures them again, and
+compares the predictions for layers of V2-Lite and of V3 (with 32 of its experts) with medians of forwards, without the time of a
+call from the device. Routing is random, with other tokens in every forward; in int4 V2-Lite's 64 experts take 0.3 GB."""
 
 import argparse
 import dataclasses
@@ -17,9 +17,8 @@ import report
 
 from cpu_experts import Experts
 from mla_jax import Config
-from mla_jax.base import roofline
-from mla_jax.weights import measure
-from mla_jax.weights.host import packed_bytes
+from mla_jax.offload import calibrate
+from mla_jax.offload.cost import HostRates, host_seconds
 
 SHAPES = {
     "v2_lite": Config.preset("v2_lite"),
@@ -31,11 +30,11 @@ REPEATS = 9
 
 
 def layer(config: Config, precision: str) -> Experts:
-    return measure.repeated(config.hidden_size, config.moe_intermediate_size or 0, config.n_routed_experts or 0, precision)
+    return calibrate.repeated(config.hidden_size, config.moe_intermediate_size or 0, config.n_routed_experts or 0, precision)
 
 
 def seconds(experts: Experts, tokens: int, chosen: int) -> float:
-    """The median of some forwards, each of other tokens."""
+    """The median time of a forward in seconds, each with other tokens."""
     rng, times = np.random.default_rng(tokens), []
     x, weights = rng.standard_normal((tokens, experts.model), np.float32), np.full((tokens, chosen), 1 / chosen, np.float32)
     for _ in range(1 + REPEATS):
@@ -46,12 +45,12 @@ def seconds(experts: Experts, tokens: int, chosen: int) -> float:
     return statistics.median(times[1:])
 
 
-def compared(name: str, precision: str, tokens: list[int], rates: roofline.Host) -> Iterator[dict]:
+def compared(name: str, precision: str, tokens: list[int], rates: HostRates) -> Iterator[dict]:
     config = SHAPES[name]
     with layer(config, precision) as experts:
         for n in tokens:
             taken = seconds(experts, n, config.num_experts_per_tok or 1)
-            expected = roofline.host_calls(config, rates, n, packed_bytes(config, precision)).now
+            expected = host_seconds(config, rates, n, experts.nbytes / experts.experts) - rates.call
             row = {"model": name, "precision": precision, "tokens": n, "ms": taken * 1e3, "predicted ms": expected * 1e3}
             yield row | {"predicted / measured": expected / taken}
 
@@ -65,7 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     rows, reached = [], {}
     for precision in options.precisions:
-        rates = measure.measure(precision)
+        rates = calibrate.measure_host(precision)
         reached[precision] = rates._asdict()
         print(rates, flush=True)
         for name in options.models:

@@ -1,10 +1,10 @@
-"""Times the kernels beside their peers on a Hopper GPU, and checks them there.
+"""Times the kernels and their peers on a Hopper GPU, and checks their results there.
 
     python benchmarks/kernels.py --check
     python benchmarks/kernels.py --out kernels_h200.json
 
-A time is wall time per call of many calls back to back inside one program, over inputs that rotate beyond the L2. `--peer` takes
-JSON lines with kind, batch, heads_q, seqlen_k, us and peer, measured in the same run."""
+A time is wall time per call, of many calls back to back in one program, over rotating inputs that exceed the L2. `--peer` takes
+JSON lines with kind, batch, heads_q, seqlen_k, us and peer, as peer_flashinfer.py writes them; measure both in the same run."""
 
 import importlib
 import json
@@ -31,19 +31,20 @@ def peers(path: Path | None) -> dict[tuple, dict[str, float]]:
 
 
 def check(ops: Iterable) -> int:
-    """Prints a line for every case; 1 if one failed."""
+    """Prints a line for every case; returns 1 if one failed."""
     failed = 0
-    for line in (line for op in ops for line in op.check()):
-        print(line, flush=True)
-        failed |= line.startswith("FAIL")
+    for op in ops:
+        for line in op.check():
+            print(line, flush=True)
+            failed |= line.startswith("FAIL")
     return failed
 
 
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS, metavar="OP", help=", ".join(OPS))
-    parser.add_argument("--check", action="store_true", help="check every named case, and time nothing")
-    parser.add_argument("--peer", type=Path, help="a file of JSON lines of peers, measured in the same run")
+    parser.add_argument("--check", action="store_true", help="check every named case instead of timing")
+    parser.add_argument("--peer", type=Path, help="JSON lines of peers, measured in the same run")
     options = parser.parse_args()
     ops = (importlib.import_module(f"ops.{name}") for name in options.ops)
     if options.check:

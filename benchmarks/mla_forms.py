@@ -1,10 +1,10 @@
-"""The four forms of MLA and the fused one: a decode step of a DeepSeek-V2 attention layer with its projections, bf16, jitted.
+"""The four forms of MLA and the fused kernel: a decode step of a DeepSeek-V2 attention layer with its projections, bf16, jitted.
 
     python benchmarks/mla_forms.py --out mla_forms.json
 
-Steps run in one program, compiled as the library's decode loop is, over one donated cache, which is filled with random data but
-for the slots they write, lap after lap the same. The peer is deepseekv2-profile's torch (eager) on an H200, per form; `bar` is
-its time in ms, the kernel's that of its fastest form."""
+Steps run in one program, compiled with the options of the library's decode loop, over one donated cache of random data. Every
+lap writes the same free slots. `bar` is the time in ms of deepseekv2-profile's eager torch on an H200 in the same form; for the
+kernel it is the time of torch's fastest form."""
 
 import functools
 
@@ -18,8 +18,8 @@ from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
 from mla_jax.cache import latent
 from mla_jax.decode.loop import BESIDE
-from mla_jax.model import fused
-from mla_jax.model.mla import FORMS, MLA, Form, latents
+from mla_jax.model import dispatch
+from mla_jax.model.mla import FORMS, MLA
 
 SHAPES = [(1, held) for held in (512, 4096, 16384, 65536, 131072)] + [(32, held) for held in (512, 2048, 8192, 32768)]
 BARS = {  # (rows, held): ms of naive, compressed, absorbed, move-elided; None where the peer ran out of memory
@@ -34,11 +34,7 @@ BARS = {  # (rows, held): ms of naive, compressed, absorbed, move-elided; None w
 }
 
 
-NAMES = (*FORMS, "fused")
-
-
-def form_of(name: str, batch: Batch, layer: latent.Layer, config: Config) -> Form:
-    return fused.form(batch, layer, config) if name == "fused" else FORMS[name]
+NAMES = (*FORMS, "kernel_latents")
 
 
 def bar_of(rows: int, held: int, name: str) -> float | None:
@@ -47,9 +43,9 @@ def bar_of(rows: int, held: int, name: str) -> float | None:
 
 
 def random_layer(config: Config, form: str, rows: int, slots: int, steps: int) -> latent.Layer:
-    """A cache that holds all but the last `steps` of `slots` tokens."""
+    """A cache with random tokens in all but the last `steps` of `slots`."""
     up = tuple(jax.ShapeDtypeStruct((config.num_attention_heads, n, config.kv_lora_rank), jnp.bfloat16) for n in (128, 128))
-    remembers = FORMS[form].remembers if form in FORMS else latents
+    remembers = dispatch.FORMS[form].remembers
     one = [jax.ShapeDtypeStruct((1, 1, n), jnp.bfloat16) for n in (config.kv_lora_rank, config.qk_rope_head_dim)]
     (layer,) = jax.eval_shape(lambda: latent.init(jax.eval_shape(remembers, *one, up), 1, rows, slots))
 
@@ -67,26 +63,10 @@ def measure(config: Config, weights, graph, form: str, rows: int, slots: int) ->
     on = report.device()
     cost = roofline.step_cost(config, form, rows, 1, slots)
     steps = max(4, min(64, int(0.05 / cost.seconds(on) / 4)))
-    laps = max(1, int(0.25 / cost.seconds(on) / 4 / steps))  # so that a program's start does not count
-
-    @functools.partial(jax.jit, donate_argnums=1, compiler_options=BESIDE if jax.default_backend() == "gpu" else None)
-    def run(weights, layer, x):
-        def one(step, carry):
-            x, layer = carry
-            batch = Batch(jnp.full((rows, 1), slots - steps + step), jnp.ones((rows, 1), bool))
-            y, layer = nnx.merge(graph, weights)(x, batch, layer, form_of(form, batch, layer, config))
-            return y, layer
-
-        def lap(_, carry):
-            x, layer = carry
-            return jax.lax.fori_loop(0, steps, one, (x, layer | {"length": jnp.full_like(layer["length"], slots - steps)}))
-
-        return jax.lax.fori_loop(0, laps, lap, (x, layer))
-
-    x, layer = jnp.ones((rows, 1, config.hidden_size), jnp.bfloat16), random_layer(config, form, rows, slots, steps)
-    compiled = run.lower(weights, layer, x).compile()
-    holder = [layer]
-    del layer
+    laps = max(1, int(0.25 / cost.seconds(on) / 4 / steps))  # enough that the program's start does not matter
+    run = laps_of(config, graph, form, rows, slots, steps, laps)
+    x, holder = jnp.ones((rows, 1, config.hidden_size), jnp.bfloat16), [random_layer(config, form, rows, slots, steps)]
+    compiled = run.lower(weights, holder[0], x).compile()
 
     def once():
         y, layer = compiled(weights, holder.pop(), x)
@@ -109,6 +89,27 @@ def measure(config: Config, weights, graph, form: str, rows: int, slots: int) ->
         "floor ms": cost.seconds(on) * 1e3,
         "temporaries MB": compiled.memory_analysis().temp_size_in_bytes / 1e6,
     }
+
+
+def laps_of(config: Config, graph, form: str, rows: int, slots: int, steps: int, laps: int):
+    """The jitted `(weights, layer, x) -> (y, layer)` of `laps` times the last `steps` of `slots` tokens."""
+    taken, options = dispatch.FORMS[form], BESIDE if jax.default_backend() == "gpu" else None
+
+    @functools.partial(jax.jit, donate_argnums=1, compiler_options=options)
+    def run(weights, layer, x):
+        def one(step, carry):
+            x, layer = carry
+            batch = Batch(jnp.full((rows, 1), slots - steps + step), jnp.ones((rows, 1), bool))
+            return nnx.merge(graph, weights)(x, batch, layer, taken, taken.prepare(batch, layer, config))
+
+        def lap(_, carry):
+            x, layer = carry
+            start = layer | {"length": jnp.full_like(layer["length"], slots - steps)}
+            return jax.lax.fori_loop(0, steps, one, (x, start))
+
+        return jax.lax.fori_loop(0, laps, lap, (x, layer))
+
+    return run
 
 
 def main():

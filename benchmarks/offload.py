@@ -1,16 +1,16 @@
-"""Decoding and reading prompts with the routed experts on the CPU: measured, and predicted from what the host reaches.
+"""Decoding and prompt processing with the routed experts on the CPU: measured, and predicted from the host's rates.
 
     python -m cpu_experts.build && python benchmarks/offload.py --out offload.json
 
-V2-Lite's shape whole, and some layers of V3's, with random weights: a few random experts of each layer are packed, and repeated
-under different numbers, so that every one has memory of its own. `waited` computes the shared experts after the routed ones, not
-beside them: what overlapping gains is the difference. Experts that are deferred are computed a layer later, which is another sum,
-so rows decode other tokens then. These are drawn, for the likeliest ones soon repeat, and their experts with them; `touched` are
-experts of a layer that a timed step read from the host, `expected` how many the prediction counts on.
-The prediction uses the host's rates by mla_jax/weights/measure.py, of a layer alone. Lines of ok and FAIL say what was right.
+The models are V2-Lite's shape and some layers of V3's, with random weights: a few random experts of each layer are packed, and
+repeated under different numbers, so that each has memory of its own. `waited` computes the shared experts after the routed ones
+instead of concurrently; the difference is the gain of overlapping. Deferred experts are added one layer later, which changes
+the sums, so rows then decode other tokens, and no time is predicted. Tokens are sampled, because greedy ones soon repeat, and
+their experts with them. `touched` is the number of experts per layer that a timed step read from the host, `expected` the number
+in the prediction. Lines with ok and FAIL report checks.
 
-`--hot 0 0.25 0.5` decodes by a router that prefers some experts of each layer, as by Zipf's law, with such shares of all experts,
-those that a run before chose most often, on the device, too."""
+`--replicas 0 0.25 0.5` decodes with a router that prefers some experts of each layer by Zipf's law, with these shares of all
+experts replicated on the device: the ones that a previous run chose most often."""
 
 import argparse
 import dataclasses
@@ -30,12 +30,13 @@ from flax import nnx
 
 from cpu_experts import Experts, ffi, packed
 from mla_jax import Config, Transformer
-from mla_jax.base import roofline
 from mla_jax.decode.loop import Programs, State
-from mla_jax.model.moe import HostExperts, How, MoE, Router, weigh
-from mla_jax.weights import measure
-from mla_jax.weights.host import copies, packed_bytes
-from mla_jax.weights.hottest import hottest
+from mla_jax.model.moe import ExpertPlan, MoE, Router, weigh
+from mla_jax.offload import calibrate
+from mla_jax.offload.cost import OnHost, Routed, decode_seconds, prefill_seconds
+from mla_jax.offload.experts import HostExperts
+from mla_jax.offload.place import most_chosen
+from mla_jax.offload.replicated import replicate
 
 PACKED = 4  # random experts of a layer, repeated
 STEPS = 16
@@ -52,12 +53,14 @@ SHAPES = {  # config, and the steps' rows, deferred experts, tokens of prompts
 
 
 class Waited(HostExperts):
-    """Nothing beside it: the shared experts come after the routed ones."""
+    """Nothing is concurrent: the shared experts come after the routed ones."""
 
-    def __call__(self, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, how: How, beside: Callable) -> tuple:
+    def __call__(
+        self, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, plan: ExpertPlan, concurrent: Callable
+    ) -> tuple:
         ticket = ffi.submit(self.layer, x, topk_ids, topk_weights)
         y = ffi.collect(ticket)
-        return y, beside(jnp.where(jnp.isnan(y), y, ticket.x)), None  # only data keeps kernels from running side by side
+        return y, concurrent(jnp.where(jnp.isnan(y), y, ticket.x)), None  # only data orders kernels
 
 
 class Skewed(Router):
@@ -116,15 +119,14 @@ def timed_steps(programs: Programs, state: State) -> Timed:
     return Timed(*min(runs, key=lambda run: run[0]), state)
 
 
-def touched(programs: Programs, timed: Timed, held: np.ndarray) -> float:
-    """Experts of a layer that are not `held` [L X] by the device and that a step chose, on the average, by the steps again with
-    the same tokens."""
-    state, found = dataclasses.replace(timed.before, load=jnp.zeros(held.shape, jnp.int32)), []
+def touched(programs: Programs, timed: Timed, replicated: np.ndarray) -> float:
+    """Experts per layer without a replica ([L X]) that a step chose on average, from the same steps with the same tokens."""
+    state, found = dataclasses.replace(timed.before, load=jnp.zeros(replicated.shape, jnp.int32)), []
     for _ in range(STEPS):
         before = np.array(state.load)
         state = dataclasses.replace(state, tokens=jnp.copy(timed.after.tokens))
         state = programs.run(state, jnp.int32(1))
-        found.append(((np.asarray(state.load) > before) & ~held).sum(1).mean())
+        found.append(((np.asarray(state.load) > before) & ~replicated).sum(1).mean())
     return float(np.mean(found))
 
 
@@ -144,53 +146,53 @@ def chosen(model: Transformer, rows: int = 16) -> np.ndarray:
     return (model.config.num_experts_per_tok or 1) * counts / counts.sum(1, keepdims=True)
 
 
-def hot_rows(name: str, precision: str, folder: Path, shares: list[float]) -> Iterator[dict]:
+def expert_bytes(layer: Experts) -> float:
+    return layer.nbytes / layer.experts
+
+
+def on_host(model: Transformer, rates: calibrate.HostRates, routed: Routed | None = None) -> OnHost:
+    """What the prediction assumes of a model's layers on the host; without `routed` all experts are equally likely."""
+    layers = [*model.on_host().values()]
+    return OnHost(rates, len(layers), expert_bytes(layers[0]), routed or Routed.evenly(model.config))
+
+
+def replicated_rows(name: str, precision: str, folder: Path, shares: list[float]) -> Iterator[dict]:
     config, batches, *_ = SHAPES[name]
-    on_host, target = dict(layers(config, precision, folder)), jax.devices()[0]
-    model = decode.random_model(config, on_host)
+    model = decode.random_model(config, dict(layers(config, precision, folder)))
     for seed, mlp in enumerate(mixed(model)):
         mlp.router = Skewed(mlp.router, seed)
-    likely, rates, expert = chosen(model), measure.host(precision), packed_bytes(config, precision)
+    likely, rates = chosen(model), calibrate.host(precision)
     for share in shares:
-        held = hottest(likely, [1] * len(likely), share * likely.size)
-        for mlp, row in zip(mixed(model), held, strict=True):
+        found = most_chosen(likely, [1] * len(likely), share * likely.size)
+        for mlp, row in zip(mixed(model), found, strict=True):
             ids, layer = np.flatnonzero(row).tolist(), mlp.experts.layer
-            mlp.experts = HostExperts(layer, hot=copies(layer, ids, model.dtype, target) if ids else None)
-        routed = roofline.Routed(likely, held)
-        about = {"hot experts": int(held.sum()), "of the tokens %": 100 * (1 - routed.left)}
+            mlp.experts = HostExperts(layer, replicate(layer, ids, model.dtype, jax.devices()[0]) if ids else None)
+        routed = Routed(likely, found)
+        about = {"replicas": int(found.sum()), "of the choices %": 100 * (1 - routed.host_share)}
         for rows in batches:
-            yield decoded(f"{name}, skewed", model, rows, 0, rates, expert, routed) | about
+            yield decoded(f"{name}, skewed", model, rows, 0, on_host(model, rates, routed)) | about
 
 
-def decoded(
-    name: str,
-    model: Transformer,
-    rows: int,
-    defer: int,
-    rates: roofline.Host,
-    expert: int,
-    routed: roofline.Routed | None = None,
-) -> dict:
+def decoded(name: str, model: Transformer, rows: int, defer: int, host: OnHost) -> dict:
     """One row of the table: a decode step of some rows."""
-    model.defer, programs, config = defer, Programs(model), model.config
+    model.dispatch = dataclasses.replace(model.dispatch, defer=defer, stream=0)
+    programs, config = Programs(model), model.config
     timed = timed_steps(programs, varied(model, programs, rows))
     finite = bool(timed.after.finite.all())
     print(f"{'ok' if finite else 'FAIL'}: {name}, {rows} rows, {defer} deferred: logits are finite", flush=True)
-    layers, seconds = len(model.on_host()), timed.seconds
-    predicted = roofline.decode_seconds(config, model.device, rows, decode.HELD, rates, layers, expert, defer, routed)
-    held = np.zeros((layers, config.n_routed_experts or 0), bool) if routed is None else routed.held
-    expected = roofline.experts_touched(config, rows) if routed is None else routed.touched(rows)[0]
+    seconds, replicated = timed.seconds, np.broadcast_to(host.routed.replicated, (host.layers, config.n_routed_experts or 0))
     row = {"model": name, "rows": rows, "new": 1, "defer": defer, "ms": seconds * 1e3, "tokens/s": rows / seconds}
-    row |= {"predicted tokens/s": rows / predicted, "measured / predicted": predicted / seconds}
-    return row | {"touched": touched(programs, timed, held), "expected": expected}
+    if not defer:
+        predicted = decode_seconds(config, model.dispatch.device, rows, decode.HELD, host)
+        row |= {"predicted tokens/s": rows / predicted, "measured / predicted": predicted / seconds}
+    return row | {"touched": touched(programs, timed, replicated), "expected": host.routed.touched(rows)[0]}
 
 
-def read(name: str, model: Transformer, tokens: int, stream: int, rates: roofline.Host, expert: int) -> dict:
-    """One row of the table: a prompt, its experts brought to the device with `stream` tokens or more, 0 for never."""
-    for mlp in mixed(model):
-        mlp.experts = HostExperts(mlp.experts.layer, stream=stream)
-    model.defer, programs = 0, Programs(model)
-    # random tokens, for equal ones would all choose the same experts
+def read(name: str, model: Transformer, tokens: int, stream: int, host: OnHost) -> dict:
+    """One row of the table: a prompt, whose experts are streamed with `stream` tokens or more, 0 for never."""
+    model.dispatch = dataclasses.replace(model.dispatch, defer=0, stream=stream)
+    programs = Programs(model)
+    # random tokens: equal ones would all choose the same experts
     prompt = jax.random.randint(jax.random.key(0), (1, tokens), 0, model.config.vocab_size, jnp.int32)
     mask = jnp.ones((1, tokens), bool)
     arguments = (4 * tokens, 16, 0, jnp.full(1, 16), jnp.full((1, 4), -1), decode.held_state(model, programs, 1).sampling)
@@ -200,7 +202,7 @@ def read(name: str, model: Transformer, tokens: int, stream: int, rates: rooflin
 
     seconds = report.best_seconds(run, 2)
     programs.check()
-    predicted = roofline.prefill_seconds(model.config, model.device, tokens, rates, len(model.on_host()), expert, stream)
+    predicted = prefill_seconds(model.config, model.dispatch.device, tokens, host, stream)
     row = {"model": name + (", streamed" if stream else ""), "rows": 1, "new": tokens, "ms": seconds * 1e3}
     row |= {"tokens/s": tokens / seconds, "predicted tokens/s": tokens / predicted}
     return row | {"measured / predicted": predicted / seconds}
@@ -213,20 +215,24 @@ def mixed(model: Transformer) -> list[MoE]:
 def measured(name: str, precision: str, folder: Path, prompts: bool) -> Iterator[dict]:
     config, batches, defers, lengths = SHAPES[name]
     start = time.perf_counter()
-    on_host = dict(layers(config, precision, folder))
-    model = decode.random_model(config, on_host)
-    print(f"{name}: {len(on_host)} layers of experts in {precision}, made in {time.perf_counter() - start:.0f} s", flush=True)
-    rates, expert = measure.host(precision), packed_bytes(config, precision)
-    print(rates, flush=True)
+    packed_layers = dict(layers(config, precision, folder))
+    model = decode.random_model(config, packed_layers)
+    print(
+        f"{name}: {len(packed_layers)} layers of experts in {precision}, made in {time.perf_counter() - start:.0f} s", flush=True
+    )
+    host = on_host(model, calibrate.host(precision))
+    print(host.rates, flush=True)
     for rows in batches:
         for defer in defers:
-            yield decoded(name, model, rows, defer, rates, expert)
+            yield decoded(name, model, rows, defer, host)
     for mlp in mixed(model):
         mlp.experts = Waited(mlp.experts.layer)
     for rows in batches:
-        yield decoded(name + ", waited", model, rows, 0, rates, expert)
+        yield decoded(name + ", waited", model, rows, 0, host)
+    for mlp in mixed(model):
+        mlp.experts = HostExperts(mlp.experts.layer)
     for tokens, stream in itertools.product(lengths if prompts else (), (0, 1)):
-        yield read(name, model, tokens, stream, rates, expert)
+        yield read(name, model, tokens, stream, host)
 
 
 def main() -> None:
@@ -237,14 +243,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="whose files are memory, for the packed experts")
     parser.add_argument("--no-prompts", action="store_true", help="decoding alone")
     parser.add_argument(
-        "--hot", nargs="+", type=float, metavar="SHARE", help="only with such shares of experts on the device, too"
+        "--replicas", nargs="+", type=float, metavar="SHARE", help="only decoding with replicas of such shares of all experts"
     )
     options = parser.parse_args()
     rows = []
     for name in options.models:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            found = measured(name, options.precision, Path(folder), not options.no_prompts)
-            for row in found if options.hot is None else hot_rows(name, options.precision, Path(folder), options.hot):
+            about = name, options.precision, Path(folder)
+            decoding_only = options.replicas is not None
+            found = replicated_rows(*about, options.replicas) if decoding_only else measured(*about, not options.no_prompts)
+            for row in found:
                 rows.append(row)
                 print(row, flush=True)
     report.show(rows, options.out, benchmark="offload", precision=options.precision, held=decode.HELD)

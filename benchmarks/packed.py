@@ -1,8 +1,8 @@
-"""A few rows times packed weights: unpacked by XLA into a matmul, or fused with sums of products, against bfloat16 weights.
+"""A few rows times packed weights: dequantised into a matmul, or fused with sums of products; bfloat16 weights to compare.
 
     python benchmarks/packed.py --out packed.json
 
-The weights of one call after the other are other ones, more than a GPU's caches hold. `ops.linear` takes the faster way."""
+Calls rotate over weights that exceed a GPU's caches. `ops.linear` uses the faster way."""
 
 from functools import partial
 
@@ -22,12 +22,16 @@ def weights(format: str, layer: int) -> jax.Array | QTensor:
     parts = []
     for i, part in enumerate(abstract(format, (OUT, IN)).parts):
         key = jax.random.fold_in(jax.random.key(layer), i)
-        bits = jax.random.bits(key, part.shape, jnp.uint8) & 0x3F if part.dtype.itemsize == 1 else None
-        whole = jax.random.uniform(key, part.shape, part.dtype) if bits is None else None
-        parts.append(
-            whole if bits is None else bits if part.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(bits, part.dtype)
-        )
+        parts.append(random_part(key, part))
     return QTensor(format, tuple(parts), (OUT, IN))
+
+
+def random_part(key: jax.Array, part: jax.ShapeDtypeStruct) -> jax.Array:
+    """Random numbers, or random small bytes for a part of one byte per element."""
+    if part.dtype.itemsize > 1:
+        return jax.random.uniform(key, part.shape, part.dtype)
+    bits = jax.random.bits(key, part.shape, jnp.uint8) & 0x3F
+    return bits if part.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(bits, part.dtype)
 
 
 def matmul(x, w):
@@ -43,7 +47,7 @@ def products(x, w):
 @partial(jax.jit, static_argnames="way")
 def layers(x, many, way):
     for w in many:
-        x = x + way(x, w)[:, :1] * 1e-6  # one after the other
+        x = x + way(x, w)[:, :1] * 1e-6  # makes each call wait for the one before
     return x
 
 

@@ -1,10 +1,10 @@
-"""FlashInfer, and cuDNN by torch, timed on our kernels' shapes as ops/timing.py times those: by torch alone, without JAX.
+"""Times FlashInfer and torch's cuDNN on our kernels' shapes, by the method of ops/timing.py, with torch and without JAX.
 
     python benchmarks/peer_flashinfer.py --out peers.jsonl
     python benchmarks/kernels.py --ops mla_decode mla_prefill --peer peers.jsonl
 
-A time is that of launches back to back for a quarter of a second with nothing between them, for a pause would raise the clock
-of a GPU that is at its power limit. A line is JSON: a peer and a shape with `us` and `err`, or with why it `failed`."""
+Launches run back to back for a quarter of a second without pauses, which would raise the clock of a GPU at its power limit.
+Each line is JSON: a peer and a shape with `us` and `err`, or with the reason in `failed`."""
 
 import argparse
 import functools
@@ -22,13 +22,13 @@ RANK, ROPE, PAGE = 512, 64, 64
 WIDTH, VALUE = 192, 128
 SCALE = WIDTH**-0.5
 BEYOND_L2, CALLS, SECONDS = 256 << 20, 64, 0.25
-LIMIT = 0.01  # of an error: rounding to bfloat16 makes 0.002 to 0.003
+LIMIT = 0.01  # of the relative error; rounding to bfloat16 gives 0.002 to 0.003
 WORKSPACE = 512 << 20
 DEVICE = "cuda"
 
 
 def sets_of(nbytes: int, most: int = 16) -> int:
-    """How many inputs of `nbytes` to walk through, so that none is still in the L2."""
+    """The number of inputs of `nbytes` to rotate over, so that none is still in the L2."""
     return min(max(1, -(-BEYOND_L2 // nbytes)), most)
 
 
@@ -41,12 +41,12 @@ def int32(values: torch.Tensor) -> torch.Tensor:
 
 
 def error(out: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Of all values together, relative; NaN where one is."""
+    """The relative error over all values; NaN if any value is NaN."""
     return float((out.float() - wanted).norm() / wanted.norm())
 
 
 def elapsed(launch: Callable[[], object], times: int) -> float:
-    """Seconds of so many launches, with events at both ends and nothing between."""
+    """Seconds of `times` launches, between two events."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(times):
@@ -57,7 +57,7 @@ def elapsed(launch: Callable[[], object], times: int) -> float:
 
 
 def seconds(launch: Callable[[], object], elapsed: Callable[[Callable, int], float] = elapsed) -> float:
-    """Per launch, over at least SECONDS; two launches before are not counted."""
+    """Seconds per launch, over at least SECONDS, after two warm-up launches."""
     elapsed(launch, 1)
     times, took = 1, elapsed(launch, 1)
     while took < SECONDS:
@@ -67,7 +67,7 @@ def seconds(launch: Callable[[], object], elapsed: Callable[[Callable, int], flo
 
 
 class Cache:
-    """Rows of equal length in pages, in sets that rotate beyond the L2, small ones far from each other; and their queries."""
+    """Paged rows of equal length, in rotating sets that exceed the L2, spread in memory if small; and their queries."""
 
     def __init__(self, batch: int, heads: int, held: int):
         self.batch, self.heads, self.held, self.per_row = batch, heads, held, -(-held // PAGE)
@@ -81,14 +81,14 @@ class Cache:
         self.table = int32(torch.randperm(pages)).view(batch, self.per_row)
 
     def wanted(self, rows: int = 2) -> torch.Tensor:
-        """The answer for some rows of the first set, in float32."""
+        """The expected output for some rows of the first set, in float32."""
         held = self.sets[0][self.table[:rows].long()].flatten(1, 2)[:, : self.held].float()
         scores = torch.einsum("bnr,bsr->bns", self.q[:rows].float(), held) * SCALE
         return torch.einsum("bns,bsr->bnr", scores.softmax(-1), held[..., :RANK])
 
 
 def decoder(backend: str, cache: Cache) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A step over one of the sets of `cache`, planned ahead."""
+    """A step over one of the sets of `cache`, planned in advance."""
     import flashinfer
 
     wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(
@@ -114,7 +114,7 @@ def captured(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
 
 
 def decode(backend: str, batch: int, heads: int, held: int) -> tuple[float, float]:
-    """Microseconds per call, the plan apart, and the error of two rows."""
+    """Microseconds per call, without the plan, and the error of two rows."""
     cache = Cache(batch, heads, held)
     call = decoder(backend, cache)
     off = error(call(cache.sets[0])[:2], cache.wanted())
@@ -134,7 +134,7 @@ def prompt_flashinfer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call
 
 
 def prompt_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padded: bool) -> Callable[[], torch.Tensor]:
-    """`padded`: values are as wide as keys, which some versions take to a faster kernel."""
+    """`padded`: values are padded to the width of keys, for which some versions have a faster kernel."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if padded:
@@ -150,7 +150,7 @@ def prompt_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padded: bool
 
 
 def prompt_wanted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: int = 128, heads: int = 2) -> torch.Tensor:
-    """The answer for the last queries of some heads, in float32."""
+    """The expected output for the last queries of some heads, in float32."""
     q, k, v = (x[:, :heads].float() for x in (q[-rows:], k, v))
     scores = torch.einsum("tnh,snh->nts", q, k) * SCALE
     unseen = torch.ones(scores.shape[1:], dtype=torch.bool, device=DEVICE).triu(len(k) - len(q) + 1)
@@ -166,11 +166,11 @@ def prefill(make: Callable[..., Callable[[], torch.Tensor]], tokens: int) -> tup
 
 
 def measured(about: dict, run: Callable[[], tuple[float, float]]) -> dict:
-    """`about` with what `run` gives or, where it fails or computes something else, with why."""
+    """`about` with the result of `run`, or with the reason if it fails or its error is too large."""
     try:
         torch.cuda.empty_cache()
         us, off = run()
-    except Exception as fault:  # whatever it is, the other peers go on
+    except Exception as fault:  # the other peers continue
         return about | {"failed": " ".join(f"{type(fault).__name__}: {fault}".split())[:300]}
     if not off < LIMIT:
         return about | {"failed": f"its error is {off:.3g}"}
@@ -185,7 +185,7 @@ def decode_lines(backends: tuple[str, ...]) -> Iterator[dict]:
 
 
 def prefill_lines() -> Iterator[dict]:
-    """Of cuDNN with values padded and not the better."""
+    """FlashInfer, and cuDNN with the faster of padded and plain values."""
     for tokens in PROMPTS:
         about = {"kind": "prefill", "batch": 1, "heads_q": PROMPT_HEADS, "seqlen_k": tokens}
         yield measured({"peer": "flashinfer-fa3"} | about, functools.partial(prefill, prompt_flashinfer, tokens))
@@ -201,8 +201,8 @@ def prefill_lines() -> Iterator[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="write the lines to this file, too")
-    parser.add_argument("--fa2", action="store_true", help="time FlashInfer's FA2 backend of mla_decode beside FA3")
+    parser.add_argument("--out", type=Path, help="also write the lines to this file")
+    parser.add_argument("--fa2", action="store_true", help="also time FlashInfer's FA2 backend of mla_decode")
     options = parser.parse_args()
     lines = []
     for line in itertools.chain(decode_lines(("fa3", "fa2") if options.fa2 else ("fa3",)), prefill_lines()):

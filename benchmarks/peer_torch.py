@@ -1,4 +1,4 @@
-"""The peer of mla_forms: the naive form in eager torch, heads cached `[B N S H]`, as deepseekv2-profile measures it (CD)."""
+"""The peer of mla_forms: the naive form in eager torch, with heads cached as `[B N S H]`, as deepseekv2-profile's CD does."""
 
 import time
 
@@ -6,7 +6,7 @@ import torch
 
 
 def naive_ms(config, rows: int, held: int, steps: int = 20) -> float:
-    """One decode step of one attention layer with its projections, ms."""
+    """Milliseconds of a decode step of one attention layer with its projections."""
     d, n, r, e = config.hidden_size, config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
     p, v, q = config.qk_nope_head_dim, config.v_head_dim, config.q_lora_rank
 

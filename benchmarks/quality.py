@@ -1,8 +1,9 @@
-"""What the demo model has learnt: bits per byte, MTP acceptance, recall by distance, functions that parse, experts' loads.
+"""Quality of the demo model: bits per byte, MTP acceptance, recall by distance, functions that parse, experts' loads.
 
     python benchmarks/quality.py --held-out WORK/corpus/held_out.json --reference WORK/bf16 --out quality.json
 
-`--reference` is the same model before FP8. Without `--held-out` the files come from this Python's library, by the same rule."""
+`--reference` is the same model before FP8. Without `--held-out` the files are selected by the same rule from this Python's
+library."""
 
 import ast
 import codeop
@@ -24,13 +25,13 @@ from demo import corpus, tasks
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.batch import Batch
 
-WINDOW, STRIDE = 8192, 4096  # tokens; every token but a file's first ones sees at least STRIDE before it
-CHUNK = 256  # tokens read at once
+WINDOW, STRIDE = 8192, 4096  # tokens; every token except a file's first ones has at least STRIDE tokens of context
+CHUNK = 256  # tokens per call
 DISTANCES = (256, 512, 1024, 2048, 4096, 8192)
 
 
 def windows(ids: list[int]):
-    """`(tokens, how many of the last are new)` over a file that starts with BOS."""
+    """`(tokens, number of new ones at the end)` over a file that starts with BOS."""
     yield ids[:WINDOW], min(len(ids), WINDOW) - 1
     for stop in range(WINDOW, len(ids), STRIDE):
         new = min(STRIDE, len(ids) - stop)
@@ -39,8 +40,10 @@ def windows(ids: list[int]):
 
 @partial(jax.jit, static_argnames=("graph", "span"), donate_argnames="held")
 def read(graph, state, held, tokens, following, mask, start, span):
-    """A chunk of rows behind what is `held`: each place's bits for the token that follows, the best next token, and the one
-    that MTP, given the following token, takes for the best after that; and each expert's tokens."""
+    """Reads a chunk of rows after the cached tokens `held`.
+
+    Returns, per position, the bits of the following token, the best next token, and MTP's best token after the following one;
+    and the number of tokens of each expert."""
     model, (cache, layer) = nnx.merge(graph, state), held
     batch = Batch(jnp.broadcast_to(start + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape), mask, span)
     hidden, cache, aux = model(tokens, batch, cache, collect=True)
@@ -52,28 +55,34 @@ def read(graph, state, held, tokens, following, mask, start, span):
 
 
 def read_all(llm: LLM, rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """`read` for whole rows, chunk by chunk: three arrays `[B T]` and the loads."""
+    """`read` for full rows, chunk by chunk: three arrays `[B T]` and the loads."""
     graph, state = nnx.split(llm.model)
     longest = max(map(len, rows))
     slots = max(CHUNK, 1 << (longest - 1).bit_length())
-    padded = np.full((len(rows), slots + 1), -1, np.int32)
-    for row, tokens in zip(padded, rows, strict=True):
-        row[: len(tokens)] = tokens
-    mask, padded = padded[:, :-1] >= 0, np.maximum(padded, 0)
+    tokens, following, mask = padded(rows, slots)
     held = llm.model.new_cache(len(rows), slots), llm.model.new_cache(len(rows), slots, layers=1)[0]
     found, load = [], 0
     for start in range(0, longest, CHUNK):
         here = slice(start, start + CHUNK)
-        tokens, following = padded[:, :-1][:, here], padded[:, 1:][:, here]
         span = min(slots, 1 << (start + CHUNK - 1).bit_length())
-        held, chunk, counts = read(graph, state, held, tokens, following, mask[:, here], start, span)
-        found, load = [*found, [np.asarray(part) for part in chunk]], load + np.asarray(counts)
+        held, chunk, counts = read(graph, state, held, tokens[:, here], following[:, here], mask[:, here], start, span)
+        found.append([np.asarray(part) for part in chunk])
+        load = load + np.asarray(counts)
     bits, best, drafted = (np.concatenate(parts, 1) for parts in zip(*found, strict=True))
     return bits, best, drafted, load
 
 
+def padded(rows: list[list[int]], slots: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The tokens `[B slots]`, the following ones, and the mask of those that exist; padding is 0."""
+    tokens = np.full((len(rows), slots + 1), -1, np.int32)
+    for row, given in zip(tokens, rows, strict=True):
+        row[: len(given)] = given
+    mask, tokens = tokens[:, :-1] >= 0, np.maximum(tokens, 0)
+    return tokens[:, :-1], tokens[:, 1:], mask
+
+
 def held_out_bits(llm: LLM, texts: list[str]) -> dict:
-    """Total bits over total bytes, and how often MTP's choice for t + 2 is the main model's at t + 1."""
+    """Total bits over total bytes, the share of positions where MTP's token for t + 2 is the main model's at t + 1, and loads."""
     total = agreed = judged = 0.0
     load = 0
     for tokens, new in (window for text in texts for window in windows(llm.tokenizer.encode(text))):
@@ -85,7 +94,7 @@ def held_out_bits(llm: LLM, texts: list[str]) -> dict:
     return {
         "bits_per_byte": float(total) / sum(len(t.encode()) for t in texts),
         "mtp_acceptance": float(agreed) / judged,
-        "expert_load": [[round(float(s), 4) for s in row] for row in share],  # share of a layer's choices; the last row is MTP's
+        "expert_load": [[round(float(s), 4) for s in row] for row in share],  # share of a layer's tokens; the last row is MTP's
     }
 
 
@@ -96,9 +105,9 @@ def xz_bits(texts: list[str]) -> float:
 
 
 def recall(llm: LLM, source: list[int], samples: int) -> list[dict]:
-    """For each task and distance the share of answers that greedy decoding gives whole.
+    """The share of answers that greedy decoding gives exactly, for each task and distance.
 
-    Prompt and answer are read at once: decoding gives an answer exactly if each of its tokens is the best after those before."""
+    Prompt and answer are read at once: decoding gives an answer if each of its tokens is the best one after those before."""
     writer, rows = tasks.Writer(llm.tokenizer.model, np.asarray(source)), []
     for name, distance in itertools.product(tasks.TASKS, DISTANCES):
         drawn = [writer.prompt(np.random.default_rng((7, distance, i)), name, distance, llm.context) for i in range(samples)]
@@ -112,9 +121,9 @@ def recall(llm: LLM, source: list[int], samples: int) -> list[dict]:
 
 
 def continues_well(head: str, continuation: str) -> bool:
-    """Whether head and continuation parse up to the last whole statement, and there is one in the body.
+    """Whether head and continuation parse up to the last complete statement, with at least one statement in the body.
 
-    A line without its end is left out; what then does not parse must be unfinished rather than wrong."""
+    An incomplete last line is dropped; a rest that does not parse must be unfinished, not wrong."""
     lines = (head + continuation).splitlines(keepends=True)
     if not lines[-1].endswith("\n") and not parses("".join(lines)):
         lines.pop()
@@ -131,7 +140,7 @@ def parses(source: str) -> bool:
 
 
 def is_unfinished(source: str) -> bool:
-    """Whether `source` parses, or would with more behind it."""
+    """Whether `source` parses, or would with more text."""
     try:
         compile(source, "", "exec", ast.PyCF_ONLY_AST | codeop.PyCF_ALLOW_INCOMPLETE_INPUT | codeop.PyCF_DONT_IMPLY_DEDENT)
     except SyntaxError as e:
@@ -148,7 +157,7 @@ def functions(llm: LLM, files: list[corpus.File], count: int) -> dict:
 
 
 def draw(rows: list[dict], load: list[list[float]], image: Path) -> None:
-    """Recall by distance, and how evenly each layer's experts are chosen."""
+    """Plots recall by distance, and each layer's expert loads."""
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained", width_ratios=(3, 2))
@@ -171,11 +180,11 @@ def draw(rows: list[dict], load: list[list[float]], image: Path) -> None:
 
 def main():
     parser = report.arguments(__doc__.split("\n")[0])
-    parser.add_argument("--model", help="the folder to judge; the bundled demo model if not given")
+    parser.add_argument("--model", help="model folder (default: the bundled demo model)")
     parser.add_argument("--reference", help="the same model before FP8")
     parser.add_argument("--held-out", type=Path, help="held_out.json of the corpus; else this Python's library")
     parser.add_argument("--samples", type=int, default=50, help="prompts for each recall task and distance")
-    parser.add_argument("--plot", type=Path, help="draw recall and loads into this file")
+    parser.add_argument("--plot", type=Path, help="plot recall and loads to this file")
     args = parser.parse_args()
     if args.held_out:
         files = [corpus.File(**f) for f in json.loads(args.held_out.read_text())]

@@ -1,11 +1,11 @@
-"""What a quantised format costs in accuracy: the demo model's linear layers in each of them, next to the same in float32.
+"""Accuracy of the quantised formats: the demo model's linear layers in each, compared with float32.
 
     python benchmarks/quantize.py --out quantize.json
 
-Error: of the weights, relative, by their norm; and of the head, which is BF16 and was rounded to no format before. KL: from
-float32's next-token distribution, in bits a token. Text: the beginnings of files of this Python's library that the demo model was
-not shown. Its weights are FP8's already, so fp8_block changes nothing. Embedding, head, norms, router, uk and uv stay float32, as
-the loader has them; GGUF types are packed by the gguf package."""
+Error: relative, by norm, of the weights and of the head, which is BF16 and not yet rounded to a format. KL: from float32's
+next-token distribution, in bits per token. Text: the beginnings of held-out files of this Python's library. The weights are
+FP8, so fp8_block changes nothing. Embedding, head, norms, router, uk and uv stay float32, as in the loader. The gguf package
+packs GGUF types."""
 
 import sys
 from collections.abc import Callable
@@ -25,28 +25,28 @@ from mla_jax import LLM
 from mla_jax.base.gguf_blocks import TYPES
 from mla_jax.base.qtensor import QTensor, dequantize
 from mla_jax.decode.loop import Programs
-from mla_jax.weights.quantize import FORMATS, quantize
+from mla_jax.weights.quantize import QUANTIZERS, quantize
 
-FILES = 12  # the first that are long enough
-PACKED = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "TQ2_0")  # which the gguf package can write
-LATER = 32  # tokens at the beginning of a file that are read, not judged
+FILES = 12  # the first ones that are long enough
+PACKED = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "TQ2_0")  # GGUF types that the gguf package can write
+LATER = 32  # tokens at the beginning of a file that are not scored
 
 
 def packed(w: np.ndarray, format: str) -> QTensor:
-    if format in FORMATS:
+    if format in QUANTIZERS:
         return quantize(w, format)
     blocks, size = gguf.quants.quantize(w, gguf.GGMLQuantizationType[format]), TYPES[format].bytes
     return QTensor(format, (jnp.asarray(blocks.reshape(*w.shape[:-1], -1, size)),), w.shape)
 
 
 def linear(state: nnx.State) -> dict[str, nnx.Variable]:
-    """The parameters that a format would hold, matrices of the layers and stacks of them; logits do not need MTP's."""
+    """The parameters to quantise: matrices of the layers and stacks of them, without MTP, which logits do not use."""
     found = {".".join(map(str, keys)): slot for keys, slot in nnx.to_flat_state(state)}
     return {path: slot for path, slot in found.items() if slot.get_metadata()["packs"] and path.startswith("layers.")}
 
 
 def logits(llm: LLM, tokens: np.ndarray, change: Callable[[np.ndarray], QTensor] | None) -> tuple[np.ndarray, dict]:
-    """Logits with `change`d weights, and what is to be said of these."""
+    """Logits with the weights that `change` returns, and the size and error of these."""
     graph, state = nnx.split(nnx.clone(llm.model))
     error = square = size = count = 0.0
     for slot in linear(state).values() if change else ():
@@ -60,7 +60,7 @@ def logits(llm: LLM, tokens: np.ndarray, change: Callable[[np.ndarray], QTensor]
 
 
 def compared(given: np.ndarray, reference: np.ndarray, tokens: np.ndarray) -> dict:
-    """Of the distributions of every token but a row's first ones."""
+    """Compares the distributions of all tokens except a row's first ones."""
     ours, exact = (np.asarray(jax.nn.log_softmax(x[:, LATER:-1])) / np.log(2) for x in (given, reference))
     following = tokens[:, LATER + 1 :, None]
     bits = [-np.take_along_axis(x, following, -1).mean() for x in (ours, exact)]
@@ -75,7 +75,7 @@ def compared(given: np.ndarray, reference: np.ndarray, tokens: np.ndarray) -> di
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=384, help="tokens of each text")
-    parser.add_argument("--formats", nargs="+", default=[*FORMATS, *PACKED], metavar="FORMAT")
+    parser.add_argument("--formats", nargs="+", default=[*QUANTIZERS, *PACKED], metavar="FORMAT")
     args = parser.parse_args()
     llm = LLM(dtype="float32")
     files = [file for file in corpus.sources() if corpus.is_held_out(file.path) and len(file.text) > 8 * args.length][:FILES]

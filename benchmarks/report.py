@@ -1,4 +1,4 @@
-"""What every benchmark shares: the device, timing, a table and a JSON file."""
+"""Helpers of all benchmarks: the device, timing, a table and a JSON file."""
 
 import argparse
 import datetime
@@ -12,7 +12,7 @@ import jax
 
 from mla_jax.base import roofline
 
-# a file of this folder has the name of the package cpu_experts, and a script's folder comes first: let it come last
+# cpu_experts.py of this folder would hide the package of that name: search this folder last
 if sys.path[0] == str(Path(__file__).parent):
     sys.path.append(sys.path.pop(0))
 
@@ -29,7 +29,7 @@ def device() -> roofline.Device:
 
 
 def best_seconds(run: Callable[[], object], repeats: int = 3) -> float:
-    """The best wall time of `run`, whose result is waited for, after one run that is not counted."""
+    """The best wall time of `run` until its result is ready, in seconds, after one warm-up run."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -39,7 +39,7 @@ def best_seconds(run: Callable[[], object], repeats: int = 3) -> float:
 
 
 def show(rows: list[dict], out: Path | None, **about) -> None:
-    """Prints `rows` as a Markdown table and writes them with the machine and the date."""
+    """Prints `rows` as a Markdown table, and writes them to `out` with the machine, the date and `about`."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     print("| " + " | ".join(columns) + " |\n|" + "--:|" * len(columns))
     for row in rows:
@@ -50,4 +50,6 @@ def show(rows: list[dict], out: Path | None, **about) -> None:
 
 
 def _cell(value: object) -> str:
-    return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return ""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -81,6 +81,7 @@ def many_layers() -> dict:
     from mla_jax.base.config import Config
     from mla_jax.decode.loop import Programs
     from mla_jax.decode.sampling import Sampling
+    from mla_jax.model.dispatch import Dispatch
     from mla_jax.model.ops import Shapes
     from mla_jax.model.transformer import Transformer
 
@@ -88,7 +89,7 @@ def many_layers() -> dict:
     ranks = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
     experts = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "num_key_value_heads": 4}
     config = Config.preset("v3", vocab_size=1024, num_hidden_layers=LAYERS, **sizes, **ranks, **experts)
-    graph, state = nnx.split(Transformer(config, Shapes(), device=report.device()))
+    graph, state = nnx.split(Transformer(config, Shapes(), dispatch=Dispatch(device=report.device())))
     dtype = jnp.float32 if report.device().platform == "cpu" else jnp.bfloat16
     programs = Programs(nnx.merge(graph, jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, dtype), state)))
     ones, none = jnp.ones(1), jnp.zeros(1)

@@ -1,11 +1,11 @@
-"""Looks for better sizes than those of pallas_kernels/tuning.py on the GPU at hand.
+"""Searches for better sizes than those of pallas_kernels/tuning.py on this GPU.
 
     python benchmarks/tune.py MLA_DECODE_FEW
     python benchmarks/tune.py RAGGED_DOT/bf16/144 MLA_PREFILL --out tuned.json
 
-Candidates take turns with the present entry on the op's benchmark rows, for a clock drifts. One that does not compile, or whose
-error is more than twice the present one's, is refused; one that gains more than 1 % over all rows is printed as it would stand
-in tuning.py."""
+Candidates and the present entry are timed interleaved on the op's benchmark rows, because a clock drifts. A candidate that does
+not compile, or whose error is more than twice the present one's, is refused. One that is more than 1 % faster over all rows is
+printed as an entry of tuning.py."""
 
 import contextlib
 import dataclasses
@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
-import kernels  # noqa: F401  (what it sets for XLA)
+import kernels  # noqa: F401  (sets XLA's flags)
 import report
 from ops import mla_decode, mla_prefill, moe_decode, ragged_dot, timing
 
 from pallas_kernels import choice, tuning
 from pallas_kernels.ragged_dot.plan import best_width
 
-# A table and keys into it -> what might stand there; of a dict only what changes. All compile for an H200, grouped matmuls with
-# 384 experts, and hardly spill, but that 64 columns take 160 to 200 bytes for 32 queries. Registers stay within what a launch
-# gives all warpgroups together, and rings hold a whole tile: or the kernel would wait for ever.
+# A table and keys into it -> candidates; of a dict only the changes. All compile for an H200, grouped matmuls with 384 experts,
+# and hardly spill, except 64 columns with 32 queries (160 to 200 bytes). Registers must fit the total of a launch, and rings must
+# hold a full tile: else the kernel would deadlock.
 CANDIDATES = {
     ("MLA_DECODE", 512): [{"registers": pair} for pair in ((80, 176), (88, 168), (104, 152))],
     ("MLA_DECODE_FEW", 512): [
@@ -71,7 +71,7 @@ CANDIDATES = {
         {"depth": 256, "slots": (3, 6)},
     ],
 }  # fmt: skip
-LEAST = 1.01  # times as fast, over all rows, for a candidate to be recommended
+LEAST = 1.01  # speedup over all rows from which a candidate is recommended
 LIMIT = 0.01  # of any error
 
 Works = Iterator[tuple[str, timing.Work]]
@@ -87,7 +87,7 @@ def _decode(rank: int) -> Works:
 
 
 def _decode_few(rank: int, packed: bool = False) -> Works:
-    """Other numbers of queries than the benchmark's, too, for each has slots of its own."""
+    """Also other numbers of queries than the benchmark's, because each has its own slots."""
     shapes = [at for at in mla_decode.BARS if at[1] <= tuning.MLA_DECODE_MOST]
     shapes += [(64, heads, 4096) for heads in range(8, tuning.MLA_DECODE_MOST + 1, 8) if heads not in {at[1] for at in shapes}]
     return ((_titled(at), mla_decode.Shape(*at, packed).work()) for at in shapes)
@@ -124,7 +124,7 @@ WORKS: dict[str, Callable[..., Works]] = {
 
 
 def text(value: Any) -> str:
-    """As it stands in tuning.py."""
+    """As in tuning.py."""
     return repr(value).replace("'", '"')
 
 
@@ -141,7 +141,7 @@ def present(address: tuple) -> Any:
 
 
 def entries(address: tuple) -> list:
-    """The present one, and every candidate that is another, whole."""
+    """The present entry, then every candidate that differs from it, as full entries."""
     now = present(address)
     others = [now | change if isinstance(now, dict) else change for change in CANDIDATES[address]]
     return [now, *(entry for entry in others if entry != now)]
@@ -153,7 +153,7 @@ def _replaced(table: Any, keys: list, entry: Any) -> Any:
 
 @contextlib.contextmanager
 def standing(address: tuple, entry: Any) -> Iterator[None]:
-    """`entry` stands in its table meanwhile; what was traced with another is forgotten."""
+    """Puts `entry` into its table meanwhile, and clears JAX's caches of programs with other entries."""
     name, *keys = address
     before = getattr(tuning, name)
     setattr(tuning, name, _replaced(before, keys, entry))
@@ -167,7 +167,7 @@ def standing(address: tuple, entry: Any) -> Iterator[None]:
 
 @dataclasses.dataclass
 class Trial:
-    """An entry on one row: its times in microseconds, its error or why it is refused."""
+    """An entry on one row: its times in microseconds, its error, or why it is refused."""
 
     entry: Any
     program: Any = None
@@ -180,7 +180,7 @@ class Trial:
         return statistics.median(self.times)
 
     def attempt(self, do: Callable, *args) -> None:
-        """Refused from now on where it fails, for whatever reason."""
+        """Calls `do` unless refused; any exception refuses the entry."""
         if self.refused:
             return
         try:
@@ -207,7 +207,7 @@ class Trial:
 
 
 def compare(address: tuple, entries: list, work: timing.Work, rounds: int, build: Callable) -> list[Trial]:
-    """All entries on one row, timed by turns; the first is the present one, which may not fail."""
+    """Times all entries on one row, interleaved; the first is the present one, which must not fail."""
     trials = [Trial(entry) for entry in entries]
     for trial in trials:
         trial.attempt(trial.compile, address, work, build)
@@ -219,7 +219,7 @@ def compare(address: tuple, entries: list, work: timing.Work, rounds: int, build
     limit = min(LIMIT, 2 * trials[0].error)
     for trial in trials:
         if not trial.refused and not trial.error <= limit:
-            trial.refuse(f"its error is {trial.error:.2g}, at most {limit:.2g} would do")
+            trial.refuse(f"its error is {trial.error:.2g}, the limit is {limit:.2g}")
     if trials[0].refused:
         raise RuntimeError(f"the present entry is refused: {trials[0].refused}")
     return trials
@@ -228,7 +228,7 @@ def compare(address: tuple, entries: list, work: timing.Work, rounds: int, build
 def search(
     address: tuple, works: Iterable[tuple[str, timing.Work]], rounds: int, build: Callable = timing.Work.program
 ) -> tuple[list[dict], Any, float]:
-    """The rows of a table, the entry to take, and how many times as fast as the present one it is."""
+    """The rows of a table, the best entry, and its speedup over the present one."""
     left, rows, ratios = entries(address), [], {}
     for shape, work in works:
         trials = compare(address, left, work, rounds, build)
@@ -255,8 +255,8 @@ def verdict(address: tuple, entry: Any, gain: float) -> str:
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
     labels = {label(address): address for address in CANDIDATES}
-    parser.add_argument("entries", nargs="+", metavar="ENTRY", help=f"tables, or of them {', '.join(labels)}")
-    parser.add_argument("--rounds", type=int, default=5, help="how often candidates take turns (5)")
+    parser.add_argument("entries", nargs="+", metavar="ENTRY", help=f"tables, or entries of them: {', '.join(labels)}")
+    parser.add_argument("--rounds", type=int, default=5, help="timings of each candidate (5)")
     options = parser.parse_args()
     chosen = {name: [at for at in labels if f"{at}/".startswith(f"{name}/")] for name in options.entries}
     if unknown := [name for name, found in chosen.items() if not found]:
@@ -267,7 +267,7 @@ def main() -> None:
     for address in (labels[at] for at in dict.fromkeys(at for found in chosen.values() for at in found)):
         try:
             found, entry, gain = search(address, WORKS[address[0]](*address[1:]), options.rounds)
-        except Exception as fault:  # the other entries go on
+        except Exception as fault:  # the other entries continue
             verdicts.append(f"{label(address)}: {type(fault).__name__}: {fault}")
         else:
             rows += found

@@ -1,10 +1,10 @@
-"""Unpacking of every quantised format to float32 under jit, in GB/s written, next to the gguf package on the same bytes.
+"""Dequantisation of every format to float32 under jit, in GB/s written, compared with the gguf package on the same bytes.
 
     python benchmarks/unpack.py --out unpack.json
 
-Of the shape of V2-Lite's lm_head, for calls of a millisecond or two may find both threads on one core. The package's numpy
-code runs on one core whatever the device; our own formats have no peer. glibc is told to keep freed memory, or either side
-would spend most of its time on fresh pages, by chance of the one and not of the other. Rates are of the median call."""
+The shape is V2-Lite's lm_head: shorter calls of a millisecond or two can find both threads on one core. The package's numpy
+code uses one core on any device; our own formats have no peer. glibc is set to keep freed memory, because page faults would
+otherwise take most of the time, by chance of one side only. Rates are of the median call."""
 
 import argparse
 import ctypes
@@ -26,7 +26,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of malloc.h
 
 
 def random_tensor(format: str, shape: tuple[int, int]) -> QTensor:
-    """Random bytes, which unpack as fast as any."""
+    """A tensor of random bytes."""
     rng = np.random.default_rng(0)
     parts = (
         rng.integers(0, 256, (*spec.shape, np.dtype(spec.dtype).itemsize), np.uint8).view(spec.dtype)[..., 0]
@@ -36,7 +36,7 @@ def random_tensor(format: str, shape: tuple[int, int]) -> QTensor:
 
 
 def peer(q: QTensor) -> Callable[[], np.ndarray] | None:
-    """The gguf package's way to the same values, if it knows the type."""
+    """Dequantisation by the gguf package, if it knows the type."""
     if q.format not in TYPES or q.format not in gguf.GGMLQuantizationType.__members__:
         return None
     packed, kind = np.asarray(q.parts[0]).reshape(q.shape[0], -1), gguf.GGMLQuantizationType[q.format]
@@ -52,12 +52,12 @@ def seconds(run: Callable[[], object] | None) -> float | None:
 
 
 def in_a_row(run: Callable[[], object] | None, calls: int) -> list[float]:
-    """The first call's time is left out: it finds the other side's data in the cache, and idle threads asleep."""
+    """Times of `calls` calls except the first, which meets a cold cache and sleeping threads."""
     return [seconds(run) for _ in range(calls)][1:] if run is not None else []
 
 
 def measured(format: str, shape: tuple[int, int], rounds: int) -> dict:
-    """Tensor after tensor, as a loader does it; the two sides take turns, so that both see the same machine."""
+    """The rates of one format; both sides are timed interleaved, so that both meet the same load."""
     q, unpack = random_tensor(format, shape), jax.jit(dequantize)
     ours, theirs, peers = [], [], peer(q)
     with np.errstate(all="ignore"):
@@ -72,7 +72,7 @@ def measured(format: str, shape: tuple[int, int], rounds: int) -> dict:
 
 
 def keep_memory() -> None:
-    """Has glibc take no array from a mapping of its own and give no freed memory back."""
+    """Sets glibc to allocate without mmap and to keep freed memory."""
     malloc = ctypes.CDLL(None)
     if hasattr(malloc, "mallopt"):
         for option, value in {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1, M_ARENA_MAX: 1}.items():

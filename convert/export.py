@@ -21,13 +21,14 @@ from convert.write import Stopped, interrupts, lock, refusal, write_others
 from mla_jax.base import axes, qtensor
 from mla_jax.base.errors import BadFile, DoesNotFit, Unsupported
 from mla_jax.base.files import read_json
-from mla_jax.weights.checkpoint import BATCH, writing
+from mla_jax.weights.fill import PLAIN
 from mla_jax.weights.hf_names import HF, SCALE
-from mla_jax.weights.load import PLAIN, Checkpoint
-from mla_jax.weights.names import Source, value_half
+from mla_jax.weights.load import Checkpoint
+from mla_jax.weights.names import Origin, value_half
+from mla_jax.weights.orbax_store import BATCH, refuse_foreign, writing
 from mla_jax.weights.plan import available, gib
 from mla_jax.weights.safetensors import DTYPES
-from mla_jax.weights.save import complete, stream
+from mla_jax.weights.save import complete, write_tensors
 
 FILE = 4 << 30  # bytes of weights in one file, unless one parameter has more
 JOURNAL = "conversion.json"
@@ -95,6 +96,7 @@ def _begin(checkpoint: Checkpoint, out: Path, dtype: str) -> Path:
     """The folder that is written under another name until all is there; refuses one that was begun from something else."""
     folder, wanted = out.with_name(out.name + ".partial"), json.loads(json.dumps(metadata(checkpoint, dtype, {}, {})))
     with writing(folder, "the files in it"):
+        refuse_foreign(folder, JOURNAL)
         folder.mkdir(exist_ok=True)
         if not (folder / JOURNAL).exists():
             complete(folder / JOURNAL, lambda path: path.write_text(json.dumps(wanted)))
@@ -155,7 +157,9 @@ def _write(checkpoint: Checkpoint, files: list[list[Item]], folder: Path, bar: B
                 done += sum(item.nbytes for item in file)
             else:
                 with writing(folder, f"the {i:,} files before"):
-                    complete(folder / name, lambda path, specs=specs, file=file, i=i: stream(path, specs, parameters(file, i)))
+                    complete(
+                        folder / name, lambda path, specs=specs, file=file, i=i: write_tensors(path, specs, parameters(file, i))
+                    )
             index |= dict.fromkeys(specs, name)
             if stop and i + 1 < len(files):
                 raise Stopped
@@ -200,7 +204,7 @@ def _read(checkpoint: Checkpoint, item: Item) -> tuple[list[tuple[str, np.ndarra
     return tensors, unsound
 
 
-def _pieces(item: Item, checkpoint: Checkpoint, source: Source) -> Iterator[tuple[Parts, int]]:
+def _pieces(item: Item, checkpoint: Checkpoint, source: Origin) -> Iterator[tuple[Parts, int]]:
     stored, stack = checkpoint.format_of(source), (len(item.names),) if len(item.names) > len(source.pieces) else ()
     if item.path.endswith("attn.uk") and source.names != checkpoint.sources[_other_half(item.path)].names:
         yield _joined(item, checkpoint)

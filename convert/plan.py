@@ -14,8 +14,10 @@ from convert.tensors import Job, jobs, steps
 from mla_jax import __version__
 from mla_jax.base import axes
 from mla_jax.base.errors import BadFile, BadRequest, DoesNotFit, printable
-from mla_jax.weights.checkpoint import BATCH
+from mla_jax.base.files import within
+from mla_jax.engine.text import FILES, KIMI_FILES
 from mla_jax.weights.load import Checkpoint
+from mla_jax.weights.orbax_store import BATCH
 from mla_jax.weights.plan import available, gib
 
 COPIES = {"embed_tokens.weight": "embed", "shared_head.head.weight": "head", "lm_head.weight": "embed"}
@@ -125,7 +127,7 @@ def copies(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def check_paths(source: Path, out: Path) -> None:
-    """Refuses an output that is there, that nothing can be written beside, or that lies in the source."""
+    """Refuses an output that exists, cannot be written or is inside the source, and a source with links to other folders."""
     shown, inside, out = printable(str(out), 200), source.resolve(), Path(os.path.realpath(out.parent), out.name)
     if os.path.lexists(out):
         raise BadFile(f"{shown} exists already", "choose another folder, or delete it first")
@@ -133,8 +135,12 @@ def check_paths(source: Path, out: Path) -> None:
         raise BadFile(f"there is no folder {printable(str(out.parent), 200)}", "make it first")
     if not os.access(out.parent, os.W_OK):
         raise BadFile(f"{printable(str(out.parent), 200)} cannot be written to", "choose another folder")
-    if source.is_dir() and inside in out.parents:
-        raise BadFile(f"{shown} lies inside the source", f"which is {printable(str(source), 200)}; choose another folder")
+    if not source.is_dir():
+        return
+    if inside in out.parents:
+        raise BadFile(f"{shown} is inside the source", f"which is {printable(str(source), 200)}; choose another folder")
+    for name in ("config.json", *FILES, *KIMI_FILES):  # those that are copied
+        within(source, name)
 
 
 def parse_mesh(text: str) -> dict[str, int]:

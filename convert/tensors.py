@@ -13,9 +13,10 @@ import numpy as np
 
 from mla_jax.base import axes, gguf_blocks, qtensor
 from mla_jax.base.qtensor import QTensor
-from mla_jax.weights import store_names
-from mla_jax.weights.load import PLAIN, Checkpoint
-from mla_jax.weights.names import Part, Piece, Source, first_half, second_half, whole
+from mla_jax.weights import orbax_names
+from mla_jax.weights.fill import PLAIN
+from mla_jax.weights.load import Checkpoint
+from mla_jax.weights.names import Origin, PartOf, Piece, first_half, second_half, whole
 from mla_jax.weights.quantize import quantize
 from mla_jax.weights.safetensors import DTYPES
 
@@ -45,7 +46,7 @@ class Job:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     stacked: bool
-    part: Part
+    part: PartOf
     stored: str  # the format and, of a piece, the shape in the source
     stored_shape: tuple[int, ...]
 
@@ -70,7 +71,7 @@ def jobs(checkpoint: Checkpoint, dtype: str) -> list[Job]:
     """Every tensor of the model, layer by layer; `dtype` is keep, bf16, f32 or int8."""
     found = {}
     for path, source in checkpoint.sources.items():
-        if (place := store_names.stored(path, source, checkpoint.config)) is None:
+        if (place := orbax_names.stored(path, source, checkpoint.config)) is None:
             continue
         name, words = place
         slot, stored = checkpoint.slots[path].get_metadata(), checkpoint.format_of(source)
@@ -83,7 +84,7 @@ def jobs(checkpoint: Checkpoint, dtype: str) -> list[Job]:
     return sorted(found.values(), key=lambda job: -1 if job.layer is None else job.layer)
 
 
-def cut(source: Source) -> Part:
+def cut(source: Origin) -> PartOf:
     """What is cut out of each piece when it is stored: halves of joined experts, while kv_b_proj stays whole."""
     return source.part if source.part in (first_half, second_half) else whole
 

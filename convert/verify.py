@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mla_jax.base.errors import BadFile
-from mla_jax.weights.checkpoint import is_store, open_store
 from mla_jax.weights.load import Checkpoint
+from mla_jax.weights.orbax_store import is_store, open_store
 
 
 def verify(folder: Path, progress: Callable[[int, int, str], None]) -> int:

@@ -17,8 +17,8 @@ from convert.tensors import Job, Parts, read
 from mla_jax.base import axes
 from mla_jax.base.errors import BadFile, printable, shortened
 from mla_jax.engine.text import files_of
-from mla_jax.weights.checkpoint import Tensor, Writer, writing
 from mla_jax.weights.load import Checkpoint
+from mla_jax.weights.orbax_store import Tensor, Writer, writing
 
 Progress = Callable[[int, int, Job], None]
 

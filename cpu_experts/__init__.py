@@ -21,7 +21,7 @@ import numpy as np
 from cpu_experts import blocks, layout, packed
 from cpu_experts.library import ISAS, Batch, Closed, Unsupported, Weights, check, load
 
-__all__ = ["Closed", "Experts", "Unsupported", "available", "isa"]
+__all__ = ["Closed", "Experts", "Unsupported", "available", "isa", "note"]
 
 Matrix = np.ndarray | Sequence[np.ndarray]
 
@@ -48,6 +48,12 @@ def _say(words: str) -> None:
 def isa() -> str:
     """The best instruction set usable here: amx, avx512, avx2 or portable; raises Unsupported without the library."""
     return ISAS[load().cpu_experts_best_isa()]
+
+
+def note() -> str | None:
+    """What to tell a user of a processor without the fast instruction sets; None where it has them."""
+    found = isa()
+    return f"experts on this CPU are computed by {found}: slower than by AVX-512 or AMX" if found in _TURN_WORK else None
 
 
 class Experts:
@@ -124,8 +130,6 @@ class Experts:
             raise MemoryError(f"{error}: scratch for max_rows {max_rows:,}, beside {self.nbytes:,} bytes of weights") from None
         self._handle, self._max_rows = handle.value, max_rows
         self._isa = isa if isa != "best" else ISAS[self._library.cpu_experts_best_isa()]
-        if isa == "best" and self._isa in _TURN_WORK:
-            _say(f"experts on this CPU are computed by {self._isa}: slower than by AVX-512 or AMX")
         usable = getattr(os, "sched_getaffinity", None)  # not on macOS
         self._cores = threads or (len(usable(0)) if usable else os.cpu_count() or 1)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cpu_experts import intact
 from cpu_experts.library import FFI_NAME, NAME, Unsupported, cache_folder, ffi_headers, ffi_name
 
 SOURCE = Path(__file__).parent / "csrc"
@@ -40,9 +41,9 @@ def build(folder: Path, *options: str, target: str = "all") -> Path:
 
 
 def install(built: Path, place: Path) -> None:
-    """In one step: another process may be loading what was there."""
+    """Copies a library to its place, with a seal by which `intact` finds damage; in one step, as other processes may load it."""
     partial = place.with_name(place.name + ".partial")
-    shutil.copyfile(built, partial)
+    partial.write_bytes(intact.sealed(built.read_bytes()))
     partial.replace(place)
     print(place)
 

@@ -11,6 +11,8 @@ from ctypes import POINTER, Structure, c_char_p, c_int32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
+from cpu_experts import intact
+
 ABI = 2
 NAME = "libcpu_experts.so"
 FFI_ABI = 3
@@ -208,6 +210,8 @@ def opened_ffi(path: Path, headers: Path) -> ctypes.CDLL:
 
 def _typed(path: Path, signatures: dict) -> ctypes.CDLL:
     try:
+        if reason := intact.damage(path):
+            raise Unsupported(f"{path} is damaged ({reason}): {REBUILD}")
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in signatures.items():
             function = getattr(library, name)

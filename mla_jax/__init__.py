@@ -11,20 +11,53 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from mla_jax.base.config import Config
-    from mla_jax.base.options import SamplingParams
+    from mla_jax.base.errors import BadConfig, BadFile, BadRequest, BadTemplate, DoesNotFit, MlaJaxError, Unsupported
+    from mla_jax.base.options import Options, SamplingParams
     from mla_jax.engine.llm import LLM
+    from mla_jax.engine.request import Chunk, FinishReason, Output
     from mla_jax.model.transformer import Transformer
 
-_PUBLIC = {
+_HOME = {  # of each public name: imported when it is used, so that `--help`, errors and options need no JAX
     "Config": "mla_jax.base.config",
+    "BadConfig": "mla_jax.base.errors",
+    "BadFile": "mla_jax.base.errors",
+    "BadRequest": "mla_jax.base.errors",
+    "BadTemplate": "mla_jax.base.errors",
+    "DoesNotFit": "mla_jax.base.errors",
+    "MlaJaxError": "mla_jax.base.errors",
+    "Unsupported": "mla_jax.base.errors",
+    "Options": "mla_jax.base.options",
     "SamplingParams": "mla_jax.base.options",
     "LLM": "mla_jax.engine.llm",
+    "Chunk": "mla_jax.engine.request",
+    "FinishReason": "mla_jax.engine.request",
+    "Output": "mla_jax.engine.request",
     "Transformer": "mla_jax.model.transformer",
 }
-__all__ = ["LLM", "Config", "SamplingParams", "Transformer"]
+__all__ = [
+    "LLM",
+    "BadConfig",
+    "BadFile",
+    "BadRequest",
+    "BadTemplate",
+    "Chunk",
+    "Config",
+    "DoesNotFit",
+    "FinishReason",
+    "MlaJaxError",
+    "Options",
+    "Output",
+    "SamplingParams",
+    "Transformer",
+    "Unsupported",
+]
 
 
-def __getattr__(name: str):  # lazy: `--help` and config errors need no JAX
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
+def __getattr__(name: str):
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -10,25 +10,30 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from mla_jax import __version__
 from mla_jax.base.errors import BadRequest, MlaJaxError, printable
 from mla_jax.base.options import (
     AttentionOptions,
     ExpertOptions,
     MemoryOptions,
     ModelOptions,
+    Options,
     OutputOptions,
     PromptOptions,
     SamplingParams,
+    names,
 )
-from mla_jax.ui.help import help_text, nearest
+from mla_jax.base.rules import nearest
+from mla_jax.ui.help import help_text
 
 if TYPE_CHECKING:
-    from mla_jax.engine.llm import LLM
+    from mla_jax.engine.opened import Opened
     from mla_jax.ui.console import Console
 
-USAGE = "python -m mla_jax.generate [PROMPT] [--flag VALUE ...]      (-p is short for --prompt, -h for --help)"
+USAGE = "python -m mla_jax.generate [PROMPT] [--flag VALUE ...]      (-p: --prompt, -h: --help; --version)"
 MAX_PROMPT_BYTES = 64 << 20
-ERROR, INTERRUPTED = 1, 130
+MAX_CONFIG_BYTES = 1 << 20
+DONE, ERROR, INTERRUPTED = 0, 1, 130
 Flat = tyro.conf.OmitArgPrefixes
 
 
@@ -45,10 +50,10 @@ class Command:
     memory: Flat[MemoryOptions] = field(default_factory=MemoryOptions)
     output: Flat[OutputOptions] = field(default_factory=OutputOptions)
 
-    def llm_options(self) -> dict:
-        """The keyword arguments of LLM."""
-        options = dataclasses.asdict(self.model) | dataclasses.asdict(self.attention) | dataclasses.asdict(self.experts)
-        return options | {"memory_fraction": self.memory.memory_fraction, "batch": self.memory.batch}
+    @property
+    def options(self) -> Options:
+        """What the model is opened with."""
+        return Options(self.model, self.attention, self.experts, self.memory)
 
 
 GROUPS: dict[str, type] = {
@@ -67,7 +72,10 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
         print(help_text(USAGE, GROUPS))
-        return 0
+        return DONE
+    if "--version" in arguments:
+        print(f"mla-jax {__version__}")
+        return DONE
     try:
         return run(parse(arguments))
     except MlaJaxError as error:
@@ -83,31 +91,48 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str]) -> Command:
     """The command line over the TOML file it names, over the defaults."""
     arguments = ["--prompt" if a == "-p" else a for a in arguments]
-    defaults = Command()
-    if "--config" in arguments[:-1]:
-        defaults = from_toml(Path(arguments[arguments.index("--config") + 1]))
+    config = _config_path(arguments)
+    defaults = Command() if config is None else from_toml(config)
     return tyro.cli(
         Command, args=arguments, default=defaults, prog="python -m mla_jax.generate", config=(tyro.conf.FlagCreatePairsOff,)
     )
 
 
+def _config_path(arguments: list[str]) -> Path | None:
+    """The value of `--config`, which must be read before the other flags are parsed."""
+    for flag, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        name, equals, value = flag.partition("=")
+        if name == "--config" and (equals or following):
+            return Path(value if equals else following)
+    return None
+
+
 def from_toml(path: Path) -> Command:
-    """Settings by group, `[sampling]` and so on; raises BadRequest for what is not known."""
-    try:
-        content = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
-        raise BadRequest(f"{path} cannot be read as TOML", printable(str(e), 200)) from e
+    """Settings by group, `[sampling]` and so on; raises BadRequest for what is unknown or of a wrong type."""
     groups = {}
-    for name, values in content.items():
+    for name, values in _read_toml(path).items():
         if name not in GROUPS or not isinstance(values, dict):
             raise BadRequest(f"{path} has no known group {printable(name)}", nearest(name, GROUPS))
-        known = {f.name for f in dataclasses.fields(GROUPS[name])}
-        if strange := [key for key in values if key not in known]:
-            raise BadRequest(
-                f"{path} has no known setting {printable(strange[0])} in [{name}]", nearest(strange[0], sorted(known))
-            )
-        groups[name] = GROUPS[name](**values)
+        known = names(GROUPS[name])
+        for key in values:
+            if key not in known:
+                raise BadRequest(f"{path} has no known setting {printable(key)} in [{name}]", nearest(key, known))
+        try:
+            groups[name] = GROUPS[name](**values)
+        except BadRequest as e:
+            raise BadRequest(f"{path} has a value in [{name}] that cannot be used", *e.args[1:]) from e
     return Command(**groups)
+
+
+def _read_toml(path: Path) -> dict:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)
+        if len(data) > MAX_CONFIG_BYTES:
+            raise BadRequest(f"{path} is too large", f"the limit of a configuration file is {MAX_CONFIG_BYTES:,} bytes")
+        return tomllib.loads(data.decode())
+    except (OSError, ValueError, RecursionError) as e:  # a decoding error is a ValueError
+        raise BadRequest(f"{path} cannot be read as TOML", printable(str(e), 200)) from e
 
 
 def run(command: Command) -> int:
@@ -115,20 +140,19 @@ def run(command: Command) -> int:
         from mla_jax.ui.doctor import doctor
 
         print(*doctor(), sep="\n")
-        return 0
-    text = None if command.memory.dry_run or command.prompt.chat else read_prompt(command)
-    from mla_jax.ui.console import Console  # only now: JAX takes a second to import
+        return DONE
+    if command.prompt.system is not None and not command.prompt.chat:
+        raise BadRequest("--system needs --chat", "a plain prompt has no roles; write what the model is to read")
+    needs_prompt = not (command.output.dry_run or command.prompt.chat)
+    prompt = read_prompt(command) if needs_prompt else None
+    from mla_jax.engine.opened import open_model  # only now: JAX takes a second to import
+    from mla_jax.ui.console import Console
 
     console = Console(command.output.json, command.output.quiet)
-    if command.memory.dry_run:
-        return dry_run(command, console)
-    from mla_jax.engine.llm import LLM
-
-    llm = LLM(**command.llm_options(), progress=console.loading)
-    console.note(*(f"note: {note}" for note in llm.notes))
-    if text is None:
-        return chat(llm, command.sampling, console)
-    return answer(llm, text, command.sampling, console)[1]
+    opened = open_model(command.options)
+    if command.output.dry_run:
+        return dry_run(opened, console)
+    return reply(opened, prompt, command, console)
 
 
 def read_prompt(command: Command) -> str:
@@ -138,15 +162,21 @@ def read_prompt(command: Command) -> str:
         found = "no prompt given" if not sources else "several prompts given"
         raise BadRequest(found, 'give one: as an argument, with --file, or "-" to read stdin; or talk with --chat')
     if command.prompt.file:
-        try:
-            with open(command.prompt.file, "rb") as file:
-                data = file.read(MAX_PROMPT_BYTES + 1)
-        except OSError as e:
-            raise BadRequest(f"{command.prompt.file} cannot be read", e.strerror or str(e)) from e
-    elif sources == ["-"]:
-        data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
-    else:
-        return sources[0]
+        return _decoded(_read_file(command.prompt.file))
+    if sources == ["-"]:
+        return _decoded(sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1))
+    return command.argument or command.prompt.prompt or ""
+
+
+def _read_file(path: str | Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(MAX_PROMPT_BYTES + 1)
+    except (OSError, ValueError) as e:  # a ValueError for a name with a NUL
+        raise BadRequest(f"{printable(str(path))} cannot be read", getattr(e, "strerror", None) or str(e)) from e
+
+
+def _decoded(data: bytes) -> str:
     if len(data) > MAX_PROMPT_BYTES:
         raise BadRequest("the prompt is too large", f"found more than {MAX_PROMPT_BYTES:,} bytes, which is the limit")
     if not data:
@@ -157,68 +187,41 @@ def read_prompt(command: Command) -> str:
         raise BadRequest("the prompt is not UTF-8", f"byte {e.start:,} is {data[e.start]:#x}") from e
 
 
-def answer(llm: "LLM", prompt: str | list[int], sampling: SamplingParams, console: "Console") -> tuple[str, int]:
-    """Streams one answer; Ctrl-C ends it cleanly, with its figures. Returns the text and the exit code."""
-    pieces, reason, code = [], "interrupted", 0
-    try:
-        for chunk in llm.stream(prompt, sampling):
-            console.chunk(chunk, llm.tokenizer is not None)
-            pieces.append(chunk.text)
-            reason = chunk.finish_reason or reason
-    except KeyboardInterrupt:
-        if llm.last_stats is None:
-            raise
-        code = INTERRUPTED
-    assert llm.last_stats is not None
-    console.done(llm.last_stats, reason)
-    if reason == "error":
-        print("error: the model's logits were not finite, the text ends before them", file=sys.stderr)
-        code = ERROR
-    return "".join(pieces), code
+def reply(opened: "Opened", prompt: str | None, command: Command, console: "Console") -> int:
+    """Loads the model and answers `prompt`, or talks if that is None. A prompt is checked before any weights are read."""
+    from mla_jax.engine.llm import LLM
+    from mla_jax.ui.chat import chat
+    from mla_jax.ui.console import answer
+
+    request = None if prompt is None else opened.inputs.request(prompt, command.sampling)
+    llm = LLM(opened, progress=console.loading)
+    console.note(*(f"note: {note}" for note in llm.notes))
+    if request is None:
+        return chat(llm, command.sampling, console, command.prompt.system)
+    _, reason = answer(llm, request.prompt, command.sampling, console)
+    return {"error": ERROR, "interrupted": INTERRUPTED}.get(reason, DONE)
 
 
-def chat(llm: "LLM", sampling: SamplingParams, console: "Console") -> int:
-    """Turn by turn until the end of input; Ctrl-C ends an answer, not the conversation."""
-    messages: list[dict[str, str]] = []
-    llm.encode_chat([{"role": "user", "content": "?"}])  # fails at once where there is no template
-    console.note("end with Ctrl-D")
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return 0
-        if line.strip():
-            messages.append({"role": "user", "content": line})
-            text, _ = answer(llm, llm.encode_chat(messages), sampling, console)
-            messages.append({"role": "assistant", "content": text})
-
-
-def dry_run(command: Command, console: "Console") -> int:
-    """What the model would need and how it would run; exits with 4 if it does not fit."""
-    from mla_jax.engine.explain import explain
-    from mla_jax.engine.llm import check_context, open_checkpoint
-    from mla_jax.weights.plan import plan
-
-    context = command.model.context
-    checkpoint, placement = open_checkpoint(
-        command.model.model,
-        attention=command.attention,
-        dtype=command.model.dtype,
-        context=context,
-        experts=command.experts,
-        memory_fraction=command.memory.memory_fraction,
-        batch=command.memory.batch,
-    )
-    needed = plan(checkpoint, check_context(context, checkpoint.config.max_position_embeddings), command.memory.batch)
-    if command.output.json:
+def dry_run(opened: "Opened", console: "Console") -> int:
+    """Prints what the model would need and how it would run; the exit code is 4 if it does not fit."""
+    needed = opened.plan
+    if console.as_json:
         console.event("plan", **dataclasses.asdict(needed), fits=needed.fits)
     else:
-        console.say([*explain(checkpoint.abstract, checkpoint.formats(), needed.context, placement), "", *needed.lines()])
-    return 0 if needed.fits else 4
+        console.say([*opened.explain(), "", *needed.lines()])
+    return DONE if needed.fits else 4
+
+
+def open_closed_streams() -> None:
+    """Opens stdin, stdout and stderr that the shell has closed, as `>&-` does: Python has None for them."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 it stays open
 
 
 def script() -> None:
     """The entry point: exit code, and a quiet end when the reader of a pipe goes away."""
+    open_closed_streams()
     try:
         sys.exit(main())
     except BrokenPipeError:

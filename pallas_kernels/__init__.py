@@ -1,1 +1,3 @@
-"""Kernels, one folder per op: a contract, a specification, a fallback that runs anywhere. They know arrays only."""
+"""Kernels, one folder per op: contract (`__init__`), specification (`reference`), portable fallback (`xla`), and kernels.
+
+They know arrays only."""

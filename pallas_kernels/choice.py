@@ -1,19 +1,21 @@
-"""Who fulfils a contract: the first implementation that has nothing against the arrays and the device, or the one named."""
+"""The choice of an op's implementation: the named one, or the first that supports the arrays and the device."""
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 
 import jax
 
-SMALL_VMEM = ("TPU v2", "TPU v3", "TPU v4", "TPU v4 lite")  # 16 MiB in all
+SMALL_VMEM = ("TPU v2", "TPU v3", "TPU v4", "TPU v4 lite")  # 16 MiB in total
 
 
 class Unsupported(NotImplementedError):
-    """A named implementation cannot do this, for the reason given."""
+    """The named implementation does not support this, for the reason given."""
 
 
 def device() -> str:
-    """The kind of the device that JAX takes by default."""
+    """The kind of JAX's default device."""
     return jax.devices()[0].device_kind
 
 
@@ -23,19 +25,19 @@ def sizes(table: dict[str, dict]) -> dict:
 
 
 def not_bfloat16(*arrays) -> str | None:
-    """Why a kernel that takes bfloat16 alone cannot take these."""
+    """Why a kernel for bfloat16 only does not support these arrays; None: it does."""
     odd = {str(x.dtype) for x in arrays} - {"bfloat16"}
     return f"it takes bfloat16, not {', '.join(sorted(odd))}" if odd else None
 
 
 def not_e4m3(*codes) -> str | None:
-    """Why a kernel that takes one kind of 8-bit numbers cannot take these."""
+    """Why a kernel for codes in float8_e4m3fn does not support these arrays; None: it does."""
     odd = {str(x.dtype) for x in codes} - {"float8_e4m3fn"}
     return f"it takes codes in float8_e4m3fn, not {', '.join(sorted(odd))}" if odd else None
 
 
 def too_old() -> str | None:
-    """Why this JAX cannot compile the kernels for GPUs."""
+    """Why this JAX cannot compile the GPU kernels; None: it can."""
     numbers = re.findall(r"\d+", jax.__version__)[:3]  # a release candidate is 0.12.0rc1
     return None if tuple(map(int, numbers)) >= (0, 11, 2) else f"it needs JAX 0.11.2 or newer, this is {jax.__version__}"
 
@@ -53,13 +55,15 @@ DEVICES = {"mosaic_gpu": (_hopper, "a Hopper GPU"), "mosaic_tpu": (_tpu, "a TPU 
 
 
 def why_not(name: str, checks: dict[str, Callable[..., str | None]], *arrays) -> str | None:
-    """What stands against implementation `name` here, by its own check of the arrays and by the device; None: nothing."""
+    """Why implementation `name` does not support these arrays or the device; None: it does."""
     here, wanted = DEVICES[name]
     return checks[name](*arrays) or (None if here() else f"it needs {wanted}, this is {device()}")
 
 
 def choose(op: str, impl: str | None, checks: dict[str, Callable[..., str | None]], *arrays) -> str:
-    """`impl`, or Unsupported with the reason; with None the first of `checks` that can, else "xla"."""
+    """The implementation to run: `impl`, or with None the first of `checks` that is supported, else "xla".
+
+    Raises Unsupported, with the reason, if `impl` is not supported."""
     if impl is None:
         return next((name for name in checks if not why_not(name, checks, *arrays)), "xla")
     if impl not in (*checks, "xla"):
@@ -67,3 +71,33 @@ def choose(op: str, impl: str | None, checks: dict[str, Callable[..., str | None
     if impl in checks and (reason := why_not(impl, checks, *arrays)):
         raise Unsupported(f'{op}: impl="{impl}": {reason}')
     return impl
+
+
+_record: ContextVar[dict[str, str] | None] = ContextVar("record", default=None)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[dict[str, str]]:
+    """Collects who would compute each op that is called inside; the fallback stands in, so that no kernel is traced.
+
+    An op that is called several times is "xla" if any of its calls is."""
+    found: dict[str, str] = {}
+    token = _record.set(found)
+    try:
+        yield found
+    finally:
+        _record.reset(token)
+
+
+def take(op: str, impl: str | None, checks: dict[str, Callable[..., str | None]], *arrays) -> str:
+    """`choose`, for a contract that then computes with the answer."""
+    chosen, record = choose(op, impl, checks, *arrays), _record.get()
+    if record is None:
+        return chosen
+    record[op] = "xla" if record.get(op) == "xla" else chosen
+    return "xla"
+
+
+def kernels_here() -> bool:
+    """Whether this machine's first device is one that any kernel is for."""
+    return any(here() for here, _ in DEVICES.values())

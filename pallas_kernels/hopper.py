@@ -1,4 +1,4 @@
-"""What the kernels for Hopper GPUs share."""
+"""Helpers shared by the kernels for Hopper GPUs."""
 
 import functools
 import math
@@ -13,19 +13,19 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, scf, vector
 
 LOG2E = math.log2(math.e)
-LOW = -1e30  # a running maximum of nothing; finite, for infinities subtract to NaN
+LOW = -1e30  # initial running maximum; finite, because infinities subtract to NaN
 ROW = plgpu.Layout.WGMMA.reduce(1)
-FOLDED = 8  # columns that lie in the same four threads
-STEP = 8.0  # powers of two by which weights may pass 1
+FOLDED = 8  # columns that the same four threads hold
+STEP = 8.0  # log2 of how far weights may exceed 1 before sums are rescaled
 
 
 def over(x, shape):
-    """A number a row, in every column."""
+    """A number per row, broadcast to every column."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
 def fold(x):
-    """Sums of the columns that lie in one thread, `[.. FOLDED]`: to add up threads can wait until all tiles are through."""
+    """Sums of the columns within a thread, `[.. FOLDED]`: the sum across threads can wait until the last tile."""
     while x.shape[1] > FOLDED:
         half = x.shape[1] // 2
         x = lax.slice(x, (0, 0), (x.shape[0], half)) + lax.slice(x, (0, half), x.shape)
@@ -33,12 +33,12 @@ def fold(x):
 
 
 def raised(top, highest):
-    """The running maximum, in powers of two: where it would grow by no more than STEP it stays, and no sum is rescaled."""
+    """The running maximum, as log2. If it would grow by at most STEP it stays, and no sum is rescaled."""
     return jnp.where(highest > top + STEP, highest, top)
 
 
 def rescaled(sums, keep, interpret):
-    """Each of `sums` times a number a row. A warp whose rows all keep everything, as most do, multiplies nothing."""
+    """Each of `sums` times a number per row. A warp whose factors are all 1, as most are, skips the multiplication."""
     if interpret:
         return [x * over(keep, x.shape) for x in sums]
     matrix = plgpu.Layout.WGMMA
@@ -75,12 +75,12 @@ def zeros(shape, layout):
 
 
 def swizzled(width):
-    """Tiles as the matrix units read them; `width` columns of bfloat16."""
+    """Transforms of tiles as the matrix units read them; `width` columns of bfloat16."""
     return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
 
 
 def clean(tiles, slot, held):
-    """Zeros in the rows of a tile from `held` on: a weight of zero times NaN is NaN."""
+    """Writes zeros to the rows of a tile from `held` on: a weight of zero times NaN is NaN."""
 
     def column(k, _):
         part = tiles.at[slot, :, pl.ds(pl.multiple_of(k * 64, 64), 64)]

@@ -1,4 +1,4 @@
-"""Attention whose scores arrive in pieces: the largest so far, the sum of weights and the weighted values, in float32."""
+"""Online softmax in float32: the running maximum, sum of weights and weighted values of scores that arrive in pieces."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,17 +14,17 @@ class Running(NamedTuple):
 
 
 def start(shape: tuple[int, ...], width: int) -> Running:
-    """Nothing seen yet, for queries of `shape` and values of `width`."""
+    """The initial state, for queries of `shape` and values of `width`."""
     return Running(jnp.full((*shape, 1), -jnp.inf), jnp.zeros((*shape, 1)), jnp.zeros((*shape, width)))
 
 
 def nothing(queries: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """What queries `[.. D]` get where there are no keys, or no queries: zeros `[.. width]` and an LSE of -inf."""
+    """The answer without keys or queries, for queries `[.. D]`: zeros `[.. width]` and an LSE of -inf."""
     return jnp.zeros((*queries.shape[:-1], width), queries.dtype), jnp.full(queries.shape[:-1], -jnp.inf)
 
 
 def add(state: Running, scores: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> Running:
-    """Takes in scores `[.. S]`, -inf where nothing is seen; `weigh` makes of weights `[.. S]` the weighted values `[.. V]`."""
+    """Adds scores `[.. S]`, -inf where masked; `weigh` maps weights `[.. S]` to weighted values `[.. V]`."""
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1, keepdims=True))
     safe = jnp.where(jnp.isfinite(top), top, 0)
     weights, keep = jnp.exp(scores - safe), jnp.exp(state.top - safe)
@@ -33,8 +33,8 @@ def add(state: Running, scores: jax.Array, weigh: Callable[[jax.Array], jax.Arra
 
 
 def finish(state: Running) -> tuple[jax.Array, jax.Array]:
-    """The output `[.. V]` and the LSE `[..]`: zeros and -inf where nothing was seen."""
-    none = state.total == 0  # not so of NaN, which goes on into both
+    """The output `[.. V]` and the LSE `[..]`: zeros and -inf where everything was masked."""
+    none = state.total == 0  # False for NaN, which propagates to both
     total = jnp.where(none, 1, state.total)
     lse = jnp.where(none, -jnp.inf, state.top + jnp.log(total))
     return state.out / total, lse[..., 0]

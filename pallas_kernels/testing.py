@@ -1,4 +1,4 @@
-"""Named cases of every op, their inputs, and how far an answer may be off: one list for tests and benchmarks."""
+"""Named cases of every op, their inputs and error measures: one list for tests and benchmarks."""
 
 from typing import NamedTuple
 
@@ -17,10 +17,10 @@ class MlaDecodeCase(NamedTuple):
     rank: int = 512
     rope: int = 64
     page: int = 64
-    spare: int = 3  # pages that no row uses
+    spare: int = 3  # unused pages
     packed: bool = False  # the latent in E4M3
-    poisoned: bool = False  # the key of a token that the longest row holds is NaN
-    size: float = 1.0  # of a packed latent's numbers, which are at most 60,000; queries are as much smaller
+    poisoned: bool = False  # the key of one cached token of the longest row is NaN
+    size: float = 1.0  # scale of a packed latent's numbers, which are at most 60,000; queries are scaled by its inverse
 
     @property
     def scale(self) -> float:
@@ -55,7 +55,7 @@ MLA_DECODE = [
 
 
 def mla_decode_inputs(case: MlaDecodeCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array | fp8.Fp8]:
-    """Random, with NaN wherever nothing is held and pages in no order."""
+    """Random inputs, with NaN in unused slots and pages in random order."""
     rng = np.random.default_rng(seed)
     B, most = len(case.seq_lens), max(1, *(-(-n // case.page) for n in case.seq_lens))
     pages = B * most + case.spare
@@ -103,8 +103,8 @@ class MlaPrefillCase(NamedTuple):
     width: int = 192  # of queries and keys
     value: int = 128
     causal: bool = True
-    spare: int = 5  # tokens of padding behind the longest row
-    poisoned: bool = False  # a key that about half of the first row's queries see is NaN
+    spare: int = 5  # tokens of padding after the longest row
+    poisoned: bool = False  # a key that about half of the first row's queries attend to is NaN
 
     @property
     def scale(self) -> float:
@@ -129,7 +129,7 @@ MLA_PREFILL = [
 
 
 def mla_prefill_inputs(case: MlaPrefillCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
-    """Random, with NaN past every row's end."""
+    """Random inputs, with NaN past every row's end."""
     rng = np.random.default_rng(seed)
 
     def rows(lens, width):
@@ -151,7 +151,7 @@ def mla_prefill_inputs(case: MlaPrefillCase, seed: int = 0, dtype=jnp.bfloat16) 
 
 
 def error(got, wanted) -> float:
-    """Of all values together, relative; infinite where one is infinite, or NaN for one alone."""
+    """The relative error over all values; infinite if `got` is infinite somewhere, or has NaN at other places than `wanted`."""
     got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))
     some = ~np.isnan(wanted)
     if (np.isnan(got) == some).any() or not np.isfinite(got[some]).all():
@@ -160,7 +160,7 @@ def error(got, wanted) -> float:
 
 
 def lse_error(got, wanted) -> float:
-    """The largest difference; infinite where one is infinite, or minus infinity or NaN for one alone."""
+    """The largest difference; infinite if `got` has NaN or minus infinity at other places than `wanted`, or another infinity."""
     got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))
     empty, nan = np.isneginf(wanted), np.isnan(wanted)
     some = ~(empty | nan)
@@ -192,12 +192,12 @@ RAGGED_DOT = [
     RaggedDotCase("narrower than a block", (20, 12), 320, 96),
     RaggedDotCase("tiles of all sizes", (41, 0, 67, 98, 79, 124, 131, 139, 85, 91, 3, 452), 128, 72),
 ]
-# an op and how its operands are held: bfloat16, weights alone in E4M3, or both; between them, they meet every part of the kernel
+# pairs of an op and its kind of operands (bfloat16, E4M3 weights, both E4M3) that together cover every part of the kernel
 RAGGED_DOT_KINDS = [("ragged_dot", "bf16"), ("ragged_swiglu", "bf16"), ("ragged_swiglu", "w8"), ("ragged_dot", "w8a8")]
 
 
 def ragged_dot_inputs(case: RaggedDotCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
-    """Random, with NaN in the rows of no group."""
+    """Random inputs, with NaN in the rows of no group."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((case.rows + case.spare, case.depth), np.float32)
     x[case.rows :] = np.nan
@@ -224,7 +224,7 @@ QUANTIZED_MATMUL = [
 
 
 def quantized_matmul_inputs(case: QuantizedMatmulCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
-    """Random, before quantisation; rows differ in size by powers of ten."""
+    """Random inputs before quantisation; rows differ in size by powers of ten."""
     rng = np.random.default_rng(seed)
     size = 10.0 ** rng.integers(-3, 4, (case.rows, 1))
     x = rng.standard_normal((case.rows, case.depth), np.float32) * size
@@ -234,8 +234,8 @@ def quantized_matmul_inputs(case: QuantizedMatmulCase, seed: int = 0, dtype=jnp.
 
 class RopeAppendCase(NamedTuple):
     name: str
-    length: tuple[int, ...]  # tokens held, of every row of the cache
-    rank: tuple[tuple[int, ...], ...]  # of each new token, of the step's rows; negative for padding
+    length: tuple[int, ...]  # cached tokens, per row of the cache
+    rank: tuple[tuple[int, ...], ...]  # per new token, per row of the step; negative for padding
     heads: int
     width: int = 192  # of a query
     rank_c: int = 512
@@ -259,7 +259,7 @@ ROPE_APPEND = [
 
 
 def rope_append_inputs(case: RopeAppendCase, seed: int = 0, dtype=jnp.bfloat16) -> dict:
-    """Random, with NaN where nothing is held and in what is padding."""
+    """Random inputs, with NaN in unused slots and in padding."""
     from pallas_kernels.rope_append import Latents, Tokens
 
     rng = np.random.default_rng(seed)
@@ -289,7 +289,7 @@ def rope_append_inputs(case: RopeAppendCase, seed: int = 0, dtype=jnp.bfloat16) 
 
 
 def rope_append_errors(got, wanted) -> dict[str, float]:
-    """Of the queries and of what is held, where both hold nothing left out; `counts` is 0 if positions and lengths are equal."""
+    """Errors of the queries and of the cache's arrays; `counts` is 0 if positions and lengths are equal."""
     (q, cache), (q_wanted, cache_wanted) = got, wanted
     errors = {"q": error(q, q_wanted)}
     for name, a, b in zip(("c_kv", "k_pe"), cache[:2], cache_wanted[:2], strict=True):
@@ -302,7 +302,7 @@ def rope_append_errors(got, wanted) -> dict[str, float]:
 
 class MoeDecodeCase(NamedTuple):
     name: str
-    ids: tuple[tuple[int, ...], ...]  # of every token; `experts` for none
+    ids: tuple[tuple[int, ...], ...]  # per token; `experts` means none
     experts: int
     model: int
     width: int
@@ -318,7 +318,7 @@ MOE_DECODE = [
 
 
 def moe_decode_inputs(case: MoeDecodeCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
-    """Random, with NaN in tokens that have no expert and for the weights of none."""
+    """Random inputs, with NaN in tokens without experts and in the weights of absent experts."""
     rng = np.random.default_rng(seed)
     ids = np.array(case.ids, np.int32)
     some = ids < case.experts

@@ -1,18 +1,17 @@
-"""Sizes by device and shape class: data. What was measured to choose them stands in each op's comments; benchmarks/tune.py tries
-others."""
+"""Block sizes by device and shape class: data only. Each op's comments explain the choice; benchmarks/tune.py tries others."""
 
 UNITS = {"NVIDIA H200": 132, "NVIDIA H100 80GB HBM3": 132, "NVIDIA H100 PCIe": 114}
 DEFAULT_UNITS = 132
 
-# latent rank -> registers of warpgroups that make scores, that make sums
+# latent rank -> registers of the warpgroups for scores, for sums
 MLA_DECODE = {
     512: {"registers": (96, 160)},
     256: {"registers": (96, 160)},
     128: {"registers": (96, 160)},
 }
 
-# the same for few queries (tokens times heads): columns of the latent in a part of a tile; parts in a worker's ring where
-# there are up to 8, 16, 24, 32 queries; registers of (a worker, feeder)
+# the same for few queries (tokens times heads): columns of the latent in a part of a tile; parts in a worker's ring for up to
+# 8, 16, 24, 32 queries; registers of (a worker, the feeder)
 MLA_DECODE_MOST = 32
 MLA_DECODE_FEW = {
     512: {"width": 128, "slots": (5, 5, 5, 5), "registers": (240, 24)},
@@ -25,16 +24,15 @@ MLA_DECODE_FEW_FP8 = {
     128: {"width": 64, "slots": (6, 6, 6, 6), "registers": (240, 24)},
 }
 
-# widths of keys and of values -> keys in a tile, slots of its ring; heads at a time; registers of (a worker, the other,
-# feeder)
+# widths of keys and values -> keys in a tile, slots of its ring; heads at a time; registers of (either worker, the feeder)
 MLA_PREFILL = {
     (192, 128): {"chunk": 128, "slots": 2, "near": 4, "registers": (240, 240, 24)},
     (256, 256): {"chunk": 64, "slots": 2, "near": 4, "registers": (240, 240, 24)},
 }
 
-# The TPU kernels: device kind -> sizes. Chosen by counting the bundles that the compiler schedules, with 0.35 us for each step
-# of a grid; not timed. Scoped VMEM, at most 10 MiB of the 16 that a program has unasked, is asserted by the tests.
-# query rows in a block, held tokens in a chunk
+# The TPU kernels: device kind -> sizes. Chosen by the number of bundles in the compiler's schedule, plus 0.35 us per grid step;
+# not timed. The tests assert that scoped VMEM is at most 10 MiB of a program's default of 16.
+# query rows in a block, cached tokens in a chunk
 MLA_DECODE_TPU = {
     "TPU v5 lite": {"rows": 512, "chunk": 512},
     "other": {"rows": 512, "chunk": 1024},
@@ -46,11 +44,11 @@ MLA_PREFILL_TPU = {
 }
 PAGE_TABLE_TPU = 128 << 10  # entries, in half of the scalar memory
 
-# ragged_dot: kind of operands -> most tokens in a tile -> slots of the ring, depth of a step, fewer tokens for which there are
-# programs, too. As many slots as shared memory holds: a multiprocessor keeps 160 to 200 KiB of loads in flight. The least width
-# is taken that holds an average group with what the copy engine's alignment adds. Weights that are converted leave no registers
-# for 96 tokens, nor scales for 128. Four tiles of 144 hold a group of 512 rows, give or take what chance does to it. Programs
-# are those that compute least in vain where 44 to 1,024 rows a group are dealt at random, more often 256 and 512.
+# ragged_dot: kind of operands -> most tokens in a tile -> slots of the ring, depth of a step, smaller numbers of tokens with
+# programs of their own. Shared memory limits the slots: a multiprocessor keeps 160 to 200 KiB of loads in flight. The smallest
+# width is chosen that holds an average group plus the copies' alignment. Converted weights leave no registers for 96 tokens,
+# scales none for 128. Four tiles of 144 hold a group of 512 rows and its random spread. The programs are those with the least
+# unused arithmetic for 44 to 1,024 rows per group, routed at random, with more weight on 256 and 512.
 RAGGED_DOT = {
     "bf16": {8: (6, 64), 16: (6, 64), 32: (5, 64), 64: (5, 64), 144: (4, 64, 56, 80, 104, 128, 136)},
     "w8": {8: (6, 128), 16: (6, 128), 32: (5, 128), 64: (4, 128)},
@@ -58,5 +56,5 @@ RAGGED_DOT = {
 }
 RAGGED_DOT_REGISTERS = 240, 24  # of a worker, of the feeder
 
-# moe_decode: depth of a step; slots of the ring for gate and up, for down: some 200 KiB of loads in flight
+# moe_decode: depth of a step; slots of the ring for gate and up, for down: about 200 KiB of loads in flight
 MOE_DECODE = {"depth": 128, "slots": (6, 10)}

@@ -7,17 +7,20 @@ import re
 import shutil
 import signal
 import socket
+from importlib.metadata import version
 from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+import compiling
+
+compiling.settle()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job, and so in all that the tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from jaxtyping import install_import_hook
+from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook("mla_jax", "checker.checked")
 
-import jax  # noqa: E402
+import deep  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
@@ -30,19 +33,29 @@ settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")
 
 ROOT = Path(__file__).parent
-LONG = ("convert", "notebooks", "test_demo", "tools")
-ONCE = (*LONG, "faults", "fuzz", "test_generate", "text", "ui")
-QUICK = ("engine", "model", "pallas_kernels", "parity", "tools")
+# The second Python of CI runs what versions of Python and JAX can break; the first runs everything.
+EVERY_PYTHON = re.compile(
+    r"(golden|engine|decode)/|(model/test_(mla|dispatch|kernel_attention)|weights/test_load|cpu_experts/test_ffi)\.py"
+    r"|pallas_kernels/(test_(gpu|tpu)\.py|.*interpreted)|test_generate\.py::test_(stdout_carries|json_is_one|ctrl_c|help)"
+)
 TOGETHER = re.compile(  # what waits for one model, trained or compiled, or for one run of a script
     r".*/(test_demo|test_generate|tools/test_(corpus|tasks|train_demo|training))\.py|.*\.py(?=::test_the_gpu_kernel_interpreted_)"
 )
 
 
+def pytest_sessionstart(session):
+    if not hasattr(session.config, "workerinput"):
+        compiling.forget_old()
+
+
 def pytest_collection_modifyitems(items):
-    """What is long, or knows little of versions of Python and JAX, is for one of them."""
+    unchanged = deep.unchanged()
     for item in items:
-        if item.path.relative_to(ROOT).as_posix().startswith(ONCE):
+        if not EVERY_PYTHON.match(item.nodeid.removeprefix(f"{ROOT.name}/")):
             item.add_marker(pytest.mark.once)
+        mark = item.get_closest_marker("deep")
+        if mark and mark.args[0] in unchanged:
+            item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]} has not changed since all tests passed; DEEP=1 runs this"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -58,25 +71,6 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFixture(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compilation_cache(tmp_path_factory):
-    """The user's own cache of compiled programs stays untouched."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_optimizations(request):
-    """Where many programs run once each, on tiny arrays, most of the time is LLVM's."""
-    some = request.path.relative_to(ROOT).as_posix().startswith(QUICK)
-    if some:
-        before = jax.config.values["jax_disable_most_optimizations"]
-        jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    if some:
-        jax.config.update("jax_disable_most_optimizations", before)
-        jax.clear_caches()  # other tests compile for themselves
-
-
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
     def refuse(*_):
@@ -85,35 +79,30 @@ def no_network(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
+def built(name: str, *options: str, target: str = "all") -> Path:
+    """The folder of a build, which is stored: again it does nothing, or what sources that have changed need."""
+    folder = compiling.STORED / "cpp" / name.replace("/", "_")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        build(folder, *options, target=target)
+    return folder
+
+
 @pytest.fixture(scope="session")
-def builds(tmp_path_factory):
+def builds():
     """`builds(*options)` is the folder of a build with cmake's further options, tests of the kernels included."""
     if not find_cmake() or not (shutil.which("c++") or os.environ.get("CXX")):
         pytest.skip("no cmake or no C++ compiler to build cpu_experts with")
-    shared = tmp_path_factory.getbasetemp()
-    if os.environ.get("PYTEST_XDIST_WORKER"):
-        shared = shared.parent  # of all workers
-
-    @functools.cache
-    def folder(*options: str) -> Path:
-        target = shared / ("cpu_experts" + "".join(options).replace("/", "_"))
-        with open(f"{target}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            build(target, "-DCPU_EXPERTS_TESTS=ON", *options)  # again does nothing
-        return target
-
-    return folder
+    return functools.cache(lambda *options: built("cpu_experts" + "".join(options), "-DCPU_EXPERTS_TESTS=ON", *options))
 
 
 @pytest.fixture(scope="session")
 def ffi_library(builds):
     """Built on the headers of this jaxlib."""
-    headers = library.ffi_headers()
-    target = builds().parent / "cpu_experts_ffi"
-    with open(f"{target}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        build(target, f"-DCPU_EXPERTS_FFI_HEADERS={headers}", target="cpu_experts_ffi")
-    return target / library.FFI_NAME
+    headers, jaxlib = library.ffi_headers(), version("jaxlib")
+    options = f"-DCPU_EXPERTS_FFI_HEADERS={headers}"
+    return built(f"cpu_experts_ffi_{jaxlib}", options, target="cpu_experts_ffi") / library.FFI_NAME
 
 
 @pytest.fixture

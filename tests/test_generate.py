@@ -1,19 +1,25 @@
 """The command line as users meet it: what goes to stdout and stderr, exit codes, pipes."""
 
 import json
-import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import compiling
+import jaxtyping
 import pytest
 import tokenizers
 from flax import nnx
+from terminals import Terminal
 from tokenizers import decoders, models, pre_tokenizers
 
+import mla_jax
 from mla_jax import Config, Transformer
+from mla_jax.engine.opened import Opened
 from mla_jax.generate import main
 from mla_jax.weights.save import save
 
@@ -35,14 +41,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory) -> dict[str, str]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    return {
-        **os.environ,
-        "JAX_COMPILATION_CACHE_DIR": cache,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONIOENCODING": "utf-8",
-    }
+def environment() -> dict[str, str]:
+    return compiling.as_users() | {"PYTHONIOENCODING": "utf-8"}
 
 
 @pytest.fixture
@@ -81,14 +81,16 @@ def test_a_dash_reads_the_prompt_from_stdin(command, folder):
 @pytest.mark.parametrize(
     ("arguments", "stdin", "code", "words"),
     [
+        ([], b"", 2, "no prompt given"),
         (["--model", "{model}"], b"", 2, "no prompt given"),
+        (["AB", "--config"], b"", 2, "--config"),
         (["-", "--model", "{model}"], b"", 2, "no prompt given"),
         (["-", "--model", "{model}"], b"A\xff", 2, "the prompt is not UTF-8"),
         (["AB", "--model", "{model}", "--temperature", "-1"], b"", 2, "temperature is -1.0"),
         (["AB", "--model", "{model}", "--temperature", "warm"], b"", 2, "warm"),
         (["AB", "--model", "{model}", "--max-tokens", "4095"], b"", 2, "leave room for 4,094 of 4,096"),
         (["AB", "--model", "{model}", "--max-token", "4"], b"", 2, "--max-tokens"),
-        (["AB", "--model", "{model}", "--attention", "flash"], b"", 2, "known: auto, naive"),
+        (["AB", "--model", "{model}", "--attention", "flash"], b"", 2, "attention is 'flash', expected one of auto, naive"),
         (["AB", "--model", "{model}/nowhere"], b"", 3, "nowhere"),
         (["AB", "--model", "deepseek-ai/DeepSeek-V2-Lite"], b"", 3, "hf download deepseek-ai/DeepSeek-V2-Lite"),
         (["AB", "--file", "{model}/config.json", "--model", "{model}"], b"", 2, "several prompts given"),
@@ -97,7 +99,9 @@ def test_a_dash_reads_the_prompt_from_stdin(command, folder):
         (["AB", "--config", "{model}/nowhere"], b"", 2, "cannot be read as TOML"),
         (["AB", "--memory-fraction", "2", "--model", "{model}"], b"", 2, "memory_fraction is 2.0"),
         (["AB", "--batch", "0", "--model", "{model}"], b"", 2, "batch is 0"),
-        (["AB", "--batch", "65", "--model", "{model}"], b"", 2, "batch is 65, expected 1 to 64"),
+        (["AB", "--batch", "65", "--model", "{model}"], b"", 2, "batch is 65, expected a whole number 1 to 64"),
+        (["AB", "--system", "be brief", "--model", "{model}"], b"", 2, "--system needs --chat"),
+        (["A" * 5000, "--model", "{model}"], b"", 2, "the prompt is too long: 5,000 tokens"),
         (["AB", "--model", "{broken}"], b"", 3, "not valid JSON"),
         (["AB", "--model", "{other}"], b"", 3, "not an MLA model"),
     ],
@@ -132,6 +136,58 @@ def test_help_is_short_and_imports_no_jax(environment):
         assert flag in result.stdout
 
 
+def test_the_version_is_told(command):
+    assert command("--version").stdout.decode() == f"mla-jax {mla_jax.__version__}\n"
+
+
+@pytest.mark.parametrize("flags", [("--attention", "flash"), ("--batch", "0"), ("--experts", "gpu"), ("--dtype", "float16")])
+def test_a_value_that_cannot_be_is_refused_without_jax(flags):
+    code = "import sys; from mla_jax.generate import main\n"
+    code += f"code = main(['AB', *{flags!r}]); print(code, sorted({{'jax', 'flax', 'numpy'}} & sys.modules.keys()))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert result.stdout == "2 []\n"
+    assert f"{flags[0][2:]} is " in result.stderr
+
+
+def test_a_prompt_over_the_context_is_refused_before_weights_are_read(folder, monkeypatch, capsys):
+    monkeypatch.setattr(Opened, "load", lambda *_: pytest.fail("weights were read"))
+    assert main(["A" * 5000, "--model", str(folder)]) == 2
+    assert "the context holds 4,096" in capsys.readouterr().err
+
+
+def test_log_probabilities_are_printed_after_the_text(command, folder):
+    given, plain = (command("AB", "--model", folder, *SHORT, *more) for more in (("--logprobs", 2), ()))
+    assert given.stdout == plain.stdout
+    lines = given.stderr.decode().split(" logprobs:\n")[1].split("\n\n")[0].splitlines()
+    assert len(lines) == 6
+    for line in lines:
+        assert re.fullmatch(r"( *-\d+\.\d{3} (\S+) *){2,3}", line)
+    assert b"logprobs" not in plain.stderr
+
+
+def test_a_dumb_terminal_of_20_columns_gets_plain_text(folder, environment):
+    plain = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "20"}
+    terminal = Terminal("AB", "--model", folder, *SHORT, **{**environment, **plain})
+    shown = terminal.to_the_end()
+    terminal.close()
+    assert " stop: length " in shown
+    assert "\x1b" not in shown
+    mistaken = Terminal("AB", "--max-token", "4", **{**environment, **plain})
+    shown = mistaken.to_the_end()
+    mistaken.close()
+    assert "--max-tokens" in shown
+    assert "\x1b" not in shown
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_end_nothing(environment, folder, closed):
+    arguments = shlex.join([sys.executable, "-m", "mla_jax.generate", "AB", "--model", str(folder), *map(str, SHORT)])
+    result = subprocess.run(f"{arguments} {closed}", shell=True, capture_output=True, cwd=ROOT, env=environment, timeout=600)
+    assert result.returncode == 0
+    assert b"Traceback" not in result.stderr
+    assert bool(result.stdout) == (">&-" not in closed.replace("2>&-", ""))
+
+
 def test_a_dry_run_says_what_is_needed_and_what_would_run_without_a_prompt(command, folder):
     result = command("--model", folder, "--dry-run")
     assert result.returncode == 0
@@ -163,7 +219,7 @@ def test_a_file_and_a_configuration_give_the_same_as_flags(command, folder, tmp_
     (tmp_path / "run.toml").write_text(settings)
     given = command("AB", "--model", folder, *SHORT, "--quiet")
     assert command("AB", "--config", tmp_path / "run.toml").stdout == given.stdout
-    assert command("--file", tmp_path / "prompt.txt", "--config", tmp_path / "run.toml").stdout == given.stdout
+    assert command("--file", tmp_path / "prompt.txt", f"--config={tmp_path / 'run.toml'}").stdout == given.stdout
     assert command("-p", "AB", "--config", tmp_path / "run.toml").stdout == given.stdout
     shorter = command("AB", "--config", tmp_path / "run.toml", "--max-tokens", "2")
     assert given.stdout.startswith(shorter.stdout.removesuffix(b"\n"))
@@ -176,9 +232,17 @@ def test_a_file_and_a_configuration_give_the_same_as_flags(command, folder, tmp_
         ("[sampling]\ntemprature = 1", "did you mean temperature?"),
         ("[sampler]\nseed = 1", "did you mean sampling?"),
         ("[", "TOML"),
+        ("[sampling]\ntemperature = 'warm'\nseed = 1.5", "temperature is 'warm', expected a number 0 to 1,000\n  seed is 1.5"),
+        ("[model]\nmodel = 7", "run.toml has a value in [model] that cannot be used\n  model is 7, expected a path"),
+        ("[attention]\nattention = 'flash'", "attention is 'flash', expected one of auto, naive"),
+        ("[memory]\nbatch = '4'", "batch is '4'"),
+        ("[output]\njson = 1", "json is 1, expected True or False"),
+        ("[prompt]\nchat = 'yes'", "chat is 'yes'"),
+        ("sampling = 4", "no known group sampling"),
     ],
 )
-def test_a_mistake_in_a_configuration_is_named(tmp_path, capsys, text, words):
+def test_a_mistake_in_a_configuration_is_named(tmp_path, capsys, monkeypatch, text, words):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users run without the checks of the tests
     (tmp_path / "run.toml").write_text(text)
     assert main(["AB", "--config", str(tmp_path / "run.toml")]) == 2
     assert words in capsys.readouterr().err

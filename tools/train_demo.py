@@ -1,7 +1,7 @@
-"""Makes the bundled demo model from nothing: a corpus of Python's standard library, training on one GPU, the release folder.
+"""Makes the bundled demo model: the corpus from Python's standard library, training on one GPU, the release folder.
 
     python tools/train_demo.py corpus --work WORK     # on any machine: tokenizer and tokens
-    python tools/train_demo.py train --work WORK      # on a GPU; stop it and run it again: it resumes
+    python tools/train_demo.py train --work WORK      # on a GPU; a stopped run resumes
     python tools/train_demo.py ship --work WORK       # WORK/demo: FP8 safetensors, config, tokenizer, curves
 
 Needs the extra `train`."""
@@ -23,15 +23,15 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
 from demo import corpus as library
-from demo import data, watch
+from demo import data, evaluate
 from demo.recipe import CHAT, VOCABULARY, Phase, Recipe
 from demo.training import Model, Trained, start, step_of
 from mla_jax.weights.save import save
 
 GENERATION = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 0.6, "top_p": 0.95}
-AHEAD = 8  # batches made while one is trained on
-LOOK = 25  # steps between two lines of the log
-JUDGE = 500  # steps between two looks at the held-out files
+AHEAD = 8  # batches prepared in advance
+LOOK = 25  # steps between lines of the log
+JUDGE = 500  # steps between evaluations on the held-out files
 
 app = tyro.extras.SubcommandApp()
 
@@ -44,7 +44,7 @@ def corpus(work: Path) -> None:
 
 @app.command
 def train(work: Path, recipe: Recipe = Recipe(), minutes: float = 20.0) -> None:  # noqa: B008
-    """Trains in WORK/run, from where the last run stopped, for at most so many minutes."""
+    """Trains in WORK/run for at most `minutes`, and resumes the last run."""
     run, first = Run(work, recipe, minutes), 0
     trained = run.restored()
     for phase, extended in zip(recipe.phases, (False, True), strict=True):
@@ -56,7 +56,7 @@ def train(work: Path, recipe: Recipe = Recipe(), minutes: float = 20.0) -> None:
 
 @app.command
 def ship(work: Path) -> None:
-    """Writes the trained model to WORK/demo as DeepSeek releases theirs, in FP8, and to WORK/bf16 for comparison."""
+    """Writes the trained model to WORK/demo in FP8, as DeepSeek releases its models, and to WORK/bf16 for comparison."""
     recipe = Recipe(**json.loads((work / "run/recipe.json").read_text()))
     with np.load(work / "run/weights.npz") as arrays:
         model = Model(recipe.config(extended=True))({path: jnp.asarray(arrays[path]) for path in arrays.files})
@@ -80,11 +80,11 @@ def ship(work: Path) -> None:
         shutil.copy(work / "corpus/tokenizer.json", folder)
         for name, content in settings.items():
             (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    watch.draw(work / "run/log.jsonl", work / "demo/training.png")
+    evaluate.draw(work / "run/log.jsonl", work / "demo/training.png")
 
 
 class Run:
-    """A training run in WORK/run: where it stands, what it logs, when it has to stop."""
+    """A training run in WORK/run: its checkpoints, its log, its time limit."""
 
     def __init__(self, work: Path, recipe: Recipe, minutes: float):
         self.recipe, self.corpus, self.folder = recipe, work / "corpus", (work / "run").absolute()
@@ -92,7 +92,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         kept = self.folder / "recipe.json"
         if kept.exists() and json.loads(kept.read_text()) != asdict(recipe):
-            raise SystemExit(f"error: {self.folder} was begun with another recipe\n  go on with that one, or delete the folder")
+            raise SystemExit(f"error: {self.folder} was started with another recipe\n  resume that one, or delete the folder")
         kept.write_text(json.dumps(asdict(recipe), indent=1) + "\n")
         self.checkpoints = ocp.CheckpointManager(self.folder / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=1))
 
@@ -110,7 +110,7 @@ class Run:
         return trained
 
     def save(self, trained: Trained) -> None:
-        """A checkpoint to resume from, and the weights by name."""
+        """Writes a checkpoint to resume from, and the weights by name."""
         self.checkpoints.save(int(trained.step), args=ocp.args.StandardSave(cast(Any, trained)))
         self.checkpoints.wait_until_finished()
         arrays: dict[str, Any] = {path: np.asarray(value) for path, value in (trained.values | trained.bias).items()}
@@ -118,12 +118,11 @@ class Run:
         self.console.print(f"at step {int(trained.step):,} of {self.recipe.steps:,}")
 
     def phase(self, trained: Trained, phase: Phase, first: int, extended: bool) -> Trained:
-        """Steps until the phase or the time is over; a line of the log every LOOK steps."""
+        """Trains until the phase or the time is over; writes a line of the log every LOOK steps."""
         config, last = self.recipe.config(extended), first + phase.steps
-        step, held = step_of(self.recipe, config), watch.HeldOut(self.corpus, config, phase.rows, phase.length)
+        step, held = step_of(self.recipe, config), evaluate.HeldOut(self.corpus, config, phase.rows, phase.length)
         batches = data.Batches(self.corpus, phase.mix, self.recipe.answer_weight, self.recipe.seed)
-        columns = (*Progress.get_default_columns()[:2], TextColumn("{task.fields[said]}"), TimeRemainingColumn())
-        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
+        with self.progress() as bar:
             task = bar.add_task(f"{phase.length} tokens", total=last, completed=int(trained.step), said="")
             clock = time.monotonic()
             for done, batch in ahead(batches, phase, int(trained.step), last):
@@ -141,6 +140,10 @@ class Run:
                 clock = time.monotonic()
         return trained
 
+    def progress(self) -> Progress:
+        columns = (*Progress.get_default_columns()[:2], TextColumn("{task.fields[said]}"), TimeRemainingColumn())
+        return Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+
     def log(self, step: int, row: dict[str, float]) -> None:
         if not np.isfinite(row["loss"]):
             raise SystemExit(f"error: the loss is {row['loss']} at step {step:,}; lower the learning rate")
@@ -152,7 +155,7 @@ class Run:
 
 
 def ahead(batches: data.Batches, phase: Phase, begun: int, last: int) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray]]]:
-    """Batches made by threads while others are trained on, each with the number of steps done after it."""
+    """Batches that threads prepare in advance, each with the number of steps done after it."""
     with ThreadPoolExecutor(AHEAD) as pool:
         queue = {n: pool.submit(batches.batch, n, phase.rows, phase.length) for n in range(begun, min(begun + AHEAD, last))}
         try:

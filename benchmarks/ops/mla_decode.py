@@ -1,4 +1,4 @@
-"""mla_decode on a Hopper GPU, against FlashInfer and the floor."""
+"""mla_decode on a Hopper GPU, compared with FlashInfer and the floor."""
 
 import functools
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from ops import timing
 from pallas_kernels import fp8, testing
 from pallas_kernels.mla_decode import mla_decode, reference, schedule
 
-# batch, heads, held -> microseconds aimed at on an H200
+# batch, heads, cached tokens -> target in microseconds on an H200
 BARS = {
     (1, 16, 4096): 12, (1, 128, 4096): 14, (1, 16, 16384): 18, (1, 128, 16384): 22,
     (64, 16, 4096): 76, (64, 128, 4096): 110, (64, 16, 16384): 280, (64, 128, 16384): 440,
@@ -37,7 +37,7 @@ def _check(case: testing.MlaDecodeCase) -> str:
 
 
 class Shape:
-    """A batch of equal lengths, over caches in one pool that rotate beyond the L2."""
+    """A batch of equal lengths, over rotating caches in one pool that exceed the L2."""
 
     def __init__(self, batch: int, heads: int, held: int, packed: bool = False):
         self.batch, self.heads, self.held = batch, heads, held
@@ -45,7 +45,7 @@ class Shape:
         pages = batch * per_row
         self.bytes = pages * PAGE * (RANK + RANK // 32 + 2 * ROPE if packed else 2 * (RANK + ROPE))
         sets = timing.sets_of(self.bytes)
-        apart = timing.sets_of(self.bytes, 1 << 20) // sets  # small caches lie far from each other
+        apart = timing.sets_of(self.bytes, 1 << 20) // sets  # small caches are spread over the pool
         keys = jax.random.split(jax.random.key(0), 4)
         normal = jax.jit(lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16), static_argnums=(1, 2, 3, 4))
         total = pages * (1 + (sets - 1) * apart)
@@ -58,7 +58,7 @@ class Shape:
         self.plan = jax.jit(functools.partial(schedule, heads=heads))(self.seq_lens)
 
     def work(self) -> timing.Work:
-        """The step's schedule apart; the error is that of two rows, against the specification."""
+        """The kernel without the step's schedule; the error of two rows is relative to the specification."""
 
         def call(q_c, q_pe, table, c_kv, k_pe, seq_lens, plan):
             return mla_decode(q_c, q_pe, c_kv, k_pe, table, seq_lens, scale=SCALE, schedule=plan)[0]
@@ -71,7 +71,7 @@ class Shape:
 
 
 def rows(peers: dict[tuple, dict] | None = None) -> Iterator[dict]:
-    """`peers`: microseconds by ("mla_decode", batch, heads, held) and by name."""
+    """`peers`: microseconds by ("mla_decode", batch, heads, cached tokens), then by name."""
     return (_row(at, packed, peers or {}) for packed in (False, True) for at in BARS if not (packed and at[1] > 32))
 
 

@@ -1,4 +1,4 @@
-"""mla_prefill on a Hopper GPU, against FlashInfer, cuDNN and the floor."""
+"""mla_prefill on a Hopper GPU, compared with FlashInfer, cuDNN and the floor."""
 
 import functools
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ SHAPES = [
 
 
 def check() -> Iterator[str]:
-    """One line per named case that the kernel takes; its error may be twice the fallback's."""
+    """One line per named case that the kernel supports; its error may be twice the fallback's."""
     return (_check(case) for case in testing.MLA_PREFILL if (case.width, case.value) in tuning.MLA_PREFILL)
 
 
@@ -36,7 +36,7 @@ def _check(case: testing.MlaPrefillCase) -> str:
 
 
 def work(shape: tuple[int, ...]) -> timing.Work:
-    """The error is that of the last queries of two heads."""
+    """The error is of the last queries of two heads."""
     B, N, T, S, H, V = shape
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (
@@ -68,5 +68,5 @@ def _row(shape: tuple[int, ...], peers: dict[tuple, dict]) -> dict:
 
 
 def rows(peers: dict[tuple, dict] | None = None) -> Iterator[dict]:
-    """`peers`: microseconds by ("mla_prefill", batch, heads, held) and by name."""
+    """`peers`: microseconds by ("mla_prefill", batch, heads, tokens), then by name."""
     return (_row(shape, peers or {}) for shape in SHAPES)

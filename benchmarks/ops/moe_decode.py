@@ -1,4 +1,4 @@
-"""moe_decode on a Hopper GPU, against the same by XLA and the bytes of the experts that are chosen."""
+"""moe_decode on a Hopper GPU, compared with XLA and the bytes of the chosen experts."""
 
 import functools
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from ops import ragged_dot, timing
 from pallas_kernels import choice, testing
 from pallas_kernels.moe_decode import CHECKS, moe_decode, reference
 
-# tokens, experts of a token, experts, model and width: V2-Lite, V3
+# tokens, experts per token, experts, model and expert width: V2-Lite, V3
 SHAPES = [*((n, 6, 64, 2048, 1408) for n in (1, 2, 4, 8)), *((n, 8, 256, 7168, 2048) for n in (1, 2, 4, 8))]
 
 
@@ -31,18 +31,18 @@ def _check(case: testing.MoeDecodeCase) -> str:
 
 
 def deal(tokens: int, chosen: int, experts: int, sets: int) -> list[jax.Array]:
-    """Ids of different experts for all pairs of a set, and of the next sets as long as there are others."""
+    """Ids: different experts for all pairs of a set, and for the next sets as long as there are unused ones."""
     order = np.resize(np.random.default_rng(0).permutation(experts), sets * tokens * chosen)
     return [jnp.asarray(ids, jnp.int32) for ids in order.reshape(sets, tokens, chosen)]
 
 
 def work(shape: tuple[int, ...], weights: list[jax.Array], impl: str = "mosaic_gpu") -> timing.Work:
-    """The error is that of the last two tokens."""
+    """The error is of the last two tokens."""
     n, K, X, D, F = shape
     sets = deal(n, K, X, timing.sets_of(3 * 2 * D * F * n * K))
     x, share = jax.random.normal(jax.random.key(1), (n, D), jnp.bfloat16), jnp.full((n, K), 1 / K)
     last = sets[0][-2:]
-    own = np.arange(last.size).reshape(last.shape)  # in float64 all experts would not fit
+    own = np.arange(last.size).reshape(last.shape)  # all experts would not fit in float64
     wanted = reference.moe_decode(x[-2:], own, share[-2:], *(w[last.reshape(-1)] for w in weights))
     call = functools.partial(moe_decode, impl=impl)
     return timing.Work(call, [(x, ids, share, *weights) for ids in sets], lambda out: testing.error(out[-2:], wanted))
@@ -58,14 +58,14 @@ def _row(shape: tuple[int, ...], weights: list[jax.Array]) -> dict:
 
 
 def weights(shape: tuple[int, ...]) -> list[jax.Array]:
-    """Gate, up and down of all experts."""
+    """Random gate, up and down of all experts."""
     _, _, X, D, F = shape
     keys = jax.random.split(jax.random.key(0), 3)
     return [ragged_dot.weight(key, X, *size) for key, size in zip(keys, ((F, D), (F, D), (D, F)), strict=True)]
 
 
 def rows(peers: dict | None = None) -> Iterator[dict]:
-    """Random weights, one set for each model; `peers` knows nothing of this op."""
+    """One set of random weights per model; there are no `peers` of this op."""
     made: dict[tuple, list[jax.Array]] = {}
     for shape in SHAPES:
         if shape[2:] not in made:

@@ -1,4 +1,4 @@
-"""quantized_matmul on a Hopper GPU, against XLA's matmul in bfloat16 and the floor."""
+"""quantized_matmul on a Hopper GPU, compared with XLA's matmul in bfloat16 and the floor."""
 
 import functools
 from collections.abc import Iterator
@@ -71,7 +71,7 @@ def _row(name: str, M: int) -> Iterator[dict]:
 
 
 def rows(peers: dict[tuple, float] | None = None) -> list[dict]:
-    """Rows of E4M3 come quantised; `peers` knows nothing of this op."""
+    """E4M3 rows are quantised in advance; there are no `peers` of this op."""
     found = []
     for row in (row for name in WEIGHTS for M in ROWS for row in _row(name, M)):
         found.append(row)

@@ -1,4 +1,4 @@
-"""ragged_dot and ragged_swiglu on a Hopper GPU, against XLA's grouped matmul, JAX's own Pallas kernel and the floor."""
+"""ragged_dot and ragged_swiglu on a Hopper GPU, compared with XLA's grouped matmul, JAX's Pallas kernel and the floor."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -11,30 +11,30 @@ from ops import timing
 from pallas_kernels import choice, fp8, ragged_dot, testing
 from pallas_kernels.ragged_dot import reference
 
-# rows -> microseconds aimed at on an H200, of ragged_dot with 32 experts of 7168 x 2048
+# rows -> target in microseconds on an H200, for ragged_dot with 32 experts of 7168 x 2048
 BARS = {1024: 235, 16384: 740}
-# experts, rows, depth, features of gate and up, whether all experts have as many rows
+# experts, rows, depth, features of gate and up, whether all experts have equal numbers of rows
 SHAPES = [
     *((32, rows, 7168, 2048, even) for rows in BARS for even in (True, False)),
     *((64, rows, 2048, 1408, False) for rows in (6, 48, 384)),
     *((256, rows, 7168, 2048, False) for rows in (8, 64, 512)),
 ]
-# how operands are held: bfloat16, weights alone in E4M3, both in E4M3
+# kinds of operands: bfloat16, weights in E4M3, both in E4M3
 HELD = ("bf16", "w8", "w8a8")
-# operands of each op beside the rows
+# operands of each op in addition to the rows
 OPERANDS = {ragged_dot.ragged_dot: ("gate",), ragged_dot.ragged_swiglu: ("gate", "up")}
-# JAX's kernel: tokens, features and depth in a block, steps in flight, blocks of features side by side
+# JAX's kernel: tokens, features and depth in a block, steps in flight, adjacent blocks of features
 PALLAS = [(64, 128, 64, 6, 1), (128, 128, 64, 5, 8), (128, 256, 64, 4, 4)]
 
 
 @jax.jit
 def quantized(w: jax.Array) -> fp8.Fp8:
-    """A weight at a time: all in float32 would not fit."""
+    """A weight at a time, because all would not fit in float32."""
     return jax.lax.map(fp8.quantize_weight, w)
 
 
 def held(inputs: dict, how: str) -> dict:
-    """`inputs` with the operands as `how` of HELD says."""
+    """`inputs` with the operands of kind `how` of HELD."""
     out = dict(inputs)
     if how != "bf16":
         out |= {name: quantized(inputs[name]) for name in ("gate", "up")}
@@ -44,7 +44,7 @@ def held(inputs: dict, how: str) -> dict:
 
 
 def check() -> list[str]:
-    """One line per named case, op and way to hold the operands; the kernel's error may be twice the fallback's."""
+    """One line per named case, op and kind of operands; the kernel's error may be twice the fallback's."""
     return [line for case in testing.RAGGED_DOT for how in HELD for line in _check(case, how)]
 
 
@@ -66,7 +66,7 @@ def _check(case: testing.RaggedDotCase, how: str) -> Iterator[str]:
 
 
 def deal(rows: int, experts: int, sets: int, even: bool) -> list[jax.Array]:
-    """Group sizes: as many for all; a row each for experts of which no neighbouring sets have the same; or at random."""
+    """Group sizes: equal; one row each for experts that differ between adjacent sets; or random."""
     if even:
         return [jnp.full((experts,), rows // experts, jnp.int32)] * sets
     rng = np.random.default_rng(0)
@@ -78,7 +78,7 @@ def deal(rows: int, experts: int, sets: int, even: bool) -> list[jax.Array]:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def weight(key: jax.Array, experts: int, features: int, depth: int) -> jax.Array:
-    """An expert at a time: all in float32 would not fit."""
+    """An expert at a time, because all would not fit in float32."""
     make = functools.partial(jax.random.normal, shape=(features, depth), dtype=jnp.bfloat16)
     return jax.lax.map(lambda key: make(key) * depth**-0.5, jax.random.split(key, experts))
 
@@ -103,7 +103,7 @@ def _pallas(blocks: tuple[int, ...]) -> Callable:
 
 
 def _time(call: Callable, args_sets: list[tuple]) -> float | None:
-    """None for a peer that refuses: no fault of ours."""
+    """The result, or None for a peer that refuses."""
     try:
         return timing.microseconds(lambda sizes, *rest: call(*rest, sizes), args_sets)
     except Exception as fault:
@@ -112,19 +112,19 @@ def _time(call: Callable, args_sets: list[tuple]) -> float | None:
 
 
 def bytes_of(inputs: dict, names: Sequence[str]) -> float:
-    """Of one expert's weights."""
+    """The bytes of one expert's weights."""
     leaves = jax.tree.leaves([inputs[name] for name in names])
     return sum(leaf.nbytes for leaf in leaves) / leaves[0].shape[0]
 
 
 def work(op: Callable, shape: tuple[int, ...], how: str, inputs: dict, names: Sequence[str]) -> timing.Work:
-    """`inputs` as `held` gives them."""
+    """Times an op on `inputs` from `held`."""
     X, M, _, _, even = shape
     sets = deal(M, X, timing.sets_of(int(bytes_of(inputs, names) * min(M, X))), even)
     x, weights = inputs["x"], [inputs[name] for name in names]
     wanted = jax.jit(getattr(reference, op.__name__))(x, *weights, sets[0])
     error = functools.partial(testing.error, wanted=wanted)
-    if how == "w8":  # what the kernel makes of x belongs to every call
+    if how == "w8":  # the preparation of x is part of every call
         return timing.Work(lambda both, *w: op(both[1], *w, both[0]), [((sizes, x), *weights) for sizes in sets], error)
     return timing.Work(lambda sizes, *rest: op(*rest, sizes), [(sizes, x, *weights) for sizes in sets], error)
 
@@ -150,7 +150,7 @@ def _row(op: Callable, shape: tuple[int, ...], how: str, inputs: dict, names: Se
 
 
 def rows(peers: dict[tuple, float] | None = None) -> list[dict]:
-    """Up and gate as one SwiGLU, and a plain product of the same depth and width; `peers` knows nothing of these ops."""
+    """Gate and up as one SwiGLU, and a plain product of the same depth and width; there are no `peers` of these ops."""
     found = []
     for shape in SHAPES:
         inputs = random_inputs(shape)

@@ -1,4 +1,4 @@
-"""rope_append on a Hopper GPU, against the same by XLA; the floor is a kernel's start."""
+"""rope_append on a Hopper GPU, compared with XLA; the floor is the time of a kernel launch."""
 
 import functools
 from collections.abc import Iterator
@@ -39,12 +39,12 @@ def _row(rows: int, heads: int) -> dict:
 
 
 def _step(arrays: dict, *, impl: str, **fixed) -> dict:
-    """The same step again, on what this one leaves."""
+    """The same step again, on the state after this one."""
     q_pe, cache = rope_append(**arrays, impl=impl, **fixed)
     q = jax.lax.dynamic_update_slice(arrays["q"], q_pe, (0, 0, 0, 0))
     return arrays | {"cache": cache._replace(length=arrays["cache"].length), "q": q}
 
 
 def rows(peers: dict | None = None) -> Iterator[dict]:
-    """A step's share of one layer, again and again over one cache; `peers` knows nothing of this op."""
+    """The op of one layer, repeated over one cache; there are no `peers` of this op."""
     return (_row(*shape) for shape in SHAPES)

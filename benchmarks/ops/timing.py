@@ -1,4 +1,4 @@
-"""How a kernel is timed: wall time per call of many calls back to back inside one program, over inputs beyond the L2."""
+"""Timing of kernels: wall time per call, of many calls back to back in one program, over inputs that exceed the L2."""
 
 import functools
 import statistics
@@ -9,27 +9,27 @@ from typing import NamedTuple
 import jax
 
 BEYOND_L2 = 256 << 20
-HBM = 4.56e12  # bytes a second an H200 reads
-BF16 = 811e12  # operations a second of its matrix units, on random data
+HBM = 4.56e12  # bytes per second that an H200 reads
+BF16 = 811e12  # operations per second of its matrix units, on random data
 FP8 = 1408e12
 
 
 def sets_of(nbytes: int, most: int = 16) -> int:
-    """How many inputs of `nbytes` to walk through, so that none is still in the L2."""
+    """The number of inputs of `nbytes` to rotate over, so that none is still in the L2."""
     return min(max(1, -(-BEYOND_L2 // nbytes)), most)
 
 
 def after(first: jax.Array, out: jax.Array) -> jax.Array:
-    """`first`, or as good as it, but not before `out` is there: what does not depend on it would run beside it or not at all."""
+    """`first`, made to depend on `out`: independent calls would run concurrently or be removed."""
     if (first.shape, first.dtype) == (out.shape, out.dtype):
         return out
     return first + (0 * out[(0,) * out.ndim]).astype(first.dtype)
 
 
 class Program:
-    """Many calls back to back, compiled as one. `call` takes one of `args_sets`, and waits for the call before with the first.
+    """Many calls back to back, in one program. `call` takes one of `args_sets`; its first argument waits for the call before.
 
-    So the first is small, and what a call does to none but other arguments is done once for all."""
+    So the first argument should be small; work on other arguments only is done once for all calls."""
 
     def __init__(self, call: Callable, args_sets: Sequence[tuple], most: int = 64):
         call = jax.jit(call)  # so that all calls are lowered once
@@ -47,7 +47,7 @@ class Program:
         self.many = jax.jit(many).lower(args_sets).compile()
 
     def out(self) -> jax.Array:
-        """What the first of `args_sets` gives."""
+        """The result for the first of `args_sets`."""
         return self.many(self.args_sets)[0]
 
     def microseconds(self, seconds: float = 0.25) -> float:
@@ -65,7 +65,7 @@ class Program:
 
 
 class Work(NamedTuple):
-    """What a program is made of, and the error of what the first of `args_sets` gives."""
+    """A program's call and arguments, and the error of its result for the first of `args_sets`."""
 
     call: Callable
     args_sets: Sequence[tuple]
@@ -87,7 +87,7 @@ def microseconds(call: Callable, args_sets: Sequence[tuple]) -> float:
 
 
 def microseconds_in_place(step: Callable, state: dict, steps: int = 256) -> float:
-    """The median per turn of a loop of steps, each of which updates the state that the last one left."""
+    """The median per iteration of a loop of steps, each of which updates the state of the one before."""
     many = jax.jit(lambda state: jax.lax.fori_loop(0, steps, lambda _, state: step(state), state), donate_argnums=0)
     state, times = many(jax.tree.map(jax.numpy.copy, state)), []
     for _ in range(5):

@@ -1,9 +1,8 @@
-"""MoE layers of other libraries on the CPU, of the same weights as ours and called alike.
+"""MoE layers of other libraries on the CPU, with the same weights as ours and one interface.
 
-A peer is a module with `about()`, which says what it is or raises why it is not here; `METHODS`, by our precisions the ways in
-which it computes with such weights, and `named(method)`; and `Layer(method, parts, formats, threads)` with gate, up and down as
-`layout.quantize` made them in these formats, which is called with a Batch and gives its rows' outputs: floats, or the bits of
-bfloat16."""
+A peer is a module with `about()`, which describes the library or raises why it is not available; `METHODS`, its methods by our
+precision, and `named(method)`; and `Layer(method, parts, formats, threads)` with gate, up and down from `layout.quantize` in
+these formats. A Layer is called with a Batch and returns its rows' outputs: floats, or the bits of bfloat16."""
 
 import importlib
 from types import ModuleType
@@ -17,7 +16,7 @@ MODULES = {"torch": "onednn", "kt-kernel": "kt", "llama.cpp": "ggml"}
 
 
 class Batch(NamedTuple):
-    """Rows, as floats and as bfloat16's bits (both `[n D]`, the same values), and the experts chosen for each (`[n K]`)."""
+    """Rows, as floats and as bfloat16's bits (both `[n D]`, the same values), and the experts of each (`[n K]`)."""
 
     x: np.ndarray
     bits: np.ndarray
@@ -26,7 +25,7 @@ class Batch(NamedTuple):
 
 
 def found(names: list[str]) -> tuple[dict[str, ModuleType], dict[str, str]]:
-    """Those that are installed; and of every name what it is, or why it is not here."""
+    """The installed peers; and for every name its description, or why it is not available."""
     here, words = {}, {}
     for name in names:
         try:
@@ -39,7 +38,7 @@ def found(names: list[str]) -> tuple[dict[str, ModuleType], dict[str, str]]:
 
 
 def expected(batch: Batch, parts: list[layout.Parts], formats: tuple[str, ...]) -> np.ndarray:
-    """What the weights' values give, multiplied out; what they are multiplied with is bfloat16, whatever the formats."""
+    """The exact result with the weights' values, for bfloat16 activations in every format."""
     out, inputs = np.zeros(batch.x.shape), (batch.x.shape[1], batch.x.shape[1], parts[0][0].shape[1])
     for e in np.unique(batch.ids):
         token, k = np.nonzero(batch.ids == e)
@@ -50,6 +49,6 @@ def expected(batch: Batch, parts: list[layout.Parts], formats: tuple[str, ...]) 
 
 
 def distance(out: np.ndarray, right: np.ndarray) -> float:
-    """Of a layer's outputs, as norms."""
+    """The relative distance of a layer's outputs, by norms."""
     values = layout.from_bf16(out) if out.dtype == np.uint16 else out
     return float(np.linalg.norm(values - right) / np.linalg.norm(right))

@@ -1,8 +1,8 @@
-"""llama.cpp: the graph that it builds for a layer's experts, by the ggml libraries that llama-cpp-python installs.
+"""llama.cpp: its graph of a layer's experts, run by the ggml libraries of llama-cpp-python.
 
-They are those inside the package, or in the folder that LLAMA_CPP_LIB_PATH names. Weights lie where llama.cpp's loader would put
-them: in the first of the CPU's buffer types that multiplies experts of their type, which repacks some types (CPU_REPACK; its AMX
-buffers take no experts). GGUF's types say the same as our parts, but that Q8_0 for int8 has its scales in float16."""
+The libraries are in the package, or in the folder LLAMA_CPP_LIB_PATH. Weights are placed as by llama.cpp's loader: in the first
+of the CPU's buffer types that multiplies experts of their type, which repacks some types (CPU_REPACK; AMX buffers take no
+experts). GGUF's types have the values of our parts, except that Q8_0 for int8 has float16 scales."""
 
 import contextlib
 import ctypes
@@ -28,7 +28,7 @@ METHODS = {
 F32, I32 = 0, 26
 TYPES = {"bf16": 30, "int8": 8, "int4_g32": 2, "q8_0": 8, "q4_k": 12, "q6_k": 14}
 BLOCK = 32  # values of Q8_0 and Q4_0
-MEMORY = 2**20  # for what a context knows of its tensors and graph
+MEMORY = 2**20  # for a context's records of its tensors and graph
 
 P, N, SIZE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t
 
@@ -37,7 +37,7 @@ class Init(ctypes.Structure):
     _fields_ = (("mem_size", SIZE), ("mem_buffer", P), ("no_alloc", ctypes.c_bool))
 
 
-FUNCTIONS = {  # of ggml.h, ggml-alloc.h, ggml-backend.h and ggml-cpu.h: what each gives, and takes
+FUNCTIONS = {  # of ggml.h, ggml-alloc.h, ggml-backend.h and ggml-cpu.h: result and argument types
     "ggml_version": (ctypes.c_char_p,),
     "ggml_log_set": (None, P, P),
     "ggml_init": (P, Init),
@@ -97,7 +97,7 @@ def _folder() -> Path:
 
 @cache
 def _ggml() -> ctypes.CDLL:
-    """The library for CPUs; what it needs of the one below is found through it."""
+    """The CPU library; symbols of the base library are found through it."""
     library = ctypes.CDLL(str(_folder() / "libggml-cpu.so"))
     for name, (result, *arguments) in FUNCTIONS.items():
         function = getattr(library, name)
@@ -150,7 +150,7 @@ class Layer:
         return self.out
 
     def _stored(self, encoded: np.ndarray, kind: int, inputs: int) -> int:
-        """A tensor of all experts, in the first type of buffer that they can be multiplied in."""
+        """A tensor of all experts, in the first buffer type that can multiply them."""
         ggml, (experts, outputs) = _ggml(), encoded.shape[:2]
         for buffer_type in self.cpu.buffer_types:
             with contextlib.ExitStack() as memory:
@@ -167,7 +167,7 @@ class Layer:
         raise RuntimeError(f"ggml multiplies no experts of its type {kind} here")
 
     def _build(self, tokens: int, chosen: int) -> None:
-        """The graph for this many tokens, as llama.cpp's build_moe_ffn."""
+        """The graph for this number of tokens, as in llama.cpp's build_moe_ffn."""
         self.graph_memory.close()
         ggml, context, (gate, up, down) = _ggml(), _context(self.graph_memory), self.weights
         x = ggml.ggml_new_tensor_3d(context, F32, self.model, 1, tokens)

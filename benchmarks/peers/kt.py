@@ -1,8 +1,8 @@
-"""kt-kernel (KTransformers), set up from memory as its wrappers set it up from files, all experts on the CPU.
+"""kt-kernel (KTransformers), initialised from memory as its wrappers do from files, with all experts on the CPU.
 
-Its methods are called AMX whatever they compute with: the package loads the variant for this processor, which is in the name.
-BF16, FP8 and RAWINT4 take the weights as they are; AMXINT8 and AMXINT4 quantise bf16, with one scale an output (so AMXINT4 is
-further from weights in groups). On one NUMA node; its threads keep to the first cores."""
+Its methods are named AMX on any processor: the package loads the variant for this processor, which is part of the name we
+print. BF16, FP8 and RAWINT4 take the weights as they are; AMXINT8 and AMXINT4 quantise bf16 with one scale per output (so
+AMXINT4 has a larger error than weights in groups). Runs on one NUMA node, with threads on the first cores."""
 
 import contextlib
 import ctypes
@@ -24,7 +24,7 @@ CLASSES = {
     "RAWINT4": "AMXInt4_KGroup_MOE",
     "FP8": "AMXFP8_MOE",
 }
-GROUPS = {"RAWINT4": (4, 32), "FP8": (8, 128)}  # bits, values to a scale
+GROUPS = {"RAWINT4": (4, 32), "FP8": (8, 128)}  # bits, values per scale
 MAX_TOKENS, MAX_CHOSEN = 4096, 8
 
 
@@ -42,7 +42,7 @@ def named(method: str) -> str:
 
 @cache
 def _pool(threads: int):
-    """Its threads, one set for the process."""
+    """Its thread pool, one per process."""
     from kt_kernel import kt_kernel_ext
 
     config = kt_kernel_ext.WorkerPoolConfig()
@@ -83,7 +83,7 @@ class Layer:
 
 
 def _given(method: str, parts: tuple[np.ndarray, ...], format: str, inputs: int) -> tuple[np.ndarray, ...]:
-    """A matrix and its scales as the method takes them: two codes to a byte in their order, or bf16 to be quantised."""
+    """A matrix and its scales as the method takes them: two codes per byte in order, or bf16 to quantise."""
     if method == "RAWINT4":
         codes = layout.int4_codes(parts[0]).reshape(*parts[0].shape[:2], -1)
         return codes[..., 0::2] | codes[..., 1::2] << 4, parts[1]
@@ -97,7 +97,7 @@ def _given(method: str, parts: tuple[np.ndarray, ...], format: str, inputs: int)
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Without what C++ prints meanwhile."""
+    """Suppresses what C++ prints meanwhile."""
     flush = ctypes.CDLL(None).fflush
     sys.stdout.flush()
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""torch: experts in a loop over oneDNN's linear, gate and up as one matrix, each packed for the rows it will see."""
+"""torch: a loop over experts with oneDNN's linear, gate and up as one matrix, each packed for its number of rows."""
 
 import numpy as np
 

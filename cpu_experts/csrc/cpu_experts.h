@@ -55,7 +55,7 @@ typedef struct {
     int32_t threads;  /* the calling one included; 0: one a usable core */
     int32_t isa;      /* a cpu_experts_isa */
     int32_t max_rows; /* tokens times experts chosen that are worked on at once: scratch for them is allocated at opening, and
-                           more are worked through in turn */
+                           more are worked through one after the other */
 } cpu_experts_weights;
 
 typedef struct {

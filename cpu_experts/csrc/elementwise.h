@@ -57,7 +57,7 @@ inline float exponential(float x) {
 }
 
 #ifdef __AVX512F__
-// The same. A NaN stays one: the second operand is returned beside it.
+// The same. A NaN stays one: the second operand is returned.
 inline __m512 exponential(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-87), _mm512_min_ps(_mm512_set1_ps(88), x));
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
@@ -115,7 +115,7 @@ struct Within {
 
 template <class Number>
 inline Within within(const Number* values, int count, float limit) {
-    constexpr int wide = 64;  // sums beside each other, for each loop to be one of vectors
+    constexpr int wide = 64;  // adjacent sums, so that each loop is vectorised
     const uint32_t most = bits_of(limit);
     float squares[wide] = {};
     uint32_t sizes[wide], largest = 0;
@@ -219,8 +219,8 @@ inline Path int8_path(Multiply all, MultiplySlice slice) {
 }
 
 #ifdef __AVX512F__
-// The loop below, but for rounding and denormals: of that gcc 12 makes two divisions of eight numbers each, for those that were
-// clamped, too.
+// The loop below, except for rounding and denormals. From the loop gcc 12 makes two divisions of eight numbers each, also for
+// those that were clamped.
 inline void swiglu(const float* c, int rows, size_t line, uint16_t* out) {
     const __m512 one = _mm512_set1_ps(1), two = _mm512_set1_ps(2);
     for (int i = 0; i < rows; ++i, c += kPanel, out += line) {

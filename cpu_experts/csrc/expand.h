@@ -45,7 +45,7 @@ struct GroupedInt4 : Int4Codes<8> {
     }
 };
 
-// What a panel holds beside its codes of eight steps, 256 inputs: float16s, then lines of a byte an output.
+// What a panel holds in addition to its codes per eight steps, 256 inputs: float16s, then lines of one byte per output.
 template <int kHalves, int kBytes>
 struct BlockScales {
     static const uint8_t* at(const Panel& p, int step) { return p.scales + size_t(step / 8) * (2 * kHalves + kBytes) * kPanel; }

@@ -86,7 +86,7 @@ Error forward_now(uint64_t layer, AnyBuffer x, Ids ids, Weights weights, xla_ffi
     });
 }
 
-// x is passed on: who reads it afterwards comes after the submission. XLA lets it lie where it is, but for a part of an array that
+// x is passed on: who reads it afterwards comes after the submission. XLA leaves it in place, except for a part of an array that
 // is given without being taken out of it.
 Status pass_on(Stream stream, const AnyBuffer& x, AnyBuffer& passed) {
     if (passed.size_bytes() != x.size_bytes()) return {CPU_EXPERTS_INVALID, "x: must be passed on as it is"};

@@ -1,4 +1,4 @@
-// Experts' packed bytes as arrays of a program, copied from where they lie.
+// Experts' packed bytes as arrays of a program, copied from where they are stored.
 #pragma once
 
 #include "ffi_driver.h"
@@ -13,7 +13,7 @@ struct Copies {
 };
 
 Status fetch(uint64_t layer, int32_t first, const Copies& copies);
-// On a stream, which is waited for: the first expert's number lies in the GPU's memory.
+// On a stream, which is waited for: the first expert's number is in the GPU's memory.
 Status fetch(Stream stream, uint64_t layer, const int32_t* first, const Copies& copies);
 // Of a layer that is forgotten: waits for copies under way, and lets the system have the weights' pages again.
 void unpin(uint64_t layer);

@@ -113,7 +113,7 @@ filled:
     ret;
 }
 
-// Waits for the host's flag to reach a number: 1 once it has, 0 when the host stops, or after so many nanoseconds. Who gave up
+// Waits for the host's flag to reach a number: 1 once it has, 0 when the host stops, or after `patience` nanoseconds. Who gave up
 // says so: those that come after do not wait in vain until the host has seen it.
 .func (.reg .b32 there) await(.reg .b64 flag, .reg .b64 number, .reg .b64 block, .reg .b64 patience)
 {

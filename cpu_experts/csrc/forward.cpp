@@ -31,7 +31,7 @@ struct Block {
     int first, count, expert;  // rows, of those sorted by expert
 };
 
-// Whole blocks of one expert, so many as a subtask multiplies.
+// Whole blocks of one expert, as many as a subtask multiplies.
 struct Group {
     int expert, first, end;
 };
@@ -98,7 +98,7 @@ private:
     static constexpr int kBf16Line = kLine / 2;  // numbers
 
     bool narrows(const Shape& weights) const { return layer.kernels_.paths[weights.precision].narrows; }
-    // How the rows of an expert that has so many are laid out: as bf16, as int8, or as the kernel for few takes them.
+    // How the rows of an expert with this many rows are laid out: as bf16, as int8, or as the kernel for few takes them.
     enum Layout { kBf16Rows, kInt8Rows, kFewRows };
     Layout layout(const Shape& weights, int rows) const {
         const Path& path = layer.kernels_.paths[weights.precision];
@@ -125,11 +125,9 @@ private:
         threads.run(count, call<Step>, this);
     }
 
-    // Subtasks are a group of rows by some neighbouring panels: with many rows as many as should share them, with few as many as
-    // fit the L2, fewer where some thread would stay idle. Those of a node's share of the panels, of all experts, come before
-    // those of the next one's. On one node an expert's rows are laid out, multiplied and multiplied again mostly by one thread:
-    // lines that all cores have read take three times as long to be written anew. In every thread's own memory, from tokens packed
-    // once each, they were 2 to 4 % faster on two cores, 3 to 5 % slower on sixteen, and 16 % where all rows chose the same experts.
+    // A subtask is a group of rows by some neighbouring panels: with many rows as many as should share them, with few as many as
+    // fit the L2, fewer where a thread would stay idle. Subtasks of one NUMA node's panels, of all experts, come before those of the
+    // next. On one node an expert's rows are packed and multiplied mostly by one thread (docs/design/cpu_experts.md says why).
     template <void (Forward::*Step)(int, int)>
     void multiply_round(Threads& threads, int panels, size_t panel_bytes) {
         panels_ = panels;
@@ -223,7 +221,7 @@ private:
             Source from{static_cast<const uint8_t*>(batch.x) + at, bf16, layer.model_};
             pack(from, i, b, layer.gate_up_, x, x_scales, x_outliers);
         }
-        // SwiGLU writes whole tiles; what lies between the last one and the end of the last step is padding.
+        // SwiGLU writes whole tiles; what is between the last one and the end of the last step is padding.
         if (layout(layer.down_, b) == kBf16Rows) {
             const Shape& shape = layer.down_;
             size_t written = hidden_line * 2 / kLine;

@@ -71,8 +71,8 @@ struct Panel {
     int steps, group_steps;
 };
 
-// A row's few numbers that are far larger than its others, of which int8 would keep little beside them. Where they lie the row
-// has zeros; their codes are as many times its scale as they are.
+// A row's few numbers that are far larger than its others, next to which int8 would keep little of the others. In their place the
+// row has zeros; their codes are as many times its scale as they are.
 struct Outliers {
     static constexpr int kMost = 15;
     int count;
@@ -102,8 +102,8 @@ struct Sums {
     float* row(int m) const { return at + size_t(m) * line; }
 };
 
-// What is needed next, to be asked for step by step: so many lines in each, of all `kStreams` parts in turn, which begin `apart`
-// from each other. As many are asked for at once as there are parts, when so many are due.
+// What to prefetch: `each` lines per step, taken from `kStreams` parts that begin `apart` bytes from each other. Once `kStreams`
+// lines are due, one line of each part is prefetched.
 struct Ahead {
     static constexpr int kStreams = 8;
     const uint8_t* at = nullptr;
@@ -121,7 +121,7 @@ constexpr size_t kConvertedScaleBytes = size_t(kFormats[kInt8].scale_bytes) + 2 
 struct Conversion {
     Convert convert = nullptr;  // nullptr: it is there
     Panel codes = {};
-    int step = 0, steps = 0, each = 1;  // of the codes; so many become a line's
+    int step = 0, steps = 0, each = 1;  // of the codes; `each` steps become one line
     uint8_t *to = nullptr, *scales = nullptr;
     bool once = false;  // nobody reads it after this slice's rows: it need not be whole at any time
 
@@ -147,7 +147,7 @@ struct Slice {
 // sums = rows times the panel.
 using Multiply = void (*)(const Panel&, const Rows&, const Sums&);
 using MultiplySlice = void (*)(const Panel&, const Rows&, const Slice&, const Sums&);
-// The sums of so many rows in the group that begins with `step`, of codes without scales: times these, they are added to those of
+// The sums of `rows` rows in the group that begins with `step`, of codes without scales: times these, they are added to those of
 // the groups before.
 using AddScaled = void (*)(const Panel&, int step, int rows, const Sums& from, const Sums& to);
 
@@ -161,7 +161,7 @@ struct Source {
     int count;
 };
 
-// As row `i` of a block of `rows`, padded with zeros to so many lines.
+// As row `i` of a block of `rows`, padded with zeros to the given number of lines.
 using Pack = void (*)(const Source&, int i, int rows, int steps, uint8_t* block);
 
 // Likewise as bytes; returns their scale. Without a place for outliers all are packed.
@@ -182,7 +182,7 @@ struct Path {
     AddOutliers add_outliers = nullptr;
     int most = kBlock;
 
-    // Whether `slice` multiplies so many rows of an expert.
+    // Whether `slice` multiplies this number of rows of an expert.
     bool sliced(int rows) const { return !(few && rows <= crossover) && (rows > most || !block); }
 };
 
@@ -191,7 +191,7 @@ struct Kernels {
     Pack pack_bf16;
     // silu(gate) * up of a panel's sums, in bf16: 16 numbers a row, `line` from one row to the next.
     void (*swiglu)(const float* sums, int rows, size_t line, uint16_t* out);
-    // Sums to where they belong, past the caches if so many come that nothing stays there.
+    // Stores sums, bypassing the caches if there are too many to stay there.
     void (*put)(const Sums& from, int rows, const Sums& to, bool many);
     void (*settle)();  // after many, before other threads are told
     // out[d] = sum over k, in order, of weights[k] * parts[k][d]; a part may be nullptr.

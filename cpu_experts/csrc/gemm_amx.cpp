@@ -125,7 +125,7 @@ void add_steps(const Panel& p, const Rows& a, bool lower, Ask ask) {
     }
 }
 
-// Lines that are converted at a time: so few that the next ones' conversion begins beside these ones' products.
+// Lines that are converted at a time: few, so that converting the next overlaps with multiplying these.
 constexpr int kPiece = 2;
 
 template <class Kind>
@@ -148,9 +148,8 @@ void slice_sums(const Panel& p, const Rows& a, const Slice& slice, const Sums& c
 }
 
 // A block times codes as they are, a group at a time, whose sums leave the tiles to be scaled. Tiles wait for what was just stored,
-// so a group is unpacked while the one before is multiplied, and scaled after the next one. On 16 cores a layer of V2-Lite took 64
-// tokens, six rows an expert, 6.6 ms with FP8 and 6.1 with Q8_0, where AVX-512 took 8.4 and 9.2. With 24 rows an expert it took
-// 10.1 ms with FP8, expanded 9.0.
+// so a group is unpacked while the previous one is multiplied, and scaled after the next one. For 2 to 16 rows per expert: with
+// more, expanding the codes to bf16 is faster (docs/design/cpu_experts.md).
 template <Precision P>
 void block_codes(const Panel& p, const Rows& a, const Sums& c) {
     const Path& codes = few_row_kernels().paths[P];

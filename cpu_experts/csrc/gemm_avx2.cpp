@@ -12,7 +12,7 @@ inline uint32_t word(const uint8_t* at) {
     return w;
 }
 
-// M rows by one tile: 8 outputs' pairs lie in 32 bytes; the pair's halves are floats once shifted or masked.
+// M rows by one tile: 8 outputs' pairs are in 32 bytes; the pair's halves are floats once shifted or masked.
 template <int M>
 void bf16_tile(const Panel& p, int tile, const Rows& a, int row0, bool add, const Sums& c) {
     __m256 sum[M][2];

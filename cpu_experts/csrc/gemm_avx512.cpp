@@ -30,7 +30,7 @@ struct Bf16 {
 
 struct Int8 {
     using Sum = __m512i;
-    static constexpr size_t kMost = 8;  // of 12 gcc spills some sums: 450 in place of 790 Gop/s on Zen 5
+    static constexpr size_t kMost = 8;  // with 12, gcc spills some sums
     static Sum zero() { return _mm512_setzero_si512(); }
     static Sum add(Sum a, Sum b) { return _mm512_add_epi32(a, b); }
     static Sum dot(Sum sum, __m512i x, __m512i w) { return _mm512_dpbusd_epi32(sum, x, w); }
@@ -59,7 +59,7 @@ void plain_rows(const Panel& p, const Rows& a, const Slice& slice, int first, co
     }
     Ahead weights = slice.weights, rows = slice.rows;
     const uint8_t* w = p.data;
-    const uint8_t* next = weights.at ? w : w + kAhead;  // what is asked for already is asked for no more
+    const uint8_t* next = weights.at ? w : w + kAhead;  // what is prefetched already is not prefetched again
     const uint8_t* x = a.data + size_t(first) * kLine;
     for (int s = 0; s < p.steps; ++s, w += 2 * kTileBytes, next += 2 * kTileBytes, x += size_t(a.count) * kLine) {
         prefetch(weights), prefetch(rows);
@@ -179,7 +179,7 @@ void in_passes(const std::array<RowsFn, N>& table, const Panel& p, const Rows& a
         int rows = (a.count - first + passes - i - 1) / (passes - i);
         table[size_t(rows) - 1](p, a, slice, first, c);
         first += rows;
-        slice.weights = slice.rows = {};  // asked for already
+        slice.weights = slice.rows = {};  // prefetched already
     }
 }
 
@@ -243,7 +243,7 @@ void expand(const Panel& p, int step, int steps, uint8_t* bf16, uint8_t*) {
     }
 }
 
-// --- codes of four bits as int8 for many rows: a scale an output in place of one a group
+// --- codes of four bits as int8 for many rows: one scale per output instead of one per group
 
 constexpr float kLargest = 126;  // of what the largest value becomes: product and minimum are rounded each
 

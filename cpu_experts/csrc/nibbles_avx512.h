@@ -10,7 +10,7 @@
 namespace cpu_experts {
 namespace {
 
-// A row's line of a step. One number that is far larger than the others, of which bytes would keep little beside it, is left out.
+// A row's line of a step. One number that is far larger than the others is left out: bytes would keep little of the others.
 struct alignas(kLine) StepLine {
     int8_t codes[32];  // in the order in which a panel's bytes hold them
     int32_t codes_sum;

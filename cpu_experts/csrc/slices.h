@@ -1,23 +1,5 @@
-// Blocks of one expert's rows by several of its panels, slice by slice of K.
-//
-// Rows come from the L3 once a subtask and each weight comes from memory once, in even portions, while a panel's slice and the
-// next one's, the same slice of all blocks and, where K is cut, all their sums stay in an L2 of 2 MiB. A step of a block takes
-// the tiles 64 cycles, in which 2 KiB of rows and 2 KiB of weights come from there. V3's layer undivided took 144 ms where slices
-// of 32 steps took 107. Short slices whose weights stay in the L1, while rows pass by it, load and store sums more often: with eight
-// blocks 16 cores took 74 ms in place of 81 to 86, with three 4 to 8 % more, with slices of 8 steps more again.
-//
-// What comes from memory is asked for in eight places at once. On a core of an H200's machine a step takes 41 ns with all of it in
-// the L2, its share of memory with three blocks 40, and both 75 if lines are asked for in their order: 64 from four places, 61
-// from eight; 99 and 81 ns with 16 cores at once. Places that are less than a page apart are of no use, nor are: asking for
-// every second or fourth line, a page at once, two panels ahead, into the L1, by loads or past the caches (two to three times as
-// slow), loads that are said to be the only ones; narrowing codes beside the products of the panel before. Tiles of 48 by 32 sums,
-// which load a sixth less, take as long. Where another machine's threads share the cores a step takes 120 ns of the L2 alone.
-//
-// With 16 cores at once, eight blocks and slices of 16 steps, a step took 38 ns in registers, 42 with rows of the L2 and weights of
-// the L1, 61 once sums and weights came from the L2, too, 70 with weights from memory and 76 with rows from the L3: half of the
-// units' rate. Where more neighbours shared the machine 54 became 119. V3's layer took 75 ms, and in turns with it 72 to 77 with two
-// or four places, with the next block's sums asked for, with 16 panels a subtask besides; 16 panels alone took 86 for 82. Rows that
-// stay in the L1 while weights pass by were no faster.
+// Blocks of one expert's rows times several of its panels, slice by slice of K: rows and sums stay in the L2, weights are read
+// from memory once, prefetched in eight places. Why these sizes, and what was tried: docs/design/cpu_experts.md.
 #pragma once
 
 #include "gemm.h"
@@ -25,7 +7,7 @@
 namespace cpu_experts {
 
 constexpr int kSliceSteps = 64;  // at most; a multiple of 8: no group of any format is cut
-constexpr int kShortSteps = 16, kManyBlocks = 6;  // of so many, if nothing is converted: the weights stay in the L1, too
+constexpr int kShortSteps = 16, kManyBlocks = 6;  // with kManyBlocks blocks, if nothing is converted: the weights stay in the L1
 constexpr size_t kSliceBytes = size_t(1408) << 10;  // in use at a time; half of it is no faster on Zen 5, whose L2 is one of 1 MiB
 constexpr int kSubtaskPanels = 8;
 constexpr int kSubtaskBlocks = 12;
@@ -114,7 +96,7 @@ private:
         return int(round_up(size_t((all + slices - 1) / slices), 8));
     }
 
-    // That a row has for so many steps.
+    // Lines of a row for `steps` steps.
     int lines(int steps) const { return path_.narrows ? (steps + 1) / 2 : steps; }
 
     int in_k() const { return (factors_.shape.steps + slice_steps() - 1) / slice_steps(); }
@@ -146,7 +128,7 @@ private:
     }
     uint8_t* scales(const Part& p) const { return scales_ + size_t(p.panel - area_.first_panel) * kConvertedScaleBytes; }
 
-    // With what is asked for meanwhile: a share of the next part's weights with each block, of this block's next slice with each
+    // With what is prefetched meanwhile: a share of the next part's weights with each block, of this block's next slice with each
     // panel.
     Slice slice(int i, const Part& now, int block, int row) const {
         int next = now.step + now.steps;
@@ -166,7 +148,7 @@ private:
         return slice;
     }
 
-    // Share `i` of `shares`, to be asked for in so many steps.
+    // Share `i` of `shares`, to be prefetched in `steps` steps.
     static Ahead share(const uint8_t* at, size_t bytes, int i, int shares, int steps) {
         size_t calls = size_t(shares) * size_t(steps), each = (bytes / kLine + calls - 1) / calls;
         size_t apart = round_up(bytes / Ahead::kStreams, kLine), asked = size_t(i) * size_t(steps) * each / Ahead::kStreams * kLine;

@@ -103,9 +103,8 @@ long long allowed_cores(const std::string& root) {
     return std::min(cores_up_from(mount, unified), cores_up_from(mount + "/cpu", of_cpu));
 }
 
-// The system moves a huge page as a whole. Those with a border in them are split, so that small experts, too, lie where they are
-// read: with borders at 2 MiB instead, nodes would read from others 40 % of DeepSeek-V2-Lite's experts in four bits, and a tenth
-// of DeepSeek-V3's.
+// The system moves a huge page as a whole. Those with a border in them are split, so that small experts are on the node
+// that reads them. Borders at 2 MiB would have nodes read 40 % of V2-Lite's 4-bit experts from others, and a tenth of V3's.
 void split_huge_page(uintptr_t border, uintptr_t page) {
     constexpr uintptr_t huge = uintptr_t(2) << 20;
     constexpr int cold = 20;  // MADV_COLD: a hint that a page is not needed soon, for which it must be one of its own
@@ -140,7 +139,7 @@ void move_to_node(uintptr_t from, uintptr_t to, const Node& node) {
     mask[node.id / bits] = 1ul << node.id % bits;
     split_huge_page(from, from);
     split_huge_page(to, to - page_bytes());
-    // Preferred, not bound: what does not fit a node that is full may lie on another.
+    // Preferred, not bound: what does not fit a full node may go to another.
     syscall(SYS_mbind, from, to - from, long(MPOL_PREFERRED), mask, long(kMaxIds + 1), long(MPOL_MF_MOVE));
 }
 

@@ -58,3 +58,15 @@ def printable(name: str, limit: int = 80) -> str:
     """`name` from an untrusted file as one safe, short line: control characters escaped, the middle cut."""
     shown = name.encode("unicode_escape").decode("ascii") or "''"
     return shown if len(shown) <= limit else f"{shown[: limit // 2]}...{shown[-limit // 4 :]}"
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """Any value from an untrusted file or caller as one safe, short line, whatever its `repr` does.
+
+    Python itself refuses to write a huge integer."""
+    try:
+        return printable(repr(value), limit)
+    except Exception:
+        if isinstance(value, int):
+            return f"a number of {value.bit_length():,} bits"
+        return f"a {type(value).__name__} too deep or with a number too large to show"

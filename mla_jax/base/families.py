@@ -65,15 +65,11 @@ ARCHITECTURES = {  # the classes of transformers that read each model_type
 _INDEXER = "it chooses tokens with a lightning indexer (DeepSeek Sparse Attention), which is not built yet"
 WAITING = {"deepseek_v32": _INDEXER, "glm_moe_dsa": _INDEXER}
 
-# Keys that change the arithmetic, and the values under which ours is right (the first is what we compute).
+# Keys that change the arithmetic, and the values for which ours is right (the first is what we compute).
 NEUTRAL_VALUES: dict[str, tuple] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
-    "index_topk": (None, 0),
-    "index_n_heads": (None, 0),
-    "mla_scale_q_lora": (False, None),
-    "mla_scale_kv_lora": (False, None),
     "mla_use_nope": (False, None),
     "zero_expert_num": (0, None),
     "scale_emb": (1, None),
@@ -91,9 +87,22 @@ NEUTRAL_VALUES: dict[str, tuple] = {
     "use_qk_norm": (False, None),
     "qk_layernorm": (False, None),
     "mtp_hidden_states_first": (False, None),
+    "apply_mla_qkv_lora_rescale": (False, None),
+    "use_mla_scaling_factor": (False, None),
+    "sliding_window_size": (None, 0),
+    "attention_output_gate": (False, None),
+    "gated_mla": (False, None),
+    "learnable_sink": (False, None),
+    "enable_ihc": (False, None),
+    "mla_use_output_gate": (False, None),
 }
 
-# The same of what stands beside the known fields in `rope_scaling` or `rope_parameters`.
+# All keys that begin so change the arithmetic: query scales that grow with the position, scales of the latents, indexers,
+# hyper-connections. A value that says nothing is accepted.
+OTHER_PREFIXES = ("llama_4_scaling", "mla_scale_", "index_", "indexer_", "hc_")
+SAYING_NOTHING = (None, False, 0, [], {}, "")
+
+# The same for the further keys in `rope_scaling` or `rope_parameters`.
 ROPE_NEUTRAL_VALUES: dict[str, tuple] = {
     "partial_rotary_factor": (1, None),
     "attn_factor": (1, None),
@@ -104,11 +113,12 @@ ROPE_NEUTRAL_VALUES: dict[str, tuple] = {
 # Keys that say nothing about the arithmetic of inference, or repeat what other keys say.
 # fmt: off
 IGNORED_KEYS = frozenset({
-    "_name_or_path", "_from_model_config", "architectures", "attention_dropout", "attn_implementation", "auto_map",
+    "_from_model_config", "_name_or_path", "architectures", "attention_dropout", "attn_implementation", "auto_map",
     "aux_loss_alpha", "chunk_size_feed_forward", "dtype", "embedding_initializer_range", "ep_size", "head_dim", "id2label",
-    "initializer_range", "is_encoder_decoder", "label2id", "num_key_value_heads", "output_attentions", "output_hidden_states",
-    "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "qk_head_dim", "return_dict", "rope_parameters",
-    "router_aux_loss_coef", "seq_aux", "tokenizer_class", "torch_dtype", "transformers_version", "unk_token_id", "use_cache",
+    "initializer_range", "is_encoder_decoder", "label2id", "layer_types", "num_key_value_heads", "output_attentions",
+    "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "qk_head_dim",
+    "return_dict", "rope_parameters", "router_aux_loss_coef", "seq_aux", "tokenizer_class", "torch_dtype", "transformers_version",
+    "unk_token_id", "use_cache",
 })
 # fmt: on
 

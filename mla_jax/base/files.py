@@ -1,10 +1,13 @@
-"""Small JSON files: bounded reading from untrusted folders (a size cap, no duplicate keys, finite numbers only), and writing.
+"""Small JSON files: bounded reading from untrusted folders, and writing.
 
-And the folder of the user's cache."""
+Reading refuses files over a size, duplicate keys, numbers that are not finite or too long, and halves of surrogate pairs.
+
+Also the path of the user's cache folder."""
 
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,27 +15,40 @@ from pathlib import Path
 from mla_jax.base.errors import BadFile, MlaJaxError, printable
 
 MAX_DIGITS = 100  # of an integer: any that passes is also a finite float
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(path: Path, limit: int, error: type[MlaJaxError] = BadFile) -> dict:
-    """The JSON object in `path`; raises `error` when it is missing, over `limit` bytes or not a plain object."""
-    if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+    """The JSON object in `path`; raises `error` if it is missing, longer than `limit` bytes or not a JSON object."""
+    if path.exists() and not path.is_file():  # opening a pipe would block
         raise error(f"{path} is not a regular file")
     try:
         with open(path, "rb") as file:
             data = file.read(limit + 1)
     except (OSError, ValueError) as e:
-        raise error(f"{path} cannot be read", printable(getattr(e, "strerror", None) or str(e))) from e
+        raise error(f"{printable(str(path), 400)} cannot be read", printable(getattr(e, "strerror", None) or str(e))) from e
     if len(data) > limit:
         raise error(f"{path.name} is too large", f"found more than {limit:,} bytes, which is the limit for this file", str(path))
     return parse_json(data, str(path), error)
 
 
-HOST_RATES, DEVICE_RATES = "host.json", "device.json"  # in the cache folder: what weights/measure.py found
+def within(folder: Path, name: str) -> Path:
+    """`folder / name`; raises BadFile if that is a link out of the folder, other than into the blobs of the Hub's cache."""
+    path, home = folder / name, folder.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    target = Path(os.path.realpath(path))  # Path.resolve() raises for a loop of links
+    if target.parent not in allowed:
+        raise BadFile(f"{printable(name)} is a link that leaves the model folder", f"it leads to {printable(str(target), 200)}")
+    return path
+
+
+HOST_RATES, DEVICE_RATES = "host.json", "device.json"  # in the cache folder: measured rates
 
 
 def cache_folder() -> Path | None:
-    """Where what is worth keeping is kept; None for a user without a home, as containers may have."""
+    """The folder of measured rates and compiled programs; None for a user without a home, as in some containers."""
     try:
         return Path.home() / ".cache" / "mla_jax"
     except RuntimeError:
@@ -40,7 +56,7 @@ def cache_folder() -> Path | None:
 
 
 def write_json(path: Path, value: object, indent: int | None = None) -> None:
-    """Puts `value` into a file as a whole: whoever reads it meanwhile finds what was there before. Raises OSError."""
+    """Writes `value` to `path` atomically: a concurrent reader finds the old content or the new. Raises OSError."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         partial.write_text(json.dumps(value, indent=indent))
@@ -50,19 +66,25 @@ def write_json(path: Path, value: object, indent: int | None = None) -> None:
 
 
 def parse_json(data: bytes, where: str, error: type[MlaJaxError] = BadFile) -> dict:
-    """`data` as a JSON object, refusing what the json module lets pass: repeated keys, NaN, infinity."""
+    """`data` as a JSON object, refusing what the json module lets pass: repeated keys, NaN, infinity, half a surrogate pair."""
 
     def fail(problem: str):
         raise error(f"{where} is not valid JSON", problem)
 
     try:
+        text = data.decode("utf-8")
         value = json.loads(
-            data.decode("utf-8"),
+            text,
             object_pairs_hook=_unique(fail),
             parse_constant=lambda c: fail(f"holds {c}"),
             parse_float=_finite(fail),
             parse_int=_short(fail),
         )
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as e:
+        half = printable(e.object[e.start])
+        raise error(f"{where} is not valid JSON", f"it holds {half}, half of a surrogate pair, which is no character") from None
     except (UnicodeDecodeError, json.JSONDecodeError, ValueError) as e:
         raise error(f"{where} is not valid JSON", printable(str(e), 200)) from e
     except RecursionError:

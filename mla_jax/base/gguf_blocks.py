@@ -1,10 +1,10 @@
-"""The block types of GGUF: how many values and bytes a block has, and how it is unpacked, in JAX, to the values it stands for.
+"""The block types of GGUF: the values and bytes of a block, and its dequantisation in JAX.
 
-Layouts are those of ggml's block structs, numbers little-endian. Knows no files and no tensors, only `[.. bytes]`. Every
-product is exact in float32 (at most 23 significant bits) and at most one sum is rounded, so that no contraction of a multiply
-with an add can change a bit. All but MXFP4's smallest scales stay clear of denormals, which XLA flushes."""
+Layouts are ggml's block structs, numbers are little-endian. Knows no files and no tensors, only blocks `[.. bytes]`. Every
+product is exact in float32 (at most 23 significant bits) and at most one sum is rounded, so a fused multiply-add cannot change
+a bit. No value is denormal, which XLA would flush to zero, except with MXFP4's smallest scales."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, reduce
 from importlib import resources
 from itertools import accumulate
@@ -22,9 +22,9 @@ Codes = Shaped[Array, "..."]  # integers
 
 
 class BlockType(NamedTuple):
-    """`id` is the type's number in files; `unpack` takes blocks `[.. bytes]` to float32 `[.. values]`.
+    """`id` is the type's number in files; `unpack` maps blocks `[.. bytes]` to float32 `[.. values]`.
 
-    `halves` are the places of its f16 scales, all that can make its values infinite; empty where that is another matter."""
+    `halves` are the byte offsets of the f16 scales, if only these can make a value infinite or NaN; else empty."""
 
     id: int
     values: int
@@ -33,107 +33,112 @@ class BlockType(NamedTuple):
     halves: tuple[int, ...] = ()
 
     def finite(self, b: Bytes) -> Shaped[Array, "..."]:
-        """Whether all values of each block are."""
+        """Whether all values of a block are finite, for each block."""
         if self.halves:
             return jnp.stack([b[..., at + 1] & 0x7C != 0x7C for at in self.halves]).all(0)
         return jnp.isfinite(self.unpack(b)).all(-1)
 
 
-PLAIN = {"F32": (0, "float32"), "F16": (1, "float16"), "BF16": (30, "bfloat16")}  # types without blocks: their id and dtype
+PLAIN = {"F32": (0, "float32"), "F16": (1, "float16"), "BF16": (30, "bfloat16")}  # types without blocks: id and dtype
 
 
 def _shape(x: Array, *last: int) -> Array:
-    """`x` with its last axis cut into the axes `last`."""
+    """`x` with its last axis reshaped to the axes `last`."""
     return x.reshape(*x.shape[:-1], *last)
 
 
 def _fields(x: Codes, bits: int, count: int, axis: int = -2) -> Codes:
-    """The lowest `count` fields of `bits` bits of every integer: `[.. count n]`, or along the new last axis `[.. n count]`."""
+    """The lowest `count` fields of `bits` bits of every integer: `[.. count n]`, or `[.. n count]` for axis -1."""
     shifts = jnp.arange(0, bits * count, bits, dtype=x.dtype)
     return (jnp.expand_dims(x, axis) >> (shifts[:, None] if axis == -2 else shifts)) & x.dtype.type((1 << bits) - 1)
 
 
 def _words(b: Bytes, dtype: type) -> Codes:
-    """Little-endian integers, by arithmetic: a bitcast that changes the number of elements is not fused."""
+    """Little-endian integers by shifts: XLA does not fuse a bitcast that changes the number of elements."""
     size = np.dtype(dtype).itemsize
     return reduce(or_, (b[..., i::size].astype(dtype) << dtype(8 * i) for i in range(size)))
 
 
 def _half(b: Bytes) -> Values:
-    """The f16 in two bytes as float32 `[.. 1]`; denormal ones are normal float32."""
+    """The f16 in two bytes as float32 `[.. 1]`; its denormals are normal in float32."""
     return jax.lax.bitcast_convert_type(_words(b, np.uint16), jnp.float16).astype(jnp.float32)
 
 
 def _scaled(scales: Values, values: Codes) -> Values:
-    """Consecutive `values [.. n]`, cut into as many groups as there are `scales [.. groups]`, each times its own."""
+    """`values [.. n]` in equal groups, each times its scale of `scales [.. groups]`."""
     return scales[..., None] * _shape(values, scales.shape[-1], -1).astype(jnp.float32)
 
 
-def _rows(x: Array, axes: int) -> Array:
+def _joined(x: Array, axes: int) -> Array:
     """Joins the last `axes` axes."""
     return x.reshape(*x.shape[: x.ndim - axes], -1)
 
 
 def _nibbles(b: Bytes) -> Codes:
     """All low nibbles, then all high ones."""
-    return _rows(_fields(b, 4, 2), 2)
+    return _joined(_fields(b, 4, 2), 2)
 
 
-def _apart(x: Codes) -> Codes:
-    """`x`, on a CPU written out before it is used: in one loop with what comes of it, XLA would make it anew for every value."""
+def _materialised(x: Codes) -> Codes:
+    """`x`; on a CPU materialised first. Fused with its consumer, XLA would recompute it for every value."""
     return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)
 
 
-def _codes(*parts: tuple[Bytes, int, int]) -> Codes:
-    """For each part `(x [.. m n], bits, count)` the fields `[.. m*count*n]` of its bytes, those of a later part as higher bits.
+def _bit_fields(*parts: tuple[Bytes, int, int]) -> Codes:
+    """The bit fields `[.. m*count*n]` of parts `(x [.. m n], bits, count)`; a later part gives higher bits.
 
-    On a CPU in rows of 32 shifted by constants, which XLA makes vectors of, and apart: Q6_K takes a tenth of the time."""
-    shifts = (0, *accumulate(bits for _, bits, _ in parts))
+    On a CPU: in rows of 32 with constant shifts, which XLA vectorises, and materialised. Q6_K takes a tenth of the time so."""
+    shifts = [0, *accumulate(bits for _, bits, _ in parts[:-1])]
     sizes = [(bits, count) for _, bits, count in parts]
 
+    def combined(fields: Iterable[Codes]) -> Codes:
+        return reduce(or_, (x << np.uint8(shift) for x, shift in zip(fields, shifts, strict=True)))
+
     def by_shifts(*arrays: Bytes) -> Codes:
-        fields = (_rows(_fields(x, *size), 3) for x, size in zip(arrays, sizes, strict=True))
-        return reduce(or_, (x << np.uint8(shift) for x, shift in zip(fields, shifts, strict=False)))
+        return combined(_joined(_fields(x, *size), 3) for x, size in zip(arrays, sizes, strict=True))
 
     def by_rows(*arrays: Bytes) -> Codes:
-        width, total = min(32, *(x.shape[-1] for x in arrays)), arrays[0].shape[-2] * sizes[0][1] * arrays[0].shape[-1]
-        rows = (
-            reduce(or_, (_row(x, *size, at, width) << np.uint8(s) for x, size, s in zip(arrays, sizes, shifts, strict=False)))
-            for at in range(0, total, width)
-        )
-        return jax.lax.optimization_barrier(_rows(jnp.stack([*rows], axis=-2), 2))
+        first, (_, count) = arrays[0], sizes[0]
+        total = first.shape[-2] * count * first.shape[-1]
+        width = min(32, *(x.shape[-1] for x in arrays))
+
+        def row(at: int) -> Codes:
+            return combined(_row(x, *size, at, width) for x, size in zip(arrays, sizes, strict=True))
+
+        rows = [row(at) for at in range(0, total, width)]
+        return jax.lax.optimization_barrier(_joined(jnp.stack(rows, axis=-2), 2))
 
     return jax.lax.platform_dependent(*(x for x, _, _ in parts), cpu=by_rows, default=by_shifts)
 
 
 def _row(x: Bytes, bits: int, count: int, at: int, width: int) -> Codes:
-    """`width` of the fields of `x [.. m n]` from the one at `at`, as they lie in `[.. m*count*n]`."""
+    """`width` fields of `x [.. m n]`, from position `at` of `[.. m*count*n]`."""
     m, rest = divmod(at, count * x.shape[-1])
     field, start = divmod(rest, x.shape[-1])
     return x[..., m, start : start + width] >> np.uint8(bits * field) & np.uint8((1 << bits) - 1)
 
 
 def _q4_0(b: Bytes) -> Values:
-    return _half(b[..., :2]) * (_codes((b[..., None, 2:], 4, 2)).astype(jnp.float32) - 8)
+    return _half(b[..., :2]) * (_bit_fields((b[..., None, 2:], 4, 2)).astype(jnp.float32) - 8)
 
 
 def _q4_1(b: Bytes) -> Values:
-    return _half(b[..., :2]) * _codes((b[..., None, 4:], 4, 2)).astype(jnp.float32) + _half(b[..., 2:4])
+    return _half(b[..., :2]) * _bit_fields((b[..., None, 4:], 4, 2)).astype(jnp.float32) + _half(b[..., 2:4])
 
 
 def _with_fifth_bit(high: Bytes, low: Bytes) -> Values:
-    """Values of five bits as `[.. 2 2 8]`: cut so, the high bits of one byte are neighbours."""
+    """Five-bit values as `[.. 2 2 8]`: the last axis has the high bits of one byte."""
     bits = _fields(_shape(high, 2, 2), 1, 8, axis=-1)
     return (_shape(_fields(low, 4, 2), 2, 8) | bits << np.uint8(4)).astype(jnp.float32)
 
 
 def _q5_0(b: Bytes) -> Values:
-    return _rows(_half(b[..., :2])[..., None, None] * (_with_fifth_bit(b[..., 2:6], b[..., 6:]) - 16), 3)
+    return _joined(_half(b[..., :2])[..., None, None] * (_with_fifth_bit(b[..., 2:6], b[..., 6:]) - 16), 3)
 
 
 def _q5_1(b: Bytes) -> Values:
     d, least = _half(b[..., :2])[..., None, None], _half(b[..., 2:4])[..., None, None]
-    return _rows(d * _with_fifth_bit(b[..., 4:8], b[..., 8:]) + least, 3)
+    return _joined(d * _with_fifth_bit(b[..., 4:8], b[..., 8:]) + least, 3)
 
 
 def _signed(b: Bytes) -> Values:
@@ -141,67 +146,69 @@ def _signed(b: Bytes) -> Values:
 
 
 def _q8_0(b: Bytes) -> Values:
-    return _half(b[..., :2]) * _signed(_apart(b[..., 2:]))
+    return _half(b[..., :2]) * _signed(_materialised(b[..., 2:]))
 
 
 def _q2_k(b: Bytes) -> Values:
     scales, d, least = b[..., :16], _half(b[..., 80:82]), _half(b[..., 82:])
-    q, low = _codes((_shape(b[..., 16:80], 2, 32), 2, 4)), _apart(least * (scales >> 4).astype(jnp.float32))
-    return _rows(_scaled(_apart(d * (scales & 15).astype(jnp.float32)), q) - low[..., None], 2)
+    q, low = _bit_fields((_shape(b[..., 16:80], 2, 32), 2, 4)), _materialised(least * (scales >> 4).astype(jnp.float32))
+    return _joined(_scaled(_materialised(d * (scales & 15).astype(jnp.float32)), q) - low[..., None], 2)
 
 
 def _q3_k(b: Bytes) -> Values:
-    q = _codes((_shape(b[..., 32:96], 2, 32), 2, 4), (b[..., None, :32], 1, 8))  # a set high bit: nothing is subtracted
-    scales = _nibbles(b[..., 96:104]) | _rows(_fields(b[..., 104:108], 2, 4), 2) << np.uint8(4)
-    scales = _apart(_half(b[..., 108:]) * (scales.astype(jnp.float32) - 32))
-    return _rows(_scaled(scales, q.astype(jnp.float32) - 4), 2)
+    q = _bit_fields((_shape(b[..., 32:96], 2, 32), 2, 4), (b[..., None, :32], 1, 8))  # a set high bit: nothing is subtracted
+    scales = _nibbles(b[..., 96:104]) | _joined(_fields(b[..., 104:108], 2, 4), 2) << np.uint8(4)
+    scales = _materialised(_half(b[..., 108:]) * (scales.astype(jnp.float32) - 32))
+    return _joined(_scaled(scales, q.astype(jnp.float32) - 4), 2)
 
 
 def _k_scales(b: Bytes) -> tuple[Values, Values]:
-    """Eight scales and eight minima of six bits each, from Q4_K's and Q5_K's first 16 bytes.
+    """Eight scales and eight minima of six bits each, from the first 16 bytes of Q4_K and Q5_K.
 
-    The last four have their high bits above the first four. Chosen by `where`: a concatenation here takes thrice the time."""
+    The bytes of the first four also hold the high bits of the last four. `where` takes a third of the time of a concatenation."""
     first, second, rest = (b[..., None, i : i + 4] for i in (4, 8, 12))
     late = jnp.array([[False], [True]])
-    scales = _rows(jnp.where(late, rest & 15 | first >> 2 & 48, first & 63), 2)
-    minima = _rows(jnp.where(late, rest >> 4 | second >> 2 & 48, second & 63), 2)
-    return _apart(_half(b[..., :2]) * scales.astype(jnp.float32)), _apart(_half(b[..., 2:4]) * minima.astype(jnp.float32))
+    scales = _joined(jnp.where(late, rest & 15 | first >> 2 & 48, first & 63), 2)
+    minima = _joined(jnp.where(late, rest >> 4 | second >> 2 & 48, second & 63), 2)
+    return _materialised(_half(b[..., :2]) * scales.astype(jnp.float32)), _materialised(
+        _half(b[..., 2:4]) * minima.astype(jnp.float32)
+    )
 
 
 def _q4_k(b: Bytes) -> Values:
     scales, minima = _k_scales(b)
-    q = _codes((_shape(b[..., 16:], 4, 32), 4, 2))
-    return _rows(_scaled(scales, q) - minima[..., None], 2)
+    q = _bit_fields((_shape(b[..., 16:], 4, 32), 4, 2))
+    return _joined(_scaled(scales, q) - minima[..., None], 2)
 
 
 def _q5_k(b: Bytes) -> Values:
     scales, minima = _k_scales(b)
-    q = _codes((_shape(b[..., 48:], 4, 32), 4, 2), (b[..., None, 16:48], 1, 8))
-    return _rows(_scaled(scales, q) - minima[..., None], 2)
+    q = _bit_fields((_shape(b[..., 48:], 4, 32), 4, 2), (b[..., None, 16:48], 1, 8))
+    return _joined(_scaled(scales, q) - minima[..., None], 2)
 
 
 def _q6_k(b: Bytes) -> Values:
-    q = _codes((_shape(b[..., :128], 2, 64), 4, 2), (_shape(b[..., 128:192], 2, 32), 2, 4)).astype(jnp.float32) - 32
-    return _rows(_scaled(_apart(_half(b[..., 208:]) * _signed(b[..., 192:208])), q), 2)
+    q = _bit_fields((_shape(b[..., :128], 2, 64), 4, 2), (_shape(b[..., 128:192], 2, 32), 2, 4)).astype(jnp.float32) - 32
+    return _joined(_scaled(_materialised(_half(b[..., 208:]) * _signed(b[..., 192:208])), q), 2)
 
 
 def _q2_0(b: Bytes) -> Values:
-    return _half(b[..., :2]) * (_rows(_fields(b[..., 2:], 2, 4, axis=-1), 2).astype(jnp.float32) - 1)
+    return _half(b[..., :2]) * (_joined(_fields(b[..., 2:], 2, 4, axis=-1), 2).astype(jnp.float32) - 1)
 
 
 def _trits(b: Bytes, digits: int) -> list[Codes]:
-    """Base-three digits, the highest first: a byte is a fraction of 256, times a power of three it lies in the digit's third."""
+    """Base-three digits, highest first. A byte is a fraction of 256; times a power of three (mod 256) its third is the digit."""
     shifted = [b * np.uint8(power) for power in (1, 3, 9, 27, 81)[:digits]]
     return [(x >= np.uint8(86)).astype(jnp.uint8) + (x >= np.uint8(171)).astype(jnp.uint8) for x in shifted]
 
 
 def _tq1_0(b: Bytes) -> Values:
     parts = [*_trits(b[..., :32], 5), *_trits(b[..., 32:48], 5), *_trits(b[..., 48:52], 4)]
-    return _half(b[..., 52:]) * (_apart(jnp.concatenate(parts, axis=-1)).astype(jnp.float32) - 1)
+    return _half(b[..., 52:]) * (_materialised(jnp.concatenate(parts, axis=-1)).astype(jnp.float32) - 1)
 
 
 def _tq2_0(b: Bytes) -> Values:
-    return _half(b[..., 64:]) * (_codes((_shape(b[..., :64], 2, 32), 2, 4)).astype(jnp.float32) - 1)
+    return _half(b[..., 64:]) * (_bit_fields((_shape(b[..., :64], 2, 32), 2, 4)).astype(jnp.float32) - 1)
 
 
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled; zero has no sign
@@ -209,13 +216,13 @@ IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def looked_up(table: np.ndarray, code: Codes) -> Values:
-    """`table[code]`: from so small a table an XLA loop reads in vectors, faster than shifts or selects put values together."""
+    """`table[code]`. XLA vectorises the lookup in a table this small; shifts or selects are slower."""
     return jnp.asarray(table).at[code.astype(jnp.int32)].get(mode="promise_in_bounds")
 
 
 @cache
 def _mxfp4_values() -> np.ndarray:
-    """Every value by scale and code, doubled and halved again as in E2M1: some are denormals, which no product may make."""
+    """Every value by scale and code, as a table: some are denormals, which a product would flush to zero."""
     values = np.ldexp(np.array(E2M1, np.float64), np.arange(256)[:, None] - 128)
     with np.errstate(over="ignore"):
         return values.astype(np.float32).reshape(-1)
@@ -223,27 +230,27 @@ def _mxfp4_values() -> np.ndarray:
 
 def _mxfp4(b: Bytes) -> Values:
     code = _fields(b[..., 1:], 4, 2).astype(jnp.int32)
-    return _rows(looked_up(_mxfp4_values(), b[..., :1, None].astype(jnp.int32) << 4 | code), 2)
+    return _joined(looked_up(_mxfp4_values(), b[..., :1, None].astype(jnp.int32) << 4 | code), 2)
 
 
 def _nvfp4(b: Bytes) -> Values:
-    """Sixteen values to a scale, which is an E4M3 without its sign; 127 stands for zero."""
+    """Sixteen values per scale, which is an E4M3 without sign; a scale of 127 means zero."""
     scale = b[..., :4].astype(jnp.int32)
     exponent, mantissa = scale >> 3 & 15, scale & 7
     size = jnp.where(exponent > 0, mantissa + 8 << jnp.maximum(exponent - 1, 0), mantissa)
     q = looked_up(np.array(E2M1, np.float32), _fields(_shape(b[..., 4:], 4, 8), 4, 2))
-    return _rows(_scaled(jnp.where(scale == 127, 0, size).astype(jnp.float32) * 2.0**-10, _rows(q, 3)), 2)
+    return _joined(_scaled(jnp.where(scale == 127, 0, size).astype(jnp.float32) * 2.0**-10, _joined(q, 3)), 2)
 
 
 @cache
 def _grid(name: str) -> np.ndarray:
-    """A codebook: eight fields of two bits or four of four bits an entry, uint16; tools/gguf_grids.py says from where."""
+    """A codebook of uint16 entries: eight fields of two bits or four of four bits; tools/gguf_grids.py makes the file."""
     with resources.files("mla_jax.base").joinpath("gguf_grids.npz").open("rb") as file, np.load(file) as grids:
         return grids[name]
 
 
 def _entries(name: str, index: Codes) -> Codes:
-    """The fields of the entries at `index [.. n]`, as `[.. n fields]`."""
+    """The fields of the codebook entries at `index [.. n]`, as `[.. n fields]`."""
     entry = jnp.asarray(_grid(name)).at[index.astype(jnp.int32)].get(mode="promise_in_bounds")
     return _fields(entry, 4, 4, axis=-1) if name.startswith("IQ3") else _fields(entry, 2, 8, axis=-1)
 
@@ -255,7 +262,7 @@ def _with_signs(values: Codes, signs: Codes) -> Values:
 
 
 def _even(seven: Codes) -> Codes:
-    """Seven sign bits and an eighth that makes their number even."""
+    """Seven sign bits and an eighth bit of even parity."""
     return seven | (jax.lax.population_count(seven) & 1) << 7
 
 
@@ -271,78 +278,78 @@ def _iq2_scales(d: Values, scales: Codes) -> Values:
 def _iq2_xxs(b: Bytes) -> Values:
     quads = _shape(b[..., 2:], 8, 8)
     rest = _words(quads[..., 4:], np.uint32)
-    signs = _rows(_even(_fields(rest[..., 0], 7, 4, axis=-1)), 2)
-    values = _with_signs(_iq2_values("IQ2_XXS", _rows(quads[..., :4], 2)), signs)
-    return _rows(_scaled(_iq2_scales(_half(b[..., :2]), rest[..., 0] >> 28), _rows(values, 2)), 2)
+    signs = _joined(_even(_fields(rest[..., 0], 7, 4, axis=-1)), 2)
+    values = _with_signs(_iq2_values("IQ2_XXS", _joined(quads[..., :4], 2)), signs)
+    return _joined(_scaled(_iq2_scales(_half(b[..., :2]), rest[..., 0] >> 28), _joined(values, 2)), 2)
 
 
 def _iq2_xs(b: Bytes) -> Values:
     codes = _words(b[..., 2:66], np.uint16)
-    scales = _rows(_fields(b[..., 66:], 4, 2, axis=-1), 2)
+    scales = _joined(_fields(b[..., 66:], 4, 2, axis=-1), 2)
     values = _with_signs(_iq2_values("IQ2_XS", codes & 511), _even(codes >> 9))
-    return _rows(_scaled(_iq2_scales(_half(b[..., :2]), scales), _rows(values, 2)), 2)
+    return _joined(_scaled(_iq2_scales(_half(b[..., :2]), scales), _joined(values, 2)), 2)
 
 
 def _iq2_s(b: Bytes) -> Values:
-    high = _rows(_fields(b[..., 66:74], 2, 4, axis=-1), 2)
-    scales = _rows(_fields(b[..., 74:], 4, 2, axis=-1), 2)
+    high = _joined(_fields(b[..., 66:74], 2, 4, axis=-1), 2)
+    scales = _joined(_fields(b[..., 74:], 4, 2, axis=-1), 2)
     index = b[..., 2:34].astype(jnp.uint16) | high.astype(jnp.uint16) << 8
     values = _with_signs(_iq2_values("IQ2_S", index), b[..., 34:66])
-    return _rows(_scaled(_iq2_scales(_half(b[..., :2]), scales), _rows(values, 2)), 2)
+    return _joined(_scaled(_iq2_scales(_half(b[..., :2]), scales), _joined(values, 2)), 2)
 
 
 def _iq3_xxs(b: Bytes) -> Values:
     rest = _words(b[..., 66:], np.uint32)
-    signs = _rows(_even(_fields(rest, 7, 4, axis=-1)), 2)
+    signs = _joined(_even(_fields(rest, 7, 4, axis=-1)), 2)
     code = _entries("IQ3_XXS", b[..., 2:66])
     values = 4 + 8 * code + (code + 1 >> 3 << 1)  # 4, 12 .. 52, 62
     scales = _half(b[..., :2]) * ((rest >> 28).astype(jnp.float32) + 0.5) * 0.5
-    return _rows(_scaled(scales, _rows(_with_signs(_shape(_rows(values, 2), 32, 8), signs), 2)), 2)
+    return _joined(_scaled(scales, _joined(_with_signs(_shape(_joined(values, 2), 32, 8), signs), 2)), 2)
 
 
 def _iq3_s(b: Bytes) -> Values:
-    high = _rows(_fields(b[..., 66:74], 1, 8, axis=-1), 2)
+    high = _joined(_fields(b[..., 66:74], 1, 8, axis=-1), 2)
     index = b[..., 2:66].astype(jnp.uint16) | high.astype(jnp.uint16) << 8
-    values = _shape(_rows(2 * _entries("IQ3_S", index) + 1, 2), 32, 8)
-    scales = 2 * _rows(_fields(b[..., 106:], 4, 2, axis=-1), 2).astype(jnp.float32) + 1
-    return _rows(_scaled(_half(b[..., :2]) * scales, _rows(_with_signs(values, b[..., 74:106]), 2)), 2)
+    values = _shape(_joined(2 * _entries("IQ3_S", index) + 1, 2), 32, 8)
+    scales = 2 * _joined(_fields(b[..., 106:], 4, 2, axis=-1), 2).astype(jnp.float32) + 1
+    return _joined(_scaled(_half(b[..., :2]) * scales, _joined(_with_signs(values, b[..., 74:106]), 2)), 2)
 
 
 def _iq1_values(index: Codes, down: Codes) -> Values:
-    """A codebook's -1, 0 and 1 plus an eighth, or minus where `down [.. n]` is set."""
+    """A codebook's -1, 0 and 1 plus an eighth, or minus an eighth where `down [.. n]` is set."""
     trit = _entries("IQ1_S", index).astype(jnp.float32) - 1
     return trit + (0.125 - 0.25 * down[..., None].astype(jnp.float32))
 
 
 def _iq1_s(b: Bytes) -> Values:
     extra = _words(b[..., 34:], np.uint16)
-    index = b[..., 2:34].astype(jnp.uint16) | _rows(_fields(extra, 3, 4, axis=-1), 2) << 8
+    index = b[..., 2:34].astype(jnp.uint16) | _joined(_fields(extra, 3, 4, axis=-1), 2) << 8
     values = _iq1_values(index, jnp.repeat(extra >> 15, 4, axis=-1))
     scales = 2 * (extra >> 12 & 7).astype(jnp.float32) + 1
-    return _rows(_scaled(_half(b[..., :2]) * scales, _rows(values, 2)), 2)
+    return _joined(_scaled(_half(b[..., :2]) * scales, _joined(values, 2)), 2)
 
 
 def _iq1_m(b: Bytes) -> Values:
     words = _words(b[..., 48:], np.uint16)
-    nibbles = words >> 12 << np.arange(0, 16, 4, dtype=np.uint16)  # of the one f16 scale
-    d = jnp.sum(nibbles, axis=-1, dtype=jnp.uint16)  # a sum, for it is done once a block, where `|` is done for each value
+    nibbles = words >> 12 << np.arange(0, 16, 4, dtype=np.uint16)  # of the single f16 scale
+    d = jnp.sum(nibbles, axis=-1, dtype=jnp.uint16)  # a sum is computed once per block, `|` would be for each value
     d = jax.lax.bitcast_convert_type(d, jnp.float16).astype(jnp.float32)[..., None]
-    extra = _rows(_fields(b[..., 32:48], 4, 2, axis=-1), 2)
+    extra = _joined(_fields(b[..., 32:48], 4, 2, axis=-1), 2)
     values = _iq1_values(b[..., :32].astype(jnp.uint16) | (extra & 7).astype(jnp.uint16) << 8, extra >> 3)
-    scales = 2 * _rows(_fields(words, 3, 4, axis=-1), 2).astype(jnp.float32) + 1
-    return _rows(_scaled(d * scales, _rows(values, 2)), 2)
+    scales = 2 * _joined(_fields(words, 3, 4, axis=-1), 2).astype(jnp.float32) + 1
+    return _joined(_scaled(d * scales, _joined(values, 2)), 2)
 
 
 def _iq4_nl(b: Bytes) -> Values:
-    return _rows(_half(b[..., :2])[..., None] * looked_up(np.array(IQ4, np.float32), _fields(b[..., 2:], 4, 2)), 2)
+    return _joined(_half(b[..., :2])[..., None] * looked_up(np.array(IQ4, np.float32), _fields(b[..., 2:], 4, 2)), 2)
 
 
 def _iq4_xs(b: Bytes) -> Values:
     high = _fields(_words(b[..., 2:4], np.uint16)[..., 0], 2, 8, axis=-1).astype(jnp.uint8)
-    low = _rows(_fields(b[..., 4:8], 4, 2, axis=-1), 2)
+    low = _joined(_fields(b[..., 4:8], 4, 2, axis=-1), 2)
     scales = _half(b[..., :2]) * ((low | high << np.uint8(4)).astype(jnp.float32) - 32)
     q = looked_up(np.array(IQ4, np.float32), _fields(_shape(b[..., 8:], 8, 16), 4, 2))
-    return _rows(_scaled(scales, _rows(q, 3)), 2)
+    return _joined(_scaled(scales, _joined(q, 3)), 2)
 
 
 TYPES = {

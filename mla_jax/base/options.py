@@ -1,170 +1,198 @@
-"""What a user may set, once for the API, the command line and a configuration file. No JAX here."""
+"""What a user may set, declared once for the API, the command line and a configuration file. No JAX here."""
 
 import dataclasses
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from mla_jax.base.errors import BadRequest, printable
+from mla_jax.base.errors import BadRequest, printable, shown
+from mla_jax.base.rules import check, flag, nearest, number, one_of, option, optional, path, text, texts, token_ids, whole
 
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
+MAX_ROWS = 64  # sequences computed together
+ATTENTION = ("auto", "naive", "compressed", "absorbed", "move_elided", "fused")
+KV_CACHE = ("auto", "fp8")
+DTYPES = ("float32", "bfloat16")
+EXPERTS = ("auto", "host", "dense", "loop", "gather", "ragged")
+
+
+class Checked:
+    """Base of option groups: values are checked against the rules of their fields when an object is made."""
+
+    def __post_init__(self):
+        check(self, "an option has a value that cannot be used")
 
 
 @dataclass(frozen=True)
-class PromptOptions:
-    """What to continue: an argument, a file, stdin, or a conversation."""
+class PromptOptions(Checked):
+    """What to continue."""
 
-    prompt: str | None = None
-    """Text to continue, as the plain argument; "-" reads stdin."""
-    file: str | None = None
+    prompt: str | None = option(None, optional(text))
+    """Prompt text, the same as the plain argument; "-" reads stdin."""
+    file: str | Path | None = option(None, optional(path))
     """Read the prompt from this file."""
-    chat: bool = False
-    """Talk with the model, turn by turn."""
-    config: str | None = None
-    """TOML file with these settings, by group."""
+    chat: bool = option(False, flag)
+    """Interactive chat; /help lists its commands."""
+    system: str | None = option(None, optional(text))
+    """System prompt for --chat."""
+    config: str | Path | None = option(None, optional(path))
+    """TOML file with these settings, one table per group."""
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """Which model."""
+class ModelOptions(Checked):
+    """Which model to run."""
 
-    model: str | None = None
-    """Folder, GGUF file or name in the Hub's cache; else the demo."""
-    dtype: str | None = None
-    """float32 or bfloat16; else quantised weights stay so."""
-    context: int | None = None
-    """Most tokens of prompt and output together."""
+    model: str | Path | None = option(None, optional(path))
+    """Model folder, GGUF file, or name in the Hugging Face cache (demo)."""
+    dtype: str | None = option(None, optional(one_of(*DTYPES)))
+    """float32 or bfloat16; by default quantised weights stay quantised."""
+    context: int | None = option(None, optional(whole(1)))
+    """Maximum tokens of prompt and output together."""
 
 
 @dataclass(frozen=True)
-class AttentionOptions:
+class AttentionOptions(Checked):
     """How attention is computed."""
 
-    attention: str = "auto"
-    """naive, compressed, absorbed, move_elided, fused (one kernel) or auto."""
-    kv_cache: str = "auto"
-    """fp8 holds latents in E4M3, in half the bytes; auto as computed."""
+    attention: str = option("auto", one_of(*ATTENTION))
+    """auto, naive, compressed, absorbed, move_elided, fused (GPU kernel)."""
+    kv_cache: str = option("auto", one_of(*KV_CACHE))
+    """auto (the compute dtype) or fp8 (E4M3, half the bytes)."""
 
 
 @dataclass(frozen=True)
-class ExpertOptions:
-    """Where routed experts lie and how they are computed."""
+class ExpertOptions(Checked):
+    """Where routed experts are computed (MoE offload to the CPU)."""
 
-    experts: str = "auto"
-    """host, or on the device dense, loop, gather or ragged; else auto."""
-    host_layers: int | None = None
-    """Layers whose experts the CPU computes: MTP's, then the last."""
-    host_precision: str | None = None
-    """bf16, int8, int4_g32 ... on the CPU; else as they are stored."""
-    host_folder: str | None = None
-    """Keep packed experts here; the next start maps them."""
-    defer: int = 0
-    """Experts a token on the CPU added a layer later; -1: predicted."""
-    stream_tokens: int | None = None
-    """Tokens from which the device computes these; 0 for never."""
-    routing_stats: str | None = None
-    """File that counts which experts tokens choose; made if need be."""
-    device_experts: int | None = None
-    """Experts on the CPU that lie on the device, too; 0 for none."""
-
-
-@dataclass(frozen=True)
-class MemoryOptions:
-    """What may be used, and whether it fits."""
-
-    memory_fraction: float | None = None
-    """Share of the device's memory to take (0.75 on a GPU)."""
-    batch: int = 1
-    """Answers side by side that memory and experts are planned for."""
-    dry_run: bool = False
-    """Say what would be needed and run; reads no weights."""
+    experts: str = option("auto", one_of(*EXPERTS))
+    """auto, host (CPU), or a GPU backend: dense, loop, gather, ragged."""
+    host_layers: int | None = option(None, optional(whole(0)))
+    """Number of layers, from the last, whose experts run on the CPU."""
+    host_precision: str | None = option(None, optional(text))
+    """CPU expert weights: bf16, int8, int4_g32, ... (as stored)."""
+    host_folder: str | Path | None = option(None, optional(path))
+    """Keep packed CPU experts here; the next start maps them."""
+    defer: int = option(0, whole(0))
+    """CPU experts per token whose result is added one layer late (inexact)."""
+    stream_tokens: int | None = option(None, optional(whole(0)))
+    """Prompt chunks of this size run CPU experts on the GPU; 0: never."""
+    routing_stats: str | Path | None = option(None, optional(path))
+    """JSON file that counts expert usage; created if missing."""
+    device_experts: int | None = option(None, optional(whole(0)))
+    """Most used CPU experts to replicate on the GPU; 0: none."""
 
 
 @dataclass(frozen=True)
-class OutputOptions:
+class MemoryOptions(Checked):
+    """What to reserve."""
+
+    memory_fraction: float | None = option(None, optional(number(0, 1, above=True)))
+    """Fraction of GPU memory to use (0.75)."""
+    batch: int = option(1, whole(1, MAX_ROWS))
+    """Concurrent sequences to plan memory for."""
+
+
+@dataclass(frozen=True)
+class OutputOptions(Checked):
     """What is printed."""
 
-    json: bool = False
-    """One JSON object an event, on stdout."""
-    quiet: bool = False
-    """Text only: no notes, no statistics."""
-    doctor: bool = False
-    """Check this environment, then stop."""
-    debug: bool = False
+    json: bool = option(False, flag)
+    """One JSON object per event, on stdout."""
+    quiet: bool = option(False, flag)
+    """Print the text only: no notes, no statistics."""
+    dry_run: bool = option(False, flag)
+    """Print the memory plan and what would run; load no weights."""
+    doctor: bool = option(False, flag)
+    """Check this environment, then exit."""
+    debug: bool = option(False, flag)
     """Show the traceback of an error."""
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are chosen. None takes the model folder's own default, else greedy decoding."""
+class Options:
+    """Everything that a model is opened with, in the groups of the flags and of the TOML file.
 
-    temperature: float | None = None
-    """Spread of the draw; 0 takes the likeliest token."""
-    top_k: int | None = None
-    """Draw among the k likeliest; 0 for all."""
-    top_p: float | None = None
-    """Draw among the likeliest that reach this probability."""
-    min_p: float = 0.0
-    """Drop tokens below this share of the likeliest one's."""
-    presence_penalty: float = 0.0
-    """Subtracted from logits of tokens generated before."""
-    repetition_penalty: float = 1.0
-    """Weakens tokens of prompt and output; above 1."""
-    max_tokens: int | None = None
-    """Most tokens to generate (256, or what fits)."""
-    stop: tuple[str, ...] | str = ()
-    """Texts that end the output; not part of it."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the output, besides the model's."""
-    ignore_eos: bool = False
-    """Go on past the model's end tokens."""
-    seed: int | None = None
-    """Of the draw; drawn, and printed, if not given."""
-    logprobs: int | None = None
-    """Report each token's log-probability and this many more."""
+    Raises BadRequest for a value of a wrong type or out of range, before JAX is imported."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    attention: AttentionOptions = field(default_factory=AttentionOptions)
+    experts: ExpertOptions = field(default_factory=ExpertOptions)
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
 
     def __post_init__(self):
-        for name in ("stop", "stop_token_ids"):
-            given = getattr(self, name)
-            several = isinstance(given, Iterable) and not isinstance(given, str)
-            object.__setattr__(self, name, tuple(given) if several else (given,))
-        if faults := _faults(self):
-            raise BadRequest("the sampling parameters are out of range", *faults)
+        for group in dataclasses.fields(self):
+            value, kind = getattr(self, group.name), GROUPS[group.name]
+            if not isinstance(value, kind):
+                hint = "Options.of(...) takes single settings by name"
+                raise BadRequest(f"{group.name} is {shown(value)}, expected {kind.__name__}", hint)
+
+    @classmethod
+    def of(cls, **fields: Any) -> "Options":
+        """Options from single settings, such as `Options.of(attention="absorbed", batch=8)`."""
+        return cls().replace(**fields)
+
+    def replace(self, **fields: Any) -> "Options":
+        """These options with single settings changed; raises BadRequest with a suggestion for an unknown name."""
+        group_of = {setting: group for group, kind in GROUPS.items() for setting in names(kind)}
+        changes: dict[str, dict[str, Any]] = {}
+        for name, value in fields.items():
+            if name not in group_of:
+                raise BadRequest(f"there is no option {printable(name)}", nearest(name, group_of))
+            changes.setdefault(group_of[name], {})[name] = value
+        groups = {group: dataclasses.replace(getattr(self, group), **values) for group, values in changes.items()}
+        return dataclasses.replace(self, **groups)
+
+
+GROUPS: dict[str, type] = {
+    "model": ModelOptions,
+    "attention": AttentionOptions,
+    "experts": ExpertOptions,
+    "memory": MemoryOptions,
+}
+
+
+def names(group: type) -> list[str]:
+    """The settings of a group."""
+    return [setting.name for setting in dataclasses.fields(group)]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen; by default as the model folder says, else greedily.
+
+    None stands for that default."""
+
+    temperature: float | None = option(None, optional(number(0, 1e3)))
+    """Sampling temperature; 0 is greedy."""
+    top_k: int | None = option(None, optional(whole(0)))
+    """Sample from the k most likely tokens; 0: all."""
+    top_p: float | None = option(None, optional(number(0, 1)))
+    """Nucleus sampling: the most likely tokens that add up to this."""
+    min_p: float = option(0.0, number(0, 1))
+    """Drop tokens below this fraction of the most likely one's probability."""
+    presence_penalty: float = option(0.0, number(-100, 100))
+    """Subtracted from the logits of tokens already generated."""
+    repetition_penalty: float = option(1.0, number(1e-3, 1e3))
+    """Above 1 penalises tokens of the prompt and the output."""
+    max_tokens: int | None = option(None, optional(whole(0)))
+    """Maximum tokens to generate (256, or what the context allows)."""
+    stop: tuple[str, ...] | str = option((), texts(MAX_STOPS))
+    """Strings that end the output; not part of it."""
+    stop_token_ids: tuple[int, ...] = option((), token_ids(MAX_STOPS))
+    """Further token ids that end the output."""
+    ignore_eos: bool = option(False, flag)
+    """Continue after the model's end tokens."""
+    seed: int | None = option(None, optional(whole(0, 2**64 - 1)))
+    """Random seed; drawn and printed if not given."""
+    logprobs: int | None = option(None, optional(whole(0, MAX_LOGPROBS)))
+    """Print log-probabilities of tokens and this many alternatives, to stderr."""
+
+    def __post_init__(self):
+        check(self, "the sampling parameters are out of range")
 
     def or_default(self, defaults: "SamplingParams") -> "SamplingParams":
         """The same with every None replaced by what `defaults` says."""
-        unset = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) is None}
+        unset = {name: getattr(defaults, name) for name in names(SamplingParams) if getattr(self, name) is None}
         return dataclasses.replace(self, **unset)
-
-
-def _faults(p: SamplingParams) -> list[str]:
-    faults = []
-
-    def check(name: str, low: float, high: float, integer: bool = False):
-        value = getattr(p, name)
-        if value is None:
-            return
-        kind = int if integer else (int, float)
-        if not isinstance(value, kind) or isinstance(value, bool) or not (low <= value <= high):
-            shown = f"{low:g} to {high:g}" if high < 1e9 else f"{low:g} or more"
-            faults.append(f"{name} is {printable(repr(value))}, expected {'a whole number ' if integer else ''}{shown}")
-
-    check("temperature", 0, 1e3)
-    check("top_k", 0, math.inf, integer=True)
-    check("top_p", 0, 1)
-    check("min_p", 0, 1)
-    check("presence_penalty", -100, 100)
-    check("repetition_penalty", 1e-3, 1e3)
-    check("max_tokens", 0, math.inf, integer=True)
-    check("seed", 0, 2**64 - 1, integer=True)
-    check("logprobs", 0, MAX_LOGPROBS, integer=True)
-    if not all(isinstance(s, str) and s for s in p.stop):
-        faults.append("stop holds an empty text or something that is no text")
-    if len(p.stop) > MAX_STOPS:
-        faults.append(f"stop holds {len(p.stop):,} texts, the limit is {MAX_STOPS}")
-    if not all(isinstance(t, int) and not isinstance(t, bool) and 0 <= t < 2**31 for t in p.stop_token_ids):
-        faults.append("stop_token_ids holds something that is no token id")
-    if len(p.stop_token_ids) > MAX_STOPS:
-        faults.append(f"stop_token_ids holds {len(p.stop_token_ids):,} ids, the limit is {MAX_STOPS}")
-    return faults

@@ -1,6 +1,6 @@
-"""QTensor: a quantised tensor that stays packed in memory, and the table of its formats, each unpacked by JAX inside jit.
+"""QTensor, a quantised tensor that stays packed in memory, and the table of its formats, which JAX dequantises inside jit.
 
-Knows arrays only: files are read in mla_jax/weights, and our own formats are written by mla_jax/weights/quantize.py."""
+Knows arrays only: mla_jax/weights reads files, and mla_jax/weights/quantize.py quantises to our own formats."""
 
 import re
 from collections.abc import Callable
@@ -24,10 +24,10 @@ Specs = tuple[jax.ShapeDtypeStruct, ...]
 
 @dataclass(frozen=True)
 class QTensor:
-    """A tensor of `shape` in a `format` of FORMATS; `parts` are arrays, or what stands for arrays in a tree of them.
+    """A tensor of `shape` in a `format` of FORMATS; `parts` are arrays, or ShapeDtypeStructs and other leaves of a pytree.
 
-    A stack of matrices is one QTensor. Where vmap or scan take leading axes off the parts, `shape` keeps them: only its
-    last axis is ever read, so `dequantize` follows the parts."""
+    A stack of matrices is one QTensor. Under vmap or scan the parts lose leading axes and `shape` does not: only its last axis is
+    read, so `dequantize` follows the parts."""
 
     format: str
     parts: tuple[Any, ...]
@@ -35,11 +35,11 @@ class QTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held; also of an abstract tensor."""
+        """Bytes of the parts; also of an abstract tensor."""
         return sum(_bytes(part) for part in self.parts)
 
     def __getitem__(self, index: Any) -> "QTensor":
-        """Itself for `...`, which is how a module reads its parameters."""
+        """Itself for `...`, with which a module reads its parameters; else as `one`."""
         return self if index is ... else self.one(index)
 
     def one(self, index: Any) -> "QTensor":
@@ -51,10 +51,10 @@ jax.tree_util.register_dataclass(QTensor, data_fields=["parts"], meta_fields=["f
 
 
 class Format(NamedTuple):
-    """`block`: the rows and columns that share scales, 0 for all there are; `unpack` takes parts and the length of the last axis.
+    """`block`: the rows and columns that share a scale, 0 for all; `unpack` takes the parts and the length of the last axis.
 
-    `parts` says what the parts of a shape are, and raises BadFile for a shape that the format cannot hold; `finite` is false
-    somewhere if a value is NaN or infinite, and does not unpack anything to know."""
+    `parts` gives the shapes and dtypes of the parts, and raises BadFile for a shape that the format cannot hold. `finite` is
+    False somewhere if a value is NaN or infinite; it reads scales and codes, without dequantising."""
 
     block: tuple[int, int]
     parts: Callable[[Shape], Specs]
@@ -63,38 +63,39 @@ class Format(NamedTuple):
 
 
 def dequantize(q: QTensor, dtype: Any = jnp.float32) -> Float[Array, "..."]:
-    """The values that `q` stands for, computed in float32 and rounded once to `dtype`."""
+    """The values of `q`, computed in float32 and rounded once to `dtype`."""
     return format_of(q.format).unpack(q.parts, q.shape[-1]).astype(dtype)
 
 
 def unsound(format: str, parts: tuple[Array, ...]) -> Int[Array, ""]:
-    """How many values, blocks or scales of a tensor are not finite."""
+    """The number of values, blocks or scales of a tensor that are not finite."""
     return jnp.sum(~format_of(format).finite(parts))
 
 
 def abstract(format: str, shape: Shape) -> QTensor:
-    """A QTensor without memory: its parts are shapes and dtypes. Raises BadFile if the format cannot hold that shape."""
+    """A QTensor without memory: its parts are ShapeDtypeStructs. Raises BadFile if the format cannot hold that shape."""
     return QTensor(format, format_of(format).parts(shape), shape)
 
 
 def nbytes(format: str, shape: Shape) -> int:
-    """Bytes of a tensor, by arithmetic alone."""
+    """Bytes of a tensor of this format and shape; allocates nothing. Raises BadFile as `abstract` does."""
     return abstract(format, shape).nbytes
 
 
 def check(q: QTensor, where: str = "a tensor") -> QTensor:
-    """`q` itself if its parts are what its format and shape ask for; raises BadFile, which begins with `where`, if not."""
-    found, expected = [_said(part) for part in q.parts], [_said(part) for part in abstract(q.format, q.shape).parts]
+    """`q` itself if its parts fit its format and shape; else raises BadFile, whose text begins with `where`."""
+    found = [_shown(part) for part in q.parts]
+    expected = [_shown(part) for part in abstract(q.format, q.shape).parts]
     if found != expected:
         raise BadFile(
-            f"{where} is no {q.format} of shape {list(q.shape)}",
+            f"{where} is not a {q.format} tensor of shape {list(q.shape)}",
             f"found parts {', '.join(found) or 'none at all'}",
             f"expected {', '.join(expected)}",
         )
     return q
 
 
-def _said(part: Any) -> str:
+def _shown(part: Any) -> str:
     return f"{np.dtype(part.dtype).name}{list(part.shape)}"
 
 
@@ -112,7 +113,7 @@ def _refuse(name: str, shape: Shape, expected: str) -> NoReturn:
 
 def _gguf_parts(name: str, values: int, size: int, shape: Shape) -> Specs:
     if not shape or shape[-1] % values:
-        _refuse(name, shape, f"expected a last axis that is a multiple of {values}, for blocks end with their row")
+        _refuse(name, shape, f"expected a last axis that is a multiple of {values}: a block does not cross rows")
     return (_spec(jnp.uint8, *shape[:-1], shape[-1] // values, size),)
 
 
@@ -123,16 +124,15 @@ def _gguf(name: str) -> Format:
         values = kind.unpack(parts[0])
         return values.reshape(*values.shape[:-2], -1)
 
-    return Format(
-        (1, kind.values), partial(_gguf_parts, name, kind.values, kind.bytes), unpack, lambda parts: kind.finite(parts[0])
-    )
+    parts_of = partial(_gguf_parts, name, kind.values, kind.bytes)
+    return Format((1, kind.values), parts_of, unpack, lambda parts: kind.finite(parts[0]))
 
 
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 def _e4m3(weight: Array) -> Float[Array, "..."]:
-    """To float32, which GPUs and TPUs do in hardware and XLA's CPU code slowly: there a table is 8 times as fast."""
+    """To float32. GPUs and TPUs convert in hardware; XLA's CPU code is slow, and a table is 8 times as fast."""
     by_table = lambda w: gguf_blocks.looked_up(E4M3, jax.lax.bitcast_convert_type(w, jnp.uint8))  # noqa: E731
     return jax.lax.platform_dependent(weight, cpu=by_table, default=lambda w: w.astype(jnp.float32))
 
@@ -145,7 +145,7 @@ def _fp8_parts(rows: int, columns: int, shape: Shape) -> Specs:
 
 
 def _fp8(rows: int, columns: int) -> Format:
-    """E4M3 `[.. N K]` times a float32 scale for each block of `rows` by `columns`; the last blocks may be ragged."""
+    """E4M3 `[.. N K]` times a float32 scale for each block of `rows` by `columns`; the last blocks may be smaller."""
 
     def unpack(parts: tuple[Array, ...], _: int) -> Float[Array, "..."]:
         weight, scale = parts
@@ -168,7 +168,7 @@ def _int8_parts(shape: Shape) -> Specs:
 
 
 def _int8() -> Format:
-    """Signed bytes `[.. N K]` times a float32 scale a row."""
+    """Signed bytes `[.. N K]` times a float32 scale per row."""
     unpack = lambda parts, _: parts[0].astype(jnp.float32) * parts[1][..., None]  # noqa: E731
     return Format((1, 0), _int8_parts, unpack, lambda parts: jnp.isfinite(127 * parts[1]))
 
@@ -181,9 +181,9 @@ def _int4_parts(group: int, shape: Shape) -> Specs:
 
 
 def _int4(group: int) -> Format:
-    """Codes of four bits less 8, times a bfloat16 scale for each `group` of a row: bytes `[.. groups group/2]`.
+    """Four-bit codes minus 8, times a bfloat16 scale per `group` of a row: bytes `[.. groups group/2]`.
 
-    A group's first half are the low nibbles, its second half the high ones; the last group is filled up with zeros."""
+    The low nibbles are the first half of a group, the high nibbles the second half; the last group is padded with zeros."""
 
     def unpack(parts: tuple[Array, ...], length: int) -> Float[Array, "..."]:
         packed, scale = parts
@@ -191,11 +191,12 @@ def _int4(group: int) -> Format:
         values = codes * scale.astype(jnp.float32)[..., None, None]
         return values.reshape(*scale.shape[:-1], -1)[..., :length]
 
-    return Format((1, group), partial(_int4_parts, group), unpack, lambda parts: jnp.isfinite(8 * parts[1].astype(jnp.float32)))
+    finite = lambda parts: jnp.isfinite(8 * parts[1].astype(jnp.float32))  # noqa: E731
+    return Format((1, group), partial(_int4_parts, group), unpack, finite)
 
 
 def fp8_format(block: tuple[int, int]) -> str:
-    """The name of FP8 with a scale for each block of so many rows and columns."""
+    """The name of FP8 with a scale per `block` of (rows, columns)."""
     return "fp8_block" if tuple(block) == (128, 128) else f"fp8_block_{block[0]}x{block[1]}"
 
 
@@ -210,7 +211,7 @@ FORMATS: dict[str, Format] = {
 
 @lru_cache(maxsize=64)
 def format_of(name: str) -> Format:
-    """A format by its name; `fp8_block_64x32` is fp8_block with blocks of 64 rows by 32 columns. Raises Unsupported."""
+    """A format by its name; `fp8_block_64x32` has blocks of 64 rows by 32 columns. Raises Unsupported for unknown names."""
     if name in FORMATS:
         return FORMATS[name]
     if sizes := re.fullmatch(r"fp8_block_([1-9]\d{0,5})x([1-9]\d{0,5})", name):

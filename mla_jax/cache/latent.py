@@ -43,6 +43,11 @@ def append(layer: Layer, new: Mapping[str, Shaped[Array, "B T ..."]], batch: Bat
     return written | {"length": layer["length"].at[:rows].add(count[:, -1])}
 
 
+def positions_after(layer: Layer, batch: Batch) -> Int[Array, "B S"]:
+    """The positions that `read` gives once the batch's tokens are appended to `layer`."""
+    return read(append({name: layer[name] for name in ("positions", "length")}, {}, batch), batch)[1]
+
+
 def read(layer: Layer, batch: Batch) -> tuple[Layer, Int[Array, "B S"]]:
     """What the batch's rows hold, and the positions of it (EMPTY where nothing is)."""
     held = {name: value[: batch.positions.shape[0], : batch.span] for name, value in layer.items() if name != "length"}

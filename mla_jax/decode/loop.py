@@ -17,8 +17,8 @@ from mla_jax.cache.latent import Cache
 from mla_jax.decode.programs import Program, Shared
 from mla_jax.decode.sampling import OUTPUT, PROMPT, Sampling, choose
 from mla_jax.decode.store import Store
-from mla_jax.model.moe import check_host
 from mla_jax.model.transformer import Transformer
+from mla_jax.offload import experts
 
 
 @jax.tree_util.register_dataclass
@@ -163,11 +163,11 @@ class Programs:
     one is given, and read from there at the next start, except where they call experts on the host by their addresses."""
 
     def __init__(self, model: Transformer, counts: bool = False, folder: Path | None = None):
-        self.chunk, self.device = model.chunk, model.device
+        self.chunk, self.device = functools.partial(model.dispatch.chunk, model), model.dispatch.device
         self._calls_host = bool(model.on_host())
         shared = Shared.of(None if folder is None or self._calls_host else Store.of(folder, model))
         self.waits = shared.waits
-        beside = BESIDE if model.device.platform == "gpu" else None
+        beside = BESIDE if self.device.platform == "gpu" else None
         self.new = Program(functools.partial(new_state, counts=counts), model, shared, static_argnums=(1, 2, 3))
         self.prefill = Program(prefill, model, shared, static_argnames=("span",), donate_argnums=(1,))
         self.begin = Program(choose_next, model, shared, donate_argnums=(1,))
@@ -191,4 +191,4 @@ class Programs:
     def check(self) -> None:
         """Raises what went wrong with experts on the host: programs of a GPU run on when a call fails, with NaN."""
         if self._calls_host:
-            check_host()
+            experts.check()

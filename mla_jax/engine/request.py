@@ -1,4 +1,4 @@
-"""What is asked of the engine and what it answers."""
+"""Requests to the engine and their outputs."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -6,7 +6,7 @@ from enum import StrEnum
 from mla_jax.base.options import SamplingParams
 from mla_jax.engine.stats import Stats
 
-Logprobs = list[dict[int, float]]  # a token each: the chosen id first, then the likeliest
+Logprobs = list[dict[int, float]]  # one entry per token: the chosen id first, then the most likely ones
 
 
 class FinishReason(StrEnum):
@@ -36,9 +36,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What has come since the chunk before: text that is final, and the ids generated. The last one has a finish reason.
+    """Output since the previous chunk: text that is final, and the generated ids. The last chunk has a finish reason.
 
-    Its `token_ids` may run past a stop text, which `Output.token_ids` does not."""
+    `token_ids` may run past a stop text; `Output.token_ids` does not."""
 
     text: str
     token_ids: list[int]
@@ -50,7 +50,7 @@ class Chunk:
 class Output:
     """`token_ids` are the generated ids, the end token included; `text` is None for a model without a tokenizer.
 
-    `logprobs` holds log-probabilities if they were asked for."""
+    `logprobs` has one entry per generated token if the request wanted them: `{token id: log-probability}`."""
 
     text: str | None
     token_ids: list[int]

@@ -28,7 +28,7 @@ class Stats:
 
 
 def peak_bytes() -> int | None:
-    """The most memory used so far: the device's, or on a CPU the process's; None where the device does not tell."""
+    """The most memory used so far: the device's, or on a CPU the process's. None where the device does not say."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

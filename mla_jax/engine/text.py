@@ -1,15 +1,16 @@
-"""How a model reads and writes: tokenizer, chat template, sampling defaults and end tokens, wherever the checkpoint has them."""
+"""How a model reads and writes text: tokenizer, chat template, sampling defaults and end tokens, from any kind of checkpoint."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mla_jax.base.errors import BadConfig, BadRequest, printable
+from mla_jax.base.errors import BadConfig, BadRequest, shown
 from mla_jax.base.files import read_json
 from mla_jax.base.options import SamplingParams
 from mla_jax.text import gguf_tokenizer
 from mla_jax.text.chat import ChatTemplate
+from mla_jax.text.guard import Guard
 from mla_jax.text.tokenizer import Tokenizer
 from mla_jax.weights.source import Source
 
@@ -25,7 +26,7 @@ class Text(NamedTuple):
 
 
 def open_text(source: Source) -> Text:
-    """Reads the files beside the weights, or what a GGUF file says of itself; runs nothing of a template."""
+    """Reads the files in the weights' folder, or the metadata of a GGUF file; runs nothing of a template."""
     return _from_gguf(source) if source.metadata is not None else _from_folder(source)
 
 
@@ -34,7 +35,7 @@ KIMI_FILES = ("tiktoken.model", "tokenizer.model")
 
 
 def files_of(source: Source) -> dict[str, bytes]:
-    """The same as files of a model folder, by name; made where the checkpoint keeps it otherwise."""
+    """The same as files of a model folder, by name; written anew for a GGUF file."""
     if source.metadata is None:
         return {name: path.read_bytes() for name in (*FILES, *KIMI_FILES) if (path := source.path / name).is_file()}
     found = gguf_tokenizer.build(source.metadata, source.path.name, source.config.vocab_size)
@@ -80,7 +81,11 @@ def _checked(defaults: dict[str, Any], where: str) -> dict[str, Any]:
 def _from_folder(source: Source) -> Text:
     config, folder = source.config, source.path
     tokenizer = Tokenizer.from_folder(folder, config.vocab_size, config.bos_token_id)
-    return Text(tokenizer, ChatTemplate.from_folder(folder), *_generation_defaults(folder, config.eos_token_id))
+    notes = (UNKNOWN_FORM,) if tokenizer is not None and isinstance(tokenizer.codec, Guard) else ()
+    return Text(tokenizer, ChatTemplate.from_folder(folder), *_generation_defaults(folder, config.eos_token_id), notes)
+
+
+UNKNOWN_FORM = "tokenizer.json has a form that is not known; it works in a process of its own, with limits of time and memory"
 
 
 def _generation_defaults(folder: Path, end_ids: tuple[int, ...]) -> tuple[dict, tuple[int, ...]]:
@@ -90,7 +95,7 @@ def _generation_defaults(folder: Path, end_ids: tuple[int, ...]) -> tuple[dict, 
     ends = given.get("eos_token_id")
     ends = end_ids if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
     if not all(type(e) is int and -1 <= e < 2**31 for e in ends):
-        raise BadConfig("the folder names an eos_token_id that is no token id", f"found {printable(str(ends))} in {folder}")
+        raise BadConfig("the folder names an eos_token_id that is no token id", f"found {shown(ends)} in {folder}")
     sampled = given.get("do_sample") is True  # transformers leaves out a temperature of 1, its default
     defaults = {"temperature": 1.0 if sampled else 0.0, "top_k": 0, "top_p": 1.0}
     if given.get("do_sample", True):

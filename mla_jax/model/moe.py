@@ -1,12 +1,11 @@
 """Mixture of experts: the routers of DeepSeek-V2 and V3, and the backends that compute the chosen experts.
 
 A backend is `(x [n D], topk_ids [n K], topk_weights [n K], gate [X F D], up [X F D], down [X D F]) -> [n D]`; the id X stands for
-no expert at all. `dense` is the reference; the others compute the same and are chosen by `pick_backend`. Experts that lie on the
-host are computed there, whatever the backend, or with many tokens brought to the device (stream.py); the most chosen ones of a
-layer may lie on both (hot.py)."""
+no expert at all. `dense` is the reference; the others compute the same and are chosen by `pick_backend`. A layer's `Experts` may
+be replaced by a module of the same call that computes them elsewhere (mla_jax.offload)."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor
-from mla_jax.model import stream
-from mla_jax.model.hot import HotExperts, turns
 from mla_jax.model.ops import entry, moe_decode, parameter, plain, ragged_dot, ragged_swiglu, swiglu
 
 ExpertWeights = tuple[Float[Array, "X F D"] | QTensor, Float[Array, "X F D"] | QTensor, Float[Array, "X D F"] | QTensor]
@@ -194,96 +191,53 @@ def pick_backend(platform: str, pairs: int, experts: int, unpacked: int = 0, ker
     return "loop" if unpacked > UNPACKED else "dense" if platform == "gpu" else "ragged"
 
 
-class How(NamedTuple):
-    """How the experts of a step are computed; `defer` of them, on the host, are added a layer later (SOSP'25, KTransformers).
-
-    `streamed` is the backend of those that are brought from there, `hot` of those that lie on both; None: the same."""
+class ExpertPlan(NamedTuple):
+    """How one step computes its routed experts. The fields after the first are for experts that the CPU holds:
+    `defer` of each token's experts are added one layer later (SOSP'25, KTransformers); `streamed` is the backend when the step
+    copies the weights to the device, None when it does not; `replicated` is the backend of the replicas, None: `backend`."""
 
     backend: Backend
     defer: int = 0
     streamed: Backend | None = None
-    hot: Backend | None = None
+    replicated: Backend | None = None
+
+
+@runtime_checkable
+class Deferred(Protocol):
+    """Experts whose sum is still to be added."""
+
+    def collect(self, after: Array) -> Float[Array, "n D"]:
+        """The sum, waited for once `after` is computed."""
+        ...
 
 
 class Experts(nnx.Module):
-    """The routed experts' weights, stacked, on the device."""
+    """The routed experts' weights, stacked, on the device. Modules that compute experts elsewhere have the same two methods."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
-        self.gate = parameter(config, rngs, "experts", "expert_mlp", "model")
-        self.up = parameter(config, rngs, "experts", "expert_mlp", "model")
-        self.down = parameter(config, rngs, "experts", "model", "expert_mlp")
+        self.gate = parameter(config, rngs, "experts", "expert_mlp", "model", role="expert")
+        self.up = parameter(config, rngs, "experts", "expert_mlp", "model", role="expert")
+        self.down = parameter(config, rngs, "experts", "model", "expert_mlp", role="expert")
 
     def __call__(
         self,
         x: Float[Array, "n D"],
         topk_ids: Int[Array, "n K"],
         topk_weights: Float[Array, "n K"],
-        how: How,
-        beside: Callable[[Array], Array],
-    ) -> tuple[Array, Array, None]:
-        """The chosen experts' sum, what is computed `beside` them, and what is left for the next layer: nothing."""
-        return how.backend(x, topk_ids, topk_weights, (self.gate[...], self.up[...], self.down[...])), beside(x), None
+        plan: ExpertPlan,
+        concurrent: Callable[[Array], Array],
+    ) -> tuple[Array, Array, Deferred | None]:
+        """The chosen experts' sum, the result of `concurrent(x)`, and what a later layer adds: nothing."""
+        return plan.backend(x, topk_ids, topk_weights, (self.gate[...], self.up[...], self.down[...])), concurrent(x), None
+
+    def stacks(self, dtype: jnp.dtype) -> dict[str, tuple[Any, ...]]:
+        """gate and down as the backends get them in a model of `dtype`, or their shapes, by where they are."""
+        return {"device": (self.gate.get_value(), self.down.get_value())}
 
 
-class HostExperts(nnx.Module):
-    """Routed experts on the CPU, which work while a GPU goes on; `layer` is a `cpu_experts.Experts` and holds their weights.
-
-    From `stream` tokens in a step on, 0 for never, the device computes them instead; those that are `hot` always."""
-
-    def __init__(self, layer: Any, stream: int = 0, hot: HotExperts | None = None):
-        self.layer, self.stream, self.hot = layer, stream, hot
-
-    def __call__(
-        self,
-        x: Float[Array, "n D"],
-        topk_ids: Int[Array, "n K"],
-        topk_weights: Float[Array, "n K"],
-        how: How,
-        beside: Callable[[Array], Array],
-    ) -> tuple[Array, Array, Any]:
-        """As `Experts`, but for the `how.defer` least weighted experts of each token, which are left to be added by `settle`.
-
-        Where the device computes them nothing is left."""
-        if self.stream and x.shape[0] >= self.stream:
-            return stream.streamed(self.layer, x, topk_ids, topk_weights, how.streamed or how.backend), beside(x), None
-        from cpu_experts import ffi
-
-        now, rest = self._turns(topk_ids, topk_weights, min(how.defer, topk_ids.shape[1] - 1))
-        begun = ffi.submit(self.layer, x, *now)
-        later = ffi.submit(self.layer, begun.x, *rest) if how.defer else None
-        x = (later or begun).x  # so that what follows comes after the submissions
-        aside = beside(x)
-        if self.hot is None:
-            return ffi.collect(begun, after=aside), aside, later
-        here = self.hot(x, topk_ids, topk_weights, how.hot or how.backend)
-        return ffi.collect(begun, after=(aside, here)) + here, aside, later
-
-    def _turns(self, topk_ids: Array, topk_weights: Array, defer: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        """Ids and weights for the host: now, and for later, the least weighted, which a router's bias puts anywhere."""
-        if defer:
-            order = largest(topk_weights, topk_weights.shape[1])
-            topk_ids, topk_weights = (jnp.take_along_axis(a, order, axis=1) for a in (topk_ids, topk_weights))
-        if self.hot is not None:
-            now, rest = turns(topk_ids, self.hot.holds(topk_ids), defer, self.layer.experts)
-            return (now, topk_weights), (rest, topk_weights)
-        cut = topk_ids.shape[1] - defer
-        return (topk_ids[:, :cut], topk_weights[:, :cut]), (topk_ids[:, cut:], topk_weights[:, cut:])
-
-
-def settle(x: Float[Array, "B T D"], pending: Any) -> Float[Array, "B T D"]:
-    """`x` and what an earlier layer has left to be added, None or a ticket, which is waited for only once `x` is there."""
-    if pending is None:
-        return x
-    from cpu_experts import ffi
-
-    return x + ffi.collect(pending, after=x).reshape(x.shape)
-
-
-def check_host() -> None:
-    """Raises what went wrong with the first call from a GPU's programs that failed since this was last asked."""
-    from cpu_experts import ffi
-
-    ffi.check()
+def settle(x: Float[Array, "B T D"], pending: Deferred | None) -> Float[Array, "B T D"]:
+    """`x` and what an earlier layer has left to be added, which is waited for only once `x` is computed."""
+    return x if pending is None else x + pending.collect(after=x).reshape(x.shape)
 
 
 class MoE(nnx.Module):
@@ -291,10 +245,12 @@ class MoE(nnx.Module):
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.router = Router(config, rngs)
-        self.experts: Experts | HostExperts = Experts(config, rngs)
+        self.experts: Any = Experts(config, rngs)
         self.shared = MLP(config, rngs, "shared_mlp") if config.n_shared_experts else None
 
-    def __call__(self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"], how: How) -> tuple[Array, Int[Array, " X"], Any]:
+    def __call__(
+        self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"], plan: ExpertPlan
+    ) -> tuple[Array, Int[Array, " X"], Any]:
         """The layer's output `[B T D]`, how many unmasked tokens each expert got, and what a later layer is to `settle`.
 
         Masked tokens cost no expert."""
@@ -302,10 +258,10 @@ class MoE(nnx.Module):
         topk_ids, topk_weights = self.router(flat)
         topk_ids = jnp.where(mask.reshape(-1, 1), topk_ids, n_experts)
 
-        def beside(flat: Array) -> Array:
+        def shared_experts(flat: Array) -> Array:
             return self.shared(flat.reshape(x.shape)) if self.shared is not None else jnp.zeros_like(x)
 
-        y, shared, pending = self.experts(flat, topk_ids, topk_weights, how, beside)
+        y, shared, pending = self.experts(flat, topk_ids, topk_weights, plan, shared_experts)
         load = jnp.bincount(topk_ids.reshape(-1), length=n_experts + 1)[:-1]
         return y.reshape(x.shape) + shared, load, pending
 

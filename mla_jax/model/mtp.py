@@ -26,10 +26,10 @@ class MTP(nnx.Module):
         self.norm = norm_weight(config, rngs, "model")
 
     def __call__(
-        self, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"], batch: Batch, layer: Layer | None, how: tuple
+        self, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"], batch: Batch, layer: Layer | None, plan: tuple
     ) -> tuple[Float[Array, "B T D"], Layer | None, Int[Array, " X"] | None]:
         """The normed hidden state, the layer's cache, and each expert's tokens."""
         with jax.named_scope("mtp"):
             joined = [rms_norm(embedded, self.enorm[...], self.eps), rms_norm(hidden, self.hnorm[...], self.eps)]
-            (x, _), layer, load = self.block(linear(jnp.concatenate(joined, -1), self.eh_proj[...]), None, batch, layer, how)
+            (x, _), layer, load = self.block(linear(jnp.concatenate(joined, -1), self.eh_proj[...]), None, batch, layer, plan)
             return rms_norm(x, self.norm[...], self.eps), layer, load

@@ -2,6 +2,7 @@
 
 Weights keep the checkpoint's order, output axes first: quantised blocks stay whole, and kernels want the contracted axis last."""
 
+from collections.abc import Callable
 from importlib import import_module
 from math import gcd, prod
 from typing import Any
@@ -31,16 +32,18 @@ def parameter(
     mean: float = 0.0,
     exact: bool = False,
     packs: bool = True,
+    role: str | None = None,
 ) -> nnx.Param:
     """A random weight whose shape follows from the names of its axes.
 
-    `exact` ones stay float32 in a bfloat16 model; those that `pack` stay quantised, as QTensors, if a checkpoint has them so."""
+    `exact` ones stay float32 in a bfloat16 model; those that `pack` stay quantised, as QTensors, if a checkpoint has them so.
+    The `role` "expert" marks weights of routed experts."""
     shape = logical.shape(config, axes)
     if isinstance(rngs, Shapes):
         value = jax.ShapeDtypeStruct(shape, jnp.float32)
     else:
         value = mean + scale * jax.random.normal(rngs.params(), shape)
-    return nnx.Param(value, axes=axes, exact=exact, packs=packs and len(axes) > 1)
+    return nnx.Param(value, axes=axes, exact=exact, packs=packs and len(axes) > 1, role=role)
 
 
 def norm_weight(config: Config, rngs: nnx.Rngs, axis: str) -> nnx.Param:
@@ -137,6 +140,22 @@ def implementation(op: str, *arrays: Any) -> str:
     return choice.choose(op, None, import_module(f"pallas_kernels.{op}").CHECKS, *arrays)
 
 
+def kernels_here() -> bool:
+    """Whether there are kernels for this machine's device at all."""
+    from pallas_kernels import choice
+
+    return choice.kernels_here()
+
+
+def who_computes(function: Callable, *args: Any) -> dict[str, str]:
+    """Who computes each op of pallas_kernels in `function(*args)`; arguments may be shapes, and nothing is computed."""
+    from pallas_kernels import choice
+
+    with choice.recorded() as found:
+        jax.eval_shape(lambda *args: function(*args), *args)  # a new function: JAX must not answer from an earlier trace
+    return found
+
+
 def schedule(seq_lens: Int[Array, " B"], heads: int, tokens: int) -> Any:
     """How a kernel shares a step's work out; for `mla_decode`, once a step for all layers."""
     from pallas_kernels import mla_decode
@@ -202,7 +221,7 @@ def rope_append(
     cache = kernel.Latents(*(layer[name] for name in names))
     step = kernel.Tokens(*tokens)
     q_pe, cache = kernel.rope_append(q, kv, weight, step, cache, eps=eps, interleave=interleave, impl=impl)
-    return q_pe, dict(zip(names, cache, strict=True))
+    return q_pe, layer | dict(zip(names, cache, strict=True))
 
 
 def mla_prefill(
@@ -219,6 +238,34 @@ def mla_prefill(
     from pallas_kernels import mla_prefill as kernel
 
     return kernel.mla_prefill(q, k, v, q_lens, seq_lens, scale=scale, impl=impl)[0]
+
+
+def fp8_group() -> int:
+    """Numbers per scale of a latent in E4M3."""
+    from pallas_kernels.fp8 import GROUP
+
+    return GROUP
+
+
+def fp8(codes: Any, scales: Any) -> Any:
+    """A latent in E4M3 as kernels take it."""
+    from pallas_kernels.fp8 import Fp8
+
+    return Fp8(codes, scales)
+
+
+def quantize_latent(c_kv: Float[Array, "B S R"]) -> tuple[Array, Float[Array, "B S groups"]]:
+    """Codes in E4M3 and a scale, a power of two, per `fp8_group()` numbers."""
+    from pallas_kernels.fp8 import quantize_cache
+
+    codes, scales = quantize_cache(c_kv)
+    return codes, scales
+
+
+def dequantize_latent(codes: Array, scales: Float[Array, "B S groups"], dtype: jnp.dtype) -> Float[Array, "B S R"]:
+    from pallas_kernels.fp8 import Fp8, dequantize
+
+    return dequantize(Fp8(codes, scales)).astype(dtype)
 
 
 def operand(w: Weight, dtype: jnp.dtype) -> Any:

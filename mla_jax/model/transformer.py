@@ -2,32 +2,21 @@
 
 Prefill, a chunk of a prompt on top of a cached prefix, and decode are this one forward; they differ in batch and cache."""
 
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mla_jax.base import qtensor, roofline
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
-from mla_jax.base.qtensor import QTensor
 from mla_jax.cache import latent
-from mla_jax.model import fused, moe, packed_latents
-from mla_jax.model.mla import FORMS, MLA, Form
-from mla_jax.model.moe import BACKENDS, MLP, Experts, HostExperts, MoE, pick_backend, settle
+from mla_jax.model.dispatch import Dispatch, StepPlan
+from mla_jax.model.mla import MLA
+from mla_jax.model.moe import MLP, Experts, MoE, settle
 from mla_jax.model.mtp import MTP
-from mla_jax.model.ops import entries, implementation, linear, norm_weight, operand, parameter, rms_norm
-from mla_jax.model.stream import CHUNK
-
-
-class How(NamedTuple):
-    """How one step computes, the same for all its layers; chosen from static shapes while tracing."""
-
-    form: Form
-    experts: moe.How
+from mla_jax.model.ops import entries, linear, norm_weight, parameter, rms_norm
 
 
 class Block(nnx.Module):
@@ -40,37 +29,30 @@ class Block(nnx.Module):
         self.mlp_norm = norm_weight(config, rngs, "model")
         self.mlp = MoE(config, rngs) if config.is_moe(layer) else MLP(config, rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], pending: Any, batch: Batch, held: latent.Layer | None, how: How):
-        """Returns `((x, pending), held, load)`; `load` counts each expert's tokens, None for a dense layer."""
+    def __call__(self, x: Float[Array, "B T D"], pending: Any, batch: Batch, cached: latent.Layer | None, plan: StepPlan):
+        """Returns `((x, pending), cached, load)`; `load` counts each expert's tokens, None for a dense layer."""
         with jax.named_scope("attention"):
-            y, held = self.attn(rms_norm(x, self.attn_norm[...], self.eps), batch, held, how.form)
+            normed = rms_norm(x, self.attn_norm[...], self.eps)
+            y, cached = self.attn(normed, batch, cached, plan.form, plan.shared)
         x = x + y
         with jax.named_scope("experts" if isinstance(self.mlp, MoE) else "mlp"):
             y = rms_norm(x, self.mlp_norm[...], self.eps)
-            y, load, left = self.mlp(y, batch.mask, how.experts) if isinstance(self.mlp, MoE) else (self.mlp(y), None, None)
-        return (settle(x + y, pending), left), held, load
+            y, load, left = self.mlp(y, batch.mask, plan.experts) if isinstance(self.mlp, MoE) else (self.mlp(y), None, None)
+        return (settle(x + y, pending), left), cached, load
 
 
 class Transformer(nnx.Module):
-    """An MLA model. `attention` names a form or "fused", the kernel; `experts` a backend; "auto" chooses by shapes and device.
-
-    `kv_cache` "fp8" holds latents in E4M3. `defer` experts of each token are added a layer later while few tokens are new, where
-    a layer's experts lie on the host."""
+    """An MLA model: its weights and the forward pass. `dispatch` chooses how each step computes."""
 
     def __init__(
         self,
         config: Config,
         rngs: nnx.Rngs,
         *,
-        attention: str = "auto",
-        experts: str = "auto",
-        device: roofline.Device = roofline.DEVICES["cpu"],
+        dispatch: Dispatch = Dispatch(),  # noqa: B008  (frozen)
         mtp: bool = False,
-        defer: int = 0,
-        kv_cache: str = "auto",
     ):
-        self.config, self.attention, self.experts, self.device, self.defer = config, attention, experts, device, defer
-        self.kv_cache = kv_cache
+        self.config, self.dispatch = config, dispatch
         self.embed = parameter(config, rngs, "vocab", "model")
         self.layers = nnx.List([Block(config, rngs, i) for i in range(config.num_hidden_layers)])
         self.norm = norm_weight(config, rngs, "model")
@@ -84,11 +66,12 @@ class Transformer(nnx.Module):
         """Hidden states after the last norm, the cache with the new tokens in it, and, if `collect`, each MoE layer's load.
 
         Without a cache the tokens attend to each other alone, as in training."""
-        how, x, pending = self.how(batch, None if cache is None else cache[0]), self.embedded(tokens), None
+        plan = self.dispatch.step(self, batch, None if cache is None else cache[0])
+        x, pending = self.embedded(tokens), None
         layers, loads = [], []
 
         def layer_of(graph: Any, weights: Any, x: Array, pending: Any, held: latent.Layer | None):
-            return nnx.merge(graph, weights)(x, pending, batch, held, how)
+            return nnx.merge(graph, weights)(x, pending, batch, held, plan)
 
         # layers of one structure are traced and lowered once; XLA inlines the calls
         apply = jax.jit(layer_of, static_argnums=0) if isinstance(x, jax.core.Tracer) else layer_of
@@ -126,123 +109,37 @@ class Transformer(nnx.Module):
         """Runs MTP layer `depth` on the normed `hidden` of position t and the token of t + 1; `unembed` gives logits for t + 2.
 
         The layer has a cache of its own. Its output is normed and takes the place of `hidden` at the next depth."""
-        how = self.how(batch, layer)
-        how = how._replace(experts=how.experts._replace(defer=0))  # there is no layer after it
-        x, layer, load = self.mtp[depth](self.embedded(tokens), hidden, batch, layer, how)
+        plan = self.dispatch.step(self, batch, layer)
+        plan = plan._replace(experts=plan.experts._replace(defer=0))  # there is no layer after it
+        x, layer, load = self.mtp[depth](self.embedded(tokens), hidden, batch, layer, plan)
         return x, layer, {"load": [load] if load is not None else []} if collect else {}
 
     def new_cache(self, rows: int, slots: int, layers: int | None = None) -> latent.Cache:
-        """An empty cache of what this model's form remembers, in the dtype of its weights or in FP8.
+        """An empty cache of what this model's forms remember, in the dtype of its weights or in FP8.
 
         On a CPU it has a second row even for one sequence: XLA copies a one-row cache at every turn of a while_loop there."""
-        rows = max(rows, 2) if self.device.platform == "cpu" else rows
+        rows = max(rows, 2) if self.dispatch.device.platform == "cpu" else rows
         config, attn = self.config, self.layers[0].attn
         up = (attn.uk.get_value(), attn.uv.get_value())  # which may be shapes only
         shapes = [jax.ShapeDtypeStruct((1, 1, n), up[0].dtype) for n in (config.kv_lora_rank, config.qk_rope_head_dim)]
-        token = jax.eval_shape(self._held(FORMS.get(self.attention, FORMS["move_elided"])).remembers, *shapes, up)
+        token = jax.eval_shape(self.dispatch.cached().remembers, *shapes, up)
         return latent.init(token, config.num_hidden_layers if layers is None else layers, rows, slots)
 
-    def form_name(self, rows: int, new: int, attended: int) -> str:
-        """The form taken for `new` tokens a row that attend to `attended`."""
-        if self.attention != "auto":
-            return self.attention
-        form = roofline.pick_form(self.config, self.device, rows, new, attended)
-        kernel = self.kernel_of_attention(rows, new, attended) != "xla"
-        return "fused" if kernel and (form == "compressed" or new <= roofline.FEW) else form
-
-    def chunk(self, rows: int, slots: int, scores: int) -> int:
-        """New tokens a row that prompts are read by, so that attention scores over `slots` take no more than so many bytes.
-
-        More, where experts are brought from the host for each chunk and a kernel writes no scores."""
-        chunk, most = roofline.chunk_tokens(self.config, rows, slots, scores), max(CHUNK // rows, 1)
-        kernel = self.form_name(rows, most, slots) == "fused" and self.kernel_of_attention(rows, most, slots) != "xla"
-        return max(chunk, most) if self.stream and kernel else chunk
-
-    def kernel_of_attention(self, rows: int, new: int, attended: int) -> str:
-        """What the form "fused" takes, "xla" where there is no kernel for such a step here."""
-        return fused.implementation(self.config, self.dtype, rows, new, attended, self.kv_cache == "fp8")
-
-    def kernel_of_experts(self, tokens: int, where: str = "device") -> str:
-        """What the backend "ragged" takes, "xla" where there is no kernel for such a step of experts that lie there."""
-        stacks = self._stacks(where)
-        if not stacks or any(isinstance(w, QTensor) and w.format != "fp8_block" for w in stacks):
-            return "xla"
-        rows = tokens * (self.config.num_experts_per_tok or 0)
-
-        def of(w: Any) -> str:
-            x = jax.ShapeDtypeStruct((rows, w.shape[-1]), self.dtype)
-            w = operand(w, self.dtype) if isinstance(w, QTensor) else jax.ShapeDtypeStruct(w.shape, self.dtype)
-            return implementation("ragged_dot", x, w)
-
-        gate, down = (of(w) for w in stacks[:2])
-        return "xla" if down == "xla" else gate
-
-    def backend_name(self, tokens: int, where: str = "device") -> str:
-        """The expert backend taken for `tokens` tokens, of experts on the "device", "streamed" to it, or "hot" ones."""
-        if self.experts != "auto":
-            return self.experts
-        pairs, experts = tokens * (self.config.num_experts_per_tok or 0), self.config.n_routed_experts or 0
-        stacks = [] if where == "streamed" else self._stacks(where)
-        packed = [prod(w.shape) * self.dtype.itemsize for w in stacks if isinstance(w, QTensor)]
-        if where == "hot":
-            experts = max(w.shape[0] for w in stacks)
-        kernel = self.kernel_of_experts(tokens, where) != "xla"
-        return pick_backend(self.device.platform, pairs, experts, max(packed, default=0), kernel)
+    def blocks(self) -> list[Block]:
+        """All layers, MTP's after the model's."""
+        return [*self.layers, *(cast(Block, further.block) for further in self.mtp)]
 
     def on_host(self) -> dict[int, Any]:
-        """The `cpu_experts.Experts` of each layer whose routed experts lie on the host."""
+        """The packed experts of each layer whose routed experts the CPU computes."""
         found = {i: block.mlp.experts for i, block in enumerate(self.layers) if isinstance(block.mlp, MoE)}
-        return {i: experts.layer for i, experts in found.items() if isinstance(experts, HostExperts)}
+        return {i: experts.layer for i, experts in found.items() if not isinstance(experts, Experts)}
 
     @property
-    def stream(self) -> int:
-        """Tokens of a step from which experts on the host are computed on the device; 0 for never."""
-        return next((experts.stream for experts in self._on_host()), 0)
+    def replicated(self) -> int:
+        """Experts that the CPU holds and that have a replica on the device."""
+        return sum(gate.shape[0] for gate in self.stacks("replicated")[::2])
 
-    @property
-    def hot(self) -> int:
-        """Experts that lie on the host and on the device, too."""
-        return sum(e.hot.count for e in self._on_host() if e.hot is not None)
-
-    def _stacks(self, where: str) -> list[Any]:
-        """Gate and down, or their shapes, of each layer with experts on the "device" alone, "hot" ones, or "streamed" ones."""
-        if where == "streamed":
-            return self._streamed_stacks()
-        held = (e.hot for e in self._on_host()) if where == "hot" else (e for e in self._experts() if isinstance(e, Experts))
-        return [w.get_value() for e in held if e is not None for w in (e.gate, e.down)]
-
-    def _streamed_stacks(self) -> list[Any]:
-        """Stacks of the host's experts as they come to the device: FP8 stays packed, all else is unpacked whole."""
-        c = self.config
-        count, width = c.n_routed_experts or 0, c.moe_intermediate_size or 0
-        packed = any(getattr(experts.layer, "precision", None) == "fp8_block" for experts in self._on_host())
-        shapes = (count, width, c.hidden_size), (count, c.hidden_size, width)
-        return [qtensor.abstract("fp8_block", s) if packed else jax.ShapeDtypeStruct(s, self.dtype) for s in shapes]
-
-    def _on_host(self) -> list[HostExperts]:
-        blocks = [*self.layers, *(further.block for further in self.mtp)]
-        experts = (block.mlp.experts for block in blocks if isinstance(block.mlp, MoE))
-        return [e for e in experts if isinstance(e, HostExperts)]
-
-    def _experts(self) -> list[Experts | HostExperts]:
-        return [block.mlp.experts for block in self.layers if isinstance(block.mlp, MoE)]
-
-    def _held(self, form: Form) -> Form:
-        """`form`, over what the cache holds."""
-        return packed_latents.over(form) if self.kv_cache == "fp8" else form
-
-    def how(self, batch: Batch, layer: latent.Layer | None) -> How:
-        """What this step's shapes, known while tracing, decide for all layers; `layer` is any of the cache's."""
-        rows, new = batch.positions.shape
-        attended = new if layer is None else batch.span or layer["positions"].shape[1]
-        name = self.form_name(rows, new, attended)
-        if name == "fused" and layer is not None:
-            form = fused.form(batch, layer, self.config)
-        else:  # without a cache, padding may stand between tokens
-            form = FORMS[name if name != "fused" else "move_elided"]
-            form = form if layer is None else self._held(form)
-        tokens = rows * new
-        streamed = BACKENDS[self.backend_name(tokens, "streamed")] if 0 < self.stream <= tokens else None
-        hot = BACKENDS[self.backend_name(tokens, "hot")] if self.hot else None
-        backend, defer = BACKENDS[self.backend_name(tokens)], self.defer if new <= roofline.FEW else 0
-        return How(form, moe.How(backend, defer, streamed, hot))
+    def stacks(self, where: str) -> list[Any]:
+        """gate and down, or their shapes, of each layer whose experts are on the "device", "replicated" or "streamed"."""
+        experts = (block.mlp.experts for block in self.blocks() if isinstance(block.mlp, MoE))
+        return [w for each in experts for w in each.stacks(self.dtype).get(where, ())]

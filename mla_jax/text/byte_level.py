@@ -1,4 +1,4 @@
-"""The alphabet of byte-level tokenizers: every byte stands as one printable character, as GPT-2 introduced it."""
+"""The alphabet of byte-level tokenizers: each byte is written as one printable character, as in GPT-2."""
 
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
@@ -12,7 +12,7 @@ def to_characters(data: bytes) -> str:
 
 
 def to_bytes(token: str) -> bytes:
-    """The bytes a token of the vocabulary stands for; one that leaves the alphabet stands for itself."""
+    """The bytes of a token of the vocabulary; a token with other characters is its own text."""
     try:
         return bytes(BYTES[character] for character in token)
     except KeyError:

@@ -1,19 +1,21 @@
-"""A conversation as token ids, by the folder's chat template, which is trusted with nothing.
+"""A conversation as token ids, by the folder's chat template, which is untrusted.
 
-It renders in a process of its own with limits of time and memory; what stands in a message never becomes a control token."""
+It renders in a process of its own with limits of time and memory; the text of a message never becomes a control token."""
 
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from mla_jax.base.errors import BadRequest, BadTemplate, printable
+from mla_jax.base.errors import BadRequest, BadTemplate, printable, shown
 from mla_jax.base.files import read_json
-from mla_jax.text.neutral import Neutral
-from mla_jax.text.tokenizer import MAX_TOKENIZER_CONFIG, Tokenizer, check_unicode
+from mla_jax.text.injection import Disguise
+from mla_jax.text.tokenizer import MAX_TOKENIZER_CONFIG, Tokenizer, check_text
 
 MAX_TEMPLATE = 1 << 20
 LIMITS = {"seconds": 2, "memory": 256 << 20, "output": 16 << 20}
@@ -22,11 +24,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment, in the process that renders
 
 Message = dict[str, str]
+Messages = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """`source` is the template, `name` the file it comes from, `variables` the folder's own: bos_token and its kin."""
+    """`source` is the template, `name` the file it comes from, `variables` the folder's own: bos_token and others."""
 
     source: str
     name: str
@@ -34,7 +37,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ChatTemplate | None":
-        """The template in chat_template.jinja, or in tokenizer_config.json, None if there is none; nothing of it is run yet."""
+        """The template in chat_template.jinja, or in tokenizer_config.json, None if there is none; it is not run yet."""
         path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
         settings = read_json(config, MAX_TOKENIZER_CONFIG) if config.exists() else {}
         source = _read(path) if path.exists() else _default(settings.get("chat_template"))
@@ -49,15 +52,17 @@ class ChatTemplate:
             raise BadTemplate(f"the chat template in {name} is too large", f"the limit is {MAX_TEMPLATE:,} bytes")
         return cls(source, name, variables)
 
-    def encode(self, messages: list[Message], tokenizer: Tokenizer, add_generation_prompt: bool = True) -> list[int]:
+    def encode(
+        self, messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, add_generation_prompt: bool = True
+    ) -> list[int]:
         """The token ids of a conversation, BOS once in front; raises BadRequest or BadTemplate.
 
-        The template alone brings control tokens: each text between them is encoded, and checked, as plain text."""
-        check_messages(messages, tokenizer)
-        neutral = Neutral(tokenizer, self.source, messages)
-        plain, *variants = self.render([messages, *neutral.variants()], add_generation_prompt)
+        Only the template writes control tokens: each text between them is encoded, and checked, as plain text."""
+        messages = checked(messages, tokenizer)
+        disguise = Disguise(tokenizer, self.source, messages)
+        plain, *variants = self.render([messages, *disguise.variants()], add_generation_prompt)
         ids: list[int] = []
-        for text, control in neutral.pieces(plain, variants):
+        for text, control in disguise.pieces(plain, variants):
             ids += [tokenizer.control_id(text)] if control else tokenizer.encode(text, bos=False)
         return tokenizer.with_bos(ids)
 
@@ -72,39 +77,62 @@ class ChatTemplate:
         raise BadTemplate(f"the chat template in {self.name} failed", line + printable(answer["cause"], 400))
 
     def _ask(self, request: bytes) -> dict:
-        """One answer of `render.py`, run by an interpreter that has none of this one's environment, paths or modules."""
-        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("render.py"))]
+        """One answer of `template_process.py`, run by an interpreter with none of our environment, paths and modules."""
+        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("template_process.py"))]
         environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         try:
             done = subprocess.run(command, input=request, capture_output=True, timeout=WALL_SECONDS, env=environment, check=False)
         except subprocess.TimeoutExpired:
             raise self._failed(f"it takes more than {WALL_SECONDS} seconds") from None
-        if done.returncode in (-9, -24):  # SIGKILL, SIGXCPU
-            raise self._failed(f"it takes more than {LIMITS['seconds']} seconds")
+        except OSError as e:
+            raise BadTemplate(f"the process that renders {self.name} cannot be started", printable(str(e), 300)) from e
         if done.returncode:
-            last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-            memory = "MemoryError" in last or done.returncode < 0
-            raise self._failed(f"it takes more than {LIMITS['memory'] >> 20} MB of memory" if memory else printable(last, 200))
+            raise self._failed(_cause(done))
         return json.loads(done.stdout.decode("utf-8", "surrogatepass"))
 
     def _failed(self, cause: str) -> BadTemplate:
         return BadTemplate(f"the chat template in {self.name} was ended", cause)
 
 
-def check_messages(messages: list[Message], tokenizer: Tokenizer):
-    """Raises BadRequest unless every message is a role and a content, both text, and no role is part of a control token."""
-    if not isinstance(messages, list) or not messages:
-        raise BadRequest("the conversation is no list of messages", 'expected [{"role": "user", "content": ...}, ...]')
+def _cause(ended: subprocess.CompletedProcess[bytes]) -> str:
+    """Why a process failed: its limits, or the last line of its traceback."""
+    last = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    if ended.returncode in (-9, -24):  # SIGKILL, SIGXCPU
+        return f"it takes more than {LIMITS['seconds']} seconds"
+    if "MemoryError" in last or ended.returncode < 0:
+        return f"it takes more than {LIMITS['memory'] >> 20} MB of memory"
+    return printable(last, 200)
+
+
+def checked(messages: Any, tokenizer: Tokenizer) -> list[Message]:
+    """The messages as plain dicts.
+
+    Raises BadRequest unless each is a role and a content, both text, and no role is part of a control token."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise BadRequest("the conversation is not a list of messages", 'expected [{"role": "user", "content": ...}, ...]')
     for at, message in enumerate(messages):
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            found = ", ".join(map(str, message)) if isinstance(message, dict) else type(message).__name__
-            raise BadRequest(f"message {at} is no role and content", f"found {printable(found)}")
-        if wrong := [key for key in ("role", "content") if not isinstance(message[key], str)]:
-            raise BadRequest(f"the {wrong[0]} of message {at} is no text", f"found {type(message[wrong[0]]).__name__}")
-        role = message["role"]
-        if role not in ROLES and (not role.strip() or any(role in text or text in role for text in tokenizer.control)):
-            raise BadRequest(f"the role of message {at} is refused", f"found {printable(role)}, known: " + ", ".join(ROLES))
-        check_unicode(role + message["content"])
+        _check_shape(at, message)
+        _check_role(at, message["role"], tokenizer)
+        check_text(message["content"])
+    return [dict(message) for message in messages]
+
+
+def _check_shape(at: int, message: Any):
+    if not isinstance(message, Mapping):
+        raise BadRequest(f"message {at} is not a role and a content", f"found {type(message).__name__}")
+    if set(message) != {"role", "content"}:
+        raise BadRequest(f"message {at} is not a role and a content", f"found the keys {shown([*message])}")
+    for key in ("role", "content"):
+        if not isinstance(message[key], str):
+            raise BadRequest(f"the {key} of message {at} is not text", f"found {type(message[key]).__name__}")
+
+
+def _check_role(at: int, role: str, tokenizer: Tokenizer):
+    check_text(role)
+    if role in ROLES:
+        return
+    if not role.strip() or any(role in text or text in role for text in tokenizer.control):
+        raise BadRequest(f"the role of message {at} is refused", f"found {printable(role)}, known: " + ", ".join(ROLES))
 
 
 def _read(path: Path) -> str:
@@ -121,17 +149,17 @@ def _read(path: Path) -> str:
 def _default(given) -> str | None:
     """A template, or the one called "default" of several."""
     if isinstance(given, list):
-        named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
-        if "default" not in named:
+        named = [entry for entry in given if isinstance(entry, dict) and entry.get("name") == "default"]
+        if not named:
             raise BadTemplate("tokenizer_config.json has several chat templates and none is called default")
-        given = named["default"]
+        given = named[-1].get("template")
     if given is not None and not isinstance(given, str):
-        raise BadTemplate("the chat template in tokenizer_config.json is no text", f"found {type(given).__name__}")
+        raise BadTemplate("the chat template in tokenizer_config.json is not text", f"found {type(given).__name__}")
     return given
 
 
 def _variables(settings: dict) -> dict[str, str]:
-    """The named tokens of tokenizer_config.json, which stand as text or as an object with `content`."""
+    """The named tokens of tokenizer_config.json, each a text or an object with `content`."""
     named = {key: value.get("content") if isinstance(value, dict) else value for key, value in settings.items()}
     return {key: value for key, value in named.items() if key.endswith("_token") and isinstance(value, str)}
 

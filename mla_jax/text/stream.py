@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive: whole characters only, nothing that may still become a stop text."""
+"""Token ids to text while they arrive: complete characters only, and nothing that may still become a stop text."""
 
 import codecs
 import re
@@ -13,22 +13,22 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # of vocabularies that fall bac
 
 
 def printable_text(text: str) -> str:
-    """`text` with its control characters, but for newline and tab, as visible signs: a terminal obeys none of it."""
+    """`text` with its control characters, except newline and tab, as visible signs, so that a terminal obeys none of them."""
     return text.translate(_CONTROL)
 
 
 class TextStream:
-    """`stopped` once a stop text was found; it and what follows is never shown. `used` tokens went into the text so far."""
+    """`stopped` once a stop text is found: it and what follows is never shown. `used` is the number of tokens in the text."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
         if not all(stop):
             raise BadRequest("a stop text is empty", "it would stop before the first token")
         self.stop, self.stopped, self.used = tuple(stop), False, 0
         self._decode = _Bytes(tokenizer.piece) if tokenizer.byte_level else _Window(tokenizer)
-        self._held = ""
+        self._pending = ""
 
     def push(self, ids: list[int]) -> str:
-        """Takes the next tokens and gives the text that is now final."""
+        """Takes the next tokens and returns the text that is now final."""
         shown = []
         for token in ids:
             if self.stopped:
@@ -38,23 +38,23 @@ class TextStream:
         return "".join(shown)
 
     def finish(self) -> str:
-        """What was held back, at the end of the tokens."""
+        """The text that is still pending, at the end of the tokens."""
         if self.stopped:
             return ""
         shown = self._safe(self._decode.finish())
-        rest, self._held = self._held, ""
+        rest, self._pending = self._pending, ""
         return shown + rest
 
     def _safe(self, new: str) -> str:
-        """The part of the held and the new text that can be shown; the rest is held."""
-        text = self._held + new
+        """The part of the pending and the new text that can be shown; the rest stays pending."""
+        text = self._pending + new
         found = [at for at in map(text.find, self.stop) if at >= 0] if new else []
         if found:
-            self.stopped, self._held = True, ""
+            self.stopped, self._pending = True, ""
             return text[: min(found)]
-        held = max((_begun(text, stop) for stop in self.stop), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        pending = max((_begun(text, stop) for stop in self.stop), default=0)
+        self._pending = text[len(text) - pending :]
+        return text[: len(text) - pending]
 
 
 def _begun(text: str, stop: str) -> int:
@@ -63,7 +63,7 @@ def _begun(text: str, stop: str) -> int:
 
 
 class _Bytes:
-    """Byte-level tokens: each adds its bytes, whatever stands around it."""
+    """Byte-level tokens: each adds its bytes, whatever its neighbours."""
 
     def __init__(self, piece: Callable[[int], bytes]):
         self.piece, self.utf8 = piece, codecs.getincrementaldecoder("utf-8")("replace")
@@ -76,7 +76,7 @@ class _Bytes:
 
 
 class _Window:
-    """Any other tokens: the newest decoded behind the few before them, as what stands in front may decide about a space."""
+    """Any other tokens: the newest are decoded after the few before them, which may decide about a space."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self.ids, self.known, self.shown = tokenizer, [], 0, ""
@@ -86,7 +86,7 @@ class _Window:
             return ""
         self.ids.append(token)
         if _BYTE_TOKEN.fullmatch(self.tokenizer.model.id_to_token(token) or ""):
-            return ""  # decides with its neighbours what they mean
+            return ""  # a byte: the tokens after it decide which character it is part of
         text = self.tokenizer.decode(self.ids)
         return "" if text.endswith("\ufffd") else self._advance(text)
 
@@ -95,7 +95,7 @@ class _Window:
 
     def _advance(self, text: str) -> str:
         new = text[len(self.shown) :]
-        if new:  # the tokens behind it are the context of the next
+        if new:  # the tokens of it are the context of the next
             self.ids = self.ids[self.known :]
             self.known, self.shown = len(self.ids), self.tokenizer.decode(self.ids)
         return new

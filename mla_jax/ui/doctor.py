@@ -1,4 +1,4 @@
-"""Checks of the environment: versions, devices, and files in the working folder that hide the modules a run needs."""
+"""Checks of the environment: versions, devices, and files in the working folder that hide modules."""
 
 import datetime
 import importlib.metadata
@@ -9,30 +9,44 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from mla_jax.base.errors import Unsupported
 from mla_jax.base.files import DEVICE_RATES, HOST_RATES, cache_folder
-from mla_jax.weights.limits import cores
+from mla_jax.base.limits import cores
+from mla_jax.offload import library
 
-NEEDED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "jaxtyping", "tokenizers", "safetensors", "jinja2", "tyro")
-OPTIONAL = ("matplotlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+NEEDED = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "numpy",
+    "ml_dtypes",
+    "jaxtyping",
+    "tokenizers",
+    "safetensors",
+    "jinja2",
+    "tyro",
+    "prompt_toolkit",
+)
+CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+OPTIONAL = ("matplotlib", *CUDA_PLUGINS, "libtpu")
 HIDDEN_BY = (*NEEDED, "mla_jax", "convert", "json", "types", "random", "typing", "dataclasses", "resource")
 
 
 def doctor() -> Iterator[str]:
-    """Findings, a line each. A process of its own asks for devices, so that a broken driver or module cannot end this one."""
+    """Findings, one per line. A process of its own lists the devices: a broken driver or module cannot end this one."""
     usable = cores()
     yield f"Python {platform.python_version()} on {platform.platform()}, {usable} core{'s' * (usable != 1)}"
     for name in NEEDED:
         yield f"{name:<20}{_version(name) or 'MISSING: pip install mla-jax'}"
-    yield "optional: " + (", ".join(f"{n} {_version(n)}" for n in OPTIONAL if _version(n)) or "none installed")
-    yield from (
-        f"WARNING: {path} hides the module {name}; rename it or work in another folder" for name, path in shadows(Path.cwd())
-    )
+    installed = [f"{name} {_version(name)}" for name in OPTIONAL if _version(name)]
+    yield "optional: " + (", ".join(installed) or "none installed")
+    for name, path in shadows(Path.cwd()):
+        yield f"WARNING: {path} hides the module {name}; rename it or work in another folder"
     yield from _devices()
+    yield from gpu_without_support(Path("/"))
     yield experts_on_the_cpu()
-    folder = cache_folder()
-    yield measured_rates(folder)
-    kept = folder / "compiled" if folder else "not kept, for this user has no home; set JAX_COMPILATION_CACHE_DIR"
-    yield f"compiled programs: {os.environ.get('JAX_COMPILATION_CACHE_DIR') or kept}"
+    yield measured_rates(cache_folder())
+    yield compiled_programs(cache_folder())
 
 
 def shadows(folder: Path) -> list[tuple[str, Path]]:
@@ -43,28 +57,35 @@ def shadows(folder: Path) -> list[tuple[str, Path]]:
 
 
 def experts_on_the_cpu() -> str:
-    """Whether the libraries are built, and what they compute by.
-
-    `cpu_experts.ffi.why_not` would import JAX here, which may be hidden or broken: the library it asks for is opened instead."""
-    import cpu_experts
-    from cpu_experts.library import load_ffi
-
+    """Whether the libraries are built, and which instructions they use."""
     try:
-        found = cpu_experts.isa()
-    except cpu_experts.Unsupported as e:
+        found = library.instructions()
+    except Unsupported as e:
         return f"experts on the CPU: not available, {e}"
     try:
-        load_ffi()
-    except cpu_experts.Unsupported as e:
+        library.refuse_without_programs()
+    except Unsupported as e:
         return f"experts on the CPU: {found}, but not available to models, {e}"
     return f"experts on the CPU: {found}"
 
 
 def measured_rates(folder: Path | None) -> str:
-    """Where they are kept: what was measured beside other work, predictions suffer from until it is measured again."""
+    """Where measured rates are stored. Rates that were measured on a busy machine make predictions worse until measured again."""
     files = [path for name in (HOST_RATES, DEVICE_RATES) if folder is not None and (path := folder / name).exists()]
     kept = [f"{path} of {datetime.date.fromtimestamp(path.stat().st_mtime)}" for path in files]
     return "measured rates: " + (", ".join(kept) + "; delete a file to measure again" if kept else "none kept")
+
+
+def compiled_programs(folder: Path | None) -> str:
+    """Where JAX keeps compiled programs between two starts."""
+    kept = folder / "compiled" if folder else "not kept, for this user has no home; set JAX_COMPILATION_CACHE_DIR"
+    return f"compiled programs: {os.environ.get('JAX_COMPILATION_CACHE_DIR') or kept}"
+
+
+def gpu_without_support(root: Path) -> Iterator[str]:
+    """A warning if the machine has an NVIDIA GPU and this environment no CUDA support for JAX."""
+    if (root / "proc/driver/nvidia/version").exists() and not any(map(_version, CUDA_PLUGINS)):
+        yield 'WARNING: an NVIDIA GPU, but no CUDA support for JAX: pip install "mla-jax[cuda12]" (or "mla-jax[cuda13]")'
 
 
 _ASK_FOR_DEVICES = """
@@ -82,7 +103,9 @@ def _devices() -> Iterator[str]:
         yield "WARNING: JAX did not find its devices within 120 s"
         return
     if found.returncode:
-        yield f"WARNING: JAX does not start: {found.stderr.strip().splitlines()[-1]}"
+        asked = os.environ.get("JAX_PLATFORMS")
+        platform = f" with JAX_PLATFORMS={asked}" if asked else ""
+        yield f"WARNING: JAX does not start{platform}: {found.stderr.strip().splitlines()[-1]}"
     yield from (f"device {line}" for line in found.stdout.splitlines())
 
 

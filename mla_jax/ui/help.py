@@ -1,37 +1,35 @@
-"""The help of the command line, made of the option dataclasses themselves: a line a flag, in groups, with examples."""
+"""The help of the command line, made of the option dataclasses: a line per flag, in groups, with examples."""
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 EXAMPLES = """\
 examples:
   python -m mla_jax.generate "def read_lines(path):"
   python -m mla_jax.generate --model moonshotai/Moonlight-16B-A3B-Instruct --chat
   git diff | python -m mla_jax.generate - --model ./model --max-tokens 200 --json"""
+VALUES = {"bool": "", "int": " N", "float": " X", "str": " TEXT"}  # what a flag takes, by the type of its field
 
 
 def help_text(usage: str, groups: Mapping[str, type]) -> str:
     """`usage`, then each group's flags with what they do."""
-    parts = [f"usage: {usage}"]
-    for name, options in groups.items():
-        docs, kinds = _field_docs(options), {f.name: str(f.type) for f in dataclasses.fields(options)}
-        title = f"{name}: {(inspect.getdoc(options) or '').splitlines()[0]}"
-        parts.append("\n".join([title, *(f"  {_flag(field, kinds[field]):<28}{doc}" for field, doc in docs.items())]))
-    return "\n\n".join([*parts, EXAMPLES])
+    parts = [f"usage: {usage}", *(_group(name, options) for name, options in groups.items()), EXAMPLES]
+    return "\n\n".join(parts)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint at the known word that `word` may have meant."""
-    found = difflib.get_close_matches(word, list(known), n=1)
-    return f"did you mean {found[0]}?" if found else "known: " + ", ".join(known)
+def _group(name: str, options: type) -> str:
+    """A title and a line per flag."""
+    docs = _field_docs(options)
+    title = (inspect.getdoc(options) or "").splitlines()[0]
+    lines = [f"  {_flag(field.name, str(field.type)):<28}{docs[field.name]}" for field in dataclasses.fields(options)]
+    return "\n".join([f"{name}: {title}", *lines])
 
 
 def _field_docs(options: type) -> dict[str, str]:
-    """What the text under each field says, in order."""
+    """The text below each field in the source of the class."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(options))).body
     assert isinstance(body, ast.ClassDef)
     docs = {}
@@ -42,5 +40,7 @@ def _field_docs(options: type) -> dict[str, str]:
 
 
 def _flag(name: str, kind: str) -> str:
-    value = "" if "bool" in kind else " N" if "int" in kind else " X" if "float" in kind else " TEXT"
-    return f"--{name.replace('_', '-')}{value}{' ...' if 'tuple' in kind else ''}"
+    """`--max-tokens N`, or `--stop TEXT ...` for several values."""
+    value = next(shown for word, shown in VALUES.items() if word in kind)
+    several = " ..." if "tuple" in kind else ""
+    return f"--{name.replace('_', '-')}{value}{several}"

@@ -68,15 +68,13 @@ def decode_floor(
     for color, length in zip(itertools.cycle(COLORS), held, strict=False):
         plot.loglog(rows, [_ceiling(config, device, n, length) for n in rows], color=color, label=f"{length:,} held")
     plot.loglog(rows, [_ceiling(config, device, n, 0) for n in rows], color=INK, lw=0.8, ls=":", label="weights alone")
-    for n, rate in (measured or {}).items():
-        said = f"{rate:,.0f} ({rate / _ceiling(config, device, n, held[0]):.0%})"
-        style = {"textcoords": "offset points", "fontsize": 9, "color": INK, "va": "top"}
-        plot.annotate(said, (n, rate), (6, -5), bbox={"fc": "white", "ec": "none", "pad": 0.5}, **style)
     if measured:
         label = f"measured over {held[0]:,} (share of its line)"
         plot.plot([*measured], [*measured.values()], "X", color=INK, ms=9, mec="white", label=label)
     plot.set(xlim=(0.9, 2**octaves * 1.1), xlabel="rows (sequences in the batch)", ylabel="tokens/s at most")
-    plot.set_ylim(plot.get_ylim()[0] / 1.5)
+    plot.set_ylim(plot.get_ylim()[0] / (4 if measured else 1.5))
+    for n, rate in (measured or {}).items():
+        _name_rate(plot, n, rate, f"{rate:,.0f} ({rate / _ceiling(config, device, n, held[0]):.0%})")
     _powers_of_two(plot.xaxis, octaves)
     plot.yaxis.set_major_formatter("{x:,.0f}")
     plot.legend(loc="upper left", frameon=False)
@@ -84,6 +82,12 @@ def decode_floor(
     detail = f"bytes that a step must read at {_si(device.bandwidth, 'B/s')}, {_dtype(device.itemsize)}"
     _title(plot, f"{device.name}: at most {one:,.0f} tokens/s for one row, {many:,.0f} for {2**octaves:,}", detail)
     return _figure(plot)
+
+
+def _name_rate(plot, rows: int, rate: float, said: str):
+    """Writes `said` at the foot of the figure, below all curves, with a thin line up to the point."""
+    place = {"xytext": (rows, 0.03), "textcoords": ("data", "axes fraction"), "ha": "left" if rows == 1 else "center"}
+    plot.annotate(said, (rows, rate), **place, fontsize=9, color=INK, arrowprops={"arrowstyle": "-", "color": INK, "lw": 0.6})
 
 
 def _whole(octaves: int) -> list[int]:

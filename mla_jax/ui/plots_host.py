@@ -1,13 +1,13 @@
-"""Figures of experts on the CPU, in the manner of `plots`: what belongs where, how long a call takes, and what deferral gains."""
+"""Figures of experts on the CPU, in the manner of `plots`: what belongs where, and how long a call takes."""
 
 import itertools
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mla_jax.base import roofline
 from mla_jax.base.config import Config
-from mla_jax.base.roofline import Cost, Device, Host, fewest, host_seconds
+from mla_jax.base.roofline import Cost, Device
+from mla_jax.offload.cost import HostRates, expert_weights, fewest, host_seconds
 from mla_jax.ui.plots import INK, _axes, _count, _figure, _powers_of_two, _si, _title
 from mla_jax.ui.plots_decode import COLORS, _whole
 
@@ -19,10 +19,10 @@ MARKERS = "osD^vP"
 
 
 def parts_of_a_layer(
-    config: Config, device: Device, host: Host, expert_bytes: float, tokens: int, held: int = 4096
+    config: Config, device: Device, host: HostRates, expert_bytes: float, tokens: int, held: int = 4096
 ) -> dict[str, float]:
     """Seconds that the parts of a layer take where they can be computed, when one row brings so many `tokens` after `held`."""
-    weights = 3 * config.hidden_size * (config.moe_intermediate_size or 0)
+    weights = expert_weights(config)
     touched, chosen = roofline.experts_touched(config, tokens), config.num_experts_per_tok or 0
     form = roofline.pick_form(config, device, 1, tokens, held + tokens)
     shared = (config.n_shared_experts or 0) * weights
@@ -31,7 +31,7 @@ def parts_of_a_layer(
         "attention": roofline.step_cost(config, form, 1, tokens, held + tokens, device.itemsize).seconds(device),
         "shared experts": Cost(2 * tokens * shared, device.itemsize * shared).seconds(device),
         "routed, from the device's memory": routed.seconds(device),
-        "routed, brought over the link": routed.seconds(device._replace(bandwidth=host.link)),
+        "routed, copied over the link": routed.seconds(device._replace(bandwidth=host.link)),
         "routed, computed on the CPU": host_seconds(config, host, tokens, expert_bytes),
     }
 
@@ -39,7 +39,7 @@ def parts_of_a_layer(
 def where(
     config: Config,
     device: Device,
-    host: Host,
+    host: HostRates,
     expert_bytes: float,
     *,
     held: int = 4096,
@@ -62,24 +62,24 @@ def where(
     if crossing <= 2**octaves:
         plot.axvline(crossing, color=INK, lw=0.8, ls=":", label="crossing")
     pays = f"from {crossing:,} tokens" if crossing <= 2**octaves else f"not up to {2**octaves:,} tokens"
-    _title(plot, f"Bringing experts to the device pays {pays}", f"{device.name}; {host.name}")
+    _title(plot, f"Copying experts to the device pays {pays}", f"{device.name}; {host.name}")
     return _figure(plot)
 
 
-def crossover(config: Config, device: Device, host: Host, expert_bytes: float, most: int = 1 << 20) -> int:
-    """New tokens from which a layer's touched experts are sooner brought to the device than computed; beyond `most` if never."""
+def crossover(config: Config, device: Device, host: HostRates, expert_bytes: float, most: int = 1 << 20) -> int:
+    """New tokens from which copying a layer's touched experts to the device is faster than the CPU; beyond `most` if never."""
 
-    def brought(n: int) -> bool:
+    def copying_is_faster(n: int) -> bool:
         parts = parts_of_a_layer(config, device, host, expert_bytes, n, 0)
-        return parts["routed, brought over the link"] < parts["routed, computed on the CPU"]
+        return parts["routed, copied over the link"] < parts["routed, computed on the CPU"]
 
-    return fewest(brought, most) or most + 1
+    return fewest(copying_is_faster, most) or most + 1
 
 
 def calls(
     config: Config,
     seconds: Mapping[str, Mapping[int, float]],
-    rates: Mapping[str, Host],
+    rates: Mapping[str, HostRates],
     expert_bytes: Mapping[str, float],
     *,
     ax: "matplotlib.axes.Axes | None" = None,
@@ -110,51 +110,6 @@ def calls(
     return _figure(plot)
 
 
-def deferral(
-    config: Config,
-    device: Device,
-    hosts: Sequence[Host],
-    expert_bytes: float,
-    *,
-    most: int = 3,
-    rows: int = 1,
-    held: int = 1024,
-    ax: "matplotlib.axes.Axes | None" = None,
-    size: tuple[float, float] = (7.5, 4.2),
-) -> "matplotlib.figure.Figure":
-    """Tokens/s with all routed experts on a CPU, over its bandwidth, for 0 to `most` experts a token that are deferred.
-
-    Marks stand at the `hosts`; the lines have the first one's other figures."""
-    (plot,) = _axes(ax, size)
-    layers = sum(config.is_moe(i) for i in range(config.num_hidden_layers))
-
-    def rate(host: Host, defer: int) -> float:
-        return rows / roofline.decode_seconds(config, device, rows, held, host, layers, expert_bytes, defer)
-
-    ends = min(host.bandwidth for host in hosts) / 2.5, max(host.bandwidth for host in hosts) * 2.5
-    bandwidths = [ends[0] * (ends[1] / ends[0]) ** (i / 96) for i in range(97)]
-    for defer, color, marker in zip(range(most + 1), COLORS, MARKERS, strict=False):
-        line = [rate(hosts[0]._replace(bandwidth=b), defer) for b in bandwidths]
-        plot.plot(bandwidths, line, color=color, label=f"D = {defer}")
-        plot.plot([h.bandwidth for h in hosts], [rate(h, defer) for h in hosts], marker, color=color, ms=6, mec="white")
-    plot.set(xscale="log", xlim=ends, xlabel="bytes/s of experts that the CPU reads", ylabel="tokens/s, predicted")
-    plot.set_ylim(0)
-    plot.set_xticks([b for b in (25e9 * 2**i for i in range(8)) if ends[0] <= b <= ends[1]])
-    plot.set_xticks([], minor=True)
-    plot.xaxis.set_major_formatter(lambda value, _: _si(value, "B/s"))
-    for host in hosts:
-        plot.axvline(host.bandwidth, color=INK, lw=0.8, ls=":")
-        style = {"textcoords": "offset points", "fontsize": 9, "color": INK, "va": "bottom"}
-        plot.annotate(textwrap.fill(_short(host), 16), (host.bandwidth, 0), (4, 4), **style)
-    plot.legend(loc="upper left", frameon=False)
-    rates = [rate(hosts[0], defer) for defer in range(most + 1)]
-    best = next(defer for defer, found in enumerate(rates) if found > max(rates) * 0.995)
-    deferred = f"{rates[best]:.3g} with {best} deferred" if best else "deferred or not"
-    detail = f"{device.name}, {_count(rows, 'row')} over {held:,} tokens, experts of {_si(expert_bytes, 'B')}"
-    _title(plot, f"{_short(hosts[0])}: {rates[0]:.3g} tokens/s, {deferred}", detail)
-    return _figure(plot)
-
-
-def _short(host: Host) -> str:
+def _short(host: HostRates) -> str:
     """Its name up to the first comma."""
     return host.name.partition(",")[0]

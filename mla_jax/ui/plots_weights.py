@@ -38,7 +38,7 @@ def rounded(
         plot.annotate(said, (1, row), (8, 0), xycoords=("axes fraction", "data"), **_WORDS, va="center", annotation_clip=False)
     plot.set_yticks(range(len(formats) + 1), ["float32", *formats])
     plot.invert_yaxis()
-    plot.set(xlabel=f"the values of {weights.size} weights that lie side by side")
+    plot.set(xlabel=f"the values of {weights.size} adjacent weights")
     plot.tick_params(axis="y", length=0)
     plot.spines["left"].set_visible(False)
     kept = {name: len(np.unique(values)) for name, values in formats.items()}
@@ -113,7 +113,7 @@ def _name_markers(plot, points: Mapping[str, tuple[float, float]]):
     taken = [Bbox.from_bounds(x - 7, y - 7, 14, 14) for x, y in centres]
     for name, point in points.items():
         for left, (ha, va, x, y) in zip(range(len(NEAR + FAR))[::-1], NEAR + FAR, strict=True):
-            label = plot.annotate(name, point, (x, y), ha=ha, va=va, **_WORDS)
+            label = plot.annotate(name, point, (x, y), ha=ha, va=va, in_layout=False, **_WORDS)
             box = label.get_window_extent()
             if not left or (within.x0 < box.x0 and box.x1 < within.x1 and not box.count_overlaps(taken)):
                 break
@@ -124,7 +124,7 @@ def _name_markers(plot, points: Mapping[str, tuple[float, float]]):
 def _mark(plot, points: Mapping[str, tuple[float, float]]):
     bits, values = zip(*points.values(), strict=True)
     plot.set(yscale="log", xlabel="bits a weight, scales included")
-    plot.set(ylim=(min(values) / 2.5, max(values) * 2.5), xlim=(min(bits) - 1, max(bits) + 1))
+    plot.set(ylim=(min(values) / 2.5, max(values) * 2.5), xlim=(min(bits) - 2, max(bits) + 1))
     for ours, (marker, size, color, what) in ((True, OURS), (False, GGUF)):
         if found := [point for name, point in points.items() if name[0].islower() == ours]:
             plot.plot(*zip(*found, strict=True), marker, color=color, ms=size, mec="white", label=what)

@@ -1,8 +1,8 @@
-"""DeepSeek's own inference checkpoints as a Source: `model{i}-mp{n}.safetensors`, cut for n devices, with names of their own.
+"""Checkpoints of DeepSeek's own inference code as a Source: `model{i}-mp{n}.safetensors`, sharded for n devices.
 
-Routed experts lie whole in one of the parts; other matrices are cut along their outputs, or along their inputs where those are
-the heads or the MLP's width. config.json may be that of the released folder, or one of the inference code's own. MTP layers are
-left out of these files (`convert.py` and `model.py` in `inference/` of deepseek-ai/DeepSeek-V3)."""
+Each routed expert is in one of the files. Other matrices are split along their outputs, or along their inputs where those are
+the heads or the MLP's width. config.json is the released folder's or one of the inference code's. MTP layers are not in these
+files. Source: `convert.py` and `model.py` in `inference/` of deepseek-ai/DeepSeek-V3."""
 
 import re
 from collections.abc import Mapping
@@ -16,48 +16,49 @@ from mla_jax.base.config import Config
 from mla_jax.base.errors import BadConfig, BadFile, printable, shortened
 from mla_jax.base.files import read_json
 from mla_jax.weights.hf import Safetensors
-from mla_jax.weights.names import Row, Table, key_half, layered, value_half
-from mla_jax.weights.safetensors import Folder, Tensor, inside, read_header
+from mla_jax.weights.names import NameRule, Table, key_half, layered, value_half
+from mla_jax.weights.safetensors import TensorFiles, TensorSpan, inside, read_header
 
-FILE = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
+RANK_FILE = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
+MAX_PARTS = 4096  # that are listed as missing
 
-_BLOCK = (
-    Row("attn_norm", "attn_norm.weight", "model"),
-    Row("mlp_norm", "ffn_norm.weight", "model"),
-    Row("attn.q_proj", "attn.wq.weight", "heads*query model"),
-    Row("attn.q_a_proj", "attn.wq_a.weight", "q_rank model"),
-    Row("attn.q_a_norm", "attn.q_norm.weight", "q_rank"),
-    Row("attn.q_b_proj", "attn.wq_b.weight", "heads*query q_rank"),
-    Row("attn.kv_a_proj", "attn.wkv_a.weight", "latent model"),
-    Row("attn.kv_a_norm", "attn.kv_norm.weight", "kv_rank"),
-    Row("attn.uk", "attn.wkv_b.weight", "heads*up kv_rank", key_half),
-    Row("attn.uv", "attn.wkv_b.weight", "heads*up kv_rank", value_half),
-    Row("attn.o_proj", "attn.wo.weight", "model heads*value"),
-    Row("mlp.gate", "ffn.w1.weight", "mlp model"),
-    Row("mlp.up", "ffn.w3.weight", "mlp model"),
-    Row("mlp.down", "ffn.w2.weight", "model mlp"),
-    Row("mlp.router.weight", "ffn.gate.weight", "experts model"),
-    Row("mlp.router.bias", "ffn.gate.bias", "experts"),
-    Row("mlp.experts.gate", "ffn.experts.{x}.w1.weight", "expert_mlp model"),
-    Row("mlp.experts.up", "ffn.experts.{x}.w3.weight", "expert_mlp model"),
-    Row("mlp.experts.down", "ffn.experts.{x}.w2.weight", "model expert_mlp"),
-    Row("mlp.shared.gate", "ffn.shared_experts.w1.weight", "shared_mlp model"),
-    Row("mlp.shared.up", "ffn.shared_experts.w3.weight", "shared_mlp model"),
-    Row("mlp.shared.down", "ffn.shared_experts.w2.weight", "model shared_mlp"),
+_LAYER_RULES = (
+    NameRule("attn_norm", "attn_norm.weight", "model"),
+    NameRule("mlp_norm", "ffn_norm.weight", "model"),
+    NameRule("attn.q_proj", "attn.wq.weight", "heads*query model"),
+    NameRule("attn.q_a_proj", "attn.wq_a.weight", "q_rank model"),
+    NameRule("attn.q_a_norm", "attn.q_norm.weight", "q_rank"),
+    NameRule("attn.q_b_proj", "attn.wq_b.weight", "heads*query q_rank"),
+    NameRule("attn.kv_a_proj", "attn.wkv_a.weight", "latent model"),
+    NameRule("attn.kv_a_norm", "attn.kv_norm.weight", "kv_rank"),
+    NameRule("attn.uk", "attn.wkv_b.weight", "heads*up kv_rank", key_half),
+    NameRule("attn.uv", "attn.wkv_b.weight", "heads*up kv_rank", value_half),
+    NameRule("attn.o_proj", "attn.wo.weight", "model heads*value"),
+    NameRule("mlp.gate", "ffn.w1.weight", "mlp model"),
+    NameRule("mlp.up", "ffn.w3.weight", "mlp model"),
+    NameRule("mlp.down", "ffn.w2.weight", "model mlp"),
+    NameRule("mlp.router.weight", "ffn.gate.weight", "experts model"),
+    NameRule("mlp.router.bias", "ffn.gate.bias", "experts"),
+    NameRule("mlp.experts.gate", "ffn.experts.{x}.w1.weight", "expert_mlp model"),
+    NameRule("mlp.experts.up", "ffn.experts.{x}.w3.weight", "expert_mlp model"),
+    NameRule("mlp.experts.down", "ffn.experts.{x}.w2.weight", "model expert_mlp"),
+    NameRule("mlp.shared.gate", "ffn.shared_experts.w1.weight", "shared_mlp model"),
+    NameRule("mlp.shared.up", "ffn.shared_experts.w3.weight", "shared_mlp model"),
+    NameRule("mlp.shared.down", "ffn.shared_experts.w2.weight", "model shared_mlp"),
 )
-_TOP = (
-    Row("embed", "embed.weight", "vocab model"),
-    Row("norm", "norm.weight", "model"),
-    Row("head", "head.weight", "vocab model"),
+_MODEL_RULES = (
+    NameRule("embed", "embed.weight", "vocab model"),
+    NameRule("norm", "norm.weight", "model"),
+    NameRule("head", "head.weight", "vocab model"),
 )
 DEEPSEEK = Table(
-    (*_TOP, *layered(_BLOCK, (), "layers.{l}.")),
+    (*_MODEL_RULES, *layered(_LAYER_RULES, (), "layers.{l}.")),
     layer=r"layers\.(\d+)\.",
     expert=r"layers\.\d+\.ffn\.experts\.(\d+)\.",
     needless=lambda name, config, found: False,
 )
 
-_CUT = {  # the axis along which the matrices of a name are cut; what is not here lies whole in every part
+_CUT = {  # the axis along which matrices are split, by name; every part holds a full copy of other tensors
     0: re.compile(r"(embed|head|.*\.(wq|wq_b|wkv_b|w1|w3))\.(weight|scale)"),
     1: re.compile(r".*\.(wo|w2)\.(weight|scale)"),
 }
@@ -65,48 +66,53 @@ _EXPERT = re.compile(r".*\.experts\.\d+\..*")
 
 
 class Joined:
-    """The tensors of all parts, each as if it had never been cut."""
+    """The tensors of all parts, joined."""
 
-    def __init__(self, path: Path, parts: list[Folder]):
+    def __init__(self, path: Path, parts: list[TensorFiles]):
         self.path, self.parts = path, parts
         names = dict.fromkeys(name for part in parts for name in part.tensors)
         self.holders = {name: [part for part in parts if name in part.tensors] for name in names}
-        if faults := [fault for name in names for fault in self._faults(name)]:
+        faults = [fault for name in names if (fault := self._fault(name)) is not None]
+        if faults:
             raise BadFile("the parts are not those of one model", *shortened(faults), "fetch or convert all of them again")
-        self.tensors: Mapping[str, Tensor] = {name: self._whole(name) for name in names}
+        self.tensors: Mapping[str, TensorSpan] = {name: self._joined(name) for name in names}
         self.files = tuple(file for part in parts for file in part.files)
 
     def read(self, name: str, index: int | None = None) -> np.ndarray:
         pieces = [part.read(name) for part in self._read_from(name)]
-        whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=_axis(name))
-        return whole if index is None else whole[index]
+        joined = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=_axis(name))
+        return joined if index is None else joined[index]
 
     def close(self) -> None:
         for part in self.parts:
             part.close()
 
-    def _read_from(self, name: str) -> list[Folder]:
+    def _read_from(self, name: str) -> list[TensorFiles]:
+        """The parts that hold a piece of a split tensor, else the first that holds a copy."""
         return self.holders[name] if _axis(name) is not None else self.holders[name][:1]
 
-    def _whole(self, name: str) -> Tensor:
+    def _joined(self, name: str) -> TensorSpan:
         first, axis, count = self.holders[name][0].tensors[name], _axis(name), len(self._read_from(name))
         shape = tuple(n * count if i == axis else n for i, n in enumerate(first.shape))
         return replace(first, shape=shape, size=first.size * count)
 
-    def _faults(self, name: str) -> list[str]:
-        held, wanted = len(self.holders[name]), 1 if _EXPERT.fullmatch(name) else len(self.parts)
-        if held != wanted:
-            return [f"{printable(name)} is in {held} of {len(self.parts)} parts, expected {wanted}"]
-        kinds = {(part.tensors[name].dtype, part.tensors[name].shape) for part in self.holders[name]}
-        return [f"{printable(name)} has {len(kinds)} shapes or dtypes in its parts"] if len(kinds) > 1 else []
+    def _fault(self, name: str) -> str | None:
+        holders, expected = self.holders[name], 1 if _EXPERT.fullmatch(name) else len(self.parts)
+        if len(holders) != expected:
+            return f"{printable(name)} is in {len(holders)} of {len(self.parts)} parts, expected {expected}"
+        kinds = {(part.tensors[name].dtype, part.tensors[name].shape) for part in holders}
+        return f"{printable(name)} has {len(kinds)} shapes or dtypes in its parts" if len(kinds) > 1 else None
 
 
 def _axis(name: str) -> int | None:
-    return None if _EXPERT.fullmatch(name) else next((axis for axis, names in _CUT.items() if names.fullmatch(name)), None)
+    """The axis along which a tensor is split; None for routed experts and tensors that every part holds."""
+    if _EXPERT.fullmatch(name):
+        return None
+    return next((axis for axis, names in _CUT.items() if names.fullmatch(name)), None)
 
 
 def open_deepseek(path: Path) -> Safetensors:
-    """A folder of `model{i}-mp{n}.safetensors` with a config.json beside them."""
+    """Opens a folder with config.json and `model{i}-mp{n}.safetensors`."""
     config = _config(path)
     return Safetensors("deepseek", Joined(path, _parts(path)), config, DEEPSEEK, _scale_of)
 
@@ -115,21 +121,34 @@ def _scale_of(name: str) -> str:
     return name.removesuffix("weight") + "scale" if name.endswith(".weight") else ""
 
 
-def _parts(path: Path) -> list[Folder]:
-    found = {p.name: m for p in sorted(path.iterdir()) if (m := FILE.fullmatch(p.name))}
+def _parts(path: Path) -> list[TensorFiles]:
+    """The tensors of every part, in order."""
+    count = _count(path)
+    files = [inside(path, _part_name(i, count)) for i in range(count)]
+    return [TensorFiles(path, {tensor.name: tensor for tensor in read_header(file)}) for file in files]
+
+
+def _count(path: Path) -> int:
+    """The number of parts; raises BadFile unless the folder holds all parts of one conversion, and no others."""
+    found = {p.name: m for p in sorted(path.iterdir()) if (m := RANK_FILE.fullmatch(p.name))}
     counts = {int(m[2]) for m in found.values()}
     if len(counts) != 1:
         raise BadFile(f"{path} holds parts of several conversions", *shortened(list(found)), "keep those of one")
     (count,) = counts
-    if missing := [name for i in range(min(count, 4096)) if (name := f"model{i}-mp{count}.safetensors") not in found]:
+    names = [_part_name(i, count) for i in range(min(count, MAX_PARTS))]
+    missing = [name for name in names if name not in found]
+    if missing:
         raise BadFile(f"{path} lacks {len(missing)} of its {count} weight files", *shortened(missing), "fetch them again")
     if len(found) > count:
         raise BadFile(f"{path} holds {len(found)} parts of {count}", *shortened(list(found)), "keep those of one conversion")
-    files = [inside(path, f"model{i}-mp{count}.safetensors") for i in range(count)]
-    return [Folder(path, {tensor.name: tensor for tensor in read_header(file)}) for file in files]
+    return count
 
 
-# config.json's key: the inference code's, and the default that code has
+def _part_name(rank: int, count: int) -> str:
+    return f"model{rank}-mp{count}.safetensors"
+
+
+# key of config.json -> (argument of the inference code, its default there)
 _ARGUMENTS = {
     "vocab_size": ("vocab_size", 102400),
     "hidden_size": ("dim", 2048),
@@ -160,6 +179,9 @@ _YARN = {
     "mscale": ("mscale", 1.0),
     "mscale_all_dim": ("mscale", 1.0),
 }
+_V3_ROUTING = {"model_type": "deepseek_v3", "norm_topk_prob": True, "topk_method": "noaux_tc"}
+_V2_ROUTING = {"model_type": "deepseek_v2", "norm_topk_prob": False, "topk_method": "group_limited_greedy"}
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 _OTHERS = {"max_batch_size", "max_seq_len", "dtype", "scale_fmt"}
 
 
@@ -172,22 +194,25 @@ def _config(path: Path) -> Config:
 
 
 def to_hf(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The inference code's own arguments as the content of a config.json."""
+    """The inference code's arguments as the content of a config.json; raises BadConfig for unknown ones."""
     known = {theirs for theirs, _ in (*_ARGUMENTS.values(), *_YARN.values())} | _OTHERS
-    if strange := [key for key in arguments if key not in known]:
-        raise BadConfig("config.json has arguments that the inference code does not know", *map(printable, strange[:8]))
+    unknown = [key for key in arguments if key not in known]
+    if unknown:
+        raise BadConfig("config.json has arguments that the inference code does not know", *map(printable, unknown[:8]))
     hf = {ours: arguments.get(theirs, default) for ours, (theirs, default) in _ARGUMENTS.items()}
     yarn = {ours: arguments.get(theirs, default) for ours, (theirs, default) in _YARN.items()}
-    sigmoid, grouped = hf["scoring_func"] == "sigmoid", hf["n_group"] != 1
-    hf |= {"model_type": "deepseek_v3" if sigmoid else "deepseek_v2", "norm_topk_prob": sigmoid}
-    hf["topk_method"] = "noaux_tc" if sigmoid else "group_limited_greedy" if grouped else "greedy"
-    hf |= {"rope_scaling": {"type": "yarn", **yarn}, "max_position_embeddings": _longest(yarn)}
+    hf |= _V3_ROUTING if hf["scoring_func"] == "sigmoid" else _V2_ROUTING
+    if hf["topk_method"] == "group_limited_greedy" and hf["n_group"] == 1:
+        hf["topk_method"] = "greedy"
+    hf |= {"rope_scaling": {"type": "yarn", **yarn}, "max_position_embeddings": _context(yarn)}
     hf |= {"rms_norm_eps": 1e-6, "hidden_act": "silu", "moe_layer_freq": 1, "tie_word_embeddings": False}
-    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    return {**hf, **({"quantization_config": fp8} if arguments.get("dtype") == "fp8" else {})}
+    if arguments.get("dtype") == "fp8":
+        hf["quantization_config"] = _FP8
+    return hf
 
 
-def _longest(yarn: Mapping[str, Any]) -> int:
+def _context(yarn: Mapping[str, Any]) -> int:
+    """The longest context in tokens: YaRN's factor times the original one."""
     factor, original = yarn["factor"], yarn["original_max_position_embeddings"]
     if not all(isinstance(n, int | float) and 0 < n < 2**31 for n in (factor, original)):
         raise BadConfig("config.json has no possible original_seq_len and rope_factor", f"found {original} and {factor}")

@@ -1,7 +1,7 @@
-"""The names table of GGUF: where each of our parameters lies in a file that llama.cpp's converter wrote for `deepseek2`.
+"""The names table of GGUF files that llama.cpp's converter wrote for its architecture `deepseek2`.
 
-Rows are those of names.py. Axes are of the shapes that gguf.py gives, which are numpy's: the reverse of the file's. Experts lie
-stacked in one tensor, and MTP layers are numbered on behind the others, as in released folders."""
+Axes are in numpy's order, as gguf.py gives shapes: the reverse of the file's. Experts are stacked in one tensor, and the
+numbers of MTP layers continue after the last layer's, as in released folders."""
 
 import re
 from collections.abc import Container
@@ -9,65 +9,65 @@ from typing import Any
 
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadConfig
-from mla_jax.weights.names import Row, Table, first_half, key_half, layered, second_half, value_half
+from mla_jax.weights.names import NameRule, Table, first_half, key_half, layered, second_half, value_half
 
 
 def transposed(w: Any, config: Config) -> Any:
-    """`uk` of attn_k_b, whose heads are stored as the latent by the key."""
+    """`uk` of attn_k_b, which stores each head as `[kv_rank nope]`."""
     return w.swapaxes(-1, -2)
 
 
-_BLOCK = (
-    Row("attn_norm", "attn_norm.weight", "model"),
-    Row("mlp_norm", "ffn_norm.weight", "model"),
-    Row("attn.q_proj", "attn_q.weight", "heads*query model"),
-    Row("attn.q_a_proj", "attn_q_a.weight", "q_rank model"),
-    Row("attn.q_a_norm", "attn_q_a_norm.weight", "q_rank"),
-    Row("attn.q_b_proj", "attn_q_b.weight", "heads*query q_rank"),
-    Row("attn.kv_a_proj", "attn_kv_a_mqa.weight", "latent model"),
-    Row("attn.kv_a_norm", "attn_kv_a_norm.weight", "kv_rank"),
-    Row("attn.uk", "attn_k_b.weight", "heads kv_rank nope", transposed),
-    Row("attn.uv", "attn_v_b.weight", "heads value kv_rank"),
-    Row("attn.uk", "attn_kv_b.weight", "heads*up kv_rank", key_half),  # before April 2025
-    Row("attn.uv", "attn_kv_b.weight", "heads*up kv_rank", value_half),
-    Row("attn.o_proj", "attn_output.weight", "model heads*value"),
-    Row("mlp.gate", "ffn_gate.weight", "mlp model"),
-    Row("mlp.up", "ffn_up.weight", "mlp model"),
-    Row("mlp.down", "ffn_down.weight", "model mlp"),
-    Row("mlp.router.weight", "ffn_gate_inp.weight", "experts model"),
-    Row("mlp.router.bias", "exp_probs_b.bias", "experts"),
-    Row("mlp.experts.gate", "ffn_gate_exps.weight", "experts expert_mlp model"),
-    Row("mlp.experts.up", "ffn_up_exps.weight", "experts expert_mlp model"),
-    Row("mlp.experts.gate", "ffn_gate_up_exps.weight", "experts expert_pair model", first_half),
-    Row("mlp.experts.up", "ffn_gate_up_exps.weight", "experts expert_pair model", second_half),
-    Row("mlp.experts.down", "ffn_down_exps.weight", "experts model expert_mlp"),
-    Row("mlp.shared.gate", "ffn_gate_shexp.weight", "shared_mlp model"),
-    Row("mlp.shared.up", "ffn_up_shexp.weight", "shared_mlp model"),
-    Row("mlp.shared.down", "ffn_down_shexp.weight", "model shared_mlp"),
+_LAYER_RULES = (
+    NameRule("attn_norm", "attn_norm.weight", "model"),
+    NameRule("mlp_norm", "ffn_norm.weight", "model"),
+    NameRule("attn.q_proj", "attn_q.weight", "heads*query model"),
+    NameRule("attn.q_a_proj", "attn_q_a.weight", "q_rank model"),
+    NameRule("attn.q_a_norm", "attn_q_a_norm.weight", "q_rank"),
+    NameRule("attn.q_b_proj", "attn_q_b.weight", "heads*query q_rank"),
+    NameRule("attn.kv_a_proj", "attn_kv_a_mqa.weight", "latent model"),
+    NameRule("attn.kv_a_norm", "attn_kv_a_norm.weight", "kv_rank"),
+    NameRule("attn.uk", "attn_k_b.weight", "heads kv_rank nope", transposed),
+    NameRule("attn.uv", "attn_v_b.weight", "heads value kv_rank"),
+    NameRule("attn.uk", "attn_kv_b.weight", "heads*up kv_rank", key_half),  # files from before April 2025
+    NameRule("attn.uv", "attn_kv_b.weight", "heads*up kv_rank", value_half),
+    NameRule("attn.o_proj", "attn_output.weight", "model heads*value"),
+    NameRule("mlp.gate", "ffn_gate.weight", "mlp model"),
+    NameRule("mlp.up", "ffn_up.weight", "mlp model"),
+    NameRule("mlp.down", "ffn_down.weight", "model mlp"),
+    NameRule("mlp.router.weight", "ffn_gate_inp.weight", "experts model"),
+    NameRule("mlp.router.bias", "exp_probs_b.bias", "experts"),
+    NameRule("mlp.experts.gate", "ffn_gate_exps.weight", "experts expert_mlp model"),
+    NameRule("mlp.experts.up", "ffn_up_exps.weight", "experts expert_mlp model"),
+    NameRule("mlp.experts.gate", "ffn_gate_up_exps.weight", "experts expert_pair model", first_half),
+    NameRule("mlp.experts.up", "ffn_gate_up_exps.weight", "experts expert_pair model", second_half),
+    NameRule("mlp.experts.down", "ffn_down_exps.weight", "experts model expert_mlp"),
+    NameRule("mlp.shared.gate", "ffn_gate_shexp.weight", "shared_mlp model"),
+    NameRule("mlp.shared.up", "ffn_up_shexp.weight", "shared_mlp model"),
+    NameRule("mlp.shared.down", "ffn_down_shexp.weight", "model shared_mlp"),
 )
-_MTP = (
-    Row("enorm", "nextn.enorm.weight", "model"),
-    Row("hnorm", "nextn.hnorm.weight", "model"),
-    Row("eh_proj", "nextn.eh_proj.weight", "model model_pair"),
-    Row("norm", "nextn.shared_head_norm.weight", "model"),
+_MTP_RULES = (
+    NameRule("enorm", "nextn.enorm.weight", "model"),
+    NameRule("hnorm", "nextn.hnorm.weight", "model"),
+    NameRule("eh_proj", "nextn.eh_proj.weight", "model model_pair"),
+    NameRule("norm", "nextn.shared_head_norm.weight", "model"),
 )
-_TOP = (
-    Row("embed", "token_embd.weight", "vocab model"),
-    Row("norm", "output_norm.weight", "model"),
-    Row("head", "output.weight", "vocab model"),
+_MODEL_RULES = (
+    NameRule("embed", "token_embd.weight", "vocab model"),
+    NameRule("norm", "output_norm.weight", "model"),
+    NameRule("head", "output.weight", "vocab model"),
 )
 
 
 def needless(name: str, config: Config, found: Container[str]) -> bool:
-    """MTP's copies of embedding and head; in a file with both layouts of the latent's weights, the older one."""
+    """Whether no model needs a tensor: MTP's copies of embedding and head; attn_kv_b if the file has both layouts."""
     if re.fullmatch(r"blk\.\d+\.attn_kv_b\.weight", name):
-        return True  # `resolve` finds whichever layout is missing by its parameters, so nothing is lost
+        return True  # if it is needed, `Table.resolve` uses it
     copy = re.fullmatch(r"blk\.(\d+)\.nextn\.(embed_tokens|shared_head_head)\.weight", name)
     return copy is not None and int(copy[1]) >= config.num_hidden_layers
 
 
 GGUF = Table(
-    (*_TOP, *layered(_BLOCK, _MTP, "blk.{l}.")),
+    (*_MODEL_RULES, *layered(_LAYER_RULES, _MTP_RULES, "blk.{l}.")),
     layer=r"blk\.(\d+)\.",
     expert=None,
     needless=needless,

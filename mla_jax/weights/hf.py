@@ -1,4 +1,4 @@
-"""Safetensors as a Source: an FP8 weight and the scales beside it are one tensor of a block format."""
+"""Safetensors as a Source: an FP8 weight and its tensor of scales become one tensor of a block format."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from mla_jax.base.errors import BadFile, printable
 from mla_jax.base.qtensor import fp8_format
 from mla_jax.weights.hf_names import HF, SCALE
 from mla_jax.weights.names import Table
-from mla_jax.weights.safetensors import Tensor, open_folder
+from mla_jax.weights.safetensors import TensorSpan, open_folder
 from mla_jax.weights.source import Entry
 
 FP8 = "F8_E4M3"
@@ -20,10 +20,10 @@ SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 
 @runtime_checkable
 class Files(Protocol):
-    """Tensors in files: a Folder, or what joins the pieces that lie in one."""
+    """Tensors in files: TensorFiles, or a class that joins the pieces of sharded ones."""
 
     path: Path
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, TensorSpan]
 
     @property
     def files(self) -> tuple[Path, ...]: ...
@@ -32,7 +32,7 @@ class Files(Protocol):
 
 
 class Safetensors:
-    """`scale_of` gives the name that a weight's scales have, nothing for what has none."""
+    """A folder of safetensors as a Source; `scale_of` maps a weight's name to the name of its scales, or to an empty text."""
 
     metadata: Mapping[str, Any] | None = None
     made_of: Mapping[str, Any] | None = None
@@ -43,8 +43,8 @@ class Safetensors:
         quantization = config.quantization_config
         block = quantization.weight_block_size if quantization else (128, 128)
         scales = {scale for name in files.tensors if (scale := scale_of(name)) in files.tensors}
-        kinds = {files.tensors[name].dtype for name in scales}
-        self.scales = kinds.pop() if len(kinds) == 1 else "F32"
+        dtypes = {files.tensors[name].dtype for name in scales}
+        self.scales = dtypes.pop() if len(dtypes) == 1 else "F32"
         self.tensors: Mapping[str, Entry] = {
             name: _entry(name, tensor, files.tensors.get(scale_of(name)), scale_of(name), block)
             for name, tensor in files.tensors.items()
@@ -56,8 +56,10 @@ class Safetensors:
         return self.raw.files
 
     def read(self, name: str, index: int | None = None) -> tuple[np.ndarray, ...]:
-        weight, scale = self.raw.read(name, index), self.scale_of(name)
-        return (weight,) if self.tensors[name].format == self.raw.tensors[name].dtype else (weight, self._scales(name, scale))
+        weight = self.raw.read(name, index)
+        if self.tensors[name].format == self.raw.tensors[name].dtype:
+            return (weight,)
+        return weight, self._scales(name, self.scale_of(name))
 
     def close(self) -> None:
         self.raw.close()
@@ -70,23 +72,22 @@ class Safetensors:
 
 
 def open_hf(path: Path) -> Safetensors:
-    """A released folder: config.json, and safetensors with the names that transformers writes."""
+    """Opens a released folder: config.json, and safetensors with the names that transformers writes."""
     config = Config.from_hf(path)
     return Safetensors("safetensors", open_folder(path), config, HF, lambda name: name + SCALE)
 
 
-def _entry(name: str, tensor: Tensor, scale: Tensor | None, scale_name: str, block: tuple[int, int]) -> Entry:
-    """Refuses FP8 without its scales, and scales without FP8 or of the wrong count."""
-    fp8, shape = tensor.dtype == FP8, tensor.shape
-    if fp8 and scale is None:
-        raise BadFile(f"{printable(name)} is FP8 without scales", f"expected {printable(scale_name)} beside it")
+def _entry(name: str, tensor: TensorSpan, scale: TensorSpan | None, scale_name: str, block: tuple[int, int]) -> Entry:
+    """A tensor with its scales, if any; raises BadFile for FP8 without scales, scales without FP8, a wrong number of scales."""
     if scale is None:
-        return Entry(tensor.dtype, shape, tensor.size)
-    if not fp8:
+        if tensor.dtype == FP8:
+            raise BadFile(f"{printable(name)} is FP8 without scales", f"expected a tensor {printable(scale_name)}")
+        return Entry(tensor.dtype, tensor.shape, tensor.size)
+    if tensor.dtype != FP8:
         raise BadFile(f"{printable(scale_name)} scales a weight that is not FP8", f"{printable(name)} is {tensor.dtype}")
-    expected = tuple(-(-n // b) for n, b in zip(shape, block, strict=False))
-    if len(shape) != 2 or scale.shape != expected or scale.dtype not in SCALES:
-        needed = f"{list(shape)} in blocks of {list(block)} needs {list(expected)} scales"
+    expected = tuple(-(-n // b) for n, b in zip(tensor.shape, block, strict=False))
+    if len(tensor.shape) != 2 or scale.shape != expected or scale.dtype not in SCALES:
+        needed = f"{list(tensor.shape)} in blocks of {list(block)} needs {list(expected)} scales"
         found = f"found {scale.dtype} {list(scale.shape)}"
         raise BadFile(f"{printable(scale_name)} does not fit {printable(name)}", f"{needed}, {found}")
-    return Entry(fp8_format(block), shape, tensor.size + scale.size)
+    return Entry(fp8_format(block), tensor.shape, tensor.size + scale.size)

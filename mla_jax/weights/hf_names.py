@@ -1,55 +1,57 @@
-"""The names table of released folders, as transformers writes them; DeepSeek's FP8 scales lie beside their weights."""
+"""The names table of released folders, as transformers writes them. DeepSeek's FP8 scales are tensors of their own."""
 
 import re
 from collections.abc import Container
 
 from mla_jax.base.config import Config
-from mla_jax.weights.names import Row, Table, first_half, key_half, layered, second_half, value_half
+from mla_jax.weights.names import NameRule, Table, first_half, key_half, layered, second_half, value_half
 
-BLOCK = (
-    Row("attn_norm", "input_layernorm.weight", "model"),
-    Row("mlp_norm", "post_attention_layernorm.weight", "model"),
-    Row("attn.q_proj", "self_attn.q_proj.weight", "heads*query model"),
-    Row("attn.q_a_proj", "self_attn.q_a_proj.weight", "q_rank model"),
-    Row("attn.q_a_norm", "self_attn.q_a_layernorm.weight", "q_rank"),
-    Row("attn.q_b_proj", "self_attn.q_b_proj.weight", "heads*query q_rank"),
-    Row("attn.kv_a_proj", "self_attn.kv_a_proj_with_mqa.weight", "latent model"),
-    Row("attn.kv_a_norm", "self_attn.kv_a_layernorm.weight", "kv_rank"),
-    Row("attn.uk", "self_attn.kv_b_proj.weight", "heads*up kv_rank", key_half),
-    Row("attn.uv", "self_attn.kv_b_proj.weight", "heads*up kv_rank", value_half),
-    Row("attn.o_proj", "self_attn.o_proj.weight", "model heads*value"),
-    Row("mlp.gate", "mlp.gate_proj.weight", "mlp model"),
-    Row("mlp.up", "mlp.up_proj.weight", "mlp model"),
-    Row("mlp.down", "mlp.down_proj.weight", "model mlp"),
-    Row("mlp.router.weight", "mlp.gate.weight", "experts model"),
-    Row("mlp.router.bias", "mlp.gate.e_score_correction_bias", "experts"),
-    Row("mlp.experts.gate", "mlp.experts.{x}.gate_proj.weight", "expert_mlp model"),
-    Row("mlp.experts.up", "mlp.experts.{x}.up_proj.weight", "expert_mlp model"),
-    Row("mlp.experts.down", "mlp.experts.{x}.down_proj.weight", "model expert_mlp"),
-    Row("mlp.experts.gate", "mlp.experts.gate_up_proj", "experts expert_pair model", first_half),  # transformers 5, in memory
-    Row("mlp.experts.up", "mlp.experts.gate_up_proj", "experts expert_pair model", second_half),
-    Row("mlp.experts.down", "mlp.experts.down_proj", "experts model expert_mlp"),
-    Row("mlp.shared.gate", "mlp.shared_experts.gate_proj.weight", "shared_mlp model"),
-    Row("mlp.shared.up", "mlp.shared_experts.up_proj.weight", "shared_mlp model"),
-    Row("mlp.shared.down", "mlp.shared_experts.down_proj.weight", "model shared_mlp"),
+LAYER_RULES = (
+    NameRule("attn_norm", "input_layernorm.weight", "model"),
+    NameRule("mlp_norm", "post_attention_layernorm.weight", "model"),
+    NameRule("attn.q_proj", "self_attn.q_proj.weight", "heads*query model"),
+    NameRule("attn.q_a_proj", "self_attn.q_a_proj.weight", "q_rank model"),
+    NameRule("attn.q_a_norm", "self_attn.q_a_layernorm.weight", "q_rank"),
+    NameRule("attn.q_b_proj", "self_attn.q_b_proj.weight", "heads*query q_rank"),
+    NameRule("attn.kv_a_proj", "self_attn.kv_a_proj_with_mqa.weight", "latent model"),
+    NameRule("attn.kv_a_norm", "self_attn.kv_a_layernorm.weight", "kv_rank"),
+    NameRule("attn.uk", "self_attn.kv_b_proj.weight", "heads*up kv_rank", key_half),
+    NameRule("attn.uv", "self_attn.kv_b_proj.weight", "heads*up kv_rank", value_half),
+    NameRule("attn.o_proj", "self_attn.o_proj.weight", "model heads*value"),
+    NameRule("mlp.gate", "mlp.gate_proj.weight", "mlp model"),
+    NameRule("mlp.up", "mlp.up_proj.weight", "mlp model"),
+    NameRule("mlp.down", "mlp.down_proj.weight", "model mlp"),
+    NameRule("mlp.router.weight", "mlp.gate.weight", "experts model"),
+    NameRule("mlp.router.bias", "mlp.gate.e_score_correction_bias", "experts"),
+    NameRule("mlp.experts.gate", "mlp.experts.{x}.gate_proj.weight", "expert_mlp model"),
+    NameRule("mlp.experts.up", "mlp.experts.{x}.up_proj.weight", "expert_mlp model"),
+    NameRule("mlp.experts.down", "mlp.experts.{x}.down_proj.weight", "model expert_mlp"),
+    NameRule(
+        "mlp.experts.gate", "mlp.experts.gate_up_proj", "experts expert_pair model", first_half
+    ),  # transformers 5, in memory
+    NameRule("mlp.experts.up", "mlp.experts.gate_up_proj", "experts expert_pair model", second_half),
+    NameRule("mlp.experts.down", "mlp.experts.down_proj", "experts model expert_mlp"),
+    NameRule("mlp.shared.gate", "mlp.shared_experts.gate_proj.weight", "shared_mlp model"),
+    NameRule("mlp.shared.up", "mlp.shared_experts.up_proj.weight", "shared_mlp model"),
+    NameRule("mlp.shared.down", "mlp.shared_experts.down_proj.weight", "model shared_mlp"),
 )
-MTP = (
-    Row("enorm", "enorm.weight", "model"),
-    Row("hnorm", "hnorm.weight", "model"),
-    Row("eh_proj", "eh_proj.weight", "model model_pair"),
-    Row("norm", "shared_head.norm.weight", "model"),
+MTP_RULES = (
+    NameRule("enorm", "enorm.weight", "model"),
+    NameRule("hnorm", "hnorm.weight", "model"),
+    NameRule("eh_proj", "eh_proj.weight", "model model_pair"),
+    NameRule("norm", "shared_head.norm.weight", "model"),
 )
-TOP = (
-    Row("embed", "model.embed_tokens.weight", "vocab model"),
-    Row("norm", "model.norm.weight", "model"),
-    Row("head", "lm_head.weight", "vocab model"),
+MODEL_RULES = (
+    NameRule("embed", "model.embed_tokens.weight", "vocab model"),
+    NameRule("norm", "model.norm.weight", "model"),
+    NameRule("head", "lm_head.weight", "vocab model"),
 )
-SCALE = "_scale_inv"  # what FP8 checkpoints add to the name of a weight
-LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")  # which of them they quantise
+SCALE = "_scale_inv"  # suffix of the names of FP8 scales
+LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")  # quantised by FP8 checkpoints
 
 
 def needless(name: str, config: Config, found: Container[str]) -> bool:
-    """Tensors that releases hold and no model needs: rotary tables, MTP's copies of embedding and head, a tied head."""
+    """Whether no model needs a tensor: rotary tables, MTP's copies of embedding and head, a tied head."""
     if re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name):
         return True
     extra = re.fullmatch(r"model\.layers\.(\d+)\.(embed_tokens|shared_head\.head)\.weight", name)
@@ -59,7 +61,7 @@ def needless(name: str, config: Config, found: Container[str]) -> bool:
 
 
 HF = Table(
-    (*TOP, *layered(BLOCK, MTP, "model.layers.{l}.")),
+    (*MODEL_RULES, *layered(LAYER_RULES, MTP_RULES, "model.layers.{l}.")),
     layer=r"model\.layers\.(\d+)\.",
     expert=r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.",
     needless=needless,

@@ -1,4 +1,4 @@
-"""What a user calls a model to its folder: a path, or the name of one in the local Hugging Face cache. Downloads nothing."""
+"""Finds a model by its path, or by its name in the local Hugging Face cache. Downloads nothing."""
 
 import difflib
 import os
@@ -13,7 +13,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
 def resolve(model: str | Path | None) -> Path:
-    """Where `model` lies: itself if that exists, else the newest snapshot of that name in the Hub's cache; None is the demo."""
+    """The path of `model`: itself if it exists, else its snapshot in the Hub's cache; None is the demo. Raises BadFile."""
     if model is None:
         return DEMO
     if not str(model):
@@ -22,7 +22,7 @@ def resolve(model: str | Path | None) -> Path:
         path = Path(model).expanduser()
         if path.exists():
             return path
-    except (OSError, ValueError, RuntimeError):  # a name too long for the system, with a NUL, or of a user who is none
+    except (OSError, ValueError, RuntimeError):  # a name that is too long, has a NUL, or has an unknown ~user
         path = Path(model)
     if _NAME.fullmatch(str(model)) and ".." not in str(model):
         return _snapshot(str(model), path)
@@ -30,23 +30,24 @@ def resolve(model: str | Path | None) -> Path:
 
 
 def cache() -> Path:
-    """The Hub's cache, found as its own library finds it: below `~` for a user without a home."""
-    given = os.environ.get
-    if folder := given("HF_HUB_CACHE") or given("HUGGINGFACE_HUB_CACHE"):
-        return Path(os.path.expanduser(folder))
-    home = given("HF_HOME") or Path(given("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    """The Hub's cache folder, by the same environment variables as in huggingface_hub."""
+    variable = os.environ.get
+    folder = variable("HF_HUB_CACHE") or variable("HUGGINGFACE_HUB_CACHE")
+    if folder:
+        return Path(os.path.expanduser(folder))  # which leaves ~ as it is for a user without a home
+    home = variable("HF_HOME") or Path(variable("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(os.path.expanduser(home)) / "hub"
 
 
 def _snapshot(name: str, path: Path) -> Path:
-    """The snapshot that the branch main names, or the only one there is."""
+    """The snapshot that the branch main names, else the only one; raises BadFile if there is no such snapshot."""
     repository = cache() / f"models--{name.replace('/', '--')}"
     snapshots = sorted(p for p in repository.glob("snapshots/*") if p.is_dir())
     main = repository / "refs" / "main"
-    wanted = main.read_text(errors="replace")[:200].strip() if main.is_file() else ""
-    chosen = [p for p in snapshots if p.name == wanted] or (snapshots if len(snapshots) == 1 else [])
-    if chosen:
-        return chosen[0]
+    commit = main.read_text(errors="replace")[:200].strip() if main.is_file() else ""
+    for snapshot in snapshots:
+        if snapshot.name == commit or len(snapshots) == 1:
+            return snapshot
     state = f"has {len(snapshots)} snapshots of it, none of them main" if snapshots else "does not have it"
     raise BadFile(
         f"{name} is neither a folder nor a model in the local cache",
@@ -57,12 +58,12 @@ def _snapshot(name: str, path: Path) -> Path:
 
 
 def _nearest(path: Path) -> list[str]:
-    """The folder beside `path` that has almost its name, as a line for the user."""
+    """A line that suggests the folder or GGUF file next to `path` with the most similar name, if there is one."""
     try:
-        beside = [p.name for p in path.parent.iterdir() if p.is_dir() or p.suffix == ".gguf"]
+        siblings = [p.name for p in path.parent.iterdir() if p.is_dir() or p.suffix == ".gguf"]
     except (OSError, ValueError):
         return []
-    close = difflib.get_close_matches(path.name, beside, n=1)
+    close = difflib.get_close_matches(path.name, siblings, n=1)
     return [f"did you mean {_shown(path.parent / close[0])}?"] if close else []
 
 

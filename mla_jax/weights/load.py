@@ -1,173 +1,168 @@
-"""Opens a checkpoint as a model on the device: names resolved, shapes checked, then tensor by tensor from file to device.
+"""Opens a checkpoint as a model on the device: names resolved, shapes checked; fill.py then reads tensor by tensor.
 
-Host memory holds the few tensors in flight. What lies quantised stays so, as QTensors, and is unpacked where it is used; with a
-dtype asked for, everything is unpacked here, on the device."""
+What is stored quantised stays so, as QTensors, and is unpacked where it is used; with a dtype asked for, everything is unpacked
+as it is read, on the device."""
 
-import re
-from collections.abc import Callable, Generator, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+import dataclasses
+from collections.abc import Mapping
 from functools import partial
-from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.sharding import Sharding, SingleDeviceSharding
-from jaxtyping import Array
 
-from mla_jax.base import qtensor, roofline
-from mla_jax.base.config import Config
-from mla_jax.base.errors import BadFile, Unsupported, printable, shortened
+from mla_jax.base import qtensor
+from mla_jax.base.devices import Devices
+from mla_jax.base.errors import Unsupported, printable
 from mla_jax.base.qtensor import QTensor
-from mla_jax.model.hot import HotExperts
-from mla_jax.model.moe import HostExperts, MoE
+from mla_jax.model.dispatch import Dispatch
+from mla_jax.model.moe import MoE
 from mla_jax.model.ops import Shapes
-from mla_jax.model.stream import Kind
 from mla_jax.model.transformer import Transformer
-from mla_jax.weights import host as host_experts
+from mla_jax.offload.experts import HostExperts
+from mla_jax.offload.pack import precision_of, unpacked_shape
+from mla_jax.offload.place import ExpertLayer, Placement
+from mla_jax.offload.replicated import replica_bytes, replica_shapes, replicate
+from mla_jax.offload.streaming import Packing
 from mla_jax.weights import names
-from mla_jax.weights.kinds import open_source
+from mla_jax.weights.fill import PLAIN, Fill, Progress
+from mla_jax.weights.open import open_source
+from mla_jax.weights.packed_folder import PackedFolder
 from mla_jax.weights.source import Source
 
-PLAIN = ("F64", "F32", "F16", "BF16")
-Progress = Callable[[int, int], Any]  # hears of the bytes read, and of how many there are
-IN_FLIGHT = 3  # tensors read ahead while one is placed
+ON_DEVICE = Placement()
 
 
 class Checkpoint:
-    """Files whose names, shapes and number formats fit the model they describe. Opening them reads headers only."""
+    """Files whose names, shapes and number formats fit the model they describe. Opening them reads headers only.
+
+    `slots` are the parameters by path, with their metadata and no values; `sources` say which tensors fill each."""
 
     def __init__(
         self,
         path: Path,
         *,
-        experts: str = "auto",
+        dispatch: Dispatch | None = None,
         dtype: str | None = None,
-        device: roofline.Device | None = None,
-        **options: Any,
     ):
         """`dtype` None: packed weights as they are, others float32 on a CPU and bfloat16 elsewhere.
 
-        `device` are the figures that forms and places are chosen by (None: the table's), `options` are Transformer's."""
+        `dispatch` chooses how steps compute; None: by the table's figures of the default device."""
         self.source: Source = open_source(path)
         self.config, table, present = self.source.config, self.source.table, self.source.tensors
-        self.target = jax.devices()[0]
-        self.device = device or roofline.device(self.target.device_kind, self.target.platform)
+        self.devices = Devices.default(None if dispatch is None else dispatch.device)
+        self.device = self.devices.figures
+        self.dispatch = dispatch or Dispatch(device=self.device)
         self.dtype = jnp.dtype(dtype or ("float32" if self.device.platform == "cpu" else "bfloat16"))
+        self.asked = dtype
         table.refuse_other_counts(self.config, present)
         mtp = table.has_mtp(self.config, present)
-        build = partial(Transformer, self.config, experts=experts, device=self.device, mtp=mtp, **options)
-        self.graph, self.state = nnx.split(build(Shapes()))
-        self.slots = {".".join(map(str, keys)): variable for keys, variable in nnx.to_flat_state(self.state)}
+        build = partial(Transformer, self.config, dispatch=self.dispatch, mtp=mtp)
+        self._graph, state = nnx.split(build(Shapes()))
+        self._state = nnx.to_flat_state(state)
+        self.slots = {".".join(map(str, keys)): variable for keys, variable in self._state}
         self.sources = table.resolve(self.slots, self.config, present)
-        self._asked, self.precision = dtype, None
-        self.host: frozenset[int] = frozenset()
-        self.hot: dict[int, tuple[int, ...]] = {}
-        self.stream = 0  # tokens from which the device computes the experts that lie on the host; 0 for never
-        self.defer: int = options.get("defer", 0)  # of a token's experts there, so many are added a layer later
-        self.place(())
+        self.stored = {path: self.format_of(source) for path, source in self.sources.items()}
+        self.experts = self._experts()
 
-    def place(self, host: Iterable[int], precision: str | None = None, hot: Mapping[int, tuple[int, ...]] | None = None) -> None:
-        """Has the routed experts of the layers `host` lie on the host, in a `precision` of cpu_experts (None: as they are).
+    def _experts(self) -> dict[int, dict[str, str]]:
+        """The paths of each layer's routed experts, by "gate", "up" and "down"; MTP's layers follow the model's."""
+        found: dict[int, dict[str, str]] = {}
+        for path, variable in self._state:
+            if variable.get_metadata().get("role") == "expert":
+                keys: tuple[Any, ...] = path
+                number = keys[1] + (self.config.num_hidden_layers if keys[0] == "mtp" else 0)
+                found.setdefault(number, {})[keys[-1]] = ".".join(map(str, keys))
+        return dict(sorted(found.items()))
 
-        Those that are `hot` in a layer lie on the device, too."""
-        self.host, self.precision, self.hot = frozenset(host), precision, dict(hot or {})
-        for name, slot in self.slots.items():
-            kind, shape = self.format_of(self.sources[name]), slot.get_value().shape
-            keep = self._asked is None and slot.get_metadata()["packs"] and kind not in PLAIN
-            plain = jax.ShapeDtypeStruct(shape, jnp.float32 if slot.get_metadata()["exact"] else self.dtype)
-            on_device = qtensor.abstract(kind, shape) if keep else plain
-            slot.set_value(host_experts.stored(kind, shape, self._asked) if self.layer_on_host(name) is not None else on_device)
+    def expert_layers(self, precision: str | None = None) -> tuple[ExpertLayer, ...]:
+        """Each layer with routed experts, and how it is packed on the host, in `precision` or as it is stored."""
+        on_device = self.parameters(ON_DEVICE)
+        sizes = {n: sum(_nbytes(on_device[path]) for path in paths.values()) for n, paths in self.experts.items()}
+        return tuple(ExpertLayer(number, size, self.packing(number, precision)) for number, size in sizes.items())
 
-    def layer_on_host(self, path: str) -> int | None:
-        """The layer of a parameter, if it is of routed experts that lie on the host."""
-        number = _layer_of_experts(path, self.config)
-        return number if number in self.host else None
+    def packing(self, layer: int, precision: str | None = None) -> Packing:
+        """Sizes and number formats of a layer's experts once they are packed for the host."""
+        if precision or self.asked:
+            return Packing.for_config(self.config, precision or "bf16")
+        gate, up, down = (self.stored[self.experts[layer][name]] for name in ("gate", "up", "down"))
+        return Packing.for_config(self.config, precision_of(gate, up), precision_of(down, down))
 
-    @property
-    def layers_with_experts(self) -> list[int]:
-        """By number; MTP's follow the model's."""
-        model = self.abstract
-        blocks = [*model.layers, *(further.block for further in model.mtp)]
-        return [number for number, block in enumerate(blocks) if isinstance(block.mlp, MoE)]
+    def on_host(self, placement: Placement) -> dict[str, int]:
+        """The layers of those parameters that are packed on the host."""
+        return {path: number for number in placement.host for path in self.experts[number].values()}
 
-    def expert_bytes(self, layer: int) -> int:
-        """What a layer's routed experts take, packed or not, where they lie."""
-        return sum(
-            _nbytes(slot.get_value()) for path, slot in self.slots.items() if _layer_of_experts(path, self.config) == layer
-        )
+    def parameters(self, placement: Placement = ON_DEVICE) -> dict[str, Any]:
+        """What each parameter is read as, on the device or, before it is packed, on the host: shapes only."""
+        on_host = self.on_host(placement)
+        return {path: self._packable(path) if path in on_host else self._on_device(path) for path in self.slots}
 
-    def precisions_on_host(self, layer: int) -> tuple[str, str]:
-        """What a layer's experts are computed in on the host: gate and up, and down."""
-        kind = self._kind_on_host(layer)
-        return kind.precision, kind.down_precision
+    def _packable(self, path: str) -> Any:
+        return unpacked_shape(self.stored[path], self.slots[path].shape, self.asked)
 
-    def hot_bytes(self, layer: int) -> int:
-        """What a hot expert of a layer takes on the device."""
-        return _nbytes(host_experts.like_copies(self._kind_on_host(layer), 1, self.dtype))
+    def _on_device(self, path: str) -> Any:
+        metadata, shape, format = self.slots[path].get_metadata(), self.slots[path].shape, self.stored[path]
+        if self.asked is None and metadata["packs"] and format not in PLAIN:
+            return qtensor.abstract(format, shape)
+        return jax.ShapeDtypeStruct(shape, jnp.float32 if metadata["exact"] else self.dtype)
 
-    def _kind_on_host(self, layer: int) -> Kind:
-        paths = {path.rpartition(".")[2]: path for path in self.slots if _layer_of_experts(path, self.config) == layer}
-        gate, up, down = (self.format_of(self.sources[paths[name]]) for name in ("gate", "up", "down"))
-        stored = [host_experts.precision_of(*pair) if self._asked is None else "bf16" for pair in ((gate, up), (down, down))]
-        sizes = (self.config.hidden_size, self.config.moe_intermediate_size or 0)
-        return Kind(*sizes, *(self.precision or each for each in stored))
+    def bytes(self, placement: Placement = ON_DEVICE, host: bool = False) -> int:
+        """What the weights take on the device, or those on the `host` before they are packed."""
+        on_host = self.on_host(placement)
+        sizes = {path: _nbytes(value) for path, value in self.parameters(placement).items()}
+        kept = sum(size for path, size in sizes.items() if (path in on_host) == host)
+        return kept if host else kept + self._replica_bytes(placement)
 
-    @property
-    def abstract(self) -> Transformer:
-        """The model without its weights, whose parameters have shapes only."""
-        return self._merged(dict.fromkeys(self.host))
-
-    def bytes(self, host: bool = False) -> int:
-        """What the weights take on the device, or those on the `host` there."""
-        slots = (slot for path, slot in self.slots.items() if (self.layer_on_host(path) is not None) == host)
-        copied = 0 if host else sum(len(ids) * self.hot_bytes(layer) for layer, ids in self.hot.items())
-        return copied + sum(_nbytes(slot.get_value()) for slot in slots)
-
-    def formats(self) -> dict[str, int]:
-        """The bytes of the weights by their number formats, as they will lie on the device or the host."""
+    def formats(self, placement: Placement = ON_DEVICE) -> dict[str, int]:
+        """The bytes of the weights by number format, on the device and on the host."""
         found: dict[str, int] = {}
-        for path, slot in self.slots.items():
-            value = slot.get_value()
+        on_host = self.on_host(placement)
+        for path, value in self.parameters(placement).items():
             name = value.format if isinstance(value, QTensor) else value.dtype.name
-            name += " on the host" if self.layer_on_host(path) is not None else ""
+            name += " on the host" if path in on_host else ""
             found[name] = found.get(name, 0) + _nbytes(value)
-        if self.hot:
-            found["hot experts"] = sum(len(ids) * self.hot_bytes(layer) for layer, ids in self.hot.items())
-        return found
+        replicas = self._replica_bytes(placement)
+        return found | ({"replicated experts": replicas} if replicas else {})
 
-    def read(self, progress: Progress | None = None, folder: Path | None = None) -> Transformer:
-        """The model with its weights, on the default device; in `folder` packed experts are kept, or mapped if they are there."""
+    def _replica_bytes(self, placement: Placement) -> int:
+        replicas = placement.replicated.items()
+        return sum(len(ids) * replica_bytes(self.packing(n, placement.precision), self.dtype) for n, ids in replicas)
+
+    def model(self, placement: Placement = ON_DEVICE) -> Transformer:
+        """The model without its weights, whose parameters have shapes only."""
+        layers = {}
+        for number in placement.host:
+            packing, ids = self.packing(number, placement.precision), placement.replicated.get(number)
+            replicas = replica_shapes(packing, ids, self.dtype) if ids else None
+            layers[number] = HostExperts(packing, replicas)
+        return self._merged(self.parameters(placement), layers, placement)
+
+    def load(self, placement: Placement = ON_DEVICE, progress: Progress | None = None, folder: Path | None = None) -> Transformer:
+        """The model with its weights, on the default device; `folder` keeps packed experts, which the next start maps."""
         try:
-            kept = host_experts.Folder(folder, self._made_of()) if folder is not None and self.host else None
-            packed = self._fill(progress or (lambda done, total: None), kept)
+            kept = PackedFolder(folder, self._made_of(placement)) if folder is not None and placement.host else None
+            values, packed = Fill(self, placement, progress or (lambda done, total: None), kept).run()
         finally:
             self.source.close()
-        return self._merged(packed)
+        layers = {}
+        for number, layer in packed.items():
+            ids = placement.replicated.get(number)
+            layers[number] = HostExperts(layer, replicate(layer, ids, self.dtype, self.devices.first) if ids else None)
+        return self._merged(values, layers, placement)
 
-    def _merged(self, on_host: Mapping[int, Any]) -> Transformer:
-        """The model of the present state, with these packed experts in their layers."""
-        model = nnx.merge(self.graph, self.state)
-        model.defer = self.defer
-        blocks = [*model.layers, *(further.block for further in model.mtp)]
-        for number, layer in on_host.items():
-            blocks[number].mlp.experts = HostExperts(layer, self.stream, self._hot(number, layer))
+    def _merged(self, values: Mapping[str, Any], layers: Mapping[int, HostExperts], placement: Placement) -> Transformer:
+        """The model of these parameters, with these layers' experts on the host."""
+        flat = [(keys, variable.replace(values[".".join(map(str, keys))])) for keys, variable in self._state]
+        model = nnx.merge(self._graph, nnx.from_flat_state(flat))
+        model.dispatch = dataclasses.replace(self.dispatch, defer=placement.defer, stream=placement.stream)
+        blocks = model.blocks()
+        for number, experts in layers.items():
+            cast(MoE, blocks[number].mlp).experts = experts
         return model
 
-    def _hot(self, number: int, layer: Any) -> HotExperts | None:
-        """A layer's experts that are on the device, too: copies of the packed `layer`, or without it their shapes."""
-        if not (ids := self.hot.get(number)):
-            return None
-        if layer is not None:
-            return host_experts.copies(layer, ids, self.dtype, self.target)
-        like = host_experts.like_copies(self._kind_on_host(number), len(ids), self.dtype)
-        return HotExperts(ids, like, self.config.n_routed_experts or 0)
-
-    def format_of(self, source: names.Source) -> str:
+    def format_of(self, source: names.Origin) -> str:
         """The one format of all tensors of a parameter; raises Unsupported if they have several, or one that cannot be read."""
         kinds = {self.source.tensors[name].format: name for name in source.names}
         kind, name = next(iter(kinds.items()))
@@ -182,115 +177,20 @@ class Checkpoint:
                 raise Unsupported(f"{printable(name)} has dtype {kind}", f"weights can be {known}") from None
         return kind
 
-    def _made_of(self) -> dict[str, Any]:
+    def _made_of(self, placement: Placement) -> dict[str, Any]:
         """What packed experts follow from."""
         stats = {file.name: file.stat() for file in self.source.files}
         return {
             "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
-            "precision": self.precision or "stored",
-            "dtype": self._asked or "stored",
+            "precision": placement.precision or "stored",
+            "dtype": self.asked or "stored",
         }
-
-    def _fill(self, progress: Progress, kept: host_experts.Folder | None) -> dict[int, Any]:
-        """Puts every parameter on the device, and packs the experts of layers on the host, which it returns.
-
-        Experts go one by one into a buffer that is updated in place; those of layers that are `kept` are not read."""
-        packed = {number: kept.open(number) for number in self.host if kept.has(number)} if kept is not None else {}
-        sources = {path: source for path, source in self.sources.items() if self.layer_on_host(path) not in packed}
-        pieces = [piece for source in sources.values() for piece in source.pieces]
-        reached = list(accumulate(self._share(piece) for piece in pieces))
-        finite: list[Array] = []
-        waiting: dict[int, dict[str, Any]] = {}
-        with closing(self._ahead(pieces)) as stream:
-            for path, source in sources.items():
-                slot, number = self.slots[path], self.layer_on_host(path)
-                sharding = SingleDeviceSharding(self.target if number is None else host_experts.device())
-                how = How(source.part, self.config, *self._stored(source))
-                value = empty(slot.get_value(), sharding) if source.stacked else None
-                for i, parts in enumerate(islice(stream, len(source.pieces))):
-                    if source.stacked:
-                        value, sound = _insert(value, jax.device_put(parts, sharding), i, how=how)
-                    else:
-                        value, sound = _place(jax.device_put(parts, sharding), how=how, like=slot.get_value())
-                    finite.append(sound)
-                    progress(reached[len(finite) - 1], reached[-1])
-                    if len(finite) > IN_FLIGHT:  # dispatch is asynchronous: the host keeps what the device has not taken yet
-                        finite[-IN_FLIGHT].block_until_ready()
-                if number is None:
-                    slot.set_value(value)
-                    continue
-                waiting.setdefault(number, {})[path.rpartition(".")[2]] = value
-                if len(waiting[number]) == 3:
-                    layer = host_experts.pack(**waiting.pop(number), precision=self.precision)
-                    packed[number] = layer if kept is None else kept.keep(number, layer)
-        if faulty := [piece.name for piece, sound in zip(pieces, jax.device_get(finite), strict=True) if not sound]:
-            raise BadFile(
-                "weights hold NaN or infinity",
-                *shortened(list(dict.fromkeys(map(printable, faulty)))),
-                "the file is damaged, or the model was saved after a failed run",
-            )
-        return packed
-
-    def _stored(self, source: names.Source) -> tuple[str, tuple[int, ...]]:
-        """The format and the shape of what is read at once."""
-        tensor = self.source.tensors[source.names[0]]
-        return tensor.format, tensor.shape[1:] if source.pieces[0].index is not None else tensor.shape
-
-    def _share(self, piece: names.Piece) -> int:
-        tensor = self.source.tensors[piece.name]
-        return tensor.nbytes if piece.index is None else tensor.nbytes // tensor.shape[0]
-
-    def _ahead(self, wanted: list[names.Piece]) -> Generator[tuple[np.ndarray, ...], None, None]:
-        """The pieces in their order, some read ahead."""
-        with ThreadPoolExecutor(1) as pool:
-            queue, rest = [pool.submit(self.source.read, *piece) for piece in wanted[:IN_FLIGHT]], iter(wanted[IN_FLIGHT:])
-            while queue:
-                ready = queue.pop(0).result()
-                queue += [pool.submit(self.source.read, *piece) for piece in islice(rest, 1)]
-                yield ready
 
 
 def load(path: str | Path, **options: Any) -> Transformer:
     """The model of a checkpoint of any kind, on the default device; `options` are Checkpoint's."""
-    return Checkpoint(Path(path), **options).read()
-
-
-def _layer_of_experts(path: str, config: Config) -> int | None:
-    """The number of the layer whose routed experts a parameter is of; MTP's follow the model's."""
-    found = re.fullmatch(r"(layers|mtp)\.(\d+)\.(?:block\.)?mlp\.experts\.\w+", path)
-    return int(found[2]) + config.num_hidden_layers * (found[1] == "mtp") if found else None
+    return Checkpoint(Path(path), **options).load()
 
 
 def _nbytes(value: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
-
-
-def empty(like: Any, sharding: Sharding) -> Any:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=sharding), like)
-
-
-class How(NamedTuple):
-    """What makes a parameter of a stored tensor of `shape`."""
-
-    part: names.Part
-    config: Config
-    format: str
-    shape: tuple[int, ...]
-
-
-@partial(jax.jit, static_argnames=("how", "like"))
-def _place(parts: tuple[Array, ...], *, how: How, like: Any) -> tuple[Any, Array]:
-    """A stored tensor as our parameter, which is `like`, and whether all of it is finite."""
-    if isinstance(like, QTensor):
-        value = QTensor(how.format, tuple(how.part(p, how.config) for p in parts), like.shape)
-        return value, qtensor.unsound(how.format, value.parts) == 0
-    stored = parts[0] if how.format in PLAIN else qtensor.dequantize(QTensor(how.format, parts, how.shape))
-    value = how.part(stored, how.config).reshape(like.shape).astype(like.dtype)
-    return value, jnp.isfinite(value).all()
-
-
-@partial(jax.jit, static_argnames=("how",), donate_argnums=0)
-def _insert(stack: Any, parts: tuple[Array, ...], index: Array, *, how: How) -> tuple[Any, Array]:
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stack)
-    value, finite = _place(parts, how=how, like=one)
-    return jax.tree.map(partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0), stack, value), finite

@@ -1,7 +1,8 @@
-"""Names tables: where each of our parameters lies in a checkpoint. A layout of names is a Table, a new family a row of it.
+"""Name tables: which tensor of a checkpoint holds each of our parameters. A naming scheme is a Table of Rules.
 
-A row is (our path, source name, source axes, part): the axes give the source's expected shape, `part` cuts ours out of it.
-`{l}` is a layer, `{x}` an expert. Several rows for one path are alternatives; the first is what `export` writes."""
+A NameRule is (our path, source name, source axes, part): the axes give the expected shape of the source tensor, `part` slices our
+parameter out of it. `{l}` is a layer number, `{x}` an expert number. Several rules with one path are alternatives, tried in
+order; `export` writes the first."""
 
 import difflib
 import re
@@ -15,7 +16,7 @@ from mla_jax.base import axes
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, MlaJaxError, printable, shortened
 
-Part = Callable[[Any, Config], Any]
+PartOf = Callable[[Any, Config], Any]
 
 
 def whole(w: Any, config: Config) -> Any:
@@ -23,63 +24,71 @@ def whole(w: Any, config: Config) -> Any:
 
 
 def key_half(w: Any, config: Config) -> Any:
-    """`uk` of kv_b_proj, whose rows are head by head the key's, then the value's."""
+    """`uk` of kv_b_proj: the rows of each head are the key's, then the value's."""
     return w.reshape(config.num_attention_heads, -1, w.shape[-1])[:, : config.qk_nope_head_dim]
 
 
 def value_half(w: Any, config: Config) -> Any:
+    """`uv` of kv_b_proj."""
     return w.reshape(config.num_attention_heads, -1, w.shape[-1])[:, config.qk_nope_head_dim :]
 
 
 def first_half(w: Any, config: Config) -> Any:
-    """An expert's gate, where it lies joined with its up projection; also of packed rows."""
+    """The gate of an expert's fused gate_up projection; works on packed rows too."""
     return w[: w.shape[0] // 2]
 
 
 def second_half(w: Any, config: Config) -> Any:
+    """The up projection of an expert's fused gate_up projection; works on packed rows too."""
     return w[w.shape[0] // 2 :]
 
 
-class Row(NamedTuple):
+class NameRule(NamedTuple):
+    """Our parameter `ours` is `part` of the source tensor `theirs`, which has the logical `axes`."""
+
     ours: str
     theirs: str
     axes: str
-    part: Part = whole
+    part: PartOf = whole
 
 
-def layered(block: Iterable[Row], mtp: Iterable[Row], prefix: str) -> Iterable[Row]:
-    """The rows of every layer, and of the MTP layers, whose numbers go on behind the others'."""
-    for r in block:
-        yield Row("layers.{l}." + r.ours, prefix + r.theirs, r.axes, r.part)
-        yield Row("mtp.{l}.block." + r.ours, prefix + r.theirs, r.axes, r.part)
-    yield from (Row("mtp.{l}." + r.ours, prefix + r.theirs, r.axes, r.part) for r in mtp)
+def layered(block: Iterable[NameRule], mtp: Iterable[NameRule], prefix: str) -> Iterable[NameRule]:
+    """The rules of every layer and of the MTP layers, whose numbers continue after the last layer's."""
+    for rule in block:
+        yield NameRule("layers.{l}." + rule.ours, prefix + rule.theirs, rule.axes, rule.part)
+        yield NameRule("mtp.{l}.block." + rule.ours, prefix + rule.theirs, rule.axes, rule.part)
+    for rule in mtp:
+        yield NameRule("mtp.{l}." + rule.ours, prefix + rule.theirs, rule.axes, rule.part)
 
 
 class Piece(NamedTuple):
-    """A tensor, or one entry of its first axis."""
+    """A source tensor, or one entry of its first axis."""
 
     name: str
     index: int | None = None
 
 
-class Source(NamedTuple):
-    """What fills one parameter: its tensors, the axes each has, the pieces to read (one an expert if `stacked`), their part."""
+class Origin(NamedTuple):
+    """Where one parameter comes from: its source tensors and their axes, the pieces to read, and the `part` to take of each.
+
+    `stacked`: the parameter is a stack, with one piece per expert."""
 
     names: tuple[str, ...]
     axes: tuple[str, ...]
-    part: Part
+    part: PartOf
     pieces: tuple[Piece, ...]
     stacked: bool
 
 
 @dataclass(frozen=True)
 class Table:
-    """The names of one kind of checkpoint; `layer` and `expert` begin the names of a layer's and of an expert's tensors.
+    """The naming scheme of one kind of checkpoint.
 
-    `needless` knows tensors that a model can do without, `described` is what says how many and how large they are, and `error`
-    what is raised where the two disagree. `cuts_stacks`: experts that lie in one tensor are read one by one."""
+    `layer` and `expert` are regular expressions that match the start of the names of a layer's and an expert's tensors.
+    `needless` recognises tensors that no model needs. `described` says where the config comes from, for errors, and `error` is
+    the type raised if tensors and config disagree. `cuts_stacks`: experts that are stored in one tensor are read one by one."""
 
-    rows: tuple[Row, ...]
+    rules: tuple[NameRule, ...]
     layer: str
     expert: str | None
     needless: Callable[[str, Config, Container[str]], bool]
@@ -87,81 +96,99 @@ class Table:
     error: type[MlaJaxError] = BadFile
     cuts_stacks: bool = True
 
-    def find(self, path: str, config: Config, present: Mapping[str, Any] | None = None) -> Source:
-        """The source of our parameter `path`: of several rows the first whose tensors are all `present`."""
+    def find(self, path: str, config: Config, present: Mapping[str, Any] | None = None) -> Origin:
+        """The origin of our parameter `path`: the first alternative whose tensors are all `present`, else the first."""
         found = self.candidates(path, config)
-        return next((s for s in found if present is not None and all(n in present for n in s.names)), found[0])
+        for origin in found:
+            if present is not None and all(name in present for name in origin.names):
+                return origin
+        return found[0]
 
-    def candidates(self, path: str, config: Config) -> list[Source]:
-        """What may fill our parameter `path`, a source a row."""
-        layer = re.search(r"\.(\d+)\.", path)
-        pattern = path if layer is None else path.replace(layer[0], ".{l}.", 1)
-        number = 0 if layer is None else int(layer[1]) + (config.num_hidden_layers if path.startswith("mtp.") else 0)
-        return [_source(row, number, config, self.cuts_stacks) for row in self.rows if row.ours == pattern]
+    def candidates(self, path: str, config: Config) -> list[Origin]:
+        """All alternatives for our parameter `path`, one per rule."""
+        pattern, number = path, 0
+        if layer := re.search(r"\.(\d+)\.", path):
+            pattern = path.replace(layer[0], ".{l}.", 1)
+            number = int(layer[1]) + (config.num_hidden_layers if path.startswith("mtp.") else 0)
+        return [_origin(rule, number, config, self.cuts_stacks) for rule in self.rules if rule.ours == pattern]
 
-    def resolve(self, paths: Iterable[str], config: Config, present: Mapping[str, Any]) -> dict[str, Source]:
-        """The source of every path; raises `error` with all tensors that are missing, not used, or of the wrong shape."""
-        sources = {path: self.find(path, config, present) for path in paths}
-        wanted = dict.fromkeys(name for source in sources.values() for name in source.names)
-        missing = [name for name in wanted if name not in present]
-        found = wanted.keys() & present.keys()
-        unused = [name for name in present if name not in found and not self.needless(name, config, found)]
-        if missing or unused:
-            raise self.error(f"the tensors do not fit the model that {self.described} describes", *_listed(missing, unused))
-        pairs = [(name, source) for source in sources.values() for name in source.names]
-        faults = [fault for name, source in pairs for fault in self._shape_faults(name, source, config, present)]
+    def resolve(self, paths: Iterable[str], config: Config, present: Mapping[str, Any]) -> dict[str, Origin]:
+        """The origin of every path; raises `error` with all tensors that are missing, unused, or of the wrong shape."""
+        origins = {path: self.find(path, config, present) for path in paths}
+        self._refuse_other_names(origins, config, present)
+        faults: dict[str, None] = {}  # in order, each once
+        for origin in origins.values():
+            for name in origin.names:
+                faults.update(dict.fromkeys(self._shape_faults(name, origin, config, present)))
         if faults:
-            raise self.error(f"tensors have other shapes than {self.described} says", *shortened(list(dict.fromkeys(faults))))
-        return sources
+            raise self.error(f"tensors have other shapes than {self.described} says", *shortened(list(faults)))
+        return origins
 
     def refuse_other_counts(self, config: Config, present: Mapping[str, Any]):
-        """A quick look at the counts of layers and experts, before building a model that could be a thousand times theirs."""
-        layers = {m[1] for name in present if (m := re.match(self.layer, name))}
-        experts = {m[1] for name in present if (m := re.match(self.expert, name))} if self.expert else set()
+        """A quick check of the numbers of layers and experts, before building a model that could be a thousand times larger."""
+        layers, experts = _matched(self.layer, present), _matched(self.expert, present)
         faults = []
         if len(layers) < config.num_hidden_layers:
             faults.append(f"num_hidden_layers is {config.num_hidden_layers}, {_shown(self.layer)} has {len(layers)}")
         if experts and len(experts) < (config.n_routed_experts or 0):
             faults.append(f"n_routed_experts is {config.n_routed_experts}, {_shown(self.expert)} has {len(experts)}")
         if faults:
-            held = f"the files hold {len(present):,} tensors" if present else "the files hold no tensors"
-            example = f", such as {printable(next(iter(present)))}" if present else ""
-            raise self.error(f"the tensors do not fit the model that {self.described} describes", *faults, held + example)
+            raise self.error(f"the tensors do not fit the model that {self.described} describes", *faults, _counted(present))
 
     def has_mtp(self, config: Config, present: Mapping[str, Any]) -> bool:
         """Whether the checkpoint holds the MTP layers that the config announces; transformers saves without them."""
         first = str(config.num_hidden_layers)
-        found = any((m := re.match(self.layer, name)) and m[1] == first for name in present)
-        return config.num_nextn_predict_layers > 0 and found
+        return config.num_nextn_predict_layers > 0 and first in _matched(self.layer, present)
 
     def export(self, paths: Mapping[str, Any], config: Config) -> Iterable[tuple[str, Any]]:
         """Our parameters as `(source name, array)`, one at a time: the inverse of loading."""
         for path, value in paths.items():
-            source = self.find(path, config)
-            if source.part is value_half:
-                continue  # written with its other half
-            if source.part is key_half:
+            origin = self.find(path, config)
+            if origin.part is value_half:
+                continue  # written with the key half
+            if origin.part is key_half:
                 value = np.concatenate([value, paths[path.removesuffix("uk") + "uv"]], axis=1)
-            pieces = value if source.stacked else [value]
-            shape = axes.shape(config, source.axes)
-            yield from ((name, piece.reshape(shape)) for name, piece in zip(source.names, pieces, strict=True))
+            pieces = value if origin.stacked else [value]
+            shape = axes.shape(config, origin.axes)
+            for name, piece in zip(origin.names, pieces, strict=True):
+                yield name, piece.reshape(shape)
 
-    def _shape_faults(self, name: str, source: Source, config: Config, present: Mapping[str, Any]) -> Iterable[str]:
-        found, expected = tuple(present[name].shape), axes.shape(config, source.axes)
+    def _refuse_other_names(self, origins: Mapping[str, Origin], config: Config, present: Mapping[str, Any]):
+        expected: dict[str, None] = {}  # in order, each once
+        for origin in origins.values():
+            expected.update(dict.fromkeys(origin.names))
+        missing = [name for name in expected if name not in present]
+        found = expected.keys() & present.keys()
+        unused = [name for name in present if name not in found and not self.needless(name, config, found)]
+        if missing or unused:
+            raise self.error(f"the tensors do not fit the model that {self.described} describes", *_listed(missing, unused))
+
+    def _shape_faults(self, name: str, origin: Origin, config: Config, present: Mapping[str, Any]) -> Iterable[str]:
+        found, expected = tuple(present[name].shape), axes.shape(config, origin.axes)
         if found == expected:
             return
-        differing = [word for i, word in enumerate(source.axes) if found[i : i + 1] != expected[i : i + 1]]
-        reasons = "; ".join(axes.why(config, word) for word in differing or source.axes)
+        differing = [word for i, word in enumerate(origin.axes) if found[i : i + 1] != expected[i : i + 1]]
+        reasons = "; ".join(axes.why(config, word) for word in differing or origin.axes)
         yield f"{printable(name)}: found {list(found)}, {self.described} says {list(expected)} by {reasons}"
 
 
-def _source(row: Row, layer: int, config: Config, cuts_stacks: bool) -> Source:
-    words, experts = tuple(row.axes.split()), range(config.n_routed_experts or 0)
-    if "{x}" in row.theirs:
-        names = tuple(row.theirs.format(l=layer, x=x) for x in experts)
-        return Source(names, words, row.part, tuple(map(Piece, names)), True)
-    name, stacked = row.theirs.format(l=layer), cuts_stacks and words[0] == "experts" and len(words) == 3
-    return Source((name,), words, row.part, tuple(Piece(name, x) for x in experts) if stacked else (Piece(name),), stacked)
+def _origin(rule: NameRule, layer: int, config: Config, cuts_stacks: bool) -> Origin:
+    words, experts = tuple(rule.axes.split()), range(config.n_routed_experts or 0)
+    if "{x}" in rule.theirs:
+        names = tuple(rule.theirs.format(l=layer, x=x) for x in experts)
+        return Origin(names, words, rule.part, tuple(map(Piece, names)), stacked=True)
+    name = rule.theirs.format(l=layer)
+    stacked = cuts_stacks and words[0] == "experts" and len(words) == 3
+    pieces = tuple(Piece(name, x) for x in experts) if stacked else (Piece(name),)
+    return Origin((name,), words, rule.part, pieces, stacked)
+
+
+def _matched(pattern: str | None, names: Iterable[str]) -> set[str]:
+    """The different numbers, as text, that the first group of `pattern` finds at the start of `names`."""
+    if pattern is None:
+        return set()
+    matches = (re.match(pattern, name) for name in names)
+    return {m[1] for m in matches if m}
 
 
 def _shown(pattern: str | None) -> str:
@@ -169,11 +196,22 @@ def _shown(pattern: str | None) -> str:
     return re.sub(r"\(?\\d\+\)?", "*", pattern or "").replace("\\", "").rstrip(".")
 
 
+def _counted(present: Mapping[str, Any]) -> str:
+    if not present:
+        return "the files hold no tensors"
+    return f"the files hold {len(present):,} tensors, such as {printable(next(iter(present)))}"
+
+
 def _listed(missing: list[str], unused: list[str], most: int = 8) -> list[str]:
-    lines = []
-    for name in missing[:most]:
-        near = difflib.get_close_matches(name, unused[:2000], n=1, cutoff=0.8)
-        lines.append(f"missing: {name}" + (f" (not used, and near: {printable(near[0])})" if near else ""))
-    lines += [f"missing: {len(missing) - most:,} more"] if len(missing) > most else []
+    lines = [_missing(name, unused) for name in missing[:most]]
+    if len(missing) > most:
+        lines.append(f"missing: {len(missing) - most:,} more")
     lines += [f"not used: {printable(name, 120)}" for name in unused[:most]]
-    return lines + ([f"not used: {len(unused) - most:,} more"] if len(unused) > most else [])
+    if len(unused) > most:
+        lines.append(f"not used: {len(unused) - most:,} more")
+    return lines
+
+
+def _missing(name: str, unused: list[str]) -> str:
+    near = difflib.get_close_matches(name, unused[:2000], n=1, cutoff=0.8)
+    return f"missing: {name}" + (f" (not used, but similar: {printable(near[0])})" if near else "")

@@ -1,7 +1,7 @@
 """What a model needs in memory, worked out from shapes alone, and whether it fits."""
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -10,12 +10,13 @@ import jax
 from mla_jax.base import roofline
 from mla_jax.base.batch import bucket
 from mla_jax.base.errors import DoesNotFit
+from mla_jax.base.limits import free_memory, gib
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache.latent import slots_for
-from mla_jax.model.stream import held_bytes
 from mla_jax.model.transformer import Transformer
-from mla_jax.weights.limits import free_memory
-from mla_jax.weights.load import Checkpoint
+from mla_jax.offload.place import Placement
+from mla_jax.offload.streaming import scratch_bytes
+from mla_jax.weights.load import ON_DEVICE, Checkpoint
 
 
 @dataclass(frozen=True)
@@ -70,22 +71,23 @@ class Plan:
             raise DoesNotFit("the model does not fit the device's memory", *self.lines())
 
 
-def plan(checkpoint: Checkpoint, context: int | None = None, batch: int = 1) -> Plan:
+def plan(checkpoint: Checkpoint, context: int | None = None, batch: int = 1, placement: Placement = ON_DEVICE) -> Plan:
     """The plan for the whole context that the model allows, or `context`, of each of `batch` sequences."""
-    model, longest = checkpoint.abstract, checkpoint.config.max_position_embeddings
+    model, longest = checkpoint.model(placement), checkpoint.config.max_position_embeddings
     slot = slot_bytes(model, bucket(batch))
-    free, host = available(), checkpoint.bytes(host=True)
-    weights = checkpoint.bytes() + host * (checkpoint.target.platform == "cpu")
-    scores = score_bytes(weights, model.device.platform)
+    free, host = available(), checkpoint.bytes(placement, host=True)
+    weights = checkpoint.bytes(placement) + host * (checkpoint.device.platform == "cpu")
+    scores = score_bytes(weights, model.dispatch.device.platform)
     chosen = context or longest
+    quantized = [value.shape for value in checkpoint.parameters(placement).values() if isinstance(value, QTensor)]
 
     def fits(tokens: int) -> bool:
-        return weights + slots_for(tokens) * slot + temporaries(checkpoint, tokens, scores, batch) <= free
+        return weights + slots_for(tokens) * slot + temporaries(model, quantized, tokens, scores, batch) <= free
 
     largest = largest_context(fits, lambda tokens: roofline.chunk_tokens(checkpoint.config, batch, tokens, scores), longest)
     largest = max(largest, chosen * fits(chosen))
-    held = slots_for(chosen) * slot
-    return Plan(weights, host, held, temporaries(checkpoint, chosen, scores, batch), scores, free, chosen, largest, batch)
+    held, temporary = slots_for(chosen) * slot, temporaries(model, quantized, chosen, scores, batch)
+    return Plan(weights, host, held, temporary, scores, free, chosen, largest, batch)
 
 
 def slot_bytes(model: Transformer, rows: int) -> int:
@@ -116,26 +118,40 @@ def score_bytes(weights: int, platform: str) -> int:
     return min(max(weights, 64 << 20), 1 << 30) if platform == "cpu" else 1 << 30
 
 
-def temporaries(checkpoint: Checkpoint, context: int, scores: int, batch: int = 1) -> int:
+def temporaries(model: Transformer, quantized: Sequence[tuple[int, ...]], context: int, scores: int, batch: int = 1) -> int:
     """About the most that one step holds beside weights and cache.
 
     Scores, rebuilt heads, experts' activations, the largest packed matrix unpacked, experts from the host, logits."""
-    config, model, itemsize = checkpoint.config, checkpoint.abstract, checkpoint.dtype.itemsize
+    config, itemsize = model.config, model.dtype.itemsize
     scored = min(roofline.chunk_tokens(config, batch, context, scores), context)
     attention = 3 * 4 * batch * config.num_attention_heads * scored * context
-    chunk = min(model.chunk(batch, context, scores), context)
+    chunk = min(model.dispatch.chunk(model, batch, context, scores), context)
     heads = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-    rebuilds = model.form_name(batch, chunk, context) in ("compressed", "naive", "fused")
+    rebuilds = model.dispatch.form_name(model, batch, chunk, context) in ("compressed", "naive", "kernel_heads")
     rebuilt = rebuilds * batch * context * heads * itemsize
     tokens = batch * chunk
-    everywhere = model.backend_name(tokens) == "dense"
+    everywhere = model.dispatch.backend_name(model, tokens) == "dense"
     per_token = (config.n_routed_experts or 0) if everywhere else 2 * (config.num_experts_per_tok or 0)
     experts = 3 * tokens * max(per_token * (config.moe_intermediate_size or 0), config.intermediate_size) * itemsize
-    packed = [slot.shape for slot in checkpoint.slots.values() if isinstance(slot.get_value(), QTensor)]
-    stacks = [3 * prod(shape) for shape in packed if everywhere and len(shape) == 3]
-    unpacked = itemsize * max([*stacks, *(prod(shape[-2:]) for shape in packed)], default=0)
-    streamed = held_bytes(config, itemsize, tokens) if checkpoint.host and 0 < checkpoint.stream <= tokens else 0
+    stacks = [3 * prod(shape) for shape in quantized if everywhere and len(shape) == 3]
+    unpacked = itemsize * max([*stacks, *(prod(shape[-2:]) for shape in quantized)], default=0)
+    streamed = scratch_bytes(config, itemsize, tokens) if 0 < model.dispatch.stream <= tokens else 0
     return attention + rebuilt + experts + unpacked + streamed + 4 * 4 * batch * config.vocab_size
+
+
+def logits_bytes(model: Transformer, rows: int, tokens: int) -> int:
+    """About the most that float32 logits of `rows` sequences of `tokens` tokens take, with the activations of one forward pass.
+
+    Nothing is read in chunks there, and without a cache no kernel attends: attention scores are `[B N T T]`."""
+    config, dispatch, itemsize = model.config, model.dispatch, model.dtype.itemsize
+    heads, every = config.num_attention_heads, rows * tokens
+    scores = 3 * 4 * rows * heads * tokens * tokens
+    head = 2 * config.qk_nope_head_dim + 2 * config.qk_rope_head_dim + config.v_head_dim + config.kv_lora_rank
+    dense = dispatch.backend_name(model, every) == "dense"
+    chosen = (config.n_routed_experts or 0) if dense else 2 * (config.num_experts_per_tok or 0)
+    widest = max(chosen * (config.moe_intermediate_size or 0), config.intermediate_size)
+    activations = every * itemsize * (4 * config.hidden_size + max(heads * head, 3 * widest))
+    return 4 * every * config.vocab_size + scores + activations
 
 
 def available() -> int:
@@ -145,7 +161,3 @@ def available() -> int:
         stats = device.memory_stats() or {}
         return stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
     return free_memory()
-
-
-def gib(size: int) -> str:
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.1f} MiB"

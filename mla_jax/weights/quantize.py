@@ -1,6 +1,6 @@
-"""Quantising on the host, in numpy: what a QTensor of each of our own formats is made from. Knows no files and no devices.
+"""Quantising on the host, in numpy: the parts of a QTensor of each of our own formats. Knows no files and no devices.
 
-Dequantising belongs to the QTensor's format. GGUF types are read, never written."""
+Dequantising belongs to the QTensor's format. GGUF types are only read."""
 
 from functools import partial
 
@@ -14,14 +14,14 @@ from mla_jax.base.qtensor import QTensor, check
 
 E4M3_MAX = 448.0
 
+Matrices = Float[np.ndarray, "*X N K"]
 
-Weights = Float[np.ndarray, "*X N K"]
 
+def fp8_blocks(w: Matrices, block: tuple[int, int] = (128, 128), ue8m0: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """E4M3 weights `[*X N K]` and a float32 scale per block, `[*X ceil(N/128) ceil(K/128)]`: their product approximates `w`.
 
-def fp8_blocks(w: Weights, block: tuple[int, int] = (128, 128), ue8m0: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """E4M3 weights `[*X N K]` and one float32 scale a block, `[*X ceil(N/128) ceil(K/128)]`: their product is near `w`.
-
-    `ue8m0` rounds scales up to powers of two. A block of zeros has the scale 1; the last blocks may be ragged."""
+    `ue8m0` rounds scales up to powers of two. A block of zeros has the scale 1; the last blocks may be smaller.
+    Raises BadFile if a weight is not finite."""
     w = np.asarray(w, np.float32)
     scale = _scale(_block_amax(w, block), E4M3_MAX)
     if ue8m0:
@@ -31,12 +31,13 @@ def fp8_blocks(w: Weights, block: tuple[int, int] = (128, 128), ue8m0: bool = Fa
 
 
 def _scale(extreme: np.ndarray, code: float) -> np.ndarray:
-    """What takes `code` to `extreme`; 1 for zeros. Never denormal, for XLA takes denormals for zeros."""
+    """`extreme / code`, but 1 for zeros, and never denormal: XLA flushes denormals to zero."""
     if not np.isfinite(extreme).all():
         raise BadFile("weights that are not finite cannot be quantised", "found NaN or an infinity among them")
     scale = extreme / np.float32(code)
     tiny = np.finfo(np.float32).tiny
-    return np.where(scale == 0, np.float32(1), np.where(np.abs(scale) < tiny, np.copysign(tiny, scale), scale))
+    normal = np.where(np.abs(scale) < tiny, np.copysign(tiny, scale), scale)
+    return np.where(scale == 0, np.float32(1), normal)
 
 
 def _block_amax(w: np.ndarray, block: tuple[int, int]) -> np.ndarray:
@@ -45,7 +46,7 @@ def _block_amax(w: np.ndarray, block: tuple[int, int]) -> np.ndarray:
 
 
 def _spread(scale: np.ndarray, block: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:
-    """A block's scale at every place of the block."""
+    """Each block's scale, repeated for every element of the block."""
     wide = np.repeat(np.repeat(scale, block[0], axis=-2), block[1], axis=-1)
     return wide[..., : shape[-2], : shape[-1]]
 
@@ -55,28 +56,32 @@ def _power_of_two_above(scale: np.ndarray) -> np.ndarray:
     return np.ldexp(np.float32(1), exponent - (mantissa == 0.5)).astype(np.float32)
 
 
-def int8_rows(w: Weights) -> tuple[np.ndarray, np.ndarray]:
-    """Signed bytes `[*X N K]`, -127 to 127, and a float32 scale a row, `[*X N]`."""
+def int8_rows(w: Matrices) -> tuple[np.ndarray, np.ndarray]:
+    """Signed bytes `[*X N K]`, -127 to 127, and a float32 scale per row, `[*X N]`; raises BadFile if a weight is not finite."""
     w = np.asarray(w, np.float32)
     scale = _scale(np.abs(w).max(axis=-1), 127)
     return np.clip(np.rint(w / scale[..., None]), -127, 127).astype(np.int8), scale
 
 
-def int4_groups(w: Weights, group: int = 32) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of two codes `[*X N groups group/2]` and a bfloat16 scale a group, `[*X N groups]`.
+def int4_groups(w: Matrices, group: int = 32) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of two codes `[*X N groups group/2]` and a bfloat16 scale per group, `[*X N groups]`.
 
-    Of two scales a group takes the one of less squared error: codes -7 to 7, or -8 to 7 with the extreme at -8."""
+    Each group takes the scale with the smaller squared error of two: codes -7 to 7, or -8 to 7 with the extreme at -8. Raises
+    BadFile if a weight is not finite."""
     w = np.asarray(w, np.float32)
     filler = np.zeros((*w.shape[:-1], -w.shape[-1] % group), np.float32)
     w = np.concatenate([w, filler], axis=-1).reshape(*w.shape[:-1], -1, group)
     extreme = np.take_along_axis(w, np.abs(w).argmax(axis=-1, keepdims=True), axis=-1)[..., 0]
-    (codes, scale, error), (other, signed, less) = (_int4(w, s) for s in (_scale(np.abs(extreme), 7), _scale(extreme, -8)))
-    codes, scale = np.where((less < error)[..., None], other, codes), np.where(less < error, signed, scale)
+    codes7, scale7, error7 = _int4(w, _scale(np.abs(extreme), 7))
+    codes8, scale8, error8 = _int4(w, _scale(extreme, -8))
+    better = error8 < error7
+    codes = np.where(better[..., None], codes8, codes7)
+    scale = np.where(better, scale8, scale7)
     return codes[..., : group // 2] | codes[..., group // 2 :] << 4, scale
 
 
 def _int4(w: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes plus 8, the scale as bfloat16, and the squared error a group."""
+    """Codes plus 8, the scale as bfloat16, and the squared error of each group."""
     scale = scale.astype(ml_dtypes.bfloat16)
     ratio = w / scale.astype(np.float32)[..., None]
     codes = np.clip(np.rint(ratio), -8, 7)
@@ -84,7 +89,7 @@ def _int4(w: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
     return (codes + 8).astype(np.uint8), scale, error
 
 
-FORMATS = {
+QUANTIZERS = {
     "fp8_block": fp8_blocks,
     "int8": int8_rows,
     "int4_g32": partial(int4_groups, group=32),
@@ -92,9 +97,9 @@ FORMATS = {
 }
 
 
-def quantize(w: Weights, format: str) -> QTensor:
-    """`w` as a QTensor on the default device; raises Unsupported for a format that is only read."""
-    if format not in FORMATS:
-        raise Unsupported(f"nothing is quantised to {printable(format)}", "known: " + ", ".join(FORMATS))
-    parts = tuple(jnp.asarray(part) for part in FORMATS[format](w))
+def quantize(w: Matrices, format: str) -> QTensor:
+    """`w` as a QTensor on the default device; raises Unsupported for formats that are only read."""
+    if format not in QUANTIZERS:
+        raise Unsupported(f"quantising to {printable(format)} is not supported", "known: " + ", ".join(QUANTIZERS))
+    parts = tuple(jnp.asarray(part) for part in QUANTIZERS[format](w))
     return check(QTensor(format, parts, tuple(w.shape)))

@@ -1,12 +1,13 @@
-"""A folder of safetensors files, single or sharded: headers validated before anything is trusted, tensors read by `pread`.
+"""A folder of safetensors files, single or sharded: headers are validated before use, tensors are read by `pread`.
 
-Never memory-mapped (a file cut short while mapped kills the process), never through PyTorch (FP8 and BF16 come as ml_dtypes)."""
+Files are not memory-mapped, because truncating a mapped file kills the process. FP8 and BF16 are read as ml_dtypes, not through
+PyTorch."""
 
 import os
 import re
 import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -16,14 +17,17 @@ import numpy as np
 import safetensors
 
 from mla_jax.base.errors import BadFile, Unsupported, printable, shortened
-from mla_jax.base.files import parse_json, read_json
+from mla_jax.base.files import parse_json, read_json, within
 
 MAX_HEADER = 100 << 20  # the format's own limit
 MAX_INDEX = 64 << 20
 MAX_TENSORS = 100_000  # in one file
 MAX_INDEXED = 500_000  # in one model; Kimi-K2 has 140,000
 MAX_NAME = 512  # bytes
-LONG_HEADER = 8 << 20  # beyond, a header that the library refuses is not read again for a better message
+MAX_DIMENSIONS = 8
+MAX_READ = 1 << 30  # bytes of one call of the system
+MAX_FILE_NAME = 255  # bytes; the limit of file systems
+LONG_HEADER = 8 << 20  # bytes; a longer header that the library refuses is not parsed again for a better message
 
 DTYPES = {
     "F64": np.float64,
@@ -46,8 +50,8 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """Where a tensor lies: `size` bytes from `start` of `file`, as long as that has its `stamp`."""
+class TensorSpan:
+    """Where a tensor is stored: `size` bytes from byte `start` of `file`, valid while the file has this `stamp`."""
 
     name: str
     file: Path
@@ -59,41 +63,43 @@ class Tensor:
 
 
 @dataclass
-class Folder:
-    """The tensors of a model folder by name; `read` brings one into host memory."""
+class TensorFiles:
+    """The tensors of a model folder by name; `read` copies one into host memory."""
 
     path: Path
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, TensorSpan]
     _open: dict[Path, tuple[int, tuple[int, ...]]] = field(default_factory=dict, repr=False)
     _opening: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def read(self, name: str, index: int | None = None) -> np.ndarray:
-        """The tensor's own bytes in its own dtype, or those of one entry of its first axis; any thread may call it.
+        """The tensor in its own dtype, or one entry of its first axis; any thread may call it.
 
-        Raises BadFile if the file was cut or rewritten since its header was read."""
+        Raises BadFile if the file was truncated or rewritten since its header was read."""
         tensor = self.tensors[name] if index is None else _entry_of(self.tensors[name], index)
-        out, done, end = np.empty(tensor.size, np.uint8), 0, tensor.start + tensor.size
+        out = np.empty(tensor.size, np.uint8)
+        self._fill(out, tensor)
+        return out.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+
+    def _fill(self, out: np.ndarray, tensor: TensorSpan) -> None:
+        file, done = tensor.file.name, 0
         try:
             descriptor = self._descriptor(tensor)
             while done < tensor.size:
-                chunk = os.preadv(descriptor, [out.data[done : done + (1 << 30)]], tensor.start + done)
-                if chunk <= 0:
-                    raise BadFile(
-                        f"{tensor.file.name} became shorter while it was read", f"{printable(name)} needs bytes to {end:,}"
-                    )
-                done += chunk
+                count = os.preadv(descriptor, [out.data[done : done + MAX_READ]], tensor.start + done)
+                if count <= 0:
+                    needed = f"{printable(tensor.name)} needs bytes to {tensor.start + tensor.size:,}"
+                    raise BadFile(f"{file} became shorter while it was read", needed)
+                done += count
         except OSError as e:
-            raise BadFile(
-                f"{tensor.file.name} cannot be read", f"{e.strerror} at byte {tensor.start + done:,}, in {printable(name)}"
-            ) from e
-        return out.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+            where = f"{e.strerror} at byte {tensor.start + done:,}, in {printable(tensor.name)}"
+            raise BadFile(f"{file} cannot be read", where) from e
 
     @property
     def files(self) -> tuple[Path, ...]:
         return tuple(sorted({tensor.file for tensor in self.tensors.values()}))
 
     def close(self):
-        """Closes the files; raises BadFile if one changed while it was open, for then its tensors may be of two versions."""
+        """Closes the files; raises BadFile if one changed while it was open: its tensors may then be of two versions."""
         opened, self._open = self._open, {}
         try:
             for file, (descriptor, stamp) in opened.items():
@@ -102,7 +108,7 @@ class Folder:
             for descriptor, _ in opened.values():
                 os.close(descriptor)
 
-    def _descriptor(self, tensor: Tensor) -> int:
+    def _descriptor(self, tensor: TensorSpan) -> int:
         with self._opening:
             if tensor.file not in self._open:
                 descriptor = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
@@ -111,7 +117,7 @@ class Folder:
             return self._open[tensor.file][0]
 
 
-def _entry_of(tensor: Tensor, index: int) -> Tensor:
+def _entry_of(tensor: TensorSpan, index: int) -> TensorSpan:
     if not (tensor.shape and 0 <= index < tensor.shape[0]):
         raise IndexError(f"{tensor.name} has the shape {tensor.shape}, and no entry {index}")
     size = tensor.size // tensor.shape[0]
@@ -127,8 +133,8 @@ def _refuse_changed(file: Path, descriptor: int, stamp: tuple[int, ...]):
         raise BadFile(f"{file.name} changed while it was read", "load it again when nothing writes to it", str(file))
 
 
-def open_folder(path: str | Path) -> Folder:
-    """Checks every header of the model in `path` and lists its tensors; reads no weights."""
+def open_folder(path: str | Path) -> TensorFiles:
+    """Validates every header of the model in `path` and lists its tensors; reads no weights."""
     path = Path(path)
     if not path.is_dir():
         raise BadFile(
@@ -137,106 +143,120 @@ def open_folder(path: str | Path) -> Folder:
     found = {p.name: p for p in sorted(path.iterdir()) if p.name.endswith(".safetensors")}
     index = path / "model.safetensors.index.json"
     if index.exists():
-        weight_map = _read_index(index)
-        return Folder(path, _indexed(path, weight_map, found))
+        return TensorFiles(path, _indexed(path, _read_index(index), found))
     if not found:
         _refuse_without_safetensors(path)
     _refuse_missing_parts(path, found)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, TensorSpan] = {}
     for name in found:
         for tensor in read_header(inside(path, name)):
             if tensor.name in tensors:
                 other = tensors[tensor.name].file.name
                 raise BadFile(f"{printable(tensor.name)} is in two files", f"{other} and {name}", "keep one model in the folder")
             tensors[tensor.name] = tensor
-    return Folder(path, tensors)
+    return TensorFiles(path, tensors)
 
 
-def read_header(file: Path) -> list[Tensor]:
-    """The tensors of one file, after checking that its header is sound and describes every byte exactly once."""
+def read_header(file: Path) -> list[TensorSpan]:
+    """The tensors of one file, after checking that its header is valid and describes every byte exactly once."""
     header, stamp = _header_bytes(file)
-    start, size = 8 + len(header), stamp[2]
-    if (count := header.count(b'"data_offsets"')) > MAX_TENSORS:  # before anything parses them
+    count = header.count(b'"data_offsets"')
+    if count > MAX_TENSORS:  # before anything parses them
         raise BadFile(f"{file.name} lists too many tensors", f"found {count:,}, the limit is {MAX_TENSORS:,}")
-    try:
-        with safetensors.safe_open(file, framework="numpy"):
-            verdict = None
-    except Exception as e:  # its error types differ by version; ours below say more where they can
-        verdict = BadFile(f"{file.name} is refused by the safetensors library", printable(str(e), 300))
-        if len(header) > LONG_HEADER:
-            raise verdict from None
+    refusal = _refusal_of_library(file)
+    if refusal is not None and len(header) > LONG_HEADER:
+        raise refusal
     entries = parse_json(header, f"the header of {file.name}")
     entries.pop("__metadata__", None)
-    tensors = sorted(
-        (_entry(file, name, entry, start, stamp) for name, entry in entries.items()), key=lambda t: (t.start, t.size)
-    )
+    start = 8 + len(header)
+    found = [_span(file, name, entry, start, stamp) for name, entry in entries.items()]
+    tensors = sorted(found, key=lambda tensor: (tensor.start, tensor.size))
+    _refuse_gaps(file, tensors, start, stamp[2])
+    if refusal is not None:
+        raise refusal
+    return tensors
+
+
+def _refusal_of_library(file: Path) -> BadFile | None:
+    """What the safetensors library finds wrong with a file, as an error; our own checks say more where they find the same."""
+    try:
+        with safetensors.safe_open(file, framework="numpy"):
+            return None
+    except Exception as e:  # its error types differ by version
+        return BadFile(f"{file.name} is refused by the safetensors library", printable(str(e), 300))
+
+
+def _refuse_gaps(file: Path, tensors: list[TensorSpan], start: int, size: int) -> None:
+    """Refuses tensors that overlap, leave holes, or do not end with the file of `size` bytes."""
     end = start
     for tensor in tensors:
         if tensor.start != end:
             what = "overlaps the tensor before it" if tensor.start < end else "leaves a hole before it"
-            raise BadFile(
-                f"{file.name}: {printable(tensor.name)} {what}", f"it starts at byte {tensor.start:,}, expected {end:,}"
-            )
+            where = f"it starts at byte {tensor.start:,}, expected {end:,}"
+            raise BadFile(f"{file.name}: {printable(tensor.name)} {what}", where)
         end += tensor.size
     if end > size:
-        raise BadFile(
-            f"{file.name} is cut short",
-            f"header promises {end:,} bytes, the file has {size:,}",
-            "the download stopped early; fetch that file again",
-        )
+        promised = f"header promises {end:,} bytes, the file has {size:,}"
+        raise BadFile(f"{file.name} is cut short", promised, "the download stopped early; fetch that file again")
     if end < size:
         raise BadFile(f"{file.name} has trailing bytes", f"header describes {end:,} bytes, the file has {size:,}")
-    if verdict is not None:
-        raise verdict
-    return tensors
 
 
 def _header_bytes(file: Path) -> tuple[bytes, tuple[int, ...]]:
-    """The raw header, which data follows at once, and the file's stamp."""
+    """The raw header, at the end of which the data starts, and the file's stamp."""
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):
             raise BadFile(f"{file.name} is not a regular file", str(file))
-        with open(file, "rb") as f:
-            stamp = _stamp(os.fstat(f.fileno()))
-            size, first = stamp[2], f.read(8)
-            length = int.from_bytes(first, "little")
-            if len(first) < 8 or length + 8 > size:
-                needed = f"a header of {length:,} bytes" if len(first) == 8 else "at least 8 bytes"
-                raise BadFile(f"{file.name} is cut short", f"expected {needed}, the file has {size:,}", "fetch that file again")
-            if length > MAX_HEADER:
-                raise BadFile(
-                    f"{file.name} has an impossible header", f"its length says {length:,} bytes, the limit is {MAX_HEADER:,}"
-                )
-            return f.read(length), stamp
+        with open(file, "rb") as stream:
+            stamp = _stamp(os.fstat(stream.fileno()))
+            length = _header_length(file, stream.read(8), stamp[2])
+            return stream.read(length), stamp
     except OSError as e:
         raise BadFile(f"{file.name} cannot be read", e.strerror or str(e)) from e
 
 
-def _entry(file: Path, name: str, entry: object, start: int, stamp: tuple[int, ...]) -> Tensor:
+def _header_length(file: Path, first: bytes, size: int) -> int:
+    length = int.from_bytes(first, "little")
+    if len(first) < 8 or length + 8 > size:
+        needed = f"a header of {length:,} bytes" if len(first) == 8 else "at least 8 bytes"
+        raise BadFile(f"{file.name} is cut short", f"expected {needed}, the file has {size:,}", "fetch that file again")
+    if length > MAX_HEADER:
+        found = f"its length says {length:,} bytes, the limit is {MAX_HEADER:,}"
+        raise BadFile(f"{file.name} has an impossible header", found)
+    return length
+
+
+def _span(file: Path, name: str, entry: object, start: int, stamp: tuple[int, ...]) -> TensorSpan:
+    """A tensor by its entry in the header; `start` is the byte at which the data starts."""
     where = f"{file.name}: {printable(name)}"
     if not 0 < len(name.encode("utf-8", "surrogatepass")) <= MAX_NAME:
-        raise BadFile(f"{where} is no tensor name", f"it has {len(name):,} characters, expected 1 to {MAX_NAME} bytes")
+        raise BadFile(f"{where} is not a tensor name", f"it has {len(name):,} characters, expected 1 to {MAX_NAME} bytes")
+    dtype, shape, offsets = _fields(where, entry)
+    size, needed = offsets[1] - offsets[0], prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+    if size != needed:
+        found = f"{dtype} of shape {shape} takes {needed:,}, its offsets span {size:,}"
+        raise BadFile(f"{where} has the wrong number of bytes", found)
+    return TensorSpan(name, file, dtype, tuple(shape), start + offsets[0], size, stamp)
+
+
+def _fields(where: str, entry: object) -> tuple[str, list[int], list[int]]:
+    """The dtype, shape and offsets of a header's entry, each possible by itself."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise BadFile(f"{where} has no dtype, shape and data_offsets")
-    shape, offsets, dtype = entry["shape"], entry["data_offsets"], entry["dtype"]
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     for numbers in (shape, offsets):
-        if not isinstance(numbers, list) or not all(
-            isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 63 for n in numbers
-        ):
+        if not _are_sizes(numbers):
             raise BadFile(f"{where} has an impossible shape or offset", f"found {printable(str(numbers))}")
-    if len(offsets) != 2 or len(shape) > 8:
-        raise BadFile(
-            f"{where} has an impossible shape or offset",
-            f"found shape {printable(str(shape))}, offsets {printable(str(offsets))}",
-        )
+    if len(offsets) != 2 or len(shape) > MAX_DIMENSIONS:
+        found = f"found shape {printable(str(shape))}, offsets {printable(str(offsets))}"
+        raise BadFile(f"{where} has an impossible shape or offset", found)
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise Unsupported(f"{where} has dtype {printable(str(dtype))}", "known: " + ", ".join(DTYPES))
-    size, promised = offsets[1] - offsets[0], prod(shape) * np.dtype(DTYPES[dtype]).itemsize
-    if size != promised:
-        raise BadFile(
-            f"{where} has the wrong number of bytes", f"{dtype} of shape {shape} takes {promised:,}, its offsets span {size:,}"
-        )
-    return Tensor(name, file, dtype, tuple(shape), start + offsets[0], size, stamp)
+    return dtype, shape, offsets
+
+
+def _are_sizes(numbers: object) -> bool:
+    return isinstance(numbers, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -248,43 +268,48 @@ def _read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _indexed(path: Path, weight_map: dict[str, str], found: Mapping[str, Path]) -> dict[str, Tensor]:
-    """The tensors the index names; everything that the index and the files disagree on is listed together."""
+def _indexed(path: Path, weight_map: dict[str, str], found: Mapping[str, Path]) -> dict[str, TensorSpan]:
+    """The tensors that the index names; raises BadFile with everything on which the index and the files disagree."""
     files = {file: inside(path, file) for file in sorted(set(weight_map.values()))}
     faults = [f"{file} is missing" for file, where in files.items() if not where.exists()]
     faults += [f"{printable(file)} is not in the index" for file in found if file not in files]
-    held: dict[str, Tensor] = {}
-    for where in (w for w in files.values() if w.exists()):
-        for tensor in read_header(where):
-            if tensor.name in held:
-                faults.append(f"{printable(tensor.name)} is in {held[tensor.name].file.name} and in {where.name}")
-            held[tensor.name] = tensor
+    tensors: dict[str, TensorSpan] = {}
+    for where in files.values():
+        for tensor in read_header(where) if where.exists() else ():
+            if tensor.name in tensors:
+                faults.append(f"{printable(tensor.name)} is in {tensors[tensor.name].file.name} and in {where.name}")
+            tensors[tensor.name] = tensor
+    _refuse_disagreement(faults)
+    _refuse_disagreement([*_misplaced(weight_map, files, tensors), *_unlisted(weight_map, tensors)])
+    return tensors
+
+
+def _misplaced(weight_map: dict[str, str], files: Mapping[str, Path], tensors: Mapping[str, TensorSpan]) -> Iterator[str]:
+    """Tensors that are not in the file that the index names."""
+    for name, file in weight_map.items():
+        if name not in tensors or tensors[name].file.name != files[file].name:
+            yield f"{printable(name)} is not in {file}"
+
+
+def _unlisted(weight_map: dict[str, str], tensors: Mapping[str, TensorSpan]) -> Iterator[str]:
+    """Tensors that the index does not name."""
+    for name, tensor in tensors.items():
+        if name not in weight_map:
+            yield f"{printable(name)} is in {tensor.file.name} but not in the index"
+
+
+def _refuse_disagreement(faults: list[str]) -> None:
     if faults:
         raise BadFile("the index and the files of the model disagree", *shortened(faults))
-    faults = [
-        f"{printable(n)} is not in {f}" for n, f in weight_map.items() if n not in held or held[n].file.name != files[f].name
-    ]
-    faults += [
-        f"{printable(name)} is in {t.file.name} but not in the index" for name, t in held.items() if name not in weight_map
-    ]
-    if faults:
-        raise BadFile("the index and the files of the model disagree", *shortened(faults))
-    return held
 
 
 def inside(path: Path, file: str) -> Path:
-    """`path / file` after making sure that this stays in the folder, or in the blobs of a Hub cache the folder belongs to."""
-    plain = file.isprintable() and not {"/", "\\"} & {*file} and len(file.encode()) <= 255  # the longest name that files can have
+    """`path / file`; raises BadFile if it leaves the folder, except for the blobs of the Hub cache that the folder belongs to."""
+    plain = file.isprintable() and not {"/", "\\"} & {*file} and len(file.encode()) <= MAX_FILE_NAME
     if not plain or not file.endswith(".safetensors"):
-        raise BadFile(
-            f"{printable(file)} is not a name of a file in the folder", "expected a plain name that ends in .safetensors"
-        )
-    where, folder = path / file, path.resolve()
-    allowed = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
-    target = Path(os.path.realpath(where))  # which ends in a loop of links, where Path.resolve() raises
-    if target.parent not in allowed:
-        raise BadFile(f"{printable(file)} is a link that leaves the model folder", f"it leads to {printable(str(target), 200)}")
-    return where
+        expected = "expected a plain name that ends in .safetensors"
+        raise BadFile(f"{printable(file)} is not a name of a file in the folder", expected)
+    return within(path, file)
 
 
 def _refuse_without_safetensors(path: Path):
@@ -299,7 +324,12 @@ def _refuse_without_safetensors(path: Path):
 
 
 def _refuse_missing_parts(path: Path, found: Mapping[str, Path]):
-    parts = [m for m in (re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.safetensors", name) for name in found) if m]
-    wanted = {f"{m[1]}-{i:05d}-of-{m[3]}.safetensors" for m in parts for i in range(1, min(int(m[3]), 10_000) + 1)}
-    if missing := sorted(wanted - found.keys()):
+    """Refuses a folder that lacks some of the files NAME-00001-of-0000N.safetensors."""
+    matches = [re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.safetensors", name) for name in found]
+    expected: set[str] = set()
+    for prefix, total in {(m[1], m[3]) for m in matches if m}:
+        count = min(int(total), 10_000)
+        expected.update(f"{prefix}-{i:05d}-of-{total}.safetensors" for i in range(1, count + 1))
+    missing = sorted(expected - found.keys())
+    if missing:
         raise BadFile(f"{path} lacks {len(missing)} of its weight files", *shortened(missing), "fetch them again, and the index")

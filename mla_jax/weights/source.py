@@ -1,4 +1,4 @@
-"""What every kind of checkpoint is to the loader and the converter: named tensors, the config they fit, and their names table."""
+"""The interface of every checkpoint format for the loader and the converter: named tensors, their config, their names table."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from mla_jax.weights.names import Table
 
 
 class Entry(NamedTuple):
-    """A tensor as it is stored: `format` is a plain dtype by its name in safetensors, or a format of base/qtensor.py."""
+    """A tensor as it is stored: `format` is the safetensors name of a plain dtype, or a format of base/qtensor.py."""
 
     format: str
     shape: tuple[int, ...]
@@ -20,7 +20,7 @@ class Entry(NamedTuple):
 
 @runtime_checkable
 class Source(Protocol):
-    """`metadata` is what a GGUF file says of itself, its tokenizer included; other kinds have files beside the weights."""
+    """A checkpoint. `metadata` is a GGUF file's metadata, tokenizer included; other formats keep these in files and have None."""
 
     @property
     def kind(self) -> str: ...
@@ -42,16 +42,16 @@ class Source(Protocol):
 
     @property
     def scales(self) -> str:
-        """The dtype in which FP8 scales lie, by its name in safetensors; they are read as float32."""
+        """The safetensors name of the dtype in which FP8 scales are stored; `read` returns float32."""
         ...
 
     @property
     def made_of(self) -> Mapping[str, Any] | None:
-        """What mla-convert wrote down when it made this; None of what comes from elsewhere."""
+        """What mla-convert recorded when it made this checkpoint; None for others."""
         ...
 
     def read(self, name: str, index: int | None = None) -> tuple[np.ndarray, ...]:
-        """The parts of a tensor, or of one entry of its first axis; those of a plain one are itself."""
+        """The parts of a tensor, or of one entry of its first axis; a plain tensor is its own single part."""
         ...
 
     def close(self) -> None:

@@ -1,14 +1,15 @@
-"""Decode attention over a paged latent cache, in absorbed form: the contract, and who fulfils it.
+"""Decode attention over a paged latent cache, in absorbed form: the contract, and the choice of implementation.
 
-Row b holds `seq_lens[b]` tokens, its T query tokens being the last of them: query t sees `seq_lens[b] - T + t + 1`. Token s
-lies in page `page_table[b, s // Z]`, slot `s % Z`; what lies past the end, in pages and in the table, may be anything. The
-output is the weighted sum of latents, zeros where nothing is seen; the LSE is that of the scaled scores, then -inf.
+Row b (a sequence) has `seq_lens[b]` cached tokens, of which its T query tokens are the last: query t attends to the first
+`seq_lens[b] - T + t + 1`. Token s is in page `page_table[b, s // Z]`, slot `s % Z`. Pages and page-table entries past the end
+may hold anything. The output is the weighted sum of latents, and the LSE is of the scaled scores; a query that attends to
+nothing gets zeros and -inf.
 
-The latent is bfloat16 or, as `fp8.quantize_cache` makes it, E4M3 with a scale for each 128 of a token's numbers; all else is
-bfloat16. A kernel may take E4M3 and what it is multiplied by in bfloat16 or float16: exactly what `quantize_cache` makes (of
-`fp8.quantize` rounded), but numbers and queries past 65,504 as infinite, and those below 2^-24 as zeros. The GPU kernel, with up
-to 16 queries a row, rounds a weight times the scale to float16 instead of a number times the scale: scales have to be below 512,
-and what such a product loses is at most 2^-32, or its last digits."""
+The latent is bfloat16, or E4M3 with a scale per token and 128 columns, as `fp8.quantize_cache` makes it; all else is bfloat16.
+A kernel may convert E4M3 and its other operand to bfloat16 or float16. This is exact for the output of `quantize_cache`
+(rounded for `fp8.quantize`), except that in float16 |x| > 65,504 overflows, < 2^-24 flushes to zero. The GPU kernel, with up to
+16 queries per row, rounds a weight times the scale to float16 instead of a latent value times the scale: scales must be below
+512, and such a product loses at most 2^-32, or its last digits."""
 
 import jax
 
@@ -23,7 +24,7 @@ __all__ = ["CHECKS", "Schedule", "Unsupported", "mla_decode", "schedule"]
 
 
 def _shapes(q_c, q_pe, c_kv, k_pe) -> str | None:
-    """What neither kernel takes."""
+    """Why neither kernel supports these arrays; None: it does."""
     T, E, Z = q_c.shape[1], q_pe.shape[-1], codes(c_kv).shape[1]
     if E not in (32, 64):
         return f"it takes rotary widths 32 and 64, not {E}"
@@ -35,7 +36,7 @@ def _shapes(q_c, q_pe, c_kv, k_pe) -> str | None:
 
 
 def check_gpu(q_c, q_pe, c_kv, k_pe, page_table) -> str | None:
-    """Why the Hopper kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
+    """Why the Hopper kernel does not support these arrays (shapes and dtypes suffice); None: it does."""
     if reason := choice.too_old():
         return reason
     if q_c.shape[-1] not in tuning.MLA_DECODE:
@@ -52,7 +53,7 @@ def check_gpu(q_c, q_pe, c_kv, k_pe, page_table) -> str | None:
 
 
 def check_tpu(q_c, q_pe, c_kv, k_pe, page_table) -> str | None:
-    """Why the TPU kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
+    """Why the TPU kernel does not support these arrays (shapes and dtypes suffice); None: it does."""
     if isinstance(c_kv, Fp8):
         return "it takes no latent in E4M3"
     R, Z = q_c.shape[-1], c_kv.shape[1]
@@ -69,7 +70,9 @@ CHECKS = {"mosaic_gpu": check_gpu, "mosaic_tpu": check_tpu}
 
 
 def schedule(seq_lens: jax.Array, *, heads: int, tokens: int = 1, units: int | None = None) -> Schedule:
-    """Shares a step's work out; computed once per step, under jit, for all layers. `units`: multiprocessors of the device."""
+    """Divides a step's work among multiprocessors; computed once per step, under jit, for all layers.
+
+    seq_lens `[B]`; `heads` and `tokens` of the queries per row; `units`: multiprocessors, by default the device's."""
     if units is None:
         units = tuning.UNITS.get(choice.device(), tuning.DEFAULT_UNITS)
     return _schedule(seq_lens, rows=heads * tokens, units=units)
@@ -89,10 +92,10 @@ def mla_decode(
 ) -> tuple[jax.Array, jax.Array]:
     """`[B T N R]`, `[B T N E]`, `[G Z R]`, `[G Z E]`, `[B pages]`, `[B]` -> `[B T N R]` in q_c's dtype, LSE `[B T N]` float32.
 
-    `impl` is "mosaic_gpu", "mosaic_tpu", "xla" or, with None, the first of these that can; a name it cannot honour raises
-    Unsupported. The GPU kernel alone reads `schedule`. A TPU wants `k_pe` row-major: see tpu.py."""
+    `impl`: "mosaic_gpu", "mosaic_tpu" or "xla"; None takes the first of these that supports the arrays and the device. Raises
+    Unsupported if the named one does not. Only the GPU kernel reads `schedule`. A TPU wants `k_pe` row-major: see tpu.py."""
     arrays = q_c, q_pe, c_kv, k_pe, page_table
-    impl = choice.choose("mla_decode", impl, CHECKS, *arrays)
+    impl = choice.take("mla_decode", impl, CHECKS, *arrays)
     if not q_c.size or not page_table.size:
         return softmax.nothing(q_c, q_c.shape[-1])
     if impl == "xla":
@@ -101,7 +104,7 @@ def mla_decode(
         from pallas_kernels.mla_decode import tpu
 
         return tpu.mla_decode(*arrays, seq_lens, scale=scale, sizes=choice.sizes(tuning.MLA_DECODE_TPU))
-    from pallas_kernels.mla_decode import gpu  # needs a JAX that the others do not
+    from pallas_kernels.mla_decode import gpu  # needs a newer JAX than the others
 
     if schedule is None:
         schedule = globals()["schedule"](seq_lens, heads=q_c.shape[2], tokens=q_c.shape[1])

@@ -1,24 +1,24 @@
-"""Paged MLA decode for Hopper, in Pallas Mosaic GPU; where at most 32 queries read a row, few.py does the larger part.
+"""Paged MLA decode for Hopper, in Pallas Mosaic GPU. With at most 32 queries per sequence gpu_small_batch.py replaces `_partial`.
 
-A block holds 64 rows of queries (tokens times heads) and walks tiles of 64 held tokens. Four warpgroups:
-  two scorers   every other tile each: orders from the copy engine, Q K^T, the running softmax, weights to shared memory
-  left, right   weights times half of the latent each: half of the output, in registers
-The weights of a tile overwrite its rotary part, which is dead by then, and the finished output leaves through the slot
-of its last tile: neither costs shared memory. Where row blocks come in pairs, two blocks of a cluster load each tile once
-between them. A second kernel joins the pieces of rows that the schedule split.
+A block computes 64 query rows (tokens times heads) and loops over tiles of 64 cached tokens. It has four warpgroups:
+  two scorers   alternate tiles: issue copies, compute Q K^T and the online softmax, write the weights to shared memory
+  left, right   multiply the weights with one half of the latent each; the output accumulates in registers
+The weights of a tile overwrite its rotary part, which is no longer needed, and the output is written through the slot of the
+last tile: neither needs shared memory of its own. Where row blocks come in pairs, a cluster of two blocks loads each tile once.
+A second kernel combines the pieces of sequences that the schedule split.
 
-Shared memory holds two tiles beside Q, one a scorer, so what decides is how long a slot is taken: 6,500 cycles in a profile
-before the last two changes below, 1,100 until the tile is there, 1,400 for its scores (64 x 64 x 16 take 40 cycles: both
-operands come from shared memory at its full rate), 1,200 for the softmax, 1,500 until its sums are done. Then power does: 700 W
-bring an H200's clock from 1.98 to some 1.6 GHz. Two scorers, sums rescaled only where a maximum grew by much, and totals added
-up across threads at the end took 134, 266 and 1,005 us (64 rows of 4,096, 128 of 4,096 and of 16,384, 128 heads), where one
-scorer that made the weights of two tiles at a time took 139, 287 and 1,063 in the same run. Tried without gain:
-- parts of a tile freed and ordered in quarters: 1 % faster in batches, 14 % slower for one row
-- sums rescaled ahead of the weights: ptxas moves that behind the wait for them
-- two workers that each score every other tile and sum half of the latent (FlashMLA's way; 10 % slower: sums wait behind scores)
-- tiles brought into the L2 two tiles ahead, by the copy engine or by plain loads
-- no cluster, each block loading its own tiles: the same but at batch 1, which is 4 % slower
-- Q in registers, all or half, for a third slot: a product of 64 x 64 x 16 then takes 64 cycles
+Shared memory holds Q and two tiles, one per scorer, so the time that a tile occupies its slot limits the speed: 1,100 cycles
+until the tile has arrived, 1,400 for its scores (64 x 64 x 16 take 40 cycles: both operands come from shared memory at its full
+rate), 1,200 for the softmax, 1,500 until its sums are done. The next limit is power: 700 W lower an H200's clock from 1.98 to
+about 1.6 GHz. On an H200 with 128 heads: 134 us for 64 sequences of 4,096 tokens, 266 for 128 of 4,096, 1,005 for 128 of
+16,384. Tried without gain:
+- one scorer that makes the weights of two tiles at a time: 139, 287 and 1,063 us
+- parts of a tile freed and reloaded in quarters: 1 % faster in batches, 14 % slower for one sequence
+- sums rescaled ahead of the weights: ptxas moves the rescaling behind the wait for them
+- two workers that each score every other tile and sum half of the latent (as FlashMLA does): 10 % slower, sums wait for scores
+- tiles prefetched into the L2 two tiles ahead, by the copy engine or by plain loads
+- no cluster, each block loads its own tiles: the same, except at batch 1, which is 4 % slower
+- all or half of Q in registers, for a third slot: a product of 64 x 64 x 16 then takes 64 cycles
 - tiles of 32 tokens in four slots
 """
 
@@ -33,16 +33,16 @@ from jax import lax
 from pallas_kernels import tuning
 from pallas_kernels.fp8 import Fp8
 from pallas_kernels.hopper import FOLDED, LOG2E, LOW, ROW, clean, fold, over, raised, rescaled, swizzled, zeros
-from pallas_kernels.mla_decode import few
+from pallas_kernels.mla_decode import gpu_small_batch
 from pallas_kernels.mla_decode.schedule import BLOCK, TILE, groups
 
-LEFT, RIGHT = 2, 3  # the warpgroups before them make scores
+LEFT, RIGHT = 2, 3  # the warpgroups with lower numbers compute scores
 WARPGROUPS = 4
 SLOTS = 2
 
 
 def _dot_into(accs, a, bs, interpret):
-    """acc + a @ b for each, the sums staying in registers."""
+    """acc + a @ b for each, with the sums in registers."""
     if interpret:  # the interpreter takes no initialised accumulator
         a = a[...]
         out = [acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32) for acc, b in zip(accs, bs, strict=True)]
@@ -57,7 +57,7 @@ def _dot_into(accs, a, bs, interpret):
 
 
 def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads, tokens, knobs, interpret):
-    """q_c `[B, M, R]` -> finished rows `[B, M, R]` and, for the pieces of split rows, `[2 units, M per group, R]`, with LSEs."""
+    """q_c `[B M R]` -> output of unsplit rows `[B M R]` and of pieces of split rows `[2*units, M per group, R]`, with LSEs."""
     B, M, R = q_c.shape
     E = q_pe.shape[-1]
     G, Z, _ = c_kv.shape
@@ -69,7 +69,7 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
     last_rows = M - (size * per_row - 1) * BLOCK  # rows of the last block
     left = -(-R // 128) * 64
     halves = {LEFT: (0, left), RIGHT: (left, R - left)}  # of the latent
-    shared_pe = E == TILE  # then the weights take the place of the rotary part
+    shared_pe = E == TILE  # then the weights overwrite the rotary part
     dtype = q_c.dtype
     parts = [*halves.values()]
     widths = [*(width for _, width in parts), E]
@@ -84,9 +84,9 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
         w_s = tile_s[-1] if w_s is None else w_s
 
         def item(i):
-            """Batch row, row block, length, tiles of piece i; whether it is a whole row, and else its slot.
+            """Batch row, row block, length and tiles of piece i; whether it is an unsplit row, and else its slot.
 
-            Called again where a value is needed after a loop over tiles: read anew it takes no register meanwhile."""
+            Called again if a value is needed after a loop over tiles: recomputed, it holds no register meanwhile."""
             row0, tile0, row1, tile1 = (shares_g[unit, k] for k in range(4))
             b, g = (i, jnp.int32(0)) if per_row == 1 else (lax.div(i, jnp.int32(per_row)), lax.rem(i, jnp.int32(per_row)))
             n = lens[b]
@@ -97,19 +97,19 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
             return b, g * size + block, n, start, stop, whole, 2 * unit + jnp.where(i == row0, 0, 1)
 
         def items(piece):
-            """Runs `piece` over the share, carrying how many tiles went through the ring."""
+            """Runs `piece` over the share, carrying the number of tiles that went through the ring."""
             return lax.fori_loop(row0, row1 + 1, piece, jnp.int32(0))
 
         def unknown_zero(step):
-            """Zero, which the compiler cannot tell."""
+            """Zero, unknown to the compiler."""
             return jnp.minimum(step, 0)
 
         def slot_of(step):
-            """The same for all tiles of a warpgroup that makes scores: its addresses, too, would stay in registers."""
+            """The same for all tiles of a scorer, whose addresses would stay in registers too."""
             return (step & 1) + unknown_zero(step)
 
         def rows_of(which, do):
-            """Runs `do` with the static number of rows that row block `which` has."""
+            """Calls `do` with the static number of rows of row block `which`."""
             if last_rows == BLOCK:
                 do(BLOCK)
             elif size * per_row == 1:
@@ -119,14 +119,14 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                 pl.when(which == size * per_row - 1)(lambda: do(last_rows))
 
         def pages(b, n, t):
-            """Where tile t of batch row b lies: pages, and the first of their rows."""
+            """The pages of tile t of batch row b, and their first row."""
             top = jnp.maximum(lax.div(n - 1, jnp.int32(Z)), 0)  # the last page that holds a token
             places = [jnp.minimum(lax.div(t * TILE, jnp.int32(Z)) + j, top) for j in range(per_tile)]
             base = pl.multiple_of(lax.rem(t * TILE, jnp.int32(Z)), TILE) if Z > TILE else 0
             return [jnp.clip(table[b, place], 0, G - 1) for place in places], base
 
         def order(found, base, step):
-            """A tile into the slot of `step`, each part as soon as it is free."""
+            """Copies a tile into the slot of `step`, each part as soon as its memory is free."""
             slot, rows = slot_of(step), [(page, pl.ds(base, chunk)) for page in found]
             halves_g = [[c_g.at[*some, pl.ds(*part)] for some in rows] for part in parts]
             for k, sources in enumerate([*halves_g, [pe_g.at[some] for some in rows]]):
@@ -142,8 +142,8 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
             other = 1 - me
 
             def operands(step):
-                """The pieces of Q and of the tile at `step`, each once it is there."""
-                slot, zero = slot_of(step), unknown_zero(step)  # else all addresses in Q stay in registers, and they spill
+                """The parts of Q and of the tile at `step`, each once it has arrived."""
+                slot, zero = slot_of(step), unknown_zero(step)  # else all addresses in Q stay in registers, which spill
                 for k, (q, tile) in enumerate(zip(q_s, tile_s, strict=True)):
                     if k < len(parts):  # the rotary part comes with the right half
                         plgpu.barrier_wait(tile_in[k].at[slot])
@@ -165,7 +165,7 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
             def piece(i, step):
                 b, which, n, start, stop, _, _ = item(i)
                 first = start + ((step + me) & 1)  # of this warpgroup's tiles
-                clear = n - (tokens - 1)  # every query sees what is before
+                clear = n - (tokens - 1)  # every query attends to tokens before
                 low = plgpu.layout_cast(jnp.full((BLOCK,), LOW, jnp.float32), ROW)
 
                 def queries(count):
@@ -188,12 +188,12 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                     return jnp.where(at < limit, s, -jnp.inf)
 
                 def weigh(k, carry):
-                    """Hands the weights of this warpgroup's tile k on, and orders its next."""
+                    """Publishes the weights of this warpgroup's tile k, and issues the copy of its next tile."""
                     own, total = carry
                     t = first + 2 * k
                     now = step + (t - start)
                     slot = slot_of(now)
-                    ahead = pages(b, n, t + 2)  # asked for early, for it comes from far
+                    ahead = pages(b, n, t + 2)  # prefetched, because it comes from global memory
                     s = product(now)
                     s = lax.cond((t + 1) * TILE > clear, hide, lambda s, t: s, s, t)
                     highest = s.max(axis=1) * to_log2
@@ -226,7 +226,7 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                 return step + (stop - start)
 
             def give(i, top, total):
-                """This warpgroup's part of a row's maximum and sum, to the other."""
+                """Passes this warpgroup's part of a row's maximum and sum to the other."""
                 plgpu.barrier_arrive(q_free)
                 pl.when(i > row0)(lambda: plgpu.barrier_wait(joined))
                 part_s[0] = top
@@ -239,7 +239,7 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                 plgpu.barrier_arrive(joined)
                 higher = jnp.maximum(top, others[0])
                 total = total * jnp.exp2(top - higher) + others[1] * jnp.exp2(others[0] - higher)
-                none = total == 0  # not so of NaN, which goes on into both
+                none = total == 0  # False for NaN, which propagates to both
                 pl.when(i > row0)(lambda: plgpu.barrier_wait(norm_free))
                 keep_s[SLOTS] = jnp.where(none, 0.0, 1.0 / total)
                 plgpu.barrier_arrive(normed)
@@ -255,7 +255,7 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                     plse_g[place, block] = lse
 
             step = items(piece)
-            # every completion has to be observed
+            # every completion must be observed
             pl.when((step > 0) & ((step & 1) == me))(lambda: plgpu.barrier_wait(topped.at[other]))
 
             @pl.when(step > me)
@@ -371,31 +371,31 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
         cluster_names=("block",) if size == 2 else (),
         num_threads=WARPGROUPS,
         thread_name="role",
-        # without automatic barriers (2 % faster): what a warpgroup both reads and writes, `clean` guards itself
+        # no automatic barriers (2 % faster): only `clean` reads and writes the same memory, and has its own
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=128, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares)
 
 
 def _combine(partial_out, partial_lse, pieces, out, lse, *, units, interpret):
-    """Joins the pieces of split rows by their LSEs, in place of what `out` and `lse` hold there."""
+    """Combines the pieces of split rows by their LSEs, and overwrites these rows of `out` and `lse`."""
     B, M, R = out.shape
     size, per_row = groups(M)
     rows = min(M, size * BLOCK)  # of a group
     ways = WARPGROUPS if units >= 8 * B * per_row else 1  # warpgroups that share the pieces of one row
     batch = 8 if ways > 1 else 4  # pieces loaded at a time
-    turns = 1 if ways > 1 else 4  # rows that a warpgroup takes, their loads together
+    turns = 1 if ways > 1 else 4  # rows per warpgroup, loaded together
     layout = plgpu.Layout.WG_STRIDED((R,), R // 128)
 
     def kernel(po_g, plse_g, pieces_g, o_g, lse_g, acc_s, top_s, total_s, done):
         if not interpret:
-            plgpu.griddepcontrol_wait()  # launched while the kernel before still runs
+            plgpu.griddepcontrol_wait()  # launched while the previous kernel still runs
         me = lax.axis_index("wg")
         i, first, count = (pieces_g[lax.axis_index("split"), k] for k in range(3))
         b, g = lax.div(i, jnp.int32(per_row)), lax.rem(i, jnp.int32(per_row))
         base = (lax.axis_index("row") * (WARPGROUPS // ways) + lax.div(me, jnp.int32(ways))) * turns
         limit = jnp.minimum(rows, M - g * (size * BLOCK))
-        locals_ = [jnp.minimum(base + k, limit - 1) for k in range(turns)]  # past the end: the last again
+        locals_ = [jnp.minimum(base + k, limit - 1) for k in range(turns)]  # past the end: the last one again
         way = lax.rem(me, jnp.int32(ways))
 
         def splat(x):
@@ -477,7 +477,7 @@ def _combine(partial_out, partial_lse, pieces, out, lse, *, units, interpret):
 
 @functools.partial(jax.jit, static_argnames=("scale", "interpret"))  # so that all layers of a model are lowered once
 def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale, schedule, interpret=None):
-    """The contract is the package's; `interpret` runs the kernels on a CPU."""
+    """As `mla_decode` of the package; `interpret` runs the kernels on a CPU."""
     B, T, N, R = q_c.shape
     M = T * N
     q_c, q_pe = (x.reshape(B, M, -1) for x in (q_c, q_pe))
@@ -486,7 +486,7 @@ def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale, schedule, 
         q_c, q_pe = (jnp.pad(x, ((0, 0), (0, -M % 8), (0, 0))) for x in (q_c, q_pe))
     partial, table = _partial, tuning.MLA_DECODE
     if M <= tuning.MLA_DECODE_MOST:
-        partial, table = few.partial, tuning.MLA_DECODE_FEW_FP8 if isinstance(c_kv, Fp8) else tuning.MLA_DECODE_FEW
+        partial, table = gpu_small_batch.partial, tuning.MLA_DECODE_FEW_FP8 if isinstance(c_kv, Fp8) else tuning.MLA_DECODE_FEW
     shares = schedule.shares
     out, lse, partial_out, partial_lse = partial(
         q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares,

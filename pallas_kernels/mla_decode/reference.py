@@ -1,4 +1,4 @@
-"""What `mla_decode` means, in float32; for tests alone."""
+"""The specification of `mla_decode`, in float32; used by tests only."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from pallas_kernels.fp8 import Fp8, dequantize
 
 
 def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale, dtype=jnp.float32):
-    """One row, one query token and one head at a time is what the index arithmetic below says."""
+    """All rows, query tokens and heads at once."""
     B, T = q_c.shape[:2]
     c_kv = dequantize(c_kv) if isinstance(c_kv, Fp8) else c_kv
     q_c, q_pe, c_kv, k_pe = (x.astype(dtype) for x in (q_c, q_pe, c_kv, k_pe))

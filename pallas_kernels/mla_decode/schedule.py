@@ -1,43 +1,43 @@
-"""Who reads what: the held tokens of a batch cut into equal shares, one for each block (or cluster) that runs at a time.
+"""Divides the cached tokens of a batch into equal shares, one for each block (or cluster) that runs at a time.
 
-The rows are laid end to end, each behind a fixed cost for its start, and the line is cut into pieces of one length. So a
-share is a range of rows of which only the first and the last can be partial: four integers. Whatever the lengths, no share
-exceeds the mean by more than one start. Where whole rows come out as even, they stay whole."""
+The rows are laid end to end, with a fixed cost added for the start of each, and the line is cut into pieces of equal length. So
+a share is a range of rows of which only the first and the last can be partial: four integers. For any lengths, no share exceeds
+the mean by more than one start. Rows are not split if full rows give equally even shares."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-TILE = 64  # held tokens in a tile
-BLOCK = 64  # rows of queries in a block
-START = 2  # what it costs to begin a row, in tiles
-SPLIT = 3  # what it costs a batch that some of its rows are split
+TILE = 64  # cached tokens in a tile
+BLOCK = 64  # query rows in a block
+START = 2  # cost of starting a row, in tiles
+SPLIT = 3  # cost of splitting any row, in tiles
 
 
 class Schedule(NamedTuple):
-    """Depends on the lengths alone, so one serves all layers of a step."""
+    """Depends on the lengths only, so one serves all layers of a step."""
 
     shares: jax.Array  # [units, 4] int32: first row, its first tile, last row, the tile after its last
     pieces: jax.Array  # [splits, 3] int32: row, slot of its first piece, number of pieces; at most 1: nothing to combine
 
 
 def groups(rows: int) -> tuple[int, int]:
-    """How many row blocks a cluster takes (two share each tile of the cache if they can), and how many clusters a batch row."""
+    """The row blocks of a cluster (two share each tile of the cache if possible), and the clusters of a batch row."""
     blocks = -(-rows // BLOCK)
     size = 2 if blocks % 2 == 0 else 1
     return size, blocks // size
 
 
 def schedule(seq_lens: jax.Array, *, rows: int, units: int) -> Schedule:
-    """For `rows` queries (tokens times heads) of every batch row, over `units` multiprocessors."""
+    """The schedule for `rows` queries (tokens times heads) in every batch row, on `units` multiprocessors; seq_lens `[B]`."""
     size, per_row = groups(rows)
     units = units // size
-    tiles = jnp.maximum(-(-seq_lens.astype(jnp.int32) // TILE), 1)  # an empty row is one tile with nothing to see
+    tiles = jnp.maximum(-(-seq_lens.astype(jnp.int32) // TILE), 1)  # an empty row is one tile without tokens
     tiles = jnp.repeat(tiles, per_row)
     n = tiles.shape[0]
     end = jnp.cumsum(tiles + START)
-    begin = end - tiles  # the place of the first tile
+    begin = end - tiles  # position of the first tile
     length = jnp.maximum(-(-end[-1] // units), 1)
     cuts = jnp.arange(units + 1, dtype=jnp.int32) * length
     low, high = cuts[:-1], cuts[1:]
@@ -47,7 +47,7 @@ def schedule(seq_lens: jax.Array, *, rows: int, units: int) -> Schedule:
     at = jnp.minimum(first, n - 1)
     start = jnp.maximum(low - begin[at], 0)
     stop = jnp.minimum(high - begin[last], tiles[last])
-    # whole rows, where that is as good: nothing to combine then
+    # unsplit rows if that is as good: nothing to combine then
     each = -(-n // units)
     first_whole = jnp.minimum(jnp.arange(units, dtype=jnp.int32) * each, n)
     last_whole = jnp.minimum(first_whole + each, n) - 1

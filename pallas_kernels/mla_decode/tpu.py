@@ -1,11 +1,11 @@
 """Paged MLA decode for TPUs, in Pallas.
 
-A step of the grid takes a block of query rows (tokens times heads) of one batch row and walks the row's chunks of pages.
-The pages stay in HBM; while one chunk is multiplied, the pages of the next, also of the next step, are copied into the
-other half of a double buffer, each by its entry in the page table.
+A grid step takes a block of query rows (tokens times heads) of one batch row and loops over the row's chunks of pages. The
+pages stay in HBM. While one chunk is multiplied, the pages of the next chunk (or of the next step's first) are copied, each by
+its entry in the page table, into the other half of a double buffer.
 
-`k_pe` must lie row-major (`jax.experimental.layout`). Of itself XLA lays an array so narrow with its pages along the lanes,
-and then copies the whole pool at every call."""
+`k_pe` should be row-major (`jax.experimental.layout`). By default XLA stores an array this narrow with its pages along the
+lanes, and then copies the full pool at every call."""
 
 import functools
 import math
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 LOG2E = math.log2(math.e)
-LOW = -1e30  # a running maximum of nothing; finite, for infinities subtract to NaN
+LOW = -1e30  # initial running maximum; finite, because infinities subtract to NaN
 NT = (((1,), (1,)), ((), ()))  # a @ b.T
 
 
@@ -27,12 +27,12 @@ def _kernel(table, lens, q_c, q_pe, c_hbm, pe_hbm, out, lse, c_s, pe_s, acc, top
     chunk = per * Z
     step, steps = pl.program_id(0), pl.num_programs(0)
     b, n = step // groups, lens[step // groups]
-    chunks = jnp.maximum(pl.cdiv(n, chunk), 1)  # an empty row is one chunk with nothing to copy or to see
+    chunks = jnp.maximum(pl.cdiv(n, chunk), 1)  # an empty row is one chunk without tokens
     pairs = (c_hbm, c_s), (pe_hbm, pe_s)
     iota = functools.partial(jax.lax.broadcasted_iota, jnp.int32)
 
     def pages(b, i):
-        """How many pages of chunk i of row b hold a token."""
+        """The number of pages of chunk i of row b that hold tokens."""
         return jnp.clip(pl.cdiv(lens[b], Z) - i * per, 0, per)
 
     def start(b, i, slot):
@@ -41,13 +41,13 @@ def _kernel(table, lens, q_c, q_pe, c_hbm, pe_hbm, out, lse, c_s, pe_s, acc, top
             for hbm, to in pairs:
                 pltpu.make_async_copy(hbm.at[at], to.at[slot, j], arrived.at[slot]).start()
 
-        count = pages(b, i)  # a full chunk several pages at a time: their orders overlap
+        count = pages(b, i)  # a full chunk is unrolled: issuing its copies overlaps
         pl.when(count == per)(lambda: jax.lax.fori_loop(0, per, page, None, unroll=min(per, 8)))
         pl.when(count < per)(lambda: jax.lax.fori_loop(0, count, page, None))
 
     def wait(b, i, slot):
         def some(*where):
-            for _, to in pairs:  # what counts is the size
+            for _, to in pairs:  # only the size matters
                 pltpu.make_async_copy(to.at[where], to.at[where], arrived.at[slot]).wait()
 
         count = pages(b, i)
@@ -74,7 +74,7 @@ def _kernel(table, lens, q_c, q_pe, c_hbm, pe_hbm, out, lse, c_s, pe_s, acc, top
 
         wait(b, i, slot)
 
-        @pl.when((i + 1) * chunk > n)  # a weight of zero times NaN is NaN: what lies past the end becomes zeros
+        @pl.when((i + 1) * chunk > n)  # zeros past the end: a weight of zero times NaN is NaN
         def _():
             place = i * chunk + iota(c_s.shape[1:], 0) * Z + iota(c_s.shape[1:], 1)
             c_s[slot] = jnp.where(place < n, c_s[slot], jnp.zeros((), c_s.dtype))
@@ -93,17 +93,17 @@ def _kernel(table, lens, q_c, q_pe, c_hbm, pe_hbm, out, lse, c_s, pe_s, acc, top
         return 1 - slot
 
     turn[0] = jax.lax.fori_loop(0, chunks, add, turn[0])
-    none = total[...] == 0  # NaN goes on: it is not `== 0`; nor, to Mosaic, `!= 0`
+    none = total[...] == 0  # NaN propagates: it is not `== 0`; Mosaic does not find it `!= 0` either
     out[...] = (acc[...] * jnp.where(none, 0, 1 / total[...])).astype(out.dtype)
     lse[...] = jnp.where(none, -jnp.inf, (top[...] + jnp.log2(total[...])) * (1 / LOG2E))
 
 
 def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale, sizes, interpret=False):
-    """The contract is the package's; `sizes`: query rows in a block, tokens in a chunk; `interpret` runs it on a CPU."""
+    """As `mla_decode` of the package; `sizes`: query rows in a block, tokens in a chunk; `interpret` runs it on a CPU."""
     (B, T, N, R), E, Z = q_c.shape, q_pe.shape[-1], c_kv.shape[1]
     M, width = T * N, page_table.shape[1]
     groups = -(-M // sizes["rows"])
-    rows = -(-M // (16 * groups)) * 16  # whole tiles, shared out evenly
+    rows = -(-M // (16 * groups)) * 16  # multiples of a tile, divided evenly
     q_c, q_pe = (jnp.pad(x.reshape(B, M, -1), ((0, 0), (0, groups * rows - M), (0, 0))) for x in (q_c, q_pe))
     q_c, q_pe = (x.reshape(B * groups, rows, -1) for x in (q_c, q_pe))
     per = max(min(sizes["chunk"] // Z, width), 1)
@@ -126,11 +126,11 @@ def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale, sizes, int
                 pltpu.VMEM((rows, R), jnp.float32),
                 pltpu.VMEM((rows, 1), jnp.float32),
                 pltpu.VMEM((rows, 1), jnp.float32),
-                pltpu.SMEM((1,), jnp.int32),  # the half of the buffer that this step begins with
+                pltpu.SMEM((1,), jnp.int32),  # the half of the buffer with which this step begins
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        # page numbers are clipped above; the compiler's own checks took two thirds of the time of ordering a copy
+        # page numbers are clipped above; the compiler's checks take two thirds of the time of issuing a copy
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
         interpret=interpret,
     )(page_table.reshape(-1).astype(jnp.int32), seq_lens.astype(jnp.int32), q_c, q_pe, c_kv, k_pe)

@@ -1,4 +1,4 @@
-"""The fallback: the same sums in plain JAX, a chunk of pages at a time, on any device."""
+"""The fallback for any device: the same sums in plain JAX, a chunk of pages at a time."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels import softmax
 from pallas_kernels.fp8 import Fp8, codes, dequantize
 
-CHUNK = 1024  # held tokens gathered at a time
+CHUNK = 1024  # cached tokens gathered at a time
 
 
 def _gather(cache, pages, dtype):
@@ -14,8 +14,9 @@ def _gather(cache, pages, dtype):
 
 
 def _rows(x, at):
-    """`x[at]`. On a CPU XLA gathers no narrow floats, but converts all of `x`, and that once before the loop: so as integers,
-    for which the barrier keeps it from the same."""
+    """`x[at]`, gathered as integers: on a CPU XLA has no gather of narrow floats and would convert all of `x` before the loop.
+
+    The barrier keeps XLA from moving the bitcast there."""
     if x.dtype.itemsize > 2:
         return x[at]
     x, at = jax.lax.optimization_barrier((x, at))
@@ -24,7 +25,7 @@ def _rows(x, at):
 
 
 def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale):
-    """Never gathers more than a chunk, and stops after the longest row."""
+    """As `mla_decode` of the package. Gathers at most a chunk at a time, and stops after the longest row."""
     B, T, N, R = q_c.shape
     count, page = codes(c_kv).shape[:2]
     step = max(min(CHUNK // page, page_table.shape[1]), 1)
@@ -37,7 +38,7 @@ def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale):
         pages = jax.lax.dynamic_slice_in_dim(table, i * step, step, axis=1)
         pages = jnp.clip(pages, 0, count - 1)
         place = i * step * page + jnp.arange(step * page)
-        held = (place[None] < seq_lens[:, None])[..., None]  # values, not scores alone: a weight of zero times NaN is NaN
+        held = (place[None] < seq_lens[:, None])[..., None]  # mask values as well as scores: a weight of zero times NaN is NaN
         c = jnp.where(held, _gather(c_kv, pages, k_pe.dtype).reshape(B, -1, R), 0)
         pe = jnp.where(held, _rows(k_pe, pages).reshape(B, c.shape[1], -1), 0)
         scores = jnp.einsum("btnr,bsr->btns", q_c, c, **sums) + jnp.einsum("btne,bse->btns", q_pe, pe, **sums)

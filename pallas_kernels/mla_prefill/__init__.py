@@ -1,12 +1,12 @@
-"""Attention of many queries over expanded heads: the contract, who fulfils it, and how two parts of one become the whole.
+"""Attention of many queries over expanded heads: the contract, the choice of implementation, and `merge` for split keys.
 
-Row b holds `q_lens[b]` queries and `kv_lens[b]` keys; what lies past either may be anything. Query t sits at position
-`kv_lens[b] - q_lens[b] + t`, so keys of a prefix come before those of the queries; causal, it sees the keys up to its own
-position, else all of the row. The output is the weighted sum of values, zeros where nothing is seen; the LSE is that of
-the scaled scores, then -inf.
+Row b (a sequence) has `q_lens[b]` queries and `kv_lens[b]` keys; entries past these may hold anything. Query t has position
+`kv_lens[b] - q_lens[b] + t`, so the keys of a prefix come before the queries' own. With `causal` it attends to keys up to its
+own position, else to all of the row. The output is the weighted sum of values, and the LSE is of the scaled scores; a query
+that attends to nothing gets zeros and -inf.
 
-A long prefix may come in pieces: each is one call with `causal=False`, the queries' own keys are one with `causal=True`,
-and `merge` joins the answers two by two, in any order."""
+A long prefix can be split: one call with `causal=False` per piece, one with `causal=True` for the queries' own keys. `merge`
+combines the answers two by two, in any order."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ __all__ = ["CHECKS", "Unsupported", "merge", "mla_prefill"]
 
 
 def check_gpu(q, k, v) -> str | None:
-    """Why the Hopper kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
+    """Why the Hopper kernel does not support these arrays (shapes and dtypes suffice); None: it does."""
     if reason := choice.too_old():
         return reason
     if (widths := (q.shape[-1], v.shape[-1])) not in tuning.MLA_PREFILL:
@@ -29,7 +29,7 @@ def check_gpu(q, k, v) -> str | None:
 
 
 def check_tpu(q, k, v) -> str | None:
-    """Why the TPU kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
+    """Why the TPU kernel does not support these arrays (shapes and dtypes suffice); None: it does."""
     widths = {q.shape[-1], v.shape[-1]}
     if max(widths) > 256 or any(width % 32 for width in widths):
         return f"it takes heads of up to 256, in multiples of 32, not {q.shape[-1]} and {v.shape[-1]}"
@@ -52,9 +52,9 @@ def mla_prefill(
 ) -> tuple[jax.Array, jax.Array]:
     """`[B T N H]`, `[B S N H]`, `[B S N V]`, `[B]`, `[B]` -> `[B T N V]` in q's dtype, LSE `[B T N]` float32.
 
-    `impl` is "mosaic_gpu", "mosaic_tpu", "xla" or, with None, the first of these that can; a name it cannot honour raises
-    Unsupported."""
-    impl = choice.choose("mla_prefill", impl, CHECKS, q, k, v)
+    `impl`: "mosaic_gpu", "mosaic_tpu" or "xla"; None takes the first of these that supports the arrays and the device. Raises
+    Unsupported if the named one does not."""
+    impl = choice.take("mla_prefill", impl, CHECKS, q, k, v)
     if not q.size or not k.size:
         return softmax.nothing(q, v.shape[-1])
     if impl == "xla":
@@ -64,7 +64,7 @@ def mla_prefill(
 
         sizes = choice.sizes(tuning.MLA_PREFILL_TPU)
         return tpu.mla_prefill(q, k, v, q_lens, kv_lens, scale=scale, causal=causal, sizes=sizes)
-    from pallas_kernels.mla_prefill import gpu  # needs a JAX that the others do not
+    from pallas_kernels.mla_prefill import gpu  # needs a newer JAX than the others
 
     sizes = tuning.MLA_PREFILL[q.shape[-1], v.shape[-1]]
     units = tuning.UNITS.get(choice.device(), tuning.DEFAULT_UNITS)
@@ -72,7 +72,7 @@ def mla_prefill(
 
 
 def merge(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Attention over two sets of keys as one, from the answers over each: `[.. V]` in the wider dtype, LSE `[..]` float32."""
+    """Attention over two sets of keys, from the answers for each: `[.. V]` in the wider dtype, LSE `[..]` float32."""
     lse = jnp.logaddexp(lse_a, lse_b)
     safe = jnp.where(jnp.isfinite(lse), lse, 0)[..., None]
     a, b = (jnp.exp(x[..., None] - safe) * out.astype(jnp.float32) for x, out in ((lse_a, out_a), (lse_b, out_b)))

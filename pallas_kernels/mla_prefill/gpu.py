@@ -1,23 +1,27 @@
 """Ragged causal flash attention for Hopper, in Pallas Mosaic GPU.
 
-A piece of work is 128 queries of one head. Two warpgroups take 64 each and walk the same tiles of keys and values, which a
-third orders from the copy engine through a ring of slots, one piece after the other, so that loads never pause. Two blocks of
-a cluster take neighbouring pieces and load each tile once between them. A warpgroup starts a tile's scores, rescales its sums
-meanwhile where a maximum grew by much, starts the sums of the tile before, and weighs the scores while those are computed.
+A piece of work is 128 queries of one head. Two warpgroups take 64 each and loop over the same tiles of keys and values. A third
+copies the tiles into a ring of slots, ahead into the next piece, so that loads never pause. The two blocks of a cluster take
+adjacent pieces and load each tile once for both. A warpgroup starts a tile's scores, rescales its sums meanwhile where a
+maximum grew by much, starts the sums of the previous tile, and computes the weights while those run.
 
-What runs beside a product must not lie behind a join of control flow, nor write the registers that the product reads: ptxas
-waits there. So tiles that need no mask go through a loop of their own, and weights become bfloat16 behind the sums' end.
+Code that overlaps a product must not follow a join of control flow, nor write the registers that the product reads: ptxas waits
+there. So tiles without a mask have a loop of their own, and weights are converted to bfloat16 after the sums.
 
-Who takes which piece is in schedule.py: four heads at a time, whose keys and values stay in the L2, and all end alike. On an
-H200 power decides: 700 W bring the clock from 1.98 to some 1.55 GHz. TFLOP/s at 4,096 tokens of 128 heads, over a quarter of
-a second: 632, where FlashInfer took 609 in the same run. 33 heads at a time, dealt out by turns, there and back, took 573 where
-9 heads took 598 and 5 took 601, dealt out unevenly (by cost the longest had 5 to 7 % more than the mean); evenly, 4 heads 630,
-9 619, 16 611, and in another run 2 615, 4 631, 6 637, of 8,192 tokens 2 675, 4 684, 8 669. Before that, in other runs: the two
-warpgroups taking turns in starting cost 2 %, then all sums rescaled 1, or each block loading its own tiles 3; totals added
-up across threads and tiles masked behind a branch took 558. Tiles of 64 keys in three or four slots cost 8 to 11 %. A launch of
-one block a piece was no slower (549 against 545), nor was a piece faster whose first scores ran beside the last values of the
-one before, its keys ordered ahead of its queries (536 against 542). In a profile some fifth of a piece's time goes before its
-second tile and behind its last, as with FlashInfer."""
+schedule.py assigns the pieces: four heads at a time, whose keys and values stay in the L2; all units finish together. On an
+H200 power is the limit: 700 W lower the clock from 1.98 to about 1.55 GHz. 4,096 tokens of 128 heads run at 632 TFLOP/s,
+averaged over a quarter of a second; FlashInfer reached 609 in the same run. About a fifth of a piece's time is before its
+second tile and after its last, as in FlashInfer. Other numbers of heads at a time, in TFLOP/s for 4,096 tokens (4 heads: 630):
+2: 615, 6: 637, 9: 619, 16: 611; for 8,192 tokens (4 heads: 684): 2: 675, 8: 669. Tried without gain:
+- pieces assigned unevenly by cost (5 to 7 % more than the mean for the longest): 598 with 9 heads, 601 with 5
+- 33 heads at a time, assigned back and forth: 573
+- the two warpgroups start in turn: 2 % slower
+- all sums rescaled: 1 % slower
+- each block loads its own tiles: 3 % slower
+- tiles of 64 keys in three or four slots: 8 to 11 % slower
+- totals added up across threads for every tile, and tiles masked behind a branch: 558
+- a launch of one block per piece: 549 where this took 545
+- the first scores of a piece overlapped with the last values of the one before: 536 where this took 542"""
 
 import functools
 from typing import NamedTuple
@@ -33,20 +37,20 @@ from pallas_kernels.mla_prefill.schedule import schedule
 
 ROWS = 64  # queries of a warpgroup
 WORKERS, FEEDER = 2, 2
-COPIED = 8  # rows that the copy engine moves at least
-STAGED = 64  # columns that leave together
+COPIED = 8  # least rows of a copy
+STAGED = 64  # columns that are written together
 
 
 class Piece(NamedTuple):
-    """Some queries of a head, and the keys that they see."""
+    """Some queries of a head, and the keys that they attend to."""
 
     head: jax.Array
     b: jax.Array
     first: jax.Array  # of the queries
     held: jax.Array
     asked: jax.Array
-    tiles: jax.Array  # of the cluster; one of nothing, too
-    mine: jax.Array  # that this block's queries see something of
+    tiles: jax.Array  # of the cluster; at least one
+    mine: jax.Array  # that some of this block's queries attend to
 
 
 def _halves(width):
@@ -76,7 +80,7 @@ def _kernel(
         held, asked = kv_lens[b], q_lens[b]
 
         def tiles(first, count):
-            """That so many queries see something of, or one."""
+            """Tiles that some of the queries attend to, at least one."""
             stop = jnp.minimum(held, held - asked + first + count) if causal else held
             return jnp.where(first < asked, lax.div(jnp.maximum(stop, 1) + (chunk - 1), jnp.int32(chunk)), 1)
 
@@ -100,7 +104,7 @@ def _kernel(
         return pl.ds(pl.multiple_of(head * width + start, STAGED), count)
 
     def base_of(t):
-        """The first key of tile t: the last tile of the array is a whole one, some of which was seen before."""
+        """The first key of tile t: the last tile of the array is a full one, which overlaps the tile before."""
         return pl.multiple_of(t * chunk if S % chunk == 0 else jnp.minimum(t * chunk, S - chunk), COPIED)
 
     def feeder():
@@ -132,7 +136,7 @@ def _kernel(
 
         step, count = pieces(feed)
 
-        def drain(step, _):  # every completion has to be observed
+        def drain(step, _):  # every completion must be observed
             for free in (k_free, v_free):
                 plgpu.barrier_wait(free.at[slot_of(step)])
             return ()
@@ -145,7 +149,7 @@ def _kernel(
                 plgpu.barrier_wait(q_free.at[me])
 
     def multiply(ref, me, slot):
-        zero = jnp.minimum(slot, 0)  # which the compiler cannot tell: else all addresses in Q stay in registers
+        zero = jnp.minimum(slot, 0)  # zero, unknown to the compiler: else all addresses in Q stay in registers
         for q, k in zip(q_s, k_s, strict=True):
             plgpu.wgmma(ref, q.at[me + zero], k.at[slot].transpose((1, 0)))
 
@@ -179,7 +183,7 @@ def _kernel(
         return pl.run_state(run)(plgpu.ACC.init(acc))
 
     def scores_and_values(me, slot, weigh, acc, keep, w, before):
-        """The scores in `slot`, of which `weigh` makes something while values in slot `before` join `keep` of the sums."""
+        """`weigh` of the scores in `slot`, while the values in slot `before` are added to `keep` times the sums."""
         plgpu.barrier_wait(k_in.at[slot])
         if interpret:
             s = dots(me, slot)
@@ -200,7 +204,7 @@ def _kernel(
 
     def attend(me, at, step):
         """Maximum, total and sums of this worker's queries over all tiles of a piece."""
-        clear = at.held - at.asked + at.first + me * ROWS + 1 if causal else at.held  # every query sees what is before
+        clear = at.held - at.asked + at.first + me * ROWS + 1 if causal else at.held  # every query attends to keys before
 
         def hide(s, t):
             key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + base_of(t)
@@ -231,7 +235,7 @@ def _kernel(
         low = plgpu.layout_cast(jnp.full((ROWS,), LOW, jnp.float32), ROW)
         s = first_scores(me, slot_of(step))
         plgpu.barrier_arrive(k_free.at[slot_of(step)])
-        whole = jnp.minimum(lax.div(jnp.minimum(clear, at.held), jnp.int32(chunk)), at.mine)  # tiles that all queries see all of
+        whole = jnp.minimum(lax.div(jnp.minimum(clear, at.held), jnp.int32(chunk)), at.mine)  # tiles without a mask
         s = lax.cond(whole < 1, hide, lambda s, t: s, s, jnp.int32(0))
         w, keep, top, total = weigh(s, low, zeros((ROWS, FOLDED), plgpu.Layout.WGMMA))
         carry = w.astype(v_s.dtype), keep, top, total, zeros((ROWS, V), plgpu.Layout.WGMMA)
@@ -256,11 +260,11 @@ def _kernel(
         plgpu.barrier_arrive(v_free.at[last])
 
         def skip(t, _):
-            """A tile that only the cluster's other block sees something of."""
+            """A tile that only the cluster's other block needs."""
             slot = slot_of(step + t)
             for arrived in (k_in, v_in):
                 plgpu.barrier_wait(arrived.at[slot])
-            plgpu.commit_smem()  # makes warps meet, as products do: one arrives for all, and who lags would miss a phase
+            plgpu.commit_smem()  # synchronises the warps, as products do: one arrives for all, and a late one would miss a phase
             for free in (k_free, v_free):
                 plgpu.barrier_arrive(free.at[slot])
             return ()
@@ -271,7 +275,7 @@ def _kernel(
     def finish(me, at, top, total, acc):
         row0 = pl.multiple_of(at.first + me * ROWS, ROWS)
         row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=plgpu.Layout.WGMMA) + row0
-        # a query past the end may have added anything; NaN of what is held is not 0, and goes on
+        # a query past the end may have added anything; NaN of valid keys is not 0 and propagates
         none = (total == 0) | (row.max(axis=1) >= at.asked)
         norm = jnp.where(none, 0.0, 1 / total)
         out = jnp.where(over(norm, acc.shape) == 0, 0.0, acc * over(norm, acc.shape)).astype(out_s.dtype)
@@ -296,7 +300,7 @@ def _kernel(
             at = piece(k)
             pl.when(at.first + me * ROWS < T)(lambda: plgpu.barrier_wait(q_in.at[me]))
             top, total, acc = attend(me, at, step)
-            finish(me, piece(k), top, total, acc)  # read anew it takes no register meanwhile
+            finish(me, piece(k), top, total, acc)  # recomputed, so that it holds no register meanwhile
             return step + at.tiles
 
         pieces(work)
@@ -312,12 +316,12 @@ def _kernel(
 
 
 def mla_prefill(q, k, v, q_lens, kv_lens, *, scale, causal, sizes, units, interpret=None):
-    """The contract is the package's; `sizes` as in tuning.py; `interpret` runs the kernel on a CPU."""
+    """As `mla_prefill` of the package; `sizes` as in tuning.py; `interpret` runs the kernel on a CPU."""
     return _mla_prefill(q, k, v, q_lens, kv_lens, scale, causal, tuple(sizes.items()), units, interpret)
 
 
 def _order(lines, T, S, causal, size, sizes, units):
-    """Who takes which pieces, rows being as long as their arrays: of every unit how many, and the pieces."""
+    """The table of schedule.py, for rows as long as their arrays."""
     rows = size * WORKERS * ROWS
     stops = [min(S, S - T + start + rows) if causal else S for start in range(0, T, rows)]
     tiles = tuple(max(-(-stop // sizes["chunk"]), 1) for stop in stops)

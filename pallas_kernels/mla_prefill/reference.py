@@ -1,11 +1,11 @@
-"""What `mla_prefill` means, in float32; for tests alone."""
+"""The specification of `mla_prefill`, in float32; used by tests only."""
 
 import jax
 import jax.numpy as jnp
 
 
 def mla_prefill(q, k, v, q_lens, kv_lens, *, scale, causal=True, dtype=jnp.float32):
-    """All scores at once, masked where the query, the key or the order says so."""
+    """All scores at once, masked by the queries' and keys' lengths and by position."""
     T, S = q.shape[1], k.shape[1]
     asked, held = jnp.arange(T) < q_lens[:, None], jnp.arange(S) < kv_lens[:, None]
     seen = asked[:, :, None] & held[:, None]

@@ -1,8 +1,8 @@
-"""Which unit (a multiprocessor, or a cluster of two) computes which pieces of the attention, and in which order.
+"""Assigns pieces of the attention to units (a multiprocessor, or a cluster of two), in order.
 
-Made when the kernel is compiled, of shapes alone. Some heads are worked on at a time, so that their keys and values come from
-the L2, each from its longest piece to its shortest; whoever is free first by what pieces should cost takes the next. The last
-heads come all together, so that the shortest pieces are the last and all units end alike."""
+Computed from shapes when the kernel is compiled. A few heads are processed at a time, so that their keys and values stay in the
+L2, each from its longest piece to its shortest; the unit that is free first, by estimated cost, takes the next piece. The last
+heads are processed together, so that the shortest pieces come last and all units finish at about the same time."""
 
 import functools
 import heapq
@@ -10,14 +10,14 @@ import itertools
 
 import numpy as np
 
-START = 2  # what it costs to begin a piece, in tiles
+START = 2  # cost of starting a piece, in tiles
 
 
 @functools.lru_cache(maxsize=64)
 def schedule(tiles: tuple[int, ...], *, lines: int, near: int, units: int) -> np.ndarray:
-    """`[units, 1 + most]` int32: how many pieces a unit takes, and which; piece `g + line * len(tiles)` has `tiles[g]` tiles.
+    """`[units, 1 + most]` int32: how many pieces each unit takes, and which; piece `g + line * len(tiles)` has `tiles[g]` tiles.
 
-    A line is a head of a row, `near` of them are worked on at a time."""
+    A line is a head of a row; `near` of them are processed at a time."""
     costs = np.asarray(tiles) + START
     longest_first = np.argsort(-costs, kind="stable")
     last = min(lines, -(-2 * units * int(costs.max()) // int(costs.sum())))
@@ -32,5 +32,5 @@ def schedule(tiles: tuple[int, ...], *, lines: int, near: int, units: int) -> np
     table = np.zeros((units, 1 + max(map(len, taken))), np.int32)
     for row, mine in zip(table, taken, strict=True):
         row[: 1 + len(mine)] = [len(mine), *mine]
-    table.setflags(write=False)  # one for all who ask
+    table.setflags(write=False)  # cached, so shared by all callers
     return table

@@ -1,12 +1,12 @@
 """Ragged causal flash attention for TPUs, in Pallas.
 
-A step of the grid takes a block of queries of one head against a chunk of its keys; what a block carries from chunk to
-chunk (largest score, sum of weights, weighted values) stays in VMEM. Chunks past what a block sees cost no copy, for their
-index stays that of the last one seen, and no arithmetic; chunks wholly seen go unmasked. Heads come before tokens, so that
-a tile holds tokens of one head: XLA folds that transposition into the projections before and after.
+A grid step takes a block of queries of one head and a chunk of its keys. The state that a block carries from chunk to chunk
+(largest score, sum of weights, weighted values) stays in VMEM. Chunks that a block does not attend to cost no copy, because
+their index is that of the last chunk needed, and no arithmetic; chunks that every query attends to are not masked. Heads come
+before tokens, so that a tile holds tokens of one head: XLA fuses that transposition into the projections before and after.
 
-By the compiler's own schedule the matrix units are busy 84 % of a step on a v5e and 55 % on a v6e, where the vector units
-are as busy with the softmax."""
+By the compiler's schedule the matrix units are busy for 84 % of a step on a v5e and 55 % on a v6e, where the vector units are
+as busy with the softmax."""
 
 import functools
 import math
@@ -17,18 +17,18 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 LOG2E = math.log2(math.e)
-LOW = -1e30  # a running maximum of nothing; finite, for infinities subtract to NaN
+LOW = -1e30  # initial running maximum; finite, because infinities subtract to NaN
 LANES = 128
 NT = (((1,), (1,)), ((), ()))  # a @ b.T
 
 
 def across(x, width):
-    """`[rows LANES]`, all lanes alike, to `[rows width]`: so kept, a number per row costs no shuffling of lanes."""
+    """`[rows LANES]`, equal in all lanes, to `[rows width]`: a number per row stored so needs no lane shuffles."""
     return jnp.concatenate([x] * -(-width // LANES), axis=1)[:, :width]
 
 
 def _chunks(b, i, q_lens, kv_lens, sizes, causal):
-    """How many chunks of keys block i of row b looks at."""
+    """The number of chunks of keys that block i of row b attends to."""
     block, chunk = sizes["block"], sizes["chunk"]
     some = i * block < q_lens[b]
     stop = jnp.minimum(kv_lens[b], kv_lens[b] - q_lens[b] + (i + 1) * block) if causal else kv_lens[b]
@@ -39,7 +39,7 @@ def _kernel(q_lens, kv_lens, q, k, v, out, lse, top, total, acc, *, scale, causa
     block, chunk = q.shape[0], k.shape[0]
     b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     chunks = _chunks(b, i, q_lens, kv_lens, sizes, causal)
-    clear = kv_lens[b] - q_lens[b] + i * block + 1 if causal else kv_lens[b]  # keys that every query sees
+    clear = kv_lens[b] - q_lens[b] + i * block + 1 if causal else kv_lens[b]  # keys that every query attends to
     iota = functools.partial(jax.lax.broadcasted_iota, jnp.int32)
 
     @pl.when(j == 0)
@@ -70,7 +70,7 @@ def _kernel(q_lens, kv_lens, q, k, v, out, lse, top, total, acc, *, scale, causa
 
     @pl.when(j == pl.num_programs(3) - 1)
     def _():
-        # a query past the end may have added anything; NaN of what is held goes on (it is not `== 0`; nor, to Mosaic, `!= 0`)
+        # a query past the end may have added anything; NaN of valid keys propagates (it is not `== 0`; nor, to Mosaic, `!= 0`)
         none = (total[...] == 0) | (i * block + iota(total.shape, 0) >= q_lens[b])
         norm = across(jnp.where(none, 0, 1 / total[...]), acc.shape[1])
         out[...] = jnp.where(norm == 0, 0, acc[...] * norm).astype(out.dtype)
@@ -78,9 +78,9 @@ def _kernel(q_lens, kv_lens, q, k, v, out, lse, top, total, acc, *, scale, causa
 
 
 def mla_prefill(q, k, v, q_lens, kv_lens, *, scale, causal, sizes, interpret=False):
-    """The contract is the package's; `sizes`: queries in a block, keys in a chunk; `interpret` runs the kernel on a CPU."""
+    """As `mla_prefill` of the package; `sizes`: queries in a block, keys in a chunk; `interpret` runs the kernel on a CPU."""
     (B, T, N, H), V = q.shape, v.shape[-1]
-    # whole tiles: a block must not be longer than its array
+    # multiples of a tile: a block must not be longer than its array
     q, k, v = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES), (0, 0), (0, 0))).swapaxes(1, 2) for x in (q, k, v))
     rows, keys = q.shape[2], k.shape[2]
     sizes = {"block": min(sizes["block"], rows), "chunk": min(sizes["chunk"], keys)}

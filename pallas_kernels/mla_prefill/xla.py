@@ -1,4 +1,4 @@
-"""The fallback: the same sums in plain JAX, a block of queries against a chunk of keys at a time, on any device."""
+"""The fallback for any device: the same sums in plain JAX, a block of queries and a chunk of keys at a time."""
 
 import jax
 import jax.numpy as jnp
@@ -10,31 +10,31 @@ CHUNK = 512  # keys at a time
 
 
 def mla_prefill(q, k, v, q_lens, kv_lens, *, scale, causal):
-    """Holds the scores of one block and one chunk, never more."""
+    """As `mla_prefill` of the package. Holds the scores of one block and one chunk at a time."""
     B, T, N, H = q.shape
     block = min(BLOCK, T)
     blocks = -(-T // block)
     queries = jnp.pad(q, ((0, 0), (0, -T % block), (0, 0), (0, 0))).reshape(B, blocks, block, N, H).swapaxes(0, 1)
     token = jnp.arange(blocks * block).reshape(blocks, 1, block)
     limit = (kv_lens - q_lens)[:, None] + token + 1 if causal else kv_lens[:, None]
-    limit = jnp.where(token < q_lens[:, None], limit, 0)  # how many keys each query sees
+    limit = jnp.where(token < q_lens[:, None], limit, 0)  # the keys that each query attends to
     out, lse = jax.lax.map(lambda x: _block(x[0], x[1], k, v, kv_lens, scale), (queries, limit))
     out, lse = (x.swapaxes(0, 1).reshape(B, blocks * block, *x.shape[3:])[:, :T] for x in (out, lse))
     return out, lse
 
 
 def _block(q, limit, k, v, kv_lens, scale):
-    """q `[B t N H]`, limit `[B t]` -> `[B t N V]` in q's dtype, LSE `[B t N]`; stops where no query sees further."""
+    """q `[B t N H]`, limit `[B t]` -> `[B t N V]` in q's dtype, LSE `[B t N]`; stops after the last key attended to."""
     (B, t, N, _), S = q.shape, k.shape[1]
     step = min(CHUNK, S)
     sums = {"preferred_element_type": jnp.float32}
 
     def chunk(carry):
         i, state = carry
-        first = jnp.minimum(i * step, S - step)  # the last chunk reaches back rather than past the end
+        first = jnp.minimum(i * step, S - step)  # the last chunk overlaps the one before rather than the end
         place = first + jnp.arange(step)
         keys, values = (jax.lax.dynamic_slice_in_dim(x, first, step, axis=1) for x in (k, v))
-        held = (place < kv_lens[:, None])[..., None, None]  # values, not scores alone: a weight of zero times NaN is NaN
+        held = (place < kv_lens[:, None])[..., None, None]  # mask values as well as scores: a weight of zero times NaN is NaN
         values = jnp.where(held, values, 0)
         seen = (place >= i * step) & (place < limit[..., None])
         scores = jnp.einsum("btnh,bsnh->bnts", q, keys, **sums)

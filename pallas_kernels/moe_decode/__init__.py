@@ -1,6 +1,6 @@
-"""The experts of a few tokens, which each read their own: the contract, and who fulfils it.
+"""MoE experts for a few tokens: the contract, and the choice of implementation.
 
-Where many tokens share an expert, ragged_dot reads it once for all; here it is read for each, and nothing is sorted."""
+Each token reads its own experts, and nothing is sorted. For many tokens ragged_dot reads an expert once for all of its tokens."""
 
 import jax
 
@@ -14,7 +14,7 @@ TOKENS = 8  # at most
 
 
 def check_gpu(x, topk_ids, gate, up, down) -> str | None:
-    """Why the Hopper kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
+    """Why the Hopper kernel does not support these arrays (shapes and dtypes suffice); None: it does."""
     if reason := choice.too_old():
         return reason
     (n, D), (X, F, _) = x.shape, gate.shape
@@ -34,11 +34,11 @@ def moe_decode(
 ) -> jax.Array:  # fmt: skip
     """`[n D]`, `[n K]` twice, `[X F D]` twice, `[X D F]` -> `[n D]`: the weighted sum of each token's SwiGLU experts.
 
-    The id X stands for no expert, whose weight may be anything. `impl` is "mosaic_gpu", "xla" or, with None, the first of these
-    that can; a name it cannot honour raises Unsupported."""
-    if choice.choose("moe_decode", impl, CHECKS, x, topk_ids, gate, up, down) == "xla":
+    The id X means no expert; its weight may be anything. `impl`: "mosaic_gpu" or "xla"; None takes the first that supports the
+    arrays and the device. Raises Unsupported if the named one does not."""
+    if choice.take("moe_decode", impl, CHECKS, x, topk_ids, gate, up, down) == "xla":
         return xla.moe_decode(x, topk_ids, topk_weights, gate, up, down)
-    from pallas_kernels.moe_decode import gpu  # needs a JAX that the fallback does not
+    from pallas_kernels.moe_decode import gpu  # needs a newer JAX than the fallback
 
     units = tuning.UNITS.get(choice.device(), tuning.DEFAULT_UNITS)
     return gpu.moe_decode(x, topk_ids, topk_weights, gate, up, down, units=units)

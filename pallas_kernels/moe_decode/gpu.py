@@ -1,12 +1,12 @@
-"""Experts of a few tokens on a Hopper GPU: two kernels that stream the chosen weights past the matrix units.
+"""Experts of a few tokens on a Hopper GPU: two kernels that stream the chosen weights through the matrix units.
 
-All that counts is how fast weights come from the HBM. Every multiprocessor takes as many pieces as every other, of 64 rows of
-weights, and keeps a ring of loads in flight from one to the next; one warpgroup orders them, the other multiplies. A product
-takes eight tokens at least, so each token has a column and what the others' columns hold is left out.
+The speed of HBM reads decides. Every multiprocessor takes the same number of pieces of 64 rows of weights, and keeps a ring of
+loads in flight across pieces; one warpgroup issues the loads, the other multiplies. A product takes at least eight tokens, so
+each token has a column, and the columns of other tokens are ignored.
 
-The first kernel gives SwiGLU's hidden numbers times the expert's share. So the second is, for each token, one sum over all its
-experts' hidden numbers, whose depth can be cut anywhere: into as many parts as keep the multiprocessors evenly busy. The parts
-leave in float32, and XLA adds them with whatever comes next."""
+The first kernel writes SwiGLU's activations times the expert's weight. So the second is, for each token, one sum over the
+activations of all its experts. Its depth can be cut anywhere: into as many parts as keep the multiprocessors evenly busy. The
+parts are written in float32, and XLA fuses their sum with the next op."""
 
 import functools
 from typing import NamedTuple
@@ -26,7 +26,7 @@ WORKER, FEEDER = 0, 1
 
 
 class Job(NamedTuple):
-    """What is known when a kernel is compiled. A line is what one sum runs over: an expert, or all of a token's."""
+    """The constants of a kernel. A line is the range of one sum: an expert, or all experts of a token."""
 
     units: int
     lines: int
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
 
 def _piece(job: Job, i) -> Piece:
-    """This unit's piece i: neighbours are of one line."""
+    """This unit's piece i; adjacent pieces are of one line."""
     at = lax.axis_index("unit") + i * job.units
     line, rest = lax.div(at, jnp.int32(job.blocks * job.parts)), lax.rem(at, jnp.int32(job.blocks * job.parts))
     block, part = lax.div(rest, jnp.int32(job.parts)), lax.rem(rest, jnp.int32(job.parts))
@@ -64,7 +64,7 @@ def _piece(job: Job, i) -> Piece:
 
 
 def _stream(job: Job, load, leave, x_s, w_s, full, free):
-    """Walks this unit's pieces: `load(piece, k, slot)` orders a step, `leave(piece, sums)` takes what its steps add up to."""
+    """Processes this unit's pieces: `load(piece, k, slot)` issues a step's loads, `leave(piece, sums)` takes a piece's sums."""
     count = lax.div(job.pieces - lax.axis_index("unit") + (job.units - 1), jnp.int32(job.units))
     role = lax.axis_index("role")
 
@@ -90,7 +90,7 @@ def _stream(job: Job, load, leave, x_s, w_s, full, free):
                 plgpu.barrier_wait(full.at[slot])
                 for w, acc in enumerate(accs):
                     plgpu.wgmma(acc, w_s.at[slot, pl.ds(w * ROWS, ROWS)], x_s.at[slot].transpose((1, 0)))
-                plgpu.wgmma_wait(len(accs))  # the step before is done
+                plgpu.wgmma_wait(len(accs))  # the previous step is done
                 pl.when(k > piece.start)(lambda: plgpu.barrier_arrive(free.at[slot_of(step - 1)]))
                 return step + 1
 
@@ -111,7 +111,7 @@ def _stream(job: Job, load, leave, x_s, w_s, full, free):
     def _():
         step = lax.fori_loop(0, count, feed, jnp.int32(0))
 
-        def drain(step, _):  # every completion has to be observed
+        def drain(step, _):  # every completion must be observed
             plgpu.barrier_wait(free.at[slot_of(step)])
             return ()
 
@@ -119,12 +119,12 @@ def _stream(job: Job, load, leave, x_s, w_s, full, free):
 
 
 def _expert(ids_g, pair, experts):
-    """Of a pair of a token and a choice; where there is none any."""
+    """The expert of a (token, choice) pair; any expert if there is none."""
     return jnp.clip(ids_g[pair], 0, experts - 1)
 
 
 def _of_token(sums, token):
-    """A token's column."""
+    """The column of a token."""
     column = plgpu.broadcasted_iota(jnp.int32, sums.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.where(column == token, sums, 0.0).sum(axis=1)
 
@@ -142,7 +142,7 @@ def _hidden(ids_g, share_g, x_g, gate_g, up_g, out_g, x_s, w_s, full, free, *, j
         gate, up = (_of_token(x, token) for x in sums)
         share = lax.broadcast_in_dim(share_g[piece.line], (ROWS,), ())
         hidden = gate * (1 / (1 + jnp.exp2(gate * -LOG2E))) * up * share
-        hidden = jnp.where(share == 0, 0.0, hidden)  # of a token that is none, whatever it holds
+        hidden = jnp.where(share == 0, 0.0, hidden)  # a token without this expert may hold anything
         rows = pl.ds(pl.multiple_of(piece.block * ROWS, ROWS), ROWS)
         out_g[piece.line - token * chosen, token, rows] = hidden.astype(out_g.dtype)
 
@@ -187,18 +187,18 @@ def _launch(kernel, job: Job, out_type, interpret, *arrays):
 
 
 def parts_of(pieces: int, steps: int, units: int, most: int = 16) -> int:
-    """Into how many parts the depth of each piece is cut so that the busiest multiprocessor has the least to do."""
+    """The number of parts of each piece's depth with which the busiest multiprocessor has the least to do."""
 
     def busiest(parts):
         return -(-pieces * parts // units) * -(-steps // parts)
 
     parts = min(range(1, min(most, steps) + 1), key=busiest)
-    return -(-steps // -(-steps // parts))  # none without a step
+    return -(-steps // -(-steps // parts))  # no part is empty
 
 
 @functools.partial(jax.jit, static_argnames=("units", "interpret"))  # so that all layers of a model are lowered once
 def moe_decode(x, topk_ids, topk_weights, gate, up, down, *, units, interpret=None):
-    """The contract is the package's; `interpret` runs the kernels on a CPU."""
+    """As `moe_decode` of the package; `interpret` runs the kernels on a CPU."""
     (n, D), K, (X, F, _) = x.shape, topk_ids.shape[1], gate.shape
     share = jnp.where(topk_ids < X, topk_weights, 0).reshape(-1).astype(jnp.float32)
     ids = topk_ids.reshape(-1).astype(jnp.int32)

@@ -1,6 +1,6 @@
-"""A matmul with weights in E4M3: the contract, and who fulfils it.
+"""A matmul with weights in E4M3: the contract, and the choice of implementation.
 
-Rows may be bfloat16, or E4M3, too; sums are in float32. Weights keep the order of checkpoints, output axis first."""
+Rows are bfloat16 or E4M3; sums are in float32. Weights have the output axis first, as in checkpoints."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ __all__ = ["CHECKS", "Unsupported", "quantized_matmul"]
 
 
 def check_gpu(x, w: Fp8) -> str | None:
-    """Why the Hopper kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
+    """Why the Hopper kernel does not support these arrays (shapes and dtypes suffice); None: it does."""
     one = Fp8(*(jax.ShapeDtypeStruct((1, *a.shape), a.dtype) for a in w))
     return check_groups(x, one)
 
@@ -24,15 +24,16 @@ CHECKS = {"mosaic_gpu": check_gpu}
 
 
 def quantized_matmul(x: jax.Array | Fp8, w: Fp8, *, out_dtype=None, impl: str | None = None) -> jax.Array:
-    """`[M D]`, `[F D]` -> `[M F]`, in x's dtype, for E4M3 in bfloat16.
+    """`[M D]`, `[F D]` -> `[M F]`, in `out_dtype`, else x's (E4M3: bfloat16).
 
-    `impl` is "mosaic_gpu", "xla" or, with None, the first of these that can; a name it cannot honour raises Unsupported."""
-    impl = choice.choose("quantized_matmul", impl, CHECKS, x, w)
+    `impl`: "mosaic_gpu" or "xla"; None takes the first that supports the arrays and the device. Raises Unsupported if the named
+    one does not."""
+    impl = choice.take("quantized_matmul", impl, CHECKS, x, w)
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(x, Fp8) else x.dtype
     if impl == "xla":
         return xla.quantized_matmul(x, w, out_dtype=out_dtype)
-    from pallas_kernels.quantized_matmul import gpu  # needs a JAX that the fallback does not
+    from pallas_kernels.quantized_matmul import gpu  # needs a newer JAX than the fallback
 
     units = tuning.UNITS.get(choice.device(), tuning.DEFAULT_UNITS)
     return gpu.quantized_matmul(x, w, out_dtype=out_dtype, units=units)

@@ -1,4 +1,4 @@
-"""What `quantized_matmul` means, in float32; for tests alone."""
+"""The specification of `quantized_matmul`, in float32; used by tests only."""
 
 import jax.numpy as jnp
 
@@ -6,6 +6,6 @@ from pallas_kernels.fp8 import GROUP, Fp8, dequantize
 
 
 def quantized_matmul(x, w):
-    """Both as the numbers they stand for."""
+    """The product of the dequantised operands."""
     x = dequantize(x) if isinstance(x, Fp8) else x.astype(jnp.float32)
     return jnp.dot(x, dequantize(w, GROUP).T, precision="highest")

@@ -1,4 +1,4 @@
-"""The fallback: XLA's matmul, on any device; rows in E4M3 become bfloat16, weights what the rows are."""
+"""The fallback for any device: XLA's matmul. E4M3 rows are converted to bfloat16, weights to the rows' dtype."""
 
 import jax.numpy as jnp
 

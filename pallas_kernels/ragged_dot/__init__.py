@@ -1,7 +1,7 @@
-"""Matmuls of experts, each over rows of its own: the contract, and who fulfils it.
+"""Grouped matmul: each expert's weights times its own rows. The contract, and the choice of implementation.
 
-The rows of x are sorted by group: first `group_sizes[0]` rows of group 0, and so on, tightly packed. What lies past the last
-group may be anything, and what comes out for it is unspecified. Weights keep the order of checkpoints, output axis first."""
+The rows of x are sorted by group: first `group_sizes[0]` rows of group 0, and so on, without gaps. Rows past the last group may
+hold anything, and their output is unspecified. Weights have the output axis first, as in checkpoints."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ __all__ = ["CHECKS", "Unsupported", "ragged_dot", "ragged_swiglu"]
 
 
 def check_gpu(x, *weights) -> str | None:
-    """Why the Hopper kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
+    """Why the Hopper kernel does not support these arrays (shapes and dtypes suffice); None: it does."""
     if reason := choice.too_old():
         return reason
     kinds = {isinstance(w, Fp8) for w in weights}
@@ -41,10 +41,10 @@ def _run(name, impl, x, weights, group_sizes, out_dtype):
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(x, Fp8) else x.dtype
     other = None if out_dtype == jnp.bfloat16 else f"it gives bfloat16, not {jnp.dtype(out_dtype)}"
-    impl = choice.choose(name, impl, {k: lambda *a, check=check: check(*a) or other for k, check in CHECKS.items()}, x, *weights)
+    impl = choice.take(name, impl, {k: lambda *a, check=check: check(*a) or other for k, check in CHECKS.items()}, x, *weights)
     if impl == "xla":
         return getattr(xla, name)(x, *weights, group_sizes, out_dtype=out_dtype)
-    from pallas_kernels.ragged_dot import gpu  # needs a JAX that the fallback does not
+    from pallas_kernels.ragged_dot import gpu  # needs a newer JAX than the fallback
 
     units = tuning.UNITS.get(choice.device(), tuning.DEFAULT_UNITS)
     return gpu.grouped(x, weights, group_sizes, out_dtype=out_dtype, units=units)
@@ -53,9 +53,10 @@ def _run(name, impl, x, weights, group_sizes, out_dtype):
 def ragged_dot(
     x: jax.Array | Fp8, w: jax.Array | Fp8, group_sizes: jax.Array, *, out_dtype=None, impl: str | None = None
 ) -> jax.Array:
-    """`[M D]`, `[X F D]`, `[X]` -> `[M F]`, each row times the weights of its group; in x's dtype, for E4M3 in bfloat16.
+    """`[M D]`, `[X F D]`, `[X]` -> `[M F]`, each row times the weights of its group; in `out_dtype`, else x's (E4M3: bfloat16).
 
-    `impl` is "mosaic_gpu", "xla" or, with None, the first of these that can; a name it cannot honour raises Unsupported."""
+    `impl`: "mosaic_gpu" or "xla"; None takes the first that supports the arrays and the device. Raises Unsupported if the named
+    one does not."""
     return _run("ragged_dot", impl, x, (w,), group_sizes, out_dtype)
 
 
@@ -63,5 +64,5 @@ def ragged_swiglu(
     x: jax.Array | Fp8, gate: jax.Array | Fp8, up: jax.Array | Fp8, group_sizes: jax.Array,
     *, out_dtype=None, impl: str | None = None,
 ) -> jax.Array:  # fmt: skip
-    """`silu(x @ gate.T) * (x @ up.T)` of each row with the weights of its group; otherwise as `ragged_dot`."""
+    """`silu(x @ gate.T) * (x @ up.T)` of each row with the weights of its group; else as `ragged_dot`."""
     return _run("ragged_swiglu", impl, x, (gate, up), group_sizes, out_dtype)

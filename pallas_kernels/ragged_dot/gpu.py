@@ -1,22 +1,23 @@
 """Grouped matmul for Hopper, in Pallas Mosaic GPU.
 
-The weights are the left operand of the matrix units and the tokens the right one, so that few tokens waste nothing: a sum
-holds features by tokens. A block takes 256 rows of weights (of a SwiGLU 128 of gate and the same 128 of up) against a tile
-of tokens, and a tile is the work of the program for the fewest tokens that hold it. Two warpgroups take two times 64 of these
-rows each; a third orders weights and tokens from the copy engine through a ring of slots, one piece of work after the other,
-so that loads never pause. The sums are transposed on their way to shared memory, and only the tile's own rows leave it. Where
-pieces are too few for all multiprocessors the depth is split, too: the parts leave as they are, in float32, and XLA adds them.
+The weights are the left operand of the matrix units and the tokens the right one, so that few tokens waste nothing: a sum is
+features by tokens. A block takes 256 rows of weights (for a SwiGLU 128 of gate and the same 128 of up) and a tile of tokens,
+and runs the program for the smallest number of tokens that holds the tile. Two warpgroups take two times 64 of these rows each.
+A third copies weights and tokens through a ring of slots, ahead into the next piece, so that loads never pause. The sums are
+transposed on their way to shared memory, and only the tile's own rows are written. If there are too few pieces for all
+multiprocessors, the depth is split too: the parts are written in float32, and XLA adds them.
 
-Operands come in three kinds:
+There are three kinds of operands:
   bf16   both in bfloat16
-  w8     weights in E4M3, tokens in bfloat16: weights become float16 in registers, which is exact and one instruction for two,
-         and so do tokens before, each row times a power of two that brings its largest below 2**15. What that loses is less
-         than 2**-39 of the row's largest, far below what a sum in float32 keeps.
+  w8     weights in E4M3, tokens in bfloat16. Weights are converted to float16 in registers, which is exact and takes one
+         instruction for two. Tokens are converted before, each row times a power of two that brings its maximum below 2**15; this
+         loses less than 2**-39 of the row's maximum, far less than a sum in float32.
   w8a8   both in E4M3
-The matrix units add E4M3 with some 14 bits, so every 128 of the depth their sum goes, times its scales, to one in float32.
+The matrix units add E4M3 with about 14 bits, so their sum over each 128 of the depth, times its scales, is added in float32.
 
-Tried without gain: two blocks of a cluster that load tokens together (6 % slower at 16,384 rows, 16 at 8,192), or weights, each
-half of a tile's tokens (2 and 4 % faster with groups dealt at random, 2.5 % slower with even ones); 3 slots, or 2 of 128."""
+Tried without gain: two blocks of a cluster that share the loads of tokens (6 % slower at 16,384 rows, 16 at 8,192) or of
+weights, with half of a tile's tokens each (2 and 4 % faster for randomly sized groups, 2.5 % slower for even ones); 3 slots, or
+2 of 128."""
 
 import functools
 from typing import NamedTuple
@@ -34,28 +35,28 @@ from pallas_kernels.ragged_dot.plan import ALIGNED, Table, Tile, best_width, loc
 
 ROWS = 64  # rows of weights in a product
 WORKERS, FEEDER = 2, 2
-HALF = WORKERS * ROWS  # rows of weights that the two take together, twice
-STORED = 64  # features in a row of the staged output: a span of the swizzle
-STAGED = 72  # tokens of it, at most: they leave at a time
+HALF = WORKERS * ROWS  # rows of weights of both workers, in each half of a block
+STORED = 64  # features in a row of the staged output: one span of the swizzle
+STAGED = 72  # tokens of it, at most: these are written at a time
 SPAN = 128  # bytes
-GROUPS = 64  # whose sizes are added up together
+GROUPS = 64  # groups whose sizes are summed together
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 class Operands(NamedTuple):
-    """What the kernel reads, or what of it lies in shared memory."""
+    """The inputs of the kernel, or their copies in shared memory."""
 
     x: jax.Array  # [M D]
     weights: tuple[jax.Array, ...]  # one, or gate and up: [X F D]
-    x_scale: jax.Array | None  # w8: [M + width], of a row; w8a8: [D/128 M]
+    x_scale: jax.Array | None  # w8: [M + width], per row; w8a8: [D/128 M]
     scales: tuple[jax.Array, ...]  # of the weights: [X F/128 D/128]
 
 
 class Job(NamedTuple):
-    """What is known when the kernel is compiled."""
+    """The constants of a kernel."""
 
     kind: str
-    programs: tuple[int, ...]  # for so many tokens; the last for a whole tile
+    programs: tuple[int, ...]  # numbers of tokens; the last is a full tile
     depth: int  # of a step
     slots: int
     registers: tuple[int, int]  # of a worker, of the feeder
@@ -65,16 +66,16 @@ class Job(NamedTuple):
     features: int
     steps: int  # of the whole depth
     parts: int  # into which it is split
-    staged: bool  # rows of bfloat16 leave; else sums in float32, features by tokens
+    staged: bool  # rows are written in bfloat16; else sums in float32, features by tokens
 
     @property
     def width(self) -> int:
-        """Tokens in a tile, at most."""
+        """The most tokens in a tile."""
         return self.programs[-1]
 
     @property
     def grain(self) -> int:
-        """Of how many rows tiles are multiples: what leaves as sums leaves as wide as it was made."""
+        """Tiles are multiples of this many rows; sums are written at full width."""
         return ALIGNED if self.staged else self.width
 
     @property
@@ -103,12 +104,12 @@ class Piece(NamedTuple):
 
 
 def _plan(job: Job, sizes_g, table: Table):
-    """Every block works out for itself where the groups and their tiles lie: XLA would launch five kernels for it."""
+    """The groups and their tiles, computed by every block for itself: XLA would launch five kernels for it."""
     shape = GROUPS, GROUPS
     row, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
 
     def sums(numbers, before):
-        """Of the numbers up to each, without and with it, and of all."""
+        """Exclusive and inclusive prefix sums, and the total."""
         numbers = plgpu.layout_cast(lax.broadcast_in_dim(numbers, shape, [1]), plgpu.Layout.WGMMA)
         masks = column < row, column <= row, column >= 0
         return [before + jnp.where(some, numbers, 0).sum(axis=1) for some in masks]
@@ -145,14 +146,14 @@ def _piece(job: Job, table: Table, i) -> Piece:
 
 
 def _pieces(job: Job, table: Table, run):
-    """Runs `run(i, step)` over the numbers of this unit's pieces; `step` counts what went through the ring."""
+    """Calls `run(i, step)` for this unit's pieces; `step` counts the steps that went through the ring."""
     all_pieces = table.last[job.groups - 1] * (job.blocks * job.parts)
     count = lax.div(all_pieces - lax.axis_index("unit") + (job.units - 1), jnp.int32(job.units))
     return lax.fori_loop(0, count, run, jnp.int32(0))
 
 
 def _sized(tile: Tile, programs, do):
-    """`do(tokens)` for the fewest tokens that hold the tile."""
+    """Calls `do(tokens)` for the smallest number of tokens that holds the tile."""
     tokens, *more = programs
     if more:
         fits = tile.stop - tile.row <= tokens
@@ -167,7 +168,7 @@ def _slot(job: Job, step):
 
 
 def _feed(job: Job, source: Operands, table: Table, ring: Operands, full, free):
-    """Orders every step of every piece, as far ahead as the ring has slots."""
+    """Issues the loads of every step of every piece, as far ahead as the ring has slots."""
 
     def run(i, step):
         piece = _piece(job, table, i)
@@ -193,7 +194,7 @@ def _feed(job: Job, source: Operands, table: Table, ring: Operands, full, free):
 
     step = _pieces(job, table, run)
 
-    def drain(step, _):  # every completion has to be observed
+    def drain(step, _):  # every completion must be observed
         plgpu.barrier_wait(free.at[_slot(job, step)])
         return ()
 
@@ -201,19 +202,19 @@ def _feed(job: Job, source: Operands, table: Table, ring: Operands, full, free):
 
 
 class Worker(NamedTuple):
-    """What a warpgroup has at hand to make its sums."""
+    """The inputs of a warpgroup for its sums."""
 
     job: Job
     source: Operands
     ring: Operands
     full: object
     free: object
-    mine: jax.Array  # its first row in either half of a block
+    mine: jax.Array  # its first row in each half of a block
     tokens: int  # of the program
     interpret: object
 
     def rows(self, half: int):
-        """The weights of this warpgroup in a half of a slot."""
+        """The weights of this warpgroup in one half of a slot."""
         return pl.ds(half * HALF + self.mine, ROWS)
 
     def x(self, slot):
@@ -230,7 +231,7 @@ def _whole(at: Worker, piece: Piece, step):
             plgpu.barrier_wait(at.full.at[slot])
             for half, acc in enumerate(accs):
                 plgpu.wgmma(acc, at.ring.weights[0].at[slot, at.rows(half)], at.x(slot).transpose((1, 0)))
-            plgpu.wgmma_wait(len(accs))  # the step before is done
+            plgpu.wgmma_wait(len(accs))  # the previous step is done
 
             @pl.when(k > piece.start)
             def _():
@@ -247,16 +248,16 @@ def _whole(at: Worker, piece: Piece, step):
 
 
 def _across(tokens):
-    """A number a token, for every feature."""
+    """A number per token, broadcast to every feature."""
     return lax.broadcast_in_dim(tokens, (ROWS, tokens.shape[0]), [1])
 
 
 def _promoted(at: Worker, piece: Piece, step):
-    """The same with scales: what the matrix units add over one step goes to sums in float32."""
+    """The same with scales: the sums of one step are added to sums in float32."""
     job, scales = at.job, at.source.scales
 
     def scale(half, k):
-        """Of this half's weights; asked for a step ahead, for it comes from far."""
+        """The scale of this half's weights; prefetched a step ahead, because it comes from global memory."""
         table = scales[half % job.weights]
         row = lax.div(piece.feature, jnp.int32(GROUP)) + (half if job.weights == 1 else 0)
         return table[piece.tile.group, jnp.minimum(row, table.shape[1] - 1), jnp.minimum(k, job.steps - 1)]
@@ -272,7 +273,7 @@ def _promoted(at: Worker, piece: Piece, step):
         ahead = [scale(half, k + 1) for half in range(2)]
         plgpu.barrier_wait(at.full.at[slot])
         sums = [x + y * factor(slot, scale) for x, y, scale in zip(sums, _products(at, slot), now, strict=True)]
-        if at.interpret:  # it wants a fence between a read and a later copy; the arrival orders them
+        if at.interpret:  # it expects a fence between a read and a later copy; the arrival orders them
             plgpu.commit_smem()
         plgpu.barrier_arrive(at.free.at[slot])
         return step + 1, sums, ahead
@@ -285,7 +286,7 @@ def _promoted(at: Worker, piece: Piece, step):
 def _products(at: Worker, slot):
     """The products of both halves of a slot."""
     weights = [at.ring.weights[0].at[slot, at.rows(half)] for half in range(2)]
-    if at.job.kind == "w8" and at.interpret:  # the interpreter takes no left operand from registers
+    if at.job.kind == "w8" and at.interpret:  # the interpreter does not support a left operand in registers
         return [jnp.dot(_half(w), at.x(slot)[...].T, preferred_element_type=jnp.float32) for w in weights]
 
     def run(*accs):
@@ -297,13 +298,13 @@ def _products(at: Worker, slot):
 
 
 def _half(weights):
-    """E4M3 as float16, as the matrix units take their left operand."""
+    """E4M3 as float16, in the layout of a left operand."""
     codes = plgpu.load(weights, layout=plgpu.Layout.WGMMA_UPCAST_2X)
     return plgpu.layout_cast(codes, plgpu.Layout.WGMMA).astype(jnp.float16)
 
 
 def _converted(at: Worker, piece: Piece, step):
-    """`_promoted`, and the tokens' powers of two undone."""
+    """`_promoted`, with the tokens' powers of two undone."""
     tokens = plgpu.load(at.source.x_scale.at[pl.ds(piece.tile.row, at.tokens)], layout=COLUMN, optimized=False)
     return [x * _across(tokens) for x in _promoted(at, piece, step)]
 
@@ -312,7 +313,7 @@ SUMS = {"bf16": _whole, "w8": _converted, "w8a8": _promoted}
 
 
 def _store(sums, tile: Tile, feature, out_g, staged):
-    """Sums of ROWS features, of which the tile's own rows are written, as many tokens at a time as `staged` holds."""
+    """Writes sums of ROWS features for the tile's own rows, as many tokens at a time as `staged` holds."""
     for first in range(0, sums.shape[1], staged.shape[0]):
         part = sums[:, first : first + staged.shape[0]].astype(out_g.dtype)
         row, tokens = tile.row + first, part.shape[1]
@@ -337,7 +338,7 @@ def _swiglu(gate, up):
 
 
 def _leave(at: Worker, sums, piece: Piece, out_g, staged):
-    """Sums go where the job says."""
+    """Writes the sums as the job says."""
     job = at.job
     if job.staged:
         for half, x in enumerate(sums if job.weights == 1 else [_swiglu(*sums)]):
@@ -358,7 +359,7 @@ def _work(at: Worker, table: Table, out_g, staged):
         def do(tokens):
             here = at._replace(tokens=tokens)
             sums = SUMS[job.kind](here, piece, step)
-            # the piece once more: kept, it would cost registers over the loop
+            # the piece is recomputed: kept, it would cost registers over the loop
             _leave(here, sums, _piece(job, table, i), out_g, staged)
 
         _sized(piece.tile, job.programs, do)
@@ -402,7 +403,7 @@ def _ring(job: Job, source: Operands) -> Operands:
     return Operands(
         _tiled(job.slots, job.width, job.depth, dtype=source.x.dtype),
         (_tiled(job.slots, 2 * HALF, job.depth, dtype=source.weights[0].dtype),),
-        plgpu.SMEM((job.slots, max(job.width, 32)), jnp.float32) if w8a8 else None,  # copies begin at 128 bytes
+        plgpu.SMEM((job.slots, max(job.width, 32)), jnp.float32) if w8a8 else None,  # copies start at multiples of 128 bytes
         (),
     )
 
@@ -430,7 +431,7 @@ def _launch(job: Job, source: Operands, sizes: jax.Array, out_type, interpret):
 
 
 def _float16(x, spare):
-    """Rows in float16 times powers of two that bring their largest to 2**14 or above, and what undoes that, `spare` more."""
+    """Rows in float16 times powers of two that bring their maximum to 2**14 or above; the inverse factors, plus `spare` more."""
     exact = x.astype(jnp.float32)
     exponent = lax.bitcast_convert_type(jnp.max(jnp.abs(exact), axis=1), jnp.int32) & 0x7F800000
     power = jnp.maximum(lax.bitcast_convert_type(exponent, jnp.float32), 2.0**-100)
@@ -438,7 +439,7 @@ def _float16(x, spare):
 
 
 def _operands(kind, x, weights, width) -> Operands:
-    """Whole tiles of 8 rows."""
+    """`x` padded to tiles of 8 rows."""
 
     def padded(rows):
         return jnp.pad(rows, ((0, -rows.shape[0] % ALIGNED), (0, 0)))
@@ -457,7 +458,7 @@ def _kind(x, weights):
 
 
 def _parts(pieces, steps, units):
-    """Into how many the depth is split so that every multiprocessor has something, at least two steps."""
+    """The number of parts of the depth with which every multiprocessor has work, of at least two steps."""
     part = max(-(-steps // max(units // pieces, 1)), 2)
     return max(-(-steps // part), 1)
 
@@ -477,7 +478,7 @@ def grouped(x, weights, group_sizes, *, out_dtype, units, width=None, parts=None
     job = Job(kind, (*fewer, width), depth, slots, registers, units, groups, count, F, -(-D // depth), 1, True)
     if parts is None:
         parts = _parts(-(-M // width) * job.blocks, job.steps, units) if X == 1 else 1
-    parts = -(-job.steps // -(-job.steps // parts))  # none without a step
+    parts = -(-job.steps // -(-job.steps // parts))  # no part is empty
     if parts > 1 or out_dtype != jnp.bfloat16:
         assert X == 1
         job = job._replace(parts=parts, staged=False, programs=(width,))

@@ -1,11 +1,11 @@
-"""Which rows of the sorted activations lie in which tile, and in which order tiles meet the weights.
+"""Divides the sorted activations into tiles, and orders the tiles over the weights.
 
-A group has as few tiles of up to `width` rows as hold it, and they share its rows evenly: beside full tiles, one for the rest
-would make little of its weights. The copy engine begins at multiples of 8 rows, so a tile may begin with up to 7 rows of the
-group before and end with rows of the next: computed, not stored. Groups without rows have no tiles.
+A group has the fewest tiles of up to `width` rows that hold it, with its rows divided evenly: full tiles and one small rest
+would use the rest's weights poorly. Copies start at multiples of 8 rows, so a tile can begin with up to 7 rows of the previous
+group and end with rows of the next; these are computed and not stored. Groups without rows have no tiles.
 
-The work of a launch is every tile times every block of features. Up to SHARE tiles of a group take a block of features one
-after the other, then the next, so that weights come from the HBM once and to the other tiles from the L2."""
+A launch computes every tile times every block of features. Up to SHARE tiles of a group process a block of features one after
+the other, then the next block: weights are read from the HBM once, and from the L2 for the other tiles."""
 
 import math
 from collections.abc import Iterable
@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from jax import lax
 
 ALIGNED = 8  # rows
-SHARE = 12  # about the root of the multiprocessors: then tokens and weights are read as often
+SHARE = 12  # about the square root of the number of multiprocessors, which balances reads of tokens and weights
 
 
 class Table(NamedTuple):
-    """Of every group."""
+    """Per group, `[X]` int32."""
 
     start: jax.Array  # its first row
     end: jax.Array
-    last: jax.Array  # the tile after its last
+    last: jax.Array  # the tile after its last one
 
 
 class Tile(NamedTuple):
@@ -35,20 +35,20 @@ class Tile(NamedTuple):
 
 
 def best_width(rows: int, groups: int, widths: Iterable[int]) -> int:
-    """The least that holds nearly every group in one tile if rows are dealt out at random, or the greatest."""
+    """The smallest of `widths` that holds nearly every group in one tile if rows are routed at random, else the largest."""
     mean = rows / min(rows, groups)
     wanted = rows if groups == 1 else mean + ALIGNED - 1 + 2 * math.sqrt(mean)
     return next((width for width in sorted(widths) if min(wanted, rows) <= width), max(widths))
 
 
 def tiles_of(start, end, width: int):
-    """How many tiles a group has."""
+    """The number of tiles of a group."""
     return jnp.where(end > start, lax.div(end - (start & -ALIGNED) + (width - 1), jnp.full_like(start, width)), 0)
 
 
 def locate(at, table: Table, *, groups: int, width: int, grain: int, blocks: int) -> tuple[Tile, jax.Array]:
-    """The tile, of a multiple of `grain` rows, and the block of features of piece `at`."""
-    near = lax.div(at, jnp.int32(blocks))  # a tile of the same group
+    """The tile (a multiple of `grain` rows) and the block of features of piece `at`."""
+    near = lax.div(at, jnp.int32(blocks))  # some tile of the same group
     group = jnp.int32(0)
     for bit in reversed(range((groups - 1).bit_length())):
         probe = group + (1 << bit)

@@ -1,4 +1,4 @@
-"""What `ragged_dot` and `ragged_swiglu` mean, in float32; for tests alone."""
+"""The specification of `ragged_dot` and `ragged_swiglu`, in float32; used by tests only."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from pallas_kernels.fp8 import GROUP, Fp8, dequantize
 
 
 def ragged_dot(x, w, group_sizes):
-    """One group's weights after the other, each over all rows; zeros in rows of no group."""
+    """Group by group, each over all rows; rows of no group are zeros."""
     x = dequantize(x) if isinstance(x, Fp8) else x.astype(jnp.float32)
     group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right")
 

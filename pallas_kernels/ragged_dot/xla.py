@@ -1,4 +1,4 @@
-"""The fallback: XLA's own grouped matmul, on any device; rows in E4M3 become bfloat16, weights what the rows are."""
+"""The fallback for any device: XLA's grouped matmul. E4M3 rows are converted to bfloat16, E4M3 weights to the rows' dtype."""
 
 import jax
 import jax.numpy as jnp

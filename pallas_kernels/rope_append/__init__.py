@@ -1,9 +1,9 @@
-"""Rotates queries, and appends a step's tokens to a latent cache in place: the contract, and who fulfils it.
+"""RoPE on queries, and in-place append of a step's tokens to a latent cache: the contract, and the choice of implementation.
 
-Row b of a step brings up to T tokens. Token t, if `rank[b, t]` is not negative, goes to slot `length[b] + rank[b, t]`: its
-latent, the first R columns of `kv`, divided by its root mean square and weighted; its rotary key, the last E, turned; its
-position. What falls beyond the last slot is dropped. `length[b]` grows by the ranks that are not negative. The last E columns of
-each head's query are turned by the same angles."""
+Row b of a step has up to T new tokens. Token t, if `rank[b, t]` is not negative, is written to slot `length[b] + rank[b, t]`:
+its latent (the first R columns of `kv`) after RMSNorm with `weight`, its rotary key (the last E columns) after RoPE, and its
+position. Tokens beyond the last slot are dropped. `length[b]` grows by the number of ranks that are not negative. The last E
+columns of each head's query are rotated by the same angles."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ __all__ = ["CHECKS", "Latents", "Tokens", "Unsupported", "rope_append"]
 
 
 class Latents(NamedTuple):
-    """A layer's cache of at least B rows and S slots."""
+    """A layer's cache of C rows, at least B, with S slots."""
 
     c_kv: jax.Array  # [C S R]
     k_pe: jax.Array  # [C S E]
@@ -26,16 +26,16 @@ class Latents(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What the layers of a step share."""
+    """The new tokens of a step, shared by all layers."""
 
-    rank: jax.Array  # [B T] int32: of a token among its row's new ones, negative for padding
+    rank: jax.Array  # [B T] int32: index among the row's new tokens, negative for padding
     positions: jax.Array  # [B T] int32
     cos: jax.Array  # [B T E/2] float32
     sin: jax.Array  # [B T E/2] float32
 
 
 def check_gpu(q, kv, cache: Latents) -> str | None:
-    """Why the Hopper kernel cannot take these arrays (shapes and dtypes suffice); None: it can."""
+    """Why the Hopper kernel does not support these arrays (shapes and dtypes suffice); None: it does."""
     if reason := choice.too_old():
         return reason
     (_, T, _, H), R, E = q.shape, cache.c_kv.shape[-1], cache.k_pe.shape[-1]
@@ -53,12 +53,12 @@ def rope_append(
     q: jax.Array, kv: jax.Array, weight: jax.Array, tokens: Tokens, cache: Latents,
     *, eps: float, interleave: bool, impl: str | None = None,
 ) -> tuple[jax.Array, Latents]:  # fmt: skip
-    """`[B T N H]`, `[B T R+E]`, `[R]` -> the turned `[B T N E]`, and the cache with the tokens in it.
+    """`[B T N H]`, `[B T R+E]`, `[R]` -> the rotated `[B T N E]`, and the cache with the tokens appended.
 
-    `interleave`: a pair to be turned are neighbours, else they are E/2 apart. `impl` is "mosaic_gpu", "xla" or, with None, the
-    first of these that can; a name it cannot honour raises Unsupported."""
-    if choice.choose("rope_append", impl, CHECKS, q, kv, cache) == "xla":
+    `interleave`: the two elements of a pair are adjacent, else E/2 apart. `impl`: "mosaic_gpu" or "xla"; None takes the first
+    that supports the arrays and the device. Raises Unsupported if the named one does not."""
+    if choice.take("rope_append", impl, CHECKS, q, kv, cache) == "xla":
         return xla.rope_append(q, kv, weight, tokens, cache, eps=eps, interleave=interleave)
-    from pallas_kernels.rope_append import gpu  # needs a JAX that the fallback does not
+    from pallas_kernels.rope_append import gpu  # needs a newer JAX than the fallback
 
     return gpu.rope_append(q, kv, weight, tokens, cache, eps=eps, interleave=interleave)

@@ -1,7 +1,8 @@
-"""Queries turned and tokens appended on a Hopper GPU, in place: one kernel for what XLA takes seven to nine.
+"""RoPE on queries and in-place append of tokens on a Hopper GPU: one kernel instead of XLA's seven to nine.
 
-Each of those takes a decode step some 1.3 us, many times what it moves. Of each row one block takes the keys, the others
-some heads each. A pair's numbers meet through shared memory, where a line is read anew from one place further or back."""
+Each of XLA's kernels costs a decode step about 1.3 us, many times the time of its memory traffic. For each row one block
+computes the keys, the others some query heads each. The elements of a pair meet through shared memory: a line is read again
+from one position further and one back."""
 
 import functools
 import math
@@ -12,13 +13,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-LINE = 128  # numbers that a warpgroup takes at least: the rotary ones behind some that stay
-EDGE = 32  # of scratch at each side of a line, from where a shifted one reads what does not count
-HEADS = 4  # at most, of queries in a block
+LINE = 128  # least numbers that a warpgroup loads: the rotary ones, preceded by some that are not rotated
+EDGE = 32  # scratch at each side of a line, which a shifted read may touch
+HEADS = 4  # query heads in a block, at most
 
 
 def factors(cos, sin, interleave):
-    """`[B T E/2]` -> `[B T 3 LINE]`: what a line is multiplied by, and the same one further, and back."""
+    """`[B T E/2]` -> `[B T 3 LINE]`: the factors of a line, of the line one position further, and of the line one back."""
     half, none = cos.shape[-1], jnp.zeros_like(sin)
     before = [(0, 0), (0, 0), (LINE - 2 * half, 0)]
 
@@ -39,7 +40,7 @@ def _kernel(
     whole = plgpu.Layout.WG_STRIDED((R,), R // LINE)
 
     def turn(t, sources, targets):
-        """Writes the last E numbers of each source, turned by the angles of token t."""
+        """Writes the last E numbers of each source, rotated by the angles of token t."""
         for i, source in enumerate(sources):
             line_s[i, pl.ds(EDGE, LINE)] = plgpu.load(source, layout=one_each).astype(jnp.float32)
         plgpu.commit_smem()
@@ -47,7 +48,7 @@ def _kernel(
         for i in range(len(sources)):
             moved = [plgpu.load(line_s.at[i, pl.ds(EDGE + k, LINE)], layout=one_each) for k in (0, shift, -shift)]
             turned = sum(jnp.where(f == 0, 0.0, f * x) for f, x in zip(by, moved, strict=True))
-            out_s[i, pl.ds(E, LINE)] = turned.astype(out_s.dtype)  # so that what leaves begins where the copy engine can
+            out_s[i, pl.ds(E, LINE)] = turned.astype(out_s.dtype)  # so that the output is aligned for the copy
         plgpu.commit_smem()
         for i, target in enumerate(targets):
             plgpu.copy_smem_to_gmem(out_s.at[i, pl.ds(LINE, E)], target)
@@ -61,7 +62,7 @@ def _kernel(
     @pl.when(part == 0)
     def keys():
         start = length_g[b]
-        plgpu.commit_smem()  # all threads have read it before one writes it
+        plgpu.commit_smem()  # all threads have read `start` before one writes it
         for t in range(T):
             slot = start + rank_g[b, t]
 
@@ -82,7 +83,7 @@ def _kernel(
 
 @functools.partial(jax.jit, static_argnames=("eps", "interleave", "interpret"))  # so that all layers of a model are lowered once
 def rope_append(q, kv, weight, tokens, cache, *, eps, interleave, interpret=None):
-    """The contract is the package's; `interpret` runs the kernel on a CPU."""
+    """As `rope_append` of the package; `interpret` runs the kernel on a CPU."""
     (B, T, N, _), E = q.shape, cache.k_pe.shape[-1]
     each = math.gcd(N, HEADS)
     held = [jax.new_ref(x) for x in cache]

@@ -1,10 +1,10 @@
-"""What `rope_append` means, token by token in float64 numpy; for tests alone."""
+"""The specification of `rope_append`, token by token in float64 numpy; used by tests only."""
 
 import numpy as np
 
 
 def rope_append(q, kv, weight, tokens, cache, *, eps, interleave):
-    """Arrays of the contract, as numpy of float64 and int."""
+    """As `rope_append` of the package, for numpy arrays."""
     q, kv, weight = (np.asarray(x, np.float64) for x in (q, kv, weight))
     rank, positions, cos, sin = (np.asarray(x) for x in tokens)
     c_kv, k_pe, at, length = (np.array(x, np.float64 if x.ndim == 3 else np.int64) for x in cache)

@@ -1,11 +1,11 @@
-"""The fallback, for any device and dtype."""
+"""The fallback for any device and dtype."""
 
 import jax.numpy as jnp
 from jax import lax
 
 
 def rope_append(q, kv, weight, tokens, cache, *, eps, interleave):
-    """The contract is the package's."""
+    """As `rope_append` of the package."""
     R, E, (B, S) = cache.c_kv.shape[-1], cache.k_pe.shape[-1], (q.shape[0], cache.c_kv.shape[1])
     c = kv[..., :R].astype(jnp.float32)
     c = weight * (c * lax.rsqrt(jnp.mean(c * c, axis=-1, keepdims=True) + eps)).astype(kv.dtype)
@@ -18,7 +18,7 @@ def rope_append(q, kv, weight, tokens, cache, *, eps, interleave):
 
 
 def turn(x, tokens, interleave):
-    """Pairs of `[B T N E]` by the angles of their token, in float32."""
+    """`[B T N E]` with its pairs rotated by the angles of their token, computed in float32."""
     pairs = (-1, 2) if interleave else (2, -1)
     axis = -1 if interleave else -2
     a, b = jnp.moveaxis(x.astype(jnp.float32).reshape(*x.shape[:-1], *pairs), axis, 0)

@@ -1,8 +1,10 @@
 """config.json of every family, in every spelling, and what is refused."""
 
 import copy
+import functools
 import json
 
+import jaxtyping
 import models
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,8 @@ from hypothesis import strategies as st
 
 from mla_jax.base.config import Config, Quantization, RopeScaling
 from mla_jax.base.errors import BadConfig, MlaJaxError, Unsupported
-from mla_jax.base.families import NEUTRAL_VALUES, PRESETS, ROPE_NEUTRAL_VALUES
+from mla_jax.base.families import NEUTRAL_VALUES, OTHER_PREFIXES, PRESETS, ROPE_NEUTRAL_VALUES
+from mla_jax.generate import main
 
 V3 = models.FAMILIES["v3"]
 
@@ -65,6 +68,13 @@ def test_a_preset_can_be_changed():
     assert Config.preset("v3", num_hidden_layers=2).num_hidden_layers == 2
 
 
+@pytest.mark.parametrize("name", [5, None, ["v3"], [10**5000]])
+def test_a_preset_of_no_name_is_refused(monkeypatch, name):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users run without the checks of the tests
+    with pytest.raises(BadConfig, match="no preset of type"):
+        Config.preset(name)
+
+
 def test_an_unknown_preset_names_the_known_ones():
     with pytest.raises(BadConfig, match=r"no preset v9\n.*v2_lite.*v3"):
         Config.preset("v9")
@@ -104,6 +114,30 @@ def test_every_rotary_setting_is_read():
     config = Config.from_hf({**V3, "rope_scaling": None, "rope_parameters": given})
     assert config.rope_theta == 5e4
     assert config.rope_scaling == RopeScaling("yarn", 8, 99, 20, 2, 0.5, 0.6, 1.5, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"factor": 8}, "factor is 40 in rope_scaling and 8 in rope_parameters"),
+        ({"rope_type": "linear"}, "rope_type is 'yarn' in rope_scaling and 'linear' in rope_parameters"),
+        ({"mscale": None}, "mscale is 1.0 in rope_scaling and None in rope_parameters"),
+        ({"rope_theta": 5e4}, "rope_theta is 20000.0 in rope_scaling and 50000.0 in rope_parameters"),
+        ({"rope_type": "default"}, "rope_type is 'yarn' in rope_scaling and 'default' in rope_parameters"),
+    ],
+)
+def test_two_spellings_that_contradict_each_other_are_refused_with_both_values(change, words):
+    old = {**YARN, "rope_theta": 2e4}
+    new = {**{k: v for k, v in old.items() if k != "type"}, "rope_type": "yarn", **change}
+    with pytest.raises(BadConfig, match=f"contradict each other\n.*{words}"):
+        Config.from_hf({**V3, "rope_scaling": old, "rope_parameters": new})
+
+
+@pytest.mark.parametrize("rope_scaling", [None, {}, YARN, {**YARN, "factor": 40}])
+def test_two_spellings_that_say_the_same_are_accepted(rope_scaling):
+    new = {**{k: v for k, v in YARN.items() if k != "type"}, "rope_type": "yarn", "rope_theta": 10000.0}
+    config = Config.from_hf({**V3, "rope_scaling": rope_scaling, "rope_parameters": new})
+    assert config == Config.from_hf({**V3, "rope_scaling": YARN})
 
 
 def test_an_absent_factor_is_the_ratio_of_the_lengths():
@@ -299,10 +333,6 @@ OTHER = {
     "hidden_act": "gelu",
     "attention_bias": True,
     "mlp_bias": True,
-    "index_topk": 2048,
-    "index_n_heads": 64,
-    "mla_scale_q_lora": True,
-    "mla_scale_kv_lora": True,
     "mla_use_nope": True,
     "zero_expert_num": 4,
     "scale_emb": 12,
@@ -320,11 +350,59 @@ OTHER = {
     "use_qk_norm": True,
     "qk_layernorm": True,
     "mtp_hidden_states_first": True,
+    "apply_mla_qkv_lora_rescale": True,
+    "use_mla_scaling_factor": True,
+    "sliding_window_size": 128,
+    "attention_output_gate": True,
+    "gated_mla": True,
+    "learnable_sink": True,
+    "enable_ihc": True,
+    "mla_use_output_gate": True,
+}
+OF_A_KIND = {
+    "index_topk": 2048,
+    "index_n_heads": 64,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "llama_4_scaling": {"beta": 0.1},
+    "llama_4_scaling_beta": 0.1,
+    "mla_scale_kv_norm": 0.5,
+    "index_topk_freq": 4,
+    "index_topk_pattern": "FSSF",
+    "index_share_for_mtp_iteration": True,
+    "indexer_types": ["full", "shared"],
+    "hc_mult": 4,
+    "hc_eps": 1e-6,
 }
 
 
 def test_every_key_that_changes_the_arithmetic_is_tried():
     assert OTHER.keys() == NEUTRAL_VALUES.keys()
+    assert {prefix for prefix in OTHER_PREFIXES if any(key.startswith(prefix) for key in OF_A_KIND)} == {*OTHER_PREFIXES}
+
+
+@pytest.mark.parametrize("key", OF_A_KIND)
+def test_keys_of_a_kind_that_changes_the_arithmetic_are_refused_by_name_unless_they_say_nothing(key):
+    with pytest.raises(Unsupported, match=rf"(?s)arithmetic that is not implemented.*{key} = .*we compute"):
+        Config.from_hf({**V3, key: OF_A_KIND[key]})
+    for value in (None, False, 0, [], {}, ""):
+        assert Config.from_hf({**V3, key: value}).notes == ()
+
+
+@pytest.mark.parametrize("layers", [["full_attention", "sliding_attention"], "sliding_attention", 5, [["full_attention"]]])
+def test_layers_that_see_a_part_of_the_context_are_refused(layers):
+    with pytest.raises(Unsupported, match=r"layer_types = .*we compute full_attention in every layer"):
+        Config.from_hf({**V3, "layer_types": layers})
+
+
+def test_layers_that_all_see_the_full_context_are_accepted():
+    assert Config.from_hf({**V3, "layer_types": ["full_attention"] * 3}).notes == ()
+
+
+def test_foreign_arithmetic_is_refused_before_anything_is_planned(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**V3, "llama_4_scaling_beta": 0.1}))
+    assert main(["--model", str(tmp_path), "--dry-run"]) == Unsupported.exit_code
+    assert "llama_4_scaling_beta = 0.1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", OTHER)
@@ -398,6 +476,52 @@ def test_a_folder_a_file_and_its_content_read_alike(tmp_path):
 def test_a_config_made_by_hand_is_checked_too():
     with pytest.raises(BadConfig, match=r"(?s)2 faults.*hidden_size is 0.*qk_rope_head_dim is 7"):
         Config(0, 64, 2, 4, 96, 32, qk_rope_head_dim=7)
+
+
+HUGE = 10**5000  # Python itself refuses to write it
+NESTED: list = functools.reduce(lambda inner, _: [inner], range(100_000), [])  # it cannot be written either
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(
+            {**V3, key: HUGE}
+            for key in (*(k for k in V3 if k != "eos_token_id"), "num_key_value_heads", "favourite", "index_topk")
+        ),
+        {**V3, "eos_token_id": ["a", HUGE]},
+        {**V3, "hidden_act": [HUGE]},
+        {**V3, "hidden_act": NESTED},
+        {**V3, "rope_scaling": {"type": NESTED}},
+        {**V3, "hidden_size": NESTED},
+        {**V3, "favourite": NESTED},
+        {**V3, "rope_scaling": {"type": HUGE}},
+        {**V3, "rope_scaling": {"type": "yarn", "factor": HUGE}},
+        {**V3, "rope_parameters": {"rope_type": "yarn", "factor": 2, "unheard": HUGE}},
+        {**V3, "quantization_config": {"quant_method": HUGE}},
+        {**V3, "quantization_config": {"quant_method": "fp8", "weight_block_size": [HUGE, 1]}},
+        {**V3, 5: 1},
+        {**V3, None: 1, "other": 2},
+        {**V3, "rope_scaling": {**YARN, 5: 1}},
+        {**V3, "rope_scaling": {HUGE: 1}},
+        {**V3, "mlp_layer_types": ["dense", HUGE, "dense"]},
+        [V3],
+        None,
+        5,
+        "nowhere\0",
+    ],
+)
+def test_content_that_no_json_file_can_hold_gives_our_own_error(content):
+    config, error = outcome(content)
+    assert (config is None) != (error is None)
+    assert all(line.isprintable() and len(line) < 2500 for line in str(error).split("\n"))
+
+
+def test_a_huge_number_is_shown_by_its_type():
+    with pytest.raises(BadConfig, match=r"hidden_size is a value of type int"):
+        Config.from_hf({**V3, "hidden_size": HUGE})
+    with pytest.raises(BadConfig, match=r"hidden_size is a value of type int"):
+        Config(HUGE, 64, 2, 4, 96, 32)
 
 
 # ---- random content

@@ -17,6 +17,11 @@ def test_an_object_is_read_as_json_reads_it(tmp_path):
     assert read_json(tmp_path / "x.json", 1000) == content
 
 
+@pytest.mark.parametrize(("text", "value"), [(r'{"a": "\ud83d\ude00"}', "😀"), (r'{"a": "\\ud800"}', r"\ud800")])
+def test_whole_surrogate_pairs_and_escaped_backslashes_are_read(text, value):
+    assert parse_json(text.encode(), "x") == {"a": value}
+
+
 def test_a_file_of_exactly_the_limit_is_read_and_one_byte_more_is_not(tmp_path):
     file = tmp_path / "x.json"
     file.write_text('{"a": 1}')
@@ -49,6 +54,9 @@ def test_a_limit_holds_for_files_that_never_end():
         ('{"a": ' + "1" * 101 + "}", "number 1111111111111111111111111111111111111111... is too large"),
         ('{"a": ' + "[" * 100_000 + "}", "nested too deeply"),
         ('{"a": "\\', "Invalid|Unterminated"),
+        ('{"a": ["x\\ud800"]}', r"it holds \\ud800, half of a surrogate pair"),
+        ('{"\\uDC00": 1}', r"it holds \\udc00, half of a surrogate pair"),
+        ('{"a": "\\ude00\\ud83d"}', "half of a surrogate pair"),
     ],
 )
 def test_what_is_no_plain_object_is_refused_with_its_reason(text, words):

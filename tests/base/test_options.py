@@ -1,12 +1,21 @@
-"""Every sampling parameter has a range; all faults are reported at once, in words."""
+"""Every option has a range; all faults are reported at once, in words, before JAX is imported."""
 
+import dataclasses
+import itertools
 import math
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jaxtyping
+import numpy as np
 import pytest
 
-from mla_jax.base.errors import BadRequest
-from mla_jax.base.options import SamplingParams
+from mla_jax.base import options as declared
+from mla_jax.base.errors import BadRequest, shown
+from mla_jax.base.options import AttentionOptions, ExpertOptions, Options, SamplingParams
+from mla_jax.base.rules import nearest
 
 
 @pytest.fixture(autouse=True)
@@ -15,6 +24,7 @@ def no_checks_of_type(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
+SETTINGS = [(group, setting.name) for group in declared.GROUPS.values() for setting in dataclasses.fields(group)]
 IN_RANGE = {
     "temperature": [0, 0.0, 1e-9, 1, 1000],
     "top_k": [0, 1, 10**12],
@@ -27,35 +37,70 @@ IN_RANGE = {
     "logprobs": [0, 20],
     "stop": [(), "end", ("a", "b"), ["a"], ("x",) * 64],
     "stop_token_ids": [(), (0, 2**31 - 1), [3], 3],
+    "ignore_eos": [True, False],
 }
-NO_NUMBERS = ["1", (1,), True, math.nan, math.inf, -math.inf]
+NO_NUMBERS = ["1", (1,), True, math.nan, math.inf, -math.inf, {}, object(), 1j]
 OUT_OF_RANGE = {
     "temperature": [-1e-9, 1000.1, *NO_NUMBERS],
     "top_k": [-1, 1.0, *NO_NUMBERS],
     "top_p": [-0.1, 1.1, 2, *NO_NUMBERS],
-    "min_p": [-0.1, 1.1, *NO_NUMBERS],
-    "presence_penalty": [-101, 101, *NO_NUMBERS],
-    "repetition_penalty": [0, -1, 1001, *NO_NUMBERS],
-    "max_tokens": [-1, 1.5, *NO_NUMBERS],
+    "min_p": [-0.1, 1.1, None, *NO_NUMBERS],
+    "presence_penalty": [-101, 101, None, *NO_NUMBERS],
+    "repetition_penalty": [0, -1, 1001, None, *NO_NUMBERS],
+    "max_tokens": [-1, 1.5, 10**5000, *NO_NUMBERS],
     "seed": [-1, 2**64, 0.5, *NO_NUMBERS],
     "logprobs": [-1, 21, *NO_NUMBERS],
-    "stop": [("",), "", (1,), None, 7, ("a",) * 65],
-    "stop_token_ids": [(-1,), (2**31,), ("a",), (True,), 1.5, None, tuple(range(65))],
+    "stop": [("",), "", (1,), None, 7, ("a",) * 65, b"ab", {"a": 1}, itertools.count()],
+    "stop_token_ids": [(-1,), (2**31,), ("a",), (True,), 1.5, None, tuple(range(65)), "12", itertools.count()],
+    "ignore_eos": [1, 0, "yes", None, []],
+}
+WRONG = {  # of the options of a model
+    "model": ["", 7, b"model", ["a"]],
+    "dtype": ["float16", "", 32, np.float32, ["float32"]],
+    "context": [0, -1, "8", 8.0, True, [8]],
+    "attention": ["flash", None, 1, ["naive"], ""],
+    "kv_cache": ["int7", None, 8],
+    "experts": ["gpu", None, {}, 0],
+    "host_layers": [-1, "all", 1.5, True],
+    "host_precision": [8, b"int8", ["int8"]],
+    "host_folder": ["", 3, ["a"]],
+    "defer": [-1, None, "2", 1.0],
+    "stream_tokens": [-1, "never", 0.5],
+    "routing_stats": ["", 1, True],
+    "device_experts": [-1, "few", 2.0],
+    "memory_fraction": [0, 0.0, -0.5, 1.01, 2, "0.5", True, math.nan, None.__class__],
+    "batch": [0, 65, -1, 1.0, "4", None, True],
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in IN_RANGE.items() for value in values])
-def test_what_is_in_range_is_taken(name, value):
-    params = SamplingParams(**{name: value})
-    if not name.startswith("stop"):
-        assert getattr(params, name) == value
+def test_every_option_is_among_those_that_are_tried():
+    assert WRONG.keys() == {name for _, name in SETTINGS}
+    assert IN_RANGE.keys() == OUT_OF_RANGE.keys() == {f.name for f in dataclasses.fields(SamplingParams)}
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in OUT_OF_RANGE.items() for value in values])
-def test_what_is_out_of_range_is_refused_by_name(name, value):
-    with pytest.raises(BadRequest) as refused:
-        SamplingParams(**{name: value})
-    assert any(line.startswith(f"{name} ") for line in refused.value.args[1:])
+@pytest.mark.parametrize("name", IN_RANGE)
+def test_what_is_in_range_is_taken(name):
+    for value in IN_RANGE[name]:
+        params = SamplingParams(**{name: value})
+        if not name.startswith("stop"):
+            assert getattr(params, name) == value
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_what_is_out_of_range_is_refused_by_name(name):
+    for value in OUT_OF_RANGE[name]:
+        with pytest.raises(BadRequest) as refused:
+            SamplingParams(**{name: value})
+        assert any(line.startswith(f"{name} is ") for line in refused.value.args[1:]), value
+
+
+@pytest.mark.parametrize(("group", "name"), SETTINGS, ids=[name for _, name in SETTINGS])
+def test_options_of_a_model_with_a_wrong_value_are_refused_by_name(group, name):
+    for value in WRONG[name]:
+        for make in (group, Options.of):
+            with pytest.raises(BadRequest) as refused:
+                make(**{name: value})
+            assert any(line.startswith(f"{name} is ") for line in refused.value.args[1:]), value
 
 
 def test_all_faults_are_reported_at_once():
@@ -70,7 +115,64 @@ def test_stops_are_kept_as_tuples_however_given():
     assert SamplingParams(stop=["a", "b"], stop_token_ids=9) == SamplingParams(stop=("a", "b"), stop_token_ids=(9,))
 
 
+def test_numbers_of_numpy_and_paths_become_plain_values():
+    params = SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(7), stop_token_ids=np.array([3, 4]))
+    assert [type(v) for v in (params.temperature, params.max_tokens, *params.stop_token_ids)] == [float, int, int, int]
+    options = Options.of(model=Path("folder"), routing_stats=Path("a.json"), batch=np.int32(2))
+    assert (options.model.model, options.experts.routing_stats, options.memory.batch) == ("folder", "a.json", 2)
+
+
 def test_only_what_is_not_given_takes_the_default():
     defaults = SamplingParams(temperature=0.6, top_p=0.95, top_k=0, max_tokens=7, seed=3)
     mixed = SamplingParams(temperature=0, seed=0).or_default(defaults)
     assert (mixed.temperature, mixed.top_p, mixed.max_tokens, mixed.seed) == (0, 0.95, 7, 0)
+
+
+def test_single_settings_go_to_their_groups_and_leave_the_others():
+    options = Options.of(attention="absorbed", experts="host").replace(kv_cache="fp8", batch=4)
+    assert options.attention == AttentionOptions("absorbed", "fp8")
+    assert options.experts == ExpertOptions("host")
+    assert options.memory.batch == 4
+    assert hash(options) == hash(Options.of(attention="absorbed", experts="host", kv_cache="fp8", batch=4))
+
+
+def test_an_unknown_option_gets_a_suggestion():
+    with pytest.raises(BadRequest, match=re.escape("there is no option attenton\n  did you mean attention?")):
+        Options.of(attenton="absorbed")
+
+
+@pytest.mark.parametrize("group", declared.GROUPS)
+def test_a_group_that_is_none_is_refused_by_name(group):
+    with pytest.raises(BadRequest, match=f"{group} is 'absorbed', expected "):
+        Options(**{group: "absorbed"})
+
+
+def test_names_are_those_that_the_model_computes_by():
+    from mla_jax.model.dispatch import ATTENTION
+    from mla_jax.model.moe import BACKENDS
+
+    assert declared.ATTENTION == ATTENTION
+    assert set(declared.EXPERTS) == {"auto", "host", *BACKENDS}
+
+
+def test_a_misspelt_word_gets_the_nearest_known_one():
+    assert nearest("temprature", ["top_k", "temperature"]) == "did you mean temperature?"
+    assert nearest("xyz", ["top_k", "temperature"]) == "known: top_k, temperature"
+
+
+def test_any_value_can_be_shown():
+    class Hostile:
+        def __repr__(self):
+            raise RuntimeError
+
+    assert shown(10**5000) == "a number of 16,610 bits"
+    assert shown(Hostile()).startswith("a Hostile ")
+    assert len(shown("x" * 10**6)) < 100
+
+
+def test_options_are_refused_without_jax():
+    code = "import sys; from mla_jax import BadRequest, Options\n"
+    code += "try: Options.of(attention='flash')\n"
+    code += "except BadRequest: print(sorted({'jax', 'flax', 'numpy'} & sys.modules.keys()))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
+    assert run.stdout == "[]\n"

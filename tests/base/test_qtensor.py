@@ -228,7 +228,7 @@ def test_shapes_of_too_few_axes_are_refused(format, shape):
     ids=["none", "dtype", "bytes", "blocks", "two"],
 )
 def test_parts_that_do_not_fit_the_shape_are_refused_with_what_was_found_and_expected(parts):
-    with pytest.raises(BadFile, match="layer 0 is no Q4_K of shape") as caught:
+    with pytest.raises(BadFile, match="layer 0 is not a Q4_K tensor of shape") as caught:
         check(QTensor("Q4_K", parts, (4, 512)), "layer 0")
     assert caught.value.args[2] == "expected uint8[4, 2, 144]"
 

@@ -14,6 +14,12 @@ def no_waiting_for_the_disk(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def no_shared_cache(monkeypatch):
+    """Processes that are killed would leave halves of compiled programs in the cache of all tests."""
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
+
+
+@pytest.fixture(autouse=True)
 def memory_enough(monkeypatch):
     for module in ("plan", "export"):
         monkeypatch.setattr(f"convert.{module}.available", lambda: 1 << 50)

@@ -10,8 +10,8 @@ from weights import as_gguf
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.qtensor import QTensor
-from mla_jax.weights.checkpoint import open_store
 from mla_jax.weights.load import load
+from mla_jax.weights.orbax_store import open_store
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LAYOUTS = ["new", "old", "both", "fused"]

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 from checkpoints import assert_same_model, convert, released
 
-from mla_jax.weights.checkpoint import open_store
+from mla_jax.weights.orbax_store import open_store
 
 # shape, and the chunk on tensor=2,expert=4
 CHUNKS = {
@@ -51,10 +51,10 @@ RESTORE = """
     import jax, numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
     from pathlib import Path
-    from mla_jax.weights import checkpoint
-    from mla_jax.weights.checkpoint import open_store
-    read, sound = [], checkpoint._sound
-    checkpoint._sound = lambda *chunk: read.append(chunk) or sound(*chunk)
+    from mla_jax.weights import orbax_store
+    from mla_jax.weights.orbax_store import open_store
+    read, sound = [], orbax_store._sound
+    orbax_store._sound = lambda *chunk: read.append(chunk) or sound(*chunk)
     store = open_store(Path(sys.argv[1]))
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("tensor", "expert"))
     specs = {"embed": P("tensor"), "layers.1.mlp.router.bias": P("expert"), "layers.1.mlp.experts.up": P("expert", "tensor")}

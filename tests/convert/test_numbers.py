@@ -9,8 +9,8 @@ from checkpoints import BLOCK, assert_same_model, convert, packed_gguf, raw, rel
 from safetensors.numpy import load_file, save_file
 from weights import fp8, parameters
 
-from mla_jax.weights.checkpoint import open_store
 from mla_jax.weights.load import load
+from mla_jax.weights.orbax_store import open_store
 
 HF = models.FAMILIES["v3"]
 

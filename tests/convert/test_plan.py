@@ -60,10 +60,53 @@ def test_an_output_that_is_there_is_refused(tmp_path, source, capfd):
 def test_an_output_in_the_source_or_around_it_is_refused(tmp_path, source, capfd):
     (tmp_path / "link").symlink_to(source)
     for out in (source / "out", tmp_path / "link" / "out", source / ".." / "hf" / "out"):
-        assert "out lies inside the source\n  which is " in refused(capfd, source, out)
-    assert "lies inside the source" in refused(capfd, tmp_path / "link", source / "out")
+        assert "out is inside the source\n  which is " in refused(capfd, source, out)
+    assert "is inside the source" in refused(capfd, tmp_path / "link", source / "out")
     assert "exists already" in refused(capfd, source, source)
     assert "exists already" in refused(capfd, source, tmp_path)
+
+
+COPIED = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "tiktoken.model",
+)
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf"])
+@pytest.mark.parametrize("name", COPIED)
+def test_a_link_that_leaves_the_source_is_refused_and_nothing_of_it_copied(tmp_path, source, capfd, name, to):
+    secret = tmp_path / "secret"
+    if (source / name).exists():
+        (source / name).rename(secret)
+    else:
+        secret.write_text("a key")
+    (source / name).symlink_to(secret)
+    said = refused(capfd, source, tmp_path / "out", "--to", to)
+    assert said == f"3 error: {name} is a link that leaves the model folder\n  it leads to {secret}\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "secret"]
+
+
+def test_the_links_of_a_hub_cache_are_followed_and_their_files_copied(tmp_path, source):
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    source.rename(blobs)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert convert(snapshot, tmp_path / "out") == 0
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        assert not (tmp_path / "out" / name).is_symlink()
+        assert (tmp_path / "out" / name).read_bytes() == (blobs / name).read_bytes()
+
+
+def test_a_link_within_the_source_is_followed(tmp_path, source):
+    (source / "tokenizer.json").rename(source / "other.json")
+    (source / "tokenizer.json").symlink_to("other.json")
+    assert convert(source, tmp_path / "out") == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "other.json").read_bytes()
 
 
 def test_beside_a_gguf_file_there_is_room(tmp_path):

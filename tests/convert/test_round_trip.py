@@ -10,8 +10,8 @@ from checkpoints import NUMBERS, convert, raw, released
 from safetensors.numpy import save_file
 
 from convert import export
-from mla_jax.weights.checkpoint import open_store
 from mla_jax.weights.load import load
+from mla_jax.weights.orbax_store import open_store
 from mla_jax.weights.safetensors import open_folder
 
 BESIDE = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")

@@ -12,7 +12,7 @@ import pytest
 from checkpoints import assert_same_model, convert, raw, released
 
 from convert import export, tensors, write
-from mla_jax.weights.checkpoint import Writer
+from mla_jax.weights.orbax_store import Writer
 
 STOPPED = "stopped; run the same command again, and it goes on from here"
 
@@ -145,6 +145,54 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, source, mon
     assert not (tmp_path / "out").exists()
 
 
+# folders that are not ours
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf"])
+def test_a_partial_folder_of_something_else_is_refused_and_left_as_it_is(tmp_path, source, capfd, to):
+    partial = tmp_path / "out.partial"
+    (partial / "weights" / "mine").mkdir(parents=True)
+    for file in ("notes.txt", "weights/mine/thesis.tex", "model.safetensors"):
+        (partial / file).write_text("years of work")
+    assert convert(source, tmp_path / "out", "--to", to) == 3
+    said = capfd.readouterr().err
+    record = "manifest.json" if to == "orbax" else "conversion.json"
+    assert f"error: {partial} was not made by a conversion\n  it has no {record}, found model.safetensors, notes.txt, " in said
+    assert "\n  move it away, or choose another OUT\n" in said
+    assert sorted(p.read_text() for p in partial.rglob("*") if p.is_file()) == ["years of work"] * 3
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf"])
+@pytest.mark.parametrize("what", ["a file", "a link to nothing", "a link to a folder"])
+def test_what_is_no_folder_under_the_name_of_the_partial_one_is_refused(tmp_path, source, capfd, to, what):
+    partial, elsewhere = tmp_path / "out.partial", tmp_path / "elsewhere"
+    if what == "a file":
+        partial.write_text("mine")
+    else:
+        partial.symlink_to(elsewhere)
+    if what == "a link to a folder":
+        elsewhere.mkdir()
+        (elsewhere / "mine").write_text("mine")
+    assert convert(source, tmp_path / "out", "--to", to) == 3
+    assert f"error: {partial} was not made by a conversion" in capfd.readouterr().err
+    if what == "a link to a folder":
+        assert [path.name for path in elsewhere.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf"])
+@pytest.mark.parametrize("left", [(), ("temporary",)])
+def test_what_a_kill_left_before_the_first_step_is_gone_on_with(tmp_path, source, to, left):
+    """An empty folder, or the record under the name that it has until all of it is on the disk."""
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    for _ in left:
+        (partial / ("manifest.json.new" if to == "orbax" else "conversion.json.partial")).write_text('{"kin')
+    assert convert(source, tmp_path / "out", "--to", to) == 0
+    assert_whole(source, tmp_path / "out", to)
+    assert not [path for path in (tmp_path / "out").iterdir() if path.suffix in (".new", ".partial")]
+
+
 # what the system refuses
 
 
@@ -259,7 +307,7 @@ def test_a_signal_from_outside_stops_it_too(tmp_path):
         import sys
         from convert import tensors
         from convert.__main__ import main
-        from mla_jax.weights.checkpoint import Writer
+        from mla_jax.weights.orbax_store import Writer
         tensors.STEP, save, steps = 20_000, Writer.save, []
         def waiting(*arguments):
             steps.append(arguments)

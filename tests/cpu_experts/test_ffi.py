@@ -496,6 +496,7 @@ def test_programs_of_cuda_order_calls_by_their_data(layer, fake):
 def test_compiled_for_an_h200_the_shared_experts_run_between_the_halves_and_all_is_one_graph(builds, fake_driver, tmp_path):
     pytest.importorskip("jax_plugins.xla_cuda13", reason="jax-cuda13-plugin of JAX's own version compiles without a GPU")
     flags = {"XLA_FLAGS": f"--xla_dump_to={tmp_path}", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    flags |= {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
     script = (HERE / "compile_ffi.py").read_text()
     order = python(script, CPU_EXPERTS_LIBRARY=str(builds() / library.NAME), **flags).split()
     submit, collect = "cpu_experts_submit", "cpu_experts_collect"
@@ -731,7 +732,7 @@ SANITIZERS = {  # at -O2, all that is checked takes the compiler two and a half 
 }
 
 
-LONG = (pytest.mark.slow, pytest.mark.once)
+LONG = (pytest.mark.slow, pytest.mark.once, pytest.mark.deep("cpu_experts/csrc"))
 
 
 @pytest.mark.parametrize("sanitizer", ["none", *(pytest.param(s, marks=LONG) for s in ("address", "thread"))])

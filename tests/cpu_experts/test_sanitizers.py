@@ -12,6 +12,7 @@ import pytest
 
 from cpu_experts import library
 
+pytestmark = [pytest.mark.slow, pytest.mark.deep("cpu_experts/csrc")]
 HERE = Path(__file__).parent
 # -O1: at -O3 the compiler takes twelve times as long over all that is checked. None is a build type without flags of its own.
 BUILD = ("-DCPU_EXPERTS_EMULATE_TILES=ON", "-DCMAKE_BUILD_TYPE=None")
@@ -20,11 +21,14 @@ TSAN = (*BUILD, "-DCMAKE_CXX_FLAGS=-O1 -fsanitize=thread")
 # Less what takes long with emulated tiles, and what starts a Python that loads another build.
 LONG = ("repeated", "skewed", "cut_the_panels", "every_size", "4096", "1000", "150", "exits", "one_core", "several_nodes")
 LONG += ("waits", "cannot_be_had")
-LONG += ("(2100 and (_k or fp8 or g128))",)  # several slices of formats that become others first: shorter ones do that, too
 BOUNDS = " and ".join(f"not {name}" for name in LONG)
 # ThreadSanitizer itself cannot start threads in a child.
-RACES = "fuzz or (handles and not exits and not one_core and not forked and not waits)"
-RACES += " or (repeated and avx and not _k) or (numa and three)"
+RACES = {
+    "fuzz": "fuzz",
+    "handles": "not exits and not one_core and not forked and not waits",
+    "forward": "repeated and avx and not _k",
+    "numa": "three",
+}
 
 
 def preloaded(name: str, flag: str, folder: Path) -> str:
@@ -42,24 +46,23 @@ def preloaded(name: str, flag: str, folder: Path) -> str:
     return " ".join(found)
 
 
-def run(folder: Path, preload: str, chosen: str, temporary: Path, **options: str) -> None:
-    """The chosen tests; what the runtime reports ends the process, or is an exit status of its own."""
+def run(folder: Path, preload: str, file: str, chosen: str, temporary: Path, **options: str) -> None:
+    """The chosen tests of a file; what the runtime reports ends the process, or is an exit status of its own."""
     environment = os.environ | {"CPU_EXPERTS_TESTED": str(folder / library.NAME), "LD_PRELOAD": preload} | options
-    files = [str(HERE / f"test_{name}.py") for name in ("arguments", "blocks", "forward", "fuzz", "handles", "numa")]
-    flags = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command = [sys.executable, *flags, f"--basetemp={temporary}", *files, "-k", chosen]
+    flags = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={temporary}", "-k", chosen]
+    command = [sys.executable, *flags, str(HERE / f"test_{file}.py")]
     done = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     assert "Sanitizer" not in done.stderr
 
 
-@pytest.mark.slow
-def test_addresses_and_undefined_behaviour(builds, tmp_path):
+@pytest.mark.parametrize("file", ["arguments", "blocks", "forward", "fuzz", "handles", "numa"])
+def test_addresses_and_undefined_behaviour(builds, tmp_path, file):
     preload = preloaded("libasan.so", "-fsanitize=address", tmp_path)
-    run(builds(*ASAN), preload, BOUNDS, tmp_path / "run", ASAN_OPTIONS="detect_leaks=0")
+    run(builds(*ASAN), preload, file, BOUNDS, tmp_path / "run", ASAN_OPTIONS="detect_leaks=0")
 
 
-@pytest.mark.slow
-def test_threads_do_not_race(builds, tmp_path):
+@pytest.mark.parametrize("file", RACES)
+def test_threads_do_not_race(builds, tmp_path, file):
     preload = preloaded("libtsan.so", "-fsanitize=thread", tmp_path)
-    run(builds(*TSAN), preload, RACES, tmp_path / "run", TSAN_OPTIONS="exitcode=66")
+    run(builds(*TSAN), preload, file, RACES[file], tmp_path / "run", TSAN_OPTIONS="exitcode=66")

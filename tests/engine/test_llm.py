@@ -17,15 +17,16 @@ from models import FAMILIES, tensors, write
 from pairs import WORDS, pairs_tokenizer
 
 from mla_jax import LLM, SamplingParams
-from mla_jax.base import roofline
 from mla_jax.base.batch import Batch as LayerBatch
 from mla_jax.base.batch import bucket
 from mla_jax.base.errors import BadConfig, BadRequest, MlaJaxError
 from mla_jax.cache.latent import slots_for
 from mla_jax.engine import llm as engine
+from mla_jax.engine import opened
 from mla_jax.engine import text as reading
-from mla_jax.weights import measure
-from mla_jax.weights.routing import Routing
+from mla_jax.offload import calibrate
+from mla_jax.offload.cost import HostRates
+from mla_jax.offload.routing import Routing
 
 PROMPTS = [[5, 6, 7], [20], [33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43], [50, 51, 52, 53, 54, 55]]
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -226,7 +227,7 @@ def test_bfloat16_tokens_are_the_likeliest_or_nearly_so(tmp_path):
 def ending(llm, greedy, monkeypatch):
     """A token the model writes behind the first prompt, made its end token, and the place of it."""
     end = next(t for t in greedy[0][3:] if greedy[0].index(t) >= 3)
-    monkeypatch.setattr(llm, "end_ids", (1, end))
+    monkeypatch.setattr(llm.inputs, "text", llm.inputs.text._replace(end_ids=(1, end)))
     return end, greedy[0].index(end)
 
 
@@ -296,13 +297,13 @@ def test_a_stop_text_that_never_comes_changes_nothing(llm, greedy):
 
 
 def test_no_tokens_asked_for_give_an_empty_output_even_in_a_full_context(llm, monkeypatch):
-    monkeypatch.setattr(llm, "context", 16)
+    monkeypatch.setattr(llm.inputs, "context", 16)
     outputs = llm.generate([PROMPTS[0], [3] * 16], SamplingParams(max_tokens=0, stop="a", logprobs=2))
     assert [(o.token_ids, o.text, o.finish_reason, o.logprobs) for o in outputs] == [([], "", "length", [])] * 2
 
 
 def test_max_tokens_defaults_to_what_the_context_still_holds(llm, monkeypatch):
-    monkeypatch.setattr(llm, "context", 16)
+    monkeypatch.setattr(llm.inputs, "context", 16)
     assert len(llm.generate([3] * 11, SamplingParams(ignore_eos=True))[0].token_ids) == 5
 
 
@@ -487,10 +488,12 @@ def test_slots_are_few_different_numbers_and_never_far_too_many(tokens, slots):
 
 # experts on the CPU
 
+RATES = HostRates("a CPU", 1e11, 1e12, 2e-5, 5e10)
+
 
 @pytest.mark.usefixtures("host_library")
 def test_experts_on_the_host_answer_as_those_on_the_device_do(llm, folder, monkeypatch):
-    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 2e-5, 5e10))
+    monkeypatch.setattr(calibrate, "host", lambda *formats: RATES)
     on_host = LLM(folder, experts="host")
     outputs = on_host.generate(PROMPTS, GREEDY)
     ids = [output.token_ids for output in outputs]
@@ -505,8 +508,18 @@ def test_experts_on_the_host_answer_as_those_on_the_device_do(llm, folder, monke
 
 
 @pytest.mark.usefixtures("host_library")
+def test_a_slow_processor_is_a_note_where_experts_are_on_the_host(llm, folder, monkeypatch):
+    monkeypatch.setattr(calibrate, "host", lambda *formats: RATES)
+    monkeypatch.setattr("cpu_experts.isa", lambda: "avx2")
+    slow = "experts on this CPU are computed by avx2: slower than by AVX-512 or AMX"
+    assert slow in (on_host := LLM(folder, experts="host")).notes
+    assert f"note: {slow}" in on_host.explain()
+    assert slow not in llm.notes
+
+
+@pytest.mark.usefixtures("host_library")
 def test_experts_that_are_chosen_most_are_counted_and_then_lie_on_the_device_too(llm, folder, monkeypatch, tmp_path):
-    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 2e-5, 5e10))
+    monkeypatch.setattr(calibrate, "host", lambda *formats: RATES)
     path, config = tmp_path / "routing.json", llm.config
     counting = LLM(folder, routing_stats=path)
     outputs = counting.generate(PROMPTS[:2], GREEDY)
@@ -521,9 +534,9 @@ def test_experts_that_are_chosen_most_are_counted_and_then_lie_on_the_device_too
     before = Routing.open(path, config)
     assert before.tokens > expected.sum() // 3
     split = LLM(folder, experts="host", routing_stats=path, device_experts=3)
-    (ids,) = (e.hot.place[...] for e in split.model._on_host())
+    ids = split.model.layers[1].mlp.experts.replicated.place[...]
     assert sorted(np.flatnonzero(ids[:-1] < 3)) == sorted(np.argsort(-before.counts[0], kind="stable")[:3])
-    assert re.search(r"3 of 8 experts of these layers lie on the device, too, which get \d+ % of the tokens", split.explain())
+    assert re.search(r"3 of 8 experts of these layers are replicated on the device: \d+% of the tokens' choices", split.explain())
     found, exact = (x.logits([PROMPTS[2]])[0] for x in (split, llm))
     assert np.abs(found - exact).max() < 0.05 * exact.std()
     tokens = split.generate([PROMPTS[2]], GREEDY)[0].token_ids
@@ -544,7 +557,7 @@ def test_statistics_that_cannot_be_written_stop_the_start_and_no_answer(folder, 
 
 @pytest.mark.usefixtures("host_library")
 def test_prompts_bring_experts_of_the_host_to_the_device_if_asked(llm, folder, monkeypatch):
-    monkeypatch.setattr(measure, "host", lambda *precisions: roofline.Host("a CPU", 1e11, 1e12, 1e-5, 2e-5, 5e10))
+    monkeypatch.setattr(calibrate, "host", lambda *formats: RATES)
     brought = LLM(folder, experts="host", stream_tokens=16)
     assert "on the CPU, with 16 tokens or more brought to the device, by loop: as asked" in brought.explain()
     ids = list(range(20))
@@ -555,7 +568,7 @@ def test_prompts_bring_experts_of_the_host_to_the_device_if_asked(llm, folder, m
 
 
 def test_what_is_no_way_of_computing_experts_is_refused(folder):
-    with pytest.raises(BadRequest, match="experts gpu is not known\n  known: auto, host, dense, loop, gather, ragged"):
+    with pytest.raises(BadRequest, match="experts is 'gpu', expected one of auto, host, dense, loop, gather, ragged"):
         LLM(folder, experts="gpu")
 
 
@@ -565,7 +578,7 @@ def test_for_a_user_without_a_home_no_compiled_programs_are_kept(monkeypatch):
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", None)
     try:
-        engine._cache_compiled_programs()
+        opened.cache_compiled_programs()
         assert jax.config.values["jax_compilation_cache_dir"] is None
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -1,13 +1,20 @@
 """Streams and chats: the same answers as `generate`, piece by piece."""
 
 import json
+import os
+import re
+import signal
 
+import jaxtyping
 import pytest
 from models import FAMILIES, tensors, write
 from pairs import pairs_tokenizer
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadRequest
+from mla_jax.base.options import GROUPS, names
+from mla_jax.engine import inputs
+from mla_jax.engine.batch import Batch
 
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
@@ -75,12 +82,59 @@ def test_a_chat_is_the_template_and_then_generate(llm):
     assert output.token_ids == llm.generate("a5b6c7", PARAMS)[0].token_ids
 
 
+@pytest.mark.parametrize("messages", [None, 5, "hi", [], [5], [{"role": "user"}], {"role": "user", "content": "a5"}])
+def test_what_is_no_conversation_is_a_bad_request(llm, monkeypatch, messages):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users run without the checks of the tests
+    for task in (llm.chat, llm.encode_chat):
+        with pytest.raises(BadRequest, match=r"conversation|message 0"):
+            task(messages)
+
+
 def test_a_folder_without_a_template_cannot_chat(llm, monkeypatch):
-    monkeypatch.setattr(llm, "chat_template", None)
+    monkeypatch.setattr(llm.inputs, "text", llm.inputs.text._replace(chat_template=None))
     with pytest.raises(BadRequest, match="no chat template"):
         llm.chat([{"role": "user", "content": "a5"}])
 
 
-def test_more_prompts_than_the_limit_are_refused_before_anything_is_allocated(llm):
+def test_more_prompts_than_the_limit_are_refused_before_any_is_converted(llm, monkeypatch):
+    monkeypatch.setattr(inputs, "_plain", lambda value: pytest.fail("a prompt was converted"))
     with pytest.raises(BadRequest, match="1,000,000 prompts"):
         llm.generate([[5]] * 1_000_000)
+
+
+def test_the_figures_of_the_last_stream_are_gone_when_the_next_begins(llm):
+    list(llm.stream("a5", PARAMS))
+    assert llm.last_stats is not None
+    stream = llm.stream("a5b6", PARAMS)
+    assert llm.last_stats is None
+    next(stream)
+    assert llm.last_stats.prompt_tokens == 3
+
+
+def test_ctrl_c_in_generate_is_heard_and_leaves_the_engine_usable(llm, monkeypatch):
+    expected = llm.generate("a5b6", PARAMS)[0].token_ids
+    advance, calls = Batch.advance, []
+
+    def interrupted(batch: Batch, steps: int):
+        calls.append(steps)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return advance(batch, steps)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Batch, "advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("a5b6", SamplingParams(max_tokens=300, ignore_eos=True))
+    assert len(calls) == 2, "a long answer returns to Python in between"
+    assert llm.generate("a5b6", PARAMS)[0].token_ids == expected
+    assert [t for chunk in llm.stream("a5b6", PARAMS) for t in chunk.token_ids] == expected
+
+
+def test_the_model_is_shown_by_its_name_size_and_device(llm):
+    assert re.fullmatch(r"LLM\('v30': deepseek_v3, 2 layers, [\d.]+ MiB in float32, context 512, on .+\)", repr(llm))
+
+
+def test_the_documentation_of_the_model_names_every_option():
+    for group in GROUPS.values():
+        for name in names(group):
+            assert f"`{name}`" in LLM.__init__.__doc__

@@ -5,7 +5,7 @@ from faults.change import Fault, folder_instead_of, pipe_instead_of, remove, spa
 from faults.hf import config, config_text, raw
 from faults.safetensors_corpus import NESTED
 
-from mla_jax.base.errors import BadConfig
+from mla_jax.base.errors import BadConfig, Unsupported
 
 _HUGE = "9" * 4000
 
@@ -42,6 +42,12 @@ FAULTS = (
         config_text(lambda t: t.replace("10000.0", _HUGE)),
         BadConfig,
         ("not valid JSON", "number 9999", "is too large"),
+    ),
+    Fault(
+        "config_with_half_a_surrogate_pair",
+        config_text(lambda t: t[:-1] + ', "note": ["\\ud83d", "\\ud83d\\ude00"]}'),
+        BadConfig,
+        ("config.json is not valid JSON", "\\ud83d, half of a surrogate pair"),
     ),
     Fault(
         "config_without_kv_lora_rank", config(kv_lora_rank=...), BadConfig, ("not an MLA model", "deepseek_v3", "no kv_lora_rank")
@@ -129,6 +135,23 @@ FAULTS = (
         config(mlp_layer_types=["dense", "mamba", "dense"]),
         BadConfig,
         ("other words than dense and sparse",),
+    ),
+    Fault(
+        "rope_settings_that_contradict_each_other",
+        config(rope_scaling=models.yarn(4, 1, 1), rope_parameters={"rope_type": "yarn", "factor": 8}),
+        BadConfig,
+        ("contradict each other", "factor is 4 in rope_scaling and 8 in rope_parameters"),
+    ),
+    *(
+        Fault(f"arithmetic_of_{key}", config(**{key: value}), Unsupported, ("not implemented", f"{key} = {value!r}"))
+        for key, value in {
+            "llama_4_scaling_beta": 0.1,
+            "use_mla_scaling_factor": True,
+            "gated_mla": True,
+            "hc_mult": 4,
+            "index_topk_freq": 4,
+            "layer_types": ["sliding_attention"],
+        }.items()
     ),
     Fault("rope_scaling_is_a_text", config(rope_scaling="yarn"), BadConfig, ("RoPE settings", "yarn")),
     Fault(

@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 from faults.corpus import CORPORA
 
-from mla_jax.weights.checkpoint import Store
-from mla_jax.weights.safetensors import Folder
+from mla_jax.weights.orbax_store import Store
+from mla_jax.weights.safetensors import TensorFiles
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +39,7 @@ def folder(valid, tmp_path):
 def reads(monkeypatch):
     """The names of the tensors that were read."""
     names = []
-    for kind in (Folder, Store):
+    for kind in (TensorFiles, Store):
         read = kind.read
         monkeypatch.setattr(kind, "read", lambda self, *piece, read=read: (names.append(piece[0]), read(self, *piece))[1])
     return names

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+LONG = 10  # seconds of the processor: what grows with the square of a header takes far longer, a busy machine far less
 
 
 class Cost(NamedTuple):

@@ -69,7 +69,7 @@ FAULTS = (
         BadFile,
         (SECOND, "leaves the model folder"),
     ),
-    # what lies in them
+    # their contents
     Fault("part_repeated", copy(FIRST, SECOND), BadFile, ("not those of one model", "is in 2 of 2 parts, expected 1")),
     Fault(
         "tensor_in_one_part_only",

@@ -184,7 +184,7 @@ FAULTS = (
     Fault("magic_of_escape_codes", raw(lambda d: b"\x1b[2J" + d[4:]), BadFile, ("\\x1b[2J",)),
     Fault("magic_swapped", raw(lambda d: b"FUGG" + d[4:]), BadFile, ("byte-swapped",)),
     Fault("git_lfs_pointer", raw(lambda d: _LFS), BadFile, ("pointer of Git LFS", "git lfs pull")),
-    Fault("version_0", parts(lambda p: p._replace(version=0)), BadFile, ("version 0", "never was", "known: 2 and 3")),
+    Fault("version_0", parts(lambda p: p._replace(version=0)), BadFile, ("version 0", "does not exist", "known: 2 and 3")),
     Fault("version_1", parts(lambda p: p._replace(version=1)), BadFile, ("version 1", "convert the model again")),
     Fault("version_4", parts(lambda p: p._replace(version=4)), BadFile, ("version 4", "too old for it")),
     Fault("big_endian", raw(byte_swapped), BadFile, (FILE, "big-endian", "little-endian")),

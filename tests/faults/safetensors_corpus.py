@@ -143,7 +143,7 @@ FAULTS = (
     Fault("mapped_with_backslash", mapped_to("..\\x.safetensors"), BadFile, ("not a name of a file in the folder",), "sharded"),
     Fault("mapped_with_nul", mapped_to("x\0.safetensors"), BadFile, ("x\\x00.safetensors", "not a name of a file"), "sharded"),
     Fault("mapped_with_escape_codes", mapped_to("\x1b[2J.safetensors"), BadFile, ("\\x1b[2J", "not a name of a file"), "sharded"),
-    Fault("mapped_with_half_a_character", mapped_to("\ud800.safetensors"), BadFile, ("not a name of a file",), "sharded"),
+    Fault("mapped_with_half_a_character", mapped_to("\ud800.safetensors"), BadFile, ("half of a surrogate pair",), "sharded"),
     Fault("mapped_to_no_safetensors", mapped_to("config.json"), BadFile, ("config.json", "ends in .safetensors"), "sharded"),
     Fault("mapped_to_nothing", mapped_to(""), BadFile, ("'' is not a name of a file in the folder",), "sharded"),
     Fault("mapped_to_dots", mapped_to(".."), BadFile, ("not a name of a file in the folder",), "sharded"),
@@ -205,7 +205,7 @@ FAULTS = (
         "tensor_misspelt",
         both(add("model.layers.0.self_attn.o_prj.weight", (48, 64)), without(O_PROJ)),
         BadFile,
-        (f"missing: {O_PROJ} (not used, and near: model.layers.0.self_attn.o_prj.weight)",),
+        (f"missing: {O_PROJ} (not used, but similar: model.layers.0.self_attn.o_prj.weight)",),
     ),
     Fault(
         "nine_tensors_missing",
@@ -275,7 +275,7 @@ FAULTS = (
         (f"{SCALE} scales a weight that is not FP8", "F32"),
         "fp8",
     ),
-    Fault("scale_without_a_weight", without(O_PROJ), BadFile, (f"missing: {O_PROJ} (not used, and near: {SCALE})",), "fp8"),
+    Fault("scale_without_a_weight", without(O_PROJ), BadFile, (f"missing: {O_PROJ} (not used, but similar: {SCALE})",), "fp8"),
     Fault("scale_of_nothing", add("model.layers.0.self_attn.x_proj.weight_scale_inv"), BadFile, ("not used: ", "x_proj"), "fp8"),
     Fault(
         "scale_of_another_block_count",
@@ -325,12 +325,12 @@ FAULTS = (
     ),
     # row 12: names and counts
     Fault("tensors_100_001", header_bytes(_TOO_MANY), BadFile, (FILE, "too many tensors", "found 100,001, the limit is 100,000")),
-    Fault("name_of_513_bytes", header(lambda e: e.update({"n" * 513: e.pop(NORM)})), BadFile, ("is no tensor name", "513")),
+    Fault("name_of_513_bytes", header(lambda e: e.update({"n" * 513: e.pop(NORM)})), BadFile, ("is not a tensor name", "513")),
     Fault(
         "name_of_513_bytes_in_171_characters",
         header(lambda e: e.update({"€" * 171: e.pop(NORM)})),
         BadFile,
-        ("is no tensor name",),
+        ("is not a tensor name",),
     ),
     Fault(
         "name_of_100_000_characters", header(lambda e: e.update({"n" * 10**5: e.pop(NORM)})), BadFile, ("nnn...nnn", "100,000")
@@ -339,9 +339,9 @@ FAULTS = (
         "name_of_half_a_character",
         header(lambda e: e.update({"\ud800": e.pop(NORM)})),
         BadFile,
-        ("refused by the safetensors library",),
+        (f"the header of {FILE}", "half of a surrogate pair"),
     ),
-    Fault("empty_name", header(lambda e: e.update({"": e.pop(NORM)})), BadFile, ("is no tensor name", "it has 0 characters")),
+    Fault("empty_name", header(lambda e: e.update({"": e.pop(NORM)})), BadFile, ("is not a tensor name", "it has 0 characters")),
     Fault("name_with_control_characters", add("\x1b]0;owned\x07\n\0"), BadFile, ("not used: \\x1b]0;owned\\x07\\n\\x00",)),
     Fault("name_with_dots", add("../../etc/passwd"), BadFile, ("not used: ../../etc/passwd",)),
     # row 13: no safetensors

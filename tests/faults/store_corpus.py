@@ -57,7 +57,7 @@ def renamed(to: str, name: str = NORM):
 
 
 def senseless(name: str, mutate: Callable[[Path], Any]) -> Fault:
-    return Fault(name, mutate, BadFile, (FILE, "makes no sense", "found {"))
+    return Fault(name, mutate, BadFile, (FILE, "invalid entry", "found {"))
 
 
 def chunk(act: Callable[[Path], object], name: str = EMBED):
@@ -91,18 +91,18 @@ FAULTS = (
     Fault("key_twice", raw(lambda d: d[:-1] + b', "version": 1}'), BadFile, ("key given twice", "version")),
     Fault("number_of_400_digits", raw(lambda d: d.replace(b'"step": 0', b'"step": ' + b"9" * 400)), BadFile, ("too large",)),
     # what it says of itself
-    Fault("other_kind", top(kind="weights"), BadFile, (FILE, "no manifest of weights", "mla-convert wrote")),
-    Fault("kind_is_a_list", top(kind=[]), BadFile, (FILE, "no manifest of weights")),
+    Fault("other_kind", top(kind="weights"), BadFile, (FILE, "not a manifest of weights", "mla-convert wrote")),
+    Fault("kind_is_a_list", top(kind=[]), BadFile, (FILE, "not a manifest of weights")),
     Fault("newer_version", top(version=2), BadFile, ("version 2 of its format", "up to 1", "update mla-jax")),
     Fault("version_of_2_to_64", top(version=1 << 64), BadFile, ("version 18446744073709551616 of its format",)),
-    Fault("version_0", top(version=0), BadFile, ("no manifest of weights",)),
-    Fault("version_is_a_text", top(version="1"), BadFile, ("no manifest of weights",)),
+    Fault("version_0", top(version=0), BadFile, ("not a manifest of weights",)),
+    Fault("version_is_a_text", top(version="1"), BadFile, ("not a manifest of weights",)),
     Fault("not_complete", top(complete=False), BadFile, ("is not complete", "run the same command again")),
-    Fault("complete_is_a_number", top(complete=1), BadFile, ("no manifest of weights",)),
-    Fault("tensors_are_a_list", top(tensors=[]), BadFile, ("no manifest of weights",)),
-    Fault("no_metadata", manifest(lambda m: m.pop("metadata")), BadFile, ("no manifest of weights",)),
+    Fault("complete_is_a_number", top(complete=1), BadFile, ("not a manifest of weights",)),
+    Fault("tensors_are_a_list", top(tensors=[]), BadFile, ("not a manifest of weights",)),
+    Fault("no_metadata", manifest(lambda m: m.pop("metadata")), BadFile, ("not a manifest of weights",)),
     *(
-        Fault(f"metadata_of_{key}", top(metadata={key: value}), BadFile, (FILE, "metadata that makes no sense"))
+        Fault(f"metadata_of_{key}", top(metadata={key: value}), BadFile, (FILE, "invalid metadata"))
         for key, value in {"scales": ["F32"], "copies": ["embed"]}.items()
     ),
     # its tensors
@@ -160,7 +160,7 @@ FAULTS = (
         "tensor_in_another_step",
         entry(EMBED, step=1),
         BadFile,
-        ("stored otherwise than the manifest says", "missing"),
+        ("does not match the manifest", "missing"),
         reads=True,
     ),
     Fault("byte_flipped", chunk(flip), BadFile, ("embed is damaged", "embed.0.0", "weights/00000"), reads=True),

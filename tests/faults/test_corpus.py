@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 from faults.corpus import CORPORA
-from faults.cost import cost_of
+from faults.cost import LONG, cost_of
 
 ALL = [(name, fault) for name, corpus in CORPORA.items() for fault in corpus.faults]
 
@@ -25,11 +25,11 @@ def test_a_bad_folder_is_refused(corpus, fault, folder, reads):
             CORPORA[corpus].read(path)
         caught.append(error.value)
 
-    for _ in range(3):  # the process may have had other work; a fault that is costly is so every time
+    for _ in range(3):  # other work of the process may have taken memory; a fault that is costly is so every time
         caught.clear()
         reads.clear()
         cost = cost_of(refused)
-        if cost.seconds < 1 and cost.memory < CORPORA[corpus].memory:
+        if cost.memory < CORPORA[corpus].memory:
             break
     text = str(*caught)
     assert type(caught[0]) is fault.error
@@ -37,5 +37,5 @@ def test_a_bad_folder_is_refused(corpus, fault, folder, reads):
     assert all(line.isprintable() and len(line) < 1000 for line in text.split("\n"))
     assert len(text.split("\n")) < 35
     assert bool(reads) == fault.reads
-    assert cost.seconds < 1
+    assert cost.seconds < LONG
     assert cost.memory < CORPORA[corpus].memory

@@ -5,12 +5,12 @@ from contextlib import suppress
 from itertools import pairwise
 
 from faults import gguf_corpus
-from faults.cost import cost_of
+from faults.cost import LONG, cost_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_jax.base.errors import MlaJaxError
-from mla_jax.weights.gguf import read_header
+from mla_jax.weights.gguf_header import read_header
 
 VALID = gguf_corpus.valid().file()
 
@@ -51,7 +51,7 @@ def _read_or_refuse(tmp_path_factory, content: bytes):
         with suppress(MlaJaxError):
             headers.append(read_header(file))
 
-    assert any(cost_of(read).seconds < 1 for _ in range(3))  # the process may have had other work
+    assert cost_of(read).seconds < LONG
     if not headers:
         return
     (header,) = headers

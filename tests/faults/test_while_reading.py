@@ -10,7 +10,8 @@ from faults import gguf_corpus, hf
 
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile
-from mla_jax.weights.gguf import open_gguf, read_header
+from mla_jax.weights.gguf import open_gguf
+from mla_jax.weights.gguf_header import read_header
 from mla_jax.weights.load import load
 from mla_jax.weights.safetensors import open_folder
 

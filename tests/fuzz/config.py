@@ -1,4 +1,4 @@
-"""Fuzzes config.json, that of a released folder and that of DeepSeek's inference code."""
+"""Fuzzes config.json, of released folders and of DeepSeek's inference code."""
 
 import json
 from collections.abc import Iterable

@@ -11,11 +11,11 @@ from weights import as_gguf
 
 from mla_jax.base.errors import MlaJaxError
 from mla_jax.text import gguf_tokenizer
-from mla_jax.weights import gguf, gguf_config
+from mla_jax.weights import gguf_config, gguf_header
 
 
 def models() -> Iterable[bytes]:
-    """The metadata of whole models, with a tokenizer's."""
+    """The metadata of complete models, tokenizer included."""
     kind = peer.GGUFValueType
     tokens = {"tokens": ["a", "b", "ab", "<s>"], "merges": ["a b"], "token_type": [1, 1, 1, 3]}
     tokenizer = {f"tokenizer.ggml.{key}": (value, kind.ARRAY) for key, value in tokens.items()}
@@ -27,10 +27,10 @@ def models() -> Iterable[bytes]:
 
 
 def read(folder: Path, data: bytes) -> None:
-    """What is read must lie in the file, and be disjoint."""
+    """Tensors must be inside the file and disjoint."""
     file = folder / "model.gguf"
     file.write_bytes(data)
-    metadata, tensors = gguf.read_header(file)
+    metadata, tensors = gguf_header.read_header(file)
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         assert end <= tensor.offset

@@ -1,8 +1,8 @@
-"""What the fuzzers share: seeds from the corpora, and what is held against every input. Needs atheris, which no test needs.
+"""Helpers of the fuzzers: seeds from the corpora, and the checks of every input. Needs atheris, which no test needs.
 
     PYTHONPATH=.:tests python tests/fuzz/gguf_header.py -max_total_time=180
 
-The options are libFuzzer's. Only our own errors may come out, within a second, and with at most 256 MB beyond what was held."""
+The options are libFuzzer's. Only our own errors may be raised, within a second and with at most 256 MB of additional memory."""
 
 import os
 import shutil

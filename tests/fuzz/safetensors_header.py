@@ -12,7 +12,7 @@ from mla_jax.weights.safetensors import DTYPES, read_header
 
 
 def small(root: Path) -> None:
-    """A model's file so short that a change of one byte is likely to matter; three names are those that the corpus changes."""
+    """A model's file so short that a change of one byte is likely to matter; three of its names are in the corpus."""
     (root / "single").mkdir(parents=True)
     save_file({name: np.ones((2, 3), np.float32) for name in (hf.EMBED, hf.NORM, hf.O_PROJ)}, root / "single" / hf.FILE)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from fuzz import harness
 
-from mla_jax.weights.checkpoint import MANIFEST, open_store
+from mla_jax.weights.orbax_store import MANIFEST, open_store
 
 PART = {"dtype": "float32", "shape": [4, 6], "chunk": [2, 6], "checksums": ["0" * 16] * 2}
 SCALED = [{**PART, "dtype": "float8_e4m3fn"}, {**PART, "shape": [1, 1], "chunk": [1, 1], "checksums": ["0" * 16]}]

@@ -12,6 +12,7 @@ from mla_jax import Config, Transformer
 from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
 from mla_jax.model import mla
+from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.mla import FORMS
 from mla_jax.model.rope import softmax_scale
 
@@ -100,7 +101,7 @@ def test_the_four_forms_are_short_enough_to_be_read_side_by_side():
 @pytest.mark.parametrize("form", FORMS)
 def test_padding_anywhere_in_a_batch_changes_nothing(form):
     config = Config.preset("tiny")
-    model = Transformer(config, nnx.Rngs(0), attention=form)
+    model = Transformer(config, nnx.Rngs(0), dispatch=Dispatch(form))
     tokens = jax.random.randint(jax.random.key(1), (1, 9), 0, config.vocab_size)
     plain, _, _ = model(tokens, Batch.dense(1, 9))
     at = jnp.array([0, 1, 3, 4, 5, 7, 8, 9, 11])  # where the nine stand among twelve

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from mla_jax.base.config import Config
 from mla_jax.model import moe, transformer
+from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.moe import BACKENDS, MoE, Router
+from pallas_kernels import choice
 
 OTHERS = sorted(BACKENDS.keys() - {"dense"})
 JITTED = {name: jax.jit(backend) for name, backend in BACKENDS.items()}
@@ -110,8 +112,8 @@ def test_a_layer_gives_masked_tokens_no_expert_and_counts_the_others():
     layer = MoE(config_of("v3"), nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(5).standard_normal((2, 4, D)), jnp.float32)
     mask = jnp.asarray([[True, True, False, True], [False] * 4])
-    y, load, _ = layer(x, mask, moe.How(moe.loop))
-    whole, *_ = layer(x, jnp.ones((2, 4), bool), moe.How(moe.dense))
+    y, load, _ = layer(x, mask, moe.ExpertPlan(moe.loop))
+    whole, *_ = layer(x, jnp.ones((2, 4), bool), moe.ExpertPlan(moe.dense))
     assert load.sum() == 3 * layer.router.config.num_experts_per_tok
     np.testing.assert_allclose(y[mask], whole[mask], atol=1e-5)
     np.testing.assert_allclose(y[~mask], layer.shared(x)[~mask], atol=1e-6)
@@ -251,6 +253,7 @@ def test_the_backend_follows_platform_and_number_of_tokens(platform, pairs, expe
 def test_experts_have_a_kernel_only_if_it_takes_both_of_their_products(monkeypatch, refused):
     config = Config.preset("tiny")
     depth = refused and getattr(config, refused)
-    monkeypatch.setattr(transformer, "implementation", lambda _, x, w: "xla" if x.shape[-1] == depth else "mosaic_gpu")
-    kernel = transformer.Transformer(config, nnx.Rngs(0)).kernel_of_experts(4)
+    monkeypatch.setattr(choice, "kernels_here", lambda: True)
+    monkeypatch.setattr(choice, "choose", lambda _op, _impl, _checks, x, *_: "xla" if x.shape[-1] == depth else "mosaic_gpu")
+    kernel = Dispatch().expert_kernel(transformer.Transformer(config, nnx.Rngs(0)), 4)
     assert kernel == ("xla" if refused else "mosaic_gpu")

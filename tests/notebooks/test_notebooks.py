@@ -6,6 +6,7 @@ import shutil
 from itertools import groupby
 from pathlib import Path
 
+import compiling
 import matplotlib.font_manager  # noqa: F401  (lists the fonts once, or a notebook's first figure says on stderr that it does)
 import nbformat
 import pytest
@@ -48,12 +49,12 @@ def test_it_runs_from_top_to_bottom_in_a_fresh_kernel(path, tmp_path):
     notebook = read(path)
     if "cpu_experts.build" in path.read_text() and not (find_cmake() and (shutil.which("c++") or os.environ.get("CXX"))):
         pytest.skip("no cmake or no C++ compiler to build cpu_experts with")
-    environment = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
+    environment = {"JAX_PLATFORMS": "cpu", "TMPDIR": str(tmp_path)}
     environment |= {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path / "ipython")}
     environment |= {"TF_CPP_MIN_LOG_LEVEL": "3"}  # XLA says on stderr what took it seconds, as on busy cores anything may
     where = {"metadata": {"path": str(tmp_path)}}
     client = NotebookClient(notebook, timeout=900, startup_timeout=300, kernel_name="python3", resources=where)
-    client.execute(env=os.environ | environment)
+    client.execute(env=compiling.as_users() | environment)
     assert kinds(notebook) == kinds(read(path))
 
 

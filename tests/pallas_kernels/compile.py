@@ -1,4 +1,4 @@
-"""Compiles the kernels for an H200 on a machine without one; prints what the assembler said of each, one JSON line a kernel."""
+"""Compiles the kernels for an H200 on a machine without one; prints the assembler's figures, a JSON line per kernel."""
 
 import functools
 import glob

@@ -1,4 +1,4 @@
-"""Compiles the kernels at real sizes for TPUs on a machine without one; prints one JSON line a kernel and device.
+"""Compiles the kernels at real sizes for TPUs on a machine without one; prints a JSON line per kernel and device.
 
 `vmem`: bytes of scoped memory in use; `copied`: whether XLA copies a cache before the call."""
 
@@ -17,7 +17,7 @@ from pallas_kernels import mla_decode, mla_prefill, tuning
 from pallas_kernels.mla_decode import tpu as decode
 from pallas_kernels.mla_prefill import tpu as prefill
 
-DECODE = [  # batch, tokens, heads, rank, rope, page, held
+DECODE = [  # batch, tokens, heads, rank, rope, page, cached tokens
     (128, 1, 128, 512, 64, 64, 16384),
     (64, 1, 16, 512, 64, 64, 4096),
     (8, 8, 128, 512, 64, 16, 4096),
@@ -38,7 +38,7 @@ bf16, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (
 def report(device, op, shape, call, arrays):
     sharding = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
     formats = tuple(Format(Layout(tuple(range(x.ndim))), sharding) for x in arrays)
-    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):  # tells the kernel what it is compiled for
+    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):  # gives the kernel its device
         text = jax.jit(call, in_shardings=formats, out_shardings=sharding).lower(*arrays).compile().as_text()
     kernel = next(line for line in text.splitlines() if "tpu_custom_call" in line)
     vmem = re.search(r'"used_scoped_memory_configs":\[{"memory_space":"1","offset":"0","size":"(\d+)"', kernel)

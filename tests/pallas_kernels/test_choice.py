@@ -1,4 +1,4 @@
-"""Who is chosen on which device, and what is said otherwise."""
+"""The implementation that is chosen on each device, and the reasons for refusals."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The fallback and the kernels, interpreted, against the specification; the GPU's compiled for one that is not there."""
+"""The fallback and the interpreted kernels, compared with the specification; the GPU kernel compiled without a GPU."""
 
 import functools
 
@@ -50,7 +50,7 @@ def fallback(case):
 
 
 def interpreted(case, inputs, rows, chunk):
-    """The TPU kernel, on memory that is NaN until written, with copies as late as they may be; tells races."""
+    """The TPU kernel on memory that is NaN until written, with copies as late as possible; reports races."""
     sizes = {"rows": rows, "chunk": chunk}
     return tpu.mla_decode(**inputs, scale=case.scale, sizes=sizes, interpret=pltpu.InterpretParams(detect_races=True))
 

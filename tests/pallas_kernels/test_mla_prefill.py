@@ -45,7 +45,7 @@ def fallback(case):
 
 
 def interpreted(case, inputs, block, chunk):
-    """The TPU kernel, on memory that is NaN until written, with copies as late as they may be; tells races."""
+    """The TPU kernel on memory that is NaN until written, with copies as late as possible; reports races."""
     how = {"scale": case.scale, "causal": case.causal, "sizes": {"block": block, "chunk": chunk}}
     return tpu.mla_prefill(**inputs, **how, interpret=pltpu.InterpretParams(detect_races=True))
 

@@ -18,7 +18,7 @@ OPS = {"ragged_dot": ["gate"], "ragged_swiglu": ["gate", "up"]}
 
 
 def operands(case, op, held="bf16", seed=0, dtype=jnp.bfloat16):
-    """What an op takes, as `held` says."""
+    """The inputs of an op, with operands of the kind `held`."""
     inputs = testing.ragged_dot_inputs(case, seed, dtype)
     weights = [inputs[name] for name in OPS[op]]
     if held != "bf16":

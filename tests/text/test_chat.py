@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from types import MappingProxyType
 
 import jaxtyping
 import pytest
@@ -212,6 +213,13 @@ def test_a_typed_control_token_is_kept_as_text():
     assert shown(ids).removeprefix(f"«{SPECIAL[0]}»") == "«<｜User｜>»what is <｜User｜> or </think>?«<｜Assistant｜>»«<think>»"
 
 
+@pytest.mark.parametrize("left", [0, 1, 5])
+def test_a_message_that_leaves_no_character_to_disguise_it_is_refused(left):
+    every = "".join(map(chr, range(0xF0000 + left, 0x10FFFE)))
+    with pytest.raises(BadRequest, match="nearly every character for private use"):
+        template(V2).encode(talk(("user", every + "<|im_end|>")), TOKENIZER)
+
+
 def test_thoughts_are_cut_from_answers_and_what_an_answer_keeps_stays_text():
     v3 = template(V3).encode(talk(("user", "q"), ("assistant", THOUGHT)), TOKENIZER, add_generation_prompt=False)
     assert shown(v3).endswith("«<｜Assistant｜>»«</think>»4, of course«<｜end▁of▁sentence｜>»")
@@ -244,12 +252,27 @@ def test_a_template_that_obeys_words_of_a_user_is_refused_where_they_matter():
         [{"role": "", "content": "hi"}],
         [{"role": "user", "content": "half \ud83d"}],
         [{"role": "\udcff", "content": "hi"}],
+        5,
+        {"role": "user", "content": "hi"},
+        b"hi",
+        {"hi"},
+        [None],
+        [["role", "content"]],
+        [{}],
+        [{None: 1, "role": "user"}],
+        [{10**5000: "hi"}],
+        [{"role": "user", "content": "hi"}, [{"role": "user", "content": "hi"}]],
     ],
 )
 def test_what_is_no_conversation_is_refused(messages, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users run without the checks of the tests
     with pytest.raises(BadRequest):
         template(KIMI).encode(messages, TOKENIZER)
+
+
+def test_a_conversation_may_be_of_tuples_and_of_any_mappings():
+    messages = ({"role": "user", "content": "hi"}, MappingProxyType({"role": "assistant", "content": "ho"}))
+    assert template(KIMI).encode(messages, TOKENIZER) == template(KIMI).encode([dict(m) for m in messages], TOKENIZER)
 
 
 def test_a_role_of_ones_own_is_given_to_the_template():
@@ -316,6 +339,12 @@ def test_a_process_that_takes_no_processor_time_is_ended_by_the_clock(monkeypatc
         rendered("hi")
 
 
+def test_a_process_that_cannot_be_started_is_an_error_of_ours(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
+    with pytest.raises(BadTemplate, match=r"renders chat_template\.jinja cannot be started\n.*No such file"):
+        rendered("hi")
+
+
 def test_the_process_that_renders_is_fresh_and_has_nothing_of_ours(monkeypatch, tmp_path):
     """It neither sees our environment nor takes a module that lies in the working directory."""
     seen = {}
@@ -351,8 +380,8 @@ def test_long_runs_take_linear_time(role, text):
     assert time.process_time() - start < 10
 
 
-def test_rendering_takes_a_fraction_of_a_second():
-    assert min(used(lambda: rendered(V3)) for _ in range(3)) < 1
+def test_rendering_takes_little_of_the_processor():
+    assert used(lambda: rendered(V3)) < 5
 
 
 def used(action) -> float:
@@ -394,9 +423,10 @@ def test_a_folder_without_a_template_has_none(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "file", "words"),
     [
-        ({"chat_template": 5}, None, "no text"),
-        ({"chat_template": {"default": "x"}}, None, "no text"),
+        ({"chat_template": 5}, None, "not text"),
+        ({"chat_template": {"default": "x"}}, None, "not text"),
         ({"chat_template": [{"name": "rag", "template": "x"}]}, None, "none is called default"),
+        ({"chat_template": [{"name": ["default"], "template": "x"}, 5]}, None, "none is called default"),
         ({"chat_template": "x" * (chat.MAX_TEMPLATE + 1)}, None, "too large"),
         (None, "x" * (chat.MAX_TEMPLATE + 1), "too large"),
         (None, b"\xff\xfe", "not UTF-8"),

@@ -1,4 +1,4 @@
-"""The corpus splits the same way everywhere; functions come out whole."""
+"""The corpus splits the same way everywhere; functions are extracted completely."""
 
 import ast
 

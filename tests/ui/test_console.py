@@ -1,12 +1,14 @@
 """What goes where, and in which form."""
 
+import dataclasses
 import json
 
+import jax
 import pytest
 
 from mla_jax.engine.request import Chunk, FinishReason
 from mla_jax.engine.stats import Stats
-from mla_jax.ui.console import Console, summary
+from mla_jax.ui.console import COMPILED, Console, Status, summary
 
 STATS = Stats(27, 41, 0.18, 0.65, 8.4, seed=5, bandwidth_share=0.71, peak_bytes=int(31.2 * 2**30))
 
@@ -17,6 +19,79 @@ def test_the_summary_is_one_line_with_every_figure():
     for part in (*expected, "compile 8.4 s", "seed 5"):
         assert part in line
     assert "\n" not in line
+
+
+def test_what_is_not_known_or_means_nothing_is_left_out_of_the_summary():
+    small = dataclasses.replace(STATS, bandwidth_share=0.004, peak_bytes=40 << 20)
+    assert "61.5 tok/s · peak 40 MiB" in summary(small, "end")
+    unknown = dataclasses.replace(STATS, bandwidth_share=None, peak_bytes=None)
+    assert "61.5 tok/s · compile 8.4 s" in summary(unknown, "end")
+
+
+def test_an_answer_without_figures_ends_without_them(capfdbinary):
+    Console(as_json=False, quiet=False).done(None, "interrupted")
+    assert capfdbinary.readouterr() == (b"\n", b"\n stop: interrupted\n")
+    Console(as_json=True, quiet=False).done(None, "interrupted")
+    assert json.loads(capfdbinary.readouterr().out) == {"event": "done", "finish_reason": "interrupted"}
+
+
+def test_log_probabilities_are_a_line_per_token_on_stderr(capfd):
+    logprobs = [{7: -0.105, 8: -2.5}, {9: -12.0}]
+    Console(as_json=False, quiet=False).logprobs(logprobs, None)
+    assert capfd.readouterr() == ("", "\n logprobs:\n  -0.105 7                -2.500 8\n -12.000 9\n")
+    for silent in (Console(as_json=False, quiet=True), Console(as_json=True, quiet=False)):
+        silent.logprobs(logprobs, None)
+        assert capfd.readouterr() == ("", "")
+
+
+def test_no_notes_print_no_line(capfd):
+    Console(as_json=False, quiet=False).note()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture
+def status(monkeypatch) -> Status:
+    """Of a terminal of 20 columns."""
+    monkeypatch.setenv("COLUMNS", "20")
+    return Status(enabled=True)
+
+
+def test_a_status_is_shown_at_the_cursor_and_taken_away_again(status, capfd):
+    status.show("compiling ...")
+    status.show("compiling ...")
+    status.clear()
+    status.clear()
+    assert capfd.readouterr().err == "\x1b7compiling ...\x1b8\x1b[K"
+
+
+@pytest.mark.parametrize(("text", "shown"), [("é" * 3, True), ("x" * 7, False), ("x" * 90, False), ("x" * 90 + "\nab", True)])
+def test_a_status_that_would_wrap_is_not_shown(status, capfd, text, shown):
+    status.moved(text.encode())
+    status.show("compiling ...")
+    assert bool(capfd.readouterr().err) == shown
+
+
+def test_compiling_is_shown_from_the_first_trace_until_a_program_is_compiled(status, capfd):
+    console = Console(as_json=False, quiet=False)
+    console.status = status
+    with console.compiling():
+        jax.monitoring.record_event_duration_secs("/jax/core/compile/jaxpr_trace_duration", 0.1)
+        assert capfd.readouterr().err == "\x1b7compiling ..."
+        jax.monitoring.record_event_duration_secs("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1)
+        assert capfd.readouterr().err == ""
+        jax.monitoring.record_event_duration_secs(COMPILED, 0.1)
+        assert capfd.readouterr().err == "\x1b8\x1b[K"
+    jax.monitoring.record_event_duration_secs("/jax/core/compile/jaxpr_trace_duration", 0.1)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("term", "terminal", "enabled"), [("xterm", True, True), ("dumb", True, False), ("xterm", False, False)])
+def test_a_status_needs_a_terminal_that_obeys(monkeypatch, term, terminal, enabled):
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    assert Console(as_json=False, quiet=False).status.enabled == enabled
+    assert not Console(as_json=True, quiet=False).status.enabled
+    assert not Console(as_json=False, quiet=True).status.enabled
 
 
 def test_text_goes_to_stdout_and_figures_to_stderr(capfdbinary):
@@ -73,11 +148,12 @@ def test_every_way_to_end_has_its_words(reason, words):
     assert f"stop: {words}" in summary(STATS, reason)
 
 
-def test_loading_shows_on_a_terminal_only_and_leaves_no_line(capfd, monkeypatch):
+def test_loading_shows_on_a_terminal_only_and_leaves_no_line(capfd, status, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     console = Console(as_json=False, quiet=False)
     console.loading(2**30, 2**31)
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    console.status = status
     for done in (2**30, 2**30 + 1, 2**31):
         console.loading(done, 2**31)
-    assert capfd.readouterr().err == "\rloading 1.0 of 2.0 GiB\r\x1b[K"
+    assert capfd.readouterr().err == "\x1b7loading 1.0 of 2.0 GiB\x1b8\x1b[K"

@@ -10,7 +10,7 @@ import pytest
 import cpu_experts
 from cpu_experts import library
 from mla_jax.ui import doctor
-from mla_jax.ui.doctor import experts_on_the_cpu, measured_rates, shadows
+from mla_jax.ui.doctor import experts_on_the_cpu, gpu_without_support, measured_rates, shadows
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,6 +72,17 @@ def test_the_doctor_says_where_measured_rates_are_kept_and_since_when(tmp_path):
         os.utime(tmp_path / name, (seconds, seconds))
     kept = f"{tmp_path / 'host.json'} of 1970-01-02, {tmp_path / 'device.json'} of 1970-01-03"
     assert measured_rates(tmp_path) == f"measured rates: {kept}; delete a file to measure again"
+
+
+def test_the_doctor_says_what_to_install_for_a_gpu_that_jax_cannot_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    assert [*gpu_without_support(tmp_path)] == []
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").write_text("550")
+    (warning,) = gpu_without_support(tmp_path)
+    assert 'pip install "mla-jax[cuda12]"' in warning
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.12" if "cuda13" in name else None)
+    assert [*gpu_without_support(tmp_path)] == []
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no process to cores")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from mla_jax.generate import GROUPS, USAGE
-from mla_jax.ui.help import help_text, nearest
+from mla_jax.ui.help import help_text
 
 TEXT = help_text(USAGE, GROUPS)
 
@@ -24,8 +24,3 @@ def test_the_help_is_under_60_lines_and_no_line_is_too_wide():
 
 def test_the_help_ends_with_three_examples():
     assert len(TEXT.split("examples:\n")[1].splitlines()) == 3
-
-
-def test_a_misspelt_word_gets_the_nearest_known_one():
-    assert nearest("temprature", ["top_k", "temperature"]) == "did you mean temperature?"
-    assert nearest("xyz", ["top_k", "temperature"]) == "known: top_k, temperature"

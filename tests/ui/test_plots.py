@@ -12,28 +12,29 @@ from mla_jax.base.errors import Unsupported
 from mla_jax.base.families import PRESETS
 from mla_jax.base.roofline import (
     DEVICES,
-    Host,
     attention_cost,
     break_even,
     decode_bytes,
-    decode_seconds,
     experts_touched,
     held_bytes,
-    host_seconds,
     pick_form,
     step_cost,
 )
 from mla_jax.model.mla import FORMS
+from mla_jax.offload.cost import HostRates, host_seconds
 from mla_jax.ui import plots, plots_decode, plots_host
 
 V3, LITE, H200, CPU = Config.preset("v3"), Config.preset("v2_lite"), DEVICES["NVIDIA H200"], DEVICES["cpu"]
 RELEASED = {name: Config.preset(name) for name in PRESETS}
 MEASURED = {1: 339.0, 8: 969.0, 64: 4286.0}
 WITH_EXPERTS = {name: config for name, config in RELEASED.items() if config.n_routed_experts}
-SERVER = Host("8 channels of DDR5-4800, AMX", 245e9, 21e12, 10e-6, 33e-6, 50e9)
-LARGER = Host("two sockets of 12 channels of DDR5-6400, AMX", 982e9, 42e12, 10e-6, 33e-6, 50e9)
+SERVER = HostRates("8 channels of DDR5-4800, AMX", 245e9, 21e12, 33e-6, 50e9)
+LARGER = HostRates("two sockets of 12 channels of DDR5-6400, AMX", 982e9, 42e12, 33e-6, 50e9)
 EXPERT = {"fp8_block": 44.1e6, "int4_g32": 24.8e6}  # bytes of one of V3's
-RATES = {"bf16": Host("2 cores with avx512, bf16", 11e9, 1e11, 0, 0, 1e9), "int8": Host("2 cores, int8", 9e9, 3e11, 0, 0, 1e9)}
+RATES = {
+    "bf16": HostRates("2 cores with avx512, bf16", 11e9, 1e11, 0, 1e9),
+    "int8": HostRates("2 cores, int8", 9e9, 3e11, 0, 1e9),
+}
 LITE_EXPERT = {"bf16": 17.3e6, "int8": 8.7e6}
 CALLS = {"bf16": {1: 0.010, 8: 0.051, 64: 0.12}, "int8": {1: 0.004, 8: 0.03, 64: 0.071}}  # seconds by tokens
 STEPS = [(1, 4096, 1), (32, 4096, 1), (1, 8192, 1024), (1, 1024, 1024), (64, 131072, 1)]  # rows, held, new
@@ -59,17 +60,11 @@ FIGURES = {
     "decode_floor": lambda: plots_decode.decode_floor(V3, H200, [4096, 131072]),
     "decode_floor with what was measured": lambda: plots_decode.decode_floor(LITE, H200, [4096, 32768], MEASURED),
     **{
-        f"{figure}-{precision}-{host.name}": lambda draw=draw, host=host, precision=precision: draw(host, EXPERT[precision])
-        for (figure, draw), host, precision in itertools.product(
-            {
-                "where": lambda host, size: plots_host.where(V3, H200, host, size),
-                "deferral": lambda host, size: plots_host.deferral(V3, H200, [host], size),
-            }.items(),
-            (SERVER, LARGER),
-            EXPERT,
+        f"where-{precision}-{host.name}": lambda host=host, precision=precision: plots_host.where(
+            V3, H200, host, EXPERT[precision]
         )
+        for host, precision in itertools.product((SERVER, LARGER), EXPERT)
     },
-    "deferral, two hosts": lambda: plots_host.deferral(V3, H200, [SERVER, LARGER], EXPERT["int4_g32"]),
     "calls": lambda: plots_host.calls(LITE, CALLS, RATES, LITE_EXPERT),
 }
 
@@ -285,7 +280,7 @@ def test_the_lines_of_where_experts_belong_are_the_cost_models():
             "attention": step_cost(V3, form, 1, n, 1000 + n).seconds(H200),
             "shared experts": max(2 * 3 * 7168 * 2048 / H200.bandwidth, arithmetic / 8),
             "routed, from the device's memory": max(routed / H200.bandwidth, arithmetic),
-            "routed, brought over the link": max(routed / SERVER.link, arithmetic),
+            "routed, copied over the link": max(routed / SERVER.link, arithmetic),
             "routed, computed on the CPU": host_seconds(V3, SERVER, n, EXPERT["fp8_block"]),
         }
         for name, seconds in expected.items():
@@ -296,8 +291,8 @@ def test_where_bringing_experts_starts_to_pay_is_drawn_and_said():
     size = EXPERT["fp8_block"]
     crossing = plots_host.crossover(V3, H200, SERVER, size)
     before, after = (plots_host.parts_of_a_layer(V3, H200, SERVER, size, n) for n in (crossing - 1, crossing))
-    assert before["routed, brought over the link"] >= before["routed, computed on the CPU"]
-    assert after["routed, brought over the link"] < after["routed, computed on the CPU"]
+    assert before["routed, copied over the link"] >= before["routed, computed on the CPU"]
+    assert after["routed, copied over the link"] < after["routed, computed on the CPU"]
     ax = plots_host.where(V3, H200, SERVER, size).axes[0]
     assert lines_of(ax)["crossing"].get_xdata()[0] == crossing
     assert f"from {crossing:,} tokens" in ax.get_title(loc="left")
@@ -325,34 +320,10 @@ def test_calls_are_marked_where_they_were_measured_over_what_was_expected():
     assert ax.get_title(loc="left") == "1 token: int8 takes 2.5 times less than bf16"
 
 
-def test_deferrals_lines_and_marks_are_the_planners_rates():
-    size, ax = EXPERT["int4_g32"], plots_host.deferral(V3, H200, [SERVER, LARGER], EXPERT["int4_g32"], rows=2, held=500).axes[0]
-    lines = [line for line in ax.lines if line.get_label().startswith("D = ")]
-    marks = [line for line in ax.lines if line.get_linestyle() == "None"]
-    assert [line.get_label() for line in lines] == ["D = 0", "D = 1", "D = 2", "D = 3"]
-    for defer, (line, mark) in enumerate(zip(lines, marks, strict=True)):
-        for bandwidth, rate in zip(line.get_xdata(), line.get_ydata(), strict=True):
-            host = SERVER._replace(bandwidth=bandwidth)
-            assert rate == pytest.approx(2 / decode_seconds(V3, H200, 2, 500, host, 58, size, defer))
-        expected = [2 / decode_seconds(V3, H200, 2, 500, host, 58, size, defer) for host in (SERVER, LARGER)]
-        assert [*mark.get_ydata()] == pytest.approx(expected)
-
-
-def test_the_title_of_deferral_says_the_fewest_experts_that_gain_most():
-    rates = [1 / decode_seconds(V3, H200, 1, 1024, SERVER, 58, EXPERT["fp8_block"], defer) for defer in range(4)]
-    assert rates[0] < 0.95 * rates[1]
-    assert max(rates) == pytest.approx(rates[1])  # more of them gain no more
-    title = plots_host.deferral(V3, H200, [SERVER], EXPERT["fp8_block"]).axes[0].get_title(loc="left")
-    assert title == f"8 channels of DDR5-4800: {rates[0]:.3g} tokens/s, {rates[1]:.3g} with 1 deferred"
-    fast = SERVER._replace(bandwidth=1e15, call=0.0, latency=0.0, flops=1e18)
-    assert "deferred or not" in plots_host.deferral(V3, H200, [fast], EXPERT["fp8_block"]).axes[0].get_title(loc="left")
-
-
 def test_figures_of_the_host_can_be_drawn_on_axes_that_are_given():
     from matplotlib.figure import Figure
 
-    one, two, three = Figure().subplots(1, 3)
+    one, two = Figure().subplots(1, 2)
     assert plots_host.where(V3, H200, SERVER, EXPERT["fp8_block"], ax=one) is one.figure
     assert plots_host.calls(LITE, CALLS, RATES, LITE_EXPERT, ax=two) is one.figure
-    assert plots_host.deferral(V3, H200, [SERVER], EXPERT["fp8_block"], ax=three) is one.figure
-    assert all(ax.lines for ax in (one, two, three))
+    assert all(ax.lines for ax in (one, two))

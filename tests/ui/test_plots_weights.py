@@ -9,10 +9,10 @@ import pytest
 
 from mla_jax.base.qtensor import dequantize
 from mla_jax.ui import plots_weights
-from mla_jax.weights.quantize import FORMATS, quantize
+from mla_jax.weights.quantize import QUANTIZERS, quantize
 
 WEIGHTS = np.random.default_rng(0).standard_normal((1, 128)).astype(np.float32)
-MADE = {name: np.asarray(dequantize(quantize(WEIGHTS, name)))[0] for name in FORMATS}
+MADE = {name: np.asarray(dequantize(quantize(WEIGHTS, name)))[0] for name in QUANTIZERS}
 ROWS = [
     {"format": "fp8_block", "bits": 8.0, "error": 0.0, "kl": 0.0},
     {"format": "int8", "bits": 8.03, "error": 0.0071, "kl": 4e-4},

@@ -7,7 +7,7 @@ SCALE = "_scale_inv"
 
 
 def spread(scale: np.ndarray, shape: tuple[int, int], block: tuple[int, int]) -> np.ndarray:
-    """One scale for every element: element (i, j) lies in block (i // rows, j // columns)."""
+    """One scale for every element: element (i, j) is in block (i // rows, j // columns)."""
     rows, columns = np.indices(shape)
     return scale.astype(np.float32)[rows // block[0], columns // block[1]]
 
@@ -45,7 +45,7 @@ def quantized(weights: dict[str, np.ndarray], block: tuple[int, int], *, powers_
 
 
 def dequantized(weights: dict[str, np.ndarray], block: tuple[int, int]) -> dict[str, np.ndarray]:
-    """The float32 checkpoint that an FP8 one stands for."""
+    """An FP8 checkpoint, dequantised to float32."""
     whole = {name: value for name, value in weights.items() if not name.endswith(SCALE)}
     return {
         name: dequantize(value, weights[name + SCALE], block) if name + SCALE in weights else value.astype(np.float32)

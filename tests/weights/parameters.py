@@ -6,7 +6,7 @@ from flax import nnx
 
 
 def state(model: nnx.Module) -> nnx.State:
-    """All parameters as they lie in memory, packed ones with all their parts."""
+    """All parameters as stored in memory, packed ones with all their parts."""
     return nnx.split(model)[1]
 
 

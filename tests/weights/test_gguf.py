@@ -25,14 +25,15 @@ from mla_jax.base.errors import BadConfig, BadFile, Unsupported
 from mla_jax.base.families import PRESETS
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights import gguf_config, gguf_names
-from mla_jax.weights.gguf import GGUF, NUMBERS, TYPES, open_gguf
+from mla_jax.weights.gguf import GGUFFile, open_gguf
+from mla_jax.weights.gguf_header import NUMBERS, TENSOR_TYPES
 from mla_jax.weights.hf_names import HF
 
 Kind, Block = gguf.GGUFValueType, gguf.GGMLQuantizationType
 RNG = np.random.default_rng(0)
 
 
-def read_all(opened: GGUF) -> dict[str, np.ndarray]:
+def read_all(opened: GGUFFile) -> dict[str, np.ndarray]:
     found = {name: opened.read(name) for name in opened.tensors}
     opened.close()
     return found
@@ -118,9 +119,9 @@ def test_files_are_read_as_the_gguf_package_reads_them(values, shapes, alignment
 
 def test_the_types_are_those_of_the_gguf_package():
     sizes = {block.name: (int(block), *size) for block, size in gguf.GGML_QUANT_SIZES.items()}
-    known = {name: tuple(kind[:3]) for name, kind in TYPES.items() if name != "Q2_0"}  # which the package does not know yet
+    known = {name: tuple(kind[:3]) for name, kind in TENSOR_TYPES.items() if name != "Q2_0"}  # unknown to the package
     assert known == {name: sizes[name] for name in known}
-    assert sizes.keys() - TYPES.keys() <= {"Q8_1", "Q8_K", "Q1_0"}  # no weights are stored in the first two
+    assert sizes.keys() - TENSOR_TYPES.keys() <= {"Q8_1", "Q8_K", "Q1_0"}  # no weights are stored in the first two
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f2", "f8", "i1", "i2", "i4", "i8"])
@@ -140,9 +141,9 @@ def test_bfloat16_comes_back_bit_for_bit(tmp_path):
     np.testing.assert_array_equal(opened.read("a"), data)
 
 
-@pytest.mark.parametrize("name", [name for name, kind in TYPES.items() if kind.dtype is None and name != "Q2_0"])
+@pytest.mark.parametrize("name", [name for name, kind in TENSOR_TYPES.items() if kind.dtype is None and name != "Q2_0"])
 def test_blocks_come_back_as_bytes(tmp_path, name):
-    _, values, size, _ = TYPES[name]
+    _, values, size, _ = TENSOR_TYPES[name]
     data = RNG.integers(0, 256, (2, 3, 4 * size), np.uint8)
     opened = open_gguf(write(tmp_path / "m.gguf", tensors={"a": (data, Block[name]), "b": np.ones(3, np.float32)}))
     info = opened.tensors["a"]
@@ -152,7 +153,7 @@ def test_blocks_come_back_as_bytes(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["F32", "Q4_K"])
 def test_one_entry_of_the_first_axis_is_read_alone(tmp_path, name):
-    size = TYPES[name].bytes if TYPES[name].dtype is None else 20
+    size = TENSOR_TYPES[name].bytes if TENSOR_TYPES[name].dtype is None else 20
     data = RNG.integers(0, 256, (4, 3, size), np.uint8)
     opened = open_gguf(write(tmp_path / "m.gguf", tensors={"a": np.ones(3, np.float32), "b": (data, Block[name])}))
     whole = opened.read("b").view(np.uint8)
@@ -300,7 +301,7 @@ def test_one_value_a_layer_is_one_value_if_all_are_equal():
     layers = {"deepseek2.attention.head_count": np.full(5, hf["num_attention_heads"], np.int32)}
     assert_same(gguf_config.config(converted(hf) | layers, {"output.weight"}), hf)
     layers["deepseek2.attention.head_count"][0] = 7
-    with pytest.raises(BadConfig, match=r"attention\.head_count is .*expected a whole number"):
+    with pytest.raises(BadConfig, match=r"attention\.head_count is .*expected an integer"):
         gguf_config.config(converted(hf) | layers, {"output.weight"})
 
 
@@ -334,11 +335,11 @@ WRONG = {
     ),
     "heads": ({"deepseek2.attention.head_count_kv": 4}, BadConfig, "head_count_kv is 4, expected 1"),
     "key": ({"deepseek2.attention.key_length_mla": 8}, BadConfig, "key_length is 8, expected more than .* 8"),
-    "mtp": ({"deepseek2.nextn_predict_layers": 4}, BadConfig, "block_count is 4, but nextn_predict_layers of them 4"),
+    "mtp": ({"deepseek2.nextn_predict_layers": 4}, BadConfig, "block_count is 4, of which nextn_predict_layers are 4"),
     "gate": ({"deepseek2.expert_gating_func": 4}, BadConfig, "expert_gating_func is 4, expected 1"),
-    "text": ({"deepseek2.embedding_length": "48"}, BadConfig, "embedding_length is 48, expected a whole number"),
-    "truth": ({"deepseek2.embedding_length": True}, BadConfig, "embedding_length is True, expected a whole number"),
-    "number": ({"deepseek2.expert_weights_norm": 1}, BadConfig, "expert_weights_norm is 1, expected a truth"),
+    "text": ({"deepseek2.embedding_length": "48"}, BadConfig, "embedding_length is 48, expected an integer"),
+    "truth": ({"deepseek2.embedding_length": True}, BadConfig, "embedding_length is True, expected an integer"),
+    "number": ({"deepseek2.expert_weights_norm": 1}, BadConfig, "expert_weights_norm is 1, expected a boolean"),
     "tokens": ({"tokenizer.ggml.tokens": ["a"] * 97}, BadConfig, "vocab_size is 96, tokenizer.ggml.tokens has 97"),
     "experts": ({"deepseek2.expert_used_count": None}, BadConfig, "expert_used_count is missing"),
     "range": ({"deepseek2.embedding_length": 0}, BadConfig, "hidden_size is 0, expected 1 to"),
@@ -409,7 +410,7 @@ def test_every_parameter_is_found_and_equals_the_released_one(family, layout):
 
 def test_the_shapes_of_the_table_are_those_of_llama_cpps_files():
     config = Config.preset("v3")
-    shapes = {row.theirs: axes.shape(config, row.axes.split()) for row in gguf_names.GGUF.rows if row.ours.startswith("layers.")}
+    shapes = {row.theirs: axes.shape(config, row.axes.split()) for row in gguf_names.GGUF.rules if row.ours.startswith("layers.")}
     assert shapes["blk.{l}.attn_k_b.weight"] == (128, 512, 128)
     assert shapes["blk.{l}.attn_v_b.weight"] == (128, 128, 512)
     assert shapes["blk.{l}.attn_kv_b.weight"] == (32768, 512)

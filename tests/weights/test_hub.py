@@ -6,7 +6,7 @@ import pytest
 
 from mla_jax.base.errors import BadFile
 from mla_jax.weights import hub
-from mla_jax.weights.kinds import open_source
+from mla_jax.weights.open import open_source
 
 NAME = "deepseek-ai/DeepSeek-V2-Lite"
 

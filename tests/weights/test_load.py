@@ -12,7 +12,8 @@ from weights import fp8, parameters
 
 from mla_jax.base.qtensor import QTensor, dequantize
 from mla_jax.weights import safetensors
-from mla_jax.weights.load import IN_FLIGHT, Checkpoint, load
+from mla_jax.weights.fill import IN_FLIGHT
+from mla_jax.weights.load import Checkpoint, load
 
 V3 = models.FAMILIES["v3"]
 BLOCK = (16, 24)
@@ -39,7 +40,7 @@ def reads(monkeypatch):
 
 def test_progress_counts_every_byte_once_and_ends_at_the_total(tmp_path):
     hf, heard = models.FAMILIES["v2"], []
-    Checkpoint(models.write(tmp_path, hf, models.tensors(hf))).read(lambda done, total: heard.append((done, total)))
+    Checkpoint(models.write(tmp_path, hf, models.tensors(hf))).load(progress=lambda done, total: heard.append((done, total)))
     (total,) = {total for _, total in heard}
     assert [done for done, _ in heard] == sorted({done for done, _ in heard})
     assert heard[-1] == (total, total)

@@ -83,8 +83,8 @@ def test_all_that_is_missing_or_not_used_is_listed_once():
         HF.resolve(paths(config, False), config, present)
     lines = str(caught.value).split("\n  ")
     assert sorted(lines[1:]) == [
-        "missing: model.layers.2.mlp.up_proj.weight (not used, and near: model.layers.2.mlp.upper_proj.weight)",
-        "missing: model.norm.weight (not used, and near: model.norms.weight)",
+        "missing: model.layers.2.mlp.up_proj.weight (not used, but similar: model.layers.2.mlp.upper_proj.weight)",
+        "missing: model.norm.weight (not used, but similar: model.norms.weight)",
         "not used: model.layers.2.mlp.upper_proj.weight",
         "not used: model.norms.weight",
     ]

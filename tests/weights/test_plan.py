@@ -11,9 +11,10 @@ from flax import nnx
 from mla_jax import LLM, SamplingParams, Transformer
 from mla_jax.base.errors import DoesNotFit
 from mla_jax.cache.latent import slots_for
+from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights import plan as planning
 from mla_jax.weights.load import Checkpoint
-from mla_jax.weights.plan import gib, plan, slot_bytes
+from mla_jax.weights.plan import gib, logits_bytes, plan, slot_bytes
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +31,9 @@ def held(model: Transformer, rows: int) -> int:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["naive", "auto"])
 def test_weights_and_cache_are_planned_to_the_byte(folder, dtype, form):
-    checkpoint = Checkpoint(folder, attention=form, dtype=dtype)
+    checkpoint = Checkpoint(folder, dispatch=Dispatch(form), dtype=dtype)
     needed = plan(checkpoint, 60)
-    model = checkpoint.read()
+    model = checkpoint.load()
     assert needed.weights == sum(a.nbytes for a in jax.tree.leaves(nnx.state(model)))
     assert needed.cache == held(model, 1)
     assert slot_bytes(model, 5) * 64 == held(model, 5)
@@ -43,7 +44,7 @@ def test_a_batch_takes_its_rows_caches_and_temporaries(folder, monkeypatch, batc
     checkpoint = Checkpoint(folder)
     one, several = plan(checkpoint, 60), plan(checkpoint, 60, batch)
     assert several.weights == one.weights
-    assert several.cache == held(checkpoint.read(), {2: 2, 5: 8}[batch])  # rows come in powers of two
+    assert several.cache == held(checkpoint.load(), {2: 2, 5: 8}[batch])  # rows come in powers of two
     assert one.temporaries < several.temporaries <= batch * one.temporaries
     assert f"cache of {batch} x 60 tokens" in several.lines()[1]
     monkeypatch.setattr(planning, "available", lambda: several.needed - 1)
@@ -76,8 +77,8 @@ def test_the_largest_context_is_found_though_longer_ones_may_need_less(folder, m
     checkpoint = Checkpoint(folder)
     monkeypatch.setattr(planning, "score_bytes", lambda *_: 1 << 20)
     base, most = plan(checkpoint, 1), checkpoint.config.max_position_embeddings
-    fixed, slot = base.weights, base.cache // 64
-    needed = {n: fixed + slots_for(n) * slot + planning.temporaries(checkpoint, n, 1 << 20) for n in range(1, most + 1)}
+    fixed, slot, model = base.weights, base.cache // 64, checkpoint.model()
+    needed = {n: fixed + slots_for(n) * slot + planning.temporaries(model, [], n, 1 << 20) for n in range(1, most + 1)}
     assert any(needed[n + 1] < needed[n] for n in range(1, most))
     for free in (
         needed[1] - 1,
@@ -102,7 +103,7 @@ def test_what_fits_with_a_short_context_is_not_refused(folder, monkeypatch):
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypatch):
     needed = plan(Checkpoint(folder))
     monkeypatch.setattr(planning, "available", lambda: needed.weights)
-    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(Checkpoint, "load", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(DoesNotFit, match="does not fit the device") as error:
         LLM(folder)
     assert "weights" in str(error.value)
@@ -137,3 +138,20 @@ def test_expected_bytes_follow_from_the_shapes(folder):
     sizes = {name: prod(shape) for name, shape in models.shapes(hf, mtp=True).items()}
     copies = sum(n for name, n in sizes.items() if "layers.3.embed_tokens" in name or "shared_head.head" in name)
     assert plan(Checkpoint(folder, dtype="float32")).weights == 4 * (sum(sizes.values()) - copies)
+
+
+def test_logits_are_planned_about_as_xla_does(folder):
+    llm = LLM(folder)
+    for rows, tokens in [(1, 256), (4, 128), (32, 16)]:
+        program = llm._programs.logits.lower(jax.ShapeDtypeStruct((rows, tokens), "int32")).compile().memory_analysis()
+        taken = program.temp_size_in_bytes + program.output_size_in_bytes
+        assert 0.5 * taken < logits_bytes(llm.model, rows, tokens) < 2.5 * taken, (rows, tokens)
+
+
+def test_logits_that_do_not_fit_are_refused_before_they_take_memory(folder, monkeypatch):
+    llm = LLM(folder)
+    needed = logits_bytes(llm.model, 3, 100)
+    llm.plan = dataclasses.replace(llm.plan, available=llm.plan.weights + needed - 1)
+    monkeypatch.setattr(llm._programs, "logits", lambda *_: pytest.fail("logits were computed"))
+    with pytest.raises(DoesNotFit, match=r"the logits of 3 x 100 tokens do not fit\n.* take about .*\n.*fewer or shorter"):
+        llm.logits([[1] * 100] * 3)

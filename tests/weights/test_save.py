@@ -15,7 +15,7 @@ from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile
 from mla_jax.weights.load import load
 from mla_jax.weights.safetensors import DTYPES, read_header
-from mla_jax.weights.save import save, stream
+from mla_jax.weights.save import save, write_tensors
 
 V3 = models.FAMILIES["v3"]
 
@@ -104,7 +104,7 @@ def test_tensors_that_come_one_by_one_in_any_order_are_what_the_library_would_ha
     }
     names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
     specs = {name: (names[tensor.dtype], tensor.shape) for name, tensor in tensors.items()}
-    stream(tmp_path / "ours", specs, reversed(tensors.items()))
+    write_tensors(tmp_path / "ours", specs, reversed(tensors.items()))
     save_file({name: tensor.copy("C") for name, tensor in tensors.items()}, tmp_path / "theirs")
     ours, theirs = (dict(safetensors.deserialize((tmp_path / name).read_bytes())) for name in ("ours", "theirs"))
     assert ours == theirs

@@ -1,6 +1,6 @@
-"""The demo model's corpus: the source of Python's standard library, split by path, and the tokenizer learnt from it.
+"""The demo model's corpus, the source of Python's standard library, split by path; and the tokenizer trained on it.
 
-Left out: what is no UTF-8, generated tables (pydoc_data, encodings), and packages installed beside the library."""
+Left out: files that are not UTF-8, generated tables (pydoc_data, encodings), and installed packages."""
 
 import ast
 import hashlib
@@ -13,9 +13,9 @@ from typing import NamedTuple
 import tokenizers
 from tokenizers import Regex, pre_tokenizers
 
-JUDGED = range(4096, 65537)  # bytes of the held-out files that bits per byte are measured on
+JUDGED = range(4096, 65537)  # sizes in bytes of the held-out files on which bits per byte are measured
 LEFT_OUT = {"site-packages", "pydoc_data", "encodings", "__pycache__"}
-BOS, EOS, PAD, USER, ASSISTANT = SPECIALS = (  # DeepSeek-V3's own words
+BOS, EOS, PAD, USER, ASSISTANT = SPECIALS = (  # DeepSeek-V3's control tokens
     "<｜begin▁of▁sentence｜>",
     "<｜end▁of▁sentence｜>",
     "<｜▁pad▁｜>",
@@ -51,12 +51,12 @@ def sources(library: Path | None = None) -> list[File]:
 
 
 def is_held_out(path: str) -> bool:
-    """One path in twenty; the same on every machine, and for every version of the library."""
+    """One path in twenty, the same on every machine and for every version of the library."""
     return hashlib.sha256(path.encode()).digest()[0] < 13
 
 
 def judged(files: Iterable[File]) -> list[str]:
-    """The texts that bits per byte are measured on."""
+    """The texts on which bits per byte are measured."""
     return [f.text for f in files if is_held_out(f.path) and len(f.text.encode()) in JUDGED]
 
 
@@ -85,29 +85,37 @@ def control_ids(tokenizer: tokenizers.Tokenizer) -> tuple[int, int, int, int]:
 
 class Function(NamedTuple):
     head: str  # from the first decorator to the colon, without indentation
-    source: str  # all of it
-    summary: str  # the first line of its docstring, or nothing
+    source: str  # head and body
+    summary: str  # the first line of its docstring, or empty
 
 
 def functions(text: str) -> Iterator[Function]:
-    """The functions and methods of a file, each moved to the left margin."""
+    """The functions and methods of a file, without their indentation."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return
     lines = text.splitlines(keepends=True)
     for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.body[0].lineno == node.lineno:
-            continue
-        first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
-        indent = len(lines[first]) - len(lines[first].lstrip())
-        whole = [line[indent:] if line[:indent].isspace() or not indent else line for line in lines[first : node.end_lineno]]
-        body = node.body[0].lineno - 1 - first
-        while body > 0 and not whole[body - 1].rstrip().endswith(":"):
-            body -= 1  # comments between the head and the first statement
-        head, source = "".join(whole[:body]).rstrip("\n"), "".join(whole).rstrip("\n") + "\n"
-        if body and _parses(source):
-            yield Function(head, source, (ast.get_docstring(node) or "").split("\n")[0])
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.body[0].lineno != node.lineno:
+            head, source = _split(node, lines)
+            if head and _parses(source):
+                yield Function(head, source, (ast.get_docstring(node) or "").split("\n")[0])
+
+
+def _split(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> tuple[str, str]:
+    """The head of a function and all of its source, without indentation; the head is empty if it has no end."""
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
+    indent = len(lines[first]) - len(lines[first].lstrip())
+    own = [_dedented(line, indent) for line in lines[first : node.end_lineno]]
+    body = node.body[0].lineno - 1 - first
+    while body > 0 and not own[body - 1].rstrip().endswith(":"):
+        body -= 1  # comments between the head and the first statement
+    return "".join(own[:body]).rstrip("\n"), "".join(own).rstrip("\n") + "\n"
+
+
+def _dedented(line: str, indent: int) -> str:
+    return line[indent:] if line[:indent].isspace() or not indent else line
 
 
 def _parses(source: str) -> bool:

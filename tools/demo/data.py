@@ -15,7 +15,7 @@ LONGEST_FUNCTION = 1024  # tokens
 
 
 class Pool(NamedTuple):
-    """Documents in tokens, end to end."""
+    """Tokenised documents, concatenated."""
 
     tokens: np.ndarray
     starts: np.ndarray
@@ -27,13 +27,13 @@ class Pool(NamedTuple):
         return Pool(np.concatenate(arrays), starts.astype(np.int64))
 
     def window(self, rng: np.random.Generator, length: int, at_start: bool) -> np.ndarray:
-        """`length` tokens from anywhere, or from the start of a document on."""
+        """`length` tokens from a random position, or from the start of a random document."""
         last = len(self.tokens) - length
         start = int(rng.choice(self.starts[self.starts <= last])) if at_start else int(rng.integers(0, last + 1))
         return self.tokens[start : start + length].astype(np.int32)
 
     def packed(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        """Documents drawn one by one until `length` is full."""
+        """Random documents, concatenated to `length` tokens."""
         parts, full = [], 0
         while full < length:
             parts.append(self.document(rng))
@@ -46,25 +46,10 @@ class Pool(NamedTuple):
 
 
 def build(folder: Path, vocabulary: int, files: list[corpus.File]) -> None:
-    """Writes what training needs into `folder`: the tokenizer, the training files in tokens, the held-out files as text."""
+    """Writes the inputs of training to `folder`: the tokenizer, the training files as tokens, the held-out files as text."""
     training = [f for f in files if not corpus.is_held_out(f.path)]
     tokenizer = corpus.train_tokenizer((f.text for f in training), vocabulary)
-    bos, eos, user, assistant = corpus.control_ids(tokenizer)
-
-    def encoded(texts: list[str]) -> list[list[int]]:
-        return [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
-
-    found = {f.source: f for file in training for f in corpus.functions(file.text)}.values()
-    # head and body in tokens of their own, as when a body is asked for: text would often join the two in one token
-    halves = zip(encoded([f.head for f in found]), encoded([f.source[len(f.head) :] for f in found]), strict=True)
-    short = [(f, [*a, *b]) for f, (a, b) in zip(found, halves, strict=True) if len(a) + len(b) < LONGEST_FUNCTION]
-    told = [(f, ids) for f, ids in short if f.summary and f.summary.isascii()]
-    asked = encoded([f"{f.head}\n{f.summary}" for f, _ in told])
-    pools = {
-        "code": Pool.of([bos, *ids, eos] for ids in encoded([f.text for f in training])),
-        "functions": Pool.of([bos, *ids, eos] for _, ids in short),
-        "chat": Pool.of([bos, user, *q, assistant, *ids, eos] for q, (_, ids) in zip(asked, told, strict=True)),
-    }
+    pools = _pools(tokenizer, training)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     arrays = {f"{name}.{part}": array for name, pool in pools.items() for part, array in pool._asdict().items()}
@@ -76,8 +61,37 @@ def build(folder: Path, vocabulary: int, files: list[corpus.File]) -> None:
     print(f"held out: {len(held)} files, {sum(len(f.text.encode()) for f in held):,} bytes")
 
 
+def _pools(tokenizer: tokenizers.Tokenizer, files: list[corpus.File]) -> dict[str, Pool]:
+    """The training documents: whole files, functions, and conversations that ask for a function by its head and summary."""
+    bos, eos, user, assistant = corpus.control_ids(tokenizer)
+    functions = _functions(tokenizer, files)
+    described = [(f, ids) for f, ids in functions if f.summary and f.summary.isascii()]
+    questions = _encoded(tokenizer, [f"{f.head}\n{f.summary}" for f, _ in described])
+    chats = zip(questions, described, strict=True)
+    return {
+        "code": Pool.of([bos, *ids, eos] for ids in _encoded(tokenizer, [f.text for f in files])),
+        "functions": Pool.of([bos, *ids, eos] for _, ids in functions),
+        "chat": Pool.of([bos, user, *question, assistant, *ids, eos] for question, (_, ids) in chats),
+    }
+
+
+def _functions(tokenizer: tokenizers.Tokenizer, files: list[corpus.File]) -> list[tuple[corpus.Function, list[int]]]:
+    """The files' different functions and their tokens, without the longest.
+
+    Head and body are tokenised apart, as when a user asks for the body: otherwise one token often spans both."""
+    found = {f.source: f for file in files for f in corpus.functions(file.text)}.values()
+    heads = _encoded(tokenizer, [f.head for f in found])
+    bodies = _encoded(tokenizer, [f.source[len(f.head) :] for f in found])
+    whole = [(f, head + body) for f, head, body in zip(found, heads, bodies, strict=True)]
+    return [(f, ids) for f, ids in whole if len(ids) < LONGEST_FUNCTION]
+
+
+def _encoded(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
+    return [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+
 class Batches:
-    """Rows of `length + 2` tokens and the loss weight of each; two more than the model reads, for the targets of MTP."""
+    """Rows of `length + 2` tokens with the loss weight of each token; the two extra tokens are MTP's targets."""
 
     def __init__(self, folder: Path, mix: dict[str, float], answer_weight: float, seed: int):
         self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -91,7 +105,8 @@ class Batches:
         return np.stack([tokens for tokens, _ in made]), np.stack([weight for _, weight in made])
 
     def row(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
-        kind = rng.choice(list(self.mix), p=np.array(list(self.mix.values())) / sum(self.mix.values()))
+        shares = np.array(list(self.mix.values()))
+        kind = rng.choice(list(self.mix), p=shares / sum(self.mix.values()))
         if kind in TASKS:
             tokens, is_answer = self.writer.sample(rng, kind, length)
             return tokens, np.where(is_answer, self.answer_weight, float(kind != "pairs")).astype(np.float32)
@@ -102,8 +117,10 @@ class Batches:
         return tokens, np.ones(length, np.float32)
 
     def loops(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Functions that say a part of themselves over and over, then go on. From the third time on the part has a negative
-        weight, to be unlearnt: greedy decoding of a small model ends in such loops, and no text shows it the way out."""
+        """Functions that repeat a part of themselves, then continue.
+
+        From the third repetition on the part has a negative weight, so that the model unlearns it: greedy decoding of a small
+        model ends in such loops, and no text shows how to leave them."""
         tokens, weights, full = [], [], 0
         while full < length:
             text = self.pools["functions"].document(rng)

@@ -1,4 +1,4 @@
-"""What the demo model is and how it is trained."""
+"""The demo model's config and training settings."""
 
 from dataclasses import dataclass, field
 
@@ -47,7 +47,7 @@ class Phase:
     steps: int
     rows: int
     length: int
-    mix: dict[str, float]  # how often a row is of each kind
+    mix: dict[str, float]  # kind of row -> relative frequency
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class Recipe:
     model: dict = field(default_factory=lambda: dict(MODEL))
     steps: int = 7_600
     extended: float = 0.15  # share of the steps in the second phase
-    tokens: int = 32_768  # a step
+    tokens: int = 32_768  # per step
     length: int = 2048  # of a row in the first phase
     extended_length: int = 8192  # and in the second
     optimizer: str = "muon"
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
-    drop: float = 0.1  # of the weights, anew at every step
+    drop: float = 0.1  # share of the weights that each step drops at random
     mtp_weight: float = 0.3
     answer_weight: float = 4.0
-    bias_step: float = 5e-3  # by which a router's bias moves towards balance at first; less and less to the end
+    bias_step: float = 5e-3  # first step of a router's bias towards balance; decays linearly to zero
     seed: int = 0
 
     @property

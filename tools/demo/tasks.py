@@ -1,7 +1,7 @@
-"""Recall tasks: conversations about a long context, whose answers stand in it and nowhere else.
+"""Recall tasks: conversations about a long context, which is the only place of the answers.
 
-`passkey`: a number in a remark inside Python source. `variable`: many assignments inside Python source. `pairs`: a list of keys
-and values, nothing else. `copy`: a line of words inside Python source, to be repeated whole."""
+`passkey`: a number in a comment inside Python source. `variable`: many assignments inside Python source. `pairs`: only a list of
+keys and values. `copy`: a line of words inside Python source, to repeat exactly."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,11 +23,11 @@ class Fact(NamedTuple):
 
 class Task(NamedTuple):
     fact: Callable[[np.random.Generator], Fact]
-    spacing: int | None  # tokens of source from one fact to the next; 0: nothing but facts, None: a single fact
+    spacing: int | None  # mean tokens of source between facts; 0: only facts, None: a single fact
 
 
 def word(rng: np.random.Generator) -> str:
-    """A pronounceable word that no source holds, such as `zovuka`."""
+    """A pronounceable word that is not in the source, such as `zovuka`."""
     return "".join(rng.choice(list(_CONSONANTS)) + rng.choice(list(_VOWELS)) for _ in range(rng.integers(2, 5)))
 
 
@@ -59,7 +59,7 @@ TASKS = {"passkey": Task(passkey, None), "variable": Task(variable, 96), "pairs"
 
 
 class Writer:
-    """Writes tasks in tokens; `source` is a long run of tokens to take the filling from."""
+    """Writes tasks as tokens; `source` is a long run of tokens from which filling is taken."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, source: np.ndarray):
         self.tokenizer, self.source = tokenizer, source
@@ -74,7 +74,7 @@ class Writer:
         return np.where(run < self.user + 2, self.encode("\n")[0], run).tolist()  # no control tokens inside a message
 
     def context(self, rng: np.random.Generator, task: Task, room: int) -> tuple[list[int], list[Fact]]:
-        """At most `room` tokens, and the facts in them in order, the first at the very start."""
+        """At most `room` tokens, and their facts in order; the first fact comes first."""
         tokens, facts = [], []
         while True:
             fact = task.fact(rng)
@@ -88,28 +88,33 @@ class Writer:
                 return tokens, facts
 
     def sample(self, rng: np.random.Generator, name: str, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """A conversation of `length` tokens for training, and where in it answers stand."""
+        """A conversation of `length` tokens for training, and a mask of its answers."""
         task = TASKS[name]
-        asked = 1 if task.spacing is None else QUESTIONS
-        room = int(rng.integers(length // 8, length - 32 * asked - 32))
+        most = 1 if task.spacing is None else QUESTIONS
+        room = int(rng.integers(length // 8, length - 32 * most - 32))
         lead = self.filling(rng, int(rng.integers(0, room // 2))) if task.spacing != 0 else []
         context, facts = self.context(rng, task, max(room - len(lead), 96))
         tokens, answers = [self.bos, self.user, *lead, *context], []
-        for i in rng.permutation(len(facts))[:asked]:
+        for i in rng.permutation(len(facts))[:most]:
+            tokens += self.question(facts[i], first=not answers)
             answer = [*self.encode(facts[i].answer), self.eos]
-            tokens += [*([self.user] if answers else []), *self.encode("\n" + facts[i].question), self.assistant]
-            answers.append((len(tokens), len(tokens) + len(answer)))
+            answers.append(slice(len(tokens), len(tokens) + len(answer)))
             tokens += answer
         rest = length - len(tokens)
-        tokens += [self.bos, *self.filling(rng, rest - 1)] if rest > 0 else []
+        if rest > 0:
+            tokens += [self.bos, *self.filling(rng, rest - 1)]
         is_answer = np.zeros(length, bool)
-        for start, stop in answers:
-            is_answer[start:stop] = True
+        for answer in answers:
+            is_answer[answer] = True
         return np.asarray(tokens[:length], np.int32), is_answer
 
+    def question(self, fact: Fact, first: bool) -> list[int]:
+        """A question up to the answer; the first one continues the user's message with the context."""
+        turn = [] if first else [self.user]
+        return [*turn, *self.encode("\n" + fact.question), self.assistant]
+
     def prompt(self, rng: np.random.Generator, name: str, distance: int, longest: int) -> tuple[list[int], list[int]]:
-        """A question whose answer stands about `distance` tokens back, in a prompt of at most `longest` with room for the
-        answer; and the answer."""
+        """A prompt that asks for a fact about `distance` tokens back, and the answer; together at most `longest` tokens."""
         _, facts = context = self.context(rng, TASKS[name], distance)
         question = self.encode("\n" + facts[0].question)
         answer = self.encode(facts[0].answer)

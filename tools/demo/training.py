@@ -1,6 +1,6 @@
-"""One step of training: the package's own Transformer without a cache, AdamW or Muon, and the balance of the experts.
+"""A training step: the package's Transformer without a cache, AdamW or Muon, and load balancing of the experts.
 
-Weights are held in float32 and multiplied in bfloat16."""
+Weights are stored in float32 and multiplied in bfloat16."""
 
 from typing import Any, NamedTuple, cast
 
@@ -13,33 +13,32 @@ from jaxtyping import Array, Float, Int
 from demo.recipe import Recipe
 from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch
-from mla_jax.model.mla import FORMS, Form, heads
-from mla_jax.model.moe import BACKENDS
-from mla_jax.model.moe import How as Experts
-from mla_jax.model.transformer import How
+from mla_jax.model.dispatch import Dispatch, StepPlan
+from mla_jax.model.mla import Form, heads, visible
+from mla_jax.model.moe import BACKENDS, ExpertPlan
 
 Values = dict[str, jax.Array]
 
 
 def fused(q: tuple, held: dict[str, Array], up: tuple, mask: Array, scale: float) -> Float[Array, "B T N V"]:
-    """`naive` for whole rows from position 0, by cuDNN where there is a GPU: scores are never written out."""
+    """`naive` for full rows from position 0, by cuDNN on a GPU: scores are not written to memory."""
     joined = jnp.concatenate(q, -1)
-    v = jnp.pad(held["v"], [(0, 0)] * 3 + [(0, joined.shape[-1] - held["v"].shape[-1])])  # cuDNN wants one width
+    v = jnp.pad(held["v"], [(0, 0)] * 3 + [(0, joined.shape[-1] - held["v"].shape[-1])])  # cuDNN takes equal widths only
     on_gpu = jax.default_backend() == "gpu" and joined.dtype == jnp.bfloat16
     implementation = "cudnn" if on_gpu else "xla"
     out = jax.nn.dot_product_attention(joined, held["k"], v, scale=scale, is_causal=True, implementation=implementation)
     return out[..., : held["v"].shape[-1]]
 
 
-class InTraining(Transformer):
-    """The model with attention of its own, unless a form is named, and with all experts on all tokens."""
+class InTraining(Dispatch):
+    """A dispatch with attention of its own and with all experts on all tokens."""
 
-    def how(self, batch: Batch, layer: Any) -> How:
-        return How(Form(heads, fused) if self.attention == "auto" else FORMS[self.attention], Experts(BACKENDS["dense"]))
+    def step(self, model: Transformer, batch: Batch, layer: Any) -> StepPlan:
+        return StepPlan(Form(heads, fused), visible(batch, layer, model.config), ExpertPlan(BACKENDS["dense"]))
 
 
 class Trained(NamedTuple):
-    """All that a run carries from step to step. `bias` holds what balances the experts and is not learnt by gradients."""
+    """The state of a run. `bias` holds the routers' biases, which balance the experts and are not learnt by gradients."""
 
     values: Values
     bias: Values
@@ -52,7 +51,7 @@ class Model:
 
     def __init__(self, config: Config):
         self.config = config
-        build = lambda: InTraining(config, nnx.Rngs(0), mtp=True)  # noqa: E731
+        build = lambda: Transformer(config, nnx.Rngs(0), dispatch=InTraining(), mtp=True)  # noqa: E731
         self.graph, self.state = nnx.split(nnx.eval_shape(build))
 
     def init(self, seed: int) -> tuple[Values, Values]:
@@ -82,7 +81,7 @@ def optimizer(recipe: Recipe, values: Values) -> optax.GradientTransformation:
             weight_decay_mask=_decays,
             adam_b2=0.95,
             muon_weight_dimension_numbers=_matrices(values),
-            consistent_rms=0.2,  # so that Adam's learning rates hold (Moonlight, arXiv 2502.16982)
+            consistent_rms=0.2,  # so that Adam's learning rates are valid (Moonlight, arXiv 2502.16982)
         )
     return optax.chain(optax.clip_by_global_norm(1.0), update)
 
@@ -97,7 +96,7 @@ def _decays(values: Values) -> dict[str, bool]:
 
 
 def _matrices(values: Values) -> dict[str, Any]:
-    """Which axes of a weight are a matrix's output and input; the rest of the weights take Adam."""
+    """The output and input axes of the weights that Muon updates; None: Adam updates it."""
 
     def axes(path: str, rank: int):
         if not is_linear(path):
@@ -110,8 +109,9 @@ def _matrices(values: Values) -> dict[str, Any]:
 
 
 def dropped(values: Values, key: Array, recipe: Recipe) -> Values:
-    """The weights in bfloat16 with some of their elements left out, which keeps many passes over a small corpus from being
-    learnt by heart. (Whole words left out of the embedding give zero states, whose norms have gradients without bound.)"""
+    """The weights in bfloat16 with random elements dropped, against memorising a small corpus in many passes.
+
+    Dropping full rows of the embedding would give zero states, whose norms have unbounded gradients."""
 
     def one(path: str, value: Array, key: Array) -> Array:
         if (is_linear(path) and "router" not in path) or path == "embed":
@@ -125,15 +125,15 @@ def dropped(values: Values, key: Array, recipe: Recipe) -> Values:
 class Losses(NamedTuple):
     main: Float[Array, ""]
     mtp: Float[Array, ""]
-    acceptance: Float[Array, ""]  # how often MTP's best next token is the main model's
+    acceptance: Float[Array, ""]  # share of tokens for which MTP's best token is the main model's
     load: dict[str, Array]  # tokens of each expert, by router
 
 
 def losses(model: Transformer, tokens: Int[Array, "B t"], weight: Float[Array, "B t"]) -> Losses:
     """Weighted cross entropies of the next token and of MTP's, two tokens shorter than `tokens`.
 
-    A token of negative weight is one not to be said (unlikelihood, arXiv 1908.04319). MTP learns half from the text and half
-    from what the main model will say, which is what it has to guess."""
+    A token of negative weight should not be generated (unlikelihood, arXiv 1908.04319). MTP learns half from the text and half
+    from the main model's distribution, which it has to predict."""
     batch = Batch.dense(tokens.shape[0], tokens.shape[1] - 2)
     hidden, _, aux = model(tokens[:, :-2], batch, collect=True)
     drafted, _, ahead = model.draft(0, tokens[:, 1:-1], hidden, batch, collect=True)
@@ -151,7 +151,7 @@ def losses(model: Transformer, tokens: Int[Array, "B t"], weight: Float[Array, "
 
 
 def _mean(loss: Array, weight: Array) -> Array:
-    """The mean of `loss`, -log p, where the weight is positive, of -log(1 - p) where it is negative."""
+    """The weighted mean of `loss` = -log p, or of -log(1 - p) where the weight is negative."""
     unlikely = -jnp.log(jnp.maximum(-jnp.expm1(-loss), 1e-4))
     return jnp.sum(jnp.where(weight < 0, unlikely, loss) * jnp.abs(weight)) / jnp.maximum(jnp.sum(jnp.abs(weight)), 1)
 
@@ -175,7 +175,7 @@ def step_of(recipe: Recipe, config: Config):
         update = optimizer(recipe, trained.values)
         change, state = update.update(gradient, trained.optimizer, trained.values)
         push = recipe.bias_step * (1 - trained.step / recipe.steps)
-        bias = {  # DeepSeek-V3's balance without an auxiliary loss: experts with too few tokens are preferred a little more
+        bias = {  # DeepSeek-V3's balancing without an auxiliary loss: raises the bias of experts with too few tokens
             path: value + push * jnp.sign(jnp.mean(found.load[path]) - found.load[path]) for path, value in trained.bias.items()
         }
         least = jnp.min(jnp.stack([jnp.min(n) / jnp.mean(n) for n in found.load.values()]))

@@ -1,5 +1,5 @@
 // A fuzzer of the C ABI: bytes become calls in any order, of fields that fit and fields that do not. libFuzzer keeps bytes that
-// reach new code, and AddressSanitizer sees what is touched beside a buffer: each is as long as the library was told, no longer.
+// reach new code, and AddressSanitizer sees what is touched outside a buffer: each is as long as the library was told, no longer.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -90,7 +90,7 @@ cpu_experts_weights random_weights(Bytes& bytes) {
     w.model = bytes.field(blocks ? 256 : sizes[bytes.below(8)]);
     w.width = bytes.field(blocks ? 256 : sizes[bytes.below(8)]);
     w.threads = bytes.field(1 + bytes.below(3));
-    if (w.threads > 8 && w.threads <= 1024) w.threads = 8;  // so many are slow to start
+    if (w.threads > 8 && w.threads <= 1024) w.threads = 8;  // more are slow to start
     w.isa = bytes.field(bytes.below(5));
     w.max_rows = bytes.field(1 + bytes.below(100));
     return w;

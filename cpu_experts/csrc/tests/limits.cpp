@@ -1,6 +1,6 @@
 // What this machine can do, with as many threads as the argument says: reading memory, and multiplying from registers by the best
-// instruction there is (nothing below AVX-512). Prints a line of JSON for every line it is given: benchmarks/cpu_experts.py asks in turns with what it
-// times, and divides by it.
+// instruction there is (nothing below AVX-512). Prints a line of JSON for every line it is given: benchmarks/cpu_experts.py
+// interleaves that with what it times, and divides by it.
 #include <sys/mman.h>
 
 #include <algorithm>

@@ -1,0 +1,139 @@
+"""Fields of an option dataclass that check their values: a rule returns the value, converted, or raises Wrong. No JAX here."""
+
+import dataclasses
+import difflib
+import itertools
+import os
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from mla_jax.base.errors import BadRequest, shown
+
+LARGEST = 2**63 - 1  # of whole numbers that have no smaller limit
+Rule = Callable[[Any], Any]
+
+
+class Wrong(Exception):
+    """What a rule expected instead of the value it was given."""
+
+
+def option(default: Any, rule: Rule) -> Any:
+    """A dataclass field whose values follow `rule`."""
+    return dataclasses.field(default=default, metadata={"rule": rule})
+
+
+def check(options: Any, finding: str) -> None:
+    """Applies the rules of all fields; raises BadRequest with every fault. For `__post_init__` of a frozen dataclass."""
+    faults = []
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        try:
+            object.__setattr__(options, field.name, field.metadata["rule"](value))
+        except Wrong as wrong:
+            faults.append(f"{field.name} is {shown(value)}, expected {wrong}")
+    if faults:
+        raise BadRequest(finding, *faults)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word that `word` may have meant, as a hint."""
+    names = list(known)
+    found = difflib.get_close_matches(word, names, n=1)
+    return f"did you mean {found[0]}?" if found else "known: " + ", ".join(names)
+
+
+def whole(low: int, high: int = LARGEST) -> Rule:
+    """A whole number, NumPy's included; True and False are none."""
+
+    def rule(value: Any) -> int:
+        if _is(Integral, value) and low <= value <= high:
+            return int(value)
+        raise Wrong(f"a whole number {_range(low, high)}")
+
+    return rule
+
+
+def number(low: float, high: float, above: bool = False) -> Rule:
+    """A number from `low` to `high`, or greater than `low` if `above`."""
+
+    def rule(value: Any) -> float:
+        if _is(Real, value) and low <= value <= high and not (above and value == low):
+            return value if isinstance(value, int) else float(value)
+        raise Wrong(f"a number above {low:g}, at most {high:g}" if above else f"a number {_range(low, high)}")
+
+    return rule
+
+
+def one_of(*names: str) -> Rule:
+    def rule(value: Any) -> str:
+        if isinstance(value, str) and value in names:
+            return str(value)
+        raise Wrong("one of " + ", ".join(names))
+
+    return rule
+
+
+def optional(rule: Rule) -> Rule:
+    """None, or what `rule` takes."""
+    return lambda value: None if value is None else rule(value)
+
+
+def flag(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise Wrong("True or False")
+
+
+def text(value: Any) -> str:
+    if isinstance(value, str):
+        return str(value)
+    raise Wrong("text")
+
+
+def path(value: Any) -> str:
+    """A path as text."""
+    if isinstance(value, str | os.PathLike) and isinstance(found := os.fspath(value), str) and found:
+        return found
+    raise Wrong("a path")
+
+
+def texts(most: int) -> Rule:
+    """One text, or up to `most`; none of them empty. Always a tuple."""
+
+    def rule(value: Any) -> tuple[str, ...]:
+        found = (value,) if isinstance(value, str) else _several(value, most)
+        if all(isinstance(item, str) and item for item in found):
+            return found
+        raise Wrong("a text or texts, none of them empty")
+
+    return rule
+
+
+def token_ids(most: int) -> Rule:
+    """One token id, or up to `most`. Always a tuple."""
+    each = whole(0, 2**31 - 1)
+
+    def rule(value: Any) -> tuple[int, ...]:
+        found = (value,) if isinstance(value, Integral) else _several(value, most)
+        return tuple(map(each, found))
+
+    return rule
+
+
+def _is(kind: type, value: Any) -> bool:
+    """Whether `value` is such a number; True and False are none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _several(value: Any, most: int) -> tuple:
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | bytearray | Mapping):
+        raise Wrong(f"one value or up to {most}")
+    found = tuple(itertools.islice(value, most + 1))
+    if len(found) > most:
+        raise Wrong(f"at most {most}")
+    return found
+
+
+def _range(low: float, high: float) -> str:
+    return f"{low:,g} to {high:,g}" if high < 2**31 else f"from {low:,g}"

@@ -1,0 +1,121 @@
+"""Checks prompts and sampling parameters, and makes requests of them with every default filled in. No weights are needed."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from mla_jax.base.config import Config
+from mla_jax.base.errors import BadRequest, shown
+from mla_jax.base.options import SamplingParams
+from mla_jax.engine.request import Request
+from mla_jax.engine.text import Text
+
+DEFAULT_MAX_TOKENS = 256
+MAX_PROMPTS = 100_000  # in one call
+
+
+@dataclass
+class InputProcessor:
+    """What a prompt is checked against: the vocabulary, the tokenizer and the context length."""
+
+    config: Config
+    text: Text
+    context: int
+
+    def requests(self, prompts: Any, params: Any) -> list[Request]:
+        """One request per prompt; raises BadRequest."""
+        prompts = _as_list(prompts)
+        params = self._params_of(params, len(prompts))
+        return [self.request(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+
+    def request(self, prompt: Any, params: SamplingParams | None = None) -> Request:
+        """A request for one prompt; raises BadRequest if it does not fit the context."""
+        params = params or SamplingParams()
+        if params.stop and self.text.tokenizer is None:
+            raise BadRequest("stop texts need a tokenizer, which this model folder lacks", "use stop_token_ids")
+        tokens = self._tokens(prompt)
+        room = self.check_prompt(tokens, needed=0 if params.max_tokens == 0 else 1)
+        limit = min(DEFAULT_MAX_TOKENS, room) if params.max_tokens is None else params.max_tokens
+        if limit > room:
+            raise BadRequest(
+                f"max_tokens {limit:,} does not fit the context",
+                f"{len(tokens):,} prompt tokens leave room for {room:,} of {self.context:,}",
+            )
+        ends = () if params.ignore_eos else self.text.end_ids
+        return Request(tokens, self._filled(params, limit), ends)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The token ids of a conversation up to where the model answers; raises BadRequest or BadTemplate."""
+        template, tokenizer = self.text.chat_template, self.text.tokenizer
+        if template is None or tokenizer is None:
+            missing = "tokenizer" if tokenizer is None else "chat template"
+            raise BadRequest(f"this model folder has no {missing}, which chat needs", "give a prompt as text or token ids")
+        return template.encode(messages, tokenizer)
+
+    def check_prompt(self, tokens: list[int], needed: int) -> int:
+        """The tokens of context that a prompt leaves free; raises BadRequest unless there are at least `needed`."""
+        if not tokens:
+            raise BadRequest("the prompt is empty", "give at least one token")
+        wrong = next((t for t in tokens if not 0 <= t < self.config.vocab_size), None)
+        if wrong is not None:
+            raise BadRequest(f"token id {shown(wrong)} is not in the vocabulary", f"expected 0 to {self.config.vocab_size - 1:,}")
+        room = self.context - len(tokens)
+        if room < needed:
+            output = ", one of them for the output" if needed else ""
+            raise BadRequest(f"the prompt is too long: {len(tokens):,} tokens", f"the context holds {self.context:,}{output}")
+        return room
+
+    def _params_of(self, params: Any, prompts: int) -> list[SamplingParams]:
+        """One set of parameters per prompt."""
+        several = list(params) if isinstance(params, list | tuple) else [params] * prompts
+        if len(several) != prompts:
+            raise BadRequest(f"{len(several)} sets of sampling parameters for {prompts} prompts", "give one, or one per prompt")
+        wrong = [p for p in several if not isinstance(p, SamplingParams | None)]
+        if wrong:
+            raise BadRequest("the sampling parameters are no SamplingParams", f"found {shown(wrong[0])}")
+        return [params or SamplingParams() for params in several]
+
+    def _tokens(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            if self.text.tokenizer is None:
+                raise BadRequest("this model folder has no tokenizer", "give token ids instead of text")
+            return self.text.tokenizer.encode(prompt)
+        prompt = _plain(prompt)
+        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+            raise BadRequest("a prompt is neither text nor a list of token ids", f"found {shown(prompt)}")
+        return prompt
+
+    def _filled(self, params: SamplingParams, limit: int) -> SamplingParams:
+        """`params` with the model's defaults, its limit of tokens and a seed."""
+        seed = secrets.randbits(32) if params.seed is None else params.seed
+        defaults = SamplingParams(**{**self.text.defaults, "max_tokens": limit, "seed": seed})
+        filled = params.or_default(defaults)
+        return SamplingParams(**{**vars(filled), "logprobs": params.logprobs})
+
+
+def _as_list(prompts: Any) -> list:
+    """A list of prompts, however many were given; their number is checked before any of them is converted."""
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise BadRequest("the prompts are neither text nor token ids, nor lists of them", f"found {shown(prompts)}")
+    if prompts and _is_scalar(prompts[0]):
+        return [prompts]
+    if len(prompts) > MAX_PROMPTS:
+        raise BadRequest(f"{len(prompts):,} prompts in one call", f"the limit is {MAX_PROMPTS:,}; give them in parts")
+    return list(prompts)
+
+
+def _is_scalar(value: Any) -> bool:
+    """A number, or an array without dimensions."""
+    return isinstance(value, Integral) or getattr(value, "ndim", None) == 0
+
+
+def _plain(value: Any) -> Any:
+    """Arrays, alone or in lists, as lists of plain numbers."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value

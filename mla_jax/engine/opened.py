@@ -1,0 +1,128 @@
+"""A model that is opened but not loaded: headers checked, experts placed, memory planned. LLM and `--dry-run` share it."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from mla_jax.base import device_rates
+from mla_jax.base.config import Config
+from mla_jax.base.errors import BadRequest, Unsupported
+from mla_jax.base.files import cache_folder
+from mla_jax.base.options import Options
+from mla_jax.base.platforms import default_device
+from mla_jax.engine.explain import explain
+from mla_jax.engine.inputs import InputProcessor
+from mla_jax.engine.text import Text, open_text
+from mla_jax.model import fp8_latent
+from mla_jax.model.dispatch import Dispatch
+from mla_jax.model.transformer import Transformer
+from mla_jax.offload import calibrate, library
+from mla_jax.offload.place import Placement, place
+from mla_jax.offload.routing import Routing
+from mla_jax.weights.figures import figures
+from mla_jax.weights.hub import resolve
+from mla_jax.weights.load import Checkpoint, Progress
+from mla_jax.weights.plan import Plan, plan
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint whose weights are still in their files, with all that follows from its headers."""
+
+    options: Options
+    checkpoint: Checkpoint
+    placement: Placement
+    plan: Plan
+    text: Text
+
+    @property
+    def name(self) -> str:
+        """What the user calls the model: the name of a folder or file, or of a model in the Hub's cache."""
+        model = self.options.model.model
+        if model is None:
+            return "demo"
+        return Path(model).resolve().name if Path(model).exists() else str(model)
+
+    @property
+    def config(self) -> Config:
+        return self.checkpoint.config
+
+    @property
+    def inputs(self) -> InputProcessor:
+        """Checks prompts, before there are weights."""
+        return InputProcessor(self.config, self.text, self.plan.context)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user of the folder should know."""
+        return (*self.config.notes, *self.text.notes, *(library.notes() if self.placement.host else ()))
+
+    def routing(self) -> Routing | None:
+        """The counts of chosen experts to add to; their file is written at once, for that must not fail after the work."""
+        path = self.options.experts.routing_stats
+        if path is None:
+            return None
+        counts = Routing.open(Path(path), self.config)
+        counts.save()
+        return counts
+
+    def load(self, progress: Progress | None = None) -> Transformer:
+        """The model with its weights, on the device."""
+        folder = self.options.experts.host_folder
+        return self.checkpoint.load(self.placement, progress, None if folder is None else Path(folder))
+
+    def explain(self) -> list[str]:
+        """What runs where, and why, in words; from shapes alone."""
+        return explain(self.checkpoint.model(self.placement), self.formats(), self.plan.context, self.placement)
+
+    def formats(self) -> dict[str, int]:
+        """The bytes of the weights by number format, on the device and on the host."""
+        return self.checkpoint.formats(self.placement)
+
+
+def open_model(options: Options) -> Opened:
+    """Opens the model that `options` name; reads headers, config and tokenizer, and takes no memory of the device.
+
+    Raises BadFile, BadConfig, Unsupported or BadRequest. A model that does not fit is opened; `plan.refuse()` says so."""
+    if options.memory.memory_fraction is not None:  # read when JAX first uses the device
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(options.memory.memory_fraction)
+    cache_compiled_programs()
+    default_device()
+    checkpoint = _checkpoint(options)
+    context = check_context(options.model.context, checkpoint.config.max_position_embeddings)
+    text = open_text(checkpoint.source)
+    placement = _place(checkpoint, options)
+    return Opened(options, checkpoint, placement, plan(checkpoint, context, options.memory.batch, placement), text)
+
+
+def _checkpoint(options: Options) -> Checkpoint:
+    """The headers of the model's files."""
+    attention, kv_cache = options.attention.attention, options.attention.kv_cache
+    experts = "auto" if options.experts.experts == "host" else options.experts.experts
+    dispatch = Dispatch(attention, experts, kv_cache, device_rates.device())
+    checkpoint = Checkpoint(resolve(options.model.model), dispatch=dispatch, dtype=options.model.dtype)
+    if kv_cache == "fp8" and (reason := fp8_latent.why_not(checkpoint.config, attention)):
+        raise Unsupported('kv_cache "fp8" is not available for this model', reason)
+    return checkpoint
+
+
+def _place(checkpoint: Checkpoint, options: Options) -> Placement:
+    """Decides which layers' experts the CPU computes."""
+    known = figures(checkpoint, options.experts, options.model.context, options.memory.batch)
+    return place(options.experts, known, calibrate.host)
+
+
+def check_context(context: int | None, longest: int) -> int:
+    """`context`, or the longest that the model allows; raises BadRequest above it."""
+    if context is not None and context > longest:
+        raise BadRequest(f"context is {context:,}, expected 1 to {longest:,}", "the model's max_position_embeddings is the limit")
+    return context or longest
+
+
+def cache_compiled_programs():
+    """Turns on JAX's persistent compilation cache, unless the user has set one."""
+    if jax.config.values["jax_compilation_cache_dir"] is None and (folder := cache_folder()) is not None:
+        jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

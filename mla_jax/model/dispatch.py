@@ -1,0 +1,150 @@
+"""Which form of attention and which expert backend a step takes: as asked, or for "auto" the fastest on the device.
+
+A `Dispatch` is what was asked for, and the device. It holds no weights. The model asks it once per step, while the step is
+traced; `explain()`, the memory plan and the benchmarks ask the same object. Whether a kernel can take a step is not worked out
+from shapes that are written a second time: the function that will run is traced on shapes, and its kernels answer."""
+
+import dataclasses
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mla_jax.base import roofline
+from mla_jax.base.batch import Batch
+from mla_jax.base.qtensor import QTensor
+from mla_jax.cache import latent
+from mla_jax.model import fp8_latent, mla, moe, ops
+from mla_jax.model.kernel_attention import KERNELS
+from mla_jax.model.moe import BACKENDS, ExpertPlan, pick_backend
+
+if TYPE_CHECKING:
+    from mla_jax.model.transformer import Transformer
+
+FORMS = mla.FORMS | KERNELS
+FORMS_OVER_FP8 = {name: fp8_latent.over(form) for name, form in mla.FORMS.items() if name != "naive"}
+FORMS_OVER_FP8 |= {name: fp8_latent.for_kernel(form) for name, form in KERNELS.items()}
+FORMS_OF = {"auto": FORMS, "fp8": FORMS_OVER_FP8}  # by the format of the cache
+ATTENTION = ("auto", *mla.FORMS, "fused")  # what may be asked for; "fused" is the kernel for the step's number of new tokens
+
+
+class StepPlan(NamedTuple):
+    """How one step computes, the same for all its layers; chosen from static shapes while tracing."""
+
+    form: mla.Form
+    shared: Any  # what `form.prepare` made of the batch and the cache, for all layers
+    experts: ExpertPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatch:
+    """`attention` is one of ATTENTION, `experts` a backend or "auto", `kv_cache` "auto" or "fp8" (latents in E4M3).
+
+    The last two are for layers whose experts the CPU holds: `defer` experts of each token are added one layer later while few
+    tokens are new, and steps of at least `stream` tokens (0: none) copy the experts to the device."""
+
+    attention: str = "auto"
+    experts: str = "auto"
+    kv_cache: str = "auto"
+    device: roofline.Device = roofline.DEVICES["cpu"]
+    defer: int = 0
+    stream: int = 0
+
+    def step(self, model: "Transformer", batch: Batch, layer: latent.Layer | None) -> StepPlan:
+        """The plan for a step on this batch; `layer` is any layer of the cache before it, None without a cache."""
+        form = self.form(model, batch, layer)
+        return StepPlan(form, form.prepare(batch, layer, model.config), self._expert_plan(model, *batch.positions.shape))
+
+    def form(self, model: "Transformer", batch: Batch, layer: latent.Layer | None) -> mla.Form:
+        rows, new = batch.positions.shape
+        if layer is None:  # kernels need a cache: without one, padding may stand between tokens
+            name = self.form_name(model, rows, new, new)
+            return FORMS[name if name in mla.FORMS else "move_elided"]
+        attended = batch.span or layer["positions"].shape[1]
+        return FORMS_OF[self.kv_cache][self.form_name(model, rows, new, attended)]
+
+    def cached(self) -> mla.Form:
+        """A form that caches what all forms of this dispatch do."""
+        return FORMS_OF[self.kv_cache]["naive" if self.attention == "naive" else "move_elided"]
+
+    def form_name(self, model: "Transformer", rows: int, new: int, attended: int) -> str:
+        """The form for `rows` rows of `new` tokens that attend to `attended` tokens each."""
+        kernel = "kernel_latents" if new <= roofline.FEW else "kernel_heads"
+        if self.attention == "fused":
+            return kernel
+        if self.attention != "auto":
+            return self.attention
+        form = roofline.pick_form(model.config, self.device, rows, new, attended)
+        if kernel == "kernel_heads" and form == "move_elided":
+            return form
+        return form if self.attention_kernel(model, kernel, rows, new, attended) == "xla" else kernel
+
+    def attention_kernel(self, model: "Transformer", form: str, rows: int, new: int, attended: int) -> str:
+        """Who computes `form` for such a step: "mosaic_gpu", "mosaic_tpu", or "xla" where no kernel can."""
+        if form not in KERNELS or not ops.kernels_here():
+            return "xla"
+        row = FORMS_OF[self.kv_cache][form]
+        graph, weights = nnx.split(model.layers[0].attn)
+        (layer,) = jax.eval_shape(lambda: model.new_cache(rows, attended, layers=1))
+        x = jax.ShapeDtypeStruct((rows, new, model.config.hidden_size), model.dtype)
+
+        def attend(weights: Any, x: jax.Array, layer: latent.Layer) -> Any:
+            attn, batch = nnx.merge(graph, weights), Batch.dense(rows, new)
+            return attn(x, batch, layer, row, row.prepare(batch, layer, model.config))
+
+        return ops.who_computes(attend, weights, x, layer).get(_OPS[form], "xla")
+
+    def chunk(self, model: "Transformer", rows: int, slots: int, scores: int) -> int:
+        """New tokens per row that a prompt is read by, so that attention scores over `slots` take at most `scores` bytes.
+
+        Larger where experts are copied from the host for each chunk and a kernel writes no scores."""
+        chunk = roofline.chunk_tokens(model.config, rows, slots, scores)
+        if not self.stream:
+            return chunk
+        most = max(roofline.STREAMED // rows, 1)
+        form = self.form_name(model, rows, most, slots)
+        kernel = self.attention_kernel(model, form, rows, most, slots)
+        return chunk if kernel == "xla" else max(chunk, most)
+
+    def _expert_plan(self, model: "Transformer", rows: int, new: int) -> ExpertPlan:
+        tokens = rows * new
+        streams, replicates = 0 < self.stream <= tokens, model.replicated > 0
+        return ExpertPlan(
+            BACKENDS[self.backend_name(model, tokens)],
+            self.defer if new <= roofline.FEW else 0,
+            BACKENDS[self.backend_name(model, tokens, "streamed")] if streams else None,
+            BACKENDS[self.backend_name(model, tokens, "replicated")] if replicates else None,
+        )
+
+    def backend_name(self, model: "Transformer", tokens: int, where: str = "device") -> str:
+        """The expert backend for `tokens` tokens, of experts on the "device", "streamed" to it, or "replicated" there."""
+        if self.experts != "auto":
+            return self.experts
+        config = model.config
+        pairs, experts = tokens * (config.num_experts_per_tok or 0), config.n_routed_experts or 0
+        stacks = model.stacks(where)
+        packed = [w for w in stacks if isinstance(w, QTensor)] if where != "streamed" else []
+        unpacked = max((prod(w.shape) * model.dtype.itemsize for w in packed), default=0)
+        if where == "replicated":
+            experts = max(w.shape[0] for w in stacks)
+        kernel = self.expert_kernel(model, tokens, where) != "xla"
+        return pick_backend(self.device.platform, pairs, experts, unpacked, kernel)
+
+    def expert_kernel(self, model: "Transformer", tokens: int, where: str = "device") -> str:
+        """Who computes the backend "ragged" for such a step of experts that are stored there."""
+        stacks = model.stacks(where)
+        if not stacks or not ops.kernels_here():
+            return "xla"
+        if any(isinstance(w, QTensor) and w.format != "fp8_block" for w in stacks):
+            return "xla"  # they would be unpacked first
+        gate, down = stacks[:2]
+        chosen = (tokens, model.config.num_experts_per_tok or 0)
+        x = jax.ShapeDtypeStruct((tokens, model.config.hidden_size), model.dtype)
+        ids, weights = jax.ShapeDtypeStruct(chosen, jnp.int32), jax.ShapeDtypeStruct(chosen, jnp.float32)
+        found = set(ops.who_computes(moe.ragged, x, ids, weights, (gate, gate, down)).values())
+        return found.pop() if len(found) == 1 else "xla"  # a kernel pays only if it takes both products
+
+
+_OPS = {"kernel_latents": "mla_decode", "kernel_heads": "mla_prefill"}  # the op that a form is named for

@@ -1,0 +1,36 @@
+"""Ctrl-C that is not lost."""
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def noticed_interrupts() -> Iterator[Callable[[], bool]]:
+    """Yields a function that says whether Ctrl-C was pressed.
+
+    Python raises KeyboardInterrupt wherever it happens to be. Inside a callback of the garbage collector, which JAX has, the
+    exception is printed and dropped: then only this function knows of it."""
+    pressed = threading.Event()
+
+    def press(*_) -> None:
+        pressed.set()
+        raise KeyboardInterrupt
+
+    def unraisable(dropped) -> None:
+        if not isinstance(dropped.exc_value, KeyboardInterrupt):
+            hook(dropped)
+
+    on_main_thread = threading.current_thread() is threading.main_thread()  # no other can set a handler
+    if not on_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # a background job ignores it
+        yield pressed.is_set
+        return
+    hook, handler = sys.unraisablehook, signal.signal(signal.SIGINT, press)
+    sys.unraisablehook = unraisable
+    try:
+        yield pressed.is_set
+    finally:
+        sys.unraisablehook = hook
+        signal.signal(signal.SIGINT, handler)

@@ -1,0 +1,38 @@
+"""What the placement of a checkpoint's experts follows from, out of its headers and the plan for all of them on the device."""
+
+from mla_jax.base import roofline
+from mla_jax.base.limits import free_memory
+from mla_jax.base.options import ExpertOptions
+from mla_jax.base.qtensor import QTensor
+from mla_jax.offload.place import Figures, Placement
+from mla_jax.weights.load import Checkpoint
+from mla_jax.weights.plan import plan, score_bytes
+
+ROOM = 8192  # tokens per sequence whose cache pushes experts off the device, if the user gives no context
+HELD = 1024  # tokens per sequence that steps are predicted for then
+
+
+def figures(checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None = None, batch: int = 1) -> Figures:
+    """For `batch` sequences of `context` tokens."""
+    config, longest = checkpoint.config, checkpoint.config.max_position_embeddings
+    everything = plan(checkpoint, context or min(ROOM, longest), batch)
+    prompt = min(roofline.STREAMED, longest)
+    scores = score_bytes(checkpoint.bytes(), checkpoint.device.platform)
+    models = (checkpoint.model(Placement(stream=stream)) for stream in (0, 1))
+    chunks = (model.dispatch.chunk(model, 1, prompt, scores) for model in models)
+    chunk, streamed = (min(each, prompt) for each in chunks)
+    return Figures(
+        config=config,
+        device=checkpoint.device,
+        dtype=checkpoint.dtype,
+        layers=checkpoint.expert_layers(wanted.host_precision),
+        needed=everything.needed,
+        available=everything.available,
+        host_free=free_memory(),
+        context=everything.context,
+        held=context or min(HELD, longest),
+        batch=batch,
+        chunk=chunk,
+        streamed_chunk=streamed,
+        quantized=any(isinstance(value, QTensor) for value in checkpoint.parameters().values()),
+    )

@@ -1,0 +1,39 @@
+"""Deep tests take minutes and test one folder of sources: they run when that has changed since all of them last passed.
+
+They are marked `deep(folder)`. `.ci/run full` runs them all and then `python tests/deep.py`, which stores what the sources are
+in deep.json, to be committed. `DEEP=1 make test` runs them without storing anything."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RECORD = Path(__file__).with_suffix(".json")
+FOLDERS = ("convert", "cpu_experts/csrc", "pallas_kernels", "tools")
+SOURCES = {".cpp", ".h", ".py", ".txt"}
+
+
+def digest(folder: Path) -> str:
+    """Of the names and contents of the sources in a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix in SOURCES)
+    contents = hashlib.sha256()
+    for file in files:
+        contents.update(f"{file.relative_to(folder).as_posix()} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return contents.hexdigest()
+
+
+def digests() -> dict[str, str]:
+    return {folder: digest(ROOT / folder) for folder in FOLDERS}
+
+
+def unchanged() -> set[str]:
+    """The folders whose deep tests need not run; none where DEEP is set."""
+    if os.environ.get("DEEP") or not RECORD.exists():
+        return set()
+    passed = json.loads(RECORD.read_text())
+    return {folder for folder, found in digests().items() if passed.get(folder) == found}
+
+
+if __name__ == "__main__":
+    RECORD.write_text(json.dumps(digests(), indent=1) + "\n")

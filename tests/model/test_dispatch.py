@@ -1,0 +1,99 @@
+"""What a step takes: forms and kernels by the device, asked of the functions that run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mla_jax import Config, Transformer
+from mla_jax.base.batch import Batch
+from mla_jax.base.roofline import DEVICES
+from mla_jax.model import mla, ops
+from mla_jax.model.dispatch import ATTENTION, FORMS, FORMS_OF, Dispatch
+from pallas_kernels import choice
+
+CONFIG = Config.preset("v2_lite", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return nnx.eval_shape(lambda: Transformer(CONFIG, nnx.Rngs(0), dispatch=Dispatch(device=DEVICES["NVIDIA H200"])))
+
+
+def kernels(monkeypatch, *taking: str):
+    """As on a device whose kernels take these ops."""
+    monkeypatch.setattr(choice, "kernels_here", lambda: True)
+    monkeypatch.setattr(choice, "choose", lambda op, *_: "mosaic_gpu" if op in taking else "xla")
+
+
+def test_without_kernels_auto_takes_a_form_of_xla(model):
+    assert {model.dispatch.form_name(model, 1, new, 4096) for new in (1, 8, 512)} <= {"move_elided", "compressed"}
+
+
+def test_few_new_tokens_take_the_kernel_over_latents(model, monkeypatch):
+    kernels(monkeypatch, "mla_decode")
+    assert [model.dispatch.form_name(model, 2, new, 64) for new in (1, 8)] == ["kernel_latents"] * 2
+    assert model.dispatch.form_name(model, 2, 512, 512) == "compressed"  # whose kernel is another
+
+
+def test_many_new_tokens_take_the_kernel_over_heads(model, monkeypatch):
+    kernels(monkeypatch, "mla_prefill")
+    assert model.dispatch.form_name(model, 2, 512, 512) == "kernel_heads"
+    assert model.dispatch.form_name(model, 2, 1, 64) == "move_elided"
+
+
+@pytest.mark.parametrize(("new", "op"), [(2, "mla_decode"), (64, "mla_prefill")])
+def test_the_answer_is_of_the_arrays_that_the_kernel_gets(model, monkeypatch, new, op):
+    seen = []
+    monkeypatch.setattr(choice, "kernels_here", lambda: True)
+    monkeypatch.setattr(choice, "choose", lambda name, _impl, _checks, *arrays: seen.append((name, arrays)) or "xla")
+    form = "kernel_latents" if new == 2 else "kernel_heads"
+    assert model.dispatch.attention_kernel(model, form, 3, new, 64) == "xla"
+    _, (queries, *_) = next(call for call in reversed(seen) if call[0] == op)
+    assert queries.shape[:3] == (3, new, CONFIG.num_attention_heads)
+
+
+def test_fused_takes_the_kernels_rows_whatever_computes_them(model):
+    dispatch = Dispatch("fused")
+    assert [dispatch.form_name(model, 1, new, 64) for new in (1, 64)] == ["kernel_latents", "kernel_heads"]
+
+
+def test_every_form_that_may_be_asked_for_has_a_row():
+    assert set(ATTENTION) - {"auto", "fused"} == mla.FORMS.keys() < FORMS.keys()
+    assert FORMS_OF["fp8"].keys() == FORMS.keys() - {"naive"}
+
+
+def test_asking_leaves_no_trace(monkeypatch):
+    kernels(monkeypatch, "mla_prefill")
+
+    def attend(q: jax.Array) -> jax.Array:
+        return ops.mla_prefill(q, q, q, jnp.full(1, 4), jnp.full(1, 4), 1.0)
+
+    q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 4, 2, 8)), jnp.float32)
+    assert ops.who_computes(attend, q) == {"mla_prefill": "mosaic_gpu"}
+    monkeypatch.setattr(choice, "choose", lambda *_: "xla")
+    assert attend(q).shape == q.shape  # computed, and by the fallback
+    assert ops.who_computes(attend, q) == {"mla_prefill": "xla"}
+
+
+def test_a_dispatch_is_a_value():
+    assert Dispatch() == Dispatch()
+    assert hash(Dispatch("naive")) == hash(Dispatch("naive")) != hash(Dispatch())
+
+
+def test_what_a_layer_caches_besides_latents_passes_through_rope_append():
+    batch, rank, rope = Batch.dense(1, 2), 128, 32
+    layer = {
+        "c_kv": jnp.zeros((1, 4, rank)),
+        "k_pe": jnp.zeros((1, 4, rope)),
+        "positions": jnp.zeros((1, 4), jnp.int32),
+        "length": jnp.zeros(1, jnp.int32),
+        "index_k": jnp.ones((1, 4, 3)),
+    }
+    half = jnp.ones((1, 2, rope // 2))
+    tokens = (jnp.arange(2, dtype=jnp.int32)[None], batch.positions, half, half)
+    q, kv = jnp.ones((1, 2, 1, 128)), jnp.ones((1, 2, rank + rope))
+    _, after = ops.rope_append(q, kv, jnp.ones(rank), layer, tokens, eps=1e-6, interleave=True)
+    assert after.keys() == layer.keys()
+    np.testing.assert_array_equal(after["index_k"], layer["index_k"])
