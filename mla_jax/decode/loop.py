@@ -179,6 +179,8 @@ class Programs:
 
         It returns once all are there: what a GPU's compiler measures must not run with a prompt."""
         rows, steps = state.count.shape[0], jax.ShapeDtypeStruct((), jnp.int32)
+        for program in (self.run, self.prefill, self.begin):
+            program.refresh()
         with self.waits.record():
             started = [self.run.start(state, steps)] if decodes else []  # the largest first
             for tokens, span in dict.fromkeys(chunks):

@@ -94,9 +94,9 @@ class Program:
         donate_argnums: tuple[int, ...] = (),
         compiler_options: dict[str, Any] | None = None,
     ):
-        self._graph, state = nnx.split(model)
-        leaves, self._structure = jax.tree.flatten(state)
-        self.weights: tuple[jax.Array, ...] = tuple(leaves)
+        self._graph, self._state = nnx.split(model)
+        self._structure = jax.tree.structure(self._state)
+        self.refresh()
         self.precision = "highest" if model.dtype == jnp.float32 else None
         self.shared, self.function = shared or Shared.of(), functools.partial(function)
         self.static, self.donated = (*map(str, static_argnums), *static_argnames), tuple(map(str, donate_argnums))
@@ -116,6 +116,10 @@ class Program:
         """The program for such arguments, once it is compiled. In the place of an array a `jax.ShapeDtypeStruct` will do."""
         call = self._call(args, kw)
         return self._built.get(call.key) or self._start(call)
+
+    def refresh(self) -> None:
+        """Takes the parameters as the model has them now; calls do not look for changed ones."""
+        self.weights: tuple[jax.Array, ...] = tuple(jax.tree.leaves(self._state))
 
     def lower(self, *args, **kw) -> jax.stages.Lowered:
         """For XLA's own account of the program: its text, costs and memory."""

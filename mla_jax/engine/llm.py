@@ -128,6 +128,7 @@ class LLM:
         Raises DoesNotFit if they and the activations of one forward pass need more memory than the plan leaves."""
         array = self._token_block(tokens)
         self._refuse_logits(*array.shape)
+        self._programs.logits.refresh()
         with self._memory_explained():
             found = np.asarray(self._programs.logits(jnp.asarray(array, jnp.int32)))
         self._programs.check()
