@@ -5,16 +5,18 @@ program. The state is one pytree, donated: nothing of it returns to the host unt
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Iterable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from mla_jax.base.batch import Batch
 from mla_jax.cache.latent import Cache
+from mla_jax.decode.programs import Program, Shared
 from mla_jax.decode.sampling import OUTPUT, PROMPT, Sampling, choose
+from mla_jax.decode.store import Store
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload import experts
 
@@ -149,29 +151,6 @@ def _record(state: State, logits: Float[Array, "B W"], token: Int[Array, " B"], 
 BESIDE = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 
 
-class Program:
-    """A jitted function of a model, its weights in place; in full float32 where the weights are (no TF32)."""
-
-    def __init__(self, function: Callable, model: Transformer, **options):
-        graph, self.weights = nnx.split(model)
-        self.precision = "highest" if model.dtype == jnp.float32 else None
-
-        @functools.wraps(function)
-        def merged(weights, *args, **kw):
-            return function(nnx.merge(graph, weights), *args, **kw)
-
-        self.jitted = jax.jit(merged, **options)
-
-    def __call__(self, *args, **kw):
-        with jax.default_matmul_precision(self.precision):
-            return self.jitted(self.weights, *args, **kw)
-
-    def lower(self, *args, **kw) -> jax.stages.Lowered:
-        """For XLA's own account of the program: its text, costs and memory."""
-        with jax.default_matmul_precision(self.precision):
-            return self.jitted.lower(self.weights, *args, **kw)
-
-
 def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
     """Of whole sequences, nothing cached."""
     return model.unembed(model(tokens, Batch.dense(*tokens.shape))[0])
@@ -180,17 +159,36 @@ def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T W
 class Programs:
     """The programs of one model. Each is compiled once a shape; bucketed lengths repeat shapes.
 
-    With `counts` they count how often each expert is chosen, which costs a kernel or two a layer."""
+    With `counts` they count how often each expert is chosen, which costs a kernel or two a layer. They are stored in `folder`, if
+    one is given, and read from there at the next start, except where they call experts on the host by their addresses."""
 
-    def __init__(self, model: Transformer, counts: bool = False):
-        self.new = Program(functools.partial(new_state, counts=counts), model, static_argnums=(1, 2, 3))
-        self.prefill = Program(prefill, model, static_argnames=("span",), donate_argnums=1)
-        self.begin = Program(choose_next, model, donate_argnums=1)
-        beside = BESIDE if model.dispatch.device.platform == "gpu" else None
-        self.run = Program(run, model, donate_argnums=1, compiler_options=beside)
-        self.logits = Program(logits, model)
+    def __init__(self, model: Transformer, counts: bool = False, folder: Path | None = None):
         self.chunk, self.device = functools.partial(model.dispatch.chunk, model), model.dispatch.device
         self._calls_host = bool(model.on_host())
+        shared = Shared.of(None if folder is None or self._calls_host else Store.of(folder, model))
+        self.waits = shared.waits
+        beside = BESIDE if self.device.platform == "gpu" else None
+        self.new = Program(functools.partial(new_state, counts=counts), model, shared, static_argnums=(1, 2, 3))
+        self.prefill = Program(prefill, model, shared, static_argnames=("span",), donate_argnums=(1,))
+        self.begin = Program(choose_next, model, shared, donate_argnums=(1,))
+        self.run = Program(run, model, shared, donate_argnums=(1,), compiler_options=beside)
+        self.logits = Program(logits, model, shared)
+
+    def prepare(self, state: State, chunks: Iterable[tuple[int, int]], decodes: bool = True) -> None:
+        """Compiles concurrently what a request takes: `chunks` of its prompt, as (tokens, span), and whether it decodes.
+
+        It returns once all are there: what a GPU's compiler measures must not run with a prompt."""
+        rows, steps = state.count.shape[0], jax.ShapeDtypeStruct((), jnp.int32)
+        for program in (self.run, self.prefill, self.begin):
+            program.refresh()
+        with self.waits.record():
+            started = [self.run.start(state, steps)] if decodes else []  # the largest first
+            for tokens, span in dict.fromkeys(chunks):
+                shapes = [jax.ShapeDtypeStruct((rows, tokens), dtype) for dtype in (jnp.int32, bool)]
+                started.append(self.prefill.start(state, *shapes, span=span))
+            started.append(self.begin.start(state))
+            for future in started:
+                future.result()
 
     def check(self) -> None:
         """Raises what went wrong with experts on the host: programs of a GPU run on when a call fails, with NaN."""

@@ -71,7 +71,7 @@ class Batch:
 
     def __init__(self, programs: Programs, config: Config, tokenizer: Tokenizer | None, requests: list[Request], scores: int):
         """`scores` bounds the bytes that the attention scores of one chunk of the prompts take."""
-        self.programs, self.config, self.scores, self.watch = programs, config, scores, Stopwatch()
+        self.programs, self.config, self.scores, self.watch = programs, config, scores, Stopwatch(programs.waits)
         self.rows = [Row(request, tokenizer) for request in requests]
         self.state = self._read_prompts(requests)
         self.first, self.compiling = self.watch.look()
@@ -84,7 +84,7 @@ class Batch:
 
     def advance(self, steps: int) -> None:
         """Takes up to `steps` more tokens a row; `news` then holds each row's chunk."""
-        self.state = self.programs.run(self.state, jnp.int32(min(steps, 2**30)))
+        self.state = self.programs.run(self.state, np.int32(min(steps, 2**30)))
         self.news = self._collect()
         running, compiling = self.watch.look()
         self.decoding, self.compiling = self.decoding + running, self.compiling + compiling
@@ -128,7 +128,9 @@ class Batch:
             news.append(row.take(fresh, self._logprobs(i, row, fresh), bool(written.done[i]), bool(written.finite[i])))
         over = [i for i, row in enumerate(self.rows) if row.reason is not None and not written.done[i]]
         if over:
-            self.state = dataclasses.replace(self.state, done=self.state.done.at[jnp.array(over)].set(True))
+            done = written.done.copy()
+            done[over] = True
+            self.state = dataclasses.replace(self.state, done=jnp.asarray(done))
         return news
 
     def _read_prompts(self, requests: list[Request]) -> State:
@@ -142,11 +144,14 @@ class Batch:
             ends[i, : len(request.all_ends)] = request.all_ends
             tokens[i, :length], mask[i, :length] = request.prompt, True
         capacity, alternatives = bucket(int(limit.max()), 16), max(r.params.logprobs or 0 for r in requests)
-        state = self.programs.new(slots, capacity, alternatives, jnp.asarray(limit), jnp.asarray(ends), _sampling(requests, rows))
+        state = self.programs.new(slots, capacity, alternatives, limit, ends, _sampling(requests, rows))
         chunk = self.programs.chunk(rows, slots, self.scores)
-        for start in range(0, longest, chunk):
-            end = start + bucket(min(chunk, longest - start), 16)
-            state = self.programs.prefill(state, tokens[:, start:end], mask[:, start:end], span=bucket(end))
+        starts = range(0, longest, chunk)
+        parts = [slice(start, start + bucket(min(chunk, longest - start), 16)) for start in starts]
+        chunks = [(part.stop - part.start, bucket(part.stop)) for part in parts]
+        self.programs.prepare(state, chunks, decodes=bool(limit.max() > 1))
+        for part, (_, span) in zip(parts, chunks, strict=True):
+            state = self.programs.prefill(state, tokens[:, part], mask[:, part], span=span)
         return jax.block_until_ready(self.programs.begin(state))
 
     def _output(self, row: Row) -> Output:
@@ -183,8 +188,8 @@ def _sampling(requests: list[Request], rows: int) -> Sampling:
 
     def column(name: str, dtype: type) -> jax.Array:
         most = np.iinfo(np.int32).max if dtype is np.int32 else np.inf
-        return jnp.asarray([min(getattr(p, name), most) for p in padded], dtype)
+        return jnp.asarray(np.array([min(getattr(p, name), most) for p in padded], dtype))  # which JAX alone would compile
 
     floats = ("temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty")
-    seeds = jnp.asarray([[(p.seed or 0) >> 32, (p.seed or 0) & 0xFFFFFFFF] for p in padded], jnp.uint32)
+    seeds = jnp.asarray(np.array([[(p.seed or 0) >> 32, (p.seed or 0) & 0xFFFFFFFF] for p in padded], np.uint32))
     return Sampling(top_k=column("top_k", np.int32), seed=seeds, **{name: column(name, np.float32) for name in floats})

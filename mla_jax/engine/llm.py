@@ -14,6 +14,7 @@ from mla_jax.base.batch import bucket
 from mla_jax.base.errors import BadRequest, DoesNotFit, shown
 from mla_jax.base.options import MAX_ROWS, Options, SamplingParams
 from mla_jax.cache.latent import slots_for
+from mla_jax.decode import store
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.batch import Batch
 from mla_jax.engine.explain import explain
@@ -72,7 +73,7 @@ class LLM:
         self._formats, self._routing = opened.formats(), opened.routing()
         with self._memory_explained():
             self.model = opened.load(progress)
-        self._programs = Programs(self.model, counts=self._routing is not None)
+        self._programs = Programs(self.model, counts=self._routing is not None, folder=store.default_folder())
 
     def __repr__(self) -> str:
         formats = ", ".join(f"{gib(size)} in {name}" for name, size in self._formats.items())
@@ -127,6 +128,7 @@ class LLM:
         Raises DoesNotFit if they and the activations of one forward pass need more memory than the plan leaves."""
         array = self._token_block(tokens)
         self._refuse_logits(*array.shape)
+        self._programs.logits.refresh()
         with self._memory_explained():
             found = np.asarray(self._programs.logits(jnp.asarray(array, jnp.int32)))
         self._programs.check()

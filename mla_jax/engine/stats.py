@@ -6,19 +6,7 @@ from dataclasses import dataclass
 
 import jax
 
-_compiling: list[tuple[float, float]] = []  # when JAX traced, lowered or compiled something; spans do not overlap
-
-
-def _listen(event: str, duration_secs: float, **_):
-    if not event.startswith("/jax/core/compile/"):
-        return
-    end = time.perf_counter()
-    while _compiling and _compiling[-1][0] >= end - duration_secs:  # what was traced within is part of it
-        _compiling.pop()
-    _compiling.append((end - duration_secs, end))
-
-
-jax.monitoring.register_event_duration_secs_listener(_listen)
+from mla_jax.decode.programs import Waits
 
 
 @dataclass(frozen=True)
@@ -29,7 +17,7 @@ class Stats:
     generated_tokens: int
     first_token_seconds: float  # without compiling
     decode_seconds: float  # after the first token, without compiling
-    compile_seconds: float
+    compile_seconds: float  # spent waiting for programs to be traced, compiled, or read from where they are stored
     seed: int
     bandwidth_share: float | None = None  # of the device's, by the least bytes a step must read; None where it is not known
     peak_bytes: int | None = None  # of device memory; of the process on a CPU
@@ -48,13 +36,13 @@ def peak_bytes() -> int | None:
 
 
 class Stopwatch:
-    """Wall time since the last look, and how much of it went into compiling."""
+    """Wall time since the last look, and how much of it was waiting for programs to be compiled."""
 
-    def __init__(self):
-        self.at = time.perf_counter()
+    def __init__(self, waits: Waits):
+        self.waits, self.at = waits, time.perf_counter()
 
     def look(self) -> tuple[float, float]:
         """(running, compiling) seconds since the last look."""
         before, self.at = self.at, time.perf_counter()
-        compiling = sum(end - max(start, before) for start, end in _compiling if end > before)
+        compiling = sum(end - max(start, before) for start, end in self.waits.spans if end > before)
         return max(self.at - before - compiling, 0.0), compiling

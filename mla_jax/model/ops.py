@@ -20,6 +20,10 @@ Weight = Float[Array, "..."] | QTensor
 PAGE = 64  # slots
 
 
+class Shapes(nnx.Rngs):
+    """Given for random numbers, it has a model made whose parameters are shapes: nothing is computed, or traced."""
+
+
 def parameter(
     config: Config,
     rngs: nnx.Rngs,
@@ -34,7 +38,11 @@ def parameter(
 
     `exact` ones stay float32 in a bfloat16 model; those that `pack` stay quantised, as QTensors, if a checkpoint has them so.
     The `role` "expert" marks weights of routed experts."""
-    value = mean + scale * jax.random.normal(rngs.params(), logical.shape(config, axes))
+    shape = logical.shape(config, axes)
+    if isinstance(rngs, Shapes):
+        value = jax.ShapeDtypeStruct(shape, jnp.float32)
+    else:
+        value = mean + scale * jax.random.normal(rngs.params(), shape)
     return nnx.Param(value, axes=axes, exact=exact, packs=packs and len(axes) > 1, role=role)
 
 

@@ -69,9 +69,16 @@ class Transformer(nnx.Module):
         plan = self.dispatch.step(self, batch, None if cache is None else cache[0])
         x, pending = self.embedded(tokens), None
         layers, loads = [], []
+
+        def layer_of(graph: Any, weights: Any, x: Array, pending: Any, held: latent.Layer | None):
+            return nnx.merge(graph, weights)(x, pending, batch, held, plan)
+
+        # layers of one structure are traced and lowered once; XLA inlines the calls
+        apply = jax.jit(layer_of, static_argnums=0) if isinstance(x, jax.core.Tracer) else layer_of
         for i, block in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
-                (x, pending), layer, load = block(x, pending, batch, cache[i] if cache is not None else None, plan)
+                held = None if cache is None else cache[i]
+                (x, pending), layer, load = apply(*nnx.split(block), x, pending, held)
             layers.append(layer)
             loads += [load] if load is not None else []
         hidden = rms_norm(settle(x, pending), self.norm[...], self.config.rms_norm_eps)

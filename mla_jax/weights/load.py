@@ -19,6 +19,7 @@ from mla_jax.base.errors import Unsupported, printable
 from mla_jax.base.qtensor import QTensor
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.moe import MoE
+from mla_jax.model.ops import Shapes
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.experts import HostExperts
 from mla_jax.offload.pack import precision_of, unpacked_shape
@@ -59,7 +60,7 @@ class Checkpoint:
         table.refuse_other_counts(self.config, present)
         mtp = table.has_mtp(self.config, present)
         build = partial(Transformer, self.config, dispatch=self.dispatch, mtp=mtp)
-        self._graph, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
+        self._graph, state = nnx.split(build(Shapes()))
         self._state = nnx.to_flat_state(state)
         self.slots = {".".join(map(str, keys)): variable for keys, variable in self._state}
         self.sources = table.resolve(self.slots, self.config, present)

@@ -1,0 +1,177 @@
+"""Programs of a model: traced and compiled once for each set of shapes, or read from where an earlier process stored them.
+
+A call waits for its program. `prepare` has the programs of one request compiled concurrently, before the request starts."""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mla_jax.decode.store import Built, Store
+from mla_jax.model.transformer import Transformer
+
+THREADS = 4  # that compile; XLA adds threads of its own for each program
+
+
+class Waits:
+    """When callers waited for programs to be traced, compiled or read, as spans of `time.perf_counter`.
+
+    `listener` is called with True when a wait for the compiler begins, and with False when it ends."""
+
+    def __init__(self):
+        self.spans: list[tuple[float, float]] = []
+        self.listener: Callable[[bool], Any] | None = None
+        self._compiling = False
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spans.append((start, time.perf_counter()))
+            self._tell(False)
+
+    def compiling(self) -> None:
+        """Says that the present wait is for the compiler."""
+        self._tell(True)
+
+    def _tell(self, compiling: bool) -> None:
+        if self.listener is not None and compiling != self._compiling:
+            self.listener(compiling)
+        self._compiling = compiling
+
+
+class Shared(NamedTuple):
+    """What the programs of one model share. Without a store no program outlives the process."""
+
+    pool: ThreadPoolExecutor
+    waits: Waits
+    store: Store | None
+
+    @classmethod
+    def of(cls, store: Store | None = None) -> "Shared":
+        return cls(ThreadPoolExecutor(THREADS, thread_name_prefix="compile"), Waits(), store)
+
+
+class Key(NamedTuple):
+    """What a program is compiled for: values of static arguments by place or name, and structure and shapes of the others."""
+
+    statics: tuple[tuple[str, Any], ...]
+    donated: Any
+    kept: Any
+    shapes: tuple
+
+
+class Call(NamedTuple):
+    """Arguments of a call: what a program is compiled for, and the arrays that it is given."""
+
+    key: Key
+    donated: list[jax.Array]
+    kept: list[jax.Array]
+
+
+class Program:
+    """A function of a model, compiled for the shapes it is called with; in full float32 where the weights are (no TF32).
+
+    `function` is `(model, *args, **kw)`; the options are those of `jax.jit`, for which the model is argument 0. Weights are
+    passed as a flat tuple: to flatten an `nnx.State` at each call takes milliseconds."""
+
+    def __init__(
+        self,
+        function: Callable,
+        model: Transformer,
+        shared: Shared | None = None,
+        *,
+        static_argnums: tuple[int, ...] = (),
+        static_argnames: tuple[str, ...] = (),
+        donate_argnums: tuple[int, ...] = (),
+        compiler_options: dict[str, Any] | None = None,
+    ):
+        self._graph, self._state = nnx.split(model)
+        self._structure = jax.tree.structure(self._state)
+        self.refresh()
+        self.precision = "highest" if model.dtype == jnp.float32 else None
+        self.shared, self.function = shared or Shared.of(), functools.partial(function)
+        self.static, self.donated = (*map(str, static_argnums), *static_argnames), tuple(map(str, donate_argnums))
+        self.compiler_options = compiler_options
+        self._built: dict[Key, Future[Built]] = {}
+
+    def __call__(self, *args, **kw):
+        """The function's value. Arguments are arrays of JAX or NumPy, or trees of them, except static ones."""
+        call = self._call(args, kw)
+        if call.key not in self._built:
+            with self.shared.waits.record():
+                self._start(call).result()
+        built = self._built[call.key].result()
+        return jax.tree.unflatten(built.structure, built.compiled(self.weights, call.donated, call.kept))
+
+    def start(self, *args, **kw) -> Future[Built]:
+        """The program for such arguments, once it is compiled. In the place of an array a `jax.ShapeDtypeStruct` will do."""
+        call = self._call(args, kw)
+        return self._built.get(call.key) or self._start(call)
+
+    def refresh(self) -> None:
+        """Takes the parameters as the model has them now; calls do not look for changed ones."""
+        self.weights: tuple[jax.Array, ...] = tuple(jax.tree.leaves(self._state))
+
+    def lower(self, *args, **kw) -> jax.stages.Lowered:
+        """For XLA's own account of the program: its text, costs and memory."""
+        return self._lower(self._call(args, kw))[0]
+
+    def _call(self, args: tuple, kw: dict[str, Any]) -> Call:
+        given = {str(place): arg for place, arg in enumerate(args, 1)} | kw
+        statics = tuple((name, arg) for name, arg in given.items() if name in self.static)
+        donated, first = jax.tree.flatten({name: arg for name, arg in given.items() if name in self.donated})
+        kept, other = jax.tree.flatten({name: arg for name, arg in given.items() if name not in self.static + self.donated})
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in (*donated, *kept))
+        return Call(Key(statics, first, other, shapes), donated, kept)
+
+    def _start(self, call: Call) -> Future[Built]:
+        """Traces here, or leaves it to a thread to read what is stored; compiles in a thread."""
+        store, pool = self.shared.store, self.shared.pool
+        name = None if store is None else self._file(call.key, store)
+        if store is not None and name is not None and store.has(name):
+            future = pool.submit(lambda: store.load(name) or self._compile(*self._lower(call), name))
+        else:
+            self.shared.waits.compiling()
+            future = pool.submit(self._compile, *self._lower(call), name)
+        self._built[call.key] = future
+        future.add_done_callback(lambda done: self._built.pop(call.key, None) if done.exception() else None)
+        return future
+
+    def _file(self, key: Key, store: Store) -> str:
+        options = self.function.keywords, self.donated, self.compiler_options, self.precision
+        return store.name(self.function.func.__name__, *map(repr, (key, *options)))
+
+    def _lower(self, call: Call) -> tuple[jax.stages.Lowered, Any]:
+        """The program before it is compiled, and the structure of its value."""
+        key, found = call.key, []
+
+        def flat(weights: tuple[jax.Array, ...], donated: list[jax.Array], kept: list[jax.Array]) -> list[jax.Array]:
+            model = nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights))
+            given = dict(key.statics) | jax.tree.unflatten(key.donated, donated) | jax.tree.unflatten(key.kept, kept)
+            places = sorted((name for name in given if name.isdecimal()), key=int)
+            value = self.function(model, *(given.pop(place) for place in places), **given)
+            leaves, structure = jax.tree.flatten(value)
+            found.append(structure)
+            return leaves
+
+        flat.__name__ = self.function.func.__name__
+        if self.shared.store is not None:  # in JAX's cache another version of the code must not find it: see `Store.compile`
+            flat.__name__ += f"_{self.shared.store.version}"
+        jitted = jax.jit(flat, donate_argnums=1, compiler_options=self.compiler_options)
+        with jax.default_matmul_precision(self.precision):
+            return jitted.lower(self.weights, call.donated, call.kept), found[-1]
+
+    def _compile(self, lowered: jax.stages.Lowered, structure: Any, name: str | None) -> Built:
+        store = self.shared.store
+        if store is None or name is None:
+            return Built(lowered.compile(), structure)
+        return store.compile(lowered, structure, name)

@@ -1,0 +1,177 @@
+"""Compiled programs as files, so that the next start traces and compiles nothing.
+
+A file's name says what it was compiled from: the version of the code, the model, shapes and options, JAX, the device. Whatever is
+wrong with a file or the folder, the program is compiled instead. A file holds a pickle, which is code: the folder must be the
+user's own, and closed to others."""
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import os
+import pickle
+import platform
+import stat
+import sys
+import threading
+import zlib
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import jaxlib
+from flax import nnx
+from jax.experimental import serialize_executable
+
+from mla_jax.base.files import cache_folder
+from mla_jax.model.transformer import Transformer
+
+LIMIT = 1 << 30  # bytes of files; the ones that were not used for longest are removed
+CODE = ("mla_jax", "pallas_kernels", "cpu_experts")  # packages whose functions are traced
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+CHECKSUM = 32  # bytes of SHA-256 in front
+HIT = "/jax/compilation_cache/cache_hits"
+
+
+class Built(NamedTuple):
+    """A compiled program, and the structure of its value, whose leaves it returns as a list."""
+
+    compiled: jax.stages.Compiled
+    structure: Any
+
+
+class Store:
+    """Programs for `device` in `folder`, of the model that `context` tells apart from all others."""
+
+    def __init__(self, folder: Path, device: jax.Device, context: str):
+        self.folder, self.device, self.context = folder, device, context
+        self.version = digest(code(), context)[:8]
+
+    @classmethod
+    def of(cls, folder: Path, model: Transformer) -> "Store":
+        graph, state = nnx.split(model)
+        leaves, structure = jax.tree.flatten(state)
+        (device,) = leaves[0].devices()
+        return cls(folder, device, repr((graph, structure, [(leaf.shape, leaf.dtype.name) for leaf in leaves])))
+
+    def name(self, program: str, *facts: Any) -> str:
+        """The file of a program that follows from these facts, as their `repr` tells them."""
+        return f"{program}-{digest(code(), self.context, environment(self.device), *map(repr, facts))}"
+
+    def has(self, name: str) -> bool:
+        return self._is_own() and (self.folder / name).is_file()
+
+    def load(self, name: str) -> Built | None:
+        """The program of a file; None if it cannot be used, for whatever reason."""
+        path = self.folder / name
+        try:
+            data = path.read_bytes()
+            if hashlib.sha256(data[CHECKSUM:]).digest() != data[:CHECKSUM]:
+                return None
+            *program, structure = pickle.loads(zlib.decompress(data[CHECKSUM:]))
+            compiled = serialize_executable.deserialize_and_load(*program, execution_devices=[self.device])
+            os.utime(path)
+        except Exception:
+            return None
+        return Built(compiled, structure)
+
+    def compile(self, lowered: jax.stages.Lowered, structure: Any, name: str) -> Built:
+        """Compiles, and stores the program; that it cannot be stored is no error."""
+        with _cache_hits() as hits:
+            built = Built(lowered.compile(), structure)
+        if not hits:  # a CPU's program that JAX read from its own cache lacks functions once it is stored again
+            with contextlib.suppress(Exception):
+                self._save(name, built)
+        return built
+
+    def _save(self, name: str, built: Built) -> None:
+        program = serialize_executable.serialize(built.compiled)
+        packed = zlib.compress(pickle.dumps((*program, built.structure)), level=1)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not self._is_own():
+            return
+        partial = self.folder / f"{name}.{os.getpid()}"
+        try:
+            partial.write_bytes(hashlib.sha256(packed).digest() + packed)
+            partial.replace(self.folder / name)
+        finally:
+            partial.unlink(missing_ok=True)
+        self._trim()
+
+    def _is_own(self) -> bool:
+        """Whether the folder is this user's, and nobody else may write or read there."""
+        try:
+            found = self.folder.lstat()
+        except OSError:
+            return False
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+    def _trim(self) -> None:
+        """Removes the files that were not used for longest, until what stays is no larger than LIMIT."""
+        newest = sorted(((path.stat(), path) for path in self.folder.iterdir()), key=lambda one: one[0].st_mtime, reverse=True)
+        reached = accumulate(found.st_size for found, _ in newest)
+        for size, (_, path) in zip(reached, newest, strict=True):
+            if size > LIMIT:
+                path.unlink(missing_ok=True)
+
+
+def default_folder() -> Path | None:
+    """Where programs are stored: with JAX's own cache, where that is the one that `cache_folder` has; else nowhere."""
+    folder = cache_folder()
+    if folder is None or not jax.config.values["jax_enable_compilation_cache"]:
+        return None
+    return folder / "programs" if jax.config.values["jax_compilation_cache_dir"] == str(folder / "compiled") else None
+
+
+def digest(*parts: str) -> str:
+    """A hash of texts, and of where one ends and the next begins."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:40]
+
+
+@functools.cache
+def code() -> str:
+    """A hash of the Python sources of all that is traced."""
+    found = hashlib.sha256()
+    for package in CODE:
+        spec = importlib.util.find_spec(package)
+        for root in (spec and spec.submodule_search_locations) or ():
+            for path in sorted(Path(root).rglob("*.py")):
+                found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return found.hexdigest()
+
+
+def environment(device: jax.Device) -> str:
+    """What else decides how a program is traced and compiled: versions, settings, the device."""
+    versions = sys.version, jax.__version__, jaxlib.__version__, flax.__version__, device.client.platform_version
+    settings = {name: value for name, value in jax.config.values.items() if name != "jax_compilation_cache_dir"}
+    variables = [os.environ.get(name) for name in VARIABLES]
+    return repr((versions, device.device_kind, device.id, len(jax.devices()), _processor(), settings, variables))
+
+
+@functools.cache
+def _processor() -> str:
+    """The features of the CPU, by which XLA chooses instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+@contextlib.contextmanager
+def _cache_hits() -> Iterator[list[str]]:
+    """The programs that this thread meanwhile takes from JAX's cache."""
+    hits, thread = [], threading.get_ident()
+
+    def listen(event: str, **_: Any) -> None:
+        if event == HIT and threading.get_ident() == thread:
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield hits
+    finally:
+        jax.monitoring.unregister_event_listener(listen)

@@ -1,0 +1,198 @@
+"""Programs are traced once for all layers of one structure, and not at all where an earlier process has stored them."""
+
+import os
+import re
+import secrets
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import FAMILIES, tensors, write
+
+from mla_jax.decode import store
+from mla_jax.decode.loop import Programs
+from mla_jax.decode.programs import Program, Waits
+from mla_jax.decode.sampling import Sampling
+from mla_jax.engine.stats import Stopwatch
+from mla_jax.weights.load import load
+
+LAYERS, SPARSE = 4, 3
+WORK = re.compile(r"/jax/core/compile/(jaxpr_trace|jaxpr_to_mlir_module|backend_compile)_duration")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    hf = {**FAMILIES["v3"], "num_hidden_layers": LAYERS, "first_k_dense_replace": LAYERS - SPARSE}
+    return load(write(tmp_path_factory.mktemp("v3"), hf, tensors(hf)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache") / "programs"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def version():
+    """As if the code were another in each session: what JAX has in a cache of longer life cannot be stored again."""
+    unique = store.code() + secrets.token_hex(8)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(store, "code", lambda: unique)
+        yield
+
+
+@pytest.fixture(scope="module")
+def expected(model, folder) -> np.ndarray:
+    """The tokens of a first start, which fills the folder."""
+    found = generated(Programs(model, folder=folder))
+    assert {path.name.partition("-")[0] for path in folder.iterdir()} == {"new_state", "prefill", "choose_next", "run"}
+    return found
+
+
+@pytest.fixture
+def work():
+    """The names of programs that JAX traces, lowers or compiles meanwhile."""
+    names = []
+
+    def listen(event: str, seconds: float, **about) -> None:
+        if WORK.match(event):
+            names.append(about.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def begun(programs: Programs):
+    ones = jnp.asarray(np.ones(1, np.float32))
+    sampling = Sampling(
+        ones, jnp.asarray(np.zeros(1, np.int32)), ones, 0 * ones, 0 * ones, ones, jnp.asarray(np.ones((1, 2), np.uint32))
+    )
+    return programs.new(64, 16, 0, np.full(1, 12, np.int32), np.full((1, 1), -1, np.int32), sampling)
+
+
+def generated(programs: Programs) -> np.ndarray:
+    state = begun(programs)
+    programs.prepare(state, [(16, 16)])
+    state = programs.prefill(state, np.arange(16, dtype=np.int32)[None] + 5, np.ones((1, 16), bool), span=16)
+    return np.asarray(programs.run(programs.begin(state), np.int32(20)).tokens)
+
+
+def test_a_second_start_traces_and_compiles_nothing_and_chooses_the_same_tokens(model, folder, expected, work):
+    found = generated(Programs(model, folder=folder))
+    np.testing.assert_array_equal(found, expected)
+    assert not [name for name in work if re.search("new_state|prefill|choose_next|run", str(name))]
+
+
+def test_stored_tokens_are_those_of_programs_that_are_not_stored(model, expected):
+    np.testing.assert_array_equal(generated(Programs(model)), expected)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[: len(data) // 2], lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda data: b""]
+)
+def test_a_damaged_file_is_ignored(model, folder, expected, damage):
+    kept = {path: path.read_bytes() for path in folder.iterdir()}
+    for path, data in kept.items():
+        path.write_bytes(damage(data))
+    try:
+        np.testing.assert_array_equal(generated(Programs(model, folder=folder)), expected)
+    finally:
+        for path, data in kept.items():
+            path.write_bytes(data)
+
+
+def test_a_folder_that_others_may_write_is_not_read(model, folder, expected, monkeypatch):
+    folder.chmod(0o770)
+    monkeypatch.setattr("pickle.loads", lambda *_: pytest.fail("a file was read"))
+    try:
+        np.testing.assert_array_equal(generated(Programs(model, folder=folder)), expected)
+    finally:
+        folder.chmod(0o700)
+
+
+def test_a_folder_that_cannot_be_made_stops_nothing(model, tmp_path, expected):
+    (tmp_path / "file").write_text("in the way")
+    np.testing.assert_array_equal(generated(Programs(model, folder=tmp_path / "file" / "programs")), expected)
+
+
+def test_programs_of_other_code_or_another_setting_have_other_names(model, folder, monkeypatch):
+    kept = store.Store.of(folder, model)
+    name = kept.name("run", "x")
+    assert name == store.Store.of(folder, model).name("run", "x") != kept.name("run", "y")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert kept.name("run", "x") != name
+    monkeypatch.delenv("XLA_FLAGS")
+    monkeypatch.setattr(store, "code", lambda: "another")
+    assert kept.name("run", "x") != name
+
+
+def test_the_files_used_last_stay(model, folder, expected, monkeypatch, tmp_path):
+    kept = store.Store.of(tmp_path / "programs", model)
+    kept.folder.mkdir(mode=0o700)
+    for age, name in enumerate(("new", "old", "older")):
+        (kept.folder / name).write_bytes(bytes(10))
+        os.utime(kept.folder / name, (1e9 - age, 1e9 - age))
+    monkeypatch.setattr(store, "LIMIT", 20)
+    kept._trim()
+    assert {path.name for path in kept.folder.iterdir()} == {"new", "old"}
+
+
+def test_layers_of_one_structure_are_lowered_once(model):
+    programs = Programs(model)
+    text = programs.run.lower(begun(programs), np.int32(1)).as_text()
+    calls = re.findall(r"call @(layer_of\w*)\(", text)
+    assert len(calls) == LAYERS
+    assert len(set(calls)) == 2  # one dense, one with experts
+    assert len(re.findall(r"func.func private @layer_of", text)) == 2
+
+
+def test_a_failed_compilation_is_tried_again(model):
+    failing = [True]
+
+    def logits(model, x):
+        if failing.pop() if failing else False:
+            raise RuntimeError("once")
+        return x + 1
+
+    program = Program(logits, model)
+    with pytest.raises(RuntimeError, match="once"):
+        program(np.ones(1, np.float32))
+    assert program(np.ones(1, np.float32)) == 2
+
+
+def test_waiting_for_programs_is_told_apart_from_running(model):
+    heard, programs = [], Programs(model)
+    programs.waits.listener = heard.append
+    watch = Stopwatch(programs.waits)
+    state = begun(programs)
+    running, compiling = watch.look()
+    assert heard == [True, False]
+    assert compiling > running >= 0
+    begun(programs), jax.block_until_ready(state)
+    assert watch.look()[1] == 0
+    assert heard == [True, False]
+
+
+def test_spans_that_end_before_the_last_look_count_no_more():
+    waits = Waits()
+    with waits.record():
+        time.sleep(0.01)
+    watch = Stopwatch(waits)
+    time.sleep(0.01)
+    running, compiling = watch.look()
+    assert running >= 0.01
+    assert compiling == 0
+
+
+def test_programs_of_a_request_are_compiled_in_threads(model, monkeypatch):
+    threads = set()
+    compile = jax.stages.Lowered.compile
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda self, *a: threads.add(threading.current_thread()) or compile(self, *a)
+    )
+    generated(Programs(model))
+    assert threads
+    assert threading.main_thread() not in threads
