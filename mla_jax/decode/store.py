@@ -46,7 +46,7 @@ class Built(NamedTuple):
 class Store:
     """Programs for `device` in `folder`, of the model that `context` tells apart from all others."""
 
-    def __init__(self, folder: Path, device: jax.Device, context: str):
+    def __init__(self, folder: Path, device: Any, context: str):
         self.folder, self.device, self.context = folder, device, context
         self.version = digest(code(), context)[:8]
 
@@ -143,9 +143,9 @@ def code() -> str:
     return found.hexdigest()
 
 
-def environment(device: jax.Device) -> str:
+def environment(device: Any) -> str:
     """What else decides how a program is traced and compiled: versions, settings, the device."""
-    versions = sys.version, jax.__version__, jaxlib.__version__, flax.__version__, device.client.platform_version
+    versions = sys.version, jax.__version__, jaxlib.version.__version__, flax.__version__, device.client.platform_version
     settings = {name: value for name, value in jax.config.values.items() if name != "jax_compilation_cache_dir"}
     variables = [os.environ.get(name) for name in VARIABLES]
     return repr((versions, device.device_kind, device.id, len(jax.devices()), _processor(), settings, variables))

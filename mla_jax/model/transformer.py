@@ -7,6 +7,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from mla_jax.base.batch import Batch
@@ -74,7 +75,7 @@ class Transformer(nnx.Module):
             return nnx.merge(graph, weights)(x, pending, batch, held, plan)
 
         # layers of one structure are traced and lowered once; XLA inlines the calls
-        apply = jax.jit(layer_of, static_argnums=0) if isinstance(x, jax.core.Tracer) else layer_of
+        apply = jax.jit(layer_of, static_argnums=0) if isinstance(x, Tracer) else layer_of
         for i, block in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
                 held = None if cache is None else cache[i]
