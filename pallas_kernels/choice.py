@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from importlib import import_module
 
 import jax
 
@@ -96,6 +97,14 @@ def take(op: str, impl: str | None, checks: dict[str, Callable[..., str | None]]
         return chosen
     record[op] = "xla" if record.get(op) == "xla" else chosen
     return "xla"
+
+
+def load_runtime() -> None:
+    """Makes compiled programs with kernels for Hopper GPUs loadable in a process that has traced no kernel.
+
+    JAX tells where the library that they call is when it imports Mosaic; without it they fail at their first call."""
+    if _hopper():
+        import_module("jax.experimental.mosaic.gpu")
 
 
 def kernels_here() -> bool:

@@ -27,6 +27,7 @@ from flax import nnx
 from jax.experimental import serialize_executable
 
 from mla_jax.base.files import cache_folder
+from mla_jax.model.ops import load_runtime
 from mla_jax.model.transformer import Transformer
 
 LIMIT = 1 << 30  # bytes of files; the ones that were not used for longest are removed
@@ -71,6 +72,7 @@ class Store:
             data = path.read_bytes()
             if hashlib.sha256(data[CHECKSUM:]).digest() != data[:CHECKSUM]:
                 return None
+            load_runtime()
             *program, structure = pickle.loads(zlib.decompress(data[CHECKSUM:]))
             compiled = serialize_executable.deserialize_and_load(*program, execution_devices=[self.device])
             os.utime(path)

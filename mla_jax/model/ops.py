@@ -147,6 +147,13 @@ def kernels_here() -> bool:
     return choice.kernels_here()
 
 
+def load_runtime() -> None:
+    """Loads what compiled programs call that were stored by an earlier process, if there are kernels here."""
+    from pallas_kernels import choice
+
+    choice.load_runtime()
+
+
 def who_computes(function: Callable, *args: Any) -> dict[str, str]:
     """Who computes each op of pallas_kernels in `function(*args)`; arguments may be shapes, and nothing is computed."""
     from pallas_kernels import choice

@@ -17,7 +17,9 @@ from mla_jax.decode.loop import Programs
 from mla_jax.decode.programs import Program, Waits
 from mla_jax.decode.sampling import Sampling
 from mla_jax.engine.stats import Stopwatch
+from mla_jax.model.ops import load_runtime
 from mla_jax.weights.load import load
+from pallas_kernels import choice
 
 LAYERS, SPARSE = 4, 3
 WORK = re.compile(r"/jax/core/compile/(jaxpr_trace|jaxpr_to_mlir_module|backend_compile)_duration")
@@ -196,3 +198,13 @@ def test_programs_of_a_request_are_compiled_in_threads(model, monkeypatch):
     generated(Programs(model))
     assert threads
     assert threading.main_thread() not in threads
+
+
+def test_a_stored_program_with_kernels_finds_their_runtime(monkeypatch):
+    imported = []
+    monkeypatch.setattr(choice, "_hopper", lambda: True)
+    monkeypatch.setattr(choice, "import_module", imported.append)
+    load_runtime()
+    monkeypatch.setattr(choice, "_hopper", lambda: False)
+    load_runtime()
+    assert imported == ["jax.experimental.mosaic.gpu"]
