@@ -21,6 +21,8 @@ from mla_jax.engine.explain import explain
 from mla_jax.engine.opened import Opened, open_model
 from mla_jax.engine.request import Chunk, FinishReason, Output, Request
 from mla_jax.engine.stats import Stats
+from mla_jax.model.trainable import trainable
+from mla_jax.model.transformer import Transformer
 from mla_jax.weights.load import Progress
 from mla_jax.weights.plan import gib, logits_bytes, slot_bytes
 
@@ -133,6 +135,10 @@ class LLM:
             found = np.asarray(self._programs.logits(jnp.asarray(array, jnp.int32)))
         self._programs.check()
         return found
+
+    def trainable(self) -> Transformer:
+        """A copy of the model that `jax.grad` can differentiate: floating-point weights, all experts computed for all tokens."""
+        return trainable(self.model)
 
     def explain(self) -> str:
         """What runs where, and why, in words."""
