@@ -17,7 +17,7 @@ from mla_jax import Config
 from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
 from mla_jax.cache import latent
-from mla_jax.decode.loop import BESIDE
+from mla_jax.decode.loop import LOOP_OPTIONS
 from mla_jax.model import dispatch
 from mla_jax.model.mla import FORMS, MLA
 
@@ -93,7 +93,7 @@ def measure(config: Config, weights, graph, form: str, rows: int, slots: int) ->
 
 def laps_of(config: Config, graph, form: str, rows: int, slots: int, steps: int, laps: int):
     """The jitted `(weights, layer, x) -> (y, layer)` of `laps` times the last `steps` of `slots` tokens."""
-    taken, options = dispatch.FORMS[form], BESIDE if jax.default_backend() == "gpu" else None
+    taken, options = dispatch.FORMS[form], LOOP_OPTIONS.get(jax.default_backend())
 
     @functools.partial(jax.jit, donate_argnums=1, compiler_options=options)
     def run(weights, layer, x):
