@@ -559,7 +559,7 @@ def test_statistics_that_cannot_be_written_stop_the_start_and_no_answer(folder, 
 def test_prompts_bring_experts_of_the_host_to_the_device_if_asked(llm, folder, monkeypatch):
     monkeypatch.setattr(calibrate, "host", lambda *formats: RATES)
     brought = LLM(folder, experts="host", stream_tokens=16)
-    assert "on the CPU, with 16 tokens or more brought to the device, by loop: as asked" in brought.explain()
+    assert "on the CPU, with 16 tokens or more copied to the device, by loop: as asked" in brought.explain()
     ids = list(range(20))
     found, exact, computed = (x.logits([ids])[0] for x in (brought, llm, LLM(folder, experts="host", stream_tokens=0)))
     error, on_host = (np.abs(other - exact).max() for other in (found, computed))
