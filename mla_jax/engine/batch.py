@@ -1,6 +1,7 @@
 """Requests computed together: prompts read, tokens taken step by step, texts and finish reasons kept a row."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -137,22 +138,24 @@ class Batch:
         """Prompts read chunk by chunk, first tokens chosen."""
         rows, longest = bucket(len(requests)), max(len(r.prompt) for r in requests)
         slots = slots_for(max(len(r.prompt) + r.limit for r in requests))
-        limit, tokens, mask = np.zeros(rows, np.int32), np.zeros((rows, slots), np.int32), np.zeros((rows, slots), bool)
-        ends = np.full((rows, bucket(max(len(r.all_ends) for r in requests), 4)), -1, np.int32)
-        for i, request in enumerate(requests):
-            limit[i], length = request.limit, len(request.prompt)
-            ends[i, : len(request.all_ends)] = request.all_ends
-            tokens[i, :length], mask[i, :length] = request.prompt, True
-        capacity, alternatives = bucket(int(limit.max()), 16), max(r.params.logprobs or 0 for r in requests)
-        state = self.programs.new(slots, capacity, alternatives, limit, ends, _sampling(requests, rows))
-        chunk = self.programs.chunk(rows, slots, self.scores)
-        starts = range(0, longest, chunk)
-        parts = [slice(start, start + bucket(min(chunk, longest - start), 16)) for start in starts]
+        tokens, mask = _padded([r.prompt for r in requests], (rows, slots), fill=0)
+        ends, _ = _padded([r.all_ends for r in requests], (rows, bucket(max(len(r.all_ends) for r in requests), 4)), fill=-1)
+        limit = np.zeros(rows, np.int32)
+        limit[: len(requests)] = [r.limit for r in requests]
+        most = int(limit.max())
+        alternatives = max(r.params.logprobs or 0 for r in requests)
+        state = self.programs.new(slots, bucket(most, 16), alternatives, limit, ends, _sampling(requests, rows))
+        parts = self._parts(longest, self.programs.chunk(rows, slots, self.scores))
         chunks = [(part.stop - part.start, bucket(part.stop)) for part in parts]
-        self.programs.prepare(state, chunks, decodes=bool(limit.max() > 1))
+        self.programs.prepare(state, chunks, decodes=most > 1)
         for part, (_, span) in zip(parts, chunks, strict=True):
             state = self.programs.prefill(state, tokens[:, part], mask[:, part], span=span)
         return jax.block_until_ready(self.programs.begin(state))
+
+    @staticmethod
+    def _parts(longest: int, chunk: int) -> list[slice]:
+        """Chunks of the longest prompt; the last one is rounded up to a power of two."""
+        return [slice(start, start + bucket(min(chunk, longest - start), 16)) for start in range(0, longest, chunk)]
 
     def _output(self, row: Row) -> Output:
         assert row.reason is not None
@@ -173,6 +176,15 @@ class Batch:
             {token: float(own)} | {other: p for other, p in pairs if other != token}
             for token, own, pairs in zip(fresh, chosen, likeliest, strict=True)
         ]
+
+
+def _padded(lists: Sequence[Sequence[int]], shape: tuple[int, int], fill: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lists of numbers as rows of `shape`, and a mask of where they are."""
+    numbers, mask = np.full(shape, fill, np.int32), np.zeros(shape, bool)
+    for i, row in enumerate(lists):
+        numbers[i, : len(row)] = row
+        mask[i, : len(row)] = True
+    return numbers, mask
 
 
 def _reason(ids: list[int], request: Request, finite: bool) -> FinishReason:

@@ -4,8 +4,7 @@ import resource
 import time
 from dataclasses import dataclass
 
-import jax
-
+from mla_jax.base.devices import Devices
 from mla_jax.decode.programs import Waits
 
 
@@ -29,10 +28,10 @@ class Stats:
 
 def peak_bytes() -> int | None:
     """The most memory used so far: the device's, or on a CPU the process's. None where the device does not say."""
-    device = jax.devices()[0]
-    if device.platform == "cpu":
+    devices = Devices.default()
+    if devices.platform == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return (device.memory_stats() or {}).get("peak_bytes_in_use") or None
+    return devices.peak_bytes()
 
 
 class Stopwatch:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.base.device_rates import Kept, seconds_of
+from mla_jax.base.devices import Devices
 from mla_jax.base.errors import Unsupported
 from mla_jax.base.files import HOST_RATES
 from mla_jax.base.limits import cores, free_memory, last_cache
@@ -32,7 +33,7 @@ def host(precision: str = "bf16", down: str | None = None, cache: Path | None = 
     """The CPU's rates for experts of a number format of `cpu_experts`, with another for down if given.
 
     Measured unless they are in the file `cache`. Raises Unsupported where experts cannot be computed on the CPU."""
-    refuse_without_library(jax.devices()[0].platform)
+    refuse_without_library(Devices.default().platform)
     kept, key = Kept(HOST_RATES, HostRates._fields, cache), _key(_formats(precision, down))
     found = kept.read().get(key)
     if not _possible(found):
@@ -140,4 +141,4 @@ def _key(precision: str) -> str:
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
     files = (os.stat(library._name) for library in (load(), load_ffi()))
     built = " ".join(f"{file.st_size}@{file.st_mtime_ns}" for file in files)
-    return f"{model}, {cores()} cores, {instructions()}, built {built}, {precision}, {jax.devices()[0].device_kind}"
+    return f"{model}, {cores()} cores, {instructions()}, built {built}, {precision}, {Devices.default().first.device_kind}"

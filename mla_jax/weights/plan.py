@@ -9,6 +9,7 @@ import jax
 
 from mla_jax.base import roofline
 from mla_jax.base.batch import bucket
+from mla_jax.base.devices import Devices
 from mla_jax.base.errors import DoesNotFit
 from mla_jax.base.limits import free_memory, gib
 from mla_jax.base.qtensor import QTensor
@@ -196,8 +197,5 @@ def logits_bytes(model: Transformer, rows: int, tokens: int) -> int:
 
 def available() -> int:
     """Bytes that may be taken: of the device, or of free memory on a CPU."""
-    device = jax.devices()[0]
-    if device.platform != "cpu":
-        stats = device.memory_stats() or {}
-        return stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
-    return free_memory()
+    devices = Devices.default()
+    return free_memory() if devices.platform == "cpu" else devices.free_bytes() or 0
