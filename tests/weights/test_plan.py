@@ -11,6 +11,7 @@ from flax import nnx
 from mla_jax import LLM, SamplingParams, Transformer
 from mla_jax.base.errors import DoesNotFit
 from mla_jax.cache.latent import slots_for
+from mla_jax.decode.programs import Program
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights import plan as planning
 from mla_jax.weights.load import Checkpoint
@@ -120,15 +121,20 @@ def test_a_batch_whose_cache_does_not_fit_is_refused_with_the_room_there_is(fold
 
 
 def test_running_out_of_memory_on_the_device_is_explained_once(folder, monkeypatch):
-    llm = LLM(folder)
+    llm, call = LLM(folder), Program.__call__
 
-    def fail(*_):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 GiB")
+    def fail_with(message: str):
+        def failing(program: Program, *args, **kw):
+            if program is llm._programs.run:
+                raise jax.errors.JaxRuntimeError(message)
+            return call(program, *args, **kw)
 
-    monkeypatch.setattr(llm._programs, "run", fail)
+        monkeypatch.setattr(Program, "__call__", failing)
+
+    fail_with("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 GiB")
     with pytest.raises(DoesNotFit, match="--memory-fraction"):
         llm.generate([1, 2, 3])
-    monkeypatch.setattr(llm._programs, "run", lambda *_: (_ for _ in ()).throw(jax.errors.JaxRuntimeError("INTERNAL: other")))
+    fail_with("INTERNAL: other")
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         llm.generate([1, 2, 3])
 
