@@ -198,11 +198,11 @@ def failures(layer, check: Checks, given) -> None:
 
 def own_microseconds(layer) -> float:
     """The experts' own time for one row in microseconds, for calls back to back."""
-    from cpu_experts.library import Batch
+    from cpu_experts.library import ForwardCall
 
     x, ids, weights = batch(layer.model, 1)
     out = np.empty(x.shape, x.dtype)
-    call = Batch(ctypes.sizeof(Batch), 1, CHOSEN, 1, 1, *(a.ctypes.data for a in (x, ids, weights, out)))
+    call = ForwardCall(ctypes.sizeof(ForwardCall), 1, CHOSEN, 1, 1, *(a.ctypes.data for a in (x, ids, weights, out)))
     forward, handle, times = layer._library.cpu_experts_forward, layer._handle, []
     for _ in range(300):
         start = time.perf_counter()

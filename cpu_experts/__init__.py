@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from cpu_experts import blocks, layout, packed
-from cpu_experts.library import ISAS, Batch, Closed, Unsupported, Weights, check, load
+from cpu_experts.library import ISAS, Closed, ForwardCall, Unsupported, Weights, check, load
 
 __all__ = ["Closed", "Experts", "Unsupported", "available", "isa", "note"]
 
@@ -178,7 +178,9 @@ class Experts:
 
         def call(function: Callable[..., int], first: int, last: int) -> None:
             pointers = (a.ctypes.data + first * a.strides[0] for a in arrays)
-            check(self._library, function(handle, Batch(ctypes.sizeof(Batch), last - first, chosen, *dtypes, *pointers)))
+            check(
+                self._library, function(handle, ForwardCall(ctypes.sizeof(ForwardCall), last - first, chosen, *dtypes, *pointers))
+            )
 
         turns = max(1, -(-n // self._tokens_a_turn(chosen)))
         if turns > 1:  # one by one, as the library would take those of max_rows: Python sees an interrupt only in between

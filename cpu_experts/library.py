@@ -49,7 +49,7 @@ class Weights(Structure):
     ]
 
 
-class Batch(Structure):
+class ForwardCall(Structure):
     """cpu_experts_batch."""
 
     _fields_ = [
@@ -87,8 +87,8 @@ SIGNATURES = {
     "cpu_experts_abi": (c_int32, []),
     "cpu_experts_best_isa": (c_int32, []),
     "cpu_experts_open": (c_int32, [POINTER(Weights), POINTER(c_uint64)]),
-    "cpu_experts_check": (c_int32, [c_uint64, POINTER(Batch)]),
-    "cpu_experts_forward": (c_int32, [c_uint64, POINTER(Batch)]),
+    "cpu_experts_check": (c_int32, [c_uint64, POINTER(ForwardCall)]),
+    "cpu_experts_forward": (c_int32, [c_uint64, POINTER(ForwardCall)]),
     "cpu_experts_close": (c_int32, [c_uint64]),
     "cpu_experts_last_error": (c_char_p, []),
 }

@@ -13,7 +13,7 @@ import pytest
 from moe_layers import parts_of, random_batch, random_layer
 
 from cpu_experts import Experts, Unsupported
-from cpu_experts.library import ISAS, Batch, Closed, Weights, check
+from cpu_experts.library import ISAS, Closed, ForwardCall, Weights, check
 
 
 @pytest.fixture
@@ -191,9 +191,9 @@ def test_bad_weights_are_refused(built):
         Experts(gate, up, down, "int8")
 
 
-def raw(layer: Experts) -> Batch:
+def raw(layer: Experts) -> ForwardCall:
     out = np.zeros((3, 32), np.float32)
-    batch = Batch(ctypes.sizeof(Batch), 3, 2, 0, 0, *(a.ctypes.data for a in (GOOD.x, GOOD.ids, GOOD.weights, out)))
+    batch = ForwardCall(ctypes.sizeof(ForwardCall), 3, 2, 0, 0, *(a.ctypes.data for a in (GOOD.x, GOOD.ids, GOOD.weights, out)))
     batch.kept = out
     return batch
 

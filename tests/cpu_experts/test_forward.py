@@ -309,7 +309,7 @@ def test_turns_of_the_library_are_those_of_python(built, native):
     out = np.empty_like(batch.x)
     with Experts(*random_layer(4, 64, 32), "int4_g32", max_rows=7) as layer:
         pointers = (a.ctypes.data for a in (*batch, out))
-        whole = library.Batch(ctypes.sizeof(library.Batch), 50, 2, 0, 0, *pointers)
+        whole = library.ForwardCall(ctypes.sizeof(library.ForwardCall), 50, 2, 0, 0, *pointers)
         library.check(native, native.cpu_experts_forward(layer._handle, whole))
         assert (layer.forward(*batch) == out).all()
 

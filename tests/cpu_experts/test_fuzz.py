@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from moe_layers import random_batch, random_layer
 
 from cpu_experts import Experts
-from cpu_experts.library import Batch, Weights
+from cpu_experts.library import ForwardCall, Weights
 
 GOOD = random_batch(3, 32, 4, 2)
 LEAST, MOST = -(2**31), 2**31 - 1
@@ -31,7 +31,7 @@ WEIGHTS = {
     "max_rows": [0, -1, 1, 2**20 + 1, LEAST, MOST],
 }
 BATCH = {
-    "struct_bytes": [0, 8, ctypes.sizeof(Batch) + 8, LEAST, MOST],
+    "struct_bytes": [0, 8, ctypes.sizeof(ForwardCall) + 8, LEAST, MOST],
     "tokens": [0, -1, 1, 2, LEAST],
     "chosen": [0, -1, 1, 64, 65, LEAST, MOST],
     "x_dtype": [1, 2, -1, MOST],
@@ -86,7 +86,7 @@ def test_a_forward_of_anything_gives_a_status(built, native, fields, number, at,
     out = np.full(3 * 32 + 1, 7, np.float32)
     with Experts(*random_layer(4, 32, 16), threads=1) as layer:
         pointers = (a.ctypes.data for a in (x, ids, weights, out))
-        batch = changed(Batch(ctypes.sizeof(Batch), 3, 2, 0, 0, *pointers), fields)
+        batch = changed(ForwardCall(ctypes.sizeof(ForwardCall), 3, 2, 0, 0, *pointers), fields)
         given_handle = layer._handle if handle is None else handle
         first = native.cpu_experts_check(given_handle, batch)
         assert (out == 7).all()

@@ -77,7 +77,7 @@ CLOSING = """
 import ctypes, sys, threading, time
 import numpy as np
 from cpu_experts import Experts
-from cpu_experts.library import Batch
+from cpu_experts.library import ForwardCall
 rng = np.random.default_rng(0)
 x, ids = rng.standard_normal((256, 256), np.float32), rng.integers(0, 8, (256, 2), np.int32)
 weights, out = np.ones((256, 2), np.float32), np.empty((256, 256), np.float32)
@@ -87,7 +87,7 @@ for i in range(30):
     handle, begun = layer._handle, threading.Event()
 
     def work():  # as a program does: by number, holding nothing
-        batch = Batch(ctypes.sizeof(Batch), 256, 2, 0, 0, *(a.ctypes.data for a in (x, ids, weights, out)))
+        batch = ForwardCall(ctypes.sizeof(ForwardCall), 256, 2, 0, 0, *(a.ctypes.data for a in (x, ids, weights, out)))
         begun.set()
         while layer._library.cpu_experts_forward(handle, batch) == 0:
             pass
