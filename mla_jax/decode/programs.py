@@ -20,14 +20,10 @@ THREADS = 4  # that compile; XLA adds threads of its own for each program
 
 
 class Waits:
-    """When callers waited for programs to be traced, compiled or read, as spans of `time.perf_counter`.
-
-    `listener` is called with True when a wait for the compiler begins, and with False when it ends."""
+    """When callers waited for programs to be traced, compiled or read, as spans of `time.perf_counter`."""
 
     def __init__(self):
         self.spans: list[tuple[float, float]] = []
-        self.listener: Callable[[bool], Any] | None = None
-        self._compiling = False
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
@@ -36,16 +32,6 @@ class Waits:
             yield
         finally:
             self.spans.append((start, time.perf_counter()))
-            self._tell(False)
-
-    def compiling(self) -> None:
-        """Says that the present wait is for the compiler."""
-        self._tell(True)
-
-    def _tell(self, compiling: bool) -> None:
-        if self.listener is not None and compiling != self._compiling:
-            self.listener(compiling)
-        self._compiling = compiling
 
 
 class Shared(NamedTuple):
@@ -140,7 +126,6 @@ class Program:
         if store is not None and name is not None and store.has(name):
             future = pool.submit(lambda: store.load(name) or self._compile(*self._lower(call), name))
         else:
-            self.shared.waits.compiling()
             future = pool.submit(self._compile, *self._lower(call), name)
         self._built[call.key] = future
         future.add_done_callback(lambda done: self._built.pop(call.key, None) if done.exception() else None)

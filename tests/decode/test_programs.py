@@ -166,16 +166,13 @@ def test_a_failed_compilation_is_tried_again(model):
 
 
 def test_waiting_for_programs_is_told_apart_from_running(model):
-    heard, programs = [], Programs(model)
-    programs.waits.listener = heard.append
+    programs = Programs(model)
     watch = Stopwatch(programs.waits)
     state = begun(programs)
     running, compiling = watch.look()
-    assert heard == [True, False]
     assert compiling > running >= 0
     begun(programs), jax.block_until_ready(state)
     assert watch.look()[1] == 0
-    assert heard == [True, False]
 
 
 def test_spans_that_end_before_the_last_look_count_no_more():
