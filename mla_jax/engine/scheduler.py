@@ -1,0 +1,198 @@
+"""What to do next: whom to admit, what to read, who decodes how many steps, whom to preempt.
+
+One pure function over integers, without a clock: two hosts that see the same requests decide the same. Who comes first is
+(priority, arrival), always. Reading the last token of a prompt chooses the first token of its answer; a decode step writes
+the token that was chosen last into the row's pages, and chooses one more."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Limits:
+    rows: int  # on the device
+    page_size: int
+    chunk: int  # tokens in one dispatch that reads prompts, padding counted
+    shapes: tuple[Shape, ...]  # (rows, tokens) of the programs that read prompts
+    steps: int = 32  # of one decode dispatch, at most
+    streamed_steps: int = 8  # the same while somebody streams
+    fewest_steps: int = 4  # a row that is about to end shortens a dispatch for those that wait, but not to less
+    dispatch: int = 256  # what a dispatch costs besides its tokens, as so many tokens: the weights it reads
+
+
+@dataclass(frozen=True)
+class Waiting:
+    id: int
+    priority: int  # the lowest comes first
+    arrival: int  # a serial number; a preempted request keeps it
+    tokens: int  # to read in all, at least one
+    shared: int  # pages that the index has for it
+    taken: int  # of these, so many are held by somebody: the others still count as free
+    left: int  # tokens it may generate
+    streams: bool = False
+    blocked: bool = False  # another request is about to write a page that it needs
+
+
+@dataclass(frozen=True)
+class Running:
+    id: int
+    priority: int
+    arrival: int
+    unread: int  # tokens of its prompt that no dispatch has read yet
+    held: int  # tokens in its pages once all dispatches are done
+    pages: int
+    own: int  # pages that it alone holds: what preempting it frees
+    left: int  # tokens it may generate beyond those dispatched; with none left it only waits for its results
+    streams: bool = False
+
+    @property
+    def decodes(self) -> bool:
+        return not self.unread and self.left > 0
+
+    @property
+    def ends(self) -> bool:
+        return not self.unread and self.left <= 0
+
+
+class Plan(NamedTuple):
+    """To be done in this order. Empty if nobody runs and nobody who waits can start, or until rows that end are released."""
+
+    preempt: tuple[int, ...]
+    admit: tuple[int, ...]
+    read: tuple[tuple[int, int], ...]  # (id, tokens) of one dispatch
+    shape: Shape | None  # its program
+    decode: tuple[int, ...]
+    steps: int
+
+
+def plan(waiting: Sequence[Waiting], running: Sequence[Running], free: int, limits: Limits) -> Plan:
+    """The next dispatches; `free` pages can be had now, by forgetting idle ones if need be."""
+    rows, gone = _preempt(sorted(running, key=_turn), free, limits)
+    admitted = [] if gone else _admit(sorted(waiting, key=_turn), rows, free, limits)
+    started = [_started(request, limits) for request in admitted]
+    free += sum(row.own for row in gone) - sum(row.own for row in started)
+    rows = sorted([*rows, *started], key=_turn)
+    shape, read = _read([row for row in rows if row.unread], limits)
+    pieces = dict(read)
+    rows = [_after_reading(row, pieces.get(row.id, 0)) for row in rows]
+    hurry = bool(gone) or len(admitted) < len(waiting) or any(row.unread for row in rows)
+    decode, steps = _decode(rows, free, hurry, limits)
+    return Plan(_ids(gone), _ids(admitted), tuple(read), shape, _ids(decode), steps)
+
+
+def _turn(request: Waiting | Running) -> tuple[int, int]:
+    return request.priority, request.arrival
+
+
+def _ids(requests: Sequence[Waiting | Running]) -> tuple[int, ...]:
+    return tuple(request.id for request in requests)
+
+
+def _need(row: Running, steps: int, limits: Limits) -> int:
+    """Pages that a row lacks for so many decode steps."""
+    return max(0, _pages(row.held + min(steps, row.left), limits) - row.pages) if row.decodes else 0
+
+
+def _needs(rows: Sequence[Running], steps: int, limits: Limits) -> int:
+    return sum(_need(row, steps, limits) for row in rows)
+
+
+def _pages(tokens: int, limits: Limits) -> int:
+    return -(-tokens // limits.page_size)
+
+
+def _preempt(rows: list[Running], free: int, limits: Limits) -> tuple[list[Running], list[Running]]:
+    """The rows that stay, and those, last ones first, whose pages the others need for one step.
+
+    Where a row ends, its pages come without preempting anybody."""
+    stay, gone = list(rows), []
+    while len(stay) > 1 and not any(row.ends for row in rows) and _needs(stay, 1, limits) > free:
+        gone.append(stay.pop())
+        free += gone[-1].own
+    return stay, gone
+
+
+def _admit(waiting: list[Waiting], rows: list[Running], free: int, limits: Limits) -> list[Waiting]:
+    """Who starts: the first that does not fit lets nobody pass, so that large requests get their turn.
+
+    Pages for what the running rows decode next, their prompts once read, and for each first token, are set aside."""
+    decoding = [_after_reading(row, row.unread) for row in rows]
+    free -= _needs(decoding, _steps(decoding, True, limits), limits)
+    admitted: list[Waiting] = []
+    for request in waiting:
+        if request.blocked:
+            continue
+        need = _pages(request.tokens + (request.left > 1), limits) - request.taken
+        if len(rows) + len(admitted) == limits.rows or need > free:
+            break
+        admitted.append(request)
+        free -= need
+    return admitted
+
+
+def _started(request: Waiting, limits: Limits) -> Running:
+    held, pages = request.shared * limits.page_size, _pages(request.tokens, limits)
+    return Running(
+        id=request.id,
+        priority=request.priority,
+        arrival=request.arrival,
+        unread=request.tokens - held,
+        held=held,
+        pages=pages,
+        own=pages - request.taken,
+        left=request.left,
+        streams=request.streams,
+    )
+
+
+def _read(pending: list[Running], limits: Limits) -> tuple[Shape | None, list[tuple[int, int]]]:
+    """The program that reads most for what it costs, padding and the dispatch itself counted, and what it reads."""
+    if not pending:
+        return None, []
+    shapes = [shape for shape in limits.shapes if shape[0] * shape[1] <= limits.chunk]
+    assert shapes, "no program that reads prompts is within the budget"
+
+    def worth(shape: Shape) -> tuple[float, int]:
+        tokens = sum(tokens for _, tokens in _pieces(pending, shape))
+        return tokens / (shape[0] * shape[1] + limits.dispatch), tokens
+
+    best = max(shapes, key=worth)
+    return best, _pieces(pending, best)
+
+
+def _pieces(pending: list[Running], shape: Shape) -> list[tuple[int, int]]:
+    """So many tokens each of the first rows."""
+    return [(row.id, min(row.unread, shape[1])) for row in pending[: shape[0]]]
+
+
+def _after_reading(row: Running, tokens: int) -> Running:
+    if not tokens:
+        return row
+    chosen = tokens == row.unread
+    return replace(row, unread=row.unread - tokens, held=row.held + tokens, left=row.left - chosen)
+
+
+def _decode(rows: list[Running], free: int, hurry: bool, limits: Limits) -> tuple[list[Running], int]:
+    """The rows that there is room for, first ones first, and as many steps as all of them have room for."""
+    chosen, room = [], free
+    for row in rows:
+        if row.decodes and _need(row, 1, limits) <= room:
+            chosen.append(row)
+            room -= _need(row, 1, limits)
+    steps = _steps(chosen, hurry, limits)
+    while steps > 1 and _needs(chosen, steps, limits) > free:
+        steps -= 1
+    return chosen, steps
+
+
+def _steps(rows: Sequence[Running], hurry: bool, limits: Limits) -> int:
+    """Steps of one dispatch if pages are no matter; in a hurry a row that ends is soon replaced."""
+    rows = [row for row in rows if row.decodes]
+    if not rows:
+        return 0
+    left = [row.left for row in rows]
+    most = limits.streamed_steps if any(row.streams for row in rows) else limits.steps
+    return min(most, max(left), max(limits.fewest_steps, min(left)) if hurry else most)
