@@ -1,6 +1,7 @@
-"""`python -m cpu_experts.build [folder]`: compiles the libraries by cmake and a C++ compiler, by default into the user's cache.
+"""`python -m cpu_experts.build [folder]`: compiles the libraries with cmake and a C++ compiler, by default into the user's cache.
 
-That for XLA programs is built where jaxlib is installed, on its headers: it serves that version of jaxlib and later ones."""
+The library for XLA programs is built with the headers of the installed jaxlib, if there is one. It works with that version of
+jaxlib and later ones."""
 
 import argparse
 import shutil
@@ -15,12 +16,12 @@ SOURCE = Path(__file__).parent / "csrc"
 
 
 def find_cmake() -> str | None:
-    """That of the system, or the one that pip put beside this Python."""
+    """The system's cmake, or the one that pip installed next to this Python."""
     return shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
 
 
 def _forget_another_checkout(folder: Path) -> None:
-    """As `cmake --fresh`, which older ones lack: a cache made of other sources would be refused."""
+    """cmake refuses a cache of other sources; `--fresh` removes it, but older versions lack that option."""
     cache = folder / "CMakeCache.txt"
     if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={SOURCE}\n" not in cache.read_text(errors="replace"):
         cache.unlink()
@@ -28,7 +29,7 @@ def _forget_another_checkout(folder: Path) -> None:
 
 
 def build(folder: Path, *options: str, target: str = "all") -> Path:
-    """The library, built in `folder` with further cmake options; raises Unsupported with the end of what cmake said."""
+    """Builds the library in `folder`, with cmake's further options. Raises Unsupported with the end of cmake's output."""
     if (cmake := find_cmake()) is None:
         raise Unsupported("cmake is needed to build cpu_experts: install it (`pip install cmake`) and a C++17 compiler")
     _forget_another_checkout(folder)
@@ -41,7 +42,7 @@ def build(folder: Path, *options: str, target: str = "all") -> Path:
 
 
 def install(built: Path, place: Path) -> None:
-    """Copies a library to its place, with a seal by which `intact` finds damage; in one step, as other processes may load it."""
+    """Copies a library to its place and adds the seal that intact.py checks. One rename, as other processes may load the file."""
     partial = place.with_name(place.name + ".partial")
     partial.write_bytes(intact.sealed(built.read_bytes()))
     partial.replace(place)
@@ -49,12 +50,13 @@ def install(built: Path, place: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit codes: 0 done, 1 not built, 2 usage."""
-    parser = argparse.ArgumentParser(prog="python -m cpu_experts.build", description="Build the libraries of experts on the CPU.")
-    parser.add_argument("folder", nargs="?", type=Path, default=cache_folder(), help="Folder to put them in (%(default)s).")
+    """Exit codes: 0 done, 1 not built, 2 wrong usage."""
+    description = "Build the libraries that compute experts on the CPU."
+    parser = argparse.ArgumentParser(prog="python -m cpu_experts.build", description=description)
+    parser.add_argument("folder", nargs="?", type=Path, default=cache_folder(), help="output folder (%(default)s)")
     target, headers = parser.parse_args(arguments).folder, ffi_headers()
     if target is None:
-        print("error: this user has no home for a cache: name a folder, or set XDG_CACHE_HOME", file=sys.stderr)
+        print("error: this user has no home folder for a cache: give a folder, or set XDG_CACHE_HOME", file=sys.stderr)
         return 1
     try:
         install(build(target / "build", f"-DCPU_EXPERTS_FFI_HEADERS={headers or ''}", target="cpu_experts"), target / NAME)

@@ -1,22 +1,24 @@
-"""The experts inside JAX programs, under jit and in loops: of the CPU backend, and of CUDA's, where they work beside the GPU.
+"""CPU experts inside JAX programs, under jit and in loops, on the CPU and CUDA backends. The GPU can work at the same time.
 
     y = ffi.forward(layer, x, topk_ids, topk_weights)
 
-It has two halves, and what a GPU computes in between overlaps with the experts' work:
+The call can be split in two. The GPU's work in between overlaps with the experts:
 
     ticket = ffi.submit(layer, x, topk_ids, topk_weights)
-    shared = mlp(ticket.x)                  # what reads ticket.x comes after the submission
-    y = ffi.collect(ticket, after=shared)   # and what is given as `after` comes before the wait
+    shared = mlp(ticket.x)                  # reads ticket.x: runs after the submission
+    y = ffi.collect(ticket, after=shared)   # waits after `shared` is computed
 
-Or the weights come to the device as they lie here, some experts at a time, and unpack.py makes arrays of them:
+Or the packed weights of some experts are copied to the device, where unpack.py unpacks them:
 
     gate_up, down = ffi.fetch(layer, first, count)
 
-A program names a layer by a number and does not hold it: keep the `Experts` while programs use it. A closed one is an error.
-Programs for several GPUs call it inside `jax.shard_map`: each GPU hands over its own rows.
-On a GPU the halves are two small kernels, which XLA captures into CUDA graphs, and a thread here that they talk to by memory that
-both see. What fails there is NaN, and an error at `check()`: a graph runs without asking anyone here, so ask after each step. The
-memory is that of a call's size, shared by all layers: some slots of x and y, held to the end of the process once in a graph."""
+A program refers to a layer by a number and does not keep it alive: keep the `Experts` while programs use it. Calling a closed
+layer is an error. A program for several GPUs calls these inside `jax.shard_map`: each GPU submits its own rows.
+
+On a GPU, submit and collect are two small kernels, which XLA captures into CUDA graphs. They exchange data with a host thread
+through memory that both see. A failed call returns NaN, and `check()` raises its error: a graph runs without the host, so call
+`check()` after each step. The buffers are sized by the call and shared by all layers: a few slots of x and y. Once a graph uses
+them they stay allocated until the process ends."""
 
 import atexit
 import ctypes
@@ -45,7 +47,7 @@ PATIENCE = 60.0
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Ticket:
-    """What was submitted. `x` are the rows themselves, at a time after the submission."""
+    """A submitted call. `x` are the same rows, as a value that depends on the submission."""
 
     number: jax.Array
     x: jax.Array
@@ -64,10 +66,10 @@ def forward(
     dtype: DTypeLike | None = None,
     patience: float = PATIENCE,
 ) -> jax.Array:
-    """`Experts.forward` in a program: rows `[n D]` in `dtype`, or in that of x.
+    """`Experts.forward` in a program: the output `[n D]` in `dtype`, by default x's own.
 
-    Differentiating or vmapping it is an error: the weights are constants, and an axis more belongs into n. A GPU waits `patience`
-    seconds for the answer, then takes NaN."""
+    grad and vmap raise an error: the weights are constants, and further axes can be merged into n. A GPU waits `patience` seconds
+    for the result, then returns NaN."""
     return collect(submit(experts, x, topk_ids, topk_weights, dtype, patience))
 
 
@@ -79,11 +81,10 @@ def submit(
     dtype: DTypeLike | None = None,
     patience: float = PATIENCE,
 ) -> Ticket:
-    """Hands rows to the experts; programs of the CPU backend compute them when they are collected.
+    """Submits rows to the experts. On the CPU backend they are computed at `collect`.
 
-    Calls come in the order in which they are given each other's rows, the next one the ticket's x. A GPU's program that uses its
-    own x once more copies it.
-    Of calls of one size at least four may be under way on a GPU; with more the first ones are lost, and NaN."""
+    Data dependencies order the calls: give the next call the ticket's x. On a GPU, using the original x again costs a copy. At
+    least four calls of one size may be in flight on a GPU; if more are, the oldest ones are lost and return NaN."""
     layer = _number(experts)
     x, topk_ids, topk_weights = (jnp.asarray(a) for a in (x, topk_ids, topk_weights))
     dtype = np.dtype(x.dtype if dtype is None else dtype)
@@ -93,17 +94,17 @@ def submit(
 
 
 def collect(ticket: Ticket, after: object = ()) -> jax.Array:
-    """The answer `[n D]`, once the arrays of `after` are there."""
-    t, before = ticket, map(jnp.asarray, jax.tree.leaves(after))
-    given = (t.number, t.x, t.topk_ids, t.topk_weights, *before)
-    return collect_p.bind(*given, layer=t.layer, dtype=t.dtype, patience=t.patience)
+    """Waits for the output `[n D]`, after the arrays of `after` are computed."""
+    before = [jnp.asarray(leaf) for leaf in jax.tree.leaves(after)]
+    given = (ticket.number, ticket.x, ticket.topk_ids, ticket.topk_weights, *before)
+    return collect_p.bind(*given, layer=ticket.layer, dtype=ticket.dtype, patience=ticket.patience)
 
 
 def fetch(experts: Experts, first: ArrayLike, count: int) -> tuple[jax.Array, jax.Array]:
-    """The packed bytes `[count panels bytes]` of experts from `first` on: of gate and up as one, and of down.
+    """The packed bytes `[count panels bytes]` of `count` experts from `first` on: of gate and up as one, and of down.
 
-    On a GPU they are copied over the link, once what was computed before is done; the first time of a layer its memory is pinned
-    for that, which takes longer. `first` may be traced; experts that are not there are an error when the program runs."""
+    On a GPU they are copied in stream order. The first copy of a layer also pins its memory, which takes longer. `first` may be
+    traced; if such experts do not exist, the program fails when it runs."""
     layer = _number(experts)
     first = jnp.asarray(first)
     if first.shape or first.dtype.kind not in "iu":
@@ -116,12 +117,12 @@ def fetch(experts: Experts, first: ArrayLike, count: int) -> tuple[jax.Array, ja
 
 
 def check() -> None:
-    """Raises what went wrong with the first call from a GPU that failed since this was last asked."""
+    """Raises the error of the first call from a GPU that failed after the last `check`."""
     check_ffi(_library(), _library().cpu_experts_ffi_failure())
 
 
 def why_not(platform: str = "cpu") -> str | None:
-    """Why programs of a platform, "cpu" or "cuda", cannot call the experts; None where they can."""
+    """The reason why programs of a platform, "cpu" or "cuda", cannot call the experts; None if they can."""
     if platform not in _PLATFORMS:
         return f"experts run in programs of {' and '.join(_PLATFORMS)}, not of {platform}"
     try:
@@ -132,7 +133,7 @@ def why_not(platform: str = "cpu") -> str | None:
 
 
 def _expect(experts: Experts, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, dtype: np.dtype) -> None:
-    """Shapes and dtypes, while the program is traced."""
+    """Checks shapes and dtypes while the program is traced."""
     n = x.shape[0] if x.ndim else 0
     chosen = topk_ids.shape[-1] if topk_ids.ndim == 2 else 0
     for name, array, shape, dtypes in (
@@ -158,7 +159,7 @@ _FLOATS = ("float32", "bfloat16")
 
 @cache
 def _library() -> ctypes.CDLL:
-    """For any platform; its handler for the CPU backend registered with XLA."""
+    """The library for XLA programs, with its handlers for the CPU backend registered."""
     library = load_ffi()
     _register("cpu_experts_forward", library.cpu_experts_ffi_forward, "cpu")
     _register("cpu_experts_fetch", library.cpu_experts_ffi_fetch, "cpu")
@@ -167,7 +168,7 @@ def _library() -> ctypes.CDLL:
 
 @cache
 def _cuda() -> None:
-    """CUDA's driver opened, and the handlers registered; CPU_EXPERTS_LIBCUDA names another driver."""
+    """Opens CUDA's driver, or the one that CPU_EXPERTS_LIBCUDA names, and registers the handlers for CUDA."""
     library = _library()
     check_ffi(library, library.cpu_experts_ffi_open_driver(os.environ.get("CPU_EXPERTS_LIBCUDA", "libcuda.so.1").encode()))
     _register("cpu_experts_submit", library.cpu_experts_ffi_submit, "CUDA")
@@ -182,7 +183,7 @@ _PLATFORMS: dict[str, Callable[[], object]] = {"cpu": _library, "cuda": _cuda}
 def _register(name: str, handler: Callable, platform: str) -> None:
     try:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform=platform)
-    except jax.errors.JaxRuntimeError as error:  # this jaxlib takes none that is so old
+    except jax.errors.JaxRuntimeError as error:  # the library's version of XLA's FFI is too old for this jaxlib
         raise Unsupported(f"{error}: {REBUILD}") from None
 
 
@@ -191,39 +192,39 @@ _numbering = threading.Lock()
 
 
 def _number(experts: Experts) -> int:
-    """By which programs name the layer."""
-    with _numbering:  # two numbers for one layer, and closing it would forget one of them
+    """The layer's number, by which programs refer to it."""
+    with _numbering:  # else a layer could get two numbers, and closing it would remove only one
         if experts not in _numbers:
-            _introduce(experts)
-        if experts._handle is None:  # closed before, or meanwhile
+            _register_layer(experts)
+        if experts._handle is None:  # another thread may have closed it meanwhile
             experts._forget()
             raise Closed("the layer is closed")
         return _numbers[experts]
 
 
-def _introduce(experts: Experts) -> None:
-    """Gives the layer a number, which is forgotten when it is closed."""
-    library, functions = _library(), (experts._library.cpu_experts_forward, experts._library.cpu_experts_last_error)
-    addresses = (ctypes.cast(f, ctypes.c_void_p) for f in functions)
-    handle, sections, sizes = experts._handle, experts._packed, (experts.experts, experts.model)
+def _register_layer(experts: Experts) -> None:
+    """Gives the layer a number, which is removed when it is closed."""
+    library = _library()
+    functions = (experts._library.cpu_experts_forward, experts._library.cpu_experts_last_error)
+    pointers = [ctypes.cast(function, ctypes.c_void_p) for function in functions]
+    handle, sections = experts._handle, experts._packed
     if handle is None or not sections:
         raise Closed("the layer is closed")
     weights = (*(s.ctypes.data for s in sections), *(s.nbytes for s in sections))
     read_only = not all(s.flags.writeable for s in sections)
-    layer = FfiLayer(ctypes.sizeof(FfiLayer), *sizes, read_only, handle, *weights, *addresses)
-    number = library.cpu_experts_ffi_know(layer)
+    sizes = (experts.experts, experts.model)
+    number = library.cpu_experts_ffi_know(FfiLayer(ctypes.sizeof(FfiLayer), *sizes, read_only, handle, *weights, *pointers))
     if not number:
-        raise MemoryError("no memory for one more layer")
+        raise MemoryError("out of memory: cannot register another layer")
     _numbers[experts] = number
     experts._forget = weakref.finalize(experts, library.cpu_experts_ffi_forget, number)
     experts._forget.atexit = False
 
 
-# What programs call, as primitives. XLA is told that they have effects, so that none is dropped, merged or moved out of a loop;
-# JAX is not (as by has_side_effect of ffi_call): with effects that JAX knows of a program's dispatch takes 60 us, without 8.
-# Their order is that of the data: submit passes x on, in place, and collect is given what comes before it. Where XLA runs kernels
-# of a CUDA graph side by side (CONCURRENT), effects and optimization barriers order nothing: the host could get the later of two
-# calls first.
+# The primitives of programs. XLA knows that they have effects, so it does not drop or merge them or move them out of a loop. JAX
+# does not know it (has_side_effect of ffi_call would tell it): JAX dispatches a program with effects in 60 us, others in 8 us.
+# Data dependencies order the calls: submit returns x in place, and collect takes the arrays that must come before it. Effects and
+# optimization barriers do not order kernels that a CUDA graph runs concurrently: the host could get two calls in reverse order.
 
 
 def _primitive(name: str, result: Callable, several: bool = False) -> jax.extend.core.Primitive:
@@ -233,7 +234,7 @@ def _primitive(name: str, result: Callable, several: bool = False) -> jax.extend
     primitive.def_impl(lambda *arrays, **static: _compiled(primitive, **static)(*arrays))
 
     def refuse(*_, **__):
-        raise NotImplementedError(f"{name}: there is no vmap of experts on the CPU; make the axis a part of n")
+        raise NotImplementedError(f"{name}: there is no vmap of experts on the CPU; merge the axis into n")
 
     batching.primitive_batchers[primitive] = refuse
     return primitive
@@ -248,9 +249,17 @@ def _ticket_and_rows(x: jax.core.ShapedArray, *_, **__) -> list[jax.core.ShapedA
     return [jax.core.ShapedArray((2,), np.uint32), jax.core.ShapedArray(x.shape, x.dtype)]
 
 
+def _rows(number: jax.core.ShapedArray, x: jax.core.ShapedArray, *_, dtype: np.dtype, **__) -> jax.core.ShapedArray:
+    return jax.core.ShapedArray(x.shape, dtype)
+
+
+def _sections(first: jax.core.ShapedArray, *, shapes: tuple[tuple[int, ...], ...], **_) -> list[jax.core.ShapedArray]:
+    return [jax.core.ShapedArray(shape, np.uint8) for shape in shapes]
+
+
 submit_p = _primitive("cpu_experts_submit", _ticket_and_rows, True)
-collect_p = _primitive("cpu_experts_collect", lambda _, x, *__, dtype, **___: jax.core.ShapedArray(x.shape, dtype))
-fetch_p = _primitive("cpu_experts_fetch", lambda _, *, shapes, **__: [jax.core.ShapedArray(s, np.uint8) for s in shapes], True)
+collect_p = _primitive("cpu_experts_collect", _rows)
+fetch_p = _primitive("cpu_experts_fetch", _sections, True)
 
 
 def _no_number(x: jax.Array, *_, **__) -> tuple[jax.Array, jax.Array]:
@@ -271,7 +280,7 @@ def _nanoseconds(patience: float) -> np.uint64:
 def _expect_one_gpu(ctx: mlir.LoweringRuleContext) -> None:
     if reason := why_not("cuda"):
         raise Unsupported(reason)
-    if getattr(ctx.module_context.axis_context, "num_devices", 1) > 1:  # XLA would not know whose rows go where
+    if getattr(ctx.module_context.axis_context, "num_devices", 1) > 1:  # XLA cannot partition the call by itself
         raise Unsupported("experts in a program for several GPUs: call them inside jax.shard_map")
 
 

@@ -1,8 +1,8 @@
-"""Finds a damaged shared library before the system maps it: where a file was cut short, the first access to a missing page ends
-the process by SIGBUS.
+"""Finds a damaged shared library before the system maps it: in a file that was cut short, SIGBUS ends the process at the first
+access to a missing page.
 
-A library that the build installs ends with a seal, which loaders ignore: a mark, and the SHA-256 of all bytes before the mark.
-Other libraries are checked by what their ELF headers describe (System V ABI, chapters 4 and 5)."""
+A library that the build installed ends with a seal, which loaders ignore: a mark, and the SHA-256 of all bytes before the mark.
+The length of other libraries is compared with their ELF headers (System V ABI, chapters 4 and 5)."""
 
 import hashlib
 import struct
@@ -42,9 +42,9 @@ def sealed(contents: bytes) -> bytes:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a library's file, None if nothing is found; raises OSError if it cannot be read.
+    """The damage of a library's file, or None; raises OSError if it cannot be read.
 
-    A file of another format than 64-bit little-endian ELF is left to the system's loader."""
+    The system's loader checks files of other formats than 64-bit little-endian ELF."""
     contents = path.read_bytes()
     body, seal = contents[:-SEAL_BYTES], contents[-SEAL_BYTES:]
     if seal.startswith(MARK):
@@ -58,7 +58,7 @@ def damage(path: Path) -> str | None:
 
 
 def _described_bytes(contents: bytes) -> int:
-    """Where the last table or segment ends that an ELF file's headers describe."""
+    """The end of the last table or segment in the headers of an ELF file."""
     if len(contents) < _HEADER.size:
         return _HEADER.size
     header = _Header._make(_HEADER.unpack_from(contents))

@@ -1,7 +1,7 @@
-"""The shared libraries: where they are, their C functions, and statuses as exceptions. Nothing is built or loaded at import.
+"""The shared libraries: their paths, their C functions, and status codes as exceptions. Nothing is built or loaded at import.
 
-The second one, of ffi.py, is built on the headers that jaxlib brings, and serves that version of XLA's FFI and later ones: XLA
-takes an older minor version, for a year at least."""
+There are two: one for this package, and one for XLA programs (ffi.py). The second is compiled with the headers in jaxlib. It
+works with that version of XLA's FFI and with later minor versions: XLA accepts older minor versions for at least a year."""
 
 import ctypes
 import importlib.util
@@ -22,7 +22,7 @@ ISAS = ("best", "portable", "avx2", "avx512", "amx")
 
 
 class Unsupported(RuntimeError):
-    """The library is not built, is another version's, or the processor lacks what was asked for."""
+    """The library is not built or has another version, or the processor lacks the requested instruction set."""
 
 
 class Closed(RuntimeError):
@@ -108,15 +108,20 @@ STATUSES = {1: ValueError, 2: Unsupported, 3: MemoryError, 4: Closed}
 
 
 def places() -> list[Path]:
-    """Where the library is looked for, in order: CPU_EXPERTS_LIBRARY alone where it is set."""
+    """The paths to look for the library at, in order. CPU_EXPERTS_LIBRARY replaces them all."""
     return _places("CPU_EXPERTS_LIBRARY", NAME)
 
 
 def ffi_places(headers: Path) -> list[Path]:
-    """Where that for these headers, then for older ones, is looked for: CPU_EXPERTS_FFI_LIBRARY alone where it is set."""
-    api = ffi_api(headers)
-    names = (_ffi_name(each) for each in range(api, api - api % 1000 - 1, -1))
-    return list(dict.fromkeys(place for name in names for place in _places("CPU_EXPERTS_FFI_LIBRARY", name)))
+    """The paths to look for the library for XLA programs at: for these headers, then for older minor versions.
+
+    CPU_EXPERTS_FFI_LIBRARY replaces them all."""
+    newest = ffi_api(headers)
+    oldest = newest - newest % 1000
+    found: list[Path] = []
+    for api in range(newest, oldest - 1, -1):
+        found += _places("CPU_EXPERTS_FFI_LIBRARY", _ffi_name(api))
+    return list(dict.fromkeys(found))
 
 
 def _places(variable: str, name: str) -> list[Path]:
@@ -126,7 +131,7 @@ def _places(variable: str, name: str) -> list[Path]:
 
 
 def cache_folder() -> Path | None:
-    """Where `python -m cpu_experts.build` puts them; None for a user without a home, as containers may have."""
+    """The folder that `python -m cpu_experts.build` writes to; None for a user without a home, as in some containers."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
@@ -135,7 +140,7 @@ def cache_folder() -> Path | None:
 
 
 def ffi_headers() -> Path | None:
-    """The folder of the installed jaxlib's headers, found without importing it; None where there is none."""
+    """The folder of headers of the installed jaxlib, found without importing it; None if there is none."""
     found = importlib.util.find_spec("jaxlib")
     for folder in (found and found.submodule_search_locations) or ():
         if (headers := Path(folder) / "include").is_dir():
@@ -144,15 +149,18 @@ def ffi_headers() -> Path | None:
 
 
 def ffi_api(headers: Path) -> int:
-    """The version of XLA's FFI that headers speak: 1000 times the major one, plus the minor one."""
+    """The version of XLA's FFI in the headers: 1000 times the major version, plus the minor version."""
     text = (headers / "xla/ffi/api/c_api.h").read_text()
-    found = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR"))
-    major, minor = (int(part[1]) if part else -1 for part in found)
-    return 1000 * major + minor
+
+    def version(part: str) -> int:
+        found = re.search(rf"#define XLA_FFI_API_{part} (\d+)", text)
+        return int(found[1]) if found else -1
+
+    return 1000 * version("MAJOR") + version("MINOR")
 
 
 def ffi_name(headers: Path) -> str:
-    """As it is kept: several versions of jaxlib may share a folder."""
+    """The file's name in its folder, which several versions of jaxlib may share."""
     return _ffi_name(ffi_api(headers))
 
 
@@ -163,32 +171,37 @@ def _ffi_name(api: int | str) -> str:
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library, with every function's types; raises Unsupported where there is none that fits."""
-    return opened(_first(places(), "the library of cpu_experts"))
+    """The library, with the types of its functions; raises Unsupported if it is missing or does not fit."""
+    looked = places()
+    if (found := _first_file(looked)) is None:
+        raise _not_built(looked, "the library of cpu_experts")
+    return opened(found)
 
 
 def load_ffi() -> ctypes.CDLL:
-    """The library for XLA programs; raises Unsupported where there is none for the installed jaxlib."""
+    """The library for XLA programs; raises Unsupported if there is none for the installed jaxlib."""
     headers = ffi_headers()
     if headers is None:
         raise Unsupported("experts inside XLA programs need jaxlib with its headers: install jax")
     looked, what = ffi_places(headers), "cpu_experts' library for XLA programs"
-    found = next(filter(Path.is_file, looked), None)
-    others = (other for place in looked for other in place.parent.glob(_ffi_name("*")))
-    if found is None and (other := next(others, None)):
-        raise Unsupported(f"{what} is built for another jaxlib ({other}), not for XLA FFI {ffi_api(headers)}: {REBUILD}")
-    return opened_ffi(found or _first(looked[:2], what), headers)  # of the two folders
+    if (found := _first_file(looked)) is not None:
+        return opened_ffi(found, headers)
+    for place in looked:
+        for other in place.parent.glob(_ffi_name("*")):
+            raise Unsupported(f"{what} is built for another jaxlib ({other}), not for XLA FFI {ffi_api(headers)}: {REBUILD}")
+    raise _not_built(looked[:2], what)  # the first name, in both folders
 
 
-def _first(looked: list[Path], what: str) -> Path:
-    found = next(filter(Path.is_file, looked), None)
-    if found is None:
-        raise Unsupported(f"{what} is not built (looked at {', '.join(map(str, looked))}): {REBUILD}")
-    return found
+def _first_file(paths: list[Path]) -> Path | None:
+    return next(filter(Path.is_file, paths), None)
+
+
+def _not_built(looked: list[Path], what: str) -> Unsupported:
+    return Unsupported(f"{what} is not built (looked at {', '.join(map(str, looked))}): {REBUILD}")
 
 
 def opened(path: Path) -> ctypes.CDLL:
-    """The library at a path."""
+    """The library in a file."""
     library = _typed(path, SIGNATURES)
     if library.cpu_experts_abi() != ABI:
         raise Unsupported(f"{path} has ABI {library.cpu_experts_abi()}, expected {ABI}: {REBUILD}")
@@ -196,7 +209,7 @@ def opened(path: Path) -> ctypes.CDLL:
 
 
 def opened_ffi(path: Path, headers: Path) -> ctypes.CDLL:
-    """The library for XLA programs at a path, if it was built on such headers, or on ones of an older minor version."""
+    """The library for XLA programs in a file; raises Unsupported unless its version of XLA's FFI works with these headers."""
     library = _typed(path, FFI_SIGNATURES)
     newest = ffi_api(headers)
     for what, found, oldest, expected in (
@@ -222,12 +235,12 @@ def _typed(path: Path, signatures: dict) -> ctypes.CDLL:
 
 
 def check(library: ctypes.CDLL, status: int) -> None:
-    """Raises what a status stands for."""
+    """Raises the exception of a status other than 0."""
     if status:
         raise STATUSES.get(status, RuntimeError)(library.cpu_experts_last_error().decode())
 
 
 def check_ffi(library: ctypes.CDLL, status: int) -> None:
-    """The same, of the library for XLA programs."""
+    """The same, for the library for XLA programs."""
     if status:
         raise STATUSES.get(status, RuntimeError)(library.cpu_experts_ffi_last_error().decode())

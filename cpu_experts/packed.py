@@ -1,7 +1,7 @@
-"""A layer's packed weights as a file that is mapped and never read in: a header, then the panels of layout.py as they lie there.
+"""A file of one layer's packed weights, which is mapped: a header, then the panels of layout.py.
 
-    header     magic, version; formats, X, D and F; of each section offset, bytes and CRC-32; the CRC-32 of all that
-    sections   gate and up as one, then down, each from a huge page of its own; in between zeros, which a sparse file lacks
+    header     magic, version; formats, X, D and F; the offset, bytes and CRC-32 of each section; the CRC-32 of the header
+    sections   gate and up as one, then down; each starts at a multiple of 2 MiB; zeros in between, holes in a sparse file
 
 Numbers are little-endian. Knows numpy only."""
 
@@ -23,12 +23,12 @@ from cpu_experts import layout
 from cpu_experts.library import Unsupported
 
 MAGIC = b"\x93experts"
-VERSION = 1  # raised with the header, and with any byte that layout.py packs otherwise
-# A huge page. From 4,096 bytes on it would be mapped as well, but what is written in chunks that start at one lies in the page
-# cache as huge pages, and is mapped by them: of 530 MiB nearly all, else three quarters (ext4 of Linux 6.18).
+VERSION = 1  # changes with the header, and with the layout of layout.py
+# The size of a huge page. A mapping needs only 4,096 bytes, but the page cache keeps chunks that are written from such an offset
+# as huge pages: nearly all of 530 MiB, else three quarters (ext4 of Linux 6.18).
 ALIGN = 2 << 20
-CHUNK = 4 * ALIGN  # summed, then written: it is still in the processor's cache, and an interrupt comes in between
-MOST = 1 << 16  # of X, D and F: the library's
+CHUNK = 4 * ALIGN  # checksummed, then written while it is in the processor's cache; Ctrl-C takes effect between two chunks
+MOST = 1 << 16  # the library's limit of X, D and F
 AGAIN = "save the layer again"
 
 _HEADER = struct.Struct("<8sI 16s16s 3I QQI QQI")
@@ -38,7 +38,7 @@ _NAMES = ("gate and up", "down")
 
 
 class Packed(NamedTuple):
-    """X, D and F; the formats of gate and up, and of down; the packed bytes of both, each `[X panels bytes]`."""
+    """X, D and F; the formats of gate and up, and of down; the packed bytes of each, `[X panels bytes]`."""
 
     shape: tuple[int, int, int]
     precisions: tuple[str, str]
@@ -46,7 +46,7 @@ class Packed(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Where packed bytes lie in a file."""
+    """The position of packed bytes in a file."""
 
     offset: int
     shape: tuple[int, int, int]
@@ -58,20 +58,19 @@ class Section(NamedTuple):
 
 
 def places(shape: tuple[int, int, int], precisions: tuple[str, str]) -> tuple[Section, Section]:
-    """The two sections of a layer of X, D and F; raises ValueError where a format has none of that size."""
+    """The two sections of a layer with the sizes X, D and F; raises ValueError if a format cannot have such a matrix."""
     experts, model, width = shape
-    for precision, n, k in zip(precisions, (width, model), (model, width), strict=True):
-        layout.part_shapes(precision, n, k)
-    panels = -(-width // layout.TILE), -(-model // layout.PANEL)
-    sizes = (layout.panel_bytes(precision, k)[2] for precision, k in zip(precisions, (model, width), strict=True))
-    first, second = ((experts, *each) for each in zip(panels, sizes, strict=True))
-    gate_up = Section(ALIGN, first)
-    return gate_up, Section(-(-gate_up.end // ALIGN) * ALIGN, second)
+    layout.part_shapes(precisions[0], width, model)
+    layout.part_shapes(precisions[1], model, width)
+    gate_up_panels = (experts, -(-width // layout.TILE), layout.panel_bytes(precisions[0], model)[2])
+    down_panels = (experts, -(-model // layout.PANEL), layout.panel_bytes(precisions[1], width)[2])
+    gate_up = Section(ALIGN, gate_up_panels)
+    return gate_up, Section(-(-gate_up.end // ALIGN) * ALIGN, down_panels)
 
 
 def write(path: Path, packed: Packed) -> None:
-    """In one step: under another name until all of it is on the disk. Killed amid it, a `.partial` beside the path is left."""
-    partial = path.with_name(f"{path.name}.{os.urandom(4).hex()}.partial")  # of this call alone: two may write at once
+    """Writes the file under a temporary name and renames it once it is on disk. A kill leaves the `.partial` file there."""
+    partial = path.with_name(f"{path.name}.{os.urandom(4).hex()}.partial")  # unique: two processes may write at once
     try:
         with open(partial, "xb", buffering=0) as file:
             _fill(file, packed)
@@ -86,7 +85,7 @@ def write(path: Path, packed: Packed) -> None:
 
 
 def _fill(file: FileIO, packed: Packed) -> None:
-    """The header comes last, with the sections' checksums."""
+    """Writes the sections, then the header, which holds their checksums."""
     fields = []
     for section, data in zip(places(*packed[:2]), packed.sections, strict=True):
         assert data.shape == section.shape
@@ -98,7 +97,7 @@ def _fill(file: FileIO, packed: Packed) -> None:
 
 
 def _written(file: FileIO, data: np.ndarray) -> int:
-    """The checksum."""
+    """Writes `data` and returns its checksum."""
     checksum = 0
     for chunk in _chunks(data):
         checksum = zlib.crc32(chunk, checksum)
@@ -117,10 +116,10 @@ def _chunks(data: np.ndarray) -> Iterator[memoryview]:
 
 
 def read(path: Path, verify: bool = False) -> Packed:
-    """What a file holds, mapped and so not writable; nothing of it is read but the header, unless its checksums are asked for.
+    """Maps a file read-only. Reads only the header, unless `verify` compares the checksums.
 
-    Raises ValueError for what is no such file, or damaged; Unsupported for another version's."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would have opening wait
+    Raises ValueError for a damaged file or one of another kind, Unsupported for another version."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # without O_NONBLOCK, opening a pipe would wait
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
@@ -133,10 +132,12 @@ def read(path: Path, verify: bool = False) -> Packed:
         raise
     finally:
         os.close(file)
-    # No advice. By MADV_HUGEPAGE a cold file's first token takes half the time, but the first use of all experts twice; WILLNEED
-    # reads some MiB at most, and RANDOM page after page, in ten times the time. With a warm page cache there is no difference.
-    whole, sections = np.frombuffer(memory, np.uint8), places(shape, precisions)
-    packed = Packed(shape, precisions, tuple(whole[s.offset : s.end].reshape(s.shape) for s in sections))
+    # No madvise. With a cold page cache, MADV_HUGEPAGE halves the time of the first token but doubles the time of the first use
+    # of all experts. MADV_WILLNEED reads a few MiB at most. MADV_RANDOM reads page by page, ten times as slow. With a warm page
+    # cache none makes a difference.
+    contents = np.frombuffer(memory, np.uint8)
+    sections = tuple(contents[s.offset : s.end].reshape(s.shape) for s in places(shape, precisions))
+    packed = Packed(shape, precisions, sections)
     if verify:
         _verify(path, packed, checksums)
     return packed
@@ -152,38 +153,51 @@ def _verify(path: Path, packed: Packed, checksums: tuple[int, int]) -> None:
 
 
 def _header(path: Path, raw: bytes, size: int) -> tuple[tuple[int, int, int], tuple[str, str], tuple[int, int]]:
-    """X, D and F, the formats, and the sections' checksums, where all in it agrees with itself and the file's size."""
+    """X, D and F, the formats, and the checksums of the sections; raises unless the header is sound and fits the file's size."""
+    _check_kind(path, raw)
+    _, _, *names_and_sizes = _HEADER.unpack_from(raw)
+    precisions = tuple(name.rstrip(b"\0").decode("ascii", "backslashreplace") for name in names_and_sizes[:2])
+    shape = tuple(names_and_sizes[2:5])
+    gate_up, down = names_and_sizes[5:8], names_and_sizes[8:]  # offset, bytes, checksum
+    expected = _sections(path, shape, precisions)
+    for name, (offset, length, _), section in zip(_NAMES, (gate_up, down), expected, strict=True):
+        if (offset, offset + length) != (section.offset, section.end):
+            right = f"{section.end - section.offset:,} at {section.offset:,}"
+            raise ValueError(f"{path}: {name}: {length:,} bytes at {offset:,}, must be {right} for {shape} in {precisions}")
+    _check_size(path, size, expected[-1].end)
+    return shape, precisions, (gate_up[2], down[2])
+
+
+def _check_size(path: Path, found: int, expected: int) -> None:
+    if found < expected:
+        raise ValueError(f"{path}: {found:,} bytes, must be {expected:,}: cut short; {AGAIN}")
+    if found > expected:
+        raise ValueError(f"{path}: {found:,} bytes, must be {expected:,}: something was added; {AGAIN}")
+
+
+def _check_kind(path: Path, raw: bytes) -> None:
+    """Raises unless a file starts with a whole header of this version."""
     if len(raw) < HEADER_BYTES:
         raise ValueError(f"{path}: {len(raw)} bytes, but a header has {HEADER_BYTES}: cut short, or no file of packed experts")
-    magic, version, *rest = _HEADER.unpack_from(raw)
+    magic, version, *_ = _HEADER.unpack_from(raw)
     if magic != MAGIC:
         raise ValueError(f"{path}: starts with {magic!r}, expected {MAGIC!r}: no file of packed experts, as Experts.save makes")
     if version != VERSION:
         raise Unsupported(f"{path}: version {version} of packed experts, expected {VERSION}: {AGAIN}, with this library")
-    checksum, (expected,) = zlib.crc32(raw[: _HEADER.size]), _CHECKSUM.unpack_from(raw, _HEADER.size)
-    if checksum != expected:
-        raise ValueError(f"{path}: header: checksum {checksum:08x}, expected {expected:08x}: damaged; {AGAIN}")
-    precisions = tuple(name.rstrip(b"\0").decode("ascii", "backslashreplace") for name in rest[:2])
-    shape, sections = tuple(rest[2:5]), (rest[5:8], rest[8:])
-    _agree(path, shape, precisions, sections, size)
-    return shape, precisions, tuple(checksum for *_, checksum in sections)
+    found = zlib.crc32(raw[: _HEADER.size])
+    (expected,) = _CHECKSUM.unpack_from(raw, _HEADER.size)
+    if found != expected:
+        raise ValueError(f"{path}: header: checksum {found:08x}, expected {expected:08x}: damaged; {AGAIN}")
 
 
-def _agree(path: Path, shape: tuple, precisions: tuple, found: tuple[list[int], list[int]], size: int) -> None:
-    """Raises ValueError where what a header says of both sections (offset, bytes, checksum) is not what follows from the rest."""
+def _sections(path: Path, shape: tuple, precisions: tuple) -> tuple[Section, Section]:
+    """The sections that a header's sizes and formats require; raises ValueError if these are impossible."""
     for precision in precisions:
         if precision not in layout.FORMATS:
             raise ValueError(f"{path}: precision {precision!r}, must be one of {', '.join(layout.FORMATS)}")
     if not all(1 <= n <= MOST for n in shape):
         raise ValueError(f"{path}: {shape} experts, model and width, each must be 1 to {MOST}")
     try:
-        sections = places(shape, precisions)
+        return places(shape, precisions)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    for name, (offset, length, _), section in zip(_NAMES, found, sections, strict=True):
-        if (offset, offset + length) != (section.offset, section.end):
-            expected = f"{section.end - section.offset:,} at {section.offset:,}"
-            raise ValueError(f"{path}: {name}: {length:,} bytes at {offset:,}, must be {expected} for {shape} in {precisions}")
-    if size != sections[-1].end:
-        how = "cut short" if size < sections[-1].end else "something was added"
-        raise ValueError(f"{path}: {size:,} bytes, must be {sections[-1].end:,}: {how}; {AGAIN}")

@@ -1,10 +1,10 @@
-"""Fetched experts as the arrays that a device computes with: layout.py's panels undone in JAX, inside a program.
+"""Unpacks fetched experts on a device: the inverse of layout.py in JAX, inside a program.
 
     gate, up, down = unpack_layer(layer, *ffi.fetch(layer, first, count))
 
-Reshapes, transposes and bit operations alone, which XLA makes few passes of. A matrix is a tuple of parts `[X N ..]`, to the bit
-what was packed: those that `Experts` takes, bf16 and E4M3 in types of their own, and of Q8_0, Q4_K and Q6_K GGUF's blocks. Of
-cpu_experts only this file and ffi.py import jax."""
+It uses only reshapes, transposes and bit operations, which XLA fuses into few passes. A matrix is a tuple of parts `[X N ..]`,
+bit for bit those that `Experts` packed. bf16 and E4M3 have their own dtypes; Q8_0, Q4_K and Q6_K are GGUF blocks. In cpu_experts
+only this file and ffi.py import jax."""
 
 from functools import reduce
 from operator import or_
@@ -21,29 +21,32 @@ Parts = tuple[jax.Array, ...]
 
 
 def unpack_layer(experts: Experts, gate_up: jax.Array, down: jax.Array) -> list[Parts]:
-    """gate, up and down of as many of a layer's experts as were fetched."""
+    """gate, up and down of the experts of a layer that were fetched."""
     model, width = experts.model, experts.width
     pair = unpack(gate_up, experts.precision, width, model, pair=True)
     return [*pair, *unpack(down, experts.down_precision, model, width, pair=False)]
 
 
 def unpack(packed: jax.Array, precision: str, outputs: int, inputs: int, pair: bool) -> list[Parts]:
-    """The matrices `[X N K]` of panels `[X panels bytes]`: two of a pair (gate and up), else one.
+    """The matrices `[X N K]` of panels `[X panels bytes]`: two if `pair` (gate and up), else one.
 
-    Of int4 and Q8_0 a row's last group is whole, whatever the inputs; what is past them is as it was packed, or zeros."""
+    In int4 and Q8_0 a row's last group is complete, also if K ends within it: the values after K are as packed, or zeros."""
     steps, data, _ = panel_bytes(precision, inputs)
     parts = _PARTS[precision](packed[..., :data], packed[..., data:], steps)  # [X panels 2 16 ..]
     halves = [[part[:, :, i] for part in parts] for i in range(2)] if pair else [parts]
     tails = [part.shape[4:] for part in parts]
-    rows = [[p.reshape(len(p), -1, *t)[:, :outputs] for p, t in zip(half, tails, strict=True)] for half in halves]
-    if precision in ("bf16", "int8", "fp8_block"):
-        rows = [[codes[..., :inputs], *scale] for codes, *scale in rows]
-    if precision == "fp8_block":  # a scale is of 128 rows
-        rows = [[codes, scale[:, ::128]] for codes, scale in rows]
-    return [tuple(each) for each in rows]
+    found = []
+    for half in halves:
+        codes, *scales = (p.reshape(len(p), -1, *tail)[:, :outputs] for p, tail in zip(half, tails, strict=True))
+        if precision in ("bf16", "int8", "fp8_block"):
+            codes = codes[..., :inputs]
+        if precision == "fp8_block":  # 128 rows share a scale
+            scales = [scale[:, ::128] for scale in scales]
+        found.append((codes, *scales))
+    return found
 
 
-# The parts of panels: from `[X panels bytes]` of codes and of scales to `[X panels 2 16 ..]`, by tiles and their outputs.
+# One function per format: bytes `[X panels bytes]` of codes and of scales to the parts `[X panels 2 16 ..]`, by tile and output.
 
 
 def _bf16(codes: jax.Array, _: jax.Array, steps: int) -> Parts:
@@ -71,7 +74,7 @@ def _int4(codes: jax.Array, scales: jax.Array, steps: int, group: int) -> Parts:
 
 
 def _q8_0(codes: jax.Array, scales: jax.Array, steps: int) -> Parts:
-    """Signs and sizes become bytes again."""
+    """Signs and magnitudes become int8 again, in bytes."""
     signed = jnp.where(codes > 128, np.uint8(128) - codes, codes)
     each = _by_output(_from_lines(signed), steps, 2)
     each = each.reshape(*each.shape[:4], -1, 32)
@@ -82,7 +85,8 @@ def _q4_k(codes: jax.Array, scales: jax.Array, steps: int) -> Parts:
     each = _by_output(_nibbles(codes), steps, 2)
     quarters = each.reshape(*each.shape[:4], -1, 4, 2, 32)
     packed = quarters[..., 0, :] | quarters[..., 1, :] << 4
-    return (jnp.concatenate([*_of_blocks(scales, quarters.shape[4], 4, 12), packed.reshape(*packed.shape[:5], -1)], axis=-1),)
+    d, rest = _of_blocks(scales, quarters.shape[4], 4, 12)
+    return (jnp.concatenate([d, rest, packed.reshape(*packed.shape[:5], -1)], axis=-1),)
 
 
 def _q6_k(codes: jax.Array, scales: jax.Array, steps: int) -> Parts:
@@ -108,25 +112,25 @@ _PARTS = {
 
 
 def _by_output(values: jax.Array, steps: int, together: int) -> jax.Array:
-    """Of codes in the order of their bytes those of each output, `[X panels 2 16 K]`."""
+    """Codes in the order of their bytes, by output: `[X panels 2 16 K]`."""
     lead = values.shape[:2]
     rows = values.reshape(*lead, steps, 2, 16, TILE, together)
     return rows.transpose(0, 1, 3, 5, 2, 4, 6).reshape(*lead, 2, TILE, -1)
 
 
 def _from_lines(codes: jax.Array) -> jax.Array:
-    """Two rows to a line, eight codes of one and eight of the other in turn: the rows one after the other."""
+    """The rows one after the other, of lines that interleave two rows, eight codes at a time."""
     return codes.reshape(*codes.shape[:2], -1, 4, 2, 8).swapaxes(-3, -2)
 
 
 def _nibbles(codes: jax.Array) -> jax.Array:
-    """Of words of four codes, in lines of 32, first the lowest of a line."""
+    """The codes of 16-bit words: the lowest nibbles of a line of 32 words, then the next ones."""
     lines = _words(codes, np.uint16).reshape(*codes.shape[:2], -1, 1, 32)
     return (lines >> np.arange(0, 16, 4, dtype=np.uint16)[:, None] & np.uint16(15)).astype(jnp.uint8)
 
 
 def _joined(codes: jax.Array) -> jax.Array:
-    """Lines of six bits, of four lines of their low four bits and two of their high two."""
+    """Eight lines of six bits, of four lines of their low four bits and two lines of their high two."""
     lines = codes.reshape(*codes.shape[:2], -1, 6, LINE)
     low = lines[..., :4, None, :] >> np.array([[0], [4]], np.uint8) & np.uint8(15)
     high = lines[..., 4:, None, :] >> np.array([[0], [2], [4], [6]], np.uint8) & np.uint8(3)
@@ -141,7 +145,7 @@ def _of_groups(scales: jax.Array, groups: int, size: int) -> jax.Array:
 
 
 def _of_blocks(scales: jax.Array, groups: int, halves: int, rest: int) -> Parts:
-    """What a K-quant has beside its codes, `[X panels 2 16 blocks bytes]`: its `halves` bytes of float16, and the `rest`."""
+    """The bytes of GGUF blocks apart from their codes, `[X panels 2 16 blocks bytes]`: `halves` of float16, then the `rest`."""
     lead = *scales.shape[:2], groups
     each = scales[..., : groups * PANEL * (halves + rest)].reshape(*lead, -1)
     d = each[..., : PANEL * halves].reshape(*lead, halves // 2, 2, TILE, 2).transpose(0, 1, 4, 5, 2, 3, 6)
@@ -154,6 +158,6 @@ def _floats(raw: jax.Array) -> jax.Array:
 
 
 def _words(raw: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Little-endian integers of bytes, by arithmetic: a bitcast that changes the number of elements is not fused."""
+    """Little-endian integers of bytes, by arithmetic: XLA does not fuse a bitcast that changes the number of elements."""
     size = np.dtype(dtype).itemsize
     return reduce(or_, (raw[..., i::size].astype(dtype) << np.array(8 * i, dtype) for i in range(size)))

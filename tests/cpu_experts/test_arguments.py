@@ -155,7 +155,7 @@ def test_memory_that_cannot_be_had_is_named(native, tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
     scratch, pages, mapped = done.stdout.splitlines()
-    assert scratch == "out of memory: scratch for max_rows 1,048,576, beside 100,663,296 bytes of weights"
+    assert scratch == "out of memory: scratch for max_rows 1,048,576 and 100,663,296 bytes of weights"
     assert pages == "67,108,864 bytes of packed weights: Cannot allocate memory"
     assert mapped.endswith("layer: 102,760,448 bytes to map: Cannot allocate memory")
 

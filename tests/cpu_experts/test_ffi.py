@@ -527,7 +527,7 @@ def test_what_fails_beside_a_gpu_is_an_error_soon(layer, gpu):
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_a_gpu_that_waits_in_vain_gets_nan(built, gpu, dtype, monkeypatch):
     """Behind a forward of a second, one turn, on the same threads; of several blocks the last ones may be in time."""
-    monkeypatch.setattr(built, "_TURN_WORK", {})
+    monkeypatch.setattr(built, "_CALL_WORK", {})
     batch = random_batch(700, 64, 6, 2)
     with Experts(*LAYER, threads=1) as layer, Experts(*random_layer(2, 512, 512), threads=1, isa="portable") as slow:
         run = jax.jit(partial(ffi.forward, layer, dtype=dtype, patience=0.001)).lower(*batch).compile()

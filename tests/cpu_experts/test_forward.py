@@ -288,7 +288,7 @@ def test_a_turn_is_bounded_by_its_work(isa, threads, sizes, tokens):
     """So that Ctrl-C is heard in about a second."""
     layer = Experts.__new__(Experts)
     layer._isa, layer._cores, layer._max_rows, (layer.model, layer.width) = isa, threads, 8192, sizes
-    assert layer._tokens_a_turn(8) == tokens
+    assert layer._tokens_per_call(8) == tokens
 
 
 @pytest.mark.parametrize("isa", ["portable", "avx2"], indirect=True)
@@ -298,8 +298,8 @@ def test_where_work_bounds_turns_their_bits_are_those_of_one(isa, precision, mon
     parts, batch = random_parts(precision, 4, model, width), random_batch(50, model, 4, 2)
     with Experts(*parts, precision, isa=isa, threads=2) as layer:
         whole = layer.forward(*batch)
-        monkeypatch.setattr(cpu_experts, "_TURN_WORK", {isa: 3 * model * width})
-        assert layer._tokens_a_turn(2) == 3
+        monkeypatch.setattr(cpu_experts, "_CALL_WORK", {isa: 3 * model * width})
+        assert layer._tokens_per_call(2) == 3
         assert (layer.forward(*batch) == whole).all()
 
 

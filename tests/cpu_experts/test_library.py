@@ -26,7 +26,7 @@ def nowhere(monkeypatch, tmp_path):
 
 
 def test_a_missing_library_says_where_it_looked_and_how_to_build_it(nowhere):
-    cpu_experts._say.cache_clear()
+    cpu_experts._warn.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"none\.so.*python -m cpu_experts\.build"):
         assert not cpu_experts.available()
     with warnings.catch_warnings(action="error"):
@@ -58,7 +58,7 @@ def homeless(monkeypatch):
 def test_a_user_without_a_home_has_no_library_there(homeless, monkeypatch, capsys):
     monkeypatch.setattr(library, "__file__", "/nowhere/library.py")
     monkeypatch.setattr(cpu_experts, "load", library.load.__wrapped__)
-    cpu_experts._say.cache_clear()
+    cpu_experts._warn.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"looked at /nowhere/libcpu_experts\.so\)"):
         assert not cpu_experts.available()
     assert main([]) == 1
