@@ -1,5 +1,8 @@
 """The packed layouts, and the numbers in them."""
 
+import re
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -26,6 +29,42 @@ def test_unpack_is_the_inverse_of_pack(format, outputs, inputs):
             elif format.startswith("int4"):
                 held = layout.int4_codes(held).reshape(outputs, -1)[:, :inputs]
             assert (found == held).all()
+
+
+CSRC = Path(layout.__file__).parent / "csrc"
+FIELDS = ["step_k", "group_k", "block_k", "tile_bytes", "scale_bytes", "per_panel"]
+
+
+def found_in(file: str, pattern: str) -> str:
+    (found,) = re.findall(pattern, (CSRC / file).read_text(), re.DOTALL)
+    return found
+
+
+def test_formats_are_those_of_the_kernels():
+    """gemm.h is read as text: the library answers no questions about its formats."""
+    *names, count = found_in("gemm.h", r"enum Precision \{ (.*?) \};").split(", ")
+    assert count == "kPrecisions"
+    assert re.findall(r"^ +\w+ (\w+);", found_in("gemm.h", r"struct Format \{\n(.*?)\n\};"), re.MULTILINE) == FIELDS
+    rows = re.findall(r"\{(.*?)\},", found_in("gemm.h", r"kFormats\[kPrecisions\] = \{\n(.*?)\n\};"))
+    assert [name.removeprefix("k").replace("_", "").lower() for name in names] == [f.replace("_", "") for f in layout.FORMATS]
+    assert [f.id for f in layout.FORMATS.values()] == [*range(len(rows))]
+    for (name, f), row in zip(layout.FORMATS.items(), rows, strict=True):
+        block = blocks.VALUES if name in blocks.BYTES else 1
+        expected = f.step, f.group or f.step, block, f.tile_bytes, f.scale_bytes, str(not f.group).lower()
+        assert row == ", ".join(map(str, expected)), name
+
+
+def test_formats_have_the_names_and_numbers_of_the_public_header():
+    found = found_in("cpu_experts.h", r"typedef enum \{([^}]*)\} cpu_experts_precision;")
+    ids = {name.lower(): int(number) for name, number in re.findall(r"CPU_EXPERTS_(\w+) = (\d+)", found)}
+    assert ids == {name: f.id for name, f in layout.FORMATS.items()}
+
+
+def test_tiles_and_lines_are_those_of_the_kernels():
+    assert int(found_in("gemm.h", r"kTile = (\d+);")) == layout.TILE
+    assert int(found_in("gemm.h", r"kLine = (\d+);")) == layout.LINE
+    assert found_in("gemm.h", r"kPanel = (.*?);") == "2 * kTile"
+    assert layout.PANEL == 2 * layout.TILE
 
 
 def test_packed_memory_starts_at_a_page_of_its_own():
