@@ -16,6 +16,8 @@ import logging
 import os
 import re
 import shutil
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
@@ -52,7 +54,16 @@ from mla_jax.weights.orbax_manifest import (
 MAX_CHUNK = 30 << 20  # bytes of a chunk that no mesh cuts smaller; glibc maps 32 MiB and more anew each time, at half the rate
 COPIED = 3 * MAX_CHUNK  # bytes that Orbax may hold in copies
 BATCH = 256 << 20  # bytes that one call of Orbax reads
-NOISE = ("TensorStore data files not found", "Skipping merge of OCDBT", "raised an exception")  # the last is also raised to us
+NOISE = (
+    "TensorStore data files not found",
+    "Skipping merge of OCDBT",
+    "raised an exception",  # it is also raised to us
+    "Failed to get metadata for checkpointable",  # the same error is then raised by `_load`
+    "Failed to json parse Metadata file",  # of _CHECKPOINT_METADATA, which is not needed to read
+    "No handler found for typestr",
+    "Provided metadata contains unknown key",
+    "[tensorstore_spec=",  # errors of other reads that were in flight when the first one failed
+)
 
 
 class Tensor(NamedTuple):
@@ -286,7 +297,9 @@ def _orbax(largest: int = 0) -> Iterator[Any]:
     """Orbax's API with our options; `largest`: bytes of the largest leaf that is read or written."""
     import orbax.checkpoint.experimental.v1 as ocp
 
-    logging.getLogger("absl").addFilter(_without_noise)
+    for logger in ("absl", "asyncio"):
+        logging.getLogger(logger).addFilter(_without_noise)
+    _ignore_what_errors_leave()
     context = ocp.Context()
     context.array.saving.use_ocdbt = False  # one file per chunk: an error can name it
     context.array.saving.use_compression = False  # quantised weights do not shrink, and compressing takes a step's memory again
@@ -300,6 +313,22 @@ def _orbax(largest: int = 0) -> Iterator[Any]:
 
 def _without_noise(record: logging.LogRecord) -> bool:
     return not any(noise in record.getMessage() for noise in NOISE)
+
+
+@cache
+def _ignore_what_errors_leave() -> None:
+    """After an error, which is raised to us, Orbax closes its event loop while other reads are in flight or not yet awaited.
+
+    Python would print a traceback or a warning for each of these."""
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning, r"orbax\.")
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        of_tensorstore = unraisable.object is None and unraisable.exc_type is RuntimeError
+        if not (of_tensorstore and str(unraisable.exc_value) == "Event loop is closed"):
+            before(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _stored(folder: Path) -> dict[str, tuple]:

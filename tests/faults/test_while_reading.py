@@ -13,6 +13,7 @@ from mla_jax.base.errors import BadFile
 from mla_jax.weights.gguf import open_gguf
 from mla_jax.weights.gguf_header import read_header
 from mla_jax.weights.load import load
+from mla_jax.weights.orbax_store import Store, open_store
 from mla_jax.weights.safetensors import open_folder
 
 KINDS = {
@@ -121,6 +122,35 @@ def test_a_header_that_becomes_shorter_while_it_is_read_is_refused(folder, monke
     monkeypatch.setattr(os, "fstat", larger)
     with pytest.raises(BadFile, match=r"model\.gguf became shorter while it was read"):
         read_header(path)
+
+
+def cut_chunks(path):
+    """Every chunk of what mla-convert wrote loses its last byte."""
+    for file in path.glob("weights/*/state/*/c/**/*"):
+        if file.is_file():
+            os.truncate(file, file.stat().st_size - 1)
+
+
+def test_a_store_cut_between_its_manifest_and_its_weights_is_refused(folder):
+    path = folder("store")
+    store = open_store(path)
+    cut_chunks(path)
+    with pytest.raises(BadFile, match=r"^norm cannot be read\n  a file is missing, cut short or damaged\n  in .*weights/\d+\n"):
+        store.read("norm")
+
+
+def test_a_store_cut_while_it_is_loaded_is_one_error(folder, monkeypatch, capfd):
+    """After a chunk's metadata was read, and before the chunk."""
+    path, compare = folder("store"), Store._refuse_other_chunks
+
+    def then_cut(*batch):
+        compare(*batch)
+        cut_chunks(path)
+
+    monkeypatch.setattr(Store, "_refuse_other_chunks", then_cut)
+    with pytest.raises(BadFile, match=r"^\S+ cannot be read\n  a file is missing, cut short or damaged\n  in .*weights/\d+\n"):
+        load(path)
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -322,6 +322,39 @@ def test_a_flipped_byte_is_found_and_its_tensor_and_folder_are_named(tmp_path):
     assert_equal(store.read("b"), tensors["b"].parts)
 
 
+def test_a_flipped_byte_in_files_of_orbax_itself_is_one_error_or_changes_nothing(tmp_path):
+    stored(tmp_path / "out", {f"x{i}": tensor("F32", (5,), seed=i) for i in range(4)})
+    ran = script(
+        """
+        from mla_jax.base.errors import BadFile
+        from mla_jax.weights.orbax_store import open_store
+        out = Path(sys.argv[1])
+        step = out / "weights" / "00000"
+        def read():
+            store = open_store(out)
+            return [store.read(name)[0].tobytes() for name in store.tensors]
+        expected = read()
+        for name in ("_CHECKPOINT_METADATA", "commit_success.txt", "state/_METADATA", "state/x0.0.0/zarr.json"):
+            file, refused, same = step / name, 0, 0
+            data = file.read_bytes()
+            for at in range(0, len(data), 5):
+                file.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 7]) + data[at + 1 :])
+                try:
+                    assert read() == expected, (name, at)
+                    same += 1
+                except BadFile as e:
+                    assert f"in {step}" in str(e), e
+                    assert len(str(e).splitlines()) == 4, e
+                    refused += 1
+            file.write_bytes(data)
+            print(refused > same)
+        """,
+        tmp_path / "out",
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")  # neither Orbax's tracebacks nor its warnings
+    assert ran.stdout.split() == ["False", "False", "True", "True"]  # the first two are not needed to read
+
+
 @pytest.mark.parametrize("damage", ["delete", "cut", "empty", "delete description", "cut description"])
 def test_a_chunk_that_is_missing_or_cut_short_is_never_zeros(tmp_path, damage):
     store = stored(tmp_path / "out", {"a": tensor("F32", (100, 3)), "b": tensor("F32", (4,))})
