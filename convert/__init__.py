@@ -1,1 +1,1 @@
-"""mla-convert: checkpoints of any kind in, Orbax out, and back to Hugging Face's format. A tool; nobody imports it."""
+"""mla-convert: converts checkpoints to Orbax, and back to Hugging Face's format. A tool: no other package imports it."""

@@ -1,4 +1,4 @@
-"""mla-convert SOURCE OUT: parses, then plans, writes and verifies."""
+"""mla-convert SOURCE OUT: parses the arguments, then plans, writes and verifies the conversion."""
 
 import os
 import sys
@@ -13,12 +13,14 @@ from mla_jax.base.errors import BadRequest, MlaJaxError, Unsupported, printable
 
 if TYPE_CHECKING:
     from convert.plan import Plan
+    from convert.tensors import Job
+    from mla_jax.weights.load import Checkpoint
 
 INTERRUPTED = 130
 USAGE = """examples:
-  mla-convert ./DeepSeek-V3 ./v3                       FP8 as it is, for one machine
-  mla-convert ./DeepSeek-V3 ./v3 --mesh tensor=8       in parts that eight devices load one each
-  mla-convert ./model-Q4_K_M.gguf ./model              GGUF blocks as they are
+  mla-convert ./DeepSeek-V3 ./v3                       keeps FP8
+  mla-convert ./DeepSeek-V3 ./v3 --mesh tensor=8       cuts the weights for eight devices
+  mla-convert ./model-Q4_K_M.gguf ./model              keeps GGUF blocks
   mla-convert ./v3 ./hf --to hf                        back to safetensors, bit for bit"""
 
 
@@ -26,30 +28,30 @@ USAGE = """examples:
 class Options:
     """Convert a checkpoint of a DeepSeek-style model to Orbax, or to a Hugging Face folder.
 
-    Ctrl-C, a kill or a full disk lose nothing: the same command goes on where it was."""
+    After Ctrl-C, a kill or a full disk, run the same command again: it resumes."""
 
     source: tyro.conf.Positional[str]
-    """Folder of safetensors (released, or DeepSeek's own parts), GGUF file, or what this command wrote before."""
+    """Folder of safetensors (Hugging Face, or DeepSeek's own parts), GGUF file, or output of this command."""
     out: tyro.conf.Positional[str] = ""
-    """Folder to make."""
+    """Folder to create."""
     to: Literal["orbax", "hf"] = "orbax"
-    """Format to write."""
+    """Output format."""
     dtype: Literal["keep", "bf16", "f32", "int8"] = "keep"
-    """Number format; keep leaves every tensor as it is."""
+    """Number format; keep leaves every tensor unchanged."""
     mesh: str = ""
-    """Devices that will load it, as tensor=4,expert=2: each reads its own part alone."""
+    """Mesh of the devices that will load it, such as tensor=4,expert=2: each device then reads only its part."""
     dry_run: bool = False
-    """Print the plan, write nothing."""
+    """Print the plan; write nothing."""
     verify: bool = False
-    """Only check SOURCE, a folder that this command wrote."""
+    """Only verify SOURCE, an output of this command."""
     allow_nonfinite: bool = False
-    """Convert weights that hold NaN or infinity, too."""
+    """Also convert weights with NaN or infinity."""
     debug: bool = False
     """Show the traceback of an error."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit codes: 0 done, 2 usage, 3 bad file, 4 does not fit, 130 interrupted."""
+    """Exit codes: 0 done, 2 wrong usage, 3 bad file, 4 does not fit, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = tyro.cli(Options, args=arguments, prog="mla-convert", config=(tyro.conf.FlagCreatePairsOff,), description=_help())
     try:
@@ -60,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as stopped:
-        print(str(stopped) or "stopped; run the same command again, and it goes on from here", file=sys.stderr)
+        print(str(stopped) or "stopped: run the same command again to resume", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -70,8 +72,8 @@ def _help() -> str:
 
 def run(options: Options) -> int:
     if sys.byteorder != "little":
-        raise Unsupported("this machine is big-endian", "checkpoints are little-endian, and are not swapped here")
-    os.environ["JAX_PLATFORMS"] = "cpu"  # a conversion leaves the accelerators to others
+        raise Unsupported("this machine is big-endian", "checkpoints are little-endian, and mla-convert does not swap bytes")
+    os.environ["JAX_PLATFORMS"] = "cpu"  # a conversion needs no accelerator
     from convert.plan import share_heap
     from convert.progress import Bar
     from mla_jax.weights.hub import resolve
@@ -82,14 +84,14 @@ def run(options: Options) -> int:
         _verify(source, Bar("verifying"))
         return 0
     if not options.out:
-        raise BadRequest("no OUT given", "mla-convert SOURCE OUT; mla-convert --help says more")
+        raise BadRequest("no OUT given", "mla-convert SOURCE OUT; see mla-convert --help")
     out = Path(os.path.abspath(Path(options.out).expanduser()))
     return _convert(options, source, out)
 
 
 def _convert(options: Options, source: Path, out: Path) -> int:
-    from convert import export, write
-    from convert.plan import check_paths, parse_mesh, plan
+    from convert import export
+    from convert.plan import check_paths, parse_mesh
     from convert.progress import Bar
     from mla_jax.weights.load import Checkpoint
 
@@ -100,22 +102,34 @@ def _convert(options: Options, source: Path, out: Path) -> int:
         raise BadRequest("a Hugging Face folder is not cut for a mesh", "leave --mesh out")
     if options.to == "hf":
         return export.run(checkpoint, out, options.dtype, options.dry_run, options.allow_nonfinite)
+    _to_orbax(checkpoint, out, mesh, options)
+    if not options.dry_run:
+        _verify(out, Bar("verifying"))
+    return 0
+
+
+def _to_orbax(checkpoint: "Checkpoint", out: Path, mesh: dict[str, int], options: Options) -> None:
+    """Prints the plan; unless it is a dry run, writes the weights."""
+    from convert import write
+    from convert.plan import plan
+    from convert.progress import Bar
+
     planned = plan(checkpoint, out, options.dtype, mesh)
     if options.dry_run:
         _say(planned)
-        return 0
+        return
     with write.lock(out):
         target = write.writer(out, planned.metadata(), planned)
         planned = plan(checkpoint, out, options.dtype, mesh, frozenset(target.tensors))
         _say(planned)
         planned.refuse()
         start, bar = time.monotonic(), Bar("writing")
-        write.write(
-            planned, target, lambda done, total, job: bar(done, total, _where(planned, job.layer)), options.allow_nonfinite
-        )
+
+        def progress(done: int, total: int, job: "Job") -> None:
+            bar(done, total, _where(planned, job.layer))
+
+        write.write(planned, target, progress, options.allow_nonfinite)
         bar.close(time.monotonic() - start)
-    _verify(out, Bar("verifying"))
-    return 0
 
 
 def _say(planned: "Plan") -> None:
@@ -134,7 +148,7 @@ def _verify(folder: Path, bar) -> None:
     try:
         total = verify(folder, bar)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"stopped; {shown} is all there, and mla-convert {shown} --verify checks it again") from None
+        raise KeyboardInterrupt(f"stopped: {shown} is complete, and mla-convert {shown} --verify checks it again") from None
     bar.close(time.monotonic() - start)
     print(f"{shown} is sound: {gib(total)}", file=sys.stderr)
 

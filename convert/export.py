@@ -1,4 +1,4 @@
-"""Back to a Hugging Face folder: safetensors under the released names, kept tensors bit for bit."""
+"""Converts back to a Hugging Face folder: safetensors with the released names. Without --dtype, tensors are equal bit for bit."""
 
 import json
 import os
@@ -30,20 +30,20 @@ from mla_jax.weights.plan import available, gib
 from mla_jax.weights.safetensors import DTYPES
 from mla_jax.weights.save import complete, write_tensors
 
-FILE = 4 << 30  # bytes of weights in one file, unless one parameter has more
+FILE = 4 << 30  # most bytes of weights in one file, except of a single larger parameter
 JOURNAL = "conversion.json"
-READERS = 3  # parameters in memory at a time: one is written, the others are read
+READERS = 3  # parameters in memory at a time: one is written while the others are read
 
 
 @dataclass(frozen=True)
 class Item:
-    """One of our parameters (`uk` with its `uv`) and the tensors that it is in a released folder."""
+    """A parameter of the model (`uk` includes `uv`) and its tensors in a released folder."""
 
     path: str
     names: tuple[str, ...]
-    shape: tuple[int, ...]  # of each
+    shape: tuple[int, ...]  # of each tensor
     format: str
-    copies: tuple[str, ...]
+    copies: tuple[str, ...]  # names of tensors that repeat it
 
     @property
     def nbytes(self) -> int:
@@ -51,29 +51,29 @@ class Item:
 
 
 def run(checkpoint: Checkpoint, out: Path, dtype: str, dry_run: bool, allow_nonfinite: bool) -> int:
+    """Prints the plan; unless it is a dry run, writes the folder. Returns the exit code."""
     files = _files(_items(checkpoint, dtype))
-    total = sum(item.nbytes for file in files for item in file)
-    needed, read = peak(checkpoint, files), sum(entry.nbytes for entry in checkpoint.source.tensors.values())
+    source, total = checkpoint.source, _total(files)
+    needed = peak(checkpoint, files)
+    memory = f"memory    at most {gib(needed)} of {gib(available())}"
     lines = [
-        f"reads     {checkpoint.source.path} ({checkpoint.source.kind}): {gib(read)}",
+        f"reads     {source.path} ({source.kind}): {gib(sum(entry.nbytes for entry in source.tensors.values()))}",
         f"writes    {out}: {gib(total)}",
-        f"memory    at most {gib(needed)} of {gib(available())}",
+        memory,
         f"disk      {gib(total)} of {gib(free(out))} free",
     ]
     print(*lines, sep="\n", file=sys.stderr, flush=True)
     if dry_run:
         return 0
     if needed > available():
-        raise DoesNotFit("the conversion needs more memory than there is", lines[2])
+        raise DoesNotFit("the conversion needs more memory than there is", memory)
     with lock(out):
         folder = _begin(checkpoint, out, dtype)
-        left = total - sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        if left > (room := free(out)):
-            raise DoesNotFit(f"{out} does not fit on its disk", f"{gib(left)} are still to be written, {gib(room)} are free")
+        _refuse_full_disk(folder, out, total)
         start, bar = time.monotonic(), Bar("writing")
         _write(checkpoint, files, folder, bar, allow_nonfinite)
         bar.close(time.monotonic() - start)
-        checkpoint.source.close()
+        source.close()
         with writing(folder, "all its weights"):
             write_others(checkpoint, dtype == "keep", folder)
             (folder / JOURNAL).unlink()
@@ -81,8 +81,19 @@ def run(checkpoint: Checkpoint, out: Path, dtype: str, dry_run: bool, allow_nonf
     return 0
 
 
+def _total(files: list[list[Item]]) -> int:
+    """Bytes of weights in all files."""
+    return sum(item.nbytes for file in files for item in file)
+
+
+def _refuse_full_disk(folder: Path, out: Path, total: int) -> None:
+    left = total - sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if left > (room := free(out)):
+        raise DoesNotFit(f"{out} does not fit on its disk", f"{gib(left)} are still to be written, {gib(room)} are free")
+
+
 def peak(checkpoint: Checkpoint, files: list[list[Item]]) -> int:
-    """Most host memory at a time: READERS of the largest parameters, being written, read or converted."""
+    """Peak host memory in bytes: READERS parameters of the largest size, each written, read or converted."""
     most = 0
     for item in (item for file in files for item in file):
         source = checkpoint.sources[item.path]
@@ -93,8 +104,9 @@ def peak(checkpoint: Checkpoint, files: list[list[Item]]) -> int:
 
 
 def _begin(checkpoint: Checkpoint, out: Path, dtype: str) -> Path:
-    """The folder that is written under another name until all is there; refuses one that was begun from something else."""
-    folder, wanted = out.with_name(out.name + ".partial"), json.loads(json.dumps(metadata(checkpoint, dtype, {}, {})))
+    """The folder to write, under a temporary name until it is complete. Raises BadFile if another conversion began it."""
+    folder = out.with_name(out.name + ".partial")
+    wanted = json.loads(json.dumps(metadata(checkpoint, dtype, {}, {})))
     with writing(folder, "the files in it"):
         refuse_foreign(folder, JOURNAL)
         folder.mkdir(exist_ok=True)
@@ -111,7 +123,7 @@ def _items(checkpoint: Checkpoint, dtype: str) -> list[Item]:
     repeated = {name: path for name, path in copies(checkpoint).items() if name.startswith(("model.", "lm_head."))}
     for path, source in checkpoint.sources.items():
         if source.part is value_half or path.endswith("attn.uv"):
-            continue  # written with its other half
+            continue  # written with uk
         target, exact = HF.find(path, config), checkpoint.slots[path].get_metadata()["exact"]
         format = _format(dtype, checkpoint.format_of(source), exact, path)
         same = tuple(name for name, ours in repeated.items() if ours == path)
@@ -120,13 +132,17 @@ def _items(checkpoint: Checkpoint, dtype: str) -> list[Item]:
 
 
 def _format(dtype: str, stored: str, exact: bool, path: str) -> str:
+    """The format to write; raises Unsupported for quantised formats other than FP8."""
+    wanted = stored if dtype == "keep" else dtype
     if dtype == "int8" or (dtype == "keep" and stored not in PLAIN and not stored.startswith("fp8_block")):
-        kind = dtype if dtype == "int8" else stored
-        raise Unsupported(f"a Hugging Face folder cannot hold {kind}", f"as {path} is", "say --dtype bf16 or --dtype f32")
-    return stored if dtype == "keep" else "F32" if exact else DTYPE_NAMES[dtype]
+        raise Unsupported(f"a Hugging Face folder cannot hold {wanted}", f"as {path} is", "use --dtype bf16 or --dtype f32")
+    if dtype == "keep":
+        return stored
+    return "F32" if exact else DTYPE_NAMES[dtype]
 
 
 def _files(items: list[Item]) -> list[list[Item]]:
+    """The parameters of each file: at most FILE bytes, or a single parameter."""
     files: list[list[Item]] = [[]]
     for item in items:
         if files[-1] and sum(i.nbytes for i in files[-1]) + item.nbytes > FILE:
@@ -136,30 +152,18 @@ def _files(items: list[Item]) -> list[list[Item]]:
 
 
 def _write(checkpoint: Checkpoint, files: list[list[Item]], folder: Path, bar: Bar, allow_nonfinite: bool) -> None:
-    index, total = {}, sum(item.nbytes for file in files for item in file)
-    done = 0
-
-    def parameters(file: list[Item], i: int) -> Iterator[tuple[str, np.ndarray]]:
-        nonlocal done
-        for item, (tensors, unsound) in zip(file, _ahead(partial(_read, checkpoint), file), strict=True):
-            if unsound and not allow_nonfinite:
-                raise refusal({item.path: unsound})
-            yield from tensors
-            del tensors
-            done += item.nbytes
-            bar(done, total, f"file {i + 1} of {len(files)}")
-
+    """Writes the missing files, and the index if there are several. Raises Stopped after Ctrl-C."""
+    done, total = 0, _total(files)
+    index: dict[str, str] = {}
     with interrupts() as stop:
         for i, file in enumerate(files):
-            name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+            name = _file_name(i, len(files))
             specs = dict(spec for item in file for spec in _specs(item, checkpoint.source.scales))
-            if (folder / name).exists():
-                done += sum(item.nbytes for item in file)
-            else:
+            if not (folder / name).exists():
+                parameters = _parameters(checkpoint, file, allow_nonfinite, partial(_show, bar, done, total, i, len(files)))
                 with writing(folder, f"the {i:,} files before"):
-                    complete(
-                        folder / name, lambda path, specs=specs, file=file, i=i: write_tensors(path, specs, parameters(file, i))
-                    )
+                    complete(folder / name, partial(write_tensors, specs=specs, tensors=parameters))
+            done += sum(item.nbytes for item in file)
             index |= dict.fromkeys(specs, name)
             if stop and i + 1 < len(files):
                 raise Stopped
@@ -169,8 +173,33 @@ def _write(checkpoint: Checkpoint, files: list[list[Item]], folder: Path, bar: B
             (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
+def _file_name(i: int, count: int) -> str:
+    if count == 1:
+        return "model.safetensors"
+    return f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _show(bar: Bar, before: int, total: int, i: int, count: int, written: int) -> None:
+    """Shows the progress: bytes of the files before file i, and bytes written to it."""
+    bar(before + written, total, f"file {i + 1} of {count}")
+
+
+def _parameters(
+    checkpoint: Checkpoint, file: list[Item], allow_nonfinite: bool, progress: Callable[[int], None]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a file, in order; raises BadFile for weights that are not finite."""
+    written = 0
+    for item, (tensors, unsound) in zip(file, _ahead(partial(_read, checkpoint), file), strict=True):
+        if unsound and not allow_nonfinite:
+            raise refusal({item.path: unsound})
+        yield from tensors
+        del tensors
+        written += item.nbytes
+        progress(written)
+
+
 def _ahead(read: Callable[[Item], Any], items: list[Item]) -> Iterator[Any]:
-    """What is read of each, some ahead of what is used."""
+    """Yields what `read` returns for each item, and reads ahead up to READERS items."""
     with ThreadPoolExecutor(READERS) as pool:
         reading = deque()
         for item in items:
@@ -182,7 +211,7 @@ def _ahead(read: Callable[[Item], Any], items: list[Item]) -> Iterator[Any]:
 
 
 def _specs(item: Item, scales: str) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
-    """The dtype and shape of each tensor that is written."""
+    """The name, dtype and shape of each tensor to write."""
     packed = item.format.startswith("fp8_block")
     for name in (*item.names, *item.copies):
         yield name, ("F8_E4M3" if packed else item.format, item.shape)
@@ -191,12 +220,14 @@ def _specs(item: Item, scales: str) -> Iterator[tuple[str, tuple[str, tuple[int,
 
 
 def _read(checkpoint: Checkpoint, item: Item) -> tuple[list[tuple[str, np.ndarray]], int]:
-    """The tensors of a parameter, experts one by one, and how many values (of packed ones: blocks) are not finite."""
+    """The tensors of a parameter, experts one by one, and the number of values (blocks, if packed) that are not finite."""
     found = list(_pieces(item, checkpoint, checkpoint.sources[item.path]))
-    pieces, unsound = [parts for parts, _ in found], sum(count for _, count in found)
-    if len(item.names) > 1 and len(pieces) == 1:  # a stack that is read whole
+    pieces = [parts for parts, _ in found]
+    unsound = sum(count for _, count in found)
+    if len(item.names) > 1 and len(pieces) == 1:  # one tensor with all experts
         pieces = [tuple(part[x] for part in pieces[0]) for x in range(len(item.names))]
-    scales, tensors = np.dtype(DTYPES[checkpoint.source.scales]), []
+    scales = np.dtype(DTYPES[checkpoint.source.scales])
+    tensors = []
     for name, parts in zip((*item.names, *item.copies), pieces * (1 + len(item.copies)), strict=True):
         tensors.append((name, parts[0]))
         if len(parts) > 1:
@@ -205,14 +236,17 @@ def _read(checkpoint: Checkpoint, item: Item) -> tuple[list[tuple[str, np.ndarra
 
 
 def _pieces(item: Item, checkpoint: Checkpoint, source: Origin) -> Iterator[tuple[Parts, int]]:
-    stored, stack = checkpoint.format_of(source), (len(item.names),) if len(item.names) > len(source.pieces) else ()
+    """The parts of each piece of a parameter in the item's format, and the number of values that are not finite."""
     if item.path.endswith("attn.uk") and source.names != checkpoint.sources[_other_half(item.path)].names:
         yield _joined(item, checkpoint)
         return
+    stored, shape = checkpoint.format_of(source), item.shape
+    if len(item.names) > len(source.pieces):  # one piece has all experts
+        shape = (len(item.names), *shape)
     for piece in source.pieces:
         raw = tuple(cut(source)(part, checkpoint.config) for part in checkpoint.source.read(*piece))
-        unsound = unsound_in(raw, stored)
-        yield raw if stored == item.format else (plain(raw, stored, (*stack, *item.shape), DTYPES[item.format]),), unsound
+        parts = raw if stored == item.format else (plain(raw, stored, shape, DTYPES[item.format]),)
+        yield parts, unsound_in(raw, stored)
 
 
 def _other_half(path: str) -> str:
@@ -220,7 +254,7 @@ def _other_half(path: str) -> str:
 
 
 def _joined(item: Item, checkpoint: Checkpoint) -> tuple[Parts, int]:
-    """kv_b_proj of its halves, which lie apart."""
+    """kv_b_proj of its halves uk and uv, which are separate tensors in the source."""
     halves, unsound = [], 0
     for path in (item.path, _other_half(item.path)):
         source = checkpoint.sources[path]

@@ -1,4 +1,4 @@
-"""A bar on a terminal, a line now and then elsewhere; both on stderr."""
+"""Progress on stderr: a bar on a terminal, elsewhere a line every ten seconds."""
 
 import sys
 import time
@@ -10,10 +10,11 @@ EVERY = 10  # seconds between lines
 
 
 class Bar:
-    """Hears of the bytes done, of how many there are, and of where that is."""
+    """Called with the bytes done, the total, and a description of the position."""
 
     def __init__(self, title: str):
-        self.title, self.said, self.total, self.bar = title, time.monotonic(), 0, None
+        self.title, self.total, self.bar = title, 0, None
+        self.printed = time.monotonic()
         if sys.stderr.isatty():
             columns = (
                 TextColumn("{task.description}"),
@@ -30,8 +31,8 @@ class Bar:
         self.total = total
         if self.bar is not None:
             self.bar.update(self.task, completed=done, total=total, description=f"{self.title} {where}")
-        elif time.monotonic() - self.said > EVERY:
-            self.said = time.monotonic()
+        elif time.monotonic() - self.printed > EVERY:
+            self.printed = time.monotonic()
             print(f"{self.title} {where}: {done / 1e9:.1f} of {total / 1e9:.1f} GB", file=sys.stderr, flush=True)
 
     def close(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What is to be written: each tensor under its stored name, where it comes from, and what becomes of its number format."""
+"""The tensors to write: their stored names, their sources, and the conversion of their number format."""
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,16 +28,16 @@ EXPONENTS = {
     "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
 }
-E4M3_SCALE = np.finfo(np.float32).max / 448  # a scale that takes no value to infinity
-CACHED = 1 << 17  # values looked at together
-READERS = 2  # threads that read and check a stack's pieces: one waits for the disk while the other works
-ROWS = 1 << 20  # values converted together: what a core's cache holds
+E4M3_SCALE = np.finfo(np.float32).max / 448  # smaller scales make no value infinite
+CACHED = 1 << 17  # values checked at a time
+READERS = 2  # threads that read and check a stack's pieces: one waits for the disk while the other computes
+ROWS = 1 << 20  # values converted at a time: a core's cache holds them
 STEP = 256 << 20  # bytes written at once, unless one tensor has more
 
 
 @dataclass(frozen=True)
 class Job:
-    """One tensor to write. `pieces` are read one by one and, if `stacked`, put one upon the other; `part` is cut of each."""
+    """One tensor to write. `pieces` are read one by one, `part` takes its share of each, and they are stacked if `stacked`."""
 
     name: str
     axes: tuple[str, ...]
@@ -47,8 +47,8 @@ class Job:
     pieces: tuple[Piece, ...]
     stacked: bool
     part: PartOf
-    stored: str  # the format and, of a piece, the shape in the source
-    stored_shape: tuple[int, ...]
+    stored: str  # the format in the source
+    stored_shape: tuple[int, ...]  # the shape of one piece in the source
 
     @property
     def nbytes(self) -> int:
@@ -56,11 +56,13 @@ class Job:
 
     @property
     def workspace(self) -> int:
-        """What reading and converting takes beside the tensor itself."""
-        raw, piece = nbytes(self.stored, self.stored_shape), self.shape[1:] if self.stacked else self.shape
-        extra = 0 if self.format == self.stored else 4 * 4 * min(ROWS, prod(piece))
-        held = raw + extra + nbytes(self.format, piece) * (extra > 0)
-        return READERS * held if self.stacked else (raw + extra) * (extra > 0)
+        """Bytes of memory to read and convert the tensor, in addition to the tensor itself."""
+        raw = nbytes(self.stored, self.stored_shape)
+        if self.format == self.stored:
+            return READERS * raw if self.stacked else 0
+        piece = self.shape[1:] if self.stacked else self.shape
+        needed = raw + 4 * 4 * min(ROWS, prod(piece))
+        return READERS * (needed + nbytes(self.format, piece)) if self.stacked else needed
 
 
 def nbytes(format: str, shape: tuple[int, ...]) -> int:
@@ -68,29 +70,41 @@ def nbytes(format: str, shape: tuple[int, ...]) -> int:
 
 
 def jobs(checkpoint: Checkpoint, dtype: str) -> list[Job]:
-    """Every tensor of the model, layer by layer; `dtype` is keep, bf16, f32 or int8."""
+    """All tensors of the model, layer by layer; `dtype` is keep, bf16, f32 or int8."""
     found = {}
     for path, source in checkpoint.sources.items():
-        if (place := orbax_names.stored(path, source, checkpoint.config)) is None:
-            continue
-        name, words = place
-        slot, stored = checkpoint.slots[path].get_metadata(), checkpoint.format_of(source)
-        entry = checkpoint.source.tensors[source.names[0]]
-        piece = entry.shape[1:] if source.pieces[0].index is not None else entry.shape
-        linear = slot["packs"] and path not in ("embed", "head")
-        layer = int(name.split(".")[1]) if name.startswith("layers.") else None
-        shape, format = axes.shape(checkpoint.config, words), _format(dtype, stored, linear, slot["exact"])
-        found[name] = Job(name, words, layer, format, shape, source.pieces, source.stacked, cut(source), stored, piece)
+        if (place := orbax_names.stored(path, source, checkpoint.config)) is not None:
+            name, words = place
+            found[name] = _job(name, words, path, source, checkpoint, dtype)
     return sorted(found.values(), key=lambda job: -1 if job.layer is None else job.layer)
 
 
+def _job(name: str, words: tuple[str, ...], path: str, source: Origin, checkpoint: Checkpoint, dtype: str) -> Job:
+    """The tensor `name`, whose axes are named `words`, of the parameter `path`."""
+    slot, stored = checkpoint.slots[path].get_metadata(), checkpoint.format_of(source)
+    entry = checkpoint.source.tensors[source.names[0]]
+    linear = slot["packs"] and path not in ("embed", "head")
+    return Job(
+        name=name,
+        axes=words,
+        layer=int(name.split(".")[1]) if name.startswith("layers.") else None,
+        format=_format(dtype, stored, linear, slot["exact"]),
+        shape=axes.shape(checkpoint.config, words),
+        pieces=source.pieces,
+        stacked=source.stacked,
+        part=cut(source),
+        stored=stored,
+        stored_shape=entry.shape if source.pieces[0].index is None else entry.shape[1:],
+    )
+
+
 def cut(source: Origin) -> PartOf:
-    """What is cut out of each piece when it is stored: halves of joined experts, while kv_b_proj stays whole."""
+    """The share of each piece that is stored: a half of joined gate and up; kv_b_proj stays whole."""
     return source.part if source.part in (first_half, second_half) else whole
 
 
 def _format(dtype: str, stored: str, linear: bool, exact: bool) -> str:
-    """The format to write: `exact` weights stay float32, and int8 is for the matrices of linear layers alone."""
+    """The format to write: `exact` weights stay float32, and only matrices of linear layers become int8."""
     if dtype == "keep":
         return stored
     if dtype == "int8" and not linear:
@@ -99,7 +113,7 @@ def _format(dtype: str, stored: str, linear: bool, exact: bool) -> str:
 
 
 def steps(wanted: Iterable[Job]) -> Iterator[list[Job]]:
-    """Tensors of one layer that are written together, about STEP bytes of them."""
+    """Groups of tensors to write together: about STEP bytes, of one layer."""
     step: list[Job] = []
     for job in wanted:
         if step and (job.layer != step[0].layer or sum(j.nbytes for j in step) + job.nbytes > STEP):
@@ -111,7 +125,7 @@ def steps(wanted: Iterable[Job]) -> Iterator[list[Job]]:
 
 
 def read(job: Job, checkpoint: Checkpoint) -> tuple[Parts, int]:
-    """The parts of a tensor as they are to be written, and how many of its values (of packed ones: blocks) are not finite."""
+    """The parts of a tensor to write, and the number of its values (blocks, if packed) that are not finite."""
     parts, unsound = _piece(job, checkpoint, 0)
     if not job.stacked:
         return parts, unsound
@@ -122,30 +136,41 @@ def read(job: Job, checkpoint: Checkpoint) -> tuple[Parts, int]:
             stack[i] = part
         return unsound
 
+    def read_piece(i: int) -> int:
+        return put(i, *_piece(job, checkpoint, i))
+
     put(0, parts, unsound)
     with ThreadPoolExecutor(READERS) as pool:
-        return stacks, unsound + sum(pool.map(lambda i: put(i, *_piece(job, checkpoint, i)), range(1, len(job.pieces))))
+        return stacks, unsound + sum(pool.map(read_piece, range(1, len(job.pieces))))
 
 
 def _piece(job: Job, checkpoint: Checkpoint, i: int) -> tuple[Parts, int]:
     raw = tuple(job.part(part, checkpoint.config) for part in checkpoint.source.read(*job.pieces[i]))
-    return converted(raw, job, job.shape[1:] if job.stacked else job.shape), unsound_in(raw, job.stored)
+    shape = job.shape[1:] if job.stacked else job.shape
+    return converted(raw, job, shape), unsound_in(raw, job.stored)
 
 
 def converted(raw: Parts, job: Job, shape: tuple[int, ...]) -> Parts:
-    """A piece in the job's format, made of it some rows at a time; untouched if that is its own."""
+    """A piece in the job's format, converted some rows at a time; unchanged if it has that format."""
     if job.format == job.stored:
         return raw
-    block = qtensor.format_of(job.stored).block[0] if job.stored not in PLAIN and len(shape) == 2 else 1
-    blocks, filled = max(1, ROWS // (block * prod(shape[1:]))), ()
-    for i in range(0, -(-shape[0] // block), blocks):
-        start, end = i * block, min((i + blocks) * block, shape[0])
-        some = tuple(part[i : i + blocks] if len(part) < shape[0] else part[start:end] for part in raw)
-        parts = _converted(some, job, (end - start, *shape[1:]))
+    packed_in_blocks = job.stored not in PLAIN and len(shape) == 2
+    block = qtensor.format_of(job.stored).block[0] if packed_in_blocks else 1  # rows that share scales
+    step = block * max(1, ROWS // (block * prod(shape[1:])))
+    filled: Parts = ()
+    for start in range(0, shape[0], step):
+        end = min(start + step, shape[0])
+        parts = _converted(_rows(raw, start, end, block, shape[0]), job, (end - start, *shape[1:]))
         filled = filled or tuple(np.empty((shape[0], *part.shape[1:]), part.dtype) for part in parts)
         for all_rows, part in zip(filled, parts, strict=True):
             all_rows[start:end] = part
     return filled
+
+
+def _rows(raw: Parts, start: int, end: int, block: int, rows: int) -> Parts:
+    """The rows from `start` to `end` of all parts. A part with fewer than `rows` entries has one for each `block` rows."""
+    blocks = slice(start // block, -(-end // block))
+    return tuple(part[blocks] if len(part) < rows else part[start:end] for part in raw)
 
 
 def _converted(raw: Parts, job: Job, shape: tuple[int, ...]) -> Parts:
@@ -156,7 +181,7 @@ def _converted(raw: Parts, job: Job, shape: tuple[int, ...]) -> Parts:
 
 
 def plain(raw: Parts, stored: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """The numbers of a tensor of `shape`, packed or not, in another dtype."""
+    """The values of a tensor of `shape`, packed or not, in another dtype."""
     return np.asarray(_plain(raw, stored, shape, np.dtype(dtype)))
 
 
@@ -167,21 +192,22 @@ def _plain(raw: tuple, stored: str, shape: tuple[int, ...], dtype: np.dtype) -> 
 
 
 def unsound_in(raw: Parts, stored: str) -> int:
-    """How many values, of packed ones blocks, hold NaN or infinity; in numpy, for XLA sums truths at a twentieth of the rate."""
+    """The number of values (blocks, if packed) with NaN or infinity. In numpy: XLA takes 20 times as long to count booleans."""
     if stored in EXPONENTS:
-        return _counted(raw[0], *EXPONENTS[stored])
+        return _count_set(raw[0], *EXPONENTS[stored])
     if stored.startswith("fp8_block") and (np.abs(raw[1]) < E4M3_SCALE).all():
-        return _counted(raw[0], np.uint8, 0x7F)
-    if halves := gguf_blocks.TYPES[stored].halves if stored in gguf_blocks.TYPES else ():
-        return int(np.count_nonzero(np.any([raw[0][..., at + 1] & 0x7C == 0x7C for at in halves], axis=0)))
+        return _count_set(raw[0], np.uint8, 0x7F)
+    if stored in gguf_blocks.TYPES and (halves := gguf_blocks.TYPES[stored].halves):
+        exponents = [raw[0][..., at + 1] & 0x7C for at in halves]  # of each float16 in a block
+        return int(np.count_nonzero(np.any([exponent == 0x7C for exponent in exponents], axis=0)))
     return int(qtensor.unsound(stored, tuple(map(jnp.asarray, raw))))
 
 
-def _counted(values: np.ndarray, unsigned: type, bits: int) -> int:
-    """How many of the values have all of these `bits` set, counted by pieces that a core's cache holds."""
+def _count_set(values: np.ndarray, unsigned: type, bits: int) -> int:
+    """The number of values with all of these `bits` set, counted in pieces that a core's cache holds."""
     numbers, found = values.reshape(-1).view(unsigned), 0
     for start in range(0, numbers.size, CACHED):
         masked = numbers[start : start + CACHED] & unsigned(bits)
-        if masked.max() == bits:  # seldom: the largest is found in half the time that counting takes
+        if masked.max() == bits:  # rare; the maximum takes half the time of counting
             found += int(np.count_nonzero(masked == bits))
     return found

@@ -1,4 +1,4 @@
-"""Writes a plan's tensors step by step: safe against a kill at any moment, and one converter at a time on an output."""
+"""Writes the tensors of a plan step by step. A kill at any moment loses only one step; only one converter may write an output."""
 
 import fcntl
 import json
@@ -24,11 +24,11 @@ Progress = Callable[[int, int, Job], None]
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C, after the step that was under way."""
+    """Raised after Ctrl-C, when the current step is written."""
 
 
 def writer(out: Path, metadata: dict[str, Any], plan: Plan) -> Writer:
-    """The folder to write, begun or to be gone on with."""
+    """The folder to write: a new one, or one to resume."""
     by_name = {job.name: job for job in plan.jobs}
 
     def shards(name: str, part: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -38,31 +38,38 @@ def writer(out: Path, metadata: dict[str, Any], plan: Plan) -> Writer:
 
 
 def write(plan: Plan, target: Writer, progress: Progress, allow_nonfinite: bool = False) -> None:
-    """Everything that is still to be written; raises Stopped after Ctrl-C, BadFile for weights that are not finite."""
-    todo, done = plan.todo, sum(job.nbytes for job in plan.jobs if job.name in plan.done)
-    stamps, unsound = plan.metadata()["source"], {}
-    with interrupts() as stop, ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(_read, todo[0], plan) if todo else None
-        for i, step in enumerate(todo):
-            assert ahead is not None
-            tensors, counts = ahead.result()
-            ahead = pool.submit(_read, todo[i + 1], plan) if i + 1 < len(todo) and not stop else None
-            unsound |= {name: count for name, count in counts.items() if count}
-            if unsound and not allow_nonfinite:
-                raise refusal(unsound)
-            target.save(tensors)
-            del tensors
-            done += sum(job.nbytes for job in step)
-            progress(done, plan.written, step[-1])
-            if stop and i + 1 < len(todo):
-                raise Stopped
-    plan.checkpoint.source.close()
-    files = plan.checkpoint.source.files
-    if changed := [file.name for file in files if not file.exists() or stamp(file) != stamps[file.name]]:
+    """Writes all that is missing and renames the folder. Raises Stopped after Ctrl-C, BadFile for weights that are not finite."""
+    stamps = plan.metadata()["source"]
+    _write_steps(plan, target, progress, allow_nonfinite)
+    source = plan.checkpoint.source
+    source.close()
+    if changed := [file.name for file in source.files if not file.exists() or stamp(file) != stamps[file.name]]:
         raise BadFile("the source changed while it was read", *changed, "convert it again when nothing writes to it")
     with writing(target.partial, "all its tensors"):
         write_others(plan.checkpoint, plan.dtype == "keep", target.partial)
     target.finalize()
+
+
+def _write_steps(plan: Plan, target: Writer, progress: Progress, allow_nonfinite: bool) -> None:
+    """Writes one step while a thread reads the next."""
+    todo = plan.todo
+    done = sum(job.nbytes for job in plan.jobs if job.name in plan.done)
+    with interrupts() as stop, ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(_read, todo[0], plan) if todo else None
+        for i, step in enumerate(todo):
+            assert ahead is not None
+            last = i + 1 == len(todo)
+            tensors, counts = ahead.result()
+            ahead = None if last or stop else pool.submit(_read, todo[i + 1], plan)
+            unsound = {name: count for name, count in counts.items() if count}
+            if unsound and not allow_nonfinite:
+                raise refusal(unsound)
+            target.save(tensors)
+            del tensors  # before the step after the next one is read
+            done += sum(job.nbytes for job in step)
+            progress(done, plan.written, step[-1])
+            if stop and not last:
+                raise Stopped
 
 
 def _read(step: list[Job], plan: Plan) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -75,28 +82,31 @@ def _read(step: list[Job], plan: Plan) -> tuple[dict[str, Tensor], dict[str, int
 
 
 def _forget(files: Iterable[Path]) -> None:
-    """Has the system give up its copy of files that are read once: a third of the time where fresh memory is dear, as in a VM."""
-    for file in files if hasattr(os, "posix_fadvise") else ():
-        with suppress(OSError), open(file, "rb") as opened:  # a file that went missing is noticed by who reads it
+    """Drops files from the page cache, as they are read only once. In a VM, where new pages are slow, this saves a third."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for file in files:
+        with suppress(OSError), open(file, "rb") as opened:  # reading its weights reports a missing file
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def refusal(unsound: dict[str, int]) -> BadFile:
     found = [f"{printable(name)}: {count:,}" for name, count in unsound.items()]
     return BadFile(
-        "weights hold NaN or infinity", *shortened(found), "the file is damaged; --allow-nonfinite converts it all the same"
+        "weights hold NaN or infinity", *shortened(found), "the file is damaged; --allow-nonfinite converts it nevertheless"
     )
 
 
 def write_others(checkpoint: Checkpoint, kept: bool, folder: Path) -> None:
-    """config.json, without a claim of FP8 unless the weights are `kept`, and the tokenizer's files."""
+    """Writes config.json and the tokenizer's files. Unless the weights are `kept`, quantization_config is left out."""
     source = checkpoint.source
     config = source.path / "config.json"
     if kept and source.kind in ("safetensors", "orbax"):
         shutil.copyfile(config, folder / "config.json")
     else:
         hf = checkpoint.config.to_hf()
-        hf = hf if kept else {key: value for key, value in hf.items() if key != "quantization_config"}
+        if not kept:
+            hf = {key: value for key, value in hf.items() if key != "quantization_config"}
         (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
     for name, content in files_of(source).items():
         (folder / name).write_bytes(content)
@@ -104,7 +114,7 @@ def write_others(checkpoint: Checkpoint, kept: bool, folder: Path) -> None:
 
 @contextmanager
 def lock(out: Path) -> Iterator[None]:
-    """Keeps a second converter from the same output; the system takes the lock away when its holder ends, however it does."""
+    """Locks an output against a second converter. The system releases the lock when the process ends, also by a kill."""
     path = out.with_name(out.name + ".lock")
     try:
         file = open(path, "a+")  # noqa: SIM115
@@ -129,13 +139,13 @@ def lock(out: Path) -> Iterator[None]:
 
 @contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """A list that is filled by the first Ctrl-C, which lets the step under way end; the second is a KeyboardInterrupt."""
+    """Yields a list; the first Ctrl-C adds an entry, so that the current step can end. The second is a KeyboardInterrupt."""
     stop: list[int] = []
 
     def once(number: int, frame: Any) -> None:
         stop.append(number)
         signal.signal(signal.SIGINT, before)
-        os.write(2, b"\nstopping after this step; Ctrl-C again stops now. Either way the next run goes on from here\n")
+        os.write(2, b"\nstopping after this step; Ctrl-C again stops now. The next run resumes in both cases\n")
 
     before = signal.signal(signal.SIGINT, once)
     try:

@@ -91,7 +91,7 @@ def test_weights_that_are_no_numbers_are_counted_and_refused(tmp_path, capfd, dt
     assert convert(source, tmp_path / "out", "--dtype", dtype) == 3
     said = capfd.readouterr().err
     assert "weights hold NaN or infinity\n  layers.1.mlp.experts.up: 5\n" in said
-    assert "--allow-nonfinite converts it all the same" in said
+    assert "--allow-nonfinite converts it nevertheless" in said
     assert not (tmp_path / "out").exists()
     assert convert(source, tmp_path / "out", "--allow-nonfinite", "--dtype", dtype) == 0
     (value,) = open_store(tmp_path / "out").read("layers.1.mlp.experts.up")

@@ -1,6 +1,7 @@
 """A conversion that is stopped, starved or lied to: said clearly, nothing half written under OUT, and the next run goes on."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from checkpoints import assert_same_model, convert, raw, released
 from convert import export, tensors, write
 from mla_jax.weights.orbax_store import Writer
 
-STOPPED = "stopped; run the same command again, and it goes on from here"
+STOPPED = "stopped: run the same command again to resume"
 
 
 @pytest.fixture
@@ -331,6 +332,56 @@ def test_a_signal_from_outside_stops_it_too(tmp_path):
     assert_whole(source, tmp_path / "out")
 
 
+INSIDE = """
+    import os, signal, sys, threading
+    from contextlib import contextmanager
+    from convert import tensors
+    from convert.__main__ import main
+    from mla_jax.weights import orbax_store
+    weights, opened, calls = orbax_store.Path(sys.argv[2] + ".partial", "weights"), orbax_store._orbax, []
+
+    def interrupt_twice(before, handler):
+        while {*weights.iterdir()} == before:  # until Orbax writes the step
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+        while signal.getsignal(signal.SIGINT) is handler:  # until the first is noticed
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+
+    @contextmanager
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            given = {*weights.iterdir()}, signal.getsignal(signal.SIGINT)
+            threading.Thread(target=interrupt_twice, args=given, daemon=True).start()
+        try:
+            with opened(*arguments) as ocp:
+                yield ocp
+        except KeyboardInterrupt:
+            print("inside", flush=True)
+            raise
+
+    orbax_store._orbax = interrupted
+    tensors.STEP = 1  # a step a tensor
+    sys.exit(main())
+"""
+
+
+def test_a_second_ctrl_c_within_a_step_of_orbax_stops_now_and_the_next_run_goes_on(tmp_path):
+    hf = {**models.FAMILIES["v3"], "vocab_size": 200_000}  # the first steps, embedding and head, take long
+    source = models.write(tmp_path / "hf", hf, models.tensors(hf))
+    with child(INSIDE, source, tmp_path / "out") as process:
+        printed, said = process.communicate(timeout=600)
+    assert (process.returncode, printed) == (130, "inside\n"), said
+    assert said.endswith(STOPPED + "\n")
+    assert "Traceback" not in said
+    assert_begun(tmp_path / "out")
+    manifest = json.loads((tmp_path / "out.partial" / "manifest.json").read_text())
+    assert {entry["step"] for entry in manifest["tensors"].values()} == {0}
+    assert convert(source, tmp_path / "out") == 0
+    assert_whole(source, tmp_path / "out")
+
+
 def test_ctrl_c_while_all_is_checked_says_that_all_is_there(tmp_path, source, monkeypatch, capfd):
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -339,5 +390,5 @@ def test_ctrl_c_while_all_is_checked_says_that_all_is_there(tmp_path, source, mo
     with monkeypatch.context() as patch:
         patch.setattr("convert.verify.verify", interrupted)
         assert convert(source, out) == 130
-    assert capfd.readouterr().err.endswith(f"\nstopped; {out} is all there, and mla-convert {out} --verify checks it again\n")
+    assert capfd.readouterr().err.endswith(f"\nstopped: {out} is complete, and mla-convert {out} --verify checks it again\n")
     assert convert(out, "--verify") == 0
