@@ -2,11 +2,13 @@
 
     python benchmarks/decode.py --out decode.json --profile
 
-The floor is the bytes that a step must read (the experts touched, as counted; all other weights; the latents) divided by the
-device's bandwidth. `bar` is the tokens/s of a hand-written step of the same shape in plain XLA on an H200. `--profile` sums the
-kernels' time by part of the model."""
+A dispatch is 32 steps, and is sent before the tokens of the one before are read, as in the engine. The floor is the bytes that
+a step must read (the experts touched, as counted; all other weights; the latents) divided by the device's bandwidth. `bar` is the
+tokens/s of a hand-written step of the same shape in plain XLA on an H200. `--profile` sums the kernels' time by part of the
+model."""
 
 import dataclasses
+import functools
 import gzip
 import json
 import re
@@ -26,12 +28,13 @@ from flax import nnx
 from cpu_experts import Experts
 from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch
-from mla_jax.decode.loop import Programs, State
-from mla_jax.decode.sampling import Sampling
+from mla_jax.cache import paged
+from mla_jax.decode.loop import STEPS, Chosen, Programs
+from mla_jax.decode.rows import ADMITTED, Rows, blank
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.offload.experts import HostExperts
 
-HELD, STEPS = 4096, 32
+HELD, DISPATCHES = 4096, 8  # tokens in a row's pages once it has run so often
 BARS = {1: 169, 8: 385, 64: 2120}
 SCOPES = ("attention", "experts", "mlp", "unembed", "choose")
 
@@ -50,82 +53,123 @@ def random_model(config: Config, on_host: Mapping[int, Experts] | None = None) -
     return nnx.merge(graph, state)
 
 
-def held_state(model: Transformer, programs: Programs, rows: int) -> State:
-    """`rows` sequences with random latents in all but the last slots of HELD."""
-    greedy = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
-    sampling = Sampling(
-        top_k=jnp.zeros(rows, jnp.int32),
-        seed=jnp.zeros((rows, 2), jnp.uint32),
-        **{name: jnp.full(rows, value) for name, value in greedy.items()},
-    )
-    capacity = 8 * STEPS
-    state = programs.new(HELD, capacity, 0, jnp.full(rows, capacity), jnp.full((rows, 4), -1), sampling)
-    length, key = HELD - capacity, jax.random.key(1)
+@dataclasses.dataclass
+class Sequences:
+    """Rows of a table, the pool with their tokens, and where these are."""
 
-    def held(i: int, layer: dict) -> dict:
-        seed, arrays = jax.random.fold_in(key, i), {k: v for k, v in layer.items() if v.ndim == 3}
-        random = {k: jax.random.normal(seed, v.shape, jnp.bfloat16).astype(v.dtype) for k, v in arrays.items()}
-        at = jnp.broadcast_to(jnp.arange(HELD), layer["positions"].shape)
-        return random | {
-            "positions": jnp.where(at < length, at, layer["positions"]),
-            "length": jnp.full_like(layer["length"], length),
-        }
+    programs: Programs
+    pool: paged.Pool
+    rows: Rows
+    page_table: jax.Array
 
-    cache = tuple(held(i, layer) for i, layer in enumerate(state.cache))
-    last = jax.random.normal(key, state.last.shape, state.last.dtype)
-    return programs.begin(dataclasses.replace(state, cache=cache, last=last, position=jnp.full(rows, length)))
+    @property
+    def at(self) -> jax.Array:
+        return jnp.arange(self.page_table.shape[0], dtype=jnp.int32)
+
+    def run(self, steps: int) -> Chosen:
+        """Sends one dispatch."""
+        self.pool, self.rows, chosen = self.programs.run(self.pool, self.rows, self.at, self.page_table, jnp.int32(steps))
+        return chosen
+
+    def copy(self) -> "Sequences":
+        """A run takes the memory of pool and table."""
+        pool, rows = jax.block_until_ready(jax.tree.map(jnp.copy, (self.pool, self.rows)))
+        return dataclasses.replace(self, pool=pool, rows=rows)
 
 
-def floor_bytes(model: Transformer, state: State, rows: int) -> tuple[float, float]:
+def sequences(programs: Programs, count: int, temperature: float = 0.0) -> Sequences:
+    """`count` rows with random latents in all but the last slots of HELD; each has a seed of its own."""
+    capacity, key = DISPATCHES * STEPS, jax.random.key(1)
+    table = paged.in_order(count, HELD)
+    pool, rows = programs.new(count, table.size)
+    for first in range(0, count, ADMITTED):
+        rows = programs.admit(rows, first + jnp.arange(ADMITTED, dtype=jnp.int32), entry(first, HELD - capacity, temperature))
+    last = jax.random.normal(key, rows.open.last.shape, rows.open.last.dtype)
+    rows = dataclasses.replace(rows, open=dataclasses.replace(rows.open, last=last))
+    return Sequences(programs, random_pool(pool, key), rows, table)
+
+
+def entry(first: int, held: int, temperature: float):
+    """Requests that hold so many tokens and never end."""
+    new = blank(ADMITTED, 1, jnp.float32)[0]
+    seeds = jnp.arange(2 * first, 2 * (first + ADMITTED), dtype=jnp.uint32).reshape(ADMITTED, 2)
+    sampling = dataclasses.replace(new.sampling, temperature=new.sampling.temperature + temperature, seed=seeds)
+    return dataclasses.replace(new, held=new.held + held, prompt=new.prompt + held, limit=new.limit + HELD, sampling=sampling)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def random_pool(pool: paged.Pool, key: jax.Array) -> paged.Pool:
+    def random(array: jax.Array) -> jax.Array:
+        numbers = paged.NUMBERS.get(array.dtype, array.dtype)
+        value = jax.random.normal(key, array.shape, jnp.bfloat16).astype(numbers)
+        return jax.lax.bitcast_convert_type(value, array.dtype)
+
+    return {name: random(array) for name, array in pool.items()}
+
+
+def floor_bytes(model: Transformer, found: Sequences) -> tuple[float, float]:
     """The bytes that one step must read, and the mean number of experts that it touches per layer."""
-    tokens = state.tokens[jnp.arange(rows), state.count - 1][:, None]
-    batch = Batch(state.position[:, None], jnp.ones((rows, 1), bool))
     graph, weights = nnx.split(model)
-    count = jax.jit(lambda weights, *args: nnx.merge(graph, weights)(*args, collect=True)[2]["load"])
-    load = count(weights, tokens, batch, state.cache)
+    count = found.page_table.shape[0]
+
+    @jax.jit
+    def loads(weights: nnx.State, pool: paged.Pool, rows: Rows, page_table: jax.Array) -> list[jax.Array]:
+        model = nnx.merge(graph, weights)
+        tokens = jnp.argmax(model.unembed(rows.open.last), axis=-1)[:, None]
+        batch = Batch(rows.open.position[:, None], jnp.ones((count, 1), bool), rows.open.held + 1, page_table)
+        return model(tokens, batch, pool, collect=True)[2]["load"]
+
+    load = loads(weights, found.pool, found.rows, found.page_table)
     touched = sum(int((layer > 0).sum()) for layer in load)
     parameters = {".".join(map(str, p)): v for p, v in nnx.to_flat_state(nnx.state(model))}
     expert = 2 * 3 * prod(parameters["layers.1.mlp.experts.gate"].shape[1:])
     rest = sum(2 * prod(v.shape) for p, v in parameters.items() if ".mlp.experts." not in p and p != "embed")
-    latents = sum(a.dtype.itemsize * prod(a.shape[1:]) * rows for layer in state.cache for a in layer.values() if a.ndim == 3)
-    return expert * touched + rest + latents, touched / len(load)
+    token = sum(a.dtype.itemsize * prod(a.shape[2:]) for a in found.pool.values()) * model.cached_layers
+    return expert * touched + rest + token * HELD * count, touched / len(load)
 
 
 def measure(model: Transformer, rows: int, profile: bool) -> dict:
-    programs = Programs(model)
-    state = held_state(model, programs, rows)
-    bytes_needed, touched = floor_bytes(model, state, rows)
+    found = sequences(Programs(model), rows)
     start = time.perf_counter()
-    state = jax.block_until_ready(programs.run(state, jnp.int32(1)))
-    compiling, times = time.perf_counter() - start, []
-    for _ in range(4):
-        start = time.perf_counter()
-        state = jax.block_until_ready(programs.run(state, jnp.int32(STEPS)))
-        times.append((time.perf_counter() - start) / STEPS)
-    ms, floor = min(times) * 1e3, bytes_needed / report.device().bandwidth * 1e3
+    jax.block_until_ready(found.run(1))
+    compiling = time.perf_counter() - start
+    bytes_needed, touched = floor_bytes(model, found)
+    ms, floor = seconds_per_step(found) * 1e3, bytes_needed / report.device().bandwidth * 1e3
     row = {
         "batch": rows,
         "attention": model.dispatch.attention,
         "ms a step": ms,
         "tokens/s": rows / ms * 1e3,
-        "bar tokens/s": BARS[rows],
+        "bar tokens/s": BARS.get(rows),
     }
     row |= {"experts touched": touched, "floor ms": floor, "of the floor %": 100 * floor / ms, "compile s": compiling}
     if profile:
-        shares = profile_run(programs, state)
+        shares = profile_run(found)
         row |= {f"{scope} %": share for scope, share in shares.items()}
     return row
 
 
-def profile_run(programs: Programs, state: State) -> dict[str, float]:
+def seconds_per_step(found: Sequences, count: int = 5) -> float:
+    """Of `count` dispatches that are sent ahead of one another."""
+    jax.block_until_ready(found.run(STEPS))
+    start = time.perf_counter()
+    last = [found.run(STEPS) for _ in range(count)][-1]
+    jax.block_until_ready(last)
+    seconds = time.perf_counter() - start
+    assert bool((last.count == STEPS).all()), "a row has ended"
+    return seconds / count / STEPS
+
+
+def profile_run(found: Sequences) -> dict[str, float]:
     """The percentage of the wall time in the kernels of each part of the model, and in no kernel."""
-    steps = jnp.int32(8)
-    text = programs.run.lower(state, steps).compile().as_text()
+    steps = 8
+    program = found.programs.run.lower(found.pool, found.rows, found.at, found.page_table, jnp.int32(steps))
+    text = program.compile().as_text()
     places = {name.replace(".", "_"): place for name, place in re.findall(r'%(\S+) = .*op_name="([^"]*)"', text)}
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, create_perfetto_trace=True):
             start = time.perf_counter()
-            jax.block_until_ready(programs.run(state, steps))
+            jax.block_until_ready(found.run(steps))
             wall = time.perf_counter() - start
         (file,) = Path(folder).rglob("perfetto_trace.json.gz")
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]

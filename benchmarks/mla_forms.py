@@ -2,7 +2,7 @@
 
     python benchmarks/mla_forms.py --out mla_forms.json
 
-Steps run in one program, compiled with the options of the library's decode loop, over one donated cache of random data. Every
+Steps run in one program, compiled with the options of the library's decode loop, over one donated pool of random data. Every
 lap writes the same free slots. `bar` is the time in ms of deepseekv2-profile's eager torch on an H200 in the same form; for the
 kernel it is the time of torch's fastest form."""
 
@@ -16,9 +16,9 @@ from flax import nnx
 from mla_jax import Config
 from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
-from mla_jax.cache import latent
+from mla_jax.cache import paged
 from mla_jax.decode.loop import LOOP_OPTIONS
-from mla_jax.model import dispatch
+from mla_jax.model import dispatch, rope
 from mla_jax.model.mla import FORMS, MLA
 
 SHAPES = [(1, held) for held in (512, 4096, 16384, 65536, 131072)] + [(32, held) for held in (512, 2048, 8192, 32768)]
@@ -42,20 +42,13 @@ def bar_of(rows: int, held: int, name: str) -> float | None:
     return bars[name] if name in bars else min((bar for bar in bars.values() if bar), default=None)
 
 
-def random_layer(config: Config, form: str, rows: int, slots: int, steps: int) -> latent.Layer:
-    """A cache with random tokens in all but the last `steps` of `slots`."""
+def random_pool(config: Config, form: str, pages: int) -> paged.Pool:
+    """One layer's pool with random tokens in all slots."""
     up = tuple(jax.ShapeDtypeStruct((config.num_attention_heads, n, config.kv_lora_rank), jnp.bfloat16) for n in (128, 128))
     remembers = dispatch.FORMS[form].remembers
     one = [jax.ShapeDtypeStruct((1, 1, n), jnp.bfloat16) for n in (config.kv_lora_rank, config.qk_rope_head_dim)]
-    (layer,) = jax.eval_shape(lambda: latent.init(jax.eval_shape(remembers, *one, up), 1, rows, slots))
-
-    @jax.jit
-    def fill(key: jax.Array) -> latent.Layer:
-        held = {k: jax.random.uniform(key, v.shape, v.dtype, -1, 1) for k, v in layer.items() if v.dtype == jnp.bfloat16}
-        at = jnp.broadcast_to(jnp.arange(slots), layer["positions"].shape)
-        positions = jnp.where(at < slots - steps, at, latent.EMPTY)
-        return held | {"positions": positions, "length": jnp.full(layer["length"].shape, slots - steps)}
-
+    pool = jax.eval_shape(lambda: paged.init(jax.eval_shape(remembers, *one, up), 1, pages))
+    fill = jax.jit(lambda key: {name: jax.random.uniform(key, a.shape, a.dtype, -1, 1) for name, a in pool.items()})
     return fill(jax.random.key(1))
 
 
@@ -65,12 +58,12 @@ def measure(config: Config, weights, graph, form: str, rows: int, slots: int) ->
     steps = max(4, min(64, int(0.05 / cost.seconds(on) / 4)))
     laps = max(1, int(0.25 / cost.seconds(on) / 4 / steps))  # enough that the program's start does not matter
     run = laps_of(config, graph, form, rows, slots, steps, laps)
-    x, holder = jnp.ones((rows, 1, config.hidden_size), jnp.bfloat16), [random_layer(config, form, rows, slots, steps)]
+    x, holder = jnp.ones((rows, 1, config.hidden_size), jnp.bfloat16), [random_pool(config, form, rows * slots // paged.PAGE)]
     compiled = run.lower(weights, holder[0], x).compile()
 
     def once():
-        y, layer = compiled(weights, holder.pop(), x)
-        holder.append(layer)
+        y, pool = compiled(weights, holder.pop(), x)
+        holder.append(pool)
         return y
 
     ms = report.best_seconds(once) / (laps * steps) * 1e3
@@ -92,22 +85,22 @@ def measure(config: Config, weights, graph, form: str, rows: int, slots: int) ->
 
 
 def laps_of(config: Config, graph, form: str, rows: int, slots: int, steps: int, laps: int):
-    """The jitted `(weights, layer, x) -> (y, layer)` of `laps` times the last `steps` of `slots` tokens."""
+    """The jitted `(weights, pool, x) -> (y, pool)` of `laps` times the last `steps` of `slots` tokens."""
     taken, options = dispatch.FORMS[form], LOOP_OPTIONS.get(jax.default_backend())
+    block = roofline.block_slots(config, jax.default_backend(), rows, 1, 2)
 
     @functools.partial(jax.jit, donate_argnums=1, compiler_options=options)
-    def run(weights, layer, x):
+    def run(weights, pool, x):
+        table = paged.in_order(rows, slots)
+
         def one(step, carry):
-            x, layer = carry
-            batch = Batch(jnp.full((rows, 1), slots - steps + step), jnp.ones((rows, 1), bool))
-            return nnx.merge(graph, weights)(x, batch, layer, taken, taken.prepare(batch, layer, config))
+            x, pool = carry
+            batch = Batch.after(jnp.full(rows, slots - steps + step), jnp.ones((rows, 1), bool), table)
+            shared, turns = taken.prepare(batch, pool, config, block), rope.turns(batch.positions, config)
+            x, layer = nnx.merge(graph, weights)(x, paged.Layer(pool, jnp.int32(0)), taken, shared, turns)
+            return x, layer.pool
 
-        def lap(_, carry):
-            x, layer = carry
-            start = layer | {"length": jnp.full_like(layer["length"], slots - steps)}
-            return jax.lax.fori_loop(0, steps, one, (x, start))
-
-        return jax.lax.fori_loop(0, laps, lap, (x, layer))
+        return jax.lax.fori_loop(0, laps, lambda _, carry: jax.lax.fori_loop(0, steps, one, carry), (x, pool))
 
     return run
 

@@ -30,7 +30,8 @@ from flax import nnx
 
 from cpu_experts import Experts, ffi, packed
 from mla_jax import Config, Transformer
-from mla_jax.decode.loop import Programs, State
+from mla_jax.cache import paged
+from mla_jax.decode.loop import Programs
 from mla_jax.model.moe import ExpertPlan, MoE, Router, weigh
 from mla_jax.offload import calibrate
 from mla_jax.offload.cost import OnHost, Routed, decode_seconds, prefill_seconds
@@ -101,48 +102,47 @@ def touch(layer: Experts, chosen: int) -> None:
 
 
 class Timed(NamedTuple):
-    """The fastest run of STEPS steps: seconds of one, the state before, and the state after the last run."""
+    """The fastest run of STEPS steps: seconds of one, the state before, the tokens chosen, and whether all logits were finite."""
 
     seconds: float
-    before: State
-    after: State
+    before: decode.Sequences
+    tokens: jax.Array
+    finite: bool
 
 
-def timed_steps(programs: Programs, state: State) -> Timed:
-    state, runs = jax.block_until_ready(programs.run(state, jnp.int32(1))), []
+def timed_steps(found: decode.Sequences) -> Timed:
+    jax.block_until_ready(found.run(1))
+    runs = []
     for _ in range(3):
-        before = jax.block_until_ready(jax.tree.map(jnp.copy, state))  # a run takes its state's memory
-        start = time.perf_counter()
-        state = jax.block_until_ready(programs.run(state, jnp.int32(STEPS)))
-        runs.append(((time.perf_counter() - start) / STEPS, before))
-    programs.check()
-    return Timed(*min(runs, key=lambda run: run[0]), state)
+        before, start = found.copy(), time.perf_counter()
+        said = jax.block_until_ready(found.run(STEPS))
+        runs.append(Timed((time.perf_counter() - start) / STEPS, before, said.tokens[:, :STEPS], bool(said.finite.all())))
+    found.programs.check()
+    return min(runs, key=lambda run: run.seconds)._replace(finite=all(run.finite for run in runs))
 
 
-def touched(programs: Programs, timed: Timed, replicated: np.ndarray) -> float:
+def touched(timed: Timed, replicated: np.ndarray) -> float:
     """Experts per layer without a replica ([L X]) that a step chose on average, from the same steps with the same tokens."""
-    state, found = dataclasses.replace(timed.before, load=jnp.zeros(replicated.shape, jnp.int32)), []
-    for _ in range(STEPS):
-        before = np.array(state.load)
-        state = dataclasses.replace(state, tokens=jnp.copy(timed.after.tokens))
-        state = programs.run(state, jnp.int32(1))
-        found.append(((np.asarray(state.load) > before) & ~replicated).sum(1).mean())
+    pool, at, table, found = timed.before.pool, timed.before.at, timed.before.page_table, []
+    rows = dataclasses.replace(timed.before.rows, load=jnp.zeros(replicated.shape, jnp.int32))
+    for i in range(STEPS):
+        load = np.array(rows.load)
+        pool, rows, _ = timed.before.programs.prefill(pool, rows, at, timed.tokens[:, i : i + 1], jnp.ones_like(at), table)
+        found.append(((np.asarray(rows.load) > load) & ~replicated).sum(1).mean())
     return float(np.mean(found))
 
 
-def varied(model: Transformer, programs: Programs, rows: int) -> State:
+def varied(programs: Programs, rows: int) -> decode.Sequences:
     """Tokens are drawn, by a seed of each row's own."""
-    state = decode.held_state(model, programs, rows)
-    seeds = jnp.arange(2 * rows, dtype=jnp.uint32).reshape(rows, 2)
-    warm = dataclasses.replace(state.sampling, temperature=jnp.ones(rows), seed=seeds)
-    return dataclasses.replace(state, sampling=warm)
+    return decode.sequences(programs, rows, temperature=1.0)
 
 
 def chosen(model: Transformer, rows: int = 16) -> np.ndarray:
     """How likely a token is to choose each expert of each layer, by some steps."""
-    programs = Programs(model, counts=True)
-    state = programs.run(varied(model, programs, rows), jnp.int32(2 * STEPS))
-    counts = np.asarray(state.load, float)
+    found = varied(Programs(model, counts=True), rows)
+    found.run(2 * STEPS)
+    assert found.rows.load is not None
+    counts = np.asarray(found.rows.load, float)
     return (model.config.num_experts_per_tok or 1) * counts / counts.sum(1, keepdims=True)
 
 
@@ -176,29 +176,26 @@ def replicated_rows(name: str, precision: str, folder: Path, shares: list[float]
 def decoded(name: str, model: Transformer, rows: int, defer: int, host: OnHost) -> dict:
     """One row of the table: a decode step of some rows."""
     model.dispatch = dataclasses.replace(model.dispatch, defer=defer, stream=0)
-    programs, config = Programs(model), model.config
-    timed = timed_steps(programs, varied(model, programs, rows))
-    finite = bool(timed.after.finite.all())
-    print(f"{'ok' if finite else 'FAIL'}: {name}, {rows} rows, {defer} deferred: logits are finite", flush=True)
+    config, timed = model.config, timed_steps(varied(Programs(model), rows))
+    print(f"{'ok' if timed.finite else 'FAIL'}: {name}, {rows} rows, {defer} deferred: logits are finite", flush=True)
     seconds, replicated = timed.seconds, np.broadcast_to(host.routed.replicated, (host.layers, config.n_routed_experts or 0))
     row = {"model": name, "rows": rows, "new": 1, "defer": defer, "ms": seconds * 1e3, "tokens/s": rows / seconds}
     if not defer:
         predicted = decode_seconds(config, model.dispatch.device, rows, decode.HELD, host)
         row |= {"predicted tokens/s": rows / predicted, "measured / predicted": predicted / seconds}
-    return row | {"touched": touched(programs, timed, replicated), "expected": host.routed.touched(rows)[0]}
+    return row | {"touched": touched(timed, replicated), "expected": host.routed.touched(rows)[0]}
 
 
 def read(name: str, model: Transformer, tokens: int, stream: int, host: OnHost) -> dict:
     """One row of the table: a prompt, whose experts are streamed with `stream` tokens or more, 0 for never."""
     model.dispatch = dataclasses.replace(model.dispatch, defer=0, stream=stream)
-    programs = Programs(model)
+    programs, table = Programs(model), paged.in_order(1, tokens)
     # random tokens: equal ones would all choose the same experts
     prompt = jax.random.randint(jax.random.key(0), (1, tokens), 0, model.config.vocab_size, jnp.int32)
-    mask = jnp.ones((1, tokens), bool)
-    arguments = (4 * tokens, 16, 0, jnp.full(1, 16), jnp.full((1, 4), -1), decode.held_state(model, programs, 1).sampling)
+    first, count = jnp.zeros(1, jnp.int32), jnp.full(1, tokens, jnp.int32)
 
-    def run() -> State:
-        return programs.prefill(programs.new(*arguments), prompt, mask, span=tokens)
+    def run() -> tuple:
+        return programs.prefill(*programs.new(1, table.size), first, prompt, count, table)
 
     seconds = report.best_seconds(run, 2)
     programs.check()

@@ -23,7 +23,8 @@ from flax import nnx
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 from demo import corpus, tasks
 from mla_jax import LLM, SamplingParams
-from mla_jax.base.batch import Batch
+from mla_jax.base.batch import Batch, bucket
+from mla_jax.cache import paged
 
 WINDOW, STRIDE = 8192, 4096  # tokens; every token except a file's first ones has at least STRIDE tokens of context
 CHUNK = 256  # tokens per call
@@ -38,34 +39,32 @@ def windows(ids: list[int]):
         yield ids[stop + new - WINDOW : stop + new], new
 
 
-@partial(jax.jit, static_argnames=("graph", "span"), donate_argnames="held")
-def read(graph, state, held, tokens, following, mask, start, span):
-    """Reads a chunk of rows after the cached tokens `held`.
+@partial(jax.jit, static_argnames="graph", donate_argnames="pool")
+def read(graph, state, pool, table, tokens, following, held, mask):
+    """Reads a chunk of rows after the `held` tokens that are cached of each.
 
     Returns, per position, the bits of the following token, the best next token, and MTP's best token after the following one;
     and the number of tokens of each expert."""
-    model, (cache, layer) = nnx.merge(graph, state), held
-    batch = Batch(jnp.broadcast_to(start + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape), mask, span)
-    hidden, cache, aux = model(tokens, batch, cache, collect=True)
-    drafted, layer, ahead = model.draft(0, following, hidden, batch, layer, collect=True)
+    model, batch = nnx.merge(graph, state), Batch.after(held, mask, table)
+    hidden, pool, aux = model(tokens, batch, pool, collect=True)
+    drafted, pool, ahead = model.draft(0, following, hidden, batch, pool, collect=True)
     logits = model.unembed(hidden)
     bits = -jnp.take_along_axis(jax.nn.log_softmax(logits), following[..., None], -1)[..., 0] / jnp.log(2)
     found = bits, jnp.argmax(logits, -1), jnp.argmax(model.unembed(drafted), -1)
-    return (cache, layer), found, jnp.stack([*aux["load"], *ahead["load"]])
+    return pool, found, jnp.stack([*aux["load"], *ahead["load"]])
 
 
 def read_all(llm: LLM, rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """`read` for full rows, chunk by chunk: three arrays `[B T]` and the loads."""
     graph, state = nnx.split(llm.model)
     longest = max(map(len, rows))
-    slots = max(CHUNK, 1 << (longest - 1).bit_length())
+    slots = bucket(longest, CHUNK)
     tokens, following, mask = padded(rows, slots)
-    held = llm.model.new_cache(len(rows), slots), llm.model.new_cache(len(rows), slots, layers=1)[0]
-    found, load = [], 0
+    table = paged.in_order(len(rows), slots)
+    pool, found, load = llm.model.new_pool(table.size), [], 0
     for start in range(0, longest, CHUNK):
-        here = slice(start, start + CHUNK)
-        span = min(slots, 1 << (start + CHUNK - 1).bit_length())
-        held, chunk, counts = read(graph, state, held, tokens[:, here], following[:, here], mask[:, here], start, span)
+        here, held = slice(start, start + CHUNK), mask[:, :start].sum(1, dtype=np.int32)
+        pool, chunk, counts = read(graph, state, pool, table, tokens[:, here], following[:, here], held, mask[:, here])
         found.append([np.asarray(part) for part in chunk])
         load = load + np.asarray(counts)
     bits, best, drafted = (np.concatenate(parts, 1) for parts in zip(*found, strict=True))

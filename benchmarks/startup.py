@@ -6,6 +6,7 @@ A start is a process of its own, with a home of its own for the caches. Seconds 
 of that process until its second piece of text. `compile s` is the sum over the programs, which are compiled concurrently. The
 model of 61 layers has V3's structure and tiny widths; its weights are constants."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -80,7 +81,7 @@ def many_layers() -> dict:
 
     from mla_jax.base.config import Config
     from mla_jax.decode.loop import Programs
-    from mla_jax.decode.sampling import Sampling
+    from mla_jax.decode.rows import ADMITTED, blank
     from mla_jax.model.dispatch import Dispatch
     from mla_jax.model.ops import Shapes
     from mla_jax.model.transformer import Transformer
@@ -92,19 +93,23 @@ def many_layers() -> dict:
     graph, state = nnx.split(Transformer(config, Shapes(), dispatch=Dispatch(device=report.device())))
     dtype = jnp.float32 if report.device().platform == "cpu" else jnp.bfloat16
     programs = Programs(nnx.merge(graph, jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, dtype), state)))
-    ones, none = jnp.ones(1), jnp.zeros(1)
-    sampling = Sampling(none, jnp.zeros(1, jnp.int32), ones, none, none, ones, jnp.zeros((1, 2), jnp.uint32))
-    new = programs.new(512, 256, 0, np.full(1, 256, np.int32), np.full((1, 4), -1, np.int32), sampling)
-    tokens, mask = np.zeros((1, 16), np.int32), np.ones((1, 16), bool)
+    pool, rows = programs.new(1, 8)
+    at, table = np.zeros(1, np.int32), np.arange(8, dtype=np.int32)[None]
+    entry, tokens = blank(ADMITTED, 1, jnp.float32)[0], np.zeros((1, 16), np.int32)
+    entry = dataclasses.replace(entry, limit=entry.limit + 256)
+    first = np.resize(np.int32([0, *[1] * (ADMITTED - 1)]), ADMITTED)  # the others are past the table
     start, cpu, compiler = time.perf_counter(), time.process_time(), Compiler(jax)
-    programs.prefill.lower(new, tokens, mask, span=16), programs.begin.lower(new), programs.run.lower(new, jnp.int32(8))
+    programs.admit.lower(rows, first, entry)
+    programs.prefill.lower(pool, rows, at, tokens, at + 16, table, None)
+    programs.run.lower(pool, rows, at, table, jnp.int32(8))
     lowered = {"trace + lower s": time.perf_counter() - start, "trace + lower CPU s": time.process_time() - cpu}
     compiler.compiled.clear()
     start = time.perf_counter()
-    programs.prepare(new, [(16, 16)])
+    programs.prepare(pool, rows, 8, [1], [(1, 16)])
     compiled = {"compile s": sum(compiler.compiled), "compile wall s": time.perf_counter() - start}
     start = time.perf_counter()
-    jax.block_until_ready(programs.begin(programs.prefill(new, tokens, mask, span=16)))
+    pool, rows, _ = programs.prefill(pool, programs.admit(rows, first, entry), at, tokens, at + 16, table, None)
+    jax.block_until_ready(programs.run(pool, rows, at, table, jnp.int32(1)))
     return {**lowered, **compiled, "first text s": time.perf_counter() - start}
 
 

@@ -141,9 +141,8 @@ def run(command: Command) -> int:
 
         print(*doctor(), sep="\n")
         return DONE
-    if command.prompt.system is not None and not command.prompt.chat:
-        raise BadRequest("--system needs --chat", "a plain prompt has no roles; write what the model is to read")
-    needs_prompt = not (command.output.dry_run or command.prompt.chat)
+    refuse_contradictions(command)
+    needs_prompt = not (command.output.dry_run or command.prompt.chat or command.prompt.batch_file)
     prompt = read_prompt(command) if needs_prompt else None
     from mla_jax.engine.opened import open_model  # only now: JAX takes a second to import
     from mla_jax.ui.console import Console
@@ -152,7 +151,24 @@ def run(command: Command) -> int:
     opened = open_model(command.options)
     if command.output.dry_run:
         return dry_run(opened, console)
+    if command.prompt.batch_file:
+        from mla_jax.ui.batch_file import answer_file
+
+        return answer_file(opened, str(command.prompt.batch_file), command.output.out, command.sampling, console)
     return reply(opened, prompt, command, console)
+
+
+def refuse_contradictions(command: Command) -> None:
+    """Raises BadRequest for settings that exclude each other."""
+    prompt = command.prompt
+    if prompt.system is not None and not prompt.chat:
+        raise BadRequest("--system needs --chat", "a plain prompt has no roles; write what the model is to read")
+    if prompt.chat and command.sampling.n > 1:
+        raise BadRequest(f"--n {command.sampling.n} and --chat exclude each other", "a conversation has one answer per turn")
+    if prompt.batch_file and (prompt.chat or prompt.prompt or prompt.file or command.argument):
+        raise BadRequest("several prompts given", "--batch-file excludes a prompt, --file and --chat")
+    if command.output.out and not prompt.batch_file:
+        raise BadRequest("--out needs --batch-file", "a single answer goes to stdout; write it to a file with > FILE")
 
 
 def read_prompt(command: Command) -> str:
@@ -191,14 +207,14 @@ def reply(opened: "Opened", prompt: str | None, command: Command, console: "Cons
     """Loads the model and answers `prompt`, or talks if that is None. A prompt is checked before any weights are read."""
     from mla_jax.engine.llm import LLM
     from mla_jax.ui.chat import chat
-    from mla_jax.ui.console import answer
+    from mla_jax.ui.console import answers
 
     request = None if prompt is None else opened.inputs.request(prompt, command.sampling)
     llm = LLM(opened, progress=console.loading)
     console.note(*(f"note: {note}" for note in llm.notes))
     if request is None:
         return chat(llm, command.sampling, console, command.prompt.system)
-    _, reason = answer(llm, request.prompt, command.sampling, console)
+    reason = answers(llm, request.prompt, command.sampling, console)
     return {"error": ERROR, "interrupted": INTERRUPTED}.get(reason, DONE)
 
 

@@ -234,70 +234,74 @@ def quantized_matmul_inputs(case: QuantizedMatmulCase, seed: int = 0, dtype=jnp.
 
 class RopeAppendCase(NamedTuple):
     name: str
-    length: tuple[int, ...]  # cached tokens, per row of the cache
-    rank: tuple[tuple[int, ...], ...]  # per new token, per row of the step; negative for padding
+    tokens: tuple[str, ...]  # per row, a letter per token: n for a new one, - for padding, > for one that has no room
     heads: int
     width: int = 192  # of a query
-    rank_c: int = 512
+    rank: int = 512
     rope: int = 64
-    slots: int = 64
+    pages: int = 5
+    page: int = 64
     interleave: bool = True
 
 
 ROPE_APPEND = [
-    RopeAppendCase("one row", (5,), ((0,),), 16),
-    RopeAppendCase("a row is done, one is full", (5, 0, 64, 63), ((0,), (-1,), (0,), (0,)), 16),
-    RopeAppendCase("fewer rows than the cache has", (7, 3, 9), ((0,),), 6),
-    RopeAppendCase(
-        "tokens between padding, some beyond the last slot", (61, 20), ((-1, 0, 1, -1, 2, 3), (0, -1, -1, -1, -1, 1)), 20
-    ),
-    RopeAppendCase("halves are pairs", (5, 9), ((0, 1), (-1, 0)), 5, interleave=False),
-    RopeAppendCase("heads of 256", (5,), ((0,),), 3, width=256),
-    RopeAppendCase("rotary width 32, smallest rank", (5, 1), ((0,), (0,)), 8, width=128, rank_c=128, rope=32, slots=16),
-    RopeAppendCase("rank 256, halves of 32", (5, 1), ((0,), (0,)), 8, width=128, rank_c=256, rope=32, slots=16, interleave=False),
+    RopeAppendCase("one row", ("n",), 16),
+    RopeAppendCase("a row is done, one has no room", ("n", "-", ">", "n"), 16),
+    RopeAppendCase("nothing is new", ("-", ">"), 4),
+    RopeAppendCase("tokens between padding, some without room", ("-nn-n>", "n----n"), 20),
+    RopeAppendCase("eight tokens, pages of 16", ("nnnnnnnn", "nnnnn---"), 8, page=16),
+    RopeAppendCase("pages of one token, all of them new", ("nn", "nn"), 6, pages=4, page=1),
+    RopeAppendCase("halves are pairs, odd pages", ("nn", "-n"), 5, page=7, interleave=False),
+    RopeAppendCase("heads of 256", ("n",), 3, width=256),
+    RopeAppendCase("rotary width 32, smallest rank", ("n", "n"), 8, width=128, rank=128, rope=32),
+    RopeAppendCase("rank 256, halves of 32", ("n", "n"), 8, width=128, rank=256, rope=32, interleave=False),
 ]
 
 
 def rope_append_inputs(case: RopeAppendCase, seed: int = 0, dtype=jnp.bfloat16) -> dict:
-    """Random inputs, with NaN in unused slots and in padding."""
+    """Random inputs, tokens all over the pool, with NaN in padding and in about half of the other slots."""
     from pallas_kernels.rope_append import Latents, Tokens
 
     rng = np.random.default_rng(seed)
-    rank, length = np.array(case.rank, np.int32), np.array(case.length, np.int32)
-    (B, T), C, half = rank.shape, len(length), case.rope // 2
-    held = np.arange(case.slots) < length[:, None]
+    letters, slots, limit = np.array([list(row) for row in case.tokens]), case.pages * case.page, np.iinfo(np.int32)
+    some = letters == "n"
+    at = np.where(
+        letters == "-", rng.choice([-1, -slots, limit.min], letters.shape), rng.choice([slots, limit.max], letters.shape)
+    )
+    at[some] = rng.permutation(slots)[: some.sum()]
+    held = rng.random((case.pages, case.page)) < 0.5
 
     def normal(*shape, where=None):
         x = rng.standard_normal(shape, np.float32)
         return jnp.asarray(x if where is None else np.where(where[..., None], x, np.nan), dtype)
 
-    def cache(width):
-        return normal(C, case.slots, width, where=held)
+    def pool(width):
+        return normal(case.pages, case.page, width, where=held)
 
-    angles = rng.uniform(0, 7, (B, T, half)).astype(np.float32)
-    positions = jnp.asarray(rng.integers(0, 1 << 20, (C, case.slots)), jnp.int32)
-    new = jnp.asarray(rng.integers(0, 1 << 20, (B, T)), jnp.int32)
+    angles = rng.uniform(0, 7, (*some.shape, case.rope // 2)).astype(np.float32)
     return {
-        "q": normal(B, T, case.heads, case.width),
-        "kv": normal(B, T, case.rank_c + case.rope, where=rank >= 0),
-        "weight": normal(case.rank_c),
-        "tokens": Tokens(jnp.asarray(rank), new, jnp.cos(angles), jnp.sin(angles)),
-        "cache": Latents(cache(case.rank_c), cache(case.rope), positions, jnp.asarray(length)),
+        "q": normal(*some.shape, case.heads, case.width),
+        "kv": normal(*some.shape, case.rank + case.rope, where=some),
+        "weight": normal(case.rank),
+        "tokens": Tokens(jnp.asarray(at, jnp.int32), jnp.cos(angles), jnp.sin(angles)),
+        "cache": Latents(pool(case.rank), pool(case.rope)),
         "eps": 1e-6,
         "interleave": case.interleave,
     }
 
 
-def rope_append_errors(got, wanted) -> dict[str, float]:
-    """Errors of the queries and of the cache's arrays; `counts` is 0 if positions and lengths are equal."""
+def rope_append_errors(got, wanted, inputs: dict) -> dict[str, float]:
+    """Errors of the queries and of what was written; `others` is 0 if no bit of another slot has changed, else infinite."""
     (q, cache), (q_wanted, cache_wanted) = got, wanted
-    errors = {"q": error(q, q_wanted)}
-    for name, a, b in zip(("c_kv", "k_pe"), cache[:2], cache_wanted[:2], strict=True):
-        a, b = (np.asarray(x, np.float64) for x in (a, b))
-        both = np.isnan(a) & np.isnan(b)
-        errors[name] = error(np.where(both, 0, a), np.where(both, 0, b))
-    same = all(np.array_equal(a, b) for a, b in zip(cache[2:], cache_wanted[2:], strict=True))
-    return errors | {"counts": 0.0 if same else np.inf}
+    errors, others = {"q": error(q, q_wanted)}, 0.0
+    for name, *arrays in zip(("c_kv", "k_pe"), cache, cache_wanted, inputs["cache"], strict=True):
+        new, new_wanted, old = (np.asarray(x).reshape(-1, x.shape[-1]) for x in arrays)
+        at = np.asarray(inputs["tokens"].slot).reshape(-1)
+        at = at[(at >= 0) & (at < len(old))]
+        errors[name] = error(new[at], new_wanted[at])
+        if np.delete(new, at, axis=0).tobytes() != np.delete(old, at, axis=0).tobytes():
+            others = np.inf
+    return errors | {"others": others}
 
 
 class MoeDecodeCase(NamedTuple):

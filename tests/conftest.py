@@ -36,7 +36,8 @@ ROOT = Path(__file__).parent
 # The second Python of CI runs what versions of Python and JAX can break; the first runs everything.
 EVERY_PYTHON = re.compile(
     r"(golden|engine|decode)/|(model/test_(mla|dispatch|kernel_attention)|weights/test_load|cpu_experts/test_ffi)\.py"
-    r"|pallas_kernels/(test_(gpu|tpu)\.py|.*interpreted)|test_generate\.py::test_(stdout_carries|json_is_one|ctrl_c|help)"
+    r"|cache/test_paged\.py::test_.*_copies_no_pool|pallas_kernels/(test_(gpu|tpu)\.py|.*interpreted)"
+    r"|test_generate\.py::test_(stdout_carries|json_is_one|ctrl_c|help)"
 )
 TOGETHER = re.compile(  # what waits for one model, trained or compiled, or for one run of a script
     r".*/(test_demo|test_generate|tools/test_(corpus|tasks|train_demo|training))\.py|.*\.py(?=::test_the_gpu_kernel_interpreted_)"

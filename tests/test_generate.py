@@ -99,8 +99,16 @@ def test_a_dash_reads_the_prompt_from_stdin(command, folder):
         (["AB", "--config", "{model}/nowhere"], b"", 2, "cannot be read as TOML"),
         (["AB", "--memory-fraction", "2", "--model", "{model}"], b"", 2, "memory_fraction is 2.0"),
         (["AB", "--batch", "0", "--model", "{model}"], b"", 2, "batch is 0"),
-        (["AB", "--batch", "65", "--model", "{model}"], b"", 2, "batch is 65, expected a whole number 1 to 64"),
+        (["AB", "--batch", "1025", "--model", "{model}"], b"", 2, "batch is 1025, expected a whole number 1 to 1,024"),
         (["AB", "--system", "be brief", "--model", "{model}"], b"", 2, "--system needs --chat"),
+        (["AB", "--batch-file", "{model}/config.json", "--model", "{model}"], b"", 2, "several prompts given"),
+        (["--chat", "--batch-file", "-", "--model", "{model}"], b"", 2, "--batch-file excludes a prompt, --file and --chat"),
+        (["AB", "--out", "answers", "--model", "{model}"], b"", 2, "--out needs --batch-file"),
+        (["--batch-file", "{model}/nowhere", "--model", "{model}"], b"", 2, "nowhere cannot be read"),
+        (["--batch-file", "-", "--out", "{model}", "--model", "{model}"], b"", 2, "cannot be written"),
+        (["--chat", "--n", "2", "--model", "{model}"], b"", 2, "--n 2 and --chat exclude each other"),
+        (["AB", "--logit-bias", "64", "5", "--model", "{model}"], b"", 2, "logit_bias names token id 64"),
+        (["AB", "--cache-tokens", "1000", "--context", "2000", "--model", "{model}"], b"", 4, "--cache-tokens 1000 is less than"),
         (["A" * 5000, "--model", "{model}"], b"", 2, "the prompt is too long: 5,000 tokens"),
         (["AB", "--model", "{broken}"], b"", 3, "not valid JSON"),
         (["AB", "--model", "{other}"], b"", 3, "not an MLA model"),
@@ -165,6 +173,39 @@ def test_log_probabilities_are_printed_after_the_text(command, folder):
     assert b"logprobs" not in plain.stderr
 
 
+def test_log_probabilities_of_the_prompt_are_printed_or_in_the_first_event(command, folder):
+    given, plain = (command("ABC", "--model", folder, *SHORT, *more) for more in (("--prompt-logprobs", 1), ()))
+    assert given.stdout == plain.stdout
+    lines = given.stderr.decode().split(" prompt logprobs:\n")[1].split("\n\n")[0].splitlines()
+    assert len(lines) == 2
+    assert [re.match(r" *-\d+\.\d{3} (\S+)", line)[1] for line in lines] == ['"B"', '"C"']
+    events = [
+        json.loads(line)
+        for line in command("ABC", "--model", folder, *SHORT, "--json", "--prompt-logprobs", 1).stdout.splitlines()
+    ]
+    assert events[0]["prompt_logprobs"][0] is None
+    assert len(events[0]["prompt_logprobs"]) == 3
+    assert not any("prompt_logprobs" in event for event in events[1:])
+
+
+def test_n_answers_come_one_after_the_other_with_seeds_that_follow_each_other(command, folder):
+    several = command("AB", "--model", folder, *SHORT, "--temperature", 1, "--n", 2)
+    assert b"seed 4" in several.stderr
+    assert b"seed 5" in several.stderr
+    single = [command("AB", "--model", folder, *SHORT, "--temperature", 1, "--seed", seed).stdout for seed in (4, 5)]
+    assert several.stdout == b"".join(single)
+
+
+def test_biases_and_penalties_act_from_the_command_line_and_from_a_file(command, folder, tmp_path):
+    biased = command("AB", "--model", folder, *SHORT, "--quiet", "--logit-bias", 10, 100, 11, -100)
+    assert biased.stdout == b"I" * 6 + b"\n"
+    (tmp_path / "run.toml").write_text("[sampling]\nlogit_bias = {10 = 100, 11 = -100}")
+    assert command("AB", "--model", folder, *SHORT, "--quiet", "--config", tmp_path / "run.toml").stdout == biased.stdout
+    penalised = command("AB", "--model", folder, *SHORT, "--quiet", "--frequency-penalty", 100)
+    letters = penalised.stdout.decode().strip()
+    assert len(set(letters)) == len(letters) > 1
+
+
 def test_a_dumb_terminal_of_20_columns_gets_plain_text(folder, environment):
     plain = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "20"}
     terminal = Terminal("AB", "--model", folder, *SHORT, **{**environment, **plain})
@@ -192,12 +233,18 @@ def test_a_dry_run_says_what_is_needed_and_what_would_run_without_a_prompt(comma
     result = command("--model", folder, "--dry-run")
     assert result.returncode == 0
     assert b"decode (1 new over 4,096)" in result.stdout
-    for row in (b"weights", b"cache of 4,096 tokens", b"temporaries", b"largest context that fits: 4,096"):
+    for row in (
+        b"weights",
+        b"cache of 4,096 tokens",
+        b"temporaries",
+        b"largest context that fits: 4,096 tokens; the cache holds",
+    ):
         assert row in result.stdout
     plan = json.loads(command("--model", folder, "--dry-run", "--json").stdout)
     assert plan["fits"] is True
     several = json.loads(command("--model", folder, "--dry-run", "--json", "--batch", 3).stdout)
-    assert several["cache"] == 2 * plan["cache"]  # of 4 rows and, on a CPU, 2
+    assert several["cache"] == 3 * plan["cache"]
+    assert (plan["tokens"], several["tokens"]) == (32_768, 32_768), "the pool of a CPU, more than was asked for"
     assert plan["weights"] > 0
 
 

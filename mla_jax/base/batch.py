@@ -10,19 +10,27 @@ from jaxtyping import Array, Bool, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """New tokens of several rows. Padding may stand anywhere: masked tokens are neither remembered nor attended to.
+    """New tokens of several rows. Masked tokens are padding: they are neither cached nor attended to.
 
-    `span` (static) bounds the cache slots that are read, so that an early chunk of a prompt does not pay for all the context."""
+    With a cache, padding comes after a row's tokens. `seq_lens` are the tokens each row has cached once the new ones are
+    appended; token s of row b is in page `page_table[b, s // Z]` of every layer. Table entries past the end may be anything."""
 
-    positions: Int[Array, "B T"]
+    positions: Int[Array, "B T"]  # for RoPE alone: the cache is causal in the order of arrival
     mask: Bool[Array, "B T"]
-    span: int | None = dataclasses.field(default=None, metadata={"static": True})
+    seq_lens: Int[Array, " B"] | None = None
+    page_table: Int[Array, "B P"] | None = None
 
     @staticmethod
     def dense(rows: int, tokens: int) -> "Batch":
-        """Whole sequences from position 0, nothing padded."""
+        """Whole sequences from position 0, nothing padded and nothing cached."""
         positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
         return Batch(positions, jnp.ones((rows, tokens), bool))
+
+    @staticmethod
+    def after(held: Int[Array, " B"], mask: Bool[Array, "B T"], page_table: Int[Array, "B P"]) -> "Batch":
+        """New tokens behind the `held` ones of each row, none of which was evicted."""
+        count = jnp.cumsum(mask, axis=1, dtype=jnp.int32)
+        return Batch(held[:, None] + count - 1, mask, held + count[:, -1], page_table)
 
 
 def bucket(n: int, least: int = 1) -> int:

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from mla_jax.base.errors import BadFile, MlaJaxError, printable
 
@@ -66,7 +67,15 @@ def write_json(path: Path, value: object, indent: int | None = None) -> None:
 
 
 def parse_json(data: bytes, where: str, error: type[MlaJaxError] = BadFile) -> dict:
-    """`data` as a JSON object, refusing what the json module lets pass: repeated keys, NaN, infinity, half a surrogate pair."""
+    """`data` as a JSON object, refusing what `json_value` refuses."""
+    value = json_value(data, where, error)
+    if not isinstance(value, dict):
+        raise error(f"{where} is not a JSON object", f"found {type(value).__name__} at the top level")
+    return value
+
+
+def json_value(data: bytes, where: str, error: type[MlaJaxError] = BadFile) -> Any:
+    """`data` as JSON, refusing what the json module lets pass: repeated keys, NaN, infinity, half a surrogate pair."""
 
     def fail(problem: str):
         raise error(f"{where} is not valid JSON", problem)
@@ -89,8 +98,6 @@ def parse_json(data: bytes, where: str, error: type[MlaJaxError] = BadFile) -> d
         raise error(f"{where} is not valid JSON", printable(str(e), 200)) from e
     except RecursionError:
         raise error(f"{where} is not valid JSON", "it is nested too deeply") from None
-    if not isinstance(value, dict):
-        raise error(f"{where} is not a JSON object", f"found {type(value).__name__} at the top level")
     return value
 
 

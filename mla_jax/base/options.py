@@ -1,16 +1,19 @@
 """What a user may set, declared once for the API, the command line and a configuration file. No JAX here."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mla_jax.base.errors import BadRequest, printable, shown
-from mla_jax.base.rules import check, flag, nearest, number, one_of, option, optional, path, text, texts, token_ids, whole
+from mla_jax.base.rules import biases, check, flag, nearest, number, one_of, option, optional, path, text, texts, token_ids, whole
 
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
-MAX_ROWS = 64  # sequences computed together
+MAX_ROWS = 1024  # sequences computed together
+MAX_BIASES = 300
+MAX_FORKS = 128
 ATTENTION = ("auto", "naive", "compressed", "absorbed", "move_elided", "fused")
 KV_CACHE = ("auto", "fp8")
 DTYPES = ("float32", "bfloat16")
@@ -32,6 +35,8 @@ class PromptOptions(Checked):
     """Prompt text, the same as the plain argument; "-" reads stdin."""
     file: str | Path | None = option(None, optional(path))
     """Read the prompt from this file."""
+    batch_file: str | Path | None = option(None, optional(path))
+    """Answer a JSONL file, a prompt or chat per line; "-" reads stdin."""
     chat: bool = option(False, flag)
     """Interactive chat; /help lists its commands."""
     system: str | None = option(None, optional(text))
@@ -91,7 +96,9 @@ class MemoryOptions(Checked):
     memory_fraction: float | None = option(None, optional(number(0, 1, above=True)))
     """Fraction of GPU memory to use (0.75)."""
     batch: int = option(1, whole(1, MAX_ROWS))
-    """Concurrent sequences to plan memory for."""
+    """Sequences of the whole context that the KV cache must hold at once."""
+    cache_tokens: int | None = option(None, optional(whole(64)))
+    """Tokens of KV cache for all sequences together (as many as fit)."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,8 @@ class OutputOptions(Checked):
 
     json: bool = option(False, flag)
     """One JSON object per event, on stdout."""
+    out: str | Path | None = option(None, optional(path))
+    """JSONL file for the answers of --batch-file; the same command resumes."""
     quiet: bool = option(False, flag)
     """Print the text only: no notes, no statistics."""
     dry_run: bool = option(False, flag)
@@ -174,6 +183,8 @@ class SamplingParams:
     """Drop tokens below this fraction of the most likely one's probability."""
     presence_penalty: float = option(0.0, number(-100, 100))
     """Subtracted from the logits of tokens already generated."""
+    frequency_penalty: float = option(0.0, number(-100, 100))
+    """Subtracted from the logit of a token for each time it was generated."""
     repetition_penalty: float = option(1.0, number(1e-3, 1e3))
     """Above 1 penalises tokens of the prompt and the output."""
     max_tokens: int | None = option(None, optional(whole(0)))
@@ -188,6 +199,12 @@ class SamplingParams:
     """Random seed; drawn and printed if not given."""
     logprobs: int | None = option(None, optional(whole(0, MAX_LOGPROBS)))
     """Print log-probabilities of tokens and this many alternatives, to stderr."""
+    prompt_logprobs: int | None = option(None, optional(whole(0, MAX_LOGPROBS)))
+    """The same for the tokens of the prompt."""
+    logit_bias: Mapping[int, float] | None = option(None, optional(biases(MAX_BIASES)))
+    """Added to the logits of these token ids."""
+    n: int = option(1, whole(1, MAX_FORKS))
+    """Answers to each prompt, with seeds that follow each other."""
 
     def __post_init__(self):
         check(self, "the sampling parameters are out of range")

@@ -148,9 +148,23 @@ def why_form(config: Config, on: Device, form: str, rows: int, new: int, attende
     return f"{said(form)}; {said(other)}"
 
 
-def chunk_tokens(config: Config, rows: int, slots: int, budget: int) -> int:
-    """The longest power of two of new tokens whose scores over `slots` stay within `budget` bytes, 16 at least."""
-    chunk = 16
-    while chunk < 4096 and 3 * 4 * rows * config.num_attention_heads * 2 * chunk * slots <= budget:
-        chunk *= 2
-    return chunk
+CHUNK = {"cpu": 512}  # new tokens of prompts in one dispatch, by platform
+CHUNK_ELSEWHERE = 2048
+BLOCK = {"cpu": (256, 8 << 20)}  # by platform: the most slots of a block, and the bytes that what is made of it stays below
+BLOCK_ELSEWHERE = (4096, 512 << 20)
+
+
+def block_slots(config: Config, platform: str, rows: int, new: int, itemsize: int) -> int:
+    """Cached tokens per row that attention takes at a time: a power of two, 64 at least.
+
+    What is made of a block, scores of `new` queries per row and rebuilt heads, stays below a bound. On a CPU it is of the size of
+    its caches."""
+    most, budget = BLOCK.get(platform, BLOCK_ELSEWHERE)
+    each = block_bytes(config, rows, new, 1, itemsize)
+    return min(most, max(64, 1 << max(budget // each, 1).bit_length() - 1))
+
+
+def block_bytes(config: Config, rows: int, new: int, slots: int, itemsize: int) -> int:
+    """Scores, their weights, and the rebuilt heads of a block of `slots` slots per row."""
+    head = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    return rows * config.num_attention_heads * slots * (2 * 4 * new + 2 * head * itemsize)

@@ -121,6 +121,23 @@ def token_ids(most: int) -> Rule:
     return rule
 
 
+def biases(most: int) -> Rule:
+    """Up to `most` numbers from -100 to 100 by token id, which JSON and TOML write as text."""
+    token, bias = whole(0, 2**31 - 1), number(-100, 100)
+
+    def rule(value: Any) -> dict[int, float]:
+        if not isinstance(value, Mapping) or len(value) > most:
+            raise Wrong(f"at most {most} numbers by token id")
+        return {token(_number_of(key)): float(bias(one)) for key, one in value.items()}
+
+    return rule
+
+
+def _number_of(key: Any) -> Any:
+    """A key of digits as the number that they write."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 12 else key
+
+
 def _is(kind: type, value: Any) -> bool:
     """Whether `value` is such a number; True and False are none."""
     return isinstance(value, kind) and not isinstance(value, bool)

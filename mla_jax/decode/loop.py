@@ -1,149 +1,164 @@
-"""Generation as jitted programs: `prefill` (a chunk of the prompts), `begin` (the first token), `run` (any number of steps).
+"""Generation as jitted programs over one table of rows and one pool: `prefill` (a chunk of some rows' prompts) and `run` (any
+number of tokens for some rows).
 
-`run` is one while_loop of as many steps as it is told, so generating everything and streaming a few tokens at a time are the same
-program. The state is one pytree, donated: nothing of it returns to the host until asked for."""
+`run` chooses a token from the hidden state of the newest one, then reads it, and so on in one while_loop. It returns the tokens
+as arrays of their own, so that the next program can be sent before anyone looks at them. Pool and table are donated."""
 
 import dataclasses
 import functools
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base.batch import Batch
-from mla_jax.cache.latent import Cache
+from mla_jax.base.options import MAX_LOGPROBS
+from mla_jax.cache.paged import Pool
+from mla_jax.decode import rows as table
 from mla_jax.decode.programs import Program, Shared
-from mla_jax.decode.sampling import OUTPUT, PROMPT, Sampling, choose
+from mla_jax.decode.rows import ADMITTED, Entry, Open, Rows
+from mla_jax.decode.sampling import choose
 from mla_jax.decode.store import Store
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload import experts
 
+STEPS = 32  # tokens per row that one `run` chooses at most
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State:
-    """A batch being generated. Rows end one by one; the rest go on undisturbed."""
 
-    cache: Cache
-    last: Float[Array, "B D"]  # hidden state of each row's last token
-    position: Int[Array, " B"]  # of the next token
-    seen: UInt8[Array, "B W"]
-    tokens: Int[Array, "B C"]  # generated so far
-    logprobs: Float[Array, "B C"]
-    top_logprobs: Float[Array, "B C J"]
-    top_ids: Int[Array, "B C J"]
+class Likely(NamedTuple):
+    """Log-probabilities of tokens, and of the likeliest in their places."""
+
+    logprobs: Float[Array, "B T"]
+    top: Float[Array, "B T J"]
+    top_ids: Int[Array, "B T J"]
+
+
+class Chosen(NamedTuple):
+    """What one `run` has chosen for each of its rows: the first `count` of the tokens."""
+
+    tokens: Int[Array, "B STEPS"]
     count: Int[Array, " B"]
-    limit: Int[Array, " B"]  # tokens a row may generate
-    ends: Int[Array, "B M"]  # token ids that end it, -1 for none
     done: Bool[Array, " B"]
-    finite: Bool[Array, " B"]  # false once a row's logits were not
-    sampling: Sampling
-    load: Int[Array, "moe X"] | None = None  # how often each expert of each layer that has some was chosen, where that is counted
-
-
-def new_state(
-    model: Transformer,
-    slots: int,
-    capacity: int,
-    alternatives: int,
-    limit: Int[Array, " B"],
-    ends: Int[Array, "B M"],
-    sampling: Sampling,
-    counts: bool = False,
-) -> State:
-    """A batch of which nothing is known yet. `slots` bounds prompt and output together, `capacity` the output."""
-    rows, config, dtype = limit.shape[0], model.config, model.dtype
-    layers = sum(config.is_moe(i) for i in range(config.num_hidden_layers))
-    return State(
-        cache=model.new_cache(rows, slots),
-        last=jnp.zeros((rows, config.hidden_size), dtype),
-        position=jnp.zeros(rows, jnp.int32),
-        seen=jnp.zeros((rows, config.vocab_size), jnp.uint8),
-        tokens=jnp.zeros((rows, capacity), jnp.int32),
-        logprobs=jnp.zeros((rows, capacity)),
-        top_logprobs=jnp.zeros((rows, capacity, alternatives)),
-        top_ids=jnp.zeros((rows, capacity, alternatives), jnp.int32),
-        count=jnp.zeros(rows, jnp.int32),
-        limit=limit,
-        ends=ends,
-        done=limit <= 0,
-        finite=jnp.ones(rows, bool),
-        sampling=sampling,
-        load=jnp.zeros((layers, config.n_routed_experts or 0), jnp.int32) if counts else None,
-    )
+    finite: Bool[Array, " B"]
+    likely: Likely  # zeros unless a row of the batch asks
 
 
 def prefill(
-    model: Transformer, state: State, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"], span: int | None = None
-) -> State:
-    """Reads a chunk of the prompts behind what the cache holds already. Rows may bring less than the chunk, or nothing."""
-    positions = state.position[:, None] + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
-    hidden, cache, aux = model(tokens, Batch(positions, mask, span), state.cache, collect=state.load is not None)
-    brought = mask.sum(1, dtype=jnp.int32)
-    end = jnp.argmax(jnp.where(mask, positions, -1), axis=1)
-    last = jnp.where(brought[:, None] > 0, jnp.take_along_axis(hidden, end[:, None, None], axis=1)[:, 0], state.last)
-    rows = jnp.arange(tokens.shape[0])[:, None]
-    seen = state.seen.at[rows, jnp.where(mask, tokens, state.seen.shape[1])].set(PROMPT, mode="drop")
-    load = counted(state, aux)
-    return dataclasses.replace(state, cache=cache, last=last, position=state.position + brought, seen=seen, load=load)
+    model: Transformer,
+    pool: Pool,
+    rows: Rows,
+    at: Int[Array, " B"],
+    tokens: Int[Array, "B T"],
+    counts: Int[Array, " B"],
+    page_table: Int[Array, "B P"],
+    following: Int[Array, "B T"] | None = None,
+) -> tuple[Pool, Rows, Likely | None]:
+    """Reads the first `counts` of these tokens behind what the rows `at` hold; an index past the table is none.
+
+    Where `following` says which token comes after each of them, it returns the log-probabilities of those."""
+    is_open, entry = table.taken(rows.open, at), table.taken(rows.entry, at)
+    mask = (jnp.arange(tokens.shape[1]) < counts[:, None]) & (at < rows.seen.shape[0])[:, None]
+    counts = mask.sum(1, dtype=jnp.int32)
+    positions = is_open.position[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    batch = Batch(positions, mask, is_open.held + counts, page_table)
+    hidden, filled, aux = model(tokens, batch, pool, collect=rows.load is not None)
+    newest = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+    is_open = dataclasses.replace(
+        is_open,
+        last=jnp.where(counts[:, None] > 0, newest, is_open.last),
+        held=is_open.held + counts,
+        position=is_open.position + counts,
+    )
+    seen = table.mark(rows.seen, at, tokens, mask, positions >= entry.prompt[:, None])
+    rows = dataclasses.replace(table.returned(rows, at, is_open), seen=seen, load=_counted(rows.load, aux))
+    assert filled is not None
+    return filled, rows, None if following is None else likely(model.unembed(hidden), following)
 
 
-def counted(state: State, aux: dict[str, list[Array]]) -> Int[Array, "moe X"] | None:
-    """What experts were chosen so far, with those of one more step."""
-    return None if state.load is None else state.load + jnp.stack(aux["load"]).astype(jnp.int32)
+def run(
+    model: Transformer, pool: Pool, rows: Rows, at: Int[Array, " B"], page_table: Int[Array, "B P"], steps: Int[Array, ""]
+) -> tuple[Pool, Rows, Chosen]:
+    """Up to `steps` more tokens, STEPS at most, for each of the rows `at`; stops early when all have ended."""
+    entry, valid = table.taken(rows.entry, at), at < rows.seen.shape[0]
+
+    def unfinished(carry: tuple) -> Array:
+        taken, _, _, is_open, _ = carry
+        return (taken < jnp.minimum(steps, STEPS)) & ~is_open.done.all()
+
+    def step(carry: tuple) -> tuple:
+        taken, pool, rows, is_open, chosen = carry
+        rows, is_open, chosen, token = _choose(model, rows, at, entry, is_open, chosen)
+        mask = ~is_open.done[:, None]
+        batch = Batch(is_open.position[:, None], mask, is_open.held + 1, page_table)
+        hidden, pool, aux = model(token[:, None], batch, pool, collect=rows.load is not None)
+        is_open = dataclasses.replace(
+            is_open,
+            last=jnp.where(mask, hidden[:, 0], is_open.last),
+            held=is_open.held + mask[:, 0],
+            position=is_open.position + mask[:, 0],
+        )
+        return taken + 1, pool, dataclasses.replace(rows, load=_counted(rows.load, aux)), is_open, chosen
+
+    is_open = table.taken(rows.open, at)
+    is_open = dataclasses.replace(is_open, done=is_open.done | ~valid)
+    start = (jnp.int32(0), pool, rows, is_open, nothing_chosen(at.shape[0]))
+    _, pool, rows, is_open, chosen = jax.lax.while_loop(unfinished, step, start)
+    return pool, table.returned(rows, at, is_open), chosen._replace(done=is_open.done, finite=is_open.finite)
 
 
-def choose_next(model: Transformer, state: State) -> State:
-    """Chooses one more token for every open row, and ends the rows that are full, at an end token, or not finite."""
+def nothing_chosen(rows: int) -> Chosen:
+    zeros, no = jnp.zeros((rows, STEPS), jnp.int32), jnp.zeros(rows, bool)
+    top = (*zeros.shape, MAX_LOGPROBS)
+    none = Likely(jnp.zeros(zeros.shape), jnp.zeros(top), jnp.zeros(top, jnp.int32))
+    return Chosen(zeros, jnp.zeros(rows, jnp.int32), no, no, none)
+
+
+def _choose(
+    model: Transformer, rows: Rows, at: Int[Array, " B"], entry: Entry, is_open: Open, chosen: Chosen
+) -> tuple[Rows, Open, Chosen, Int[Array, " B"]]:
+    """One more token for every open row; ends the rows that are full, at an end token, or whose logits are not finite."""
     with jax.named_scope("unembed"):
-        logits = model.unembed(state.last)
+        logits = model.unembed(is_open.last)
     with jax.named_scope("choose"):
-        token, fit = choose(logits, state.seen, state.position, state.sampling)
-    state = _record(state, logits, token, takes=~state.done & fit)
-    ended = (token[:, None] == state.ends).any(1) | (state.count >= state.limit)
-    return dataclasses.replace(state, done=state.done | ended | ~fit, finite=state.finite & (fit | state.done))
+        token, fit = choose(logits, rows.seen, at, is_open.position, entry.sampling)
+    takes = ~is_open.done & fit
+    count = is_open.count + takes
+    ended = (token[:, None] == entry.ends).any(1) | (count >= entry.limit)
+    still_open = dataclasses.replace(
+        is_open, count=count, done=is_open.done | ended | ~fit, finite=is_open.finite & (fit | is_open.done)
+    )
+    seen = table.mark(rows.seen, at, token[:, None], takes[:, None], jnp.ones_like(takes)[:, None])
+    chosen = _recorded(chosen, logits, token, takes, (takes & entry.logprobs).any())
+    return dataclasses.replace(rows, seen=seen), still_open, chosen, token
 
 
-def step(model: Transformer, state: State) -> State:
-    """Reads the newest token of every open row and chooses the next."""
-    rows, is_open = jnp.arange(state.count.shape[0]), ~state.done
-    newest = state.tokens[rows, state.count - 1]
-    batch = Batch(state.position[:, None], is_open[:, None])
-    hidden, cache, aux = model(newest[:, None], batch, state.cache, collect=state.load is not None)
-    last, load = jnp.where(is_open[:, None], hidden[:, 0], state.last), counted(state, aux)
-    return choose_next(model, dataclasses.replace(state, cache=cache, last=last, position=state.position + is_open, load=load))
-
-
-def run(model: Transformer, state: State, steps: Int[Array, ""]) -> State:
-    """Up to `steps` more tokens a row; stops early when every row has ended."""
-
-    def unfinished(carry: tuple[Array, State]) -> Array:
-        taken, state = carry
-        return (taken < steps) & ~state.done.all()
-
-    return jax.lax.while_loop(unfinished, lambda carry: (carry[0] + 1, step(model, carry[1])), (jnp.int32(0), state))[1]
-
-
-def _record(state: State, logits: Float[Array, "B W"], token: Int[Array, " B"], takes: Bool[Array, " B"]) -> State:
-    rows, slot = jnp.arange(token.shape[0]), jnp.where(takes, state.count, state.tokens.shape[1])
+def _recorded(chosen: Chosen, logits: Array, token: Array, takes: Array, asked: Array) -> Chosen:
+    rows, slot = jnp.arange(token.shape[0]), jnp.where(takes, chosen.count, STEPS)
 
     def put(buffer: Array, value: Array) -> Array:
         return buffer.at[rows, slot].set(value, mode="drop")
 
-    normal = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    top, ids = jax.lax.top_k(normal, state.top_ids.shape[2])
-    word = jnp.where(takes, token, state.seen.shape[1])
-    return dataclasses.replace(
-        state,
-        tokens=put(state.tokens, token),
-        logprobs=put(state.logprobs, jnp.take_along_axis(normal, token[:, None], axis=1)[:, 0]),
-        top_logprobs=put(state.top_logprobs, top),
-        top_ids=put(state.top_ids, ids),
-        count=state.count + takes,
-        seen=state.seen.at[rows, word].set(state.seen[rows, token] | OUTPUT, mode="drop"),
+    def scored() -> Likely:
+        found = likely(logits[:, None], token[:, None])
+        return Likely(*(put(buffer, value[:, 0]) for buffer, value in zip(chosen.likely, found, strict=True)))
+
+    return chosen._replace(
+        tokens=put(chosen.tokens, token), count=chosen.count + takes, likely=jax.lax.cond(asked, scored, lambda: chosen.likely)
     )
+
+
+def likely(logits: Float[Array, "B T W"], tokens: Int[Array, "B T"]) -> Likely:
+    normal = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    top, ids = jax.lax.top_k(normal, MAX_LOGPROBS)
+    return Likely(jnp.take_along_axis(normal, tokens[..., None], axis=-1)[..., 0], top, ids)
+
+
+def _counted(load: Int[Array, "moe X"] | None, aux: dict[str, list[Array]]) -> Int[Array, "moe X"] | None:
+    """What experts were chosen so far, with those of one more step."""
+    return None if load is None else load + jnp.stack(aux["load"]).astype(jnp.int32)
 
 
 # On a CPU, XLA computes bfloat16 and packed weights in float32. By default it converts all weights before a loop begins, and all
@@ -156,8 +171,16 @@ CONVERT_LATE = {
 # On a GPU, kernels that do not depend on each other run concurrently inside a CUDA graph, such as shared and routed experts: 10 %
 # less time for a decode step of V2-Lite's shape on an H200, 1 and 8 rows.
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+# With the loop in the graph as well, a call returns before its steps are done (H100, 8 rows: after 2 of 66 ms), so that the next
+# one can be sent ahead.
+GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 OPTIONS: dict[str, dict[str, str]] = {"cpu": CONVERT_LATE}  # of the compiler, by platform: for every program,
-LOOP_OPTIONS = {"cpu": CONVERT_LATE, "gpu": CONCURRENT}  # and for the decode loop
+LOOP_OPTIONS = {"cpu": CONVERT_LATE, "gpu": CONCURRENT | {"xla_gpu_enable_command_buffer": GRAPHS}}  # and for the decode loop
+
+
+def new(model: Transformer, rows: int, pages: int, *, counts: bool) -> tuple[Pool, Rows]:
+    """An empty pool with `pages` pages per layer, and a table of `rows` rows. With `counts` it counts chosen experts."""
+    return model.new_pool(pages), table.new_rows(model, rows, counts)
 
 
 def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
@@ -166,36 +189,48 @@ def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T W
 
 
 class Programs:
-    """The programs of one model. Each is compiled once a shape; bucketed lengths repeat shapes.
+    """The programs of one model. Each is compiled once a shape, and shapes come in few sizes.
 
     With `counts` they count how often each expert is chosen, which costs a kernel or two a layer. They are stored in `folder`, if
     one is given, and read from there at the next start, except where they call experts on the host by their addresses."""
 
     def __init__(self, model: Transformer, counts: bool = False, folder: Path | None = None):
-        self.chunk, self.device = functools.partial(model.dispatch.chunk, model), model.dispatch.device
+        self.model, self.device = model, model.dispatch.device
         self._calls_host = bool(model.on_host())
         shared = Shared.of(None if folder is None or self._calls_host else Store.of(folder, model))
         self.waits = shared.waits
-        options, loop_options = (table.get(self.device.platform) for table in (OPTIONS, LOOP_OPTIONS))
-        self.new = Program(functools.partial(new_state, counts=counts), model, shared, static_argnums=(1, 2, 3))
-        self.prefill = Program(prefill, model, shared, static_argnames=("span",), donate_argnums=(1,), compiler_options=options)
-        self.begin = Program(choose_next, model, shared, donate_argnums=(1,), compiler_options=options)
-        self.run = Program(run, model, shared, donate_argnums=(1,), compiler_options=loop_options)
-        self.logits = Program(logits, model, shared, compiler_options=options)
+        options, loop_options = (options.get(self.device.platform) for options in (OPTIONS, LOOP_OPTIONS))
+        program = functools.partial(Program, model=model, shared=shared)
+        self.new = program(functools.partial(new, counts=counts), static_argnums=(1, 2))
+        self.admit = program(table.admit, donate_argnums=(1,), compiler_options=options)
+        self.prefill = program(prefill, donate_argnums=(1, 2), compiler_options=options)
+        self.run = program(run, donate_argnums=(1, 2), compiler_options=loop_options)
+        self.logits = program(logits, compiler_options=options)
 
-    def prepare(self, state: State, chunks: Iterable[tuple[int, int]], decodes: bool = True) -> None:
-        """Compiles concurrently what a request takes: `chunks` of its prompt, as (tokens, span), and whether it decodes.
+    def refresh(self) -> bool:
+        """Takes the parameters as the model has them now; whether any has changed."""
+        changed = [program.refresh() for program in (self.admit, self.prefill, self.run, self.logits)]
+        return any(changed)
+
+    @property
+    def compiled(self) -> int:
+        """How many programs there are."""
+        return sum(program.count for program in (self.new, self.admit, self.prefill, self.run, self.logits))
+
+    def prepare(
+        self, pool: Pool, rows: Rows, width: int, decode: Iterable[int], read: Iterable[tuple[int, int]], scored: int = 0
+    ) -> None:
+        """Compiles concurrently: `run` for each number of rows in `decode`, `prefill` for each (rows, tokens) in `read`, and for
+        the log-probabilities of `scored` tokens of one row, if any; for page tables of `width` pages.
 
         It returns once all are there: what a GPU's compiler measures must not run with a prompt."""
-        rows, steps = state.count.shape[0], jax.ShapeDtypeStruct((), jnp.int32)
-        for program in (self.run, self.prefill, self.begin):
-            program.refresh()
         with self.waits.record():
-            started = [self.run.start(state, steps)] if decodes else []  # the largest first
-            for tokens, span in dict.fromkeys(chunks):
-                shapes = [jax.ShapeDtypeStruct((rows, tokens), dtype) for dtype in (jnp.int32, bool)]
-                started.append(self.prefill.start(state, *shapes, span=span))
-            started.append(self.begin.start(state))
+            started = [self.run.start(pool, rows, *_shapes((n,), (n, width), ())) for n in decode]  # the largest first
+            for n, tokens in read:
+                started.append(self.prefill.start(pool, rows, *_shapes((n,), (n, tokens), (n,), (n, width)), None))
+            if scored:
+                started.append(self.prefill.start(pool, rows, *_shapes((1,), (1, scored), (1,), (1, width), (1, scored))))
+            started.append(self.admit.start(rows, *_shapes((ADMITTED,)), table.blank(ADMITTED, 1, jnp.float32)[0]))
             for future in started:
                 future.result()
 
@@ -203,3 +238,7 @@ class Programs:
         """Raises what went wrong with experts on the host: programs of a GPU run on when a call fails, with NaN."""
         if self._calls_host:
             experts.check()
+
+
+def _shapes(*shapes: tuple[int, ...]) -> list[Any]:
+    return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]

@@ -82,7 +82,7 @@ class Program:
     ):
         self._graph, self._state = nnx.split(model)
         self._structure = jax.tree.structure(self._state)
-        self.refresh()
+        self.weights: tuple[jax.Array, ...] = tuple(jax.tree.leaves(self._state))
         self.precision = "highest" if model.dtype == jnp.float32 else None
         self.shared, self.function = shared or Shared.of(), functools.partial(function)
         self.static, self.donated = (*map(str, static_argnums), *static_argnames), tuple(map(str, donate_argnums))
@@ -103,9 +103,15 @@ class Program:
         call = self._call(args, kw)
         return self._built.get(call.key) or self._start(call)
 
-    def refresh(self) -> None:
-        """Takes the parameters as the model has them now; calls do not look for changed ones."""
-        self.weights: tuple[jax.Array, ...] = tuple(jax.tree.leaves(self._state))
+    @property
+    def count(self) -> int:
+        """Programs that are compiled, or about to be."""
+        return len(self._built)
+
+    def refresh(self) -> bool:
+        """Takes the parameters as the model has them now; calls do not look for changed ones. Whether there were any."""
+        before, self.weights = self.weights, tuple(jax.tree.leaves(self._state))
+        return len(before) != len(self.weights) or any(a is not b for a, b in zip(before, self.weights, strict=True))
 
     def lower(self, *args, **kw) -> jax.stages.Lowered:
         """For XLA's own account of the program: its text, costs and memory."""

@@ -6,9 +6,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt8, UInt32
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt16, UInt32
 
-PROMPT, OUTPUT = 1, 2  # bits of `seen`
+PROMPT, OUTPUT = 1 << 15, (1 << 15) - 1  # a bit of `seen` says that a token is in the prompt; the others count it in the output
+
+
+Given = jax.Array | np.ndarray  # what requests bring is made on the host
 
 
 @jax.tree_util.register_dataclass
@@ -16,24 +20,37 @@ PROMPT, OUTPUT = 1, 2  # bits of `seen`
 class Sampling:
     """SamplingParams of a batch as arrays, one entry a row."""
 
-    temperature: Float[Array, " B"]
-    top_k: Int[Array, " B"]
-    top_p: Float[Array, " B"]
-    min_p: Float[Array, " B"]
-    presence_penalty: Float[Array, " B"]
-    repetition_penalty: Float[Array, " B"]
-    seed: UInt32[Array, "B 2"]  # high and low half
+    temperature: Float[Given, " B"]
+    top_k: Int[Given, " B"]
+    top_p: Float[Given, " B"]
+    min_p: Float[Given, " B"]
+    presence_penalty: Float[Given, " B"]
+    frequency_penalty: Float[Given, " B"]
+    repetition_penalty: Float[Given, " B"]
+    seed: UInt32[Given, "B 2"]  # high and low half
+    bias_ids: Int[Given, "B J"]  # tokens whose logits are changed, -1 for none
+    bias: Float[Given, "B J"]
+
+    @property
+    def penalises(self) -> Bool[Array, " B"]:
+        """The rows whose logits are changed before a token is chosen."""
+        penalised = (self.presence_penalty != 0) | (self.frequency_penalty != 0) | (self.repetition_penalty != 1)
+        return penalised | (self.bias_ids >= 0).any(1)
 
 
 Logits = Float[Array, "B W"]
 
 
-def penalise(logits: Logits, seen: UInt8[Array, "B W"], sampling: Sampling) -> Logits:
-    """Repetition penalty over prompt and output, presence penalty over output."""
+def penalise(logits: Logits, seen: UInt16[Array, "B W"], sampling: Sampling) -> Logits:
+    """Repetition penalty over prompt and output, presence and frequency penalty over the output; then the logit bias."""
     repetition = sampling.repetition_penalty[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(seen > 0, repeated, logits)
-    return logits - jnp.where(seen & OUTPUT, sampling.presence_penalty[:, None], 0.0)
+    count = (seen & OUTPUT).astype(jnp.float32)
+    logits -= jnp.where(count > 0, sampling.presence_penalty[:, None], 0.0) + sampling.frequency_penalty[:, None] * count
+    rows, words = jnp.arange(logits.shape[0])[:, None], logits.shape[1]
+    ids = jnp.where(sampling.bias_ids < 0, words, sampling.bias_ids)  # -1 would be the last token
+    return logits.at[rows, ids].add(sampling.bias, mode="drop")
 
 
 def keep_likely(logits: Logits, sampling: Sampling) -> Logits:
@@ -58,26 +75,29 @@ def draw(logits: Logits, position: Int[Array, " B"], sampling: Sampling) -> Int[
     def noise(seed: Array, at: Array) -> Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), at), logits.shape[-1:])
 
-    return jnp.argmax(logits + jax.vmap(noise)(sampling.seed, position), axis=-1)
+    return jnp.argmax(logits + jax.vmap(noise)(jnp.asarray(sampling.seed), position), axis=-1)
 
 
 def choose(
-    logits: Logits, seen: UInt8[Array, "B W"], position: Int[Array, " B"], sampling: Sampling
+    logits: Logits, seen: UInt16[Array, "H W"], rows: Int[Array, " B"], position: Int[Array, " B"], sampling: Sampling
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """The token of each row, and whether its logits were fit to choose from (no NaN, no +inf, not all -inf).
 
-    Costly parts run only when some row of the batch asks for them."""
+    `seen[rows]` are the batch's. Costly parts run only when some row of the batch asks for them."""
     fit = ~(jnp.isnan(logits) | jnp.isposinf(logits)).any(-1) & jnp.isfinite(logits).any(-1)
     logits = jnp.where(fit[:, None], logits, 0.0)
-    penalised = (sampling.presence_penalty != 0) | (sampling.repetition_penalty != 1)
+    penalised = sampling.penalises
     cold = sampling.temperature < 1e-5  # smaller ones are greedy in effect
     filtered = ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)) & ~cold
 
     def plain() -> Array:
         return jnp.argmax(logits, axis=-1)
 
+    def with_penalties(logits: Array) -> Array:
+        return penalise(logits, seen.at[rows].get(mode="clip"), sampling)
+
     def as_asked() -> Array:
-        likely = jax.lax.cond(penalised.any(), penalise, lambda logits, *_: logits, logits, seen, sampling)
+        likely = jax.lax.cond(penalised.any(), with_penalties, lambda logits: logits, logits)
         greedy = jnp.argmax(likely, axis=-1)
         return jax.lax.cond(cold.all(), lambda: greedy, lambda: sampled(likely, greedy))
 

@@ -25,10 +25,17 @@ class InputProcessor:
     context: int
 
     def requests(self, prompts: Any, params: Any) -> list[Request]:
-        """One request per prompt; raises BadRequest."""
+        """`n` requests per prompt, as its parameters say; raises BadRequest."""
         prompts = _as_list(prompts)
         params = self._params_of(params, len(prompts))
-        return [self.request(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+        total = sum(one.n for one in params)
+        if total > MAX_PROMPTS:
+            raise BadRequest(f"{total:,} answers in one call", f"the limit is {MAX_PROMPTS:,}; give prompts in parts")
+        requests = []
+        for prompt, one in zip(prompts, params, strict=True):
+            request = self.request(prompt, one)
+            requests += [request.fork(i) for i in range(one.n)]
+        return requests
 
     def request(self, prompt: Any, params: SamplingParams | None = None) -> Request:
         """A request for one prompt; raises BadRequest if it does not fit the context."""
@@ -43,6 +50,9 @@ class InputProcessor:
                 f"max_tokens {limit:,} does not fit the context",
                 f"{len(tokens):,} prompt tokens leave room for {room:,} of {self.context:,}",
             )
+        wrong = next((t for t in params.logit_bias or {} if t >= self.config.vocab_size), None)
+        if wrong is not None:
+            raise BadRequest(f"logit_bias names token id {wrong:,}", f"expected 0 to {self.config.vocab_size - 1:,}")
         ends = () if params.ignore_eos else self.text.end_ids
         return Request(tokens, self._filled(params, limit), ends)
 
@@ -92,7 +102,8 @@ class InputProcessor:
         seed = secrets.randbits(32) if params.seed is None else params.seed
         defaults = SamplingParams(**{**self.text.defaults, "max_tokens": limit, "seed": seed})
         filled = params.or_default(defaults)
-        return SamplingParams(**{**vars(filled), "logprobs": params.logprobs})
+        asked = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs, "logit_bias": params.logit_bias}
+        return SamplingParams(**{**vars(filled), **asked})
 
 
 def _as_list(prompts: Any) -> list:

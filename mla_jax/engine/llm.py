@@ -1,8 +1,9 @@
 """LLM: a checkpoint as an object that answers prompts."""
 
 import contextlib
+import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mla_jax.base.batch import bucket
 from mla_jax.base.errors import BadRequest, DoesNotFit, shown
-from mla_jax.base.options import MAX_ROWS, Options, SamplingParams
-from mla_jax.cache.latent import slots_for
+from mla_jax.base.options import Options, SamplingParams
+from mla_jax.cache.paged import PAGE
 from mla_jax.decode import store
 from mla_jax.decode.loop import Programs
-from mla_jax.engine.batch import Batch
+from mla_jax.engine.bar import Bar
+from mla_jax.engine.engine import Engine, Size
 from mla_jax.engine.explain import explain
+from mla_jax.engine.job import Job
 from mla_jax.engine.opened import Opened, open_model
-from mla_jax.engine.request import Chunk, FinishReason, Output, Request
-from mla_jax.engine.stats import Stats
+from mla_jax.engine.request import Chunk, Output, Request
+from mla_jax.engine.served import Served
+from mla_jax.engine.stats import EngineStats, Stats, stats_of
 from mla_jax.model.trainable import trainable
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights.load import Progress
-from mla_jax.weights.plan import gib, logits_bytes, slot_bytes
-
-STOP_CHECK = 16  # tokens between two searches for stop texts
-INTERRUPT_CHECK = 128  # tokens between two returns to Python, which then hears Ctrl-C
-STREAM_EVERY = 8  # tokens between two chunks of a stream
+from mla_jax.weights.plan import gib, logits_bytes
 
 
 class LLM:
@@ -61,7 +60,8 @@ class LLM:
           experts on the device.
         - `device_experts`: the number of these replicas. None is what fits, 0 is none.
         - `memory_fraction`: the fraction of a GPU's memory to use.
-        - `batch`: the number of concurrent sequences that memory is planned for. More also run.
+        - `batch`: the number of sequences of the whole context that the KV cache must hold at once. Shorter ones: more.
+        - `cache_tokens`: the tokens that the KV cache holds, of all sequences together. None is as many as fit.
 
         `progress` is called with the bytes loaded and the bytes of the model. Raises BadRequest for an option that is unknown
         or of a wrong type; BadFile, BadConfig, Unsupported or DoesNotFit before any large allocation."""
@@ -76,6 +76,8 @@ class LLM:
         with self._memory_explained():
             self.model = opened.load(progress)
         self._programs = Programs(self.model, counts=self._routing is not None, folder=store.default_folder())
+        size = Size(self.plan.rows, self.plan.tokens // PAGE, self.context, self.model.dispatch.chunk(self.model))
+        self.engine = Engine(self._programs, self.config, self.tokenizer, size)
 
     def __repr__(self) -> str:
         formats = ", ".join(f"{gib(size)} in {name}" for name, size in self._formats.items())
@@ -101,18 +103,44 @@ class LLM:
         self,
         prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | np.ndarray,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
     ) -> list[Output]:
-        """Continues each prompt, a text or a list of token ids; always a list, in the order given."""
-        requests, outputs = self.inputs.requests(prompts, params), []
-        for start in range(0, len(requests), MAX_ROWS):
-            outputs += self._run(requests[start : start + MAX_ROWS])
-        return outputs
+        """Continues each prompt, a text or a list of token ids; always a list, in the order given, `n` outputs per prompt.
+
+        `progress` shows a bar on stderr; None is where stderr is a terminal and there are many prompts."""
+        requests = self.inputs.requests(prompts, params)
+        bar = Bar(len(requests), self.engine.stats, progress)
+        with bar, contextlib.closing(self.serve(([request] for request in requests), bar)) as served:
+            return [output for (output,) in served]
+
+    def serve(self, groups: Iterable[Sequence[Request]], bar: Bar | None = None) -> Generator[list[Output], None, None]:
+        """Answers groups of requests, such as the forks of one prompt, and yields the outputs of each group in the order given.
+
+        There may be any number of groups: they are taken from `groups` only some way ahead of what is done. An empty group
+        comes back empty. `bar` shows how far the work is. `inputs.request` makes a Request."""
+        self._refresh()
+        served = Served(self.engine, groups)
+        try:
+            while served.fill():
+                if not served.ready:
+                    with self._serving():
+                        self.engine.step()
+                if bar is not None and bar.shown:
+                    bar.update(served.done)
+                for jobs in served.take():
+                    yield [job.output(self._stats_of(job)) for job in jobs]
+        finally:
+            self._end(served.unfinished)
 
     def stream(self, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Continues one prompt and yields text as soon as it is final; the last chunk has a finish reason.
+        """Continues one prompt once and yields text as soon as it is final; the last chunk has a finish reason.
 
-        It runs the same program as `generate`, a few tokens at a time. `last_stats` has the figures of the stream so far."""
+        Several streams may be read in turns, and `generate` called meanwhile: all go through one engine. `last_stats` has the
+        figures of the newest stream so far."""
         self.last_stats = None
+        if isinstance(params, SamplingParams) and params.n > 1:
+            raise BadRequest(f"n is {params.n}, but a stream is one answer", "generate gives several")
         (request,) = self.inputs.requests([prompt], params)
         return self._stream(request)
 
@@ -145,54 +173,63 @@ class LLM:
         lines = explain(self.model, self._formats, self.context, self.placement)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
-    def _run(self, requests: list[Request]) -> list[Output]:
-        """The outputs of requests that are computed together."""
-        searches = any(request.params.stop for request in requests)
-        with self._memory_explained():
-            batch = self._batch(requests)
-            while not batch.done:
-                batch.advance(STOP_CHECK if searches else INTERRUPT_CHECK)
-        self._count(batch)
-        return batch.outputs()
+    def stats(self) -> EngineStats:
+        """What the engine is doing and has done: requests, tokens, pages, times."""
+        return self.engine.stats
+
+    def warm_up(self) -> None:
+        """Compiles every program that a request may need. Afterwards no request waits for the compiler."""
+        with self._serving():
+            self.engine.warm_up()
 
     def _stream(self, request: Request) -> Iterator[Chunk]:
-        with self._memory_explained():
-            batch = self._batch([request])
-            try:
-                while True:
-                    self.last_stats = batch.stats(batch.rows[0])
-                    if (chunk := batch.news[0]) is not None:
-                        yield chunk
-                    elif not request.limit:
-                        yield Chunk("", [], FinishReason.LENGTH)
-                    if batch.done:
-                        return
-                    batch.advance(STREAM_EVERY)
-            finally:  # also of a stream that nobody reads to its end
-                self._count(batch)
+        self._refresh()
+        job, first = self.engine.submit(request, streams=True), True
+        try:
+            while not job.done or job.news:
+                with self._serving():
+                    while not job.news:
+                        self.engine.step()
+                self.last_stats = self._stats_of(job)
+                chunk, scores = job.news.pop(0), job.prompt_logprobs if first else None
+                yield chunk if scores is None else dataclasses.replace(chunk, prompt_logprobs=scores)
+                first = False
+        finally:  # also of a stream that nobody reads to its end
+            self._end([job])
 
-    def _count(self, batch: Batch) -> None:
-        """Adds the experts that a batch chose to the statistics. An answer is not lost because they cannot be written."""
+    def _stats_of(self, job: Job) -> Stats:
+        device = self.model.dispatch.device
+        return stats_of(job, self._programs.waits, None if device.platform == "cpu" else device.bandwidth)
+
+    def _refresh(self) -> None:
+        """Takes the parameters as the model has them now; what is cached of others is forgotten."""
+        if self._programs.refresh():
+            self.engine.reset()
+
+    def _end(self, jobs: list[Job]) -> None:
+        """Frees what jobs still hold, and adds the experts that were chosen to the statistics.
+
+        An answer is not lost because they cannot be written."""
+        for job in jobs:
+            if not job.done:
+                self.engine.cancel(job)
         if self._routing is None:
             return
-        self._routing.counts += batch.load
+        self._routing.counts += self.engine.take_load()
         try:
             self._routing.save()
         except BadRequest as e:
             warnings.warn(f"routing statistics: {e}", RuntimeWarning, stacklevel=3)
 
-    def _batch(self, requests: list[Request]) -> Batch:
-        """The requests with their prompts read; raises DoesNotFit if their cache does not fit."""
-        tokens = max(len(r.prompt) + r.limit for r in requests)
-        needed = slot_bytes(self.model, bucket(len(requests))) * slots_for(tokens)
-        if needed > self._room:
-            raise DoesNotFit(
-                f"the cache of {len(requests)} prompts of up to {tokens:,} tokens does not fit",
-                f"it takes {gib(needed)} (rows and slots are rounded up, so that programs repeat); the weights leave room for "
-                f"{gib(self._room)}",
-                "give fewer prompts at once, or lower max_tokens",
-            )
-        return Batch(self._programs, self.config, self.tokenizer, requests, self.plan.scores)
+    @contextlib.contextmanager
+    def _serving(self) -> Iterator[None]:
+        """While the engine works: out of memory is explained, and after any failure the engine begins anew."""
+        try:
+            with self._memory_explained():
+                yield
+        except BaseException:
+            self.engine.reset()
+            raise
 
     @property
     def _room(self) -> int:

@@ -57,7 +57,15 @@ class Opened:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user of the folder should know."""
-        return (*self.config.notes, *self.text.notes, *(library.notes() if self.placement.host else ()))
+        host = library.notes() if self.placement.host else ()
+        return (*self.config.notes, *self.text.notes, *host, *self._shortened())
+
+    def _shortened(self) -> tuple[str, ...]:
+        """That the context is shorter than the model's, if nobody has asked for that."""
+        longest = self.config.max_position_embeddings
+        if self.options.model.context is not None or self.plan.context == longest or not self.plan.longest:
+            return ()
+        return (f"context: {self.plan.context:,} of the model's {longest:,} tokens; --context asks for more",)
 
     def routing(self) -> Routing | None:
         """The counts of chosen experts to add to; their file is written at once, for that must not fail after the work."""
@@ -91,10 +99,12 @@ def open_model(options: Options) -> Opened:
     cache_compiled_programs()
     default_device()
     checkpoint = _checkpoint(options)
-    context = check_context(options.model.context, checkpoint.config.max_position_embeddings)
+    check_context(options.model.context, checkpoint.config.max_position_embeddings)
     text = open_text(checkpoint.source)
     placement = _place(checkpoint, options)
-    return Opened(options, checkpoint, placement, plan(checkpoint, context, options.memory.batch, placement), text)
+    memory = options.memory
+    planned = plan(checkpoint, options.model.context, memory.batch, placement, memory.cache_tokens)
+    return Opened(options, checkpoint, placement, planned, text)
 
 
 def _checkpoint(options: Options) -> Checkpoint:
@@ -114,11 +124,10 @@ def _place(checkpoint: Checkpoint, options: Options) -> Placement:
     return place(options.experts, known, calibrate.host)
 
 
-def check_context(context: int | None, longest: int) -> int:
-    """`context`, or the longest that the model allows; raises BadRequest above it."""
+def check_context(context: int | None, longest: int) -> None:
+    """Raises BadRequest for a context that is longer than the model allows."""
     if context is not None and context > longest:
         raise BadRequest(f"context is {context:,}, expected 1 to {longest:,}", "the model's max_position_embeddings is the limit")
-    return context or longest
 
 
 def cache_compiled_programs():

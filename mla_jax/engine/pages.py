@@ -67,6 +67,11 @@ class Pages:
         """Pages that can be had now, if need be by forgetting what is cached in them."""
         return len(self._free) + len(self._idle)
 
+    @property
+    def unused(self) -> int:
+        """Pages that hold nothing anybody knows."""
+        return len(self._free)
+
     def match(self, tokens: Sequence[int], use_index: bool = True) -> Match:
         """The longest written beginning of a prompt, in full pages and without its last token; changes nothing."""
         nodes, blocked = self._find(tokens, use_index)

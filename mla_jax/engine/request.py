@@ -1,6 +1,6 @@
 """Requests to the engine and their outputs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from mla_jax.base.options import SamplingParams
@@ -14,6 +14,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens, or the context is full
     STOP = "stop"  # a stop text or stop token id
     ERROR = "error"  # the model's logits were not finite
+    CANCELLED = "cancelled"  # nobody wanted the rest
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,11 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     ends: tuple[int, ...]  # the model's end tokens, none if ignored
+
+    def fork(self, index: int) -> "Request":
+        """The same with a seed that is `index` further, modulo 2^64."""
+        seed = ((self.params.seed or 0) + index) % 2**64
+        return self if not index else replace(self, params=replace(self.params, seed=seed))
 
     @property
     def limit(self) -> int:
@@ -44,6 +50,7 @@ class Chunk:
     token_ids: list[int]
     finish_reason: FinishReason | None
     logprobs: Logprobs | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None  # in the first chunk, if the request wanted them
 
 
 @dataclass(frozen=True)
@@ -58,3 +65,4 @@ class Output:
     finish_reason: FinishReason
     logprobs: Logprobs | None
     stats: Stats
+    prompt_logprobs: list[dict[int, float] | None] | None = None  # one entry per token of the prompt, None for the first

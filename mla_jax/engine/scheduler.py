@@ -1,8 +1,7 @@
 """What to do next: whom to admit, what to read, who decodes how many steps, whom to preempt.
 
 One pure function over integers, without a clock: two hosts that see the same requests decide the same. Who comes first is
-(priority, arrival), always. Reading the last token of a prompt chooses the first token of its answer; a decode step writes
-the token that was chosen last into the row's pages, and chooses one more."""
+(priority, arrival), always. Reading a prompt chooses no token; a decode step chooses one, and writes it into the row's pages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -78,7 +77,9 @@ def plan(waiting: Sequence[Waiting], running: Sequence[Running], free: int, limi
     shape, read = _read([row for row in rows if row.unread], limits)
     pieces = dict(read)
     rows = [_after_reading(row, pieces.get(row.id, 0)) for row in rows]
-    hurry = bool(gone) or len(admitted) < len(waiting) or any(row.unread for row in rows)
+    if any(row.unread for row in rows):  # the next piece of a prompt waits for these steps
+        limits = replace(limits, steps=limits.fewest_steps, streamed_steps=limits.fewest_steps)
+    hurry = bool(gone) or len(admitted) < len(waiting)
     decode, steps = _decode(rows, free, hurry, limits)
     return Plan(_ids(gone), _ids(admitted), tuple(read), shape, _ids(decode), steps)
 
@@ -92,8 +93,8 @@ def _ids(requests: Sequence[Waiting | Running]) -> tuple[int, ...]:
 
 
 def _need(row: Running, steps: int, limits: Limits) -> int:
-    """Pages that a row lacks for so many decode steps."""
-    return max(0, _pages(row.held + min(steps, row.left), limits) - row.pages) if row.decodes else 0
+    """Pages that a row lacks for so many decode steps; the last token it may generate is not written."""
+    return max(0, _pages(row.held + min(steps, row.left - 1), limits) - row.pages) if row.decodes else 0
 
 
 def _needs(rows: Sequence[Running], steps: int, limits: Limits) -> int:
@@ -171,8 +172,7 @@ def _pieces(pending: list[Running], shape: Shape) -> list[tuple[int, int]]:
 def _after_reading(row: Running, tokens: int) -> Running:
     if not tokens:
         return row
-    chosen = tokens == row.unread
-    return replace(row, unread=row.unread - tokens, held=row.held + tokens, left=row.left - chosen)
+    return replace(row, unread=row.unread - tokens, held=row.held + tokens)
 
 
 def _decode(rows: list[Running], free: int, hurry: bool, limits: Limits) -> tuple[list[Running], int]:

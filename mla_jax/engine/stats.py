@@ -1,29 +1,40 @@
-"""Times of a request, with compiling told apart from running."""
+"""Figures of one request and of the engine, with compiling told apart from running."""
 
 import resource
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mla_jax.base.devices import Devices
 from mla_jax.decode.programs import Waits
+from mla_jax.engine.pages import Pages
+
+if TYPE_CHECKING:
+    from mla_jax.engine.job import Job
+
+SAMPLES = 4096  # of the pool over time, that are kept
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Seconds and tokens of one request; requests of one batch share its times."""
+    """Seconds and tokens of one request."""
 
     prompt_tokens: int
     generated_tokens: int
-    first_token_seconds: float  # without compiling
+    first_token_seconds: float  # since it was submitted, without compiling
     decode_seconds: float  # after the first token, without compiling
     compile_seconds: float  # spent waiting for programs to be traced, compiled, or read from where they are stored
     seed: int
-    bandwidth_share: float | None = None  # of the device's, by the least bytes a step must read; None where it is not known
+    first_tokens: int = 1  # that came at once with the first
+    bandwidth_share: float | None = None  # of the device's, by the least bytes its steps had to read; None where it is not known
     peak_bytes: int | None = None  # of device memory; of the process on a CPU
 
     @property
     def tokens_per_second(self) -> float:
-        return (self.generated_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 and self.generated_tokens > 1 else 0.0
+        later = self.generated_tokens - self.first_tokens
+        return later / self.decode_seconds if self.decode_seconds > 0 and later > 0 else 0.0
 
 
 def peak_bytes() -> int | None:
@@ -34,14 +45,96 @@ def peak_bytes() -> int | None:
     return devices.peak_bytes()
 
 
-class Stopwatch:
-    """Wall time since the last look, and how much of it was waiting for programs to be compiled."""
+@dataclass
+class Times:
+    """When a request was submitted, got its first token and its last, by `time.perf_counter`."""
 
-    def __init__(self, waits: Waits):
-        self.waits, self.at = waits, time.perf_counter()
+    submitted: float
+    first: float | None = None
+    last: float | None = None
+    first_tokens: int = 0  # that came at once with the first
+    least_bytes: int = 0  # that decode steps have read between the first token and the last
+    _start_bytes: int = 0
 
-    def look(self) -> tuple[float, float]:
-        """(running, compiling) seconds since the last look."""
-        before, self.at = self.at, time.perf_counter()
-        compiling = sum(end - max(start, before) for start, end in self.waits.spans if end > before)
-        return max(self.at - before - compiling, 0.0), compiling
+    def note(self, now: float, tokens: int, least_bytes: int) -> None:
+        """Some tokens came; `least_bytes` is the engine's count."""
+        if self.first is None and tokens:
+            self.first, self.first_tokens, self._start_bytes = now, tokens, least_bytes
+        self.last, self.least_bytes = now, least_bytes - self._start_bytes
+
+
+def between(waits: Waits, start: float, end: float) -> tuple[float, float]:
+    """(running, compiling) seconds of a span of time."""
+    compiling = sum(max(min(stop, end) - max(begin, start), 0.0) for begin, stop in waits.spans)
+    return max(end - start - compiling, 0.0), compiling
+
+
+def stats_of(job: "Job", waits: Waits, bandwidth: float | None) -> Stats:
+    """The figures of a request so far; `bandwidth` of the device in bytes per second, None where it means nothing."""
+    times = job.times
+    now = time.perf_counter() if times.last is None else times.last
+    first, compiling = between(waits, times.submitted, now if times.first is None else times.first)
+    decoding, later = between(waits, now if times.first is None else times.first, now)
+    share = times.least_bytes / decoding / bandwidth if bandwidth and decoding > 0 else None
+    return Stats(
+        prompt_tokens=len(job.request.prompt),
+        generated_tokens=len(job.ids),
+        first_token_seconds=first,
+        decode_seconds=decoding,
+        compile_seconds=compiling + later,
+        seed=job.request.params.seed or 0,
+        first_tokens=times.first_tokens,
+        bandwidth_share=share,
+        peak_bytes=peak_bytes(),
+    )
+
+
+class Sample(NamedTuple):
+    """The pool at one time."""
+
+    seconds: float  # since the engine began
+    running: int
+    waiting: int
+    held: int  # pages that requests hold
+    cached: int  # pages of the prefix index
+    unused: int  # pages that hold nothing anybody knows
+    generated: int  # tokens so far
+
+
+@dataclass
+class EngineStats:
+    """What an engine is doing and has done, as numbers; `samples` are the pool over time, for a plot."""
+
+    rows: int
+    pages: int
+    running: int = 0
+    waiting: int = 0
+    tokens_held: int = 0
+    pages_free: int = 0  # or held by nobody
+    pages_cached: int = 0  # in the prefix index
+    pages_shared: int = 0  # by several requests
+    finished: int = 0
+    read: int = 0  # tokens of prompts that were computed
+    hits: int = 0  # tokens of prompts that were found in the prefix index
+    generated: int = 0
+    preemptions: int = 0
+    dispatches: int = 0
+    host_seconds: float = 0.0  # between dispatches, not waiting for the device
+    waited_seconds: float = 0.0  # for the device
+    compiled: int = 0  # programs
+    least_bytes: int = 0  # that decode steps had to read
+    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES), repr=False)
+    began: float = field(default_factory=time.perf_counter, repr=False)
+
+    def note(self, pages: Pages, running: Sequence["Job"], waiting: Sequence["Job"], compiled: int, seconds: float) -> None:
+        """The state after a step, which took `seconds` on the host."""
+        self.running, self.waiting, self.compiled = len(running), len(waiting), compiled
+        self.tokens_held = sum(job.read + job.steps for job in running)
+        self.pages_free, self.pages_cached, self.pages_shared = pages.free, pages.cached, pages.shared
+        self.host_seconds += seconds
+        now, held = time.perf_counter() - self.began, pages.count - pages.free
+        self.samples.append(Sample(now, self.running, self.waiting, held, pages.cached, pages.unused, self.generated))
+
+    def as_numbers(self) -> dict[str, Any]:
+        """All figures but the samples."""
+        return {name: value for name, value in vars(self).items() if name not in ("samples", "began")}

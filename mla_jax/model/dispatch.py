@@ -15,8 +15,9 @@ from flax import nnx
 from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
 from mla_jax.base.qtensor import QTensor
-from mla_jax.cache import latent
-from mla_jax.model import fp8_latent, mla, moe, ops
+from mla_jax.cache import paged
+from mla_jax.cache.paged import Pool
+from mla_jax.model import fp8_latent, mla, moe, ops, rope
 from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.moe import BACKENDS, ExpertPlan, pick_backend
 
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from mla_jax.model.transformer import Transformer
 
 FORMS = mla.FORMS | KERNELS
-FORMS_OVER_FP8 = {name: fp8_latent.over(form) for name, form in mla.FORMS.items() if name != "naive"}
-FORMS_OVER_FP8 |= {name: fp8_latent.for_kernel(form) for name, form in KERNELS.items()}
+FORMS_OVER_FP8 = {name: fp8_latent.over(form) for name, form in FORMS.items() if name != "naive"}
 FORMS_OF = {"auto": FORMS, "fp8": FORMS_OVER_FP8}  # by the format of the cache
 ATTENTION = ("auto", *mla.FORMS, "fused")  # what may be asked for; "fused" is the kernel for the step's number of new tokens
 
@@ -34,7 +34,8 @@ class StepPlan(NamedTuple):
     """How one step computes, the same for all its layers; chosen from static shapes while tracing."""
 
     form: mla.Form
-    shared: Any  # what `form.prepare` made of the batch and the cache, for all layers
+    shared: Any  # what `form.prepare` made of the batch and the pool, for all layers
+    turns: rope.Turns
     experts: ExpertPlan
 
 
@@ -52,17 +53,20 @@ class Dispatch:
     defer: int = 0
     stream: int = 0
 
-    def step(self, model: "Transformer", batch: Batch, layer: latent.Layer | None) -> StepPlan:
-        """The plan for a step on this batch; `layer` is any layer of the cache before it, None without a cache."""
-        form = self.form(model, batch, layer)
-        return StepPlan(form, form.prepare(batch, layer, model.config), self._expert_plan(model, *batch.positions.shape))
+    def step(self, model: "Transformer", batch: Batch, pool: Pool | None) -> StepPlan:
+        """The plan for a step on this batch; without a pool nothing is cached."""
+        config, (rows, new) = model.config, batch.positions.shape
+        form = self.form(model, batch, pool)
+        block = roofline.block_slots(config, self.device.platform, rows, new, model.dtype.itemsize)
+        shared = form.prepare(batch, pool, config, block)
+        return StepPlan(form, shared, rope.turns(batch.positions, config), self._expert_plan(model, rows, new))
 
-    def form(self, model: "Transformer", batch: Batch, layer: latent.Layer | None) -> mla.Form:
+    def form(self, model: "Transformer", batch: Batch, pool: Pool | None) -> mla.Form:
         rows, new = batch.positions.shape
-        if layer is None:  # kernels need a cache: without one, padding may stand between tokens
+        if pool is None or batch.page_table is None:  # kernels need a cache: without one, padding may stand between tokens
             name = self.form_name(model, rows, new, new)
             return FORMS[name if name in mla.FORMS else "move_elided"]
-        attended = batch.span or layer["positions"].shape[1]
+        attended = batch.page_table.shape[1] * paged.page_size(pool)
         return FORMS_OF[self.kv_cache][self.form_name(model, rows, new, attended)]
 
     def cached(self) -> mla.Form:
@@ -85,28 +89,25 @@ class Dispatch:
         """Who computes `form` for such a step: "mosaic_gpu", "mosaic_tpu", or "xla" where no kernel can."""
         if form not in KERNELS or not ops.kernels_here():
             return "xla"
-        row = FORMS_OF[self.kv_cache][form]
+        row, config = FORMS_OF[self.kv_cache][form], model.config
         graph, weights = nnx.split(model.layers[0].attn)
-        (layer,) = jax.eval_shape(lambda: model.new_cache(rows, attended, layers=1))
-        x = jax.ShapeDtypeStruct((rows, new, model.config.hidden_size), model.dtype)
+        x = jax.ShapeDtypeStruct((rows, new, config.hidden_size), model.dtype)
+        pages = -(-attended // paged.PAGE)
 
-        def attend(weights: Any, x: jax.Array, layer: latent.Layer) -> Any:
-            attn, batch = nnx.merge(graph, weights), Batch.dense(rows, new)
-            return attn(x, batch, layer, row, row.prepare(batch, layer, model.config))
+        def attend(weights: Any, x: jax.Array) -> Any:
+            batch = Batch.after(jnp.zeros(rows, jnp.int32), jnp.ones((rows, new), bool), paged.in_order(rows, attended))
+            layer = paged.Layer(model.new_pool(rows * pages, layers=1), jnp.int32(0))
+            step, turns = row.prepare(batch, layer.pool, config, paged.PAGE), rope.turns(batch.positions, config)
+            return nnx.merge(graph, weights)(x, layer, row, step, turns)[0]
 
-        return ops.who_computes(attend, weights, x, layer).get(_OPS[form], "xla")
+        return ops.who_computes(attend, weights, x).get(_OPS[form], "xla")
 
-    def chunk(self, model: "Transformer", rows: int, slots: int, scores: int) -> int:
-        """New tokens per row that a prompt is read by, so that attention scores over `slots` take at most `scores` bytes.
+    def chunk(self, model: "Transformer") -> int:
+        """New tokens of all rows together that one dispatch reads of prompts: a power of two.
 
-        Larger where experts are copied from the host for each chunk and a kernel writes no scores."""
-        chunk = roofline.chunk_tokens(model.config, rows, slots, scores)
-        if not self.stream:
-            return chunk
-        most = max(roofline.STREAMED // rows, 1)
-        form = self.form_name(model, rows, most, slots)
-        kernel = self.attention_kernel(model, form, rows, most, slots)
-        return chunk if kernel == "xla" else max(chunk, most)
+        Enough that the weights are read seldom; more where experts are copied from the host for each chunk."""
+        chunk = roofline.CHUNK.get(self.device.platform, roofline.CHUNK_ELSEWHERE)
+        return max(chunk, roofline.STREAMED) if self.stream else chunk
 
     def _expert_plan(self, model: "Transformer", rows: int, new: int) -> ExpertPlan:
         tokens = rows * new

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from mla_jax.base.config import Config
 from mla_jax.model import ops
-from mla_jax.model.mla import Form, Mask, Queries, Up
+from mla_jax.model.mla import Form, Up
 
 CODES, SCALES = "c_kv", "c_kv_scale"  # names in a layer of the cache
 
@@ -42,14 +42,5 @@ def unpacked(cached: dict[str, Array]) -> dict[str, Array]:
 
 
 def over(form: Form) -> Form:
-    """`form`, over latents cached in E4M3. No kernel appends them."""
-
-    def attends(q: Queries, cached: dict[str, Array], up: Up, step: Mask, scale: float) -> Float[Array, "B T N V"]:
-        return form.attends(q, unpacked(cached), up, step, scale)
-
-    return Form(remembers, attends, form.prepare)
-
-
-def for_kernel(form: Form) -> Form:
-    """A kernel's `form` reads E4M3 by itself; only what it caches changes."""
-    return Form(remembers, form.attends, form.prepare)
+    """`form`, over latents cached in E4M3. No kernel appends them; kernels read E4M3 by themselves."""
+    return Form(remembers, form.attends, form.prepare, reads=unpacked)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
-from mla_jax.cache.latent import Layer
+from mla_jax.cache.paged import Layer
 from mla_jax.model.ops import linear, norm_weight, parameter, rms_norm
 
 

@@ -4,7 +4,7 @@ Weights keep the checkpoint's order, output axes first: quantised blocks stay wh
 
 from collections.abc import Callable
 from importlib import import_module
-from math import gcd, prod
+from math import prod
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor, dequantize, format_of
 
 Weight = Float[Array, "..."] | QTensor
-PAGE = 64  # slots
 
 
 class Shapes(nnx.Rngs):
@@ -122,15 +121,16 @@ def swiglu(x: Float[Array, "*B D"], gate: Weight, up: Weight, down: Weight) -> F
     return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
 
 
-def masked_exp(scores: Float[Array, "*B S"], mask: jax.Array) -> tuple[Float[Array, "*B S"], Float[Array, "*B 1"]]:
-    """A softmax over what `mask` allows, before its division: weights up to 1 and their sum, in float32.
+def masked_exp(
+    scores: Float[Array, "*B S"], mask: jax.Array
+) -> tuple[Float[Array, "*B 1"], Float[Array, "*B S"], Float[Array, "*B 1"]]:
+    """A softmax over what `mask` allows, before its division: the largest score, weights up to 1, and their sum, in float32.
 
-    Where nothing is allowed the weights are zeros and the sum is 1, so that attention gives exact zeros."""
+    Where nothing is allowed these are -inf, zeros and 0."""
     scores = jnp.where(mask, scores.astype(jnp.float32), -jnp.inf)
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.where(mask, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights, jnp.where(total > 0, total, 1.0)
+    return top, weights, jnp.sum(weights, axis=-1, keepdims=True)
 
 
 def implementation(op: str, *arrays: Any) -> str:
@@ -170,36 +170,24 @@ def schedule(seq_lens: Int[Array, " B"], heads: int, tokens: int) -> Any:
     return mla_decode.schedule(seq_lens, heads=heads, tokens=tokens)
 
 
-def page_of(slots: int) -> int:
-    """Slots of a contiguous cache that a kernel takes for a page."""
-    return gcd(slots, PAGE)
-
-
-def in_order(rows: int, slots: int) -> Int[Array, "B pages"]:
-    """The page table of a contiguous cache, none of whose pages is out of place."""
-    return jnp.arange(rows * slots // page_of(slots), dtype=jnp.int32).reshape(rows, -1)
-
-
 def mla_decode(
     q_c: Float[Array, "B T N R"],
     q_pe: Float[Array, "B T N E"],
     c_kv: Any,
-    k_pe: Float[Array, "B S E"],
-    page_table: Int[Array, "B pages"],
+    k_pe: Float[Array, "G Z E"],
+    page_table: Int[Array, "B P"],
     seq_lens: Int[Array, " B"],
     scale: float,
     *,
     schedule: Any = None,
     impl: str | None = None,
 ) -> Float[Array, "B T N R"]:
-    """Attention over latents `[B S R]`, a row's last T of `seq_lens` tokens being the queries.
+    """Attention over pages of latents `[G Z R]`, a row's last T of `seq_lens` tokens being the queries.
 
     Latents in E4M3 become numbers first where a kernel takes these alone; the fallback converts what it reads."""
     from pallas_kernels import mla_decode as kernel
     from pallas_kernels.fp8 import Fp8, dequantize
 
-    page = page_of(k_pe.shape[1])
-    c_kv, k_pe = jax.tree.map(lambda x: x.reshape(-1, page, x.shape[-1]), (c_kv, k_pe))
     if isinstance(c_kv, Fp8):
         numbers = jax.ShapeDtypeStruct(c_kv.codes.shape, k_pe.dtype)
         as_is, wide = (implementation("mla_decode", q_c, q_pe, c, k_pe, page_table) for c in (c_kv, numbers))
@@ -212,23 +200,22 @@ def rope_append(
     q: Float[Array, "B T N H"],
     kv: Float[Array, "B T L"],
     weight: Float[Array, " R"],
-    layer: dict[str, Array],
+    pool: dict[str, Array],
     tokens: tuple[Array, ...],
     *,
     eps: float,
     interleave: bool,
     impl: str | None = None,
 ) -> tuple[Float[Array, "B T N E"], dict[str, Array]]:
-    """The queries' rotary parts, turned, and the layer of a latent cache with the tokens of `kv` in it.
+    """The queries' rotary parts, turned, and the pool of latents with the tokens of `kv` in it; it passes other names through.
 
-    `tokens` are their ranks among their row's new ones, positions, cosines and sines: a kernel's `Tokens`."""
+    `tokens` are their slots in the pool, cosines and sines: a kernel's `Tokens`."""
     from pallas_kernels import rope_append as kernel
 
     names = kernel.Latents._fields
-    cache = kernel.Latents(*(layer[name] for name in names))
-    step = kernel.Tokens(*tokens)
-    q_pe, cache = kernel.rope_append(q, kv, weight, step, cache, eps=eps, interleave=interleave, impl=impl)
-    return q_pe, layer | dict(zip(names, cache, strict=True))
+    pages = kernel.Latents(*(pool[name] for name in names))
+    q_pe, pages = kernel.rope_append(q, kv, weight, kernel.Tokens(*tokens), pages, eps=eps, interleave=interleave, impl=impl)
+    return q_pe, pool | dict(zip(names, pages, strict=True))
 
 
 def mla_prefill(
@@ -236,15 +223,26 @@ def mla_prefill(
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
     q_lens: Int[Array, " B"],
-    seq_lens: Int[Array, " B"],
+    kv_lens: Int[Array, " B"],
     scale: float,
     *,
+    causal: bool = True,
     impl: str | None = None,
-) -> Float[Array, "B T N V"]:
-    """Attention over heads, a row's first `q_lens` queries being the last of its `seq_lens` tokens."""
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Attention over heads and its LSE. A row's first `q_lens` queries are the last of its `kv_lens` tokens; they attend to
+    those before them, or to all of the row's unless `causal`."""
     from pallas_kernels import mla_prefill as kernel
 
-    return kernel.mla_prefill(q, k, v, q_lens, seq_lens, scale=scale, impl=impl)[0]
+    return kernel.mla_prefill(q, k, v, q_lens, kv_lens, scale=scale, causal=causal, impl=impl)
+
+
+def merge(
+    out_a: Float[Array, "B T N V"], lse_a: Float[Array, "B T N"], out_b: Float[Array, "B T N V"], lse_b: Float[Array, "B T N"]
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Attention over two sets of keys, from the answers of `mla_prefill` for each."""
+    from pallas_kernels import mla_prefill as kernel
+
+    return kernel.merge(out_a, lse_a, out_b, lse_b)
 
 
 def fp8_group() -> int:

@@ -55,17 +55,20 @@ def inverse_frequencies(config: Config) -> Float[np.ndarray, " half"]:
     return (stretched * slow + kept * (1 - slow)).astype(np.float32)
 
 
-def turns(positions: Int[Array, "B T"], config: Config) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+Turns = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
+
+
+def turns(positions: Int[Array, "B T"], config: Config) -> Turns:
     """Cosine and sine of each pair's angle, in float32, times the amplitude."""
     angle = positions[..., None].astype(jnp.float32) * inverse_frequencies(config)
     return jnp.cos(angle) * amplitude(config.rope_scaling), jnp.sin(angle) * amplitude(config.rope_scaling)
 
 
-def rotate(x: Float[Array, "B T *H E"], positions: Int[Array, "B T"], config: Config) -> Float[Array, "B T *H E"]:
-    """Turns the pairs of `x` by their position, in float32. Pairs are neighbours, or halves if `rope_interleave` is false."""
-    cos, sin = (t.reshape(*positions.shape, *(1,) * (x.ndim - 3), -1) for t in turns(positions, config))
+def rotate(x: Float[Array, "B T *H E"], turns: Turns, interleave: bool) -> Float[Array, "B T *H E"]:
+    """Turns the pairs of `x` by their token's angles, in float32. Pairs are neighbours, or halves unless `interleave`."""
+    cos, sin = (t.reshape(*t.shape[:2], *(1,) * (x.ndim - 3), -1) for t in turns)
     y = x.astype(jnp.float32)
-    pairs = (*y.shape[:-1], -1, 2) if config.rope_interleave else (*y.shape[:-1], 2, -1)
-    axis = -1 if config.rope_interleave else -2
+    pairs = (*y.shape[:-1], -1, 2) if interleave else (*y.shape[:-1], 2, -1)
+    axis = -1 if interleave else -2
     a, b = (jnp.take(y.reshape(pairs), i, axis=axis) for i in (0, 1))
     return jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=axis).reshape(x.shape).astype(x.dtype)

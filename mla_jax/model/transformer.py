@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
-from mla_jax.cache import latent
+from mla_jax.cache import paged
+from mla_jax.cache.paged import Layer, Pool
 from mla_jax.model.dispatch import Dispatch, StepPlan
 from mla_jax.model.mla import MLA
 from mla_jax.model.moe import MLP, Experts, MoE, settle
@@ -30,16 +31,15 @@ class Block(nnx.Module):
         self.mlp_norm = norm_weight(config, rngs, "model")
         self.mlp = MoE(config, rngs) if config.is_moe(layer) else MLP(config, rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], pending: Any, batch: Batch, cached: latent.Layer | None, plan: StepPlan):
-        """Returns `((x, pending), cached, load)`; `load` counts each expert's tokens, None for a dense layer."""
+    def __call__(self, x: Float[Array, "B T D"], pending: Any, batch: Batch, layer: Layer | None, plan: StepPlan):
+        """Returns `((x, pending), layer, load)`; `load` counts each expert's tokens, None for a dense layer."""
         with jax.named_scope("attention"):
-            normed = rms_norm(x, self.attn_norm[...], self.eps)
-            y, cached = self.attn(normed, batch, cached, plan.form, plan.shared)
+            y, layer = self.attn(rms_norm(x, self.attn_norm[...], self.eps), layer, plan.form, plan.shared, plan.turns)
         x = x + y
         with jax.named_scope("experts" if isinstance(self.mlp, MoE) else "mlp"):
             y = rms_norm(x, self.mlp_norm[...], self.eps)
             y, load, left = self.mlp(y, batch.mask, plan.experts) if isinstance(self.mlp, MoE) else (self.mlp(y), None, None)
-        return (settle(x + y, pending), left), cached, load
+        return (settle(x + y, pending), left), layer, load
 
 
 class Transformer(nnx.Module):
@@ -62,28 +62,37 @@ class Transformer(nnx.Module):
         self.mtp = nnx.List([MTP(config, rngs, Block(config, rngs, config.num_hidden_layers + i)) for i in range(depth)])
 
     def __call__(
-        self, tokens: Int[Array, "B T"], batch: Batch, cache: latent.Cache | None = None, *, collect: bool = False
-    ) -> tuple[Float[Array, "B T D"], latent.Cache | None, dict[str, list[Array]]]:
-        """Hidden states after the last norm, the cache with the new tokens in it, and, if `collect`, each MoE layer's load.
+        self, tokens: Int[Array, "B T"], batch: Batch, pool: Pool | None = None, *, collect: bool = False
+    ) -> tuple[Float[Array, "B T D"], Pool | None, dict[str, list[Array]]]:
+        """Hidden states after the last norm, the pool with the new tokens in it, and, if `collect`, each MoE layer's load.
 
-        Without a cache the tokens attend to each other alone, as in training."""
-        plan = self.dispatch.step(self, batch, None if cache is None else cache[0])
-        x, pending = self.embedded(tokens), None
-        layers, loads = [], []
+        Without a pool the tokens attend to each other alone, as in training."""
+        plan = self.dispatch.step(self, batch, pool)
+        x, pending, loads = self.embedded(tokens), None, []
 
-        def layer_of(graph: Any, weights: Any, x: Array, pending: Any, held: latent.Layer | None):
-            return nnx.merge(graph, weights)(x, pending, batch, held, plan)
+        def layer_of(graph: Any, weights: Any, x: Array, pending: Any, layer: Layer | None):
+            return nnx.merge(graph, weights)(x, pending, batch, layer, plan)
 
         # layers of one structure are traced and lowered once; XLA inlines the calls
         apply = jax.jit(layer_of, static_argnums=0) if isinstance(x, Tracer) else layer_of
         for i, block in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
-                held = None if cache is None else cache[i]
-                (x, pending), layer, load = apply(*nnx.split(block), x, pending, held)
-            layers.append(layer)
+                (x, pending), layer, load = apply(*nnx.split(block), x, pending, self.layer_of(pool, i))
+            pool = None if layer is None else layer.pool
             loads += [load] if load is not None else []
         hidden = rms_norm(settle(x, pending), self.norm[...], self.config.rms_norm_eps)
-        return hidden, None if cache is None else tuple(layers), {"load": loads} if collect else {}
+        return hidden, pool, {"load": loads} if collect else {}
+
+    def layer_of(self, pool: Pool | None, index: int) -> Layer | None:
+        """The part of the pool that belongs to a layer; those of MTP come after the model's."""
+        if pool is None:
+            return None
+        pages = next(iter(pool.values())).shape[0] // self.cached_layers
+        return Layer(pool, jnp.int32(index * pages))
+
+    @property
+    def cached_layers(self) -> int:
+        return len(self.layers) + len(self.mtp)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -103,28 +112,27 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "B T"],
         hidden: Float[Array, "B T D"],
         batch: Batch,
-        layer: latent.Layer | None = None,
+        pool: Pool | None = None,
         *,
         collect: bool = False,
-    ) -> tuple[Float[Array, "B T D"], latent.Layer | None, dict[str, list[Array]]]:
+    ) -> tuple[Float[Array, "B T D"], Pool | None, dict[str, list[Array]]]:
         """Runs MTP layer `depth` on the normed `hidden` of position t and the token of t + 1; `unembed` gives logits for t + 2.
 
-        The layer has a cache of its own. Its output is normed and takes the place of `hidden` at the next depth."""
-        plan = self.dispatch.step(self, batch, layer)
+        The layer has pages of its own in the pool. Its output is normed and takes the place of `hidden` at the next depth."""
+        plan = self.dispatch.step(self, batch, pool)
         plan = plan._replace(experts=plan.experts._replace(defer=0))  # there is no layer after it
+        layer = self.layer_of(pool, len(self.layers) + depth)
         x, layer, load = self.mtp[depth](self.embedded(tokens), hidden, batch, layer, plan)
-        return x, layer, {"load": [load] if load is not None else []} if collect else {}
+        return x, None if layer is None else layer.pool, {"load": [load] if load is not None else []} if collect else {}
 
-    def new_cache(self, rows: int, slots: int, layers: int | None = None) -> latent.Cache:
-        """An empty cache of what this model's forms remember, in the dtype of its weights or in FP8.
-
-        On a CPU it has a second row even for one sequence: XLA copies a one-row cache at every turn of a while_loop there."""
-        rows = max(rows, 2) if self.dispatch.device.platform == "cpu" else rows
+    def new_pool(self, pages: int, size: int = paged.PAGE, layers: int | None = None) -> Pool:
+        """An empty pool with `pages` pages per layer of what this model's forms remember, in its weights' dtype or in FP8."""
         config, attn = self.config, self.layers[0].attn
         up = (attn.uk.get_value(), attn.uv.get_value())  # which may be shapes only
         shapes = [jax.ShapeDtypeStruct((1, 1, n), up[0].dtype) for n in (config.kv_lora_rank, config.qk_rope_head_dim)]
         token = jax.eval_shape(self.dispatch.cached().remembers, *shapes, up)
-        return latent.init(token, config.num_hidden_layers if layers is None else layers, rows, slots)
+        count, on_cpu = self.cached_layers if layers is None else layers, self.dispatch.device.platform == "cpu"
+        return paged.init(token, count, pages, size, as_bits=on_cpu)
 
     def blocks(self) -> list[Block]:
         """All layers, MTP's after the model's."""

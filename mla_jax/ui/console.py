@@ -1,5 +1,6 @@
 """What a run prints: text to stdout, notes and statistics to stderr; or one JSON object per event to stdout."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -34,8 +35,9 @@ class Console:
     def chunk(self, chunk: Chunk, has_text: bool) -> None:
         """New text; token ids if the model has no tokenizer. On a terminal, control characters are made visible."""
         if self.as_json:
-            logprobs = {} if chunk.logprobs is None else {"logprobs": chunk.logprobs}
-            return self.event("token", text=chunk.text if has_text else None, token_ids=chunk.token_ids, **logprobs)
+            asked = {"logprobs": chunk.logprobs, "prompt_logprobs": chunk.prompt_logprobs}
+            asked = {name: value for name, value in asked.items() if value is not None}
+            return self.event("token", text=chunk.text if has_text else None, token_ids=chunk.token_ids, **asked)
         text = chunk.text if has_text else "".join(f"{token} " for token in chunk.token_ids)
         return self._write(printable_text(text) if self.terminal else text)
 
@@ -46,10 +48,10 @@ class Console:
         self._write("\n")
         return self.note(f"\n {summary(stats, reason)}" if stats else f"\n stop: {reason}")
 
-    def logprobs(self, logprobs: Logprobs, tokenizer: Tokenizer | None) -> None:
-        """The log-probability of each token and of its alternatives, a line per token."""
-        if not self.as_json:
-            self.note("\n logprobs:", *(_logprob_line(candidates, tokenizer) for candidates in logprobs))
+    def logprobs(self, logprobs: Logprobs, tokenizer: Tokenizer | None, name: str = "logprobs") -> None:
+        """The log-probability of each token and of its alternatives, a line per token; nothing if there are none."""
+        if logprobs and not self.as_json:
+            self.note(f"\n {name}:", *(_logprob_line(candidates, tokenizer) for candidates in logprobs))
 
     def note(self, *lines: str) -> None:
         """Something for the reader, not part of the answer."""
@@ -146,6 +148,7 @@ class Status:
 def answer(llm: LLM, prompt: str | list[int], sampling: SamplingParams, console: Console) -> tuple[str, str]:
     """Prints one answer while it comes, and its figures. Returns its text, and its finish reason or "interrupted" by Ctrl-C."""
     pieces: list[str] = []
+    prompt_logprobs: Logprobs = []
     logprobs: Logprobs = []
     reason = "interrupted"
     try:
@@ -153,18 +156,30 @@ def answer(llm: LLM, prompt: str | list[int], sampling: SamplingParams, console:
             for chunk in llm.stream(prompt, sampling):
                 console.chunk(chunk, llm.tokenizer is not None)
                 pieces.append(chunk.text)
+                prompt_logprobs += [p for p in chunk.prompt_logprobs or [] if p is not None]
                 logprobs += chunk.logprobs or []
                 reason = chunk.finish_reason or reason
                 if interrupted():
                     break
     except KeyboardInterrupt:
         reason = "interrupted"
-    if logprobs:
-        console.logprobs(logprobs, llm.tokenizer)
+    console.logprobs(prompt_logprobs, llm.tokenizer, "prompt logprobs")
+    console.logprobs(logprobs, llm.tokenizer)
     console.done(llm.last_stats, reason)
     if reason == "error":
         console.error("the model's logits were not finite, the text ends before them")
     return "".join(pieces), reason
+
+
+def answers(llm: LLM, prompt: str | list[int], sampling: SamplingParams, console: Console) -> str:
+    """Prints `n` answers one after the other, with seeds that follow each other. Returns the first finish reason that is bad."""
+    reason = ""
+    for i in range(sampling.n):
+        seed = None if sampling.seed is None else (sampling.seed + i) % 2**64
+        _, reason = answer(llm, prompt, dataclasses.replace(sampling, n=1, seed=seed), console)
+        if reason in ("error", "interrupted"):
+            break
+    return reason
 
 
 REASONS = {"end": "end of text", "length": "length", "stop": "stop text or token", "error": "logits not finite"}

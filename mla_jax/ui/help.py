@@ -10,14 +10,14 @@ EXAMPLES = """\
 examples:
   python -m mla_jax.generate "def read_lines(path):"
   python -m mla_jax.generate --model moonshotai/Moonlight-16B-A3B-Instruct --chat
-  git diff | python -m mla_jax.generate - --model ./model --max-tokens 200 --json"""
-VALUES = {"bool": "", "int": " N", "float": " X", "str": " TEXT"}  # what a flag takes, by the type of its field
+  python -m mla_jax.generate --model ./model --batch-file prompts.jsonl --out answers.jsonl"""
+VALUES = {"Mapping": " ID X ...", "bool": "", "int": " N", "float": " X", "str": " TEXT"}  # of a flag, by its field's type
 
 
 def help_text(usage: str, groups: Mapping[str, type]) -> str:
     """`usage`, then each group's flags with what they do."""
-    parts = [f"usage: {usage}", *(_group(name, options) for name, options in groups.items()), EXAMPLES]
-    return "\n\n".join(parts)
+    flags = "\n".join(_group(name, options) for name, options in groups.items())
+    return f"usage: {usage}\n\n{flags}\n\n{EXAMPLES}"
 
 
 def _group(name: str, options: type) -> str:

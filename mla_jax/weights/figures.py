@@ -6,7 +6,7 @@ from mla_jax.base.options import ExpertOptions
 from mla_jax.base.qtensor import QTensor
 from mla_jax.offload.place import Figures, Placement
 from mla_jax.weights.load import Checkpoint
-from mla_jax.weights.plan import plan, score_bytes
+from mla_jax.weights.plan import plan
 
 ROOM = 8192  # tokens per sequence whose cache pushes experts off the device, if the user gives no context
 HELD = 1024  # tokens per sequence that steps are predicted for then
@@ -17,9 +17,8 @@ def figures(checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None =
     config, longest = checkpoint.config, checkpoint.config.max_position_embeddings
     everything = plan(checkpoint, context or min(ROOM, longest), batch)
     prompt = min(roofline.STREAMED, longest)
-    scores = score_bytes(checkpoint.bytes(), checkpoint.device.platform)
     models = (checkpoint.model(Placement(stream=stream)) for stream in (0, 1))
-    chunks = (model.dispatch.chunk(model, 1, prompt, scores) for model in models)
+    chunks = (model.dispatch.chunk(model) for model in models)
     chunk, streamed = (min(each, prompt) for each in chunks)
     return Figures(
         config=config,

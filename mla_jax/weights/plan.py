@@ -1,39 +1,39 @@
 """What a model needs in memory, worked out from shapes alone, and whether it fits."""
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 import jax
 
 from mla_jax.base import roofline
-from mla_jax.base.batch import bucket
 from mla_jax.base.devices import Devices
 from mla_jax.base.errors import DoesNotFit
 from mla_jax.base.limits import free_memory, gib
 from mla_jax.base.qtensor import QTensor
-from mla_jax.cache.latent import slots_for
+from mla_jax.cache.paged import PAGE
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.place import Placement
 from mla_jax.offload.streaming import scratch_bytes
 from mla_jax.weights.load import ON_DEVICE, Checkpoint
 
 PROGRAMS, PROGRAMS_PER_LAYER = 300 << 20, 13 << 20  # bytes, measured with 3 to 27 layers on JAX 0.10.2
+ROWS = 64  # requests that run at a time, unless memory is planned for more
+CPU_TOKENS = 32_768  # of the cache on a CPU, unless more are asked for: there it would take the memory of all else
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes on the device, for `batch` sequences of `context` tokens each."""
+    """Bytes on the device, for `batch` sequences of `context` tokens each, and the pool that is made."""
 
     weights: int
     host: int  # of experts in the host's memory; on a CPU a part of the weights
-    cache: int  # of all the slots that are made for so many tokens
+    cache: int  # of `batch` sequences of `context` tokens
     temporaries: int
-    scores: int  # what the attention scores of one chunk of a prompt stay below
     available: int
     context: int
     longest: int  # the largest context that fits
+    tokens: int  # that the pool holds, of all sequences together
     batch: int = 1
 
     @property
@@ -42,7 +42,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.needed <= self.available
+        return self.needed <= self.available and self.tokens >= self.batch * self.context
+
+    @property
+    def rows(self) -> int:
+        """Requests that run at a time."""
+        return max(ROWS, self.batch)
 
     def lines(self) -> list[str]:
         """A table, and what to change when it does not fit."""
@@ -54,107 +59,99 @@ class Plan:
             "needed": self.needed,
             "available": self.available,
         }
-        verdict = f"largest context that fits: {self.longest:,} tokens" if self.longest else "not even a short context fits"
         return [
             *(f"{name:<28}{size:>12}" for name, size in zip(rows, map(gib, rows.values()), strict=True)),
-            verdict,
+            self._verdict(),
             *self.advice(),
         ]
+
+    def _verdict(self) -> str:
+        if not self.longest:
+            return "not even a short context fits"
+        together = f"; the cache holds {self.tokens:,} tokens of up to {self.rows} sequences" if self.fits else ""
+        return f"largest context that fits: {self.longest:,} tokens{together}"
 
     def advice(self) -> list[str]:
         if self.fits:
             return []
+        if self.needed <= self.available:
+            return [f"it does not fit: --cache-tokens {self.tokens} is less than {self.batch} x {self.context:,} tokens"]
         if self.longest:
             return [f"it does not fit: ask for --context {self.longest} or less, or free memory with a larger --memory-fraction"]
         return ["it does not fit: take --dtype bfloat16, a larger --memory-fraction, or a device with more memory"]
 
     def refuse(self) -> None:
-        """Raises DoesNotFit unless at least a short context fits beside the weights."""
+        """Raises DoesNotFit unless the context that is asked for fits."""
         if not self.longest:
             raise DoesNotFit("the model does not fit the device's memory", *self.lines())
+        if not self.fits:
+            raise DoesNotFit(f"a cache of {self.batch} x {self.context:,} tokens does not fit", *self.lines())
 
 
-def plan(checkpoint: Checkpoint, context: int | None = None, batch: int = 1, placement: Placement = ON_DEVICE) -> Plan:
-    """The plan for the whole context that the model allows, or `context`, of each of `batch` sequences."""
-    model, longest = checkpoint.model(placement), checkpoint.config.max_position_embeddings
-    slot = slot_bytes(model, bucket(batch))
+def plan(
+    checkpoint: Checkpoint,
+    context: int | None = None,
+    batch: int = 1,
+    placement: Placement = ON_DEVICE,
+    cache_tokens: int | None = None,
+) -> Plan:
+    """The plan for `batch` sequences of `context` tokens, by default as long as the model allows and as fits.
+
+    The pool has `cache_tokens` tokens; by default, on a GPU, as many as fit."""
+    model, most = checkpoint.model(placement), checkpoint.config.max_position_embeddings
+    on_cpu = checkpoint.device.platform == "cpu"
+    page = page_bytes(model)
     free, host = available(), checkpoint.bytes(placement, host=True)
-    weights = checkpoint.bytes(placement) + host * (checkpoint.device.platform == "cpu")
-    scores = score_bytes(weights, model.dispatch.device.platform)
-    chosen = context or longest
+    weights = checkpoint.bytes(placement) + host * on_cpu
     quantized = [value.shape for value in checkpoint.parameters(placement).values() if isinstance(value, QTensor)]
-
-    def fits(tokens: int) -> bool:
-        return weights + slots_for(tokens) * slot + temporaries(model, quantized, tokens, scores, batch) <= free
-
-    largest = largest_context(fits, lambda tokens: roofline.chunk_tokens(checkpoint.config, batch, tokens, scores), longest)
-    largest = max(largest, chosen * fits(chosen))
-    held, temporary = slots_for(chosen) * slot, temporaries(model, quantized, chosen, scores, batch)
-    return Plan(weights, host, held, temporary, scores, free, chosen, largest, batch)
-
-
-def slot_bytes(model: Transformer, rows: int) -> int:
-    """What one more slot of each of so many rows takes in all layers."""
-    (layer,) = jax.eval_shape(lambda: model.new_cache(rows, 1, layers=1))
-    each = sum(a.size * a.dtype.itemsize for name, a in layer.items() if name != "length")
-    return each * model.config.num_hidden_layers
+    temporary = temporaries(model, quantized, max(ROWS, batch))
+    fitting = max(free - weights - temporary, 0) // page * PAGE
+    longest = min(most, fitting // batch)
+    usual = min(CPU_TOKENS, cache_tokens or CPU_TOKENS) // batch if on_cpu else cache_tokens or most
+    chosen = context or max(1, min(most, usual, longest))
+    asked = pages_for(chosen) * batch
+    usual_tokens = max(min(CPU_TOKENS, fitting), asked * PAGE) if on_cpu else fitting
+    tokens = pages_for(cache_tokens) * PAGE if cache_tokens else usual_tokens
+    return Plan(weights, host, asked * page, temporary, free, chosen, longest, tokens, batch)
 
 
-def largest_context(fits: Callable[[int], bool], chunk: Callable[[int], int], most: int) -> int:
-    """The largest of 1 to `most` tokens that fits, 0 if none does.
-
-    What is needed grows with them, but for where prompts' chunks become shorter: from the last such part to the first."""
-    while most and not fits(most):
-        shortest = chunk(most)
-        least = 1 + bisect_left(range(1, most), True, key=lambda tokens: chunk(tokens) <= shortest)
-        if fits(least):
-            return least + bisect_left(range(least + 1, most), True, key=lambda tokens: not fits(tokens))
-        most = least - 1
-    return most
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE)
 
 
-def score_bytes(weights: int, platform: str) -> int:
-    """What the attention scores of one chunk of a prompt may take.
-
-    On a CPU no more than the weights, which every chunk reads again: scores that stay in its caches are 3 times as fast (8,192
-    tokens of the demo model on two cores: 34 s with 1 GiB, 20 with 256 MiB, 12.8 with 128, 11.6 with 64, 15 with 32)."""
-    return min(max(weights, 64 << 20), 1 << 30) if platform == "cpu" else 1 << 30
+def page_bytes(model: Transformer) -> int:
+    """What one page takes in all layers."""
+    pool = jax.eval_shape(lambda: model.new_pool(1))
+    return sum(a.size * a.dtype.itemsize for a in pool.values())
 
 
-def temporaries(model: Transformer, quantized: Sequence[tuple[int, ...]], context: int, scores: int, batch: int = 1) -> int:
-    """About the most that one step takes in addition to weights and cache; `quantized` are the shapes of packed weights.
+def temporaries(model: Transformer, quantized: Sequence[tuple[int, ...]], rows: int) -> int:
+    """About the most that one step takes in addition to weights and pool; `quantized` are the shapes of packed weights.
 
-    Scores, rebuilt heads, activations of experts, unpacked weights, experts copied from the host, logits; on a CPU also what
-    tracing and compiling take."""
+    Attention over a block of the cache, activations of experts, unpacked weights, experts copied from the host, logits; on a CPU
+    also what tracing and compiling take."""
     config, itemsize = model.config, model.dtype.itemsize
-    chunk = min(model.dispatch.chunk(model, batch, context, scores), context)
-    tokens = batch * chunk
+    tokens = max(model.dispatch.chunk(model), rows)
     copied = scratch_bytes(config, itemsize, tokens) if 0 < model.dispatch.stream <= tokens else 0
-    logits = 4 * 4 * batch * config.vocab_size
+    logits = 4 * 4 * rows * config.vocab_size
+    seen = 2 * rows * config.vocab_size
     parts = (
-        _scores(model, context, scores, batch),
-        _rebuilt_heads(model, chunk, context, batch),
+        max(_attention(model, rows, 1), _attention(model, 1, tokens)),
         _expert_activations(model, tokens),
         _unpacked(model, quantized, tokens),
         copied,
         logits,
+        seen,
         _programs(model),
     )
     return sum(parts)
 
 
-def _scores(model: Transformer, context: int, scores: int, batch: int) -> int:
-    scored = min(roofline.chunk_tokens(model.config, batch, context, scores), context)
-    return 3 * 4 * batch * model.config.num_attention_heads * scored * context
-
-
-def _rebuilt_heads(model: Transformer, chunk: int, context: int, batch: int) -> int:
-    """Keys and values of all heads, in the forms that expand the latents."""
-    config = model.config
-    if model.dispatch.form_name(model, batch, chunk, context) not in ("compressed", "naive", "kernel_heads"):
-        return 0
-    head = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    return batch * context * config.num_attention_heads * head * model.dtype.itemsize
+def _attention(model: Transformer, rows: int, new: int) -> int:
+    """Scores and rebuilt heads of a block."""
+    config, itemsize = model.config, model.dtype.itemsize
+    block = roofline.block_slots(config, model.dispatch.device.platform, rows, new, itemsize)
+    return roofline.block_bytes(config, rows, new, block, itemsize)
 
 
 def _expert_activations(model: Transformer, tokens: int) -> int:

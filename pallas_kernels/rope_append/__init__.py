@@ -1,9 +1,7 @@
-"""RoPE on queries, and in-place append of a step's tokens to a latent cache: the contract, and the choice of implementation.
+"""RoPE on queries, and in-place append of a step's tokens to a pool of pages: the contract, and the choice of implementation.
 
-Row b of a step has up to T new tokens. Token t, if `rank[b, t]` is not negative, is written to slot `length[b] + rank[b, t]`:
-its latent (the first R columns of `kv`) after RMSNorm with `weight`, its rotary key (the last E columns) after RoPE, and its
-position. Tokens beyond the last slot are dropped. `length[b]` grows by the number of ranks that are not negative. The last E
-columns of each head's query are rotated by the same angles."""
+Token t of row b goes to slot `slot[b, t]` of the pool: its latent (the first R columns of `kv`) after RMSNorm with `weight`, and
+its rotary key (the last E columns) after RoPE. The last E columns of each head's query are rotated by the same angles."""
 
 from typing import NamedTuple
 
@@ -17,19 +15,16 @@ __all__ = ["CHECKS", "Latents", "Tokens", "Unsupported", "rope_append"]
 
 
 class Latents(NamedTuple):
-    """A layer's cache of C rows, at least B, with S slots."""
+    """The pool's pages, of all layers."""
 
-    c_kv: jax.Array  # [C S R]
-    k_pe: jax.Array  # [C S E]
-    positions: jax.Array  # [C S] int32
-    length: jax.Array  # [C] int32
+    c_kv: jax.Array  # [G Z R]
+    k_pe: jax.Array  # [G Z E]
 
 
 class Tokens(NamedTuple):
-    """The new tokens of a step, shared by all layers."""
+    """The new tokens of a step. Their slots are distinct."""
 
-    rank: jax.Array  # [B T] int32: index among the row's new tokens, negative for padding
-    positions: jax.Array  # [B T] int32
+    slot: jax.Array  # [B T] int32: page * Z + place in the page; negative, or G * Z and more: the token is written nowhere
     cos: jax.Array  # [B T E/2] float32
     sin: jax.Array  # [B T E/2] float32
 
@@ -53,7 +48,7 @@ def rope_append(
     q: jax.Array, kv: jax.Array, weight: jax.Array, tokens: Tokens, cache: Latents,
     *, eps: float, interleave: bool, impl: str | None = None,
 ) -> tuple[jax.Array, Latents]:  # fmt: skip
-    """`[B T N H]`, `[B T R+E]`, `[R]` -> the rotated `[B T N E]`, and the cache with the tokens appended.
+    """`[B T N H]`, `[B T R+E]`, `[R]` -> the rotated `[B T N E]`, and the pool with the tokens in it.
 
     `interleave`: the two elements of a pair are adjacent, else E/2 apart. `impl`: "mosaic_gpu" or "xla"; None takes the first
     that supports the arrays and the device. Raises Unsupported if the named one does not."""

@@ -2,7 +2,11 @@
 
 Each of XLA's kernels costs a decode step about 1.3 us, many times the time of its memory traffic. For each row one block
 computes the keys, the others some query heads each. The elements of a pair meet through shared memory: a line is read again
-from one position further and one back."""
+from one position further and one back.
+
+A pool may have more numbers than 32 bits count. Slots are 32 bits wide, addresses are not: Mosaic widens an index before it
+multiplies it by a stride (its index type has 64 bits), for loads, stores and bulk copies alike; tests/pallas_kernels/compile.py
+looks whether that is so."""
 
 import functools
 import math
@@ -30,11 +34,8 @@ def factors(cos, sin, interleave):
     return jnp.stack([line(cos, cos, 1.0), line(-sin, none), line(none, sin)], axis=2)
 
 
-def _kernel(
-    q_g, kv_g, weight_g, factors_g, rank_g, count_g, new_g, c_kv_g, k_pe_g, positions_g, length_g, q_pe_g, line_s, out_s,
-    *, eps, shift,
-):  # fmt: skip
-    (T, _, H), (S, R), E, each = q_g.shape[1:], c_kv_g.shape[1:], k_pe_g.shape[-1], line_s.shape[0]
+def _kernel(q_g, kv_g, weight_g, factors_g, slot_g, c_kv_g, k_pe_g, q_pe_g, line_s, out_s, *, eps, shift):
+    (T, _, H), (slots, R), E, each = q_g.shape[1:], c_kv_g.shape, k_pe_g.shape[-1], line_s.shape[0]
     b, part = lax.axis_index("row"), lax.axis_index("part")
     one_each = plgpu.Layout.WG_STRIDED((LINE,), 1)
     whole = plgpu.Layout.WG_STRIDED((R,), R // LINE)
@@ -61,18 +62,13 @@ def _kernel(
 
     @pl.when(part == 0)
     def keys():
-        start = length_g[b]
-        plgpu.commit_smem()  # all threads have read `start` before one writes it
         for t in range(T):
-            slot = start + rank_g[b, t]
+            slot = slot_g[b, t]
 
-            @pl.when((rank_g[b, t] >= 0) & (slot < S))
+            @pl.when((slot >= 0) & (slot < slots))
             def _(t=t, slot=slot):
-                c_kv_g[b, slot] = normed(t)
-                positions_g[b, slot] = new_g[b, t]
-                turn(t, [kv_g.at[b, t, pl.ds(R + E - LINE, LINE)]], [k_pe_g.at[b, slot]])
-
-        length_g[b] = start + count_g[b]
+                c_kv_g[slot] = normed(t)
+                turn(t, [kv_g.at[b, t, pl.ds(R + E - LINE, LINE)]], [k_pe_g.at[slot]])
 
     @pl.when(part > 0)
     def queries():
@@ -86,9 +82,7 @@ def rope_append(q, kv, weight, tokens, cache, *, eps, interleave, interpret=None
     """As `rope_append` of the package; `interpret` runs the kernel on a CPU."""
     (B, T, N, _), E = q.shape, cache.k_pe.shape[-1]
     each = math.gcd(N, HEADS)
-    held = [jax.new_ref(x) for x in cache]
-    count = (tokens.rank >= 0).sum(1, dtype=jnp.int32)
-    step = factors(tokens.cos, tokens.sin, interleave), tokens.rank, count, tokens.positions
+    held = [jax.new_ref(x.reshape(-1, x.shape[-1])) for x in cache]  # by slots: no copy, and no division in the kernel
     q_pe = plgpu.kernel(
         functools.partial(_kernel, eps=eps, shift=1 if interleave else E // 2),
         out_type=jax.ShapeDtypeStruct((B, T, N, E), q.dtype),
@@ -97,5 +91,5 @@ def rope_append(q, kv, weight, tokens, cache, *, eps, interleave, interpret=None
         grid_names=("row", "part"),
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=128),
         interpret=interpret,
-    )(q, kv, weight, *step, *held)
-    return q_pe, type(cache)(*(x[...] for x in held))
+    )(q, kv, weight, factors(tokens.cos, tokens.sin, interleave), tokens.slot, *held)
+    return q_pe, type(cache)(*(new[...].reshape(old.shape) for new, old in zip(held, cache, strict=True)))

@@ -6,15 +6,19 @@ from jax import lax
 
 def rope_append(q, kv, weight, tokens, cache, *, eps, interleave):
     """As `rope_append` of the package."""
-    R, E, (B, S) = cache.c_kv.shape[-1], cache.k_pe.shape[-1], (q.shape[0], cache.c_kv.shape[1])
+    R, E = cache.c_kv.shape[-1], cache.k_pe.shape[-1]
     c = kv[..., :R].astype(jnp.float32)
     c = weight * (c * lax.rsqrt(jnp.mean(c * c, axis=-1, keepdims=True) + eps)).astype(kv.dtype)
     k_pe = turn(kv[..., None, R:], tokens, interleave)[:, :, 0]
-    slot = jnp.where(tokens.rank >= 0, cache.length[:B, None] + tokens.rank, S)
-    at, news = (jnp.arange(B)[:, None], slot), (c, k_pe, tokens.positions)
-    held = (old.at[at].set(new.astype(old.dtype), mode="drop") for old, new in zip(cache[:3], news, strict=True))
-    length = cache.length.at[:B].add((tokens.rank >= 0).sum(1, dtype=jnp.int32))
-    return turn(q[..., -E:], tokens, interleave), type(cache)(*held, length)
+    held = (write(old, tokens.slot, new) for old, new in zip(cache, (c, k_pe), strict=True))
+    return turn(q[..., -E:], tokens, interleave), type(cache)(*held)
+
+
+def write(pages, slot, new):
+    """`[G Z W]` with `new`, `[B T W]`, in its slots. Slots outside of the pool, negative ones too, are dropped."""
+    flat = pages.reshape(-1, pages.shape[-1])
+    slot = jnp.where(slot < 0, len(flat), slot)  # a negative index would count from the end
+    return flat.at[slot].set(new.astype(pages.dtype), mode="drop").reshape(pages.shape)
 
 
 def turn(x, tokens, interleave):

@@ -31,10 +31,14 @@ IN_RANGE = {
     "top_p": [0, 0.5, 1],
     "min_p": [0, 1],
     "presence_penalty": [-100, 0, 2.5, 100],
+    "frequency_penalty": [-100, 0, 2.5, 100],
     "repetition_penalty": [1e-3, 1, 1000],
     "max_tokens": [0, 1, 10**9],
     "seed": [0, 2**64 - 1],
     "logprobs": [0, 20],
+    "prompt_logprobs": [0, 20],
+    "logit_bias": [None, {}, {0: -100.0, 2**31 - 1: 100.0}, dict.fromkeys(range(300), 1.0)],
+    "n": [1, 128],
     "stop": [(), "end", ("a", "b"), ["a"], ("x",) * 64],
     "stop_token_ids": [(), (0, 2**31 - 1), [3], 3],
     "ignore_eos": [True, False],
@@ -46,10 +50,24 @@ OUT_OF_RANGE = {
     "top_p": [-0.1, 1.1, 2, *NO_NUMBERS],
     "min_p": [-0.1, 1.1, None, *NO_NUMBERS],
     "presence_penalty": [-101, 101, None, *NO_NUMBERS],
+    "frequency_penalty": [-101, 101, None, *NO_NUMBERS],
     "repetition_penalty": [0, -1, 1001, None, *NO_NUMBERS],
     "max_tokens": [-1, 1.5, 10**5000, *NO_NUMBERS],
     "seed": [-1, 2**64, 0.5, *NO_NUMBERS],
     "logprobs": [-1, 21, *NO_NUMBERS],
+    "prompt_logprobs": [-1, 21, *NO_NUMBERS],
+    "logit_bias": [
+        {-1: 1},
+        {2**31: 1},
+        {1: 101},
+        {1: math.nan},
+        {"a": 1},
+        {"-1": 1},
+        {"9" * 99: 1},
+        [(1, 1)],
+        dict.fromkeys(range(301), 1),
+    ],
+    "n": [0, 129, 10**6, 1.0, None, *NO_NUMBERS],
     "stop": [("",), "", (1,), None, 7, ("a",) * 65, b"ab", {"a": 1}, itertools.count()],
     "stop_token_ids": [(-1,), (2**31,), ("a",), (True,), 1.5, None, tuple(range(65)), "12", itertools.count()],
     "ignore_eos": [1, 0, "yes", None, []],
@@ -69,7 +87,8 @@ WRONG = {  # of the options of a model
     "routing_stats": ["", 1, True],
     "device_experts": [-1, "few", 2.0],
     "memory_fraction": [0, 0.0, -0.5, 1.01, 2, "0.5", True, math.nan, None.__class__],
-    "batch": [0, 65, -1, 1.0, "4", None, True],
+    "batch": [0, 1025, -1, 1.0, "4", None, True],
+    "cache_tokens": [0, 63, -1, 1e6, "4096", True],
 }
 
 
@@ -113,6 +132,10 @@ def test_stops_are_kept_as_tuples_however_given():
     params = SamplingParams(stop="end", stop_token_ids=[4, 5])
     assert (params.stop, params.stop_token_ids) == (("end",), (4, 5))
     assert SamplingParams(stop=["a", "b"], stop_token_ids=9) == SamplingParams(stop=("a", "b"), stop_token_ids=(9,))
+
+
+def test_token_ids_of_biases_may_be_text_as_in_json():
+    assert SamplingParams(logit_bias={"50": -100, 7: 1}).logit_bias == {50: -100.0, 7: 1.0}
 
 
 def test_numbers_of_numpy_and_paths_become_plain_values():

@@ -6,11 +6,14 @@ import pytest
 
 from mla_jax.base.config import Config
 from mla_jax.base.roofline import (
+    BLOCK,
+    BLOCK_ELSEWHERE,
     DEVICES,
     Device,
     attention_cost,
+    block_bytes,
+    block_slots,
     break_even,
-    chunk_tokens,
     device,
     pick_form,
     why_form,
@@ -84,12 +87,21 @@ def test_devices_are_known_by_the_start_of_their_kind_and_others_take_a_balance_
     assert device("TPU v9", "tpu").flops == DEVICES["TPU v5 lite"].flops
 
 
-@pytest.mark.parametrize("budget", [0, 10**6, 10**9, 10**12])
-def test_chunks_are_powers_of_two_whose_scores_fit_the_budget(budget):
+def test_the_bytes_of_a_block_are_those_worked_out_by_hand():
+    # 3 rows, 7 new tokens, 20 slots, 2 heads: scores and weights in float32, keys of 7 and values of 5 numbers, made and joined
+    assert block_bytes(SMALL, 3, 7, 20, 2) == 2 * 4 * 3 * 2 * 7 * 20 + 2 * 2 * 3 * 2 * 20 * 12
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("rows", [1, 8, 64, 1024])
+@pytest.mark.parametrize("new", [1, 8, 64, 512, 8192])
+def test_blocks_are_powers_of_two_whose_bytes_stay_below_a_bound(platform, rows, new):
     config = Config.preset("v3")
-    chunk = chunk_tokens(config, 2, 8192, budget)
-    assert chunk in [2**n for n in range(4, 13)]
-    if chunk > 16:
-        assert 3 * 4 * 2 * 128 * chunk * 8192 <= budget
-    if chunk < 4096:
-        assert 3 * 4 * 2 * 128 * 2 * chunk * 8192 > budget
+    most, budget = BLOCK.get(platform, BLOCK_ELSEWHERE)
+    block = block_slots(config, platform, rows, new, 2)
+    assert block in [2**n for n in range(6, 13)]
+    assert block <= most
+    if block > 64:
+        assert block_bytes(config, rows, new, block, 2) <= budget
+    if block < most:
+        assert block_bytes(config, rows, new, 2 * block, 2) > budget

@@ -1,6 +1,7 @@
-"""The state of a batch: chunks and runs of any length leave the same, and rows that have ended hold still."""
+"""The programs over rows and pool: chunks and runs of any length leave the same, and rows that have ended hold still."""
 
 import dataclasses
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +9,15 @@ import numpy as np
 import pytest
 from models import FAMILIES, tensors, write
 
-from mla_jax.cache.latent import EMPTY
-from mla_jax.decode.loop import Programs, State
-from mla_jax.decode.sampling import OUTPUT, PROMPT, Sampling
+from mla_jax.decode.loop import STEPS, Chosen, Programs
+from mla_jax.decode.rows import ADMITTED, ENDS, Rows, blank
+from mla_jax.decode.sampling import OUTPUT, PROMPT
 from mla_jax.weights.load import load
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [20], [33, 34, 35, 36, 37], [40, 41, 42]]
-ROWS, SLOTS, CAPACITY = len(PROMPTS), 64, 32
+ROWS, PAGES = len(PROMPTS), 2
+HEIGHT = 6  # of the table
+LIMITS = (30, 9, 12, 20)
 
 
 @pytest.fixture(scope="module")
@@ -28,139 +31,199 @@ def programs(model) -> Programs:
     return Programs(model)
 
 
-def begun(
-    programs: Programs, temperatures: tuple = (0.0, 1.0, 0.0, 0.7), limits: tuple = (32, 9, 12, 20), ends: int = -1
-) -> State:
-    """The prompts read in one chunk, nothing chosen yet."""
-    return read(programs, new(programs, temperatures, limits, ends), PROMPTS, 16)
+@dataclass
+class Served:
+    """Rows that are read and continued; the table's rows are in another order than the batch's."""
+
+    programs: Programs
+    temperatures: tuple = (0.0, 1.0, 0.0, 0.7)
+    limits: tuple = LIMITS
+    ends: int = -1
+    at: np.ndarray = field(default_factory=lambda: np.array([4, 1, 0, 3], np.int32))
+    ids: list[list[int]] = field(default_factory=lambda: [[] for _ in PROMPTS])
+    logprobs: list[list[float]] = field(default_factory=lambda: [[] for _ in PROMPTS])
+
+    def __post_init__(self):
+        self.table = np.random.default_rng(0).permutation(ROWS * PAGES).reshape(ROWS, PAGES).astype(np.int32)
+        self.pool, self.rows = self.programs.new(HEIGHT, ROWS * PAGES)
+        entry, _ = blank(ADMITTED, 1, np.float32)
+
+        def column(values: tuple, dtype: type) -> np.ndarray:
+            return np.array([*values, *[0] * (ADMITTED - ROWS)], dtype)
+
+        sampling = dataclasses.replace(
+            entry.sampling,
+            temperature=column(self.temperatures, np.float32),
+            seed=np.stack([np.zeros(ADMITTED), np.arange(ADMITTED)], 1).astype(np.uint32),
+        )
+        entry = dataclasses.replace(
+            entry,
+            prompt=column(tuple(map(len, PROMPTS)), np.int32),
+            limit=column(self.limits, np.int32),
+            ends=np.full((ADMITTED, ENDS), self.ends, np.int32),
+            logprobs=np.ones(ADMITTED, bool),
+            sampling=sampling,
+        )
+        at = np.array([*self.at, *[HEIGHT] * (ADMITTED - ROWS)], np.int32)
+        self.rows = self.programs.admit(self.rows, at, entry)
+
+    def read(self, parts: list[list[int]], width: int) -> "Served":
+        tokens = np.array([[*part, *[0] * (width - len(part))] for part in parts], np.int32)
+        counts = np.array([len(part) for part in parts], np.int32)
+        self.pool, self.rows, _ = self.programs.prefill(self.pool, self.rows, self.at, tokens, counts, self.table, None)
+        return self
+
+    def run(self, steps: int) -> Chosen:
+        self.pool, self.rows, chosen = self.programs.run(self.pool, self.rows, self.at, self.table, np.int32(steps))
+        for i, count in enumerate(chosen.count.tolist()):
+            self.ids[i] += chosen.tokens[i, :count].tolist()
+            self.logprobs[i] += chosen.likely.logprobs[i, :count].tolist()
+        return chosen
+
+    def told(self) -> dict[str, np.ndarray]:
+        """What must not depend on how the work was cut up."""
+        return {name: np.asarray(value)[self.at] for name, value in vars(self.rows.open).items()} | {
+            "seen": np.asarray(self.rows.seen)[self.at]
+        }
 
 
-def new(programs: Programs, temperatures: tuple = (0.0,) * ROWS, limits: tuple = (32,) * ROWS, ends: int = -1) -> State:
-    ones = jnp.ones(ROWS)
-    seeds = jnp.asarray([[0, i] for i in range(ROWS)], jnp.uint32)
-    sampling = Sampling(jnp.asarray(temperatures), jnp.zeros(ROWS, jnp.int32), ones, 0 * ones, 0 * ones, ones, seeds)
-    return programs.new(SLOTS, CAPACITY, 2, jnp.asarray(limits, jnp.int32), jnp.full((ROWS, 1), ends, jnp.int32), sampling)
+def begun(programs: Programs, **other) -> Served:
+    return Served(programs, **other).read(PROMPTS, 16)
 
 
-def read(programs: Programs, state: State, parts: list[list[int | None]], width: int) -> State:
-    """One chunk; None stands for padding."""
-    padded = [[*part, *[None] * (width - len(part))] for part in parts]
-    mask = np.array([[token is not None for token in row] for row in padded])
-    return programs.prefill(state, np.array([[token or 0 for token in row] for row in padded], np.int32), mask)
+def assert_same(one: Served, other: Served):
+    assert one.ids == other.ids
+    for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    for name, value in one.told().items():
+        np.testing.assert_allclose(value, other.told()[name], atol=1e-5, err_msg=name)
+    for name, array in one.pool.items():
+        np.testing.assert_allclose(array, other.pool[name], atol=1e-5)
 
 
-def told(state: State) -> dict[str, np.ndarray]:
-    """What must not depend on how the work was cut up."""
-    names = ("tokens", "count", "position", "seen", "done", "finite", "logprobs", "top_logprobs", "top_ids")
-    return {name: np.asarray(getattr(state, name)) for name in names}
-
-
-def assert_same(one: State, other: State):
-    for name, value in told(one).items():
-        np.testing.assert_allclose(value, told(other)[name], atol=1e-5, err_msg=name)
-    for mine, theirs in zip(one.cache, other.cache, strict=True):
-        assert np.array_equal(mine["positions"], theirs["positions"])
-        np.testing.assert_allclose(mine["c_kv"], theirs["c_kv"], atol=1e-5)
-
-
-@pytest.mark.parametrize("cuts", [[1] * 31, [5, 13, 13], [2**30, 1]])
+@pytest.mark.parametrize("cuts", [[1] * 30, [5, 13, 12], [2**30, 1]])
 def test_one_run_equals_many_short_ones(programs, cuts):
-    whole = programs.run(programs.begin(begun(programs)), jnp.int32(31))
-    state = programs.begin(begun(programs))
+    whole, short = begun(programs), begun(programs)
+    whole.run(30)
     for steps in cuts:
-        state = programs.run(state, jnp.int32(steps))
-    assert_same(state, whole)
-    assert state.count.tolist() == [32, 9, 12, 20]
-    assert state.done.all()
+        chosen = short.run(steps)
+    assert_same(short, whole)
+    assert [len(ids) for ids in whole.ids] == list(LIMITS)
+    assert chosen.done.all()
+
+
+def test_a_run_takes_as_many_steps_as_its_answer_has_room_for(programs):
+    served = begun(programs, limits=(60, 60, 60, 60))
+    assert served.run(2**30).count.tolist() == [STEPS] * ROWS
+    assert served.run(2**30).count.tolist() == [60 - STEPS] * ROWS
 
 
 @pytest.mark.parametrize("width", [3, 4, 7])
 def test_prompts_read_in_chunks_equal_prompts_read_whole(programs, width):
-    state = new(programs)
+    chunked, whole = Served(programs), begun(programs)
     for start in range(0, 10, width):
-        state = read(programs, state, [prompt[start : start + width] for prompt in PROMPTS], width)
-    whole = read(programs, new(programs), PROMPTS, 16)
-    np.testing.assert_allclose(state.last, whole.last, atol=1e-5)
-    assert_same(programs.begin(state), programs.begin(whole))
+        chunked.read([prompt[start : start + width] for prompt in PROMPTS], width)
+    chunked.run(5), whole.run(5)
+    assert_same(chunked, whole)
 
 
-def test_padding_may_stand_anywhere_in_a_chunk(programs):
-    scattered = [[None, *prompt[:1], None, None, *prompt[1:]] for prompt in PROMPTS]
-    state, whole = read(programs, new(programs), scattered, 16), read(programs, new(programs), PROMPTS, 16)
-    np.testing.assert_allclose(state.last, whole.last, atol=1e-5)
-    assert_same(programs.begin(state), programs.begin(whole))
+def test_rows_may_be_run_apart(programs):
+    together, apart = begun(programs), begun(programs)
+    together.run(20)
+    tables, rows = apart.table, apart.at
+    for i in range(ROWS):
+        apart.at, apart.table = np.array([rows[i], HEIGHT], np.int32), np.stack([tables[i], 0 * tables[i]])
+        apart.pool, apart.rows, chosen = programs.run(apart.pool, apart.rows, apart.at, apart.table, np.int32(20))
+        assert chosen.count[1] == 0
+        assert chosen.tokens[0, : chosen.count[0]].tolist() == together.ids[i]
 
 
-def test_the_cache_holds_every_token_but_the_newest_at_its_position(programs):
-    state = programs.run(programs.begin(begun(programs)), jnp.int32(2**30))
-    for layer in state.cache:
-        for i, prompt in enumerate(PROMPTS):
-            held = len(prompt) + int(state.count[i]) - 1
-            assert layer["positions"][i].tolist() == [*range(held), *[EMPTY] * (SLOTS - held)]
-    assert state.position.tolist() == [len(p) + int(n) - 1 for p, n in zip(PROMPTS, state.count, strict=True)]
+def test_the_cache_holds_every_token_but_the_last(programs):
+    served = begun(programs)
+    served.run(30)
+    held = [len(prompt) + len(ids) - 1 for prompt, ids in zip(PROMPTS, served.ids, strict=True)]
+    assert served.told()["held"].tolist() == held
+    assert served.told()["position"].tolist() == held
+    for i, count in enumerate(held):
+        for layer in range(2):
+            pages = np.asarray(served.pool["c_kv"])[served.table[i] + layer * ROWS * PAGES]
+            written = np.abs(pages).sum(-1).reshape(-1) > 0
+            assert written.tolist() == [True] * count + [False] * (len(written) - count)
 
 
 def test_rows_that_have_ended_hold_still(programs):
-    early = programs.run(programs.begin(begun(programs)), jnp.int32(12))
-    before = {**told(early), "c_kv": np.asarray(early.cache[0]["c_kv"])}
-    late = programs.run(early, jnp.int32(2**30))
-    after = {**told(late), "c_kv": np.asarray(late.cache[0]["c_kv"])}
-    ended = before["done"]
+    served = begun(programs)
+    chosen = served.run(12)
+    before = served.told()
+    ended = np.asarray(chosen.done)
     assert ended.tolist() == [False, True, True, False]
-    for name, value in before.items():
-        assert np.array_equal(value[ended], after[name][ended]), name
+    served.run(2**30)
+    for name, value in served.told().items():
+        assert np.array_equal(value[ended], before[name][ended]), name
 
 
 def test_a_row_that_may_generate_nothing_records_nothing(programs):
-    state = programs.run(programs.begin(begun(programs, limits=(0, 3, 0, 3))), jnp.int32(2**30))
-    assert state.count.tolist() == [0, 3, 0, 3]
-    assert not state.tokens[np.array([0, 2])].any()
-    assert state.finite.all()
+    served = begun(programs, limits=(0, 3, 0, 3))
+    chosen = served.run(2**30)
+    assert chosen.count.tolist() == [0, 3, 0, 3]
+    assert chosen.finite.all()
 
 
 def test_an_end_token_is_recorded_and_ends_its_row_alone(programs):
-    free = programs.run(programs.begin(begun(programs)), jnp.int32(2**30))
-    end = int(free.tokens[0, 4])
-    state = programs.run(programs.begin(begun(programs, ends=end)), jnp.int32(2**30))
-    for i in range(ROWS):
-        expected = free.tokens[i, : free.count[i]].tolist()
-        expected = expected[: expected.index(end) + 1] if end in expected else expected
-        assert state.tokens[i, : state.count[i]].tolist() == expected
+    free = begun(programs)
+    free.run(2**30)
+    end = free.ids[0][4]
+    served = begun(programs, ends=end)
+    served.run(2**30)
+    for ids, found in zip(free.ids, served.ids, strict=True):
+        assert found == (ids[: ids.index(end) + 1] if end in ids else ids)
 
 
-def test_seen_tells_prompt_and_output_apart(programs):
-    state = programs.run(programs.begin(begun(programs)), jnp.int32(2**30))
-    for i, prompt in enumerate(PROMPTS):
-        output = set(state.tokens[i, : state.count[i]].tolist())
-        expected = [PROMPT * (w in prompt) + OUTPUT * (w in output) for w in range(state.seen.shape[1])]
-        assert state.seen[i].tolist() == expected
+def test_seen_tells_prompt_and_output_apart_and_counts_the_output(programs):
+    served = begun(programs)
+    served.run(2**30)
+    for prompt, ids, seen in zip(PROMPTS, served.ids, served.told()["seen"], strict=True):
+        assert [bool(n & PROMPT) for n in seen] == [w in prompt for w in range(len(seen))]
+        assert [n & OUTPUT for n in seen] == [ids.count(w) for w in range(len(seen))]
+
+
+def test_what_was_generated_before_a_row_was_preempted_counts_as_output_again(programs):
+    served = begun(programs)
+    served.run(8)
+    again = Served(programs)
+    again.read([prompt + ids for prompt, ids in zip(PROMPTS, served.ids, strict=True)], 32)
+    assert np.array_equal(again.told()["seen"], served.told()["seen"])
 
 
 def test_every_token_is_the_choice_of_the_whole_sequence_before_it(programs):
-    state = programs.run(programs.begin(begun(programs, temperatures=(0.0,) * ROWS)), jnp.int32(2**30))
-    for i, prompt in enumerate(PROMPTS):
-        ids = state.tokens[i, : state.count[i]].tolist()
+    served = begun(programs, temperatures=(0.0,) * ROWS)
+    served.run(2**30)
+    for prompt, ids, logprobs in zip(PROMPTS, served.ids, served.logprobs, strict=True):
         sequence = jnp.zeros((1, 42), jnp.int32).at[0, : len(prompt + ids)].set(jnp.asarray(prompt + ids))
         logits = programs.logits(sequence)[0, len(prompt) - 1 :][: len(ids)]
         assert jnp.argmax(logits, -1).tolist() == ids
-        np.testing.assert_allclose(
-            state.logprobs[i, : len(ids)], jax.nn.log_softmax(logits)[jnp.arange(len(ids)), jnp.asarray(ids)], atol=1e-4
-        )
+        expected = jax.nn.log_softmax(logits)[jnp.arange(len(ids)), jnp.asarray(ids)]
+        np.testing.assert_allclose(logprobs, expected, atol=1e-4)
 
 
 def test_hidden_states_of_nan_end_their_row_alone(programs):
-    whole = programs.run(programs.begin(begun(programs)), jnp.int32(2**30))
-    state = begun(programs)
-    state = dataclasses.replace(state, last=state.last.at[1].set(jnp.nan))
-    state = programs.run(programs.begin(state), jnp.int32(2**30))
-    assert state.finite.tolist() == [True, False, True, True]
-    assert state.count.tolist() == [32, 0, 12, 20]
-    others = np.array([0, 2, 3])
-    assert np.array_equal(state.tokens[others], whole.tokens[others])
+    whole, served = begun(programs), begun(programs)
+    whole.run(2**30)
+    is_open = served.rows.open
+    poisoned = dataclasses.replace(is_open, last=is_open.last.at[served.at[1]].set(jnp.nan))
+    served.rows = dataclasses.replace(served.rows, open=poisoned)
+    chosen = served.run(2**30)
+    assert chosen.finite.tolist() == [True, False, True, True]
+    assert served.ids == [whole.ids[0], [], *whole.ids[2:]]
 
 
-def test_a_span_that_covers_the_prompt_changes_nothing(programs):
-    tokens = np.array([[*p, *[0] * (16 - len(p))] for p in PROMPTS], np.int32)
-    mask = np.arange(16) < np.array([[len(p)] for p in PROMPTS])
-    near, far = (programs.prefill(new(programs), tokens, mask, span=span) for span in (16, None))
-    np.testing.assert_allclose(near.last, far.last, atol=1e-5)
+def test_a_row_that_is_admitted_again_knows_nothing_of_the_one_before(programs):
+    served = begun(programs)
+    served.run(6)
+    fresh = Served(programs)
+    entry = jax.tree.map(lambda old: np.zeros((ADMITTED, *old.shape[1:]), old.dtype), served.rows.entry)
+    rows: Rows = programs.admit(served.rows, np.arange(ADMITTED, dtype=np.int32), entry)
+    assert not np.asarray(rows.seen).any()
+    assert not np.asarray(rows.open.count).any()
+    assert np.asarray(rows.open.done).all()  # nothing may be generated
+    assert fresh.told()["count"].tolist() == [0] * ROWS

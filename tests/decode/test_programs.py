@@ -1,5 +1,6 @@
 """Programs are traced once for all layers of one structure, and not at all where an earlier process has stored them."""
 
+import dataclasses
 import os
 import re
 import secrets
@@ -7,7 +8,6 @@ import threading
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import FAMILIES, tensors, write
@@ -15,8 +15,8 @@ from models import FAMILIES, tensors, write
 from mla_jax.decode import store
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.programs import Program, Waits
-from mla_jax.decode.sampling import Sampling
-from mla_jax.engine.stats import Stopwatch
+from mla_jax.decode.rows import ADMITTED, blank
+from mla_jax.engine.stats import between
 from mla_jax.model.ops import load_runtime
 from mla_jax.weights.load import load
 from pallas_kernels import choice
@@ -49,7 +49,7 @@ def version():
 def expected(model, folder) -> np.ndarray:
     """The tokens of a first start, which fills the folder."""
     found = generated(Programs(model, folder=folder))
-    assert {path.name.partition("-")[0] for path in folder.iterdir()} == {"new_state", "prefill", "choose_next", "run"}
+    assert {path.name.partition("-")[0] for path in folder.iterdir()} == {"new", "prefill", "admit", "run"}
     return found
 
 
@@ -67,25 +67,27 @@ def work():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def begun(programs: Programs):
-    ones = jnp.asarray(np.ones(1, np.float32))
-    sampling = Sampling(
-        ones, jnp.asarray(np.zeros(1, np.int32)), ones, 0 * ones, 0 * ones, ones, jnp.asarray(np.ones((1, 2), np.uint32))
-    )
-    return programs.new(64, 16, 0, np.full(1, 12, np.int32), np.full((1, 1), -1, np.int32), sampling)
+AT, TABLE = np.zeros(1, np.int32), np.arange(2, dtype=np.int32)[None]
 
 
 def generated(programs: Programs) -> np.ndarray:
-    state = begun(programs)
-    programs.prepare(state, [(16, 16)])
-    state = programs.prefill(state, np.arange(16, dtype=np.int32)[None] + 5, np.ones((1, 16), bool), span=16)
-    return np.asarray(programs.run(programs.begin(state), np.int32(20)).tokens)
+    """What one row writes behind 16 tokens, sampled."""
+    pool, rows = programs.new(1, 2)
+    programs.prepare(pool, rows, 2, [1], [(1, 16)])
+    entry, _ = blank(ADMITTED, 1, np.float32)
+    ones = np.ones(ADMITTED, np.int32)
+    warm = dataclasses.replace(entry.sampling, temperature=np.ones(ADMITTED, np.float32))
+    entry = dataclasses.replace(entry, prompt=16 * ones, limit=20 * ones, sampling=warm)
+    rows = programs.admit(rows, np.arange(ADMITTED, dtype=np.int32), entry)
+    tokens = np.arange(16, dtype=np.int32)[None] + 5
+    pool, rows, _ = programs.prefill(pool, rows, AT, tokens, np.array([16], np.int32), TABLE, None)
+    return np.asarray(programs.run(pool, rows, AT, TABLE, np.int32(20))[2].tokens)
 
 
 def test_a_second_start_traces_and_compiles_nothing_and_chooses_the_same_tokens(model, folder, expected, work):
     found = generated(Programs(model, folder=folder))
     np.testing.assert_array_equal(found, expected)
-    assert not [name for name in work if re.search("new_state|prefill|choose_next|run", str(name))]
+    assert not [name for name in work if re.search("^(new|prefill|admit|run)", str(name))]
 
 
 def test_stored_tokens_are_those_of_programs_that_are_not_stored(model, expected):
@@ -144,7 +146,7 @@ def test_the_files_used_last_stay(model, folder, expected, monkeypatch, tmp_path
 
 def test_layers_of_one_structure_are_lowered_once(model):
     programs = Programs(model)
-    text = programs.run.lower(begun(programs), np.int32(1)).as_text()
+    text = programs.run.lower(*programs.new(1, 2), AT, TABLE, np.int32(1)).as_text()
     calls = re.findall(r"call @(layer_of\w*)\(", text)
     assert len(calls) == LAYERS
     assert len(set(calls)) == 2  # one dense, one with experts
@@ -167,23 +169,20 @@ def test_a_failed_compilation_is_tried_again(model):
 
 def test_waiting_for_programs_is_told_apart_from_running(model):
     programs = Programs(model)
-    watch = Stopwatch(programs.waits)
-    state = begun(programs)
-    running, compiling = watch.look()
+    start = time.perf_counter()
+    arrays = programs.new(1, 2)
+    middle = time.perf_counter()
+    running, compiling = between(programs.waits, start, middle)
     assert compiling > running >= 0
-    begun(programs), jax.block_until_ready(state)
-    assert watch.look()[1] == 0
+    jax.block_until_ready(programs.new(1, 2)), jax.block_until_ready(arrays)
+    assert between(programs.waits, middle, time.perf_counter())[1] == 0
 
 
-def test_spans_that_end_before_the_last_look_count_no_more():
+def test_only_the_part_of_a_wait_within_a_span_counts():
     waits = Waits()
-    with waits.record():
-        time.sleep(0.01)
-    watch = Stopwatch(waits)
-    time.sleep(0.01)
-    running, compiling = watch.look()
-    assert running >= 0.01
-    assert compiling == 0
+    waits.spans += [(1.0, 3.0), (5.0, 6.0)]
+    assert between(waits, 2.0, 5.5) == pytest.approx((2.0, 1.5))
+    assert between(waits, 3.0, 5.0) == pytest.approx((2.0, 0.0))
 
 
 def test_programs_of_a_request_are_compiled_in_threads(model, monkeypatch):

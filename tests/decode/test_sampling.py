@@ -23,18 +23,21 @@ def settings_of(rows: list[dict]) -> Sampling:
         "top_p": 1.0,
         "min_p": 0.0,
         "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
         "seed": (0, 0),
+        "bias_ids": (-1, -1),
+        "bias": (0.0, 0.0),
     }
-    kinds = {"top_k": jnp.int32, "seed": jnp.uint32}
+    kinds = {"top_k": jnp.int32, "bias_ids": jnp.int32, "seed": jnp.uint32}
     columns = {name: [{**neutral, **row}[name] for row in rows] for name in neutral}
     return Sampling(**{name: jnp.asarray(column, kinds.get(name, jnp.float32)) for name, column in columns.items()})
 
 
 def chosen(logits: np.ndarray, rows: list[dict], position: int = 5) -> tuple[list[int], list[bool]]:
     """What `choose` takes, with no token seen before."""
-    seen, at = jnp.zeros(logits.shape, jnp.uint8), jnp.full(len(logits), position)
-    token, fit = choose(jnp.asarray(logits, jnp.float32), seen, at, settings_of(rows))
+    seen, at = jnp.zeros(logits.shape, jnp.uint16), jnp.full(len(logits), position)
+    token, fit = choose(jnp.asarray(logits, jnp.float32), seen, jnp.arange(len(logits)), at, settings_of(rows))
     return token.tolist(), fit.tolist()
 
 
@@ -78,21 +81,25 @@ def test_the_filters_keep_what_a_plain_reference_keeps(logits, rows):
 @settings(max_examples=100)
 @given(
     logits_rows,
+    st.lists(st.lists(st.sampled_from([0, PROMPT, 1, 7, PROMPT | 3]), min_size=WORDS, max_size=WORDS), min_size=3, max_size=3),
     st.lists(
-        st.lists(st.sampled_from([0, PROMPT, OUTPUT, PROMPT | OUTPUT]), min_size=WORDS, max_size=WORDS), min_size=3, max_size=3
+        st.tuples(*[st.floats(-3, 3, width=32)] * 2, st.floats(0.25, 4, width=32), st.integers(-1, WORDS - 1)),
+        min_size=3,
+        max_size=3,
     ),
-    st.lists(st.tuples(st.floats(-3, 3, width=32), st.floats(0.25, 4, width=32)), min_size=3, max_size=3),
 )
-def test_the_penalties_follow_their_definition(logits, seen, penalties):
-    rows = [{"presence_penalty": presence, "repetition_penalty": repetition} for presence, repetition in penalties]
-    found = np.asarray(penalise(logits, jnp.asarray(seen, jnp.uint8), settings_of(rows)))
-    for r, (presence, repetition) in enumerate(penalties):
+def test_the_penalties_and_the_bias_follow_their_definition(logits, seen, penalties):
+    names = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+    rows = [dict(zip(names, p[:3], strict=True)) | {"bias_ids": (p[3], -1), "bias": (2.5, 9.0)} for p in penalties]
+    found = np.asarray(penalise(logits, jnp.asarray(seen, jnp.uint16), settings_of(rows)))
+    for r, (presence, frequency, repetition, biased) in enumerate(penalties):
         for w in range(WORDS):
             value = float(logits[r, w])
             if seen[r][w]:
                 value = value / repetition if value > 0 else value * repetition
-            if seen[r][w] & OUTPUT:
-                value -= presence
+            if count := seen[r][w] & OUTPUT:
+                value -= presence + frequency * count
+            value += 2.5 * (w == biased)
             assert found[r, w] == pytest.approx(value, rel=1e-5, abs=1e-5)
 
 
@@ -173,9 +180,8 @@ def test_draws_follow_the_softmax_of_what_is_kept(row):
 
 def test_draws_at_the_positions_of_one_sequence_are_independent():
     logits, draws = np.zeros((4000, 4)), jnp.arange(4000)
-    token, _ = choose(
-        jnp.asarray(logits, jnp.float32), jnp.zeros((4000, 4), jnp.uint8), draws, settings_of([{"seed": (1, 2)}] * 4000)
-    )
+    seen = jnp.zeros((4000, 4), jnp.uint16)
+    token, _ = choose(jnp.asarray(logits, jnp.float32), seen, draws, draws, settings_of([{"seed": (1, 2)}] * 4000))
     pairs = np.bincount(4 * np.asarray(token[:-1]) + np.asarray(token[1:]), minlength=16)
     assert stats.chisquare(pairs).pvalue > 1e-3
 

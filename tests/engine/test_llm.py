@@ -18,10 +18,7 @@ from pairs import WORDS, pairs_tokenizer
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.batch import Batch as LayerBatch
-from mla_jax.base.batch import bucket
 from mla_jax.base.errors import BadConfig, BadRequest, MlaJaxError
-from mla_jax.cache.latent import slots_for
-from mla_jax.engine import llm as engine
 from mla_jax.engine import opened
 from mla_jax.engine import text as reading
 from mla_jax.offload import calibrate
@@ -104,7 +101,8 @@ def test_a_prompt_read_in_chunks_gives_what_it_gives_read_whole(llm, monkeypatch
     prompts = [rng.integers(2, 96, n).tolist() for n in (100, 33, 16, 1)]
     params = SamplingParams(max_tokens=8, logprobs=3, ignore_eos=True)
     whole = llm.generate(prompts, params)
-    monkeypatch.setattr(llm, "plan", dataclasses.replace(llm.plan, scores=0))
+    monkeypatch.setattr(llm.engine, "limits", dataclasses.replace(llm.engine.limits, shapes=((1, 16), (8, 16)), chunk=128))
+    llm.engine.reset()  # or their pages would be found
     chunked = llm.generate(prompts, params)
     assert [o.token_ids for o in chunked] == [o.token_ids for o in whole]
     for one, other in zip(chunked, whole, strict=True):
@@ -188,30 +186,6 @@ def test_no_prompts_give_no_outputs(llm):
     assert llm.generate([]) == []
 
 
-def test_other_lengths_in_the_same_buckets_compile_nothing(llm):
-    def generate(lengths: tuple, tokens: int, **kw):
-        llm.generate(
-            [list(range(2, 2 + n)) for n in lengths], SamplingParams(max_tokens=tokens, stop=("zz",), ignore_eos=True, **kw)
-        )
-
-    compiled = []
-
-    def listen(event: str, *_, **__):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(event)
-
-    generate((9, 3, 2), 20, temperature=0.5)
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        for lengths, tokens, seed in [((2, 16, 5), 17, 3), ((1, 1, 1, 1), 32, 2**40), ((16, 16, 16), 30, 0)]:
-            generate(lengths, tokens, temperature=0.9, top_p=0.5, seed=seed)
-        assert compiled == []
-        generate((33,), 2)
-        assert compiled, "the listener hears what is compiled"
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def test_bfloat16_tokens_are_the_likeliest_or_nearly_so(tmp_path):
     llm = LLM(family_folder(tmp_path, "v3", **ONE_LAYER), dtype="bfloat16")
     output = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=6))[0]
@@ -269,7 +243,7 @@ def stopped_at(ids: list[int], stops: tuple[str, ...]) -> tuple[list[int], str]:
     ],
 )
 def test_a_stop_text_ends_the_output_before_it(llm, greedy, monkeypatch, cuts, check):
-    monkeypatch.setattr(engine, "STOP_CHECK", check)
+    monkeypatch.setattr(llm.engine, "limits", dataclasses.replace(llm.engine.limits, steps=check))
     text = text_of(greedy[0])
     stops = tuple(text[start:end] for start, end in cuts)
     stopped, free = llm.generate(PROMPTS[:2], [dataclasses.replace(GREEDY, stop=stops), GREEDY])
@@ -472,18 +446,6 @@ def test_explain_says_what_runs_in_each_phase(llm):
     assert re.search(r"deepseek_v3: 2 layers, 4 heads, [\d.]+ MiB in float32, computed in float32 on ", said)
     assert "decode (1 new over 512): move_elided, chosen" in said
     assert "experts: loop" in said
-
-
-@pytest.mark.parametrize(
-    ("n", "least", "expected"), [(0, 1, 1), (1, 1, 1), (2, 1, 2), (3, 1, 4), (64, 1, 64), (65, 1, 128), (3, 16, 16)]
-)
-def test_buckets_are_powers_of_two(n, least, expected):
-    assert bucket(n, least) == expected
-
-
-@pytest.mark.parametrize(("tokens", "slots"), [(1, 64), (65, 128), (16_384, 16_384), (16_385, 32_768), (163_840, 163_840)])
-def test_slots_are_few_different_numbers_and_never_far_too_many(tokens, slots):
-    assert slots_for(tokens) == slots
 
 
 # experts on the CPU

@@ -68,7 +68,7 @@ def test_pages_that_others_hold_already_cost_nothing_and_idle_ones_do():
 def test_a_prompt_that_fills_its_pages_needs_one_more_for_its_first_token_if_it_is_to_be_decoded():
     assert plan([waits(1, 32)], [], 2, LIMITS).admit == ()
     assert plan([waits(1, 32)], [], 3, LIMITS).admit == (1,)
-    assert plan([waits(1, 32, left=1)], [], 2, LIMITS) == ((), (1,), ((1, 32),), (1, 64), (), 0)
+    assert plan([waits(1, 32, left=1)], [], 2, LIMITS) == ((), (1,), ((1, 32),), (1, 64), (1,), 1)
 
 
 def test_pages_for_what_running_rows_decode_next_are_set_aside():
@@ -309,15 +309,14 @@ class Device:
     def read(self, job: Job, tokens: int) -> None:
         self.write(job, min(tokens, job.target - job.written))
         self.pages.wrote(job.held, job.text[: job.written])
-        if job.written == job.target:
-            job.text.append(next_token(job.text))
 
     def decode(self, job: Job, steps: int) -> None:
         steps = min(steps, job.left)
-        assert self.pages.extend(job.held, job.written + steps)
+        assert self.pages.extend(job.held, job.written + min(steps, job.left - 1))
         for _ in range(steps):
-            self.write(job, 1)
             job.text.append(next_token(job.text))
+            if job.left:  # the last token is not read any more
+                self.write(job, 1)
 
     def write(self, job: Job, tokens: int) -> None:
         """A dispatch reads what the row holds, which must be its text, and writes what nobody else may see."""
@@ -349,7 +348,7 @@ def check(found: Plan, waiting: list[Waiting], running: list[Running], limits: L
         request = asked[id]
         missing = request.unread if isinstance(request, Running) else request.tokens - request.shared * limits.page_size
         assert reading.get(id, 0) == missing
-        assert request.left > (missing > 0)
+        assert request.left > 0
     most = limits.streamed_steps if any(asked[id].streams for id in found.decode) else limits.steps
     assert (1 <= found.steps <= most) if found.decode else found.steps == 0
     assert found != EMPTY or not asked or any(not row.unread and not row.left for row in running)
@@ -418,7 +417,7 @@ def test_random_requests_say_what_they_say_alone_and_leave_no_page_behind():
         pool = choose.randint(6, 30)
         seen += simulate(random_specs(choose, 14, pool * SIZE), pool).seen
     assert seen["plans"] > 3000
-    assert all(seen[kind] > 20 for kind in ("preempted", "shared", "cancelled", "blocked")), seen
+    assert all(seen[kind] > 10 for kind in ("preempted", "shared", "cancelled", "blocked")), seen
 
 
 @st.composite

@@ -14,7 +14,7 @@ from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadRequest
 from mla_jax.base.options import GROUPS, names
 from mla_jax.engine import inputs
-from mla_jax.engine.batch import Batch
+from mla_jax.engine.engine import Engine
 
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
@@ -113,19 +113,19 @@ def test_the_figures_of_the_last_stream_are_gone_when_the_next_begins(llm):
 
 def test_ctrl_c_in_generate_is_heard_and_leaves_the_engine_usable(llm, monkeypatch):
     expected = llm.generate("a5b6", PARAMS)[0].token_ids
-    advance, calls = Batch.advance, []
+    step, calls = Engine.step, []
 
-    def interrupted(batch: Batch, steps: int):
-        calls.append(steps)
-        if len(calls) == 2:
+    def interrupted(engine: Engine):
+        calls.append(engine)
+        if len(calls) == 3:
             os.kill(os.getpid(), signal.SIGINT)
-        return advance(batch, steps)
+        return step(engine)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Batch, "advance", interrupted)
+        patched.setattr(Engine, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate("a5b6", SamplingParams(max_tokens=300, ignore_eos=True))
-    assert len(calls) == 2, "a long answer returns to Python in between"
+    assert len(calls) == 3, "a long answer returns to Python in between"
     assert llm.generate("a5b6", PARAMS)[0].token_ids == expected
     assert [t for chunk in llm.stream("a5b6", PARAMS) for t in chunk.token_ids] == expected
 

@@ -9,6 +9,7 @@ import pytest
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.batch import Batch
+from mla_jax.cache import paged
 from mla_jax.model.mla import FORMS
 
 HERE = Path(__file__).parent
@@ -67,15 +68,18 @@ def test_the_mtp_layer_gives_the_same_step_by_step_over_its_own_cache():
     model, tokens = LLM(HERE / "v3_mtp").model, jnp.asarray(golden["tokens"], jnp.int32)
     whole = Batch.dense(tokens.shape[0], tokens.shape[1] - 1)
     hidden = jax.jit(lambda tokens: model(tokens, whole)[0])(tokens[:, :-1])
-    (layer,), logits = model.new_cache(tokens.shape[0], 32, layers=1), []
+    table, logits = paged.in_order(tokens.shape[0], 64), []
+    pool = model.new_pool(table.size)
 
     @jax.jit
-    def step(tokens, hidden, batch, layer):
-        drafted, layer, _ = model.draft(0, tokens, hidden, batch, layer)
-        return model.unembed(drafted), layer
+    def step(tokens, hidden, batch, pool):
+        drafted, pool, _ = model.draft(0, tokens, hidden, batch, pool)
+        return model.unembed(drafted), pool
 
     for part in (slice(0, 9), slice(9, 10), slice(10, 19)):
-        batch = Batch(whole.positions[:, part], whole.mask[:, part])
-        found, layer = step(tokens[:, 1:][:, part], hidden[:, part], batch, layer)
+        held = jnp.full(tokens.shape[0], part.start, jnp.int32)
+        found, pool = step(tokens[:, 1:][:, part], hidden[:, part], Batch.after(held, whole.mask[:, part], table), pool)
         logits.append(found)
     assert relative(np.concatenate(logits, axis=1), golden["mtp_logits"]) < 1e-4
+    first = model.layer_of(pool, len(model.layers)).first
+    assert all(not array[:first].any() and array[first:].any() for array in pool.values())  # the model's layers have others

@@ -7,7 +7,6 @@ import pytest
 from flax import nnx
 
 from mla_jax import Config, Transformer
-from mla_jax.base.batch import Batch
 from mla_jax.base.roofline import DEVICES
 from mla_jax.model import mla, ops
 from mla_jax.model.dispatch import ATTENTION, FORMS, FORMS_OF, Dispatch
@@ -68,7 +67,7 @@ def test_asking_leaves_no_trace(monkeypatch):
     kernels(monkeypatch, "mla_prefill")
 
     def attend(q: jax.Array) -> jax.Array:
-        return ops.mla_prefill(q, q, q, jnp.full(1, 4), jnp.full(1, 4), 1.0)
+        return ops.mla_prefill(q, q, q, jnp.full(1, 4), jnp.full(1, 4), 1.0)[0]
 
     q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 4, 2, 8)), jnp.float32)
     assert ops.who_computes(attend, q) == {"mla_prefill": "mosaic_gpu"}
@@ -82,18 +81,13 @@ def test_a_dispatch_is_a_value():
     assert hash(Dispatch("naive")) == hash(Dispatch("naive")) != hash(Dispatch())
 
 
-def test_what_a_layer_caches_besides_latents_passes_through_rope_append():
-    batch, rank, rope = Batch.dense(1, 2), 128, 32
-    layer = {
-        "c_kv": jnp.zeros((1, 4, rank)),
-        "k_pe": jnp.zeros((1, 4, rope)),
-        "positions": jnp.zeros((1, 4), jnp.int32),
-        "length": jnp.zeros(1, jnp.int32),
-        "index_k": jnp.ones((1, 4, 3)),
-    }
+def test_what_a_pool_has_besides_latents_passes_through_rope_append():
+    rank, rope = 128, 32
+    pool = {"c_kv": jnp.zeros((1, 4, rank)), "k_pe": jnp.zeros((1, 4, rope)), "index_k": jnp.ones((1, 4, 3))}
     half = jnp.ones((1, 2, rope // 2))
-    tokens = (jnp.arange(2, dtype=jnp.int32)[None], batch.positions, half, half)
+    tokens = (jnp.array([[1, 3]], jnp.int32), half, half)
     q, kv = jnp.ones((1, 2, 1, 128)), jnp.ones((1, 2, rank + rope))
-    _, after = ops.rope_append(q, kv, jnp.ones(rank), layer, tokens, eps=1e-6, interleave=True)
-    assert after.keys() == layer.keys()
-    np.testing.assert_array_equal(after["index_k"], layer["index_k"])
+    _, after = ops.rope_append(q, kv, jnp.ones(rank), pool, tokens, eps=1e-6, interleave=True)
+    assert after.keys() == pool.keys()
+    np.testing.assert_array_equal(after["index_k"], pool["index_k"])
+    assert after["c_kv"].any(-1).tolist() == [[False, True, False, True]]

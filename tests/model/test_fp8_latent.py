@@ -12,8 +12,10 @@ from flax import nnx
 from mla_jax import LLM, Config, SamplingParams, Transformer
 from mla_jax.base.batch import Batch
 from mla_jax.base.errors import BadRequest, Unsupported
+from mla_jax.cache import paged
 from mla_jax.model import fp8_latent
 from mla_jax.model.dispatch import Dispatch
+from mla_jax.model.held import Held
 from mla_jax.model.mla import FORMS
 
 CONFIG = dataclasses.replace(Config.preset("tiny"), kv_lora_rank=256)
@@ -24,14 +26,14 @@ def model_of(attention: str, kv_cache: str = "fp8") -> Transformer:
     return Transformer(CONFIG, nnx.Rngs(0), dispatch=Dispatch(attention, kv_cache=kv_cache))
 
 
-def step(model: Transformer, cache, first: int, new: int) -> tuple[np.ndarray, tuple]:
+def step(model: Transformer, pool: paged.Pool, first: int, new: int) -> tuple[np.ndarray, paged.Pool]:
     """The hidden states of `new` tokens from `first` on, of rows that differ."""
     tokens = jnp.asarray(
         np.random.default_rng(0).integers(0, CONFIG.vocab_size, (ROWS, TOKENS))[:, first : first + new], jnp.int32
     )
-    positions = jnp.broadcast_to(first + jnp.arange(new, dtype=jnp.int32), (ROWS, new))
-    hidden, cache, _ = jax.jit(model.__call__)(tokens, Batch(positions, jnp.ones((ROWS, new), bool)), cache)
-    return np.asarray(hidden), cache
+    batch = Batch.after(jnp.full(ROWS, first, jnp.int32), jnp.ones((ROWS, new), bool), paged.in_order(ROWS, TOKENS))
+    hidden, pool, _ = jax.jit(model.__call__)(tokens, batch, pool)
+    return np.asarray(hidden), pool
 
 
 def test_codes_are_those_of_ml_dtypes_and_scales_the_least_powers_of_two_that_hold_a_group():
@@ -56,37 +58,42 @@ def test_a_form_attends_to_the_numbers_that_the_codes_stand_for(form):
     q_nope, q_pe, c_kv, k_pe, uk, uv = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
     held = fp8_latent.remembers(c_kv, k_pe)
     numbers = np.asarray(held["c_kv"]).astype(np.float32) * np.repeat(np.asarray(held["c_kv_scale"]), 128, axis=-1)
-    asked = ((q_nope, q_pe), (uk, uv), jnp.ones((2, 1, 1, 5), bool), 0.1)
-    (q, *rest), plain = asked, {"c_kv": jnp.asarray(numbers), "k_pe": k_pe}
-    got = fp8_latent.over(FORMS[form]).attends(q, held, *rest)
-    np.testing.assert_array_equal(got, FORMS[form].attends(q, plain, *rest))
+    mask = jnp.ones((2, 1, 1, 5), bool)
+    found = [
+        row.attends((q_nope, q_pe), Held(cached, None, mask, row.reads), (uk, uv), 0.1)
+        for row, cached in (
+            (fp8_latent.over(FORMS[form]), held),
+            (FORMS[form], {"c_kv": jnp.asarray(numbers), "k_pe": k_pe}),
+        )
+    ]
+    np.testing.assert_array_equal(*found)
 
 
 def test_the_forms_agree_over_one_cache():
     said = {}
     for attention in ("compressed", "absorbed", "move_elided", "fused"):
         model = model_of(attention)
-        _, cache = step(model, model.new_cache(ROWS, 16), 0, TOKENS - 1)
-        said[attention] = step(model, cache, TOKENS - 1, 1)[0]
+        _, pool = step(model, model.new_pool(ROWS), 0, TOKENS - 1)
+        said[attention] = step(model, pool, TOKENS - 1, 1)[0]
     for name, hidden in said.items():
         np.testing.assert_allclose(hidden, said["move_elided"], atol=2e-2 * said["move_elided"].std(), err_msg=name)
 
 
 def test_a_token_takes_half_the_bytes_of_bfloat16_and_its_scales():
     model = Transformer(CONFIG, nnx.Rngs(0), dispatch=Dispatch(kv_cache="fp8"))
-    layer = model.new_cache(1, 10)[0]
-    rows = layer["c_kv"].shape[0]
-    assert layer["c_kv"].nbytes + layer["c_kv_scale"].nbytes == rows * 10 * (256 + 4 * 256 // 128)
+    pool = model.new_pool(3)
+    tokens = model.cached_layers * 3 * paged.PAGE
+    assert pool["c_kv"].nbytes + pool["c_kv_scale"].nbytes == tokens * (256 + 4 * 256 // 128)
 
 
 def loss(llm: LLM, tokens: list[int]) -> float:
     """Nats a token, read over the cache in two chunks."""
-    model, cache, said = llm.model, llm.model.new_cache(1, len(tokens)), []
-    call = jax.jit(lambda ids, batch, cache: model(ids, batch, cache)[:2])
+    model, table, said = llm.model, paged.in_order(1, len(tokens)), []
+    pool = model.new_pool(table.size)
+    call = jax.jit(lambda ids, batch, pool: model(ids, batch, pool)[:2])
     for some in (slice(0, 40), slice(40, len(tokens))):
         ids = jnp.asarray(tokens[some], jnp.int32)[None]
-        batch = Batch(some.start + jnp.arange(ids.shape[1], dtype=jnp.int32)[None], jnp.ones(ids.shape, bool))
-        hidden, cache = call(ids, batch, cache)
+        hidden, pool = call(ids, Batch.after(jnp.full(1, some.start), jnp.ones(ids.shape, bool), table), pool)
         said.append(model.unembed(hidden)[0])
     logits = jnp.concatenate(said)[:-1]
     return float(-jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(tokens[1:])[:, None], axis=1).mean())

@@ -1,4 +1,4 @@
-"""The fused form beside move-elided, over one cache filled in steps of any shape."""
+"""The fused form beside move-elided, over one pool filled in steps of any shape."""
 
 import jax
 import jax.numpy as jnp
@@ -7,58 +7,71 @@ import pytest
 from flax import nnx
 
 from mla_jax import Config, Transformer
+from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
+from mla_jax.cache import paged
 from mla_jax.model.dispatch import Dispatch
 
 ROWS = 3
-MASKS = {
-    "a prompt of its own for each row": [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 0, 0, 0]],
-    "padding before, between and behind": [[0, 1, 1, 0, 1], [1, 0, 0, 1, 0], [0, 0, 0, 0, 1]],
-    "a row that brings nothing": [[1, 1], [0, 0], [1, 0]],
-    "one token each": [[1], [1], [1]],
-    "one token, of one row": [[0], [1], [0]],
-    "many, which attend to heads rebuilt": [[1] * 11, [0] * 3 + [1] * 4 + [0, 1] * 2, [0] * 11],
+COUNTS = {  # new tokens of each row, padding behind them
+    "a prompt of its own for each row": (5, 3, 2),
+    "padding behind two, and behind one": (3, 2, 1),
+    "a row that brings nothing": (2, 0, 1),
+    "one token each": (1, 1, 1),
+    "one token, of one row": (0, 1, 0),
+    "many, which attend to heads rebuilt": (11, 8, 0),
 }
 
 
-def stepped(attention: str, slots: int) -> list[np.ndarray]:
+def stepped(attention: str, size: int) -> list[np.ndarray]:
     """What a model says of the tokens that each batch brings, one batch after the other; nothing of padding."""
     config = Config.preset("tiny")
     model = Transformer(config, nnx.Rngs(0), dispatch=Dispatch(attention))
-    call, rng = jax.jit(lambda tokens, batch, cache: model(tokens, batch, cache)[:2]), np.random.default_rng(0)
-    cache, position, said = model.new_cache(ROWS, slots), np.zeros(ROWS, np.int32), []
-    for mask in (np.array(mask, bool) for mask in (*MASKS.values(), *MASKS.values())):
-        positions = position[:, None] + np.cumsum(mask, axis=1) - 1
+    call, rng = jax.jit(lambda tokens, batch, pool: model(tokens, batch, pool)[:2]), np.random.default_rng(0)
+    table = jnp.asarray(rng.permutation(ROWS * -(-64 // size)).reshape(ROWS, -1), jnp.int32)
+    pool, held, said = model.new_pool(table.size, size), jnp.zeros(ROWS, jnp.int32), []
+    for counts in (*COUNTS.values(), *COUNTS.values()):
+        mask = np.arange(max(counts)) < np.array(counts)[:, None]
         tokens = jnp.asarray(rng.integers(0, config.vocab_size, mask.shape), jnp.int32)
-        hidden, cache = call(tokens, Batch(jnp.asarray(positions, jnp.int32), jnp.asarray(mask)), cache)
-        position += mask.sum(1, dtype=np.int32)
+        hidden, pool = call(tokens, Batch.after(held, jnp.asarray(mask), table), pool)
+        held += jnp.asarray(counts, jnp.int32)
         said.append(np.asarray(hidden)[mask])
     return said
 
 
-# a page of 64, of 8, and of one slot
-@pytest.mark.parametrize("slots", [64, *(pytest.param(slots, marks=pytest.mark.once) for slots in (72, 57))])
-def test_it_says_what_move_elided_says_whatever_the_padding(slots):
-    for name, fused, moved in zip([*MASKS] * 2, stepped("fused", slots), stepped("move_elided", slots), strict=True):
+# a page for all, pages of 8, 16 and 2 tokens
+@pytest.mark.parametrize("size", [64, 8, *(pytest.param(size, marks=pytest.mark.once) for size in (16, 2))])
+def test_it_says_what_move_elided_says_whatever_the_padding(size):
+    for name, fused, moved in zip([*COUNTS] * 2, stepped("fused", size), stepped("move_elided", size), strict=True):
         assert np.abs(fused - moved).max() < 1e-5 * moved.std(), name
+
+
+def test_many_tokens_attend_to_what_is_cached_block_by_block(monkeypatch):
+    moved = stepped("move_elided", 8)
+    monkeypatch.setattr(roofline, "block_slots", lambda *_: 8)
+    for name, blocks, whole in zip([*COUNTS] * 2, stepped("fused", 8), moved, strict=True):
+        assert np.abs(blocks - whole).max() < 1e-5 * whole.std(), name
 
 
 @pytest.mark.parametrize("new", [4, 11])
 def test_tokens_that_the_cache_drops_change_nothing_for_those_it_holds(new):
-    config, slots = Config.preset("tiny"), 16
+    config, size = Config.preset("tiny"), 16
     before, fits = 14, 2
     tokens = jax.random.randint(jax.random.key(1), (ROWS, before + new), 0, config.vocab_size)
+    table = paged.in_order(ROWS, size, size)
 
-    def said(attention: str) -> np.ndarray:
+    def said(attention: str, new: int) -> np.ndarray:
         model = Transformer(config, nnx.Rngs(0), dispatch=Dispatch(attention))
-        call = jax.jit(lambda tokens, batch, cache: model(tokens, batch, cache)[:2])
-        cache = call(tokens[:, :before], Batch.dense(ROWS, before), model.new_cache(ROWS, slots))[1]
-        positions = jnp.broadcast_to(before + jnp.arange(new, dtype=jnp.int32), (ROWS, new))
-        step = Batch(positions, jnp.ones((ROWS, new), bool))
-        return np.asarray(call(tokens[:, before:], step, cache)[0])[:, :fits]
+        call = jax.jit(lambda tokens, batch, pool: model(tokens, batch, pool)[:2])
+        held, pool, found = jnp.zeros(ROWS, jnp.int32), model.new_pool(ROWS, size), None
+        for part in (tokens[:, :before], tokens[:, before : before + new]):
+            found, pool = call(part, Batch.after(held, jnp.ones(part.shape, bool), table), pool)
+            held += part.shape[1]
+        return np.asarray(found)[:, :fits]
 
-    fused, moved = said("fused"), said("move_elided")
+    fused, moved, exactly = said("fused", new), said("move_elided", new), said("move_elided", fits)
     assert np.abs(fused - moved).max() < 1e-5 * moved.std()
+    assert np.abs(moved - exactly).max() < 1e-5 * moved.std()
 
 
 def test_without_a_cache_it_is_move_elided():

@@ -11,8 +11,10 @@ from flax import nnx
 from mla_jax import Config, Transformer
 from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
+from mla_jax.cache import paged
 from mla_jax.model import mla
 from mla_jax.model.dispatch import Dispatch
+from mla_jax.model.held import Held
 from mla_jax.model.mla import FORMS
 from mla_jax.model.rope import softmax_scale
 
@@ -32,6 +34,11 @@ def step_inputs(config: Config, held: int):
     return q, (struct(1, held, r), struct(1, held, e)), up, jax.ShapeDtypeStruct((1, 1, 1, held), jnp.bool_)
 
 
+def attended(form: str, q, cached: dict, up, mask, scale: float) -> jax.Array:
+    form = FORMS[form]
+    return form.attends(q, Held(cached, None, mask, form.reads), up, scale)
+
+
 @pytest.fixture(scope="module")
 def compiled():
     """Each form's attention as a compiled program, and the shapes of what it holds."""
@@ -39,8 +46,8 @@ def compiled():
     programs = {}
     for name, form in FORMS.items():
         held = jax.eval_shape(form.remembers, *latent, up)
-        attend = jax.jit(form.attends, static_argnums=4)
-        programs[name] = attend.lower(q, held, up, mask, softmax_scale(V3)).compile(), held
+        attend = jax.jit(attended, static_argnums=(0, 5))
+        programs[name] = attend.lower(name, q, held, up, mask, softmax_scale(V3)).compile(), held
     return programs
 
 
@@ -87,28 +94,30 @@ def test_the_cost_model_counts_the_flops_that_xla_counts(compiled, form):
 def test_a_query_with_nothing_to_attend_to_gets_zeros(form):
     config = Config.preset("tiny")
     q, latent, up, _ = jax.tree.map(lambda s: jnp.ones(s.shape), step_inputs(config, 8))
-    out = FORMS[form].attends(q, FORMS[form].remembers(*latent, up), up, jnp.zeros((1, 1, 1, 8), bool), 1.0)
+    out = attended(form, q, FORMS[form].remembers(*latent, up), up, jnp.zeros((1, 1, 1, 8), bool), 1.0)
     assert not np.asarray(out).any()
 
 
 def test_the_four_forms_are_short_enough_to_be_read_side_by_side():
     import inspect
 
-    forms = (mla.naive, mla.compressed, mla.absorbed, mla.move_elided, mla.over_latents)
+    forms = (mla.naive, mla.compressed, mla.absorbed, mla.move_elided)
     assert sum(len(inspect.getsource(f).splitlines()) for f in forms) <= 60
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_padding_anywhere_in_a_batch_changes_nothing(form):
+def test_padding_changes_nothing_wherever_it_is_without_a_cache_and_behind_a_rows_tokens_with_one(form):
     config = Config.preset("tiny")
     model = Transformer(config, nnx.Rngs(0), dispatch=Dispatch(form))
     tokens = jax.random.randint(jax.random.key(1), (1, 9), 0, config.vocab_size)
-    call = jax.jit(lambda tokens, batch, cache: model(tokens, batch, cache)[0])
+    call = jax.jit(lambda tokens, batch, pool: model(tokens, batch, pool)[0])
     plain = call(tokens, Batch.dense(1, 9), None)
-    at = jnp.array([0, 1, 3, 4, 5, 7, 8, 9, 11])  # where the nine stand among twelve
-    padded = jnp.full((1, 12), 5).at[:, at].set(tokens)
-    positions = jnp.full((1, 12), 3).at[:, at].set(jnp.arange(9))
-    batch = Batch(positions, jnp.zeros((1, 12), bool).at[:, at].set(True))
-    for cache in (None, model.new_cache(1, 16)):
-        hidden = call(padded, batch, cache)
+    table, empty = paged.in_order(1, 64), jnp.zeros(1, jnp.int32)
+    anywhere, in_front = jnp.array([0, 1, 3, 4, 5, 7, 8, 9, 11]), jnp.arange(9)  # where the nine stand among twelve
+    for at, pool in ((anywhere, None), (in_front, None), (in_front, model.new_pool(1))):
+        padded = jnp.full((1, 12), 5).at[:, at].set(tokens)
+        positions = jnp.full((1, 12), 3, jnp.int32).at[:, at].set(jnp.arange(9))
+        mask = jnp.zeros((1, 12), bool).at[:, at].set(True)
+        batch = Batch(positions, mask) if pool is None else Batch(positions, mask, empty + 9, table)
+        hidden = call(padded, batch, pool)
         np.testing.assert_allclose(hidden[:, at], plain, atol=2e-5)

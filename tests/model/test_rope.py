@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -86,11 +87,15 @@ def rotated(x: np.ndarray, positions: np.ndarray, scaling: dict | None, interlea
     return out
 
 
+def turned(x: jax.Array, positions: jax.Array, config: Config) -> jax.Array:
+    return rope.rotate(x, rope.turns(positions, config), config.rope_interleave)
+
+
 @pytest.mark.parametrize("interleave", [True, False], ids=["neighbours", "halves"])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_rotation_follows_its_formula(name, interleave):
     x, positions = np.random.default_rng(0).standard_normal((9, DIM)), np.array([0, 1, 2, 3, 17, 100, 999, 2048, 4095])
-    found = rope.rotate(jnp.asarray(x[None], jnp.float32), jnp.asarray(positions[None]), config_of(SCALINGS[name], interleave))
+    found = turned(jnp.asarray(x[None], jnp.float32), jnp.asarray(positions[None]), config_of(SCALINGS[name], interleave))
     np.testing.assert_allclose(found[0], rotated(x, positions, SCALINGS[name], interleave), atol=4e-3)
     np.testing.assert_allclose(found[0, :4], rotated(x, positions, SCALINGS[name], interleave)[:4], atol=1e-5)
 
@@ -103,7 +108,7 @@ def test_frequencies_follow_their_formula(name):
 @pytest.mark.parametrize("position", [2**15, 2**15 + 1, 131_071, 159_999, 163_839])
 def test_far_positions_lose_no_more_than_float32_of_the_angle_does(position):
     scaling, x = SCALINGS["yarn, equal mscales"], np.random.default_rng(1).standard_normal((1, DIM))
-    found = np.asarray(rope.rotate(jnp.asarray(x[None], jnp.float32), jnp.asarray([[position]]), config_of(scaling)))[0]
+    found = np.asarray(turned(jnp.asarray(x[None], jnp.float32), jnp.asarray([[position]]), config_of(scaling)))[0]
     size = np.abs(x).reshape(-1, 2).sum(1).repeat(2)
     bound = 1e-5 + 4 * 2**-24 * position * frequencies(scaling).repeat(2) * size  # the frequency and the product are rounded
     assert (np.abs(found - rotated(x, np.array([position]), scaling, True))[0] <= bound).all()
@@ -112,7 +117,7 @@ def test_far_positions_lose_no_more_than_float32_of_the_angle_does(position):
 def test_bfloat16_input_is_turned_in_float32():
     x = np.random.default_rng(2).standard_normal((1, 1, DIM)).astype(np.float32)
     at, config = jnp.asarray([[100_000]]), config_of(None)
-    low, exact = (rope.rotate(jnp.asarray(x, dtype).astype(dtype), at, config) for dtype in ("bfloat16", "float32"))
+    low, exact = (turned(jnp.asarray(x, dtype).astype(dtype), at, config) for dtype in ("bfloat16", "float32"))
     assert low.dtype == jnp.bfloat16
     np.testing.assert_allclose(low.astype(jnp.float32), exact, atol=0.03)
 
@@ -124,7 +129,7 @@ def test_scores_depend_on_the_distance_alone(at, distance, interleave):
     q, k = jnp.asarray(np.random.default_rng(at).standard_normal((2, 1, 1, DIM)), jnp.float32)
 
     def score(query: int, key: int) -> float:
-        return float(jnp.vdot(rope.rotate(q, jnp.asarray([[query]]), config), rope.rotate(k, jnp.asarray([[key]]), config)))
+        return float(jnp.vdot(turned(q, jnp.asarray([[query]]), config), turned(k, jnp.asarray([[key]]), config)))
 
     assert score(at + distance, at) == pytest.approx(score(distance, 0), abs=1e-2)
 
@@ -134,9 +139,9 @@ def test_heads_turn_as_if_alone():
         np.random.default_rng(3).standard_normal((2, 3, 4, DIM)).astype(np.float32),
         jnp.asarray([[0, 5, 9], [7, 7, 1]]),
     )
-    together = rope.rotate(jnp.asarray(x), positions, config_of(None))
+    together = turned(jnp.asarray(x), positions, config_of(None))
     for head in range(4):
-        np.testing.assert_array_equal(together[:, :, head], rope.rotate(jnp.asarray(x[:, :, head]), positions, config_of(None)))
+        np.testing.assert_array_equal(together[:, :, head], turned(jnp.asarray(x[:, :, head]), positions, config_of(None)))
 
 
 @pytest.mark.parametrize(("preset", "expected"), [("v3", 0.13523), ("v2", 0.11472), ("v2_lite", 0.11472)])

@@ -13,7 +13,7 @@ from cpu_experts import Closed, Experts, layout
 from mla_jax import Transformer
 from mla_jax.base import qtensor
 from mla_jax.base.batch import Batch
-from mla_jax.base.roofline import STREAMED
+from mla_jax.base.roofline import CHUNK, CHUNK_ELSEWHERE, DEVICES, STREAMED
 from mla_jax.model import moe
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.moe import ExpertPlan, MoE, settle
@@ -60,7 +60,7 @@ def by_hand(model: Transformer, tokens: jax.Array, defer: int) -> jax.Array:
     batch, x, left = Batch.dense(*tokens.shape), model.embedded(tokens), 0.0
     plan = model.dispatch.step(model, batch, None)
     for block in model.layers:
-        x = x + block.attn(rms_norm(x, block.attn_norm[...], block.eps), batch, None, plan.form, plan.shared)[0]
+        x = x + block.attn(rms_norm(x, block.attn_norm[...], block.eps), None, plan.form, plan.shared, plan.turns)[0]
         y = rms_norm(x, block.mlp_norm[...], block.eps)
         if not isinstance(block.mlp, MoE):
             x = x + block.mlp(y)
@@ -209,14 +209,11 @@ def test_a_closed_layer_cannot_be_streamed():
         streamed(layer, "loop", x, jnp.ones((1, 10), bool))
 
 
-def test_prompts_are_read_by_larger_chunks_where_experts_are_streamed_and_a_kernel_attends(monkeypatch):
+def test_prompts_are_read_by_larger_chunks_where_experts_are_streamed():
     model = model_of()
 
-    def chunk(rows: int, stream: int) -> int:
-        return dataclasses.replace(model.dispatch, stream=stream).chunk(model, rows, 1 << 16, 1 << 20)
+    def chunk(stream: int, kind: str) -> int:
+        return dataclasses.replace(model.dispatch, stream=stream, device=DEVICES[kind]).chunk(model)
 
-    assert chunk(1, 0) == chunk(8, 0) == chunk(1, 100) == 16
-    monkeypatch.setattr(Dispatch, "attention_kernel", lambda *_: "mosaic_gpu")
-    monkeypatch.setattr(Dispatch, "form_name", lambda *_: "kernel_heads")
-    assert [chunk(rows, 100) for rows in (1, 8, 1 << 14)] == [STREAMED, STREAMED // 8, 16]
-    assert chunk(1, 0) == 16
+    assert [chunk(0, kind) for kind in ("cpu", "NVIDIA H200")] == [CHUNK["cpu"], CHUNK_ELSEWHERE]
+    assert chunk(100, "cpu") == chunk(100, "NVIDIA H200") == STREAMED > CHUNK_ELSEWHERE

@@ -121,7 +121,7 @@ def test_deferred_experts_of_the_host_are_added_a_layer_later(defer):
     batch = Batch.dense(1, 4)
     x, left, plan = exact().embedded(tokens), 0.0, exact().dispatch.step(exact(), batch, None)
     for block in exact().layers:
-        x = x + block.attn(rms_norm(x, block.attn_norm[...], block.eps), batch, None, plan.form, plan.shared)[0]
+        x = x + block.attn(rms_norm(x, block.attn_norm[...], block.eps), None, plan.form, plan.shared, plan.turns)[0]
         y = rms_norm(x, block.mlp_norm[...], block.eps)
         if not isinstance(block.mlp, MoE):
             x = x + block.mlp(y)

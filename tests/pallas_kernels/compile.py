@@ -64,12 +64,11 @@ def experts(held, M, X, F, D, weights, width, parts=1):
     return call, (x, i32((X,)), *[w] * weights)
 
 
-def append(B, T, N, H, R, E, S):
+def append(B, T, N, H, R, E, G, Z):
     f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    tokens = Tokens(i32((B, T)), i32((B, T)), f32((B, T, E // 2)), f32((B, T, E // 2)))
-    cache = Latents(bf16((B, S, R)), bf16((B, S, E)), i32((B, S)), i32((B,)))
+    tokens = Tokens(i32((B, T)), f32((B, T, E // 2)), f32((B, T, E // 2)))
     call = functools.partial(append_gpu.rope_append, eps=1e-6, interleave=True)
-    return call, (bf16((B, T, N, H)), bf16((B, T, R + E)), bf16((R,)), tokens, cache)
+    return call, (bf16((B, T, N, H)), bf16((B, T, R + E)), bf16((R,)), tokens, Latents(bf16((G, Z, R)), bf16((G, Z, E))))
 
 
 def few_experts(n, K, X, F, D):
@@ -79,9 +78,9 @@ def few_experts(n, K, X, F, D):
 
 
 PROGRAMS = [
-    (append, (1, 1, 16, 192, 512, 64, 4096)),
-    (append, (3, 2, 20, 256, 512, 64, 256)),
-    (append, (2, 1, 8, 128, 128, 32, 256)),
+    (append, (1, 1, 16, 192, 512, 64, 90000, 64)),  # more numbers than 32 bits count
+    (append, (3, 2, 20, 256, 512, 64, 20, 7)),
+    (append, (2, 1, 8, 128, 128, 32, 16, 16)),
     (decode, (4, 1, 16, 512, 64, 64)),
     (decode, (4, 4, 8, 512, 64, 16)),
     (decode, (4, 1, 20, 128, 32, 256)),
@@ -111,14 +110,31 @@ sharding = NamedSharding(Mesh(np.array(target.devices), ("x",)), PartitionSpec()
 dump = os.environ["MOSAIC_GPU_DUMP_TO"]
 
 
+def wraps(ptx):
+    """Whether an address is computed in 32 bits: there, nothing may be multiplied by the width of a row."""
+    factors = [1 << int(bits) for bits in re.findall(r"shl\.b32\s.*, (\d+);", ptx)]
+    factors += map(int, re.findall(r"m(?:ul|ad)\.lo\.[su]32\s+\S+ \S+ (\d+)[,;]", ptx))
+    return max(factors, default=1) >= 64
+
+
+def in_place(compiled, pool):
+    """Whether the program returns the pool that it was given, without a copy of an array on the way."""
+    sizes, memory = [x.size * x.dtype.itemsize for x in pool], compiled.memory_analysis()
+    return memory.alias_size_in_bytes >= sum(sizes) and memory.temp_size_in_bytes < min(sizes)
+
+
 for make, shape in PROGRAMS:
     call, arrays = make(*shape)
     before = set(glob.glob(dump + "/*.ptxas"))
-    jax.jit(call, in_shardings=(sharding,) * len(arrays), out_shardings=sharding).lower(*arrays).compile()
+    donated = (len(arrays) - 1,) if make is append else ()
+    program = jax.jit(call, in_shardings=(sharding,) * len(arrays), out_shardings=sharding, donate_argnums=donated)
+    compiled = program.lower(*arrays).compile()
     new = sorted(set(glob.glob(dump + "/*.ptxas")) - before)
     assert new, f"the assembler said nothing of {make.__name__} {shape}"
     for path in new:
         text = Path(path).read_text()
         spills = max(map(int, re.findall(r"(\d+) bytes spill stores", text)))
         row = {"op": make.__name__, "shape": shape, "spills": spills, "serialized": "C7512" in text or "C7510" in text}
+        if make is append:
+            row |= {"in_place": in_place(compiled, arrays[-1]), "wraps": wraps(Path(path).with_suffix(".ptx").read_text())}
         print(json.dumps(row), flush=True)

@@ -38,8 +38,8 @@ def prefill(case):
 def append(case):
     inputs = testing.rope_append_inputs(case)
     wanted = append_reference.rope_append(**inputs)
-    fallback = testing.rope_append_errors(rope_append.rope_append(**inputs, impl="xla"), wanted)
-    errors = testing.rope_append_errors(append_gpu.rope_append(**inputs, interpret=interpret), wanted)
+    fallback = testing.rope_append_errors(rope_append.rope_append(**inputs, impl="xla"), wanted, inputs)
+    errors = testing.rope_append_errors(append_gpu.rope_append(**inputs, interpret=interpret), wanted, inputs)
     print(json.dumps({"name": case.name, "errors": errors, "fallback": fallback}), flush=True)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.batch import Batch
+from mla_jax.cache import paged
 from mla_jax.model.mla import FORMS
 
 pytestmark = pytest.mark.parity
@@ -106,11 +107,12 @@ def test_step_by_step_decode_in_every_form_equals_their_full_forward(both, famil
 
 def step_by_step(model, tokens: np.ndarray) -> np.ndarray:
     """Logits of a prefix, then of one token at a time."""
-    forward = jax.jit(lambda tokens, batch, cache: model(tokens, batch, cache)[:2])
-    cache, start, found = model.new_cache(2, 32), 0, []
+    forward = jax.jit(lambda tokens, batch, pool: model(tokens, batch, pool)[:2])
+    table, start, found = paged.in_order(2, 32), 0, []
+    pool = model.new_pool(table.size)
     for size in (9, *[1] * 11):
-        at = jnp.broadcast_to(jnp.arange(start, start + size), (2, size))
-        hidden, cache = forward(jnp.asarray(tokens[:, start : start + size]), Batch(at, jnp.ones_like(at, bool)), cache)
+        batch = Batch.after(jnp.full(2, start, jnp.int32), jnp.ones((2, size), bool), table)
+        hidden, pool = forward(jnp.asarray(tokens[:, start : start + size]), batch, pool)
         found.append(model.unembed(hidden))
         start += size
     return np.concatenate(found, axis=1)

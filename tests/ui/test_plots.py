@@ -20,9 +20,10 @@ from mla_jax.base.roofline import (
     pick_form,
     step_cost,
 )
+from mla_jax.engine.stats import EngineStats, Sample
 from mla_jax.model.mla import FORMS
 from mla_jax.offload.cost import HostRates, host_seconds
-from mla_jax.ui import plots, plots_decode, plots_host
+from mla_jax.ui import plots, plots_decode, plots_engine, plots_host
 
 V3, LITE, H200, CPU = Config.preset("v3"), Config.preset("v2_lite"), DEVICES["NVIDIA H200"], DEVICES["cpu"]
 RELEASED = {name: Config.preset(name) for name in PRESETS}
@@ -38,6 +39,10 @@ RATES = {
 LITE_EXPERT = {"bf16": 17.3e6, "int8": 8.7e6}
 CALLS = {"bf16": {1: 0.010, 8: 0.051, 64: 0.12}, "int8": {1: 0.004, 8: 0.03, 64: 0.071}}  # seconds by tokens
 STEPS = [(1, 4096, 1), (32, 4096, 1), (1, 8192, 1024), (1, 1024, 1024), (64, 131072, 1)]  # rows, held, new
+ENGINE = EngineStats(rows=8, pages=64)
+ENGINE.samples.extend(
+    Sample(5 + 0.1 * i, min(8, i), max(0, 30 - i), min(48, 6 * i), 9, max(0, 64 - 7 * i), 8 * i) for i in range(40)
+)
 FIGURES = {
     **{
         f"roofline-{device}-{step}": lambda device=device, step=step: plots.roofline(V3, DEVICES[device], *step)
@@ -65,6 +70,8 @@ FIGURES = {
         )
         for host, precision in itertools.product((SERVER, LARGER), EXPERT)
     },
+    "pool": lambda: plots_engine.pool(ENGINE),
+    "pool of an engine that has done nothing": lambda: plots_engine.pool(EngineStats(rows=8, pages=65_536)),
     "calls": lambda: plots_host.calls(LITE, CALLS, RATES, LITE_EXPERT),
 }
 
@@ -327,3 +334,28 @@ def test_figures_of_the_host_can_be_drawn_on_axes_that_are_given():
     assert plots_host.where(V3, H200, SERVER, EXPERT["fp8_block"], ax=one) is one.figure
     assert plots_host.calls(LITE, CALLS, RATES, LITE_EXPERT, ax=two) is one.figure
     assert all(ax.lines for ax in (one, two))
+
+
+def test_the_pool_is_stacked_to_all_of_its_pages_and_requests_are_lines():
+    pages, requests = plots_engine.pool(ENGINE).axes
+    last, seconds = ENGINE.samples[-1], ENGINE.samples[-1].seconds - ENGINE.samples[0].seconds
+    tops = [max(y for x, y in area.get_paths()[0].vertices if x == pytest.approx(seconds)) for area in pages.collections]
+    assert tops == [last.held, 64 - last.unused, 64]
+    assert [text.get_text() for text in pages.get_legend().get_texts()] == [
+        "held by requests",
+        "kept for later prompts",
+        "unused",
+    ]
+    for name in ("running", "waiting"):
+        assert lines_of(requests)[name].get_ydata().tolist() == [getattr(sample, name) for sample in ENGINE.samples]
+    assert "48 of 64 pages" in pages.get_title(loc="left")
+    assert "8 requests ran at once,\n312 tokens" in requests.get_title(loc="left")
+
+
+def test_the_pool_can_be_drawn_from_a_time_on_and_on_axes_that_are_given():
+    from matplotlib.figure import Figure
+
+    pair = Figure().subplots(1, 2)
+    assert plots_engine.pool(ENGINE, since=7.95, ax=pair) is pair[0].figure
+    assert lines_of(pair[1])["running"].get_xdata()[0] == 0
+    assert len(lines_of(pair[1])["running"].get_xdata()) == 10

@@ -8,14 +8,14 @@ import models
 import pytest
 from flax import nnx
 
-from mla_jax import LLM, SamplingParams, Transformer
+from mla_jax import LLM, Transformer
 from mla_jax.base.errors import DoesNotFit
-from mla_jax.cache.latent import slots_for
+from mla_jax.base.roofline import DEVICES
 from mla_jax.decode.programs import Program
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights import plan as planning
 from mla_jax.weights.load import Checkpoint
-from mla_jax.weights.plan import gib, logits_bytes, plan, slot_bytes
+from mla_jax.weights.plan import logits_bytes, page_bytes, plan
 
 
 @pytest.fixture(scope="module")
@@ -24,33 +24,32 @@ def folder(tmp_path_factory):
     return models.write(tmp_path_factory.mktemp("plan"), hf, models.tensors(hf, mtp=True))
 
 
-def held(model: Transformer, rows: int) -> int:
-    """Bytes of a cache of 64 slots."""
-    return sum(a.nbytes for layer in model.new_cache(rows, 64) for name, a in layer.items() if name != "length")
+def pool_bytes(model: Transformer, pages: int) -> int:
+    return sum(a.nbytes for a in model.new_pool(pages).values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["naive", "auto"])
 def test_weights_and_cache_are_planned_to_the_byte(folder, dtype, form):
     checkpoint = Checkpoint(folder, dispatch=Dispatch(form), dtype=dtype)
-    needed = plan(checkpoint, 60)
+    needed = plan(checkpoint, 60, batch=3)
     model = checkpoint.load()
     assert needed.weights == sum(a.nbytes for a in jax.tree.leaves(nnx.state(model)))
-    assert needed.cache == held(model, 1)
-    assert slot_bytes(model, 5) * 64 == held(model, 5)
+    assert needed.cache == pool_bytes(model, 3)
+    assert page_bytes(model) == pool_bytes(model, 1)
 
 
-@pytest.mark.parametrize("batch", [2, 5])
-def test_a_batch_takes_its_rows_caches_and_temporaries(folder, monkeypatch, batch):
+def test_a_batch_takes_as_many_times_the_cache_and_no_more_temporaries_up_to_64_rows(folder, monkeypatch):
     checkpoint = Checkpoint(folder)
-    one, several = plan(checkpoint, 60), plan(checkpoint, 60, batch)
-    assert several.weights == one.weights
-    assert several.cache == held(checkpoint.load(), {2: 2, 5: 8}[batch])  # rows come in powers of two
-    assert one.temporaries < several.temporaries <= batch * one.temporaries
-    assert f"cache of {batch} x 60 tokens" in several.lines()[1]
-    monkeypatch.setattr(planning, "available", lambda: several.needed - 1)
+    one, five, many = (plan(checkpoint, 60, batch) for batch in (1, 5, 128))
+    assert one.weights == five.weights == many.weights
+    assert (five.cache, many.cache) == (5 * one.cache, 128 * one.cache)
+    assert one.temporaries == five.temporaries < many.temporaries
+    assert (one.rows, five.rows, many.rows) == (64, 64, 128)
+    assert "cache of 5 x 60 tokens" in five.lines()[1]
+    monkeypatch.setattr(planning, "available", lambda: five.needed - 1)
     assert plan(checkpoint, 60).fits
-    assert not plan(checkpoint, 60, batch).fits
+    assert not plan(checkpoint, 60, 5).fits
 
 
 def test_a_plan_reads_no_weights(folder, monkeypatch):
@@ -63,42 +62,45 @@ def test_the_largest_context_is_the_largest_that_fits(folder, monkeypatch):
     checkpoint = Checkpoint(folder)
     whole = plan(checkpoint)
     assert whole.fits
-    assert whole.longest == checkpoint.config.max_position_embeddings
+    assert whole.longest == whole.context == checkpoint.config.max_position_embeddings
     monkeypatch.setattr(planning, "available", lambda: whole.needed - 1)
-    less = plan(checkpoint)
+    less = plan(checkpoint, whole.context)
     assert not less.fits
     assert 64 <= less.longest < whole.longest
     assert f"--context {less.longest}" in "\n".join(less.lines())
+    with pytest.raises(DoesNotFit, match="a cache of 1 x 512 tokens does not fit"):
+        less.refuse()
     assert plan(checkpoint, less.longest).fits
     assert not plan(checkpoint, less.longest + 1).fits
+    unasked = plan(checkpoint)  # nobody asks for a context: as much as fits
+    assert unasked.fits
+    assert unasked.context == less.longest
 
 
-def test_the_largest_context_is_found_though_longer_ones_may_need_less(folder, monkeypatch):
-    """With shorter chunks, that is, which come after 42, 85, 170 and 341 tokens here."""
-    checkpoint = Checkpoint(folder)
-    monkeypatch.setattr(planning, "score_bytes", lambda *_: 1 << 20)
-    base, most = plan(checkpoint, 1), checkpoint.config.max_position_embeddings
-    fixed, slot, model = base.weights, base.cache // 64, checkpoint.model()
-    needed = {n: fixed + slots_for(n) * slot + planning.temporaries(model, [], n, 1 << 20) for n in range(1, most + 1)}
-    assert any(needed[n + 1] < needed[n] for n in range(1, most))
-    for free in (
-        needed[1] - 1,
-        needed[1],
-        needed[32],
-        *(needed[n] + more for n in (42, 85, 86, 170, 171, 300, 342) for more in (-1, 0)),
-    ):
-        monkeypatch.setattr(planning, "available", lambda free=free: free)
-        assert plan(checkpoint).longest == max((n for n in needed if needed[n] <= free), default=0)
+def test_a_shortened_context_is_a_note(folder, monkeypatch):
+    fits = plan(Checkpoint(folder), 128).needed
+    monkeypatch.setattr(planning, "available", lambda: fits)
+    llm = LLM(folder)
+    assert llm.context == 128
+    assert any("128 of the model's 512 tokens; --context asks for more" in note for note in llm.notes)
 
 
-def test_what_fits_with_a_short_context_is_not_refused(folder, monkeypatch):
-    checkpoint = Checkpoint(folder)
-    needed = plan(checkpoint, 32).needed
-    monkeypatch.setattr(planning, "available", lambda: needed)
-    short = plan(checkpoint, 32)
-    assert short.fits
-    assert short.longest == 32
-    short.refuse()
+@pytest.mark.parametrize(
+    ("asked", "batch", "tokens", "fits"), [(None, 1, 1000, True), (512, 1, 512, True), (512, 2, 1000, False)]
+)
+def test_the_pool_has_as_many_tokens_as_are_asked_for(folder, asked, batch, tokens, fits):
+    found = plan(Checkpoint(folder), asked, batch, cache_tokens=tokens)
+    assert found.tokens == -(-tokens // 64) * 64
+    assert found.fits is fits
+    assert fits or f"--cache-tokens {found.tokens} is less than" in found.lines()[-1]
+
+
+def test_the_pool_of_a_gpu_is_all_that_weights_and_temporaries_leave(folder, monkeypatch):
+    monkeypatch.setattr(planning, "available", lambda: 8 << 30)
+    checkpoint = Checkpoint(folder, dispatch=Dispatch(device=DEVICES["NVIDIA H200"]))
+    found, page = plan(checkpoint), page_bytes(checkpoint.model())
+    left = found.available - found.weights - found.temporaries
+    assert left - page < found.tokens // 64 * page <= left
 
 
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypatch):
@@ -110,14 +112,6 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypa
     assert "weights" in str(error.value)
     assert "--dtype bfloat16" in str(error.value)
     assert error.value.exit_code == 4
-
-
-def test_a_batch_whose_cache_does_not_fit_is_refused_with_the_room_there_is(folder):
-    llm = LLM(folder)
-    needed = held(llm.model, 64)
-    llm.plan = dataclasses.replace(llm.plan, available=llm.plan.weights + needed - 1)
-    with pytest.raises(DoesNotFit, match=f"it takes {gib(needed)} .* room for {gib(needed - 1)}"):
-        llm.generate([[1, 2, 3]] * 33, SamplingParams(max_tokens=40))
 
 
 def test_running_out_of_memory_on_the_device_is_explained_once(folder, monkeypatch):

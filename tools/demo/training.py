@@ -13,28 +13,31 @@ from jaxtyping import Array, Float, Int
 from demo.recipe import Recipe
 from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch
+from mla_jax.model import rope
 from mla_jax.model.dispatch import Dispatch, StepPlan
-from mla_jax.model.mla import Form, heads, visible
+from mla_jax.model.held import Held, prepare
+from mla_jax.model.mla import Form, heads
 from mla_jax.model.moe import BACKENDS, ExpertPlan
 
 Values = dict[str, jax.Array]
 
 
-def fused(q: tuple, held: dict[str, Array], up: tuple, mask: Array, scale: float) -> Float[Array, "B T N V"]:
+def fused(q: tuple, held: Held, up: tuple, scale: float) -> Float[Array, "B T N V"]:
     """`naive` for full rows from position 0, by cuDNN on a GPU: scores are not written to memory."""
-    joined = jnp.concatenate(q, -1)
-    v = jnp.pad(held["v"], [(0, 0)] * 3 + [(0, joined.shape[-1] - held["v"].shape[-1])])  # cuDNN takes equal widths only
+    joined, k, v = jnp.concatenate(q, -1), held.new["k"], held.new["v"]
+    padded = jnp.pad(v, [(0, 0)] * 3 + [(0, joined.shape[-1] - v.shape[-1])])  # cuDNN takes equal widths only
     on_gpu = jax.default_backend() == "gpu" and joined.dtype == jnp.bfloat16
     implementation = "cudnn" if on_gpu else "xla"
-    out = jax.nn.dot_product_attention(joined, held["k"], v, scale=scale, is_causal=True, implementation=implementation)
-    return out[..., : held["v"].shape[-1]]
+    out = jax.nn.dot_product_attention(joined, k, padded, scale=scale, is_causal=True, implementation=implementation)
+    return out[..., : v.shape[-1]]
 
 
 class InTraining(Dispatch):
     """A dispatch with attention of its own and with all experts on all tokens."""
 
-    def step(self, model: Transformer, batch: Batch, layer: Any) -> StepPlan:
-        return StepPlan(Form(heads, fused), visible(batch, layer, model.config), ExpertPlan(BACKENDS["dense"]))
+    def step(self, model: Transformer, batch: Batch, pool: Any) -> StepPlan:
+        turns = rope.turns(batch.positions, model.config)
+        return StepPlan(Form(heads, fused), prepare(batch, pool, model.config, 0), turns, ExpertPlan(BACKENDS["dense"]))
 
 
 class Trained(NamedTuple):

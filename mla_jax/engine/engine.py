@@ -1,0 +1,440 @@
+"""The engine: requests go in, and each `step` sends the device what comes next for all of them.
+
+What to do is the scheduler's decision, which page is whose the allocator's; here both become dispatches. A dispatch is sent
+before the tokens of the one before are read, so the device does not wait for the host."""
+
+import bisect
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from mla_jax.base import roofline
+from mla_jax.base.batch import bucket
+from mla_jax.base.config import Config
+from mla_jax.base.errors import BadRequest, DoesNotFit
+from mla_jax.cache.paged import PAGE
+from mla_jax.decode.loop import STEPS, Chosen, Likely, Programs
+from mla_jax.decode.rows import ADMITTED, BIASES, ENDS, Entry
+from mla_jax.decode.sampling import Sampling
+from mla_jax.engine.job import Job, logprobs_of
+from mla_jax.engine.pages import Pages
+from mla_jax.engine.request import FinishReason, Request
+from mla_jax.engine.scheduler import Limits, Plan, Running, Waiting, plan
+from mla_jax.engine.stats import EngineStats
+from mla_jax.text.tokenizer import Tokenizer
+
+SCORED = 64  # tokens of one prompt whose log-probabilities one dispatch computes
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What the engine reserves on the device."""
+
+    rows: int  # requests that run at a time
+    pages: int  # of the pool, for each layer
+    context: int  # tokens of one request
+    chunk: int  # tokens of prompts that one dispatch reads
+
+    @property
+    def width(self) -> int:
+        """Pages of the longest request: the width of all page tables."""
+        return -(-self.context // PAGE)
+
+    def limits(self) -> Limits:
+        return Limits(rows=self.rows, page_size=PAGE, chunk=self.chunk, shapes=self.shapes(), steps=STEPS)
+
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """(rows, tokens) of the programs that read prompts: a chunk, an eighth and a 64th of it, of one row or of many."""
+        tokens = [max(16, self.chunk // part) for part in (1, 8, 64)]
+        most = bucket(self.rows)
+        return tuple(dict.fromkeys((rows, n) for n in tokens for rows in (1, min(max(self.chunk // n, 1), most))))
+
+
+class Flight(NamedTuple):
+    """A dispatch whose results nobody has looked at yet. A job may have left its row since."""
+
+    jobs: list[Job]
+    chosen: Chosen | None
+    likely: Likely | None  # of a piece of one prompt,
+    following: list[int]  # for these tokens
+
+
+class Engine:
+    """Serves any number of requests over one pool. Not for several threads at once."""
+
+    def __init__(self, programs: Programs, config: Config, tokenizer: Tokenizer | None, size: Size):
+        self.programs, self.config, self.tokenizer, self.size = programs, config, tokenizer, size
+        self.limits, self.stats = size.limits(), EngineStats(rows=size.rows, pages=size.pages)
+        self._serial = 0
+        self.jobs: dict[int, Job] = {}  # that are not done, by id
+        self._compiled_rows: set[int] = set()
+        self._compiled_shapes: set[tuple[int, int]] = set()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything in the pool; requests that are not done are cancelled."""
+        for job in self.jobs.values():
+            job.finish(FinishReason.CANCELLED)
+        self.jobs = {}
+        self.waiting: list[Job] = []
+        self.running: list[Job] = []
+        self._flying: deque[Flight] = deque()
+        self._pages = Pages(self.size.pages, PAGE)
+        self._free_rows = list(range(self.size.rows))[::-1]
+        self._arrays: tuple[Any, Any] | None = None  # pool and table, made when the first request comes
+
+    def submit(self, request: Request, *, priority: int = 0, streams: bool = False) -> Job:
+        """Queues a request; a lower `priority` comes first. Raises BadRequest or DoesNotFit if it is too long for the
+        context or the pool."""
+        tokens = len(request.prompt) + request.limit
+        if tokens > self.size.context:
+            raise BadRequest(f"a request of {tokens:,} tokens is longer than the context", f"it holds {self.size.context:,}")
+        if tokens > self.size.pages * PAGE:
+            raise DoesNotFit(
+                f"a request of {tokens:,} tokens does not fit the cache",
+                f"the cache holds {self.size.pages * PAGE:,} tokens of all requests together",
+                "lower max_tokens, or give more --cache-tokens",
+            )
+        self._serial += 1
+        job = Job(request, self.tokenizer, self._serial, priority, streams)
+        if request.limit == 0 and not job.scores:
+            job.finish(FinishReason.LENGTH)
+            return job
+        self.jobs[job.id] = job
+        self._wait(job)
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Ends a job that nobody wants any more; its pages are free again."""
+        if job.done:
+            return
+        job.finish(FinishReason.CANCELLED)
+        if job.row is None:
+            self.waiting.remove(job)
+            del self.jobs[job.id]
+        else:
+            self._leave(job)
+
+    def _wait(self, job: Job) -> None:
+        bisect.insort(self.waiting, job, key=lambda job: (job.priority, job.id))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running or self._flying)
+
+    def step(self) -> None:
+        """Sends the next dispatches, then takes in what an earlier one has chosen."""
+        start, waited = time.perf_counter(), self.stats.waited_seconds
+        decision = self._decide()
+        if decision.preempt and self._flying:  # what they have chosen is not lost
+            self._land_all()
+            decision = self._decide()
+        for job in self._of(decision.preempt):
+            self._preempt(job)
+        self._prepare(decision)
+        self._admit(self._of(decision.admit))
+        sent = self._score() or self._read(decision)
+        sent = self._decode(self._of(decision.decode), decision.steps) or sent
+        while len(self._flying) > sent:
+            self._land()
+        seconds = time.perf_counter() - start - (self.stats.waited_seconds - waited)
+        self.stats.note(self._pages, self.running, self.waiting, self.programs.compiled, seconds)
+
+    def take_load(self) -> np.ndarray:
+        """How often each expert of each layer was chosen since this was last asked; for programs that count it."""
+        pool, rows = self._state()
+        self._arrays = pool, dataclasses.replace(rows, load=rows.load * 0)
+        return np.asarray(rows.load)
+
+    def warm_up(self) -> None:
+        """Compiles every program that any request may need, so that nothing is compiled later."""
+        self._compile(self._row_counts(), self.limits.shapes, scored=True)
+
+    def _row_counts(self) -> list[int]:
+        """Rows of the programs that decode."""
+        return [1 << i for i in range(bucket(self.size.rows).bit_length())]
+
+    def _state(self) -> tuple[Any, Any]:
+        """The pool and the table of rows."""
+        pool, rows = self._arrays or self.programs.new(self.size.rows, self.size.pages)
+        self._arrays = pool, rows
+        return pool, rows
+
+    def _decide(self) -> Plan:
+        """What the scheduler says, for the requests that run and the first of those that wait."""
+        running = [self._as_running(job) for job in self.running]
+        return plan(self._candidates(), running, self._pages.free, self.limits)
+
+    def _candidates(self) -> list[Waiting]:
+        """As many requests as there are free rows, the first that wait; of those that must wait for a prefix, as many more."""
+        found: list[Waiting] = []
+        room = len(self._free_rows)
+        for job in self.waiting[: 2 * room]:
+            if not room:
+                break
+            candidate = self._as_waiting(job)
+            found.append(candidate)
+            room -= not candidate.blocked
+        return found
+
+    def _as_waiting(self, job: Job) -> Waiting:
+        match, left = self._pages.match(job.tokens, job.shares), job.request.limit - len(job.ids)
+        return Waiting(
+            id=job.id,
+            priority=job.priority,
+            arrival=job.id,
+            tokens=len(job.tokens),
+            shared=len(match.pages),
+            taken=match.taken,
+            left=left,
+            streams=job.streams,
+            blocked=match.blocked,
+        )
+
+    def _as_running(self, job: Job) -> Running:
+        assert job.held is not None
+        scoring = job.scores and job.unread > 0  # its prompt is read by dispatches of its own
+        return Running(
+            id=job.id,
+            priority=job.priority,
+            arrival=job.id,
+            unread=0 if scoring else job.unread,
+            held=job.read + job.steps,
+            pages=len(job.held.pages),
+            own=self._pages.own(job.held),
+            left=0 if scoring else job.left,
+            streams=job.streams,
+        )
+
+    def _of(self, ids: Sequence[int]) -> list[Job]:
+        return [self.jobs[i] for i in ids]
+
+    def _prepare(self, decision: Plan) -> None:
+        """Compiles what the decision needs, all at once, unless it is there."""
+        rows = bucket(len(self.running) + len(decision.admit)) if decision.admit else 0
+        counts = [rows] if rows and rows not in self._compiled_rows else []
+        shapes = [decision.shape] if decision.shape and decision.shape not in self._compiled_shapes else []
+        if counts or shapes:
+            self._compile(counts, shapes)
+
+    def _compile(self, counts: Iterable[int], shapes: Iterable[tuple[int, int]], scored: bool = False) -> None:
+        pool, rows = self._state()
+        self.programs.prepare(pool, rows, self.size.width, counts, shapes, SCORED if scored else 0)
+        self._compiled_rows |= set(counts)
+        self._compiled_shapes |= set(shapes)
+
+    def _admit(self, jobs: list[Job]) -> None:
+        """Gives each a row and pages."""
+        admitted = []
+        for job in jobs:
+            if self._pages.match(job.tokens, job.shares).blocked:  # by one that was admitted just now
+                continue
+            self.waiting.remove(job)
+            self.running.append(job)
+            admitted.append(job)
+            job.start(self._free_rows.pop(), self._pages.admit(job.tokens, job.shares), PAGE)
+            self.stats.hits += job.read
+        for first in range(0, len(admitted), ADMITTED):
+            some = admitted[first : first + ADMITTED]
+            pool, rows = self._state()
+            at = self._padded_rows(some, ADMITTED)
+            self._arrays = pool, self.programs.admit(rows, at, entries(some, ADMITTED))
+
+    def _preempt(self, job: Job) -> None:
+        """Back to those that wait; what it has generated will be read again."""
+        self._leave(job)
+        self._wait(job)
+        self.stats.preemptions += 1
+
+    def _leave(self, job: Job) -> None:
+        assert job.held is not None
+        assert job.row is not None
+        self._pages.release(job.held)
+        self._free_rows.append(job.row)
+        self.running.remove(job)
+        if job.done:
+            self.stats.finished += 1
+            del self.jobs[job.id]
+        job.row = job.held = None
+
+    def _read(self, decision: Plan) -> bool:
+        """Sends pieces of prompts; whether there were any."""
+        if decision.shape is None:
+            return False
+        rows, width = decision.shape
+        counts = dict(decision.read)
+        jobs = [job for job in self._of(list(counts)) if job.row is not None]
+        if not jobs:
+            return False
+        tokens, lengths = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
+        for i, job in enumerate(jobs):
+            piece = job.piece(counts[job.id])
+            tokens[i, : len(piece)], lengths[i] = piece, len(piece)
+        self._dispatch_prefill(jobs, tokens, lengths, None)
+        return True
+
+    def _score(self) -> bool:
+        """Sends a piece of the first prompt whose log-probabilities are asked for; whether there is one."""
+        job = next((job for job in self.running if job.scores and job.unread), None)
+        if job is None:
+            return False
+        piece = job.piece(SCORED)
+        following = job.tokens[job.read + 1 : job.read + 1 + len(piece)]
+        tokens, after = np.zeros((1, SCORED), np.int32), np.zeros((1, SCORED), np.int32)
+        tokens[0, : len(piece)], after[0, : len(following)] = piece, following
+        found = self._dispatch_prefill([job], tokens, np.array([len(piece)], np.int32), after)
+        self._flying.append(Flight([job], None, found, following))
+        return True
+
+    def _dispatch_prefill(
+        self, jobs: list[Job], tokens: np.ndarray, counts: np.ndarray, following: np.ndarray | None
+    ) -> Likely | None:
+        pool, rows = self._state()
+        at, table = self._padded_rows(jobs, len(tokens)), self._page_table(jobs, len(tokens))
+        pool, rows, found = self.programs.prefill(pool, rows, at, tokens, counts, table, following)
+        self._arrays = pool, rows
+        for job, count in zip(jobs, counts.tolist(), strict=False):
+            assert job.held is not None
+            job.read += count
+            self._pages.wrote(job.held, job.tokens[: job.read])
+            self.stats.read += count
+        return found
+
+    def _decode(self, jobs: list[Job], steps: int) -> bool:
+        """Sends decode steps of those rows that have read their prompts; whether there were any."""
+        jobs = [job for job in jobs if job.row is not None and not job.unread]
+        if not jobs:
+            return False
+        fresh = [not job.steps for job in jobs]
+        if all(fresh) or any(job.streams and new for job, new in zip(jobs, fresh, strict=True)):
+            steps = 1  # a first token is waited for
+        for job in jobs:
+            assert job.held is not None
+            extended = self._pages.extend(job.held, job.read + job.steps + min(steps, job.left - 1))
+            assert extended, "the scheduler has planned steps that there are no pages for"
+            job.steps += min(steps, job.left)
+        pool, rows = self._state()
+        count = min(n for n in self._compiled_rows if n >= len(jobs))
+        at, table = self._padded_rows(jobs, count), self._page_table(jobs, count)
+        pool, rows, chosen = self.programs.run(pool, rows, at, table, np.int32(steps))
+        self._arrays = pool, rows
+        self._flying.append(Flight(jobs, chosen, None, []))
+        self.stats.dispatches += 1
+        return True
+
+    def _padded_rows(self, jobs: list[Job], count: int) -> np.ndarray:
+        """The rows of jobs; padding is past the table."""
+        at = np.full(count, self.size.rows, np.int32)
+        at[: len(jobs)] = np.array([job.row for job in jobs], np.int32)
+        return at
+
+    def _page_table(self, jobs: list[Job], count: int) -> np.ndarray:
+        table = np.zeros((count, self.size.width), np.int32)
+        for i, job in enumerate(jobs):
+            assert job.held is not None
+            table[i, : len(job.held.pages)] = job.held.pages
+        return table
+
+    def _land_all(self) -> None:
+        while self._flying:
+            self._land()
+
+    def _land(self) -> None:
+        """Takes in the oldest dispatch's results."""
+        flight, start = self._flying.popleft(), time.perf_counter()
+        if flight.chosen is None:
+            self._land_scores(flight)
+        else:
+            asked = any(job.logprobs is not None for job in flight.jobs)
+            wanted = flight.chosen if asked else flight.chosen._replace(likely=None)
+            self._land_tokens(flight.jobs, jax.device_get(wanted), start)
+
+    def _land_scores(self, flight: Flight) -> None:
+        (job,), start = flight.jobs, time.perf_counter()
+        found = jax.device_get(flight.likely)
+        self.stats.waited_seconds += time.perf_counter() - start
+        self.programs.check()
+        if job.done:
+            return
+        job.take_scores(flight.following, found)
+        if not job.unread and not job.request.limit:
+            job.finish(FinishReason.LENGTH)
+            self._leave(job)
+
+    def _land_tokens(self, jobs: list[Job], chosen: Chosen, start: float) -> None:
+        now = time.perf_counter()
+        self.stats.waited_seconds += now - start
+        self.programs.check()
+        self.stats.generated += int(chosen.count.sum())
+        self.stats.least_bytes += self._least_bytes(jobs, int(chosen.count.max()))
+        for i, job in enumerate(jobs):
+            if job.done:  # cancelled, or ended by a text that only the host sees
+                continue
+            ids = chosen.tokens[i, : chosen.count[i]].tolist()
+            job.take(ids, self._logprobs(job, chosen, i, ids), bool(chosen.done[i]), bool(chosen.finite[i]))
+            job.times.note(now, len(ids), self.stats.least_bytes)
+            assert job.held is not None
+            known = job.tokens[:-1] if job.done else job.tokens  # the last one was not read any more
+            self._pages.wrote(job.held, known)
+            if job.done:
+                self._leave(job)
+
+    def _least_bytes(self, jobs: list[Job], steps: int) -> int:
+        """What so many steps of these rows had to read: weights, and latents."""
+        held = sum(job.read + job.steps for job in jobs) // len(jobs)
+        return int(steps * roofline.decode_bytes(self.config, len(jobs), held, self.programs.model.dtype.itemsize))
+
+    def _logprobs(self, job: Job, chosen: Chosen, i: int, ids: list[int]) -> Any:
+        if job.logprobs is None:
+            return None
+        likely = Likely(*(array[i] for array in chosen.likely))
+        return logprobs_of(ids, likely, job.request.params.logprobs or 0)
+
+
+def entries(jobs: list[Job], count: int) -> Entry:
+    """What requests bring to their rows."""
+    params = [job.request.params for job in jobs]
+
+    def filled(value: float, dtype: type, *shape: int) -> np.ndarray:
+        return np.full((count, *shape), value, dtype)
+
+    def column(values: Iterable[float], dtype: type, rest: float = 0) -> np.ndarray:
+        array, most = filled(rest, dtype), np.iinfo(np.int32).max if dtype is np.int32 else np.inf
+        array[: len(jobs)] = [min(value, most) for value in values]
+        return array
+
+    def numbers(name: str, rest: float = 0) -> np.ndarray:
+        return column((getattr(p, name) for p in params), np.float32, rest)
+
+    seed = filled(0, np.uint32, 2)
+    seed[: len(jobs)] = [((p.seed or 0) >> 32, (p.seed or 0) & 0xFFFFFFFF) for p in params]
+    ends, bias_ids, bias = filled(-1, np.int32, ENDS), filled(-1, np.int32, BIASES), filled(0, np.float32, BIASES)
+    for i, job in enumerate(jobs):
+        ends[i, : len(job.request.all_ends)] = job.request.all_ends
+        biases = job.request.params.logit_bias or {}
+        bias_ids[i, : len(biases)], bias[i, : len(biases)] = list(biases.keys()), list(biases.values())
+    sampling = Sampling(
+        temperature=numbers("temperature"),
+        top_k=column((p.top_k or 0 for p in params), np.int32),
+        top_p=numbers("top_p", 1),
+        min_p=numbers("min_p"),
+        presence_penalty=numbers("presence_penalty"),
+        frequency_penalty=numbers("frequency_penalty"),
+        repetition_penalty=numbers("repetition_penalty", 1),
+        seed=seed,
+        bias_ids=bias_ids,
+        bias=bias,
+    )
+    return Entry(
+        held=column((job.read for job in jobs), np.int32),
+        prompt=column((len(job.request.prompt) for job in jobs), np.int32),
+        limit=column((job.request.limit - len(job.ids) for job in jobs), np.int32),
+        ends=ends,
+        logprobs=column((job.logprobs is not None for job in jobs), np.bool_),
+        sampling=sampling,
+    )

@@ -1,0 +1,126 @@
+"""A request while it is served: what is generated so far, and what of it nobody has been told yet."""
+
+import time
+
+from mla_jax.decode.loop import Likely
+from mla_jax.engine.pages import Held
+from mla_jax.engine.request import Chunk, FinishReason, Logprobs, Output, Request
+from mla_jax.engine.stats import Stats, Times
+from mla_jax.text.stream import TextStream
+from mla_jax.text.tokenizer import Tokenizer
+
+
+class Job:
+    """A handle on a submitted request. `news` are the chunks that came since they were last taken."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, serial: int, priority: int, streams: bool):
+        self.request, self.id, self.priority, self.streams = request, serial, priority, streams
+        self.ids: list[int] = []
+        self.text = ""
+        self.logprobs: Logprobs | None = None if request.params.logprobs is None else []
+        self.prompt_logprobs: list[dict[int, float] | None] | None = None if request.params.prompt_logprobs is None else [None]
+        self.reason: FinishReason | None = None
+        self.news: list[Chunk] = []
+        self.times = Times(time.perf_counter())
+        self.row: int | None = None  # on the device
+        self.held: Held | None = None
+        self.known = 0  # tokens when it was admitted
+        self.read = 0  # of these, so many are in its pages once all dispatches are done
+        self.steps = 0  # tokens that dispatches may have chosen since
+        self._stream = None if tokenizer is None else TextStream(tokenizer, request.params.stop)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All that is known: the prompt and what was generated."""
+        return self.request.prompt + self.ids
+
+    @property
+    def done(self) -> bool:
+        return self.reason is not None
+
+    @property
+    def unread(self) -> int:
+        return self.known - self.read
+
+    @property
+    def left(self) -> int:
+        """Tokens that no dispatch was told to choose yet."""
+        return self.request.limit - max(self.known - len(self.request.prompt), 0) - self.steps
+
+    @property
+    def scores(self) -> bool:
+        """Whether the log-probabilities of the prompt are asked for and not complete."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.request.prompt)
+
+    @property
+    def shares(self) -> bool:
+        """Whether it may take pages from the prefix index; not where all tokens of the prompt must pass."""
+        return not self.scores and self.request.params.repetition_penalty == 1
+
+    def start(self, row: int, held: Held, page: int) -> None:
+        """Takes a row and pages of `page` tokens; what those it shares hold need not be read."""
+        self.row, self.held, self.known = row, held, len(self.tokens)
+        self.read, self.steps = held.shared * page, 0
+        if self.scores:
+            self.prompt_logprobs = [None]
+
+    def piece(self, most: int) -> list[int]:
+        """The next tokens to read."""
+        return self.tokens[self.read : min(self.read + most, self.known)]
+
+    def take(self, ids: list[int], logprobs: Logprobs | None, ended: bool, finite: bool) -> None:
+        """Adds what was generated; `ended` says that the device stopped the row."""
+        seen, self.ids = len(self.ids), self.ids + ids
+        if ended:
+            self.reason = _reason(self.ids, self.request, finite)
+        text = "" if self._stream is None else self._show(ids[:-1] if self._at_end_token else ids)
+        self.text += text
+        if self.logprobs is not None:
+            self.logprobs = (self.logprobs + (logprobs or []))[: len(self.ids)]
+        self.news.append(Chunk(text, self.ids[seen:], self.reason, logprobs))
+
+    def take_scores(self, tokens: list[int], likely: Likely) -> None:
+        """Log-probabilities of the next tokens of the prompt."""
+        assert self.prompt_logprobs is not None
+        room = len(self.request.prompt) - len(self.prompt_logprobs)
+        one = Likely(*(array[0] for array in likely))
+        self.prompt_logprobs += logprobs_of(tokens[:room], one, self.request.params.prompt_logprobs or 0)
+
+    def finish(self, reason: FinishReason) -> None:
+        """Ends it without further tokens."""
+        self.reason = reason
+        self.news.append(Chunk("", [], reason))
+
+    def output(self, stats: Stats) -> Output:
+        assert self.reason is not None
+        text = None if self._stream is None else self.text
+        return Output(text, self.ids, self.request.prompt, self.reason, self.logprobs, stats, self.prompt_logprobs)
+
+    @property
+    def _at_end_token(self) -> bool:
+        return bool(self.ids) and self.ids[-1] in self.request.all_ends
+
+    def _show(self, ids: list[int]) -> str:
+        assert self._stream is not None
+        text = self._stream.push(ids)
+        if self._stream.stopped:
+            self.reason, self.ids = FinishReason.STOP, self.ids[: self._stream.used]
+            return text
+        return text + self._stream.finish() if self.reason is not None else text
+
+
+def _reason(ids: list[int], request: Request, finite: bool) -> FinishReason:
+    if not finite:
+        return FinishReason.ERROR
+    if ids and ids[-1] in request.ends:
+        return FinishReason.END
+    return FinishReason.STOP if ids and ids[-1] in request.params.stop_token_ids else FinishReason.LENGTH
+
+
+def logprobs_of(tokens: list[int], likely: Likely, asked: int) -> list[dict[int, float]]:
+    """For each token its log-probability, then those of the `asked` likeliest, from arrays `[T]` and `[T J]` on the host."""
+    found = []
+    for i, token in enumerate(tokens):
+        likeliest = zip(likely.top_ids[i, :asked].tolist(), likely.top[i, :asked].tolist(), strict=True)
+        found.append({token: float(likely.logprobs[i])} | {other: p for other, p in likeliest if other != token})
+    return found

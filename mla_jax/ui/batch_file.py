@@ -1,0 +1,352 @@
+"""A JSONL file of prompts, answered line by line into another one. A second run goes on where the first was stopped.
+
+Answers are written in the order of the prompts. Each begins with the prompt's id and a digest of all that decides the answer, so
+what a file holds already is recognised without further records, and is never mistaken for the answers to something else."""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, TypeVar
+
+from mla_jax.base.errors import BadRequest, MlaJaxError, printable, shown
+from mla_jax.base.files import json_value
+from mla_jax.base.options import SamplingParams, names
+from mla_jax.base.rules import nearest
+from mla_jax.engine.bar import Bar
+from mla_jax.engine.inputs import InputProcessor
+from mla_jax.engine.llm import LLM
+from mla_jax.engine.opened import Opened
+from mla_jax.engine.request import FinishReason, Output, Request
+from mla_jax.ui.console import Console
+from mla_jax.ui.interrupt import noticed_interrupts
+
+MAX_LINE = 64 << 20  # bytes
+MAX_ID = 1000  # characters
+MAX_BEGINNING = 8 * MAX_ID  # bytes of an answer's id and digest
+PIECE = 1 << 20  # bytes that are read at a time of a line that is skipped
+THREADS = min(8, os.cpu_count() or 1)  # that make requests of lines: for each conversation a process renders a template
+KEYS = ("id", "prompt", "messages", *names(SamplingParams))
+DONE, NOT_FINITE, BAD_LINES, INTERRUPTED = 0, 1, 2, 130
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the prompts: what it asks for, or why it is refused."""
+
+    number: int
+    beginning: bytes  # of its answer: the id and the digest
+    asked: dict[str, Any] = field(default_factory=dict)
+    requests: tuple[Request, ...] = ()
+    error: MlaJaxError | None = None
+
+    @classmethod
+    def of(cls, number: int, data: bytes, settings: bytes) -> "Line":
+        """Reads the JSON of a line; `settings` are those that all lines share."""
+        digest = hashlib.sha256(settings + data).hexdigest()[:16]
+        asked, error, name = {}, None, number
+        try:
+            asked = _asked(data)
+            name = _id(asked.get("id"), number)
+            _check(asked)
+        except BadRequest as e:
+            error = e
+        beginning = json.dumps({"id": name, "digest": digest}, ensure_ascii=False).encode()[:-1]
+        return cls(number, beginning, asked, error=error)
+
+    def checked(self, inputs: InputProcessor, sampling: SamplingParams) -> "Line":
+        """The same with its requests, or with the reason why they cannot be served."""
+        if self.error is not None:
+            return self
+        try:
+            params = dataclasses.replace(sampling, **{k: v for k, v in self.asked.items() if k in names(SamplingParams)})
+            prompt = self.asked.get("prompt")
+            request = inputs.request(inputs.encode_chat(self.asked["messages"]) if prompt is None else prompt, params)
+            return dataclasses.replace(self, requests=tuple(request.fork(i) for i in range(params.n)))
+        except MlaJaxError as error:
+            return dataclasses.replace(self, error=error)
+
+    def answer(self, outputs: Sequence[Output]) -> bytes:
+        """The line that answers this one."""
+        found = {"error": _said(self.error)} if self.error is not None else _figures(outputs)
+        return self.beginning + b", " + json.dumps(found, ensure_ascii=False).encode()[1:] + b"\n"
+
+
+def answer_file(opened: Opened, prompts: str, out: str | os.PathLike | None, sampling: SamplingParams, console: Console) -> int:
+    """Answers the lines of `prompts` into `out`, or to stdout, that are not answered yet. Returns the exit code."""
+    with _input(prompts) as file, Answers(None if out is None else str(out)) as answers:
+        lines = answers.skip(read(file, _settings(opened, sampling)), prompts)
+        first = next(lines, None)
+        if first is None:
+            console.note(f"nothing to do: {_lines(answers.count)} answered")
+            return BAD_LINES if answers.refused else DONE
+        llm = LLM(opened, progress=console.loading)
+        console.note(*(f"note: {note}" for note in llm.notes))
+        total = None if prompts == "-" else _count(prompts)
+        bar = Bar(total, llm.stats(), False if console.quiet else None, answers.count)
+        return Run(llm, sampling, answers, console, bar).answer(itertools.chain([first], lines))
+
+
+class Run:
+    """One run over the lines that are left."""
+
+    def __init__(self, llm: LLM, sampling: SamplingParams, answers: "Answers", console: Console, bar: Bar):
+        self.llm, self.sampling, self.answers, self.console, self.bar = llm, sampling, answers, console, bar
+        self.served: deque[Line] = deque()  # whose answers are awaited
+        self.read = self.generated = self.not_finite = 0
+        self.start = time.perf_counter()
+
+    def answer(self, lines: Iterator[Line]) -> int:
+        """Answers them all, or as many as come before Ctrl-C."""
+        threads = ThreadPoolExecutor(THREADS)
+        try:
+            with self.bar, noticed_interrupts() as interrupted, contextlib.closing(self._outputs(lines, threads)) as found:
+                for outputs in found:
+                    if interrupted():
+                        raise KeyboardInterrupt
+                    self._write(self.served.popleft(), outputs)
+        except KeyboardInterrupt:
+            self._say("interrupted: ")
+            return INTERRUPTED
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+        self._say("")
+        return BAD_LINES if self.answers.refused else NOT_FINITE if self.not_finite else DONE
+
+    def _outputs(self, lines: Iterator[Line], threads: ThreadPoolExecutor):
+        checked = ahead(lambda line: line.checked(self.llm.inputs, self.sampling), lines, threads)
+        return self.llm.serve(self._taken(checked), self.bar)
+
+    def _taken(self, lines: Iterable[Line]) -> Iterator[tuple[Request, ...]]:
+        for line in lines:
+            self.served.append(line)
+            if line.error is not None:
+                self.bar.say(f"error: line {line.number:,}: {line.error}")
+            yield line.requests
+
+    def _write(self, line: Line, outputs: Sequence[Output]) -> None:
+        self.answers.write(line.answer(outputs), refused=line.error is not None)
+        self.read += len(outputs[0].prompt_token_ids) if outputs else 0
+        self.generated += sum(len(output.token_ids) for output in outputs)
+        self.not_finite += any(output.finish_reason == FinishReason.ERROR for output in outputs)
+
+    def _say(self, how: str) -> None:
+        """How it ended, what it did, and how to go on."""
+        refused = f", {self.answers.refused:,} of them with an error" if self.answers.refused else ""
+        seconds = time.perf_counter() - self.start
+        self.console.note(
+            f" {how}{_lines(self.answers.count)} answered{refused} · {self.read:,}+{self.generated:,} tokens · {seconds:.1f} s",
+            *([" the same command goes on behind them"] if how and self.answers.path else []),
+        )
+
+
+class Answers:
+    """Where answers go: a file that one process at a time appends to, or stdout."""
+
+    def __init__(self, path: str | None):
+        """Opens the file, which stays as it is; raises BadRequest if it cannot be."""
+        self.path, self.count, self.refused = path, 0, 0
+        try:
+            self._file = sys.stdout.buffer if path is None else open(path, "a+b")  # noqa: SIM115 closed by __exit__
+        except (OSError, ValueError) as e:
+            raise _unusable(path, "written", e) from e
+        if path is not None:
+            self._lock()
+
+    def __enter__(self) -> "Answers":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.path is not None:
+            self._file.close()
+
+    def skip(self, lines: Iterator[Line], prompts: str) -> Iterator[Line]:
+        """The lines that have no answer yet; a last answer that was cut short is removed.
+
+        Raises BadRequest, and changes nothing, if the file holds anything but the answers to the first lines."""
+        if self.path is None:
+            return lines
+        self._file.seek(0)
+        end = 0
+        while found := self._file.readline(MAX_BEGINNING):
+            line = next(lines, None)
+            if line is None or not _begins(found, line.beginning):
+                raise self._foreign(line, prompts)
+            if not found.endswith(b"\n") and not _skip_line(self._file):
+                self._file.truncate(end)
+                return itertools.chain([line], lines)
+            end = self._file.tell()
+            self.count += 1
+            self.refused += found.startswith(line.beginning + b', "error"')
+        return lines
+
+    def write(self, answer: bytes, refused: bool) -> None:
+        """Adds a line, which survives the end of this process from now on."""
+        try:
+            self._file.write(answer)
+            self._file.flush()
+        except OSError as e:
+            if self.path is None:
+                raise  # the reader of a pipe may have gone
+            raise _unusable(self.path, "written", e) from e
+        self.count += 1
+        self.refused += refused
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise BadRequest(f"{printable(str(self.path))} is being written by another process") from None
+        except OSError:
+            pass  # a file system without locks
+
+    def _foreign(self, line: Line | None, prompts: str) -> BadRequest:
+        where, number = printable(str(self.path)), f"{self.count + 1:,}"
+        if line is None:
+            found = f"it has more lines than the {self.count:,} of {printable(prompts)}"
+        else:
+            asked = f"line {line.number:,} of {printable(prompts)} with these settings"
+            found = f"its line {number} answers something else than {asked}"
+        return BadRequest(f"{where} is not from an earlier run of this command", found, "give another --out, or remove that file")
+
+
+def read(file: BinaryIO, settings: bytes = b"") -> Iterator[Line]:
+    """The lines of a file as what they ask for."""
+    return (Line.of(number, data, settings) for number, data in numbered(file))
+
+
+def numbered(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank with their numbers, from 1; of one that is too long, a little more than the limit."""
+    for number in itertools.count(1):
+        data = file.readline(MAX_LINE + 1)
+        if not data:
+            return
+        if len(data) > MAX_LINE and not data.endswith(b"\n"):
+            _skip_line(file)
+        if data.strip():
+            yield number, data.strip()
+
+
+def ahead(make: Callable[[Item], Made], items: Iterable[Item], threads: ThreadPoolExecutor) -> Iterator[Made]:
+    """`make` of each item, in order; threads work at the next few meanwhile."""
+    waiting: deque[Future[Made]] = deque()
+    for item in items:
+        waiting.append(threads.submit(make, item))
+        if len(waiting) > 2 * THREADS:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _asked(data: bytes) -> dict[str, Any]:
+    """What a line holds; a text alone is a prompt. Raises BadRequest."""
+    if len(data) > MAX_LINE:
+        raise BadRequest("the line is too long", f"the limit is {MAX_LINE:,} bytes")
+    value = json_value(data, "the line", BadRequest)
+    asked = {"prompt": value} if isinstance(value, str) else value
+    if not isinstance(asked, dict):
+        raise BadRequest(f"the line is {shown(value)}", 'expected an object with "prompt" or "messages", or a text')
+    return asked
+
+
+def _check(asked: dict[str, Any]) -> None:
+    """Raises BadRequest unless a line asks for one thing, by names that are known."""
+    unknown = next((key for key in asked if key not in KEYS), None)
+    if unknown is not None:
+        raise BadRequest(f"unknown key {printable(unknown)}", nearest(unknown, KEYS))
+    if (asked.get("prompt") is None) == (asked.get("messages") is None):
+        raise BadRequest('expected either "prompt" or "messages"', "found " + (", ".join(asked) or "an empty object"))
+
+
+def _id(value: Any, number: int) -> str | int:
+    """A line's own id, or its number."""
+    if value is None:
+        return number
+    if (isinstance(value, str) and len(value) <= MAX_ID) or type(value) is int:
+        return value
+    raise BadRequest(f"the id is {shown(value)}", f"expected a whole number, or a text of at most {MAX_ID:,} characters")
+
+
+def _figures(outputs: Sequence[Output]) -> dict[str, Any]:
+    """What an answer says; with `n` of them, in a list."""
+    prompt, generated = len(outputs[0].prompt_token_ids), sum(len(output.token_ids) for output in outputs)
+    scores = outputs[0].prompt_logprobs
+    texts = [_text(output) for output in outputs]
+    return {
+        **(texts[0] if len(texts) == 1 else {"answers": texts}),
+        "usage": {"prompt_tokens": prompt, "generated_tokens": generated},
+        **({} if scores is None else {"prompt_logprobs": scores}),
+    }
+
+
+def _text(output: Output) -> dict[str, Any]:
+    return {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "seed": output.stats.seed,
+        **({} if output.logprobs is None else {"logprobs": output.logprobs}),
+    }
+
+
+def _settings(opened: Opened, sampling: SamplingParams) -> bytes:
+    """What all lines share of that which decides the answers."""
+    options = opened.options
+    model = [opened.name, options.model.dtype, options.attention.kv_cache, options.experts.defer]
+    return json.dumps([model, vars(sampling)], sort_keys=True).encode() + b"\n"
+
+
+@contextlib.contextmanager
+def _input(path: str) -> Iterator[BinaryIO]:
+    try:
+        file = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115 closed below
+    except (OSError, ValueError) as e:  # a ValueError for a name with a NUL
+        raise _unusable(path, "read", e) from e
+    try:
+        yield file
+    finally:
+        if path != "-":
+            file.close()
+
+
+def _count(path: str) -> int | None:
+    """The lines of a file that are not blank; None if it can be read only once."""
+    if not os.path.isfile(path):
+        return None
+    with open(path, "rb") as file:
+        return sum(1 for _ in numbered(file))
+
+
+def _skip_line(file: BinaryIO) -> bool:
+    """Reads on to the end of a line; whether it has one."""
+    return any(piece.endswith(b"\n") for piece in iter(lambda: file.readline(PIECE), b""))
+
+
+def _begins(found: bytes, beginning: bytes) -> bool:
+    """Whether a line has this beginning, as far as it was written before it was cut."""
+    return found.startswith(beginning + b", ") or (beginning + b", ").startswith(found)
+
+
+def _said(error: MlaJaxError | None) -> str:
+    finding, *details = getattr(error, "args", ("",))
+    return f"{finding}: {'; '.join(details)}" if details else finding
+
+
+def _unusable(path: str | None, how: str, error: OSError | ValueError) -> BadRequest:
+    return BadRequest(f"{printable(str(path))} cannot be {how}", getattr(error, "strerror", None) or str(error))
+
+
+def _lines(count: int) -> str:
+    return f"{count:,} line{'' if count == 1 else 's'}"
