@@ -19,7 +19,8 @@ from mla_jax import Config, SamplingParams
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.loop import STEPS, Programs
 from mla_jax.decode.rows import ADMITTED
-from mla_jax.engine.engine import Engine, Size, entries
+from mla_jax.engine.engine import Engine, Size
+from mla_jax.engine.entries import entries
 from mla_jax.engine.job import Job
 from mla_jax.engine.request import Request
 

@@ -108,7 +108,7 @@ def test_a_dash_reads_the_prompt_from_stdin(command, folder):
         (["--batch-file", "-", "--out", "{model}", "--model", "{model}"], b"", 2, "cannot be written"),
         (["--chat", "--n", "2", "--model", "{model}"], b"", 2, "--n 2 and --chat exclude each other"),
         (["AB", "--logit-bias", "64", "5", "--model", "{model}"], b"", 2, "logit_bias names token id 64"),
-        (["AB", "--cache-tokens", "1000", "--context", "2000", "--model", "{model}"], b"", 4, "--cache-tokens 1000 is less than"),
+        (["AB", "--cache-tokens", "1000", "--context", "2000", "--model", "{model}"], b"", 4, "--cache-tokens 1024 is less than"),
         (["A" * 5000, "--model", "{model}"], b"", 2, "the prompt is too long: 5,000 tokens"),
         (["AB", "--model", "{broken}"], b"", 3, "not valid JSON"),
         (["AB", "--model", "{other}"], b"", 3, "not an MLA model"),

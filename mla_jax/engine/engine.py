@@ -19,8 +19,8 @@ from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.loop import STEPS, Chosen, Likely, Programs
-from mla_jax.decode.rows import ADMITTED, BIASES, ENDS, Entry
-from mla_jax.decode.sampling import Sampling
+from mla_jax.decode.rows import ADMITTED
+from mla_jax.engine.entries import entries
 from mla_jax.engine.job import Job, logprobs_of
 from mla_jax.engine.pages import Pages
 from mla_jax.engine.request import FinishReason, Request
@@ -394,47 +394,3 @@ class Engine:
             return None
         likely = Likely(*(array[i] for array in chosen.likely))
         return logprobs_of(ids, likely, job.request.params.logprobs or 0)
-
-
-def entries(jobs: list[Job], count: int) -> Entry:
-    """What requests bring to their rows."""
-    params = [job.request.params for job in jobs]
-
-    def filled(value: float, dtype: type, *shape: int) -> np.ndarray:
-        return np.full((count, *shape), value, dtype)
-
-    def column(values: Iterable[float], dtype: type, rest: float = 0) -> np.ndarray:
-        array, most = filled(rest, dtype), np.iinfo(np.int32).max if dtype is np.int32 else np.inf
-        array[: len(jobs)] = [min(value, most) for value in values]
-        return array
-
-    def numbers(name: str, rest: float = 0) -> np.ndarray:
-        return column((getattr(p, name) for p in params), np.float32, rest)
-
-    seed = filled(0, np.uint32, 2)
-    seed[: len(jobs)] = [((p.seed or 0) >> 32, (p.seed or 0) & 0xFFFFFFFF) for p in params]
-    ends, bias_ids, bias = filled(-1, np.int32, ENDS), filled(-1, np.int32, BIASES), filled(0, np.float32, BIASES)
-    for i, job in enumerate(jobs):
-        ends[i, : len(job.request.all_ends)] = job.request.all_ends
-        biases = job.request.params.logit_bias or {}
-        bias_ids[i, : len(biases)], bias[i, : len(biases)] = list(biases.keys()), list(biases.values())
-    sampling = Sampling(
-        temperature=numbers("temperature"),
-        top_k=column((p.top_k or 0 for p in params), np.int32),
-        top_p=numbers("top_p", 1),
-        min_p=numbers("min_p"),
-        presence_penalty=numbers("presence_penalty"),
-        frequency_penalty=numbers("frequency_penalty"),
-        repetition_penalty=numbers("repetition_penalty", 1),
-        seed=seed,
-        bias_ids=bias_ids,
-        bias=bias,
-    )
-    return Entry(
-        held=column((job.read for job in jobs), np.int32),
-        prompt=column((len(job.request.prompt) for job in jobs), np.int32),
-        limit=column((job.request.limit - len(job.ids) for job in jobs), np.int32),
-        ends=ends,
-        logprobs=column((job.logprobs is not None for job in jobs), np.bool_),
-        sampling=sampling,
-    )

@@ -2,19 +2,26 @@
 
 from mla_jax.base import roofline
 from mla_jax.base.limits import gib
+from mla_jax.cache.paged import PAGE
 from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.place import Placement
+from mla_jax.weights.plan import Plan
 
 
-def explain(model: Transformer, formats: dict[str, int], context: int, placed: Placement | None = None) -> list[str]:
+def explain(model: Transformer, formats: dict[str, int], planned: Plan, placed: Placement | None = None) -> list[str]:
     """The forms of attention and the expert backends that the phases of a request take, with the figures that decide.
 
     `formats` are the bytes of the weights by number format; `placed` says where the experts are."""
-    prompt = min(1024, context)
+    context, chunk = planned.context, model.dispatch.chunk(model)
+    prompt = min(chunk, context)
     lines = [_model(model, formats), _device(model.dispatch.device)]
     phases = {"prefill": (prompt, prompt), "a chunk on a long prefix": (min(64, context), context), "decode": (1, context)}
     lines += [_attention(model, phase, new, attended) for phase, (new, attended) in phases.items()]
+    lines.append(
+        f"cache: {planned.tokens:,} tokens of all requests together, in pages of {PAGE}; up to {planned.rows} requests run at a "
+        f"time, and {chunk:,} tokens of their prompts are read at a time"
+    )
     if model.dispatch.kv_cache == "fp8":
         lines.append("cache: latents in E4M3 with a scale for each 128, rotary keys as computed")
     threshold = roofline.break_even(model.config)

@@ -170,7 +170,7 @@ class LLM:
 
     def explain(self) -> str:
         """What runs where, and why, in words."""
-        lines = explain(self.model, self._formats, self.context, self.placement)
+        lines = explain(self.model, self._formats, self.plan, self.placement)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def stats(self) -> EngineStats:

@@ -83,7 +83,7 @@ class Opened:
 
     def explain(self) -> list[str]:
         """What runs where, and why, in words; from shapes alone."""
-        return explain(self.checkpoint.model(self.placement), self.formats(), self.plan.context, self.placement)
+        return explain(self.checkpoint.model(self.placement), self.formats(), self.plan, self.placement)
 
     def formats(self) -> dict[str, int]:
         """The bytes of the weights by number format, on the device and on the host."""

@@ -18,7 +18,7 @@ class Limits:
     shapes: tuple[Shape, ...]  # (rows, tokens) of the programs that read prompts
     steps: int = 32  # of one decode dispatch, at most
     streamed_steps: int = 8  # the same while somebody streams
-    fewest_steps: int = 4  # a row that is about to end shortens a dispatch for those that wait, but not to less
+    fewest_steps: int = 8  # a row that is about to end shortens a dispatch for those that wait, but not to less
     dispatch: int = 256  # what a dispatch costs besides its tokens, as so many tokens: the weights it reads
 
 

@@ -18,6 +18,7 @@ from mla_jax.offload.streaming import scratch_bytes
 from mla_jax.weights.load import ON_DEVICE, Checkpoint
 
 PROGRAMS, PROGRAMS_PER_LAYER = 300 << 20, 13 << 20  # bytes, measured with 3 to 27 layers on JAX 0.10.2
+GRAPHS = 1 << 30  # bytes for CUDA graphs and the workspaces of libraries
 ROWS = 64  # requests that run at a time, unless memory is planned for more
 CPU_TOKENS = 32_768  # of the cache on a CPU, unless more are asked for: there it would take the memory of all else
 
@@ -97,7 +98,7 @@ def plan(
 ) -> Plan:
     """The plan for `batch` sequences of `context` tokens, by default as long as the model allows and as fits.
 
-    The pool has `cache_tokens` tokens; by default, on a GPU, as many as fit."""
+    The pool has `cache_tokens` tokens; by default, on a GPU, as many as fit and as all rows can use."""
     model, most = checkpoint.model(placement), checkpoint.config.max_position_embeddings
     on_cpu = checkpoint.device.platform == "cpu"
     page = page_bytes(model)
@@ -110,8 +111,8 @@ def plan(
     usual = min(CPU_TOKENS, cache_tokens or CPU_TOKENS) // batch if on_cpu else cache_tokens or most
     chosen = context or max(1, min(most, usual, longest))
     asked = pages_for(chosen) * batch
-    usual_tokens = max(min(CPU_TOKENS, fitting), asked * PAGE) if on_cpu else fitting
-    tokens = pages_for(cache_tokens) * PAGE if cache_tokens else usual_tokens
+    useful = CPU_TOKENS if on_cpu else pages_for(chosen) * PAGE * max(ROWS, batch)
+    tokens = pages_for(cache_tokens) * PAGE if cache_tokens else max(min(useful, fitting), asked * PAGE)
     return Plan(weights, host, asked * page, temporary, free, chosen, longest, tokens, batch)
 
 
@@ -173,7 +174,7 @@ def _unpacked(model: Transformer, quantized: Sequence[tuple[int, ...]], tokens: 
 def _programs(model: Transformer) -> int:
     """What tracing, XLA's compiler and its programs take where they share the memory with the model."""
     if model.dispatch.device.platform != "cpu":
-        return 0
+        return GRAPHS if model.dispatch.device.platform == "gpu" else 0
     return PROGRAMS + PROGRAMS_PER_LAYER * model.config.num_hidden_layers
 
 

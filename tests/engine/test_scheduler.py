@@ -120,9 +120,9 @@ def test_steps_are_few_while_somebody_streams_and_never_more_than_anybody_needs(
 def test_while_others_wait_a_row_that_ends_is_soon_replaced():
     rows = [runs(i) for i in range(7)]
     assert plan([waits(9), waits(10)], [*rows, runs(8, left=20)], 999, LIMITS).steps == 20
-    assert plan([waits(9), waits(10)], [*rows, runs(8, left=2)], 999, LIMITS).steps == 4
+    assert plan([waits(9), waits(10)], [*rows, runs(8, left=2)], 999, LIMITS).steps == 8
     assert plan([], [*rows, runs(8, left=2)], 999, LIMITS).steps == 32
-    assert plan([], [runs(1, left=2), runs(2), unread(3, 5000)], 999, LIMITS).steps == 4
+    assert plan([], [runs(1, left=2), runs(2), unread(3, 5000)], 999, LIMITS).steps == 8
 
 
 def test_short_of_pages_the_steps_are_fewer():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mla_jax.base.qtensor import QTensor
+from mla_jax.cache import paged
 from mla_jax.model import ops
 from pallas_kernels import fp8, quantized_matmul
 
@@ -75,7 +76,7 @@ def test_latents_in_e4m3_become_numbers_only_for_a_kernel_that_takes_these_alone
     monkeypatch.setattr(ops, "implementation", lambda op, *arrays: "xla" if isinstance(arrays[2], fp8.Fp8) else wide)
     monkeypatch.setattr(mla_decode, "mla_decode", kernel)
     latent, q_c, pe = fp8.quantize_cache(jnp.ones((2, 64, 128))), jnp.ones((2, 1, 4, 128)), jnp.ones((2, 64, 32))
-    out = ops.mla_decode(q_c, jnp.ones((2, 1, 4, 32)), latent, pe, ops.in_order(2, 64), jnp.array([3, 64]), 1.0)
+    out = ops.mla_decode(q_c, jnp.ones((2, 1, 4, 32)), latent, pe, paged.in_order(2, 64), jnp.array([3, 64]), 1.0)
     assert out is q_c
 
 

@@ -169,7 +169,7 @@ def test_an_answer_interrupted_before_its_first_token_shows_no_figures_and_is_fo
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm, "_batch", interrupted)
+    monkeypatch.setattr(llm.engine, "step", interrupted)
     capfd.readouterr()
     talk(chat, "b2")
     shown = capfd.readouterr().err

@@ -100,7 +100,8 @@ def test_a_streamed_step_is_planned_with_its_scratch_memory(checkpoint):
 def test_what_is_on_the_host_is_told_with_mtps_layers_apart(folder, count, said):
     checkpoint, wanted = Checkpoint(folder), ExpertOptions(host_layers=count)
     placement = place(wanted, figures(checkpoint, wanted), rates)
-    lines = explain(checkpoint.model(placement), checkpoint.formats(placement), 64, placement)
+    planned = plan(checkpoint, 64, placement=placement)
+    lines = explain(checkpoint.model(placement), checkpoint.formats(placement), planned, placement)
     assert any(line.startswith(said) for line in lines)
     assert any(line.startswith("a CPU: 100.0 GB/s of experts") for line in lines) == (count > 0)
 

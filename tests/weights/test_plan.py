@@ -85,9 +85,7 @@ def test_a_shortened_context_is_a_note(folder, monkeypatch):
     assert any("128 of the model's 512 tokens; --context asks for more" in note for note in llm.notes)
 
 
-@pytest.mark.parametrize(
-    ("asked", "batch", "tokens", "fits"), [(None, 1, 1000, True), (512, 1, 512, True), (512, 2, 1000, False)]
-)
+@pytest.mark.parametrize(("asked", "batch", "tokens", "fits"), [(None, 1, 1000, True), (512, 1, 512, True), (512, 2, 900, False)])
 def test_the_pool_has_as_many_tokens_as_are_asked_for(folder, asked, batch, tokens, fits):
     found = plan(Checkpoint(folder), asked, batch, cache_tokens=tokens)
     assert found.tokens == -(-tokens // 64) * 64
@@ -95,12 +93,18 @@ def test_the_pool_has_as_many_tokens_as_are_asked_for(folder, asked, batch, toke
     assert fits or f"--cache-tokens {found.tokens} is less than" in found.lines()[-1]
 
 
-def test_the_pool_of_a_gpu_is_all_that_weights_and_temporaries_leave(folder, monkeypatch):
-    monkeypatch.setattr(planning, "available", lambda: 8 << 30)
+@pytest.mark.parametrize(("free", "all_of_it"), [(1.26, True), (8, False)])
+def test_the_pool_of_a_gpu_is_all_that_is_left_or_all_that_the_rows_can_use(folder, monkeypatch, free, all_of_it):
+    monkeypatch.setattr(planning, "available", lambda: int(free * 2**30))
     checkpoint = Checkpoint(folder, dispatch=Dispatch(device=DEVICES["NVIDIA H200"]))
     found, page = plan(checkpoint), page_bytes(checkpoint.model())
     left = found.available - found.weights - found.temporaries
-    assert left - page < found.tokens // 64 * page <= left
+    assert found.fits
+    if all_of_it:
+        assert left - page < found.tokens // 64 * page <= left
+        assert found.tokens < 64 * 512
+    else:
+        assert found.tokens == 64 * 512
 
 
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypatch):

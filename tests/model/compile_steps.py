@@ -1,0 +1,77 @@
+"""Compiles steps of a V2-Lite-shaped model of three layers for an H200 on a machine without one; prints a JSON line per step.
+
+For each: how often kernels of ours are called, the bytes of the pool and of temporaries, and operations that copy the pool."""
+
+import json
+import re
+import sys
+from math import prod
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mla_jax import Config, Transformer
+from mla_jax.base import roofline
+from mla_jax.decode import loop, rows
+from mla_jax.model.dispatch import Dispatch
+from pallas_kernels import choice
+
+DEVICE, PAGES, WIDTH = "NVIDIA H200", 20_000, 64
+# the description that the kernels of pallas_kernels are compiled with
+H200 = (Path(__file__).parents[1] / "pallas_kernels" / "compile.py").read_text().split('H200 = """')[1].split('"""')[0]
+
+choice.DEVICES = {"mosaic_gpu": (lambda: True, DEVICE), "mosaic_tpu": (lambda: False, "")}
+choice.device = lambda: DEVICE
+target = topologies.get_topology_desc(platform="cuda", topology_name="h200", target_config=H200, topology="1x1x1")
+here = NamedSharding(Mesh(np.array(target.devices[:1]), ("x",)), PartitionSpec())
+
+
+def shapes(tree):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), tree)
+
+
+def whole(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=here)
+
+
+def model_of(kv_cache: str) -> Transformer:
+    config, dispatch = Config.preset("v2_lite", num_hidden_layers=3), Dispatch(kv_cache=kv_cache, device=roofline.DEVICES[DEVICE])
+    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=dispatch)))
+    return nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16), state))
+
+
+def compiled(model: Transformer, function, *args) -> dict:
+    graph, state = nnx.split(model)
+    pool, table = jax.eval_shape(lambda: (model.new_pool(PAGES), rows.new_rows(model, 64)))
+
+    def step(state, pool, table, *args):
+        return function(nnx.merge(graph, state), pool, table, *args)
+
+    program = jax.jit(step, donate_argnums=(1, 2)).trace(shapes(state), shapes(pool), shapes(table), *args).lower().compile()
+    text = program.as_text()
+    sizes = {",".join(map(str, flat)) for a in pool.values() for flat in (a.shape, (prod(a.shape[:2]), *a.shape[2:]))}
+    moving = re.compile(r" = \w+\[(" + "|".join(sizes) + r")\]\S* (copy|copy-start|convert|transpose|scatter)\(")
+    return {
+        "kernels": text.count('custom_call_target="mosaic_gpu'),
+        "pool": sum(prod(a.shape) * a.dtype.itemsize for a in pool.values()),
+        "temporaries": program.memory_analysis().temp_size_in_bytes,
+        "aliased": program.memory_analysis().alias_size_in_bytes,
+        "copies": [found.group(0) for found in moving.finditer(text) if found.group(2) != "scatter"],
+    }
+
+
+if __name__ == "__main__":
+    for kv_cache in ("auto", "fp8"):
+        model = model_of(kv_cache)
+        steps = {
+            "run, 8 rows": (loop.run, whole(8), whole(8, WIDTH), whole()),
+            "prefill, 2048": (loop.prefill, whole(1), whole(1, 2048), whole(1), whole(1, WIDTH)),
+        }
+        for name, (function, *args) in steps.items():
+            print(json.dumps({"step": f"{name}, {kv_cache}"} | compiled(model, function, *args)), flush=True)
+    sys.exit()
