@@ -244,7 +244,7 @@ def test_a_dry_run_says_what_is_needed_and_what_would_run_without_a_prompt(comma
     assert plan["fits"] is True
     several = json.loads(command("--model", folder, "--dry-run", "--json", "--batch", 3).stdout)
     assert several["cache"] == 3 * plan["cache"]
-    assert (plan["tokens"], several["tokens"]) == (32_768, 32_768), "the pool of a CPU, more than was asked for"
+    assert (plan["tokens"], several["tokens"]) == (16_384, 16_384), "the pool of a CPU, more than was asked for"
     assert plan["weights"] > 0
 
 

@@ -20,7 +20,7 @@ from mla_jax.weights.load import ON_DEVICE, Checkpoint
 PROGRAMS, PROGRAMS_PER_LAYER = 300 << 20, 13 << 20  # bytes, measured with 3 to 27 layers on JAX 0.10.2
 GRAPHS = 1 << 30  # bytes for CUDA graphs and the workspaces of libraries
 ROWS = 64  # requests that run at a time, unless memory is planned for more
-CPU_TOKENS = 32_768  # of the cache on a CPU, unless more are asked for: there it would take the memory of all else
+CPU_TOKENS = 16_384  # of the cache on a CPU, unless more are asked for: there it would take the memory of all else
 
 
 @dataclass(frozen=True)

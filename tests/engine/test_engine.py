@@ -69,6 +69,7 @@ def random_request(rng: np.random.Generator, prefixes: list[list[int]]) -> Reque
     return request(prefix + own, max_tokens=int(rng.integers(1, longest)), **sampled, **penalised)
 
 
+@pytest.mark.once
 def test_2000_requests_get_the_tokens_they_get_alone(programs):
     """Of random lengths and priorities, in a pool that holds a few, with cancels, preemptions, shared prefixes and forks."""
     rng = np.random.default_rng(0)

@@ -14,6 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from mla_jax.base.errors import DoesNotFit
 from mla_jax.engine.pages import Held, OutOfPages, Pages
 
+pytestmark = pytest.mark.once  # plain Python
+
 SIZE = 4
 
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from mla_jax.engine.pages import Held, Pages
 from mla_jax.engine.scheduler import Limits, Plan, Running, Waiting, plan
 
+pytestmark = pytest.mark.once  # plain Python
+
 SHAPES = ((1, 16), (4, 16), (16, 16), (64, 16), (1, 64), (4, 64), (16, 64), (1, 256), (4, 256), (1, 1024))
 LIMITS = Limits(rows=8, page_size=16, chunk=1024, shapes=SHAPES)
 EMPTY = Plan((), (), (), None, (), 0)
