@@ -54,6 +54,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if not EVERY_PYTHON.match(item.nodeid.removeprefix(f"{ROOT.name}/")):
             item.add_marker(pytest.mark.once)
+        if "interpreted" in getattr(item, "fixturenames", ()):  # a GPU kernel, step by step
+            item.add_marker(pytest.mark.deep("pallas_kernels"))
         mark = item.get_closest_marker("deep")
         if mark and mark.args[0] in unchanged:
             item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]} has not changed since all tests passed; DEEP=1 runs this"))
