@@ -12,7 +12,8 @@ from mla_jax.base.rules import biases, check, flag, nearest, number, one_of, opt
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
 MAX_ROWS = 1024  # sequences computed together
-MAX_BIASES = 300
+MAX_BIASES = 300  # as in OpenAI's interface
+MAX_ENDS = 96  # token ids that end an answer: the model's and the user's
 MAX_FORKS = 128
 ATTENTION = ("auto", "naive", "compressed", "absorbed", "move_elided", "fused")
 KV_CACHE = ("auto", "fp8")

@@ -206,16 +206,17 @@ class Programs:
         self.prefill = program(prefill, donate_argnums=(1, 2), compiler_options=options)
         self.run = program(run, donate_argnums=(1, 2), compiler_options=loop_options)
         self.logits = program(logits, compiler_options=options)
+        self.all = (self.new, self.admit, self.prefill, self.run, self.logits)
 
     def refresh(self) -> bool:
         """Takes the parameters as the model has them now; whether any has changed."""
-        changed = [program.refresh() for program in (self.admit, self.prefill, self.run, self.logits)]
+        changed = [program.refresh() for program in self.all]
         return any(changed)
 
     @property
     def compiled(self) -> int:
         """How many programs there are."""
-        return sum(program.count for program in (self.new, self.admit, self.prefill, self.run, self.logits))
+        return sum(program.count for program in self.all)
 
     def prepare(
         self, pool: Pool, rows: Rows, width: int, decode: Iterable[int], read: Iterable[tuple[int, int]], scored: int = 0

@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt16
 
+from mla_jax.base.options import MAX_BIASES, MAX_ENDS
 from mla_jax.decode.sampling import PROMPT, Given, Sampling
 
 if TYPE_CHECKING:
     from mla_jax.model.transformer import Transformer
 
-ENDS = 96  # token ids that may end a row
-BIASES = 300  # token ids of a row that may have a bias, as in OpenAI's interface
 ADMITTED = 8  # rows that one call admits
 
 
@@ -77,10 +76,10 @@ def blank(rows: int, width: int, dtype: Any) -> tuple[Entry, Open]:
         frequency_penalty=number(0),
         repetition_penalty=number(1),
         seed=filled(0, jnp.uint32, 2),
-        bias_ids=filled(-1, jnp.int32, BIASES),
-        bias=filled(0, jnp.float32, BIASES),
+        bias_ids=filled(-1, jnp.int32, MAX_BIASES),
+        bias=filled(0, jnp.float32, MAX_BIASES),
     )
-    entry = Entry(whole(), whole(), whole(), filled(-1, jnp.int32, ENDS), filled(0, bool), sampling)
+    entry = Entry(whole(), whole(), whole(), filled(-1, jnp.int32, MAX_ENDS), filled(0, bool), sampling)
     return entry, Open(filled(0, dtype, width), whole(), whole(), whole(), filled(1, bool), filled(1, bool))
 
 

@@ -25,7 +25,7 @@ from mla_jax.engine.job import Job, logprobs_of
 from mla_jax.engine.pages import Pages
 from mla_jax.engine.request import FinishReason, Request
 from mla_jax.engine.scheduler import Limits, Plan, Running, Waiting, plan
-from mla_jax.engine.stats import EngineStats
+from mla_jax.engine.stats import EngineStats, between
 from mla_jax.text.tokenizer import Tokenizer
 
 SCORED = 64  # tokens of one prompt whose log-probabilities one dispatch computes
@@ -128,7 +128,7 @@ class Engine:
         return bool(self.waiting or self.running or self._flying)
 
     def step(self) -> None:
-        """Sends the next dispatches, then takes in what an earlier one has chosen."""
+        """Sends the next dispatches, then takes in what those of the step before have chosen."""
         start, waited = time.perf_counter(), self.stats.waited_seconds
         decision = self._decide()
         if decision.preempt and self._flying:  # what they have chosen is not lost
@@ -136,13 +136,16 @@ class Engine:
             decision = self._decide()
         for job in self._of(decision.preempt):
             self._preempt(job)
+        earlier = len(self._flying)
         self._prepare(decision)
         self._admit(self._of(decision.admit))
-        sent = self._score() or self._read(decision)
-        sent = self._decode(self._of(decision.decode), decision.steps) or sent
-        while len(self._flying) > sent:
+        self._score()
+        self._read(decision)
+        self._decode(self._of(decision.decode), decision.steps)
+        for _ in range(earlier):
             self._land()
-        seconds = time.perf_counter() - start - (self.stats.waited_seconds - waited)
+        running, _ = between(self.programs.waits, start, time.perf_counter())
+        seconds = running - (self.stats.waited_seconds - waited)
         self.stats.note(self._pages, self.running, self.waiting, self.programs.compiled, seconds)
 
     def take_load(self) -> np.ndarray:
@@ -262,34 +265,32 @@ class Engine:
             del self.jobs[job.id]
         job.row = job.held = None
 
-    def _read(self, decision: Plan) -> bool:
-        """Sends pieces of prompts; whether there were any."""
+    def _read(self, decision: Plan) -> None:
+        """Sends pieces of prompts, but of those whose log-probabilities are asked for."""
         if decision.shape is None:
-            return False
+            return
         rows, width = decision.shape
         counts = dict(decision.read)
-        jobs = [job for job in self._of(list(counts)) if job.row is not None]
+        jobs = [job for job in self._of(list(counts)) if job.row is not None and not job.scores]
         if not jobs:
-            return False
+            return
         tokens, lengths = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
         for i, job in enumerate(jobs):
             piece = job.piece(counts[job.id])
             tokens[i, : len(piece)], lengths[i] = piece, len(piece)
         self._dispatch_prefill(jobs, tokens, lengths, None)
-        return True
 
-    def _score(self) -> bool:
-        """Sends a piece of the first prompt whose log-probabilities are asked for; whether there is one."""
+    def _score(self) -> None:
+        """Sends a piece of the first prompt whose log-probabilities are asked for, if there is one."""
         job = next((job for job in self.running if job.scores and job.unread), None)
         if job is None:
-            return False
+            return
         piece = job.piece(SCORED)
         following = job.tokens[job.read + 1 : job.read + 1 + len(piece)]
         tokens, after = np.zeros((1, SCORED), np.int32), np.zeros((1, SCORED), np.int32)
         tokens[0, : len(piece)], after[0, : len(following)] = piece, following
         found = self._dispatch_prefill([job], tokens, np.array([len(piece)], np.int32), after)
         self._flying.append(Flight([job], None, found, following))
-        return True
 
     def _dispatch_prefill(
         self, jobs: list[Job], tokens: np.ndarray, counts: np.ndarray, following: np.ndarray | None
@@ -305,11 +306,11 @@ class Engine:
             self.stats.read += count
         return found
 
-    def _decode(self, jobs: list[Job], steps: int) -> bool:
-        """Sends decode steps of those rows that have read their prompts; whether there were any."""
+    def _decode(self, jobs: list[Job], steps: int) -> None:
+        """Sends decode steps of those rows that have read their prompts."""
         jobs = [job for job in jobs if job.row is not None and not job.unread]
         if not jobs:
-            return False
+            return
         fresh = [not job.steps for job in jobs]
         if all(fresh) or any(job.streams and new for job, new in zip(jobs, fresh, strict=True)):
             steps = 1  # a first token is waited for
@@ -325,7 +326,6 @@ class Engine:
         self._arrays = pool, rows
         self._flying.append(Flight(jobs, chosen, None, []))
         self.stats.dispatches += 1
-        return True
 
     def _padded_rows(self, jobs: list[Job], count: int) -> np.ndarray:
         """The rows of jobs; padding is past the table."""

@@ -4,15 +4,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from mla_jax.base.options import SamplingParams
-from mla_jax.decode.rows import BIASES, ENDS, Entry
+from mla_jax.base.options import MAX_BIASES, MAX_ENDS, SamplingParams
+from mla_jax.decode.rows import Entry
 from mla_jax.decode.sampling import Sampling
 from mla_jax.engine.job import Job
 
 
 def entries(jobs: list[Job], count: int) -> Entry:
     """An entry for each job; entries beyond, up to `count`, are nobody's."""
-    ends, remaining = _filled((count, ENDS), -1, np.int32), [job.request.limit - len(job.ids) for job in jobs]
+    ends, remaining = _filled((count, MAX_ENDS), -1, np.int32), [job.request.limit - len(job.ids) for job in jobs]
     for row, job in zip(ends, jobs, strict=False):
         row[: len(job.request.all_ends)] = job.request.all_ends
     return Entry(
@@ -53,7 +53,7 @@ def _seeds(params: list[SamplingParams], count: int) -> np.ndarray:
 
 
 def _biases(params: list[SamplingParams], count: int) -> tuple[np.ndarray, np.ndarray]:
-    ids, biases = _filled((count, BIASES), -1, np.int32), _filled((count, BIASES), 0, np.float32)
+    ids, biases = _filled((count, MAX_BIASES), -1, np.int32), _filled((count, MAX_BIASES), 0, np.float32)
     for i, one in enumerate(params):
         given = one.logit_bias or {}
         ids[i, : len(given)], biases[i, : len(given)] = list(given.keys()), list(given.values())

@@ -8,7 +8,7 @@ from typing import Any
 
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, shown
-from mla_jax.base.options import SamplingParams
+from mla_jax.base.options import MAX_ENDS, SamplingParams
 from mla_jax.engine.request import Request
 from mla_jax.engine.text import Text
 
@@ -54,6 +54,9 @@ class InputProcessor:
         if wrong is not None:
             raise BadRequest(f"logit_bias names token id {wrong:,}", f"expected 0 to {self.config.vocab_size - 1:,}")
         ends = () if params.ignore_eos else self.text.end_ids
+        if len(ends) + len(params.stop_token_ids) > MAX_ENDS:
+            given = f"the model has {len(ends)}, stop_token_ids {len(params.stop_token_ids)}"
+            raise BadRequest(f"more than {MAX_ENDS} token ids end an answer", given)
         return Request(tokens, self._filled(params, limit), ends)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from models import FAMILIES, tensors, write
 
+from mla_jax.base.options import MAX_ENDS
 from mla_jax.decode.loop import STEPS, Chosen, Programs
-from mla_jax.decode.rows import ADMITTED, ENDS, Rows, blank
+from mla_jax.decode.rows import ADMITTED, Rows, blank
 from mla_jax.decode.sampling import OUTPUT, PROMPT
 from mla_jax.weights.load import load
 
@@ -60,7 +61,7 @@ class Served:
             entry,
             prompt=column(tuple(map(len, PROMPTS)), np.int32),
             limit=column(self.limits, np.int32),
-            ends=np.full((ADMITTED, ENDS), self.ends, np.int32),
+            ends=np.full((ADMITTED, MAX_ENDS), self.ends, np.int32),
             logprobs=np.ones(ADMITTED, bool),
             sampling=sampling,
         )

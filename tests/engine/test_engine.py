@@ -18,7 +18,7 @@ from mla_jax.engine.request import FinishReason, Request
 from mla_jax.weights.load import load
 
 CONTEXT = 384
-SMALL = Size(rows=8, pages=13, context=CONTEXT, chunk=128)
+SMALL = Size(rows=8, pages=12, context=CONTEXT, chunk=128)
 ROOMY = dataclasses.replace(SMALL, rows=4, pages=64)
 
 
@@ -275,3 +275,36 @@ def test_weights_that_change_make_cached_prefixes_unknown(llm):
     finally:
         llm.model.embed.set_value(kept)
     assert llm.generate(prompt, asked)[0].token_ids == before
+
+
+def test_results_are_taken_in_while_another_prompt_is_read(programs):
+    """A request whose last tokens are on their way does not wait until a long prompt has been read."""
+    engine = engine_of(programs, dataclasses.replace(SMALL, pages=30))
+    engine.limits = dataclasses.replace(engine.limits, shapes=((1, 16),), chunk=16)
+    short = engine.submit(request([5, 6], max_tokens=3))
+    for _ in range(3):
+        engine.step()
+    long = engine.submit(request([7] * 300, max_tokens=1))
+    for _ in range(3):
+        engine.step()
+    assert short.done
+    assert long.unread > 100
+
+
+def test_prompts_are_read_beside_one_whose_log_probabilities_are_asked_for(programs):
+    engine = engine_of(programs, dataclasses.replace(SMALL, pages=30))
+    scored = engine.submit(request([7] * 300, max_tokens=1, prompt_logprobs=0))
+    plain = engine.submit(request([5, 6], max_tokens=1))
+    for _ in range(4):
+        engine.step()
+    assert plain.done
+    assert scored.unread
+    assert finish(engine, [scored])[0] == alone(programs, request([7] * 300, max_tokens=1))
+    assert len(scored.prompt_logprobs) == 300
+
+
+def test_more_ends_than_a_row_holds_are_refused(llm, monkeypatch):
+    monkeypatch.setattr(llm.inputs, "text", llm.inputs.text._replace(end_ids=tuple(range(40))))
+    llm.generate([50], SamplingParams(max_tokens=1, stop_token_ids=tuple(range(40, 90))))
+    with pytest.raises(BadRequest, match="more than 96 token ids end an answer"):
+        llm.generate([50], SamplingParams(max_tokens=1, stop_token_ids=tuple(range(64))))
