@@ -37,9 +37,9 @@ class Held:
 
     pages: list[int]
     nodes: list[Node]  # of its first pages; pages beyond these are its own
-    shared: int  # so many of its first pages came from the index
+    shared: int  # the number of its first pages that came from the index
     indexed: bool
-    full: int  # so many of its first pages are written to the end
+    full: int  # the number of its first pages that are written to the end
 
 
 class Match(NamedTuple):
@@ -47,7 +47,7 @@ class Match(NamedTuple):
 
     pages: tuple[int, ...]
     blocked: bool
-    taken: int  # so many of `pages`, the first ones, are held by somebody; the others still count as free
+    taken: int  # the number of `pages`, the first ones, that somebody holds; the others still count as free
 
 
 class Pages:
@@ -112,7 +112,7 @@ class Pages:
             held.full += 1
 
     def own(self, held: Held) -> int:
-        """The pages that `held` alone holds: so many more are free once it is released."""
+        """The number of pages that `held` alone holds: these are free once it is released."""
         return len(held.pages) - _holders_reach(held.nodes, 2)
 
     def release(self, held: Held) -> None:
