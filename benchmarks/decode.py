@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import gzip
 import json
-import re
 import tempfile
 import time
 from collections import Counter
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import report
 from flax import nnx
 
@@ -29,8 +29,8 @@ from cpu_experts import Experts
 from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch
 from mla_jax.cache import paged
-from mla_jax.decode.loop import STEPS, Chosen, Programs
-from mla_jax.decode.rows import ADMITTED, Rows, blank
+from mla_jax.decode.loop import STEPS, Found, Programs
+from mla_jax.decode.rows import ADMITTED, Rows, blank, taken
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.offload.experts import HostExperts
 
@@ -60,16 +60,16 @@ class Sequences:
     programs: Programs
     pool: paged.Pool
     rows: Rows
-    page_table: jax.Array
+    page_table: np.ndarray
 
     @property
-    def at(self) -> jax.Array:
-        return jnp.arange(self.page_table.shape[0], dtype=jnp.int32)
+    def at(self) -> np.ndarray:
+        return np.arange(self.page_table.shape[0], dtype=np.int32)
 
-    def run(self, steps: int) -> Chosen:
+    def run(self, steps: int) -> Found:
         """Sends one dispatch."""
-        self.pool, self.rows, chosen = self.programs.run(self.pool, self.rows, self.at, self.page_table, jnp.int32(steps))
-        return chosen
+        self.pool, self.rows, found = self.programs.run(self.pool, self.rows, self.at, self.page_table, np.int32(steps))
+        return found
 
     def copy(self) -> "Sequences":
         """A run takes the memory of pool and table."""
@@ -80,20 +80,19 @@ class Sequences:
 def sequences(programs: Programs, count: int, temperature: float = 0.0) -> Sequences:
     """`count` rows with random latents in all but the last slots of HELD; each has a seed of its own."""
     capacity, key = DISPATCHES * STEPS, jax.random.key(1)
-    table = paged.in_order(count, HELD)
+    table = np.asarray(paged.in_order(count, HELD))
     pool, rows = programs.new(count, table.size)
     for first in range(0, count, ADMITTED):
-        rows = programs.admit(rows, first + jnp.arange(ADMITTED, dtype=jnp.int32), entry(first, HELD - capacity, temperature))
-    last = jax.random.normal(key, rows.open.last.shape, rows.open.last.dtype)
-    rows = dataclasses.replace(rows, open=dataclasses.replace(rows.open, last=last))
+        rows = programs.admit(rows, first + np.arange(ADMITTED, dtype=np.int32), entry(first, HELD - capacity, temperature))
+    rows = dataclasses.replace(rows, last=jax.random.normal(key, rows.last.shape, rows.last.dtype))
     return Sequences(programs, random_pool(pool, key), rows, table)
 
 
 def entry(first: int, held: int, temperature: float):
     """Requests that hold so many tokens and never end."""
-    new = blank(ADMITTED, 1, jnp.float32)[0]
-    seeds = jnp.arange(2 * first, 2 * (first + ADMITTED), dtype=jnp.uint32).reshape(ADMITTED, 2)
-    sampling = dataclasses.replace(new.sampling, temperature=new.sampling.temperature + temperature, seed=seeds)
+    new = blank(ADMITTED)
+    seeds = np.arange(2 * first, 2 * (first + ADMITTED), dtype=np.uint32).reshape(ADMITTED, 2)
+    sampling = dataclasses.replace(new.sampling, temperature=new.sampling.temperature + np.float32(temperature), seed=seeds)
     return dataclasses.replace(new, held=new.held + held, prompt=new.prompt + held, limit=new.limit + HELD, sampling=sampling)
 
 
@@ -113,13 +112,14 @@ def floor_bytes(model: Transformer, found: Sequences) -> tuple[float, float]:
     count = found.page_table.shape[0]
 
     @jax.jit
-    def loads(weights: nnx.State, pool: paged.Pool, rows: Rows, page_table: jax.Array) -> list[jax.Array]:
+    def loads(weights: nnx.State, pool: paged.Pool, rows: Rows, at: jax.Array, page_table: jax.Array) -> list[jax.Array]:
         model = nnx.merge(graph, weights)
-        tokens = jnp.argmax(model.unembed(rows.open.last), axis=-1)[:, None]
-        batch = Batch(rows.open.position[:, None], jnp.ones((count, 1), bool), rows.open.held + 1, page_table)
+        _, is_open, last = taken(rows, at)
+        tokens = jnp.argmax(model.unembed(last), axis=-1)[:, None]
+        batch = Batch(is_open.position[:, None], jnp.ones((count, 1), bool), is_open.held + 1, page_table)
         return model(tokens, batch, pool, collect=True)[2]["load"]
 
-    load = loads(weights, found.pool, found.rows, found.page_table)
+    load = loads(weights, found.pool, found.rows, found.at, found.page_table)
     touched = sum(int((layer > 0).sum()) for layer in load)
     parameters = {".".join(map(str, p)): v for p, v in nnx.to_flat_state(nnx.state(model))}
     expert = 2 * 3 * prod(parameters["layers.1.mlp.experts.gate"].shape[1:])
@@ -156,16 +156,26 @@ def seconds_per_step(found: Sequences, count: int = 5) -> float:
     last = [found.run(STEPS) for _ in range(count)][-1]
     jax.block_until_ready(last)
     seconds = time.perf_counter() - start
-    assert bool((last.count == STEPS).all()), "a row has ended"
+    assert (last.tokens().count == STEPS).all(), "a row has ended"
     return seconds / count / STEPS
+
+
+def places_of(text: str) -> dict[str, str]:
+    """Where in the model each of a compiled program's kernels is. No pattern searches a line: a kernel's code may be one."""
+    places = {}
+    for line in text.splitlines():
+        name, equals, _ = line[:500].strip().removeprefix("ROOT ").removeprefix("%").partition(" = ")
+        _, op_name, place = line[line.rfind('op_name="') :].partition('op_name="')
+        if equals and op_name:
+            places[name.replace(".", "_")] = place.partition('"')[0]
+    return places
 
 
 def profile_run(found: Sequences) -> dict[str, float]:
     """The percentage of the wall time in the kernels of each part of the model, and in no kernel."""
     steps = 8
-    program = found.programs.run.lower(found.pool, found.rows, found.at, found.page_table, jnp.int32(steps))
-    text = program.compile().as_text()
-    places = {name.replace(".", "_"): place for name, place in re.findall(r'%(\S+) = .*op_name="([^"]*)"', text)}
+    program = found.programs.run.lower(found.pool, found.rows, found.at, found.page_table, np.int32(steps))
+    places = places_of(program.compile().as_text() or "")
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, create_perfetto_trace=True):
             start = time.perf_counter()

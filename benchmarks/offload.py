@@ -106,7 +106,7 @@ class Timed(NamedTuple):
 
     seconds: float
     before: decode.Sequences
-    tokens: jax.Array
+    tokens: np.ndarray
     finite: bool
 
 
@@ -115,8 +115,9 @@ def timed_steps(found: decode.Sequences) -> Timed:
     runs = []
     for _ in range(3):
         before, start = found.copy(), time.perf_counter()
-        said = jax.block_until_ready(found.run(STEPS))
-        runs.append(Timed((time.perf_counter() - start) / STEPS, before, said.tokens[:, :STEPS], bool(said.finite.all())))
+        said, end = jax.block_until_ready(found.run(STEPS)), time.perf_counter()
+        chosen = said.tokens()
+        runs.append(Timed((end - start) / STEPS, before, chosen.tokens[:, :STEPS], bool(chosen.finite.all())))
     found.programs.check()
     return min(runs, key=lambda run: run.seconds)._replace(finite=all(run.finite for run in runs))
 
@@ -127,7 +128,7 @@ def touched(timed: Timed, replicated: np.ndarray) -> float:
     rows = dataclasses.replace(timed.before.rows, load=jnp.zeros(replicated.shape, jnp.int32))
     for i in range(STEPS):
         load = np.array(rows.load)
-        pool, rows, _ = timed.before.programs.prefill(pool, rows, at, timed.tokens[:, i : i + 1], jnp.ones_like(at), table)
+        pool, rows, _ = timed.before.programs.prefill(pool, rows, at, timed.tokens[:, i : i + 1], np.ones_like(at), table)
         found.append(((np.asarray(rows.load) > load) & ~replicated).sum(1).mean())
     return float(np.mean(found))
 
@@ -189,10 +190,10 @@ def decoded(name: str, model: Transformer, rows: int, defer: int, host: OnHost) 
 def read(name: str, model: Transformer, tokens: int, stream: int, host: OnHost) -> dict:
     """One row of the table: a prompt, whose experts are streamed with `stream` tokens or more, 0 for never."""
     model.dispatch = dataclasses.replace(model.dispatch, defer=0, stream=stream)
-    programs, table = Programs(model), paged.in_order(1, tokens)
+    programs, table = Programs(model), np.asarray(paged.in_order(1, tokens))
     # random tokens: equal ones would all choose the same experts
-    prompt = jax.random.randint(jax.random.key(0), (1, tokens), 0, model.config.vocab_size, jnp.int32)
-    first, count = jnp.zeros(1, jnp.int32), jnp.full(1, tokens, jnp.int32)
+    prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, tokens), np.int32)
+    first, count = np.zeros(1, np.int32), np.full(1, tokens, np.int32)
 
     def run() -> tuple:
         return programs.prefill(*programs.new(1, table.size), first, prompt, count, table)

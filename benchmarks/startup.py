@@ -95,13 +95,13 @@ def many_layers() -> dict:
     programs = Programs(nnx.merge(graph, jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, dtype), state)))
     pool, rows = programs.new(1, 8)
     at, table = np.zeros(1, np.int32), np.arange(8, dtype=np.int32)[None]
-    entry, tokens = blank(ADMITTED, 1, jnp.float32)[0], np.zeros((1, 16), np.int32)
+    entry, tokens = blank(ADMITTED), np.zeros((1, 16), np.int32)
     entry = dataclasses.replace(entry, limit=entry.limit + 256)
     first = np.resize(np.int32([0, *[1] * (ADMITTED - 1)]), ADMITTED)  # the others are past the table
     start, cpu, compiler = time.perf_counter(), time.process_time(), Compiler(jax)
     programs.admit.lower(rows, first, entry)
     programs.prefill.lower(pool, rows, at, tokens, at + 16, table, None)
-    programs.run.lower(pool, rows, at, table, jnp.int32(8))
+    programs.run.lower(pool, rows, at, table, np.int32(8))
     lowered = {"trace + lower s": time.perf_counter() - start, "trace + lower CPU s": time.process_time() - cpu}
     compiler.compiled.clear()
     start = time.perf_counter()
@@ -109,7 +109,7 @@ def many_layers() -> dict:
     compiled = {"compile s": sum(compiler.compiled), "compile wall s": time.perf_counter() - start}
     start = time.perf_counter()
     pool, rows, _ = programs.prefill(pool, programs.admit(rows, first, entry), at, tokens, at + 16, table, None)
-    jax.block_until_ready(programs.run(pool, rows, at, table, jnp.int32(1)))
+    jax.block_until_ready(programs.run(pool, rows, at, table, np.int32(1)))
     return {**lowered, **compiled, "first text s": time.perf_counter() - start}
 
 

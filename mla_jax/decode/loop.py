@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base.batch import Batch
 from mla_jax.base.options import MAX_LOGPROBS
 from mla_jax.cache.paged import Pool
 from mla_jax.decode import rows as table
+from mla_jax.decode.packing import Either, pack, unpack
 from mla_jax.decode.programs import Program, Shared
 from mla_jax.decode.rows import ADMITTED, Entry, Open, Rows
 from mla_jax.decode.sampling import choose
@@ -31,19 +33,40 @@ STEPS = 32  # tokens per row that one `run` chooses at most
 class Likely(NamedTuple):
     """Log-probabilities of tokens, and of the likeliest in their places."""
 
-    logprobs: Float[Array, "B T"]
-    top: Float[Array, "B T J"]
-    top_ids: Int[Array, "B T J"]
+    logprobs: Float[Either, "B T"]
+    top: Float[Either, "B T J"]
+    top_ids: Int[Either, "B T J"]
 
 
 class Chosen(NamedTuple):
     """What one `run` has chosen for each of its rows: the first `count` of the tokens."""
 
-    tokens: Int[Array, "B STEPS"]
-    count: Int[Array, " B"]
-    done: Bool[Array, " B"]
-    finite: Bool[Array, " B"]
-    likely: Likely  # zeros unless a row of the batch asks
+    tokens: Int[Either, "B STEPS"]
+    count: Int[Either, " B"]
+    done: Bool[Either, " B"]
+    finite: Bool[Either, " B"]
+
+
+def nothing_chosen(rows: int) -> tuple[Chosen, Likely]:
+    tokens, top = (rows, STEPS), (rows, STEPS, MAX_LOGPROBS)
+    chosen = Chosen(np.zeros(tokens, np.int32), np.zeros(rows, np.int32), np.zeros(rows, bool), np.zeros(rows, bool))
+    return chosen, Likely(np.zeros(tokens, np.float32), np.zeros(top, np.float32), np.zeros(top, np.int32))
+
+
+CHOSEN, LIKELY = nothing_chosen(1)
+
+
+class Found(NamedTuple):
+    """What one `run` has found, on the device; to look at it is to wait for it."""
+
+    chosen: Int[Array, "B chosen"]
+    likely: Int[Array, "B likely"]  # zeros unless a row of the batch asks
+
+    def tokens(self) -> Chosen:
+        return unpack(np.asarray(self.chosen), CHOSEN, 1)
+
+    def logprobs(self) -> Likely:
+        return unpack(np.asarray(self.likely), LIKELY, 1)
 
 
 def prefill(
@@ -59,69 +82,61 @@ def prefill(
     """Reads the first `counts` of these tokens behind what the rows `at` hold; an index past the table is none.
 
     Where `following` says which token comes after each of them, it returns the log-probabilities of those."""
-    is_open, entry = table.taken(rows.open, at), table.taken(rows.entry, at)
+    entry, is_open, last = table.taken(rows, at)
     mask = (jnp.arange(tokens.shape[1]) < counts[:, None]) & (at < rows.seen.shape[0])[:, None]
     counts = mask.sum(1, dtype=jnp.int32)
     positions = is_open.position[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     batch = Batch(positions, mask, is_open.held + counts, page_table)
     hidden, filled, aux = model(tokens, batch, pool, collect=rows.load is not None)
     newest = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
-    is_open = dataclasses.replace(
-        is_open,
-        last=jnp.where(counts[:, None] > 0, newest, is_open.last),
-        held=is_open.held + counts,
-        position=is_open.position + counts,
-    )
+    last = jnp.where(counts[:, None] > 0, newest, last)
+    is_open = dataclasses.replace(is_open, held=is_open.held + counts, position=is_open.position + counts)
     seen = table.mark(rows.seen, at, tokens, mask, positions >= entry.prompt[:, None])
-    rows = dataclasses.replace(table.returned(rows, at, is_open), seen=seen, load=_counted(rows.load, aux))
+    rows = dataclasses.replace(table.returned(rows, at, is_open, last), seen=seen, load=_counted(rows.load, aux))
     assert filled is not None
     return filled, rows, None if following is None else likely(model.unembed(hidden), following)
 
 
 def run(
     model: Transformer, pool: Pool, rows: Rows, at: Int[Array, " B"], page_table: Int[Array, "B P"], steps: Int[Array, ""]
-) -> tuple[Pool, Rows, Chosen]:
+) -> tuple[Pool, Rows, Found]:
     """Up to `steps` more tokens, STEPS at most, for each of the rows `at`; stops early when all have ended."""
-    entry, valid = table.taken(rows.entry, at), at < rows.seen.shape[0]
+    entry, is_open, last = table.taken(rows, at)
+    is_open = dataclasses.replace(is_open, done=is_open.done | (at >= rows.seen.shape[0]))
+    chosen, scored = jax.tree.map(jnp.zeros_like, nothing_chosen(at.shape[0]))
 
     def unfinished(carry: tuple) -> Array:
-        taken, _, _, is_open, _ = carry
+        taken, _, _, is_open, *_ = carry
         return (taken < jnp.minimum(steps, STEPS)) & ~is_open.done.all()
 
     def step(carry: tuple) -> tuple:
-        taken, pool, rows, is_open, chosen = carry
-        rows, is_open, chosen, token = _choose(model, rows, at, entry, is_open, chosen)
+        taken, pool, rows, is_open, last, chosen, scored = carry
+        with jax.named_scope("unembed"):
+            logits = model.unembed(last)
+        rows, is_open, chosen, scored, token = _choose(logits, rows, at, entry, is_open, chosen, scored)
         mask = ~is_open.done[:, None]
         batch = Batch(is_open.position[:, None], mask, is_open.held + 1, page_table)
         hidden, pool, aux = model(token[:, None], batch, pool, collect=rows.load is not None)
-        is_open = dataclasses.replace(
-            is_open,
-            last=jnp.where(mask, hidden[:, 0], is_open.last),
-            held=is_open.held + mask[:, 0],
-            position=is_open.position + mask[:, 0],
-        )
-        return taken + 1, pool, dataclasses.replace(rows, load=_counted(rows.load, aux)), is_open, chosen
+        is_open = dataclasses.replace(is_open, held=is_open.held + mask[:, 0], position=is_open.position + mask[:, 0])
+        rows = dataclasses.replace(rows, load=_counted(rows.load, aux))
+        return taken + 1, pool, rows, is_open, jnp.where(mask, hidden[:, 0], last), chosen, scored
 
-    is_open = table.taken(rows.open, at)
-    is_open = dataclasses.replace(is_open, done=is_open.done | ~valid)
-    start = (jnp.int32(0), pool, rows, is_open, nothing_chosen(at.shape[0]))
-    _, pool, rows, is_open, chosen = jax.lax.while_loop(unfinished, step, start)
-    return pool, table.returned(rows, at, is_open), chosen._replace(done=is_open.done, finite=is_open.finite)
-
-
-def nothing_chosen(rows: int) -> Chosen:
-    zeros, no = jnp.zeros((rows, STEPS), jnp.int32), jnp.zeros(rows, bool)
-    top = (*zeros.shape, MAX_LOGPROBS)
-    none = Likely(jnp.zeros(zeros.shape), jnp.zeros(top), jnp.zeros(top, jnp.int32))
-    return Chosen(zeros, jnp.zeros(rows, jnp.int32), no, no, none)
+    start = (jnp.int32(0), pool, rows, is_open, last, chosen, scored)
+    _, pool, rows, is_open, last, chosen, scored = jax.lax.while_loop(unfinished, step, start)
+    found = Found(pack(chosen._replace(done=is_open.done, finite=is_open.finite), 1), pack(scored, 1))
+    return pool, table.returned(rows, at, is_open, last), found
 
 
 def _choose(
-    model: Transformer, rows: Rows, at: Int[Array, " B"], entry: Entry, is_open: Open, chosen: Chosen
-) -> tuple[Rows, Open, Chosen, Int[Array, " B"]]:
+    logits: Float[Array, "B W"],
+    rows: Rows,
+    at: Int[Array, " B"],
+    entry: Entry,
+    is_open: Open,
+    chosen: Chosen,
+    scored: Likely,
+) -> tuple[Rows, Open, Chosen, Likely, Int[Array, " B"]]:
     """One more token for every open row; ends the rows that are full, at an end token, or whose logits are not finite."""
-    with jax.named_scope("unembed"):
-        logits = model.unembed(is_open.last)
     with jax.named_scope("choose"):
         token, fit = choose(logits, rows.seen, at, is_open.position, entry.sampling)
     takes = ~is_open.done & fit
@@ -131,23 +146,16 @@ def _choose(
         is_open, count=count, done=is_open.done | ended | ~fit, finite=is_open.finite & (fit | is_open.done)
     )
     seen = table.mark(rows.seen, at, token[:, None], takes[:, None], jnp.ones_like(takes)[:, None])
-    chosen = _recorded(chosen, logits, token, takes, (takes & entry.logprobs).any())
-    return dataclasses.replace(rows, seen=seen), still_open, chosen, token
 
+    places = jnp.arange(token.shape[0]), jnp.where(takes, chosen.count, STEPS)
 
-def _recorded(chosen: Chosen, logits: Array, token: Array, takes: Array, asked: Array) -> Chosen:
-    rows, slot = jnp.arange(token.shape[0]), jnp.where(takes, chosen.count, STEPS)
-
-    def put(buffer: Array, value: Array) -> Array:
-        return buffer.at[rows, slot].set(value, mode="drop")
-
-    def scored() -> Likely:
+    def with_this_one() -> Likely:
         found = likely(logits[:, None], token[:, None])
-        return Likely(*(put(buffer, value[:, 0]) for buffer, value in zip(chosen.likely, found, strict=True)))
+        return Likely(*(old.at[places].set(new[:, 0], mode="drop") for old, new in zip(scored, found, strict=True)))
 
-    return chosen._replace(
-        tokens=put(chosen.tokens, token), count=chosen.count + takes, likely=jax.lax.cond(asked, scored, lambda: chosen.likely)
-    )
+    scored = jax.lax.cond((takes & entry.logprobs).any(), with_this_one, lambda: scored)
+    chosen = chosen._replace(tokens=chosen.tokens.at[places].set(token, mode="drop"), count=chosen.count + takes)
+    return dataclasses.replace(rows, seen=seen), still_open, chosen, scored, token
 
 
 def likely(logits: Float[Array, "B T W"], tokens: Int[Array, "B T"]) -> Likely:
@@ -231,7 +239,7 @@ class Programs:
                 started.append(self.prefill.start(pool, rows, *_shapes((n,), (n, tokens), (n,), (n, width)), None))
             if scored:
                 started.append(self.prefill.start(pool, rows, *_shapes((1,), (1, scored), (1,), (1, width), (1, scored))))
-            started.append(self.admit.start(rows, *_shapes((ADMITTED,)), table.blank(ADMITTED, 1, jnp.float32)[0]))
+            started.append(self.admit.start(rows, *_shapes((ADMITTED,)), table.blank(ADMITTED)))
             for future in started:
                 future.result()
 

@@ -7,12 +7,15 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from mla_jax.decode.packing import pack, unpack
 from mla_jax.decode.store import Built, Store
 from mla_jax.model.transformer import Transformer
 
@@ -51,7 +54,7 @@ class Key(NamedTuple):
 
     statics: tuple[tuple[str, Any], ...]
     donated: Any
-    kept: Any
+    sent: Any
     shapes: tuple
 
 
@@ -60,14 +63,15 @@ class Call(NamedTuple):
 
     key: Key
     donated: list[jax.Array]
-    kept: list[jax.Array]
+    sent: list[jax.Array | np.ndarray]  # from the host
 
 
 class Program:
     """A function of a model, compiled for the shapes it is called with; in full float32 where the weights are (no TF32).
 
     `function` is `(model, *args, **kw)`; the options are those of `jax.jit`, for which the model is argument 0. Weights are
-    passed as a flat tuple: to flatten an `nnx.State` at each call takes milliseconds."""
+    passed as a flat tuple: to flatten an `nnx.State` at each call takes milliseconds. What is neither static nor donated comes
+    from the host, and is sent as one array."""
 
     def __init__(
         self,
@@ -90,13 +94,13 @@ class Program:
         self._built: dict[Key, Future[Built]] = {}
 
     def __call__(self, *args, **kw):
-        """The function's value. Arguments are arrays of JAX or NumPy, or trees of them, except static ones."""
+        """The function's value. Arguments are static, or trees of arrays: donated ones on the device, others on the host."""
         call = self._call(args, kw)
         if call.key not in self._built:
             with self.shared.waits.record():
                 self._start(call).result()
-        built = self._built[call.key].result()
-        return jax.tree.unflatten(built.structure, built.compiled(self.weights, call.donated, call.kept))
+        built, sent = self._built[call.key].result(), pack([np.asarray(array) for array in call.sent])
+        return jax.tree.unflatten(built.structure, built.compiled(self.weights, call.donated, sent))
 
     def start(self, *args, **kw) -> Future[Built]:
         """The program for such arguments, once it is compiled. In the place of an array a `jax.ShapeDtypeStruct` will do."""
@@ -121,9 +125,9 @@ class Program:
         given = {str(place): arg for place, arg in enumerate(args, 1)} | kw
         statics = tuple((name, arg) for name, arg in given.items() if name in self.static)
         donated, first = jax.tree.flatten({name: arg for name, arg in given.items() if name in self.donated})
-        kept, other = jax.tree.flatten({name: arg for name, arg in given.items() if name not in self.static + self.donated})
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in (*donated, *kept))
-        return Call(Key(statics, first, other, shapes), donated, kept)
+        sent, other = jax.tree.flatten({name: arg for name, arg in given.items() if name not in self.static + self.donated})
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in (*donated, *sent))
+        return Call(Key(statics, first, other, shapes), donated, sent)
 
     def _start(self, call: Call) -> Future[Built]:
         """Traces here, or leaves it to a thread to read what is stored; compiles in a thread."""
@@ -145,9 +149,10 @@ class Program:
         """The program before it is compiled, and the structure of its value."""
         key, found = call.key, []
 
-        def flat(weights: tuple[jax.Array, ...], donated: list[jax.Array], kept: list[jax.Array]) -> list[jax.Array]:
+        def flat(weights: tuple[jax.Array, ...], donated: list[jax.Array], sent: jax.Array) -> list[jax.Array]:
             model = nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights))
-            given = dict(key.statics) | jax.tree.unflatten(key.donated, donated) | jax.tree.unflatten(key.kept, kept)
+            given = dict(key.statics) | jax.tree.unflatten(key.donated, donated)
+            given |= jax.tree.unflatten(key.sent, unpack(sent, call.sent))
             places = sorted((name for name in given if name.isdecimal()), key=int)
             value = self.function(model, *(given.pop(place) for place in places), **given)
             leaves, structure = jax.tree.flatten(value)
@@ -159,10 +164,14 @@ class Program:
             flat.__name__ += f"_{self.shared.store.version}"
         jitted = jax.jit(flat, donate_argnums=1, compiler_options=self.compiler_options)
         with jax.default_matmul_precision(self.precision):
-            return jitted.lower(self.weights, call.donated, call.kept), found[-1]
+            return jitted.lower(self.weights, call.donated, _packed_shape(call.sent)), found[-1]
 
     def _compile(self, lowered: jax.stages.Lowered, structure: Any, name: str | None) -> Built:
         store = self.shared.store
         if store is None or name is None:
             return Built(lowered.compile(), structure)
         return store.compile(lowered, structure, name)
+
+
+def _packed_shape(arrays: list) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((sum(prod(array.shape) for array in arrays),), jnp.int32)

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt16
 
 from mla_jax.base.options import MAX_BIASES, MAX_ENDS
+from mla_jax.decode.packing import Either, pack, unpack
 from mla_jax.decode.sampling import PROMPT, Given, Sampling
 
 if TYPE_CHECKING:
@@ -36,36 +38,36 @@ class Entry:
 class Open:
     """How far each row is."""
 
-    last: Float[Array, "H D"]  # hidden state of the newest token in the cache
-    held: Int[Array, " H"]  # tokens in the cache
-    position: Int[Array, " H"]  # of the next token
-    count: Int[Array, " H"]  # tokens generated since it was admitted
-    done: Bool[Array, " H"]
-    finite: Bool[Array, " H"]  # false once its logits were not
+    held: Int[Either, " H"]  # tokens in the cache
+    position: Int[Either, " H"]  # of the next token
+    count: Int[Either, " H"]  # tokens generated since it was admitted
+    done: Bool[Either, " H"]
+    finite: Bool[Either, " H"]  # false once its logits were not
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A table of H rows."""
+    """A table of H rows; `taken` unpacks some of them."""
 
-    entry: Entry
-    open: Open
+    entry: Int[Array, "H entry"]  # an Entry
+    open: Int[Array, "H open"]  # an Open
+    last: Float[Array, "H D"]  # hidden state of the newest token in the cache
     seen: UInt16[Array, "H W"]  # see `sampling.PROMPT`
     load: Int[Array, "moe X"] | None  # how often each expert of each layer was chosen, where that is counted
 
 
-def blank(rows: int, width: int, dtype: Any) -> tuple[Entry, Open]:
-    """`rows` rows that nobody has; `width` of a hidden state. No two share an array, for tables are donated."""
+def blank(rows: int) -> Entry:
+    """What nobody brings."""
 
-    def filled(value: float, dtype: Any, *shape: int) -> Array:
-        return jnp.full((rows, *shape), value, dtype)
+    def filled(value: float, dtype: Any, *shape: int) -> np.ndarray:
+        return np.full((rows, *shape), value, dtype)
 
-    def whole() -> Array:
-        return filled(0, jnp.int32)
+    def whole() -> np.ndarray:
+        return filled(0, np.int32)
 
-    def number(value: float) -> Array:
-        return filled(value, jnp.float32)
+    def number(value: float) -> np.ndarray:
+        return filled(value, np.float32)
 
     sampling = Sampling(
         temperature=number(0),
@@ -75,40 +77,56 @@ def blank(rows: int, width: int, dtype: Any) -> tuple[Entry, Open]:
         presence_penalty=number(0),
         frequency_penalty=number(0),
         repetition_penalty=number(1),
-        seed=filled(0, jnp.uint32, 2),
-        bias_ids=filled(-1, jnp.int32, MAX_BIASES),
-        bias=filled(0, jnp.float32, MAX_BIASES),
+        seed=filled(0, np.uint32, 2),
+        bias_ids=filled(-1, np.int32, MAX_BIASES),
+        bias=filled(0, np.float32, MAX_BIASES),
     )
-    entry = Entry(whole(), whole(), whole(), filled(-1, jnp.int32, MAX_ENDS), filled(0, bool), sampling)
-    return entry, Open(filled(0, dtype, width), whole(), whole(), whole(), filled(1, bool), filled(1, bool))
+    return Entry(whole(), whole(), whole(), filled(-1, np.int32, MAX_ENDS), filled(0, bool), sampling)
+
+
+def fresh(held: Int[Either, " H"], limit: Int[Either, " H"]) -> Open:
+    """Rows that have just been admitted; one that may generate nothing is done."""
+    return Open(held, held, 0 * held, limit <= 0, held >= 0)
+
+
+ENTRY = blank(1)
+OPEN = fresh(ENTRY.held, ENTRY.limit)
 
 
 def new_rows(model: "Transformer", rows: int, counts: bool = False) -> Rows:
     """A table without requests. With `counts` it counts how often experts are chosen."""
     config = model.config
-    entry, is_open = blank(rows, config.hidden_size, model.dtype)
+    entry, is_open = (jnp.tile(pack(one, 1), (rows, 1)) for one in (ENTRY, OPEN))
+    last, seen = jnp.zeros((rows, config.hidden_size), model.dtype), jnp.zeros((rows, config.vocab_size), jnp.uint16)
     layers = sum(config.is_moe(i) for i in range(config.num_hidden_layers))
     load = jnp.zeros((layers, config.n_routed_experts or 0), jnp.int32) if counts else None
-    return Rows(entry, is_open, jnp.zeros((rows, config.vocab_size), jnp.uint16), load)
+    return Rows(entry, is_open, last, seen, load)
 
 
 def admit(model: "Transformer", rows: Rows, at: Int[Array, " K"], entry: Entry) -> Rows:
     """Gives the rows `at` to requests; an index past the table is none."""
-    _, fresh = blank(at.shape[0], rows.open.last.shape[1], rows.open.last.dtype)
-    fresh = dataclasses.replace(fresh, held=entry.held, position=entry.held, done=entry.limit <= 0)
-    put = jax.tree.map(lambda old, new: old.at[at].set(new, mode="drop"), (rows.entry, rows.open), (entry, fresh))
-    return dataclasses.replace(rows, entry=put[0], open=put[1], seen=rows.seen.at[at].set(0, mode="drop"))
+    return dataclasses.replace(
+        rows,
+        entry=_put(rows.entry, at, pack(entry, 1)),
+        open=_put(rows.open, at, pack(fresh(entry.held, entry.limit), 1)),
+        last=_put(rows.last, at, 0),
+        seen=_put(rows.seen, at, 0),
+    )
 
 
-def taken(table: Entry | Open, at: Int[Array, " B"]):
-    """The rows `at`, for an index past the table the last one."""
-    return jax.tree.map(lambda array: array.at[at].get(mode="clip"), table)
+def taken(rows: Rows, at: Int[Array, " B"]) -> tuple[Entry, Open, Float[Array, "B D"]]:
+    """The rows `at`, for an index past the table the last one, and their newest hidden states."""
+    entry, is_open, last = (array.at[at].get(mode="clip") for array in (rows.entry, rows.open, rows.last))
+    return unpack(entry, ENTRY, 1), unpack(is_open, OPEN, 1), last
 
 
-def returned(rows: Rows, at: Int[Array, " B"], is_open: Open) -> Rows:
+def returned(rows: Rows, at: Int[Array, " B"], is_open: Open, last: Float[Array, "B D"]) -> Rows:
     """The table with how far the rows `at` are now."""
-    put = jax.tree.map(lambda old, new: old.at[at].set(new, mode="drop"), rows.open, is_open)
-    return dataclasses.replace(rows, open=put)
+    return dataclasses.replace(rows, open=_put(rows.open, at, pack(is_open, 1)), last=_put(rows.last, at, last))
+
+
+def _put(table: Array, at: Int[Array, " B"], rows: Array | int) -> Array:
+    return table.at[at].set(rows, mode="drop")
 
 
 def mark(

@@ -18,7 +18,7 @@ from mla_jax.base.batch import bucket
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.cache.paged import PAGE
-from mla_jax.decode.loop import STEPS, Chosen, Likely, Programs
+from mla_jax.decode.loop import STEPS, Chosen, Found, Likely, Programs
 from mla_jax.decode.rows import ADMITTED
 from mla_jax.engine.entries import entries
 from mla_jax.engine.job import Job, logprobs_of
@@ -59,7 +59,7 @@ class Flight(NamedTuple):
     """A dispatch whose results nobody has looked at yet. A job may have left its row since."""
 
     jobs: list[Job]
-    chosen: Chosen | None
+    found: Found | None
     likely: Likely | None  # of a piece of one prompt,
     following: list[int]  # for these tokens
 
@@ -322,9 +322,10 @@ class Engine:
         pool, rows = self._state()
         count = min(n for n in self._compiled_rows if n >= len(jobs))
         at, table = self._padded_rows(jobs, count), self._page_table(jobs, count)
-        pool, rows, chosen = self.programs.run(pool, rows, at, table, np.int32(steps))
+        pool, rows, found = self.programs.run(pool, rows, at, table, np.int32(steps))
         self._arrays = pool, rows
-        self._flying.append(Flight(jobs, chosen, None, []))
+        found.chosen.copy_to_host_async()
+        self._flying.append(Flight(jobs, found, None, []))
         self.stats.dispatches += 1
 
     def _padded_rows(self, jobs: list[Job], count: int) -> np.ndarray:
@@ -347,12 +348,11 @@ class Engine:
     def _land(self) -> None:
         """Takes in the oldest dispatch's results."""
         flight, start = self._flying.popleft(), time.perf_counter()
-        if flight.chosen is None:
+        if flight.found is None:
             self._land_scores(flight)
-        else:
-            asked = any(job.logprobs is not None for job in flight.jobs)
-            wanted = flight.chosen if asked else flight.chosen._replace(likely=None)
-            self._land_tokens(flight.jobs, jax.device_get(wanted), start)
+            return
+        asked = any(job.logprobs is not None for job in flight.jobs)
+        self._land_tokens(flight.jobs, flight.found.tokens(), flight.found.logprobs() if asked else None, start)
 
     def _land_scores(self, flight: Flight) -> None:
         (job,), start = flight.jobs, time.perf_counter()
@@ -366,7 +366,7 @@ class Engine:
             job.finish(FinishReason.LENGTH)
             self._leave(job)
 
-    def _land_tokens(self, jobs: list[Job], chosen: Chosen, start: float) -> None:
+    def _land_tokens(self, jobs: list[Job], chosen: Chosen, likely: Likely | None, start: float) -> None:
         now = time.perf_counter()
         self.stats.waited_seconds += now - start
         self.programs.check()
@@ -376,7 +376,7 @@ class Engine:
             if job.done:  # cancelled, or ended by a text that only the host sees
                 continue
             ids = chosen.tokens[i, : chosen.count[i]].tolist()
-            job.take(ids, self._logprobs(job, chosen, i, ids), bool(chosen.done[i]), bool(chosen.finite[i]))
+            job.take(ids, self._logprobs(job, likely, i, ids), bool(chosen.done[i]), bool(chosen.finite[i]))
             job.times.note(now, len(ids), self.stats.least_bytes)
             assert job.held is not None
             known = job.tokens[:-1] if job.done else job.tokens  # the last one was not read any more
@@ -389,8 +389,7 @@ class Engine:
         held = sum(job.read + job.steps for job in jobs) // len(jobs)
         return int(steps * roofline.decode_bytes(self.config, len(jobs), held, self.programs.model.dtype.itemsize))
 
-    def _logprobs(self, job: Job, chosen: Chosen, i: int, ids: list[int]) -> Any:
-        if job.logprobs is None:
+    def _logprobs(self, job: Job, likely: Likely | None, i: int, ids: list[int]) -> Any:
+        if job.logprobs is None or likely is None:
             return None
-        likely = Likely(*(array[i] for array in chosen.likely))
-        return logprobs_of(ids, likely, job.request.params.logprobs or 0)
+        return logprobs_of(ids, Likely(*(array[i] for array in likely)), job.request.params.logprobs or 0)

@@ -11,7 +11,7 @@ from models import FAMILIES, tensors, write
 
 from mla_jax.base.options import MAX_ENDS
 from mla_jax.decode.loop import STEPS, Chosen, Programs
-from mla_jax.decode.rows import ADMITTED, Rows, blank
+from mla_jax.decode.rows import ADMITTED, Rows, blank, taken
 from mla_jax.decode.sampling import OUTPUT, PROMPT
 from mla_jax.weights.load import load
 
@@ -47,7 +47,7 @@ class Served:
     def __post_init__(self):
         self.table = np.random.default_rng(0).permutation(ROWS * PAGES).reshape(ROWS, PAGES).astype(np.int32)
         self.pool, self.rows = self.programs.new(HEIGHT, ROWS * PAGES)
-        entry, _ = blank(ADMITTED, 1, np.float32)
+        entry = blank(ADMITTED)
 
         def column(values: tuple, dtype: type) -> np.ndarray:
             return np.array([*values, *[0] * (ADMITTED - ROWS)], dtype)
@@ -75,17 +75,18 @@ class Served:
         return self
 
     def run(self, steps: int) -> Chosen:
-        self.pool, self.rows, chosen = self.programs.run(self.pool, self.rows, self.at, self.table, np.int32(steps))
+        self.pool, self.rows, found = self.programs.run(self.pool, self.rows, self.at, self.table, np.int32(steps))
+        chosen, likely = found.tokens(), found.logprobs()
         for i, count in enumerate(chosen.count.tolist()):
             self.ids[i] += chosen.tokens[i, :count].tolist()
-            self.logprobs[i] += chosen.likely.logprobs[i, :count].tolist()
+            self.logprobs[i] += likely.logprobs[i, :count].tolist()
         return chosen
 
     def told(self) -> dict[str, np.ndarray]:
         """What must not depend on how the work was cut up."""
-        return {name: np.asarray(value)[self.at] for name, value in vars(self.rows.open).items()} | {
-            "seen": np.asarray(self.rows.seen)[self.at]
-        }
+        _, is_open, last = taken(self.rows, jnp.asarray(self.at))
+        told = {name: np.asarray(value) for name, value in vars(is_open).items()}
+        return told | {"last": np.asarray(last), "seen": np.asarray(self.rows.seen)[self.at]}
 
 
 def begun(programs: Programs, **other) -> Served:
@@ -134,7 +135,8 @@ def test_rows_may_be_run_apart(programs):
     tables, rows = apart.table, apart.at
     for i in range(ROWS):
         apart.at, apart.table = np.array([rows[i], HEIGHT], np.int32), np.stack([tables[i], 0 * tables[i]])
-        apart.pool, apart.rows, chosen = programs.run(apart.pool, apart.rows, apart.at, apart.table, np.int32(20))
+        apart.pool, apart.rows, found = programs.run(apart.pool, apart.rows, apart.at, apart.table, np.int32(20))
+        chosen = found.tokens()
         assert chosen.count[1] == 0
         assert chosen.tokens[0, : chosen.count[0]].tolist() == together.ids[i]
 
@@ -210,9 +212,7 @@ def test_every_token_is_the_choice_of_the_whole_sequence_before_it(programs):
 def test_hidden_states_of_nan_end_their_row_alone(programs):
     whole, served = begun(programs), begun(programs)
     whole.run(2**30)
-    is_open = served.rows.open
-    poisoned = dataclasses.replace(is_open, last=is_open.last.at[served.at[1]].set(jnp.nan))
-    served.rows = dataclasses.replace(served.rows, open=poisoned)
+    served.rows = dataclasses.replace(served.rows, last=served.rows.last.at[served.at[1]].set(jnp.nan))
     chosen = served.run(2**30)
     assert chosen.finite.tolist() == [True, False, True, True]
     assert served.ids == [whole.ids[0], [], *whole.ids[2:]]
@@ -222,9 +222,10 @@ def test_a_row_that_is_admitted_again_knows_nothing_of_the_one_before(programs):
     served = begun(programs)
     served.run(6)
     fresh = Served(programs)
-    entry = jax.tree.map(lambda old: np.zeros((ADMITTED, *old.shape[1:]), old.dtype), served.rows.entry)
-    rows: Rows = programs.admit(served.rows, np.arange(ADMITTED, dtype=np.int32), entry)
+    everyone = np.arange(ADMITTED, dtype=np.int32)
+    rows: Rows = programs.admit(served.rows, everyone, blank(ADMITTED))
+    _, is_open, _ = taken(rows, jnp.asarray(everyone))
     assert not np.asarray(rows.seen).any()
-    assert not np.asarray(rows.open.count).any()
-    assert np.asarray(rows.open.done).all()  # nothing may be generated
+    assert not np.asarray(is_open.count).any()
+    assert np.asarray(is_open.done).all()  # nothing may be generated
     assert fresh.told()["count"].tolist() == [0] * ROWS

@@ -74,14 +74,14 @@ def generated(programs: Programs) -> np.ndarray:
     """What one row writes behind 16 tokens, sampled."""
     pool, rows = programs.new(1, 2)
     programs.prepare(pool, rows, 2, [1], [(1, 16)])
-    entry, _ = blank(ADMITTED, 1, np.float32)
+    entry = blank(ADMITTED)
     ones = np.ones(ADMITTED, np.int32)
     warm = dataclasses.replace(entry.sampling, temperature=np.ones(ADMITTED, np.float32))
     entry = dataclasses.replace(entry, prompt=16 * ones, limit=20 * ones, sampling=warm)
     rows = programs.admit(rows, np.arange(ADMITTED, dtype=np.int32), entry)
     tokens = np.arange(16, dtype=np.int32)[None] + 5
     pool, rows, _ = programs.prefill(pool, rows, AT, tokens, np.array([16], np.int32), TABLE, None)
-    return np.asarray(programs.run(pool, rows, AT, TABLE, np.int32(20))[2].tokens)
+    return programs.run(pool, rows, AT, TABLE, np.int32(20))[2].tokens().tokens
 
 
 def test_a_second_start_traces_and_compiles_nothing_and_chooses_the_same_tokens(model, folder, expected, work):
