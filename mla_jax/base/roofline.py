@@ -129,11 +129,11 @@ def break_even(config: Config) -> float:
     return config.kv_lora_rank * both / saved if saved > 0 else float("inf")
 
 
-def pick_form(config: Config, on: Device, rows: int, new: int, attended: int) -> str:
-    """The faster form of those that hold latents, which may take turns over one cache."""
-    return min(
-        ("move_elided", "compressed"), key=lambda form: attention_cost(config, form, rows, new, attended, on.itemsize).seconds(on)
-    )
+def pick_form(
+    config: Config, on: Device, rows: int, new: int, attended: int, forms: tuple[str, ...] = ("move_elided", "compressed")
+) -> str:
+    """The fastest of these forms, which all hold latents and may take turns over one cache."""
+    return min(forms, key=lambda form: attention_cost(config, form, rows, new, attended, on.itemsize).seconds(on))
 
 
 def why_form(config: Config, on: Device, form: str, rows: int, new: int, attended: int) -> str:

@@ -80,10 +80,10 @@ class Dispatch:
             return kernel
         if self.attention != "auto":
             return self.attention
-        form = roofline.pick_form(model.config, self.device, rows, new, attended)
-        if kernel == "kernel_heads" and form == "move_elided":
-            return form
-        return form if self.attention_kernel(model, kernel, rows, new, attended) == "xla" else kernel
+        forms = "move_elided", "compressed"
+        if self.attention_kernel(model, kernel, rows, new, attended) != "xla":
+            forms = forms[0], kernel  # the kernel writes no scores, which decides on devices with less bandwidth
+        return roofline.pick_form(model.config, self.device, rows, new, attended, forms)
 
     def attention_kernel(self, model: "Transformer", form: str, rows: int, new: int, attended: int) -> str:
         """Who computes `form` for such a step: "mosaic_gpu", "mosaic_tpu", or "xla" where no kernel can."""

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from mla_jax import Config, Transformer
-from mla_jax.base.roofline import DEVICES
+from mla_jax.base.roofline import DEVICES, pick_form
 from mla_jax.model import mla, ops
 from mla_jax.model.dispatch import ATTENTION, FORMS, FORMS_OF, Dispatch
 from pallas_kernels import choice
@@ -91,3 +91,13 @@ def test_what_a_pool_has_besides_latents_passes_through_rope_append():
     assert after.keys() == pool.keys()
     np.testing.assert_array_equal(after["index_k"], pool["index_k"])
     assert after["c_kv"].any(-1).tolist() == [[False, True, False, True]]
+
+
+def test_a_kernel_is_weighed_by_its_own_cost_not_by_scores_that_only_xla_writes(model, monkeypatch):
+    """On a device with little bandwidth XLA's form over heads loses to the one over latents, and the kernel beats both."""
+    slow = DEVICES["NVIDIA H100"]._replace(bandwidth=1e11)
+    dispatch, config = Dispatch(device=slow), model.config
+    assert pick_form(config, slow, 1, 2048, 16_384) == "move_elided"
+    assert dispatch.form_name(model, 1, 2048, 16_384) == "move_elided"
+    kernels(monkeypatch, "mla_prefill")
+    assert dispatch.form_name(model, 1, 2048, 16_384) == "kernel_heads"
