@@ -160,8 +160,26 @@ def _choose(
 
 def likely(logits: Float[Array, "B T W"], tokens: Int[Array, "B T"]) -> Likely:
     normal = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    top, ids = jax.lax.top_k(normal, MAX_LOGPROBS)
-    return Likely(jnp.take_along_axis(normal, tokens[..., None], axis=-1)[..., 0], top, ids)
+    ids = largest(normal, MAX_LOGPROBS)
+    chosen = jnp.take_along_axis(normal, tokens[..., None], axis=-1)[..., 0]
+    return Likely(chosen, jnp.take_along_axis(normal, ids, axis=-1), ids)
+
+
+def largest(numbers: Float[Array, "*B W"], count: int) -> Int[Array, "*B J"]:
+    """Where the `count` largest are, as `jax.lax.top_k` orders them, but without a sort.
+
+    XLA sorts by a library, which a CUDA graph cannot hold: the decode loop would be a program of the host, whose call returns
+    only when its steps are done."""
+
+    def with_next(i: Array, carry: tuple) -> tuple:
+        left, found = carry
+        place = jnp.argmax(left, axis=-1, keepdims=True)
+        left = jnp.put_along_axis(left, place, -jnp.inf, axis=-1, inplace=False)
+        return left, found.at[..., i].set(place[..., 0])
+
+    left = jnp.maximum(numbers, jnp.finfo(numbers.dtype).min)  # above the -inf of those that are taken
+    found = jnp.zeros((*numbers.shape[:-1], count), jnp.int32)
+    return jax.lax.fori_loop(0, count, with_next, (left, found))[1]
 
 
 def _counted(load: Int[Array, "moe X"] | None, aux: dict[str, list[Array]]) -> Int[Array, "moe X"] | None:

@@ -10,7 +10,7 @@ import pytest
 from models import FAMILIES, tensors, write
 
 from mla_jax.base.options import MAX_ENDS
-from mla_jax.decode.loop import STEPS, Chosen, Programs
+from mla_jax.decode.loop import STEPS, Chosen, Programs, largest
 from mla_jax.decode.rows import ADMITTED, Rows, blank, taken
 from mla_jax.decode.sampling import OUTPUT, PROMPT
 from mla_jax.weights.load import load
@@ -229,3 +229,10 @@ def test_a_row_that_is_admitted_again_knows_nothing_of_the_one_before(programs):
     assert not np.asarray(is_open.count).any()
     assert np.asarray(is_open.done).all()  # nothing may be generated
     assert fresh.told()["count"].tolist() == [0] * ROWS
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 40), (1, 1, 1000)])
+def test_the_largest_are_those_of_top_k(shape):
+    numbers = np.random.default_rng(0).integers(-20, 20, shape).astype(np.float32)  # with ties
+    numbers[..., 5:-5:2] = -np.inf
+    np.testing.assert_array_equal(largest(jnp.asarray(numbers), 20), jax.lax.top_k(numbers, 20)[1])
