@@ -1,8 +1,14 @@
-"""Choosing a token: penalties and filters as logits -> logits, and a draw that depends on seed and position alone.
+"""Choosing a token: penalties, filters (top-k, then top-p, then min-p), and a draw that depends on seed and position alone.
 
-Every filter leaves at least the likeliest token. All of it runs inside jit, one setting a row."""
+Every filter keeps at least the likeliest token, and with a token all that are as likely. It runs inside jit, one setting a row.
+Logits are "warm" once the largest is subtracted and they are divided by the temperature.
+
+Nothing is sorted: a GPU takes long to sort a vocabulary. What the filters keep is all tokens from some logit upwards. So a token
+is drawn from the whole vocabulary, and as long as it is not kept, another one from the tokens likelier than it. A draw takes the
+largest sum of logit and noise, and the noise stays: the first token that is kept has the largest sum of all that are kept."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +43,16 @@ class Sampling:
         penalised = (self.presence_penalty != 0) | (self.frequency_penalty != 0) | (self.repetition_penalty != 1)
         return penalised | (self.bias_ids >= 0).any(1)
 
+    @property
+    def cold(self) -> Bool[Array, " B"]:
+        """The rows that take the likeliest token."""
+        return jnp.asarray(self.temperature) < 1e-5  # smaller ones are greedy in effect
+
+    @property
+    def renormalises(self) -> Bool[Array, " B"]:
+        """The rows whose top-p is a share of what top-k leaves, not of the whole vocabulary."""
+        return ~self.cold & (self.top_k > 0) & (self.top_p < 1)
+
 
 Logits = Float[Array, "B W"]
 
@@ -53,29 +69,70 @@ def penalise(logits: Logits, seen: UInt16[Array, "B W"], sampling: Sampling) -> 
     return logits.at[rows, ids].add(sampling.bias, mode="drop")
 
 
-def keep_likely(logits: Logits, sampling: Sampling) -> Logits:
-    """top-k, then top-p, then min-p on logits already divided by the temperature; what falls out becomes -inf.
+def is_kept(warm: Logits, border: Float[Array, " B"], token: Int[Array, " B"], sampling: Sampling) -> Bool[Array, " B"]:
+    """Whether top-k, and then top-p, keep this token of each row. `border` is from `after_top_k`.
 
-    Tokens as likely as the last one kept are kept too."""
-    ordered = jnp.sort(logits, axis=-1, descending=True)
-    words = logits.shape[-1]
-    k = jnp.where(sampling.top_k == 0, words, jnp.clip(sampling.top_k, 1, words))
-    ordered = jnp.where(jnp.arange(words) < k[:, None], ordered, -jnp.inf)
-    likely = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(likely, axis=-1) - likely  # what the likelier ones add up to
-    top_p = jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)[:, None]  # a rounded sum may pass 1 before its last terms
-    kept = (before < top_p) & (likely >= sampling.min_p[:, None] * likely[:, :1]) & jnp.isfinite(ordered)
-    last = jnp.maximum(kept.sum(-1, keepdims=True) - 1, 0)
-    return jnp.where(logits >= jnp.take_along_axis(ordered, last, axis=-1), logits, -jnp.inf)
+    They do if the likelier tokens are fewer than k, and add up to less than p times what the k likeliest add up to. Both sums are
+    rounded: where they differ by less than 2e-6 of them, the token may be kept or not."""
+    likelier = warm > logit_of(token, warm)
+    weight, least = jnp.exp(warm), jnp.exp(border)
+    more = jnp.maximum(weight - least[:, None], 0.0)  # the k likeliest have this and `least`, any others that are equal have 0
+    count, before = likelier.sum(-1, dtype=jnp.int32), jnp.where(likelier, weight, 0.0).sum(-1)
+    total = more.sum(-1) + sampling.top_k * least
+    in_top_k = (count < sampling.top_k) | (sampling.top_k == 0)
+    in_top_p = (before < sampling.top_p * total) | (sampling.top_p >= 1)
+    return (in_top_k & in_top_p) | (count == 0)
 
 
-def draw(logits: Logits, position: Int[Array, " B"], sampling: Sampling) -> Int[Array, " B"]:
-    """One token a row by the Gumbel trick, from a key made of the row's seed and the token's position."""
+def after_top_k(warm: Logits, sampling: Sampling) -> Float[Array, " B"]:
+    """A number than which at most k logits are larger, and at least k not smaller; -inf for rows whose top-p does not need it.
+
+    It is found by its bits, four at a time, and by counting what is larger; the loop ends once that is k for every row."""
+    bits = jax.lax.bitcast_convert_type(warm, jnp.uint32)  # none is above 0, and below 0 a smaller number has larger bits
+    k, digits = sampling.top_k, np.arange(1, 16, dtype=np.uint32)
+    needed = sampling.renormalises & (k < warm.shape[1])
+
+    def with_next_digit(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        shift, found, most = carry
+        tried = found + (digits[:, None] << shift.astype(jnp.uint32))
+        larger = [(bits < number[:, None]).astype(jnp.int32) for number in tried]
+        # reduced together: two kernels on a GPU, where fifteen sums are sixteen
+        counts = jnp.stack(jax.lax.reduce(larger, [np.int32(0)] * 15, functools.partial(jax.tree.map, jnp.add), (1,)))
+        fits = counts <= k
+        found += fits.sum(0, dtype=jnp.uint32) << shift.astype(jnp.uint32)
+        return shift - 4, found, jnp.maximum(most, jnp.where(fits, counts, 0).max(0))
+
+    def unfinished(carry: tuple[Array, Array, Array]) -> Array:
+        return (carry[0] >= 0) & (needed & (carry[2] < k)).any()
+
+    start = jnp.int32(28), jnp.zeros(k.shape, jnp.uint32), jnp.zeros(k.shape, jnp.int32)
+    _, found, _ = jax.lax.while_loop(unfinished, with_next_digit, start)
+    return jnp.where(needed, jax.lax.bitcast_convert_type(found, jnp.float32), -jnp.inf)
+
+
+def logit_of(token: Int[Array, " B"], logits: Logits) -> Float[Array, "B 1"]:
+    return jnp.take_along_axis(logits, token[:, None], axis=1)
+
+
+def draw(
+    warm: Logits, border: Float[Array, " B"], likeliest: Int[Array, " B"], position: Int[Array, " B"], sampling: Sampling
+) -> Int[Array, " B"]:
+    """One token a row by the Gumbel trick, from a key made of the row's seed and the token's position; if cold, the likeliest."""
 
     def noise(seed: Array, at: Array) -> Array:
-        return jax.random.gumbel(jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), at), logits.shape[-1:])
+        return jax.random.gumbel(jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), at), warm.shape[1:])
 
-    return jnp.argmax(logits + jax.vmap(noise)(jnp.asarray(sampling.seed), position), axis=-1)
+    def draw_again(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        token, done = carry
+        likelier = warm > logit_of(token, warm)
+        token = jnp.where(done, token, jnp.argmax(jnp.where(likelier, noisy, -jnp.inf), axis=-1))
+        return token, done | is_kept(warm, border, token, sampling)
+
+    noisy = warm + jax.vmap(noise)(jnp.asarray(sampling.seed), position)
+    noisy = jnp.where(jnp.exp(warm) < sampling.min_p[:, None], -jnp.inf, noisy)
+    token = jnp.where(sampling.cold, likeliest, jnp.argmax(noisy, axis=-1))
+    first = token, is_kept(warm, border, token, sampling)
+    return jax.lax.while_loop(lambda carry: ~carry[1].all(), draw_again, first)[0]
 
 
 def choose(
@@ -84,28 +141,32 @@ def choose(
     """The token of each row, and whether its logits were fit to choose from (no NaN, no +inf, not all -inf).
 
     `seen[rows]` are the batch's. Costly parts run only when some row of the batch asks for them."""
-    fit = ~(jnp.isnan(logits) | jnp.isposinf(logits)).any(-1) & jnp.isfinite(logits).any(-1)
-    logits = jnp.where(fit[:, None], logits, 0.0)
-    penalised = sampling.penalises
-    cold = sampling.temperature < 1e-5  # smaller ones are greedy in effect
-    filtered = ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)) & ~cold
 
-    def plain() -> Array:
-        return jnp.argmax(logits, axis=-1)
+    def warmed(logits: Logits, likeliest: Array) -> Logits:
+        below = logits - logit_of(likeliest, logits)  # so that a small temperature cannot overflow to +inf
+        return below / jnp.where(sampling.cold, 1.0, sampling.temperature)[:, None]
 
-    def with_penalties(logits: Array) -> Array:
-        return penalise(logits, seen.at[rows].get(mode="clip"), sampling)
+    def greedy() -> tuple[Array, Array]:
+        likeliest = jnp.argmax(logits, axis=-1)  # a NaN counts as the largest
+        return likeliest, jnp.isfinite(logit_of(likeliest, logits))[:, 0]
 
-    def as_asked() -> Array:
-        likely = jax.lax.cond(penalised.any(), with_penalties, lambda logits: logits, logits)
-        greedy = jnp.argmax(likely, axis=-1)
-        return jax.lax.cond(cold.all(), lambda: greedy, lambda: sampled(likely, greedy))
+    def sampled() -> tuple[Array, Array]:
+        likeliest, fit = greedy()
+        return draw(warmed(logits, likeliest), jnp.full(rows.shape, -jnp.inf), likeliest, position, sampling), fit
 
-    def sampled(likely: Logits, greedy: Array) -> Array:
-        below_top = likely - likely.max(axis=-1, keepdims=True)  # so that a small temperature cannot overflow to +inf
-        warm = below_top / jnp.where(cold, 1.0, sampling.temperature)[:, None]
-        warm = jax.lax.cond(filtered.any(), keep_likely, lambda logits, _: logits, warm, sampling)
-        return jnp.where(cold, greedy, draw(warm, position, sampling))
+    def as_asked() -> tuple[Array, Array]:
+        fit = (logits < jnp.inf).all(axis=-1) & (logits > -jnp.inf).any(axis=-1)  # max passes over NaN on a CPU
+        likely = penalise(logits, seen.at[rows].get(mode="clip"), sampling)
+        likeliest = jnp.argmax(likely, axis=-1)
 
-    # one choice where nothing is asked for: a GPU's program waits for the host at each
-    return jax.lax.cond(cold.all() & ~penalised.any(), plain, as_asked).astype(jnp.int32), fit
+        def drawn() -> Array:
+            warm = warmed(likely, likeliest)
+            return draw(warm, after_top_k(warm, sampling), likeliest, position, sampling)
+
+        return jax.lax.cond(all_cold, lambda: likeliest, drawn), fit
+
+    all_cold = sampling.cold.all()
+    asked = jnp.where((sampling.penalises | sampling.renormalises).any(), 2, ~all_cold)
+    # what is usual is one choice away: each costs a GPU some launches
+    token, fit = jax.lax.switch(asked, [greedy, sampled, as_asked])
+    return token.astype(jnp.int32), fit

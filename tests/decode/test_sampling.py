@@ -1,4 +1,4 @@
-"""Filters and penalties against plain numpy in float64; draws against the softmax; what a draw may depend on."""
+"""Filters, penalties and tokens against plain numpy in float64; draws against the softmax; what a draw may depend on."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ from mla_jax.decode import sampling
 from mla_jax.decode.sampling import OUTPUT, PROMPT, Sampling
 
 WORDS = 11
-keep_likely, penalise, choose = jax.jit(sampling.keep_likely), jax.jit(sampling.penalise), jax.jit(sampling.choose)
+SLACK = 2e-6  # of what rounding may decide, as a share
+penalise, choose = jax.jit(sampling.penalise), jax.jit(sampling.choose)
 
 
 def settings_of(rows: list[dict]) -> Sampling:
@@ -56,26 +57,125 @@ filter_rows = st.lists(
 )
 
 
-def reference_kept(logits: np.ndarray, row: dict, slack: float) -> set[int]:
-    """The tokens that top-k, then top-p, then min-p leave; `slack` moves the borders to allow for rounding."""
-    order = np.argsort(-logits.astype(np.float64), kind="stable")
-    order = order[: row["top_k"] or len(order)]
-    p = np.exp(logits[order].astype(np.float64) - logits.max())
+def among(logits: np.ndarray, row: dict, slack: float) -> np.ndarray:
+    """The tokens that top-k, then top-p, then min-p keep; `slack` moves the borders by a share of them, as rounding may."""
+    ordered = np.sort(logits.astype(np.float64))[::-1]
+    ordered = ordered[: row["top_k"] or len(ordered)]
+    p = np.exp(ordered - ordered[0])
     p /= p.sum()
     before = np.concatenate([[0.0], np.cumsum(p)[:-1]])
-    in_nucleus = before < row["top_p"] + slack if row["top_p"] < 1 else np.ones(len(p), bool)
-    likely = p >= row["min_p"] * p[0] * (1 - slack) - (slack if row["min_p"] < 1 else 0)
-    return {int(order[0])} | {int(i) for i, kept in zip(order, in_nucleus & likely, strict=True) if kept}
+    in_nucleus = before < row["top_p"] * (1 + slack) if row["top_p"] < 1 else np.ones(len(p), bool)
+    kept = in_nucleus & (p >= row["min_p"] * p[0] * (1 - slack)) & np.isfinite(ordered)
+    return logits >= ordered[max(kept.sum() - 1, 0)]
+
+
+def reference_kept(logits: np.ndarray, row: dict, slack: float) -> set[int]:
+    return set(np.flatnonzero(among(logits, row, slack)).tolist())
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """Which tokens of a row are kept, of those asked about: noise prefers the token that `position` says: kept, it is drawn."""
+
+    def preferring(token: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return jnp.where(jnp.arange(shape[0]) == token, 1e6, 0.0)
+
+    @jax.jit
+    def drawn(logits, tokens, row):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax.random, "fold_in", lambda _, position: position)
+            patch.setattr(jax.random, "gumbel", preferring)
+            logits, rows = jnp.broadcast_to(logits, (len(tokens), len(logits))), jnp.arange(len(tokens))
+            return sampling.choose(logits, jnp.zeros(logits.shape, jnp.uint16), rows, tokens, row)[0]
+
+    def kept_of(logits: np.ndarray, row: dict, tokens: np.ndarray) -> set[int]:
+        tokens = np.asarray(tokens, np.int32)
+        found = np.asarray(drawn(jnp.asarray(logits, jnp.float32), tokens, settings_of([row] * len(tokens))))
+        return set(tokens[found == tokens].tolist())
+
+    return kept_of
 
 
 @settings(max_examples=150)
 @given(logits_rows, filter_rows)
-def test_the_filters_keep_what_a_plain_reference_keeps(logits, rows):
-    kept = np.asarray(keep_likely(logits, settings_of(rows)))
-    for values, result, row in zip(logits, kept, rows, strict=True):
-        found = {int(i) for i in np.flatnonzero(np.isfinite(result))}
-        assert reference_kept(values, row, -1e-5) <= found <= reference_kept(values, row, 1e-5)
-        assert np.array_equal(result[sorted(found)], values[sorted(found)]), "what stays is unchanged"
+def test_the_filters_keep_what_a_plain_reference_keeps(kept, logits, rows):
+    for values, row in zip(logits, rows, strict=True):
+        found = kept(values, row, np.arange(WORDS))
+        assert reference_kept(values, row, -SLACK) <= found <= reference_kept(values, row, SLACK)
+
+
+def spread(kind: str, words: int, rng: np.random.Generator) -> np.ndarray:
+    """Logits of a kind, in float32."""
+    normal = rng.standard_normal(words)
+    kinds = {
+        "flat": normal / 100,
+        "peaked": 8 * normal,
+        "tied": np.round(2 * normal),
+        "long tail": rng.permutation(-1.5 * np.log1p(np.arange(words))),
+        "some impossible": np.where(normal > 0.5, -np.inf, 3 * normal),
+        "equal": np.zeros(words),
+    }
+    return kinds[kind].astype(np.float32)
+
+
+KINDS = ["flat", "peaked", "tied", "long tail", "some impossible", "equal"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [(kind, words) for kind in KINDS for words in (7, 1000)] + [("flat", 102_400), ("long tail", 102_400)]
+)
+def test_the_border_of_top_p_is_where_exact_sums_have_it(kept, kind, words):
+    """Tokens next to the border, for p just below and just above what the tokens before one of them add up to."""
+    rng = np.random.default_rng(words)
+    for top_k in (0, int(rng.integers(2, words)), 3 * words):
+        logits = spread(kind, words, rng)
+        order = np.argsort(-logits, kind="stable")
+        weights = np.exp(logits[order].astype(np.float64) - logits.max())[: top_k or words]
+        weights /= weights.sum()
+        rank = int(rng.integers(1, (weights > 4 * SLACK).sum()))
+        near = order[np.clip(rank + np.arange(-6, 6), 0, words - 1)]
+        for factor in (1 - 2 * SLACK, 1 + 2 * SLACK):
+            row = {"top_k": top_k, "top_p": np.float32(weights[:rank].sum() * factor), "min_p": 0.0}
+            low, high = (reference_kept(logits, row, slack) & set(near.tolist()) for slack in (-SLACK, SLACK))
+            assert low == high, "none is so near that rounding may decide"
+            assert kept(logits, row, near) == low
+
+
+@pytest.mark.parametrize("words", [7, 1000, 102_400])
+def test_the_tokens_are_those_that_sorting_would_choose(words):
+    """For rows with all kinds of settings together: the largest sum of logit and noise among what the reference keeps."""
+    rng, count = np.random.default_rng(words), 30
+    for position in range(1 if words > 1000 else 20):
+        logits = np.stack([spread(KINDS[i % len(KINDS)], words, rng) for i in range(count)])
+        rows = [
+            {
+                "temperature": rng.choice([0.0, 0.01, 0.6, 1.0, 3.0]),
+                "top_k": rng.choice([0, 0, 1, 3, 50, words - 1, 2**31 - 1]),
+                "top_p": np.float32(rng.choice([1.0, 0.95, 0.5, 1e-9, 0.0, rng.random()])),
+                "min_p": np.float32(rng.choice([0.0, 0.0, 0.1, 1.0, rng.random() ** 3])),
+                "seed": tuple(rng.integers(0, 2**32, 2)),
+            }
+            for _ in range(count)
+        ]
+        tokens, _ = chosen(logits, rows, position)
+        for values, row, token in zip(logits, rows, tokens, strict=True):
+            warm = (values - values.max()) / np.float32(row["temperature"] or 1.0)
+            key = jax.random.wrap_key_data(jnp.asarray(row["seed"], jnp.uint32), impl="threefry2x32")
+            noise = np.asarray(jax.random.gumbel(jax.random.fold_in(key, position), (words,)))
+            sums = [np.where(among(warm, row, slack), warm + noise, -np.inf) for slack in (-SLACK, SLACK)]
+            assert token in ({int(each.argmax()) for each in sums} if row["temperature"] else {values.argmax()})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("words", [2, 7, 1000, 5000])
+def test_the_border_of_top_k_has_k_tokens_before_it(kind, words):
+    rng = np.random.default_rng(words)
+    warm = np.stack([-np.abs(spread(kind, words, rng)) for _ in range(20)])
+    warm[:, rng.integers(words)] = 0
+    k = np.minimum(rng.integers(1, words, 20), 1 + np.arange(20) ** 3)
+    border = np.asarray(jax.jit(sampling.after_top_k)(warm, settings_of([{"top_k": each, "top_p": 0.5} for each in k])))
+    assert ((warm > border[:, None]).sum(1) <= k).all()
+    assert ((warm >= border[:, None]).sum(1) >= k).all()
 
 
 @settings(max_examples=100)
@@ -149,9 +249,11 @@ def test_equal_logits_give_the_first_token_when_cold_and_any_when_warm(temperatu
     assert set(tokens) == ({0} if temperature == 0 else set(range(WORDS)))
 
 
-def test_a_row_that_is_not_fit_is_reported_and_leaves_the_others_as_they_are():
-    logits = np.random.default_rng(1).standard_normal((6, WORDS)).astype(np.float32)
-    rows = [{"seed": (3, i), "top_p": 0.9} for i in range(6)]
+@pytest.mark.parametrize("row", [{"temperature": 0.0}, {"top_p": 0.9}, {"presence_penalty": 1.0}, {"top_k": 5, "top_p": 0.9}])
+@pytest.mark.parametrize("words", [WORDS, 1000])
+def test_a_row_that_is_not_fit_is_reported_and_leaves_the_others_as_they_are(words, row):
+    logits = np.random.default_rng(1).standard_normal((6, words)).astype(np.float32)
+    rows = [{**row, "seed": (3, i)} for i in range(6)]
     alone, _ = chosen(logits, rows)
     logits[1, 4], logits[3, 0], logits[4, :] = np.nan, np.inf, -np.inf
     tokens, fit = chosen(logits, rows)
@@ -214,9 +316,17 @@ def test_both_halves_of_the_seed_and_the_position_change_the_draw():
     assert series[0] != series[1] != series[2] != series[0]
 
 
-def test_a_row_without_filters_keeps_its_whole_tail_beside_a_row_with_them():
-    words = 20_000
-    logits = np.tile(np.linspace(0, -30, words, dtype=np.float32), (2, 1))
-    kept = np.asarray(keep_likely(logits, settings_of([{"top_p": 0.5}, {}])))
-    assert np.isfinite(kept[1]).all()
-    assert 0 < np.isfinite(kept[0]).sum() < words
+def test_a_row_without_filters_keeps_its_whole_tail_beside_a_row_with_them(kept):
+    logits = np.linspace(0, -30, 20_000, dtype=np.float32)
+    tail = np.arange(19_900, 20_000)
+    assert kept(logits, {}, tail) == set(tail.tolist())
+    assert kept(logits, {"top_p": 0.5}, tail) == set()
+
+
+def test_a_penalty_that_overflows_leaves_a_token_to_choose():
+    logits = np.full((1, WORDS), -1.0, np.float32)
+    logits[0, 4] = 3e38
+    row = {"temperature": 1.0, "repetition_penalty": 0.5, "top_p": 0.9, "top_k": 3}
+    seen = jnp.full(logits.shape, PROMPT, jnp.uint16)
+    token, fit = choose(logits, seen, jnp.arange(1), jnp.arange(1), settings_of([row]))
+    assert (token.tolist(), fit.tolist()) == ([4], [True])
