@@ -54,7 +54,18 @@ RAGGED_DOT = {
     "w8": {8: (6, 128), 16: (6, 128), 32: (5, 128), 64: (4, 128)},
     "w8a8": {8: (6, 128), 16: (6, 128), 32: (5, 128), 64: (5, 128), 96: (4, 128, 56, 72, 88)},
 }
+# The same with packed weights, by their bits: loads in flight as above, tokens as many as leave registers. Only Q4_K has been
+# timed (H100, benchmarks/packed.py), with these sizes alone.
+PACKED = {
+    4: {8: (8, 128), 16: (8, 128), 32: (7, 128), 64: (5, 128), 128: (4, 128, 96)},
+    6: {8: (6, 128), 16: (6, 128), 32: (5, 128), 64: (4, 128), 128: (3, 128, 96)},
+    8: {8: (5, 128), 16: (5, 128), 32: (4, 128), 64: (3, 128), 128: (3, 128, 96)},
+}
+PACKED_BITS = {"fp8_block": 8, "int8": 8, "int4_g32": 4, "int4_g128": 4, "Q8_0": 8}
+PACKED_BITS |= {"Q5_0": 6, "Q5_1": 6, "Q4_K": 4, "Q5_K": 6, "Q6_K": 6}
+RAGGED_DOT |= {kind: PACKED[bits] for kind, bits in PACKED_BITS.items()}
 RAGGED_DOT_REGISTERS = 240, 24  # of a worker, of the feeder
+PACKED_REGISTERS = 232, 40  # which has more arrays to copy
 
 # moe_decode: depth of a step; slots of the ring for gate and up, for down: about 200 KiB of loads in flight
 MOE_DECODE = {"depth": 128, "slots": (6, 10)}

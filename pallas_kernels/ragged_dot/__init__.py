@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels import choice, tuning
 from pallas_kernels.choice import Unsupported
 from pallas_kernels.fp8 import Fp8, codes
+from pallas_kernels.packed import Packed
 from pallas_kernels.ragged_dot import xla
 
 __all__ = ["CHECKS", "Unsupported", "ragged_dot", "ragged_swiglu"]
@@ -18,6 +19,8 @@ def check_gpu(x, *weights) -> str | None:
     """Why the Hopper kernel does not support these arrays (shapes and dtypes suffice); None: it does."""
     if reason := choice.too_old():
         return reason
+    if any(isinstance(w, Packed) for w in weights):
+        return _check_packed(x, *weights)
     kinds = {isinstance(w, Fp8) for w in weights}
     if len(kinds) > 1 or (isinstance(x, Fp8) and kinds == {False}):
         return "it takes weights that are all E4M3 or none, and with rows of E4M3 all"
@@ -32,6 +35,18 @@ def check_gpu(x, *weights) -> str | None:
         return f"it takes at least one row, and up to 384 groups, not {rows.shape[0]} and {X}"
     packed = [a.codes for a in (x, *weights) if isinstance(a, Fp8)]
     return choice.not_e4m3(*packed) or choice.not_bfloat16(*(a for a in (x, *weights) if not isinstance(a, Fp8)))
+
+
+def _check_packed(x, *weights) -> str | None:
+    """The same of packed weights."""
+    if isinstance(x, Fp8) or {getattr(w, "format", None) for w in weights} != {weights[0].format}:
+        return "it takes packed weights that are all of one format, and rows in bfloat16"
+    X, (F, D) = weights[0].arrays[0].shape[0], weights[0].shape
+    if F % 8 or x.shape[1] != D:
+        return f"it takes features in multiples of 8 and rows as deep as the weights, not {F}, and {x.shape[1]} and {D}"
+    if not x.shape[0] or not 0 < X <= 384:
+        return f"it takes at least one row, and up to 384 groups, not {x.shape[0]} and {X}"
+    return choice.not_bfloat16(x)
 
 
 CHECKS = {"mosaic_gpu": check_gpu}
@@ -51,7 +66,7 @@ def _run(name, impl, x, weights, group_sizes, out_dtype):
 
 
 def ragged_dot(
-    x: jax.Array | Fp8, w: jax.Array | Fp8, group_sizes: jax.Array, *, out_dtype=None, impl: str | None = None
+    x: jax.Array | Fp8, w: jax.Array | Fp8 | Packed, group_sizes: jax.Array, *, out_dtype=None, impl: str | None = None
 ) -> jax.Array:
     """`[M D]`, `[X F D]`, `[X]` -> `[M F]`, each row times the weights of its group; in `out_dtype`, else x's (E4M3: bfloat16).
 
@@ -61,7 +76,7 @@ def ragged_dot(
 
 
 def ragged_swiglu(
-    x: jax.Array | Fp8, gate: jax.Array | Fp8, up: jax.Array | Fp8, group_sizes: jax.Array,
+    x: jax.Array | Fp8, gate: jax.Array | Fp8 | Packed, up: jax.Array | Fp8 | Packed, group_sizes: jax.Array,
     *, out_dtype=None, impl: str | None = None,
 ) -> jax.Array:  # fmt: skip
     """`silu(x @ gate.T) * (x @ up.T)` of each row with the weights of its group; else as `ragged_dot`."""

@@ -7,12 +7,14 @@ A third copies weights and tokens through a ring of slots, ahead into the next p
 transposed on their way to shared memory, and only the tile's own rows are written. If there are too few pieces for all
 multiprocessors, the depth is split too: the parts are written in float32, and XLA adds them.
 
-There are three kinds of operands:
+There are four kinds of operands:
   bf16   both in bfloat16
   w8     weights in E4M3, tokens in bfloat16. Weights are converted to float16 in registers, which is exact and takes one
          instruction for two. Tokens are converted before, each row times a power of two that brings its maximum below 2**15; this
          loses less than 2**-39 of the row's maximum, far less than a sum in float32.
   w8a8   both in E4M3
+  a format of packed.KINDS: weights of 4 to 8 bits become bfloat16 in registers, times their scales, tokens in bfloat16. Part by
+         part of 64 columns: while the matrix units multiply one, a worker unpacks the next.
 The matrix units add E4M3 with about 14 bits, so their sum over each 128 of the depth, times its scales, is added in float32.
 
 Tried without gain: two blocks of a cluster that share the loads of tokens (6 % slower at 16,384 rows, 16 at 8,192) or of
@@ -28,9 +30,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import tuning
+from pallas_kernels import packed, packed_gpu, tuning
 from pallas_kernels.fp8 import GROUP, Fp8
-from pallas_kernels.hopper import LOG2E, ROW, zeros
+from pallas_kernels.hopper import LOG2E, ROW, over, zeros
+from pallas_kernels.packed import KINDS, Packed
 from pallas_kernels.ragged_dot.plan import ALIGNED, Table, Tile, best_width, locate, tiles_of
 
 ROWS = 64  # rows of weights in a product
@@ -47,9 +50,9 @@ class Operands(NamedTuple):
     """The inputs of the kernel, or their copies in shared memory."""
 
     x: jax.Array  # [M D]
-    weights: tuple[jax.Array, ...]  # one, or gate and up: [X F D]
+    weights: tuple[jax.Array | tuple[jax.Array, ...], ...]  # one, or gate and up: [X F D]; packed: its arrays [X steps tiles ..]
     x_scale: jax.Array | None  # w8: [M + width], per row; w8a8: [D/128 M]
-    scales: tuple[jax.Array, ...]  # of the weights: [X F/128 D/128]
+    scales: tuple[jax.Array, ...]  # of the weights: [X F/128 D/128]; packed by rows: [X F]
 
 
 class Job(NamedTuple):
@@ -62,6 +65,7 @@ class Job(NamedTuple):
     registers: tuple[int, int]  # of a worker, of the feeder
     units: int
     groups: int  # a multiple of GROUPS
+    rows: int  # of x
     weights: int
     features: int
     steps: int  # of the whole depth
@@ -91,6 +95,15 @@ class Job(NamedTuple):
     def part(self) -> int:
         """Steps of a part; the last may have fewer."""
         return -(-self.steps // self.parts)
+
+
+class Same(NamedTuple):
+    """A column of the table for a single group, without memory."""
+
+    number: int
+
+    def __getitem__(self, _):
+        return jnp.int32(self.number)
 
 
 class Piece(NamedTuple):
@@ -167,19 +180,38 @@ def _slot(job: Job, step):
     return lax.rem(step, jnp.int32(job.slots))
 
 
+def _load_plain(job: Job, source: Operands, piece: Piece, k, ring: Operands, slot, full):
+    """Issues the loads of a step's weights."""
+    features = pl.ds(pl.multiple_of(piece.feature, HALF), job.taken)
+    columns = pl.ds(pl.multiple_of(k * job.depth, job.depth), job.depth)
+    for j, w_g in enumerate(source.weights):
+        to = ring.weights[0].at[slot, pl.ds(j * job.taken, job.taken)]
+        plgpu.copy_gmem_to_smem(w_g.at[piece.tile.group, features, columns], to, full)
+
+
+def _load_packed(job: Job, source: Operands, piece: Piece, k, ring: Operands, slot, full):
+    """The same of every array; a step of one may be two steps here."""
+    tiles = job.taken // packed.ROWS
+    of = pl.ds(lax.div(piece.feature, jnp.int32(packed.ROWS)), tiles)
+    for j, arrays in enumerate(source.weights):
+        for array, to, columns in zip(arrays, ring.weights[0], KINDS[job.kind].columns, strict=True):
+            at = lax.div(k, jnp.int32(columns // job.depth))
+            plgpu.copy_gmem_to_smem(array.at[piece.tile.group, at, of], to.at[slot, pl.ds(j * tiles, tiles)], full)
+
+
+LOADS = dict.fromkeys(("bf16", "w8", "w8a8"), _load_plain)
+
+
 def _feed(job: Job, source: Operands, table: Table, ring: Operands, full, free):
     """Issues the loads of every step of every piece, as far ahead as the ring has slots."""
 
     def run(i, step):
         piece = _piece(job, table, i)
-        features = pl.ds(pl.multiple_of(piece.feature, HALF), job.taken)
 
         def load(k, step):
             slot, columns = _slot(job, step), pl.ds(pl.multiple_of(k * job.depth, job.depth), job.depth)
             pl.when(step >= job.slots)(lambda: plgpu.barrier_wait(free.at[slot]))
-            for j, w_g in enumerate(source.weights):
-                to = ring.weights[0].at[slot, pl.ds(j * job.taken, job.taken)]
-                plgpu.copy_gmem_to_smem(w_g.at[piece.tile.group, features, columns], to, full.at[slot])
+            LOADS.get(job.kind, _load_packed)(job, source, piece, k, ring, slot, full.at[slot])
 
             def rows(tokens):
                 of, to = pl.ds(piece.tile.row, tokens), pl.ds(0, tokens)
@@ -209,9 +241,14 @@ class Worker(NamedTuple):
     ring: Operands
     full: object
     free: object
-    mine: jax.Array  # its first row in each half of a block
+    role: jax.Array
     tokens: int  # of the program
     interpret: object
+
+    @property
+    def mine(self):
+        """Its first row in each half of a block."""
+        return pl.multiple_of(self.role * ROWS, ROWS)
 
     def rows(self, half: int):
         """The weights of this warpgroup in one half of a slot."""
@@ -309,7 +346,74 @@ def _converted(at: Worker, piece: Piece, step):
     return [x * _across(tokens) for x in _promoted(at, piece, step)]
 
 
-SUMS = {"bf16": _whole, "w8": _converted, "w8a8": _promoted}
+def _unpacked(at: Worker, piece: Piece, step):
+    """The sums of both halves of packed weights."""
+    sums = [x * (1 / packed.DOWN) for x in (_summed_plainly if at.interpret else _summed)(at, piece, step)]
+    if not KINDS[at.job.kind].by_row:
+        return sums
+    scales = []
+    for half in range(2):
+        first = piece.feature + at.mine + (half * HALF if at.job.weights == 1 else 0)
+        rows = pl.ds(pl.multiple_of(first, ROWS), ROWS)
+        scales.append(plgpu.load(at.source.scales[half % at.job.weights].at[piece.tile.group, rows], layout=ROW, optimized=False))
+    return [x * over(scale, x.shape) for x, scale in zip(sums, scales, strict=True)]
+
+
+def _parts_of(at: Worker, slot):
+    """Half, weights `[64 64]` and tokens of each product of a slot, in order."""
+    for part in range(at.job.depth // packed.PART):
+        for half in range(2):
+            tile = [array.at[slot, 2 * half + at.role] for array in at.ring.weights[0]]
+            columns = pl.ds(part * packed.PART, packed.PART)
+            weights = packed_gpu.unpack(at.job.kind, tile, part, at.interpret)
+            yield half, weights, at.ring.x.at[slot, pl.ds(0, at.tokens), columns]
+
+
+def _summed(at: Worker, piece: Piece, step):
+    """In the accumulators of the matrix units, which multiply a part while the next is unpacked."""
+    job = at.job
+
+    def run(*accs):
+        def add(k, step):
+            slot = _slot(job, step)
+            plgpu.barrier_wait(at.full.at[slot])
+            for number, (half, weights, x) in enumerate(_parts_of(at, slot)):
+                plgpu.wgmma_wait(0)  # whose weights are in registers
+                if number == 0:
+
+                    @pl.when(k > piece.start)
+                    def _():
+                        plgpu.barrier_arrive(at.free.at[_slot(job, step - 1)])
+
+                plgpu.wgmma(accs[half], weights, x.transpose((1, 0)))
+            return step + 1
+
+        lax.fori_loop(piece.start, piece.stop, add, step)
+        return [acc[...] for acc in accs]
+
+    sums = pl.run_scoped(run, *[plgpu.ACC((ROWS, at.tokens), jnp.float32)] * 2)
+    plgpu.barrier_arrive(at.free.at[_slot(job, step + piece.stop - piece.start - 1)])
+    return sums
+
+
+def _summed_plainly(at: Worker, piece: Piece, step):
+    """The same for the interpreter, which does not support a left operand in registers."""
+
+    def add(k, carry):
+        step, sums = carry
+        slot = _slot(at.job, step)
+        plgpu.barrier_wait(at.full.at[slot])
+        for half, weights, x in _parts_of(at, slot):
+            sums[half] += jnp.dot(weights, x[...].T, preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # as in `_promoted`
+        plgpu.barrier_arrive(at.free.at[slot])
+        return step + 1, sums
+
+    zero = [zeros((ROWS, at.tokens), plgpu.Layout.WGMMA)] * 2
+    return lax.fori_loop(piece.start, piece.stop, add, (step, zero))[1]
+
+
+SUMS = {"bf16": _whole, "w8": _converted, "w8a8": _promoted} | dict.fromkeys(KINDS, _unpacked)
 
 
 def _store(sums, tile: Tile, feature, out_g, staged):
@@ -370,20 +474,23 @@ def _work(at: Worker, table: Table, out_g, staged):
 
 
 def _kernel(source: Operands, sizes_g, out_g, ring: Operands, out_s, table, full, free, planned, *, job: Job, interpret):
-    table = Table(*(table.at[k] for k in range(3)))
     role = lax.axis_index("role")
+    if sizes_g is None:
+        table = Table(Same(0), Same(job.rows), Same(-(-job.rows // job.width)))
+    else:
+        table = Table(*(table.at[k] for k in range(3)))
 
-    @pl.when(role == 0)
-    def _():
-        _plan(job, sizes_g, table)
-        plgpu.barrier_arrive(planned)
+        @pl.when(role == 0)
+        def _():
+            _plan(job, sizes_g, table)
+            plgpu.barrier_arrive(planned)
 
-    plgpu.barrier_wait(planned)
+        plgpu.barrier_wait(planned)
 
     @pl.when(role < WORKERS)
     def _():
         plgpu.set_max_registers(job.registers[0], action="increase")
-        at = Worker(job, source, ring, full, free, pl.multiple_of(role * ROWS, ROWS), job.width, interpret)
+        at = Worker(job, source, ring, full, free, role, job.width, interpret)
         _work(at, table, out_g, out_s.at[role])
 
     @pl.when(role == FEEDER)
@@ -399,17 +506,21 @@ def _tiled(*shape, dtype):
 
 
 def _ring(job: Job, source: Operands) -> Operands:
-    w8a8 = job.kind == "w8a8"
+    w8a8, (first, *_) = job.kind == "w8a8", source.weights
+    if isinstance(first, tuple):
+        weights = tuple(plgpu.SMEM((job.slots, 2 * HALF // packed.ROWS, *a.shape[3:]), a.dtype) for a in first)
+    else:
+        weights = _tiled(job.slots, 2 * HALF, job.depth, dtype=first.dtype)
     return Operands(
         _tiled(job.slots, job.width, job.depth, dtype=source.x.dtype),
-        (_tiled(job.slots, 2 * HALF, job.depth, dtype=source.weights[0].dtype),),
+        (weights,),
         plgpu.SMEM((job.slots, max(job.width, 32)), jnp.float32) if w8a8 else None,  # copies start at multiples of 128 bytes
         (),
     )
 
 
-def _launch(job: Job, source: Operands, sizes: jax.Array, out_type, interpret):
-    loads = 1 + job.weights + (job.kind == "w8a8")
+def _launch(job: Job, source: Operands, sizes: jax.Array | None, out_type, interpret):
+    loads = 1 + len(jax.tree.leaves(source.weights)) + (job.kind == "w8a8")
     return plgpu.kernel(
         functools.partial(_kernel, job=job, interpret=interpret),
         out_type=out_type,
@@ -446,6 +557,9 @@ def _operands(kind, x, weights, width) -> Operands:
 
     if kind == "bf16":
         return Operands(padded(x), tuple(weights), None, ())
+    if kind in KINDS:
+        count = len(KINDS[kind].columns)
+        return Operands(padded(x), tuple(w.arrays[:count] for w in weights), None, sum((w.arrays[count:] for w in weights), ()))
     codes, scales = zip(*weights, strict=True)
     if kind == "w8a8":
         return Operands(padded(x.codes), codes, padded(x.scale).T, scales)
@@ -454,6 +568,8 @@ def _operands(kind, x, weights, width) -> Operands:
 
 
 def _kind(x, weights):
+    if isinstance(weights[0], Packed):
+        return weights[0].format
     return "bf16" if not isinstance(weights[0], Fp8) else "w8a8" if isinstance(x, Fp8) else "w8"
 
 
@@ -467,15 +583,17 @@ def _parts(pieces, steps, units):
 def grouped(x, weights, group_sizes, *, out_dtype, units, width=None, parts=None, interpret=None):
     """The rows of x times the weights of their groups; with two weights the SwiGLU of both products.
 
-    `width` of a tile and `parts` of the depth are chosen where they are not given; more parts than one, and other than
-    bfloat16 to come, only with one group."""
+    `group_sizes` may be None for a single group of all rows. `width` of a tile and `parts` of the depth are chosen where they
+    are not given; more parts than one, and other than bfloat16 to come, only with one group."""
     kind = _kind(x, weights)
-    (M, D), (X, F) = jax.tree.leaves(x)[0].shape, jax.tree.leaves(weights)[0].shape[:2]
-    table, registers = tuning.RAGGED_DOT[kind], tuning.RAGGED_DOT_REGISTERS
+    (M, D), (X, F, *_) = jax.tree.leaves(x)[0].shape, jax.tree.leaves(weights)[0].shape
+    F = weights[0].shape[0] if kind in KINDS else F
+    table, registers = tuning.RAGGED_DOT[kind], tuning.PACKED_REGISTERS if kind in KINDS else tuning.RAGGED_DOT_REGISTERS
     width = width or best_width(M, X, table)
     slots, depth, *fewer = table[width]
     depth, groups, count = min(depth, D), -(-X // GROUPS) * GROUPS, len(weights)
-    job = Job(kind, (*fewer, width), depth, slots, registers, units, groups, count, F, -(-D // depth), 1, True)
+    groups = 1 if group_sizes is None else groups
+    job = Job(kind, (*fewer, width), depth, slots, registers, units, groups, M, count, F, -(-D // depth), 1, True)
     if parts is None:
         parts = _parts(-(-M // width) * job.blocks, job.steps, units) if X == 1 else 1
     parts = -(-job.steps // -(-job.steps // parts))  # no part is empty
@@ -483,7 +601,7 @@ def grouped(x, weights, group_sizes, *, out_dtype, units, width=None, parts=None
         assert X == 1
         job = job._replace(parts=parts, staged=False, programs=(width,))
     source = _operands(kind, x, weights, width)
-    sizes = jnp.pad(group_sizes.astype(jnp.int32), (0, groups - X))
+    sizes = None if group_sizes is None else jnp.pad(group_sizes.astype(jnp.int32), (0, groups - X))
     if job.staged:
         return _launch(job, source, sizes, jax.ShapeDtypeStruct((M, F), out_dtype), interpret)
     shape = parts, count, job.blocks * job.taken, -(-M // width) * width

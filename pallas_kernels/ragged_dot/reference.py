@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import packed
 from pallas_kernels.fp8 import GROUP, Fp8, dequantize
 
 
 def ragged_dot(x, w, group_sizes):
     """Group by group, each over all rows; rows of no group are zeros."""
     x = dequantize(x) if isinstance(x, Fp8) else x.astype(jnp.float32)
+    w = packed.dequantize(w) if isinstance(w, packed.Packed) else w
     group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right")
 
     def add(out, item):

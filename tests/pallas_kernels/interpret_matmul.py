@@ -3,10 +3,11 @@
 import json
 import sys
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import fp8, moe_decode, quantized_matmul, ragged_dot, testing
+from pallas_kernels import fp8, moe_decode, packed, quantized_matmul, ragged_dot, testing
 from pallas_kernels.moe_decode import gpu as moe_gpu
 from pallas_kernels.moe_decode import reference as moe_reference
 from pallas_kernels.quantized_matmul import gpu as quantized_gpu
@@ -54,6 +55,23 @@ def few(case):
     show(case.name, got, moe_reference.moe_decode(**inputs), moe_decode.moe_decode(**inputs, impl="xla"))
 
 
+def reordered(format, rows, depth, features):
+    x = jax.random.normal(jax.random.key(0), (rows, depth), jnp.bfloat16)
+    w = packed.reorder(format, packed.random_parts(format, (features, depth)))
+    got = quantized_gpu.quantized_matmul(x, w, **COMMON)
+    fallback = quantized_matmul.quantized_matmul(x, w, impl="xla")
+    show(f"{format}, {rows} rows", got, quantized_reference.quantized_matmul(x, w), fallback)
+
+
+def reordered_groups(format, sizes, depth, features):
+    sizes = jnp.array(sizes)
+    x = jax.random.normal(jax.random.key(0), (int(sizes.sum()), depth), jnp.bfloat16)
+    weights = [packed.reorder(format, packed.random_parts(format, (len(sizes), features, depth), seed)) for seed in range(2)]
+    got = ragged_gpu.grouped(x, weights, sizes, **COMMON)
+    wanted = ragged_reference.ragged_swiglu(x, *weights, sizes)
+    show(f"{format}, groups", got, wanted, ragged_dot.ragged_swiglu(x, *weights, sizes, impl="xla"))
+
+
 if sys.argv[1] == "moe_decode":
     for case in testing.MOE_DECODE:
         few(case)
@@ -62,6 +80,13 @@ elif sys.argv[1] == "ragged_dot":
         for op, held in testing.RAGGED_DOT_KINDS:
             if held == "bf16" or case.depth % fp8.GROUP == 0:
                 grouped(case, op, held)
+elif sys.argv[1] == "packed":
+    for format in packed.KINDS:
+        reordered(format, 5, 256, 136)
+    reordered("int4_g32", 1, 384, 264)  # an odd number of steps
+    reordered("Q4_K", 130, 256, 72)  # two tiles
+    reordered_groups("Q4_K", (3, 0, 9, 1), 512, 136)
+    reordered_groups("int8", (3, 0, 9, 1), 128, 136)
 else:
     for case in testing.QUANTIZED_MATMUL:
         for held in ("w8", "w8a8"):
