@@ -5,7 +5,7 @@ Knows arrays only: mla_jax/weights reads files, and mla_jax/weights/quantize.py 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,17 +17,19 @@ from jaxtyping import Array, Float, Int
 
 from mla_jax.base import gguf_blocks
 from mla_jax.base.errors import BadFile, Unsupported, printable
+from pallas_kernels import packed
 
 Shape = tuple[int, ...]
 Specs = tuple[jax.ShapeDtypeStruct, ...]
+REORDERED = " reordered"  # ends the name of a format whose parts are in the order of a GPU's kernel
 
 
 @dataclass(frozen=True)
 class QTensor:
     """A tensor of `shape` in a `format` of FORMATS; `parts` are arrays, or ShapeDtypeStructs and other leaves of a pytree.
 
-    A stack of matrices is one QTensor. Under vmap or scan the parts lose leading axes and `shape` does not: only its last axis is
-    read, so `dequantize` follows the parts."""
+    A stack of matrices is one QTensor. Under vmap or scan the parts lose leading axes and `shape` does not: only its last two
+    axes are read, so `dequantize` follows the parts."""
 
     format: str
     parts: tuple[Any, ...]
@@ -37,6 +39,11 @@ class QTensor:
     def nbytes(self) -> int:
         """Bytes of the parts; also of an abstract tensor."""
         return sum(_bytes(part) for part in self.parts)
+
+    @property
+    def reordered(self) -> bool:
+        """Whether the parts are in the order of a GPU's kernel, not in that of a file."""
+        return self.format.endswith(REORDERED)
 
     def __getitem__(self, index: Any) -> "QTensor":
         """Itself for `...`, with which a module reads its parameters; else as `one`."""
@@ -51,20 +58,20 @@ jax.tree_util.register_dataclass(QTensor, data_fields=["parts"], meta_fields=["f
 
 
 class Format(NamedTuple):
-    """`block`: the rows and columns that share a scale, 0 for all; `unpack` takes the parts and the length of the last axis.
+    """`block`: the rows and columns that share a scale, 0 for all; `unpack` takes the parts and the tensor's shape.
 
     `parts` gives the shapes and dtypes of the parts, and raises BadFile for a shape that the format cannot hold. `finite` is
     False somewhere if a value is NaN or infinite; it reads scales and codes, without dequantising."""
 
     block: tuple[int, int]
     parts: Callable[[Shape], Specs]
-    unpack: Callable[[tuple[Array, ...], int], Float[Array, "..."]]
+    unpack: Callable[[tuple[Array, ...], Shape], Float[Array, "..."]]
     finite: Callable[[tuple[Array, ...]], Array]
 
 
 def dequantize(q: QTensor, dtype: Any = jnp.float32) -> Float[Array, "..."]:
     """The values of `q`, computed in float32 and rounded once to `dtype`."""
-    return format_of(q.format).unpack(q.parts, q.shape[-1]).astype(dtype)
+    return format_of(q.format).unpack(q.parts, q.shape).astype(dtype)
 
 
 def unsound(format: str, parts: tuple[Array, ...]) -> Int[Array, ""]:
@@ -75,6 +82,29 @@ def unsound(format: str, parts: tuple[Array, ...]) -> Int[Array, ""]:
 def abstract(format: str, shape: Shape) -> QTensor:
     """A QTensor without memory: its parts are ShapeDtypeStructs. Raises BadFile if the format cannot hold that shape."""
     return QTensor(format, format_of(format).parts(shape), shape)
+
+
+def reorder(q: QTensor) -> QTensor:
+    """`q` in the order of a GPU's kernel; of a stack one matrix after the other, for which there is memory."""
+
+    def one(parts: tuple[Array, ...]) -> tuple[Array, ...]:
+        return packed.reorder(q.format, parts).arrays
+
+    matrix = abstract(q.format, q.shape[-2:])
+    stacked = q.parts[0].ndim > len(matrix.parts[0].shape)
+    return QTensor(q.format + REORDERED, jax.lax.map(one, q.parts) if stacked else one(q.parts), q.shape)
+
+
+def restore(q: QTensor) -> QTensor:
+    """`q` as it was before `reorder`, to the bit; itself if it is in the order of a file."""
+    if not q.reordered:
+        return q
+    return QTensor(q.format.removesuffix(REORDERED), packed.restore(as_packed(q)), q.shape)
+
+
+def as_packed(q: QTensor) -> packed.Packed:
+    """A reordered tensor as pallas_kernels takes it."""
+    return packed.Packed(q.format.removesuffix(REORDERED), q.parts, q.shape[-2:])
 
 
 def nbytes(format: str, shape: Shape) -> int:
@@ -120,7 +150,7 @@ def _gguf_parts(name: str, values: int, size: int, shape: Shape) -> Specs:
 def _gguf(name: str) -> Format:
     kind = gguf_blocks.TYPES[name]
 
-    def unpack(parts: tuple[Array, ...], _: int) -> Float[Array, "..."]:
+    def unpack(parts: tuple[Array, ...], _: Shape) -> Float[Array, "..."]:
         values = kind.unpack(parts[0])
         return values.reshape(*values.shape[:-2], -1)
 
@@ -147,7 +177,7 @@ def _fp8_parts(rows: int, columns: int, shape: Shape) -> Specs:
 def _fp8(rows: int, columns: int) -> Format:
     """E4M3 `[.. N K]` times a float32 scale for each block of `rows` by `columns`; the last blocks may be smaller."""
 
-    def unpack(parts: tuple[Array, ...], _: int) -> Float[Array, "..."]:
+    def unpack(parts: tuple[Array, ...], _: Shape) -> Float[Array, "..."]:
         weight, scale = parts
         wide = jnp.repeat(scale, columns, axis=-1)[..., : weight.shape[-1]]
         spread = jnp.repeat(wide, rows, axis=-2)[..., : weight.shape[-2], :]
@@ -185,14 +215,35 @@ def _int4(group: int) -> Format:
 
     The low nibbles are the first half of a group, the high nibbles the second half; the last group is padded with zeros."""
 
-    def unpack(parts: tuple[Array, ...], length: int) -> Float[Array, "..."]:
-        packed, scale = parts
-        codes = jnp.stack([packed & 15, packed >> 4], axis=-2).astype(jnp.float32) - 8
+    def unpack(parts: tuple[Array, ...], shape: Shape) -> Float[Array, "..."]:
+        pairs, scale = parts
+        codes = jnp.stack([pairs & 15, pairs >> 4], axis=-2).astype(jnp.float32) - 8
         values = codes * scale.astype(jnp.float32)[..., None, None]
-        return values.reshape(*scale.shape[:-1], -1)[..., :length]
+        return values.reshape(*scale.shape[:-1], -1)[..., : shape[-1]]
 
     finite = lambda parts: jnp.isfinite(8 * parts[1].astype(jnp.float32))  # noqa: E731
     return Format((1, group), partial(_int4_parts, group), unpack, finite)
+
+
+def _reordered(name: str) -> Format:
+    """The format `name` in the order of pallas_kernels/packed.py."""
+    stored = format_of(name)
+
+    @cache
+    def parts(shape: Shape) -> Specs:
+        if reason := packed.why_not(name, shape):
+            _refuse(name + REORDERED, shape, reason)
+        return jax.eval_shape(partial(packed.reorder, name), stored.parts(shape)).arrays
+
+    def unpack(parts: tuple[Array, ...], shape: Shape) -> Float[Array, "..."]:
+        return packed.dequantize(packed.Packed(name, parts, shape[-2:]))
+
+    def finite(parts: tuple[Array, ...]) -> Array:
+        steps, tiles = parts[0].shape[-4:-2]
+        with_padding = (tiles * packed.ROWS, steps * packed.COLUMNS)
+        return stored.finite(packed.restore(packed.Packed(name, parts, with_padding)))
+
+    return Format(stored.block, parts, unpack, finite)
 
 
 def fp8_format(block: tuple[int, int]) -> str:
@@ -211,9 +262,13 @@ FORMATS: dict[str, Format] = {
 
 @lru_cache(maxsize=64)
 def format_of(name: str) -> Format:
-    """A format by its name; `fp8_block_64x32` has blocks of 64 rows by 32 columns. Raises Unsupported for unknown names."""
+    """A format by its name; `fp8_block_64x32` has blocks of 64 rows by 32 columns, and `Q4_K reordered` is Q4_K in another order.
+
+    Raises Unsupported for unknown names."""
     if name in FORMATS:
         return FORMATS[name]
+    if (stored := name.removesuffix(REORDERED)) in packed.KINDS and stored != name:
+        return _reordered(stored)
     if sizes := re.fullmatch(r"fp8_block_([1-9]\d{0,5})x([1-9]\d{0,5})", name):
         return _fp8(int(sizes[1]), int(sizes[2]))
     raise Unsupported(f"there is no quantised format {printable(name)}", "known: " + ", ".join(FORMATS))

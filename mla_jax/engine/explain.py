@@ -2,6 +2,7 @@
 
 from mla_jax.base import roofline
 from mla_jax.base.limits import gib
+from mla_jax.base.qtensor import REORDERED
 from mla_jax.cache.paged import PAGE
 from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.transformer import Transformer
@@ -15,7 +16,7 @@ def explain(model: Transformer, formats: dict[str, int], planned: Plan, placed: 
     `formats` are the bytes of the weights by number format; `placed` says where the experts are."""
     context, chunk = planned.context, model.dispatch.chunk(model)
     prompt = min(chunk, context)
-    lines = [_model(model, formats), _device(model.dispatch.device)]
+    lines = [_model(model, formats), _device(model.dispatch.device), *_reordered(formats)]
     phases = {"prefill": (prompt, prompt), "a chunk on a long prefix": (min(64, context), context), "decode": (1, context)}
     lines += [_attention(model, phase, new, attended) for phase, (new, attended) in phases.items()]
     lines.append(
@@ -41,6 +42,13 @@ def _model(model: Transformer, formats: dict[str, int]) -> str:
     size = f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads"
     weights = ", ".join(f"{gib(size)} in {name}" for name, size in formats.items())
     return f"{config.model_type}: {size}, {weights}, computed in {model.dtype} on {model.dispatch.device.name}"
+
+
+def _reordered(formats: dict[str, int]) -> list[str]:
+    """How packed weights are multiplied where a kernel takes them."""
+    size = sum(size for name, size in formats.items() if name.endswith(REORDERED))
+    how = "multiplied by a kernel that unpacks them in registers, for which their blocks were reordered"
+    return [f"packed weights: {gib(size)} {how}"] if size else []
 
 
 def _device(device: roofline.Device) -> str:

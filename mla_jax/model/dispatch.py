@@ -138,7 +138,7 @@ class Dispatch:
         stacks = model.stacks(where)
         if not stacks or not ops.kernels_here():
             return "xla"
-        if any(isinstance(w, QTensor) and w.format != "fp8_block" for w in stacks):
+        if any(isinstance(w, QTensor) and not (w.reordered or w.format == "fp8_block") for w in stacks):
             return "xla"  # they would be unpacked first
         gate, down = stacks[:2]
         chosen = (tokens, model.config.num_experts_per_tok or 0)

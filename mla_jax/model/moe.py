@@ -179,13 +179,13 @@ UNPACKED = 1 << 30  # bytes of one stack of packed experts, beyond which they ar
 def pick_backend(platform: str, pairs: int, experts: int, unpacked: int = 0, kernel: bool = False) -> str:
     """The backend for `pairs` (token, expert) pairs; packed experts take `unpacked` bytes a stack once all are unpacked.
 
-    `kernel`: there is one for grouped matmuls. Without, on an H200 with V2-Lite's 64 experts of which 6 are chosen, us a layer
-    for 1, 8, 64, 1024 tokens: gather 58, 254, -, -; dense 274, 287, 327, 1844; ragged 501, 913, 1244, 9477 (XLA has no grouped
-    matmul for GPUs: it multiplies everything and masks)."""
+    `kernel`: there is one for grouped matmuls, which unpacks in registers what "gather" unpacks in memory. Without, on an H200
+    with V2-Lite's 64 experts of which 6 are chosen, us a layer for 1, 8, 64, 1024 tokens: gather 58, 254, -, -; dense 274, 287,
+    327, 1844; ragged 501, 913, 1244, 9477 (XLA has no grouped matmul for GPUs: it multiplies everything and masks)."""
     if platform == "cpu":
         return "loop"
     if kernel:
-        return "gather" if 8 * pairs <= experts else "ragged"
+        return "gather" if 8 * pairs <= experts and not unpacked else "ragged"
     if 5 * pairs <= 4 * experts:
         return "gather"
     return "loop" if unpacked > UNPACKED else "dense" if platform == "gpu" else "ragged"

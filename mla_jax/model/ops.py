@@ -13,8 +13,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mla_jax.base import axes as logical
+from mla_jax.base import qtensor
 from mla_jax.base.config import Config
-from mla_jax.base.qtensor import QTensor, dequantize, format_of
+from mla_jax.base.qtensor import REORDERED, QTensor, dequantize, format_of
 
 Weight = Float[Array, "..."] | QTensor
 
@@ -36,7 +37,7 @@ def parameter(
     """A random weight whose shape follows from the names of its axes.
 
     `exact` ones stay float32 in a bfloat16 model; those that `pack` stay quantised, as QTensors, if a checkpoint has them so.
-    The `role` "expert" marks weights of routed experts."""
+    The `role` "expert" marks weights of routed experts, "rows" those of which rows are read."""
     shape = logical.shape(config, axes)
     if isinstance(rngs, Shapes):
         value = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -63,6 +64,7 @@ def entries(w: Weight, indices: Int[Array, "*B"], dtype: jnp.dtype | None = None
     """Rows of a matrix, or matrices of a stack; an index that is too large takes the last."""
     if not isinstance(w, QTensor):
         return w.at[indices].get(mode="clip")
+    w = qtensor.restore(w) if len(w.shape) == 2 else w
     if len(w.shape) == 2 and (sharing := format_of(w.format).block[0]) > 1:  # rows that share scales
         at = jnp.clip(indices, 0, w.shape[0] - 1)
         codes, scales = w.parts
@@ -82,8 +84,8 @@ def linear(x: Float[Array, "*B I"], w: Weight, out: str | None = None) -> Float[
         y = (x.reshape(-1).astype(jnp.float32) * plain(w, jnp.dtype("float32"))).sum(-1)
         return y.reshape(*x.shape[:-1], -1).astype(out or x.dtype)
 
-    if out is None and isinstance(w, QTensor) and _by_kernel(x, w):
-        return _quantized_matmul(x, w)
+    if isinstance(w, QTensor) and _by_kernel(x, w, out):
+        return _quantized_matmul(x, w, out)
     # one row of packed weights: XLA fuses the unpacking with sums of products, where a GPU's matmul wants it written out first
     # (benchmarks/packed.py; H200, 8,192 x 4,096: FP8 24 us against 83, Q4_K 47 against 82); at 4 rows sums lose, on a CPU always
     one_row = isinstance(w, QTensor) and x.size == x.shape[-1]
@@ -100,21 +102,35 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) ->
 LARGE = 8 << 20  # numbers in a weight
 
 
-def _by_kernel(x: jax.Array, w: QTensor) -> bool:
-    """Whether a kernel for FP8 weights pays: some rows, not many, and a large weight.
+def _by_kernel(x: jax.Array, w: QTensor, out: str | None) -> bool:
+    """Whether a kernel multiplies: always where it takes a reordered weight. FP8 in the order of a file: where it pays, which is
+    for some rows, not many, and a large weight.
 
     On an H200 (2026-11-22), us for 4, 16, 64, 512 rows: 16,384 x 7,168 takes 49, 49, 52, 288, and XLA 91, 96, 98, 210; 1,536 x
     24,576 takes 21, 24, 24, 98 against 46, 47, 50, 83; but 7,168 x 576 takes 14, 13, 18, 31 against 10, 10, 12, 22."""
-    if w.format != "fp8_block" or len(w.shape) != 2 or prod(w.shape) < LARGE:
-        return False
     rows = jax.ShapeDtypeStruct((x.size // x.shape[-1], x.shape[-1]), x.dtype)
-    return 1 < rows.shape[0] <= 64 and implementation("quantized_matmul", rows, operand(w, x.dtype)) != "xla"
+    pays = w.format == "fp8_block" and out is None and 1 < rows.shape[0] <= 64 and prod(w.shape) >= LARGE
+    if len(w.shape) != 2 or not (w.reordered or pays):
+        return False
+    return implementation("quantized_matmul", rows, operand(w, x.dtype)) != "xla"
 
 
-def _quantized_matmul(x: Float[Array, "*B I"], w: QTensor) -> Float[Array, "*B O"]:
+def _quantized_matmul(x: Float[Array, "*B I"], w: QTensor, out: str | None) -> Float[Array, "*B O"]:
     from pallas_kernels import quantized_matmul as kernel
 
-    return kernel.quantized_matmul(x.reshape(-1, x.shape[-1]), operand(w, x.dtype)).reshape(*x.shape[:-1], -1)
+    rows = x.reshape(-1, x.shape[-1])
+    return kernel.quantized_matmul(rows, operand(w, x.dtype), out_dtype=jnp.dtype(out or x.dtype)).reshape(*x.shape[:-1], -1)
+
+
+def takes_reordered(format: str, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
+    """Whether a kernel of this device multiplies packed weights `[F D]` or `[X F D]` by rows in `dtype`, once reordered."""
+    from pallas_kernels.packed import why_not
+
+    if not kernels_here() or why_not(format, shape):
+        return False
+    op = "quantized_matmul" if len(shape) == 2 else "ragged_dot"
+    row = jax.ShapeDtypeStruct((1, shape[-1]), dtype)
+    return implementation(op, row, operand(qtensor.abstract(format + REORDERED, shape), dtype)) != "xla"
 
 
 def swiglu(x: Float[Array, "*B D"], gate: Weight, up: Weight, down: Weight) -> Float[Array, "*B D"]:
@@ -274,9 +290,11 @@ def dequantize_latent(codes: Array, scales: Float[Array, "B S groups"], dtype: j
 
 
 def operand(w: Weight, dtype: jnp.dtype) -> Any:
-    """A weight as kernels take it: FP8 in blocks stays packed, all else becomes numbers."""
+    """A weight as kernels take it: FP8 in blocks and what is reordered stay packed, all else becomes numbers."""
     from pallas_kernels.fp8 import Fp8
 
+    if isinstance(w, QTensor) and w.reordered:
+        return qtensor.as_packed(w)
     return Fp8(*w.parts) if isinstance(w, QTensor) and w.format == "fp8_block" else plain(w, dtype)
 
 
@@ -305,6 +323,9 @@ def ragged_swiglu(
     """SwiGLU's first half for rows sorted by expert, each with its expert's matrices; rows past the last group are anything."""
     from pallas_kernels import ragged_dot as kernel
 
+    if isinstance(gate, QTensor) and isinstance(up, QTensor) and gate.reordered and gate.format != up.format:
+        # the kernel takes two weights of one format
+        return jax.nn.silu(ragged_dot(x, gate, group_sizes, impl=impl)) * ragged_dot(x, up, group_sizes, impl=impl)
     return kernel.ragged_swiglu(x, operand(gate, x.dtype), operand(up, x.dtype), group_sizes, impl=impl)
 
 

@@ -54,7 +54,7 @@ class Transformer(nnx.Module):
         mtp: bool = False,
     ):
         self.config, self.dispatch = config, dispatch
-        self.embed = parameter(config, rngs, "vocab", "model")
+        self.embed = parameter(config, rngs, "vocab", "model", role="rows")
         self.layers = nnx.List([Block(config, rngs, i) for i in range(config.num_hidden_layers)])
         self.norm = norm_weight(config, rngs, "model")
         self.head = None if config.tie_word_embeddings else parameter(config, rngs, "vocab", "model")

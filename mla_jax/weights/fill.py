@@ -142,7 +142,8 @@ def _place(parts: tuple[Array, ...], *, how: Conversion, like: Any) -> tuple[Any
     """A stored tensor as our parameter, which is `like`, and whether all of it is finite."""
     if isinstance(like, QTensor):
         value = QTensor(how.format, tuple(how.part(p, how.config) for p in parts), like.shape)
-        return value, qtensor.unsound(how.format, value.parts) == 0
+        sound = qtensor.unsound(how.format, value.parts) == 0
+        return value if value.format == like.format else qtensor.reorder(value), sound
     stored = parts[0] if how.format in PLAIN else qtensor.dequantize(QTensor(how.format, parts, how.shape))
     value = how.part(stored, how.config).reshape(like.shape).astype(like.dtype)
     return value, jnp.isfinite(value).all()

@@ -1,7 +1,7 @@
 """Opens a checkpoint as a model on the device: names resolved, shapes checked; fill.py then reads tensor by tensor.
 
-What is stored quantised stays so, as QTensors, and is unpacked where it is used; with a dtype asked for, everything is unpacked
-as it is read, on the device."""
+What is stored quantised stays so, as QTensors, and is unpacked where it is used; a GPU's kernels unpack it in registers, and for
+them it is reordered as it is read, on the device. With a dtype asked for, everything is unpacked as it is read, also there."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ from flax import nnx
 from mla_jax.base import qtensor
 from mla_jax.base.devices import Devices
 from mla_jax.base.errors import Unsupported, printable
-from mla_jax.base.qtensor import QTensor
+from mla_jax.base.qtensor import REORDERED, QTensor
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.moe import MoE
-from mla_jax.model.ops import Shapes
+from mla_jax.model.ops import Shapes, takes_reordered
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.experts import HostExperts
 from mla_jax.offload.pack import precision_of, unpacked_shape
@@ -66,6 +66,7 @@ class Checkpoint:
         self.sources = table.resolve(self.slots, self.config, present)
         self.stored = {path: self.format_of(source) for path, source in self.sources.items()}
         self.experts = self._experts()
+        self.reordered = self._reordered()
 
     def _experts(self) -> dict[int, dict[str, str]]:
         """The paths of each layer's routed experts, by "gate", "up" and "down"; MTP's layers follow the model's."""
@@ -76,6 +77,23 @@ class Checkpoint:
                 number = keys[1] + (self.config.num_hidden_layers if keys[0] == "mtp" else 0)
                 found.setdefault(number, {})[keys[-1]] = ".".join(map(str, keys))
         return dict(sorted(found.items()))
+
+    def _reordered(self) -> frozenset[str]:
+        """The paths of packed weights that a kernel of this device takes once they are reordered.
+
+        Of the experts all or none: a step computes those of all layers in one way."""
+        taken = frozenset(path for path in self.slots if self._packs(path) and self._takes_reordered(path))
+        experts = {path for paths in self.experts.values() for path in paths.values()}
+        return taken if experts <= taken else taken - experts
+
+    def _packs(self, path: str) -> bool:
+        """Whether a parameter stays as packed as it is stored."""
+        return self.asked is None and self.slots[path].get_metadata()["packs"] and self.stored[path] not in PLAIN
+
+    def _takes_reordered(self, path: str) -> bool:
+        slot = self.slots[path]
+        by_row = slot.get_metadata()["role"] == "rows"
+        return not by_row and takes_reordered(self.stored[path], slot.shape, self.dtype)
 
     def expert_layers(self, precision: str | None = None) -> tuple[ExpertLayer, ...]:
         """Each layer with routed experts, and how it is packed on the host, in `precision` or as it is stored."""
@@ -104,8 +122,8 @@ class Checkpoint:
 
     def _on_device(self, path: str) -> Any:
         metadata, shape, format = self.slots[path].get_metadata(), self.slots[path].shape, self.stored[path]
-        if self.asked is None and metadata["packs"] and format not in PLAIN:
-            return qtensor.abstract(format, shape)
+        if self._packs(path):
+            return qtensor.abstract(format + REORDERED if path in self.reordered else format, shape)
         return jax.ShapeDtypeStruct(shape, jnp.float32 if metadata["exact"] else self.dtype)
 
     def bytes(self, placement: Placement = ON_DEVICE, host: bool = False) -> int:

@@ -164,7 +164,8 @@ def _expert_activations(model: Transformer, tokens: int) -> int:
 
 
 def _unpacked(model: Transformer, quantized: Sequence[tuple[int, ...]], tokens: int) -> int:
-    """The largest packed matrix as numbers; the backend "dense" unpacks the three stacks of a layer's experts."""
+    """The largest packed matrix as numbers, or as codes that are reordered when it is loaded, which take hardly more; the backend
+    "dense" unpacks the three stacks of a layer's experts."""
     sizes = [prod(shape[-2:]) for shape in quantized]
     if model.dispatch.backend_name(model, tokens) == "dense":
         sizes += [3 * prod(shape) for shape in quantized if len(shape) == 3]

@@ -249,6 +249,11 @@ def test_the_backend_follows_platform_and_number_of_tokens(platform, pairs, expe
     assert moe.pick_backend(platform, pairs, 256) == expected
 
 
+def test_a_kernel_unpacks_experts_of_few_tokens_too():
+    assert moe.pick_backend("gpu", 6, 64, kernel=True) == "gather"
+    assert moe.pick_backend("gpu", 6, 64, unpacked=1 << 20, kernel=True) == "ragged"
+
+
 @pytest.mark.parametrize("refused", [None, "hidden_size", "moe_intermediate_size"])
 def test_experts_have_a_kernel_only_if_it_takes_both_of_their_products(monkeypatch, refused):
     config = Config.preset("tiny")

@@ -23,9 +23,9 @@ def calls(monkeypatch):
     """Shapes of the rows that the kernel is given, on a machine that seems to have one."""
     found = []
 
-    def kernel(x, w):
+    def kernel(x, w, out_dtype):
         found.append(x.shape)
-        return quantized_matmul.xla.quantized_matmul(x, w, out_dtype=x.dtype)
+        return quantized_matmul.xla.quantized_matmul(x, w, out_dtype=out_dtype)
 
     monkeypatch.setattr(ops, "implementation", lambda op, *arrays: "mosaic_gpu")
     monkeypatch.setattr(quantized_matmul, "quantized_matmul", kernel)
