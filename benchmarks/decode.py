@@ -1,6 +1,7 @@
-"""The decode loop of a V2-Lite-shaped model with random bf16 weights and 4k cached tokens, at batch 1, 8 and 64.
+"""The decode loop of a V2-Lite-shaped model with random weights and 4k cached tokens, at batch 1, 8 and 64, greedy and sampled.
 
     python benchmarks/decode.py --out decode.json --profile
+    python benchmarks/decode.py --formats bf16 fp8_block int4_g32 Q4_K
 
 A dispatch is 32 steps, and is sent before the tokens of the one before are read, as in the engine. The floor is the bytes that
 a step must read (the experts touched, as counted; all other weights; the latents) divided by the device's bandwidth. `bar` is the
@@ -30,12 +31,13 @@ from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch
 from mla_jax.cache import paged
 from mla_jax.decode.loop import STEPS, Found, Programs
-from mla_jax.decode.rows import ADMITTED, Rows, blank, taken
+from mla_jax.decode.rows import ADMITTED, Entry, Rows, blank, taken
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.offload.experts import HostExperts
 
 HELD, DISPATCHES = 4096, 8  # tokens in a row's pages once it has run so often
 BARS = {1: 169, 8: 385, 64: 2120}
+SAMPLED = 0.6, 0.95  # temperature and top-p
 SCOPES = ("attention", "experts", "mlp", "unembed", "choose")
 
 
@@ -77,22 +79,24 @@ class Sequences:
         return dataclasses.replace(self, pool=pool, rows=rows)
 
 
-def sequences(programs: Programs, count: int, temperature: float = 0.0) -> Sequences:
+def sequences(programs: Programs, count: int, temperature: float = 0.0, top_p: float = 1.0) -> Sequences:
     """`count` rows with random latents in all but the last slots of HELD; each has a seed of its own."""
     capacity, key = DISPATCHES * STEPS, jax.random.key(1)
     table = np.asarray(paged.in_order(count, HELD))
     pool, rows = programs.new(count, table.size)
     for first in range(0, count, ADMITTED):
-        rows = programs.admit(rows, first + np.arange(ADMITTED, dtype=np.int32), entry(first, HELD - capacity, temperature))
+        some = entry(first, HELD - capacity, temperature, top_p)
+        rows = programs.admit(rows, first + np.arange(ADMITTED, dtype=np.int32), some)
     rows = dataclasses.replace(rows, last=jax.random.normal(key, rows.last.shape, rows.last.dtype))
     return Sequences(programs, random_pool(pool, key), rows, table)
 
 
-def entry(first: int, held: int, temperature: float):
+def entry(first: int, held: int, temperature: float, top_p: float) -> Entry:
     """Requests that hold so many tokens and never end."""
     new = blank(ADMITTED)
     seeds = np.arange(2 * first, 2 * (first + ADMITTED), dtype=np.uint32).reshape(ADMITTED, 2)
-    sampling = dataclasses.replace(new.sampling, temperature=new.sampling.temperature + np.float32(temperature), seed=seeds)
+    warm = np.full(ADMITTED, temperature, np.float32), np.full(ADMITTED, top_p, np.float32)
+    sampling = dataclasses.replace(new.sampling, temperature=warm[0], top_p=warm[1], seed=seeds)
     return dataclasses.replace(new, held=new.held + held, prompt=new.prompt + held, limit=new.limit + HELD, sampling=sampling)
 
 
@@ -120,15 +124,20 @@ def floor_bytes(model: Transformer, found: Sequences) -> tuple[float, float]:
         return model(tokens, batch, pool, collect=True)[2]["load"]
 
     load = loads(weights, found.pool, found.rows, found.at, found.page_table)
-    touched = sum(int((layer > 0).sum()) for layer in load)
-    parameters = {".".join(map(str, p)): v for p, v in nnx.to_flat_state(nnx.state(model))}
-    expert = 2 * 3 * prod(parameters["layers.1.mlp.experts.gate"].shape[1:])
-    rest = sum(2 * prod(v.shape) for p, v in parameters.items() if ".mlp.experts." not in p and p != "embed")
+    touched = [int((layer > 0).sum()) for layer in load]
+    sizes = {path: sum(leaf.nbytes for leaf in jax.tree.leaves(v)) for path, v in nnx.to_flat_state(nnx.state(model))}
+    stacks: Counter[int] = Counter()  # bytes of each layer's experts
+    for path, size in sizes.items():
+        if "experts" in path:
+            stacks[path[1]] += size
+    others = sum(size for path, size in sizes.items() if "experts" not in path and path[0] != "embed")
     token = sum(a.dtype.itemsize * prod(a.shape[2:]) for a in found.pool.values()) * model.cached_layers
-    return expert * touched + rest + token * HELD * count, touched / len(load)
+    total = model.config.n_routed_experts or 1
+    experts = sum(number * stacks[layer] / total for number, layer in zip(touched, sorted(stacks), strict=True))
+    return experts + others + token * HELD * count, sum(touched) / len(touched)
 
 
-def measure(model: Transformer, rows: int, profile: bool) -> dict:
+def measure(model: Transformer, rows: int, profile: bool, sampled: bool) -> dict:
     found = sequences(Programs(model), rows)
     start = time.perf_counter()
     jax.block_until_ready(found.run(1))
@@ -143,6 +152,9 @@ def measure(model: Transformer, rows: int, profile: bool) -> dict:
         "bar tokens/s": BARS.get(rows),
     }
     row |= {"experts touched": touched, "floor ms": floor, "of the floor %": 100 * floor / ms, "compile s": compiling}
+    if sampled:
+        warm = sequences(found.programs, rows, *SAMPLED)
+        row["sampled / greedy"] = seconds_per_step(warm) * 1e3 / ms
     if profile:
         shares = profile_run(found)
         row |= {f"{scope} %": share for scope, share in shares.items()}
@@ -199,13 +211,26 @@ def main():
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--attention", nargs="+", default=["auto", "fused"], metavar="FORM")
     parser.add_argument("--kv-cache", default="auto", help="fp8: latents in E4M3")
+    parser.add_argument("--formats", nargs="+", default=["bf16"], help="of the weights, as packed_models.py makes them")
+    parser.add_argument("--sampled", action="store_true", help="also sampled steps, as a share of greedy ones")
     options = parser.parse_args()
-    model, rows = random_model(Config.preset("v2_lite")), []
-    for batch, attention in product(options.batch, options.attention):
-        model.dispatch = Dispatch(attention, kv_cache=options.kv_cache, device=report.device())
-        rows.append(measure(model, batch, options.profile))
-        print(rows[-1], flush=True)
-    report.show(rows, options.out, benchmark="decode", model="V2-Lite shape, random bf16 weights", held=HELD)
+    rows = []
+    for format in options.formats:
+        model = model_in(format, Config.preset("v2_lite"))
+        for batch, attention in product(options.batch, options.attention):
+            model.dispatch = Dispatch(attention, kv_cache=options.kv_cache, device=report.device())
+            rows.append({"weights": format} | measure(model, batch, options.profile, options.sampled))
+            print(rows[-1], flush=True)
+    report.show(rows, options.out, benchmark="decode", model="V2-Lite shape, random weights", held=HELD)
+
+
+def model_in(format: str, config: Config) -> Transformer:
+    """A model with random weights in bf16, or in a format of packed_models.py."""
+    if format == "bf16":
+        return random_model(config)
+    import packed_models  # needs a JAX that has the kernels
+
+    return packed_models.random_model(config, format)
 
 
 if __name__ == "__main__":
