@@ -30,7 +30,8 @@ from cpu_experts import Experts
 from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch
 from mla_jax.cache import paged
-from mla_jax.decode.loop import STEPS, Found, Programs
+from mla_jax.decode.chosen import STEPS, Found
+from mla_jax.decode.loop import Programs
 from mla_jax.decode.rows import ADMITTED, Entry, Rows, blank, taken
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.offload.experts import HostExperts

@@ -17,7 +17,8 @@ from decode import model_in, random_model
 
 from mla_jax import Config, SamplingParams
 from mla_jax.cache.paged import PAGE
-from mla_jax.decode.loop import STEPS, Programs
+from mla_jax.decode.chosen import STEPS
+from mla_jax.decode.loop import Programs
 from mla_jax.decode.rows import ADMITTED
 from mla_jax.engine.engine import Engine, Size
 from mla_jax.engine.entries import entries

@@ -34,7 +34,7 @@ from peer_transformers import REQUESTS, SMALLEST
 
 from mla_jax import Config
 from mla_jax.base import roofline
-from mla_jax.decode.loop import STEPS
+from mla_jax.decode.chosen import STEPS
 from mla_jax.engine.engine import Size
 
 _TINY_V3 = {

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from mla_jax.base.batch import Batch
-from mla_jax.base.options import MAX_LOGPROBS
 from mla_jax.cache.paged import Pool
 from mla_jax.decode import rows as table
-from mla_jax.decode.packing import Either, pack, unpack
+from mla_jax.decode.chosen import STEPS, Chosen, Found, Likely, likely, nothing_chosen
+from mla_jax.decode.packing import pack
 from mla_jax.decode.programs import Program, Shared
 from mla_jax.decode.rows import ADMITTED, Entry, Open, Rows
 from mla_jax.decode.sampling import choose
@@ -27,46 +26,17 @@ from mla_jax.decode.store import Store
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload import experts
 
-STEPS = 32  # tokens per row that one `run` chooses at most
 
+class Going(NamedTuple):
+    """What a `run` has come to."""
 
-class Likely(NamedTuple):
-    """Log-probabilities of tokens, and of the likeliest in their places."""
-
-    logprobs: Float[Either, "B T"]
-    top: Float[Either, "B T J"]
-    top_ids: Int[Either, "B T J"]
-
-
-class Chosen(NamedTuple):
-    """What one `run` has chosen for each of its rows: the first `count` of the tokens."""
-
-    tokens: Int[Either, "B STEPS"]
-    count: Int[Either, " B"]
-    done: Bool[Either, " B"]
-    finite: Bool[Either, " B"]
-
-
-def nothing_chosen(rows: int) -> tuple[Chosen, Likely]:
-    tokens, top = (rows, STEPS), (rows, STEPS, MAX_LOGPROBS)
-    chosen = Chosen(np.zeros(tokens, np.int32), np.zeros(rows, np.int32), np.zeros(rows, bool), np.zeros(rows, bool))
-    return chosen, Likely(np.zeros(tokens, np.float32), np.zeros(top, np.float32), np.zeros(top, np.int32))
-
-
-CHOSEN, LIKELY = nothing_chosen(1)
-
-
-class Found(NamedTuple):
-    """What one `run` has found, on the device; to look at it is to wait for it."""
-
-    chosen: Int[Array, "B chosen"]
-    likely: Int[Array, "B likely"]  # zeros unless a row of the batch asks
-
-    def tokens(self) -> Chosen:
-        return unpack(np.asarray(self.chosen), CHOSEN, 1)
-
-    def logprobs(self) -> Likely:
-        return unpack(np.asarray(self.likely), LIKELY, 1)
+    taken: Int[Array, ""]  # steps
+    pool: Pool
+    rows: Rows
+    is_open: Open
+    last: Float[Array, "B D"]  # hidden states of the newest tokens
+    chosen: Chosen
+    scored: Likely
 
 
 def prefill(
@@ -103,40 +73,26 @@ def run(
     """Up to `steps` more tokens, STEPS at most, for each of the rows `at`; stops early when all have ended."""
     entry, is_open, last = table.taken(rows, at)
     is_open = dataclasses.replace(is_open, done=is_open.done | (at >= rows.seen.shape[0]))
-    chosen, scored = jax.tree.map(jnp.zeros_like, nothing_chosen(at.shape[0]))
+    nothing = jax.tree.map(jnp.zeros_like, nothing_chosen(at.shape[0]))
 
-    def unfinished(carry: tuple) -> Array:
-        taken, _, _, is_open, *_ = carry
-        return (taken < jnp.minimum(steps, STEPS)) & ~is_open.done.all()
+    def unfinished(going: Going) -> Array:
+        return (going.taken < jnp.minimum(steps, STEPS)) & ~going.is_open.done.all()
 
-    def step(carry: tuple) -> tuple:
-        taken, pool, rows, is_open, last, chosen, scored = carry
-        with jax.named_scope("unembed"):
-            logits = model.unembed(last)
-        rows, is_open, chosen, scored, token = _choose(logits, rows, at, entry, is_open, chosen, scored)
-        mask = ~is_open.done[:, None]
-        batch = Batch(is_open.position[:, None], mask, is_open.held + 1, page_table)
-        hidden, pool, aux = model(token[:, None], batch, pool, collect=rows.load is not None)
-        is_open = dataclasses.replace(is_open, held=is_open.held + mask[:, 0], position=is_open.position + mask[:, 0])
-        rows = dataclasses.replace(rows, load=_counted(rows.load, aux))
-        return taken + 1, pool, rows, is_open, jnp.where(mask, hidden[:, 0], last), chosen, scored
+    def step(going: Going) -> Going:
+        going, token = _choose(model, going, at, entry)
+        return _read(model, going, token, page_table)
 
-    start = (jnp.int32(0), pool, rows, is_open, last, chosen, scored)
-    _, pool, rows, is_open, last, chosen, scored = jax.lax.while_loop(unfinished, step, start)
-    found = Found(pack(chosen._replace(done=is_open.done, finite=is_open.finite), 1), pack(scored, 1))
-    return pool, table.returned(rows, at, is_open, last), found
+    going = jax.lax.while_loop(unfinished, step, Going(jnp.int32(0), pool, rows, is_open, last, *nothing))
+    chosen = going.chosen._replace(done=going.is_open.done, finite=going.is_open.finite)
+    rows = table.returned(going.rows, at, going.is_open, going.last)
+    return going.pool, rows, Found(pack(chosen, 1), pack(going.scored, 1))
 
 
-def _choose(
-    logits: Float[Array, "B W"],
-    rows: Rows,
-    at: Int[Array, " B"],
-    entry: Entry,
-    is_open: Open,
-    chosen: Chosen,
-    scored: Likely,
-) -> tuple[Rows, Open, Chosen, Likely, Int[Array, " B"]]:
+def _choose(model: Transformer, going: Going, at: Int[Array, " B"], entry: Entry) -> tuple[Going, Int[Array, " B"]]:
     """One more token for every open row; ends the rows that are full, at an end token, or whose logits are not finite."""
+    rows, is_open, chosen = going.rows, going.is_open, going.chosen
+    with jax.named_scope("unembed"):
+        logits = model.unembed(going.last)
     with jax.named_scope("choose"):
         token, fit = choose(logits, rows.seen, at, is_open.position, entry.sampling)
     takes = ~is_open.done & fit
@@ -146,40 +102,38 @@ def _choose(
         is_open, count=count, done=is_open.done | ended | ~fit, finite=is_open.finite & (fit | is_open.done)
     )
     seen = table.mark(rows.seen, at, token[:, None], takes[:, None], jnp.ones_like(takes)[:, None])
-
-    places = jnp.arange(token.shape[0]), jnp.where(takes, chosen.count, STEPS)
-
-    def with_this_one() -> Likely:
-        found = likely(logits[:, None], token[:, None])
-        return Likely(*(old.at[places].set(new[:, 0], mode="drop") for old, new in zip(scored, found, strict=True)))
-
-    scored = jax.lax.cond((takes & entry.logprobs).any(), with_this_one, lambda: scored)
-    chosen = chosen._replace(tokens=chosen.tokens.at[places].set(token, mode="drop"), count=chosen.count + takes)
-    return dataclasses.replace(rows, seen=seen), still_open, chosen, scored, token
+    slot = jnp.where(takes, chosen.count, STEPS)  # STEPS: nowhere
+    scored = jax.lax.cond(
+        (takes & entry.logprobs).any(), lambda: _scored(going.scored, slot, logits, token), lambda: going.scored
+    )
+    chosen = chosen._replace(tokens=_put(chosen.tokens, slot, token), count=chosen.count + takes)
+    rows = dataclasses.replace(rows, seen=seen)
+    return going._replace(rows=rows, is_open=still_open, chosen=chosen, scored=scored), token
 
 
-def likely(logits: Float[Array, "B T W"], tokens: Int[Array, "B T"]) -> Likely:
-    normal = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    ids = largest(normal, MAX_LOGPROBS)
-    chosen = jnp.take_along_axis(normal, tokens[..., None], axis=-1)[..., 0]
-    return Likely(chosen, jnp.take_along_axis(normal, ids, axis=-1), ids)
+def _scored(scored: Likely, slot: Int[Array, " B"], logits: Float[Array, "B W"], token: Int[Array, " B"]) -> Likely:
+    """With the log-probabilities of one more token."""
+    found = likely(logits[:, None], token[:, None])
+    return Likely(*(_put(old, slot, new[:, 0]) for old, new in zip(scored, found, strict=True)))
 
 
-def largest(numbers: Float[Array, "*B W"], count: int) -> Int[Array, "*B J"]:
-    """Where the `count` largest are, as `jax.lax.top_k` orders them, but without a sort.
+def _put(buffer: Array, slot: Int[Array, " B"], value: Array) -> Array:
+    return buffer.at[jnp.arange(slot.shape[0]), slot].set(value, mode="drop")
 
-    XLA sorts by a library, which a CUDA graph cannot hold: the decode loop would be a program of the host, whose call returns
-    only when its steps are done."""
 
-    def with_next(i: Array, carry: tuple) -> tuple:
-        left, found = carry
-        place = jnp.argmax(left, axis=-1, keepdims=True)
-        left = jnp.put_along_axis(left, place, -jnp.inf, axis=-1, inplace=False)
-        return left, found.at[..., i].set(place[..., 0])
-
-    left = jnp.maximum(numbers, jnp.finfo(numbers.dtype).min)  # above the -inf of those that are taken
-    found = jnp.zeros((*numbers.shape[:-1], count), jnp.int32)
-    return jax.lax.fori_loop(0, count, with_next, (left, found))[1]
+def _read(model: Transformer, going: Going, token: Int[Array, " B"], page_table: Int[Array, "B P"]) -> Going:
+    """The tokens of rows that are still open, read by the model."""
+    is_open, more = going.is_open, ~going.is_open.done
+    batch = Batch(is_open.position[:, None], more[:, None], is_open.held + 1, page_table)
+    hidden, pool, aux = model(token[:, None], batch, going.pool, collect=going.rows.load is not None)
+    assert pool is not None
+    return going._replace(
+        taken=going.taken + 1,
+        pool=pool,
+        rows=dataclasses.replace(going.rows, load=_counted(going.rows.load, aux)),
+        is_open=dataclasses.replace(is_open, held=is_open.held + more, position=is_open.position + more),
+        last=jnp.where(more[:, None], hidden[:, 0], going.last),
+    )
 
 
 def _counted(load: Int[Array, "moe X"] | None, aux: dict[str, list[Array]]) -> Int[Array, "moe X"] | None:

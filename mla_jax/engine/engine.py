@@ -18,7 +18,8 @@ from mla_jax.base.batch import bucket
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.cache.paged import PAGE
-from mla_jax.decode.loop import STEPS, Chosen, Found, Likely, Programs
+from mla_jax.decode.chosen import STEPS, Chosen, Found, Likely
+from mla_jax.decode.loop import Programs
 from mla_jax.decode.rows import ADMITTED
 from mla_jax.engine.entries import entries
 from mla_jax.engine.job import Job, logprobs_of

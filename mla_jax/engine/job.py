@@ -2,7 +2,7 @@
 
 import time
 
-from mla_jax.decode.loop import Likely
+from mla_jax.decode.chosen import Likely
 from mla_jax.engine.pages import Held
 from mla_jax.engine.request import Chunk, FinishReason, Logprobs, Output, Request
 from mla_jax.engine.stats import Stats, Times
