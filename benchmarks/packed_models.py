@@ -3,8 +3,8 @@
     from packed_models import random_model
     model = random_model(Config.preset("v2_lite"), "Q4_K")
 
-Every parameter that a checkpoint may have packed is so, and is reordered where a kernel of this device then takes it, as in a
-model that is loaded."""
+Every parameter that a checkpoint may have packed is so, and is reordered where a kernel of this device then takes it, whether or
+not loading does so (`ops.COMPARED`)."""
 
 import functools
 from typing import Any
@@ -18,7 +18,7 @@ from mla_jax import Config, Transformer
 from mla_jax.base import qtensor
 from mla_jax.base.qtensor import QTensor
 from mla_jax.model.dispatch import Dispatch
-from mla_jax.model.ops import takes_reordered
+from mla_jax.model.ops import kernels_here
 from pallas_kernels import packed
 
 DTYPE = jnp.dtype("bfloat16")
@@ -50,7 +50,7 @@ def stored_as(path: tuple, variable: Any, format: str) -> str | None:
 
 
 def reordered(variable: Any, kind: str) -> bool:
-    return variable.get_metadata()["role"] != "rows" and takes_reordered(kind, variable.shape, DTYPE)
+    return variable.get_metadata()["role"] != "rows" and kernels_here() and packed.why_not(kind, variable.shape) is None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
