@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.base.errors import BadRequest, DoesNotFit, shown
@@ -160,7 +159,7 @@ class LLM:
         self._refuse_logits(*array.shape)
         self._programs.logits.refresh()
         with self._memory_explained():
-            found = np.asarray(self._programs.logits(jnp.asarray(array, jnp.int32)))
+            found = np.asarray(self._programs.logits(np.asarray(array, np.int32)))
         self._programs.check()
         return found
 

@@ -82,7 +82,7 @@ class Dispatch:
             return self.attention
         forms = "move_elided", "compressed"
         if self.attention_kernel(model, kernel, rows, new, attended) != "xla":
-            forms = forms[0], kernel  # the kernel writes no scores, which decides on devices with less bandwidth
+            forms = kernel, "move_elided"  # the kernel writes no scores; where arithmetic alone decides, it comes first
         return roofline.pick_form(model.config, self.device, rows, new, attended, forms)
 
     def attention_kernel(self, model: "Transformer", form: str, rows: int, new: int, attended: int) -> str:

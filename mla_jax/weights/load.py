@@ -187,12 +187,9 @@ class Checkpoint:
         if len(kinds) > 1:
             found = f"{printable(name)} is {kind}, {printable(list(kinds.values())[1])} is {list(kinds)[1]}"
             raise Unsupported("the experts of one layer have several number formats", found)
-        if kind not in PLAIN:
-            try:
-                qtensor.format_of(kind)
-            except Unsupported:
-                known = ", ".join((*PLAIN, "F8_E4M3", *qtensor.FORMATS))
-                raise Unsupported(f"{printable(name)} has dtype {kind}", f"weights can be {known}") from None
+        if kind not in PLAIN and not _is_stored(kind):
+            known = ", ".join((*PLAIN, "F8_E4M3", *qtensor.FORMATS))
+            raise Unsupported(f"{printable(name)} has dtype {printable(kind)}", f"weights can be {known}")
         return kind
 
     def _made_of(self, placement: Placement) -> dict[str, Any]:
@@ -212,3 +209,12 @@ def load(path: str | Path, **options: Any) -> Transformer:
 
 def _nbytes(value: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
+
+
+def _is_stored(format: str) -> bool:
+    """Whether files hold weights in this format: not in the order of a kernel, which is made on loading."""
+    try:
+        qtensor.format_of(format)
+    except Unsupported:
+        return False
+    return not format.endswith(REORDERED)

@@ -186,12 +186,14 @@ def logits_bytes(model: Transformer, rows: int, tokens: int) -> int:
     config, dispatch, itemsize = model.config, model.dispatch, model.dtype.itemsize
     heads, every = config.num_attention_heads, rows * tokens
     scores = 3 * 4 * rows * heads * tokens * tokens
-    head = 2 * config.qk_nope_head_dim + 2 * config.qk_rope_head_dim + config.v_head_dim + config.kv_lora_rank
+    width = 2 * config.qk_nope_head_dim + 2 * config.qk_rope_head_dim + config.v_head_dim + config.kv_lora_rank
     dense = dispatch.backend_name(model, every) == "dense"
     chosen = (config.n_routed_experts or 0) if dense else 2 * (config.num_experts_per_tok or 0)
     widest = max(chosen * (config.moe_intermediate_size or 0), config.intermediate_size)
-    activations = every * itemsize * (4 * config.hidden_size + max(heads * head, 3 * widest))
-    return 4 * every * config.vocab_size + scores + activations
+    activations = every * itemsize * (4 * config.hidden_size + max(heads * width, 3 * widest))
+    head = model.head[...] if model.head is not None else None
+    written = 2 if isinstance(head, QTensor) and head.reordered else 1  # its kernel's sums are transposed
+    return written * 4 * every * config.vocab_size + scores + activations
 
 
 def available() -> int:

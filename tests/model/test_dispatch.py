@@ -101,3 +101,10 @@ def test_a_kernel_is_weighed_by_its_own_cost_not_by_scores_that_only_xla_writes(
     assert dispatch.form_name(model, 1, 2048, 16_384) == "move_elided"
     kernels(monkeypatch, "mla_prefill")
     assert dispatch.form_name(model, 1, 2048, 16_384) == "kernel_heads"
+
+
+@pytest.mark.parametrize("flops", [1e12, 1e14, 1e16])
+def test_few_new_tokens_take_their_kernel_whether_arithmetic_or_memory_bounds_them(model, monkeypatch, flops):
+    kernels(monkeypatch, "mla_decode")
+    dispatch = Dispatch(device=DEVICES["NVIDIA H100"]._replace(flops=flops))
+    assert dispatch.form_name(model, 64, 1, 4096) == "kernel_latents"

@@ -19,7 +19,7 @@ from mla_jax.base.roofline import DEVICES
 from mla_jax.engine.explain import explain
 from mla_jax.model import ops
 from mla_jax.model.dispatch import Dispatch
-from mla_jax.weights.load import Checkpoint
+from mla_jax.weights.load import Checkpoint, _is_stored
 from mla_jax.weights.plan import plan
 from pallas_kernels import choice, packed
 
@@ -177,3 +177,9 @@ def test_a_format_is_not_reordered_until_its_kernel_was_compared_on_a_gpu(hopper
     monkeypatch.setattr(ops, "COMPARED", {"Q4_K"})
     assert ops.takes_reordered("Q4_K", (256, 512), jnp.dtype("bfloat16"))
     assert not ops.takes_reordered("Q6_K", (256, 512), jnp.dtype("bfloat16"))
+
+
+def test_a_file_may_not_claim_to_be_in_a_kernels_order():
+    assert _is_stored("Q4_K")
+    assert not _is_stored("Q4_K" + qtensor.REORDERED)
+    assert not _is_stored("Q9_X")
