@@ -313,10 +313,10 @@ def wait_for_lines(process: subprocess.Popen, path: Path, lines: int) -> None:
 
 @pytest.mark.slow
 def test_killed_or_interrupted_the_same_command_resumes_and_loses_and_repeats_nothing(files):
-    prompts = [{"prompt": [20 + i, 30 + i], "max_tokens": 10 + 2 * i} for i in range(80)]
+    prompts = [{"prompt": [20 + i, 30 + i], "max_tokens": 10 + 2 * i} for i in range(60)]
     files[0].write_text("\n".join(map(json.dumps, prompts)))
     environment = compiling.as_users()
-    for lines, stop in ((2, signal.SIGKILL), (25, signal.SIGINT), (45, signal.SIGKILL)):
+    for lines, stop in ((2, signal.SIGKILL), (25, signal.SIGINT)):
         process = subprocess.Popen(command(*flags(files)), stderr=subprocess.PIPE, cwd=ROOT, env=environment)
         wait_for_lines(process, files[1], lines)
         process.send_signal(stop)
@@ -332,7 +332,7 @@ def test_killed_or_interrupted_the_same_command_resumes_and_loses_and_repeats_no
     done = subprocess.run(command(*flags(files)), stderr=subprocess.PIPE, cwd=ROOT, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     found = answers(files[1])
-    assert [answer["id"] for answer in found] == list(range(1, 81))
+    assert [answer["id"] for answer in found] == list(range(1, 61))
     assert [len(answer["token_ids"]) for answer in found] == [prompt["max_tokens"] for prompt in prompts]
     expected = LLM().generate(
         [prompt["prompt"] for prompt in prompts[:8]],
