@@ -4,7 +4,7 @@
     model = random_model(Config.preset("v2_lite"), "Q4_K")
 
 Every parameter that a checkpoint may have packed is so, and is reordered where a kernel of this device then takes it, whether or
-not loading does so (`ops.COMPARED`)."""
+not loading does so (`ops.RUN_ON_A_GPU`)."""
 
 import functools
 from typing import Any

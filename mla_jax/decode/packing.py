@@ -18,7 +18,7 @@ Packed = Any  # `[*axes C]` of int32, of NumPy where all numbers are
 
 
 def pack(tree: Any, axes: int = 0) -> Packed:
-    """All numbers of a tree beside each other; the first `axes` axes are the same in all its arrays. Floats keep their bits.
+    """All numbers of a tree next to each other; the first `axes` axes are the same in all its arrays. Floats keep their bits.
 
     Raises TypeError for numbers other than bool and those of 32 bits."""
     columns = [_bits(array) for array in jax.tree.leaves(tree)]

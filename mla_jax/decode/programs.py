@@ -7,7 +7,6 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -164,14 +163,10 @@ class Program:
             flat.__name__ += f"_{self.shared.store.version}"
         jitted = jax.jit(flat, donate_argnums=1, compiler_options=self.compiler_options)
         with jax.default_matmul_precision(self.precision):
-            return jitted.lower(self.weights, call.donated, _packed_shape(call.sent)), found[-1]
+            return jitted.lower(self.weights, call.donated, jax.eval_shape(pack, call.sent)), found[-1]
 
     def _compile(self, lowered: jax.stages.Lowered, structure: Any, name: str | None) -> Built:
         store = self.shared.store
         if store is None or name is None:
             return Built(lowered.compile(), structure)
         return store.compile(lowered, structure, name)
-
-
-def _packed_shape(arrays: list) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((sum(prod(array.shape) for array in arrays),), jnp.int32)

@@ -124,14 +124,14 @@ def _quantized_matmul(x: Float[Array, "*B I"], w: QTensor, out: str | None) -> F
 
 # Formats whose kernel has been compared with XLA's matmul on a GPU. The others' kernels have run in the interpreter alone:
 # `benchmarks/packed.py` compares them, and they are used once they are named here.
-COMPARED = {"Q4_K"}
+RUN_ON_A_GPU = {"Q4_K"}
 
 
 def takes_reordered(format: str, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
     """Whether a kernel of this device multiplies packed weights `[F D]` or `[X F D]` by rows in `dtype`, once reordered."""
     from pallas_kernels.packed import why_not
 
-    if not kernels_here() or format not in COMPARED or why_not(format, shape):
+    if not kernels_here() or format not in RUN_ON_A_GPU or why_not(format, shape):
         return False
     op = "quantized_matmul" if len(shape) == 2 else "ragged_dot"
     row = jax.ShapeDtypeStruct((1, shape[-1]), dtype)

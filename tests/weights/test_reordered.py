@@ -61,7 +61,7 @@ def hopper(monkeypatch):
     def arrive():
         monkeypatch.setattr(choice, "DEVICES", {"mosaic_gpu": (lambda: True, ""), "mosaic_tpu": (lambda: False, "")})
         monkeypatch.setattr(choice, "too_old", lambda: None)
-        monkeypatch.setattr(ops, "COMPARED", packed.KINDS.keys())
+        monkeypatch.setattr(ops, "RUN_ON_A_GPU", packed.KINDS.keys())
         monkeypatch.setattr(choice, "take", fallback)
         return taken
 
@@ -174,7 +174,7 @@ def test_rows_in_float32_are_multiplied_by_what_is_unpacked(hopper):
 
 def test_a_format_is_not_reordered_until_its_kernel_was_compared_on_a_gpu(hopper, monkeypatch):
     hopper()
-    monkeypatch.setattr(ops, "COMPARED", {"Q4_K"})
+    monkeypatch.setattr(ops, "RUN_ON_A_GPU", {"Q4_K"})
     assert ops.takes_reordered("Q4_K", (256, 512), jnp.dtype("bfloat16"))
     assert not ops.takes_reordered("Q6_K", (256, 512), jnp.dtype("bfloat16"))
 
