@@ -176,18 +176,37 @@ class Bare:
             self.rows = programs.admit(self.rows, at, entries(jobs[first : first + ADMITTED], ADMITTED))
 
     def read(self) -> float:
-        """Seconds for reading all prompts, a chunk of one after the other."""
+        """Seconds for reading all prompts, one after the other in lines that are full."""
         jax.block_until_ready(self.rows)
-        start, width = time.perf_counter(), self.size.chunk
-        for i, prompt in enumerate(self.prompts):
-            for first in range(0, len(prompt), width):
-                piece = prompt[first : first + width]
-                tokens, counts = np.zeros((1, width), np.int32), np.array([len(piece)], np.int32)
-                tokens[0, : len(piece)] = piece
-                one = self.at[i : i + 1], tokens, counts, self.table[i : i + 1]
-                self.pool, self.rows, _ = self.programs.prefill(self.pool, self.rows, *one, None)
+        start = time.perf_counter()
+        for pieces in self.lines():
+            self.read_line(pieces)
         jax.block_until_ready(self.rows)
         return time.perf_counter() - start
+
+    def lines(self) -> list[dict[int, list[int]]]:
+        """Pieces of prompts, by their row."""
+        found: list[dict[int, list[int]]] = [{}]
+        room = self.size.chunk
+        for row, prompt in enumerate(self.prompts):
+            while prompt:
+                if not room or len(found[-1]) == self.size.pieces:
+                    found.append({})
+                    room = self.size.chunk
+                found[-1][row], prompt = prompt[:room], prompt[room:]
+                room -= len(found[-1][row])
+        return found
+
+    def read_line(self, pieces: dict[int, list[int]], line: int | None = None) -> None:
+        """Sends one line."""
+        count, at = self.size.pieces, np.full(self.size.pieces, self.size.rows, np.int32)
+        counts, table = np.zeros(count, np.int32), np.zeros((count, self.size.width), np.int32)
+        tokens = np.zeros(line or self.size.chunk, np.int32)
+        given = np.concatenate([np.int32(piece) for piece in pieces.values()])
+        tokens[: given.size] = given
+        for i, (row, piece) in enumerate(pieces.items()):
+            at[i], counts[i], table[i] = self.at[row], len(piece), self.table[row]
+        self.pool, self.rows, _ = self.programs.prefill(self.pool, self.rows, at, tokens, counts, table, None)
 
     def run(self, dispatches: int, steps: int = STEPS) -> tuple[float, float]:
         """Seconds until so many dispatches were sent, and until they were done."""

@@ -50,7 +50,7 @@ _TINY_V3 = {
 FULL = Scale(
     model=Config.preset("v2_lite"),
     deep=Config.preset("v3", **_TINY_V3),
-    size=Size(rows=64, pages=6000, context=16_384, chunk=2048),
+    size=Size(rows=64, pages=6000, context=16_384, chunk=4096),
     held=4096,
     rounds=8,
     requests=1000,

@@ -128,7 +128,7 @@ def touched(timed: Timed, replicated: np.ndarray) -> float:
     rows = dataclasses.replace(timed.before.rows, load=jnp.zeros(replicated.shape, jnp.int32))
     for i in range(STEPS):
         load = np.array(rows.load)
-        pool, rows, _ = timed.before.programs.prefill(pool, rows, at, timed.tokens[:, i : i + 1], np.ones_like(at), table)
+        pool, rows, _ = timed.before.programs.prefill(pool, rows, at, timed.tokens[:, i], np.ones_like(at), table)
         found.append(((np.asarray(rows.load) > load) & ~replicated).sum(1).mean())
     return float(np.mean(found))
 
@@ -192,7 +192,7 @@ def read(name: str, model: Transformer, tokens: int, stream: int, host: OnHost) 
     model.dispatch = dataclasses.replace(model.dispatch, defer=0, stream=stream)
     programs, table = Programs(model), np.asarray(paged.in_order(1, tokens))
     # random tokens: equal ones would all choose the same experts
-    prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, tokens), np.int32)
+    prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, tokens, np.int32)
     first, count = np.zeros(1, np.int32), np.full(1, tokens, np.int32)
 
     def run() -> tuple:

@@ -94,7 +94,7 @@ def _decode_few(rank: int, packed: bool = False) -> Works:
 
 
 def _prefill(widths: tuple[int, int]) -> Works:
-    return ((_titled(shape), mla_prefill.work(shape)) for shape in mla_prefill.SHAPES if shape[4:] == widths)
+    return ((_titled(shape), mla_prefill.work(shape)) for shape in mla_prefill.SHAPES if shape[4:6] == widths)
 
 
 def _ragged(kind: str, width: int) -> Works:

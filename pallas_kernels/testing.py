@@ -1,5 +1,6 @@
 """Named cases of every op, their inputs and error measures: one list for tests and benchmarks."""
 
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -95,14 +96,42 @@ def mla_decode_inputs(case: MlaDecodeCase, seed: int = 0, dtype=jnp.bfloat16) ->
     }
 
 
+Ranges = tuple[tuple[tuple[int, int], ...], ...]  # rows of queries' (first, stop)
+
+
+def ragged(q_lens: tuple[int, ...], kv_lens: tuple[int, ...], causal: bool = True) -> Ranges:
+    """A prompt a row, whose queries are the last of its keys and attend up to themselves, or to all of it."""
+
+    def row(asked, held):
+        return tuple((0, max(held - asked + t + 1, 0) if causal else held) for t in range(asked))
+
+    return tuple(itertools.starmap(row, zip(q_lens, kv_lens, strict=True)))
+
+
+def packed(lens: tuple[int, ...]) -> Ranges:
+    """Prompts one after the other in one row, whose queries attend to their prompt up to themselves."""
+    starts = itertools.accumulate(lens, initial=0)
+    return (tuple((start, start + t + 1) for start, n in zip(starts, lens, strict=False) for t in range(n)),)
+
+
+def packed_prefixes(lens: tuple[int, ...], prefixes: tuple[int, ...], page: int = 64) -> Ranges:
+    """The same queries before keys of prefixes of their prompts, each from a page's start: every query attends to its prefix."""
+    starts = itertools.accumulate((-(-n // page) * page for n in prefixes), initial=0)
+    return (tuple((start, start + held) for start, held, n in zip(starts, prefixes, lens, strict=False) for _ in range(n)),)
+
+
+def scattered(queries: int, keys: int, rows: int = 1, seed: int = 0) -> Ranges:
+    """Random ranges, some of them empty."""
+    rng = np.random.default_rng(seed)
+    return tuple(tuple((int(a), int(b)) for a, b in rng.integers(0, keys + 1, (queries, 2))) for _ in range(rows))
+
+
 class MlaPrefillCase(NamedTuple):
     name: str
-    q_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
+    ranges: Ranges  # rows may be shorter than others
     heads: int = 2
     width: int = 192  # of queries and keys
     value: int = 128
-    causal: bool = True
     spare: int = 5  # tokens of padding after the longest row
     poisoned: bool = False  # a key that about half of the first row's queries attend to is NaN
 
@@ -110,43 +139,58 @@ class MlaPrefillCase(NamedTuple):
     def scale(self) -> float:
         return self.width**-0.5
 
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The largest stop of each row."""
+        return tuple(max((stop for first, stop in row if first < stop), default=0) for row in self.ranges)
 
+
+LENS = 3, 70, 1, 130, 64, 200
 MLA_PREFILL = [
-    MlaPrefillCase("one row", (128,), (128,), spare=0),
-    MlaPrefillCase("ragged, one row empty", (1, 0, 130, 64), (1, 0, 130, 64), heads=4),
-    MlaPrefillCase("behind a cached prefix", (5, 64, 1), (300, 65, 260)),
-    MlaPrefillCase("several blocks of queries and of keys", (300, 40), (700, 513)),
-    MlaPrefillCase("two blocks share tiles", (400, 130, 257), (700, 130, 300), heads=2),
-    MlaPrefillCase("a piece of a prefix, all of it seen", (70, 3, 0), (256, 1, 9), causal=False),
-    MlaPrefillCase("queries without a key", (20, 9, 2), (7, 0, 2)),
-    MlaPrefillCase("queries without a key, nothing causal", (20, 9), (7, 0), causal=False),
-    MlaPrefillCase("20 heads", (33, 2), (34, 50), heads=20),
-    MlaPrefillCase("many short rows", (3, 1, 2, 3, 1, 4, 2, 1), (5, 9, 2, 3, 1, 6, 7, 2), heads=4),
-    MlaPrefillCase("heads of 256", (140,), (150,), width=256, value=256),
-    MlaPrefillCase("the demo model", (90, 150), (90, 200), heads=8, width=64, value=32),
-    MlaPrefillCase("NaN in what is held", (70, 20), (200, 20), poisoned=True),
+    MlaPrefillCase("one row", ragged((128,), (128,)), spare=0),
+    MlaPrefillCase("ragged, one row empty", ragged((1, 0, 130, 64), (1, 0, 130, 64)), heads=4),
+    MlaPrefillCase("behind a cached prefix", ragged((5, 64, 1), (300, 65, 260))),
+    MlaPrefillCase("several blocks of queries and of keys", ragged((300, 40), (700, 513))),
+    MlaPrefillCase("two blocks share tiles", ragged((400, 130, 257), (700, 130, 300))),
+    MlaPrefillCase("a piece of a prefix, all of it seen", ragged((70, 3, 0), (256, 1, 9), causal=False)),
+    MlaPrefillCase("queries without a key", ragged((20, 9, 2), (7, 0, 2))),
+    MlaPrefillCase("queries without a key, nothing causal", ragged((20, 9), (7, 0), causal=False)),
+    MlaPrefillCase("20 heads", ragged((33, 2), (34, 50)), heads=20),
+    MlaPrefillCase("many short rows", ragged((3, 1, 2, 3, 1, 4, 2, 1), (5, 9, 2, 3, 1, 6, 7, 2)), heads=4),
+    MlaPrefillCase("heads of 256", ragged((140,), (150,)), width=256, value=256),
+    MlaPrefillCase("the demo model", ragged((90, 150), (90, 200)), heads=8, width=64, value=32),
+    MlaPrefillCase("NaN in what is held", ragged((70, 20), (200, 20)), poisoned=True),
+    MlaPrefillCase("prompts packed in a row", packed(LENS), spare=40),
+    MlaPrefillCase("packed before prefixes of their own", packed_prefixes(LENS, (130, 0, 64, 500, 7, 260)), spare=40),
+    MlaPrefillCase("packed, heads of 256", packed(LENS), width=256, value=256),
+    MlaPrefillCase("packed, NaN in what one of them holds", packed((150, 200, 33)), poisoned=True),
+    MlaPrefillCase("packed, tiles that not all of a cluster need", packed((150, 60)), heads=4),
+    MlaPrefillCase("packed behind a long one", packed((400, 90))),
+    MlaPrefillCase("a range per query", scattered(300, 500, rows=2)),
+    MlaPrefillCase("a window that moves", (tuple((max(t - 200, 0), t + 1) for t in range(500)),), spare=0),
 ]
 
 
 def mla_prefill_inputs(case: MlaPrefillCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
-    """Random inputs, with NaN past every row's end."""
+    """Random inputs, with NaN in queries that attend to nothing and past every row's largest stop."""
     rng = np.random.default_rng(seed)
+    bounds = np.zeros((2, len(case.ranges), max(map(len, case.ranges)) + case.spare), np.int32)
+    for b, row in enumerate(case.ranges):
+        bounds[:, b, : len(row)] = np.array(row, np.int32).reshape(-1, 2).T
+    first, stop = bounds
 
-    def rows(lens, width):
-        shape = len(lens), max(lens) + case.spare, case.heads, width
-        within = np.arange(shape[1]) < np.array(lens)[:, None]
-        return jnp.asarray(np.where(within[..., None, None], rng.standard_normal(shape, np.float32), np.nan), dtype)
+    def normal(some, width):
+        x = rng.standard_normal((*some.shape, case.heads, width), np.float32)
+        return jnp.asarray(np.where(some[..., None, None], x, np.nan), dtype)
 
-    def keys():
-        k = rows(case.kv_lens, case.width)
-        return k.at[0, case.kv_lens[0] - case.q_lens[0] // 2].set(jnp.nan) if case.poisoned else k
-
+    held = np.arange(max(case.held) + case.spare) < np.array(case.held)[:, None]
+    k = normal(held, case.width)
     return {
-        "q": rows(case.q_lens, case.width),
-        "k": keys(),
-        "v": rows(case.kv_lens, case.value),
-        "q_lens": jnp.array(case.q_lens, jnp.int32),
-        "kv_lens": jnp.array(case.kv_lens, jnp.int32),
+        "q": normal(first < stop, case.width),
+        "k": k.at[0, int(np.median(stop[0][first[0] < stop[0]]))].set(jnp.nan) if case.poisoned else k,
+        "v": normal(held, case.value),
+        "first": jnp.asarray(first),
+        "stop": jnp.asarray(stop),
     }
 
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,40 @@ from ops import timing
 from pallas_kernels import testing, tuning
 from pallas_kernels.mla_prefill import mla_prefill, reference
 
-# batch, heads, queries, keys, width, value
+
+class Shape(NamedTuple):
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    width: int  # of queries and keys
+    value: int
+    prompts: int = 1  # of equal length, packed in a row; one alone may have a cached prefix
+
+    def ranges(self) -> tuple[jax.Array, jax.Array]:
+        """The first key and the stop of each query: of its prompt up to itself."""
+        token, each = jnp.arange(self.queries), self.queries // self.prompts
+        bounds = token // each * each, self.keys - self.queries + token + 1
+        return tuple(jnp.broadcast_to(bound, (self.batch, self.queries)) for bound in bounds)
+
+    def flops(self) -> float:
+        """Of the pairs of a query and a key that it attends to."""
+        each, before = self.queries // self.prompts, self.keys - self.queries
+        pairs = self.prompts * (each * before + each * (each + 1) / 2)
+        return 2 * self.batch * self.heads * pairs * (self.width + self.value)
+
+    def nbytes(self) -> int:
+        """Of queries, keys, values and outputs, each read or written once."""
+        return 2 * self.batch * self.heads * (self.queries + self.keys) * (self.width + self.value)
+
+
 SHAPES = [
-    (1, 128, 4096, 4096, 192, 128),
-    (1, 128, 8192, 8192, 192, 128),
-    (1, 128, 2048, 16384, 192, 128),
-    (8, 16, 4096, 4096, 192, 128),
-    (1, 64, 4096, 4096, 256, 256),
+    Shape(1, 128, 4096, 4096, 192, 128),
+    Shape(1, 128, 8192, 8192, 192, 128),
+    Shape(1, 128, 2048, 16384, 192, 128),
+    Shape(8, 16, 4096, 4096, 192, 128),
+    Shape(1, 16, 4096, 4096, 192, 128, prompts=16),
+    Shape(1, 64, 4096, 4096, 256, 256),
 ]
 
 
@@ -26,7 +54,7 @@ def check() -> Iterator[str]:
 
 
 def _check(case: testing.MlaPrefillCase) -> str:
-    inputs, options = testing.mla_prefill_inputs(case), {"scale": case.scale, "causal": case.causal}
+    inputs, options = testing.mla_prefill_inputs(case), {"scale": case.scale}
     wanted, lse = jax.jit(functools.partial(reference.mla_prefill, **options))(**inputs)
     own, _ = jax.jit(functools.partial(mla_prefill, **options, impl="xla"))(**inputs)
     out, got_lse = jax.jit(functools.partial(mla_prefill, **options, impl="mosaic_gpu"))(**inputs)
@@ -35,36 +63,33 @@ def _check(case: testing.MlaPrefillCase) -> str:
     return f"{'ok  ' if good else 'FAIL'} mla_prefill, {case.name}: {off:.5f}, fallback {own_off:.5f}, lse {lse_off:.1e}"
 
 
-def work(shape: tuple[int, ...]) -> timing.Work:
+def work(shape: Shape) -> timing.Work:
     """The error is of the last queries of two heads."""
-    B, N, T, S, H, V = shape
+    B, N, T, S, H, V, _ = shape
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (
         jax.random.normal(key, dims, jnp.bfloat16)
         for key, dims in zip(keys, ((B, T, N, H), (B, S, N, H), (B, S, N, V)), strict=True)
     )
-    args = jnp.full((B,), T, jnp.int32), q, k, v, jnp.full((B,), S, jnp.int32)
-    call = functools.partial(mla_prefill, scale=H**-0.5)
-    some = slice(0, 2)  # heads
-    wanted = reference.mla_prefill(
-        q[:1, -128:, some], k[:1, :, some], v[:1, :, some], jnp.array([128]), jnp.array([S]), scale=H**-0.5, causal=True
-    )[0]
+    first, stop = shape.ranges()
+    scale, last, some = H**-0.5, slice(-128, None), slice(0, 2)  # queries, heads
+    bounds = first[:1, last], stop[:1, last]
+    wanted, _ = reference.mla_prefill(q[:1, last, some], k[:1, :, some], v[:1, :, some], *bounds, scale=scale)
     return timing.Work(
-        lambda q_lens, q, k, v, kv_lens: call(q, k, v, q_lens, kv_lens)[0],
-        [args],
-        lambda out: testing.error(out[:1, -128:, some], wanted),
+        lambda first, q, k, v, stop: mla_prefill(q, k, v, first, stop, scale=scale)[0],
+        [(first, q, k, v, stop)],
+        lambda out: testing.error(out[:1, last, some], wanted),
         most=16,
     )
 
 
-def _row(shape: tuple[int, ...], peers: dict[tuple, dict]) -> dict:
-    B, N, T, S, H, V = shape
+def _row(shape: Shape, peers: dict[tuple, dict]) -> dict:
+    B, N, T, S, H, V, prompts = shape
     us, error = work(shape).measure()
-    flops = 2 * B * N * (T * (S - T) + T * (T + 1) / 2) * (H + V)
-    row = {"op": "mla_prefill", "batch": B, "heads": N, "queries": T, "held": S, "widths": f"{H}/{V}", "us": us}
-    row |= {"floor": flops / timing.BF16 * 1e6}
-    known = peers.get(("mla_prefill", B, N, S), {}) if S == T and H == 192 else {}
-    return row | {"TFLOP/s": flops / us / 1e6, "error": error} | known
+    row = {"op": "mla_prefill", "batch": B, "heads": N, "queries": T, "held": S, "prompts": prompts, "widths": f"{H}/{V}"}
+    row |= {"us": us, "floor": max(shape.flops() / timing.BF16, shape.nbytes() / timing.HBM) * 1e6}
+    known = peers.get(("mla_prefill", B, N, S), {}) if S == T and H == 192 and prompts == 1 else {}
+    return row | {"TFLOP/s": shape.flops() / us / 1e6, "error": error} | known
 
 
 def rows(peers: dict[tuple, dict] | None = None) -> Iterator[dict]:

@@ -10,15 +10,19 @@ from jaxtyping import Array, Bool, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """New tokens of several rows. Masked tokens are padding: they are neither cached nor attended to.
+    """New tokens of R rows, in B lines. Masked tokens are padding: they are neither cached nor attended to.
 
-    With a cache, padding comes after a row's tokens. `seq_lens` are the tokens each row has cached once the new ones are
-    appended; token s of row b is in page `page_table[b, s // Z]` of every layer. Table entries past the end may be anything."""
+    With a cache, padding comes after a line's tokens. `seq_lens` are the tokens each row has cached once the new ones are
+    appended; token s of row r is in page `page_table[r, s // Z]` of every layer. Table entries past the end may be anything.
+
+    Without `row`, line b holds tokens of row b. With it, there is one line, and it holds tokens of all rows, one row's after the
+    other's: `row` says whose each is."""
 
     positions: Int[Array, "B T"]  # for RoPE alone: the cache is causal in the order of arrival
     mask: Bool[Array, "B T"]
-    seq_lens: Int[Array, " B"] | None = None
-    page_table: Int[Array, "B P"] | None = None
+    seq_lens: Int[Array, " R"] | None = None
+    page_table: Int[Array, "R P"] | None = None
+    row: Int[Array, "1 T"] | None = None
 
     @staticmethod
     def dense(rows: int, tokens: int) -> "Batch":
@@ -31,6 +35,17 @@ class Batch:
         """New tokens behind the `held` ones of each row, none of which was evicted."""
         count = jnp.cumsum(mask, axis=1, dtype=jnp.int32)
         return Batch(held[:, None] + count - 1, mask, held + count[:, -1], page_table)
+
+    @staticmethod
+    def in_line(
+        held: Int[Array, " R"], position: Int[Array, " R"], counts: Int[Array, " R"], new: int, page_table: Int[Array, "R P"]
+    ) -> "Batch":
+        """One line of `new` tokens, of which row r has `counts[r]` behind its `held` ones; the first has its `position`."""
+        stop = jnp.cumsum(counts)
+        token = jnp.arange(new, dtype=jnp.int32)
+        row = jnp.minimum(jnp.searchsorted(stop, token, side="right"), counts.size - 1)
+        positions = (position - (stop - counts))[row] + token
+        return Batch(positions[None], (token < stop[-1])[None], held + counts, page_table, row[None])
 
 
 def bucket(n: int, least: int = 1) -> int:

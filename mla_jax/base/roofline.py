@@ -2,6 +2,7 @@
 
 `rows` of a batch bring `new` tokens each, which attend to `attended` tokens, held ones and themselves."""
 
+import math
 from typing import NamedTuple
 
 from mla_jax.base.config import Config
@@ -148,8 +149,24 @@ def why_form(config: Config, on: Device, form: str, rows: int, new: int, attende
     return f"{said(form)}; {said(other)}"
 
 
-CHUNK = {"cpu": 512}  # new tokens of prompts in one dispatch, by platform
-CHUNK_ELSEWHERE = 2048
+CHUNK_ON_A_CPU = 512
+CHUNK = (4096, 16384)  # elsewhere: at least and at most
+
+# Tokens, held and new, of prompts that share a line. XLA's forms compute the scores of all of a line's tokens with all of these.
+REACH = {"cpu": 2048}
+REACH_ELSEWHERE = 1 << 30
+
+
+def chunk(config: Config, on: Device) -> int:
+    """New tokens of prompts in one dispatch, a power of two: so many that experts compute for as long as they are read."""
+    if on.platform == "cpu":
+        return CHUNK_ON_A_CPU
+    tokens_of_an_expert = on.flops / on.bandwidth  # two operations a weight and token, two bytes a weight
+    tokens = tokens_of_an_expert * (config.n_routed_experts or 0) / (config.num_experts_per_tok or 1)
+    least, most = CHUNK
+    return min(max(1 << math.ceil(math.log2(max(tokens, 1))), least), most)
+
+
 BLOCK = {"cpu": (256, 8 << 20)}  # by platform: the most slots of a block, and the bytes that what is made of it stays below
 BLOCK_ELSEWHERE = (4096, 512 << 20)
 

@@ -41,11 +41,38 @@ class Layer:
 class Rows(NamedTuple):
     """Where the rows of a step keep their tokens: the same in all layers, made once a step."""
 
-    page_table: Int[Array, "B P"]
-    seq_lens: Int[Array, " B"]  # cached tokens with the new ones; 0 for a row without new ones, which attends to nothing
-    counts: Int[Array, " B"]  # new tokens that have a slot
+    page_table: Int[Array, "R P"]
+    seq_lens: Int[Array, " R"]  # cached tokens with the new ones; 0 for a row without new ones, which attends to nothing
+    counts: Int[Array, " R"]  # new tokens that have a slot
+    row: Int[Array, "B T"] | None  # of a new token; None: line b is row b
     index: Int[Array, "B T"]  # of a new token in its row
     slots: Int[Array, "B T"]  # of a new token in the pool's first layer, NOWHERE for padding
+
+    def of_tokens(self, value: Int[Array, " R"]) -> Int[Array, "B T"]:
+        """What a row has, for each of its new tokens."""
+        return jnp.broadcast_to(value[:, None], self.index.shape) if self.row is None else value[self.row]
+
+    def of_rows(self, token: Shaped[Array, "B T"]) -> Int[Array, " R"]:
+        """The sum over each row's new tokens."""
+        return _of_rows(token, self.row, self.seq_lens.size)
+
+
+class Pages(NamedTuple):
+    """Pages that the lines of a step read: those of a row, or of all rows, one row's after the other's."""
+
+    table: Int[Array, "B P"]
+    filled: Int[Array, "B P"]  # tokens in each
+    start: Int[Array, " R"]  # slot of its line at which a row begins
+
+    @property
+    def used(self) -> Int[Array, ""]:
+        """Pages of the longest line that hold anything."""
+        return (self.filled > 0).sum(1).max()
+
+    def in_blocks(self, pages: int) -> "Pages":
+        """With empty pages at the end, so that blocks of `pages` pages are all full."""
+        padding = (0, 0), (0, -self.table.shape[1] % pages)
+        return Pages(jnp.pad(self.table, padding), jnp.pad(self.filled, padding), self.start)
 
 
 def init(token: Mapping[str, jax.ShapeDtypeStruct], layers: int, pages: int, size: int = PAGE, *, as_bits: bool = False) -> Pool:
@@ -94,14 +121,41 @@ def rows_of(batch: Batch, size: int) -> Rows:
     """`size` is the number of tokens in a page. Tokens past the end of the page table are dropped."""
     assert batch.page_table is not None, "a step with a cache needs a page table"
     assert batch.seq_lens is not None, "a step with a cache needs seq_lens"
-    room = batch.page_table.shape[1] * size
-    before = batch.seq_lens - batch.mask.sum(1, dtype=jnp.int32)
-    index = before[:, None] + jnp.arange(batch.mask.shape[1], dtype=jnp.int32)
-    page = jnp.take_along_axis(batch.page_table, jnp.minimum(index, room - 1) // size, axis=1)
+    (lines, new), (count, pages) = batch.mask.shape, batch.page_table.shape
+    room, token = pages * size, jnp.arange(new, dtype=jnp.int32)
+    given = _of_rows(batch.mask, batch.row, count)
+    before = batch.seq_lens - given
+    if batch.row is None:
+        row, index = jnp.arange(lines)[:, None], before[:, None] + token
+    else:
+        row = batch.row
+        index = (before - (jnp.cumsum(given) - given))[row] + token
+    page = batch.page_table[row, jnp.minimum(index, room - 1) // size]
     slots = jnp.where(batch.mask & (index < room), page * size + index % size, NOWHERE)
-    counts = (slots != NOWHERE).sum(1, dtype=jnp.int32)
+    counts = _of_rows(slots != NOWHERE, batch.row, count)
     seq_lens = jnp.where(counts > 0, jnp.minimum(batch.seq_lens, room), 0)
-    return Rows(batch.page_table, seq_lens, counts, index, slots)
+    return Rows(batch.page_table, seq_lens, counts, batch.row, index, slots)
+
+
+def _of_rows(token: Shaped[Array, "B T"], row: Int[Array, "B T"] | None, rows: int) -> Int[Array, " R"]:
+    if row is None:
+        return token.sum(1, dtype=jnp.int32)
+    return jnp.zeros(rows, jnp.int32).at[row].add(token.astype(jnp.int32))
+
+
+def pages_of(rows: Rows, lens: Int[Array, " R"], size: int) -> Pages:
+    """The pages with the first `lens` tokens of each row."""
+    count, width = rows.page_table.shape
+    if rows.row is None:
+        filled = jnp.clip(lens[:, None] - jnp.arange(width) * size, 0, size)
+        return Pages(rows.page_table, filled, jnp.zeros_like(lens))
+    pages = -(-lens // size)
+    stop = jnp.cumsum(pages)
+    start, place = stop - pages, jnp.arange(count * width)
+    row = jnp.minimum(jnp.searchsorted(stop, place, side="right"), count - 1)
+    page = place - start[row]  # past the last row's end there are no tokens
+    table, filled = rows.page_table[row, jnp.minimum(page, width - 1)], jnp.clip(lens[row] - page * size, 0, size)
+    return Pages(table[None], filled[None], start * size)
 
 
 def slots_in(layer: Layer, rows: Rows) -> Int[Array, "B T"]:
@@ -119,13 +173,14 @@ def append(layer: Layer, new: Mapping[str, Shaped[Array, "B T ..."]], rows: Rows
     return dataclasses.replace(layer, pool={name: written(layer.pool[name], value) for name, value in new.items()})
 
 
-def read(layer: Layer, rows: Rows, first: Array | int, pages: int) -> dict[str, Shaped[Array, "B S ..."]]:
-    """What each row holds in `pages` pages of its own, from its page `first` on; zeros in the slots that hold nothing of it."""
-    table = jax.lax.dynamic_slice_in_dim(rows.page_table, first, pages, axis=1) + layer.first
-    held = first * layer.size + jnp.arange(pages * layer.size) < rows.seq_lens[:, None]
+def read(layer: Layer, pages: Pages, first: Array | int, count: int) -> dict[str, Shaped[Array, "B S ..."]]:
+    """What each line has in `count` of its pages, from its page `first` on; zeros in the slots that hold nothing of it."""
+    table, filled = (jax.lax.dynamic_slice_in_dim(array, first, count, axis=1) for array in (pages.table, pages.filled))
+    held = jnp.arange(layer.size) < filled[..., None]
+    held = held.reshape(held.shape[0], -1)
 
     def gathered(array: Array) -> Array:
-        found = _numbers(array.at[table].get(mode="clip"))
+        found = _numbers(array.at[table + layer.first].get(mode="clip"))
         found = found.reshape(found.shape[0], -1, *array.shape[2:])
         return jnp.where(held.reshape(*held.shape, *(1,) * (found.ndim - 2)), found, jnp.zeros((), found.dtype))
 

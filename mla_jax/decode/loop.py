@@ -1,18 +1,18 @@
-"""Generation as jitted programs over one table of rows and one pool: `prefill` (a chunk of some rows' prompts) and `run` (any
-number of tokens for some rows).
+"""Generation as jitted programs over one table of rows and one pool: `prefill` (pieces of some rows' prompts, in one line) and
+`run` (any number of tokens for some rows).
 
 `run` chooses a token from the hidden state of the newest one, then reads it, and so on in one while_loop. It returns the tokens
 as arrays of their own, so that the next program can be sent before anyone looks at them. Pool and table are donated."""
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt16
 
 from mla_jax.base.batch import Batch
 from mla_jax.cache.paged import Pool
@@ -43,28 +43,40 @@ def prefill(
     model: Transformer,
     pool: Pool,
     rows: Rows,
-    at: Int[Array, " B"],
-    tokens: Int[Array, "B T"],
-    counts: Int[Array, " B"],
-    page_table: Int[Array, "B P"],
-    following: Int[Array, "B T"] | None = None,
+    at: Int[Array, " R"],
+    tokens: Int[Array, " T"],
+    counts: Int[Array, " R"],
+    page_table: Int[Array, "R P"],
+    following: Int[Array, " T"] | None = None,
 ) -> tuple[Pool, Rows, Likely | None]:
-    """Reads the first `counts` of these tokens behind what the rows `at` hold; an index past the table is none.
+    """Reads tokens behind what the rows `at` hold: `counts` of them each, one row's after the other's. An index past the table is
+    no row, and what comes after the last row's tokens is not read.
 
     Where `following` says which token comes after each of them, it returns the log-probabilities of those."""
     entry, is_open, last = table.taken(rows, at)
-    mask = (jnp.arange(tokens.shape[1]) < counts[:, None]) & (at < rows.seen.shape[0])[:, None]
-    counts = mask.sum(1, dtype=jnp.int32)
-    positions = is_open.position[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    batch = Batch(positions, mask, is_open.held + counts, page_table)
-    hidden, filled, aux = model(tokens, batch, pool, collect=rows.load is not None)
-    newest = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+    counts = jnp.where(at < rows.seen.shape[0], counts, 0)
+    batch = Batch.in_line(is_open.held, is_open.position, counts, tokens.size, page_table)
+    hidden, filled, aux = model(tokens[None], batch, pool, collect=rows.load is not None)
+    newest = hidden[0, jnp.maximum(jnp.cumsum(counts) - 1, 0)]
     last = jnp.where(counts[:, None] > 0, newest, last)
     is_open = dataclasses.replace(is_open, held=is_open.held + counts, position=is_open.position + counts)
-    seen = table.mark(rows.seen, at, tokens, mask, positions >= entry.prompt[:, None])
-    rows = dataclasses.replace(table.returned(rows, at, is_open, last), seen=seen, load=_counted(rows.load, aux))
+    rows = dataclasses.replace(
+        table.returned(rows, at, is_open, last),
+        seen=_mark_read(rows.seen, at, entry, tokens, batch),
+        load=_counted(rows.load, aux),
+    )
     assert filled is not None
-    return filled, rows, None if following is None else likely(model.unembed(hidden), following)
+    return filled, rows, None if following is None else likely(model.unembed(hidden), following[None])
+
+
+def _mark_read(
+    seen: UInt16[Array, "H W"], at: Int[Array, " R"], entry: Entry, tokens: Int[Array, " T"], batch: Batch
+) -> UInt16[Array, "H W"]:
+    """Notes the tokens of a line as read, each in its row; some were generated before their row was preempted."""
+    assert batch.row is not None
+    row = batch.row[0]
+    output = batch.positions[0] >= entry.prompt[row]
+    return table.mark(seen, at[row], *(array[:, None] for array in (tokens, batch.mask[0], output)))
 
 
 def run(
@@ -151,11 +163,11 @@ CONVERT_LATE = {
 # On a GPU, kernels that do not depend on each other run concurrently inside a CUDA graph, such as shared and routed experts: 10 %
 # less time for a decode step of V2-Lite's shape on an H200, 1 and 8 rows.
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-# With the loop in the graph as well, a call returns before its steps are done (H100, 8 rows: after 2 of 66 ms), so that the next
-# one can be sent ahead.
+# With loops in the graph as well, a call returns before it is done (H100: a run with 8 rows after 2 of 66 ms, 256 tokens of a
+# prompt after 3 of 15), so that the next one can be sent ahead.
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 OPTIONS: dict[str, dict[str, str]] = {"cpu": CONVERT_LATE}  # of the compiler, by platform: for every program,
-LOOP_OPTIONS = {"cpu": CONVERT_LATE, "gpu": CONCURRENT | {"xla_gpu_enable_command_buffer": GRAPHS}}  # and for the decode loop
+LOOP_OPTIONS = {"cpu": CONVERT_LATE, "gpu": CONCURRENT | {"xla_gpu_enable_command_buffer": GRAPHS}}  # and for those with loops
 
 
 def new(model: Transformer, rows: int, pages: int, *, counts: bool) -> tuple[Pool, Rows]:
@@ -166,6 +178,16 @@ def new(model: Transformer, rows: int, pages: int, *, counts: bool) -> tuple[Poo
 def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
     """Of whole sequences, nothing cached."""
     return model.unembed(model(tokens, Batch.dense(*tokens.shape))[0])
+
+
+class Sizes(NamedTuple):
+    """What programs are compiled for."""
+
+    width: int  # pages of a row
+    pieces: int  # of prompts in one line
+    decode: Sequence[int] = ()  # numbers of rows of `run`
+    read: Sequence[int] = ()  # tokens of a line
+    scored: int = 0  # tokens of a line whose log-probabilities are computed; 0: of none
 
 
 class Programs:
@@ -183,7 +205,7 @@ class Programs:
         program = functools.partial(Program, model=model, shared=shared)
         self.new = program(functools.partial(new, counts=counts), static_argnums=(1, 2))
         self.admit = program(table.admit, donate_argnums=(1,), compiler_options=options)
-        self.prefill = program(prefill, donate_argnums=(1, 2), compiler_options=options)
+        self.prefill = program(prefill, donate_argnums=(1, 2), compiler_options=loop_options)
         self.run = program(run, donate_argnums=(1, 2), compiler_options=loop_options)
         self.logits = program(logits, compiler_options=options)
         self.all = (self.new, self.admit, self.prefill, self.run, self.logits)
@@ -198,19 +220,17 @@ class Programs:
         """How many programs there are."""
         return sum(program.count for program in self.all)
 
-    def prepare(
-        self, pool: Pool, rows: Rows, width: int, decode: Iterable[int], read: Iterable[tuple[int, int]], scored: int = 0
-    ) -> None:
-        """Compiles concurrently: `run` for each number of rows in `decode`, `prefill` for each (rows, tokens) in `read`, and for
-        the log-probabilities of `scored` tokens of one row, if any; for page tables of `width` pages.
-
-        It returns once all are there: what a GPU's compiler measures must not run with a prompt."""
+    def prepare(self, pool: Pool, rows: Rows, sizes: Sizes) -> None:
+        """Compiles concurrently what these sizes need, and returns once all are there: what a GPU's compiler measures must not
+        run with a prompt."""
+        pieces, width = sizes.pieces, sizes.width
         with self.waits.record():
-            started = [self.run.start(pool, rows, *_shapes((n,), (n, width), ())) for n in decode]  # the largest first
-            for n, tokens in read:
-                started.append(self.prefill.start(pool, rows, *_shapes((n,), (n, tokens), (n,), (n, width)), None))
-            if scored:
-                started.append(self.prefill.start(pool, rows, *_shapes((1,), (1, scored), (1,), (1, width), (1, scored))))
+            started = [self.run.start(pool, rows, *_shapes((n,), (n, width), ())) for n in sizes.decode]  # the largest first
+            for tokens in sizes.read:
+                started.append(self.prefill.start(pool, rows, *_shapes((pieces,), (tokens,), (pieces,), (pieces, width)), None))
+            if tokens := sizes.scored:
+                line = _shapes((pieces,), (tokens,), (pieces,), (pieces, width), (tokens,))
+                started.append(self.prefill.start(pool, rows, *line))
             started.append(self.admit.start(rows, *_shapes((ADMITTED,)), table.blank(ADMITTED)))
             for future in started:
                 future.result()

@@ -5,6 +5,7 @@ before the tokens of the one before are read, so the device does not wait for th
 
 import bisect
 import dataclasses
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.chosen import STEPS, Chosen, Found, Likely
-from mla_jax.decode.loop import Programs
+from mla_jax.decode.loop import Programs, Sizes
 from mla_jax.decode.rows import ADMITTED
 from mla_jax.engine.entries import entries
 from mla_jax.engine.job import Job, logprobs_of
@@ -30,6 +31,7 @@ from mla_jax.engine.stats import EngineStats, between
 from mla_jax.text.tokenizer import Tokenizer
 
 SCORED = 64  # tokens of one prompt whose log-probabilities one dispatch computes
+PIECES = 64  # of prompts that one dispatch reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +48,26 @@ class Size:
         """Pages of the longest request: the width of all page tables."""
         return -(-self.context // PAGE)
 
-    def limits(self) -> Limits:
-        return Limits(rows=self.rows, page_size=PAGE, chunk=self.chunk, shapes=self.shapes(), steps=STEPS)
+    @property
+    def pieces(self) -> int:
+        """Of prompts in one line."""
+        return min(self.rows, PIECES)
 
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        """(rows, tokens) of the programs that read prompts: a chunk, an eighth and a 64th of it, of one row or of many."""
-        tokens = [max(16, self.chunk // part) for part in (1, 8, 64)]
-        most = bucket(self.rows)
-        return tuple(dict.fromkeys((rows, n) for n in tokens for rows in (1, min(max(self.chunk // n, 1), most))))
+    def limits(self, reach: int = 1 << 30) -> Limits:
+        """`reach` as in Limits. To read the weights once costs as much as some of a chunk's tokens."""
+        return Limits(
+            rows=self.rows,
+            page_size=PAGE,
+            lines=self.lines(),
+            pieces=self.pieces,
+            reach=reach,
+            steps=STEPS,
+            dispatch=self.chunk // 4,
+        )
+
+    def lines(self) -> tuple[int, ...]:
+        """Tokens of the programs that read prompts: a chunk, an eighth and a 64th of it."""
+        return tuple(dict.fromkeys(max(16, self.chunk // part) for part in (1, 8, 64)))
 
 
 class Flight(NamedTuple):
@@ -70,11 +84,12 @@ class Engine:
 
     def __init__(self, programs: Programs, config: Config, tokenizer: Tokenizer | None, size: Size):
         self.programs, self.config, self.tokenizer, self.size = programs, config, tokenizer, size
-        self.limits, self.stats = size.limits(), EngineStats(rows=size.rows, pages=size.pages)
+        reach = roofline.REACH.get(programs.device.platform, roofline.REACH_ELSEWHERE)
+        self.limits, self.stats = size.limits(reach), EngineStats(rows=size.rows, pages=size.pages)
         self._serial = 0
         self.jobs: dict[int, Job] = {}  # that are not done, by id
         self._compiled_rows: set[int] = set()
-        self._compiled_shapes: set[tuple[int, int]] = set()
+        self._compiled_lines: set[int] = set()
         self.reset()
 
     def reset(self) -> None:
@@ -157,7 +172,7 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compiles every program that any request may need, so that nothing is compiled later."""
-        self._compile(self._row_counts(), self.limits.shapes, scored=True)
+        self._compile(self._row_counts(), self.limits.lines, SCORED)
 
     def _row_counts(self) -> list[int]:
         """Rows of the programs that decode."""
@@ -222,15 +237,15 @@ class Engine:
         """Compiles what the decision needs, all at once, unless it is there."""
         rows = bucket(len(self.running) + len(decision.admit)) if decision.admit else 0
         counts = [rows] if rows and rows not in self._compiled_rows else []
-        shapes = [decision.shape] if decision.shape and decision.shape not in self._compiled_shapes else []
-        if counts or shapes:
-            self._compile(counts, shapes)
+        lines = [decision.line] if decision.line and decision.line not in self._compiled_lines else []
+        if counts or lines:
+            self._compile(counts, lines)
 
-    def _compile(self, counts: Iterable[int], shapes: Iterable[tuple[int, int]], scored: bool = False) -> None:
+    def _compile(self, counts: Sequence[int], lines: Sequence[int], scored: int = 0) -> None:
         pool, rows = self._state()
-        self.programs.prepare(pool, rows, self.size.width, counts, shapes, SCORED if scored else 0)
+        self.programs.prepare(pool, rows, Sizes(self.size.width, self.size.pieces, counts, lines, scored))
         self._compiled_rows |= set(counts)
-        self._compiled_shapes |= set(shapes)
+        self._compiled_lines |= set(lines)
 
     def _admit(self, jobs: list[Job]) -> None:
         """Gives each a row and pages."""
@@ -267,19 +282,12 @@ class Engine:
         job.row = job.held = None
 
     def _read(self, decision: Plan) -> None:
-        """Sends pieces of prompts, but of those whose log-probabilities are asked for."""
-        if decision.shape is None:
-            return
-        rows, width = decision.shape
+        """Sends pieces of prompts in one line, but of those whose log-probabilities are asked for."""
         counts = dict(decision.read)
         jobs = [job for job in self._of(list(counts)) if job.row is not None and not job.scores]
-        if not jobs:
-            return
-        tokens, lengths = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
-        for i, job in enumerate(jobs):
-            piece = job.piece(counts[job.id])
-            tokens[i, : len(piece)], lengths[i] = piece, len(piece)
-        self._dispatch_prefill(jobs, tokens, lengths, None)
+        if jobs:
+            assert decision.line is not None
+            self._dispatch_prefill({job: job.piece(counts[job.id]) for job in jobs}, decision.line, None)
 
     def _score(self) -> None:
         """Sends a piece of the first prompt whose log-probabilities are asked for, if there is one."""
@@ -288,23 +296,23 @@ class Engine:
             return
         piece = job.piece(SCORED)
         following = job.tokens[job.read + 1 : job.read + 1 + len(piece)]
-        tokens, after = np.zeros((1, SCORED), np.int32), np.zeros((1, SCORED), np.int32)
-        tokens[0, : len(piece)], after[0, : len(following)] = piece, following
-        found = self._dispatch_prefill([job], tokens, np.array([len(piece)], np.int32), after)
+        found = self._dispatch_prefill({job: piece}, SCORED, following)
         self._flying.append(Flight([job], None, found, following))
 
-    def _dispatch_prefill(
-        self, jobs: list[Job], tokens: np.ndarray, counts: np.ndarray, following: np.ndarray | None
-    ) -> Likely | None:
+    def _dispatch_prefill(self, pieces: dict[Job, list[int]], line: int, following: list[int] | None) -> Likely | None:
+        jobs, count = list(pieces), self.size.pieces
+        read = [len(piece) for piece in pieces.values()]
+        tokens = _padded(itertools.chain.from_iterable(pieces.values()), line)
+        after = None if following is None else _padded(following, line)
+        at, table = self._padded_rows(jobs, count), self._page_table(jobs, count)
         pool, rows = self._state()
-        at, table = self._padded_rows(jobs, len(tokens)), self._page_table(jobs, len(tokens))
-        pool, rows, found = self.programs.prefill(pool, rows, at, tokens, counts, table, following)
+        pool, rows, found = self.programs.prefill(pool, rows, at, tokens, _padded(read, count), table, after)
         self._arrays = pool, rows
-        for job, count in zip(jobs, counts.tolist(), strict=False):
+        for job, new in zip(jobs, read, strict=True):
             assert job.held is not None
-            job.read += count
+            job.read += new
             self._pages.wrote(job.held, job.tokens[: job.read])
-            self.stats.read += count
+            self.stats.read += new
         return found
 
     def _decode(self, jobs: list[Job], steps: int) -> None:
@@ -394,3 +402,8 @@ class Engine:
         if job.logprobs is None or likely is None:
             return None
         return logprobs_of(ids, Likely(*(array[i] for array in likely)), job.request.params.logprobs or 0)
+
+
+def _padded(numbers: Iterable[int], length: int) -> np.ndarray:
+    given = np.fromiter(numbers, np.int32)
+    return np.pad(given, (0, length - given.size))

@@ -3,23 +3,23 @@
 One pure function over integers, without a clock: two hosts that see the same requests decide the same. Who comes first is
 (priority, arrival), always. Reading a prompt chooses no token; a decode step chooses one, and writes it into the row's pages."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
-
-Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Limits:
     rows: int  # on the device
     page_size: int
-    chunk: int  # tokens in one dispatch that reads prompts, padding counted
-    shapes: tuple[Shape, ...]  # (rows, tokens) of the programs that read prompts
+    lines: tuple[int, ...]  # tokens that each of the programs for prompts reads
+    pieces: int = 64  # of prompts in one line
+    reach: int = 1 << 30  # tokens, held and new, of all pieces in one line, unless it holds only one
     steps: int = 32  # of one decode dispatch, at most
     streamed_steps: int = 8  # the same while somebody streams
     fewest_steps: int = 8  # a row that is about to end shortens a dispatch for those that wait, but not to less
-    dispatch: int = 256  # what a dispatch costs besides its tokens, as so many tokens: the weights it reads
+    dispatch: int = 256  # what a line costs besides its tokens, as so many tokens: the weights it reads
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Plan(NamedTuple):
 
     preempt: tuple[int, ...]
     admit: tuple[int, ...]
-    read: tuple[tuple[int, int], ...]  # (id, tokens) of one dispatch
-    shape: Shape | None  # its program
+    read: tuple[tuple[int, int], ...]  # (id, tokens) of one line
+    line: int | None  # tokens of its program
     decode: tuple[int, ...]
     steps: int
 
@@ -74,14 +74,14 @@ def plan(waiting: Sequence[Waiting], running: Sequence[Running], free: int, limi
     started = [_started(request, limits) for request in admitted]
     free += sum(row.own for row in gone) - sum(row.own for row in started)
     rows = sorted([*rows, *started], key=_turn)
-    shape, read = _read([row for row in rows if row.unread], limits)
+    line, read = _read([row for row in rows if row.unread], limits)
     pieces = dict(read)
     rows = [_after_reading(row, pieces.get(row.id, 0)) for row in rows]
     if any(row.unread for row in rows):  # the next piece of a prompt waits for these steps
         limits = replace(limits, steps=limits.fewest_steps, streamed_steps=limits.fewest_steps)
     hurry = bool(gone) or len(admitted) < len(waiting)
     decode, steps = _decode(rows, free, hurry, limits)
-    return Plan(_ids(gone), _ids(admitted), tuple(read), shape, _ids(decode), steps)
+    return Plan(_ids(gone), _ids(admitted), tuple(read), line, _ids(decode), steps)
 
 
 def _turn(request: Waiting | Running) -> tuple[int, int]:
@@ -149,24 +149,33 @@ def _started(request: Waiting, limits: Limits) -> Running:
     )
 
 
-def _read(pending: list[Running], limits: Limits) -> tuple[Shape | None, list[tuple[int, int]]]:
-    """The program that reads most for what it costs, padding and the dispatch itself counted, and what it reads."""
+def _read(pending: list[Running], limits: Limits) -> tuple[int | None, list[tuple[int, int]]]:
+    """The next line, and what is in it: the first of those that read most cheaply what would fit the longest line."""
     if not pending:
         return None, []
-    shapes = [shape for shape in limits.shapes if shape[0] * shape[1] <= limits.chunk]
-    assert shapes, "no program that reads prompts is within the budget"
-
-    def worth(shape: Shape) -> tuple[float, int]:
-        tokens = sum(tokens for _, tokens in _pieces(pending, shape))
-        return tokens / (shape[0] * shape[1] + limits.dispatch), tokens
-
-    best = max(shapes, key=worth)
-    return best, _pieces(pending, best)
+    tokens = sum(tokens for _, tokens in _pieces(pending, max(limits.lines), limits))
+    _, line = _cheapest(tokens, limits.lines, limits.dispatch)
+    return line, _pieces(pending, line, limits)
 
 
-def _pieces(pending: list[Running], shape: Shape) -> list[tuple[int, int]]:
-    """So many tokens each of the first rows."""
-    return [(row.id, min(row.unread, shape[1])) for row in pending[: shape[0]]]
+@functools.lru_cache(maxsize=4096)
+def _cheapest(tokens: int, lines: tuple[int, ...], dispatch: int) -> tuple[int, int]:
+    """The least cost of lines that hold so many tokens, padding and dispatches counted, and the longest of these lines."""
+    found = [(line + dispatch + (_cheapest(tokens - line, lines, dispatch)[0] if line < tokens else 0), line) for line in lines]
+    return min(found, key=lambda each: (each[0], -each[1]))
+
+
+def _pieces(pending: list[Running], line: int, limits: Limits) -> list[tuple[int, int]]:
+    """As many tokens as a line has room for, of the first rows first."""
+    pieces, reach = [], limits.reach
+    for row in pending[: limits.pieces]:
+        tokens = min(row.unread, line)
+        reach -= row.held + tokens
+        if not tokens or (pieces and reach < 0):
+            break
+        pieces.append((row.id, tokens))
+        line -= tokens
+    return pieces
 
 
 def _after_reading(row: Running, tokens: int) -> Running:

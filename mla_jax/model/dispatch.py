@@ -55,19 +55,26 @@ class Dispatch:
 
     def step(self, model: "Transformer", batch: Batch, pool: Pool | None) -> StepPlan:
         """The plan for a step on this batch; without a pool nothing is cached."""
-        config, (rows, new) = model.config, batch.positions.shape
-        form = self.form(model, batch, pool)
-        block = roofline.block_slots(config, self.device.platform, rows, new, model.dtype.itemsize)
-        shared = form.prepare(batch, pool, config, block)
-        return StepPlan(form, shared, rope.turns(batch.positions, config), self._expert_plan(model, rows, new))
+        rows, new = batch.positions.shape
+        name = self._name(model, batch, pool)
+        form = FORMS[name] if pool is None else FORMS_OF[self.kv_cache][name]
+        shared = form.prepare(batch, pool, model.config, self.block_slots(model, name, rows, new))
+        return StepPlan(form, shared, rope.turns(batch.positions, model.config), self._expert_plan(model, rows, new))
 
-    def form(self, model: "Transformer", batch: Batch, pool: Pool | None) -> mla.Form:
+    def _name(self, model: "Transformer", batch: Batch, pool: Pool | None) -> str:
         rows, new = batch.positions.shape
         if pool is None or batch.page_table is None:  # kernels need a cache: without one, padding may stand between tokens
             name = self.form_name(model, rows, new, new)
-            return FORMS[name if name in mla.FORMS else "move_elided"]
+            return name if name in mla.FORMS else "move_elided"
         attended = batch.page_table.shape[1] * paged.page_size(pool)
-        return FORMS_OF[self.kv_cache][self.form_name(model, rows, new, attended)]
+        if batch.row is not None:
+            new = max(new, roofline.FEW + 1)  # the kernel over latents takes a line of each row's own
+        return self.form_name(model, rows, new, attended)
+
+    def block_slots(self, model: "Transformer", name: str, rows: int, new: int) -> int:
+        """Cached tokens per row that the form of this name takes at a time; kernels write no scores."""
+        scored = 0 if name in KERNELS else new
+        return roofline.block_slots(model.config, self.device.platform, rows, scored, model.dtype.itemsize)
 
     def cached(self) -> mla.Form:
         """A form that caches what all forms of this dispatch do."""
@@ -106,7 +113,7 @@ class Dispatch:
         """New tokens of all rows together that one dispatch reads of prompts: a power of two.
 
         Enough that the weights are read seldom; more where experts are copied from the host for each chunk."""
-        chunk = roofline.CHUNK.get(self.device.platform, roofline.CHUNK_ELSEWHERE)
+        chunk = roofline.chunk(model.config, self.device)
         return max(chunk, roofline.STREAMED) if self.stream else chunk
 
     def _expert_plan(self, model: "Transformer", rows: int, new: int) -> ExpertPlan:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.cache import paged
-from mla_jax.cache.paged import Layer, Pool, Rows
+from mla_jax.cache.paged import Layer, Pages, Pool, Rows
 from mla_jax.model.ops import masked_exp
 
 Cached = dict[str, Array]  # `{name: [B S ..]}`
@@ -21,16 +21,18 @@ OfBlock = Callable[[Cached], tuple[Float[Array, "B T N S"], Float[Array, "B S ..
 
 
 class Blocks(NamedTuple):
-    """How the rows of a step are read: `pages` of each row at a time. The same in all layers."""
+    """How the rows of a step are read: `count` pages of each line at a time. The same in all layers."""
 
     rows: Rows
-    pages: int
+    pages: Pages
+    count: int
     mask: Bool[Array, "B T"]
 
     def visible(self, first: Array | int, slots: int) -> Bool[Array, "B T 1 S"]:
-        """The slots of a block that each query attends to: its own, and those before it."""
-        slot = first + jnp.arange(slots)
-        return (slot <= self.rows.index[:, :, None, None]) & self.mask[:, :, None, None]
+        """The slots of a block that each query attends to: its own, and those of its row before it."""
+        slot, start = first + jnp.arange(slots), self.rows.of_tokens(self.pages.start)
+        start, last = start[:, :, None, None], (start + self.rows.index)[:, :, None, None]
+        return (slot >= start) & (slot <= last) & self.mask[:, :, None, None]
 
 
 class Held(NamedTuple):
@@ -45,16 +47,16 @@ class Held(NamedTuple):
         """The softmax of all scores times all values, `of_block(block)` being a block's; values are per head, or shared."""
         if self.layer is None:
             return _finish(*_scored(of_block, self.reads(self.new), self.step)[1:])
-        layer, (rows, pages, _) = self.layer, self.step
+        layer, pages, count = self.layer, self.step.pages, self.step.count
 
         def block(i: Array | int) -> tuple[Array, Array, Array]:
-            cached = self.reads(paged.read(layer, rows, i * pages, pages))
-            return _scored(of_block, cached, self.step.visible(i * pages * layer.size, pages * layer.size))
+            cached = self.reads(paged.read(layer, pages, i * count, count))
+            seen = self.step.visible(i * count * layer.size, count * layer.size)
+            return _scored(of_block, cached, seen, self.step.rows.row is not None)
 
-        blocks = -(-rows.page_table.shape[1] // pages)
-        if blocks == 1:
+        if pages.table.shape[1] == count:
             return _finish(*block(0)[1:])
-        used = (rows.seq_lens.max() + pages * layer.size - 1) // (pages * layer.size)
+        used = -(-pages.used // count)
         shapes = jax.eval_shape(block, 0)
         start = (jnp.full(shapes[0].shape, -jnp.inf), *(jnp.zeros(one.shape, one.dtype) for one in shapes[1:]))
         return _finish(*jax.lax.fori_loop(0, used, lambda i, carry: _merged(carry, block(i)), start)[1:])
@@ -67,15 +69,21 @@ def prepare(batch: Batch, pool: Pool | None, config: Config, block: int) -> Bloc
         return (positions[:, None, None, :] <= batch.positions[:, :, None, None]) & batch.mask[:, :, None, None]
     size = paged.page_size(pool)
     rows = paged.rows_of(batch, size)
-    pages = min(max(block // size, 1), rows.page_table.shape[1])
-    padding = -rows.page_table.shape[1] % pages
-    table = jnp.pad(rows.page_table, ((0, 0), (0, padding)))  # so that the last block has as many pages as the others
-    return Blocks(rows._replace(page_table=table), pages, batch.mask)
+    pages = paged.pages_of(rows, rows.seq_lens, size)
+    count = min(max(block // size, 1), pages.table.shape[1])
+    return Blocks(rows, pages.in_blocks(count), count, batch.mask)
 
 
-def _scored(of_block: OfBlock, cached: Cached, mask: Array) -> tuple[Array, Array, Array]:
+def finite(values: Array) -> Array:
+    """With zeros for what is not a number, which must not reach other rows of a line: a weight of zero times NaN is NaN. The
+    row's own queries learn of it by its keys."""
+    return jnp.where(jnp.isfinite(values), values, 0)
+
+
+def _scored(of_block: OfBlock, cached: Cached, mask: Array, line: bool = False) -> tuple[Array, Array, Array]:
     """The largest score of a block's queries `[B T N 1]`, and sums relative to it: of weights, and of weighted values."""
     scores, values = of_block(cached)
+    values = finite(values) if line else values
     top, weights, total = masked_exp(scores, mask)
     mix = "btns,bsnv->btnv" if values.ndim == 4 else "btns,bsv->btnv"
     return top, total, jnp.einsum(mix, weights.astype(values.dtype), values, preferred_element_type=jnp.float32)

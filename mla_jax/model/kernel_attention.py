@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import LATENT_NORM_EPS, Config
 from mla_jax.cache import paged
-from mla_jax.cache.paged import Layer, Pool, Rows
+from mla_jax.cache.paged import Layer, Pages, Pool, Rows
 from mla_jax.model import fp8_latent, ops, rope
-from mla_jax.model.held import Blocks, Held, prepare
+from mla_jax.model.held import Held, finite
 from mla_jax.model.mla import Form, Queries, Up, heads, latents
 
 
@@ -71,23 +71,56 @@ def kernel_latents(q: Queries, held: Held, up: Up, scale: float) -> Float[Array,
     return restored(jnp.einsum("btnr,nvr->btnv", o_c, up[1]), step.order)
 
 
+Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]  # the first key that a query attends to, and the one after the last
+
+
+class Heads(NamedTuple):
+    """What the layers of one step of `kernel_heads` share."""
+
+    rows: Rows
+    own: Range  # among the new tokens of its line
+    before: Pages  # with what rows had cached before
+    cached: Range  # among the slots of these
+    count: int  # of pages whose heads are rebuilt at a time
+
+
+def prepare_heads(batch: Batch, pool: Pool, config: Config, block: int) -> Heads:
+    size = paged.page_size(pool)
+    rows = paged.rows_of(batch, size)
+    before = rows.seq_lens - rows.counts
+    pages = paged.pages_of(rows, before, size)
+    count = min(max(block // size, 1), pages.table.shape[1])
+    token = jnp.broadcast_to(jnp.arange(rows.slots.shape[1], dtype=jnp.int32), rows.slots.shape)
+    first = token - (rows.index - rows.of_tokens(before))  # of the row's new tokens
+    start = rows.of_tokens(pages.start)
+
+    def valid(*bounds: Array) -> Range:
+        """Nothing for padding."""
+        first, stop = (jnp.where(rows.slots == paged.NOWHERE, 0, bound) for bound in bounds)
+        return first, stop
+
+    cached = valid(start, start + rows.of_tokens(before))
+    return Heads(rows, valid(first, token + 1), pages.in_blocks(count), cached, count)
+
+
 def kernel_heads(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
     layer, queries = _cached(held), jnp.concatenate(q, -1)
-    blocks: Blocks = held.step
-    rows, slots = blocks.rows, blocks.pages * layer.size
-    before = rows.seq_lens - rows.counts
+    step: Heads = held.step
+    slots = step.count * layer.size
 
-    def over(cached: dict[str, Array], lens: Array, causal: bool) -> tuple[Array, Array]:
-        rebuilt = heads(**held.reads(cached), up=up)
-        return ops.mla_prefill(queries, rebuilt["k"], rebuilt["v"], rows.counts, lens, scale, causal=causal)
+    def over(cached: dict[str, Array], keys: Range) -> tuple[Array, Array]:
+        known = held.reads(cached)
+        k, v = heads(**known, up=up)["k"], heads(finite(known["c_kv"]), known["k_pe"], up)["v"]
+        return ops.mla_prefill(queries, k, v, *keys, scale)
 
     def add(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-        block = paged.read(layer, rows, i * blocks.pages, blocks.pages)
-        return ops.merge(*found, *over(block, jnp.clip(before - i * slots, 0, slots), causal=False))
+        block = paged.read(layer, step.before, i * step.count, step.count)
+        first, stop = (jnp.clip(bound - i * slots, 0, slots) for bound in step.cached)
+        return ops.merge(*found, *over(block, (first, stop)))
 
-    out, lse = over(held.new, rows.counts, causal=True)
+    out, lse = over(held.new, step.own)
     found = (out.astype(jnp.float32), lse)
-    return jax.lax.fori_loop(0, -(-before.max() // slots), add, found)[0].astype(out.dtype)
+    return jax.lax.fori_loop(0, -(-step.before.used // step.count), add, found)[0].astype(out.dtype)
 
 
 def _cached(held: Held) -> Layer:
@@ -97,5 +130,5 @@ def _cached(held: Held) -> Layer:
 
 KERNELS = {
     "kernel_latents": Form(latents, kernel_latents, prepare_latents, append),
-    "kernel_heads": Form(latents, kernel_heads, prepare),
+    "kernel_heads": Form(latents, kernel_heads, prepare_heads),
 }

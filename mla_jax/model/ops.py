@@ -4,7 +4,6 @@ Weights keep the checkpoint's order, output axes first: quantised blocks stay wh
 
 from collections.abc import Callable
 from importlib import import_module
-from math import prod
 from typing import Any
 
 import jax
@@ -84,7 +83,7 @@ def linear(x: Float[Array, "*B I"], w: Weight, out: str | None = None) -> Float[
         y = (x.reshape(-1).astype(jnp.float32) * plain(w, jnp.dtype("float32"))).sum(-1)
         return y.reshape(*x.shape[:-1], -1).astype(out or x.dtype)
 
-    if isinstance(w, QTensor) and _by_kernel(x, w, out):
+    if isinstance(w, QTensor) and _by_kernel(x, w):
         return _quantized_matmul(x, w, out)
     # one row of packed weights: XLA fuses the unpacking with sums of products, where a GPU's matmul wants it written out first
     # (benchmarks/packed.py; H200, 8,192 x 4,096: FP8 24 us against 83, Q4_K 47 against 82); at 4 rows sums lose, on a CPU always
@@ -99,19 +98,11 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) ->
     return weight * y.astype(x.dtype)
 
 
-LARGE = 8 << 20  # numbers in a weight
-
-
-def _by_kernel(x: jax.Array, w: QTensor, out: str | None) -> bool:
-    """Whether a kernel multiplies: always where it takes a reordered weight. FP8 in the order of a file: where it pays, which is
-    for some rows, not many, and a large weight.
-
-    On an H200 (2026-11-22), us for 4, 16, 64, 512 rows: 16,384 x 7,168 takes 49, 49, 52, 288, and XLA 91, 96, 98, 210; 1,536 x
-    24,576 takes 21, 24, 24, 98 against 46, 47, 50, 83; but 7,168 x 576 takes 14, 13, 18, 31 against 10, 10, 12, 22."""
-    rows = jax.ShapeDtypeStruct((x.size // x.shape[-1], x.shape[-1]), x.dtype)
-    pays = w.format == "fp8_block" and out is None and 1 < rows.shape[0] <= 64 and prod(w.shape) >= LARGE
-    if len(w.shape) != 2 or not (w.reordered or pays):
+def _by_kernel(x: jax.Array, w: QTensor) -> bool:
+    """Whether a kernel multiplies: it takes reordered weights, and is faster than XLA for any number of rows up to a chunk."""
+    if len(w.shape) != 2 or not w.reordered:
         return False
+    rows = jax.ShapeDtypeStruct((x.size // x.shape[-1], x.shape[-1]), x.dtype)
     return implementation("quantized_matmul", rows, operand(w, x.dtype)) != "xla"
 
 
@@ -122,16 +113,11 @@ def _quantized_matmul(x: Float[Array, "*B I"], w: QTensor, out: str | None) -> F
     return kernel.quantized_matmul(rows, operand(w, x.dtype), out_dtype=jnp.dtype(out or x.dtype)).reshape(*x.shape[:-1], -1)
 
 
-# Formats whose kernel has been compared with XLA's matmul on a GPU. The others' kernels have run in the interpreter alone:
-# `benchmarks/packed.py` compares them, and they are used once they are named here.
-RUN_ON_A_GPU = {"Q4_K"}
-
-
 def takes_reordered(format: str, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
     """Whether a kernel of this device multiplies packed weights `[F D]` or `[X F D]` by rows in `dtype`, once reordered."""
     from pallas_kernels.packed import why_not
 
-    if not kernels_here() or format not in RUN_ON_A_GPU or why_not(format, shape):
+    if not kernels_here() or why_not(format, shape):
         return False
     op = "quantized_matmul" if len(shape) == 2 else "ragged_dot"
     row = jax.ShapeDtypeStruct((1, shape[-1]), dtype)
@@ -243,18 +229,16 @@ def mla_prefill(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
-    q_lens: Int[Array, " B"],
-    kv_lens: Int[Array, " B"],
+    first: Int[Array, "B T"],
+    stop: Int[Array, "B T"],
     scale: float,
     *,
-    causal: bool = True,
     impl: str | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Attention over heads and its LSE. A row's first `q_lens` queries are the last of its `kv_lens` tokens; they attend to
-    those before them, or to all of the row's unless `causal`."""
+    """Attention over heads and its LSE. Each query attends to the keys from its `first` on, up to before its `stop`."""
     from pallas_kernels import mla_prefill as kernel
 
-    return kernel.mla_prefill(q, k, v, q_lens, kv_lens, scale=scale, causal=causal, impl=impl)
+    return kernel.mla_prefill(q, k, v, first, stop, scale=scale, impl=impl)
 
 
 def merge(

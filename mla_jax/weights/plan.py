@@ -12,6 +12,7 @@ from mla_jax.base.errors import DoesNotFit
 from mla_jax.base.limits import free_memory, gib
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache.paged import PAGE
+from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.place import Placement
 from mla_jax.offload.streaming import scratch_bytes
@@ -149,10 +150,16 @@ def temporaries(model: Transformer, quantized: Sequence[tuple[int, ...]], rows: 
 
 
 def _attention(model: Transformer, rows: int, new: int) -> int:
-    """Scores and rebuilt heads of a block."""
-    config, itemsize = model.config, model.dtype.itemsize
-    block = roofline.block_slots(config, model.dispatch.device.platform, rows, new, itemsize)
-    return roofline.block_bytes(config, rows, new, block, itemsize)
+    """Scores and rebuilt heads of a block; for a kernel also the heads of the new tokens, and sums in float32 that are merged."""
+    config, dispatch, itemsize = model.config, model.dispatch, model.dtype.itemsize
+    name = dispatch.form_name(model, rows, new, max(new, PAGE))
+    slots, scored = dispatch.block_slots(model, name, rows, new), new
+    own = 0
+    if name in KERNELS:
+        scored, heads, value = 0, config.num_attention_heads, config.v_head_dim
+        query = config.qk_nope_head_dim + config.qk_rope_head_dim
+        own = rows * new * heads * (itemsize * (2 * query + value) + 3 * 4 * value)
+    return own + roofline.block_bytes(config, rows, scored, slots, itemsize)
 
 
 def _expert_activations(model: Transformer, tokens: int) -> int:

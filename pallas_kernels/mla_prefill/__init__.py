@@ -1,12 +1,19 @@
 """Attention of many queries over expanded heads: the contract, the choice of implementation, and `merge` for split keys.
 
-Row b (a sequence) has `q_lens[b]` queries and `kv_lens[b]` keys; entries past these may hold anything. Query t has position
-`kv_lens[b] - q_lens[b] + t`, so the keys of a prefix come before the queries' own. With `causal` it attends to keys up to its
-own position, else to all of the row. The output is the weighted sum of values, and the LSE is of the scaled scores; a query
-that attends to nothing gets zeros and -inf.
+Query t of row b attends to the keys `first[b, t] <= s < stop[b, t]`, of those that there are. The output is the weighted sum of
+values, and the LSE is of the scaled scores; a query whose range is empty (0 and 0, say: padding) gets zeros and -inf.
 
-A long prefix can be split: one call with `causal=False` per piece, one with `causal=True` for the queries' own keys. `merge`
-combines the answers two by two, in any order."""
+A row can hold several prompts, one after the other. A query that attends to its prompt up to itself has the prompt's start and
+`t + 1`, one that attends to all of a prompt's cached prefix has the prefix's bounds. Any ranges are right. They are fast where
+neighbouring queries have nearly the same: the kernels compute all keys from the first to the last that any of a block of queries
+attends to (64 to 256 on a GPU), and mask them where ranges differ.
+
+What may be anything, NaN too: queries whose range is empty; keys that a query does not attend to; keys and values past the
+row's largest stop. All values before that must be finite, also between ranges, because their weight of zero is multiplied by
+them. A NaN in a prompt's own keys reaches its own queries alone.
+
+A long prefix can be split: one call per piece, with ranges within the piece, and one for the queries' own keys. `merge` combines
+the answers two by two, in any order."""
 
 import jax
 import jax.numpy as jnp
@@ -43,14 +50,13 @@ def mla_prefill(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    q_lens: jax.Array,
-    kv_lens: jax.Array,
+    first: jax.Array,
+    stop: jax.Array,
     *,
     scale: float,
-    causal: bool = True,
     impl: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`[B T N H]`, `[B S N H]`, `[B S N V]`, `[B]`, `[B]` -> `[B T N V]` in q's dtype, LSE `[B T N]` float32.
+    """`[B T N H]`, `[B S N H]`, `[B S N V]`, `[B T]`, `[B T]` -> `[B T N V]` in q's dtype, LSE `[B T N]` float32.
 
     `impl`: "mosaic_gpu", "mosaic_tpu" or "xla"; None takes the first of these that supports the arrays and the device. Raises
     Unsupported if the named one does not."""
@@ -58,17 +64,16 @@ def mla_prefill(
     if not q.size or not k.size:
         return softmax.nothing(q, v.shape[-1])
     if impl == "xla":
-        return xla.mla_prefill(q, k, v, q_lens, kv_lens, scale=scale, causal=causal)
+        return xla.mla_prefill(q, k, v, first, stop, scale=scale)
     if impl == "mosaic_tpu":
         from pallas_kernels.mla_prefill import tpu
 
-        sizes = choice.sizes(tuning.MLA_PREFILL_TPU)
-        return tpu.mla_prefill(q, k, v, q_lens, kv_lens, scale=scale, causal=causal, sizes=sizes)
+        return tpu.mla_prefill(q, k, v, first, stop, scale=scale, sizes=choice.sizes(tuning.MLA_PREFILL_TPU))
     from pallas_kernels.mla_prefill import gpu  # needs a newer JAX than the others
 
     sizes = tuning.MLA_PREFILL[q.shape[-1], v.shape[-1]]
     units = tuning.UNITS.get(choice.device(), tuning.DEFAULT_UNITS)
-    return gpu.mla_prefill(q, k, v, q_lens, kv_lens, scale=scale, causal=causal, sizes=sizes, units=units)
+    return gpu.mla_prefill(q, k, v, first, stop, scale=scale, sizes=sizes, units=units)
 
 
 def merge(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:

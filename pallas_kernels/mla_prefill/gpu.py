@@ -1,4 +1,4 @@
-"""Ragged causal flash attention for Hopper, in Pallas Mosaic GPU.
+"""Flash attention over a range of keys per query for Hopper, in Pallas Mosaic GPU.
 
 A piece of work is 128 queries of one head. Two warpgroups take 64 each and loop over the same tiles of keys and values. A third
 copies the tiles into a ring of slots, ahead into the next piece, so that loads never pause. The two blocks of a cluster take
@@ -6,7 +6,8 @@ adjacent pieces and load each tile once for both. A warpgroup starts a tile's sc
 maximum grew by much, starts the sums of the previous tile, and computes the weights while those run.
 
 Code that overlaps a product must not follow a join of control flow, nor write the registers that the product reads: ptxas waits
-there. So tiles without a mask have a loop of their own, and weights are converted to bfloat16 after the sums.
+there. So tiles without a mask have a loop of their own, between two for tiles that some query of a warpgroup attends to in part,
+and weights are converted to bfloat16 after the sums. A warpgroup only waits for and frees tiles that others of its cluster need.
 
 schedule.py assigns the pieces: four heads at a time, whose keys and values stay in the L2; all units finish together. On an
 H200 power is the limit: 700 W lower the clock from 1.98 to about 1.55 GHz. 4,096 tokens of 128 heads run at 632 TFLOP/s,
@@ -33,6 +34,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper import FOLDED, LOG2E, LOW, ROW, clean, fold, over, raised, rescaled, swizzled, zeros
+from pallas_kernels.mla_prefill import ranges
 from pallas_kernels.mla_prefill.schedule import schedule
 
 ROWS = 64  # queries of a warpgroup
@@ -42,15 +44,23 @@ STAGED = 64  # columns that are written together
 
 
 class Piece(NamedTuple):
-    """Some queries of a head, and the keys that they attend to."""
+    """Some queries of a head."""
 
     head: jax.Array
     b: jax.Array
-    first: jax.Array  # of the queries
-    held: jax.Array
-    asked: jax.Array
-    tiles: jax.Array  # of the cluster; at least one
-    mine: jax.Array  # that some of this block's queries attend to
+    block: jax.Array  # the first of its blocks of 64 queries
+
+
+class Walk(NamedTuple):
+    """What a warpgroup does with the tiles that its cluster needs, counted from the first of these."""
+
+    start: jax.Array  # the number of the first among all tiles of keys
+    tiles: jax.Array  # how many there are, at least one
+    begin: jax.Array  # the first that the warpgroup computes; masked if it is not clear
+    clear: jax.Array  # the first that is not masked, because all queries attend to all of it
+    mixed: jax.Array  # the first that is masked again
+    end: jax.Array  # after the last that either warpgroup of the block needs
+    held: jax.Array  # the largest stop of the row, in keys
 
 
 def _halves(width):
@@ -59,9 +69,9 @@ def _halves(width):
 
 
 def _kernel(
-    q_g, k_g, v_g, q_lens, kv_lens, order_g, out_g, lse_g,
+    q_g, k_g, v_g, first_g, stop_g, walks_g, order_g, out_g, lse_g,
     q_s, k_s, v_s, out_s, q_in, q_free, k_in, v_in, k_free, v_free, cleaned,
-    *, heads, scale, causal, sizes, size, interpret,
+    *, heads, scale, sizes, size, interpret,
 ):  # fmt: skip
     T, S, chunk, slots = q_g.shape[1], k_g.shape[1], sizes["chunk"], sizes["slots"]
     H, V = (x.shape[-1] // heads for x in (q_g, v_g))
@@ -76,16 +86,10 @@ def _kernel(
         number = order_g[unit, 1 + k]
         line, group = lax.div(number, jnp.int32(groups)), lax.rem(number, jnp.int32(groups))
         b = lax.div(line, jnp.int32(heads))
-        start = group * (size * WORKERS * ROWS)
-        held, asked = kv_lens[b], q_lens[b]
+        return Piece(line - b * heads, b, (group * size + block) * WORKERS)
 
-        def tiles(first, count):
-            """Tiles that some of the queries attend to, at least one."""
-            stop = jnp.minimum(held, held - asked + first + count) if causal else held
-            return jnp.where(first < asked, lax.div(jnp.maximum(stop, 1) + (chunk - 1), jnp.int32(chunk)), 1)
-
-        first = start + block * (WORKERS * ROWS)
-        return Piece(line - b * heads, b, first, held, asked, tiles(start, size * WORKERS * ROWS), tiles(first, WORKERS * ROWS))
+    def walk_of(at, me):
+        return Walk(*(walks_g[at.b, at.block + me, i] for i in range(len(Walk._fields))))
 
     def pieces(run):
         """Runs `run(k, step)` over this unit's pieces; `step` counts the tiles that went through the ring."""
@@ -110,8 +114,9 @@ def _kernel(
     def feeder():
         def feed(k, step):
             at = piece(k)
+            walk = walk_of(at, 0)
             for me in range(WORKERS):
-                row = pl.multiple_of(at.first + me * ROWS, ROWS)
+                row = pl.multiple_of((at.block + me) * ROWS, ROWS)
                 pl.when(k > 0)(lambda me=me: plgpu.barrier_wait(q_free.at[me]))
 
                 def queries(count, me=me, row=row):
@@ -122,7 +127,7 @@ def _kernel(
                 rows_of(row, queries)
 
             def tile(t, step):
-                slot, keys = slot_of(step), pl.ds(base_of(t), chunk)
+                slot, keys = slot_of(step), pl.ds(base_of(walk.start + t), chunk)
                 pl.when(step >= slots)(lambda: plgpu.barrier_wait(k_free.at[slot]))
                 for part, to in zip(parts, k_s, strict=True):
                     source = k_g.at[at.b, keys, columns(at.head, H, *part)]
@@ -132,7 +137,7 @@ def _kernel(
                 plgpu.copy_gmem_to_smem(source, v_s.at[slot], v_in.at[slot], **collective)
                 return step + 1
 
-            return lax.fori_loop(0, at.tiles, tile, step)
+            return lax.fori_loop(0, walk.tiles, tile, step)
 
         step, count = pieces(feed)
 
@@ -202,19 +207,21 @@ def _kernel(
 
         return pl.run_scoped(run, plgpu.ACC((ROWS, chunk), jnp.float32), plgpu.ACC(acc.shape, jnp.float32))
 
-    def attend(me, at, step):
-        """Maximum, total and sums of this worker's queries over all tiles of a piece."""
-        clear = at.held - at.asked + at.first + me * ROWS + 1 if causal else at.held  # every query attends to keys before
+    def of_queries(bounds, me, at):
+        """The first keys, or the stops, of this worker's queries."""
+        return plgpu.load(bounds.at[at.b, at.block + me], layout=ROW, optimized=False)
 
-        def hide(s, t):
-            key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + base_of(t)
-            limit = at.held
-            if causal:
-                row = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
-                limit = jnp.minimum(clear + row, at.held)
-            seen = key < limit
+    def attend(me, at, walk, step):
+        """Maximum, total and sums of this worker's queries over all tiles of a piece."""
+
+        def hide(s, t, stop, first=None):
+            """The scores, masked where a query does not attend to a key. Tiles after the first clear one need no `first`."""
+            key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + base_of(walk.start + t)
+            seen = key < over(stop, s.shape)
+            if first is not None:
+                seen = seen & (key >= over(first, s.shape))
             if S % chunk:
-                seen = seen & (key >= t * chunk)
+                seen = seen & (key >= (walk.start + t) * chunk)
             return jnp.where(seen, s, -jnp.inf)
 
         def weigh(s, top, total):
@@ -224,43 +231,21 @@ def _kernel(
             w = jnp.exp2(s * (scale * LOG2E) - over(higher, s.shape))
             return w, keep, higher, total * over(keep, total.shape) + fold(w)
 
-        def tile(t, carry, some=lambda s, t: s):
+        def tile(t, carry, masks=()):
+            """Weighs tile t, while the values of the tile before are added; `masks`: the bounds to mask its scores by."""
             w, keep, top, total, acc = carry
             slot, before = slot_of(step + t), slot_of(step + t - 1)
-            scored = scores_and_values(me, slot, lambda s: weigh(some(s, t), top, total), acc, keep, w, before)
-            (w, keep, top, total), acc = scored
+            limits = [of_queries(bounds, me, at) for bounds in masks]  # on their way while the scores are computed
+
+            def weighed(s):
+                return weigh(hide(s, t, *limits) if masks else s, top, total)
+
+            (w, keep, top, total), acc = scores_and_values(me, slot, weighed, acc, keep, w, before)
             plgpu.barrier_arrive(v_free.at[before])
             return w.astype(v_s.dtype), keep, top, total, acc
 
-        low = plgpu.layout_cast(jnp.full((ROWS,), LOW, jnp.float32), ROW)
-        s = first_scores(me, slot_of(step))
-        plgpu.barrier_arrive(k_free.at[slot_of(step)])
-        whole = jnp.minimum(lax.div(jnp.minimum(clear, at.held), jnp.int32(chunk)), at.mine)  # tiles without a mask
-        s = lax.cond(whole < 1, hide, lambda s, t: s, s, jnp.int32(0))
-        w, keep, top, total = weigh(s, low, zeros((ROWS, FOLDED), plgpu.Layout.WGMMA))
-        carry = w.astype(v_s.dtype), keep, top, total, zeros((ROWS, V), plgpu.Layout.WGMMA)
-        carry = lax.fori_loop(1, whole, tile, carry)
-        w, keep, top, total, acc = lax.fori_loop(jnp.maximum(whole, 1), at.mine, functools.partial(tile, some=hide), carry)
-        plgpu.barrier_arrive(q_free.at[me])
-        last = slot_of(step + at.mine - 1)
-        plgpu.barrier_wait(v_in.at[last])
-
-        # The first worker cleans the last tile of a row for both, a barrier a slot: several short pieces ahead of the other, it
-        # would arrive twice at a single one.
-        @pl.when(at.mine * chunk > at.held)
-        def _():
-            if me == 0:
-                clean(v_s, last, at.held - base_of(at.mine - 1))
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(cleaned.at[last])
-            else:
-                plgpu.barrier_wait(cleaned.at[last])
-
-        acc = add_values(acc * over(keep, acc.shape), w, last)
-        plgpu.barrier_arrive(v_free.at[last])
-
         def skip(t, _):
-            """A tile that only the cluster's other block needs."""
+            """A tile that only other warpgroups of the cluster need."""
             slot = slot_of(step + t)
             for arrived in (k_in, v_in):
                 plgpu.barrier_wait(arrived.at[slot])
@@ -269,21 +254,51 @@ def _kernel(
                 plgpu.barrier_arrive(free.at[slot])
             return ()
 
-        lax.fori_loop(at.mine, at.tiles, skip, ())
+        begin, end = walk.begin, walk.end
+        lax.fori_loop(0, begin, skip, ())
+        low = plgpu.layout_cast(jnp.full((ROWS,), LOW, jnp.float32), ROW)
+        s = first_scores(me, slot_of(step + begin))
+        plgpu.barrier_arrive(k_free.at[slot_of(step + begin)])
+        whole = (walk.clear == begin) & (walk.mixed > begin)
+        s = lax.cond(whole, lambda s: s, lambda s: hide(s, begin, of_queries(stop_g, me, at), of_queries(first_g, me, at)), s)
+        w, keep, top, total = weigh(s, low, zeros((ROWS, FOLDED), plgpu.Layout.WGMMA))
+        carry = w.astype(v_s.dtype), keep, top, total, zeros((ROWS, V), plgpu.Layout.WGMMA)
+        clear, mixed = (jnp.maximum(t, begin + 1) for t in (walk.clear, walk.mixed))
+        carry = lax.fori_loop(begin + 1, clear, functools.partial(tile, masks=(stop_g, first_g)), carry)
+        carry = lax.fori_loop(clear, mixed, tile, carry)
+        w, keep, top, total, acc = lax.fori_loop(mixed, end, functools.partial(tile, masks=(stop_g,)), carry)
+        plgpu.barrier_arrive(q_free.at[me])
+        last, held = slot_of(step + end - 1), walk.held - base_of(walk.start + end - 1)
+        plgpu.barrier_wait(v_in.at[last])
+
+        # The first worker cleans the last tile of a row for both, a barrier a slot: several short pieces ahead of the other, it
+        # would arrive twice at a single one.
+        @pl.when((walk.start + end) * chunk > walk.held)
+        def _():
+            if me == 0:
+                clean(v_s, last, held)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(cleaned.at[last])
+            else:
+                plgpu.barrier_wait(cleaned.at[last])
+
+        acc = add_values(acc * over(keep, acc.shape), w, last)
+        plgpu.barrier_arrive(v_free.at[last])
+
+        lax.fori_loop(end, walk.tiles, skip, ())
         return top, total.sum(axis=1), acc
 
     def finish(me, at, top, total, acc):
-        row0 = pl.multiple_of(at.first + me * ROWS, ROWS)
-        row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=plgpu.Layout.WGMMA) + row0
-        # a query past the end may have added anything; NaN of valid keys is not 0 and propagates
-        none = (total == 0) | (row.max(axis=1) >= at.asked)
+        row0 = pl.multiple_of((at.block + me) * ROWS, ROWS)
+        # a query without keys may have added anything; NaN of valid keys is not 0 and propagates
+        none = (total == 0) | (of_queries(stop_g, me, at) == 0)
         norm = jnp.where(none, 0.0, 1 / total)
         out = jnp.where(over(norm, acc.shape) == 0, 0.0, acc * over(norm, acc.shape)).astype(out_s.dtype)
         lse = jnp.where(none, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2E))
 
         @pl.when(row0 < T)
         def _():
-            lse_g[at.b, at.head, lax.div(row0, jnp.int32(ROWS))] = lse
+            lse_g[at.b, at.head, at.block + me] = lse
             for start in range(0, V, STAGED):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 out_s[me] = lax.slice(out, (0, start), (ROWS, start + STAGED))
@@ -298,10 +313,11 @@ def _kernel(
     def worker(me):
         def work(k, step):
             at = piece(k)
-            pl.when(at.first + me * ROWS < T)(lambda: plgpu.barrier_wait(q_in.at[me]))
-            top, total, acc = attend(me, at, step)
+            walk = walk_of(at, me)
+            pl.when((at.block + me) * ROWS < T)(lambda: plgpu.barrier_wait(q_in.at[me]))
+            top, total, acc = attend(me, at, walk, step)
             finish(me, piece(k), top, total, acc)  # recomputed, so that it holds no register meanwhile
-            return step + at.tiles
+            return step + walk.tiles
 
         pieces(work)
         plgpu.wait_smem_to_gmem(0)
@@ -315,30 +331,59 @@ def _kernel(
             body()
 
 
-def mla_prefill(q, k, v, q_lens, kv_lens, *, scale, causal, sizes, units, interpret=None):
+def mla_prefill(q, k, v, first, stop, *, scale, sizes, units, interpret=None):
     """As `mla_prefill` of the package; `sizes` as in tuning.py; `interpret` runs the kernel on a CPU."""
-    return _mla_prefill(q, k, v, q_lens, kv_lens, scale, causal, tuple(sizes.items()), units, interpret)
+    return _mla_prefill(q, k, v, first, stop, scale, tuple(sizes.items()), units, interpret)
 
 
-def _order(lines, T, S, causal, size, sizes, units):
-    """The table of schedule.py, for rows as long as their arrays."""
+def _order(lines, T, S, size, sizes, units):
+    """The table of schedule.py, made before any range is known.
+
+    It supposes ranges that grow with the queries where there are as many keys as queries, elsewhere all keys. Prompts packed in
+    one row need less, and some units then get more work than others: with 16 heads, by the schedule's costs, 1.3 times the mean
+    for 16 prompts of 256 tokens, 1.8 times for one of 2,048 before 16 of 128."""
     rows = size * WORKERS * ROWS
-    stops = [min(S, S - T + start + rows) if causal else S for start in range(0, T, rows)]
-    tiles = tuple(max(-(-stop // sizes["chunk"]), 1) for stop in stops)
+    stops = [min(S, start + rows) if S == T else S for start in range(0, T, rows)]
+    tiles = tuple(-(-stop // sizes["chunk"]) for stop in stops)
     return schedule(tiles, lines=lines, near=sizes["near"], units=units)
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8, 9))  # so that all layers of a model are lowered once
-def _mla_prefill(q, k, v, q_lens, kv_lens, scale, causal, sizes, units, interpret):
-    (B, T, N, H), V, sizes = q.shape, v.shape[-1], dict(sizes)
+def _walks(first, stop, size, chunk):
+    """The Walk of every block of 64 queries, `[B blocks fields]` int32, for clipped ranges of whole clusters."""
+    own = ranges.spans(first, stop, ROWS)
+
+    def shared(count, pick, x):
+        """The least or largest of `count` adjacent blocks, for each of them; by elements, so that XLA fuses it all."""
+        return jnp.repeat(functools.reduce(pick, (x[:, i::count] for i in range(count))), count, axis=1)
+
+    least, most = shared(size * WORKERS, jnp.minimum, own.first), shared(size * WORKERS, jnp.maximum, own.stop)
+    start = jnp.minimum(least, most) // chunk  # 0 if none of the queries attends to anything
+
+    def after(key):
+        return -(-key // chunk) - start
+
+    tiles, end = jnp.maximum(after(most), 1), jnp.maximum(after(shared(WORKERS, jnp.maximum, own.stop)), 1)
+    begin = jnp.minimum(own.first // chunk - start, end - 1)  # without keys it computes the last tile, for nothing
+    clear = jnp.clip(after(own.all_first), begin, end)
+    mixed = jnp.clip(own.all_stop // chunk - start, clear, end)
+    held = jnp.broadcast_to(stop.max(axis=1, keepdims=True), start.shape)
+    return jnp.stack(Walk(start, tiles, begin, clear, mixed, end, held), axis=-1)
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8))  # so that all layers of a model are lowered once
+def _mla_prefill(q, k, v, first, stop, scale, sizes, units, interpret):
+    (B, T, N, H), S, V, sizes = q.shape, k.shape[1], v.shape[-1], dict(sizes)
     chunk, slots, widths = sizes["chunk"], sizes["slots"], [width for _, width in _halves(H)]
-    q = jnp.pad(q, ((0, 0), (0, -T % COPIED), (0, 0), (0, 0)))
-    k, v = (jnp.pad(x, ((0, 0), (0, max(-x.shape[1] % COPIED, chunk - x.shape[1])), (0, 0), (0, 0))) for x in (k, v))
-    rows = q.shape[1]
-    blocks, pairs = -(-rows // ROWS), -(-rows // (WORKERS * ROWS))
+    pairs = -(-T // (WORKERS * ROWS))
     size = 2 if pairs % 2 == 0 or pairs > 8 else 1  # blocks that share tiles
-    order = _order(B * N, T, k.shape[1], causal, size, sizes, units // size)
-    kernel = functools.partial(_kernel, heads=N, scale=scale, causal=causal, sizes=sizes, size=size, interpret=interpret)
+    first, stop = (jnp.pad(x, ((0, 0), (0, -T % (size * WORKERS * ROWS)))) for x in ranges.clipped(first, stop, S))
+    walks, (first, stop) = _walks(first, stop, size, chunk), (x.reshape(B, -1, ROWS) for x in (first, stop))
+    order = _order(B * N, T, S, size, sizes, units // size)
+    q = jnp.pad(q, ((0, 0), (0, -T % COPIED), (0, 0), (0, 0)))
+    k, v = (jnp.pad(x, ((0, 0), (0, max(-S % COPIED, chunk - S)), (0, 0), (0, 0))) for x in (k, v))
+    rows = q.shape[1]
+    blocks = -(-rows // ROWS)
+    kernel = functools.partial(_kernel, heads=N, scale=scale, sizes=sizes, size=size, interpret=interpret)
     free = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",)) if size == 2 else plgpu.Barrier
     out, lse = plgpu.kernel(
         kernel,
@@ -367,5 +412,5 @@ def _mla_prefill(q, k, v, q_lens, kv_lens, scale, causal, sizes, units, interpre
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=128, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(*(x.reshape(B, x.shape[1], -1) for x in (q, k, v)), q_lens.astype(jnp.int32), kv_lens.astype(jnp.int32), jnp.asarray(order))
+    )(*(x.reshape(B, x.shape[1], -1) for x in (q, k, v)), first, stop, walks, jnp.asarray(order))
     return out[:, :T].reshape(B, T, N, V), lse.reshape(B, N, -1)[:, :, :T].swapaxes(1, 2)

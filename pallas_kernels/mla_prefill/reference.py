@@ -4,14 +4,12 @@ import jax
 import jax.numpy as jnp
 
 
-def mla_prefill(q, k, v, q_lens, kv_lens, *, scale, causal=True, dtype=jnp.float32):
-    """All scores at once, masked by the queries' and keys' lengths and by position."""
-    T, S = q.shape[1], k.shape[1]
-    asked, held = jnp.arange(T) < q_lens[:, None], jnp.arange(S) < kv_lens[:, None]
-    seen = asked[:, :, None] & held[:, None]
-    if causal:
-        position = (kv_lens - q_lens)[:, None] + jnp.arange(T)
-        seen &= jnp.arange(S) <= position[..., None]
+def mla_prefill(q, k, v, first, stop, *, scale, dtype=jnp.float32):
+    """All scores at once, masked by the queries' ranges of keys."""
+    key = jnp.arange(k.shape[1])
+    seen = (first[..., None] <= key) & (key < stop[..., None])
+    asked = seen.any(axis=2)
+    held = key < jnp.where(asked, stop, 0).max(axis=1, keepdims=True)
     q = jnp.where(asked[..., None, None], q, 0).astype(dtype)
     k, v = (jnp.where(held[..., None, None], x, 0).astype(dtype) for x in (k, v))
     exact = {"precision": "highest", "preferred_element_type": dtype}

@@ -25,6 +25,17 @@ def test_a_batch_behind_held_tokens_counts_on_from_them():
     assert batch.positions.dtype == batch.seq_lens.dtype == np.int32
 
 
+def test_a_line_has_the_tokens_of_one_row_after_the_other_and_then_padding():
+    held, position, counts = (jnp.array(numbers, jnp.int32) for numbers in ([0, 5, 9, 3], [0, 7, 9, 3], [2, 0, 3, 1]))
+    table = jnp.arange(8).reshape(4, 2)
+    batch = Batch.in_line(held, position, counts, 8, table)
+    assert batch.mask.tolist() == [[True] * 6 + [False] * 2]
+    assert batch.row[0, :6].tolist() == [0, 0, 2, 2, 2, 3]
+    assert batch.positions[0, :6].tolist() == [0, 1, 9, 10, 11, 3]
+    assert batch.seq_lens.tolist() == [2, 5, 12, 4]
+    assert batch.page_table is table
+
+
 def test_all_that_a_batch_says_is_data_and_only_its_shapes_are_part_of_the_program():
     traced = []
 

@@ -14,6 +14,7 @@ from mla_jax.base.roofline import (
     block_bytes,
     block_slots,
     break_even,
+    chunk,
     device,
     pick_form,
     why_form,
@@ -31,6 +32,19 @@ FREE_MEMORY = Device("infinite bandwidth", "gpu", 1e12, math.inf)
 )
 def test_break_even_is_where_the_papers_put_it(preset, tokens):
     assert round(break_even(Config.preset(preset))) == tokens
+
+
+@pytest.mark.parametrize(
+    ("preset", "kind", "tokens"),
+    [
+        ("v2_lite", "cpu", 512),
+        ("v2_lite", "NVIDIA H100", 4096),
+        ("v3", "NVIDIA H200", 8192),  # 178 operations a byte, 32 tokens for each that an expert computes: 5,692
+        ("kimi_k2", "NVIDIA H100", 16384),  # 293 and 48: 14,044
+    ],
+)
+def test_a_chunk_has_so_many_tokens_that_experts_compute_while_they_are_read(preset, kind, tokens):
+    assert chunk(Config.preset(preset), DEVICES[kind]) == tokens
 
 
 def test_absorbing_always_wins_where_heads_are_wider_than_the_latent():

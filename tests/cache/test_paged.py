@@ -62,8 +62,8 @@ def behind(lens: np.ndarray, counts: np.ndarray, table: np.ndarray, new: int, si
 def append_and_read(pool: Pool, index: jax.Array, new: dict, batch: Batch) -> tuple[Pool, dict, dict]:
     """The pool, what all pages of each row hold, and what its pages 1 and 2 do."""
     rows = paged.rows_of(batch, SIZE)
-    layer = paged.append(Layer(pool, index), new, rows)
-    return layer.pool, paged.read(layer, rows, 0, WIDTH), paged.read(layer, rows, 1, 2)
+    layer, pages = paged.append(Layer(pool, index), new, rows), paged.pages_of(rows, rows.seq_lens, SIZE)
+    return layer.pool, paged.read(layer, pages, 0, WIDTH), paged.read(layer, pages, 1, 2)
 
 
 arrivals = st.lists(st.lists(st.integers(0, TOKENS), min_size=ROWS, max_size=ROWS), min_size=1, max_size=5)
@@ -124,7 +124,7 @@ def test_narrow_floats_are_stored_as_their_bits_exactly(dtype):
     def there_and_back(pool: Pool, every: jax.Array) -> tuple[Pool, dict]:
         rows = paged.rows_of(batch, PAGE)
         layer = paged.append(Layer(pool, jnp.int32(0)), {"k": every}, rows)
-        return layer.pool, paged.read(layer, rows, 0, pages)
+        return layer.pool, paged.read(layer, paged.pages_of(rows, rows.seq_lens, PAGE), 0, pages)
 
     pool, found = there_and_back(pool, every)
     numbers = ~np.isnan(bits.view(dtype).astype(np.float32))
@@ -140,7 +140,8 @@ def test_what_is_stored_as_bits_was_rounded_to_the_nearest(dtype):
     batch = Batch.after(jnp.zeros(2, jnp.int32), jnp.ones((2, 5), bool), paged.in_order(2, 5, SIZE))
     rows = paged.rows_of(batch, SIZE)
     pool = paged.init({"k": like(1, 1, 3, dtype=dtype)}, 1, 4, SIZE, as_bits=True)
-    found = paged.read(paged.append(Layer(pool, jnp.int32(0)), {"k": jnp.asarray(value)}, rows), rows, 0, 2)["k"]
+    layer = paged.append(Layer(pool, jnp.int32(0)), {"k": jnp.asarray(value)}, rows)
+    found = paged.read(layer, paged.pages_of(rows, rows.seq_lens, SIZE), 0, 2)["k"]
     np.testing.assert_array_equal(found[:, :5], value.astype(getattr(ml_dtypes, dtype)))
 
 
@@ -172,13 +173,23 @@ class Step:
 
     def attended(self, counts: list[int] | None = None, block: int = PAGE) -> np.ndarray:
         """The outputs of the new tokens, of which each row has `counts`."""
-        return np.asarray(self._attended(np.full(len(self.lens), self.new) if counts is None else np.array(counts), block))
-
-    def _attended(self, counts: np.ndarray, block: int) -> jax.Array:
-        before = behind(0 * self.lens, self.lens, self.table, max(*self.lens, 1), self.size)
+        counts = np.full(len(self.lens), self.new) if counts is None else np.array(counts)
         after = behind(self.lens, counts, self.table, self.new, self.size)
-        at = self.lens[:, None] + np.arange(self.new)
-        new = {name: array[np.arange(len(self.lens))[:, None], at] for name, array in self.all.items()}
+        return self._attended(after, np.arange(len(self.lens))[:, None], np.arange(self.new)[None], block)
+
+    def in_line(self, counts: list[int], block: int = PAGE, padding: int = 3) -> list[np.ndarray]:
+        """The same for each row, with the new tokens of all rows in one line."""
+        row, token = (np.concatenate([*each, [0] * padding])[None].astype(int) for each in _places(counts))
+        held, new = (jnp.asarray(numbers, jnp.int32) for numbers in (self.lens, counts))
+        table = junk_past(self.table, self.lens + counts, self.size)
+        found = self._attended(Batch.in_line(held, held, new, row.size, table), row, token, block)[0]
+        assert (found[row.size - padding :] == 0).all()
+        return np.split(found[: row.size - padding], np.cumsum(counts)[:-1])
+
+    def _attended(self, after: Batch, row: np.ndarray, token: np.ndarray, block: int) -> np.ndarray:
+        """`token` says which of its `row`'s new tokens each of the step's is."""
+        before = behind(0 * self.lens, self.lens, self.table, max(*self.lens, 1), self.size)
+        new = {name: array[row, self.lens[row] + token] for name, array in self.all.items()}
 
         @jax.jit
         def run(q, up, old, new, layer, before, after):
@@ -188,7 +199,8 @@ class Step:
             return self.form.attends(q, Held(new, layer, step, self.form.reads), up, 0.1)
 
         old = {name: array[:, : before.mask.shape[1]] for name, array in self.all.items()}
-        return run(self.q, self.up, old, new, self.layer(), before, after)
+        q = tuple(each[row, token] for each in self.q)
+        return np.asarray(run(q, self.up, old, new, self.layer(), before, after))
 
     def alone(self) -> np.ndarray:
         """What each query attends to, in one softmax and in float64."""
@@ -199,6 +211,11 @@ class Step:
         scores = np.where(visible[:, :, None], scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         return np.einsum("btns,bsnv->btnv", weights / weights.sum(-1, keepdims=True), v)
+
+
+def _places(counts: list[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The row of each token of a line, and which of its row's tokens it is."""
+    return [np.full(count, row) for row, count in enumerate(counts)], [np.arange(count) for count in counts]
 
 
 def close(found: np.ndarray, expected: np.ndarray, rtol: float = 2e-5):
@@ -225,6 +242,31 @@ def test_attention_block_by_block_is_one_softmax_for_every_block_size(form, spre
 def test_blocks_of_any_size_over_pages_of_any_size_are_one_softmax(lens, block, size):
     step = Step("move_elided", lens, pages=math.ceil(28 / size), size=size, spread=5.0)
     close(step.attended(block=block), step.alone())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("block", [PAGE, SIZE])
+def test_tokens_of_a_line_attend_to_their_own_rows(form, block):
+    step = Step(form, [0, 5, 17, 8, 3, 26], new=4, pages=8)
+    counts = [4, 1, 0, 3, 4, 2]
+    expected = step.alone()
+    for row, found in enumerate(step.in_line(counts, block)):
+        if counts[row]:
+            close(found, expected[row, : counts[row]])
+
+
+@settings(max_examples=15)
+@given(
+    lens=st.lists(st.integers(0, 27), min_size=3, max_size=3),
+    counts=st.lists(st.integers(0, 3), min_size=3, max_size=3),
+    padding=st.integers(1, 4),
+)
+def test_lines_of_any_rows_attend_as_rows_do(lens, counts, padding):
+    step = Step("move_elided", lens, new=3, pages=8)
+    expected = step.alone()
+    for row, found in enumerate(step.in_line(counts, 8, padding)):
+        if counts[row]:
+            close(found, expected[row, : counts[row]])
 
 
 @pytest.mark.parametrize("form", FORMS)

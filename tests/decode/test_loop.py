@@ -70,7 +70,8 @@ class Served:
         self.rows = self.programs.admit(self.rows, at, entry)
 
     def read(self, parts: list[list[int]], width: int) -> "Served":
-        tokens = np.array([[*part, *[0] * (width - len(part))] for part in parts], np.int32)
+        line = [token for part in parts for token in part]
+        tokens = np.array([*line, *[0] * (width - len(line))], np.int32)
         counts = np.array([len(part) for part in parts], np.int32)
         self.pool, self.rows, _ = self.programs.prefill(self.pool, self.rows, self.at, tokens, counts, self.table, None)
         return self
@@ -91,7 +92,7 @@ class Served:
 
 
 def begun(programs: Programs, **other) -> Served:
-    return Served(programs, **other).read(PROMPTS, 16)
+    return Served(programs, **other).read(PROMPTS, 24)
 
 
 def assert_same(one: Served, other: Served):

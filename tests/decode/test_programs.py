@@ -13,7 +13,7 @@ import pytest
 from models import FAMILIES, tensors, write
 
 from mla_jax.decode import store
-from mla_jax.decode.loop import Programs
+from mla_jax.decode.loop import Programs, Sizes
 from mla_jax.decode.programs import Program, Waits
 from mla_jax.decode.rows import ADMITTED, blank
 from mla_jax.engine.stats import between
@@ -73,13 +73,13 @@ AT, TABLE = np.zeros(1, np.int32), np.arange(2, dtype=np.int32)[None]
 def generated(programs: Programs) -> np.ndarray:
     """What one row writes behind 16 tokens, sampled."""
     pool, rows = programs.new(1, 2)
-    programs.prepare(pool, rows, 2, [1], [(1, 16)])
+    programs.prepare(pool, rows, Sizes(width=2, pieces=1, decode=[1], read=[16]))
     entry = blank(ADMITTED)
     ones = np.ones(ADMITTED, np.int32)
     warm = dataclasses.replace(entry.sampling, temperature=np.ones(ADMITTED, np.float32))
     entry = dataclasses.replace(entry, prompt=16 * ones, limit=20 * ones, sampling=warm)
     rows = programs.admit(rows, np.arange(ADMITTED, dtype=np.int32), entry)
-    tokens = np.arange(16, dtype=np.int32)[None] + 5
+    tokens = np.arange(16, dtype=np.int32) + 5
     pool, rows, _ = programs.prefill(pool, rows, AT, tokens, np.array([16], np.int32), TABLE, None)
     return programs.run(pool, rows, AT, TABLE, np.int32(20))[2].tokens().tokens
 

@@ -101,7 +101,7 @@ def test_a_prompt_read_in_chunks_gives_what_it_gives_read_whole(llm, monkeypatch
     prompts = [rng.integers(2, 96, n).tolist() for n in (100, 33, 16, 1)]
     params = SamplingParams(max_tokens=8, logprobs=3, ignore_eos=True)
     whole = llm.generate(prompts, params)
-    monkeypatch.setattr(llm.engine, "limits", dataclasses.replace(llm.engine.limits, shapes=((1, 16), (8, 16)), chunk=128))
+    monkeypatch.setattr(llm.engine, "limits", dataclasses.replace(llm.engine.limits, lines=(16,)))
     llm.engine.reset()  # or their pages would be found
     chunked = llm.generate(prompts, params)
     assert [o.token_ids for o in chunked] == [o.token_ids for o in whole]

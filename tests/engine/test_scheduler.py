@@ -13,8 +13,7 @@ from mla_jax.engine.scheduler import Limits, Plan, Running, Waiting, plan
 
 pytestmark = pytest.mark.once  # plain Python
 
-SHAPES = ((1, 16), (4, 16), (16, 16), (64, 16), (1, 64), (4, 64), (16, 64), (1, 256), (4, 256), (1, 1024))
-LIMITS = Limits(rows=8, page_size=16, chunk=1024, shapes=SHAPES)
+LIMITS = Limits(rows=8, page_size=16, lines=(16, 64, 256, 1024))
 EMPTY = Plan((), (), (), None, (), 0)
 
 
@@ -36,7 +35,7 @@ def test_nothing_to_do_is_an_empty_plan():
 
 
 def test_a_short_prompt_is_admitted_read_and_decoded_in_one_plan():
-    assert plan([waits(7)], [], 9, LIMITS) == ((), (7,), ((7, 10),), (1, 16), (7,), 32)
+    assert plan([waits(7)], [], 9, LIMITS) == ((), (7,), ((7, 10),), 16, (7,), 32)
 
 
 def test_requests_start_by_priority_then_by_arrival_in_whatever_order_they_are_given():
@@ -70,7 +69,7 @@ def test_pages_that_others_hold_already_cost_nothing_and_idle_ones_do():
 def test_a_prompt_that_fills_its_pages_needs_one_more_for_its_first_token_if_it_is_to_be_decoded():
     assert plan([waits(1, 32)], [], 2, LIMITS).admit == ()
     assert plan([waits(1, 32)], [], 3, LIMITS).admit == (1,)
-    assert plan([waits(1, 32, left=1)], [], 2, LIMITS) == ((), (1,), ((1, 32),), (1, 64), (1,), 1)
+    assert plan([waits(1, 32, left=1)], [], 2, LIMITS) == ((), (1,), ((1, 32),), 64, (1,), 1)
 
 
 def test_pages_for_what_running_rows_decode_next_are_set_aside():
@@ -80,32 +79,36 @@ def test_pages_for_what_running_rows_decode_next_are_set_aside():
     assert plan([waits(9)], [runs(1, 16), runs(2, left=0, streams=True)], 2, LIMITS).admit == ()
 
 
-def test_several_short_prompts_are_read_together():
+def test_several_short_prompts_are_read_together_in_one_line():
     found = plan([], [unread(i, 12) for i in range(7)], 99, LIMITS)
-    assert (found.read, found.shape) == (tuple((i, 12) for i in range(7)), (16, 16))
-    equal = replace(LIMITS, dispatch=64)  # ten in (16, 16) cost as much each as four in (4, 16)
-    assert len(plan([], [unread(i, 12) for i in range(10)], 99, equal).read) == 10
+    assert (found.read, found.line) == (tuple((i, 12) for i in range(7)), 256)
+    cheap = replace(LIMITS, dispatch=8)  # 64 of 84 tokens now, and the rest in a line of its own
+    found = plan([], [unread(i, 12) for i in range(7)], 99, cheap)
+    assert (found.read, found.line) == (((0, 12), (1, 12), (2, 12), (3, 12), (4, 12), (5, 4)), 64)
+    assert plan([], [unread(1, 65)], 99, LIMITS).line == 256  # 512 in all, two lines of 64 and 16 would cost 592
 
 
-def test_a_long_prompt_takes_the_largest_program_of_one_row():
+def test_a_long_prompt_takes_the_longest_line():
     found = plan([], [unread(1, 5000), unread(2, 12)], 999, LIMITS)
-    assert (found.read, found.shape, found.decode) == (((1, 1024),), (1, 1024), ())
+    assert (found.read, found.line, found.decode) == (((1, 1024),), 1024, ())
 
 
-def test_the_rest_of_a_prompt_takes_a_small_program():
-    assert plan([], [runs(1, 1024, unread=3)], 999, LIMITS).shape == (1, 16)
+def test_the_rest_of_a_prompt_takes_a_short_line_unless_others_fill_a_longer_one():
+    assert plan([], [runs(1, 1024, unread=3)], 999, LIMITS).line == 16
+    found = plan([], [runs(1, 1024, unread=3), unread(2, 2000)], 999, LIMITS)
+    assert (found.read, found.line) == (((1, 3), (2, 1021)), 1024)
 
 
-def test_a_short_prompt_before_a_long_one_does_not_wait_for_it_nor_is_it_padded_to_it_without_gain():
-    assert plan([], [unread(1, 17), unread(2, 1000)], 999, LIMITS).read[0] == (1, 17)
-    alone = replace(LIMITS, dispatch=0)  # a device on which only tokens cost
-    assert plan([], [unread(1, 16), unread(2, 1000)], 999, alone).shape == (1, 16)
+def test_a_line_has_room_for_so_many_pieces():
+    found = plan([], [unread(i, 12) for i in range(7)], 99, replace(LIMITS, pieces=3))
+    assert found.read == ((0, 12), (1, 12), (2, 12))
 
 
-def test_programs_beyond_the_budget_are_not_taken():
-    assert plan([], [unread(1, 5000)], 999, replace(LIMITS, chunk=300)).shape == (1, 256)
-    with pytest.raises(AssertionError, match="budget"):
-        plan([], [unread(1, 5000)], 999, replace(LIMITS, chunk=15))
+def test_prompts_share_a_line_if_together_they_hold_no_more_than_it_reaches():
+    near = replace(LIMITS, reach=100)
+    assert plan([], [runs(1, 48, unread=16), runs(2, 20, unread=16)], 99, near).read == ((1, 16), (2, 16))
+    assert plan([], [runs(1, 48, unread=16), runs(2, 21, unread=16)], 99, near).read == ((1, 16),)
+    assert plan([], [runs(1, 480, unread=16), runs(2, 10, unread=6)], 99, near).read == ((1, 16),)  # alone it may be longer
 
 
 def test_rows_that_are_not_read_to_the_end_do_not_decode():
@@ -166,8 +169,9 @@ SIZE = 4
 SMALL = Limits(
     rows=4,
     page_size=SIZE,
-    chunk=32,
-    shapes=((1, 4), (4, 4), (1, 16), (2, 16), (1, 32), (1, 64)),
+    lines=(4, 16, 32),
+    pieces=3,
+    reach=40,
     steps=8,
     streamed_steps=3,
     fewest_steps=2,
@@ -369,13 +373,13 @@ def check_read(found: Plan, asked: dict, turn: dict[int, int], limits: Limits) -
     pending = {row.id: row.unread for row in started if row.unread}
     pending |= {id: asked[id].tokens - asked[id].shared * limits.page_size for id in found.admit}
     assert [id for id, _ in found.read] == sorted(pending, key=lambda id: turn[id])[: len(found.read)]
-    assert bool(found.read) == bool(pending) == (found.shape is not None)
-    if found.shape:
-        rows, longest = found.shape
-        assert found.shape in limits.shapes
-        assert rows * longest <= limits.chunk
-        assert len(found.read) <= rows
-        assert all(0 < tokens <= min(longest, pending[id]) for id, tokens in found.read)
+    assert bool(found.read) == bool(pending) == (found.line is not None)
+    if found.line:
+        assert found.line in limits.lines
+        assert sum(tokens for _, tokens in found.read) <= found.line
+        assert all(0 < tokens <= pending[id] for id, tokens in found.read)
+        assert all(tokens == pending[id] for id, tokens in found.read[:-1])  # only the last one is cut
+        assert len(found.read) <= limits.pieces
 
 
 def simulate(specs: list[Spec], count: int, limits: Limits = SMALL) -> Device:

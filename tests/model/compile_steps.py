@@ -70,7 +70,7 @@ if __name__ == "__main__":
         model = model_of(kv_cache)
         steps = {
             "run, 8 rows": (loop.run, whole(8), whole(8, WIDTH), whole()),
-            "prefill, 2048": (loop.prefill, whole(1), whole(1, 2048), whole(1), whole(1, WIDTH)),
+            "prefill, 2048": (loop.prefill, whole(8), whole(2048), whole(8), whole(8, WIDTH)),
         }
         for name, (function, *args) in steps.items():
             print(json.dumps({"step": f"{name}, {kv_cache}"} | compiled(model, function, *args)), flush=True)

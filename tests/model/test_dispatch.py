@@ -67,7 +67,7 @@ def test_asking_leaves_no_trace(monkeypatch):
     kernels(monkeypatch, "mla_prefill")
 
     def attend(q: jax.Array) -> jax.Array:
-        return ops.mla_prefill(q, q, q, jnp.full(1, 4), jnp.full(1, 4), 1.0)[0]
+        return ops.mla_prefill(q, q, q, jnp.full((1, 4), 0), jnp.full((1, 4), 4), 1.0)[0]
 
     q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 4, 2, 8)), jnp.float32)
     assert ops.who_computes(attend, q) == {"mla_prefill": "mosaic_gpu"}

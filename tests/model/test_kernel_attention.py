@@ -39,6 +39,38 @@ def stepped(attention: str, size: int) -> list[np.ndarray]:
     return said
 
 
+def in_lines(attention: str, size: int) -> list[np.ndarray]:
+    """What `stepped` says, where each batch is one line with the tokens of all rows and some padding."""
+    config = Config.preset("tiny")
+    model = Transformer(config, nnx.Rngs(0), dispatch=Dispatch(attention))
+    call, rng = jax.jit(lambda tokens, batch, pool: model(tokens, batch, pool)[:2]), np.random.default_rng(0)
+    table = jnp.asarray(rng.permutation(ROWS * -(-64 // size)).reshape(ROWS, -1), jnp.int32)
+    pool, held, said = model.new_pool(table.size, size), jnp.zeros(ROWS, jnp.int32), []
+    for counts in (*COUNTS.values(), *COUNTS.values()):
+        mask = np.arange(max(counts)) < np.array(counts)[:, None]
+        tokens = rng.integers(0, config.vocab_size, mask.shape)[mask]
+        new = jnp.asarray(counts, jnp.int32)
+        batch = Batch.in_line(held, held, new, tokens.size + 2, table)
+        hidden, pool = call(jnp.asarray([*tokens, 0, 0], jnp.int32)[None], batch, pool)
+        held += new
+        said.append(np.asarray(hidden)[0, : tokens.size])
+    return said
+
+
+@pytest.mark.parametrize("attention", ["fused", "compressed"])
+@pytest.mark.parametrize("size", [64, 8])
+def test_tokens_in_a_line_say_what_they_say_in_rows_of_their_own(attention, size):
+    for name, line, rows in zip([*COUNTS] * 2, in_lines(attention, size), stepped("move_elided", size), strict=True):
+        assert np.abs(line - rows).max() < 1e-5 * rows.std(), name
+
+
+def test_a_line_attends_to_what_its_rows_have_cached_block_by_block(monkeypatch):
+    moved = stepped("move_elided", 8)
+    monkeypatch.setattr(roofline, "block_slots", lambda *_: 8)
+    for name, blocks, whole in zip([*COUNTS] * 2, in_lines("fused", 8), moved, strict=True):
+        assert np.abs(blocks - whole).max() < 1e-5 * whole.std(), name
+
+
 # a page for all, pages of 8, 16 and 2 tokens
 @pytest.mark.parametrize("size", [64, 8, *(pytest.param(size, marks=pytest.mark.once) for size in (16, 2))])
 def test_it_says_what_move_elided_says_whatever_the_padding(size):

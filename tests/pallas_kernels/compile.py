@@ -46,10 +46,9 @@ def decode(B, T, N, R, E, Z, packed=False):
     return call, (bf16((B, T, N, R)), bf16((B, T, N, E)), latent, bf16((256, Z, E)), i32((B, 4096 // Z)), i32((B,)))
 
 
-def prefill(B, T, S, N, H, V, causal):
-    sizes = tuning.MLA_PREFILL[H, V]
-    call = functools.partial(prefill_gpu.mla_prefill, scale=0.1, causal=causal, sizes=sizes, units=132)
-    return call, (bf16((B, T, N, H)), bf16((B, S, N, H)), bf16((B, S, N, V)), i32((B,)), i32((B,)))
+def prefill(B, T, S, N, H, V):
+    call = functools.partial(prefill_gpu.mla_prefill, scale=0.1, sizes=tuning.MLA_PREFILL[H, V], units=132)
+    return call, (bf16((B, T, N, H)), bf16((B, S, N, H)), bf16((B, S, N, V)), i32((B, T)), i32((B, T)))
 
 
 def experts(held, M, X, F, D, weights, width, parts=1):
@@ -91,9 +90,9 @@ PROGRAMS = [
     (decode, (4, 1, 128, 512, 64, 64)),
     (decode, (4, 2, 128, 512, 64, 16)),
     (decode, (2, 1, 8, 256, 32, 64)),
-    (prefill, (1, 4096, 4096, 128, 192, 128, True)),
-    (prefill, (2, 1000, 1100, 16, 192, 128, False)),
-    (prefill, (1, 4096, 4096, 20, 256, 256, True)),
+    (prefill, (1, 4096, 4096, 128, 192, 128)),
+    (prefill, (2, 1000, 1100, 16, 192, 128)),
+    (prefill, (1, 4096, 4096, 20, 256, 256)),
     (few_experts, (1, 6, 64, 1408, 2048)),
     (few_experts, (4, 8, 256, 2048, 7168)),
     (experts, ("bf16", 48, 64, 1408, 2048, 2, 16)),

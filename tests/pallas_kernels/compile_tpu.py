@@ -26,11 +26,11 @@ DECODE = [  # batch, tokens, heads, rank, rope, page, cached tokens
     (2, 1, 8, 256, 32, 64, 4096),
     (2, 3, 5, 128, 64, 1024, 4096),
 ]
-PREFILL = [  # batch, queries, keys, heads, width, value, causal
-    (1, 4096, 4096, 128, 192, 128, True),
-    (1, 4096, 16384, 16, 192, 128, False),
-    (2, 4096, 4096, 20, 256, 256, True),
-    (3, 100, 300, 8, 64, 32, True),
+PREFILL = [  # batch, queries, keys, heads, width, value
+    (1, 4096, 4096, 128, 192, 128),
+    (1, 4096, 16384, 16, 192, 128),
+    (2, 4096, 4096, 20, 256, 256),
+    (3, 100, 300, 8, 64, 32),
 ]
 bf16, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.bfloat16, jnp.int32))
 
@@ -57,12 +57,11 @@ def decode_on(device, shape):
 
 
 def prefill_on(device, shape):
-    B, T, S, N, H, V, causal = shape
-    arrays = bf16((B, T, N, H)), bf16((B, S, N, H)), bf16((B, S, N, V)), i32((B,)), i32((B,))
+    B, T, S, N, H, V = shape
+    arrays = bf16((B, T, N, H)), bf16((B, S, N, H)), bf16((B, S, N, V)), i32((B, T)), i32((B, T))
     assert not mla_prefill.CHECKS["mosaic_tpu"](*arrays[:3])
     sizes = tuning.MLA_PREFILL_TPU.get(device.device_kind, tuning.MLA_PREFILL_TPU["other"])
-    call = functools.partial(prefill.mla_prefill, scale=0.1, causal=causal, sizes=sizes)
-    report(device, "mla_prefill", shape, call, arrays)
+    report(device, "mla_prefill", shape, functools.partial(prefill.mla_prefill, scale=0.1, sizes=sizes), arrays)
 
 
 for name in ("v5e:2x2", "v6e:2x2"):

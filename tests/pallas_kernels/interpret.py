@@ -30,7 +30,7 @@ def decode(case):
 
 def prefill(case):
     if (sizes := tuning.MLA_PREFILL.get((case.width, case.value))) is not None:
-        inputs = testing.mla_prefill_inputs(case) | {"scale": case.scale, "causal": case.causal}
+        inputs = testing.mla_prefill_inputs(case) | {"scale": case.scale}
         got = prefill_gpu.mla_prefill(**inputs, sizes=sizes, units=4, interpret=interpret)
         show(case, got, prefill_reference.mla_prefill(**inputs), mla_prefill.mla_prefill(**inputs, impl="xla"))
 

@@ -61,7 +61,6 @@ def hopper(monkeypatch):
     def arrive():
         monkeypatch.setattr(choice, "DEVICES", {"mosaic_gpu": (lambda: True, ""), "mosaic_tpu": (lambda: False, "")})
         monkeypatch.setattr(choice, "too_old", lambda: None)
-        monkeypatch.setattr(ops, "RUN_ON_A_GPU", packed.KINDS.keys())
         monkeypatch.setattr(choice, "take", fallback)
         return taken
 
@@ -170,13 +169,6 @@ def test_rows_in_float32_are_multiplied_by_what_is_unpacked(hopper):
     assert not taken
     ops.linear(x.astype(jnp.bfloat16), qtensor.reorder(q), out="float32")
     assert taken == ["quantized_matmul"]
-
-
-def test_a_format_is_not_reordered_until_its_kernel_was_compared_on_a_gpu(hopper, monkeypatch):
-    hopper()
-    monkeypatch.setattr(ops, "RUN_ON_A_GPU", {"Q4_K"})
-    assert ops.takes_reordered("Q4_K", (256, 512), jnp.dtype("bfloat16"))
-    assert not ops.takes_reordered("Q6_K", (256, 512), jnp.dtype("bfloat16"))
 
 
 def test_a_file_may_not_claim_to_be_in_a_kernels_order():
