@@ -30,10 +30,11 @@ from pallas_kernels.ragged_dot import ragged_swiglu
 
 OUT, IN = 8192, 4096
 ROWS = (1, 4, 8, 16, 64, 128, 512, 4096)
-FORMATS = ("Q4_K", "int4_g32", "Q8_0", "int8", "fp8_block", "Q6_K", "int4_g128", "Q5_K", "w8")
+FORMATS = ("Q4_K", "int4_g32", "Q8_0", "int8", "fp8_block", "w8", "w8a8", "Q6_K", "int4_g128", "Q5_K", "Q5_0", "Q5_1")
 SHAPES = ((5, 200, 512), (1, 264, 768), (70, 136, 256), (300, 72, 256))  # rows, features, depth
 GROUPS = (3, 0, 70, 1, 12)
 SECONDS = 0.1  # of timing a program
+BY_THE_FILE = {"w8", "w8a8"}  # E4M3 in the file's order: rows in bfloat16, and rows that are quantised before
 
 
 def plain(x, w):
@@ -50,7 +51,7 @@ def rows_of(M: int, D: int = IN) -> jax.Array:
 
 def values(format: str, parts: tuple, shape: tuple[int, ...] = (OUT, IN)) -> jax.Array:
     """The weights in float32, by the format's own definition."""
-    format = "fp8_block" if format == "w8" else format
+    format = "fp8_block" if format in BY_THE_FILE else format
     return jax.jit(dequantize)(QTensor(format, parts, shape))
 
 
@@ -106,15 +107,25 @@ def quantized(seed: int) -> tuple:
     return tuple(jax.jit(fp8.quantize_weight)(jax.random.normal(jax.random.key(seed), (OUT, IN)) * IN**-0.5))
 
 
+def by_the_file(format: str, x, codes, scale):
+    rows = fp8.quantize(x) if format == "w8a8" else x
+    return quantized_matmul(rows, fp8.Fp8(codes, scale), out_dtype=x.dtype, impl="mosaic_gpu")
+
+
 def sides(format: str, old: bool) -> dict[str, tuple]:
     """By name: how a set of weights is made, what is called with it after the rows, and what makes the parts of a file."""
     if format == "bf16":
         return {format: (lambda seed: (jax.random.normal(jax.random.key(seed), (OUT, IN), jnp.bfloat16),), plain, None)}
-    if format == "w8":  # E4M3 in the file's order
-        return {format: (quantized, lambda x, *w: quantized_matmul(x, fp8.Fp8(*w), impl="mosaic_gpu"), quantized)}
+    if format in BY_THE_FILE:
+        return {format: (quantized, partial(by_the_file, format), quantized)}
     parts, call = partial(packed.random_parts, format, (OUT, IN)), partial(quantized_matmul, impl="mosaic_gpu")
     found = {format: (lambda seed: (packed.reorder(format, parts(seed)),), call, parts)}
     return found | {f"{format}, XLA": (parts, partial(unpacked, format), None)} if old else found
+
+
+def rounded(name: str, x):
+    """The rows as the kernel takes them."""
+    return fp8.dequantize(fp8.quantize(x)).astype(x.dtype) if name == "w8a8" else x
 
 
 def measured(name: str, side: Side, w: jax.Array | None, beside: dict[int, float]) -> list[dict]:
@@ -125,7 +136,7 @@ def measured(name: str, side: Side, w: jax.Array | None, beside: dict[int, float
         row = {"format": name, "rows": M, "us": us, "GB/s": side.nbytes / us / 1e3, "TFLOP/s": 2 * M * OUT * IN / us / 1e6}
         row |= {"of bf16": beside[M] / us} if beside else {}
         if w is not None:
-            x = rows_of(M)
+            x = rounded(name, rows_of(M))
             wanted = jnp.dot(x.astype(jnp.float32), w.T, precision="highest")
             print(line(f"{name}, {M} rows", program.out(), wanted, plain(x, w.astype(x.dtype))), flush=True)
         print(row, flush=True)

@@ -3,8 +3,7 @@
     from packed_models import random_model
     model = random_model(Config.preset("v2_lite"), "Q4_K")
 
-Every parameter that a checkpoint may have packed is so, and is reordered where a kernel of this device then takes it, whether or
-not loading does so (`ops.RUN_ON_A_GPU`)."""
+Every parameter that a checkpoint may have packed is so, and is reordered where a kernel of this device then takes it."""
 
 import functools
 from typing import Any

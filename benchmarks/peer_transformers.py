@@ -5,7 +5,7 @@
 The weights are drawn from the same distribution as there; they are not the same numbers. `generate` is one static batch,
 `generate_batch` is transformers' continuous batching. Its cache takes keys and values to be as wide as the rotary part, and
 would fail for MLA: here both are as wide as the keys. Each is run twice, and the second time counts. The result is JSON:
-tokens/s of output by name; what failed is NaN, and the reason is printed."""
+tokens/s of output by name, for `forward` of a prompt; what failed is NaN, and the reason is printed."""
 
 import argparse
 import json
@@ -20,6 +20,7 @@ from typing import Any
 from mla_jax.base.config import Config
 
 REQUESTS = 64, 256, 64  # how many, tokens of their prompts, tokens of output
+PROMPT = 4096  # tokens of the one that is only read
 SMALLEST = 2, 16, 8
 
 
@@ -56,6 +57,14 @@ def continuous(model: Any, prompts: list[list[int]], tokens: int) -> None:
     assert {len(one.generated_tokens) for one in found.values()} == {tokens}, "generate_batch failed, or ended early"
 
 
+def read(model: Any, prompts: list[list[int]], tokens: int) -> None:
+    """One pass over the prompts, with the logits of their last tokens."""
+    import torch
+
+    logits = model(torch.tensor(prompts, device=model.device), logits_to_keep=1).logits
+    assert logits.cpu().shape[:2] == (len(prompts), 1)
+
+
 def make_continuous(model: Any) -> None:
     """Chooses attention over a paged cache as wide as the keys."""
     import torch
@@ -74,7 +83,7 @@ def make_continuous(model: Any) -> None:
 
 
 def rate(work: Callable[..., None], *args: Any) -> float:
-    """Tokens/s of output the second time; NaN if it fails."""
+    """Tokens/s of each prompt's `tokens` the second time; NaN if it fails."""
     import torch
 
     model, prompts, tokens = args
@@ -105,11 +114,17 @@ def main() -> None:
     count, length, tokens = SMALLEST if options.small else REQUESTS
     model = random_model(Config.preset("tiny" if options.small else "v2_lite"))
     prompts = torch.randint(0, model.config.vocab_size, (count, length)).tolist()
+    long = torch.randint(0, model.config.vocab_size, (1, length if options.small else PROMPT)).tolist()
     name, rates = f"transformers {transformers.__version__}", {}
-    for method, work in (("generate", static), ("generate_batch", continuous)):
+    works = (
+        ("forward", read, long, len(long[0])),
+        ("generate", static, prompts, tokens),
+        ("generate_batch", continuous, prompts, tokens),
+    )
+    for method, work, given, each in works:
         if work is continuous:
             make_continuous(model)
-        rates[f"{name} {method}"] = rate(work, model, prompts, tokens)
+        rates[f"{name} {method}"] = rate(work, model, given, each)
         print(f"{method}: {rates[f'{name} {method}']:.4g} tokens/s", flush=True)
         options.out.write_text(json.dumps(rates))  # now, should the next one hang
     os._exit(0)  # the persistent manager's thread would be waited for

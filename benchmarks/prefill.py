@@ -22,7 +22,7 @@ from mla_jax.base import roofline
 from mla_jax.engine.engine import Size
 
 SHAPES = ("1x512", "1x4096", "1x16384", "1x65536", "8x2048", "32x1024")
-SIZE = Size(rows=64, pages=2048, context=65_600, chunk=2048)
+SIZE = Size(rows=64, pages=2048, context=65_600, chunk=4096)
 MATMUL = 8192  # of each side
 
 
