@@ -121,7 +121,7 @@ def floor_bytes(model: Transformer, found: Sequences) -> tuple[float, float]:
         model = nnx.merge(graph, weights)
         _, is_open, last = taken(rows, at)
         tokens = jnp.argmax(model.unembed(last), axis=-1)[:, None]
-        batch = Batch(is_open.position[:, None], jnp.ones((count, 1), bool), is_open.held + 1, page_table)
+        batch = Batch.behind(is_open.held, is_open.position, jnp.ones(count, jnp.int32), 1, page_table)
         return model(tokens, batch, pool, collect=True)[2]["load"]
 
     load = loads(weights, found.pool, found.rows, found.at, found.page_table)

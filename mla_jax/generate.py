@@ -14,6 +14,7 @@ from mla_jax import __version__
 from mla_jax.base.errors import BadRequest, MlaJaxError, printable
 from mla_jax.base.options import (
     AttentionOptions,
+    DraftOptions,
     ExpertOptions,
     MemoryOptions,
     ModelOptions,
@@ -47,13 +48,14 @@ class Command:
     sampling: Flat[SamplingParams] = field(default_factory=SamplingParams)
     attention: Flat[AttentionOptions] = field(default_factory=AttentionOptions)
     experts: Flat[ExpertOptions] = field(default_factory=ExpertOptions)
+    drafts: Flat[DraftOptions] = field(default_factory=DraftOptions)
     memory: Flat[MemoryOptions] = field(default_factory=MemoryOptions)
     output: Flat[OutputOptions] = field(default_factory=OutputOptions)
 
     @property
     def options(self) -> Options:
         """What the model is opened with."""
-        return Options(self.model, self.attention, self.experts, self.memory)
+        return Options(self.model, self.attention, self.experts, self.drafts, self.memory)
 
 
 GROUPS: dict[str, type] = {
@@ -62,6 +64,7 @@ GROUPS: dict[str, type] = {
     "sampling": SamplingParams,
     "attention": AttentionOptions,
     "experts": ExpertOptions,
+    "drafts": DraftOptions,
     "memory": MemoryOptions,
     "output": OutputOptions,
 }

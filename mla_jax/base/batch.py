@@ -12,8 +12,9 @@ from jaxtyping import Array, Bool, Int
 class Batch:
     """New tokens of R rows, in B lines. Masked tokens are padding: they are neither cached nor attended to.
 
-    With a cache, padding comes after a line's tokens. `seq_lens` are the tokens each row has cached once the new ones are
-    appended; token s of row r is in page `page_table[r, s // Z]` of every layer. Table entries past the end may be anything.
+    With a cache, padding comes after a line's tokens. `index` is the place of each token in its row: token s of row r is in page
+    `page_table[r, s // Z]` of every layer. `seq_lens` are the tokens each row has cached once the new ones are appended. Table
+    entries past the end may be anything.
 
     Without `row`, line b holds tokens of row b. With it, there is one line, and it holds tokens of all rows, one row's after the
     other's: `row` says whose each is."""
@@ -22,6 +23,7 @@ class Batch:
     mask: Bool[Array, "B T"]
     seq_lens: Int[Array, " R"] | None = None
     page_table: Int[Array, "R P"] | None = None
+    index: Int[Array, "B T"] | None = None
     row: Int[Array, "1 T"] | None = None
 
     @staticmethod
@@ -34,7 +36,17 @@ class Batch:
     def after(held: Int[Array, " B"], mask: Bool[Array, "B T"], page_table: Int[Array, "B P"]) -> "Batch":
         """New tokens behind the `held` ones of each row, none of which was evicted."""
         count = jnp.cumsum(mask, axis=1, dtype=jnp.int32)
-        return Batch(held[:, None] + count - 1, mask, held + count[:, -1], page_table)
+        index = held[:, None] + count - 1
+        return Batch(index, mask, held + count[:, -1], page_table, index)
+
+    @staticmethod
+    def behind(
+        held: Int[Array, " B"], position: Int[Array, " B"], counts: Int[Array, " B"], new: int, page_table: Int[Array, "B P"]
+    ) -> "Batch":
+        """`new` tokens a row, of which `counts` are not padding, behind its `held` ones; the first has its `position`."""
+        token = jnp.arange(new, dtype=jnp.int32)
+        positions, index = position[:, None] + token, held[:, None] + token
+        return Batch(positions, token < counts[:, None], held + counts, page_table, index)
 
     @staticmethod
     def in_line(
@@ -44,8 +56,8 @@ class Batch:
         stop = jnp.cumsum(counts)
         token = jnp.arange(new, dtype=jnp.int32)
         row = jnp.minimum(jnp.searchsorted(stop, token, side="right"), counts.size - 1)
-        positions = (position - (stop - counts))[row] + token
-        return Batch(positions[None], (token < stop[-1])[None], held + counts, page_table, row[None])
+        positions, index = ((first - (stop - counts))[row] + token for first in (position, held))
+        return Batch(positions[None], (token < stop[-1])[None], held + counts, page_table, index[None], row[None])
 
 
 def bucket(n: int, least: int = 1) -> int:

@@ -18,6 +18,8 @@ MAX_FORKS = 128
 ATTENTION = ("auto", "naive", "compressed", "absorbed", "move_elided", "fused")
 KV_CACHE = ("auto", "fp8")
 DTYPES = ("float32", "bfloat16")
+DRAFT = ("auto", "off", "mtp", "lookup")
+MOST_DRAFTS = 7  # tokens that are guessed behind a chosen one: a kernel over latents takes eight tokens of a row
 EXPERTS = ("auto", "host", "dense", "loop", "gather", "ragged")
 
 
@@ -91,6 +93,16 @@ class ExpertOptions(Checked):
 
 
 @dataclass(frozen=True)
+class DraftOptions(Checked):
+    """Speculative decoding: guess several tokens, read them together; the output stays the same."""
+
+    draft: str = option("auto", one_of(*DRAFT))
+    """auto, off, mtp (the model's own layer), lookup (in the text so far)."""
+    draft_tokens: int | None = option(None, optional(whole(0, MOST_DRAFTS)))
+    """Tokens guessed at a time (as many as pay, up to 3)."""
+
+
+@dataclass(frozen=True)
 class MemoryOptions(Checked):
     """What to reserve."""
 
@@ -129,6 +141,7 @@ class Options:
     model: ModelOptions = field(default_factory=ModelOptions)
     attention: AttentionOptions = field(default_factory=AttentionOptions)
     experts: ExpertOptions = field(default_factory=ExpertOptions)
+    drafts: DraftOptions = field(default_factory=DraftOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
 
     def __post_init__(self):
@@ -159,6 +172,7 @@ GROUPS: dict[str, type] = {
     "model": ModelOptions,
     "attention": AttentionOptions,
     "experts": ExpertOptions,
+    "drafts": DraftOptions,
     "memory": MemoryOptions,
 }
 

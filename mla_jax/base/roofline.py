@@ -110,15 +110,46 @@ def experts_touched(config: Config, tokens: int) -> float:
     return experts * (1 - (1 - chosen / experts) ** tokens) if experts else 0.0
 
 
-def decode_bytes(config: Config, rows: int, held: int, itemsize: int = 2) -> float:
-    """The least a decode step must read: its weights, with the experts that `rows` tokens touch on average, and the latents."""
+def decode_bytes(config: Config, rows: int, held: int, itemsize: int = 2, new: int = 1) -> float:
+    """The least that a decode step of `rows` rows must read: its weights, with the experts that their `new` tokens each touch on
+    average, and the latents."""
     mlp, expert = 3 * config.hidden_size * config.intermediate_size, 3 * config.hidden_size * (config.moe_intermediate_size or 0)
     router = (config.n_routed_experts or 0) * config.hidden_size
-    moe = expert * (experts_touched(config, rows) + (config.n_shared_experts or 0)) + router
+    moe = expert * (experts_touched(config, rows * new) + (config.n_shared_experts or 0)) + router
     layers = sum(moe if config.is_moe(i) else mlp for i in range(config.num_hidden_layers))
     attention = step_cost(config, "move_elided", rows, 1, 0).bytes / 2 * config.num_hidden_layers
     latents = rows * held * (config.kv_lora_rank + config.qk_rope_head_dim) * config.num_hidden_layers
     return itemsize * (layers + attention + latents + config.vocab_size * config.hidden_size)
+
+
+def pass_seconds(config: Config, on: Device, rows: int, held: int, drafts: int) -> float:
+    """About what a pass takes that reads a token and `drafts` guesses of each row, beside what the guessing takes."""
+    new, layers = 1 + drafts, config.num_hidden_layers
+    attention = attention_cost(config, "kernel_latents", rows, new, held, on.itemsize).flops * layers
+    flops = attention + 2 * rows * new * active_weights(config)
+    bytes = decode_bytes(config, rows, held, on.itemsize, new)
+    return max(flops / on.flops, bytes / on.bandwidth) + layers * on.between
+
+
+def mtp_seconds(config: Config, on: Device, rows: int) -> float:
+    """About what one guess of the layer for multi-token prediction takes: that layer and the head."""
+    experts = experts_touched(config, rows) + (config.n_shared_experts or 0) if config.n_routed_experts else 1
+    expert = 3 * config.hidden_size * (config.moe_intermediate_size or config.intermediate_size)
+    attention = step_cost(config, "move_elided", rows, 1, 0).bytes / 2
+    weights = 2 * config.hidden_size**2 + expert * experts + attention + config.vocab_size * config.hidden_size
+    return on.itemsize * weights / on.bandwidth + 2 * on.between
+
+
+def active_weights(config: Config) -> int:
+    """Weights that one token is multiplied by."""
+    dense, expert = (
+        3 * config.hidden_size * config.intermediate_size,
+        3 * config.hidden_size * (config.moe_intermediate_size or 0),
+    )
+    chosen = (config.num_experts_per_tok or 0) + (config.n_shared_experts or 0)
+    layers = sum(chosen * expert if config.is_moe(i) else dense for i in range(config.num_hidden_layers))
+    attention = step_cost(config, "move_elided", 1, 1, 0).bytes / 2 * config.num_hidden_layers
+    return int(layers + attention + config.vocab_size * config.hidden_size)
 
 
 def break_even(config: Config) -> float:

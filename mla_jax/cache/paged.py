@@ -57,8 +57,8 @@ class Rows(NamedTuple):
         return _of_rows(token, self.row, self.seq_lens.size)
 
 
-class Pages(NamedTuple):
-    """Pages that the lines of a step read: those of a row, or of all rows, one row's after the other's."""
+class View(NamedTuple):
+    """The pages that the lines of a step read: those of a row, or of all rows, one row's after the other's."""
 
     table: Int[Array, "B P"]
     filled: Int[Array, "B P"]  # tokens in each
@@ -69,10 +69,10 @@ class Pages(NamedTuple):
         """Pages of the longest line that hold anything."""
         return (self.filled > 0).sum(1).max()
 
-    def in_blocks(self, pages: int) -> "Pages":
+    def in_blocks(self, pages: int) -> "View":
         """With empty pages at the end, so that blocks of `pages` pages are all full."""
         padding = (0, 0), (0, -self.table.shape[1] % pages)
-        return Pages(jnp.pad(self.table, padding), jnp.pad(self.filled, padding), self.start)
+        return View(jnp.pad(self.table, padding), jnp.pad(self.filled, padding), self.start)
 
 
 def init(token: Mapping[str, jax.ShapeDtypeStruct], layers: int, pages: int, size: int = PAGE, *, as_bits: bool = False) -> Pool:
@@ -121,16 +121,11 @@ def rows_of(batch: Batch, size: int) -> Rows:
     """`size` is the number of tokens in a page. Tokens past the end of the page table are dropped."""
     assert batch.page_table is not None, "a step with a cache needs a page table"
     assert batch.seq_lens is not None, "a step with a cache needs seq_lens"
-    (lines, new), (count, pages) = batch.mask.shape, batch.page_table.shape
-    room, token = pages * size, jnp.arange(new, dtype=jnp.int32)
-    given = _of_rows(batch.mask, batch.row, count)
-    before = batch.seq_lens - given
-    if batch.row is None:
-        row, index = jnp.arange(lines)[:, None], before[:, None] + token
-    else:
-        row = batch.row
-        index = (before - (jnp.cumsum(given) - given))[row] + token
-    page = batch.page_table[row, jnp.minimum(index, room - 1) // size]
+    assert batch.index is not None, "a step with a cache needs the index of each token"
+    (lines, _), (count, pages), index = batch.mask.shape, batch.page_table.shape, batch.index
+    row = jnp.arange(lines)[:, None] if batch.row is None else batch.row
+    room = pages * size
+    page = batch.page_table[row, jnp.clip(index, 0, room - 1) // size]
     slots = jnp.where(batch.mask & (index < room), page * size + index % size, NOWHERE)
     counts = _of_rows(slots != NOWHERE, batch.row, count)
     seq_lens = jnp.where(counts > 0, jnp.minimum(batch.seq_lens, room), 0)
@@ -143,19 +138,19 @@ def _of_rows(token: Shaped[Array, "B T"], row: Int[Array, "B T"] | None, rows: i
     return jnp.zeros(rows, jnp.int32).at[row].add(token.astype(jnp.int32))
 
 
-def pages_of(rows: Rows, lens: Int[Array, " R"], size: int) -> Pages:
+def view_of(rows: Rows, lens: Int[Array, " R"], size: int) -> View:
     """The pages with the first `lens` tokens of each row."""
     count, width = rows.page_table.shape
     if rows.row is None:
         filled = jnp.clip(lens[:, None] - jnp.arange(width) * size, 0, size)
-        return Pages(rows.page_table, filled, jnp.zeros_like(lens))
+        return View(rows.page_table, filled, jnp.zeros_like(lens))
     pages = -(-lens // size)
     stop = jnp.cumsum(pages)
     start, place = stop - pages, jnp.arange(count * width)
     row = jnp.minimum(jnp.searchsorted(stop, place, side="right"), count - 1)
     page = place - start[row]  # past the last row's end there are no tokens
     table, filled = rows.page_table[row, jnp.minimum(page, width - 1)], jnp.clip(lens[row] - page * size, 0, size)
-    return Pages(table[None], filled[None], start * size)
+    return View(table[None], filled[None], start * size)
 
 
 def slots_in(layer: Layer, rows: Rows) -> Int[Array, "B T"]:
@@ -173,9 +168,9 @@ def append(layer: Layer, new: Mapping[str, Shaped[Array, "B T ..."]], rows: Rows
     return dataclasses.replace(layer, pool={name: written(layer.pool[name], value) for name, value in new.items()})
 
 
-def read(layer: Layer, pages: Pages, first: Array | int, count: int) -> dict[str, Shaped[Array, "B S ..."]]:
+def read(layer: Layer, view: View, first: Array | int, count: int) -> dict[str, Shaped[Array, "B S ..."]]:
     """What each line has in `count` of its pages, from its page `first` on; zeros in the slots that hold nothing of it."""
-    table, filled = (jax.lax.dynamic_slice_in_dim(array, first, count, axis=1) for array in (pages.table, pages.filled))
+    table, filled = (jax.lax.dynamic_slice_in_dim(array, first, count, axis=1) for array in (view.table, view.filled))
     held = jnp.arange(layer.size) < filled[..., None]
     held = held.reshape(held.shape[0], -1)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_jax.base.options import MAX_LOGPROBS
+from mla_jax.base.options import MAX_LOGPROBS, MOST_DRAFTS
 from mla_jax.decode.packing import Either, unpack
 
 STEPS = 32  # tokens per row that one `run` chooses at most
@@ -28,11 +28,15 @@ class Chosen(NamedTuple):
     count: Int[Either, " B"]
     done: Bool[Either, " B"]
     finite: Bool[Either, " B"]
+    drafted: Int[Either, "B MOST_DRAFTS"]  # how often a draft was read in each place behind a token,
+    stood: Int[Either, "B MOST_DRAFTS"]  # and how often it was what the sampler drew there
 
 
 def nothing_chosen(rows: int) -> tuple[Chosen, Likely]:
     tokens, top = (rows, STEPS), (rows, STEPS, MAX_LOGPROBS)
-    chosen = Chosen(np.zeros(tokens, np.int32), np.zeros(rows, np.int32), np.zeros(rows, bool), np.zeros(rows, bool))
+    drafts = np.zeros((rows, MOST_DRAFTS), np.int32)
+    no = np.zeros(rows, bool)
+    chosen = Chosen(np.zeros(tokens, np.int32), np.zeros(rows, np.int32), no, no, drafts, drafts)
     return chosen, Likely(np.zeros(tokens, np.float32), np.zeros(top, np.float32), np.zeros(top, np.int32))
 
 

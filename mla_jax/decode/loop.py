@@ -12,31 +12,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt16
+from jaxtyping import Array, Bool, Float, Int, UInt16
 
 from mla_jax.base.batch import Batch
 from mla_jax.cache.paged import Pool
 from mla_jax.decode import rows as table
-from mla_jax.decode.chosen import STEPS, Chosen, Found, Likely, likely, nothing_chosen
-from mla_jax.decode.packing import pack
+from mla_jax.decode.chosen import Found, Likely, likely
 from mla_jax.decode.programs import Program, Shared
-from mla_jax.decode.rows import ADMITTED, Entry, Open, Rows
-from mla_jax.decode.sampling import choose
+from mla_jax.decode.rows import ADMITTED, Entry, Rows
+from mla_jax.decode.speculative import Drafter, run_with_drafts
+from mla_jax.decode.steps import Going, accepted, begun, counted, ended, next_token, read
 from mla_jax.decode.store import Store
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload import experts
-
-
-class Going(NamedTuple):
-    """What a `run` has come to."""
-
-    taken: Int[Array, ""]  # steps
-    pool: Pool
-    rows: Rows
-    is_open: Open
-    last: Float[Array, "B D"]  # hidden states of the newest tokens
-    chosen: Chosen
-    scored: Likely
 
 
 def prefill(
@@ -48,25 +36,41 @@ def prefill(
     counts: Int[Array, " R"],
     page_table: Int[Array, "R P"],
     following: Int[Array, " T"] | None = None,
+    *,
+    drafter: Drafter | None = None,
 ) -> tuple[Pool, Rows, Likely | None]:
     """Reads tokens behind what the rows `at` hold: `counts` of them each, one row's after the other's. An index past the table is
     no row, and what comes after the last row's tokens is not read.
 
     Where `following` says which token comes after each of them, it returns the log-probabilities of those."""
-    entry, is_open, last = table.taken(rows, at)
+    entry, was_open, was_last = table.taken(rows, at)
     counts = jnp.where(at < rows.seen.shape[0], counts, 0)
-    batch = Batch.in_line(is_open.held, is_open.position, counts, tokens.size, page_table)
+    batch = Batch.in_line(was_open.held, was_open.position, counts, tokens.size, page_table)
     hidden, filled, aux = model(tokens[None], batch, pool, collect=rows.load is not None)
     newest = hidden[0, jnp.maximum(jnp.cumsum(counts) - 1, 0)]
-    last = jnp.where(counts[:, None] > 0, newest, last)
-    is_open = dataclasses.replace(is_open, held=is_open.held + counts, position=is_open.position + counts)
+    last = jnp.where(counts[:, None] > 0, newest, was_last)
+    is_open = dataclasses.replace(was_open, held=was_open.held + counts, position=was_open.position + counts)
     rows = dataclasses.replace(
         table.returned(rows, at, is_open, last),
         seen=_mark_read(rows.seen, at, entry, tokens, batch),
-        load=_counted(rows.load, aux),
+        load=counted(rows.load, aux),
     )
     assert filled is not None
+    if drafter is not None:
+        fresh = was_open.held == entry.held  # of the token before nobody knows the hidden state
+        before, known = _before(hidden, was_last, fresh, was_open.held, batch)
+        filled = drafter.keep(model, filled, before, tokens[None], dataclasses.replace(batch, mask=batch.mask & known))
     return filled, rows, None if following is None else likely(model.unembed(hidden), following[None])
+
+
+def _before(
+    hidden: Float[Array, "1 T D"], last: Float[Array, "R D"], fresh: Bool[Array, " R"], held: Int[Array, " R"], batch: Batch
+) -> tuple[Float[Array, "1 T D"], Bool[Array, "1 T"]]:
+    """The hidden state of the token before each of a line, and whether it is known: not where a row has read nothing yet."""
+    assert batch.row is not None
+    first = batch.index == held[batch.row]
+    before = jnp.where(first[..., None], last[batch.row], jnp.roll(hidden, 1, axis=1))
+    return before, ~(first & fresh[batch.row])
 
 
 def _mark_read(
@@ -80,77 +84,30 @@ def _mark_read(
 
 
 def run(
-    model: Transformer, pool: Pool, rows: Rows, at: Int[Array, " B"], page_table: Int[Array, "B P"], steps: Int[Array, ""]
+    model: Transformer,
+    pool: Pool,
+    rows: Rows,
+    at: Int[Array, " B"],
+    page_table: Int[Array, "B P"],
+    steps: Int[Array, ""],
+    *,
+    drafter: Drafter | None = None,
 ) -> tuple[Pool, Rows, Found]:
-    """Up to `steps` more tokens, STEPS at most, for each of the rows `at`; stops early when all have ended."""
-    entry, is_open, last = table.taken(rows, at)
-    is_open = dataclasses.replace(is_open, done=is_open.done | (at >= rows.seen.shape[0]))
-    nothing = jax.tree.map(jnp.zeros_like, nothing_chosen(at.shape[0]))
+    """Up to `steps` more tokens, STEPS at most, for each of the rows `at`; stops early when all have ended.
 
-    def unfinished(going: Going) -> Array:
-        return (going.taken < jnp.minimum(steps, STEPS)) & ~going.is_open.done.all()
+    Nothing is drafted here, but a `drafter` is told of what is read."""
+    asked, going = begun(pool, rows, at, page_table, steps)
 
     def step(going: Going) -> Going:
-        going, token = _choose(model, going, at, entry)
-        return _read(model, going, token, page_table)
+        going, token, more = next_token(model, going, asked)
+        token, counts = token[:, None], more.astype(jnp.int32)
+        if drafter is not None:
+            batch = Batch.behind(going.held, going.position, counts, 1, page_table)
+            going = going._replace(pool=drafter.keep(model, going.pool, going.last[:, None], token, batch))
+        going, hidden = read(model, going, asked, token, counts)
+        return accepted(going, more, hidden[:, 0])
 
-    going = jax.lax.while_loop(unfinished, step, Going(jnp.int32(0), pool, rows, is_open, last, *nothing))
-    chosen = going.chosen._replace(done=going.is_open.done, finite=going.is_open.finite)
-    rows = table.returned(going.rows, at, going.is_open, going.last)
-    return going.pool, rows, Found(pack(chosen, 1), pack(going.scored, 1))
-
-
-def _choose(model: Transformer, going: Going, at: Int[Array, " B"], entry: Entry) -> tuple[Going, Int[Array, " B"]]:
-    """One more token for every open row; ends the rows that are full, at an end token, or whose logits are not finite."""
-    rows, is_open, chosen = going.rows, going.is_open, going.chosen
-    with jax.named_scope("unembed"):
-        logits = model.unembed(going.last)
-    with jax.named_scope("choose"):
-        token, fit = choose(logits, rows.seen, at, is_open.position, entry.sampling)
-    takes = ~is_open.done & fit
-    count = is_open.count + takes
-    ended = (token[:, None] == entry.ends).any(1) | (count >= entry.limit)
-    still_open = dataclasses.replace(
-        is_open, count=count, done=is_open.done | ended | ~fit, finite=is_open.finite & (fit | is_open.done)
-    )
-    seen = table.mark(rows.seen, at, token[:, None], takes[:, None], jnp.ones_like(takes)[:, None])
-    slot = jnp.where(takes, chosen.count, STEPS)  # STEPS: nowhere
-    scored = jax.lax.cond(
-        (takes & entry.logprobs).any(), lambda: _scored(going.scored, slot, logits, token), lambda: going.scored
-    )
-    chosen = chosen._replace(tokens=_put(chosen.tokens, slot, token), count=chosen.count + takes)
-    rows = dataclasses.replace(rows, seen=seen)
-    return going._replace(rows=rows, is_open=still_open, chosen=chosen, scored=scored), token
-
-
-def _scored(scored: Likely, slot: Int[Array, " B"], logits: Float[Array, "B W"], token: Int[Array, " B"]) -> Likely:
-    """With the log-probabilities of one more token."""
-    found = likely(logits[:, None], token[:, None])
-    return Likely(*(_put(old, slot, new[:, 0]) for old, new in zip(scored, found, strict=True)))
-
-
-def _put(buffer: Array, slot: Int[Array, " B"], value: Array) -> Array:
-    return buffer.at[jnp.arange(slot.shape[0]), slot].set(value, mode="drop")
-
-
-def _read(model: Transformer, going: Going, token: Int[Array, " B"], page_table: Int[Array, "B P"]) -> Going:
-    """The tokens of rows that are still open, read by the model."""
-    is_open, more = going.is_open, ~going.is_open.done
-    batch = Batch(is_open.position[:, None], more[:, None], is_open.held + 1, page_table)
-    hidden, pool, aux = model(token[:, None], batch, going.pool, collect=going.rows.load is not None)
-    assert pool is not None
-    return going._replace(
-        taken=going.taken + 1,
-        pool=pool,
-        rows=dataclasses.replace(going.rows, load=_counted(going.rows.load, aux)),
-        is_open=dataclasses.replace(is_open, held=is_open.held + more, position=is_open.position + more),
-        last=jnp.where(more[:, None], hidden[:, 0], going.last),
-    )
-
-
-def _counted(load: Int[Array, "moe X"] | None, aux: dict[str, list[Array]]) -> Int[Array, "moe X"] | None:
-    """What experts were chosen so far, with those of one more step."""
-    return None if load is None else load + jnp.stack(aux["load"]).astype(jnp.int32)
+    return ended(jax.lax.while_loop(lambda going: going.is_active(asked).any(), step, going), asked)
 
 
 # On a CPU, XLA computes bfloat16 and packed weights in float32. By default it converts all weights before a loop begins, and all
@@ -170,9 +127,10 @@ OPTIONS: dict[str, dict[str, str]] = {"cpu": CONVERT_LATE}  # of the compiler, b
 LOOP_OPTIONS = {"cpu": CONVERT_LATE, "gpu": CONCURRENT | {"xla_gpu_enable_command_buffer": GRAPHS}}  # and for those with loops
 
 
-def new(model: Transformer, rows: int, pages: int, *, counts: bool) -> tuple[Pool, Rows]:
-    """An empty pool with `pages` pages per layer, and a table of `rows` rows. With `counts` it counts chosen experts."""
-    return model.new_pool(pages), table.new_rows(model, rows, counts)
+def new(model: Transformer, rows: int, pages: int, text: int = 0, *, counts: bool) -> tuple[Pool, Rows]:
+    """An empty pool with `pages` pages per layer, and a table of `rows` rows, which keeps `text` tokens of each, if any. With
+    `counts` it counts chosen experts."""
+    return model.new_pool(pages), table.new_rows(model, rows, counts, text)
 
 
 def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
@@ -186,6 +144,7 @@ class Sizes(NamedTuple):
     width: int  # pages of a row
     pieces: int  # of prompts in one line
     decode: Sequence[int] = ()  # numbers of rows of `run`
+    drafted: Sequence[int] = ()  # and of `run_with_drafts`
     read: Sequence[int] = ()  # tokens of a line
     scored: int = 0  # tokens of a line whose log-probabilities are computed; 0: of none
 
@@ -194,21 +153,24 @@ class Programs:
     """The programs of one model. Each is compiled once a shape, and shapes come in few sizes.
 
     With `counts` they count how often each expert is chosen, which costs a kernel or two a layer. They are stored in `folder`, if
-    one is given, and read from there at the next start, except where they call experts on the host by their addresses."""
+    one is given, and read from there at the next start, except where they call experts on the host by their addresses. With a
+    `drafter`, `run_with_drafts` may take the place of `run`, from one call to the next."""
 
-    def __init__(self, model: Transformer, counts: bool = False, folder: Path | None = None):
-        self.model, self.device = model, model.dispatch.device
+    def __init__(self, model: Transformer, counts: bool = False, folder: Path | None = None, drafter: Drafter | None = None):
+        self.model, self.device, self.drafter = model, model.dispatch.device, drafter
         self._calls_host = bool(model.on_host())
         shared = Shared.of(None if folder is None or self._calls_host else Store.of(folder, model))
         self.waits = shared.waits
         options, loop_options = (options.get(self.device.platform) for options in (OPTIONS, LOOP_OPTIONS))
         program = functools.partial(Program, model=model, shared=shared)
-        self.new = program(functools.partial(new, counts=counts), static_argnums=(1, 2))
+        self.new = program(functools.partial(new, counts=counts), static_argnums=(1, 2, 3))
         self.admit = program(table.admit, donate_argnums=(1,), compiler_options=options)
-        self.prefill = program(prefill, donate_argnums=(1, 2), compiler_options=loop_options)
-        self.run = program(run, donate_argnums=(1, 2), compiler_options=loop_options)
+        looped = functools.partial(program, donate_argnums=(1, 2), compiler_options=loop_options)
+        self.prefill = looped(functools.partial(prefill, drafter=drafter))
+        self.run = looped(functools.partial(run, drafter=drafter))
+        self.run_with_drafts = looped(functools.partial(run_with_drafts, drafter=drafter))
         self.logits = program(logits, compiler_options=options)
-        self.all = (self.new, self.admit, self.prefill, self.run, self.logits)
+        self.all = (self.new, self.admit, self.prefill, self.run, self.run_with_drafts, self.logits)
 
     def refresh(self) -> bool:
         """Takes the parameters as the model has them now; whether any has changed."""
@@ -226,12 +188,15 @@ class Programs:
         pieces, width = sizes.pieces, sizes.width
         with self.waits.record():
             started = [self.run.start(pool, rows, *_shapes((n,), (n, width), ())) for n in sizes.decode]  # the largest first
+            for n in sizes.drafted:
+                started.append(self.run_with_drafts.start(pool, rows, *_shapes((n,), (n, width), (), ())))
             for tokens in sizes.read:
                 started.append(self.prefill.start(pool, rows, *_shapes((pieces,), (tokens,), (pieces,), (pieces, width)), None))
             if tokens := sizes.scored:
                 line = _shapes((pieces,), (tokens,), (pieces,), (pieces, width), (tokens,))
                 started.append(self.prefill.start(pool, rows, *line))
-            started.append(self.admit.start(rows, *_shapes((ADMITTED,)), table.blank(ADMITTED)))
+            texts = [] if rows.text is None else _shapes((ADMITTED, rows.text.shape[1]))
+            started.append(self.admit.start(rows, *_shapes((ADMITTED,)), table.blank(ADMITTED), *texts))
             for future in started:
                 future.result()
 

@@ -54,6 +54,7 @@ class Rows:
     open: Int[Array, "H open"]  # an Open
     last: Float[Array, "H D"]  # hidden state of the newest token in the cache
     seen: UInt16[Array, "H W"]  # see `sampling.PROMPT`
+    text: Int[Array, "H C"] | None  # tokens by position, where drafts are looked up in them
     load: Int[Array, "moe X"] | None  # how often each expert of each layer was chosen, where that is counted
 
 
@@ -93,20 +94,22 @@ ENTRY = blank(1)
 OPEN = fresh(ENTRY.held, ENTRY.limit)
 
 
-def new_rows(model: "Transformer", rows: int, counts: bool = False) -> Rows:
-    """A table without requests. With `counts` it counts how often experts are chosen."""
+def new_rows(model: "Transformer", rows: int, counts: bool = False, text: int = 0) -> Rows:
+    """A table without requests. With `counts` it counts how often experts are chosen; it keeps `text` tokens a row, if any."""
     config = model.config
     entry, is_open = (jnp.tile(pack(one, 1), (rows, 1)) for one in (ENTRY, OPEN))
     last, seen = jnp.zeros((rows, config.hidden_size), model.dtype), jnp.zeros((rows, config.vocab_size), jnp.uint16)
     layers = sum(config.is_moe(i) for i in range(config.num_hidden_layers))
     load = jnp.zeros((layers, config.n_routed_experts or 0), jnp.int32) if counts else None
-    return Rows(entry, is_open, last, seen, load)
+    tokens = jnp.zeros((rows, text), jnp.int32) if text else None
+    return Rows(entry, is_open, last, seen, tokens, load)
 
 
-def admit(model: "Transformer", rows: Rows, at: Int[Array, " K"], entry: Entry) -> Rows:
-    """Gives the rows `at` to requests; an index past the table is none."""
+def admit(model: "Transformer", rows: Rows, at: Int[Array, " K"], entry: Entry, text: Int[Array, "K C"] | None = None) -> Rows:
+    """Gives the rows `at` to requests; an index past the table is none. `text` is what is known of each."""
     return dataclasses.replace(
         rows,
+        text=rows.text if text is None or rows.text is None else _put(rows.text, at, text),
         entry=_put(rows.entry, at, pack(entry, 1)),
         open=_put(rows.open, at, pack(fresh(entry.held, entry.limit), 1)),
         last=_put(rows.last, at, 0),
@@ -127,6 +130,17 @@ def returned(rows: Rows, at: Int[Array, " B"], is_open: Open, last: Float[Array,
 
 def _put(table: Array, at: Int[Array, " B"], rows: Array | int) -> Array:
     return table.at[at].set(rows, mode="drop")
+
+
+def chose(
+    rows: Rows, at: Int[Array, " B"], position: Int[Array, " B"], token: Int[Array, " B"], takes: Bool[Array, " B"]
+) -> Rows:
+    """Notes a token that each of the rows `at` `takes` as its output, at its position."""
+    seen = mark(rows.seen, at, token[:, None], takes[:, None], jnp.ones_like(takes)[:, None])
+    if rows.text is None:
+        return dataclasses.replace(rows, seen=seen)
+    place = jnp.where(takes, position, rows.text.shape[1])
+    return dataclasses.replace(rows, seen=seen, text=rows.text.at[at, place].set(token, mode="drop"))
 
 
 def mark(

@@ -22,6 +22,7 @@ from mla_jax.cache.paged import PAGE
 from mla_jax.decode.chosen import STEPS, Chosen, Found, Likely
 from mla_jax.decode.loop import Programs, Sizes
 from mla_jax.decode.rows import ADMITTED
+from mla_jax.engine.drafting import Drafting
 from mla_jax.engine.entries import entries
 from mla_jax.engine.job import Job, logprobs_of
 from mla_jax.engine.pages import Pages
@@ -82,13 +83,17 @@ class Flight(NamedTuple):
 class Engine:
     """Serves any number of requests over one pool. Not for several threads at once."""
 
-    def __init__(self, programs: Programs, config: Config, tokenizer: Tokenizer | None, size: Size):
+    def __init__(self, programs: Programs, config: Config, tokenizer: Tokenizer | None, size: Size, drafts: int | None = None):
+        """`drafts` are the guesses of every pass, if the programs have a drafter; None: as many as pay."""
         self.programs, self.config, self.tokenizer, self.size = programs, config, tokenizer, size
+        self.drafter = programs.drafter
+        self.drafting = None if self.drafter is None else Drafting(config, programs.device, self.drafter, drafts)
         reach = roofline.REACH.get(programs.device.platform, roofline.REACH_ELSEWHERE)
         self.limits, self.stats = size.limits(reach), EngineStats(rows=size.rows, pages=size.pages)
         self._serial = 0
         self.jobs: dict[int, Job] = {}  # that are not done, by id
         self._compiled_rows: set[int] = set()
+        self._compiled_drafted: set[int] = set()
         self._compiled_lines: set[int] = set()
         self.reset()
 
@@ -100,7 +105,7 @@ class Engine:
         self.waiting: list[Job] = []
         self.running: list[Job] = []
         self._flying: deque[Flight] = deque()
-        self._pages = Pages(self.size.pages, PAGE)
+        self._pages = Pages(self.size.pages, PAGE, ahead=self.drafter.ahead if self.drafter else 0)
         self._free_rows = list(range(self.size.rows))[::-1]
         self._arrays: tuple[Any, Any] | None = None  # pool and table, made when the first request comes
 
@@ -180,9 +185,14 @@ class Engine:
 
     def _state(self) -> tuple[Any, Any]:
         """The pool and the table of rows."""
-        pool, rows = self._arrays or self.programs.new(self.size.rows, self.size.pages)
+        pool, rows = self._arrays or self.programs.new(self.size.rows, self.size.pages, self._text)
         self._arrays = pool, rows
         return pool, rows
+
+    @property
+    def _text(self) -> int:
+        """Tokens of each row that are kept on the device."""
+        return self.size.context if self.drafter is not None and self.drafter.needs_text else 0
 
     def _decide(self) -> Plan:
         """What the scheduler says, for the requests that run and the first of those that wait."""
@@ -243,8 +253,10 @@ class Engine:
 
     def _compile(self, counts: Sequence[int], lines: Sequence[int], scored: int = 0) -> None:
         pool, rows = self._state()
-        self.programs.prepare(pool, rows, Sizes(self.size.width, self.size.pieces, counts, lines, scored))
+        drafted = [n for n in counts if self.drafting is not None and self.drafting.pays(n)]
+        self.programs.prepare(pool, rows, Sizes(self.size.width, self.size.pieces, counts, drafted, lines, scored))
         self._compiled_rows |= set(counts)
+        self._compiled_drafted |= set(drafted)
         self._compiled_lines |= set(lines)
 
     def _admit(self, jobs: list[Job]) -> None:
@@ -262,7 +274,16 @@ class Engine:
             some = admitted[first : first + ADMITTED]
             pool, rows = self._state()
             at = self._padded_rows(some, ADMITTED)
-            self._arrays = pool, self.programs.admit(rows, at, entries(some, ADMITTED))
+            self._arrays = pool, self.programs.admit(rows, at, entries(some, ADMITTED), *self._texts(some))
+
+    def _texts(self, jobs: list[Job]) -> list[np.ndarray]:
+        """What is known of each job, in one array, where that is kept on the device."""
+        if not self._text:
+            return []
+        texts = np.zeros((ADMITTED, self._text), np.int32)
+        for text, job in zip(texts, jobs, strict=False):
+            text[: len(job.tokens)] = job.tokens
+        return [texts]
 
     def _preempt(self, job: Job) -> None:
         """Back to those that wait; what it has generated will be read again."""
@@ -331,11 +352,21 @@ class Engine:
         pool, rows = self._state()
         count = min(n for n in self._compiled_rows if n >= len(jobs))
         at, table = self._padded_rows(jobs, count), self._page_table(jobs, count)
-        pool, rows, found = self.programs.run(pool, rows, at, table, np.int32(steps))
+        if drafts := self._drafts(jobs, count, steps):
+            pool, rows, found = self.programs.run_with_drafts(pool, rows, at, table, np.int32(steps), np.int32(drafts))
+        else:
+            pool, rows, found = self.programs.run(pool, rows, at, table, np.int32(steps))
         self._arrays = pool, rows
         found.chosen.copy_to_host_async()
         self._flying.append(Flight(jobs, found, None, []))
         self.stats.dispatches += 1
+
+    def _drafts(self, jobs: list[Job], count: int, steps: int) -> int:
+        """Guesses of each pass; a single step has no room for any."""
+        if self.drafting is None or count not in self._compiled_drafted or steps == 1:
+            return 0
+        held = sum(job.read + job.steps for job in jobs) // len(jobs)
+        return self.drafting.count([job.is_greedy for job in jobs], held)
 
     def _padded_rows(self, jobs: list[Job], count: int) -> np.ndarray:
         """The rows of jobs; padding is past the table."""
@@ -379,8 +410,9 @@ class Engine:
         now = time.perf_counter()
         self.stats.waited_seconds += now - start
         self.programs.check()
+        self._note_drafts(jobs, chosen)
         self.stats.generated += int(chosen.count.sum())
-        self.stats.least_bytes += self._least_bytes(jobs, int(chosen.count.max()))
+        self.stats.least_bytes += self._least_bytes(jobs, int((chosen.count - chosen.stood.sum(1)).max()))
         for i, job in enumerate(jobs):
             if job.done:  # cancelled, or ended by a text that only the host sees
                 continue
@@ -392,6 +424,13 @@ class Engine:
             self._pages.wrote(job.held, known)
             if job.done:
                 self._leave(job)
+
+    def _note_drafts(self, jobs: list[Job], chosen: Chosen) -> None:
+        drafted, stood = chosen.drafted.sum(0), chosen.stood.sum(0)
+        self.stats.drafted, self.stats.stood = self.stats.drafted + drafted, self.stats.stood + stood
+        self.stats.passes += int(chosen.count.sum() - stood.sum())
+        if self.drafting is not None:
+            self.drafting.note([job.is_greedy for job in jobs], chosen.drafted, chosen.stood)
 
     def _least_bytes(self, jobs: list[Job], steps: int) -> int:
         """What so many steps of these rows had to read: weights, and latents."""

@@ -4,16 +4,24 @@ from mla_jax.base import roofline
 from mla_jax.base.limits import gib
 from mla_jax.base.qtensor import REORDERED
 from mla_jax.cache.paged import PAGE
+from mla_jax.engine.drafting import Drafting
 from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.place import Placement
 from mla_jax.weights.plan import Plan
 
 
-def explain(model: Transformer, formats: dict[str, int], planned: Plan, placed: Placement | None = None) -> list[str]:
+def explain(
+    model: Transformer,
+    formats: dict[str, int],
+    planned: Plan,
+    placed: Placement | None = None,
+    drafting: Drafting | None = None,
+) -> list[str]:
     """The forms of attention and the expert backends that the phases of a request take, with the figures that decide.
 
-    `formats` are the bytes of the weights by number format; `placed` says where the experts are."""
+    `formats` are the bytes of the weights by number format; `placed` says where the experts are, `drafting` how
+    many tokens are guessed."""
     context, chunk = planned.context, model.dispatch.chunk(model)
     prompt = min(chunk, context)
     lines = [_model(model, formats), _device(model.dispatch.device), *_reordered(formats)]
@@ -32,8 +40,7 @@ def explain(model: Transformer, formats: dict[str, int], planned: Plan, placed: 
         lines.append(_experts(model, prompt, placed) + reason)
     if placed:
         lines += placed.lines()
-    if model.mtp:
-        lines.append(f"MTP layers loaded: {len(model.mtp)}; decoding does not draft with them yet")
+    lines += [drafting.explain(rows) for rows in (1, planned.rows)] if drafting else []
     return lines
 
 

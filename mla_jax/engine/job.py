@@ -48,6 +48,10 @@ class Job:
         return self.request.limit - max(self.known - len(self.request.prompt), 0) - self.steps
 
     @property
+    def is_greedy(self) -> bool:
+        return self.request.params.temperature == 0
+
+    @property
     def scores(self) -> bool:
         """Whether the log-probabilities of the prompt are asked for and not complete."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.request.prompt)

@@ -58,6 +58,9 @@ class LLM:
         - `routing_stats`: a JSON file that counts how often each expert is chosen. The next start replicates the most used CPU
           experts on the device.
         - `device_experts`: the number of these replicas. None is what fits, 0 is none.
+        - `draft`: "auto", "off", "mtp" or "lookup": who guesses tokens that are then read together. The output stays the same.
+          "auto" is the model's own layer for multi-token prediction, if it has one.
+        - `draft_tokens`: the number of tokens guessed at a time, up to 7. None is as many as pay, up to 3.
         - `memory_fraction`: the fraction of a GPU's memory to use.
         - `batch`: the number of sequences of the whole context that the KV cache must hold at once. Shorter ones: more.
         - `cache_tokens`: the tokens that the KV cache holds, of all sequences together. None is as many as fit.
@@ -74,9 +77,10 @@ class LLM:
         self._formats, self._routing = opened.formats(), opened.routing()
         with self._memory_explained():
             self.model = opened.load(progress)
-        self._programs = Programs(self.model, counts=self._routing is not None, folder=store.default_folder())
+        drafter = opened.drafter
+        self._programs = Programs(self.model, self._routing is not None, store.default_folder(), drafter)
         size = Size(self.plan.rows, self.plan.tokens // PAGE, self.context, self.model.dispatch.chunk(self.model))
-        self.engine = Engine(self._programs, self.config, self.tokenizer, size)
+        self.engine = Engine(self._programs, self.config, self.tokenizer, size, self.options.drafts.draft_tokens)
 
     def __repr__(self) -> str:
         formats = ", ".join(f"{gib(size)} in {name}" for name, size in self._formats.items())
@@ -169,7 +173,7 @@ class LLM:
 
     def explain(self) -> str:
         """What runs where, and why, in words."""
-        lines = explain(self.model, self._formats, self.plan, self.placement)
+        lines = explain(self.model, self._formats, self.plan, self.placement, self.engine.drafting)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def stats(self) -> EngineStats:

@@ -12,6 +12,8 @@ from mla_jax.base.errors import BadRequest, Unsupported
 from mla_jax.base.files import cache_folder
 from mla_jax.base.options import Options
 from mla_jax.base.platforms import default_device
+from mla_jax.decode.speculative import Drafter
+from mla_jax.engine.drafting import Drafting, drafter_of
 from mla_jax.engine.explain import explain
 from mla_jax.engine.inputs import InputProcessor
 from mla_jax.engine.text import Text, open_text
@@ -36,6 +38,7 @@ class Opened:
     placement: Placement
     plan: Plan
     text: Text
+    drafter: Drafter | None
 
     @property
     def name(self) -> str:
@@ -83,7 +86,9 @@ class Opened:
 
     def explain(self) -> list[str]:
         """What runs where, and why, in words; from shapes alone."""
-        return explain(self.checkpoint.model(self.placement), self.formats(), self.plan, self.placement)
+        model, fixed = self.checkpoint.model(self.placement), self.options.drafts.draft_tokens
+        drafting = None if self.drafter is None else Drafting(self.config, model.dispatch.device, self.drafter, fixed)
+        return explain(model, self.formats(), self.plan, self.placement, drafting)
 
     def formats(self) -> dict[str, int]:
         """The bytes of the weights by number format, on the device and on the host."""
@@ -100,11 +105,12 @@ def open_model(options: Options) -> Opened:
     default_device()
     checkpoint = _checkpoint(options)
     check_context(options.model.context, checkpoint.config.max_position_embeddings)
+    drafter = drafter_of(options.drafts, checkpoint.has_mtp)
     text = open_text(checkpoint.source)
     placement = _place(checkpoint, options)
     memory = options.memory
     planned = plan(checkpoint, options.model.context, memory.batch, placement, memory.cache_tokens)
-    return Opened(options, checkpoint, placement, planned, text)
+    return Opened(options, checkpoint, placement, planned, text, drafter)
 
 
 def _checkpoint(options: Options) -> Checkpoint:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mla_jax.base.errors import DoesNotFit
 
-Key = tuple[int, tuple[int, ...]]  # the node before (0: none), and the tokens of this page
+Key = tuple[int, tuple[int, ...]]  # the node before (0: none), and the tokens of this page, with those behind that it depends on
 ROOT = 0
 
 
@@ -51,10 +51,13 @@ class Match(NamedTuple):
 
 
 class Pages:
-    """Pages 0 to count - 1 of `size` tokens each: free, held, or idle (in the index, written, held by nobody)."""
+    """Pages 0 to count - 1 of `size` tokens each: free, held, or idle (in the index, written, held by nobody).
 
-    def __init__(self, count: int, size: int, index: bool = True):
-        self.count, self.size, self.index = count, size, index
+    What a page holds may depend on `ahead` tokens behind its own: it is in the index together with these, and it is not written
+    before them."""
+
+    def __init__(self, count: int, size: int, index: bool = True, ahead: int = 0):
+        self.count, self.size, self.index, self.ahead = count, size, index, ahead
         self.cached = 0  # pages in the index that are written, held or not
         self.shared = 0  # pages that more than one request holds
         self._free = list(range(count - 1, -1, -1))
@@ -103,7 +106,7 @@ class Pages:
 
     def wrote(self, held: Held, tokens: Sequence[int]) -> None:
         """Tells that `tokens` are in the first slots of `held`, by dispatches that come before any to follow."""
-        full = len(tokens) // self.size
+        full = self._full(tokens)
         assert full <= len(held.pages), "tokens were written where their request holds no page"
         if not held.indexed:
             return
@@ -122,6 +125,10 @@ class Pages:
             self._drop(node)
         held.pages, held.nodes = [], []
 
+    def _full(self, tokens: Sequence[int]) -> int:
+        """Pages that so many tokens write to the end."""
+        return max(len(tokens) - self.ahead, 0) // self.size
+
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.size)
 
@@ -138,10 +145,10 @@ class Pages:
         return nodes, False
 
     def _key(self, nodes: list[Node], at: int, tokens: Sequence[int]) -> Key:
-        return nodes[at - 1].id if at else ROOT, tuple(tokens[at * self.size : (at + 1) * self.size])
+        return nodes[at - 1].id if at else ROOT, tuple(tokens[at * self.size : (at + 1) * self.size + self.ahead])
 
     def _promise(self, held: Held, tokens: Sequence[int]) -> None:
-        while held.indexed and len(held.nodes) < len(tokens) // self.size:
+        while held.indexed and len(held.nodes) < self._full(tokens):
             key = self._key(held.nodes, len(held.nodes), tokens)
             if key in self._nodes:
                 return

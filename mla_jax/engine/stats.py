@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from mla_jax.base.devices import Devices
+from mla_jax.base.options import MOST_DRAFTS
 from mla_jax.decode.programs import Waits
 from mla_jax.engine.pages import Pages
 
@@ -121,6 +124,9 @@ class EngineStats:
     dispatches: int = 0
     host_seconds: float = 0.0  # between dispatches, not waiting for the device
     waited_seconds: float = 0.0  # for the device
+    drafted: np.ndarray = field(default_factory=lambda: np.zeros(MOST_DRAFTS, int))  # guesses in each place behind a token,
+    stood: np.ndarray = field(default_factory=lambda: np.zeros(MOST_DRAFTS, int))  # and how many of these were what was drawn
+    passes: int = 0  # of rows: tokens that were chosen without a guess
     compiled: int = 0  # programs
     least_bytes: int = 0  # that decode steps had to read
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES), repr=False)
@@ -135,6 +141,13 @@ class EngineStats:
         now, held = time.perf_counter() - self.began, pages.count - pages.free
         self.samples.append(Sample(now, self.running, self.waiting, held, pages.cached, pages.unused, self.generated))
 
+    @property
+    def tokens_a_pass(self) -> float:
+        """Tokens of a row for each time that the model read it."""
+        return 1 + self.stood.sum() / self.passes if self.passes else 1.0
+
     def as_numbers(self) -> dict[str, Any]:
         """All figures but the samples."""
-        return {name: value for name, value in vars(self).items() if name not in ("samples", "began")}
+        numbers = {name: value for name, value in vars(self).items() if name not in ("samples", "began")}
+        places = self.drafted > 0
+        return numbers | {"drafted": self.drafted[places].tolist(), "stood": self.stood[places].tolist()}

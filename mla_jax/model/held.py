@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.cache import paged
-from mla_jax.cache.paged import Layer, Pages, Pool, Rows
+from mla_jax.cache.paged import Layer, Pool, Rows, View
 from mla_jax.model.ops import masked_exp
 
 Cached = dict[str, Array]  # `{name: [B S ..]}`
@@ -24,7 +24,7 @@ class Blocks(NamedTuple):
     """How the rows of a step are read: `count` pages of each line at a time. The same in all layers."""
 
     rows: Rows
-    pages: Pages
+    pages: View
     count: int
     mask: Bool[Array, "B T"]
 
@@ -69,7 +69,7 @@ def prepare(batch: Batch, pool: Pool | None, config: Config, block: int) -> Bloc
         return (positions[:, None, None, :] <= batch.positions[:, :, None, None]) & batch.mask[:, :, None, None]
     size = paged.page_size(pool)
     rows = paged.rows_of(batch, size)
-    pages = paged.pages_of(rows, rows.seq_lens, size)
+    pages = paged.view_of(rows, rows.seq_lens, size)
     count = min(max(block // size, 1), pages.table.shape[1])
     return Blocks(rows, pages.in_blocks(count), count, batch.mask)
 

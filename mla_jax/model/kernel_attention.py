@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import LATENT_NORM_EPS, Config
 from mla_jax.cache import paged
-from mla_jax.cache.paged import Layer, Pages, Pool, Rows
+from mla_jax.cache.paged import Layer, Pool, Rows, View
 from mla_jax.model import fp8_latent, ops, rope
 from mla_jax.model.held import Held, finite
 from mla_jax.model.mla import Form, Queries, Up, heads, latents
@@ -79,7 +79,7 @@ class Heads(NamedTuple):
 
     rows: Rows
     own: Range  # among the new tokens of its line
-    before: Pages  # with what rows had cached before
+    before: View  # with what rows had cached before
     cached: Range  # among the slots of these
     count: int  # of pages whose heads are rebuilt at a time
 
@@ -88,7 +88,7 @@ def prepare_heads(batch: Batch, pool: Pool, config: Config, block: int) -> Heads
     size = paged.page_size(pool)
     rows = paged.rows_of(batch, size)
     before = rows.seq_lens - rows.counts
-    pages = paged.pages_of(rows, before, size)
+    pages = paged.view_of(rows, before, size)
     count = min(max(block // size, 1), pages.table.shape[1])
     token = jnp.broadcast_to(jnp.arange(rows.slots.shape[1], dtype=jnp.int32), rows.slots.shape)
     first = token - (rows.index - rows.of_tokens(before))  # of the row's new tokens

@@ -58,8 +58,8 @@ class Checkpoint:
         self.dtype = jnp.dtype(dtype or ("float32" if self.device.platform == "cpu" else "bfloat16"))
         self.asked = dtype
         table.refuse_other_counts(self.config, present)
-        mtp = table.has_mtp(self.config, present)
-        build = partial(Transformer, self.config, dispatch=self.dispatch, mtp=mtp)
+        self.has_mtp = table.has_mtp(self.config, present)
+        build = partial(Transformer, self.config, dispatch=self.dispatch, mtp=self.has_mtp)
         self._graph, state = nnx.split(build(Shapes()))
         self._state = nnx.to_flat_state(state)
         self.slots = {".".join(map(str, keys)): variable for keys, variable in self._state}

@@ -1,5 +1,6 @@
 """The pool against lists in plain Python, over random page tables; attention over it, block by block; nothing copies it."""
 
+import dataclasses
 import math
 import re
 
@@ -62,7 +63,7 @@ def behind(lens: np.ndarray, counts: np.ndarray, table: np.ndarray, new: int, si
 def append_and_read(pool: Pool, index: jax.Array, new: dict, batch: Batch) -> tuple[Pool, dict, dict]:
     """The pool, what all pages of each row hold, and what its pages 1 and 2 do."""
     rows = paged.rows_of(batch, SIZE)
-    layer, pages = paged.append(Layer(pool, index), new, rows), paged.pages_of(rows, rows.seq_lens, SIZE)
+    layer, pages = paged.append(Layer(pool, index), new, rows), paged.view_of(rows, rows.seq_lens, SIZE)
     return layer.pool, paged.read(layer, pages, 0, WIDTH), paged.read(layer, pages, 1, 2)
 
 
@@ -124,7 +125,7 @@ def test_narrow_floats_are_stored_as_their_bits_exactly(dtype):
     def there_and_back(pool: Pool, every: jax.Array) -> tuple[Pool, dict]:
         rows = paged.rows_of(batch, PAGE)
         layer = paged.append(Layer(pool, jnp.int32(0)), {"k": every}, rows)
-        return layer.pool, paged.read(layer, paged.pages_of(rows, rows.seq_lens, PAGE), 0, pages)
+        return layer.pool, paged.read(layer, paged.view_of(rows, rows.seq_lens, PAGE), 0, pages)
 
     pool, found = there_and_back(pool, every)
     numbers = ~np.isnan(bits.view(dtype).astype(np.float32))
@@ -141,7 +142,7 @@ def test_what_is_stored_as_bits_was_rounded_to_the_nearest(dtype):
     rows = paged.rows_of(batch, SIZE)
     pool = paged.init({"k": like(1, 1, 3, dtype=dtype)}, 1, 4, SIZE, as_bits=True)
     layer = paged.append(Layer(pool, jnp.int32(0)), {"k": jnp.asarray(value)}, rows)
-    found = paged.read(layer, paged.pages_of(rows, rows.seq_lens, SIZE), 0, 2)["k"]
+    found = paged.read(layer, paged.view_of(rows, rows.seq_lens, SIZE), 0, 2)["k"]
     np.testing.assert_array_equal(found[:, :5], value.astype(getattr(ml_dtypes, dtype)))
 
 
@@ -279,7 +280,7 @@ def test_a_form_attends_by_the_order_of_slots_wherever_the_pages_are(form):
 
 def test_positions_turn_tokens_and_do_not_hide_them():
     batch = behind(np.array([3, 5]), np.array([2, 1]), np.arange(4).reshape(2, 2), 2, SIZE)
-    far = Batch(batch.positions[::-1] * 1000 + 7, batch.mask, batch.seq_lens, batch.page_table)  # as after an eviction
+    far = dataclasses.replace(batch, positions=batch.positions[::-1] * 1000 + 7)  # as after an eviction
     pool = paged.init(TOKEN, 1, 4, SIZE)
     near, far = (held.prepare(each, pool, CONFIG, PAGE) for each in (batch, far))
     jax.tree.map(np.testing.assert_array_equal, near, far)

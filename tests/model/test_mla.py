@@ -118,6 +118,6 @@ def test_padding_changes_nothing_wherever_it_is_without_a_cache_and_behind_a_row
         padded = jnp.full((1, 12), 5).at[:, at].set(tokens)
         positions = jnp.full((1, 12), 3, jnp.int32).at[:, at].set(jnp.arange(9))
         mask = jnp.zeros((1, 12), bool).at[:, at].set(True)
-        batch = Batch(positions, mask) if pool is None else Batch(positions, mask, empty + 9, table)
+        batch = Batch(positions, mask) if pool is None else Batch(positions, mask, empty + 9, table, jnp.arange(12)[None])
         hidden = call(padded, batch, pool)
         np.testing.assert_allclose(hidden[:, at], plain, atol=2e-5)

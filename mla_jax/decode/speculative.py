@@ -1,0 +1,212 @@
+"""Drafts: guesses of what comes next, read together with the token before them, of which those stand that the sampler draws.
+
+A pass of the loop chooses a token, has a drafter guess the next ones, reads all of them at once, and takes one guess after the
+other as long as each is what is drawn in its place. What is drawn depends on the logits, the row's seed and the position alone,
+so the tokens are those that come without drafts, whatever the drafter says. Nothing is undone for a guess that falls: lengths
+say what a row holds, and later tokens overwrite the rest."""
+
+import dataclasses
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mla_jax.base.batch import Batch
+from mla_jax.cache.paged import Pool
+from mla_jax.decode.chosen import Found
+from mla_jax.decode.rows import Rows
+from mla_jax.decode.sampling import choose
+from mla_jax.decode.steps import Asked, Going, accepted, begun, ended, next_token, read, taken
+from mla_jax.model.transformer import Transformer
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Guesses tokens; `most` at a time.
+
+    What it caches of a token may depend on `ahead` tokens after it. It may need the text of rows on the device."""
+
+    @property
+    def most(self) -> int: ...
+
+    @property
+    def ahead(self) -> int: ...
+
+    @property
+    def needs_text(self) -> bool: ...
+
+    def propose(
+        self, model: Transformer, going: Going, asked: Asked, token: Int[Array, " B"], counts: Int[Array, " B"]
+    ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
+        """The pool, what follows the `token` that was chosen just now, and how many of these guesses each row has.
+
+        Rows have room for `counts` guesses; -1 says that a row has not even read `token`."""
+        ...
+
+    def keep(
+        self, model: Transformer, pool: Pool, before: Float[Array, "B T D"], tokens: Int[Array, "B T"], batch: Batch
+    ) -> Pool:
+        """Takes note of tokens that are read, each with the hidden state of the token before it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Mtp:
+    """The model's own layer for multi-token prediction, which guesses from a token and the hidden state before it.
+
+    Run on its own normed output, it guesses further. Its cache has an entry for each token but the newest, made from the token
+    after and the model's own hidden state: what was made from a guess is overwritten. An entry lies in the slot of the hidden
+    state's token, one before the slot of the token that it was made with."""
+
+    most: int = 3
+    ahead: int = 1
+    needs_text: bool = False
+
+    def propose(
+        self, model: Transformer, going: Going, asked: Asked, token: Int[Array, " B"], counts: Int[Array, " B"]
+    ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
+        needed = counts + (counts == 0)  # the first entry is needed also where nothing is guessed
+
+        def guess(i: Array, carry: tuple) -> tuple:
+            pool, hidden, newest, guesses = carry
+            one = Batch.behind(going.held + i, going.position + i, (i < needed).astype(jnp.int32), 1, asked.page_table)
+            found, pool, _ = model.draft(0, newest[:, None], hidden[:, None], _one_back(one), pool)
+            hidden = found[:, 0]
+            newest, _ = choose(model.unembed(hidden), going.rows.seen, asked.at, going.position + 1 + i, asked.entry.sampling)
+            return pool, hidden, newest, guesses.at[:, i].set(newest)
+
+        guesses = jnp.zeros((token.size, self.most), jnp.int32)
+        start = going.pool, going.last, token, guesses
+        with jax.named_scope("draft"):
+            pool, _, _, guesses = jax.lax.fori_loop(0, jnp.maximum(needed.max(), 0), guess, start)
+        return pool, guesses, counts
+
+    def keep(
+        self, model: Transformer, pool: Pool, before: Float[Array, "B T D"], tokens: Int[Array, "B T"], batch: Batch
+    ) -> Pool:
+        kept = model.draft(0, tokens, before, _one_back(batch), pool)[1]  # only what it caches: the compiler drops the rest
+        assert kept is not None
+        return kept
+
+
+def _one_back(batch: Batch) -> Batch:
+    """The slots of the tokens before; the first token of all has none before it."""
+    assert batch.index is not None
+    assert batch.seq_lens is not None
+    return dataclasses.replace(
+        batch,
+        positions=batch.positions - 1,
+        index=batch.index - 1,
+        seq_lens=batch.seq_lens - 1,
+        mask=batch.mask & (batch.index > 0),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """Prompt lookup: what followed the newest tokens where they stood before in the row's text, latest place first.
+
+    Of places it prefers those with the longest equal beginning, up to `longest` tokens."""
+
+    most: int = 3
+    longest: int = 3
+    ahead: int = 0
+    needs_text: bool = True
+
+    def propose(
+        self, model: Transformer, going: Going, asked: Asked, token: Int[Array, " B"], counts: Int[Array, " B"]
+    ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
+        assert going.rows.text is not None, "prompt lookup needs the rows' text"
+        text, position = going.rows.text.at[asked.at].get(mode="clip"), going.position  # of `token`, which is in the text already
+        place = jnp.arange(text.shape[1])
+        equal = jnp.zeros(text.shape, jnp.int32)  # tokens up to a place that are the newest ones
+        same = place < position[:, None]
+        for back in range(self.longest):
+            newest = jnp.take_along_axis(text, jnp.maximum(position - back, 0)[:, None], axis=1)
+            there = jnp.roll(text, back, axis=1) == newest
+            same = same & there & (place >= back)
+            equal += same
+        best = jnp.argmax(jnp.where(equal > 0, equal * text.shape[1] + place, -1), axis=1)
+        found = (equal > 0).any(1)
+        after = best[:, None] + 1 + jnp.arange(self.most)
+        guesses = jnp.take_along_axis(text, jnp.minimum(after, text.shape[1] - 1), axis=1)
+        known = jnp.where(found, position - best, 0)  # tokens from there up to the newest
+        return going.pool, guesses, jnp.minimum(counts, known)
+
+    def keep(
+        self, model: Transformer, pool: Pool, before: Float[Array, "B T D"], tokens: Int[Array, "B T"], batch: Batch
+    ) -> Pool:
+        return pool
+
+
+def stands(guess: Int[Array, " B"], drawn: Int[Array, " B"]) -> Bool[Array, " B"]:
+    """Whether a guess stays, where this token is drawn."""
+    return guess == drawn
+
+
+def run_with_drafts(
+    model: Transformer,
+    pool: Pool,
+    rows: Rows,
+    at: Int[Array, " B"],
+    page_table: Int[Array, "B P"],
+    steps: Int[Array, ""],
+    drafts: Int[Array, ""],
+    *,
+    drafter: Drafter,
+) -> tuple[Pool, Rows, Found]:
+    """As `loop.run`, with up to `drafts` guesses a pass. The tokens are the same, and so many, for every row."""
+    asked, going = begun(pool, rows, at, page_table, steps)
+
+    def one_pass(going: Going) -> Going:
+        going, token, more = next_token(model, going, asked)
+        room = jnp.minimum(asked.steps - going.chosen.count, asked.entry.limit - going.is_open.count - 1)
+        counts = jnp.where(more, jnp.clip(room, 0, jnp.minimum(drafts, drafter.most)), -1)
+        pool, guesses, counts = drafter.propose(model, going, asked, token, counts)
+        return _verified(model, going._replace(pool=pool), asked, drafter, Guessed(token, guesses, counts))
+
+    return ended(jax.lax.while_loop(lambda going: going.is_active(asked).any(), one_pass, going), asked)
+
+
+class Guessed(NamedTuple):
+    """A chosen token, and what may follow it."""
+
+    token: Int[Array, " B"]
+    guesses: Int[Array, "B K"]
+    counts: Int[Array, " B"]  # of the guesses; -1: not even the token is read
+
+
+def _verified(model: Transformer, going: Going, asked: Asked, drafter: Drafter, given: Guessed) -> Going:
+    """Reads a token and its guesses, and takes those that stand."""
+    before, most, read_any = going, given.guesses.shape[1], given.counts >= 0
+    tokens = jnp.concatenate([given.token[:, None], given.guesses], axis=1)
+    going, hidden = read(model, going, asked, tokens, given.counts + 1)
+    with jax.named_scope("unembed"):
+        logits = model.unembed(hidden[:, :most])
+
+    def unfinished(carry: tuple[Array, Going, Array]) -> Array:
+        i, _, live = carry
+        return (live & (i < given.counts)).any()
+
+    def check(carry: tuple[Array, Going, Array]) -> tuple[Array, Going, Array]:
+        i, going, live = carry
+        mine, guess = logits[:, i], given.guesses[:, i]
+        asks = live & (i < given.counts)
+        drawn, fit = choose(mine, going.rows.seen, asked.at, going.position, asked.entry.sampling)
+        right = asks & fit & stands(guess, drawn)
+        going = taken(_tallied(going, i, asks, right), asked, drawn, right, mine)
+        live = right & ~going.is_open.done
+        return i + 1, accepted(going, live, hidden[:, i + 1]), live
+
+    going = accepted(going, read_any, hidden[:, 0])
+    _, going, _ = jax.lax.while_loop(unfinished, check, (jnp.int32(0), going, read_any))
+    more = jnp.maximum(going.held - before.held - 1, 0)
+    batch = Batch.behind(before.held + 1, before.position + 1, more, most, asked.page_table)
+    return going._replace(pool=drafter.keep(model, going.pool, hidden[:, :most], given.guesses, batch))
+
+
+def _tallied(going: Going, place: Array, asks: Bool[Array, " B"], right: Bool[Array, " B"]) -> Going:
+    chosen = going.chosen
+    drafted, stood = chosen.drafted.at[:, place].add(asks), chosen.stood.at[:, place].add(right)
+    return going._replace(chosen=chosen._replace(drafted=drafted, stood=stood))
