@@ -20,7 +20,7 @@ from mla_jax.decode import rows as table
 from mla_jax.decode.chosen import Found, Likely, likely
 from mla_jax.decode.programs import Program, Shared
 from mla_jax.decode.rows import ADMITTED, Entry, Rows
-from mla_jax.decode.speculative import Drafter, run_with_drafts
+from mla_jax.decode.speculative import NOBODY, Drafter, run_with_drafts
 from mla_jax.decode.steps import Going, accepted, begun, counted, ended, next_token, read
 from mla_jax.decode.store import Store
 from mla_jax.model.transformer import Transformer
@@ -37,7 +37,7 @@ def prefill(
     page_table: Int[Array, "R P"],
     following: Int[Array, " T"] | None = None,
     *,
-    drafter: Drafter | None = None,
+    drafter: Drafter = NOBODY,
 ) -> tuple[Pool, Rows, Likely | None]:
     """Reads tokens behind what the rows `at` hold: `counts` of them each, one row's after the other's. An index past the table is
     no row, and what comes after the last row's tokens is not read.
@@ -56,10 +56,9 @@ def prefill(
         load=counted(rows.load, aux),
     )
     assert filled is not None
-    if drafter is not None:
-        fresh = was_open.held == entry.held  # of the token before nobody knows the hidden state
-        before, known = _before(hidden, was_last, fresh, was_open.held, batch)
-        filled = drafter.keep(model, filled, before, tokens[None], dataclasses.replace(batch, mask=batch.mask & known))
+    fresh = was_open.held == entry.held  # of the token before nobody knows the hidden state
+    before, known = _before(hidden, was_last, fresh, was_open.held, batch)
+    filled = drafter.keep(model, filled, before, tokens[None], dataclasses.replace(batch, mask=batch.mask & known))
     return filled, rows, None if following is None else likely(model.unembed(hidden), following[None])
 
 
@@ -91,19 +90,18 @@ def run(
     page_table: Int[Array, "B P"],
     steps: Int[Array, ""],
     *,
-    drafter: Drafter | None = None,
+    drafter: Drafter = NOBODY,
 ) -> tuple[Pool, Rows, Found]:
     """Up to `steps` more tokens, STEPS at most, for each of the rows `at`; stops early when all have ended.
 
-    Nothing is drafted here, but a `drafter` is told of what is read."""
+    Nothing is drafted here, but the `drafter` is told of what is read."""
     asked, going = begun(pool, rows, at, page_table, steps)
 
     def step(going: Going) -> Going:
         going, token, more = next_token(model, going, asked)
         token, counts = token[:, None], more.astype(jnp.int32)
-        if drafter is not None:
-            batch = Batch.behind(going.held, going.position, counts, 1, page_table)
-            going = going._replace(pool=drafter.keep(model, going.pool, going.last[:, None], token, batch))
+        batch = Batch.behind(going.held, going.position, counts, 1, page_table)
+        going = going._replace(pool=drafter.keep(model, going.pool, going.last[:, None], token, batch))
         going, hidden = read(model, going, asked, token, counts)
         return accepted(going, more, hidden[:, 0])
 
@@ -153,10 +151,10 @@ class Programs:
     """The programs of one model. Each is compiled once a shape, and shapes come in few sizes.
 
     With `counts` they count how often each expert is chosen, which costs a kernel or two a layer. They are stored in `folder`, if
-    one is given, and read from there at the next start, except where they call experts on the host by their addresses. With a
-    `drafter`, `run_with_drafts` may take the place of `run`, from one call to the next."""
+    one is given, and read from there at the next start, except where they call experts on the host by their addresses. If
+    there is a `drafter`, `run_with_drafts` may take the place of `run`, from one call to the next."""
 
-    def __init__(self, model: Transformer, counts: bool = False, folder: Path | None = None, drafter: Drafter | None = None):
+    def __init__(self, model: Transformer, counts: bool = False, folder: Path | None = None, drafter: Drafter = NOBODY):
         self.model, self.device, self.drafter = model, model.dispatch.device, drafter
         self._calls_host = bool(model.on_host())
         shared = Shared.of(None if folder is None or self._calls_host else Store.of(folder, model))

@@ -52,6 +52,28 @@ class Drafter(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Nobody:
+    """Guesses nothing."""
+
+    most: int = 0
+    ahead: int = 0
+    needs_text: bool = False
+
+    def propose(
+        self, model: Transformer, going: Going, asked: Asked, token: Int[Array, " B"], counts: Int[Array, " B"]
+    ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
+        return going.pool, jnp.zeros((token.size, 0), jnp.int32), counts
+
+    def keep(
+        self, model: Transformer, pool: Pool, before: Float[Array, "B T D"], tokens: Int[Array, "B T"], batch: Batch
+    ) -> Pool:
+        return pool
+
+
+NOBODY = Nobody()
+
+
+@dataclasses.dataclass(frozen=True)
 class Mtp:
     """The model's own layer for multi-token prediction, which guesses from a token and the hidden state before it.
 

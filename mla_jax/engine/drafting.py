@@ -1,7 +1,8 @@
 """How many guesses a dispatch takes: what has stood so far, against what a pass costs.
 
 A guess stands only if all before it have. So what is measured is, for each place behind the chosen token, how often a guess stood
-that was asked for, and tokens a pass are one and the sum of the products of these shares. Old measurements fade."""
+that was asked for, and tokens a pass are one and the sum of the products of these shares. What a pass takes is predicted by the
+cost model, times what was measured of the prediction for such passes. Old measurements fade."""
 
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ from mla_jax.base import roofline
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, Unsupported
 from mla_jax.base.options import MOST_DRAFTS, DraftOptions
-from mla_jax.decode.speculative import Drafter, Lookup, Mtp
+from mla_jax.decode.speculative import NOBODY, Drafter, Lookup, Mtp
 
 DRAFTS = 3  # guesses of a pass at most, unless a number is asked for
 HELD = 1024  # tokens that a row is taken to hold where nobody knows
@@ -19,11 +20,12 @@ FADES = 0.98  # what is left of a measurement after one more dispatch
 FIRST = 8  # guesses of each place that are taken to have been seen before any was
 HOPED = {True: 0.8, False: 0.4}  # how many of these stood: of the model's own layer, of looking up
 OPTIMISTIC = 0.95  # the share with which it is decided whether a number of rows will ever draft
+NEWEST = 0.2  # weight of a pass's newest time
 AGAIN = 64  # dispatches after which one guess is tried where none pays
 
 
-def drafter_of(options: DraftOptions, has_mtp: bool) -> Drafter | None:
-    """Who guesses; None: nobody. Raises Unsupported where a model lacks the layer that is asked for, and BadRequest for a number
+def drafter_of(options: DraftOptions, has_mtp: bool) -> Drafter:
+    """Who guesses. Raises Unsupported where a model lacks the layer that is asked for, and BadRequest for a number
     of guesses that nobody makes."""
     if options.draft == "off" and options.draft_tokens:
         raise BadRequest(f"draft_tokens is {options.draft_tokens}, but draft is off", 'draft may be "auto", "mtp" or "lookup"')
@@ -31,10 +33,10 @@ def drafter_of(options: DraftOptions, has_mtp: bool) -> Drafter | None:
         raise Unsupported('draft "mtp" is not available for this model', 'it has no layer for that; draft may be "lookup"')
     most = DRAFTS if options.draft_tokens is None else options.draft_tokens
     if options.draft == "off" or not most:
-        return None
+        return NOBODY
     if options.draft == "lookup":
         return Lookup(most)
-    return Mtp(most) if has_mtp else None
+    return Mtp(most) if has_mtp else NOBODY
 
 
 class Shares:
@@ -65,10 +67,11 @@ class Drafting:
         self.config, self.device, self.drafter, self.fixed = config, device, drafter, fixed
         hoped = HOPED[isinstance(drafter, Mtp)]
         self._shares = {greedy: Shares(hoped) for greedy in (True, False)}
+        self._taken: dict[tuple[int, int], float] = {}  # measured time of a pass over predicted, by rows and guesses
         self._unused = 0  # dispatches since a guess was taken
 
     def pays(self, rows: int) -> bool:
-        """Whether so many rows may ever draft: their programs are compiled."""
+        """Whether so many rows may ever draft, as far as it can be predicted: their programs are compiled."""
         best = OPTIMISTIC * np.ones(MOST_DRAFTS)
         return self.drafter.most > 0 and (self.fixed is not None or self._best(rows, HELD, best) > 0)
 
@@ -91,23 +94,31 @@ class Drafting:
             if drafted[mine].any():
                 shares.note(drafted[mine].sum(0), stood[mine].sum(0))
 
+    def note_time(self, rows: int, held: int, drafts: int, seconds: float) -> None:
+        """What a pass took."""
+        ratio, key = seconds / self.predicted(rows, held, drafts), (rows, drafts)
+        self._taken[key] = ratio if key not in self._taken else (1 - NEWEST) * self._taken[key] + NEWEST * ratio
+
     def seconds(self, rows: int, held: int, drafts: int) -> float:
-        """About what a pass takes."""
+        """About what a pass takes, by the measurement that is nearest."""
+        measured = {d: ratio for (n, d), ratio in self._taken.items() if n == rows}
+        nearest = min(measured, key=lambda d: (abs(d - drafts), d), default=None)
+        return self.predicted(rows, held, drafts) * (1.0 if nearest is None else measured[nearest])
+
+    def predicted(self, rows: int, held: int, drafts: int) -> float:
+        """What the cost model says of a pass."""
         each = roofline.mtp_seconds(self.config, self.device, rows) if isinstance(self.drafter, Mtp) else 0.0
         return roofline.pass_seconds(self.config, self.device, rows, held, drafts) + drafts * each
 
     def explain(self, rows: int) -> str:
         """In words, for so many rows."""
-        name = (
-            "the model's layer for multi-token prediction" if isinstance(self.drafter, Mtp) else "looking up what followed before"
-        )
+        by_layer, most = isinstance(self.drafter, Mtp), self.drafter.most
+        name = "the model's layer for multi-token prediction" if by_layer else "looking up what followed before"
         if self.fixed is not None:
             return f"drafts: {self.fixed} guesses a pass by {name}"
-        times = ", ".join(f"{1e3 * self.seconds(rows, HELD, n):.3g}" for n in range(self.drafter.most + 1))
-        return (
-            f"drafts: by {name}, as many as pay, up to {self.drafter.most}; for {rows} rows that hold {HELD:,} tokens a pass with "
-            f"0 to {self.drafter.most} guesses is predicted to take {times} ms"
-        )
+        times = ", ".join(f"{1e3 * self.seconds(rows, HELD, n):.3g}" for n in range(most + 1))
+        predicted = f"{rows} rows that hold {HELD:,} tokens: a pass with 0 to {most} guesses is predicted to take {times} ms"
+        return f"drafts: by {name}, as many as pay, up to {most}; {predicted}"
 
     def _best(self, rows: int, held: int, shares: np.ndarray) -> int:
         tokens = 1 + np.concatenate([[0.0], np.cumsum(np.cumprod(shares[: self.drafter.most]))])

@@ -32,6 +32,7 @@ from mla_jax.engine.stats import EngineStats, between
 from mla_jax.text.tokenizer import Tokenizer
 
 SCORED = 64  # tokens of one prompt whose log-probabilities one dispatch computes
+TIMED = 4  # passes of a dispatch from which their time is measured
 PIECES = 64  # of prompts that one dispatch reads
 
 
@@ -78,6 +79,10 @@ class Flight(NamedTuple):
     found: Found | None
     likely: Likely | None  # of a piece of one prompt,
     following: list[int]  # for these tokens
+    drafts: int = 0  # guesses of each pass
+    held: int = 0  # tokens that a row held on average
+    sent: float = 0.0
+    is_next: bool = False  # nothing was sent between the tokens before and these
 
 
 class Engine:
@@ -87,7 +92,7 @@ class Engine:
         """`drafts` are the guesses of every pass, if the programs have a drafter; None: as many as pay."""
         self.programs, self.config, self.tokenizer, self.size = programs, config, tokenizer, size
         self.drafter = programs.drafter
-        self.drafting = None if self.drafter is None else Drafting(config, programs.device, self.drafter, drafts)
+        self.drafting = Drafting(config, programs.device, self.drafter, drafts)
         reach = roofline.REACH.get(programs.device.platform, roofline.REACH_ELSEWHERE)
         self.limits, self.stats = size.limits(reach), EngineStats(rows=size.rows, pages=size.pages)
         self._serial = 0
@@ -105,7 +110,9 @@ class Engine:
         self.waiting: list[Job] = []
         self.running: list[Job] = []
         self._flying: deque[Flight] = deque()
-        self._pages = Pages(self.size.pages, PAGE, ahead=self.drafter.ahead if self.drafter else 0)
+        self._sent_more = False  # than tokens, since tokens were sent last
+        self._landed = 0.0  # when tokens were last looked at
+        self._pages = Pages(self.size.pages, PAGE, ahead=self.drafter.ahead)
         self._free_rows = list(range(self.size.rows))[::-1]
         self._arrays: tuple[Any, Any] | None = None  # pool and table, made when the first request comes
 
@@ -192,7 +199,7 @@ class Engine:
     @property
     def _text(self) -> int:
         """Tokens of each row that are kept on the device."""
-        return self.size.context if self.drafter is not None and self.drafter.needs_text else 0
+        return self.size.context if self.drafter.needs_text else 0
 
     def _decide(self) -> Plan:
         """What the scheduler says, for the requests that run and the first of those that wait."""
@@ -253,7 +260,7 @@ class Engine:
 
     def _compile(self, counts: Sequence[int], lines: Sequence[int], scored: int = 0) -> None:
         pool, rows = self._state()
-        drafted = [n for n in counts if self.drafting is not None and self.drafting.pays(n)]
+        drafted = [n for n in counts if self.drafting.pays(n)]
         self.programs.prepare(pool, rows, Sizes(self.size.width, self.size.pieces, counts, drafted, lines, scored))
         self._compiled_rows |= set(counts)
         self._compiled_drafted |= set(drafted)
@@ -328,7 +335,7 @@ class Engine:
         at, table = self._padded_rows(jobs, count), self._page_table(jobs, count)
         pool, rows = self._state()
         pool, rows, found = self.programs.prefill(pool, rows, at, tokens, _padded(read, count), table, after)
-        self._arrays = pool, rows
+        self._arrays, self._sent_more = (pool, rows), True
         for job, new in zip(jobs, read, strict=True):
             assert job.held is not None
             job.read += new
@@ -352,20 +359,21 @@ class Engine:
         pool, rows = self._state()
         count = min(n for n in self._compiled_rows if n >= len(jobs))
         at, table = self._padded_rows(jobs, count), self._page_table(jobs, count)
-        if drafts := self._drafts(jobs, count, steps):
+        held = sum(job.read + job.steps for job in jobs) // len(jobs)
+        if drafts := self._drafts(jobs, count, steps, held):
             pool, rows, found = self.programs.run_with_drafts(pool, rows, at, table, np.int32(steps), np.int32(drafts))
         else:
             pool, rows, found = self.programs.run(pool, rows, at, table, np.int32(steps))
         self._arrays = pool, rows
         found.chosen.copy_to_host_async()
-        self._flying.append(Flight(jobs, found, None, []))
+        self._flying.append(Flight(jobs, found, None, [], drafts, held, time.perf_counter(), not self._sent_more))
+        self._sent_more = False
         self.stats.dispatches += 1
 
-    def _drafts(self, jobs: list[Job], count: int, steps: int) -> int:
+    def _drafts(self, jobs: list[Job], count: int, steps: int, held: int) -> int:
         """Guesses of each pass; a single step has no room for any."""
-        if self.drafting is None or count not in self._compiled_drafted or steps == 1:
+        if count not in self._compiled_drafted or steps == 1:
             return 0
-        held = sum(job.read + job.steps for job in jobs) // len(jobs)
         return self.drafting.count([job.is_greedy for job in jobs], held)
 
     def _padded_rows(self, jobs: list[Job], count: int) -> np.ndarray:
@@ -391,8 +399,9 @@ class Engine:
         if flight.found is None:
             self._land_scores(flight)
             return
-        asked = any(job.logprobs is not None for job in flight.jobs)
-        self._land_tokens(flight.jobs, flight.found.tokens(), flight.found.logprobs() if asked else None, start)
+        asked, chosen = any(job.logprobs is not None for job in flight.jobs), flight.found.tokens()
+        self._note_passes(flight, chosen)
+        self._land_tokens(flight.jobs, chosen, flight.found.logprobs() if asked else None, start)
 
     def _land_scores(self, flight: Flight) -> None:
         (job,), start = flight.jobs, time.perf_counter()
@@ -410,7 +419,6 @@ class Engine:
         now = time.perf_counter()
         self.stats.waited_seconds += now - start
         self.programs.check()
-        self._note_drafts(jobs, chosen)
         self.stats.generated += int(chosen.count.sum())
         self.stats.least_bytes += self._least_bytes(jobs, int((chosen.count - chosen.stood.sum(1)).max()))
         for i, job in enumerate(jobs):
@@ -425,12 +433,17 @@ class Engine:
             if job.done:
                 self._leave(job)
 
-    def _note_drafts(self, jobs: list[Job], chosen: Chosen) -> None:
-        drafted, stood = chosen.drafted.sum(0), chosen.stood.sum(0)
+    def _note_passes(self, flight: Flight, chosen: Chosen) -> None:
+        """What stood of the guesses, and what a pass took where the device did nothing else meanwhile."""
+        now, drafted, stood = time.perf_counter(), chosen.drafted.sum(0), chosen.stood.sum(0)
         self.stats.drafted, self.stats.stood = self.stats.drafted + drafted, self.stats.stood + stood
         self.stats.passes += int(chosen.count.sum() - stood.sum())
-        if self.drafting is not None:
-            self.drafting.note([job.is_greedy for job in jobs], chosen.drafted, chosen.stood)
+        self.drafting.note([job.is_greedy for job in flight.jobs], chosen.drafted, chosen.stood)
+        passes = int((chosen.count - chosen.stood.sum(1)).max())
+        if flight.is_next and passes >= TIMED and self.drafter.most:
+            seconds = now - max(self._landed, flight.sent)
+            self.drafting.note_time(len(flight.jobs), flight.held, flight.drafts, seconds / passes)
+        self._landed = now
 
     def _least_bytes(self, jobs: list[Job], steps: int) -> int:
         """What so many steps of these rows had to read: weights, and latents."""

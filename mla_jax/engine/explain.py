@@ -40,7 +40,7 @@ def explain(
         lines.append(_experts(model, prompt, placed) + reason)
     if placed:
         lines += placed.lines()
-    lines += [drafting.explain(rows) for rows in (1, planned.rows)] if drafting else []
+    lines += [drafting.explain(rows) for rows in (1, planned.rows)] if drafting and drafting.drafter.most else []
     return lines
 
 

@@ -38,7 +38,7 @@ class Opened:
     placement: Placement
     plan: Plan
     text: Text
-    drafter: Drafter | None
+    drafter: Drafter
 
     @property
     def name(self) -> str:
@@ -87,7 +87,7 @@ class Opened:
     def explain(self) -> list[str]:
         """What runs where, and why, in words; from shapes alone."""
         model, fixed = self.checkpoint.model(self.placement), self.options.drafts.draft_tokens
-        drafting = None if self.drafter is None else Drafting(self.config, model.dispatch.device, self.drafter, fixed)
+        drafting = Drafting(self.config, model.dispatch.device, self.drafter, fixed)
         return explain(model, self.formats(), self.plan, self.placement, drafting)
 
     def formats(self) -> dict[str, int]:

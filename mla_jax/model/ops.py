@@ -191,7 +191,8 @@ def mla_decode(
 ) -> Float[Array, "B T N R"]:
     """Attention over pages of latents `[G Z R]`, a row's last T of `seq_lens` tokens being the queries.
 
-    Latents in E4M3 become numbers first where a kernel takes these alone; the fallback converts what it reads."""
+    A kernel may take fewer queries over latents in E4M3: then it is called for some heads at a time. Where it takes none of them,
+    they become numbers first; the fallback converts what it reads."""
     from pallas_kernels import mla_decode as kernel
     from pallas_kernels.fp8 import Fp8, dequantize
 
@@ -199,8 +200,22 @@ def mla_decode(
         numbers = jax.ShapeDtypeStruct(c_kv.codes.shape, k_pe.dtype)
         as_is, wide = (implementation("mla_decode", q_c, q_pe, c, k_pe, page_table) for c in (c_kv, numbers))
         if as_is == "xla" and wide != "xla":
+            if parts := _parts_of_heads(q_c, q_pe, c_kv, k_pe, page_table):
+                calls = zip(*(jnp.split(q, parts, axis=2) for q in (q_c, q_pe)), strict=True)
+                found = [kernel.mla_decode(*q, c_kv, k_pe, page_table, seq_lens, scale=scale, impl=impl)[0] for q in calls]
+                return jnp.concatenate(found, axis=2)
             c_kv = dequantize(c_kv).astype(k_pe.dtype)
     return kernel.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=scale, schedule=schedule, impl=impl)[0]
+
+
+def _parts_of_heads(q_c: Array, q_pe: Array, c_kv: Any, k_pe: Array, page_table: Array) -> int | None:
+    """Into how many parts of equally many heads queries must be cut, so that the kernel takes each; None: it takes none."""
+    heads = q_c.shape[2]
+    for parts in (parts for parts in range(2, heads + 1) if heads % parts == 0):
+        some = [jax.ShapeDtypeStruct((*q.shape[:2], heads // parts, q.shape[3]), q.dtype) for q in (q_c, q_pe)]
+        if implementation("mla_decode", *some, c_kv, k_pe, page_table) != "xla":
+            return parts
+    return None
 
 
 def rope_append(

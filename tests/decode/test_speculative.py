@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from models import FAMILIES, tensors, write
 
-from mla_jax.base.options import MAX_ENDS
-from mla_jax.base.options import MOST_DRAFTS
+from mla_jax.base.options import MAX_ENDS, MOST_DRAFTS
 from mla_jax.decode.chosen import STEPS, Chosen
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.rows import ADMITTED, blank, taken
@@ -201,6 +200,10 @@ def test_the_layers_cache_holds_what_the_models_own_states_give_whatever_was_gue
     for drafts, steps in ((3, STEPS), (1, 5)):
         drafted = Served(Programs(model, drafter=Mtp(3)), temperature=1.0).finish(steps, drafts)
         np.testing.assert_allclose(entries(drafted), entries(plain), atol=2e-5)
+    mixed = Served(Programs(model, drafter=Mtp(3)), temperature=1.0)
+    for turn in range(20):
+        mixed.run(5, None if turn % 2 else turn % 4)
+    np.testing.assert_allclose(entries(mixed), entries(plain), atol=2e-5)
     assert np.abs(entries(plain)).sum(-1).min() > 0
 
 

@@ -2,6 +2,7 @@
 
 For each: how often kernels of ours are called, the bytes of the pool and of temporaries, and operations that copy the pool."""
 
+import functools
 import json
 import re
 import sys
@@ -17,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mla_jax import Config, Transformer
 from mla_jax.base import roofline
-from mla_jax.decode import loop, rows
+from mla_jax.decode import loop, rows, speculative
 from mla_jax.model.dispatch import Dispatch
 from pallas_kernels import choice
 
@@ -40,8 +41,9 @@ def whole(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def model_of(kv_cache: str) -> Transformer:
-    config, dispatch = Config.preset("v2_lite", num_hidden_layers=3), Dispatch(kv_cache=kv_cache, device=roofline.DEVICES[DEVICE])
-    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=dispatch)))
+    config = Config.preset("v2_lite", num_hidden_layers=3, num_nextn_predict_layers=1)
+    dispatch = Dispatch(kv_cache=kv_cache, device=roofline.DEVICES[DEVICE])
+    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=dispatch, mtp=True)))
     return nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16), state))
 
 
@@ -65,12 +67,15 @@ def compiled(model: Transformer, function, *args) -> dict:
     }
 
 
+with_mtp = functools.partial(functools.partial, drafter=speculative.Mtp(3))
+
 if __name__ == "__main__":
     for kv_cache in ("auto", "fp8"):
         model = model_of(kv_cache)
         steps = {
-            "run, 8 rows": (loop.run, whole(8), whole(8, WIDTH), whole()),
-            "prefill, 2048": (loop.prefill, whole(8), whole(2048), whole(8), whole(8, WIDTH)),
+            "run, 8 rows": (with_mtp(loop.run), whole(8), whole(8, WIDTH), whole()),
+            "run with drafts, 8 rows": (with_mtp(speculative.run_with_drafts), whole(8), whole(8, WIDTH), whole(), whole()),
+            "prefill, 2048": (with_mtp(loop.prefill), whole(8), whole(2048), whole(8), whole(8, WIDTH)),
         }
         for name, (function, *args) in steps.items():
             print(json.dumps({"step": f"{name}, {kv_cache}"} | compiled(model, function, *args)), flush=True)

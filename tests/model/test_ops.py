@@ -32,3 +32,26 @@ def test_latents_in_e4m3_become_numbers_only_for_a_kernel_that_takes_these_alone
     latent, q_c, pe = fp8.quantize_cache(jnp.ones((2, 64, 128))), jnp.ones((2, 1, 4, 128)), jnp.ones((2, 64, 32))
     out = ops.mla_decode(q_c, jnp.ones((2, 1, 4, 32)), latent, pe, paged.in_order(2, 64), jnp.array([3, 64]), 1.0)
     assert out is q_c
+
+
+def test_a_kernel_that_takes_few_queries_over_e4m3_is_called_for_some_heads_at_a_time(monkeypatch):
+    from pallas_kernels import mla_decode
+
+    sizes, reference = [], jax.random.normal(jax.random.key(0), (2, 3, 8, 128))
+
+    def takes(op, q_c, q_pe, c_kv, *_):
+        return "xla" if isinstance(c_kv, fp8.Fp8) and q_c.shape[1] * q_c.shape[2] > 8 else "mosaic_gpu"
+
+    def kernel(q_c, q_pe, c_kv, *_, schedule=None, **__):
+        assert isinstance(c_kv, fp8.Fp8)
+        assert schedule is None  # that of all heads is not theirs
+        sizes.append(q_c.shape[2])
+        return q_c + q_pe.sum(), None
+
+    monkeypatch.setattr(ops, "implementation", takes)
+    monkeypatch.setattr(mla_decode, "mla_decode", kernel)
+    latent, pe = fp8.quantize_cache(jnp.ones((2, 64, 128))), jnp.zeros((2, 64, 32))
+    q_pe, lens = jnp.zeros((2, 3, 8, 32)), jnp.array([3, 64])
+    out = ops.mla_decode(reference, q_pe, latent, pe, paged.in_order(2, 64), lens, 1.0, schedule="of all heads")
+    assert sizes == [2, 2, 2, 2]
+    np.testing.assert_array_equal(out, reference)
