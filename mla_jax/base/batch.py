@@ -55,7 +55,7 @@ class Batch:
         """One line of `new` tokens, of which row r has `counts[r]` behind its `held` ones; the first has its `position`."""
         stop = jnp.cumsum(counts)
         token = jnp.arange(new, dtype=jnp.int32)
-        row = jnp.minimum(jnp.searchsorted(stop, token, side="right"), counts.size - 1)
+        row = jnp.minimum(jnp.searchsorted(stop, token, side="right", method="compare_all"), counts.size - 1)
         positions, index = ((first - (stop - counts))[row] + token for first in (position, held))
         return Batch(positions[None], (token < stop[-1])[None], held + counts, page_table, index[None], row[None])
 

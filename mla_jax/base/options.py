@@ -19,6 +19,7 @@ ATTENTION = ("auto", "naive", "compressed", "absorbed", "move_elided", "fused")
 KV_CACHE = ("auto", "fp8")
 DTYPES = ("float32", "bfloat16")
 DRAFT = ("auto", "off", "mtp", "lookup")
+DRAFTS = 3  # tokens that are guessed at a time at most, unless a number is asked for
 MOST_DRAFTS = 7  # tokens that are guessed behind a chosen one: a kernel over latents takes eight tokens of a row
 EXPERTS = ("auto", "host", "dense", "loop", "gather", "ragged")
 

@@ -147,7 +147,7 @@ def view_of(rows: Rows, lens: Int[Array, " R"], size: int) -> View:
     pages = -(-lens // size)
     stop = jnp.cumsum(pages)
     start, place = stop - pages, jnp.arange(count * width)
-    row = jnp.minimum(jnp.searchsorted(stop, place, side="right"), count - 1)
+    row = jnp.minimum(jnp.searchsorted(stop, place, side="right", method="compare_all"), count - 1)
     page = place - start[row]  # past the last row's end there are no tokens
     table, filled = rows.page_table[row, jnp.minimum(page, width - 1)], jnp.clip(lens[row] - page * size, 0, size)
     return View(table[None], filled[None], start * size)

@@ -4,23 +4,25 @@ A guess stands only if all before it have. So what is measured is, for each plac
 that was asked for, and tokens a pass are one and the sum of the products of these shares. What a pass takes is predicted by the
 cost model, times what was measured of the prediction for such passes. Old measurements fade."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from mla_jax.base import roofline
+from mla_jax.base.batch import bucket
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, Unsupported
-from mla_jax.base.options import MOST_DRAFTS, DraftOptions
+from mla_jax.base.options import DRAFTS, MOST_DRAFTS, DraftOptions
 from mla_jax.decode.speculative import NOBODY, Drafter, Lookup, Mtp
 
-DRAFTS = 3  # guesses of a pass at most, unless a number is asked for
 HELD = 1024  # tokens that a row is taken to hold where nobody knows
 FADES = 0.98  # what is left of a measurement after one more dispatch
 FIRST = 8  # guesses of each place that are taken to have been seen before any was
 HOPED = {True: 0.8, False: 0.4}  # how many of these stood: of the model's own layer, of looking up
 OPTIMISTIC = 0.95  # the share with which it is decided whether a number of rows will ever draft
 NEWEST = 0.2  # weight of a pass's newest time
+PLAIN = 3  # dispatches without guesses to begin with, so that one is timed
 AGAIN = 64  # dispatches after which one guess is tried where none pays
 
 
@@ -69,6 +71,7 @@ class Drafting:
         self._shares = {greedy: Shares(hoped) for greedy in (True, False)}
         self._taken: dict[tuple[int, int], float] = {}  # measured time of a pass over predicted, by rows and guesses
         self._unused = 0  # dispatches since a guess was taken
+        self._plain: Counter[int] = Counter()  # dispatches without guesses, by rows, until one was timed
 
     def pays(self, rows: int) -> bool:
         """Whether so many rows may ever draft, as far as it can be predicted: their programs are compiled."""
@@ -79,13 +82,21 @@ class Drafting:
         """Guesses of a pass for rows that are `greedy` or not and hold so many tokens on average; 0: none."""
         if self.fixed is not None:
             return self.fixed
+        rows = len(greedy)
+        if self._is_untimed(bucket(rows)):
+            return 0
         shares = np.mean([self._shares[one].of_places for one in greedy], axis=0)
-        best = self._best(len(greedy), held, shares)
+        best = self._best(rows, held, shares)
         self._unused = 0 if best else self._unused + 1
         if self._unused < AGAIN:
             return best
         self._unused = 0
         return 1
+
+    def _is_untimed(self, rows: int) -> bool:
+        """Whether it is not known yet what a pass without guesses takes; it is soon given up where none can be timed."""
+        self._plain[rows] += (rows, 0) not in self._taken
+        return (rows, 0) not in self._taken and self._plain[rows] <= PLAIN
 
     def note(self, greedy: Sequence[bool], drafted: np.ndarray, stood: np.ndarray) -> None:
         """What a dispatch has found: `[rows, MOST_DRAFTS]` each."""
@@ -96,12 +107,12 @@ class Drafting:
 
     def note_time(self, rows: int, held: int, drafts: int, seconds: float) -> None:
         """What a pass took."""
-        ratio, key = seconds / self.predicted(rows, held, drafts), (rows, drafts)
+        ratio, key = seconds / self.predicted(rows, held, drafts), (bucket(rows), drafts)
         self._taken[key] = ratio if key not in self._taken else (1 - NEWEST) * self._taken[key] + NEWEST * ratio
 
     def seconds(self, rows: int, held: int, drafts: int) -> float:
         """About what a pass takes, by the measurement that is nearest."""
-        measured = {d: ratio for (n, d), ratio in self._taken.items() if n == rows}
+        measured = {d: ratio for (n, d), ratio in self._taken.items() if n == bucket(rows)}
         nearest = min(measured, key=lambda d: (abs(d - drafts), d), default=None)
         return self.predicted(rows, held, drafts) * (1.0 if nearest is None else measured[nearest])
 

@@ -59,7 +59,7 @@ def largest(x: Float[Array, "n X"], k: int) -> Int[Array, "n k"]:
     def by_sorting(x: Array) -> Array:
         return jax.lax.top_k(x, k)[1]
 
-    if x.size * x.shape[1] > COMPARED**2:
+    if x.size * x.shape[1] > COMPARED_ON_A_GPU**2:
         return by_sorting(x)
     return jax.lax.platform_dependent(x, cuda=lambda x: by_comparing(x, k), default=by_sorting)
 
@@ -109,15 +109,24 @@ class Grouped(NamedTuple):
     def of(topk_ids: Int[Array, "n K"], experts: int) -> "Grouped":
         ids, chosen = topk_ids.reshape(-1), topk_ids.shape[1]
         pairs = jnp.arange(ids.size)
-        if ids.size <= COMPARED:  # no scatter, which is three kernels
+
+        def by_comparing(ids: Array) -> Grouped:  # no scatter, which is three kernels
             before = (ids[None] < ids[:, None]) | ((ids[None] == ids[:, None]) & (pairs[None] < pairs[:, None]))
             place = before.sum(1, dtype=jnp.int32)
             pair = jnp.where(place[None] == pairs[:, None], pairs[None], 0).sum(1)
             sizes = (ids[None] == jnp.arange(experts)[:, None]).sum(1, dtype=jnp.int32)
             return Grouped(pair // chosen, place, sizes)
-        sizes = jnp.bincount(ids, length=experts + 1)[:experts].astype(jnp.int32)
-        order = jnp.argsort(ids, stable=True)
-        return Grouped(order // chosen, jnp.zeros_like(order).at[order].set(pairs, unique_indices=True), sizes)
+
+        def by_sorting(ids: Array) -> Grouped:
+            sizes = jnp.bincount(ids, length=experts + 1)[:experts].astype(jnp.int32)
+            order = jnp.argsort(ids, stable=True)
+            return Grouped(order // chosen, jnp.zeros_like(order).at[order].set(pairs, unique_indices=True), sizes)
+
+        if ids.size <= COMPARED:
+            return by_comparing(ids)
+        if ids.size > COMPARED_ON_A_GPU:
+            return by_sorting(ids)
+        return jax.lax.platform_dependent(ids, cuda=by_comparing, default=by_sorting)
 
     def combine(self, y: Float[Array, "m D"], weights: Float[Array, "n K"]) -> Float[Array, "n D"]:
         """The weighted sum over each token's experts; `weights` are zero for no expert, whose rows may be anything."""
@@ -125,7 +134,9 @@ class Grouped(NamedTuple):
         return jnp.where(weights[..., None] != 0, chosen * weights[..., None].astype(y.dtype), 0).sum(1)
 
 
-COMPARED = 512  # numbers up to which a comparison of each with every other, one fused kernel on a GPU, is faster than sorting
+# Numbers up to which each is compared with every other, which is one fused kernel on a GPU, instead of sorting them. There more
+# are compared: a sort is a library's, which a CUDA graph cannot hold, so the decode loop would be a program of the host.
+COMPARED, COMPARED_ON_A_GPU = 512, 2048
 
 
 def shares(topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: int) -> Float[Array, "n K"]:

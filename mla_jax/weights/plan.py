@@ -10,6 +10,7 @@ from mla_jax.base import roofline
 from mla_jax.base.devices import Devices
 from mla_jax.base.errors import DoesNotFit
 from mla_jax.base.limits import free_memory, gib
+from mla_jax.base.options import DRAFTS
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache.paged import PAGE
 from mla_jax.model.kernel_attention import KERNELS
@@ -135,7 +136,7 @@ def temporaries(model: Transformer, quantized: Sequence[tuple[int, ...]], rows: 
     config, itemsize = model.config, model.dtype.itemsize
     tokens = max(model.dispatch.chunk(model), rows)
     copied = scratch_bytes(config, itemsize, tokens) if 0 < model.dispatch.stream <= tokens else 0
-    logits = 4 * 4 * rows * config.vocab_size
+    logits = 4 * 4 * rows * config.vocab_size * (1 + DRAFTS if model.mtp else 1)
     seen = 2 * rows * config.vocab_size
     parts = (
         max(_attention(model, rows, 1), _attention(model, 1, tokens)),
