@@ -2,6 +2,7 @@
 
 Weights keep the checkpoint's order, output axes first: quantised blocks stay whole, and kernels want the contracted axis last."""
 
+import functools
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -201,9 +202,9 @@ def mla_decode(
         as_is, wide = (implementation("mla_decode", q_c, q_pe, c, k_pe, page_table) for c in (c_kv, numbers))
         if as_is == "xla" and wide != "xla":
             if parts := _parts_of_heads(q_c, q_pe, c_kv, k_pe, page_table):
-                calls = zip(*(jnp.split(q, parts, axis=2) for q in (q_c, q_pe)), strict=True)
-                found = [kernel.mla_decode(*q, c_kv, k_pe, page_table, seq_lens, scale=scale, impl=impl)[0] for q in calls]
-                return jnp.concatenate(found, axis=2)
+                heads = zip(jnp.split(q_c, parts, axis=2), jnp.split(q_pe, parts, axis=2), strict=True)
+                call = functools.partial(kernel.mla_decode, scale=scale, impl=impl)
+                return jnp.concatenate([call(c, pe, c_kv, k_pe, page_table, seq_lens)[0] for c, pe in heads], axis=2)
             c_kv = dequantize(c_kv).astype(k_pe.dtype)
     return kernel.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=scale, schedule=schedule, impl=impl)[0]
 

@@ -279,7 +279,7 @@ def engine_of(llm: LLM, drafter: Mtp) -> tuple[Engine, list[Job]]:
 
 
 def agreement(llm: LLM, prompt: list[int], ids: list[int]) -> tuple[int, int]:
-    """How often the layer, which reads true tokens and true states, says what the model says next, of how many generated tokens."""
+    """How often the layer, reading true tokens and states, says what the model says next, of how many generated tokens."""
     tokens, model = jnp.asarray([prompt + ids], jnp.int32), llm.model
     hidden, _, _ = model(tokens, Batch.dense(*tokens.shape))
     drafted, _, _ = model.draft(0, tokens[:, 1:], hidden[:, :-1], Batch.dense(1, tokens.size - 1))
