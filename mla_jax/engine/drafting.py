@@ -26,15 +26,17 @@ PLAIN = 3  # dispatches without guesses to begin with, so that one is timed
 AGAIN = 64  # dispatches after which one guess is tried where none pays
 
 
-def drafter_of(options: DraftOptions, has_mtp: bool) -> Drafter:
-    """Who guesses. Raises Unsupported where a model lacks the layer that is asked for, and BadRequest for a number
+def drafter_of(options: DraftOptions, has_mtp: bool, platform: str = "gpu") -> Drafter:
+    """Who guesses. On a CPU nobody does unless it is asked for: there it gains little, and one more program takes as long to
+    compile as all others. Raises Unsupported where a model lacks the layer that is asked for, and BadRequest for a number
     of guesses that nobody makes."""
     if options.draft == "off" and options.draft_tokens:
         raise BadRequest(f"draft_tokens is {options.draft_tokens}, but draft is off", 'draft may be "auto", "mtp" or "lookup"')
     if options.draft == "mtp" and not has_mtp:
         raise Unsupported('draft "mtp" is not available for this model', 'it has no layer for that; draft may be "lookup"')
     most = DRAFTS if options.draft_tokens is None else options.draft_tokens
-    if options.draft == "off" or not most:
+    unasked = options.draft == "auto" and options.draft_tokens is None
+    if options.draft == "off" or not most or (unasked and platform == "cpu"):
         return NOBODY
     if options.draft == "lookup":
         return Lookup(most)

@@ -59,7 +59,7 @@ class LLM:
           experts on the device.
         - `device_experts`: the number of these replicas. None is what fits, 0 is none.
         - `draft`: "auto", "off", "mtp" or "lookup": who guesses tokens that are then read together. The output stays the same.
-          "auto" is the model's own layer for multi-token prediction, if it has one.
+          "auto" is the model's own layer for multi-token prediction, if it has one, but on a CPU nobody.
         - `draft_tokens`: the number of tokens guessed at a time, up to 7. None is as many as pay, up to 3.
         - `memory_fraction`: the fraction of a GPU's memory to use.
         - `batch`: the number of sequences of the whole context that the KV cache must hold at once. Shorter ones: more.

@@ -105,7 +105,7 @@ def open_model(options: Options) -> Opened:
     default_device()
     checkpoint = _checkpoint(options)
     check_context(options.model.context, checkpoint.config.max_position_embeddings)
-    drafter = drafter_of(options.drafts, checkpoint.has_mtp)
+    drafter = drafter_of(options.drafts, checkpoint.has_mtp, checkpoint.device.platform)
     text = open_text(checkpoint.source)
     placement = _place(checkpoint, options)
     memory = options.memory

@@ -180,7 +180,8 @@ def test_options_that_make_no_sense_are_refused(folder, fields, words, no_checks
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, Mtp(3)),
+        ({}, Nobody()),  # on a CPU
+        ({"draft": "mtp"}, Mtp(3)),
         ({"draft": "auto", "draft_tokens": 7}, Mtp(7)),
         ({"draft": "mtp", "draft_tokens": 1}, Mtp(1)),
         ({"draft": "lookup"}, Lookup(3)),
@@ -205,7 +206,7 @@ def test_by_default_a_model_without_the_layer_drafts_nothing(without):
 def test_explain_says_who_guesses_how_many_and_statistics_say_what_stood(folder, drafting):
     assert "drafts: 3 guesses a pass by the model's layer for multi-token prediction" in drafting["mtp"].explain()
     assert "drafts: 5 guesses a pass by looking up what followed before" in drafting["lookup"].explain()
-    said = "\n".join(open_model(Options.of(model=folder)).explain())
+    said = "\n".join(open_model(Options.of(model=folder, draft="mtp")).explain())
     assert "drafts: by the model's layer for multi-token prediction, as many as pay, up to 3; 1 rows that hold 1,024" in said
     llm = drafting["lookup"]
     llm.generate([[5, 6, 7, 8] * 6], GREEDY)
