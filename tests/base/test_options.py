@@ -86,6 +86,8 @@ WRONG = {  # of the options of a model
     "stream_tokens": [-1, "never", 0.5],
     "routing_stats": ["", 1, True],
     "device_experts": [-1, "few", 2.0],
+    "draft": ["", "MTP", None, 3, ["mtp"]],
+    "draft_tokens": [-1, 8, 1.0, "3", True],
     "memory_fraction": [0, 0.0, -0.5, 1.01, 2, "0.5", True, math.nan, None.__class__],
     "batch": [0, 1025, -1, 1.0, "4", None, True],
     "cache_tokens": [0, 63, -1, 1e6, "4096", True],
