@@ -122,12 +122,14 @@ def decode_bytes(config: Config, rows: int, held: int, itemsize: int = 2, new: i
     return itemsize * (layers + attention + latents + config.vocab_size * config.hidden_size)
 
 
-def pass_seconds(config: Config, on: Device, rows: int, held: int, drafts: int) -> float:
-    """About what a pass takes that reads a token and `drafts` guesses of each row, beside what the guessing takes."""
-    new, layers = 1 + drafts, config.num_hidden_layers
+def pass_seconds(config: Config, on: Device, rows: int, held: int, drafts: int, most: int) -> float:
+    """About what a pass takes that reads a token and `drafts` guesses of each row, beside what the guessing takes.
+
+    Its program computes with `most` guesses; those that are not there touch no expert."""
+    new, layers = 1 + most, config.num_hidden_layers
     attention = attention_cost(config, "kernel_latents", rows, new, held, on.itemsize).flops * layers
     flops = attention + 2 * rows * new * active_weights(config)
-    bytes = decode_bytes(config, rows, held, on.itemsize, new)
+    bytes = decode_bytes(config, rows, held, on.itemsize, 1 + drafts)
     return max(flops / on.flops, bytes / on.bandwidth) + layers * on.between
 
 
@@ -183,9 +185,9 @@ def why_form(config: Config, on: Device, form: str, rows: int, new: int, attende
 CHUNK_ON_A_CPU = 512
 CHUNK = (4096, 16384)  # elsewhere: at least and at most
 
-# Tokens, held and new, of prompts that share a line. XLA's forms compute the scores of all of a line's tokens with all of these.
-REACH = {"cpu": 2048}
-REACH_ELSEWHERE = 1 << 30
+# Tokens, held and new, of prompts that share a line. XLA's forms compute the scores of all of a line's tokens with all of these,
+# the kernel those of each row alone.
+REACH, REACH_OF_KERNEL = 2048, 1 << 30
 
 
 def chunk(config: Config, on: Device) -> int:

@@ -21,7 +21,7 @@ from mla_jax.decode.chosen import Found, Likely, likely
 from mla_jax.decode.programs import Program, Shared
 from mla_jax.decode.rows import ADMITTED, Entry, Rows
 from mla_jax.decode.speculative import NOBODY, Drafter, run_with_drafts
-from mla_jax.decode.steps import Going, accepted, begun, counted, ended, next_token, read
+from mla_jax.decode.steps import Going, accepted, begun, counted, ended, next_token, read, unembedded
 from mla_jax.decode.store import Store
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload import experts
@@ -98,7 +98,7 @@ def run(
     asked, going = begun(pool, rows, at, page_table, steps)
 
     def step(going: Going) -> Going:
-        going, token, more = next_token(model, going, asked)
+        going, token, more = next_token(going, asked, unembedded(model, going.last))
         token, counts = token[:, None], more.astype(jnp.int32)
         batch = Batch.behind(going.held, going.position, counts, 1, page_table)
         going = going._replace(pool=drafter.keep(model, going.pool, going.last[:, None], token, batch))

@@ -6,7 +6,7 @@ so the tokens are those that come without drafts, whatever the drafter says. Not
 say what a row holds, and later tokens overwrite the rest."""
 
 import dataclasses
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +17,21 @@ from mla_jax.cache.paged import Pool
 from mla_jax.decode.chosen import Found
 from mla_jax.decode.rows import Rows
 from mla_jax.decode.sampling import choose
-from mla_jax.decode.steps import Asked, Going, accepted, begun, ended, next_token, read, taken
+from mla_jax.decode.steps import Asked, Going, accepted, begun, ended, next_token, read, taken, unembedded
 from mla_jax.model.transformer import Transformer
 
 
-@runtime_checkable
-class Drafter(Protocol):
-    """Guesses tokens; `most` at a time.
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+    """Guesses tokens; `most` at a time."""
 
-    What it caches of a token may depend on `ahead` tokens after it. It may need the text of rows on the device."""
+    most: int = 3
 
-    @property
-    def most(self) -> int: ...
-
-    @property
-    def ahead(self) -> int: ...
-
-    @property
-    def needs_text(self) -> bool: ...
+    name: ClassVar[str] = "a drafter"
+    ahead: ClassVar[int] = 0  # tokens after one on which what is cached of it may depend
+    needs_text: ClassVar[bool] = False  # of rows, on the device
+    runs_layer: ClassVar[bool] = False  # of the model, for each guess
+    hoped: ClassVar[float] = 0.5  # how often a guess stands, until that is known
 
     def propose(
         self, model: Transformer, going: Going, asked: Asked, token: Int[Array, " B"], counts: Int[Array, " B"]
@@ -42,48 +39,42 @@ class Drafter(Protocol):
         """The pool, what follows the `token` that was chosen just now, and how many of these guesses each row has.
 
         Rows have room for `counts` guesses; -1 says that a row has not even read `token`."""
-        ...
+        raise NotImplementedError
 
     def keep(
         self, model: Transformer, pool: Pool, before: Float[Array, "B T D"], tokens: Int[Array, "B T"], batch: Batch
     ) -> Pool:
         """Takes note of tokens that are read, each with the hidden state of the token before it."""
-        ...
+        return pool
 
 
 @dataclasses.dataclass(frozen=True)
-class Nobody:
+class Nobody(Drafter):
     """Guesses nothing."""
 
     most: int = 0
-    ahead: int = 0
-    needs_text: bool = False
 
     def propose(
         self, model: Transformer, going: Going, asked: Asked, token: Int[Array, " B"], counts: Int[Array, " B"]
     ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
         return going.pool, jnp.zeros((token.size, 0), jnp.int32), counts
 
-    def keep(
-        self, model: Transformer, pool: Pool, before: Float[Array, "B T D"], tokens: Int[Array, "B T"], batch: Batch
-    ) -> Pool:
-        return pool
-
 
 NOBODY = Nobody()
 
 
 @dataclasses.dataclass(frozen=True)
-class Mtp:
+class Mtp(Drafter):
     """The model's own layer for multi-token prediction, which guesses from a token and the hidden state before it.
 
     Run on its own normed output, it guesses further. Its cache has an entry for each token but the newest, made from the token
     after and the model's own hidden state: what was made from a guess is overwritten. An entry lies in the slot of the hidden
     state's token, one before the slot of the token that it was made with."""
 
-    most: int = 3
-    ahead: int = 1
-    needs_text: bool = False
+    name = "the model's layer for multi-token prediction"
+    ahead = 1
+    runs_layer = True
+    hoped = 0.8
 
     def propose(
         self, model: Transformer, going: Going, asked: Asked, token: Int[Array, " B"], counts: Int[Array, " B"]
@@ -126,15 +117,16 @@ def _one_back(batch: Batch) -> Batch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lookup:
+class Lookup(Drafter):
     """Prompt lookup: what followed the newest tokens where they stood before in the row's text, latest place first.
 
     Of places it prefers those with the longest equal beginning, up to `longest` tokens."""
 
-    most: int = 3
     longest: int = 3
-    ahead: int = 0
-    needs_text: bool = True
+
+    name = "looking up what followed before"
+    needs_text = True
+    hoped = 0.4
 
     def propose(
         self, model: Transformer, going: Going, asked: Asked, token: Int[Array, " B"], counts: Int[Array, " B"]
@@ -156,11 +148,6 @@ class Lookup:
         known = jnp.where(found, position - best, 0)  # tokens from there up to the newest
         return going.pool, guesses, jnp.minimum(counts, known)
 
-    def keep(
-        self, model: Transformer, pool: Pool, before: Float[Array, "B T D"], tokens: Int[Array, "B T"], batch: Batch
-    ) -> Pool:
-        return pool
-
 
 def stands(guess: Int[Array, " B"], drawn: Int[Array, " B"]) -> Bool[Array, " B"]:
     """Whether a guess stays, where this token is drawn."""
@@ -181,14 +168,16 @@ def run_with_drafts(
     """As `loop.run`, with up to `drafts` guesses a pass. The tokens are the same, and so many, for every row."""
     asked, going = begun(pool, rows, at, page_table, steps)
 
-    def one_pass(going: Going) -> Going:
-        going, token, more = next_token(model, going, asked)
+    def one_pass(carry: tuple[Going, Array]) -> tuple[Going, Array]:
+        going, token, more = next_token(carry[0], asked, carry[1])
         room = jnp.minimum(asked.steps - going.chosen.count, asked.entry.limit - going.is_open.count - 1)
         counts = jnp.where(more, jnp.clip(room, 0, jnp.minimum(drafts, drafter.most)), -1)
         pool, guesses, counts = drafter.propose(model, going, asked, token, counts)
         return _verified(model, going._replace(pool=pool), asked, drafter, Guessed(token, guesses, counts))
 
-    return ended(jax.lax.while_loop(lambda going: going.is_active(asked).any(), one_pass, going), asked)
+    start = going, unembedded(model, going.last)
+    going, _ = jax.lax.while_loop(lambda carry: carry[0].is_active(asked).any(), one_pass, start)
+    return ended(going, asked)
 
 
 class Guessed(NamedTuple):
@@ -199,13 +188,14 @@ class Guessed(NamedTuple):
     counts: Int[Array, " B"]  # of the guesses; -1: not even the token is read
 
 
-def _verified(model: Transformer, going: Going, asked: Asked, drafter: Drafter, given: Guessed) -> Going:
-    """Reads a token and its guesses, and takes those that stand."""
+def _verified(
+    model: Transformer, going: Going, asked: Asked, drafter: Drafter, given: Guessed
+) -> tuple[Going, Float[Array, "B W"]]:
+    """Reads a token and its guesses, and takes those that stand; also returns the logits of the last token of each row."""
     before, most, read_any = going, given.guesses.shape[1], given.counts >= 0
     tokens = jnp.concatenate([given.token[:, None], given.guesses], axis=1)
     going, hidden = read(model, going, asked, tokens, given.counts + 1)
-    with jax.named_scope("unembed"):
-        logits = model.unembed(hidden[:, :most])
+    logits = unembedded(model, hidden)
 
     def unfinished(carry: tuple[Array, Going, Array]) -> Array:
         i, _, live = carry
@@ -225,7 +215,8 @@ def _verified(model: Transformer, going: Going, asked: Asked, drafter: Drafter, 
     _, going, _ = jax.lax.while_loop(unfinished, check, (jnp.int32(0), going, read_any))
     more = jnp.maximum(going.held - before.held - 1, 0)
     batch = Batch.behind(before.held + 1, before.position + 1, more, most, asked.page_table)
-    return going._replace(pool=drafter.keep(model, going.pool, hidden[:, :most], given.guesses, batch))
+    pool = drafter.keep(model, going.pool, hidden[:, :most], given.guesses, batch)
+    return going._replace(pool=pool), jnp.take_along_axis(logits, more[:, None, None], axis=1)[:, 0]
 
 
 def _tallied(going: Going, place: Array, asks: Bool[Array, " B"], right: Bool[Array, " B"]) -> Going:

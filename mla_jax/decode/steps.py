@@ -66,10 +66,14 @@ def ended(going: Going, asked: Asked) -> tuple[Pool, Rows, Found]:
     return going.pool, rows, Found(pack(chosen, 1), pack(going.scored, 1))
 
 
-def next_token(model: Transformer, going: Going, asked: Asked) -> tuple[Going, Int[Array, " B"], Bool[Array, " B"]]:
-    """One more token for every active row, and the rows that are to read it; ends the rows whose logits are not finite."""
+def unembedded(model: Transformer, hidden: Float[Array, "*B D"]) -> Float[Array, "*B W"]:
     with jax.named_scope("unembed"):
-        logits = model.unembed(going.last)
+        return model.unembed(hidden)
+
+
+def next_token(going: Going, asked: Asked, logits: Float[Array, "B W"]) -> tuple[Going, Int[Array, " B"], Bool[Array, " B"]]:
+    """One more token for every active row, drawn from the logits of its last one, and the rows that are to read it; ends the rows
+    whose logits are not finite."""
     with jax.named_scope("choose"):
         token, fit = choose(logits, going.rows.seen, asked.at, going.position, asked.entry.sampling)
     active = going.is_active(asked)

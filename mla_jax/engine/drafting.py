@@ -5,7 +5,7 @@ that was asked for, and tokens a pass are one and the sum of the products of the
 cost model, times what was measured of the prediction for such passes. Old measurements fade."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -19,11 +19,11 @@ from mla_jax.decode.speculative import NOBODY, Drafter, Lookup, Mtp
 HELD = 1024  # tokens that a row is taken to hold where nobody knows
 FADES = 0.98  # what is left of a measurement after one more dispatch
 FIRST = 8  # guesses of each place that are taken to have been seen before any was
-HOPED = {True: 0.8, False: 0.4}  # how many of these stood: of the model's own layer, of looking up
 OPTIMISTIC = 0.95  # the share with which it is decided whether a number of rows will ever draft
 NEWEST = 0.2  # weight of a pass's newest time
+WORST = 2.0  # how much longer a pass may take, by its first time, than those with nearly as many guesses: the host may be late
 PLAIN = 3  # dispatches without guesses to begin with, so that one is timed
-AGAIN = 64  # dispatches after which one guess is tried where none pays
+AGAIN = 64  # every so many dispatches another number of guesses is tried, all in turn
 
 
 def drafter_of(options: DraftOptions, has_mtp: bool, platform: str = "gpu") -> Drafter:
@@ -36,11 +36,14 @@ def drafter_of(options: DraftOptions, has_mtp: bool, platform: str = "gpu") -> D
         raise Unsupported('draft "mtp" is not available for this model', 'it has no layer for that; draft may be "lookup"')
     most = DRAFTS if options.draft_tokens is None else options.draft_tokens
     unasked = options.draft == "auto" and options.draft_tokens is None
-    if options.draft == "off" or not most or (unasked and platform == "cpu"):
+    if options.draft == "off" or not most or (unasked and (platform == "cpu" or not has_mtp)):
         return NOBODY
     if options.draft == "lookup":
         return Lookup(most)
-    return Mtp(most) if has_mtp else NOBODY
+    if not has_mtp:
+        found = f"draft_tokens is {options.draft_tokens}, but this model has no layer that guesses"
+        raise Unsupported(found, 'draft may be "lookup"')
+    return Mtp(most)
 
 
 class Shares:
@@ -69,10 +72,9 @@ class Drafting:
 
     def __init__(self, config: Config, device: roofline.Device, drafter: Drafter, fixed: int | None = None):
         self.config, self.device, self.drafter, self.fixed = config, device, drafter, fixed
-        hoped = HOPED[isinstance(drafter, Mtp)]
-        self._shares = {greedy: Shares(hoped) for greedy in (True, False)}
+        self._shares = {greedy: Shares(drafter.hoped) for greedy in (True, False)}
         self._taken: dict[tuple[int, int], float] = {}  # measured time of a pass over predicted, by rows and guesses
-        self._unused = 0  # dispatches since a guess was taken
+        self._sent = 0  # dispatches
         self._plain: Counter[int] = Counter()  # dispatches without guesses, by rows, until one was timed
 
     def pays(self, rows: int) -> bool:
@@ -80,57 +82,69 @@ class Drafting:
         best = OPTIMISTIC * np.ones(MOST_DRAFTS)
         return self.drafter.most > 0 and (self.fixed is not None or self._best(rows, HELD, best) > 0)
 
-    def count(self, greedy: Sequence[bool], held: int) -> int:
+    def count(self, greedy: Iterable[bool], held: int) -> int:
         """Guesses of a pass for rows that are `greedy` or not and hold so many tokens on average; 0: none."""
         if self.fixed is not None:
             return self.fixed
-        rows = len(greedy)
+        of_kind = Counter(greedy)
+        rows = of_kind.total()
         if self._is_untimed(bucket(rows)):
             return 0
-        shares = np.mean([self._shares[one].of_places for one in greedy], axis=0)
-        best = self._best(rows, held, shares)
-        self._unused = 0 if best else self._unused + 1
-        if self._unused < AGAIN:
-            return best
-        self._unused = 0
-        return 1
+        self._sent += 1
+        tries, is_turn = divmod(self._sent, AGAIN)
+        if is_turn == 0:
+            return tries % (1 + self.drafter.most)
+        shares = sum(count * self._shares[kind].of_places for kind, count in of_kind.items()) / rows
+        return self._best(rows, held, shares)
 
     def _is_untimed(self, rows: int) -> bool:
         """Whether it is not known yet what a pass without guesses takes; it is soon given up where none can be timed."""
         self._plain[rows] += (rows, 0) not in self._taken
         return (rows, 0) not in self._taken and self._plain[rows] <= PLAIN
 
-    def note(self, greedy: Sequence[bool], drafted: np.ndarray, stood: np.ndarray) -> None:
+    def note(self, greedy: Iterable[bool], drafted: np.ndarray, stood: np.ndarray) -> None:
         """What a dispatch has found: `[rows, MOST_DRAFTS]` each."""
+        kinds = np.fromiter(greedy, bool)
         for kind, shares in self._shares.items():
-            mine = [i for i, one in enumerate(greedy) if one == kind]
+            mine = np.flatnonzero(kinds == kind)
             if drafted[mine].any():
                 shares.note(drafted[mine].sum(0), stood[mine].sum(0))
 
     def note_time(self, rows: int, held: int, drafts: int, seconds: float) -> None:
         """What a pass took."""
         ratio, key = seconds / self.predicted(rows, held, drafts), (bucket(rows), drafts)
-        self._taken[key] = ratio if key not in self._taken else (1 - NEWEST) * self._taken[key] + NEWEST * ratio
+        nearest = self._nearest(rows, drafts)
+        if key in self._taken:
+            ratio = (1 - NEWEST) * self._taken[key] + NEWEST * ratio
+        elif nearest is not None:
+            ratio = min(ratio, WORST * nearest)
+        self._taken[key] = ratio
 
     def seconds(self, rows: int, held: int, drafts: int) -> float:
         """About what a pass takes, by the measurement that is nearest."""
+        nearest = self._nearest(rows, drafts)
+        return self.predicted(rows, held, drafts) * (1.0 if nearest is None else nearest)
+
+    def _nearest(self, rows: int, drafts: int) -> float | None:
+        """Measured time over predicted, with nearly as many guesses; None: nothing was measured for so many rows."""
         measured = {d: ratio for (n, d), ratio in self._taken.items() if n == bucket(rows)}
-        nearest = min(measured, key=lambda d: (abs(d - drafts), d), default=None)
-        return self.predicted(rows, held, drafts) * (1.0 if nearest is None else measured[nearest])
+        return min(measured.items(), key=lambda each: (abs(each[0] - drafts), each[0]), default=(0, None))[1]
 
     def predicted(self, rows: int, held: int, drafts: int) -> float:
         """What the cost model says of a pass."""
-        each = roofline.mtp_seconds(self.config, self.device, rows) if isinstance(self.drafter, Mtp) else 0.0
-        return roofline.pass_seconds(self.config, self.device, rows, held, drafts) + drafts * each
+        if not drafts:
+            return roofline.pass_seconds(self.config, self.device, rows, held, 0, 0)
+        guessing = drafts * roofline.mtp_seconds(self.config, self.device, rows) if self.drafter.runs_layer else 0.0
+        return roofline.pass_seconds(self.config, self.device, rows, held, drafts, self.drafter.most) + guessing
 
     def explain(self, rows: int) -> str:
         """In words, for so many rows."""
-        by_layer, most = isinstance(self.drafter, Mtp), self.drafter.most
-        name = "the model's layer for multi-token prediction" if by_layer else "looking up what followed before"
+        name, most = self.drafter.name, self.drafter.most
         if self.fixed is not None:
             return f"drafts: {self.fixed} guesses a pass by {name}"
         times = ", ".join(f"{1e3 * self.seconds(rows, HELD, n):.3g}" for n in range(most + 1))
-        predicted = f"{rows} rows that hold {HELD:,} tokens: a pass with 0 to {most} guesses is predicted to take {times} ms"
+        rows_said = f"{rows} row{'s' * (rows > 1)}, {HELD:,} tokens held"
+        predicted = f"{rows_said}: a pass with 0 to {most} guesses is predicted to take {times} ms"
         return f"drafts: by {name}, as many as pay, up to {most}; {predicted}"
 
     def _best(self, rows: int, held: int, shares: np.ndarray) -> int:

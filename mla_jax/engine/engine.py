@@ -32,7 +32,7 @@ from mla_jax.engine.stats import EngineStats, between
 from mla_jax.text.tokenizer import Tokenizer
 
 SCORED = 64  # tokens of one prompt whose log-probabilities one dispatch computes
-TIMED = 4  # passes of a dispatch from which their time is measured
+TIMED = 2  # passes of a dispatch from which their time is measured
 PIECES = 64  # of prompts that one dispatch reads
 
 
@@ -93,8 +93,8 @@ class Engine:
         self.programs, self.config, self.tokenizer, self.size = programs, config, tokenizer, size
         self.drafter = programs.drafter
         self.drafting = Drafting(config, programs.device, self.drafter, drafts)
-        reach = roofline.REACH.get(programs.device.platform, roofline.REACH_ELSEWHERE)
-        self.limits, self.stats = size.limits(reach), EngineStats(rows=size.rows, pages=size.pages)
+        self.limits = size.limits(programs.model.dispatch.reach(programs.model))
+        self.stats = EngineStats(rows=size.rows, pages=size.pages)
         self._serial = 0
         self.jobs: dict[int, Job] = {}  # that are not done, by id
         self._compiled_rows: set[int] = set()
@@ -111,7 +111,8 @@ class Engine:
         self.running: list[Job] = []
         self._flying: deque[Flight] = deque()
         self._sent_more = False  # than tokens, since tokens were sent last
-        self._landed = 0.0  # when tokens were last looked at
+        self._landed = 0.0  # when tokens were last looked at,
+        self._saw_end = True  # and whether the host waited for them, and so knows when the device was done
         self._pages = Pages(self.size.pages, PAGE, ahead=self.drafter.ahead)
         self._free_rows = list(range(self.size.rows))[::-1]
         self._arrays: tuple[Any, Any] | None = None  # pool and table, made when the first request comes
@@ -374,7 +375,7 @@ class Engine:
         """Guesses of each pass; a single step has no room for any."""
         if count not in self._compiled_drafted or steps == 1:
             return 0
-        return self.drafting.count([job.is_greedy for job in jobs], held)
+        return self.drafting.count((job.is_greedy for job in jobs), held)
 
     def _padded_rows(self, jobs: list[Job], count: int) -> np.ndarray:
         """The rows of jobs; padding is past the table."""
@@ -399,8 +400,9 @@ class Engine:
         if flight.found is None:
             self._land_scores(flight)
             return
-        asked, chosen = any(job.logprobs is not None for job in flight.jobs), flight.found.tokens()
-        self._note_passes(flight, chosen)
+        asked, waits = any(job.logprobs is not None for job in flight.jobs), not flight.found.chosen.is_ready()
+        chosen = flight.found.tokens()
+        self._note_passes(flight, chosen, waits)
         self._land_tokens(flight.jobs, chosen, flight.found.logprobs() if asked else None, start)
 
     def _land_scores(self, flight: Flight) -> None:
@@ -433,17 +435,19 @@ class Engine:
             if job.done:
                 self._leave(job)
 
-    def _note_passes(self, flight: Flight, chosen: Chosen) -> None:
-        """What stood of the guesses, and what a pass took where the device did nothing else meanwhile."""
+    def _note_passes(self, flight: Flight, chosen: Chosen, waits: bool) -> None:
+        """What stood of the guesses, and what a pass took where the device did nothing else meanwhile and the host saw both ends
+        of it: the host `waits` for the tokens, as it did for those before."""
         now, drafted, stood = time.perf_counter(), chosen.drafted.sum(0), chosen.stood.sum(0)
         self.stats.drafted, self.stats.stood = self.stats.drafted + drafted, self.stats.stood + stood
         self.stats.passes += int(chosen.count.sum() - stood.sum())
-        self.drafting.note([job.is_greedy for job in flight.jobs], chosen.drafted, chosen.stood)
+        self.drafting.note((job.is_greedy for job in flight.jobs), chosen.drafted, chosen.stood)
         passes = int((chosen.count - chosen.stood.sum(1)).max())
-        if flight.is_next and passes >= TIMED and self.drafter.most:
+        saw_start = flight.is_next and (self._saw_end or flight.sent > self._landed)
+        if saw_start and waits and passes >= TIMED and self.drafter.most:
             seconds = now - max(self._landed, flight.sent)
             self.drafting.note_time(len(flight.jobs), flight.held, flight.drafts, seconds / passes)
-        self._landed = now
+        self._landed, self._saw_end = now, waits
 
     def _least_bytes(self, jobs: list[Job], steps: int) -> int:
         """What so many steps of these rows had to read: weights, and latents."""

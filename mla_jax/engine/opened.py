@@ -109,7 +109,8 @@ def open_model(options: Options) -> Opened:
     text = open_text(checkpoint.source)
     placement = _place(checkpoint, options)
     memory = options.memory
-    planned = plan(checkpoint, options.model.context, memory.batch, placement, memory.cache_tokens)
+    room = options.model.context, memory.batch, placement, memory.cache_tokens
+    planned = plan(checkpoint, *room, drafter.most, drafter.needs_text)
     return Opened(options, checkpoint, placement, planned, text, drafter)
 
 

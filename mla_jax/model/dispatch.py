@@ -116,6 +116,13 @@ class Dispatch:
         chunk = roofline.chunk(model.config, self.device)
         return max(chunk, roofline.STREAMED) if self.stream else chunk
 
+    def reach(self, model: "Transformer") -> int:
+        """Tokens, held and new, of prompts that share a line."""
+        chunk = self.chunk(model)
+        name = self.form_name(model, 1, chunk, chunk)
+        has_kernel = name == "kernel_heads" and self.attention_kernel(model, name, 1, chunk, chunk) != "xla"
+        return roofline.REACH_OF_KERNEL if has_kernel else roofline.REACH
+
     def _expert_plan(self, model: "Transformer", rows: int, new: int) -> ExpertPlan:
         tokens = rows * new
         streams, replicates = 0 < self.stream <= tokens, model.replicated > 0

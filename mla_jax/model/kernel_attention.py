@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import LATENT_NORM_EPS, Config
@@ -19,21 +19,39 @@ from mla_jax.model.held import Held, finite
 from mla_jax.model.mla import Form, Queries, Up, heads, latents
 
 
+class Order(NamedTuple):
+    """A kernel takes padding first."""
+
+    there: Int[Array, "B T"]  # for each place of the kernel's, which query comes there
+    back: Int[Array, "B T"]  # for each query, where it is
+
+
 class Latents(NamedTuple):
     """What the layers of one step of `kernel_latents` share."""
 
     rows: Rows
-    order: Int[Array, "B T"] | None  # of the queries, those without a slot first; None: one token per row
+    order: Order | None  # of the queries; None: one token per row
+    parts: int  # into which heads are cut, each for a call of its own
     schedule: Any
     turns: rope.Turns
 
 
 def prepare_latents(batch: Batch, pool: Pool, config: Config, block: int) -> Latents:
     rows = paged.rows_of(batch, paged.page_size(pool))
-    new = batch.mask.shape[1]
-    order = jnp.argsort(rows.slots != paged.NOWHERE, axis=1, stable=True) if new > 1 else None
-    schedule = ops.schedule(rows.seq_lens, config.num_attention_heads, new)
-    return Latents(rows, order, schedule, rope.turns(batch.positions, config))
+    new, heads = batch.mask.shape[1], config.num_attention_heads
+    order = padding_first(rows.slots == paged.NOWHERE) if new > 1 else None
+    numbers = paged.numbers(pool)
+    parts = ops.parts_of_heads((batch.mask.shape[0], new, heads), fp8_latent.operand(numbers), numbers["k_pe"], rows.page_table)
+    schedule = ops.schedule(rows.seq_lens, heads // parts, new)
+    return Latents(rows, order, parts, schedule, rope.turns(batch.positions, config))
+
+
+def padding_first(padding: Bool[Array, "B T"]) -> Order:
+    """Without a sort, for a few tokens: each one's place is the number of those that come before it."""
+    pads, others = (jnp.cumsum(which, axis=1, dtype=jnp.int32) for which in (padding, ~padding))
+    back = jnp.where(padding, pads, pads[:, -1:] + others) - 1
+    places = jnp.arange(back.shape[1], dtype=jnp.int32)
+    return Order(jnp.argmax(back[:, None, :] == places[:, None], axis=2).astype(jnp.int32), back)
 
 
 def append(
@@ -51,24 +69,21 @@ def append(
     return (q[..., : config.qk_nope_head_dim], q_pe), Layer(paged.stored(pool, layer.pool), layer.first)
 
 
-def ordered(x: Float[Array, "B T N H"], order: Int[Array, "B T"] | None) -> Float[Array, "B T N H"]:
-    """Queries as a kernel takes them: padding first."""
-    return x if order is None else jnp.take_along_axis(x, order[..., None, None], axis=1)
-
-
-def restored(out: Float[Array, "B T N V"], order: Int[Array, "B T"] | None) -> Float[Array, "B T N V"]:
-    """Outputs in the order in which the queries came."""
-    return out if order is None else ordered(out, jnp.argsort(order, axis=1))
+def ordered(x: Float[Array, "B T N H"], order: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
+    return jnp.take_along_axis(x, order[..., None, None], axis=1)
 
 
 def kernel_latents(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
     layer, step = _cached(held), held.step
-    q_c = ordered(jnp.einsum("btnp,npr->btnr", q[0], up[0]), step.order)
-    q_pe = ordered(q[1], step.order)
+    q_c, q_pe = jnp.einsum("btnp,npr->btnr", q[0], up[0]), q[1]
+    if step.order is not None:
+        q_c, q_pe = ordered(q_c, step.order.there), ordered(q_pe, step.order.there)
     pool, table = paged.numbers(layer.pool), step.rows.page_table + layer.first
     c_kv = fp8_latent.operand(pool)
-    o_c = ops.mla_decode(q_c, q_pe, c_kv, pool["k_pe"], table, step.rows.seq_lens, scale, schedule=step.schedule)
-    return restored(jnp.einsum("btnr,nvr->btnv", o_c, up[1]), step.order)
+    latents = c_kv, pool["k_pe"], table, step.rows.seq_lens
+    o_c = ops.mla_decode(q_c, q_pe, *latents, scale, parts=step.parts, schedule=step.schedule)
+    out = jnp.einsum("btnr,nvr->btnv", o_c, up[1])
+    return out if step.order is None else ordered(out, step.order.back)
 
 
 Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]  # the first key that a query attends to, and the one after the last

@@ -2,7 +2,6 @@
 
 Weights keep the checkpoint's order, output axes first: quantised blocks stay whole, and kernels want the contracted axis last."""
 
-import functools
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -187,36 +186,40 @@ def mla_decode(
     seq_lens: Int[Array, " B"],
     scale: float,
     *,
+    parts: int = 1,
     schedule: Any = None,
     impl: str | None = None,
 ) -> Float[Array, "B T N R"]:
     """Attention over pages of latents `[G Z R]`, a row's last T of `seq_lens` tokens being the queries.
 
-    A kernel may take fewer queries over latents in E4M3: then it is called for some heads at a time. Where it takes none of them,
+    `parts` as `parts_of_heads` says, `schedule` is of one of these. Where no kernel takes latents in E4M3, but one takes numbers,
     they become numbers first; the fallback converts what it reads."""
     from pallas_kernels import mla_decode as kernel
     from pallas_kernels.fp8 import Fp8, dequantize
 
+    queries = [jnp.split(q, parts, axis=2) for q in (q_c, q_pe)]
     if isinstance(c_kv, Fp8):
-        numbers = jax.ShapeDtypeStruct(c_kv.codes.shape, k_pe.dtype)
-        as_is, wide = (implementation("mla_decode", q_c, q_pe, c, k_pe, page_table) for c in (c_kv, numbers))
-        if as_is == "xla" and wide != "xla":
-            if parts := _parts_of_heads(q_c, q_pe, c_kv, k_pe, page_table):
-                heads = zip(jnp.split(q_c, parts, axis=2), jnp.split(q_pe, parts, axis=2), strict=True)
-                call = functools.partial(kernel.mla_decode, scale=scale, impl=impl)
-                return jnp.concatenate([call(c, pe, c_kv, k_pe, page_table, seq_lens)[0] for c, pe in heads], axis=2)
-            c_kv = dequantize(c_kv).astype(k_pe.dtype)
-    return kernel.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=scale, schedule=schedule, impl=impl)[0]
+        first, numbers = [q[0] for q in queries], jax.ShapeDtypeStruct(c_kv.codes.shape, k_pe.dtype)
+        as_is, wide = (implementation("mla_decode", *first, c, k_pe, page_table) for c in (c_kv, numbers))
+        c_kv = dequantize(c_kv).astype(k_pe.dtype) if as_is == "xla" and wide != "xla" else c_kv
+    latents = c_kv, k_pe, page_table, seq_lens
+    options = {"scale": scale, "schedule": schedule, "impl": impl}
+    return jnp.concatenate([kernel.mla_decode(*q, *latents, **options)[0] for q in zip(*queries, strict=True)], axis=2)
 
 
-def _parts_of_heads(q_c: Array, q_pe: Array, c_kv: Any, k_pe: Array, page_table: Array) -> int | None:
-    """Into how many parts of equally many heads queries must be cut, so that the kernel takes each; None: it takes none."""
-    heads = q_c.shape[2]
-    for parts in (parts for parts in range(2, heads + 1) if heads % parts == 0):
-        some = [jax.ShapeDtypeStruct((*q.shape[:2], heads // parts, q.shape[3]), q.dtype) for q in (q_c, q_pe)]
+def parts_of_heads(queries: tuple[int, int, int], c_kv: Any, k_pe: Array, page_table: Array) -> int:
+    """Into how many parts of equally many heads `queries` (rows, tokens, heads) must be cut for the kernel over latents in E4M3
+    to take each; 1 where it takes all at once, or none."""
+    from pallas_kernels.fp8 import Fp8
+
+    rows, tokens, heads = queries
+    if not isinstance(c_kv, Fp8):
+        return 1
+    for parts in (parts for parts in range(1, heads + 1) if heads % parts == 0):
+        some = [jax.ShapeDtypeStruct((rows, tokens, heads // parts, x.shape[-1]), k_pe.dtype) for x in (c_kv.codes, k_pe)]
         if implementation("mla_decode", *some, c_kv, k_pe, page_table) != "xla":
             return parts
-    return None
+    return 1
 
 
 def rope_append(

@@ -10,7 +10,6 @@ from mla_jax.base import roofline
 from mla_jax.base.devices import Devices
 from mla_jax.base.errors import DoesNotFit
 from mla_jax.base.limits import free_memory, gib
-from mla_jax.base.options import DRAFTS
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache.paged import PAGE
 from mla_jax.model.kernel_attention import KERNELS
@@ -21,6 +20,7 @@ from mla_jax.weights.load import ON_DEVICE, Checkpoint
 
 PROGRAMS, PROGRAMS_PER_LAYER = 300 << 20, 13 << 20  # bytes, measured with 3 to 27 layers on JAX 0.10.2
 GRAPHS = 1 << 30  # bytes for CUDA graphs and the workspaces of libraries
+TEXTS = 4  # of the size of the rows' texts, in int32: these, and what is compared
 ROWS = 64  # requests that run at a time, unless memory is planned for more
 CPU_TOKENS = 16_384  # of the cache on a CPU, unless more are asked for: there it would take the memory of all else
 
@@ -97,17 +97,21 @@ def plan(
     batch: int = 1,
     placement: Placement = ON_DEVICE,
     cache_tokens: int | None = None,
+    drafts: int = 0,
+    keeps_text: bool = False,
 ) -> Plan:
     """The plan for `batch` sequences of `context` tokens, by default as long as the model allows and as fits.
 
-    The pool has `cache_tokens` tokens; by default, on a GPU, as many as fit and as all rows can use."""
+    The pool has `cache_tokens` tokens; by default, on a GPU, as many as fit and as all rows can use. A pass reads up to `drafts`
+    guesses of each row, which may be looked up in the rows' texts."""
     model, most = checkpoint.model(placement), checkpoint.config.max_position_embeddings
     on_cpu = checkpoint.device.platform == "cpu"
     page = page_bytes(model)
     free, host = available(), checkpoint.bytes(placement, host=True)
     weights = checkpoint.bytes(placement) + host * on_cpu
     quantized = [value.shape for value in checkpoint.parameters(placement).values() if isinstance(value, QTensor)]
-    temporary = temporaries(model, quantized, max(ROWS, batch))
+    temporary = temporaries(model, quantized, max(ROWS, batch), drafts)
+    temporary += TEXTS * 4 * max(ROWS, batch) * (context or most) if keeps_text else 0
     fitting = max(free - weights - temporary, 0) // page * PAGE
     longest = min(most, fitting // batch)
     usual = min(CPU_TOKENS, cache_tokens or CPU_TOKENS) // batch if on_cpu else cache_tokens or most
@@ -128,7 +132,7 @@ def page_bytes(model: Transformer) -> int:
     return sum(a.size * a.dtype.itemsize for a in pool.values())
 
 
-def temporaries(model: Transformer, quantized: Sequence[tuple[int, ...]], rows: int) -> int:
+def temporaries(model: Transformer, quantized: Sequence[tuple[int, ...]], rows: int, drafts: int = 0) -> int:
     """About the most that one step takes in addition to weights and pool; `quantized` are the shapes of packed weights.
 
     Attention over a block of the cache, activations of experts, unpacked weights, experts copied from the host, logits; on a CPU
@@ -136,7 +140,7 @@ def temporaries(model: Transformer, quantized: Sequence[tuple[int, ...]], rows: 
     config, itemsize = model.config, model.dtype.itemsize
     tokens = max(model.dispatch.chunk(model), rows)
     copied = scratch_bytes(config, itemsize, tokens) if 0 < model.dispatch.stream <= tokens else 0
-    logits = 4 * 4 * rows * config.vocab_size * (1 + DRAFTS if model.mtp else 1)
+    logits = 4 * 4 * rows * config.vocab_size * (1 + drafts)
     seen = 2 * rows * config.vocab_size
     parts = (
         max(_attention(model, rows, 1), _attention(model, 1, tokens)),

@@ -13,7 +13,7 @@ from mla_jax.base.options import MAX_ENDS, MOST_DRAFTS
 from mla_jax.decode.chosen import STEPS, Chosen
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.rows import ADMITTED, blank, taken
-from mla_jax.decode.speculative import Lookup, Mtp
+from mla_jax.decode.speculative import Drafter, Lookup, Mtp
 from mla_jax.weights.load import load
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 5, 6, 7, 8], [20], [33, 34, 33, 34, 33], [40, 41, 42]]
@@ -24,14 +24,11 @@ WORDS = 96
 
 
 @dataclass(frozen=True)
-class Told:
+class Told(Drafter):
     """Guesses what it was told that follows, of which every `wrong`-th guess is another token."""
 
-    truth: tuple[tuple[int, ...], ...]  # of each row of the table, by position
-    most: int = 3
+    truth: tuple[tuple[int, ...], ...] = ()  # of each row of the table, by position
     wrong: int = 0
-    ahead: int = 0
-    needs_text: bool = False
 
     def propose(self, model, going, asked, token, counts):
         place = going.position[:, None] + 1 + jnp.arange(self.most)
@@ -40,24 +37,14 @@ class Told:
             guesses = jnp.where(place % self.wrong == 0, (guesses + 1) % WORDS, guesses)
         return going.pool, guesses, counts
 
-    def keep(self, model, pool, before, tokens, batch):
-        return pool
-
 
 @dataclass(frozen=True)
-class Random:
+class Random(Drafter):
     """Guesses anything."""
-
-    most: int = 3
-    ahead: int = 0
-    needs_text: bool = False
 
     def propose(self, model, going, asked, token, counts):
         guesses = jax.random.randint(jax.random.key(0), (token.size, self.most), 0, WORDS) + going.position[:, None]
         return going.pool, guesses % WORDS, counts
-
-    def keep(self, model, pool, before, tokens, batch):
-        return pool
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +138,7 @@ def truth(served: Served) -> tuple[tuple[int, ...], ...]:
 def test_tokens_log_probabilities_and_rows_are_those_of_plain_decoding(model, sampling):
     plain = Served(Programs(model), **SAMPLINGS[sampling]).finish()
     known = truth(plain)
-    for drafter in (Mtp(3), Lookup(3), Random(3), Told(known, 7), Told(known, 3, wrong=4)):
+    for drafter in (Mtp(3), Lookup(3), Random(3), Told(7, known), Told(3, known, wrong=4)):
         drafted = Served(Programs(model, drafter=drafter), **SAMPLINGS[sampling]).finish(drafts=drafter.most)
         assert_same(drafted, plain)
 
@@ -159,7 +146,7 @@ def test_tokens_log_probabilities_and_rows_are_those_of_plain_decoding(model, sa
 @pytest.mark.parametrize("drafts", [0, 1, 2, 5, 7])
 def test_every_number_of_drafts_and_every_cut_gives_the_same(model, drafts):
     plain = Served(Programs(model), temperature=1.0).finish()
-    programs = Programs(model, drafter=Told(truth(plain), 7, wrong=5))
+    programs = Programs(model, drafter=Told(7, truth(plain), wrong=5))
     for steps in (1, 6, STEPS):
         served = Served(programs, temperature=1.0).finish(steps, drafts)
         assert_same(served, plain)
@@ -168,7 +155,7 @@ def test_every_number_of_drafts_and_every_cut_gives_the_same(model, drafts):
 
 def test_runs_with_and_without_drafts_may_take_turns(model):
     plain = Served(Programs(model), temperature=0.8).finish()
-    for drafter in (Mtp(2), Told(truth(plain), 5)):
+    for drafter in (Mtp(2), Told(5, truth(plain))):
         served = Served(Programs(model, drafter=drafter), temperature=0.8)
         for turn in range(20):
             served.run(4, drafts=2 if turn % 2 else None)
@@ -177,7 +164,7 @@ def test_runs_with_and_without_drafts_may_take_turns(model):
 
 def test_a_drafter_that_is_always_right_takes_as_few_passes_as_there_is_room_for(model):
     plain = Served(Programs(model)).finish()
-    served = Served(Programs(model, drafter=Told(truth(plain), 3)))
+    served = Served(Programs(model, drafter=Told(3, truth(plain))))
     chosen = served.run(STEPS, 3)
     assert chosen.count.tolist() == [32, 32, 32, 20]
     passes = chosen.count - chosen.stood.sum(1)
@@ -189,7 +176,7 @@ def test_a_row_ends_at_an_end_token_among_its_drafts(model):
     free = Served(Programs(model)).finish()
     end = free.ids[0][4]
     plain = Served(Programs(model), ends=end).finish()
-    served = Served(Programs(model, drafter=Told(truth(free), 7)), ends=end).finish(drafts=7)
+    served = Served(Programs(model, drafter=Told(7, truth(free))), ends=end).finish(drafts=7)
     assert_same(served, plain)
     assert served.ids[0] == free.ids[0][: free.ids[0].index(end) + 1]
 

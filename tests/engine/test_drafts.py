@@ -18,7 +18,7 @@ from mla_jax.cache.paged import PAGE
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.rows import taken
 from mla_jax.decode.sampling import choose
-from mla_jax.decode.speculative import NOBODY, Lookup, Mtp
+from mla_jax.decode.speculative import NOBODY, Drafter, Lookup, Mtp
 from mla_jax.engine.engine import Engine, Size
 from mla_jax.engine.job import Job
 from mla_jax.engine.request import FinishReason, Request
@@ -30,29 +30,22 @@ ROOMY = dataclasses.replace(SMALL, pages=64)
 
 
 @dataclass(frozen=True)
-class Random:
+class Random(Drafter):
     """Guesses anything."""
 
     most: int = MOST_DRAFTS
-    ahead: int = 0
-    needs_text: bool = False
 
     def propose(self, model, going, asked, token, counts):
         guesses = jax.random.randint(jax.random.key(0), (token.size, self.most), 0, WORDS) + going.position[:, None]
         return going.pool, guesses % WORDS, counts
 
-    def keep(self, model, pool, before, tokens, batch):
-        return pool
-
 
 @dataclass(frozen=True)
-class Itself:
+class Itself(Drafter):
     """The model guesses what it will choose, but every `wrong`-th guess is another token."""
 
     most: int = MOST_DRAFTS
     wrong: int = 9
-    ahead: int = 0
-    needs_text: bool = False
 
     def propose(self, model, going, asked, token, counts):
         def guess(i, carry):
@@ -67,9 +60,6 @@ class Itself:
         guesses = jnp.zeros((token.size, self.most), jnp.int32)
         pool, _, guesses = jax.lax.fori_loop(0, self.most, guess, (going.pool, token, guesses))
         return pool, guesses, counts
-
-    def keep(self, model, pool, before, tokens, batch):
-        return pool
 
 
 DRAFTERS = {"mtp": Mtp(MOST_DRAFTS), "lookup": Lookup(MOST_DRAFTS), "random": Random(), "itself": Itself()}

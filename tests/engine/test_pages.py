@@ -195,6 +195,73 @@ def test_a_reused_page_is_not_taken_for_what_it_was():
     assert pages.match([3, 2, 9]).pages == tuple(other.pages)
 
 
+def test_a_page_is_known_together_with_the_token_that_it_looks_ahead_to():
+    pages = Pages(8, SIZE, ahead=1)
+    first = admitted(pages, [*tokens(4), 50, 51])
+    assert pages.match([*tokens(4), 60, 51]) == ((), False, 0)
+    assert pages.match([*tokens(4), 50, 61]).pages == (first.pages[0],)
+    second = admitted(pages, [*tokens(4), 60, 51])
+    assert second.pages[0] != first.pages[0]
+    assert (second.shared, pages.cached, pages.shared) == (0, 2, 0)
+    assert pages.match([*tokens(4), 60, 61]).pages == (second.pages[0],)
+    pages.release(first)
+    pages.release(second)
+    assert (pages.free, pages.cached) == (8, 2)
+
+
+def test_pages_that_look_ahead_differ_from_the_first_that_another_token_comes_after():
+    pages = Pages(8, SIZE, ahead=1)
+    first = admitted(pages, tokens(13))
+    second = admitted(pages, [*tokens(8), 50, *tokens(4, 9)])
+    assert second.pages[0] == first.pages[0]
+    assert not set(second.pages[1:]) & set(first.pages)
+    assert (second.shared, pages.shared, pages.cached) == (1, 1, 5)
+
+
+def test_a_page_is_not_written_before_the_token_that_it_looks_ahead_to():
+    pages = Pages(8, SIZE, ahead=1)
+    first = pages.admit(tokens(9))
+    pages.wrote(first, tokens(4))
+    assert (pages.match(tokens(9)), pages.cached) == (((), True, 0), 0)
+    pages.wrote(first, tokens(5))
+    assert (pages.match(tokens(9)), pages.cached) == (((first.pages[0],), True, 1), 1)
+    pages.wrote(first, tokens(8))
+    assert pages.match(tokens(9)) == ((first.pages[0],), True, 1)
+    pages.wrote(first, tokens(9))
+    assert (pages.match(tokens(9)), pages.cached) == ((tuple(first.pages[:2]), False, 2), 2)
+
+
+def test_a_page_at_whose_end_a_prompt_ends_is_promised_to_nobody_and_known_once_a_token_follows():
+    pages = Pages(8, SIZE, ahead=1)
+    first = admitted(pages, tokens(8))
+    assert pages.match([*tokens(8), 50, 51]) == ((first.pages[0],), False, 1)  # nobody waits for the second page
+    assert pages.cached == 1
+    pages.extend(first, 9)
+    pages.wrote(first, tokens(9))
+    assert pages.match([*tokens(8), 50, 51]).pages == (first.pages[0],)
+    assert pages.match(tokens(10)) == (tuple(first.pages[:2]), False, 2)
+    assert pages.match(tokens(8)).pages == (first.pages[0],)  # what comes after its last token is not known yet
+
+
+def test_requests_that_go_on_in_two_ways_behind_equal_prompts_keep_a_page_each():
+    pages = Pages(8, SIZE, ahead=1)
+    one, other = admitted(pages, tokens(8)), admitted(pages, tokens(8))
+    assert (other.shared, pages.shared) == (1, 1)
+    for held, token in ((one, 50), (other, 60)):
+        pages.extend(held, 9)
+        pages.wrote(held, [*tokens(8), token])
+    assert pages.match([*tokens(8), 50, 1]).pages == tuple(one.pages[:2])
+    assert pages.match([*tokens(8), 60, 1]).pages == tuple(other.pages[:2])
+    assert pages.cached == 3
+
+
+def test_a_token_other_than_the_one_that_a_page_was_promised_with_is_a_fault():
+    pages = Pages(8, SIZE, ahead=1)
+    held = pages.admit(tokens(9))
+    with pytest.raises(AssertionError, match="promised"):
+        pages.wrote(held, [*tokens(4), 50])
+
+
 def test_work_goes_with_the_request_not_with_the_pool():
     def seconds(count: int) -> float:
         pages, best = Pages(count, SIZE), float("inf")
@@ -230,24 +297,31 @@ class Entry:
 
 @dataclass
 class Model:
-    """Does all that Pages does and checks it against a dictionary from whole beginnings to pages."""
+    """Does all that Pages does and checks it against a dictionary from whole beginnings to pages.
+
+    What is written of a token are those behind it that it depends on, too."""
 
     pages: Pages
     requests: list[Request] = field(default_factory=list)
     index: dict[tuple[int, ...], Entry] = field(default_factory=dict)
-    content: dict[tuple[int, int], int] = field(default_factory=dict)  # what was written last: (page, slot) -> token
+    content: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # what was written last: (page, slot) -> tokens
     clock: itertools.count = field(default_factory=itertools.count)
     seen: Counter = field(default_factory=Counter)
+
+    @property
+    def ahead(self) -> int:
+        return self.pages.ahead
 
     def holders(self) -> Counter:
         return Counter(page for request in self.requests for page in request.held.pages)
 
     def beginnings(self, text: list[int]) -> list[tuple[int, ...]]:
-        return [tuple(text[:end]) for end in range(SIZE, len(text) + 1, SIZE)]
+        return [tuple(text[: end + self.ahead]) for end in range(SIZE, len(text) - self.ahead + 1, SIZE)]
 
     def expected(self, text: list[int]) -> tuple[tuple[int, ...], bool]:
         found = []
-        for beginning in self.beginnings(text[:-1]):
+        for end in range(SIZE, len(text), SIZE):
+            beginning = tuple(text[: end + self.ahead])
             entry = self.index.get(beginning)
             if entry is None or not entry.written:
                 return tuple(found), entry is not None
@@ -260,7 +334,8 @@ class Model:
         match = self.pages.match(text, indexed)
         assert match == (found, blocked, sum(page in holders for page in found))
         for at, page in enumerate(match.pages):
-            assert [self.content[page, slot] for slot in range(SIZE)] == text[at * SIZE : (at + 1) * SIZE]
+            wanted = [text[place : place + 1 + self.ahead] for place in range(at * SIZE, (at + 1) * SIZE)]
+            assert [self.content[page, slot] for slot in range(SIZE)] == wanted
         new, idle = -(-len(text) // SIZE) - len(found), self.idle() - set(found)
         if new > len(idle) + len(self.unused()):
             with pytest.raises(OutOfPages):
@@ -298,7 +373,8 @@ class Model:
         assert max(uses[page] for page in forgotten) <= min((uses[page] for page in idle - forgotten), default=1 << 60)
         self.index = {beginning: entry for beginning, entry in self.index.items() if entry.page not in forgotten}
         for beginning in self.index:
-            assert len(beginning) == SIZE or beginning[:-SIZE] in self.index, "a page was forgotten before those after it"
+            is_first = len(beginning) == SIZE + self.ahead
+            assert is_first or beginning[:-SIZE] in self.index, "a page was forgotten before those after it"
         self.seen["forgotten"] += len(forgotten)
 
     def extend(self, request: Request, text: list[int]) -> None:
@@ -314,11 +390,11 @@ class Model:
         """The device writes the next tokens of a request; only it may see these pages."""
         end, holders = min(len(request.text), request.written + count), self.holders()
         cached = {entry.page for entry in self.index.values() if entry.written}
-        for at in range(request.written, end):
+        for at in range(max(request.written - self.ahead, request.held.shared * SIZE), end):
             page = request.held.pages[at // SIZE]
             assert holders[page] == 1
             assert page not in cached
-            self.content[page, at % SIZE] = request.text[at]
+            self.content[page, at % SIZE] = request.text[at : min(at + 1 + self.ahead, end)]
         request.written = end
         self.pages.wrote(request.held, request.text[:end])
         if request.indexed:
@@ -381,17 +457,26 @@ def random_step(model: Model, choose: random.Random) -> None:
         model.release(request)
 
 
-def test_a_hundred_thousand_random_steps_agree_with_a_dictionary():
-    choose, model = random.Random(0), Model(Pages(20, SIZE))
-    for _ in range(100_000):
+def walk(pages: Pages, steps: int, least: int) -> None:
+    """Random steps, in which everything that may happen happens so often at least."""
+    choose, model = random.Random(0), Model(pages)
+    for _ in range(steps):
         random_step(model, choose)
         model.check()
     for request in list(model.requests):
         model.release(request)
     model.check()
-    assert model.pages.free == 20
+    assert pages.free == pages.count
     kinds = {"new", "shared", "blocked", "refused", "forgotten", "private", "replaced"}
-    assert all(model.seen[kind] > 100 for kind in kinds), model.seen
+    assert all(model.seen[kind] >= least for kind in kinds), model.seen
+
+
+def test_a_hundred_thousand_random_steps_agree_with_a_dictionary():
+    walk(Pages(20, SIZE), 100_000, least=100)
+
+
+def test_random_steps_agree_with_a_dictionary_where_pages_look_ahead():
+    walk(Pages(20, SIZE, ahead=1), 5_000, least=3)
 
 
 class Machine(RuleBasedStateMachine):
@@ -399,10 +484,11 @@ class Machine(RuleBasedStateMachine):
 
     texts = st.lists(st.sampled_from([[0, 7, 7, 7], [1, 7, 7, 7]]), max_size=4).map(lambda pages: list(itertools.chain(*pages)))
     ends = st.lists(st.just(7), max_size=3)
+    ahead = 0
 
     def __init__(self):
         super().__init__()
-        self.model = Model(Pages(8, SIZE))
+        self.model = Model(Pages(8, SIZE, ahead=self.ahead))
 
     def request(self, which: int) -> Request:
         return self.model.requests[which % len(self.model.requests)]
@@ -432,5 +518,10 @@ class Machine(RuleBasedStateMachine):
         self.model.check()
 
 
-TestMachine = Machine.TestCase
+class LooksAhead(Machine):
+    ahead = 1
+
+
+TestMachine, TestLooksAhead = Machine.TestCase, LooksAhead.TestCase
 TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLooksAhead.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)

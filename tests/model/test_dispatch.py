@@ -108,3 +108,24 @@ def test_few_new_tokens_take_their_kernel_whether_arithmetic_or_memory_bounds_th
     kernels(monkeypatch, "mla_decode")
     dispatch = Dispatch(device=DEVICES["NVIDIA H100"]._replace(flops=flops))
     assert dispatch.form_name(model, 64, 1, 4096) == "kernel_latents"
+
+
+@pytest.mark.parametrize("attention", ["auto", "fused"])
+def test_any_prompts_share_a_line_where_the_kernel_over_heads_reads_them(model, monkeypatch, attention):
+    on = Dispatch(attention, device=DEVICES["NVIDIA H200"])
+    assert on.reach(model) == 2048  # nothing is there yet that could
+    kernels(monkeypatch, "mla_decode")
+    assert on.reach(model) == 2048  # that is another kernel
+    kernels(monkeypatch, "mla_prefill")
+    assert on.reach(model) >= model.config.max_position_embeddings * 64
+
+
+@pytest.mark.parametrize("attention", mla.FORMS)
+def test_prompts_that_a_form_of_xla_reads_share_a_line_up_to_its_scores_though_a_kernel_were_there(model, monkeypatch, attention):
+    kernels(monkeypatch, "mla_decode", "mla_prefill")
+    assert Dispatch(attention, device=DEVICES["NVIDIA H200"]).reach(model) == 2048
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_on_a_cpu_prompts_share_a_line_up_to_its_scores(model, attention):
+    assert Dispatch(attention, device=DEVICES["cpu"]).reach(model) == 2048
