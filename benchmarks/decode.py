@@ -42,9 +42,9 @@ SAMPLED = 0.6, 0.95  # temperature and top-p
 SCOPES = ("attention", "experts", "mlp", "unembed", "choose")
 
 
-def random_model(config: Config, on_host: Mapping[int, Experts] | None = None) -> Transformer:
+def random_model(config: Config, on_host: Mapping[int, Experts] | None = None, mtp: bool = False) -> Transformer:
     """A model with random bf16 weights, made on the device one parameter at a time; experts of layers in `on_host` are given."""
-    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=Dispatch(device=report.device())))
+    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=Dispatch(device=report.device()), mtp=mtp))
     for number, layer in (on_host or {}).items():
         model.layers[number].mlp.experts = HostExperts(layer)
     graph, state = nnx.split(model)

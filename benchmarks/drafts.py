@@ -34,8 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import report
-from decode import DISPATCHES, HELD, Sequences, entry, sequences
-from flax import nnx
+from decode import DISPATCHES, HELD, Sequences, entry, random_model, sequences
 from jaxtyping import Array, Bool, Int
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
@@ -49,7 +48,6 @@ from mla_jax.decode.rows import ADMITTED, Entry, blank
 from mla_jax.decode.speculative import Mtp
 from mla_jax.decode.steps import Asked, Going
 from mla_jax.engine.drafting import Drafting
-from mla_jax.model.dispatch import Dispatch
 
 LITE = Config.preset("v2_lite", num_nextn_predict_layers=1)
 TINY = Config.preset("tiny", num_hidden_layers=2, num_nextn_predict_layers=1)
@@ -85,17 +83,6 @@ def is_odd(guess: Int[Array, " B"], drawn: Int[Array, " B"]) -> Bool[Array, " B"
     return guess % 2 == 1
 
 
-def random_model(config: Config) -> Transformer:
-    """As in decode.py, with the layers for multi-token prediction."""
-    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=Dispatch(device=report.device()), mtp=True))
-    graph, state = nnx.split(model)
-    fill = jax.jit(lambda key, shape, mean: mean + 0.02 * jax.random.normal(key, shape, jnp.bfloat16), static_argnums=(1, 2))
-    variables = nnx.to_flat_state(state)
-    for key, (_, variable) in zip(jax.random.split(jax.random.key(0), len(variables)), variables, strict=True):
-        variable.set_value(fill(key, variable.shape, float(len(variable.shape) == 1)))
-    return nnx.merge(graph, state)
-
-
 class Measured(NamedTuple):
     """Some dispatches, sent ahead of one another."""
 
@@ -124,7 +111,7 @@ class Bench:
     """A model with random weights, and the programs that are compared."""
 
     def __init__(self, config: Config):
-        self.model, drafter = random_model(config), Forced()
+        self.model, drafter = random_model(config, mtp=True), Forced()
         self.plain, self.forced = Programs(self.model), Programs(self.model, drafter=drafter)
         self.drafting = Drafting(config, self.model.dispatch.device, drafter)
 

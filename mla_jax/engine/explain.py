@@ -79,7 +79,7 @@ def _experts(model: Transformer, prompt: int, placed: Placement | None) -> str:
     on_device = f"{_backend(model, 1)} for one token, {_backend(model, prompt)} for {prompt:,}"
     further = placed is not None and any(layer >= model.config.num_hidden_layers for layer in placed.host)
     if not on_host:
-        idle = "those of MTP's layers on the CPU, which decoding does not run; " if further else ""
+        idle = "those of MTP's layers on the CPU, which only drafts run; " if further else ""
         return f"experts: {idle}{on_device}"
     everywhere = on_host.keys() >= _expert_layers(model)
     layers = "all layers" if everywhere else _some_layers(len(on_host), further)

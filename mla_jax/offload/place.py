@@ -67,7 +67,7 @@ class Figures:
         return self.device.platform != "cpu"
 
     def decoded(self, layers: Iterable[ExpertLayer]) -> list[ExpertLayer]:
-        """Those layers that decoding runs: without MTP's."""
+        """Those layers that decoding runs without drafts: without MTP's."""
         return [layer for layer in layers if layer.number < self.config.num_hidden_layers]
 
 
@@ -109,7 +109,7 @@ class Placement:
 
 
 class Split(NamedTuple):
-    """Layers on the host, and how tokens choose the experts of those that decoding runs; None: all equally, no replicas."""
+    """Layers on the host, and how tokens choose the experts of those that are not MTP's; None: all equally, no replicas."""
 
     layers: tuple[ExpertLayer, ...]
     routed: Routed | None = None

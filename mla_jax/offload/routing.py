@@ -25,7 +25,7 @@ SAME = (  # what another model would differ in
 
 @dataclass
 class Routing:
-    """`counts` `[layers X]` of the model's layers with experts, in order; MTP's, which decoding does not run, are not counted."""
+    """`counts` `[layers X]` of the model's layers with experts, in order; MTP's, which only drafts run, are not counted."""
 
     path: Path
     config: Config

@@ -91,7 +91,7 @@ def test_a_streamed_step_is_planned_with_its_scratch_memory(checkpoint):
     ("count", "said"),
     [
         (0, "experts: loop for"),
-        (1, "experts: those of MTP's layers on the CPU, which decoding does not run; loop for"),
+        (1, "experts: those of MTP's layers on the CPU, which only drafts run; loop for"),
         (2, "experts: those of 1 layer and of MTP's on the CPU; loop for"),
         (3, "experts: those of 2 layers and of MTP's on the CPU; loop for"),
         (5, "experts: those of all layers on the CPU: as asked"),
