@@ -127,8 +127,8 @@ def pass_seconds(config: Config, on: Device, rows: int, held: int, drafts: int, 
 
     Its program computes with `most` guesses; those that are not there touch no expert."""
     new, layers = 1 + most, config.num_hidden_layers
-    attention = attention_cost(config, "kernel_latents", rows, new, held, on.itemsize).flops * layers
-    flops = attention + 2 * rows * new * active_weights(config)
+    attention, absorbed = (attention_cost(config, "kernel_latents", rows, new, n, on.itemsize).flops for n in (held, 0))
+    flops = layers * (attention - absorbed) + 2 * rows * new * active_weights(config)
     bytes = decode_bytes(config, rows, held, on.itemsize, 1 + drafts)
     return max(flops / on.flops, bytes / on.bandwidth) + layers * on.between
 

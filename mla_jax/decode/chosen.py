@@ -49,6 +49,11 @@ class Found(NamedTuple):
     chosen: Int[Array, "B chosen"]
     likely: Int[Array, "B likely"]  # zeros unless a row of the batch asks
 
+    @property
+    def is_there(self) -> bool:
+        """Whether nobody has to wait any more."""
+        return self.chosen.is_ready()  # type: ignore[attr-defined]
+
     def tokens(self) -> Chosen:
         return unpack(np.asarray(self.chosen), CHOSEN, 1)
 

@@ -21,7 +21,7 @@ FADES = 0.98  # what is left of a measurement after one more dispatch
 FIRST = 8  # guesses of each place that are taken to have been seen before any was
 OPTIMISTIC = 0.95  # the share with which it is decided whether a number of rows will ever draft
 NEWEST = 0.2  # weight of a pass's newest time
-WORST = 2.0  # how much longer a pass may take, by its first time, than those with nearly as many guesses: the host may be late
+WORST = 2.0  # one more time of a pass counts as at most so much longer than is known, or than with nearly as many guesses
 PLAIN = 3  # dispatches without guesses to begin with, so that one is timed
 AGAIN = 64  # every so many dispatches another number of guesses is tried, all in turn
 
@@ -94,8 +94,8 @@ class Drafting:
         tries, is_turn = divmod(self._sent, AGAIN)
         if is_turn == 0:
             return tries % (1 + self.drafter.most)
-        shares = sum(count * self._shares[kind].of_places for kind, count in of_kind.items()) / rows
-        return self._best(rows, held, shares)
+        shares = [self._shares[kind].of_places for kind in of_kind]
+        return self._best(rows, held, np.average(shares, axis=0, weights=list(of_kind.values())))
 
     def _is_untimed(self, rows: int) -> bool:
         """Whether it is not known yet what a pass without guesses takes; it is soon given up where none can be timed."""
@@ -114,10 +114,10 @@ class Drafting:
         """What a pass took."""
         ratio, key = seconds / self.predicted(rows, held, drafts), (bucket(rows), drafts)
         nearest = self._nearest(rows, drafts)
-        if key in self._taken:
-            ratio = (1 - NEWEST) * self._taken[key] + NEWEST * ratio
-        elif nearest is not None:
+        if nearest is not None:
             ratio = min(ratio, WORST * nearest)
+        if known := self._taken.get(key):
+            ratio = (1 - NEWEST) * known + NEWEST * ratio
         self._taken[key] = ratio
 
     def seconds(self, rows: int, held: int, drafts: int) -> float:
@@ -141,7 +141,7 @@ class Drafting:
         """In words, for so many rows."""
         name, most = self.drafter.name, self.drafter.most
         if self.fixed is not None:
-            return f"drafts: {self.fixed} guesses a pass by {name}"
+            return f"drafts: {self.fixed} {'guess' if self.fixed == 1 else 'guesses'} a pass by {name}"
         times = ", ".join(f"{1e3 * self.seconds(rows, HELD, n):.3g}" for n in range(most + 1))
         rows_said = f"{rows} row{'s' * (rows > 1)}, {HELD:,} tokens held"
         predicted = f"{rows_said}: a pass with 0 to {most} guesses is predicted to take {times} ms"

@@ -400,7 +400,7 @@ class Engine:
         if flight.found is None:
             self._land_scores(flight)
             return
-        asked, waits = any(job.logprobs is not None for job in flight.jobs), not flight.found.chosen.is_ready()
+        asked, waits = any(job.logprobs is not None for job in flight.jobs), not flight.found.is_there
         chosen = flight.found.tokens()
         self._note_passes(flight, chosen, waits)
         self._land_tokens(flight.jobs, chosen, flight.found.logprobs() if asked else None, start)

@@ -197,14 +197,16 @@ def mla_decode(
     from pallas_kernels import mla_decode as kernel
     from pallas_kernels.fp8 import Fp8, dequantize
 
-    queries = [jnp.split(q, parts, axis=2) for q in (q_c, q_pe)]
+    queries = list(zip(*(jnp.split(q, parts, axis=2) for q in (q_c, q_pe)), strict=True))
     if isinstance(c_kv, Fp8):
-        first, numbers = [q[0] for q in queries], jax.ShapeDtypeStruct(c_kv.codes.shape, k_pe.dtype)
-        as_is, wide = (implementation("mla_decode", *first, c, k_pe, page_table) for c in (c_kv, numbers))
+        numbers = jax.ShapeDtypeStruct(c_kv.codes.shape, k_pe.dtype)
+        as_is, wide = (implementation("mla_decode", *queries[0], c, k_pe, page_table) for c in (c_kv, numbers))
         c_kv = dequantize(c_kv).astype(k_pe.dtype) if as_is == "xla" and wide != "xla" else c_kv
-    latents = c_kv, k_pe, page_table, seq_lens
-    options = {"scale": scale, "schedule": schedule, "impl": impl}
-    return jnp.concatenate([kernel.mla_decode(*q, *latents, **options)[0] for q in zip(*queries, strict=True)], axis=2)
+
+    def attend(q_c: Array, q_pe: Array) -> Array:
+        return kernel.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=scale, schedule=schedule, impl=impl)[0]
+
+    return jnp.concatenate([attend(*one) for one in queries], axis=2)
 
 
 def parts_of_heads(queries: tuple[int, int, int], c_kv: Any, k_pe: Array, page_table: Array) -> int:
