@@ -15,6 +15,7 @@ from mla_jax.base.errors import BadRequest, MlaJaxError, printable
 from mla_jax.base.options import (
     AttentionOptions,
     DraftOptions,
+    EvictOptions,
     ExpertOptions,
     MemoryOptions,
     ModelOptions,
@@ -49,13 +50,14 @@ class Command:
     attention: Flat[AttentionOptions] = field(default_factory=AttentionOptions)
     experts: Flat[ExpertOptions] = field(default_factory=ExpertOptions)
     drafts: Flat[DraftOptions] = field(default_factory=DraftOptions)
+    eviction: Flat[EvictOptions] = field(default_factory=EvictOptions)
     memory: Flat[MemoryOptions] = field(default_factory=MemoryOptions)
     output: Flat[OutputOptions] = field(default_factory=OutputOptions)
 
     @property
     def options(self) -> Options:
         """What the model is opened with."""
-        return Options(self.model, self.attention, self.experts, self.drafts, self.memory)
+        return Options(self.model, self.attention, self.experts, self.drafts, self.eviction, self.memory)
 
 
 GROUPS: dict[str, type] = {
@@ -65,6 +67,7 @@ GROUPS: dict[str, type] = {
     "attention": AttentionOptions,
     "experts": ExpertOptions,
     "drafts": DraftOptions,
+    "eviction": EvictOptions,
     "memory": MemoryOptions,
     "output": OutputOptions,
 }

@@ -1,10 +1,21 @@
 """What one step brings: a pytree made once and shared by all layers."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
+
+
+class Tables(NamedTuple):
+    """Page tables of rows of which each layer has dropped tokens of its own; arrays of numpy on the host."""
+
+    pages: Any  # Int[Array, "L R P"]: counted from the layer's first page; it may be another layer's
+    dropped: Any  # Int[Array, "L R"]: tokens of the row that the layer has no more
+
+
+Table = Int[Array, "R P"] | Tables
 
 
 @jax.tree_util.register_dataclass
@@ -14,7 +25,7 @@ class Batch:
 
     With a cache, padding comes after a line's tokens. `index` is the place of each token in its row: token s of row r is in page
     `page_table[r, s // Z]` of every layer. `seq_lens` are the tokens each row has cached once the new ones are appended. Table
-    entries past the end may be anything.
+    entries past the end may be anything. Where layers have dropped tokens, `of_layer` has the numbers of one layer.
 
     Without `row`, line b holds tokens of row b. With it, there is one line, and it holds tokens of all rows, one row's after the
     other's: `row` says whose each is."""
@@ -22,7 +33,7 @@ class Batch:
     positions: Int[Array, "B T"]  # for RoPE alone: the cache is causal in the order of arrival
     mask: Bool[Array, "B T"]
     seq_lens: Int[Array, " R"] | None = None
-    page_table: Int[Array, "R P"] | None = None
+    page_table: Int[Array, "R P"] | Tables | None = None
     index: Int[Array, "B T"] | None = None
     row: Int[Array, "1 T"] | None = None
 
@@ -31,6 +42,23 @@ class Batch:
         """Whole sequences from position 0, nothing padded and nothing cached."""
         positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
         return Batch(positions, jnp.ones((rows, tokens), bool))
+
+    def of_layer(self, number: int | Int[Array, ""]) -> "Batch":
+        """The same for one layer, with its own page table and places."""
+        if not isinstance(self.page_table, Tables):
+            return self
+        assert self.seq_lens is not None
+        assert self.index is not None
+        pages, dropped = (x[number] for x in self.page_table)
+        of_tokens = dropped[:, None] if self.row is None else dropped[self.row]
+        return dataclasses.replace(self, page_table=pages, seq_lens=self.seq_lens - dropped, index=self.index - of_tokens)
+
+    @property
+    def width(self) -> int:
+        """Pages of the longest row."""
+        assert self.page_table is not None, "a step with a cache needs a page table"
+        pages = self.page_table.pages if isinstance(self.page_table, Tables) else self.page_table
+        return pages.shape[-1]
 
     @staticmethod
     def after(held: Int[Array, " B"], mask: Bool[Array, "B T"], page_table: Int[Array, "B P"]) -> "Batch":
@@ -41,7 +69,7 @@ class Batch:
 
     @staticmethod
     def behind(
-        held: Int[Array, " B"], position: Int[Array, " B"], counts: Int[Array, " B"], new: int, page_table: Int[Array, "B P"]
+        held: Int[Array, " B"], position: Int[Array, " B"], counts: Int[Array, " B"], new: int, page_table: Table
     ) -> "Batch":
         """`new` tokens a row, of which `counts` are not padding, behind its `held` ones; the first has its `position`."""
         token = jnp.arange(new, dtype=jnp.int32)
@@ -50,7 +78,7 @@ class Batch:
 
     @staticmethod
     def in_line(
-        held: Int[Array, " R"], position: Int[Array, " R"], counts: Int[Array, " R"], new: int, page_table: Int[Array, "R P"]
+        held: Int[Array, " R"], position: Int[Array, " R"], counts: Int[Array, " R"], new: int, page_table: Table
     ) -> "Batch":
         """One line of `new` tokens, of which row r has `counts[r]` behind its `held` ones; the first has its `position`."""
         stop = jnp.cumsum(counts)

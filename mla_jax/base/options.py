@@ -19,6 +19,9 @@ ATTENTION = ("auto", "naive", "compressed", "absorbed", "move_elided", "fused")
 KV_CACHE = ("auto", "fp8")
 DTYPES = ("float32", "bfloat16")
 DRAFT = ("auto", "off", "mtp", "lookup")
+EVICT = ("off", "snapkv", "h2o", "tova", "keydiff", "critical", "streaming", "random")
+EVERY = 512  # tokens of output after which some are dropped again
+BUDGETS = ("uniform", "pyramid", "ada")
 DRAFTS = 3  # tokens that are guessed at a time at most, unless a number is asked for
 MOST_DRAFTS = 7  # tokens that are guessed behind a chosen one: a kernel over latents takes eight tokens of a row
 EXPERTS = ("auto", "host", "dense", "loop", "gather", "ragged")
@@ -104,6 +107,18 @@ class DraftOptions(Checked):
 
 
 @dataclass(frozen=True)
+class EvictOptions(Checked):
+    """Long contexts: drop tokens from the cache (inexact)."""
+
+    evict: str = option("off", one_of(*EVICT))
+    """off, snapkv, h2o, tova, keydiff, critical, streaming, random."""
+    evict_budget: str = option("ada", one_of(*BUDGETS))
+    """How layers share what is kept: uniform, pyramid, ada."""
+    evict_keep: float = option(0.25, number(0, 1, above=True))
+    """Fraction of the tokens that is kept."""
+
+
+@dataclass(frozen=True)
 class MemoryOptions(Checked):
     """What to reserve."""
 
@@ -143,6 +158,7 @@ class Options:
     attention: AttentionOptions = field(default_factory=AttentionOptions)
     experts: ExpertOptions = field(default_factory=ExpertOptions)
     drafts: DraftOptions = field(default_factory=DraftOptions)
+    eviction: EvictOptions = field(default_factory=EvictOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
 
     def __post_init__(self):
@@ -174,6 +190,7 @@ GROUPS: dict[str, type] = {
     "attention": AttentionOptions,
     "experts": ExpertOptions,
     "drafts": DraftOptions,
+    "eviction": EvictOptions,
     "memory": MemoryOptions,
 }
 

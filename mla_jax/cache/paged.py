@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from mla_jax.base.batch import Batch
+from mla_jax.base.batch import Batch, Tables
 
 PAGE = 64  # tokens
 NOWHERE = jnp.iinfo(jnp.int32).max  # a slot past the end of any pool: what is written there is dropped
@@ -122,6 +122,7 @@ def rows_of(batch: Batch, size: int) -> Rows:
     assert batch.page_table is not None, "a step with a cache needs a page table"
     assert batch.seq_lens is not None, "a step with a cache needs seq_lens"
     assert batch.index is not None, "a step with a cache needs the index of each token"
+    assert not isinstance(batch.page_table, Tables), "layers that differ need `of_layer`"
     (lines, _), (count, pages), index = batch.mask.shape, batch.page_table.shape, batch.index
     row = jnp.arange(lines)[:, None] if batch.row is None else batch.row
     room = pages * size

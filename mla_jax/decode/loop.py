@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt16
 
-from mla_jax.base.batch import Batch
-from mla_jax.cache.paged import Pool
+from mla_jax.base.batch import Batch, Table, Tables
+from mla_jax.cache.paged import Pool, page_size
+from mla_jax.decode import evicting
 from mla_jax.decode import rows as table
 from mla_jax.decode.chosen import Found, Likely, likely
+from mla_jax.decode.evicting import Evict, Kept
 from mla_jax.decode.programs import Program, Shared
 from mla_jax.decode.rows import ADMITTED, Entry, Rows
 from mla_jax.decode.speculative import NOBODY, Drafter, run_with_drafts
@@ -34,7 +36,7 @@ def prefill(
     at: Int[Array, " R"],
     tokens: Int[Array, " T"],
     counts: Int[Array, " R"],
-    page_table: Int[Array, "R P"],
+    page_table: Table,
     following: Int[Array, " T"] | None = None,
     *,
     drafter: Drafter = NOBODY,
@@ -87,7 +89,7 @@ def run(
     pool: Pool,
     rows: Rows,
     at: Int[Array, " B"],
-    page_table: Int[Array, "B P"],
+    page_table: Table,
     steps: Int[Array, ""],
     *,
     drafter: Drafter = NOBODY,
@@ -145,6 +147,7 @@ class Sizes(NamedTuple):
     drafted: Sequence[int] = ()  # and of `run_with_drafts`
     read: Sequence[int] = ()  # tokens of a line
     scored: int = 0  # tokens of a line whose log-probabilities are computed; 0: of none
+    evicted: int = 0  # rows whose tokens are dropped at a time
 
 
 class Programs:
@@ -152,10 +155,18 @@ class Programs:
 
     With `counts` they count how often each expert is chosen, which costs a kernel or two a layer. They are stored in `folder`, if
     one is given, and read from there at the next start, except where they call experts on the host by their addresses. If
-    there is a `drafter`, `run_with_drafts` may take the place of `run`, from one call to the next."""
+    there is a `drafter`, `run_with_drafts` may take the place of `run`, from one call to the next. Where rows drop tokens as
+    `evicts` says, page tables are `Tables`."""
 
-    def __init__(self, model: Transformer, counts: bool = False, folder: Path | None = None, drafter: Drafter = NOBODY):
-        self.model, self.device, self.drafter = model, model.dispatch.device, drafter
+    def __init__(
+        self,
+        model: Transformer,
+        counts: bool = False,
+        folder: Path | None = None,
+        drafter: Drafter = NOBODY,
+        evicts: Evict | None = None,
+    ):
+        self.model, self.device, self.drafter, self.evicts = model, model.dispatch.device, drafter, evicts
         self._calls_host = bool(model.on_host())
         shared = Shared.of(None if folder is None or self._calls_host else Store.of(folder, model))
         self.waits = shared.waits
@@ -168,7 +179,12 @@ class Programs:
         self.run = looped(functools.partial(run, drafter=drafter))
         self.run_with_drafts = looped(functools.partial(run_with_drafts, drafter=drafter))
         self.logits = program(logits, compiler_options=options)
-        self.all = (self.new, self.admit, self.prefill, self.run, self.run_with_drafts, self.logits)
+        self.observe = program(
+            functools.partial(evicting.observe, evicts=evicts), donate_argnums=(1, 2), compiler_options=options
+        )
+        self.move = program(evicting.move, donate_argnums=(1, 2), compiler_options=options)
+        looped_or_not = self.prefill, self.run, self.run_with_drafts, self.logits, self.observe, self.move
+        self.all = (self.new, self.admit, *looped_or_not)
 
     def refresh(self) -> bool:
         """Takes the parameters as the model has them now; whether any has changed."""
@@ -183,20 +199,38 @@ class Programs:
     def prepare(self, pool: Pool, rows: Rows, sizes: Sizes) -> None:
         """Compiles concurrently what these sizes need, and returns once all are there: what a GPU's compiler measures must not
         run with a prompt."""
-        pieces, width = sizes.pieces, sizes.width
+        pieces = sizes.pieces
+
+        def tables(rows: int) -> Any:
+            return self._tables(rows, sizes.width)
+
         with self.waits.record():
-            started = [self.run.start(pool, rows, *_shapes((n,), (n, width), ())) for n in sizes.decode]  # the largest first
+            started = [self.run.start(pool, rows, _numbers(n), tables(n), _numbers()) for n in sizes.decode]  # the largest first
             for n in sizes.drafted:
-                started.append(self.run_with_drafts.start(pool, rows, *_shapes((n,), (n, width), (), ())))
-            for tokens in sizes.read:
-                started.append(self.prefill.start(pool, rows, *_shapes((pieces,), (tokens,), (pieces,), (pieces, width)), None))
-            if tokens := sizes.scored:
-                line = _shapes((pieces,), (tokens,), (pieces,), (pieces, width), (tokens,))
+                started.append(self.run_with_drafts.start(pool, rows, _numbers(n), tables(n), _numbers(), _numbers()))
+            for tokens in (*sizes.read, *[sizes.scored] * bool(sizes.scored)):
+                after = _numbers(tokens) if tokens == sizes.scored else None
+                line = _numbers(pieces), _numbers(tokens), _numbers(pieces), tables(pieces), after
                 started.append(self.prefill.start(pool, rows, *line))
-            texts = [] if rows.text is None else _shapes((ADMITTED, rows.text.shape[1]))
-            started.append(self.admit.start(rows, *_shapes((ADMITTED,)), table.blank(ADMITTED), *texts))
+            if n := sizes.evicted:
+                started.append(self.observe.start(pool, rows, _numbers(n), tables(n), _numbers(n)))
+                started.append(self.move.start(pool, self._kept(pool, sizes.width, n), tables(n), tables(n)))
+            texts = [] if rows.text is None else [_numbers(ADMITTED, rows.text.shape[1])]
+            started.append(self.admit.start(rows, _numbers(ADMITTED), table.blank(ADMITTED), *texts))
             for future in started:
                 future.result()
+
+    def _tables(self, rows: int, width: int) -> Any:
+        """The shapes of a page table."""
+        if self.evicts is None:
+            return _numbers(rows, width)
+        layers = len(self.model.layers)
+        return Tables(_numbers(layers, rows, width), _numbers(layers, rows))
+
+    def _kept(self, pool: Pool, width: int, rows: int) -> Kept:
+        """The shapes of what `observe` has found."""
+        layers = len(self.model.layers)
+        return Kept(_numbers(layers, rows, width * page_size(pool)), _numbers(layers, rows))
 
     def check(self) -> None:
         """Raises what went wrong with experts on the host: programs of a GPU run on when a call fails, with NaN."""
@@ -204,5 +238,5 @@ class Programs:
             experts.check()
 
 
-def _shapes(*shapes: tuple[int, ...]) -> list[Any]:
-    return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+def _numbers(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

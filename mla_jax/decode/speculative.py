@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_jax.base.batch import Batch
+from mla_jax.base.batch import Batch, Table
 from mla_jax.cache.paged import Pool
 from mla_jax.decode.chosen import Found
 from mla_jax.decode.rows import Rows
@@ -159,7 +159,7 @@ def run_with_drafts(
     pool: Pool,
     rows: Rows,
     at: Int[Array, " B"],
-    page_table: Int[Array, "B P"],
+    page_table: Table,
     steps: Int[Array, ""],
     drafts: Int[Array, ""],
     *,

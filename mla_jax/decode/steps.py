@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_jax.base.batch import Batch
+from mla_jax.base.batch import Batch, Table
 from mla_jax.cache.paged import Pool
 from mla_jax.decode import rows as table
 from mla_jax.decode.chosen import STEPS, Chosen, Found, Likely, likely, nothing_chosen
@@ -24,7 +24,7 @@ class Asked(NamedTuple):
 
     at: Int[Array, " B"]  # rows of the table; an index past it is none
     entry: Entry  # of these
-    page_table: Int[Array, "B P"]
+    page_table: Table
     steps: Int[Array, ""]  # tokens that each row may choose, STEPS at most
 
 
@@ -51,9 +51,7 @@ class Going(NamedTuple):
         return ~self.is_open.done & (self.chosen.count < asked.steps)
 
 
-def begun(
-    pool: Pool, rows: Rows, at: Int[Array, " B"], page_table: Int[Array, "B P"], steps: Int[Array, ""]
-) -> tuple[Asked, Going]:
+def begun(pool: Pool, rows: Rows, at: Int[Array, " B"], page_table: Table, steps: Int[Array, ""]) -> tuple[Asked, Going]:
     entry, is_open, last = table.taken(rows, at)
     is_open = dataclasses.replace(is_open, done=is_open.done | (at >= rows.seen.shape[0]))
     nothing = jax.tree.map(jnp.zeros_like, nothing_chosen(at.shape[0]))

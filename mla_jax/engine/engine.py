@@ -15,11 +15,12 @@ import jax
 import numpy as np
 
 from mla_jax.base import roofline
-from mla_jax.base.batch import bucket
+from mla_jax.base.batch import Tables, bucket
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.chosen import STEPS, Chosen, Found, Likely
+from mla_jax.decode.evicting import Kept
 from mla_jax.decode.loop import Programs, Sizes
 from mla_jax.decode.rows import ADMITTED
 from mla_jax.engine.drafting import Drafting
@@ -83,6 +84,8 @@ class Flight(NamedTuple):
     held: int = 0  # tokens that a row held on average
     sent: float = 0.0
     is_next: bool = False  # nothing was sent between the tokens before and these
+    kept: Kept | None = None  # what stays of one job's tokens,
+    start: int = 0  # which was admitted so often then
 
 
 class Engine:
@@ -113,9 +116,12 @@ class Engine:
         self._sent_more = False  # than tokens, since tokens were sent last
         self._landed = 0.0  # when tokens were last looked at,
         self._saw_end = True  # and whether the host waited for them, and so knows when the device was done
-        self._pages = Pages(self.size.pages, PAGE, ahead=self.drafter.ahead)
+        self._pages = self._new_pages()
         self._free_rows = list(range(self.size.rows))[::-1]
         self._arrays: tuple[Any, Any] | None = None  # pool and table, made when the first request comes
+
+    def _new_pages(self) -> Pages:
+        return Pages(self.size.pages, PAGE, ahead=self.drafter.ahead)
 
     def submit(self, request: Request, *, priority: int = 0, streams: bool = False) -> Job:
         """Queues a request; a lower `priority` comes first. Raises BadRequest or DoesNotFit if it is too long for the
@@ -123,10 +129,10 @@ class Engine:
         tokens = len(request.prompt) + request.limit
         if tokens > self.size.context:
             raise BadRequest(f"a request of {tokens:,} tokens is longer than the context", f"it holds {self.size.context:,}")
-        if tokens > self.size.pages * PAGE:
+        if tokens > self._room(request):
             raise DoesNotFit(
                 f"a request of {tokens:,} tokens does not fit the cache",
-                f"the cache holds {self.size.pages * PAGE:,} tokens of all requests together",
+                f"the cache holds {self._room(request):,} tokens of all requests together",
                 "lower max_tokens, or give more --cache-tokens",
             )
         self._serial += 1
@@ -137,6 +143,10 @@ class Engine:
         self.jobs[job.id] = job
         self._wait(job)
         return job
+
+    def _room(self, request: Request) -> int:
+        """Tokens that a request can have if there is no other."""
+        return self.size.pages * PAGE
 
     def cancel(self, job: Job) -> None:
         """Ends a job that nobody wants any more; its pages are free again."""
@@ -205,7 +215,11 @@ class Engine:
     def _decide(self) -> Plan:
         """What the scheduler says, for the requests that run and the first of those that wait."""
         running = [self._as_running(job) for job in self.running]
-        return plan(self._candidates(), running, self._pages.free, self.limits)
+        return plan(self._candidates(), running, self._free_pages, self.limits)
+
+    @property
+    def _free_pages(self) -> int:
+        return self._pages.free
 
     def _candidates(self) -> list[Waiting]:
         """As many requests as there are free rows, the first that wait; of those that must wait for a prefix, as many more."""
@@ -220,18 +234,23 @@ class Engine:
         return found
 
     def _as_waiting(self, job: Job) -> Waiting:
-        match, left = self._pages.match(job.tokens, job.shares), job.request.limit - len(job.ids)
+        first = self._first_tokens(job)
+        match, left = self._pages.match(first, job.shares), job.request.limit - len(job.ids)
         return Waiting(
             id=job.id,
             priority=job.priority,
             arrival=job.id,
-            tokens=len(job.tokens),
+            tokens=len(first),
             shared=len(match.pages),
             taken=match.taken,
             left=left,
             streams=job.streams,
             blocked=match.blocked,
         )
+
+    def _first_tokens(self, job: Job) -> list[int]:
+        """What a job reads by itself once it is admitted."""
+        return job.tokens
 
     def _as_running(self, job: Job) -> Running:
         assert job.held is not None
@@ -271,12 +290,13 @@ class Engine:
         """Gives each a row and pages."""
         admitted = []
         for job in jobs:
-            if self._pages.match(job.tokens, job.shares).blocked:  # by one that was admitted just now
+            first = self._first_tokens(job)
+            if self._pages.match(first, job.shares).blocked:  # by one that was admitted just now
                 continue
             self.waiting.remove(job)
             self.running.append(job)
             admitted.append(job)
-            job.start(self._free_rows.pop(), self._pages.admit(job.tokens, job.shares), PAGE)
+            job.start(self._free_rows.pop(), self._pages.admit(first, job.shares), PAGE)
             self.stats.hits += job.read
         for first in range(0, len(admitted), ADMITTED):
             some = admitted[first : first + ADMITTED]
@@ -383,7 +403,7 @@ class Engine:
         at[: len(jobs)] = np.array([job.row for job in jobs], np.int32)
         return at
 
-    def _page_table(self, jobs: list[Job], count: int) -> np.ndarray:
+    def _page_table(self, jobs: list[Job], count: int) -> np.ndarray | Tables:
         table = np.zeros((count, self.size.width), np.int32)
         for i, job in enumerate(jobs):
             assert job.held is not None

@@ -2,6 +2,7 @@
 
 from mla_jax.base import roofline
 from mla_jax.base.limits import gib
+from mla_jax.base.options import EVERY, EvictOptions
 from mla_jax.base.qtensor import REORDERED
 from mla_jax.cache.paged import PAGE
 from mla_jax.engine.drafting import Drafting
@@ -17,11 +18,12 @@ def explain(
     planned: Plan,
     placed: Placement | None = None,
     drafting: Drafting | None = None,
+    eviction: EvictOptions | None = None,
 ) -> list[str]:
     """The forms of attention and the expert backends that the phases of a request take, with the figures that decide.
 
     `formats` are the bytes of the weights by number format; `placed` says where the experts are, `drafting` how
-    many tokens are guessed."""
+    many tokens are guessed, `eviction` which are dropped."""
     context, chunk = planned.context, model.dispatch.chunk(model)
     prompt = min(chunk, context)
     lines = [_model(model, formats), _device(model.dispatch.device), *_reordered(formats)]
@@ -33,6 +35,10 @@ def explain(
     )
     if model.dispatch.kv_cache == "fp8":
         lines.append("cache: latents in E4M3 with a scale for each 128, rotary keys as computed")
+    if eviction is not None and eviction.evict != "off":
+        when = f"once a prompt is read, and after every {EVERY} tokens of output"
+        share = f"{100 * eviction.evict_keep:.3g} % stay, shared out over layers by the rule {eviction.evict_budget}"
+        lines.append(f"cache: {eviction.evict} drops tokens {when}; {share}")
     threshold = roofline.break_even(model.config)
     lines.append(f"on a long prefix, rebuilding heads takes fewer FLOPs from {threshold:.0f} new tokens")
     if model.config.n_routed_experts:

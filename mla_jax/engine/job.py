@@ -27,6 +27,9 @@ class Job:
         self.known = 0  # tokens when it was admitted
         self.read = 0  # of these, so many are in its pages once all dispatches are done
         self.steps = 0  # tokens that dispatches may have chosen since
+        self.evictions = 0  # how often tokens were dropped since it was admitted
+        self.is_evicting = False  # it waits for what stays of them
+        self.starts = 0  # how often it was admitted
         self._stream = None if tokenizer is None else TextStream(tokenizer, request.params.stop)
 
     @property
@@ -64,7 +67,8 @@ class Job:
     def start(self, row: int, held: Held, page: int) -> None:
         """Takes a row and pages of `page` tokens; what those it shares hold need not be read."""
         self.row, self.held, self.known = row, held, len(self.tokens)
-        self.read, self.steps = held.shared * page, 0
+        self.read, self.steps, self.evictions = held.shared * page, 0, 0
+        self.starts, self.is_evicting = self.starts + 1, False
         if self.scores:
             self.prompt_logprobs = [None]
 

@@ -17,6 +17,7 @@ from mla_jax.decode import store
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.bar import Bar
 from mla_jax.engine.engine import Engine, Size
+from mla_jax.engine.eviction import EvictingEngine, Eviction
 from mla_jax.engine.explain import explain
 from mla_jax.engine.job import Job
 from mla_jax.engine.opened import Opened, open_model
@@ -61,6 +62,9 @@ class LLM:
         - `draft`: "auto", "off", "mtp" or "lookup": who guesses tokens that are then read together. The output stays the same.
           "auto" is the model's own layer for multi-token prediction, if it has one, but on a CPU nobody.
         - `draft_tokens`: the number of tokens guessed at a time, up to 7. None is as many as pay, up to 3.
+        - `evict`: a policy that drops tokens from the cache, "snapkv" for example; "off" keeps all. The output changes.
+        - `evict_budget`: how layers share what is kept: "uniform", "pyramid" or "ada".
+        - `evict_keep`: the fraction of the tokens that is kept.
         - `memory_fraction`: the fraction of a GPU's memory to use.
         - `batch`: the number of sequences of the whole context that the KV cache must hold at once. Shorter ones: more.
         - `cache_tokens`: the tokens that the KV cache holds, of all sequences together. None is as many as fit.
@@ -78,9 +82,12 @@ class LLM:
         with self._memory_explained():
             self.model = opened.load(progress)
         drafter = opened.drafter
-        self._programs = Programs(self.model, self._routing is not None, store.default_folder(), drafter)
+        eviction = Eviction.of(self.options.eviction)
+        evicts = None if eviction is None else eviction.evicts
+        self._programs = Programs(self.model, self._routing is not None, store.default_folder(), drafter, evicts)
         size = Size(self.plan.rows, self.plan.tokens // PAGE, self.context, self.model.dispatch.chunk(self.model))
-        self.engine = Engine(self._programs, self.config, self.tokenizer, size, self.options.drafts.draft_tokens)
+        served = self._programs, self.config, self.tokenizer, size, self.options.drafts.draft_tokens
+        self.engine = Engine(*served) if eviction is None else EvictingEngine(*served, eviction)
 
     def __repr__(self) -> str:
         formats = ", ".join(f"{gib(size)} in {name}" for name, size in self._formats.items())
@@ -173,7 +180,7 @@ class LLM:
 
     def explain(self) -> str:
         """What runs where, and why, in words."""
-        lines = explain(self.model, self._formats, self.plan, self.placement, self.engine.drafting)
+        lines = explain(self.model, self._formats, self.plan, self.placement, self.engine.drafting, self.options.eviction)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def stats(self) -> EngineStats:

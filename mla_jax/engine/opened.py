@@ -1,5 +1,6 @@
 """A model that is opened but not loaded: headers checked, experts placed, memory planned. LLM and `--dry-run` share it."""
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,7 @@ class Opened:
         """What runs where, and why, in words; from shapes alone."""
         model, fixed = self.checkpoint.model(self.placement), self.options.drafts.draft_tokens
         drafting = Drafting(self.config, model.dispatch.device, self.drafter, fixed)
-        return explain(model, self.formats(), self.plan, self.placement, drafting)
+        return explain(model, self.formats(), self.plan, self.placement, drafting, self.options.eviction)
 
     def formats(self) -> dict[str, int]:
         """The bytes of the weights by number format, on the device and on the host."""
@@ -105,13 +106,23 @@ def open_model(options: Options) -> Opened:
     default_device()
     checkpoint = _checkpoint(options)
     check_context(options.model.context, checkpoint.config.max_position_embeddings)
-    drafter = drafter_of(options.drafts, checkpoint.has_mtp, checkpoint.device.platform)
+    drafter = _drafter(options, checkpoint)
     text = open_text(checkpoint.source)
     placement = _place(checkpoint, options)
     memory = options.memory
     room = options.model.context, memory.batch, placement, memory.cache_tokens
-    planned = plan(checkpoint, *room, drafter.most, drafter.needs_text)
+    planned = plan(checkpoint, *room, drafter.most, drafter.needs_text or options.eviction.evict != "off")
     return Opened(options, checkpoint, placement, planned, text, drafter)
+
+
+def _drafter(options: Options, checkpoint: Checkpoint) -> Drafter:
+    """Who guesses; where tokens are dropped, not the model's layer, whose cache cannot follow."""
+    evicts, drafts = options.eviction.evict != "off", options.drafts
+    if evicts and drafts.draft == "mtp":
+        raise BadRequest('draft is "mtp", but evict is on', 'draft may be "lookup" or "off"')
+    if evicts and drafts.draft == "auto":
+        drafts = dataclasses.replace(drafts, draft="off", draft_tokens=None)
+    return drafter_of(drafts, checkpoint.has_mtp, checkpoint.device.platform)
 
 
 def _checkpoint(options: Options) -> Checkpoint:

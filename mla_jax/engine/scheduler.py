@@ -33,6 +33,8 @@ class Waiting:
     left: int  # tokens it may generate
     streams: bool = False
     blocked: bool = False  # another request is about to write a page that it needs
+    until: int = 1 << 30  # tokens that it may choose, once it has read all, before it must wait
+    extra: int = 0  # pages that it needs beside those of its tokens, for a while
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,11 @@ class Running:
     own: int  # pages that it alone holds: what preempting it frees
     left: int  # tokens it may generate beyond those dispatched; with none left it only waits for its results
     streams: bool = False
+    until: int = 1 << 30  # tokens that it may choose before it must wait
 
     @property
     def decodes(self) -> bool:
-        return not self.unread and self.left > 0
+        return not self.unread and self.left > 0 and self.until > 0
 
     @property
     def ends(self) -> bool:
@@ -126,7 +129,7 @@ def _admit(waiting: list[Waiting], rows: list[Running], free: int, limits: Limit
     for request in waiting:
         if request.blocked:
             continue
-        need = _pages(request.tokens + (request.left > 1), limits) - request.taken
+        need = _pages(request.tokens + (request.left > 1), limits) - request.taken + request.extra
         if len(rows) + len(admitted) == limits.rows or need > free:
             break
         admitted.append(request)
@@ -146,6 +149,7 @@ def _started(request: Waiting, limits: Limits) -> Running:
         own=pages - request.taken,
         left=request.left,
         streams=request.streams,
+        until=request.until,
     )
 
 
@@ -191,7 +195,7 @@ def _decode(rows: list[Running], free: int, hurry: bool, limits: Limits) -> tupl
         if row.decodes and _need(row, 1, limits) <= room:
             chosen.append(row)
             room -= _need(row, 1, limits)
-    steps = _steps(chosen, hurry, limits)
+    steps = min([_steps(chosen, hurry, limits), *(row.until for row in chosen)])
     while steps > 1 and _needs(chosen, steps, limits) > free:
         steps -= 1
     return chosen, steps

@@ -127,6 +127,7 @@ class EngineStats:
     drafted: np.ndarray = field(default_factory=lambda: np.zeros(MOST_DRAFTS, int))  # guesses in each place behind a token,
     stood: np.ndarray = field(default_factory=lambda: np.zeros(MOST_DRAFTS, int))  # and how many of these were what was drawn
     passes: int = 0  # of rows: tokens that were chosen without a guess
+    dropped: int = 0  # tokens that were evicted, on average of the layers
     compiled: int = 0  # programs
     least_bytes: int = 0  # that decode steps had to read
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES), repr=False)

@@ -5,6 +5,7 @@ traced; `explain()`, the memory plan and the benchmarks ask the same object. Whe
 from shapes that are written a second time: the function that will run is traced on shapes, and its kernels answer."""
 
 import dataclasses
+from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +17,7 @@ from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache import paged
+from mla_jax.cache.evict import Policy
 from mla_jax.cache.paged import Pool
 from mla_jax.model import fp8_latent, mla, moe, ops, rope
 from mla_jax.model.kernel_attention import KERNELS
@@ -37,6 +39,13 @@ class StepPlan(NamedTuple):
     shared: Any  # what `form.prepare` made of the batch and the pool, for all layers
     turns: rope.Turns
     experts: ExpertPlan
+    prepare: Callable[[Batch], Any] | None = None  # makes the same for one layer's batch
+    policy: Policy | None = None  # whose scores are asked for
+
+    def of_layer(self, batch: Batch, number: Any) -> "StepPlan":
+        """The plan for a layer that has dropped other tokens than the layers before."""
+        assert self.prepare is not None
+        return self._replace(shared=self.prepare(batch.of_layer(number)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +64,29 @@ class Dispatch:
 
     def step(self, model: "Transformer", batch: Batch, pool: Pool | None) -> StepPlan:
         """The plan for a step on this batch; without a pool nothing is cached."""
+        return self._plan(model, batch, pool, self._name(model, batch, pool))
+
+    def observing(self, model: "Transformer", batch: Batch, pool: Pool, policy: Policy) -> StepPlan:
+        """The plan for a step on tokens that are cached, whose `policy` scores all that is, by a form that XLA computes."""
+        return self._plan(model, batch, pool, self.form_of_scores)._replace(policy=policy)
+
+    def _plan(self, model: "Transformer", batch: Batch, pool: Pool | None, name: str) -> StepPlan:
         rows, new = batch.positions.shape
-        name = self._name(model, batch, pool)
         form = FORMS[name] if pool is None else FORMS_OF[self.kv_cache][name]
-        shared = form.prepare(batch, pool, model.config, self.block_slots(model, name, rows, new))
-        return StepPlan(form, shared, rope.turns(batch.positions, model.config), self._expert_plan(model, rows, new))
+        slots = self.block_slots(model, name, rows, new)
+
+        def prepare(batch: Batch) -> Any:
+            return form.prepare(batch, pool, model.config, slots)
+
+        experts, turns = self._expert_plan(model, rows, new), rope.turns(batch.positions, model.config)
+        return StepPlan(form, prepare(batch.of_layer(0)), turns, experts, prepare)
 
     def _name(self, model: "Transformer", batch: Batch, pool: Pool | None) -> str:
         rows, new = batch.positions.shape
         if pool is None or batch.page_table is None:  # kernels need a cache: without one, padding may stand between tokens
             name = self.form_name(model, rows, new, new)
             return name if name in mla.FORMS else "move_elided"
-        attended = batch.page_table.shape[1] * paged.page_size(pool)
+        attended = batch.width * paged.page_size(pool)
         if batch.row is not None:
             new = max(new, roofline.FEW + 1)  # the kernel over latents takes a line of each row's own
         return self.form_name(model, rows, new, attended)
@@ -78,7 +98,12 @@ class Dispatch:
 
     def cached(self) -> mla.Form:
         """A form that caches what all forms of this dispatch do."""
-        return FORMS_OF[self.kv_cache]["naive" if self.attention == "naive" else "move_elided"]
+        return FORMS_OF[self.kv_cache][self.form_of_scores]
+
+    @property
+    def form_of_scores(self) -> str:
+        """The form whose scores a policy sees: over cached heads, or over latents."""
+        return "naive" if self.attention == "naive" else "move_elided"
 
     def form_name(self, model: "Transformer", rows: int, new: int, attended: int) -> str:
         """The form for `rows` rows of `new` tokens that attend to `attended` tokens each."""

@@ -16,10 +16,11 @@ from jaxtyping import Array, Float
 
 from mla_jax.base.config import LATENT_NORM_EPS, Config
 from mla_jax.cache import paged
+from mla_jax.cache.evict import Policy
 from mla_jax.cache.paged import Layer
-from mla_jax.model import held, rope
+from mla_jax.model import held, rope, watch
 from mla_jax.model.held import Cached, Held
-from mla_jax.model.ops import linear, norm_weight, parameter, rms_norm
+from mla_jax.model.ops import linear, norm_weight, parameter, plain, rms_norm
 
 Queries = tuple[Float[Array, "B T N P"], Float[Array, "B T N E"]]
 Up = tuple[Float[Array, "N P R"], Float[Array, "N V R"]]
@@ -126,7 +127,7 @@ class MLA(nnx.Module):
         """Attends to the new tokens and, where `layer` is given, to those cached before; returns the layer with both.
 
         `step` is what `form.prepare` returned, `turns` are the angles of the new tokens."""
-        up = (self.uk[...], self.uv[...])
+        up = self.up
         q, kv = self.queries(x), linear(x, self.kv_a_proj[...])
         if layer is not None and form.appends is not None:
             q, layer = form.appends(q, kv, self.kv_a_norm[...], layer, step, self.config)
@@ -136,6 +137,19 @@ class MLA(nnx.Module):
             layer = None if layer is None else paged.append(layer, new, step.rows)
         out = form.attends(q, Held(new, layer, step, form.reads), up, rope.softmax_scale(self.config))
         return linear(out.reshape(*x.shape[:2], -1), self.o_proj[...]), layer
+
+    def seen(
+        self, x: Float[Array, "B T D"], layer: Layer, form: Form, step: Any, turns: rope.Turns, policy: Policy
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B M S"]]:
+        """As `__call__`, of tokens that are cached already; with the scores that a policy gives all that rows have cached."""
+        q, held, scale = self.turned(self.queries(x), turns), Held({}, layer, step, form.reads), rope.softmax_scale(self.config)
+        out = form.attends(q, held, self.up, scale)
+        scores = watch.scores(policy, q, held, self.up, plain(self.o_proj[...], x.dtype), scale)
+        return linear(out.reshape(*x.shape[:2], -1), self.o_proj[...]), scores
+
+    @property
+    def up(self) -> Up:
+        return self.uk[...], self.uv[...]
 
     def queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         if self.config.q_lora_rank is None:

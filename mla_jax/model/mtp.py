@@ -6,7 +6,7 @@ its own. Embedding and head are the main model's."""
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
@@ -27,9 +27,9 @@ class MTP(nnx.Module):
 
     def __call__(
         self, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"], batch: Batch, layer: Layer | None, plan: tuple
-    ) -> tuple[Float[Array, "B T D"], Layer | None, Int[Array, " X"] | None]:
-        """The normed hidden state, the layer's cache, and each expert's tokens."""
+    ) -> tuple[Float[Array, "B T D"], Layer | None, dict[str, Array]]:
+        """The normed hidden state, the layer's cache, and what its block has found."""
         with jax.named_scope("mtp"):
             joined = [rms_norm(embedded, self.enorm[...], self.eps), rms_norm(hidden, self.hnorm[...], self.eps)]
-            (x, _), layer, load = self.block(linear(jnp.concatenate(joined, -1), self.eh_proj[...]), None, batch, layer, plan)
-            return rms_norm(x, self.norm[...], self.eps), layer, load
+            (x, _), layer, found = self.block(linear(jnp.concatenate(joined, -1), self.eh_proj[...]), None, batch, layer, plan)
+            return rms_norm(x, self.norm[...], self.eps), layer, found

@@ -10,9 +10,10 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from mla_jax.base.batch import Batch
+from mla_jax.base.batch import Batch, Tables
 from mla_jax.base.config import Config
 from mla_jax.cache import paged
+from mla_jax.cache.evict import Policy
 from mla_jax.cache.paged import Layer, Pool
 from mla_jax.model.dispatch import Dispatch, StepPlan
 from mla_jax.model.mla import MLA
@@ -32,14 +33,21 @@ class Block(nnx.Module):
         self.mlp = MoE(config, rngs) if config.is_moe(layer) else MLP(config, rngs)
 
     def __call__(self, x: Float[Array, "B T D"], pending: Any, batch: Batch, layer: Layer | None, plan: StepPlan):
-        """Returns `((x, pending), layer, load)`; `load` counts each expert's tokens, None for a dense layer."""
+        """Returns `((x, pending), layer, found)`: "load", how many tokens each expert has, where there are any; where tokens are
+        read again for a policy, "scores" of all that is cached, and nothing is cached anew."""
+        normed, found = rms_norm(x, self.attn_norm[...], self.eps), {}
         with jax.named_scope("attention"):
-            y, layer = self.attn(rms_norm(x, self.attn_norm[...], self.eps), layer, plan.form, plan.shared, plan.turns)
+            if plan.policy is None:
+                y, layer = self.attn(normed, layer, plan.form, plan.shared, plan.turns)
+            else:
+                assert layer is not None, "a policy scores what is cached"
+                y, found["scores"] = self.attn.seen(normed, layer, plan.form, plan.shared, plan.turns, plan.policy)
         x = x + y
         with jax.named_scope("experts" if isinstance(self.mlp, MoE) else "mlp"):
             y = rms_norm(x, self.mlp_norm[...], self.eps)
             y, load, left = self.mlp(y, batch.mask, plan.experts) if isinstance(self.mlp, MoE) else (self.mlp(y), None, None)
-        return (settle(x + y, pending), left), layer, load
+        found |= {} if load is None else {"load": load}
+        return (settle(x + y, pending), left), layer, found
 
 
 class Transformer(nnx.Module):
@@ -62,33 +70,45 @@ class Transformer(nnx.Module):
         self.mtp = nnx.List([MTP(config, rngs, Block(config, rngs, config.num_hidden_layers + i)) for i in range(depth)])
 
     def __call__(
-        self, tokens: Int[Array, "B T"], batch: Batch, pool: Pool | None = None, *, collect: bool = False
+        self,
+        tokens: Int[Array, "B T"],
+        batch: Batch,
+        pool: Pool | None = None,
+        *,
+        collect: bool = False,
+        policy: Policy | None = None,
     ) -> tuple[Float[Array, "B T D"], Pool | None, dict[str, list[Array]]]:
         """Hidden states after the last norm, the pool with the new tokens in it, and, if `collect`, each MoE layer's load.
 
-        Without a pool the tokens attend to each other alone, as in training."""
-        plan = self.dispatch.step(self, batch, pool)
-        x, pending, loads = self.embedded(tokens), None, []
+        Without a pool the tokens attend to each other alone, as in training. With a `policy` they are in the pool already, which
+        stays as it is, and each layer's scores are collected."""
+        if policy is None or pool is None:
+            plan = self.dispatch.step(self, batch, pool)
+        else:
+            plan = self.dispatch.observing(self, batch, pool, policy)
+        x, pending, aux = self.embedded(tokens), None, {}
 
-        def layer_of(graph: Any, weights: Any, x: Array, pending: Any, layer: Layer | None):
-            return nnx.merge(graph, weights)(x, pending, batch, layer, plan)
+        def layer_of(graph: Any, weights: Any, x: Array, pending: Any, layer: Layer | None, number: Array):
+            mine = plan.of_layer(batch, number) if isinstance(batch.page_table, Tables) else plan
+            return nnx.merge(graph, weights)(x, pending, batch, layer, mine)
 
         # layers of one structure are traced and lowered once; XLA inlines the calls
         apply = jax.jit(layer_of, static_argnums=0) if isinstance(x, Tracer) else layer_of
         for i, block in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
-                (x, pending), layer, load = apply(*nnx.split(block), x, pending, self.layer_of(pool, i))
+                (x, pending), layer, found = apply(*nnx.split(block), x, pending, self.layer_of(pool, i), jnp.int32(i))
             pool = None if layer is None else layer.pool
-            loads += [load] if load is not None else []
+            for name, value in found.items():
+                aux.setdefault(name, []).append(value)
         hidden = rms_norm(settle(x, pending), self.norm[...], self.config.rms_norm_eps)
-        return hidden, pool, {"load": loads} if collect else {}
+        return hidden, pool, aux if collect or policy else {}
 
-    def layer_of(self, pool: Pool | None, index: int) -> Layer | None:
+    def layer_of(self, pool: Pool | None, index: int | Int[Array, ""]) -> Layer | None:
         """The part of the pool that belongs to a layer; those of MTP come after the model's."""
         if pool is None:
             return None
         pages = next(iter(pool.values())).shape[0] // self.cached_layers
-        return Layer(pool, jnp.int32(index * pages))
+        return Layer(pool, jnp.asarray(index * pages, jnp.int32))
 
     @property
     def cached_layers(self) -> int:
@@ -122,8 +142,8 @@ class Transformer(nnx.Module):
         plan = self.dispatch.step(self, batch, pool)
         plan = plan._replace(experts=plan.experts._replace(defer=0))  # there is no layer after it
         layer = self.layer_of(pool, len(self.layers) + depth)
-        x, layer, load = self.mtp[depth](self.embedded(tokens), hidden, batch, layer, plan)
-        return x, None if layer is None else layer.pool, {"load": [load] if load is not None else []} if collect else {}
+        x, layer, found = self.mtp[depth](self.embedded(tokens), hidden, batch, layer, plan)
+        return x, None if layer is None else layer.pool, {name: [value] for name, value in found.items()} if collect else {}
 
     def new_pool(self, pages: int, size: int = paged.PAGE, layers: int | None = None) -> Pool:
         """An empty pool with `pages` pages per layer of what this model's forms remember, in its weights' dtype or in FP8."""

@@ -1,0 +1,288 @@
+"""What a row forgets once its cache is too long: a policy scores what is held, a rule says how much of it each layer keeps.
+
+Scores come block by block, from what a layer's attention shows of a block of slots. `kept` chooses by the scores of all layers,
+`places` says how to move what stays. Nothing is known here of pages, models or the engine; positions stay as they were.
+
+Latents serve all heads of a layer at once, so a token goes for all of them or for none: there `shared` makes one score of the
+heads' scores, and Ada-KV shares out over layers what it shares out over heads as published. The mean is the right one: what a
+layer's output can change by is at most a constant less the weights kept, summed over the heads (Ada-KV, theorem 3.1).
+
+H is 1 or the number of heads: what has a choice of tokens of its own. Scores have M = H, or 2 H where a policy has two stages."""
+
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+LEAST = float(np.finfo(np.float32).min)  # the score of what has no finite one; -inf is for what is not held
+
+
+class Seen(NamedTuple):
+    """What one layer's attention shows a policy of a block of S slots. Of slots past what a row holds, only `weights` are read as
+    they are, and must be 0."""
+
+    weights: Float[Array, "B W N S"]  # of each row's last W queries, after softmax over all slots; 0 for what a query may not see
+    keys: Float[Array, "B S K D"]  # K heads; K = 1 for latents, joined to [c_kv, k_pe]
+    anchor: Float[Array, "B K D"] | None  # the mean, over what a row holds, of keys divided by their norms
+    worth: Float[Array, "B S N"] | None  # L1 norm of each head's value times W_o
+    slot: Int[Array, " S"]  # their numbers in the row
+    held: Int[Array, " B"]  # tokens of each row
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Scores the tokens of a layer; those with high scores stay."""
+
+    window: ClassVar[int] = 0  # queries it looks at: the newest W
+    needs_anchor: ClassVar[bool] = False
+    needs_worth: ClassVar[bool] = False
+    stages: ClassVar[int] = 1
+    first: ClassVar[float | None] = None  # of what is kept, the share that the first of two stages chooses
+
+    def of_block(self, seen: Seen) -> Float[Array, "B M S"]:
+        """Scores that do not depend on how slots are cut into blocks; M = 1 if they are the same for all heads."""
+        raise NotImplementedError
+
+    def finished(self, scores: Float[Array, "B M S"], held: Int[Array, " B"]) -> Float[Array, "B M S"]:
+        """What the scores of all slots become, once they are together."""
+        return scores
+
+
+@dataclasses.dataclass(frozen=True)
+class Streaming(Policy):
+    """StreamingLLM: the newest stay (and the first, which `kept` keeps for every policy)."""
+
+    def of_block(self, seen: Seen) -> Float[Array, "B M S"]:
+        return _same(seen.slot.astype(jnp.float32), seen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Random(Policy):
+    """A hash of seed and slot: the same tokens in all rows and layers. What any other policy has to beat."""
+
+    seed: int = 0
+
+    def of_block(self, seen: Seen) -> Float[Array, "B M S"]:
+        mixed = seen.slot.astype(jnp.uint32) ^ np.uint32(self.seed * 0x9E3779B1 & 0xFFFFFFFF)
+        mixed = (mixed ^ mixed >> 16) * np.uint32(0x7FEB352D)  # Wellons' lowbias32, less a step that only low bits see
+        mixed = (mixed ^ mixed >> 15) * np.uint32(0x846CA68B)
+        return _same((mixed >> 8).astype(jnp.float32), seen)  # 24 bits: exact
+
+
+def _same(score: Float[Array, " S"], seen: Seen) -> Float[Array, "B 1 S"]:
+    return jnp.broadcast_to(score, (seen.held.size, 1, score.size))
+
+
+@dataclasses.dataclass(frozen=True)
+class H2O(Policy):
+    """The weight a token gets from the queries that see it, on average. Of the whole prompt, if the window is as long.
+
+    H2O itself sums, which favours the oldest tokens: they are seen most often."""
+
+    window: int = 64
+
+    def of_block(self, seen: Seen) -> Float[Array, "B M S"]:
+        queries = jnp.clip(seen.held[:, None, None] - seen.slot, 1, seen.weights.shape[1])
+        return seen.weights.sum(1) / queries
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapKV(Policy):
+    """The weight a token and its neighbours get from the window's queries, on average. The window itself is left to `kept`."""
+
+    window: int = 64
+    kernel: int = 5  # tokens over which scores are averaged
+
+    def of_block(self, seen: Seen) -> Float[Array, "B M S"]:
+        return seen.weights.mean(1)
+
+    def finished(self, scores: Float[Array, "B M S"], held: Int[Array, " B"]) -> Float[Array, "B M S"]:
+        size = scores.shape[-1]
+        before = jnp.arange(size) < held[:, None, None] - self.window
+        scores = jnp.where(before, scores, 0.0)  # zeros count, at both ends
+        padded = jnp.pad(scores, ((0, 0), (0, 0), (self.kernel // 2, (self.kernel - 1) // 2)))
+        return jnp.where(before, sum(padded[..., i : i + size] for i in range(self.kernel)) / self.kernel, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class TOVA(Policy):
+    """The weight a token gets from the newest query, on average over the heads."""
+
+    window = 1
+
+    def of_block(self, seen: Seen) -> Float[Array, "B M S"]:
+        return seen.weights[:, -1].mean(1, keepdims=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyDiff(Policy):
+    """How unlike the mean key a key is: the negative cosine. No query is looked at."""
+
+    needs_anchor = True
+
+    def of_block(self, seen: Seen) -> Float[Array, "B M S"]:
+        assert seen.anchor is not None
+        norms = jnp.linalg.norm(seen.keys, axis=-1) * jnp.linalg.norm(seen.anchor, axis=-1)[:, None]
+        dots = jnp.einsum("bskd,bkd->bsk", seen.keys, seen.anchor, precision="highest")
+        return -(dots / jnp.maximum(norms, 1e-8)).swapaxes(1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Critical(Policy):
+    """CriticalKV: another policy chooses `first` of what is kept; the rest goes by its score times what a token can add.
+
+    Its scores are those of both stages, M = 2 N; until they are finished, the second half is the worth alone. The products bound
+    what the output changes by more tightly, once half of the weight is kept: the first stage is there to keep it."""
+
+    of: Policy = SnapKV()
+    first: float = dataclasses.field(default=0.5, kw_only=True)
+
+    needs_worth = True
+    stages = 2
+
+    @property
+    def window(self) -> int:
+        return self.of.window
+
+    @property
+    def needs_anchor(self) -> bool:
+        return self.of.needs_anchor
+
+    def of_block(self, seen: Seen) -> Float[Array, "B M S"]:
+        assert seen.worth is not None
+        worth = seen.worth.swapaxes(1, 2)
+        return jnp.concatenate([jnp.broadcast_to(self.of.of_block(seen), worth.shape), worth], axis=1)
+
+    def finished(self, scores: Float[Array, "B M S"], held: Int[Array, " B"]) -> Float[Array, "B M S"]:
+        scores, worth = jnp.split(scores, 2, axis=1)
+        scores = self.of.finished(scores, held)
+        return jnp.concatenate([scores, (scores + 1e-4) * worth], axis=1)  # where nothing looks, worth decides
+
+
+POLICIES: dict[str, Policy] = {
+    "streaming": Streaming(),
+    "h2o": H2O(),
+    "snapkv": SnapKV(),
+    "tova": TOVA(),
+    "keydiff": KeyDiff(),
+    "random": Random(),
+    "critical": Critical(),
+}
+
+
+def shared(scores: Float[Array, "B M S"], stages: int = 1) -> Float[Array, "B {stages} S"]:
+    """One score for all heads (in each stage): their mean."""
+    return scores.reshape(len(scores), stages, -1, scores.shape[-1]).mean(2)
+
+
+class Ranked(NamedTuple):
+    """What a rule shares out."""
+
+    score: Float[Array, "L B H S"]  # inf for what is forced, -inf for what is not held
+    newer: Int[Array, "L B 1 S"]  # of equal scores, the one with the larger number is better
+    rank: Int[Array, "L B H S"]  # 0 for the best
+    held: Int[Array, "L B 1"]
+    count: Int[Array, " B"]  # tokens each is to keep on average, at least 1
+    forced: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Says how many tokens each layer (and head) keeps, given how many are kept on average."""
+
+    def counts(self, ranked: Ranked) -> Int[Array, "L B #H"]:
+        """At least as many as are forced, if the count is; they may be more than are held. Here: the same everywhere."""
+        return jnp.broadcast_to(ranked.count[:, None], ranked.held.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pyramid(Rule):
+    """PyramidKV: many in the first layer, few in the last, evenly fewer in between; if the last has too few, all have the same.
+
+    What a layer has above the count, one at the other end has below it, rounded alike: the sum is exact."""
+
+    beta: int = 20  # the count is so many times what the last layer keeps
+
+    def counts(self, ranked: Ranked) -> Int[Array, "L B #H"]:
+        layers, count, beta = len(ranked.score), ranked.count, self.beta
+        spare = ranked.held.max(0)[:, 0] - ranked.forced - count  # most that the first layer may have above the count
+        above = jnp.minimum(count * (beta - 1), spare * beta)  # what it has, times beta
+        fits = (above >= 0) & (above <= (count - ranked.forced) * beta)
+        step, steps = np.arange(layers - 1, -layers, -2)[:, None], beta * max(layers - 1, 1)
+        apart = np.sign(step) * ((np.abs(step) * above + steps // 2) // steps)  # int32 holds it for a million tokens
+        return (count + jnp.where(fits, apart, 0))[..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ada(Rule):
+    """Ada-KV: the share `floor` of each one's count is reserved for its best tokens, the rest goes to the best of all heads of a
+    layer, or if heads share, of all layers. Without a floor, no other way to keep so many has a larger sum of scores."""
+
+    floor: float = 0.2
+
+    def counts(self, ranked: Ranked) -> Int[Array, "L B #H"]:
+        over_layers = ranked.score.shape[2] == 1
+        floors = jnp.minimum(_share(ranked.count, self.floor)[:, None], ranked.held)
+        score = jnp.where(ranked.rank < floors[..., None], jnp.inf, ranked.score)
+        newer = jnp.broadcast_to(ranked.newer, score.shape)
+        if over_layers:
+            score, newer = score.swapaxes(0, 2), newer.swapaxes(0, 2)
+        flat = *score.shape[:2], -1
+        rank = _rank(score.reshape(flat), newer.reshape(flat)).reshape(score.shape)
+        counts = (rank < ranked.count[:, None, None] * score.shape[2]).sum(-1, dtype=jnp.int32)
+        return counts.swapaxes(0, 2) if over_layers else counts
+
+
+RULES: dict[str, Rule] = {"uniform": Rule(), "pyramid": Pyramid(), "ada": Ada()}
+
+
+def kept(
+    scores: Float[Array, "L B M S"],
+    held: Int[Array, "L B"],
+    count: Int[Array, " B"],
+    rule: Rule,
+    *,
+    sinks: int,
+    window: int,
+    first: float | None = None,
+) -> Bool[Array, "L B H S"]:
+    """The tokens that stay: `count` of a row for each layer (and head) on average, or all if fewer are held.
+
+    The first `sinks` tokens and the newest `window` are among them whatever their scores; if that is more than the count, the
+    newest go first, then the sinks from slot 0 on. A count of 0 is the newest token. Scores that are not finite are lowest. Of
+    equal ones the newer token stays, then that of the earlier layer or head. `first` is the policy's, if it has two stages."""
+    stages = jnp.split(scores, 1 if first is None else 2, axis=2)
+    slot, end = jnp.arange(scores.shape[-1]), held[..., None, None]
+    recent = slot >= end - jnp.maximum(window, count < 1)[:, None, None]
+    forced = recent | (slot < sinks)
+    newer = jnp.where(forced & ~recent, -1 - slot - slot.size, slot - end)  # sinks come after any window
+    count = jnp.maximum(count, 1)
+
+    def ordered(score: Array, sure: Array) -> Array:
+        score = jnp.where(sure, jnp.inf, jnp.where(jnp.isfinite(score), score, LEAST))
+        return jnp.where(slot < end, score, -jnp.inf)
+
+    score = ordered(stages[0], forced)
+    rank = _rank(score, newer)
+    counts = rule.counts(Ranked(score, newer, rank, held[..., None], count, sinks + window))
+    if first is not None:
+        rank = _rank(ordered(stages[1], forced | (rank < _share(counts, first)[..., None])), newer)
+    return (rank < counts[..., None]) & (slot < end)
+
+
+def _rank(score: Float[Array, "*H S"], newer: Int[Array, "*J S"]) -> Int[Array, "*H S"]:
+    order = jnp.lexsort((-jnp.broadcast_to(newer, score.shape), -score))
+    return jnp.argsort(order)
+
+
+def _share(count: Int[Array, "*H"], part: float) -> Int[Array, "*H"]:
+    """So many hundredths of a count, rounded down, but at least 1 if there are any: in integers, for the sake of exact halves."""
+    hundredths = round(100 * part)
+    return jnp.maximum(count * hundredths // 100, min(hundredths, 1))
+
+
+def places(kept: Bool[Array, "*H S"]) -> tuple[Int[Array, "*H S"], Int[Array, "*H"]]:
+    """The old slot of what comes to each new one, in the same order, and how many there are. Past them come the others' slots."""
+    return jnp.argsort(~kept), kept.sum(-1, dtype=jnp.int32)

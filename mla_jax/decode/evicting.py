@@ -1,0 +1,92 @@
+"""Eviction as two programs: `observe` says which of the cached tokens stay in which layer, `move` brings them to new pages.
+
+A policy looks at the newest tokens once more: they pass the layers again, beside what is cached, and nothing is cached anew. So a
+prompt can be read by any kernel before, and decoding needs no scores. Between both programs the host finds pages for what stays:
+old pages may be others' too, and are only read."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from mla_jax.base.batch import Batch, Tables
+from mla_jax.cache import evict, paged
+from mla_jax.cache.evict import RULES, Policy
+from mla_jax.cache.paged import NOWHERE, Pool
+from mla_jax.decode.rows import Rows, taken
+from mla_jax.model.transformer import Transformer
+
+BLOCK = 16  # pages that are moved at a time
+
+
+@dataclass(frozen=True)
+class Evict:
+    """What stays of rows' tokens."""
+
+    policy: Policy
+    budget: str = "ada"  # how layers share: one of RULES
+    sinks: int = 4  # first tokens that stay whatever their scores
+    recent: int = 64  # and newest ones; a window's tokens have no scores of their own
+
+    @property
+    def window(self) -> int:
+        """Tokens that pass the layers again."""
+        return max(self.policy.window, 1)
+
+
+class Kept(NamedTuple):
+    """Which tokens stay, by layer."""
+
+    source: Any  # Int[Array, "L B S"]: the slots that they had, in order
+    count: Any  # Int[Array, "L B"]
+
+
+def observe(
+    model: Transformer,
+    pool: Pool,
+    rows: Rows,
+    at: Int[Array, " B"],
+    page_table: Tables,
+    count: Int[Array, " B"],
+    *,
+    evicts: Evict | None,
+) -> tuple[Pool, Rows, Kept]:
+    """What stays of the rows `at`: `count` tokens a layer on average. An index past the table is none; pool and rows stay."""
+    assert evicts is not None
+    assert rows.text is not None, "a policy needs the rows' text"
+    _, is_open, _ = taken(rows, at)
+    again = jnp.where(at < rows.seen.shape[0], jnp.minimum(is_open.held, evicts.window), 0)
+    place = (is_open.position - again)[:, None] + jnp.arange(evicts.window)
+    tokens = rows.text.at[at[:, None], place].get(mode="clip")
+    batch = Batch.behind(is_open.held - again, is_open.position - again, again, evicts.window, page_table)
+    _, same, aux = model(tokens, batch, pool, policy=evicts.policy)
+    policy, rule = evicts.policy, RULES[evicts.budget]
+    slots = page_table.pages.shape[-1] * paged.page_size(pool)
+    scores = jnp.stack([evict.shared(layer, policy.stages)[..., :slots] for layer in aux["scores"]])
+    held = jnp.maximum(is_open.held - page_table.dropped, 0)
+    stays = evict.kept(scores, held, count, rule, sinks=evicts.sinks, window=evicts.recent, first=policy.first)
+    source, kept = evict.places(stays[:, :, 0])
+    assert same is not None
+    return same, rows, Kept(source.astype(jnp.int32), kept)
+
+
+def move(model: Transformer, pool: Pool, kept: Kept, old: Tables, new: Tables) -> tuple[Pool, Kept]:
+    """The pool with what stays in its `new` pages, in the same order; both tables are as wide, and no page is in both."""
+    layers, _, width = old.pages.shape
+    size, block = paged.page_size(pool), min(BLOCK, width)
+    used = -(-kept.count.max() // (block * size))
+
+    def moved(step: Array, pool: Pool) -> Pool:
+        number, first = step // used, step % used * block * size
+        layer = model.layer_of(pool, number)
+        assert layer is not None
+        to = first + jnp.arange(block * size)
+        slot = kept.source[number][:, jnp.minimum(to, width * size - 1)]
+        source = jnp.take_along_axis(old.pages[number], slot // size, axis=1) + layer.first, slot % size
+        page = new.pages[number][:, jnp.minimum(to // size, width - 1)] + layer.first
+        target = jnp.where(to < kept.count[number][:, None], page, NOWHERE), jnp.broadcast_to(to % size, page.shape)
+        return {name: array.at[target].set(array[source], mode="drop") for name, array in pool.items()}
+
+    return jax.lax.fori_loop(0, layers * used, moved, pool), kept

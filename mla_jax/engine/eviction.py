@@ -1,0 +1,170 @@
+"""The engine for requests that drop tokens: once their prompt is read, and again after every so many tokens.
+
+Where they drop some is counted in tokens alone, so a request that was preempted and is read again drops the same. A row that has
+come so far waits: what stays in each layer is found on the device, then moved to pages of the row's own. Its old pages are free,
+or stay in the prefix index as they were."""
+
+import dataclasses
+import time
+from typing import Any, cast
+
+import numpy as np
+
+from mla_jax.base.batch import Tables
+from mla_jax.base.config import Config
+from mla_jax.base.options import EVERY, EvictOptions
+from mla_jax.cache.evict import POLICIES
+from mla_jax.cache.paged import PAGE
+from mla_jax.decode.evicting import Evict
+from mla_jax.decode.loop import Programs, Sizes
+from mla_jax.engine.engine import Engine, Flight, Size
+from mla_jax.engine.job import Job
+from mla_jax.engine.layered import Layered, LayeredPages
+from mla_jax.engine.pages import Pages
+from mla_jax.engine.request import Request
+from mla_jax.engine.scheduler import Running, Waiting
+from mla_jax.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Eviction:
+    """What stays of a request's tokens, and when it drops some."""
+
+    evicts: Evict
+    keep: float  # the share that stays in each layer, on average
+    every: int = EVERY
+
+    @classmethod
+    def of(cls, options: EvictOptions) -> "Eviction | None":
+        """As asked for; None if nothing is dropped."""
+        if options.evict == "off":
+            return None
+        return cls(Evict(POLICIES[options.evict], options.evict_budget), options.evict_keep)
+
+    def point(self, job: Job) -> int:
+        """Tokens that a request has when it drops some next."""
+        return len(job.request.prompt) + job.evictions * self.every
+
+    def count(self, tokens: int) -> int:
+        """Of so many tokens, how many stay."""
+        return max(1, round(self.keep * tokens))
+
+    def pages(self, tokens: int) -> int:
+        """Pages for what stays of so many tokens: those that layers have not filled add up to one more at most."""
+        return -(-self.count(tokens) // PAGE) + 1
+
+
+class EvictingEngine(Engine):
+    """An engine over programs that evict."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        config: Config,
+        tokenizer: Tokenizer | None,
+        size: Size,
+        drafts: int | None,
+        eviction: Eviction,
+    ):
+        self.eviction = eviction
+        super().__init__(programs, config, tokenizer, size, drafts)
+
+    def _new_pages(self) -> Pages:
+        return LayeredPages(self.size.pages, PAGE, self.config.num_hidden_layers, ahead=self.drafter.ahead)
+
+    @property
+    def _layered(self) -> LayeredPages:
+        return cast(LayeredPages, self._pages)
+
+    @property
+    def _text(self) -> int:
+        return self.size.context
+
+    def _room(self, request: Request) -> int:
+        return super()._room(request) - PAGE * self.eviction.pages(len(request.prompt) + request.limit)
+
+    @property
+    def _free_pages(self) -> int:
+        """Without those for what stays of requests that are about to drop tokens."""
+        return self._pages.free - sum(self.eviction.pages(self.eviction.point(job)) for job in self.running)
+
+    def _first_tokens(self, job: Job) -> list[int]:
+        """The prompt: what was generated behind it has seen what stayed of it."""
+        return job.request.prompt
+
+    def _as_waiting(self, job: Job) -> Waiting:
+        waiting = super()._as_waiting(job)
+        return dataclasses.replace(waiting, until=0, extra=self.eviction.pages(waiting.tokens))
+
+    def _as_running(self, job: Job) -> Running:
+        """A row waits where it is to drop tokens. Of one that has dropped some, pages are counted in whole ones."""
+        row, point = super()._as_running(job), self.eviction.point(job)
+        until = max(0, point - (job.known if job.unread else row.held))
+        row = dataclasses.replace(row, unread=min(row.unread, max(point - job.read, 0)), until=until)
+        if not isinstance(job.held, Layered):
+            return row
+        pages = self.size.width + 1
+        return dataclasses.replace(row, pages=pages, held=pages * PAGE - self._layered.room(job.held, row.held))
+
+    def _compile(self, counts: Any, lines: Any, scored: int = 0) -> None:
+        if not self._compiled_rows:
+            pool, rows = self._state()
+            self.programs.prepare(pool, rows, Sizes(self.size.width, self.size.pieces, evicted=1))
+        super()._compile(counts, lines, scored)
+
+    def _score(self) -> None:
+        super()._score()
+        for job in self.running:
+            at_point = job.read + job.steps == self.eviction.point(job)
+            if at_point and not job.is_evicting and not (job.scores and job.unread):
+                self._observe(job)
+
+    def _observe(self, job: Job) -> None:
+        """Asks what stays of a job's tokens."""
+        pool, rows = self._state()
+        at, count = self._padded_rows([job], 1), np.array([self.eviction.count(job.read + job.steps)], np.int32)
+        pool, rows, kept = self.programs.observe(pool, rows, at, self._page_table([job], 1), count)
+        self._arrays, self._sent_more, job.is_evicting = (pool, rows), True, True
+        kept.count.copy_to_host_async()
+        self._flying.append(Flight([job], None, None, [], kept=kept, start=job.starts))
+
+    def _land(self) -> None:
+        if self._flying[0].kept is None:
+            super()._land()
+        else:
+            self._land_eviction(self._flying.popleft())
+
+    def _land_eviction(self, flight: Flight) -> None:
+        """Moves what stays to pages of its own; a job that finds none is preempted."""
+        (job,), kept, start = flight.jobs, flight.kept, time.perf_counter()
+        assert kept is not None
+        counts = np.asarray(kept.count)[:, 0].tolist()
+        self.stats.waited_seconds += time.perf_counter() - start
+        self.programs.check()
+        if job.row is None or job.starts != flight.start:
+            return
+        assert job.held is not None
+        held, job.evictions, job.is_evicting = job.read + job.steps, job.evictions + 1, False
+        again = max(0, min(job.known, self.eviction.point(job)) - held)  # tokens of the output that are read once more
+        new = self._layered.evict(job.held, counts, held, again)
+        if new is None:
+            self._preempt(job)
+            return
+        before, old = job.held, self._page_table([job], 1)
+        job.held = new
+        pool, rows = self._state()
+        pool, _ = self.programs.move(pool, kept, old, self._page_table([job], 1))
+        self._arrays, self._sent_more = (pool, rows), True
+        self._layered.release(before)
+        self.stats.dropped += int(new.dropped.mean())
+
+    def _page_table(self, jobs: list[Job], count: int) -> Tables:
+        """The pages of each layer, and how many tokens of a row it has dropped."""
+        layers, width = self.config.num_hidden_layers, self.size.width
+        tables = Tables(np.zeros((layers, count, width), np.int32), np.zeros((layers, count), np.int32))
+        for i, job in enumerate(jobs):
+            assert job.held is not None
+            tables.pages[:, i] = self._layered.table(job.held, width)
+            if isinstance(job.held, Layered):
+                tables.dropped[:, i] = job.held.dropped
+        return tables
