@@ -57,8 +57,9 @@ def pytest_collection_modifyitems(items):
         if "interpreted" in getattr(item, "fixturenames", ()):  # a GPU kernel, step by step
             item.add_marker(pytest.mark.deep("pallas_kernels"))
         mark = item.get_closest_marker("deep")
-        if mark and mark.args[0] in unchanged:
-            item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]} has not changed since all tests passed; DEEP=1 runs this"))
+        if mark and unchanged.issuperset(mark.args):
+            folders = f"{' and '.join(mark.args)} {'has' if len(mark.args) == 1 else 'have'}"
+            item.add_marker(pytest.mark.skip(reason=f"{folders} not changed since all tests passed; DEEP=1 runs this"))
 
 
 @pytest.hookimpl(optionalhook=True)

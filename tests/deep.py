@@ -1,6 +1,6 @@
-"""Deep tests take minutes and test one folder of sources: they run when that has changed since all of them last passed.
+"""Deep tests take minutes and test some folders of sources: they run when one of these has changed since all tests last passed.
 
-They are marked `deep(folder)`. `.ci/run full` runs them all and then `python tests/deep.py`, which stores what the sources are
+They are marked `deep(*folders)`. `.ci/run full` runs them all and then `python tests/deep.py`, which stores what the sources are
 in deep.json, to be committed. `DEEP=1 make test` runs them without storing anything."""
 
 import hashlib
@@ -10,13 +10,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_suffix(".json")
-FOLDERS = ("convert", "cpu_experts/csrc", "pallas_kernels", "tools")
-SOURCES = {".cpp", ".h", ".py", ".txt"}
+GENERATING = ("mla_jax/cache", "mla_jax/decode", "mla_jax/engine", "mla_jax/model")  # what runs between a prompt and its answer
+FOLDERS = ("convert", "cpu_experts/csrc", *GENERATING, "mla_jax/weights", "notebooks", "pallas_kernels", "tools")
+SOURCES = {".cpp", ".h", ".ipynb", ".py", ".txt"}
 
 
 def digest(folder: Path) -> str:
     """Of the names and contents of the sources in a folder."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix in SOURCES)
+    files = sorted(path for path in folder.rglob("*") if path.suffix in SOURCES and ".ipynb_checkpoints" not in path.parts)
     contents = hashlib.sha256()
     for file in files:
         contents.update(f"{file.relative_to(folder).as_posix()} {file.stat().st_size}\n".encode() + file.read_bytes())

@@ -2,6 +2,7 @@
 
 import math
 
+import deep
 import drafts
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +54,7 @@ def test_the_coin_is_fair_for_every_row_and_place(chance):
     assert again == pytest.approx(chance**2, abs=0.01)
 
 
+@pytest.mark.deep(*deep.GENERATING)
 def test_the_demo_models_tokens_are_the_same_whoever_guesses():
     found = list(drafts.demo(2, 16))
     assert [(row["draft"], row["temperature"]) for row in found] == [(d, t) for t in (0.0, 1.0) for d in ("off", "mtp", "lookup")]

@@ -15,6 +15,8 @@ from checkpoints import assert_same_model, convert, raw, released
 from convert import export, tensors, write
 from mla_jax.weights.orbax_store import Writer
 
+pytestmark = pytest.mark.deep("convert", "mla_jax/weights")
+
 STOPPED = "stopped: run the same command again to resume"
 
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cache
 
+import deep
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from mla_jax.base.options import MAX_ENDS, MOST_DRAFTS
 from mla_jax.decode.chosen import STEPS, Chosen
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.rows import ADMITTED, blank, taken
-from mla_jax.decode.speculative import Drafter, Lookup, Mtp
+from mla_jax.decode.speculative import NOBODY, Drafter, Lookup, Mtp
 from mla_jax.weights.load import load
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 5, 6, 7, 8], [20], [33, 34, 33, 34, 33], [40, 41, 42]]
@@ -134,15 +136,23 @@ def truth(served: Served) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found.tolist()))
 
 
+@pytest.fixture(scope="module")
+def programs_of(model):
+    """`programs_of(drafter)`, compiled once."""
+    return cache(lambda drafter: Programs(model, drafter=drafter))
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_tokens_log_probabilities_and_rows_are_those_of_plain_decoding(model, sampling):
-    plain = Served(Programs(model), **SAMPLINGS[sampling]).finish()
+def test_tokens_log_probabilities_and_rows_are_those_of_plain_decoding(programs_of, sampling):
+    plain = Served(programs_of(NOBODY), **SAMPLINGS[sampling]).finish()
     known = truth(plain)
-    for drafter in (Mtp(3), Lookup(3), Random(3), Told(7, known), Told(3, known, wrong=4)):
-        drafted = Served(Programs(model, drafter=drafter), **SAMPLINGS[sampling]).finish(drafts=drafter.most)
+    told = [Told(7, known), Told(3, known, wrong=4)] if sampling in ("greedy", "penalties") else []
+    for drafter in (Mtp(3), Lookup(3), Random(3), *told):
+        drafted = Served(programs_of(drafter), **SAMPLINGS[sampling]).finish(drafts=drafter.most)
         assert_same(drafted, plain)
 
 
+@pytest.mark.deep(*deep.GENERATING)
 @pytest.mark.parametrize("drafts", [0, 1, 2, 5, 7])
 def test_every_number_of_drafts_and_every_cut_gives_the_same(model, drafts):
     plain = Served(Programs(model), temperature=1.0).finish()
@@ -153,6 +163,7 @@ def test_every_number_of_drafts_and_every_cut_gives_the_same(model, drafts):
         assert (served.drafted[drafts:] == 0).all()
 
 
+@pytest.mark.deep(*deep.GENERATING)
 def test_runs_with_and_without_drafts_may_take_turns(model):
     plain = Served(Programs(model), temperature=0.8).finish()
     for drafter in (Mtp(2), Told(5, truth(plain))):

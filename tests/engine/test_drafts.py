@@ -5,6 +5,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cache
 
+import deep
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -155,6 +156,7 @@ def assert_expected(jobs: list[tuple[int, int, Job]], expected: dict) -> None:
             assert job.ids == expected[kind, fork], (kind, fork)
 
 
+@pytest.mark.deep(*deep.GENERATING)
 @pytest.mark.once
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_random_requests_get_the_tokens_they_get_without_drafts(programs_of, kinds, expected, name):
@@ -178,6 +180,7 @@ def test_random_requests_get_the_tokens_they_get_without_drafts(programs_of, kin
         assert stats.stood.min() > 0
 
 
+@pytest.mark.deep(*deep.GENERATING)
 @pytest.mark.once
 @pytest.mark.parametrize("drafts", [1, 3, 7, None])
 def test_a_number_of_drafts_that_stays_changes_no_token(programs_of, kinds, expected, drafts):
@@ -289,6 +292,7 @@ def test_forks_share_pages_and_have_the_entries_that_they_have_alone(by_layer):
 # what is compiled
 
 
+@pytest.mark.deep(*deep.GENERATING)
 @pytest.mark.parametrize("name", ["mtp", "lookup"])
 def test_nothing_compiles_once_warm_however_many_are_guessed(programs_of, kinds, name):
     engine = engine_of(programs_of(DRAFTERS[name]), SMALL, MOST_DRAFTS)

@@ -4,6 +4,7 @@ that was trained."""
 import dataclasses
 from pathlib import Path
 
+import deep
 import jax
 import jax.numpy as jnp
 import jaxtyping
@@ -106,6 +107,7 @@ def test_the_pieces_of_a_stream_join_to_the_text_without_drafts(plain, drafting,
         assert chunks[-1].finish_reason == expected.finish_reason
 
 
+@pytest.mark.deep(*deep.GENERATING)
 def test_forks_are_those_without_drafts(plain, drafting):
     asked = dataclasses.replace(WARM, n=3, temperature=1.0, top_p=0.95)
     expected = [output.token_ids for output in plain.generate(PROMPTS, asked)]
@@ -124,12 +126,14 @@ def assert_drafts_change_nothing(folder: Path, **options) -> None:
     assert found == expected
 
 
+@pytest.mark.deep(*deep.GENERATING)
 @pytest.mark.once
 @pytest.mark.parametrize("attention", ["naive", "compressed", "absorbed", "move_elided", "fused"])
 def test_with_every_form_of_attention_greedy_tokens_stay_the_same(tmp_path, attention):
     assert_drafts_change_nothing(folder_of(tmp_path, 1), attention=attention)
 
 
+@pytest.mark.deep(*deep.GENERATING)
 @pytest.mark.once
 def test_with_latents_in_fp8_greedy_tokens_stay_the_same(tmp_path):
     assert_drafts_change_nothing(folder_of(tmp_path, 1, kv_lora_rank=128), kv_cache="fp8")
@@ -138,6 +142,7 @@ def test_with_latents_in_fp8_greedy_tokens_stay_the_same(tmp_path):
 RATES = HostRates("a CPU", 1e11, 1e12, 2e-5, 5e10)
 
 
+@pytest.mark.deep(*deep.GENERATING)
 @pytest.mark.once
 @pytest.mark.usefixtures("host_library")
 @pytest.mark.parametrize("options", [{"experts": "host"}, {"host_layers": 1}, {"experts": "host", "defer": 1}], ids=str)
@@ -207,7 +212,7 @@ def test_explain_says_who_guesses_how_many_and_statistics_say_what_stood(folder,
     assert "drafts: 3 guesses a pass by the model's layer for multi-token prediction" in drafting["mtp"].explain()
     assert "drafts: 5 guesses a pass by looking up what followed before" in drafting["lookup"].explain()
     said = "\n".join(open_model(Options.of(model=folder, draft="mtp")).explain())
-    assert "drafts: by the model's layer for multi-token prediction, as many as pay, up to 3; 1 rows that hold 1,024" in said
+    assert "drafts: by the model's layer for multi-token prediction, as many as pay, up to 3; 1 row, 1,024 tokens held" in said
     llm = drafting["lookup"]
     llm.generate([[5, 6, 7, 8] * 6], GREEDY)
     stats, numbers = llm.stats(), llm.stats().as_numbers()
@@ -289,6 +294,7 @@ def agreement(llm: LLM, prompt: list[int], ids: list[int]) -> tuple[int, int]:
     return int((guessed[places] == best[1:][places]).sum()), len(ids)
 
 
+@pytest.mark.deep(*deep.GENERATING)
 @pytest.mark.once
 def test_as_many_guesses_stand_as_agree_when_true_text_is_read(demo):
     engine, jobs = engine_of(demo, Mtp(1))
@@ -301,6 +307,7 @@ def test_as_many_guesses_stand_as_agree_when_true_text_is_read(demo):
     assert stood == pytest.approx(agreed / count, abs=0.02)
 
 
+@pytest.mark.deep(*deep.GENERATING)
 @pytest.mark.once
 def test_fewer_second_guesses_stand_if_the_layer_is_given_its_output_from_before_the_last_norm(demo):
     shares, texts = [], []

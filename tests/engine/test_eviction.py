@@ -3,6 +3,7 @@
 import dataclasses
 from functools import cache
 
+import deep
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,6 +85,7 @@ def full(model, asked) -> list[list[int]]:
 # what a request is told
 
 
+@pytest.mark.deep(*deep.GENERATING)
 @pytest.mark.parametrize("dispatch", [{}, {"attention": "compressed"}, {"attention": "naive"}], ids=str)
 def test_where_all_stay_the_tokens_are_those_of_full_attention(folder, asked, full, dispatch):
     """Though they are moved to other pages, again and again."""
@@ -94,6 +96,7 @@ def test_where_all_stay_the_tokens_are_those_of_full_attention(folder, asked, fu
     assert engine.stats.hits > 0
 
 
+@pytest.mark.deep(*deep.GENERATING)
 @pytest.mark.parametrize(("policy", "budget", "keep"), [("snapkv", "ada", 0.25), ("critical", "pyramid", 0.4)])
 def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(programs_of, asked, policy, budget, keep):
     programs = programs_of(Evict(POLICIES[policy], budget, recent=16))

@@ -31,7 +31,7 @@ def test_latents_in_e4m3_become_numbers_only_for_a_kernel_that_takes_these_alone
     monkeypatch.setattr(mla_decode, "mla_decode", kernel)
     latent, q_c, pe = fp8.quantize_cache(jnp.ones((2, 64, 128))), jnp.ones((2, 1, 4, 128)), jnp.ones((2, 64, 32))
     out = ops.mla_decode(q_c, jnp.ones((2, 1, 4, 32)), latent, pe, paged.in_order(2, 64), jnp.array([3, 64]), 1.0)
-    assert out is q_c
+    np.testing.assert_array_equal(out, q_c)
 
 
 def test_a_kernel_that_takes_few_queries_over_e4m3_is_called_for_some_heads_at_a_time(monkeypatch):
@@ -44,14 +44,18 @@ def test_a_kernel_that_takes_few_queries_over_e4m3_is_called_for_some_heads_at_a
 
     def kernel(q_c, q_pe, c_kv, *_, schedule=None, **__):
         assert isinstance(c_kv, fp8.Fp8)
-        assert schedule is None  # that of all heads is not theirs
+        assert schedule == "of two heads"
         sizes.append(q_c.shape[2])
         return q_c + q_pe.sum(), None
 
     monkeypatch.setattr(ops, "implementation", takes)
     monkeypatch.setattr(mla_decode, "mla_decode", kernel)
     latent, pe = fp8.quantize_cache(jnp.ones((2, 64, 128))), jnp.zeros((2, 64, 32))
-    q_pe, lens = jnp.zeros((2, 3, 8, 32)), jnp.array([3, 64])
-    out = ops.mla_decode(reference, q_pe, latent, pe, paged.in_order(2, 64), lens, 1.0, schedule="of all heads")
+    q_pe, lens, table = jnp.zeros((2, 3, 8, 32)), jnp.array([3, 64]), paged.in_order(2, 64)
+    parts = ops.parts_of_heads((2, 3, 8), latent, pe, table)
+    out = ops.mla_decode(reference, q_pe, latent, pe, table, lens, 1.0, parts=parts, schedule="of two heads")
     assert sizes == [2, 2, 2, 2]
+    assert ops.parts_of_heads((2, 1, 8), latent, pe, table) == 1
+    assert ops.parts_of_heads((2, 3, 8), jnp.ones((2, 64, 128)), pe, table) == 1
+    assert ops.parts_of_heads((2, 9, 8), latent, pe, table) == 1  # it takes not even one head
     np.testing.assert_array_equal(out, reference)
