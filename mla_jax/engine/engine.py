@@ -215,11 +215,10 @@ class Engine:
     def _decide(self) -> Plan:
         """What the scheduler says, for the requests that run and the first of those that wait."""
         running = [self._as_running(job) for job in self.running]
-        return plan(self._candidates(), running, self._free_pages, self.limits)
+        return self._plan(self._candidates(), running)
 
-    @property
-    def _free_pages(self) -> int:
-        return self._pages.free
+    def _plan(self, waiting: list[Waiting], running: list[Running]) -> Plan:
+        return plan(waiting, running, self._pages.free, self.limits)
 
     def _candidates(self) -> list[Waiting]:
         """As many requests as there are free rows, the first that wait; of those that must wait for a prefix, as many more."""

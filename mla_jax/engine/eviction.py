@@ -22,7 +22,7 @@ from mla_jax.engine.job import Job
 from mla_jax.engine.layered import Layered, LayeredPages
 from mla_jax.engine.pages import Pages
 from mla_jax.engine.request import Request
-from mla_jax.engine.scheduler import Running, Waiting
+from mla_jax.engine.scheduler import Plan, Running, Waiting, plan
 from mla_jax.text.tokenizer import Tokenizer
 
 
@@ -68,6 +68,7 @@ class EvictingEngine(Engine):
     ):
         self.eviction = eviction
         super().__init__(programs, config, tokenizer, size, drafts)
+        self.limits = dataclasses.replace(self.limits, parts=config.num_hidden_layers)
 
     def _new_pages(self) -> Pages:
         return LayeredPages(self.size.pages, PAGE, self.config.num_hidden_layers, ahead=self.drafter.ahead)
@@ -83,28 +84,31 @@ class EvictingEngine(Engine):
     def _room(self, request: Request) -> int:
         return super()._room(request) - PAGE * self.eviction.pages(len(request.prompt) + request.limit)
 
-    @property
-    def _free_pages(self) -> int:
-        """Without those for what stays of requests that are about to drop tokens."""
-        return self._pages.free - sum(self.eviction.pages(self.eviction.point(job)) for job in self.running)
+    def _plan(self, waiting: list[Waiting], running: list[Running]) -> Plan:
+        """Pages are counted in parts. Those for what stays of requests that are about to drop tokens are set aside."""
+        layers, pages = self.limits.parts, self._layered
+        aside = layers * sum(self.eviction.pages(self.eviction.point(job)) for job in self.running)
+        return plan(waiting, running, max(pages.free_parts - aside, 0), self.limits, layers * pages.free)
 
     def _first_tokens(self, job: Job) -> list[int]:
         """The prompt: what was generated behind it has seen what stayed of it."""
         return job.request.prompt
 
     def _as_waiting(self, job: Job) -> Waiting:
-        waiting = super()._as_waiting(job)
-        return dataclasses.replace(waiting, until=0, extra=self.eviction.pages(waiting.tokens))
+        waiting, parts = super()._as_waiting(job), self.limits.parts
+        extra = parts * self.eviction.pages(waiting.tokens)
+        return dataclasses.replace(waiting, until=0, taken=parts * waiting.taken, extra=extra)
 
     def _as_running(self, job: Job) -> Running:
-        """A row waits where it is to drop tokens. Of one that has dropped some, pages are counted in whole ones."""
-        row, point = super()._as_running(job), self.eviction.point(job)
+        """A row waits where it is to drop tokens. Of one that has dropped some, all layers count as the fullest."""
+        row, point, parts = super()._as_running(job), self.eviction.point(job), self.limits.parts
         until = max(0, point - (job.known if job.unread else row.held))
         row = dataclasses.replace(row, unread=min(row.unread, max(point - job.read, 0)), until=until)
         if not isinstance(job.held, Layered):
-            return row
+            return dataclasses.replace(row, pages=parts * row.pages)
         pages = self.size.width + 1
-        return dataclasses.replace(row, pages=pages, held=pages * PAGE - self._layered.room(job.held, row.held))
+        held = pages * PAGE - self._layered.room(job.held, row.held)
+        return dataclasses.replace(row, pages=parts * pages, held=held)
 
     def _compile(self, counts: Any, lines: Any, scored: int = 0) -> None:
         if not self._compiled_rows:

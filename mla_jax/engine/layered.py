@@ -51,13 +51,13 @@ class LayeredPages(Pages):
         return True
 
     def own(self, held: Held) -> int:
-        """Whole pages that are free once `held` is released."""
-        if not isinstance(held, Layered):
-            return super().own(held)
-        mine: dict[int, int] = {}
-        for part in (part for parts in held.parts for part in parts):
-            mine[part % self.count] = mine.get(part % self.count, 0) + 1
-        return sum(self._used[page] == count for page, count in mine.items())
+        """Parts that are free once `held` is released."""
+        return sum(map(len, held.parts)) if isinstance(held, Layered) else self.layers * super().own(held)
+
+    @property
+    def free_parts(self) -> int:
+        """Parts that can be had now."""
+        return len(self._parts) + self.layers * self.free
 
     def release(self, held: Held) -> None:
         super().release(held)
@@ -86,7 +86,7 @@ class LayeredPages(Pages):
         return table
 
     def _has_parts(self, count: int) -> bool:
-        return count <= len(self._parts) + self.layers * self.free
+        return count <= self.free_parts
 
     def _take_parts(self, count: int) -> list[int]:
         while len(self._parts) < count:
@@ -102,8 +102,9 @@ class LayeredPages(Pages):
         for part in parts:
             self._parts.append(part)
             self._used[part % self.count] -= 1
-        for page in {part % self.count for part in parts}:
-            if not self._used[page]:
-                del self._used[page]
-                self._parts = [part for part in self._parts if part % self.count != page]
-                self._free.append(page)
+        whole = {part % self.count for part in parts if not self._used[part % self.count]}
+        if whole:
+            self._parts = [part for part in self._parts if part % self.count not in whole]
+            self._free += sorted(whole)
+        for page in whole:
+            del self._used[page]

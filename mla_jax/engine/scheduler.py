@@ -20,6 +20,7 @@ class Limits:
     streamed_steps: int = 8  # the same while somebody streams
     fewest_steps: int = 8  # a row that is about to end shortens a dispatch for those that wait, but not to less
     dispatch: int = 256  # what a line costs besides its tokens, as so many tokens: the weights it reads
+    parts: int = 1  # of a page, that can be had singly; pages that are needed, free or had are counted in parts
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,12 @@ class Waiting:
     arrival: int  # a serial number; a preempted request keeps it
     tokens: int  # to read in all, at least one
     shared: int  # pages that the index has for it
-    taken: int  # of these, so many are held by somebody: the others still count as free
+    taken: int  # of these, so many parts are held by somebody: the others still count as free
     left: int  # tokens it may generate
     streams: bool = False
     blocked: bool = False  # another request is about to write a page that it needs
     until: int = 1 << 30  # tokens that it may choose, once it has read all, before it must wait
-    extra: int = 0  # pages that it needs beside those of its tokens, for a while
+    extra: int = 0  # parts that it needs beside those of its tokens, for a while
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Running:
     arrival: int
     unread: int  # tokens of its prompt that no dispatch has read yet
     held: int  # tokens in its pages once all dispatches are done
-    pages: int
+    pages: int  # in parts, as all that follows
     own: int  # pages that it alone holds: what preempting it frees
     left: int  # tokens it may generate beyond those dispatched; with none left it only waits for its results
     streams: bool = False
@@ -70,10 +71,12 @@ class Plan(NamedTuple):
     steps: int
 
 
-def plan(waiting: Sequence[Waiting], running: Sequence[Running], free: int, limits: Limits) -> Plan:
-    """The next dispatches; `free` pages can be had now, by forgetting idle ones if need be."""
+def plan(waiting: Sequence[Waiting], running: Sequence[Running], free: int, limits: Limits, whole: int | None = None) -> Plan:
+    """The next dispatches; `free` pages can be had now, by forgetting idle ones if need be. Only `whole` pages, if that is given,
+    are for those who start."""
     rows, gone = _preempt(sorted(running, key=_turn), free, limits)
-    admitted = [] if gone else _admit(sorted(waiting, key=_turn), rows, free, limits)
+    for_new = free if whole is None else min(free, whole)
+    admitted = [] if gone else _admit(sorted(waiting, key=_turn), rows, for_new, limits)
     started = [_started(request, limits) for request in admitted]
     free += sum(row.own for row in gone) - sum(row.own for row in started)
     rows = sorted([*rows, *started], key=_turn)
@@ -105,7 +108,7 @@ def _needs(rows: Sequence[Running], steps: int, limits: Limits) -> int:
 
 
 def _pages(tokens: int, limits: Limits) -> int:
-    return -(-tokens // limits.page_size)
+    return -(-tokens // limits.page_size) * limits.parts
 
 
 def _preempt(rows: list[Running], free: int, limits: Limits) -> tuple[list[Running], list[Running]]:

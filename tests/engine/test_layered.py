@@ -67,7 +67,7 @@ def test_what_stays_takes_a_page_of_any_layer_and_gives_whole_ones_back():
     assert layered.dropped.dtype == np.int32
     assert (len(held.pages), pages.free) == (3, 3)  # the old pages are held still
     pages.release(held)
-    assert (pages.free, pages.own(layered)) == (6, 2)
+    assert (pages.free, pages.own(layered), pages.free_parts) == (6, 4, 6 * LAYERS + 2)
     assert pages.layers * pages.count > max(parts(layered))
     pages.release(layered)
     pages.release(layered)
@@ -91,7 +91,7 @@ def test_a_page_is_whole_again_once_the_last_of_its_parts_is_free_whoever_held_i
     requests = [pages.evict(pages.admit([]), counts, 4, 0) for counts in ([1, 0, 0], [0, 1, 0], [0, 0, 1])]
     assert (pages.free, free_parts(pages, *requests)) == (0, 0)
     for i, layered in enumerate(requests):
-        assert pages.own(layered) == (i == 2)
+        assert pages.own(layered) == 1
         pages.release(layered)
         assert pages.free == (i == 2)
     assert len(admitted(pages, tokens(4)).pages) == 1
@@ -222,10 +222,11 @@ def test_a_beginning_that_others_hold_stays_theirs():
     first, second = admitted(pages, tokens(9)), admitted(pages, tokens(9))
     assert (second.shared, pages.free) == (2, 4)
     layered = evicted(pages, first, [9, 4, 1], 9)
-    assert (pages.free, pages.own(second), pages.own(layered)) == (3, 3, 2)
+    assert (pages.free, pages.own(second), pages.own(layered)) == (3, 3 * LAYERS, 5)
     assert not cut(pages, layered) & set(second.pages)
     again = evicted(pages, layered, [1, 1, 1], 9)
-    assert pages.own(again) == len(cut(pages, again)) == 5 - pages.free
+    assert pages.own(again) == LAYERS
+    assert len(cut(pages, again)) == 5 - pages.free
     assert pages.match(tokens(9)).pages == tuple(second.pages[:2])
 
 
@@ -377,7 +378,9 @@ class Model:
         assert self.pages.free == self.pages.count - len(holders) - len(used)
         assert self.pages.shared == sum(count > 1 for count in holders.values())
         for request in self.requests:
-            assert self.pages.own(request.held) == self.own(request.held, holders, used)
+            whole = self.own(request.held, holders, used)
+            parts_of = sum(map(len, request.pages)) if isinstance(request.held, Layered) else self.pages.layers * whole
+            assert self.pages.own(request.held) == parts_of
             assert [[self.slots[at] for at in slots] for slots in self.addresses(request)] == request.kept
             if isinstance(request.held, Layered):
                 rooms = [len(mine) * SIZE - len(kept) for mine, kept in zip(request.pages, request.kept, strict=True)]
@@ -398,9 +401,9 @@ class Model:
         helds = [request.held for request in self.requests]
         for at in range(len(helds)):
             pages, copied = copy.deepcopy((self.pages, helds))
-            own, free = pages.own(copied[at]), pages.free
+            own, free = pages.own(copied[at]), pages.free_parts
             pages.release(copied[at])
-            assert pages.free == free + own
+            assert pages.free_parts == free + own
 
 
 def pages_for(tokens: int) -> int:

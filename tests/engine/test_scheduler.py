@@ -463,3 +463,30 @@ def test_a_large_request_starts_while_small_ones_keep_arriving():
 def test_one_of_low_priority_starts_once_those_before_it_are_served():
     specs = [Spec([1] * 9, 9, priority=1), *(Spec([0] * at, 9, arrives=at) for at in range(1, 30))]
     assert simulate(specs, 12).answers[0] == alone(specs[0])
+
+
+# pages that can be had in parts
+
+
+def test_parts_are_for_rows_that_run_and_whole_pages_for_those_who_start():
+    limits = Limits(rows=4, page_size=4, lines=(16,), parts=3)
+    runs = Running(id=0, priority=0, arrival=0, unread=0, held=4, pages=3, own=3, left=9)
+    starts = Waiting(id=1, priority=0, arrival=1, tokens=4, shared=0, taken=0, left=1)
+    assert plan([starts], [runs], 20, limits, whole=9).admit == (1,)  # six are set aside for the row that runs
+    assert plan([starts], [runs], 20, limits, whole=8).admit == ()
+    assert plan([], [runs], 3, limits, whole=0).decode == (0,)
+    assert plan([], [runs], 2, limits, whole=0).decode == ()
+
+
+def test_a_row_chooses_no_token_beyond_where_it_must_wait():
+    limits = Limits(rows=4, page_size=4, lines=(16,))
+    rows = [
+        Running(id=i, priority=0, arrival=i, unread=0, held=8, pages=9, own=9, left=20, until=until)
+        for i, until in ((0, 5), (1, 0))
+    ]
+    found = plan([], rows, 4, limits)
+    assert (found.decode, found.steps, found.preempt) == ((0,), 5, ())
+    starts = Waiting(id=2, priority=0, arrival=2, tokens=3, shared=0, taken=0, left=9, until=0, extra=2)
+    assert plan([starts], [], 2, limits).admit == ()  # one for its tokens, two more for a while
+    found = plan([starts], [], 3, limits)
+    assert (found.admit, found.read, found.decode) == ((2,), ((2, 3),), ())

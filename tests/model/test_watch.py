@@ -275,7 +275,7 @@ def bits(pool: Pool) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def weights() -> tuple[Any, Any]:
+def drawn() -> tuple[Any, Any]:
     return nnx.split(Transformer(SMALL, nnx.Rngs(0)))
 
 
@@ -283,7 +283,7 @@ class Read:
     """A model that has read some rows' tokens, and what it says of the newest when they pass once more."""
 
     def __init__(self, attention: str, kv_cache: str):
-        self.model = nnx.merge(*weights())
+        self.model = nnx.merge(*drawn())
         self.model.dispatch = Dispatch(attention, kv_cache=kv_cache)
         self.held, rng = np.array(ROWS), np.random.default_rng(0)
         self.again = np.minimum(self.held, WINDOW)
