@@ -18,6 +18,7 @@ def rows():
     return list(drafts.measured(drafts.TINY, [2], CHANCES))
 
 
+@pytest.mark.deep(*deep.GENERATING)
 def test_there_is_a_row_for_plain_decoding_and_for_each_acceptance_and_number_of_guesses(rows):
     assert [(row["acceptance"], row["k"]) for row in rows] == [(None, 0), *((p, k) for p in CHANCES for k in (1, 2, 3))]
     for row in rows:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 
+import deep
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -337,7 +338,9 @@ def model_of(attention: str = "auto", stored: str = "float32") -> Transformer:
     return nnx.merge(graph, jax.tree.map(lambda a: a.astype("bfloat16" if stored == "bfloat16" else "float32"), state))
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "fp8"])
+@pytest.mark.parametrize(
+    "stored", ["float32", *(pytest.param(name, marks=pytest.mark.deep(*deep.GENERATING)) for name in ("bfloat16", "fp8"))]
+)
 @pytest.mark.parametrize("attention", ["naive", "compressed", "absorbed", "move_elided", "fused"])
 def test_a_model_reads_no_slot_that_a_row_does_not_hold(attention, stored):
     if (attention, stored) == ("naive", "fp8"):

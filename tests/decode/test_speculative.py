@@ -118,6 +118,7 @@ def assert_same(one: Served, other: Served):
         np.testing.assert_allclose(value, other.told()[name], atol=2e-5, err_msg=name)
 
 
+DEEP = pytest.mark.deep(*deep.GENERATING)
 SAMPLINGS = {
     "greedy": {},
     "cold": {"temperature": 0.3},
@@ -142,7 +143,7 @@ def programs_of(model):
     return cache(lambda drafter: Programs(model, drafter=drafter))
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", ["greedy", *(pytest.param(name, marks=DEEP) for name in SAMPLINGS if name != "greedy")])
 def test_tokens_log_probabilities_and_rows_are_those_of_plain_decoding(programs_of, sampling):
     plain = Served(programs_of(NOBODY), **SAMPLINGS[sampling]).finish()
     known = truth(plain)

@@ -74,6 +74,7 @@ def assert_same_log_probabilities(mine: list, theirs: list) -> None:
         assert one is None or one == pytest.approx(other, abs=1e-4)
 
 
+@pytest.mark.deep(*deep.GENERATING)
 @pytest.mark.parametrize("draft", ["mtp", "lookup"])
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_texts_and_log_probabilities_are_those_without_drafts(plain, drafting, draft, params):
@@ -85,6 +86,7 @@ def test_texts_and_log_probabilities_are_those_without_drafts(plain, drafting, d
         assert_same_log_probabilities(one.prompt_logprobs, other.prompt_logprobs)
 
 
+@pytest.mark.deep(*deep.GENERATING)
 @pytest.mark.parametrize("draft", ["mtp", "lookup"])
 def test_a_stop_text_ends_the_output_where_it_ends_without_drafts(plain, drafting, draft):
     for params in (GREEDY, WARM):
@@ -98,6 +100,7 @@ def test_a_stop_text_ends_the_output_where_it_ends_without_drafts(plain, draftin
             assert found.finish_reason == "stop"
 
 
+@pytest.mark.deep(*deep.GENERATING)
 @pytest.mark.parametrize("draft", ["mtp", "lookup"])
 def test_the_pieces_of_a_stream_join_to_the_text_without_drafts(plain, drafting, draft):
     for params in (GREEDY, WARM, dataclasses.replace(GREEDY, stop=plain.generate(PROMPTS[1], GREEDY)[0].text[21:24])):

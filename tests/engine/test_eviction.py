@@ -112,6 +112,7 @@ def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(programs_
     assert engine.stats.hits > 300
 
 
+@pytest.mark.deep(*deep.GENERATING)
 def test_drafts_change_no_token(programs_of, asked):
     expected = finish(evicting(programs_of(SNAPKV), 0.3), asked)
     engine = evicting(programs_of(SNAPKV, Lookup(3)), 0.3, drafts=3)
@@ -158,6 +159,7 @@ def seen(prompt: int, length: int, every: int, stays) -> np.ndarray:
     return mask
 
 
+@pytest.mark.deep(*deep.GENERATING)
 @pytest.mark.parametrize("policy", ["streaming", "random"])
 def test_tokens_are_those_of_a_whole_sequence_in_which_the_dropped_ones_are_masked(model, programs_of, policy):
     """For policies that look at slots alone, and so drop the same in all layers. Positions stay as they were."""

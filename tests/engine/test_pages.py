@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+import deep
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -471,6 +472,7 @@ def walk(pages: Pages, steps: int, least: int) -> None:
     assert all(model.seen[kind] >= least for kind in kinds), model.seen
 
 
+@pytest.mark.deep(*deep.GENERATING)
 def test_a_hundred_thousand_random_steps_agree_with_a_dictionary():
     walk(Pages(20, SIZE), 100_000, least=100)
 

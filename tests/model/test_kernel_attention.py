@@ -57,6 +57,7 @@ def in_lines(attention: str, size: int) -> list[np.ndarray]:
     return said
 
 
+@pytest.mark.deep("mla_jax/cache", "mla_jax/model", "pallas_kernels")
 @pytest.mark.parametrize("attention", ["fused", "compressed"])
 @pytest.mark.parametrize("size", [64, 8])
 def test_tokens_in_a_line_say_what_they_say_in_rows_of_their_own(attention, size):
@@ -64,6 +65,7 @@ def test_tokens_in_a_line_say_what_they_say_in_rows_of_their_own(attention, size
         assert np.abs(line - rows).max() < 1e-5 * rows.std(), name
 
 
+@pytest.mark.deep("mla_jax/cache", "mla_jax/model", "pallas_kernels")
 def test_a_line_attends_to_what_its_rows_have_cached_block_by_block(monkeypatch):
     moved = stepped("move_elided", 8)
     monkeypatch.setattr(roofline, "block_slots", lambda *_: 8)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import compiling
+import deep
 import jaxtyping
 import pytest
 from terminals import Terminal
@@ -311,6 +312,7 @@ def wait_for_lines(process: subprocess.Popen, path: Path, lines: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.deep("mla_jax/ui", *deep.GENERATING)
 @pytest.mark.slow
 def test_killed_or_interrupted_the_same_command_resumes_and_loses_and_repeats_nothing(files):
     prompts = [{"prompt": [20 + i, 30 + i], "max_tokens": 10 + 2 * i} for i in range(60)]
