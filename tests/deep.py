@@ -11,7 +11,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_suffix(".json")
 GENERATING = ("mla_jax/cache", "mla_jax/decode", "mla_jax/engine", "mla_jax/model")  # what runs between a prompt and its answer
-FOLDERS = ("convert", "cpu_experts/csrc", *GENERATING, "mla_jax/ui", "mla_jax/weights", "notebooks", "pallas_kernels", "tools")
+FOLDERS = (
+    "convert",
+    "cpu_experts/csrc",
+    "mla_jax/base",
+    *GENERATING,
+    "mla_jax/ui",
+    "mla_jax/weights",
+    "notebooks",
+    "pallas_kernels",
+    "tools",
+)
 SOURCES = {".cpp", ".h", ".ipynb", ".py", ".txt"}
 
 
