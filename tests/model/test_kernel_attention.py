@@ -57,7 +57,10 @@ def in_lines(attention: str, size: int) -> list[np.ndarray]:
     return said
 
 
-@pytest.mark.deep("mla_jax/cache", "mla_jax/model", "pallas_kernels")
+DEEP = pytest.mark.deep("mla_jax/cache", "mla_jax/model", "pallas_kernels")
+
+
+@DEEP
 @pytest.mark.parametrize("attention", ["fused", "compressed"])
 @pytest.mark.parametrize("size", [64, 8])
 def test_tokens_in_a_line_say_what_they_say_in_rows_of_their_own(attention, size):
@@ -65,7 +68,7 @@ def test_tokens_in_a_line_say_what_they_say_in_rows_of_their_own(attention, size
         assert np.abs(line - rows).max() < 1e-5 * rows.std(), name
 
 
-@pytest.mark.deep("mla_jax/cache", "mla_jax/model", "pallas_kernels")
+@DEEP
 def test_a_line_attends_to_what_its_rows_have_cached_block_by_block(monkeypatch):
     moved = stepped("move_elided", 8)
     monkeypatch.setattr(roofline, "block_slots", lambda *_: 8)
@@ -74,7 +77,7 @@ def test_a_line_attends_to_what_its_rows_have_cached_block_by_block(monkeypatch)
 
 
 # a page for all, pages of 8, 16 and 2 tokens
-@pytest.mark.parametrize("size", [64, 8, *(pytest.param(size, marks=pytest.mark.once) for size in (16, 2))])
+@pytest.mark.parametrize("size", [64, 8, *(pytest.param(size, marks=DEEP) for size in (16, 2))])
 def test_it_says_what_move_elided_says_whatever_the_padding(size):
     for name, fused, moved in zip([*COUNTS] * 2, stepped("fused", size), stepped("move_elided", size), strict=True):
         assert np.abs(fused - moved).max() < 1e-5 * moved.std(), name
