@@ -225,13 +225,13 @@ def main():
     report.show(rows, options.out, benchmark="decode", model="V2-Lite shape, random weights", held=HELD)
 
 
-def model_in(format: str, config: Config) -> Transformer:
+def model_in(format: str, config: Config, mtp: bool = False) -> Transformer:
     """A model with random weights in bf16, or in a format of packed_models.py."""
     if format == "bf16":
-        return random_model(config)
+        return random_model(config, mtp=mtp)
     import packed_models  # needs a JAX that has the kernels
 
-    return packed_models.random_model(config, format)
+    return packed_models.random_model(config, format, mtp=mtp)
 
 
 if __name__ == "__main__":

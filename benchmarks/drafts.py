@@ -1,7 +1,7 @@
-"""Decoding with drafts, next to plain decoding: V2-Lite's shape with one MTP layer, random bf16 weights, 4k cached tokens.
+"""Decoding with drafts, next to plain decoding: V2-Lite's shape with one MTP layer, random weights, 4k cached tokens.
 
     python benchmarks/drafts.py --out drafts.json
-    python benchmarks/drafts.py --batch 1 --acceptance 0.85
+    python benchmarks/drafts.py --batch 1 --acceptance 0.85 --format Q4_K
     python benchmarks/drafts.py --demo --out drafts_demo.json    (the demo model: what really stands, on held-out prompts)
     python benchmarks/drafts.py --small                          (a tiny model, on a CPU: does the script work?)
 
@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import report
-from decode import DISPATCHES, HELD, Sequences, entry, random_model, sequences
+from decode import DISPATCHES, HELD, Sequences, entry, model_in, sequences
 from jaxtyping import Array, Bool, Int
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
@@ -110,8 +110,8 @@ class Measured(NamedTuple):
 class Bench:
     """A model with random weights, and the programs that are compared."""
 
-    def __init__(self, config: Config):
-        self.model, drafter = random_model(config, mtp=True), Forced()
+    def __init__(self, config: Config, format: str):
+        self.model, drafter = model_in(format, config, mtp=True), Forced()
         self.plain, self.forced = Programs(self.model), Programs(self.model, drafter=drafter)
         self.drafting = Drafting(config, self.model.dispatch.device, drafter)
 
@@ -175,10 +175,10 @@ def timed(send: Callable[[], Found]) -> Measured:
     return Measured.of(time.perf_counter() - start, [found.tokens() for found in sent])
 
 
-def measured(config: Config, batches: Sequence[int], acceptances: Sequence[float]) -> Iterator[dict]:
+def measured(config: Config, batches: Sequence[int], acceptances: Sequence[float], format: str) -> Iterator[dict]:
     """A row for plain decoding, then one for each acceptance and number of guesses, for each batch."""
     with mock.patch.object(speculative, "stands", is_odd):  # until all programs are traced
-        bench, start = Bench(config), time.perf_counter()
+        bench, start = Bench(config, format), time.perf_counter()
         bench.compile(batches)
     print(f"compiled in {time.perf_counter() - start:.1f} s", flush=True)
     for batch in batches:
@@ -237,11 +237,12 @@ def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="rows")
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.5, 0.7, 0.85, 0.95], help="of each guess")
+    parser.add_argument("--format", default="bf16", help="of the weights, as packed_models.py makes them")
     parser.add_argument("--demo", action="store_true", help="the demo model with real guesses instead")
     parser.add_argument("--small", action="store_true", help="a tiny model and few rows")
     options = parser.parse_args()
     small = TINY, [1, 2], [0.5, 0.95]
-    found = measured(*(small if options.small else (LITE, options.batch, options.acceptance)))
+    found = measured(*(small if options.small else (LITE, options.batch, options.acceptance)), options.format)
     if options.demo:
         found = demo(2, 16) if options.small else demo()
     rows = []
@@ -249,7 +250,9 @@ def main() -> None:
         for row in found:
             rows.append(row)
             print(row, flush=True)
-    about = {"model": "demo"} if options.demo else {"model": "V2-Lite shape, random weights", "held": HELD}
+    about = (
+        {"model": "demo"} if options.demo else {"model": "V2-Lite shape, random weights", "format": options.format, "held": HELD}
+    )
     report.show(rows, options.out, benchmark="drafts", small=options.small, **about)
 
 

@@ -32,7 +32,7 @@ OUT, IN = 8192, 4096
 ROWS = (1, 4, 8, 16, 64, 128, 512, 4096)
 FORMATS = ("Q4_K", "int4_g32", "Q8_0", "int8", "fp8_block", "w8", "w8a8", "Q6_K", "int4_g128", "Q5_K", "Q5_0", "Q5_1")
 SHAPES = ((5, 200, 512), (1, 264, 768), (70, 136, 256), (300, 72, 256))  # rows, features, depth
-GROUPS = (3, 0, 70, 1, 12)
+GROUPS = ((3, 0, 70, 1, 12), (1, 0, 3, 1))  # rows of each; of the few, the depth is split
 SECONDS = 0.1  # of timing a program
 BY_THE_FILE = {"w8", "w8a8"}  # E4M3 in the file's order: rows in bfloat16, and rows that are quantised before
 
@@ -64,7 +64,9 @@ def checks(format: str) -> list[str]:
     """Odd shapes, groups, and that reordering is undone; in threads."""
     if format not in packed.KINDS:
         return []
-    calls = [partial(check_shape, format, *shape) for shape in SHAPES] + [partial(check_groups, format)]
+    calls = [partial(check_shape, format, *shape) for shape in SHAPES] + [
+        partial(check_groups, format, sizes) for sizes in GROUPS
+    ]
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda call: call(), calls))
 
@@ -79,14 +81,14 @@ def check_shape(format: str, M: int, F: int, D: int) -> str:
     return text if same else f"FAIL {format}: the file's bytes are not restored"
 
 
-def check_groups(format: str, F: int = 136, D: int = 512) -> str:
-    stacks = [packed.random_parts(format, (len(GROUPS), F, D), seed) for seed in range(2)]
-    weights, x, sizes = [packed.reorder(format, parts) for parts in stacks], rows_of(sum(GROUPS), D), jnp.array(GROUPS)
+def check_groups(format: str, groups: tuple[int, ...], F: int = 136, D: int = 512) -> str:
+    stacks = [packed.random_parts(format, (len(groups), F, D), seed) for seed in range(2)]
+    weights, x, sizes = [packed.reorder(format, parts) for parts in stacks], rows_of(sum(groups), D), jnp.array(groups)
     got, own = (ragged_swiglu(x, *weights, sizes, impl=impl) for impl in ("mosaic_gpu", "xla"))
-    exact, group = x.astype(jnp.float32), np.repeat(np.arange(len(GROUPS)), GROUPS)
-    numbers = (values(format, parts, (len(GROUPS), F, D)) for parts in stacks)
+    exact, group = x.astype(jnp.float32), np.repeat(np.arange(len(groups)), groups)
+    numbers = (values(format, parts, (len(groups), F, D)) for parts in stacks)
     gate, up = (jnp.einsum("md,mfd->mf", exact, each[group], precision="highest") for each in numbers)
-    return line(f"{format}, groups", got, jax.nn.silu(gate) * up, own)
+    return line(f"{format}, {len(groups)} groups", got, jax.nn.silu(gate) * up, own)
 
 
 class Side:

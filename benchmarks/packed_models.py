@@ -24,10 +24,10 @@ DTYPE = jnp.dtype("bfloat16")
 NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # what llama.cpp takes for rows that no block of 256 divides
 
 
-def random_model(config: Config, format: str, dispatch: Dispatch | None = None) -> Transformer:
+def random_model(config: Config, format: str, dispatch: Dispatch | None = None, mtp: bool = False) -> Transformer:
     """A model in a format of `packed.KINDS`, "Q4_K" being llama.cpp's Q4_K_M; `dispatch` None: what is fastest on this device."""
     dispatch = dispatch or Dispatch(device=report.device())
-    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=dispatch)))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=dispatch, mtp=mtp)))
     for seed, (path, variable) in enumerate(nnx.to_flat_state(state)):
         kind = stored_as(path, variable, format)
         if kind is None:

@@ -453,7 +453,7 @@ def dequantize(w: Packed) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def random_parts(format: str, shape: tuple[int, ...], seed: int = 0) -> tuple[jax.Array, ...]:
-    """Random weights `[.. F D]` as the parts of a file, for tests and benchmarks; rows of about unit length."""
+    """Random weights `[.. F D]` as the parts of a file, for tests and benchmarks: of mean zero, rows of about unit length."""
     kind, (*lead, F, D) = KINDS[format], shape
     keys = iter(jax.random.split(jax.random.key(seed), 8))
     if kind.e4m3:
@@ -462,16 +462,18 @@ def random_parts(format: str, shape: tuple[int, ...], seed: int = 0) -> tuple[ja
         return codes, 0.01 * D**-0.5 * jax.random.uniform(next(keys), scales, minval=0.5, maxval=1.5)
     codes = jax.random.bits(next(keys), shape, jnp.uint8) >> 8 - sum(kind.planes)
     size = D**-0.5 * 2.0 ** (2 - sum(kind.planes))
+    minimum = -0.5 * ((1 << sum(kind.planes)) - 1)  # beside a scale, what makes the mean zero
     if any(extra.size == 1 for extra in kind.extras):
         size /= 32  # other scales of up to 63
+        minimum = -minimum  # it is subtracted
     numbers = []
     for extra in kind.extras:
-        for _ in range(extra.count):
+        for factor in (1.0, minimum)[: extra.count]:
             place = *lead, F, D // extra.group
             if extra.size == 1:
                 numbers.append(jax.random.bits(next(keys), place, jnp.uint8) >> 2 | (kind.planes == (4, 2)) << 7)
                 continue
-            x = size * jax.random.uniform(next(keys), place, minval=0.5, maxval=1.5)
+            x = size * factor * jax.random.uniform(next(keys), place, minval=0.5, maxval=1.5)
             numbers.append(lax.bitcast_convert_type(x.astype(jnp.float16 if format[0] == "Q" else jnp.bfloat16), jnp.uint16))
     if kind.by_row:
         numbers.append(size * jax.random.uniform(next(keys), (*lead, F), minval=0.5, maxval=1.5))

@@ -5,7 +5,7 @@ features by tokens. A block takes 256 rows of weights (for a SwiGLU 128 of gate 
 and runs the program for the smallest number of tokens that holds the tile. Two warpgroups take two times 64 of these rows each.
 A third copies weights and tokens through a ring of slots, ahead into the next piece, so that loads never pause. The sums are
 transposed on their way to shared memory, and only the tile's own rows are written. If there are too few pieces for all
-multiprocessors, the depth is split too: the parts are written in float32, and XLA adds them.
+multiprocessors, the depth is split too: the parts are written in float32, each tile at a place of its own, and XLA adds them.
 
 There are four kinds of operands:
   bf16   both in bfloat16
@@ -43,6 +43,7 @@ STORED = 64  # features in a row of the staged output: one span of the swizzle
 STAGED = 72  # tokens of it, at most: these are written at a time
 SPAN = 128  # bytes
 GROUPS = 64  # groups whose sizes are summed together
+SPLIT = ALIGNED  # rows of several groups up to which the depth may be split: all are in one tile's reach
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -451,7 +452,8 @@ def _leave(at: Worker, sums, piece: Piece, out_g, staged):
     for half, x in enumerate(sums):
         number, feature = (half, piece.feature) if job.weights == 2 else (0, piece.feature + half * HALF)
         features = pl.ds(pl.multiple_of(feature + at.mine, ROWS), ROWS)
-        out_g[piece.part, number, features, pl.ds(piece.tile.row, at.tokens)] = x
+        columns = pl.ds(pl.multiple_of(piece.tile.number * job.width, ALIGNED), at.tokens)
+        out_g[piece.part, number, features, columns] = x
 
 
 def _work(at: Worker, table: Table, out_g, staged):
@@ -584,7 +586,7 @@ def grouped(x, weights, group_sizes, *, out_dtype, units, width=None, parts=None
     """The rows of x times the weights of their groups; with two weights the SwiGLU of both products.
 
     `group_sizes` may be None for a single group of all rows. `width` of a tile and `parts` of the depth are chosen where they
-    are not given; more parts than one, and other than bfloat16 to come, only with one group."""
+    are not given; more parts than one, and other than bfloat16 to come, only with one group or up to SPLIT rows."""
     kind = _kind(x, weights)
     (M, D), (X, F, *_) = jax.tree.leaves(x)[0].shape, jax.tree.leaves(weights)[0].shape
     F = weights[0].shape[0] if kind in KINDS else F
@@ -594,17 +596,29 @@ def grouped(x, weights, group_sizes, *, out_dtype, units, width=None, parts=None
     depth, groups, count = min(depth, D), -(-X // GROUPS) * GROUPS, len(weights)
     groups = 1 if group_sizes is None else groups
     job = Job(kind, (*fewer, width), depth, slots, registers, units, groups, M, count, F, -(-D // depth), 1, True)
+    tiles = -(-M // width) if X == 1 else min(M, X)
     if parts is None:
-        parts = _parts(-(-M // width) * job.blocks, job.steps, units) if X == 1 else 1
+        parts = _parts(tiles * job.blocks, job.steps, units) if X == 1 or M <= SPLIT else 1
     parts = -(-job.steps // -(-job.steps // parts))  # no part is empty
     if parts > 1 or out_dtype != jnp.bfloat16:
-        assert X == 1
+        assert X == 1 or M <= SPLIT
         job = job._replace(parts=parts, staged=False, programs=(width,))
     source = _operands(kind, x, weights, width)
     sizes = None if group_sizes is None else jnp.pad(group_sizes.astype(jnp.int32), (0, groups - X))
     if job.staged:
         return _launch(job, source, sizes, jax.ShapeDtypeStruct((M, F), out_dtype), interpret)
-    shape = parts, count, job.blocks * job.taken, -(-M // width) * width
+    shape = parts, count, job.blocks * job.taken, tiles * width
     sums = _launch(job, source, sizes, jax.ShapeDtypeStruct(shape, jnp.float32), interpret)
-    sums = jnp.sum(sums, axis=0)[:, :F, :M]
-    return (jax.nn.silu(sums[0]) * sums[1] if count == 2 else sums[0]).T.astype(out_dtype)
+    sums = jnp.sum(sums[..., :M] if X == 1 else sums[..., _columns(group_sizes, M, width)], axis=0)[:, :F]
+    if count == 2:
+        return (jax.nn.silu(sums[0]) * sums[1]).T.astype(out_dtype)
+    out = sums[0].T.astype(out_dtype)
+    # or XLA adds the parts where it takes a norm of the result, in a single block: 10 us instead of 4
+    return lax.optimization_barrier(out) if parts > 1 else out
+
+
+def _columns(group_sizes, M, width):
+    """Where the sums of each row are if no group has more than a tile: its own place in the tile of its group."""
+    row, ends = jnp.arange(M), jnp.cumsum(group_sizes)
+    before = ((ends <= row[:, None]) & (group_sizes > 0)).sum(1)  # tiles
+    return before * width + row

@@ -29,6 +29,7 @@ class Table(NamedTuple):
 
 class Tile(NamedTuple):
     group: jax.Array
+    number: jax.Array  # among all tiles
     row: jax.Array  # its first, a multiple of ALIGNED
     start: jax.Array  # its own rows
     stop: jax.Array
@@ -61,7 +62,8 @@ def locate(at, table: Table, *, groups: int, width: int, grain: int, blocks: int
     together = jnp.minimum(count - before, SHARE)
     place = at - (first + before) * blocks
     block = lax.div(place, together)
+    number = before + place - block * together  # in its group
     origin, grains = start & -ALIGNED, count * grain
     rows = lax.div(end - origin + (grains - 1), grains) * grain
-    row = origin + (before + place - block * together) * rows
-    return Tile(group, row, jnp.maximum(row, start), jnp.minimum(row + rows, end)), block
+    row = origin + number * rows
+    return Tile(group, first + number, row, jnp.maximum(row, start), jnp.minimum(row + rows, end)), block

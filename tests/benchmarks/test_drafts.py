@@ -15,7 +15,7 @@ CHANCES = (0.5, 0.95)
 
 @pytest.fixture(scope="module")
 def rows():
-    return list(drafts.measured(drafts.TINY, [2], CHANCES))
+    return list(drafts.measured(drafts.TINY, [2], CHANCES, "bf16"))
 
 
 @pytest.mark.deep(*deep.GENERATING)
