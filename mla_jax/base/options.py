@@ -24,6 +24,7 @@ EVERY = 512  # tokens of output after which some are dropped again
 BUDGETS = ("uniform", "pyramid", "ada")
 DRAFTS = 3  # tokens that are guessed at a time at most, unless a number is asked for
 MOST_DRAFTS = 7  # tokens that are guessed behind a chosen one: a kernel over latents takes eight tokens of a row
+MAX_HOST = 2**20  # GiB
 EXPERTS = ("auto", "host", "dense", "loop", "gather", "ragged")
 
 
@@ -128,6 +129,8 @@ class MemoryOptions(Checked):
     """Sequences of the whole context that the KV cache must hold at once."""
     cache_tokens: int | None = option(None, optional(whole(64)))
     """Tokens of KV cache for all sequences together (as many as fit)."""
+    host_cache: float = option(0.0, number(0, MAX_HOST))
+    """GiB of host memory for cached prefixes that the KV cache forgets."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from jaxtyping import Array, Int, Shaped
 from mla_jax.base.batch import Batch, Tables
 
 PAGE = 64  # tokens
+COPIED = 8  # pages that one program copies to the host, or from there
+COPIES = 4  # such programs whose contents are on the device at a time, each way
 NOWHERE = jnp.iinfo(jnp.int32).max  # a slot past the end of any pool: what is written there is dropped
 
 # A CPU stores these as their bits: at each write XLA would convert the whole pool to float32 and back there.

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt16
 
 from mla_jax.base.batch import Batch, Table, Tables
 from mla_jax.cache.paged import Pool, page_size
-from mla_jax.decode import evicting
+from mla_jax.decode import contents, evicting
 from mla_jax.decode import rows as table
 from mla_jax.decode.chosen import Found, Likely, likely
 from mla_jax.decode.evicting import Evict, Kept
@@ -148,6 +148,7 @@ class Sizes(NamedTuple):
     read: Sequence[int] = ()  # tokens of a line
     scored: int = 0  # tokens of a line whose log-probabilities are computed; 0: of none
     evicted: int = 0  # rows whose tokens are dropped at a time
+    copied: int = 0  # pages that are copied to the host at a time, or from there; 0: none are
 
 
 class Programs:
@@ -183,8 +184,15 @@ class Programs:
             functools.partial(evicting.observe, evicts=evicts), donate_argnums=(1, 2), compiler_options=options
         )
         self.move = program(evicting.move, donate_argnums=(1, 2), compiler_options=options)
+        self.copy_out = program(contents.copy_out, donate_argnums=(1,), compiler_options=options)
+        self.copy_in = program(contents.copy_in, donate_argnums=(1, 2), compiler_options=options)
         looped_or_not = self.prefill, self.run, self.run_with_drafts, self.logits, self.observe, self.move
-        self.all = (self.new, self.admit, *looped_or_not)
+        self.all = (self.new, self.admit, *looped_or_not, self.copy_out, self.copy_in)
+
+    @property
+    def page(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of one page, `[L Z ..]`."""
+        return jax.eval_shape(lambda: self.model.new_pool(1))
 
     def refresh(self) -> bool:
         """Takes the parameters as the model has them now; whether any has changed."""
@@ -215,6 +223,9 @@ class Programs:
             if n := sizes.evicted:
                 started.append(self.observe.start(pool, rows, _numbers(n), tables(n), _numbers(n)))
                 started.append(self.move.start(pool, self._kept(pool, sizes.width, n), tables(n), tables(n)))
+            if n := sizes.copied:
+                started.append(self.copy_out.start(pool, _numbers(n)))
+                started.append(self.copy_in.start(pool, self._contents(n), _numbers(n)))
             texts = [] if rows.text is None else [_numbers(ADMITTED, rows.text.shape[1])]
             started.append(self.admit.start(rows, _numbers(ADMITTED), table.blank(ADMITTED), *texts))
             for future in started:
@@ -231,6 +242,10 @@ class Programs:
         """The shapes of what `observe` has found."""
         layers = len(self.model.layers)
         return Kept(_numbers(layers, rows, width * page_size(pool)), _numbers(layers, rows))
+
+    def _contents(self, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of what so many pages hold."""
+        return {name: jax.ShapeDtypeStruct((pages, *one.shape), one.dtype) for name, one in self.page.items()}
 
     def check(self) -> None:
         """Raises what went wrong with experts on the host: programs of a GPU run on when a call fails, with NaN."""

@@ -18,13 +18,14 @@ from mla_jax.base import roofline
 from mla_jax.base.batch import Tables, bucket
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, DoesNotFit
-from mla_jax.cache.paged import PAGE
+from mla_jax.cache.paged import COPIED, PAGE
 from mla_jax.decode.chosen import STEPS, Chosen, Found, Likely
 from mla_jax.decode.evicting import Kept
 from mla_jax.decode.loop import Programs, Sizes
 from mla_jax.decode.rows import ADMITTED
 from mla_jax.engine.drafting import Drafting
 from mla_jax.engine.entries import entries
+from mla_jax.engine.host_tier import HostTier
 from mla_jax.engine.job import Job, logprobs_of
 from mla_jax.engine.pages import Pages
 from mla_jax.engine.request import FinishReason, Request
@@ -39,12 +40,13 @@ PIECES = 64  # of prompts that one dispatch reads
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What the engine reserves on the device."""
+    """What the engine reserves, on the device unless it says otherwise."""
 
     rows: int  # requests that run at a time
     pages: int  # of the pool, for each layer
     context: int  # tokens of one request
     chunk: int  # tokens of prompts that one dispatch reads
+    hosted: int = 0  # pages in the host's memory for what the prefix index forgets
 
     @property
     def width(self) -> int:
@@ -116,12 +118,13 @@ class Engine:
         self._sent_more = False  # than tokens, since tokens were sent last
         self._landed = 0.0  # when tokens were last looked at,
         self._saw_end = True  # and whether the host waited for them, and so knows when the device was done
+        self._tier = HostTier(self.programs, self.size.hosted, self.stats) if self.size.hosted else None
         self._pages = self._new_pages()
         self._free_rows = list(range(self.size.rows))[::-1]
         self._arrays: tuple[Any, Any] | None = None  # pool and table, made when the first request comes
 
     def _new_pages(self) -> Pages:
-        return Pages(self.size.pages, PAGE, ahead=self.drafter.ahead)
+        return Pages(self.size.pages, PAGE, ahead=self.drafter.ahead, tier=self._tier)
 
     def submit(self, request: Request, *, priority: int = 0, streams: bool = False) -> Job:
         """Queues a request; a lower `priority` comes first. Raises BadRequest or DoesNotFit if it is too long for the
@@ -202,8 +205,10 @@ class Engine:
         return [1 << i for i in range(bucket(self.size.rows).bit_length())]
 
     def _state(self) -> tuple[Any, Any]:
-        """The pool and the table of rows."""
+        """The pool and the table of rows. A program that is sent now finds in its pages what belongs there."""
         pool, rows = self._arrays or self.programs.new(self.size.rows, self.size.pages, self._text)
+        if self._tier is not None:
+            pool = self._tier.settle(pool)
         self._arrays = pool, rows
         return pool, rows
 
@@ -240,7 +245,7 @@ class Engine:
             priority=job.priority,
             arrival=job.id,
             tokens=len(first),
-            shared=len(match.pages),
+            shared=len(match.pages) + match.hosted,
             taken=match.taken,
             left=left,
             streams=job.streams,
@@ -280,7 +285,9 @@ class Engine:
     def _compile(self, counts: Sequence[int], lines: Sequence[int], scored: int = 0) -> None:
         pool, rows = self._state()
         drafted = [n for n in counts if self.drafting.pays(n)]
-        self.programs.prepare(pool, rows, Sizes(self.size.width, self.size.pieces, counts, drafted, lines, scored))
+        copied = COPIED if self.size.hosted else 0
+        sizes = Sizes(self.size.width, self.size.pieces, counts, drafted, lines, scored, copied=copied)
+        self.programs.prepare(pool, rows, sizes)
         self._compiled_rows |= set(counts)
         self._compiled_drafted |= set(drafted)
         self._compiled_lines |= set(lines)

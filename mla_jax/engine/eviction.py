@@ -71,7 +71,8 @@ class EvictingEngine(Engine):
         self.limits = dataclasses.replace(self.limits, parts=config.num_hidden_layers)
 
     def _new_pages(self) -> Pages:
-        return LayeredPages(self.size.pages, PAGE, self.config.num_hidden_layers, ahead=self.drafter.ahead)
+        layers = self.config.num_hidden_layers
+        return LayeredPages(self.size.pages, PAGE, layers, ahead=self.drafter.ahead, tier=self._tier)
 
     @property
     def _layered(self) -> LayeredPages:

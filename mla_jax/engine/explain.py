@@ -33,6 +33,9 @@ def explain(
         f"cache: {planned.tokens:,} tokens of all requests together, in pages of {PAGE}; up to {planned.rows} requests run at a "
         f"time, and {chunk:,} tokens of their prompts are read at a time"
     )
+    if planned.hosted:
+        size = gib(planned.host_cache)
+        lines.append(f"cache: {planned.hosted:,} tokens that it has no room for stay in {size} of the host's memory")
     if model.dispatch.kv_cache == "fp8":
         lines.append("cache: latents in E4M3 with a scale for each 128, rotary keys as computed")
     if eviction is not None and eviction.evict != "off":

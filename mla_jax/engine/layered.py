@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mla_jax.engine.pages import Held, Pages
+from mla_jax.engine.pages import Held, Pages, Tier
 
 
 @dataclass(slots=True, eq=False)
@@ -22,8 +22,8 @@ class Layered(Held):
 class LayeredPages(Pages):
     """Pages for requests of both kinds. `layers` of the model."""
 
-    def __init__(self, count: int, size: int, layers: int, index: bool = True, ahead: int = 0):
-        super().__init__(count, size, index, ahead)
+    def __init__(self, count: int, size: int, layers: int, index: bool = True, ahead: int = 0, tier: Tier | None = None):
+        super().__init__(count, size, index, ahead, tier)
         self.layers = layers
         self._parts: list[int] = []  # free ones of pages that are cut
         self._used: dict[int, int] = {}  # parts in use of each page that is cut

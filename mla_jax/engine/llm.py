@@ -68,6 +68,7 @@ class LLM:
         - `memory_fraction`: the fraction of a GPU's memory to use.
         - `batch`: the number of sequences of the whole context that the KV cache must hold at once. Shorter ones: more.
         - `cache_tokens`: the tokens that the KV cache holds, of all sequences together. None is as many as fit.
+        - `host_cache`: GiB of the host's memory for beginnings of prompts that the KV cache has no room for. 0 is off.
 
         `progress` is called with the bytes loaded and the bytes of the model. Raises BadRequest for an option that is unknown
         or of a wrong type; BadFile, BadConfig, Unsupported or DoesNotFit before any large allocation."""
@@ -85,7 +86,8 @@ class LLM:
         eviction = Eviction.of(self.options.eviction)
         evicts = None if eviction is None else eviction.evicts
         self._programs = Programs(self.model, self._routing is not None, store.default_folder(), drafter, evicts)
-        size = Size(self.plan.rows, self.plan.tokens // PAGE, self.context, self.model.dispatch.chunk(self.model))
+        chunk, hosted = self.model.dispatch.chunk(self.model), self.plan.hosted // PAGE
+        size = Size(self.plan.rows, self.plan.tokens // PAGE, self.context, chunk, hosted)
         served = self._programs, self.config, self.tokenizer, size, self.options.drafts.draft_tokens
         self.engine = Engine(*served) if eviction is None else EvictingEngine(*served, eviction)
 

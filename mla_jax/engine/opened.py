@@ -111,7 +111,8 @@ def open_model(options: Options) -> Opened:
     placement = _place(checkpoint, options)
     memory = options.memory
     room = options.model.context, memory.batch, placement, memory.cache_tokens
-    planned = plan(checkpoint, *room, drafter.most, drafter.needs_text or options.eviction.evict != "off")
+    keeps_text = drafter.needs_text or options.eviction.evict != "off"
+    planned = plan(checkpoint, *room, drafter.most, keeps_text, memory.host_cache)
     return Opened(options, checkpoint, placement, planned, text, drafter)
 
 

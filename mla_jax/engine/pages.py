@@ -8,9 +8,10 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from mla_jax.base.errors import DoesNotFit
+from mla_jax.engine.host_pages import START, chained
 
 Key = tuple[int, tuple[int, ...]]  # the node before (0: none), and the tokens of this page, with those behind that it depends on
 ROOT = 0
@@ -20,6 +21,19 @@ class OutOfPages(DoesNotFit):
     """More pages are needed now than are free; nothing was changed."""
 
 
+@runtime_checkable
+class Tier(Protocol):
+    """Where the contents of pages are that the index has forgotten, by digests as `host_pages` has them."""
+
+    def __contains__(self, digest: bytes, /) -> bool: ...
+
+    def forget(self, digest: bytes, page: int, /) -> None:
+        """A page is taken for something else, which is not written yet."""
+
+    def ask(self, digest: bytes, page: int, /) -> None:
+        """The contents, which are there, belong into this page before it is read."""
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """A page in the index. Its id is never used again, so a page that is reused cannot be taken for what it was."""
@@ -27,6 +41,7 @@ class Node:
     id: int
     key: Key
     page: int
+    digest: bytes  # of all tokens up to the page's end, where there is a tier
     holders: int = 1
     written: bool = False
 
@@ -37,7 +52,7 @@ class Held:
 
     pages: list[int]
     nodes: list[Node]  # of its first pages; pages beyond these are its own
-    shared: int  # the number of its first pages that came from the index
+    shared: int  # the number of its first pages that came from the index or the tier
     indexed: bool
     full: int  # the number of its first pages that are written to the end
 
@@ -48,16 +63,17 @@ class Match(NamedTuple):
     pages: tuple[int, ...]
     blocked: bool
     taken: int  # the number of `pages`, the first ones, that somebody holds; the others still count as free
+    hosted: int  # pages behind these that the tier has; each takes a new page
 
 
 class Pages:
     """Pages 0 to count - 1 of `size` tokens each: free, held, or idle (in the index, written, held by nobody).
 
     What a page holds may depend on `ahead` tokens behind its own: it is in the index together with these, and it is not written
-    before them."""
+    before them. A `tier` keeps what the index forgets."""
 
-    def __init__(self, count: int, size: int, index: bool = True, ahead: int = 0):
-        self.count, self.size, self.index, self.ahead = count, size, index, ahead
+    def __init__(self, count: int, size: int, index: bool = True, ahead: int = 0, tier: Tier | None = None):
+        self.count, self.size, self.index, self.ahead, self.tier = count, size, index, ahead, tier
         self.cached = 0  # pages in the index that are written, held or not
         self.shared = 0  # pages that more than one request holds
         self._free = list(range(count - 1, -1, -1))
@@ -77,14 +93,14 @@ class Pages:
 
     def match(self, tokens: Sequence[int], use_index: bool = True) -> Match:
         """The longest written beginning of a prompt, in full pages and without its last token; changes nothing."""
-        nodes, blocked = self._find(tokens, use_index)
-        return Match(tuple(node.page for node in nodes), blocked, _holders_reach(nodes, 1))
+        nodes, blocked, hosted = self._find(tokens, use_index)
+        return Match(tuple(node.page for node in nodes), blocked, _holders_reach(nodes, 1), len(hosted))
 
     def admit(self, tokens: Sequence[int], use_index: bool = True) -> Held:
         """Pages for all of `tokens`: those that `match` finds, then new ones, the full ones promised to the index.
 
         Without `use_index` the request takes nothing from the index and gives it nothing. Raises OutOfPages."""
-        nodes, _ = self._find(tokens, use_index)
+        nodes, _, hosted = self._find(tokens, use_index)
         new = self._pages(len(tokens)) - len(nodes)
         room = self.free - (len(nodes) - _holders_reach(nodes, 1))
         if new > room:
@@ -93,6 +109,8 @@ class Pages:
             self._hold(node)
         held = Held([node.page for node in nodes], nodes, len(nodes), self.index and use_index, len(nodes))
         held.pages += [self._take() for _ in range(new)]
+        for digest in hosted:
+            self._bring(held, digest, tokens)
         self._promise(held, tokens)
         return held
 
@@ -132,20 +150,54 @@ class Pages:
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.size)
 
-    def _find(self, tokens: Sequence[int], use_index: bool) -> tuple[list[Node], bool]:
-        """The written nodes of a prompt's beginning, and whether the next one is promised by another request."""
+    def _find(self, tokens: Sequence[int], use_index: bool) -> tuple[list[Node], bool, list[bytes]]:
+        """The written nodes of a prompt's beginning, whether the next one is promised by another request, and if the index does
+        not have that, the digests of those that the tier has."""
         nodes: list[Node] = []
         if not (self.index and use_index):
-            return nodes, False
-        for at in range((len(tokens) - 1) // self.size):
+            return nodes, False, []
+        for at in range(self._most(tokens)):
             node = self._nodes.get(self._key(nodes, at, tokens))
-            if node is None or not node.written:
-                return nodes, node is not None
+            if node is None:
+                return nodes, False, self._hosted(nodes, tokens)
+            if not node.written:
+                return nodes, True, []
             nodes.append(node)
-        return nodes, False
+        return nodes, False, []
+
+    def _hosted(self, nodes: list[Node], tokens: Sequence[int]) -> list[bytes]:
+        """The digests of pages behind `nodes` that the tier has of a prompt."""
+        found: list[bytes] = []
+        if self.tier is None:
+            return found
+        digest = nodes[-1].digest if nodes else START
+        for at in range(len(nodes), self._most(tokens)):
+            digest = chained(digest, self._tokens(at, tokens))
+            if digest not in self.tier:
+                break
+            found.append(digest)
+        return found
+
+    def _most(self, tokens: Sequence[int]) -> int:
+        """Pages that a prompt may find written: its last token is read in any case."""
+        return max(len(tokens) - 1, 0) // self.size
 
     def _key(self, nodes: list[Node], at: int, tokens: Sequence[int]) -> Key:
-        return nodes[at - 1].id if at else ROOT, tuple(tokens[at * self.size : (at + 1) * self.size + self.ahead])
+        return nodes[at - 1].id if at else ROOT, self._tokens(at, tokens)
+
+    def _tokens(self, at: int, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Of one page, with those behind that it depends on."""
+        return tuple(tokens[at * self.size : (at + 1) * self.size + self.ahead])
+
+    def _bring(self, held: Held, digest: bytes, tokens: Sequence[int]) -> None:
+        """The next page of `held` is known and gets its contents from the tier."""
+        assert self.tier is not None
+        node = self._add(held, self._key(held.nodes, len(held.nodes), tokens))
+        assert node.digest == digest, "the tier has other tokens"
+        self.tier.ask(digest, node.page)
+        node.written = True
+        self.cached += 1
+        held.shared, held.full = held.shared + 1, held.full + 1
 
     def _promise(self, held: Held, tokens: Sequence[int]) -> None:
         while held.indexed and len(held.nodes) < self._full(tokens):
@@ -154,10 +206,13 @@ class Pages:
                 return
             self._add(held, key)
 
-    def _add(self, held: Held, key: Key) -> None:
-        node = Node(next(self._ids), key, held.pages[len(held.nodes)])
+    def _add(self, held: Held, key: Key) -> Node:
+        before = held.nodes[-1].digest if held.nodes else START
+        digest = before if self.tier is None else chained(before, key[1])
+        node = Node(next(self._ids), key, held.pages[len(held.nodes)], digest)
         self._nodes[key] = node
         held.nodes.append(node)
+        return node
 
     def _wrote_page(self, held: Held, tokens: Sequence[int]) -> None:
         """The next page of `held` is full: the index has it from now on, if it has all pages before it from `held`."""
@@ -190,6 +245,8 @@ class Pages:
         _, node = self._idle.popitem(last=False)
         del self._nodes[node.key]
         self.cached -= 1
+        if self.tier is not None:
+            self.tier.forget(node.digest, node.page)
         return node.page
 
     def _hold(self, node: Node) -> None:

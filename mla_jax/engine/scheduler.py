@@ -29,8 +29,8 @@ class Waiting:
     priority: int  # the lowest comes first
     arrival: int  # a serial number; a preempted request keeps it
     tokens: int  # to read in all, at least one
-    shared: int  # pages that the index has for it
-    taken: int  # of these, so many parts are held by somebody: the others still count as free
+    shared: int  # pages whose tokens need not be read: the index has them, or the host does
+    taken: int  # of these, so many parts are held by somebody: the others still count as free, or are new
     left: int  # tokens it may generate
     streams: bool = False
     blocked: bool = False  # another request is about to write a page that it needs

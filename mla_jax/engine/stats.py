@@ -118,7 +118,7 @@ class EngineStats:
     pages_shared: int = 0  # by several requests
     finished: int = 0
     read: int = 0  # tokens of prompts that were computed
-    hits: int = 0  # tokens of prompts that were found in the prefix index
+    hits: int = 0  # tokens of prompts that were found in the prefix index, or in the host's memory
     generated: int = 0
     preemptions: int = 0
     dispatches: int = 0
@@ -128,6 +128,11 @@ class EngineStats:
     stood: np.ndarray = field(default_factory=lambda: np.zeros(MOST_DRAFTS, int))  # and how many of these were what was drawn
     passes: int = 0  # of rows: tokens that were chosen without a guess
     dropped: int = 0  # tokens that were evicted, on average of the layers
+    pages_hosted: int = 0  # in the host's memory now
+    pages_out: int = 0  # that were copied there,
+    pages_in: int = 0  # and from there to the device
+    bytes_out: int = 0
+    bytes_in: int = 0
     compiled: int = 0  # programs
     least_bytes: int = 0  # that decode steps had to read
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES), repr=False)

@@ -8,10 +8,10 @@ import jax
 
 from mla_jax.base import roofline
 from mla_jax.base.devices import Devices
-from mla_jax.base.errors import DoesNotFit
+from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.base.limits import free_memory, gib
 from mla_jax.base.qtensor import QTensor
-from mla_jax.cache.paged import PAGE
+from mla_jax.cache.paged import COPIED, COPIES, PAGE
 from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.place import Placement
@@ -38,6 +38,9 @@ class Plan:
     longest: int  # the largest context that fits
     tokens: int  # that the pool holds, of all sequences together
     batch: int = 1
+    host_cache: int = 0  # of pages in the host's memory
+    host_free: int = 0  # that the rest leaves there, where such pages are asked for
+    hosted: int = 0  # tokens of these pages
 
     @property
     def needed(self) -> int:
@@ -59,6 +62,7 @@ class Plan:
             **({"experts on the host": self.host} if self.host else {}),
             f"cache of {f'{self.batch} x ' * (self.batch > 1)}{self.context:,} tokens": self.cache,
             "temporaries, about": self.temporaries,
+            **({"pages on the host": self.host_cache} if self.host_cache else {}),
             "needed": self.needed,
             "available": self.available,
         }
@@ -75,6 +79,8 @@ class Plan:
         return f"largest context that fits: {self.longest:,} tokens{together}"
 
     def advice(self) -> list[str]:
+        if self.host_cache > self.host_free:
+            return [f"it does not fit the host: {gib(self.host_free)} are free beside the model; give less as --host-cache"]
         if self.fits:
             return []
         if self.needed <= self.available:
@@ -84,11 +90,13 @@ class Plan:
         return ["it does not fit: take --dtype bfloat16, a larger --memory-fraction, or a device with more memory"]
 
     def refuse(self) -> None:
-        """Raises DoesNotFit unless the context that is asked for fits."""
+        """Raises DoesNotFit unless the context that is asked for fits, and the pages on the host."""
         if not self.longest:
             raise DoesNotFit("the model does not fit the device's memory", *self.lines())
         if not self.fits:
             raise DoesNotFit(f"a cache of {self.batch} x {self.context:,} tokens does not fit", *self.lines())
+        if self.host_cache > self.host_free:
+            raise DoesNotFit(f"pages of {gib(self.host_cache)} do not fit the host's memory", *self.lines())
 
 
 def plan(
@@ -99,11 +107,13 @@ def plan(
     cache_tokens: int | None = None,
     drafts: int = 0,
     keeps_text: bool = False,
+    host_cache: float = 0.0,
 ) -> Plan:
     """The plan for `batch` sequences of `context` tokens, by default as long as the model allows and as fits.
 
     The pool has `cache_tokens` tokens; by default, on a GPU, as many as fit and as all rows can use. A pass reads up to `drafts`
-    guesses of each row, which may be looked up in the rows' texts."""
+    guesses of each row, which may be looked up in the rows' texts. `host_cache` is in GiB. Raises BadRequest if that is less
+    than a page."""
     model, most = checkpoint.model(placement), checkpoint.config.max_position_embeddings
     on_cpu = checkpoint.device.platform == "cpu"
     page = page_bytes(model)
@@ -112,6 +122,8 @@ def plan(
     quantized = [value.shape for value in checkpoint.parameters(placement).values() if isinstance(value, QTensor)]
     temporary = temporaries(model, quantized, max(ROWS, batch), drafts)
     temporary += TEXTS * 4 * max(ROWS, batch) * (context or most) if keeps_text else 0
+    host_pages = _host_pages(host_cache, page)
+    temporary += 2 * COPIES * COPIED * page if host_pages else 0
     fitting = max(free - weights - temporary, 0) // page * PAGE
     longest = min(most, fitting // batch)
     usual = min(CPU_TOKENS, cache_tokens or CPU_TOKENS) // batch if on_cpu else cache_tokens or most
@@ -119,7 +131,18 @@ def plan(
     asked = pages_for(chosen) * batch
     useful = CPU_TOKENS if on_cpu else pages_for(chosen) * PAGE * max(ROWS, batch)
     tokens = pages_for(cache_tokens) * PAGE if cache_tokens else max(min(useful, fitting), asked * PAGE)
-    return Plan(weights, host, asked * page, temporary, free, chosen, longest, tokens, batch)
+    taken = weights + tokens // PAGE * page + temporary if on_cpu else host
+    host_free = max(free_memory() - taken, 0) if host_pages else 0
+    hosted = host_pages * page, host_free, host_pages * PAGE
+    return Plan(weights, host, asked * page, temporary, free, chosen, longest, tokens, batch, *hosted)
+
+
+def _host_pages(size: float, page: int) -> int:
+    """Pages that fit `size` GiB."""
+    count = int(size * 2**30) // page
+    if size and not count:
+        raise BadRequest(f"host_cache is {size:g} GiB, but a page takes {gib(page)}", f"give at least {page / 2**30:.2g}, or 0")
+    return count
 
 
 def pages_for(tokens: int) -> int:

@@ -94,6 +94,7 @@ WRONG = {  # of the options of a model
     "memory_fraction": [0, 0.0, -0.5, 1.01, 2, "0.5", True, math.nan, None.__class__],
     "batch": [0, 1025, -1, 1.0, "4", None, True],
     "cache_tokens": [0, 63, -1, 1e6, "4096", True],
+    "host_cache": [-1, -0.5, 2**20 + 1, "8", True, None, math.nan, math.inf],
 }
 
 

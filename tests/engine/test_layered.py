@@ -190,11 +190,11 @@ def test_what_has_dropped_tokens_is_nobodys_beginning():
     layered = evicted(pages, pages.admit(tokens(12)), [4, 8, 12], 12)
     assert pages.extend(layered, 16)
     pages.wrote(layered, tokens(16))
-    assert (pages.match(tokens(17)), pages.cached) == (((), False, 0), 0)
+    assert (pages.match(tokens(17)), pages.cached) == (((), False, 0, 0), 0)
     other = pages.admit(tokens(12))
     assert (other.shared, pages.match(tokens(12)).blocked) == (0, True)
     pages.wrote(layered, tokens(16))
-    assert (pages.match(tokens(12)), pages.cached) == (((), True, 0), 0)
+    assert (pages.match(tokens(12)), pages.cached) == (((), True, 0, 0), 0)
 
 
 def test_a_prompt_is_known_whose_request_has_dropped_some_of_it():
@@ -204,9 +204,9 @@ def test_a_prompt_is_known_whose_request_has_dropped_some_of_it():
     layered = pages.evict(held, [4, 4, 5], 10, 0)
     assert layered is not None
     assert not cut(pages, layered) & whole
-    assert pages.match(tokens(10)) == (known, False, 2)
+    assert pages.match(tokens(10)) == (known, False, 2, 0)
     pages.release(held)
-    assert pages.match(tokens(10)) == (known, False, 0)
+    assert pages.match(tokens(10)) == (known, False, 0, 0)
     assert (pages.cached, pages.free) == (2, 6)
     other = pages.admit(tokens(10))
     assert (tuple(other.pages[:2]), other.shared) == (known, 2)

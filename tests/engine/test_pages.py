@@ -3,7 +3,8 @@
 import itertools
 import random
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import deep
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mla_jax.base.errors import DoesNotFit
+from mla_jax.engine.host_pages import START, chained
 from mla_jax.engine.pages import Held, OutOfPages, Pages
 
 pytestmark = pytest.mark.once  # plain Python
@@ -66,12 +68,12 @@ def test_the_last_token_is_never_taken_from_the_index():
 def test_a_page_that_is_about_to_be_written_blocks_and_is_not_matched():
     pages = Pages(8, SIZE)
     first = pages.admit(tokens(10))
-    assert pages.match(tokens(10)) == ((), True, 0)
+    assert pages.match(tokens(10)) == ((), True, 0, 0)
     assert not pages.match(tokens(4)).blocked  # its one page would be computed anew anyway
     pages.wrote(first, tokens(7))
-    assert pages.match(tokens(10)) == (tuple(first.pages[:1]), True, 1)
+    assert pages.match(tokens(10)) == (tuple(first.pages[:1]), True, 1, 0)
     pages.wrote(first, tokens(8))
-    assert pages.match(tokens(10)) == (tuple(first.pages[:2]), False, 2)
+    assert pages.match(tokens(10)) == (tuple(first.pages[:2]), False, 2, 0)
 
 
 def test_a_request_that_leaves_takes_its_promises_with_it():
@@ -80,7 +82,7 @@ def test_a_request_that_leaves_takes_its_promises_with_it():
     pages.wrote(first, tokens(4))
     page = first.pages[0]
     pages.release(first)
-    assert pages.match(tokens(12)) == ((page,), False, 0)
+    assert pages.match(tokens(12)) == ((page,), False, 0, 0)
     assert (pages.free, pages.cached) == (8, 1)
 
 
@@ -90,7 +92,7 @@ def test_who_does_not_wait_for_a_promised_page_keeps_its_own_to_itself():
     second = pages.admit(tokens(10))
     assert not set(first.pages) & set(second.pages)
     pages.wrote(second, tokens(10))
-    assert pages.match(tokens(10)) == ((), True, 0)
+    assert pages.match(tokens(10)) == ((), True, 0, 0)
     pages.wrote(first, tokens(10))
     assert pages.match(tokens(10)).pages == tuple(first.pages[:2])
     pages.release(second)
@@ -105,7 +107,7 @@ def test_generated_tokens_are_found_by_the_next_turn_of_a_conversation():
     pages.wrote(held, tokens(13))
     kept = tuple(held.pages[:3])
     pages.release(held)
-    assert pages.match(tokens(20)) == (kept, False, 0)
+    assert pages.match(tokens(20)) == (kept, False, 0, 0)
 
 
 def test_a_page_computed_anew_takes_the_place_of_its_idle_equal():
@@ -168,7 +170,7 @@ def test_a_request_may_keep_out_of_the_index():
     pages = Pages(8, SIZE)
     first = pages.admit(tokens(10), use_index=False)
     pages.wrote(first, tokens(10))
-    assert pages.match(tokens(10)) == ((), False, 0)
+    assert pages.match(tokens(10)) == ((), False, 0, 0)
     second = admitted(pages, tokens(10))
     assert pages.match(tokens(10), use_index=False).pages == ()
     assert pages.match(tokens(10)).pages == tuple(second.pages[:2])
@@ -199,7 +201,7 @@ def test_a_reused_page_is_not_taken_for_what_it_was():
 def test_a_page_is_known_together_with_the_token_that_it_looks_ahead_to():
     pages = Pages(8, SIZE, ahead=1)
     first = admitted(pages, [*tokens(4), 50, 51])
-    assert pages.match([*tokens(4), 60, 51]) == ((), False, 0)
+    assert pages.match([*tokens(4), 60, 51]) == ((), False, 0, 0)
     assert pages.match([*tokens(4), 50, 61]).pages == (first.pages[0],)
     second = admitted(pages, [*tokens(4), 60, 51])
     assert second.pages[0] != first.pages[0]
@@ -223,24 +225,24 @@ def test_a_page_is_not_written_before_the_token_that_it_looks_ahead_to():
     pages = Pages(8, SIZE, ahead=1)
     first = pages.admit(tokens(9))
     pages.wrote(first, tokens(4))
-    assert (pages.match(tokens(9)), pages.cached) == (((), True, 0), 0)
+    assert (pages.match(tokens(9)), pages.cached) == (((), True, 0, 0), 0)
     pages.wrote(first, tokens(5))
-    assert (pages.match(tokens(9)), pages.cached) == (((first.pages[0],), True, 1), 1)
+    assert (pages.match(tokens(9)), pages.cached) == (((first.pages[0],), True, 1, 0), 1)
     pages.wrote(first, tokens(8))
-    assert pages.match(tokens(9)) == ((first.pages[0],), True, 1)
+    assert pages.match(tokens(9)) == ((first.pages[0],), True, 1, 0)
     pages.wrote(first, tokens(9))
-    assert (pages.match(tokens(9)), pages.cached) == ((tuple(first.pages[:2]), False, 2), 2)
+    assert (pages.match(tokens(9)), pages.cached) == ((tuple(first.pages[:2]), False, 2, 0), 2)
 
 
 def test_a_page_at_whose_end_a_prompt_ends_is_promised_to_nobody_and_known_once_a_token_follows():
     pages = Pages(8, SIZE, ahead=1)
     first = admitted(pages, tokens(8))
-    assert pages.match([*tokens(8), 50, 51]) == ((first.pages[0],), False, 1)  # nobody waits for the second page
+    assert pages.match([*tokens(8), 50, 51]) == ((first.pages[0],), False, 1, 0)  # nobody waits for the second page
     assert pages.cached == 1
     pages.extend(first, 9)
     pages.wrote(first, tokens(9))
     assert pages.match([*tokens(8), 50, 51]).pages == (first.pages[0],)
-    assert pages.match(tokens(10)) == (tuple(first.pages[:2]), False, 2)
+    assert pages.match(tokens(10)) == (tuple(first.pages[:2]), False, 2, 0)
     assert pages.match(tokens(8)).pages == (first.pages[0],)  # what comes after its last token is not known yet
 
 
@@ -263,6 +265,35 @@ def test_a_token_other_than_the_one_that_a_page_was_promised_with_is_a_fault():
         pages.wrote(held, [*tokens(4), 50])
 
 
+def test_what_the_index_forgets_comes_back_from_the_tier_behind_what_it_has():
+    shelf = Shelf(8)
+    pages = Pages(4, SIZE, tier=shelf)
+    pages.release(admitted(pages, tokens(13)))
+    other = admitted(pages, tokens(8, 100))  # takes the unused page, and the last of those that are known
+    assert len(shelf.forgotten) == 1
+    shelf.settle({(page, slot): [page, slot] for page in range(4) for slot in range(SIZE)})
+    pages.release(other)
+    first, second = pages.match(tokens(13)).pages
+    assert pages.match(tokens(13)) == ((first, second), False, 0, 1)
+    held = pages.admit(tokens(13))
+    assert (held.pages[:2], held.shared, len(shelf.asked)) == ([first, second], 3, 1)
+    assert shelf.asked[0][1] == held.pages[2]
+    assert pages.match(tokens(13)) == (tuple(held.pages[:3]), False, 3, 0)  # at once: its contents come before it is read
+    assert pages.free == 0
+
+
+def test_a_request_that_keeps_out_of_the_index_takes_nothing_from_the_tier():
+    shelf = Shelf(8)
+    pages = Pages(3, SIZE, tier=shelf)
+    pages.release(admitted(pages, tokens(9)))
+    pages.release(admitted(pages, tokens(9, 100)))
+    shelf.settle({(page, slot): [page, slot] for page in range(3) for slot in range(SIZE)})
+    assert pages.match(tokens(9)).hosted == 2
+    assert pages.match(tokens(9), use_index=False) == ((), False, 0, 0)
+    assert pages.admit(tokens(9), use_index=False).shared == 0
+    assert not shelf.asked
+
+
 def test_work_goes_with_the_request_not_with_the_pool():
     def seconds(count: int) -> float:
         pages, best = Pages(count, SIZE), float("inf")
@@ -276,6 +307,37 @@ def test_work_goes_with_the_request_not_with_the_pool():
         return best
 
     assert seconds(32768) < 8 * seconds(512)
+
+
+class Shelf:
+    """A tier of `count` pages as a dictionary. Contents leave and enter pages once what was done with `pages` is over."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.kept: OrderedDict[bytes, list[list[int]]] = OrderedDict()
+        self.forgotten: list[tuple[bytes, int]] = []
+        self.asked: list[tuple[bytes, int]] = []
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self.kept
+
+    def forget(self, digest: bytes, page: int) -> None:
+        self.forgotten.append((digest, page))
+
+    def ask(self, digest: bytes, page: int) -> None:
+        self.asked.append((digest, page))
+
+    def settle(self, content: dict[tuple[int, int], list[int]]) -> None:
+        coming = [(page, self.kept[digest]) for digest, page in self.asked]
+        for digest, page in self.forgotten:
+            found = [content[page, slot] for slot in range(SIZE)]
+            assert self.kept.setdefault(digest, found) == found
+            self.kept.move_to_end(digest)
+        while len(self.kept) > self.count:
+            self.kept.popitem(last=False)
+        for page, found in coming:
+            content.update({(page, slot): tokens for slot, tokens in enumerate(found)})
+        self.forgotten, self.asked = [], []
 
 
 @dataclass(eq=False)
@@ -303,6 +365,7 @@ class Model:
     What is written of a token are those behind it that it depends on, too."""
 
     pages: Pages
+    shelf: Shelf = field(default_factory=lambda: Shelf(0))  # the pages' tier, if they have one
     requests: list[Request] = field(default_factory=list)
     index: dict[tuple[int, ...], Entry] = field(default_factory=dict)
     content: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # what was written last: (page, slot) -> tokens
@@ -319,6 +382,18 @@ class Model:
     def beginnings(self, text: list[int]) -> list[tuple[int, ...]]:
         return [tuple(text[: end + self.ahead]) for end in range(SIZE, len(text) - self.ahead + 1, SIZE)]
 
+    def digest(self, beginning: tuple[int, ...]) -> bytes:
+        digest = START
+        for first in range(0, len(beginning) - self.ahead, SIZE):
+            digest = chained(digest, beginning[first : first + SIZE + self.ahead])
+        return digest
+
+    def hosted(self, text: list[int], first: int) -> int:
+        """Pages behind the first ones that are on the shelf."""
+        ends = range((first + 1) * SIZE, len(text), SIZE)
+        kept = (self.digest(tuple(text[: end + self.ahead])) in self.shelf for end in ends)
+        return len(list(itertools.takewhile(bool, kept)))
+
     def expected(self, text: list[int]) -> tuple[tuple[int, ...], bool]:
         found = []
         for end in range(SIZE, len(text), SIZE):
@@ -332,11 +407,10 @@ class Model:
     def admit(self, text: list[int], indexed: bool) -> None:
         found, blocked = self.expected(text) if indexed else ((), False)
         holders = self.holders()
+        hosted = self.hosted(text, len(found)) if indexed and not blocked else 0
         match = self.pages.match(text, indexed)
-        assert match == (found, blocked, sum(page in holders for page in found))
-        for at, page in enumerate(match.pages):
-            wanted = [text[place : place + 1 + self.ahead] for place in range(at * SIZE, (at + 1) * SIZE)]
-            assert [self.content[page, slot] for slot in range(SIZE)] == wanted
+        assert match == (found, blocked, sum(page in holders for page in found), hosted)
+        self.reads(text, match.pages)
         new, idle = -(-len(text) // SIZE) - len(found), self.idle() - set(found)
         if new > len(idle) + len(self.unused()):
             with pytest.raises(OutOfPages):
@@ -345,15 +419,25 @@ class Model:
             return
         unused = self.unused()
         held = self.pages.admit(text, indexed)
-        assert (held.pages[: len(found)], held.shared) == (list(found), len(found))
+        known = len(found) + hosted
+        assert (held.pages[: len(found)], held.shared) == (list(found), known)
         self.given(held.pages[len(found) :], idle, unused)
-        request = Request(held, list(text), indexed, written=len(found) * SIZE, full=len(found))
+        self.reads(text, held.pages[:known])
+        request = Request(held, list(text), indexed, written=known * SIZE, full=known)
         self.requests.append(request)
         self.seen["shared" if found else "blocked" if blocked else "new"] += 1
-        for beginning, page in zip(self.beginnings(text), held.pages, strict=False):
+        self.seen["hosted"] += hosted
+        for at, (beginning, page) in enumerate(zip(self.beginnings(text), held.pages, strict=False)):
             if not indexed or (beginning in self.index and page != self.index[beginning].page):
                 break
-            self.index.setdefault(beginning, Entry(page, request))
+            entry = self.index.setdefault(beginning, Entry(page, request))
+            entry.written |= at < known
+
+    def reads(self, text: list[int], pages: Sequence[int]) -> None:
+        """The first pages of a prompt hold its tokens."""
+        for at, page in enumerate(pages):
+            wanted = [text[place : place + 1 + self.ahead] for place in range(at * SIZE, (at + 1) * SIZE)]
+            assert [self.content[page, slot] for slot in range(SIZE)] == wanted
 
     def idle(self) -> set[int]:
         holders = self.holders()
@@ -367,6 +451,10 @@ class Model:
         assert len(new) == len(set(new))
         assert set(new) <= idle | unused
         forgotten = set(new) & idle
+        if self.pages.tier is not None:
+            beginnings = {entry.page: beginning for beginning, entry in self.index.items()}
+            assert {(self.digest(beginnings[page]), page) for page in forgotten} == set(self.shelf.forgotten)
+            self.shelf.settle(self.content)
         if not forgotten:
             return
         assert unused <= set(new)
@@ -458,9 +546,18 @@ def random_step(model: Model, choose: random.Random) -> None:
         model.release(request)
 
 
-def walk(pages: Pages, steps: int, least: int) -> None:
+def with_shelf(count: int, kept: int, ahead: int = 0) -> Model:
+    """Pages with a tier."""
+    shelf = Shelf(kept)
+    return Model(Pages(count, SIZE, ahead=ahead, tier=shelf), shelf)
+
+
+KINDS = {"new", "shared", "refused", "forgotten", "private", "replaced"}
+
+
+def walk(model: Model, steps: int, least: int, rare: str = "blocked") -> None:
     """Random steps, in which everything that may happen happens so often at least."""
-    choose, model = random.Random(0), Model(pages)
+    choose, pages = random.Random(0), model.pages
     for _ in range(steps):
         random_step(model, choose)
         model.check()
@@ -468,17 +565,21 @@ def walk(pages: Pages, steps: int, least: int) -> None:
         model.release(request)
     model.check()
     assert pages.free == pages.count
-    kinds = {"new", "shared", "blocked", "refused", "forgotten", "private", "replaced"}
-    assert all(model.seen[kind] >= least for kind in kinds), model.seen
+    assert all(model.seen[kind] >= least for kind in KINDS | {rare}), model.seen
 
 
 @pytest.mark.deep(*deep.GENERATING)
 def test_a_hundred_thousand_random_steps_agree_with_a_dictionary():
-    walk(Pages(20, SIZE), 100_000, least=100)
+    walk(Model(Pages(20, SIZE)), 100_000, least=100)
 
 
 def test_random_steps_agree_with_a_dictionary_where_pages_look_ahead():
-    walk(Pages(20, SIZE, ahead=1), 5_000, least=3)
+    walk(Model(Pages(20, SIZE, ahead=1)), 5_000, least=3)
+
+
+@pytest.mark.parametrize(("kept", "ahead"), [(3, 0), (12, 1), (1000, 0)])
+def test_random_steps_agree_with_a_dictionary_where_a_tier_keeps_what_is_forgotten(kept, ahead):
+    walk(with_shelf(20, kept, ahead), 5_000, least=3, rare="hosted")
 
 
 class Machine(RuleBasedStateMachine):
@@ -486,11 +587,11 @@ class Machine(RuleBasedStateMachine):
 
     texts = st.lists(st.sampled_from([[0, 7, 7, 7], [1, 7, 7, 7]]), max_size=4).map(lambda pages: list(itertools.chain(*pages)))
     ends = st.lists(st.just(7), max_size=3)
-    ahead = 0
+    ahead, kept = 0, 0
 
     def __init__(self):
         super().__init__()
-        self.model = Model(Pages(8, SIZE, ahead=self.ahead))
+        self.model = with_shelf(8, self.kept, self.ahead) if self.kept else Model(Pages(8, SIZE, ahead=self.ahead))
 
     def request(self, which: int) -> Request:
         return self.model.requests[which % len(self.model.requests)]
@@ -524,6 +625,10 @@ class LooksAhead(Machine):
     ahead = 1
 
 
-TestMachine, TestLooksAhead = Machine.TestCase, LooksAhead.TestCase
+class HasTier(Machine):
+    kept = 5
+
+
+TestMachine, TestLooksAhead, TestHasTier = Machine.TestCase, LooksAhead.TestCase, HasTier.TestCase
 TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestLooksAhead.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestLooksAhead.settings = TestHasTier.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
