@@ -69,6 +69,11 @@ class HostTier:
         self.stats.pages_hosted = len(self.store)
         return pool
 
+    def finish(self) -> None:
+        """Waits until nothing is on its way to the host."""
+        while self._writes:
+            self._wait(self._writes.popleft().done.result)
+
     def _send_out(self, pool: Pool, forgotten: Sequence[Note]) -> Pool:
         """Contents that are here already stay where they are."""
         slots = {note: slot for note in forgotten if (slot := self.store.add(note.digest)) is not None}
