@@ -4,6 +4,7 @@ begins with comes in.
 Both are only noted at first. `settle` sends them before the next program that may write to the pool. The device runs programs in
 the order in which they are sent; nothing else keeps them apart. A thread waits for what comes out, so the engine does not."""
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -78,14 +79,14 @@ class HostTier:
         """Contents that are here already stay where they are."""
         slots = {note: slot for note in forgotten if (slot := self.store.add(note.digest)) is not None}
         for some in _blocks(list(slots)):
+            while len(self._writes) >= COPIES:
+                self._wait(self._writes.popleft().done.result)
             pool, contents = self.programs.copy_out(pool, _places(some))
             for array in contents.values():
                 array.copy_to_host_async()
             done = self._writer.submit(self.store.write, [slots[note] for note in some], contents)
             self._writes.append(Write(frozenset(note.digest for note in some), done))
             del contents  # the writer's alone, so that the device has its memory again once they are out
-            while len(self._writes) > COPIES:
-                self._wait(self._writes.popleft().done.result)
         self.stats.pages_out += len(slots)
         self.stats.bytes_out += len(slots) * self.store.page_bytes
         return pool
@@ -95,11 +96,11 @@ class HostTier:
         for some in _blocks(asked):
             digests = [note.digest for note in some]
             self._await(digests)
-            pool, contents = self.programs.copy_in(pool, jax.device_put(self.store.read(digests, COPIED)), _places(some))
+            if len(sent) == COPIES:
+                self._wait(functools.partial(jax.block_until_ready, sent.popleft()))
+            contents = jax.device_put(self.store.read(digests, COPIED))
+            pool, contents = self.programs.copy_in(pool, contents, _places(some))
             sent.append(contents)
-            if len(sent) > COPIES:
-                oldest = sent.popleft()
-                self._wait(lambda oldest=oldest: jax.block_until_ready(oldest))
         self.stats.pages_in += len(asked)
         self.stats.bytes_in += len(asked) * self.store.page_bytes
         return pool

@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mla_jax import Config, Transformer
 from mla_jax.base import roofline
-from mla_jax.decode import loop, rows, speculative
+from mla_jax.cache.paged import COPIED
+from mla_jax.decode import contents, loop, rows, speculative
 from mla_jax.model.dispatch import Dispatch
 from pallas_kernels import choice
 
@@ -63,8 +64,23 @@ def compiled(model: Transformer, function, *args) -> dict:
         "pool": sum(prod(a.shape) * a.dtype.itemsize for a in pool.values()),
         "temporaries": program.memory_analysis().temp_size_in_bytes,
         "aliased": program.memory_analysis().alias_size_in_bytes,
+        "sorts": text.count(" sort("),
         "copies": [found.group(0) for found in moving.finditer(text) if found.group(2) != "scatter"],
     }
+
+
+def copied_out(model, pool, table, pages):
+    return *contents.copy_out(model, pool, pages), table
+
+
+def copied_in(model, pool, table, some, pages):
+    return *contents.copy_in(model, pool, some, pages), table
+
+
+def contents_of(model: Transformer) -> dict:
+    """Of as many pages as are copied at a time."""
+    page = jax.eval_shape(lambda: model.new_pool(1))
+    return shapes({name: jax.ShapeDtypeStruct((COPIED, *one.shape), one.dtype) for name, one in page.items()})
 
 
 with_mtp = functools.partial(functools.partial, drafter=speculative.Mtp(3))
@@ -76,6 +92,8 @@ if __name__ == "__main__":
             "run, 8 rows": (with_mtp(loop.run), whole(8), whole(8, WIDTH), whole()),
             "run with drafts, 8 rows": (with_mtp(speculative.run_with_drafts), whole(8), whole(8, WIDTH), whole(), whole()),
             "prefill, 2048": (with_mtp(loop.prefill), whole(8), whole(2048), whole(8), whole(8, WIDTH)),
+            "pages to the host": (copied_out, whole(COPIED)),
+            "pages from the host": (copied_in, contents_of(model), whole(COPIED)),
         }
         for name, (function, *args) in steps.items():
             print(json.dumps({"step": f"{name}, {kv_cache}"} | compiled(model, function, *args)), flush=True)

@@ -11,11 +11,12 @@ from flax import nnx
 from mla_jax import LLM, Transformer
 from mla_jax.base.errors import DoesNotFit
 from mla_jax.base.roofline import DEVICES
+from mla_jax.cache.paged import PAGE
 from mla_jax.decode.programs import Program
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights import plan as planning
 from mla_jax.weights.load import Checkpoint
-from mla_jax.weights.plan import logits_bytes, page_bytes, plan
+from mla_jax.weights.plan import gib, logits_bytes, page_bytes, plan
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,26 @@ def test_a_batch_takes_as_many_times_the_cache_and_no_more_temporaries_up_to_64_
     monkeypatch.setattr(planning, "available", lambda: five.needed - 1)
     assert plan(checkpoint, 60).fits
     assert not plan(checkpoint, 60, 5).fits
+
+
+def test_pages_on_the_host_have_what_the_model_leaves_there(folder, monkeypatch):
+    checkpoint, size = Checkpoint(folder), 2**-8  # GiB: 4 MiB
+    page, free = page_bytes(checkpoint.model()), []
+    monkeypatch.setattr(planning, "free_memory", lambda: free[-1])
+    monkeypatch.setattr(planning, "available", lambda: 2**34)
+    without = plan(checkpoint, 60, cache_tokens=640)
+    taken = without.weights + 10 * page + without.temporaries + 2 * 4 * 8 * page  # of pages that are on their way
+    for more in (0, -1):
+        free.append(taken + 2**22 // page * page + more)
+        found = plan(checkpoint, 60, cache_tokens=640, host_cache=size)
+        assert (found.hosted, found.host_cache) == (2**22 // page * PAGE, 2**22 // page * page)
+        assert found.host_free == found.host_cache + more
+        assert f"pages on the host {gib(found.host_cache):>22}" in found.lines()
+        if more:
+            with pytest.raises(DoesNotFit, match=r"pages of 4\.0 MiB do not fit the host's memory"):
+                found.refuse()
+        else:
+            found.refuse()
 
 
 def test_a_plan_reads_no_weights(folder, monkeypatch):
