@@ -3,21 +3,21 @@
 A page is known by a digest of all tokens up to its end, and of those behind it that it depends on. Plain NumPy: a page is so many
 bytes, and where they come from and go to is the business of others."""
 
-from array import array
+import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import blake2b
+from hashlib import sha256
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-START = bytes(32)  # the digest before the first page
+START = bytes(sha256().digest_size)  # the digest before the first page
 
 
 def chained(before: bytes, tokens: Sequence[int]) -> bytes:
     """The digest of a page from its tokens and the digest of the page before it."""
-    return blake2b(before + array("q", tokens).tobytes(), digest_size=len(START)).digest()
+    return sha256(before + struct.pack(f"{len(tokens)}q", *tokens)).digest()
 
 
 class Kind(NamedTuple):

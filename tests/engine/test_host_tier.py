@@ -24,7 +24,7 @@ from mla_jax.engine.engine import Engine, Size
 from mla_jax.engine.eviction import EvictingEngine, Eviction
 from mla_jax.engine.host_tier import HostTier
 from mla_jax.engine.pages import Held, Pages
-from mla_jax.engine.request import Request
+from mla_jax.engine.request import FinishReason, Request
 from mla_jax.engine.stats import EngineStats
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights.load import load
@@ -247,6 +247,38 @@ def test_a_preempted_request_comes_back_with_the_same_tokens(programs_of):
     assert [job.ids] == expected
     assert engine.stats.read - read == known - known // PAGE * PAGE
     assert engine.stats.pages_in == known // PAGE
+
+
+@pytest.mark.deep(*deep.GENERATING)
+def test_random_requests_get_the_tokens_they_get_without_a_tier(programs_of):
+    """In a pool that holds a few, with cancels, preemptions and beginnings in common; the tier is too small for all of these."""
+    rng, plain, expected = np.random.default_rng(5), engine_of(programs_of(), LARGE), {}
+    prefixes = [rng.integers(2, WORDS, n).tolist() for n in (130, 200, 260)]
+    kinds = [random_request(rng, prefixes) for _ in range(40)]
+    engine, jobs = engine_of(programs_of(), dataclasses.replace(SMALL, hosted=7)), []
+    engine.limits = dataclasses.replace(engine.limits, steps=8, fewest_steps=4)  # so that less is set aside for those that run
+    while len(jobs) < 300 or engine.busy:
+        if len(jobs) < 300 and len(engine.waiting) < 6:
+            kind = int(rng.integers(len(kinds)))
+            jobs.append((kind, engine.submit(kinds[kind], priority=int(rng.integers(3)))))
+        if rng.random() < 0.03 and engine.jobs:
+            engine.cancel(list(engine.jobs.values())[int(rng.integers(len(engine.jobs)))])
+        engine.step()
+        assert engine.stats.pages_free == SMALL.pages - len({page for job in engine.running for page in job.held.pages})
+    assert engine.stats.preemptions > 10
+    assert engine.stats.pages_in > 50
+    for kind, job in jobs:
+        if job.reason is FinishReason.CANCELLED:
+            continue
+        if kind not in expected:
+            expected[kind] = answer(plain, kinds[kind])[0]
+        assert job.ids == expected[kind], kind
+
+
+def random_request(rng: np.random.Generator, prefixes: list[list[int]]) -> Request:
+    prefix, own = prefixes[rng.integers(len(prefixes))], rng.integers(2, WORDS, rng.integers(1, 60)).tolist()
+    sampled = {"temperature": 0.8, "seed": int(rng.integers(1000))} if rng.random() < 0.4 else {}
+    return request(prefix + own, max_tokens=int(rng.integers(1, 60)), **sampled)
 
 
 @pytest.mark.deep(*deep.GENERATING)
