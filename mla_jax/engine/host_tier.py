@@ -2,7 +2,8 @@
 begins with comes in.
 
 Both are only noted at first. `settle` sends them before the next program that may write to the pool. The device runs programs in
-the order in which they are sent; nothing else keeps them apart. A thread waits for what comes out, so the engine does not."""
+the order in which they are sent; nothing else keeps them apart. A thread waits for what comes out. The engine does only where a
+prompt begins with that, and where much is on its way, which fills the device."""
 
 import functools
 import time

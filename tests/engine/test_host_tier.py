@@ -201,6 +201,21 @@ def test_what_is_asked_for_is_not_pushed_out_by_what_is_forgotten_meanwhile(prog
     assert (b"first" in tier, b"second" in tier, b"third" in tier) == (False, True, True)
 
 
+def test_what_goes_wrong_on_the_way_is_raised_where_it_is_waited_for(programs_of, monkeypatch):
+    programs = programs_of()
+    pool, tier = random_pool(programs, 8), HostTier(programs, 4, EngineStats(1, 8))
+
+    def fails(slots, contents):
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(tier.store, "write", fails)
+    tier.forget(b"first", 0)
+    pool = tier.settle(pool)
+    tier.ask(b"first", 1)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        tier.settle(pool)
+
+
 # requests
 
 
