@@ -1,8 +1,9 @@
 """The paged cache: one pool of pages for all rows and layers, and what a layer does with it.
 
 A pool is `{name: [G Z ..]}`: G pages of Z tokens, the same number of them for each layer, one layer's after the other's. It knows
-nothing of what the names mean: a form of attention says what it remembers. A row fills its pages in the order of arrival, so the
-order of its slots is the causal order. What no row holds may be anything, NaN as well."""
+nothing of what the names mean: a form of attention says what it remembers. What is noted of a page as a whole is `[G ..]`. A row
+fills its pages in the order of arrival, so the order of its slots is the causal order. What no row holds may be anything, NaN as
+well."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from mla_jax.base.batch import Batch, Tables
 
@@ -23,7 +24,11 @@ NOWHERE = jnp.iinfo(jnp.int32).max  # a slot past the end of any pool: what is w
 BITS = {jnp.dtype(jnp.bfloat16): jnp.uint16, jnp.dtype(jnp.float8_e4m3fn): jnp.uint8}
 NUMBERS = {jnp.dtype(bits): numbers for numbers, bits in BITS.items()}
 
-Pool = dict[str, Shaped[Array, "G Z ..."]]
+# What is noted of tokens and pages beside what forms of attention remember, for cache/retrieve.py: no form reads or writes it.
+ASKED, SUMMARY = "asked", "summary"  # [G Z] and, not of tokens but of pages, [G V L]
+NOTES = {ASKED, SUMMARY}
+
+Pool = dict[str, Shaped[Array, "G ..."]]
 
 
 @jax.tree_util.register_dataclass
@@ -77,16 +82,26 @@ class View(NamedTuple):
         return View(jnp.pad(self.table, padding), jnp.pad(self.filled, padding), self.start)
 
 
-def init(token: Mapping[str, jax.ShapeDtypeStruct], layers: int, pages: int, size: int = PAGE, *, as_bits: bool = False) -> Pool:
-    """A pool with `pages` pages for each of `layers` layers; `token` shows what one token leaves in a layer, as `[1 1 ..]`.
+def init(
+    token: Mapping[str, jax.ShapeDtypeStruct],
+    layers: int,
+    pages: int,
+    size: int = PAGE,
+    *,
+    page: Mapping[str, jax.ShapeDtypeStruct] | None = None,
+    as_bits: bool = False,
+) -> Pool:
+    """A pool with `pages` pages for each of `layers` layers; `token` shows what one token leaves in a layer, as `[1 1 ..]`, and
+    `page` what is noted of a page, as `[1 ..]`.
 
     `as_bits` stores narrow floats as integers, for a CPU."""
 
-    def zeros(one: jax.ShapeDtypeStruct) -> Array:
+    def zeros(one: jax.ShapeDtypeStruct, *shape: int) -> Array:
         dtype = BITS.get(jnp.dtype(one.dtype), one.dtype) if as_bits else one.dtype
-        return jnp.zeros((layers * pages, size, *one.shape[2:]), dtype)
+        return jnp.zeros((layers * pages, *shape), dtype)
 
-    return {name: zeros(one) for name, one in token.items()}
+    of_tokens = {name: zeros(one, size, *one.shape[2:]) for name, one in token.items()}
+    return of_tokens | {name: zeros(one, *one.shape[1:]) for name, one in (page or {}).items()}
 
 
 def numbers(pool: Mapping[str, Array]) -> Pool:
@@ -110,7 +125,7 @@ def _stored(value: Array, dtype: jnp.dtype) -> Array:
 
 
 def page_size(pool: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> int:
-    return next(iter(pool.values())).shape[1]
+    return next(array for name, array in pool.items() if name != SUMMARY).shape[1]
 
 
 def in_order(rows: int, slots: int, size: int = PAGE) -> Int[Array, "B P"]:
@@ -168,7 +183,19 @@ def append(layer: Layer, new: Mapping[str, Shaped[Array, "B T ..."]], rows: Rows
     def written(old: Array, value: Array) -> Array:  # not through a flat view of the pool: with one token XLA would copy it
         return old.at[page, place].set(_stored(value, old.dtype), mode="drop")
 
-    return dataclasses.replace(layer, pool={name: written(layer.pool[name], value) for name, value in new.items()})
+    return dataclasses.replace(layer, pool=layer.pool | {name: written(layer.pool[name], value) for name, value in new.items()})
+
+
+def note(layer: Layer, page: Int[Array, " G"], notes: Mapping[str, Shaped[Array, "G ..."]]) -> Layer:
+    """Writes what is noted of pages, counted from the pool's first; NOWHERE is none."""
+    pool = layer.pool
+    written = {name: pool[name].at[page].set(_stored(new, pool[name].dtype), mode="drop") for name, new in notes.items()}
+    return dataclasses.replace(layer, pool=pool | written)
+
+
+def summaries(layer: Layer, table: Int[Array, "B P"]) -> Float[Array, "B P V L"]:
+    """What pages are summed up by."""
+    return _numbers(layer.pool[SUMMARY].at[table + layer.first].get(mode="clip"))
 
 
 def read(layer: Layer, view: View, first: Array | int, count: int) -> dict[str, Shaped[Array, "B S ..."]]:
@@ -182,4 +209,4 @@ def read(layer: Layer, view: View, first: Array | int, count: int) -> dict[str, 
         found = found.reshape(found.shape[0], -1, *array.shape[2:])
         return jnp.where(held.reshape(*held.shape, *(1,) * (found.ndim - 2)), found, jnp.zeros((), found.dtype))
 
-    return {name: gathered(array) for name, array in layer.pool.items()}
+    return {name: gathered(array) for name, array in layer.pool.items() if name not in NOTES}
