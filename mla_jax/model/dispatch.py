@@ -19,7 +19,8 @@ from mla_jax.base.qtensor import QTensor
 from mla_jax.cache import paged
 from mla_jax.cache.evict import Policy
 from mla_jax.cache.paged import Pool
-from mla_jax.model import fp8_latent, mla, moe, ops, rope
+from mla_jax.cache.retrieve import Retrieval
+from mla_jax.model import fp8_latent, mla, moe, ops, retrieval, rope
 from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.moe import BACKENDS, ExpertPlan, pick_backend
 
@@ -41,11 +42,15 @@ class StepPlan(NamedTuple):
     experts: ExpertPlan
     prepare: Callable[[Batch], Any] | None = None  # makes the same for one layer's batch
     policy: Policy | None = None  # whose scores are asked for
+    retrieving: retrieval.Retrieving | None = None  # some of the pages, where that is asked for
 
     def of_layer(self, batch: Batch, number: Any) -> "StepPlan":
         """The plan for a layer that has dropped other tokens than the layers before."""
         assert self.prepare is not None
         return self._replace(shared=self.prepare(batch.of_layer(number)))
+
+    def attending_to_all(self) -> "StepPlan":
+        return self._replace(retrieving=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +58,8 @@ class Dispatch:
     """`attention` is one of ATTENTION, `experts` a backend or "auto", `kv_cache` "auto" or "fp8" (latents in E4M3).
 
     The last two are for layers whose experts the CPU holds: `defer` experts of each token are added one layer later while few
-    tokens are new, and steps of at least `stream` tokens (0: none) copy the experts to the device."""
+    tokens are new, and steps of at least `stream` tokens (0: none) copy the experts to the device. With a `retrieval` decode
+    steps attend to some of the cached pages."""
 
     attention: str = "auto"
     experts: str = "auto"
@@ -61,6 +67,7 @@ class Dispatch:
     device: roofline.Device = roofline.DEVICES["cpu"]
     defer: int = 0
     stream: int = 0
+    retrieval: Retrieval | None = None
 
     def step(self, model: "Transformer", batch: Batch, pool: Pool | None) -> StepPlan:
         """The plan for a step on this batch; without a pool nothing is cached."""
@@ -79,7 +86,14 @@ class Dispatch:
             return form.prepare(batch, pool, model.config, slots)
 
         experts, turns = self._expert_plan(model, rows, new), rope.turns(batch.positions, model.config)
-        return StepPlan(form, prepare(batch.of_layer(0)), turns, experts, prepare)
+        plan = StepPlan(form, prepare(batch.of_layer(0)), turns, experts, prepare)
+        if pool is None or self.retrieval is None:
+            return plan
+        return plan._replace(retrieving=retrieval.of_step(self.retrieval, batch, paged.page_size(pool), prepare))
+
+    def attends_to_all(self, layer: int) -> bool:
+        """Whether this layer always reads all that is cached."""
+        return self.retrieval is None or layer < self.retrieval.dense
 
     def _name(self, model: "Transformer", batch: Batch, pool: Pool | None) -> str:
         rows, new = batch.positions.shape

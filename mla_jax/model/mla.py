@@ -21,6 +21,7 @@ from mla_jax.cache.paged import Layer
 from mla_jax.model import held, rope, watch
 from mla_jax.model.held import Cached, Held
 from mla_jax.model.ops import linear, norm_weight, parameter, plain, rms_norm
+from mla_jax.model.retrieval import Retrieving
 
 Queries = tuple[Float[Array, "B T N P"], Float[Array, "B T N E"]]
 Up = tuple[Float[Array, "N P R"], Float[Array, "N V R"]]
@@ -122,12 +123,19 @@ class MLA(nnx.Module):
         self.o_proj = parameter(config, rngs, "model", "heads*value")
 
     def __call__(
-        self, x: Float[Array, "B T D"], layer: Layer | None, form: Form, step: Any, turns: rope.Turns
+        self,
+        x: Float[Array, "B T D"],
+        layer: Layer | None,
+        form: Form,
+        step: Any,
+        turns: rope.Turns,
+        retrieving: Retrieving | None = None,
     ) -> tuple[Float[Array, "B T D"], Layer | None]:
         """Attends to the new tokens and, where `layer` is given, to those cached before; returns the layer with both.
 
-        `step` is what `form.prepare` returned, `turns` are the angles of the new tokens."""
-        up = self.up
+        `step` is what `form.prepare` returned, `turns` are the angles of the new tokens. With `retrieving` it attends to some of
+        the cached pages alone."""
+        up, scale = self.up, rope.softmax_scale(self.config)
         q, kv = self.queries(x), linear(x, self.kv_a_proj[...])
         if layer is not None and form.appends is not None:
             q, layer = form.appends(q, kv, self.kv_a_norm[...], layer, step, self.config)
@@ -135,7 +143,10 @@ class MLA(nnx.Module):
         else:
             q, new = self.turned(q, turns), form.remembers(*self.keys(kv, turns), up, x)
             layer = None if layer is None else paged.append(layer, new, step.rows)
-        out = form.attends(q, Held(new, layer, step, form.reads), up, rope.softmax_scale(self.config))
+        if layer is not None and retrieving is not None:
+            layer = retrieving.noted(layer, q, up, form.reads)
+            step = retrieving.step_of(layer, q, up, scale, step)
+        out = form.attends(q, Held(new, layer, step, form.reads), up, scale)
         return linear(out.reshape(*x.shape[:2], -1), self.o_proj[...]), layer
 
     def seen(

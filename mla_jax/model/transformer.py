@@ -38,7 +38,7 @@ class Block(nnx.Module):
         normed, found = rms_norm(x, self.attn_norm[...], self.eps), {}
         with jax.named_scope("attention"):
             if plan.policy is None:
-                y, layer = self.attn(normed, layer, plan.form, plan.shared, plan.turns)
+                y, layer = self.attn(normed, layer, plan.form, plan.shared, plan.turns, plan.retrieving)
             else:
                 assert layer is not None, "a policy scores what is cached"
                 y, found["scores"] = self.attn.seen(normed, layer, plan.form, plan.shared, plan.turns, plan.policy)
@@ -88,15 +88,18 @@ class Transformer(nnx.Module):
             plan = self.dispatch.observing(self, batch, pool, policy)
         x, pending, aux = self.embedded(tokens), None, {}
 
-        def layer_of(graph: Any, weights: Any, x: Array, pending: Any, layer: Layer | None, number: Array):
+        def layer_of(graph: Any, reads_all: bool, weights: Any, x: Array, pending: Any, layer: Layer | None, number: Array):
             mine = plan.of_layer(batch, number) if isinstance(batch.page_table, Tables) else plan
+            mine = mine.attending_to_all() if reads_all else mine
             return nnx.merge(graph, weights)(x, pending, batch, layer, mine)
 
         # layers of one structure are traced and lowered once; XLA inlines the calls
-        apply = jax.jit(layer_of, static_argnums=0) if isinstance(x, Tracer) else layer_of
+        apply = jax.jit(layer_of, static_argnums=(0, 1)) if isinstance(x, Tracer) else layer_of
         for i, block in enumerate(self.layers):
+            (graph, weights), reads_all = nnx.split(block), self.dispatch.attends_to_all(i)
             with jax.named_scope(f"layer_{i}"):
-                (x, pending), layer, found = apply(*nnx.split(block), x, pending, self.layer_of(pool, i), jnp.int32(i))
+                mine = self.layer_of(pool, i), jnp.int32(i)
+                (x, pending), layer, found = apply(graph, reads_all, weights, x, pending, *mine)
             pool = None if layer is None else layer.pool
             for name, value in found.items():
                 aux.setdefault(name, []).append(value)
@@ -152,7 +155,16 @@ class Transformer(nnx.Module):
         shapes = [jax.ShapeDtypeStruct((1, 1, n), up[0].dtype) for n in (config.kv_lora_rank, config.qk_rope_head_dim)]
         token = jax.eval_shape(self.dispatch.cached().remembers, *shapes, up)
         count, on_cpu = self.cached_layers if layers is None else layers, self.dispatch.device.platform == "cpu"
-        return paged.init(token, count, pages, size, as_bits=on_cpu)
+        of_tokens, of_pages = self._notes()
+        return paged.init(token | of_tokens, count, pages, size, page=of_pages, as_bits=on_cpu)
+
+    def _notes(self) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, jax.ShapeDtypeStruct]]:
+        """What is noted of one token, and of one page, where some pages are to be chosen."""
+        if self.dispatch.retrieval is None:
+            return {}, {}
+        policy, width = self.dispatch.retrieval.policy, self.config.kv_lora_rank + self.config.qk_rope_head_dim
+        asked = {paged.ASKED: jax.ShapeDtypeStruct((1, 1), jnp.float32)} if policy.asks else {}
+        return asked, {paged.SUMMARY: jax.ShapeDtypeStruct((1, policy.vectors, width), self.dtype)}
 
     def blocks(self) -> list[Block]:
         """All layers, MTP's after the model's."""

@@ -1,0 +1,113 @@
+"""Retrieval in a layer: sums up the pages that a step writes, and shortens a row's page table to the pages that a policy chooses.
+
+What is noted of a page lies in the pool beside its tokens, so it goes where the page goes. It is made anew from what the page
+holds whenever tokens are appended: what was there before never matters."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mla_jax.base.batch import Batch, Tables
+from mla_jax.cache import paged, retrieve
+from mla_jax.cache.paged import ASKED, NOWHERE, SUMMARY, Layer, Rows, View
+from mla_jax.cache.retrieve import Retrieval
+
+
+class Written(NamedTuple):
+    """The pages that a step writes, with empty ones behind."""
+
+    page: Int[Array, " G"]  # counted from the layer's first
+    filled: Int[Array, " G"]  # tokens that it holds then; 0: there is no such page
+    before: Int[Array, " G"]  # tokens that it held before
+    token: Int[Array, "G Z"]  # which of the step's tokens is in each slot, if that is new
+
+
+def written(rows: Rows, size: int) -> Written:
+    """As many as `T` tokens of `R` rows can write: `T // size + 2 R`."""
+    count, tokens = rows.seq_lens.size, rows.slots.size
+    before = rows.seq_lens - rows.counts
+    first = before // size
+    pages = jnp.where(rows.counts > 0, -(-rows.seq_lens // size) - first, 0)
+    stop, place = jnp.cumsum(pages), jnp.arange(min(tokens, tokens // size + 2 * count))
+    row = jnp.minimum(jnp.searchsorted(stop, place, side="right", method="compare_all"), count - 1)
+    number = (first - (stop - pages))[row] + place  # of the page in its row
+    start = number * size
+    filled = jnp.where(place < stop[-1], jnp.clip(rows.seq_lens[row] - start, 0, size), 0)
+    page = rows.page_table[row, jnp.minimum(number, rows.page_table.shape[1] - 1)]
+    token = (_first_tokens(rows) - before)[row] + start
+    return Written(page, filled, jnp.clip(before[row] - start, 0, size), token[:, None] + jnp.arange(size))
+
+
+def _first_tokens(rows: Rows) -> Int[Array, " R"]:
+    """Which of the step's tokens is the first of each row."""
+    row = jnp.arange(rows.seq_lens.size)
+    return row * rows.slots.shape[1] if rows.row is None else (rows.row < row[:, None]).sum(1)
+
+
+class Retrieving(NamedTuple):
+    """What the layers of one step share."""
+
+    retrieval: Retrieval
+    batch: Batch
+    written: Written
+    pages: int | None  # that a row attends to; None: all
+    prepare: Callable[[Batch], Any]  # makes what a form needs for a batch
+
+    def noted(self, layer: Layer, q: tuple[Array, Array], up: tuple[Array, Array], reads: Callable) -> Layer:
+        """With what the policy notes of the written pages. `reads` is the form's."""
+        page, filled, before, token = self.written
+        cached = reads(paged.read(layer, View(page[:, None], filled[:, None], filled), 0, 1))
+        keys = jnp.concatenate([cached["c_kv"], cached["k_pe"]], axis=-1)
+        held = jnp.arange(layer.size) < filled[:, None]
+        at = jnp.where(filled > 0, page + layer.first, NOWHERE)
+        policy, notes, asked = self.retrieval.policy, {}, None
+        if policy.asks:
+            old = jnp.arange(layer.size) < before[:, None]
+            queries = _added_up(q, up).reshape(-1, keys.shape[-1]).at[token].get(mode="clip")
+            asked = jnp.where(old, layer.pool[ASKED].at[at].get(mode="clip"), 0) + policy.asked(queries, keys, held & ~old)
+            notes[ASKED] = asked
+        return paged.note(layer, at, notes | {SUMMARY: policy.summary(keys, held, asked)})
+
+    def step_of(self, layer: Layer, q: tuple[Array, Array], up: tuple[Array, Array], scale: float, step: Any) -> Any:
+        """What the form needs to attend to the pages that these queries choose; without a choice, `step`."""
+        if self.pages is None:
+            return step
+        with jax.named_scope("retrieve"):
+            return self.prepare(self._chosen(layer, _absorbed(q, up)[:, 0], self.pages, scale))
+
+    def _chosen(self, layer: Layer, q: Float[Array, "B N L"], count: int, scale: float) -> Batch:
+        """The batch with the chosen pages alone: as if its rows had dropped the tokens of all others."""
+        batch, size = self.batch, layer.size
+        assert batch.page_table is not None
+        assert not isinstance(batch.page_table, Tables), "rows that drop tokens choose no pages"
+        assert batch.seq_lens is not None
+        assert batch.index is not None
+        width = batch.page_table.shape[1]
+        pages = jnp.minimum(-(-batch.seq_lens // size), width)
+        summary = paged.summaries(layer, batch.page_table)
+        held = jnp.arange(width) < pages[:, None]
+        scores = self.retrieval.policy.scores(q, summary, held, scale)
+        place, left_out = retrieve.chosen(scores, pages, count, self.retrieval.recent)
+        table, gone = jnp.take_along_axis(batch.page_table, place, axis=1), left_out * size
+        return Batch(batch.positions, batch.mask, batch.seq_lens - gone, table, batch.index - gone[:, None])
+
+
+def of_step(retrieval: Retrieval, batch: Batch, size: int, prepare: Callable[[Batch], Any]) -> Retrieving:
+    """Only a row's single new token chooses pages, and only where a row may have more than are read; a prompt's tokens attend to
+    everything."""
+    pages = retrieval.pages(size)
+    decodes = batch.row is None and batch.mask.shape[1] == 1 and batch.width > pages
+    return Retrieving(retrieval, batch, written(paged.rows_of(batch, size), size), pages if decodes else None, prepare)
+
+
+def _absorbed(q: tuple[Array, Array], up: tuple[Array, Array]) -> Float[Array, "B T N L"]:
+    """Queries whose product with [c_kv, k_pe] is a head's logit."""
+    return jnp.concatenate([jnp.einsum("btnp,npr->btnr", q[0], up[0]), q[1]], axis=-1)
+
+
+def _added_up(q: tuple[Array, Array], up: tuple[Array, Array]) -> Float[Array, "B T L"]:
+    """The sum of these over heads, which is computed without them."""
+    return jnp.concatenate([jnp.einsum("btnp,npr->btr", q[0], up[0]), q[1].sum(2)], axis=-1)
