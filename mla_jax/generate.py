@@ -22,6 +22,7 @@ from mla_jax.base.options import (
     Options,
     OutputOptions,
     PromptOptions,
+    RetrieveOptions,
     SamplingParams,
     names,
 )
@@ -51,13 +52,15 @@ class Command:
     experts: Flat[ExpertOptions] = field(default_factory=ExpertOptions)
     drafts: Flat[DraftOptions] = field(default_factory=DraftOptions)
     eviction: Flat[EvictOptions] = field(default_factory=EvictOptions)
+    retrieval: Flat[RetrieveOptions] = field(default_factory=RetrieveOptions)
     memory: Flat[MemoryOptions] = field(default_factory=MemoryOptions)
     output: Flat[OutputOptions] = field(default_factory=OutputOptions)
 
     @property
     def options(self) -> Options:
         """What the model is opened with."""
-        return Options(self.model, self.attention, self.experts, self.drafts, self.eviction, self.memory)
+        groups = self.model, self.attention, self.experts, self.drafts, self.eviction, self.retrieval, self.memory
+        return Options(*groups)
 
 
 GROUPS: dict[str, type] = {
@@ -68,6 +71,7 @@ GROUPS: dict[str, type] = {
     "experts": ExpertOptions,
     "drafts": DraftOptions,
     "eviction": EvictOptions,
+    "retrieval": RetrieveOptions,
     "memory": MemoryOptions,
     "output": OutputOptions,
 }

@@ -21,6 +21,8 @@ DTYPES = ("float32", "bfloat16")
 DRAFT = ("auto", "off", "mtp", "lookup")
 EVICT = ("off", "snapkv", "h2o", "tova", "keydiff", "critical", "streaming", "random")
 EVERY = 512  # tokens of output after which some are dropped again
+RETRIEVE = ("off", "quest", "infllm")
+FEWEST_RETRIEVED = 256  # tokens that are read of a row: the first page, the newest two, and one that is chosen
 BUDGETS = ("uniform", "pyramid", "ada")
 DRAFTS = 3  # tokens that are guessed at a time at most, unless a number is asked for
 MOST_DRAFTS = 7  # tokens that are guessed behind a chosen one: a kernel over latents takes eight tokens of a row
@@ -120,6 +122,16 @@ class EvictOptions(Checked):
 
 
 @dataclass(frozen=True)
+class RetrieveOptions(Checked):
+    """Long contexts: keep all tokens, read some of them in each decode step (inexact)."""
+
+    retrieve: str = option("off", one_of(*RETRIEVE))
+    """off, quest, infllm: who chooses what is read."""
+    retrieve_tokens: int = option(4096, whole(FEWEST_RETRIEVED))
+    """Tokens of context that a decode step reads in each layer."""
+
+
+@dataclass(frozen=True)
 class MemoryOptions(Checked):
     """What to reserve."""
 
@@ -162,6 +174,7 @@ class Options:
     experts: ExpertOptions = field(default_factory=ExpertOptions)
     drafts: DraftOptions = field(default_factory=DraftOptions)
     eviction: EvictOptions = field(default_factory=EvictOptions)
+    retrieval: RetrieveOptions = field(default_factory=RetrieveOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
 
     def __post_init__(self):
@@ -194,6 +207,7 @@ GROUPS: dict[str, type] = {
     "experts": ExpertOptions,
     "drafts": DraftOptions,
     "eviction": EvictOptions,
+    "retrieval": RetrieveOptions,
     "memory": MemoryOptions,
 }
 

@@ -27,7 +27,8 @@ class Entry:
 
     held: Int[Given, " H"]  # tokens in its pages
     prompt: Int[Given, " H"]  # tokens before its output
-    limit: Int[Given, " H"]  # tokens it may still generate
+    limit: Int[Given, " H"]  # tokens it may still generate, those that it generates again included
+    again: Int[Given, " H"]  # tokens it generates again: they are in its text, and are taken whatever is drawn
     ends: Int[Given, "H M"]  # token ids that end it, -1 for none
     logprobs: Bool[Given, " H"]  # whether it asks for log-probabilities
     sampling: Sampling
@@ -82,7 +83,7 @@ def blank(rows: int) -> Entry:
         bias_ids=filled(-1, np.int32, MAX_BIASES),
         bias=filled(0, np.float32, MAX_BIASES),
     )
-    return Entry(whole(), whole(), whole(), filled(-1, np.int32, MAX_ENDS), filled(0, bool), sampling)
+    return Entry(whole(), whole(), whole(), whole(), filled(-1, np.int32, MAX_ENDS), filled(0, bool), sampling)
 
 
 def fresh(held: Int[Either, " H"], limit: Int[Either, " H"]) -> Open:
@@ -130,6 +131,13 @@ def returned(rows: Rows, at: Int[Array, " B"], is_open: Open, last: Float[Array,
 
 def _put(table: Array, at: Int[Array, " B"], rows: Array | int) -> Array:
     return table.at[at].set(rows, mode="drop")
+
+
+def told_again(rows: Rows, at: Int[Array, " B"], entry: Entry, is_open: Open, token: Int[Array, " B"]) -> Int[Array, " B"]:
+    """The next token of the rows `at`: the one that they had before, or the `token` that is drawn."""
+    if rows.text is None:
+        return token
+    return jnp.where(is_open.count < entry.again, rows.text.at[at, is_open.position].get(mode="clip"), token)
 
 
 def chose(

@@ -74,6 +74,7 @@ def next_token(going: Going, asked: Asked, logits: Float[Array, "B W"]) -> tuple
     whose logits are not finite."""
     with jax.named_scope("choose"):
         token, fit = choose(logits, going.rows.seen, asked.at, going.position, asked.entry.sampling)
+        token = table.told_again(going.rows, asked.at, asked.entry, going.is_open, token)
     active = going.is_active(asked)
     going = taken(going, asked, token, active & fit, logits)
     failed = active & ~fit

@@ -239,7 +239,7 @@ class Engine:
 
     def _as_waiting(self, job: Job) -> Waiting:
         first = self._first_tokens(job)
-        match, left = self._pages.match(first, job.shares), job.request.limit - len(job.ids)
+        match, left = self._pages.match(first, job.shares), job.request.limit - len(job.ids) + self._again(job)
         return Waiting(
             id=job.id,
             priority=job.priority,
@@ -255,6 +255,14 @@ class Engine:
     def _first_tokens(self, job: Job) -> list[int]:
         """What a job reads by itself once it is admitted."""
         return job.tokens
+
+    def _again(self, job: Job) -> int:
+        """Tokens of its output that a job generates again once it is admitted."""
+        return 0
+
+    def _written(self, job: Job) -> list[int]:
+        """The tokens in a job's pages that the prefix index may learn of."""
+        return job.tokens[:-1] if job.done else job.tokens  # the last one was not read any more
 
     def _as_running(self, job: Job) -> Running:
         assert job.held is not None
@@ -302,7 +310,7 @@ class Engine:
             self.waiting.remove(job)
             self.running.append(job)
             admitted.append(job)
-            job.start(self._free_rows.pop(), self._pages.admit(first, job.shares), PAGE)
+            job.start(self._free_rows.pop(), self._pages.admit(first, job.shares), PAGE, self._again(job))
             self.stats.hits += job.read
         for first in range(0, len(admitted), ADMITTED):
             some = admitted[first : first + ADMITTED]
@@ -456,8 +464,7 @@ class Engine:
             job.take(ids, self._logprobs(job, likely, i, ids), bool(chosen.done[i]), bool(chosen.finite[i]))
             job.times.note(now, len(ids), self.stats.least_bytes)
             assert job.held is not None
-            known = job.tokens[:-1] if job.done else job.tokens  # the last one was not read any more
-            self._pages.wrote(job.held, known)
+            self._pages.wrote(job.held, self._written(job))
             if job.done:
                 self._leave(job)
 
@@ -477,8 +484,12 @@ class Engine:
 
     def _least_bytes(self, jobs: list[Job], steps: int) -> int:
         """What so many steps of these rows had to read: weights, and latents."""
-        held = sum(job.read + job.steps for job in jobs) // len(jobs)
+        held = sum(self._attended(job.read + job.steps) for job in jobs) // len(jobs)
         return int(steps * roofline.decode_bytes(self.config, len(jobs), held, self.programs.model.dtype.itemsize))
+
+    def _attended(self, held: int) -> int:
+        """Of so many tokens that a row holds, those that a decode step reads, on average over layers."""
+        return held
 
     def _logprobs(self, job: Job, likely: Likely | None, i: int, ids: list[int]) -> Any:
         if job.logprobs is None or likely is None:

@@ -12,13 +12,14 @@ from mla_jax.engine.job import Job
 
 def entries(jobs: list[Job], count: int) -> Entry:
     """An entry for each job; entries beyond, up to `count`, are nobody's."""
-    ends, remaining = _filled((count, MAX_ENDS), -1, np.int32), [job.request.limit - len(job.ids) for job in jobs]
+    ends = _filled((count, MAX_ENDS), -1, np.int32)
     for row, job in zip(ends, jobs, strict=False):
         row[: len(job.request.all_ends)] = job.request.all_ends
     return Entry(
         held=_column((job.read for job in jobs), count, np.int32),
         prompt=_column((len(job.request.prompt) for job in jobs), count, np.int32),
-        limit=_column(remaining, count, np.int32),
+        limit=_column((job.left for job in jobs), count, np.int32),
+        again=_column((job.again for job in jobs), count, np.int32),
         ends=ends,
         logprobs=_column((job.logprobs is not None for job in jobs), count, np.bool_),
         sampling=_sampling([job.request.params for job in jobs], count),

@@ -1,10 +1,12 @@
 """What runs where, and why, in words."""
 
+import jax
+
 from mla_jax.base import roofline
 from mla_jax.base.limits import gib
 from mla_jax.base.options import EVERY, EvictOptions
 from mla_jax.base.qtensor import REORDERED
-from mla_jax.cache.paged import PAGE
+from mla_jax.cache.paged import NOTES, PAGE
 from mla_jax.engine.drafting import Drafting
 from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.transformer import Transformer
@@ -42,6 +44,7 @@ def explain(
         when = f"once a prompt is read, and after every {EVERY} tokens of output"
         share = f"{100 * eviction.evict_keep:.3g} % stay, shared out over layers by the rule {eviction.evict_budget}"
         lines.append(f"cache: {eviction.evict} drops tokens {when}; {share}")
+    lines += _retrieval(model, planned.tokens)
     threshold = roofline.break_even(model.config)
     lines.append(f"on a long prefix, rebuilding heads takes fewer FLOPs from {threshold:.0f} new tokens")
     if model.config.n_routed_experts:
@@ -81,6 +84,18 @@ def _attention(model: Transformer, phase: str, new: int, attended: int) -> str:
     chosen = "chosen" if dispatch.attention == "auto" else "as asked"
     why = roofline.why_form(model.config, dispatch.device, form, 1, new, attended)
     return f"{phase} ({new:,} new over {attended:,}): {form}{implementation}, {chosen}: {why}"
+
+
+def _retrieval(model: Transformer, tokens: int) -> list[str]:
+    """Who chooses what a decode step reads, and what is noted for that in a pool of so many tokens."""
+    retrieval = model.dispatch.retrieval
+    if retrieval is None:
+        return []
+    pool = jax.eval_shape(lambda: model.new_pool(tokens // PAGE))
+    noted = sum(pool[name].size * pool[name].dtype.itemsize for name in NOTES & pool.keys())
+    most = retrieval.pages(PAGE) * PAGE
+    what = f"{retrieval.policy.name} chooses {most:,} tokens that a decode step reads in each layer"
+    return [f"cache: {what}; the first {retrieval.dense} layers read all; what is noted of pages takes {gib(noted)}"]
 
 
 def _experts(model: Transformer, prompt: int, placed: Placement | None) -> str:

@@ -24,7 +24,8 @@ class Job:
         self.times = Times(time.perf_counter())
         self.row: int | None = None  # on the device
         self.held: Held | None = None
-        self.known = 0  # tokens when it was admitted
+        self.known = 0  # tokens when it was admitted, but for those of its output that it generates again
+        self.again = 0  # these, as far as they have not come yet
         self.read = 0  # of these, so many are in its pages once all dispatches are done
         self.steps = 0  # tokens that dispatches may have chosen since
         self.evictions = 0  # how often tokens were dropped since it was admitted
@@ -64,9 +65,10 @@ class Job:
         """Whether it may take pages from the prefix index; not where all tokens of the prompt must pass."""
         return not self.scores and self.request.params.repetition_penalty == 1
 
-    def start(self, row: int, held: Held, page: int) -> None:
-        """Takes a row and pages of `page` tokens; what those it shares hold need not be read."""
-        self.row, self.held, self.known = row, held, len(self.tokens)
+    def start(self, row: int, held: Held, page: int, again: int = 0) -> None:
+        """Takes a row and pages of `page` tokens; what those it shares hold need not be read. The last `again` tokens that are
+        known are not read but generated again."""
+        self.row, self.held, self.known, self.again = row, held, len(self.tokens) - again, again
         self.read, self.steps, self.evictions = held.shared * page, 0, 0
         self.starts, self.is_evicting = self.starts + 1, False
         if self.scores:
@@ -77,7 +79,12 @@ class Job:
         return self.tokens[self.read : min(self.read + most, self.known)]
 
     def take(self, ids: list[int], logprobs: Logprobs | None, ended: bool, finite: bool) -> None:
-        """Adds what was generated; `ended` says that the device stopped the row."""
+        """Adds what was generated, but for what it has told before; `ended` says that the device stopped the row."""
+        old = min(self.again, len(ids))
+        self.again -= old
+        ids, logprobs = ids[old:], None if logprobs is None else logprobs[old:]
+        if not ids and not ended:
+            return
         seen, self.ids = len(self.ids), self.ids + ids
         if ended:
             self.reason = _reason(self.ids, self.request, finite)

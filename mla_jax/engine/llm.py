@@ -22,6 +22,7 @@ from mla_jax.engine.explain import explain
 from mla_jax.engine.job import Job
 from mla_jax.engine.opened import Opened, open_model
 from mla_jax.engine.request import Chunk, Output, Request
+from mla_jax.engine.retrieving import RetrievingEngine
 from mla_jax.engine.served import Served
 from mla_jax.engine.stats import EngineStats, Stats, stats_of
 from mla_jax.model.trainable import trainable
@@ -65,6 +66,9 @@ class LLM:
         - `evict`: a policy that drops tokens from the cache, "snapkv" for example; "off" keeps all. The output changes.
         - `evict_budget`: how layers share what is kept: "uniform", "pyramid" or "ada".
         - `evict_keep`: the fraction of the tokens that is kept.
+        - `retrieve`: a policy that chooses which cached tokens a decode step reads, "quest" or "infllm"; "off" reads all. The
+          output changes.
+        - `retrieve_tokens`: how many it reads in each layer.
         - `memory_fraction`: the fraction of a GPU's memory to use.
         - `batch`: the number of sequences of the whole context that the KV cache must hold at once. Shorter ones: more.
         - `cache_tokens`: the tokens that the KV cache holds, of all sequences together. None is as many as fit.
@@ -89,7 +93,8 @@ class LLM:
         chunk, hosted = self.model.dispatch.chunk(self.model), self.plan.hosted // PAGE
         size = Size(self.plan.rows, self.plan.tokens // PAGE, self.context, chunk, hosted)
         served = self._programs, self.config, self.tokenizer, size, self.options.drafts.draft_tokens
-        self.engine = Engine(*served) if eviction is None else EvictingEngine(*served, eviction)
+        reading = Engine if self.model.dispatch.retrieval is None else RetrievingEngine
+        self.engine = reading(*served) if eviction is None else EvictingEngine(*served, eviction)
 
     def __repr__(self) -> str:
         formats = ", ".join(f"{gib(size)} in {name}" for name, size in self._formats.items())

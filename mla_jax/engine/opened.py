@@ -13,10 +13,11 @@ from mla_jax.base.errors import BadRequest, Unsupported
 from mla_jax.base.files import cache_folder
 from mla_jax.base.options import Options
 from mla_jax.base.platforms import default_device
-from mla_jax.decode.speculative import Drafter
+from mla_jax.decode.speculative import NOBODY, Drafter
 from mla_jax.engine.drafting import Drafting, drafter_of
 from mla_jax.engine.explain import explain
 from mla_jax.engine.inputs import InputProcessor
+from mla_jax.engine.retrieving import refuse_contradictions, retrieval_of
 from mla_jax.engine.text import Text, open_text
 from mla_jax.model import fp8_latent
 from mla_jax.model.dispatch import Dispatch
@@ -100,6 +101,7 @@ def open_model(options: Options) -> Opened:
     """Opens the model that `options` name; reads headers, config and tokenizer, and takes no memory of the device.
 
     Raises BadFile, BadConfig, Unsupported or BadRequest. A model that does not fit is opened; `plan.refuse()` says so."""
+    refuse_contradictions(options)
     if options.memory.memory_fraction is not None:  # read when JAX first uses the device
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(options.memory.memory_fraction)
     cache_compiled_programs()
@@ -111,14 +113,17 @@ def open_model(options: Options) -> Opened:
     placement = _place(checkpoint, options)
     memory = options.memory
     room = options.model.context, memory.batch, placement, memory.cache_tokens
-    keeps_text = drafter.needs_text or options.eviction.evict != "off"
-    planned = plan(checkpoint, *room, drafter.most, keeps_text, memory.host_cache)
+    inexact = options.eviction.evict != "off" or options.retrieval.retrieve != "off"
+    planned = plan(checkpoint, *room, drafter.most, drafter.needs_text or inexact, memory.host_cache)
     return Opened(options, checkpoint, placement, planned, text, drafter)
 
 
 def _drafter(options: Options, checkpoint: Checkpoint) -> Drafter:
-    """Who guesses; where tokens are dropped, not the model's layer, whose cache cannot follow."""
+    """Who guesses; where tokens are dropped, not the model's layer, whose cache cannot follow. Where pages are chosen, nobody: a
+    pass over several tokens chooses none."""
     evicts, drafts = options.eviction.evict != "off", options.drafts
+    if options.retrieval.retrieve != "off":
+        return NOBODY
     if evicts and drafts.draft == "mtp":
         raise BadRequest('draft is "mtp", but evict is on', 'draft may be "lookup" or "off"')
     if evicts and drafts.draft == "auto":
@@ -130,7 +135,7 @@ def _checkpoint(options: Options) -> Checkpoint:
     """The headers of the model's files."""
     attention, kv_cache = options.attention.attention, options.attention.kv_cache
     experts = "auto" if options.experts.experts == "host" else options.experts.experts
-    dispatch = Dispatch(attention, experts, kv_cache, device_rates.device())
+    dispatch = Dispatch(attention, experts, kv_cache, device_rates.device(), retrieval=retrieval_of(options.retrieval))
     checkpoint = Checkpoint(resolve(options.model.model), dispatch=dispatch, dtype=options.model.dtype)
     if kv_cache == "fp8" and (reason := fp8_latent.why_not(checkpoint.config, attention)):
         raise Unsupported('kv_cache "fp8" is not available for this model', reason)

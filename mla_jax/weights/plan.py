@@ -122,6 +122,7 @@ def plan(
     quantized = [value.shape for value in checkpoint.parameters(placement).values() if isinstance(value, QTensor)]
     temporary = temporaries(model, quantized, max(ROWS, batch), drafts)
     temporary += TEXTS * 4 * max(ROWS, batch) * (context or most) if keeps_text else 0
+    temporary += _choosing(model, max(ROWS, batch), pages_for(context or most))
     host_pages = _host_pages(host_cache, page)
     temporary += 2 * COPIES * COPIED * page if host_pages else 0
     fitting = max(free - weights - temporary, 0) // page * PAGE
@@ -188,6 +189,17 @@ def _attention(model: Transformer, rows: int, new: int) -> int:
         query = config.qk_nope_head_dim + config.qk_rope_head_dim
         own = rows * new * heads * (itemsize * (2 * query + value) + 3 * 4 * value)
     return own + roofline.block_bytes(config, rows, scored, slots, itemsize)
+
+
+def _choosing(model: Transformer, rows: int, pages: int) -> int:
+    """Where each row chooses among so many pages: what they are summed up by, and scores of heads in float32, twice; and the keys
+    and queries of a chunk by which pages are summed up."""
+    if model.dispatch.retrieval is None:
+        return 0
+    config, vectors = model.config, model.dispatch.retrieval.policy.vectors
+    width, chunk = config.kv_lora_rank + config.qk_rope_head_dim, model.dispatch.chunk(model) + 2 * rows * PAGE
+    choosing = rows * pages * (vectors * width * model.dtype.itemsize + 2 * 4 * config.num_attention_heads)
+    return max(choosing, chunk * (2 * width * model.dtype.itemsize + 2 * 4 * PAGE))
 
 
 def _expert_activations(model: Transformer, tokens: int) -> int:
