@@ -1,0 +1,89 @@
+"""Retrieval by its definition, in plain loops: a whole sequence without a cache, in which each token sees what it chooses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mla_jax import Transformer
+from mla_jax.base.batch import Batch
+from mla_jax.model import rope
+from mla_jax.model.mla import MLA
+from mla_jax.model.moe import BACKENDS, ExpertPlan, MoE
+from mla_jax.model.ops import rms_norm
+
+
+def hidden_states(
+    model: Transformer, tokens: list[int], prompt: int, policy: str, most: int, size: int, dense: int, recent: int = 2
+) -> np.ndarray:
+    """`[S D]`, after the last norm. The first `prompt` tokens see all before them, the others `most` pages of `size` tokens in
+    all layers but the first `dense`."""
+    config, count = model.config, len(tokens)
+    x, scale = model.embedded(jnp.asarray([tokens], jnp.int32)), rope.softmax_scale(config)
+    for number, block in enumerate(model.layers):
+        q, kv = attention_of(block.attn, normed(x, block.attn_norm[...], block.eps))
+        mask = np.tri(count, dtype=bool)
+        if number >= dense:
+            for token in range(prompt, count):
+                pages = chosen(q[: token + 1], kv[: token + 1], policy, most, size, recent, scale)
+                mask[token] &= np.isin(np.arange(count) // size, pages)
+        logits = np.where(mask, np.einsum("tnl,sl->nts", q, kv, optimize=True) * scale, -np.inf)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        up, out = (np.asarray(weight[...], np.float64) for weight in (block.attn.uv, block.attn.o_proj))
+        values = np.einsum("nts,sr,nvr->tnv", weights, kv[:, : config.kv_lora_rank], up, optimize=True)
+        x = x + jnp.asarray(values.reshape(count, -1) @ out.T, jnp.float32)[None]
+        x = x + fed_forward(*nnx.split(block.mlp), normed(x, block.mlp_norm[...], block.eps))
+    return np.asarray(normed(x, model.norm[...], config.rms_norm_eps))[0]
+
+
+normed = jax.jit(rms_norm, static_argnums=2)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def fed_forward(graph: nnx.GraphDef, weights: nnx.State, x: jax.Array) -> jax.Array:
+    mlp = nnx.merge(graph, weights)
+    plan = ExpertPlan(BACKENDS["dense"], 0, None, None)
+    return mlp(x, jnp.ones(x.shape[:2], bool), plan)[0] if isinstance(mlp, MoE) else mlp(x)
+
+
+def attention_of(attn: MLA, x: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Absorbed queries `[S N L]` and keys `[S L]` of one sequence `[1 S D]`."""
+    q_nope, q_pe, *latents = (np.asarray(part, np.float64)[0] for part in projected(*nnx.split(attn), x))
+    q_c = np.einsum("tnp,npr->tnr", q_nope, np.asarray(attn.uk[...], np.float64))
+    return np.concatenate([q_c, q_pe], -1), np.concatenate(latents, -1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def projected(graph: nnx.GraphDef, weights: nnx.State, x: jax.Array) -> tuple[jax.Array, ...]:
+    attn = nnx.merge(graph, weights)
+    turns = rope.turns(Batch.dense(1, x.shape[1]).positions, attn.config)
+    return *attn.turned(attn.queries(x), turns), *attn.keys(jnp.einsum("btd,ld->btl", x, attn.kv_a_proj[...]), turns)
+
+
+def chosen(q: np.ndarray, kv: np.ndarray, policy: str, most: int, size: int, recent: int, scale: float) -> list[int]:
+    """The pages that the last of these tokens reads."""
+    pages = [slice(start, start + size) for start in range(0, len(kv), size)]
+    if len(pages) <= most:
+        return list(range(len(pages)))
+    if policy == "quest":
+        bounds = [np.maximum(q[-1] * kv[page].min(0), q[-1] * kv[page].max(0)).sum(-1) * scale for page in pages]
+        votes = np.exp(np.stack(bounds, 1) - np.max(bounds, 0)[:, None])
+        scores = (votes / votes.sum(1, keepdims=True)).sum(0)
+    else:
+        scores = np.array([q[-1].sum(0) @ representative(q[page].sum(1), kv[page]) for page in pages])
+    scores[[0, *range(len(pages) - recent, len(pages))]] = np.inf
+    return sorted(np.argsort(-scores, kind="stable")[:most].tolist())
+
+
+def representative(queries: np.ndarray, keys: np.ndarray, count: int = 4) -> np.ndarray:
+    """InfLLM's, of one page: the mean of the `count` keys that the tokens from them on ask for most."""
+    asked = [np.mean([queries[t] @ keys[m] for t in range(m, len(keys))]) for m in range(len(keys))]
+    return keys[np.argsort(-np.array(asked), kind="stable")[:count]].mean(0)
+
+
+def bounds_of(keys: np.ndarray) -> np.ndarray:
+    """Quest's, of one page `[2 L]`."""
+    return np.stack([keys.min(0), keys.max(0)])
