@@ -1,13 +1,18 @@
-"""What dropping tokens costs in quality: recall tasks on the demo model, by policy, budget and share of the tokens that is kept.
+"""What reading less of a long cache costs in quality: recall tasks on the demo model, by policy and budget.
+
+Either tokens are dropped, by policy, budget over layers and share that is kept; or decode steps read some pages, by policy and
+tokens.
 
     python benchmarks/longcontext.py --out longcontext_demo.json
     python benchmarks/longcontext.py --policy snapkv --budget uniform ada --keep 0.1 0.2
+    python benchmarks/longcontext.py --policy --retrieve quest infllm --tokens 256 512
     python benchmarks/longcontext.py --small           (does the script work?)
 
 Each prompt is Python source with a fact about `--distance` tokens before the question: a number in a comment ("passkey"), one of
 many assignments ("variable"), or a line of words ("copy"). The prompts come from seeds and are the same for all rows. Tokens are
 dropped once a prompt is read, the question included; the answer is right if all its tokens are. The first 4 and the newest 64
-tokens always stay, and they count as kept.
+tokens always stay, and they count as kept. Where pages are chosen, the prompt is read with full attention, and so the first token
+of the answer is that of the full cache; `budget` has the tokens that a step reads in each layer but the first two.
 
 The last two columns are a 95 % interval of `all` (Wilson's) for the number of prompts."""
 
@@ -28,10 +33,12 @@ from demo import corpus, tasks
 from mla_jax import LLM, SamplingParams
 from mla_jax.cache.evict import POLICIES, RULES
 from mla_jax.cache.paged import PAGE
+from mla_jax.cache.retrieve import POLICIES as RETRIEVERS
 from mla_jax.decode.evicting import Evict
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.engine import Engine, Size
 from mla_jax.engine.eviction import EvictingEngine, Eviction
+from mla_jax.engine.retrieving import RetrievingEngine
 
 TASKS = ("passkey", "variable", "copy")
 LONGEST = 4096  # tokens of a prompt and its answer
@@ -46,6 +53,15 @@ class Question(NamedTuple):
     task: str
     prompt: list[int]
     answer: list[int]
+
+
+class Ways(NamedTuple):
+    """To read less."""
+
+    pairs: Sequence[tuple[str, str]]  # policies that drop tokens, and how layers share
+    keeps: Sequence[float]  # shares of the tokens that are kept
+    retrieve: Sequence[str]  # policies that choose pages
+    tokens: Sequence[int]  # that a decode step then reads
 
 
 def questions(llm: LLM, count: int, distance: int) -> list[Question]:
@@ -75,35 +91,43 @@ def wilson(right: int, count: int) -> tuple[float, float]:
     return (middle - width) / (1 + z * z / count), (middle + width) / (1 + z * z / count)
 
 
-def measured(pairs: Sequence[tuple[str, str]], keeps: Sequence[float], count: int, distance: int) -> Iterator[dict]:
+def measured(ways: Ways, count: int, distance: int) -> Iterator[dict]:
     llm = LLM(draft="off", context=LONGEST)
     asked = questions(llm, count, distance)
     tokens = sum(len(question.prompt) for question in asked)
     size = Size(ROWS, 2 * tokens // PAGE + ROWS * (LONGEST // PAGE), LONGEST, llm.model.dispatch.chunk(llm.model))
     full = Engine(Programs(llm.model), llm.config, llm.tokenizer, size)
     yield {"policy": "none", "budget": "", "kept": 1.0, **quality(full, llm, asked)}
-    for policy, budget in pairs:
+    for policy, budget in ways.pairs:
         evicts = Evict(POLICIES[policy], budget)
         programs = Programs(llm.model, evicts=evicts)
         engine = EvictingEngine(programs, llm.config, llm.tokenizer, size, None, Eviction(evicts, 1.0))
-        for keep in keeps:
+        for keep in ways.keeps:
             engine.eviction = dataclasses.replace(engine.eviction, keep=keep)  # the prompts stay in its prefix index
             yield {"policy": policy, "budget": budget, "kept": keep, **quality(engine, llm, asked)}
+    for policy, tokens in itertools.product(ways.retrieve, ways.tokens):
+        other = LLM(retrieve=policy, retrieve_tokens=tokens, context=LONGEST)
+        engine = RetrievingEngine(Programs(other.model), other.config, other.tokenizer, size)
+        yield {"policy": policy, "budget": tokens, "kept": 1.0, **quality(engine, other, asked)}
 
 
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
-    parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--policy", nargs="*", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--budget", nargs="+", choices=RULES, default=list(RULES), help="how layers share")
     parser.add_argument(
         "--keep", type=float, nargs="+", default=[0.1, 0.2, 0.35, 0.5], help="the share of the tokens that is kept"
     )
+    parser.add_argument("--retrieve", nargs="*", choices=RETRIEVERS, default=list(RETRIEVERS), help="who chooses pages")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 512, 1024], help="that a decode step then reads")
     parser.add_argument("--prompts", type=int, default=8, help="of each task")
     parser.add_argument("--distance", type=int, default=1000, help="tokens between a fact and its question")
-    parser.add_argument("--small", action="store_true", help="one policy, few and short prompts")
+    parser.add_argument("--small", action="store_true", help="one policy of each kind, few and short prompts")
     options = parser.parse_args()
     pairs = [(policy, budget) for policy, budget in PAIRS if policy in options.policy and budget in options.budget]
-    found = measured(*((pairs[:1], [0.5], 1, 200) if options.small else (pairs, options.keep, options.prompts, options.distance)))
+    ways = Ways(pairs, options.keep, options.retrieve, options.tokens)
+    small = Ways(PAIRS[:1], [0.5], ["quest"], [256])
+    found = measured(small, 1, 200) if options.small else measured(ways, options.prompts, options.distance)
     rows = []
     with contextlib.suppress(KeyboardInterrupt):  # the table has what was found
         for row in found:

@@ -31,9 +31,10 @@ def test_there_is_a_row_for_the_full_cache_and_for_each_share(monkeypatch, tmp_p
     monkeypatch.setattr(sys, "argv", ["longcontext.py", "--small", "--out", str(tmp_path / "found.json")])
     longcontext.main()
     found = json.loads((tmp_path / "found.json").read_text())
-    full, half = found["rows"]
+    full, half, some = found["rows"]
     assert (full["policy"], full["kept"]) == ("none", 1.0)
     assert (half["policy"], half["budget"], half["kept"]) == ("snapkv", "uniform", 0.5)
+    assert (some["policy"], some["budget"], some["kept"]) == ("quest", 256, 1.0)
     assert full["all"] == 1.0
     for row in found["rows"]:
         assert 0 <= row["low"] <= row["all"] <= row["high"] <= 1
