@@ -143,7 +143,8 @@ def chosen(scores: Float[Array, "B P"], pages: Int[Array, " B"], count: int, rec
     taken = best(jnp.where(held, scores, -jnp.inf), count) & held
     order = jnp.cumsum(taken, axis=1) - 1
     is_at = taken[:, None] & (order[:, None] == jnp.arange(count)[:, None])
-    return Chosen(jnp.where(is_at, place, 0).sum(2), pages - taken.sum(1))
+    # what follows from lengths alone is the same in all layers, and so is what a kernel makes of it
+    return Chosen(jnp.where(is_at, place, 0).sum(2), jnp.maximum(pages - count, 0))
 
 
 def best(scores: Float[Array, "B P"], count: int) -> Bool[Array, "B P"]:

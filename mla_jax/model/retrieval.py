@@ -31,7 +31,7 @@ def written(rows: Rows, size: int) -> Written:
     before = rows.seq_lens - rows.counts
     first = before // size
     pages = jnp.where(rows.counts > 0, -(-rows.seq_lens // size) - first, 0)
-    most = max(2, min(tokens, tokens // size + 2 * count))  # one page XLA would write as a slice, with a copy of the pool on a CPU
+    most = max(2, min(tokens, tokens // size + 2 * count))  # one alone is written as a slice, and a CPU copies the pool
     stop, place = jnp.cumsum(pages), jnp.arange(most)
     row = jnp.minimum(jnp.searchsorted(stop, place, side="right", method="compare_all"), count - 1)
     number = (first - (stop - pages))[row] + place  # of the page in its row
