@@ -119,7 +119,7 @@ def test_where_all_pages_are_read_the_tokens_are_those_of_full_attention(folder,
 def test_a_preempted_request_takes_the_tokens_it_has_told_whatever_is_drawn(programs_of, asked):
     """They are drawn at a high temperature, then come again with another seed."""
     engine = retrieving(programs_of())
-    job = engine.submit(request(asked[1].prompt, temperature=2.0, seed=1, logprobs=1))
+    job = engine.submit(request(asked[1].prompt, temperature=2.0, seed=1, logprobs=1), streams=True)
     while len(job.ids) < 9:
         engine.step()
     engine._land_all()
