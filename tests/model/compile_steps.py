@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mla_jax import Config, Transformer
 from mla_jax.base import roofline
 from mla_jax.cache.paged import COPIED
+from mla_jax.cache.retrieve import POLICIES, Retrieval
 from mla_jax.decode import contents, loop, rows, speculative
 from mla_jax.model.dispatch import Dispatch
 from pallas_kernels import choice
@@ -41,9 +42,9 @@ def whole(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=here)
 
 
-def model_of(kv_cache: str) -> Transformer:
+def model_of(kv_cache: str, retrieval: Retrieval | None = None) -> Transformer:
     config = Config.preset("v2_lite", num_hidden_layers=3, num_nextn_predict_layers=1)
-    dispatch = Dispatch(kv_cache=kv_cache, device=roofline.DEVICES[DEVICE])
+    dispatch = Dispatch(kv_cache=kv_cache, device=roofline.DEVICES[DEVICE], retrieval=retrieval)
     graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=dispatch, mtp=True)))
     return nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16), state))
 
@@ -97,4 +98,8 @@ if __name__ == "__main__":
         }
         for name, (function, *args) in steps.items():
             print(json.dumps({"step": f"{name}, {kv_cache}"} | compiled(model, function, *args)), flush=True)
+    for policy in POLICIES.values():
+        model = model_of("auto", Retrieval(policy, 1024, dense=1))
+        found = compiled(model, loop.run, whole(8), whole(8, WIDTH), whole())
+        print(json.dumps({"step": f"run, 8 rows, {policy.name}"} | found), flush=True)
     sys.exit()
