@@ -164,6 +164,20 @@ def test_all_forms_attend_to_the_same_pages(attention, kv_cache):
         np.testing.assert_allclose(mine, other, rtol=1e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_row_whose_pages_are_all_chosen_attends_as_without_a_choice_in_bfloat16_too(policy):
+    """Which a CPU stores as bits."""
+    tokens = np.random.default_rng(2).integers(2, TINY.vocab_size, (ROWS, SIZE * WIDTH)).astype(np.int32)
+    said = []
+    for asked in (Retrieval(POLICIES[policy], SIZE * (WIDTH - 1), dense=0), None):
+        graph, weights = nnx.split(Transformer(TINY, nnx.Rngs(0), dispatch=Dispatch("move_elided", retrieval=asked)))
+        model = nnx.merge(graph, jax.tree.map(lambda a: a.astype(jnp.bfloat16), weights))
+        said.append(decoded(model, tokens, np.array([30, 18, 31], np.int32), 12))
+    assert SUMMARY not in model.new_pool(1)
+    for mine, other in zip(*said, strict=True):
+        np.testing.assert_allclose(mine.astype(np.float32), other.astype(np.float32), rtol=0, atol=0.05)  # a few roundings
+
+
 class Chance(Policy):
     """Pages by their random numbers: what a policy has to beat."""
 
