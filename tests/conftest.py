@@ -40,6 +40,11 @@ EVERY_PYTHON = re.compile(
     r"|cache/test_paged\.py::test_.*_copies_no_pool|pallas_kernels/(test_(gpu|tpu)\.py|.*interpreted)"
     r"|test_generate\.py::test_(stdout_carries|json_is_one|ctrl_c|help)"
 )
+# What tests one folder alone, which knows nothing of the others.
+DEEP = {
+    "pallas_kernels": re.compile(r"pallas_kernels/(?!test_choice)"),
+    "cpu_experts": re.compile(r"cpu_experts/test_(ffi|forward|library)\.py"),
+}
 TOGETHER = re.compile(  # what waits for one model, trained or compiled, or for one run of a script
     r".*/(test_demo|test_generate|tools/test_(corpus|tasks|train_demo|training))\.py|.*\.py(?=::test_the_gpu_kernel_interpreted_)"
 )
@@ -55,8 +60,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if not EVERY_PYTHON.match(item.nodeid.removeprefix(f"{ROOT.name}/")):
             item.add_marker(pytest.mark.once)
-        if "interpreted" in getattr(item, "fixturenames", ()):  # a GPU kernel, step by step
-            item.add_marker(pytest.mark.deep("pallas_kernels"))
+        for folder, files in DEEP.items():
+            if files.match(item.nodeid.removeprefix(f"{ROOT.name}/")):
+                item.add_marker(pytest.mark.deep(folder))
         mark = item.get_closest_marker("deep")
         if mark and unchanged.issuperset(mark.args):
             folders = f"{' and '.join(mark.args)} {'has' if len(mark.args) == 1 else 'have'}"

@@ -13,7 +13,7 @@ RECORD = Path(__file__).with_suffix(".json")
 GENERATING = ("mla_jax/cache", "mla_jax/decode", "mla_jax/engine", "mla_jax/model")  # what runs between a prompt and its answer
 FOLDERS = (
     "convert",
-    "cpu_experts/csrc",
+    "cpu_experts",
     "mla_jax/base",
     *GENERATING,
     "mla_jax/ui",

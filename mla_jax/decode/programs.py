@@ -136,8 +136,9 @@ class Program:
             future = pool.submit(lambda: store.load(name) or self._compile(*self._lower(call), name))
         else:
             future = pool.submit(self._compile, *self._lower(call), name)
-        self._built[call.key] = future
-        future.add_done_callback(lambda done: self._built.pop(call.key, None) if done.exception() else None)
+        key = call.key  # the callback stays: of `call` it would keep the arrays
+        self._built[key] = future
+        future.add_done_callback(lambda done: self._built.pop(key, None) if done.exception() else None)
         return future
 
     def _file(self, key: Key, store: Store) -> str:

@@ -732,7 +732,7 @@ SANITIZERS = {  # at -O2, all that is checked takes the compiler two and a half 
 }
 
 
-LONG = (pytest.mark.slow, pytest.mark.once, pytest.mark.deep("cpu_experts/csrc"))
+LONG = (pytest.mark.slow, pytest.mark.once, pytest.mark.deep("cpu_experts"))
 
 
 @pytest.mark.parametrize("sanitizer", ["none", *(pytest.param(s, marks=LONG) for s in ("address", "thread"))])

@@ -12,7 +12,7 @@ import pytest
 
 from cpu_experts import library
 
-pytestmark = [pytest.mark.slow, pytest.mark.deep("cpu_experts/csrc")]
+pytestmark = [pytest.mark.slow, pytest.mark.deep("cpu_experts")]
 HERE = Path(__file__).parent
 # -O1: at -O3 the compiler takes twelve times as long over all that is checked. None is a build type without flags of its own.
 BUILD = ("-DCPU_EXPERTS_EMULATE_TILES=ON", "-DCMAKE_BUILD_TYPE=None")
