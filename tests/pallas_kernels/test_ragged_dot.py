@@ -99,7 +99,7 @@ def test_the_result_comes_in_the_dtype_asked_for():
 
 @jax.jit
 def located(pieces, table, width, grain, blocks):
-    """Group, first row, own rows and block of every piece."""
+    """Group, number, first row, own rows and block of every piece."""
     sizes = {"groups": table.start.size, "width": width, "grain": grain, "blocks": blocks}
     tile, block = jax.vmap(lambda at: plan.locate(at, table, **sizes))(pieces)
     return *tile, block
@@ -123,7 +123,7 @@ def test_every_row_meets_every_block_of_features_once_and_tiles_are_even(sizes, 
     table = plan.Table(*(x.astype(np.int32) for x in (starts, ends, lasts)))
     grain = 8 if shared else width
     found = located(np.arange(-(-count // 65536) * 65536, dtype=np.int32), table, width, grain, blocks)
-    group, row, start, stop, block = (np.asarray(x)[:count] for x in found)
+    group, number, row, start, stop, block = (np.asarray(x)[:count] for x in found)
     assert (row % 8 == 0).all()
     assert ((row <= start) & (start < stop) & (stop <= row + width)).all()
     assert ((starts[group] <= start) & (stop <= ends[group])).all()
@@ -135,6 +135,7 @@ def test_every_row_meets_every_block_of_features_once_and_tiles_are_even(sizes, 
     taken = -((starts // 8 * 8 - ends) // taken) * grain  # by all tiles of a group but its last
     assert (taken <= width).all()
     assert ((row + taken[group] == stop) | (stop == ends[group])).all()
+    assert (number == (lasts - tiles)[group] + (row - (starts // 8 * 8)[group]) // taken[group]).all()
     # who reads a block of weights at the same time are neighbours
     same = (np.diff(group) == 0) & (np.diff(block) == 0)
     assert (np.diff(row) == taken[group[1:]])[same].all()
