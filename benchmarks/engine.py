@@ -35,7 +35,7 @@ from peer_transformers import REQUESTS, SMALLEST
 from mla_jax import Config
 from mla_jax.base import roofline
 from mla_jax.decode.chosen import STEPS
-from mla_jax.engine.engine import Size
+from mla_jax.engine.size import Size
 
 _TINY_V3 = {
     "hidden_size": 512,

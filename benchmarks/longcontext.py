@@ -36,9 +36,10 @@ from mla_jax.cache.paged import PAGE
 from mla_jax.cache.retrieve import POLICIES as RETRIEVERS
 from mla_jax.decode.evicting import Evict
 from mla_jax.decode.loop import Programs
-from mla_jax.engine.engine import Engine, Size
+from mla_jax.engine.engine import Engine
 from mla_jax.engine.eviction import EvictingEngine, Eviction
 from mla_jax.engine.retrieving import RetrievingEngine
+from mla_jax.engine.size import Size
 
 TASKS = ("passkey", "variable", "copy")
 LONGEST = 4096  # tokens of a prompt and its answer

@@ -7,11 +7,9 @@ import bisect
 import dataclasses
 import itertools
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 
 from mla_jax.base import roofline
@@ -19,75 +17,22 @@ from mla_jax.base.batch import Tables, bucket
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.cache.paged import COPIED, PAGE
-from mla_jax.decode.chosen import STEPS, Chosen, Found, Likely
-from mla_jax.decode.evicting import Kept
+from mla_jax.decode.chosen import Likely
 from mla_jax.decode.loop import Programs, Sizes
 from mla_jax.decode.rows import ADMITTED
 from mla_jax.engine.drafting import Drafting
 from mla_jax.engine.entries import entries
+from mla_jax.engine.flights import Flights
 from mla_jax.engine.host_tier import HostTier
-from mla_jax.engine.job import Job, logprobs_of
+from mla_jax.engine.job import Job
 from mla_jax.engine.pages import Pages
 from mla_jax.engine.request import FinishReason, Request
-from mla_jax.engine.scheduler import Limits, Plan, Running, Waiting, plan
+from mla_jax.engine.scheduler import Plan, Running, Waiting, plan
+from mla_jax.engine.size import Size
 from mla_jax.engine.stats import EngineStats, between
 from mla_jax.text.tokenizer import Tokenizer
 
 SCORED = 64  # tokens of one prompt whose log-probabilities one dispatch computes
-TIMED = 2  # passes of a dispatch from which their time is measured
-PIECES = 64  # of prompts that one dispatch reads
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """What the engine reserves, on the device unless it says otherwise."""
-
-    rows: int  # requests that run at a time
-    pages: int  # of the pool, for each layer
-    context: int  # tokens of one request
-    chunk: int  # tokens of prompts that one dispatch reads
-    hosted: int = 0  # pages in the host's memory for what the prefix index forgets
-
-    @property
-    def width(self) -> int:
-        """Pages of the longest request: the width of all page tables."""
-        return -(-self.context // PAGE)
-
-    @property
-    def pieces(self) -> int:
-        """Of prompts in one line."""
-        return min(self.rows, PIECES)
-
-    def limits(self, reach: int = 1 << 30) -> Limits:
-        """`reach` as in Limits. To read the weights once costs as much as some of a chunk's tokens."""
-        return Limits(
-            rows=self.rows,
-            page_size=PAGE,
-            lines=self.lines(),
-            pieces=self.pieces,
-            reach=reach,
-            steps=STEPS,
-            dispatch=self.chunk // 4,
-        )
-
-    def lines(self) -> tuple[int, ...]:
-        """Tokens of the programs that read prompts: a chunk, an eighth and a 64th of it."""
-        return tuple(dict.fromkeys(max(16, self.chunk // part) for part in (1, 8, 64)))
-
-
-class Flight(NamedTuple):
-    """A dispatch whose results nobody has looked at yet. A job may have left its row since."""
-
-    jobs: list[Job]
-    found: Found | None
-    likely: Likely | None  # of a piece of one prompt,
-    following: list[int]  # for these tokens
-    drafts: int = 0  # guesses of each pass
-    held: int = 0  # tokens that a row held on average
-    sent: float = 0.0
-    is_next: bool = False  # nothing was sent between the tokens before and these
-    kept: Kept | None = None  # what stays of one job's tokens,
-    start: int = 0  # which was admitted so often then
 
 
 class Engine:
@@ -114,10 +59,7 @@ class Engine:
         self.jobs = {}
         self.waiting: list[Job] = []
         self.running: list[Job] = []
-        self._flying: deque[Flight] = deque()
-        self._sent_more = False  # than tokens, since tokens were sent last
-        self._landed = 0.0  # when tokens were last looked at,
-        self._saw_end = True  # and whether the host waited for them, and so knows when the device was done
+        self._flying = Flights(self.programs, self.drafting, self.stats, self._least_bytes)
         self._tier = HostTier(self.programs, self.size.hosted, self.stats) if self.size.hosted else None
         self._pages = self._new_pages()
         self._free_rows = list(range(self.size.rows))[::-1]
@@ -345,7 +287,7 @@ class Engine:
         job.row = job.held = None
 
     def _read(self, decision: Plan) -> None:
-        """Sends pieces of prompts in one line, but of those whose log-probabilities are asked for."""
+        """Sends pieces of prompts in one line, except of those whose log-probabilities are asked for."""
         counts = dict(decision.read)
         jobs = [job for job in self._of(list(counts)) if job.row is not None and not job.scores]
         if jobs:
@@ -360,7 +302,8 @@ class Engine:
         piece = job.piece(SCORED)
         following = job.tokens[job.read + 1 : job.read + 1 + len(piece)]
         found = self._dispatch_prefill({job: piece}, SCORED, following)
-        self._flying.append(Flight([job], None, found, following))
+        assert found is not None
+        self._flying.send_scores(job, found, following)
 
     def _dispatch_prefill(self, pieces: dict[Job, list[int]], line: int, following: list[int] | None) -> Likely | None:
         jobs, count = list(pieces), self.size.pieces
@@ -370,7 +313,7 @@ class Engine:
         at, table = self._padded_rows(jobs, count), self._page_table(jobs, count)
         pool, rows = self._state()
         pool, rows, found = self.programs.prefill(pool, rows, at, tokens, _padded(read, count), table, after)
-        self._arrays, self._sent_more = (pool, rows), True
+        self._arrays, self._flying.sent_more = (pool, rows), True
         for job, new in zip(jobs, read, strict=True):
             assert job.held is not None
             job.read += new
@@ -400,9 +343,7 @@ class Engine:
         else:
             pool, rows, found = self.programs.run(pool, rows, at, table, np.int32(steps))
         self._arrays = pool, rows
-        found.chosen.copy_to_host_async()
-        self._flying.append(Flight(jobs, found, None, [], drafts, held, time.perf_counter(), not self._sent_more))
-        self._sent_more = False
+        self._flying.send_tokens(jobs, found, drafts, held)
         self.stats.dispatches += 1
 
     def _drafts(self, jobs: list[Job], count: int, steps: int, held: int) -> int:
@@ -430,71 +371,20 @@ class Engine:
 
     def _land(self) -> None:
         """Takes in the oldest dispatch's results."""
-        flight, start = self._flying.popleft(), time.perf_counter()
-        if flight.found is None:
-            self._land_scores(flight)
-            return
-        asked, waits = any(job.logprobs is not None for job in flight.jobs), not flight.found.is_there
-        chosen = flight.found.tokens()
-        self._note_passes(flight, chosen, waits)
-        self._land_tokens(flight.jobs, chosen, flight.found.logprobs() if asked else None, start)
-
-    def _land_scores(self, flight: Flight) -> None:
-        (job,), start = flight.jobs, time.perf_counter()
-        found = jax.device_get(flight.likely)
-        self.stats.waited_seconds += time.perf_counter() - start
-        self.programs.check()
-        if job.done:
-            return
-        job.take_scores(flight.following, found)
-        if not job.unread and not job.request.limit:
-            job.finish(FinishReason.LENGTH)
-            self._leave(job)
-
-    def _land_tokens(self, jobs: list[Job], chosen: Chosen, likely: Likely | None, start: float) -> None:
-        now = time.perf_counter()
-        self.stats.waited_seconds += now - start
-        self.programs.check()
-        self.stats.generated += int(chosen.count.sum())
-        self.stats.least_bytes += self._least_bytes(jobs, int((chosen.count - chosen.stood.sum(1)).max()))
-        for i, job in enumerate(jobs):
-            if job.done:  # cancelled, or ended by a text that only the host sees
-                continue
-            ids = chosen.tokens[i, : chosen.count[i]].tolist()
-            job.take(ids, self._logprobs(job, likely, i, ids), bool(chosen.done[i]), bool(chosen.finite[i]))
-            job.times.note(now, len(ids), self.stats.least_bytes)
+        for job in self._flying.land():
             assert job.held is not None
             self._pages.wrote(job.held, self._written(job))
             if job.done:
                 self._leave(job)
 
-    def _note_passes(self, flight: Flight, chosen: Chosen, waits: bool) -> None:
-        """What stood of the guesses, and what a pass took where the device did nothing else meanwhile and the host saw both ends
-        of it: the host `waits` for the tokens, as it did for those before."""
-        now, drafted, stood = time.perf_counter(), chosen.drafted.sum(0), chosen.stood.sum(0)
-        self.stats.drafted, self.stats.stood = self.stats.drafted + drafted, self.stats.stood + stood
-        self.stats.passes += int(chosen.count.sum() - stood.sum())
-        self.drafting.note((job.is_greedy for job in flight.jobs), chosen.drafted, chosen.stood)
-        passes = int((chosen.count - chosen.stood.sum(1)).max())
-        saw_start = flight.is_next and (self._saw_end or flight.sent > self._landed)
-        if saw_start and waits and passes >= TIMED and self.drafter.most:
-            seconds = now - max(self._landed, flight.sent)
-            self.drafting.note_time(len(flight.jobs), flight.held, flight.drafts, seconds / passes)
-        self._landed, self._saw_end = now, waits
-
     def _least_bytes(self, jobs: list[Job], steps: int) -> int:
-        """What so many steps of these rows had to read: weights, and latents."""
+        """What these steps of these rows had to read: weights, and latents."""
         held = sum(self._attended(job.read + job.steps) for job in jobs) // len(jobs)
         return int(steps * roofline.decode_bytes(self.config, len(jobs), held, self.programs.model.dtype.itemsize))
 
     def _attended(self, held: int) -> int:
-        """Of so many tokens that a row holds, those that a decode step reads, on average over layers."""
+        """Tokens that a decode step reads of the `held` ones of a row, on average over layers."""
         return held
-
-    def _logprobs(self, job: Job, likely: Likely | None, i: int, ids: list[int]) -> Any:
-        if job.logprobs is None or likely is None:
-            return None
-        return logprobs_of(ids, Likely(*(array[i] for array in likely)), job.request.params.logprobs or 0)
 
 
 def _padded(numbers: Iterable[int], length: int) -> np.ndarray:

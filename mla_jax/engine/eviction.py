@@ -17,12 +17,14 @@ from mla_jax.cache.evict import POLICIES
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.evicting import Evict
 from mla_jax.decode.loop import Programs, Sizes
-from mla_jax.engine.engine import Engine, Flight, Size
+from mla_jax.engine.engine import Engine
+from mla_jax.engine.flights import Flight
 from mla_jax.engine.job import Job
 from mla_jax.engine.layered import Layered, LayeredPages
 from mla_jax.engine.pages import Pages
 from mla_jax.engine.request import Request
 from mla_jax.engine.scheduler import Plan, Running, Waiting, plan
+from mla_jax.engine.size import Size
 from mla_jax.text.tokenizer import Tokenizer
 
 
@@ -129,12 +131,12 @@ class EvictingEngine(Engine):
         pool, rows = self._state()
         at, count = self._padded_rows([job], 1), np.array([self.eviction.count(job.read + job.steps)], np.int32)
         pool, rows, kept = self.programs.observe(pool, rows, at, self._page_table([job], 1), count)
-        self._arrays, self._sent_more, job.is_evicting = (pool, rows), True, True
+        self._arrays, job.is_evicting = (pool, rows), True
         kept.count.copy_to_host_async()
-        self._flying.append(Flight([job], None, None, [], kept=kept, start=job.starts))
+        self._flying.send(Flight([job], None, None, [], kept=kept, start=job.starts))
 
     def _land(self) -> None:
-        if self._flying[0].kept is None:
+        if self._flying.oldest.kept is None:
             super()._land()
         else:
             self._land_eviction(self._flying.popleft())
@@ -159,7 +161,7 @@ class EvictingEngine(Engine):
         job.held = new
         pool, rows = self._state()
         pool, _ = self.programs.move(pool, kept, old, self._page_table([job], 1))
-        self._arrays, self._sent_more = (pool, rows), True
+        self._arrays, self._flying.sent_more = (pool, rows), True
         self._layered.release(before)
         self.stats.dropped += int(new.dropped.mean())
 

@@ -16,7 +16,7 @@ from mla_jax.cache.paged import PAGE
 from mla_jax.decode import store
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.bar import Bar
-from mla_jax.engine.engine import Engine, Size
+from mla_jax.engine.engine import Engine
 from mla_jax.engine.eviction import EvictingEngine, Eviction
 from mla_jax.engine.explain import explain
 from mla_jax.engine.job import Job
@@ -24,6 +24,7 @@ from mla_jax.engine.opened import Opened, open_model
 from mla_jax.engine.request import Chunk, Output, Request
 from mla_jax.engine.retrieving import RetrievingEngine
 from mla_jax.engine.served import Served
+from mla_jax.engine.size import Size
 from mla_jax.engine.stats import EngineStats, Stats, stats_of
 from mla_jax.model.trainable import trainable
 from mla_jax.model.transformer import Transformer

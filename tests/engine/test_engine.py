@@ -13,9 +13,10 @@ from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.programs import Program
-from mla_jax.engine.engine import Engine, Size
+from mla_jax.engine.engine import Engine
 from mla_jax.engine.job import Job
 from mla_jax.engine.request import FinishReason, Request
+from mla_jax.engine.size import Size
 from mla_jax.weights.load import load
 
 CONTEXT = 384
@@ -139,7 +140,7 @@ def test_nothing_compiles_once_warm(programs):
 
 def test_the_next_dispatch_is_sent_before_the_last_ones_tokens_are_read(programs, monkeypatch):
     engine, order = engine_of(programs, ROOMY), []
-    call, land = Program.__call__, Engine._land_tokens
+    call, land = Program.__call__, Engine._land
 
     def sent(program: Program, *args):
         if program is programs.run:
@@ -147,7 +148,7 @@ def test_the_next_dispatch_is_sent_before_the_last_ones_tokens_are_read(programs
         return call(program, *args)
 
     monkeypatch.setattr(Program, "__call__", sent)
-    monkeypatch.setattr(Engine, "_land_tokens", lambda *args: order.append("read") or land(*args))
+    monkeypatch.setattr(Engine, "_land", lambda *args: order.append("read") or land(*args))
     finish(engine, [engine.submit(request([5, 6], max_tokens=120))])
     assert order[:6] == ["sent", "sent", "read", "sent", "read", "sent"]
 

@@ -18,10 +18,11 @@ from mla_jax.cache.paged import PAGE
 from mla_jax.decode.evicting import Evict
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.speculative import NOBODY, Lookup
-from mla_jax.engine.engine import Engine, Size
+from mla_jax.engine.engine import Engine
 from mla_jax.engine.eviction import EvictingEngine, Eviction
 from mla_jax.engine.layered import Layered
 from mla_jax.engine.request import FinishReason, Request
+from mla_jax.engine.size import Size
 from mla_jax.model.dispatch import Dispatch, StepPlan
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights.load import load

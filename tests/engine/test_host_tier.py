@@ -20,11 +20,12 @@ from mla_jax.cache.paged import COPIED, NOWHERE, PAGE
 from mla_jax.decode.evicting import Evict
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.speculative import NOBODY, Drafter, Mtp
-from mla_jax.engine.engine import Engine, Size
+from mla_jax.engine.engine import Engine
 from mla_jax.engine.eviction import EvictingEngine, Eviction
 from mla_jax.engine.host_tier import HostTier
 from mla_jax.engine.pages import Held, Pages
 from mla_jax.engine.request import FinishReason, Request
+from mla_jax.engine.size import Size
 from mla_jax.engine.stats import EngineStats
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights.load import load

@@ -15,9 +15,10 @@ from mla_jax.base.errors import BadRequest
 from mla_jax.cache.paged import PAGE
 from mla_jax.cache.retrieve import POLICIES, Retrieval
 from mla_jax.decode.loop import Programs
-from mla_jax.engine.engine import Engine, Size
+from mla_jax.engine.engine import Engine
 from mla_jax.engine.request import Request
 from mla_jax.engine.retrieving import RetrievingEngine
+from mla_jax.engine.size import Size
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights.load import load
 
