@@ -68,7 +68,7 @@ class Mtp(Drafter):
     """The model's own layer for multi-token prediction, which guesses from a token and the hidden state before it.
 
     Run on its own normed output, it guesses further. Its cache has an entry for each token but the newest, made from the token
-    after and the model's own hidden state: what was made from a guess is overwritten. An entry lies in the slot of the hidden
+    after and the model's own hidden state: what was made from a guess is overwritten. An entry is in the slot of the hidden
     state's token, one before the slot of the token that it was made with."""
 
     name = "the model's layer for multi-token prediction"
@@ -165,7 +165,7 @@ def run_with_drafts(
     *,
     drafter: Drafter,
 ) -> tuple[Pool, Rows, Found]:
-    """As `loop.run`, with up to `drafts` guesses a pass. The tokens are the same, and so many, for every row."""
+    """As `loop.run`, with up to `drafts` guesses a pass. Each row gets exactly the tokens that it gets there."""
     asked, going = begun(pool, rows, at, page_table, steps)
 
     def one_pass(carry: tuple[Going, Array]) -> tuple[Going, Array]:
@@ -192,12 +192,21 @@ def _verified(
     model: Transformer, going: Going, asked: Asked, drafter: Drafter, given: Guessed
 ) -> tuple[Going, Float[Array, "B W"]]:
     """Reads a token and its guesses, and takes those that stand; also returns the logits of the last token of each row."""
-    before, most, read_any = going, given.guesses.shape[1], given.counts >= 0
+    before, most = going, given.guesses.shape[1]
     tokens = jnp.concatenate([given.token[:, None], given.guesses], axis=1)
     going, hidden = read(model, going, asked, tokens, given.counts + 1)
     logits = unembedded(model, hidden)
+    going = _checked(going, asked, given, hidden, logits)
+    stood = jnp.maximum(going.held - before.held - 1, 0)
+    batch = Batch.behind(before.held + 1, before.position + 1, stood, most, asked.page_table)
+    pool = drafter.keep(model, going.pool, hidden[:, :most], given.guesses, batch)
+    return going._replace(pool=pool), jnp.take_along_axis(logits, stood[:, None, None], axis=1)[:, 0]
 
-    def unfinished(carry: tuple[Array, Going, Array]) -> Array:
+
+def _checked(going: Going, asked: Asked, given: Guessed, hidden: Float[Array, "B T D"], logits: Float[Array, "B T W"]) -> Going:
+    """Takes the token that was read, then one guess after the other, as long as each is what is drawn in its place."""
+
+    def is_unfinished(carry: tuple[Array, Going, Array]) -> Array:
         i, _, live = carry
         return (live & (i < given.counts)).any()
 
@@ -211,12 +220,9 @@ def _verified(
         live = right & ~going.is_open.done
         return i + 1, accepted(going, live, hidden[:, i + 1]), live
 
-    going = accepted(going, read_any, hidden[:, 0])
-    _, going, _ = jax.lax.while_loop(unfinished, check, (jnp.int32(0), going, read_any))
-    more = jnp.maximum(going.held - before.held - 1, 0)
-    batch = Batch.behind(before.held + 1, before.position + 1, more, most, asked.page_table)
-    pool = drafter.keep(model, going.pool, hidden[:, :most], given.guesses, batch)
-    return going._replace(pool=pool), jnp.take_along_axis(logits, more[:, None, None], axis=1)[:, 0]
+    was_read = given.counts >= 0
+    start = jnp.int32(0), accepted(going, was_read, hidden[:, 0]), was_read
+    return jax.lax.while_loop(is_unfinished, check, start)[1]
 
 
 def _tallied(going: Going, place: Array, asks: Bool[Array, " B"], right: Bool[Array, " B"]) -> Going:

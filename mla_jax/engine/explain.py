@@ -26,34 +26,19 @@ def explain(
 
     `formats` are the bytes of the weights by number format; `placed` says where the experts are, `drafting` how
     many tokens are guessed, `eviction` which are dropped."""
-    context, chunk = planned.context, model.dispatch.chunk(model)
-    prompt = min(chunk, context)
-    lines = [_model(model, formats), _device(model.dispatch.device), *_reordered(formats)]
-    phases = {"prefill": (prompt, prompt), "a chunk on a long prefix": (min(64, context), context), "decode": (1, context)}
-    lines += [_attention(model, phase, new, attended) for phase, (new, attended) in phases.items()]
-    lines.append(
-        f"cache: {planned.tokens:,} tokens of all requests together, in pages of {PAGE}; up to {planned.rows} requests run at a "
-        f"time, and {chunk:,} tokens of their prompts are read at a time"
-    )
-    if planned.hosted:
-        size = gib(planned.host_cache)
-        lines.append(f"cache: {planned.hosted:,} tokens that it has no room for stay in {size} of the host's memory")
-    if model.dispatch.kv_cache == "fp8":
-        lines.append("cache: latents in E4M3 with a scale for each 128, rotary keys as computed")
-    if eviction is not None and eviction.evict != "off":
-        when = f"once a prompt is read, and after every {EVERY} tokens of output"
-        share = f"{100 * eviction.evict_keep:.3g} % stay, shared out over layers by the rule {eviction.evict_budget}"
-        lines.append(f"cache: {eviction.evict} drops tokens {when}; {share}")
-    lines += _retrieval(model, planned.tokens)
-    threshold = roofline.break_even(model.config)
-    lines.append(f"on a long prefix, rebuilding heads takes fewer FLOPs from {threshold:.0f} new tokens")
-    if model.config.n_routed_experts:
-        reason = f": {placed.why}" if placed else ""
-        lines.append(_experts(model, prompt, placed) + reason)
-    if placed:
-        lines += placed.lines()
-    lines += [drafting.explain(rows) for rows in (1, planned.rows)] if drafting and drafting.drafter.most else []
-    return lines
+    prompt = min(model.dispatch.chunk(model), planned.context)
+    return [
+        _model(model, formats),
+        _device(model.dispatch.device),
+        *_reordered(formats),
+        *_forms(model, prompt, planned.context),
+        *_cache(model, planned),
+        *_dropped(eviction),
+        *_retrieval(model, planned.tokens),
+        f"on a long prefix, rebuilding heads takes fewer FLOPs from {roofline.break_even(model.config):.0f} new tokens",
+        *_placed(model, prompt, placed),
+        *_drafted(drafting, planned.rows),
+    ]
 
 
 def _model(model: Transformer, formats: dict[str, int]) -> str:
@@ -76,6 +61,12 @@ def _device(device: roofline.Device) -> str:
     return f"{device.name}: {reached}, {device.between * 1e6:.0f} us of overhead per layer; {source}"
 
 
+def _forms(model: Transformer, prompt: int, context: int) -> list[str]:
+    """A line for each phase, with its new tokens and those that they attend to."""
+    phases = {"prefill": (prompt, prompt), "a chunk on a long prefix": (min(64, context), context), "decode": (1, context)}
+    return [_attention(model, phase, new, attended) for phase, (new, attended) in phases.items()]
+
+
 def _attention(model: Transformer, phase: str, new: int, attended: int) -> str:
     """The form for one row in a phase, who computes it, and its cost next to another form's."""
     dispatch = model.dispatch
@@ -86,8 +77,31 @@ def _attention(model: Transformer, phase: str, new: int, attended: int) -> str:
     return f"{phase} ({new:,} new over {attended:,}): {form}{implementation}, {chosen}: {why}"
 
 
+def _cache(model: Transformer, planned: Plan) -> list[str]:
+    """What the pool holds, on the device and on the host, and in which format."""
+    size = f"{planned.tokens:,} tokens of all requests together, in pages of {PAGE}"
+    served = f"up to {planned.rows} requests run at a time"
+    read = f"{model.dispatch.chunk(model):,} tokens of their prompts are read at a time"
+    lines = [f"cache: {size}; {served}, and {read}"]
+    if planned.hosted:
+        host = gib(planned.host_cache)
+        lines.append(f"cache: {planned.hosted:,} tokens that it has no room for stay in {host} of the host's memory")
+    if model.dispatch.kv_cache == "fp8":
+        lines.append("cache: latents in E4M3 with a scale for each 128, rotary keys as computed")
+    return lines
+
+
+def _dropped(eviction: EvictOptions | None) -> list[str]:
+    """Which tokens are dropped, and when."""
+    if eviction is None or eviction.evict == "off":
+        return []
+    when = f"once a prompt is read, and after every {EVERY} tokens of output"
+    share = f"{100 * eviction.evict_keep:.3g} % stay, shared out over layers by the rule {eviction.evict_budget}"
+    return [f"cache: {eviction.evict} drops tokens {when}; {share}"]
+
+
 def _retrieval(model: Transformer, tokens: int) -> list[str]:
-    """Who chooses what a decode step reads, and what is noted for that in a pool of so many tokens."""
+    """Who chooses what a decode step reads, and what is noted for that in a pool of `tokens` tokens."""
     retrieval = model.dispatch.retrieval
     if retrieval is None:
         return []
@@ -96,6 +110,13 @@ def _retrieval(model: Transformer, tokens: int) -> list[str]:
     most = retrieval.pages(PAGE) * PAGE
     what = f"{retrieval.policy.name} chooses {most:,} tokens that a decode step reads in each layer"
     return [f"cache: {what}; the first {retrieval.dense} layers read all; what is noted of pages takes {gib(noted)}"]
+
+
+def _placed(model: Transformer, prompt: int, placed: Placement | None) -> list[str]:
+    """Where experts are computed, and why there."""
+    why, details = (f": {placed.why}", placed.lines()) if placed else ("", [])
+    experts = [_experts(model, prompt, placed) + why] if model.config.n_routed_experts else []
+    return experts + details
 
 
 def _experts(model: Transformer, prompt: int, placed: Placement | None) -> str:
@@ -137,3 +158,10 @@ def _host_options(model: Transformer) -> str:
 def _backend(model: Transformer, tokens: int, where: str = "device") -> str:
     name = model.dispatch.backend_name(model, tokens, where)
     return f"{name} by {model.dispatch.expert_kernel(model, tokens, where)}" if name == "ragged" else name
+
+
+def _drafted(drafting: Drafting | None, rows: int) -> list[str]:
+    """How many tokens are guessed for one row, and for `rows` rows."""
+    if drafting is None or not drafting.drafter.most:
+        return []
+    return [drafting.explain(count) for count in (1, rows)]

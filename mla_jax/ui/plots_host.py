@@ -21,7 +21,7 @@ MARKERS = "osD^vP"
 def parts_of_a_layer(
     config: Config, device: Device, host: HostRates, expert_bytes: float, tokens: int, held: int = 4096
 ) -> dict[str, float]:
-    """Seconds that the parts of a layer take where they can be computed, when one row brings so many `tokens` after `held`."""
+    """Seconds that the parts of a layer take where they can be computed, when one row brings `tokens` new ones after `held`."""
     weights = expert_weights(config)
     touched, chosen = roofline.experts_touched(config, tokens), config.num_experts_per_tok or 0
     form = roofline.pick_form(config, device, 1, tokens, held + tokens)
@@ -97,17 +97,27 @@ def calls(
         marks += plot.plot([*times], [*times.values()], marker, color=color, ms=8, mec="white", label=name)
     _powers_of_two(plot.xaxis, octaves)
     plot.set(xlim=(0.9, 2**octaves * 1.1), xlabel="tokens in the call", ylabel="time of a call")
+    _time_ticks(plot)
+    plot.legend(handles=marks, loc="best", frameon=False)
+    _title(plot, _gain(seconds), f"marks: measured; lines: expected from {_short(next(iter(rates.values())))}")
+    return _figure(plot)
+
+
+def _time_ticks(plot: "matplotlib.axes.Axes") -> None:
+    """Three ticks a decade: the times of calls may not span one."""
     low, high = plot.get_ylim()
-    plot.set_yticks([n * 10.0**power for power in range(-7, 2) for n in (1, 2, 5) if low <= n * 10.0**power <= high])
+    ticks = [n * 10.0**power for power in range(-7, 2) for n in (1, 2, 5)]
+    plot.set_yticks([tick for tick in ticks if low <= tick <= high])
     plot.set_yticks([], minor=True)
     plot.yaxis.set_major_formatter(lambda value, _: _si(value, "s"))
-    plot.legend(handles=marks, loc="best", frameon=False)
+
+
+def _gain(seconds: Mapping[str, Mapping[int, float]]) -> str:
+    """The fastest precision against the slowest, each in its smallest call."""
     first = {name: times[min(times)] for name, times in seconds.items()}
     least, most = min(first, key=first.__getitem__), max(first, key=first.__getitem__)
-    one = min(seconds[least])
-    detail = f"marks: measured; lines: expected from {_short(next(iter(rates.values())))}"
-    _title(plot, f"{_count(one, 'token')}: {least} takes {first[most] / first[least]:.2g} times less than {most}", detail)
-    return _figure(plot)
+    tokens = _count(min(seconds[least]), "token")
+    return f"{tokens}: {least} takes {first[most] / first[least]:.2g} times less than {most}"
 
 
 def _short(host: HostRates) -> str:

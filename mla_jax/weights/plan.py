@@ -80,7 +80,7 @@ class Plan:
 
     def advice(self) -> list[str]:
         if self.host_cache > self.host_free:
-            return [f"it does not fit the host: {gib(self.host_free)} are free beside the model; give less as --host-cache"]
+            return [f"it does not fit the host: the model leaves {gib(self.host_free)} free; give less as --host-cache"]
         if self.fits:
             return []
         if self.needed <= self.available:
@@ -114,28 +114,48 @@ def plan(
     The pool has `cache_tokens` tokens; by default, on a GPU, as many as fit and as all rows can use. A pass reads up to `drafts`
     guesses of each row, which may be looked up in the rows' texts. `host_cache` is in GiB. Raises BadRequest if that is less
     than a page."""
-    model, most = checkpoint.model(placement), checkpoint.config.max_position_embeddings
-    on_cpu = checkpoint.device.platform == "cpu"
-    page = page_bytes(model)
-    free, host = available(), checkpoint.bytes(placement, host=True)
-    weights = checkpoint.bytes(placement) + host * on_cpu
+    model, rows, most = checkpoint.model(placement), max(ROWS, batch), checkpoint.config.max_position_embeddings
+    on_cpu, page, free = checkpoint.device.platform == "cpu", page_bytes(model), available()
+    host, hosted = checkpoint.bytes(placement, host=True), _host_pages(host_cache, page)
+    weights = checkpoint.bytes(placement) + (host if on_cpu else 0)
     quantized = [value.shape for value in checkpoint.parameters(placement).values() if isinstance(value, QTensor)]
-    temporary = temporaries(model, quantized, max(ROWS, batch), drafts)
-    temporary += TEXTS * 4 * max(ROWS, batch) * (context or most) if keeps_text else 0
-    temporary += _choosing(model, max(ROWS, batch), pages_for(context or most))
-    host_pages = _host_pages(host_cache, page)
-    temporary += 2 * COPIES * COPIED * page if host_pages else 0
+    temporary = temporaries(model, quantized, rows, drafts)
+    temporary += TEXTS * 4 * rows * (context or most) if keeps_text else 0
+    temporary += _choosing(model, rows, pages_for(context or most))
+    temporary += 2 * COPIES * COPIED * page if hosted else 0
     fitting = max(free - weights - temporary, 0) // page * PAGE
     longest = min(most, fitting // batch)
-    usual = min(CPU_TOKENS, cache_tokens or CPU_TOKENS) // batch if on_cpu else cache_tokens or most
-    chosen = context or max(1, min(most, usual, longest))
-    asked = pages_for(chosen) * batch
-    useful = CPU_TOKENS if on_cpu else pages_for(chosen) * PAGE * max(ROWS, batch)
-    tokens = pages_for(cache_tokens) * PAGE if cache_tokens else max(min(useful, fitting), asked * PAGE)
-    taken = weights + tokens // PAGE * page + temporary if on_cpu else host
-    host_free = max(free_memory() - taken, 0) if host_pages else 0
-    hosted = host_pages * page, host_free, host_pages * PAGE
-    return Plan(weights, host, asked * page, temporary, free, chosen, longest, tokens, batch, *hosted)
+    chosen = context or max(1, min(longest, _usual_context(most, batch, cache_tokens, on_cpu)))
+    tokens = pages_for(cache_tokens) * PAGE if cache_tokens else _pool_tokens(chosen, batch, fitting, on_cpu)
+    on_host = weights + tokens // PAGE * page + temporary if on_cpu else host
+    return Plan(
+        weights=weights,
+        host=host,
+        cache=pages_for(chosen) * batch * page,
+        temporaries=temporary,
+        available=free,
+        context=chosen,
+        longest=longest,
+        tokens=tokens,
+        batch=batch,
+        host_cache=hosted * page,
+        host_free=max(free_memory() - on_host, 0) if hosted else 0,
+        hosted=hosted * PAGE,
+    )
+
+
+def _usual_context(most: int, batch: int, cache_tokens: int | None, on_cpu: bool) -> int:
+    """The context where none is asked for and memory is no matter."""
+    if on_cpu:
+        return min(CPU_TOKENS, cache_tokens or CPU_TOKENS) // batch
+    return min(most, cache_tokens or most)
+
+
+def _pool_tokens(context: int, batch: int, fitting: int, on_cpu: bool) -> int:
+    """Tokens of the pool where no number is asked for: at least those of `batch` sequences."""
+    row = pages_for(context) * PAGE
+    useful = CPU_TOKENS if on_cpu else row * max(ROWS, batch)
+    return max(min(useful, fitting), row * batch)
 
 
 def _host_pages(size: float, page: int) -> int:
@@ -192,8 +212,9 @@ def _attention(model: Transformer, rows: int, new: int) -> int:
 
 
 def _choosing(model: Transformer, rows: int, pages: int) -> int:
-    """Where each row chooses among so many pages: what they are summed up by, and scores of heads in float32, twice; and the keys
-    and queries of a chunk by which pages are summed up."""
+    """Where each row chooses among `pages` pages: what they are summed up by, and scores of heads in float32, twice.
+
+    Also the keys and queries of a chunk by which pages are summed up."""
     if model.dispatch.retrieval is None:
         return 0
     config, vectors = model.config, model.dispatch.retrieval.policy.vectors
