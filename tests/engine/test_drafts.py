@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import FAMILIES, tensors, write
+from serving import finish, request
 
-from mla_jax import SamplingParams
 from mla_jax.base.batch import Batch
 from mla_jax.base.options import MOST_DRAFTS
 from mla_jax.cache.paged import PAGE
@@ -81,17 +81,6 @@ def programs_of(model):
 
 def engine_of(programs: Programs, size: Size = SMALL, drafts: int | None = None) -> Engine:
     return Engine(programs, programs.model.config, None, size, drafts)
-
-
-def request(prompt: list[int], **params) -> Request:
-    given = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "max_tokens": 8, "seed": 0} | params
-    return Request(prompt, SamplingParams(**given), ())
-
-
-def finish(engine: Engine, jobs: list[Job]) -> list[list[int]]:
-    while not all(job.done for job in jobs):
-        engine.step()
-    return [job.ids for job in jobs]
 
 
 SAMPLINGS = [

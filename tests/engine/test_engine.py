@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from models import FAMILIES, tensors, write
+from serving import finish, request
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadRequest, DoesNotFit
@@ -14,7 +15,6 @@ from mla_jax.cache.paged import PAGE
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.programs import Program
 from mla_jax.engine.engine import Engine
-from mla_jax.engine.job import Job
 from mla_jax.engine.request import FinishReason, Request
 from mla_jax.engine.size import Size
 from mla_jax.weights.load import load
@@ -42,17 +42,6 @@ def programs(model) -> Programs:
 
 def engine_of(programs: Programs, size: Size = SMALL) -> Engine:
     return Engine(programs, programs.model.config, None, size)
-
-
-def request(prompt: list[int], **params) -> Request:
-    given = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "max_tokens": 8, "seed": 0} | params
-    return Request(prompt, SamplingParams(**given), ())
-
-
-def finish(engine: Engine, jobs: list[Job]) -> list[list[int]]:
-    while not all(job.done for job in jobs):
-        engine.step()
-    return [job.ids for job in jobs]
 
 
 def alone(programs: Programs, asked: Request) -> list[int]:

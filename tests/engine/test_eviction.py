@@ -1,14 +1,16 @@
 """Requests that drop tokens: which ones is the policy's business; here, that nothing else changes, and that pages become free."""
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 
 import deep
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import serving
 from models import FAMILIES, tensors, write
+from serving import answer
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.batch import Batch
@@ -30,6 +32,7 @@ from mla_jax.weights.load import load
 WORDS, LAYERS = 96, 2
 ROOMY = Size(rows=4, pages=40, context=384, chunk=128)
 SNAPKV = Evict(POLICIES["snapkv"], "ada", recent=16)
+request = partial(serving.request, max_tokens=40)
 
 
 @pytest.fixture(scope="module")
@@ -48,26 +51,8 @@ def programs_of(model):
     return cache(lambda evicts, drafter=NOBODY: Programs(model, evicts=evicts, drafter=drafter))
 
 
-def request(prompt: list[int], **params) -> Request:
-    given = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "max_tokens": 40, "seed": 0} | params
-    return Request(prompt, SamplingParams(**given), ())
-
-
 def evicting(programs: Programs, keep: float, every: int = 16, size: Size = ROOMY, drafts: int | None = None) -> EvictingEngine:
     return EvictingEngine(programs, programs.model.config, None, size, drafts, Eviction(programs.evicts, keep, every))
-
-
-def finish(engine: Engine, asked: list[Request], preempt_every: int = 0) -> list[list[int]]:
-    jobs = [engine.submit(one) for one in asked]
-    for step in range(1, 3000):
-        if all(job.done for job in jobs):
-            return [job.ids for job in jobs]
-        engine.step()
-        if preempt_every and step % preempt_every == 0:
-            engine._land_all()
-            for job in engine.running[1:]:
-                engine._preempt(job)
-    raise AssertionError("the engine does not come to an end")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +65,7 @@ def asked() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def full(model, asked) -> list[list[int]]:
-    return finish(Engine(Programs(model), model.config, None, ROOMY), asked)
+    return answer(Engine(Programs(model), model.config, None, ROOMY), *asked)
 
 
 # what a request is told
@@ -92,7 +77,7 @@ def test_where_all_stay_the_tokens_are_those_of_full_attention(folder, asked, fu
     """Though they are moved to other pages, again and again."""
     model = load(folder, dispatch=Dispatch(**dispatch))
     engine = evicting(Programs(model, evicts=SNAPKV), 1.0)
-    assert finish(engine, asked) == full
+    assert answer(engine, *asked) == full
     assert engine.stats.dropped == 0
     assert engine.stats.hits > 0
 
@@ -102,22 +87,22 @@ def test_where_all_stay_the_tokens_are_those_of_full_attention(folder, asked, fu
 def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(programs_of, asked, policy, budget, keep):
     programs = programs_of(Evict(POLICIES[policy], budget, recent=16))
     engine = evicting(programs, keep)
-    together = finish(engine, asked)
+    together = answer(engine, *asked)
     assert engine.stats.dropped > 500
-    assert [finish(evicting(programs, keep), [one])[0] for one in asked] == together
+    assert [answer(evicting(programs, keep), one)[0] for one in asked] == together
     small = evicting(programs, keep, size=dataclasses.replace(ROOMY, pages=10))
-    assert finish(small, asked * 3, preempt_every=7) == together * 3
+    assert answer(small, *asked * 3, preempt_every=7) == together * 3
     assert small.stats.preemptions > 10
     assert small.stats.pages_free == 10
-    assert finish(engine, asked) == together  # prompts are known from before, as they were
+    assert answer(engine, *asked) == together  # prompts are known from before, as they were
     assert engine.stats.hits > 300
 
 
 @pytest.mark.deep(*deep.GENERATING)
 def test_drafts_change_no_token(programs_of, asked):
-    expected = finish(evicting(programs_of(SNAPKV), 0.3), asked)
+    expected = answer(evicting(programs_of(SNAPKV), 0.3), *asked)
     engine = evicting(programs_of(SNAPKV, Lookup(3)), 0.3, drafts=3)
-    assert finish(engine, asked) == expected
+    assert answer(engine, *asked) == expected
     assert engine.stats.drafted[0] > 20
 
 
@@ -128,7 +113,7 @@ def test_a_cancelled_request_leaves_no_page_behind(programs_of, asked):
         engine.step()
         if step % 3 == 2:
             engine.cancel(jobs[step // 3])
-    finish(engine, [])
+    answer(engine)
     while engine.busy:
         engine.step()
     assert engine.stats.pages_free == ROOMY.pages
@@ -166,7 +151,7 @@ def test_tokens_are_those_of_a_whole_sequence_in_which_the_dropped_ones_are_mask
     """For policies that look at slots alone, and so drop the same in all layers. Positions stay as they were."""
     evicts, keep, every = Evict(POLICIES[policy], "uniform", sinks=3, recent=5), 0.2, 12
     prompt = np.random.default_rng(4).integers(2, WORDS, 150).tolist()
-    (ids,) = finish(evicting(programs_of(evicts), keep, every), [request(prompt)])
+    (ids,) = answer(evicting(programs_of(evicts), keep, every), request(prompt))
 
     def stays(held: list[int], tokens: int) -> list[int]:
         count, slots = round(keep * tokens), range(len(held))
@@ -218,7 +203,7 @@ def test_a_request_that_cannot_fit_with_what_stays_of_it_is_refused(programs_of)
     engine = evicting(programs_of(SNAPKV), 0.5, size=dataclasses.replace(ROOMY, pages=6))
     with pytest.raises(DoesNotFit, match="does not fit the cache"):
         engine.submit(request([5] * 250))
-    finish(engine, [request([5] * 150)])
+    answer(engine, request([5] * 150))
 
 
 def test_nothing_compiles_once_warm(programs_of, asked):
@@ -227,7 +212,7 @@ def test_nothing_compiles_once_warm(programs_of, asked):
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(listen := lambda event, *_, **__: compiled.append(event))
     try:
-        finish(engine, asked)
+        answer(engine, *asked)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert [event for event in compiled if event.endswith("backend_compile_duration")] == []

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import FAMILIES, tensors, write
+from serving import answer, request
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadRequest, DoesNotFit
@@ -59,18 +60,6 @@ def of_rank(path, rank: int):
 
 def engine_of(programs: Programs, size: Size, drafts: int | None = None) -> Engine:
     return Engine(programs, programs.model.config, None, size, drafts)
-
-
-def request(prompt: list[int], **params) -> Request:
-    given = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "max_tokens": 8, "seed": 0} | params
-    return Request(prompt, SamplingParams(**given), ())
-
-
-def answer(engine: Engine, *asked: Request) -> list[list[int]]:
-    jobs = [engine.submit(one) for one in asked]
-    while not all(job.done for job in jobs):
-        engine.step()
-    return [job.ids for job in jobs]
 
 
 def chats(engine: Engine, turns: int, count: int = 2) -> tuple[list[list[int]], list[int]]:
@@ -411,7 +400,7 @@ def test_a_model_takes_the_tier_as_an_option_and_empties_it_when_its_weights_cha
 def test_a_tier_that_the_host_has_no_room_for_is_refused_at_once(folder):
     with pytest.raises(DoesNotFit, match=r"pages of 100,000\.00 GiB do not fit the host's memory") as refused:
         LLM(folder, host_cache=100_000)
-    assert "GiB are free beside the model; give less as --host-cache" in refused.value.args[-1]
+    assert "GiB free; give less as --host-cache" in refused.value.args[-1]
 
 
 def test_a_tier_of_less_than_a_page_is_refused(folder):

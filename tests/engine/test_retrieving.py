@@ -1,14 +1,16 @@
 """Requests that read some of their pages while they decode: the same tokens however they are served, as the definition says."""
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 
 import deep
 import jax
 import numpy as np
 import pytest
 import retrieved
+import serving
 from models import FAMILIES, tensors, write
+from serving import answer
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadRequest
@@ -24,6 +26,7 @@ from mla_jax.weights.load import load
 
 WORDS, FEWEST = 96, 4 * PAGE
 ROOMY = Size(rows=4, pages=48, context=512, chunk=256)
+request = partial(serving.request, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
@@ -42,26 +45,8 @@ def programs_of(folder):
     return programs
 
 
-def request(prompt: list[int], **params) -> Request:
-    given = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "max_tokens": 24, "seed": 0} | params
-    return Request(prompt, SamplingParams(**given), ())
-
-
 def retrieving(programs: Programs, size: Size = ROOMY) -> RetrievingEngine:
     return RetrievingEngine(programs, programs.model.config, None, size)
-
-
-def finish(engine: Engine, asked: list[Request], preempt_every: int = 0) -> list[list[int]]:
-    jobs = [engine.submit(one, streams=preempt_every > 0) for one in asked]  # streams come in short dispatches
-    for step in range(1, 3000):
-        if all(job.done for job in jobs):
-            return [job.ids for job in jobs]
-        engine.step()
-        if preempt_every and step % preempt_every == 0:
-            engine._land_all()
-            for job in engine.running[1:]:
-                engine._preempt(job)
-    raise AssertionError("the engine does not come to an end")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +64,7 @@ def asked() -> list[Request]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tokens_are_those_of_a_whole_sequence_in_which_each_token_sees_what_it_chooses(programs_of, asked, policy):
     programs = programs_of(policy)
-    (ids,) = finish(retrieving(programs), [asked[0]])
+    (ids,) = answer(retrieving(programs), asked[0])
     model, prompt = programs.model, asked[0].prompt
     for most, same in ((4, True), (8, False)):
         hidden = retrieved.hidden_states(model, prompt + ids, len(prompt), policy, most, PAGE, dense=1)
@@ -92,14 +77,14 @@ def test_tokens_are_those_of_a_whole_sequence_in_which_each_token_sees_what_it_c
 def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(programs_of, asked, policy):
     programs = programs_of(policy)
     engine = retrieving(programs)
-    together = finish(engine, asked)
-    assert [finish(retrieving(programs), [one])[0] for one in asked] == together
+    together = answer(engine, *asked)
+    assert [answer(retrieving(programs), one)[0] for one in asked] == together
     small = retrieving(programs, dataclasses.replace(ROOMY, pages=24))
-    assert finish(small, asked * 2, preempt_every=4) == together * 2
+    assert answer(small, *asked * 2, streams=True, preempt_every=4) == together * 2
     assert small.stats.preemptions > 5
     assert small.stats.generated > 1.1 * sum(map(len, together * 2)), "nobody had told anything that came again"
     assert small.stats.pages_free == 24
-    assert finish(engine, asked) == together  # prompts are known from before, as they were
+    assert answer(engine, *asked) == together  # prompts are known from before, as they were
     assert engine.stats.hits > 300
 
 
@@ -111,9 +96,9 @@ def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(programs_
 )
 def test_where_all_pages_are_read_the_tokens_are_those_of_full_attention(folder, programs_of, asked, dispatch):
     full = load(folder, dispatch=Dispatch(**dispatch))
-    expected = finish(Engine(Programs(full), full.config, None, ROOMY), asked)
+    expected = answer(Engine(Programs(full), full.config, None, ROOMY), *asked)
     for policy in POLICIES if dispatch.get("kv_cache") else ["quest"]:
-        assert finish(retrieving(programs_of(policy, 8 * PAGE, **dispatch)), asked) == expected
+        assert answer(retrieving(programs_of(policy, 8 * PAGE, **dispatch)), *asked) == expected
 
 
 @pytest.mark.deep(*deep.GENERATING)
@@ -139,13 +124,13 @@ def test_a_preempted_request_takes_the_tokens_it_has_told_whatever_is_drawn(prog
 def test_the_index_learns_of_prompts_alone(programs_of, asked):
     """A conversation goes on: its first answer is read again."""
     engine, prompt = retrieving(programs_of()), asked[2].prompt[:60]
-    (ids,) = finish(engine, [request(prompt, max_tokens=3 * PAGE)])
+    (ids,) = answer(engine, request(prompt, max_tokens=3 * PAGE))
     assert engine.stats.hits == 0
     longer = request(prompt + ids + [5, 6, 7])
-    alone = finish(retrieving(programs_of()), [longer])
-    assert finish(engine, [longer]) == alone
+    alone = answer(retrieving(programs_of()), longer)
+    assert answer(engine, longer) == alone
     assert engine.stats.hits == 0
-    finish(engine, [longer])
+    answer(engine, longer)
     assert engine.stats.hits == 3 * PAGE
 
 
@@ -156,7 +141,7 @@ def test_nothing_compiles_once_warm(programs_of, asked):
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(listen := lambda event, *_, **__: compiled.append(event))
     try:
-        finish(engine, asked, preempt_every=7)
+        answer(engine, *asked, streams=True, preempt_every=7)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert [event for event in compiled if event.endswith("backend_compile_duration")] == []

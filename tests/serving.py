@@ -1,0 +1,38 @@
+"""Requests of token ids, and an engine that serves them to the end."""
+
+from mla_jax import SamplingParams
+from mla_jax.engine.engine import Engine
+from mla_jax.engine.job import Job
+from mla_jax.engine.request import Request
+
+STEPS = 100_000  # more than any engine of the tests takes
+
+
+def request(prompt: list[int], **params) -> Request:
+    """Greedy, of eight tokens, unless `params` say otherwise."""
+    given = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "max_tokens": 8, "seed": 0} | params
+    return Request(prompt, SamplingParams(**given), ())
+
+
+def answer(engine: Engine, *asked: Request, streams: bool = False, preempt_every: int = 0) -> list[list[int]]:
+    """The tokens of these requests. Those that stream come in short dispatches. After every `preempt_every` steps all rows but
+    the first are preempted."""
+    return finish(engine, [engine.submit(one, streams=streams) for one in asked], preempt_every)
+
+
+def finish(engine: Engine, jobs: list[Job], preempt_every: int = 0) -> list[list[int]]:
+    """The tokens of these jobs, preempted as in `answer`."""
+    for step in range(1, STEPS):
+        if all(job.done for job in jobs):
+            return [job.ids for job in jobs]
+        engine.step()
+        if preempt_every and step % preempt_every == 0:
+            preempt_all_but_one(engine)
+    raise AssertionError("the engine does not come to an end")
+
+
+def preempt_all_but_one(engine: Engine) -> None:
+    """As the engine does where pages are short: what rows have chosen so far is not lost."""
+    engine._land_all()
+    for job in engine.running[1:]:
+        engine._preempt(job)
