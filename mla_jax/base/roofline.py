@@ -11,8 +11,8 @@ from mla_jax.base.config import Config
 class Device(NamedTuple):
     """What a device reaches in practice: dense bf16 FLOP/s and bytes/s of memory reads (float32 on a CPU), if `measured` here.
 
-    `between` are seconds a layer of a decode step that go beside its bytes: on an H200 benchmarks/decode.py has 48 us at batch 1,
-    66 at 8 and 95 at 64. With what is taken here each of these steps is predicted within 10 %."""
+    `between` are seconds a layer of a decode step in addition to those of its bytes: on an H200 benchmarks/decode.py has 48 us
+    at batch 1, 66 at 8 and 95 at 64. With what is taken here each of these steps is predicted within 10 %."""
 
     name: str
     platform: str
@@ -123,7 +123,7 @@ def decode_bytes(config: Config, rows: int, held: int, itemsize: int = 2, new: i
 
 
 def pass_seconds(config: Config, on: Device, rows: int, held: int, drafts: int, most: int) -> float:
-    """About what a pass takes that reads a token and `drafts` guesses of each row, beside what the guessing takes.
+    """About what a pass takes that reads a token and `drafts` guesses of each row. What the guessing takes is not part of it.
 
     Its program computes with `most` guesses; those that are not there touch no expert."""
     new, layers = 1 + most, config.num_hidden_layers
@@ -191,7 +191,7 @@ REACH, REACH_OF_KERNEL = 2048, 1 << 30
 
 
 def chunk(config: Config, on: Device) -> int:
-    """New tokens of prompts in one dispatch, a power of two: so many that experts compute for as long as they are read."""
+    """New tokens of prompts in one dispatch, a power of two: enough that experts compute for as long as they are read."""
     if on.platform == "cpu":
         return CHUNK_ON_A_CPU
     tokens_of_an_expert = on.flops / on.bandwidth  # two operations a weight and token, two bytes a weight

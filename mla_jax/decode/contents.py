@@ -24,7 +24,7 @@ def copy_in(model: Transformer, pool: Pool, contents: Contents, pages: Int[Array
 
 
 def _in_layers(model: Transformer, pool: Pool, pages: Int[Array, " K"]) -> Int[Array, "K L"]:
-    """Where a page of each layer lies in the pool; NOWHERE for one past the last."""
+    """Where a page of each layer is in the pool; NOWHERE for one past the last."""
     layers = model.cached_layers
     count = next(iter(pool.values())).shape[0] // layers
     return jnp.where(pages[:, None] < count, pages[:, None] + count * jnp.arange(layers, dtype=jnp.int32), NOWHERE)

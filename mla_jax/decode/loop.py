@@ -244,7 +244,7 @@ class Programs:
         return Kept(_numbers(layers, rows, width * page_size(pool)), _numbers(layers, rows))
 
     def _contents(self, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of what so many pages hold."""
+        """The shapes of what this number of pages holds."""
         return {name: jax.ShapeDtypeStruct((pages, *one.shape), one.dtype) for name, one in self.page.items()}
 
     def check(self) -> None:

@@ -21,9 +21,9 @@ FADES = 0.98  # what is left of a measurement after one more dispatch
 FIRST = 8  # guesses of each place that are taken to have been seen before any was
 OPTIMISTIC = 0.95  # the share with which it is decided whether a number of rows will ever draft
 NEWEST = 0.2  # weight of a pass's newest time
-WORST = 2.0  # one more time of a pass counts as at most so much longer than is known, or than with nearly as many guesses
+WORST = 2.0  # a new time of a pass counts as at most this multiple of the known one, or of the one with nearly as many guesses
 PLAIN = 3  # dispatches without guesses to begin with, so that one is timed
-AGAIN = 64  # every so many dispatches another number of guesses is tried, all in turn
+AGAIN = 64  # dispatches after which another number of guesses is tried, all in turn
 
 
 def drafter_of(options: DraftOptions, has_mtp: bool, platform: str = "gpu") -> Drafter:
@@ -78,12 +78,12 @@ class Drafting:
         self._plain: Counter[int] = Counter()  # dispatches without guesses, by rows, until one was timed
 
     def pays(self, rows: int) -> bool:
-        """Whether so many rows may ever draft, as far as it can be predicted: their programs are compiled."""
+        """Whether this number of rows may ever draft, as far as it can be predicted: their programs are compiled."""
         best = OPTIMISTIC * np.ones(MOST_DRAFTS)
         return self.drafter.most > 0 and (self.fixed is not None or self._best(rows, HELD, best) > 0)
 
     def count(self, greedy: Iterable[bool], held: int) -> int:
-        """Guesses of a pass for rows that are `greedy` or not and hold so many tokens on average; 0: none."""
+        """Guesses of a pass for rows that are `greedy` or not and hold `held` tokens on average; 0: none."""
         if self.fixed is not None:
             return self.fixed
         of_kind = Counter(greedy)
@@ -126,7 +126,7 @@ class Drafting:
         return self.predicted(rows, held, drafts) * (1.0 if nearest is None else nearest)
 
     def _nearest(self, rows: int, drafts: int) -> float | None:
-        """Measured time over predicted, with nearly as many guesses; None: nothing was measured for so many rows."""
+        """Measured time over predicted, with nearly as many guesses; None: nothing was measured for this number of rows."""
         measured = {d: ratio for (n, d), ratio in self._taken.items() if n == bucket(rows)}
         return min(measured.items(), key=lambda each: (abs(each[0] - drafts), each[0]), default=(0, None))[1]
 
@@ -138,7 +138,7 @@ class Drafting:
         return roofline.pass_seconds(self.config, self.device, rows, held, drafts, self.drafter.most) + guessing
 
     def explain(self, rows: int) -> str:
-        """In words, for so many rows."""
+        """In words, for this number of rows."""
         name, most = self.drafter.name, self.drafter.most
         if self.fixed is not None:
             return f"drafts: {self.fixed} {'guess' if self.fixed == 1 else 'guesses'} a pass by {name}"

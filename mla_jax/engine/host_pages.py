@@ -1,6 +1,6 @@
 """Contents of pages in the host's memory: room for a fixed number, of which the least recently used make place for new ones.
 
-A page is known by a digest of all tokens up to its end, and of those behind it that it depends on. Plain NumPy: a page is so many
+A page is known by a digest of all tokens up to its end, and of those behind it that it depends on. Plain NumPy: a page is
 bytes, and where they come from and go to is the business of others."""
 
 import struct
@@ -65,7 +65,7 @@ class HostPages:
         return slot
 
     def write(self, slots: Sequence[int], contents: Mapping[str, Any]) -> None:
-        """Takes in the first pages of arrays `[pages ..]`. It may run beside all else that does not touch these slots."""
+        """Takes in the first pages of arrays `[pages ..]`. It may run concurrently with all that does not touch these slots."""
         for name, kept in self._bytes.items():
             pages = np.ascontiguousarray(contents[name])
             pages = pages.reshape(len(pages), -1).view(np.uint8)

@@ -24,9 +24,9 @@ class Job:
         self.times = Times(time.perf_counter())
         self.row: int | None = None  # on the device
         self.held: Held | None = None
-        self.known = 0  # tokens when it was admitted, but for those of its output that it generates again
+        self.known = 0  # tokens when it was admitted, except those of its output that it generates again
         self.again = 0  # these, as far as they have not come yet
-        self.read = 0  # of these, so many are in its pages once all dispatches are done
+        self.read = 0  # known tokens that are in its pages once all dispatches are done
         self.steps = 0  # tokens that dispatches may have chosen since
         self.evictions = 0  # how often tokens were dropped since it was admitted
         self.is_evicting = False  # it waits for what stays of them
@@ -79,7 +79,7 @@ class Job:
         return self.tokens[self.read : min(self.read + most, self.known)]
 
     def take(self, ids: list[int], logprobs: Logprobs | None, ended: bool, finite: bool) -> None:
-        """Adds what was generated, but for what it has told before; `ended` says that the device stopped the row."""
+        """Adds what was generated, except what it has told before; `ended` says that the device stopped the row."""
         old = min(self.again, len(ids))
         self.again -= old
         ids, logprobs = ids[old:], None if logprobs is None else logprobs[old:]

@@ -144,7 +144,7 @@ class Pages:
         held.pages, held.nodes = [], []
 
     def _full(self, tokens: Sequence[int]) -> int:
-        """Pages that so many tokens write to the end."""
+        """Pages that these tokens fill to the end."""
         return max(len(tokens) - self.ahead, 0) // self.size
 
     def _pages(self, tokens: int) -> int:
@@ -267,5 +267,5 @@ class Pages:
 
 
 def _holders_reach(nodes: list[Node], holders: int) -> int:
-    """How many of a chain, its first ones, have at least so many holders."""
+    """How many of a chain, its first ones, have at least `holders` holders."""
     return bisect_left(nodes, True, key=lambda node: node.holders < holders)

@@ -19,7 +19,7 @@ class Limits:
     steps: int = 32  # of one decode dispatch, at most
     streamed_steps: int = 8  # the same while somebody streams
     fewest_steps: int = 8  # a row that is about to end shortens a dispatch for those that wait, but not to less
-    dispatch: int = 256  # what a line costs besides its tokens, as so many tokens: the weights it reads
+    dispatch: int = 256  # what a line costs in addition to its tokens, in tokens: the weights it reads
     parts: int = 1  # of a page, that can be had singly; pages that are needed, free or had are counted in parts
 
 
@@ -30,12 +30,12 @@ class Waiting:
     arrival: int  # a serial number; a preempted request keeps it
     tokens: int  # to read in all, at least one
     shared: int  # pages whose tokens need not be read: the index has them, or the host does
-    taken: int  # of these, so many parts are held by somebody: the others still count as free, or are new
+    taken: int  # parts of these that somebody holds: the others still count as free, or are new
     left: int  # tokens it may generate
     streams: bool = False
     blocked: bool = False  # another request is about to write a page that it needs
     until: int = 1 << 30  # tokens that it may choose, once it has read all, before it must wait
-    extra: int = 0  # parts that it needs beside those of its tokens, for a while
+    extra: int = 0  # parts that it needs in addition to those of its tokens, for a while
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _ids(requests: Sequence[Waiting | Running]) -> tuple[int, ...]:
 
 
 def _need(row: Running, steps: int, limits: Limits) -> int:
-    """Pages that a row lacks for so many decode steps; the last token it may generate is not written."""
+    """Pages that a row lacks for these decode steps; the last token it may generate is not written."""
     return max(0, _pages(row.held + min(steps, row.left - 1), limits) - row.pages) if row.decodes else 0
 
 
@@ -125,7 +125,7 @@ def _preempt(rows: list[Running], free: int, limits: Limits) -> tuple[list[Runni
 def _admit(waiting: list[Waiting], rows: list[Running], free: int, limits: Limits) -> list[Waiting]:
     """Who starts: the first that does not fit lets nobody pass, so that large requests get their turn.
 
-    Pages for what the running rows decode next, their prompts once read, and for each first token, are set aside."""
+    Pages for what the running rows decode next, their prompts once read, and for each first token, are reserved."""
     decoding = [_after_reading(row, row.unread) for row in rows]
     free -= _needs(decoding, _steps(decoding, True, limits), limits)
     admitted: list[Waiting] = []
@@ -167,7 +167,7 @@ def _read(pending: list[Running], limits: Limits) -> tuple[int | None, list[tupl
 
 @functools.lru_cache(maxsize=4096)
 def _cheapest(tokens: int, lines: tuple[int, ...], dispatch: int) -> tuple[int, int]:
-    """The least cost of lines that hold so many tokens, padding and dispatches counted, and the longest of these lines."""
+    """The least cost of lines that hold these tokens, padding and dispatches counted, and the longest of these lines."""
     found = [(line + dispatch + (_cheapest(tokens - line, lines, dispatch)[0] if line < tokens else 0), line) for line in lines]
     return min(found, key=lambda each: (each[0], -each[1]))
 

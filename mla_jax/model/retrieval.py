@@ -1,6 +1,6 @@
 """Retrieval in a layer: sums up the pages that a step writes, and shortens a row's page table to the pages that a policy chooses.
 
-What is noted of a page lies in the pool beside its tokens, so it goes where the page goes. It is made anew from what the page
+What is noted of a page is in the pool with its tokens, so it goes where the page goes. It is made anew from what the page
 holds whenever tokens are appended: what was there before never matters."""
 
 from collections.abc import Callable

@@ -24,7 +24,7 @@ CHOSEN = 12  # experts per call
 MANY = 256  # tokens that choose the same experts: bound by arithmetic
 TINY = 256  # width of experts so small that a call's own time is all that counts
 CALLS = 8  # in a program, one after the other
-WORKING_SET = 4, 2 << 30  # times the last caches' size, at most so many bytes: weights are read from memory
+WORKING_SET = 4, 2 << 30  # times the last caches' size, and bytes at most: weights are read from memory
 ENOUGH = 1.0  # seconds, after which slow cores repeat no more
 FASTEST = 1e18  # bytes or FLOPs per second that no CPU reaches
 

@@ -60,9 +60,10 @@ def decode_floor(
     ax: "matplotlib.axes.Axes | None" = None,
     size: tuple[float, float] = (7, 4),
 ) -> "matplotlib.figure.Figure":
-    """The tokens/s that no decoding passes, by bytes alone, for 1 to 2 to the `octaves` rows that hold so many tokens each.
+    """The tokens/s that no decoding passes, by bytes alone, for 1 to 2 to the `octaves` rows.
 
-    `measured` maps rows to tokens/s over the first of `held`."""
+    There is a line for each count in `held`, the tokens that every row holds. `measured` maps rows to tokens/s over the first
+    of them."""
     (plot,) = _axes(ax, size)
     rows = _whole(octaves)
     for color, length in zip(itertools.cycle(COLORS), held, strict=False):

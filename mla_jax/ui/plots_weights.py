@@ -26,9 +26,10 @@ def rounded(
     ax: "matplotlib.axes.Axes | None" = None,
     size: tuple[float, float] = (8, 4.2),
 ) -> "matplotlib.figure.Figure":
-    """Where some weights come to lie: a line of marks for the weights themselves, and for what each format makes of them.
+    """Weights on the axis of numbers: a line of marks for the weights themselves, and for what each format makes of them.
 
-    `formats` maps names to values of the shape of `weights`. Beside each line stands how many values differ, and their error."""
+    `formats` maps names to values of the shape of `weights`. Next to each line are the number of values that differ, and their
+    error."""
     (plot,) = _axes(ax, size)
     for row, values in enumerate((weights, *formats.values())):
         color = INK if row == 0 else COLORS[(row - 1) % len(COLORS)]
