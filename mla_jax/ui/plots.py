@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mla_jax.base.config import Config
 from mla_jax.base.errors import Unsupported
 from mla_jax.base.roofline import Cost, Device, attention_cost, break_even, held_bytes, pick_form
+from mla_jax.offload.cost import fewest
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -218,10 +219,10 @@ def _fastest(costs: Mapping[str, Cost], device: Device) -> str:
 
 def _change(config: Config, device: Device, rows: int, most: int, prefix: int) -> str:
     """From how many new tokens the picked form changes on the longest prefix drawn."""
-    for new in range(1, most + 1):
-        if pick_form(config, device, rows, new, prefix + new) == "compressed":
-            return f"{device.name}: rebuilding pays from {new:,} new tokens on a long prefix"
-    return f"{device.name}: rebuilding does not pay up to {most:,} new tokens"
+    new = fewest(lambda new: pick_form(config, device, rows, new, prefix + new) == "compressed", most)
+    if not new:
+        return f"{device.name}: rebuilding does not pay up to {most:,} new tokens"
+    return f"{device.name}: rebuilding pays from {new:,} new tokens on a long prefix"
 
 
 def _name_points(ax, device: Device, ridge: float, names: Mapping[str, str]):

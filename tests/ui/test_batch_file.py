@@ -181,13 +181,16 @@ def test_logits_that_are_not_finite_end_with_their_exit_code(run, llm, files):
 # what goes on behind what is there
 
 
-@pytest.fixture
-def whole(run, files) -> bytes:
+@pytest.fixture(scope="module")
+def whole(opened, llm, tmp_path_factory) -> bytes:
     """The answers of a run that nothing stopped."""
-    assert run() == 0
-    data = files[1].read_bytes()
-    files[1].unlink()
-    return data
+    folder = tmp_path_factory.mktemp("whole")
+    prompts, out = folder / "prompts.jsonl", folder / "answers.jsonl"
+    prompts.write_text("\n".join(LINES))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch_file, "LLM", lambda *_, **__: llm)
+        assert answer_file(opened, str(prompts), out, GREEDY, Console(as_json=False, quiet=True)) == 0
+    return out.read_bytes()
 
 
 @pytest.mark.deep("mla_jax/ui", *deep.GENERATING)
@@ -263,7 +266,7 @@ def test_ctrl_c_gives_pages_back_leaves_whole_lines_and_says_how_to_go_on(run, l
 
 
 def test_of_a_long_file_few_requests_are_in_the_engine_at_once(run, llm, files, monkeypatch):
-    files[0].write_text("".join(f'{{"prompt": [{20 + i}], "max_tokens": 1}}\n' for i in range(600)))
+    files[0].write_text("".join(f'{{"prompt": [{20 + i}], "max_tokens": 1}}\n' for i in range(300)))
     most, step = 0, llm.engine.step
 
     def watched():
@@ -273,8 +276,8 @@ def test_of_a_long_file_few_requests_are_in_the_engine_at_once(run, llm, files, 
 
     monkeypatch.setattr(llm.engine, "step", watched)
     assert run() == 0
-    assert [answer["id"] for answer in answers(files[1])] == list(range(1, 601))
-    assert most == WAITING * llm.engine.size.rows < 600
+    assert [answer["id"] for answer in answers(files[1])] == list(range(1, 301))
+    assert most == WAITING * llm.engine.size.rows < 300
 
 
 def test_a_million_lines_are_read_a_few_at_a_time(files):
@@ -315,7 +318,7 @@ def wait_for_lines(process: subprocess.Popen, path: Path, lines: int) -> None:
 
 @pytest.mark.deep("mla_jax/ui", *deep.GENERATING)
 @pytest.mark.slow
-def test_killed_or_interrupted_the_same_command_resumes_and_loses_and_repeats_nothing(files):
+def test_killed_or_interrupted_the_same_command_resumes_and_loses_and_repeats_nothing(llm, files):
     prompts = [{"prompt": [20 + i, 30 + i], "max_tokens": 10 + 2 * i} for i in range(60)]
     files[0].write_text("\n".join(map(json.dumps, prompts)))
     environment = compiling.as_users()
@@ -337,7 +340,7 @@ def test_killed_or_interrupted_the_same_command_resumes_and_loses_and_repeats_no
     found = answers(files[1])
     assert [answer["id"] for answer in found] == list(range(1, 61))
     assert [len(answer["token_ids"]) for answer in found] == [prompt["max_tokens"] for prompt in prompts]
-    expected = LLM().generate(
+    expected = llm.generate(
         [prompt["prompt"] for prompt in prompts[:8]],
         [SamplingParams(temperature=0, ignore_eos=True, max_tokens=prompt["max_tokens"]) for prompt in prompts[:8]],
     )

@@ -1,10 +1,10 @@
 """The figures show the cost model's values, all of them, with nothing in the way of anything."""
 
 import functools
-import io
 import itertools
 import sys
 
+import jaxtyping
 import pytest
 
 from mla_jax.base.config import Config
@@ -78,9 +78,12 @@ FIGURES = {
 
 @functools.cache
 def drawn(name: str):
-    """The figure as it would be written: laid out and rendered."""
-    figure = FIGURES[name]()
-    figure.savefig(io.BytesIO(), format="png")
+    """The figure, laid out as it would be written. Types are checked where tests draw figures for their contents: the checks of
+    the many calls of the cost model take longer than all else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        figure = FIGURES[name]()
+    figure.draw_without_rendering()
     return figure
 
 
