@@ -1,11 +1,11 @@
 """Contents of pages in the host's memory: room for a fixed number, of which the least recently used make place for new ones.
 
-A page is known by a digest of all tokens up to its end, and of those behind it that it depends on. Plain NumPy: a page is
-bytes, and where they come from and go to is the business of others."""
+A page is known by a digest, of all tokens up to its end and of those behind it that it depends on. What somebody holds stays. Plain
+NumPy: a page is some bytes, and where they come from and go to is the business of others."""
 
 import struct
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from math import prod
 from typing import Any, NamedTuple
@@ -38,7 +38,9 @@ class HostPages:
         self.count, self.kinds = count, dict(kinds)
         self._bytes = {name: np.empty((count, kind.bytes), np.uint8) for name, kind in kinds.items()}
         self._free = list(range(count - 1, -1, -1))
-        self._slots: OrderedDict[bytes, int] = OrderedDict()  # by digest, the least recently used first
+        self._slots: dict[bytes, int] = {}  # by digest
+        self._idle: OrderedDict[bytes, None] = OrderedDict()  # those that nobody holds, the least recently used first
+        self._holders: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -50,22 +52,42 @@ class HostPages:
     def page_bytes(self) -> int:
         return sum(kind.bytes for kind in self.kinds.values())
 
-    def use(self, digests: Iterable[bytes]) -> None:
-        """Says that these pages, which are here, are used now, one after the other."""
-        for digest in digests:
-            self._slots.move_to_end(digest)
+    @property
+    def room(self) -> int:
+        """Pages that can be added now, in place of those that nobody holds if need be."""
+        return len(self._free) + len(self._idle)
+
+    def slot(self, digest: bytes) -> int:
+        """Where a page is."""
+        return self._slots[digest]
 
     def add(self, digest: bytes) -> int | None:
         """The slot to which a page's contents are to be written; None if the page is here: then it is used now."""
         if digest in self._slots:
-            self.use([digest])
+            self._use(digest)
             return None
-        slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
-        self._slots[digest] = slot
+        slot = self._free.pop() if self._free else self._slots.pop(self._idle.popitem(last=False)[0])
+        self._slots[digest], self._idle[digest] = slot, None
         return slot
 
+    def hold(self, digest: bytes) -> None:
+        """Keeps a page that is here, until it is dropped as often."""
+        self._holders[digest] += 1
+        self._idle.pop(digest, None)
+
+    def drop(self, digest: bytes) -> None:
+        """One less holds it; it is used now."""
+        self._holders[digest] -= 1
+        if not self._holders[digest]:
+            del self._holders[digest]
+            self._idle[digest] = None
+
+    def _use(self, digest: bytes) -> None:
+        if digest in self._idle:
+            self._idle.move_to_end(digest)
+
     def write(self, slots: Sequence[int], contents: Mapping[str, Any]) -> None:
-        """Takes in the first pages of arrays `[pages ..]`. It may run concurrently with all that does not touch these slots."""
+        """Takes in the first pages of arrays `[pages ..]`. It may run beside all else that does not touch these slots."""
         for name, kept in self._bytes.items():
             pages = np.ascontiguousarray(contents[name])
             pages = pages.reshape(len(pages), -1).view(np.uint8)

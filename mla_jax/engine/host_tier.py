@@ -1,5 +1,5 @@
-"""Between the pool on the device and pages in the host's memory: what the prefix index forgets goes out, and what a prompt
-begins with comes in.
+"""Between the pool on the device and pages in the host's memory: what the prefix index forgets goes out, and so does what a row
+keeps there; what a prompt begins with comes in, and so does what a row asks for.
 
 Both are only noted at first. `settle` sends them before the next program that may write to the pool. The device runs programs in
 the order in which they are sent; nothing else keeps them apart. A thread waits for what comes out. The engine does only where a
@@ -8,7 +8,7 @@ prompt begins with that, and where much is on its way, which fills the device.""
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -43,6 +43,7 @@ class HostTier:
         self.store = HostPages(count, {name: Kind(one.shape, np.dtype(one.dtype)) for name, one in programs.page.items()})
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="host pages")
         self._forgotten: list[Note] = []
+        self._kept: list[Note] = []
         self._asked: list[Note] = []
         self._writes: deque[Write] = deque()  # the newest ones; they are done in this order
         stats.pages_hosted = 0
@@ -54,19 +55,30 @@ class HostTier:
         """Notes that the index no longer has a page, whose contents stay until the next program writes to the pool."""
         self._forgotten.append(Note(digest, page))
 
+    def keep(self, digest: bytes, page: int) -> int:
+        """Notes that the contents of a page are to be here until they are dropped; returns their slot. There must be room."""
+        if self.store.add(digest) is not None:
+            self._kept.append(Note(digest, page))
+        self.store.hold(digest)
+        return self.store.slot(digest)
+
+    def drop(self, digest: bytes) -> None:
+        """Says that one less keeps them here."""
+        self.store.drop(digest)
+
     def ask(self, digest: bytes, page: int) -> None:
         """Notes that contents that are here belong into a page before the next program reads it."""
+        self.store.hold(digest)
         self._asked.append(Note(digest, page))
 
     def settle(self, pool: Pool) -> Pool:
         """The pool, once what was forgotten is on its way out and what was asked for is in its pages."""
-        forgotten, asked = self._forgotten, self._asked
-        if not forgotten and not asked:
+        forgotten, kept, asked = self._forgotten, self._kept, self._asked
+        if not forgotten and not kept and not asked:
             return pool
-        self._forgotten, self._asked = [], []
-        self.store.use(note.digest for note in reversed(asked))
-        room = self.store.count - len(asked)  # what was asked for stays until it is read
-        pool = self._send_out(pool, forgotten[-room:] if room else [])
+        self._forgotten, self._kept, self._asked = [], [], []
+        pool = self._send_out(pool, {note: self.store.slot(note.digest) for note in kept if note.digest in self.store})
+        pool = self._send_out(pool, self._slots_of(forgotten))
         pool = self._send_in(pool, asked)
         self.stats.pages_hosted = len(self.store)
         return pool
@@ -76,9 +88,13 @@ class HostTier:
         while self._writes:
             self._wait(self._writes.popleft().done.result)
 
-    def _send_out(self, pool: Pool, forgotten: Sequence[Note]) -> Pool:
-        """Contents that are here already stay where they are."""
-        slots = {note: slot for note in forgotten if (slot := self.store.add(note.digest)) is not None}
+    def _slots_of(self, forgotten: Sequence[Note]) -> dict[Note, int]:
+        """Slots for the newest of these that there is room for. Contents that are here already stay where they are."""
+        room = self.store.room
+        newest = forgotten[-room:] if room else []
+        return {note: slot for note in newest if (slot := self.store.add(note.digest)) is not None}
+
+    def _send_out(self, pool: Pool, slots: Mapping[Note, int]) -> Pool:
         for some in _blocks(list(slots)):
             while len(self._writes) >= COPIES:
                 self._wait(self._writes.popleft().done.result)
@@ -102,6 +118,8 @@ class HostTier:
             contents = jax.device_put(self.store.read(digests, COPIED))
             pool, contents = self.programs.copy_in(pool, contents, _places(some))
             sent.append(contents)
+        for note in reversed(asked):  # so that of a prompt's pages the first is forgotten last
+            self.store.drop(note.digest)
         self.stats.pages_in += len(asked)
         self.stats.bytes_in += len(asked) * self.store.page_bytes
         return pool

@@ -45,7 +45,7 @@ def test_it_keeps_those_that_were_used_last(count, actions):
                 store.write([slot], contents(serial, 1))
                 written[name] = raw(contents(serial, 1), 0)
         elif name in expected:
-            store.use([name])
+            assert store.add(name) is None
         if adds or name in expected:
             expected = [*(other for other in expected if other != name), name][-count:]
         assert len(store) == len(expected) <= count
