@@ -1,6 +1,7 @@
 """Retrieval by its definition, in plain loops: a whole sequence without a cache, in which each token sees what it chooses."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +21,58 @@ def hidden_states(
 ) -> np.ndarray:
     """`[S D]`, after the last norm. The first `prompt` tokens see all before them, the others `most` pages of `size` tokens in
     all layers but the first `dense`."""
-    config, count = model.config, len(tokens)
+    scale = rope.softmax_scale(model.config)
+
+    def mask_of(number: int, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        mask = np.tri(len(tokens), dtype=bool)
+        for token in range(prompt, len(tokens)) if number >= dense else ():
+            pages = chosen(scores_of(q[: token + 1], kv[: token + 1], policy, size, scale), most, recent)
+            mask[token] &= np.isin(np.arange(len(tokens)) // size, pages)
+        return mask
+
+    return forward(model, tokens, mask_of)[0]
+
+
+def resident_pages(model: Transformer, tokens: list[int], prompt: int, policy: str, most: int, size: int) -> dict[int, list[int]]:
+    """The pages that a row has on the device after so many tokens, where it chooses: at the end of its prompt, then at the end of
+    each page. A layer's scores are votes; those of full pages add up over layers. Every token sees the pages of its time."""
+    scale, pages_at = rope.softmax_scale(model.config), {}
+    for point in [prompt, *range((prompt // size + 1) * size, len(tokens), size)]:
+        known = tokens[:point]
+        mask = seen(point, pages_at, size)
+        votes = np.zeros(point // size)
+        for q, kv in forward(model, known, lambda *_, mask=mask: mask)[1]:
+            scores = scores_of(q, kv[: point // size * size], policy, size, scale)
+            votes += np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+        rest = [0.0] * (-(-point // size) - len(votes))  # the page that is not full is always there
+        pages_at[point] = chosen(np.array([*votes, *rest]), most, 2)
+    return pages_at
+
+
+def seen(count: int, pages_at: dict[int, list[int]], size: int) -> np.ndarray:
+    """What each of `count` tokens sees: all before it, of pages that were full when its row last chose only those chosen."""
+    mask, place = np.tri(count, dtype=bool), np.arange(count)
+    for point, pages in pages_at.items():
+        mask[point:] = np.tri(count, dtype=bool)[point:] & (np.isin(place // size, pages) | (place >= point))
+    return mask
+
+
+def forward(model: Transformer, tokens: list[int], mask_of: Callable) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
+    """Hidden states `[S D]` after the last norm, and each layer's queries and keys; a layer's tokens see what `mask_of` says of
+    its number and of these."""
+    config, count, found = model.config, len(tokens), []
     x, scale = model.embedded(jnp.asarray([tokens], jnp.int32)), rope.softmax_scale(config)
     for number, block in enumerate(model.layers):
         q, kv = attention_of(block.attn, normed(x, block.attn_norm[...], block.eps))
-        mask = np.tri(count, dtype=bool)
-        if number >= dense:
-            for token in range(prompt, count):
-                pages = chosen(q[: token + 1], kv[: token + 1], policy, most, size, recent, scale)
-                mask[token] &= np.isin(np.arange(count) // size, pages)
-        logits = np.where(mask, np.einsum("tnl,sl->nts", q, kv, optimize=True) * scale, -np.inf)
+        found.append((q, kv))
+        logits = np.where(mask_of(number, q, kv), np.einsum("tnl,sl->nts", q, kv, optimize=True) * scale, -np.inf)
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         up, out = (np.asarray(weight[...], np.float64) for weight in (block.attn.uv, block.attn.o_proj))
         values = np.einsum("nts,sr,nvr->tnv", weights, kv[:, : config.kv_lora_rank], up, optimize=True)
         x = x + jnp.asarray(values.reshape(count, -1) @ out.T, jnp.float32)[None]
         x = x + fed_forward(*nnx.split(block.mlp), normed(x, block.mlp_norm[...], block.eps))
-    return np.asarray(normed(x, model.norm[...], config.rms_norm_eps))[0]
+    return np.asarray(normed(x, model.norm[...], config.rms_norm_eps))[0], found
 
 
 normed = jax.jit(rms_norm, static_argnums=2)
@@ -63,18 +99,20 @@ def projected(graph: nnx.GraphDef, weights: nnx.State, x: jax.Array) -> tuple[ja
     return *attn.turned(attn.queries(x), turns), *attn.keys(jnp.einsum("btd,ld->btl", x, attn.kv_a_proj[...]), turns)
 
 
-def chosen(q: np.ndarray, kv: np.ndarray, policy: str, most: int, size: int, recent: int, scale: float) -> list[int]:
-    """The pages that the last of these tokens reads."""
+def scores_of(q: np.ndarray, kv: np.ndarray, policy: str, size: int, scale: float) -> np.ndarray:
+    """What each page is worth to the last of these tokens; Quest's as logarithms."""
     pages = [slice(start, start + size) for start in range(0, len(kv), size)]
-    if len(pages) <= most:
-        return list(range(len(pages)))
-    if policy == "quest":
-        bounds = [np.maximum(q[-1] * kv[page].min(0), q[-1] * kv[page].max(0)).sum(-1) * scale for page in pages]
-        votes = np.exp(np.stack(bounds, 1) - np.max(bounds, 0)[:, None])
-        scores = (votes / votes.sum(1, keepdims=True)).sum(0)
-    else:
-        scores = np.array([q[-1].sum(0) @ representative(q[page].sum(1), kv[page]) for page in pages])
-    scores[[0, *range(len(pages) - recent, len(pages))]] = np.inf
+    if policy == "infllm":
+        return np.array([q[-1].sum(0) @ representative(q[page].sum(1), kv[page]) for page in pages])
+    bounds = [np.maximum(q[-1] * kv[page].min(0), q[-1] * kv[page].max(0)).sum(-1) * scale for page in pages]
+    votes = np.exp(np.stack(bounds, 1) - np.max(bounds, 0)[:, None])
+    return np.log((votes / votes.sum(1, keepdims=True)).sum(0))
+
+
+def chosen(scores: np.ndarray, most: int, recent: int) -> list[int]:
+    """The first page, the newest, and the best, `most` in all."""
+    scores = scores.copy()
+    scores[[0, *range(max(len(scores) - recent, 0), len(scores))]] = np.inf
     return sorted(np.argsort(-scores, kind="stable")[:most].tolist())
 
 

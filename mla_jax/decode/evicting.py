@@ -4,6 +4,7 @@ A policy looks at the newest tokens once more: they pass the layers again, besid
 prompt can be read by any kernel before, and decoding needs no scores. Between both programs the host finds pages for what stays:
 old pages may be others' too, and are only read."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from mla_jax.cache import evict, paged
 from mla_jax.cache.evict import RULES, Policy
 from mla_jax.cache.paged import NOWHERE, Pool
 from mla_jax.decode.rows import Rows, taken
+from mla_jax.model import watch
 from mla_jax.model.transformer import Transformer
 
 BLOCK = 16  # pages that are moved at a time
@@ -61,10 +63,10 @@ def observe(
     place = (is_open.position - again)[:, None] + jnp.arange(evicts.window)
     tokens = rows.text.at[at[:, None], place].get(mode="clip")
     batch = Batch.behind(is_open.held - again, is_open.position - again, again, evicts.window, page_table)
-    _, same, aux = model(tokens, batch, pool, policy=evicts.policy)
+    _, same, aux = model(tokens, batch, pool, watch=functools.partial(watch.scores, evicts.policy))
     policy, rule = evicts.policy, RULES[evicts.budget]
     slots = page_table.pages.shape[-1] * paged.page_size(pool)
-    scores = jnp.stack([evict.shared(layer, policy.stages)[..., :slots] for layer in aux["scores"]])
+    scores = jnp.stack([evict.shared(layer, policy.stages)[..., :slots] for layer in aux["watched"]])
     held = jnp.maximum(is_open.held - page_table.dropped, 0)
     stays = evict.kept(scores, held, count, rule, sinks=evicts.sinks, window=evicts.recent, first=policy.first)
     source, kept = evict.places(stays[:, :, 0])

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt16
 
 from mla_jax.base.batch import Batch, Table, Tables
 from mla_jax.cache.paged import Pool, page_size
-from mla_jax.decode import contents, evicting
+from mla_jax.decode import contents, evicting, paging
 from mla_jax.decode import rows as table
 from mla_jax.decode.chosen import Found, Likely, likely
 from mla_jax.decode.evicting import Evict, Kept
@@ -127,10 +127,10 @@ OPTIONS: dict[str, dict[str, str]] = {"cpu": CONVERT_LATE}  # of the compiler, b
 LOOP_OPTIONS = {"cpu": CONVERT_LATE, "gpu": CONCURRENT | {"xla_gpu_enable_command_buffer": GRAPHS}}  # and for those with loops
 
 
-def new(model: Transformer, rows: int, pages: int, text: int = 0, *, counts: bool) -> tuple[Pool, Rows]:
-    """An empty pool with `pages` pages per layer, and a table of `rows` rows, which keeps `text` tokens of each, if any. With
-    `counts` it counts chosen experts."""
-    return model.new_pool(pages), table.new_rows(model, rows, counts, text)
+def new(model: Transformer, rows: int, pages: int, text: int = 0, hosted: int = 0, *, counts: bool) -> tuple[Pool, Rows]:
+    """An empty pool with `pages` pages per layer, and a table of `rows` rows. With `counts` it counts chosen experts. It keeps
+    `text` tokens of each row, and what `hosted` pages on the host are summed up by, if any."""
+    return model.new_pool(pages), table.new_rows(model, rows, counts, text, hosted)
 
 
 def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
@@ -148,6 +148,7 @@ class Sizes(NamedTuple):
     read: Sequence[int] = ()  # tokens of a line
     scored: int = 0  # tokens of a line whose log-probabilities are computed; 0: of none
     evicted: int = 0  # rows whose tokens are dropped at a time
+    ranked: int = 0  # rows that choose pages at a time
     copied: int = 0  # pages that are copied to the host at a time, or from there; 0: none are
 
 
@@ -173,7 +174,7 @@ class Programs:
         self.waits = shared.waits
         options, loop_options = (options.get(self.device.platform) for options in (OPTIONS, LOOP_OPTIONS))
         program = functools.partial(Program, model=model, shared=shared)
-        self.new = program(functools.partial(new, counts=counts), static_argnums=(1, 2, 3))
+        self.new = program(functools.partial(new, counts=counts), static_argnums=(1, 2, 3, 4))
         self.admit = program(table.admit, donate_argnums=(1,), compiler_options=options)
         looped = functools.partial(program, donate_argnums=(1, 2), compiler_options=loop_options)
         self.prefill = looped(functools.partial(prefill, drafter=drafter))
@@ -184,10 +185,12 @@ class Programs:
             functools.partial(evicting.observe, evicts=evicts), donate_argnums=(1, 2), compiler_options=options
         )
         self.move = program(evicting.move, donate_argnums=(1, 2), compiler_options=options)
+        self.rank = program(paging.rank, donate_argnums=(1, 2), compiler_options=options)
+        self.hold = program(paging.hold, donate_argnums=(1,), compiler_options=options)
         self.copy_out = program(contents.copy_out, donate_argnums=(1,), compiler_options=options)
         self.copy_in = program(contents.copy_in, donate_argnums=(1, 2), compiler_options=options)
         looped_or_not = self.prefill, self.run, self.run_with_drafts, self.logits, self.observe, self.move
-        self.all = (self.new, self.admit, *looped_or_not, self.copy_out, self.copy_in)
+        self.all = (self.new, self.admit, *looped_or_not, self.rank, self.hold, self.copy_out, self.copy_in)
 
     @property
     def page(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -223,6 +226,10 @@ class Programs:
             if n := sizes.evicted:
                 started.append(self.observe.start(pool, rows, _numbers(n), tables(n), _numbers(n)))
                 started.append(self.move.start(pool, self._kept(pool, sizes.width, n), tables(n), tables(n)))
+            if n := sizes.ranked:
+                width = sizes.width
+                started.append(self.rank.start(pool, rows, _numbers(n), tables(n), _numbers(n, width), _numbers(n, width)))
+                started.append(self.hold.start(rows, _numbers(n), _numbers(n)))
             if n := sizes.copied:
                 started.append(self.copy_out.start(pool, _numbers(n)))
                 started.append(self.copy_in.start(pool, self._contents(n), _numbers(n)))

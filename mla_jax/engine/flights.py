@@ -6,12 +6,11 @@ the results to the jobs that asked for them. It also tells when the device was d
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from mla_jax.decode.chosen import Chosen, Found, Likely
-from mla_jax.decode.evicting import Kept
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.drafting import Drafting
 from mla_jax.engine.job import Job, logprobs_of
@@ -32,7 +31,7 @@ class Flight(NamedTuple):
     held: int = 0  # tokens that a row held on average
     sent: float = 0.0
     is_next: bool = False  # nothing was sent between the tokens before and these
-    kept: Kept | None = None  # what stays of one job's tokens,
+    kept: Any = None  # what stays of one job's tokens, or which of its pages,
     start: int = 0  # which was admitted so often then
 
 

@@ -1,7 +1,7 @@
 """Contents of pages in the host's memory: room for a fixed number, of which the least recently used make place for new ones.
 
-A page is known by a digest, of all tokens up to its end and of those behind it that it depends on. What somebody holds stays. Plain
-NumPy: a page is some bytes, and where they come from and go to is the business of others."""
+A page is known by a digest: of all tokens up to its end, and of those behind it that it depends on. A page that somebody holds
+stays. Plain NumPy: a page is bytes, and where they come from and go to is the business of others."""
 
 import struct
 from collections import Counter, OrderedDict

@@ -62,6 +62,10 @@ class HostTier:
         self.store.hold(digest)
         return self.store.slot(digest)
 
+    def slot(self, digest: bytes) -> int:
+        """Where contents are that are kept."""
+        return self.store.slot(digest)
+
     def drop(self, digest: bytes) -> None:
         """Says that one less keeps them here."""
         self.store.drop(digest)

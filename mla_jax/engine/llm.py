@@ -21,6 +21,7 @@ from mla_jax.engine.eviction import EvictingEngine, Eviction
 from mla_jax.engine.explain import explain
 from mla_jax.engine.job import Job
 from mla_jax.engine.opened import Opened, open_model
+from mla_jax.engine.paging import PagingEngine
 from mla_jax.engine.request import Chunk, Output, Request
 from mla_jax.engine.retrieving import RetrievingEngine
 from mla_jax.engine.served import Served
@@ -70,6 +71,8 @@ class LLM:
         - `retrieve`: a policy that chooses which cached tokens a decode step reads, "quest" or "infllm"; "off" reads all. The
           output changes.
         - `retrieve_tokens`: how many it reads in each layer.
+        - `resident_tokens`: how many of each request stay on the device while it decodes; all of them are in `host_cache`. None
+          is all.
         - `memory_fraction`: the fraction of a GPU's memory to use.
         - `batch`: the number of sequences of the whole context that the KV cache must hold at once. Shorter ones: more.
         - `cache_tokens`: the tokens that the KV cache holds, of all sequences together. None is as many as fit.
@@ -94,8 +97,7 @@ class LLM:
         chunk, hosted = self.model.dispatch.chunk(self.model), self.plan.hosted // PAGE
         size = Size(self.plan.rows, self.plan.tokens // PAGE, self.context, chunk, hosted)
         served = self._programs, self.config, self.tokenizer, size, self.options.drafts.draft_tokens
-        reading = Engine if self.model.dispatch.retrieval is None else RetrievingEngine
-        self.engine = reading(*served) if eviction is None else EvictingEngine(*served, eviction)
+        self.engine = _engine_of(self.model)(*served) if eviction is None else EvictingEngine(*served, eviction)
 
     def __repr__(self) -> str:
         formats = ", ".join(f"{gib(size)} in {name}" for name, size in self._formats.items())
@@ -289,6 +291,14 @@ class LLM:
                 *self.plan.lines(),
                 "is another process on the device? it can share: --memory-fraction; or lower --context and --max-tokens",
             ) from e
+
+
+def _engine_of(model: Transformer) -> type[Engine]:
+    """The engine for a model that reads all that is cached, or some of it, or has some of it on the host."""
+    retrieval = model.dispatch.retrieval
+    if retrieval is None:
+        return Engine
+    return RetrievingEngine if retrieval.resident is None else PagingEngine
 
 
 def _opened(model: Any, options: Any, fields: dict[str, Any]) -> Opened:

@@ -17,12 +17,12 @@ from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache import paged
-from mla_jax.cache.evict import Policy
 from mla_jax.cache.paged import Pool
 from mla_jax.cache.retrieve import Retrieval
 from mla_jax.model import fp8_latent, mla, moe, ops, retrieval, rope
 from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.moe import BACKENDS, ExpertPlan, pick_backend
+from mla_jax.model.watch import Watch
 
 if TYPE_CHECKING:
     from mla_jax.model.transformer import Transformer
@@ -41,7 +41,7 @@ class StepPlan(NamedTuple):
     turns: rope.Turns
     experts: ExpertPlan
     prepare: Callable[[Batch], Any] | None = None  # makes the same for one layer's batch
-    policy: Policy | None = None  # whose scores are asked for
+    watch: Watch | None = None  # what is asked of each layer's attention
     retrieving: retrieval.Retrieving | None = None  # some of the pages, where that is asked for
 
     def of_layer(self, batch: Batch, number: Any) -> "StepPlan":
@@ -50,7 +50,10 @@ class StepPlan(NamedTuple):
         return self._replace(shared=self.prepare(batch.of_layer(number)))
 
     def attending_to_all(self) -> "StepPlan":
-        return self._replace(retrieving=None)
+        """The plan for a layer that chooses no pages in a step; where some are on the host, it sums them up all the same."""
+        if self.retrieving is None or self.retrieving.retrieval.resident is None:
+            return self._replace(retrieving=None)
+        return self._replace(retrieving=self.retrieving._replace(pages=None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +76,9 @@ class Dispatch:
         """The plan for a step on this batch; without a pool nothing is cached."""
         return self._plan(model, batch, pool, self._name(model, batch, pool))
 
-    def observing(self, model: "Transformer", batch: Batch, pool: Pool, policy: Policy) -> StepPlan:
-        """The plan for a step on tokens that are cached, whose `policy` scores all that is, by a form that XLA computes."""
-        return self._plan(model, batch, pool, self.form_of_scores)._replace(policy=policy)
+    def watching(self, model: "Transformer", batch: Batch, pool: Pool, watch: Watch) -> StepPlan:
+        """The plan for a step on tokens that are cached, of whose attention something is asked, by a form that XLA computes."""
+        return self._plan(model, batch, pool, self.form_of_scores)._replace(watch=watch)
 
     def _plan(self, model: "Transformer", batch: Batch, pool: Pool | None, name: str) -> StepPlan:
         rows, new = batch.positions.shape

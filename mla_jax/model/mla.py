@@ -16,12 +16,12 @@ from jaxtyping import Array, Float
 
 from mla_jax.base.config import LATENT_NORM_EPS, Config
 from mla_jax.cache import paged
-from mla_jax.cache.evict import Policy
 from mla_jax.cache.paged import Layer
-from mla_jax.model import held, rope, watch
+from mla_jax.model import held, rope
 from mla_jax.model.held import Cached, Held
 from mla_jax.model.ops import linear, norm_weight, parameter, plain, rms_norm
 from mla_jax.model.retrieval import Retrieving
+from mla_jax.model.watch import Watch
 
 Queries = tuple[Float[Array, "B T N P"], Float[Array, "B T N E"]]
 Up = tuple[Float[Array, "N P R"], Float[Array, "N V R"]]
@@ -149,14 +149,14 @@ class MLA(nnx.Module):
         out = form.attends(q, Held(new, layer, step, form.reads), up, scale)
         return linear(out.reshape(*x.shape[:2], -1), self.o_proj[...]), layer
 
-    def seen(
-        self, x: Float[Array, "B T D"], layer: Layer, form: Form, step: Any, turns: rope.Turns, policy: Policy
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B M S"]]:
-        """As `__call__`, of tokens that are cached already; with the scores that a policy gives all that rows have cached."""
+    def watched(
+        self, x: Float[Array, "B T D"], layer: Layer, form: Form, step: Any, turns: rope.Turns, watch: Watch
+    ) -> tuple[Float[Array, "B T D"], Array]:
+        """As `__call__`, of tokens that are cached already; with what `watch` says of the layer's attention."""
         q, held, scale = self.turned(self.queries(x), turns), Held({}, layer, step, form.reads), rope.softmax_scale(self.config)
         out = form.attends(q, held, self.up, scale)
-        scores = watch.scores(policy, q, held, self.up, plain(self.o_proj[...], x.dtype), scale)
-        return linear(out.reshape(*x.shape[:2], -1), self.o_proj[...]), scores
+        found = watch(q, held, self.up, plain(self.o_proj[...], x.dtype), scale)
+        return linear(out.reshape(*x.shape[:2], -1), self.o_proj[...]), found
 
     @property
     def up(self) -> Up:

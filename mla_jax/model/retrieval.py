@@ -77,7 +77,7 @@ class Retrieving(NamedTuple):
         if self.pages is None:
             return step
         with jax.named_scope("retrieve"):
-            return self.prepare(self._chosen(layer, _absorbed(q, up)[:, 0], self.pages, scale))
+            return self.prepare(self._chosen(layer, absorbed(q, up)[:, 0], self.pages, scale))
 
     def _chosen(self, layer: Layer, q: Float[Array, "B N L"], count: int, scale: float) -> Batch:
         """The batch with the chosen pages alone: as if its rows had dropped the tokens of all others."""
@@ -104,7 +104,7 @@ def of_step(retrieval: Retrieval, batch: Batch, size: int, prepare: Callable[[Ba
     return Retrieving(retrieval, batch, written(paged.rows_of(batch, size), size), pages if decodes else None, prepare)
 
 
-def _absorbed(q: tuple[Array, Array], up: tuple[Array, Array]) -> Float[Array, "B T N L"]:
+def absorbed(q: tuple[Array, Array], up: tuple[Array, Array]) -> Float[Array, "B T N L"]:
     """Queries whose product with [c_kv, k_pe] is a head's logit."""
     return jnp.concatenate([jnp.einsum("btnp,npr->btnr", q[0], up[0]), q[1]], axis=-1)
 

@@ -13,13 +13,13 @@ from jaxtyping import Array, Float, Int
 from mla_jax.base.batch import Batch, Tables
 from mla_jax.base.config import Config
 from mla_jax.cache import paged
-from mla_jax.cache.evict import Policy
 from mla_jax.cache.paged import Layer, Pool
 from mla_jax.model.dispatch import Dispatch, StepPlan
 from mla_jax.model.mla import MLA
 from mla_jax.model.moe import MLP, Experts, MoE, settle
 from mla_jax.model.mtp import MTP
 from mla_jax.model.ops import entries, linear, norm_weight, parameter, rms_norm
+from mla_jax.model.watch import Watch
 
 
 class Block(nnx.Module):
@@ -34,14 +34,14 @@ class Block(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], pending: Any, batch: Batch, layer: Layer | None, plan: StepPlan):
         """Returns `((x, pending), layer, found)`: "load", how many tokens each expert has, where there are any; where tokens are
-        read again for a policy, "scores" of all that is cached, and nothing is cached anew."""
+        read again, "watched", what is asked of each layer's attention, and nothing is cached anew."""
         normed, found = rms_norm(x, self.attn_norm[...], self.eps), {}
         with jax.named_scope("attention"):
-            if plan.policy is None:
+            if plan.watch is None:
                 y, layer = self.attn(normed, layer, plan.form, plan.shared, plan.turns, plan.retrieving)
             else:
-                assert layer is not None, "a policy scores what is cached"
-                y, found["scores"] = self.attn.seen(normed, layer, plan.form, plan.shared, plan.turns, plan.policy)
+                assert layer is not None, "what is watched attends to what is cached"
+                y, found["watched"] = self.attn.watched(normed, layer, plan.form, plan.shared, plan.turns, plan.watch)
         x = x + y
         with jax.named_scope("experts" if isinstance(self.mlp, MoE) else "mlp"):
             y = rms_norm(x, self.mlp_norm[...], self.eps)
@@ -76,16 +76,16 @@ class Transformer(nnx.Module):
         pool: Pool | None = None,
         *,
         collect: bool = False,
-        policy: Policy | None = None,
+        watch: Watch | None = None,
     ) -> tuple[Float[Array, "B T D"], Pool | None, dict[str, list[Array]]]:
         """Hidden states after the last norm, the pool with the new tokens in it, and, if `collect`, each MoE layer's load.
 
-        Without a pool the tokens attend to each other alone, as in training. With a `policy` they are in the pool already, which
-        stays as it is, and each layer's scores are collected."""
-        if policy is None or pool is None:
+        Without a pool the tokens attend to each other alone, as in training. With a `watch` they are in the pool already, which
+        stays as it is, and what it says of each layer is collected."""
+        if watch is None or pool is None:
             plan = self.dispatch.step(self, batch, pool)
         else:
-            plan = self.dispatch.observing(self, batch, pool, policy)
+            plan = self.dispatch.watching(self, batch, pool, watch)
         x, pending, aux = self.embedded(tokens), None, {}
 
         def layer_of(graph: Any, reads_all: bool, weights: Any, x: Array, pending: Any, layer: Layer | None, number: Array):
@@ -104,7 +104,7 @@ class Transformer(nnx.Module):
             for name, value in found.items():
                 aux.setdefault(name, []).append(value)
         hidden = rms_norm(settle(x, pending), self.norm[...], self.config.rms_norm_eps)
-        return hidden, pool, aux if collect or policy else {}
+        return hidden, pool, aux if collect or watch else {}
 
     def layer_of(self, pool: Pool | None, index: int | Int[Array, ""]) -> Layer | None:
         """The part of the pool that belongs to a layer; those of MTP come after the model's."""

@@ -1,8 +1,10 @@
-"""What a policy is shown of a layer's attention: with which weights the newest queries see what is cached, block by block.
+"""What is asked of a layer's attention by those who choose what a row keeps or reads. `queries` are what it looks for, `scores`
+what an eviction policy makes of the weights with which the newest queries see what is cached, block by block.
 
 Over latents the queries are absorbed, so no head is rebuilt. All weights together are never there: a first round over the blocks
 sums the exponentials, a second one scores."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,8 +14,16 @@ from jaxtyping import Array, Float
 from mla_jax.cache import paged
 from mla_jax.cache.evict import Policy, Seen
 from mla_jax.model.held import Cached, Held
+from mla_jax.model.retrieval import absorbed
 
+# of (queries as forms take them, held, up, projection behind attention, scale)
+Watch = Callable[[tuple[Array, Array], Held, Any, Array, float], Array]
 Block = tuple[Cached, Float[Array, "B T N S"]]  # what is cached, and the scaled scores, -inf where a query does not see
+
+
+def queries(q: tuple[Array, Array], held: Held, up: Any, out: Array, scale: float) -> Float[Array, "B T N L"]:
+    """Those whose product with a cached latent is a head's logit, before it is scaled."""
+    return absorbed(q, up)
 
 
 def scores(policy: Policy, q: Any, held: Held, up: Any, out: Float[Array, "D O"], scale: float) -> Float[Array, "B M S"]:

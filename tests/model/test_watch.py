@@ -295,7 +295,9 @@ class Read:
         hidden, self.pool = read(ints(self.tokens), start, poisoned(self.model.new_pool(self.count)))
         self.at = np.minimum((self.held - self.again)[:, None] + np.arange(WINDOW), max(ROWS) - 1)
         self.hidden = np.take_along_axis(np.asarray(hidden), self.at[..., None], axis=1)
-        self.looks = jax.jit(lambda tokens, batch, pool: self.model(tokens, batch, pool, policy=Weights()))
+        self.looks = jax.jit(
+            lambda tokens, batch, pool: self.model(tokens, batch, pool, watch=functools.partial(watch.scores, Weights()))
+        )
 
     def once_more(self, table: Any, pool: Pool) -> tuple[np.ndarray, Pool, dict[str, list[jax.Array]]]:
         first = ints(self.held - self.again)
