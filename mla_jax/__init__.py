@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from mla_jax.base.config import Config
     from mla_jax.base.errors import BadConfig, BadFile, BadRequest, BadTemplate, DoesNotFit, MlaJaxError, Unsupported
-    from mla_jax.base.options import Options, SamplingParams
+    from mla_jax.base.options import Evict, Options, SamplingParams
     from mla_jax.engine.llm import LLM
     from mla_jax.engine.request import Chunk, FinishReason, Output
     from mla_jax.model.transformer import Transformer
@@ -26,6 +26,7 @@ _HOME = {  # of each public name: imported when it is used, so that `--help`, er
     "DoesNotFit": "mla_jax.base.errors",
     "MlaJaxError": "mla_jax.base.errors",
     "Unsupported": "mla_jax.base.errors",
+    "Evict": "mla_jax.base.options",
     "Options": "mla_jax.base.options",
     "SamplingParams": "mla_jax.base.options",
     "LLM": "mla_jax.engine.llm",
@@ -43,6 +44,7 @@ __all__ = [
     "Chunk",
     "Config",
     "DoesNotFit",
+    "Evict",
     "FinishReason",
     "MlaJaxError",
     "Options",

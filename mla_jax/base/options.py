@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_jax.base.errors import BadRequest, printable, shown
-from mla_jax.base.rules import biases, check, flag, nearest, number, one_of, option, optional, path, text, texts, token_ids, whole
+from mla_jax.base.rules import biases, check, flag, named_or, nearest, number, one_of, option, optional, path, text, texts, token_ids, whole
 
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
@@ -113,12 +113,28 @@ class DraftOptions(Checked):
 class EvictOptions(Checked):
     """Long contexts: drop tokens from the cache (inexact)."""
 
-    evict: str = option("off", one_of(*EVICT))
+    evict: str = option("off", named_or("of_block", *EVICT))  # in Python also a policy, see Evict
     """off, snapkv, h2o, tova, keydiff, critical, streaming, random."""
     evict_budget: str = option("ada", one_of(*BUDGETS))
     """How layers share what is kept: uniform, pyramid, ada."""
     evict_keep: float = option(0.25, number(0, 1, above=True))
     """Fraction of the tokens that is kept."""
+
+
+@dataclass(frozen=True)
+class Evict(Checked):
+    """The same settings as one value: `LLM(model, evict=Evict("snapkv", budget="ada", keep=0.25))`."""
+
+    policy: Any = option("snapkv", named_or("of_block", *EVICT))
+    """A name, or a policy of one's own: an object of a class like those of `mla_jax.cache.evict`."""
+    budget: str = option("ada", one_of(*BUDGETS))
+    """How layers, or heads where they are cached, share what is kept."""
+    keep: float = option(0.25, number(0, 1, above=True))
+    """Fraction of the tokens that is kept."""
+
+    def fields(self) -> dict[str, Any]:
+        """These settings by the names of EvictOptions."""
+        return {"evict": self.policy, "evict_budget": self.budget, "evict_keep": self.keep}
 
 
 @dataclass(frozen=True)
@@ -193,6 +209,7 @@ class Options:
 
     def replace(self, **fields: Any) -> "Options":
         """These options with single settings changed; raises BadRequest with a suggestion for an unknown name."""
+        fields = _spelled_out(fields)
         group_of = {setting: group for group, kind in GROUPS.items() for setting in names(kind)}
         changes: dict[str, dict[str, Any]] = {}
         for name, value in fields.items():
@@ -201,6 +218,18 @@ class Options:
             changes.setdefault(group_of[name], {})[name] = value
         groups = {group: dataclasses.replace(getattr(self, group), **values) for group, values in changes.items()}
         return dataclasses.replace(self, **groups)
+
+
+def _spelled_out(fields: dict[str, Any]) -> dict[str, Any]:
+    """With single settings in the place of an Evict; raises BadRequest where it and a setting say the same."""
+    evict = fields.get("evict")
+    if not isinstance(evict, Evict):
+        return fields
+    own = evict.fields()
+    twice = [name for name in own if name in fields and name != "evict"]
+    if twice:
+        raise BadRequest(f"{twice[0]} is given twice", "once as a part of evict=Evict(...)")
+    return fields | own
 
 
 GROUPS: dict[str, type] = {

@@ -74,6 +74,17 @@ def one_of(*names: str) -> Rule:
     return rule
 
 
+def named_or(method: str, *names: str) -> Rule:
+    """One of `names`, or an object with this method."""
+
+    def rule(value: Any) -> Any:
+        if not isinstance(value, type) and callable(getattr(value, method, None)):
+            return value
+        return one_of(*names)(value)
+
+    return rule
+
+
 def optional(rule: Rule) -> Rule:
     """None, or what `rule` takes."""
     return lambda value: None if value is None else rule(value)

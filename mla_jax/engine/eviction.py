@@ -41,7 +41,8 @@ class Eviction:
         """As asked for; None if nothing is dropped."""
         if options.evict == "off":
             return None
-        return cls(Evict(POLICIES[options.evict], options.evict_budget), options.evict_keep)
+        policy = POLICIES[options.evict] if isinstance(options.evict, str) else options.evict
+        return cls(Evict(policy, options.evict_budget), options.evict_keep)
 
     def point(self, job: Job) -> int:
         """Tokens that a request has when it drops some next."""

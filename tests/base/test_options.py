@@ -207,3 +207,36 @@ def test_options_are_refused_without_jax():
     code += "except BadRequest: print(sorted({'jax', 'flax', 'numpy'} & sys.modules.keys()))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
     assert run.stdout == "[]\n"
+
+
+# an eviction policy and what it keeps, as one value
+
+
+class Newest:
+    """A policy is what has this method."""
+
+    def of_block(self, seen):
+        return seen.slot
+
+
+def test_evict_stands_for_its_settings():
+    options = Options.of(evict=Evict("snapkv", budget="uniform", keep=0.1), batch=2)
+    assert options == Options.of(evict="snapkv", evict_budget="uniform", evict_keep=0.1, batch=2)
+    policy = Newest()
+    assert Options.of(evict=Evict(policy)).eviction.evict is policy
+    assert Options.of(evict=policy).eviction.evict is policy
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda: Evict("snap"), "policy is 'snap', expected one of off, snapkv"),
+        (lambda: Evict(Newest), "policy is "),
+        (lambda: Evict("snapkv", budget="all"), "budget is 'all'"),
+        (lambda: Evict("snapkv", keep=0), "keep is 0"),
+        (lambda: Options.of(evict=Evict("snapkv"), evict_keep=0.5), "evict_keep is given twice"),
+    ],
+)
+def test_what_evict_cannot_be_is_refused(make, found):
+    with pytest.raises(BadRequest, match=found):
+        make()
