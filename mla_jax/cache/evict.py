@@ -1,11 +1,12 @@
-"""What a row forgets once its cache is too long: a policy scores what is held, a rule says how much of it each layer keeps.
+"""What a row forgets once its cache is too long: a policy scores what is held, a rule says how much each layer or head keeps.
 
 Scores come block by block, from what a layer's attention shows of a block of slots. `kept` chooses by the scores of all layers,
 `places` says how to move what stays. Nothing is known here of pages, models or the engine; positions stay as they were.
 
-Latents serve all heads of a layer at once, so a token goes for all of them or for none: there `shared` makes one score of the
-heads' scores, and Ada-KV shares out over layers what it shares out over heads as published. The mean is the right one: what a
-layer's output can change by is at most a constant less the weights kept, summed over the heads (Ada-KV, theorem 3.1).
+Where heads are cached, each keeps tokens of its own, as published. Latents serve all heads of a layer at once, so a token goes
+for all of them or for none: there `shared` makes one score of the heads' scores, and Ada-KV shares out over layers what it
+shares out over heads as published. The mean is the right one: what a layer's output can change by is at most a constant less
+the weights kept, summed over the heads (Ada-KV, theorem 3.1).
 
 H is 1 or the number of heads: what has a choice of tokens of its own. Scores have M = H, or 2 H where a policy has two stages."""
 
@@ -28,7 +29,7 @@ class Seen(NamedTuple):
     anchor: Float[Array, "B K D"] | None  # the mean, over what a row holds, of keys divided by their norms
     worth: Float[Array, "B S N"] | None  # L1 norm of each head's value times W_o
     slot: Int[Array, " S"]  # their numbers in the row
-    held: Int[Array, " B"]  # tokens of each row
+    held: Int[Array, "B #H"]  # tokens of each row, or of each of its heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Policy:
         """Scores that do not depend on how slots are cut into blocks; M = 1 if they are the same for all heads."""
         raise NotImplementedError
 
-    def finished(self, scores: Float[Array, "B M S"], held: Int[Array, " B"]) -> Float[Array, "B M S"]:
+    def finished(self, scores: Float[Array, "B M S"], held: Int[Array, "B #H"]) -> Float[Array, "B M S"]:
         """What the scores of all slots become, once they are together."""
         return scores
 
@@ -72,7 +73,7 @@ class Random(Policy):
 
 
 def _same(score: Float[Array, " S"], seen: Seen) -> Float[Array, "B 1 S"]:
-    return jnp.broadcast_to(score, (seen.held.size, 1, score.size))
+    return jnp.broadcast_to(score, (len(seen.held), 1, score.size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ class H2O(Policy):
     window: int = 64
 
     def of_block(self, seen: Seen) -> Float[Array, "B M S"]:
-        queries = jnp.clip(seen.held[:, None, None] - seen.slot, 1, seen.weights.shape[1])
+        queries = jnp.clip(seen.held[..., None] - seen.slot, 1, seen.weights.shape[1])
         return seen.weights.sum(1) / queries
 
 
@@ -98,9 +99,9 @@ class SnapKV(Policy):
     def of_block(self, seen: Seen) -> Float[Array, "B M S"]:
         return seen.weights.mean(1)
 
-    def finished(self, scores: Float[Array, "B M S"], held: Int[Array, " B"]) -> Float[Array, "B M S"]:
+    def finished(self, scores: Float[Array, "B M S"], held: Int[Array, "B #H"]) -> Float[Array, "B M S"]:
         size = scores.shape[-1]
-        before = jnp.arange(size) < held[:, None, None] - self.window
+        before = jnp.arange(size) < held[..., None] - self.window
         scores = jnp.where(before, scores, 0.0)  # zeros count, at both ends
         padded = jnp.pad(scores, ((0, 0), (0, 0), (self.kernel // 2, (self.kernel - 1) // 2)))
         return jnp.where(before, sum(padded[..., i : i + size] for i in range(self.kernel)) / self.kernel, 0.0)
@@ -155,7 +156,7 @@ class Critical(Policy):
         worth = seen.worth.swapaxes(1, 2)
         return jnp.concatenate([jnp.broadcast_to(self.of.of_block(seen), worth.shape), worth], axis=1)
 
-    def finished(self, scores: Float[Array, "B M S"], held: Int[Array, " B"]) -> Float[Array, "B M S"]:
+    def finished(self, scores: Float[Array, "B M S"], held: Int[Array, "B #H"]) -> Float[Array, "B M S"]:
         scores, worth = jnp.split(scores, 2, axis=1)
         scores = self.of.finished(scores, held)
         return jnp.concatenate([scores, (scores + 1e-4) * worth], axis=1)  # where nothing looks, worth decides
@@ -181,9 +182,9 @@ class Ranked(NamedTuple):
     """What a rule shares out."""
 
     score: Float[Array, "L B H S"]  # inf for what is forced, -inf for what is not held
-    newer: Int[Array, "L B 1 S"]  # of equal scores, the one with the larger number is better
+    newer: Int[Array, "L B #H S"]  # of equal scores, the one with the larger number is better
     rank: Int[Array, "L B H S"]  # 0 for the best
-    held: Int[Array, "L B 1"]
+    held: Int[Array, "L B #H"]
     count: Int[Array, " B"]  # tokens each is to keep on average, at least 1
     forced: int
 
@@ -207,7 +208,7 @@ class Pyramid(Rule):
 
     def counts(self, ranked: Ranked) -> Int[Array, "L B #H"]:
         layers, count, beta = len(ranked.score), ranked.count, self.beta
-        spare = ranked.held.max(0)[:, 0] - ranked.forced - count  # most that the first layer may have above the count
+        spare = ranked.held.max((0, 2)) - ranked.forced - count  # most that the first layer may have above the count
         above = jnp.minimum(count * (beta - 1), spare * beta)  # what it has, times beta
         fits = (above >= 0) & (above <= (count - ranked.forced) * beta)
         step, steps = np.arange(layers - 1, -layers, -2)[:, None], beta * max(layers - 1, 1)
@@ -240,7 +241,7 @@ RULES: dict[str, Rule] = {"uniform": Rule(), "pyramid": Pyramid(), "ada": Ada()}
 
 def kept(
     scores: Float[Array, "L B M S"],
-    held: Int[Array, "L B"],
+    held: Int[Array, "L B #H"],
     count: Int[Array, " B"],
     rule: Rule,
     *,
@@ -254,7 +255,7 @@ def kept(
     newest go first, then the sinks from slot 0 on. A count of 0 is the newest token. Scores that are not finite are lowest. Of
     equal ones the newer token stays, then that of the earlier layer or head. `first` is the policy's, if it has two stages."""
     stages = jnp.split(scores, 1 if first is None else 2, axis=2)
-    slot, end = jnp.arange(scores.shape[-1]), held[..., None, None]
+    slot, end = jnp.arange(scores.shape[-1]), held[..., None]
     recent = slot >= end - jnp.maximum(window, count < 1)[:, None, None]
     forced = recent | (slot < sinks)
     newer = jnp.where(forced & ~recent, -1 - slot - slot.size, slot - end)  # sinks come after any window
@@ -266,7 +267,7 @@ def kept(
 
     score = ordered(stages[0], forced)
     rank = _rank(score, newer)
-    counts = rule.counts(Ranked(score, newer, rank, held[..., None], count, sinks + window))
+    counts = rule.counts(Ranked(score, newer, rank, held, count, sinks + window))
     if first is not None:
         rank = _rank(ordered(stages[1], forced | (rank < _share(counts, first)[..., None])), newer)
     return (rank < counts[..., None]) & (slot < end)

@@ -67,7 +67,7 @@ def observe(
     policy, rule = evicts.policy, RULES[evicts.budget]
     slots = page_table.pages.shape[-1] * paged.page_size(pool)
     scores = jnp.stack([evict.shared(layer, policy.stages)[..., :slots] for layer in aux["watched"]])
-    held = jnp.maximum(is_open.held - page_table.dropped, 0)
+    held = jnp.maximum(is_open.held - page_table.dropped, 0)[..., None]
     stays = evict.kept(scores, held, count, rule, sinks=evicts.sinks, window=evicts.recent, first=policy.first)
     source, kept = evict.places(stays[:, :, 0])
     assert same is not None

@@ -33,7 +33,11 @@ from mla_jax.cache.evict import (
 KVPRESS = np.load(Path(__file__).with_name("kvpress.npz"))
 WINDOW = 4  # of the policies here
 
-choose = jax.jit(evict.kept, static_argnames=("rule", "sinks", "window", "first"))
+
+@functools.partial(jax.jit, static_argnames=("rule", "sinks", "window", "first"))
+def choose(scores: jax.Array, held: jax.Array, count: jax.Array, rule: evict.Rule, **others) -> jax.Array:
+    """`held [L B]` where all heads have as many tokens, or `[L B H]`."""
+    return evict.kept(scores, held if held.ndim == 3 else held[..., None], count, rule, **others)
 
 
 class Attention(NamedTuple):
@@ -82,7 +86,7 @@ def shown(layer: Attention, policy: Policy, start: int, stop: int) -> Seen:
         anchor=array(anchor[None]) if policy.needs_anchor else None,
         worth=array(layer.worth()[:, start:stop].T[None]) if policy.needs_worth else None,
         slot=jnp.arange(start, stop),
-        held=jnp.array([tokens]),
+        held=jnp.array([[tokens]]),
     )
 
 
@@ -93,7 +97,7 @@ def scored(layer: Attention, policy: Policy, cuts: tuple[int, ...] = ()) -> jax.
     scores = jnp.concatenate([policy.of_block(shown(layer, policy, *block)) for block in blocks], axis=-1)
     if scores.shape[1] == policy.stages * len(layer.q):
         scores = scores.reshape(1, -1, layer.groups, tokens).mean(2)
-    return policy.finished(scores, jnp.array([tokens]))
+    return policy.finished(scores, jnp.array([[tokens]]))
 
 
 def seen(weights, held: int, **others) -> Seen:
@@ -101,7 +105,7 @@ def seen(weights, held: int, **others) -> Seen:
     weights = array(weights)[None]
     slots = weights.shape[-1]
     empty = {"keys": jnp.zeros((1, slots, 1, 2)), "anchor": None, "worth": None}
-    return Seen(weights=weights, slot=jnp.arange(slots), held=jnp.array([held]), **(empty | others))
+    return Seen(weights=weights, slot=jnp.arange(slots), held=jnp.array([[held]]), **(empty | others))
 
 
 def small(name: str) -> Policy:
@@ -166,7 +170,7 @@ def test_cuts_of_blocks_change_no_score(name):
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_no_row_holds_changes_nothing(name):
     layer, policy = Attention.random(1), small(name)
-    whole, held = shown(layer, policy, 0, 24), jnp.array([24])
+    whole, held = shown(layer, policy, 0, 24), jnp.array([[24]])
 
     def padded(x, axis, value=jnp.nan):
         return None if x is None else jnp.pad(x, [(0, 3 * (i == axis)) for i in range(x.ndim)], constant_values=value)
@@ -310,7 +314,7 @@ def drawn(seed: int, heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Scores with many ties, what is held, and counts."""
     rng = np.random.default_rng(seed)
     scores = rng.choice(SCORES[: rng.integers(1, len(SCORES) + 1)], (LAYERS, BATCH, heads, SLOTS))
-    return scores, rng.integers(0, SLOTS + 1, (LAYERS, BATCH)), rng.integers(0, SLOTS + 3, BATCH)
+    return scores, rng.integers(0, SLOTS + 1, (LAYERS, BATCH, heads)), rng.integers(0, SLOTS + 3, BATCH)
 
 
 EXACT = {"uniform": RULES["uniform"], "pyramid": Pyramid(beta=2), "ada": Ada(0.3), "ada without floor": Ada(0.0)}
@@ -318,14 +322,14 @@ RULE = pytest.mark.parametrize("rule", EXACT.values(), ids=EXACT)
 
 
 def expected(scores: np.ndarray, held, count: int, rule) -> np.ndarray:
-    """What `kept` says, by sorting tuples. [L H S]"""
+    """What `kept` says, by sorting tuples; `held [L H]`. [L H S]"""
     layers, heads, _ = scores.shape
     recent = max(RECENT, count == 0)
     count = max(count, 1)
 
     def order(layer, head, slot, reserved=()):
         """Smaller is better."""
-        age, score = held[layer] - slot, scores[layer, head, slot]
+        age, score = held[layer, head] - slot, scores[layer, head, slot]
         forced = age <= recent or slot < SINKS
         turn = (0, age) if age <= recent else (1, slot) if forced else (2, age)
         if forced or slot in reserved:
@@ -333,7 +337,7 @@ def expected(scores: np.ndarray, held, count: int, rule) -> np.ndarray:
         return -score if np.isfinite(score) else 1e30, turn, layer, head
 
     def best(sets, count, reserved=None):
-        tokens = [(*each, slot) for each in sets for slot in range(held[each[0]])]
+        tokens = [(*each, slot) for each in sets for slot in range(held[each])]
         return sorted(tokens, key=lambda token: order(*token, (reserved or {}).get(token[:2], ())))[:count]
 
     sets = list(itertools.product(range(layers), range(heads)))
@@ -343,7 +347,7 @@ def expected(scores: np.ndarray, held, count: int, rule) -> np.ndarray:
         together = [sets] if heads == 1 else [[each for each in sets if each[0] == layer] for layer in range(layers)]
         chosen = [token for some in together for token in best(some, count * len(some), reserved)]
     elif isinstance(rule, Pyramid):
-        first = max(held) - SINKS - RECENT - count
+        first = held.max() - SINKS - RECENT - count
         above = min(count * (rule.beta - 1) / rule.beta, first)
         above = above if 0 <= above <= count - SINKS - RECENT else 0
         more = [above, 0, -above]  # three layers

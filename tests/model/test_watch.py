@@ -157,7 +157,7 @@ class Cached:
             anchor=found["anchor"],
             worth=found["worth"].swapaxes(1, 2),
             slot=jnp.arange(slots, dtype=jnp.int32),
-            held=ints(self.counts),
+            held=ints(self.counts[:, None]),
         )
 
 
