@@ -9,10 +9,13 @@ from jaxtyping import Array, Bool, Int
 
 
 class Tables(NamedTuple):
-    """Page tables of rows of which each layer has dropped tokens of its own; arrays of numpy on the host."""
+    """Page tables of rows of which each layer, or each of its H heads, has dropped tokens of its own.
 
-    pages: Any  # Int[Array, "L R P"]: counted from the layer's first page; it may be another layer's
-    dropped: Any  # Int[Array, "L R"]: tokens of the row that the layer has no more
+    Where heads are cached, a page has H lanes, and part g H + h is lane h of page g. Elsewhere H is 1, and a part is a page. On
+    the host these are arrays of numpy."""
+
+    pages: Any  # Int[Array, "L H R P"]: parts, counted from the layer's first; they may be another layer's, or another head's
+    dropped: Any  # Int[Array, "L H R"]: tokens of the row that are not there any more
 
 
 Table = Int[Array, "R P"] | Tables
@@ -25,16 +28,17 @@ class Batch:
 
     With a cache, padding comes after a line's tokens. `index` is the place of each token in its row: token s of row r is in page
     `page_table[r, s // Z]` of every layer. `seq_lens` are the tokens each row has cached once the new ones are appended. Table
-    entries past the end may be anything. Where layers have dropped tokens, `of_layer` has the numbers of one layer.
+    entries past the end may be anything. Where layers have dropped tokens, `of_layer` has the numbers of one layer. If its
+    heads have tokens of their own, table, lengths and indices have H in front.
 
     Without `row`, line b holds tokens of row b. With it, there is one line, and it holds tokens of all rows, one row's after the
     other's: `row` says whose each is."""
 
     positions: Int[Array, "B T"]  # for RoPE alone: the cache is causal in the order of arrival
     mask: Bool[Array, "B T"]
-    seq_lens: Int[Array, " R"] | None = None
-    page_table: Int[Array, "R P"] | Tables | None = None
-    index: Int[Array, "B T"] | None = None
+    seq_lens: Int[Array, "*H R"] | None = None
+    page_table: Int[Array, "*H R P"] | Tables | None = None
+    index: Int[Array, "*H B T"] | None = None
     row: Int[Array, "1 T"] | None = None
 
     @staticmethod
@@ -44,14 +48,20 @@ class Batch:
         return Batch(positions, jnp.ones((rows, tokens), bool))
 
     def of_layer(self, number: int | Int[Array, ""]) -> "Batch":
-        """The same for one layer, with its own page table and places."""
+        """The same for one layer, with its own page tables and places."""
         if not isinstance(self.page_table, Tables):
             return self
         assert self.seq_lens is not None
         assert self.index is not None
         pages, dropped = (x[number] for x in self.page_table)
-        of_tokens = dropped[:, None] if self.row is None else dropped[self.row]
+        if len(pages) == 1:
+            pages, dropped = pages[0], dropped[0]
+        of_tokens = dropped[..., None] if self.row is None else dropped[..., self.row]
         return dataclasses.replace(self, page_table=pages, seq_lens=self.seq_lens - dropped, index=self.index - of_tokens)
+
+    def of_head(self, page_table: Int[Array, "R P"], seq_lens: Int[Array, " R"], index: Int[Array, "B T"]) -> "Batch":
+        """The same for one head of a layer."""
+        return dataclasses.replace(self, page_table=page_table, seq_lens=seq_lens, index=index)
 
     @property
     def width(self) -> int:

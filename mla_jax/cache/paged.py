@@ -3,7 +3,11 @@
 A pool is `{name: [G Z ..]}`: G pages of Z tokens, the same number of them for each layer, one layer's after the other's. It knows
 nothing of what the names mean: a form of attention says what it remembers. What is noted of a page as a whole is `[G ..]`. A row
 fills its pages in the order of arrival, so the order of its slots is the causal order. What no row holds may be anything, NaN as
-well."""
+well.
+
+Where all that is cached is of single heads, `[G Z H ..]`, each head may have tokens of its own. A page then has H lanes, and a
+part is one lane of a page: part g H + h is lane h of page g. Page tables are `[H R P]`, and their entries are parts. All
+numbers of rows and views have this H in front."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -48,12 +52,17 @@ class Layer:
 class Rows(NamedTuple):
     """Where the rows of a step keep their tokens: the same in all layers, made once a step."""
 
-    page_table: Int[Array, "R P"]
-    seq_lens: Int[Array, " R"]  # cached tokens with the new ones; 0 for a row without new ones, which attends to nothing
-    counts: Int[Array, " R"]  # new tokens that have a slot
-    row: Int[Array, "B T"] | None  # of a new token; None: line b is row b
-    index: Int[Array, "B T"]  # of a new token in its row
-    slots: Int[Array, "B T"]  # of a new token in the pool's first layer, NOWHERE for padding
+    page_table: Int[Array, "*H R P"]
+    seq_lens: Int[Array, "*H R"]  # cached tokens with the new ones; 0 for a row without new ones, which attends to nothing
+    counts: Int[Array, "*H R"]  # new tokens that have a slot
+    row: Int[Array, "*H B T"] | None  # of a new token; None: line b is row b
+    index: Int[Array, "*H B T"]  # of a new token in its row
+    slots: Int[Array, "*H B T"]  # of a new token in the pool's first layer, NOWHERE for padding
+
+    @property
+    def lanes(self) -> int:
+        """Of a page."""
+        return _lanes(self.page_table)
 
     def of_tokens(self, value: Int[Array, " R"]) -> Int[Array, "B T"]:
         """What a row has, for each of its new tokens."""
@@ -67,18 +76,18 @@ class Rows(NamedTuple):
 class View(NamedTuple):
     """The pages that the lines of a step read: those of a row, or of all rows, one row's after the other's."""
 
-    table: Int[Array, "B P"]
-    filled: Int[Array, "B P"]  # tokens in each
-    start: Int[Array, " R"]  # slot of its line at which a row begins
+    table: Int[Array, "*H B P"]
+    filled: Int[Array, "*H B P"]  # tokens in each
+    start: Int[Array, "*H R"]  # slot of its line at which a row begins
 
     @property
     def used(self) -> Int[Array, ""]:
         """Pages of the longest line that hold anything."""
-        return (self.filled > 0).sum(1).max()
+        return (self.filled > 0).sum(-1).max()
 
     def in_blocks(self, pages: int) -> "View":
         """With empty pages at the end, so that blocks of `pages` pages are all full."""
-        padding = (0, 0), (0, -self.table.shape[1] % pages)
+        padding = *((0, 0),) * (self.table.ndim - 1), (0, -self.table.shape[-1] % pages)
         return View(jnp.pad(self.table, padding), jnp.pad(self.filled, padding), self.start)
 
 
@@ -140,6 +149,9 @@ def rows_of(batch: Batch, size: int) -> Rows:
     assert batch.seq_lens is not None, "a step with a cache needs seq_lens"
     assert batch.index is not None, "a step with a cache needs the index of each token"
     assert not isinstance(batch.page_table, Tables), "layers that differ need `of_layer`"
+    if _lanes(batch.page_table) > 1:
+        heads = batch.page_table, batch.seq_lens, batch.index
+        return jax.vmap(lambda *head: rows_of(batch.of_head(*head), size))(*heads)
     (lines, _), (count, pages), index = batch.mask.shape, batch.page_table.shape, batch.index
     row = jnp.arange(lines)[:, None] if batch.row is None else batch.row
     room = pages * size
@@ -150,14 +162,20 @@ def rows_of(batch: Batch, size: int) -> Rows:
     return Rows(batch.page_table, seq_lens, counts, batch.row, index, slots)
 
 
+def _lanes(table: Int[Array, "*H R P"]) -> int:
+    return 1 if table.ndim == 2 else len(table)
+
+
 def _of_rows(token: Shaped[Array, "B T"], row: Int[Array, "B T"] | None, rows: int) -> Int[Array, " R"]:
     if row is None:
         return token.sum(1, dtype=jnp.int32)
     return jnp.zeros(rows, jnp.int32).at[row].add(token.astype(jnp.int32))
 
 
-def view_of(rows: Rows, lens: Int[Array, " R"], size: int) -> View:
+def view_of(rows: Rows, lens: Int[Array, "*H R"], size: int) -> View:
     """The pages with the first `lens` tokens of each row."""
+    if rows.lanes > 1:
+        return jax.vmap(lambda rows, lens: view_of(rows, lens, size))(rows, lens)
     count, width = rows.page_table.shape
     if rows.row is None:
         filled = jnp.clip(lens[:, None] - jnp.arange(width) * size, 0, size)
@@ -171,17 +189,27 @@ def view_of(rows: Rows, lens: Int[Array, " R"], size: int) -> View:
     return View(table[None], filled[None], start * size)
 
 
-def slots_in(layer: Layer, rows: Rows) -> Int[Array, "B T"]:
+def slots_in(layer: Layer, rows: Rows) -> Int[Array, "*H B T"]:
     """The slot of each new token in the whole pool, NOWHERE for padding."""
-    return jnp.where(rows.slots == NOWHERE, NOWHERE, rows.slots + layer.first * layer.size)
+    return jnp.where(rows.slots == NOWHERE, NOWHERE, rows.slots + layer.first * rows.lanes * layer.size)
+
+
+def places(part: Int[Array, "*B"], place: Int[Array, "*B"], lanes: int) -> tuple[Int[Array, "*B"], ...]:
+    """The indices, in an array of the pool, of places in parts of it."""
+    if lanes == 1:
+        return part, place
+    page, lane = jnp.divmod(part, lanes)
+    return page, place, lane
 
 
 def append(layer: Layer, new: Mapping[str, Shaped[Array, "B T ..."]], rows: Rows) -> Layer:
     """Writes what the new tokens leave in this layer to their slots."""
-    page, place = jnp.divmod(slots_in(layer, rows), layer.size)
+    slots = slots_in(layer, rows)
+    slots = slots if rows.lanes == 1 else jnp.moveaxis(slots, 0, -1)  # as heads are in what is new
+    at = places(*jnp.divmod(slots, layer.size), rows.lanes)
 
     def written(old: Array, value: Array) -> Array:  # not through a flat view of the pool: with one token XLA would copy it
-        return old.at[page, place].set(_stored(value, old.dtype), mode="drop")
+        return old.at[at].set(_stored(value, old.dtype), mode="drop")
 
     return dataclasses.replace(layer, pool=layer.pool | {name: written(layer.pool[name], value) for name, value in new.items()})
 
@@ -200,13 +228,22 @@ def summaries(layer: Layer, table: Int[Array, "B P"]) -> Float[Array, "B P V L"]
 
 def read(layer: Layer, view: View, first: Array | int, count: int) -> dict[str, Shaped[Array, "B S ..."]]:
     """What each line has in `count` of its pages, from its page `first` on; zeros in the slots that hold nothing of it."""
-    table, filled = (jax.lax.dynamic_slice_in_dim(array, first, count, axis=1) for array in (view.table, view.filled))
+    table, filled = (jax.lax.dynamic_slice_in_dim(array, first, count, axis=-1) for array in (view.table, view.filled))
     held = jnp.arange(layer.size) < filled[..., None]
-    held = held.reshape(held.shape[0], -1)
+    held = held.reshape(*held.shape[:-2], -1)
 
     def gathered(array: Array) -> Array:
-        found = _numbers(array.at[table + layer.first].get(mode="clip"))
-        found = found.reshape(found.shape[0], -1, *array.shape[2:])
-        return jnp.where(held.reshape(*held.shape, *(1,) * (found.ndim - 2)), found, jnp.zeros((), found.dtype))
+        found = _numbers(_of_pages(array, layer.first, table))
+        found = found.reshape(*held.shape, *found.shape[table.ndim + 1 :])
+        found = jnp.where(held.reshape(*held.shape, *(1,) * (found.ndim - held.ndim)), found, jnp.zeros((), found.dtype))
+        return found if _lanes(table) == 1 else jnp.moveaxis(found, 0, 2)
 
     return {name: gathered(array) for name, array in layer.pool.items() if name not in NOTES}
+
+
+def _of_pages(array: Shaped[Array, "G Z ..."], first: Array, table: Int[Array, "*H B P"]) -> Array:
+    """`[*H B P Z ..]`: whole pages of a layer that begins at page `first`, or parts of them."""
+    if _lanes(table) == 1:
+        return array.at[table + first].get(mode="clip")
+    page, lane = jnp.divmod(table, len(table))
+    return array.at[page + first, :, lane].get(mode="clip")

@@ -1,4 +1,5 @@
-"""Eviction as two programs: `observe` says which of the cached tokens stay in which layer, `move` brings them to new pages.
+"""Eviction as two programs: `observe` says which of the cached tokens stay in which layer, or in which head where heads are
+cached; `move` brings them to new pages.
 
 A policy looks at the newest tokens once more: they pass the layers again, beside what is cached, and nothing is cached anew. So a
 prompt can be read by any kernel before, and decoding needs no scores. Between both programs the host finds pages for what stays:
@@ -28,7 +29,7 @@ class Evict:
     """What stays of rows' tokens."""
 
     policy: Policy
-    budget: str = "ada"  # how layers share: one of RULES
+    budget: str = "ada"  # how layers or heads share: one of RULES
     sinks: int = 4  # first tokens that stay whatever their scores
     recent: int = 64  # and newest ones; a window's tokens have no scores of their own
 
@@ -39,10 +40,10 @@ class Evict:
 
 
 class Kept(NamedTuple):
-    """Which tokens stay, by layer."""
+    """Which tokens stay, by layer and head; H is 1 for latents."""
 
-    source: Any  # Int[Array, "L B S"]: the slots that they had, in order
-    count: Any  # Int[Array, "L B"]
+    source: Any  # Int[Array, "L H B S"]: the slots that they had, in order
+    count: Any  # Int[Array, "L H B"]
 
 
 def observe(
@@ -55,28 +56,35 @@ def observe(
     *,
     evicts: Evict | None,
 ) -> tuple[Pool, Rows, Kept]:
-    """What stays of the rows `at`: `count` tokens a layer on average. An index past the table is none; pool and rows stay."""
+    """What stays of the rows `at`: `count` tokens a layer and head on average. An index past the table is none; pool and rows
+    stay."""
     assert evicts is not None
-    assert rows.text is not None, "a policy needs the rows' text"
-    _, is_open, _ = taken(rows, at)
-    again = jnp.where(at < rows.seen.shape[0], jnp.minimum(is_open.held, evicts.window), 0)
-    place = (is_open.position - again)[:, None] + jnp.arange(evicts.window)
-    tokens = rows.text.at[at[:, None], place].get(mode="clip")
-    batch = Batch.behind(is_open.held - again, is_open.position - again, again, evicts.window, page_table)
-    _, same, aux = model(tokens, batch, pool, watch=functools.partial(watch.scores, evicts.policy))
     policy, rule = evicts.policy, RULES[evicts.budget]
-    slots = page_table.pages.shape[-1] * paged.page_size(pool)
-    scores = jnp.stack([evict.shared(layer, policy.stages)[..., :slots] for layer in aux["watched"]])
-    held = jnp.maximum(is_open.held - page_table.dropped, 0)[..., None]
-    stays = evict.kept(scores, held, count, rule, sinks=evicts.sinks, window=evicts.recent, first=policy.first)
-    source, kept = evict.places(stays[:, :, 0])
+    tokens, batch = _newest(rows, at, page_table, evicts.window)
+    _, same, aux = model(tokens, batch, pool, watch=functools.partial(watch.scores, policy))
     assert same is not None
+    found = aux["watched"] if model.lanes > 1 else [evict.shared(scores, policy.stages) for scores in aux["watched"]]
+    slots = page_table.pages.shape[-1] * paged.page_size(pool)
+    held = jnp.maximum(batch.seq_lens - page_table.dropped, 0).swapaxes(1, 2)
+    scores = jnp.stack(found)[..., :slots]
+    stays = evict.kept(scores, held, count, rule, sinks=evicts.sinks, window=evicts.recent, first=policy.first)
+    source, kept = evict.places(stays.swapaxes(1, 2))
     return same, rows, Kept(source.astype(jnp.int32), kept)
 
 
+def _newest(rows: Rows, at: Int[Array, " B"], page_table: Tables, window: int) -> tuple[Int[Array, "B W"], Batch]:
+    """The newest tokens of rows, as they pass the layers again."""
+    assert rows.text is not None, "a policy needs the rows' text"
+    _, is_open, _ = taken(rows, at)
+    again = jnp.where(at < rows.seen.shape[0], jnp.minimum(is_open.held, window), 0)
+    place = (is_open.position - again)[:, None] + jnp.arange(window)
+    tokens = rows.text.at[at[:, None], place].get(mode="clip")
+    return tokens, Batch.behind(is_open.held - again, is_open.position - again, again, window, page_table)
+
+
 def move(model: Transformer, pool: Pool, kept: Kept, old: Tables, new: Tables) -> tuple[Pool, Kept]:
-    """The pool with what stays in its `new` pages, in the same order; both tables are as wide, and no page is in both."""
-    layers, _, width = old.pages.shape
+    """The pool with what stays in its `new` pages, in the same order; both tables are as wide, and no part is in both."""
+    layers, lanes, _, width = old.pages.shape
     size, block = paged.page_size(pool), min(BLOCK, width)
     used = -(-kept.count.max() // (block * size))
 
@@ -84,11 +92,13 @@ def move(model: Transformer, pool: Pool, kept: Kept, old: Tables, new: Tables) -
         number, first = step // used, step % used * block * size
         layer = model.layer_of(pool, number)
         assert layer is not None
-        to = first + jnp.arange(block * size)
-        slot = kept.source[number][:, jnp.minimum(to, width * size - 1)]
-        source = jnp.take_along_axis(old.pages[number], slot // size, axis=1) + layer.first, slot % size
-        page = new.pages[number][:, jnp.minimum(to // size, width - 1)] + layer.first
-        target = jnp.where(to < kept.count[number][:, None], page, NOWHERE), jnp.broadcast_to(to % size, page.shape)
+        first_part, to = layer.first * lanes, first + jnp.arange(block * size)
+        slot = kept.source[number][..., jnp.minimum(to, width * size - 1)]
+        before = jnp.take_along_axis(old.pages[number], slot // size, axis=-1) + first_part
+        after = new.pages[number][..., jnp.minimum(to // size, width - 1)] + first_part
+        after = jnp.where(to < kept.count[number][..., None], after, NOWHERE)
+        source = paged.places(before, slot % size, lanes)
+        target = paged.places(after, jnp.broadcast_to(to % size, after.shape), lanes)
         return {name: array.at[target].set(array[source], mode="drop") for name, array in pool.items()}
 
     return jax.lax.fori_loop(0, layers * used, moved, pool), kept

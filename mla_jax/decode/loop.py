@@ -242,13 +242,13 @@ class Programs:
         """The shapes of a page table."""
         if self.evicts is None:
             return _numbers(rows, width)
-        layers = len(self.model.layers)
-        return Tables(_numbers(layers, rows, width), _numbers(layers, rows))
+        each = len(self.model.layers), self.model.lanes
+        return Tables(_numbers(*each, rows, width), _numbers(*each, rows))
 
     def _kept(self, pool: Pool, width: int, rows: int) -> Kept:
         """The shapes of what `observe` has found."""
-        layers = len(self.model.layers)
-        return Kept(_numbers(layers, rows, width * page_size(pool)), _numbers(layers, rows))
+        each = len(self.model.layers), self.model.lanes
+        return Kept(_numbers(*each, rows, width * page_size(pool)), _numbers(*each, rows))
 
     def _contents(self, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of what this number of pages holds."""

@@ -1,8 +1,8 @@
 """The engine for requests that drop tokens: once their prompt is read, and again after every so many tokens.
 
 Where they drop some is counted in tokens alone, so a request that was preempted and is read again drops the same. A row that has
-come so far waits: what stays in each layer is found on the device, then moved to pages of the row's own. Its old pages are free,
-or stay in the prefix index as they were."""
+come so far waits: what stays in each layer, or in each head that is cached, is found on the device, then moved to pages of the
+row's own. Its old pages are free, or stay in the prefix index as they were."""
 
 import dataclasses
 import time
@@ -33,7 +33,7 @@ class Eviction:
     """What stays of a request's tokens, and when it drops some."""
 
     evicts: Evict
-    keep: float  # the share that stays in each layer, on average
+    keep: float  # the share that stays in each layer and head, on average
     every: int = EVERY
 
     @classmethod
@@ -53,7 +53,7 @@ class Eviction:
         return max(1, round(self.keep * tokens))
 
     def pages(self, tokens: int) -> int:
-        """Pages for what stays of so many tokens: those that layers have not filled add up to one more at most."""
+        """Pages for what stays of so many tokens: those that are not full add up to one more at most."""
         return -(-self.count(tokens) // PAGE) + 1
 
 
@@ -71,11 +71,11 @@ class EvictingEngine(Engine):
     ):
         self.eviction = eviction
         super().__init__(programs, config, tokenizer, size, drafts)
-        self.limits = dataclasses.replace(self.limits, parts=config.num_hidden_layers)
+        self.limits = dataclasses.replace(self.limits, parts=self._layered.parts)
 
     def _new_pages(self) -> Pages:
-        layers = self.config.num_hidden_layers
-        return LayeredPages(self.size.pages, PAGE, layers, ahead=self.drafter.ahead, tier=self._tier)
+        layers, lanes = self.config.num_hidden_layers, self.programs.model.lanes
+        return LayeredPages(self.size.pages, PAGE, layers, lanes, ahead=self.drafter.ahead, tier=self._tier)
 
     @property
     def _layered(self) -> LayeredPages:
@@ -90,9 +90,9 @@ class EvictingEngine(Engine):
 
     def _plan(self, waiting: list[Waiting], running: list[Running]) -> Plan:
         """Pages are counted in parts. Those for what stays of requests that are about to drop tokens are set aside."""
-        layers, pages = self.limits.parts, self._layered
-        aside = layers * sum(self.eviction.pages(self.eviction.point(job)) for job in self.running)
-        return plan(waiting, running, max(pages.free_parts - aside, 0), self.limits, layers * pages.free)
+        parts, pages = self.limits.parts, self._layered
+        aside = parts * sum(self.eviction.pages(self.eviction.point(job)) for job in self.running)
+        return plan(waiting, running, max(pages.free_parts - aside, 0), self.limits, parts * pages.free)
 
     def _first_tokens(self, job: Job) -> list[int]:
         """The prompt: what was generated behind it has seen what stayed of it."""
@@ -104,7 +104,7 @@ class EvictingEngine(Engine):
         return dataclasses.replace(waiting, until=0, taken=parts * waiting.taken, extra=extra)
 
     def _as_running(self, job: Job) -> Running:
-        """A row waits where it is to drop tokens. Of one that has dropped some, all layers count as the fullest."""
+        """A row waits where it is to drop tokens. Of one that has dropped some, all parts count as the fullest."""
         row, point, parts = super()._as_running(job), self.eviction.point(job), self.limits.parts
         until = max(0, point - (job.known if job.unread else row.held))
         row = dataclasses.replace(row, unread=min(row.unread, max(point - job.read, 0)), until=until)
@@ -146,7 +146,7 @@ class EvictingEngine(Engine):
         """Moves what stays to pages of its own; a job that finds none is preempted."""
         (job,), kept, start = flight.jobs, flight.kept, time.perf_counter()
         assert kept is not None
-        counts = np.asarray(kept.count)[:, 0].tolist()
+        counts = np.asarray(kept.count)[:, :, 0].ravel().tolist()
         self.stats.waited_seconds += time.perf_counter() - start
         self.programs.check()
         if job.row is None or job.starts != flight.start:
@@ -167,12 +167,12 @@ class EvictingEngine(Engine):
         self.stats.dropped += int(new.dropped.mean())
 
     def _page_table(self, jobs: list[Job], count: int) -> Tables:
-        """The pages of each layer, and how many tokens of a row it has dropped."""
-        layers, width = self.config.num_hidden_layers, self.size.width
-        tables = Tables(np.zeros((layers, count, width), np.int32), np.zeros((layers, count), np.int32))
+        """The parts of each layer and head, and how many tokens of a row it has dropped."""
+        each, width = (self._layered.layers, self._layered.lanes), self.size.width
+        tables = Tables(np.zeros((*each, count, width), np.int32), np.zeros((*each, count), np.int32))
         for i, job in enumerate(jobs):
             assert job.held is not None
-            tables.pages[:, i] = self._layered.table(job.held, width)
+            tables.pages[:, :, i] = self._layered.table(job.held, width)
             if isinstance(job.held, Layered):
-                tables.dropped[:, i] = job.held.dropped
+                tables.dropped[:, :, i] = job.held.dropped.reshape(each)
         return tables

@@ -33,7 +33,7 @@ def explain(
         *_reordered(formats),
         *_forms(model, prompt, planned.context),
         *_cache(model, planned),
-        *_dropped(eviction),
+        *_dropped(model, eviction),
         *_retrieval(model, planned.tokens),
         f"on a long prefix, rebuilding heads takes fewer FLOPs from {roofline.break_even(model.config):.0f} new tokens",
         *_placed(model, prompt, placed),
@@ -98,12 +98,13 @@ def _on_host(model: Transformer, planned: Plan) -> str:
     return f"cache: {stay}; all are in {host}, which holds {planned.hosted:,}"
 
 
-def _dropped(eviction: EvictOptions | None) -> list[str]:
+def _dropped(model: Transformer, eviction: EvictOptions | None) -> list[str]:
     """Which tokens are dropped, and when."""
     if eviction is None or eviction.evict == "off":
         return []
     when = f"once a prompt is read, and after every {EVERY} tokens of output"
-    share = f"{100 * eviction.evict_keep:.3g} % stay, shared out over layers by the rule {eviction.evict_budget}"
+    among = "layers and their heads" if model.dispatch.caches_heads else "layers"
+    share = f"{100 * eviction.evict_keep:.3g} % stay, shared out over {among} by the rule {eviction.evict_budget}"
     return [f"cache: {eviction.evict} drops tokens {when}; {share}"]
 
 

@@ -127,7 +127,7 @@ class EngineStats:
     drafted: np.ndarray = field(default_factory=lambda: np.zeros(MOST_DRAFTS, int))  # guesses in each place behind a token,
     stood: np.ndarray = field(default_factory=lambda: np.zeros(MOST_DRAFTS, int))  # and how many of these were what was drawn
     passes: int = 0  # of rows: tokens that were chosen without a guess
-    dropped: int = 0  # tokens that were evicted, on average of the layers
+    dropped: int = 0  # tokens that were evicted, on average of layers and heads
     pages_hosted: int = 0  # in the host's memory now
     pages_out: int = 0  # that were copied there,
     pages_in: int = 0  # and from there to the device

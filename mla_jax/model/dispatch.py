@@ -118,9 +118,14 @@ class Dispatch:
         return FORMS_OF[self.kv_cache][self.form_of_scores]
 
     @property
+    def caches_heads(self) -> bool:
+        """Whether each head's keys and values are cached; elsewhere it is latents, which all heads share."""
+        return self.attention == "naive"
+
+    @property
     def form_of_scores(self) -> str:
         """The form whose scores a policy sees: over cached heads, or over latents."""
-        return "naive" if self.attention == "naive" else "move_elided"
+        return "naive" if self.caches_heads else "move_elided"
 
     def form_name(self, model: "Transformer", rows: int, new: int, attended: int) -> str:
         """The form for `rows` rows of `new` tokens that attend to `attended` tokens each."""

@@ -28,11 +28,19 @@ class Blocks(NamedTuple):
     count: int
     mask: Bool[Array, "B T"]
 
-    def visible(self, first: Array | int, slots: int) -> Bool[Array, "B T 1 S"]:
+    def visible(self, first: Array | int, slots: int) -> Bool[Array, "B T #N S"]:
         """The slots of a block that each query attends to: its own, and those of its row before it."""
-        slot, start = first + jnp.arange(slots), self.rows.of_tokens(self.pages.start)
-        start, last = start[:, :, None, None], (start + self.rows.index)[:, :, None, None]
-        return (slot >= start) & (slot <= last) & self.mask[:, :, None, None]
+        slot = first + jnp.arange(slots)
+
+        def seen(rows: Rows, start: Array) -> Bool[Array, "B T S"]:
+            start = rows.of_tokens(start)[:, :, None]
+            return (slot >= start) & (slot <= start + rows.index[:, :, None])
+
+        if self.rows.lanes > 1:
+            found = jax.vmap(seen, out_axes=2)(self.rows, self.pages.start)
+        else:
+            found = seen(self.rows, self.pages.start)[:, :, None]
+        return found & self.mask[:, :, None, None]
 
 
 class Held(NamedTuple):
@@ -54,7 +62,7 @@ class Held(NamedTuple):
             seen = self.step.visible(i * count * layer.size, count * layer.size)
             return _scored(of_block, cached, seen, self.step.rows.row is not None)
 
-        if pages.table.shape[1] == count:
+        if pages.table.shape[-1] == count:
             return _finish(*block(0)[1:])
         used = -(-pages.used // count)
         shapes = jax.eval_shape(block, 0)
@@ -70,7 +78,7 @@ def prepare(batch: Batch, pool: Pool | None, config: Config, block: int) -> Bloc
     size = paged.page_size(pool)
     rows = paged.rows_of(batch, size)
     pages = paged.view_of(rows, rows.seq_lens, size)
-    count = min(max(block // size, 1), pages.table.shape[1])
+    count = min(max(block // size, 1), pages.table.shape[-1])
     return Blocks(rows, pages.in_blocks(count), count, batch.mask)
 
 

@@ -118,6 +118,11 @@ class Transformer(nnx.Module):
         return len(self.layers) + len(self.mtp)
 
     @property
+    def lanes(self) -> int:
+        """What has tokens of its own in a page of one layer: the heads, if they are cached; heads share latents, so then 1."""
+        return self.config.num_attention_heads if self.dispatch.caches_heads else 1
+
+    @property
     def dtype(self) -> jnp.dtype:
         """What the model computes in; packed weights are unpacked to it."""
         return self.norm.get_value().dtype  # which may be a shape only

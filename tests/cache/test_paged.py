@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from typing import Any
 
 import deep
 import jax
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_jax import Config, Transformer
-from mla_jax.base.batch import Batch
+from mla_jax.base.batch import Batch, Tables
 from mla_jax.cache import paged
 from mla_jax.cache.paged import NOWHERE, PAGE, Layer, Pool
 from mla_jax.decode.loop import LOOP_OPTIONS
@@ -430,5 +431,32 @@ def test_a_compiled_decode_loop_copies_no_pool(rows, stored):
         return pool, tokens
 
     shapes = (like(*shape, dtype="int32") for shape in ((rows, 32), (rows,), ()))
+    program = jax.jit(run, donate_argnums=1, compiler_options=LOOP_OPTIONS["cpu"])
+    check_in_place(program.lower(state, pool, *shapes).compile(), pool)
+
+
+@FEW
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_a_compiled_decode_loop_over_lanes_copies_no_pool(rows, stored):
+    """Each head of each layer has pages of its own."""
+    graph, state = nnx.split(model_of("naive", stored))
+    model = nnx.merge(graph, state)
+    pool = jax.eval_shape(lambda: model.new_pool(10_000))
+    each = len(model.layers), model.lanes, rows
+
+    def run(state: nnx.State, pool: Pool, pages: jax.Array, dropped: jax.Array, held: jax.Array, steps: jax.Array) -> Any:
+        model = nnx.merge(graph, state)
+
+        def step(carry: tuple) -> tuple:
+            i, pool, held, tokens = carry
+            batch = Batch.behind(held, held, jnp.ones(rows, jnp.int32), 1, Tables(pages, dropped))
+            hidden, pool, _ = model(tokens, batch, pool)
+            return i + 1, pool, held + 1, jnp.argmax(model.unembed(hidden), -1).astype(jnp.int32)
+
+        start = (jnp.int32(0), pool, held, jnp.zeros((rows, 1), jnp.int32))
+        _, pool, _, tokens = jax.lax.while_loop(lambda carry: carry[0] < steps, step, start)
+        return pool, tokens
+
+    shapes = (like(*shape, dtype="int32") for shape in ((*each, 32), each, (rows,), ()))
     program = jax.jit(run, donate_argnums=1, compiler_options=LOOP_OPTIONS["cpu"])
     check_in_place(program.lower(state, pool, *shapes).compile(), pool)

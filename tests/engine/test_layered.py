@@ -1,6 +1,7 @@
-"""Single layers' pages of requests that have dropped tokens: nobody else's, whole again once free, and no more than is needed."""
+"""Parts of pages, of requests that have dropped tokens: nobody else's, whole again once free, and no more than is needed."""
 
 import copy
+import itertools
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -39,20 +40,25 @@ def parts(layered: Layered) -> list[int]:
     return [part for mine in layered.parts for part in mine]
 
 
+def whole(pages: LayeredPages, part: int) -> int:
+    """The whole page that a part is of: lanes of a page come one after the other, then pages, then layers."""
+    return part // pages.lanes % pages.count
+
+
 def cut(pages: LayeredPages, *requests: Layered) -> set[int]:
     """Whole pages of which the requests have parts."""
-    return {part % pages.count for layered in requests for part in parts(layered)}
+    return {whole(pages, part) for layered in requests for part in parts(layered)}
 
 
 def free_parts(pages: LayeredPages, *requests: Layered) -> int:
     """Parts that are free of pages that are cut, if the requests are all that have any."""
-    return pages.layers * len(cut(pages, *requests)) - sum(len(parts(layered)) for layered in requests)
+    return pages.parts * len(cut(pages, *requests)) - sum(len(parts(layered)) for layered in requests)
 
 
 def told(pages: LayeredPages) -> tuple:
     """What a copy says of itself, and how many parts it can give."""
     most, trial = 0, copy.deepcopy(pages)
-    while trial.evict(trial.admit([]), [1] + [0] * (pages.layers - 1), 1, 0):
+    while trial.evict(trial.admit([]), [1] + [0] * (pages.parts - 1), 1, 0):
         most += 1
     return pages.free, pages.unused, pages.cached, pages.shared, most
 
@@ -68,7 +74,7 @@ def test_what_stays_takes_a_page_of_any_layer_and_gives_whole_ones_back():
     assert (len(held.pages), pages.free) == (3, 3)  # the old pages are held still
     pages.release(held)
     assert (pages.free, pages.own(layered), pages.free_parts) == (6, 4, 6 * LAYERS + 2)
-    assert pages.layers * pages.count > max(parts(layered))
+    assert pages.parts * pages.count > max(parts(layered))
     pages.release(layered)
     pages.release(layered)
     assert pages.free == pages.count
@@ -122,7 +128,7 @@ def test_the_last_free_parts_and_pages_are_enough_for_just_as_many():
         pages = LayeredPages(4, SIZE, LAYERS)
         layered = pages.evict(pages.admit([]), [1, 1, 0], 1, 0)
         assert pages.extend(pages.admit([]), 4 * (count % 3))
-        free = free_parts(pages, layered) + pages.layers * pages.free
+        free = free_parts(pages, layered) + pages.parts * pages.free
         found = pages.evict(pages.admit([]), [SIZE * count, 0, 0], SIZE * count, 0)
         assert (found is not None) == (count <= free)
 
@@ -178,11 +184,30 @@ def test_tables_count_pages_from_each_layers_first():
     layered = evicted(pages, admitted(pages, tokens(12)), [3, 8, 12], 12)
     for held, width in ((plain, 3), (plain, 5), (layered, 3), (layered, 6)):
         table = pages.table(held, width)
-        assert (table.shape, table.dtype) == ((LAYERS, width), np.int32)
-        for number, entries in enumerate(table.tolist()):
+        assert (table.shape, table.dtype) == ((LAYERS, 1, width), np.int32)
+        for number, entries in enumerate(table[:, 0].tolist()):
             own = layered.parts[number] if held is layered else [page + number * pages.count for page in plain.pages]
             assert [entry + number * pages.count for entry in entries[: len(own)]] == own
     assert (pages.table(pages.admit([]), 2) == 0).all()
+
+
+def test_where_heads_have_lanes_their_parts_are_counted_from_the_layers_first():
+    pages = LayeredPages(8, SIZE, 2, lanes=3)
+    plain = admitted(pages, tokens(10, 100))
+    for number, page in itertools.product(range(2), range(3)):
+        expected = [3 * plain.pages[page] + lane for lane in range(3)]
+        assert pages.table(plain, 5)[number, :, page].tolist() == expected
+    held = admitted(pages, tokens(12))
+    layered = evicted(pages, held, [3, 8, 12, 1, 0, 5], 12)
+    assert pages.own(layered) == len(set(parts(layered))) == 1 + 2 + 3 + 1 + 2
+    assert layered.dropped.tolist() == [9, 4, 0, 11, 12, 7]
+    table = pages.table(layered, 3)
+    for number, lane in np.ndindex(2, 3):
+        mine = layered.parts[3 * number + lane]
+        assert (table[number, lane, : len(mine)] + number * 8 * 3).tolist() == mine
+    assert len(cut(pages, layered)) == 2  # of six parts each
+    pages.release(layered)
+    assert pages.free == pages.count - 3
 
 
 def test_what_has_dropped_tokens_is_nobodys_beginning():
@@ -267,27 +292,33 @@ class Model:
 
     def used(self) -> Counter:
         """Parts in use of each page that is cut."""
-        return Counter(part % self.pages.count for part in self.every_part())
+        return Counter(whole(self.pages, part) for part in self.every_part())
 
     def available(self) -> int:
         """Single pages that can be had."""
         used = self.used()
-        return self.pages.layers * (self.pages.free + len(used)) - used.total()
+        return self.pages.parts * (self.pages.free + len(used)) - used.total()
 
     def own(self, held: Held, holders: Counter, used: Counter) -> int:
         if not isinstance(held, Layered):
             return sum(holders[page] == 1 for page in held.pages)
-        mine = Counter(part % self.pages.count for part in parts(held))
+        mine = Counter(whole(self.pages, part) for part in parts(held))
         return sum(used[page] == count for page, count in mine.items())
 
     def addresses(self, request: Request) -> list[list[tuple[int, int]]]:
         """The slots of what each layer has kept."""
         table = self.pages.table(request.held, max(map(len, request.pages))).tolist()
-        firsts = range(0, self.pages.layers * self.pages.count, self.pages.count)
+        tables = [(entries, first) for lanes, first in zip(table, self.firsts, strict=True) for entries in lanes]
         return [
-            [(pages[at // SIZE] + first, at % SIZE) for at in range(len(kept))]
-            for pages, first, kept in zip(table, firsts, request.kept, strict=True)
+            [(entries[at // SIZE] + first, at % SIZE) for at in range(len(kept))]
+            for (entries, first), kept in zip(tables, request.kept, strict=True)
         ]
+
+    @property
+    def firsts(self) -> range:
+        """The first part of each layer."""
+        each = self.pages.count * self.pages.lanes
+        return range(0, self.pages.layers * each, each)
 
     def put(self, request: Request, starts: list[int]) -> None:
         """What a request has kept, from the place `starts` of each layer on."""
@@ -306,7 +337,7 @@ class Model:
         assert held.pages[: held.shared] == list(match.pages)
         assert self.pages.free == free - idle - new
         shared = held.shared * SIZE
-        self.requests.append(Request(held, list(text), shared, [text[:shared] for _ in range(self.pages.layers)]))
+        self.requests.append(Request(held, list(text), shared, [text[:shared] for _ in range(self.pages.parts)]))
         self.texts.append(self.requests[-1].text)
         self.seen["shared" if held.shared else "new"] += 1
 
@@ -358,7 +389,7 @@ class Model:
         assert [len(mine) for mine in new.parts] == need
         assert self.pages.room(new, request.written) >= more
         self.requests.append(Request(new, request.text[: request.written], request.written, moved))
-        self.put(self.requests[-1], [0] * self.pages.layers)
+        self.put(self.requests[-1], [0] * self.pages.parts)
         self.seen["evicted again" if isinstance(request.held, Layered) else "evicted"] += 1
         if choose.random() < 0.8:
             self.release(request)
@@ -373,13 +404,13 @@ class Model:
     def check(self) -> None:
         holders, used, every = self.holders(), self.used(), self.every_part()
         assert len(set(every)) == len(every)
-        assert set(every) <= set(range(self.pages.layers * self.pages.count))
+        assert set(every) <= set(range(self.pages.parts * self.pages.count))
         assert not holders.keys() & used.keys()
         assert self.pages.free == self.pages.count - len(holders) - len(used)
         assert self.pages.shared == sum(count > 1 for count in holders.values())
         for request in self.requests:
             whole = self.own(request.held, holders, used)
-            parts_of = sum(map(len, request.pages)) if isinstance(request.held, Layered) else self.pages.layers * whole
+            parts_of = sum(map(len, request.pages)) if isinstance(request.held, Layered) else self.pages.parts * whole
             assert self.pages.own(request.held) == parts_of
             assert [[self.slots[at] for at in slots] for slots in self.addresses(request)] == request.kept
             if isinstance(request.held, Layered):
@@ -392,8 +423,9 @@ class Model:
         for text in self.texts:
             found = self.pages.match(text).pages
             assert not used.keys() & set(found)
-            for first in range(0, self.pages.layers * self.pages.count, self.pages.count):
-                written = [self.slots[page + first, slot] for page in found for slot in range(SIZE)]
+            for first, lane in itertools.product(self.firsts, range(self.pages.lanes)):
+                starts = [first + page * self.pages.lanes + lane for page in found]
+                written = [self.slots[part, slot] for part in starts for slot in range(SIZE)]
                 assert written == text[: len(written)]
 
     def check_own(self) -> None:
@@ -431,9 +463,11 @@ def random_step(model: Model, choose: random.Random) -> None:
         model.release(request)
 
 
-@pytest.mark.parametrize(("layers", "steps", "count"), [(1, 400, 10), (3, 1500, 16), (7, 400, 12)])
-def test_random_steps_leave_every_request_its_tokens_and_the_index_its_beginnings(layers, steps, count):
-    choose, model = random.Random(layers), Model(LayeredPages(count, SIZE, layers))
+@pytest.mark.parametrize(
+    ("layers", "lanes", "steps", "count"), [(1, 1, 400, 10), (3, 1, 1500, 16), (7, 1, 400, 12), (2, 3, 600, 12)]
+)
+def test_random_steps_leave_every_request_its_tokens_and_the_index_its_beginnings(layers, lanes, steps, count):
+    choose, model = random.Random(layers), Model(LayeredPages(count, SIZE, layers, lanes))
     for turn in range(steps):
         random_step(model, choose)
         model.check()
@@ -448,6 +482,6 @@ def test_random_steps_leave_every_request_its_tokens_and_the_index_its_beginning
         model.release(request)
     model.check()
     assert model.pages.free == count
-    every = model.pages.evict(model.pages.admit([]), [SIZE * count] * layers, SIZE * count, 0)
+    every = model.pages.evict(model.pages.admit([]), [SIZE * count] * layers * lanes, SIZE * count, 0)
     assert every is not None
-    assert len(set(parts(every))) == layers * count  # no part is left of what was cut
+    assert len(set(parts(every))) == layers * lanes * count  # no part is left of what was cut

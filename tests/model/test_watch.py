@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -48,9 +49,10 @@ class Shown(Policy):
     def parts(self, scores: np.ndarray, heads: int, width: int) -> dict[str, np.ndarray]:
         """What is in its scores; `heads` of `width` numbers are those of a key."""
         rows, _, slots = scores.shape
-        sizes = {"weights": self.window * N, "keys": heads * width, "worth": N, "anchor": heads * width, "held": 1, "slot": 1}
+        sizes = {"weights": self.window * N, "keys": heads * width, "worth": N, "anchor": heads * width}
+        sizes |= {"held": scores.shape[1] - sum(sizes.values()) - 1, "slot": 1}
         ends = np.cumsum([*sizes.values()])
-        assert ends[-1] == scores.shape[1]
+        assert sizes["held"] in (1, heads)
         found = dict(zip(sizes, np.split(scores, ends[:-1], axis=1), strict=True))
         found["weights"] = found["weights"].reshape(rows, self.window, N, slots)
         for name in ("keys", "anchor"):
@@ -94,9 +96,11 @@ class Cached:
         table = np.where(used, self.table, np.resize([-1, 10**6, 2**31 - 1], self.table.shape))  # past the end: anything
         return Batch.behind(ints(first), ints(first + 100), ints(again), window, ints(table))
 
-    def scores(self, policy: Policy, block: int) -> np.ndarray:
-        batch = self.batch(max(policy.window, 1))
+    def scores(self, policy: Policy, block: int, layer: Layer | None = None, tables: Tables | None = None) -> np.ndarray:
+        """With `tables` the tokens are in parts of another `layer`, the second of its pool."""
+        batch, layer = self.batch(max(policy.window, 1)), self.layer if layer is None else layer
         at = np.minimum(np.asarray(batch.index), max(HELD) - 1)  # padding asks for anything
+        batch = batch if tables is None else dataclasses.replace(batch, page_table=tables).of_layer(1)
         q = tuple(x[np.arange(len(HELD))[:, None], at] for x in self.q)
 
         @jax.jit
@@ -104,7 +108,7 @@ class Cached:
             step = self.form.prepare(batch, layer.pool, CONFIG, block)
             return watch.scores(policy, q, Held({}, layer, step, self.form.reads), up, out, SCALE)
 
-        found = np.asarray(scored(self.layer, batch, q, self.up, self.out))
+        found = np.asarray(scored(layer, batch, q, self.up, self.out))
         blocks = min(max(block // self.size, 1), self.pages)
         assert found.shape[2] == -(-self.pages // blocks) * blocks * self.size
         return found
@@ -245,12 +249,48 @@ def test_a_layer_that_has_dropped_tokens_is_scored_as_a_row_without_them():
     rows = cached("latents", 4)
     dropped = np.array([5, 1, 0, 300, 2, 7, 1])
     alone = rows.batch(WINDOW)
-    tables = Tables(jnp.stack([0 * alone.page_table, alone.page_table]), jnp.stack([0 * ints(dropped), ints(dropped)]))
+    table, gone = np.asarray(alone.page_table), np.array([0 * dropped, dropped])
+    tables = Tables(ints(np.array([0 * table, table])[:, None]), ints(gone[:, None]))
     further = dataclasses.replace(
         alone, page_table=tables, index=alone.index + dropped[:, None], seq_lens=alone.seq_lens + dropped
     )
     prepared = (rows.form.prepare(batch, rows.layer.pool, CONFIG, 8) for batch in (alone, further.of_layer(1)))
     jax.tree.map(np.testing.assert_array_equal, *prepared)
+
+
+def test_each_head_is_scored_by_its_own_parts_wherever_they_are():
+    """Head n has dropped the first n pages of the rows that are long enough."""
+    rows, rng = cached("heads", 4), np.random.default_rng(5)
+    long, first = np.flatnonzero(np.array(HELD) > 16), int(rows.layer.first)
+    of_pages = next(iter(rows.layer.pool.values())).shape[0]
+    place = rng.permutation(of_pages * N)  # of each part
+    parts = place[(rows.table + first) * N + np.arange(N)[:, None, None]] - first * N
+    dropped = np.zeros((N, len(HELD)), int)
+    for n in range(N):
+        dropped[n, long] = n * rows.size
+        parts[n, long] = np.roll(parts[n, long], -n, axis=-1)
+    pool = {name: _parts_at(place, array) for name, array in rows.layer.pool.items()}
+    tables = Tables(ints(np.array([0 * parts, parts])), ints(np.array([0 * dropped, dropped])))
+    scores = rows.scores(Shown(), 12, Layer(pool, rows.layer.first), tables)
+    expected, found = rows.expected(WINDOW, scores.shape[2]), Shown().parts(scores, N, P + E)
+    expected["by_head"] = expected["keys"].swapaxes(1, 2)
+    for row, n in itertools.product(np.flatnonzero(rows.counts), range(N)):
+        gone, held = dropped[n, row], rows.counts[row] - dropped[n, row]
+        weights, keys, worth = (expected[name][row][..., n, gone : gone + held] for name in ("weights", "by_head", "worth"))
+        close(found["weights"][row, :, n, :held], weights / np.maximum(weights.sum(-1, keepdims=True), 1e-9))
+        close(found["keys"][row, n, :, :held], keys)
+        close(found["worth"][row, n, :held], worth)
+        close(found["anchor"][row, n, :, 0], (keys / np.linalg.norm(keys, axis=0)).mean(-1))
+        assert not found["weights"][row, :, n, held:].any()
+        assert (found["held"][row, n, : rows.size] == held).all()
+
+
+def _parts_at(place: np.ndarray, array: jax.Array) -> jax.Array:
+    """The parts of pages `[G Z N ..]`, each at its place."""
+    parts = np.asarray(array).swapaxes(1, 2).reshape(len(place), array.shape[1], -1)
+    moved = np.empty_like(parts)
+    moved[place] = parts
+    return jnp.asarray(moved.reshape(len(array), N, *moved.shape[1:]).swapaxes(1, 2))
 
 
 # Through a model
@@ -277,6 +317,11 @@ def bits(pool: Pool) -> dict[str, np.ndarray]:
 @functools.cache
 def drawn() -> tuple[Any, Any]:
     return nnx.split(Transformer(SMALL, nnx.Rngs(0)))
+
+
+def one_lane(pages: np.ndarray, dropped: np.ndarray) -> Tables:
+    """`pages [L R P]` and `dropped [L R]`"""
+    return Tables(ints(pages[:, None]), ints(dropped[:, None]))
 
 
 class Read:
@@ -339,12 +384,12 @@ def test_each_layer_is_scored_by_its_own_pages_wherever_they_are():
     first = np.arange(layers)[:, None, None] * read.count
     pages = place[read.table + first] - first
     none = np.zeros((layers, len(ROWS)), int)
-    same = read.once_more(Tables(ints(pages), ints(none)), mixed)[2]["scores"]
+    same = read.once_more(one_lane(pages, none), mixed)[2]["scores"]
     jax.tree.map(np.testing.assert_array_equal, same, found)
     for layer in range(layers):  # it drops the first page of the longest row
         dropped, less = none.copy(), pages.copy()
         dropped[layer, 3], less[layer, 3] = SIZE, [pages[layer, 3, 1], 10**6]
-        scores = np.asarray(read.once_more(Tables(ints(less), ints(dropped)), mixed)[2]["scores"][layer])
+        scores = np.asarray(read.once_more(one_lane(less, dropped), mixed)[2]["scores"][layer])
         left = np.asarray(found[layer])[3, :, SIZE : 2 * SIZE]
         close(scores[3, :, :SIZE], left / left.sum(-1, keepdims=True))
         assert not scores[3, :, SIZE:].any()
