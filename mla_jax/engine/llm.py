@@ -66,7 +66,8 @@ class LLM:
           "auto" is the model's own layer for multi-token prediction, if it has one, but on a CPU nobody.
         - `draft_tokens`: the number of tokens guessed at a time, up to 7. None is as many as pay, up to 3.
         - `evict`: a policy that drops tokens from the cache, "snapkv" for example; "off" keeps all. The output changes.
-        - `evict_budget`: how layers share what is kept: "uniform", "pyramid" or "ada".
+        - `evict_budget`: how layers share what is kept: "uniform", "pyramid" or "ada". With `attention="naive"` each head keeps
+          tokens of its own, and "ada" shares over the heads of a layer.
         - `evict_keep`: the fraction of the tokens that is kept.
         - `retrieve`: a policy that chooses which cached tokens a decode step reads, "quest" or "infllm"; "off" reads all. The
           output changes.
