@@ -36,7 +36,7 @@ from mla_jax import LLM, SamplingParams
 from mla_jax.cache.evict import POLICIES, RULES
 from mla_jax.cache.paged import PAGE
 from mla_jax.cache.retrieve import POLICIES as RETRIEVERS
-from mla_jax.decode.evicting import Evict
+from mla_jax.decode.evicting import Selection
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.engine import Engine
 from mla_jax.engine.eviction import EvictingEngine, Eviction
@@ -121,7 +121,7 @@ def measured(ways: Ways, asked: Asked) -> Iterator[dict]:
     yield asked.about | {"policy": "none", "budget": "", "kept": 1.0} | asked.quality(full)
     del full
     for policy, budget in ways.pairs:
-        evicts = Evict(POLICIES[policy], budget)
+        evicts = Selection(POLICIES[policy], budget)
         programs = Programs(llm.model, evicts=evicts)
         engine = EvictingEngine(programs, llm.config, llm.tokenizer, asked.size, None, Eviction(evicts, 1.0))
         for keep in ways.keeps:

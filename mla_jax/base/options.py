@@ -7,7 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from mla_jax.base.errors import BadRequest, printable, shown
-from mla_jax.base.rules import biases, check, flag, named_or, nearest, number, one_of, option, optional, path, text, texts, token_ids, whole
+from mla_jax.base.rules import (
+    biases,
+    check,
+    flag,
+    named_or,
+    nearest,
+    number,
+    one_of,
+    option,
+    optional,
+    path,
+    text,
+    texts,
+    token_ids,
+    whole,
+)
 
 MAX_STOPS = 64
 MAX_LOGPROBS = 20

@@ -25,7 +25,7 @@ BLOCK = 16  # pages that are moved at a time
 
 
 @dataclass(frozen=True)
-class Evict:
+class Selection:
     """What stays of rows' tokens."""
 
     policy: Policy
@@ -54,7 +54,7 @@ def observe(
     page_table: Tables,
     count: Int[Array, " B"],
     *,
-    evicts: Evict | None,
+    evicts: Selection | None,
 ) -> tuple[Pool, Rows, Kept]:
     """What stays of the rows `at`: `count` tokens a layer and head on average. An index past the table is none; pool and rows
     stay."""

@@ -19,7 +19,7 @@ from mla_jax.cache.paged import Pool, page_size
 from mla_jax.decode import contents, evicting, paging
 from mla_jax.decode import rows as table
 from mla_jax.decode.chosen import Found, Likely, likely
-from mla_jax.decode.evicting import Evict, Kept
+from mla_jax.decode.evicting import Kept, Selection
 from mla_jax.decode.programs import Program, Shared
 from mla_jax.decode.rows import ADMITTED, Entry, Rows
 from mla_jax.decode.speculative import NOBODY, Drafter, run_with_drafts
@@ -166,7 +166,7 @@ class Programs:
         counts: bool = False,
         folder: Path | None = None,
         drafter: Drafter = NOBODY,
-        evicts: Evict | None = None,
+        evicts: Selection | None = None,
     ):
         self.model, self.device, self.drafter, self.evicts = model, model.dispatch.device, drafter, evicts
         self._calls_host = bool(model.on_host())

@@ -15,7 +15,7 @@ from mla_jax.base.config import Config
 from mla_jax.base.options import EVERY, EvictOptions
 from mla_jax.cache.evict import POLICIES
 from mla_jax.cache.paged import PAGE
-from mla_jax.decode.evicting import Evict
+from mla_jax.decode.evicting import Selection
 from mla_jax.decode.loop import Programs, Sizes
 from mla_jax.engine.engine import Engine
 from mla_jax.engine.flights import Flight
@@ -32,7 +32,7 @@ from mla_jax.text.tokenizer import Tokenizer
 class Eviction:
     """What stays of a request's tokens, and when it drops some."""
 
-    evicts: Evict
+    evicts: Selection
     keep: float  # the share that stays in each layer and head, on average
     every: int = EVERY
 
@@ -42,7 +42,7 @@ class Eviction:
         if options.evict == "off":
             return None
         policy = POLICIES[options.evict] if isinstance(options.evict, str) else options.evict
-        return cls(Evict(policy, options.evict_budget), options.evict_keep)
+        return cls(Selection(policy, options.evict_budget), options.evict_keep)
 
     def point(self, job: Job) -> int:
         """Tokens that a request has when it drops some next."""

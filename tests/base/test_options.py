@@ -14,7 +14,7 @@ import pytest
 
 from mla_jax.base import options as declared
 from mla_jax.base.errors import BadRequest, shown
-from mla_jax.base.options import AttentionOptions, ExpertOptions, Options, SamplingParams
+from mla_jax.base.options import AttentionOptions, Evict, ExpertOptions, Options, SamplingParams
 from mla_jax.base.rules import nearest
 
 
@@ -93,6 +93,7 @@ WRONG = {  # of the options of a model
     "evict_keep": [0, 0.0, -0.5, 1.01, None, "0.5", True, math.nan],
     "retrieve": ["", "Quest", "page", None, 4, True],
     "retrieve_tokens": [0, 255, -1, 4096.0, "4096", None, True],
+    "resident_tokens": [0, 255, -1, 4096.0, "4096", True],
     "memory_fraction": [0, 0.0, -0.5, 1.01, 2, "0.5", True, math.nan, None.__class__],
     "batch": [0, 1025, -1, 1.0, "4", None, True],
     "cache_tokens": [0, 63, -1, 1e6, "4096", True],
@@ -230,9 +231,9 @@ def test_evict_stands_for_its_settings():
 @pytest.mark.parametrize(
     ("make", "found"),
     [
-        (lambda: Evict("snap"), "policy is 'snap', expected one of off, snapkv"),
+        (lambda: Evict("snap"), 'policy is "snap", expected one of off, snapkv'),
         (lambda: Evict(Newest), "policy is "),
-        (lambda: Evict("snapkv", budget="all"), "budget is 'all'"),
+        (lambda: Evict("snapkv", budget="all"), 'budget is "all"'),
         (lambda: Evict("snapkv", keep=0), "keep is 0"),
         (lambda: Options.of(evict=Evict("snapkv"), evict_keep=0.5), "evict_keep is given twice"),
     ],

@@ -20,7 +20,7 @@ from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.cache.evict import POLICIES, SnapKV
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.chosen import Likely
-from mla_jax.decode.evicting import Evict, Kept
+from mla_jax.decode.evicting import Kept, Selection
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.speculative import NOBODY, Lookup
 from mla_jax.engine.engine import Engine
@@ -39,7 +39,7 @@ from mla_jax.weights.load import load
 
 WORDS, LAYERS, HEADS = 96, 2, 4
 ROOMY = Size(rows=4, pages=40, context=384, chunk=128)
-SNAPKV = Evict(POLICIES["snapkv"], "ada", recent=16)
+SNAPKV = Selection(POLICIES["snapkv"], "ada", recent=16)
 request = partial(serving.request, max_tokens=40)
 
 
@@ -125,7 +125,7 @@ def test_where_all_stay_the_tokens_are_those_of_full_attention(folder, asked, fu
     [("snapkv", "ada", 0.25, "auto"), ("critical", "pyramid", 0.4, "auto"), ("snapkv", "ada", 0.25, "naive")],
 )
 def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(programs_of, asked, policy, budget, keep, attention):
-    programs = programs_of(Evict(POLICIES[policy], budget, recent=16), attention=attention)
+    programs = programs_of(Selection(POLICIES[policy], budget, recent=16), attention=attention)
     engine = evicting(programs, keep)
     together = answer(engine, *asked)
     assert engine.stats.dropped > 500
@@ -143,7 +143,7 @@ def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(programs_
 def test_preempted_rows_read_in_one_line_what_comes_behind_an_eviction(programs_of, attention):
     programs, rng = programs_of(SNAPKV, attention=attention), np.random.default_rng(7)
     asked = [request(rng.integers(2, WORDS, 90).tolist(), max_tokens=90) for _ in range(3)]
-    expected = finish(evicting(programs, 0.3, every=24), asked)
+    expected = answer(evicting(programs, 0.3, every=24), *asked)
     engine = noting(programs, 0.3, every=24)
     jobs = [engine.submit(one) for one in asked]
     while min(job.evictions for job in jobs) < 2:
@@ -212,7 +212,7 @@ def seen(prompt: int, length: int, every: int, stays) -> np.ndarray:
 )
 def test_tokens_are_those_of_a_whole_sequence_where_dropped_ones_are_masked(model, programs_of, policy, budget, attention):
     """For policies that look at slots alone, and so drop the same in all layers and heads. Positions stay as they were."""
-    evicts, keep, every = Evict(POLICIES[policy], budget, sinks=3, recent=5), 0.2, 12
+    evicts, keep, every = Selection(POLICIES[policy], budget, sinks=3, recent=5), 0.2, 12
     prompt = np.random.default_rng(4).integers(2, WORDS, 150).tolist()
     (ids,) = answer(evicting(programs_of(evicts, attention=attention), keep, every), request(prompt))
 
@@ -268,10 +268,10 @@ def next_of(slots: Iterator[np.ndarray], held: list[int], tokens: int) -> list[i
 
 @pytest.mark.deep(*deep.GENERATING)
 def test_where_heads_are_cached_each_sees_what_it_has_kept(programs_of):
-    programs, every = programs_of(Evict(SnapKV(window=8), "ada", recent=8), attention="naive"), 12
+    programs, every = programs_of(Selection(SnapKV(window=8), "ada", recent=8), attention="naive"), 12
     prompt = np.random.default_rng(4).integers(2, WORDS, 150).tolist()
     engine = noting(programs, 0.25, every)
-    (ids,) = finish(engine, [request(prompt)])
+    (ids,) = answer(engine, request(prompt))
     masks = masks_of(engine.noted, len(prompt), len(prompt) + len(ids), every)
     assert len(engine.noted) == 4
     assert len(np.unique(masks[:, -1].reshape(LAYERS * HEADS, -1), axis=0)) == LAYERS * HEADS  # no two heads see the same
@@ -284,10 +284,10 @@ def test_where_heads_are_cached_each_sees_what_it_has_kept(programs_of):
 def test_where_heads_are_cached_each_keeps_what_snapkv_says(programs_of, budget):
     """By attention that is computed without a cache; Ada-KV shares out over the heads of each layer."""
     policy, recent, keep = SnapKV(window=8, kernel=5), 16, 0.25
-    programs = programs_of(Evict(policy, budget, recent=recent), attention="naive")
+    programs = programs_of(Selection(policy, budget, recent=recent), attention="naive")
     prompt = np.random.default_rng(6).integers(2, WORDS, 150).tolist()
     engine, count = noting(programs, keep), round(keep * len(prompt))
-    finish(engine, [request(prompt, max_tokens=4)])
+    answer(engine, request(prompt, max_tokens=4))
     (kept,) = engine.noted
     _, inputs = whole(programs.model, prompt, np.tri(len(prompt), dtype=bool)[None, :, None].repeat(LAYERS, 0))
     for layer, x in enumerate(inputs):

@@ -18,7 +18,7 @@ from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.cache.evict import POLICIES
 from mla_jax.cache.paged import COPIED, NOWHERE, PAGE
-from mla_jax.decode.evicting import Evict
+from mla_jax.decode.evicting import Selection
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.speculative import NOBODY, Drafter, Mtp
 from mla_jax.engine.engine import Engine
@@ -336,7 +336,7 @@ def test_jobs_may_be_cancelled_while_pages_are_on_their_way(programs_of):
 @pytest.mark.deep(*deep.GENERATING)
 def test_requests_that_drop_tokens_find_their_prompts(folder):
     """Only whole pages go to the tier; what stays of a request's tokens is nobody else's."""
-    programs = Programs(load(folder), evicts=Evict(POLICIES["snapkv"], "ada", recent=16))
+    programs = Programs(load(folder), evicts=Selection(POLICIES["snapkv"], "ada", recent=16))
     small = dataclasses.replace(SMALL, pages=10)
 
     def engine(size: Size) -> EvictingEngine:

@@ -1,4 +1,4 @@
-"""Requests whose pages are on the host, and some on the device: the pages that they ask for, and the tokens that follow from these."""
+"""Requests whose pages are on the host, and some on the device: which pages they ask for, and which tokens follow from that."""
 
 import dataclasses
 from functools import cache, partial
