@@ -1,4 +1,4 @@
-"""What reading less of a long cache costs in quality: recall tasks on the demo model, by policy, budget, form and distance.
+"""What reading less of a long cache costs in quality: recall and code on the demo model, by policy, budget, form and distance.
 
 Either tokens are dropped, by policy, budget and share that is kept; or decode steps read some pages, by policy and tokens.
 
@@ -16,10 +16,13 @@ Form "latents" drops a token of a layer for all heads; form "heads" caches every
 own. Where pages are chosen, the prompt is read with full attention, and so the first token of the answer is that of the full
 cache; `budget` has the tokens that a step reads in each layer but the first two.
 
-`needles` is the share of right answers to passkey, variable and pairs, `low` and `high` are its 95 % interval (Wilson's)."""
+`needles` is the share of right answers to passkey, variable and pairs, `low` and `high` are its 95 % interval (Wilson's). `code`
+is the loss, in nats a token, of the next tokens of held-out files of the standard library, of which the first `--distance` tokens
+are the prompt; its decode steps drop nothing more. Where pages are chosen it is not measured: many tokens at once choose none."""
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import sys
@@ -27,25 +30,32 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import report
+from flax import nnx
+from jax import Array
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 from demo import corpus, tasks
-from mla_jax import LLM, SamplingParams
+from mla_jax import LLM, SamplingParams, Transformer
+from mla_jax.base.batch import Batch, Table
 from mla_jax.cache.evict import POLICIES, RULES
-from mla_jax.cache.paged import PAGE
+from mla_jax.cache.paged import PAGE, Pool
 from mla_jax.cache.retrieve import POLICIES as RETRIEVERS
+from mla_jax.decode.chosen import likely
 from mla_jax.decode.evicting import Selection
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.engine import Engine
 from mla_jax.engine.eviction import EvictingEngine, Eviction
+from mla_jax.engine.request import Request
 from mla_jax.engine.retrieving import RetrievingEngine
 from mla_jax.engine.size import Size
 
 TASKS = ("passkey", "variable", "pairs", "copy")
 NEEDLES = TASKS[:3]
-LONGEST = 8192  # tokens of a prompt and its answer
+ANSWER = 64  # tokens of a question and its answer, at most
+CODE = 256  # tokens of a file after the prompt
 ROWS = 16
 FORMS = {"latents": "auto", "heads": "naive"}  # what is cached, as the option `attention` has it
 PAIRS = [(policy, rule) for policy in POLICIES for rule in RULES if policy not in ("streaming", "random") or rule == "uniform"]
@@ -71,18 +81,20 @@ class Asked(NamedTuple):
 
     llm: LLM
     questions: Sequence[Question]
+    files: np.ndarray  # [files distance + CODE]: their first tokens
     size: Size
     about: dict[str, Any]
 
     @classmethod
     def of(cls, form: str, count: int, distance: int) -> "Asked":
         """`count` questions of each task."""
-        llm = LLM(draft="off", context=LONGEST, attention=FORMS[form])
-        questions = drawn(llm, count, distance)
-        tokens = sum(len(question.prompt) for question in questions)
-        pages = 2 * tokens // PAGE + ROWS * (LONGEST // PAGE)
-        size = Size(ROWS, pages, LONGEST, llm.model.dispatch.chunk(llm.model))
-        return cls(llm, questions, size, {"form": form, "distance": distance})
+        context = min(8192, -(-(distance + CODE) // PAGE) * PAGE)
+        llm = LLM(draft="off", context=context, attention=FORMS[form])
+        questions, files = drawn(llm, count, distance, context), held_out(llm, 2 * count, context)
+        tokens = sum(len(question.prompt) for question in questions) + files.size
+        pages = 2 * tokens // PAGE + ROWS * (context // PAGE)
+        size = Size(ROWS, pages, context, llm.model.dispatch.chunk(llm.model))
+        return cls(llm, questions, files, size, {"form": form, "distance": distance})
 
     def quality(self, engine: Engine) -> dict:
         """The share of right answers, by task, and of the needles, with its interval."""
@@ -99,12 +111,52 @@ class Asked(NamedTuple):
         shares = {task: float(np.mean(oks)) for task, oks in right.items()}
         return shares | {"needles": float(np.mean(needles)), "low": low, "high": high}
 
+    def code(self, engine: Engine) -> dict:
+        """The mean loss of files' next tokens, and its standard error over files."""
+        losses = [loss(engine, self.llm.inputs.request(tokens[:-CODE].tolist(), FOLLOWING), tokens) for tokens in self.files]
+        return {"code": float(np.mean(losses)), "code error": float(np.std(losses, ddof=1) / math.sqrt(len(losses)))}
 
-def drawn(llm: LLM, count: int, distance: int) -> list[Question]:
+
+FOLLOWING = SamplingParams(temperature=0, max_tokens=CODE, ignore_eos=True)
+
+
+def loss(engine: Engine, request: Request, tokens: np.ndarray) -> float:
+    """Of the last CODE of a file's tokens, once the prompt is read and the engine has dropped some of it; but for the first."""
+    job = engine.submit(request)
+    evicts = isinstance(engine, EvictingEngine)
+    while job.row is None or job.unread or (evicts and not job.evictions):
+        engine.step()
+    engine._land_all()
+    assert engine._pages.extend(job.held, len(tokens))
+    pool, rows = engine._state()
+    held = np.array([len(request.prompt)], np.int32)  # a token that was chosen since is written over
+    pool, found = likelihood(engine.programs.model, pool, tokens[None, -CODE:], held, engine._page_table([job], 1))
+    engine._arrays = pool, rows
+    engine.cancel(job)
+    return -float(found)
+
+
+@functools.partial(nnx.jit, donate_argnums=1)
+def likelihood(model: Transformer, pool: Pool, tokens: Array, held: Array, table: Table) -> tuple[Pool, Array]:
+    """The mean log-probability of the tokens `[1 T]` but the first, behind those that a row has `held`."""
+    count = tokens.shape[1] - 1
+    batch = Batch.behind(held, held, jnp.full(1, count, jnp.int32), count, table)
+    hidden, pool, _ = model(tokens[:, :-1], batch, pool)
+    return pool, likely(model.unembed(hidden), tokens[:, 1:]).logprobs.mean()
+
+
+def held_out(llm: LLM, count: int, length: int) -> np.ndarray:
+    """The first `length` tokens of the first files that are long enough."""
+    texts = corpus.judged(corpus.sources())
+    tokens = (llm.tokenizer.encode(text)[:length] for text in texts if len(text) > 3 * length)
+    return np.array(list(itertools.islice((ids for ids in tokens if len(ids) == length), count)), np.int32)
+
+
+def drawn(llm: LLM, count: int, distance: int, longest: int) -> list[Question]:
     text = "\n".join(file.text for file in corpus.sources() if file.path in ("ast.py", "chunk.py"))
     writer = tasks.Writer(llm.tokenizer.model, np.asarray(llm.tokenizer.encode(text, bos=False)))
     seeds = itertools.product(TASKS, range(count))
-    return [Question(task, *writer.prompt(np.random.default_rng(seed), task, distance, LONGEST)) for task, seed in seeds]
+    return [Question(task, *writer.prompt(np.random.default_rng(seed), task, distance, longest)) for task, seed in seeds]
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
@@ -118,7 +170,7 @@ def measured(ways: Ways, asked: Asked) -> Iterator[dict]:
     """Rows of one form and distance."""
     llm = asked.llm
     full = Engine(Programs(llm.model), llm.config, llm.tokenizer, asked.size)
-    yield asked.about | {"policy": "none", "budget": "", "kept": 1.0} | asked.quality(full)
+    yield asked.about | {"policy": "none", "budget": "", "kept": 1.0} | asked.quality(full) | asked.code(full)
     del full
     for policy, budget in ways.pairs:
         evicts = Selection(POLICIES[policy], budget)
@@ -126,11 +178,12 @@ def measured(ways: Ways, asked: Asked) -> Iterator[dict]:
         engine = EvictingEngine(programs, llm.config, llm.tokenizer, asked.size, None, Eviction(evicts, 1.0))
         for keep in ways.keeps:
             engine.eviction = dataclasses.replace(engine.eviction, keep=keep)  # the prompts stay in its prefix index
-            yield asked.about | {"policy": policy, "budget": budget, "kept": keep} | asked.quality(engine)
+            row = asked.about | {"policy": policy, "budget": budget, "kept": keep}
+            yield row | asked.quality(engine) | asked.code(engine)
     if asked.about["form"] == "heads":
         return
     for policy, tokens in itertools.product(ways.retrieve, ways.tokens):
-        other = LLM(retrieve=policy, retrieve_tokens=tokens, context=LONGEST)
+        other = LLM(retrieve=policy, retrieve_tokens=tokens, context=asked.size.context)
         engine = RetrievingEngine(Programs(other.model), other.config, other.tokenizer, asked.size)
         yield asked.about | {"policy": policy, "budget": tokens, "kept": 1.0} | asked.quality(engine)
 

@@ -367,8 +367,8 @@ def test_a_pass_for_a_policy_leaves_the_pool_as_it_is_and_scores_all_that_each_l
     jax.tree.map(np.testing.assert_array_equal, bits(pool), bits(read.pool))
     close(np.asarray(hidden)[read.queries], read.hidden[read.queries], 1e-3 if kv_cache == "fp8" else 1e-4)
     heads = SMALL.num_attention_heads
-    assert len(aux["scores"]) == SMALL.num_hidden_layers
-    for scores in aux["scores"]:
+    assert len(aux["watched"]) == SMALL.num_hidden_layers
+    for scores in aux["watched"]:
         assert scores.shape == (len(ROWS), WINDOW * heads, 2 * SIZE)
         weights = np.asarray(scores).reshape(len(ROWS), WINDOW, heads, -1)
         close(weights.sum(-1), np.broadcast_to(read.queries[..., None], weights.shape[:3]))
@@ -378,18 +378,18 @@ def test_a_pass_for_a_policy_leaves_the_pool_as_it_is_and_scores_all_that_each_l
 
 def test_each_layer_is_scored_by_its_own_pages_wherever_they_are():
     read, layers = read_by("auto", "auto"), SMALL.num_hidden_layers
-    found = read.once_more(ints(read.table), read.pool)[2]["scores"]
+    found = read.once_more(ints(read.table), read.pool)[2]["watched"]
     place = np.random.default_rng(1).permutation(layers * read.count)
     mixed = {name: array[jnp.argsort(ints(place))] for name, array in read.pool.items()}  # page i is at place[i]
     first = np.arange(layers)[:, None, None] * read.count
     pages = place[read.table + first] - first
     none = np.zeros((layers, len(ROWS)), int)
-    same = read.once_more(one_lane(pages, none), mixed)[2]["scores"]
+    same = read.once_more(one_lane(pages, none), mixed)[2]["watched"]
     jax.tree.map(np.testing.assert_array_equal, same, found)
     for layer in range(layers):  # it drops the first page of the longest row
         dropped, less = none.copy(), pages.copy()
         dropped[layer, 3], less[layer, 3] = SIZE, [pages[layer, 3, 1], 10**6]
-        scores = np.asarray(read.once_more(one_lane(less, dropped), mixed)[2]["scores"][layer])
+        scores = np.asarray(read.once_more(one_lane(less, dropped), mixed)[2]["watched"][layer])
         left = np.asarray(found[layer])[3, :, SIZE : 2 * SIZE]
         close(scores[3, :, :SIZE], left / left.sum(-1, keepdims=True))
         assert not scores[3, :, SIZE:].any()
