@@ -34,10 +34,12 @@ LINES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def no_checks_of_type(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def no_checks_of_type():
     """Users run without the checks of the tests, and lines may hold anything."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        yield
 
 
 @pytest.fixture(scope="module")
