@@ -1,7 +1,7 @@
 """Dispatches under way: they were sent, and nobody has looked at their results.
 
-The device computes them in the order in which they were sent, so the oldest is looked at first. To look is to wait. A look gives
-the results to the jobs that asked for them. It also tells when the device was done: two looks tell what a pass takes."""
+The device computes them in the order in which they were sent, so the oldest is looked at first. To look is to wait. A look
+gives the results to the jobs that asked for them. It also tells when the device was done: two looks tell what a pass takes."""
 
 import time
 from collections import deque
@@ -36,10 +36,10 @@ class Flight(NamedTuple):
 
 
 class Flights:
-    """The queue. `least_bytes(jobs, steps)` are the bytes that decode steps of these rows have to read."""
+    """The queue. `least(jobs, steps)` are the bytes that decode steps of these rows have to read."""
 
-    def __init__(self, programs: Programs, drafting: Drafting, stats: EngineStats, least_bytes: Callable[[list[Job], int], int]):
-        self._programs, self._drafting, self._stats, self._least_bytes = programs, drafting, stats, least_bytes
+    def __init__(self, programs: Programs, drafting: Drafting, stats: EngineStats, least: Callable[[list[Job], int], int]):
+        self._programs, self._drafting, self._stats, self._least = programs, drafting, stats, least
         self._queue: deque[Flight] = deque()
         self.sent_more = False  # than tokens, since tokens were sent last
         self._looked = 0.0  # when tokens were last looked at,
@@ -97,7 +97,7 @@ class Flights:
     def _land_tokens(self, jobs: list[Job], chosen: Chosen, likely: Likely | None, start: float) -> list[Job]:
         now = self._checked(start)
         self._stats.generated += int(chosen.count.sum())
-        self._stats.least_bytes += self._least_bytes(jobs, _passes(chosen))
+        self._stats.least_bytes += self._least(jobs, _passes(chosen))
         going = [(i, job) for i, job in enumerate(jobs) if not job.done]  # a cancel or a text that only the host sees ends one
         for i, job in going:
             ids = chosen.tokens[i, : chosen.count[i]].tolist()
