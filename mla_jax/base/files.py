@@ -10,8 +10,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mla_jax.base.errors import BadFile, MlaJaxError, printable
 
@@ -76,18 +77,15 @@ def parse_json(data: bytes, where: str, error: type[MlaJaxError] = BadFile) -> d
 
 def json_value(data: bytes, where: str, error: type[MlaJaxError] = BadFile) -> Any:
     """`data` as JSON, refusing what the json module lets pass: repeated keys, NaN, infinity, half a surrogate pair."""
-
-    def fail(problem: str):
-        raise error(f"{where} is not valid JSON", problem)
-
+    fail = partial(_fail, where, error)
     try:
         text = data.decode("utf-8")
         value = json.loads(
             text,
-            object_pairs_hook=_unique(fail),
+            object_pairs_hook=partial(_unique, fail),
             parse_constant=lambda c: fail(f"holds {c}"),
-            parse_float=_finite(fail),
-            parse_int=_short(fail),
+            parse_float=partial(_finite, fail),
+            parse_int=partial(_short, fail),
         )
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -101,27 +99,22 @@ def json_value(data: bytes, where: str, error: type[MlaJaxError] = BadFile) -> A
     return value
 
 
-def _unique(fail: Callable):
-    def pairs(items: list[tuple[str, object]]) -> dict:
-        found = dict(items)
-        if len(found) < len(items):
-            repeated = [key for key, times in Counter(key for key, _ in items).items() if times > 1]
-            fail("key given twice: " + ", ".join(printable(key) for key in repeated[:5]))
-        return found
-
-    return pairs
+def _fail(where: str, error: type[MlaJaxError], problem: str) -> NoReturn:
+    raise error(f"{where} is not valid JSON", problem)
 
 
-def _short(fail: Callable):
-    def number(text: str) -> int:
-        return int(text) if len(text) <= MAX_DIGITS else fail(f"number {text[:40]}... is too large")
+def _unique(fail: Callable[[str], NoReturn], items: list[tuple[str, object]]) -> dict:
+    found = dict(items)
+    if len(found) < len(items):
+        repeated = [key for key, times in Counter(key for key, _ in items).items() if times > 1]
+        fail("key given twice: " + ", ".join(printable(key) for key in repeated[:5]))
+    return found
 
-    return number
+
+def _short(fail: Callable[[str], NoReturn], text: str) -> int:
+    return int(text) if len(text) <= MAX_DIGITS else fail(f"number {text[:40]}... is too large")
 
 
-def _finite(fail: Callable):
-    def number(text: str) -> float:
-        value = float(text)
-        return value if math.isfinite(value) else fail(f"number {text[:40]} is too large")
-
-    return number
+def _finite(fail: Callable[[str], NoReturn], text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else fail(f"number {text[:40]} is too large")
