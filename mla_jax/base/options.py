@@ -131,7 +131,7 @@ class EvictOptions(Checked):
     evict: str = option("off", named_or("of_block", *EVICT))  # in Python also a policy, see Evict
     """off, snapkv, h2o, tova, keydiff, critical, streaming, random."""
     evict_budget: str = option("ada", one_of(*BUDGETS))
-    """How layers (with naive attention, heads) share what is kept: uniform, pyramid, ada."""
+    """How layers (with naive, heads) share what is kept: uniform, pyramid, ada."""
     evict_keep: float = option(0.25, number(0, 1, above=True))
     """Fraction of the tokens that is kept."""
 

@@ -158,9 +158,10 @@ def test_preempted_rows_read_in_one_line_what_comes_behind_an_eviction(programs_
 
 
 @pytest.mark.deep(*deep.GENERATING)
-def test_drafts_change_no_token(programs_of, asked):
-    expected = answer(evicting(programs_of(SNAPKV), 0.3), *asked)
-    engine = evicting(programs_of(SNAPKV, Lookup(3)), 0.3, drafts=3)
+@pytest.mark.parametrize("attention", ["auto", "naive"])
+def test_drafts_change_no_token(programs_of, asked, attention):
+    expected = answer(evicting(programs_of(SNAPKV, attention=attention), 0.3), *asked)
+    engine = evicting(programs_of(SNAPKV, Lookup(3), attention), 0.3, drafts=3)
     assert answer(engine, *asked) == expected
     assert engine.stats.drafted[0] > 20
 
