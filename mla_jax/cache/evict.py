@@ -91,10 +91,13 @@ class H2O(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class SnapKV(Policy):
-    """The weight a token and its neighbours get from the window's queries, on average. The window itself is left to `kept`."""
+    """The weight a token and its neighbours get from the window's queries, on average. The window itself is left to `kept`.
 
-    window: int = 64
-    kernel: int = 5  # tokens over which scores are averaged
+    Published defaults are 64 and 5. A question is shorter, so most of 64 queries ask for something else; and a fact is longer, so
+    its ends are lost (docs/long_contexts.md has figures)."""
+
+    window: int = 16
+    kernel: int = 9  # tokens over which scores are averaged
 
     def of_block(self, seen: Seen) -> Float[Array, "B M S"]:
         return seen.weights.mean(1)

@@ -246,4 +246,5 @@ def _of_pages(array: Shaped[Array, "G Z ..."], first: Array, table: Int[Array, "
     if _lanes(table) == 1:
         return array.at[table + first].get(mode="clip")
     page, lane = jnp.divmod(table, len(table))
-    return array.at[page + first, :, lane].get(mode="clip")
+    place = jnp.arange(array.shape[1])  # named, for a gather by the first and the third axis alone copies the pool on a GPU
+    return array.at[(page + first)[..., None], place, lane[..., None]].get(mode="clip")

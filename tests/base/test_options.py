@@ -231,9 +231,9 @@ def test_evict_stands_for_its_settings():
 @pytest.mark.parametrize(
     ("make", "found"),
     [
-        (lambda: Evict("snap"), 'policy is "snap", expected one of off, snapkv'),
+        (lambda: Evict("snap"), "policy is 'snap', expected one of off, snapkv"),
         (lambda: Evict(Newest), "policy is "),
-        (lambda: Evict("snapkv", budget="all"), 'budget is "all"'),
+        (lambda: Evict("snapkv", budget="all"), "budget is 'all'"),
         (lambda: Evict("snapkv", keep=0), "keep is 0"),
         (lambda: Options.of(evict=Evict("snapkv"), evict_keep=0.5), "evict_keep is given twice"),
     ],

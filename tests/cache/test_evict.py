@@ -31,7 +31,7 @@ from mla_jax.cache.evict import (
 )
 
 KVPRESS = np.load(Path(__file__).with_name("kvpress.npz"))
-WINDOW = 4  # of the policies here
+WINDOW, KERNEL = 4, 5  # of the policies here
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "sinks", "window", "first"))
@@ -111,7 +111,7 @@ def seen(weights, held: int, **others) -> Seen:
 def small(name: str) -> Policy:
     policy = POLICIES[name]
     if isinstance(policy, Critical):
-        return Critical(SnapKV(WINDOW))
+        return Critical(SnapKV(WINDOW, KERNEL))
     return dataclasses.replace(policy, window=WINDOW) if isinstance(policy, SnapKV | H2O) else policy
 
 
@@ -251,26 +251,26 @@ def kept_of(
 def test_policies_and_rules_keep_what_plain_loops_keep(seed):
     layer = Attention.random(seed)
     snap, count = snapkv_by_hand(layer), 9
-    assert kept_of(layer, SnapKV(WINDOW), count, window=WINDOW) == [best(score, count) for score in snap]
+    assert kept_of(layer, SnapKV(WINDOW, KERNEL), count, window=WINDOW) == [best(score, count) for score in snap]
     assert kept_of(layer, H2O(24), count) == [best(score, count) for score in h2o_by_hand(layer)]
     assert kept_of(layer, TOVA(), count) == [best(score, count) for score in tova_by_hand(layer)]
     assert kept_of(layer, KeyDiff(), count) == [best(score, count) for score in keydiff_by_hand(layer)]
     for first in (0.5, 0.0):
-        policy = Critical(SnapKV(WINDOW), first=first)
+        policy = Critical(SnapKV(WINDOW, KERNEL), first=first)
         assert kept_of(layer, policy, count, window=WINDOW) == critical_by_hand(layer, count, first)
     for floor in (0.2, 0.6, 1.0):
-        assert kept_of(layer, SnapKV(WINDOW), count, Ada(floor), window=WINDOW) == ada_by_hand(snap, count, floor)
+        assert kept_of(layer, SnapKV(WINDOW, KERNEL), count, Ada(floor), window=WINDOW) == ada_by_hand(snap, count, floor)
 
 
 AS_KVPRESS = {  # policy, rule, sinks, window
-    "snapkv": (SnapKV(WINDOW), RULES["uniform"], 0, WINDOW),
+    "snapkv": (SnapKV(WINDOW, KERNEL), RULES["uniform"], 0, WINDOW),
     "tova": (TOVA(), RULES["uniform"], 0, 1),
     "keydiff": (KeyDiff(), RULES["uniform"], 0, 0),
     "observed": (H2O(48), RULES["uniform"], 0, 0),
     "streaming": (Streaming(), RULES["uniform"], 4, 0),
-    "critical": (Critical(SnapKV(WINDOW)), RULES["uniform"], 0, WINDOW),
-    "ada": (SnapKV(WINDOW), RULES["ada"], 0, WINDOW),
-    "pyramid": (SnapKV(WINDOW), Pyramid(beta=2), 0, WINDOW),
+    "critical": (Critical(SnapKV(WINDOW, KERNEL)), RULES["uniform"], 0, WINDOW),
+    "ada": (SnapKV(WINDOW, KERNEL), RULES["ada"], 0, WINDOW),
+    "pyramid": (SnapKV(WINDOW, KERNEL), Pyramid(beta=2), 0, WINDOW),
 }
 
 
