@@ -16,7 +16,8 @@ Form "latents" drops a token of a layer for all heads; form "heads" caches every
 own. Where pages are chosen, the prompt is read with full attention, and so the first token of the answer is that of the full
 cache; `budget` has the tokens that a step reads in each layer but the first two.
 
-`needles` is the share of right answers to passkey, variable and pairs, `low` and `high` are its 95 % interval (Wilson's). `code`
+`needles` is the share of right answers to passkey, variable and pairs, `all` that of all tasks; `low` and `high` are the 95 %
+interval of `all` (Wilson's). `code`
 is the loss, in nats a token, of the next tokens of held-out files of the standard library, of which the first `--distance` tokens
 are the prompt; its decode steps drop nothing more. Where pages are chosen it is not measured: many tokens at once choose none."""
 
@@ -26,7 +27,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,7 +98,7 @@ class Asked(NamedTuple):
         return cls(llm, questions, files, size, {"form": form, "distance": distance})
 
     def quality(self, engine: Engine) -> dict:
-        """The share of right answers, by task, and of the needles, with its interval."""
+        """The share of right answers: see `summed_up`."""
         params = [SamplingParams(temperature=0, max_tokens=len(one.answer), ignore_eos=True) for one in self.questions]
         requests = self.llm.inputs.requests([one.prompt for one in self.questions], params)
         jobs = [engine.submit(request) for request in requests]
@@ -106,10 +107,7 @@ class Asked(NamedTuple):
         right: dict[str, list[bool]] = {task: [] for task in TASKS}
         for job, one in zip(jobs, self.questions, strict=True):
             right[one.task].append(job.ids == one.answer)
-        needles = [ok for task in NEEDLES for ok in right[task]]
-        low, high = wilson(sum(needles), len(needles))
-        shares = {task: float(np.mean(oks)) for task, oks in right.items()}
-        return shares | {"needles": float(np.mean(needles)), "low": low, "high": high}
+        return summed_up({task: sum(oks) for task, oks in right.items()}, len(self.questions) // len(TASKS))
 
     def code(self, engine: Engine) -> dict:
         """The mean loss of files' next tokens, and its standard error over files."""
@@ -159,6 +157,14 @@ def drawn(llm: LLM, count: int, distance: int, longest: int) -> list[Question]:
     return [Question(task, *writer.prompt(np.random.default_rng(seed), task, distance, longest)) for task, seed in seeds]
 
 
+def summed_up(right: Mapping[str, int], each: int) -> dict:
+    """The shares of right answers by task, of the needles, and of all, with the interval of the last; `each` task has as many."""
+    needles, every = sum(right[task] for task in NEEDLES), sum(right.values())
+    low, high = wilson(every, each * len(right))
+    shares = {task: count / each for task, count in right.items()}
+    return shares | {"needles": needles / (each * len(NEEDLES)), "all": every / (each * len(right)), "low": low, "high": high}
+
+
 def wilson(right: int, count: int) -> tuple[float, float]:
     """The 95 % interval of a share."""
     z, share = 1.96, right / count
@@ -206,7 +212,7 @@ def main() -> None:
     ways = Ways(pairs, options.keep, options.retrieve, options.tokens)
     places, prompts = itertools.product(options.form, options.distance), options.prompts
     if options.small:
-        ways, places, prompts = Ways(PAIRS[:1], [0.5], ["quest"], [256]), [("latents", 200)], 1
+        ways, places, prompts = Ways([("snapkv", "uniform")], [0.5], ["quest"], [256]), [("latents", 200)], 1
     rows = []
     with contextlib.suppress(KeyboardInterrupt):  # the table has what was found
         for form, distance in places:

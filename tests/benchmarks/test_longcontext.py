@@ -38,4 +38,4 @@ def test_there_is_a_row_for_the_full_cache_and_for_each_share(monkeypatch, tmp_p
     assert full["all"] == 1.0
     for row in found["rows"]:
         assert 0 <= row["low"] <= row["all"] <= row["high"] <= 1
-        assert row["all"] == pytest.approx(sum(row[task] for task in longcontext.TASKS) / 3)
+        assert row["all"] == pytest.approx(sum(row[task] for task in longcontext.TASKS) / 4)
