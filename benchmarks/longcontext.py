@@ -13,8 +13,8 @@ one of many assignments ("variable"), one of many pairs of words and numbers, wi
 included; the answer is right if all its tokens are. The first 4 and the newest 64 tokens always stay, and they count as kept.
 
 Form "latents" drops a token of a layer for all heads; form "heads" caches every head's keys and values, and each head drops its
-own. Where pages are chosen, the prompt is read with full attention, and so the first token of the answer is that of the full
-cache; `budget` has the tokens that a step reads in each layer but the first two.
+own. Where pages are chosen, the prompt is read with full attention, and so the first token of the answer is the same as with the
+full cache; `budget` has the tokens that a step reads in each layer but the first two.
 
 `needles` is the share of right answers to passkey, variable and pairs, `all` that of all tasks; `low` and `high` are the 95 %
 interval of `all` (Wilson's). `code`
@@ -119,10 +119,10 @@ FOLLOWING = SamplingParams(temperature=0, max_tokens=CODE, ignore_eos=True)
 
 
 def loss(engine: Engine, request: Request, tokens: np.ndarray) -> float:
-    """Of the last CODE of a file's tokens, once the prompt is read and the engine has dropped some of it; but for the first."""
+    """Of the last CODE of a file's tokens, except the first, once the prompt is read and the engine has dropped some of it."""
     job = engine.submit(request)
     evicts = isinstance(engine, EvictingEngine)
-    while job.row is None or job.unread or (evicts and not job.evictions):
+    while job.row is None or job.unread or (evicts and not job.pauses):
         engine.step()
     engine._land_all()
     assert engine._pages.extend(job.held, len(tokens))

@@ -1,12 +1,10 @@
-"""The engine for requests that drop tokens: once their prompt is read, and again after every so many tokens.
+"""The engine for requests that drop tokens: a row pauses once its prompt is read, and then every few hundred tokens.
 
-Where they drop some is counted in tokens alone, so a request that was preempted and is read again drops the same. A row that has
-come so far waits: what stays in each layer, or in each head that is cached, is found on the device, then moved to pages of the
-row's own. Its old pages are free, or stay in the prefix index as they were."""
+What stays in each layer, or in each head that is cached, is found on the device, then moved to pages of the row's own. Its old
+pages are free, or stay in the prefix index as they were."""
 
 import dataclasses
-import time
-from typing import Any, cast
+from typing import ClassVar, cast
 
 import numpy as np
 
@@ -15,13 +13,12 @@ from mla_jax.base.config import Config
 from mla_jax.base.options import EVERY, EvictOptions
 from mla_jax.cache.evict import POLICIES
 from mla_jax.cache.paged import PAGE
-from mla_jax.decode.evicting import Selection
-from mla_jax.decode.loop import Programs, Sizes
-from mla_jax.engine.engine import Engine
-from mla_jax.engine.flights import Flight
+from mla_jax.decode.evicting import Kept, Selection
+from mla_jax.decode.loop import Programs
 from mla_jax.engine.job import Job
 from mla_jax.engine.layered import Layered, LayeredPages
 from mla_jax.engine.pages import Pages
+from mla_jax.engine.pausing import PausingEngine
 from mla_jax.engine.request import Request
 from mla_jax.engine.scheduler import Plan, Running, Waiting, plan
 from mla_jax.engine.size import Size
@@ -46,19 +43,21 @@ class Eviction:
 
     def point(self, job: Job) -> int:
         """Tokens that a request has when it drops some next."""
-        return len(job.request.prompt) + job.evictions * self.every
+        return len(job.request.prompt) + job.pauses * self.every
 
     def count(self, tokens: int) -> int:
-        """Of so many tokens, how many stay."""
+        """The number of these tokens that stay."""
         return max(1, round(self.keep * tokens))
 
     def pages(self, tokens: int) -> int:
-        """Pages for what stays of so many tokens: those that are not full add up to one more at most."""
+        """Pages for what stays of these tokens: those that are not full add up to one more at most."""
         return -(-self.count(tokens) // PAGE) + 1
 
 
-class EvictingEngine(Engine):
+class EvictingEngine(PausingEngine):
     """An engine over programs that evict."""
+
+    questions: ClassVar = {"evicted": 1}
 
     def __init__(
         self,
@@ -81,17 +80,13 @@ class EvictingEngine(Engine):
     def _layered(self) -> LayeredPages:
         return cast(LayeredPages, self._pages)
 
-    @property
-    def _text(self) -> int:
-        return self.size.context
-
     def _room(self, request: Request) -> int:
         return super()._room(request) - PAGE * self.eviction.pages(len(request.prompt) + request.limit)
 
     def _plan(self, waiting: list[Waiting], running: list[Running]) -> Plan:
         """Pages are counted in parts. Those for what stays of requests that are about to drop tokens are set aside."""
         parts, pages = self.limits.parts, self._layered
-        aside = parts * sum(self.eviction.pages(self.eviction.point(job)) for job in self.running)
+        aside = parts * sum(self.eviction.pages(self._point(job)) for job in self.running)
         return plan(waiting, running, max(pages.free_parts - aside, 0), self.limits, parts * pages.free)
 
     def _first_tokens(self, job: Job) -> list[int]:
@@ -101,70 +96,45 @@ class EvictingEngine(Engine):
     def _as_waiting(self, job: Job) -> Waiting:
         waiting, parts = super()._as_waiting(job), self.limits.parts
         extra = parts * self.eviction.pages(waiting.tokens)
-        return dataclasses.replace(waiting, until=0, taken=parts * waiting.taken, extra=extra)
+        return dataclasses.replace(waiting, taken=parts * waiting.taken, extra=extra)
 
     def _as_running(self, job: Job) -> Running:
-        """A row waits where it is to drop tokens. Of one that has dropped some, all parts count as the fullest."""
-        row, point, parts = super()._as_running(job), self.eviction.point(job), self.limits.parts
-        until = max(0, point - (job.known if job.unread else row.held))
-        row = dataclasses.replace(row, unread=min(row.unread, max(point - job.read, 0)), until=until)
+        """Of a row that has dropped tokens, all parts count as the fullest."""
+        row, parts = super()._as_running(job), self.limits.parts
         if not isinstance(job.held, Layered):
             return dataclasses.replace(row, pages=parts * row.pages)
         pages = self.size.width + 1
         held = pages * PAGE - self._layered.room(job.held, row.held)
         return dataclasses.replace(row, pages=parts * pages, held=held)
 
-    def _compile(self, counts: Any, lines: Any, scored: int = 0) -> None:
-        if not self._compiled_rows:
-            pool, rows = self._state()
-            self.programs.prepare(pool, rows, Sizes(self.size.width, self.size.pieces, evicted=1))
-        super()._compile(counts, lines, scored)
+    def _point(self, job: Job) -> int:
+        return self.eviction.point(job)
 
-    def _score(self) -> None:
-        super()._score()
-        for job in self.running:
-            at_point = job.read + job.steps == self.eviction.point(job)
-            if at_point and not job.is_evicting and not (job.scores and job.unread):
-                self._observe(job)
-
-    def _observe(self, job: Job) -> None:
-        """Asks what stays of a job's tokens."""
+    def _ask(self, job: Job) -> Kept:
+        """What stays of a job's tokens."""
         pool, rows = self._state()
         at, count = self._padded_rows([job], 1), np.array([self.eviction.count(job.read + job.steps)], np.int32)
         pool, rows, kept = self.programs.observe(pool, rows, at, self._page_table([job], 1), count)
-        self._arrays, job.is_evicting = (pool, rows), True
+        self._arrays = pool, rows
         kept.count.copy_to_host_async()
-        self._flying.send(Flight([job], None, None, [], kept=kept, start=job.starts))
+        return kept
 
-    def _land(self) -> None:
-        if self._flying.oldest.kept is None:
-            super()._land()
-        else:
-            self._land_eviction(self._flying.popleft())
-
-    def _land_eviction(self, flight: Flight) -> None:
-        """Moves what stays to pages of its own; a job that finds none is preempted."""
-        (job,), kept, start = flight.jobs, flight.kept, time.perf_counter()
-        assert kept is not None
-        counts = np.asarray(kept.count)[:, :, 0].ravel().tolist()
-        self.stats.waited_seconds += time.perf_counter() - start
-        self.programs.check()
-        if job.row is None or job.starts != flight.start:
-            return
+    def _answered(self, job: Job, answer: Kept) -> bool:
+        """Moves what stays to pages of its own."""
         assert job.held is not None
-        held, job.evictions, job.is_evicting = job.read + job.steps, job.evictions + 1, False
-        again = max(0, min(job.known, self.eviction.point(job)) - held)  # tokens of the output that are read once more
+        counts, held = np.asarray(answer.count)[:, :, 0].ravel().tolist(), job.read + job.steps
+        again = max(0, min(job.known, self._point(job)) - held)  # tokens of the output that are read once more
         new = self._layered.evict(job.held, counts, held, again)
         if new is None:
-            self._preempt(job)
-            return
+            return False
         before, old = job.held, self._page_table([job], 1)
         job.held = new
         pool, rows = self._state()
-        pool, _ = self.programs.move(pool, kept, old, self._page_table([job], 1))
+        pool, _ = self.programs.move(pool, answer, old, self._page_table([job], 1))
         self._arrays, self._flying.sent_more = (pool, rows), True
         self._layered.release(before)
         self.stats.dropped += int(new.dropped.mean())
+        return True
 
     def _page_table(self, jobs: list[Job], count: int) -> Tables:
         """The parts of each layer and head, and how many tokens of a row it has dropped."""

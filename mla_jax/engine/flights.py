@@ -31,7 +31,7 @@ class Flight(NamedTuple):
     held: int = 0  # tokens that a row held on average
     sent: float = 0.0
     is_next: bool = False  # nothing was sent between the tokens before and these
-    kept: Any = None  # what stays of one job's tokens, or which of its pages,
+    answer: Any = None  # what was asked of one job,
     start: int = 0  # which was admitted so often then
 
 
@@ -63,6 +63,10 @@ class Flights:
     def send_scores(self, job: Job, likely: Likely, following: list[int]) -> None:
         """Appends what computes log-probabilities of the tokens `following` a piece of a prompt."""
         self.send(Flight([job], None, likely, following))
+
+    def send_question(self, job: Job, answer: Any) -> None:
+        """Appends what a paused job waits for."""
+        self.send(Flight([job], None, None, [], answer=answer, start=job.starts))
 
     def send_tokens(self, jobs: list[Job], found: Found, drafts: int, held: int) -> None:
         """Appends decode steps with up to `drafts` guesses a pass, of rows that hold `held` tokens on average."""

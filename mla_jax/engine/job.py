@@ -28,8 +28,8 @@ class Job:
         self.again = 0  # these, as far as they have not come yet
         self.read = 0  # known tokens that are in its pages once all dispatches are done
         self.steps = 0  # tokens that dispatches may have chosen since
-        self.evictions = 0  # how often tokens were dropped since it was admitted
-        self.is_evicting = False  # it waits for what stays of them
+        self.pauses = 0  # how often it was asked what its pages are to be, since it was admitted
+        self.is_paused = False  # it waits for the answer
         self.starts = 0  # how often it was admitted
         self._stream = None if tokenizer is None else TextStream(tokenizer, request.params.stop)
 
@@ -69,8 +69,8 @@ class Job:
         """Takes a row and pages of `page` tokens; what those it shares hold need not be read. The last `again` tokens that are
         known are not read but generated again."""
         self.row, self.held, self.known, self.again = row, held, len(self.tokens) - again, again
-        self.read, self.steps, self.evictions = held.shared * page, 0, 0
-        self.starts, self.is_evicting = self.starts + 1, False
+        self.read, self.steps, self.pauses = held.shared * page, 0, 0
+        self.starts, self.is_paused = self.starts + 1, False
         if self.scores:
             self.prompt_logprobs = [None]
 

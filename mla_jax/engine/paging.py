@@ -1,29 +1,28 @@
 """The engine for requests whose pages are in the host's memory, and on the device as far as retrieval asks for them.
 
 A prompt is read with all its pages on the device. Then, and whenever a row has filled a page, its full pages go to the host, and
-those that its newest token asks for stay or come back. In between, a step chooses among those on the device. Where a row chooses
-is counted in tokens alone, so a request that was preempted chooses the same."""
+those that its newest token asks for stay or come back. In between, a step chooses among those on the device."""
 
 import dataclasses
 import itertools
-import time
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
 from mla_jax.cache.paged import NOWHERE, PAGE
-from mla_jax.decode.loop import Sizes
-from mla_jax.engine.flights import Flight
 from mla_jax.engine.job import Job
 from mla_jax.engine.pages import Pages
+from mla_jax.engine.pausing import PausingEngine
 from mla_jax.engine.request import Request
 from mla_jax.engine.resident import Resident, ResidentPages
 from mla_jax.engine.retrieving import RetrievingEngine
 from mla_jax.engine.scheduler import Plan, Running, Waiting, plan
 
 
-class PagingEngine(RetrievingEngine):
+class PagingEngine(PausingEngine, RetrievingEngine):
     """An engine over programs of a model that retrieves, and pages in the host's memory."""
+
+    questions: ClassVar = {"ranked": 1}
 
     @property
     def _most(self) -> int:
@@ -64,35 +63,19 @@ class PagingEngine(RetrievingEngine):
 
     def _as_waiting(self, job: Job) -> Waiting:
         waiting = super()._as_waiting(job)
-        return dataclasses.replace(waiting, until=0, extra=min(self._most, waiting.taken))
+        return dataclasses.replace(waiting, extra=min(self._most, waiting.taken))
 
     def _as_running(self, job: Job) -> Running:
-        """A row waits where it is to choose."""
-        row, point = super()._as_running(job), self._point(job)
-        until = max(0, point - (job.known if job.unread else row.held))
-        held = job.held
+        row, held = super()._as_running(job), job.held
         left_out = held.left_out(PAGE) if isinstance(held, Resident) else 0
-        return dataclasses.replace(row, held=row.held - left_out, until=until)
+        return dataclasses.replace(row, held=row.held - left_out)
 
     def _point(self, job: Job) -> int:
-        """Tokens that a request has when it chooses next: at the end of its prompt, then at each page's end."""
-        prompt, choices = len(job.request.prompt), job.evictions
-        return (prompt // PAGE + choices) * PAGE if choices else prompt
+        """At the end of its prompt, then at each page's end."""
+        prompt = len(job.request.prompt)
+        return (prompt // PAGE + job.pauses) * PAGE if job.pauses else prompt
 
-    def _compile(self, counts: Any, lines: Any, scored: int = 0) -> None:
-        if not self._compiled_rows:
-            pool, rows = self._state()
-            self.programs.prepare(pool, rows, Sizes(self.size.width, self.size.pieces, ranked=1))
-        super()._compile(counts, lines, scored)
-
-    def _score(self) -> None:
-        super()._score()
-        for job in self.running:
-            at_point = job.read + job.steps == self._point(job)
-            if at_point and job.left > 0 and not job.is_evicting and not (job.scores and job.unread):
-                self._rank(job)
-
-    def _rank(self, job: Job) -> None:
+    def _ask(self, job: Job) -> Any:
         """Has the host keep a job's full pages, and asks which of them it needs on the device."""
         assert job.held is not None
         job.held = held = job.held if isinstance(job.held, Resident) else Resident.of(job.held)
@@ -103,34 +86,21 @@ class PagingEngine(RetrievingEngine):
         pool, rows = self._state()
         at = self._padded_rows([job], 1)
         pool, rows, places = self.programs.rank(pool, rows, at, self._page_table([job], 1), to, slots)
-        self._arrays, job.is_evicting = (pool, rows), True
+        self._arrays = pool, rows
         places.copy_to_host_async()
-        self._flying.send(Flight([job], None, None, [], kept=places, start=job.starts))
+        return places
 
-    def _land(self) -> None:
-        if self._flying.oldest.kept is None:
-            super()._land()
-        else:
-            self._land_choice(self._flying.popleft())
-
-    def _land_choice(self, flight: Flight) -> None:
-        """Gives a job the pages that it needs; one that finds too few free is preempted."""
-        (job,), start = flight.jobs, time.perf_counter()
-        places = np.asarray(flight.kept)[0]
-        self.stats.waited_seconds += time.perf_counter() - start
-        self.programs.check()
-        if job.row is None or job.starts != flight.start:
-            return
+    def _answered(self, job: Job, answer: Any) -> bool:
+        """Gives a job the pages that it needs."""
         held, tokens = job.held, job.read + job.steps
         assert isinstance(held, Resident)
-        job.evictions, job.is_evicting = job.evictions + 1, False
         pages = -(-tokens // PAGE)
-        if not self._resident.choose(held, places[:pages].tolist()):
-            self._preempt(job)
-            return
+        if not self._resident.choose(held, np.asarray(answer)[0, :pages].tolist()):
+            return False
         pool, rows = self._state()
         left = np.array([tokens - held.left_out(PAGE)], np.int32)
         self._arrays = pool, self.programs.hold(rows, self._padded_rows([job], 1), left)
+        return True
 
     def _attended(self, held: int) -> int:
         return super()._attended(min(held, self._most * PAGE))
