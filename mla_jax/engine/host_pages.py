@@ -54,7 +54,7 @@ class HostPages:
 
     @property
     def room(self) -> int:
-        """Pages that can be added now, in place of those that nobody holds if need be."""
+        """Pages that can be added now, those that nobody holds being forgotten if need be."""
         return len(self._free) + len(self._idle)
 
     def slot(self, digest: bytes) -> int:
@@ -75,11 +75,15 @@ class HostPages:
         self._holders[digest] += 1
         self._idle.pop(digest, None)
 
-    def drop(self, digest: bytes) -> None:
-        """One less holds it; it is used now."""
+    def drop(self, digest: bytes, forgets: bool = False) -> None:
+        """One less holds it. Once nobody does it counts as used now, or it is gone, if this one `forgets` it."""
         self._holders[digest] -= 1
-        if not self._holders[digest]:
-            del self._holders[digest]
+        if self._holders[digest]:
+            return
+        del self._holders[digest]
+        if forgets:
+            self._free.append(self._slots.pop(digest))
+        else:
             self._idle[digest] = None
 
     def _use(self, digest: bytes) -> None:
@@ -87,7 +91,7 @@ class HostPages:
             self._idle.move_to_end(digest)
 
     def write(self, slots: Sequence[int], contents: Mapping[str, Any]) -> None:
-        """Takes in the first pages of arrays `[pages ..]`. It may run beside all else that does not touch these slots."""
+        """Takes in the first pages of arrays `[pages ..]`. It may run while others use other slots."""
         for name, kept in self._bytes.items():
             pages = np.ascontiguousarray(contents[name])
             pages = pages.reshape(len(pages), -1).view(np.uint8)

@@ -66,9 +66,9 @@ class HostTier:
         """Where contents are that are kept."""
         return self.store.slot(digest)
 
-    def drop(self, digest: bytes) -> None:
-        """Says that one less keeps them here."""
-        self.store.drop(digest)
+    def drop(self, digest: bytes, forgets: bool = False) -> None:
+        """Says that one less keeps them here, and if it `forgets` them, that nobody will ask for them."""
+        self.store.drop(digest, forgets)
 
     def ask(self, digest: bytes, page: int) -> None:
         """Notes that contents that are here belong into a page before the next program reads it."""

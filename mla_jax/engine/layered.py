@@ -21,7 +21,7 @@ class Layered(Held):
 
 
 class LayeredPages(Pages):
-    """Pages for requests of both kinds, of a model with so many layers, and lanes of a layer's page."""
+    """Pages for requests of both kinds, of a model with `layers` layers, and `lanes` lanes of a layer's page."""
 
     def __init__(
         self, count: int, size: int, layers: int, lanes: int = 1, index: bool = True, ahead: int = 0, tier: Tier | None = None

@@ -14,12 +14,13 @@ class Resident(Held):
     """What one request holds, once its full pages are kept on the host. `pages` are those on the device."""
 
     numbers: list[int]  # which pages of the row these are, ascending
+    known: int  # of its pages, the first ones, which the index knows
     digests: list[bytes] = field(default_factory=list)  # of the full pages that the host keeps for it, from the first on
 
     @classmethod
     def of(cls, held: Held) -> "Resident":
         """The same pages, of which none is on the host yet."""
-        return cls(held.pages, held.nodes, held.shared, False, held.full, list(range(len(held.pages))))
+        return cls(held.pages, held.nodes, held.shared, False, held.full, list(range(len(held.pages))), len(held.nodes))
 
     def left_out(self, size: int) -> int:
         """Tokens of the row that are not on the device, in pages of `size`."""
@@ -80,8 +81,8 @@ class ResidentPages(Pages):
     def release(self, held: Held) -> None:
         super().release(held)
         if isinstance(held, Resident):
-            for digest in reversed(held.digests):
-                self._host.drop(digest)
+            for number, digest in reversed(list(enumerate(held.digests))):
+                self._host.drop(digest, forgets=number >= held.known)  # others cannot know what only this request has
             held.digests, held.numbers = [], []
 
     @property
@@ -89,8 +90,8 @@ class ResidentPages(Pages):
         return cast(HostTier, self.tier)
 
 
-def _digest(held: Held, number: int, name: bytes) -> bytes:
+def _digest(held: Resident, number: int, name: bytes) -> bytes:
     """What the index knows a page by, or what no other page has."""
-    if number < len(held.nodes):
+    if number < held.known:
         return held.nodes[number].digest
     return sha256(b"%b %d" % (name, number)).digest()

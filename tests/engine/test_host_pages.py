@@ -54,6 +54,24 @@ def test_it_keeps_those_that_were_used_last(count, actions):
         assert [raw(found, i) for i in range(len(expected))] == [written[name] for name in expected]
 
 
+def test_what_is_held_stays_and_what_is_forgotten_makes_room():
+    store = HostPages(2, KINDS)
+    first = store.add(NAMES[0])
+    store.hold(NAMES[0])
+    store.hold(NAMES[0])
+    store.add(NAMES[1])
+    store.add(NAMES[2])  # in place of the second: the first is held
+    assert {name for name in NAMES if name in store} == {NAMES[0], NAMES[2]}
+    assert (store.slot(NAMES[0]), store.room) == (first, 1)
+    store.drop(NAMES[0], forgets=True)
+    assert (NAMES[0] in store, store.room) == (True, 1)  # somebody else holds it
+    store.drop(NAMES[0], forgets=True)
+    assert (NAMES[0] in store, store.room, len(store)) == (False, 2, 1)
+    store.hold(NAMES[2])
+    store.drop(NAMES[2])
+    assert (NAMES[2] in store, store.room) == (True, 2)
+
+
 def test_a_block_is_written_to_its_slots_and_read_in_any_order_with_zeros_behind():
     store, block = HostPages(5, KINDS), contents(0, 4)
     slots = [store.add(name) for name in NAMES[:3]]

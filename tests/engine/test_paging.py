@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import retrieved
 import serving
-from models import FAMILIES, tensors, write
-from serving import answer
+from serving import answer, nothing_compiled
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadRequest, DoesNotFit
@@ -31,17 +30,11 @@ request = partial(serving.request, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    hf = {**FAMILIES["v3"], "kv_lora_rank": 128, "num_nextn_predict_layers": 0}
-    return write(tmp_path_factory.mktemp("v3"), hf, tensors(hf))
-
-
-@pytest.fixture(scope="module")
-def programs_of(folder):
+def programs_of(retrieving_folder):
     @cache
     def programs(policy: str = "quest", tokens: int = (RESIDENT + 1) * PAGE, resident: int = RESIDENT, **dispatch) -> Programs:
         asked = Retrieval(POLICIES[policy], tokens, dense=1, resident=resident * PAGE)
-        return Programs(load(folder, dispatch=Dispatch(retrieval=asked, **dispatch)))
+        return Programs(load(retrieving_folder, dispatch=Dispatch(retrieval=asked, **dispatch)))
 
     return programs
 
@@ -73,8 +66,8 @@ def test_tokens_are_those_of_a_whole_sequence_that_sees_the_pages_it_chose(progr
     job = engine.submit(asked[0])
     while not job.done:
         engine.step()
-        if isinstance(job.held, Resident) and not job.is_evicting:
-            at.setdefault(job.evictions, list(job.held.numbers))
+        if isinstance(job.held, Resident) and not job.is_paused:
+            at.setdefault(job.pauses, list(job.held.numbers))
     model, prompt, tokens = programs_of(policy).model, len(asked[0].prompt), asked[0].prompt + job.ids
     pages_at = retrieved.resident_pages(model, tokens, prompt, policy, RESIDENT, PAGE)
     assert [pages[:RESIDENT] for pages in at.values()] == list(pages_at.values())
@@ -141,16 +134,20 @@ def test_a_cancelled_request_leaves_no_page_behind(programs_of, asked):
 
 
 @pytest.mark.deep(*deep.GENERATING)
+def test_what_only_one_request_had_goes_with_it(programs_of, asked):
+    """Of its answer no other can know; its prompt may begin another's."""
+    engine = paging(programs_of())
+    answer(engine, asked[0])
+    assert engine.stats.pages_out >= (470 + 150 - 1) // PAGE
+    assert len(engine._tier.store) == 470 // PAGE
+
+
+@pytest.mark.deep(*deep.GENERATING)
 def test_nothing_compiles_once_warm(programs_of, asked):
     engine = paging(programs_of())
     engine.warm_up()
-    compiled: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(listen := lambda event, *_, **__: compiled.append(event))
-    try:
+    with nothing_compiled():
         answer(engine, *asked)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert [event for event in compiled if event.endswith("backend_compile_duration")] == []
 
 
 def test_what_cannot_fit_is_refused(programs_of):
@@ -164,9 +161,9 @@ def test_what_cannot_fit_is_refused(programs_of):
 
 
 @pytest.mark.deep(*deep.GENERATING)
-def test_it_is_an_option_of_a_model_and_counted_in_its_memory(folder, asked):
-    llm = LLM(folder, retrieve="quest", retrieve_tokens=256, resident_tokens=320, host_cache=0.01)
-    plain = LLM(folder, retrieve="quest", retrieve_tokens=256, host_cache=0.01)
+def test_it_is_an_option_of_a_model_and_counted_in_its_memory(retrieving_folder, asked):
+    llm = LLM(retrieving_folder, retrieve="quest", retrieve_tokens=256, resident_tokens=320, host_cache=0.01)
+    plain = LLM(retrieving_folder, retrieve="quest", retrieve_tokens=256, host_cache=0.01)
     out = llm.generate([one.prompt[:400] for one in asked[:2]], SamplingParams(max_tokens=70, temperature=0))
     assert [len(one.token_ids) for one in out] == [70, 70]
     assert llm.stats().pages_out >= 12
@@ -184,6 +181,6 @@ def test_it_is_an_option_of_a_model_and_counted_in_its_memory(folder, asked):
     ],
     ids=str,
 )
-def test_what_excludes_it_is_refused(folder, options, found):
+def test_what_excludes_it_is_refused(retrieving_folder, options, found):
     with pytest.raises(BadRequest, match=found):
-        LLM(folder, **options)
+        LLM(retrieving_folder, **options)
