@@ -1,7 +1,7 @@
 """Eviction as two programs: `observe` says which of the cached tokens stay in which layer, or in which head where heads are
 cached; `move` brings them to new pages.
 
-A policy looks at the newest tokens once more: they pass the layers again, beside what is cached, and nothing is cached anew. So a
+A policy looks at the newest tokens once more: they pass the layers again, and nothing is cached anew. So a
 prompt can be read by any kernel before, and decoding needs no scores. Between both programs the host finds pages for what stays:
 old pages may be others' too, and are only read."""
 
@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from mla_jax.base.batch import Batch, Tables
+from mla_jax.base.batch import Tables
 from mla_jax.cache import evict, paged
 from mla_jax.cache.evict import RULES, Policy
 from mla_jax.cache.paged import NOWHERE, Pool
-from mla_jax.decode.rows import Rows, taken
+from mla_jax.decode.rows import Rows, newest
 from mla_jax.model import watch
 from mla_jax.model.transformer import Transformer
 
@@ -60,7 +60,7 @@ def observe(
     stay."""
     assert evicts is not None
     policy, rule = evicts.policy, RULES[evicts.budget]
-    tokens, batch = _newest(rows, at, page_table, evicts.window)
+    tokens, batch = newest(rows, at, page_table, evicts.window)
     _, same, aux = model(tokens, batch, pool, watch=functools.partial(watch.scores, policy))
     assert same is not None
     found = aux["watched"] if model.lanes > 1 else [evict.shared(scores, policy.stages) for scores in aux["watched"]]
@@ -70,16 +70,6 @@ def observe(
     stays = evict.kept(scores, held, count, rule, sinks=evicts.sinks, window=evicts.recent, first=policy.first)
     source, kept = evict.places(stays.swapaxes(1, 2))
     return same, rows, Kept(source.astype(jnp.int32), kept)
-
-
-def _newest(rows: Rows, at: Int[Array, " B"], page_table: Tables, window: int) -> tuple[Int[Array, "B W"], Batch]:
-    """The newest tokens of rows, as they pass the layers again."""
-    assert rows.text is not None, "a policy needs the rows' text"
-    _, is_open, _ = taken(rows, at)
-    again = jnp.where(at < rows.seen.shape[0], jnp.minimum(is_open.held, window), 0)
-    place = (is_open.position - again)[:, None] + jnp.arange(window)
-    tokens = rows.text.at[at[:, None], place].get(mode="clip")
-    return tokens, Batch.behind(is_open.held - again, is_open.position - again, again, window, page_table)
 
 
 def move(model: Transformer, pool: Pool, kept: Kept, old: Tables, new: Tables) -> tuple[Pool, Kept]:

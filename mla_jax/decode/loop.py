@@ -6,7 +6,8 @@ as arrays of their own, so that the next program can be sent before anyone looks
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -210,33 +211,40 @@ class Programs:
     def prepare(self, pool: Pool, rows: Rows, sizes: Sizes) -> None:
         """Compiles concurrently what these sizes need, and returns once all are there: what a GPU's compiler measures must not
         run with a prompt."""
-        pieces = sizes.pieces
-
-        def tables(rows: int) -> Any:
-            return self._tables(rows, sizes.width)
-
         with self.waits.record():
-            started = [self.run.start(pool, rows, _numbers(n), tables(n), _numbers()) for n in sizes.decode]  # the largest first
-            for n in sizes.drafted:
-                started.append(self.run_with_drafts.start(pool, rows, _numbers(n), tables(n), _numbers(), _numbers()))
-            for tokens in (*sizes.read, *[sizes.scored] * bool(sizes.scored)):
-                after = _numbers(tokens) if tokens == sizes.scored else None
-                line = _numbers(pieces), _numbers(tokens), _numbers(pieces), tables(pieces), after
-                started.append(self.prefill.start(pool, rows, *line))
-            if n := sizes.evicted:
-                started.append(self.observe.start(pool, rows, _numbers(n), tables(n), _numbers(n)))
-                started.append(self.move.start(pool, self._kept(pool, sizes.width, n), tables(n), tables(n)))
-            if n := sizes.ranked:
-                width = sizes.width
-                started.append(self.rank.start(pool, rows, _numbers(n), tables(n), _numbers(n, width), _numbers(n, width)))
-                started.append(self.hold.start(rows, _numbers(n), _numbers(n)))
-            if n := sizes.copied:
-                started.append(self.copy_out.start(pool, _numbers(n)))
-                started.append(self.copy_in.start(pool, self._contents(n), _numbers(n)))
+            started = [*self._generating(pool, rows, sizes), *self._reading(pool, rows, sizes), *self._between(pool, rows, sizes)]
             texts = [] if rows.text is None else [_numbers(ADMITTED, rows.text.shape[1])]
             started.append(self.admit.start(rows, _numbers(ADMITTED), table.blank(ADMITTED), *texts))
             for future in started:
                 future.result()
+
+    def _generating(self, pool: Pool, rows: Rows, sizes: Sizes) -> Iterator[Future]:
+        """What decodes, the largest first."""
+        for n in sizes.decode:
+            yield self.run.start(pool, rows, _numbers(n), self._tables(n, sizes.width), _numbers())
+        for n in sizes.drafted:
+            yield self.run_with_drafts.start(pool, rows, _numbers(n), self._tables(n, sizes.width), _numbers(), _numbers())
+
+    def _reading(self, pool: Pool, rows: Rows, sizes: Sizes) -> Iterator[Future]:
+        """What reads prompts."""
+        pieces, tables = sizes.pieces, self._tables(sizes.pieces, sizes.width)
+        for tokens in (*sizes.read, *[sizes.scored] * bool(sizes.scored)):
+            after = _numbers(tokens) if tokens == sizes.scored else None
+            yield self.prefill.start(pool, rows, _numbers(pieces), _numbers(tokens), _numbers(pieces), tables, after)
+
+    def _between(self, pool: Pool, rows: Rows, sizes: Sizes) -> Iterator[Future]:
+        """What changes rows' pages."""
+        width = sizes.width
+        if n := sizes.evicted:
+            tables = self._tables(n, width)
+            yield self.observe.start(pool, rows, _numbers(n), tables, _numbers(n))
+            yield self.move.start(pool, self._kept(pool, width, n), tables, tables)
+        if n := sizes.ranked:
+            yield self.rank.start(pool, rows, _numbers(n), self._tables(n, width), _numbers(n, width), _numbers(n, width))
+            yield self.hold.start(rows, _numbers(n), _numbers(n))
+        if n := sizes.copied:
+            yield self.copy_out.start(pool, _numbers(n))
+            yield self.copy_in.start(pool, self._contents(n), _numbers(n))
 
     def _tables(self, rows: int, width: int) -> Any:
         """The shapes of a page table."""

@@ -7,12 +7,11 @@ is judged without its contents."""
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from mla_jax.base.batch import Batch
 from mla_jax.cache import paged, retrieve
 from mla_jax.cache.paged import SUMMARY, Pool
-from mla_jax.decode.rows import Rows, returned, taken
+from mla_jax.decode.rows import Rows, newest, returned, taken
 from mla_jax.model import rope, watch
 from mla_jax.model.transformer import Transformer
 
@@ -33,26 +32,29 @@ def rank(
     NOWHERE for the others. The newest token passes the layers once more, for its queries; nothing is cached anew."""
     retrieval = model.dispatch.retrieval
     assert retrieval is not None
-    assert rows.text is not None
     assert rows.summaries is not None
-    size = paged.page_size(pool)
-    _, is_open, _ = taken(rows, at)
-    summaries = _with_new(model, pool, rows.summaries, page_table, new)
-    newest = is_open.position - 1
-    tokens = rows.text.at[at, newest].get(mode="clip")[:, None]
-    batch = Batch.behind(is_open.held - 1, newest, jnp.ones_like(newest), 1, page_table)
+    rows = dataclasses.replace(rows, summaries=_with_new(model, pool, rows.summaries, page_table, new))
+    tokens, batch = newest(rows, at, page_table, 1)
     _, same, aux = model(tokens, batch, pool, watch=watch.queries)
     assert same is not None
-    full = jnp.arange(slots.shape[1]) < (is_open.position // size)[:, None]
-    scale = rope.softmax_scale(model.config)
+    size, position = paged.page_size(pool), taken(rows, at)[1].position
+    full = jnp.arange(slots.shape[1]) < (position // size)[:, None]
+    votes = _votes(model, rows, slots, full, aux["watched"])
+    count = min(retrieval.resident_pages(size), slots.shape[1])
+    chosen = retrieve.chosen(votes, -(-position // size), count, retrieval.recent)
+    return same, rows, chosen.place
+
+
+def _votes(model: Transformer, rows: Rows, slots: Int[Array, "B W"], full: Bool[Array, "B W"], queries: list[Array]) -> Array:
+    """`[B W]`: what the `full` pages in these slots are worth to the queries `[B 1 N L]` of all layers."""
+    retrieval, scale = model.dispatch.retrieval, rope.softmax_scale(model.config)
+    assert retrieval is not None
+    assert rows.summaries is not None
     scores = []
-    for layer, queries in enumerate(aux["watched"]):
-        of_pages = paged.numbers({SUMMARY: summaries.at[slots, layer].get(mode="clip")})[SUMMARY]
-        scores.append(retrieval.policy.scores(queries[:, 0], of_pages, full, scale))
-    votes = retrieve.votes(jnp.stack(scores), full)
-    pages = -(-is_open.position // size)
-    chosen = retrieve.chosen(votes, pages, min(retrieval.resident_pages(size), slots.shape[1]), retrieval.recent)
-    return same, dataclasses.replace(rows, summaries=summaries), chosen.place
+    for layer, q in enumerate(queries):
+        of_pages = paged.numbers({SUMMARY: rows.summaries.at[slots, layer].get(mode="clip")})[SUMMARY]
+        scores.append(retrieval.policy.scores(q[:, 0], of_pages, full, scale))
+    return retrieve.votes(jnp.stack(scores), full)
 
 
 def _with_new(model: Transformer, pool: Pool, summaries: Array, page_table: Int[Array, "B P"], new: Int[Array, "B P"]) -> Array:

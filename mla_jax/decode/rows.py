@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt16
 
+from mla_jax.base.batch import Batch, Table
 from mla_jax.base.options import MAX_BIASES, MAX_ENDS
 from mla_jax.cache.paged import SUMMARY
 from mla_jax.decode.packing import Either, pack, unpack
@@ -139,6 +140,16 @@ def returned(rows: Rows, at: Int[Array, " B"], is_open: Open, last: Float[Array,
 
 def _put(table: Array, at: Int[Array, " B"], rows: Array | int) -> Array:
     return table.at[at].set(rows, mode="drop")
+
+
+def newest(rows: Rows, at: Int[Array, " B"], page_table: Table, window: int) -> tuple[Int[Array, "B W"], Batch]:
+    """The newest `window` tokens of the rows `at`, as they pass the layers once more, cached as they are."""
+    assert rows.text is not None, "the rows' text is not kept"
+    _, is_open, _ = taken(rows, at)
+    again = jnp.where(at < rows.seen.shape[0], jnp.minimum(is_open.held, window), 0)
+    place = (is_open.position - again)[:, None] + jnp.arange(window)
+    tokens = rows.text.at[at[:, None], place].get(mode="clip")
+    return tokens, Batch.behind(is_open.held - again, is_open.position - again, again, window, page_table)
 
 
 def told_again(rows: Rows, at: Int[Array, " B"], entry: Entry, is_open: Open, token: Int[Array, " B"]) -> Int[Array, " B"]:
