@@ -1,5 +1,10 @@
 """Requests of token ids, and an engine that serves them to the end."""
 
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
 from mla_jax import SamplingParams
 from mla_jax.engine.engine import Engine
 from mla_jax.engine.job import Job
@@ -36,3 +41,19 @@ def preempt_all_but_one(engine: Engine) -> None:
     engine._land_all()
     for job in engine.running[1:]:
         engine._preempt(job)
+
+
+@contextlib.contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """What is done within compiles no program."""
+    compiled: list[str] = []
+
+    def listen(event: str, *_, **__) -> None:
+        compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert [event for event in compiled if event.endswith("backend_compile_duration")] == []

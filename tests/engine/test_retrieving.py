@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import retrieved
 import serving
-from models import FAMILIES, tensors, write
-from serving import answer
+from serving import answer, nothing_compiled
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadRequest
@@ -30,17 +29,11 @@ request = partial(serving.request, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    hf = {**FAMILIES["v3"], "kv_lora_rank": 128, "num_nextn_predict_layers": 0}
-    return write(tmp_path_factory.mktemp("v3"), hf, tensors(hf))
-
-
-@pytest.fixture(scope="module")
-def programs_of(folder):
+def programs_of(retrieving_folder):
     @cache
     def programs(policy: str = "quest", tokens: int = FEWEST, **dispatch) -> Programs:
         asked = Retrieval(POLICIES[policy], tokens, dense=1)
-        return Programs(load(folder, dispatch=Dispatch(retrieval=asked, **dispatch)))
+        return Programs(load(retrieving_folder, dispatch=Dispatch(retrieval=asked, **dispatch)))
 
     return programs
 
@@ -94,8 +87,8 @@ def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(programs_
     [{"attention": form} for form in ("compressed", "absorbed", "move_elided", "fused")] + [{"kv_cache": "fp8"}],
     ids=str,
 )
-def test_where_all_pages_are_read_the_tokens_are_those_of_full_attention(folder, programs_of, asked, dispatch):
-    full = load(folder, dispatch=Dispatch(**dispatch))
+def test_where_all_pages_are_read_the_tokens_are_those_of_full_attention(retrieving_folder, programs_of, asked, dispatch):
+    full = load(retrieving_folder, dispatch=Dispatch(**dispatch))
     expected = answer(Engine(Programs(full), full.config, None, ROOMY), *asked)
     for policy in POLICIES if dispatch.get("kv_cache") else ["quest"]:
         assert answer(retrieving(programs_of(policy, 8 * PAGE, **dispatch)), *asked) == expected
@@ -138,21 +131,16 @@ def test_the_index_learns_of_prompts_alone(programs_of, asked):
 def test_nothing_compiles_once_warm(programs_of, asked):
     engine = retrieving(programs_of())
     engine.warm_up()
-    compiled: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(listen := lambda event, *_, **__: compiled.append(event))
-    try:
+    with nothing_compiled():
         answer(engine, *asked, streams=True, preempt_every=7)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert [event for event in compiled if event.endswith("backend_compile_duration")] == []
 
 
 # as users ask for it
 
 
 @pytest.mark.deep(*deep.GENERATING)
-def test_it_is_an_option_of_a_model_and_counted_in_its_memory(folder, asked):
-    llm, plain = LLM(folder, retrieve="quest", retrieve_tokens=300), LLM(folder)
+def test_it_is_an_option_of_a_model_and_counted_in_its_memory(retrieving_folder, asked):
+    llm, plain = LLM(retrieving_folder, retrieve="quest", retrieve_tokens=300), LLM(retrieving_folder)
     out = llm.generate([one.prompt for one in asked[:2]], SamplingParams(max_tokens=5, temperature=0))
     assert [len(one.token_ids) for one in out] == [5, 5]
     assert any("quest chooses 256 tokens" in line and "first 2 layers" in line for line in llm.explain().splitlines())
@@ -173,6 +161,6 @@ def test_it_is_an_option_of_a_model_and_counted_in_its_memory(folder, asked):
     ],
     ids=str,
 )
-def test_what_excludes_it_is_refused(folder, options, found):
+def test_what_excludes_it_is_refused(retrieving_folder, options, found):
     with pytest.raises(BadRequest, match=found):
-        LLM(folder, **options)
+        LLM(retrieving_folder, **options)
