@@ -207,7 +207,7 @@ class Pyramid(Rule):
 
     What a layer has above the count, one at the other end has below it, rounded alike: the sum is exact."""
 
-    beta: int = 20  # the count is so many times what the last layer keeps
+    beta: int = 20  # the count, as a multiple of what the last layer keeps
 
     def counts(self, ranked: Ranked) -> Int[Array, "L B #H"]:
         layers, count, beta = len(ranked.score), ranked.count, self.beta
@@ -222,7 +222,7 @@ class Pyramid(Rule):
 @dataclasses.dataclass(frozen=True)
 class Ada(Rule):
     """Ada-KV: the share `floor` of each one's count is reserved for its best tokens, the rest goes to the best of all heads of a
-    layer, or if heads share, of all layers. Without a floor, no other way to keep so many has a larger sum of scores."""
+    layer, or if heads share, of all layers. Without a floor, no other way to keep as many has a larger sum of scores."""
 
     floor: float = 0.2
 
@@ -256,7 +256,7 @@ def kept(
 
     The first `sinks` tokens and the newest `window` are among them whatever their scores; if that is more than the count, the
     newest go first, then the sinks from slot 0 on. A count of 0 is the newest token. Scores that are not finite are lowest. Of
-    equal ones the newer token stays, then that of the earlier layer or head. `first` is the policy's, if it has two stages."""
+    equal ones the newer token stays, then the one of the earlier layer or head. `first` is the policy's, if it has two stages."""
     stages = jnp.split(scores, 1 if first is None else 2, axis=2)
     slot, end = jnp.arange(scores.shape[-1]), held[..., None]
     recent = slot >= end - jnp.maximum(window, count < 1)[:, None, None]
@@ -282,7 +282,7 @@ def _rank(score: Float[Array, "*H S"], newer: Int[Array, "*J S"]) -> Int[Array, 
 
 
 def _share(count: Int[Array, "*H"], part: float) -> Int[Array, "*H"]:
-    """So many hundredths of a count, rounded down, but at least 1 if there are any: in integers, for the sake of exact halves."""
+    """A part of a count, in hundredths and rounded down, but at least 1 if there are any. In integers halves are exact."""
     hundredths = round(100 * part)
     return jnp.maximum(count * hundredths // 100, min(hundredths, 1))
 

@@ -28,7 +28,7 @@ NOWHERE = jnp.iinfo(jnp.int32).max  # a slot past the end of any pool: what is w
 BITS = {jnp.dtype(jnp.bfloat16): jnp.uint16, jnp.dtype(jnp.float8_e4m3fn): jnp.uint8}
 NUMBERS = {jnp.dtype(bits): numbers for numbers, bits in BITS.items()}
 
-# What is noted of tokens and pages beside what forms of attention remember, for cache/retrieve.py: no form reads or writes it.
+# What is noted of tokens and pages for cache/retrieve.py: no form of attention reads or writes it.
 ASKED, SUMMARY = "asked", "summary"  # [G Z] and, not of tokens but of pages, [G V L]
 NOTES = {ASKED, SUMMARY}
 
