@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from convert.plan import COMPILER, LIBRARIES, copies, free, held, metadata
+from convert.plan import COMPILER, LIBRARIES, available, copies, free, held, metadata
 from convert.progress import Bar
 from convert.tensors import DTYPE_NAMES, Parts, cut, nbytes, plain, unsound_in
 from convert.write import Stopped, interrupts, lock, refusal, write_others
@@ -26,7 +26,7 @@ from mla_jax.weights.hf_names import HF, SCALE
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.names import Origin, value_half
 from mla_jax.weights.orbax_store import BATCH, refuse_foreign, writing
-from mla_jax.weights.plan import available, gib
+from mla_jax.weights.plan import gib
 from mla_jax.weights.safetensors import DTYPES
 from mla_jax.weights.save import complete, write_tensors
 

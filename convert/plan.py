@@ -15,10 +15,11 @@ from mla_jax import __version__
 from mla_jax.base import axes
 from mla_jax.base.errors import BadFile, BadRequest, DoesNotFit, printable
 from mla_jax.base.files import within
+from mla_jax.base.limits import free_memory
 from mla_jax.engine.text import FILES, KIMI_FILES
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.orbax_store import BATCH
-from mla_jax.weights.plan import available, gib
+from mla_jax.weights.plan import gib
 
 COPIES = {"embed_tokens.weight": "embed", "shared_head.head.weight": "head", "lm_head.weight": "embed"}
 M_ARENA_MAX = -8  # from malloc.h
@@ -197,6 +198,11 @@ def share_heap() -> None:
     """Makes all threads allocate from one heap: glibc's heaps per thread keep hundreds of MB, which no plan can predict."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_ARENA_MAX, 1)
+
+
+def available() -> int:
+    """Bytes of host memory that this process may have: what it has now, and what is free."""
+    return held() + free_memory()
 
 
 def held() -> int:

@@ -1,6 +1,4 @@
-"""Conversions within the tests do not wait for the disk: what they are held against is a kill, not a power cut.
-
-Nor do they ask how much memory is free: a plan counts all that its process has, and this one has had other tests before."""
+"""Conversions within the tests do not wait for the disk: what they are held against is a kill, not a power cut."""
 
 import os
 
@@ -17,9 +15,3 @@ def no_waiting_for_the_disk(monkeypatch):
 def no_shared_cache(monkeypatch):
     """Processes that are killed would leave halves of compiled programs in the cache of all tests."""
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
-
-
-@pytest.fixture(autouse=True)
-def memory_enough(monkeypatch):
-    for module in ("plan", "export"):
-        monkeypatch.setattr(f"convert.{module}.available", lambda: 1 << 50)

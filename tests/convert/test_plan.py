@@ -139,6 +139,12 @@ def test_too_little_memory_is_refused(tmp_path, source, capfd, monkeypatch):
     assert " of 50.0 MiB\n" in said
 
 
+def test_what_the_process_has_already_is_not_asked_for_again(tmp_path, source, monkeypatch):
+    monkeypatch.setattr("convert.plan.held", lambda: 1 << 50)
+    assert convert(source, tmp_path / "out", "--dry-run") == 0
+    assert convert(source, tmp_path / "out") == 0
+
+
 def test_no_output_and_no_source_are_said(tmp_path, source, capfd):
     assert refused(capfd, source).startswith("2 error: no OUT given")
     assert refused(capfd, tmp_path / "nothing", tmp_path / "out").startswith("3 error: there is no file or folder ")
