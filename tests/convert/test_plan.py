@@ -139,10 +139,12 @@ def test_too_little_memory_is_refused(tmp_path, source, capfd, monkeypatch):
     assert " of 50.0 MiB\n" in said
 
 
-def test_what_the_process_has_already_is_not_asked_for_again(tmp_path, source, monkeypatch):
-    monkeypatch.setattr("convert.plan.held", lambda: 1 << 50)
-    assert convert(source, tmp_path / "out", "--dry-run") == 0
-    assert convert(source, tmp_path / "out") == 0
+@pytest.mark.parametrize("to", ["orbax", "hf"])
+def test_what_the_process_has_already_is_not_asked_for_again(tmp_path, source, monkeypatch, to):
+    for module in ("plan", "export"):
+        monkeypatch.setattr(f"convert.{module}.held", lambda: 1 << 50)
+    assert convert(source, tmp_path / "out", "--to", to, "--dry-run") == 0
+    assert convert(source, tmp_path / "out", "--to", to) == 0
 
 
 def test_no_output_and_no_source_are_said(tmp_path, source, capfd):
