@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 USAGE = """examples:
   mla-convert ./DeepSeek-V3 ./v3                       keeps FP8
-  mla-convert ./DeepSeek-V3 ./v3 --mesh tensor=8       cuts the weights for eight devices
+  mla-convert ./DeepSeek-V3 ./v3 --mesh data=8         cuts the weights for eight devices
   mla-convert ./model-Q4_K_M.gguf ./model              keeps GGUF blocks
   mla-convert ./v3 ./hf --to hf                        back to safetensors, bit for bit"""
 
@@ -39,7 +39,7 @@ class Options:
     dtype: Literal["keep", "bf16", "f32", "int8"] = "keep"
     """Number format; keep leaves every tensor unchanged."""
     mesh: str = ""
-    """Mesh of the devices that will load it, such as tensor=4,expert=2: each device then reads only its part."""
+    """Mesh of the devices that will load it, such as data=4,tensor=2: each device then reads only its part."""
     dry_run: bool = False
     """Print the plan; write nothing."""
     verify: bool = False
@@ -91,8 +91,9 @@ def run(options: Options) -> int:
 
 def _convert(options: Options, source: Path, out: Path) -> int:
     from convert import export
-    from convert.plan import check_paths, parse_mesh
+    from convert.plan import check_paths
     from convert.progress import Bar
+    from mla_jax.base.axes import parse_mesh
     from mla_jax.weights.load import Checkpoint
 
     mesh = parse_mesh(options.mesh)

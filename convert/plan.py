@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +11,7 @@ from typing import Any
 
 from convert.tensors import Job, jobs, steps
 from mla_jax import __version__
-from mla_jax.base import axes
-from mla_jax.base.errors import BadFile, BadRequest, DoesNotFit, printable
+from mla_jax.base.errors import BadFile, DoesNotFit, printable
 from mla_jax.base.files import within
 from mla_jax.base.limits import free_memory
 from mla_jax.engine.text import FILES, KIMI_FILES
@@ -169,18 +167,6 @@ def check_paths(source: Path, out: Path) -> None:
         raise BadFile(f"{shown} is inside the source", f"which is {printable(str(source), 200)}; choose another folder")
     for name in ("config.json", *FILES, *KIMI_FILES):  # the files that are copied
         within(source, name)
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """`tensor=4,expert=8` as a mapping; raises BadRequest."""
-    found = {}
-    for word in text.split(",") if text else []:
-        name, _, size = word.partition("=")
-        if name not in axes.MESH_AXES or not re.fullmatch("[1-9][0-9]{0,3}", size) or name in found:
-            expected = ",".join(f"{axis}=N" for axis in axes.MESH_AXES)
-            raise BadRequest(f"--mesh {printable(text)} is no mesh", f"expected {expected}")
-        found[name] = int(size)
-    return found
 
 
 def stamp(file: Path) -> list[int]:

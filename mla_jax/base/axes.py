@@ -1,11 +1,13 @@
-"""Logical axis names of parameters, the config fields that give their sizes, and the mesh axes that shard them.
+"""Logical axis names of parameters, the config fields that give their sizes, and the mesh axes that cut them.
 
 A parameter's shape follows from its axes; an error about a shape names the config fields that disagree."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
 from mla_jax.base.config import Config
+from mla_jax.base.errors import BadRequest, printable
 
 # name -> (config fields, how they combine)
 AXES: dict[str, tuple[tuple[str, ...], Callable]] = {
@@ -21,32 +23,50 @@ AXES: dict[str, tuple[tuple[str, ...], Callable]] = {
     "latent": (("kv_lora_rank", "qk_rope_head_dim"), sum),  # what one token stores in the cache: c_kv and k_pe
     "mlp": (("intermediate_size",), prod),
     "experts": (("n_routed_experts",), prod),
+    "scores": (("n_routed_experts",), prod),  # of the router, which every device has whole
     "expert_mlp": (("moe_intermediate_size",), prod),
     "expert_pair": (("moe_intermediate_size", "moe_intermediate_size"), sum),  # gate and up, joined
     "shared_mlp": (("moe_intermediate_size", "n_shared_experts"), prod),
     "model_pair": (("hidden_size", "hidden_size"), sum),  # embedding and hidden state, concatenated for the MTP layer
 }
 
-MESH_AXES = ("tensor", "expert")
-# logical axis -> mesh axis that shards it
+DATA, TENSOR, CONTEXT = "data", "tensor", "context"
+MESH_AXES = (DATA, TENSOR, CONTEXT)
+# Logical axis -> the mesh axes that cut it. Rows and their pages are cut over `data`, each page's tokens over `context`.
 MESH = {
-    "vocab": "tensor",
-    "heads": "tensor",
-    "mlp": "tensor",
-    "shared_mlp": "tensor",
-    "expert_mlp": "tensor",
-    "experts": "expert",
+    "vocab": (TENSOR,),
+    "heads": (TENSOR,),
+    "mlp": (TENSOR,),
+    "shared_mlp": (TENSOR,),
+    "experts": MESH_AXES,
 }
 
 
-def partition(words: Iterable[str]) -> tuple[str | None, ...]:
-    """The mesh axis of each dimension of a parameter; a product of axes is sharded along its first."""
-    return tuple(MESH.get(word.split("*")[0]) for word in words)
+def parse_mesh(text: str, flag: str = "--mesh") -> dict[str, int]:
+    """`data=4,tensor=2` as a mapping; raises BadRequest."""
+    found: dict[str, int] = {}
+    for word in text.split(",") if text else []:
+        name, _, size = word.strip().partition("=")
+        if name not in MESH_AXES or not re.fullmatch("[1-9][0-9]{0,3}", size) or name in found:
+            expected = ",".join(f"{axis}=N" for axis in MESH_AXES)
+            raise BadRequest(f"{flag} {printable(text)} is no mesh", f"expected {expected}; an axis that is left out is 1")
+        found[name] = int(size)
+    return found
+
+
+def shown_mesh(mesh: Mapping[str, int]) -> str:
+    """`data=4,tensor=2`, without the axes of size 1."""
+    return ",".join(f"{axis}={mesh[axis]}" for axis in MESH_AXES if mesh.get(axis, 1) > 1) or f"{DATA}=1"
+
+
+def partition(words: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes that cut each dimension of a parameter; a product of axes is cut along its first."""
+    return tuple(MESH.get(word.split("*")[0], ()) for word in words)
 
 
 def shards(words: Iterable[str], shape: tuple[int, ...], part: tuple[int, ...], mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """The number of devices that shard each dimension of a `part` of a tensor of `shape`; 1 if their shares were unequal."""
-    counts = [mesh.get(axis or "", 1) for axis in partition(words)]
+    """The number of devices that share each dimension of a `part` of a tensor of `shape`; 1 if their shares were unequal."""
+    counts = [prod(mesh.get(axis, 1) for axis in cut) for cut in partition(words)]
     counts = [n if size % n == 0 else 1 for n, size in zip(counts, shape, strict=True)] + [1] * len(part)
     return tuple(n if size % n == 0 else 1 for n, size in zip(counts, part, strict=False))
 

@@ -1,13 +1,17 @@
-"""The devices that a model runs on, as data: a mesh, and what one of its devices reaches. A mesh of one today."""
+"""The devices that a model runs on, as data: a mesh, and what one of its devices reaches."""
 
 import dataclasses
+from collections.abc import Mapping
+from math import prod
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mla_jax.base import roofline
-from mla_jax.base.axes import MESH_AXES
+from mla_jax.base.axes import MESH_AXES, shown_mesh
+from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.base.platforms import default_device
 
 
@@ -21,13 +25,35 @@ class Devices:
     @staticmethod
     def default(figures: roofline.Device | None = None) -> "Devices":
         """JAX's first device; `figures` None takes those of the table. Raises Unsupported if JAX cannot start."""
+        return Devices.of({}, figures)
+
+    @staticmethod
+    def of(mesh: Mapping[str, int] | Mesh, figures: roofline.Device | None = None) -> "Devices":
+        """The first of JAX's devices for these sizes, or a mesh of the caller's; an axis that is left out is 1.
+
+        Raises DoesNotFit for more devices than there are, BadRequest for a mesh with other axes."""
         first = default_device()
-        mesh = Mesh(np.array([first]).reshape(1, 1), MESH_AXES)
+        if not isinstance(mesh, Mesh):
+            shape = tuple(mesh.get(axis, 1) for axis in MESH_AXES)
+            devices = _enough(prod(shape), mesh, first)
+            mesh = Mesh(np.array(devices).reshape(shape), MESH_AXES)
+        mesh = _with_all_axes(mesh)
+        first = mesh.devices.flat[0]
         return Devices(mesh, figures or roofline.device(first.device_kind, first.platform))
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis."""
+        return {axis: self.mesh.shape[axis] for axis in MESH_AXES}
+
+    @property
+    def count(self) -> int:
+        return self.mesh.devices.size
+
+    @property
     def first(self) -> Any:
-        return self.mesh.devices.flat[0]
+        """The first device of this process."""
+        return self.mesh.local_devices[0]
 
     @property
     def platform(self) -> str:
@@ -40,13 +66,31 @@ class Devices:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def free_bytes(self) -> int | None:
-        """Memory of one device that may still be allocated; None where the device does not tell, as a CPU does not."""
-        stats = self.first.memory_stats() or {}
-        if "bytes_limit" not in stats:
-            return None
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+        """Memory of the fullest device of this process that may still be allocated; None where it does not tell, as a CPU."""
+        found = [device.memory_stats() or {} for device in self.mesh.local_devices]
+        free = [stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in found if "bytes_limit" in stats]
+        return min(free, default=None)
 
     def peak_bytes(self) -> int | None:
         """The most memory that one device has had allocated; None where the device does not tell."""
-        stats = self.first.memory_stats() or {}
-        return stats.get("peak_bytes_in_use") or None
+        found = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self.mesh.local_devices]
+        return max(found) or None
+
+
+def _enough(count: int, mesh: Mapping[str, int], first: Any) -> list[Any]:
+    devices = jax.devices()
+    if count > len(devices):
+        found = f"{len(devices)} {'are' if len(devices) > 1 else 'is'} here: {first.device_kind}"
+        simulated = "XLA_FLAGS=--xla_force_host_platform_device_count=N simulates N on a CPU"
+        hint = [simulated] if first.platform == "cpu" else []
+        raise DoesNotFit(f"the mesh {shown_mesh(mesh)} needs {count} devices", found, *hint)
+    return [first] if count == 1 else devices[:count]
+
+
+def _with_all_axes(mesh: Mesh) -> Mesh:
+    """The same devices with our axes, in our order."""
+    if wrong := [axis for axis in mesh.axis_names if axis not in MESH_AXES]:
+        raise BadRequest(f"the mesh has an axis {wrong[0]}", f"expected {', '.join(MESH_AXES)}")
+    order = [mesh.axis_names.index(axis) for axis in MESH_AXES if axis in mesh.axis_names]
+    shape = tuple(mesh.shape.get(axis, 1) for axis in MESH_AXES)
+    return Mesh(mesh.devices.transpose(order).reshape(shape), MESH_AXES)

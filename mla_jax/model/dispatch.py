@@ -21,6 +21,7 @@ from mla_jax.cache.paged import Pool
 from mla_jax.cache.retrieve import Retrieval
 from mla_jax.model import fp8_latent, mla, moe, ops, retrieval, rope
 from mla_jax.model.kernel_attention import KERNELS
+from mla_jax.model.layout import ONE, Layout
 from mla_jax.model.moe import BACKENDS, ExpertPlan, pick_backend
 from mla_jax.model.watch import Watch
 
@@ -62,7 +63,7 @@ class Dispatch:
 
     The last two are for layers whose experts the CPU holds: `defer` experts of each token are added one layer later while few
     tokens are new, and steps of at least `stream` tokens (0: none) copy the experts to the device. With a `retrieval` decode
-    steps attend to some of the cached pages."""
+    steps attend to some of the cached pages. On a mesh of this `layout` each device has a part of the model."""
 
     attention: str = "auto"
     experts: str = "auto"
@@ -71,6 +72,7 @@ class Dispatch:
     defer: int = 0
     stream: int = 0
     retrieval: Retrieval | None = None
+    layout: Layout = ONE
 
     def step(self, model: "Transformer", batch: Batch, pool: Pool | None) -> StepPlan:
         """The plan for a step on this batch; without a pool nothing is cached."""

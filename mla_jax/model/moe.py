@@ -25,9 +25,9 @@ class Router(nnx.Module):
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.config = config
-        self.weight = parameter(config, rngs, "experts", "model", packs=False)
+        self.weight = parameter(config, rngs, "scores", "model", packs=False)
         if config.topk_method == "noaux_tc":
-            self.bias = parameter(config, rngs, "experts", exact=True)
+            self.bias = parameter(config, rngs, "scores", exact=True)
 
     def __call__(self, x: Float[Array, "n D"]) -> tuple[Int[Array, "n K"], Float[Array, "n K"]]:
         """The chosen experts and their weights, in float32: near-ties would route differently in less."""

@@ -23,7 +23,7 @@ def test_help_is_short_and_has_examples():
     ran = run("-m", "convert", "--help")
     assert ran.returncode == 0
     assert len(ran.stdout.splitlines()) < 60
-    assert "mla-convert ./DeepSeek-V3 ./v3 --mesh tensor=8" in ran.stdout
+    assert "mla-convert ./DeepSeek-V3 ./v3 --mesh data=8" in ran.stdout
     for flag in ("--to", "--dtype", "--mesh", "--dry-run", "--verify", "--allow-nonfinite", "--debug"):
         assert flag in ran.stdout
 

@@ -10,7 +10,7 @@ from checkpoints import assert_same_model, convert, released
 
 from mla_jax.weights.orbax_store import open_store
 
-# shape, and the chunk on tensor=2,expert=4
+# shape, and the chunk on data=4,tensor=2
 CHUNKS = {
     "embed": ((96, 48), (48, 48)),
     "head": ((96, 48), (48, 48)),
@@ -33,7 +33,7 @@ SCALES = {"layers.1.mlp.experts.up": ((8, 2, 2), (2, 1, 2)), "layers.1.attn.o_pr
 
 def test_chunks_are_the_parts_of_devices(tmp_path):
     source = released(tmp_path / "hf", "v3", "fp8")
-    assert convert(source, tmp_path / "out", "--mesh", "tensor=2,expert=4") == 0
+    assert convert(source, tmp_path / "out", "--mesh", "data=4,tensor=2") == 0
     tensors = open_store(tmp_path / "out").tensors
     assert {name: (tensors[name].parts[0].shape, tensors[name].parts[0].chunk) for name in CHUNKS} == CHUNKS
     assert {name: (tensors[name].parts[1].shape, tensors[name].parts[1].chunk) for name in SCALES} == SCALES
@@ -42,7 +42,7 @@ def test_chunks_are_the_parts_of_devices(tmp_path):
 
 def test_what_does_not_divide_stays_whole(tmp_path):
     source = released(tmp_path / "hf", "v3")
-    assert convert(source, tmp_path / "out", "--mesh", "tensor=7,expert=3") == 0
+    assert convert(source, tmp_path / "out", "--mesh", "data=3,tensor=7") == 0
     assert all(part.chunk == part.shape for entry in open_store(tmp_path / "out").tensors.values() for part in entry.parts)
 
 
@@ -73,21 +73,21 @@ RESTORE = """
 
 def test_eight_devices_get_equal_values_and_read_each_chunk_once(tmp_path):
     source = released(tmp_path / "hf", "v3", "bf16")
-    assert convert(source, tmp_path / "out", "--mesh", "tensor=2,expert=4") == 0
+    assert convert(source, tmp_path / "out", "--mesh", "data=4,tensor=2") == 0
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     command = [sys.executable, "-c", textwrap.dedent(RESTORE), str(tmp_path / "out")]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert ran.stdout == "equal on 8\n", ran.stderr
 
 
-NONE = ["tensor", "tensor=0", "tensor=-2", "tensor=2,tensor=2", "model=2", "tensor=2;expert=4", "=", "tensor=²", "tensor=10000"]
+NONE = ["tensor", "tensor=0", "tensor=-2", "tensor=2,tensor=2", "model=2", "tensor=2;data=4", "=", "tensor=²", "tensor=10000"]
 
 
 @pytest.mark.parametrize("mesh", NONE)
 def test_what_is_no_mesh_is_refused(tmp_path, capfd, mesh):
     source = released(tmp_path / "hf", "v3")
     assert convert(source, tmp_path / "out", "--mesh", mesh) == 2
-    assert "is no mesh\n  expected tensor=N,expert=N" in capfd.readouterr().err
+    assert "is no mesh\n  expected data=N,tensor=N,context=N" in capfd.readouterr().err
 
 
 def test_a_released_folder_is_not_cut_for_a_mesh(tmp_path, capfd):
