@@ -52,7 +52,7 @@ def gathered(x: Any, axes: Axes, along: int = 0) -> Any:
     names = _bound(axes)
     if not names:
         return x
-    return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, names, axis=along, tiled=True), x)
+    return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, names, axis=along % leaf.ndim, tiled=True), x)
 
 
 def scattered(x: Array, axes: Axes, along: int = 0) -> Array:
@@ -62,21 +62,20 @@ def scattered(x: Array, axes: Axes, along: int = 0) -> Array:
 
 
 def own(x: Any, axes: Axes, along: int = 0) -> Any:
-    """This device's part of arrays that all have."""
-    parts = size(axes)
-    if parts == 1:
+    """This device's part of arrays that all have, cut along one of their axes."""
+    return jax.tree.map(lambda leaf: part(leaf, leaf.shape[along] // size(axes), axes, along), x)
+
+
+def part(x: Array, length: int, axes: Axes, along: int = 0) -> Array:
+    """This device's part, of this length."""
+    if x.shape[along] == length:
         return x
-
-    def part(leaf: Array) -> Array:
-        length = leaf.shape[along] // parts
-        return jax.lax.dynamic_slice_in_dim(leaf, index(axes) * length, length, along)
-
-    return jax.tree.map(part, x)
+    return jax.lax.dynamic_slice_in_dim(x, index(axes) * length, length, along)
 
 
 def swapped(x: Array, axis: str, cut: int, join: int) -> Array:
     """An array of which each device has a part along `join`, as one of which each has a part along `cut`."""
-    return jax.lax.all_to_all(x, axis, cut, join, tiled=True) if size(axis) > 1 else x
+    return jax.lax.all_to_all(x, axis, cut % x.ndim, join % x.ndim, tiled=True) if size(axis) > 1 else x
 
 
 def _names(axes: Axes) -> tuple[str, ...]:

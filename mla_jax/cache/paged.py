@@ -7,7 +7,10 @@ well.
 
 Where all that is cached is of single heads, `[G Z H ..]`, each head may have tokens of its own. A page then has H lanes, and a
 part is one lane of a page: part g H + h is lane h of page g. Page tables are `[H R P]`, and their entries are parts. All
-numbers of rows and views have this H in front."""
+numbers of rows and views have this H in front.
+
+On a mesh with a `context` axis of C devices, each of them has a part of every page: Z tokens of C Z. Page tables and lengths are
+the same on all; slots are of the tokens that are here."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,8 +18,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from mla_jax.base import across
+from mla_jax.base.axes import CONTEXT
 from mla_jax.base.batch import Batch, Tables
 
 PAGE = 64  # tokens
@@ -54,10 +59,11 @@ class Rows(NamedTuple):
 
     page_table: Int[Array, "*H R P"]
     seq_lens: Int[Array, "*H R"]  # cached tokens with the new ones; 0 for a row without new ones, which attends to nothing
-    counts: Int[Array, "*H R"]  # new tokens that have a slot
+    counts: Int[Array, "*H R"]  # new tokens that have a slot on any device
     row: Int[Array, "*H B T"] | None  # of a new token; None: line b is row b
     index: Int[Array, "*H B T"]  # of a new token in its row
-    slots: Int[Array, "*H B T"]  # of a new token in the pool's first layer, NOWHERE for padding
+    slots: Int[Array, "*H B T"]  # of a new token in the pool's first layer, NOWHERE for padding and what is on other devices
+    real: Bool[Array, "*H B T"]  # whether a new token has a slot on any device
 
     @property
     def lanes(self) -> int:
@@ -78,12 +84,12 @@ class View(NamedTuple):
 
     table: Int[Array, "*H B P"]
     filled: Int[Array, "*H B P"]  # tokens in each
-    start: Int[Array, "*H R"]  # slot of its line at which a row begins
+    start: Int[Array, "*H R"]  # page of its line at which a row begins
 
     @property
     def used(self) -> Int[Array, ""]:
-        """Pages of the longest line that hold anything."""
-        return (self.filled > 0).sum(-1).max()
+        """Pages up to the last one, of any line, that holds anything."""
+        return jnp.where(self.filled > 0, jnp.arange(1, self.filled.shape[-1] + 1), 0).max()
 
     def in_blocks(self, pages: int) -> "View":
         """With empty pages at the end, so that blocks of `pages` pages are all full."""
@@ -143,8 +149,23 @@ def in_order(rows: int, slots: int, size: int = PAGE) -> Int[Array, "B P"]:
     return jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages)
 
 
+def held_here(tokens: Int[Array, "*B"], size: int) -> Int[Array, "*B"]:
+    """How many of a row's first `tokens` are on this device, in pages with `size` tokens here."""
+    devices = across.size(CONTEXT)
+    if devices == 1:
+        return tokens
+    full, more = jnp.divmod(tokens, devices * size)
+    return full * size + jnp.clip(more - across.index(CONTEXT) * size, 0, size)
+
+
+def order_of(slot: Int[Array, "*B"], size: int) -> Int[Array, "*B"]:
+    """Where the token of a row's slot on this device is in the row, in pages with `size` tokens here."""
+    devices = across.size(CONTEXT)
+    return slot + (slot // size * (devices - 1) + across.index(CONTEXT)) * size if devices > 1 else slot
+
+
 def rows_of(batch: Batch, size: int) -> Rows:
-    """`size` is the number of tokens in a page. Tokens past the end of the page table are dropped."""
+    """`size` is the number of tokens in a page on this device. Tokens past the end of the page table are dropped."""
     assert batch.page_table is not None, "a step with a cache needs a page table"
     assert batch.seq_lens is not None, "a step with a cache needs seq_lens"
     assert batch.index is not None, "a step with a cache needs the index of each token"
@@ -154,12 +175,15 @@ def rows_of(batch: Batch, size: int) -> Rows:
         return jax.vmap(lambda *head: rows_of(batch.of_head(*head), size))(*heads)
     (lines, _), (count, pages), index = batch.mask.shape, batch.page_table.shape, batch.index
     row = jnp.arange(lines)[:, None] if batch.row is None else batch.row
-    room = pages * size
-    page = batch.page_table[row, jnp.clip(index, 0, room - 1) // size]
-    slots = jnp.where(batch.mask & (index < room), page * size + index % size, NOWHERE)
-    counts = _of_rows(slots != NOWHERE, batch.row, count)
+    whole = across.size(CONTEXT) * size
+    room = pages * whole
+    page, place = batch.page_table[row, jnp.clip(index, 0, room - 1) // whole], index % whole
+    real = batch.mask & (index < room)
+    here = real & (place // size == across.index(CONTEXT)) if whole > size else real
+    slots = jnp.where(here, page * size + place % size, NOWHERE)
+    counts = _of_rows(real, batch.row, count)
     seq_lens = jnp.where(counts > 0, jnp.minimum(batch.seq_lens, room), 0)
-    return Rows(batch.page_table, seq_lens, counts, batch.row, index, slots)
+    return Rows(batch.page_table, seq_lens, counts, batch.row, index, slots, real)
 
 
 def _lanes(table: Int[Array, "*H R P"]) -> int:
@@ -177,16 +201,17 @@ def view_of(rows: Rows, lens: Int[Array, "*H R"], size: int) -> View:
     if rows.lanes > 1:
         return jax.vmap(lambda rows, lens: view_of(rows, lens, size))(rows, lens)
     count, width = rows.page_table.shape
+    here = held_here(lens, size)
     if rows.row is None:
-        filled = jnp.clip(lens[:, None] - jnp.arange(width) * size, 0, size)
+        filled = jnp.clip(here[:, None] - jnp.arange(width) * size, 0, size)
         return View(rows.page_table, filled, jnp.zeros_like(lens))
-    pages = -(-lens // size)
+    pages = -(-lens // (across.size(CONTEXT) * size))
     stop = jnp.cumsum(pages)
     start, place = stop - pages, jnp.arange(count * width)
     row = jnp.minimum(jnp.searchsorted(stop, place, side="right", method="compare_all"), count - 1)
     page = place - start[row]  # past the last row's end there are no tokens
-    table, filled = rows.page_table[row, jnp.minimum(page, width - 1)], jnp.clip(lens[row] - page * size, 0, size)
-    return View(table[None], filled[None], start * size)
+    table, filled = rows.page_table[row, jnp.minimum(page, width - 1)], jnp.clip(here[row] - page * size, 0, size)
+    return View(table[None], filled[None], start)
 
 
 def slots_in(layer: Layer, rows: Rows) -> Int[Array, "*H B T"]:

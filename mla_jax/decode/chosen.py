@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base.options import MAX_LOGPROBS, MOST_DRAFTS
-from mla_jax.decode.packing import Either, unpack
+from mla_jax.decode.packing import Either, here, part_here, unpack
 
 STEPS = 32  # tokens per row that one `run` chooses at most
 
@@ -44,7 +44,7 @@ CHOSEN, LIKELY = nothing_chosen(1)
 
 
 class Found(NamedTuple):
-    """What one `run` has found, on the device; to look at it is to wait for it."""
+    """What one `run` has found, on the device, one data shard's rows after the other's; to look at it is to wait for it."""
 
     chosen: Int[Array, "B chosen"]
     likely: Int[Array, "B likely"]  # zeros unless a row of the batch asks
@@ -52,13 +52,13 @@ class Found(NamedTuple):
     @property
     def is_there(self) -> bool:
         """Whether nobody has to wait any more."""
-        return self.chosen.is_ready()  # type: ignore[attr-defined]
+        return part_here(self.chosen).is_ready()
 
     def tokens(self) -> Chosen:
-        return unpack(np.asarray(self.chosen), CHOSEN, 1)
+        return unpack(here(self.chosen), CHOSEN, 1)
 
     def logprobs(self) -> Likely:
-        return unpack(np.asarray(self.likely), LIKELY, 1)
+        return unpack(here(self.likely), LIKELY, 1)
 
 
 def likely(logits: Float[Array, "B T W"], tokens: Int[Array, "B T"]) -> Likely:

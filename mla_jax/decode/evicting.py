@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from mla_jax.base import across
+from mla_jax.base.axes import DATA
 from mla_jax.base.batch import Tables
 from mla_jax.cache import evict, paged
 from mla_jax.cache.evict import RULES, Policy
@@ -44,6 +46,7 @@ class Kept(NamedTuple):
 
     source: Any  # Int[Array, "L H B S"]: the slots that they had, in order
     count: Any  # Int[Array, "L H B"]
+    told: Any  # Int[Array, "shards L H B"]: the counts of all data shards, for the host
 
 
 def observe(
@@ -69,7 +72,7 @@ def observe(
     scores = jnp.stack(found)[..., :slots]
     stays = evict.kept(scores, held, count, rule, sinks=evicts.sinks, window=evicts.recent, first=policy.first)
     source, kept = evict.places(stays.swapaxes(1, 2))
-    return same, rows, Kept(source.astype(jnp.int32), kept)
+    return same, rows, Kept(source.astype(jnp.int32), kept, across.gathered(kept[None], DATA))
 
 
 def move(model: Transformer, pool: Pool, kept: Kept, old: Tables, new: Tables) -> tuple[Pool, Kept]:

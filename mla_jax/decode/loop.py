@@ -15,16 +15,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt16
 
+from mla_jax.base import across
+from mla_jax.base.axes import DATA
 from mla_jax.base.batch import Batch, Table, Tables
 from mla_jax.cache.paged import Pool, page_size
-from mla_jax.decode import contents, evicting, paging
+from mla_jax.decode import contents, dealt, evicting, paging
 from mla_jax.decode import rows as table
-from mla_jax.decode.chosen import Found, Likely, likely
+from mla_jax.decode.chosen import Found, Likely
 from mla_jax.decode.evicting import Kept, Selection
 from mla_jax.decode.programs import Program, Shared
 from mla_jax.decode.rows import ADMITTED, Entry, Rows
 from mla_jax.decode.speculative import NOBODY, Drafter, run_with_drafts
-from mla_jax.decode.steps import Going, accepted, begun, counted, ended, next_token, read, unembedded
+from mla_jax.decode.spread import Spread
+from mla_jax.decode.steps import Going, accepted, begun, counted, ended, next_token, read
 from mla_jax.decode.store import Store
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload import experts
@@ -62,7 +65,13 @@ def prefill(
     fresh = was_open.held == entry.held  # of the token before nobody knows the hidden state
     before, known = _before(hidden, was_last, fresh, was_open.held, batch)
     filled = drafter.keep(model, filled, before, tokens[None], dataclasses.replace(batch, mask=batch.mask & known))
-    return filled, rows, None if following is None else likely(model.unembed(hidden), following[None])
+    return filled, rows, None if following is None else _scores(model, hidden, following)
+
+
+def _scores(model: Transformer, hidden: Float[Array, "1 T D"], following: Int[Array, " T"]) -> Likely:
+    """Of the tokens that follow each of a line, of all data shards."""
+    found = dealt.likely_of(dealt.logits(model, jnp.swapaxes(hidden, 0, 1)), following[:, None])
+    return across.gathered(Likely(*(jnp.swapaxes(array, 0, 1) for array in found)), DATA)
 
 
 def _before(
@@ -101,14 +110,14 @@ def run(
     asked, going = begun(pool, rows, at, page_table, steps)
 
     def step(going: Going) -> Going:
-        going, token, more = next_token(going, asked, unembedded(model, going.last))
+        going, token, more = next_token(going, asked, dealt.logits(model, going.last))
         token, counts = token[:, None], more.astype(jnp.int32)
         batch = Batch.behind(going.held, going.position, counts, 1, page_table)
         going = going._replace(pool=drafter.keep(model, going.pool, going.last[:, None], token, batch))
         going, hidden = read(model, going, asked, token, counts)
         return accepted(going, more, hidden[:, 0])
 
-    return ended(jax.lax.while_loop(lambda going: going.is_active(asked).any(), step, going), asked)
+    return ended(jax.lax.while_loop(lambda going: going.goes_on(asked), step, going), asked)
 
 
 # On a CPU, XLA computes bfloat16 and packed weights in float32. By default it converts all weights before a loop begins, and all
@@ -135,8 +144,8 @@ def new(model: Transformer, rows: int, pages: int, text: int = 0, hosted: int = 
 
 
 def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
-    """Of whole sequences, nothing cached."""
-    return model.unembed(model(tokens, Batch.dense(*tokens.shape))[0])
+    """Of whole sequences, nothing cached; on a mesh of those of all data shards."""
+    return across.gathered(model.unembed(model(tokens, Batch.dense(*tokens.shape))[0]), DATA)
 
 
 class Sizes(NamedTuple):
@@ -172,7 +181,7 @@ class Programs:
         self.model, self.device, self.drafter, self.evicts = model, model.dispatch.device, drafter, evicts
         self._calls_host = bool(model.on_host())
         shared = Shared.of(None if folder is None or self._calls_host else Store.of(folder, model))
-        self.waits = shared.waits
+        self.waits, self.spread = shared.waits, Spread.of(model)
         options, loop_options = (options.get(self.device.platform) for options in (OPTIONS, LOOP_OPTIONS))
         program = functools.partial(Program, model=model, shared=shared)
         self.new = program(functools.partial(new, counts=counts), static_argnums=(1, 2, 3, 4))
@@ -214,7 +223,8 @@ class Programs:
         with self.waits.record():
             started = [*self._generating(pool, rows, sizes), *self._reading(pool, rows, sizes), *self._between(pool, rows, sizes)]
             texts = [] if rows.text is None else [_numbers(ADMITTED, rows.text.shape[1])]
-            started.append(self.admit.start(rows, _numbers(ADMITTED), table.blank(ADMITTED), *texts))
+            entry = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), table.blank(ADMITTED))
+            started.append(self.admit.start(rows, _numbers(ADMITTED), entry, *texts))
             for future in started:
                 future.result()
 
@@ -238,13 +248,13 @@ class Programs:
         if n := sizes.evicted:
             tables = self._tables(n, width)
             yield self.observe.start(pool, rows, _numbers(n), tables, _numbers(n))
-            yield self.move.start(pool, self._kept(pool, width, n), tables, tables)
+            yield self.move.start(pool, self.spread.whole(self._kept(pool, width, n)), tables, tables)
         if n := sizes.ranked:
             yield self.rank.start(pool, rows, _numbers(n), self._tables(n, width), _numbers(n, width), _numbers(n, width))
             yield self.hold.start(rows, _numbers(n), _numbers(n))
         if n := sizes.copied:
             yield self.copy_out.start(pool, _numbers(n))
-            yield self.copy_in.start(pool, self._contents(n), _numbers(n))
+            yield self.copy_in.start(pool, self.spread.whole(self._contents(n)), _numbers(n))
 
     def _tables(self, rows: int, width: int) -> Any:
         """The shapes of a page table."""
@@ -256,7 +266,9 @@ class Programs:
     def _kept(self, pool: Pool, width: int, rows: int) -> Kept:
         """The shapes of what `observe` has found."""
         each = len(self.model.layers), self.model.lanes
-        return Kept(_numbers(*each, rows, width * page_size(pool)), _numbers(*each, rows))
+        return Kept(
+            _numbers(*each, rows, width * page_size(pool)), _numbers(*each, rows), _numbers(self.spread.shards, *each, rows)
+        )
 
     def _contents(self, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of what this number of pages holds."""

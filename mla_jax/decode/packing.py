@@ -3,6 +3,7 @@
 Every array costs a call about a microsecond. One from the host costs a copy as well. One whose address changes from call to call
 costs an update of each node of a CUDA graph that uses it."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -37,6 +38,25 @@ def unpack(packed: Packed, like: Tree, axes: int = 0) -> Tree:
         found.append(_numbers(packed[..., start:stop].reshape(*packed.shape[:axes], *shape), array.dtype))
         start = stop
     return jax.tree.unflatten(tree, found)
+
+
+def of_shards(shards: Sequence[Any]) -> Any:
+    """What is sent to each data shard, in one tree: with an axis of shards in front, where there are several."""
+    if len(shards) == 1:
+        return shards[0]
+    return jax.tree.map(lambda *arrays: np.stack(arrays), *shards)
+
+
+def here(array: Any) -> np.ndarray:
+    """What all devices have the same of, on the host."""
+    return np.asarray(part_here(array))
+
+
+def part_here(array: Any) -> Any:
+    """The array of one device of this process, on the device."""
+    if not isinstance(array, jax.Array) or len(array.sharding.device_set) == 1:
+        return array
+    return array.addressable_shards[0].data
 
 
 def _bits(array: Any) -> Any:

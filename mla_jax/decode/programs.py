@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from mla_jax.decode.packing import pack, unpack
+from mla_jax.decode.spread import Spread
 from mla_jax.decode.store import Built, Store
 from mla_jax.model.transformer import Transformer
 
@@ -70,7 +71,8 @@ class Program:
 
     `function` is `(model, *args, **kw)`; the options are those of `jax.jit`, for which the model is argument 0. Weights are
     passed as a flat tuple: to flatten an `nnx.State` at each call takes milliseconds. What is neither static nor donated comes
-    from the host, and is sent as one array."""
+    from the host, and is sent as one array; where there are several data shards, it has an axis of these in front. On a mesh the
+    function is that of one device."""
 
     def __init__(
         self,
@@ -84,7 +86,8 @@ class Program:
         compiler_options: dict[str, Any] | None = None,
     ):
         self._graph, self._state = nnx.split(model)
-        self._structure = jax.tree.structure(self._state)
+        self.spread = Spread.of(model)
+        self._structure = jax.tree.structure(self.spread.local(self._state))
         self.weights: tuple[jax.Array, ...] = tuple(jax.tree.leaves(self._state))
         self.precision = "highest" if model.dtype == jnp.float32 else None
         self.shared, self.function = shared or Shared.of(), functools.partial(function)
@@ -98,8 +101,14 @@ class Program:
         if call.key not in self._built:
             with self.shared.waits.record():
                 self._start(call).result()
-        built, sent = self._built[call.key].result(), pack([np.asarray(array) for array in call.sent])
-        return jax.tree.unflatten(built.structure, built.compiled(self.weights, call.donated, sent))
+        built, packed = self._built[call.key].result(), self._packed([np.asarray(array) for array in call.sent])
+        return jax.tree.unflatten(built.structure, built.compiled(self.weights, call.donated, packed))
+
+    def _packed(self, sent: list[np.ndarray]) -> Any:
+        """What is sent, in one array."""
+        shards = self.spread.shards
+        packed = pack(sent, 1) if shards > 1 and sent else pack(sent)
+        return packed if self.spread.mesh is None else self.spread.send(packed.reshape(shards, -1))
 
     def start(self, *args, **kw) -> Future[Built]:
         """The program for such arguments, once it is compiled. In the place of an array a `jax.ShapeDtypeStruct` will do."""
@@ -125,8 +134,16 @@ class Program:
         statics = tuple((name, arg) for name, arg in given.items() if name in self.static)
         donated, first = jax.tree.flatten({name: arg for name, arg in given.items() if name in self.donated})
         sent, other = jax.tree.flatten({name: arg for name, arg in given.items() if name not in self.static + self.donated})
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in (*donated, *sent))
+        of_one = [self._for_one(leaf) for leaf in sent]
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in (*donated, *of_one))
         return Call(Key(statics, first, other, shapes), donated, sent)
+
+    def _for_one(self, leaf: Any) -> Any:
+        """The shape of what is sent, for one data shard."""
+        if self.spread.shards == 1 or isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        leaf = np.asarray(leaf)
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
 
     def _start(self, call: Call) -> Future[Built]:
         """Traces here, or leaves it to a thread to read what is stored; compiles in a thread."""
@@ -147,12 +164,12 @@ class Program:
 
     def _lower(self, call: Call) -> tuple[jax.stages.Lowered, Any]:
         """The program before it is compiled, and the structure of its value."""
-        key, found = call.key, []
+        key, found, of_one = call.key, [], [self._for_one(leaf) for leaf in call.sent]
 
         def flat(weights: tuple[jax.Array, ...], donated: list[jax.Array], sent: jax.Array) -> list[jax.Array]:
             model = nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights))
             given = dict(key.statics) | jax.tree.unflatten(key.donated, donated)
-            given |= jax.tree.unflatten(key.sent, unpack(sent, call.sent))
+            given |= jax.tree.unflatten(key.sent, unpack(sent, of_one))
             places = sorted((name for name in given if name.isdecimal()), key=int)
             value = self.function(model, *(given.pop(place) for place in places), **given)
             leaves, structure = jax.tree.flatten(value)
@@ -162,9 +179,12 @@ class Program:
         flat.__name__ = self.function.func.__name__
         if self.shared.store is not None:  # in JAX's cache another version of the code must not find it: see `Store.compile`
             flat.__name__ += f"_{self.shared.store.version}"
-        jitted = jax.jit(flat, donate_argnums=1, compiler_options=self.compiler_options)
+        program = self.spread.on_each(flat)
+        program.__name__ = flat.__name__
+        jitted = jax.jit(program, donate_argnums=1, compiler_options=self.compiler_options)
         with jax.default_matmul_precision(self.precision):
-            return jitted.lower(self.weights, call.donated, jax.eval_shape(pack, call.sent)), found[-1]
+            packed = self.spread.sent(jax.eval_shape(pack, of_one))
+            return jitted.lower(self.weights, call.donated, packed), found[-1]
 
     def _compile(self, lowered: jax.stages.Lowered, structure: Any, name: str | None) -> Built:
         store = self.shared.store

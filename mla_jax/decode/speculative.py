@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from mla_jax.base import across
 from mla_jax.base.batch import Batch, Table
 from mla_jax.cache.paged import Pool
+from mla_jax.decode import dealt
 from mla_jax.decode.chosen import Found
 from mla_jax.decode.rows import Rows
-from mla_jax.decode.sampling import choose
-from mla_jax.decode.steps import Asked, Going, accepted, begun, ended, next_token, read, taken, unembedded
+from mla_jax.decode.steps import Asked, Going, accepted, begun, ended, next_token, read, taken
 from mla_jax.model.transformer import Transformer
 
 
@@ -86,13 +87,15 @@ class Mtp(Drafter):
             one = Batch.behind(going.held + i, going.position + i, (i < needed).astype(jnp.int32), 1, asked.page_table)
             found, pool, _ = model.draft(0, newest[:, None], hidden[:, None], _one_back(one), pool)
             hidden = found[:, 0]
-            newest, _ = choose(model.unembed(hidden), going.rows.seen, asked.at, going.position + 1 + i, asked.entry.sampling)
+            newest, _ = dealt.choose(
+                dealt.logits(model, hidden), going.rows.seen, asked.at, going.position + 1 + i, asked.entry.sampling
+            )
             return pool, hidden, newest, guesses.at[:, i].set(newest)
 
         guesses = jnp.zeros((token.size, self.most), jnp.int32)
         start = going.pool, going.last, token, guesses
         with jax.named_scope("draft"):
-            pool, _, _, guesses = jax.lax.fori_loop(0, jnp.maximum(needed.max(), 0), guess, start)
+            pool, _, _, guesses = jax.lax.fori_loop(0, across.largest(jnp.maximum(needed.max(), 0)), guess, start)
         return pool, guesses, counts
 
     def keep(
@@ -175,8 +178,8 @@ def run_with_drafts(
         pool, guesses, counts = drafter.propose(model, going, asked, token, counts)
         return _verified(model, going._replace(pool=pool), asked, drafter, Guessed(token, guesses, counts))
 
-    start = going, unembedded(model, going.last)
-    going, _ = jax.lax.while_loop(lambda carry: carry[0].is_active(asked).any(), one_pass, start)
+    start = going, dealt.logits(model, going.last)
+    going, _ = jax.lax.while_loop(lambda carry: carry[0].goes_on(asked), one_pass, start)
     return ended(going, asked)
 
 
@@ -190,31 +193,31 @@ class Guessed(NamedTuple):
 
 def _verified(
     model: Transformer, going: Going, asked: Asked, drafter: Drafter, given: Guessed
-) -> tuple[Going, Float[Array, "B W"]]:
-    """Reads a token and its guesses, and takes those that stand; also returns the logits of the last token of each row."""
+) -> tuple[Going, Float[Array, "b W"]]:
+    """Reads a token and its guesses, and takes those that stand; also returns the dealt logits of the last token of each row."""
     before, most = going, given.guesses.shape[1]
     tokens = jnp.concatenate([given.token[:, None], given.guesses], axis=1)
     going, hidden = read(model, going, asked, tokens, given.counts + 1)
-    logits = unembedded(model, hidden)
+    logits = dealt.logits(model, hidden)
     going = _checked(going, asked, given, hidden, logits)
     stood = jnp.maximum(going.held - before.held - 1, 0)
     batch = Batch.behind(before.held + 1, before.position + 1, stood, most, asked.page_table)
     pool = drafter.keep(model, going.pool, hidden[:, :most], given.guesses, batch)
-    return going._replace(pool=pool), jnp.take_along_axis(logits, stood[:, None, None], axis=1)[:, 0]
+    return going._replace(pool=pool), jnp.take_along_axis(logits, dealt.own(stood)[:, None, None], axis=1)[:, 0]
 
 
-def _checked(going: Going, asked: Asked, given: Guessed, hidden: Float[Array, "B T D"], logits: Float[Array, "B T W"]) -> Going:
+def _checked(going: Going, asked: Asked, given: Guessed, hidden: Float[Array, "B T D"], logits: Float[Array, "b T W"]) -> Going:
     """Takes the token that was read, then one guess after the other, as long as each is what is drawn in its place."""
 
     def is_unfinished(carry: tuple[Array, Going, Array]) -> Array:
         i, _, live = carry
-        return (live & (i < given.counts)).any()
+        return across.any_of((live & (i < given.counts)).any())
 
     def check(carry: tuple[Array, Going, Array]) -> tuple[Array, Going, Array]:
         i, going, live = carry
         mine, guess = logits[:, i], given.guesses[:, i]
         asks = live & (i < given.counts)
-        drawn, fit = choose(mine, going.rows.seen, asked.at, going.position, asked.entry.sampling)
+        drawn, fit = dealt.choose(mine, going.rows.seen, asked.at, going.position, asked.entry.sampling)
         right = asks & fit & stands(guess, drawn)
         going = taken(_tallied(going, i, asks, right), asked, drawn, right, mine)
         live = right & ~going.is_open.done

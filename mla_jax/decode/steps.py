@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from mla_jax.base import across
+from mla_jax.base.axes import DATA
 from mla_jax.base.batch import Batch, Table
 from mla_jax.cache.paged import Pool
+from mla_jax.decode import dealt
 from mla_jax.decode import rows as table
-from mla_jax.decode.chosen import STEPS, Chosen, Found, Likely, likely, nothing_chosen
+from mla_jax.decode.chosen import STEPS, Chosen, Found, Likely, nothing_chosen
 from mla_jax.decode.packing import pack
 from mla_jax.decode.rows import Entry, Open, Rows
-from mla_jax.decode.sampling import choose
 from mla_jax.model.transformer import Transformer
 
 
@@ -46,6 +48,10 @@ class Going(NamedTuple):
     def position(self) -> Int[Array, " B"]:
         return self.is_open.position
 
+    def goes_on(self, asked: Asked) -> Bool[Array, ""]:
+        """Whether any row of any device may."""
+        return across.any_of(self.is_active(asked).any())
+
     def is_active(self, asked: Asked) -> Bool[Array, " B"]:
         """The rows that may choose one more token in this run."""
         return ~self.is_open.done & (self.chosen.count < asked.steps)
@@ -61,19 +67,14 @@ def begun(pool: Pool, rows: Rows, at: Int[Array, " B"], page_table: Table, steps
 def ended(going: Going, asked: Asked) -> tuple[Pool, Rows, Found]:
     chosen = going.chosen._replace(done=going.is_open.done, finite=going.is_open.finite)
     rows = table.returned(going.rows, asked.at, going.is_open, going.last)
-    return going.pool, rows, Found(pack(chosen, 1), pack(going.scored, 1))
+    return going.pool, rows, Found(*across.gathered((pack(chosen, 1), pack(going.scored, 1)), DATA))
 
 
-def unembedded(model: Transformer, hidden: Float[Array, "*B D"]) -> Float[Array, "*B W"]:
-    with jax.named_scope("unembed"):
-        return model.unembed(hidden)
-
-
-def next_token(going: Going, asked: Asked, logits: Float[Array, "B W"]) -> tuple[Going, Int[Array, " B"], Bool[Array, " B"]]:
-    """One more token for every active row, drawn from the logits of its last one, and the rows that are to read it; ends the rows
-    whose logits are not finite."""
+def next_token(going: Going, asked: Asked, logits: Float[Array, "b W"]) -> tuple[Going, Int[Array, " B"], Bool[Array, " B"]]:
+    """One more token for every active row, drawn from the dealt logits of its last one, and the rows that are to read it; ends
+    the rows whose logits are not finite."""
     with jax.named_scope("choose"):
-        token, fit = choose(logits, going.rows.seen, asked.at, going.position, asked.entry.sampling)
+        token, fit = dealt.choose(logits, going.rows.seen, asked.at, going.position, asked.entry.sampling)
         token = table.told_again(going.rows, asked.at, asked.entry, going.is_open, token)
     active = going.is_active(asked)
     going = taken(going, asked, token, active & fit, logits)
@@ -82,14 +83,14 @@ def next_token(going: Going, asked: Asked, logits: Float[Array, "B W"]) -> tuple
     return going._replace(is_open=is_open), token, active & ~is_open.done
 
 
-def taken(going: Going, asked: Asked, token: Int[Array, " B"], takes: Bool[Array, " B"], logits: Float[Array, "B W"]) -> Going:
+def taken(going: Going, asked: Asked, token: Int[Array, " B"], takes: Bool[Array, " B"], logits: Float[Array, "b W"]) -> Going:
     """With the token that each row `takes`, drawn from these logits; ends the rows that are full, or at an end token."""
     entry, is_open, chosen, slot = asked.entry, going.is_open, going.chosen, jnp.where(takes, going.chosen.count, STEPS)
     count = is_open.count + takes
     ends = (token[:, None] == entry.ends).any(1) | (count >= entry.limit)
     rows = table.chose(going.rows, asked.at, going.position, token, takes)
     scored = jax.lax.cond(
-        (takes & entry.logprobs).any(), lambda: _scored(going.scored, slot, logits, token), lambda: going.scored
+        across.any_of((takes & entry.logprobs).any()), lambda: _scored(going.scored, slot, logits, token), lambda: going.scored
     )
     return going._replace(
         rows=rows,
@@ -99,9 +100,9 @@ def taken(going: Going, asked: Asked, token: Int[Array, " B"], takes: Bool[Array
     )
 
 
-def _scored(scored: Likely, slot: Int[Array, " B"], logits: Float[Array, "B W"], token: Int[Array, " B"]) -> Likely:
+def _scored(scored: Likely, slot: Int[Array, " B"], logits: Float[Array, "b W"], token: Int[Array, " B"]) -> Likely:
     """With the log-probabilities of one more token."""
-    found = likely(logits[:, None], token[:, None])
+    found = dealt.likely_of(logits[:, None], token[:, None])
     return Likely(*(_put(old, slot, new[:, 0]) for old, new in zip(scored, found, strict=True)))
 
 

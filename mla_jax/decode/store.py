@@ -15,7 +15,7 @@ import stat
 import sys
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from flax import nnx
 from jax.experimental import serialize_executable
 
 from mla_jax.base.files import cache_folder
+from mla_jax.decode.spread import Spread
 from mla_jax.model.ops import load_runtime
 from mla_jax.model.transformer import Transformer
 
@@ -45,22 +46,22 @@ class Built(NamedTuple):
 
 
 class Store:
-    """Programs for `device` in `folder`, of the model that `context` tells apart from all others."""
+    """Programs for `devices` in `folder`, of the model that `context` tells apart from all others."""
 
-    def __init__(self, folder: Path, device: Any, context: str):
-        self.folder, self.device, self.context = folder, device, context
+    def __init__(self, folder: Path, devices: Sequence[Any], context: str):
+        self.folder, self.devices, self.context = folder, devices, context
         self.version = digest(code(), context)[:8]
 
     @classmethod
     def of(cls, folder: Path, model: Transformer) -> "Store":
         graph, state = nnx.split(model)
         leaves, structure = jax.tree.flatten(state)
-        (device,) = leaves[0].devices()
-        return cls(folder, device, repr((graph, structure, [(leaf.shape, leaf.dtype.name) for leaf in leaves])))
+        devices = Spread.of(model).devices or list(leaves[0].devices())
+        return cls(folder, devices, repr((graph, structure, [(leaf.shape, leaf.dtype.name) for leaf in leaves])))
 
     def name(self, program: str, *facts: Any) -> str:
         """The file of a program that follows from these facts, as their `repr` tells them."""
-        return f"{program}-{digest(code(), self.context, environment(self.device), *map(repr, facts))}"
+        return f"{program}-{digest(code(), self.context, environment(self.devices), *map(repr, facts))}"
 
     def has(self, name: str) -> bool:
         return self._is_own() and (self.folder / name).is_file()
@@ -74,7 +75,7 @@ class Store:
                 return None
             load_runtime()
             *program, structure = pickle.loads(zlib.decompress(data[CHECKSUM:]))
-            compiled = serialize_executable.deserialize_and_load(*program, execution_devices=[self.device])
+            compiled = serialize_executable.deserialize_and_load(*program, execution_devices=self.devices)
             os.utime(path)
         except Exception:
             return None
@@ -145,12 +146,15 @@ def code() -> str:
     return found.hexdigest()
 
 
-def environment(device: Any) -> str:
-    """What else decides how a program is traced and compiled: versions, settings, the device."""
+def environment(devices: Sequence[Any]) -> str:
+    """What else decides how a program is traced and compiled: versions, settings, the devices."""
+    device = devices[0]
     versions = sys.version, jax.__version__, jaxlib.version.__version__, flax.__version__, device.client.platform_version
     settings = {name: value for name, value in jax.config.values.items() if name != "jax_compilation_cache_dir"}
     variables = [os.environ.get(name) for name in VARIABLES]
-    return repr((versions, device.device_kind, device.id, len(jax.devices()), _processor(), settings, variables))
+    return repr(
+        (versions, device.device_kind, [one.id for one in devices], len(jax.devices()), _processor(), settings, variables)
+    )
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.cache.paged import COPIED, PAGE
 from mla_jax.decode.chosen import Likely
 from mla_jax.decode.loop import Programs, Sizes
+from mla_jax.decode.packing import of_shards
 from mla_jax.decode.rows import ADMITTED
 from mla_jax.engine.drafting import Drafting
 from mla_jax.engine.entries import entries
@@ -27,7 +28,8 @@ from mla_jax.engine.host_tier import HostTier
 from mla_jax.engine.job import Job
 from mla_jax.engine.pages import Pages
 from mla_jax.engine.request import FinishReason, Request
-from mla_jax.engine.scheduler import Plan, Running, Waiting, plan
+from mla_jax.engine.scheduler import Plan, Running, Waiting, agreed, assigned, plan
+from mla_jax.engine.shard import Shard, by_shard
 from mla_jax.engine.size import Size
 from mla_jax.engine.stats import EngineStats, between
 from mla_jax.text.tokenizer import Tokenizer
@@ -36,15 +38,16 @@ SCORED = 64  # tokens of one prompt whose log-probabilities one dispatch compute
 
 
 class Engine:
-    """Serves any number of requests over one pool. Not for several threads at once."""
+    """Serves any number of requests over one pool, or on a mesh over one of each data shard. Not for several threads at once."""
 
     def __init__(self, programs: Programs, config: Config, tokenizer: Tokenizer | None, size: Size, drafts: int | None = None):
-        """`drafts` are the guesses of every pass, if the programs have a drafter; None: as many as pay."""
+        """`size` is of each data shard. `drafts` are the guesses of every pass, if the programs have a drafter; None: as many as
+        pay."""
         self.programs, self.config, self.tokenizer, self.size = programs, config, tokenizer, size
         self.drafter = programs.drafter
         self.drafting = Drafting(config, programs.device, self.drafter, drafts)
         self.limits = size.limits(programs.model.dispatch.reach(programs.model))
-        self.stats = EngineStats(rows=size.rows, pages=size.pages)
+        self.stats = EngineStats(rows=self.rows, pages=programs.spread.shards * size.pages)
         self._serial = 0
         self.jobs: dict[int, Job] = {}  # that are not done, by id
         self._compiled_rows: set[int] = set()
@@ -58,15 +61,23 @@ class Engine:
             job.finish(FinishReason.CANCELLED)
         self.jobs = {}
         self.waiting: list[Job] = []
-        self.running: list[Job] = []
         self._flying = Flights(self.programs, self.drafting, self.stats, self._least_bytes)
         self._tier = HostTier(self.programs, self.size.hosted, self.stats) if self.size.hosted else None
-        self._pages = self._new_pages()
-        self._free_rows = list(range(self.size.rows))[::-1]
+        rows, count = self.size.rows, self.programs.spread.shards
+        self.shards = [Shard(number, self._new_pages(), list(range(rows))[::-1]) for number in range(count)]
         self._arrays: tuple[Any, Any] | None = None  # pool and table, made when the first request comes
 
     def _new_pages(self) -> Pages:
         return Pages(self.size.pages, PAGE, ahead=self.drafter.ahead, tier=self._tier)
+
+    @property
+    def rows(self) -> int:
+        """Requests that run at a time."""
+        return self.programs.spread.shards * self.size.rows
+
+    @property
+    def running(self) -> list[Job]:
+        return [job for shard in self.shards for job in shard.running]
 
     def submit(self, request: Request, *, priority: int = 0, streams: bool = False) -> Job:
         """Queues a request; a lower `priority` comes first. Raises BadRequest or DoesNotFit if it is too long for the
@@ -91,7 +102,7 @@ class Engine:
 
     def _room(self, request: Request) -> int:
         """Tokens that a request can have if there is no other."""
-        return self.size.pages * PAGE
+        return self.size.pages * PAGE  # of one shard
 
     def cancel(self, job: Job) -> None:
         """Ends a job that nobody wants any more; its pages are free again."""
@@ -109,34 +120,35 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.running or self._flying)
+        return bool(self.waiting or self._flying or any(shard.running for shard in self.shards))
 
     def step(self) -> None:
         """Sends the next dispatches, then takes in what those of the step before have chosen."""
         start, waited = time.perf_counter(), self.stats.waited_seconds
-        decision = self._decide()
-        if decision.preempt and self._flying:  # what they have chosen is not lost
+        plans = self._decide()
+        if self._flying and any(decision.preempt for decision in plans):  # what they have chosen is not lost
             self._land_all()
-            decision = self._decide()
-        for job in self._of(decision.preempt):
-            self._preempt(job)
+            plans = self._decide()
+        for decision in plans:
+            for job in self._of(decision.preempt):
+                self._preempt(job)
         earlier = len(self._flying)
-        self._prepare(decision)
-        self._admit(self._of(decision.admit))
+        self._prepare(plans)
+        self._admit([self._of(decision.admit) for decision in plans])
         self._score()
-        self._read(decision)
-        self._decode(self._of(decision.decode), decision.steps)
+        self._read(plans)
+        self._decode([job for decision in plans for job in self._of(decision.decode)], plans[0].steps)
         for _ in range(earlier):
             self._land()
         running, _ = between(self.programs.waits, start, time.perf_counter())
         seconds = running - (self.stats.waited_seconds - waited)
-        self.stats.note(self._pages, self.running, self.waiting, self.programs.compiled, seconds)
+        self.stats.note(self.shards, self.waiting, self.programs.compiled, seconds)
 
     def take_load(self) -> np.ndarray:
         """How often each expert of each layer was chosen since this was last asked; for programs that count it."""
         pool, rows = self._state()
         self._arrays = pool, dataclasses.replace(rows, load=rows.load * 0)
-        return np.asarray(rows.load)
+        return self.programs.spread.added_up(rows.load)
 
     def warm_up(self) -> None:
         """Compiles every program that any request may need, so that nothing is compiled later."""
@@ -164,29 +176,25 @@ class Engine:
         """Pages on the host that something on the device sums up."""
         return 0
 
-    def _decide(self) -> Plan:
-        """What the scheduler says, for the requests that run and the first of those that wait."""
-        running = [self._as_running(job) for job in self.running]
-        return self._plan(self._candidates(), running)
+    def _decide(self) -> list[Plan]:
+        """What the scheduler says for each shard, of the requests that run and the first of those that wait."""
+        running = [[self._as_running(job) for job in shard.running] for shard in self.shards]
+        most = 2 * sum(len(shard.free_rows) for shard in self.shards)  # some of them may wait for a prefix
+        first = [[self._as_waiting(job, shard) for shard in self.shards] for job in self.waiting[:most]]
+        waiting = assigned(first, running, [self._free(shard) for shard in self.shards], self.limits)
+        return agreed([self._plan(*each) for each in zip(self.shards, waiting, running, strict=True)])
 
-    def _plan(self, waiting: list[Waiting], running: list[Running]) -> Plan:
-        return plan(waiting, running, self._pages.free, self.limits)
+    def _plan(self, shard: Shard, waiting: list[Waiting], running: list[Running]) -> Plan:
+        return plan(waiting, running, self._free(shard), self.limits)
 
-    def _candidates(self) -> list[Waiting]:
-        """As many requests as there are free rows, the first that wait; of those that must wait for a prefix, as many more."""
-        found: list[Waiting] = []
-        room = len(self._free_rows)
-        for job in self.waiting[: 2 * room]:
-            if not room:
-                break
-            candidate = self._as_waiting(job)
-            found.append(candidate)
-            room -= not candidate.blocked
-        return found
+    def _free(self, shard: Shard) -> int:
+        """Pages that requests of a shard can have."""
+        return shard.pages.free
 
-    def _as_waiting(self, job: Job) -> Waiting:
+    def _as_waiting(self, job: Job, shard: Shard) -> Waiting:
+        """How it would wait for this shard."""
         first = self._first_tokens(job)
-        match, left = self._pages.match(first, job.shares), job.request.limit - len(job.ids) + self._again(job)
+        match, left = shard.pages.match(first, job.shares), job.request.limit - len(job.ids) + self._again(job)
         return Waiting(
             id=job.id,
             priority=job.priority,
@@ -213,6 +221,7 @@ class Engine:
 
     def _as_running(self, job: Job) -> Running:
         assert job.held is not None
+        assert job.shard is not None
         scoring = job.scores and job.unread > 0  # its prompt is read by dispatches of its own
         return Running(
             id=job.id,
@@ -221,7 +230,7 @@ class Engine:
             unread=0 if scoring else job.unread,
             held=job.read + job.steps,
             pages=len(job.held.pages),
-            own=self._pages.own(job.held),
+            own=job.shard.pages.own(job.held),
             left=0 if scoring else job.left,
             streams=job.streams,
         )
@@ -229,11 +238,12 @@ class Engine:
     def _of(self, ids: Sequence[int]) -> list[Job]:
         return [self.jobs[i] for i in ids]
 
-    def _prepare(self, decision: Plan) -> None:
-        """Compiles what the decision needs, all at once, unless it is there."""
-        rows = bucket(len(self.running) + len(decision.admit)) if decision.admit else 0
-        counts = [rows] if rows and rows not in self._compiled_rows else []
-        lines = [decision.line] if decision.line and decision.line not in self._compiled_lines else []
+    def _prepare(self, plans: Sequence[Plan]) -> None:
+        """Compiles what the plans need, all at once, unless it is there."""
+        admits, line = any(decision.admit for decision in plans), plans[0].line
+        most = max(len(shard.running) + len(one.admit) for shard, one in zip(self.shards, plans, strict=True))
+        counts = [bucket(most)] if admits and bucket(most) not in self._compiled_rows else []
+        lines = [line] if line and line not in self._compiled_lines else []
         if counts or lines:
             self._compile(counts, lines)
 
@@ -247,32 +257,35 @@ class Engine:
         self._compiled_drafted |= set(drafted)
         self._compiled_lines |= set(lines)
 
-    def _admit(self, jobs: list[Job]) -> None:
-        """Gives each a row and pages."""
-        admitted = []
+    def _admit(self, jobs: Sequence[list[Job]]) -> None:
+        """Gives each, by shard, a row and pages."""
+        admitted = [self._started(shard, some) for shard, some in zip(self.shards, jobs, strict=True)]
+        for first in range(0, max(map(len, admitted)), ADMITTED):
+            some = [mine[first : first + ADMITTED] for mine in admitted]
+            pool, rows = self._state()
+            at, given = self._padded_rows(some, ADMITTED), of_shards([entries(mine, ADMITTED) for mine in some])
+            texts = [of_shards([self._texts(mine) for mine in some])] if self._text else []
+            self._arrays = pool, self.programs.admit(rows, at, given, *texts)
+
+    def _started(self, shard: Shard, jobs: list[Job]) -> list[Job]:
+        """Those of these jobs that run from now on."""
+        started = []
         for job in jobs:
             first = self._first_tokens(job)
-            if self._pages.match(first, job.shares).blocked:  # by one that was admitted just now
+            if shard.pages.match(first, job.shares).blocked:  # by one that was admitted just now
                 continue
             self.waiting.remove(job)
-            self.running.append(job)
-            admitted.append(job)
-            job.start(self._free_rows.pop(), self._pages.admit(first, job.shares), PAGE, self._again(job))
+            started.append(job)
+            job.start(shard, shard.pages.admit(first, job.shares), PAGE, self._again(job))
             self.stats.hits += job.read
-        for first in range(0, len(admitted), ADMITTED):
-            some = admitted[first : first + ADMITTED]
-            pool, rows = self._state()
-            at = self._padded_rows(some, ADMITTED)
-            self._arrays = pool, self.programs.admit(rows, at, entries(some, ADMITTED), *self._texts(some))
+        return started
 
-    def _texts(self, jobs: list[Job]) -> list[np.ndarray]:
-        """What is known of each job, in one array, where that is kept on the device."""
-        if not self._text:
-            return []
+    def _texts(self, jobs: list[Job]) -> np.ndarray:
+        """What is known of each job, where that is kept on the device."""
         texts = np.zeros((ADMITTED, self._text), np.int32)
         for text, job in zip(texts, jobs, strict=False):
             text[: len(job.tokens)] = job.tokens
-        return [texts]
+        return texts
 
     def _preempt(self, job: Job) -> None:
         """Back to those that wait; what it has generated will be read again."""
@@ -281,23 +294,18 @@ class Engine:
         self.stats.preemptions += 1
 
     def _leave(self, job: Job) -> None:
-        assert job.held is not None
-        assert job.row is not None
-        self._pages.release(job.held)
-        self._free_rows.append(job.row)
-        self.running.remove(job)
+        job.leave()
         if job.done:
             self.stats.finished += 1
             del self.jobs[job.id]
-        job.row = job.held = None
 
-    def _read(self, decision: Plan) -> None:
-        """Sends pieces of prompts in one line, except of those whose log-probabilities are asked for."""
-        counts = dict(decision.read)
+    def _read(self, plans: Sequence[Plan]) -> None:
+        """Sends pieces of prompts in one line a shard, except of those whose log-probabilities are asked for."""
+        counts = {number: tokens for decision in plans for number, tokens in decision.read}
         jobs = [job for job in self._of(list(counts)) if job.row is not None and not job.scores]
         if jobs:
-            assert decision.line is not None
-            self._dispatch_prefill({job: job.piece(counts[job.id]) for job in jobs}, decision.line, None)
+            assert plans[0].line is not None
+            self._dispatch_prefill({job: job.piece(counts[job.id]) for job in jobs}, plans[0].line, [])
 
     def _score(self) -> None:
         """Sends a piece of the first prompt whose log-probabilities are asked for, if there is one."""
@@ -310,21 +318,26 @@ class Engine:
         assert found is not None
         self._flying.send_scores(job, found, following)
 
-    def _dispatch_prefill(self, pieces: dict[Job, list[int]], line: int, following: list[int] | None) -> Likely | None:
-        jobs, count = list(pieces), self.size.pieces
-        read = [len(piece) for piece in pieces.values()]
-        tokens = _padded(itertools.chain.from_iterable(pieces.values()), line)
-        after = None if following is None else _padded(following, line)
-        at, table = self._padded_rows(jobs, count), self._page_table(jobs, count)
+    def _dispatch_prefill(self, pieces: dict[Job, list[int]], line: int, following: list[int]) -> Likely | None:
+        """`following` are the tokens after those of a single piece, if their log-probabilities are asked for."""
+        jobs, count = by_shard(list(pieces), len(self.shards)), self.size.pieces
+        tokens = of_shards([_padded(itertools.chain.from_iterable(pieces[job] for job in mine), line) for mine in jobs])
+        after = of_shards([_padded(following, line)] * len(jobs)) if following else None
+        read = of_shards([_padded((len(pieces[job]) for job in mine), count) for mine in jobs])
+        at, table = self._padded_rows(jobs, count), self._page_tables(jobs, count)
         pool, rows = self._state()
-        pool, rows, found = self.programs.prefill(pool, rows, at, tokens, _padded(read, count), table, after)
+        pool, rows, found = self.programs.prefill(pool, rows, at, tokens, read, table, after)
         self._arrays, self._flying.sent_more = (pool, rows), True
-        for job, new in zip(jobs, read, strict=True):
-            assert job.held is not None
-            job.read += new
-            self._pages.wrote(job.held, job.tokens[: job.read])
-            self.stats.read += new
+        for job, piece in pieces.items():
+            job.read += len(piece)
+            self._wrote(job, job.tokens[: job.read])
+            self.stats.read += len(piece)
         return found
+
+    def _wrote(self, job: Job, tokens: list[int]) -> None:
+        assert job.shard is not None
+        assert job.held is not None
+        job.shard.pages.wrote(job.held, tokens)
 
     def _decode(self, jobs: list[Job], steps: int) -> None:
         """Sends decode steps of those rows that have read their prompts."""
@@ -336,19 +349,23 @@ class Engine:
             steps = 1  # a first token is waited for
         for job in jobs:
             assert job.held is not None
-            extended = self._pages.extend(job.held, job.read + job.steps + min(steps, job.left - 1))
+            assert job.shard is not None
+            extended = job.shard.pages.extend(job.held, job.read + job.steps + min(steps, job.left - 1))
             assert extended, "the scheduler has planned steps that there are no pages for"
             job.steps += min(steps, job.left)
         pool, rows = self._state()
-        count = min(n for n in self._compiled_rows if n >= len(jobs))
-        at, table = self._padded_rows(jobs, count), self._page_table(jobs, count)
+        mine = by_shard(jobs, len(self.shards))
+        count = min(n for n in self._compiled_rows if n >= max(map(len, mine)))
+        at, table = self._padded_rows(mine, count), self._page_tables(mine, count)
         held = sum(job.read + job.steps for job in jobs) // len(jobs)
         if drafts := self._drafts(jobs, count, steps, held):
-            pool, rows, found = self.programs.run_with_drafts(pool, rows, at, table, np.int32(steps), np.int32(drafts))
+            asked = self._same(np.int32(steps)), self._same(np.int32(drafts))
+            pool, rows, found = self.programs.run_with_drafts(pool, rows, at, table, *asked)
         else:
-            pool, rows, found = self.programs.run(pool, rows, at, table, np.int32(steps))
+            pool, rows, found = self.programs.run(pool, rows, at, table, self._same(np.int32(steps)))
         self._arrays = pool, rows
-        self._flying.send_tokens(jobs, found, drafts, held)
+        places = {job: number * count + i for number, some in enumerate(mine) for i, job in enumerate(some)}
+        self._flying.send_tokens(places, found, drafts, held)
         self.stats.dispatches += 1
 
     def _drafts(self, jobs: list[Job], count: int, steps: int, held: int) -> int:
@@ -357,13 +374,26 @@ class Engine:
             return 0
         return self.drafting.count((job.is_greedy for job in jobs), held)
 
-    def _padded_rows(self, jobs: list[Job], count: int) -> np.ndarray:
-        """The rows of jobs; padding is past the table."""
-        at = np.full(count, self.size.rows, np.int32)
-        at[: len(jobs)] = np.array([job.row for job in jobs], np.int32)
-        return at
+    def _same(self, value: Any) -> Any:
+        """What is sent to all shards."""
+        return of_shards([value] * len(self.shards))
 
-    def _page_table(self, jobs: list[Job], count: int) -> np.ndarray | Tables:
+    def _padded_rows(self, jobs: Sequence[Sequence[Job]], count: int) -> np.ndarray:
+        """The rows of jobs, by shard; padding is past the table."""
+
+        def rows(mine: Sequence[Job]) -> np.ndarray:
+            at = np.full(count, self.size.rows, np.int32)
+            at[: len(mine)] = np.array([job.row for job in mine], np.int32)
+            return at
+
+        return of_shards([rows(mine) for mine in jobs])
+
+    def _page_tables(self, jobs: Sequence[Sequence[Job]], count: int) -> np.ndarray | Tables:
+        """Those of jobs, by shard."""
+        return of_shards([self._page_table(mine, count) for mine in jobs])
+
+    def _page_table(self, jobs: Sequence[Job], count: int) -> np.ndarray | Tables:
+        """Those of jobs of one shard."""
         table = np.zeros((count, self.size.width), np.int32)
         for i, job in enumerate(jobs):
             assert job.held is not None
@@ -377,8 +407,7 @@ class Engine:
     def _land(self) -> None:
         """Takes in the oldest dispatch's results."""
         for job in self._flying.land():
-            assert job.held is not None
-            self._pages.wrote(job.held, self._written(job))
+            self._wrote(job, self._written(job))
             if job.done:
                 self._leave(job)
 

@@ -4,6 +4,7 @@ What stays in each layer, or in each head that is cached, is found on the device
 pages are free, or stay in the prefix index as they were."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar, cast
 
 import numpy as np
@@ -15,12 +16,14 @@ from mla_jax.cache.evict import POLICIES
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.evicting import Kept, Selection
 from mla_jax.decode.loop import Programs
+from mla_jax.decode.packing import here, part_here
 from mla_jax.engine.job import Job
 from mla_jax.engine.layered import Layered, LayeredPages
 from mla_jax.engine.pages import Pages
 from mla_jax.engine.pausing import PausingEngine
 from mla_jax.engine.request import Request
 from mla_jax.engine.scheduler import Plan, Running, Waiting, plan
+from mla_jax.engine.shard import Shard
 from mla_jax.engine.size import Size
 from mla_jax.text.tokenizer import Tokenizer
 
@@ -70,31 +73,33 @@ class EvictingEngine(PausingEngine):
     ):
         self.eviction = eviction
         super().__init__(programs, config, tokenizer, size, drafts)
-        self.limits = dataclasses.replace(self.limits, parts=self._layered.parts)
+        self.limits = dataclasses.replace(self.limits, parts=self._layered(self.shards[0]).parts)
 
     def _new_pages(self) -> Pages:
         layers, lanes = self.config.num_hidden_layers, self.programs.model.lanes
         return LayeredPages(self.size.pages, PAGE, layers, lanes, ahead=self.drafter.ahead, tier=self._tier)
 
-    @property
-    def _layered(self) -> LayeredPages:
-        return cast(LayeredPages, self._pages)
+    def _layered(self, shard: Shard | None) -> LayeredPages:
+        assert shard is not None
+        return cast(LayeredPages, shard.pages)
 
     def _room(self, request: Request) -> int:
         return super()._room(request) - PAGE * self.eviction.pages(len(request.prompt) + request.limit)
 
-    def _plan(self, waiting: list[Waiting], running: list[Running]) -> Plan:
-        """Pages are counted in parts. Those for what stays of requests that are about to drop tokens are set aside."""
-        parts, pages = self.limits.parts, self._layered
-        aside = parts * sum(self.eviction.pages(self._point(job)) for job in self.running)
-        return plan(waiting, running, max(pages.free_parts - aside, 0), self.limits, parts * pages.free)
+    def _plan(self, shard: Shard, waiting: list[Waiting], running: list[Running]) -> Plan:
+        return plan(waiting, running, self._free(shard), self.limits, self.limits.parts * shard.pages.free)
+
+    def _free(self, shard: Shard) -> int:
+        """In parts. Those for what stays of requests that are about to drop tokens are set aside."""
+        aside = self.limits.parts * sum(self.eviction.pages(self._point(job)) for job in shard.running)
+        return max(self._layered(shard).free_parts - aside, 0)
 
     def _first_tokens(self, job: Job) -> list[int]:
         """The prompt: what was generated behind it has seen what stayed of it."""
         return job.request.prompt
 
-    def _as_waiting(self, job: Job) -> Waiting:
-        waiting, parts = super()._as_waiting(job), self.limits.parts
+    def _as_waiting(self, job: Job, shard: Shard) -> Waiting:
+        waiting, parts = super()._as_waiting(job, shard), self.limits.parts
         extra = parts * self.eviction.pages(waiting.tokens)
         return dataclasses.replace(waiting, taken=parts * waiting.taken, extra=extra)
 
@@ -104,7 +109,7 @@ class EvictingEngine(PausingEngine):
         if not isinstance(job.held, Layered):
             return dataclasses.replace(row, pages=parts * row.pages)
         pages = self.size.width + 1
-        held = pages * PAGE - self._layered.room(job.held, row.held)
+        held = pages * PAGE - self._layered(job.shard).room(job.held, row.held)
         return dataclasses.replace(row, pages=parts * pages, held=held)
 
     def _point(self, job: Job) -> int:
@@ -113,36 +118,38 @@ class EvictingEngine(PausingEngine):
     def _ask(self, job: Job) -> Kept:
         """What stays of a job's tokens."""
         pool, rows = self._state()
-        at, count = self._padded_rows([job], 1), np.array([self.eviction.count(job.read + job.steps)], np.int32)
-        pool, rows, kept = self.programs.observe(pool, rows, at, self._page_table([job], 1), count)
+        at, count = self._padded_rows(self._alone(job), 1), np.array([self.eviction.count(job.read + job.steps)], np.int32)
+        pool, rows, kept = self.programs.observe(pool, rows, at, self._page_tables(self._alone(job), 1), self._same(count))
         self._arrays = pool, rows
-        kept.count.copy_to_host_async()
+        part_here(kept.told).copy_to_host_async()
         return kept
 
     def _answered(self, job: Job, answer: Kept) -> bool:
         """Moves what stays to pages of its own."""
         assert job.held is not None
-        counts, held = np.asarray(answer.count)[:, :, 0].ravel().tolist(), job.read + job.steps
+        assert job.shard is not None
+        counts, held = here(answer.told)[job.shard.number, :, :, 0].ravel().tolist(), job.read + job.steps
         again = max(0, min(job.known, self._point(job)) - held)  # tokens of the output that are read once more
-        new = self._layered.evict(job.held, counts, held, again)
+        new = self._layered(job.shard).evict(job.held, counts, held, again)
         if new is None:
             return False
-        before, old = job.held, self._page_table([job], 1)
+        before, old = job.held, self._page_tables(self._alone(job), 1)
         job.held = new
         pool, rows = self._state()
-        pool, _ = self.programs.move(pool, answer, old, self._page_table([job], 1))
+        pool, _ = self.programs.move(pool, answer, old, self._page_tables(self._alone(job), 1))
         self._arrays, self._flying.sent_more = (pool, rows), True
-        self._layered.release(before)
+        job.shard.pages.release(before)
         self.stats.dropped += int(new.dropped.mean())
         return True
 
-    def _page_table(self, jobs: list[Job], count: int) -> Tables:
+    def _page_table(self, jobs: Sequence[Job], count: int) -> Tables:
         """The parts of each layer and head, and how many tokens of a row it has dropped."""
-        each, width = (self._layered.layers, self._layered.lanes), self.size.width
+        layered = self._layered(self.shards[0])
+        each, width = (layered.layers, layered.lanes), self.size.width
         tables = Tables(np.zeros((*each, count, width), np.int32), np.zeros((*each, count), np.int32))
         for i, job in enumerate(jobs):
             assert job.held is not None
-            tables.pages[:, :, i] = self._layered.table(job.held, width)
+            tables.pages[:, :, i] = layered.table(job.held, width)
             if isinstance(job.held, Layered):
                 tables.dropped[:, :, i] = job.held.dropped.reshape(each)
         return tables

@@ -8,10 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-
 from mla_jax.decode.chosen import Chosen, Found, Likely
 from mla_jax.decode.loop import Programs
+from mla_jax.decode.packing import here, part_here
 from mla_jax.engine.drafting import Drafting
 from mla_jax.engine.job import Job, logprobs_of
 from mla_jax.engine.request import FinishReason, Logprobs
@@ -24,9 +23,10 @@ class Flight(NamedTuple):
     """A dispatch under way. A job may have left its row since it was sent."""
 
     jobs: list[Job]
-    found: Found | None
+    found: Found | None  # in rows of which `places` are the jobs'
     likely: Likely | None  # of a piece of one prompt,
     following: list[int]  # for these tokens
+    places: list[int] = []  # noqa: RUF012  (never changed)
     drafts: int = 0  # guesses of each pass
     held: int = 0  # tokens that a row held on average
     sent: float = 0.0
@@ -68,10 +68,12 @@ class Flights:
         """Appends what a paused job waits for."""
         self.send(Flight([job], None, None, [], answer=answer, start=job.starts))
 
-    def send_tokens(self, jobs: list[Job], found: Found, drafts: int, held: int) -> None:
-        """Appends decode steps with up to `drafts` guesses a pass, of rows that hold `held` tokens on average."""
-        found.chosen.copy_to_host_async()
-        self._queue.append(Flight(jobs, found, None, [], drafts, held, time.perf_counter(), is_next=not self.sent_more))
+    def send_tokens(self, places: dict[Job, int], found: Found, drafts: int, held: int) -> None:
+        """Appends decode steps with up to `drafts` guesses a pass, of rows that hold `held` tokens on average. `places` say where
+        among those found the row of each job is."""
+        part_here(found.chosen).copy_to_host_async()
+        jobs, rows, now = list(places), list(places.values()), time.perf_counter()
+        self._queue.append(Flight(jobs, found, None, [], rows, drafts, held, now, is_next=not self.sent_more))
         self.sent_more = False
 
     def land(self) -> list[Job]:
@@ -80,18 +82,21 @@ class Flights:
         if flight.found is None:
             return self._land_scores(flight, start)
         waits = not flight.found.is_there
-        chosen = flight.found.tokens()
+        chosen = Chosen(*(array[flight.places] for array in flight.found.tokens()))
         self._note_time(flight, _passes(chosen), waits)
         self._note_guesses(flight, chosen)
         asked = any(job.logprobs is not None for job in flight.jobs)
-        return self._land_tokens(flight.jobs, chosen, flight.found.logprobs() if asked else None, start)
+        likely = Likely(*(array[flight.places] for array in flight.found.logprobs())) if asked else None
+        return self._land_tokens(flight.jobs, chosen, likely, start)
 
     def _land_scores(self, flight: Flight, start: float) -> list[Job]:
-        (job,) = flight.jobs
-        found = jax.device_get(flight.likely)
+        (job,), likely = flight.jobs, flight.likely
+        assert likely is not None
+        found = Likely(*map(here, likely))
         self._checked(start)
-        if job.done:
+        if job.done or job.shard is None:
             return []
+        found = Likely(*(array[job.shard.number] for array in found))
         job.take_scores(flight.following, found)
         if job.unread or job.request.limit:
             return []

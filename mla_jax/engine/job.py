@@ -5,6 +5,7 @@ import time
 from mla_jax.decode.chosen import Likely
 from mla_jax.engine.pages import Held
 from mla_jax.engine.request import Chunk, FinishReason, Logprobs, Output, Request
+from mla_jax.engine.shard import Shard
 from mla_jax.engine.stats import Stats, Times
 from mla_jax.text.stream import TextStream
 from mla_jax.text.tokenizer import Tokenizer
@@ -22,7 +23,8 @@ class Job:
         self.reason: FinishReason | None = None
         self.news: list[Chunk] = []
         self.times = Times(time.perf_counter())
-        self.row: int | None = None  # on the device
+        self.shard: Shard | None = None  # where it runs,
+        self.row: int | None = None  # and which row of it is its own
         self.held: Held | None = None
         self.known = 0  # tokens when it was admitted, except those of its output that it generates again
         self.again = 0  # these, as far as they have not come yet
@@ -65,14 +67,26 @@ class Job:
         """Whether it may take pages from the prefix index; not where all tokens of the prompt must pass."""
         return not self.scores and self.request.params.repetition_penalty == 1
 
-    def start(self, row: int, held: Held, page: int, again: int = 0) -> None:
-        """Takes a row and pages of `page` tokens; what those it shares hold need not be read. The last `again` tokens that are
-        known are not read but generated again."""
-        self.row, self.held, self.known, self.again = row, held, len(self.tokens) - again, again
+    def start(self, shard: Shard, held: Held, page: int, again: int = 0) -> None:
+        """Takes a row of a shard, and pages of `page` tokens; what those it shares hold need not be read. The last `again` tokens
+        that are known are not read but generated again."""
+        self.shard, self.row, self.held = shard, shard.free_rows.pop(), held
+        self.known, self.again = len(self.tokens) - again, again
+        shard.running.append(self)
         self.read, self.steps, self.pauses = held.shared * page, 0, 0
         self.starts, self.is_paused = self.starts + 1, False
         if self.scores:
             self.prompt_logprobs = [None]
+
+    def leave(self) -> None:
+        """Gives back its row and pages."""
+        assert self.shard is not None
+        assert self.held is not None
+        assert self.row is not None
+        self.shard.pages.release(self.held)
+        self.shard.free_rows.append(self.row)
+        self.shard.running.remove(self)
+        self.shard = self.row = self.held = None
 
     def piece(self, most: int) -> list[int]:
         """The next tokens to read."""
@@ -98,8 +112,7 @@ class Job:
         """Log-probabilities of the next tokens of the prompt."""
         assert self.prompt_logprobs is not None
         room = len(self.request.prompt) - len(self.prompt_logprobs)
-        one = Likely(*(array[0] for array in likely))
-        self.prompt_logprobs += logprobs_of(tokens[:room], one, self.request.params.prompt_logprobs or 0)
+        self.prompt_logprobs += logprobs_of(tokens[:room], likely, self.request.params.prompt_logprobs or 0)
 
     def finish(self, reason: FinishReason) -> None:
         """Ends it without further tokens."""

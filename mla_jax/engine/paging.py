@@ -17,6 +17,7 @@ from mla_jax.engine.request import Request
 from mla_jax.engine.resident import Resident, ResidentPages
 from mla_jax.engine.retrieving import RetrievingEngine
 from mla_jax.engine.scheduler import Plan, Running, Waiting, plan
+from mla_jax.engine.shard import Shard
 
 
 class PagingEngine(PausingEngine, RetrievingEngine):
@@ -40,29 +41,32 @@ class PagingEngine(PausingEngine, RetrievingEngine):
 
     @property
     def _resident(self) -> ResidentPages:
-        return cast(ResidentPages, self._pages)
+        return cast(ResidentPages, self.shards[0].pages)  # the host's memory is one shard's
 
     def _room(self, request: Request) -> int:
         """The prompt must fit the device, all of it the host."""
         on_device = (self.size.pages - self._most) * PAGE
         return on_device if len(request.prompt) > on_device else self.size.hosted * PAGE
 
-    def _plan(self, waiting: list[Waiting], running: list[Running]) -> Plan:
-        """Pages are set aside for rows that are about to leave pages to others that hold them, too. The host must have room for
-        all that a request may come to."""
-        whole = [job.held for job in self.running if job.held is not None and not isinstance(job.held, Resident)]
-        aside = sum(max(self._most - self._pages.own(held), 0) for held in whole)
-        taken = sum(self._hosted(job) for job in self.running)
+    def _free(self, shard: Shard) -> int:
+        """Without those for rows that are about to leave pages to others that hold them, too."""
+        whole = [job.held for job in shard.running if job.held is not None and not isinstance(job.held, Resident)]
+        aside = sum(max(self._most - shard.pages.own(held), 0) for held in whole)
+        return max(shard.pages.free - aside, 0)
+
+    def _plan(self, shard: Shard, waiting: list[Waiting], running: list[Running]) -> Plan:
+        """The host must have room for all that a request may come to."""
+        taken = sum(self._hosted(job) for job in shard.running)
         sums = itertools.accumulate((self._hosted(self.jobs[one.id]) for one in waiting), initial=taken)
         fit = sum(total <= self.size.hosted for total in sums) - 1
-        return plan(waiting[: max(fit, 0)], running, max(self._pages.free - aside, 0), self.limits)
+        return plan(waiting[: max(fit, 0)], running, self._free(shard), self.limits)
 
     def _hosted(self, job: Job) -> int:
         """Pages that a request may fill."""
         return (len(job.request.prompt) + job.request.limit) // PAGE
 
-    def _as_waiting(self, job: Job) -> Waiting:
-        waiting = super()._as_waiting(job)
+    def _as_waiting(self, job: Job, shard: Shard) -> Waiting:
+        waiting = super()._as_waiting(job, shard)
         return dataclasses.replace(waiting, extra=min(self._most, waiting.taken))
 
     def _as_running(self, job: Job) -> Running:
@@ -84,7 +88,7 @@ class PagingEngine(PausingEngine, RetrievingEngine):
         to[0, : len(held.numbers)] = [new.get(number, NOWHERE) for number in held.numbers]
         slots[0, : len(held.digests)] = self._resident.slots(held)
         pool, rows = self._state()
-        at = self._padded_rows([job], 1)
+        at = self._padded_rows([[job]], 1)
         pool, rows, places = self.programs.rank(pool, rows, at, self._page_table([job], 1), to, slots)
         self._arrays = pool, rows
         places.copy_to_host_async()
@@ -99,7 +103,7 @@ class PagingEngine(PausingEngine, RetrievingEngine):
             return False
         pool, rows = self._state()
         left = np.array([tokens - held.left_out(PAGE)], np.int32)
-        self._arrays = pool, self.programs.hold(rows, self._padded_rows([job], 1), left)
+        self._arrays = pool, self.programs.hold(rows, self._padded_rows([[job]], 1), left)
         return True
 
     def _attended(self, held: int) -> int:

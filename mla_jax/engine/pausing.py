@@ -13,6 +13,7 @@ from mla_jax.decode.loop import Sizes
 from mla_jax.engine.engine import Engine
 from mla_jax.engine.job import Job
 from mla_jax.engine.scheduler import Running, Waiting
+from mla_jax.engine.shard import Shard, by_shard
 
 
 class PausingEngine(Engine):
@@ -36,8 +37,8 @@ class PausingEngine(Engine):
     def _text(self) -> int:
         return self.size.context
 
-    def _as_waiting(self, job: Job) -> Waiting:
-        return dataclasses.replace(super()._as_waiting(job), until=0)
+    def _as_waiting(self, job: Job, shard: Shard) -> Waiting:
+        return dataclasses.replace(super()._as_waiting(job, shard), until=0)
 
     def _as_running(self, job: Job) -> Running:
         row, point = super()._as_running(job), self._point(job)
@@ -57,6 +58,10 @@ class PausingEngine(Engine):
             if at_point and job.left > 0 and not job.is_paused and not (job.scores and job.unread):
                 job.is_paused = True
                 self._flying.send_question(job, self._ask(job))
+
+    def _alone(self, job: Job) -> list[list[Job]]:
+        """A job of its shard, and none of the others."""
+        return by_shard([job], len(self.shards))
 
     def _land(self) -> None:
         if self._flying.oldest.answer is None:

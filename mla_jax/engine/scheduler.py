@@ -20,6 +20,7 @@ class Limits:
     streamed_steps: int = 8  # the same while somebody streams
     fewest_steps: int = 8  # a row that is about to end shortens a dispatch for those that wait, but not to less
     dispatch: int = 256  # what a line costs in addition to its tokens, in tokens: the weights it reads
+    reading: int = 16  # what a token that is still to be read weighs when a shard is chosen, in tokens that are held
     parts: int = 1  # of a page, that can be had singly; pages that are needed, free or had are counted in parts
 
 
@@ -90,6 +91,44 @@ def plan(waiting: Sequence[Waiting], running: Sequence[Running], free: int, limi
     return Plan(_ids(gone), _ids(admitted), tuple(read), line, _ids(decode), steps)
 
 
+def assigned(
+    waiting: Sequence[Sequence[Waiting]],
+    running: Sequence[Sequence[Running]],
+    free: Sequence[int],
+    limits: Limits,
+) -> list[list[Waiting]]:
+    """The shard of each request that waits, for as many as there are rows: where it fits, and then where there is least to do.
+
+    `waiting` has each request as it would wait in each shard: one that knows its prompt has less to read. Tokens that are held
+    cost time in each step, those to be read cost more, but once. `free` are the pages of each shard."""
+    room, free = [limits.rows - len(rows) for rows in running], list(free)
+    work = [sum(row.held + limits.reading * row.unread for row in rows) for rows in running]
+    found: list[list[Waiting]] = [[] for _ in running]
+    for request in waiting:
+        open_shards = [n for n in range(len(room)) if room[n]]
+        if not open_shards:
+            break
+        best = min(open_shards, key=lambda n: (_lacks(request[n], limits) > free[n], work[n] + _work(request[n], limits), n))
+        found[best].append(request[best])
+        work[best] += _work(request[best], limits)
+        if not request[best].blocked:  # as many may wait for one that is about to write what they need
+            room[best] -= 1
+            free[best] -= _lacks(request[best], limits)
+    return found
+
+
+def _work(request: Waiting, limits: Limits) -> int:
+    known = request.shared * limits.page_size
+    return known + limits.reading * (request.tokens - known)
+
+
+def agreed(plans: Sequence[Plan]) -> list[Plan]:
+    """The same with equal programs for all shards, which work in step: the longest line, and the fewest steps."""
+    line = max((plan.line or 0 for plan in plans), default=0)
+    steps = min((plan.steps for plan in plans if plan.decode), default=0)
+    return [plan._replace(line=line or None, steps=steps) for plan in plans]
+
+
 def _turn(request: Waiting | Running) -> tuple[int, int]:
     return request.priority, request.arrival
 
@@ -132,12 +171,17 @@ def _admit(waiting: list[Waiting], rows: list[Running], free: int, limits: Limit
     for request in waiting:
         if request.blocked:
             continue
-        need = _pages(request.tokens + (request.left > 1), limits) - request.taken + request.extra
+        need = _lacks(request, limits)
         if len(rows) + len(admitted) == limits.rows or need > free:
             break
         admitted.append(request)
         free -= need
     return admitted
+
+
+def _lacks(request: Waiting, limits: Limits) -> int:
+    """Pages that a request needs to start, and for its first token."""
+    return _pages(request.tokens + (request.left > 1), limits) - request.taken + request.extra
 
 
 def _started(request: Waiting, limits: Limits) -> Running:

@@ -22,7 +22,7 @@ class Served:
 
     def fill(self) -> bool:
         """Submits what there is room for; whether any group is left to be given back."""
-        rows = self._engine.size.rows
+        rows = self._engine.rows
         self.unfinished = [job for job in self.unfinished if not job.done]
         while not self._ended and len(self.unfinished) < WAITING * rows and len(self._groups) < TAKEN * rows:
             group = next(self._source, None)

@@ -12,7 +12,7 @@ import numpy as np
 from mla_jax.base.devices import Devices
 from mla_jax.base.options import MOST_DRAFTS
 from mla_jax.decode.programs import Waits
-from mla_jax.engine.pages import Pages
+from mla_jax.engine.shard import Shard
 
 if TYPE_CHECKING:
     from mla_jax.engine.job import Job
@@ -113,6 +113,7 @@ class EngineStats:
     running: int = 0
     waiting: int = 0
     tokens_held: int = 0
+    shard_tokens: list[int] = field(default_factory=lambda: [0])  # of these, each data shard's
     pages_free: int = 0  # or held by nobody
     pages_cached: int = 0  # in the prefix index
     pages_shared: int = 0  # by several requests
@@ -138,14 +139,23 @@ class EngineStats:
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES), repr=False)
     began: float = field(default_factory=time.perf_counter, repr=False)
 
-    def note(self, pages: Pages, running: Sequence["Job"], waiting: Sequence["Job"], compiled: int, seconds: float) -> None:
+    def note(self, shards: Sequence[Shard], waiting: Sequence["Job"], compiled: int, seconds: float) -> None:
         """The state after a step, which took `seconds` on the host."""
-        self.running, self.waiting, self.compiled = len(running), len(waiting), compiled
-        self.tokens_held = sum(job.read + job.steps for job in running)
-        self.pages_free, self.pages_cached, self.pages_shared = pages.free, pages.cached, pages.shared
+        pages = [shard.pages for shard in shards]
+        self.running, self.waiting, self.compiled = sum(len(shard.running) for shard in shards), len(waiting), compiled
+        self.shard_tokens = [sum(job.read + job.steps for job in shard.running) for shard in shards]
+        self.tokens_held = sum(self.shard_tokens)
+        self.pages_free, self.pages_cached = sum(one.free for one in pages), sum(one.cached for one in pages)
+        self.pages_shared = sum(one.shared for one in pages)
         self.host_seconds += seconds
-        now, held = time.perf_counter() - self.began, pages.count - pages.free
-        self.samples.append(Sample(now, self.running, self.waiting, held, pages.cached, pages.unused, self.generated))
+        now, held = time.perf_counter() - self.began, sum(one.count - one.free for one in pages)
+        unused = sum(one.unused for one in pages)
+        self.samples.append(Sample(now, self.running, self.waiting, held, self.pages_cached, unused, self.generated))
+
+    @property
+    def imbalance(self) -> float:
+        """The tokens of the data shard that holds most, over those of the mean: 1 where all hold the same."""
+        return max(self.shard_tokens) * len(self.shard_tokens) / self.tokens_held if self.tokens_held else 1.0
 
     @property
     def tokens_a_pass(self) -> float:
@@ -156,4 +166,5 @@ class EngineStats:
         """All figures but the samples."""
         numbers = {name: value for name, value in vars(self).items() if name not in ("samples", "began")}
         places = self.drafted > 0
+        numbers["imbalance"] = round(self.imbalance, 3)
         return numbers | {"drafted": self.drafted[places].tolist(), "stood": self.stood[places].tolist()}

@@ -15,14 +15,17 @@ from flax import nnx
 
 from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
+from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache import paged
 from mla_jax.cache.paged import Pool
 from mla_jax.cache.retrieve import Retrieval
 from mla_jax.model import fp8_latent, mla, moe, ops, retrieval, rope
 from mla_jax.model.kernel_attention import KERNELS
-from mla_jax.model.layout import ONE, Layout
+from mla_jax.model.layout import ONE, Layout, of_device
+from mla_jax.model.mla import MLA
 from mla_jax.model.moe import BACKENDS, ExpertPlan, pick_backend
+from mla_jax.model.ops import Shapes
 from mla_jax.model.watch import Watch
 
 if TYPE_CHECKING:
@@ -88,13 +91,17 @@ class Dispatch:
         slots = self.block_slots(model, name, rows, new)
 
         def prepare(batch: Batch) -> Any:
-            return form.prepare(batch, pool, model.config, slots)
+            return form.prepare(batch, pool, self.seen(model.config), slots)
 
         experts, turns = self._expert_plan(model, rows, new), rope.turns(batch.positions, model.config)
         plan = StepPlan(form, prepare(batch.of_layer(0)), turns, experts, prepare)
         if pool is None or self.retrieval is None:
             return plan
         return plan._replace(retrieving=retrieval.of_step(self.retrieval, batch, paged.page_size(pool), prepare))
+
+    def seen(self, config: Config) -> Config:
+        """The config as the attention of one device sees it, which has its part of the heads."""
+        return of_device(config, self.layout)
 
     def attends_to_all(self, layer: int) -> bool:
         """Whether this layer always reads all that is cached."""
@@ -113,7 +120,7 @@ class Dispatch:
     def block_slots(self, model: "Transformer", name: str, rows: int, new: int) -> int:
         """Cached tokens per row that the form of this name takes at a time; kernels write no scores."""
         scored = 0 if name in KERNELS else new
-        return roofline.block_slots(model.config, self.device.platform, rows, scored, model.dtype.itemsize)
+        return roofline.block_slots(self.seen(model.config), self.device.platform, rows, scored, model.dtype.itemsize)
 
     def cached(self) -> mla.Form:
         """A form that caches what all forms of this dispatch do."""
@@ -139,14 +146,17 @@ class Dispatch:
         forms = "move_elided", "compressed"
         if self.attention_kernel(model, kernel, rows, new, attended) != "xla":
             forms = kernel, "move_elided"  # the kernel writes no scores; where arithmetic alone decides, it comes first
-        return roofline.pick_form(model.config, self.device, rows, new, attended, forms)
+        return roofline.pick_form(self.seen(model.config), self.device, rows, new, attended, forms)
 
     def attention_kernel(self, model: "Transformer", form: str, rows: int, new: int, attended: int) -> str:
         """Who computes `form` for such a step: "mosaic_gpu", "mosaic_tpu", or "xla" where no kernel can."""
         if form not in KERNELS or not ops.kernels_here():
             return "xla"
-        row, config = FORMS_OF[self.kv_cache][form], model.config
-        graph, weights = nnx.split(model.layers[0].attn)
+        if form == "kernel_latents" and new > 1 and self.layout.context > 1:
+            return "xla"  # it takes a row's queries for the last tokens that are on the device
+        row, config = FORMS_OF[self.kv_cache][form], self.seen(model.config)
+        graph, weights = nnx.split(MLA(config, Shapes()))
+        weights = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape.shape, model.dtype), weights)
         x = jax.ShapeDtypeStruct((rows, new, config.hidden_size), model.dtype)
         pages = -(-attended // paged.PAGE)
 

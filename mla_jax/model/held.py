@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from mla_jax.base import across
+from mla_jax.base.axes import CONTEXT
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.cache import paged
@@ -26,6 +28,7 @@ class Blocks(NamedTuple):
     rows: Rows
     pages: View
     count: int
+    size: int  # of a page
     mask: Bool[Array, "B T"]
 
     def visible(self, first: Array | int, slots: int) -> Bool[Array, "B T #N S"]:
@@ -33,8 +36,8 @@ class Blocks(NamedTuple):
         slot = first + jnp.arange(slots)
 
         def seen(rows: Rows, start: Array) -> Bool[Array, "B T S"]:
-            start = rows.of_tokens(start)[:, :, None]
-            return (slot >= start) & (slot <= start + rows.index[:, :, None])
+            start = rows.of_tokens(start * self.size)[:, :, None]
+            return (slot >= start) & (paged.order_of(slot - start, self.size) <= rows.index[:, :, None])
 
         if self.rows.lanes > 1:
             found = jax.vmap(seen, out_axes=2)(self.rows, self.pages.start)
@@ -63,11 +66,11 @@ class Held(NamedTuple):
             return _scored(of_block, cached, seen, self.step.rows.row is not None)
 
         if pages.table.shape[-1] == count:
-            return _finish(*block(0)[1:])
+            return _finish(*_joined(block(0))[1:])
         used = -(-pages.used // count)
         shapes = jax.eval_shape(block, 0)
         start = (jnp.full(shapes[0].shape, -jnp.inf), *(jnp.zeros(one.shape, one.dtype) for one in shapes[1:]))
-        return _finish(*jax.lax.fori_loop(0, used, lambda i, carry: _merged(carry, block(i)), start)[1:])
+        return _finish(*_joined(jax.lax.fori_loop(0, used, lambda i, carry: _merged(carry, block(i)), start))[1:])
 
 
 def prepare(batch: Batch, pool: Pool | None, config: Config, block: int) -> Blocks | Bool[Array, "B T 1 S"]:
@@ -79,7 +82,7 @@ def prepare(batch: Batch, pool: Pool | None, config: Config, block: int) -> Bloc
     rows = paged.rows_of(batch, size)
     pages = paged.view_of(rows, rows.seq_lens, size)
     count = min(max(block // size, 1), pages.table.shape[-1])
-    return Blocks(rows, pages.in_blocks(count), count, batch.mask)
+    return Blocks(rows, pages.in_blocks(count), count, size, batch.mask)
 
 
 def finite(values: Array) -> Array:
@@ -102,6 +105,16 @@ def _merged(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> tup
     top = jnp.maximum(a[0], b[0])
     by = [jnp.where(jnp.isfinite(one), jnp.exp(one - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0) for one in (a[0], b[0])]
     return top, a[1] * by[0] + b[1] * by[1], a[2] * by[0] + b[2] * by[1]
+
+
+def _joined(mine: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    """The same of what all devices have of the rows."""
+    if across.size(CONTEXT) == 1:
+        return mine
+    top = across.largest(mine[0], CONTEXT)
+    by = jnp.where(jnp.isfinite(mine[0]), jnp.exp(mine[0] - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
+    total, weighted = across.total((mine[1] * by, mine[2] * by), CONTEXT)
+    return top, total, weighted
 
 
 def _finish(total: Float[Array, "B T N 1"], weighted: Float[Array, "B T N V"]) -> Float[Array, "B T N V"]:

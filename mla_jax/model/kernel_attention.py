@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from mla_jax.base import across
+from mla_jax.base.axes import CONTEXT
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import LATENT_NORM_EPS, Config
 from mla_jax.cache import paged
@@ -30,6 +32,7 @@ class Latents(NamedTuple):
     """What the layers of one step of `kernel_latents` share."""
 
     rows: Rows
+    held: Int[Array, " B"]  # tokens of each row that are on this device
     order: Order | None  # of the queries; None: one token per row
     parts: int  # into which heads are cut, each for a call of its own
     schedule: Any
@@ -39,11 +42,12 @@ class Latents(NamedTuple):
 def prepare_latents(batch: Batch, pool: Pool, config: Config, block: int) -> Latents:
     rows = paged.rows_of(batch, paged.page_size(pool))
     new, heads = batch.mask.shape[1], config.num_attention_heads
-    order = padding_first(rows.slots == paged.NOWHERE) if new > 1 else None
+    order = padding_first(~rows.real) if new > 1 else None
     numbers = paged.numbers(pool)
     parts = ops.parts_of_heads((batch.mask.shape[0], new, heads), fp8_latent.operand(numbers), numbers["k_pe"], rows.page_table)
-    schedule = ops.schedule(rows.seq_lens, heads // parts, new)
-    return Latents(rows, order, parts, schedule, rope.turns(batch.positions, config))
+    held = paged.held_here(rows.seq_lens, paged.page_size(pool))
+    schedule = ops.schedule(held, heads // parts, new)
+    return Latents(rows, held, order, parts, schedule, rope.turns(batch.positions, config))
 
 
 def padding_first(padding: Bool[Array, "B T"]) -> Order:
@@ -80,8 +84,9 @@ def kernel_latents(q: Queries, held: Held, up: Up, scale: float) -> Float[Array,
         q_c, q_pe = ordered(q_c, step.order.there), ordered(q_pe, step.order.there)
     pool, table = paged.numbers(layer.pool), step.rows.page_table + layer.first
     c_kv = fp8_latent.operand(pool)
-    latents = c_kv, pool["k_pe"], table, step.rows.seq_lens
-    o_c = ops.mla_decode(q_c, q_pe, *latents, scale, parts=step.parts, schedule=step.schedule)
+    latents = c_kv, pool["k_pe"], table, step.held
+    o_c, lse = ops.mla_decode(q_c, q_pe, *latents, scale, parts=step.parts, schedule=step.schedule)
+    o_c = ops.merge_across(o_c, lse, CONTEXT)
     out = jnp.einsum("btnr,nvr->btnv", o_c, up[1])
     return out if step.order is None else ordered(out, step.order.back)
 
@@ -107,15 +112,16 @@ def prepare_heads(batch: Batch, pool: Pool, config: Config, block: int) -> Heads
     count = min(max(block // size, 1), pages.table.shape[1])
     token = jnp.broadcast_to(jnp.arange(rows.slots.shape[1], dtype=jnp.int32), rows.slots.shape)
     first = token - (rows.index - rows.of_tokens(before))  # of the row's new tokens
-    start = rows.of_tokens(pages.start)
+    start = rows.of_tokens(pages.start * size)
 
     def valid(*bounds: Array) -> Range:
         """Nothing for padding."""
-        first, stop = (jnp.where(rows.slots == paged.NOWHERE, 0, bound) for bound in bounds)
+        first, stop = (jnp.where(rows.real, bound, 0) for bound in bounds)
         return first, stop
 
-    cached = valid(start, start + rows.of_tokens(before))
-    return Heads(rows, valid(first, token + 1), pages.in_blocks(count), cached, count)
+    cached = valid(start, start + rows.of_tokens(paged.held_here(before, size)))
+    own = valid(first, jnp.where(across.index(CONTEXT) == 0, token + 1, first))  # every device has them; one attends to them
+    return Heads(rows, own, pages.in_blocks(count), cached, count)
 
 
 def kernel_heads(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
@@ -135,7 +141,8 @@ def kernel_heads(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "
 
     out, lse = over(held.new, step.own)
     found = (out.astype(jnp.float32), lse)
-    return jax.lax.fori_loop(0, -(-step.before.used // step.count), add, found)[0].astype(out.dtype)
+    mine, lse = jax.lax.fori_loop(0, -(-step.before.used // step.count), add, found)
+    return ops.merge_across(mine, lse, CONTEXT).astype(out.dtype)
 
 
 def _cached(held: Held) -> Layer:

@@ -3,7 +3,9 @@
 A parameter is cut only into equal parts, and a packed one only between blocks. One that cannot be cut is whole on each device;
 modules see by its shape what they have."""
 
+import dataclasses
 from collections.abc import Callable
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -101,6 +103,12 @@ class Layout(NamedTuple):
 
 
 ONE = Layout()
+
+
+@lru_cache(maxsize=64)
+def of_device(config: Config, layout: Layout) -> Config:
+    """A model's config as one device's attention sees it, which has its own heads alone."""
+    return dataclasses.replace(config, num_attention_heads=config.num_attention_heads // layout.tensor)
 
 
 def of_parameters(state: Any, of_one: Callable[[tuple[str, ...], Any], Any]) -> Any:

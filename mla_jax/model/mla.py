@@ -14,12 +14,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from mla_jax.base import across
+from mla_jax.base.axes import TENSOR
 from mla_jax.base.config import LATENT_NORM_EPS, Config
 from mla_jax.cache import paged
 from mla_jax.cache.paged import Layer
 from mla_jax.model import held, rope
 from mla_jax.model.held import Cached, Held
-from mla_jax.model.ops import linear, norm_weight, parameter, plain, rms_norm
+from mla_jax.model.ops import contracted, linear, norm_weight, parameter, plain, rms_norm
 from mla_jax.model.retrieval import Retrieving
 from mla_jax.model.watch import Watch
 
@@ -147,7 +149,7 @@ class MLA(nnx.Module):
             layer = retrieving.noted(layer, q, up, form.reads)
             step = retrieving.step_of(layer, q, up, scale, step)
         out = form.attends(q, Held(new, layer, step, form.reads), up, scale)
-        return linear(out.reshape(*x.shape[:2], -1), self.o_proj[...]), layer
+        return self.projected(out), layer
 
     def watched(
         self, x: Float[Array, "B T D"], layer: Layer, form: Form, step: Any, turns: rope.Turns, watch: Watch
@@ -156,18 +158,25 @@ class MLA(nnx.Module):
         q, held, scale = self.turned(self.queries(x), turns), Held({}, layer, step, form.reads), rope.softmax_scale(self.config)
         out = form.attends(q, held, self.up, scale)
         found = watch(q, held, self.up, plain(self.o_proj[...], x.dtype), scale)
-        return linear(out.reshape(*x.shape[:2], -1), self.o_proj[...]), found
+        return self.projected(out), found
+
+    def projected(self, out: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
+        """What the layer adds; on a mesh `out` is of a device's own heads."""
+        inner = self.config.num_attention_heads * self.config.v_head_dim
+        return contracted(out.reshape(*out.shape[:2], -1), self.o_proj[...], inner)
 
     @property
     def up(self) -> Up:
         return self.uk[...], self.uv[...]
 
     def queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
+        """Of the heads whose keys and values this device can make."""
         if self.config.q_lora_rank is None:
             q = linear(x, self.q_proj[...])
         else:
             q = linear(rms_norm(linear(x, self.q_a_proj[...]), self.q_a_norm[...], LATENT_NORM_EPS), self.q_b_proj[...])
-        return q.reshape(*x.shape[:2], self.config.num_attention_heads, -1)
+        q = q.reshape(*x.shape[:2], -1, self.config.qk_nope_head_dim + self.config.qk_rope_head_dim)
+        return across.part(q, self.uk.shape[0], TENSOR, along=2)
 
     def turned(self, q: Float[Array, "B T N H"], turns: rope.Turns) -> Queries:
         q_nope, q_pe = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)

@@ -12,9 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from mla_jax.base import axes
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor
-from mla_jax.model.ops import entry, moe_decode, parameter, plain, ragged_dot, ragged_swiglu, swiglu
+from mla_jax.model.exchange import Exchange
+from mla_jax.model.exchange import gather as gather_tokens
+from mla_jax.model.ops import contracted, entry, linear, moe_decode, parameter, plain, ragged_dot, ragged_swiglu, swiglu
 
 ExpertWeights = tuple[Float[Array, "X F D"] | QTensor, Float[Array, "X F D"] | QTensor, Float[Array, "X D F"] | QTensor]
 Backend = Callable[[Array, Array, Array, ExpertWeights], Array]
@@ -205,12 +208,14 @@ def pick_backend(platform: str, pairs: int, experts: int, unpacked: int = 0, ker
 class ExpertPlan(NamedTuple):
     """How one step computes its routed experts. The fields after the first are for experts that the CPU holds:
     `defer` of each token's experts are added one layer later (SOSP'25, KTransformers); `streamed` is the backend when the step
-    copies the weights to the device, None when it does not; `replicated` is the backend of the replicas, None: `backend`."""
+    copies the weights to the device, None when it does not; `replicated` is the backend of the replicas, None: `backend`. On a
+    mesh tokens go to their experts by `exchange`."""
 
     backend: Backend
     defer: int = 0
     streamed: Backend | None = None
     replicated: Backend | None = None
+    exchange: Exchange = gather_tokens
 
 
 @runtime_checkable
@@ -239,7 +244,12 @@ class Experts(nnx.Module):
         concurrent: Callable[[Array], Array],
     ) -> tuple[Array, Array, Deferred | None]:
         """The chosen experts' sum, the result of `concurrent(x)`, and what a later layer adds: nothing."""
-        return plan.backend(x, topk_ids, topk_weights, (self.gate[...], self.up[...], self.down[...])), concurrent(x), None
+        weights = self.gate[...], self.up[...], self.down[...]
+
+        def compute(x: Array, topk_ids: Array, topk_weights: Array) -> Array:
+            return plan.backend(x, topk_ids, topk_weights, weights)
+
+        return plan.exchange(x, topk_ids, topk_weights, weights[0].shape[0], compute), concurrent(x), None
 
     def stacks(self, dtype: jnp.dtype) -> dict[str, tuple[Any, ...]]:
         """gate and down as the backends get them in a model of `dtype`, or their shapes, by where they are."""
@@ -281,9 +291,11 @@ class MLP(nnx.Module):
     """A gated feed-forward layer of the width that `axis` names."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs, axis: str = "mlp"):
+        self.width = axes.size(config, axis)
         self.gate = parameter(config, rngs, axis, "model")
         self.up = parameter(config, rngs, axis, "model")
         self.down = parameter(config, rngs, "model", axis)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return swiglu(x, self.gate[...], self.up[...], self.down[...])
+        hidden = jax.nn.silu(linear(x, self.gate[...])) * linear(x, self.up[...])
+        return contracted(hidden, self.down[...], self.width)

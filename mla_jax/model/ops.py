@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from mla_jax.base import across, qtensor
 from mla_jax.base import axes as logical
-from mla_jax.base import qtensor
+from mla_jax.base.axes import TENSOR
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import REORDERED, QTensor, dequantize, format_of
 
@@ -89,6 +90,17 @@ def linear(x: Float[Array, "*B I"], w: Weight, out: str | None = None) -> Float[
     # (benchmarks/packed.py; H200, 8,192 x 4,096: FP8 24 us against 83, Q4_K 47 against 82); at 4 rows sums lose, on a CPU always
     one_row = isinstance(w, QTensor) and x.size == x.shape[-1]
     return jax.lax.platform_dependent(x, w, cuda=products, default=matmul) if one_row else matmul(x, w)
+
+
+def contracted(x: Float[Array, "*B I"], w: Weight, inner: int) -> Float[Array, "*B O"]:
+    """`linear` over `inner` numbers in all, of which a device of a mesh may have a part: of `x`, of `w [O I]`, or of both."""
+    have, wanted = x.shape[-1], w.shape[-1]
+    if have < wanted:
+        x = across.gathered(x, TENSOR, along=-1)
+    if have > wanted:
+        x = across.part(x, wanted, TENSOR, along=-1)
+    y = linear(x, w)
+    return across.total(y, TENSOR) if wanted < inner else y
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
@@ -189,8 +201,8 @@ def mla_decode(
     parts: int = 1,
     schedule: Any = None,
     impl: str | None = None,
-) -> Float[Array, "B T N R"]:
-    """Attention over pages of latents `[G Z R]`, a row's last T of `seq_lens` tokens being the queries.
+) -> tuple[Float[Array, "B T N R"], Float[Array, "B T N"]]:
+    """Attention over pages of latents `[G Z R]`, a row's last T of `seq_lens` tokens being the queries, and its LSE.
 
     `parts` as `parts_of_heads` says, `schedule` is of one of these. Where no kernel takes latents in E4M3, but one takes numbers,
     they become numbers first; the fallback converts what it reads."""
@@ -203,10 +215,11 @@ def mla_decode(
         as_is, wide = (implementation("mla_decode", *queries[0], c, k_pe, page_table) for c in (c_kv, numbers))
         c_kv = dequantize(c_kv).astype(k_pe.dtype) if as_is == "xla" and wide != "xla" else c_kv
 
-    def attend(q_c: Array, q_pe: Array) -> Array:
-        return kernel.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=scale, schedule=schedule, impl=impl)[0]
+    def attend(q_c: Array, q_pe: Array) -> tuple[Array, Array]:
+        return kernel.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=scale, schedule=schedule, impl=impl)
 
-    return jnp.concatenate([attend(*one) for one in queries], axis=2)
+    out, lse = zip(*(attend(*one) for one in queries), strict=True)
+    return jnp.concatenate(out, axis=2), jnp.concatenate(lse, axis=2)
 
 
 def parts_of_heads(queries: tuple[int, int, int], c_kv: Any, k_pe: Array, page_table: Array) -> int:
@@ -269,6 +282,16 @@ def merge(
     from pallas_kernels import mla_prefill as kernel
 
     return kernel.merge(out_a, lse_a, out_b, lse_b)
+
+
+def merge_across(out: Float[Array, "B T N V"], lse: Float[Array, "B T N"], axis: str) -> Float[Array, "B T N V"]:
+    """Attention over all sets of keys that devices along a mesh axis have, from each one's answer for its own."""
+    if across.size(axis) == 1:
+        return out
+    top = across.largest(lse, axis)
+    weight = jnp.where(jnp.isfinite(lse), jnp.exp(lse - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)[..., None]
+    total, weights = across.total((out * weight, weight), axis)
+    return (total / jnp.where(weights > 0, weights, 1.0)).astype(out.dtype)
 
 
 def fp8_group() -> int:

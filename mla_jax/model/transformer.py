@@ -10,6 +10,8 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
+from mla_jax.base import across
+from mla_jax.base.axes import TENSOR
 from mla_jax.base.batch import Batch, Tables
 from mla_jax.base.config import Config
 from mla_jax.cache import paged
@@ -120,7 +122,7 @@ class Transformer(nnx.Module):
     @property
     def lanes(self) -> int:
         """What has tokens of its own in a page of one layer: the heads, if they are cached; heads share latents, so then 1."""
-        return self.config.num_attention_heads if self.dispatch.caches_heads else 1
+        return self.layers[0].attn.uk.shape[0] if self.dispatch.caches_heads else 1
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -128,11 +130,30 @@ class Transformer(nnx.Module):
         return self.norm.get_value().dtype  # which may be a shape only
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return entries(self.embed[...], tokens, self.dtype)
+        rows = self.embed.shape[0]
+        if rows == self.config.vocab_size:
+            return entries(self.embed[...], tokens, self.dtype)
+        here = tokens - across.index(TENSOR) * rows
+        found = entries(self.embed[...], jnp.clip(here, 0, rows - 1), self.dtype)
+        return across.total(jnp.where(((here >= 0) & (here < rows))[..., None], found, 0), TENSOR)
 
     def unembed(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B W"]:
         """Logits in float32."""
-        return linear(hidden, (self.embed if self.head is None else self.head)[...], out="float32")
+        logits = self.own_words(hidden)
+        return across.gathered(logits, TENSOR, along=-1) if self.cuts_words else logits
+
+    def own_words(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B w"]:
+        """Logits in float32, of the words whose part of the head this device has."""
+        return linear(hidden, self._head[...], out="float32")
+
+    @property
+    def cuts_words(self) -> bool:
+        """Whether each device has a part of the head."""
+        return self._head.shape[0] < self.config.vocab_size
+
+    @property
+    def _head(self) -> nnx.Param:
+        return self.embed if self.head is None else self.head
 
     def draft(
         self,
@@ -153,9 +174,11 @@ class Transformer(nnx.Module):
         x, layer, found = self.mtp[depth](self.embedded(tokens), hidden, batch, layer, plan)
         return x, None if layer is None else layer.pool, {name: [value] for name, value in found.items()} if collect else {}
 
-    def new_pool(self, pages: int, size: int = paged.PAGE, layers: int | None = None) -> Pool:
-        """An empty pool with `pages` pages per layer of what this model's forms remember, in its weights' dtype or in FP8."""
-        config, attn = self.config, self.layers[0].attn
+    def new_pool(self, pages: int, size: int | None = None, layers: int | None = None) -> Pool:
+        """An empty pool with `pages` pages per layer of what this model's forms remember, in its weights' dtype or in FP8.
+
+        A page has `size` tokens on this device; by default its part of a page."""
+        config, attn, size = self.config, self.layers[0].attn, size or paged.PAGE // self.dispatch.layout.context
         up = (attn.uk.get_value(), attn.uv.get_value())  # which may be shapes only
         shapes = [jax.ShapeDtypeStruct((1, 1, n), up[0].dtype) for n in (config.kv_lora_rank, config.qk_rope_head_dim)]
         token = jax.eval_shape(self.dispatch.cached().remembers, *shapes, up)

@@ -31,7 +31,12 @@ def test_every_mesh_axis_shards_logical_axes_that_exist():
 
 
 def test_a_product_is_sharded_along_its_first_axis():
-    assert axes.partition(("heads*nope", "nope*heads", "experts", "model")) == (("tensor",), (), ("data", "tensor", "context"), ())
+    assert axes.partition(("heads*nope", "nope*heads", "experts", "model")) == (
+        ("tensor",),
+        (),
+        ("data", "tensor", "context"),
+        (),
+    )
 
 
 @pytest.mark.parametrize(
