@@ -97,7 +97,7 @@ def assert_pages(engine: Engine) -> None:
     """Every page is free or held, and as often as the jobs say."""
     held = [page for job in engine.running for page in job.held.pages]
     assert engine.stats.pages_free == SMALL.pages - len(set(held))
-    assert len(engine.running) + len(engine._free_rows) == SMALL.rows
+    assert len(engine.running) + len(engine.shards[0].free_rows) == SMALL.rows
 
 
 def test_tokens_are_those_of_whole_sequences_without_a_cache(programs):
@@ -174,7 +174,7 @@ def test_a_job_may_be_cancelled_at_any_time(programs):
         assert not engine.waiting
         assert not engine.running
         assert engine.stats.as_numbers()["rows"] == 4
-        assert engine._pages.free == ROOMY.pages
+        assert engine.shards[0].pages.free == ROOMY.pages
 
 
 def test_a_lower_priority_comes_first(programs):

@@ -62,7 +62,7 @@ def llm() -> LLM:
 
 def idle(llm: LLM) -> bool:
     engine = llm.engine
-    return not engine.jobs and not engine.running and engine._pages.free == engine.size.pages
+    return not engine.jobs and not engine.running and engine.shards[0].pages.free == engine.size.pages
 
 
 def test_groups_come_back_as_generate_answers_them_an_empty_one_empty(llm):

@@ -85,7 +85,7 @@ def tokens(lines: bytes) -> list:
 
 def idle(llm: LLM) -> bool:
     engine = llm.engine
-    return not engine.jobs and not engine.running and engine._pages.free == engine.size.pages
+    return not engine.jobs and not engine.running and engine.shards[0].pages.free == engine.size.pages
 
 
 # what is written
