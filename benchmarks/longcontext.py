@@ -125,7 +125,7 @@ def loss(engine: Engine, request: Request, tokens: np.ndarray) -> float:
     while job.row is None or job.unread or (evicts and not job.pauses):
         engine.step()
     engine._land_all()
-    assert engine._pages.extend(job.held, len(tokens))
+    assert job.shard.pages.extend(job.held, len(tokens))
     pool, rows = engine._state()
     held = np.array([len(request.prompt)], np.int32)  # a token that was chosen since is written over
     pool, found = likelihood(engine.programs.model, pool, tokens[None, -CODE:], held, engine._page_table([job], 1))

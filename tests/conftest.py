@@ -16,7 +16,10 @@ compiling.settle()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job, and so in all that the tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import jax  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 8)  # for meshes; what has no mesh runs on the first
 
 install_import_hook("mla_jax", "checker.checked")
 

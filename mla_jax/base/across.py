@@ -2,12 +2,13 @@
 
 Outside of a mesh an axis has one device, and nothing is sent. So a module's code is the same for one device and for many."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+import numpy as np
+from jaxtyping import Array, Bool, Int, Shaped
 
 from mla_jax.base.axes import MESH_AXES
 
@@ -55,6 +56,39 @@ def gathered(x: Any, axes: Axes, along: int = 0) -> Any:
     return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, names, axis=along % leaf.ndim, tiled=True), x)
 
 
+def gathered_as_one(tree: Any, axes: Axes) -> Any:
+    """`gathered` of arrays with one first axis, as a single message."""
+    if not _bound(axes):
+        return tree
+    joined, apart = as_one(tree)
+    return apart(gathered(joined, axes))
+
+
+def as_one(tree: Any) -> tuple[Array, Callable[[Array], Any]]:
+    """Arrays `[n ..]` as the bits of one `[n bits]`, and how the first rows of such an array are taken apart again."""
+    leaves, structure = jax.tree.flatten(tree)
+    least = min(leaf.dtype.itemsize for leaf in leaves)
+    word = jnp.dtype(f"uint{8 * least}")
+    joined = [_as_words(leaf, word) for leaf in leaves]
+
+    def apart(rows: Array) -> Any:
+        stops = np.cumsum([words.shape[1] for words in joined])[:-1]
+        parts = jnp.split(rows, stops, axis=1)
+        return jax.tree.unflatten(structure, [_as_numbers(part, leaf) for part, leaf in zip(parts, leaves, strict=True)])
+
+    return jnp.concatenate(joined, axis=1), apart
+
+
+def _as_words(leaf: Array, word: jnp.dtype) -> Array:
+    return jax.lax.bitcast_convert_type(leaf, word).reshape(leaf.shape[0], -1)
+
+
+def _as_numbers(words: Array, like: Array) -> Array:
+    ratio = like.dtype.itemsize // words.dtype.itemsize
+    shape = (words.shape[0], *like.shape[1:], *[ratio] * (ratio > 1))
+    return jax.lax.bitcast_convert_type(words.reshape(shape), like.dtype)
+
+
 def scattered(x: Array, axes: Axes, along: int = 0) -> Array:
     """The sum over these axes, of which each device gets its own part."""
     names = _bound(axes)
@@ -76,6 +110,51 @@ def part(x: Array, length: int, axes: Axes, along: int = 0) -> Array:
 def swapped(x: Array, axis: str, cut: int, join: int) -> Array:
     """An array of which each device has a part along `join`, as one of which each has a part along `cut`."""
     return jax.lax.all_to_all(x, axis, cut % x.ndim, join % x.ndim, tiled=True) if size(axis) > 1 else x
+
+
+class Route(NamedTuple):
+    """How many rows each device sends to each other along some axes: `counts[i, j]` from the i-th to the j-th."""
+
+    axes: tuple[str, ...]
+    counts: Int[Array, "N N"]
+
+    @staticmethod
+    def of(sends: Int[Array, " N"], axes: Axes) -> "Route":
+        """From how many rows this device sends to each."""
+        return Route(_bound(axes), gathered(sends[None], axes))
+
+    def back(self) -> "Route":
+        return self._replace(counts=self.counts.T)
+
+    @property
+    def received(self) -> Int[Array, ""]:
+        """Rows that come here."""
+        return self.counts[:, index(self.axes)].sum()
+
+
+def sent(rows: Shaped[Array, "S ..."], route: Route, most: int, room: int) -> Shaped[Array, "R ..."]:
+    """The `room` rows that come here from all devices, in their order. `rows` are those for each device, in their order, of which
+    no device gets more than `most`.
+
+    What comes after the last row may be anything. Where a platform has no ragged exchange, messages are padded to `most` rows."""
+    here = index(route.axes)
+    starts = jnp.cumsum(route.counts, axis=1) - route.counts  # of the rows for each device, among those that each sends
+    lands = jnp.cumsum(route.counts, axis=0) - route.counts  # and among those that each receives
+    sends, comes = route.counts[here], route.counts[:, here]
+
+    def ragged(rows: Array) -> Array:
+        into = jnp.zeros((room, *rows.shape[1:]), rows.dtype)
+        offsets = starts[here], sends, lands[here], comes
+        return jax.lax.ragged_all_to_all(rows, into, *offsets, axis_name=route.axes)
+
+    def padded(rows: Array) -> Array:
+        place = starts[here][:, None] + jnp.arange(most)
+        blocks = rows.at[place].get(mode="clip")
+        found = jax.lax.all_to_all(blocks, route.axes, 0, 0, tiled=True)
+        to = jnp.where(jnp.arange(most) < comes[:, None], lands[:, here][:, None] + jnp.arange(most), room)
+        return jnp.zeros((room, *rows.shape[1:]), rows.dtype).at[to].set(found, mode="drop")
+
+    return jax.lax.platform_dependent(rows, cpu=padded, default=ragged)
 
 
 def _names(axes: Axes) -> tuple[str, ...]:

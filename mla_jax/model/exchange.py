@@ -5,6 +5,7 @@ the same tokens. Outside of a mesh nothing is exchanged."""
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -23,7 +24,7 @@ def gather(
     """Every device gets the tokens of all data shards, and each shard the sums of its own: for few tokens.
 
     A device has `experts` experts; the id of no expert is the number of all."""
-    x, topk_ids, topk_weights = across.gathered((x, topk_ids, topk_weights), DATA)
+    x, topk_ids, topk_weights = across.gathered_as_one((x, topk_ids, topk_weights), DATA)
     y = compute(x, own_ids(topk_ids, experts), topk_weights)
     return across.total(across.scattered(y, DATA), (TENSOR, CONTEXT))
 
@@ -34,4 +35,41 @@ def own_ids(topk_ids: Int[Array, "n K"], experts: int) -> Int[Array, "n K"]:
     return jnp.where((here >= 0) & (here < experts), here, experts)
 
 
-EXCHANGES: dict[str, Exchange] = {"gather": gather}
+def all_to_all(
+    x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: int, compute: Compute
+) -> Float[Array, "n D"]:
+    """Each token goes to the devices that have its experts, once to each, and their sums come back: for many tokens.
+
+    Devices of one data shard each send their share of its tokens."""
+    if across.size(MESH_AXES) == 1:
+        return compute(x, topk_ids, topk_weights)
+    count, same, devices = x.shape[0], (TENSOR, CONTEXT), across.size(MESH_AXES)
+    x, topk_weights = _shared(x, same), _shared(topk_weights, same)
+    topk_ids = _shared(topk_ids, same, filler=devices * experts)
+    goes = (topk_ids[:, :, None] // experts == jnp.arange(devices)).any(1)
+    route = across.Route.of(goes.sum(0, dtype=jnp.int32), MESH_AXES)
+    tokens, most = x.shape[0], x.shape[0] * min(devices, topk_ids.shape[1])
+    place = jnp.cumsum(goes.T.reshape(-1)).reshape(devices, -1).T - 1  # of a token that goes to a device, among all that are sent
+    place = jnp.where(goes, place, most)
+    token = jnp.zeros(most, jnp.int32).at[place].set(jnp.arange(tokens)[:, None], mode="drop")
+    joined, apart = across.as_one((x, topk_ids, topk_weights))
+    room = devices * tokens
+    there, ids, weights = apart(across.sent(joined[token], route, tokens, room))
+    ids = jnp.where(jnp.arange(room)[:, None] < route.received, own_ids(ids, experts), experts)
+    y = across.sent(compute(there, ids, weights), route.back(), tokens, most)
+
+    def with_next(device: Array, sums: Array) -> Array:
+        found = y.at[place[:, device]].get(mode="clip")
+        return sums + jnp.where(goes[:, device, None], found, 0)
+
+    sums = jax.lax.fori_loop(0, devices, with_next, jnp.zeros(x.shape, jnp.float32))
+    return across.gathered(sums.astype(y.dtype), same)[:count]
+
+
+def _shared(array: Array, axes: tuple[str, ...], filler: int = 0) -> Array:
+    """This device's share of what all along these axes have; the last shares are filled up."""
+    padding = [(0, -array.shape[0] % across.size(axes))] + [(0, 0)] * (array.ndim - 1)
+    return across.own(jnp.pad(array, padding, constant_values=filler), axes)
+
+
+EXCHANGES: dict[str, Exchange] = {"gather": gather, "all_to_all": all_to_all}
