@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 PLAIN = ("F64", "F32", "F16", "BF16")
 Progress = Callable[[int, int], Any]  # is told the bytes read, and of all there are
 IN_FLIGHT = 3  # tensors read ahead while one is placed
+IN_MEMORY = 2 * IN_FLIGHT + 1  # tensors: those, that one, and what devices may not have taken yet
 Tensor = tuple[np.ndarray, ...]
 
 
@@ -145,7 +146,7 @@ class Conversion(NamedTuple):
 
 
 @partial(jax.jit, static_argnames=("how", "like"))
-def place(parts: tuple[Array, ...], start: Array | None = None, *, how: Conversion, like: Any) -> tuple[Any, Array]:
+def place(parts: tuple[Array, ...], start: Any = None, *, how: Conversion, like: Any) -> tuple[Any, Array]:
     """A stored tensor as our parameter, which is `like`, and whether all of it is finite."""
     if isinstance(like, QTensor):
         value = QTensor(how.format, tuple(how.part(p, how.config) for p in parts), like.shape)
@@ -158,7 +159,9 @@ def place(parts: tuple[Array, ...], start: Array | None = None, *, how: Conversi
 
 
 @partial(jax.jit, static_argnames=("how",), donate_argnums=0)
-def insert(stack: Any, parts: tuple[Array, ...], index: Array, start: Array | None = None, *, how: Conversion) -> tuple[Any, Array]:
+def insert(
+    stack: Any, parts: tuple[Array, ...], index: Array, start: Array | None = None, *, how: Conversion
+) -> tuple[Any, Array]:
     """A stack with one more of its tensors, and whether all of that is finite."""
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stack)
     value, finite = place(parts, start, how=how, like=one)

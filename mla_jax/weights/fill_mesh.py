@@ -81,7 +81,7 @@ def shares(checkpoint: "Checkpoint", path: str) -> Shares:
 
 def box_of(layout: Layout, cuts: tuple[Cut, ...], shape: tuple[int, ...], at: tuple[int, ...]) -> Box:
     """The part of an array that the device at a place of the mesh has."""
-    index = dict(zip(MESH_AXES, at, strict=True))
+    index: dict[str, int] = dict(zip(MESH_AXES, at, strict=True))
 
     def along(size: int, cut: Cut) -> tuple[int, int]:
         number = 0
@@ -189,7 +189,9 @@ def _place_all(parts: Any, start: Any, *, how: Conversion, like: Any, mesh: Mesh
 
 
 @partial(jax.jit, static_argnames=("how", "mesh", "specs"), donate_argnums=0)
-def _insert_all(stack: Any, parts: Any, index: Any, start: Any, *, how: Conversion, mesh: Mesh, specs: tuple) -> tuple[Any, Array]:
+def _insert_all(
+    stack: Any, parts: Any, index: Any, start: Any, *, how: Conversion, mesh: Mesh, specs: tuple
+) -> tuple[Any, Array]:
     """As `insert`, by each device into the part of the stack that it has."""
     of_stack = jax.tree.unflatten(jax.tree.structure(stack), specs)
 

@@ -147,9 +147,7 @@ class Checkpoint:
     def local(self, placement: Placement = ON_DEVICE) -> dict[str, Any]:
         """The same, with one device's part of what is on the devices."""
         found, on_host = self.parameters(placement), self.on_host(placement)
-        return {
-            path: value if path in on_host else self.layout.local(self.words(path), value) for path, value in found.items()
-        }
+        return {path: value if path in on_host else self.layout.local(self.words(path), value) for path, value in found.items()}
 
     def size(self, piece: names.Piece) -> int:
         """The bytes of what is read at once."""
