@@ -12,12 +12,14 @@ import tyro
 
 from mla_jax import __version__
 from mla_jax.base.errors import BadRequest, MlaJaxError, printable
+from mla_jax.base.options import GROUPS as OPENING
 from mla_jax.base.options import (
     AttentionOptions,
     DraftOptions,
     EvictOptions,
     ExpertOptions,
     MemoryOptions,
+    MeshOptions,
     ModelOptions,
     Options,
     OutputOptions,
@@ -54,13 +56,13 @@ class Command:
     eviction: Flat[EvictOptions] = field(default_factory=EvictOptions)
     retrieval: Flat[RetrieveOptions] = field(default_factory=RetrieveOptions)
     memory: Flat[MemoryOptions] = field(default_factory=MemoryOptions)
+    mesh: Flat[MeshOptions] = field(default_factory=MeshOptions)
     output: Flat[OutputOptions] = field(default_factory=OutputOptions)
 
     @property
     def options(self) -> Options:
         """What the model is opened with."""
-        groups = self.model, self.attention, self.experts, self.drafts, self.eviction, self.retrieval, self.memory
-        return Options(*groups)
+        return Options(**{group: getattr(self, group) for group in OPENING})
 
 
 GROUPS: dict[str, type] = {
@@ -73,6 +75,7 @@ GROUPS: dict[str, type] = {
     "eviction": EvictOptions,
     "retrieval": RetrieveOptions,
     "memory": MemoryOptions,
+    "mesh": MeshOptions,
     "output": OutputOptions,
 }
 

@@ -11,6 +11,7 @@ from mla_jax.base.rules import (
     biases,
     check,
     flag,
+    mesh,
     named_or,
     nearest,
     number,
@@ -179,6 +180,14 @@ class MemoryOptions(Checked):
 
 
 @dataclass(frozen=True)
+class MeshOptions(Checked):
+    """Several devices."""
+
+    mesh: str | None = option(None, optional(mesh))  # in Python also sizes by axis, or a jax.sharding.Mesh
+    """data=4,tensor=2 (also context=N), or auto: all devices that JAX has."""
+
+
+@dataclass(frozen=True)
 class OutputOptions(Checked):
     """What is printed."""
 
@@ -209,6 +218,7 @@ class Options:
     eviction: EvictOptions = field(default_factory=EvictOptions)
     retrieval: RetrieveOptions = field(default_factory=RetrieveOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
+    mesh: MeshOptions = field(default_factory=MeshOptions)
 
     def __post_init__(self):
         for group in dataclasses.fields(self):
@@ -255,6 +265,7 @@ GROUPS: dict[str, type] = {
     "eviction": EvictOptions,
     "retrieval": RetrieveOptions,
     "memory": MemoryOptions,
+    "mesh": MeshOptions,
 }
 
 

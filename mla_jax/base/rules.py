@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
+from mla_jax.base.axes import MESH_AXES, parse_mesh
 from mla_jax.base.errors import BadRequest, shown
 
 LARGEST = 2**63 - 1  # of whole numbers that have no smaller limit
@@ -142,6 +143,19 @@ def biases(most: int) -> Rule:
         return {token(_number_of(key)): float(bias(one)) for key, one in value.items()}
 
     return rule
+
+
+def mesh(value: Any) -> Any:
+    """The sizes of a mesh as text or by axis, which become text; "auto"; or a `jax.sharding.Mesh`."""
+    if hasattr(value, "axis_names"):
+        return value
+    text = ",".join(f"{axis}={size}" for axis, size in value.items()) if isinstance(value, Mapping) else value
+    try:
+        if isinstance(text, str) and (text == "auto" or parse_mesh(text)):
+            return str(text)
+    except BadRequest:
+        pass
+    raise Wrong(f"{','.join(f'{axis}=N' for axis in MESH_AXES)} with some of these axes, or auto")
 
 
 def _number_of(key: Any) -> Any:

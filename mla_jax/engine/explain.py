@@ -30,6 +30,7 @@ def explain(
     return [
         _model(model, formats),
         _device(model.dispatch.device),
+        *_mesh(planned),
         *_reordered(formats),
         *_forms(model, prompt, planned.context),
         *_cache(model, planned),
@@ -59,6 +60,17 @@ def _device(device: roofline.Device) -> str:
     source = "measured here" if device.measured else "by the table"
     reached = f"{device.bandwidth / 1e12:.2f} TB/s of memory, {device.flops / 1e12:,.3g} TFLOP/s"
     return f"{device.name}: {reached}, {device.between * 1e6:.0f} us of overhead per layer; {source}"
+
+
+def _mesh(planned: Plan) -> list[str]:
+    """What the devices share, and why there are so many along each axis."""
+    if not planned.mesh:
+        return [planned.why_mesh] if planned.why_mesh else []
+    shards = f"rows are shared by {planned.shards} shards, each with a cache of its own; " if planned.shards > 1 else ""
+    return [
+        planned.why_mesh or f"mesh {planned.mesh}: as asked",
+        f"mesh: {shards}bytes, requests and cache are those of one device",
+    ]
 
 
 def _forms(model: Transformer, prompt: int, context: int) -> list[str]:

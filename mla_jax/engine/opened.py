@@ -2,13 +2,17 @@
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 
-from mla_jax.base import device_rates
+from mla_jax.base import device_rates, roofline
+from mla_jax.base.axes import parse_mesh
 from mla_jax.base.config import Config
+from mla_jax.base.devices import Devices
 from mla_jax.base.errors import BadRequest, Unsupported
 from mla_jax.base.files import cache_folder
 from mla_jax.base.options import Options
@@ -17,17 +21,20 @@ from mla_jax.decode.speculative import NOBODY, Drafter
 from mla_jax.engine.drafting import Drafting, drafter_of
 from mla_jax.engine.explain import explain
 from mla_jax.engine.inputs import InputProcessor
+from mla_jax.engine.refused_meshes import refuse_on_mesh
 from mla_jax.engine.retrieving import refuse_contradictions, retrieval_of
 from mla_jax.engine.text import Text, open_text
 from mla_jax.model import fp8_latent
 from mla_jax.model.dispatch import Dispatch
+from mla_jax.model.layout import Layout
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload import calibrate, library
 from mla_jax.offload.place import Placement, place
 from mla_jax.offload.routing import Routing
-from mla_jax.weights.figures import figures
+from mla_jax.weights import auto_mesh
+from mla_jax.weights.figures import ROOM, figures
 from mla_jax.weights.hub import resolve
-from mla_jax.weights.load import Checkpoint, Progress
+from mla_jax.weights.load import ON_DEVICE, Checkpoint, Progress
 from mla_jax.weights.plan import Plan, plan
 
 
@@ -63,7 +70,7 @@ class Opened:
     def notes(self) -> tuple[str, ...]:
         """What a user of the folder should know."""
         host = library.notes() if self.placement.host else ()
-        return (*self.config.notes, *self.text.notes, *host, *self._shortened())
+        return (*self.config.notes, *self.text.notes, *host, *self._shortened(), *self._chosen_mesh())
 
     def _shortened(self) -> tuple[str, ...]:
         """That the context is shorter than the model's, if nobody has asked for that."""
@@ -71,6 +78,9 @@ class Opened:
         if self.options.model.context is not None or self.plan.context == longest or not self.plan.longest:
             return ()
         return (f"context: {self.plan.context:,} of the model's {longest:,} tokens; --context asks for more",)
+
+    def _chosen_mesh(self) -> tuple[str, ...]:
+        return (self.plan.why_mesh,) if self.plan.why_mesh else ()
 
     def routing(self) -> Routing | None:
         """The counts of chosen experts to add to; their file is written at once, for that must not fail after the work."""
@@ -98,7 +108,7 @@ class Opened:
 
 
 def open_model(options: Options) -> Opened:
-    """Opens the model that `options` name; reads headers, config and tokenizer, and takes no memory of the device.
+    """Opens the model that `options` name; reads headers, config and tokenizer, and takes no memory of the devices.
 
     Raises BadFile, BadConfig, Unsupported or BadRequest. A model that does not fit is opened; `plan.refuse()` says so."""
     refuse_contradictions(options)
@@ -109,13 +119,36 @@ def open_model(options: Options) -> Opened:
     checkpoint = _checkpoint(options)
     check_context(options.model.context, checkpoint.config.max_position_embeddings)
     drafter = _drafter(options, checkpoint)
+    checkpoint, why = _on_devices(options, checkpoint, drafter)
     text = open_text(checkpoint.source)
     placement = _place(checkpoint, options)
+    planned = dataclasses.replace(_plan(options, checkpoint, drafter, placement), why_mesh=why)
+    return Opened(options, checkpoint, placement, planned, text, drafter)
+
+
+def _plan(options: Options, checkpoint: Checkpoint, drafter: Drafter, placement: Placement = ON_DEVICE) -> Plan:
     memory = options.memory
     room = options.model.context, memory.batch, placement, memory.cache_tokens
     inexact = options.eviction.evict != "off" or options.retrieval.retrieve != "off"
-    planned = plan(checkpoint, *room, drafter.most, drafter.needs_text or inexact, memory.host_cache)
-    return Opened(options, checkpoint, placement, planned, text, drafter)
+    return plan(checkpoint, *room, drafter.most, drafter.needs_text or inexact, memory.host_cache)
+
+
+def _on_devices(options: Options, checkpoint: Checkpoint, drafter: Drafter) -> tuple[Checkpoint, str]:
+    """The checkpoint for the devices that are asked for, and why these where that is left open: there a context of some length
+    must fit."""
+    if options.mesh.mesh != "auto":
+        return checkpoint, ""
+
+    def on(sizes: Mapping[str, int]) -> Checkpoint:
+        return checkpoint.on(Devices.of(sizes, checkpoint.device))
+
+    def fits(sizes: Mapping[str, int]) -> bool:
+        planned = _plan(options, on(sizes), drafter)
+        return planned.fits and planned.longest >= min(ROOM, checkpoint.config.max_position_embeddings)
+
+    sizes, why = auto_mesh.choose(checkpoint.config, len(jax.devices()), fits)
+    refuse_on_mesh(options, Layout(**sizes))
+    return on(sizes), why
 
 
 def _drafter(options: Options, checkpoint: Checkpoint) -> Drafter:
@@ -135,11 +168,23 @@ def _checkpoint(options: Options) -> Checkpoint:
     """The headers of the model's files."""
     attention, kv_cache = options.attention.attention, options.attention.kv_cache
     experts = "auto" if options.experts.experts == "host" else options.experts.experts
-    dispatch = Dispatch(attention, experts, kv_cache, device_rates.device(), retrieval=retrieval_of(options.retrieval))
-    checkpoint = Checkpoint(resolve(options.model.model), dispatch=dispatch, dtype=options.model.dtype)
+    reached = device_rates.device()
+    dispatch = Dispatch(attention, experts, kv_cache, reached, retrieval=retrieval_of(options.retrieval))
+    devices = _devices(options, reached)
+    checkpoint = Checkpoint(resolve(options.model.model), dispatch=dispatch, dtype=options.model.dtype, devices=devices)
     if kv_cache == "fp8" and (reason := fp8_latent.why_not(checkpoint.config, attention)):
         raise Unsupported('kv_cache "fp8" is not available for this model', reason)
     return checkpoint
+
+
+def _devices(options: Options, reached: roofline.Device) -> Devices:
+    """Those of the mesh that is asked for; one device until the config is known where that is "auto"."""
+    mesh = options.mesh.mesh
+    if mesh in (None, "auto"):
+        return Devices.default(reached)
+    devices = Devices.of(parse_mesh(mesh) if isinstance(mesh, str) else cast(Any, mesh), reached)
+    refuse_on_mesh(options, Layout(**devices.sizes))
+    return devices
 
 
 def _place(checkpoint: Checkpoint, options: Options) -> Placement:

@@ -5,7 +5,7 @@ the heads or the MLP's width. config.json is the released folder's or one of the
 files. Source: `convert.py` and `model.py` in `inference/` of deepseek-ai/DeepSeek-V3."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import numpy as np
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadConfig, BadFile, printable, shortened
 from mla_jax.base.files import read_json
+from mla_jax.weights import boxes
+from mla_jax.weights.boxes import Box
 from mla_jax.weights.hf import Safetensors
 from mla_jax.weights.names import NameRule, Table, key_half, layered, value_half
 from mla_jax.weights.safetensors import TensorFiles, TensorSpan, inside, read_header
@@ -37,8 +39,8 @@ _LAYER_RULES = (
     NameRule("mlp.gate", "ffn.w1.weight", "mlp model"),
     NameRule("mlp.up", "ffn.w3.weight", "mlp model"),
     NameRule("mlp.down", "ffn.w2.weight", "model mlp"),
-    NameRule("mlp.router.weight", "ffn.gate.weight", "experts model"),
-    NameRule("mlp.router.bias", "ffn.gate.bias", "experts"),
+    NameRule("mlp.router.weight", "ffn.gate.weight", "scores model"),
+    NameRule("mlp.router.bias", "ffn.gate.bias", "scores"),
     NameRule("mlp.experts.gate", "ffn.experts.{x}.w1.weight", "expert_mlp model"),
     NameRule("mlp.experts.up", "ffn.experts.{x}.w3.weight", "expert_mlp model"),
     NameRule("mlp.experts.down", "ffn.experts.{x}.w2.weight", "model expert_mlp"),
@@ -78,10 +80,24 @@ class Joined:
         self.tensors: Mapping[str, TensorSpan] = {name: self._joined(name) for name in names}
         self.files = tuple(file for part in parts for file in part.files)
 
-    def read(self, name: str, index: int | None = None) -> np.ndarray:
-        pieces = [part.read(name) for part in self._read_from(name)]
+    def read(self, name: str, index: int | None = None, box: Box | None = None) -> np.ndarray:
+        box = box or boxes.whole(self.tensors[name].shape[index is not None :])
+        box = box if index is None else ((index, index + 1), *box)
+        pieces = [part.read(name, None, own) for part, own in self._within(name, box)]
         joined = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=_axis(name))
-        return joined if index is None else joined[index]
+        return joined if index is None else joined[0]
+
+    def _within(self, name: str, box: Box) -> Iterator[tuple[TensorFiles, Box]]:
+        """The parts that hold some of a box, and what of themselves that is."""
+        axis, parts = _axis(name), self._read_from(name)
+        if axis is None:
+            yield parts[0], box
+            return
+        each = parts[0].tensors[name].shape[axis]
+        for i, part in enumerate(parts):
+            start, end = (min(max(at - i * each, 0), each) for at in box[axis])
+            if start < end:
+                yield part, (*box[:axis], (start, end), *box[axis + 1 :])
 
     def close(self) -> None:
         for part in self.parts:

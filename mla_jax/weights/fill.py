@@ -1,12 +1,13 @@
 """Reads a checkpoint's weights, tensor by tensor, from files to the device, or to the host's memory to be packed.
 
-Host memory holds the few tensors in flight and the stacks of the layer that is packed next."""
+Host memory holds the few tensors in flight and the stacks of the layer that is packed next. fill_mesh.py reads for a mesh."""
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 PLAIN = ("F64", "F32", "F16", "BF16")
 Progress = Callable[[int, int], Any]  # is told the bytes read, and of all there are
 IN_FLIGHT = 3  # tensors read ahead while one is placed
+IN_MEMORY = 2 * IN_FLIGHT + 1  # tensors: those, that one, and what devices may not have taken yet
 Tensor = tuple[np.ndarray, ...]
 
 
@@ -42,18 +44,25 @@ class Fill:
         self.values, self.on_host = checkpoint.parameters(placement), checkpoint.on_host(placement)
         self.packed = {} if kept is None else self._mapped(kept)
         self.stacks: dict[int, dict[str, Any]] = {}  # of layers on the host, until gate, up and down are there
-        self.finite: list[Array] = []
+        self.finite: list[tuple[str, Array]] = []  # of each tensor that was read, by its name
+        self.behind: deque[Array] = deque()  # of those that the device may not have taken yet
+        self.read = 0
 
     def run(self) -> tuple[dict[str, Any], dict[int, Any]]:
         """Every parameter by path, on the device, and the packed experts by layer. Raises BadFile for NaN and infinity."""
         sources = {path: source for path, source in self.checkpoint.sources.items() if self.on_host.get(path) not in self.packed}
-        pieces = [piece for source in sources.values() for piece in source.pieces]
-        self.reached = list(accumulate(map(self._size, pieces)))
+        wanted = {path: self._pieces(path, source) for path, source in sources.items()}
+        pieces = list(chain.from_iterable(wanted.values()))
+        self.reached = list(accumulate(map(self.checkpoint.size, pieces)))
         with closing(ahead(self.checkpoint.source, pieces)) as tensors:
             for path, source in sources.items():
-                self._put(path, self._parameter(path, source, islice(tensors, len(source.pieces))))
-        self._refuse_unsound(pieces)
+                self._put(path, self._parameter(path, source, islice(tensors, len(wanted[path]))))
+        self._refuse_unsound()
         return self.values, dict(sorted(self.packed.items()))
+
+    def _pieces(self, path: str, source: names.Origin) -> tuple[names.Piece, ...]:
+        """What is read for a parameter, in this order."""
+        return source.pieces
 
     def _mapped(self, kept: PackedFolder) -> dict[int, Any]:
         found = {number: kept.mapped(number) for number in self.placement.host}
@@ -65,21 +74,23 @@ class Fill:
         value, conversion = self.values[path], self._conversion(source)
         if source.stacked:
             value = empty(value, sharding)
-            for i, parts in enumerate(tensors):
-                value, sound = _insert(value, jax.device_put(parts, sharding), i, how=conversion)
-                self._read(sound)
+            for i, (piece, parts) in enumerate(zip(source.pieces, tensors, strict=True)):
+                value, sound = insert(value, jax.device_put(parts, sharding), i, how=conversion)
+                self._placed([(piece.name, sound)])
             return value
         (parts,) = tensors
-        value, sound = _place(jax.device_put(parts, sharding), how=conversion, like=value)
-        self._read(sound)
+        value, sound = place(jax.device_put(parts, sharding), how=conversion, like=value)
+        self._placed([(source.names[0], sound)])
         return value
 
-    def _read(self, sound: Array) -> None:
-        """One more tensor is on its way. Dispatch is asynchronous: the host keeps what the device has not taken yet."""
-        self.finite.append(sound)
-        self.progress(self.reached[len(self.finite) - 1], self.reached[-1])
-        if len(self.finite) > IN_FLIGHT:
-            self.finite[-IN_FLIGHT].block_until_ready()
+    def _placed(self, found: list[tuple[str, Array]], pieces: int = 1) -> None:
+        """More pieces are on their way. Dispatch is asynchronous: the host keeps what the device has not taken yet."""
+        self.finite += found
+        self.read += pieces
+        self.progress(self.reached[self.read - 1], self.reached[-1])
+        self.behind.append(found[-1][1])
+        if len(self.behind) == IN_FLIGHT:
+            self.behind.popleft().block_until_ready()
 
     def _put(self, path: str, value: Any) -> None:
         number = self.on_host.get(path)
@@ -95,9 +106,9 @@ class Fill:
         layer = pack(**self.stacks.pop(number), precision=self.placement.precision)
         self.packed[number] = layer if self.kept is None else self.kept.keep(number, layer)
 
-    def _refuse_unsound(self, pieces: list[names.Piece]) -> None:
-        sound = jax.device_get(self.finite)
-        if faulty := [piece.name for piece, fine in zip(pieces, sound, strict=True) if not fine]:
+    def _refuse_unsound(self) -> None:
+        sound = jax.device_get([sound for _, sound in self.finite])
+        if faulty := [name for (name, _), fine in zip(self.finite, sound, strict=True) if not fine.all()]:
             raise BadFile(
                 "weights hold NaN or infinity",
                 *shortened(list(dict.fromkeys(map(printable, faulty)))),
@@ -108,10 +119,6 @@ class Fill:
         tensor = self.checkpoint.source.tensors[source.names[0]]
         shape = tensor.shape[1:] if source.pieces[0].index is not None else tensor.shape
         return Conversion(source.part, self.checkpoint.config, tensor.format, shape)
-
-    def _size(self, piece: names.Piece) -> int:
-        tensor = self.checkpoint.source.tensors[piece.name]
-        return tensor.nbytes if piece.index is None else tensor.nbytes // tensor.shape[0]
 
 
 def ahead(source: Source, wanted: list[names.Piece]) -> Generator[Tensor, None, None]:
@@ -129,28 +136,33 @@ def empty(like: Any, sharding: Sharding) -> Any:
 
 
 class Conversion(NamedTuple):
-    """What makes a parameter of what is read at once: a tensor of `shape`."""
+    """What makes a parameter of what is read at once: a tensor of `shape`, of which `kept` is taken, from where is said then."""
 
     part: names.PartOf
     config: Config
     format: str
     shape: tuple[int, ...]
+    kept: tuple[int, ...] | None = None  # None: all of it
 
 
 @partial(jax.jit, static_argnames=("how", "like"))
-def _place(parts: tuple[Array, ...], *, how: Conversion, like: Any) -> tuple[Any, Array]:
+def place(parts: tuple[Array, ...], start: Any = None, *, how: Conversion, like: Any) -> tuple[Any, Array]:
     """A stored tensor as our parameter, which is `like`, and whether all of it is finite."""
     if isinstance(like, QTensor):
         value = QTensor(how.format, tuple(how.part(p, how.config) for p in parts), like.shape)
         sound = qtensor.unsound(how.format, value.parts) == 0
         return value if value.format == like.format else qtensor.reorder(value), sound
     stored = parts[0] if how.format in PLAIN else qtensor.dequantize(QTensor(how.format, parts, how.shape))
+    stored = stored if how.kept is None else jax.lax.dynamic_slice(stored, tuple(start), how.kept)
     value = how.part(stored, how.config).reshape(like.shape).astype(like.dtype)
     return value, jnp.isfinite(value).all()
 
 
 @partial(jax.jit, static_argnames=("how",), donate_argnums=0)
-def _insert(stack: Any, parts: tuple[Array, ...], index: Array, *, how: Conversion) -> tuple[Any, Array]:
+def insert(
+    stack: Any, parts: tuple[Array, ...], index: Array, start: Array | None = None, *, how: Conversion
+) -> tuple[Any, Array]:
+    """A stack with one more of its tensors, and whether all of that is finite."""
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stack)
-    value, finite = _place(parts, how=how, like=one)
+    value, finite = place(parts, start, how=how, like=one)
     return jax.tree.map(partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0), stack, value), finite

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mla_jax.base.errors import BadFile, printable, shortened
+from mla_jax.weights.boxes import Box
 from mla_jax.weights.gguf_header import TENSOR_TYPES, Header, TensorInfo, read_header
 from mla_jax.weights.safetensors import TensorFiles, TensorSpan
 
@@ -22,18 +23,23 @@ class GGUFFile:
         self.path, self.metadata, self.tensors = path, metadata, tensors
         self._raw = TensorFiles(path, {t.name: _blocks(t) for t in tensors.values()})
 
-    def read(self, name: str, index: int | None = None) -> np.ndarray:
+    def read(self, name: str, index: int | None = None, box: Box | None = None) -> np.ndarray:
         """The tensor in its own dtype, or its blocks as uint8 `[.. blocks bytes]`; any thread may call it.
 
-        `index`: only that entry of the first axis, such as one expert's matrix. Raises BadFile if the file was truncated or
-        rewritten since its header was read."""
-        data = self._raw.read(name, index)
+        `index`: only that entry of the first axis, such as one expert's matrix; `box`: only that part of these. Raises BadFile if
+        the file was truncated or rewritten since its header was read."""
+        data = self._raw.read(name, index, box and self._in_blocks(name, box))
         dtype = TENSOR_TYPES[self.tensors[name].type].dtype
         return data if dtype is None else data.view(dtype)[..., 0]
 
     def close(self):
         """Closes the files; raises BadFile if one changed while it was open: its tensors may then be of two versions."""
         self._raw.close()
+
+    def _in_blocks(self, name: str, box: Box) -> Box:
+        """A box of a tensor's values as one of its blocks of bytes."""
+        kind, (start, end) = TENSOR_TYPES[self.tensors[name].type], box[-1]
+        return (*box[:-1], (start // kind.values, -(-end // kind.values)), (0, kind.bytes))
 
 
 def _blocks(t: TensorInfo) -> TensorSpan:

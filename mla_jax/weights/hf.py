@@ -9,6 +9,8 @@ import numpy as np
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, printable
 from mla_jax.base.qtensor import fp8_format
+from mla_jax.weights import boxes
+from mla_jax.weights.boxes import Box
 from mla_jax.weights.hf_names import HF, SCALE
 from mla_jax.weights.names import Table
 from mla_jax.weights.safetensors import TensorSpan, open_folder
@@ -27,7 +29,7 @@ class Files(Protocol):
 
     @property
     def files(self) -> tuple[Path, ...]: ...
-    def read(self, name: str, index: int | None = None) -> np.ndarray: ...
+    def read(self, name: str, index: int | None = None, box: Box | None = None) -> np.ndarray: ...
     def close(self) -> None: ...
 
 
@@ -55,17 +57,17 @@ class Safetensors:
     def files(self) -> tuple[Path, ...]:
         return self.raw.files
 
-    def read(self, name: str, index: int | None = None) -> tuple[np.ndarray, ...]:
-        weight = self.raw.read(name, index)
-        if self.tensors[name].format == self.raw.tensors[name].dtype:
+    def read(self, name: str, index: int | None = None, box: Box | None = None) -> tuple[np.ndarray, ...]:
+        weight, entry = self.raw.read(name, index, box), self.tensors[name]
+        if entry.format == self.raw.tensors[name].dtype:
             return (weight,)
-        return weight, self._scales(name, self.scale_of(name))
+        return weight, self._scales(name, self.scale_of(name), box and boxes.of_parts(entry.format, entry.shape, box)[1])
 
     def close(self) -> None:
         self.raw.close()
 
-    def _scales(self, name: str, scale: str) -> np.ndarray:
-        found = self.raw.read(scale).astype(np.float32)
+    def _scales(self, name: str, scale: str, box: Box | None) -> np.ndarray:
+        found = self.raw.read(scale, None, box).astype(np.float32)
         if not (np.isfinite(found) & (found > 0)).all():
             raise BadFile(f"{printable(scale)} holds a scale that is not positive and finite", f"it scales {printable(name)}")
         return found

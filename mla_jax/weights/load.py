@@ -1,8 +1,9 @@
-"""Opens a checkpoint as a model on the device: names resolved, shapes checked; fill.py then reads tensor by tensor.
+"""Opens a checkpoint as a model on the devices: names resolved, shapes checked; fill.py then reads tensor by tensor.
 
 What is stored quantised stays so, as QTensors, and is unpacked where it is used; a GPU's kernels unpack it in registers, and for
 them it is reordered as it is read, on the device. With a dtype asked for, everything is unpacked as it is read, also there."""
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
@@ -18,6 +19,7 @@ from mla_jax.base.devices import Devices
 from mla_jax.base.errors import Unsupported, printable
 from mla_jax.base.qtensor import REORDERED, QTensor
 from mla_jax.model.dispatch import Dispatch
+from mla_jax.model.layout import Layout, refuse_uneven
 from mla_jax.model.moe import MoE
 from mla_jax.model.ops import Shapes, takes_reordered
 from mla_jax.model.transformer import Transformer
@@ -26,8 +28,9 @@ from mla_jax.offload.pack import precision_of, unpacked_shape
 from mla_jax.offload.place import ExpertLayer, Placement
 from mla_jax.offload.replicated import replica_bytes, replica_shapes, replicate
 from mla_jax.offload.streaming import Packing
-from mla_jax.weights import names
+from mla_jax.weights import boxes, names
 from mla_jax.weights.fill import PLAIN, Fill, Progress
+from mla_jax.weights.fill_mesh import FillMesh, shares
 from mla_jax.weights.open import open_source
 from mla_jax.weights.packed_folder import PackedFolder
 from mla_jax.weights.source import Source
@@ -38,7 +41,8 @@ ON_DEVICE = Placement()
 class Checkpoint:
     """Files whose names, shapes and number formats fit the model they describe. Opening them reads headers only.
 
-    `slots` are the parameters by path, with their metadata and no values; `sources` say which tensors fill each."""
+    `slots` are the parameters by path, with their metadata and no values; `sources` say which tensors fill each. On a mesh all
+    bytes and the `model` are those of one device; `parameters` and what `load` returns have whole shapes."""
 
     def __init__(
         self,
@@ -46,26 +50,39 @@ class Checkpoint:
         *,
         dispatch: Dispatch | None = None,
         dtype: str | None = None,
+        devices: Devices | None = None,
     ):
         """`dtype` None: packed weights as they are, others float32 on a CPU and bfloat16 elsewhere.
 
-        `dispatch` chooses how steps compute; None: by the table's figures of the default device."""
+        `dispatch` chooses how steps compute; None: by the table's figures of the default device. `devices` None: the default."""
         self.source: Source = open_source(path)
         self.config, table, present = self.source.config, self.source.table, self.source.tensors
-        self.devices = Devices.default(None if dispatch is None else dispatch.device)
-        self.device = self.devices.figures
-        self.dispatch = dispatch or Dispatch(device=self.device)
+        devices = devices or Devices.default(None if dispatch is None else dispatch.device)
+        self._dispatch = dispatch or Dispatch(device=devices.figures)
+        self.device = devices.figures
         self.dtype = jnp.dtype(dtype or ("float32" if self.device.platform == "cpu" else "bfloat16"))
         self.asked = dtype
         table.refuse_other_counts(self.config, present)
         self.has_mtp = table.has_mtp(self.config, present)
-        build = partial(Transformer, self.config, dispatch=self.dispatch, mtp=self.has_mtp)
+        build = partial(Transformer, self.config, dispatch=self._dispatch, mtp=self.has_mtp)
         self._graph, state = nnx.split(build(Shapes()))
         self._state = nnx.to_flat_state(state)
         self.slots = {".".join(map(str, keys)): variable for keys, variable in self._state}
         self.sources = table.resolve(self.slots, self.config, present)
         self.stored = {path: self.format_of(source) for path, source in self.sources.items()}
         self.experts = self._experts()
+        self._lay_out(devices)
+
+    def on(self, devices: Devices) -> "Checkpoint":
+        """The same checkpoint for other devices of the same kind; reads nothing again. Raises Unsupported as the first did."""
+        other = copy.copy(self)
+        other._lay_out(devices)
+        return other
+
+    def _lay_out(self, devices: Devices) -> None:
+        self.devices, self.layout = devices, Layout(**devices.sizes)
+        refuse_uneven(self.config, self.layout)
+        self.dispatch = dataclasses.replace(self._dispatch, layout=self.layout)
         self.reordered = self._reordered()
 
     def _experts(self) -> dict[int, dict[str, str]]:
@@ -91,13 +108,19 @@ class Checkpoint:
         return self.asked is None and self.slots[path].get_metadata()["packs"] and self.stored[path] not in PLAIN
 
     def _takes_reordered(self, path: str) -> bool:
-        slot = self.slots[path]
-        by_row = slot.get_metadata()["role"] == "rows"
-        return not by_row and takes_reordered(self.stored[path], slot.shape, self.dtype)
+        """Whether a kernel takes one device's part. What can be cut only as it is stored is cut, and not reordered."""
+        slot, format = self.slots[path], self.stored[path]
+        if slot.get_metadata()["role"] == "rows":
+            return False
+        words, stored = self.words(path), qtensor.abstract(format, slot.shape)
+        local = self.layout.local_shape(words, stored)
+        if not takes_reordered(format, local, self.dtype):
+            return False
+        return self.layout.local_shape(words, qtensor.abstract(format + REORDERED, slot.shape)) == local
 
     def expert_layers(self, precision: str | None = None) -> tuple[ExpertLayer, ...]:
         """Each layer with routed experts, and how it is packed on the host, in `precision` or as it is stored."""
-        on_device = self.parameters(ON_DEVICE)
+        on_device = self.local(ON_DEVICE)
         sizes = {n: sum(_nbytes(on_device[path]) for path in paths.values()) for n, paths in self.experts.items()}
         return tuple(ExpertLayer(number, size, self.packing(number, precision)) for number, size in sizes.items())
 
@@ -112,32 +135,62 @@ class Checkpoint:
         """The layers of those parameters that are packed on the host."""
         return {path: number for number in placement.host for path in self.experts[number].values()}
 
+    def words(self, path: str) -> tuple[str, ...]:
+        """The names of a parameter's axes, by which a mesh cuts it."""
+        return self.slots[path].get_metadata()["axes"]
+
     def parameters(self, placement: Placement = ON_DEVICE) -> dict[str, Any]:
-        """What each parameter is read as, on the device or, before it is packed, on the host: shapes only."""
+        """What each parameter is read as, on the devices or, before it is packed, on the host: whole shapes only."""
         on_host = self.on_host(placement)
-        return {path: self._packable(path) if path in on_host else self._on_device(path) for path in self.slots}
+        return {path: self._packable(path) if path in on_host else self.on_device(path) for path in self.slots}
+
+    def local(self, placement: Placement = ON_DEVICE) -> dict[str, Any]:
+        """The same, with one device's part of what is on the devices."""
+        found, on_host = self.parameters(placement), self.on_host(placement)
+        return {path: value if path in on_host else self.layout.local(self.words(path), value) for path, value in found.items()}
+
+    def size(self, piece: names.Piece) -> int:
+        """The bytes of what is read at once."""
+        tensor = self.source.tensors[piece.name]
+        shape, size = tensor.shape, tensor.nbytes
+        if piece.index is not None:
+            shape, size = shape[1:], size // shape[0]
+        return size if piece.box is None else boxes.nbytes(tensor.format, shape, size, piece.box)
+
+    def largest_piece(self, placement: Placement = ON_DEVICE) -> int:
+        """The most bytes that are read at once."""
+        on_host, everywhere = self.on_host(placement), range(self.layout.devices)
+        largest = 0
+        for path, source in self.sources.items():
+            if self.layout.devices > 1 and path not in on_host:
+                pieces = [piece for piece, _ in shares(self, path).pieces(source, everywhere)]
+            else:
+                pieces = list(source.pieces)
+            largest = max(largest, *map(self.size, pieces))
+        return largest
 
     def _packable(self, path: str) -> Any:
         return unpacked_shape(self.stored[path], self.slots[path].shape, self.asked)
 
-    def _on_device(self, path: str) -> Any:
+    def on_device(self, path: str) -> Any:
+        """What a parameter is read as on the devices, in its whole shape."""
         metadata, shape, format = self.slots[path].get_metadata(), self.slots[path].shape, self.stored[path]
         if self._packs(path):
             return qtensor.abstract(format + REORDERED if path in self.reordered else format, shape)
         return jax.ShapeDtypeStruct(shape, jnp.float32 if metadata["exact"] else self.dtype)
 
     def bytes(self, placement: Placement = ON_DEVICE, host: bool = False) -> int:
-        """What the weights take on the device, or those on the `host` before they are packed."""
+        """What the weights take on one device, or those on the `host` before they are packed."""
         on_host = self.on_host(placement)
-        sizes = {path: _nbytes(value) for path, value in self.parameters(placement).items()}
+        sizes = {path: _nbytes(value) for path, value in self.local(placement).items()}
         kept = sum(size for path, size in sizes.items() if (path in on_host) == host)
         return kept if host else kept + self._replica_bytes(placement)
 
     def formats(self, placement: Placement = ON_DEVICE) -> dict[str, int]:
-        """The bytes of the weights by number format, on the device and on the host."""
+        """The bytes of the weights by number format, on one device and on the host."""
         found: dict[str, int] = {}
         on_host = self.on_host(placement)
-        for path, value in self.parameters(placement).items():
+        for path, value in self.local(placement).items():
             name = value.format if isinstance(value, QTensor) else value.dtype.name
             name += " on the host" if path in on_host else ""
             found[name] = found.get(name, 0) + _nbytes(value)
@@ -149,19 +202,20 @@ class Checkpoint:
         return sum(len(ids) * replica_bytes(self.packing(n, placement.precision), self.dtype) for n, ids in replicas)
 
     def model(self, placement: Placement = ON_DEVICE) -> Transformer:
-        """The model without its weights, whose parameters have shapes only."""
+        """The model as one device has it, without its weights: parameters have shapes only."""
         layers = {}
         for number in placement.host:
             packing, ids = self.packing(number, placement.precision), placement.replicated.get(number)
             replicas = replica_shapes(packing, ids, self.dtype) if ids else None
             layers[number] = HostExperts(packing, replicas)
-        return self._merged(self.parameters(placement), layers, placement)
+        return self._merged(self.local(placement), layers, placement)
 
     def load(self, placement: Placement = ON_DEVICE, progress: Progress | None = None, folder: Path | None = None) -> Transformer:
-        """The model with its weights, on the default device; `folder` keeps packed experts, which the next start maps."""
+        """The model with its weights, on the devices; `folder` keeps packed experts, which the next start maps."""
         try:
             kept = PackedFolder(folder, self._made_of(placement)) if folder is not None and placement.host else None
-            values, packed = Fill(self, placement, progress or (lambda done, total: None), kept).run()
+            fill = FillMesh if self.layout.devices > 1 else Fill
+            values, packed = fill(self, placement, progress or (lambda done, total: None), kept).run()
         finally:
             self.source.close()
         layers = {}
@@ -203,7 +257,7 @@ class Checkpoint:
 
 
 def load(path: str | Path, **options: Any) -> Transformer:
-    """The model of a checkpoint of any kind, on the default device; `options` are Checkpoint's."""
+    """The model of a checkpoint of any kind, on the default device or others; `options` are Checkpoint's."""
     return Checkpoint(Path(path), **options).load()
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from mla_jax.base import axes
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, MlaJaxError, printable, shortened
+from mla_jax.weights.boxes import Box
 
 PartOf = Callable[[Any, Config], Any]
 
@@ -24,13 +25,22 @@ def whole(w: Any, config: Config) -> Any:
 
 
 def key_half(w: Any, config: Config) -> Any:
-    """`uk` of kv_b_proj: the rows of each head are the key's, then the value's."""
-    return w.reshape(config.num_attention_heads, -1, w.shape[-1])[:, : config.qk_nope_head_dim]
+    """`uk` of kv_b_proj, or of some heads of it: the rows of each head are the key's, then the value's."""
+    return _by_head(w, config)[:, : config.qk_nope_head_dim]
 
 
 def value_half(w: Any, config: Config) -> Any:
-    """`uv` of kv_b_proj."""
-    return w.reshape(config.num_attention_heads, -1, w.shape[-1])[:, config.qk_nope_head_dim :]
+    """`uv` of kv_b_proj, or of some heads of it."""
+    return _by_head(w, config)[:, config.qk_nope_head_dim :]
+
+
+def _by_head(w: Any, config: Config) -> Any:
+    return w.reshape(-1, rows_of_head(config), w.shape[-1])
+
+
+def rows_of_head(config: Config) -> int:
+    """Rows of kv_b_proj that one head has."""
+    return config.qk_nope_head_dim + config.v_head_dim
 
 
 def first_half(w: Any, config: Config) -> Any:
@@ -62,10 +72,11 @@ def layered(block: Iterable[NameRule], mtp: Iterable[NameRule], prefix: str) -> 
 
 
 class Piece(NamedTuple):
-    """A source tensor, or one entry of its first axis."""
+    """A source tensor, or one entry of its first axis; with a `box`, that part of it."""
 
     name: str
     index: int | None = None
+    box: Box | None = None
 
 
 class Origin(NamedTuple):

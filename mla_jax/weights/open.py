@@ -9,6 +9,7 @@ import numpy as np
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, printable
 from mla_jax.weights import deepseek, gguf_config
+from mla_jax.weights.boxes import Box
 from mla_jax.weights.gguf import open_gguf
 from mla_jax.weights.gguf_names import GGUF
 from mla_jax.weights.hf import SCALES, open_hf
@@ -35,8 +36,8 @@ class FromGGUF:
     def files(self) -> tuple[Path, ...]:
         return tuple(sorted({tensor.file for tensor in self.file.tensors.values()}))
 
-    def read(self, name: str, index: int | None = None) -> tuple[np.ndarray, ...]:
-        return (self.file.read(name, index),)
+    def read(self, name: str, index: int | None = None, box: Box | None = None) -> tuple[np.ndarray, ...]:
+        return (self.file.read(name, index, box),)
 
     def close(self) -> None:
         self.file.close()
@@ -61,8 +62,8 @@ class FromStore:
     def files(self) -> tuple[Path, ...]:
         return (self.path / MANIFEST,)
 
-    def read(self, name: str, index: int | None = None) -> tuple[np.ndarray, ...]:
-        return self.store.read(name, index)
+    def read(self, name: str, index: int | None = None, box: Box | None = None) -> tuple[np.ndarray, ...]:
+        return self.store.read(name, index, box)
 
     def close(self) -> None:
         pass  # no file stays open

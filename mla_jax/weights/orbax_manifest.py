@@ -16,14 +16,13 @@ from mla_jax.base import qtensor
 from mla_jax.base.errors import BadFile, Unsupported, printable
 from mla_jax.base.files import read_json
 from mla_jax.base.qtensor import Shape
+from mla_jax.weights.boxes import Box, box_shape
 from mla_jax.weights.safetensors import DTYPES
 
 KIND, VERSION = "mla-jax weights", 1
 MANIFEST, MAX_MANIFEST = "manifest.json", 64 << 20
 TENSOR_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")  # a tensor's name becomes a folder's name
 AGAIN = "copy that folder again, or convert again"
-
-Box = tuple[tuple[int, int], ...]  # the first index and the end, along each axis
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,6 @@ def grid(shape: Shape, chunk: Shape) -> list[Box]:
     """The boxes of an array's chunks; the last axis counts fastest."""
     along = [[(i, min(i + c, size)) for i in range(0, size, c)] for size, c in zip(shape, chunk, strict=True)]
     return [*product(*along)]
-
-
-def box_shape(box: Box) -> Shape:
-    return tuple(end - start for start, end in box)
 
 
 def part_specs(name: str, format: str, shape: Shape) -> list[tuple[str, Shape]]:

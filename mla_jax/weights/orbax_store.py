@@ -36,20 +36,21 @@ from safetensors import SafetensorError
 
 from mla_jax.base.errors import BadFile, DoesNotFit, Unsupported, printable, shortened
 from mla_jax.base.qtensor import Shape
+from mla_jax.weights import boxes
+from mla_jax.weights.boxes import Box, box_shape, common, slices
 from mla_jax.weights.orbax_manifest import (
     AGAIN,
     KIND,
     MANIFEST,
     VERSION,
-    Box,
     StoredChunk,
     StoredPart,
     StoredTensor,
-    box_shape,
     grid,
     part_specs,
     read_manifest,
 )
+from mla_jax.weights.safetensors import DTYPES
 
 MAX_CHUNK = 30 << 20  # bytes of a chunk that no mesh cuts smaller; glibc maps 32 MiB and more anew each time, at half the rate
 COPIED = 3 * MAX_CHUNK  # bytes that Orbax may hold in copies
@@ -182,16 +183,20 @@ class Store:
         self.path, self.metadata, self.tensors = path, metadata, tensors
         self._stored = cache(lambda step: _stored(_step_folder(path, step)))
 
-    def read(self, name: str, index: int | None = None) -> tuple[np.ndarray, ...]:
-        """The parts of a tensor, or of one entry of its first axis; raises BadFile if a checksum does not match."""
+    def read(self, name: str, index: int | None = None, box: Box | None = None) -> tuple[np.ndarray, ...]:
+        """The parts of a tensor, or of one entry of its first axis, or of a `box` of these, for which the chunks are read that
+        hold some of it; raises BadFile if a checksum does not match."""
         entry = self.tensors[name]
-        boxes = [tuple((0, size) for size in part.shape) for part in entry.parts]
-        if index is not None:
-            if not (entry.shape and 0 <= index < entry.shape[0]):
-                raise IndexError(f"{name} has the shape {entry.shape}, and no entry {index}")
-            boxes = [((index, index + 1), *box[1:]) for box in boxes]
-        filled = self._filled(name, [{box} for box in boxes])
-        parts = tuple(found[box] for found, box in zip(filled, boxes, strict=True))
+        asked = [boxes.whole(part.shape) for part in entry.parts]
+        if index is not None and not (entry.shape and 0 <= index < entry.shape[0]):
+            raise IndexError(f"{name} has the shape {entry.shape}, and no entry {index}")
+        if box is not None:
+            box = box if index is None else ((index, index + 1), *box)
+            asked = [box] if entry.format in DTYPES else boxes.of_parts(entry.format, entry.shape, box)
+        elif index is not None:
+            asked = [((index, index + 1), *part[1:]) for part in asked]
+        filled = self._filled(name, [{each} for each in asked])
+        parts = tuple(found[each] for found, each in zip(filled, asked, strict=True))
         return parts if index is None else tuple(part.reshape(part.shape[1:]) for part in parts)
 
     def check(self, name: str) -> None:
@@ -207,20 +212,20 @@ class Store:
         for part in parts:
             if jax.dtypes.canonicalize_dtype(part.dtype) != part.dtype:
                 raise Unsupported(f"{name} is {part.dtype}, which JAX would make narrower", "set jax_enable_x64")
-        boxes = [_device_boxes(part.shape, sharding) for part, sharding in zip(parts, shardings, strict=True)]
-        arrays = zip(parts, shardings, self._filled(name, boxes), strict=True)
+        asked = [_device_boxes(part.shape, sharding) for part, sharding in zip(parts, shardings, strict=True)]
+        arrays = zip(parts, shardings, self._filled(name, asked), strict=True)
         return tuple(_placed(part.shape, sharding, filled) for part, sharding, filled in arrays)
 
-    def _filled(self, name: str, boxes: list[set[Box]]) -> Iterator[dict[Box, np.ndarray]]:
-        """The contents of the `boxes` of each part, part by part."""
+    def _filled(self, name: str, asked: list[set[Box]]) -> Iterator[dict[Box, np.ndarray]]:
+        """The contents of the boxes that are `asked` for of each part, part by part."""
         entry = self.tensors[name]
         chunks = [
-            _overlapping(part.chunks(name, number), asked)
-            for number, (part, asked) in enumerate(zip(entry.parts, boxes, strict=True))
+            _overlapping(part.chunks(name, number), of_part)
+            for number, (part, of_part) in enumerate(zip(entry.parts, asked, strict=True))
         ]
         stream = self._load(name, entry.step, [*chain.from_iterable(chunks)])
-        for asked, needed in zip(boxes, chunks, strict=True):
-            yield _assembled(asked, zip(needed, stream, strict=False))  # the stream continues with the next part
+        for of_part, needed in zip(asked, chunks, strict=True):
+            yield _assembled(of_part, zip(needed, stream, strict=False))  # the stream continues with the next part
 
     def _load(self, name: str, step: int, chunks: list[StoredChunk]) -> Iterator[np.ndarray]:
         """The contents of `chunks` in their order; one call of Orbax reads several."""
@@ -359,7 +364,7 @@ def _chunk_shape(part: np.ndarray, shards: Shape) -> Shape:
 
 def _in_chunks(part: np.ndarray, chunk: Shape) -> tuple[StoredPart, list[np.ndarray]]:
     """A part's entry in the manifest, and the contents of its chunks."""
-    pieces = [np.asarray(part[_slices(box)], order="C") for box in grid(part.shape, chunk)]
+    pieces = [np.asarray(part[slices(box)], order="C") for box in grid(part.shape, chunk)]
     return StoredPart(part.dtype.name, part.shape, chunk, tuple(map(_checksum, pieces))), pieces
 
 
@@ -376,19 +381,8 @@ def _device_boxes(shape: Shape, sharding: Sharding) -> set[Box]:
     return {_box(index, shape) for index in sharding.addressable_devices_indices_map(shape).values()}
 
 
-def _slices(box: Box, origin: Box | None = None) -> tuple[slice, ...]:
-    """`box` as an index into an array that starts at `origin`."""
-    return tuple(slice(i - o, j - o) for (i, j), (o, _) in zip(box, origin or ((0, 0),) * len(box), strict=True))
-
-
-def _common(a: Box, b: Box) -> Box | None:
-    """The intersection, None if it is empty."""
-    box = tuple((max(i, m), min(j, n)) for (i, j), (m, n) in zip(a, b, strict=True))
-    return box if all(i < j for i, j in box) else None
-
-
 def _overlapping(chunks: list[StoredChunk], boxes: set[Box]) -> list[StoredChunk]:
-    return [chunk for chunk in chunks if any(_common(chunk.box, box) is not None for box in boxes)]
+    return [chunk for chunk in chunks if any(common(chunk.box, box) is not None for box in boxes)]
 
 
 def _batches(chunks: list[StoredChunk]) -> list[list[StoredChunk]]:
@@ -406,12 +400,12 @@ def _assembled(boxes: set[Box], pieces: Iterable[tuple[StoredChunk, np.ndarray]]
             if box == chunk.box:
                 filled[box] = value
                 continue
-            common = _common(chunk.box, box)
-            if common is None:
+            both = common(chunk.box, box)
+            if both is None:
                 continue
             if box not in filled:
                 filled[box] = np.empty(box_shape(box), value.dtype)
-            filled[box][_slices(common, box)] = value[_slices(common, chunk.box)]
+            filled[box][slices(both, box)] = value[slices(both, chunk.box)]
     return filled
 
 

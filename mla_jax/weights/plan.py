@@ -1,5 +1,6 @@
 """What a model needs in memory, worked out from shapes alone, and whether it fits."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -7,6 +8,8 @@ from math import prod
 import jax
 
 from mla_jax.base import roofline
+from mla_jax.base.axes import shown_mesh
+from mla_jax.base.config import Config
 from mla_jax.base.devices import Devices
 from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.base.limits import free_memory, gib
@@ -16,6 +19,7 @@ from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.place import Placement
 from mla_jax.offload.streaming import scratch_bytes
+from mla_jax.weights.fill import IN_MEMORY
 from mla_jax.weights.load import ON_DEVICE, Checkpoint
 
 PROGRAMS, PROGRAMS_PER_LAYER = 300 << 20, 13 << 20  # bytes, measured with 3 to 27 layers on JAX 0.10.2
@@ -27,17 +31,23 @@ CPU_TOKENS = 16_384  # of the cache on a CPU, unless more are asked for: there i
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes on the device, for `batch` sequences of `context` tokens each, and the pool that is made."""
+    """Bytes on the device, for `batch` sequences of `context` tokens each, and the pool that is made.
+
+    On a mesh these are bytes of one of its devices. Sequences are shared by the data shards: rows and tokens are those of one."""
 
     weights: int
     host: int  # of experts in the host's memory; on a CPU a part of the weights
-    cache: int  # of `batch` sequences of `context` tokens
+    cache: int  # of `held` sequences of `context` tokens
     temporaries: int
     available: int
     context: int
     longest: int  # the largest context that fits
     tokens: int  # that the pool holds, of all sequences together
     batch: int = 1
+    shards: int = 1  # that share the sequences
+    mesh: str = ""  # such as data=4,tensor=2; empty for one device
+    why_mesh: str = ""  # in a sentence, where the user left the choice
+    loading: int = 0  # of the host's memory, for what is read and not on a device yet
     host_cache: int = 0  # of pages in the host's memory
     host_free: int = 0  # that the rest leaves there, where such pages are asked for
     hosted: int = 0  # tokens of these pages
@@ -48,25 +58,32 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.needed <= self.available and self.tokens >= self.batch * self.context
+        return self.needed <= self.available and self.tokens >= self.held * self.context
+
+    @property
+    def held(self) -> int:
+        """Sequences of the batch that one shard holds."""
+        return held(self.batch, self.shards)
 
     @property
     def rows(self) -> int:
-        """Requests that run at a time."""
-        return max(ROWS, self.batch)
+        """Requests that run at a time, on one shard."""
+        return max(ROWS, self.held)
 
     def lines(self) -> list[str]:
         """A table, and what to change when it does not fit."""
         rows = {
             "weights": self.weights,
             **({"experts on the host": self.host} if self.host else {}),
-            f"cache of {f'{self.batch} x ' * (self.batch > 1)}{self.context:,} tokens": self.cache,
+            f"cache of {f'{self.held} x ' * (self.held > 1)}{self.context:,} tokens": self.cache,
             "temporaries, about": self.temporaries,
             **({"pages on the host": self.host_cache} if self.host_cache else {}),
             "needed": self.needed,
             "available": self.available,
+            **({"read at a time, on the host": self.loading} if self.mesh else {}),
         }
         return [
+            *([f"mesh {self.mesh}: per device"] if self.mesh else []),
             *(f"{name:<28}{size:>12}" for name, size in zip(rows, map(gib, rows.values()), strict=True)),
             self._verdict(),
             *self.advice(),
@@ -75,7 +92,8 @@ class Plan:
     def _verdict(self) -> str:
         if not self.longest:
             return "not even a short context fits"
-        together = f"; the cache holds {self.tokens:,} tokens of up to {self.rows} sequences" if self.fits else ""
+        cache = f"the cache of each of {self.shards} shards" if self.shards > 1 else "the cache"
+        together = f"; {cache} holds {self.tokens:,} tokens of up to {self.rows} sequences" if self.fits else ""
         return f"largest context that fits: {self.longest:,} tokens{together}"
 
     def advice(self) -> list[str]:
@@ -84,10 +102,12 @@ class Plan:
         if self.fits:
             return []
         if self.needed <= self.available:
-            return [f"it does not fit: --cache-tokens {self.tokens} is less than {self.batch} x {self.context:,} tokens"]
+            given = self.tokens * self.shards
+            return [f"it does not fit: --cache-tokens {given} is less than {self.batch} x {self.context:,} tokens"]
         if self.longest:
             return [f"it does not fit: ask for --context {self.longest} or less, or free memory with a larger --memory-fraction"]
-        return ["it does not fit: take --dtype bfloat16, a larger --memory-fraction, or a device with more memory"]
+        more = "a mesh with more devices along tensor" if self.mesh else "a device with more memory"
+        return [f"it does not fit: take --dtype bfloat16, a larger --memory-fraction, or {more}"]
 
     def refuse(self) -> None:
         """Raises DoesNotFit unless the context that is asked for fits, and the pages on the host."""
@@ -112,36 +132,47 @@ def plan(
     """The plan for `batch` sequences of `context` tokens, by default as long as the model allows and as fits.
 
     The pool has `cache_tokens` tokens; by default, on a GPU, as many as fit and as all rows can use. A pass reads up to `drafts`
-    guesses of each row, which may be looked up in the rows' texts. `host_cache` is in GiB. Raises BadRequest if that is less
-    than a page."""
-    model, rows, most = checkpoint.model(placement), max(ROWS, batch), checkpoint.config.max_position_embeddings
-    on_cpu, page, free = checkpoint.device.platform == "cpu", page_bytes(model), available()
-    host, hosted = checkpoint.bytes(placement, host=True), _host_pages(host_cache, page)
-    weights = checkpoint.bytes(placement) + (host if on_cpu else 0)
-    quantized = [value.shape for value in checkpoint.parameters(placement).values() if isinstance(value, QTensor)]
+    guesses of each row, which may be looked up in the rows' texts. `host_cache` is in GiB. Data shards of a mesh share all that.
+    Raises BadRequest if the host's part is less than a page."""
+    layout, most = checkpoint.layout, checkpoint.config.max_position_embeddings
+    shards, asked = layout.data, None if cache_tokens is None else -(-cache_tokens // layout.data)
+    model, batch_here = checkpoint.model(placement), held(batch, layout.data)
+    rows, on_cpu, page = max(ROWS, batch_here), checkpoint.device.platform == "cpu", page_bytes(model)
+    free, page_of_shard = available(checkpoint.devices), page * page_parts(model)
+    host, hosted = checkpoint.bytes(placement, host=True), _host_pages(host_cache / shards, page_of_shard)
+    weights = checkpoint.bytes(placement) + (-(-host // layout.devices) if on_cpu else 0)
+    quantized = [value.shape for value in checkpoint.local(placement).values() if isinstance(value, QTensor)]
     temporary = temporaries(model, quantized, rows, drafts)
     temporary += TEXTS * 4 * rows * (context or most) if keeps_text else 0
     temporary += _choosing(model, rows, pages_for(context or most))
     temporary += 2 * COPIES * COPIED * page + _summaries(model, hosted) if hosted else 0
     fitting = max(free - weights - temporary, 0) // page * PAGE
-    longest = min(most, fitting // batch)
-    chosen = context or max(1, min(longest, _usual_context(most, batch, cache_tokens, on_cpu)))
-    tokens = pages_for(cache_tokens) * PAGE if cache_tokens else _pool_tokens(chosen, batch, fitting, on_cpu)
-    on_host = weights + tokens // PAGE * page + temporary if on_cpu else host
+    longest = min(most, fitting // batch_here)
+    chosen = context or max(1, min(longest, _usual_context(most, batch_here, asked, on_cpu)))
+    tokens = pages_for(asked) * PAGE if asked else _pool_tokens(chosen, batch_here, fitting, on_cpu)
+    on_host = layout.devices * (weights + tokens // PAGE * page + temporary) if on_cpu else host
     return Plan(
         weights=weights,
         host=host,
-        cache=pages_for(chosen) * batch * page,
+        cache=pages_for(chosen) * batch_here * page,
         temporaries=temporary,
         available=free,
         context=chosen,
         longest=longest,
         tokens=tokens,
         batch=batch,
-        host_cache=hosted * page,
+        shards=shards,
+        mesh=shown_mesh(layout.sizes) if layout.devices > 1 else "",
+        loading=IN_MEMORY * checkpoint.largest_piece(placement),
+        host_cache=hosted * page_of_shard * shards,
         host_free=max(free_memory() - on_host, 0) if hosted else 0,
         hosted=hosted * PAGE,
     )
+
+
+def held(batch: int, shards: int) -> int:
+    """Of `batch` sequences, those that one of the data shards holds at most."""
+    return -(-batch // shards)
 
 
 def _usual_context(most: int, batch: int, cache_tokens: int | None, on_cpu: bool) -> int:
@@ -171,25 +202,32 @@ def pages_for(tokens: int) -> int:
 
 
 def page_bytes(model: Transformer) -> int:
-    """What one page takes in all layers."""
+    """What one page takes in all layers, on one device."""
     pool = jax.eval_shape(lambda: model.new_pool(1))
     return sum(a.size * a.dtype.itemsize for a in pool.values())
+
+
+def page_parts(model: Transformer) -> int:
+    """Devices of a shard that have different parts of a page: of its tokens, and of the heads where these are cached."""
+    layout = model.dispatch.layout
+    return layout.context * (layout.tensor if model.dispatch.caches_heads else 1)
 
 
 def temporaries(model: Transformer, quantized: Sequence[tuple[int, ...]], rows: int, drafts: int = 0) -> int:
     """About the most that one step takes in addition to weights and pool; `quantized` are the shapes of packed weights.
 
     Attention over a block of the cache, activations of experts, unpacked weights, experts copied from the host, logits; on a CPU
-    also what tracing and compiling take."""
+    also what tracing and compiling take, on a mesh what devices send each other."""
     config, itemsize = model.config, model.dtype.itemsize
     tokens = max(model.dispatch.chunk(model), rows)
     copied = scratch_bytes(config, itemsize, tokens) if 0 < model.dispatch.stream <= tokens else 0
-    logits = 4 * 4 * rows * config.vocab_size * (1 + drafts)
+    logits = 4 * 4 * rows * _words(model) * (1 + drafts)
     seen = 2 * rows * config.vocab_size
     parts = (
         max(_attention(model, rows, 1), _attention(model, 1, tokens)),
         _expert_activations(model, tokens),
         _unpacked(model, quantized, tokens),
+        _exchanged(model, tokens),
         copied,
         logits,
         seen,
@@ -198,9 +236,20 @@ def temporaries(model: Transformer, quantized: Sequence[tuple[int, ...]], rows: 
     return sum(parts)
 
 
+def _words(model: Transformer) -> int:
+    """Words of the vocabulary whose logits one device computes."""
+    return (model.embed if model.head is None else model.head).get_value().shape[0]
+
+
+def _seen(model: Transformer) -> Config:
+    """The config with the heads that one device has."""
+    heads = model.config.num_attention_heads // model.dispatch.layout.tensor
+    return dataclasses.replace(model.config, num_attention_heads=heads)
+
+
 def _attention(model: Transformer, rows: int, new: int) -> int:
     """Scores and rebuilt heads of a block; for a kernel also the heads of the new tokens, and sums in float32 that are merged."""
-    config, dispatch, itemsize = model.config, model.dispatch, model.dtype.itemsize
+    config, dispatch, itemsize = _seen(model), model.dispatch, model.dtype.itemsize
     name = dispatch.form_name(model, rows, new, max(new, PAGE))
     slots, scored = dispatch.block_slots(model, name, rows, new), new
     own = 0
@@ -219,7 +268,7 @@ def _choosing(model: Transformer, rows: int, pages: int) -> int:
         return 0
     config, vectors = model.config, model.dispatch.retrieval.policy.vectors
     width, chunk = config.kv_lora_rank + config.qk_rope_head_dim, model.dispatch.chunk(model) + 2 * rows * PAGE
-    choosing = rows * pages * (vectors * width * model.dtype.itemsize + 2 * 4 * config.num_attention_heads)
+    choosing = rows * pages * (vectors * width * model.dtype.itemsize + 2 * 4 * _seen(model).num_attention_heads)
     return max(choosing, chunk * (2 * width * model.dtype.itemsize + 2 * 4 * PAGE))
 
 
@@ -233,11 +282,26 @@ def _summaries(model: Transformer, hosted: int) -> int:
 
 
 def _expert_activations(model: Transformer, tokens: int) -> int:
-    config = model.config
+    """Of the widest MLP: a device's own experts over all shards' tokens, or its part of a dense one over those of its own."""
+    config, layout = model.config, model.dispatch.layout
     dense = model.dispatch.backend_name(model, tokens) == "dense"
-    experts = (config.n_routed_experts or 0) if dense else 2 * (config.num_experts_per_tok or 0)
-    width = max(experts * (config.moe_intermediate_size or 0), config.intermediate_size)
-    return 3 * tokens * width * model.dtype.itemsize
+    experts = (config.n_routed_experts or 0) // layout.devices if dense else 2 * (config.num_experts_per_tok or 0)
+    routed = tokens * layout.data * experts * (config.moe_intermediate_size or 0)
+    return 3 * max(routed, tokens * _mlp_width(model)) * model.dtype.itemsize
+
+
+def _mlp_width(model: Transformer) -> int:
+    """A device's part of a dense MLP."""
+    size, parts = model.config.intermediate_size, model.dispatch.layout.tensor
+    return size // parts if size % parts == 0 else size
+
+
+def _exchanged(model: Transformer, tokens: int) -> int:
+    """Tokens of all shards that come to the experts, and what goes back."""
+    config, layout = model.config, model.dispatch.layout
+    if layout.devices == 1 or not config.n_routed_experts:
+        return 0
+    return 2 * tokens * layout.data * config.hidden_size * model.dtype.itemsize
 
 
 def _unpacked(model: Transformer, quantized: Sequence[tuple[int, ...]], tokens: int) -> int:
@@ -253,7 +317,7 @@ def _programs(model: Transformer) -> int:
     """What tracing, XLA's compiler and its programs take where they share the memory with the model."""
     if model.dispatch.device.platform != "cpu":
         return GRAPHS if model.dispatch.device.platform == "gpu" else 0
-    return PROGRAMS + PROGRAMS_PER_LAYER * model.config.num_hidden_layers
+    return (PROGRAMS + PROGRAMS_PER_LAYER * model.config.num_hidden_layers) // model.dispatch.layout.devices
 
 
 def logits_bytes(model: Transformer, rows: int, tokens: int) -> int:
@@ -261,7 +325,7 @@ def logits_bytes(model: Transformer, rows: int, tokens: int) -> int:
 
     Nothing is read in chunks there, and without a cache no kernel attends: attention scores are `[B N T T]`."""
     config, dispatch, itemsize = model.config, model.dispatch, model.dtype.itemsize
-    heads, every = config.num_attention_heads, rows * tokens
+    heads, every = _seen(model).num_attention_heads, rows * tokens
     scores = 3 * 4 * rows * heads * tokens * tokens
     width = 2 * config.qk_nope_head_dim + 2 * config.qk_rope_head_dim + config.v_head_dim + config.kv_lora_rank
     dense = dispatch.backend_name(model, every) == "dense"
@@ -273,7 +337,6 @@ def logits_bytes(model: Transformer, rows: int, tokens: int) -> int:
     return written * 4 * every * config.vocab_size + scores + activations
 
 
-def available() -> int:
-    """Bytes that may be taken: of the device, or of free memory on a CPU."""
-    devices = Devices.default()
-    return free_memory() if devices.platform == "cpu" else devices.free_bytes() or 0
+def available(devices: Devices) -> int:
+    """Bytes that may be taken of each device; devices on a CPU share its free memory."""
+    return free_memory() // devices.count if devices.platform == "cpu" else devices.free_bytes() or 0

@@ -18,6 +18,8 @@ import safetensors
 
 from mla_jax.base.errors import BadFile, Unsupported, printable, shortened
 from mla_jax.base.files import parse_json, read_json, within
+from mla_jax.weights import boxes
+from mla_jax.weights.boxes import Box
 
 MAX_HEADER = 100 << 20  # the format's own limit
 MAX_INDEX = 64 << 20
@@ -71,27 +73,32 @@ class TensorFiles:
     _open: dict[Path, tuple[int, tuple[int, ...]]] = field(default_factory=dict, repr=False)
     _opening: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def read(self, name: str, index: int | None = None) -> np.ndarray:
-        """The tensor in its own dtype, or one entry of its first axis; any thread may call it.
+    def read(self, name: str, index: int | None = None, box: Box | None = None) -> np.ndarray:
+        """The tensor in its own dtype, or one entry of its first axis, or a `box` of these; any thread may call it.
 
-        Raises BadFile if the file was truncated or rewritten since its header was read."""
+        Reads no other bytes. Raises BadFile if the file was truncated or rewritten since its header was read."""
         tensor = self.tensors[name] if index is None else _entry_of(self.tensors[name], index)
-        out = np.empty(tensor.size, np.uint8)
-        self._fill(out, tensor)
-        return out.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+        box, dtype = box or boxes.whole(tensor.shape), np.dtype(DTYPES[tensor.dtype])
+        shape = boxes.box_shape(box)
+        out = np.empty(prod(shape) * dtype.itemsize, np.uint8)
+        length, starts = boxes.runs(tensor.shape, box)
+        for i, start in enumerate(starts):
+            self._fill(out[i * length * dtype.itemsize :][: length * dtype.itemsize], tensor, start * dtype.itemsize)
+        return out.view(dtype).reshape(shape)
 
-    def _fill(self, out: np.ndarray, tensor: TensorSpan) -> None:
-        file, done = tensor.file.name, 0
+    def _fill(self, out: np.ndarray, tensor: TensorSpan, start: int) -> None:
+        """Reads what is in the file from byte `start` of the tensor."""
+        file, done, start = tensor.file.name, 0, tensor.start + start
         try:
             descriptor = self._descriptor(tensor)
-            while done < tensor.size:
-                count = os.preadv(descriptor, [out.data[done : done + MAX_READ]], tensor.start + done)
+            while done < out.size:
+                count = os.preadv(descriptor, [out.data[done : done + MAX_READ]], start + done)
                 if count <= 0:
                     needed = f"{printable(tensor.name)} needs bytes to {tensor.start + tensor.size:,}"
                     raise BadFile(f"{file} became shorter while it was read", needed)
                 done += count
         except OSError as e:
-            where = f"{e.strerror} at byte {tensor.start + done:,}, in {printable(tensor.name)}"
+            where = f"{e.strerror} at byte {start + done:,}, in {printable(tensor.name)}"
             raise BadFile(f"{file} cannot be read", where) from e
 
     @property

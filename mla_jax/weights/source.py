@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from mla_jax.base.config import Config
+from mla_jax.weights.boxes import Box
 from mla_jax.weights.names import Table
 
 
@@ -50,8 +51,10 @@ class Source(Protocol):
         """What mla-convert recorded when it made this checkpoint; None for others."""
         ...
 
-    def read(self, name: str, index: int | None = None) -> tuple[np.ndarray, ...]:
-        """The parts of a tensor, or of one entry of its first axis; a plain tensor is its own single part."""
+    def read(self, name: str, index: int | None = None, box: Box | None = None) -> tuple[np.ndarray, ...]:
+        """The parts of a tensor, or of one entry of its first axis; a plain tensor is its own single part.
+
+        With a `box`, of that part of the tensor or entry alone: it is counted in values, and parts no block of a packed one."""
         ...
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ def test_what_is_placed_fits_the_plan(checkpoint, monkeypatch, tmp_path, less):
     each = figures(checkpoint, ExpertOptions(), 64).layers[0].device_bytes
     monkeypatch.setattr("mla_jax.offload.place.SPARE", 0)  # of the memory, most of which these small layers do not take
     room = int(plan(checkpoint, 64).needed - less * each)
-    monkeypatch.setattr(planning, "available", lambda: room)
+    monkeypatch.setattr(planning, "available", lambda devices: room)
     assert not plan(checkpoint, 64).fits
     routing = Routing.open(tmp_path / "routing.json", checkpoint.config)
     routing.counts += np.arange(8)

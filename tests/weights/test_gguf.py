@@ -386,7 +386,7 @@ def test_a_kimi_file_from_before_betas_were_written_down_takes_those_of_the_rele
 def parameters(sources: dict, tensors: dict, config: Config) -> dict[str, np.ndarray]:
     out = {}
     for path, source in sources.items():
-        pieces = [tensors[name] if index is None else tensors[name][index] for name, index in source.pieces]
+        pieces = [tensors[name] if index is None else tensors[name][index] for name, index, _ in source.pieces]
         parts = [np.asarray(source.part(piece, config)) for piece in pieces]
         out[path] = np.stack(parts) if source.stacked else parts[0]
     return out

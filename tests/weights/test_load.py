@@ -33,7 +33,7 @@ def reads(monkeypatch):
     """The names of the tensors that were read."""
     found, read = [], safetensors.TensorFiles.read
     monkeypatch.setattr(
-        safetensors.TensorFiles, "read", lambda self, name, index=None: (found.append(name), read(self, name, index))[1]
+        safetensors.TensorFiles, "read", lambda self, name, *rest, **box: (found.append(name), read(self, name, *rest, **box))[1]
     )
     return found
 
@@ -200,8 +200,8 @@ def test_few_tensors_are_in_host_memory_at_a_time(tmp_path, monkeypatch):
 
         __hash__ = object.__hash__
 
-    def counted(self, name, index=None):
-        value = read(self, name, index).view(Held)
+    def counted(self, name, *rest, **box):
+        value = read(self, name, *rest, **box).view(Held)
         alive.add(value)
         most.append(len(alive))
         return value

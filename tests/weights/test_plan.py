@@ -48,7 +48,7 @@ def test_a_batch_takes_as_many_times_the_cache_and_no_more_temporaries_up_to_64_
     assert one.temporaries == five.temporaries < many.temporaries
     assert (one.rows, five.rows, many.rows) == (64, 64, 128)
     assert "cache of 5 x 60 tokens" in five.lines()[1]
-    monkeypatch.setattr(planning, "available", lambda: five.needed - 1)
+    monkeypatch.setattr(planning, "available", lambda devices: five.needed - 1)
     assert plan(checkpoint, 60).fits
     assert not plan(checkpoint, 60, 5).fits
 
@@ -57,7 +57,7 @@ def test_pages_on_the_host_have_what_the_model_leaves_there(folder, monkeypatch)
     checkpoint, size = Checkpoint(folder), 2**-8  # GiB: 4 MiB
     page, free = page_bytes(checkpoint.model()), []
     monkeypatch.setattr(planning, "free_memory", lambda: free[-1])
-    monkeypatch.setattr(planning, "available", lambda: 2**34)
+    monkeypatch.setattr(planning, "available", lambda devices: 2**34)
     without = plan(checkpoint, 60, cache_tokens=640)
     taken = without.weights + 10 * page + without.temporaries + 2 * 4 * 8 * page  # of pages that are on their way
     for more in (0, -1):
@@ -84,7 +84,7 @@ def test_the_largest_context_is_the_largest_that_fits(folder, monkeypatch):
     whole = plan(checkpoint)
     assert whole.fits
     assert whole.longest == whole.context == checkpoint.config.max_position_embeddings
-    monkeypatch.setattr(planning, "available", lambda: whole.needed - 1)
+    monkeypatch.setattr(planning, "available", lambda devices: whole.needed - 1)
     less = plan(checkpoint, whole.context)
     assert not less.fits
     assert 64 <= less.longest < whole.longest
@@ -100,7 +100,7 @@ def test_the_largest_context_is_the_largest_that_fits(folder, monkeypatch):
 
 def test_a_shortened_context_is_a_note(folder, monkeypatch):
     fits = plan(Checkpoint(folder), 128).needed
-    monkeypatch.setattr(planning, "available", lambda: fits)
+    monkeypatch.setattr(planning, "available", lambda devices: fits)
     llm = LLM(folder)
     assert llm.context == 128
     assert any("128 of the model's 512 tokens; --context asks for more" in note for note in llm.notes)
@@ -116,7 +116,7 @@ def test_the_pool_has_as_many_tokens_as_are_asked_for(folder, asked, batch, toke
 
 @pytest.mark.parametrize(("free", "all_of_it"), [(1.26, True), (8, False)])
 def test_the_pool_of_a_gpu_is_all_that_is_left_or_all_that_the_rows_can_use(folder, monkeypatch, free, all_of_it):
-    monkeypatch.setattr(planning, "available", lambda: int(free * 2**30))
+    monkeypatch.setattr(planning, "available", lambda devices: int(free * 2**30))
     checkpoint = Checkpoint(folder, dispatch=Dispatch(device=DEVICES["NVIDIA H200"]))
     found, page = plan(checkpoint), page_bytes(checkpoint.model())
     left = found.available - found.weights - found.temporaries
@@ -130,7 +130,7 @@ def test_the_pool_of_a_gpu_is_all_that_is_left_or_all_that_the_rows_can_use(fold
 
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypatch):
     needed = plan(Checkpoint(folder))
-    monkeypatch.setattr(planning, "available", lambda: needed.weights)
+    monkeypatch.setattr(planning, "available", lambda devices: needed.weights)
     monkeypatch.setattr(Checkpoint, "load", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(DoesNotFit, match="does not fit the device") as error:
         LLM(folder)
