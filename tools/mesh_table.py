@@ -10,7 +10,7 @@ from pathlib import Path
 from mla_jax.base.axes import shown_mesh
 from mla_jax.base.config import Config
 from mla_jax.base.links import PLANNED, Planned
-from mla_jax.base.mesh_cost import HELD, ROWS, MeshCost, meshes, packed, preferred
+from mla_jax.base.mesh_cost import HELD, ROWS, MeshCost, about, meshes, packed, preferred
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "meshes.md"
 START, END = "<!-- what follows is printed by tools/mesh_table.py -->", "<!-- end of what is printed -->"
@@ -35,14 +35,14 @@ def cells(config: Config, kind: Planned) -> tuple[str, ...]:
     if cost is None:
         return _lacking(MeshCost(config, meshes(config, COUNT)[-1], kind.figures, how), available)
     decode, prompts, held = cost.decode(), cost.prompts(), cost.tokens(available) * cost.of("data")
-    reached = f"{decode.tokens:,.0f}", f"{prompts.tokens:,.0f}", f"{decode.share:.0%}"
-    return shown_mesh(cost.sizes), _gb(cost.weight_bytes), f"{held:,}", *reached
+    reached = about(decode.tokens), about(prompts.tokens), f"{decode.share:.0%}"
+    return shown_mesh(cost.sizes), _gb(cost.weight_bytes), about(held), *reached
 
 
 def _lacking(cost: MeshCost, available: float) -> tuple[str, ...]:
     """The mesh that comes closest."""
     tokens = cost.tokens(available)
-    why = f"does not fit: room for {tokens:,} tokens" if tokens else f"does not fit: {_gb(available)} there"
+    why = f"does not fit: room for {about(tokens)} tokens" if tokens else f"does not fit: {_gb(available)} there"
     return shown_mesh(cost.sizes), _gb(cost.weight_bytes), why, "", "", ""
 
 

@@ -348,3 +348,9 @@ def preferred(
     """The first of `meshes` on which `rows` rows of each data shard fit with `held` tokens each; None if none does."""
     found = (MeshCost(config, sizes, device, how) for sizes in meshes(config, count))
     return next((cost for cost in found if cost.tokens(available, rows) >= rows * held), None)
+
+
+def about(count: float) -> str:
+    """A count with two digits: a prediction is no better."""
+    unit = 10 ** max(len(str(int(count))) - 2, 0)
+    return f"{round(count / unit) * unit:,}"
