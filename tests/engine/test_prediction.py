@@ -3,10 +3,12 @@
 import json
 
 import checkpoints
+import hollow
 import pytest
 
+from mla_jax.base.config import Config
 from mla_jax.base.links import PLANNED
-from mla_jax.base.mesh_cost import HELD, MeshCost, Packed
+from mla_jax.base.mesh_cost import HELD, MeshCost, Packed, packed
 from mla_jax.base.planned import planned
 from mla_jax.engine.prediction import cost_of, packed_as, predict
 from mla_jax.model.dispatch import Dispatch
@@ -90,3 +92,16 @@ def test_the_words_name_rates_of_all_devices_the_share_of_messages_and_the_excha
     exchanges = found.decode.exchange, found.prompts.exchange
     assert second == "exchange of tokens with experts: {} in a step, {} in prompts".format(*exchanges)
     assert json.loads(json.dumps(found.fields()))["tokens_per_second"] == found.decode.tokens
+
+
+def test_v3_whose_headers_alone_are_here_fits_eight_h200s_but_no_eight_h100s(tmp_path):
+    """671 billion weights and the layer for multi-token prediction: 686 GB."""
+    checkpoint = opened(hollow.folder(tmp_path, Config.preset("v3").to_hf()))
+    assert round(checkpoint.bytes() / 1e9) == 686
+    for kind, fits in (("h200", True), ("h100", False)):
+        devices = planned(kind, {"data": 8}, 0.9)
+        cost = cost_of(checkpoint, devices)
+        released = MeshCost(checkpoint.config, {"data": 8}, devices.figures, packed(checkpoint.config))
+        assert cost.weight_bytes == pytest.approx(released.weight_bytes, rel=1e-6)
+        assert (cost.tokens(devices.free_bytes()) >= 32 * HELD) == fits
+        assert predict(checkpoint, devices, devices.free_bytes()).rows == (8 * 32 if fits else 8)
