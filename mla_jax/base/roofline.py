@@ -30,6 +30,7 @@ class Device(NamedTuple):
 DEVICES = {  # by the start of JAX's device_kind; H200 and CPU (two cores) measured, the others 80 % of the vendor's figures
     "NVIDIA H200": Device("NVIDIA H200", "gpu", 811e12, 4.56e12),
     "NVIDIA H100": Device("NVIDIA H100", "gpu", 790e12, 2.7e12),
+    "NVIDIA B200": Device("NVIDIA B200", "gpu", 1800e12, 6.4e12),
     "NVIDIA A100": Device("NVIDIA A100", "gpu", 250e12, 1.6e12),
     "TPU v5 lite": Device("TPU v5e", "tpu", 158e12, 0.65e12),
     "TPU v5": Device("TPU v5p", "tpu", 367e12, 2.2e12),

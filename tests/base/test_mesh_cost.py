@@ -1,0 +1,248 @@
+"""Predictions for meshes: bytes and messages counted by hand, what a mesh of one predicts, and the exchange that is taken."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from mla_jax.base import qtensor
+from mla_jax.base.config import Config
+from mla_jax.base.links import LINKS, PLANNED, Links, links_of
+from mla_jax.base.mesh_cost import (
+    EXCHANGES,
+    GATHERED,
+    MeshCost,
+    Packed,
+    Speech,
+    even,
+    exchange_messages,
+    meshes,
+    packed,
+    pick_exchange,
+    preferred,
+)
+from mla_jax.base.roofline import DEVICES, Device, device, pass_seconds
+from mla_jax.model.layout import Layout
+from mla_jax.model.ops import Shapes
+from mla_jax.model.transformer import Transformer
+
+V3, LITE, KIMI = (Config.preset(name) for name in ("v3", "v2_lite", "kimi_k2"))
+H200 = DEVICES["NVIDIA H200"]
+RING = 0.8 * 450e9  # bytes/s that an H200 receives of others, and seconds of a collective that carries nothing
+LATENCY = 12e-6
+
+# DeepSeek-V3 as released: FP8 with a float32 scale for each 128 x 128, but embedding, head, router, norms and, here, the two
+# halves of kv_b_proj, which are unpacked to bf16.
+FP8 = 1 + 4 / 128**2
+ATTENTION = FP8 * (1536 * 7168 + 128 * 192 * 1536 + 576 * 7168 + 7168 * 128 * 128) + 2 * 2 * 128 * 128 * 512
+ROUTER = 2 * 256 * 7168
+EXPERT = FP8 * 3 * 7168 * 2048  # 44 MB; the shared one is as large
+DENSE = FP8 * 3 * 7168 * 18432
+VOCAB = 2 * 129_280 * 7168  # of the embedding, and of the head
+
+
+def test_v3_on_eight_data_shards_has_an_eighth_of_the_experts_on_each_device_and_all_of_the_rest():
+    by_hand = 61 * ATTENTION + 3 * DENSE + 58 * (32 * EXPERT + EXPERT + ROUTER) + 2 * VOCAB
+    found = MeshCost(V3, {"data": 8}, H200, packed(V3)).weight_bytes
+    assert found == pytest.approx(by_hand, rel=1e-4)
+    assert round(found / 1e9) == 102
+
+
+def test_v3_on_a_mesh_of_eight_along_tensor_has_an_eighth_of_nearly_everything():
+    by_heads = FP8 * (128 * 192 * 1536 + 7168 * 128 * 128) + 2 * 2 * 128 * 128 * 512
+    whole = FP8 * (1536 * 7168 + 576 * 7168)
+    by_hand = 61 * (by_heads / 8 + whole) + 3 * DENSE / 8 + 58 * (32 * EXPERT + EXPERT / 8 + ROUTER) + 2 * VOCAB / 8
+    found = MeshCost(V3, {"tensor": 8}, H200, packed(V3)).weight_bytes
+    assert found == pytest.approx(by_hand, rel=1e-4)
+    assert round(found / 1e9) == 85
+
+
+@pytest.mark.parametrize("sizes", [{}, {"data": 8}, {"tensor": 8}, {"context": 8}, {"data": 2, "tensor": 2, "context": 2}])
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [
+        ("v3", {"num_hidden_layers": 5}),
+        ("v2_lite", {}),
+        ("kimi_k2", {"num_hidden_layers": 3}),
+        ("glm_4_7_flash", {"num_attention_heads": 24}),
+        ("v3", {"num_hidden_layers": 5, "intermediate_size": 18432 - 512}),  # cut in eight inside of a block: so it is whole
+        ("v2_lite", {"tie_word_embeddings": True, "vocab_size": 102_401}),
+    ],
+)
+def test_a_device_has_the_bytes_of_its_parts_of_the_model_s_own_parameters(preset, changes, sizes):
+    config, layout = Config.preset(preset, **changes), Layout(**sizes)
+    fp8, found = packed(config) is not None, 0
+    for path, variable in nnx.to_flat_state(nnx.state(Transformer(config, Shapes()))):
+        data, value = variable.get_metadata(), variable.get_value()
+        released = fp8 and data["packs"] and path[0] not in ("embed", "head")
+        shape = qtensor.abstract("fp8_block", value.shape) if released else jax.ShapeDtypeStruct(value.shape, jnp.bfloat16)
+        found += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layout.local(data["axes"], shape)))
+    assert MeshCost(config, sizes, H200, packed(config)).weight_bytes == pytest.approx(found, rel=2e-4)
+
+
+def test_a_token_of_v3_takes_1152_bytes_a_layer_on_each_device_of_its_shard_and_less_along_context_alone():
+    assert MeshCost(V3, {"data": 8}, H200).token_bytes == 61 * 1152
+    assert MeshCost(V3, {"tensor": 8}, H200).token_bytes == 61 * 1152
+    assert MeshCost(V3, {"context": 8}, H200).token_bytes == 61 * 1152 / 8
+    assert MeshCost(V3, {"data": 2, "context": 4}, H200, latent=656).token_bytes == 61 * 656 / 4
+
+
+def test_the_cache_takes_what_weights_and_passes_leave_in_whole_pages():
+    cost = MeshCost(V3, {"data": 8}, H200, packed(V3))
+    taken = cost.weight_bytes + cost.working_bytes()
+    assert cost.tokens(taken + 1000.5 * 61 * 1152) == 960
+    assert cost.tokens(taken - 1) == 0
+
+
+def test_a_step_of_v3_on_eight_data_shards_sends_tokens_to_all_devices_and_their_sums_back():
+    sent, exchange = MeshCost(V3, {"data": 8}, H200).messages(tokens=32, unembedded=32)
+    a_layer = 2 * 7 * 32 * 7168 * 2  # seven other shards' tokens, and seven others' sums of its own
+    assert exchange == "gather"
+    assert sent.bytes == 58 * a_layer
+    assert sent.seconds == pytest.approx(58 * (2 * LATENCY + a_layer / RING))
+
+
+def test_a_step_of_v3_along_tensor_sums_after_heads_and_mlps_and_swaps_rows_of_logits():
+    sent, _ = MeshCost(V3, {"tensor": 8}, H200).messages(tokens=32, unembedded=32)
+    one = 2 * 7 / 8 * 32 * 7168 * 2
+    sums = 61 + 3 + 2 * 58 + 1  # o_proj, dense layers, routed and shared experts, the embedding
+    logits = 7 / 8 * 4 * 32 * 129_280 / 8
+    assert sent.bytes == pytest.approx(sums * one + logits)
+    assert sent.seconds == pytest.approx((sums + 1) * LATENCY + (sums * one + logits) / RING)
+
+
+def test_a_step_of_v3_along_context_merges_heads_over_latents_and_sums_experts():
+    sent, _ = MeshCost(V3, {"context": 8}, H200).messages(tokens=32, unembedded=32)
+    merged = 2 * 7 / 8 * 4 * 32 * 128 * (1 + 1 + 512)  # the largest score, the weights' sum and the latent's, in float32
+    assert sent.bytes == pytest.approx(61 * merged + 58 * 2 * 7 / 8 * 32 * 7168 * 2)
+
+
+def test_prompts_along_context_gather_latents_where_that_is_less_than_merging():
+    cost = MeshCost(V3, {"context": 8}, H200)
+    merging, few, many = (cost.messages(tokens=4096, unembedded=1, prefilled=held)[0] for held in (0, 4096, 10**9))
+    assert few.bytes == pytest.approx(61 * 7 / 8 * 4096 * 1152 + 58 * 2 * 7 / 8 * 4096 * 7168 * 2)
+    assert many == merging
+    assert merging.bytes > 10 * few.bytes
+
+
+def test_an_all_to_all_sends_each_token_once_for_each_of_its_experts_and_back():
+    found = exchange_messages("all_to_all", V3, {"data": 8}, 8192, H200)
+    assert found.bytes == pytest.approx(2 * 7 / 8 * 8192 * 8 * 7168 * 2 + 7 / 8 * 4 * 256)
+    shared = exchange_messages("all_to_all", V3, {"data": 2, "tensor": 4}, 8192, H200)  # of which a device sends its quarter
+    own = 2048 * 7168 * 2
+    assert shared.bytes == pytest.approx(2 * 7 / 8 * 8 * own + 7 / 8 * 4 * 256 + 3 * own)
+
+
+def test_what_comes_from_another_host_takes_the_network():
+    speech = Speech({"data": 16}, Links(ring=100.0, to_all=100.0, island=8, far=1.0, latency=0.0))
+    assert speech.gathered(1.0, ("data",)).seconds == pytest.approx(7 / 100 + 8 / 8)  # eight cards share the way
+    assert speech.swapped(16.0, ("data",)).seconds == pytest.approx(7 / 100 + 8)
+    inner = Speech({"data": 2, "tensor": 8}, speech.links)
+    assert inner.gathered(1.0, ("tensor",)).seconds == pytest.approx(7 / 100)
+    assert inner.gathered(1.0, ("data",)).seconds == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("rows", "held"), [(1, 4096), (32, 4096), (64, 16384)])
+@pytest.mark.parametrize("config", [LITE, V3, KIMI], ids=lambda config: config.model_type)
+def test_a_mesh_of_one_predicts_a_step_as_one_device_alone(config, rows, held):
+    cost = MeshCost(config, {}, H200)
+    found = cost.decode(rows, held)
+    assert found.messages.bytes == found.messages.seconds == 0
+    assert found.seconds == pytest.approx(pass_seconds(config, H200, rows, held, 0, 0), rel=2e-3)
+    assert found.tokens == pytest.approx(rows / found.seconds)
+
+
+def test_more_of_anything_costs_more_and_faster_devices_take_less():
+    cost = MeshCost(V3, {"data": 8}, H200, packed(V3))
+    assert cost.decode(32, 8192).seconds > cost.decode(32, 4096).seconds > cost.decode(16, 4096).seconds
+    assert cost.decode(64, 4096).tokens > cost.decode(32, 4096).tokens
+    assert MeshCost(V3, {"data": 8}, H200).decode().seconds > cost.decode().seconds  # unpacked weights
+    faster = MeshCost(V3, {"data": 8}, DEVICES["NVIDIA B200"], packed(V3))
+    assert faster.decode().seconds < cost.decode().seconds
+    assert faster.prompts().seconds / faster.prompts().tokens < cost.prompts().seconds / cost.prompts().tokens
+
+
+def test_fewer_bytes_of_weights_lie_on_a_device_the_more_devices_share_them():
+    for axis in ("data", "tensor", "context"):
+        sizes = [MeshCost(V3, {axis: n}, H200, packed(V3)).weight_bytes for n in (1, 2, 4, 8)]
+        assert sizes == sorted(sizes, reverse=True)
+    by_axis = [MeshCost(V3, {axis: 8}, H200, packed(V3)).weight_bytes for axis in ("tensor", "data", "context")]
+    assert by_axis[0] < by_axis[1] == by_axis[2]  # heads are cut along tensor alone
+
+
+def test_data_shards_decode_more_than_heads_that_all_hold_the_same_latents():
+    """With as many rows in all: along tensor each device reads the latents of all rows."""
+    by_data, by_tensor = (MeshCost(LITE, {axis: 8}, H200) for axis in ("data", "tensor"))
+    assert by_data.decode(32, 16384).tokens > 1.5 * by_tensor.decode(8 * 32, 16384).tokens
+
+
+def test_along_context_a_device_reads_its_share_of_a_long_row():
+    alone, shared = (MeshCost(LITE, sizes, H200).decode(1, 1 << 20).seconds for sizes in ({}, {"context": 8}))
+    assert shared < alone / 2
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_one_device_exchanges_nothing_and_few_tokens_are_gathered(name):
+    on = DEVICES[name]
+    assert pick_exchange(V3, {}, 1 << 20, on) == "gather"
+    assert pick_exchange(V3, {"data": 8}, 1, on) == "gather"
+
+
+def test_many_tokens_go_to_their_experts_alone_where_that_sends_less():
+    for tokens in (1, 8, 64):
+        assert pick_exchange(LITE, {"data": 8}, tokens, H200) == "gather"
+    for tokens in (2048, 4096, 1 << 16):  # six copies, of which an eighth stays, instead of seven to the other shards
+        assert pick_exchange(LITE, {"data": 8}, tokens, H200) == "all_to_all"
+    assert pick_exchange(V3, {"data": 64}, 4096, H200) == "all_to_all"
+    assert pick_exchange(LITE, {"tensor": 8}, 1 << 16, H200) == "gather"  # these have all tokens already
+
+
+def test_no_more_tokens_are_gathered_than_the_bound_has_room_for():
+    most = GATHERED // (2 * 8 * 7168 * 2)
+    assert pick_exchange(V3, {"data": 8}, most, H200) == "gather"  # as many bytes as an all-to-all, in fewer messages
+    assert pick_exchange(V3, {"data": 8}, most + 1, H200) == "all_to_all"
+
+
+def test_data_shards_of_a_model_without_experts_say_nothing_to_each_other():
+    dense = Config.preset("v3", n_routed_experts=None, n_shared_experts=None, num_experts_per_tok=None)
+    assert pick_exchange(dense, {"data": 8}, 1 << 20, H200) == "gather"
+    assert MeshCost(dense, {"data": 8}, H200).decode().messages.bytes == 0
+
+
+def test_the_exchange_that_is_taken_is_the_faster_one():
+    for sizes in ({"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "context": 4}, {"tensor": 8}):
+        for tokens in (1, 64, 1024):
+            taken = pick_exchange(LITE, sizes, tokens, H200)
+            times = {name: exchange_messages(name, LITE, sizes, tokens, H200).seconds for name in EXCHANGES}
+            assert times[taken] == min(times.values())
+
+
+def test_every_device_of_the_tables_has_links():
+    assert {on.name for on in DEVICES.values()} == set(LINKS)
+    assert links_of(device("NVIDIA H100 80GB HBM3", "gpu")) is LINKS["NVIDIA H100"]
+    assert links_of(Device("NVIDIA X1", "gpu", 1.0, 1.0)) is LINKS["NVIDIA H200"]
+    assert links_of(Device("TPU v9", "tpu", 1.0, 1.0)) is LINKS["TPU v5e"]
+    for kind in PLANNED.values():
+        assert kind.links is LINKS[kind.figures.name]
+
+
+def test_auto_prefers_data_shards_and_takes_tensor_where_the_weights_need_it():
+    available = 0.9 * 141e9
+    assert meshes(V3, 8)[0] == {"data": 8, "tensor": 1}
+    assert preferred(V3, 8, H200, available, how=packed(V3)).sizes == {"data": 8, "tensor": 1}
+    tight = preferred(V3, 8, H200, 108e9, how=packed(V3))
+    assert tight.sizes["tensor"] > 1
+    assert tight.tokens(108e9) >= 32 * 4096
+    assert preferred(V3, 8, H200, 72e9, how=packed(V3)) is None
+
+
+def test_meshes_on_which_heads_or_experts_have_no_equal_parts_are_left_out():
+    glm = Config.preset("glm_4_7_flash")  # 20 heads, 64 experts
+    assert not even(glm, {"tensor": 8})
+    assert [sizes["tensor"] for sizes in meshes(glm, 8)] == [1, 2, 4]
+    assert meshes(V3, 3) == []  # 256 experts
+
+
+def test_fp8_has_a_scale_for_each_block_and_models_that_are_released_unpacked_have_none():
+    assert packed(V3) == Packed(FP8, (128, 128))
+    assert packed(LITE) is None
