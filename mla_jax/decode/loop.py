@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt16
 
 from mla_jax.base import across
@@ -23,6 +24,7 @@ from mla_jax.decode import contents, dealt, evicting, paging
 from mla_jax.decode import rows as table
 from mla_jax.decode.chosen import Found, Likely
 from mla_jax.decode.evicting import Kept, Selection
+from mla_jax.decode.packing import here, of_shards
 from mla_jax.decode.programs import Program, Shared
 from mla_jax.decode.rows import ADMITTED, Entry, Rows
 from mla_jax.decode.speculative import NOBODY, Drafter, run_with_drafts
@@ -273,6 +275,13 @@ class Programs:
     def _contents(self, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of what this number of pages holds."""
         return {name: jax.ShapeDtypeStruct((pages, *one.shape), one.dtype) for name, one in self.page.items()}
+
+    def logits_of(self, tokens: np.ndarray) -> np.ndarray:
+        """The logits of sequences `[B T]`, on the host. Data shards have equally many; the last sequence fills up the last one."""
+        rows, shards = len(tokens), self.spread.shards
+        each = -(-rows // shards)
+        padded = tokens[np.minimum(np.arange(each * shards), rows - 1)]
+        return here(self.logits(of_shards(np.split(padded, shards))))[:rows]
 
     def check(self) -> None:
         """Raises what went wrong with experts on the host: programs of a GPU run on when a call fails, with NaN."""

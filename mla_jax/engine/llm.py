@@ -34,7 +34,7 @@ from mla_jax.weights.plan import gib, logits_bytes
 
 
 class LLM:
-    """A model on the default device. `notes` says what a user of the folder should know."""
+    """A model on the default device, or on a mesh. `notes` says what a user of the folder should know."""
 
     def __init__(
         self,
@@ -74,6 +74,8 @@ class LLM:
         - `retrieve_tokens`: how many it reads in each layer.
         - `resident_tokens`: how many of each request stay on the device while it decodes; all of them are in `host_cache`. None
           is all.
+        - `mesh`: "data=4,tensor=2", a mapping of such sizes, a `jax.sharding.Mesh`, or "auto", which takes all devices. Rows and
+          their latents are cut over `data`, heads over `tensor`, the tokens of each row over `context`, experts over all.
         - `memory_fraction`: the fraction of a GPU's memory to use.
         - `batch`: the number of sequences of the whole context that the KV cache must hold at once. Shorter ones: more.
         - `cache_tokens`: the tokens that the KV cache holds, of all sequences together. None is as many as fit.
@@ -103,7 +105,8 @@ class LLM:
     def __repr__(self) -> str:
         formats = ", ".join(f"{gib(size)} in {name}" for name, size in self._formats.items())
         layers, device = self.config.num_hidden_layers, self.model.dispatch.device.name
-        return f"LLM({self.name!r}: {self.config.model_type}, {layers} layers, {formats}, context {self.context:,}, on {device})"
+        devices = f"{device}, mesh {self.plan.mesh}" if self.plan.mesh else device
+        return f"LLM({self.name!r}: {self.config.model_type}, {layers} layers, {formats}, context {self.context:,}, on {devices})"
 
     @property
     def tokenizer(self):
@@ -181,7 +184,7 @@ class LLM:
         self._refuse_logits(*array.shape)
         self._programs.logits.refresh()
         with self._memory_explained():
-            found = np.asarray(self._programs.logits(np.asarray(array, np.int32)))
+            found = self._programs.logits_of(np.asarray(array, np.int32))
         self._programs.check()
         return found
 
@@ -219,8 +222,8 @@ class LLM:
             self._end([job])
 
     def _stats_of(self, job: Job) -> Stats:
-        device = self.model.dispatch.device
-        return stats_of(job, self._programs.waits, None if device.platform == "cpu" else device.bandwidth)
+        device, alone = self.model.dispatch.device, self._programs.spread.mesh is None
+        return stats_of(job, self._programs.waits, device.bandwidth if alone and device.platform != "cpu" else None)
 
     def _refresh(self) -> None:
         """Takes the parameters as the model has them now; what is cached of others is forgotten."""

@@ -27,6 +27,16 @@ REFUSED: tuple[tuple[Condition, str, str], ...] = (
         "a row's tokens are cut over context, and those to drop are chosen among all; leave context out of the mesh",
     ),
     (
+        lambda options, layout: options.memory.host_cache > 0 and layout.devices > 1,
+        "host_cache",
+        "pages in the host's memory are those of one device; leave it out",
+    ),
+    (
+        lambda options, layout: options.experts.experts == "host" and layout.tensor * layout.context > 1,
+        'experts="host"',
+        "devices along tensor and context have the same tokens; take a mesh of data alone",
+    ),
+    (
         lambda options, layout: _evicts_heads(options) and layout.tensor > 1,
         'evict with attention="naive"',
         "heads are cut over tensor, and share out what is kept; leave tensor out of the mesh, or take another form",

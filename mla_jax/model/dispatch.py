@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mla_jax.base import roofline
+from mla_jax.base import mesh_cost, roofline
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor
@@ -21,6 +21,7 @@ from mla_jax.cache import paged
 from mla_jax.cache.paged import Pool
 from mla_jax.cache.retrieve import Retrieval
 from mla_jax.model import fp8_latent, mla, moe, ops, retrieval, rope
+from mla_jax.model.exchange import EXCHANGES
 from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.layout import ONE, Layout, of_device
 from mla_jax.model.mla import MLA
@@ -66,7 +67,8 @@ class Dispatch:
 
     The last two are for layers whose experts the CPU holds: `defer` experts of each token are added one layer later while few
     tokens are new, and steps of at least `stream` tokens (0: none) copy the experts to the device. With a `retrieval` decode
-    steps attend to some of the cached pages. On a mesh of this `layout` each device has a part of the model."""
+    steps attend to some of the cached pages. On a mesh of this `layout` each device has a part of the model, and
+    tokens reach their experts by an `exchange`, or "auto"."""
 
     attention: str = "auto"
     experts: str = "auto"
@@ -76,6 +78,7 @@ class Dispatch:
     stream: int = 0
     retrieval: Retrieval | None = None
     layout: Layout = ONE
+    exchange: str = "auto"
 
     def step(self, model: "Transformer", batch: Batch, pool: Pool | None) -> StepPlan:
         """The plan for a step on this batch; without a pool nothing is cached."""
@@ -190,7 +193,14 @@ class Dispatch:
             self.defer if new <= roofline.FEW else 0,
             BACKENDS[self.backend_name(model, tokens, "streamed")] if streams else None,
             BACKENDS[self.backend_name(model, tokens, "replicated")] if replicates else None,
+            EXCHANGES[self.exchange_name(model, tokens)],
         )
+
+    def exchange_name(self, model: "Transformer", tokens: int) -> str:
+        """How `tokens` tokens of each data shard reach the experts on all devices."""
+        if self.exchange != "auto":
+            return self.exchange
+        return mesh_cost.pick_exchange(model.config, self.layout.sizes, tokens, self.device)
 
     def backend_name(self, model: "Transformer", tokens: int, where: str = "device") -> str:
         """The expert backend for `tokens` tokens, of experts on the "device", "streamed" to it, or "replicated" there."""
