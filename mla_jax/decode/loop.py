@@ -225,8 +225,8 @@ class Programs:
         with self.waits.record():
             started = [*self._generating(pool, rows, sizes), *self._reading(pool, rows, sizes), *self._between(pool, rows, sizes)]
             texts = [] if rows.text is None else [_numbers(ADMITTED, rows.text.shape[1])]
-            entry = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), table.blank(ADMITTED))
-            started.append(self.admit.start(rows, _numbers(ADMITTED), entry, *texts))
+            entries = of_shards([table.blank(ADMITTED)] * self.spread.shards)
+            started.append(self.admit.start(rows, _numbers(ADMITTED), entries, *texts))
             for future in started:
                 future.result()
 

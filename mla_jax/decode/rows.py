@@ -25,14 +25,14 @@ ADMITTED = 8  # rows that one call admits
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What a request brings with it, by row."""
+    """What a request brings with it, by row; with data shards in front where several are sent theirs."""
 
-    held: Int[Given, " H"]  # tokens in its pages
-    prompt: Int[Given, " H"]  # tokens before its output
-    limit: Int[Given, " H"]  # tokens it may still generate, those that it generates again included
-    again: Int[Given, " H"]  # tokens it generates again: they are in its text, and are taken whatever is drawn
-    ends: Int[Given, "H M"]  # token ids that end it, -1 for none
-    logprobs: Bool[Given, " H"]  # whether it asks for log-probabilities
+    held: Int[Given, "*D H"]  # tokens in its pages
+    prompt: Int[Given, "*D H"]  # tokens before its output
+    limit: Int[Given, "*D H"]  # tokens it may still generate, those that it generates again included
+    again: Int[Given, "*D H"]  # tokens it generates again: they are in its text, and are taken whatever is drawn
+    ends: Int[Given, "*D H M"]  # token ids that end it, -1 for none
+    logprobs: Bool[Given, "*D H"]  # whether it asks for log-probabilities
     sampling: Sampling
 
 

@@ -24,18 +24,18 @@ Given = jax.Array | np.ndarray  # what requests bring is made on the host
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """SamplingParams of a batch as arrays, one entry a row."""
+    """SamplingParams of a batch as arrays, one entry a row; with data shards in front where several are sent theirs."""
 
-    temperature: Float[Given, " B"]
-    top_k: Int[Given, " B"]
-    top_p: Float[Given, " B"]
-    min_p: Float[Given, " B"]
-    presence_penalty: Float[Given, " B"]
-    frequency_penalty: Float[Given, " B"]
-    repetition_penalty: Float[Given, " B"]
-    seed: UInt32[Given, "B 2"]  # high and low half
-    bias_ids: Int[Given, "B J"]  # tokens whose logits are changed, -1 for none
-    bias: Float[Given, "B J"]
+    temperature: Float[Given, "*D B"]
+    top_k: Int[Given, "*D B"]
+    top_p: Float[Given, "*D B"]
+    min_p: Float[Given, "*D B"]
+    presence_penalty: Float[Given, "*D B"]
+    frequency_penalty: Float[Given, "*D B"]
+    repetition_penalty: Float[Given, "*D B"]
+    seed: UInt32[Given, "*D B 2"]  # high and low half
+    bias_ids: Int[Given, "*D B J"]  # tokens whose logits are changed, -1 for none
+    bias: Float[Given, "*D B J"]
 
     @property
     def penalises(self) -> Bool[Array, " B"]:

@@ -1,0 +1,226 @@
+"""Meshes of eight simulated devices: greedy and sampled tokens are those of one device, a device caches what is planned, and the
+programs send each other exactly what was counted by hand."""
+
+import collections
+import functools
+import re
+
+import deep
+import jax
+import numpy as np
+import pytest
+import serving
+import sharded
+from models import FAMILIES, tensors, write
+from serving import answer
+from weights import fp8
+
+from mla_jax.base.axes import parse_mesh
+from mla_jax.base.devices import Devices
+from mla_jax.cache.evict import POLICIES as EVICTING
+from mla_jax.cache.paged import PAGE
+from mla_jax.cache.retrieve import POLICIES, Retrieval
+from mla_jax.decode.evicting import Selection
+from mla_jax.decode.loop import Programs
+from mla_jax.decode.speculative import NOBODY, Lookup, Mtp
+from mla_jax.engine.engine import Engine
+from mla_jax.engine.eviction import EvictingEngine, Eviction
+from mla_jax.engine.retrieving import RetrievingEngine
+from mla_jax.engine.size import Size
+from mla_jax.model.dispatch import Dispatch
+from mla_jax.weights.load import Checkpoint, load
+
+MESHES = [
+    "data=8", "tensor=8", "context=8", "data=4,tensor=2", "data=2,tensor=4", "data=4,context=2", "data=2,context=4",
+    "tensor=4,context=2", "tensor=2,context=4", "data=2,tensor=2,context=2", "data=2", "tensor=2", "context=2",
+]  # fmt: skip
+SIZE = Size(rows=4, pages=24, context=384, chunk=128)
+EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": 16}
+LAYERS = 2  # the first is dense
+generating = pytest.mark.deep(*deep.GENERATING, "mla_jax/base", "mla_jax/weights")
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    @functools.cache
+    def folder(family: str, blocks: bool = False):
+        hf = {**FAMILIES[family], **(EIGHT if "n_routed_experts" in FAMILIES[family] else {"num_attention_heads": 8})}
+        hf |= {"num_hidden_layers": LAYERS, "vocab_size": 96}
+        found = tensors(hf, mtp=bool(hf.get("num_nextn_predict_layers")))
+        if blocks:
+            hf["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [8, 8]}
+            found = fp8.quantized(found, (8, 8))
+        return write(tmp_path_factory.mktemp(family), hf, found)
+
+    return folder
+
+
+def prompts(words: int = 96) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    found = [rng.integers(2, words, n).tolist() for n in (5, 70, 130, 64, 1, 33)]
+    return [*found, [*found[2][:128], 7, 8, 9], rng.integers(2, words, 200).tolist()]  # one begins as another does
+
+
+def requests() -> list:
+    sampled = {"temperature": 0.9, "top_k": 30, "top_p": 0.9}
+    given = [serving.request(prompt, max_tokens=20, seed=i, **(sampled if i % 2 else {})) for i, prompt in enumerate(prompts())]
+    return [*given, serving.request(prompts()[1], max_tokens=12, logprobs=2, prompt_logprobs=1)]
+
+
+def on(model, mesh: str | None):
+    return model if mesh is None else sharded.spread(model, Devices.of(parse_mesh(mesh)))
+
+
+def plainly(programs: Programs) -> Engine:
+    return Engine(programs, programs.model.config, None, SIZE)
+
+
+def tokens(model, mesh: str | None, engine_of=plainly, **programs) -> list[list[int]]:
+    return answer(engine_of(Programs(on(model, mesh), **programs)), *requests())
+
+
+@pytest.fixture(scope="module")
+def expected(folder_of):
+    """The tokens of one device."""
+
+    @functools.cache
+    def found(family: str, *options, **programs) -> list[list[int]]:
+        return tokens(load(folder_of(family), dispatch=Dispatch(*options)), None, **programs)
+
+    return found
+
+
+def test_a_mesh_of_all_axes_gives_the_tokens_of_one_device(folder_of, expected):
+    assert tokens(load(folder_of("v3")), "data=2,tensor=2,context=2") == expected("v3")
+
+
+@generating
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_gives_the_tokens_of_one_device(folder_of, expected, mesh):
+    assert tokens(load(folder_of("v3")), mesh) == expected("v3")
+
+
+@generating
+@pytest.mark.parametrize("mesh", ["data=4,tensor=2", "tensor=4,context=2", "data=2,context=2"])
+@pytest.mark.parametrize("family", ["v2", "v2_lite", "kimi_k2", "moonlight", "glm_4_7_flash", "youtu"])
+def test_every_family_gives_the_tokens_of_one_device(folder_of, expected, family, mesh):
+    assert tokens(load(folder_of(family)), mesh) == expected(family)
+
+
+@generating
+@pytest.mark.parametrize("mesh", ["data=8", "tensor=8", "data=2,tensor=2,context=2"])
+def test_weights_in_blocks_of_fp8_give_the_tokens_of_one_device(folder_of, mesh):
+    """Of the query's 24 rows a head, three blocks, each device of tensor=8 has one head's."""
+    folder = folder_of("v3", blocks=True)
+    devices = Devices.of(parse_mesh(mesh))
+    model = Checkpoint(folder, devices=devices).load()
+    engine = plainly(Programs(model))
+    assert answer(engine, *requests()) == tokens(load(folder), None)
+
+
+@generating
+@pytest.mark.parametrize("mesh", ["data=4,tensor=2", "data=2,context=4", "tensor=4"])
+@pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
+def test_either_exchange_gives_the_tokens_of_one_device(folder_of, expected, mesh, exchange):
+    assert tokens(load(folder_of("v3"), dispatch=Dispatch(exchange=exchange)), mesh) == expected("v3")
+
+
+@generating
+@pytest.mark.parametrize("mesh", ["data=4,tensor=2", "data=2,tensor=2,context=2", "context=4"])
+@pytest.mark.parametrize("drafter", [Mtp(), Lookup()], ids=["mtp", "lookup"])
+def test_drafts_change_nothing(folder_of, expected, mesh, drafter):
+    assert tokens(load(folder_of("v3")), mesh, drafter=drafter) == expected("v3")
+
+
+@generating
+@pytest.mark.parametrize("mesh", ["data=4,tensor=2", "data=2,tensor=2,context=2"])
+@pytest.mark.parametrize("attention", ["naive", "compressed", "absorbed", "move_elided"])
+def test_every_form_gives_the_tokens_of_one_device(folder_of, expected, mesh, attention):
+    assert tokens(load(folder_of("v3"), dispatch=Dispatch(attention)), mesh) == expected("v3", attention)
+
+
+@generating
+@pytest.mark.parametrize("mesh", ["data=4,tensor=2", "data=2,tensor=2,context=2"])
+def test_latents_in_e4m3_give_the_tokens_of_one_device(tmp_path, mesh):
+    hf = {**FAMILIES["v3"], **EIGHT, "num_hidden_layers": LAYERS, "kv_lora_rank": 128}
+    folder = write(tmp_path, hf, tensors(hf, mtp=True))
+    model = load(folder, dispatch=Dispatch(kv_cache="fp8"))
+    assert tokens(model, mesh) == tokens(model, None)
+
+
+@generating
+@pytest.mark.parametrize("mesh", ["data=4", "data=2,tensor=2"])
+@pytest.mark.parametrize("budget", ["uniform", "ada"])
+def test_rows_that_drop_tokens_give_the_tokens_of_one_device(folder_of, expected, mesh, budget):
+    evicts = Selection(EVICTING["snapkv"], budget, recent=16)
+
+    def engine_of(programs: Programs) -> Engine:
+        return EvictingEngine(programs, programs.model.config, None, SIZE, None, Eviction(evicts, 0.5, 16))
+
+    model = load(folder_of("v3"))
+    assert tokens(model, mesh, engine_of, evicts=evicts) == tokens(model, None, engine_of, evicts=evicts)
+
+
+@generating
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_that_read_some_pages_give_the_tokens_of_one_device(folder_of, policy):
+    retrieval = Retrieval(POLICIES[policy], 4 * PAGE, dense=0, recent=1)
+
+    def engine_of(programs: Programs) -> Engine:
+        return RetrievingEngine(programs, programs.model.config, None, SIZE)
+
+    model = load(folder_of("v3"), dispatch=Dispatch(retrieval=retrieval))
+    assert tokens(model, "data=2,tensor=2", engine_of) == tokens(model, None, engine_of)
+
+
+@generating
+def test_rows_that_are_preempted_give_the_tokens_of_one_device(folder_of, expected):
+    programs = Programs(on(load(folder_of("v3")), "data=2,tensor=2"))
+    assert answer(plainly(programs), *requests(), preempt_every=3) == expected("v3")
+
+
+def cached_bytes(array) -> set[int]:
+    """Of each device."""
+    return {shard.data.nbytes for shard in array.addressable_shards}
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "tensor=8", "data=2,tensor=2,context=2"])
+def test_a_device_caches_what_is_planned(folder_of, mesh):
+    """A latent and its rotary key, float32, of each of the three layers, MTP's included; with context=2 half the tokens."""
+    devices = Devices.of(parse_mesh(mesh))
+    engine = plainly(Programs(on(load(folder_of("v3")), mesh)))
+    pool, _ = engine._state()
+    token = 4 * (32 + 8) * (LAYERS + 1)
+    expected = SIZE.pages * PAGE * token // devices.sizes["context"]
+    (found,) = {sum(sizes) for sizes in zip(*(cached_bytes(array) for array in pool.values()), strict=True)}
+    assert found == expected
+    assert sum(shard.data.nbytes for array in pool.values() for shard in array.addressable_shards) == 8 * expected
+
+
+COLLECTIVES = re.compile(r"= .*? (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+MOE = LAYERS - 1
+# Of one decode program, where a token is chosen, read, and chosen again in a loop. `ends` and `asks`: whether any row goes on, and
+# whether any asks for log-probabilities. Of these `likely` brings three arrays back to all devices that share the vocabulary.
+ENDS = ASKS = 1
+ALL_OVER_DATA = {"all-gather": MOE + 2, "reduce-scatter": MOE}  # tokens with their choices, two arrays of what is found; sums
+EXPECTED = {
+    "data=8": {**ALL_OVER_DATA, "all-reduce": ENDS + ASKS},
+    # embedding, each layer's attention and its MLP, shared and routed experts together; logits; tokens and whether logits are fit
+    "tensor=8": {"all-reduce": 1 + LAYERS + LAYERS + ENDS + ASKS, "all-to-all": 1, "all-gather": 2 + 3},
+    # the largest score of each layer, then sums and weighted values together; routed experts
+    "context=8": {"all-reduce": 2 * LAYERS + MOE + ENDS + ASKS},
+}
+
+
+@pytest.mark.parametrize("mesh", EXPECTED)
+def test_a_decode_program_sends_what_was_counted_by_hand(folder_of, mesh):
+    model = load(folder_of("v3"), dispatch=Dispatch(exchange="gather"))
+    programs = Programs(on(model, mesh))
+    pool, rows = programs.new(SIZE.rows, SIZE.pages, 0, 0)
+    tables = jax.ShapeDtypeStruct((4, SIZE.width), np.int32)
+    one = jax.ShapeDtypeStruct((4,), np.int32), tables, jax.ShapeDtypeStruct((), np.int32)
+    text = programs.run.lower(pool, rows, *one).compile().as_text()
+    found = collections.Counter(COLLECTIVES.findall(text))
+    assert found == EXPECTED[mesh]
+    largest = max((int(size) for size in re.findall(r"= \w+\[(\d+)[,\]][^=]* all-gather", text)), default=0)
+    assert largest <= 8 * SIZE.rows  # rows and not pages or weights
