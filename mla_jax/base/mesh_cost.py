@@ -315,15 +315,23 @@ class MeshCost:
         summed = speech.total(tokens * config.hidden_size * itemsize, (TENSOR,))  # after o_proj, an MLP and the embedding
         exchange = pick_exchange(config, self.sizes, tokens, self.device)
         routed = exchange_messages(exchange, config, self.sizes, tokens, self.device)
-        shared = summed if config.n_shared_experts else NOTHING
-        logits = speech.swapped(4 * unembedded * config.vocab_size / self.of(TENSOR), (TENSOR,))
+        together = exchange == "gather" and self.of(CONTEXT) == 1  # XLA adds shared and routed experts before it sums them
+        shared = summed if config.n_shared_experts and not together else NOTHING
         all_layers = (summed + self._merging(speech, tokens, prefilled)) * layers
-        return all_layers + summed * (layers - moe) + (routed + shared) * moe + summed + logits, exchange
+        mlps = summed * (layers - moe) + (routed + shared) * moe
+        return summed + all_layers + mlps + self._choosing(speech, unembedded), exchange
+
+    def _choosing(self, speech: Speech, rows: int) -> Messages:
+        """Logits of some rows to each device along `tensor`, the tokens that these choose to all, and whether any row goes on."""
+        mine = rows / self.of(TENSOR)
+        logits = speech.swapped(4 * mine * self.config.vocab_size, (TENSOR,))
+        chosen = speech.gathered(4 * mine, (TENSOR,)) + speech.gathered(mine, (TENSOR,))
+        return logits + chosen + speech.total(4, MESH_AXES)
 
     def _merging(self, speech: Speech, tokens: int, prefilled: int) -> Messages:
         """What devices that share a row's pages say in a layer: sums over their tokens, in float32, with the largest score."""
         heads = self._of_device.num_attention_heads
-        scores = speech.total(4 * tokens * heads, (CONTEXT,))
+        scores = speech.total(4 * tokens * heads, (CONTEXT,))  # of which the largest is taken
         merged = scores + speech.total(4 * tokens * heads * (self.config.kv_lora_rank + 1), (CONTEXT,))
         if not prefilled:
             return merged
