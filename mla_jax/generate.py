@@ -180,6 +180,8 @@ def refuse_contradictions(command: Command) -> None:
         raise BadRequest(f"--n {command.sampling.n} and --chat exclude each other", "a conversation has one answer per turn")
     if prompt.batch_file and (prompt.chat or prompt.prompt or prompt.file or command.argument):
         raise BadRequest("several prompts given", "--batch-file excludes a prompt, --file and --chat")
+    if command.mesh.device is not None and not command.output.dry_run:
+        raise BadRequest(f"--device {command.mesh.device} needs --dry-run", "it plans for devices that are not here")
     if command.output.out and not prompt.batch_file:
         raise BadRequest("--out needs --batch-file", "a single answer goes to stdout; write it to a file with > FILE")
 
@@ -233,11 +235,12 @@ def reply(opened: "Opened", prompt: str | None, command: Command, console: "Cons
 
 def dry_run(opened: "Opened", console: "Console") -> int:
     """Prints what the model would need and how it would run; the exit code is 4 if it does not fit."""
-    needed = opened.plan
+    needed, predicted = opened.plan, opened.predicted()
     if console.as_json:
-        console.event("plan", **dataclasses.asdict(needed), fits=needed.fits)
+        further = {} if predicted is None else {"predicted": predicted.fields()}
+        console.event("plan", **dataclasses.asdict(needed), fits=needed.fits, **further)
     else:
-        console.say([*opened.explain(), "", *needed.lines()])
+        console.say([*opened.explain(), "", *needed.lines(), *([] if predicted is None else predicted.lines())])
     return DONE if needed.fits else 4
 
 

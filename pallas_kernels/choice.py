@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from importlib import import_module
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,9 +16,34 @@ class Unsupported(NotImplementedError):
     """The named implementation does not support this, for the reason given."""
 
 
+class Kind(NamedTuple):
+    """A device that need not be here, as JAX would describe it."""
+
+    device_kind: str
+    platform: str
+    compute_capability: str = ""
+
+
+_other: ContextVar[Kind | None] = ContextVar("other", default=None)
+
+
+@contextlib.contextmanager
+def as_if_on(kind: Kind) -> Iterator[None]:
+    """Chooses for another device, to say who would compute there; what is compiled inside runs on none."""
+    token = _other.set(kind)
+    try:
+        yield
+    finally:
+        _other.reset(token)
+
+
+def _first() -> Any:
+    return _other.get() or jax.devices()[0]
+
+
 def device() -> str:
     """The kind of JAX's default device."""
-    return jax.devices()[0].device_kind
+    return _first().device_kind
 
 
 def sizes(table: dict[str, dict]) -> dict:
@@ -38,18 +64,20 @@ def not_e4m3(*codes) -> str | None:
 
 
 def too_old() -> str | None:
-    """Why this JAX cannot compile the GPU kernels; None: it can."""
+    """Why this JAX cannot compile the GPU kernels; None: it can, or it is another that will."""
+    if _other.get():
+        return None
     numbers = re.findall(r"\d+", jax.__version__)[:3]  # a release candidate is 0.12.0rc1
     return None if tuple(map(int, numbers)) >= (0, 11, 2) else f"it needs JAX 0.11.2 or newer, this is {jax.__version__}"
 
 
 def _hopper() -> bool:
-    first = jax.devices()[0]
+    first = _first()
     return first.platform == "gpu" and str(getattr(first, "compute_capability", "")) == "9.0"
 
 
 def _tpu() -> bool:
-    return jax.devices()[0].platform == "tpu" and device() not in SMALL_VMEM
+    return _first().platform == "tpu" and device() not in SMALL_VMEM
 
 
 DEVICES = {"mosaic_gpu": (_hopper, "a Hopper GPU"), "mosaic_tpu": (_tpu, "a TPU v5e or newer")}

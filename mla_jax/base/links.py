@@ -47,10 +47,15 @@ def links_of(on: Device) -> Links:
 
 
 class Planned(NamedTuple):
-    """A kind of device that need not be here: what it reaches, and its bytes of memory."""
+    """A kind of device that need not be here: JAX's name of it, its bytes of memory, and of a GPU the compute capability."""
 
-    figures: Device
+    kind: str
     memory: int
+    capability: str = ""
+
+    @property
+    def figures(self) -> Device:
+        return DEVICES[self.kind]
 
     @property
     def links(self) -> Links:
@@ -58,10 +63,10 @@ class Planned(NamedTuple):
 
 
 PLANNED = {  # by the name on the command line; memory as the vendors' data sheets have it
-    "h100": Planned(DEVICES["NVIDIA H100"], 80 * 10**9),
-    "h200": Planned(DEVICES["NVIDIA H200"], 141 * 10**9),
-    "b200": Planned(DEVICES["NVIDIA B200"], 180 * 10**9),  # DGX B200: 1,440 GB of eight
-    "a100": Planned(DEVICES["NVIDIA A100"], 80 * 10**9),
-    "v5p": Planned(DEVICES["TPU v5"], 95 << 30),
-    "v6e": Planned(DEVICES["TPU v6 lite"], 32 * 10**9),
+    "h100": Planned("NVIDIA H100", 80 * 10**9, "9.0"),
+    "h200": Planned("NVIDIA H200", 141 * 10**9, "9.0"),
+    "b200": Planned("NVIDIA B200", 180 * 10**9, "10.0"),  # DGX B200: 1,440 GB of eight
+    "a100": Planned("NVIDIA A100", 80 * 10**9, "8.0"),
+    "v5p": Planned("TPU v5", 95 << 30),
+    "v6e": Planned("TPU v6 lite", 32 * 10**9),
 }

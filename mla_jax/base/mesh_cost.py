@@ -18,6 +18,9 @@ from mla_jax.base.roofline import Device
 
 Sizes = Mapping[str, int]  # devices along each mesh axis; one that is left out has one
 GATHERED = 1 << 30  # bytes of all shards' tokens that an exchange may gather on a device, in and out
+# Seconds a layer that an all-to-all takes besides its messages, about: tokens find their places and, on a GPU, the host learns
+# how many go where before they are sent. A guess, not measured; it keeps decode steps of few rows with gathering.
+ROUTING = 50e-6
 GRAPHS = 1 << 30  # bytes that CUDA graphs and the workspaces of libraries take on a GPU
 SLOTS = 64  # of a page
 ROWS, HELD = 32, 4096  # rows of each data shard and the tokens that each holds, where nothing else is asked
@@ -91,14 +94,13 @@ def _by_gathering(config: Config, speech: Speech, tokens: int, itemsize: int) ->
 
 
 def _by_all_to_all(config: Config, speech: Speech, tokens: int, itemsize: int) -> Messages:
-    """A device's part of its shard's tokens to the devices of their experts, one copy for each expert, and back; first how many
-    these are. Then the shard's devices get all parts."""
-    part = math.ceil(tokens / along(speech.sizes, (TENSOR, CONTEXT)))
-    one = part * config.hidden_size * itemsize
-    sent = one * (config.num_experts_per_tok or 0)
-    counts = 4 * (config.n_routed_experts or 0)
-    there_and_back = speech.swapped(counts, MESH_AXES) + speech.swapped(sent, MESH_AXES) * 2
-    return there_and_back + speech.gathered(one, (TENSOR, CONTEXT))
+    """A device's part of its shard's tokens to the devices that have their experts, once to each, and their sums back; before
+    that, how many these are, and after it the parts of all devices of the shard."""
+    devices = along(speech.sizes, MESH_AXES)
+    one = math.ceil(tokens / along(speech.sizes, (TENSOR, CONTEXT))) * config.hidden_size * itemsize
+    sent = one * devices * (1 - (1 - 1 / devices) ** (config.num_experts_per_tok or 0))  # where any expert is as likely
+    there_and_back = speech.swapped(4 * devices, MESH_AXES) + speech.swapped(sent, MESH_AXES) * 2
+    return Messages(seconds=ROUTING) + there_and_back + speech.gathered(one, (TENSOR, CONTEXT))
 
 
 EXCHANGES = {"gather": _by_gathering, "all_to_all": _by_all_to_all}
@@ -251,14 +253,18 @@ class MeshCost:
 
     def working_bytes(self, rows: int = ROWS) -> int:
         """About what a pass takes besides weights and cache: exchanged tokens, activations of experts, logits."""
-        config, itemsize, tokens = self.config, self.device.itemsize, max(roofline.chunk(self.config, self.device), rows)
-        chosen = config.num_experts_per_tok or 0
-        pairs = math.ceil(tokens * chosen / self.of(TENSOR, CONTEXT))
-        by_gathering = self.of(*MESH_AXES) == 1 or pick_exchange(config, self.sizes, tokens, self.device) == "gather"
-        exchanged = 2 * itemsize * config.hidden_size * (tokens * self.of(DATA) if by_gathering else pairs)
-        width = max(pairs * (config.moe_intermediate_size or 0), tokens * config.intermediate_size // self.of(TENSOR))
+        config, itemsize, tokens = self.config, self.device.itemsize, max(self.chunk, rows)
+        every, chosen = tokens * self.of(DATA), config.num_experts_per_tok or 0  # by either exchange there is room for all
+        exchanged = 2 * every * config.hidden_size if self.of(*MESH_AXES) > 1 and chosen else 0
+        pairs = every * chosen * (2 * config.hidden_size + 3 * (config.moe_intermediate_size or 0))
+        dense = 3 * tokens * config.intermediate_size // self.of(TENSOR)
         logits = (4 * 4 + 2) * rows * config.vocab_size // self.of(TENSOR)
-        return exchanged + 3 * itemsize * width + logits + (GRAPHS if self.device.platform == "gpu" else 0)
+        return itemsize * (exchanged + max(pairs, dense)) + logits + (GRAPHS if self.device.platform == "gpu" else 0)
+
+    @property
+    def chunk(self) -> int:
+        """New tokens of prompts that each data shard reads at a time."""
+        return roofline.chunk(self.config, self.device, self.of(DATA) if self.config.n_routed_experts else 1)
 
     def tokens(self, available: float, rows: int = ROWS) -> int:
         """Tokens of cache of one data shard that fit in `available` bytes of each of its devices, in whole pages."""
@@ -271,11 +277,11 @@ class MeshCost:
 
     def prompts(self, length: int = HELD) -> Predicted:
         """A pass over a chunk of prompts of `length` tokens in each data shard."""
-        chunk = roofline.chunk(self.config, self.device)
-        rows, new = max(chunk // length, 1), min(chunk, length)
+        rows, new = max(self.chunk // length, 1), min(self.chunk, length)
+        attended = (length + new) // 2  # on average, by the chunks of a prompt
         heads = "kernel_heads" if self.device.name in WITH_KERNELS else "compressed"
-        form = roofline.pick_form(self._of_device, self.device, rows, new, length, (heads, "move_elided"))
-        return self._pass(form, rows, new, length, rows)
+        form = roofline.pick_form(self._of_device, self.device, rows, new, attended, (heads, "move_elided"))
+        return self._pass(form, rows, new, attended, rows)
 
     @cached_property
     def _of_device(self) -> Config:
@@ -309,15 +315,23 @@ class MeshCost:
         summed = speech.total(tokens * config.hidden_size * itemsize, (TENSOR,))  # after o_proj, an MLP and the embedding
         exchange = pick_exchange(config, self.sizes, tokens, self.device)
         routed = exchange_messages(exchange, config, self.sizes, tokens, self.device)
-        shared = summed if config.n_shared_experts else NOTHING
-        logits = speech.swapped(4 * unembedded * config.vocab_size / self.of(TENSOR), (TENSOR,))
+        together = exchange == "gather" and self.of(CONTEXT) == 1  # XLA adds shared and routed experts before it sums them
+        shared = summed if config.n_shared_experts and not together else NOTHING
         all_layers = (summed + self._merging(speech, tokens, prefilled)) * layers
-        return all_layers + summed * (layers - moe) + (routed + shared) * moe + summed + logits, exchange
+        mlps = summed * (layers - moe) + (routed + shared) * moe
+        return summed + all_layers + mlps + self._choosing(speech, unembedded), exchange
+
+    def _choosing(self, speech: Speech, rows: int) -> Messages:
+        """Logits of some rows to each device along `tensor`, the tokens that these choose to all, and whether any row goes on."""
+        mine = rows / self.of(TENSOR)
+        logits = speech.swapped(4 * mine * self.config.vocab_size, (TENSOR,))
+        chosen = speech.gathered(4 * mine, (TENSOR,)) + speech.gathered(mine, (TENSOR,))
+        return logits + chosen + speech.total(4, MESH_AXES)
 
     def _merging(self, speech: Speech, tokens: int, prefilled: int) -> Messages:
         """What devices that share a row's pages say in a layer: sums over their tokens, in float32, with the largest score."""
         heads = self._of_device.num_attention_heads
-        scores = speech.total(4 * tokens * heads, (CONTEXT,))
+        scores = speech.total(4 * tokens * heads, (CONTEXT,))  # of which the largest is taken
         merged = scores + speech.total(4 * tokens * heads * (self.config.kv_lora_rank + 1), (CONTEXT,))
         if not prefilled:
             return merged

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_jax.base.errors import BadRequest, printable, shown
+from mla_jax.base.links import PLANNED
 from mla_jax.base.rules import (
     biases,
     check,
@@ -185,6 +186,13 @@ class MeshOptions(Checked):
 
     mesh: str | None = option(None, optional(mesh))  # in Python also sizes by axis, or a jax.sharding.Mesh
     """data=4,tensor=2 (also context=N), or auto: all devices that JAX has."""
+    device: str | None = option(None, optional(one_of(*PLANNED)))
+    """With --dry-run, for others than are here: h100, h200, b200, a100, v5p, v6e."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.device is not None and (self.mesh == "auto" or not isinstance(self.mesh, str | None)):
+            raise BadRequest("device needs a mesh of given sizes", f"{self.device} need not be here; give a mesh such as data=8")
 
 
 @dataclass(frozen=True)

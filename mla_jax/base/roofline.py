@@ -185,20 +185,24 @@ def why_form(config: Config, on: Device, form: str, rows: int, new: int, attende
 
 CHUNK_ON_A_CPU = 512
 CHUNK = (4096, 16384)  # elsewhere: at least and at most
+CHUNK_OF_A_SHARD = 512  # at least: with fewer tokens what each shard has whole takes longer to read than to multiply
 
 # Tokens, held and new, of prompts that share a line. XLA's forms compute the scores of all of a line's tokens with all of these,
 # the kernel those of each row alone.
 REACH, REACH_OF_KERNEL = 2048, 1 << 30
 
 
-def chunk(config: Config, on: Device) -> int:
-    """New tokens of prompts in one dispatch, a power of two: enough that experts compute for as long as they are read."""
+def chunk(config: Config, on: Device, shards: int = 1) -> int:
+    """New tokens of prompts in one dispatch, a power of two: enough that experts compute for as long as they are read.
+
+    On a mesh these are the tokens of each of its data shards, for an expert gets those of all."""
     if on.platform == "cpu":
         return CHUNK_ON_A_CPU
     tokens_of_an_expert = on.flops / on.bandwidth  # two operations a weight and token, two bytes a weight
     tokens = tokens_of_an_expert * (config.n_routed_experts or 0) / (config.num_experts_per_tok or 1)
     least, most = CHUNK
-    return min(max(1 << math.ceil(math.log2(max(tokens, 1))), least), most)
+    every = min(max(1 << math.ceil(math.log2(max(tokens, 1))), least), most)
+    return every if shards == 1 else max(1 << int(math.log2(every / shards)), CHUNK_OF_A_SHARD)
 
 
 BLOCK = {"cpu": (256, 8 << 20)}  # by platform: the most slots of a block, and the bytes that what is made of it stays below

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,21 +16,24 @@ from mla_jax.base.config import Config
 from mla_jax.base.devices import Devices
 from mla_jax.base.errors import BadRequest, Unsupported
 from mla_jax.base.files import cache_folder
+from mla_jax.base.links import PLANNED
 from mla_jax.base.options import Options
+from mla_jax.base.planned import planned
 from mla_jax.base.platforms import default_device
 from mla_jax.decode.speculative import NOBODY, Drafter
 from mla_jax.engine.drafting import Drafting, drafter_of
 from mla_jax.engine.explain import explain
 from mla_jax.engine.inputs import InputProcessor
+from mla_jax.engine.prediction import Prediction, predict
 from mla_jax.engine.refused_meshes import refuse_on_mesh
 from mla_jax.engine.retrieving import refuse_contradictions, retrieval_of
 from mla_jax.engine.text import Text, open_text
-from mla_jax.model import fp8_latent
+from mla_jax.model import fp8_latent, ops
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.layout import Layout
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload import calibrate, library
-from mla_jax.offload.place import Placement, place
+from mla_jax.offload.place import Placement, is_asked, place
 from mla_jax.offload.routing import Routing
 from mla_jax.weights import auto_mesh
 from mla_jax.weights.figures import ROOM, figures
@@ -92,7 +96,9 @@ class Opened:
         return counts
 
     def load(self, progress: Progress | None = None) -> Transformer:
-        """The model with its weights, on the device."""
+        """The model with its weights, on the devices. Raises BadRequest where these are not here."""
+        if (device := self.options.mesh.device) is not None:
+            raise BadRequest(f"there is no device {device} to run on", "it is for --dry-run alone; leave it out")
         folder = self.options.experts.host_folder
         return self.checkpoint.load(self.placement, progress, None if folder is None else Path(folder))
 
@@ -100,17 +106,38 @@ class Opened:
         """What runs where, and why, in words; from shapes alone."""
         model, fixed = self.checkpoint.model(self.placement), self.options.drafts.draft_tokens
         drafting = Drafting(self.config, model.dispatch.device, self.drafter, fixed)
-        return explain(model, self.formats(), self.plan, self.placement, drafting, self.options.eviction)
+        with _kernels(self.options):
+            return explain(model, self.formats(), self.plan, self.placement, drafting, self.options.eviction)
 
     def formats(self) -> dict[str, int]:
         """The bytes of the weights by number format, on the device and on the host."""
         return self.checkpoint.formats(self.placement)
+
+    def predicted(self) -> Prediction | None:
+        """What a mesh would reach, or a device that is not here; None for one that is, and where the CPU computes experts."""
+        devices, options = self.checkpoint.devices, self.options
+        if self.placement.host or (devices.count == 1 and options.mesh.device is None):
+            return None
+        return predict(self.checkpoint, devices, self.plan.available, options.memory.batch, options.model.context)
 
 
 def open_model(options: Options) -> Opened:
     """Opens the model that `options` name; reads headers, config and tokenizer, and takes no memory of the devices.
 
     Raises BadFile, BadConfig, Unsupported or BadRequest. A model that does not fit is opened; `plan.refuse()` says so."""
+    with _kernels(options):
+        return _opened(options)
+
+
+def _kernels(options: Options) -> AbstractContextManager[None]:
+    """Inside, kernels answer for the device that is planned for."""
+    if options.mesh.device is None:
+        return nullcontext()
+    kind = PLANNED[options.mesh.device]
+    return ops.as_if_on(kind.kind, kind.figures.platform, kind.capability)
+
+
+def _opened(options: Options) -> Opened:
     refuse_contradictions(options)
     if options.memory.memory_fraction is not None:  # read when JAX first uses the device
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(options.memory.memory_fraction)
@@ -122,8 +149,8 @@ def open_model(options: Options) -> Opened:
     checkpoint, why = _on_devices(options, checkpoint, drafter)
     text = open_text(checkpoint.source)
     placement = _place(checkpoint, options)
-    planned = dataclasses.replace(_plan(options, checkpoint, drafter, placement), why_mesh=why)
-    return Opened(options, checkpoint, placement, planned, text, drafter)
+    found = dataclasses.replace(_plan(options, checkpoint, drafter, placement), why_mesh=why)
+    return Opened(options, checkpoint, placement, found, text, drafter)
 
 
 def _plan(options: Options, checkpoint: Checkpoint, drafter: Drafter, placement: Placement = ON_DEVICE) -> Plan:
@@ -143,8 +170,8 @@ def _on_devices(options: Options, checkpoint: Checkpoint, drafter: Drafter) -> t
         return checkpoint.on(Devices.of(sizes, checkpoint.device))
 
     def fits(sizes: Mapping[str, int]) -> bool:
-        planned = _plan(options, on(sizes), drafter)
-        return planned.fits and planned.longest >= min(ROOM, checkpoint.config.max_position_embeddings)
+        found = _plan(options, on(sizes), drafter)
+        return found.fits and found.longest >= min(ROOM, checkpoint.config.max_position_embeddings)
 
     sizes, why = auto_mesh.choose(checkpoint.config, len(jax.devices()), fits)
     refuse_on_mesh(options, Layout(**sizes))
@@ -168,7 +195,8 @@ def _checkpoint(options: Options) -> Checkpoint:
     """The headers of the model's files."""
     attention, kv_cache = options.attention.attention, options.attention.kv_cache
     experts = "auto" if options.experts.experts == "host" else options.experts.experts
-    reached = device_rates.device()
+    device = options.mesh.device
+    reached = device_rates.device() if device is None else PLANNED[device].figures
     dispatch = Dispatch(attention, experts, kv_cache, reached, retrieval=retrieval_of(options.retrieval))
     devices = _devices(options, reached)
     checkpoint = Checkpoint(resolve(options.model.model), dispatch=dispatch, dtype=options.model.dtype, devices=devices)
@@ -179,16 +207,21 @@ def _checkpoint(options: Options) -> Checkpoint:
 
 def _devices(options: Options, reached: roofline.Device) -> Devices:
     """Those of the mesh that is asked for; one device until the config is known where that is "auto"."""
-    mesh = options.mesh.mesh
-    if mesh in (None, "auto"):
+    mesh, device = options.mesh.mesh, options.mesh.device
+    if device is None and mesh in (None, "auto"):
         return Devices.default(reached)
-    devices = Devices.of(parse_mesh(mesh) if isinstance(mesh, str) else cast(Any, mesh), reached)
+    sizes = parse_mesh(mesh or "") if isinstance(mesh, str | None) else cast(Any, mesh)
+    devices = Devices.of(sizes, reached) if device is None else planned(device, sizes, options.memory.memory_fraction)
     refuse_on_mesh(options, Layout(**devices.sizes))
     return devices
 
 
 def _place(checkpoint: Checkpoint, options: Options) -> Placement:
     """Decides which layers' experts the CPU computes."""
+    if (device := options.mesh.device) is not None:  # the host of the devices is not known
+        if is_asked(options.experts):
+            raise BadRequest(f"experts on the CPU and device {device} exclude each other", "the memory of its host is not known")
+        return Placement(why="all on the devices, of whose host nothing is known")
     known = figures(checkpoint, options.experts, options.model.context, options.memory.batch)
     return place(options.experts, known, calibrate.host)
 

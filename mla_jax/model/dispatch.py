@@ -175,7 +175,7 @@ class Dispatch:
         """New tokens of all rows together that one dispatch reads of prompts: a power of two.
 
         Enough that the weights are read seldom; more where experts are copied from the host for each chunk."""
-        chunk = roofline.chunk(model.config, self.device)
+        chunk = roofline.chunk(model.config, self.device, self.layout.data if model.config.n_routed_experts else 1)
         return max(chunk, roofline.STREAMED) if self.stream else chunk
 
     def reach(self, model: "Transformer") -> int:

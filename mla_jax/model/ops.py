@@ -3,6 +3,7 @@
 Weights keep the checkpoint's order, output axes first: quantised blocks stay whole, and kernels want the contracted axis last."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
@@ -164,6 +165,13 @@ def kernels_here() -> bool:
     from pallas_kernels import choice
 
     return choice.kernels_here()
+
+
+def as_if_on(kind: str, platform: str, capability: str) -> AbstractContextManager[None]:
+    """Inside, kernels say what they would do on a device that is not here."""
+    from pallas_kernels import choice
+
+    return choice.as_if_on(choice.Kind(kind, platform, capability))
 
 
 def load_runtime() -> None:

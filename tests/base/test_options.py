@@ -98,6 +98,8 @@ WRONG = {  # of the options of a model
     "batch": [0, 1025, -1, 1.0, "4", None, True],
     "cache_tokens": [0, 63, -1, 1e6, "4096", True],
     "host_cache": [-1, -0.5, 2**20 + 1, "8", True, None, math.nan, math.inf],
+    "mesh": ["", "data", "data=0", "data=8,data=2", "rows=8", "data=1.5", 8, True, {"data": 0}, {"rows": 2}, ["data=8"]],
+    "device": ["", "h300", "H200", "NVIDIA H200", "cpu", 8, True, ["h200"]],
 }
 
 
@@ -241,3 +243,10 @@ def test_evict_stands_for_its_settings():
 def test_what_evict_cannot_be_is_refused(make, found):
     with pytest.raises(BadRequest, match=found):
         make()
+
+
+def test_a_device_that_is_not_here_needs_sizes_of_a_mesh_or_is_alone():
+    assert Options.of(device="h200").mesh.mesh is None
+    assert Options.of(device="h200", mesh={"data": 4, "tensor": 2}).mesh.mesh == "data=4,tensor=2"
+    with pytest.raises(BadRequest, match="sizes"):
+        Options.of(mesh="auto", device="h200")

@@ -59,6 +59,14 @@ def test_a_chunk_has_so_many_tokens_that_experts_compute_while_they_are_read(pre
     assert chunk(Config.preset(preset), DEVICES[kind]) == tokens
 
 
+@pytest.mark.parametrize(
+    ("preset", "shards", "tokens"), [("v3", 1, 8192), ("v3", 2, 4096), ("v3", 8, 1024), ("v3", 3, 2048), ("v3", 64, 512)]
+)
+def test_data_shards_share_a_chunk_for_an_expert_gets_the_tokens_of_all(preset, shards, tokens):
+    assert chunk(Config.preset(preset), DEVICES["NVIDIA H200"], shards) == tokens
+    assert chunk(Config.preset(preset), DEVICES["cpu"], shards) == 512
+
+
 def test_absorbing_always_wins_where_heads_are_wider_than_the_latent():
     assert break_even(Config.preset("v3", kv_lora_rank=128)) == math.inf
 

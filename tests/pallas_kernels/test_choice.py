@@ -46,6 +46,17 @@ def test_each_device_gets_its_kernel_or_the_fallback(on, decode, prefill, device
     assert choice.choose("mla_prefill", None, PREFILL, *prefill) == expected
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_device_that_is_not_here_gets_what_it_would_get_there_with_a_jax_that_compiles_it(decode, device):
+    kind = choice.Kind(**vars(DEVICES[device]))
+    with choice.as_if_on(kind):
+        assert choice.device() == kind.device_kind
+        found = choice.choose("mla_decode", None, DECODE, *decode)
+        assert choice.kernels_here() == (found != "xla")
+    assert found == {"H200": "mosaic_gpu", "v5e": "mosaic_tpu", "v6e": "mosaic_tpu"}.get(device, "xla")
+    assert choice.device() == jax.devices()[0].device_kind
+
+
 @pytest.mark.parametrize(("impl", "device", "says"), [("mosaic_tpu", "v4", "TPU v5e or newer, this is TPU v4"),
                                                       ("mosaic_tpu", "H200", "this is NVIDIA H200"),
                                                       ("mosaic_gpu", "A100", "Hopper" if recent else "JAX")])  # fmt: skip
