@@ -1,6 +1,6 @@
 """Copies of experts that are chosen often, so that the devices of a mesh have equally much to do. No JAX here.
 
-Tokens that choose an expert with copies are dealt out to these. What a device does is in proportion to the tokens that it gets."""
+Tokens that choose an expert with copies are dealt out to these. What a device does is in proportion to the tokens it gets."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def placed(counts: Sequence[int] | np.ndarray, devices: int, copies: int) -> list[int]:
-    """Which expert each slot has, one device's slots after the other's: each device has slots for its part of all experts, and for
+    """Which expert each slot has, one device's slots after the other's. Each device has slots for its part of all experts, and
     `copies` more.
 
     `counts` say how often each expert was chosen. The expert whose copies have most to do gets the next copy. Then, from the

@@ -277,7 +277,7 @@ class Programs:
         return {name: jax.ShapeDtypeStruct((pages, *one.shape), one.dtype) for name, one in self.page.items()}
 
     def logits_of(self, tokens: np.ndarray) -> np.ndarray:
-        """The logits of sequences `[B T]`, on the host. Data shards have equally many; the last sequence fills up the last one."""
+        """The logits of sequences `[B T]`, on the host. Data shards have equally many; the last one fills up."""
         rows, shards = len(tokens), self.spread.shards
         each = -(-rows // shards)
         padded = tokens[np.minimum(np.arange(each * shards), rows - 1)]

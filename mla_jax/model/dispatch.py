@@ -207,6 +207,7 @@ class Dispatch:
         if self.experts != "auto":
             return self.experts
         config = model.config
+        tokens *= self.layout.data if where == "device" else 1  # those of all shards meet there
         pairs, experts = tokens * (config.num_experts_per_tok or 0), config.n_routed_experts or 0
         stacks = model.stacks(where)
         packed = [w for w in stacks if isinstance(w, QTensor)] if where != "streamed" else []

@@ -14,12 +14,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base import axes
 from mla_jax.base.config import Config
-from mla_jax.base.qtensor import QTensor
 from mla_jax.model.exchange import Exchange
 from mla_jax.model.exchange import gather as gather_tokens
-from mla_jax.model.ops import contracted, entry, linear, moe_decode, parameter, plain, ragged_dot, ragged_swiglu, swiglu
+from mla_jax.model.grouped import ExpertWeights, Grouped, ragged, shares
+from mla_jax.model.ops import contracted, entry, linear, moe_decode, parameter, plain, swiglu
 
-ExpertWeights = tuple[Float[Array, "X F D"] | QTensor, Float[Array, "X F D"] | QTensor, Float[Array, "X D F"] | QTensor]
 Backend = Callable[[Array, Array, Array, ExpertWeights], Array]
 
 
@@ -62,9 +61,12 @@ def largest(x: Float[Array, "n X"], k: int) -> Int[Array, "n k"]:
     def by_sorting(x: Array) -> Array:
         return jax.lax.top_k(x, k)[1]
 
-    if x.size * x.shape[1] > COMPARED_ON_A_GPU**2:
+    if x.size * x.shape[1] > COMPARISONS:
         return by_sorting(x)
     return jax.lax.platform_dependent(x, cuda=lambda x: by_comparing(x, k), default=by_sorting)
+
+
+COMPARISONS = 1 << 22  # of one choice on a GPU at most
 
 
 def by_comparing(x: Float[Array, "n X"], k: int) -> Int[Array, "n k"]:
@@ -99,62 +101,6 @@ def gather(
 ) -> Float[Array, "n D"]:
     """Each token times its own experts: for few tokens on a GPU."""
     return moe_decode(x, topk_ids, topk_weights, *experts)
-
-
-class Grouped(NamedTuple):
-    """Pairs of a token and one of its experts, in the order of the experts; those without an expert come last."""
-
-    token: Int[Array, " m"]  # of the pair at a place
-    place: Int[Array, " m"]  # of a pair
-    sizes: Int[Array, " X"]
-
-    @staticmethod
-    def of(topk_ids: Int[Array, "n K"], experts: int) -> "Grouped":
-        ids, chosen = topk_ids.reshape(-1), topk_ids.shape[1]
-        pairs = jnp.arange(ids.size)
-
-        def by_comparing(ids: Array) -> Grouped:  # no scatter, which is three kernels
-            before = (ids[None] < ids[:, None]) | ((ids[None] == ids[:, None]) & (pairs[None] < pairs[:, None]))
-            place = before.sum(1, dtype=jnp.int32)
-            pair = jnp.where(place[None] == pairs[:, None], pairs[None], 0).sum(1)
-            sizes = (ids[None] == jnp.arange(experts)[:, None]).sum(1, dtype=jnp.int32)
-            return Grouped(pair // chosen, place, sizes)
-
-        def by_sorting(ids: Array) -> Grouped:
-            sizes = jnp.bincount(ids, length=experts + 1)[:experts].astype(jnp.int32)
-            order = jnp.argsort(ids, stable=True)
-            return Grouped(order // chosen, jnp.zeros_like(order).at[order].set(pairs, unique_indices=True), sizes)
-
-        if ids.size <= COMPARED:
-            return by_comparing(ids)
-        if ids.size > COMPARED_ON_A_GPU:
-            return by_sorting(ids)
-        return jax.lax.platform_dependent(ids, cuda=by_comparing, default=by_sorting)
-
-    def combine(self, y: Float[Array, "m D"], weights: Float[Array, "n K"]) -> Float[Array, "n D"]:
-        """The weighted sum over each token's experts; `weights` are zero for no expert, whose rows may be anything."""
-        chosen = y[self.place.reshape(weights.shape)]
-        return jnp.where(weights[..., None] != 0, chosen * weights[..., None].astype(y.dtype), 0).sum(1)
-
-
-# Numbers up to which each is compared with every other, which is one fused kernel on a GPU, instead of sorting them. There more
-# are compared: a sort is a library's, which a CUDA graph cannot hold, so the decode loop would be a program of the host.
-COMPARED, COMPARED_ON_A_GPU = 512, 2048
-
-
-def shares(topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: int) -> Float[Array, "n K"]:
-    """The weights, zero where no expert is chosen."""
-    return jnp.where(topk_ids < experts, topk_weights, 0)
-
-
-def ragged(
-    x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights
-) -> Float[Array, "n D"]:
-    """Grouped matmuls over tokens sorted by expert: for a GPU with a kernel for them, and for many tokens on a TPU."""
-    gate, up, down = experts
-    grouped = Grouped.of(topk_ids, gate.shape[0])
-    hidden = ragged_swiglu(x[grouped.token], gate, up, grouped.sizes)
-    return grouped.combine(ragged_dot(hidden, down, grouped.sizes), shares(topk_ids, topk_weights, gate.shape[0]))
 
 
 def loop(

@@ -13,7 +13,7 @@ def test_without_copies_experts_are_shared_out():
 
 
 def test_the_experts_that_are_chosen_most_are_copied():
-    """Expert 0, then again as each of its copies still has most to do, would have one slot a device more than there are devices."""
+    """Expert 0 has a slot on each of the two devices; the other copy is of the next."""
     assert sorted(placed([90, 10, 20, 5], devices=2, copies=1)) == [0, 0, 1, 2, 2, 3]
 
 

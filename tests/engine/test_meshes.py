@@ -22,7 +22,7 @@ from mla_jax.cache.paged import PAGE
 from mla_jax.cache.retrieve import POLICIES, Retrieval
 from mla_jax.decode.evicting import Selection
 from mla_jax.decode.loop import Programs
-from mla_jax.decode.speculative import NOBODY, Lookup, Mtp
+from mla_jax.decode.speculative import Lookup, Mtp
 from mla_jax.engine.engine import Engine
 from mla_jax.engine.eviction import EvictingEngine, Eviction
 from mla_jax.engine.retrieving import RetrievingEngine
@@ -199,8 +199,8 @@ def test_a_device_caches_what_is_planned(folder_of, mesh):
 
 COLLECTIVES = re.compile(r"= .*? (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 MOE = LAYERS - 1
-# Of one decode program, where a token is chosen, read, and chosen again in a loop. `ends` and `asks`: whether any row goes on, and
-# whether any asks for log-probabilities. Of these `likely` brings three arrays back to all devices that share the vocabulary.
+# Of one decode program, where a token is chosen, read, and chosen again in a loop. `ENDS` and `ASKS`: whether any row goes on,
+# and whether any asks for log-probabilities, of which three arrays come back to all devices that share the vocabulary.
 ENDS = ASKS = 1
 ALL_OVER_DATA = {"all-gather": MOE + 2, "reduce-scatter": MOE}  # tokens with their choices, two arrays of what is found; sums
 EXPECTED = {

@@ -2,8 +2,8 @@
 
     python compile_mesh.py FOLDER data=8 [TOKENS]
 
-For each: bytes of one device, how often kernels of ours are called, the messages, and seconds of the compiler. Of the files in FOLDER
-only headers are read. TOKENS of prompts are read at a time by each data shard; the default is the model's own chunk."""
+For each: bytes of one device, how often kernels of ours are called, the messages, and seconds of the compiler. Of the files in
+FOLDER only headers are read. Each data shard reads TOKENS of prompts at a time; the default is the model's own chunk."""
 
 import collections
 import json

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from mla_jax.base import across
 from mla_jax.base.axes import DATA, MESH_AXES, parse_mesh
 from mla_jax.base.devices import Devices
+from mla_jax.model import grouped, moe
 from mla_jax.model.exchange import EXCHANGES
 
 EXPERTS, WIDTH, CHOSEN, TOKENS = 16, 12, 3, 5  # tokens of each data shard
@@ -51,6 +52,27 @@ def test_each_token_gets_the_sum_of_its_experts(name, mesh, crowded):
     specs = P(DATA), P(DATA), P(DATA), P(MESH_AXES)
     found = jax.jit(jax.shard_map(one, mesh=devices.mesh, in_specs=specs, out_specs=P(DATA), check_vma=False))
     np.testing.assert_allclose(found(x, ids, weights, numbers), summed(x, ids, weights, numbers), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("crowded", [False, True], ids=["any", "all choose the same"])
+def test_a_device_multiplies_by_its_experts_a_block_of_pairs_at_a_time(monkeypatch, crowded):
+    """One block of its share at a time; if all choose experts of one device, it has as many blocks as there are devices."""
+    monkeypatch.setattr(grouped, "LEAST", 4)
+    monkeypatch.setattr(grouped, "ROOM", 1)
+    devices, rng, tokens, inner = Devices.of({DATA: 8}), np.random.default_rng(2), 24, 6
+    x = rng.normal(size=(tokens, WIDTH)).astype(np.float32)
+    ids = np.stack([rng.permutation(2 if crowded else EXPERTS)[:2] for _ in range(tokens)]).astype(np.int32)
+    weights = rng.random(ids.shape).astype(np.float32)
+    experts = [rng.normal(size=size).astype(np.float32) for size in ((16, inner, WIDTH), (16, inner, WIDTH), (16, WIDTH, inner))]
+
+    def one(x, ids, weights, *experts):
+        return EXCHANGES["gather"](x, ids, weights, 2, lambda *some: moe.ragged(*some, tuple(experts)))
+
+    mapped = jax.shard_map(
+        one, mesh=devices.mesh, in_specs=(*[P(DATA)] * 3, *[P(MESH_AXES)] * 3), out_specs=P(DATA), check_vma=False
+    )
+    found, expected = jax.jit(mapped)(x, ids, weights, *experts), moe.dense(*map(jnp.asarray, (x, ids, weights)), tuple(experts))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
