@@ -71,7 +71,10 @@ def test_a_device_multiplies_by_its_experts_a_block_of_pairs_at_a_time(monkeypat
     mapped = jax.shard_map(
         one, mesh=devices.mesh, in_specs=(*[P(DATA)] * 3, *[P(MESH_AXES)] * 3), out_specs=P(DATA), check_vma=False
     )
-    found, expected = jax.jit(mapped)(x, ids, weights, *experts), moe.dense(*map(jnp.asarray, (x, ids, weights)), tuple(experts))
+    found, expected = (
+        jax.jit(mapped)(x, ids, weights, *experts),
+        moe.dense(*map(jnp.asarray, (x, ids, weights)), tuple(map(jnp.asarray, experts))),
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
