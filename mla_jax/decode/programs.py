@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -162,8 +163,20 @@ class Program:
         options = self.function.keywords, self.donated, self.compiler_options, self.precision
         return store.name(self.function.func.__name__, *map(repr, (key, *options)))
 
+    def export(self, platform: str, *args, **kw) -> jax.export.Exported:
+        """The program for such arguments as an artefact, for one of JAX's platforms, which need not be here."""
+        jitted, given, _ = self._jitted(self._call(args, kw))
+        with jax.default_matmul_precision(self.precision):
+            return jax.export.export(jitted, platforms=[platform])(*given)
+
     def _lower(self, call: Call) -> tuple[jax.stages.Lowered, Any]:
         """The program before it is compiled, and the structure of its value."""
+        jitted, given, found = self._jitted(call)
+        with jax.default_matmul_precision(self.precision):
+            return jitted.lower(*given), found[-1]
+
+    def _jitted(self, call: Call) -> tuple[Any, tuple[Any, Any, Any], list[Any]]:
+        """The program before it is traced, its arguments, and where tracing leaves the structure of its value."""
         key, found, of_one = call.key, [], [self._for_one(leaf) for leaf in call.sent]
 
         def flat(weights: tuple[jax.Array, ...], donated: list[jax.Array], sent: jax.Array) -> list[jax.Array]:
@@ -182,9 +195,7 @@ class Program:
         program = self.spread.on_each(flat)
         program.__name__ = flat.__name__
         jitted = jax.jit(program, donate_argnums=1, compiler_options=self.compiler_options)
-        with jax.default_matmul_precision(self.precision):
-            packed = self.spread.sent(jax.eval_shape(pack, of_one))
-            return jitted.lower(self.weights, call.donated, packed), found[-1]
+        return jitted, (self.weights, call.donated, self.spread.sent(jax.eval_shape(pack, of_one))), found
 
     def _compile(self, lowered: jax.stages.Lowered, structure: Any, name: str | None) -> Built:
         store = self.shared.store
