@@ -3,6 +3,7 @@
 Everything is traced from shapes: neither the platform nor the devices of the mesh need be here. Weights are arguments of the
 programs, and files beside them."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -51,10 +52,10 @@ CALLING = (
     " bool is 0 or 1. On a mesh it has an axis of data shards in front, by which it is cut: each has its own rows and pages.",
     "A `sharding` names the mesh axes that cut each dimension; where `mesh` has one device there is none.",
     "Each shard has `rows` rows and `pages` pages. Page table entries are pages of `page` tokens, for all layers the same.",
-    "admit: gives the rows `at` to requests; an index of `rows` or more is none. `fill` is what a field has that nobody asks for.",
+    "admit: gives the rows `at` to requests; an index from `rows` on is none. `fill` is what a field has if nobody asks.",
     "prefill: reads `counts` tokens of a line behind what each of the rows `at` holds, one row's tokens after the other's.",
-    "run: chooses up to `steps` more tokens for each of the rows `at`. `chosen` is [rows of all shards, its packed `fields`]; each"
-    " device has all of it. Of `tokens` the first `count` are new; a row that is `done` has ended.",
+    "run: chooses up to `steps` more tokens for each of the rows `at`. `chosen` is [rows of all shards, packed `fields`], and"
+    " each device has all of it. Of `tokens` the first `count` are new; a row that is `done` has ended.",
 )
 
 
@@ -66,17 +67,22 @@ class Wanted(NamedTuple):
     context: int
     platforms: tuple[str, ...]
     layout: Layout
+    kernels: bool
 
     @classmethod
     def of(cls, model: Transformer, longest: int, asked: Mapping[str, Any]) -> "Wanted":
         """What the arguments of `LLM.export` say; raises BadRequest or Unsupported."""
         context = min(longest, CONTEXT) if asked["context"] is None else asked["context"]
-        for name, number, most in (("prompt", asked["prompt"], None), ("rows", asked["rows"], None), ("context", context, longest)):
-            if type(number) is not int or number < 1 or (most is not None and number > most):
-                raise BadRequest(f"{name} is {shown(number)}, expected 1 to {most:,}" if most else f"{name} is {shown(number)}, expected 1 or more")
-        plan = _layout(model, asked["mesh"])
+        for name, number in {"prompt": asked["prompt"], "rows": asked["rows"], "context": context}.items():
+            if type(number) is not int or number < 1:
+                raise BadRequest(f"{name} is {shown(number)}, expected a whole number from 1 on")
+        if context > longest:
+            raise BadRequest(f"context is {context:,}, expected 1 to {longest:,}", "open the model with a longer context")
+        plan, platforms = _layout(model, asked["mesh"]), _platforms(asked["platforms"], model)
         refuse_uneven(model.config, plan)
-        return cls(asked["prompt"], asked["rows"], context, _platforms(asked["platforms"], model), plan)
+        if asked["kernels"]:
+            _refuse_kernels(platforms, model)
+        return cls(asked["prompt"], asked["rows"], context, platforms, plan, bool(asked["kernels"]))
 
     @property
     def width(self) -> int:
@@ -92,7 +98,7 @@ def _layout(model: Transformer, mesh: Any) -> Layout:
     if mesh is None:
         return model.dispatch.layout
     sizes = parse_mesh(mesh, "mesh") if isinstance(mesh, str) else mesh
-    if not isinstance(sizes, Mapping) or not sizes.keys() <= {*MESH_AXES} or not all(type(n) is int and n > 0 for n in sizes.values()):
+    if not isinstance(sizes, Mapping) or any(axis not in MESH_AXES or type(n) is not int or n < 1 for axis, n in sizes.items()):
         raise BadRequest(f"mesh is {shown(mesh)}", 'expected "data=4,tensor=2", or sizes by axis')
     return Layout(**sizes)
 
@@ -105,6 +111,16 @@ def _platforms(asked: Any, model: Transformer) -> tuple[str, ...]:
     if not names or any(name not in PLATFORMS for name in names):
         raise BadRequest(f"platforms is {shown(asked)}", f"expected some of {', '.join(PLATFORMS)}")
     return tuple(dict.fromkeys(names))
+
+
+def _refuse_kernels(platforms: tuple[str, ...], model: Transformer) -> None:
+    """Raises Unsupported unless this machine has kernels, for the only platform that is asked for."""
+    here = model.dispatch.device.platform
+    if not ops.kernels_here() or [PLATFORMS[platform] for platform in platforms] != [here]:
+        found = f"kernels for {', '.join(platforms)} cannot be exported here"
+        raise Unsupported(
+            found, f"they are exported on the kind of device that they are for, this is {model.dispatch.device.name}"
+        )
 
 
 def export(
@@ -163,7 +179,9 @@ def refuse(path: Path, model: Transformer) -> None:
     if not path.parent.is_dir():
         raise BadRequest(f"{path} cannot be written", f"there is no folder {path.parent}")
     if model.on_host():
-        raise Unsupported("experts on the CPU cannot be exported", 'open the model with experts="auto" where it fits, or on a mesh')
+        raise Unsupported(
+            "experts on the CPU cannot be exported", 'open the model with experts="auto" where it fits, or on a mesh'
+        )
     if model.dispatch.retrieval is not None:
         raise Unsupported("retrieval cannot be exported", 'open the model with retrieve="off"')
     if jax.process_count() > 1:
@@ -242,18 +260,19 @@ def _of_platform(model: Transformer, platform: str, wanted: Wanted) -> Exported:
     files, entries = {}, {}
     for name, (program, kept, sent) in calls.items():
         file = f"{platform}/{name}.bin"
-        with ops.without_kernels():
+        with contextlib.nullcontext() if wanted.kernels else ops.without_kernels():
             exported = program.export(platform, *kept.values(), *sent.values())
         files[file] = bytes(exported.serialize())
         entries[name] = {
             "file": file,
             "kept": list(_names(kept)),
-            "sent": [_described(name, array) | _fill(name) for argument in sent for name, array in _names({argument: sent[argument]}).items()],
+            "sent": [_described(*one) | _fill(one[0]) for name, tree in sent.items() for one in _names({name: tree}).items()],
             "returned": _returned(name, exported, len(_names(kept))),
             "calling_convention_version": exported.calling_convention_version,
         }
     described = {
-        "kernels": "xla",
+        "kernels": "pallas" if wanted.kernels else "xla",
+        "device": model.dispatch.device.name if wanted.kernels else "any",
         "compiler_options": loop.LOOP_OPTIONS.get(PLATFORMS[platform], {}),
         "page_tokens_of_a_device": page_size(one[0]),
         "kept": [_described(name, array) for name, array in _names({"pool": pool, "rows": table}).items()],
@@ -269,7 +288,9 @@ def _returned(name: str, exported: Any, kept: int) -> list[dict[str, Any]]:
     fields = {"chosen": CHOSEN, "likely": LIKELY}
     found = []
     for (of, like), array in zip(fields.items(), exported.out_avals[kept:], strict=True):
-        packed = [{"name": one, "shape": list(value.shape[1:]), "dtype": value.dtype.name} for one, value in like._asdict().items()]
+        packed = [
+            {"name": one, "shape": list(value.shape[1:]), "dtype": value.dtype.name} for one, value in like._asdict().items()
+        ]
         found.append({"name": of, "shape": list(array.shape), "dtype": array.dtype.name, "fields": packed})
     return found
 

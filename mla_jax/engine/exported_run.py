@@ -17,7 +17,6 @@ import ml_dtypes
 import numpy as np
 
 Arrays = dict[str, np.ndarray]
-FLAGS = {"cpu": "cpu", "cuda": "cuda", "tpu": "tpu"}  # of JAX_PLATFORMS
 
 
 def dtype(name: str) -> np.dtype:
@@ -200,16 +199,20 @@ def main() -> None:
     folder = Path(__file__).resolve().parent
     manifest = json.loads((folder / "manifest.json").read_text())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt", type=token_ids, action="append", help="token ids; without any, each line of stdin is a prompt")
+    parser.add_argument(
+        "--prompt", type=token_ids, action="append", help="token ids; without any, each line of stdin is a prompt"
+    )
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--ends", type=token_ids, default=manifest["ends"], help="token ids that end an answer")
     parser.add_argument("--platform", choices=list(manifest["platforms"]), default=next(iter(manifest["platforms"])))
     parser.add_argument("--weights", type=Path, help="the folder of weights-*.safetensors, if it is not this one")
     given = parser.parse_args()
-    os.environ["JAX_PLATFORMS"] = FLAGS[given.platform]
+    os.environ["JAX_PLATFORMS"] = given.platform
     import jax
     import jax.export
 
+    if manifest["platforms"][given.platform]["kernels"] == "pallas" and given.platform == "cuda":
+        import jax.experimental.mosaic.gpu  # loads what the kernels call
     if given.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", prod(manifest["mesh"].values()))
     prompts = given.prompt or [token_ids(line) for line in sys.stdin if line.strip()]

@@ -202,6 +202,7 @@ class LLM:
         context: int | None = None,
         platforms: Sequence[str] | None = None,
         mesh: str | Mapping[str, int] | None = None,
+        kernels: bool = False,
         weights: bool = True,
     ) -> None:
         """Writes programs that run without mla-jax into a new folder: `run.py` there needs JAX, NumPy and flatbuffers.
@@ -211,10 +212,12 @@ class LLM:
         - `context`: the most tokens of prompt and output together. None is this model's, at most 4,096.
         - `platforms`: some of "cpu", "cuda" and "tpu", which need not be here. None is that of this model's devices.
         - `mesh`: "data=4,tensor=2", or sizes by axis; the devices need not be here. None is this model's.
+        - `kernels`: whether to take the kernels of this machine's device, on which alone the programs then run. Without they are
+          XLA's, for any device of the platform.
         - `weights`: whether to write the weights as well.
 
         Raises BadRequest for a path that exists, Unsupported for what cannot be exported, DoesNotFit for a full disk."""
-        asked = {"prompt": prompt, "rows": rows, "context": context, "platforms": platforms, "mesh": mesh}
+        asked = {"prompt": prompt, "rows": rows, "context": context, "platforms": platforms, "mesh": mesh, "kernels": kernels}
         export.export(path, self.model, self.options, self.name, self.inputs, asked, weights)
 
     def explain(self) -> str:

@@ -105,10 +105,10 @@ class Opened:
 
     def export(self, path: str | Path, **asked: Any) -> None:
         """As `LLM.export`, of the programs alone: no weights are loaded, so the model need not fit this machine."""
-        defaults = {"prompt": 256, "rows": 8, "context": None, "platforms": None, "mesh": None}
+        defaults = {"prompt": 256, "rows": 8, "context": None, "platforms": None, "mesh": None, "kernels": False}
         if unknown := asked.keys() - defaults.keys():
             raise BadRequest(f"export has no argument {shown(min(unknown))}", f"it has {', '.join(defaults)}")
-        asked = {**defaults, **asked}
+        asked = defaults | asked
         asked["mesh"] = asked["mesh"] or self.checkpoint.layout.sizes
         whole = self.checkpoint.on(Devices.default(self.checkpoint.device)).model(self.placement)
         export.export(path, whole, self.options, self.name, self.inputs, asked, weights=False)
