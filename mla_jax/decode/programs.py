@@ -165,11 +165,26 @@ class Program:
         options = self.function.keywords, self.donated, self.compiler_options, self.precision
         return store.name(self.function.func.__name__, *map(repr, (key, *options)))
 
-    def export(self, platform: str, *args, **kw) -> jax.export.Exported:
-        """The program for such arguments as an artefact, for one of JAX's platforms, which need not be here."""
-        jitted, given, _ = self._jitted(self._call(args, kw))
+    def export(self, platform: str, kept: Callable[[Transformer], tuple], *sent: Any) -> jax.export.Exported:
+        """The program as an artefact, for one of JAX's platforms, which need not be here. `kept` makes the donated arguments, the
+        first ones, of one device, from its part of the model; it is only traced. The others are `sent`."""
+        local, found = self.local_model(), []
+
+        def made() -> list[jax.Array]:
+            leaves, structure = jax.tree.flatten(dict(zip(self.donated, kept(local), strict=True)))
+            found.append(structure)
+            return leaves
+
+        donated = self.spread.whole(jax.eval_shape(made))
+        call = self._call((), {str(place): arg for place, arg in enumerate(sent, len(self.donated) + 1)})
+        call = call._replace(key=call.key._replace(donated=found[-1]), donated=donated)
+        jitted, given, _ = self._jitted(call)
         with jax.default_matmul_precision(self.precision):
             return jax.export.export(jitted, platforms=[platform], disabled_checks=UNSTABLE)(*given)
+
+    def local_model(self) -> Transformer:
+        """The model as one device has it; where several do, of shapes."""
+        return nnx.merge(self._graph, self.spread.local(self._state))
 
     def _lower(self, call: Call) -> tuple[jax.stages.Lowered, Any]:
         """The program before it is compiled, and the structure of its value."""

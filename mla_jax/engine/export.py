@@ -5,10 +5,11 @@ programs, and files beside them."""
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -27,9 +28,10 @@ from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported, shown
 from mla_jax.base.limits import gib
 from mla_jax.base.options import Options
 from mla_jax.base.qtensor import QTensor
-from mla_jax.cache.paged import PAGE, page_size
+from mla_jax.cache.paged import PAGE
 from mla_jax.decode import loop, rows
 from mla_jax.decode.chosen import CHOSEN, LIKELY, STEPS
+from mla_jax.decode.packing import of_shards
 from mla_jax.decode.programs import Program
 from mla_jax.engine import exported_run
 from mla_jax.engine.inputs import InputProcessor
@@ -239,46 +241,71 @@ class Exported(NamedTuple):
 def _of_platform(model: Transformer, platform: str, wanted: Wanted) -> Exported:
     """Traces the programs."""
     model = _on_mesh(model, platform, wanted.layout)
-    admit = Program(rows.admit, model, donate_argnums=(1,))
-    prefill, run = (Program(function, model, donate_argnums=(1, 2)) for function in (loop.prefill, loop.run))
-    graph, state = nnx.split(model)
-    local = nnx.merge(graph, run.spread.local(state))
-    one = jax.eval_shape(lambda: loop.new(local, wanted.rows, wanted.pages, counts=False))
-    pool, table = run.spread.whole(one)
-    at, tables = _numbers(wanted.rows), _numbers(wanted.rows, wanted.width)
-    some, line = min(wanted.rows, PIECES), _numbers(wanted.prompt)
-    entry = jax.tree.map(lambda field: jax.ShapeDtypeStruct(field.shape, field.dtype), rows.blank(rows.ADMITTED))
-    calls = {
-        "admit": (admit, {"rows": table}, {"at": _numbers(rows.ADMITTED), "entry": entry}),
-        "prefill": (
-            prefill,
-            {"pool": pool, "rows": table},
-            {"at": _numbers(some), "tokens": line, "counts": _numbers(some), "page_table": _numbers(some, wanted.width)},
-        ),
-        "run": (run, {"pool": pool, "rows": table}, {"at": at, "page_table": tables, "steps": _numbers()}),
+    run = Program(loop.run, model, donate_argnums=(1, 2))
+    kept = _kept(run.local_model(), wanted)
+    whole = run.spread.whole(kept)
+    new, table = functools.partial(_new, wanted), [name for name in kept if name.startswith("rows.")]
+    prefill, admit = Program(loop.prefill, model, donate_argnums=(1, 2)), Program(rows.admit, model, donate_argnums=(1,))
+    entry, some = rows.blank(rows.ADMITTED), min(wanted.rows, PIECES)
+    calls: dict[str, tuple[Program, Callable, list[str], dict[str, Any]]] = {
+        "admit": (admit, lambda model: new(model)[1:], table, {"at": _numbers(rows.ADMITTED), "entry": entry}),
+        "prefill": (prefill, new, list(kept), _reading(wanted.prompt, some, wanted.width)),
+        "run": (run, new, list(kept), _decoding(wanted.rows, wanted.width)),
     }
     files, entries = {}, {}
-    for name, (program, kept, sent) in calls.items():
+    for name, (program, make, donated, sent) in calls.items():
         file = f"{platform}/{name}.bin"
+        trees = [of_shards([tree] * wanted.layout.data) if tree is entry else tree for tree in sent.values()]
         with contextlib.nullcontext() if wanted.kernels else ops.without_kernels():
-            exported = program.export(platform, *kept.values(), *sent.values())
+            exported = program.export(platform, make, *trees)
         files[file] = bytes(exported.serialize())
         entries[name] = {
             "file": file,
-            "kept": list(_names(kept)),
-            "sent": [_described(*one) | _fill(one[0]) for name, tree in sent.items() for one in _names({name: tree}).items()],
-            "returned": _returned(name, exported, len(_names(kept))),
+            "kept": donated,
+            "sent": [
+                _described(*one) | _fill(one[0]) for argument, tree in sent.items() for one in _names({argument: tree}).items()
+            ],
+            "returned": _returned(name, exported, len(donated)),
             "calling_convention_version": exported.calling_convention_version,
         }
     described = {
         "kernels": "pallas" if wanted.kernels else "xla",
         "device": model.dispatch.device.name if wanted.kernels else "any",
         "compiler_options": loop.LOOP_OPTIONS.get(PLATFORMS[platform], {}),
-        "page_tokens_of_a_device": page_size(one[0]),
-        "kept": [_described(name, array) for name, array in _names({"pool": pool, "rows": table}).items()],
+        "kept": [_described(name, array) for name, array in whole.items()],
         "programs": entries,
     }
     return Exported(files, described, [_described(name, array) for name, array in _names(nnx.state(model)).items()])
+
+
+def _reading(tokens: int, pieces: int, width: int) -> dict[str, Any]:
+    """What is sent to `prefill`."""
+    counts = _numbers(pieces)
+    return {"at": counts, "tokens": _numbers(tokens), "counts": counts, "page_table": _numbers(pieces, width)}
+
+
+def _decoding(rows: int, width: int) -> dict[str, Any]:
+    """What is sent to `run`."""
+    return {"at": _numbers(rows), "page_table": _numbers(rows, width), "steps": _numbers()}
+
+
+def _new(wanted: Wanted, model: Transformer) -> tuple[Any, rows.Rows]:
+    """The pool and the rows of one device."""
+    return loop.new(model, wanted.rows, wanted.pages, counts=False)
+
+
+def _kept(local: Transformer, wanted: Wanted) -> dict[str, Any]:
+    """The arrays of these by name, as shapes."""
+    names: list[str] = []
+
+    def made() -> list[Any]:
+        pool, table = _new(wanted, local)
+        found = _names({"pool": pool, "rows": table})
+        names.extend(found)
+        return list(found.values())
+
+    shapes = jax.eval_shape(made)
+    return dict(zip(names, shapes, strict=True))
 
 
 def _returned(name: str, exported: Any, kept: int) -> list[dict[str, Any]]:
