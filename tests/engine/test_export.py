@@ -93,12 +93,19 @@ def test_weights_may_be_those_of_another_export(llm, opened, tmp_path):
     assert answers(tmp_path / "programs", "--weights", str(tmp_path / "weights")) == generated(llm)
 
 
-@pytest.mark.parametrize("mesh", [None, "data=4,tensor=2", "data=64"])
+def test_a_mesh_that_does_not_fit_the_model_is_refused(opened, tmp_path):
+    with pytest.raises(Unsupported, match="8 experts cannot be shared by the 64 devices"):
+        opened.export(tmp_path / "out", mesh="data=64")
+
+
+def test_many_tokens_are_exchanged_without_padding_on_gpus(opened, tmp_path):
+    opened.export(tmp_path / "out", platforms="cuda", mesh="data=8", prompt=8192, rows=8)
+    program = jax.export.deserialize(bytearray((tmp_path / "out" / "cuda" / "prefill.bin").read_bytes()))
+    assert "@ragged_all_to_all" in program.mlir_module()
+
+
+@pytest.mark.parametrize("mesh", [None, "data=4,tensor=2"])
 def test_programs_are_exported_for_platforms_and_devices_that_are_not_there(opened, tmp_path, mesh):
-    if mesh == "data=64":
-        with pytest.raises(Unsupported, match="8 experts cannot be shared by the 64 devices"):
-            opened.export(tmp_path / "out", mesh=mesh)
-        return
     opened.export(tmp_path / "out", platforms=("cuda", "tpu"), mesh=mesh, prompt=16, rows=2)
     found = manifest(tmp_path / "out")
     assert list(found["platforms"]) == ["cuda", "tpu"]
