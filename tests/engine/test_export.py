@@ -16,6 +16,7 @@ import pytest
 from checkpoints import released
 
 from mla_jax import LLM, SamplingParams
+from mla_jax.base import mesh_cost
 from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported
 from mla_jax.base.options import Options
 from mla_jax.engine import export
@@ -98,8 +99,9 @@ def test_a_mesh_that_does_not_fit_the_model_is_refused(opened, tmp_path):
         opened.export(tmp_path / "out", mesh="data=64")
 
 
-def test_many_tokens_are_exchanged_without_padding_on_gpus(opened, tmp_path):
-    opened.export(tmp_path / "out", platforms="cuda", mesh="data=8", prompt=8192, rows=8)
+def test_tokens_may_be_exchanged_without_padding_on_gpus(opened, tmp_path, monkeypatch):
+    monkeypatch.setattr(mesh_cost, "pick_exchange", lambda *_: "all_to_all")
+    opened.export(tmp_path / "out", platforms="cuda", mesh="data=8", prompt=64, rows=8)
     program = jax.export.deserialize(bytearray((tmp_path / "out" / "cuda" / "prefill.bin").read_bytes()))
     assert "@ragged_all_to_all" in program.mlir_module()
 
@@ -116,6 +118,15 @@ def test_programs_are_exported_for_platforms_and_devices_that_are_not_there(open
             program = jax.export.deserialize(bytearray((tmp_path / "out" / platform / f"{name}.bin").read_bytes()))
             assert program.platforms == (platform,)
             assert program.nr_devices == (1 if mesh is None else 8)
+
+
+def test_what_is_planned_for_a_device_is_exported_for_it(folder, tmp_path):
+    opened = open_model(Options().replace(model=str(folder), device="h200", mesh="data=8"))
+    opened.export(tmp_path / "out", prompt=16, rows=2)
+    found = manifest(tmp_path / "out")
+    assert list(found["platforms"]) == ["cuda"]
+    assert found["mesh"]["data"] == 8
+    assert {one["dtype"] for one in found["platforms"]["cuda"]["kept"][:2]} == {"bfloat16"}
 
 
 def test_the_manifest_tells_the_shapes_that_the_programs_take(llm, tmp_path):
