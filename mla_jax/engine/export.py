@@ -34,7 +34,6 @@ from mla_jax.decode.chosen import CHOSEN, LIKELY, STEPS
 from mla_jax.decode.packing import of_shards
 from mla_jax.decode.programs import Program
 from mla_jax.engine import exported_run
-from mla_jax.engine.inputs import InputProcessor
 from mla_jax.engine.size import PIECES
 from mla_jax.model import layout, ops
 from mla_jax.model.layout import Layout, refuse_uneven
@@ -130,16 +129,19 @@ def export(
     model: Transformer,
     options: Options,
     name: str,
-    inputs: InputProcessor,
+    ends: Sequence[int],
+    longest: int,
     asked: Mapping[str, Any],
     weights: bool,
 ) -> None:
-    """What `LLM.export` does, whose arguments are `asked`, with a model of arrays, or of shapes if no `weights` are written."""
+    """What `LLM.export` does, whose arguments are `asked`, with a model of arrays, or of shapes if no `weights` are written.
+
+    `ends` are the tokens that end an answer, and `longest` is the most that `context` may be."""
     if options.eviction.evict != "off":
         raise Unsupported("eviction cannot be exported", 'open the model with evict="off"')
     refuse(Path(path), model)
-    wanted = Wanted.of(model, inputs.context, asked)
-    write(path, model, wanted, {"model": name, "ends": list(inputs.text.end_ids)}, weights)
+    wanted = Wanted.of(model, longest, asked)
+    write(path, model, wanted, {"model": name, "ends": list(ends)}, weights)
 
 
 def write(path: str | Path, model: Transformer, wanted: Wanted, facts: Mapping[str, Any], weights: bool) -> None:

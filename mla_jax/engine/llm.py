@@ -218,7 +218,8 @@ class LLM:
 
         Raises BadRequest for a path that exists, Unsupported for what cannot be exported, DoesNotFit for a full disk."""
         asked = {"prompt": prompt, "rows": rows, "context": context, "platforms": platforms, "mesh": mesh, "kernels": kernels}
-        export.export(path, self.model, self.options, self.name, self.inputs, asked, weights)
+        named = self.options, self.name, self.inputs.text.end_ids, self.context
+        export.export(path, self.model, *named, asked, weights)
 
     def explain(self) -> str:
         """What runs where, and why, in words."""

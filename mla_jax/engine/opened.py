@@ -111,7 +111,8 @@ class Opened:
         asked = defaults | asked
         asked["mesh"] = asked["mesh"] or self.checkpoint.layout.sizes
         whole = self.checkpoint.on(Devices.default(self.checkpoint.device)).model(self.placement)
-        export.export(path, whole, self.options, self.name, self.inputs, asked, weights=False)
+        longest = self.options.model.context or self.config.max_position_embeddings  # whatever fits the devices of the plan
+        export.export(path, whole, self.options, self.name, self.text.end_ids, longest, asked, weights=False)
 
     def explain(self) -> list[str]:
         """What runs where, and why, in words; from shapes alone."""
