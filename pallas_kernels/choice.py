@@ -83,8 +83,23 @@ def _tpu() -> bool:
 DEVICES = {"mosaic_gpu": (_hopper, "a Hopper GPU"), "mosaic_tpu": (_tpu, "a TPU v5e or newer")}
 
 
+_forbidden: ContextVar[bool] = ContextVar("forbidden", default=False)
+
+
+@contextlib.contextmanager
+def forbidden() -> Iterator[None]:
+    """Programs that are traced inside have no kernels: they may be for another device than this machine's."""
+    token = _forbidden.set(True)
+    try:
+        yield
+    finally:
+        _forbidden.reset(token)
+
+
 def why_not(name: str, checks: dict[str, Callable[..., str | None]], *arrays) -> str | None:
     """Why implementation `name` does not support these arrays or the device; None: it does."""
+    if _forbidden.get():
+        return "the program is for any device of its platform"
     here, wanted = DEVICES[name]
     return checks[name](*arrays) or (None if here() else f"it needs {wanted}, this is {device()}")
 
@@ -136,5 +151,5 @@ def load_runtime() -> None:
 
 
 def kernels_here() -> bool:
-    """Whether this machine's first device is one that any kernel is for."""
-    return any(here() for here, _ in DEVICES.values())
+    """Whether this machine's first device is one that any kernel is for, and kernels are not `forbidden`."""
+    return not _forbidden.get() and any(here() for here, _ in DEVICES.values())

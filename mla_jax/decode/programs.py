@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -20,6 +21,8 @@ from mla_jax.decode.store import Built, Store
 from mla_jax.model.transformer import Transformer
 
 THREADS = 4  # that compile; XLA adds threads of its own for each program
+# What exported programs may call although JAX does not promise that its later versions know it.
+UNSTABLE = [jax.export.DisabledSafetyCheck.custom_call("ragged_all_to_all")]
 
 
 class Waits:
@@ -162,8 +165,35 @@ class Program:
         options = self.function.keywords, self.donated, self.compiler_options, self.precision
         return store.name(self.function.func.__name__, *map(repr, (key, *options)))
 
+    def export(self, platform: str, kept: Callable[[Transformer], tuple], *sent: Any) -> jax.export.Exported:
+        """The program as an artefact, for one of JAX's platforms, which need not be here. `kept` makes the donated arguments, the
+        first ones, of one device, from its part of the model; it is only traced. The others are `sent`."""
+        local, found = self.local_model(), []
+
+        def made() -> list[jax.Array]:
+            leaves, structure = jax.tree.flatten(dict(zip(self.donated, kept(local), strict=True)))
+            found.append(structure)
+            return leaves
+
+        donated = self.spread.whole(jax.eval_shape(made))
+        call = self._call((), {str(place): arg for place, arg in enumerate(sent, len(self.donated) + 1)})
+        call = call._replace(key=call.key._replace(donated=found[-1]), donated=donated)
+        jitted, given, _ = self._jitted(call)
+        with jax.default_matmul_precision(self.precision):
+            return jax.export.export(jitted, platforms=[platform], disabled_checks=UNSTABLE)(*given)
+
+    def local_model(self) -> Transformer:
+        """The model as one device has it; where several do, of shapes."""
+        return nnx.merge(self._graph, self.spread.local(self._state))
+
     def _lower(self, call: Call) -> tuple[jax.stages.Lowered, Any]:
         """The program before it is compiled, and the structure of its value."""
+        jitted, given, found = self._jitted(call)
+        with jax.default_matmul_precision(self.precision):
+            return jitted.lower(*given), found[-1]
+
+    def _jitted(self, call: Call) -> tuple[Any, tuple[Any, Any, Any], list[Any]]:
+        """The program before it is traced, its arguments, and where tracing leaves the structure of its value."""
         key, found, of_one = call.key, [], [self._for_one(leaf) for leaf in call.sent]
 
         def flat(weights: tuple[jax.Array, ...], donated: list[jax.Array], sent: jax.Array) -> list[jax.Array]:
@@ -182,9 +212,7 @@ class Program:
         program = self.spread.on_each(flat)
         program.__name__ = flat.__name__
         jitted = jax.jit(program, donate_argnums=1, compiler_options=self.compiler_options)
-        with jax.default_matmul_precision(self.precision):
-            packed = self.spread.sent(jax.eval_shape(pack, of_one))
-            return jitted.lower(self.weights, call.donated, packed), found[-1]
+        return jitted, (self.weights, call.donated, self.spread.sent(jax.eval_shape(pack, of_one))), found
 
     def _compile(self, lowered: jax.stages.Lowered, structure: Any, name: str | None) -> Built:
         store = self.shared.store

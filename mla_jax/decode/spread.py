@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mla_jax.base.axes import DATA, MESH_AXES
 from mla_jax.decode.packing import here
@@ -25,18 +25,19 @@ SENT = PartitionSpec(DATA)
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """`mesh` None is one device, whose programs are as they would be without any of this."""
+    """`mesh` None is one device, whose programs are as they would be without any of this. Programs for an abstract mesh, whose
+    devices need not be there, can be exported alone."""
 
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
     layout: Layout = ONE
     specs: tuple[PartitionSpec, ...] = ()  # of each array of the weights
 
     @classmethod
     def of(cls, model: Transformer) -> "Spread":
-        """As the model's weights lie."""
+        """As the model's weights lie, or their shapes."""
         state = nnx.state(model)
         sharding = getattr(jax.tree.leaves(state)[0], "sharding", None)
-        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh) or sharding.mesh.size == 1:
+        if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
             return cls()
         plan = Layout(*(sharding.mesh.shape[axis] for axis in MESH_AXES))
         specs = jax.tree.leaves(layout.of_parameters(state, plan.specs), is_leaf=_is_spec)
@@ -50,7 +51,7 @@ class Spread:
     @property
     def devices(self) -> list[Any] | None:
         """Of the mesh, in order."""
-        return None if self.mesh is None else list(self.mesh.devices.flat)
+        return list(self.mesh.devices.flat) if isinstance(self.mesh, Mesh) else None
 
     def local(self, state: Any) -> Any:
         """A model's state as one device has it, of shapes."""

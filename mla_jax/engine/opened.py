@@ -14,13 +14,14 @@ from mla_jax.base import device_rates, roofline
 from mla_jax.base.axes import parse_mesh
 from mla_jax.base.config import Config
 from mla_jax.base.devices import Devices
-from mla_jax.base.errors import BadRequest, Unsupported
+from mla_jax.base.errors import BadRequest, Unsupported, shown
 from mla_jax.base.files import cache_folder
 from mla_jax.base.links import PLANNED
 from mla_jax.base.options import Options
 from mla_jax.base.planned import planned
 from mla_jax.base.platforms import default_device
 from mla_jax.decode.speculative import NOBODY, Drafter
+from mla_jax.engine import export
 from mla_jax.engine.drafting import Drafting, drafter_of
 from mla_jax.engine.explain import explain
 from mla_jax.engine.inputs import InputProcessor
@@ -101,6 +102,17 @@ class Opened:
             raise BadRequest(f"there is no device {device} to run on", "it is for --dry-run alone; leave it out")
         folder = self.options.experts.host_folder
         return self.checkpoint.load(self.placement, progress, None if folder is None else Path(folder))
+
+    def export(self, path: str | Path, **asked: Any) -> None:
+        """As `LLM.export`, of the programs alone: no weights are loaded, so the model need not fit this machine."""
+        defaults = {"prompt": 256, "rows": 8, "context": None, "platforms": None, "mesh": None, "kernels": False}
+        if unknown := asked.keys() - defaults.keys():
+            raise BadRequest(f"export has no argument {shown(min(unknown))}", f"it has {', '.join(defaults)}")
+        asked = defaults | asked
+        asked["mesh"] = asked["mesh"] or self.checkpoint.layout.sizes
+        whole = self.checkpoint.on(Devices.default(self.checkpoint.device)).model(self.placement)
+        longest = self.options.model.context or self.config.max_position_embeddings  # whatever fits the devices of the plan
+        export.export(path, whole, self.options, self.name, self.text.end_ids, longest, asked, weights=False)
 
     def explain(self) -> list[str]:
         """What runs where, and why, in words; from shapes alone."""

@@ -174,6 +174,13 @@ def as_if_on(kind: str, platform: str, capability: str) -> AbstractContextManage
     return choice.as_if_on(choice.Kind(kind, platform, capability))
 
 
+def without_kernels() -> AbstractContextManager[None]:
+    """Programs that are traced inside are XLA's alone, and may be for another platform than this machine's."""
+    from pallas_kernels import choice
+
+    return choice.forbidden()
+
+
 def load_runtime() -> None:
     """Loads what compiled programs call that were stored by an earlier process, if there are kernels here."""
     from pallas_kernels import choice

@@ -1,0 +1,396 @@
+"""Programs of a model as artefacts of `jax.export`, with a manifest that says how they are called, and a script that calls them.
+
+Everything is traced from shapes: neither the platform nor the devices of the mesh need be here. Weights are arguments of the
+programs, and files beside them."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding
+
+import mla_jax
+from mla_jax.base import roofline
+from mla_jax.base.axes import MESH_AXES, parse_mesh
+from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported, shown
+from mla_jax.base.limits import gib
+from mla_jax.base.options import Options
+from mla_jax.base.qtensor import QTensor
+from mla_jax.cache.paged import PAGE
+from mla_jax.decode import loop, rows
+from mla_jax.decode.chosen import CHOSEN, LIKELY, STEPS
+from mla_jax.decode.packing import of_shards
+from mla_jax.decode.programs import Program
+from mla_jax.engine import exported_run
+from mla_jax.engine.size import PIECES
+from mla_jax.model import layout, ops
+from mla_jax.model.layout import Layout, refuse_uneven
+from mla_jax.model.transformer import Transformer
+from mla_jax.weights.safetensors import DTYPES
+from mla_jax.weights.save import write_tensors
+
+PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}  # as programs are named in JAX, and as its devices are
+CONTEXT = 4096  # tokens of a request, unless more are asked for
+FILE = 4 << 30  # bytes of weights in one file
+NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+CALLING = (
+    "A program is called as program(weights, kept, sent), and returns a flat list of arrays.",
+    "weights: a tuple of all arrays in `weights`, in this order, each laid out on the mesh by its `sharding`.",
+    "kept: a list of the arrays that `kept` names; all begin as zeros. They are donated, and returned first, in the same order.",
+    "sent: one array of int32 that has all arrays of `sent`, flattened, one after the other; floats and uint32 keep their bits, a"
+    " bool is 0 or 1. On a mesh it has an axis of data shards in front, by which it is cut: each has its own rows and pages.",
+    "A `sharding` names the mesh axes that cut each dimension; where `mesh` has one device there is none.",
+    "Each shard has `rows` rows and `pages` pages. Page table entries are pages of `page` tokens, for all layers the same.",
+    "admit: gives the rows `at` to requests; an index from `rows` on is none. `fill` is what a field has if nobody asks.",
+    "prefill: reads `counts` tokens of a line behind what each of the rows `at` holds, one row's tokens after the other's.",
+    "run: chooses up to `steps` more tokens for each of the rows `at`. `chosen` is [rows of all shards, packed `fields`], and"
+    " each device has all of it. Of `tokens` the first `count` are new; a row that is `done` has ended.",
+)
+
+
+class Wanted(NamedTuple):
+    """What an export is for. Numbers of rows are those of one data shard."""
+
+    prompt: int
+    rows: int
+    context: int
+    platforms: tuple[str, ...]
+    layout: Layout
+    kernels: bool
+
+    @classmethod
+    def of(cls, model: Transformer, longest: int, asked: Mapping[str, Any]) -> "Wanted":
+        """What the arguments of `LLM.export` say; raises BadRequest or Unsupported."""
+        context = min(longest, CONTEXT) if asked["context"] is None else asked["context"]
+        for name, number in {"prompt": asked["prompt"], "rows": asked["rows"], "context": context}.items():
+            if type(number) is not int or number < 1:
+                raise BadRequest(f"{name} is {shown(number)}, expected a whole number from 1 on")
+        if context > longest:
+            raise BadRequest(f"context is {context:,}, expected 1 to {longest:,}", "open the model with a longer context")
+        plan, platforms = _layout(model, asked["mesh"]), _platforms(asked["platforms"], model)
+        refuse_uneven(model.config, plan)
+        if asked["kernels"]:
+            _refuse_kernels(platforms, model)
+        return cls(asked["prompt"], asked["rows"], context, platforms, plan, bool(asked["kernels"]))
+
+    @property
+    def width(self) -> int:
+        """Pages of a row."""
+        return -(-self.context // PAGE)
+
+    @property
+    def pages(self) -> int:
+        return self.rows * self.width
+
+
+def _layout(model: Transformer, mesh: Any) -> Layout:
+    if mesh is None:
+        return model.dispatch.layout
+    sizes = parse_mesh(mesh, "mesh") if isinstance(mesh, str) else mesh
+    if not isinstance(sizes, Mapping) or any(axis not in MESH_AXES or type(n) is not int or n < 1 for axis, n in sizes.items()):
+        raise BadRequest(f"mesh is {shown(mesh)}", 'expected "data=4,tensor=2", or sizes by axis')
+    return Layout(**sizes)
+
+
+def _platforms(asked: Any, model: Transformer) -> tuple[str, ...]:
+    if asked is None:
+        here = model.dispatch.device.platform
+        return tuple(name for name, device in PLATFORMS.items() if device == here)
+    names = (asked,) if isinstance(asked, str) else tuple(asked) if isinstance(asked, Sequence) else ()
+    if not names or any(name not in PLATFORMS for name in names):
+        raise BadRequest(f"platforms is {shown(asked)}", f"expected some of {', '.join(PLATFORMS)}")
+    return tuple(dict.fromkeys(names))
+
+
+def _refuse_kernels(platforms: tuple[str, ...], model: Transformer) -> None:
+    """Raises Unsupported unless this machine has kernels, for the only platform that is asked for."""
+    here = model.dispatch.device.platform
+    if not ops.kernels_here() or [PLATFORMS[platform] for platform in platforms] != [here]:
+        found = f"kernels for {', '.join(platforms)} cannot be exported here"
+        raise Unsupported(
+            found, f"they are exported on the kind of device that they are for, this is {model.dispatch.device.name}"
+        )
+
+
+def export(
+    path: str | Path,
+    model: Transformer,
+    options: Options,
+    name: str,
+    ends: Sequence[int],
+    longest: int,
+    asked: Mapping[str, Any],
+    weights: bool,
+) -> None:
+    """What `LLM.export` does, whose arguments are `asked`, with a model of arrays, or of shapes if no `weights` are written.
+
+    `ends` are the tokens that end an answer, and `longest` is the most that `context` may be."""
+    if options.eviction.evict != "off":
+        raise Unsupported("eviction cannot be exported", 'open the model with evict="off"')
+    refuse(Path(path), model)
+    wanted = Wanted.of(model, longest, asked)
+    write(path, model, wanted, {"model": name, "ends": list(ends)}, weights)
+
+
+def write(path: str | Path, model: Transformer, wanted: Wanted, facts: Mapping[str, Any], weights: bool) -> None:
+    """Writes programs, manifest, script and, if asked to, `weights` of a model that has them, into the new folder `path`.
+
+    `facts` go into the manifest. Raises BadRequest, Unsupported or DoesNotFit, and leaves nothing behind then."""
+    path = Path(path)
+    model = _without_drafts(model)
+    programs = {platform: _of_platform(model, platform, wanted) for platform in wanted.platforms}
+    arrays = _names(nnx.state(model))
+    files = _files(arrays) if weights else {}
+    manifest = _manifest(model, wanted, programs, files) | dict(facts)
+    needed = sum(len(file) for one in programs.values() for file in one.files.values())
+    needed += sum(_nbytes(arrays[name]) for names in files.values() for name in names)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir()
+        _refuse_full(partial, needed)
+        for one in programs.values():
+            for name, content in one.files.items():
+                (partial / name).parent.mkdir(exist_ok=True)
+                (partial / name).write_bytes(content)
+        for name, names in files.items():
+            specs = {one: (NAMES[np.dtype(arrays[one].dtype)], tuple(arrays[one].shape)) for one in names}
+            write_tensors(partial / name, specs, ((one, np.asarray(arrays[one])) for one in names))
+        shutil.copyfile(exported_run.__file__, partial / "run.py")
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+        partial.rename(path)
+    except OSError as e:
+        raise BadRequest(f"{path} cannot be written", e.strerror or str(e)) from e
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def refuse(path: Path, model: Transformer) -> None:
+    """Raises BadRequest or Unsupported for what cannot be exported, or cannot be written there."""
+    if os.path.lexists(path):
+        raise BadRequest(f"{path} exists already", "choose another path, or delete it first")
+    if not path.parent.is_dir():
+        raise BadRequest(f"{path} cannot be written", f"there is no folder {path.parent}")
+    if model.on_host():
+        raise Unsupported(
+            "experts on the CPU cannot be exported", 'open the model with experts="auto" where it fits, or on a mesh'
+        )
+    if model.dispatch.retrieval is not None:
+        raise Unsupported("retrieval cannot be exported", 'open the model with retrieve="off"')
+    if jax.process_count() > 1:
+        raise Unsupported("a model of several processes cannot be exported", "open it in one; mesh= may be larger than its own")
+    try:
+        import flatbuffers  # noqa: F401
+    except ImportError as e:
+        raise Unsupported("an export needs the package flatbuffers", "install it: pip install 'mla-jax[export]'") from e
+
+
+def _refuse_full(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DoesNotFit(f"the export does not fit the disk of {folder.parent}", f"it takes {gib(needed)}, {gib(free)} are free")
+
+
+def _without_drafts(model: Transformer) -> Transformer:
+    """The model alone: nothing that is exported drafts."""
+    found = nnx.merge(*nnx.split(model))
+    found.mtp = nnx.List([])
+    return found
+
+
+def _on_mesh(model: Transformer, platform: str, plan: Layout) -> Transformer:
+    """The shapes of a model on devices that may not be here."""
+    mesh = AbstractMesh(tuple(plan), MESH_AXES)
+
+    def shaped(value: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, spec) if plan.devices > 1 else None
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+
+    def laid(words: tuple[str, ...], value: Any) -> Any:
+        specs = plan.specs(words, value)
+        if not isinstance(value, QTensor):
+            return shaped(value, specs)
+        return dataclasses.replace(value, parts=tuple(map(shaped, value.parts, specs.parts)))
+
+    graph, state = nnx.split(model)
+    found = nnx.merge(graph, layout.of_parameters(state, laid))
+    device = model.dispatch.device
+    if device.platform != PLATFORMS[platform]:
+        device = roofline.device("", PLATFORMS[platform])
+    found.dispatch = dataclasses.replace(model.dispatch, layout=plan, device=device)
+    return found
+
+
+class Exported(NamedTuple):
+    """The programs for one platform: their files by name, and their part of the manifest."""
+
+    files: dict[str, bytes]
+    entry: dict[str, Any]
+    weights: list[dict[str, Any]]
+
+
+def _of_platform(model: Transformer, platform: str, wanted: Wanted) -> Exported:
+    """Traces the programs."""
+    model = _on_mesh(model, platform, wanted.layout)
+    run = Program(loop.run, model, donate_argnums=(1, 2))
+    kept = _kept(run.local_model(), wanted)
+    whole = run.spread.whole(kept)
+    new, table = functools.partial(_new, wanted), [name for name in kept if name.startswith("rows.")]
+    prefill, admit = Program(loop.prefill, model, donate_argnums=(1, 2)), Program(rows.admit, model, donate_argnums=(1,))
+    entry, some = rows.blank(rows.ADMITTED), min(wanted.rows, PIECES)
+    calls: dict[str, tuple[Program, Callable, list[str], dict[str, Any]]] = {
+        "admit": (admit, lambda model: new(model)[1:], table, {"at": _numbers(rows.ADMITTED), "entry": entry}),
+        "prefill": (prefill, new, list(kept), _reading(wanted.prompt, some, wanted.width)),
+        "run": (run, new, list(kept), _decoding(wanted.rows, wanted.width)),
+    }
+    files, entries = {}, {}
+    for name, (program, make, donated, sent) in calls.items():
+        file = f"{platform}/{name}.bin"
+        trees = [of_shards([tree] * wanted.layout.data) if tree is entry else tree for tree in sent.values()]
+        with contextlib.nullcontext() if wanted.kernels else ops.without_kernels():
+            exported = program.export(platform, make, *trees)
+        files[file] = bytes(exported.serialize())
+        entries[name] = {
+            "file": file,
+            "kept": donated,
+            "sent": [
+                _described(*one) | _fill(one[0]) for argument, tree in sent.items() for one in _names({argument: tree}).items()
+            ],
+            "returned": _returned(name, exported, len(donated)),
+            "calling_convention_version": exported.calling_convention_version,
+        }
+    described = {
+        "kernels": "pallas" if wanted.kernels else "xla",
+        "device": model.dispatch.device.name if wanted.kernels else "any",
+        "compiler_options": loop.LOOP_OPTIONS.get(PLATFORMS[platform], {}),
+        "kept": [_described(name, array) for name, array in whole.items()],
+        "programs": entries,
+    }
+    return Exported(files, described, [_described(name, array) for name, array in _names(nnx.state(model)).items()])
+
+
+def _reading(tokens: int, pieces: int, width: int) -> dict[str, Any]:
+    """What is sent to `prefill`."""
+    counts = _numbers(pieces)
+    return {"at": counts, "tokens": _numbers(tokens), "counts": counts, "page_table": _numbers(pieces, width)}
+
+
+def _decoding(rows: int, width: int) -> dict[str, Any]:
+    """What is sent to `run`."""
+    return {"at": _numbers(rows), "page_table": _numbers(rows, width), "steps": _numbers()}
+
+
+def _new(wanted: Wanted, model: Transformer) -> tuple[Any, rows.Rows]:
+    """The pool and the rows of one device."""
+    return loop.new(model, wanted.rows, wanted.pages, counts=False)
+
+
+def _kept(local: Transformer, wanted: Wanted) -> dict[str, Any]:
+    """The arrays of these by name, as shapes."""
+    names: list[str] = []
+
+    def made() -> list[Any]:
+        pool, table = _new(wanted, local)
+        found = _names({"pool": pool, "rows": table})
+        names.extend(found)
+        return list(found.values())
+
+    shapes = jax.eval_shape(made)
+    return dict(zip(names, shapes, strict=True))
+
+
+def _returned(name: str, exported: Any, kept: int) -> list[dict[str, Any]]:
+    """What a program returns behind the arrays that are kept."""
+    if name != "run":
+        return []
+    fields = {"chosen": CHOSEN, "likely": LIKELY}
+    found = []
+    for (of, like), array in zip(fields.items(), exported.out_avals[kept:], strict=True):
+        packed = [
+            {"name": one, "shape": list(value.shape[1:]), "dtype": value.dtype.name} for one, value in like._asdict().items()
+        ]
+        found.append({"name": of, "shape": list(array.shape), "dtype": array.dtype.name, "fields": packed})
+    return found
+
+
+def _manifest(
+    model: Transformer, wanted: Wanted, programs: Mapping[str, Exported], files: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
+    sizes = {
+        "rows": wanted.rows,
+        "prompt": wanted.prompt,
+        "context": wanted.context,
+        "page": PAGE,
+        "pages": wanted.pages,
+        "width": wanted.width,
+        "steps": STEPS,
+    }
+    return {
+        "format": "mla-jax export 1",
+        "calling": CALLING,
+        "config": model.config.to_hf(),
+        "versions": {"mla_jax": mla_jax.__version__} | {name: version(name) for name in ("jax", "jaxlib", "numpy")},
+        "mesh": wanted.layout.sizes,
+        "sizes": sizes,
+        "platforms": {platform: one.entry for platform, one in programs.items()},
+        "weight_files": list(files),
+        "weights": next(iter(programs.values())).weights,
+    }
+
+
+def _names(tree: Any) -> dict[str, Any]:
+    """All arrays of a tree, by where they are in it: for weights the parameter's path, and which part of a packed one."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    found = {}
+    for path, array in leaves:
+        keys = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
+        found[".".join(key for key in keys if key not in ("value", "parts"))] = array
+    assert len(found) == len(leaves), "two arrays have one name"
+    return found
+
+
+def _described(name: str, array: Any) -> dict[str, Any]:
+    found = {"name": name, "shape": list(array.shape), "dtype": jnp.dtype(array.dtype).name}
+    sharding = getattr(array, "sharding", None)
+    if sharding is None:
+        return found
+    cuts = [list(cut) if isinstance(cut, tuple) else [cut] if cut else [] for cut in sharding.spec]
+    return found | {"sharding": cuts + [[]] * (len(array.shape) - len(cuts))}
+
+
+def _fill(name: str) -> dict[str, Any]:
+    """What a field of an entry has that nobody asks for."""
+    blank = _names({"entry": rows.blank(1)})
+    return {"fill": blank[name].reshape(-1)[0].item()} if name in blank else {}
+
+
+def _files(arrays: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Which arrays each file of weights has."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, array in arrays.items():
+        if groups[-1] and size + _nbytes(array) > FILE:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += _nbytes(array)
+    return {f"weights-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)}
+
+
+def _nbytes(array: Any) -> int:
+    return prod(array.shape) * array.dtype.itemsize
+
+
+def _numbers(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
