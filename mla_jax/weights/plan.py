@@ -1,6 +1,5 @@
 """What a model needs in memory, worked out from shapes alone, and whether it fits."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -14,6 +13,7 @@ from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.base.limits import free_memory, gib
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache.paged import COPIED, COPIES, PAGE
+from mla_jax.model import grouped
 from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.place import Placement
@@ -277,10 +277,13 @@ def _summaries(model: Transformer, hosted: int) -> int:
 def _expert_activations(model: Transformer, tokens: int) -> int:
     """Of the widest MLP: a device's own experts over all shards' tokens, or its part of a dense one over those of its own."""
     config, layout = model.config, model.dispatch.layout
-    dense = model.dispatch.backend_name(model, tokens) == "dense"
-    experts = (config.n_routed_experts or 0) // layout.devices if dense else 2 * (config.num_experts_per_tok or 0)
-    routed = tokens * layout.data * experts * (config.moe_intermediate_size or 0)
-    return 3 * max(routed, tokens * _mlp_width(model)) * model.dtype.itemsize
+    backend, everywhere = model.dispatch.backend_name(model, tokens), tokens * layout.data
+    pairs = everywhere * 2 * (config.num_experts_per_tok or 0)
+    if backend == "dense":
+        pairs = everywhere * (config.n_routed_experts or 0) // layout.devices
+    elif backend == "ragged" and layout.devices > 1:  # a block at a time
+        pairs = min(pairs, max(2 * grouped.LEAST, grouped.ROOM * pairs // layout.devices))
+    return 3 * max(pairs * (config.moe_intermediate_size or 0), tokens * _mlp_width(model)) * model.dtype.itemsize
 
 
 def _mlp_width(model: Transformer) -> int:
