@@ -12,13 +12,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from convert.plan import Plan, stamp
 from convert.tensors import Job, Parts, read
-from mla_jax.base import axes
+from mla_jax.base import qtensor
 from mla_jax.base.errors import BadFile, printable, shortened
 from mla_jax.engine.text import files_of
+from mla_jax.model.layout import Layout
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.orbax_store import Tensor, Writer, writing
+from mla_jax.weights.safetensors import DTYPES
 
 Progress = Callable[[int, int, Job], None]
 
@@ -29,10 +33,15 @@ class Stopped(KeyboardInterrupt):
 
 def writer(out: Path, metadata: dict[str, Any], plan: Plan) -> Writer:
     """The folder to write: a new one, or one to resume."""
-    by_name = {job.name: job for job in plan.jobs}
+    by_name, layout = {job.name: job for job in plan.jobs}, Layout(**plan.mesh)
 
     def shards(name: str, part: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return axes.shards(by_name[name].axes, by_name[name].shape, shape, plan.mesh)
+        job = by_name[name]
+        if job.format in DTYPES:
+            own = layout.local_shape(job.axes, jax.ShapeDtypeStruct(job.shape, DTYPES[job.format]))
+        else:
+            own = layout.local(job.axes, qtensor.abstract(job.format, job.shape)).parts[part].shape
+        return tuple(n // m for n, m in zip(shape, own, strict=True))
 
     return Writer(out, metadata, shards)
 

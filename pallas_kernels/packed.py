@@ -407,6 +407,12 @@ def why_not(format: str, shape: Sequence[int]) -> str | None:
     return None
 
 
+def tile(format: str) -> tuple[int, int]:
+    """The rows and columns of which every multiple, cut out of a matrix, is reordered to a part of its arrays."""
+    kind = KINDS[format]
+    return BLOCK if kind.by_row else ROWS, max(kind.columns)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def reorder(format: str, parts: tuple[jax.Array, ...]) -> Packed:
     """The parts of a file's tensor `[.. F D]`, as in mla_jax.base.qtensor, in the order of this module."""

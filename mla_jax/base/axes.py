@@ -64,13 +64,6 @@ def partition(words: Iterable[str]) -> tuple[tuple[str, ...], ...]:
     return tuple(MESH.get(word.split("*")[0], ()) for word in words)
 
 
-def shards(words: Iterable[str], shape: tuple[int, ...], part: tuple[int, ...], mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """The number of devices that share each dimension of a `part` of a tensor of `shape`; 1 if their shares were unequal."""
-    counts = [prod(mesh.get(axis, 1) for axis in cut) for cut in partition(words)]
-    counts = [n if size % n == 0 else 1 for n, size in zip(counts, shape, strict=True)] + [1] * len(part)
-    return tuple(n if size % n == 0 else 1 for n, size in zip(counts, part, strict=False))
-
-
 def size(config: Config, axis: str) -> int:
     """The size of one logical axis."""
     fields, combine = AXES[axis]

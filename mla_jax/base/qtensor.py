@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from math import prod
+from math import lcm, prod
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -100,6 +100,15 @@ def restore(q: QTensor) -> QTensor:
     if not q.reordered:
         return q
     return QTensor(q.format.removesuffix(REORDERED), packed.restore(as_packed(q)), q.shape)
+
+
+def unit(format: str) -> tuple[int, int]:
+    """Rows and columns that no part of a tensor of this format splits: those that share a scale, or are reordered together."""
+    rows, columns = (size or 1 for size in format_of(format).block)
+    if not format.endswith(REORDERED):
+        return rows, columns
+    tile = packed.tile(format.removesuffix(REORDERED))
+    return lcm(rows, tile[0]), lcm(columns, tile[1])
 
 
 def as_packed(q: QTensor) -> packed.Packed:

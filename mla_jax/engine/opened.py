@@ -173,8 +173,8 @@ def _plan(options: Options, checkpoint: Checkpoint, drafter: Drafter, placement:
 
 
 def _on_devices(options: Options, checkpoint: Checkpoint, drafter: Drafter) -> tuple[Checkpoint, str]:
-    """The checkpoint for the devices that are asked for, and why these where that is left open: there a context of some length
-    must fit."""
+    """The checkpoint for the devices that are asked for, and why these where that is left open: there the context that is asked
+    for must fit, or one of some length."""
     if options.mesh.mesh != "auto":
         return checkpoint, ""
 
@@ -183,7 +183,7 @@ def _on_devices(options: Options, checkpoint: Checkpoint, drafter: Drafter) -> t
 
     def fits(sizes: Mapping[str, int]) -> bool:
         found = _plan(options, on(sizes), drafter)
-        return found.fits and found.longest >= min(ROOM, checkpoint.config.max_position_embeddings)
+        return found.fits and found.longest >= (options.model.context or min(ROOM, checkpoint.config.max_position_embeddings))
 
     sizes, why = auto_mesh.choose(checkpoint.config, len(jax.devices()), fits)
     refuse_on_mesh(options, Layout(**sizes))

@@ -55,8 +55,7 @@ class Layout(NamedTuple):
             return False
         if not isinstance(value, QTensor):
             return True
-        block = (1,) * len(value.shape) + qtensor.format_of(value.format).block
-        shared = block[dimension - len(value.shape)] or 1
+        shared = ((1,) * len(value.shape) + qtensor.unit(value.format))[dimension - len(value.shape)]
         return (length // parts) % shared == 0 and self._cut_parts(dimension, parts, value) is not None
 
     def _cut_parts(self, dimension: int, parts: int, value: QTensor) -> tuple[int | None, ...] | None:

@@ -47,8 +47,7 @@ def blocks(format: str, dimensions: int) -> Shape:
     """Values along each axis that no box parts; 1 everywhere in a plain `format`."""
     if not is_packed(format):
         return (1,) * dimensions
-    block = qtensor.format_of(format).block
-    return tuple(size or 1 for size in ((1,) * dimensions + block)[len(block) :])
+    return ((1,) * dimensions + qtensor.unit(format))[2:]
 
 
 def outward(box: Box, shape: Shape, sizes: Shape) -> Box:

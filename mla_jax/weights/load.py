@@ -159,13 +159,12 @@ class Checkpoint:
 
     def largest_piece(self, placement: Placement = ON_DEVICE) -> int:
         """The most bytes that are read at once."""
-        on_host, everywhere = self.on_host(placement), range(self.layout.devices)
-        largest = 0
+        on_host, largest = self.on_host(placement), 0
         for path, source in self.sources.items():
+            first = source.pieces[0]  # of a stack all are alike
+            pieces = [first]
             if self.layout.devices > 1 and path not in on_host:
-                pieces = [piece for piece, _ in shares(self, path).pieces(source, everywhere)]
-            else:
-                pieces = list(source.pieces)
+                pieces = [first._replace(box=window) for window in {share.window for share in shares(self, path).of}]
             largest = max(largest, *map(self.size, pieces))
         return largest
 

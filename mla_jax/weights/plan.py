@@ -1,6 +1,5 @@
 """What a model needs in memory, worked out from shapes alone, and whether it fits."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -9,12 +8,12 @@ import jax
 
 from mla_jax.base import roofline
 from mla_jax.base.axes import shown_mesh
-from mla_jax.base.config import Config
 from mla_jax.base.devices import Devices
 from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.base.limits import free_memory, gib
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache.paged import COPIED, COPIES, PAGE
+from mla_jax.model import grouped
 from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.place import Placement
@@ -241,15 +240,9 @@ def _words(model: Transformer) -> int:
     return (model.embed if model.head is None else model.head).get_value().shape[0]
 
 
-def _seen(model: Transformer) -> Config:
-    """The config with the heads that one device has."""
-    heads = model.config.num_attention_heads // model.dispatch.layout.tensor
-    return dataclasses.replace(model.config, num_attention_heads=heads)
-
-
 def _attention(model: Transformer, rows: int, new: int) -> int:
     """Scores and rebuilt heads of a block; for a kernel also the heads of the new tokens, and sums in float32 that are merged."""
-    config, dispatch, itemsize = _seen(model), model.dispatch, model.dtype.itemsize
+    config, dispatch, itemsize = model.dispatch.seen(model.config), model.dispatch, model.dtype.itemsize
     name = dispatch.form_name(model, rows, new, max(new, PAGE))
     slots, scored = dispatch.block_slots(model, name, rows, new), new
     own = 0
@@ -268,7 +261,7 @@ def _choosing(model: Transformer, rows: int, pages: int) -> int:
         return 0
     config, vectors = model.config, model.dispatch.retrieval.policy.vectors
     width, chunk = config.kv_lora_rank + config.qk_rope_head_dim, model.dispatch.chunk(model) + 2 * rows * PAGE
-    choosing = rows * pages * (vectors * width * model.dtype.itemsize + 2 * 4 * _seen(model).num_attention_heads)
+    choosing = rows * pages * (vectors * width * model.dtype.itemsize + 2 * 4 * model.dispatch.seen(config).num_attention_heads)
     return max(choosing, chunk * (2 * width * model.dtype.itemsize + 2 * 4 * PAGE))
 
 
@@ -284,10 +277,13 @@ def _summaries(model: Transformer, hosted: int) -> int:
 def _expert_activations(model: Transformer, tokens: int) -> int:
     """Of the widest MLP: a device's own experts over all shards' tokens, or its part of a dense one over those of its own."""
     config, layout = model.config, model.dispatch.layout
-    dense = model.dispatch.backend_name(model, tokens) == "dense"
-    experts = (config.n_routed_experts or 0) // layout.devices if dense else 2 * (config.num_experts_per_tok or 0)
-    routed = tokens * layout.data * experts * (config.moe_intermediate_size or 0)
-    return 3 * max(routed, tokens * _mlp_width(model)) * model.dtype.itemsize
+    backend, everywhere = model.dispatch.backend_name(model, tokens), tokens * layout.data
+    pairs = everywhere * 2 * (config.num_experts_per_tok or 0)
+    if backend == "dense":
+        pairs = everywhere * (config.n_routed_experts or 0) // layout.devices
+    elif backend == "ragged" and layout.devices > 1:  # a block at a time
+        pairs = min(pairs, max(2 * grouped.LEAST, grouped.ROOM * pairs // layout.devices))
+    return 3 * max(pairs * (config.moe_intermediate_size or 0), tokens * _mlp_width(model)) * model.dtype.itemsize
 
 
 def _mlp_width(model: Transformer) -> int:
@@ -297,11 +293,13 @@ def _mlp_width(model: Transformer) -> int:
 
 
 def _exchanged(model: Transformer, tokens: int) -> int:
-    """Tokens of all shards that come to the experts, and what goes back."""
+    """Tokens of all shards that come to the experts, those that are sent to several devices, and the sums of both."""
     config, layout = model.config, model.dispatch.layout
     if layout.devices == 1 or not config.n_routed_experts:
         return 0
-    return 2 * tokens * layout.data * config.hidden_size * model.dtype.itemsize
+    own = -(-tokens // (layout.tensor * layout.context))
+    sent = own * min(layout.devices, config.num_experts_per_tok or 1)
+    return 2 * (tokens * layout.data + sent) * config.hidden_size * model.dtype.itemsize
 
 
 def _unpacked(model: Transformer, quantized: Sequence[tuple[int, ...]], tokens: int) -> int:
@@ -325,7 +323,7 @@ def logits_bytes(model: Transformer, rows: int, tokens: int) -> int:
 
     Nothing is read in chunks there, and without a cache no kernel attends: attention scores are `[B N T T]`."""
     config, dispatch, itemsize = model.config, model.dispatch, model.dtype.itemsize
-    heads, every = _seen(model).num_attention_heads, rows * tokens
+    heads, every = dispatch.seen(config).num_attention_heads, rows * tokens
     scores = 3 * 4 * rows * heads * tokens * tokens
     width = 2 * config.qk_nope_head_dim + 2 * config.qk_rope_head_dim + config.v_head_dim + config.kv_lora_rank
     dense = dispatch.backend_name(model, every) == "dense"

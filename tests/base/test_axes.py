@@ -37,23 +37,3 @@ def test_a_product_is_sharded_along_its_first_axis():
         ("data", "tensor", "context"),
         (),
     )
-
-
-@pytest.mark.parametrize(
-    ("shape", "part", "shards"),
-    [
-        ((8, 12, 48), (8, 12, 48), (2, 4, 1)),
-        ((7, 12, 48), (7, 12, 48), (1, 4, 1)),  # 7 experts on 2 devices
-        ((8, 10, 48), (8, 10, 48), (2, 1, 1)),
-        ((8, 12, 48), (8, 3, 1), (2, 1, 1)),  # scales, fewer than devices
-        ((8, 12, 48), (8, 12), (2, 4)),
-        ((8, 12, 48), (8, 12, 6, 16), (2, 4, 1, 1)),  # blocks of the last dimension
-    ],
-)
-def test_only_equal_shares_are_sharded(shape, part, shards):
-    mesh = {"tensor": 4, "expert": 2}
-    assert axes.shards(("experts", "expert_mlp", "model"), shape, part, mesh) == shards
-
-
-def test_without_a_mesh_nothing_is_sharded():
-    assert axes.shards(("experts", "expert_mlp"), (8, 12), (8, 12), {}) == (1, 1)

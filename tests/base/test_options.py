@@ -156,6 +156,15 @@ def test_numbers_of_numpy_and_paths_become_plain_values():
     assert (options.model.model, options.experts.routing_stats, options.memory.batch) == ("folder", "a.json", 2)
 
 
+def test_a_mesh_may_be_text_sizes_by_axis_or_an_object_with_axes():
+    class Mesh:
+        axis_names = ("data",)
+
+    own = Mesh()
+    given = (None, "auto", "data=4,tensor=2", {"data": np.int64(4), "context": 2}, own)
+    assert [Options.of(mesh=mesh).mesh.mesh for mesh in given] == [None, "auto", "data=4,tensor=2", "data=4,context=2", own]
+
+
 def test_only_what_is_not_given_takes_the_default():
     defaults = SamplingParams(temperature=0.6, top_p=0.95, top_k=0, max_tokens=7, seed=3)
     mixed = SamplingParams(temperature=0, seed=0).or_default(defaults)

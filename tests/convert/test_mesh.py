@@ -10,25 +10,25 @@ from checkpoints import assert_same_model, convert, released
 
 from mla_jax.weights.orbax_store import open_store
 
-# shape, and the chunk on data=4,tensor=2
+# shape, and the chunk on data=4,tensor=2; blocks of 16 x 24 are not parted, so that some matrices stay whole
 CHUNKS = {
     "embed": ((96, 48), (48, 48)),
     "head": ((96, 48), (48, 48)),
     "norm": ((48,), (48,)),
-    "layers.0.mlp.gate": ((80, 48), (40, 48)),
-    "layers.0.mlp.down": ((48, 80), (48, 40)),
+    "layers.0.mlp.gate": ((80, 48), (80, 48)),
+    "layers.0.mlp.down": ((48, 80), (48, 80)),
     "layers.1.attn.q_a_proj": ((24, 48), (24, 48)),
     "layers.1.attn.q_b_proj": ((96, 24), (48, 24)),
     "layers.1.attn.kv_a_proj": ((40, 48), (40, 48)),
     "layers.1.attn.kv_b_proj": ((128, 32), (64, 32)),
-    "layers.1.attn.o_proj": ((48, 64), (48, 32)),
-    "layers.1.mlp.router.weight": ((8, 48), (2, 48)),
-    "layers.1.mlp.router.bias": ((8,), (2,)),
-    "layers.1.mlp.experts.up": ((8, 24, 48), (2, 12, 48)),
-    "layers.1.mlp.experts.down": ((8, 48, 24), (2, 48, 12)),
-    "layers.1.mlp.shared.up": ((24, 48), (12, 48)),
+    "layers.1.attn.o_proj": ((48, 64), (48, 64)),
+    "layers.1.mlp.router.weight": ((8, 48), (8, 48)),
+    "layers.1.mlp.router.bias": ((8,), (8,)),
+    "layers.1.mlp.experts.up": ((8, 24, 48), (1, 24, 48)),
+    "layers.1.mlp.experts.down": ((8, 48, 24), (1, 48, 24)),
+    "layers.1.mlp.shared.up": ((24, 48), (24, 48)),
 }
-SCALES = {"layers.1.mlp.experts.up": ((8, 2, 2), (2, 1, 2)), "layers.1.attn.o_proj": ((3, 3), (3, 3))}
+SCALES = {"layers.1.mlp.experts.up": ((8, 2, 2), (1, 2, 2)), "layers.1.attn.o_proj": ((3, 3), (3, 3))}
 
 
 def test_chunks_are_the_parts_of_devices(tmp_path):
