@@ -72,6 +72,7 @@ def observe(
     scores = jnp.stack(found)[..., :slots]
     stays = evict.kept(scores, held, count, rule, sinks=evicts.sinks, window=evicts.recent, first=policy.first)
     source, kept = evict.places(stays.swapaxes(1, 2))
+    kept = jnp.where(at < rows.seen.shape[0], kept, 0)  # of none nothing is moved: its page table is not its own
     return same, rows, Kept(source.astype(jnp.int32), kept, across.gathered(kept[None], DATA))
 
 

@@ -35,7 +35,8 @@ MESHES = [
     "tensor=4,context=2", "tensor=2,context=4", "data=2,tensor=2,context=2", "data=2", "tensor=2", "context=2",
 ]  # fmt: skip
 SIZE = Size(rows=4, pages=24, context=384, chunk=128)
-EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": 16}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
+EIGHT = {**HEADS, "n_routed_experts": 16}
 LAYERS = 2  # the first is dense
 generating = pytest.mark.deep(*deep.GENERATING, "mla_jax/base", "mla_jax/weights")
 
@@ -44,7 +45,7 @@ generating = pytest.mark.deep(*deep.GENERATING, "mla_jax/base", "mla_jax/weights
 def folder_of(tmp_path_factory):
     @functools.cache
     def folder(family: str, blocks: bool = False):
-        hf = {**FAMILIES[family], **(EIGHT if "n_routed_experts" in FAMILIES[family] else {"num_attention_heads": 8})}
+        hf = {**FAMILIES[family], **(EIGHT if "n_routed_experts" in FAMILIES[family] else HEADS)}
         hf |= {"num_hidden_layers": LAYERS, "vocab_size": 96}
         found = tensors(hf, mtp=bool(hf.get("num_nextn_predict_layers")))
         if blocks:
