@@ -129,18 +129,33 @@ def interrupted(llm) -> dict:
     return {"how": how, "tokens": [output.token_ids for output in llm.generate(PROMPTS[:2], params)]}
 
 
+def counts(llm) -> dict:
+    """How often each expert was chosen, by the file."""
+    from mla_jax import SamplingParams
+
+    llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0))
+    return json.loads(Path(llm.options.experts.routing_stats).read_text())
+
+
+WHAT = {"answers": answers, "counts": counts, "drafts": answers, "endless": endless, "interrupted": interrupted}
+
+
 def main(folder: str, mesh: str, what: str, *several: str) -> None:
     from mla_jax import LLM
 
     own = {}
     if several:
         own = {"coordinator": several[0], "processes": int(several[1]), "process_id": int(several[2])}
+    if what == "counts":
+        own["routing_stats"] = f"{folder}.counts{len(several)}.{mesh}{several[2:]}"
+    if what == "drafts":
+        own["draft"] = "mtp"
     llm = LLM(folder, mesh=mesh, context=256, **own)
     if several and int(several[2]):
         llm.follow()
         print("followed", flush=True)
     else:
-        print(json.dumps({"answers": answers, "endless": endless, "interrupted": interrupted}[what](llm)), flush=True)
+        print(json.dumps(WHAT[what](llm)), flush=True)
 
 
 if __name__ == "__main__":

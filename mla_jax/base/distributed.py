@@ -133,6 +133,7 @@ def _initialize(host: str, port: int, count: int, process: int) -> None:
         _await(host, port)
         address = f"127.0.0.1:{Held(host, port).port}"
     given: dict[str, Any] = {"initialization_timeout": int(PATIENCE), "shutdown_timeout_seconds": LEAVING}
+    given["cluster_detection_method"] = "deactivate"  # what Slurm's would find: one device a process
     try:
         jax.distributed.initialize(address, count, process, coordinator_bind_address=bound, **given)
     except RuntimeError as e:

@@ -211,6 +211,7 @@ def _facts_of_start(options: Options) -> dict[str, str]:
     versions = {f"the version of {package}": version(package) for package in PACKAGES}
     return {
         **{name: shown(_plain(value)) for name, value in settings.items()},
+        "routing_stats": "given" if options.experts.routing_stats is not None else "not given",
         **versions,
         "the version of Python": platform.python_version(),
         "the code of mla_jax": code()[:16],

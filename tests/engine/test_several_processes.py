@@ -79,6 +79,18 @@ def test_two_processes_say_what_one_says_whatever_they_are_asked(alone, pair, me
     same(found, alone(mesh))
 
 
+@pytest.mark.deep(*deep.GENERATING)
+def test_guesses_are_as_many_in_both_processes_whatever_the_clock_of_each_says(alone, pair):
+    same(found_by(pair("data=4,tensor=2", "drafts")), alone("data=1"))
+
+
+@pytest.mark.deep(*deep.GENERATING)
+def test_chosen_experts_are_counted_over_both_processes_and_written_by_the_first(pair, folder, tmp_path_factory):
+    found = found_by(pair("data=8", "counts"))
+    assert found == found_by([several.start(folder, tmp_path_factory.mktemp("one"), "data=1", "counts")])
+    assert len(list(folder.parent.glob("*.counts3*"))) == 1
+
+
 def ends_with_one_error(run: several.Run, words: str, since: float) -> None:
     """A process that is left ends in time, and says why in one place."""
     code = run.ended(END)
