@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 import sys
+import termios
 import threading
 import time
 from collections.abc import Mapping
@@ -76,7 +77,7 @@ class Processes:
     def end(self) -> None:
         """When Python ends: if all is well, all of them do together."""
         if self.code is None and not self.link.over.is_set() and not (self.leads and self.serves):
-            self.fail("it was not needed any more", 1)
+            self.fail("it leads no longer" if self.leads else "it follows no longer", 1)
         if self.code is not None:
             _flush_streams()
             os._exit(self.code)  # without the others JAX would wait for them
@@ -111,6 +112,21 @@ def together():
         raise
 
 
+def _restoring(ended: Ended) -> Ended:
+    """`ended`, before which the terminal is set back: a line editor does not get to do that."""
+    if not sys.__stdin__ or not sys.__stdin__.isatty():
+        return ended
+    settings = termios.tcgetattr(0)
+
+    def with_terminal(error: ProcessLost) -> None:
+        with contextlib.suppress(OSError, termios.error):
+            if os.tcgetpgrp(0) == os.getpgrp():  # a job in the background would be stopped
+                termios.tcsetattr(0, termios.TCSANOW, settings)
+        ended(error)
+
+    return with_terminal
+
+
 def start(coordinator: str, count: int, process: int) -> Processes:
     """Waits until all processes are there; raises BadRequest, or Unsupported if they do not come.
 
@@ -120,7 +136,7 @@ def start(coordinator: str, count: int, process: int) -> Processes:
     host, port = _address(coordinator)
     if not jax.distributed.is_initialized():
         _initialize(host, port, count, process)
-    _running.append(Processes(process, count, _linked(host, count, process, _say_and_exit)))
+    _running.append(Processes(process, count, _linked(host, count, process, _restoring(_say_and_exit))))
     atexit.register(_running[0].end)
     return _running[0]
 

@@ -6,12 +6,13 @@ the same order. Only the clock tells them different things: what passes took is 
 import contextlib
 import dataclasses
 import hashlib
-import platform
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from mla_jax.base import distributed
 from mla_jax.base.axes import shown_mesh
 from mla_jax.base.devices import Devices
 from mla_jax.base.distributed import Processes
-from mla_jax.base.errors import BadRequest, Unsupported, shown
+from mla_jax.base.errors import BadRequest, ProcessLost, Unsupported, shown
 from mla_jax.base.link import SILENCE
 from mla_jax.base.options import Options, SamplingParams
 from mla_jax.decode.loop import Programs
@@ -34,6 +35,7 @@ from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.plan import Plan
 
 PACKAGES = ("jax", "jaxlib", "tokenizers")
+SAMPLED, PIECE = 200, 1 << 12  # files whose first and last bytes are compared, and how many bytes of them
 LATE = SILENCE + 5  # seconds in which the link tells why a program has failed, if the reason is another process
 
 
@@ -98,6 +100,8 @@ class LedEngine:
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
         """What all processes do is done to its end: Ctrl-C waits, and an error ends all of them."""
+        if self._processes.code is not None:
+            raise ProcessLost("this process has failed, and the others have ended with it", "start all of them again")
         with interrupts_wait(), ending_all(self._processes):
             self._busy = True
             try:
@@ -213,7 +217,6 @@ def _facts_of_start(options: Options) -> dict[str, str]:
         **{name: shown(_plain(value)) for name, value in settings.items()},
         "routing_stats": "given" if options.experts.routing_stats is not None else "not given",
         **versions,
-        "the version of Python": platform.python_version(),
         "the code of mla_jax": code()[:16],
     }
 
@@ -230,10 +233,19 @@ def facts_of_model(checkpoint: Checkpoint, plan: Plan) -> dict[str, str]:
     return {
         "config.json": _digest(checkpoint.config),
         "the list of tensors": _digest(tensors),
+        "the weights, by samples": _digest([_sample(path) for path in source.files[:SAMPLED]]),
         "the tokenizer": _digest(sorted(files_of(source).items())),
         "the mesh": plan.mesh,
         "the cache": f"{plan.tokens} tokens, context {plan.context}",
     }
+
+
+def _sample(path: Path) -> tuple[int, bytes, bytes]:
+    """The size of a file, its beginning and its end."""
+    with open(path, "rb") as file:
+        first, size = file.read(PIECE), file.seek(0, os.SEEK_END)
+        file.seek(max(size - PIECE, 0))
+        return size, first, file.read(PIECE)
 
 
 def _digest(value: Any) -> str:

@@ -171,6 +171,14 @@ def test_a_held_connection_stays_open_when_its_other_end_is_gone():
 # what all agree on
 
 
+def test_files_are_compared_by_their_size_their_beginning_and_their_end(tmp_path):
+    samples = []
+    for content in (b"a" * 9999, b"a" * 9998, b"b" + b"a" * 9998, b"a" * 9998 + b"b", b"", b"a"):
+        (tmp_path / "file").write_bytes(content)
+        samples.append(led._sample(tmp_path / "file"))
+    assert len(set(samples)) == len(samples)
+
+
 def in_all(links: list[Link], ask) -> list:
     """What `ask` finds in each of the processes, at the same time; an error is what it finds, too."""
     found: list = [None] * len(links)
@@ -353,6 +361,18 @@ def test_an_engine_that_breaks_ends_all_with_its_words(engines):
     engines.step()
     assert "has ended: RuntimeError: no such page" in str(engines.ends[0].soon())
     assert str(engines.found[0]) == "no such page"
+
+
+def test_an_engine_that_has_failed_is_not_asked_again(engines):
+    def breaks() -> None:
+        raise RuntimeError("no such page")
+
+    engines._engine.while_it_steps = breaks
+    with pytest.raises(RuntimeError, match="no such page"):
+        engines.step()
+    assert "process 0 of 2, on " in str(engines.ends[1].soon())
+    with pytest.raises(ProcessLost, match="this process has failed"):
+        engines.step()
 
 
 def test_the_engine_that_leads_has_all_that_an_engine_has(engines):
