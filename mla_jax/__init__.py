@@ -11,7 +11,16 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from mla_jax.base.config import Config
-    from mla_jax.base.errors import BadConfig, BadFile, BadRequest, BadTemplate, DoesNotFit, MlaJaxError, Unsupported
+    from mla_jax.base.errors import (
+        BadConfig,
+        BadFile,
+        BadRequest,
+        BadTemplate,
+        DoesNotFit,
+        MlaJaxError,
+        ProcessLost,
+        Unsupported,
+    )
     from mla_jax.base.options import Evict, Options, SamplingParams
     from mla_jax.engine.llm import LLM
     from mla_jax.engine.request import Chunk, FinishReason, Output
@@ -25,6 +34,7 @@ _HOME = {  # of each public name: imported when it is used, so that `--help`, er
     "BadTemplate": "mla_jax.base.errors",
     "DoesNotFit": "mla_jax.base.errors",
     "MlaJaxError": "mla_jax.base.errors",
+    "ProcessLost": "mla_jax.base.errors",
     "Unsupported": "mla_jax.base.errors",
     "Evict": "mla_jax.base.options",
     "Options": "mla_jax.base.options",
@@ -49,6 +59,7 @@ __all__ = [
     "MlaJaxError",
     "Options",
     "Output",
+    "ProcessLost",
     "SamplingParams",
     "Transformer",
     "Unsupported",

@@ -23,6 +23,7 @@ from mla_jax.base.options import (
     ModelOptions,
     Options,
     OutputOptions,
+    ProcessOptions,
     PromptOptions,
     RetrieveOptions,
     SamplingParams,
@@ -57,6 +58,7 @@ class Command:
     retrieval: Flat[RetrieveOptions] = field(default_factory=RetrieveOptions)
     memory: Flat[MemoryOptions] = field(default_factory=MemoryOptions)
     mesh: Flat[MeshOptions] = field(default_factory=MeshOptions)
+    processes: Flat[ProcessOptions] = field(default_factory=ProcessOptions)
     output: Flat[OutputOptions] = field(default_factory=OutputOptions)
 
     @property
@@ -76,12 +78,14 @@ GROUPS: dict[str, type] = {
     "retrieval": RetrieveOptions,
     "memory": MemoryOptions,
     "mesh": MeshOptions,
+    "processes": ProcessOptions,
     "output": OutputOptions,
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 logits not finite, 2 usage or bad request, 3 bad file, 4 does not fit, 130 interrupted."""
+    """Exit codes: 0 done, 1 logits not finite, 2 usage or bad request, 3 bad file, 4 does not fit, 5 another process is lost,
+    130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
         print(help_text(USAGE, GROUPS))
@@ -95,10 +99,20 @@ def main(arguments: list[str] | None = None) -> int:
         if "--debug" in arguments:
             raise
         print(f"error: {error}", file=sys.stderr)
+        _tell_others(error, error.exit_code)
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("interrupted", file=sys.stderr)
+        _tell_others(interrupt, INTERRUPTED)
         return INTERRUPTED
+
+
+def _tell_others(error: BaseException, code: int) -> None:
+    """That this process ends, if it is one of several."""
+    if "mla_jax.base.distributed" in sys.modules:
+        from mla_jax.base import distributed
+
+        distributed.fail(error, code)
 
 
 def parse(arguments: list[str]) -> Command:
@@ -155,6 +169,10 @@ def run(command: Command) -> int:
         print(*doctor(), sep="\n")
         return DONE
     refuse_contradictions(command)
+    if command.processes.several:
+        text_alone_on_stdout()
+    if command.processes.follows:
+        return follow(command)
     needs_prompt = not (command.output.dry_run or command.prompt.chat or command.prompt.batch_file)
     prompt = read_prompt(command) if needs_prompt else None
     from mla_jax.engine.opened import open_model  # only now: JAX takes a second to import
@@ -182,6 +200,9 @@ def refuse_contradictions(command: Command) -> None:
         raise BadRequest("several prompts given", "--batch-file excludes a prompt, --file and --chat")
     if command.mesh.device is not None and not command.output.dry_run:
         raise BadRequest(f"--device {command.mesh.device} needs --dry-run", "it plans for devices that are not here")
+    if command.processes.several and command.output.dry_run:
+        hint = "--mesh and --device plan for devices of other hosts, too"
+        raise BadRequest(f"--dry-run is for one process, but --processes is {command.processes.processes}", hint)
     if command.output.out and not prompt.batch_file:
         raise BadRequest("--out needs --batch-file", "a single answer goes to stdout; write it to a file with > FILE")
 
@@ -231,6 +252,32 @@ def reply(opened: "Opened", prompt: str | None, command: Command, console: "Cons
         return chat(llm, command.sampling, console, command.prompt.system)
     reason = answers(llm, request.prompt, command.sampling, console)
     return {"error": ERROR, "interrupted": INTERRUPTED}.get(reason, DONE)
+
+
+def follow(command: Command) -> int:
+    """Computes this process's part of what process 0 is asked for, until that ends."""
+    from mla_jax.engine.llm import LLM
+    from mla_jax.engine.opened import open_model
+    from mla_jax.ui.console import Console
+    from mla_jax.ui.interrupt import second_interrupt
+
+    console = Console(command.output.json, command.output.quiet)
+    llm = LLM(open_model(command.options), progress=console.loading)
+    console.note(f"process {command.processes.process_id} of {command.processes.processes} follows process 0")
+    with second_interrupt(lambda: console.note("process 0 decides when to end; Ctrl-C once more ends all processes now")):
+        llm.follow()
+    return DONE
+
+
+def text_alone_on_stdout() -> None:
+    """Sends to stderr what libraries print by themselves: on CPUs, the one that processes exchange arrays by."""
+    try:
+        own, encoding = os.dup(sys.stdout.fileno()), sys.stdout.encoding
+    except (OSError, ValueError):  # no file
+        return
+    sys.stdout.flush()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.stdout = open(own, "w", encoding=encoding, errors=sys.stdout.errors)  # noqa: SIM115 it stays open
 
 
 def dry_run(opened: "Opened", console: "Console") -> int:

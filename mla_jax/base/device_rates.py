@@ -60,7 +60,7 @@ def device(target: Any = None, cache: Path | None = None) -> Device:
     A CPU's figures are always the table's: what is chosen there is the same on every machine, and its experts are measured by
     `mla_jax.offload.calibrate`. So are the seconds `between`: small kernels alone do not show what layers lose in addition to
     their bytes' time."""
-    target = target or jax.devices()[0]
+    target = target or jax.local_devices()[0]
     table = roofline.device(target.device_kind, target.platform)
     if target.platform == "cpu":
         return table

@@ -49,6 +49,12 @@ class DoesNotFit(MlaJaxError):
     exit_code = 4
 
 
+class ProcessLost(MlaJaxError):
+    """One of several processes that share a model is gone, so none of them can go on."""
+
+    exit_code = 5
+
+
 def shortened(lines: list[str], most: int = 12) -> list[str]:
     """The first few details of many, and how many more there are."""
     return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most:,} more"]

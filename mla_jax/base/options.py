@@ -44,6 +44,7 @@ BUDGETS = ("uniform", "pyramid", "ada")
 DRAFTS = 3  # tokens that are guessed at a time at most, unless a number is asked for
 MOST_DRAFTS = 7  # tokens that are guessed behind a chosen one: a kernel over latents takes eight tokens of a row
 MAX_HOST = 2**20  # GiB
+MOST_PROCESSES = 4096
 EXPERTS = ("auto", "host", "dense", "loop", "gather", "ragged")
 
 
@@ -196,6 +197,36 @@ class MeshOptions(Checked):
 
 
 @dataclass(frozen=True)
+class ProcessOptions(Checked):
+    """Several hosts: the same command on each, but for --process-id."""
+
+    coordinator: str | None = option(None, optional(text))
+    """HOST:PORT of process 0, on which it listens."""
+    processes: int | None = option(None, optional(whole(1, MOST_PROCESSES)))
+    """Number of processes that share the devices of --mesh."""
+    process_id: int | None = option(None, optional(whole(0, MOST_PROCESSES - 1)))
+    """0 answers the prompt; the others follow it."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        given = {name: getattr(self, name) is not None for name in names(ProcessOptions)}
+        if any(given.values()) and not all(given.values()):
+            missing = next(name for name, is_given in given.items() if not is_given)
+            raise BadRequest(f"{missing} is not given", "several processes need coordinator, processes and process_id")
+        if self.processes is not None and self.process_id is not None and self.process_id >= self.processes:
+            raise BadRequest(f"process_id is {self.process_id}", f"expected 0 to {self.processes - 1}")
+
+    @property
+    def several(self) -> bool:
+        return self.processes is not None and self.processes > 1
+
+    @property
+    def follows(self) -> bool:
+        """Whether another process has the prompts."""
+        return bool(self.several and self.process_id)
+
+
+@dataclass(frozen=True)
 class OutputOptions(Checked):
     """What is printed."""
 
@@ -227,6 +258,7 @@ class Options:
     retrieval: RetrieveOptions = field(default_factory=RetrieveOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     mesh: MeshOptions = field(default_factory=MeshOptions)
+    processes: ProcessOptions = field(default_factory=ProcessOptions)
 
     def __post_init__(self):
         for group in dataclasses.fields(self):
@@ -274,6 +306,7 @@ GROUPS: dict[str, type] = {
     "retrieval": RetrieveOptions,
     "memory": MemoryOptions,
     "mesh": MeshOptions,
+    "processes": ProcessOptions,
 }
 
 

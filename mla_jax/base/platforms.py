@@ -16,9 +16,9 @@ SAME = {"gpu": "cuda"}  # names that JAX has for one platform
 
 
 def default_device() -> Any:
-    """The first device; raises Unsupported where JAX cannot use the platform that JAX_PLATFORMS names."""
+    """This process's first device; raises Unsupported where JAX cannot use the platform that JAX_PLATFORMS names."""
     try:
-        return jax.devices()[0]
+        return jax.local_devices()[0]
     except (RuntimeError, AssertionError) as e:  # an AssertionError without words if CUDA support is not installed
         asked = jax.config.values["jax_platforms"] or ""
         raise Unsupported(_finding(asked), *_advice(asked), *_cause(e)) from e

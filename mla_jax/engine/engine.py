@@ -23,7 +23,7 @@ from mla_jax.decode.packing import of_shards
 from mla_jax.decode.rows import ADMITTED
 from mla_jax.engine.drafting import Drafting
 from mla_jax.engine.entries import entries
-from mla_jax.engine.flights import Flights
+from mla_jax.engine.flights import Flights, Timed
 from mla_jax.engine.host_tier import HostTier
 from mla_jax.engine.job import Job
 from mla_jax.engine.pages import Pages
@@ -122,9 +122,19 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.waiting or self._flying or any(shard.running for shard in self.shards))
 
-    def step(self) -> None:
-        """Sends the next dispatches, then takes in what those of the step before have chosen."""
+    def taken_times(self) -> list[Timed]:
+        """What passes took since this was last asked; nothing else that an engine decides by comes from a clock."""
+        times, self._flying.times = self._flying.times, []
+        return times
+
+    def step(self, times: Sequence[Timed] | None = None) -> None:
+        """Sends the next dispatches, then takes in what those of the step before have chosen.
+
+        `times` are those that it goes by: measured by the engine of another process, which does the same; by default its own."""
         start, waited = time.perf_counter(), self.stats.waited_seconds
+        own = self.taken_times()
+        for one in own if times is None else times:
+            self.drafting.note_time(*one)
         plans = self._decide()
         if self._flying and any(decision.preempt for decision in plans):  # what they have chosen is not lost
             self._land_all()

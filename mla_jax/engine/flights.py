@@ -17,6 +17,7 @@ from mla_jax.engine.request import FinishReason, Logprobs
 from mla_jax.engine.stats import EngineStats
 
 TIMED = 2  # passes of a dispatch from which their time is measured
+Timed = tuple[int, int, int, float]  # what a pass took, as Drafting.note_time has it
 
 
 class Flight(NamedTuple):
@@ -41,6 +42,7 @@ class Flights:
     def __init__(self, programs: Programs, drafting: Drafting, stats: EngineStats, least: Callable[[list[Job], int], int]):
         self._programs, self._drafting, self._stats, self._least = programs, drafting, stats, least
         self._queue: deque[Flight] = deque()
+        self.times: list[Timed] = []  # measured, and not told to `drafting` yet
         self.sent_more = False  # than tokens, since tokens were sent last
         self._looked = 0.0  # when tokens were last looked at,
         self._saw_end = True  # and whether the host waited for them, and so knows when the device was done
@@ -128,7 +130,7 @@ class Flights:
         saw_start = flight.is_next and (self._saw_end or flight.sent > self._looked)
         if saw_start and waits and passes >= TIMED and self._drafting.drafter.most:
             seconds = now - max(self._looked, flight.sent)
-            self._drafting.note_time(len(flight.jobs), flight.held, flight.drafts, seconds / passes)
+            self.times.append((len(flight.jobs), flight.held, flight.drafts, seconds / passes))
         self._looked, self._saw_end = now, waits
 
     def _note_guesses(self, flight: Flight, chosen: Chosen) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from mla_jax.base.errors import BadRequest, DoesNotFit, shown
+from mla_jax.base import distributed
+from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported, shown
 from mla_jax.base.options import Options, SamplingParams
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode import store
@@ -23,6 +24,7 @@ from mla_jax.engine.explain import explain
 from mla_jax.engine.job import Job
 from mla_jax.engine.opened import Opened, open_model
 from mla_jax.engine.paging import PagingEngine
+from mla_jax.engine.processes import LedEngine, follow
 from mla_jax.engine.request import Chunk, Output, Request
 from mla_jax.engine.retrieving import RetrievingEngine
 from mla_jax.engine.served import Served
@@ -77,6 +79,8 @@ class LLM:
           is all.
         - `mesh`: "data=4,tensor=2", a mapping of such sizes, a `jax.sharding.Mesh`, or "auto", which takes all devices. Rows and
           their latents are cut over `data`, heads over `tensor`, the tokens of each row over `context`, experts over all.
+        - `coordinator`, `processes`, `process_id`: "HOST:PORT" of process 0, the number of processes that share the mesh, and
+          which one this is. Make the LLM in each of them. Process 0 is asked; the others `follow`.
         - `memory_fraction`: the fraction of a GPU's memory to use.
         - `batch`: the number of sequences of the whole context that the KV cache must hold at once. Shorter ones: more.
         - `cache_tokens`: the tokens that the KV cache holds, of all sequences together. None is as many as fit.
@@ -87,7 +91,11 @@ class LLM:
         if progress is not None and not callable(progress):
             raise BadRequest(f"progress is {shown(progress)}, expected a function of the bytes loaded and of all bytes")
         opened = _opened(model, options, fields)
-        opened.plan.refuse()
+        with distributed.together():
+            opened.plan.refuse()
+            self._load(opened, progress)
+
+    def _load(self, opened: Opened, progress: Progress | None) -> None:
         self.name, self.options, self.config, self.notes = opened.name, opened.options, opened.config, opened.notes
         self.plan, self.placement, self.inputs = opened.plan, opened.placement, opened.inputs
         self.last_stats: Stats | None = None  # of the newest stream, once it has read its prompt
@@ -97,11 +105,17 @@ class LLM:
         drafter = opened.drafter
         eviction = Eviction.of(self.options.eviction)
         evicts = None if eviction is None else eviction.evicts
-        self._programs = Programs(self.model, self._routing is not None, store.default_folder(), drafter, evicts)
+        self._processes = opened.processes
+        folder = store.default_folder() if opened.processes is None else None  # a stored program is one process's
+        self._programs = Programs(self.model, self._routing is not None, folder, drafter, evicts)
         chunk, hosted = self.model.dispatch.chunk(self.model), self.plan.hosted // PAGE
         size = Size(self.plan.rows, self.plan.tokens // PAGE, self.context, chunk, hosted)
         served = self._programs, self.config, self.tokenizer, size, self.options.drafts.draft_tokens
-        self.engine = _engine_of(self.model)(*served) if eviction is None else EvictingEngine(*served, eviction)
+        engine = _engine_of(self.model)(*served) if eviction is None else EvictingEngine(*served, eviction)
+        self.engine: Engine | LedEngine = engine
+        if opened.processes is not None:
+            opened.processes.serves = True
+            self.engine = LedEngine(engine, opened.processes) if opened.processes.leads else engine
 
     def __repr__(self) -> str:
         formats = ", ".join(f"{gib(size)} in {name}" for name, size in self._formats.items())
@@ -181,16 +195,28 @@ class LLM:
         """float32 logits `[B T W]` of token sequences of one length; no BOS is added.
 
         Raises DoesNotFit if they and the activations of one forward pass need more memory than the plan leaves."""
-        array = self._token_block(tokens)
+        self._refuse_followers()
+        array = np.asarray(self._token_block(tokens), np.int32)
         self._refuse_logits(*array.shape)
         self._programs.logits.refresh()
         with self._memory_explained():
-            found = self._programs.logits_of(np.asarray(array, np.int32))
+            if isinstance(self.engine, LedEngine):
+                found = self.engine.logits(self._programs, array)
+            else:
+                found = self._programs.logits_of(array)
         self._programs.check()
         return found
 
+    def follow(self) -> None:
+        """In each of several processes but the first: computes its part of what process 0 is asked for, until that ends."""
+        if self._processes is None or self._processes.leads or isinstance(self.engine, LedEngine):
+            raise BadRequest("this process follows no other", "it is for a process_id above 0")
+        follow(self.engine, self._programs, self._processes)
+
     def trainable(self) -> Transformer:
         """A copy of the model that `jax.grad` can differentiate: floating-point weights, all experts computed for all tokens."""
+        if self._processes is not None:
+            raise Unsupported("trainable cannot be had with several processes", "take one process")
         return trainable(self.model)
 
     def export(
@@ -232,6 +258,7 @@ class LLM:
 
     def warm_up(self) -> None:
         """Compiles every program that a request may need. Afterwards no request waits for the compiler."""
+        self._refuse_followers()
         with self._serving():
             self.engine.warm_up()
 
@@ -256,8 +283,15 @@ class LLM:
 
     def _refresh(self) -> None:
         """Takes the parameters as the model has them now; what is cached of others is forgotten."""
+        self._refuse_followers()
         if self._programs.refresh():
+            if self._processes is not None:
+                raise Unsupported("the model's parameters were changed in one of several processes", "take one process")
             self.engine.reset()
+
+    def _refuse_followers(self) -> None:
+        if self._processes is not None and not self._processes.leads:
+            raise BadRequest(f"this is process {self._processes.process}", "process 0 is asked; this one calls follow()")
 
     def _end(self, jobs: list[Job]) -> None:
         """Frees what jobs still hold, and adds the experts that were chosen to the statistics.

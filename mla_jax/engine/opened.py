@@ -10,10 +10,11 @@ from typing import Any, cast
 
 import jax
 
-from mla_jax.base import device_rates, roofline
+from mla_jax.base import device_rates, distributed, roofline
 from mla_jax.base.axes import parse_mesh
 from mla_jax.base.config import Config
 from mla_jax.base.devices import Devices
+from mla_jax.base.distributed import Processes
 from mla_jax.base.errors import BadRequest, Unsupported, shown
 from mla_jax.base.files import cache_folder
 from mla_jax.base.links import PLANNED
@@ -26,6 +27,7 @@ from mla_jax.engine.drafting import Drafting, drafter_of
 from mla_jax.engine.explain import explain
 from mla_jax.engine.inputs import InputProcessor
 from mla_jax.engine.prediction import Prediction, predict
+from mla_jax.engine.processes import facts_of_model, refuse_left_out, started
 from mla_jax.engine.refused_meshes import refuse_on_mesh
 from mla_jax.engine.retrieving import refuse_contradictions, retrieval_of
 from mla_jax.engine.text import Text, open_text
@@ -53,6 +55,7 @@ class Opened:
     plan: Plan
     text: Text
     drafter: Drafter
+    processes: Processes | None = None  # those that have parts of the model, if there are several
 
     @property
     def name(self) -> str:
@@ -93,7 +96,8 @@ class Opened:
         if path is None:
             return None
         counts = Routing.open(Path(path), self.config)
-        counts.save()
+        if self.processes is None or self.processes.leads:
+            counts.save()
         return counts
 
     def load(self, progress: Progress | None = None) -> Transformer:
@@ -137,7 +141,7 @@ def open_model(options: Options) -> Opened:
     """Opens the model that `options` name; reads headers, config and tokenizer, and takes no memory of the devices.
 
     Raises BadFile, BadConfig, Unsupported or BadRequest. A model that does not fit is opened; `plan.refuse()` says so."""
-    with _kernels(options):
+    with _kernels(options), distributed.together():
         return _opened(options)
 
 
@@ -154,6 +158,9 @@ def _opened(options: Options) -> Opened:
     if options.memory.memory_fraction is not None:  # read when JAX first uses the device
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(options.memory.memory_fraction)
     cache_compiled_programs()
+    processes = started(options)
+    if processes is not None and options.mesh.mesh is None:
+        options = options.replace(mesh="auto")
     default_device()
     checkpoint = _checkpoint(options)
     check_context(options.model.context, checkpoint.config.max_position_embeddings)
@@ -162,7 +169,11 @@ def _opened(options: Options) -> Opened:
     text = open_text(checkpoint.source)
     placement = _place(checkpoint, options)
     found = dataclasses.replace(_plan(options, checkpoint, drafter, placement), why_mesh=why)
-    return Opened(options, checkpoint, placement, found, text, drafter)
+    opened = Opened(options, checkpoint, placement, found, text, drafter, processes)
+    if processes is not None:
+        refuse_left_out(checkpoint.devices, processes)
+        processes.agree(facts_of_model(checkpoint, found))
+    return opened
 
 
 def _plan(options: Options, checkpoint: Checkpoint, drafter: Drafter, placement: Placement = ON_DEVICE) -> Plan:
@@ -208,13 +219,19 @@ def _checkpoint(options: Options) -> Checkpoint:
     attention, kv_cache = options.attention.attention, options.attention.kv_cache
     experts = "auto" if options.experts.experts == "host" else options.experts.experts
     device = options.mesh.device
-    reached = device_rates.device() if device is None else PLANNED[device].figures
+    reached = _reached() if device is None else PLANNED[device].figures
     dispatch = Dispatch(attention, experts, kv_cache, reached, retrieval=retrieval_of(options.retrieval))
     devices = _devices(options, reached)
     checkpoint = Checkpoint(resolve(options.model.model), dispatch=dispatch, dtype=options.model.dtype, devices=devices)
     if kv_cache == "fp8" and (reason := fp8_latent.why_not(checkpoint.config, attention)):
         raise Unsupported('kv_cache "fp8" is not available for this model', reason)
     return checkpoint
+
+
+def _reached() -> roofline.Device:
+    """What a device reaches, as process 0 has measured it: by these figures all decide the same."""
+    own, processes = device_rates.device(), distributed.running()
+    return own if processes is None else roofline.Device(*processes.same(list(own)))
 
 
 def _devices(options: Options, reached: roofline.Device) -> Devices:
@@ -234,6 +251,8 @@ def _place(checkpoint: Checkpoint, options: Options) -> Placement:
         if is_asked(options.experts):
             raise BadRequest(f"experts on the CPU and device {device} exclude each other", "the memory of its host is not known")
         return Placement(why="all on the devices, of whose host nothing is known")
+    if options.processes.several:
+        return Placement(why="all on the devices of several processes")
     known = figures(checkpoint, options.experts, options.model.context, options.memory.batch)
     return place(options.experts, known, calibrate.host)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mla_jax.engine.engine import Engine
 from mla_jax.engine.job import Job
+from mla_jax.engine.processes import LedEngine
 from mla_jax.engine.request import Request
 
 WAITING = 4  # requests that are submitted and not done, at most, as multiples of the engine's rows
@@ -14,7 +15,7 @@ TAKEN = 64  # groups that are taken, at most, done ones that wait for an earlier
 class Served:
     """Groups of requests in their order: those that are taken and were not given back yet."""
 
-    def __init__(self, engine: Engine, groups: Iterable[Sequence[Request]]):
+    def __init__(self, engine: Engine | LedEngine, groups: Iterable[Sequence[Request]]):
         self._engine, self._source, self._ended = engine, iter(groups), False
         self._groups: deque[list[Job]] = deque()
         self._given = 0

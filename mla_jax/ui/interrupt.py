@@ -34,3 +34,22 @@ def noticed_interrupts() -> Iterator[Callable[[], bool]]:
     finally:
         sys.unraisablehook = hook
         signal.signal(signal.SIGINT, handler)
+
+
+@contextmanager
+def second_interrupt(say: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C only has something said, the second one interrupts: a terminal sends it to all processes that it runs."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler:
+        yield
+        return
+
+    def first(*_) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        say()
+
+    signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)

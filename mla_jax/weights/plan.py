@@ -6,7 +6,7 @@ from math import prod
 
 import jax
 
-from mla_jax.base import roofline
+from mla_jax.base import distributed, roofline
 from mla_jax.base.axes import shown_mesh
 from mla_jax.base.devices import Devices
 from mla_jax.base.errors import BadRequest, DoesNotFit
@@ -336,5 +336,7 @@ def logits_bytes(model: Transformer, rows: int, tokens: int) -> int:
 
 
 def available(devices: Devices) -> int:
-    """Bytes that may be taken of each device; devices on a CPU share its free memory."""
-    return free_memory() // devices.count if devices.platform == "cpu" else devices.free_bytes() or 0
+    """Bytes that may be taken of each device, of the fullest one of all processes; devices on a CPU share its free memory."""
+    on_cpu, processes = devices.platform == "cpu", distributed.running()
+    free = free_memory() // len(devices.mesh.local_devices) if on_cpu else devices.free_bytes() or 0
+    return free if processes is None else processes.least(free)

@@ -22,7 +22,7 @@ from mla_jax.cache.paged import PAGE
 from mla_jax.cache.retrieve import POLICIES, Retrieval
 from mla_jax.decode.evicting import Selection
 from mla_jax.decode.loop import Programs
-from mla_jax.decode.speculative import Lookup, Mtp
+from mla_jax.decode.speculative import NOBODY, Lookup, Mtp
 from mla_jax.engine.engine import Engine
 from mla_jax.engine.eviction import EvictingEngine, Eviction
 from mla_jax.engine.retrieving import RetrievingEngine
