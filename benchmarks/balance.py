@@ -3,17 +3,20 @@
     python benchmarks/balance.py --out balance.json
     python benchmarks/balance.py --requests 200 --loads chat --rates 0.9
 
-The engine is the real one, with its scheduler and its pages. Its programs are pretended: they choose tokens until a request has its
-length, and take the seconds that mla_jax/base/mesh_cost.py predicts for the shard with most to do. Each prompt differs from all
-others in its first token. The engine does not know where an answer ends before it has ended. The host takes no time.
+The engine is the real one, with its scheduler and its pages. Its programs are pretended: they choose tokens until a request has
+its length, and take the seconds that mla_jax/base/mesh_cost.py predicts for the shard with most to do. Each prompt differs from
+all others in its first token. The engine does not know where an answer ends before it has ended. The host takes no time.
 
 - Loads: `chat` has the lengths of drive.py, which are fitted to ShareGPT. In `documents` one prompt in ten has 4,096 to 32,768
   tokens instead. All come at once, or at random (Poisson) at a share of the rate at which the engine as it is serves those.
-- Ways: see WAYS. `even` is one shard with the rows and pages of all, whose work each device does an eighth of: no way is better.
-- tokens/s, and time lost, are of the time until the last request has a row; after it shards run empty in any way. Lost is what the
-  fullest shard takes, less what the mean of all shards takes in the smallest program for it, as a share of all time."""
+  They are streamed then, so a row that has just been read gets its first token in a step of its own.
+- Ways: see WAYS. `even` is one shard with the rows and pages of all, whose work each device does an eighth of: about what any
+  way could reach.
+- tokens/s, and time lost, are of the time until the last request has a row; after it shards run empty in any way. Lost is what
+  the fullest shard takes, less what the mean of all shards takes in the smallest program for it, as a share of all time."""
 
 import argparse
+import copy
 import dataclasses
 import datetime
 import json
@@ -31,7 +34,7 @@ from mla_jax.base.batch import bucket
 from mla_jax.base.links import PLANNED
 from mla_jax.base.mesh_cost import MeshCost, packed
 from mla_jax.cache.paged import PAGE
-from mla_jax.decode.chosen import STEPS, Chosen, Found, nothing_chosen
+from mla_jax.decode.chosen import Chosen, Found, nothing_chosen
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.programs import Waits
 from mla_jax.decode.speculative import NOBODY
@@ -45,7 +48,7 @@ from mla_jax.model.layout import Layout
 SHARDS, ROWS, LONGEST, DOCUMENT = 8, 64, 1024, (4096, 32_768)
 KIND, MEMORY = PLANNED["h200"], 0.9
 LOADS = {"chat": 0.0, "documents": 0.1}  # the share of documents
-RATES = (0.7, 0.9, 1.0)  # of what is served when all come at once
+RATES = (0.4, 0.6, 0.8)  # of what is served when all come at once
 COST = MeshCost(Config.preset("v3"), {"data": SHARDS}, KIND.figures, packed(Config.preset("v3")))
 FORM = "kernel_heads"  # of attention over prompts
 
@@ -79,6 +82,7 @@ class Way(NamedTuple):
     reading: int = Limits.reading
     moves: bool = False  # decode steps take what the mean of all shards takes
     helps: bool = False  # prompts are read by all shards: each that has some is helped by as many that have none
+    waits: bool = False  # reading, for one dispatch of decode steps, while fewer than half of the shards have prompts
     is_even: bool = False  # one shard, of which each device does its part
 
 
@@ -89,6 +93,7 @@ WAYS = {
     "as it is": Way(),
     "decode work moves": Way(moves=True),
     "idle shards help reading": Way(helps=True),
+    "reading waits": Way(waits=True),
     "even": Way(is_even=True),
 }
 
@@ -158,6 +163,7 @@ class Pretended(Programs):
         self.generated: Counter[int] = Counter()
         self.engine: Any = None  # that sends
         self.help = 1  # shards that read what one of them has
+        self.lines: list[float] = []  # tokens of a device
 
     @property
     def compiled(self) -> int:
@@ -183,10 +189,11 @@ class Pretended(Programs):
     def prefill(self, pool: Any, rows: Any, at: np.ndarray, tokens: np.ndarray, read: np.ndarray, *_: Any):
         jobs, line = self._jobs(at), tokens.shape[-1] / self.parts / self.help
         some = [[Piece(job.read, n) for job, n in zip(*both, strict=False)] for both in zip(jobs, _by_shard(read), strict=True)]
-        new, work = (np.array([sum(f(p) for p in mine) for mine in some]) / self.parts for f in (lambda p: p.new, lambda p: p.work))
+        new = np.array([sum(piece.new for piece in mine) for mine in some]) / self.parts
+        work = np.array([sum(piece.work for piece in mine) for mine in some]) / self.parts
         seconds = reading_seconds(line, max(map(len, some)), work.max() / self.help)
-        smallest = min(n / self.parts for n in self.engine.limits.lines if n / self.parts >= min(new.mean(), line))
-        even = reading_seconds(smallest, np.mean([len(mine) for mine in some]), work.mean())
+        smallest = min(n for n in self.lines if n >= min(new.mean(), line))
+        even = reading_seconds(smallest, sum(map(len, some)) / len(some), work.mean())
         self.clock.send("reading", seconds, even, new.max() / new.mean())
         return pool, rows, None
 
@@ -195,7 +202,7 @@ class Pretended(Programs):
         left = {job: self.lengths[job.id] - self.generated[job.id] for mine in jobs for job in mine}
         passes = min(int(np.min(steps)), max(left.values()))
         held = np.array([sum(self._held(job) + passes / 2 for job in mine) for mine in jobs]) / self.parts
-        mean = step_seconds(np.mean([len(mine) for mine in jobs]) / self.parts, held.mean())
+        mean = step_seconds(len(left) / len(jobs) / self.parts, held.mean())
         fullest = step_seconds(count / self.parts, held.max())
         taken = passes * (min(mean, fullest) if self.way.moves else fullest)
         done = self.clock.send("decode", taken, passes * mean, held.max() / held.mean())
@@ -223,31 +230,46 @@ class Simulated(Engine):
     def __init__(self, way: Way, size: Size):
         shards, parts = (1, SHARDS) if way.is_even else (SHARDS, 1)
         each = {name: parts * getattr(size, name) for name in ("rows", "pages", "chunk")}
-        super().__init__(Pretended(shards, parts, way), COST.config, None, dataclasses.replace(size, **each))
-        self.way, self.programs.engine = way, self
+        self.pretended = Pretended(shards, parts, way)
+        super().__init__(self.pretended, COST.config, None, dataclasses.replace(size, **each))
+        self.way, self.pretended.engine = way, self
         if way.is_even:  # as many tokens of each device as on a mesh
             self.limits = dataclasses.replace(self.limits, lines=tuple(parts * line for line in size.lines()))
         self.limits = dataclasses.replace(self.limits, reading=way.reading)
-        self._unhelped = self.limits
+        self._unhelped, self._has_waited = self.limits, True
+        self.pretended.lines = [line / parts for line in self.limits.lines]
 
     @property
     def clock(self) -> Clock:
-        return self.programs.clock
+        return self.pretended.clock
 
     def _decide(self) -> list[Plan]:
-        self.limits, self.programs.help = self._unhelped, 1
+        self.limits, self.pretended.help = self._unhelped, 1
         if self.way.assign is not None:
             running = [[self._as_running(job) for job in shard.running] for shard in self.shards]
             waiting = self.way.assign(self, running)
             return agreed([self._plan(*each) for each in zip(self.shards, waiting, running, strict=True)])
         plans = super()._decide()
         readers = sum(bool(one.read) for one in plans)
-        if not self.way.helps or not readers or readers > len(plans) // 2:
+        if not readers or 2 * readers > len(plans):
             return plans
-        self.programs.help = help = len(plans) // readers
+        if self.way.waits:
+            return self._without_reading(plans)
+        if not self.way.helps:
+            return plans
+        self.pretended.help = help = len(plans) // readers
         lines, dispatch = tuple(help * line for line in self.limits.lines), help * self.limits.dispatch
         self.limits = dataclasses.replace(self.limits, lines=lines, dispatch=dispatch)
         return super()._decide()
+
+    def _without_reading(self, plans: list[Plan]) -> list[Plan]:
+        """The same, but every other time some rows decode without those that would be read before."""
+        decoding = {job.id for job in self.running if not job.unread and job.left > 0}
+        self._has_waited = not self._has_waited and bool(decoding)
+        if not self._has_waited:
+            return plans
+        plans = [one._replace(read=(), line=None, decode=tuple(i for i in one.decode if i in decoding)) for one in plans]
+        return agreed([one if one.decode else one._replace(steps=0) for one in plans])
 
 
 class Load(NamedTuple):
@@ -277,7 +299,9 @@ class Result(NamedTuple):
     generated: int
     total: int  # tokens that were generated in all,
     read: int  # and read
-    clock: Clock  # then
+    preempted: int  # requests
+    clock: Clock  # then,
+    end: Clock  # and when all was done
 
     def row(self) -> dict[str, Any]:
         clock, p50, p99 = self.clock, *np.percentile(self.first, (50, 99))
@@ -285,7 +309,7 @@ class Result(NamedTuple):
         of_all = {f"lost in {kind}, %": 100 * clock.lost[kind] / self.until for kind in ("decode", "reading")}
         spent = {f"{kind}, %": 100 * clock.seconds[kind] / self.until for kind in ("decode", "reading")}
         fullest = {f"fullest over mean, {kind}": clock.uneven[kind] / clock.seconds[kind] for kind in ("decode", "reading")}
-        return found | of_all | spent | fullest
+        return {name: round(float(figure), 3) for name, figure in (found | of_all | spent | fullest).items()}
 
 
 def serve(way: Way, load: Load, size: Size) -> Result:
@@ -298,7 +322,7 @@ def serve(way: Way, load: Load, size: Size) -> Result:
         while coming < len(load.due) and load.due[coming] <= clock.now:
             prompt = [coming] * load.prompts[coming]
             job = engine.submit(request(prompt, LONGEST), streams=not at_once)
-            engine.programs.lengths[job.id] = int(load.outputs[coming])
+            engine.pretended.lengths[job.id] = int(load.outputs[coming])
             waiting[job] = coming
             coming += 1
         engine.step()
@@ -306,16 +330,10 @@ def serve(way: Way, load: Load, size: Size) -> Result:
             first[waiting[job]] = clock.now - load.due[waiting[job]]
             del waiting[job]
         if until is None and coming == len(load.due) and not engine.waiting:
-            until = clock.now, engine.stats.generated, _copy(clock)
+            until = clock.now, engine.stats.generated, copy.deepcopy(clock)
     assert until is not None
-    return Result(first, *until[:2], engine.stats.generated, engine.stats.read, until[2])
-
-
-def _copy(clock: Clock) -> Clock:
-    found = Clock()
-    found.now, found.free = clock.now, clock.free
-    found.seconds, found.lost, found.uneven = clock.seconds.copy(), clock.lost.copy(), clock.uneven.copy()
-    return found
+    stats, (seconds, generated, then) = engine.stats, until
+    return Result(first, seconds, generated, stats.generated, stats.read, stats.preemptions, then, clock)
 
 
 def size_of(documents: float, rows: int = ROWS) -> Size:
@@ -333,8 +351,8 @@ def measured(loads: Sequence[str], rates: Sequence[float], requests: int, rows: 
             else:
                 assert served is not None
                 load = Load.drawn(LOADS[name], requests, share * served)
-            for way in WAYS:
-                result = serve(WAYS[way], load, size)
+            for way, how in WAYS.items():
+                result = serve(how, load, size)
                 if share is None and way == "as it is":
                     served = result.generated / result.until / load.outputs.mean()
                 yield {"load": name, "arrivals": "at once" if share is None else f"{share:.0%}", "way": way, **result.row()}
@@ -345,7 +363,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the rows as JSON to this file")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--rates", nargs="*", type=float, default=RATES, help="requests a second, of what is served at once")
-    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--rows", type=int, default=ROWS, help="of each shard")
     options = parser.parse_args()
     rows = []
