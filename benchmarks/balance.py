@@ -48,7 +48,7 @@ from mla_jax.model.layout import Layout
 SHARDS, ROWS, LONGEST, DOCUMENT = 8, 64, 1024, (4096, 32_768)
 KIND, MEMORY = PLANNED["h200"], 0.9
 LOADS = {"chat": 0.0, "documents": 0.1}  # the share of documents
-RATES = (0.4, 0.6, 0.8)  # of what is served when all come at once
+RATES = (0.6, 0.8)  # of what is served when all come at once
 COST = MeshCost(Config.preset("v3"), {"data": SHARDS}, KIND.figures, packed(Config.preset("v3")))
 FORM = "kernel_heads"  # of attention over prompts
 
@@ -98,22 +98,34 @@ WAYS = {
 }
 
 
-class Piece(NamedTuple):
+class Reading(NamedTuple):
+    """What one shard reads in a pass."""
+
+    new: float = 0.0  # tokens
+    attended: float = 0.0  # tokens that each new one attends to, on average, of all prompts together
+    pairs: float = 0.0  # of tokens of which one attends to the other
+
+    def __add__(self, other: "Reading") -> "Reading":
+        return Reading(*map(sum, zip(self, other, strict=True)))
+
+    def over(self, parts: float) -> "Reading":
+        return Reading(*(figure / parts for figure in self))
+
+
+def piece(held: int, new: int) -> Reading:
     """Of a prompt."""
-
-    held: int
-    new: int
-
-    @property
-    def work(self) -> float:
-        """Pairs of tokens of which one attends to the other."""
-        return self.new * (self.held + self.new / 2)
+    mean = held + new / 2
+    return Reading(new, mean, new * mean)
 
 
-def reading_seconds(line: float, pieces: float, work: float) -> float:
-    """A pass that reads lines of so many tokens in each shard, in which there are so many pieces with so much work."""
-    rows = max(round(pieces), 1)
-    return COST._pass(FORM, rows, max(round(line / rows), 1), max(round(work / line), 1), rows).seconds
+def reading_seconds(line: float, what: Reading) -> float:
+    """A pass over a line of so many tokens in each shard, with what one of them reads in it.
+
+    The cost model has equal prompts: so many that they attend to as much, each with its part of the line."""
+    if not what.new:
+        return 0.0
+    prompts = max(round(what.attended * line / what.pairs), 1)
+    return COST._pass(FORM, prompts, max(round(line / prompts), 1), max(round(what.pairs / line), 1), prompts).seconds
 
 
 def step_seconds(rows: float, held: float) -> float:
@@ -188,13 +200,13 @@ class Pretended(Programs):
 
     def prefill(self, pool: Any, rows: Any, at: np.ndarray, tokens: np.ndarray, read: np.ndarray, *_: Any):
         jobs, line = self._jobs(at), tokens.shape[-1] / self.parts / self.help
-        some = [[Piece(job.read, n) for job, n in zip(*both, strict=False)] for both in zip(jobs, _by_shard(read), strict=True)]
-        new = np.array([sum(piece.new for piece in mine) for mine in some]) / self.parts
-        work = np.array([sum(piece.work for piece in mine) for mine in some]) / self.parts
-        seconds = reading_seconds(line, max(map(len, some)), work.max() / self.help)
-        smallest = min(n for n in self.lines if n >= min(new.mean(), line))
-        even = reading_seconds(smallest, sum(map(len, some)) / len(some), work.mean())
-        self.clock.send("reading", seconds, even, new.max() / new.mean())
+        counts = zip(jobs, _by_shard(read).tolist(), strict=True)
+        pieces = [[piece(job.read, new) for job, new in zip(mine, some, strict=False)] for mine, some in counts]
+        each = [sum(mine, Reading()).over(self.parts) for mine in pieces]
+        mean, most = sum(each, Reading()).over(len(each)), max(one.new for one in each)
+        seconds = max(reading_seconds(line, one.over(self.help)) for one in each)
+        smallest = min(n for n in self.lines if n >= min(mean.new, line))
+        self.clock.send("reading", seconds, reading_seconds(smallest, mean), most / mean.new)
         return pool, rows, None
 
     def run(self, pool: Any, rows: Any, at: np.ndarray, table: Any, steps: np.ndarray):
@@ -366,14 +378,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--rows", type=int, default=ROWS, help="of each shard")
     options = parser.parse_args()
+    about = {"benchmark": "balance", "device": f"{SHARDS} x {KIND.figures.name}, predicted", "model": "DeepSeek-V3 (FP8)"}
+    about |= {"date": datetime.date.today().isoformat(), "requests": options.requests, "rows of a shard": options.rows}
     rows = []
     for row in measured(options.loads, options.rates, options.requests, options.rows):
         rows.append(row)
         print(row, flush=True)
-    if options.out is not None:
-        about = {"benchmark": "balance", "device": f"{SHARDS} x {KIND.figures.name}, predicted", "model": "DeepSeek-V3 (FP8)"}
-        about |= {"date": datetime.date.today().isoformat(), "requests": options.requests, "rows of a shard": options.rows}
-        options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        if options.out is not None:
+            options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

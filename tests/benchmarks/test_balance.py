@@ -56,7 +56,7 @@ def test_work_that_moves_is_not_lost(results):
 
 
 def test_pages_that_run_out_preempt_and_still_no_token_is_lost():
-    asked = load()._replace(prompts=np.full(COUNT, 900), outputs=np.full(COUNT, 140))
+    asked = load()._replace(prompts=np.full(COUNT, 900), outputs=np.full(COUNT, 160))
     few = Size(rows=2, pages=33, context=2 * balance.LONGEST, chunk=256)
     result = balance.serve(balance.WAYS["as it is"], asked, few)
     assert result.preempted > 0
@@ -75,7 +75,13 @@ def test_the_engine_as_it_is_decides_for_itself(monkeypatch):
 
 def test_a_step_takes_what_the_cost_model_says_of_equal_rows():
     assert balance.step_seconds(32, 32 * 4096) == balance.COST.decode(32, 4096).seconds
-    assert balance.reading_seconds(1024, 4, 1024 * 192) == pytest.approx(balance.COST.prompts(256).seconds, rel=0.01)
+    prompts = sum([balance.piece(128, 256)] * 4, balance.Reading())  # which attend to 256 on average
+    assert balance.reading_seconds(1024, prompts) == pytest.approx(balance.COST.prompts(256).seconds)
+
+
+def test_a_long_prompt_takes_longer_than_short_ones_of_as_many_tokens():
+    short = sum([balance.piece(0, 128)] * 8, balance.Reading())
+    assert balance.reading_seconds(1024, balance.piece(16_000, 1024)) > 1.5 * balance.reading_seconds(1024, short)
 
 
 def test_lengths_have_the_means_that_are_told_of_sharegpt():
