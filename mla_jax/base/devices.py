@@ -65,6 +65,10 @@ class Devices:
         """The sharding of an array that every device has a copy of."""
         return NamedSharding(self.mesh, PartitionSpec())
 
+    def put(self, array: np.ndarray) -> jax.Array:
+        """A copy on each device."""
+        return jax.make_array_from_callback(array.shape, self.replicated, lambda index: array[index])
+
     def free_bytes(self) -> int | None:
         """Memory of the fullest device of this process that may still be allocated; None where it does not tell, as a CPU."""
         found = [device.memory_stats() or {} for device in self.mesh.local_devices]

@@ -64,7 +64,8 @@ class LLM:
           never, None is predicted from measured rates.
         - `routing_stats`: a JSON file that counts how often each expert is chosen. The next start replicates the most used CPU
           experts on the device.
-        - `device_experts`: the number of these replicas. None is what fits, 0 is none.
+        - `device_experts`: the number of these replicas. None is what fits, 0 is none. On a mesh it is how many copies of the
+          most used experts of each layer a device has; None is an eighth of its own.
         - `draft`: "auto", "off", "mtp" or "lookup": who guesses tokens that are then read together. The output stays the same.
           "auto" is the model's own layer for multi-token prediction, if it has one, but on a CPU nobody.
         - `draft_tokens`: the number of tokens guessed at a time, up to 7. None is as many as pay, up to 3.

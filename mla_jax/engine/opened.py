@@ -12,6 +12,7 @@ import jax
 
 from mla_jax.base import device_rates, distributed, roofline
 from mla_jax.base.axes import parse_mesh
+from mla_jax.base.balance import placed
 from mla_jax.base.config import Config
 from mla_jax.base.devices import Devices
 from mla_jax.base.distributed import Processes
@@ -28,7 +29,7 @@ from mla_jax.engine.explain import explain
 from mla_jax.engine.inputs import InputProcessor
 from mla_jax.engine.prediction import Prediction, predict
 from mla_jax.engine.processes import facts_of_model, refuse_left_out, started
-from mla_jax.engine.refused_meshes import refuse_on_mesh
+from mla_jax.engine.refused_meshes import EXPERTS_ON_HOST, refuse_on_mesh
 from mla_jax.engine.retrieving import refuse_contradictions, retrieval_of
 from mla_jax.engine.text import Text, open_text
 from mla_jax.model import fp8_latent, ops
@@ -43,6 +44,8 @@ from mla_jax.weights.figures import ROOM, figures
 from mla_jax.weights.hub import resolve
 from mla_jax.weights.load import ON_DEVICE, Checkpoint, Progress
 from mla_jax.weights.plan import Plan, plan
+
+COPIES = 8  # of a device's own experts of a layer, one is copied, where nothing else is asked for
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,9 @@ def _opened(options: Options) -> Opened:
     checkpoint, why = _on_devices(options, checkpoint, drafter)
     text = open_text(checkpoint.source)
     placement = _place(checkpoint, options)
+    if placement.host and checkpoint.layout.tensor * checkpoint.layout.context > 1:
+        raise Unsupported(*EXPERTS_ON_HOST)
+    checkpoint = _with_copies(checkpoint, options, placement)
     found = dataclasses.replace(_plan(options, checkpoint, drafter, placement), why_mesh=why)
     opened = Opened(options, checkpoint, placement, found, text, drafter, processes)
     if processes is not None:
@@ -255,6 +261,19 @@ def _place(checkpoint: Checkpoint, options: Options) -> Placement:
         return Placement(why="all on the devices of several processes")
     known = figures(checkpoint, options.experts, options.model.context, options.memory.batch)
     return place(options.experts, known, calibrate.host)
+
+
+def _with_copies(checkpoint: Checkpoint, options: Options, placement: Placement) -> Checkpoint:
+    """On a mesh, with copies of the experts that were counted most in each layer that is on the devices."""
+    path, asked, devices = options.experts.routing_stats, options.experts.device_experts, checkpoint.layout.devices
+    if path is None or devices == 1:
+        return checkpoint
+    counts, own = Routing.open(Path(path), checkpoint.config), (checkpoint.config.n_routed_experts or 0) // devices
+    copies = max(own // COPIES, 1) if asked is None else asked
+    if not copies or not counts.tokens:
+        return checkpoint
+    layers = counts.of_layers()
+    return checkpoint.with_copies({n: placed(layers[n], devices, copies) for n in layers if n not in placement.host})
 
 
 def check_context(context: int | None, longest: int) -> None:

@@ -9,6 +9,10 @@ from mla_jax.model.layout import Layout
 
 Condition = Callable[[Options, Layout], bool]
 
+EXPERTS_ON_HOST = (
+    "experts on the host are not available on a mesh with tensor or context",
+    "devices along these axes have the same tokens; take a mesh of data alone, or one with more devices",
+)
 # When it is refused, what, and what to do instead.
 REFUSED: tuple[tuple[Condition, str, str], ...] = (
     (

@@ -207,11 +207,22 @@ def settle(x: Float[Array, "B T D"], pending: Deferred | None) -> Float[Array, "
     return x if pending is None else x + pending.collect(after=x).reshape(x.shape)
 
 
+class Places(nnx.Variable):
+    """`[X + 1, R]`: the slots of each expert in the stacks, where devices of a mesh have copies of some, and that of none."""
+
+
+def slots_of(topk_ids: Int[Array, "n K"], places: Int[Array, "X1 R"]) -> Int[Array, "n K"]:
+    """Of the copies of each expert the one whose turn it is: tokens take turns."""
+    turn = jnp.arange(topk_ids.shape[0]) % places.shape[1]
+    return places[topk_ids, turn[:, None]]
+
+
 class MoE(nnx.Module):
     """Routed experts plus the shared ones, which see every token unweighted."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.router = Router(config, rngs)
+        self.places: Places | None = nnx.data(None)
         self.experts: Any = Experts(config, rngs)
         self.shared = MLP(config, rngs, "shared_mlp") if config.n_shared_experts else None
 
@@ -228,7 +239,8 @@ class MoE(nnx.Module):
         def shared_experts(flat: Array) -> Array:
             return self.shared(flat.reshape(x.shape)) if self.shared is not None else jnp.zeros_like(x)
 
-        y, shared, pending = self.experts(flat, topk_ids, topk_weights, plan, shared_experts)
+        slots = topk_ids if self.places is None else slots_of(topk_ids, self.places[...])
+        y, shared, pending = self.experts(flat, slots, topk_weights, plan, shared_experts)
         load = jnp.bincount(topk_ids.reshape(-1), length=n_experts + 1)[:-1]
         return y.reshape(x.shape) + shared, load, pending
 

@@ -55,6 +55,10 @@ class Routing:
         even = np.full_like(counts, 1 / max(counts.shape[1], 1))
         return (self.config.num_experts_per_tok or 1) * np.divide(counts, totals, out=even, where=totals > 0)
 
+    def of_layers(self) -> dict[int, np.ndarray]:
+        """The counts by the numbers of layers."""
+        return dict(zip(_layers(self.config), self.counts, strict=True))
+
     def save(self) -> None:
         """Raises BadRequest where the file cannot be written."""
         layers = map(str, _layers(self.config))

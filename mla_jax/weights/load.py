@@ -5,22 +5,24 @@ them it is reordered as it is read, on the device. With a dtype asked for, every
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mla_jax.base import qtensor
+from mla_jax.base.balance import slots_of
 from mla_jax.base.devices import Devices
 from mla_jax.base.errors import Unsupported, printable
 from mla_jax.base.qtensor import REORDERED, QTensor
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.layout import Layout, refuse_uneven
-from mla_jax.model.moe import MoE
+from mla_jax.model.moe import MoE, Places
 from mla_jax.model.ops import Shapes, takes_reordered
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.experts import HostExperts
@@ -71,7 +73,17 @@ class Checkpoint:
         self.sources = table.resolve(self.slots, self.config, present)
         self.stored = {path: self.format_of(source) for path, source in self.sources.items()}
         self.experts = self._experts()
+        self.placed: dict[int, Sequence[int]] = {}  # which expert each slot has, of layers with copies of some
         self._lay_out(devices)
+
+    def with_copies(self, placed: Mapping[int, Sequence[int]]) -> "Checkpoint":
+        """The same checkpoint with copies of experts: of some layers, which expert each slot on the devices of the mesh has."""
+        other = copy.copy(self)
+        other.placed, other.sources = dict(placed), dict(self.sources)
+        for number, slots in placed.items():
+            for path in self.experts[number].values():
+                other.sources[path] = self.sources[path].one_by_one(slots)
+        return other
 
     def on(self, devices: Devices) -> "Checkpoint":
         """The same checkpoint for other devices of the same kind; reads nothing again. Raises Unsupported as the first did."""
@@ -171,9 +183,15 @@ class Checkpoint:
     def _packable(self, path: str) -> Any:
         return unpacked_shape(self.stored[path], self.slots[path].shape, self.asked)
 
+    def shape(self, path: str) -> tuple[int, ...]:
+        """Of a parameter on the devices, all copies of experts counted."""
+        shape = self.slots[path].shape
+        slots = next((slots for n, slots in self.placed.items() if path in self.experts[n].values()), None)
+        return shape if slots is None else (len(slots), *shape[1:])
+
     def on_device(self, path: str) -> Any:
         """What a parameter is read as on the devices, in its whole shape."""
-        metadata, shape, format = self.slots[path].get_metadata(), self.slots[path].shape, self.stored[path]
+        metadata, shape, format = self.slots[path].get_metadata(), self.shape(path), self.stored[path]
         if self._packs(path):
             return qtensor.abstract(format + REORDERED if path in self.reordered else format, shape)
         return jax.ShapeDtypeStruct(shape, jnp.float32 if metadata["exact"] else self.dtype)
@@ -207,7 +225,8 @@ class Checkpoint:
             packing, ids = self.packing(number, placement.precision), placement.replicated.get(number)
             replicas = replica_shapes(packing, ids, self.dtype) if ids else None
             layers[number] = HostExperts(packing, replicas)
-        return self._merged(self.local(placement), layers, placement)
+        shapes = {number: jax.ShapeDtypeStruct(places.shape, places.dtype) for number, places in self._places().items()}
+        return self._merged(self.local(placement), layers, placement, shapes)
 
     def load(self, placement: Placement = ON_DEVICE, progress: Progress | None = None, folder: Path | None = None) -> Transformer:
         """The model with its weights, on the devices; `folder` keeps packed experts, which the next start maps."""
@@ -221,16 +240,35 @@ class Checkpoint:
         for number, layer in packed.items():
             ids = placement.replicated.get(number)
             layers[number] = HostExperts(layer, replicate(layer, ids, self.dtype, self.devices.first) if ids else None)
-        return self._merged(values, layers, placement)
+        replicated = {number: self.devices.put(places) for number, places in self._places().items()}
+        return self._merged(values, layers, placement, replicated)
 
-    def _merged(self, values: Mapping[str, Any], layers: Mapping[int, HostExperts], placement: Placement) -> Transformer:
-        """The model of these parameters, with these layers' experts on the host."""
+    def _places(self) -> dict[int, np.ndarray]:
+        """The slots of each expert, and of none, in layers with copies of some."""
+        experts = self.config.n_routed_experts or 0
+
+        def with_none(slots: Sequence[int]) -> np.ndarray:
+            found = slots_of(slots, experts)
+            return np.concatenate([found, np.full_like(found[:1], len(slots))])
+
+        return {number: with_none(slots) for number, slots in self.placed.items()}
+
+    def _merged(
+        self,
+        values: Mapping[str, Any],
+        layers: Mapping[int, HostExperts],
+        placement: Placement,
+        places: Mapping[int, Any] | None = None,
+    ) -> Transformer:
+        """The model of these parameters, with these layers' experts on the host, and these slots of copied ones."""
         flat = [(keys, variable.replace(values[".".join(map(str, keys))])) for keys, variable in self._state]
         model = nnx.merge(self._graph, nnx.from_flat_state(flat))
         model.dispatch = dataclasses.replace(self.dispatch, defer=placement.defer, stream=placement.stream)
         blocks = model.blocks()
         for number, experts in layers.items():
             cast(MoE, blocks[number].mlp).experts = experts
+        for number, slots in (places or {}).items():
+            cast(MoE, blocks[number].mlp).places = Places(slots)
         return model
 
     def format_of(self, source: names.Origin) -> str:

@@ -6,7 +6,7 @@ order; `export` writes the first."""
 
 import difflib
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,6 +89,11 @@ class Origin(NamedTuple):
     part: PartOf
     pieces: tuple[Piece, ...]
     stacked: bool
+
+    def one_by_one(self, experts: Sequence[int]) -> "Origin":
+        """The same for a stack of these experts, each read by itself."""
+        pieces = [self.pieces[x] if self.stacked else Piece(self.names[0], x) for x in experts]
+        return self._replace(pieces=tuple(pieces), stacked=True)
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ from serving import answer
 from weights import fp8
 
 from mla_jax.base.axes import parse_mesh
+from mla_jax.base.balance import placed
 from mla_jax.base.devices import Devices
 from mla_jax.cache.evict import POLICIES as EVICTING
 from mla_jax.cache.paged import PAGE
 from mla_jax.cache.retrieve import POLICIES, Retrieval
 from mla_jax.decode.evicting import Selection
 from mla_jax.decode.loop import Programs
-from mla_jax.decode.speculative import NOBODY, Lookup, Mtp
+from mla_jax.decode.speculative import Lookup, Mtp
 from mla_jax.engine.engine import Engine
 from mla_jax.engine.eviction import EvictingEngine, Eviction
 from mla_jax.engine.retrieving import RetrievingEngine
@@ -46,7 +47,7 @@ def folder_of(tmp_path_factory):
     @functools.cache
     def folder(family: str, blocks: bool = False):
         hf = {**FAMILIES[family], **(EIGHT if "n_routed_experts" in FAMILIES[family] else HEADS)}
-        hf |= {"num_hidden_layers": LAYERS, "vocab_size": 96}
+        hf |= {"num_hidden_layers": LAYERS}
         found = tensors(hf, mtp=bool(hf.get("num_nextn_predict_layers")))
         if blocks:
             hf["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [8, 8]}
@@ -124,6 +125,17 @@ def test_weights_in_blocks_of_fp8_give_the_tokens_of_one_device(folder_of, mesh)
 @pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
 def test_either_exchange_gives_the_tokens_of_one_device(folder_of, expected, mesh, exchange):
     assert tokens(load(folder_of("v3"), dispatch=Dispatch(exchange=exchange)), mesh) == expected("v3")
+
+
+@generating
+@pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
+def test_copies_of_experts_give_the_tokens_of_one_device(folder_of, expected, exchange):
+    devices = Devices.of(parse_mesh("data=2,tensor=2"))
+    checkpoint = Checkpoint(folder_of("v3"), dispatch=Dispatch(exchange=exchange), devices=devices)
+    slots = placed(1 / np.arange(1, 17), 4, copies=2)
+    model = checkpoint.with_copies({1: slots}).load()
+    assert model.layers[1].mlp.experts.gate.shape[0] == 24
+    assert answer(plainly(Programs(model)), *requests()) == expected("v3")
 
 
 @generating

@@ -310,3 +310,23 @@ def test_a_plan_of_a_mesh_that_does_not_fit_says_what_would(stored, monkeypatch)
     monkeypatch.undo()
     few = plan(checkpoint, 512, batch=4, cache_tokens=1024)
     assert few.advice() == ["it does not fit: --cache-tokens 1024 is less than 4 x 512 tokens"]
+
+
+@pytest.mark.parametrize("converts", [False, True], ids=["released", "converted"])
+def test_copies_of_experts_are_the_experts_bit_for_bit(tmp_path, converts):
+    folder = released(tmp_path / "hf", "v3", "fp8")
+    if converts:
+        assert convert(folder, tmp_path / "orbax", "--mesh", "data=4") == 0
+        folder = tmp_path / "orbax"
+    devices = Devices.of({"data": 4})
+    one, checkpoint = Checkpoint(folder).load(), Checkpoint(folder, devices=devices)
+    slots = [5, 0, 1, 5, 2, 3, 5, 4, 6, 5, 7, 0]  # three a device
+    many = checkpoint.with_copies({1: slots}).load()
+    for name in ("gate", "up", "down"):
+        whole, copied = (getattr(model.layers[1].mlp.experts, name).get_value() for model in (one, many))
+        for expected, found in zip(whole.parts, copied.parts, strict=True):
+            np.testing.assert_array_equal(np.asarray(expected)[slots].view(np.uint8), np.asarray(found).view(np.uint8))
+    places = np.asarray(many.layers[1].mlp.places[...])
+    assert places[5].tolist() == [0, 3, 6, 9]
+    assert places[8].tolist() == [12] * 4  # no expert
+    assert many.layers[2].mlp.places is None
