@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from mla_jax.base import across
-from mla_jax.base.axes import DATA
+from mla_jax.base.axes import DATA, TENSOR
 from mla_jax.base.batch import Tables
 from mla_jax.cache import evict, paged
 from mla_jax.cache.evict import RULES, Policy
@@ -66,7 +66,7 @@ def observe(
     tokens, batch = newest(rows, at, page_table, evicts.window)
     _, same, aux = model(tokens, batch, pool, watch=functools.partial(watch.scores, policy))
     assert same is not None
-    found = aux["watched"] if model.lanes > 1 else [evict.shared(scores, policy.stages) for scores in aux["watched"]]
+    found = aux["watched"] if model.lanes > 1 else [_shared(scores, policy.stages) for scores in aux["watched"]]
     slots = page_table.pages.shape[-1] * paged.page_size(pool)
     held = jnp.maximum(batch.seq_lens - page_table.dropped, 0).swapaxes(1, 2)
     scores = jnp.stack(found)[..., :slots]
@@ -74,6 +74,11 @@ def observe(
     source, kept = evict.places(stays.swapaxes(1, 2))
     kept = jnp.where(at < rows.seen.shape[0], kept, 0)  # of none nothing is moved: its page table is not its own
     return same, rows, Kept(source.astype(jnp.int32), kept, across.gathered(kept[None], DATA))
+
+
+def _shared(scores: Float[Array, "B M S"], stages: int) -> Float[Array, "B {stages} S"]:
+    """The mean over heads, those on other devices included."""
+    return across.total(evict.shared(scores, stages), TENSOR) / across.size(TENSOR)
 
 
 def move(model: Transformer, pool: Pool, kept: Kept, old: Tables, new: Tables) -> tuple[Pool, Kept]:

@@ -157,8 +157,8 @@ class MLA(nnx.Module):
         """As `__call__`, of tokens that are cached already; with what `watch` says of the layer's attention."""
         q, held, scale = self.turned(self.queries(x), turns), Held({}, layer, step, form.reads), rope.softmax_scale(self.config)
         out = form.attends(q, held, self.up, scale)
-        found = watch(q, held, self.up, plain(self.o_proj[...], x.dtype), scale)
-        return self.projected(out), found
+        own = across.part(plain(self.o_proj[...], x.dtype), out.shape[2] * out.shape[3], TENSOR, along=1)
+        return self.projected(out), watch(q, held, self.up, own, scale)
 
     def projected(self, out: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
         """What the layer adds; on a mesh `out` is of a device's own heads."""
