@@ -326,6 +326,7 @@ class Result(NamedTuple):
 
 def serve(way: Way, load: Load, size: Size) -> Result:
     engine = Simulated(way, size)
+    engine.warm_up()  # or only programs for as many rows as have started so far could be chosen
     clock, first, waiting = engine.clock, np.full(len(load.due), np.nan), {}
     coming, at_once, until = 0, not load.due.any(), None
     while coming < len(load.due) or engine.busy:
