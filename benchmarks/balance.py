@@ -1,7 +1,8 @@
 """What uneven data shards cost: DeepSeek-V3 on 8 x H200, predicted, without a device.
 
-    python benchmarks/balance.py --out balance.json
-    python benchmarks/balance.py --requests 200 --loads chat --rates 0.9
+    python benchmarks/balance.py --loads chat --out balance_chat.json
+    python benchmarks/balance.py --loads chat --rates 0.8 --seed 1 --out balance_chat_second.json
+    python benchmarks/balance.py --loads documents --requests 1000 --rates 0.8 --out balance_documents.json
 
 The engine is the real one, with its scheduler and its pages. Its programs are pretended: they choose tokens until a request has
 its length, and take the seconds that mla_jax/base/mesh_cost.py predicts for the shard with most to do. Each prompt differs from
