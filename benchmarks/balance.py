@@ -1,7 +1,8 @@
 """What uneven data shards cost: DeepSeek-V3 on 8 x H200, predicted, without a device.
 
-    python benchmarks/balance.py --out balance.json
-    python benchmarks/balance.py --requests 200 --loads chat --rates 0.9
+    python benchmarks/balance.py --loads chat --out balance_chat.json
+    python benchmarks/balance.py --loads chat --rates 0.8 --seed 1 --out balance_chat_second.json
+    python benchmarks/balance.py --loads documents --requests 1000 --rates 0.8 --out balance_documents.json
 
 The engine is the real one, with its scheduler and its pages. Its programs are pretended: they choose tokens until a request has
 its length, and take the seconds that mla_jax/base/mesh_cost.py predicts for the shard with most to do. Each prompt differs from
@@ -22,7 +23,7 @@ import datetime
 import json
 import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,7 +83,7 @@ class Way(NamedTuple):
     reading: int = Limits.reading
     moves: bool = False  # decode steps take what the mean of all shards takes
     helps: bool = False  # prompts are read by all shards: each that has some is helped by as many that have none
-    waits: bool = False  # reading, for one dispatch of decode steps, while fewer than half of the shards have prompts
+    waits: bool = False  # reading, for one dispatch of decode steps, while at most half of the shards have prompts
     is_even: bool = False  # one shard, of which each device does its part
 
 
@@ -326,6 +327,7 @@ class Result(NamedTuple):
 
 def serve(way: Way, load: Load, size: Size) -> Result:
     engine = Simulated(way, size)
+    engine.warm_up()  # or only programs for as many rows as have started so far could be chosen
     clock, first, waiting = engine.clock, np.full(len(load.due), np.nan), {}
     coming, at_once, until = 0, not load.due.any(), None
     while coming < len(load.due) or engine.busy:
@@ -354,15 +356,15 @@ def size_of(documents: float, rows: int = ROWS) -> Size:
     return Size(rows=rows, pages=COST.tokens(MEMORY * KIND.memory, rows) // PAGE, context=context, chunk=COST.chunk)
 
 
-def measured(loads: Sequence[str], rates: Sequence[float], requests: int, rows: int):
+def measured(loads: Sequence[str], rates: Sequence[float], requests: int, rows: int, seed: int) -> Iterator[dict[str, Any]]:
     for name in loads:
         size, served = size_of(LOADS[name], rows), None
         for share in (None, *rates):
             if share is None:
-                load = Load.drawn(LOADS[name], requests, None)
+                load = Load.drawn(LOADS[name], requests, None, seed)
             else:
                 assert served is not None
-                load = Load.drawn(LOADS[name], requests, share * served)
+                load = Load.drawn(LOADS[name], requests, share * served, seed)
             for way, how in WAYS.items():
                 result = serve(how, load, size)
                 if share is None and way == "as it is":
@@ -376,12 +378,18 @@ def main() -> None:
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--rates", nargs="*", type=float, default=RATES, help="requests a second, of what is served at once")
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and arrivals")
     parser.add_argument("--rows", type=int, default=ROWS, help="of each shard")
     options = parser.parse_args()
     about = {"benchmark": "balance", "device": f"{SHARDS} x {KIND.figures.name}, predicted", "model": "DeepSeek-V3 (FP8)"}
-    about |= {"date": datetime.date.today().isoformat(), "requests": options.requests, "rows of a shard": options.rows}
+    about |= {
+        "date": datetime.date.today().isoformat(),
+        "requests": options.requests,
+        "rows of a shard": options.rows,
+        "seed": options.seed,
+    }
     rows = []
-    for row in measured(options.loads, options.rates, options.requests, options.rows):
+    for row in measured(options.loads, options.rates, options.requests, options.rows, options.seed):
         rows.append(row)
         print(row, flush=True)
         if options.out is not None:
