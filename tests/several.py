@@ -126,7 +126,9 @@ def interrupted(llm) -> dict:
             llm.generate(PROMPTS, params)
     except KeyboardInterrupt:
         how = "interrupted"
-    return {"how": how, "tokens": [output.token_ids for output in llm.generate(PROMPTS[:2], params)]}
+    several = llm.options.processes.several
+    alone = [refused(ask).splitlines()[0] for ask in (llm.trainable, lambda: llm.export("nowhere"), llm.follow) if several]
+    return {"how": how, "refused": alone, "tokens": [output.token_ids for output in llm.generate(PROMPTS[:2], params)]}
 
 
 def counts(llm) -> dict:
