@@ -132,11 +132,13 @@ def interrupted(llm) -> dict:
 
 
 def counts(llm) -> dict:
-    """How often each expert was chosen, by the file."""
+    """What is answered, and how often each expert was chosen, by the file."""
     from mla_jax import SamplingParams
 
-    llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0))
-    return json.loads(Path(llm.options.experts.routing_stats).read_text())
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0))
+    chosen = json.loads(Path(llm.options.experts.routing_stats).read_text())
+    has_copies = any(getattr(block.mlp, "places", None) is not None for block in llm.model.blocks())
+    return {"tokens": [output.token_ids for output in outputs], "chosen": chosen, "has_copies": has_copies}
 
 
 WHAT = {"answers": answers, "counts": counts, "drafts": answers, "endless": endless, "interrupted": interrupted}
