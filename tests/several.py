@@ -126,15 +126,19 @@ def interrupted(llm) -> dict:
             llm.generate(PROMPTS, params)
     except KeyboardInterrupt:
         how = "interrupted"
-    return {"how": how, "tokens": [output.token_ids for output in llm.generate(PROMPTS[:2], params)]}
+    several = llm.options.processes.several
+    alone = [refused(ask).splitlines()[0] for ask in (llm.trainable, lambda: llm.export("nowhere"), llm.follow) if several]
+    return {"how": how, "refused": alone, "tokens": [output.token_ids for output in llm.generate(PROMPTS[:2], params)]}
 
 
 def counts(llm) -> dict:
-    """How often each expert was chosen, by the file."""
+    """What is answered, and how often each expert was chosen, by the file."""
     from mla_jax import SamplingParams
 
-    llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0))
-    return json.loads(Path(llm.options.experts.routing_stats).read_text())
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0))
+    chosen = json.loads(Path(llm.options.experts.routing_stats).read_text())
+    has_copies = any(getattr(block.mlp, "places", None) is not None for block in llm.model.blocks())
+    return {"tokens": [output.token_ids for output in outputs], "chosen": chosen, "has_copies": has_copies}
 
 
 WHAT = {"answers": answers, "counts": counts, "drafts": answers, "endless": endless, "interrupted": interrupted}

@@ -216,8 +216,7 @@ class LLM:
 
     def trainable(self) -> Transformer:
         """A copy of the model that `jax.grad` can differentiate: floating-point weights, all experts computed for all tokens."""
-        if self._processes is not None:
-            raise Unsupported("trainable cannot be had with several processes", "take one process")
+        self._refuse_several("trainable", "take one process")
         return trainable(self.model)
 
     def export(
@@ -244,6 +243,7 @@ class LLM:
         - `weights`: whether to write the weights as well.
 
         Raises BadRequest for a path that exists, Unsupported for what cannot be exported, DoesNotFit for a full disk."""
+        self._refuse_several("export", "export from one process, with the mesh of all as mesh")
         asked = {"prompt": prompt, "rows": rows, "context": context, "platforms": platforms, "mesh": mesh, "kernels": kernels}
         named = self.options, self.name, self.inputs.text.end_ids, self.context
         export.export(path, self.model, *named, asked, weights)
@@ -289,6 +289,10 @@ class LLM:
             if self._processes is not None:
                 raise Unsupported("the model's parameters were changed in one of several processes", "take one process")
             self.engine.reset()
+
+    def _refuse_several(self, what: str, advice: str) -> None:
+        if self._processes is not None:
+            raise Unsupported(f"{what} cannot be had with several processes", advice)
 
     def _refuse_followers(self) -> None:
         if self._processes is not None and not self._processes.leads:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+import numpy as np
 
 from mla_jax.base import device_rates, distributed, roofline
 from mla_jax.base.axes import parse_mesh
@@ -95,10 +96,9 @@ class Opened:
 
     def routing(self) -> Routing | None:
         """The counts of chosen experts to add to; their file is written at once, for that must not fail after the work."""
-        path = self.options.experts.routing_stats
-        if path is None:
+        counts = _counted(self.options, self.config)
+        if counts is None:
             return None
-        counts = Routing.open(Path(path), self.config)
         if self.processes is None or self.processes.leads:
             counts.save()
         return counts
@@ -263,12 +263,24 @@ def _place(checkpoint: Checkpoint, options: Options) -> Placement:
     return place(options.experts, known, calibrate.host)
 
 
+def _counted(options: Options, config: Config) -> Routing | None:
+    """The counts of chosen experts so far; with several processes those in the file of process 0."""
+    path, processes = options.experts.routing_stats, distributed.running()
+    if path is None:
+        return None
+    if processes is None:
+        return Routing.open(Path(path), config)
+    counts = Routing.open(Path(path), config).counts.tolist() if processes.leads else None
+    return Routing(Path(path), config, np.array(processes.same(counts), np.int64))
+
+
 def _with_copies(checkpoint: Checkpoint, options: Options, placement: Placement) -> Checkpoint:
     """On a mesh, with copies of the experts that were counted most in each layer that is on the devices."""
-    path, asked, devices = options.experts.routing_stats, options.experts.device_experts, checkpoint.layout.devices
-    if path is None or devices == 1:
+    asked, devices = options.experts.device_experts, checkpoint.layout.devices
+    counts = _counted(options, checkpoint.config) if devices > 1 else None
+    if counts is None:
         return checkpoint
-    counts, own = Routing.open(Path(path), checkpoint.config), (checkpoint.config.n_routed_experts or 0) // devices
+    own = (checkpoint.config.n_routed_experts or 0) // devices
     copies = max(own // COPIES, 1) if asked is None else asked
     if not copies or not counts.tokens:
         return checkpoint

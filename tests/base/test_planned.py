@@ -28,7 +28,8 @@ def test_the_memory_is_a_fraction_of_the_table_s(kind):
 
 
 def test_parts_of_arrays_follow_from_the_mesh_without_any_device(monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("a device was asked for"))
+    for asked in ("devices", "local_devices"):
+        monkeypatch.setattr(jax, asked, lambda *_: pytest.fail("a device was asked for"))
     sharding = NamedSharding(planned("b200", {"data": 8}).mesh, PartitionSpec("data"))
     assert sharding.shard_shape((256, 7)) == (32, 7)
     array = jax.ShapeDtypeStruct((256, 7), jnp.bfloat16, sharding=sharding)

@@ -34,7 +34,7 @@ def test_what_jax_cannot_use_is_one_error_that_says_what_to_install(monkeypatch,
     def fail():
         raise error
 
-    monkeypatch.setattr(jax, "devices", fail)
+    monkeypatch.setattr(jax, "local_devices", fail)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     before = jax.config.jax_platforms
     jax.config.update("jax_platforms", platform)
@@ -51,7 +51,7 @@ def test_where_support_is_installed_the_missing_device_is_named_instead(monkeypa
     def fail():
         raise AssertionError
 
-    monkeypatch.setattr(jax, "devices", fail)
+    monkeypatch.setattr(jax, "local_devices", fail)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     before = jax.config.jax_platforms
     jax.config.update("jax_platforms", "cuda")

@@ -19,7 +19,7 @@ class FakeEngine:
     """Ends jobs in any order, except the very first, which ends last."""
 
     def __init__(self):
-        self.size, self.jobs, self.most = SimpleNamespace(rows=ROWS), [], 0
+        self.rows, self.jobs, self.most = ROWS, [], 0
 
     def submit(self, request):
         self.jobs.append(SimpleNamespace(request=request, done=False))

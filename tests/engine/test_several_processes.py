@@ -33,7 +33,7 @@ def pair(folder, tmp_path, port):
 
     def start(mesh: str, what: str) -> list[several.Run]:
         started.extend(several.start(folder, tmp_path, mesh, what, port, 2, number) for number in (0, 1))
-        return started
+        return started[-2:]
 
     yield start
     for run in started:
@@ -85,10 +85,12 @@ def test_guesses_are_as_many_in_both_processes_whatever_the_clock_of_each_says(a
 
 
 @pytest.mark.deep(*deep.GENERATING)
-def test_chosen_experts_are_counted_over_both_processes_and_written_by_the_first(pair, folder, tmp_path_factory):
-    found = found_by(pair("data=8", "counts"))
-    assert found == found_by([several.start(folder, tmp_path_factory.mktemp("one"), "data=1", "counts")])
-    assert len(list(folder.parent.glob("*.counts3*"))) == 1
+def test_experts_are_counted_over_both_processes_and_copied_by_the_counts_of_the_first(pair, folder, tmp_path_factory):
+    first, second = (found_by(pair("data=8", "counts")) for _ in range(2))
+    one, two = (found_by([several.start(folder, tmp_path_factory.mktemp("one"), "data=1", "counts")]) for _ in range(2))
+    assert (first, first["has_copies"], second["has_copies"]) == (one, False, True)
+    assert (second["tokens"], second["chosen"]) == (two["tokens"], two["chosen"])
+    assert len(list(folder.parent.glob("*.counts3*"))) == 1, "of both processes the first one has the file"
 
 
 def ends_with_one_error(run: several.Run, words: str, since: float) -> None:
@@ -127,6 +129,7 @@ def test_whoever_is_lost_ends_the_other_in_time(pair, number, how):
 def test_ctrl_c_in_process_0_leaves_both_ready_for_the_next_prompt(pair, folder, tmp_path_factory):
     found = found_by(pair("data=8", "interrupted"))
     assert found["how"] == "interrupted"
+    assert [words.split(" ")[0] for words in found["refused"]] == ["trainable", "export", "this"]
     one = found_by([several.start(folder, tmp_path_factory.mktemp("one"), "data=1", "interrupted")])
     assert found["tokens"] == one["tokens"]
 
