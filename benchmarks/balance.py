@@ -9,7 +9,7 @@ its length, and take the seconds that mla_jax/base/mesh_cost.py predicts for the
 all others in its first token. The engine does not know where an answer ends before it has ended. The host takes no time.
 
 - Loads: `chat` has the lengths of drive.py, which are fitted to ShareGPT. In `documents` one prompt in ten has 4,096 to 32,768
-  tokens instead. All come at once, or at random (Poisson) at a share of the rate at which the engine as it is serves those.
+  tokens instead. All come at once, or at random (Poisson) at a share of the rate at which those are served at once.
   They are streamed then, so a row that has just been read gets its first token in a step of its own.
 - Ways: see WAYS. `even` is one shard with the rows and pages of all, whose work each device does an eighth of: about what any
   way could reach.
@@ -91,10 +91,10 @@ WAYS = {
     "round robin": Way(round_robin),
     "fewest requests": Way(by_rows),
     "fewest tokens": Way(reading=1),
-    "as it is": Way(),
+    "reads at once": Way(),
     "decode work moves": Way(moves=True),
     "idle shards help reading": Way(helps=True),
-    "reading waits": Way(waits=True),
+    "as it is": Way(waits=True),
     "even": Way(is_even=True),
 }
 
@@ -249,7 +249,7 @@ class Simulated(Engine):
         if way.is_even:  # as many tokens of each device as on a mesh
             self.limits = dataclasses.replace(self.limits, lines=tuple(parts * line for line in size.lines()))
         self.limits = dataclasses.replace(self.limits, reading=way.reading)
-        self._unhelped, self._has_waited = self.limits, True
+        self._unhelped = self.limits
         self.pretended.lines = [line / parts for line in self.limits.lines]
 
     @property
@@ -266,8 +266,6 @@ class Simulated(Engine):
         readers = sum(bool(one.read) for one in plans)
         if not readers or 2 * readers > len(plans):
             return plans
-        if self.way.waits:
-            return self._without_reading(plans)
         if not self.way.helps:
             return plans
         self.pretended.help = help = len(plans) // readers
@@ -275,14 +273,8 @@ class Simulated(Engine):
         self.limits = dataclasses.replace(self.limits, lines=lines, dispatch=dispatch)
         return super()._decide()
 
-    def _without_reading(self, plans: list[Plan]) -> list[Plan]:
-        """The same, but every other time some rows decode without those that would be read before."""
-        decoding = {job.id for job in self.running if not job.unread and job.left > 0}
-        self._has_waited = not self._has_waited and bool(decoding)
-        if not self._has_waited:
-            return plans
-        plans = [one._replace(read=(), line=None, decode=tuple(i for i in one.decode if i in decoding)) for one in plans]
-        return agreed([one if one.decode else one._replace(steps=0) for one in plans])
+    def _read_together(self, plans: list[Plan]) -> list[Plan]:
+        return super()._read_together(plans) if self.way.waits else plans
 
 
 class Load(NamedTuple):
@@ -367,7 +359,7 @@ def measured(loads: Sequence[str], rates: Sequence[float], requests: int, rows: 
                 load = Load.drawn(LOADS[name], requests, share * served, seed)
             for way, how in WAYS.items():
                 result = serve(how, load, size)
-                if share is None and way == "as it is":
+                if share is None and way == "reads at once":
                     served = result.generated / result.until / load.outputs.mean()
                 yield {"load": name, "arrivals": "at once" if share is None else f"{share:.0%}", "way": way, **result.row()}
 

@@ -28,7 +28,7 @@ from mla_jax.engine.host_tier import HostTier
 from mla_jax.engine.job import Job
 from mla_jax.engine.pages import Pages
 from mla_jax.engine.request import FinishReason, Request
-from mla_jax.engine.scheduler import Plan, Running, Waiting, agreed, assigned, plan
+from mla_jax.engine.scheduler import Plan, Running, Waiting, agreed, assigned, few_read, plan, without_reading
 from mla_jax.engine.shard import Shard, by_shard
 from mla_jax.engine.size import Size
 from mla_jax.engine.stats import EngineStats, between
@@ -65,6 +65,7 @@ class Engine:
         self._tier = HostTier(self.programs, self.size.hosted, self.stats) if self.size.hosted else None
         rows, count = self.size.rows, self.programs.spread.shards
         self.shards = [Shard(number, self._new_pages(), list(range(rows))[::-1]) for number in range(count)]
+        self._has_waited = False  # with reading prompts, at the last decision
         self._arrays: tuple[Any, Any] | None = None  # pool and table, made when the first request comes
 
     def _new_pages(self) -> Pages:
@@ -192,7 +193,13 @@ class Engine:
         most = 2 * sum(len(shard.free_rows) for shard in self.shards)  # some of them may wait for a prefix
         first = [[self._as_waiting(job, shard) for shard in self.shards] for job in self.waiting[:most]]
         waiting = assigned(first, running, [self._free(shard) for shard in self.shards], self.limits)
-        return agreed([self._plan(*each) for each in zip(self.shards, waiting, running, strict=True)])
+        return self._read_together(agreed([self._plan(*each) for each in zip(self.shards, waiting, running, strict=True)]))
+
+    def _read_together(self, plans: list[Plan]) -> list[Plan]:
+        """Prompts that few shards have wait for one dispatch of decode steps, but not twice: until then others have some as well."""
+        decoding = {job.id for job in self.running if not job.unread and job.left > 0}
+        self._has_waited = few_read(plans) and bool(decoding) and not self._has_waited
+        return without_reading(plans, decoding) if self._has_waited else plans
 
     def _plan(self, shard: Shard, waiting: list[Waiting], running: list[Running]) -> Plan:
         return plan(waiting, running, self._free(shard), self.limits)

@@ -4,7 +4,7 @@ One pure function over integers, without a clock: two hosts that see the same re
 (priority, arrival), always. Reading a prompt chooses no token; a decode step chooses one, and writes it into the row's pages."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -127,6 +127,17 @@ def agreed(plans: Sequence[Plan]) -> list[Plan]:
     line = max((plan.line or 0 for plan in plans), default=0)
     steps = min((plan.steps for plan in plans if plan.decode), default=0)
     return [plan._replace(line=line or None, steps=steps) for plan in plans]
+
+
+def few_read(plans: Sequence[Plan]) -> bool:
+    """Whether at most half of several shards have prompts to read: the others would wait for them."""
+    return 0 < 2 * sum(bool(plan.read) for plan in plans) <= len(plans) > 1
+
+
+def without_reading(plans: Sequence[Plan], decoding: Container[int]) -> list[Plan]:
+    """The same where nobody reads, and only the rows decode that have read all before."""
+    rest = [plan._replace(read=(), line=None, decode=tuple(i for i in plan.decode if i in decoding)) for plan in plans]
+    return agreed([plan if plan.decode else plan._replace(steps=0) for plan in rest])
 
 
 def _turn(request: Waiting | Running) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mla_jax.engine.scheduler import Limits, Plan, Running, Waiting, agreed, assigned, plan
+from mla_jax.engine.scheduler import Limits, Plan, Running, Waiting, agreed, assigned, few_read, plan, without_reading
 
 pytestmark = pytest.mark.once  # plain Python
 
@@ -148,3 +148,24 @@ def test_every_request_goes_to_one_shard_at_most_and_no_shard_gets_more_than_it_
     open_rows = sum(LIMITS.rows - len(rows) for rows in running)
     if len(every) < len(requests):
         assert sum(not request.blocked for some in found for request in some) == open_rows, "somebody waits though there is a row"
+
+
+def reads(*pieces: tuple[int, int], decode: tuple[int, ...] = (), steps: int = 0) -> Plan:
+    return Plan((), (), pieces, 16 if pieces else None, decode, steps)
+
+
+def test_prompts_of_at_most_half_of_the_shards_may_wait():
+    some, none = reads((1, 9)), reads()
+    assert few_read([some, none, none, none])
+    assert few_read([some, some, none, none])
+    assert not few_read([some, some, some, none])
+    assert not few_read([none, none])
+    assert not few_read([some])  # of one shard all read
+
+
+def test_while_prompts_wait_the_rows_decode_that_have_read_theirs():
+    plans = [reads((1, 9), decode=(1, 2), steps=8), reads(decode=(3,), steps=8), reads((4, 9), decode=(4,), steps=8)]
+    found = without_reading(plans, {2, 3})
+    assert [(plan.read, plan.line) for plan in found] == [((), None)] * 3
+    assert [plan.decode for plan in found] == [(2,), (3,), ()]
+    assert {plan.steps for plan in found} == {8}
