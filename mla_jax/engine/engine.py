@@ -196,7 +196,7 @@ class Engine:
         return self._read_together(agreed([self._plan(*each) for each in zip(self.shards, waiting, running, strict=True)]))
 
     def _read_together(self, plans: list[Plan]) -> list[Plan]:
-        """Prompts that few shards have wait for one dispatch of decode steps, but not twice: until then others have some as well."""
+        """Prompts that few shards have wait for one dispatch of decode steps, but not twice: then others have some as well."""
         decoding = {job.id for job in self.running if not job.unread and job.left > 0}
         self._has_waited = few_read(plans) and bool(decoding) and not self._has_waited
         return without_reading(plans, decoding) if self._has_waited else plans

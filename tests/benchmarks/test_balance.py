@@ -68,9 +68,14 @@ def test_the_engine_as_it_is_decides_for_itself(monkeypatch):
     def refuse(*_):
         raise AssertionError("another way was taken")
 
-    monkeypatch.setattr(balance.Simulated, "_without_reading", refuse)
     monkeypatch.setattr(balance, "agreed", refuse)
     balance.serve(balance.WAYS["as it is"], load(), SIZE)
+
+
+def test_the_engine_as_it_is_lets_prompts_of_few_shards_wait():
+    waits, at_once = (balance.serve(balance.WAYS[way], load(), SIZE) for way in ("as it is", "reads at once"))
+    assert waits.total == at_once.total
+    assert waits.end.seconds != at_once.end.seconds
 
 
 def test_a_step_takes_what_the_cost_model_says_of_equal_rows():
