@@ -322,7 +322,7 @@ class Engine:
         jobs = [job for job in self._of(list(counts)) if job.row is not None and not job.scores]
         if jobs:
             assert plans[0].line is not None
-            self._dispatch_prefill({job: job.piece(counts[job.id]) for job in jobs}, plans[0].line, [])
+            self._dispatch_prefill({job: job.piece(counts[job.id]) for job in jobs}, plans[0].line, None)
 
     def _score(self) -> None:
         """Sends a piece of the first prompt whose log-probabilities are asked for, if there is one."""
@@ -335,11 +335,11 @@ class Engine:
         assert found is not None
         self._flying.send_scores(job, found, following)
 
-    def _dispatch_prefill(self, pieces: dict[Job, list[int]], line: int, following: list[int]) -> Likely | None:
+    def _dispatch_prefill(self, pieces: dict[Job, list[int]], line: int, following: list[int] | None) -> Likely | None:
         """`following` are the tokens after those of a single piece, if their log-probabilities are asked for."""
         jobs, count = by_shard(list(pieces), len(self.shards)), self.size.pieces
         tokens = of_shards([_padded(itertools.chain.from_iterable(pieces[job] for job in mine), line) for mine in jobs])
-        after = of_shards([_padded(following, line)] * len(jobs)) if following else None
+        after = None if following is None else of_shards([_padded(following, line)] * len(jobs))
         read = of_shards([_padded((len(pieces[job]) for job in mine), count) for mine in jobs])
         at, table = self._padded_rows(jobs, count), self._page_tables(jobs, count)
         pool, rows = self._state()

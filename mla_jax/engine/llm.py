@@ -80,6 +80,7 @@ class LLM:
           is all.
         - `mesh`: "data=4,tensor=2", a mapping of such sizes, a `jax.sharding.Mesh`, or "auto", which takes all devices. Rows and
           their latents are cut over `data`, heads over `tensor`, the tokens of each row over `context`, experts over all.
+        - `device`: for a plan alone, of a mesh of devices that are not here; see `--dry-run`.
         - `coordinator`, `processes`, `process_id`: "HOST:PORT" of process 0, the number of processes that share the mesh, and
           which one this is. Make the LLM in each of them. Process 0 is asked; the others `follow`.
         - `memory_fraction`: the fraction of a GPU's memory to use.

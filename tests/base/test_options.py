@@ -99,6 +99,9 @@ WRONG = {  # of the options of a model
     "cache_tokens": [0, 63, -1, 1e6, "4096", True],
     "host_cache": [-1, -0.5, 2**20 + 1, "8", True, None, math.nan, math.inf],
     "mesh": ["", "data", "data=0", "data=8,data=2", "rows=8", "data=1.5", 8, True, {"data": 0}, {"rows": 2}, ["data=8"]],
+    "coordinator": [8476, True, b"node1:8476"],
+    "processes": [0, -1, "2", 2.0, True],
+    "process_id": [-1, "0", 1.0, True],
     "device": ["", "h300", "H200", "NVIDIA H200", "cpu", 8, True, ["h200"]],
 }
 
