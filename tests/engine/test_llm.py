@@ -471,6 +471,14 @@ def test_experts_on_the_host_answer_as_those_on_the_device_do(llm, folder, monke
     assert "bfloat16 on the host" in said
 
 
+@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.usefixtures("host_library")
+def test_devices_of_a_mesh_share_the_experts_on_the_host(folder, monkeypatch):
+    monkeypatch.setattr(calibrate, "host", lambda *formats: RATES)
+    answers = [LLM(folder, experts="host", mesh=mesh).generate(PROMPTS, GREEDY) for mesh in (None, "data=2")]
+    assert len({tuple(tuple(output.token_ids) for output in outputs) for outputs in answers}) == 1
+
+
 @pytest.mark.usefixtures("host_library")
 def test_a_slow_processor_is_a_note_where_experts_are_on_the_host(llm, folder, monkeypatch):
     monkeypatch.setattr(calibrate, "host", lambda *formats: RATES)
