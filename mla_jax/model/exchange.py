@@ -4,10 +4,11 @@ Each device computes what its own experts make of tokens; the sums over devices 
 the same tokens. Outside of a mesh nothing is exchanged."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base import across
 from mla_jax.base.axes import CONTEXT, DATA, MESH_AXES, TENSOR
@@ -48,22 +49,39 @@ def all_to_all(
     topk_ids = _shared(topk_ids, same, filler=devices * experts)
     goes = (topk_ids[:, :, None] // experts == jnp.arange(devices)).any(1)
     route = across.Route.of(goes.sum(0, dtype=jnp.int32), MESH_AXES)
-    tokens, most = x.shape[0], x.shape[0] * min(devices, topk_ids.shape[1])
-    place = jnp.cumsum(goes.T.reshape(-1)).reshape(devices, -1).T - 1  # of a token that goes to a device, among all that are sent
-    place = jnp.where(goes, place, most)
-    token = jnp.zeros(most, jnp.int32).at[place].set(jnp.arange(tokens)[:, None], mode="drop")
+    tokens, room = x.shape[0], devices * x.shape[0]
+    outbox = Outbox.of(goes, tokens * min(devices, topk_ids.shape[1]))
     joined, apart = across.as_one((x, topk_ids, topk_weights))
-    room = devices * tokens
-    there, ids, weights = apart(across.sent(joined[token], route, tokens, room))
+    there, ids, weights = apart(across.sent(joined[outbox.token], route, tokens, room))
     ids = jnp.where(jnp.arange(room)[:, None] < route.received, own_ids(ids, experts), experts)
-    y = across.sent(compute(there, ids, weights), route.back(), tokens, most)
+    y = across.sent(compute(there, ids, weights), route.back(), tokens, outbox.token.size)
+    return across.gathered(outbox.added_up(y).astype(y.dtype), same)[:count]
 
-    def with_next(device: Array, sums: Array) -> Array:
-        found = y.at[place[:, device]].get(mode="clip")
-        return sums + jnp.where(goes[:, device, None], found, 0)
 
-    sums = jax.lax.fori_loop(0, devices, with_next, jnp.zeros(x.shape, jnp.float32))
-    return across.gathered(sums.astype(y.dtype), same)[:count]
+class Outbox(NamedTuple):
+    """The rows that a device sends: one for each device that a token goes to, one device's rows after the other's."""
+
+    token: Int[Array, " S"]  # of each row
+    place: Int[Array, "n N"]  # of a token's row for each device; S where it does not go there
+
+    @staticmethod
+    def of(goes: Bool[Array, "n N"], rows: int) -> "Outbox":
+        """For tokens that go to some devices; `rows` are as many as there can be."""
+        tokens, devices = goes.shape
+        place = jnp.cumsum(goes.T.reshape(-1)).reshape(devices, tokens).T - 1
+        place = jnp.where(goes, place, rows)
+        token = jnp.zeros(rows, jnp.int32).at[place].set(jnp.arange(tokens)[:, None], mode="drop")
+        return Outbox(token, place)
+
+    def added_up(self, y: Float[Array, "S D"]) -> Float[Array, "n D"]:
+        """The sum of each token's rows, in float32, one device after the other: all at once would be `[n N D]`."""
+
+        def with_next(device: Array, sums: Array) -> Array:
+            place = self.place[:, device]
+            return sums + jnp.where((place < y.shape[0])[:, None], y.at[place].get(mode="clip"), 0)
+
+        tokens, devices = self.place.shape
+        return jax.lax.fori_loop(0, devices, with_next, jnp.zeros((tokens, y.shape[1]), jnp.float32))
 
 
 def _shared(array: Array, axes: tuple[str, ...], filler: int = 0) -> Array:
