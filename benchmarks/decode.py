@@ -9,32 +9,32 @@ tokens/s of a hand-written step of the same shape in plain XLA on an H200. `--pr
 model."""
 
 import dataclasses
-import functools
-import gzip
-import json
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable
 from itertools import product
 from math import prod
-from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import report
 from flax import nnx
+from jax.sharding import PartitionSpec
+from random_models import random_model
 
-from cpu_experts import Experts
 from mla_jax import Config, Transformer
+from mla_jax.base import across
+from mla_jax.base.axes import DATA, MESH_AXES
 from mla_jax.base.batch import Batch
 from mla_jax.cache import paged
 from mla_jax.decode.chosen import STEPS, Found
 from mla_jax.decode.loop import Programs
+from mla_jax.decode.packing import of_shards
 from mla_jax.decode.rows import ADMITTED, Entry, Rows, blank, taken
+from mla_jax.decode.spread import Spread
 from mla_jax.model.dispatch import Dispatch
-from mla_jax.offload.experts import HostExperts
 
 HELD, DISPATCHES = 4096, 8  # tokens in a row's pages once it has run so often
 BARS = {1: 169, 8: 385, 64: 2120}
@@ -42,36 +42,33 @@ SAMPLED = 0.6, 0.95  # temperature and top-p
 SCOPES = ("attention", "experts", "mlp", "unembed", "choose")
 
 
-def random_model(config: Config, on_host: Mapping[int, Experts] | None = None, mtp: bool = False) -> Transformer:
-    """A model with random bf16 weights, made on the device one parameter at a time; experts of layers in `on_host` are given."""
-    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=Dispatch(device=report.device()), mtp=mtp))
-    for number, layer in (on_host or {}).items():
-        model.layers[number].mlp.experts = HostExperts(layer)
-    graph, state = nnx.split(model)
-
-    fill = jax.jit(lambda key, shape, mean: mean + 0.02 * jax.random.normal(key, shape, jnp.bfloat16), static_argnums=(1, 2))
-    keys = jax.random.split(jax.random.key(0), len(nnx.to_flat_state(state)))
-    for key, (_, variable) in zip(keys, nnx.to_flat_state(state), strict=True):
-        variable.set_value(fill(key, variable.shape, float(len(variable.shape) == 1)))
-    return nnx.merge(graph, state)
-
-
 @dataclasses.dataclass
 class Sequences:
-    """Rows of a table, the pool with their tokens, and where these are."""
+    """Rows of a table, the pool with their tokens, and where these are; on a mesh with an axis of data shards in front."""
 
     programs: Programs
     pool: paged.Pool
     rows: Rows
-    page_table: np.ndarray
+    tables: np.ndarray  # the pages of all rows
+    at: np.ndarray  # of each row that runs; past the table where a shard has fewer rows than others
+    count: int  # of rows that run
 
     @property
-    def at(self) -> np.ndarray:
-        return np.arange(self.page_table.shape[0], dtype=np.int32)
+    def page_table(self) -> np.ndarray:
+        return self.tables[..., : self.at.shape[-1], :]
+
+    def take(self, count: int) -> None:
+        """From now on the first `count` rows run, as many in each shard."""
+        shards = self.programs.spread.shards
+        each = -(-count // shards)
+        row = np.arange(each, dtype=np.int32)
+        runs = np.arange(shards)[:, None] * each + row < count
+        self.at, self.count = of_shards(list(np.where(runs, row, self.tables.shape[-2]))), count
 
     def run(self, steps: int) -> Found:
         """Sends one dispatch."""
-        self.pool, self.rows, found = self.programs.run(self.pool, self.rows, self.at, self.page_table, np.int32(steps))
+        same = of_shards([np.int32(steps)] * self.programs.spread.shards)
+        self.pool, self.rows, found = self.programs.run(self.pool, self.rows, self.at, self.page_table, same)
         return found
 
     def copy(self) -> "Sequences":
@@ -80,16 +77,27 @@ class Sequences:
         return dataclasses.replace(self, pool=pool, rows=rows)
 
 
-def sequences(programs: Programs, count: int, temperature: float = 0.0, top_p: float = 1.0) -> Sequences:
-    """`count` rows with random latents in all but the last slots of HELD; each has a seed of its own."""
-    capacity, key = DISPATCHES * STEPS, jax.random.key(1)
-    table = np.asarray(paged.in_order(count, HELD))
-    pool, rows = programs.new(count, table.size)
-    for first in range(0, count, ADMITTED):
-        some = entry(first, HELD - capacity, temperature, top_p)
-        rows = programs.admit(rows, first + np.arange(ADMITTED, dtype=np.int32), some)
-    rows = dataclasses.replace(rows, last=jax.random.normal(key, rows.last.shape, rows.last.dtype))
-    return Sequences(programs, random_pool(pool, key), rows, table)
+def sequences(programs: Programs, count: int, temperature: float = 0.0, top_p: float = 1.0, held: int = HELD) -> Sequences:
+    """`count` rows with random latents in all but the last slots of `held`; each has a seed of its own."""
+    shards, left = programs.spread.shards, held - DISPATCHES * STEPS
+    each = -(-count // shards)
+    table = np.asarray(paged.in_order(each, held))
+    pool, rows = programs.new(each, table.size)
+    rows = admitted(programs, rows, each, lambda first: entry(first, left, temperature, top_p))
+    rows = dataclasses.replace(rows, last=randomized(programs.spread, rows.last))
+    found = Sequences(programs, randomized(programs.spread, pool), rows, of_shards([table] * shards), np.zeros(0, np.int32), 0)
+    found.take(count)
+    return found
+
+
+def admitted(programs: Programs, rows: Rows, each: int, of_rows: Callable[[int], Entry]) -> Rows:
+    """The table with new requests in `each` rows of every data shard; `of_rows(first)` are some, from this row of all on."""
+    shards = programs.spread.shards
+    for first in range(0, each, ADMITTED):
+        at = first + np.arange(ADMITTED, dtype=np.int32)
+        given = [of_rows(shard * each + first) for shard in range(shards)]
+        rows = programs.admit(rows, of_shards([at] * shards), of_shards(given))
+    return rows
 
 
 def entry(first: int, held: int, temperature: float, top_p: float) -> Entry:
@@ -101,20 +109,26 @@ def entry(first: int, held: int, temperature: float, top_p: float) -> Entry:
     return dataclasses.replace(new, held=new.held + held, prompt=new.prompt + held, limit=new.limit + HELD, sampling=sampling)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def random_pool(pool: paged.Pool, key: jax.Array) -> paged.Pool:
-    def random(array: jax.Array) -> jax.Array:
-        numbers = paged.NUMBERS.get(array.dtype, array.dtype)
-        value = jax.random.normal(key, array.shape, jnp.bfloat16).astype(numbers)
+def randomized(spread: Spread, arrays: Any) -> Any:
+    """Random numbers in the place of these arrays, which are taken; devices of one data shard have the same."""
+
+    def of_device(arrays: Any, key: jax.Array) -> Any:
+        return jax.tree.map(lambda array: random(array, jax.random.fold_in(key, across.index(DATA))), arrays)
+
+    def random(array: jax.Array, key: jax.Array) -> jax.Array:
+        value = jax.random.normal(key, array.shape, jnp.bfloat16).astype(paged.NUMBERS.get(array.dtype, array.dtype))
         return jax.lax.bitcast_convert_type(value, array.dtype)
 
-    return {name: random(array) for name, array in pool.items()}
+    if spread.mesh is not None:
+        own = PartitionSpec(MESH_AXES)
+        of_device = jax.shard_map(of_device, mesh=spread.mesh, in_specs=(own, PartitionSpec()), out_specs=own, check_vma=False)
+    return jax.jit(of_device, donate_argnums=0)(arrays, jax.random.key(1))
 
 
 def floor_bytes(model: Transformer, found: Sequences) -> tuple[float, float]:
     """The bytes that one step must read, and the mean number of experts that it touches per layer."""
     graph, weights = nnx.split(model)
-    count = found.page_table.shape[0]
+    count = found.count
 
     @jax.jit
     def loads(weights: nnx.State, pool: paged.Pool, rows: Rows, at: jax.Array, page_table: jax.Array) -> list[jax.Array]:
@@ -169,7 +183,7 @@ def seconds_per_step(found: Sequences, count: int = 5) -> float:
     last = [found.run(STEPS) for _ in range(count)][-1]
     jax.block_until_ready(last)
     seconds = time.perf_counter() - start
-    assert (last.tokens().count == STEPS).all(), "a row has ended"
+    assert last.tokens().count.sum() == found.count * STEPS, "a row has ended"
     return seconds / count / STEPS
 
 
@@ -189,21 +203,12 @@ def profile_run(found: Sequences) -> dict[str, float]:
     steps = 8
     program = found.programs.run.lower(found.pool, found.rows, found.at, found.page_table, np.int32(steps))
     places = places_of(program.compile().as_text() or "")
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, create_perfetto_trace=True):
-            start = time.perf_counter()
-            jax.block_until_ready(found.run(steps))
-            wall = time.perf_counter() - start
-        (file,) = Path(folder).rglob("perfetto_trace.json.gz")
-        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-    streams = {(e["pid"], e.get("tid")) for e in events if e.get("ph") == "M" and "Stream" in str(e.get("args", {}).get("name"))}
-    spent: Counter[str] = Counter()
-    for event in events:
-        if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
-            place = places.get(event["name"], "")
-            spent[next((s for s in SCOPES if f"/{s}/" in place), "other")] += event["dur"] / 1e6
-    busy = sum(spent.values())
-    return {scope: 100 * seconds / wall for scope, seconds in spent.most_common()} | {"no kernel": 100 * (1 - busy / wall)}
+    traced, spent = report.traced(lambda: found.run(steps)), Counter[str]()
+    for kernel, seconds in traced.kernels.items():
+        place = places.get(kernel, "")
+        spent[next((s for s in SCOPES if f"/{s}/" in place), "other")] += seconds
+    shares = {scope: 100 * seconds / traced.wall for scope, seconds in spent.most_common()}
+    return shares | {"no kernel": 100 * (1 - sum(spent.values()) / traced.wall)}
 
 
 def main():
@@ -212,26 +217,17 @@ def main():
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--attention", nargs="+", default=["auto", "fused"], metavar="FORM")
     parser.add_argument("--kv-cache", default="auto", help="fp8: latents in E4M3")
-    parser.add_argument("--formats", nargs="+", default=["bf16"], help="of the weights, as packed_models.py makes them")
+    parser.add_argument("--formats", nargs="+", default=["bf16"], help="of the weights, as random_models.py makes them")
     parser.add_argument("--sampled", action="store_true", help="also sampled steps, as a share of greedy ones")
     options = parser.parse_args()
     rows = []
     for format in options.formats:
-        model = model_in(format, Config.preset("v2_lite"))
+        model = random_model(Config.preset("v2_lite"), format)
         for batch, attention in product(options.batch, options.attention):
             model.dispatch = Dispatch(attention, kv_cache=options.kv_cache, device=report.device())
             rows.append({"weights": format} | measure(model, batch, options.profile, options.sampled))
             print(rows[-1], flush=True)
     report.show(rows, options.out, benchmark="decode", model="V2-Lite shape, random weights", held=HELD)
-
-
-def model_in(format: str, config: Config, mtp: bool = False) -> Transformer:
-    """A model with random weights in bf16, or in a format of packed_models.py."""
-    if format == "bf16":
-        return random_model(config, mtp=mtp)
-    import packed_models  # needs a JAX that has the kernels
-
-    return packed_models.random_model(config, format, mtp=mtp)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import report
-from decode import DISPATCHES, HELD, Sequences, entry, model_in, sequences
+from decode import DISPATCHES, HELD, Sequences, admitted, entry, randomized, sequences
 from jaxtyping import Array, Bool, Int
+from random_models import random_model
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 from demo import corpus
@@ -44,6 +45,7 @@ from mla_jax.cache.paged import PAGE, Pool
 from mla_jax.decode import speculative
 from mla_jax.decode.chosen import STEPS, Chosen, Found
 from mla_jax.decode.loop import Programs
+from mla_jax.decode.packing import of_shards
 from mla_jax.decode.rows import ADMITTED, Entry, blank
 from mla_jax.decode.speculative import Mtp
 from mla_jax.decode.steps import Asked, Going
@@ -92,8 +94,8 @@ class Measured(NamedTuple):
     passes: int  # of the loop
 
     @classmethod
-    def of(cls, seconds: float, found: Sequence[Chosen]) -> "Measured":
-        assert all((chosen.count == STEPS).all() for chosen in found), "a row has ended"
+    def of(cls, seconds: float, found: Sequence[Chosen], rows: int) -> "Measured":
+        assert all(chosen.count.sum() == rows * STEPS for chosen in found), "a row has ended"
         passes = [chosen.count - chosen.stood.sum(1) for chosen in found]
         tokens = sum(int(chosen.count.sum()) for chosen in found)
         return cls(seconds, tokens, sum(int(each.sum()) for each in passes), sum(int(each.max()) for each in passes))
@@ -111,7 +113,7 @@ class Bench:
     """A model with random weights, and the programs that are compared."""
 
     def __init__(self, config: Config, format: str):
-        self.model, drafter = model_in(format, config, mtp=True), Forced()
+        self.model, drafter = random_model(config, format, mtp=True), Forced()
         self.plain, self.forced = Programs(self.model), Programs(self.model, drafter=drafter)
         self.drafting = Drafting(config, self.model.dispatch.device, drafter)
 
@@ -130,15 +132,7 @@ class Bench:
 
     def measure(self, found: Sequences, drafts: int = 0, acceptance: float = 0.0) -> Measured:
         """Rows of `found`, admitted anew; without drafts, plain decoding."""
-        restart(found, acceptance)
-
-        def send() -> Found:
-            given = found.pool, found.rows, found.at, found.page_table, np.int32(STEPS)
-            run = self.forced.run_with_drafts if drafts else self.plain.run
-            found.pool, found.rows, chosen = run(*given, *([np.int32(drafts)] if drafts else []))
-            return chosen
-
-        return timed(send)
+        return measured_rows(found, self.forced if drafts else self.plain, drafts, acceptance)
 
     def expected(self, rows: int, drafts: int, acceptance: float) -> float:
         """Times as fast as plain, by the cost model."""
@@ -151,15 +145,26 @@ class Bench:
         return max(range(most + 1), key=lambda drafts: self.expected(rows, drafts, acceptance))
 
 
+def measured_rows(found: Sequences, programs: Programs, drafts: int, acceptance: float) -> Measured:
+    """What these programs make of the rows of `found`, admitted anew."""
+    restart(found, acceptance)
+    shards = programs.spread.shards
+    numbers = [of_shards([np.int32(number)] * shards) for number in (STEPS, drafts)]
+
+    def send() -> Found:
+        given = found.pool, found.rows, found.at, found.page_table
+        sent = programs.run_with_drafts(*given, *numbers) if drafts else programs.run(*given, numbers[0])
+        found.pool, found.rows, chosen = sent
+        return chosen
+
+    return timed(send, found.count)
+
+
 def restart(found: Sequences, acceptance: float) -> None:
     """Admits the rows again, over the tokens that are in their pages; each guess stands with this probability."""
-    programs, count = found.programs, found.page_table.shape[0]
-    for first in range(0, count, ADMITTED):
-        at = first + np.arange(ADMITTED, dtype=np.int32)
-        given = with_acceptance(entry(first, HELD - DISPATCHES * STEPS, 0.0, 1.0), acceptance)
-        found.rows = programs.admit(found.rows, at, given)
-    last = jax.random.normal(jax.random.key(1), found.rows.last.shape, found.rows.last.dtype)
-    found.rows = dataclasses.replace(found.rows, last=last)
+    programs, each, held = found.programs, found.at.shape[-1], found.tables.shape[-1] * PAGE - DISPATCHES * STEPS
+    rows = admitted(programs, found.rows, each, lambda first: with_acceptance(entry(first, held, 0.0, 1.0), acceptance))
+    found.rows = dataclasses.replace(rows, last=randomized(programs.spread, rows.last))
 
 
 def with_acceptance(given: Entry, acceptance: float) -> Entry:
@@ -167,12 +172,12 @@ def with_acceptance(given: Entry, acceptance: float) -> Entry:
     return dataclasses.replace(given, sampling=dataclasses.replace(given.sampling, seed=seed))
 
 
-def timed(send: Callable[[], Found]) -> Measured:
+def timed(send: Callable[[], Found], rows: int) -> Measured:
     jax.block_until_ready(send())
     start = time.perf_counter()
     sent = [send() for _ in range(TIMED)]
     jax.block_until_ready(sent[-1])
-    return Measured.of(time.perf_counter() - start, [found.tokens() for found in sent])
+    return Measured.of(time.perf_counter() - start, [found.tokens() for found in sent], rows)
 
 
 def measured(config: Config, batches: Sequence[int], acceptances: Sequence[float], format: str) -> Iterator[dict]:
@@ -237,7 +242,7 @@ def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="rows")
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.5, 0.7, 0.85, 0.95], help="of each guess")
-    parser.add_argument("--format", default="bf16", help="of the weights, as packed_models.py makes them")
+    parser.add_argument("--format", default="bf16", help="of the weights, as random_models.py makes them")
     parser.add_argument("--demo", action="store_true", help="the demo model with real guesses instead")
     parser.add_argument("--small", action="store_true", help="a tiny model and few rows")
     options = parser.parse_args()

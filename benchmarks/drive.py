@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import report  # noqa: F401  (it puts this folder last)
-from decode import model_in, random_model
+from random_models import random_model
 
 from mla_jax import Config, SamplingParams
 from mla_jax.cache.paged import PAGE
@@ -86,7 +86,7 @@ class Bench:
 
     def __init__(self, scale: Scale, format: str = "bf16"):
         self.scale, self.size, self.rng = scale, scale.size, np.random.default_rng(0)
-        self.programs = Programs(model_in(format, scale.model))
+        self.programs = Programs(random_model(scale.model, format))
         self.engine = Engine(self.programs, scale.model, None, scale.size)
         self.deep = functools.cache(lambda: Programs(random_model(scale.deep)))
 

@@ -1,138 +1,225 @@
-"""A model on the meshes of the GPUs that are here: prompts and decoding through the engine, V2-Lite's shape, random bf16 weights.
+"""A model with random weights on meshes of the GPUs that are here: decoding, drafts and prompts, beside what is predicted.
 
     python benchmarks/meshes.py --out meshes.json
-    python benchmarks/meshes.py --meshes data=1 data=2 tensor=2 --rows 64 256
-    python benchmarks/meshes.py --small                    (a tiny model on simulated CPU devices: does the script work?)
+    python benchmarks/meshes.py --meshes data=1 data=2 tensor=2 --rows 64 256 --exchange all_to_all
+    python benchmarks/meshes.py --model v3 --rows 1 32 512 --drafts                   (eight H200: FP8, 61 layers)
+    python benchmarks/meshes.py --model v3 --rows 1 32 512 --part-of 8 --layers 31    (a part of these, on fewer GPUs)
+    python benchmarks/meshes.py --small                  (a tiny model on simulated CPU devices: does the script work?)
 
-All rows have prompts of one length, and outputs of one length. "prompts" are tokens a second until each row has its first token,
-"decode" those of the same requests once more, whose prompts are in the cache. Both are of all devices together, and nothing is
-compiled meanwhile. "predicted" is what base/mesh_cost.py says of the same mesh and rows. "times" compares with the first mesh."""
+Rows and tokens/s are of all devices together. Each row holds `--held` tokens, or will have read a prompt of that length. Steps
+are sent ahead of one another, 32 at a time. Random weights guess nothing right, so a coin says which guesses stand
+(drafts.py).
 
-import functools
+- `of the floor %`: the time to read what a step must read from the fullest device's memory, or to compute what prompts need, in
+  percent of the time.
+- `messages %`: the part of the time that kernels of messages run on a device, in which it may wait for others.
+- `predicted`: what base/mesh_cost.py says of the same.
+- `tokens that fit`: of cache, on all devices, beside weights and what the programs take; no row where rows do not fit.
+- `of the first`: tokens/s by those of the first mesh.
+
+`--part-of 8` makes the devices a part of eight: they have their part of the routed experts, so that each has as many as on eight,
+and their part of the rows. Then an expert gets as many tokens as on eight devices, and messages go to fewer."""
+
+import argparse
+import dataclasses
+import gc
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import report
-from flax import nnx
-from jax.sharding import NamedSharding
+from decode import DISPATCHES, STEPS, Sequences, admitted, entry, seconds_per_step, sequences
+from drafts import Forced, Measured, is_odd, measured_rows, restart
+from random_models import random_model
 
-from mla_jax import Config, SamplingParams, Transformer
-from mla_jax.base.axes import MESH_AXES, parse_mesh
+from mla_jax import Config
+from mla_jax.base.axes import parse_mesh
 from mla_jax.base.devices import Devices
-from mla_jax.base.mesh_cost import MeshCost
+from mla_jax.base.mesh_cost import MeshCost, Predicted, packed
 from mla_jax.cache.paged import PAGE
-from mla_jax.decode.loop import Programs
-from mla_jax.engine.engine import Engine
-from mla_jax.engine.request import Request
-from mla_jax.engine.size import Size
-from mla_jax.model import layout
+from mla_jax.decode import speculative
+from mla_jax.decode.loop import Programs, Sizes
+from mla_jax.decode.packing import of_shards
 from mla_jax.model.dispatch import Dispatch
-from mla_jax.model.layout import Layout
-from mla_jax.model.ops import Shapes
 
 SMALL = {
     "hidden_size": 256,
     "intermediate_size": 256,
-    "moe_intermediate_size": 64,
+    "moe_intermediate_size": 128,
     "num_attention_heads": 8,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 4,
     "n_routed_experts": 16,
     "vocab_size": 1024,
     "kv_lora_rank": 64,
 }
+MESSAGES = re.compile("nccl|psum|pmax|all_gather|all_to_all|all-|reduce-scatter", re.I)  # in the names of kernels
+PROMPTS = 6  # dispatches that are timed
 
 
-def random_model(config: Config, mesh: str, exchange: str) -> Transformer:
-    """Random bf16 weights, of which each device makes its own part."""
-    devices = Devices.of(parse_mesh(mesh), report.device())
-    plan = Layout(*(devices.sizes[axis] for axis in MESH_AXES))
-    dispatch = Dispatch(device=report.device(), layout=plan, exchange=exchange)
-    graph, state = nnx.split(Transformer(config, Shapes(), dispatch=dispatch))
-    keys = iter(jax.random.split(jax.random.key(0), len(nnx.to_flat_state(state))))
+class Bench:
+    """A model on a mesh, and rows that hold something."""
 
-    def filled(words: tuple[str, ...], value: jax.ShapeDtypeStruct) -> jax.Array:
-        sharding = NamedSharding(devices.mesh, plan.specs(words, value))
-        return random(value.shape, sharding)(next(keys))
+    def __init__(self, config: Config, mesh: str, exchange: str, held: int, drafts: bool):
+        self.config, self.held = config, held
+        self.devices = Devices.of(parse_mesh(mesh), report.device())
+        format = "fp8_block" if config.quantization_config else "bf16"
+        dispatch = Dispatch(device=report.device(), exchange=exchange)
+        self.model = random_model(config, format, dispatch, mtp=drafts, devices=self.devices)
+        self.plain, self.drafted = Programs(self.model), Programs(self.model, drafter=Forced(1)) if drafts else None
+        self.cost = MeshCost(config, self.devices.sizes, report.device(), packed(config))
+        self.chunk = self.model.dispatch.chunk(self.model)
+        self.found: Sequences | None = None
 
-    return nnx.merge(graph, layout.of_parameters(state, filled))
+    @property
+    def shards(self) -> int:
+        return self.devices.sizes["data"]
+
+    @property
+    def pieces(self) -> int:
+        """Prompts in one dispatch of a shard."""
+        return max(self.chunk // self.held, 1)
+
+    def each(self, rows: int) -> int:
+        """Rows of a shard."""
+        return -(-rows // self.shards)
+
+    def prepare(self, counts: list[int]) -> list[int]:
+        """Compiles everything and makes the cache; the numbers of rows that fit."""
+        tokens = self.tokens_that_fit()
+        fitting = [count for count in counts if tokens is None or self.each(count) * self.shards * self.held <= tokens]
+        most = max(*fitting, self.pieces * self.shards)
+        each = [self.each(count) for count in fitting]
+        self.found = sequences(self.plain, most, held=self.held)
+        pool, rows, width = self.found.pool, self.found.rows, self.held // PAGE
+        started = [(self.plain, Sizes(width, self.pieces, each, read=[self.chunk]))]
+        if self.drafted is not None:
+            started.append((self.drafted, Sizes(width, self.pieces, drafted=each)))
+        with ThreadPoolExecutor(len(started)) as together:
+            list(together.map(lambda one: one[0].prepare(pool, rows, one[1]), started))
+        return fitting
+
+    def tokens_that_fit(self) -> int | None:
+        """Of cache, on all devices, if programs take what is predicted; None where a device does not tell."""
+        stats = self.devices.first.memory_stats() or {}
+        if "bytes_limit" not in stats:
+            return None
+        free = stats["bytes_limit"] - stats["bytes_in_use"] - self.cost.working_bytes()
+        return int(free / self.cost.token_bytes) * self.shards
+
+    def decoding(self, rows: int, profile: bool) -> dict:
+        found = self.rows(rows)
+        restart(found, 0.0)
+        seconds = seconds_per_step(found, DISPATCHES - 2)
+        traced = report.traced(lambda: found.run(2)) if profile else None
+        return self.figures("decode", rows, rows, seconds, self.cost.decode(self.each(rows), self.held), traced)
+
+    def drafting(self, rows: int, acceptance: float) -> dict:
+        """A pass over a token and one guess."""
+        assert self.drafted is not None
+        measured: Measured = measured_rows(self.rows(rows), self.drafted, 1, acceptance)
+        row = {"what": f"decode, drafts {acceptance}", "rows": rows, "ms": 1e3 * measured.seconds / measured.passes}
+        return row | {"tokens/s": measured.rate}
+
+    def reading(self, profile: bool) -> dict:
+        """Prompts, as many in each shard as a dispatch reads."""
+        found, shards = self.rows(self.pieces * self.shards), self.shards
+        new = min(self.chunk, self.held)
+        rng, counts = np.random.default_rng(0), np.full(self.pieces, new, np.int32)
+        lines = [rng.integers(2, self.config.vocab_size, self.chunk, np.int32) for _ in range(shards)]
+        sent = found.at, of_shards(lines), of_shards([counts] * shards), found.page_table
+
+        def run() -> Any:
+            """From the beginning, one dispatch after the other."""
+            rows = admitted(self.plain, found.rows, self.pieces, lambda first: entry(first, 0, 0.0, 1.0))
+            found.pool, found.rows, _ = self.plain.prefill(found.pool, rows, *sent)
+            return found.rows
+
+        seconds = report.best_seconds(lambda: [run() for _ in range(PROMPTS)][-1], 2) / PROMPTS
+        traced = report.traced(run) if profile else None
+        rows, tokens = self.pieces * shards, self.pieces * new * shards
+        return self.figures("prompts", rows, tokens, seconds, self.cost.prompts(self.held), traced)
+
+    def rows(self, count: int) -> Sequences:
+        assert self.found is not None
+        self.found.take(count)
+        return self.found
+
+    def figures(
+        self, what: str, rows: int, tokens: int, seconds: float, predicted: Predicted, traced: report.Traced | None
+    ) -> dict:
+        floor = predicted.seconds - predicted.messages.seconds - self.config.num_hidden_layers * report.device().between
+        row = {"what": what, "rows": rows, "ms": 1e3 * seconds, "tokens/s": tokens / seconds}
+        row |= {"predicted ms": 1e3 * predicted.seconds, "of the floor %": 100 * floor / seconds}
+        row |= {"exchange": predicted.exchange, "predicted messages %": 100 * predicted.share}
+        if traced is not None:
+            spent = sum(time for name, time in traced.kernels.items() if MESSAGES.search(name))
+            row["messages %"] = 100 * spent / traced.wall
+            print([(n, round(1e3 * t / traced.wall)) for n, t in traced.kernels.most_common(14)], flush=True)
+        return row
 
 
-@functools.cache
-def random(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """Makes weights of this shape; norms are around 1."""
-    mean = float(len(shape) == 1)
-    return jax.jit(lambda key: mean + 0.02 * jax.random.normal(key, shape, jnp.bfloat16), out_shardings=sharding)
-
-
-def serve(engine: Engine, prompts: list[list[int]], output: int) -> float:
-    """Seconds until all have their answers."""
-    params = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, max_tokens=output, seed=0)
+def measured(config: Config, mesh: str, options: argparse.Namespace, rows: list[int]) -> Iterator[dict]:
+    bench = Bench(config, mesh, options.exchange, options.held, options.drafts)
+    used = (bench.devices.first.memory_stats() or {}).get("bytes_in_use", 0)
+    about = {"mesh": mesh, "weights GiB": used / 2**30, "tokens that fit": bench.tokens_that_fit()}
     start = time.perf_counter()
-    jobs = [engine.submit(Request(prompt, params, ())) for prompt in prompts]
-    while not all(job.done for job in jobs):
-        engine.step()
-    return time.perf_counter() - start
+    fitting = bench.prepare(rows)
+    print(f"{mesh}: compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    for count in fitting:
+        yield about | bench.decoding(count, options.profile)
+        if options.drafts:
+            yield about | bench.drafting(count, options.acceptance)
+    yield about | bench.reading(options.profile)
 
 
-def measure(model: Transformer, mesh: str, rows: int, prompt: int, output: int) -> dict:
-    config = model.config
-    programs, shards = Programs(model), parse_mesh(mesh).get("data", 1)
-    each = -(-rows // shards)
-    pages = each * -(-(prompt + 1 + output) // PAGE)
-    engine = Engine(programs, config, None, Size(each, pages, prompt + 1 + output, model.dispatch.chunk(model)), 0)
-    start, rng = time.perf_counter(), np.random.default_rng(0)
-    engine.warm_up()
-    compiling = time.perf_counter() - start
-    first, second = rng.integers(2, config.vocab_size, (2, rows, prompt + 1)).tolist()
-    serve(engine, first, output)
-    reading, decoding = serve(engine, second, 1), serve(engine, second, output)  # which finds its prompts in the cache
-    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
-    return {
-        "mesh": mesh,
-        "rows": rows,
-        "weights a device, GiB": held / 2**30,
-        "prompts, tokens/s": rows * prompt / reading,
-        "decode, tokens/s": rows * output / decoding,
-        "ms a step": decoding / output * 1e3,
-        "compile, s": compiling,
-    }
-
-
-def predicted(config: Config, mesh: str, rows: int, held: int) -> float:
-    """Tokens a second of decoding."""
-    sizes = dict.fromkeys(MESH_AXES, 1) | parse_mesh(mesh)
-    return MeshCost(config, sizes, report.device()).decode(-(-rows // sizes["data"]), held).tokens
+def config_of(options: argparse.Namespace) -> Config:
+    """The model, or the part of it that its devices have of `--part-of`."""
+    changes: dict[str, Any] = dict(SMALL) if options.small else {}
+    if options.layers:
+        changes["num_hidden_layers"] = options.layers
+    if options.drafts:
+        changes["num_nextn_predict_layers"] = 1
+    config = Config.preset(options.model, **changes)
+    if not options.part_of:
+        return config
+    devices = Devices.of(parse_mesh(options.meshes[0])).count
+    return dataclasses.replace(config, n_routed_experts=(config.n_routed_experts or 0) * devices // options.part_of)
 
 
 def main() -> None:
     parser = report.arguments((__doc__ or "").splitlines()[0])
-    parser.add_argument("--meshes", nargs="+", default=None, help="the first is compared with")
-    parser.add_argument("--rows", nargs="+", type=int, default=[16, 128])
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of each row's prompt")
-    parser.add_argument("--output", type=int, default=128)
+    parser.add_argument("--model", default="v2_lite", choices=["v2_lite", "v3"])
+    parser.add_argument("--meshes", nargs="+", default=[], help="the first is compared with")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 64, 512])
+    parser.add_argument("--held", type=int, default=4096, help="tokens of each row")
     parser.add_argument("--exchange", default="auto", help="gather, all_to_all or auto")
+    parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument("--part-of", type=int, help="devices of which the mesh is a part")
+    parser.add_argument("--drafts", action="store_true", help="also with one guess a pass")
+    parser.add_argument("--acceptance", type=float, default=0.85, help="of a guess")
+    parser.add_argument("--profile", action="store_true", help="also the time in messages")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     if options.small:
         jax.config.update("jax_num_cpu_devices", 8)
-        options.prompt, options.output = 64, 16
-    config = Config.preset("v2_lite", **(SMALL if options.small else {}))
+        options.held, options.rows = DISPATCHES * STEPS + PAGE, options.rows[:2]
     count = len(jax.devices())
-    meshes = options.meshes or ["data=1", f"data={count}", f"tensor={count}", f"context={count}"]
-    rows, first = [], {}
-    for mesh in meshes:
-        model = random_model(config, mesh, options.exchange)
-        for number in options.rows:
-            found = measure(model, mesh, number, options.prompt, options.output)
-            before = first.setdefault(number, found)
-            found["times"] = found["decode, tokens/s"] / before["decode, tokens/s"]
-            found["predicted tokens/s"] = predicted(config, mesh, number, options.prompt + options.output // 2)
-            rows.append(found)
-            print(found, flush=True)
-    report.show(rows, options.out, prompt=options.prompt, output=options.output, exchange=options.exchange)
+    options.meshes = options.meshes or ["data=1", f"data={count}", f"tensor={count}", f"context={count}"]
+    config, rows, first = config_of(options), [], {}
+    speculative.stands = is_odd if options.drafts else speculative.stands
+    share = Devices.of(parse_mesh(options.meshes[0])).count / options.part_of if options.part_of else 1
+    for mesh in options.meshes:
+        for row in measured(config, mesh, options, [max(int(count * share), 1) for count in options.rows]):
+            alike = row["what"], row["rows"] if row["what"] != "prompts" else None
+            row["of the first"] = row["tokens/s"] / first.setdefault(alike, row["tokens/s"])
+            rows.append(row)
+            print(row, flush=True)
+        gc.collect()  # the model, for the next one's memory
+    report.show(rows, options.out, asked=vars(options) | {"out": None})
 
 
 if __name__ == "__main__":

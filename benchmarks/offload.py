@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import report
 from flax import nnx
+from random_models import random_model
 
 from cpu_experts import Experts, ffi, packed
 from mla_jax import Config, Transformer
@@ -159,7 +160,7 @@ def on_host(model: Transformer, rates: calibrate.HostRates, routed: Routed | Non
 
 def replicated_rows(name: str, precision: str, folder: Path, shares: list[float]) -> Iterator[dict]:
     config, batches, *_ = SHAPES[name]
-    model = decode.random_model(config, dict(layers(config, precision, folder)))
+    model = random_model(config, on_host=dict(layers(config, precision, folder)))
     for seed, mlp in enumerate(mixed(model)):
         mlp.router = Skewed(mlp.router, seed)
     likely, rates = chosen(model), calibrate.host(precision)
@@ -214,7 +215,7 @@ def measured(name: str, precision: str, folder: Path, prompts: bool) -> Iterator
     config, batches, defers, lengths = SHAPES[name]
     start = time.perf_counter()
     packed_layers = dict(layers(config, precision, folder))
-    model = decode.random_model(config, packed_layers)
+    model = random_model(config, on_host=packed_layers)
     print(
         f"{name}: {len(packed_layers)} layers of experts in {precision}, made in {time.perf_counter() - start:.0f} s", flush=True
     )

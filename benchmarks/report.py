@@ -1,12 +1,16 @@
-"""Helpers of all benchmarks: the device, timing, a table and a JSON file."""
+"""Helpers of all benchmarks: the device, timing, kernels in a trace, a table and a JSON file."""
 
 import argparse
 import datetime
+import gzip
 import json
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -36,6 +40,31 @@ def best_seconds(run: Callable[[], object], repeats: int = 3) -> float:
         jax.block_until_ready(run())
         times.append(time.perf_counter() - start)
     return min(times[1:])
+
+
+class Traced(NamedTuple):
+    """The wall time of something, and that of each kernel by its name, of one device on average; in seconds."""
+
+    wall: float
+    kernels: Counter[str]
+
+
+def traced(run: Callable[[], object]) -> Traced:
+    """Runs it once, under JAX's profiler."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, create_perfetto_trace=True):
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            wall = time.perf_counter() - start
+        (file,) = Path(folder).rglob("perfetto_trace.json.gz")
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    streams = {(e["pid"], e.get("tid")) for e in events if e.get("ph") == "M" and "Stream" in str(e.get("args", {}).get("name"))}
+    spent: Counter[str] = Counter()
+    for event in events:
+        if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
+            spent[event["name"]] += event["dur"] / 1e6
+    devices = len({process for process, _ in streams}) or 1
+    return Traced(wall, Counter({name: seconds / devices for name, seconds in spent.items()}))
 
 
 def show(rows: list[dict], out: Path | None, **about) -> None:
