@@ -122,7 +122,8 @@ def randomized(spread: Spread, arrays: Any) -> Any:
     if spread.mesh is not None:
         own = PartitionSpec(MESH_AXES)
         of_device = jax.shard_map(of_device, mesh=spread.mesh, in_specs=(own, PartitionSpec()), out_specs=own, check_vma=False)
-    return jax.jit(of_device, donate_argnums=0)(arrays, jax.random.key(1))
+    in_place = jax.jit(of_device, donate_argnums=0, keep_unused=True)  # what JAX drops as unused, it does not give the room of
+    return in_place(arrays, jax.random.key(1))
 
 
 def floor_bytes(model: Transformer, found: Sequences) -> tuple[float, float]:

@@ -115,7 +115,7 @@ class Bench:
         restart(found, 0.0)
         seconds = seconds_per_step(found, DISPATCHES - 2)
         traced = report.traced(lambda: found.run(2)) if profile else None
-        return self.figures("decode", rows, rows, seconds, self.cost.decode(self.each(rows), self.held), traced)
+        return figures("decode", rows, rows, seconds, self.cost.decode(self.each(rows), self.held), traced)
 
     def drafting(self, rows: int, acceptance: float) -> dict:
         """A pass over a token and one guess."""
@@ -141,25 +141,22 @@ class Bench:
         seconds = report.best_seconds(lambda: [run() for _ in range(PROMPTS)][-1], 2) / PROMPTS
         traced = report.traced(run) if profile else None
         rows, tokens = self.pieces * shards, self.pieces * new * shards
-        return self.figures("prompts", rows, tokens, seconds, self.cost.prompts(self.held), traced)
+        return figures("prompts", rows, tokens, seconds, self.cost.prompts(new), traced)
 
     def rows(self, count: int) -> Sequences:
         assert self.found is not None
         self.found.take(count)
         return self.found
 
-    def figures(
-        self, what: str, rows: int, tokens: int, seconds: float, predicted: Predicted, traced: report.Traced | None
-    ) -> dict:
-        floor = predicted.seconds - predicted.messages.seconds - self.config.num_hidden_layers * report.device().between
-        row = {"what": what, "rows": rows, "ms": 1e3 * seconds, "tokens/s": tokens / seconds}
-        row |= {"predicted ms": 1e3 * predicted.seconds, "of the floor %": 100 * floor / seconds}
-        row |= {"exchange": predicted.exchange, "predicted messages %": 100 * predicted.share}
-        if traced is not None:
-            spent = sum(time for name, time in traced.kernels.items() if MESSAGES.search(name))
-            row["messages %"] = 100 * spent / traced.wall
-            print([(n, round(1e3 * t / traced.wall)) for n, t in traced.kernels.most_common(14)], flush=True)
-        return row
+
+def figures(what: str, rows: int, tokens: int, seconds: float, predicted: Predicted, traced: report.Traced | None) -> dict:
+    row = {"what": what, "rows": rows, "ms": 1e3 * seconds, "tokens/s": tokens / seconds}
+    row |= {"predicted ms": 1e3 * predicted.seconds, "of the floor %": 100 * predicted.floor / seconds}
+    row |= {"exchange": predicted.exchange, "predicted messages %": 100 * predicted.share}
+    if traced is not None:
+        spent = sum(time for name, time in traced.kernels.items() if MESSAGES.search(name))
+        row["messages %"] = 100 * spent / traced.wall
+    return row
 
 
 def measured(config: Config, mesh: str, options: argparse.Namespace, rows: list[int]) -> Iterator[dict]:

@@ -17,12 +17,14 @@ from mla_jax.base.links import Links, links_of
 from mla_jax.base.roofline import Device
 
 Sizes = Mapping[str, int]  # devices along each mesh axis; one that is left out has one
-GATHERED = 1 << 30  # bytes of all shards' tokens that an exchange may gather on a device, in and out
 # Seconds a layer that an all-to-all takes besides its messages, about: tokens find their places and, on a GPU, the host learns
 # how many go where before they are sent. A guess, not measured; it keeps decode steps of few rows with gathering.
 ROUTING = 50e-6
 GRAPHS = 1 << 30  # bytes that CUDA graphs and the workspaces of libraries take on a GPU
 SLOTS = 64  # of a page
+# Of the FLOP/s of large matmuls, what prompts reach besides messages: on an H100 0.56 for V2-Lite, on two of them 0.50 along `data`
+# and 0.45 along `tensor`, and 0.58 for V3's layers in FP8 (benchmarks/meshes.py).
+READING = 0.6
 ROWS, HELD = 32, 4096  # rows of each data shard and the tokens that each holds, where nothing else is asked
 
 
@@ -114,12 +116,9 @@ def exchange_messages(name: str, config: Config, sizes: Sizes, tokens: int, devi
 def pick_exchange(config: Config, sizes: Sizes, tokens: int, device: Device) -> str:
     """How `tokens` tokens of each data shard reach their experts, "gather" or "all_to_all": the faster by the table of links.
 
-    Tokens are gathered only where those of all shards, in and out, stay within GATHERED. Equal for all devices of a mesh."""
-    shards = sizes.get(DATA, 1)
+    Equal for all devices of a mesh."""
     if not config.n_routed_experts or along(sizes, MESH_AXES) == 1:
         return "gather"
-    if shards > 1 and 2 * tokens * shards * config.hidden_size * device.itemsize > GATHERED:
-        return "all_to_all"
     return min(EXCHANGES, key=lambda name: exchange_messages(name, config, sizes, tokens, device).seconds)
 
 
@@ -175,12 +174,15 @@ EXPERTS: list[Parameter] = [
 
 
 class Predicted(NamedTuple):
-    """A pass of all devices: its seconds, those of messages among them, and the tokens a second of all devices together."""
+    """A pass of all devices: its seconds, those of messages among them, and the tokens a second of all devices together.
+
+    `floor` are the seconds to read or to compute what a device must, whichever takes longer, at the device's full rates."""
 
     seconds: float
     tokens: float
     messages: Messages
     exchange: str
+    floor: float
 
     @property
     def share(self) -> float:
@@ -278,21 +280,22 @@ class MeshCost:
     def prompts(self, length: int = HELD) -> Predicted:
         """A pass over a chunk of prompts of `length` tokens in each data shard."""
         rows, new = max(self.chunk // length, 1), min(self.chunk, length)
-        attended = (length + new) // 2  # on average, by the chunks of a prompt
+        cached = (length + new) // 2  # after a chunk of the prompt, on average
         heads = "kernel_heads" if self.device.name in WITH_KERNELS else "compressed"
-        form = roofline.pick_form(self._of_device, self.device, rows, new, attended, (heads, "move_elided"))
-        return self._pass(form, rows, new, attended, rows)
+        form = roofline.pick_form(self._of_device, self.device, rows, new, cached, (heads, "move_elided"))
+        return self._pass(form, rows, new, cached, rows)
 
     @cached_property
     def _of_device(self) -> Config:
         """The config as one device's attention sees it, which has its own heads alone."""
         return dataclasses.replace(self.config, num_attention_heads=self.config.num_attention_heads // self.of(TENSOR))
 
-    def _pass(self, form: str, rows: int, new: int, attended: int, unembedded: int) -> Predicted:
+    def _pass(self, form: str, rows: int, new: int, cached: int, unembedded: int) -> Predicted:
+        """`cached` are the tokens of a row once its `new` ones are, of which the mean of these attends to half."""
         config, device, tokens, layers = self.config, self.device, rows * new, self.config.num_hidden_layers
         every, parts = tokens * self.of(DATA), {kind: found for kind, found in self.weights.items() if kind != "embedding"}
         experts, head = parts.pop("experts"), parts.pop("head")
-        held = math.ceil(attended / self.of(CONTEXT))
+        held = math.ceil((cached - new // 2) / self.of(CONTEXT))
         attention, of_weights = (roofline.attention_cost(self._of_device, form, rows, new, n, device.itemsize) for n in (held, 0))
         own = roofline.step_cost(self._of_device, form, rows, new, held, device.itemsize)
         numbers = sum(found.numbers for kind, found in parts.items() if kind != "attention")
@@ -302,9 +305,11 @@ class MeshCost:
         read = sum(found.bytes for found in parts.values()) + head.bytes + touched * experts.bytes
         narrower = roofline.held_bytes(config, "move_elided", device.itemsize) - self._latent
         read += layers * (attention.bytes - of_weights.bytes - rows * held * narrower)
-        sent, exchange = self.messages(tokens, unembedded, rows * attended if new > 1 else 0)
-        seconds = max(flops / device.flops, read / device.bandwidth) + layers * device.between + sent.seconds
-        return Predicted(seconds, every / seconds, sent, exchange)
+        sent, exchange = self.messages(tokens, unembedded, rows * cached if new > 1 else 0)
+        computing, reading = flops / device.flops, read / device.bandwidth
+        busy = max(computing / (READING if new > 1 else 1), reading)
+        seconds = busy + layers * device.between + sent.seconds
+        return Predicted(seconds, every / seconds, sent, exchange, max(computing, reading))
 
     def messages(self, tokens: int, unembedded: int, prefilled: int = 0) -> tuple[Messages, str]:
         """What one device receives in a pass over `tokens` tokens of each data shard, and the exchange that is taken.

@@ -10,7 +10,7 @@ from mla_jax.base.config import Config
 from mla_jax.base.links import LINKS, PLANNED, Links, links_of
 from mla_jax.base.mesh_cost import (
     EXCHANGES,
-    GATHERED,
+    READING,
     ROUTING,
     MeshCost,
     Packed,
@@ -212,10 +212,19 @@ def test_many_tokens_go_to_their_experts_alone_where_that_sends_less():
     assert pick_exchange(LITE, {"tensor": 2}, 1 << 16, H200) == "gather"  # these have all tokens already
 
 
-def test_no_more_tokens_are_gathered_than_the_bound_has_room_for():
-    most = GATHERED // (2 * 2 * 7168 * 2)
-    assert pick_exchange(V3, {"data": 2}, most, H200) == "gather"  # about as many bytes as an all-to-all, in fewer messages
-    assert pick_exchange(V3, {"data": 2}, most + 1, H200) == "all_to_all"
+def test_two_shards_gather_as_many_bytes_as_they_would_send_and_in_fewer_messages():
+    for tokens in (1, 1024, 4096):
+        assert pick_exchange(V3, {"data": 2}, tokens, H200) == "gather"
+
+
+def test_prompts_take_what_their_arithmetic_takes_at_the_rate_that_they_reach():
+    alone, layers = MeshCost(LITE, {}, H200), LITE.num_hidden_layers
+    found, expert = alone.prompts(4096), 3 * 2048 * 1408
+    dense = 2048 * (16 * 192 + 576) + 16 * 512 * 256 + 16 * 128 * 2048  # of attention, for each token
+    numbers = layers * dense + 26 * (8 * expert + 2048 * 64) + 3 * 2048 * 10944
+    attended = 2 * 16 * (192 + 128) * 4096 / 2  # operations of a token
+    by_hand = 4096 * (2 * numbers + layers * attended) / H200.flops / READING
+    assert found.seconds - layers * H200.between == pytest.approx(by_hand, rel=0.03)
 
 
 def test_data_shards_of_a_model_without_experts_say_only_whether_any_row_goes_on():
