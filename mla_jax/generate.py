@@ -30,7 +30,7 @@ from mla_jax.base.options import (
     names,
 )
 from mla_jax.base.rules import nearest
-from mla_jax.ui.help import help_text
+from mla_jax.ui.help import asked_groups, help_text
 
 if TYPE_CHECKING:
     from mla_jax.engine.opened import Opened
@@ -87,13 +87,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit codes: 0 done, 1 logits not finite, 2 usage or bad request, 3 bad file, 4 does not fit, 5 another process is lost,
     130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if {"-h", "--help"} & set(arguments):
-        print(help_text(USAGE, GROUPS))
-        return DONE
     if "--version" in arguments:
         print(f"mla-jax {__version__}")
         return DONE
     try:
+        if {"-h", "--help"} & set(arguments):
+            print(help_text(USAGE, GROUPS, asked_groups(arguments, GROUPS)))
+            return DONE
         return run(parse(arguments))
     except MlaJaxError as error:
         if "--debug" in arguments:

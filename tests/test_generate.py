@@ -139,7 +139,7 @@ def test_help_is_short_and_imports_no_jax(environment):
     code += 'except SystemExit as e: sys.stderr.write(f\'{e.code} {sorted({"jax", "flax", "numpy"} & sys.modules.keys())}\')'
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, env=environment, timeout=600)
     assert result.stderr == b"0 []"
-    assert 10 < len(result.stdout.splitlines()) < 80
+    assert 10 < len(result.stdout.splitlines()) < 60
     for flag in (b"--model", b"--temperature", b"--max-tokens", b"--dry-run"):
         assert flag in result.stdout
 

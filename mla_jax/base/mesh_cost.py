@@ -22,8 +22,8 @@ Sizes = Mapping[str, int]  # devices along each mesh axis; one that is left out 
 ROUTING = 50e-6
 GRAPHS = 1 << 30  # bytes that CUDA graphs and the workspaces of libraries take on a GPU
 SLOTS = 64  # of a page
-# Of the FLOP/s of large matmuls, what prompts reach besides messages: on an H100 0.56 for V2-Lite, on two of them 0.49 along `data`
-# and 0.45 along `tensor`, and 0.57 for V3's layers in FP8 (benchmarks/meshes.py).
+# Of the FLOP/s of large matmuls, what prompts reach besides messages. On an H100 (benchmarks/meshes.py): 0.56 for V2-Lite, 0.49
+# and 0.45 on two devices along `data` and `tensor`, and 0.57 for V3's layers in FP8.
 READING = 0.6
 ROWS, HELD = 32, 4096  # rows of each data shard and the tokens that each holds, where nothing else is asked
 

@@ -1,11 +1,20 @@
-"""The help of the command line, made of the option dataclasses: a line per flag, in groups, with examples."""
+"""The help of the command line, made of the option dataclasses: a line per flag, in groups, with examples.
+
+`--help` has the flags of the groups that most users need, and names the other groups; `--help mesh experts` has the flags of
+these, `--help all` those of all."""
 
 import ast
 import dataclasses
 import inspect
+import itertools
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from mla_jax.base.errors import BadRequest, printable
+from mla_jax.base.rules import nearest
+
+FIRST = ("prompt", "model", "sampling", "memory", "output")  # groups whose flags are always shown
+ALL = "all"
 EXAMPLES = """\
 examples:
   python -m mla_jax.generate "def read_lines(path):"
@@ -14,18 +23,35 @@ examples:
 VALUES = {"Mapping": " ID X ...", "bool": "", "int": " N", "float": " X", "str": " TEXT"}  # of a flag, by its field's type
 
 
-def help_text(usage: str, groups: Mapping[str, type]) -> str:
-    """`usage`, then each group's flags with what they do."""
-    flags = "\n".join(_group(name, options) for name, options in groups.items())
-    return f"usage: {usage}\n\n{flags}\n\n{EXAMPLES}"
+def asked_groups(arguments: Sequence[str], groups: Mapping[str, type]) -> list[str]:
+    """The groups that are named after `--help`; raises BadRequest for other names."""
+    after = list(arguments)[next(i for i, word in enumerate(arguments) if word in ("-h", "--help")) + 1 :]
+    names = list(itertools.takewhile(lambda word: not word.startswith("-"), after))
+    for name in names:
+        if name not in (*groups, ALL):
+            raise BadRequest(f"--help {printable(name)}: there is no such group", nearest(name, [*groups, ALL]))
+    return list(groups) if ALL in names else names
+
+
+def help_text(usage: str, groups: Mapping[str, type], asked: Sequence[str] = ()) -> str:
+    """`usage`, then the flags of the groups that are `asked` for; without any, of FIRST, then titles of the others."""
+    flags = "\n".join(_group(name, groups[name]) for name in groups if name in (asked or FIRST))
+    if asked:
+        return f"usage: {usage}\n\n{flags}"
+    others = [f"  {name:<12}{_title(options)}" for name, options in groups.items() if name not in FIRST]
+    more = "\n".join([f"more flags: --help GROUP, or --help {ALL}", *others])
+    return f"usage: {usage}\n\n{flags}\n{more}\n\n{EXAMPLES}"
 
 
 def _group(name: str, options: type) -> str:
     """A title and a line per flag."""
     docs = _field_docs(options)
-    title = (inspect.getdoc(options) or "").splitlines()[0]
     lines = [f"  {_flag(field.name, str(field.type)):<28}{docs[field.name]}" for field in dataclasses.fields(options)]
-    return "\n".join([f"{name}: {title}", *lines])
+    return "\n".join([f"{name}: {_title(options)}", *lines])
+
+
+def _title(options: type) -> str:
+    return (inspect.getdoc(options) or "").splitlines()[0]
 
 
 def _field_docs(options: type) -> dict[str, str]:

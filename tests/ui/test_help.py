@@ -4,23 +4,60 @@ import dataclasses
 
 import pytest
 
-from mla_jax.generate import GROUPS, USAGE
-from mla_jax.ui.help import help_text
+from mla_jax.base.errors import BadRequest
+from mla_jax.generate import GROUPS, USAGE, main
+from mla_jax.ui.help import FIRST, asked_groups, help_text
 
-TEXT = help_text(USAGE, GROUPS)
+SHORT, WHOLE = help_text(USAGE, GROUPS), help_text(USAGE, GROUPS, list(GROUPS))
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_flag_has_a_line_with_a_word_of_explanation(group):
-    for field in dataclasses.fields(GROUPS[group]):
-        (line,) = [x for x in TEXT.splitlines() if x.startswith(f"  --{field.name.replace('_', '-')} ")]
-        assert len(line[30:].split()) >= 3
+    for text in (WHOLE, help_text(USAGE, GROUPS, [group])):
+        for field in dataclasses.fields(GROUPS[group]):
+            (line,) = [x for x in text.splitlines() if x.startswith(f"  --{field.name.replace('_', '-')} ")]
+            assert len(line[30:].split()) >= 3
 
 
-def test_the_help_is_under_80_lines_and_no_line_is_too_wide():
-    assert len(TEXT.splitlines()) < 80
-    assert max(map(len, TEXT.splitlines())) <= 110
+def test_the_help_is_under_60_lines_and_no_line_is_too_wide():
+    assert len(SHORT.splitlines()) < 60
+    assert max(map(len, [*SHORT.splitlines(), *WHOLE.splitlines()])) <= 110
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_short_help_has_the_flags_of_a_group_or_its_name(group):
+    heads = [line.split()[0] for line in SHORT.splitlines() if line]
+    assert (f"{group}:" in heads) == (group in FIRST)
+    assert (group in heads) == (group not in FIRST)
 
 
 def test_the_help_ends_with_three_examples():
-    assert len(TEXT.split("examples:\n")[1].splitlines()) == 3
+    assert len(SHORT.split("examples:\n")[1].splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "groups"),
+    [
+        (["--help"], []),
+        (["AB", "--model", "x", "-h"], []),
+        (["--help", "mesh", "experts"], ["mesh", "experts"]),
+        (["-h", "drafts", "--model", "x"], ["drafts"]),
+        (["--help", "all"], list(GROUPS)),
+    ],
+)
+def test_groups_are_asked_for_by_their_names(arguments, groups):
+    assert asked_groups(arguments, GROUPS) == groups
+
+
+def test_a_group_that_is_misspelt_gets_a_suggestion(capsys):
+    with pytest.raises(BadRequest, match="did you mean eviction"):
+        asked_groups(["--help", "evction"], GROUPS)
+    assert main(["--help", "evction"]) == 2
+    assert capsys.readouterr().err.splitlines() == ["error: --help evction: there is no such group", "  did you mean eviction?"]
+
+
+def test_a_group_has_its_own_flags_alone(capsys):
+    assert main(["--help", "mesh"]) == 0
+    shown = capsys.readouterr().out
+    assert "--mesh " in shown
+    assert "--temperature" not in shown
