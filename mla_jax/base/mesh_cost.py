@@ -22,6 +22,7 @@ Sizes = Mapping[str, int]  # devices along each mesh axis; one that is left out 
 ROUTING = 50e-6
 GRAPHS = 1 << 30  # bytes that CUDA graphs and the workspaces of libraries take on a GPU
 SLOTS = 64  # of a page
+WITH_KERNELS = ("NVIDIA H100", "NVIDIA H200", "TPU v5e", "TPU v5p", "TPU v6e")  # for attention over prompts
 # Of the FLOP/s of large matmuls, what prompts reach besides messages. On an H100 (benchmarks/meshes.py): 0.56 for V2-Lite, 0.49
 # and 0.45 on two devices along `data` and `tensor`, and 0.57 for V3's layers in FP8.
 READING = 0.6
@@ -58,34 +59,42 @@ class Speech(NamedTuple):
 
     def gathered(self, bytes: float, axes: Sequence[str]) -> Messages:
         """Each device gets what all others have."""
-        return self._collective((along(self.sizes, axes) - 1) * bytes, axes)
+        others = along(self.sizes, axes) - 1
+        return self._by_ring(others * bytes, axes)
 
     def scattered(self, bytes: float, axes: Sequence[str]) -> Messages:
         """Each device gets the sum of its own part."""
         parts = along(self.sizes, axes)
-        return self._collective((parts - 1) / parts * bytes, axes)
+        return self._by_ring((parts - 1) / parts * bytes, axes)
 
     def total(self, bytes: float, axes: Sequence[str]) -> Messages:
         """Each device gets the whole sum: its own part is summed, then all are gathered."""
         parts = along(self.sizes, axes)
-        return self._collective(2 * (parts - 1) / parts * bytes, axes)
+        return self._by_ring(2 * (parts - 1) / parts * bytes, axes)
 
     def swapped(self, bytes: float, axes: Sequence[str]) -> Messages:
         """Each device gets a part of what every other has."""
         parts = along(self.sizes, axes)
-        return self._collective((parts - 1) / parts * bytes, axes, to_all=True)
+        return self._received((parts - 1) / parts * bytes, axes, self.links.to_all, self.links.far)
 
-    def _collective(self, received: float, axes: Sequence[str], to_all: bool = False) -> Messages:
+    def _by_ring(self, received: float, axes: Sequence[str]) -> Messages:
+        """What comes from afar is passed on within the island, so that all its cards share the way."""
+        return self._received(received, axes, self.links.ring, self.links.far * self._near(axes))
+
+    def _received(self, bytes: float, axes: Sequence[str], within: float, network: float) -> Messages:
+        """Equally many bytes of each other device, at these rates within an island and from afar."""
         parts = along(self.sizes, axes)
         if parts == 1:
             return NOTHING
-        inner = MESH_AXES[1 + max(MESH_AXES.index(axis) for axis in axes) :]  # the last axis runs fastest over the devices
-        near = min(parts, max(self.links.island // along(self.sizes, inner), 1))
-        far = received * (parts - near) / (parts - 1)
-        # a ring passes what comes from afar on within the island, so that all its cards share the way
-        network = self.links.far * (1 if to_all else near)
-        rate = self.links.to_all if to_all else self.links.ring
-        return Messages(received, self.links.latency + (received - far) / rate + far / network)
+        far = bytes * (parts - self._near(axes)) / (parts - 1)
+        seconds = self.links.latency + (bytes - far) / within + far / network
+        return Messages(bytes, seconds)
+
+    def _near(self, axes: Sequence[str]) -> int:
+        """Devices along these axes that are on one island."""
+        last = max(MESH_AXES.index(axis) for axis in axes)
+        between = along(self.sizes, MESH_AXES[last + 1 :])  # the last axis runs fastest over the devices
+        return min(along(self.sizes, axes), max(self.links.island // between, 1))
 
 
 def _by_gathering(config: Config, speech: Speech, tokens: int, itemsize: int) -> Messages:
@@ -98,9 +107,10 @@ def _by_gathering(config: Config, speech: Speech, tokens: int, itemsize: int) ->
 def _by_all_to_all(config: Config, speech: Speech, tokens: int, itemsize: int) -> Messages:
     """A device's part of its shard's tokens to the devices that have their experts, once to each, and their sums back; before
     that, how many these are, and after it the parts of all devices of the shard."""
-    devices = along(speech.sizes, MESH_AXES)
-    one = math.ceil(tokens / along(speech.sizes, (TENSOR, CONTEXT))) * config.hidden_size * itemsize
-    sent = one * devices * (1 - (1 - 1 / devices) ** (config.num_experts_per_tok or 0))  # where any expert is as likely
+    devices, of_shard = along(speech.sizes, MESH_AXES), along(speech.sizes, (TENSOR, CONTEXT))
+    one = math.ceil(tokens / of_shard) * config.hidden_size * itemsize
+    passed_by = (1 - 1 / devices) ** (config.num_experts_per_tok or 0)  # tokens with no expert on a device: any is as likely
+    sent = one * devices * (1 - passed_by)
     there_and_back = speech.swapped(4 * devices, MESH_AXES) + speech.swapped(sent, MESH_AXES) * 2
     return Messages(seconds=ROUTING) + there_and_back + speech.gathered(one, (TENSOR, CONTEXT))
 
@@ -116,8 +126,8 @@ def exchange_messages(name: str, config: Config, sizes: Sizes, tokens: int, devi
 def pick_exchange(config: Config, sizes: Sizes, tokens: int, device: Device) -> str:
     """How `tokens` tokens of each data shard reach their experts, "gather" or "all_to_all": the faster by the table of links.
 
-    Equal for all devices of a mesh."""
-    if not config.n_routed_experts or along(sizes, MESH_AXES) == 1:
+    Equal for all devices of a mesh. Memory does not decide: an all-to-all reserves room for as many tokens as are gathered."""
+    if not config.n_routed_experts:
         return "gather"
     return min(EXCHANGES, key=lambda name: exchange_messages(name, config, sizes, tokens, device).seconds)
 
@@ -138,39 +148,61 @@ def packed(config: Config) -> Packed | None:
     return Packed(1 + 4 / (rows * columns), (rows, columns))
 
 
-@dataclasses.dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """Of one device."""
 
-    numbers: int = 0
-    bytes: float = 0.0
-
-    def __add__(self, other: "Weights") -> "Weights":
-        return Weights(self.numbers + other.numbers, self.bytes + other.bytes)
+    numbers: int
+    bytes: float
 
 
-Parameter = tuple[tuple[str, ...], bool]  # the names of its axes, and whether it stays packed
+class Parameter(NamedTuple):
+    """The names of its axes, and whether it stays packed."""
+
+    words: tuple[str, ...]
+    packs: bool = True
 
 
 def _mlp(width: str) -> list[Parameter]:
-    return [((width, "model"), True), ((width, "model"), True), (("model", width), True)]
+    return [Parameter((width, "model")), Parameter((width, "model")), Parameter(("model", width))]
 
 
-def _attention(config: Config) -> list[Parameter]:
-    """With the norms of its layer."""
-    query: list[Parameter] = [(("heads*query", "model"), True)]
-    if config.q_lora_rank is not None:
-        query = [(("q_rank", "model"), True), (("q_rank",), False), (("heads*query", "q_rank"), True)]
-    up: list[Parameter] = [(("heads", "nope", "kv_rank"), False), (("heads", "value", "kv_rank"), False)]
-    latent: list[Parameter] = [(("latent", "model"), True), (("kv_rank",), False)]
-    return [*query, *latent, *up, (("model", "heads*value"), True), *[(("model",), False)] * 2]
-
-
-EXPERTS: list[Parameter] = [
-    (("experts", "expert_mlp", "model"), True),
-    (("experts", "expert_mlp", "model"), True),
-    (("experts", "model", "expert_mlp"), True),
+QUERY = [Parameter(("heads*query", "model"))]
+QUERY_BY_RANK = [Parameter(("q_rank", "model")), Parameter(("q_rank",), False), Parameter(("heads*query", "q_rank"))]
+ATTENTION = [  # besides the query, with the norms of its layer
+    Parameter(("latent", "model")),
+    Parameter(("kv_rank",), False),
+    Parameter(("heads", "nope", "kv_rank"), False),
+    Parameter(("heads", "value", "kv_rank"), False),
+    Parameter(("model", "heads*value")),
+    Parameter(("model",), False),
+    Parameter(("model",), False),
 ]
+ROUTER = [Parameter(("scores", "model"), False), Parameter(("scores",), False)]
+EXPERTS = [
+    Parameter(("experts", "expert_mlp", "model")),
+    Parameter(("experts", "expert_mlp", "model")),
+    Parameter(("experts", "model", "expert_mlp")),
+]
+VOCABULARY = [Parameter(("vocab", "model"), False)]
+
+
+class Work(NamedTuple):
+    """What a pass does in each data shard: `rows` rows bring `new` tokens each, after which they hold `cached` tokens, and each
+    row chooses one."""
+
+    form: str
+    rows: int
+    new: int
+    cached: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.new
+
+    @property
+    def attended(self) -> int:
+        """Tokens that a new one attends to on average: of the new ones, half."""
+        return self.cached - self.new // 2
 
 
 class Predicted(NamedTuple):
@@ -209,35 +241,41 @@ class MeshCost:
     @cached_property
     def weights(self) -> dict[str, Weights]:
         """What one device has of each kind of weights, of all layers together."""
-        config = self.config
-        moe = sum(config.is_moe(i) for i in range(config.num_hidden_layers))
-        shared = _mlp("shared_mlp") if config.n_shared_experts else []
+        config, moe = self.config, self.moe_layers
+        query = QUERY if config.q_lora_rank is None else QUERY_BY_RANK
         kinds = {
-            "attention": (config.num_hidden_layers, _attention(config)),
+            "attention": (config.num_hidden_layers, query + ATTENTION),
             "dense": (config.num_hidden_layers - moe, _mlp("mlp")),
-            "shared": (moe, shared),
-            "router": (moe, [(("scores", "model"), False), (("scores",), False)]),
+            "shared": (moe if config.n_shared_experts else 0, _mlp("shared_mlp")),
+            "router": (moe, ROUTER),
             "experts": (moe, EXPERTS),
-            "embedding": (0 if config.tie_word_embeddings else 1, [(("vocab", "model"), False)]),
-            "head": (1, [(("vocab", "model"), False)]),
+            "embedding": (0 if config.tie_word_embeddings else 1, VOCABULARY),
+            "head": (1, VOCABULARY),
         }
         return {kind: self._all(layers, parameters) for kind, (layers, parameters) in kinds.items()}
 
-    def _all(self, layers: int, parameters: Sequence[Parameter]) -> Weights:
-        if not layers:
-            return Weights()
-        one = sum((self._part(*parameter) for parameter in parameters), Weights())
-        return Weights(layers * one.numbers, layers * one.bytes)
+    @property
+    def moe_layers(self) -> int:
+        """Layers with routed experts."""
+        return sum(self.config.is_moe(i) for i in range(self.config.num_hidden_layers))
 
-    def _part(self, words: tuple[str, ...], packs: bool) -> Weights:
+    def _all(self, layers: int, parameters: Sequence[Parameter]) -> Weights:
+        """One device's parts of these in as many layers; without layers, the config need not have their sizes."""
+        if not layers:
+            return Weights(0, 0.0)
+        parts = [self._part(parameter) for parameter in parameters]
+        return Weights(layers * sum(part.numbers for part in parts), layers * sum(part.bytes for part in parts))
+
+    def _part(self, parameter: Parameter) -> Weights:
         """One device's part of a parameter, which is whole where it has no equal parts, or would be cut inside of a block."""
-        how = self.packed if packs else None
-        blocks = (1,) * (len(words) - 2) + (how.block if how else (1, 1))
+        words = parameter.words
+        how = self.packed if self.packed and parameter.packs else Packed(self.device.itemsize)
+        blocks = (1, *how.block)[-len(words) :]  # rows and columns are the last axes
         numbers = 1
-        for length, cut, block in zip(axes.shape(self.config, words), axes.partition(words), blocks[-len(words) :], strict=True):
+        for length, cut, block in zip(axes.shape(self.config, words), axes.partition(words), blocks, strict=True):
             parts = along(self.sizes, cut)
             numbers *= length // parts if length % (parts * block) == 0 else length
-        return Weights(numbers, numbers * (how.bytes if how else self.device.itemsize))
+        return Weights(numbers, numbers * how.bytes)
 
     @property
     def weight_bytes(self) -> int:
@@ -255,13 +293,15 @@ class MeshCost:
 
     def working_bytes(self, rows: int = ROWS) -> int:
         """About what a pass takes besides weights and cache: exchanged tokens, activations of experts, logits."""
-        config, itemsize, tokens = self.config, self.device.itemsize, max(self.chunk, rows)
-        every, chosen = tokens * self.of(DATA), config.num_experts_per_tok or 0  # by either exchange there is room for all
-        exchanged = 2 * every * config.hidden_size if self.of(*MESH_AXES) > 1 and chosen else 0
-        pairs = every * chosen * (2 * config.hidden_size + 3 * (config.moe_intermediate_size or 0))
+        config, tokens = self.config, max(self.chunk, rows)
+        every = tokens * self.of(DATA)  # by either exchange there is room for all
+        pairs = every * (config.num_experts_per_tok or 0)
+        exchanged = 2 * every * config.hidden_size if pairs and self.of(*MESH_AXES) > 1 else 0
+        experts = pairs * (2 * config.hidden_size + 3 * (config.moe_intermediate_size or 0))
         dense = 3 * tokens * config.intermediate_size // self.of(TENSOR)
         logits = (4 * 4 + 2) * rows * config.vocab_size // self.of(TENSOR)
-        return itemsize * (exchanged + max(pairs, dense)) + logits + (GRAPHS if self.device.platform == "gpu" else 0)
+        graphs = GRAPHS if self.device.platform == "gpu" else 0
+        return self.device.itemsize * (exchanged + max(experts, dense)) + logits + graphs
 
     @property
     def chunk(self) -> int:
@@ -275,81 +315,111 @@ class MeshCost:
 
     def decode(self, rows: int = ROWS, held: int = HELD) -> Predicted:
         """A step of `rows` rows of each data shard that hold `held` tokens each."""
-        return self._pass("kernel_latents", rows, 1, held, rows)
+        return self._predicted(Work("kernel_latents", rows, 1, held))
 
     def prompts(self, length: int = HELD) -> Predicted:
         """A pass over a chunk of prompts of `length` tokens in each data shard."""
-        rows, new = max(self.chunk // length, 1), min(self.chunk, length)
+        rows = max(self.chunk // length, 1)
+        new = min(self.chunk, length)
         cached = (length + new) // 2  # after a chunk of the prompt, on average
         heads = "kernel_heads" if self.device.name in WITH_KERNELS else "compressed"
         form = roofline.pick_form(self._of_device, self.device, rows, new, cached, (heads, "move_elided"))
-        return self._pass(form, rows, new, cached, rows)
+        return self._predicted(Work(form, rows, new, cached))
 
     @cached_property
     def _of_device(self) -> Config:
         """The config as one device's attention sees it, which has its own heads alone."""
         return dataclasses.replace(self.config, num_attention_heads=self.config.num_attention_heads // self.of(TENSOR))
 
-    def _pass(self, form: str, rows: int, new: int, cached: int, unembedded: int) -> Predicted:
-        """`cached` are the tokens of a row once its `new` ones are, of which the mean of these attends to half."""
-        config, device, tokens, layers = self.config, self.device, rows * new, self.config.num_hidden_layers
-        every, parts = tokens * self.of(DATA), {kind: found for kind, found in self.weights.items() if kind != "embedding"}
-        experts, head = parts.pop("experts"), parts.pop("head")
-        held = math.ceil((cached - new // 2) / self.of(CONTEXT))
-        attention, of_weights = (roofline.attention_cost(self._of_device, form, rows, new, n, device.itemsize) for n in (held, 0))
-        own = roofline.step_cost(self._of_device, form, rows, new, held, device.itemsize)
-        numbers = sum(found.numbers for kind, found in parts.items() if kind != "attention")
-        of_expert = every * (config.num_experts_per_tok or 0) / (config.n_routed_experts or 1)  # tokens of each
-        flops = layers * own.flops + 2 * (tokens * numbers + unembedded * head.numbers + of_expert * experts.numbers)
-        touched = roofline.experts_touched(config, every) / (config.n_routed_experts or 1)
-        read = sum(found.bytes for found in parts.values()) + head.bytes + touched * experts.bytes
-        narrower = roofline.held_bytes(config, "move_elided", device.itemsize) - self._latent
-        read += layers * (attention.bytes - of_weights.bytes - rows * held * narrower)
-        sent, exchange = self.messages(tokens, unembedded, rows * cached if new > 1 else 0)
-        computing, reading = flops / device.flops, read / device.bandwidth
-        busy = max(computing / (READING if new > 1 else 1), reading)
-        seconds = busy + layers * device.between + sent.seconds
-        return Predicted(seconds, every / seconds, sent, exchange, max(computing, reading))
+    def _predicted(self, work: Work) -> Predicted:
+        reads_prompts = work.new > 1
+        prefilled = work.rows * work.cached if reads_prompts else 0
+        sent, exchange = self.messages(work.tokens, work.rows, prefilled)
+        arithmetic = self._flops(work) / self.device.flops
+        reading = self._read(work) / self.device.bandwidth
+        computing = arithmetic / READING if reads_prompts else arithmetic
+        between = self.config.num_hidden_layers * self.device.between
+        seconds = max(computing, reading) + between + sent.seconds
+        every = work.tokens * self.of(DATA)
+        return Predicted(seconds, every / seconds, sent, exchange, max(arithmetic, reading))
+
+    def _flops(self, work: Work) -> float:
+        """Of one device."""
+        config, weights = self.config, self.weights
+        held = self._held(work)
+        attention = roofline.step_cost(self._of_device, work.form, work.rows, work.new, held, self.device.itemsize)
+        mlps = work.tokens * sum(weights[kind].numbers for kind in ("dense", "shared", "router"))
+        head = work.rows * weights["head"].numbers
+        pairs = work.tokens * self.of(DATA) * (config.num_experts_per_tok or 0)
+        experts = pairs / (config.n_routed_experts or 1) * weights["experts"].numbers
+        return config.num_hidden_layers * attention.flops + 2 * (mlps + head + experts)
+
+    def _read(self, work: Work) -> float:
+        """Bytes of one device's memory: weights, of routed experts those that are touched, and what is attended to."""
+        config, weights = self.config, self.weights
+        whole = sum(weights[kind].bytes for kind in ("attention", "dense", "shared", "router", "head"))
+        touched = roofline.experts_touched(config, work.tokens * self.of(DATA)) / (config.n_routed_experts or 1)
+        experts = touched * weights["experts"].bytes
+        attended = config.num_hidden_layers * self._read_by_attention(work)
+        return whole + experts + attended
+
+    def _read_by_attention(self, work: Work) -> float:
+        """Bytes in a layer, without weights."""
+
+        def with_weights(held: int) -> float:
+            return roofline.attention_cost(self._of_device, work.form, work.rows, work.new, held, self.device.itemsize).bytes
+
+        held = self._held(work)
+        narrower = roofline.held_bytes(self.config, "move_elided", self.device.itemsize) - self._latent  # than was counted
+        return with_weights(held) - with_weights(0) - work.rows * held * narrower
+
+    def _held(self, work: Work) -> int:
+        """Tokens of each row that one device attends to."""
+        return math.ceil(work.attended / self.of(CONTEXT))
 
     def messages(self, tokens: int, unembedded: int, prefilled: int = 0) -> tuple[Messages, str]:
         """What one device receives in a pass over `tokens` tokens of each data shard, and the exchange that is taken.
 
         `prefilled` are the tokens that prompts attend to, whose latents can be gathered instead of merging what is attended."""
-        config, itemsize, speech = self.config, self.device.itemsize, Speech(self.sizes, links_of(self.device))
-        layers, moe = config.num_hidden_layers, sum(config.is_moe(i) for i in range(config.num_hidden_layers))
-        summed = speech.total(tokens * config.hidden_size * itemsize, (TENSOR,))  # after o_proj, an MLP and the embedding
+        config, moe = self.config, self.moe_layers
+        dense = config.num_hidden_layers - moe
         exchange = pick_exchange(config, self.sizes, tokens, self.device)
         routed = exchange_messages(exchange, config, self.sizes, tokens, self.device)
+        activations = tokens * config.hidden_size * self.device.itemsize
+        summed = self._speech.total(activations, (TENSOR,))  # after o_proj, an MLP and the embedding
         together = exchange == "gather" and self.of(CONTEXT) == 1  # XLA adds shared and routed experts before it sums them
         shared = summed if config.n_shared_experts and not together else NOTHING
-        all_layers = (summed + self._merging(speech, tokens, prefilled)) * layers
-        mlps = summed * (layers - moe) + (routed + shared) * moe
-        return summed + all_layers + mlps + self._choosing(speech, unembedded), exchange
+        attention = (summed + self._merging(tokens, prefilled)) * config.num_hidden_layers
+        mlps = summed * dense + (routed + shared) * moe
+        return summed + attention + mlps + self._choosing(unembedded), exchange
 
-    def _choosing(self, speech: Speech, rows: int) -> Messages:
+    @property
+    def _speech(self) -> Speech:
+        return Speech(self.sizes, links_of(self.device))
+
+    def _choosing(self, rows: int) -> Messages:
         """Logits of some rows to each device along `tensor`, the tokens that these choose to all, and whether any row goes on."""
-        mine = rows / self.of(TENSOR)
+        speech, mine = self._speech, rows / self.of(TENSOR)
         logits = speech.swapped(4 * mine * self.config.vocab_size, (TENSOR,))
         chosen = speech.gathered(4 * mine, (TENSOR,)) + speech.gathered(mine, (TENSOR,))
         return logits + chosen + speech.total(4, MESH_AXES)
 
-    def _merging(self, speech: Speech, tokens: int, prefilled: int) -> Messages:
+    def _merging(self, tokens: int, prefilled: int) -> Messages:
         """What devices that share a row's pages say in a layer: sums over their tokens, in float32, with the largest score."""
-        heads = self._of_device.num_attention_heads
-        scores = speech.total(4 * tokens * heads, (CONTEXT,))  # of which the largest is taken
-        merged = scores + speech.total(4 * tokens * heads * (self.config.kv_lora_rank + 1), (CONTEXT,))
+        speech, sums = self._speech, 4 * tokens * self._of_device.num_attention_heads
+        scores = speech.total(sums, (CONTEXT,))  # of which the largest is taken
+        merged = scores + speech.total(sums * (self.config.kv_lora_rank + 1), (CONTEXT,))
         if not prefilled:
             return merged
-        return min(merged, speech.gathered(prefilled * self._latent / self.of(CONTEXT), (CONTEXT,)), key=lambda m: m.seconds)
-
-
-WITH_KERNELS = ("NVIDIA H100", "NVIDIA H200", "TPU v5e", "TPU v5p", "TPU v6e")  # for attention over prompts
+        gathered = speech.gathered(prefilled * self._latent / self.of(CONTEXT), (CONTEXT,))
+        return gathered if gathered.seconds < merged.seconds else merged
 
 
 def even(config: Config, sizes: Sizes) -> bool:
     """Whether heads and routed experts have equal parts on this mesh; others are refused."""
-    experts = config.n_routed_experts or 0
-    return config.num_attention_heads % along(sizes, (TENSOR,)) == 0 and experts % along(sizes, MESH_AXES) == 0
+    uneven_heads = config.num_attention_heads % along(sizes, (TENSOR,))
+    uneven_experts = (config.n_routed_experts or 0) % along(sizes, MESH_AXES)
+    return not uneven_heads and not uneven_experts
 
 
 def meshes(config: Config, count: int) -> list[dict[str, int]]:
@@ -365,11 +435,15 @@ def preferred(
     config: Config, count: int, device: Device, available: float, rows: int = ROWS, held: int = HELD, how: Packed | None = None
 ) -> MeshCost | None:
     """The first of `meshes` on which `rows` rows of each data shard fit with `held` tokens each; None if none does."""
-    found = (MeshCost(config, sizes, device, how) for sizes in meshes(config, count))
-    return next((cost for cost in found if cost.tokens(available, rows) >= rows * held), None)
+    for sizes in meshes(config, count):
+        cost = MeshCost(config, sizes, device, how)
+        if cost.tokens(available, rows) >= rows * held:
+            return cost
+    return None
 
 
 def about(count: float) -> str:
     """A count with two digits: a prediction is no better."""
-    unit = 10 ** max(len(str(int(count))) - 2, 0)
+    digits = len(str(int(count)))
+    unit = 10 ** max(digits - 2, 0)
     return f"{round(count / unit) * unit:,}"

@@ -1,5 +1,7 @@
 """Predictions for meshes: bytes and messages counted by hand, what a mesh of one predicts, and the exchange that is taken."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -212,9 +214,12 @@ def test_many_tokens_go_to_their_experts_alone_where_that_sends_less():
     assert pick_exchange(LITE, {"tensor": 2}, 1 << 16, H200) == "gather"  # these have all tokens already
 
 
-def test_two_shards_gather_as_many_bytes_as_they_would_send_and_in_fewer_messages():
-    for tokens in (1, 1024, 4096):
-        assert pick_exchange(V3, {"data": 2}, tokens, H200) == "gather"
+def test_many_tokens_are_gathered_where_an_all_to_all_sends_about_as_many_bytes_in_more_messages():
+    tokens = 40_000
+    gathered, sent = (exchange_messages(name, V3, {"data": 2}, tokens, H200).bytes for name in ("gather", "all_to_all"))
+    assert gathered == 2 * tokens * 7168 * 2 > 1 << 30
+    assert sent == pytest.approx(gathered, rel=5e-3)
+    assert pick_exchange(V3, {"data": 2}, tokens, H200) == "gather"
 
 
 def test_prompts_take_what_their_arithmetic_takes_at_the_rate_that_they_reach():
@@ -234,10 +239,10 @@ def test_data_shards_of_a_model_without_experts_say_only_whether_any_row_goes_on
 
 
 def test_the_exchange_that_is_taken_is_the_faster_one():
-    for sizes in ({"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "context": 4}, {"tensor": 8}):
-        for tokens in (1, 64, 1024):
-            taken = pick_exchange(LITE, sizes, tokens, H200)
-            times = {name: exchange_messages(name, LITE, sizes, tokens, H200).seconds for name in EXCHANGES}
+    for sizes in ({"data": 2}, {"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "context": 4}, {"tensor": 8}):
+        for config, tokens in itertools.product((LITE, V3), (1, 64, 1024, 1 << 16)):
+            taken = pick_exchange(config, sizes, tokens, H200)
+            times = {name: exchange_messages(name, config, sizes, tokens, H200).seconds for name in EXCHANGES}
             assert times[taken] == min(times.values())
 
 
