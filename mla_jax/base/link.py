@@ -185,19 +185,18 @@ def accept(server: socket.socket, count: int, token: str, ended: Ended, patience
     found: dict[int, Peer] = {}
     until = time.monotonic() + patience
     with server:
-        while len(found) < count - 1:
+        while missing := [i for i in range(1, count) if i not in found]:
             server.settimeout(max(until - time.monotonic(), 0.001))
             try:
                 connection, _ = server.accept()
             except TimeoutError:
-                missing = ", ".join(str(i) for i in range(1, count) if i not in found)
                 late = f"not all {count} processes have come within {patience:.0f} seconds"
-                raise Unsupported(late, f"missing: process {missing}") from None
+                raise Unsupported(late, f"missing: process {', '.join(map(str, missing))}") from None
             hello = _greeted(connection, token)
-            if hello is None or not 0 < hello.process < count or hello.process in found:
+            if hello is not None and hello.process in missing:
+                found[hello.process] = _peer(hello, connection, count)
+            else:
                 connection.close()
-                continue
-            found[hello.process] = _peer(hello, connection, count)
     for peer in found.values():
         peer.send({"host": socket.gethostname()})
     return Link(0, [found[i] for i in sorted(found)], ended)
