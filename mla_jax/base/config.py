@@ -277,4 +277,6 @@ def _quantization(given: object) -> Quantization | None:
 
 
 def _as_tuple(value: object) -> tuple:
-    return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
