@@ -1,0 +1,79 @@
+"""A figure of meshes, in the manner of `plots`: the tokens/s that each is predicted to reach, by the rows of all its devices."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mla_jax.base.axes import DATA, shown_mesh
+from mla_jax.base.mesh_cost import HELD, MeshCost, about
+from mla_jax.ui.plots import _axes, _figure, _powers_of_two, _title
+from mla_jax.ui.plots_decode import COLORS
+
+if TYPE_CHECKING:
+    import matplotlib.axes
+    import matplotlib.figure
+
+
+def decode_rates(
+    meshes: Sequence[MeshCost],
+    available: float,
+    *,
+    held: int = HELD,
+    octaves: int = 12,
+    ax: "matplotlib.axes.Axes | None" = None,
+    size: tuple[float, float] = (7.5, 4),
+) -> "matplotlib.figure.Figure":
+    """Tokens/s of all devices together, by the rows of all of them that hold `held` tokens each: a line for each mesh.
+
+    A line begins with one row in each data shard. It ends where twice as many rows take more than the `available` bytes of a
+    device, or are more than 2 to the `octaves`."""
+    (plot,) = _axes(ax, size)
+    found = {shown_mesh(cost.sizes): _rates(cost, available, held, 2**octaves) for cost in meshes}
+    for i, (color, (name, rates)) in enumerate(zip(COLORS, found.items(), strict=False)):
+        nested = {"lw": max(4 - i, 1), "ms": max(12 - 3 * i, 3), "mec": "white"}  # so that all show where they meet
+        label = name if rates else f"{name}: does not fit"
+        plot.plot([*rates], [*rates.values()], "o-", color=color, label=label, **nested)
+        for rows in [*rates][-1:]:
+            style = {"textcoords": "offset points", "ha": "left", "va": "top", "fontsize": 9, "color": color}
+            plot.annotate(about(rates[rows]), (rows, rates[rows]), (6, -4), **style)
+    points = [point for rates in found.values() for point in rates.items()] or [(1, 1.0)]
+    most, every = max(rows for rows, _ in points), [rate for _, rate in points]
+    _powers_of_two(plot.xaxis, most.bit_length() // 2 * 2)  # even, so that the first tick is 1
+    plot.set(xlim=(0.85, most * 1.9), xlabel="rows of all devices (sequences in the batch)")
+    plot.set(yscale="log", ylim=(min(every) / 1.5, max(every) * 1.6), ylabel="tokens/s of all devices")
+    plot.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    plot.yaxis.set_major_formatter("{x:,.0f}")
+    plot.yaxis.set_minor_formatter("")
+    plot.legend(loc="upper left", frameon=False)
+    ends = "; lines end where the memory is full" if 2 * most <= 2**octaves else ""
+    _title(plot, _most(found), f"predicted, {meshes[0].device.name}, {held:,} tokens held by each row{ends}")
+    return _figure(plot)
+
+
+def _rates(cost: MeshCost, available: float, held: int, most: int) -> dict[int, float]:
+    """Tokens/s by rows of all devices, as far as they fit."""
+    rates, rows, shards = {}, 1, cost.of(DATA)
+    while rows * shards <= most and cost.tokens(available, rows) >= rows * held:
+        rates[rows * shards] = cost.decode(rows, held).tokens
+        rows *= 2
+    return rates
+
+
+def _most(found: Mapping[str, Mapping[int, float]]) -> str:
+    """Which mesh gives most tokens/s, and from how many rows on."""
+    tops = {name: max(rates, key=rates.__getitem__) for name, rates in found.items() if rates}
+    if not tops:
+        return "None of these meshes has the memory"
+    best = max(tops, key=lambda name: found[name][tops[name]])
+    most = f"{best}: {about(found[best][tops[best]])} tokens/s with {tops[best]:,} rows"
+    first = _ahead(found[best], [rates for name, rates in found.items() if name != best and rates])
+    return most if first is None else f"{most}, ahead from {first:,} rows on"
+
+
+def _ahead(best: Mapping[int, float], others: Sequence[Mapping[int, float]]) -> int | None:
+    """The fewest rows from which none of the others has more tokens/s; None if there are no others, or with most rows one has."""
+    first = None
+    for rows in sorted(best, reverse=True) if others else ():
+        if any(rates.get(rows, 0) > best[rows] for rates in others):
+            break
+        first = rows
+    return first
