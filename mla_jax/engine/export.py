@@ -245,7 +245,7 @@ def _of_platform(model: Transformer, platform: str, wanted: Wanted) -> Exported:
     model = _on_mesh(model, platform, wanted.layout)
     run = Program(loop.run, model, donate_argnums=(1, 2))
     kept = _kept(run.local_model(), wanted)
-    whole = run.spread.whole(kept)
+    whole = dict(zip(kept, run.spread.whole(list(kept.values())), strict=True))  # a tree of a dict would have its names sorted
     new, table = functools.partial(_new, wanted), [name for name in kept if name.startswith("rows.")]
     prefill, admit = Program(loop.prefill, model, donate_argnums=(1, 2)), Program(rows.admit, model, donate_argnums=(1,))
     entry, some = rows.blank(rows.ADMITTED), min(wanted.rows, PIECES)

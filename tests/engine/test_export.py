@@ -114,6 +114,7 @@ def test_programs_are_exported_for_platforms_and_devices_that_are_not_there(open
     for platform, entry in found["platforms"].items():
         assert entry["kernels"] == "xla"
         assert [one["dtype"] for one in entry["kept"][:2]] == ["float32"] * 2
+        assert [one["name"] for one in entry["kept"]] == entry["programs"]["run"]["kept"]  # in the order that a call takes
         for name in ("admit", "prefill", "run"):
             program = jax.export.deserialize(bytearray((tmp_path / "out" / platform / f"{name}.bin").read_bytes()))
             assert program.platforms == (platform,)
