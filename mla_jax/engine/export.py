@@ -33,6 +33,7 @@ from mla_jax.decode import loop, rows
 from mla_jax.decode.chosen import CHOSEN, LIKELY, STEPS
 from mla_jax.decode.packing import of_shards
 from mla_jax.decode.programs import Program
+from mla_jax.decode.spread import Spread
 from mla_jax.engine import exported_run
 from mla_jax.engine.size import PIECES
 from mla_jax.model import layout, ops
@@ -79,7 +80,8 @@ class Wanted(NamedTuple):
                 raise BadRequest(f"{name} is {shown(number)}, expected a whole number from 1 on")
         if context > longest:
             raise BadRequest(f"context is {context:,}, expected 1 to {longest:,}", "open the model with a longer context")
-        plan, platforms = _layout(model, asked["mesh"]), _platforms(asked["platforms"], model)
+        plan = _layout(model, asked["mesh"])
+        platforms = _platforms(asked["platforms"], model)
         refuse_uneven(model.config, plan)
         if asked["kernels"]:
             _refuse_kernels(platforms, model)
@@ -108,8 +110,8 @@ def _platforms(asked: Any, model: Transformer) -> tuple[str, ...]:
     if asked is None:
         here = model.dispatch.device.platform
         return tuple(name for name, device in PLATFORMS.items() if device == here)
-    names = (asked,) if isinstance(asked, str) else tuple(asked) if isinstance(asked, Sequence) else ()
-    if not names or any(name not in PLATFORMS for name in names):
+    names = (asked,) if isinstance(asked, str) else asked
+    if not isinstance(names, Sequence) or not names or any(name not in PLATFORMS for name in names):
         raise BadRequest(f"platforms is {shown(asked)}", f"expected some of {', '.join(PLATFORMS)}")
     return tuple(dict.fromkeys(names))
 
@@ -150,23 +152,18 @@ def write(path: str | Path, model: Transformer, wanted: Wanted, facts: Mapping[s
     `facts` go into the manifest. Raises BadRequest, Unsupported or DoesNotFit, and leaves nothing behind then."""
     path = Path(path)
     model = _without_drafts(model)
-    programs = {platform: _of_platform(model, platform, wanted) for platform in wanted.platforms}
-    arrays = _names(nnx.state(model))
+    platforms = {platform: _of_platform(model, platform, wanted) for platform in wanted.platforms}
+    programs = {name: content for one in platforms.values() for name, content in one.files.items()}
+    arrays = _names(nnx.state(model)) if weights else {}
     files = _files(arrays) if weights else {}
-    manifest = _manifest(model, wanted, programs, files) | dict(facts)
-    needed = sum(len(file) for one in programs.values() for file in one.files.values())
-    needed += sum(_nbytes(arrays[name]) for names in files.values() for name in names)
+    manifest = _manifest(model, wanted, platforms, files) | dict(facts)
+    needed = sum(map(len, programs.values())) + sum(map(_nbytes, arrays.values()))
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         partial.mkdir()
         _refuse_full(partial, needed)
-        for one in programs.values():
-            for name, content in one.files.items():
-                (partial / name).parent.mkdir(exist_ok=True)
-                (partial / name).write_bytes(content)
-        for name, names in files.items():
-            specs = {one: (NAMES[np.dtype(arrays[one].dtype)], tuple(arrays[one].shape)) for one in names}
-            write_tensors(partial / name, specs, ((one, np.asarray(arrays[one])) for one in names))
+        _write_programs(partial, programs)
+        _write_weights(partial, files, arrays)
         shutil.copyfile(exported_run.__file__, partial / "run.py")
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         partial.rename(path)
@@ -174,6 +171,19 @@ def write(path: str | Path, model: Transformer, wanted: Wanted, facts: Mapping[s
         raise BadRequest(f"{path} cannot be written", e.strerror or str(e)) from e
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_programs(folder: Path, programs: Mapping[str, bytes]) -> None:
+    for name, content in programs.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def _write_weights(folder: Path, files: Mapping[str, Sequence[str]], arrays: Mapping[str, Any]) -> None:
+    """Each file with the arrays of these names."""
+    for file, names in files.items():
+        specs = {name: (NAMES[np.dtype(arrays[name].dtype)], tuple(arrays[name].shape)) for name in names}
+        write_tensors(folder / file, specs, ((name, np.asarray(arrays[name])) for name in names))
 
 
 def refuse(path: Path, model: Transformer) -> None:
@@ -240,44 +250,55 @@ class Exported(NamedTuple):
     weights: list[dict[str, Any]]
 
 
+class Call(NamedTuple):
+    """A program, the arrays that it keeps, by name and as one device makes them, and what is sent to it."""
+
+    program: Program
+    kept: list[str]
+    make: Callable[[Transformer], tuple]
+    sent: dict[str, Any]  # to one data shard, by argument; of it only shapes and dtypes are read
+
+
 def _of_platform(model: Transformer, platform: str, wanted: Wanted) -> Exported:
     """Traces the programs."""
     model = _on_mesh(model, platform, wanted.layout)
-    run = Program(loop.run, model, donate_argnums=(1, 2))
-    kept = _kept(run.local_model(), wanted)
-    whole = dict(zip(kept, run.spread.whole(list(kept.values())), strict=True))  # a tree of a dict would have its names sorted
-    new, table = functools.partial(_new, wanted), [name for name in kept if name.startswith("rows.")]
-    prefill, admit = Program(loop.prefill, model, donate_argnums=(1, 2)), Program(rows.admit, model, donate_argnums=(1,))
-    entry, some = rows.blank(rows.ADMITTED), min(wanted.rows, PIECES)
-    calls: dict[str, tuple[Program, Callable, list[str], dict[str, Any]]] = {
-        "admit": (admit, lambda model: new(model)[1:], table, {"at": _numbers(rows.ADMITTED), "entry": entry}),
-        "prefill": (prefill, new, list(kept), _reading(wanted.prompt, some, wanted.width)),
-        "run": (run, new, list(kept), _decoding(wanted.rows, wanted.width)),
-    }
+    kept = _kept(model, wanted)
     files, entries = {}, {}
-    for name, (program, make, donated, sent) in calls.items():
+    for name, call in _calls(model, wanted, list(kept)).items():
         file = f"{platform}/{name}.bin"
-        trees = [of_shards([tree] * wanted.layout.data) if tree is entry else tree for tree in sent.values()]
+        sent = of_shards([list(call.sent.values())] * wanted.layout.data)
         with contextlib.nullcontext() if wanted.kernels else ops.without_kernels():
-            exported = program.export(platform, make, *trees)
+            exported = call.program.export(platform, call.make, *sent)
         files[file] = bytes(exported.serialize())
-        entries[name] = {
-            "file": file,
-            "kept": donated,
-            "sent": [
-                _described(*one) | _fill(one[0]) for argument, tree in sent.items() for one in _names({argument: tree}).items()
-            ],
-            "returned": _returned(name, exported, len(donated)),
-            "calling_convention_version": exported.calling_convention_version,
-        }
-    described = {
+        entries[name] = _entry(name, file, call, exported)
+    entry = {
         "kernels": "pallas" if wanted.kernels else "xla",
         "device": model.dispatch.device.name if wanted.kernels else "any",
         "compiler_options": loop.LOOP_OPTIONS.get(PLATFORMS[platform], {}),
-        "kept": [_described(name, array) for name, array in whole.items()],
+        "kept": [_described(name, array) for name, array in kept.items()],
         "programs": entries,
     }
-    return Exported(files, described, [_described(name, array) for name, array in _names(nnx.state(model)).items()])
+    weights = [_described(name, array) for name, array in _names(nnx.state(model)).items()]
+    return Exported(files, entry, weights)
+
+
+def _calls(model: Transformer, wanted: Wanted, kept: list[str]) -> dict[str, Call]:
+    """The programs by name."""
+    new = functools.partial(_new, wanted)
+    table = [name for name in kept if name.startswith("rows.")]
+    admit = Program(rows.admit, model, donate_argnums=(1,))
+    prefill = Program(loop.prefill, model, donate_argnums=(1, 2))
+    run = Program(loop.run, model, donate_argnums=(1, 2))
+    return {
+        "admit": Call(admit, table, lambda local: new(local)[1:], _admitting()),
+        "prefill": Call(prefill, kept, new, _reading(wanted.prompt, min(wanted.rows, PIECES), wanted.width)),
+        "run": Call(run, kept, new, _decoding(wanted.rows, wanted.width)),
+    }
+
+
+def _admitting() -> dict[str, Any]:
+    """What is sent to `admit`."""
+    return {"at": _numbers(rows.ADMITTED), "entry": rows.blank(rows.ADMITTED)}
 
 
 def _reading(tokens: int, pieces: int, width: int) -> dict[str, Any]:
@@ -296,9 +317,22 @@ def _new(wanted: Wanted, model: Transformer) -> tuple[Any, rows.Rows]:
     return loop.new(model, wanted.rows, wanted.pages, counts=False)
 
 
-def _kept(local: Transformer, wanted: Wanted) -> dict[str, Any]:
-    """The arrays of these by name, as shapes."""
-    names: list[str] = []
+def _entry(name: str, file: str, call: Call, exported: Any) -> dict[str, Any]:
+    """A program's part of the manifest."""
+    return {
+        "file": file,
+        "kept": call.kept,
+        "sent": _fields(call.sent),
+        "returned": _returned(name, exported, len(call.kept)),
+        "calling_convention_version": exported.calling_convention_version,
+    }
+
+
+def _kept(model: Transformer, wanted: Wanted) -> dict[str, Any]:
+    """The arrays that programs keep, by name, as shapes; on a mesh those of all devices."""
+    spread, names = Spread.of(model), []
+    graph, state = nnx.split(model)
+    local = nnx.merge(graph, spread.local(state))
 
     def made() -> list[Any]:
         pool, table = _new(wanted, local)
@@ -306,8 +340,17 @@ def _kept(local: Transformer, wanted: Wanted) -> dict[str, Any]:
         names.extend(found)
         return list(found.values())
 
-    shapes = jax.eval_shape(made)
+    shapes = spread.whole(jax.eval_shape(made))
     return dict(zip(names, shapes, strict=True))
+
+
+def _fields(sent: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The arrays that are sent to a program, in this order."""
+    found = []
+    for argument, tree in sent.items():
+        for name, array in _names({argument: tree}).items():
+            found.append(_described(name, array) | _fill(name))
+    return found
 
 
 def _returned(name: str, exported: Any, kept: int) -> list[dict[str, Any]]:
@@ -354,7 +397,7 @@ def _names(tree: Any) -> dict[str, Any]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     found = {}
     for path, array in leaves:
-        keys = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
+        keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
         found[".".join(key for key in keys if key not in ("value", "parts"))] = array
     assert len(found) == len(leaves), "two arrays have one name"
     return found
@@ -365,8 +408,11 @@ def _described(name: str, array: Any) -> dict[str, Any]:
     sharding = getattr(array, "sharding", None)
     if sharding is None:
         return found
-    cuts = [list(cut) if isinstance(cut, tuple) else [cut] if cut else [] for cut in sharding.spec]
-    return found | {"sharding": cuts + [[]] * (len(array.shape) - len(cuts))}
+    cuts: list[list[str]] = [[] for _ in array.shape]
+    for dimension, cut in enumerate(sharding.spec):
+        if cut is not None:
+            cuts[dimension] = [cut] if isinstance(cut, str) else list(cut)
+    return found | {"sharding": cuts}
 
 
 def _fill(name: str) -> dict[str, Any]:
@@ -392,5 +438,5 @@ def _nbytes(array: Any) -> int:
     return prod(array.shape) * array.dtype.itemsize
 
 
-def _numbers(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
+def _numbers(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.int32)
