@@ -44,18 +44,27 @@ def all_to_all(
     Devices of one data shard each send their share of its tokens."""
     if across.size(MESH_AXES) == 1:
         return compute(x, topk_ids, topk_weights)
-    count, same, devices = x.shape[0], (TENSOR, CONTEXT), across.size(MESH_AXES)
-    x, topk_weights = _shared(x, same), _shared(topk_weights, same)
-    topk_ids = _shared(topk_ids, same, filler=devices * experts)
+    of_shard, nobody = (TENSOR, CONTEXT), across.size(MESH_AXES) * experts
+    mine = _shared(x, of_shard), _shared(topk_ids, of_shard, filler=nobody), _shared(topk_weights, of_shard)
+    sums = _sent_and_back(*mine, experts, compute)
+    return across.gathered(sums, of_shard)[: x.shape[0]]
+
+
+def _sent_and_back(
+    x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: int, compute: Compute
+) -> Float[Array, "n D"]:
+    """What the experts of all devices make of this device's tokens."""
+    (tokens, chosen), devices = topk_ids.shape, across.size(MESH_AXES)
     goes = (topk_ids[:, :, None] // experts == jnp.arange(devices)).any(1)
     route = across.Route.of(goes.sum(0, dtype=jnp.int32), MESH_AXES)
-    tokens, room = x.shape[0], devices * x.shape[0]
-    outbox = Outbox.of(goes, tokens * min(devices, topk_ids.shape[1]))
+    outbox = Outbox.of(goes, tokens * min(devices, chosen))
     joined, apart = across.as_one((x, topk_ids, topk_weights))
+    room = devices * tokens  # all may come to one device
     there, ids, weights = apart(across.sent(joined[outbox.token], route, tokens, room))
-    ids = jnp.where(jnp.arange(room)[:, None] < route.received, own_ids(ids, experts), experts)
-    y = across.sent(compute(there, ids, weights), route.back(), tokens, outbox.token.size)
-    return across.gathered(outbox.added_up(y).astype(y.dtype), same)[:count]
+    is_token = jnp.arange(room)[:, None] < route.received
+    y = compute(there, jnp.where(is_token, own_ids(ids, experts), experts), weights)
+    back = across.sent(y, route.back(), tokens, outbox.token.size)
+    return outbox.added_up(back).astype(back.dtype)
 
 
 class Outbox(NamedTuple):
