@@ -17,7 +17,7 @@ from mla_jax.base.batch import Tables, bucket
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.cache.paged import COPIED, PAGE
-from mla_jax.decode.chosen import Likely
+from mla_jax.decode.chosen import Found, Likely
 from mla_jax.decode.loop import Programs, Sizes
 from mla_jax.decode.packing import of_shards
 from mla_jax.decode.rows import ADMITTED
@@ -361,29 +361,32 @@ class Engine:
         jobs = [job for job in jobs if job.row is not None and not job.unread]
         if not jobs:
             return
-        fresh = [not job.steps for job in jobs]
-        if all(fresh) or any(job.streams and new for job, new in zip(jobs, fresh, strict=True)):
+        fresh = [job for job in jobs if not job.steps]
+        if len(fresh) == len(jobs) or any(job.streams for job in fresh):
             steps = 1  # a first token is waited for
         for job in jobs:
-            assert job.held is not None
-            assert job.shard is not None
-            extended = job.shard.pages.extend(job.held, job.read + job.steps + min(steps, job.left - 1))
+            extended = job.extend(steps)
             assert extended, "the scheduler has planned steps that there are no pages for"
-            job.steps += min(steps, job.left)
-        pool, rows = self._state()
         mine = by_shard(jobs, len(self.shards))
         count = min(n for n in self._compiled_rows if n >= max(map(len, mine)))
-        at, table = self._padded_rows(mine, count), self._page_tables(mine, count)
         held = sum(job.read + job.steps for job in jobs) // len(jobs)
-        if drafts := self._drafts(jobs, count, steps, held):
-            asked = self._same(np.int32(steps)), self._same(np.int32(drafts))
-            pool, rows, found = self.programs.run_with_drafts(pool, rows, at, table, *asked)
-        else:
-            pool, rows, found = self.programs.run(pool, rows, at, table, self._same(np.int32(steps)))
-        self._arrays = pool, rows
+        drafts = self._drafts(jobs, count, steps, held)
+        found = self._run(mine, count, steps, drafts)
         places = {job: number * count + i for number, some in enumerate(mine) for i, job in enumerate(some)}
         self._flying.send_tokens(places, found, drafts, held)
         self.stats.dispatches += 1
+
+    def _run(self, jobs: Sequence[Sequence[Job]], count: int, steps: int, drafts: int) -> Found:
+        """Sends steps of jobs, by shard, to the program for `count` rows, with up to `drafts` guesses a pass."""
+        pool, rows = self._state()
+        at, table = self._padded_rows(jobs, count), self._page_tables(jobs, count)
+        sent = at, table, self._same(np.int32(steps))
+        if drafts:
+            pool, rows, found = self.programs.run_with_drafts(pool, rows, *sent, self._same(np.int32(drafts)))
+        else:
+            pool, rows, found = self.programs.run(pool, rows, *sent)
+        self._arrays = pool, rows
+        return found
 
     def _drafts(self, jobs: list[Job], count: int, steps: int, held: int) -> int:
         """Guesses of each pass; a single step has no room for any."""

@@ -92,6 +92,14 @@ class Job:
         """The next tokens to read."""
         return self.tokens[self.read : min(self.read + most, self.known)]
 
+    def extend(self, steps: int) -> bool:
+        """Takes pages for as many more tokens, as far as its limit goes; false if there are none left."""
+        assert self.shard is not None
+        assert self.held is not None
+        extended = self.shard.pages.extend(self.held, self.read + self.steps + min(steps, self.left - 1))
+        self.steps += min(steps, self.left)
+        return extended
+
     def take(self, ids: list[int], logprobs: Logprobs | None, ended: bool, finite: bool) -> None:
         """Adds what was generated, except what it has told before; `ended` says that the device stopped the row."""
         old = min(self.again, len(ids))
