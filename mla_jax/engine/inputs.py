@@ -43,13 +43,7 @@ class InputProcessor:
         if params.stop and self.text.tokenizer is None:
             raise BadRequest("stop texts need a tokenizer, which this model folder lacks", "use stop_token_ids")
         tokens = self._tokens(prompt)
-        room = self.check_prompt(tokens, needed=0 if params.max_tokens == 0 else 1)
-        limit = min(DEFAULT_MAX_TOKENS, room) if params.max_tokens is None else params.max_tokens
-        if limit > room:
-            raise BadRequest(
-                f"max_tokens {limit:,} does not fit the context",
-                f"{len(tokens):,} prompt tokens leave room for {room:,} of {self.context:,}",
-            )
+        limit = self._limit(tokens, params.max_tokens)
         wrong = next((t for t in params.logit_bias or {} if t >= self.config.vocab_size), None)
         if wrong is not None:
             raise BadRequest(f"logit_bias names token id {wrong:,}", f"expected 0 to {self.config.vocab_size - 1:,}")
@@ -58,6 +52,18 @@ class InputProcessor:
             given = f"the model has {len(ends)}, stop_token_ids {len(params.stop_token_ids)}"
             raise BadRequest(f"more than {MAX_ENDS} token ids end an answer", given)
         return Request(tokens, self._filled(params, limit), ends)
+
+    def _limit(self, tokens: list[int], asked: int | None) -> int:
+        """The most tokens that may follow a prompt; raises BadRequest if the context has no room for as many as are asked for."""
+        room = self.check_prompt(tokens, needed=0 if asked == 0 else 1)
+        if asked is None:
+            return min(DEFAULT_MAX_TOKENS, room)
+        if asked > room:
+            raise BadRequest(
+                f"max_tokens {asked:,} does not fit the context",
+                f"{len(tokens):,} prompt tokens leave room for {room:,} of {self.context:,}",
+            )
+        return asked
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The token ids of a conversation up to where the model answers; raises BadRequest or BadTemplate."""
