@@ -104,20 +104,24 @@ class LLM:
         self._formats, self._routing = opened.formats(), opened.routing()
         with self._memory_explained():
             self.model = opened.load(progress)
-        drafter = opened.drafter
+        self._processes = opened.processes
         eviction = Eviction.of(self.options.eviction)
         evicts = None if eviction is None else eviction.evicts
-        self._processes = opened.processes
         folder = store.default_folder() if opened.processes is None else None  # a stored program is one process's
-        self._programs = Programs(self.model, self._routing is not None, folder, drafter, evicts)
-        chunk, hosted = self.model.dispatch.chunk(self.model), self.plan.hosted // PAGE
-        size = Size(self.plan.rows, self.plan.tokens // PAGE, self.context, chunk, hosted)
-        served = self._programs, self.config, self.tokenizer, size, self.options.drafts.draft_tokens
-        engine = _engine_of(self.model)(*served) if eviction is None else EvictingEngine(*served, eviction)
-        self.engine: Engine | LedEngine = engine
+        self._programs = Programs(self.model, self._routing is not None, folder, opened.drafter, evicts)
+        self.engine: Engine | LedEngine = self._new_engine(eviction)
         if opened.processes is not None:
             opened.processes.serves = True
-            self.engine = LedEngine(engine, opened.processes) if opened.processes.leads else engine
+            if opened.processes.leads:
+                self.engine = LedEngine(self.engine, opened.processes)
+
+    def _new_engine(self, eviction: Eviction | None) -> Engine:
+        chunk = self.model.dispatch.chunk(self.model)
+        size = Size(self.plan.rows, self.plan.tokens // PAGE, self.context, chunk, self.plan.hosted // PAGE)
+        served = self._programs, self.config, self.tokenizer, size, self.options.drafts.draft_tokens
+        if eviction is not None:
+            return EvictingEngine(*served, eviction)
+        return _engine_of(self.model)(*served)
 
     def __repr__(self) -> str:
         formats = ", ".join(f"{gib(size)} in {name}" for name, size in self._formats.items())
