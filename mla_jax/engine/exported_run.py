@@ -56,16 +56,16 @@ class Model:
         self.manifest = json.loads((folder / "manifest.json").read_text())
         self.sizes, self.mine = self.manifest["sizes"], self.manifest["platforms"][platform]
         self.shards, axes = self.manifest["mesh"]["data"], self.manifest["mesh"]
-        count = prod(axes.values())
-        if count > len(jax.devices()):
-            sys.exit(f"the mesh has {count} devices, {len(jax.devices())} are here")
-        mesh = Mesh(np.array(jax.devices()[:count]).reshape(tuple(axes.values())), tuple(axes))
+        count, devices = prod(axes.values()), jax.devices()
+        if count > len(devices):
+            sys.exit(f"the mesh has {count} devices, {len(devices)} are here")
+        mesh = Mesh(np.array(devices[:count]).reshape(tuple(axes.values())), tuple(axes))
         self._jax = jax
         self._spread = count > 1
 
         def place(cuts: Sequence[Sequence[str]] | None) -> Any:
             if cuts is None:
-                return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+                return jax.sharding.SingleDeviceSharding(devices[0])
             return NamedSharding(mesh, PartitionSpec(*(tuple(cut) or None for cut in cuts)))
 
         self._sent = place([["data"]]) if self._spread else place(None)
@@ -74,11 +74,12 @@ class Model:
             one["name"]: jax.numpy.zeros(one["shape"], dtype(one["dtype"]), device=place(one.get("sharding")))
             for one in self.mine["kept"]
         }
-        self._programs = {}
-        for name, entry in self.mine["programs"].items():
-            program = jax.export.deserialize(bytearray((folder / entry["file"]).read_bytes()))
-            options = self.mine["compiler_options"] or None
-            self._programs[name] = jax.jit(program.call, donate_argnums=1, compiler_options=options)
+        self._programs = {name: self._program(folder / entry["file"]) for name, entry in self.mine["programs"].items()}
+
+    def _program(self, file: Path) -> Any:
+        program = self._jax.export.deserialize(bytearray(file.read_bytes()))
+        options = self.mine["compiler_options"] or None
+        return self._jax.jit(program.call, donate_argnums=1, compiler_options=options)
 
     def _read(self, folder: Path, place: Any) -> tuple[Any, ...]:
         """The weights, each device's part on the device."""
@@ -195,9 +196,7 @@ def token_ids(text: str) -> list[int]:
     return [int(word) for word in text.replace(",", " ").split()]
 
 
-def main() -> None:
-    folder = Path(__file__).resolve().parent
-    manifest = json.loads((folder / "manifest.json").read_text())
+def arguments(manifest: dict[str, Any]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--prompt", type=token_ids, action="append", help="token ids; without any, each line of stdin is a prompt"
@@ -206,7 +205,13 @@ def main() -> None:
     parser.add_argument("--ends", type=token_ids, default=manifest["ends"], help="token ids that end an answer")
     parser.add_argument("--platform", choices=list(manifest["platforms"]), default=next(iter(manifest["platforms"])))
     parser.add_argument("--weights", type=Path, help="the folder of weights-*.safetensors, if it is not this one")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    folder = Path(__file__).resolve().parent
+    manifest = json.loads((folder / "manifest.json").read_text())
+    given = arguments(manifest)
     os.environ["JAX_PLATFORMS"] = given.platform
     import jax
     import jax.export
