@@ -120,15 +120,25 @@ def interrupted(llm) -> dict:
 
     params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
     llm.generate(PROMPTS[:2], params)
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    stopped = threading.Event()
+    threading.Thread(target=press_ctrl_c, args=(stopped,), daemon=True).start()
     try:
         while True:
             llm.generate(PROMPTS, params)
     except KeyboardInterrupt:
+        stopped.set()
         how = "interrupted"
     several = llm.options.processes.several
     alone = [refused(ask).splitlines()[0] for ask in (llm.trainable, lambda: llm.export("nowhere"), llm.follow) if several]
     return {"how": how, "refused": alone, "tokens": [output.token_ids for output in llm.generate(PROMPTS[:2], params)]}
+
+
+def press_ctrl_c(stopped: threading.Event, seconds: float = 20) -> None:
+    """Again if nothing comes of it: Python drops an interrupt that comes while the garbage collector calls somebody."""
+    time.sleep(0.1)
+    while not stopped.is_set():
+        os.kill(os.getpid(), signal.SIGINT)
+        stopped.wait(seconds)
 
 
 def counts(llm) -> dict:

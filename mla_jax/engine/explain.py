@@ -85,13 +85,14 @@ def _attention(model: Transformer, phase: str, new: int, attended: int) -> str:
     form = dispatch.form_name(model, 1, new, attended)
     implementation = f" by {dispatch.attention_kernel(model, form, 1, new, attended)}" if form in KERNELS else ""
     chosen = "chosen" if dispatch.attention == "auto" else "as asked"
-    why = roofline.why_form(model.config, dispatch.device, form, 1, new, attended)
+    why = roofline.why_form(dispatch.seen(model.config), dispatch.device, form, 1, new, attended)
     return f"{phase} ({new:,} new over {attended:,}): {form}{implementation}, {chosen}: {why}"
 
 
 def _cache(model: Transformer, planned: Plan) -> list[str]:
     """What the pool holds, on the device and on the host, and in which format."""
-    size = f"{planned.tokens:,} tokens of all requests together, in pages of {PAGE}"
+    whose = "of all requests" if model.dispatch.layout.data == 1 else "of the requests of each data shard"
+    size = f"{planned.tokens:,} tokens {whose} together, in pages of {PAGE}"
     served = f"up to {planned.rows} requests run at a time"
     read = f"{model.dispatch.chunk(model):,} tokens of their prompts are read at a time"
     lines = [f"cache: {size}; {served}, and {read}"]

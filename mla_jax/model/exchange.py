@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base import across
 from mla_jax.base.axes import CONTEXT, DATA, MESH_AXES, TENSOR
+from mla_jax.model.ops import zeros_after
 
 Compute = Callable[
     [Array, Array, Array], Array
@@ -90,7 +91,8 @@ class Outbox(NamedTuple):
             return sums + jnp.where((place < y.shape[0])[:, None], y.at[place].get(mode="clip"), 0)
 
         tokens, devices = self.place.shape
-        return jax.lax.fori_loop(0, devices, with_next, jnp.zeros((tokens, y.shape[1]), jnp.float32))
+        nothing = zeros_after(self.place[0, 0], (tokens, y.shape[1]), jnp.float32)
+        return jax.lax.fori_loop(0, devices, with_next, nothing)
 
 
 def _shared(array: Array, axes: tuple[str, ...], filler: int = 0) -> Array:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from mla_jax.base import across
 from mla_jax.base.axes import MESH_AXES
 from mla_jax.base.qtensor import QTensor
-from mla_jax.model.ops import ragged_dot, ragged_swiglu
+from mla_jax.model.ops import ragged_dot, ragged_swiglu, zeros_after
 
 ExpertWeights = tuple[Float[Array, "X F D"] | QTensor, Float[Array, "X F D"] | QTensor, Float[Array, "X D F"] | QTensor]
 
@@ -89,7 +89,8 @@ def ragged(
         some = grouped.block(i * block, block)
         return sums + of(some, jnp.where(some.place.reshape(weights.shape) >= 0, weights, 0))
 
-    return jax.lax.fori_loop(0, -(-grouped.sizes.sum() // block), with_next, jnp.zeros_like(x))
+    count = grouped.sizes.sum()
+    return jax.lax.fori_loop(0, -(-count // block), with_next, zeros_after(count, x.shape, x.dtype))
 
 
 # On a mesh a device expects its share of all pairs. It takes so many times as many at once, but not less than the least, so that

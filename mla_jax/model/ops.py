@@ -51,6 +51,13 @@ def norm_weight(config: Config, rngs: nnx.Rngs, axis: str) -> nnx.Param:
     return parameter(config, rngs, axis, scale=0.0, mean=1.0)
 
 
+def zeros_after(count: Int[Array, ""], shape: tuple[int, ...], dtype: Any) -> Array:
+    """Zeros that are made once `count`, which is never negative, is there.
+
+    Constant ones XLA makes for all layers at once on a GPU, and keeps them until each layer's turn."""
+    return jnp.full(shape, jnp.where(count < 0, 1, 0), dtype)
+
+
 def plain(w: Weight, dtype: jnp.dtype) -> Float[Array, "..."]:
     """The numbers themselves of a weight that may be packed."""
     return dequantize(w, dtype) if isinstance(w, QTensor) else w

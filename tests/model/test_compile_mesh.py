@@ -12,7 +12,7 @@ from models import FAMILIES, yarn
 
 from pallas_kernels import choice
 
-LAYERS, GIB = 4, 1 << 30  # the last of these layers has experts
+LAYERS, EXPERTS, GIB = 6, 3, 1 << 30  # half of these layers have experts
 V3 = {
     **FAMILIES["v3"],
     "hidden_size": 7168,
@@ -49,8 +49,8 @@ def test_v3_compiles_for_eight_h200s(tmp_path):
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     planned, decode, prompt = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
-    assert decode["messages"] == {"all-gather": 2, "reduce-scatter": 1, "all-reduce": 2}
+    assert decode["messages"] == {"all-gather": 1 + EXPERTS, "reduce-scatter": EXPERTS, "all-reduce": 2}
     assert decode["arguments"] < planned["weights"] + planned["pool"] + GIB // 4
     assert decode["temporaries"] < GIB
-    assert prompt["temporaries"] < 4 * GIB
+    assert prompt["temporaries"] < GIB, "layers share the room of their tokens"
     assert min(decode["kernels"], prompt["kernels"]) > 6 * LAYERS
