@@ -32,6 +32,7 @@ def answer(coordinator: str, number: int) -> None:
     from mla_jax import LLM, SamplingParams
 
     llm = LLM(**SMALL, coordinator=coordinator, processes=2, process_id=number)
+    print("loaded", flush=True)
     if number:
         llm.follow()
         return
