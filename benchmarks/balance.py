@@ -33,7 +33,7 @@ from drive import LENGTHS, SHORTEST, request
 from mla_jax import Config
 from mla_jax.base.batch import bucket
 from mla_jax.base.links import PLANNED
-from mla_jax.base.mesh_cost import MeshCost, packed
+from mla_jax.base.mesh_cost import MeshCost, Work, packed
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.chosen import Chosen, Found, nothing_chosen
 from mla_jax.decode.loop import Programs
@@ -126,7 +126,8 @@ def reading_seconds(line: float, what: Reading) -> float:
     if not what.new:
         return 0.0
     prompts = max(round(what.attended * line / what.pairs), 1)
-    return COST._pass(FORM, prompts, max(round(line / prompts), 1), max(round(what.pairs / line), 1), prompts).seconds
+    new, attended = max(round(line / prompts), 1), max(round(what.pairs / line), 1)
+    return COST._predicted(Work(FORM, prompts, new, cached=attended + new // 2)).seconds
 
 
 def step_seconds(rows: float, held: float) -> float:

@@ -80,7 +80,7 @@ def test_the_engine_as_it_is_lets_prompts_of_few_shards_wait():
 
 def test_a_step_takes_what_the_cost_model_says_of_equal_rows():
     assert balance.step_seconds(32, 32 * 4096) == balance.COST.decode(32, 4096).seconds
-    prompts = sum([balance.piece(128, 256)] * 4, balance.Reading())  # which attend to 256 on average
+    prompts = sum([balance.piece(0, 256)] * 4, balance.Reading())  # whose tokens attend to 128 on average
     assert balance.reading_seconds(1024, prompts) == pytest.approx(balance.COST.prompts(256).seconds)
 
 
