@@ -6,6 +6,7 @@ import sys
 
 import jaxtyping
 import pytest
+from figures import assert_readable, words
 
 from mla_jax.base.config import Config
 from mla_jax.base.errors import Unsupported
@@ -87,28 +88,13 @@ def drawn(name: str):
     return figure
 
 
-def words(figure) -> list:
-    """Every text that a reader sees, ticks left out."""
-    texts = [figure._supxlabel] if figure._supxlabel else []
-    for ax in figure.axes:
-        titles = [ax.title, ax._left_title, ax.xaxis.label, ax.yaxis.label]
-        texts += [text for text in [*ax.texts, *titles] if text.get_text()]
-    return texts
-
-
 def markers(figure) -> dict:
     return {line.get_label(): line for line in figure.axes[0].lines if line.get_label() in FORMS}
 
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_word_is_on_the_page_and_touches_no_other(name):
-    figure = drawn(name)
-    boxes = {text.get_text(): text.get_window_extent() for text in words(figure)}
-    for said, box in boxes.items():
-        assert figure.bbox.x0 <= box.x0 <= box.x1 <= figure.bbox.x1, said
-        assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1, said
-    for (one, a), (other, b) in itertools.combinations(boxes.items(), 2):
-        assert not a.overlaps(b), (one, other)
+    assert_readable(drawn(name))
 
 
 @pytest.mark.parametrize("name", [name for name in FIGURES if name.startswith("roofline")])

@@ -2,9 +2,9 @@
 
 import functools
 import io
-import itertools
 
 import pytest
+from figures import assert_readable
 
 from mla_jax.base.config import Config
 from mla_jax.base.links import PLANNED
@@ -37,22 +37,9 @@ def drawn(name: str):
     return figure
 
 
-def words(figure) -> list:
-    """Every text that a reader sees, ticks left out."""
-    (ax,) = figure.axes
-    texts = [*ax.texts, ax._left_title, ax.xaxis.label, ax.yaxis.label, *ax.get_legend().get_texts()]
-    return [text for text in texts if text.get_text()]
-
-
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_word_is_on_the_page_and_touches_no_other(name):
-    figure = drawn(name)
-    boxes = [(text.get_text(), text.get_window_extent()) for text in words(figure)]
-    for said, box in boxes:
-        assert figure.bbox.x0 <= box.x0 <= box.x1 <= figure.bbox.x1, said
-        assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1, said
-    for (one, a), (other, b) in itertools.combinations(boxes, 2):
-        assert not a.overlaps(b), (one, other)
+    assert_readable(drawn(name))
 
 
 def test_lines_are_the_predicted_rates_of_all_rows_that_fit():

@@ -2,10 +2,10 @@
 
 import functools
 import io
-import itertools
 
 import numpy as np
 import pytest
+from figures import assert_readable
 
 from mla_jax.base.qtensor import dequantize
 from mla_jax.ui import plots_weights
@@ -43,23 +43,9 @@ def drawn(name: str):
     return figure
 
 
-def words(figure) -> list:
-    """Every text that a reader sees, ticks left out."""
-    texts = []
-    for ax in figure.axes:
-        texts += [text for text in [*ax.texts, ax._left_title, ax.xaxis.label, ax.yaxis.label] if text.get_text()]
-    return texts
-
-
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_word_is_on_the_page_and_touches_no_other(name):
-    figure = drawn(name)
-    boxes = [(text.get_text(), text.get_window_extent()) for text in words(figure)]
-    for said, box in boxes:
-        assert figure.bbox.x0 <= box.x0 <= box.x1 <= figure.bbox.x1, said
-        assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1, said
-    for (one, a), (other, b) in itertools.combinations(boxes, 2):
-        assert not a.overlaps(b), (one, other)
+    assert_readable(drawn(name))
 
 
 def test_a_mark_stands_at_every_value_that_a_format_has():
