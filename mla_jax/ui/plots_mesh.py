@@ -29,24 +29,35 @@ def decode_rates(
     (plot,) = _axes(ax, size)
     found = {shown_mesh(cost.sizes): _rates(cost, available, held, 2**octaves) for cost in meshes}
     for i, (color, (name, rates)) in enumerate(zip(COLORS, found.items(), strict=False)):
-        nested = {"lw": max(4 - i, 1), "ms": max(12 - 3 * i, 3), "mec": "white"}  # so that all show where they meet
-        label = name if rates else f"{name}: does not fit"
-        plot.plot([*rates], [*rates.values()], "o-", color=color, label=label, **nested)
-        for rows in [*rates][-1:]:
-            style = {"textcoords": "offset points", "ha": "left", "va": "top", "fontsize": 9, "color": color}
-            plot.annotate(about(rates[rows]), (rows, rates[rows]), (6, -4), **style)
+        _draw_line(plot, rates, name, color, i)
     points = [point for rates in found.values() for point in rates.items()] or [(1, 1.0)]
-    most, every = max(rows for rows, _ in points), [rate for _, rate in points]
+    most = max(rows for rows, _ in points)
+    _scale(plot, most, [rate for _, rate in points])
+    plot.legend(loc="upper left", frameon=False)
+    ends = "; lines end where the memory is full" if 2 * most <= 2**octaves else ""
+    _title(plot, _most(found), f"predicted, {meshes[0].device.name}, {held:,} tokens held by each row{ends}")
+    return _figure(plot)
+
+
+def _draw_line(plot: "matplotlib.axes.Axes", rates: Mapping[int, float], name: str, color: str, number: int) -> None:
+    """A mesh's line, with its last rate; the first is the thickest, so that all show where they meet."""
+    nested = {"lw": max(4 - number, 1), "ms": max(12 - 3 * number, 3), "mec": "white"}
+    label = name if rates else f"{name}: does not fit"
+    plot.plot([*rates], [*rates.values()], "o-", color=color, label=label, **nested)
+    if rates:
+        last = max(rates)
+        style = {"textcoords": "offset points", "ha": "left", "va": "top", "fontsize": 9, "color": color}
+        plot.annotate(about(rates[last]), (last, rates[last]), (6, -4), **style)
+
+
+def _scale(plot: "matplotlib.axes.Axes", most: int, every: Sequence[float]) -> None:
+    """Axes for up to `most` rows, and these rates."""
     _powers_of_two(plot.xaxis, most.bit_length() // 2 * 2)  # even, so that the first tick is 1
     plot.set(xlim=(0.85, most * 1.9), xlabel="rows of all devices (sequences in the batch)")
     plot.set(yscale="log", ylim=(min(every) / 1.5, max(every) * 1.6), ylabel="tokens/s of all devices")
     plot.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
     plot.yaxis.set_major_formatter("{x:,.0f}")
     plot.yaxis.set_minor_formatter("")
-    plot.legend(loc="upper left", frameon=False)
-    ends = "; lines end where the memory is full" if 2 * most <= 2**octaves else ""
-    _title(plot, _most(found), f"predicted, {meshes[0].device.name}, {held:,} tokens held by each row{ends}")
-    return _figure(plot)
 
 
 def _rates(cost: MeshCost, available: float, held: int, most: int) -> dict[int, float]:
