@@ -3,7 +3,7 @@
     python benchmarks/meshes.py --out meshes.json
     python benchmarks/meshes.py --meshes data=1 data=2 tensor=2 --rows 64 256 --exchange all_to_all
     python benchmarks/meshes.py --model v3 --rows 1 32 512 --drafts                   (eight H200: FP8, 61 layers)
-    python benchmarks/meshes.py --model v3 --rows 1 32 512 --part-of 8 --layers 31    (a part of these, on fewer GPUs)
+    python benchmarks/meshes.py --model v3 --rows 1 32 512 --part-of 8 --layers 27    (a part of these, on fewer GPUs)
     python benchmarks/meshes.py --small                  (a tiny model on simulated CPU devices: does the script work?)
 
 Rows and tokens/s are of all devices together. Each row holds `--held` tokens, or will have read a prompt of that length. Steps
@@ -91,7 +91,7 @@ class Bench:
         """Compiles everything and makes the cache; the numbers of rows that fit."""
         tokens = self.tokens_that_fit()
         fitting = [count for count in counts if tokens is None or self.each(count) * self.shards * self.held <= tokens]
-        most = max(*fitting, self.pieces * self.shards)
+        most = max([*fitting, self.pieces * self.shards])
         each = [self.each(count) for count in fitting]
         self.found = sequences(self.plain, most, held=self.held)
         pool, rows, width = self.found.pool, self.found.rows, self.held // PAGE
@@ -115,7 +115,8 @@ class Bench:
         restart(found, 0.0)
         seconds = seconds_per_step(found, DISPATCHES - 2)
         traced = report.traced(lambda: found.run(2)) if profile else None
-        return figures("decode", rows, rows, seconds, self.cost.decode(self.each(rows), self.held), traced)
+        row = figures("decode", rows, rows, seconds, self.cost.decode(self.each(rows), self.held), traced)
+        return row | {"exchange": self.exchange(self.each(rows))}
 
     def drafting(self, rows: int, acceptance: float) -> dict:
         """A pass over a token and one guess."""
@@ -141,7 +142,12 @@ class Bench:
         seconds = report.best_seconds(lambda: [run() for _ in range(PROMPTS)][-1], 2) / PROMPTS
         traced = report.traced(run) if profile else None
         rows, tokens = self.pieces * shards, self.pieces * new * shards
-        return figures("prompts", rows, tokens, seconds, self.cost.prompts(new), traced)
+        row = figures("prompts", rows, tokens, seconds, self.cost.prompts(new), traced)
+        return row | {"exchange": self.exchange(self.pieces * new)}
+
+    def exchange(self, tokens: int) -> str | None:
+        """How this number of tokens of each shard reach their experts."""
+        return self.model.dispatch.exchange_name(self.model, tokens) if self.devices.count > 1 else None
 
     def rows(self, count: int) -> Sequences:
         assert self.found is not None
@@ -152,7 +158,7 @@ class Bench:
 def figures(what: str, rows: int, tokens: int, seconds: float, predicted: Predicted, traced: report.Traced | None) -> dict:
     row = {"what": what, "rows": rows, "ms": 1e3 * seconds, "tokens/s": tokens / seconds}
     row |= {"predicted ms": 1e3 * predicted.seconds, "of the floor %": 100 * predicted.floor / seconds}
-    row |= {"exchange": predicted.exchange, "predicted messages %": 100 * predicted.share}
+    row["predicted messages %"] = 100 * predicted.share
     if traced is not None:
         spent = sum(time for name, time in traced.kernels.items() if MESSAGES.search(name))
         row["messages %"] = 100 * spent / traced.wall

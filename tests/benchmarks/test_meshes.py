@@ -53,7 +53,7 @@ def test_a_cache_is_filled_where_it_is_and_alike_on_devices_of_one_shard():
 @pytest.mark.deep(*deep.GENERATING, "mla_jax/base")
 @pytest.mark.parametrize("mesh", ["data=2", "tensor=2"])
 def test_there_are_rows_for_decoding_drafts_and_prompts(mesh):
-    options = argparse.Namespace(exchange="auto", held=320, drafts=True, acceptance=0.85, profile=False)
+    options = argparse.Namespace(exchange="all_to_all", held=320, drafts=True, acceptance=0.85, profile=False)
     config = Config.preset("v2_lite", **TINY, num_nextn_predict_layers=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meshes.speculative, "stands", meshes.is_odd)
@@ -61,6 +61,7 @@ def test_there_are_rows_for_decoding_drafts_and_prompts(mesh):
     plain, drafts = "decode", "decode, drafts 0.85"
     assert [row["what"] for row in rows] == [plain, drafts, plain, drafts, "prompts"]
     assert [row["rows"] for row in rows[:4]] == [1, 1, 3, 3]
+    assert {row["exchange"] for row in rows if "exchange" in row} == {"all_to_all"}
     for row in rows:
         assert row["mesh"] == mesh
         assert all(math.isfinite(figure) and figure >= 0 for figure in row.values() if isinstance(figure, float))
