@@ -52,10 +52,12 @@ def _draw_line(plot: "matplotlib.axes.Axes", rates: Mapping[int, float], name: s
 
 def _scale(plot: "matplotlib.axes.Axes", most: int, every: Sequence[float]) -> None:
     """Axes for up to `most` rows, and these rates."""
+    from matplotlib.ticker import LogLocator
+
     _powers_of_two(plot.xaxis, most.bit_length() // 2 * 2)  # even, so that the first tick is 1
     plot.set(xlim=(0.85, most * 1.9), xlabel="rows of all devices (sequences in the batch)")
     plot.set(yscale="log", ylim=(min(every) / 1.5, max(every) * 1.6), ylabel="tokens/s of all devices")
-    plot.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    plot.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     plot.yaxis.set_major_formatter("{x:,.0f}")
     plot.yaxis.set_minor_formatter("")
 
