@@ -160,11 +160,10 @@ def _opened(options: Options) -> Opened:
     refuse_contradictions(options)
     if options.memory.memory_fraction is not None:  # read when JAX first uses the device
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(options.memory.memory_fraction)
-    cache_compiled_programs()
     processes = started(options)
     if processes is not None and options.mesh.mesh is None:
         options = options.replace(mesh="auto")
-    default_device()
+    cache_compiled_programs(default_device().platform, several=processes is not None)
     checkpoint = _checkpoint(options)
     check_context(options.model.context, checkpoint.config.max_position_embeddings)
     drafter = _drafter(options, checkpoint)
@@ -294,8 +293,14 @@ def check_context(context: int | None, longest: int) -> None:
         raise BadRequest(f"context is {context:,}, expected 1 to {longest:,}", "the model's max_position_embeddings is the limit")
 
 
-def cache_compiled_programs():
-    """Turns on JAX's persistent compilation cache, unless the user has set one."""
+def cache_compiled_programs(platform: str, several: bool) -> None:
+    """Turns on JAX's persistent compilation cache, unless the user has set one.
+
+    Several processes on GPUs have none, not even the user's: each tunes a part of a program's kernels and waits for what the others
+    found, forever if one of them has the program in its cache."""
+    if several and platform == "gpu":
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
     if jax.config.values["jax_compilation_cache_dir"] is None and (folder := cache_folder()) is not None:
         jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

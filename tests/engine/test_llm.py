@@ -551,7 +551,14 @@ def test_for_a_user_without_a_home_no_compiled_programs_are_kept(monkeypatch):
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", None)
     try:
-        opened.cache_compiled_programs()
+        opened.cache_compiled_programs("cpu", several=False)
         assert jax.config.values["jax_compilation_cache_dir"] is None
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_several_processes_on_gpus_use_no_cache_of_compiled_programs(monkeypatch):
+    changed = {}
+    monkeypatch.setattr(jax.config, "update", changed.__setitem__)
+    opened.cache_compiled_programs("gpu", several=True)
+    assert changed == {"jax_enable_compilation_cache": False}
