@@ -95,7 +95,7 @@ class Program:
         self.precision = "highest" if model.dtype == jnp.float32 else None
         self.shared, self.function = shared or Shared.of(), functools.partial(function)
         self.static, self.donated = (*map(str, static_argnums), *static_argnames), tuple(map(str, donate_argnums))
-        self.compiler_options = compiler_options
+        self.compiler_options = (compiler_options or {}) | self.spread.compiler_options
         self._built: dict[Key, Future[Built]] = {}
 
     def __call__(self, *args, **kw):

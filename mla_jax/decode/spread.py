@@ -5,6 +5,7 @@ devices, one after the other on the first axis. What the host sends has one entr
 same on all devices: programs gather it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ from mla_jax.model.transformer import Transformer
 
 OWN = PartitionSpec(MESH_AXES)  # every device has an array of its own
 SENT = PartitionSpec(DATA)
+# Ragged messages between processes go by NCCL. XLA refuses that since JAX 0.11, unless it is told that it is meant.
+BY_NCCL = "xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,15 @@ class Spread:
     def devices(self) -> list[Any] | None:
         """Of the mesh, in order."""
         return list(self.mesh.devices.flat) if isinstance(self.mesh, Mesh) else None
+
+    @property
+    def compiler_options(self) -> dict[str, bool]:
+        """What programs need on GPUs of several processes."""
+        devices = self.devices or []
+        several = len({device.process_index for device in devices}) > 1
+        if several and devices[0].platform == "gpu" and _is_option(BY_NCCL):
+            return {BY_NCCL: True}
+        return {}
 
     def local(self, state: Any) -> Any:
         """A model's state as one device has it, of shapes."""
@@ -92,6 +104,16 @@ class Spread:
             return program(weights, kept, sent[0])
 
         return jax.shard_map(of_one, mesh=self.mesh, in_specs=(self.specs, OWN, SENT), out_specs=OWN, check_vma=False)
+
+
+@functools.cache
+def _is_option(name: str) -> bool:
+    """Whether this XLA has a switch of that name."""
+    try:
+        jax.jit(lambda: 0, compiler_options={name: True}).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 def _is_spec(x: Any) -> bool:

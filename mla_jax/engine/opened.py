@@ -296,8 +296,8 @@ def check_context(context: int | None, longest: int) -> None:
 def cache_compiled_programs(platform: str, several: bool) -> None:
     """Turns on JAX's persistent compilation cache, unless the user has set one.
 
-    Several processes on GPUs have none, not even the user's: each tunes a part of a program's kernels and waits for what the others
-    found, forever if one of them has the program in its cache."""
+    Several processes on GPUs have none, not even the user's. Each tunes a part of a program's kernels and waits for what the
+    others found: forever, if one of them has the program in its cache."""
     if several and platform == "gpu":
         jax.config.update("jax_enable_compilation_cache", False)
         return
