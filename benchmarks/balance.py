@@ -127,7 +127,7 @@ def reading_seconds(line: float, what: Reading) -> float:
         return 0.0
     prompts = max(round(what.attended * line / what.pairs), 1)
     new, attended = max(round(line / prompts), 1), max(round(what.pairs / line), 1)
-    return COST._predicted(Work(FORM, prompts, new, cached=attended + new // 2)).seconds
+    return COST.predicted(Work(FORM, prompts, new, cached=attended + new // 2)).seconds
 
 
 def step_seconds(rows: float, held: float) -> float:

@@ -315,7 +315,7 @@ class MeshCost:
 
     def decode(self, rows: int = ROWS, held: int = HELD) -> Predicted:
         """A step of `rows` rows of each data shard that hold `held` tokens each."""
-        return self._predicted(Work("kernel_latents", rows, 1, held))
+        return self.predicted(Work("kernel_latents", rows, 1, held))
 
     def prompts(self, length: int = HELD) -> Predicted:
         """A pass over a chunk of prompts of `length` tokens in each data shard."""
@@ -324,14 +324,15 @@ class MeshCost:
         cached = (length + new) // 2  # after a chunk of the prompt, on average
         heads = "kernel_heads" if self.device.name in WITH_KERNELS else "compressed"
         form = roofline.pick_form(self._of_device, self.device, rows, new, cached, (heads, "move_elided"))
-        return self._predicted(Work(form, rows, new, cached))
+        return self.predicted(Work(form, rows, new, cached))
 
     @cached_property
     def _of_device(self) -> Config:
         """The config as one device's attention sees it, which has its own heads alone."""
         return dataclasses.replace(self.config, num_attention_heads=self.config.num_attention_heads // self.of(TENSOR))
 
-    def _predicted(self, work: Work) -> Predicted:
+    def predicted(self, work: Work) -> Predicted:
+        """Any pass."""
         reads_prompts = work.new > 1
         prefilled = work.rows * work.cached if reads_prompts else 0
         sent, exchange = self.messages(work.tokens, work.rows, prefilled)

@@ -158,7 +158,7 @@ def _kernels(options: Options) -> AbstractContextManager[None]:
 
 def _opened(options: Options) -> Opened:
     refuse_contradictions(options)
-    if options.memory.memory_fraction is not None:  # read when JAX first uses the device
+    if options.memory.memory_fraction is not None and options.mesh.device is None:  # read when JAX first uses the device
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(options.memory.memory_fraction)
     processes = started(options)
     if processes is not None and options.mesh.mesh is None:

@@ -1,6 +1,7 @@
 """`--dry-run --mesh data=8 --device h200`: the plan of devices that are not here, and what they would reach."""
 
 import json
+import os
 from pathlib import Path
 
 import hollow
@@ -102,6 +103,14 @@ def test_devices_that_are_not_here_run_nothing(folder, capsys):
         LLM(folder, device="h200", mesh="data=2")
     assert main(["AB", "--model", str(folder), "--device", "h200"]) == 2
     assert "--device h200 needs --dry-run" in capsys.readouterr().err
+
+
+def test_the_share_of_their_memory_changes_nothing_here(folder, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    before = dict(os.environ)
+    opened = open_model(Options.of(model=folder, device="h200", memory_fraction=0.9))
+    assert opened.plan.available == int(0.9 * PLANNED["h200"].memory)
+    assert os.environ == before
 
 
 def test_a_device_needs_sizes_and_is_of_a_known_kind():
