@@ -44,15 +44,36 @@ class Router(nnx.Module):
 
 def within_groups(choice: Float[Array, "n X"], config: Config) -> Float[Array, "n X"]:
     """-inf for experts outside the best `topk_group` groups. V2 rates a group by its best expert, V3 by its two best."""
-    best_of = {"greedy": 0, "group_limited_greedy": 1, "noaux_tc": 2}[config.topk_method]
     groups, kept = config.n_group or 1, config.topk_group or config.n_group or 1
-    if not best_of or kept == groups:
+    if config.topk_method == "greedy" or kept == groups:
         return choice
     members = choice.reshape(-1, groups, choice.shape[-1] // groups)
-    rating = jax.lax.top_k(members, min(best_of, members.shape[-1]))[0].sum(-1)
-    chosen = largest(rating, kept)
-    open_groups = (chosen[:, :, None] == jnp.arange(groups)).any(1)
-    return jnp.where(open_groups[:, :, None], members, -jnp.inf).reshape(choice.shape)
+    alone = config.topk_method == "group_limited_greedy" or members.shape[-1] == 1
+    rating = members.max(-1) if alone else best_two(members)
+    is_open = ranks(rating) < kept
+    return jnp.where(is_open[:, :, None], members, -jnp.inf).reshape(choice.shape)
+
+
+def best_two(x: Float[Array, "*B X"]) -> Float[Array, "*B"]:
+    """The sum of the two largest numbers."""
+
+    def by_sorting(x: Array) -> Array:
+        return jax.lax.top_k(x, 2)[0].sum(-1)
+
+    return jax.lax.platform_dependent(x, cuda=by_adding, default=by_sorting)
+
+
+def by_adding(x: Float[Array, "*B X"]) -> Float[Array, "*B"]:
+    """`best_two`, as the largest sum of two: one kernel on a GPU, where sorting is two."""
+    is_itself = jnp.eye(x.shape[-1], dtype=bool)
+    return jnp.where(is_itself, -jnp.inf, x[..., :, None] + x[..., None, :]).max((-2, -1))
+
+
+def ranks(x: Float[Array, "*B X"]) -> Int[Array, "*B X"]:
+    """How many numbers come before each from the largest on, of equals the first before the next."""
+    i = jnp.arange(x.shape[-1])
+    mine, other = x[..., :, None], x[..., None, :]
+    return ((other > mine) | ((other == mine) & (i < i[:, None]))).sum(-1)
 
 
 def largest(x: Float[Array, "n X"], k: int) -> Int[Array, "n k"]:
@@ -71,9 +92,7 @@ COMPARISONS = 1 << 22  # of one choice on a GPU at most
 
 def by_comparing(x: Float[Array, "n X"], k: int) -> Int[Array, "n k"]:
     """`largest`, by each number's rank: two kernels on a GPU, where sorting is three and slower ones."""
-    i = jnp.arange(x.shape[1])
-    mine, other = x[:, :, None], x[:, None, :]
-    rank = ((other > mine) | ((other == mine) & (i < i[:, None]))).sum(-1)
+    i, rank = jnp.arange(x.shape[1]), ranks(x)
     return jnp.where(rank[:, None] == jnp.arange(k)[:, None], i, x.shape[1] - 1).min(-1)
 
 

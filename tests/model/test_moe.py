@@ -69,6 +69,14 @@ def test_the_largest_by_comparing_are_those_by_sorting(x):
         np.testing.assert_array_equal(moe.largest(jnp.array(x), k), np.argsort(-x, axis=1, kind="stable")[:, :k])
 
 
+@given(x=st.lists(st.floats(-2, 2, width=32), min_size=2, max_size=9))
+def test_the_best_two_are_the_largest_sum_of_two(x):
+    x = np.array([x, x[::-1]], np.float32)
+    expected = np.sort(x)[:, -2:].sum(-1)
+    np.testing.assert_array_equal(moe.by_adding(jnp.array(x)), expected)
+    np.testing.assert_array_equal(moe.best_two(jnp.array(x)), expected)
+
+
 def test_nan_is_never_an_expert_that_does_not_exist():
     assert (moe.by_comparing(jnp.full((2, 5), jnp.nan), 3) < 5).all()
 
