@@ -22,7 +22,8 @@ from mla_jax.model.transformer import Transformer
 
 OWN = PartitionSpec(MESH_AXES)  # every device has an array of its own
 SENT = PartitionSpec(DATA)
-# Ragged messages between processes go by NCCL. XLA refuses that since JAX 0.11, unless it is told that it is meant.
+# Ragged messages go by NCCL between processes, and where GPUs do not reach each other's memory. XLA refuses that since JAX 0.11,
+# unless it is told that it is meant.
 BY_NCCL = "xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback"
 
 
@@ -58,10 +59,9 @@ class Spread:
 
     @property
     def compiler_options(self) -> dict[str, bool]:
-        """What programs need on GPUs of several processes."""
+        """What programs need on several GPUs."""
         devices = self.devices or []
-        several = len({device.process_index for device in devices}) > 1
-        if several and devices[0].platform == "gpu" and _is_option(BY_NCCL):
+        if len(devices) > 1 and devices[0].platform == "gpu" and _is_option(BY_NCCL):
             return {BY_NCCL: True}
         return {}
 
