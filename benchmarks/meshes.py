@@ -56,7 +56,7 @@ SMALL = {
     "vocab_size": 1024,
     "kv_lora_rank": 64,
 }
-MESSAGES = re.compile("nccl|psum|pmax|all_gather|all_to_all|all-|reduce-scatter", re.I)  # in the names of kernels
+MESSAGES = re.compile("nccl|psum|pmax|all_gather|all_?to_?all|MultiGpuBarrier|all-|reduce-scatter", re.I)  # in names of kernels
 PROMPTS = 6  # dispatches that are timed
 
 

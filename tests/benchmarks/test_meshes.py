@@ -72,3 +72,19 @@ def test_a_part_of_the_devices_has_that_part_of_the_experts():
     asked = {"small": False, "layers": 5, "drafts": True, "model": "v3", "part_of": 8, "meshes": ["data=2"]}
     config = meshes.config_of(argparse.Namespace(**asked))
     assert (config.n_routed_experts, config.num_hidden_layers, config.num_nextn_predict_layers) == (64, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "is_message"),
+    [
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096>)", True),
+        ("void stream_executor::gpu::RaggedAllToAllKernelImpl<8l>(void const*)", True),
+        ("void stream_executor::gpu::MultiGpuBarrierKernelImpl<(stream_executor::gpu::Kind)0>()", True),
+        ("anonymous_mosaic_gpu_kernel", False),
+        ("input_reduce_fusion_93", False),
+        ("loop_gather_fusion_5", False),
+    ],
+)
+def test_kernels_of_messages_are_told_by_their_names(kernel, is_message):
+    """As two GPUs have named them."""
+    assert bool(meshes.MESSAGES.search(kernel)) == is_message
