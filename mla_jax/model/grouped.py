@@ -76,12 +76,14 @@ def ragged(
     gate, up, down = experts
     grouped, weights = Grouped.of(topk_ids, gate.shape[0]), shares(topk_ids, topk_weights, gate.shape[0])
 
-    def of(some: Grouped, weights: Array) -> Array:
-        hidden = ragged_swiglu(x[some.token], gate, up, some.sizes)
-        return some.combine(ragged_dot(hidden, down, some.sizes), weights)
+    pairs = topk_ids.size
+    mine = -(-pairs // across.size(MESH_AXES))  # if all devices have as many
+    block = max(LEAST, ROOM * mine)
 
-    pairs, devices = topk_ids.size, across.size(MESH_AXES)
-    block = max(LEAST, ROOM * pairs // devices)
+    def of(some: Grouped, weights: Array) -> Array:
+        hidden = ragged_swiglu(x[some.token], gate, up, some.sizes, expected=mine)
+        return some.combine(ragged_dot(hidden, down, some.sizes, expected=mine), weights)
+
     if pairs <= block:
         return of(grouped, weights)
 

@@ -373,21 +373,25 @@ def moe_decode(
 
 
 def ragged_swiglu(
-    x: Float[Array, "m D"], gate: Weight, up: Weight, group_sizes: Int[Array, " X"], *, impl: str | None = None
-) -> Float[Array, "m F"]:
-    """SwiGLU's first half for rows sorted by expert, each with its expert's matrices; rows past the last group are anything."""
+    x: Float[Array, "m D"], gate: Weight, up: Weight, group_sizes: Int[Array, " X"],
+    *, expected: int | None = None, impl: str | None = None,
+) -> Float[Array, "m F"]:  # fmt: skip
+    """SwiGLU's first half for rows sorted by expert, each with its expert's matrices; rows past the last group are anything.
+
+    The kernel is tuned to `expected` rows that have a group; None: all."""
     from pallas_kernels import ragged_dot as kernel
 
     if isinstance(gate, QTensor) and isinstance(up, QTensor) and gate.reordered and gate.format != up.format:
         # the kernel takes two weights of one format
-        return jax.nn.silu(ragged_dot(x, gate, group_sizes, impl=impl)) * ragged_dot(x, up, group_sizes, impl=impl)
-    return kernel.ragged_swiglu(x, operand(gate, x.dtype), operand(up, x.dtype), group_sizes, impl=impl)
+        hidden, factor = (ragged_dot(x, w, group_sizes, expected=expected, impl=impl) for w in (gate, up))
+        return jax.nn.silu(hidden) * factor
+    return kernel.ragged_swiglu(x, operand(gate, x.dtype), operand(up, x.dtype), group_sizes, expected=expected, impl=impl)
 
 
 def ragged_dot(
-    x: Float[Array, "m F"], w: Weight, group_sizes: Int[Array, " X"], *, impl: str | None = None
+    x: Float[Array, "m F"], w: Weight, group_sizes: Int[Array, " X"], *, expected: int | None = None, impl: str | None = None
 ) -> Float[Array, "m D"]:
-    """Rows sorted by expert, each times its expert's matrix; rows past the last group are anything."""
+    """Rows sorted by expert, each times its expert's matrix; else as `ragged_swiglu`."""
     from pallas_kernels import ragged_dot as kernel
 
-    return kernel.ragged_dot(x, operand(w, x.dtype), group_sizes, impl=impl)
+    return kernel.ragged_dot(x, operand(w, x.dtype), group_sizes, expected=expected, impl=impl)

@@ -52,7 +52,7 @@ def _check_packed(x, *weights) -> str | None:
 CHECKS = {"mosaic_gpu": check_gpu}
 
 
-def _run(name, impl, x, weights, group_sizes, out_dtype):
+def _run(name, impl, x, weights, group_sizes, expected, out_dtype):
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(x, Fp8) else x.dtype
     other = None if out_dtype == jnp.bfloat16 else f"it gives bfloat16, not {jnp.dtype(out_dtype)}"
@@ -62,22 +62,25 @@ def _run(name, impl, x, weights, group_sizes, out_dtype):
     from pallas_kernels.ragged_dot import gpu  # needs a newer JAX than the fallback
 
     units = tuning.UNITS.get(choice.device(), tuning.DEFAULT_UNITS)
-    return gpu.grouped(x, weights, group_sizes, out_dtype=out_dtype, units=units)
+    return gpu.grouped(x, weights, group_sizes, expected=expected, out_dtype=out_dtype, units=units)
 
 
 def ragged_dot(
-    x: jax.Array | Fp8, w: jax.Array | Fp8 | Packed, group_sizes: jax.Array, *, out_dtype=None, impl: str | None = None
-) -> jax.Array:
+    x: jax.Array | Fp8, w: jax.Array | Fp8 | Packed, group_sizes: jax.Array,
+    *, expected: int | None = None, out_dtype=None, impl: str | None = None,
+) -> jax.Array:  # fmt: skip
     """`[M D]`, `[X F D]`, `[X]` -> `[M F]`, each row times the weights of its group; in `out_dtype`, else x's (E4M3: bfloat16).
+
+    Any rows may have a group, but the GPU's kernel is fastest if about `expected` have one; None: all.
 
     `impl`: "mosaic_gpu" or "xla"; None takes the first that supports the arrays and the device. Raises Unsupported if the named
     one does not."""
-    return _run("ragged_dot", impl, x, (w,), group_sizes, out_dtype)
+    return _run("ragged_dot", impl, x, (w,), group_sizes, expected, out_dtype)
 
 
 def ragged_swiglu(
     x: jax.Array | Fp8, gate: jax.Array | Fp8 | Packed, up: jax.Array | Fp8 | Packed, group_sizes: jax.Array,
-    *, out_dtype=None, impl: str | None = None,
+    *, expected: int | None = None, out_dtype=None, impl: str | None = None,
 ) -> jax.Array:  # fmt: skip
     """`silu(x @ gate.T) * (x @ up.T)` of each row with the weights of its group; else as `ragged_dot`."""
-    return _run("ragged_swiglu", impl, x, (gate, up), group_sizes, out_dtype)
+    return _run("ragged_swiglu", impl, x, (gate, up), group_sizes, expected, out_dtype)

@@ -34,7 +34,7 @@ from pallas_kernels import packed, packed_gpu, tuning
 from pallas_kernels.fp8 import GROUP, Fp8
 from pallas_kernels.hopper import LOG2E, ROW, over, zeros
 from pallas_kernels.packed import KINDS, Packed
-from pallas_kernels.ragged_dot.plan import ALIGNED, Table, Tile, best_width, locate, tiles_of
+from pallas_kernels.ragged_dot.plan import ALIGNED, Table, Tile, best_width, columns_of, locate, most_tiles, tiles_of
 
 ROWS = 64  # rows of weights in a product
 WORKERS, FEEDER = 2, 2
@@ -43,7 +43,9 @@ STORED = 64  # features in a row of the staged output: one span of the swizzle
 STAGED = 72  # tokens of it, at most: these are written at a time
 SPAN = 128  # bytes
 GROUPS = 64  # groups whose sizes are summed together
-SPLIT = ALIGNED  # rows of several groups up to which the depth may be split: all are in one tile's reach
+# Steps of a part of the depth: at least, and where several tiles are to be added up, which takes 8 us. On a mesh a single request
+# leaves the rows of other shards empty, so a device may have a quarter of the groups that are expected.
+SHORT, LONG, FEWER = 2, 16, 4
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -575,50 +577,43 @@ def _kind(x, weights):
     return "bf16" if not isinstance(weights[0], Fp8) else "w8a8" if isinstance(x, Fp8) else "w8"
 
 
-def _parts(pieces, steps, units):
-    """The number of parts of the depth with which every multiprocessor has work, of at least two steps."""
-    part = max(-(-steps // max(units // pieces, 1)), 2)
-    return max(-(-steps // part), 1)
+def _parts(pieces, steps, units, each):
+    """The number of parts of the depth with which every multiprocessor has work, if there are so many steps for `each`."""
+    return max(min(units // pieces, -(-steps // each)), 1)
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "units", "width", "parts", "interpret"))  # all layers lowered once
-def grouped(x, weights, group_sizes, *, out_dtype, units, width=None, parts=None, interpret=None):
+@functools.partial(jax.jit, static_argnames=("expected", "out_dtype", "units", "width", "parts", "interpret"))
+def grouped(x, weights, group_sizes, *, out_dtype, units, expected=None, width=None, parts=None, interpret=None):
     """The rows of x times the weights of their groups; with two weights the SwiGLU of both products.
 
-    `group_sizes` may be None for a single group of all rows. `width` of a tile and `parts` of the depth are chosen where they
-    are not given; more parts than one, and other than bfloat16 to come, only with one group or up to SPLIT rows."""
+    `group_sizes` may be None for a single group of all rows; about `expected` rows have a group. `width` of a tile and `parts` of
+    the depth are chosen where they are not given."""
     kind = _kind(x, weights)
     (M, D), (X, F, *_) = jax.tree.leaves(x)[0].shape, jax.tree.leaves(weights)[0].shape
     F = weights[0].shape[0] if kind in KINDS else F
     table, registers = tuning.RAGGED_DOT[kind], tuning.PACKED_REGISTERS if kind in KINDS else tuning.RAGGED_DOT_REGISTERS
-    width = width or best_width(M, X, table)
+    width = width or best_width(expected or M, X, table)
     slots, depth, *fewer = table[width]
     depth, groups, count = min(depth, D), -(-X // GROUPS) * GROUPS, len(weights)
     groups = 1 if group_sizes is None else groups
     job = Job(kind, (*fewer, width), depth, slots, registers, units, groups, M, count, F, -(-D // depth), 1, True)
-    tiles = -(-M // width) if X == 1 else min(M, X)
     if parts is None:
-        parts = _parts(tiles * job.blocks, job.steps, units) if X == 1 or M <= SPLIT else 1
+        tiles, each = -(-M // width) if X == 1 else min(M, X), SHORT
+        if expected is not None:
+            tiles, each = min(-(-expected // FEWER), X), LONG
+        parts = _parts(tiles * job.blocks, job.steps, units, each)
     parts = -(-job.steps // -(-job.steps // parts))  # no part is empty
     if parts > 1 or out_dtype != jnp.bfloat16:
-        assert X == 1 or M <= SPLIT
         job = job._replace(parts=parts, staged=False, programs=(width,))
     source = _operands(kind, x, weights, width)
     sizes = None if group_sizes is None else jnp.pad(group_sizes.astype(jnp.int32), (0, groups - X))
     if job.staged:
         return _launch(job, source, sizes, jax.ShapeDtypeStruct((M, F), out_dtype), interpret)
-    shape = parts, count, job.blocks * job.taken, tiles * width
+    shape = parts, count, job.blocks * job.taken, most_tiles(M, X, width) * width
     sums = _launch(job, source, sizes, jax.ShapeDtypeStruct(shape, jnp.float32), interpret)
-    sums = jnp.sum(sums[..., :M] if X == 1 else sums[..., _columns(group_sizes, M, width)], axis=0)[:, :F]
+    sums = jnp.sum(sums[..., :M] if X == 1 else sums[..., columns_of(group_sizes, M, width)], axis=0)[:, :F]
     if count == 2:
         return (jax.nn.silu(sums[0]) * sums[1]).T.astype(out_dtype)
     out = sums[0].T.astype(out_dtype)
     # or XLA adds the parts where it takes a norm of the result, in a single block: 10 us instead of 4
     return lax.optimization_barrier(out) if parts > 1 else out
-
-
-def _columns(group_sizes, M, width):
-    """Where the sums of each row are if no group has more than a tile: its own place in the tile of its group."""
-    row, ends = jnp.arange(M), jnp.cumsum(group_sizes)
-    before = ((ends <= row[:, None]) & (group_sizes > 0)).sum(1)  # tiles
-    return before * width + row

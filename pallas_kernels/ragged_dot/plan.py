@@ -47,6 +47,23 @@ def tiles_of(start, end, width: int):
     return jnp.where(end > start, lax.div(end - (start & -ALIGNED) + (width - 1), jnp.full_like(start, width)), 0)
 
 
+def most_tiles(rows: int, groups: int, width: int) -> int:
+    """That any sizes of groups can have."""
+    touched = min(rows, groups)
+    return -(-rows // width) if groups == 1 else touched + (rows + (ALIGNED - 2) * touched) // width
+
+
+def columns_of(group_sizes: jax.Array, rows: int, width: int) -> jax.Array:
+    """`[M]`: where each row is if every tile is written at a place of its own, at full width; any place for a row of no group."""
+    end = jnp.cumsum(group_sizes)
+    start = end - group_sizes
+    tiles = tiles_of(start, end, width)
+    shift = (jnp.cumsum(tiles) - tiles) * width - (start & -ALIGNED)  # of a group's rows
+    row = jnp.arange(rows)
+    is_of = (start <= row[:, None]) & (row[:, None] < end)
+    return row + jnp.where(is_of, shift, 0).sum(1)
+
+
 def locate(at, table: Table, *, groups: int, width: int, grain: int, blocks: int) -> tuple[Tile, jax.Array]:
     """The tile (a multiple of `grain` rows) and the block of features of piece `at`."""
     near = lax.div(at, jnp.int32(blocks))  # some tile of the same group

@@ -63,13 +63,13 @@ def reordered(format, rows, depth, features):
     show(f"{format}, {rows} rows", got, quantized_reference.quantized_matmul(x, w), fallback)
 
 
-def reordered_groups(format, sizes, depth, features, parts=None):
+def reordered_groups(format, sizes, depth, features, **options):
     sizes = jnp.array(sizes)
     x = jax.random.normal(jax.random.key(0), (int(sizes.sum()), depth), jnp.bfloat16)
     weights = [packed.reorder(format, packed.random_parts(format, (len(sizes), features, depth), seed)) for seed in range(2)]
-    got = ragged_gpu.grouped(x, weights, sizes, parts=parts, **COMMON)
+    got = ragged_gpu.grouped(x, weights, sizes, **options, **COMMON)
     wanted = ragged_reference.ragged_swiglu(x, *weights, sizes)
-    show(f"{format}, groups, {parts} parts", got, wanted, ragged_dot.ragged_swiglu(x, *weights, sizes, impl="xla"))
+    show(f"{format}, groups, {options}", got, wanted, ragged_dot.ragged_swiglu(x, *weights, sizes, impl="xla"))
 
 
 if sys.argv[1] == "moe_decode":
@@ -88,6 +88,7 @@ elif sys.argv[1] == "packed":
     reordered_groups("Q4_K", (3, 0, 9, 1), 512, 136)
     reordered_groups("int8", (3, 0, 9, 1), 128, 136)
     reordered_groups("Q4_K", (0, 3, 0, 1, 1), 512, 136, parts=2)  # each in a tile of its own, half of the depth at a time
+    reordered_groups("Q4_K", (5, 0, 19, 1, 9), 512, 136, parts=2, width=8)  # some in several
 else:
     for case in testing.QUANTIZED_MATMUL:
         for held in ("w8", "w8a8"):

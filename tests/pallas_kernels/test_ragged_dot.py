@@ -136,11 +136,28 @@ def test_every_row_meets_every_block_of_features_once_and_tiles_are_even(sizes, 
     assert (taken <= width).all()
     assert ((row + taken[group] == stop) | (stop == ends[group])).all()
     assert (number == (lasts - tiles)[group] + (row - (starts // 8 * 8)[group]) // taken[group]).all()
+    assert lasts[-1] <= plan.most_tiles(ends[-1], len(sizes), width)
     # who reads a block of weights at the same time are neighbours
     same = (np.diff(group) == 0) & (np.diff(block) == 0)
     assert (np.diff(row) == taken[group[1:]])[same].all()
     runs = np.split(np.arange(count), np.flatnonzero(~same) + 1)
     assert max(map(len, runs)) <= plan.SHARE or blocks == 1
+
+
+@settings(max_examples=20)
+@given(sizes=st.lists(st.integers(0, 70), min_size=8, max_size=8), width=st.sampled_from([8, 16, 64]), spare=st.integers(0, 9))
+def test_a_tile_at_a_place_of_its_own_has_its_rows_where_they_are_looked_for(sizes, width, spare):
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    lasts = np.cumsum(jax.jit(plan.tiles_of)(starts, ends, width))
+    table = plan.Table(*(x.astype(np.int32) for x in (starts, ends, lasts)))
+    found = located(np.arange(512, dtype=np.int32), table, width, width, 1)
+    column = np.full(600, -1)
+    for number, row, start, stop in zip(*(np.asarray(x)[: lasts[-1]] for x in found[1:5]), strict=True):
+        column[start:stop] = np.arange(start, stop) - row + number * width
+    places = np.asarray(jax.jit(plan.columns_of, static_argnums=(1, 2))(np.array(sizes), 600, width))
+    np.testing.assert_array_equal(places[: ends[-1]], column[: ends[-1]])
+    assert (column < plan.most_tiles(ends[-1] + spare, 8, width) * width).all()
 
 
 @pytest.mark.parametrize(("rows", "groups", "width"), [(8, 256, 8), (64, 256, 16), (512, 256, 16), (1024, 32, 64),
