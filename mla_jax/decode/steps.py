@@ -28,6 +28,7 @@ class Asked(NamedTuple):
     entry: Entry  # of these
     page_table: Table
     steps: Int[Array, ""]  # tokens that each row may choose, STEPS at most
+    scores: Bool[Array, ""]  # whether any row of any device tells log-probabilities
 
 
 class Going(NamedTuple):
@@ -61,7 +62,8 @@ def begun(pool: Pool, rows: Rows, at: Int[Array, " B"], page_table: Table, steps
     entry, is_open, last = table.taken(rows, at)
     is_open = dataclasses.replace(is_open, done=is_open.done | (at >= rows.seen.shape[0]))
     nothing = jax.tree.map(jnp.zeros_like, nothing_chosen(at.shape[0]))
-    return Asked(at, entry, page_table, jnp.minimum(steps, STEPS)), Going(pool, rows, is_open, last, *nothing)
+    scores = across.any_of((entry.logprobs & ~is_open.done).any())
+    return Asked(at, entry, page_table, jnp.minimum(steps, STEPS), scores), Going(pool, rows, is_open, last, *nothing)
 
 
 def ended(going: Going, asked: Asked) -> tuple[Pool, Rows, Found]:
@@ -89,9 +91,7 @@ def taken(going: Going, asked: Asked, token: Int[Array, " B"], takes: Bool[Array
     count = is_open.count + takes
     ends = (token[:, None] == entry.ends).any(1) | (count >= entry.limit)
     rows = table.chose(going.rows, asked.at, going.position, token, takes)
-    scored = jax.lax.cond(
-        across.any_of((takes & entry.logprobs).any()), lambda: _scored(going.scored, slot, logits, token), lambda: going.scored
-    )
+    scored = jax.lax.cond(asked.scores, lambda: _scored(going.scored, slot, logits, token), lambda: going.scored)
     return going._replace(
         rows=rows,
         is_open=dataclasses.replace(is_open, count=count, done=is_open.done | (takes & ends)),
