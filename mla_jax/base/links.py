@@ -18,21 +18,22 @@ class Links(NamedTuple):
     latency: float
 
 
-# The vendors' figures times 0.8, as in DEVICES. For NVLink that is what is measured: rings of NCCL reach 365 to 370 of H100's
-# 450 GB/s, for 2 to 8 GPUs (NVIDIA/nccl issue 1455). A small all-reduce in a CUDA graph takes 6 us between two H100s (its issue
-# 1259); twice that is taken for eight. GPUs of several hosts: a network card of 400 Gbit/s each, of 200 on an A100 (NVIDIA's data
-# sheets of DGX).
+# The vendors' figures times 0.8, as in DEVICES, but 0.4 for NVLink. Rings of NCCL reach 365 to 370 of H100's 450 GB/s with large
+# messages (NVIDIA/nccl issue 1455). A chunk of prompts sends 8 to 59 MB at a time, at 70 to 200 GB/s, and rows that each go their
+# way reach 160 (benchmarks/README.md, "Meshes of GPUs"). There a message in a decode step takes 12 to 25 us between two H200s,
+# whether it gathers or sums, for 1 to 64 rows of V3. GPUs of several hosts: a network card of 400 Gbit/s each, of 200 on an A100
+# (NVIDIA's data sheets of DGX).
 #
 # TPUs: ports of a chip and their sum are in Google's pages of each generation (v5e 4 and 1,600 Gbit/s, v5p 6 and 1,200 GB/s in
 # both directions, v6e 4 and 3,200 Gbit/s). Eight chips are 2x4 or 2x2x2 without a way around, so a chip at a corner has two,
 # on v5p three. When each sends to all others, 4/7 of the bytes of four chips wait for the two links, on v5p four, to the other
 # half. A hop takes about a microsecond (jax-ml.github.io/scaling-book).
-_NVSWITCH = {"island": 8, "far": 0.8 * 50e9, "latency": 12e-6}
+_NVSWITCH = {"island": 8, "far": 0.8 * 50e9, "latency": 18e-6}
 LINKS = {  # by the name of the device's figures
-    "NVIDIA A100": Links(0.8 * 300e9, 0.8 * 300e9, 8, 0.8 * 25e9, 12e-6),
-    "NVIDIA H100": Links(0.8 * 450e9, 0.8 * 450e9, **_NVSWITCH),
-    "NVIDIA H200": Links(0.8 * 450e9, 0.8 * 450e9, **_NVSWITCH),
-    "NVIDIA B200": Links(0.8 * 900e9, 0.8 * 900e9, **_NVSWITCH),
+    "NVIDIA A100": Links(0.4 * 300e9, 0.4 * 300e9, 8, 0.8 * 25e9, 18e-6),
+    "NVIDIA H100": Links(0.4 * 450e9, 160e9, **_NVSWITCH),
+    "NVIDIA H200": Links(0.4 * 450e9, 160e9, **_NVSWITCH),
+    "NVIDIA B200": Links(0.4 * 900e9, 0.4 * 900e9, **_NVSWITCH),
     "TPU v5e": Links(0.8 * 100e9, 0.8 * 44e9, 256, 0.8 * 3.1e9, 5e-6),
     "TPU v5p": Links(0.8 * 300e9, 0.8 * 175e9, 6144, 0.8 * 6.25e9, 5e-6),
     "TPU v6e": Links(0.8 * 200e9, 0.8 * 87e9, 256, 0.8 * 12.5e9, 5e-6),
