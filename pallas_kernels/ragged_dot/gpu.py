@@ -592,14 +592,15 @@ def grouped(x, weights, group_sizes, *, out_dtype, units, expected=None, width=N
     (M, D), (X, F, *_) = jax.tree.leaves(x)[0].shape, jax.tree.leaves(weights)[0].shape
     F = weights[0].shape[0] if kind in KINDS else F
     table, registers = tuning.RAGGED_DOT[kind], tuning.PACKED_REGISTERS if kind in KINDS else tuning.RAGGED_DOT_REGISTERS
-    width = width or best_width(expected or M, X, table)
+    expected = expected or M
+    width = width or best_width(expected, X, table)
     slots, depth, *fewer = table[width]
     depth, groups, count = min(depth, D), -(-X // GROUPS) * GROUPS, len(weights)
     groups = 1 if group_sizes is None else groups
     job = Job(kind, (*fewer, width), depth, slots, registers, units, groups, M, count, F, -(-D // depth), 1, True)
     if parts is None:
         tiles, each = -(-M // width) if X == 1 else min(M, X), SHORT
-        if expected is not None:
+        if expected < M:
             tiles, each = min(-(-expected // FEWER), X), LONG
         parts = _parts(tiles * job.blocks, job.steps, units, each)
     parts = -(-job.steps // -(-job.steps // parts))  # no part is empty

@@ -216,6 +216,25 @@ def test_rows_become_float16_without_loss():
 
 
 @hopper
+def test_the_depth_is_split_where_few_of_many_rows_have_a_group():
+    from pallas_kernels.ragged_dot import gpu
+
+    def program(rows, expected):
+        x, w = jax.ShapeDtypeStruct((rows, 7168), jnp.bfloat16), jax.ShapeDtypeStruct((32, 2048, 7168), jnp.bfloat16)
+        options = {"out_dtype": jnp.bfloat16, "units": 132, "expected": expected}
+        sizes = jnp.zeros(32, jnp.int32)
+        return jax.make_jaxpr(lambda x, w, sizes: gpu.grouped.__wrapped__(x, (w, w), sizes, **options))(x, w, sizes)
+
+    def is_split(rows, expected):
+        shapes = [found.aval.shape for step in program(rows, expected).eqns for found in step.outvars]
+        return (4, 2, 2048) in [shape[:3] for shape in shapes]  # four parts of gate and up
+
+    assert is_split(64, 8)
+    assert not is_split(64, 64)
+    assert not is_split(8, 8)
+
+
+@hopper
 @each_case
 @pytest.mark.parametrize(("op", "held"), testing.RAGGED_DOT_KINDS)
 def test_the_gpu_kernel_interpreted_is_within_twice_the_fallbacks_error(interpreted, case, op, held):
