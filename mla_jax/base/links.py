@@ -18,11 +18,11 @@ class Links(NamedTuple):
     latency: float
 
 
-# The vendors' figures times 0.8, as in DEVICES, but 0.4 for NVLink. Rings of NCCL reach 365 to 370 of H100's 450 GB/s with large
-# messages (NVIDIA/nccl issue 1455). A chunk of prompts sends 8 to 59 MB at a time, at 70 to 200 GB/s, and rows that each go their
-# way reach 160 (benchmarks/README.md, "Meshes of GPUs"). There a message in a decode step takes 12 to 25 us between two H200s,
-# whether it gathers or sums, for 1 to 64 rows of V3. GPUs of several hosts: a network card of 400 Gbit/s each, of 200 on an A100
-# (NVIDIA's data sheets of DGX).
+# The vendors' figures times 0.8, as in DEVICES, but times 0.4 for NVLink. Rings of NCCL reach 365 to 370 of H100's 450 GB/s with
+# large messages (NVIDIA/nccl issue 1455). Messages of prompts have 8 to 59 MB, and reach 70 to 200 GB/s between H100s and H200s.
+# An all-to-all of 59 MB reaches 160 between two H200s (base/across.py). A message of 1 to 64 rows of V3 takes 12 to 25 us there,
+# whether it gathers or sums. All of this is of 2026-11-26. GPUs of several hosts have a network card of 400 Gbit/s each, of 200
+# on an A100 (NVIDIA's data sheets of DGX).
 #
 # TPUs: ports of a chip and their sum are in Google's pages of each generation (v5e 4 and 1,600 Gbit/s, v5p 6 and 1,200 GB/s in
 # both directions, v6e 4 and 3,200 Gbit/s). Eight chips are 2x4 or 2x2x2 without a way around, so a chip at a corner has two,

@@ -43,9 +43,9 @@ STORED = 64  # features in a row of the staged output: one span of the swizzle
 STAGED = 72  # tokens of it, at most: these are written at a time
 SPAN = 128  # bytes
 GROUPS = 64  # groups whose sizes are summed together
-# Steps of a part of the depth: at least, and where several tiles are to be added up, which takes 8 us. On a mesh a single request
-# leaves the rows of other shards empty, so a device may have a quarter of the groups that are expected.
-SHORT, LONG, FEWER = 2, 16, 4
+SHORT = 2  # steps of a part of the depth, at least
+LONG = 14  # the same where fewer rows than all are expected: adding up parts of V3's down takes 8 us, and splitting it saves less
+FEWER = 4  # on a mesh a single request leaves other shards' rows empty: a device may have one in so many of the expected groups
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -578,8 +578,8 @@ def _kind(x, weights):
 
 
 def _parts(pieces, steps, units, each):
-    """The number of parts of the depth with which every multiprocessor has work, if there are so many steps for `each`."""
-    return max(min(units // pieces, -(-steps // each)), 1)
+    """The number of parts of the depth with which every multiprocessor has work, of at least `each` steps."""
+    return max(min(units // pieces, steps // each), 1)
 
 
 @functools.partial(jax.jit, static_argnames=("expected", "out_dtype", "units", "width", "parts", "interpret"))

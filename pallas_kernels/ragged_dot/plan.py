@@ -48,7 +48,7 @@ def tiles_of(start, end, width: int):
 
 
 def most_tiles(rows: int, groups: int, width: int) -> int:
-    """That any sizes of groups can have."""
+    """The most tiles that so many rows have, whichever groups they are of."""
     touched = min(rows, groups)
     return -(-rows // width) if groups == 1 else touched + (rows + (ALIGNED - 2) * touched) // width
 
