@@ -10,8 +10,8 @@ Rows and tokens/s are of all devices together. Each row holds `--held` tokens, o
 are sent ahead of one another, 32 at a time. Random weights guess nothing right, so a coin says which guesses stand
 (drafts.py).
 
-- `of the floor %`: the time to read what a step must read from the fullest device's memory, or to compute what prompts need, in
-  percent of the time.
+- `of the floor %`: the time to read what a step must read from the memory of a device with most rows, or to compute what prompts
+  need, in percent of the time. Of routed experts it reads its share of those that all rows choose.
 - `messages %`: the part of the time that kernels of messages run on a device, in which it may wait for others.
 - `predicted`: what base/mesh_cost.py says of the same.
 - `tokens that fit`: of cache, on all devices, beside weights and what the programs take; no row where rows do not fit.
@@ -115,7 +115,7 @@ class Bench:
         restart(found, 0.0)
         seconds = seconds_per_step(found, DISPATCHES - 2)
         traced = report.traced(lambda: found.run(2)) if profile else None
-        row = figures("decode", rows, rows, seconds, self.cost.decode(self.each(rows), self.held), traced)
+        row = figures("decode", rows, rows, seconds, self.cost.decode(self.each(rows), self.held, rows), traced)
         return row | {"exchange": self.exchange(self.each(rows))}
 
     def drafting(self, rows: int, acceptance: float) -> dict:

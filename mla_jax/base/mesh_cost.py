@@ -5,21 +5,17 @@ memory, and between them they send messages. Experts are taken as equally likely
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from math import prod
 from typing import NamedTuple
 
 from mla_jax.base import axes, roofline
 from mla_jax.base.axes import CONTEXT, DATA, MESH_AXES, TENSOR
 from mla_jax.base.config import Config
-from mla_jax.base.links import Links, links_of
+from mla_jax.base.links import links_of
+from mla_jax.base.messages import NOTHING, Messages, Sizes, Speech, along, exchange_messages, pick_exchange
 from mla_jax.base.roofline import Device
 
-Sizes = Mapping[str, int]  # devices along each mesh axis; one that is left out has one
-# Seconds a layer that an all-to-all takes besides its messages, about: tokens find their places and, on a GPU, the host learns
-# how many go where before they are sent. A guess, not measured; it keeps decode steps of few rows with gathering.
-ROUTING = 50e-6
 GRAPHS = 1 << 30  # bytes that CUDA graphs and the workspaces of libraries take on a GPU
 SLOTS = 64  # of a page
 WITH_KERNELS = ("NVIDIA H100", "NVIDIA H200", "TPU v5e", "TPU v5p", "TPU v6e")  # for attention over prompts
@@ -27,109 +23,6 @@ WITH_KERNELS = ("NVIDIA H100", "NVIDIA H200", "TPU v5e", "TPU v5p", "TPU v6e")  
 # and 0.45 on two devices along `data` and `tensor`, and 0.57 for V3's layers in FP8.
 READING = 0.6
 ROWS, HELD = 32, 4096  # rows of each data shard and the tokens that each holds, where nothing else is asked
-
-
-@dataclasses.dataclass(frozen=True)
-class Messages:
-    """What one device receives of others, and how long that takes."""
-
-    bytes: float = 0.0
-    seconds: float = 0.0
-
-    def __add__(self, other: "Messages") -> "Messages":
-        return Messages(self.bytes + other.bytes, self.seconds + other.seconds)
-
-    def __mul__(self, times: float) -> "Messages":
-        return Messages(self.bytes * times, self.seconds * times)
-
-
-NOTHING = Messages()
-
-
-def along(sizes: Sizes, axes: Sequence[str]) -> int:
-    """Devices along these axes together."""
-    return prod(sizes.get(axis, 1) for axis in axes)
-
-
-class Speech(NamedTuple):
-    """The collectives of a mesh. Bytes are those that a device has before, as base/across.py takes them."""
-
-    sizes: Sizes
-    links: Links
-
-    def gathered(self, bytes: float, axes: Sequence[str]) -> Messages:
-        """Each device gets what all others have."""
-        others = along(self.sizes, axes) - 1
-        return self._by_ring(others * bytes, axes)
-
-    def scattered(self, bytes: float, axes: Sequence[str]) -> Messages:
-        """Each device gets the sum of its own part."""
-        parts = along(self.sizes, axes)
-        return self._by_ring((parts - 1) / parts * bytes, axes)
-
-    def total(self, bytes: float, axes: Sequence[str]) -> Messages:
-        """Each device gets the whole sum: its own part is summed, then all are gathered."""
-        parts = along(self.sizes, axes)
-        return self._by_ring(2 * (parts - 1) / parts * bytes, axes)
-
-    def swapped(self, bytes: float, axes: Sequence[str]) -> Messages:
-        """Each device gets a part of what every other has."""
-        parts = along(self.sizes, axes)
-        return self._received((parts - 1) / parts * bytes, axes, self.links.to_all, self.links.far)
-
-    def _by_ring(self, received: float, axes: Sequence[str]) -> Messages:
-        """What comes from afar is passed on within the island, so that all its cards share the way."""
-        return self._received(received, axes, self.links.ring, self.links.far * self._near(axes))
-
-    def _received(self, bytes: float, axes: Sequence[str], within: float, network: float) -> Messages:
-        """Equally many bytes of each other device, at these rates within an island and from afar."""
-        parts = along(self.sizes, axes)
-        if parts == 1:
-            return NOTHING
-        far = bytes * (parts - self._near(axes)) / (parts - 1)
-        seconds = self.links.latency + (bytes - far) / within + far / network
-        return Messages(bytes, seconds)
-
-    def _near(self, axes: Sequence[str]) -> int:
-        """Devices along these axes that are on one island."""
-        last = max(MESH_AXES.index(axis) for axis in axes)
-        between = along(self.sizes, MESH_AXES[last + 1 :])  # the last axis runs fastest over the devices
-        return min(along(self.sizes, axes), max(self.links.island // between, 1))
-
-
-def _by_gathering(config: Config, speech: Speech, tokens: int, itemsize: int) -> Messages:
-    """All shards' tokens to every device, and back to each shard the sums of its own, which all its devices get."""
-    own = tokens * config.hidden_size * itemsize
-    every = own * along(speech.sizes, (DATA,))
-    return speech.gathered(own, (DATA,)) + speech.scattered(every, (DATA,)) + speech.total(own, (TENSOR, CONTEXT))
-
-
-def _by_all_to_all(config: Config, speech: Speech, tokens: int, itemsize: int) -> Messages:
-    """A device's part of its shard's tokens to the devices that have their experts, once to each, and their sums back; before
-    that, how many these are, and after it the parts of all devices of the shard."""
-    devices, of_shard = along(speech.sizes, MESH_AXES), along(speech.sizes, (TENSOR, CONTEXT))
-    one = math.ceil(tokens / of_shard) * config.hidden_size * itemsize
-    passed_by = (1 - 1 / devices) ** (config.num_experts_per_tok or 0)  # tokens with no expert on a device: any is as likely
-    sent = one * devices * (1 - passed_by)
-    there_and_back = speech.swapped(4 * devices, MESH_AXES) + speech.swapped(sent, MESH_AXES) * 2
-    return Messages(seconds=ROUTING) + there_and_back + speech.gathered(one, (TENSOR, CONTEXT))
-
-
-EXCHANGES = {"gather": _by_gathering, "all_to_all": _by_all_to_all}
-
-
-def exchange_messages(name: str, config: Config, sizes: Sizes, tokens: int, device: Device) -> Messages:
-    """What a layer's exchange of `tokens` tokens of each data shard sends."""
-    return EXCHANGES[name](config, Speech(sizes, links_of(device)), tokens, device.itemsize)
-
-
-def pick_exchange(config: Config, sizes: Sizes, tokens: int, device: Device) -> str:
-    """How `tokens` tokens of each data shard reach their experts, "gather" or "all_to_all": the faster by the table of links.
-
-    Equal for all devices of a mesh. Memory does not decide: an all-to-all reserves room for as many tokens as are gathered."""
-    if not config.n_routed_experts:
-        return "gather"
-    return min(EXCHANGES, key=lambda name: exchange_messages(name, config, sizes, tokens, device).seconds)
 
 
 class Packed(NamedTuple):
@@ -188,12 +81,13 @@ VOCABULARY = [Parameter(("vocab", "model"), False)]
 
 class Work(NamedTuple):
     """What a pass does in each data shard: `rows` rows bring `new` tokens each, after which they hold `cached` tokens, and each
-    row chooses one."""
+    row chooses one. Where not all shards have as many rows, `every` are those of all together."""
 
     form: str
     rows: int
     new: int
     cached: int
+    every: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -313,9 +207,9 @@ class MeshCost:
         free = available - self.weight_bytes - self.working_bytes(rows)
         return max(int(free / self.token_bytes), 0) // SLOTS * SLOTS
 
-    def decode(self, rows: int = ROWS, held: int = HELD) -> Predicted:
-        """A step of `rows` rows of each data shard that hold `held` tokens each."""
-        return self.predicted(Work("kernel_latents", rows, 1, held))
+    def decode(self, rows: int = ROWS, held: int = HELD, every: int | None = None) -> Predicted:
+        """A step of `rows` rows of each data shard that hold `held` tokens each, or of `every` rows in all."""
+        return self.predicted(Work("kernel_latents", rows, 1, held, every))
 
     def prompts(self, length: int = HELD) -> Predicted:
         """A pass over a chunk of prompts of `length` tokens in each data shard."""
@@ -341,8 +235,11 @@ class MeshCost:
         computing = arithmetic / READING if reads_prompts else arithmetic
         between = self.config.num_hidden_layers * self.device.between
         seconds = max(computing, reading) + between + sent.seconds
-        every = work.tokens * self.of(DATA)
-        return Predicted(seconds, every / seconds, sent, exchange, max(arithmetic, reading))
+        return Predicted(seconds, self._every_token(work) / seconds, sent, exchange, max(arithmetic, reading))
+
+    def _every_token(self, work: Work) -> int:
+        """New tokens of all shards."""
+        return work.new * (work.every or work.rows * self.of(DATA))
 
     def _flops(self, work: Work) -> float:
         """Of one device."""
@@ -351,7 +248,7 @@ class MeshCost:
         attention = roofline.step_cost(self._of_device, work.form, work.rows, work.new, held, self.device.itemsize)
         mlps = work.tokens * sum(weights[kind].numbers for kind in ("dense", "shared", "router"))
         head = work.rows * weights["head"].numbers
-        pairs = work.tokens * self.of(DATA) * (config.num_experts_per_tok or 0)
+        pairs = self._every_token(work) * (config.num_experts_per_tok or 0)
         experts = pairs / (config.n_routed_experts or 1) * weights["experts"].numbers
         return config.num_hidden_layers * attention.flops + 2 * (mlps + head + experts)
 
@@ -359,7 +256,7 @@ class MeshCost:
         """Bytes of one device's memory: weights, of routed experts those that are touched, and what is attended to."""
         config, weights = self.config, self.weights
         whole = sum(weights[kind].bytes for kind in ("attention", "dense", "shared", "router", "head"))
-        touched = roofline.experts_touched(config, work.tokens * self.of(DATA)) / (config.n_routed_experts or 1)
+        touched = roofline.experts_touched(config, self._every_token(work)) / (config.n_routed_experts or 1)
         experts = touched * weights["experts"].bytes
         attended = config.num_hidden_layers * self._read_by_attention(work)
         return whole + experts + attended

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mla_jax.base import mesh_cost, roofline
+from mla_jax.base import messages, roofline
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor
@@ -200,7 +200,7 @@ class Dispatch:
         """How `tokens` tokens of each data shard reach the experts on all devices."""
         if self.exchange != "auto":
             return self.exchange
-        return mesh_cost.pick_exchange(model.config, self.layout.sizes, tokens, self.device)
+        return messages.pick_exchange(model.config, self.layout.sizes, tokens, self.device)
 
     def backend_name(self, model: "Transformer", tokens: int, where: str = "device") -> str:
         """The expert backend for `tokens` tokens, of experts on the "device", "streamed" to it, or "replicated" there."""

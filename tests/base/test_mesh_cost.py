@@ -1,6 +1,4 @@
-"""Predictions for meshes: bytes and messages counted by hand, what a mesh of one predicts, and the exchange that is taken."""
-
-import itertools
+"""Predictions for meshes: bytes and messages of a pass counted by hand, and what a mesh of one predicts."""
 
 import jax
 import jax.numpy as jnp
@@ -9,22 +7,9 @@ from flax import nnx
 
 from mla_jax.base import qtensor
 from mla_jax.base.config import Config
-from mla_jax.base.links import LINKS, PLANNED, Links, links_of
-from mla_jax.base.mesh_cost import (
-    EXCHANGES,
-    READING,
-    ROUTING,
-    MeshCost,
-    Packed,
-    Speech,
-    even,
-    exchange_messages,
-    meshes,
-    packed,
-    pick_exchange,
-    preferred,
-)
-from mla_jax.base.roofline import DEVICES, Device, device, pass_seconds
+from mla_jax.base.mesh_cost import READING, MeshCost, Packed, even, meshes, packed, preferred
+from mla_jax.base.messages import pick_exchange
+from mla_jax.base.roofline import DEVICES, pass_seconds
 from mla_jax.model.layout import Layout
 from mla_jax.model.ops import Shapes
 from mla_jax.model.transformer import Transformer
@@ -132,25 +117,6 @@ def test_prompts_along_context_gather_latents_where_that_is_less_than_merging():
     assert merging.bytes > 10 * few.bytes
 
 
-def test_an_all_to_all_sends_each_token_once_to_each_device_that_has_its_experts_and_their_sums_back():
-    devices = 8 * (1 - (7 / 8) ** 8)  # 5.25 of eight have one of eight experts
-    found = exchange_messages("all_to_all", V3, {"data": 8}, 8192, H200)
-    assert found.bytes == pytest.approx(2 * 7 / 8 * devices * 8192 * 7168 * 2 + 7 / 8 * 4 * 8)
-    assert found.seconds == pytest.approx(ROUTING + 3 * LATENCY + found.bytes / TO_ALL)
-    shared = exchange_messages("all_to_all", V3, {"data": 2, "tensor": 4}, 8192, H200)  # of which a device sends its quarter
-    own = 2048 * 7168 * 2
-    assert shared.bytes == pytest.approx(2 * 7 / 8 * devices * own + 7 / 8 * 4 * 8 + 3 * own)
-
-
-def test_what_comes_from_another_host_takes_the_network():
-    speech = Speech({"data": 16}, Links(ring=100.0, to_all=100.0, island=8, far=1.0, latency=0.0))
-    assert speech.gathered(1.0, ("data",)).seconds == pytest.approx(7 / 100 + 8 / 8)  # eight cards share the way
-    assert speech.swapped(16.0, ("data",)).seconds == pytest.approx(7 / 100 + 8)
-    inner = Speech({"data": 2, "tensor": 8}, speech.links)
-    assert inner.gathered(1.0, ("tensor",)).seconds == pytest.approx(7 / 100)
-    assert inner.gathered(1.0, ("data",)).seconds == pytest.approx(1)
-
-
 @pytest.mark.parametrize(("rows", "held"), [(1, 4096), (32, 4096), (64, 16384)])
 @pytest.mark.parametrize("config", [LITE, V3, KIMI], ids=lambda config: config.model_type)
 def test_a_mesh_of_one_predicts_a_step_as_one_device_alone(config, rows, held):
@@ -193,33 +159,18 @@ def test_data_shards_decode_more_than_heads_that_all_hold_the_same_latents():
     assert by_data.decode(32, 16384).tokens > 1.5 * by_tensor.decode(8 * 32, 16384).tokens
 
 
+def test_a_row_alone_touches_its_own_experts_on_all_devices_together():
+    cost = MeshCost(V3, {"data": 8}, H200, packed(V3))
+    one_each, alone = cost.decode(1), cost.decode(1, every=1)
+    touched = 256 * (1 - (1 - 8 / 256) ** 8)  # of eight rows; a row alone has eight, one on each device
+    assert (one_each.floor - alone.floor) * H200.bandwidth == pytest.approx(58 * EXPERT * (touched - 8) / 8, rel=1e-6)
+    assert alone.tokens == pytest.approx(1 / alone.seconds)
+    assert one_each.tokens == pytest.approx(8 / one_each.seconds)
+
+
 def test_along_context_a_device_reads_its_share_of_a_long_row():
     alone, shared = (MeshCost(LITE, sizes, H200).decode(1, 1 << 20).seconds for sizes in ({}, {"context": 8}))
     assert shared < alone / 2
-
-
-@pytest.mark.parametrize("name", DEVICES)
-def test_one_device_exchanges_nothing_and_few_tokens_are_gathered(name):
-    on = DEVICES[name]
-    assert pick_exchange(V3, {}, 1 << 20, on) == "gather"
-    assert pick_exchange(V3, {"data": 8}, 1, on) == "gather"
-
-
-def test_many_tokens_go_to_their_experts_alone_where_that_sends_less():
-    for config, tokens in ((LITE, 64), (V3, 64)):
-        assert pick_exchange(config, {"data": 8}, tokens, H200) == "gather"
-    for config, tokens in ((LITE, 2048), (LITE, 1 << 16), (V3, 1024), (V3, 4096)):
-        assert pick_exchange(config, {"data": 8}, tokens, H200) == "all_to_all"
-    assert pick_exchange(V3, {"data": 64}, 256, H200) == "all_to_all"
-    assert pick_exchange(LITE, {"tensor": 2}, 1 << 16, H200) == "gather"  # these have all tokens already
-
-
-def test_many_tokens_are_gathered_where_an_all_to_all_sends_about_as_many_bytes_in_more_messages():
-    tokens = 40_000
-    gathered, sent = (exchange_messages(name, V3, {"data": 2}, tokens, H200).bytes for name in ("gather", "all_to_all"))
-    assert gathered == 2 * tokens * 7168 * 2 > 1 << 30
-    assert sent == pytest.approx(gathered, rel=5e-3)
-    assert pick_exchange(V3, {"data": 2}, tokens, H200) == "gather"
 
 
 def test_prompts_take_what_their_arithmetic_takes_at_the_rate_that_they_reach():
@@ -236,23 +187,6 @@ def test_data_shards_of_a_model_without_experts_say_only_whether_any_row_goes_on
     dense = Config.preset("v3", n_routed_experts=None, n_shared_experts=None, num_experts_per_tok=None)
     assert pick_exchange(dense, {"data": 8}, 1 << 20, H200) == "gather"
     assert MeshCost(dense, {"data": 8}, H200).decode().messages.bytes == GOES_ON
-
-
-def test_the_exchange_that_is_taken_is_the_faster_one():
-    for sizes in ({"data": 2}, {"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "context": 4}, {"tensor": 8}):
-        for config, tokens in itertools.product((LITE, V3), (1, 64, 1024, 1 << 16)):
-            taken = pick_exchange(config, sizes, tokens, H200)
-            times = {name: exchange_messages(name, config, sizes, tokens, H200).seconds for name in EXCHANGES}
-            assert times[taken] == min(times.values())
-
-
-def test_every_device_of_the_tables_has_links():
-    assert {on.name for on in DEVICES.values()} == set(LINKS)
-    assert links_of(device("NVIDIA H100 80GB HBM3", "gpu")) is LINKS["NVIDIA H100"]
-    assert links_of(Device("NVIDIA X1", "gpu", 1.0, 1.0)) is LINKS["NVIDIA H200"]
-    assert links_of(Device("TPU v9", "tpu", 1.0, 1.0)) is LINKS["TPU v5e"]
-    for kind in PLANNED.values():
-        assert kind.links is LINKS[kind.figures.name]
 
 
 def test_auto_prefers_data_shards_and_takes_tensor_where_the_weights_need_it():
