@@ -67,7 +67,8 @@ class LLM:
         - `device_experts`: the number of these replicas. None is what fits, 0 is none. On a mesh it is how many copies of the
           most used experts of each layer a device has; None is an eighth of its own.
         - `draft`: "auto", "off", "mtp" or "lookup": who guesses tokens that are then read together. The output stays the same.
-          "auto" is the model's own layer for multi-token prediction, if it has one, but on a CPU nobody.
+          "auto" is the model's own layer for multi-token prediction, if it has one, but on a CPU nobody. "off" and "lookup"
+          do not load that layer.
         - `draft_tokens`: the number of tokens guessed at a time, up to 7. None is as many as pay, up to 3.
         - `evict`: a policy that drops tokens from the cache, "snapkv" for example; "off" keeps all. The output changes.
         - `evict_budget`: how layers share what is kept: "uniform", "pyramid" or "ada". With `attention="naive"` each head keeps

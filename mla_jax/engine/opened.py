@@ -167,6 +167,8 @@ def _opened(options: Options) -> Opened:
     checkpoint = _checkpoint(options)
     check_context(options.model.context, checkpoint.config.max_position_embeddings)
     drafter = _drafter(options, checkpoint)
+    if options.drafts.draft in ("off", "lookup"):
+        checkpoint = checkpoint.without_mtp()
     checkpoint, why = _on_devices(options, checkpoint, drafter)
     text = open_text(checkpoint.source)
     placement = _place(checkpoint, options)

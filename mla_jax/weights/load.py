@@ -6,7 +6,6 @@ them it is reordered as it is read, on the device. With a dtype asked for, every
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,16 +64,29 @@ class Checkpoint:
         self.dtype = jnp.dtype(dtype or ("float32" if self.device.platform == "cpu" else "bfloat16"))
         self.asked = dtype
         table.refuse_other_counts(self.config, present)
-        self.has_mtp = table.has_mtp(self.config, present)
-        build = partial(Transformer, self.config, dispatch=self._dispatch, mtp=self.has_mtp)
-        self._graph, state = nnx.split(build(Shapes()))
-        self._state = nnx.to_flat_state(state)
-        self.slots = {".".join(map(str, keys)): variable for keys, variable in self._state}
+        self._build(mtp=table.has_mtp(self.config, present))
         self.sources = table.resolve(self.slots, self.config, present)
         self.stored = {path: self.format_of(source) for path, source in self.sources.items()}
         self.experts = self._experts()
         self.placed: dict[int, Sequence[int]] = {}  # which expert each slot has, of layers with copies of some
         self._lay_out(devices)
+
+    def _build(self, mtp: bool) -> None:
+        """The slots of the model."""
+        self.has_mtp = mtp
+        self._graph, state = nnx.split(Transformer(self.config, Shapes(), dispatch=self._dispatch, mtp=mtp))
+        self._state = nnx.to_flat_state(state)
+        self.slots = {".".join(map(str, keys)): variable for keys, variable in self._state}
+
+    def without_mtp(self) -> "Checkpoint":
+        """The same checkpoint without layers for multi-token prediction: they are not read."""
+        other = copy.copy(self)
+        other._build(mtp=False)
+        other.sources = {path: self.sources[path] for path in other.slots}
+        other.stored = {path: self.stored[path] for path in other.slots}
+        other.experts = other._experts()
+        other._lay_out(self.devices)
+        return other
 
     def with_copies(self, placed: Mapping[int, Sequence[int]]) -> "Checkpoint":
         """The same checkpoint with copies of experts: of some layers, which expert each slot on the devices of the mesh has."""

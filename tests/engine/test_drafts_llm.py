@@ -123,8 +123,7 @@ def test_forks_are_those_without_drafts(plain, drafting):
 
 
 def assert_drafts_change_nothing(folder: Path, **options) -> None:
-    plain = LLM(folder, context=128, draft="off", **options)
-    drafting = LLM(folder, context=128, draft="mtp", draft_tokens=3, **options)
+    plain, drafting = (LLM(folder, context=128, draft="mtp", draft_tokens=n, **options) for n in (0, 3))
     expected, found = ([output.token_ids for output in llm.generate(PROMPTS, GREEDY)] for llm in (plain, drafting))
     assert drafting.stats().drafted.sum() > 0
     assert found == expected
@@ -210,6 +209,17 @@ def test_by_default_a_model_without_the_layer_drafts_nothing(without):
     assert llm.stats().tokens_a_pass == 1
     assert "drafts" not in llm.explain()
     assert open_model(Options.of(model=without, draft="lookup")).drafter == Lookup(3)
+
+
+@pytest.mark.parametrize("draft", ["off", "lookup"])
+def test_where_the_model_s_layer_is_not_to_guess_neither_its_weights_nor_its_cache_are_there(draft, folder, without):
+    found, alone, whole = (
+        open_model(Options.of(model=path, draft=asked)) for path, asked in ((folder, draft), (without, draft), (folder, "mtp"))
+    )
+    assert not found.checkpoint.model().mtp
+    assert (found.plan.weights, found.plan.cache) == (alone.plan.weights, alone.plan.cache)
+    assert found.plan.weights < whole.plan.weights
+    assert found.plan.cache < whole.plan.cache
 
 
 def test_explain_says_who_guesses_how_many_and_statistics_say_what_stood(folder, drafting):
