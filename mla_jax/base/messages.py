@@ -12,9 +12,9 @@ from mla_jax.base.links import Links, links_of
 from mla_jax.base.roofline import Device
 
 Sizes = Mapping[str, int]  # devices along each mesh axis; one that is left out has one
-# What an all-to-all takes in a layer besides its messages. The rows that there is room for are read or written about so often to
-# be put in order. The seconds are the rest, in which the host of a GPU learns how many rows go where: on four H200s V2-Lite takes
-# 50 us with 128 tokens a shard and 130 with 1,024 (benchmarks/meshes.py, 2026-11-26).
+# What an all-to-all takes in a layer in addition to its messages: as long as memory takes to read as many times the rows for
+# which there is room, to put them in order, and the seconds of the rest. A GPU's host learns then how many rows go where. On four
+# H200s the rest is 50 us with 128 tokens of V2-Lite a shard and 130 with 1,024 (benchmarks/meshes.py, 2026-11-26).
 ORDERING, ROUTING = 11, 100e-6
 
 
