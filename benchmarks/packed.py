@@ -3,6 +3,7 @@
     python benchmarks/packed.py --out packed.json
     python benchmarks/packed.py --formats Q4_K --rows 1 16    # a part of it
     python benchmarks/packed.py --unpacked                    # also what ops.linear did: XLA unpacks, then multiplies
+    python benchmarks/packed.py --expected                    # only: experts of which few rows have any
 
 A time is wall time per call, of many calls back to back in one program, over rotating weights that exceed the L2. The weights
 are reordered before. Checks come first: a line each, FAIL where an error is more than twice that of XLA on the same weights.
@@ -10,7 +11,7 @@ Kernels are compiled in threads. After --seconds no further format is begun, and
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -26,13 +27,15 @@ from ops import timing
 from mla_jax.base.qtensor import QTensor, dequantize
 from pallas_kernels import fp8, packed, testing
 from pallas_kernels.quantized_matmul import quantized_matmul
-from pallas_kernels.ragged_dot import ragged_swiglu
+from pallas_kernels.ragged_dot import ragged_dot, ragged_swiglu
 
 OUT, IN = 8192, 4096
 ROWS = (1, 4, 8, 16, 64, 128, 512, 4096)
 FORMATS = ("Q4_K", "int4_g32", "Q8_0", "int8", "fp8_block", "w8", "w8a8", "Q6_K", "int4_g128", "Q5_K", "Q5_0", "Q5_1")
 SHAPES = ((5, 200, 512), (1, 264, 768), (70, 136, 256), (300, 72, 256))  # rows, features, depth
 GROUPS = ((3, 0, 70, 1, 12), (1, 0, 3, 1))  # rows of each; of the few, the depth is split
+EXPERTS = (32, 2048, 7168)  # of V3 on one of eight devices, and their widths, in FP8
+HAVE = ((1024, 512, 512, 32), (64, 8, 1, 1), (16, 8, 4, 4), (16, 8, 8, 8), (64, 8, 8, 7))  # rows, expected, with one, experts
 SECONDS = 0.1  # of timing a program
 BY_THE_FILE = {"w8", "w8a8"}  # E4M3 in the file's order: rows in bfloat16, and rows that are quantised before
 
@@ -146,14 +149,48 @@ def measured(name: str, side: Side, w: jax.Array | None, beside: dict[int, float
     return found
 
 
+def dealt(have: int, touched: int, experts: int) -> list[jax.Array]:
+    """Rows of each expert, at random: each that is touched has one or more."""
+    rng, found = np.random.default_rng(0), []
+    for _ in range(16):
+        chosen = rng.choice(experts, touched, replace=False)
+        some = np.concatenate([chosen, rng.choice(chosen, have - touched)])
+        found.append(jnp.asarray(np.bincount(some, minlength=experts), jnp.int32))
+    return found
+
+
+def grouped(op: Callable, expected: int | None, x: jax.Array, sizes: jax.Array, *weights) -> jax.Array:
+    return op(x, *weights, sizes, expected=expected)
+
+
+def expected() -> Iterator[dict]:
+    """Grouped matmuls of whose rows some have an expert, for all rows and for as many as a device of a mesh expects."""
+    experts, F, D = EXPERTS
+    stacks = [packed.random_parts("fp8_block", shape, seed) for seed, shape in enumerate([EXPERTS, EXPERTS, (experts, D, F)])]
+    gate, up, down = (packed.reorder("fp8_block", parts) for parts in stacks)
+    for op, width, weights in ((ragged_swiglu, D, (gate, up)), (ragged_dot, F, (down,))):
+        for rows, told, have, touched in HAVE:
+            x, sets = rows_of(rows, width), [(sizes, *weights) for sizes in dealt(have, touched, experts)]
+            row = {"op": op.__name__, "rows": rows, "expected": told, "with an expert": have, "experts": touched}
+            for name, number in (("us", None), ("us, for those", told)):
+                call = partial(grouped, op, number, x)
+                row[name] = timing.Program(call, sets).microseconds(SECONDS)
+            print(row, flush=True)
+            yield row
+
+
 def main():
     start = time.perf_counter()
     parser = report.arguments(__doc__.splitlines()[0])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, metavar="FORMAT", help=", ".join(FORMATS))
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--unpacked", action="store_true", help="also time XLA's unpacking")
+    parser.add_argument("--expected", action="store_true", help="only experts of which few rows have any")
     parser.add_argument("--seconds", type=float, default=110)
     args, table = parser.parse_args(), []
+    if args.expected:
+        report.show(list(expected()), args.out, shape=EXPERTS)
+        return
     for format in ("bf16", *args.formats):
         if time.perf_counter() - start > args.seconds:
             print(f"no time is left for {format}", flush=True)
