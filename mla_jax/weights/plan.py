@@ -282,7 +282,7 @@ def _expert_activations(model: Transformer, tokens: int) -> int:
     if backend == "dense":
         pairs = everywhere * (config.n_routed_experts or 0) // layout.devices
     elif backend == "ragged" and layout.devices > 1:  # a block at a time
-        pairs = min(pairs, max(2 * grouped.LEAST, grouped.ROOM * pairs // layout.devices))
+        pairs = min(pairs, max(2 * grouped.AT_ONCE, grouped.ROOM * pairs // layout.devices))
     return 3 * max(pairs * (config.moe_intermediate_size or 0), tokens * _mlp_width(model)) * model.dtype.itemsize
 
 

@@ -79,7 +79,7 @@ def test_each_token_gets_the_sum_of_its_experts(name, mesh, crowded):
 @pytest.mark.parametrize("crowded", [False, True], ids=["any", "all choose the same"])
 def test_a_device_multiplies_by_its_experts_a_block_of_pairs_at_a_time(monkeypatch, crowded):
     """One block of its share at a time; if all choose experts of one device, it has as many blocks as there are devices."""
-    monkeypatch.setattr(grouped, "LEAST", 4)
+    monkeypatch.setattr(grouped, "AT_ONCE", 4)
     monkeypatch.setattr(grouped, "ROOM", 1)
     devices, rng, tokens, inner = Devices.of({DATA: 8}), np.random.default_rng(2), 24, 6
     x = rng.normal(size=(tokens, WIDTH)).astype(np.float32)
