@@ -23,6 +23,9 @@ from mla_jax.base.errors import BadRequest, MlaJaxError, ProcessLost, Unsupporte
 from mla_jax.base.link import PATIENCE, Ended, Link
 
 KEY = "mla_jax/link"  # where process 0 tells the others of its link
+# NCCL connects two GPUs when the first long message goes between them. With memory that it takes as it does by default, GPUs of
+# two processes then wait for each other forever: seen with NCCL 2.28.9 and messages of 2 MB between H200s (2026-11-26).
+CONNECTS = "NCCL_CUMEM_ENABLE", "0"
 LEAVING = 30  # seconds that a process which has ended waits for the others
 
 _running: "list[Processes]" = []  # none, or the one: JAX starts once in a process
@@ -144,6 +147,7 @@ def start(coordinator: str, count: int, process: int) -> Processes:
 def _initialize(host: str, port: int, count: int, process: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
+    os.environ.setdefault(*CONNECTS)
     address, bound = f"{host}:{port}", f"{host}:{port}" if host in link.LOCAL else None
     if process:
         _await(host, port)

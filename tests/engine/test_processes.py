@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -219,6 +220,18 @@ def test_a_coordinator_without_host_or_port_is_refused(coordinator):
 
 def test_a_coordinator_may_be_an_address_of_ipv6():
     assert distributed._address("[::1]:80") == ("::1", 80)
+
+
+@pytest.mark.parametrize("asked", [None, "1"])
+def test_nccl_takes_memory_with_which_processes_connect_unless_the_user_says_otherwise(monkeypatch, asked):
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    if asked:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", asked)
+    seen = []
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: seen.append(os.environ["NCCL_CUMEM_ENABLE"]))
+    distributed._initialize("127.0.0.1", 1, 2, 0)
+    assert seen == [asked or "0"]
 
 
 @pytest.mark.parametrize(
