@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_suffix(".json")
 GENERATING = ("mla_jax/cache", "mla_jax/decode", "mla_jax/engine", "mla_jax/model")  # what runs between a prompt and its answer
 FOLDERS = (
+    "benchmarks",
     "convert",
     "cpu_experts",
     "mla_jax/base",

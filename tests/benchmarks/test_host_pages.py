@@ -8,7 +8,7 @@ import host_pages
 import pytest
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep("benchmarks", *deep.GENERATING)
 @pytest.mark.slow
 def test_a_row_has_a_time_for_each_place_and_a_rate_for_each_way(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["host_pages.py", "--small", "--out", str(tmp_path / "found.json")])

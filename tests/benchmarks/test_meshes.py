@@ -50,7 +50,7 @@ def test_a_cache_is_filled_where_it_is_and_alike_on_devices_of_one_shard():
     assert (one != other).any()
 
 
-@pytest.mark.deep(*deep.GENERATING, "mla_jax/base")
+@pytest.mark.deep("benchmarks", *deep.GENERATING, "mla_jax/base")
 @pytest.mark.parametrize("mesh", ["data=2", "tensor=2"])
 def test_there_are_rows_for_decoding_drafts_and_prompts(mesh):
     options = argparse.Namespace(exchange="all_to_all", held=320, drafts=True, acceptance=0.85, profile=False)

@@ -193,6 +193,7 @@ def test_a_row_ends_at_an_end_token_among_its_drafts(model):
     assert served.ids[0] == free.ids[0][: free.ids[0].index(end) + 1]
 
 
+@DEEP
 def test_the_layers_cache_holds_what_the_models_own_states_give_whatever_was_guessed(model):
     """Of every token but the newest: as after reading the whole text at once."""
     plain = Served(Programs(model, drafter=Mtp(3)), temperature=1.0).finish()

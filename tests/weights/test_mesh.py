@@ -44,6 +44,7 @@ KINDS = {
 }
 EVERY_MESH = ("bf16", "fp8", "Q8_0", "Q4_K")
 CASES = [(kind, mesh) for kind in KINDS for mesh in (MESHES if kind in EVERY_MESH else MESHES[1:3])]
+SLOW = pytest.mark.deep("convert", "mla_jax/weights")
 
 
 def made(folder):
@@ -92,7 +93,7 @@ def leaves(model) -> dict:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(parameters.state(model))}
 
 
-@pytest.mark.parametrize(("kind", "mesh"), CASES)
+@pytest.mark.parametrize(("kind", "mesh"), [pytest.param(*case, marks=SLOW) if case[0] == "orbax" else case for case in CASES])
 def test_parameters_are_those_of_one_device_to_the_bit_and_lie_as_the_layout_says(stored, kind, mesh):
     path, options, one = stored(kind)
     checkpoint = opened(path, mesh, **options)
@@ -312,7 +313,7 @@ def test_a_plan_of_a_mesh_that_does_not_fit_says_what_would(stored, monkeypatch)
     assert few.advice() == ["it does not fit: --cache-tokens 1024 is less than 4 x 512 tokens"]
 
 
-@pytest.mark.parametrize("converts", [False, True], ids=["released", "converted"])
+@pytest.mark.parametrize("converts", [False, pytest.param(True, marks=SLOW)], ids=["released", "converted"])
 def test_copies_of_experts_are_the_experts_bit_for_bit(tmp_path, converts):
     folder = released(tmp_path / "hf", "v3", "fp8")
     if converts:

@@ -63,9 +63,8 @@ def write_gigabyte(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype", [pytest.param("bfloat16", marks=pytest.mark.deep("mla_jax/weights", *deep.GENERATING)), "float32"]
-)
+@pytest.mark.deep("mla_jax/weights", *deep.GENERATING)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_process_takes_the_memory_that_its_plan_says(tmp_path, dtype):
     folder = write_gigabyte(tmp_path / "model")
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
