@@ -59,9 +59,13 @@ Assign = Callable[[Engine, Shards], list[list[Waiting]]]
 
 def round_robin(engine: Engine, running: Shards) -> list[list[Waiting]]:
     """Each in its turn when it comes, whatever shards have to do, as where each shard has a queue of its own."""
-    mine = ([job for job in engine.waiting if job.id % len(running) == shard.number] for shard in engine.shards)
+    mine = (
+        [job for job in engine.waiting if job.id % len(running) == shard.number] for shard in engine.shards
+    )
     each = zip(engine.shards, mine, strict=True)
-    return [[engine._as_waiting(job, shard) for job in jobs[: 2 * len(shard.free_rows)]] for shard, jobs in each]
+    return [
+        [engine._as_waiting(job, shard) for job in jobs[: 2 * len(shard.free_rows)]] for shard, jobs in each
+    ]
 
 
 def by_rows(engine: Engine, running: Shards) -> list[list[Waiting]]:
@@ -82,8 +86,10 @@ class Way(NamedTuple):
     assign: Assign | None = None  # None: as the engine does
     reading: int = Limits.reading
     moves: bool = False  # decode steps take what the mean of all shards takes
-    helps: bool = False  # prompts are read by all shards: each that has some is helped by as many that have none
-    waits: bool = False  # reading, for one dispatch of decode steps, while at most half of the shards have prompts
+    # Prompts are read by all shards: each that has some is helped by as many that have none
+    helps: bool = False
+    # Reading, for one dispatch of decode steps, while at most half of the shards have prompts
+    waits: bool = False
     is_even: bool = False  # one shard, of which each device does its part
 
 
@@ -198,12 +204,17 @@ class Pretended(Programs):
     def _jobs(self, at: np.ndarray) -> list[list[Job]]:
         """Those in these rows, by shard."""
         of_row = {(job.shard.number, job.row): job for job in self.engine.running}
-        return [[of_row[n, row] for row in rows if (n, row) in of_row] for n, rows in enumerate(_by_shard(at).tolist())]
+        return [
+            [of_row[n, row] for row in rows if (n, row) in of_row]
+            for n, rows in enumerate(_by_shard(at).tolist())
+        ]
 
     def prefill(self, pool: Any, rows: Any, at: np.ndarray, tokens: np.ndarray, read: np.ndarray, *_: Any):
         jobs, line = self._jobs(at), tokens.shape[-1] / self.parts / self.help
         counts = zip(jobs, _by_shard(read).tolist(), strict=True)
-        pieces = [[piece(job.read, new) for job, new in zip(mine, some, strict=False)] for mine, some in counts]
+        pieces = [
+            [piece(job.read, new) for job, new in zip(mine, some, strict=False)] for mine, some in counts
+        ]
         each = [sum(mine, Reading()).over(self.parts) for mine in pieces]
         mean, most = sum(each, Reading()).over(len(each)), max(one.new for one in each)
         seconds = max(reading_seconds(line, one.over(self.help)) for one in each)
@@ -314,7 +325,10 @@ class Result(NamedTuple):
         found = {"tokens/s": round(self.generated / self.until), "first token p50, s": p50, "p99, s": p99}
         of_all = {f"lost in {kind}, %": 100 * clock.lost[kind] / self.until for kind in ("decode", "reading")}
         spent = {f"{kind}, %": 100 * clock.seconds[kind] / self.until for kind in ("decode", "reading")}
-        fullest = {f"fullest over mean, {kind}": clock.uneven[kind] / clock.seconds[kind] for kind in ("decode", "reading")}
+        fullest = {
+            f"fullest over mean, {kind}": clock.uneven[kind] / clock.seconds[kind]
+            for kind in ("decode", "reading")
+        }
         return {name: round(float(figure), 3) for name, figure in (found | of_all | spent | fullest).items()}
 
 
@@ -346,10 +360,14 @@ def serve(way: Way, load: Load, size: Size) -> Result:
 def size_of(documents: float, rows: int = ROWS) -> Size:
     """What the engine would reserve on each device."""
     context = LONGEST + (DOCUMENT[1] if documents else LONGEST)
-    return Size(rows=rows, pages=COST.tokens(MEMORY * KIND.memory, rows) // PAGE, context=context, chunk=COST.chunk)
+    return Size(
+        rows=rows, pages=COST.tokens(MEMORY * KIND.memory, rows) // PAGE, context=context, chunk=COST.chunk
+    )
 
 
-def measured(loads: Sequence[str], rates: Sequence[float], requests: int, rows: int, seed: int) -> Iterator[dict[str, Any]]:
+def measured(
+    loads: Sequence[str], rates: Sequence[float], requests: int, rows: int, seed: int
+) -> Iterator[dict[str, Any]]:
     for name in loads:
         size, served = size_of(LOADS[name], rows), None
         for share in (None, *rates):
@@ -362,19 +380,30 @@ def measured(loads: Sequence[str], rates: Sequence[float], requests: int, rows: 
                 result = serve(how, load, size)
                 if share is None and way == "reads at once":
                     served = result.generated / result.until / load.outputs.mean()
-                yield {"load": name, "arrivals": "at once" if share is None else f"{share:.0%}", "way": way, **result.row()}
+                yield {
+                    "load": name,
+                    "arrivals": "at once" if share is None else f"{share:.0%}",
+                    "way": way,
+                    **result.row(),
+                }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write the rows as JSON to this file")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
-    parser.add_argument("--rates", nargs="*", type=float, default=RATES, help="requests a second, of what is served at once")
+    parser.add_argument(
+        "--rates", nargs="*", type=float, default=RATES, help="requests a second, of what is served at once"
+    )
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0, help="of lengths and arrivals")
     parser.add_argument("--rows", type=int, default=ROWS, help="of each shard")
     options = parser.parse_args()
-    about = {"benchmark": "balance", "device": f"{SHARDS} x {KIND.figures.name}, predicted", "model": "DeepSeek-V3 (FP8)"}
+    about = {
+        "benchmark": "balance",
+        "device": f"{SHARDS} x {KIND.figures.name}, predicted",
+        "model": "DeepSeek-V3 (FP8)",
+    }
     about |= {
         "date": datetime.date.today().isoformat(),
         "requests": options.requests,

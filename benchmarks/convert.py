@@ -54,8 +54,16 @@ sys.exit(code)
 def model(gib: float) -> Config:
     """DeepSeek-V3 with the number of layers that gives about `gib` GiB of FP8: 0.55 GiB per layer, the first one dense."""
     layers = max(2, round((gib - 0.22) / 0.54))
-    few = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "vocab_size": 8192, "num_nextn_predict_layers": 0}
-    return Config.from_hf(Config.preset("v3").to_hf() | few | {"num_hidden_layers": layers, "first_k_dense_replace": 1})
+    few = {
+        "n_routed_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "vocab_size": 8192,
+        "num_nextn_predict_layers": 0,
+    }
+    return Config.from_hf(
+        Config.preset("v3").to_hf() | few | {"num_hidden_layers": layers, "first_k_dense_replace": 1}
+    )
 
 
 def tensors(config: Config, table: Table) -> Iterator[tuple[str, tuple[int, ...], bool]]:
@@ -82,7 +90,9 @@ def fp8_folder(config: Config, folder: Path) -> Path:
         start, end = end, end + prod(shape) * content[dtype].itemsize
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config.to_hf() | {"quantization_config": {"quant_method": "fp8"}}))
+    (folder / "config.json").write_text(
+        json.dumps(config.to_hf() | {"quantization_config": {"quant_method": "fp8"}})
+    )
     with open(folder / "model.safetensors", "wb") as file:
         text = json.dumps(header).encode()
         file.write(len(text).to_bytes(8, "little") + text)
@@ -122,12 +132,20 @@ def q4_k_file(config: Config, path: Path) -> Path:
         return rows, gguf.GGMLQuantizationType.Q4_K
 
     packs = {name: linear and shape[-1] % 256 == 0 for name, shape, linear in found}
-    hf = {key: value for key, value in config.to_hf().items() if value is not None or key in ("q_lora_rank", "rope_scaling")}
-    return as_gguf.write(path, as_gguf.keyed(hf), {name: content(shape, packs[name]) for name, shape, _ in found})
+    hf = {
+        key: value
+        for key, value in config.to_hf().items()
+        if value is not None or key in ("q_lora_rank", "rope_scaling")
+    }
+    return as_gguf.write(
+        path, as_gguf.keyed(hf), {name: content(shape, packs[name]) for name, shape, _ in found}
+    )
 
 
 def size(path: Path) -> int:
-    return sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
+    return sum(
+        file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()
+    )
 
 
 def cool(path: Path) -> None:
@@ -183,7 +201,10 @@ def converted(*arguments: str | Path) -> dict:
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
         raise SystemExit(faults.decode())
-    return json.loads(said.splitlines()[-1]) | {"peak": used.ru_maxrss * 1024, "seconds": time.perf_counter() - start}
+    return json.loads(said.splitlines()[-1]) | {
+        "peak": used.ru_maxrss * 1024,
+        "seconds": time.perf_counter() - start,
+    }
 
 
 def round_of(name: str, source: Path, target: Path, scratch: Path, *options: str) -> Iterator[dict]:
@@ -220,7 +241,10 @@ def measured(args) -> list[dict]:
         work = Path(folder)
         fp8, packed = fp8_folder(config, work / "fp8"), q4_k_file(config, work / "q4_k.gguf")
         jobs = [("FP8 to Orbax", fp8, "orbax", ()), ("Orbax to HF", work / "orbax", "hf", ("--to", "hf"))]
-        jobs += [("GGUF Q4_K to Orbax", packed, "store", ()), ("FP8 to int8", fp8, "int8", ("--dtype", "int8"))]
+        jobs += [
+            ("GGUF Q4_K to Orbax", packed, "store", ()),
+            ("FP8 to int8", fp8, "int8", ("--dtype", "int8")),
+        ]
         for _ in range(args.rounds):
             for name, source, target, options in (job for job in jobs if job[0] in args.only):
                 found += round_of(name, source, work / target, work / "scratch", *options)
@@ -234,7 +258,9 @@ def medians(rows: list[dict]) -> Iterator[dict]:
     for what in dict.fromkeys(row["what"] for row in rows):
         same = [row for row in rows if row["what"] == what]
         yield {
-            key: value if value is None or isinstance(value, str) else statistics.median(row[key] for row in same)
+            key: value
+            if value is None or isinstance(value, str)
+            else statistics.median(row[key] for row in same)
             for key, value in same[0].items()
         }
 

@@ -46,7 +46,8 @@ BARS = {
 INT8 = {"int8", "int4_g32", "int4_g128", "q4_k"}  # precisions that multiply many rows in int8
 ROTATED = 2.4 * 2**30
 TURN = 4  # forwards at a time; the first one wakes the threads and does not count
-PAUSE = 0.07  # seconds; a peer's threads spin for up to 50 ms after their work, on cores that the next one needs
+# Seconds: a peer's threads spin for up to 50 ms after their work, on cores that the next one needs
+PAUSE = 0.07
 CHECKED = (1, 64)  # tokens; few and many use different kernels
 
 Layer = Callable[[peers.Batch], np.ndarray]
@@ -64,7 +65,10 @@ def random_parts(geometry: str, precision: str, seed: int) -> list[layout.Parts]
     matrices = []
     down = down_precision(geometry, precision)
     for n, k, name in ((width, model, precision), (width, model, precision), (model, width, down)):
-        few = [layout.quantize(rng.standard_normal((n, k), np.float32) / np.float32(k**0.5), name) for _ in range(2)]
+        few = [
+            layout.quantize(rng.standard_normal((n, k), np.float32) / np.float32(k**0.5), name)
+            for _ in range(2)
+        ]
         matrices.append(tuple(np.stack([few[e % 2][i] for e in range(experts)]) for i in range(len(few[0]))))
     return matrices
 
@@ -95,11 +99,15 @@ def makers(precision: str, here: dict, threads: int, isa: str) -> dict[str, Call
     """Constructors of layers from weights and formats, by name: ours, and every peer's methods for this precision."""
     found = {"ours": partial(Ours, threads=threads, isa=isa)}
     for peer in here.values():
-        found |= {peer.named(m): partial(peer.Layer, m, threads=threads) for m in peer.METHODS.get(precision, ())}
+        found |= {
+            peer.named(m): partial(peer.Layer, m, threads=threads) for m in peer.METHODS.get(precision, ())
+        }
     return found
 
 
-def layers(geometry: str, precision: str, made_by: dict[str, Callable[[list, tuple], Layer]]) -> dict[str, list[Layer]]:
+def layers(
+    geometry: str, precision: str, made_by: dict[str, Callable[[list, tuple], Layer]]
+) -> dict[str, list[Layer]]:
     """For each library, layers of the same weights that exceed the caches; a peer that refuses them is left out."""
     made, held = {name: [] for name in made_by}, 0
     formats = (precision, precision, down_precision(geometry, precision))
@@ -130,7 +138,8 @@ def errors(made: dict[str, list[Layer]], geometry: str, precision: str) -> dict[
     """The error of each library's first layer: the larger of few and many tokens."""
     formats = (precision, precision, down_precision(geometry, precision))
     many = batch(geometry, max(CHECKED), 0, few=True)
-    right, found = peers.expected(many, random_parts(geometry, precision, 0), formats), dict.fromkeys(made, 0.0)
+    right = peers.expected(many, random_parts(geometry, precision, 0), formats)
+    found = dict.fromkeys(made, 0.0)
     for tokens in CHECKED:
         given = peers.Batch(*(part[:tokens] for part in many))
         for name, (first, *_) in made.items():
@@ -142,7 +151,12 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def milliseconds(
-    made: dict[str, list[Layer]], geometry: str, tokens: int, seconds: float, clock: Callable[[], float], limits: Limits
+    made: dict[str, list[Layer]],
+    geometry: str,
+    tokens: int,
+    seconds: float,
+    clock: Callable[[], float],
+    limits: Limits,
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Sorted milliseconds of each library, timed interleaved, every forward on the next layer; and the medians of the limits."""
     times, order, found = {name: [] for name in made}, list(made), []
@@ -171,10 +185,15 @@ def floor(geometry: str, precision: str, tokens: int, nbytes: int, limits: dict[
     model, width, experts, chosen = GEOMETRIES[geometry]
     touched = len(np.unique(batch(geometry, tokens, 0).ids))
     rate = limits["int8_TOPs" if precision in INT8 else "bf16_TFLOPs"]
-    return max(nbytes * touched / experts / limits["read_GBps"] / 1e6, tokens * chosen * 6 * model * width / rate / 1e9)
+    return max(
+        nbytes * touched / experts / limits["read_GBps"] / 1e6,
+        tokens * chosen * 6 * model * width / rate / 1e9,
+    )
 
 
-def compared(ms: float, geometry: str, precision: str, tokens: int, threads: int, nbytes: int, limits: dict) -> dict[str, float]:
+def compared(
+    ms: float, geometry: str, precision: str, tokens: int, threads: int, nbytes: int, limits: dict
+) -> dict[str, float]:
     """The comparison with the machine's limits, if measured; and with the bar for two threads, also as a share of its limits."""
     found = dict(limits)
     if limits:
@@ -190,14 +209,22 @@ def compared(ms: float, geometry: str, precision: str, tokens: int, threads: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--geometry", choices=GEOMETRIES, default="v2-lite")
-    parser.add_argument("--precisions", nargs="+", choices=layout.FORMATS, default=["bf16", "int8", "int4_g32", "fp8_block"])
+    parser.add_argument(
+        "--precisions", nargs="+", choices=layout.FORMATS, default=["bf16", "int8", "int4_g32", "fp8_block"]
+    )
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--isa", default="best")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu, with --threads 1, is fair on a busy machine")
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="cpu, with --threads 1, is fair on a busy machine"
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="seconds for each number of tokens")
     parser.add_argument(
-        "--peers", nargs="*", choices=peers.MODULES, default=list(peers.MODULES), help="peers to run, if installed"
+        "--peers",
+        nargs="*",
+        choices=peers.MODULES,
+        default=list(peers.MODULES),
+        help="peers to run, if installed",
     )
     parser.add_argument("--limits", type=Path)
     parser.add_argument("--out", type=Path)
@@ -222,7 +249,10 @@ def main() -> None:
             compared_with = compared(row["ms"], args.geometry, precision, tokens, threads, nbytes, measured)
             row |= compared_with
             rows.append(row)
-            each = [f"{name} {statistics.median(t):.3g} (best {t[0]:.3g}, error {far[name]:.2%})" for name, t in ms.items()]
+            each = [
+                f"{name} {statistics.median(t):.3g} (best {t[0]:.3g}, error {far[name]:.2%})"
+                for name, t in ms.items()
+            ]
             limit = [f"{name} {value:.3g}" for name, value in compared_with.items()]
             print(f"{precision}, tokens {tokens}", *each, *limit, sep=" | ", flush=True)
         del made

@@ -77,7 +77,9 @@ class Sequences:
         return dataclasses.replace(self, pool=pool, rows=rows)
 
 
-def sequences(programs: Programs, count: int, temperature: float = 0.0, top_p: float = 1.0, held: int = HELD) -> Sequences:
+def sequences(
+    programs: Programs, count: int, temperature: float = 0.0, top_p: float = 1.0, held: int = HELD
+) -> Sequences:
     """`count` rows with random latents in all but the last slots of `held`; each has a seed of its own."""
     shards, left = programs.spread.shards, held - DISPATCHES * STEPS
     each = -(-count // shards)
@@ -85,7 +87,14 @@ def sequences(programs: Programs, count: int, temperature: float = 0.0, top_p: f
     pool, rows = programs.new(each, table.size)
     rows = admitted(programs, rows, each, lambda first: entry(first, left, temperature, top_p))
     rows = dataclasses.replace(rows, last=randomized(programs.spread, rows.last))
-    found = Sequences(programs, randomized(programs.spread, pool), rows, of_shards([table] * shards), np.zeros(0, np.int32), 0)
+    found = Sequences(
+        programs,
+        randomized(programs.spread, pool),
+        rows,
+        of_shards([table] * shards),
+        np.zeros(0, np.int32),
+        0,
+    )
     found.take(count)
     return found
 
@@ -106,7 +115,9 @@ def entry(first: int, held: int, temperature: float, top_p: float) -> Entry:
     seeds = np.arange(2 * first, 2 * (first + ADMITTED), dtype=np.uint32).reshape(ADMITTED, 2)
     warm = np.full(ADMITTED, temperature, np.float32), np.full(ADMITTED, top_p, np.float32)
     sampling = dataclasses.replace(new.sampling, temperature=warm[0], top_p=warm[1], seed=seeds)
-    return dataclasses.replace(new, held=new.held + held, prompt=new.prompt + held, limit=new.limit + HELD, sampling=sampling)
+    return dataclasses.replace(
+        new, held=new.held + held, prompt=new.prompt + held, limit=new.limit + HELD, sampling=sampling
+    )
 
 
 def randomized(spread: Spread, arrays: Any) -> Any:
@@ -116,13 +127,18 @@ def randomized(spread: Spread, arrays: Any) -> Any:
         return jax.tree.map(lambda array: random(array, jax.random.fold_in(key, across.index(DATA))), arrays)
 
     def random(array: jax.Array, key: jax.Array) -> jax.Array:
-        value = jax.random.normal(key, array.shape, jnp.bfloat16).astype(paged.NUMBERS.get(array.dtype, array.dtype))
+        value = jax.random.normal(key, array.shape, jnp.bfloat16).astype(
+            paged.NUMBERS.get(array.dtype, array.dtype)
+        )
         return jax.lax.bitcast_convert_type(value, array.dtype)
 
     if spread.mesh is not None:
         own = PartitionSpec(MESH_AXES)
-        of_device = jax.shard_map(of_device, mesh=spread.mesh, in_specs=(own, PartitionSpec()), out_specs=own, check_vma=False)
-    in_place = jax.jit(of_device, donate_argnums=0, keep_unused=True)  # what JAX drops as unused, it does not give the room of
+        of_device = jax.shard_map(
+            of_device, mesh=spread.mesh, in_specs=(own, PartitionSpec()), out_specs=own, check_vma=False
+        )
+    # What JAX drops as unused, it does not give the room of
+    in_place = jax.jit(of_device, donate_argnums=0, keep_unused=True)
     return in_place(arrays, jax.random.key(1))
 
 
@@ -132,7 +148,9 @@ def floor_bytes(model: Transformer, found: Sequences) -> tuple[float, float]:
     count = found.count
 
     @jax.jit
-    def loads(weights: nnx.State, pool: paged.Pool, rows: Rows, at: jax.Array, page_table: jax.Array) -> list[jax.Array]:
+    def loads(
+        weights: nnx.State, pool: paged.Pool, rows: Rows, at: jax.Array, page_table: jax.Array
+    ) -> list[jax.Array]:
         model = nnx.merge(graph, weights)
         _, is_open, last = taken(rows, at)
         tokens = jnp.argmax(model.unembed(last), axis=-1)[:, None]
@@ -141,7 +159,10 @@ def floor_bytes(model: Transformer, found: Sequences) -> tuple[float, float]:
 
     load = loads(weights, found.pool, found.rows, found.at, found.page_table)
     touched = [int((layer > 0).sum()) for layer in load]
-    sizes = {path: sum(leaf.nbytes for leaf in jax.tree.leaves(v)) for path, v in nnx.to_flat_state(nnx.state(model))}
+    sizes = {
+        path: sum(leaf.nbytes for leaf in jax.tree.leaves(v))
+        for path, v in nnx.to_flat_state(nnx.state(model))
+    }
     stacks: Counter[int] = Counter()  # bytes of each layer's experts
     for path, size in sizes.items():
         if "experts" in path:
@@ -149,7 +170,9 @@ def floor_bytes(model: Transformer, found: Sequences) -> tuple[float, float]:
     others = sum(size for path, size in sizes.items() if "experts" not in path and path[0] != "embed")
     token = sum(a.dtype.itemsize * prod(a.shape[2:]) for a in found.pool.values()) * model.cached_layers
     total = model.config.n_routed_experts or 1
-    experts = sum(number * stacks[layer] / total for number, layer in zip(touched, sorted(stacks), strict=True))
+    experts = sum(
+        number * stacks[layer] / total for number, layer in zip(touched, sorted(stacks), strict=True)
+    )
     return experts + others + token * HELD * count, sum(touched) / len(touched)
 
 
@@ -167,7 +190,12 @@ def measure(model: Transformer, rows: int, profile: bool, sampled: bool) -> dict
         "tokens/s": rows / ms * 1e3,
         "bar tokens/s": BARS.get(rows),
     }
-    row |= {"experts touched": touched, "floor ms": floor, "of the floor %": 100 * floor / ms, "compile s": compiling}
+    row |= {
+        "experts touched": touched,
+        "floor ms": floor,
+        "of the floor %": 100 * floor / ms,
+        "compile s": compiling,
+    }
     if sampled:
         warm = sequences(found.programs, rows, *SAMPLED)
         row["sampled / greedy"] = seconds_per_step(warm) * 1e3 / ms
@@ -214,12 +242,18 @@ def profile_run(found: Sequences) -> dict[str, float]:
 
 def main():
     parser = report.arguments(__doc__.splitlines()[0])
-    parser.add_argument("--profile", action="store_true", help="report the share of the time per part of the model")
+    parser.add_argument(
+        "--profile", action="store_true", help="report the share of the time per part of the model"
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--attention", nargs="+", default=["auto", "fused"], metavar="FORM")
     parser.add_argument("--kv-cache", default="auto", help="fp8: latents in E4M3")
-    parser.add_argument("--formats", nargs="+", default=["bf16"], help="of the weights, as random_models.py makes them")
-    parser.add_argument("--sampled", action="store_true", help="also sampled steps, as a share of greedy ones")
+    parser.add_argument(
+        "--formats", nargs="+", default=["bf16"], help="of the weights, as random_models.py makes them"
+    )
+    parser.add_argument(
+        "--sampled", action="store_true", help="also sampled steps, as a share of greedy ones"
+    )
     options = parser.parse_args()
     rows = []
     for format in options.formats:

@@ -64,7 +64,12 @@ class Forced(Mtp):
     The probability is in the first half of a row's seed, which a greedy row does not need."""
 
     def propose(
-        self, model: Transformer, going: Going, asked: Asked, token: Int[Array, " B"], counts: Int[Array, " B"]
+        self,
+        model: Transformer,
+        going: Going,
+        asked: Asked,
+        token: Int[Array, " B"],
+        counts: Int[Array, " B"],
     ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
         pool, guesses, counts = super().propose(model, going, asked, token, counts)
         place = going.position[:, None] + 1 + jnp.arange(self.most)
@@ -98,7 +103,9 @@ class Measured(NamedTuple):
         assert all(chosen.count.sum() == rows * STEPS for chosen in found), "a row has ended"
         passes = [chosen.count - chosen.stood.sum(1) for chosen in found]
         tokens = sum(int(chosen.count.sum()) for chosen in found)
-        return cls(seconds, tokens, sum(int(each.sum()) for each in passes), sum(int(each.max()) for each in passes))
+        return cls(
+            seconds, tokens, sum(int(each.sum()) for each in passes), sum(int(each.max()) for each in passes)
+        )
 
     @property
     def rate(self) -> float:
@@ -126,7 +133,9 @@ class Bench:
             numbers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((count,), (count, pages), (), ())]
             started.append(self.forced.run_with_drafts.start(pool, rows, *numbers))
             started.append(self.plain.run.start(pool, rows, *numbers[:3]))
-            started.append(self.plain.admit.start(rows, *(numbers[0].update(shape=(ADMITTED,)),), blank(ADMITTED)))
+            started.append(
+                self.plain.admit.start(rows, *(numbers[0].update(shape=(ADMITTED,)),), blank(ADMITTED))
+            )
         for future in started:
             future.result()
 
@@ -162,8 +171,12 @@ def measured_rows(found: Sequences, programs: Programs, drafts: int, acceptance:
 
 def restart(found: Sequences, acceptance: float) -> None:
     """Admits the rows again, over the tokens that are in their pages; each guess stands with this probability."""
-    programs, each, held = found.programs, found.at.shape[-1], found.tables.shape[-1] * PAGE - DISPATCHES * STEPS
-    rows = admitted(programs, found.rows, each, lambda first: with_acceptance(entry(first, held, 0.0, 1.0), acceptance))
+    programs = found.programs
+    each = found.at.shape[-1]
+    held = found.tables.shape[-1] * PAGE - DISPATCHES * STEPS
+    rows = admitted(
+        programs, found.rows, each, lambda first: with_acceptance(entry(first, held, 0.0, 1.0), acceptance)
+    )
     found.rows = dataclasses.replace(rows, last=randomized(programs.spread, rows.last))
 
 
@@ -180,7 +193,9 @@ def timed(send: Callable[[], Found], rows: int) -> Measured:
     return Measured.of(time.perf_counter() - start, [found.tokens() for found in sent], rows)
 
 
-def measured(config: Config, batches: Sequence[int], acceptances: Sequence[float], format: str) -> Iterator[dict]:
+def measured(
+    config: Config, batches: Sequence[int], acceptances: Sequence[float], format: str
+) -> Iterator[dict]:
     """A row for plain decoding, then one for each acceptance and number of guesses, for each batch."""
     with mock.patch.object(speculative, "stands", is_odd):  # until all programs are traced
         bench, start = Bench(config, format), time.perf_counter()
@@ -189,11 +204,16 @@ def measured(config: Config, batches: Sequence[int], acceptances: Sequence[float
     for batch in batches:
         found = sequences(bench.plain, batch)
         plain = bench.measure(found)
-        predicted = {drafts: 1e3 * bench.drafting.seconds(batch, HELD, drafts) for drafts in range(Forced().most + 1)}
+        predicted = {
+            drafts: 1e3 * bench.drafting.seconds(batch, HELD, drafts) for drafts in range(Forced().most + 1)
+        }
         yield {"batch": batch, "acceptance": None, "k": 0} | plain.columns() | {"predicted ms": predicted[0]}
         for acceptance, drafts in itertools.product(acceptances, range(1, Forced().most + 1)):
             drafted = bench.measure(found, drafts, acceptance)
-            ratios = {"of plain": drafted.rate / plain.rate, "allowed": bench.expected(batch, drafts, acceptance)}
+            ratios = {
+                "of plain": drafted.rate / plain.rate,
+                "allowed": bench.expected(batch, drafts, acceptance),
+            }
             row = {"batch": batch, "acceptance": acceptance, "k": drafts} | drafted.columns() | ratios
             yield row | {"predicted ms": predicted[drafts], "chosen k": bench.chosen(batch, acceptance)}
 
@@ -202,9 +222,14 @@ def demo(count: int = HEADS, tokens: int = TOKENS) -> Iterator[dict]:
     """What really stands: the demo model continues held-out function heads, one at a time, with each way to guess in turn."""
     heads = corpus.held_out_heads(corpus.sources(), count)
     most = Forced().most
-    llms = {draft: LLM(draft=draft, draft_tokens=None if draft == "off" else most) for draft in ("off", "mtp", "lookup")}
+    llms = {
+        draft: LLM(draft=draft, draft_tokens=None if draft == "off" else most)
+        for draft in ("off", "mtp", "lookup")
+    }
     for temperature in (0.0, 1.0):
-        given = SamplingParams(temperature=temperature, top_k=0, top_p=1.0, seed=1, max_tokens=tokens, ignore_eos=True)
+        given = SamplingParams(
+            temperature=temperature, top_k=0, top_p=1.0, seed=1, max_tokens=tokens, ignore_eos=True
+        )
         runs = {draft: Continued(llm, given) for draft, llm in llms.items()}
         for run in runs.values():
             run.llm.generate(heads[0], given)  # compiles
@@ -213,7 +238,12 @@ def demo(count: int = HEADS, tokens: int = TOKENS) -> Iterator[dict]:
             run.take(head)
         for draft, run in runs.items():
             ratio = runs["off"].seconds / run.seconds
-            row = {"draft": draft, "temperature": temperature, "tokens/s": round(count * tokens / run.seconds), "of plain": ratio}
+            row = {
+                "draft": draft,
+                "temperature": temperature,
+                "tokens/s": round(count * tokens / run.seconds),
+                "of plain": ratio,
+            }
             yield row | run.shares(most) | {"as plain": sum(map(list.__eq__, run.ids, runs["off"].ids))}
 
 
@@ -233,7 +263,9 @@ class Continued:
     def shares(self, most: int) -> dict:
         """Of the guesses in each place, how many stood; None where there were none."""
         after, before = self.llm.stats(), self.before
-        drafted, stood, passes = after.drafted - before.drafted, after.stood - before.stood, after.passes - before.passes
+        drafted = after.drafted - before.drafted
+        stood = after.stood - before.stood
+        passes = after.passes - before.passes
         places = {f"place {i + 1}": float(stood[i] / drafted[i]) if drafted[i] else None for i in range(most)}
         return places | {"tokens a pass": float(1 + stood.sum() / passes)}
 
@@ -241,7 +273,9 @@ class Continued:
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="rows")
-    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.5, 0.7, 0.85, 0.95], help="of each guess")
+    parser.add_argument(
+        "--acceptance", type=float, nargs="+", default=[0.5, 0.7, 0.85, 0.95], help="of each guess"
+    )
     parser.add_argument("--format", default="bf16", help="of the weights, as random_models.py makes them")
     parser.add_argument("--demo", action="store_true", help="the demo model with real guesses instead")
     parser.add_argument("--small", action="store_true", help="a tiny model and few rows")
@@ -256,7 +290,9 @@ def main() -> None:
             rows.append(row)
             print(row, flush=True)
     about = (
-        {"model": "demo"} if options.demo else {"model": "V2-Lite shape, random weights", "format": options.format, "held": HELD}
+        {"model": "demo"}
+        if options.demo
+        else {"model": "V2-Lite shape, random weights", "format": options.format, "held": HELD}
     )
     report.show(rows, options.out, benchmark="drafts", small=options.small, **about)
 

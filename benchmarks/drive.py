@@ -121,7 +121,9 @@ class Bench:
     def lengths(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of prompts and outputs."""
         drawn = (self.rng.lognormal(np.log(median), spread, count) for median, spread in LENGTHS.values())
-        prompts, outputs = (np.clip(tokens.round().astype(int), SHORTEST, self.scale.longest) for tokens in drawn)
+        prompts, outputs = (
+            np.clip(tokens.round().astype(int), SHORTEST, self.scale.longest) for tokens in drawn
+        )
         return prompts, outputs
 
     def submit(self, prompt: list[int], limit: int, streams: bool = False) -> Job:
@@ -214,7 +216,9 @@ class Bare:
         jax.block_until_ready(self.rows)
         start = time.perf_counter()
         for _ in range(dispatches):
-            self.pool, self.rows, _ = self.programs.run(self.pool, self.rows, self.at, self.table, np.int32(steps))
+            self.pool, self.rows, _ = self.programs.run(
+                self.pool, self.rows, self.at, self.table, np.int32(steps)
+            )
         sent = time.perf_counter() - start
         jax.block_until_ready(self.rows)
         return sent, time.perf_counter() - start

@@ -82,16 +82,34 @@ SMALL = Scale(
 OWN, OUTPUT = 64, 16  # tokens behind the prefix, and of output, d
 
 
-def row(part: str, what: str, figure: float, unit: str, beside: float | None = None, ratio: float | None = None, bar: str = ""):
+def row(
+    part: str,
+    what: str,
+    figure: float,
+    unit: str,
+    beside: float | None = None,
+    ratio: float | None = None,
+    bar: str = "",
+):
     """A line of the table; `bar` is for the ratio where there is one."""
-    shown = [round(n) if n is not None and n >= 1000 else n for n in (figure, beside)]  # or a table has 1.23e+03
-    return {"part": part, "what": what, "figure": shown[0], "unit": unit, "beside": shown[1], "ratio": ratio, "bar": bar}
+    # Otherwise a table has 1.23e+03
+    shown = [round(n) if n is not None and n >= 1000 else n for n in (figure, beside)]
+    return {
+        "part": part,
+        "what": what,
+        "figure": shown[0],
+        "unit": unit,
+        "beside": shown[1],
+        "ratio": ratio,
+        "bar": bar,
+    }
 
 
 def bare_rate(bench: Bench, prompts: list[list[int]]) -> float:
     """Tokens/s of the bare programs that continue these prompts."""
     bench.engine.reset()  # its pool makes room
-    bare, rounds = Bare(bench.programs, bench.size, prompts, (bench.scale.rounds + 2) * STEPS), bench.scale.rounds
+    bare = Bare(bench.programs, bench.size, prompts, (bench.scale.rounds + 2) * STEPS)
+    rounds = bench.scale.rounds
     bare.read()
     bare.run(1)
     return len(prompts) * rounds * STEPS / bare.run(rounds)[1]
@@ -128,7 +146,11 @@ def bare_reading(bench: Bench) -> float:
     bench.engine.reset()
     count, size = min(16, bench.size.rows), bench.size
     Bare(bench.programs, size, [bench.prompt(size.chunk)], 1).read()
-    return count * size.chunk / Bare(bench.programs, size, [bench.prompt(size.chunk) for _ in range(count)], 1).read()
+    return (
+        count
+        * size.chunk
+        / Bare(bench.programs, size, [bench.prompt(size.chunk) for _ in range(count)], 1).read()
+    )
 
 
 def many(bench: Bench) -> Iterator[dict]:
@@ -162,7 +184,9 @@ def arrivals(bench: Bench) -> Iterator[dict]:
         name = f"{len(seen):,} requests, {rate:.3g} a second ({share:.0%})"
         for what, found in times.items():
             for percent in (50, 99):
-                yield row("c", f"{name}, {what}, p{percent}", 1e3 * float(np.percentile(found, percent)), "ms")
+                yield row(
+                    "c", f"{name}, {what}, p{percent}", 1e3 * float(np.percentile(found, percent)), "ms"
+                )
         yield row("c", f"{name}, without a row when the last came", waiting, "requests")
 
 
@@ -185,7 +209,15 @@ def prefixes(bench: Bench) -> Iterator[dict]:
     for what, mean in (("mean", np.mean), ("p50", np.median)):
         slow, fast = float(mean(alone)), float(mean(few))
         bar = ">= 5" if what == "mean" else ""
-        yield row("d", f"{name}, {what} of {len(few)}; beside: not shared", 1e3 * fast, "ms", 1e3 * slow, slow / fast, bar)
+        yield row(
+            "d",
+            f"{name}, {what} of {len(few)}; beside: not shared",
+            1e3 * fast,
+            "ms",
+            1e3 * slow,
+            slow / fast,
+            bar,
+        )
         yield row("d", f"{name}, {what} of {len(all_of_them)}", 1e3 * float(mean(all_of_them)), "ms")
 
 
@@ -205,13 +237,23 @@ def calls(bench: Bench) -> Iterator[dict]:
     """calls"""
     bench.engine.reset()
     count = bench.size.rows
-    models = ("the model", bench.programs, bench.size, "<= 0.4"), ("as deep as V3", bench.deep(), bench.few, "<= 0.8")
+    models = (
+        ("the model", bench.programs, bench.size, "<= 0.4"),
+        ("as deep as V3", bench.deep(), bench.few, "<= 0.8"),
+    )
     for name, programs, size, bar in models:
         bare = Bare(programs, size, [[0]] * count, 1, held=1)
         bare.run(1, steps=0)
         sent, done = (1e3 * seconds / bench.scale.calls for seconds in bare.run(bench.scale.calls, steps=0))
         layers, weights = programs.model.config.num_hidden_layers, len(programs.run.weights)
-        yield row("calls", f"{name}, {layers} layers, {weights} arrays; beside: until sent", done, "ms", sent, bar=bar)
+        yield row(
+            "calls",
+            f"{name}, {layers} layers, {weights} arrays; beside: until sent",
+            done,
+            "ms",
+            sent,
+            bar=bar,
+        )
 
 
 PARTS: dict[str, Callable[[Bench], Iterator[dict]]] = {
@@ -230,7 +272,9 @@ def peer_rates(small: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "peer.json")
         with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run([sys.executable, script, "--out", out, *["--small"] * small], check=False, timeout=200)
+            subprocess.run(
+                [sys.executable, script, "--out", out, *["--small"] * small], check=False, timeout=200
+            )
         return json.loads(out.read_text()) if out.exists() else {"transformers": float("nan")}
 
 
@@ -242,7 +286,14 @@ def beside_peers(bench: Bench, rates: dict[str, float]) -> Iterator[dict]:
         seconds = bench.serve([bench.prompt(tokens) for _ in range(count)], [limit] * count)
     ours = count * limit / seconds
     for name, rate in rates.items():
-        yield row("peer", f"{count} x {tokens} + {limit}, output; beside: {name}", ours, "tokens/s", rate, ours / rate)
+        yield row(
+            "peer",
+            f"{count} x {tokens} + {limit}, output; beside: {name}",
+            ours,
+            "tokens/s",
+            rate,
+            ours / rate,
+        )
 
 
 def measured(bench: Bench, parts: Sequence[str], peers: dict[str, float]) -> Iterator[dict]:
@@ -250,12 +301,17 @@ def measured(bench: Bench, parts: Sequence[str], peers: dict[str, float]) -> Ite
     start = time.perf_counter()
     bench.compile([*parts, *["peer"] * bool(peers)])
     yield row("all", "compiling", time.perf_counter() - start, "s")
-    steps = {part: PARTS[part](bench) for part in parts} | ({"peer": beside_peers(bench, peers)} if peers else {})
+    steps = {part: PARTS[part](bench) for part in parts} | (
+        {"peer": beside_peers(bench, peers)} if peers else {}
+    )
     for name, rows in steps.items():
         start, compiled = time.perf_counter(), bench.programs.compiled
         yield from rows
         took = time.perf_counter() - start
-        print(f"# {name}: {took:.1f} s, {bench.programs.compiled - compiled} programs compiled in it", flush=True)
+        print(
+            f"# {name}: {took:.1f} s, {bench.programs.compiled - compiled} programs compiled in it",
+            flush=True,
+        )
 
 
 def main() -> None:

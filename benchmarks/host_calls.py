@@ -24,7 +24,8 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).parent.parent
-sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]  # this folder also has a cpu_experts.py
+# This folder also has a cpu_experts.py
+sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
 
 LAYERS, STEPS = 20, 25
 MODEL, WIDTH, EXPERTS, CHOSEN = 7168, 16, 4, 2
@@ -51,8 +52,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="write the rows as JSON to this file")
     parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
-    parser.add_argument("--size", type=int, default=MODEL, help="width of the matvec and of the experts' rows")
-    parser.add_argument("--seconds", type=float, default=88, help="time limit for all; then stacks are printed and it exits")
+    parser.add_argument(
+        "--size", type=int, default=MODEL, help="width of the matvec and of the experts' rows"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=88, help="time limit for all; then stacks are printed and it exits"
+    )
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # for the process that measures
     args = parser.parse_args()
     return measure(args) if args.rows else drive(args)
@@ -65,10 +70,21 @@ def drive(args: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory() as folder:
             file, left = Path(folder) / "rows.json", max(5.0, end - time.monotonic())
             flags = f"{os.environ.get('XLA_FLAGS', '')} {GRAPHS[graphs]}".strip()
-            command = [sys.executable, __file__, "--graphs", graphs, "--size", str(args.size), "--seconds", f"{left:.0f}"]
+            command = [
+                sys.executable,
+                __file__,
+                "--graphs",
+                graphs,
+                "--size",
+                str(args.size),
+                "--seconds",
+                f"{left:.0f}",
+            ]
             print(f"graphs: {graphs}", flush=True)
             try:
-                process = subprocess.run([*command, "--rows", str(file)], env=os.environ | {"XLA_FLAGS": flags}, timeout=left + 5)
+                process = subprocess.run(
+                    [*command, "--rows", str(file)], env=os.environ | {"XLA_FLAGS": flags}, timeout=left + 5
+                )
                 status |= process.returncode
             except subprocess.TimeoutExpired:
                 print(f"FAIL: {graphs}: killed")
@@ -105,7 +121,9 @@ def small_experts(model: int):
 
     rng = np.random.default_rng(0)
     shapes = ((EXPERTS, WIDTH, model), (EXPERTS, WIDTH, model), (EXPERTS, model, WIDTH))
-    return Experts(*(rng.standard_normal(s, np.float32) / np.float32(s[-1] ** 0.5) for s in shapes), threads=1)
+    return Experts(
+        *(rng.standard_normal(s, np.float32) / np.float32(s[-1] ** 0.5) for s in shapes), threads=1
+    )
 
 
 def batch(model: int, tokens: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -115,7 +133,11 @@ def batch(model: int, tokens: int, seed: int = 0) -> tuple[np.ndarray, np.ndarra
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, EXPERTS + 1, (tokens, CHOSEN)).astype(np.int32)
     ids[0] = range(CHOSEN)
-    return rng.standard_normal((tokens, model)).astype(ml_dtypes.bfloat16), ids, rng.random((tokens, CHOSEN), np.float32)
+    return (
+        rng.standard_normal((tokens, model)).astype(ml_dtypes.bfloat16),
+        ids,
+        rng.random((tokens, CHOSEN), np.float32),
+    )
 
 
 # Correctness
@@ -202,7 +224,9 @@ def own_microseconds(layer) -> float:
 
     x, ids, weights = batch(layer.model, 1)
     out = np.empty(x.shape, x.dtype)
-    call = ForwardCall(ctypes.sizeof(ForwardCall), 1, CHOSEN, 1, 1, *(a.ctypes.data for a in (x, ids, weights, out)))
+    call = ForwardCall(
+        ctypes.sizeof(ForwardCall), 1, CHOSEN, 1, 1, *(a.ctypes.data for a in (x, ids, weights, out))
+    )
     forward, handle, times = layer._library.cpu_experts_forward, layer._handle, []
     for _ in range(300):
         start = time.perf_counter()
@@ -236,7 +260,9 @@ def timed(layer, graphs: str, check: Checks) -> list[dict]:
 
 
 def shown(row: dict) -> list[str]:
-    return [f"{key} {value:.1f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()]
+    return [
+        f"{key} {value:.1f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
+    ]
 
 
 def compare(mode: str, took: dict, outs: dict, own: float, check: Checks) -> None:
@@ -244,7 +270,10 @@ def compare(mode: str, took: dict, outs: dict, own: float, check: Checks) -> Non
     near = np.allclose(outs["ffi", mode], outs["pure_callback", mode], rtol=0.02, atol=0.02)
     check(near and bool(np.isfinite(outs["ffi", mode]).all()), f"{mode}: ffi and pure_callback agree")
     over = took["ffi", mode] - took["no experts", mode] - own
-    check(over <= BAR, f"{mode}: {over:.1f} us per layer in addition to the experts' own {own:.1f}, limit {BAR:.0f}")
+    check(
+        over <= BAR,
+        f"{mode}: {over:.1f} us per layer in addition to the experts' own {own:.1f}, limit {BAR:.0f}",
+    )
 
 
 def ways_of_calling(layer) -> dict[str, tuple[Callable, str | None]]:
@@ -263,7 +292,9 @@ def ways_of_calling(layer) -> dict[str, tuple[Callable, str | None]]:
         return (y * jax.lax.rsqrt(jnp.mean(y * y) + 1e-6)).astype(jnp.bfloat16)
 
     def host(x, ids, weights):
-        return layer.forward(*(np.ascontiguousarray(a) for a in (x, ids, weights)), np.empty(x.shape, x.dtype))
+        return layer.forward(
+            *(np.ascontiguousarray(a) for a in (x, ids, weights)), np.empty(x.shape, x.dtype)
+        )
 
     def without(x):
         y = matvec(x)

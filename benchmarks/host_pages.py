@@ -27,7 +27,9 @@ def bench_of(scale: Scale, held: int, new: int) -> Bench:
     """A pool for one chat, and room on the host for two."""
     tokens = held + new + 2
     pages = -(-tokens // PAGE) + 1
-    size = Size(rows=1, pages=pages, context=pages * PAGE, chunk=min(scale.size.chunk, pages * PAGE), hosted=2 * pages)
+    size = Size(
+        rows=1, pages=pages, context=pages * PAGE, chunk=min(scale.size.chunk, pages * PAGE), hosted=2 * pages
+    )
     bench = Bench(scale._replace(size=size))
     bench.engine.warm_up()
     return bench
@@ -87,10 +89,17 @@ def measured(scale: Scale, helds: list[int], new: int) -> Iterator[dict]:
     for held in helds:
         bench = bench_of(scale, held, new)
         places = {"pool": "in the pool, ms", "host": "on the host, ms", "nowhere": "read again, ms"}
-        found = {name: [second_turn(bench, held, new, place) for _ in range(RUNS)] for place, name in places.items()}
+        found = {
+            name: [second_turn(bench, held, new, place) for _ in range(RUNS)]
+            for place, name in places.items()
+        }
         out, back = rates(bench)
         row = {"tokens held": held, **{name: 1e3 * min(seconds) for name, seconds in found.items()}}
-        yield row | {"to the host, GiB/s": out, "from the host, GiB/s": back, "KiB a token": bytes_a_token(bench) / 1024}
+        yield row | {
+            "to the host, GiB/s": out,
+            "from the host, GiB/s": back,
+            "KiB a token": bytes_a_token(bench) / 1024,
+        }
 
 
 def bytes_a_token(bench: Bench) -> float:
@@ -99,7 +108,9 @@ def bytes_a_token(bench: Bench) -> float:
 
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
-    parser.add_argument("--held", type=int, nargs="+", default=[1024, 4096, 16_384, 65_536], help="tokens of the first turn")
+    parser.add_argument(
+        "--held", type=int, nargs="+", default=[1024, 4096, 16_384, 65_536], help="tokens of the first turn"
+    )
     parser.add_argument("--new", type=int, default=64, help="tokens of the second turn")
     parser.add_argument("--small", action="store_true", help="a tiny model and a short chat")
     options = parser.parse_args()

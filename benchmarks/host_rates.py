@@ -30,13 +30,16 @@ REPEATS = 9
 
 
 def layer(config: Config, precision: str) -> Experts:
-    return calibrate.repeated(config.hidden_size, config.moe_intermediate_size or 0, config.n_routed_experts or 0, precision)
+    return calibrate.repeated(
+        config.hidden_size, config.moe_intermediate_size or 0, config.n_routed_experts or 0, precision
+    )
 
 
 def seconds(experts: Experts, tokens: int, chosen: int) -> float:
     """The median time of a forward in seconds, each with other tokens."""
     rng, times = np.random.default_rng(tokens), []
-    x, weights = rng.standard_normal((tokens, experts.model), np.float32), np.full((tokens, chosen), 1 / chosen, np.float32)
+    x = rng.standard_normal((tokens, experts.model), np.float32)
+    weights = np.full((tokens, chosen), 1 / chosen, np.float32)
     for _ in range(1 + REPEATS):
         ids = np.argsort(rng.random((tokens, experts.experts)), axis=1)[:, :chosen].astype(np.int32)
         start = time.perf_counter()
@@ -51,7 +54,13 @@ def compared(name: str, precision: str, tokens: list[int], rates: HostRates) -> 
         for n in tokens:
             taken = seconds(experts, n, config.num_experts_per_tok or 1)
             expected = host_seconds(config, rates, n, experts.nbytes / experts.experts) - rates.call
-            row = {"model": name, "precision": precision, "tokens": n, "ms": taken * 1e3, "predicted ms": expected * 1e3}
+            row = {
+                "model": name,
+                "precision": precision,
+                "tokens": n,
+                "ms": taken * 1e3,
+                "predicted ms": expected * 1e3,
+            }
             yield row | {"predicted / measured": expected / taken}
 
 
@@ -59,7 +68,9 @@ def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--precisions", nargs="+", choices=[*PRECISIONS, "int4_g128", "q8_0"], default=PRECISIONS)
+    parser.add_argument(
+        "--precisions", nargs="+", choices=[*PRECISIONS, "int4_g128", "q8_0"], default=PRECISIONS
+    )
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     options = parser.parse_args()
     rows, reached = [], {}

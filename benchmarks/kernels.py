@@ -13,7 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.85")
-os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_command_buffer=+CUSTOM_CALL --xla_gpu_graph_min_graph_size=2")
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_gpu_enable_command_buffer=+CUSTOM_CALL --xla_gpu_graph_min_graph_size=2"
+)
 
 import report
 
@@ -26,7 +28,8 @@ def peers(path: Path | None) -> dict[tuple, dict[str, float]]:
     for record in map(json.loads, path.read_text().splitlines() if path else ()):
         if "us" in record:
             op = "mla_prefill" if record.get("kind") == "prefill" else "mla_decode"
-            found.setdefault((op, record["batch"], record["heads_q"], record["seqlen_k"]), {})[record["peer"]] = record["us"]
+            shape = record["batch"], record["heads_q"], record["seqlen_k"]
+            found.setdefault((op, *shape), {})[record["peer"]] = record["us"]
     return found
 
 

@@ -59,7 +59,12 @@ ANSWER = 64  # tokens of a question and its answer, at most
 CODE = 256  # tokens of a file after the prompt
 ROWS = 16
 FORMS = {"latents": "auto", "heads": "naive"}  # what is cached, as the option `attention` has it
-PAIRS = [(policy, rule) for policy in POLICIES for rule in RULES if policy not in ("streaming", "random") or rule == "uniform"]
+PAIRS = [
+    (policy, rule)
+    for policy in POLICIES
+    for rule in RULES
+    if policy not in ("streaming", "random") or rule == "uniform"
+]
 
 
 class Question(NamedTuple):
@@ -99,7 +104,10 @@ class Asked(NamedTuple):
 
     def quality(self, engine: Engine) -> dict:
         """The share of right answers: see `summed_up`."""
-        params = [SamplingParams(temperature=0, max_tokens=len(one.answer), ignore_eos=True) for one in self.questions]
+        params = [
+            SamplingParams(temperature=0, max_tokens=len(one.answer), ignore_eos=True)
+            for one in self.questions
+        ]
         requests = self.llm.inputs.requests([one.prompt for one in self.questions], params)
         jobs = [engine.submit(request) for request in requests]
         while not all(job.done for job in jobs):
@@ -111,8 +119,14 @@ class Asked(NamedTuple):
 
     def code(self, engine: Engine) -> dict:
         """The mean loss of files' next tokens, and its standard error over files."""
-        losses = [loss(engine, self.llm.inputs.request(tokens[:-CODE].tolist(), FOLLOWING), tokens) for tokens in self.files]
-        return {"code": float(np.mean(losses)), "code error": float(np.std(losses, ddof=1) / math.sqrt(len(losses)))}
+        losses = [
+            loss(engine, self.llm.inputs.request(tokens[:-CODE].tolist(), FOLLOWING), tokens)
+            for tokens in self.files
+        ]
+        return {
+            "code": float(np.mean(losses)),
+            "code error": float(np.std(losses, ddof=1) / math.sqrt(len(losses))),
+        }
 
 
 FOLLOWING = SamplingParams(temperature=0, max_tokens=CODE, ignore_eos=True)
@@ -128,14 +142,18 @@ def loss(engine: Engine, request: Request, tokens: np.ndarray) -> float:
     assert job.shard.pages.extend(job.held, len(tokens))
     pool, rows = engine._state()
     held = np.array([len(request.prompt)], np.int32)  # a token that was chosen since is written over
-    pool, found = likelihood(engine.programs.model, pool, tokens[None, -CODE:], held, engine._page_table([job], 1))
+    pool, found = likelihood(
+        engine.programs.model, pool, tokens[None, -CODE:], held, engine._page_table([job], 1)
+    )
     engine._arrays = pool, rows
     engine.cancel(job)
     return -float(found)
 
 
 @functools.partial(nnx.jit, donate_argnums=1)
-def likelihood(model: Transformer, pool: Pool, tokens: Array, held: Array, table: Table) -> tuple[Pool, Array]:
+def likelihood(
+    model: Transformer, pool: Pool, tokens: Array, held: Array, table: Table
+) -> tuple[Pool, Array]:
     """The mean log-probability of the tokens `[1 T]` but the first, behind those that a row has `held`."""
     count = tokens.shape[1] - 1
     batch = Batch.behind(held, held, jnp.full(1, count, jnp.int32), count, table)
@@ -154,7 +172,10 @@ def drawn(llm: LLM, count: int, distance: int, longest: int) -> list[Question]:
     text = "\n".join(file.text for file in corpus.sources() if file.path in ("ast.py", "chunk.py"))
     writer = tasks.Writer(llm.tokenizer.model, np.asarray(llm.tokenizer.encode(text, bos=False)))
     seeds = itertools.product(TASKS, range(count))
-    return [Question(task, *writer.prompt(np.random.default_rng(seed), task, distance, longest)) for task, seed in seeds]
+    return [
+        Question(task, *writer.prompt(np.random.default_rng(seed), task, distance, longest))
+        for task, seed in seeds
+    ]
 
 
 def summed_up(right: Mapping[str, int], each: int) -> dict:
@@ -162,13 +183,19 @@ def summed_up(right: Mapping[str, int], each: int) -> dict:
     needles, every = sum(right[task] for task in NEEDLES), sum(right.values())
     low, high = wilson(every, each * len(right))
     shares = {task: count / each for task, count in right.items()}
-    return shares | {"needles": needles / (each * len(NEEDLES)), "all": every / (each * len(right)), "low": low, "high": high}
+    return shares | {
+        "needles": needles / (each * len(NEEDLES)),
+        "all": every / (each * len(right)),
+        "low": low,
+        "high": high,
+    }
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
     """The 95 % interval of a share."""
     z, share = 1.96, right / count
-    middle, width = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    middle = share + z * z / (2 * count)
+    width = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     return (middle - width) / (1 + z * z / count), (middle + width) / (1 + z * z / count)
 
 
@@ -183,7 +210,8 @@ def measured(ways: Ways, asked: Asked) -> Iterator[dict]:
         programs = Programs(llm.model, evicts=evicts)
         engine = EvictingEngine(programs, llm.config, llm.tokenizer, asked.size, None, Eviction(evicts, 1.0))
         for keep in ways.keeps:
-            engine.eviction = dataclasses.replace(engine.eviction, keep=keep)  # the prompts stay in its prefix index
+            # The prompts stay in its prefix index
+            engine.eviction = dataclasses.replace(engine.eviction, keep=keep)
             row = asked.about | {"policy": policy, "budget": budget, "kept": keep}
             yield row | asked.quality(engine) | asked.code(engine)
     if asked.about["form"] == "heads":
@@ -197,18 +225,32 @@ def measured(ways: Ways, asked: Asked) -> Iterator[dict]:
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
     parser.add_argument("--policy", nargs="*", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--budget", nargs="+", choices=RULES, default=list(RULES), help="how layers or heads share")
+    parser.add_argument(
+        "--budget", nargs="+", choices=RULES, default=list(RULES), help="how layers or heads share"
+    )
     parser.add_argument("--form", nargs="+", choices=FORMS, default=list(FORMS), help="what is cached")
     parser.add_argument(
-        "--keep", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.35, 0.5], help="the share of the tokens that is kept"
+        "--keep",
+        type=float,
+        nargs="+",
+        default=[0.05, 0.1, 0.2, 0.35, 0.5],
+        help="the share of the tokens that is kept",
     )
-    parser.add_argument("--retrieve", nargs="*", choices=RETRIEVERS, default=list(RETRIEVERS), help="who chooses pages")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 512, 1024], help="that a decode step then reads")
+    parser.add_argument(
+        "--retrieve", nargs="*", choices=RETRIEVERS, default=list(RETRIEVERS), help="who chooses pages"
+    )
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[256, 512, 1024], help="that a decode step then reads"
+    )
     parser.add_argument("--prompts", type=int, default=8, help="of each task")
-    parser.add_argument("--distance", type=int, nargs="+", default=[1000], help="tokens between a fact and its question")
+    parser.add_argument(
+        "--distance", type=int, nargs="+", default=[1000], help="tokens between a fact and its question"
+    )
     parser.add_argument("--small", action="store_true", help="one policy of each kind, few and short prompts")
     options = parser.parse_args()
-    pairs = [(policy, budget) for policy, budget in PAIRS if policy in options.policy and budget in options.budget]
+    pairs = [
+        (policy, budget) for policy, budget in PAIRS if policy in options.policy and budget in options.budget
+    ]
     ways = Ways(pairs, options.keep, options.retrieve, options.tokens)
     places, prompts = itertools.product(options.form, options.distance), options.prompts
     if options.small:
@@ -219,7 +261,9 @@ def main() -> None:
             for row in measured(ways, Asked.of(form, prompts, distance)):
                 rows.append(row)
                 print(row, flush=True)
-    report.show(rows, options.out, benchmark="longcontext", small=options.small, model="demo", prompts=prompts)
+    report.show(
+        rows, options.out, benchmark="longcontext", small=options.small, model="demo", prompts=prompts
+    )
 
 
 if __name__ == "__main__":

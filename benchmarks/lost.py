@@ -68,7 +68,9 @@ class Pair(NamedTuple):
         until = time.monotonic() + seconds
         while READY not in self.said[0].read_text().splitlines():
             if time.monotonic() > until or any(process.poll() is not None for process in self.processes):
-                raise SystemExit("a pair does not answer: " + "\n".join(path.read_text() for path in self.said))
+                raise SystemExit(
+                    "a pair does not answer: " + "\n".join(path.read_text() for path in self.said)
+                )
             time.sleep(0.1)
 
     def lose(self, number: int, how: signal.Signals) -> dict:
@@ -82,7 +84,10 @@ class Pair(NamedTuple):
         seconds = time.monotonic() - start
         errors = [line for line in self.said[1 - number].read_text().splitlines() if "error: " in line]
         found = {"lost": f"process {number}", "by": how.name, "seconds": seconds, "exit code": code}
-        return found | {"in time": seconds < LIMIT and code == 5 and len(errors) == 1, "error": " / ".join(errors)}
+        return found | {
+            "in time": seconds < LIMIT and code == 5 and len(errors) == 1,
+            "error": " / ".join(errors),
+        }
 
 
 def main() -> None:

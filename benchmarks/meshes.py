@@ -56,7 +56,8 @@ SMALL = {
     "vocab_size": 1024,
     "kv_lora_rank": 64,
 }
-MESSAGES = re.compile("nccl|psum|pmax|all_gather|all_?to_?all|MultiGpuBarrier|all-|reduce-scatter", re.I)  # in names of kernels
+# In names of kernels
+MESSAGES = re.compile("nccl|psum|pmax|all_gather|all_?to_?all|MultiGpuBarrier|all-|reduce-scatter", re.I)
 PROMPTS = 6  # dispatches that are timed
 
 
@@ -69,7 +70,8 @@ class Bench:
         format = "fp8_block" if config.quantization_config else "bf16"
         dispatch = Dispatch(device=report.device(), exchange=exchange)
         self.model = random_model(config, format, dispatch, mtp=drafts, devices=self.devices)
-        self.plain, self.drafted = Programs(self.model), Programs(self.model, drafter=Forced(1)) if drafts else None
+        self.plain = Programs(self.model)
+        self.drafted = Programs(self.model, drafter=Forced(1)) if drafts else None
         self.cost = MeshCost(config, self.devices.sizes, report.device(), packed(config))
         self.chunk = self.model.dispatch.chunk(self.model)
         self.found: Sequences | None = None
@@ -90,7 +92,11 @@ class Bench:
     def prepare(self, counts: list[int]) -> list[int]:
         """Compiles everything and makes the cache; the numbers of rows that fit."""
         tokens = self.tokens_that_fit()
-        fitting = [count for count in counts if tokens is None or self.each(count) * self.shards * self.held <= tokens]
+        fitting = [
+            count
+            for count in counts
+            if tokens is None or self.each(count) * self.shards * self.held <= tokens
+        ]
         most = max([*fitting, self.pieces * self.shards])
         each = [self.each(count) for count in fitting]
         self.found = sequences(self.plain, most, held=self.held)
@@ -115,14 +121,20 @@ class Bench:
         restart(found, 0.0)
         seconds = seconds_per_step(found, DISPATCHES - 2)
         traced = report.traced(lambda: found.run(2)) if profile else None
-        row = figures("decode", rows, rows, seconds, self.cost.decode(self.each(rows), self.held, rows), traced)
+        row = figures(
+            "decode", rows, rows, seconds, self.cost.decode(self.each(rows), self.held, rows), traced
+        )
         return row | {"exchange": self.exchange(self.each(rows))}
 
     def drafting(self, rows: int, acceptance: float) -> dict:
         """A pass over a token and one guess."""
         assert self.drafted is not None
         measured: Measured = measured_rows(self.rows(rows), self.drafted, 1, acceptance)
-        row = {"what": f"decode, drafts {acceptance}", "rows": rows, "ms": 1e3 * measured.seconds / measured.passes}
+        row = {
+            "what": f"decode, drafts {acceptance}",
+            "rows": rows,
+            "ms": 1e3 * measured.seconds / measured.passes,
+        }
         return row | {"tokens/s": measured.rate}
 
     def reading(self, profile: bool) -> dict:
@@ -155,7 +167,9 @@ class Bench:
         return self.found
 
 
-def figures(what: str, rows: int, tokens: int, seconds: float, predicted: Predicted, traced: report.Traced | None) -> dict:
+def figures(
+    what: str, rows: int, tokens: int, seconds: float, predicted: Predicted, traced: report.Traced | None
+) -> dict:
     row = {"what": what, "rows": rows, "ms": 1e3 * seconds, "tokens/s": tokens / seconds}
     row |= {"predicted ms": 1e3 * predicted.seconds, "of the floor %": 100 * predicted.floor / seconds}
     row["predicted messages %"] = 100 * predicted.share
@@ -190,7 +204,9 @@ def config_of(options: argparse.Namespace) -> Config:
     if not options.part_of:
         return config
     devices = Devices.of(parse_mesh(options.meshes[0])).count
-    return dataclasses.replace(config, n_routed_experts=(config.n_routed_experts or 0) * devices // options.part_of)
+    return dataclasses.replace(
+        config, n_routed_experts=(config.n_routed_experts or 0) * devices // options.part_of
+    )
 
 
 def main() -> None:

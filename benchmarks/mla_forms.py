@@ -21,8 +21,11 @@ from mla_jax.decode.loop import LOOP_OPTIONS
 from mla_jax.model import dispatch, rope
 from mla_jax.model.mla import FORMS, MLA
 
-SHAPES = [(1, held) for held in (512, 4096, 16384, 65536, 131072)] + [(32, held) for held in (512, 2048, 8192, 32768)]
-BARS = {  # (rows, held): ms of naive, compressed, absorbed, move-elided; None where the peer ran out of memory
+SHAPES = [(1, held) for held in (512, 4096, 16384, 65536, 131072)] + [
+    (32, held) for held in (512, 2048, 8192, 32768)
+]
+# (rows, held): ms of naive, compressed, absorbed, move-elided; None where the peer ran out of memory
+BARS = {
     (1, 4096): (0.491, 0.943, 1.492, 0.632),
     (1, 16384): (0.739, 2.520, 3.865, 0.995),
     (1, 65536): (1.686, 8.884, 14.62, 2.439),
@@ -44,11 +47,18 @@ def bar_of(rows: int, held: int, name: str) -> float | None:
 
 def random_pool(config: Config, form: str, pages: int) -> paged.Pool:
     """One layer's pool with random tokens in all slots."""
-    up = tuple(jax.ShapeDtypeStruct((config.num_attention_heads, n, config.kv_lora_rank), jnp.bfloat16) for n in (128, 128))
+    up = tuple(
+        jax.ShapeDtypeStruct((config.num_attention_heads, n, config.kv_lora_rank), jnp.bfloat16)
+        for n in (128, 128)
+    )
     remembers = dispatch.FORMS[form].remembers
-    one = [jax.ShapeDtypeStruct((1, 1, n), jnp.bfloat16) for n in (config.kv_lora_rank, config.qk_rope_head_dim)]
+    one = [
+        jax.ShapeDtypeStruct((1, 1, n), jnp.bfloat16) for n in (config.kv_lora_rank, config.qk_rope_head_dim)
+    ]
     pool = jax.eval_shape(lambda: paged.init(jax.eval_shape(remembers, *one, up), 1, pages))
-    fill = jax.jit(lambda key: {name: jax.random.uniform(key, a.shape, a.dtype, -1, 1) for name, a in pool.items()})
+    fill = jax.jit(
+        lambda key: {name: jax.random.uniform(key, a.shape, a.dtype, -1, 1) for name, a in pool.items()}
+    )
     return fill(jax.random.key(1))
 
 
@@ -58,7 +68,8 @@ def measure(config: Config, weights, graph, form: str, rows: int, slots: int) ->
     steps = max(4, min(64, int(0.05 / cost.seconds(on) / 4)))
     laps = max(1, int(0.25 / cost.seconds(on) / 4 / steps))  # enough that the program's start does not matter
     run = laps_of(config, graph, form, rows, slots, steps, laps)
-    x, holder = jnp.ones((rows, 1, config.hidden_size), jnp.bfloat16), [random_pool(config, form, rows * slots // paged.PAGE)]
+    x = jnp.ones((rows, 1, config.hidden_size), jnp.bfloat16)
+    holder = [random_pool(config, form, rows * slots // paged.PAGE)]
     compiled = run.lower(weights, holder[0], x).compile()
 
     def once():
@@ -107,11 +118,15 @@ def laps_of(config: Config, graph, form: str, rows: int, slots: int, steps: int,
 
 def main():
     parser = report.arguments(__doc__.splitlines()[0])
-    parser.add_argument("--forms", nargs="+", choices=NAMES, default=NAMES, metavar="FORM", help=", ".join(NAMES))
+    parser.add_argument(
+        "--forms", nargs="+", choices=NAMES, default=NAMES, metavar="FORM", help=", ".join(NAMES)
+    )
     options = parser.parse_args()
     config = Config.preset("v2")
     graph, abstract = nnx.split(nnx.eval_shape(lambda: MLA(config, nnx.Rngs(0))))
-    make = jax.jit(lambda key: jax.tree.map(lambda w: 0.02 * jax.random.normal(key, w.shape, jnp.bfloat16), abstract))
+    make = jax.jit(
+        lambda key: jax.tree.map(lambda w: 0.02 * jax.random.normal(key, w.shape, jnp.bfloat16), abstract)
+    )
     weights, rows = make(jax.random.key(0)), []
     for batch, held in SHAPES:
         for form in options.forms:
@@ -122,7 +137,9 @@ def main():
                     raise
                 rows.append({"rows": batch, "held": held, "form": form, "ms": "out of memory"})
             print({k: rows[-1][k] for k in ("rows", "held", "form", "ms")}, flush=True)
-    report.show(rows, options.out, benchmark="mla_forms", layer="DeepSeek-V2 attention, bf16, one decode step")
+    report.show(
+        rows, options.out, benchmark="mla_forms", layer="DeepSeek-V2 attention, bf16, one decode step"
+    )
 
 
 if __name__ == "__main__":

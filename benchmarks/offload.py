@@ -58,7 +58,12 @@ class Waited(HostExperts):
     """Nothing is concurrent: the shared experts come after the routed ones."""
 
     def __call__(
-        self, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, plan: ExpertPlan, concurrent: Callable
+        self,
+        x: jax.Array,
+        topk_ids: jax.Array,
+        topk_weights: jax.Array,
+        plan: ExpertPlan,
+        concurrent: Callable,
     ) -> tuple:
         ticket = ffi.submit(self.layer, x, topk_ids, topk_weights)
         y = ffi.collect(ticket)
@@ -74,7 +79,9 @@ class Skewed(Router):
         self.tilt = nnx.Variable(jnp.asarray(-np.log(ranks), jnp.float32))
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scores = jax.nn.softmax(x.astype(jnp.float32) @ self.weight[...].astype(jnp.float32).T + self.tilt[...])
+        scores = jax.nn.softmax(
+            x.astype(jnp.float32) @ self.weight[...].astype(jnp.float32).T + self.tilt[...]
+        )
         chosen, topk_ids = jax.lax.top_k(scores, self.config.num_experts_per_tok or 1)
         return topk_ids, weigh(chosen, self.config)
 
@@ -129,7 +136,9 @@ def touched(timed: Timed, replicated: np.ndarray) -> float:
     rows = dataclasses.replace(timed.before.rows, load=jnp.zeros(replicated.shape, jnp.int32))
     for i in range(STEPS):
         load = np.array(rows.load)
-        pool, rows, _ = timed.before.programs.prefill(pool, rows, at, timed.tokens[:, i], np.ones_like(at), table)
+        pool, rows, _ = timed.before.programs.prefill(
+            pool, rows, at, timed.tokens[:, i], np.ones_like(at), table
+        )
         found.append(((np.asarray(rows.load) > load) & ~replicated).sum(1).mean())
     return float(np.mean(found))
 
@@ -168,7 +177,9 @@ def replicated_rows(name: str, precision: str, folder: Path, shares: list[float]
         found = most_chosen(likely, [1] * len(likely), share * likely.size)
         for mlp, row in zip(mixed(model), found, strict=True):
             ids, layer = np.flatnonzero(row).tolist(), mlp.experts.layer
-            mlp.experts = HostExperts(layer, replicate(layer, ids, model.dtype, jax.devices()[0]) if ids else None)
+            mlp.experts = HostExperts(
+                layer, replicate(layer, ids, model.dtype, jax.devices()[0]) if ids else None
+            )
         routed = Routed(likely, found)
         about = {"replicas": int(found.sum()), "of the choices %": 100 * (1 - routed.host_share)}
         for rows in batches:
@@ -179,9 +190,20 @@ def decoded(name: str, model: Transformer, rows: int, defer: int, host: OnHost) 
     """One row of the table: a decode step of some rows."""
     model.dispatch = dataclasses.replace(model.dispatch, defer=defer, stream=0)
     config, timed = model.config, timed_steps(varied(Programs(model), rows))
-    print(f"{'ok' if timed.finite else 'FAIL'}: {name}, {rows} rows, {defer} deferred: logits are finite", flush=True)
-    seconds, replicated = timed.seconds, np.broadcast_to(host.routed.replicated, (host.layers, config.n_routed_experts or 0))
-    row = {"model": name, "rows": rows, "new": 1, "defer": defer, "ms": seconds * 1e3, "tokens/s": rows / seconds}
+    print(
+        f"{'ok' if timed.finite else 'FAIL'}: {name}, {rows} rows, {defer} deferred: logits are finite",
+        flush=True,
+    )
+    seconds = timed.seconds
+    replicated = np.broadcast_to(host.routed.replicated, (host.layers, config.n_routed_experts or 0))
+    row = {
+        "model": name,
+        "rows": rows,
+        "new": 1,
+        "defer": defer,
+        "ms": seconds * 1e3,
+        "tokens/s": rows / seconds,
+    }
     if not defer:
         predicted = decode_seconds(config, model.dispatch.device, rows, decode.HELD, host)
         row |= {"predicted tokens/s": rows / predicted, "measured / predicted": predicted / seconds}
@@ -217,7 +239,8 @@ def measured(name: str, precision: str, folder: Path, prompts: bool) -> Iterator
     packed_layers = dict(layers(config, precision, folder))
     model = random_model(config, on_host=packed_layers)
     print(
-        f"{name}: {len(packed_layers)} layers of experts in {precision}, made in {time.perf_counter() - start:.0f} s", flush=True
+        f"{name}: {len(packed_layers)} layers of experts in {precision}, made in {time.perf_counter() - start:.0f} s",
+        flush=True,
     )
     host = on_host(model, calibrate.host(precision))
     print(host.rates, flush=True)
@@ -239,10 +262,16 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["v2_lite", "v3 slice"])
     parser.add_argument("--precision", default="int8", help="of the experts, as cpu_experts names it")
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="whose files are memory, for the packed experts")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("/dev/shm"), help="whose files are memory, for the packed experts"
+    )
     parser.add_argument("--no-prompts", action="store_true", help="decoding alone")
     parser.add_argument(
-        "--replicas", nargs="+", type=float, metavar="SHARE", help="only decoding with replicas of such shares of all experts"
+        "--replicas",
+        nargs="+",
+        type=float,
+        metavar="SHARE",
+        help="only decoding with replicas of such shares of all experts",
     )
     options = parser.parse_args()
     rows = []
@@ -250,7 +279,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             about = name, options.precision, Path(folder)
             decoding_only = options.replicas is not None
-            found = replicated_rows(*about, options.replicas) if decoding_only else measured(*about, not options.no_prompts)
+            found = (
+                replicated_rows(*about, options.replicas)
+                if decoding_only
+                else measured(*about, not options.no_prompts)
+            )
             for row in found:
                 rows.append(row)
                 print(row, flush=True)

@@ -16,7 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.85")
-os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_command_buffer=+CUSTOM_CALL --xla_gpu_graph_min_graph_size=2")
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_gpu_enable_command_buffer=+CUSTOM_CALL --xla_gpu_graph_min_graph_size=2"
+)
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +34,25 @@ from pallas_kernels.ragged_dot import ragged_dot, ragged_swiglu
 
 OUT, IN = 8192, 4096
 ROWS = (1, 4, 8, 16, 64, 128, 512, 4096)
-FORMATS = ("Q4_K", "int4_g32", "Q8_0", "int8", "fp8_block", "w8", "w8a8", "Q6_K", "int4_g128", "Q5_K", "Q5_0", "Q5_1")
+FORMATS = (
+    "Q4_K",
+    "int4_g32",
+    "Q8_0",
+    "int8",
+    "fp8_block",
+    "w8",
+    "w8a8",
+    "Q6_K",
+    "int4_g128",
+    "Q5_K",
+    "Q5_0",
+    "Q5_1",
+)
 SHAPES = ((5, 200, 512), (1, 264, 768), (70, 136, 256), (300, 72, 256))  # rows, features, depth
 GROUPS = ((3, 0, 70, 1, 12), (1, 0, 3, 1))  # rows of each; of the few, the depth is split
 EXPERTS = (32, 2048, 7168)  # of V3 on one of eight devices, and their widths, in FP8
-EXPECTED = ((1024, 512, 512), (64, 8, 1), (16, 8, 4), (16, 8, 8), (64, 8, 8))  # rows, those expected, those with an expert
+# Rows, those expected, those with an expert
+EXPECTED = ((1024, 512, 512), (64, 8, 1), (16, 8, 4), (16, 8, 8), (64, 8, 8))
 SECONDS = 0.1  # of timing a program
 BY_THE_FILE = {"w8", "w8a8"}  # E4M3 in the file's order: rows in bfloat16, and rows that are quantised before
 
@@ -87,7 +103,9 @@ def check_shape(format: str, M: int, F: int, D: int) -> str:
 
 def check_groups(format: str, groups: tuple[int, ...], F: int = 136, D: int = 512) -> str:
     stacks = [packed.random_parts(format, (len(groups), F, D), seed) for seed in range(2)]
-    weights, x, sizes = [packed.reorder(format, parts) for parts in stacks], rows_of(sum(groups), D), jnp.array(groups)
+    weights = [packed.reorder(format, parts) for parts in stacks]
+    x = rows_of(sum(groups), D)
+    sizes = jnp.array(groups)
     got, own = (ragged_swiglu(x, *weights, sizes, impl=impl) for impl in ("mosaic_gpu", "xla"))
     exact, group = x.astype(jnp.float32), np.repeat(np.arange(len(groups)), groups)
     numbers = (values(format, parts, (len(groups), F, D)) for parts in stacks)
@@ -104,7 +122,8 @@ class Side:
         self.sets = [first, *(make(seed) for seed in range(1, timing.sets_of(self.nbytes)))]
         with ThreadPoolExecutor() as pool:
             programs = pool.map(
-                lambda M: timing.Program(call, [(rows_of(M), *w) for w in self.sets], 64 if M < 512 else 16), rows
+                lambda M: timing.Program(call, [(rows_of(M), *w) for w in self.sets], 64 if M < 512 else 16),
+                rows,
             )
             self.programs = dict(zip(rows, programs, strict=True))
 
@@ -121,10 +140,17 @@ def by_the_file(format: str, x, codes, scale):
 def sides(format: str, old: bool) -> dict[str, tuple]:
     """By name: how a set of weights is made, what is called with it after the rows, and what makes the parts of a file."""
     if format == "bf16":
-        return {format: (lambda seed: (jax.random.normal(jax.random.key(seed), (OUT, IN), jnp.bfloat16),), plain, None)}
+        return {
+            format: (
+                lambda seed: (jax.random.normal(jax.random.key(seed), (OUT, IN), jnp.bfloat16),),
+                plain,
+                None,
+            )
+        }
     if format in BY_THE_FILE:
         return {format: (quantized, partial(by_the_file, format), quantized)}
-    parts, call = partial(packed.random_parts, format, (OUT, IN)), partial(quantized_matmul, impl="mosaic_gpu")
+    parts = partial(packed.random_parts, format, (OUT, IN))
+    call = partial(quantized_matmul, impl="mosaic_gpu")
     found = {format: (lambda seed: (packed.reorder(format, parts(seed)),), call, parts)}
     return found | {f"{format}, XLA": (parts, partial(unpacked, format), None)} if old else found
 
@@ -139,7 +165,13 @@ def measured(name: str, side: Side, w: jax.Array | None, beside: dict[int, float
     found = []
     for M, program in side.programs.items():
         us = program.microseconds(SECONDS)
-        row = {"format": name, "rows": M, "us": us, "GB/s": side.nbytes / us / 1e3, "TFLOP/s": 2 * M * OUT * IN / us / 1e6}
+        row = {
+            "format": name,
+            "rows": M,
+            "us": us,
+            "GB/s": side.nbytes / us / 1e3,
+            "TFLOP/s": 2 * M * OUT * IN / us / 1e6,
+        }
         row |= {"of bf16": beside[M] / us} if beside else {}
         if w is not None:
             x = rounded(name, rows_of(M))
@@ -157,11 +189,15 @@ def grouped(op: Callable, expected: int | None, x: jax.Array, sizes: jax.Array, 
 def expected() -> Iterator[dict]:
     """Grouped matmuls of whose rows some have an expert, for all rows and for as many as a device of a mesh expects."""
     experts, F, D = EXPERTS
-    stacks = [packed.random_parts("fp8_block", shape, seed) for seed, shape in enumerate([EXPERTS, EXPERTS, (experts, D, F)])]
+    stacks = [
+        packed.random_parts("fp8_block", shape, seed)
+        for seed, shape in enumerate([EXPERTS, EXPERTS, (experts, D, F)])
+    ]
     gate, up, down = (packed.reorder("fp8_block", parts) for parts in stacks)
     for op, width, weights in ((ragged_swiglu, D, (gate, up)), (ragged_dot, F, (down,))):
         for rows, told, have in EXPECTED:
-            x, sets = rows_of(rows, width), [(sizes, *weights) for sizes in deal(have, experts, 16, even=False)]
+            x = rows_of(rows, width)
+            sets = [(sizes, *weights) for sizes in deal(have, experts, 16, even=False)]
             row = {"op": op.__name__, "rows": rows, "expected": told, "with an expert": have}
             for name, number in (("us", None), ("us, for those", told)):
                 call = partial(grouped, op, number, x)
@@ -173,7 +209,9 @@ def expected() -> Iterator[dict]:
 def main():
     start = time.perf_counter()
     parser = report.arguments(__doc__.splitlines()[0])
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, metavar="FORMAT", help=", ".join(FORMATS))
+    parser.add_argument(
+        "--formats", nargs="+", choices=FORMATS, default=FORMATS, metavar="FORMAT", help=", ".join(FORMATS)
+    )
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--unpacked", action="store_true", help="also time XLA's unpacking")
     parser.add_argument("--expected", action="store_true", help="only experts of which few rows have any")
@@ -190,7 +228,9 @@ def main():
             print(*checks(format), sep="\n", flush=True)
             for name, (make, call, parts) in sides(format, args.unpacked).items():
                 side, w = Side(make, call, args.rows), values(format, parts(0)) if parts else None
-                table += measured(name, side, w, {row["rows"]: row["us"] for row in table if row["format"] == "bf16"})
+                table += measured(
+                    name, side, w, {row["rows"]: row["us"] for row in table if row["format"] == "bf16"}
+                )
         except Exception as error:  # the table of what was measured is worth more
             print(f"FAIL {format}: {type(error).__name__}: {str(error)[:2000]}", flush=True)
         print(f"{format}: {time.perf_counter() - start:.0f} s so far", flush=True)

@@ -133,7 +133,9 @@ def prompt_flashinfer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call
     return lambda: wrapper.run(q, k, v)
 
 
-def prompt_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padded: bool) -> Callable[[], torch.Tensor]:
+def prompt_cudnn(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padded: bool
+) -> Callable[[], torch.Tensor]:
     """`padded`: values are padded to the width of keys, for which some versions have a faster kernel."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -149,7 +151,9 @@ def prompt_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padded: bool
     return call
 
 
-def prompt_wanted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: int = 128, heads: int = 2) -> torch.Tensor:
+def prompt_wanted(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: int = 128, heads: int = 2
+) -> torch.Tensor:
     """The expected output for the last queries of some heads, in float32."""
     q, k, v = (x[:, :heads].float() for x in (q[-rows:], k, v))
     scores = torch.einsum("tnh,snh->nts", q, k) * SCALE
@@ -180,7 +184,10 @@ def measured(about: dict, run: Callable[[], tuple[float, float]]) -> dict:
 def decode_lines(backends: tuple[str, ...]) -> Iterator[dict]:
     for shape in itertools.product(BATCHES, HEADS, HELD):
         for backend in backends:
-            about = {"peer": f"flashinfer-{backend}", **dict(zip(("batch", "heads_q", "seqlen_k"), shape, strict=True))}
+            about = {
+                "peer": f"flashinfer-{backend}",
+                **dict(zip(("batch", "heads_q", "seqlen_k"), shape, strict=True)),
+            }
             yield measured(about, functools.partial(decode, backend, *shape))
 
 
@@ -188,7 +195,9 @@ def prefill_lines() -> Iterator[dict]:
     """FlashInfer, and cuDNN with the faster of padded and plain values."""
     for tokens in PROMPTS:
         about = {"kind": "prefill", "batch": 1, "heads_q": PROMPT_HEADS, "seqlen_k": tokens}
-        yield measured({"peer": "flashinfer-fa3"} | about, functools.partial(prefill, prompt_flashinfer, tokens))
+        yield measured(
+            {"peer": "flashinfer-fa3"} | about, functools.partial(prefill, prompt_flashinfer, tokens)
+        )
         both = [
             measured(
                 {"peer": "cudnn"} | about | {"padded": padded},

@@ -13,7 +13,11 @@ def naive_ms(config, rows: int, held: int, steps: int = 20) -> float:
     def random(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="cuda").uniform_(-0.05, 0.05)
 
-    q_a, q_b, kv_a, kv_b, o = random(q, d), random(n * (p + e), q), random(r + e, d), random(n * (p + v), r), random(d, n * v)
+    q_a = random(q, d)
+    q_b = random(n * (p + e), q)
+    kv_a = random(r + e, d)
+    kv_b = random(n * (p + v), r)
+    o = random(d, n * v)
     keys, values, x = random(rows, n, held, p + e), random(rows, n, held, v), random(rows, 1, d)
     cos, sin = random(e // 2), random(e // 2)
 
@@ -31,7 +35,9 @@ def naive_ms(config, rows: int, held: int, steps: int = 20) -> float:
         new = (norm(latent) @ kv_b.T).view(rows, 1, n, p + v).transpose(1, 2)
         keys[:, :, -1:] = torch.cat([new[..., :p], rotate(k_pe)[:, None].expand(-1, n, -1, -1)], -1)
         values[:, :, -1:] = new[..., p:]
-        weights = torch.softmax((query @ keys.transpose(2, 3)) * (p + e) ** -0.5, -1, dtype=torch.float32).to(x.dtype)
+        weights = torch.softmax((query @ keys.transpose(2, 3)) * (p + e) ** -0.5, -1, dtype=torch.float32).to(
+            x.dtype
+        )
         return (weights @ values).transpose(1, 2).reshape(rows, 1, -1) @ o.T
 
     with torch.no_grad():
@@ -48,6 +54,8 @@ def naive_ms(config, rows: int, held: int, steps: int = 20) -> float:
 if __name__ == "__main__":
     from mla_jax import Config
 
-    for rows, held in [(1, n) for n in (4096, 16384, 65536, 131072)] + [(32, n) for n in (512, 2048, 8192, 32768)]:
+    for rows, held in [(1, n) for n in (4096, 16384, 65536, 131072)] + [
+        (32, n) for n in (512, 2048, 8192, 32768)
+    ]:
         print(rows, held, f"{naive_ms(Config.preset('v2'), rows, held):.3f} ms", flush=True)
         torch.cuda.empty_cache()

@@ -52,9 +52,13 @@ def static(model: Any, prompts: list[list[int]], tokens: int) -> None:
 def continuous(model: Any, prompts: list[list[int]], tokens: int) -> None:
     import transformers
 
-    settings = transformers.GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    settings = transformers.GenerationConfig(
+        max_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=-1
+    )
     found = model.generate_batch(prompts, generation_config=settings, persistent_manager=True)
-    assert {len(one.generated_tokens) for one in found.values()} == {tokens}, "generate_batch failed, or ended early"
+    assert {len(one.generated_tokens) for one in found.values()} == {tokens}, (
+        "generate_batch failed, or ended early"
+    )
 
 
 def read(model: Any, prompts: list[list[int]], tokens: int) -> None:

@@ -71,7 +71,12 @@ def measured(format: str, scale: Scale, shapes: list[str], rate: float) -> Itera
         rows, tokens = map(int, shape.split("x"))
         seconds = seconds_to_read(bench, rows, tokens)
         flops = rows * prompt_flops(scale.model, tokens) / seconds
-        row = {"weights": format, "prompts": shape, "ms": 1e3 * seconds, "tokens/s": round(rows * tokens / seconds)}
+        row = {
+            "weights": format,
+            "prompts": shape,
+            "ms": 1e3 * seconds,
+            "tokens/s": round(rows * tokens / seconds),
+        }
         yield row | {"TFLOP/s": flops / 1e12, "of the matmul rate": flops / rate}
 
 
@@ -81,7 +86,9 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=[*SHAPES], help="rows x tokens")
     parser.add_argument("--small", action="store_true", help="a tiny model and short prompts")
     options = parser.parse_args()
-    scale, shapes = (SMALL, ["1x64", "2x128"]) if options.small else (FULL._replace(size=SIZE), options.shapes)
+    scale, shapes = (
+        (SMALL, ["1x64", "2x128"]) if options.small else (FULL._replace(size=SIZE), options.shapes)
+    )
     rate, rows = matmul_rate(), []
     print(f"matmul: {rate / 1e12:.4g} TFLOP/s", flush=True)
     for format in options.formats:

@@ -26,7 +26,8 @@ from mla_jax import LLM, SamplingParams
 from mla_jax.base.batch import Batch, bucket
 from mla_jax.cache import paged
 
-WINDOW, STRIDE = 8192, 4096  # tokens; every token except a file's first ones has at least STRIDE tokens of context
+# In tokens: every token except a file's first ones has at least STRIDE tokens of context
+WINDOW, STRIDE = 8192, 4096
 CHUNK = 256  # tokens per call
 DISTANCES = (256, 512, 1024, 2048, 4096, 8192)
 
@@ -64,7 +65,9 @@ def read_all(llm: LLM, rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray, n
     pool, found, load = llm.model.new_pool(table.size), [], 0
     for start in range(0, longest, CHUNK):
         here, held = slice(start, start + CHUNK), mask[:, :start].sum(1, dtype=np.int32)
-        pool, chunk, counts = read(graph, state, pool, table, tokens[:, here], following[:, here], held, mask[:, here])
+        pool, chunk, counts = read(
+            graph, state, pool, table, tokens[:, here], following[:, here], held, mask[:, here]
+        )
         found.append([np.asarray(part) for part in chunk])
         load = load + np.asarray(counts)
     bits, best, drafted = (np.concatenate(parts, 1) for parts in zip(*found, strict=True))
@@ -93,7 +96,8 @@ def held_out_bits(llm: LLM, texts: list[str]) -> dict:
     return {
         "bits_per_byte": float(total) / sum(len(t.encode()) for t in texts),
         "mtp_acceptance": float(agreed) / judged,
-        "expert_load": [[round(float(s), 4) for s in row] for row in share],  # share of a layer's tokens; the last row is MTP's
+        # Share of a layer's tokens; the last row is MTP's
+        "expert_load": [[round(float(s), 4) for s in row] for row in share],
     }
 
 
@@ -109,11 +113,16 @@ def recall(llm: LLM, source: list[int], samples: int) -> list[dict]:
     Prompt and answer are read at once: decoding gives an answer if each of its tokens is the best one after those before."""
     writer, rows = tasks.Writer(llm.tokenizer.model, np.asarray(source)), []
     for name, distance in itertools.product(tasks.TASKS, DISTANCES):
-        drawn = [writer.prompt(np.random.default_rng((7, distance, i)), name, distance, llm.context) for i in range(samples)]
+        drawn = [
+            writer.prompt(np.random.default_rng((7, distance, i)), name, distance, llm.context)
+            for i in range(samples)
+        ]
         together, right = max(1, WINDOW // distance), 0
         for part in (drawn[i : i + together] for i in range(0, samples, together)):
             best = read_all(llm, [prompt + answer for prompt, answer in part])[1]
-            right += sum(best[i, len(p) - 1 : len(p) + len(a) - 1].tolist() == a for i, (p, a) in enumerate(part))
+            right += sum(
+                best[i, len(p) - 1 : len(p) + len(a) - 1].tolist() == a for i, (p, a) in enumerate(part)
+            )
         rows.append({"task": name, "distance": distance, "accuracy": right / samples, "samples": samples})
         print(f"{name} at {distance}: {right} of {samples}", file=sys.stderr)
     return rows
@@ -127,7 +136,9 @@ def continues_well(head: str, continuation: str) -> bool:
     if not lines[-1].endswith("\n") and not parses("".join(lines)):
         lines.pop()
     first = head.count("\n") + 1
-    return is_unfinished("".join(lines)) and any(parses("".join(lines[:n])) for n in range(first + 1, len(lines) + 1))
+    return is_unfinished("".join(lines)) and any(
+        parses("".join(lines[:n])) for n in range(first + 1, len(lines) + 1)
+    )
 
 
 def parses(source: str) -> bool:
@@ -141,7 +152,12 @@ def parses(source: str) -> bool:
 def is_unfinished(source: str) -> bool:
     """Whether `source` parses, or would with more text."""
     try:
-        compile(source, "", "exec", ast.PyCF_ONLY_AST | codeop.PyCF_ALLOW_INCOMPLETE_INPUT | codeop.PyCF_DONT_IMPLY_DEDENT)
+        compile(
+            source,
+            "",
+            "exec",
+            ast.PyCF_ONLY_AST | codeop.PyCF_ALLOW_INCOMPLETE_INPUT | codeop.PyCF_DONT_IMPLY_DEDENT,
+        )
     except SyntaxError as e:
         return e.msg == "incomplete input"
     return True
@@ -181,7 +197,9 @@ def main():
     parser = report.arguments(__doc__.split("\n")[0])
     parser.add_argument("--model", help="model folder (default: the bundled demo model)")
     parser.add_argument("--reference", help="the same model before FP8")
-    parser.add_argument("--held-out", type=Path, help="held_out.json of the corpus; else this Python's library")
+    parser.add_argument(
+        "--held-out", type=Path, help="held_out.json of the corpus; else this Python's library"
+    )
     parser.add_argument("--samples", type=int, default=50, help="prompts for each recall task and distance")
     parser.add_argument("--plot", type=Path, help="plot recall and loads to this file")
     args = parser.parse_args()

@@ -42,10 +42,16 @@ def packed(w: np.ndarray, format: str) -> QTensor:
 def linear(state: nnx.State) -> dict[str, nnx.Variable]:
     """The parameters to quantise: matrices of the layers and stacks of them, without MTP, which logits do not use."""
     found = {".".join(map(str, keys)): slot for keys, slot in nnx.to_flat_state(state)}
-    return {path: slot for path, slot in found.items() if slot.get_metadata()["packs"] and path.startswith("layers.")}
+    return {
+        path: slot
+        for path, slot in found.items()
+        if slot.get_metadata()["packs"] and path.startswith("layers.")
+    }
 
 
-def logits(llm: LLM, tokens: np.ndarray, change: Callable[[np.ndarray], QTensor] | None) -> tuple[np.ndarray, dict]:
+def logits(
+    llm: LLM, tokens: np.ndarray, change: Callable[[np.ndarray], QTensor] | None
+) -> tuple[np.ndarray, dict]:
     """Logits with the weights that `change` returns, and the size and error of these."""
     graph, state = nnx.split(nnx.clone(llm.model))
     error = square = size = count = 0.0
@@ -56,7 +62,10 @@ def logits(llm: LLM, tokens: np.ndarray, change: Callable[[np.ndarray], QTensor]
         size, count = size + q.nbytes, count + w.size
         slot.set_value(q)
     found = Programs(nnx.merge(graph, state)).logits(jnp.asarray(tokens))
-    return np.asarray(found), {"bits": 8 * size / count, "error %": 100 * float(np.sqrt(error / square))} if change else {}
+    return np.asarray(found), {
+        "bits": 8 * size / count,
+        "error %": 100 * float(np.sqrt(error / square)),
+    } if change else {}
 
 
 def compared(given: np.ndarray, reference: np.ndarray, tokens: np.ndarray) -> dict:
@@ -78,14 +87,26 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=[*QUANTIZERS, *PACKED], metavar="FORMAT")
     args = parser.parse_args()
     llm = LLM(dtype="float32")
-    files = [file for file in corpus.sources() if corpus.is_held_out(file.path) and len(file.text) > 8 * args.length][:FILES]
+    held_out = [file for file in corpus.sources() if corpus.is_held_out(file.path)]
+    files = [file for file in held_out if len(file.text) > 8 * args.length][:FILES]
     tokens = np.array([llm.tokenizer.encode(file.text)[: args.length] for file in files], np.int32)
     reference, _ = logits(llm, tokens, None)
     head, about = np.asarray(llm.model.head[...], np.float32), {"gguf": metadata.version("gguf")}
-    rows = [{"format": "float32", "bits": 32.0, "error %": 0.0, "head error %": 0.0, **compared(reference, reference, tokens)}]
+    rows = [
+        {
+            "format": "float32",
+            "bits": 32.0,
+            "error %": 0.0,
+            "head error %": 0.0,
+            **compared(reference, reference, tokens),
+        }
+    ]
     for format in args.formats:
         found, said = logits(llm, tokens, lambda w, format=format: packed(w, format))
-        said |= {"head error %": 100 * float(np.linalg.norm(dequantize(packed(head, format)) - head) / np.linalg.norm(head))}
+        said |= {
+            "head error %": 100
+            * float(np.linalg.norm(dequantize(packed(head, format)) - head) / np.linalg.norm(head))
+        }
         rows.append({"format": format, **said, **compared(found, reference, tokens)})
     about |= {"files": [file.path for file in files], "tokens": tokens[:, LATER + 1 :].size}
     report.show(rows, args.out, **about)

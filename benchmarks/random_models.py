@@ -30,7 +30,8 @@ from mla_jax.offload.experts import HostExperts
 from pallas_kernels import packed
 
 DTYPE = jnp.dtype("bfloat16")
-NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # what llama.cpp takes for rows that no block of 256 divides
+# What llama.cpp takes for rows that no block of 256 divides
+NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
 def random_model(
@@ -53,7 +54,9 @@ def random_model(
     for seed, (path, variable) in enumerate(nnx.to_flat_state(state)):
         whole = stored(path, variable, format)
         value = (
-            _one_device(whole, seed) if devices is None else _mesh(whole, variable.get_metadata()["axes"], plan, devices, seed)
+            _one_device(whole, seed)
+            if devices is None
+            else _mesh(whole, variable.get_metadata()["axes"], plan, devices, seed)
         )
         variable.set_value(jax.block_until_ready(value))
     return nnx.merge(graph, state)
@@ -63,7 +66,9 @@ def stored(path: tuple, variable: Any, format: str) -> Any:
     """The shape of the parameter at `path` in a checkpoint of this format, packed or not."""
     kind = None if format == "bf16" else stored_as(path, variable, format)
     if kind is None:
-        return jax.ShapeDtypeStruct(variable.shape, jnp.float32 if variable.get_metadata()["exact"] else DTYPE)
+        return jax.ShapeDtypeStruct(
+            variable.shape, jnp.float32 if variable.get_metadata()["exact"] else DTYPE
+        )
     return qtensor.abstract(kind + REORDERED * reordered(variable, kind), variable.shape)
 
 

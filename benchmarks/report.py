@@ -58,7 +58,11 @@ def traced(run: Callable[[], object]) -> Traced:
             wall = time.perf_counter() - start
         (file,) = Path(folder).rglob("perfetto_trace.json.gz")
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-    streams = {(e["pid"], e.get("tid")) for e in events if e.get("ph") == "M" and "Stream" in str(e.get("args", {}).get("name"))}
+    streams = {
+        (e["pid"], e.get("tid"))
+        for e in events
+        if e.get("ph") == "M" and "Stream" in str(e.get("args", {}).get("name"))
+    }
     spent: Counter[str] = Counter()
     for event in events:
         if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
@@ -74,7 +78,11 @@ def show(rows: list[dict], out: Path | None, **about) -> None:
     for row in rows:
         print("| " + " | ".join(_cell(row.get(column)) for column in columns) + " |")
     if out is not None:
-        machine = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "date": datetime.date.today().isoformat()}
+        machine = {
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "date": datetime.date.today().isoformat(),
+        }
         out.write_text(json.dumps({**machine, **about, "rows": rows}, indent=1) + "\n")
 
 

@@ -39,7 +39,10 @@ class Compiler:
             self.compiled.append(seconds)
 
     def figures(self) -> dict[str, float]:
-        return {"trace + lower s": sum(end - start for start, end in self.traced), "compile s": sum(self.compiled)}
+        return {
+            "trace + lower s": sum(end - start for start, end in self.traced),
+            "compile s": sum(self.compiled),
+        }
 
 
 def demo() -> dict:
@@ -86,9 +89,26 @@ def many_layers() -> dict:
     from mla_jax.model.ops import Shapes
     from mla_jax.model.transformer import Transformer
 
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4}
-    ranks = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
-    experts = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "num_key_value_heads": 4}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "num_attention_heads": 4,
+    }
+    ranks = {
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 32,
+    }
+    experts = {
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_key_value_heads": 4,
+    }
     config = Config.preset("v3", vocab_size=1024, num_hidden_layers=LAYERS, **sizes, **ranks, **experts)
     graph, state = nnx.split(Transformer(config, Shapes(), dispatch=Dispatch(device=report.device())))
     dtype = jnp.float32 if report.device().platform == "cpu" else jnp.bfloat16
@@ -102,13 +122,18 @@ def many_layers() -> dict:
     programs.admit.lower(rows, first, entry)
     programs.prefill.lower(pool, rows, at, tokens, at + 16, table, None)
     programs.run.lower(pool, rows, at, table, np.int32(8))
-    lowered = {"trace + lower s": time.perf_counter() - start, "trace + lower CPU s": time.process_time() - cpu}
+    lowered = {
+        "trace + lower s": time.perf_counter() - start,
+        "trace + lower CPU s": time.process_time() - cpu,
+    }
     compiler.compiled.clear()
     start = time.perf_counter()
     programs.prepare(pool, rows, Sizes(width=8, pieces=1, decode=[1], read=[16]))
     compiled = {"compile s": sum(compiler.compiled), "compile wall s": time.perf_counter() - start}
     start = time.perf_counter()
-    pool, rows, _ = programs.prefill(pool, programs.admit(rows, first, entry), at, tokens, at + 16, table, None)
+    pool, rows, _ = programs.prefill(
+        pool, programs.admit(rows, first, entry), at, tokens, at + 16, table, None
+    )
     jax.block_until_ready(programs.run(pool, rows, at, table, np.int32(1)))
     return {**lowered, **compiled, "first text s": time.perf_counter() - start}
 
@@ -120,7 +145,9 @@ def started(name: str, home: str) -> dict:
     """The figures of one start in a process whose caches are in `home`."""
     command = [sys.executable, __file__, "--start", name]
     environment = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
-    done = subprocess.run(command, env={**environment, "HOME": home}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**environment, "HOME": home}, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
@@ -130,13 +157,18 @@ def main() -> None:
     import report
 
     parser = report.arguments(__doc__.splitlines()[0])
-    parser.add_argument("--start", choices=STARTS, help="measure this in the present process and print the figures as JSON")
+    parser.add_argument(
+        "--start", choices=STARTS, help="measure this in the present process and print the figures as JSON"
+    )
     arguments = parser.parse_args()
     if arguments.start:
         print(json.dumps(STARTS[arguments.start]()))
         return
     with tempfile.TemporaryDirectory() as home:
-        rows = [{"start": f"demo, {caches}", **started("demo", home)} for caches in ("nothing cached", "all cached")]
+        rows = [
+            {"start": f"demo, {caches}", **started("demo", home)}
+            for caches in ("nothing cached", "all cached")
+        ]
         rows.append({"start": f"{LAYERS} layers, nothing cached", **started("layers", home)})
     cold, warm = (row.pop("tokens") for row in rows[:2])
     if cold != warm:

@@ -89,7 +89,11 @@ def _decode(rank: int) -> Works:
 def _decode_few(rank: int, packed: bool = False) -> Works:
     """Also other numbers of queries than the benchmark's, because each has its own slots."""
     shapes = [at for at in mla_decode.BARS if at[1] <= tuning.MLA_DECODE_MOST]
-    shapes += [(64, heads, 4096) for heads in range(8, tuning.MLA_DECODE_MOST + 1, 8) if heads not in {at[1] for at in shapes}]
+    shapes += [
+        (64, heads, 4096)
+        for heads in range(8, tuning.MLA_DECODE_MOST + 1, 8)
+        if heads not in {at[1] for at in shapes}
+    ]
     return ((_titled(at), mla_decode.Shape(*at, packed).work()) for at in shapes)
 
 
@@ -98,7 +102,11 @@ def _prefill(widths: tuple[int, int]) -> Works:
 
 
 def _ragged(kind: str, width: int) -> Works:
-    shapes = [shape for shape in ragged_dot.SHAPES if best_width(shape[1], shape[0], tuning.RAGGED_DOT[kind]) == width]
+    shapes = [
+        shape
+        for shape in ragged_dot.SHAPES
+        if best_width(shape[1], shape[0], tuning.RAGGED_DOT[kind]) == width
+    ]
     for shape in shapes:
         inputs = ragged_dot.held(ragged_dot.random_inputs(shape), kind)
         for op, names in ragged_dot.OPERANDS.items():
@@ -226,7 +234,10 @@ def compare(address: tuple, entries: list, work: timing.Work, rounds: int, build
 
 
 def search(
-    address: tuple, works: Iterable[tuple[str, timing.Work]], rounds: int, build: Callable = timing.Work.program
+    address: tuple,
+    works: Iterable[tuple[str, timing.Work]],
+    rounds: int,
+    build: Callable = timing.Work.program,
 ) -> tuple[list[dict], Any, float]:
     """The rows of a table, the best entry, and its speedup over the present one."""
     left, rows, ratios = entries(address), [], {}
@@ -255,7 +266,9 @@ def verdict(address: tuple, entry: Any, gain: float) -> str:
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
     labels = {label(address): address for address in CANDIDATES}
-    parser.add_argument("entries", nargs="+", metavar="ENTRY", help=f"tables, or entries of them: {', '.join(labels)}")
+    parser.add_argument(
+        "entries", nargs="+", metavar="ENTRY", help=f"tables, or entries of them: {', '.join(labels)}"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="timings of each candidate (5)")
     options = parser.parse_args()
     chosen = {name: [at for at in labels if f"{at}/".startswith(f"{name}/")] for name in options.entries}

@@ -67,7 +67,10 @@ def measured(format: str, shape: tuple[int, int], rounds: int) -> dict:
     written, median = 4 * shape[0] * shape[1], statistics.median(ours)
     row = {"format": format, "bits": 8 * q.nbytes / (shape[0] * shape[1]), "GB/s": written / median / 1e9}
     if theirs:
-        row |= {"gguf GB/s": written / statistics.median(theirs) / 1e9, "times": statistics.median(theirs) / median}
+        row |= {
+            "gguf GB/s": written / statistics.median(theirs) / 1e9,
+            "times": statistics.median(theirs) / median,
+        }
     return row
 
 
@@ -82,12 +85,16 @@ def keep_memory() -> None:
 def main(args: argparse.Namespace):
     keep_memory()
     rows = [measured(format, tuple(args.shape), args.rounds) for format in args.formats]
-    report.show(rows, args.out, shape=args.shape, python=platform.python_version(), gguf=metadata.version("gguf"))
+    report.show(
+        rows, args.out, shape=args.shape, python=platform.python_version(), gguf=metadata.version("gguf")
+    )
 
 
 if __name__ == "__main__":
     parser = report.arguments(__doc__.splitlines()[0])
     parser.add_argument("--shape", type=int, nargs=2, default=(102400, 2048), metavar=("N", "K"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS), metavar="FORMAT")
+    parser.add_argument(
+        "--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS), metavar="FORMAT"
+    )
     main(parser.parse_args())

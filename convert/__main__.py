@@ -53,7 +53,13 @@ class Options:
 def main(arguments: list[str] | None = None) -> int:
     """Exit codes: 0 done, 2 wrong usage, 3 bad file, 4 does not fit, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = tyro.cli(Options, args=arguments, prog="mla-convert", config=(tyro.conf.FlagCreatePairsOff,), description=_help())
+    options = tyro.cli(
+        Options,
+        args=arguments,
+        prog="mla-convert",
+        config=(tyro.conf.FlagCreatePairsOff,),
+        description=_help(),
+    )
     try:
         return run(options)
     except MlaJaxError as error:
@@ -72,7 +78,9 @@ def _help() -> str:
 
 def run(options: Options) -> int:
     if sys.byteorder != "little":
-        raise Unsupported("this machine is big-endian", "checkpoints are little-endian, and mla-convert does not swap bytes")
+        raise Unsupported(
+            "this machine is big-endian", "checkpoints are little-endian, and mla-convert does not swap bytes"
+        )
     os.environ["JAX_PLATFORMS"] = "cpu"  # a conversion needs no accelerator
     from convert.plan import share_heap
     from convert.progress import Bar
@@ -149,7 +157,9 @@ def _verify(folder: Path, bar) -> None:
     try:
         total = verify(folder, bar)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"stopped: {shown} is complete, and mla-convert {shown} --verify checks it again") from None
+        raise KeyboardInterrupt(
+            f"stopped: {shown} is complete, and mla-convert {shown} --verify checks it again"
+        ) from None
     bar.close(time.monotonic() - start)
     print(f"{shown} is sound: {gib(total)}", file=sys.stderr)
 

@@ -89,7 +89,9 @@ def _total(files: list[list[Item]]) -> int:
 def _refuse_full_disk(folder: Path, out: Path, total: int) -> None:
     left = total - sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if left > (room := free(out)):
-        raise DoesNotFit(f"{out} does not fit on its disk", f"{gib(left)} are still to be written, {gib(room)} are free")
+        raise DoesNotFit(
+            f"{out} does not fit on its disk", f"{gib(left)} are still to be written, {gib(room)} are free"
+        )
 
 
 def peak(checkpoint: Checkpoint, files: list[list[Item]]) -> int:
@@ -114,13 +116,19 @@ def _begin(checkpoint: Checkpoint, out: Path, dtype: str) -> Path:
             complete(folder / JOURNAL, lambda path: path.write_text(json.dumps(wanted)))
     found = read_json(folder / JOURNAL, 1 << 26)
     if differing := [key for key in {**found, **wanted} if found.get(key) != wanted.get(key)]:
-        raise BadFile(f"{folder} was begun from something else", f"what differs: {', '.join(differing)}", "delete it first")
+        raise BadFile(
+            f"{folder} was begun from something else",
+            f"what differs: {', '.join(differing)}",
+            "delete it first",
+        )
     return folder
 
 
 def _items(checkpoint: Checkpoint, dtype: str) -> list[Item]:
     config, found = checkpoint.config, []
-    repeated = {name: path for name, path in copies(checkpoint).items() if name.startswith(("model.", "lm_head."))}
+    repeated = {
+        name: path for name, path in copies(checkpoint).items() if name.startswith(("model.", "lm_head."))
+    }
     for path, source in checkpoint.sources.items():
         if source.part is value_half or path.endswith("attn.uv"):
             continue  # written with uk
@@ -135,7 +143,9 @@ def _format(dtype: str, stored: str, exact: bool, path: str) -> str:
     """The format to write; raises Unsupported for quantised formats other than FP8."""
     wanted = stored if dtype == "keep" else dtype
     if dtype == "int8" or (dtype == "keep" and stored not in PLAIN and not stored.startswith("fp8_block")):
-        raise Unsupported(f"a Hugging Face folder cannot hold {wanted}", f"as {path} is", "use --dtype bf16 or --dtype f32")
+        raise Unsupported(
+            f"a Hugging Face folder cannot hold {wanted}", f"as {path} is", "use --dtype bf16 or --dtype f32"
+        )
     if dtype == "keep":
         return stored
     return "F32" if exact else DTYPE_NAMES[dtype]
@@ -151,7 +161,9 @@ def _files(items: list[Item]) -> list[list[Item]]:
     return files
 
 
-def _write(checkpoint: Checkpoint, files: list[list[Item]], folder: Path, bar: Bar, allow_nonfinite: bool) -> None:
+def _write(
+    checkpoint: Checkpoint, files: list[list[Item]], folder: Path, bar: Bar, allow_nonfinite: bool
+) -> None:
     """Writes the missing files, and the index if there are several. Raises Stopped after Ctrl-C."""
     done, total = 0, _total(files)
     index: dict[str, str] = {}
@@ -160,7 +172,9 @@ def _write(checkpoint: Checkpoint, files: list[list[Item]], folder: Path, bar: B
             name = _file_name(i, len(files))
             specs = dict(spec for item in file for spec in _specs(item, checkpoint.source.scales))
             if not (folder / name).exists():
-                parameters = _parameters(checkpoint, file, allow_nonfinite, partial(_show, bar, done, total, i, len(files)))
+                parameters = _parameters(
+                    checkpoint, file, allow_nonfinite, partial(_show, bar, done, total, i, len(files))
+                )
                 with writing(folder, f"the {i:,} files before"):
                     complete(folder / name, partial(write_tensors, specs=specs, tensors=parameters))
             done += sum(item.nbytes for item in file)
@@ -260,5 +274,7 @@ def _joined(item: Item, checkpoint: Checkpoint) -> tuple[Parts, int]:
         source = checkpoint.sources[path]
         entry, raw = checkpoint.source.tensors[source.names[0]], checkpoint.source.read(source.names[0])
         unsound += unsound_in(raw, entry.format)
-        halves.append(source.part(plain(raw, entry.format, entry.shape, DTYPES[item.format]), checkpoint.config))
+        halves.append(
+            source.part(plain(raw, entry.format, entry.shape, DTYPES[item.format]), checkpoint.config)
+        )
     return (np.concatenate(halves, axis=1).reshape(item.shape),), unsound

@@ -108,20 +108,29 @@ class Plan:
         needed = sum(job.nbytes for step in self.todo for job in step)
         if needed > (room := free(self.out)):
             raise DoesNotFit(
-                f"{self.out} does not fit on its disk", f"{gib(needed)} are still to be written, {gib(room)} are free"
+                f"{self.out} does not fit on its disk",
+                f"{gib(needed)} are still to be written, {gib(room)} are free",
             )
         if self.peak > available():
             raise DoesNotFit("the conversion needs more memory than there is", self._memory_line())
 
 
-def plan(checkpoint: Checkpoint, out: Path, dtype: str, mesh: dict[str, int], done: frozenset[str] = frozenset()) -> Plan:
+def plan(
+    checkpoint: Checkpoint, out: Path, dtype: str, mesh: dict[str, int], done: frozenset[str] = frozenset()
+) -> Plan:
     return Plan(checkpoint, out, jobs(checkpoint, dtype), dtype, mesh, done, copies(checkpoint))
 
 
-def metadata(checkpoint: Checkpoint, dtype: str, mesh: dict[str, int], repeated: dict[str, str]) -> dict[str, Any]:
+def metadata(
+    checkpoint: Checkpoint, dtype: str, mesh: dict[str, int], repeated: dict[str, str]
+) -> dict[str, Any]:
     """The source and the options of a conversion. Only a run with the same ones may resume it."""
     source = checkpoint.source
-    made = {"source": {file.name: stamp(file) for file in source.files}, "kind": source.kind, "scales": source.scales}
+    made = {
+        "source": {file.name: stamp(file) for file in source.files},
+        "kind": source.kind,
+        "scales": source.scales,
+    }
     return {**made, "dtype": dtype, "mesh": mesh, "copies": repeated, "converter": __version__}
 
 
@@ -164,7 +173,9 @@ def check_paths(source: Path, out: Path) -> None:
     if not source.is_dir():
         return
     if source.resolve() in (parent, *parent.parents):
-        raise BadFile(f"{shown} is inside the source", f"which is {printable(str(source), 200)}; choose another folder")
+        raise BadFile(
+            f"{shown} is inside the source", f"which is {printable(str(source), 200)}; choose another folder"
+        )
     for name in ("config.json", *FILES, *KIMI_FILES):  # the files that are copied
         within(source, name)
 

@@ -4,7 +4,14 @@ import sys
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 EVERY = 10  # seconds between lines
 
@@ -33,10 +40,16 @@ class Bar:
             self.bar.update(self.task, completed=done, total=total, description=f"{self.title} {where}")
         elif time.monotonic() - self.printed > EVERY:
             self.printed = time.monotonic()
-            print(f"{self.title} {where}: {done / 1e9:.1f} of {total / 1e9:.1f} GB", file=sys.stderr, flush=True)
+            print(
+                f"{self.title} {where}: {done / 1e9:.1f} of {total / 1e9:.1f} GB", file=sys.stderr, flush=True
+            )
 
     def close(self, seconds: float) -> None:
         if self.bar is not None:
             self.bar.stop()
         rate = self.total / 1e9 / max(seconds, 1e-3)
-        print(f"{self.title}: {self.total / 1e9:.2f} GB in {seconds:.1f} s, {rate:.2f} GB/s", file=sys.stderr, flush=True)
+        print(
+            f"{self.title}: {self.total / 1e9:.2f} GB in {seconds:.1f} s, {rate:.2f} GB/s",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -66,7 +66,9 @@ class Job:
 
 
 def nbytes(format: str, shape: tuple[int, ...]) -> int:
-    return prod(shape) * np.dtype(DTYPES[format]).itemsize if format in DTYPES else qtensor.nbytes(format, shape)
+    return (
+        prod(shape) * np.dtype(DTYPES[format]).itemsize if format in DTYPES else qtensor.nbytes(format, shape)
+    )
 
 
 def jobs(checkpoint: Checkpoint, dtype: str) -> list[Job]:
@@ -79,7 +81,9 @@ def jobs(checkpoint: Checkpoint, dtype: str) -> list[Job]:
     return sorted(found.values(), key=lambda job: -1 if job.layer is None else job.layer)
 
 
-def _job(name: str, words: tuple[str, ...], path: str, source: Origin, checkpoint: Checkpoint, dtype: str) -> Job:
+def _job(
+    name: str, words: tuple[str, ...], path: str, source: Origin, checkpoint: Checkpoint, dtype: str
+) -> Job:
     """The tensor `name`, whose axes are named `words`, of the parameter `path`."""
     slot, stored = checkpoint.slots[path].get_metadata(), checkpoint.format_of(source)
     entry = checkpoint.source.tensors[source.names[0]]

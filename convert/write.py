@@ -52,8 +52,12 @@ def write(plan: Plan, target: Writer, progress: Progress, allow_nonfinite: bool 
     _write_steps(plan, target, progress, allow_nonfinite)
     source = plan.checkpoint.source
     source.close()
-    if changed := [file.name for file in source.files if not file.exists() or stamp(file) != stamps[file.name]]:
-        raise BadFile("the source changed while it was read", *changed, "convert it again when nothing writes to it")
+    if changed := [
+        file.name for file in source.files if not file.exists() or stamp(file) != stamps[file.name]
+    ]:
+        raise BadFile(
+            "the source changed while it was read", *changed, "convert it again when nothing writes to it"
+        )
     with writing(target.partial, "all its tensors"):
         write_others(plan.checkpoint, plan.dtype == "keep", target.partial)
     target.finalize()
@@ -102,7 +106,9 @@ def _forget(files: Iterable[Path]) -> None:
 def refusal(unsound: dict[str, int]) -> BadFile:
     found = [f"{printable(name)}: {count:,}" for name, count in unsound.items()]
     return BadFile(
-        "weights hold NaN or infinity", *shortened(found), "the file is damaged; --allow-nonfinite converts it nevertheless"
+        "weights hold NaN or infinity",
+        *shortened(found),
+        "the file is damaged; --allow-nonfinite converts it nevertheless",
     )
 
 
@@ -135,7 +141,9 @@ def lock(out: Path) -> Iterator[None]:
         except OSError:
             file.seek(0)
             raise BadFile(
-                f"another converter writes {printable(str(out), 200)}", printable(file.read(200)), "wait for it"
+                f"another converter writes {printable(str(out), 200)}",
+                printable(file.read(200)),
+                "wait for it",
             ) from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -154,7 +162,9 @@ def interrupts() -> Iterator[list[int]]:
     def once(number: int, frame: Any) -> None:
         stop.append(number)
         signal.signal(signal.SIGINT, before)
-        os.write(2, b"\nstopping after this step; Ctrl-C again stops now. The next run resumes in both cases\n")
+        os.write(
+            2, b"\nstopping after this step; Ctrl-C again stops now. The next run resumes in both cases\n"
+        )
 
     before = signal.signal(signal.SIGINT, once)
     try:

@@ -116,7 +116,8 @@ class Experts:
     def _prepare(self, isa: str, threads: int | None, max_rows: int) -> None:
         """Loads the library and checks the options, before anything is packed or mapped."""
         self._handle = None
-        self._forget: Callable[[], object] = lambda: None  # ffi.py replaces it: tells XLA programs that the layer is closed
+        # ffi.py replaces it: tells XLA programs that the layer is closed
+        self._forget: Callable[[], object] = lambda: None
         self._library = load()
         _known("isa", isa, ISAS)
         _in_range("threads", 0 if threads is None else threads, 0, 1024)
@@ -136,13 +137,17 @@ class Experts:
         try:
             check(self._library, self._library.cpu_experts_open(struct, handle))
         except MemoryError as error:
-            raise MemoryError(f"{error}: scratch for max_rows {max_rows:,} and {self.nbytes:,} bytes of weights") from None
+            raise MemoryError(
+                f"{error}: scratch for max_rows {max_rows:,} and {self.nbytes:,} bytes of weights"
+            ) from None
         self._handle, self._max_rows = handle.value, max_rows
         self._isa = isa if isa != "best" else ISAS[self._library.cpu_experts_best_isa()]
         self._cores = threads or _usable_cores()
 
     def __reduce__(self):
-        raise TypeError("Experts cannot be copied or pickled: a copy would close the layer. Save it, and open the file again")
+        raise TypeError(
+            "Experts cannot be copied or pickled: a copy would close the layer. Save it, and open the file again"
+        )
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes a file for `open`: `nbytes` and up to 4 MiB of holes. It gets its name once all of it is on disk."""
@@ -157,7 +162,9 @@ class Experts:
         """Bytes of the packed weights."""
         return sum(p.nbytes for p in self._packed)
 
-    def forward(self, x: np.ndarray, topk_ids: np.ndarray, topk_weights: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    def forward(
+        self, x: np.ndarray, topk_ids: np.ndarray, topk_weights: np.ndarray, out: np.ndarray | None = None
+    ) -> np.ndarray:
         """The output `[n D]`: a new float32 array, or `out`.
 
         x and out are float32 or bfloat16 `[n D]`, topk_ids int32 and topk_weights float32 `[n K]`. The id X means no expert. out
@@ -188,7 +195,9 @@ class Experts:
         del weights
         return out
 
-    def _check_batch(self, x: np.ndarray, topk_ids: np.ndarray, topk_weights: np.ndarray, out: np.ndarray) -> None:
+    def _check_batch(
+        self, x: np.ndarray, topk_ids: np.ndarray, topk_weights: np.ndarray, out: np.ndarray
+    ) -> None:
         """Raises TypeError or ValueError unless the arrays have the right types and fit together."""
         n = np.shape(x)[0] if np.ndim(x) else 0
         chosen = np.shape(topk_ids)[-1] if np.ndim(topk_ids) == 2 else 0
@@ -294,7 +303,9 @@ def _quantized(matrix: np.ndarray, precision: str, name: str) -> layout.Parts:
 _BITS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8}
 
 
-def _agreed_sizes(gate: layout.Parts, up: layout.Parts, down: layout.Parts, precisions: Sequence[str]) -> tuple[int, int, int]:
+def _agreed_sizes(
+    gate: layout.Parts, up: layout.Parts, down: layout.Parts, precisions: Sequence[str]
+) -> tuple[int, int, int]:
     """X, D and F. Raises ValueError unless each part has the dtype and shape that these and the precisions require."""
     experts, model = down[0].shape[:2] if down and down[0].ndim >= 3 else (0, 0)
     width = gate[0].shape[1] if gate and gate[0].ndim >= 3 else 0

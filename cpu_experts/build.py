@@ -23,7 +23,9 @@ def find_cmake() -> str | None:
 def _forget_another_checkout(folder: Path) -> None:
     """cmake refuses a cache of other sources; `--fresh` removes it, but older versions lack that option."""
     cache = folder / "CMakeCache.txt"
-    if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={SOURCE}\n" not in cache.read_text(errors="replace"):
+    if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={SOURCE}\n" not in cache.read_text(
+        errors="replace"
+    ):
         cache.unlink()
         shutil.rmtree(folder / "CMakeFiles", ignore_errors=True)
 
@@ -31,13 +33,17 @@ def _forget_another_checkout(folder: Path) -> None:
 def build(folder: Path, *options: str, target: str = "all") -> Path:
     """Builds the library in `folder`, with cmake's further options. Raises Unsupported with the end of cmake's output."""
     if (cmake := find_cmake()) is None:
-        raise Unsupported("cmake is needed to build cpu_experts: install it (`pip install cmake`) and a C++17 compiler")
+        raise Unsupported(
+            "cmake is needed to build cpu_experts: install it (`pip install cmake`) and a C++17 compiler"
+        )
     _forget_another_checkout(folder)
     configure = [cmake, "-S", str(SOURCE), "-B", str(folder), *options]
     for command in (configure, [cmake, "--build", str(folder), "--parallel", "--target", target]):
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         if done.returncode:
-            raise Unsupported(f"building cpu_experts failed: {' '.join(command)}\n{(done.stdout + done.stderr)[-4000:]}")
+            raise Unsupported(
+                f"building cpu_experts failed: {' '.join(command)}\n{(done.stdout + done.stderr)[-4000:]}"
+            )
     return folder / NAME
 
 
@@ -53,13 +59,21 @@ def main(arguments: list[str]) -> int:
     """Exit codes: 0 done, 1 not built, 2 wrong usage."""
     description = "Build the libraries that compute experts on the CPU."
     parser = argparse.ArgumentParser(prog="python -m cpu_experts.build", description=description)
-    parser.add_argument("folder", nargs="?", type=Path, default=cache_folder(), help="output folder (%(default)s)")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=cache_folder(), help="output folder (%(default)s)"
+    )
     target, headers = parser.parse_args(arguments).folder, ffi_headers()
     if target is None:
-        print("error: this user has no home folder for a cache: give a folder, or set XDG_CACHE_HOME", file=sys.stderr)
+        print(
+            "error: this user has no home folder for a cache: give a folder, or set XDG_CACHE_HOME",
+            file=sys.stderr,
+        )
         return 1
     try:
-        install(build(target / "build", f"-DCPU_EXPERTS_FFI_HEADERS={headers or ''}", target="cpu_experts"), target / NAME)
+        install(
+            build(target / "build", f"-DCPU_EXPERTS_FFI_HEADERS={headers or ''}", target="cpu_experts"),
+            target / NAME,
+        )
         if headers is not None:
             build(target / "build", target="cpu_experts_ffi")
             install(target / "build" / FFI_NAME, target / ffi_name(headers))

@@ -132,7 +132,9 @@ def why_not(platform: str = "cpu") -> str | None:
     return None
 
 
-def _expect(experts: Experts, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, dtype: np.dtype) -> None:
+def _expect(
+    experts: Experts, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, dtype: np.dtype
+) -> None:
     """Checks shapes and dtypes while the program is traced."""
     n = x.shape[0] if x.ndim else 0
     chosen = topk_ids.shape[-1] if topk_ids.ndim == 2 else 0
@@ -170,7 +172,10 @@ def _library() -> ctypes.CDLL:
 def _cuda() -> None:
     """Opens CUDA's driver, or the one that CPU_EXPERTS_LIBCUDA names, and registers the handlers for CUDA."""
     library = _library()
-    check_ffi(library, library.cpu_experts_ffi_open_driver(os.environ.get("CPU_EXPERTS_LIBCUDA", "libcuda.so.1").encode()))
+    check_ffi(
+        library,
+        library.cpu_experts_ffi_open_driver(os.environ.get("CPU_EXPERTS_LIBCUDA", "libcuda.so.1").encode()),
+    )
     _register("cpu_experts_submit", library.cpu_experts_ffi_submit, "CUDA")
     _register("cpu_experts_collect", library.cpu_experts_ffi_collect, "CUDA")
     _register("cpu_experts_fetch", library.cpu_experts_ffi_fetch_on_gpu, "CUDA")
@@ -183,7 +188,8 @@ _PLATFORMS: dict[str, Callable[[], object]] = {"cpu": _library, "cuda": _cuda}
 def _register(name: str, handler: Callable, platform: str) -> None:
     try:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform=platform)
-    except jax.errors.JaxRuntimeError as error:  # the library's version of XLA's FFI is too old for this jaxlib
+    # The library's version of XLA's FFI is too old for this jaxlib
+    except jax.errors.JaxRuntimeError as error:
         raise Unsupported(f"{error}: {REBUILD}") from None
 
 
@@ -213,7 +219,9 @@ def _register_layer(experts: Experts) -> None:
     weights = (*(s.ctypes.data for s in sections), *(s.nbytes for s in sections))
     read_only = not all(s.flags.writeable for s in sections)
     sizes = (experts.experts, experts.model)
-    number = library.cpu_experts_ffi_know(FfiLayer(ctypes.sizeof(FfiLayer), *sizes, read_only, handle, *weights, *pointers))
+    number = library.cpu_experts_ffi_know(
+        FfiLayer(ctypes.sizeof(FfiLayer), *sizes, read_only, handle, *weights, *pointers)
+    )
     if not number:
         raise MemoryError("out of memory: cannot register another layer")
     _numbers[experts] = number
@@ -249,11 +257,15 @@ def _ticket_and_rows(x: jax.core.ShapedArray, *_, **__) -> list[jax.core.ShapedA
     return [jax.core.ShapedArray((2,), np.uint32), jax.core.ShapedArray(x.shape, x.dtype)]
 
 
-def _rows(number: jax.core.ShapedArray, x: jax.core.ShapedArray, *_, dtype: np.dtype, **__) -> jax.core.ShapedArray:
+def _rows(
+    number: jax.core.ShapedArray, x: jax.core.ShapedArray, *_, dtype: np.dtype, **__
+) -> jax.core.ShapedArray:
     return jax.core.ShapedArray(x.shape, dtype)
 
 
-def _sections(first: jax.core.ShapedArray, *, shapes: tuple[tuple[int, ...], ...], **_) -> list[jax.core.ShapedArray]:
+def _sections(
+    first: jax.core.ShapedArray, *, shapes: tuple[tuple[int, ...], ...], **_
+) -> list[jax.core.ShapedArray]:
     return [jax.core.ShapedArray(shape, np.uint8) for shape in shapes]
 
 
@@ -267,7 +279,14 @@ def _no_number(x: jax.Array, *_, **__) -> tuple[jax.Array, jax.Array]:
 
 
 def _forward_now(
-    _, x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, *__, layer: int, dtype: np.dtype, patience: float
+    _,
+    x: jax.Array,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array,
+    *__,
+    layer: int,
+    dtype: np.dtype,
+    patience: float,
 ) -> jax.Array:
     call = jax.ffi.ffi_call("cpu_experts_forward", jax.ShapeDtypeStruct(x.shape, dtype))
     return call(x, topk_ids, topk_weights, layer=np.uint64(layer))
@@ -280,18 +299,25 @@ def _nanoseconds(patience: float) -> np.uint64:
 def _expect_one_gpu(ctx: mlir.LoweringRuleContext) -> None:
     if reason := why_not("cuda"):
         raise Unsupported(reason)
-    if getattr(ctx.module_context.axis_context, "num_devices", 1) > 1:  # XLA cannot partition the call by itself
+    # XLA cannot partition the call by itself
+    if getattr(ctx.module_context.axis_context, "num_devices", 1) > 1:
         raise Unsupported("experts in a program for several GPUs: call them inside jax.shard_map")
 
 
 def _submit_on_a_gpu(ctx: mlir.LoweringRuleContext, *arrays, layer: int, dtype: np.dtype, patience: float):
     _expect_one_gpu(ctx)
-    attributes = {"layer": np.uint64(layer), "float32": np.bool_(dtype == np.float32), "patience": _nanoseconds(patience)}
+    attributes = {
+        "layer": np.uint64(layer),
+        "float32": np.bool_(dtype == np.float32),
+        "patience": _nanoseconds(patience),
+    }
     rule = jax.ffi.ffi_lowering("cpu_experts_submit", has_side_effect=True, operand_output_aliases={0: 1})
     return rule(ctx, *arrays, **attributes)
 
 
-def _collect_on_a_gpu(ctx: mlir.LoweringRuleContext, number, *others, layer: int, dtype: np.dtype, patience: float):
+def _collect_on_a_gpu(
+    ctx: mlir.LoweringRuleContext, number, *others, layer: int, dtype: np.dtype, patience: float
+):
     number_aval, x, topk_ids, _, *before = ctx.avals_in
     size = {"x_float32": np.bool_(x.dtype == np.float32), "chosen": np.uint64(topk_ids.shape[1])}
     attributes = {"layer": np.uint64(layer), "patience": _nanoseconds(patience)} | size

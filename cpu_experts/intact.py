@@ -14,7 +14,8 @@ SEAL_BYTES = len(MARK) + hashlib.sha256().digest_size
 
 ELF64_LITTLE_ENDIAN = b"\x7fELF\x02\x01"
 _HEADER = struct.Struct("<16x HHI QQQ I HHHHHH")
-_SEGMENT = struct.Struct("<II QQQQQQ")  # p_type, p_flags, p_offset, p_vaddr, p_paddr, p_filesz, p_memsz, p_align
+# p_type, p_flags, p_offset, p_vaddr, p_paddr, p_filesz, p_memsz, p_align
+_SEGMENT = struct.Struct("<II QQQQQQ")
 _LOAD = 1  # the p_type of a segment that is mapped
 
 

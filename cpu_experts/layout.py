@@ -229,7 +229,8 @@ def pack_experts(matrices: list[Parts], format: str, inputs: int) -> np.ndarray:
     panels = -(-outputs // (TILE if len(matrices) == 2 else PANEL))
     size = panel_bytes(format, inputs)[2]
     packed = _pages(experts * panels * size).reshape(experts, panels, size)
-    repeated = all(part.strides[0] == 0 for parts in matrices for part in parts)  # one expert, by np.broadcast_to
+    # One expert, by np.broadcast_to
+    repeated = all(part.strides[0] == 0 for parts in matrices for part in parts)
     for e in range(min(experts, 1) if repeated else experts):
         pack([tuple(part[e] for part in parts) for parts in matrices], format, inputs, packed[e])
     if repeated:
@@ -281,7 +282,9 @@ def _encoded(rows: np.ndarray, format: str) -> np.ndarray:
     lead = rows.shape[:3]
     if format in _NIBBLES:
         nibbles = rows.reshape(*lead, 4, 4, 32).astype(np.uint16)
-        return nibbles[..., 0, :] | nibbles[..., 1, :] << 4 | nibbles[..., 2, :] << 8 | nibbles[..., 3, :] << 12
+        return (
+            nibbles[..., 0, :] | nibbles[..., 1, :] << 4 | nibbles[..., 2, :] << 8 | nibbles[..., 3, :] << 12
+        )
     if format not in _BYTES:
         return np.ascontiguousarray(rows)
     if format == "q8_0":

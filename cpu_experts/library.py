@@ -188,7 +188,9 @@ def load_ffi() -> ctypes.CDLL:
         return opened_ffi(found, headers)
     for place in looked:
         for other in place.parent.glob(_ffi_name("*")):
-            raise Unsupported(f"{what} is built for another jaxlib ({other}), not for XLA FFI {ffi_api(headers)}: {REBUILD}")
+            raise Unsupported(
+                f"{what} is built for another jaxlib ({other}), not for XLA FFI {ffi_api(headers)}: {REBUILD}"
+            )
     raise _not_built(looked[:2], what)  # the first name, in both folders
 
 

@@ -27,7 +27,8 @@ VERSION = 1  # changes with the header, and with the layout of layout.py
 # The size of a huge page. A mapping needs only 4,096 bytes, but the page cache keeps chunks that are written from such an offset
 # as huge pages: nearly all of 530 MiB, else three quarters (ext4 of Linux 6.18).
 ALIGN = 2 << 20
-CHUNK = 4 * ALIGN  # checksummed, then written while it is in the processor's cache; Ctrl-C takes effect between two chunks
+# Checksummed, then written while it is in the processor's cache; Ctrl-C takes effect between two chunks
+CHUNK = 4 * ALIGN
 MOST = 1 << 16  # the library's limit of X, D and F
 AGAIN = "save the layer again"
 
@@ -70,7 +71,8 @@ def places(shape: tuple[int, int, int], precisions: tuple[str, str]) -> tuple[Se
 
 def write(path: Path, packed: Packed) -> None:
     """Writes the file under a temporary name and renames it once it is on disk. A kill leaves the `.partial` file there."""
-    partial = path.with_name(f"{path.name}.{os.urandom(4).hex()}.partial")  # unique: two processes may write at once
+    # Unique: two processes may write at once
+    partial = path.with_name(f"{path.name}.{os.urandom(4).hex()}.partial")
     try:
         with open(partial, "xb", buffering=0) as file:
             _fill(file, packed)
@@ -119,7 +121,8 @@ def read(path: Path, verify: bool = False) -> Packed:
     """Maps a file read-only. Reads only the header, unless `verify` compares the checksums.
 
     Raises ValueError for a damaged file or one of another kind, Unsupported for another version."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # without O_NONBLOCK, opening a pipe would wait
+    # Without O_NONBLOCK, opening a pipe would wait
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
@@ -149,10 +152,14 @@ def _verify(path: Path, packed: Packed, checksums: tuple[int, int]) -> None:
         for chunk in _chunks(data):
             found = zlib.crc32(chunk, found)
         if found != expected:
-            raise ValueError(f"{path}: {name}: checksum {found:08x}, expected {expected:08x}: damaged; {AGAIN}")
+            raise ValueError(
+                f"{path}: {name}: checksum {found:08x}, expected {expected:08x}: damaged; {AGAIN}"
+            )
 
 
-def _header(path: Path, raw: bytes, size: int) -> tuple[tuple[int, int, int], tuple[str, str], tuple[int, int]]:
+def _header(
+    path: Path, raw: bytes, size: int
+) -> tuple[tuple[int, int, int], tuple[str, str], tuple[int, int]]:
     """X, D and F, the formats, and the checksums of the sections; raises unless the header is sound and fits the file's size."""
     _check_kind(path, raw)
     _, _, *names_and_sizes = _HEADER.unpack_from(raw)
@@ -163,7 +170,9 @@ def _header(path: Path, raw: bytes, size: int) -> tuple[tuple[int, int, int], tu
     for name, (offset, length, _), section in zip(_NAMES, (gate_up, down), expected, strict=True):
         if (offset, offset + length) != (section.offset, section.end):
             right = f"{section.end - section.offset:,} at {section.offset:,}"
-            raise ValueError(f"{path}: {name}: {length:,} bytes at {offset:,}, must be {right} for {shape} in {precisions}")
+            raise ValueError(
+                f"{path}: {name}: {length:,} bytes at {offset:,}, must be {right} for {shape} in {precisions}"
+            )
     _check_size(path, size, expected[-1].end)
     return shape, precisions, (gate_up[2], down[2])
 
@@ -178,12 +187,18 @@ def _check_size(path: Path, found: int, expected: int) -> None:
 def _check_kind(path: Path, raw: bytes) -> None:
     """Raises unless a file starts with a whole header of this version."""
     if len(raw) < HEADER_BYTES:
-        raise ValueError(f"{path}: {len(raw)} bytes, but a header has {HEADER_BYTES}: cut short, or no file of packed experts")
+        raise ValueError(
+            f"{path}: {len(raw)} bytes, but a header has {HEADER_BYTES}: cut short, or no file of packed experts"
+        )
     magic, version, *_ = _HEADER.unpack_from(raw)
     if magic != MAGIC:
-        raise ValueError(f"{path}: starts with {magic!r}, expected {MAGIC!r}: no file of packed experts, as Experts.save makes")
+        raise ValueError(
+            f"{path}: starts with {magic!r}, expected {MAGIC!r}: no file of packed experts, as Experts.save makes"
+        )
     if version != VERSION:
-        raise Unsupported(f"{path}: version {version} of packed experts, expected {VERSION}: {AGAIN}, with this library")
+        raise Unsupported(
+            f"{path}: version {version} of packed experts, expected {VERSION}: {AGAIN}, with this library"
+        )
     found = zlib.crc32(raw[: _HEADER.size])
     (expected,) = _CHECKSUM.unpack_from(raw, _HEADER.size)
     if found != expected:

@@ -30,7 +30,9 @@ def rounded(x: np.ndarray, format: str) -> np.ndarray:
     return codes.astype(np.float64) * (amax / np.float32(127))
 
 
-def expert(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray, formats: tuple[str, str]) -> np.ndarray:
+def expert(
+    x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray, formats: tuple[str, str]
+) -> np.ndarray:
     """One expert's output for its rows `[n D]`: `down (silu(gate x) * up x)`; `formats` of gate and up, and of down."""
     x = rounded(x, formats[0])
     g, u = x @ gate.T.astype(np.float64), x @ up.T.astype(np.float64)

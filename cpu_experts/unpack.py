@@ -37,7 +37,9 @@ def unpack(packed: jax.Array, precision: str, outputs: int, inputs: int, pair: b
     tails = [part.shape[4:] for part in parts]
     found = []
     for half in halves:
-        codes, *scales = (p.reshape(len(p), -1, *tail)[:, :outputs] for p, tail in zip(half, tails, strict=True))
+        codes, *scales = (
+            p.reshape(len(p), -1, *tail)[:, :outputs] for p, tail in zip(half, tails, strict=True)
+        )
         if precision in ("bf16", "int8", "fp8_block"):
             codes = codes[..., :inputs]
         if precision == "fp8_block":  # 128 rows share a scale
@@ -60,9 +62,13 @@ def _int8(codes: jax.Array, scales: jax.Array, steps: int) -> Parts:
 
 def _fp8(codes: jax.Array, scales: jax.Array, steps: int) -> Parts:
     groups = steps * FORMATS["fp8_block"].step // 128
-    scale = _floats(scales[..., : 8 * groups]).reshape(*codes.shape[:2], groups, 2, 1).transpose(0, 1, 3, 4, 2)
+    scale = (
+        _floats(scales[..., : 8 * groups]).reshape(*codes.shape[:2], groups, 2, 1).transpose(0, 1, 3, 4, 2)
+    )
     weight = _by_output(_from_lines(codes), steps, 2)
-    return jax.lax.bitcast_convert_type(weight, jnp.float8_e4m3fn), jnp.broadcast_to(scale, (*weight.shape[:4], groups))
+    return jax.lax.bitcast_convert_type(weight, jnp.float8_e4m3fn), jnp.broadcast_to(
+        scale, (*weight.shape[:4], groups)
+    )
 
 
 def _int4(codes: jax.Array, scales: jax.Array, steps: int, group: int) -> Parts:

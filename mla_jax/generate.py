@@ -121,7 +121,11 @@ def parse(arguments: list[str]) -> Command:
     config = _config_path(arguments)
     defaults = Command() if config is None else from_toml(config)
     return tyro.cli(
-        Command, args=arguments, default=defaults, prog="python -m mla_jax.generate", config=(tyro.conf.FlagCreatePairsOff,)
+        Command,
+        args=arguments,
+        default=defaults,
+        prog="python -m mla_jax.generate",
+        config=(tyro.conf.FlagCreatePairsOff,),
     )
 
 
@@ -143,7 +147,9 @@ def from_toml(path: Path) -> Command:
         known = names(GROUPS[name])
         for key in values:
             if key not in known:
-                raise BadRequest(f"{path} has no known setting {printable(key)} in [{name}]", nearest(key, known))
+                raise BadRequest(
+                    f"{path} has no known setting {printable(key)} in [{name}]", nearest(key, known)
+                )
         try:
             groups[name] = GROUPS[name](**values)
         except BadRequest as e:
@@ -156,7 +162,9 @@ def _read_toml(path: Path) -> dict:
         with open(path, "rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
         if len(data) > MAX_CONFIG_BYTES:
-            raise BadRequest(f"{path} is too large", f"the limit of a configuration file is {MAX_CONFIG_BYTES:,} bytes")
+            raise BadRequest(
+                f"{path} is too large", f"the limit of a configuration file is {MAX_CONFIG_BYTES:,} bytes"
+            )
         return tomllib.loads(data.decode())
     except (OSError, ValueError, RecursionError) as e:  # a decoding error is a ValueError
         raise BadRequest(f"{path} cannot be read as TOML", printable(str(e), 200)) from e
@@ -185,7 +193,9 @@ def run(command: Command) -> int:
     if command.prompt.batch_file:
         from mla_jax.ui.batch_file import answer_file
 
-        return answer_file(opened, str(command.prompt.batch_file), command.output.out, command.sampling, console)
+        return answer_file(
+            opened, str(command.prompt.batch_file), command.output.out, command.sampling, console
+        )
     return reply(opened, prompt, command, console)
 
 
@@ -193,18 +203,29 @@ def refuse_contradictions(command: Command) -> None:
     """Raises BadRequest for settings that exclude each other."""
     prompt = command.prompt
     if prompt.system is not None and not prompt.chat:
-        raise BadRequest("--system needs --chat", "a plain prompt has no roles; write what the model is to read")
+        raise BadRequest(
+            "--system needs --chat", "a plain prompt has no roles; write what the model is to read"
+        )
     if prompt.chat and command.sampling.n > 1:
-        raise BadRequest(f"--n {command.sampling.n} and --chat exclude each other", "a conversation has one answer per turn")
+        raise BadRequest(
+            f"--n {command.sampling.n} and --chat exclude each other",
+            "a conversation has one answer per turn",
+        )
     if prompt.batch_file and (prompt.chat or prompt.prompt or prompt.file or command.argument):
         raise BadRequest("several prompts given", "--batch-file excludes a prompt, --file and --chat")
     if command.mesh.device is not None and not command.output.dry_run:
-        raise BadRequest(f"--device {command.mesh.device} needs --dry-run", "it plans for devices that are not here")
+        raise BadRequest(
+            f"--device {command.mesh.device} needs --dry-run", "it plans for devices that are not here"
+        )
     if command.processes.several and command.output.dry_run:
         hint = "--mesh and --device plan for devices of other hosts, too"
-        raise BadRequest(f"--dry-run is for one process, but --processes is {command.processes.processes}", hint)
+        raise BadRequest(
+            f"--dry-run is for one process, but --processes is {command.processes.processes}", hint
+        )
     if command.output.out and not prompt.batch_file:
-        raise BadRequest("--out needs --batch-file", "a single answer goes to stdout; write it to a file with > FILE")
+        raise BadRequest(
+            "--out needs --batch-file", "a single answer goes to stdout; write it to a file with > FILE"
+        )
 
 
 def read_prompt(command: Command) -> str:
@@ -212,7 +233,9 @@ def read_prompt(command: Command) -> str:
     sources = [s for s in (command.argument, command.prompt.prompt, command.prompt.file) if s]
     if len(sources) != 1:
         found = "no prompt given" if not sources else "several prompts given"
-        raise BadRequest(found, 'give one: as an argument, with --file, or "-" to read stdin; or talk with --chat')
+        raise BadRequest(
+            found, 'give one: as an argument, with --file, or "-" to read stdin; or talk with --chat'
+        )
     if command.prompt.file:
         return _decoded(_read_file(command.prompt.file))
     if sources == ["-"]:
@@ -225,12 +248,16 @@ def _read_file(path: str | Path) -> bytes:
         with open(path, "rb") as file:
             return file.read(MAX_PROMPT_BYTES + 1)
     except (OSError, ValueError) as e:  # a ValueError for a name with a NUL
-        raise BadRequest(f"{printable(str(path))} cannot be read", getattr(e, "strerror", None) or str(e)) from e
+        raise BadRequest(
+            f"{printable(str(path))} cannot be read", getattr(e, "strerror", None) or str(e)
+        ) from e
 
 
 def _decoded(data: bytes) -> str:
     if len(data) > MAX_PROMPT_BYTES:
-        raise BadRequest("the prompt is too large", f"found more than {MAX_PROMPT_BYTES:,} bytes, which is the limit")
+        raise BadRequest(
+            "the prompt is too large", f"found more than {MAX_PROMPT_BYTES:,} bytes, which is the limit"
+        )
     if not data:
         raise BadRequest("no prompt given", "the file or stdin is empty")
     try:
@@ -264,7 +291,9 @@ def follow(command: Command) -> int:
     console = Console(command.output.json, command.output.quiet)
     llm = LLM(open_model(command.options), progress=console.loading)
     console.note(f"process {command.processes.process_id} of {command.processes.processes} follows process 0")
-    with second_interrupt(lambda: console.note("process 0 decides when to end; Ctrl-C once more ends all processes now")):
+    with second_interrupt(
+        lambda: console.note("process 0 decides when to end; Ctrl-C once more ends all processes now")
+    ):
         llm.follow()
     return DONE
 
@@ -287,7 +316,9 @@ def dry_run(opened: "Opened", console: "Console") -> int:
         further = {} if predicted is None else {"predicted": predicted.fields()}
         console.event("plan", **dataclasses.asdict(needed), fits=needed.fits, **further)
     else:
-        console.say([*opened.explain(), "", *needed.lines(), *([] if predicted is None else predicted.lines())])
+        console.say(
+            [*opened.explain(), "", *needed.lines(), *([] if predicted is None else predicted.lines())]
+        )
     return DONE if needed.fits else 4
 
 

@@ -68,7 +68,11 @@ def too_old() -> str | None:
     if _other.get():
         return None
     numbers = re.findall(r"\d+", jax.__version__)[:3]  # a release candidate is 0.12.0rc1
-    return None if tuple(map(int, numbers)) >= (0, 11, 2) else f"it needs JAX 0.11.2 or newer, this is {jax.__version__}"
+    return (
+        None
+        if tuple(map(int, numbers)) >= (0, 11, 2)
+        else f"it needs JAX 0.11.2 or newer, this is {jax.__version__}"
+    )
 
 
 def _hopper() -> bool:

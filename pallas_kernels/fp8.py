@@ -31,7 +31,9 @@ def quantize_cache(x: jax.Array) -> Fp8:
     """As `quantize`, but scales are powers of two: code times scale is then exact in bfloat16."""
     groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, GROUP)
     bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(groups), axis=-1) / LARGEST, jnp.uint32)
-    return _with_scale(x.shape, groups, jax.lax.bitcast_convert_type((bits + 0x7FFFFF) >> 23 << 23, jnp.float32))
+    return _with_scale(
+        x.shape, groups, jax.lax.bitcast_convert_type((bits + 0x7FFFFF) >> 23 << 23, jnp.float32)
+    )
 
 
 def _with_scale(shape, groups, scale):

@@ -52,7 +52,9 @@ def rescaled(sums, keep, interpret):
         one = mgpu.c(1.0, keep.mlir_dtype)
         kept = [vector.extract(k, dynamic_position=[], static_position=[0]) for k in keep.registers.flat]
         other = [arith.cmpf(arith.CmpFPredicate.UNE, k, one) for k in kept]
-        other = nvvm.vote_sync(mgpu.c(-1, ir.IntegerType.get_signless(32)), functools.reduce(arith.ori, other), "any")
+        other = nvvm.vote_sync(
+            mgpu.c(-1, ir.IntegerType.get_signless(32)), functools.reduce(arith.ori, other), "any"
+        )
         flat = [register for x in sums for register in x.registers.flat]
         branch = scf.IfOp(other, [register.type for register in flat], has_else=True)
         with ir.InsertionPoint(branch.then_block):

@@ -66,7 +66,8 @@ class Kind(NamedTuple):
     planes: tuple[int, ...]  # bits
     offset: int  # subtracted from the codes
     extras: tuple[Extra, ...]
-    split: Callable[..., tuple]  # a file's parts -> codes `[.. F D]`, numbers; and scales `[.. F]`, if they are per row
+    # A file's parts -> codes `[.. F D]`, numbers; and scales `[.. F]`, if they are per row
+    split: Callable[..., tuple]
     join: Callable[..., tuple]  # the inverse
     scales: Callable[..., tuple]  # numbers -> float32 scales `[.. F groups]`, and minima or None
     factors: Callable[..., tuple]  # words of two rows -> what `pairs` takes of one group and row
@@ -217,7 +218,9 @@ def _split_int4(group, packed, scale):
 
 
 def _join_int4(group, codes, scale):
-    return _blocks(_from_nibbles(codes, group // 2), group // 2), lax.bitcast_convert_type(scale, jnp.bfloat16)
+    return _blocks(_from_nibbles(codes, group // 2), group // 2), lax.bitcast_convert_type(
+        scale, jnp.bfloat16
+    )
 
 
 def _split_int8(codes, scale):
@@ -235,7 +238,9 @@ def _split_fp8(codes, scale):
 
 
 def _join_fp8(codes, scale):
-    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), lax.bitcast_convert_type(scale[..., ::128, :], jnp.float32)
+    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), lax.bitcast_convert_type(
+        scale[..., ::128, :], jnp.float32
+    )
 
 
 def _split_q8_0(b):
@@ -275,7 +280,12 @@ def _join_scales(scales, minima):
 
 def _split_q4_k(b):
     scales, minima = _split_scales(b[..., 4:16])
-    return _nibbles(_rows(b[..., 16:]), 32), _rows(scales), _rows(minima), *(_rows(_bytes16(b[..., i : i + 2])) for i in (0, 2))
+    return (
+        _nibbles(_rows(b[..., 16:]), 32),
+        _rows(scales),
+        _rows(minima),
+        *(_rows(_bytes16(b[..., i : i + 2])) for i in (0, 2)),
+    )
 
 
 def _join_q4_k(codes, scales, minima, d, least):
@@ -300,15 +310,22 @@ def _join_q5_k(codes, *numbers):
 def _split_q6_k(b):
     """Scales are signed; 128 is added."""
     low = _nibbles(_rows(b[..., :128]), 64)
-    high = b[..., 128:192].reshape(*b.shape[:-1], 2, 1, 32) >> jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None] & 3
+    high = (
+        b[..., 128:192].reshape(*b.shape[:-1], 2, 1, 32) >> jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None] & 3
+    )
     return low | high.reshape(low.shape) << 4, _rows(b[..., 192:208] ^ 128), _rows(_bytes16(b[..., 208:]))
 
 
 def _join_q6_k(codes, scales, d):
     low = _blocks(_from_nibbles(codes & 15, 64), 128)
-    high = (codes >> 4).reshape(*codes.shape[:-1], -1, 2, 4, 32) << jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None]
-    high = jnp.sum(high, axis=-2, dtype=jnp.uint8)
-    return (jnp.concatenate([low, high.reshape(*low.shape[:-1], 64), _blocks(scales, 16) ^ 128, _to_bytes(_blocks(d, 1))], -1),)
+    pairs = (codes >> 4).reshape(*codes.shape[:-1], -1, 2, 4, 32)
+    shifts = jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None]
+    high = jnp.sum(pairs << shifts, axis=-2, dtype=jnp.uint8)
+    return (
+        jnp.concatenate(
+            [low, high.reshape(*low.shape[:-1], 64), _blocks(scales, 16) ^ 128, _to_bytes(_blocks(d, 1))], -1
+        ),
+    )
 
 
 # ---- scales, of an array and in a thread's registers
@@ -316,7 +333,9 @@ def _join_q6_k(codes, scales, d):
 
 def _times(numbers, d):
     """Small numbers times a float16 for several of them."""
-    return numbers.astype(jnp.float32) * jnp.repeat(_float(d, jnp.float16), numbers.shape[-1] // d.shape[-1], axis=-1)
+    return numbers.astype(jnp.float32) * jnp.repeat(
+        _float(d, jnp.float16), numbers.shape[-1] // d.shape[-1], axis=-1
+    )
 
 
 def _no_factors(lanes, kind, group, row):
@@ -340,13 +359,17 @@ def _f16_factors(lanes, kind, group, row, words):
 
 def _q5_1_factors(lanes, kind, group, row, words):
     """Words of two scales, then of two numbers to add."""
-    return lanes.pair(lanes.half(words[group], row) * kind.up), lanes.pair(lanes.half(words[2 + group], row) * DOWN)
+    return lanes.pair(lanes.half(words[group], row) * kind.up), lanes.pair(
+        lanes.half(words[2 + group], row) * DOWN
+    )
 
 
 def _q4_k_factors(lanes, kind, group, row, small, large):
     """Words of two scales of either row, of two minima; of factors of the scales, of the minima."""
     d = lanes.half(large[0], row) * kind.up, lanes.half(large[1], row) * -DOWN
-    return tuple(lanes.pair(lanes.times_byte(x, word, 2 * group + row)) for x, word in zip(d, small, strict=True))
+    return tuple(
+        lanes.pair(lanes.times_byte(x, word, 2 * group + row)) for x, word in zip(d, small, strict=True)
+    )
 
 
 def _q6_k_factors(lanes, kind, group, row, small, large):
@@ -431,11 +454,17 @@ def reorder(format: str, parts: tuple[jax.Array, ...]) -> Packed:
 def _natural(w: Packed):
     """The codes `[.. F D]` and the numbers."""
     kind, F, count = KINDS[w.format], w.shape[0], len(KINDS[w.format].planes)
-    planes, scales, by_row = w.arrays[:count], w.arrays[count : len(kind.columns)], w.arrays[len(kind.columns) :]
+    planes = w.arrays[:count]
+    scales = w.arrays[count : len(kind.columns)]
+    by_row = w.arrays[len(kind.columns) :]
     codes = _codes(planes[0], kind.planes[0])
     for plane, bits in zip(planes[1:], kind.planes[1:], strict=True):
         codes = codes | _codes(plane, bits) << kind.planes[0]
-    numbers = [x[..., :F, :] for extra, words in zip(kind.extras, scales, strict=True) for x in _of_rows(extra, words)]
+    numbers = [
+        x[..., :F, :]
+        for extra, words in zip(kind.extras, scales, strict=True)
+        for x in _of_rows(extra, words)
+    ]
     return codes[..., :F, :], [*numbers, *(x[..., :F] for x in by_row)]
 
 
@@ -450,10 +479,14 @@ def dequantize(w: Packed) -> jax.Array:
     """The weights `[.. F D]` in float32."""
     kind = KINDS[w.format]
     codes, numbers = _natural(w)
-    codes = (lax.bitcast_convert_type(codes, jnp.float8_e4m3fn) if kind.e4m3 else codes).astype(jnp.float32) - kind.offset
+    codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn) if kind.e4m3 else codes
+    codes = codes.astype(jnp.float32) - kind.offset
     if kind.by_row:
         return codes * numbers[0][..., None]
-    scale, least = (None if x is None else jnp.repeat(x, codes.shape[-1] // x.shape[-1], -1) for x in kind.scales(*numbers))
+    scale, least = (
+        None if x is None else jnp.repeat(x, codes.shape[-1] // x.shape[-1], -1)
+        for x in kind.scales(*numbers)
+    )
     return codes * scale if least is None else codes * scale - least
 
 
@@ -477,10 +510,16 @@ def random_parts(format: str, shape: tuple[int, ...], seed: int = 0) -> tuple[ja
         for factor in (1.0, minimum)[: extra.count]:
             place = *lead, F, D // extra.group
             if extra.size == 1:
-                numbers.append(jax.random.bits(next(keys), place, jnp.uint8) >> 2 | (kind.planes == (4, 2)) << 7)
+                numbers.append(
+                    jax.random.bits(next(keys), place, jnp.uint8) >> 2 | (kind.planes == (4, 2)) << 7
+                )
                 continue
             x = size * factor * jax.random.uniform(next(keys), place, minval=0.5, maxval=1.5)
-            numbers.append(lax.bitcast_convert_type(x.astype(jnp.float16 if format[0] == "Q" else jnp.bfloat16), jnp.uint16))
+            numbers.append(
+                lax.bitcast_convert_type(
+                    x.astype(jnp.float16 if format[0] == "Q" else jnp.bfloat16), jnp.uint16
+                )
+            )
     if kind.by_row:
         numbers.append(size * jax.random.uniform(next(keys), (*lead, F), minval=0.5, maxval=1.5))
     return kind.join(codes, *numbers)
@@ -540,7 +579,9 @@ class Lanes:
         """Codes times scale, plus least. XLA would flush codes to zero, which are below 2**-111, and also join two constants."""
         bits = jnp.stack([code & jnp.uint32(0xFFFF), code >> 16], axis=-1)
         exponent, rest = bits >> 7 & 15, bits & 127
-        whole = jnp.where(exponent > 0, (rest | 128) << jnp.maximum(exponent, 1) - 1, rest).astype(jnp.float32)
+        whole = jnp.where(exponent > 0, (rest | 128) << jnp.maximum(exponent, 1) - 1, rest).astype(
+            jnp.float32
+        )
         smaller = lax.optimization_barrier(jnp.where(bits >> 15 > 0, -whole, whole) * 2.0**-33)
         return self._words(smaller * (self._floats(scale) * 2.0**-100) + self._floats(least))
 
@@ -586,5 +627,6 @@ def part(format: str, arrays: Sequence[jax.Array], number: int) -> jax.Array:
         mine = array.reshape(-1, 32, extra.words)[number if extra.period == PART else 0]
         scales.append([jnp.repeat(mine[:, k], 4) for k in range(extra.words)])
     x = jnp.stack(pairs(format, Lanes(), words, scales))
-    x = lax.bitcast_convert_type(x, jnp.bfloat16).reshape(4, 2, 2, 4, 8, 4, 2)  # block, c, r, warp, row, pair, left or right
+    # Block, c, r, warp, row, pair, left or right
+    x = lax.bitcast_convert_type(x, jnp.bfloat16).reshape(4, 2, 2, 4, 8, 4, 2)
     return x.transpose(3, 2, 4, 0, 1, 5, 6).reshape(ROWS, PART)

@@ -138,7 +138,8 @@ def unpack(format: str, tile: Sequence, part: int, interpret) -> jax.Array:
     kind, shape, layout = KINDS[format], (ROWS, PART), plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),) * len(tile), return_type=plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=layout)
+        arg_types=(plgpu.RefType(),) * len(tile),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=layout),
     )
     def registers(_, *refs):
         codes, scales = refs[: len(kind.planes)], refs[len(kind.planes) :]

@@ -21,7 +21,8 @@ class MlaDecodeCase(NamedTuple):
     spare: int = 3  # unused pages
     packed: bool = False  # the latent in E4M3
     poisoned: bool = False  # the key of one cached token of the longest row is NaN
-    size: float = 1.0  # scale of a packed latent's numbers, which are at most 60,000; queries are scaled by its inverse
+    # Scale of a packed latent's numbers, which are at most 60,000; queries are scaled by its inverse
+    size: float = 1.0
 
     @property
     def scale(self) -> float:
@@ -43,10 +44,19 @@ MLA_DECODE = [
     MlaDecodeCase("smallest rank", (129,), 32, rank=128, rope=64),
     MlaDecodeCase("E4M3, ragged, one empty", (1, 0, 130, 64, 700, 63), 16, packed=True),
     MlaDecodeCase("E4M3, 32 queries, pages of 16", (200, 3), 8, tokens=4, page=16, packed=True),
-    MlaDecodeCase("E4M3, the demo model, pages of 256", (70, 300), 8, rank=256, rope=32, page=256, packed=True),
+    MlaDecodeCase(
+        "E4M3, the demo model, pages of 256", (70, 300), 8, rank=256, rope=32, page=256, packed=True
+    ),
     MlaDecodeCase("E4M3, smallest rank", (129, 20), 20, rank=128, page=32, packed=True),
     MlaDecodeCase(
-        "E4M3, eight heads, two tokens, smallest rank, largest numbers", (129, 20), 8, 2, 128, page=32, packed=True, size=2.0**13
+        "E4M3, eight heads, two tokens, smallest rank, largest numbers",
+        (129, 20),
+        8,
+        2,
+        128,
+        page=32,
+        packed=True,
+        size=2.0**13,
     ),
     MlaDecodeCase("E4M3, small numbers", (150, 40), 16, rank=256, page=16, packed=True, size=2.0**-10),
     MlaDecodeCase("NaN in what is held", (70, 0, 400), 16, poisoned=True),
@@ -55,7 +65,9 @@ MLA_DECODE = [
 ]
 
 
-def mla_decode_inputs(case: MlaDecodeCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array | fp8.Fp8]:
+def mla_decode_inputs(
+    case: MlaDecodeCase, seed: int = 0, dtype=jnp.bfloat16
+) -> dict[str, jax.Array | fp8.Fp8]:
     """Random inputs, with NaN in unused slots and pages in random order."""
     rng = np.random.default_rng(seed)
     B, most = len(case.seq_lens), max(1, *(-(-n // case.page) for n in case.seq_lens))
@@ -76,7 +88,11 @@ def mla_decode_inputs(case: MlaDecodeCase, seed: int = 0, dtype=jnp.bfloat16) ->
     def keys():
         longest = int(lens.argmax())
         page, slot = divmod(lens[longest] // 2, case.page)
-        return cache(case.rope).at[table[longest, page], slot].set(jnp.nan) if case.poisoned else cache(case.rope)
+        return (
+            cache(case.rope).at[table[longest, page], slot].set(jnp.nan)
+            if case.poisoned
+            else cache(case.rope)
+        )
 
     def latent():
         if not case.packed:
@@ -117,13 +133,21 @@ def packed(lens: tuple[int, ...]) -> Ranges:
 def packed_prefixes(lens: tuple[int, ...], prefixes: tuple[int, ...], page: int = 64) -> Ranges:
     """The same queries before keys of prefixes of their prompts, each from a page's start: every query attends to its prefix."""
     starts = itertools.accumulate((-(-n // page) * page for n in prefixes), initial=0)
-    return (tuple((start, start + held) for start, held, n in zip(starts, prefixes, lens, strict=False) for _ in range(n)),)
+    return (
+        tuple(
+            (start, start + held)
+            for start, held, n in zip(starts, prefixes, lens, strict=False)
+            for _ in range(n)
+        ),
+    )
 
 
 def scattered(queries: int, keys: int, rows: int = 1, seed: int = 0) -> Ranges:
     """Random ranges, some of them empty."""
     rng = np.random.default_rng(seed)
-    return tuple(tuple((int(a), int(b)) for a, b in rng.integers(0, keys + 1, (queries, 2))) for _ in range(rows))
+    return tuple(
+        tuple((int(a), int(b)) for a, b in rng.integers(0, keys + 1, (queries, 2))) for _ in range(rows)
+    )
 
 
 class MlaPrefillCase(NamedTuple):
@@ -161,7 +185,9 @@ MLA_PREFILL = [
     MlaPrefillCase("the demo model", ragged((90, 150), (90, 200)), heads=8, width=64, value=32),
     MlaPrefillCase("NaN in what is held", ragged((70, 20), (200, 20)), poisoned=True),
     MlaPrefillCase("prompts packed in a row", packed(LENS), spare=40),
-    MlaPrefillCase("packed before prefixes of their own", packed_prefixes(LENS, (130, 0, 64, 500, 7, 260)), spare=40),
+    MlaPrefillCase(
+        "packed before prefixes of their own", packed_prefixes(LENS, (130, 0, 64, 500, 7, 260)), spare=40
+    ),
     MlaPrefillCase("packed, heads of 256", packed(LENS), width=256, value=256),
     MlaPrefillCase("packed, NaN in what one of them holds", packed((150, 200, 33)), poisoned=True),
     MlaPrefillCase("packed, tiles that not all of a cluster need", packed((150, 60)), heads=4),
@@ -237,7 +263,12 @@ RAGGED_DOT = [
     RaggedDotCase("tiles of all sizes", (41, 0, 67, 98, 79, 124, 131, 139, 85, 91, 3, 452), 128, 72),
 ]
 # pairs of an op and its kind of operands (bfloat16, E4M3 weights, both E4M3) that together cover every part of the kernel
-RAGGED_DOT_KINDS = [("ragged_dot", "bf16"), ("ragged_swiglu", "bf16"), ("ragged_swiglu", "w8"), ("ragged_dot", "w8a8")]
+RAGGED_DOT_KINDS = [
+    ("ragged_dot", "bf16"),
+    ("ragged_swiglu", "bf16"),
+    ("ragged_swiglu", "w8"),
+    ("ragged_dot", "w8a8"),
+]
 
 
 def ragged_dot_inputs(case: RaggedDotCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
@@ -248,7 +279,9 @@ def ragged_dot_inputs(case: RaggedDotCase, seed: int = 0, dtype=jnp.bfloat16) ->
     shape = len(case.group_sizes), case.features, case.depth
     gate, up = (rng.standard_normal(shape, np.float32) * case.depth**-0.5 for _ in range(2))
     arrays = {"x": x, "gate": gate, "up": up}
-    return {name: jnp.asarray(a, dtype) for name, a in arrays.items()} | {"group_sizes": jnp.array(case.group_sizes, jnp.int32)}
+    return {name: jnp.asarray(a, dtype) for name, a in arrays.items()} | {
+        "group_sizes": jnp.array(case.group_sizes, jnp.int32)
+    }
 
 
 class QuantizedMatmulCase(NamedTuple):
@@ -267,7 +300,9 @@ QUANTIZED_MATMUL = [
 ]
 
 
-def quantized_matmul_inputs(case: QuantizedMatmulCase, seed: int = 0, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
+def quantized_matmul_inputs(
+    case: QuantizedMatmulCase, seed: int = 0, dtype=jnp.bfloat16
+) -> dict[str, jax.Array]:
     """Random inputs before quantisation; rows differ in size by powers of ten."""
     rng = np.random.default_rng(seed)
     size = 10.0 ** rng.integers(-3, 4, (case.rows, 1))
@@ -278,7 +313,8 @@ def quantized_matmul_inputs(case: QuantizedMatmulCase, seed: int = 0, dtype=jnp.
 
 class RopeAppendCase(NamedTuple):
     name: str
-    tokens: tuple[str, ...]  # per row, a letter per token: n for a new one, - for padding, > for one that has no room
+    # Per row, a letter per token: n for a new one, - for padding, > for one that has no room
+    tokens: tuple[str, ...]
     heads: int
     width: int = 192  # of a query
     rank: int = 512
@@ -307,10 +343,14 @@ def rope_append_inputs(case: RopeAppendCase, seed: int = 0, dtype=jnp.bfloat16) 
     from pallas_kernels.rope_append import Latents, Tokens
 
     rng = np.random.default_rng(seed)
-    letters, slots, limit = np.array([list(row) for row in case.tokens]), case.pages * case.page, np.iinfo(np.int32)
+    letters = np.array([list(row) for row in case.tokens])
+    slots = case.pages * case.page
+    limit = np.iinfo(np.int32)
     some = letters == "n"
     at = np.where(
-        letters == "-", rng.choice([-1, -slots, limit.min], letters.shape), rng.choice([slots, limit.max], letters.shape)
+        letters == "-",
+        rng.choice([-1, -slots, limit.min], letters.shape),
+        rng.choice([slots, limit.max], letters.shape),
     )
     at[some] = rng.permutation(slots)[: some.sum()]
     held = rng.random((case.pages, case.page)) < 0.5

@@ -17,7 +17,9 @@ def codes(name: str) -> np.ndarray:
     kind = getattr(quants, name)
     found = np.frombuffer(bytes.fromhex(kind.grid_hex.decode("ascii")), "<u2")
     if len(found) != kind.grid_shape[0]:
-        raise SystemExit(f"{name}: {len(found)} entries, expected {kind.grid_shape[0]}: the package has another layout now")
+        raise SystemExit(
+            f"{name}: {len(found)} entries, expected {kind.grid_shape[0]}: the package has another layout now"
+        )
     return found
 
 

@@ -18,7 +18,16 @@ COUNT = 8
 SHARE = 0.9  # of a device's memory, as --memory-fraction
 MODELS = {"DeepSeek-V2-Lite (bf16)": "v2_lite", "DeepSeek-V3, R1 (FP8)": "v3", "Kimi-K2 (FP8)": "kimi_k2"}
 KINDS = ("h100", "h200", "b200", "v5p", "v6e")
-HEADER = ("model", f"{COUNT} of", "mesh", "weights of a device", "tokens of cache", "decode", "prompts", "messages")
+HEADER = (
+    "model",
+    f"{COUNT} of",
+    "mesh",
+    "weights of a device",
+    "tokens of cache",
+    "decode",
+    "prompts",
+    "messages",
+)
 
 
 def rows() -> Iterator[tuple[str, ...]]:
@@ -42,7 +51,11 @@ def cells(config: Config, kind: Planned) -> tuple[str, ...]:
 def _lacking(cost: MeshCost, available: float) -> tuple[str, ...]:
     """The mesh that comes closest."""
     tokens = cost.tokens(available)
-    why = f"does not fit: room for {about(tokens)} tokens" if tokens else f"does not fit: {_gb(available)} there"
+    why = (
+        f"does not fit: room for {about(tokens)} tokens"
+        if tokens
+        else f"does not fit: {_gb(available)} there"
+    )
     return shown_mesh(cost.sizes), _gb(cost.weight_bytes), why, "", "", ""
 
 

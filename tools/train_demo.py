@@ -59,7 +59,9 @@ def ship(work: Path) -> None:
     """Writes the trained model to WORK/demo in FP8, as DeepSeek releases its models, and to WORK/bf16 for comparison."""
     recipe = Recipe(**json.loads((work / "run/recipe.json").read_text()))
     with np.load(work / "run/weights.npz") as arrays:
-        model = Model(recipe.config(extended=True))({path: jnp.asarray(arrays[path]) for path in arrays.files})
+        model = Model(recipe.config(extended=True))(
+            {path: jnp.asarray(arrays[path]) for path in arrays.files}
+        )
     bos, eos, pad = library.BOS, library.EOS, library.PAD
     settings = {
         "tokenizer_config.json": {
@@ -92,9 +94,13 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         kept = self.folder / "recipe.json"
         if kept.exists() and json.loads(kept.read_text()) != asdict(recipe):
-            raise SystemExit(f"error: {self.folder} was started with another recipe\n  resume that one, or delete the folder")
+            raise SystemExit(
+                f"error: {self.folder} was started with another recipe\n  resume that one, or delete the folder"
+            )
         kept.write_text(json.dumps(asdict(recipe), indent=1) + "\n")
-        self.checkpoints = ocp.CheckpointManager(self.folder / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=1))
+        self.checkpoints = ocp.CheckpointManager(
+            self.folder / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=1)
+        )
 
     @property
     def has_time(self) -> bool:
@@ -104,7 +110,9 @@ class Run:
         """The newest checkpoint, or a fresh start."""
         trained, last = start(self.recipe), self.checkpoints.latest_step()
         if last is not None:
-            trained = cast(Trained, self.checkpoints.restore(last, args=ocp.args.StandardRestore(cast(Any, trained))))
+            trained = cast(
+                Trained, self.checkpoints.restore(last, args=ocp.args.StandardRestore(cast(Any, trained)))
+            )
         count = sum(value.size for value in trained.values.values())
         self.console.print(f"{count:,} parameters; from step {int(trained.step):,}")
         return trained
@@ -113,14 +121,17 @@ class Run:
         """Writes a checkpoint to resume from, and the weights by name."""
         self.checkpoints.save(int(trained.step), args=ocp.args.StandardSave(cast(Any, trained)))
         self.checkpoints.wait_until_finished()
-        arrays: dict[str, Any] = {path: np.asarray(value) for path, value in (trained.values | trained.bias).items()}
+        arrays: dict[str, Any] = {
+            path: np.asarray(value) for path, value in (trained.values | trained.bias).items()
+        }
         np.savez(self.folder / "weights.npz", **arrays)
         self.console.print(f"at step {int(trained.step):,} of {self.recipe.steps:,}")
 
     def phase(self, trained: Trained, phase: Phase, first: int, extended: bool) -> Trained:
         """Trains until the phase or the time is over; writes a line of the log every LOOK steps."""
         config, last = self.recipe.config(extended), first + phase.steps
-        step, held = step_of(self.recipe, config), evaluate.HeldOut(self.corpus, config, phase.rows, phase.length)
+        step = step_of(self.recipe, config)
+        held = evaluate.HeldOut(self.corpus, config, phase.rows, phase.length)
         batches = data.Batches(self.corpus, phase.mix, self.recipe.answer_weight, self.recipe.seed)
         with self.progress() as bar:
             task = bar.add_task(f"{phase.length} tokens", total=last, completed=int(trained.step), said="")
@@ -134,14 +145,20 @@ class Run:
                 if done % JUDGE == 0 or done == last or not self.has_time:
                     row["held_out"] = held.bits_per_byte(trained.values, trained.bias)
                 self.log(done, row)
-                bar.update(task, completed=done, said=f"loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tok/s")
+                bar.update(
+                    task, completed=done, said=f"loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tok/s"
+                )
                 if not self.has_time:
                     break
                 clock = time.monotonic()
         return trained
 
     def progress(self) -> Progress:
-        columns = (*Progress.get_default_columns()[:2], TextColumn("{task.fields[said]}"), TimeRemainingColumn())
+        columns = (
+            *Progress.get_default_columns()[:2],
+            TextColumn("{task.fields[said]}"),
+            TimeRemainingColumn(),
+        )
         return Progress(*columns, console=self.console, disable=not self.console.is_terminal)
 
     def log(self, step: int, row: dict[str, float]) -> None:
@@ -154,15 +171,22 @@ class Run:
             self.console.print(f"step {step:,}: {said}")
 
 
-def ahead(batches: data.Batches, phase: Phase, begun: int, last: int) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray]]]:
+def ahead(
+    batches: data.Batches, phase: Phase, begun: int, last: int
+) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray]]]:
     """Batches that threads prepare in advance, each with the number of steps done after it."""
     with ThreadPoolExecutor(AHEAD) as pool:
-        queue = {n: pool.submit(batches.batch, n, phase.rows, phase.length) for n in range(begun, min(begun + AHEAD, last))}
+        queue = {
+            n: pool.submit(batches.batch, n, phase.rows, phase.length)
+            for n in range(begun, min(begun + AHEAD, last))
+        }
         try:
             for number in range(begun, last):
                 yield number + 1, queue.pop(number).result()
                 if number + AHEAD < last:
-                    queue[number + AHEAD] = pool.submit(batches.batch, number + AHEAD, phase.rows, phase.length)
+                    queue[number + AHEAD] = pool.submit(
+                        batches.batch, number + AHEAD, phase.rows, phase.length
+                    )
         finally:
             pool.shutdown(cancel_futures=True)
 

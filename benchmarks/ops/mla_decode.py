@@ -31,7 +31,9 @@ def _check(case: testing.MlaDecodeCase) -> str:
     own, _ = jax.jit(functools.partial(mla_decode, impl="xla"))(**inputs)
     scale = inputs.pop("scale")
     out, got_lse = jax.jit(functools.partial(mla_decode, scale=scale, impl="mosaic_gpu"))(**inputs)
-    off, own_off, lse_off = testing.error(out, wanted), testing.error(own, wanted), testing.lse_error(got_lse, lse)
+    off = testing.error(out, wanted)
+    own_off = testing.error(own, wanted)
+    lse_off = testing.lse_error(got_lse, lse)
     good = off <= 2 * own_off and lse_off < 1e-3
     return f"{'ok  ' if good else 'FAIL'} mla_decode, {case.name}: {off:.5f}, fallback {own_off:.5f}, lse {lse_off:.1e}"
 
@@ -47,7 +49,9 @@ class Shape:
         sets = timing.sets_of(self.bytes)
         apart = timing.sets_of(self.bytes, 1 << 20) // sets  # small caches are spread over the pool
         keys = jax.random.split(jax.random.key(0), 4)
-        normal = jax.jit(lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16), static_argnums=(1, 2, 3, 4))
+        normal = jax.jit(
+            lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16), static_argnums=(1, 2, 3, 4)
+        )
         total = pages * (1 + (sets - 1) * apart)
         c_kv, self.k_pe = normal(keys[0], total, PAGE, RANK), normal(keys[1], total, PAGE, ROPE)
         self.c_kv = jax.jit(fp8.quantize_cache)(c_kv) if packed else c_kv
@@ -72,7 +76,12 @@ class Shape:
 
 def rows(peers: dict[tuple, dict] | None = None) -> Iterator[dict]:
     """`peers`: microseconds by ("mla_decode", batch, heads, cached tokens), then by name."""
-    return (_row(at, packed, peers or {}) for packed in (False, True) for at in BARS if not (packed and at[1] > 32))
+    return (
+        _row(at, packed, peers or {})
+        for packed in (False, True)
+        for at in BARS
+        if not (packed and at[1] > 32)
+    )
 
 
 def _row(at: tuple[int, int, int], packed: bool, peers: dict[tuple, dict]) -> dict:
@@ -80,8 +89,16 @@ def _row(at: tuple[int, int, int], packed: bool, peers: dict[tuple, dict]) -> di
     us, error = shape.work().measure()
     flops = 2 * shape.batch * shape.heads * shape.held * (2 * RANK + ROPE)
     floor = max(shape.bytes / timing.HBM, flops / timing.BF16) * 1e6
-    row = {"op": "mla_decode fp8 cache" if packed else "mla_decode", "batch": at[0], "heads": at[1], "held": at[2], "us": us}
+    row = {
+        "op": "mla_decode fp8 cache" if packed else "mla_decode",
+        "batch": at[0],
+        "heads": at[1],
+        "held": at[2],
+        "us": us,
+    }
     row |= {"bar": None if packed else BARS[at], "floor": floor}
     return (
-        row | {"TB/s": shape.bytes / us / 1e6, "TFLOP/s": flops / us / 1e6, "error": error} | peers.get(("mla_decode", *at), {})
+        row
+        | {"TB/s": shape.bytes / us / 1e6, "TFLOP/s": flops / us / 1e6, "error": error}
+        | peers.get(("mla_decode", *at), {})
     )

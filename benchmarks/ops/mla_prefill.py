@@ -58,7 +58,9 @@ def _check(case: testing.MlaPrefillCase) -> str:
     wanted, lse = jax.jit(functools.partial(reference.mla_prefill, **options))(**inputs)
     own, _ = jax.jit(functools.partial(mla_prefill, **options, impl="xla"))(**inputs)
     out, got_lse = jax.jit(functools.partial(mla_prefill, **options, impl="mosaic_gpu"))(**inputs)
-    off, own_off, lse_off = testing.error(out, wanted), testing.error(own, wanted), testing.lse_error(got_lse, lse)
+    off = testing.error(out, wanted)
+    own_off = testing.error(own, wanted)
+    lse_off = testing.lse_error(got_lse, lse)
     good = off <= 2 * own_off and lse_off < 1e-3
     return f"{'ok  ' if good else 'FAIL'} mla_prefill, {case.name}: {off:.5f}, fallback {own_off:.5f}, lse {lse_off:.1e}"
 
@@ -86,7 +88,15 @@ def work(shape: Shape) -> timing.Work:
 def _row(shape: Shape, peers: dict[tuple, dict]) -> dict:
     B, N, T, S, H, V, prompts = shape
     us, error = work(shape).measure()
-    row = {"op": "mla_prefill", "batch": B, "heads": N, "queries": T, "held": S, "prompts": prompts, "widths": f"{H}/{V}"}
+    row = {
+        "op": "mla_prefill",
+        "batch": B,
+        "heads": N,
+        "queries": T,
+        "held": S,
+        "prompts": prompts,
+        "widths": f"{H}/{V}",
+    }
     row |= {"us": us, "floor": max(shape.flops() / timing.BF16, shape.nbytes() / timing.HBM) * 1e6}
     known = peers.get(("mla_prefill", B, N, S), {}) if S == T and H == 192 and prompts == 1 else {}
     return row | {"TFLOP/s": shape.flops() / us / 1e6, "error": error} | known

@@ -23,7 +23,9 @@ def check() -> list[str]:
 def _check(case: testing.MoeDecodeCase) -> str:
     inputs = testing.moe_decode_inputs(case)
     title = f"moe_decode, {case.name}"
-    if reason := choice.why_not("mosaic_gpu", CHECKS, *(inputs[name] for name in ("x", "topk_ids", "gate", "up", "down"))):
+    if reason := choice.why_not(
+        "mosaic_gpu", CHECKS, *(inputs[name] for name in ("x", "topk_ids", "gate", "up", "down"))
+    ):
         return f"ok   {title}: refused, {reason}"
     wanted = reference.moe_decode(**inputs)
     off, own = (testing.error(moe_decode(**inputs, impl=impl), wanted) for impl in ("mosaic_gpu", "xla"))
@@ -45,7 +47,9 @@ def work(shape: tuple[int, ...], weights: list[jax.Array], impl: str = "mosaic_g
     own = np.arange(last.size).reshape(last.shape)  # all experts would not fit in float64
     wanted = reference.moe_decode(x[-2:], own, share[-2:], *(w[last.reshape(-1)] for w in weights))
     call = functools.partial(moe_decode, impl=impl)
-    return timing.Work(call, [(x, ids, share, *weights) for ids in sets], lambda out: testing.error(out[-2:], wanted))
+    return timing.Work(
+        call, [(x, ids, share, *weights) for ids in sets], lambda out: testing.error(out[-2:], wanted)
+    )
 
 
 def _row(shape: tuple[int, ...], weights: list[jax.Array]) -> dict:
@@ -61,7 +65,9 @@ def weights(shape: tuple[int, ...]) -> list[jax.Array]:
     """Random gate, up and down of all experts."""
     _, _, X, D, F = shape
     keys = jax.random.split(jax.random.key(0), 3)
-    return [ragged_dot.weight(key, X, *size) for key, size in zip(keys, ((F, D), (F, D), (D, F)), strict=True)]
+    return [
+        ragged_dot.weight(key, X, *size) for key, size in zip(keys, ((F, D), (F, D), (D, F)), strict=True)
+    ]
 
 
 def rows(peers: dict | None = None) -> Iterator[dict]:

@@ -38,7 +38,8 @@ def _check(case: testing.QuantizedMatmulCase) -> Iterator[str]:
             continue
         wanted = reference.quantized_matmul(x, w)
         off, own = (
-            testing.error(jax.jit(functools.partial(quantized_matmul, impl=impl))(x, w), wanted) for impl in ("mosaic_gpu", "xla")
+            testing.error(jax.jit(functools.partial(quantized_matmul, impl=impl))(x, w), wanted)
+            for impl in ("mosaic_gpu", "xla")
         )
         yield f"{'ok  ' if off <= 2 * own else 'FAIL'} {title}: {off:.5f}, fallback {own:.5f}"
 
@@ -58,15 +59,35 @@ def _row(name: str, M: int) -> Iterator[dict]:
     codes, scale = jax.jit(fp8.quantize)(x)
     for held, rows, first, call in (
         ("w8", x, (x,), quantized_matmul),
-        ("w8a8", fp8.Fp8(codes, scale), (scale, codes), lambda scale, codes, w: quantized_matmul(fp8.Fp8(codes, scale), w)),
+        (
+            "w8a8",
+            fp8.Fp8(codes, scale),
+            (scale, codes),
+            lambda scale, codes, w: quantized_matmul(fp8.Fp8(codes, scale), w),
+        ),
     ):
         wanted = jax.jit(reference.quantized_matmul)(rows, weights[0])
-        work = timing.Work(call, [(*first, w) for w in weights], functools.partial(testing.error, wanted=wanted))
+        work = timing.Work(
+            call, [(*first, w) for w in weights], functools.partial(testing.error, wanted=wanted)
+        )
         us, error = work.measure()
         flops = 2 * M * D * F
         floor = max(D * F / timing.HBM, flops / (timing.FP8 if held == "w8a8" else timing.BF16)) * 1e6
-        row = {"op": "quantized_matmul", "weight": name, "held": held, "rows": M, "depth": D, "features": F, "us": us}
-        row |= {"floor": floor, "XLA in bfloat16": beside, "TB/s": D * F / us / 1e6, "TFLOP/s": flops / us / 1e6}
+        row = {
+            "op": "quantized_matmul",
+            "weight": name,
+            "held": held,
+            "rows": M,
+            "depth": D,
+            "features": F,
+            "us": us,
+        }
+        row |= {
+            "floor": floor,
+            "XLA in bfloat16": beside,
+            "TB/s": D * F / us / 1e6,
+            "TFLOP/s": flops / us / 1e6,
+        }
         yield row | {"error": error}
 
 

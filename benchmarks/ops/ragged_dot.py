@@ -60,7 +60,8 @@ def _check(case: testing.RaggedDotCase, how: str) -> Iterator[str]:
             continue
         wanted = getattr(reference, op.__name__)(*args)[: case.rows]
         off, own = (
-            testing.error(jax.jit(functools.partial(op, impl=impl))(*args)[: case.rows], wanted) for impl in ("mosaic_gpu", "xla")
+            testing.error(jax.jit(functools.partial(op, impl=impl))(*args)[: case.rows], wanted)
+            for impl in ("mosaic_gpu", "xla")
         )
         yield f"{'ok  ' if off <= 2 * own else 'FAIL'} {title}: {off:.5f}, fallback {own:.5f}"
 
@@ -71,7 +72,9 @@ def deal(rows: int, experts: int, sets: int, even: bool) -> list[jax.Array]:
         return [jnp.full((experts,), rows // experts, jnp.int32)] * sets
     rng = np.random.default_rng(0)
     if rows > experts // 2:
-        return [jnp.asarray(rng.multinomial(rows, np.full(experts, 1 / experts)), jnp.int32) for _ in range(sets)]
+        return [
+            jnp.asarray(rng.multinomial(rows, np.full(experts, 1 / experts)), jnp.int32) for _ in range(sets)
+        ]
     order = np.resize(rng.permutation(experts), sets * rows).reshape(sets, rows)
     return [jnp.asarray(np.bincount(some, minlength=experts), jnp.int32) for some in order]
 
@@ -125,7 +128,9 @@ def work(op: Callable, shape: tuple[int, ...], how: str, inputs: dict, names: Se
     wanted = jax.jit(getattr(reference, op.__name__))(x, *weights, sets[0])
     error = functools.partial(testing.error, wanted=wanted)
     if how == "w8":  # the preparation of x is part of every call
-        return timing.Work(lambda both, *w: op(both[1], *w, both[0]), [((sizes, x), *weights) for sizes in sets], error)
+        return timing.Work(
+            lambda both, *w: op(both[1], *w, both[0]), [((sizes, x), *weights) for sizes in sets], error
+        )
     return timing.Work(lambda sizes, *rest: op(*rest, sizes), [(sizes, x, *weights) for sizes in sets], error)
 
 
@@ -137,9 +142,22 @@ def _row(op: Callable, shape: tuple[int, ...], how: str, inputs: dict, names: Se
     touched = float(np.mean([(np.asarray(sizes) > 0).sum() for sizes in sets]))
     flops, read = 2 * M * D * F * len(names), touched * bytes_of(inputs, names)
     peak = timing.FP8 if how == "w8a8" else timing.BF16
-    row = {"op": op.__name__, "held": how, "experts": X, "touched": touched, "rows": M, "even": even, "depth": D, "features": F}
+    row = {
+        "op": op.__name__,
+        "held": how,
+        "experts": X,
+        "touched": touched,
+        "rows": M,
+        "even": even,
+        "depth": D,
+        "features": F,
+    }
     row |= {"us": us, "bar": BARS.get(M) if (op, X, how) == (ragged_dot.ragged_dot, 32, "bf16") else None}
-    row |= {"floor": max(read / timing.HBM, flops / peak) * 1e6, "TB/s": read / us / 1e6, "TFLOP/s": flops / us / 1e6}
+    row |= {
+        "floor": max(read / timing.HBM, flops / peak) * 1e6,
+        "TB/s": read / us / 1e6,
+        "TFLOP/s": flops / us / 1e6,
+    }
     row["error"], args_sets = error, ours.args_sets
     if how == "bf16" and len(names) == 1:
         row["jax.lax"] = _time(_lax, args_sets)

@@ -16,7 +16,10 @@ HELD = 4096  # tokens that the pool has room for, per row
 
 def check() -> list[str]:
     """One line per named case, the kernel's error may be twice the fallback's; and one for a pool beyond 2^31 numbers."""
-    return [*(_check(case) for case in testing.ROPE_APPEND), *(_check_large(impl) for impl in ("mosaic_gpu", "xla"))]
+    return [
+        *(_check(case) for case in testing.ROPE_APPEND),
+        *(_check_large(impl) for impl in ("mosaic_gpu", "xla")),
+    ]
 
 
 def _check(case: testing.RopeAppendCase) -> str:
@@ -25,7 +28,10 @@ def _check(case: testing.RopeAppendCase) -> str:
     if reason := choice.why_not("mosaic_gpu", CHECKS, inputs["q"], inputs["kv"], inputs["cache"]):
         return f"ok   {title}: refused, {reason}"
     wanted = reference.rope_append(**inputs)
-    off, own = (testing.rope_append_errors(rope_append(**inputs, impl=impl), wanted, inputs) for impl in ("mosaic_gpu", "xla"))
+    off, own = (
+        testing.rope_append_errors(rope_append(**inputs, impl=impl), wanted, inputs)
+        for impl in ("mosaic_gpu", "xla")
+    )
     good = all(off[name] <= 2 * own[name] for name in off)
     return f"{'ok  ' if good else 'FAIL'} {title}: {off}, fallback {own}"
 

@@ -88,7 +88,9 @@ def microseconds(call: Callable, args_sets: Sequence[tuple]) -> float:
 
 def microseconds_in_place(step: Callable, state: dict, steps: int = 256) -> float:
     """The median per iteration of a loop of steps, each of which updates the state of the one before."""
-    many = jax.jit(lambda state: jax.lax.fori_loop(0, steps, lambda _, state: step(state), state), donate_argnums=0)
+    many = jax.jit(
+        lambda state: jax.lax.fori_loop(0, steps, lambda _, state: step(state), state), donate_argnums=0
+    )
     state, times = many(jax.tree.map(jax.numpy.copy, state)), []
     for _ in range(5):
         jax.block_until_ready(state)

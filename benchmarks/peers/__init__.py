@@ -44,7 +44,9 @@ def expected(batch: Batch, parts: list[layout.Parts], formats: tuple[str, ...]) 
         token, k = np.nonzero(batch.ids == e)
         one = [tuple(part[e] for part in matrix) for matrix in parts]
         values = [layout.dequantize(p, f, i) for p, f, i in zip(one, formats, inputs, strict=True)]
-        out[token] += batch.weights[token, k, None] * reference.expert(batch.x[token], *values, ("bf16", "bf16"))
+        out[token] += batch.weights[token, k, None] * reference.expert(
+            batch.x[token], *values, ("bf16", "bf16")
+        )
     return out
 
 

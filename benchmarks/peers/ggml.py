@@ -75,7 +75,8 @@ FUNCTIONS = {  # of ggml.h, ggml-alloc.h, ggml-backend.h and ggml-cpu.h: result 
 }
 
 
-_UNHEARD = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, P)(lambda *_: None)  # every repacked tensor is logged
+# Every repacked tensor is logged
+_UNHEARD = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, P)(lambda *_: None)
 
 
 def about() -> str:
@@ -130,14 +131,18 @@ cpu = cache(Cpu)
 
 
 class Layer:
-    def __init__(self, method: str, parts: list[tuple[np.ndarray, ...]], formats: tuple[str, ...], threads: int):
+    def __init__(
+        self, method: str, parts: list[tuple[np.ndarray, ...]], formats: tuple[str, ...], threads: int
+    ):
         self.cpu = cpu(threads)
         self.weights_memory, self.graph_memory = contextlib.ExitStack(), contextlib.ExitStack()
         weakref.finalize(self, self.weights_memory.close)
         weakref.finalize(self, self.graph_memory.close)
         self.width, self.model = parts[0][0].shape[1], parts[2][0].shape[1]
         inputs = (self.model, self.model, self.width)
-        self.weights = [self._stored(_encoded(p, f), TYPES[f], k) for p, f, k in zip(parts, formats, inputs, strict=True)]
+        self.weights = [
+            self._stored(_encoded(p, f), TYPES[f], k) for p, f, k in zip(parts, formats, inputs, strict=True)
+        ]
         self.shape = None
 
     def __call__(self, batch: Batch) -> np.ndarray:
@@ -158,7 +163,8 @@ class Layer:
                 tensor = ggml.ggml_new_tensor_3d(context, kind, inputs, outputs, experts)
                 buffer = ggml.ggml_backend_alloc_ctx_tensors_from_buft(context, buffer_type)
                 memory.callback(ggml.ggml_backend_buffer_free, buffer)
-                row, chosen = ggml.ggml_new_tensor_3d(context, F32, inputs, 1, 1), ggml.ggml_new_tensor_2d(context, I32, 1, 1)
+                row = ggml.ggml_new_tensor_3d(context, F32, inputs, 1, 1)
+                chosen = ggml.ggml_new_tensor_2d(context, I32, 1, 1)
                 product = ggml.ggml_mul_mat_id(context, tensor, row, chosen)
                 if ggml.ggml_backend_dev_supports_op(self.cpu.device, product):
                     ggml.ggml_backend_tensor_set(tensor, encoded.ctypes.data, 0, encoded.nbytes)
@@ -180,7 +186,9 @@ class Layer:
         hidden = ggml.ggml_swiglu_split(context, gates, ups)
         each = ggml.ggml_mul(context, ggml.ggml_mul_mat_id(context, down, hidden, ids), weights)
         row = 4 * self.model
-        views = [ggml.ggml_view_2d(context, each, self.model, tokens, row * chosen, row * k) for k in range(chosen)]
+        views = [
+            ggml.ggml_view_2d(context, each, self.model, tokens, row * chosen, row * k) for k in range(chosen)
+        ]
         out = views[0] if chosen > 1 else ggml.ggml_cont(context, views[0])
         for view in views[1:]:
             out = ggml.ggml_add(context, out, view)

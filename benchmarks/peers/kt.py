@@ -52,7 +52,9 @@ def _pool(threads: int):
 
 
 class Layer:
-    def __init__(self, method: str, parts: list[tuple[np.ndarray, ...]], formats: tuple[str, ...], threads: int):
+    def __init__(
+        self, method: str, parts: list[tuple[np.ndarray, ...]], formats: tuple[str, ...], threads: int
+    ):
         from kt_kernel import kt_kernel_ext
 
         experts, width, _ = parts[0][0].shape[:3]
@@ -74,10 +76,16 @@ class Layer:
 
     def __call__(self, batch: Batch) -> np.ndarray:
         if len(batch.bits) > MAX_TOKENS or batch.ids.shape[1] > MAX_CHOSEN:
-            raise ValueError(f"{batch.ids.shape}: the layer was set up for {MAX_TOKENS} tokens and {MAX_CHOSEN} experts of each")
-        out, ids, count = np.empty_like(batch.bits), batch.ids.astype(np.int64), np.array([len(batch.bits)], np.int32)
+            raise ValueError(
+                f"{batch.ids.shape}: the layer was set up for {MAX_TOKENS} tokens and {MAX_CHOSEN} experts of each"
+            )
+        out = np.empty_like(batch.bits)
+        ids = batch.ids.astype(np.int64)
+        count = np.array([len(batch.bits)], np.int32)
         arrays = (ids, batch.weights, batch.bits, out)
-        self.pool.submit(self.moe.forward_task(count.ctypes.data, ids.shape[1], *(a.ctypes.data for a in arrays), False))
+        self.pool.submit(
+            self.moe.forward_task(count.ctypes.data, ids.shape[1], *(a.ctypes.data for a in arrays), False)
+        )
         self.pool.sync()
         return out
 

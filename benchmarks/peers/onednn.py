@@ -18,7 +18,9 @@ def named(method: str) -> str:
 
 
 class Layer:
-    def __init__(self, method: str, parts: list[tuple[np.ndarray, ...]], formats: tuple[str, ...], threads: int):
+    def __init__(
+        self, method: str, parts: list[tuple[np.ndarray, ...]], formats: tuple[str, ...], threads: int
+    ):
         import torch
 
         torch.set_num_threads(threads)
@@ -47,6 +49,7 @@ class Layer:
         if rows != self.rows:
             pack, (gate, up, down) = torch.ops.mkldnn._reorder_linear_weight, self.matrices
             self.packed = [
-                (pack(torch.cat([g, u]), rows), pack(d.contiguous(), rows)) for g, u, d in zip(gate, up, down, strict=True)
+                (pack(torch.cat([g, u]), rows), pack(d.contiguous(), rows))
+                for g, u, d in zip(gate, up, down, strict=True)
             ]
             self.rows = rows

@@ -77,7 +77,9 @@ def as_one(tree: Any) -> tuple[Array, Callable[[Array], Any]]:
     def apart(rows: Array) -> Any:
         stops = np.cumsum([words.shape[1] for words in joined])[:-1]
         parts = jnp.split(rows, stops, axis=1)
-        return jax.tree.unflatten(structure, [_as_numbers(part, leaf) for part, leaf in zip(parts, leaves, strict=True)])
+        return jax.tree.unflatten(
+            structure, [_as_numbers(part, leaf) for part, leaf in zip(parts, leaves, strict=True)]
+        )
 
     return jnp.concatenate(joined, axis=1), apart
 
@@ -156,15 +158,19 @@ def sent(rows: Shaped[Array, "S ..."], route: Route, most: int, room: int) -> Sh
     What comes after the last row may be anything. Where a platform has no ragged exchange, messages are padded to `most` rows. On
     GPUs of one process they go in pieces."""
     here = index(route.axes)
-    starts = jnp.cumsum(route.counts, axis=1) - route.counts  # of the rows for each device, among those that each sends
+    # Of the rows for each device, among those that each sends
+    starts = jnp.cumsum(route.counts, axis=1) - route.counts
     lands = jnp.cumsum(route.counts, axis=0) - route.counts  # and among those that each receives
     sends, comes = route.counts[here], route.counts[:, here]
 
     def ragged(rows: Array, pieces: int = 1) -> Array:
-        into = rows.at[jnp.arange(room)].get(mode="clip")  # zeros depend on nothing: XLA makes those of all layers at once
+        # Zeros depend on nothing: XLA makes those of all layers at once
+        into = rows.at[jnp.arange(room)].get(mode="clip")
         outgoing, incoming = cut(sends, pieces), cut(comes, pieces)
         begins, ends = (jnp.repeat(first[here], pieces) + outgoing.starts for first in (starts, lands))
-        return jax.lax.ragged_all_to_all(rows, into, begins, outgoing.sizes, ends, incoming.sizes, axis_name=route.axes)
+        return jax.lax.ragged_all_to_all(
+            rows, into, begins, outgoing.sizes, ends, incoming.sizes, axis_name=route.axes
+        )
 
     def in_pieces(rows: Array) -> Array:
         return ragged(rows, max(PIECES // size(route.axes), 1) if jax.process_count() == 1 else 1)

@@ -20,14 +20,16 @@ AXES: dict[str, tuple[tuple[str, ...], Callable]] = {
     "value": (("v_head_dim",), prod),
     "query": (("qk_nope_head_dim", "qk_rope_head_dim"), sum),  # one head's nope and rope parts
     "up": (("qk_nope_head_dim", "v_head_dim"), sum),  # one head's uk and uv, joined as kv_b_proj
-    "latent": (("kv_lora_rank", "qk_rope_head_dim"), sum),  # what one token stores in the cache: c_kv and k_pe
+    # What one token stores in the cache: c_kv and k_pe
+    "latent": (("kv_lora_rank", "qk_rope_head_dim"), sum),
     "mlp": (("intermediate_size",), prod),
     "experts": (("n_routed_experts",), prod),
     "scores": (("n_routed_experts",), prod),  # of the router, which every device has whole
     "expert_mlp": (("moe_intermediate_size",), prod),
     "expert_pair": (("moe_intermediate_size", "moe_intermediate_size"), sum),  # gate and up, joined
     "shared_mlp": (("moe_intermediate_size", "n_shared_experts"), prod),
-    "model_pair": (("hidden_size", "hidden_size"), sum),  # embedding and hidden state, concatenated for the MTP layer
+    # Embedding and hidden state, concatenated for the MTP layer
+    "model_pair": (("hidden_size", "hidden_size"), sum),
 }
 
 DATA, TENSOR, CONTEXT = "data", "tensor", "context"
@@ -49,7 +51,9 @@ def parse_mesh(text: str, flag: str = "--mesh") -> dict[str, int]:
         name, _, size = word.strip().partition("=")
         if name not in MESH_AXES or not re.fullmatch("[1-9][0-9]{0,3}", size) or name in found:
             expected = ",".join(f"{axis}=N" for axis in MESH_AXES)
-            raise BadRequest(f"{flag} {printable(text)} is no mesh", f"expected {expected}; an axis that is left out is 1")
+            raise BadRequest(
+                f"{flag} {printable(text)} is no mesh", f"expected {expected}; an axis that is left out is 1"
+            )
         found[name] = int(size)
     return found
 

@@ -21,7 +21,9 @@ def placed(counts: Sequence[int] | np.ndarray, devices: int, copies: int) -> lis
     for expert in np.argsort(-share, kind="stable").tolist():
         for _ in range(number[expert]):
             room = [device for device in range(devices) if len(held[device]) < most]
-            best = min(room, key=lambda device: (expert in held[device], work[device], len(held[device]), device))
+            best = min(
+                room, key=lambda device: (expert in held[device], work[device], len(held[device]), device)
+            )
             held[best].append(expert)
             work[best] += share[expert]
     return [expert for mine in held for expert in sorted(mine)]

@@ -14,7 +14,8 @@ class Tables(NamedTuple):
     Where heads are cached, a page has H lanes, and part g H + h is lane h of page g. Elsewhere H is 1, and a part is a page. On
     the host these are arrays of numpy."""
 
-    pages: Any  # Int[Array, "L H R P"]: parts, counted from the layer's first; they may be another layer's, or another head's
+    # Int[Array, "L H R P"]: parts, counted from the layer's first; they may be another layer's, or another head's
+    pages: Any
     dropped: Any  # Int[Array, "L H R"]: tokens of the row that are not there any more
 
 
@@ -57,9 +58,13 @@ class Batch:
         if len(pages) == 1:
             pages, dropped = pages[0], dropped[0]
         of_tokens = dropped[..., None] if self.row is None else dropped[..., self.row]
-        return dataclasses.replace(self, page_table=pages, seq_lens=self.seq_lens - dropped, index=self.index - of_tokens)
+        return dataclasses.replace(
+            self, page_table=pages, seq_lens=self.seq_lens - dropped, index=self.index - of_tokens
+        )
 
-    def of_head(self, page_table: Int[Array, "R P"], seq_lens: Int[Array, " R"], index: Int[Array, "B T"]) -> "Batch":
+    def of_head(
+        self, page_table: Int[Array, "R P"], seq_lens: Int[Array, " R"], index: Int[Array, "B T"]
+    ) -> "Batch":
         """The same for one head of a layer."""
         return dataclasses.replace(self, page_table=page_table, seq_lens=seq_lens, index=index)
 
@@ -79,7 +84,11 @@ class Batch:
 
     @staticmethod
     def behind(
-        held: Int[Array, " B"], position: Int[Array, " B"], counts: Int[Array, " B"], new: int, page_table: Table
+        held: Int[Array, " B"],
+        position: Int[Array, " B"],
+        counts: Int[Array, " B"],
+        new: int,
+        page_table: Table,
     ) -> "Batch":
         """`new` tokens a row, of which `counts` are not padding, behind its `held` ones; the first has its `position`."""
         token = jnp.arange(new, dtype=jnp.int32)
@@ -88,14 +97,20 @@ class Batch:
 
     @staticmethod
     def in_line(
-        held: Int[Array, " R"], position: Int[Array, " R"], counts: Int[Array, " R"], new: int, page_table: Table
+        held: Int[Array, " R"],
+        position: Int[Array, " R"],
+        counts: Int[Array, " R"],
+        new: int,
+        page_table: Table,
     ) -> "Batch":
         """One line of `new` tokens, of which row r has `counts[r]` behind its `held` ones; the first has its `position`."""
         stop = jnp.cumsum(counts)
         token = jnp.arange(new, dtype=jnp.int32)
         row = jnp.minimum(jnp.searchsorted(stop, token, side="right", method="compare_all"), counts.size - 1)
         positions, index = ((first - (stop - counts))[row] + token for first in (position, held))
-        return Batch(positions[None], (token < stop[-1])[None], held + counts, page_table, index[None], row[None])
+        return Batch(
+            positions[None], (token < stop[-1])[None], held + counts, page_table, index[None], row[None]
+        )
 
 
 def bucket(n: int, least: int = 1) -> int:

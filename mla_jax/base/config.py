@@ -96,7 +96,8 @@ class Config:
     eos_token_id: tuple[int, ...] = ()
     quantization_config: Quantization | None = None
     model_type: str = "deepseek_v3"
-    notes: tuple[str, ...] = field(default=(), compare=False, repr=False)  # what a reader of the folder should know
+    # What a reader of the folder should know
+    notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self):
         if found := faults(self):
@@ -110,7 +111,9 @@ class Config:
             path = Path(source)
             source = read_json(path / "config.json" if path.is_dir() else path, CONFIG_BYTES, BadConfig)
         if not isinstance(source, Mapping):
-            raise BadConfig("a config is read from a folder, a file or its content", f"found {type(source).__name__}")
+            raise BadConfig(
+                "a config is read from a folder, a file or its content", f"found {type(source).__name__}"
+            )
         if unnamed := [key for key in source if not isinstance(key, str)]:
             raise BadConfig("the keys of a config are texts", f"found {shown(unnamed[0])}")
         return cls(**_fields(source))
@@ -129,7 +132,9 @@ class Config:
         rope, quantization = values.pop("rope_scaling"), values.pop("quantization_config")
         values.pop("notes")
         values = {k: v for k, v in values.items() if v is not None or k in _NULLABLE}
-        values["eos_token_id"] = self.eos_token_id[0] if len(self.eos_token_id) == 1 else list(self.eos_token_id)
+        values["eos_token_id"] = (
+            self.eos_token_id[0] if len(self.eos_token_id) == 1 else list(self.eos_token_id)
+        )
         values["num_key_value_heads"] = self.num_attention_heads
         values["rope_scaling"] = rope and _rope_to_hf(rope)
         if quantization:
@@ -161,7 +166,9 @@ def _fields(hf: Mapping) -> dict:
     if not isinstance(model_type, str):
         raise BadConfig("model_type is not a name", f"found {shown(model_type)}")
     _refuse_other_arithmetic(hf, model_type)
-    values: dict[str, Any] = {f.name: None for f in dataclasses.fields(Config) if f.default is dataclasses.MISSING}
+    values: dict[str, Any] = {
+        f.name: None for f in dataclasses.fields(Config) if f.default is dataclasses.MISSING
+    }
     values |= DEFAULTS.get(model_type, DEFAULTS["unknown"])
     values |= {k: v for k, v in hf.items() if k in _KNOWN and (v is not None or k in _NULLABLE)}
     values["q_lora_rank"] = values.get("q_lora_rank") or None  # some write 0 for none
@@ -174,13 +181,23 @@ def _fields(hf: Mapping) -> dict:
 
 
 _KNOWN = {f.name for f in dataclasses.fields(Config)} - {"notes"}
-_NULLABLE = {"q_lora_rank", "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "bos_token_id", "eos_token_id"}
+_NULLABLE = {
+    "q_lora_rank",
+    "n_routed_experts",
+    "n_shared_experts",
+    "n_group",
+    "topk_group",
+    "bos_token_id",
+    "eos_token_id",
+}
 
 
 def _notes(hf: Mapping, model_type: str) -> tuple[str, ...]:
     notes = []
     if model_type not in DEFAULTS:
-        notes.append(f"model_type {printable(model_type)} is not known; absent keys take DeepSeek-V3's values")
+        notes.append(
+            f"model_type {printable(model_type)} is not known; absent keys take DeepSeek-V3's values"
+        )
     if hf.get("auto_map"):
         notes.append("auto_map names remote code; it is not needed and never imported")
     read = _KNOWN | IGNORED_KEYS | NEUTRAL_VALUES.keys()
@@ -212,7 +229,9 @@ def _other_arithmetic(hf: Mapping) -> Iterator[str]:
     if kv_heads is not None and kv_heads != heads:
         yield f"num_key_value_heads = {shown(kv_heads)} (we compute num_attention_heads = {shown(heads)})"
     layers = hf.get("layer_types")
-    if layers is not None and (not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)):
+    if layers is not None and (
+        not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)
+    ):
         yield f"layer_types = {shown(layers)} (we compute full_attention in every layer)"
 
 
@@ -220,11 +239,16 @@ def _rope(hf: Mapping, values: Mapping) -> dict:
     """`rope_theta` and `rope_scaling` from either spelling; transformers 5 puts both into `rope_parameters`."""
     old, new = (_rope_settings(hf.get(name), values) for name in ("rope_scaling", "rope_parameters"))
     if other := [k for k in old if k in new and old[k] != new[k]]:
-        both = [f"{k} is {shown(old[k])} in rope_scaling and {shown(new[k])} in rope_parameters" for k in other]
+        both = [
+            f"{k} is {shown(old[k])} in rope_scaling and {shown(new[k])} in rope_parameters" for k in other
+        ]
         raise BadConfig("rope_scaling and rope_parameters contradict each other", *both)
     settings = {"rope_theta": values.get("rope_theta", Config.rope_theta), "rope_type": "default"} | old | new
     theta = settings.pop("rope_theta")
-    return {"rope_theta": theta, "rope_scaling": None if settings["rope_type"] == "default" else RopeScaling(**settings)}
+    return {
+        "rope_theta": theta,
+        "rope_scaling": None if settings["rope_type"] == "default" else RopeScaling(**settings),
+    }
 
 
 def _rope_settings(given: object, values: Mapping) -> dict:
@@ -236,7 +260,11 @@ def _rope_settings(given: object, values: Mapping) -> dict:
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "yarn", "linear"):
         raise Unsupported(f"rope_type {shown(kind)} is not implemented", "known: default, linear, yarn")
-    strange = {k: v for k, v in given.items() if k not in _KNOWN_OF_ROPE and v not in ROPE_NEUTRAL_VALUES.get(k, (None,))}
+    strange = {
+        k: v
+        for k, v in given.items()
+        if k not in _KNOWN_OF_ROPE and v not in ROPE_NEUTRAL_VALUES.get(k, (None,))
+    }
     if strange:
         named = [f"{printable(k)} = {shown(v)}" for k, v in strange.items()]
         raise Unsupported("the RoPE settings need arithmetic that is not implemented", *shortened(named, 20))
@@ -270,7 +298,9 @@ def _quantization(given: object) -> Quantization | None:
     method, fmt = given.get("quant_method"), given.get("fmt", "e4m3")
     block = _as_tuple(given.get("weight_block_size", (128, 128)))
     if method != "fp8" or fmt != "e4m3":
-        raise Unsupported(f"quantization {shown(method)} {shown(fmt)} cannot be read", "known: fp8 e4m3 with block scales")
+        raise Unsupported(
+            f"quantization {shown(method)} {shown(fmt)} cannot be read", "known: fp8 e4m3 with block scales"
+        )
     if len(block) != 2 or not all(type(n) is int and 0 < n <= LARGEST for n in block):
         raise BadConfig("weight_block_size is not two positive numbers", f"found {shown(block)}")
     return Quantization(weight_block_size=block, scale_fmt=given.get("scale_fmt"))

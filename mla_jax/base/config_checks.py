@@ -71,7 +71,11 @@ SCORING_FUNCS = ("softmax", "sigmoid")
 
 def faults(config: "Config") -> list[str]:
     """Every fault of `config`. Values are compared only if all types are right."""
-    parts = {"": config, "rope_scaling.": config.rope_scaling, "quantization_config.": config.quantization_config}
+    parts = {
+        "": config,
+        "rope_scaling.": config.rope_scaling,
+        "quantization_config.": config.quantization_config,
+    }
     wrong_types = [fault for prefix, part in parts.items() for fault in type_faults(part, prefix)]
     return wrong_types or [fault for check in CHECKS for fault in check(config)]
 
@@ -128,7 +132,9 @@ def _rope(c: "Config") -> list[str]:
 def _broken(rules: tuple[Rule, ...], part: object, prefix: str) -> list[str]:
     values = [(name, getattr(part, name), rule) for rule in rules for name in rule.names]
     return [
-        f"{prefix}{name} is {shown(value)}, expected {rule.expected}" for name, value, rule in values if not rule.holds(value)
+        f"{prefix}{name} is {shown(value)}, expected {rule.expected}"
+        for name, value, rule in values
+        if not rule.holds(value)
     ]
 
 
@@ -152,10 +158,16 @@ def _routing(c: "Config") -> list[str]:
     if chosen > experts:
         found.append(f"num_experts_per_tok is {shown(chosen)}, but n_routed_experts only {shown(experts)}")
     if c.topk_method not in TOPK_METHODS:
-        found.append(f"topk_method is {printable(c.topk_method)}, expected greedy, group_limited_greedy or noaux_tc")
+        found.append(
+            f"topk_method is {printable(c.topk_method)}, expected greedy, group_limited_greedy or noaux_tc"
+        )
     if c.scoring_func not in SCORING_FUNCS:
         found.append(f"scoring_func is {printable(c.scoring_func)}, expected softmax or sigmoid")
-    return found if c.topk_method == "greedy" else [*found, *_groups(experts, chosen, c.n_group or 1, c.topk_group)]
+    return (
+        found
+        if c.topk_method == "greedy"
+        else [*found, *_groups(experts, chosen, c.n_group or 1, c.topk_group)]
+    )
 
 
 def _groups(experts: int, chosen: int, groups: int, topk_group: int | None) -> list[str]:
@@ -167,7 +179,9 @@ def _groups(experts: int, chosen: int, groups: int, topk_group: int | None) -> l
     if kept > groups:
         found.append(f"topk_group is {shown(kept)}, but n_group only {shown(groups)}")
     elif chosen > left:
-        found.append(f"num_experts_per_tok is {shown(chosen)}, but {shown(kept)} groups hold only {shown(left)} experts")
+        found.append(
+            f"num_experts_per_tok is {shown(chosen)}, but {shown(kept)} groups hold only {shown(left)} experts"
+        )
     return found
 
 

@@ -72,12 +72,16 @@ class Devices:
     def free_bytes(self) -> int | None:
         """Memory of the fullest device of this process that may still be allocated; None where it does not tell, as a CPU."""
         found = [device.memory_stats() or {} for device in self.mesh.local_devices]
-        free = [stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in found if "bytes_limit" in stats]
+        free = [
+            stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in found if "bytes_limit" in stats
+        ]
         return min(free, default=None)
 
     def peak_bytes(self) -> int | None:
         """The most memory that one device has had allocated; None where the device does not tell."""
-        found = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self.mesh.local_devices]
+        found = [
+            (device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self.mesh.local_devices
+        ]
         return max(found) or None
 
 

@@ -69,7 +69,9 @@ class Processes:
         else:
             words = self.same([_differences(i, facts, found) for i, found in self.link.answers().items()])
         if found := [line for line in words if line]:
-            raise BadRequest("the processes do not agree", *found, "give all of them the same options, files and versions")
+            raise BadRequest(
+                "the processes do not agree", *found, "give all of them the same options, files and versions"
+            )
 
     def fail(self, words: str, code: int) -> None:
         """Ends the others, with these words of why; this process ends with `code`."""
@@ -158,7 +160,9 @@ def _initialize(host: str, port: int, count: int, process: int) -> None:
         jax.distributed.initialize(address, count, process, coordinator_bind_address=bound, **given)
     except RuntimeError as e:
         if "must be called before" in str(e):
-            raise BadRequest("JAX is in use already", "with several processes make the LLM before anything else uses JAX") from e
+            raise BadRequest(
+                "JAX is in use already", "with several processes make the LLM before anything else uses JAX"
+            ) from e
         late = f"the {count} processes have not come together at {host}:{port}"
         alike = "each needs the same --coordinator and --processes, and its own --process-id"
         raise Unsupported(late, alike, str(e)[:300]) from e
@@ -167,7 +171,9 @@ def _initialize(host: str, port: int, count: int, process: int) -> None:
 def _address(coordinator: str) -> tuple[str, int]:
     host, colon, port = coordinator.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise BadRequest(f"coordinator is {shown(coordinator)}", "expected HOST:PORT of process 0, such as node1:8476")
+        raise BadRequest(
+            f"coordinator is {shown(coordinator)}", "expected HOST:PORT of process 0, such as node1:8476"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -181,7 +187,9 @@ def _await(host: str, port: int) -> None:
         except OSError as e:
             why = str(e)
             time.sleep(0.2)
-    raise Unsupported(f"process 0 does not answer at {host}:{port}", why, "is it running, with the same --coordinator?")
+    raise Unsupported(
+        f"process 0 does not answer at {host}:{port}", why, "is it running, with the same --coordinator?"
+    )
 
 
 def _linked(host: str, count: int, process: int, ended: Ended) -> Link:
@@ -240,7 +248,10 @@ def _thread(work: Any, *given: Any) -> None:
 def _differences(process: int, ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     """What another process was told otherwise, in a line; empty if nothing."""
     names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
-    found = (f"{name} is {theirs.get(name, 'not known')} there, {ours.get(name, 'not known')} in process 0" for name in names)
+    found = (
+        f"{name} is {theirs.get(name, 'not known')} there, {ours.get(name, 'not known')} in process 0"
+        for name in names
+    )
     return f"process {process}: {'; '.join(found)}" if names else ""
 
 

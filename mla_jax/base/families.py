@@ -36,7 +36,13 @@ _DENSE = {"n_routed_experts": None, "num_nextn_predict_layers": 0}
 DEFAULTS: dict[str, dict] = {
     "deepseek_v2": _V2,
     "deepseek_v3": _V3,
-    "kimi_k2": {**_V3, **_UNGROUPED, "n_routed_experts": 384, "routed_scaling_factor": 2.827, "num_nextn_predict_layers": 0},
+    "kimi_k2": {
+        **_V3,
+        **_UNGROUPED,
+        "n_routed_experts": 384,
+        "routed_scaling_factor": 2.827,
+        "num_nextn_predict_layers": 0,
+    },
     "glm4_moe_lite": {
         **_V3,
         **_UNGROUPED,

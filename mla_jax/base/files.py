@@ -28,9 +28,15 @@ def read_json(path: Path, limit: int, error: type[MlaJaxError] = BadFile) -> dic
         with open(path, "rb") as file:
             data = file.read(limit + 1)
     except (OSError, ValueError) as e:
-        raise error(f"{printable(str(path), 400)} cannot be read", printable(getattr(e, "strerror", None) or str(e))) from e
+        raise error(
+            f"{printable(str(path), 400)} cannot be read", printable(getattr(e, "strerror", None) or str(e))
+        ) from e
     if len(data) > limit:
-        raise error(f"{path.name} is too large", f"found more than {limit:,} bytes, which is the limit for this file", str(path))
+        raise error(
+            f"{path.name} is too large",
+            f"found more than {limit:,} bytes, which is the limit for this file",
+            str(path),
+        )
     return parse_json(data, str(path), error)
 
 
@@ -42,7 +48,10 @@ def within(folder: Path, name: str) -> Path:
         allowed.append(home.parent.parent / "blobs")
     target = Path(os.path.realpath(path))  # Path.resolve() raises for a loop of links
     if target.parent not in allowed:
-        raise BadFile(f"{printable(name)} is a link that leaves the model folder", f"it leads to {printable(str(target), 200)}")
+        raise BadFile(
+            f"{printable(name)} is a link that leaves the model folder",
+            f"it leads to {printable(str(target), 200)}",
+        )
     return path
 
 
@@ -91,7 +100,9 @@ def json_value(data: bytes, where: str, error: type[MlaJaxError] = BadFile) -> A
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as e:
         half = printable(e.object[e.start])
-        raise error(f"{where} is not valid JSON", f"it holds {half}, half of a surrogate pair, which is no character") from None
+        raise error(
+            f"{where} is not valid JSON", f"it holds {half}, half of a surrogate pair, which is no character"
+        ) from None
     except (UnicodeDecodeError, json.JSONDecodeError, ValueError) as e:
         raise error(f"{where} is not valid JSON", printable(str(e), 200)) from e
     except RecursionError:

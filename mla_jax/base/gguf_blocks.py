@@ -39,7 +39,8 @@ class BlockType(NamedTuple):
         return jnp.isfinite(self.unpack(b)).all(-1)
 
 
-PLAIN = {"F32": (0, "float32"), "F16": (1, "float16"), "BF16": (30, "bfloat16")}  # types without blocks: id and dtype
+# Types without blocks: id and dtype
+PLAIN = {"F32": (0, "float32"), "F16": (1, "float16"), "BF16": (30, "bfloat16")}
 
 
 def _shape(x: Array, *last: int) -> Array:
@@ -50,7 +51,9 @@ def _shape(x: Array, *last: int) -> Array:
 def _fields(x: Codes, bits: int, count: int, axis: int = -2) -> Codes:
     """The lowest `count` fields of `bits` bits of every integer: `[.. count n]`, or `[.. n count]` for axis -1."""
     shifts = jnp.arange(0, bits * count, bits, dtype=x.dtype)
-    return (jnp.expand_dims(x, axis) >> (shifts[:, None] if axis == -2 else shifts)) & x.dtype.type((1 << bits) - 1)
+    return (jnp.expand_dims(x, axis) >> (shifts[:, None] if axis == -2 else shifts)) & x.dtype.type(
+        (1 << bits) - 1
+    )
 
 
 def _words(b: Bytes, dtype: type) -> Codes:
@@ -151,12 +154,14 @@ def _q8_0(b: Bytes) -> Values:
 
 def _q2_k(b: Bytes) -> Values:
     scales, d, least = b[..., :16], _half(b[..., 80:82]), _half(b[..., 82:])
-    q, low = _bit_fields((_shape(b[..., 16:80], 2, 32), 2, 4)), _materialised(least * (scales >> 4).astype(jnp.float32))
+    q = _bit_fields((_shape(b[..., 16:80], 2, 32), 2, 4))
+    low = _materialised(least * (scales >> 4).astype(jnp.float32))
     return _joined(_scaled(_materialised(d * (scales & 15).astype(jnp.float32)), q) - low[..., None], 2)
 
 
 def _q3_k(b: Bytes) -> Values:
-    q = _bit_fields((_shape(b[..., 32:96], 2, 32), 2, 4), (b[..., None, :32], 1, 8))  # a set high bit: nothing is subtracted
+    # A set high bit: nothing is subtracted
+    q = _bit_fields((_shape(b[..., 32:96], 2, 32), 2, 4), (b[..., None, :32], 1, 8))
     scales = _nibbles(b[..., 96:104]) | _joined(_fields(b[..., 104:108], 2, 4), 2) << np.uint8(4)
     scales = _materialised(_half(b[..., 108:]) * (scales.astype(jnp.float32) - 32))
     return _joined(_scaled(scales, q.astype(jnp.float32) - 4), 2)
@@ -188,7 +193,12 @@ def _q5_k(b: Bytes) -> Values:
 
 
 def _q6_k(b: Bytes) -> Values:
-    q = _bit_fields((_shape(b[..., :128], 2, 64), 4, 2), (_shape(b[..., 128:192], 2, 32), 2, 4)).astype(jnp.float32) - 32
+    q = (
+        _bit_fields((_shape(b[..., :128], 2, 64), 4, 2), (_shape(b[..., 128:192], 2, 32), 2, 4)).astype(
+            jnp.float32
+        )
+        - 32
+    )
     return _joined(_scaled(_materialised(_half(b[..., 208:]) * _signed(b[..., 192:208])), q), 2)
 
 
@@ -245,7 +255,10 @@ def _nvfp4(b: Bytes) -> Values:
 @cache
 def _grid(name: str) -> np.ndarray:
     """A codebook of uint16 entries: eight fields of two bits or four of four bits; tools/gguf_grids.py makes the file."""
-    with resources.files("mla_jax.base").joinpath("gguf_grids.npz").open("rb") as file, np.load(file) as grids:
+    with (
+        resources.files("mla_jax.base").joinpath("gguf_grids.npz").open("rb") as file,
+        np.load(file) as grids,
+    ):
         return grids[name]
 
 
@@ -332,7 +345,8 @@ def _iq1_s(b: Bytes) -> Values:
 def _iq1_m(b: Bytes) -> Values:
     words = _words(b[..., 48:], np.uint16)
     nibbles = words >> 12 << np.arange(0, 16, 4, dtype=np.uint16)  # of the single f16 scale
-    d = jnp.sum(nibbles, axis=-1, dtype=jnp.uint16)  # a sum is computed once per block, `|` would be for each value
+    # A sum is computed once per block, `|` would be for each value
+    d = jnp.sum(nibbles, axis=-1, dtype=jnp.uint16)
     d = jax.lax.bitcast_convert_type(d, jnp.float16).astype(jnp.float32)[..., None]
     extra = _joined(_fields(b[..., 32:48], 4, 2, axis=-1), 2)
     values = _iq1_values(b[..., :32].astype(jnp.uint16) | (extra & 7).astype(jnp.uint16) << 8, extra >> 3)
@@ -341,7 +355,9 @@ def _iq1_m(b: Bytes) -> Values:
 
 
 def _iq4_nl(b: Bytes) -> Values:
-    return _joined(_half(b[..., :2])[..., None] * looked_up(np.array(IQ4, np.float32), _fields(b[..., 2:], 4, 2)), 2)
+    return _joined(
+        _half(b[..., :2])[..., None] * looked_up(np.array(IQ4, np.float32), _fields(b[..., 2:], 4, 2)), 2
+    )
 
 
 def _iq4_xs(b: Bytes) -> Values:

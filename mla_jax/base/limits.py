@@ -17,7 +17,9 @@ def free_memory(root: Path = ROOT) -> int:
         for limit, held, files in (("max", "current", ""), ("limit_in_bytes", "usage_in_bytes", "total_")):
             names = (f"{files}{kind}_file" for kind in ("active", "inactive"))
             with suppress(OSError, ValueError):  # there is none, or it is "max"
-                free = int((folder / f"memory.{limit}").read_text()) - int((folder / f"memory.{held}").read_text())
+                free = int((folder / f"memory.{limit}").read_text()) - int(
+                    (folder / f"memory.{held}").read_text()
+                )
                 stat = _numbers(folder / "memory.stat")
                 left.append(free + sum(stat.get(name, 0) for name in names))
     return max(min(left), 0)
@@ -39,7 +41,9 @@ def last_cache(root: Path = ROOT) -> int:
     found: dict[int, dict[str, int]] = {}
     for folder in root.glob("sys/devices/system/cpu/cpu[0-9]*/cache/index[0-9]*"):
         with suppress(OSError, ValueError):
-            level, shared, size = ((folder / name).read_text().strip() for name in ("level", "shared_cpu_list", "size"))
+            level, shared, size = (
+                (folder / name).read_text().strip() for name in ("level", "shared_cpu_list", "size")
+            )
             found.setdefault(int(level), {})[shared] = int(size.removesuffix("K")) << 10
     return sum(found[max(found)].values()) if found else 0
 

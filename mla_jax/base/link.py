@@ -70,7 +70,8 @@ class Link:
 
     def __init__(self, process: int, peers: Sequence[Peer], ended: Ended):
         self.process, self.peers, self._ended = process, list(peers), ended
-        self.orders: queue.SimpleQueue[Any] = queue.SimpleQueue()  # for others than process 0; None: there are no more
+        # For others than process 0; None: there are no more
+        self.orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.over = threading.Event()  # nothing is wrong if a connection ends now
         self._told = threading.Lock()
         for peer in self.peers:
@@ -115,7 +116,11 @@ class Link:
                 self._take(peer, receive(peer.socket, LONGEST))
                 peer.heard = time.monotonic()
         except (OSError, ValueError) as e:
-            how = "sent what is no message" if isinstance(e, ValueError) else "closed its connection without a word"
+            how = (
+                "sent what is no message"
+                if isinstance(e, ValueError)
+                else "closed its connection without a word"
+            )
             self._end(_lost(peer, f"was lost at {_now()}: it {how}"), peer)
 
     def _take(self, peer: Peer, message: Message) -> None:
@@ -177,7 +182,9 @@ def listen(host: str) -> socket.socket:
     if host in LOCAL:
         return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     dual = socket.has_dualstack_ipv6()
-    return socket.create_server(("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual)
+    return socket.create_server(
+        ("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual
+    )
 
 
 def accept(server: socket.socket, count: int, token: str, ended: Ended, patience: float = PATIENCE) -> Link:

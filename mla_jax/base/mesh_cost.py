@@ -60,7 +60,11 @@ def _mlp(width: str) -> list[Parameter]:
 
 
 QUERY = [Parameter(("heads*query", "model"))]
-QUERY_BY_RANK = [Parameter(("q_rank", "model")), Parameter(("q_rank",), False), Parameter(("heads*query", "q_rank"))]
+QUERY_BY_RANK = [
+    Parameter(("q_rank", "model")),
+    Parameter(("q_rank",), False),
+    Parameter(("heads*query", "q_rank")),
+]
 ATTENTION = [  # besides the query, with the norms of its layer
     Parameter(("latent", "model")),
     Parameter(("kv_rank",), False),
@@ -158,7 +162,9 @@ class MeshCost:
         if not layers:
             return Weights(0, 0.0)
         parts = [self._part(parameter) for parameter in parameters]
-        return Weights(layers * sum(part.numbers for part in parts), layers * sum(part.bytes for part in parts))
+        return Weights(
+            layers * sum(part.numbers for part in parts), layers * sum(part.bytes for part in parts)
+        )
 
     def _part(self, parameter: Parameter) -> Weights:
         """One device's part of a parameter, which is whole where it has no equal parts, or would be cut inside of a block."""
@@ -166,7 +172,9 @@ class MeshCost:
         how = self.packed if self.packed and parameter.packs else Packed(self.device.itemsize)
         blocks = (1, *how.block)[-len(words) :]  # rows and columns are the last axes
         numbers = 1
-        for length, cut, block in zip(axes.shape(self.config, words), axes.partition(words), blocks, strict=True):
+        for length, cut, block in zip(
+            axes.shape(self.config, words), axes.partition(words), blocks, strict=True
+        ):
             parts = along(self.sizes, cut)
             numbers *= length // parts if length % (parts * block) == 0 else length
         return Weights(numbers, numbers * how.bytes)
@@ -223,7 +231,9 @@ class MeshCost:
     @cached_property
     def _of_device(self) -> Config:
         """The config as one device's attention sees it, which has its own heads alone."""
-        return dataclasses.replace(self.config, num_attention_heads=self.config.num_attention_heads // self.of(TENSOR))
+        return dataclasses.replace(
+            self.config, num_attention_heads=self.config.num_attention_heads // self.of(TENSOR)
+        )
 
     def predicted(self, work: Work) -> Predicted:
         """Any pass."""
@@ -245,7 +255,9 @@ class MeshCost:
         """Of one device."""
         config, weights = self.config, self.weights
         held = self._held(work)
-        attention = roofline.step_cost(self._of_device, work.form, work.rows, work.new, held, self.device.itemsize)
+        attention = roofline.step_cost(
+            self._of_device, work.form, work.rows, work.new, held, self.device.itemsize
+        )
         mlps = work.tokens * sum(weights[kind].numbers for kind in ("dense", "shared", "router"))
         head = work.rows * weights["head"].numbers
         pairs = self._every_token(work) * (config.num_experts_per_tok or 0)
@@ -265,10 +277,12 @@ class MeshCost:
         """Bytes in a layer, without weights."""
 
         def with_weights(held: int) -> float:
-            return roofline.attention_cost(self._of_device, work.form, work.rows, work.new, held, self.device.itemsize).bytes
+            shape = work.rows, work.new, held
+            return roofline.attention_cost(self._of_device, work.form, *shape, self.device.itemsize).bytes
 
         held = self._held(work)
-        narrower = roofline.held_bytes(self.config, "move_elided", self.device.itemsize) - self._latent  # than was counted
+        # How much narrower the cache is than was counted
+        narrower = roofline.held_bytes(self.config, "move_elided", self.device.itemsize) - self._latent
         return with_weights(held) - with_weights(0) - work.rows * held * narrower
 
     def _held(self, work: Work) -> int:
@@ -285,7 +299,8 @@ class MeshCost:
         routed = exchange_messages(exchange, config, self.sizes, tokens, self.device)
         activations = tokens * config.hidden_size * self.device.itemsize
         summed = self._speech.total(activations, (TENSOR,))  # after o_proj, an MLP and the embedding
-        together = exchange == "gather" and self.of(CONTEXT) == 1  # XLA adds shared and routed experts before it sums them
+        # XLA adds shared and routed experts before it sums them
+        together = exchange == "gather" and self.of(CONTEXT) == 1
         shared = summed if config.n_shared_experts and not together else NOTHING
         attention = (summed + self._merging(tokens, prefilled)) * config.num_hidden_layers
         mlps = summed * dense + (routed + shared) * moe
@@ -330,7 +345,13 @@ def meshes(config: Config, count: int) -> list[dict[str, int]]:
 
 
 def preferred(
-    config: Config, count: int, device: Device, available: float, rows: int = ROWS, held: int = HELD, how: Packed | None = None
+    config: Config,
+    count: int,
+    device: Device,
+    available: float,
+    rows: int = ROWS,
+    held: int = HELD,
+    how: Packed | None = None,
 ) -> MeshCost | None:
     """The first of `meshes` on which `rows` rows of each data shard fit with `held` tokens each; None if none does."""
     for sizes in meshes(config, count):

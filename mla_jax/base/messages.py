@@ -90,7 +90,11 @@ def _by_gathering(config: Config, speech: Speech, tokens: int, device: Device) -
     """All shards' tokens to every device, and back to each shard the sums of its own, which all its devices get."""
     own = tokens * config.hidden_size * device.itemsize
     every = own * along(speech.sizes, (DATA,))
-    return speech.gathered(own, (DATA,)) + speech.scattered(every, (DATA,)) + speech.total(own, (TENSOR, CONTEXT))
+    return (
+        speech.gathered(own, (DATA,))
+        + speech.scattered(every, (DATA,))
+        + speech.total(own, (TENSOR, CONTEXT))
+    )
 
 
 def _by_all_to_all(config: Config, speech: Speech, tokens: int, device: Device) -> Messages:
@@ -98,7 +102,8 @@ def _by_all_to_all(config: Config, speech: Speech, tokens: int, device: Device) 
     that, how many these are, and after it the parts of all devices of the shard."""
     devices, of_shard = along(speech.sizes, MESH_AXES), along(speech.sizes, (TENSOR, CONTEXT))
     one = math.ceil(tokens / of_shard) * config.hidden_size * device.itemsize
-    passed_by = (1 - 1 / devices) ** (config.num_experts_per_tok or 0)  # tokens with no expert on a device: any is as likely
+    # Tokens with no expert on a device: any is as likely
+    passed_by = (1 - 1 / devices) ** (config.num_experts_per_tok or 0)
     sent = one * devices * (1 - passed_by)
     there_and_back = speech.swapped(4 * devices, MESH_AXES) + speech.swapped(sent, MESH_AXES) * 2
     ordered = Messages(seconds=ROUTING + ORDERING * devices * one / device.bandwidth)

@@ -39,10 +39,12 @@ DRAFT = ("auto", "off", "mtp", "lookup")
 EVICT = ("off", "snapkv", "h2o", "tova", "keydiff", "critical", "streaming", "random")
 EVERY = 512  # tokens of output after which some are dropped again
 RETRIEVE = ("off", "quest", "infllm")
-FEWEST_RETRIEVED = 256  # tokens that are read of a row: the first page, the newest two, and one that is chosen
+# Tokens that are read of a row: the first page, the newest two, and one that is chosen
+FEWEST_RETRIEVED = 256
 BUDGETS = ("uniform", "pyramid", "ada")
 DRAFTS = 3  # tokens that are guessed at a time at most, unless a number is asked for
-MOST_DRAFTS = 7  # tokens that are guessed behind a chosen one: a kernel over latents takes eight tokens of a row
+# Tokens that are guessed behind a chosen one: a kernel over latents takes eight tokens of a row
+MOST_DRAFTS = 7
 MAX_HOST = 2**20  # GiB
 MOST_PROCESSES = 4096
 EXPERTS = ("auto", "host", "dense", "loop", "gather", "ragged")
@@ -193,7 +195,10 @@ class MeshOptions(Checked):
     def __post_init__(self):
         super().__post_init__()
         if self.device is not None and (self.mesh == "auto" or not isinstance(self.mesh, str | None)):
-            raise BadRequest("device needs a mesh of given sizes", f"{self.device} need not be here; give a mesh such as data=8")
+            raise BadRequest(
+                "device needs a mesh of given sizes",
+                f"{self.device} need not be here; give a mesh such as data=8",
+            )
 
 
 @dataclass(frozen=True)
@@ -212,7 +217,9 @@ class ProcessOptions(Checked):
         given = {name: getattr(self, name) is not None for name in names(ProcessOptions)}
         if any(given.values()) and not all(given.values()):
             missing = next(name for name, is_given in given.items() if not is_given)
-            raise BadRequest(f"{missing} is not given", "several processes need coordinator, processes and process_id")
+            raise BadRequest(
+                f"{missing} is not given", "several processes need coordinator, processes and process_id"
+            )
         if self.processes is not None and self.process_id is not None and self.process_id >= self.processes:
             raise BadRequest(f"process_id is {self.process_id}", f"expected 0 to {self.processes - 1}")
 
@@ -281,7 +288,9 @@ class Options:
             if name not in group_of:
                 raise BadRequest(f"there is no option {printable(name)}", nearest(name, group_of))
             changes.setdefault(group_of[name], {})[name] = value
-        groups = {group: dataclasses.replace(getattr(self, group), **values) for group, values in changes.items()}
+        groups = {
+            group: dataclasses.replace(getattr(self, group), **values) for group, values in changes.items()
+        }
         return dataclasses.replace(self, **groups)
 
 
@@ -359,5 +368,7 @@ class SamplingParams:
 
     def or_default(self, defaults: "SamplingParams") -> "SamplingParams":
         """The same with every None replaced by what `defaults` says."""
-        unset = {name: getattr(defaults, name) for name in names(SamplingParams) if getattr(self, name) is None}
+        unset = {
+            name: getattr(defaults, name) for name in names(SamplingParams) if getattr(self, name) is None
+        }
         return dataclasses.replace(self, **unset)

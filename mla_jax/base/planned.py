@@ -27,7 +27,9 @@ class PlannedDevices(Devices):
 
     @property
     def first(self) -> NoReturn:
-        raise Unsupported(f"there is no {self.figures.name} here", "it was planned for alone, as --dry-run does")
+        raise Unsupported(
+            f"there is no {self.figures.name} here", "it was planned for alone, as --dry-run does"
+        )
 
     @property
     def platform(self) -> str:
@@ -46,4 +48,6 @@ def planned(kind: str, mesh: Mapping[str, int], fraction: float | None = None) -
         raise BadRequest(f"no device {printable(kind)} can be planned for", "known: " + ", ".join(PLANNED))
     sizes: Any = tuple(mesh.get(axis, 1) for axis in MESH_AXES)
     found = PLANNED[kind]
-    return PlannedDevices(AbstractMesh(sizes, MESH_AXES), found.figures, int(found.memory * (fraction or FRACTION)))
+    return PlannedDevices(
+        AbstractMesh(sizes, MESH_AXES), found.figures, int(found.memory * (fraction or FRACTION))
+    )

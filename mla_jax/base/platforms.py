@@ -19,13 +19,18 @@ def default_device() -> Any:
     """This process's first device; raises Unsupported where JAX cannot use the platform that JAX_PLATFORMS names."""
     try:
         return jax.local_devices()[0]
-    except (RuntimeError, AssertionError) as e:  # an AssertionError without words if CUDA support is not installed
+    # An AssertionError without words if CUDA support is not installed
+    except (RuntimeError, AssertionError) as e:
         asked = jax.config.values["jax_platforms"] or ""
         raise Unsupported(_finding(asked), *_advice(asked), *_cause(e)) from e
 
 
 def _finding(asked: str) -> str:
-    return f"JAX cannot use the platform of JAX_PLATFORMS={printable(asked)}" if asked else "JAX cannot start on this machine"
+    return (
+        f"JAX cannot use the platform of JAX_PLATFORMS={printable(asked)}"
+        if asked
+        else "JAX cannot start on this machine"
+    )
 
 
 def _advice(asked: str) -> list[str]:
@@ -36,7 +41,9 @@ def _advice(asked: str) -> list[str]:
     if platform in INSTALL and not any(map(importlib.util.find_spec, PLUGINS[platform])):
         lines.append(INSTALL[platform])
     elif platform in INSTALL:
-        lines.append("its support is installed, but no such device was found; see: python -m mla_jax.generate --doctor")
+        lines.append(
+            "its support is installed, but no such device was found; see: python -m mla_jax.generate --doctor"
+        )
     elif platform and platform != "cpu":
         lines.append("known platforms: cpu, cuda, tpu")
     if asked:

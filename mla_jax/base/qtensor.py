@@ -152,7 +152,9 @@ def _refuse(name: str, shape: Shape, expected: str) -> NoReturn:
 
 def _gguf_parts(name: str, values: int, size: int, shape: Shape) -> Specs:
     if not shape or shape[-1] % values:
-        _refuse(name, shape, f"expected a last axis that is a multiple of {values}: a block does not cross rows")
+        _refuse(
+            name, shape, f"expected a last axis that is a multiple of {values}: a block does not cross rows"
+        )
     return (_spec(jnp.uint8, *shape[:-1], shape[-1] // values, size),)
 
 

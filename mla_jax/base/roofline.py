@@ -27,7 +27,8 @@ class Device(NamedTuple):
         return 4 if self.platform == "cpu" else 2
 
 
-DEVICES = {  # by the start of JAX's device_kind; H200 and CPU (two cores) measured, the others 80 % of the vendor's figures
+# By the start of JAX's device_kind; H200 and CPU (two cores) measured, the others 80 % of the vendor's figures
+DEVICES = {
     "NVIDIA H200": Device("NVIDIA H200", "gpu", 811e12, 4.56e12),
     "NVIDIA H100": Device("NVIDIA H100", "gpu", 790e12, 2.7e12),
     "NVIDIA B200": Device("NVIDIA B200", "gpu", 1800e12, 6.4e12),
@@ -46,7 +47,8 @@ def device(kind: str, platform: str) -> Device:
     return known or DEVICES[fallback]._replace(name=kind)
 
 
-STREAMED = 8192  # tokens of a prompt's chunk whose experts come from the host's memory, where nothing else bounds it
+# Tokens of a prompt's chunk whose experts come from the host's memory, where nothing else bounds it
+STREAMED = 8192
 FEW = 8  # new tokens per row up to which the kernel over latents is taken
 
 
@@ -83,7 +85,9 @@ def attention_cost(config: Config, form: str, rows: int, new: int, attended: int
     over_latents = 2 * rows * heads * new * attended * (2 * rank + rope) + 2 * rows * new * weights
     if form == "naive":
         return Cost(over_heads + 2 * rows * new * weights, itemsize * (expanded + weights) + scores)
-    rebuilding = Cost(over_heads + 2 * rows * attended * weights, itemsize * (latents + 2 * expanded + weights))
+    rebuilding = Cost(
+        over_heads + 2 * rows * attended * weights, itemsize * (latents + 2 * expanded + weights)
+    )
     over = Cost(over_latents, itemsize * (latents + weights))
     copies = 2 * rows * attended * heads * (rank + rope)
     return {
@@ -100,7 +104,10 @@ def step_cost(config: Config, form: str, rows: int, new: int, attended: int, ite
     query = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
     q_rank, width = config.q_lora_rank, config.hidden_size
     weights = query * width if q_rank is None else q_rank * (width + query)
-    weights += width * (config.kv_lora_rank + config.qk_rope_head_dim) + width * config.num_attention_heads * config.v_head_dim
+    weights += (
+        width * (config.kv_lora_rank + config.qk_rope_head_dim)
+        + width * config.num_attention_heads * config.v_head_dim
+    )
     attention = attention_cost(config, form, rows, new, attended, itemsize)
     return Cost(attention.flops + 2 * rows * new * weights, attention.bytes + itemsize * weights)
 
@@ -114,7 +121,8 @@ def experts_touched(config: Config, tokens: int) -> float:
 def decode_bytes(config: Config, rows: int, held: int, itemsize: int = 2, new: int = 1) -> float:
     """The least that a decode step of `rows` rows must read: its weights, with the experts that their `new` tokens each touch on
     average, and the latents."""
-    mlp, expert = 3 * config.hidden_size * config.intermediate_size, 3 * config.hidden_size * (config.moe_intermediate_size or 0)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    expert = 3 * config.hidden_size * (config.moe_intermediate_size or 0)
     router = (config.n_routed_experts or 0) * config.hidden_size
     moe = expert * (experts_touched(config, rows * new) + (config.n_shared_experts or 0)) + router
     layers = sum(moe if config.is_moe(i) else mlp for i in range(config.num_hidden_layers))
@@ -128,7 +136,9 @@ def pass_seconds(config: Config, on: Device, rows: int, held: int, drafts: int, 
 
     Its program computes with `most` guesses; those that are not there touch no expert."""
     new, layers = 1 + most, config.num_hidden_layers
-    attention, absorbed = (attention_cost(config, "kernel_latents", rows, new, n, on.itemsize).flops for n in (held, 0))
+    attention, absorbed = (
+        attention_cost(config, "kernel_latents", rows, new, n, on.itemsize).flops for n in (held, 0)
+    )
     flops = layers * (attention - absorbed) + 2 * rows * new * active_weights(config)
     bytes = decode_bytes(config, rows, held, on.itemsize, 1 + drafts)
     return max(flops / on.flops, bytes / on.bandwidth) + layers * on.between
@@ -139,16 +149,16 @@ def mtp_seconds(config: Config, on: Device, rows: int) -> float:
     experts = experts_touched(config, rows) + (config.n_shared_experts or 0) if config.n_routed_experts else 1
     expert = 3 * config.hidden_size * (config.moe_intermediate_size or config.intermediate_size)
     attention = step_cost(config, "move_elided", rows, 1, 0).bytes / 2
-    weights = 2 * config.hidden_size**2 + expert * experts + attention + config.vocab_size * config.hidden_size
+    weights = (
+        2 * config.hidden_size**2 + expert * experts + attention + config.vocab_size * config.hidden_size
+    )
     return on.itemsize * weights / on.bandwidth + 2 * on.between
 
 
 def active_weights(config: Config) -> int:
     """Weights that one token is multiplied by."""
-    dense, expert = (
-        3 * config.hidden_size * config.intermediate_size,
-        3 * config.hidden_size * (config.moe_intermediate_size or 0),
-    )
+    dense = 3 * config.hidden_size * config.intermediate_size
+    expert = 3 * config.hidden_size * (config.moe_intermediate_size or 0)
     chosen = (config.num_experts_per_tok or 0) + (config.n_shared_experts or 0)
     layers = sum(chosen * expert if config.is_moe(i) else dense for i in range(config.num_hidden_layers))
     attention = step_cost(config, "move_elided", 1, 1, 0).bytes / 2 * config.num_hidden_layers
@@ -165,10 +175,17 @@ def break_even(config: Config) -> float:
 
 
 def pick_form(
-    config: Config, on: Device, rows: int, new: int, attended: int, forms: tuple[str, ...] = ("move_elided", "compressed")
+    config: Config,
+    on: Device,
+    rows: int,
+    new: int,
+    attended: int,
+    forms: tuple[str, ...] = ("move_elided", "compressed"),
 ) -> str:
     """The fastest of these forms, which all hold latents and may take turns over one cache."""
-    return min(forms, key=lambda form: attention_cost(config, form, rows, new, attended, on.itemsize).seconds(on))
+    return min(
+        forms, key=lambda form: attention_cost(config, form, rows, new, attended, on.itemsize).seconds(on)
+    )
 
 
 def why_form(config: Config, on: Device, form: str, rows: int, new: int, attended: int) -> str:
@@ -185,7 +202,8 @@ def why_form(config: Config, on: Device, form: str, rows: int, new: int, attende
 
 CHUNK_ON_A_CPU = 512
 CHUNK = (4096, 16384)  # elsewhere: at least and at most
-CHUNK_OF_A_SHARD = 512  # at least: with fewer tokens what each shard has whole takes longer to read than to multiply
+# At least: with fewer tokens what each shard has whole takes longer to read than to multiply
+CHUNK_OF_A_SHARD = 512
 
 # Tokens, held and new, of prompts that share a line. XLA's forms compute the scores of all of a line's tokens with all of these,
 # the kernel those of each row alone.
@@ -205,7 +223,8 @@ def chunk(config: Config, on: Device, shards: int = 1) -> int:
     return every if shards == 1 else max(1 << int(math.log2(every / shards)), CHUNK_OF_A_SHARD)
 
 
-BLOCK = {"cpu": (256, 8 << 20)}  # by platform: the most slots of a block, and the bytes that what is made of it stays below
+# By platform: the most slots of a block, and the bytes that what is made of it stays below
+BLOCK = {"cpu": (256, 8 << 20)}
 BLOCK_ELSEWHERE = (4096, 512 << 20)
 
 

@@ -24,7 +24,8 @@ class Seen(NamedTuple):
     """What one layer's attention shows a policy of a block of S slots. Of slots past what a row holds, only `weights` are read as
     they are, and must be 0."""
 
-    weights: Float[Array, "B W N S"]  # of each row's last W queries, after softmax over all slots; 0 for what a query may not see
+    # Of each row's last W queries, after softmax over all slots; 0 for what a query may not see
+    weights: Float[Array, "B W N S"]
     keys: Float[Array, "B S K D"]  # K heads; K = 1 for latents, joined to [c_kv, k_pe]
     anchor: Float[Array, "B K D"] | None  # the mean, over what a row holds, of keys divided by their norms
     worth: Float[Array, "B S N"] | None  # L1 norm of each head's value times W_o
@@ -67,7 +68,8 @@ class Random(Policy):
 
     def of_block(self, seen: Seen) -> Float[Array, "B M S"]:
         mixed = seen.slot.astype(jnp.uint32) ^ np.uint32(self.seed * 0x9E3779B1 & 0xFFFFFFFF)
-        mixed = (mixed ^ mixed >> 16) * np.uint32(0x7FEB352D)  # Wellons' lowbias32, less a step that only low bits see
+        # Wellons' lowbias32, less a step that only low bits see
+        mixed = (mixed ^ mixed >> 16) * np.uint32(0x7FEB352D)
         mixed = (mixed ^ mixed >> 15) * np.uint32(0x846CA68B)
         return _same((mixed >> 8).astype(jnp.float32), seen)  # 24 bits: exact
 
@@ -107,7 +109,9 @@ class SnapKV(Policy):
         before = jnp.arange(size) < held[..., None] - self.window
         scores = jnp.where(before, scores, 0.0)  # zeros count, at both ends
         padded = jnp.pad(scores, ((0, 0), (0, 0), (self.kernel // 2, (self.kernel - 1) // 2)))
-        return jnp.where(before, sum(padded[..., i : i + size] for i in range(self.kernel)) / self.kernel, 0.0)
+        return jnp.where(
+            before, sum(padded[..., i : i + size] for i in range(self.kernel)) / self.kernel, 0.0
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +166,8 @@ class Critical(Policy):
     def finished(self, scores: Float[Array, "B M S"], held: Int[Array, "B #H"]) -> Float[Array, "B M S"]:
         scores, worth = jnp.split(scores, 2, axis=1)
         scores = self.of.finished(scores, held)
-        return jnp.concatenate([scores, (scores + 1e-4) * worth], axis=1)  # where nothing looks, worth decides
+        # Where nothing looks, worth decides
+        return jnp.concatenate([scores, (scores + 1e-4) * worth], axis=1)
 
 
 POLICIES: dict[str, Policy] = {
@@ -211,11 +216,13 @@ class Pyramid(Rule):
 
     def counts(self, ranked: Ranked) -> Int[Array, "L B #H"]:
         layers, count, beta = len(ranked.score), ranked.count, self.beta
-        spare = ranked.held.max((0, 2)) - ranked.forced - count  # most that the first layer may have above the count
+        # Most that the first layer may have above the count
+        spare = ranked.held.max((0, 2)) - ranked.forced - count
         above = jnp.minimum(count * (beta - 1), spare * beta)  # what it has, times beta
         fits = (above >= 0) & (above <= (count - ranked.forced) * beta)
         step, steps = np.arange(layers - 1, -layers, -2)[:, None], beta * max(layers - 1, 1)
-        apart = np.sign(step) * ((np.abs(step) * above + steps // 2) // steps)  # int32 holds it for a million tokens
+        # int32 holds it for a million tokens
+        apart = np.sign(step) * ((np.abs(step) * above + steps // 2) // steps)
         return (count + jnp.where(fits, apart, 0))[..., None]
 
 

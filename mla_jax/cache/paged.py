@@ -58,11 +58,13 @@ class Rows(NamedTuple):
     """Where the rows of a step keep their tokens: the same in all layers, made once a step."""
 
     page_table: Int[Array, "*H R P"]
-    seq_lens: Int[Array, "*H R"]  # cached tokens with the new ones; 0 for a row without new ones, which attends to nothing
+    # Cached tokens with the new ones; 0 for a row without new ones, which attends to nothing
+    seq_lens: Int[Array, "*H R"]
     counts: Int[Array, "*H R"]  # new tokens that have a slot on any device
     row: Int[Array, "*H B T"] | None  # of a new token; None: line b is row b
     index: Int[Array, "*H B T"]  # of a new token in its row
-    slots: Int[Array, "*H B T"]  # of a new token in the pool's first layer, NOWHERE for padding and what is on other devices
+    # Of a new token in the pool's first layer, NOWHERE for padding and what is on other devices
+    slots: Int[Array, "*H B T"]
     real: Bool[Array, "*H B T"]  # whether a new token has a slot on any device
 
     @property
@@ -210,7 +212,8 @@ def view_of(rows: Rows, lens: Int[Array, "*H R"], size: int) -> View:
     start, place = stop - pages, jnp.arange(count * width)
     row = jnp.minimum(jnp.searchsorted(stop, place, side="right", method="compare_all"), count - 1)
     page = place - start[row]  # past the last row's end there are no tokens
-    table, filled = rows.page_table[row, jnp.minimum(page, width - 1)], jnp.clip(here[row] - page * size, 0, size)
+    table = rows.page_table[row, jnp.minimum(page, width - 1)]
+    filled = jnp.clip(here[row] - page * size, 0, size)
     return View(table[None], filled[None], start)
 
 
@@ -233,16 +236,22 @@ def append(layer: Layer, new: Mapping[str, Shaped[Array, "B T ..."]], rows: Rows
     slots = slots if rows.lanes == 1 else jnp.moveaxis(slots, 0, -1)  # as heads are in what is new
     at = places(*jnp.divmod(slots, layer.size), rows.lanes)
 
-    def written(old: Array, value: Array) -> Array:  # not through a flat view of the pool: with one token XLA would copy it
+    # Not through a flat view of the pool: with one token XLA would copy it
+    def written(old: Array, value: Array) -> Array:
         return old.at[at].set(_stored(value, old.dtype), mode="drop")
 
-    return dataclasses.replace(layer, pool=layer.pool | {name: written(layer.pool[name], value) for name, value in new.items()})
+    return dataclasses.replace(
+        layer, pool=layer.pool | {name: written(layer.pool[name], value) for name, value in new.items()}
+    )
 
 
 def note(layer: Layer, page: Int[Array, " G"], notes: Mapping[str, Shaped[Array, "G ..."]]) -> Layer:
     """Writes what is noted of pages, counted from the pool's first; NOWHERE is none."""
     pool = layer.pool
-    written = {name: pool[name].at[page].set(_stored(new, pool[name].dtype), mode="drop") for name, new in notes.items()}
+    written = {
+        name: pool[name].at[page].set(_stored(new, pool[name].dtype), mode="drop")
+        for name, new in notes.items()
+    }
     return dataclasses.replace(layer, pool=pool | written)
 
 
@@ -253,14 +262,18 @@ def summaries(layer: Layer, table: Int[Array, "B P"]) -> Float[Array, "B P V L"]
 
 def read(layer: Layer, view: View, first: Array | int, count: int) -> dict[str, Shaped[Array, "B S ..."]]:
     """What each line has in `count` of its pages, from its page `first` on; zeros in the slots that hold nothing of it."""
-    table, filled = (jax.lax.dynamic_slice_in_dim(array, first, count, axis=-1) for array in (view.table, view.filled))
+    table, filled = (
+        jax.lax.dynamic_slice_in_dim(array, first, count, axis=-1) for array in (view.table, view.filled)
+    )
     held = jnp.arange(layer.size) < filled[..., None]
     held = held.reshape(*held.shape[:-2], -1)
 
     def gathered(array: Array) -> Array:
         found = _numbers(_of_pages(array, layer.first, table))
         found = found.reshape(*held.shape, *found.shape[table.ndim + 1 :])
-        found = jnp.where(held.reshape(*held.shape, *(1,) * (found.ndim - held.ndim)), found, jnp.zeros((), found.dtype))
+        found = jnp.where(
+            held.reshape(*held.shape, *(1,) * (found.ndim - held.ndim)), found, jnp.zeros((), found.dtype)
+        )
         return found if _lanes(table) == 1 else jnp.moveaxis(found, 0, 2)
 
     return {name: gathered(array) for name, array in layer.pool.items() if name not in NOTES}
@@ -271,5 +284,6 @@ def _of_pages(array: Shaped[Array, "G Z ..."], first: Array, table: Int[Array, "
     if _lanes(table) == 1:
         return array.at[table + first].get(mode="clip")
     page, lane = jnp.divmod(table, len(table))
-    place = jnp.arange(array.shape[1])  # named, for a gather by the first and the third axis alone copies the pool on a GPU
+    # Named, for a gather by the first and the third axis alone copies the pool on a GPU
+    place = jnp.arange(array.shape[1])
     return array.at[(page + first)[..., None], place, lane[..., None]].get(mode="clip")

@@ -25,7 +25,9 @@ class Policy:
     vectors: ClassVar[int]  # that a page is summed up by
     asks: ClassVar[bool] = False  # whether it looks at what the queries within a page asked for
 
-    def asked(self, queries: Float[Array, "G Z L"], keys: Float[Array, "G Z L"], new: Bool[Array, "G Z"]) -> Float[Array, "G Z"]:
+    def asked(
+        self, queries: Float[Array, "G Z L"], keys: Float[Array, "G Z L"], new: Bool[Array, "G Z"]
+    ) -> Float[Array, "G Z"]:
         """What the `new` tokens of a page ask for of each of its tokens; a page's tokens may come in several steps."""
         raise NotImplementedError
 
@@ -36,7 +38,11 @@ class Policy:
         raise NotImplementedError
 
     def scores(
-        self, q: Float[Array, "B N L"], summary: Float[Array, "B P V L"], held: Bool[Array, "B P"], scale: float
+        self,
+        q: Float[Array, "B N L"],
+        summary: Float[Array, "B P V L"],
+        held: Bool[Array, "B P"],
+        scale: float,
     ) -> Float[Array, "B P"]:
         """Of the pages `held`; those of others are not read. `scale` makes logits of products."""
         raise NotImplementedError
@@ -61,7 +67,11 @@ class Quest(Policy):
         return jnp.einsum("bnvl,bpvl->bnp", parts, summary, preferred_element_type=jnp.float32)
 
     def scores(
-        self, q: Float[Array, "B N L"], summary: Float[Array, "B P V L"], held: Bool[Array, "B P"], scale: float
+        self,
+        q: Float[Array, "B N L"],
+        summary: Float[Array, "B P V L"],
+        held: Bool[Array, "B P"],
+        scale: float,
     ) -> Float[Array, "B P"]:
         """The logarithm of the pages' votes. Quest chooses for each head; here each head has one vote, which a softmax over the
         bounds shares out."""
@@ -84,7 +94,9 @@ class InfLLM(Policy):
     vectors = 1
     asks = True
 
-    def asked(self, queries: Float[Array, "G Z L"], keys: Float[Array, "G Z L"], new: Bool[Array, "G Z"]) -> Float[Array, "G Z"]:
+    def asked(
+        self, queries: Float[Array, "G Z L"], keys: Float[Array, "G Z L"], new: Bool[Array, "G Z"]
+    ) -> Float[Array, "G Z"]:
         """The sum of q . k over the new tokens from each on."""
         products = jnp.einsum("gtl,gml->gtm", queries, keys, preferred_element_type=jnp.float32)
         sees = np.tri(keys.shape[1], dtype=bool) & new[:, :, None]
@@ -101,7 +113,11 @@ class InfLLM(Policy):
         return (total / jnp.maximum(taken.sum(1), 1)[:, None, None]).astype(keys.dtype)
 
     def scores(
-        self, q: Float[Array, "B N L"], summary: Float[Array, "B P V L"], held: Bool[Array, "B P"], scale: float
+        self,
+        q: Float[Array, "B N L"],
+        summary: Float[Array, "B P V L"],
+        held: Bool[Array, "B P"],
+        scale: float,
     ) -> Float[Array, "B P"]:
         return jnp.einsum("bl,bpl->bp", q.sum(1), summary[:, :, 0], preferred_element_type=jnp.float32)
 
@@ -136,7 +152,8 @@ class Retrieval:
 class Chosen(NamedTuple):
     """The pages that rows attend to."""
 
-    place: Int[Array, "B K"]  # in the row's page table, ascending; what comes after a row's last page may be any
+    # In the row's page table, ascending; what comes after a row's last page may be any
+    place: Int[Array, "B K"]
     left_out: Int[Array, " B"]  # pages of the row that are not among them
 
 

@@ -17,7 +17,9 @@ def copy_out(model: Transformer, pool: Pool, pages: Int[Array, " K"]) -> tuple[P
     return pool, {name: array.at[at].get(mode="clip") for name, array in pool.items()}
 
 
-def copy_in(model: Transformer, pool: Pool, contents: Contents, pages: Int[Array, " K"]) -> tuple[Pool, Contents]:
+def copy_in(
+    model: Transformer, pool: Pool, contents: Contents, pages: Int[Array, " K"]
+) -> tuple[Pool, Contents]:
     """The pool with `contents` in `pages`, without those for a page past the last; and the contents, whose memory was donated."""
     at = _in_layers(model, pool, pages)
     return {name: array.at[at].set(contents[name], mode="drop") for name, array in pool.items()}, contents
@@ -27,4 +29,6 @@ def _in_layers(model: Transformer, pool: Pool, pages: Int[Array, " K"]) -> Int[A
     """Where a page of each layer is in the pool; NOWHERE for one past the last."""
     layers = model.cached_layers
     count = next(iter(pool.values())).shape[0] // layers
-    return jnp.where(pages[:, None] < count, pages[:, None] + count * jnp.arange(layers, dtype=jnp.int32), NOWHERE)
+    return jnp.where(
+        pages[:, None] < count, pages[:, None] + count * jnp.arange(layers, dtype=jnp.int32), NOWHERE
+    )

@@ -47,7 +47,11 @@ def logits(model: Transformer, hidden: Float[Array, "B *T D"]) -> Float[Array, "
 
 
 def choose(
-    logits: Float[Array, "b W"], seen: UInt16[Array, "H W"], rows: Int[Array, " B"], position: Int[Array, " B"], asked: Sampling
+    logits: Float[Array, "b W"],
+    seen: UInt16[Array, "H W"],
+    rows: Int[Array, " B"],
+    position: Int[Array, " B"],
+    asked: Sampling,
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """As `sampling.choose`, for all rows, from the logits of this device's."""
     mine, at, given = own((rows, position, jax.tree.map(jnp.asarray, asked)))

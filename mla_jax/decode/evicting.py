@@ -66,13 +66,18 @@ def observe(
     tokens, batch = newest(rows, at, page_table, evicts.window)
     _, same, aux = model(tokens, batch, pool, watch=functools.partial(watch.scores, policy))
     assert same is not None
-    found = aux["watched"] if model.lanes > 1 else [_shared(scores, policy.stages) for scores in aux["watched"]]
+    found = (
+        aux["watched"] if model.lanes > 1 else [_shared(scores, policy.stages) for scores in aux["watched"]]
+    )
     slots = page_table.pages.shape[-1] * paged.page_size(pool)
     held = jnp.maximum(batch.seq_lens - page_table.dropped, 0).swapaxes(1, 2)
     scores = jnp.stack(found)[..., :slots]
-    stays = evict.kept(scores, held, count, rule, sinks=evicts.sinks, window=evicts.recent, first=policy.first)
+    stays = evict.kept(
+        scores, held, count, rule, sinks=evicts.sinks, window=evicts.recent, first=policy.first
+    )
     source, kept = evict.places(stays.swapaxes(1, 2))
-    kept = jnp.where(at < rows.seen.shape[0], kept, 0)  # of none nothing is moved: its page table is not its own
+    # Of none nothing is moved: its page table is not its own
+    kept = jnp.where(at < rows.seen.shape[0], kept, 0)
     return same, rows, Kept(source.astype(jnp.int32), kept, across.gathered(kept[None], DATA))
 
 

@@ -66,7 +66,9 @@ def prefill(
     assert filled is not None
     fresh = was_open.held == entry.held  # of the token before nobody knows the hidden state
     before, known = _before(hidden, was_last, fresh, was_open.held, batch)
-    filled = drafter.keep(model, filled, before, tokens[None], dataclasses.replace(batch, mask=batch.mask & known))
+    filled = drafter.keep(
+        model, filled, before, tokens[None], dataclasses.replace(batch, mask=batch.mask & known)
+    )
     return filled, rows, None if following is None else _scores(model, hidden, following)
 
 
@@ -77,7 +79,11 @@ def _scores(model: Transformer, hidden: Float[Array, "1 T D"], following: Int[Ar
 
 
 def _before(
-    hidden: Float[Array, "1 T D"], last: Float[Array, "R D"], fresh: Bool[Array, " R"], held: Int[Array, " R"], batch: Batch
+    hidden: Float[Array, "1 T D"],
+    last: Float[Array, "R D"],
+    fresh: Bool[Array, " R"],
+    held: Int[Array, " R"],
+    batch: Batch,
 ) -> tuple[Float[Array, "1 T D"], Bool[Array, "1 T"]]:
     """The hidden state of the token before each of a line, and whether it is known: not where a row has read nothing yet."""
     assert batch.row is not None
@@ -135,11 +141,14 @@ CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 # With loops in the graph as well, a call returns before it is done (H100: a run with 8 rows after 2 of 66 ms, 256 tokens of a
 # prompt after 3 of 15), so that the next one can be sent ahead.
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
-OPTIONS: dict[str, dict[str, str]] = {"cpu": CONVERT_LATE}  # of the compiler, by platform: for every program,
-LOOP_OPTIONS = {"cpu": CONVERT_LATE, "gpu": CONCURRENT | {"xla_gpu_enable_command_buffer": GRAPHS}}  # and for those with loops
+# Of the compiler, by platform: for every program, and for those with loops
+OPTIONS: dict[str, dict[str, str]] = {"cpu": CONVERT_LATE}
+LOOP_OPTIONS = {"cpu": CONVERT_LATE, "gpu": CONCURRENT | {"xla_gpu_enable_command_buffer": GRAPHS}}
 
 
-def new(model: Transformer, rows: int, pages: int, text: int = 0, hosted: int = 0, *, counts: bool) -> tuple[Pool, Rows]:
+def new(
+    model: Transformer, rows: int, pages: int, text: int = 0, hosted: int = 0, *, counts: bool
+) -> tuple[Pool, Rows]:
     """An empty pool with `pages` pages per layer, and a table of `rows` rows. With `counts` it counts chosen experts. It keeps
     `text` tokens of each row, and what `hosted` pages on the host are summed up by, if any."""
     return model.new_pool(pages), table.new_rows(model, rows, counts, text, hosted)
@@ -194,7 +203,9 @@ class Programs:
         self.run_with_drafts = looped(functools.partial(run_with_drafts, drafter=drafter))
         self.logits = program(logits, compiler_options=options)
         self.observe = program(
-            functools.partial(evicting.observe, evicts=evicts), donate_argnums=(1, 2), compiler_options=options
+            functools.partial(evicting.observe, evicts=evicts),
+            donate_argnums=(1, 2),
+            compiler_options=options,
         )
         self.move = program(evicting.move, donate_argnums=(1, 2), compiler_options=options)
         self.rank = program(paging.rank, donate_argnums=(1, 2), compiler_options=options)
@@ -223,7 +234,11 @@ class Programs:
         """Compiles concurrently what these sizes need, and returns once all are there: what a GPU's compiler measures must not
         run with a prompt."""
         with self.waits.record():
-            started = [*self._generating(pool, rows, sizes), *self._reading(pool, rows, sizes), *self._between(pool, rows, sizes)]
+            started = [
+                *self._generating(pool, rows, sizes),
+                *self._reading(pool, rows, sizes),
+                *self._between(pool, rows, sizes),
+            ]
             texts = [] if rows.text is None else [_numbers(ADMITTED, rows.text.shape[1])]
             entries = of_shards([table.blank(ADMITTED)] * self.spread.shards)
             started.append(self.admit.start(rows, _numbers(ADMITTED), entries, *texts))
@@ -235,14 +250,18 @@ class Programs:
         for n in sizes.decode:
             yield self.run.start(pool, rows, _numbers(n), self._tables(n, sizes.width), _numbers())
         for n in sizes.drafted:
-            yield self.run_with_drafts.start(pool, rows, _numbers(n), self._tables(n, sizes.width), _numbers(), _numbers())
+            yield self.run_with_drafts.start(
+                pool, rows, _numbers(n), self._tables(n, sizes.width), _numbers(), _numbers()
+            )
 
     def _reading(self, pool: Pool, rows: Rows, sizes: Sizes) -> Iterator[Future]:
         """What reads prompts."""
         pieces, tables = sizes.pieces, self._tables(sizes.pieces, sizes.width)
         for tokens in (*sizes.read, *[sizes.scored] * bool(sizes.scored)):
             after = _numbers(tokens) if tokens == sizes.scored else None
-            yield self.prefill.start(pool, rows, _numbers(pieces), _numbers(tokens), _numbers(pieces), tables, after)
+            yield self.prefill.start(
+                pool, rows, _numbers(pieces), _numbers(tokens), _numbers(pieces), tables, after
+            )
 
     def _between(self, pool: Pool, rows: Rows, sizes: Sizes) -> Iterator[Future]:
         """What changes rows' pages."""
@@ -252,7 +271,9 @@ class Programs:
             yield self.observe.start(pool, rows, _numbers(n), tables, _numbers(n))
             yield self.move.start(pool, self.spread.whole(self._kept(pool, width, n)), tables, tables)
         if n := sizes.ranked:
-            yield self.rank.start(pool, rows, _numbers(n), self._tables(n, width), _numbers(n, width), _numbers(n, width))
+            yield self.rank.start(
+                pool, rows, _numbers(n), self._tables(n, width), _numbers(n, width), _numbers(n, width)
+            )
             yield self.hold.start(rows, _numbers(n), _numbers(n))
         if n := sizes.copied:
             yield self.copy_out.start(pool, _numbers(n))
@@ -269,7 +290,9 @@ class Programs:
         """The shapes of what `observe` has found."""
         each = len(self.model.layers), self.model.lanes
         return Kept(
-            _numbers(*each, rows, width * page_size(pool)), _numbers(*each, rows), _numbers(self.spread.shards, *each, rows)
+            _numbers(*each, rows, width * page_size(pool)),
+            _numbers(*each, rows),
+            _numbers(self.spread.shards, *each, rows),
         )
 
     def _contents(self, pages: int) -> dict[str, jax.ShapeDtypeStruct]:

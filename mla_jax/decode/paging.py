@@ -45,7 +45,9 @@ def rank(
     return same, rows, chosen.place
 
 
-def _votes(model: Transformer, rows: Rows, slots: Int[Array, "B W"], full: Bool[Array, "B W"], queries: list[Array]) -> Array:
+def _votes(
+    model: Transformer, rows: Rows, slots: Int[Array, "B W"], full: Bool[Array, "B W"], queries: list[Array]
+) -> Array:
     """`[B W]`: what the `full` pages in these slots are worth to the queries `[B 1 N L]` of all layers."""
     retrieval, scale = model.dispatch.retrieval, rope.softmax_scale(model.config)
     assert retrieval is not None
@@ -57,7 +59,9 @@ def _votes(model: Transformer, rows: Rows, slots: Int[Array, "B W"], full: Bool[
     return retrieve.votes(jnp.stack(scores), full)
 
 
-def _with_new(model: Transformer, pool: Pool, summaries: Array, page_table: Int[Array, "B P"], new: Int[Array, "B P"]) -> Array:
+def _with_new(
+    model: Transformer, pool: Pool, summaries: Array, page_table: Int[Array, "B P"], new: Int[Array, "B P"]
+) -> Array:
     """What pages on the host are summed up by, with those that come now."""
     layers = jnp.arange(len(model.layers))
     first = layers * (pool[SUMMARY].shape[0] // model.cached_layers)

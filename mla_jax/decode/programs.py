@@ -94,7 +94,8 @@ class Program:
         self.weights: tuple[jax.Array, ...] = tuple(jax.tree.leaves(self._state))
         self.precision = "highest" if model.dtype == jnp.float32 else None
         self.shared, self.function = shared or Shared.of(), functools.partial(function)
-        self.static, self.donated = (*map(str, static_argnums), *static_argnames), tuple(map(str, donate_argnums))
+        self.static = (*map(str, static_argnums), *static_argnames)
+        self.donated = tuple(map(str, donate_argnums))
         self.compiler_options = (compiler_options or {}) | self.spread.compiler_options
         self._built: dict[Key, Future[Built]] = {}
 
@@ -104,7 +105,8 @@ class Program:
         if call.key not in self._built:
             with self.shared.waits.record():
                 self._start(call).result()
-        built, packed = self._built[call.key].result(), self._packed([np.asarray(array) for array in call.sent])
+        built = self._built[call.key].result()
+        packed = self._packed([np.asarray(array) for array in call.sent])
         return jax.tree.unflatten(built.structure, built.compiled(self.weights, call.donated, packed))
 
     def _packed(self, sent: list[np.ndarray]) -> Any:
@@ -126,7 +128,9 @@ class Program:
     def refresh(self) -> bool:
         """Takes the parameters as the model has them now; calls do not look for changed ones. Whether there were any."""
         before, self.weights = self.weights, tuple(jax.tree.leaves(self._state))
-        return len(before) != len(self.weights) or any(a is not b for a, b in zip(before, self.weights, strict=True))
+        return len(before) != len(self.weights) or any(
+            a is not b for a, b in zip(before, self.weights, strict=True)
+        )
 
     def lower(self, *args, **kw) -> jax.stages.Lowered:
         """For XLA's own account of the program: its text, costs and memory."""
@@ -136,7 +140,9 @@ class Program:
         given = {str(place): arg for place, arg in enumerate(args, 1)} | kw
         statics = tuple((name, arg) for name, arg in given.items() if name in self.static)
         donated, first = jax.tree.flatten({name: arg for name, arg in given.items() if name in self.donated})
-        sent, other = jax.tree.flatten({name: arg for name, arg in given.items() if name not in self.static + self.donated})
+        sent, other = jax.tree.flatten(
+            {name: arg for name, arg in given.items() if name not in self.static + self.donated}
+        )
         of_one = [self._for_one(leaf) for leaf in sent]
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in (*donated, *of_one))
         return Call(Key(statics, first, other, shapes), donated, sent)
@@ -196,7 +202,9 @@ class Program:
         """The program before it is traced, its arguments, and where tracing leaves the structure of its value."""
         key, found, of_one = call.key, [], [self._for_one(leaf) for leaf in call.sent]
 
-        def flat(weights: tuple[jax.Array, ...], donated: list[jax.Array], sent: jax.Array) -> list[jax.Array]:
+        def flat(
+            weights: tuple[jax.Array, ...], donated: list[jax.Array], sent: jax.Array
+        ) -> list[jax.Array]:
             model = nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights))
             given = dict(key.statics) | jax.tree.unflatten(key.donated, donated)
             given |= jax.tree.unflatten(key.sent, unpack(sent, of_one))
@@ -207,7 +215,8 @@ class Program:
             return leaves
 
         flat.__name__ = self.function.func.__name__
-        if self.shared.store is not None:  # in JAX's cache another version of the code must not find it: see `Store.compile`
+        # In JAX's cache another version of the code must not find it: see `Store.compile`
+        if self.shared.store is not None:
             flat.__name__ += f"_{self.shared.store.version}"
         program = self.spread.on_each(flat)
         program.__name__ = flat.__name__

@@ -30,7 +30,8 @@ class Entry:
     held: Int[Given, "*D H"]  # tokens in its pages
     prompt: Int[Given, "*D H"]  # tokens before its output
     limit: Int[Given, "*D H"]  # tokens it may still generate, those that it generates again included
-    again: Int[Given, "*D H"]  # tokens it generates again: they are in its text, and are taken whatever is drawn
+    # Tokens it generates again: they are in its text, and are taken whatever is drawn
+    again: Int[Given, "*D H"]
     ends: Int[Given, "*D H M"]  # token ids that end it, -1 for none
     logprobs: Bool[Given, "*D H"]  # whether it asks for log-probabilities
     sampling: Sampling
@@ -59,7 +60,8 @@ class Rows:
     seen: UInt16[Array, "H W"]  # see `sampling.PROMPT`
     text: Int[Array, "H C"] | None  # tokens by position, where drafts are looked up in them
     load: Int[Array, "moe X"] | None  # how often each expert of each layer was chosen, where that is counted
-    summaries: Shaped[Array, "P L V K"] | None  # what pages on the host are summed up by, by their slots there
+    # What pages on the host are summed up by, by their slots there
+    summaries: Shaped[Array, "P L V K"] | None
 
 
 def blank(rows: int) -> Entry:
@@ -86,7 +88,9 @@ def blank(rows: int) -> Entry:
         bias_ids=filled(-1, np.int32, MAX_BIASES),
         bias=filled(0, np.float32, MAX_BIASES),
     )
-    return Entry(whole(), whole(), whole(), whole(), filled(-1, np.int32, MAX_ENDS), filled(0, bool), sampling)
+    return Entry(
+        whole(), whole(), whole(), whole(), filled(-1, np.int32, MAX_ENDS), filled(0, bool), sampling
+    )
 
 
 def fresh(held: Int[Either, " H"], limit: Int[Either, " H"]) -> Open:
@@ -103,7 +107,8 @@ def new_rows(model: "Transformer", rows: int, counts: bool = False, text: int = 
     many `hosted` pages on the host are summed up by, if any."""
     config = model.config
     entry, is_open = (jnp.tile(pack(one, 1), (rows, 1)) for one in (ENTRY, OPEN))
-    last, seen = jnp.zeros((rows, config.hidden_size), model.dtype), jnp.zeros((rows, config.vocab_size), jnp.uint16)
+    last = jnp.zeros((rows, config.hidden_size), model.dtype)
+    seen = jnp.zeros((rows, config.vocab_size), jnp.uint16)
     layers = sum(config.is_moe(i) for i in range(config.num_hidden_layers))
     load = jnp.zeros((layers, config.n_routed_experts or 0), jnp.int32) if counts else None
     tokens = jnp.zeros((rows, text), jnp.int32) if text else None
@@ -115,7 +120,13 @@ def _summaries(model: "Transformer", pages: int) -> Shaped[Array, "P L V K"]:
     return jnp.zeros((pages, len(model.layers), *one.shape[1:]), one.dtype)
 
 
-def admit(model: "Transformer", rows: Rows, at: Int[Array, " K"], entry: Entry, text: Int[Array, "K C"] | None = None) -> Rows:
+def admit(
+    model: "Transformer",
+    rows: Rows,
+    at: Int[Array, " K"],
+    entry: Entry,
+    text: Int[Array, "K C"] | None = None,
+) -> Rows:
     """Gives the rows `at` to requests; an index past the table is none. `text` is what is known of each."""
     return dataclasses.replace(
         rows,
@@ -135,14 +146,18 @@ def taken(rows: Rows, at: Int[Array, " B"]) -> tuple[Entry, Open, Float[Array, "
 
 def returned(rows: Rows, at: Int[Array, " B"], is_open: Open, last: Float[Array, "B D"]) -> Rows:
     """The table with how far the rows `at` are now."""
-    return dataclasses.replace(rows, open=_put(rows.open, at, pack(is_open, 1)), last=_put(rows.last, at, last))
+    return dataclasses.replace(
+        rows, open=_put(rows.open, at, pack(is_open, 1)), last=_put(rows.last, at, last)
+    )
 
 
 def _put(table: Array, at: Int[Array, " B"], rows: Array | int) -> Array:
     return table.at[at].set(rows, mode="drop")
 
 
-def newest(rows: Rows, at: Int[Array, " B"], page_table: Table, window: int) -> tuple[Int[Array, "B W"], Batch]:
+def newest(
+    rows: Rows, at: Int[Array, " B"], page_table: Table, window: int
+) -> tuple[Int[Array, "B W"], Batch]:
     """The newest `window` tokens of the rows `at`, as they pass the layers once more, cached as they are."""
     assert rows.text is not None, "the rows' text is not kept"
     _, is_open, _ = taken(rows, at)
@@ -152,7 +167,9 @@ def newest(rows: Rows, at: Int[Array, " B"], page_table: Table, window: int) -> 
     return tokens, Batch.behind(is_open.held - again, is_open.position - again, again, window, page_table)
 
 
-def told_again(rows: Rows, at: Int[Array, " B"], entry: Entry, is_open: Open, token: Int[Array, " B"]) -> Int[Array, " B"]:
+def told_again(
+    rows: Rows, at: Int[Array, " B"], entry: Entry, is_open: Open, token: Int[Array, " B"]
+) -> Int[Array, " B"]:
     """The next token of the rows `at`: the one that they had before, or the `token` that is drawn."""
     if rows.text is None:
         return token
@@ -160,7 +177,11 @@ def told_again(rows: Rows, at: Int[Array, " B"], entry: Entry, is_open: Open, to
 
 
 def chose(
-    rows: Rows, at: Int[Array, " B"], position: Int[Array, " B"], token: Int[Array, " B"], takes: Bool[Array, " B"]
+    rows: Rows,
+    at: Int[Array, " B"],
+    position: Int[Array, " B"],
+    token: Int[Array, " B"],
+    takes: Bool[Array, " B"],
 ) -> Rows:
     """Notes a token that each of the rows `at` `takes` as its output, at its position."""
     seen = mark(rows.seen, at, token[:, None], takes[:, None], jnp.ones_like(takes)[:, None])

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt16, UInt32
 
-PROMPT, OUTPUT = 1 << 15, (1 << 15) - 1  # a bit of `seen` says that a token is in the prompt; the others count it in the output
+# A bit of `seen` says that a token is in the prompt; the others count it in the output
+PROMPT, OUTPUT = 1 << 15, (1 << 15) - 1
 
 
 Given = jax.Array | np.ndarray  # what requests bring is made on the host
@@ -40,7 +41,9 @@ class Sampling:
     @property
     def penalises(self) -> Bool[Array, " B"]:
         """The rows whose logits are changed before a token is chosen."""
-        penalised = (self.presence_penalty != 0) | (self.frequency_penalty != 0) | (self.repetition_penalty != 1)
+        penalised = (
+            (self.presence_penalty != 0) | (self.frequency_penalty != 0) | (self.repetition_penalty != 1)
+        )
         return penalised | (self.bias_ids >= 0).any(1)
 
     @property
@@ -63,20 +66,26 @@ def penalise(logits: Logits, seen: UInt16[Array, "B W"], sampling: Sampling) -> 
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(seen > 0, repeated, logits)
     count = (seen & OUTPUT).astype(jnp.float32)
-    logits -= jnp.where(count > 0, sampling.presence_penalty[:, None], 0.0) + sampling.frequency_penalty[:, None] * count
+    logits -= (
+        jnp.where(count > 0, sampling.presence_penalty[:, None], 0.0)
+        + sampling.frequency_penalty[:, None] * count
+    )
     rows, words = jnp.arange(logits.shape[0])[:, None], logits.shape[1]
     ids = jnp.where(sampling.bias_ids < 0, words, sampling.bias_ids)  # -1 would be the last token
     return logits.at[rows, ids].add(sampling.bias, mode="drop")
 
 
-def is_kept(warm: Logits, border: Float[Array, " B"], token: Int[Array, " B"], sampling: Sampling) -> Bool[Array, " B"]:
+def is_kept(
+    warm: Logits, border: Float[Array, " B"], token: Int[Array, " B"], sampling: Sampling
+) -> Bool[Array, " B"]:
     """Whether top-k, and then top-p, keep this token of each row. `border` is from `after_top_k`.
 
     They do if the likelier tokens are fewer than k, and add up to less than p times what the k likeliest add up to. Both sums are
     rounded: where they differ by less than 2e-6 of them, the token may be kept or not."""
     likelier = warm > logit_of(token, warm)
     weight, least = jnp.exp(warm), jnp.exp(border)
-    more = jnp.maximum(weight - least[:, None], 0.0)  # the k likeliest have this and `least`, any others that are equal have 0
+    # The k likeliest have this and `least`, any others that are equal have 0
+    more = jnp.maximum(weight - least[:, None], 0.0)
     count, before = likelier.sum(-1, dtype=jnp.int32), jnp.where(likelier, weight, 0.0).sum(-1)
     total = more.sum(-1) + sampling.top_k * least
     in_top_k = (count < sampling.top_k) | (sampling.top_k == 0)
@@ -88,7 +97,8 @@ def after_top_k(warm: Logits, sampling: Sampling) -> Float[Array, " B"]:
     """A number than which at most k logits are larger, and at least k not smaller; -inf for rows whose top-p does not need it.
 
     It is found by its bits, four at a time, and by counting what is larger; the loop ends once that is k for every row."""
-    bits = jax.lax.bitcast_convert_type(warm, jnp.uint32)  # none is above 0, and below 0 a smaller number has larger bits
+    # None is above 0, and below 0 a smaller number has larger bits
+    bits = jax.lax.bitcast_convert_type(warm, jnp.uint32)
     k, digits = sampling.top_k, np.arange(1, 16, dtype=np.uint32)
     needed = sampling.renormalises & (k < warm.shape[1])
 
@@ -97,7 +107,9 @@ def after_top_k(warm: Logits, sampling: Sampling) -> Float[Array, " B"]:
         tried = found + (digits[:, None] << shift.astype(jnp.uint32))
         larger = [(bits < number[:, None]).astype(jnp.int32) for number in tried]
         # reduced together: two kernels on a GPU, where fifteen sums are sixteen
-        counts = jnp.stack(jax.lax.reduce(larger, [np.int32(0)] * 15, functools.partial(jax.tree.map, jnp.add), (1,)))
+        counts = jnp.stack(
+            jax.lax.reduce(larger, [np.int32(0)] * 15, functools.partial(jax.tree.map, jnp.add), (1,))
+        )
         fits = counts <= k
         found += fits.sum(0, dtype=jnp.uint32) << shift.astype(jnp.uint32)
         return shift - 4, found, jnp.maximum(most, jnp.where(fits, counts, 0).max(0))
@@ -115,12 +127,18 @@ def logit_of(token: Int[Array, " B"], logits: Logits) -> Float[Array, "B 1"]:
 
 
 def draw(
-    warm: Logits, border: Float[Array, " B"], likeliest: Int[Array, " B"], position: Int[Array, " B"], sampling: Sampling
+    warm: Logits,
+    border: Float[Array, " B"],
+    likeliest: Int[Array, " B"],
+    position: Int[Array, " B"],
+    sampling: Sampling,
 ) -> Int[Array, " B"]:
     """One token a row by the Gumbel trick, from a key made of the row's seed and the token's position; if cold, the likeliest."""
 
     def noise(seed: Array, at: Array) -> Array:
-        return jax.random.gumbel(jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), at), warm.shape[1:])
+        return jax.random.gumbel(
+            jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), at), warm.shape[1:]
+        )
 
     def draw_again(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         token, done = carry
@@ -136,7 +154,11 @@ def draw(
 
 
 def choose(
-    logits: Logits, seen: UInt16[Array, "H W"], rows: Int[Array, " B"], position: Int[Array, " B"], sampling: Sampling
+    logits: Logits,
+    seen: UInt16[Array, "H W"],
+    rows: Int[Array, " B"],
+    position: Int[Array, " B"],
+    sampling: Sampling,
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """The token of each row, and whether its logits were fit to choose from (no NaN, no +inf, not all -inf).
 
@@ -152,10 +174,12 @@ def choose(
 
     def sampled() -> tuple[Array, Array]:
         likeliest, fit = greedy()
-        return draw(warmed(logits, likeliest), jnp.full(rows.shape, -jnp.inf), likeliest, position, sampling), fit
+        anything = jnp.full(rows.shape, -jnp.inf)
+        return draw(warmed(logits, likeliest), anything, likeliest, position, sampling), fit
 
     def as_asked() -> tuple[Array, Array]:
-        fit = (logits < jnp.inf).all(axis=-1) & (logits > -jnp.inf).any(axis=-1)  # max passes over NaN on a CPU
+        # Max passes over NaN on a CPU
+        fit = (logits < jnp.inf).all(axis=-1) & (logits > -jnp.inf).any(axis=-1)
         likely = penalise(logits, seen.at[rows].get(mode="clip"), sampling)
         likeliest = jnp.argmax(likely, axis=-1)
 

@@ -35,7 +35,12 @@ class Drafter:
     hoped: ClassVar[float] = 0.5  # how often a guess stands, until that is known
 
     def propose(
-        self, model: Transformer, going: Going, asked: Asked, token: Int[Array, " B"], counts: Int[Array, " B"]
+        self,
+        model: Transformer,
+        going: Going,
+        asked: Asked,
+        token: Int[Array, " B"],
+        counts: Int[Array, " B"],
     ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
         """The pool, what follows the `token` that was chosen just now, and how many of these guesses each row has.
 
@@ -43,7 +48,12 @@ class Drafter:
         raise NotImplementedError
 
     def keep(
-        self, model: Transformer, pool: Pool, before: Float[Array, "B T D"], tokens: Int[Array, "B T"], batch: Batch
+        self,
+        model: Transformer,
+        pool: Pool,
+        before: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        batch: Batch,
     ) -> Pool:
         """Takes note of tokens that are read, each with the hidden state of the token before it."""
         return pool
@@ -56,7 +66,12 @@ class Nobody(Drafter):
     most: int = 0
 
     def propose(
-        self, model: Transformer, going: Going, asked: Asked, token: Int[Array, " B"], counts: Int[Array, " B"]
+        self,
+        model: Transformer,
+        going: Going,
+        asked: Asked,
+        token: Int[Array, " B"],
+        counts: Int[Array, " B"],
     ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
         return going.pool, jnp.zeros((token.size, 0), jnp.int32), counts
 
@@ -78,30 +93,49 @@ class Mtp(Drafter):
     hoped = 0.8
 
     def propose(
-        self, model: Transformer, going: Going, asked: Asked, token: Int[Array, " B"], counts: Int[Array, " B"]
+        self,
+        model: Transformer,
+        going: Going,
+        asked: Asked,
+        token: Int[Array, " B"],
+        counts: Int[Array, " B"],
     ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
         needed = counts + (counts == 0)  # the first entry is needed also where nothing is guessed
 
         def guess(i: Array, carry: tuple) -> tuple:
             pool, hidden, newest, guesses = carry
-            one = Batch.behind(going.held + i, going.position + i, (i < needed).astype(jnp.int32), 1, asked.page_table)
+            one = Batch.behind(
+                going.held + i, going.position + i, (i < needed).astype(jnp.int32), 1, asked.page_table
+            )
             found, pool, _ = model.draft(0, newest[:, None], hidden[:, None], _one_back(one), pool)
             hidden = found[:, 0]
             newest, _ = dealt.choose(
-                dealt.logits(model, hidden), going.rows.seen, asked.at, going.position + 1 + i, asked.entry.sampling
+                dealt.logits(model, hidden),
+                going.rows.seen,
+                asked.at,
+                going.position + 1 + i,
+                asked.entry.sampling,
             )
             return pool, hidden, newest, guesses.at[:, i].set(newest)
 
         guesses = jnp.zeros((token.size, self.most), jnp.int32)
         start = going.pool, going.last, token, guesses
         with jax.named_scope("draft"):
-            pool, _, _, guesses = jax.lax.fori_loop(0, across.largest(jnp.maximum(needed.max(), 0)), guess, start)
+            pool, _, _, guesses = jax.lax.fori_loop(
+                0, across.largest(jnp.maximum(needed.max(), 0)), guess, start
+            )
         return pool, guesses, counts
 
     def keep(
-        self, model: Transformer, pool: Pool, before: Float[Array, "B T D"], tokens: Int[Array, "B T"], batch: Batch
+        self,
+        model: Transformer,
+        pool: Pool,
+        before: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        batch: Batch,
     ) -> Pool:
-        kept = model.draft(0, tokens, before, _one_back(batch), pool)[1]  # only what it caches: the compiler drops the rest
+        # Only what it caches: the compiler drops the rest
+        kept = model.draft(0, tokens, before, _one_back(batch), pool)[1]
         assert kept is not None
         return kept
 
@@ -132,10 +166,16 @@ class Lookup(Drafter):
     hoped = 0.4
 
     def propose(
-        self, model: Transformer, going: Going, asked: Asked, token: Int[Array, " B"], counts: Int[Array, " B"]
+        self,
+        model: Transformer,
+        going: Going,
+        asked: Asked,
+        token: Int[Array, " B"],
+        counts: Int[Array, " B"],
     ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
         assert going.rows.text is not None, "prompt lookup needs the rows' text"
-        text, position = going.rows.text.at[asked.at].get(mode="clip"), going.position  # of `token`, which is in the text already
+        # Of `token`, which is in the text already
+        text, position = going.rows.text.at[asked.at].get(mode="clip"), going.position
         place = jnp.arange(text.shape[1])
         equal = jnp.zeros(text.shape, jnp.int32)  # tokens up to a place that are the newest ones
         same = place < position[:, None]
@@ -203,10 +243,13 @@ def _verified(
     stood = jnp.maximum(going.held - before.held - 1, 0)
     batch = Batch.behind(before.held + 1, before.position + 1, stood, most, asked.page_table)
     pool = drafter.keep(model, going.pool, hidden[:, :most], given.guesses, batch)
-    return going._replace(pool=pool), jnp.take_along_axis(logits, dealt.own(stood)[:, None, None], axis=1)[:, 0]
+    last = jnp.take_along_axis(logits, dealt.own(stood)[:, None, None], axis=1)[:, 0]
+    return going._replace(pool=pool), last
 
 
-def _checked(going: Going, asked: Asked, given: Guessed, hidden: Float[Array, "B T D"], logits: Float[Array, "b T W"]) -> Going:
+def _checked(
+    going: Going, asked: Asked, given: Guessed, hidden: Float[Array, "B T D"], logits: Float[Array, "b T W"]
+) -> Going:
     """Takes the token that was read, then one guess after the other, as long as each is what is drawn in its place."""
 
     def is_unfinished(carry: tuple[Array, Going, Array]) -> Array:

@@ -74,7 +74,9 @@ class Spread:
         if self.mesh is None:
             return shapes
         sharding, count = NamedSharding(self.mesh, OWN), self.mesh.size
-        return jax.tree.map(lambda one: _shaped((one.shape[0] * count, *one.shape[1:]), one.dtype, sharding), shapes)
+        return jax.tree.map(
+            lambda one: _shaped((one.shape[0] * count, *one.shape[1:]), one.dtype, sharding), shapes
+        )
 
     def sent(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """The shape of what the host sends, from that for one data shard."""
@@ -86,7 +88,9 @@ class Spread:
         """What the host sends, to the devices of this process."""
         if self.mesh is None:
             return array
-        return jax.make_array_from_callback(array.shape, NamedSharding(self.mesh, SENT), lambda index: array[index])
+        return jax.make_array_from_callback(
+            array.shape, NamedSharding(self.mesh, SENT), lambda index: array[index]
+        )
 
     def added_up(self, array: jax.Array) -> np.ndarray:
         """The sum over data shards of what each has, on the host."""
@@ -103,7 +107,9 @@ class Spread:
         def of_one(weights: Any, kept: Any, sent: Any) -> Any:
             return program(weights, kept, sent[0])
 
-        return jax.shard_map(of_one, mesh=self.mesh, in_specs=(self.specs, OWN, SENT), out_specs=OWN, check_vma=False)
+        return jax.shard_map(
+            of_one, mesh=self.mesh, in_specs=(self.specs, OWN, SENT), out_specs=OWN, check_vma=False
+        )
 
 
 @functools.cache

@@ -58,12 +58,16 @@ class Going(NamedTuple):
         return ~self.is_open.done & (self.chosen.count < asked.steps)
 
 
-def begun(pool: Pool, rows: Rows, at: Int[Array, " B"], page_table: Table, steps: Int[Array, ""]) -> tuple[Asked, Going]:
+def begun(
+    pool: Pool, rows: Rows, at: Int[Array, " B"], page_table: Table, steps: Int[Array, ""]
+) -> tuple[Asked, Going]:
     entry, is_open, last = table.taken(rows, at)
     is_open = dataclasses.replace(is_open, done=is_open.done | (at >= rows.seen.shape[0]))
     nothing = jax.tree.map(jnp.zeros_like, nothing_chosen(at.shape[0]))
     scores = across.any_of((entry.logprobs & ~is_open.done).any())
-    return Asked(at, entry, page_table, jnp.minimum(steps, STEPS), scores), Going(pool, rows, is_open, last, *nothing)
+    return Asked(at, entry, page_table, jnp.minimum(steps, STEPS), scores), Going(
+        pool, rows, is_open, last, *nothing
+    )
 
 
 def ended(going: Going, asked: Asked) -> tuple[Pool, Rows, Found]:
@@ -72,7 +76,9 @@ def ended(going: Going, asked: Asked) -> tuple[Pool, Rows, Found]:
     return going.pool, rows, Found(*across.gathered((pack(chosen, 1), pack(going.scored, 1)), DATA))
 
 
-def next_token(going: Going, asked: Asked, logits: Float[Array, "b W"]) -> tuple[Going, Int[Array, " B"], Bool[Array, " B"]]:
+def next_token(
+    going: Going, asked: Asked, logits: Float[Array, "b W"]
+) -> tuple[Going, Int[Array, " B"], Bool[Array, " B"]]:
     """One more token for every active row, drawn from the dealt logits of its last one, and the rows that are to read it; ends
     the rows whose logits are not finite."""
     with jax.named_scope("choose"):
@@ -81,17 +87,26 @@ def next_token(going: Going, asked: Asked, logits: Float[Array, "b W"]) -> tuple
     active = going.is_active(asked)
     going = taken(going, asked, token, active & fit, logits)
     failed = active & ~fit
-    is_open = dataclasses.replace(going.is_open, done=going.is_open.done | failed, finite=going.is_open.finite & ~failed)
+    is_open = dataclasses.replace(
+        going.is_open, done=going.is_open.done | failed, finite=going.is_open.finite & ~failed
+    )
     return going._replace(is_open=is_open), token, active & ~is_open.done
 
 
-def taken(going: Going, asked: Asked, token: Int[Array, " B"], takes: Bool[Array, " B"], logits: Float[Array, "b W"]) -> Going:
+def taken(
+    going: Going, asked: Asked, token: Int[Array, " B"], takes: Bool[Array, " B"], logits: Float[Array, "b W"]
+) -> Going:
     """With the token that each row `takes`, drawn from these logits; ends the rows that are full, or at an end token."""
-    entry, is_open, chosen, slot = asked.entry, going.is_open, going.chosen, jnp.where(takes, going.chosen.count, STEPS)
+    entry = asked.entry
+    is_open = going.is_open
+    chosen = going.chosen
+    slot = jnp.where(takes, going.chosen.count, STEPS)
     count = is_open.count + takes
     ends = (token[:, None] == entry.ends).any(1) | (count >= entry.limit)
     rows = table.chose(going.rows, asked.at, going.position, token, takes)
-    scored = jax.lax.cond(asked.scores, lambda: _scored(going.scored, slot, logits, token), lambda: going.scored)
+    scored = jax.lax.cond(
+        asked.scores, lambda: _scored(going.scored, slot, logits, token), lambda: going.scored
+    )
     return going._replace(
         rows=rows,
         is_open=dataclasses.replace(is_open, count=count, done=is_open.done | (takes & ends)),
@@ -100,7 +115,9 @@ def taken(going: Going, asked: Asked, token: Int[Array, " B"], takes: Bool[Array
     )
 
 
-def _scored(scored: Likely, slot: Int[Array, " B"], logits: Float[Array, "b W"], token: Int[Array, " B"]) -> Likely:
+def _scored(
+    scored: Likely, slot: Int[Array, " B"], logits: Float[Array, "b W"], token: Int[Array, " B"]
+) -> Likely:
     """With the log-probabilities of one more token."""
     found = dealt.likely_of(logits[:, None], token[:, None])
     return Likely(*(_put(old, slot, new[:, 0]) for old, new in zip(scored, found, strict=True)))
@@ -118,7 +135,8 @@ def read(
     batch = Batch.behind(going.held, going.position, counts, tokens.shape[1], asked.page_table)
     hidden, pool, aux = model(tokens, batch, going.pool, collect=going.rows.load is not None)
     assert pool is not None
-    return going._replace(pool=pool, rows=dataclasses.replace(going.rows, load=counted(going.rows.load, aux))), hidden
+    rows = dataclasses.replace(going.rows, load=counted(going.rows.load, aux))
+    return going._replace(pool=pool, rows=rows), hidden
 
 
 def accepted(going: Going, more: Bool[Array, " B"], hidden: Float[Array, "B D"]) -> Going:

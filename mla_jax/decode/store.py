@@ -57,7 +57,9 @@ class Store:
         graph, state = nnx.split(model)
         leaves, structure = jax.tree.flatten(state)
         devices = Spread.of(model).devices or list(leaves[0].devices())
-        return cls(folder, devices, repr((graph, structure, [(leaf.shape, leaf.dtype.name) for leaf in leaves])))
+        return cls(
+            folder, devices, repr((graph, structure, [(leaf.shape, leaf.dtype.name) for leaf in leaves]))
+        )
 
     def name(self, program: str, *facts: Any) -> str:
         """The file of a program that follows from these facts, as their `repr` tells them."""
@@ -85,7 +87,8 @@ class Store:
         """Compiles, and stores the program; that it cannot be stored is no error."""
         with _cache_hits() as hits:
             built = Built(lowered.compile(), structure)
-        if not hits:  # a CPU's program that JAX read from its own cache lacks functions once it is stored again
+        # A CPU's program that JAX read from its own cache lacks functions once it is stored again
+        if not hits:
             with contextlib.suppress(Exception):
                 self._save(name, built)
         return built
@@ -114,7 +117,11 @@ class Store:
 
     def _trim(self) -> None:
         """Removes the files that were not used for longest, until what stays is no larger than LIMIT."""
-        newest = sorted(((path.stat(), path) for path in self.folder.iterdir()), key=lambda one: one[0].st_mtime, reverse=True)
+        newest = sorted(
+            ((path.stat(), path) for path in self.folder.iterdir()),
+            key=lambda one: one[0].st_mtime,
+            reverse=True,
+        )
         reached = accumulate(found.st_size for found, _ in newest)
         for size, (_, path) in zip(reached, newest, strict=True):
             if size > LIMIT:
@@ -126,7 +133,11 @@ def default_folder() -> Path | None:
     folder = cache_folder()
     if folder is None or not jax.config.values["jax_enable_compilation_cache"]:
         return None
-    return folder / "programs" if jax.config.values["jax_compilation_cache_dir"] == str(folder / "compiled") else None
+    return (
+        folder / "programs"
+        if jax.config.values["jax_compilation_cache_dir"] == str(folder / "compiled")
+        else None
+    )
 
 
 def digest(*parts: str) -> str:
@@ -149,11 +160,27 @@ def code() -> str:
 def environment(devices: Sequence[Any]) -> str:
     """What else decides how a program is traced and compiled: versions, settings, the devices."""
     device = devices[0]
-    versions = sys.version, jax.__version__, jaxlib.version.__version__, flax.__version__, device.client.platform_version
-    settings = {name: value for name, value in jax.config.values.items() if name != "jax_compilation_cache_dir"}
+    versions = (
+        sys.version,
+        jax.__version__,
+        jaxlib.version.__version__,
+        flax.__version__,
+        device.client.platform_version,
+    )
+    settings = {
+        name: value for name, value in jax.config.values.items() if name != "jax_compilation_cache_dir"
+    }
     variables = [os.environ.get(name) for name in VARIABLES]
     return repr(
-        (versions, device.device_kind, [one.id for one in devices], len(jax.devices()), _processor(), settings, variables)
+        (
+            versions,
+            device.device_kind,
+            [one.id for one in devices],
+            len(jax.devices()),
+            _processor(),
+            settings,
+            variables,
+        )
     )
 
 

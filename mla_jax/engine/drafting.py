@@ -21,7 +21,8 @@ FADES = 0.98  # what is left of a measurement after one more dispatch
 FIRST = 8  # guesses of each place that are taken to have been seen before any was
 OPTIMISTIC = 0.95  # the share with which it is decided whether a number of rows will ever draft
 NEWEST = 0.2  # weight of a pass's newest time
-WORST = 2.0  # a new time of a pass counts as at most this multiple of the known one, or of the one with nearly as many guesses
+# A new time of a pass counts as at most this multiple of the known one, or of the one with nearly as many guesses
+WORST = 2.0
 PLAIN = 3  # dispatches without guesses to begin with, so that one is timed
 AGAIN = 64  # dispatches after which another number of guesses is tried, all in turn
 
@@ -31,9 +32,14 @@ def drafter_of(options: DraftOptions, has_mtp: bool, platform: str = "gpu") -> D
     compile as all others. Raises Unsupported where a model lacks the layer that is asked for, and BadRequest for a number
     of guesses that nobody makes."""
     if options.draft == "off" and options.draft_tokens:
-        raise BadRequest(f"draft_tokens is {options.draft_tokens}, but draft is off", 'draft may be "auto", "mtp" or "lookup"')
+        raise BadRequest(
+            f"draft_tokens is {options.draft_tokens}, but draft is off",
+            'draft may be "auto", "mtp" or "lookup"',
+        )
     if options.draft == "mtp" and not has_mtp:
-        raise Unsupported('draft "mtp" is not available for this model', 'it has no layer for that; draft may be "lookup"')
+        raise Unsupported(
+            'draft "mtp" is not available for this model', 'it has no layer for that; draft may be "lookup"'
+        )
     most = DRAFTS if options.draft_tokens is None else options.draft_tokens
     unasked = options.draft == "auto" and options.draft_tokens is None
     if options.draft == "off" or not most or (unasked and (platform == "cpu" or not has_mtp)):
@@ -73,7 +79,8 @@ class Drafting:
     def __init__(self, config: Config, device: roofline.Device, drafter: Drafter, fixed: int | None = None):
         self.config, self.device, self.drafter, self.fixed = config, device, drafter, fixed
         self._shares = {greedy: Shares(drafter.hoped) for greedy in (True, False)}
-        self._taken: dict[tuple[int, int], float] = {}  # measured time of a pass over predicted, by rows and guesses
+        # Measured time of a pass over predicted, by rows and guesses
+        self._taken: dict[tuple[int, int], float] = {}
         self._sent = 0  # dispatches
         self._plain: Counter[int] = Counter()  # dispatches without guesses, by rows, until one was timed
 
@@ -134,8 +141,12 @@ class Drafting:
         """What the cost model says of a pass."""
         if not drafts:
             return roofline.pass_seconds(self.config, self.device, rows, held, 0, 0)
-        guessing = drafts * roofline.mtp_seconds(self.config, self.device, rows) if self.drafter.runs_layer else 0.0
-        return roofline.pass_seconds(self.config, self.device, rows, held, drafts, self.drafter.most) + guessing
+        guessing = (
+            drafts * roofline.mtp_seconds(self.config, self.device, rows) if self.drafter.runs_layer else 0.0
+        )
+        return (
+            roofline.pass_seconds(self.config, self.device, rows, held, drafts, self.drafter.most) + guessing
+        )
 
     def explain(self, rows: int) -> str:
         """In words, for this number of rows."""

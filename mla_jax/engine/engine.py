@@ -40,7 +40,14 @@ SCORED = 64  # tokens of one prompt whose log-probabilities one dispatch compute
 class Engine:
     """Serves any number of requests over one pool, or on a mesh over one of each data shard. Not for several threads at once."""
 
-    def __init__(self, programs: Programs, config: Config, tokenizer: Tokenizer | None, size: Size, drafts: int | None = None):
+    def __init__(
+        self,
+        programs: Programs,
+        config: Config,
+        tokenizer: Tokenizer | None,
+        size: Size,
+        drafts: int | None = None,
+    ):
         """`size` is of each data shard. `drafts` are the guesses of every pass, if the programs have a drafter; None: as many as
         pay."""
         self.programs, self.config, self.tokenizer, self.size = programs, config, tokenizer, size
@@ -85,7 +92,10 @@ class Engine:
         context or the pool."""
         tokens = len(request.prompt) + request.limit
         if tokens > self.size.context:
-            raise BadRequest(f"a request of {tokens:,} tokens is longer than the context", f"it holds {self.size.context:,}")
+            raise BadRequest(
+                f"a request of {tokens:,} tokens is longer than the context",
+                f"it holds {self.size.context:,}",
+            )
         if tokens > self._room(request):
             raise DoesNotFit(
                 f"a request of {tokens:,} tokens does not fit the cache",
@@ -171,7 +181,9 @@ class Engine:
 
     def _state(self) -> tuple[Any, Any]:
         """The pool and the table of rows. A program that is sent now finds in its pages what belongs there."""
-        pool, rows = self._arrays or self.programs.new(self.size.rows, self.size.pages, self._text, self._summed)
+        pool, rows = self._arrays or self.programs.new(
+            self.size.rows, self.size.pages, self._text, self._summed
+        )
         if self._tier is not None:
             pool = self._tier.settle(pool)
         self._arrays = pool, rows
@@ -193,7 +205,9 @@ class Engine:
         most = 2 * sum(len(shard.free_rows) for shard in self.shards)  # some of them may wait for a prefix
         first = [[self._as_waiting(job, shard) for shard in self.shards] for job in self.waiting[:most]]
         waiting = assigned(first, running, [self._free(shard) for shard in self.shards], self.limits)
-        return self._read_together(agreed([self._plan(*each) for each in zip(self.shards, waiting, running, strict=True)]))
+        return self._read_together(
+            agreed([self._plan(*each) for each in zip(self.shards, waiting, running, strict=True)])
+        )
 
     def _read_together(self, plans: list[Plan]) -> list[Plan]:
         """Prompts that few shards have wait for one dispatch of decode steps, but not twice: then others have some as well."""
@@ -211,7 +225,8 @@ class Engine:
     def _as_waiting(self, job: Job, shard: Shard) -> Waiting:
         """How it would wait for this shard."""
         first = self._first_tokens(job)
-        match, left = shard.pages.match(first, job.shares), job.request.limit - len(job.ids) + self._again(job)
+        match = shard.pages.match(first, job.shares)
+        left = job.request.limit - len(job.ids) + self._again(job)
         return Waiting(
             id=job.id,
             priority=job.priority,
@@ -280,7 +295,8 @@ class Engine:
         for first in range(0, max(map(len, admitted)), ADMITTED):
             some = [mine[first : first + ADMITTED] for mine in admitted]
             pool, rows = self._state()
-            at, given = self._padded_rows(some, ADMITTED), of_shards([entries(mine, ADMITTED) for mine in some])
+            at = self._padded_rows(some, ADMITTED)
+            given = of_shards([entries(mine, ADMITTED) for mine in some])
             texts = [of_shards([self._texts(mine) for mine in some])] if self._text else []
             self._arrays = pool, self.programs.admit(rows, at, given, *texts)
 
@@ -335,10 +351,14 @@ class Engine:
         assert found is not None
         self._flying.send_scores(job, found, following)
 
-    def _dispatch_prefill(self, pieces: dict[Job, list[int]], line: int, following: list[int] | None) -> Likely | None:
+    def _dispatch_prefill(
+        self, pieces: dict[Job, list[int]], line: int, following: list[int] | None
+    ) -> Likely | None:
         """`following` are the tokens after those of a single piece, if their log-probabilities are asked for."""
         jobs, count = by_shard(list(pieces), len(self.shards)), self.size.pieces
-        tokens = of_shards([_padded(itertools.chain.from_iterable(pieces[job] for job in mine), line) for mine in jobs])
+        tokens = of_shards(
+            [_padded(itertools.chain.from_iterable(pieces[job] for job in mine), line) for mine in jobs]
+        )
         after = None if following is None else of_shards([_padded(following, line)] * len(jobs))
         read = of_shards([_padded((len(pieces[job]) for job in mine), count) for mine in jobs])
         at, table = self._padded_rows(jobs, count), self._page_tables(jobs, count)
@@ -434,7 +454,9 @@ class Engine:
     def _least_bytes(self, jobs: list[Job], steps: int) -> int:
         """What these steps of these rows had to read: weights, and latents."""
         held = sum(self._attended(job.read + job.steps) for job in jobs) // len(jobs)
-        return int(steps * roofline.decode_bytes(self.config, len(jobs), held, self.programs.model.dtype.itemsize))
+        return int(
+            steps * roofline.decode_bytes(self.config, len(jobs), held, self.programs.model.dtype.itemsize)
+        )
 
     def _attended(self, held: int) -> int:
         """Tokens that a decode step reads of the `held` ones of a row, on average over layers."""

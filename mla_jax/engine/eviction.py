@@ -118,8 +118,11 @@ class EvictingEngine(PausingEngine):
     def _ask(self, job: Job) -> Kept:
         """What stays of a job's tokens."""
         pool, rows = self._state()
-        at, count = self._padded_rows(self._alone(job), 1), np.array([self.eviction.count(job.read + job.steps)], np.int32)
-        pool, rows, kept = self.programs.observe(pool, rows, at, self._page_tables(self._alone(job), 1), self._same(count))
+        at = self._padded_rows(self._alone(job), 1)
+        count = np.array([self.eviction.count(job.read + job.steps)], np.int32)
+        pool, rows, kept = self.programs.observe(
+            pool, rows, at, self._page_tables(self._alone(job), 1), self._same(count)
+        )
         self._arrays = pool, rows
         part_here(kept.told).copy_to_host_async()
         return kept
@@ -129,7 +132,8 @@ class EvictingEngine(PausingEngine):
         assert job.held is not None
         assert job.shard is not None
         counts, held = here(answer.told)[job.shard.number, :, :, 0].ravel().tolist(), job.read + job.steps
-        again = max(0, min(job.known, self._point(job)) - held)  # tokens of the output that are read once more
+        # Tokens of the output that are read once more
+        again = max(0, min(job.known, self._point(job)) - held)
         new = self._layered(job.shard).evict(job.held, counts, held, again)
         if new is None:
             return False

@@ -46,7 +46,9 @@ def _model(model: Transformer, formats: dict[str, int]) -> str:
     config = model.config
     size = f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads"
     weights = ", ".join(f"{gib(size)} in {name}" for name, size in formats.items())
-    return f"{config.model_type}: {size}, {weights}, computed in {model.dtype} on {model.dispatch.device.name}"
+    return (
+        f"{config.model_type}: {size}, {weights}, computed in {model.dtype} on {model.dispatch.device.name}"
+    )
 
 
 def _reordered(formats: dict[str, int]) -> list[str]:
@@ -66,7 +68,11 @@ def _mesh(planned: Plan) -> list[str]:
     """What the devices share, and why there are so many along each axis."""
     if not planned.mesh:
         return [planned.why_mesh] if planned.why_mesh else []
-    shards = f"rows are shared by {planned.shards} shards, each with a cache of its own; " if planned.shards > 1 else ""
+    shards = (
+        f"rows are shared by {planned.shards} shards, each with a cache of its own; "
+        if planned.shards > 1
+        else ""
+    )
     return [
         planned.why_mesh or f"mesh {planned.mesh}: as asked",
         f"mesh: {shards}bytes, requests and cache are those of one device",
@@ -75,7 +81,11 @@ def _mesh(planned: Plan) -> list[str]:
 
 def _forms(model: Transformer, prompt: int, context: int) -> list[str]:
     """A line for each phase, with its new tokens and those that they attend to."""
-    phases = {"prefill": (prompt, prompt), "a chunk on a long prefix": (min(64, context), context), "decode": (1, context)}
+    phases = {
+        "prefill": (prompt, prompt),
+        "a chunk on a long prefix": (min(64, context), context),
+        "decode": (1, context),
+    }
     return [_attention(model, phase, new, attended) for phase, (new, attended) in phases.items()]
 
 
@@ -83,7 +93,9 @@ def _attention(model: Transformer, phase: str, new: int, attended: int) -> str:
     """The form for one row in a phase, who computes it, and its cost next to another form's."""
     dispatch = model.dispatch
     form = dispatch.form_name(model, 1, new, attended)
-    implementation = f" by {dispatch.attention_kernel(model, form, 1, new, attended)}" if form in KERNELS else ""
+    implementation = (
+        f" by {dispatch.attention_kernel(model, form, 1, new, attended)}" if form in KERNELS else ""
+    )
     chosen = "chosen" if dispatch.attention == "auto" else "as asked"
     why = roofline.why_form(dispatch.seen(model.config), dispatch.device, form, 1, new, attended)
     return f"{phase} ({new:,} new over {attended:,}): {form}{implementation}, {chosen}: {why}"
@@ -117,7 +129,9 @@ def _dropped(model: Transformer, eviction: EvictOptions | None) -> list[str]:
         return []
     when = f"once a prompt is read, and after every {EVERY} tokens of output"
     among = "layers and their heads" if model.dispatch.caches_heads else "layers"
-    share = f"{100 * eviction.evict_keep:.3g} % stay, shared out over {among} by the rule {eviction.evict_budget}"
+    share = (
+        f"{100 * eviction.evict_keep:.3g} % stay, shared out over {among} by the rule {eviction.evict_budget}"
+    )
     return [f"cache: {eviction.evict} drops tokens {when}; {share}"]
 
 
@@ -130,7 +144,9 @@ def _retrieval(model: Transformer, tokens: int) -> list[str]:
     noted = sum(pool[name].size * pool[name].dtype.itemsize for name in NOTES & pool.keys())
     most = retrieval.pages(PAGE) * PAGE
     what = f"{retrieval.policy.name} chooses {most:,} tokens that a decode step reads in each layer"
-    return [f"cache: {what}; the first {retrieval.dense} layers read all; what is noted of pages takes {gib(noted)}"]
+    return [
+        f"cache: {what}; the first {retrieval.dense} layers read all; what is noted of pages takes {gib(noted)}"
+    ]
 
 
 def _placed(model: Transformer, prompt: int, placed: Placement | None) -> list[str]:

@@ -42,7 +42,8 @@ from mla_jax.model.transformer import Transformer
 from mla_jax.weights.safetensors import DTYPES
 from mla_jax.weights.save import write_tensors
 
-PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}  # as programs are named in JAX, and as its devices are
+# As programs are named in JAX, and as its devices are
+PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 CONTEXT = 4096  # tokens of a request, unless more are asked for
 FILE = 4 << 30  # bytes of weights in one file
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
@@ -79,7 +80,9 @@ class Wanted(NamedTuple):
             if type(number) is not int or number < 1:
                 raise BadRequest(f"{name} is {shown(number)}, expected a whole number from 1 on")
         if context > longest:
-            raise BadRequest(f"context is {context:,}, expected 1 to {longest:,}", "open the model with a longer context")
+            raise BadRequest(
+                f"context is {context:,}, expected 1 to {longest:,}", "open the model with a longer context"
+            )
         plan = _layout(model, asked["mesh"])
         platforms = _platforms(asked["platforms"], model)
         refuse_uneven(model.config, plan)
@@ -101,7 +104,9 @@ def _layout(model: Transformer, mesh: Any) -> Layout:
     if mesh is None:
         return model.dispatch.layout
     sizes = parse_mesh(mesh, "mesh") if isinstance(mesh, str) else mesh
-    if not isinstance(sizes, Mapping) or any(axis not in MESH_AXES or type(n) is not int or n < 1 for axis, n in sizes.items()):
+    if not isinstance(sizes, Mapping) or any(
+        axis not in MESH_AXES or type(n) is not int or n < 1 for axis, n in sizes.items()
+    ):
         raise BadRequest(f"mesh is {shown(mesh)}", 'expected "data=4,tensor=2", or sizes by axis')
     return Layout(**sizes)
 
@@ -122,7 +127,8 @@ def _refuse_kernels(platforms: tuple[str, ...], model: Transformer) -> None:
     if not ops.kernels_here() or [PLATFORMS[platform] for platform in platforms] != [here]:
         found = f"kernels for {', '.join(platforms)} cannot be exported here"
         raise Unsupported(
-            found, f"they are exported on the kind of device that they are for, this is {model.dispatch.device.name}"
+            found,
+            f"they are exported on the kind of device that they are for, this is {model.dispatch.device.name}",
         )
 
 
@@ -146,7 +152,9 @@ def export(
     write(path, model, wanted, {"model": name, "ends": list(ends)}, weights)
 
 
-def write(path: str | Path, model: Transformer, wanted: Wanted, facts: Mapping[str, Any], weights: bool) -> None:
+def write(
+    path: str | Path, model: Transformer, wanted: Wanted, facts: Mapping[str, Any], weights: bool
+) -> None:
     """Writes programs, manifest, script and, if asked to, `weights` of a model that has them, into the new folder `path`.
 
     `facts` go into the manifest. Raises BadRequest, Unsupported or DoesNotFit, and leaves nothing behind then."""
@@ -194,22 +202,31 @@ def refuse(path: Path, model: Transformer) -> None:
         raise BadRequest(f"{path} cannot be written", f"there is no folder {path.parent}")
     if model.on_host():
         raise Unsupported(
-            "experts on the CPU cannot be exported", 'open the model with experts="auto" where it fits, or on a mesh'
+            "experts on the CPU cannot be exported",
+            'open the model with experts="auto" where it fits, or on a mesh',
         )
     if model.dispatch.retrieval is not None:
         raise Unsupported("retrieval cannot be exported", 'open the model with retrieve="off"')
     if jax.process_count() > 1:
-        raise Unsupported("a model of several processes cannot be exported", "open it in one; mesh= may be larger than its own")
+        raise Unsupported(
+            "a model of several processes cannot be exported",
+            "open it in one; mesh= may be larger than its own",
+        )
     try:
         import flatbuffers  # noqa: F401
     except ImportError as e:
-        raise Unsupported("an export needs the package flatbuffers", "install it: pip install 'mla-jax[export]'") from e
+        raise Unsupported(
+            "an export needs the package flatbuffers", "install it: pip install 'mla-jax[export]'"
+        ) from e
 
 
 def _refuse_full(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise DoesNotFit(f"the export does not fit the disk of {folder.parent}", f"it takes {gib(needed)}, {gib(free)} are free")
+        raise DoesNotFit(
+            f"the export does not fit the disk of {folder.parent}",
+            f"it takes {gib(needed)}, {gib(free)} are free",
+        )
 
 
 def _without_drafts(model: Transformer) -> Transformer:
@@ -361,7 +378,8 @@ def _returned(name: str, exported: Any, kept: int) -> list[dict[str, Any]]:
     found = []
     for (of, like), array in zip(fields.items(), exported.out_avals[kept:], strict=True):
         packed = [
-            {"name": one, "shape": list(value.shape[1:]), "dtype": value.dtype.name} for one, value in like._asdict().items()
+            {"name": one, "shape": list(value.shape[1:]), "dtype": value.dtype.name}
+            for one, value in like._asdict().items()
         ]
         found.append({"name": of, "shape": list(array.shape), "dtype": array.dtype.name, "fields": packed})
     return found
@@ -383,7 +401,8 @@ def _manifest(
         "format": "mla-jax export 1",
         "calling": CALLING,
         "config": model.config.to_hf(),
-        "versions": {"mla_jax": mla_jax.__version__} | {name: version(name) for name in ("jax", "jaxlib", "numpy")},
+        "versions": {"mla_jax": mla_jax.__version__}
+        | {name: version(name) for name in ("jax", "jaxlib", "numpy")},
         "mesh": wanted.layout.sizes,
         "sizes": sizes,
         "platforms": {platform: one.entry for platform, one in programs.items()},

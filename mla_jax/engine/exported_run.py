@@ -74,7 +74,9 @@ class Model:
             one["name"]: jax.numpy.zeros(one["shape"], dtype(one["dtype"]), device=place(one.get("sharding")))
             for one in self.mine["kept"]
         }
-        self._programs = {name: self._program(folder / entry["file"]) for name, entry in self.mine["programs"].items()}
+        self._programs = {
+            name: self._program(folder / entry["file"]) for name, entry in self.mine["programs"].items()
+        }
 
     def _program(self, file: Path) -> Any:
         program = self._jax.export.deserialize(bytearray(file.read_bytes()))
@@ -90,11 +92,17 @@ class Model:
             name, shape, kind = one["name"], tuple(one["shape"]), dtype(one["dtype"])
             array = found.get(name)
             if array is None:
-                sys.exit(f"no weights-*.safetensors in {folder} has {name}; --weights names the folder that has them")
+                sys.exit(
+                    f"no weights-*.safetensors in {folder} has {name}; --weights names the folder that has them"
+                )
             if (array.shape, array.dtype) != (shape, kind):
-                sys.exit(f"{name} is {array.dtype} {array.shape} in {folder}, the programs take {kind} {shape}")
+                sys.exit(
+                    f"{name} is {array.dtype} {array.shape} in {folder}, the programs take {kind} {shape}"
+                )
             sharding = place(one.get("sharding"))
-            arrays.append(self._jax.make_array_from_callback(shape, sharding, lambda part, array=array: array[part]))
+            arrays.append(
+                self._jax.make_array_from_callback(shape, sharding, lambda part, array=array: array[part])
+            )
         return tuple(arrays)
 
     def call(self, name: str, shards: Sequence[Arrays]) -> list[Any]:
@@ -117,16 +125,22 @@ class Model:
         return np.concatenate(columns)
 
     def shape(self, program: str, field: str) -> tuple[int, ...]:
-        return next(tuple(one["shape"]) for one in self.mine["programs"][program]["sent"] if one["name"] == field)
+        return next(
+            tuple(one["shape"]) for one in self.mine["programs"][program]["sent"] if one["name"] == field
+        )
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int, ends: Sequence[int]) -> list[list[int]]:
         """Greedy continuations, each of at most so many tokens; as many prompts at a time as there are rows."""
         for prompt in prompts:
             if not prompt or len(prompt) + tokens > self.sizes["context"]:
-                sys.exit(f"a prompt of {len(prompt)} and {tokens} new tokens, but a row holds 1 to {self.sizes['context']}")
+                sys.exit(
+                    f"a prompt of {len(prompt)} and {tokens} new tokens, but a row holds 1 to {self.sizes['context']}"
+                )
         at_once, found = self.shards * self.sizes["rows"], []
         for first in range(0, len(prompts), at_once):
-            found += self._together([list(prompt) for prompt in prompts[first : first + at_once]], tokens, ends)
+            found += self._together(
+                [list(prompt) for prompt in prompts[first : first + at_once]], tokens, ends
+            )
         return found
 
     def _together(self, prompts: list[list[int]], tokens: int, ends: Sequence[int]) -> list[list[int]]:
@@ -147,13 +161,22 @@ class Model:
                 at[: len(rows)], end[:, : len(ends)] = rows, ends
                 length = np.zeros(some, np.int32)
                 length[: len(rows)] = [len(prompts[row]) for row in rows]
-                shards.append({"at": at, "entry.prompt": length, "entry.limit": np.full(some, tokens), "entry.ends": end})
+                shards.append(
+                    {
+                        "at": at,
+                        "entry.prompt": length,
+                        "entry.limit": np.full(some, tokens),
+                        "entry.ends": end,
+                    }
+                )
             self.call("admit", shards)
 
     def _line(self, left: dict[int, list[int]]) -> Arrays:
         """The next tokens of some prompts, which are taken from what is left of them."""
         (length,), (some,) = self.shape("prefill", "tokens"), self.shape("prefill", "at")
-        at, counts, tokens = np.full(some, self.sizes["rows"]), np.zeros(some, np.int32), np.zeros(length, np.int32)
+        at = np.full(some, self.sizes["rows"])
+        counts = np.zeros(some, np.int32)
+        tokens = np.zeros(length, np.int32)
         unread, used = [row for row in left if left[row]][:some], 0
         for place, row in enumerate(unread):
             piece = left[row][: length - used]
@@ -172,7 +195,10 @@ class Model:
         at = np.full((self.shards, rows), rows)
         for place in places:
             at[place // rows, place % rows] = place % rows
-        sent = [{"at": mine, "page_table": self._pages(mine), "steps": np.array(self.sizes["steps"])} for mine in at]
+        sent = [
+            {"at": mine, "page_table": self._pages(mine), "steps": np.array(self.sizes["steps"])}
+            for mine in at
+        ]
         while True:
             chosen = self._fields(self.call("run", sent)[0])
             for answer, place in zip(found, places, strict=True):
@@ -197,14 +223,25 @@ def token_ids(text: str) -> list[int]:
 
 
 def arguments(manifest: dict[str, Any]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--prompt", type=token_ids, action="append", help="token ids; without any, each line of stdin is a prompt"
+        "--prompt",
+        type=token_ids,
+        action="append",
+        help="token ids; without any, each line of stdin is a prompt",
     )
     parser.add_argument("--max-tokens", type=int, default=32)
-    parser.add_argument("--ends", type=token_ids, default=manifest["ends"], help="token ids that end an answer")
-    parser.add_argument("--platform", choices=list(manifest["platforms"]), default=next(iter(manifest["platforms"])))
-    parser.add_argument("--weights", type=Path, help="the folder of weights-*.safetensors, if it is not this one")
+    parser.add_argument(
+        "--ends", type=token_ids, default=manifest["ends"], help="token ids that end an answer"
+    )
+    parser.add_argument(
+        "--platform", choices=list(manifest["platforms"]), default=next(iter(manifest["platforms"]))
+    )
+    parser.add_argument(
+        "--weights", type=Path, help="the folder of weights-*.safetensors, if it is not this one"
+    )
     return parser.parse_args()
 
 
@@ -221,7 +258,9 @@ def main() -> None:
     if given.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", prod(manifest["mesh"].values()))
     prompts = given.prompt or [token_ids(line) for line in sys.stdin if line.strip()]
-    for answer in Model(folder, given.platform, given.weights).generate(prompts, given.max_tokens, given.ends):
+    for answer in Model(folder, given.platform, given.weights).generate(
+        prompts, given.max_tokens, given.ends
+    ):
         print(*answer, sep=",")
 
 

@@ -39,7 +39,13 @@ class Flight(NamedTuple):
 class Flights:
     """The queue. `least(jobs, steps)` are the bytes that decode steps of these rows have to read."""
 
-    def __init__(self, programs: Programs, drafting: Drafting, stats: EngineStats, least: Callable[[list[Job], int], int]):
+    def __init__(
+        self,
+        programs: Programs,
+        drafting: Drafting,
+        stats: EngineStats,
+        least: Callable[[list[Job], int], int],
+    ):
         self._programs, self._drafting, self._stats, self._least = programs, drafting, stats, least
         self._queue: deque[Flight] = deque()
         self.times: list[Timed] = []  # measured, and not told to `drafting` yet
@@ -109,7 +115,8 @@ class Flights:
         now = self._checked(start)
         self._stats.generated += int(chosen.count.sum())
         self._stats.least_bytes += self._least(jobs, _passes(chosen))
-        going = [(i, job) for i, job in enumerate(jobs) if not job.done]  # a cancel or a text that only the host sees ends one
+        # A cancel or a text that only the host sees ends one
+        going = [(i, job) for i, job in enumerate(jobs) if not job.done]
         for i, job in going:
             ids = chosen.tokens[i, : chosen.count[i]].tolist()
             job.take(ids, _logprobs(job, likely, i, ids), bool(chosen.done[i]), bool(chosen.finite[i]))

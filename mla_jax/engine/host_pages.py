@@ -39,7 +39,8 @@ class HostPages:
         self._bytes = {name: np.empty((count, kind.bytes), np.uint8) for name, kind in kinds.items()}
         self._free = list(range(count - 1, -1, -1))
         self._slots: dict[bytes, int] = {}  # by digest
-        self._idle: OrderedDict[bytes, None] = OrderedDict()  # those that nobody holds, the least recently used first
+        # Those that nobody holds, the least recently used first
+        self._idle: OrderedDict[bytes, None] = OrderedDict()
         self._holders: Counter[bytes] = Counter()
 
     def __len__(self) -> int:

@@ -40,7 +40,9 @@ class HostTier:
 
     def __init__(self, programs: Programs, count: int, stats: EngineStats):
         self.programs, self.stats = programs, stats
-        self.store = HostPages(count, {name: Kind(one.shape, np.dtype(one.dtype)) for name, one in programs.page.items()})
+        self.store = HostPages(
+            count, {name: Kind(one.shape, np.dtype(one.dtype)) for name, one in programs.page.items()}
+        )
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="host pages")
         self._forgotten: list[Note] = []
         self._kept: list[Note] = []
@@ -81,7 +83,9 @@ class HostTier:
         if not forgotten and not kept and not asked:
             return pool
         self._forgotten, self._kept, self._asked = [], [], []
-        pool = self._send_out(pool, {note: self.store.slot(note.digest) for note in kept if note.digest in self.store})
+        pool = self._send_out(
+            pool, {note: self.store.slot(note.digest) for note in kept if note.digest in self.store}
+        )
         pool = self._send_out(pool, self._slots_of(forgotten))
         pool = self._send_in(pool, asked)
         self.stats.pages_hosted = len(self.store)

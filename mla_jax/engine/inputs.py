@@ -30,7 +30,9 @@ class InputProcessor:
         params = self._params_of(params, len(prompts))
         total = sum(one.n for one in params)
         if total > MAX_PROMPTS:
-            raise BadRequest(f"{total:,} answers in one call", f"the limit is {MAX_PROMPTS:,}; give prompts in parts")
+            raise BadRequest(
+                f"{total:,} answers in one call", f"the limit is {MAX_PROMPTS:,}; give prompts in parts"
+            )
         requests = []
         for prompt, one in zip(prompts, params, strict=True):
             request = self.request(prompt, one)
@@ -41,12 +43,16 @@ class InputProcessor:
         """A request for one prompt; raises BadRequest if it does not fit the context."""
         params = params or SamplingParams()
         if params.stop and self.text.tokenizer is None:
-            raise BadRequest("stop texts need a tokenizer, which this model folder lacks", "use stop_token_ids")
+            raise BadRequest(
+                "stop texts need a tokenizer, which this model folder lacks", "use stop_token_ids"
+            )
         tokens = self._tokens(prompt)
         limit = self._limit(tokens, params.max_tokens)
         wrong = next((t for t in params.logit_bias or {} if t >= self.config.vocab_size), None)
         if wrong is not None:
-            raise BadRequest(f"logit_bias names token id {wrong:,}", f"expected 0 to {self.config.vocab_size - 1:,}")
+            raise BadRequest(
+                f"logit_bias names token id {wrong:,}", f"expected 0 to {self.config.vocab_size - 1:,}"
+            )
         ends = () if params.ignore_eos else self.text.end_ids
         if len(ends) + len(params.stop_token_ids) > MAX_ENDS:
             given = f"the model has {len(ends)}, stop_token_ids {len(params.stop_token_ids)}"
@@ -70,7 +76,9 @@ class InputProcessor:
         template, tokenizer = self.text.chat_template, self.text.tokenizer
         if template is None or tokenizer is None:
             missing = "tokenizer" if tokenizer is None else "chat template"
-            raise BadRequest(f"this model folder has no {missing}, which chat needs", "give a prompt as text or token ids")
+            raise BadRequest(
+                f"this model folder has no {missing}, which chat needs", "give a prompt as text or token ids"
+            )
         return template.encode(messages, tokenizer)
 
     def check_prompt(self, tokens: list[int], needed: int) -> int:
@@ -79,18 +87,27 @@ class InputProcessor:
             raise BadRequest("the prompt is empty", "give at least one token")
         wrong = next((t for t in tokens if not 0 <= t < self.config.vocab_size), None)
         if wrong is not None:
-            raise BadRequest(f"token id {shown(wrong)} is not in the vocabulary", f"expected 0 to {self.config.vocab_size - 1:,}")
+            raise BadRequest(
+                f"token id {shown(wrong)} is not in the vocabulary",
+                f"expected 0 to {self.config.vocab_size - 1:,}",
+            )
         room = self.context - len(tokens)
         if room < needed:
             output = ", one of them for the output" if needed else ""
-            raise BadRequest(f"the prompt is too long: {len(tokens):,} tokens", f"the context holds {self.context:,}{output}")
+            raise BadRequest(
+                f"the prompt is too long: {len(tokens):,} tokens",
+                f"the context holds {self.context:,}{output}",
+            )
         return room
 
     def _params_of(self, params: Any, prompts: int) -> list[SamplingParams]:
         """One set of parameters per prompt."""
         several = list(params) if isinstance(params, list | tuple) else [params] * prompts
         if len(several) != prompts:
-            raise BadRequest(f"{len(several)} sets of sampling parameters for {prompts} prompts", "give one, or one per prompt")
+            raise BadRequest(
+                f"{len(several)} sets of sampling parameters for {prompts} prompts",
+                "give one, or one per prompt",
+            )
         wrong = [p for p in several if not isinstance(p, SamplingParams | None)]
         if wrong:
             raise BadRequest("the sampling parameters are no SamplingParams", f"found {shown(wrong[0])}")
@@ -111,7 +128,11 @@ class InputProcessor:
         seed = secrets.randbits(32) if params.seed is None else params.seed
         defaults = SamplingParams(**{**self.text.defaults, "max_tokens": limit, "seed": seed})
         filled = params.or_default(defaults)
-        asked = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs, "logit_bias": params.logit_bias}
+        asked = {
+            "logprobs": params.logprobs,
+            "prompt_logprobs": params.prompt_logprobs,
+            "logit_bias": params.logit_bias,
+        }
         return SamplingParams(**{**vars(filled), **asked})
 
 
@@ -121,11 +142,15 @@ def _as_list(prompts: Any) -> list:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, list | tuple):
-        raise BadRequest("the prompts are neither text nor token ids, nor lists of them", f"found {shown(prompts)}")
+        raise BadRequest(
+            "the prompts are neither text nor token ids, nor lists of them", f"found {shown(prompts)}"
+        )
     if prompts and _is_scalar(prompts[0]):
         return [prompts]
     if len(prompts) > MAX_PROMPTS:
-        raise BadRequest(f"{len(prompts):,} prompts in one call", f"the limit is {MAX_PROMPTS:,}; give them in parts")
+        raise BadRequest(
+            f"{len(prompts):,} prompts in one call", f"the limit is {MAX_PROMPTS:,}; give them in parts"
+        )
     return list(prompts)
 
 

@@ -14,12 +14,16 @@ from mla_jax.text.tokenizer import Tokenizer
 class Job:
     """A handle on a submitted request. `news` are the chunks that came since they were last taken."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, serial: int, priority: int, streams: bool):
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer | None, serial: int, priority: int, streams: bool
+    ):
         self.request, self.id, self.priority, self.streams = request, serial, priority, streams
         self.ids: list[int] = []
         self.text = ""
         self.logprobs: Logprobs | None = None if request.params.logprobs is None else []
-        self.prompt_logprobs: list[dict[int, float] | None] | None = None if request.params.prompt_logprobs is None else [None]
+        self.prompt_logprobs: list[dict[int, float] | None] | None = (
+            None if request.params.prompt_logprobs is None else [None]
+        )
         self.reason: FinishReason | None = None
         self.news: list[Chunk] = []
         self.times = Times(time.perf_counter())
@@ -130,7 +134,9 @@ class Job:
     def output(self, stats: Stats) -> Output:
         assert self.reason is not None
         text = None if self._stream is None else self.text
-        return Output(text, self.ids, self.request.prompt, self.reason, self.logprobs, stats, self.prompt_logprobs)
+        return Output(
+            text, self.ids, self.request.prompt, self.reason, self.logprobs, stats, self.prompt_logprobs
+        )
 
     @property
     def _at_end_token(self) -> bool:
@@ -158,5 +164,7 @@ def logprobs_of(tokens: list[int], likely: Likely, asked: int) -> list[dict[int,
     found = []
     for i, token in enumerate(tokens):
         likeliest = zip(likely.top_ids[i, :asked].tolist(), likely.top[i, :asked].tolist(), strict=True)
-        found.append({token: float(likely.logprobs[i])} | {other: p for other, p in likeliest if other != token})
+        found.append(
+            {token: float(likely.logprobs[i])} | {other: p for other, p in likeliest if other != token}
+        )
     return found

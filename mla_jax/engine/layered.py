@@ -24,7 +24,14 @@ class LayeredPages(Pages):
     """Pages for requests of both kinds, of a model with `layers` layers, and `lanes` lanes of a layer's page."""
 
     def __init__(
-        self, count: int, size: int, layers: int, lanes: int = 1, index: bool = True, ahead: int = 0, tier: Tier | None = None
+        self,
+        count: int,
+        size: int,
+        layers: int,
+        lanes: int = 1,
+        index: bool = True,
+        ahead: int = 0,
+        tier: Tier | None = None,
     ):
         super().__init__(count, size, index, ahead, tier)
         self.layers, self.lanes = layers, lanes
@@ -47,7 +54,8 @@ class LayeredPages(Pages):
         if not isinstance(held, Layered):
             return super().extend(held, tokens)
         lack = [
-            max(0, self._pages(tokens - gone) - len(mine)) for gone, mine in zip(held.dropped.tolist(), held.parts, strict=True)
+            max(0, self._pages(tokens - gone) - len(mine))
+            for gone, mine in zip(held.dropped.tolist(), held.parts, strict=True)
         ]
         if not self._has_parts(sum(lack)):
             return False
@@ -77,7 +85,10 @@ class LayeredPages(Pages):
 
     def room(self, held: Layered, tokens: int) -> int:
         """Tokens that every layer and head has room for behind the `tokens` that `held` has."""
-        rooms = (len(mine) * self.size - (tokens - gone) for gone, mine in zip(held.dropped.tolist(), held.parts, strict=True))
+        rooms = (
+            len(mine) * self.size - (tokens - gone)
+            for gone, mine in zip(held.dropped.tolist(), held.parts, strict=True)
+        )
         return int(min(rooms))
 
     def table(self, held: Held, width: int) -> np.ndarray:
@@ -107,7 +118,9 @@ class LayeredPages(Pages):
         while len(self._parts) < count:
             page = self._take()
             self._used[page] = 0
-            self._parts += [self._part(layer, page, lane) for layer in range(self.layers) for lane in range(self.lanes)]
+            self._parts += [
+                self._part(layer, page, lane) for layer in range(self.layers) for lane in range(self.lanes)
+            ]
         taken = [self._parts.pop() for _ in range(count)]
         for part in taken:
             self._used[self._page(part)] += 1

@@ -92,14 +92,19 @@ class LLM:
         `progress` is called with the bytes loaded and the bytes of the model. Raises BadRequest for an option that is unknown
         or of a wrong type; BadFile, BadConfig, Unsupported or DoesNotFit before any large allocation."""
         if progress is not None and not callable(progress):
-            raise BadRequest(f"progress is {shown(progress)}, expected a function of the bytes loaded and of all bytes")
+            raise BadRequest(
+                f"progress is {shown(progress)}, expected a function of the bytes loaded and of all bytes"
+            )
         opened = _opened(model, options, fields)
         with distributed.together():
             opened.plan.refuse()
             self._load(opened, progress)
 
     def _load(self, opened: Opened, progress: Progress | None) -> None:
-        self.name, self.options, self.config, self.notes = opened.name, opened.options, opened.config, opened.notes
+        self.name = opened.name
+        self.options = opened.options
+        self.config = opened.config
+        self.notes = opened.notes
         self.plan, self.placement, self.inputs = opened.plan, opened.placement, opened.inputs
         self.last_stats: Stats | None = None  # of the newest stream, once it has read its prompt
         self._formats, self._routing = opened.formats(), opened.routing()
@@ -108,7 +113,8 @@ class LLM:
         self._processes = opened.processes
         eviction = Eviction.of(self.options.eviction)
         evicts = None if eviction is None else eviction.evicts
-        folder = store.default_folder() if opened.processes is None else None  # a stored program is one process's
+        # A stored program is one process's
+        folder = store.default_folder() if opened.processes is None else None
         self._programs = Programs(self.model, self._routing is not None, folder, opened.drafter, evicts)
         self.engine: Engine | LedEngine = self._new_engine(eviction)
         if opened.processes is not None:
@@ -160,7 +166,9 @@ class LLM:
         with bar, contextlib.closing(self.serve(([request] for request in requests), bar)) as served:
             return [output for (output,) in served]
 
-    def serve(self, groups: Iterable[Sequence[Request]], bar: Bar | None = None) -> Generator[list[Output], None, None]:
+    def serve(
+        self, groups: Iterable[Sequence[Request]], bar: Bar | None = None
+    ) -> Generator[list[Output], None, None]:
         """Answers groups of requests, such as the forks of one prompt, and yields the outputs of each group in the order given.
 
         There may be any number of groups: they are taken from `groups` only some way ahead of what is done. An empty group
@@ -179,7 +187,9 @@ class LLM:
         finally:
             self._end(served.unfinished)
 
-    def stream(self, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(
+        self, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams | None = None
+    ) -> Iterator[Chunk]:
         """Continues one prompt once and yields text as soon as it is final; the last chunk has a finish reason.
 
         Several streams may be read in turns, and `generate` called meanwhile: all go through one engine. `last_stats` has the
@@ -250,13 +260,22 @@ class LLM:
 
         Raises BadRequest for a path that exists, Unsupported for what cannot be exported, DoesNotFit for a full disk."""
         self._refuse_several("export", "export from one process, with the mesh of all as mesh")
-        asked = {"prompt": prompt, "rows": rows, "context": context, "platforms": platforms, "mesh": mesh, "kernels": kernels}
+        asked = {
+            "prompt": prompt,
+            "rows": rows,
+            "context": context,
+            "platforms": platforms,
+            "mesh": mesh,
+            "kernels": kernels,
+        }
         named = self.options, self.name, self.inputs.text.end_ids, self.context
         export.export(path, self.model, *named, asked, weights)
 
     def explain(self) -> str:
         """What runs where, and why, in words."""
-        lines = explain(self.model, self._formats, self.plan, self.placement, self.engine.drafting, self.options.eviction)
+        lines = explain(
+            self.model, self._formats, self.plan, self.placement, self.engine.drafting, self.options.eviction
+        )
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def stats(self) -> EngineStats:
@@ -286,14 +305,18 @@ class LLM:
 
     def _stats_of(self, job: Job) -> Stats:
         device, alone = self.model.dispatch.device, self._programs.spread.mesh is None
-        return stats_of(job, self._programs.waits, device.bandwidth if alone and device.platform != "cpu" else None)
+        return stats_of(
+            job, self._programs.waits, device.bandwidth if alone and device.platform != "cpu" else None
+        )
 
     def _refresh(self) -> None:
         """Takes the parameters as the model has them now; what is cached of others is forgotten."""
         self._refuse_followers()
         if self._programs.refresh():
             if self._processes is not None:
-                raise Unsupported("the model's parameters were changed in one of several processes", "take one process")
+                raise Unsupported(
+                    "the model's parameters were changed in one of several processes", "take one process"
+                )
             self.engine.reset()
 
     def _refuse_several(self, what: str, advice: str) -> None:
@@ -302,7 +325,9 @@ class LLM:
 
     def _refuse_followers(self) -> None:
         if self._processes is not None and not self._processes.leads:
-            raise BadRequest(f"this is process {self._processes.process}", "process 0 is asked; this one calls follow()")
+            raise BadRequest(
+                f"this is process {self._processes.process}", "process 0 is asked; this one calls follow()"
+            )
 
     def _end(self, jobs: list[Job]) -> None:
         """Frees what jobs still hold, and adds the experts that were chosen to the statistics.
@@ -341,7 +366,9 @@ class LLM:
         except (ValueError, OverflowError) as e:
             raise BadRequest("the token lists are not of one length") from e
         if array.ndim != 2 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
-            raise BadRequest("logits takes token ids of shape [B, T]", f"found shape {array.shape}, dtype {array.dtype}")
+            raise BadRequest(
+                "logits takes token ids of shape [B, T]", f"found shape {array.shape}, dtype {array.dtype}"
+            )
         for row in array.tolist():
             self.inputs.check_prompt(row, needed=0)
         return array
@@ -386,7 +413,10 @@ def _opened(model: Any, options: Any, fields: dict[str, Any]) -> Opened:
             raise BadRequest("an opened model takes no further options", "give them to open_model")
         return model
     if options is not None and not isinstance(options, Options):
-        raise BadRequest(f"options is {shown(options)}, expected Options", "give single settings by name: LLM(model, batch=8)")
+        raise BadRequest(
+            f"options is {shown(options)}, expected Options",
+            "give single settings by name: LLM(model, batch=8)",
+        )
     options = (options or Options()).replace(**fields)
     if model is None:
         return open_model(options)

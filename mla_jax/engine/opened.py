@@ -106,19 +106,29 @@ class Opened:
     def load(self, progress: Progress | None = None) -> Transformer:
         """The model with its weights, on the devices. Raises BadRequest where these are not here."""
         if (device := self.options.mesh.device) is not None:
-            raise BadRequest(f"there is no device {device} to run on", "it is for --dry-run alone; leave it out")
+            raise BadRequest(
+                f"there is no device {device} to run on", "it is for --dry-run alone; leave it out"
+            )
         folder = self.options.experts.host_folder
         return self.checkpoint.load(self.placement, progress, None if folder is None else Path(folder))
 
     def export(self, path: str | Path, **asked: Any) -> None:
         """As `LLM.export`, of the programs alone: no weights are loaded, so the model need not fit this machine."""
-        defaults = {"prompt": 256, "rows": 8, "context": None, "platforms": None, "mesh": None, "kernels": False}
+        defaults = {
+            "prompt": 256,
+            "rows": 8,
+            "context": None,
+            "platforms": None,
+            "mesh": None,
+            "kernels": False,
+        }
         if unknown := asked.keys() - defaults.keys():
             raise BadRequest(f"export has no argument {shown(min(unknown))}", f"it has {', '.join(defaults)}")
         asked = defaults | asked
         asked["mesh"] = asked["mesh"] or self.checkpoint.layout.sizes
         whole = self.checkpoint.on(Devices.default(self.checkpoint.device)).model(self.placement)
-        longest = self.options.model.context or self.config.max_position_embeddings  # whatever fits the devices of the plan
+        # Whatever fits the devices of the plan
+        longest = self.options.model.context or self.config.max_position_embeddings
         export.export(path, whole, self.options, self.name, self.text.end_ids, longest, asked, weights=False)
 
     def explain(self) -> list[str]:
@@ -137,7 +147,9 @@ class Opened:
         devices, options = self.checkpoint.devices, self.options
         if self.placement.host or (devices.count == 1 and options.mesh.device is None):
             return None
-        return predict(self.checkpoint, devices, self.plan.available, options.memory.batch, options.model.context)
+        return predict(
+            self.checkpoint, devices, self.plan.available, options.memory.batch, options.model.context
+        )
 
 
 def open_model(options: Options) -> Opened:
@@ -158,7 +170,8 @@ def _kernels(options: Options) -> AbstractContextManager[None]:
 
 def _opened(options: Options) -> Opened:
     refuse_contradictions(options)
-    if options.memory.memory_fraction is not None and options.mesh.device is None:  # read when JAX first uses the device
+    # Read when JAX first uses the device
+    if options.memory.memory_fraction is not None and options.mesh.device is None:
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(options.memory.memory_fraction)
     processes = started(options)
     if processes is not None and options.mesh.mesh is None:
@@ -183,7 +196,9 @@ def _opened(options: Options) -> Opened:
     return opened
 
 
-def _plan(options: Options, checkpoint: Checkpoint, drafter: Drafter, placement: Placement = ON_DEVICE) -> Plan:
+def _plan(
+    options: Options, checkpoint: Checkpoint, drafter: Drafter, placement: Placement = ON_DEVICE
+) -> Plan:
     memory = options.memory
     room = options.model.context, memory.batch, placement, memory.cache_tokens
     inexact = options.eviction.evict != "off" or options.retrieval.retrieve != "off"
@@ -201,7 +216,9 @@ def _on_devices(options: Options, checkpoint: Checkpoint, drafter: Drafter) -> t
 
     def fits(sizes: Mapping[str, int]) -> bool:
         found = _plan(options, on(sizes), drafter)
-        return found.fits and found.longest >= (options.model.context or min(ROOM, checkpoint.config.max_position_embeddings))
+        return found.fits and found.longest >= (
+            options.model.context or min(ROOM, checkpoint.config.max_position_embeddings)
+        )
 
     sizes, why = auto_mesh.choose(checkpoint.config, len(jax.devices()), fits)
     refuse_on_mesh(options, Layout(**sizes))
@@ -229,7 +246,9 @@ def _checkpoint(options: Options) -> Checkpoint:
     reached = _reached() if device is None else PLANNED[device].figures
     dispatch = Dispatch(attention, experts, kv_cache, reached, retrieval=retrieval_of(options.retrieval))
     devices = _devices(options, reached)
-    checkpoint = Checkpoint(resolve(options.model.model), dispatch=dispatch, dtype=options.model.dtype, devices=devices)
+    checkpoint = Checkpoint(
+        resolve(options.model.model), dispatch=dispatch, dtype=options.model.dtype, devices=devices
+    )
     if kv_cache == "fp8" and (reason := fp8_latent.why_not(checkpoint.config, attention)):
         raise Unsupported('kv_cache "fp8" is not available for this model', reason)
     return checkpoint
@@ -247,7 +266,11 @@ def _devices(options: Options, reached: roofline.Device) -> Devices:
     if device is None and mesh in (None, "auto"):
         return Devices.default(reached)
     sizes = parse_mesh(mesh or "") if isinstance(mesh, str | None) else cast(Any, mesh)
-    devices = Devices.of(sizes, reached) if device is None else planned(device, sizes, options.memory.memory_fraction)
+    devices = (
+        Devices.of(sizes, reached)
+        if device is None
+        else planned(device, sizes, options.memory.memory_fraction)
+    )
     refuse_on_mesh(options, Layout(**devices.sizes))
     return devices
 
@@ -256,7 +279,10 @@ def _place(checkpoint: Checkpoint, options: Options) -> Placement:
     """Decides which layers' experts the CPU computes."""
     if (device := options.mesh.device) is not None:  # the host of the devices is not known
         if is_asked(options.experts):
-            raise BadRequest(f"experts on the CPU and device {device} exclude each other", "the memory of its host is not known")
+            raise BadRequest(
+                f"experts on the CPU and device {device} exclude each other",
+                "the memory of its host is not known",
+            )
         return Placement(why="all on the devices, of whose host nothing is known")
     if options.processes.several:
         return Placement(why="all on the devices of several processes")
@@ -286,13 +312,18 @@ def _with_copies(checkpoint: Checkpoint, options: Options, placement: Placement)
     if not copies or not counts.tokens:
         return checkpoint
     layers = counts.of_layers()
-    return checkpoint.with_copies({n: placed(layers[n], devices, copies) for n in layers if n not in placement.host})
+    return checkpoint.with_copies(
+        {n: placed(layers[n], devices, copies) for n in layers if n not in placement.host}
+    )
 
 
 def check_context(context: int | None, longest: int) -> None:
     """Raises BadRequest for a context that is longer than the model allows."""
     if context is not None and context > longest:
-        raise BadRequest(f"context is {context:,}, expected 1 to {longest:,}", "the model's max_position_embeddings is the limit")
+        raise BadRequest(
+            f"context is {context:,}, expected 1 to {longest:,}",
+            "the model's max_position_embeddings is the limit",
+        )
 
 
 def cache_compiled_programs(platform: str, several: bool) -> None:

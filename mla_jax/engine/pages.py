@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from mla_jax.base.errors import DoesNotFit
 from mla_jax.engine.host_pages import START, chained
 
-Key = tuple[int, tuple[int, ...]]  # the node before (0: none), and the tokens of this page, with those behind that it depends on
+# The node before (0: none), and the tokens of this page, with those behind that it depends on
+Key = tuple[int, tuple[int, ...]]
 ROOT = 0
 
 
@@ -78,7 +79,8 @@ class Pages:
         self.shared = 0  # pages that more than one request holds
         self._free = list(range(count - 1, -1, -1))
         self._nodes: dict[Key, Node] = {}
-        self._idle: OrderedDict[int, Node] = OrderedDict()  # least recently used first, so a page before those before it
+        # Least recently used first, so a page before those before it
+        self._idle: OrderedDict[int, Node] = OrderedDict()
         self._ids = itertools.count(ROOT + 1)
 
     @property
@@ -104,7 +106,9 @@ class Pages:
         new = self._pages(len(tokens)) - len(nodes)
         room = self.free - (len(nodes) - _holders_reach(nodes, 1))
         if new > room:
-            raise OutOfPages(f"{new:,} pages of {self.size} tokens are needed, {room:,} of {self.count:,} are free")
+            raise OutOfPages(
+                f"{new:,} pages of {self.size} tokens are needed, {room:,} of {self.count:,} are free"
+            )
         for node in nodes:
             self._hold(node)
         held = Held([node.page for node in nodes], nodes, len(nodes), self.index and use_index, len(nodes))

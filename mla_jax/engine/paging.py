@@ -50,7 +50,9 @@ class PagingEngine(PausingEngine, RetrievingEngine):
 
     def _free(self, shard: Shard) -> int:
         """Without those for rows that are about to leave pages to others that hold them, too."""
-        whole = [job.held for job in shard.running if job.held is not None and not isinstance(job.held, Resident)]
+        whole = [
+            job.held for job in shard.running if job.held is not None and not isinstance(job.held, Resident)
+        ]
         aside = sum(max(self._most - shard.pages.own(held), 0) for held in whole)
         return max(shard.pages.free - aside, 0)
 

@@ -48,7 +48,9 @@ class PausingEngine(Engine):
     def _compile(self, counts: Any, lines: Any, scored: int = 0) -> None:
         if not self._compiled_rows:
             pool, rows = self._state()
-            self.programs.prepare(pool, rows, Sizes(self.size.width, self.size.pieces)._replace(**self.questions))
+            self.programs.prepare(
+                pool, rows, Sizes(self.size.width, self.size.pieces)._replace(**self.questions)
+            )
         super()._compile(counts, lines, scored)
 
     def _score(self) -> None:

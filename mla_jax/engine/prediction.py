@@ -25,7 +25,9 @@ class Prediction:
     prompts: Predicted
 
     def lines(self) -> list[str]:
-        step = f"{about(self.decode.tokens)} tokens/s of all devices at batch {self.rows:,} x {self.held:,} held"
+        step = (
+            f"{about(self.decode.tokens)} tokens/s of all devices at batch {self.rows:,} x {self.held:,} held"
+        )
         prompts = f"prompts {about(self.prompts.tokens)} tokens/s"
         messages = f"communication {100 * self.decode.share:.0f} % of the step"
         exchanges = f"{self.decode.exchange} in a step, {self.prompts.exchange} in prompts"
@@ -44,7 +46,9 @@ class Prediction:
         }
 
 
-def predict(checkpoint: Checkpoint, devices: Devices, available: int, batch: int = 1, context: int | None = None) -> Prediction:
+def predict(
+    checkpoint: Checkpoint, devices: Devices, available: int, batch: int = 1, context: int | None = None
+) -> Prediction:
     """For `batch` sequences of `context` tokens on the mesh of these devices, which have all experts.
 
     By default as many rows as usual and as fit in `available` bytes of each device."""

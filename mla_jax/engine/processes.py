@@ -36,7 +36,8 @@ from mla_jax.weights.plan import Plan
 
 PACKAGES = ("jax", "jaxlib", "tokenizers")
 SAMPLED, PIECE = 200, 1 << 12  # files whose first and last bytes are compared, and how many bytes of them
-LATE = SILENCE + 5  # seconds in which the link tells why a program has failed, if the reason is another process
+# Seconds in which the link tells why a program has failed, if the reason is another process
+LATE = SILENCE + 5
 
 
 class LedEngine:
@@ -101,7 +102,9 @@ class LedEngine:
     def _whole(self) -> Iterator[None]:
         """What all processes do is done to its end: Ctrl-C waits, and an error ends all of them."""
         if self._processes.code is not None:
-            raise ProcessLost("this process has failed, and the others have ended with it", "start all of them again")
+            raise ProcessLost(
+                "this process has failed, and the others have ended with it", "start all of them again"
+            )
         with interrupts_wait(), ending_all(self._processes):
             self._busy = True
             try:
@@ -185,7 +188,10 @@ def started(options: Options) -> Processes | None:
             raise Unsupported(f"{what} cannot be had with several processes", "leave it out")
     processes = distributed.start(str(asked.coordinator), asked.processes or 1, asked.process_id or 0)
     if processes.serves:
-        raise Unsupported("this process has a model on several hosts already", "end it, and start all of them again for another")
+        raise Unsupported(
+            "this process has a model on several hosts already",
+            "end it, and start all of them again for another",
+        )
     processes.agree(_facts_of_start(options))
     return processes
 

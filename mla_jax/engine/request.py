@@ -50,7 +50,8 @@ class Chunk:
     token_ids: list[int]
     finish_reason: FinishReason | None
     logprobs: Logprobs | None = None
-    prompt_logprobs: list[dict[int, float] | None] | None = None  # in the first chunk, if the request wanted them
+    # In the first chunk, if the request wanted them
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,4 +66,5 @@ class Output:
     finish_reason: FinishReason
     logprobs: Logprobs | None
     stats: Stats
-    prompt_logprobs: list[dict[int, float] | None] | None = None  # one entry per token of the prompt, None for the first
+    # One entry per token of the prompt, None for the first
+    prompt_logprobs: list[dict[int, float] | None] | None = None

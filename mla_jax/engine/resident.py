@@ -15,12 +15,21 @@ class Resident(Held):
 
     numbers: list[int]  # which pages of the row these are, ascending
     known: int  # of its pages, the first ones, which the index knows
-    digests: list[bytes] = field(default_factory=list)  # of the full pages that the host keeps for it, from the first on
+    # Of the full pages that the host keeps for it, from the first on
+    digests: list[bytes] = field(default_factory=list)
 
     @classmethod
     def of(cls, held: Held) -> "Resident":
         """The same pages, of which none is on the host yet."""
-        return cls(held.pages, held.nodes, held.shared, False, held.full, list(range(len(held.pages))), len(held.nodes))
+        return cls(
+            held.pages,
+            held.nodes,
+            held.shared,
+            False,
+            held.full,
+            list(range(len(held.pages))),
+            len(held.nodes),
+        )
 
     def left_out(self, size: int) -> int:
         """Tokens of the row that are not on the device, in pages of `size`."""
@@ -75,14 +84,16 @@ class ResidentPages(Pages):
         return True
 
     def wrote(self, held: Held, tokens: Sequence[int]) -> None:
-        if not isinstance(held, Resident):  # others may not have pages that are written after some were left out
+        # Others may not have pages that are written after some were left out
+        if not isinstance(held, Resident):
             super().wrote(held, tokens)
 
     def release(self, held: Held) -> None:
         super().release(held)
         if isinstance(held, Resident):
             for number, digest in reversed(list(enumerate(held.digests))):
-                self._host.drop(digest, forgets=number >= held.known)  # others cannot know what only this request has
+                # Others cannot know what only this request has
+                self._host.drop(digest, forgets=number >= held.known)
             held.digests, held.numbers = [], []
 
     @property

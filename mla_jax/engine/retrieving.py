@@ -24,9 +24,13 @@ def refuse_contradictions(options: Options) -> None:
     retrieve, evict, drafts = options.retrieval.retrieve, options.eviction.evict, options.drafts
     resident = options.retrieval.resident_tokens
     if resident is not None and retrieve == "off":
-        raise BadRequest(f"resident_tokens is {resident}, but retrieve is off", 'give retrieve "quest" or "infllm"')
+        raise BadRequest(
+            f"resident_tokens is {resident}, but retrieve is off", 'give retrieve "quest" or "infllm"'
+        )
     if resident is not None and not options.memory.host_cache:
-        raise BadRequest(f"resident_tokens is {resident}, but host_cache is 0", "give the GiB for all tokens as host_cache")
+        raise BadRequest(
+            f"resident_tokens is {resident}, but host_cache is 0", "give the GiB for all tokens as host_cache"
+        )
     if retrieve == "off":
         return
     if evict != "off":
@@ -37,7 +41,10 @@ def refuse_contradictions(options: Options) -> None:
     if drafts.draft not in ("auto", "off"):
         raise BadRequest(f'draft is "{drafts.draft}", but retrieve is on', 'draft may be "off"')
     if drafts.draft_tokens:
-        raise BadRequest(f"draft_tokens is {drafts.draft_tokens}, but retrieve is on", "nothing is guessed then; leave it out")
+        raise BadRequest(
+            f"draft_tokens is {drafts.draft_tokens}, but retrieve is on",
+            "nothing is guessed then; leave it out",
+        )
 
 
 class RetrievingEngine(Engine):

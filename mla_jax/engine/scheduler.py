@@ -18,10 +18,13 @@ class Limits:
     reach: int = 1 << 30  # tokens, held and new, of all pieces in one line, unless it holds only one
     steps: int = 32  # of one decode dispatch, at most
     streamed_steps: int = 8  # the same while somebody streams
-    fewest_steps: int = 8  # a row that is about to end shortens a dispatch for those that wait, but not to less
+    # A row that is about to end shortens a dispatch for those that wait, but not to less
+    fewest_steps: int = 8
     dispatch: int = 256  # what a line costs in addition to its tokens, in tokens: the weights it reads
-    reading: int = 16  # what a token that is still to be read weighs when a shard is chosen, in tokens that are held
-    parts: int = 1  # of a page, that can be had singly; pages that are needed, free or had are counted in parts
+    # What a token that is still to be read weighs when a shard is chosen, in tokens that are held
+    reading: int = 16
+    # Of a page, that can be had singly; pages that are needed, free or had are counted in parts
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,13 @@ class Plan(NamedTuple):
     steps: int
 
 
-def plan(waiting: Sequence[Waiting], running: Sequence[Running], free: int, limits: Limits, whole: int | None = None) -> Plan:
+def plan(
+    waiting: Sequence[Waiting],
+    running: Sequence[Running],
+    free: int,
+    limits: Limits,
+    whole: int | None = None,
+) -> Plan:
     """The next dispatches; `free` pages can be had now, by forgetting idle ones if need be. Only `whole` pages, if that is given,
     are for those who start."""
     rows, gone = _preempt(sorted(running, key=_turn), free, limits)
@@ -108,7 +117,10 @@ def assigned(
         open_shards = [n for n in range(len(room)) if room[n]]
         if not open_shards:
             break
-        best = min(open_shards, key=lambda n: (_lacks(request[n], limits) > free[n], work[n] + _work(request[n], limits), n))
+        best = min(
+            open_shards,
+            key=lambda n: (_lacks(request[n], limits) > free[n], work[n] + _work(request[n], limits), n),
+        )
         found[best].append(request[best])
         work[best] += _work(request[best], limits)
         if not request[best].blocked:  # as many may wait for one that is about to write what they need
@@ -136,7 +148,10 @@ def few_read(plans: Sequence[Plan]) -> bool:
 
 def without_reading(plans: Sequence[Plan], decoding: Container[int]) -> list[Plan]:
     """The same where nobody reads, and only the rows decode that have read all before."""
-    rest = [plan._replace(read=(), line=None, decode=tuple(i for i in plan.decode if i in decoding)) for plan in plans]
+    rest = [
+        plan._replace(read=(), line=None, decode=tuple(i for i in plan.decode if i in decoding))
+        for plan in plans
+    ]
     return agreed([plan if plan.decode else plan._replace(steps=0) for plan in rest])
 
 
@@ -223,7 +238,10 @@ def _read(pending: list[Running], limits: Limits) -> tuple[int | None, list[tupl
 @functools.lru_cache(maxsize=4096)
 def _cheapest(tokens: int, lines: tuple[int, ...], dispatch: int) -> tuple[int, int]:
     """The least cost of lines that hold these tokens, padding and dispatches counted, and the longest of these lines."""
-    found = [(line + dispatch + (_cheapest(tokens - line, lines, dispatch)[0] if line < tokens else 0), line) for line in lines]
+    found = [
+        (line + dispatch + (_cheapest(tokens - line, lines, dispatch)[0] if line < tokens else 0), line)
+        for line in lines
+    ]
     return min(found, key=lambda each: (each[0], -each[1]))
 
 

@@ -9,7 +9,8 @@ from mla_jax.engine.processes import LedEngine
 from mla_jax.engine.request import Request
 
 WAITING = 4  # requests that are submitted and not done, at most, as multiples of the engine's rows
-TAKEN = 64  # groups that are taken, at most, done ones that wait for an earlier one included, in the same unit
+# Groups that are taken, at most, done ones that wait for an earlier one included, in the same unit
+TAKEN = 64
 
 
 class Served:

@@ -28,10 +28,12 @@ class Stats:
     generated_tokens: int
     first_token_seconds: float  # since it was submitted, without compiling
     decode_seconds: float  # after the first token, without compiling
-    compile_seconds: float  # spent waiting for programs to be traced, compiled, or read from where they are stored
+    # Spent waiting for programs to be traced, compiled, or read from where they are stored
+    compile_seconds: float
     seed: int
     first_tokens: int = 1  # that came at once with the first
-    bandwidth_share: float | None = None  # of the device's, by the least bytes its steps had to read; None where it is not known
+    # Of the device's, by the least bytes its steps had to read; None where it is not known
+    bandwidth_share: float | None = None
     peak_bytes: int | None = None  # of device memory; of the process on a CPU
 
     @property
@@ -125,8 +127,10 @@ class EngineStats:
     dispatches: int = 0
     host_seconds: float = 0.0  # between dispatches, not waiting for the device
     waited_seconds: float = 0.0  # for the device
-    drafted: np.ndarray = field(default_factory=lambda: np.zeros(MOST_DRAFTS, int))  # guesses in each place behind a token,
-    stood: np.ndarray = field(default_factory=lambda: np.zeros(MOST_DRAFTS, int))  # and how many of these were what was drawn
+    # Guesses in each place behind a token
+    drafted: np.ndarray = field(default_factory=lambda: np.zeros(MOST_DRAFTS, int))
+    # How many of these were what was drawn
+    stood: np.ndarray = field(default_factory=lambda: np.zeros(MOST_DRAFTS, int))
     passes: int = 0  # of rows: tokens that were chosen without a guess
     dropped: int = 0  # tokens that were evicted, on average of layers and heads
     pages_hosted: int = 0  # in the host's memory now
@@ -142,7 +146,9 @@ class EngineStats:
     def note(self, shards: Sequence[Shard], waiting: Sequence["Job"], compiled: int, seconds: float) -> None:
         """The state after a step, which took `seconds` on the host."""
         pages = [shard.pages for shard in shards]
-        self.running, self.waiting, self.compiled = sum(len(shard.running) for shard in shards), len(waiting), compiled
+        self.running = sum(len(shard.running) for shard in shards)
+        self.waiting = len(waiting)
+        self.compiled = compiled
         self.shard_tokens = [sum(job.read + job.steps for job in shard.running) for shard in shards]
         self.tokens_held = sum(self.shard_tokens)
         self.pages_free, self.pages_cached = sum(one.free for one in pages), sum(one.cached for one in pages)
@@ -150,7 +156,9 @@ class EngineStats:
         self.host_seconds += seconds
         now, held = time.perf_counter() - self.began, sum(one.count - one.free for one in pages)
         unused = sum(one.unused for one in pages)
-        self.samples.append(Sample(now, self.running, self.waiting, held, self.pages_cached, unused, self.generated))
+        self.samples.append(
+            Sample(now, self.running, self.waiting, held, self.pages_cached, unused, self.generated)
+        )
 
     @property
     def imbalance(self) -> float:

@@ -30,21 +30,43 @@ def open_text(source: Source) -> Text:
     return _from_gguf(source) if source.metadata is not None else _from_folder(source)
 
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
 KIMI_FILES = ("tiktoken.model", "tokenizer.model")
 
 
 def files_of(source: Source) -> dict[str, bytes]:
     """The same as files of a model folder, by name; written anew for a GGUF file."""
     if source.metadata is None:
-        return {name: path.read_bytes() for name in (*FILES, *KIMI_FILES) if (path := source.path / name).is_file()}
+        return {
+            name: path.read_bytes()
+            for name in (*FILES, *KIMI_FILES)
+            if (path := source.path / name).is_file()
+        }
     found = gguf_tokenizer.build(source.metadata, source.path.name, source.config.vocab_size)
     if found is None:
         return {}
-    names = {key: i if i is None else found.tokenizer.model.id_to_token(i) for key, i in _special(found).items()}
-    settings = {**names, "add_bos_token": found.tokenizer.bos_id is not None, "chat_template": found.chat_template}
-    contents = {"tokenizer_config.json": settings, "generation_config.json": {"eos_token_id": list(found.eos_ids)}}
-    made = {name: (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode() for name, content in contents.items()}
+    names = {
+        key: i if i is None else found.tokenizer.model.id_to_token(i) for key, i in _special(found).items()
+    }
+    settings = {
+        **names,
+        "add_bos_token": found.tokenizer.bos_id is not None,
+        "chat_template": found.chat_template,
+    }
+    contents = {
+        "tokenizer_config.json": settings,
+        "generation_config.json": {"eos_token_id": list(found.eos_ids)},
+    }
+    made = {
+        name: (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+        for name, content in contents.items()
+    }
     return {"tokenizer.json": found.tokenizer.model.to_str().encode(), **made}
 
 
@@ -58,14 +80,22 @@ def _from_gguf(source: Source) -> Text:
     found = gguf_tokenizer.build(source.metadata, source.path.name, source.config.vocab_size)
     if found is None:
         return Text(None, None, defaults, ())
-    words = {name: str(found.tokenizer.model.id_to_token(i)) for name, i in _special(found).items() if i is not None}
+    words = {
+        name: str(found.tokenizer.model.id_to_token(i))
+        for name, i in _special(found).items()
+        if i is not None
+    }
     template = found.chat_template and ChatTemplate.of(found.chat_template, source.path.name, words)
     return Text(found.tokenizer, template or None, defaults, found.eos_ids, found.notes)
 
 
 def _gguf_defaults(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling as the file recommends it, else greedy."""
-    keys = {"temperature": "general.sampling.temp", "top_k": "general.sampling.top_k", "top_p": "general.sampling.top_p"}
+    keys = {
+        "temperature": "general.sampling.temp",
+        "top_k": "general.sampling.top_k",
+        "top_p": "general.sampling.top_p",
+    }
     given = {name: metadata[key] for name, key in keys.items() if key in metadata}
     return _checked({"temperature": 0.0, "top_k": 0, "top_p": 1.0} | given, "the file's general.sampling")
 
@@ -82,7 +112,9 @@ def _from_folder(source: Source) -> Text:
     config, folder = source.config, source.path
     tokenizer = Tokenizer.from_folder(folder, config.vocab_size, config.bos_token_id)
     notes = (UNKNOWN_FORM,) if tokenizer is not None and isinstance(tokenizer.codec, Guard) else ()
-    return Text(tokenizer, ChatTemplate.from_folder(folder), *_generation_defaults(folder, config.eos_token_id), notes)
+    return Text(
+        tokenizer, ChatTemplate.from_folder(folder), *_generation_defaults(folder, config.eos_token_id), notes
+    )
 
 
 UNKNOWN_FORM = "tokenizer.json has a form that is not known; it works in a process of its own, with limits of time and memory"
@@ -95,7 +127,9 @@ def _generation_defaults(folder: Path, end_ids: tuple[int, ...]) -> tuple[dict, 
     ends = given.get("eos_token_id")
     ends = end_ids if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
     if not all(type(e) is int and -1 <= e < 2**31 for e in ends):
-        raise BadConfig("the folder names an eos_token_id that is no token id", f"found {shown(ends)} in {folder}")
+        raise BadConfig(
+            "the folder names an eos_token_id that is no token id", f"found {shown(ends)} in {folder}"
+        )
     sampled = given.get("do_sample") is True  # transformers leaves out a temperature of 1, its default
     defaults = {"temperature": 1.0 if sampled else 0.0, "top_k": 0, "top_p": 1.0}
     if given.get("do_sample", True):

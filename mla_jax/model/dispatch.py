@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 FORMS = mla.FORMS | KERNELS
 FORMS_OVER_FP8 = {name: fp8_latent.over(form) for name, form in FORMS.items() if name != "naive"}
 FORMS_OF = {"auto": FORMS, "fp8": FORMS_OVER_FP8}  # by the format of the cache
-ATTENTION = ("auto", *mla.FORMS, "fused")  # what may be asked for; "fused" is the kernel for the step's number of new tokens
+# What may be asked for; "fused" is the kernel for the step's number of new tokens
+ATTENTION = ("auto", *mla.FORMS, "fused")
 
 
 class StepPlan(NamedTuple):
@@ -100,7 +101,9 @@ class Dispatch:
         plan = StepPlan(form, prepare(batch.of_layer(0)), turns, experts, prepare)
         if pool is None or self.retrieval is None:
             return plan
-        return plan._replace(retrieving=retrieval.of_step(self.retrieval, batch, paged.page_size(pool), prepare))
+        return plan._replace(
+            retrieving=retrieval.of_step(self.retrieval, batch, paged.page_size(pool), prepare)
+        )
 
     def seen(self, config: Config) -> Config:
         """The config as the attention of one device sees it, which has its part of the heads."""
@@ -112,7 +115,8 @@ class Dispatch:
 
     def _name(self, model: "Transformer", batch: Batch, pool: Pool | None) -> str:
         rows, new = batch.positions.shape
-        if pool is None or batch.page_table is None:  # kernels need a cache: without one, padding may stand between tokens
+        # Kernels need a cache: without one, padding may stand between tokens
+        if pool is None or batch.page_table is None:
             name = self.form_name(model, rows, new, new)
             return name if name in mla.FORMS else "move_elided"
         attended = batch.width * paged.page_size(pool)
@@ -123,7 +127,9 @@ class Dispatch:
     def block_slots(self, model: "Transformer", name: str, rows: int, new: int) -> int:
         """Cached tokens per row that the form of this name takes at a time; kernels write no scores."""
         scored = 0 if name in KERNELS else new
-        return roofline.block_slots(self.seen(model.config), self.device.platform, rows, scored, model.dtype.itemsize)
+        return roofline.block_slots(
+            self.seen(model.config), self.device.platform, rows, scored, model.dtype.itemsize
+        )
 
     def cached(self) -> mla.Form:
         """A form that caches what all forms of this dispatch do."""
@@ -148,7 +154,8 @@ class Dispatch:
             return self.attention
         forms = "move_elided", "compressed"
         if self.attention_kernel(model, kernel, rows, new, attended) != "xla":
-            forms = kernel, "move_elided"  # the kernel writes no scores; where arithmetic alone decides, it comes first
+            # The kernel writes no scores; where arithmetic alone decides, it comes first
+            forms = kernel, "move_elided"
         return roofline.pick_form(self.seen(model.config), self.device, rows, new, attended, forms)
 
     def attention_kernel(self, model: "Transformer", form: str, rows: int, new: int, attended: int) -> str:
@@ -164,9 +171,12 @@ class Dispatch:
         pages = -(-attended // paged.PAGE)
 
         def attend(weights: Any, x: jax.Array) -> Any:
-            batch = Batch.after(jnp.zeros(rows, jnp.int32), jnp.ones((rows, new), bool), paged.in_order(rows, attended))
+            batch = Batch.after(
+                jnp.zeros(rows, jnp.int32), jnp.ones((rows, new), bool), paged.in_order(rows, attended)
+            )
             layer = paged.Layer(model.new_pool(rows * pages, layers=1), jnp.int32(0))
-            step, turns = row.prepare(batch, layer.pool, config, paged.PAGE), rope.turns(batch.positions, config)
+            step = row.prepare(batch, layer.pool, config, paged.PAGE)
+            turns = rope.turns(batch.positions, config)
             return nnx.merge(graph, weights)(x, layer, row, step, turns)[0]
 
         return ops.who_computes(attend, weights, x).get(_OPS[form], "xla")
@@ -175,7 +185,9 @@ class Dispatch:
         """New tokens of all rows together that one dispatch reads of prompts: a power of two.
 
         Enough that the weights are read seldom; more where experts are copied from the host for each chunk."""
-        chunk = roofline.chunk(model.config, self.device, self.layout.data if model.config.n_routed_experts else 1)
+        chunk = roofline.chunk(
+            model.config, self.device, self.layout.data if model.config.n_routed_experts else 1
+        )
         return max(chunk, roofline.STREAMED) if self.stream else chunk
 
     def reach(self, model: "Transformer") -> int:

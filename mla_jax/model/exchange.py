@@ -21,7 +21,11 @@ Exchange = Callable[[Array, Array, Array, int, Compute], Array]
 
 
 def gather(
-    x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: int, compute: Compute
+    x: Float[Array, "n D"],
+    topk_ids: Int[Array, "n K"],
+    topk_weights: Float[Array, "n K"],
+    experts: int,
+    compute: Compute,
 ) -> Float[Array, "n D"]:
     """Every device gets the tokens of all data shards, and each shard the sums of its own: for few tokens.
 
@@ -38,7 +42,11 @@ def own_ids(topk_ids: Int[Array, "n K"], experts: int) -> Int[Array, "n K"]:
 
 
 def all_to_all(
-    x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: int, compute: Compute
+    x: Float[Array, "n D"],
+    topk_ids: Int[Array, "n K"],
+    topk_weights: Float[Array, "n K"],
+    experts: int,
+    compute: Compute,
 ) -> Float[Array, "n D"]:
     """Each token goes to the devices that have its experts, once to each, and their sums come back: for many tokens.
 
@@ -52,7 +60,11 @@ def all_to_all(
 
 
 def _sent_and_back(
-    x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: int, compute: Compute
+    x: Float[Array, "n D"],
+    topk_ids: Int[Array, "n K"],
+    topk_weights: Float[Array, "n K"],
+    experts: int,
+    compute: Compute,
 ) -> Float[Array, "n D"]:
     """What the experts of all devices make of this device's tokens."""
     (tokens, chosen), devices = topk_ids.shape, across.size(MESH_AXES)

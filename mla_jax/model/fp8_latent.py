@@ -24,7 +24,9 @@ def why_not(config: Config, form: str) -> str | None:
     return None
 
 
-def remembers(c_kv: Float[Array, "B S R"], k_pe: Float[Array, "B S E"], up: Up | None = None, x: Any = None) -> dict[str, Array]:
+def remembers(
+    c_kv: Float[Array, "B S R"], k_pe: Float[Array, "B S E"], up: Up | None = None, x: Any = None
+) -> dict[str, Array]:
     codes, scales = ops.quantize_latent(c_kv)
     return {CODES: codes, SCALES: scales, "k_pe": k_pe}
 
@@ -38,7 +40,10 @@ def unpacked(cached: dict[str, Array]) -> dict[str, Array]:
     """The cached latents as numbers, which is what the forms of mla.py take."""
     if SCALES not in cached:
         return {"c_kv": cached["c_kv"], "k_pe": cached["k_pe"]}
-    return {"c_kv": ops.dequantize_latent(cached[CODES], cached[SCALES], cached["k_pe"].dtype), "k_pe": cached["k_pe"]}
+    return {
+        "c_kv": ops.dequantize_latent(cached[CODES], cached[SCALES], cached["k_pe"].dtype),
+        "k_pe": cached["k_pe"],
+    }
 
 
 def over(form: Form) -> Form:

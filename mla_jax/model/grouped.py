@@ -13,7 +13,9 @@ from mla_jax.base.axes import MESH_AXES
 from mla_jax.base.qtensor import QTensor
 from mla_jax.model.ops import ragged_dot, ragged_swiglu, zeros_after
 
-ExpertWeights = tuple[Float[Array, "X F D"] | QTensor, Float[Array, "X F D"] | QTensor, Float[Array, "X D F"] | QTensor]
+ExpertWeights = tuple[
+    Float[Array, "X F D"] | QTensor, Float[Array, "X F D"] | QTensor, Float[Array, "X D F"] | QTensor
+]
 
 
 class Grouped(NamedTuple):
@@ -29,7 +31,9 @@ class Grouped(NamedTuple):
         pairs = jnp.arange(ids.size)
 
         def by_comparing(ids: Array) -> Grouped:  # no scatter, which is three kernels
-            before = (ids[None] < ids[:, None]) | ((ids[None] == ids[:, None]) & (pairs[None] < pairs[:, None]))
+            before = (ids[None] < ids[:, None]) | (
+                (ids[None] == ids[:, None]) & (pairs[None] < pairs[:, None])
+            )
             place = before.sum(1, dtype=jnp.int32)
             pair = jnp.where(place[None] == pairs[:, None], pairs[None], 0).sum(1)
             sizes = (ids[None] == jnp.arange(experts)[:, None]).sum(1, dtype=jnp.int32)
@@ -38,7 +42,9 @@ class Grouped(NamedTuple):
         def by_sorting(ids: Array) -> Grouped:
             sizes = jnp.bincount(ids, length=experts + 1)[:experts].astype(jnp.int32)
             order = jnp.argsort(ids, stable=True)
-            return Grouped(order // chosen, jnp.zeros_like(order).at[order].set(pairs, unique_indices=True), sizes)
+            return Grouped(
+                order // chosen, jnp.zeros_like(order).at[order].set(pairs, unique_indices=True), sizes
+            )
 
         if ids.size <= COMPARED:
             return by_comparing(ids)
@@ -56,7 +62,11 @@ class Grouped(NamedTuple):
         stop = jnp.cumsum(self.sizes)
         inside = jnp.clip(stop - first, 0, count) - jnp.clip(stop - self.sizes - first, 0, count)
         token = self.token.at[first + jnp.arange(count)].get(mode="clip")
-        return Grouped(token, jnp.where((self.place >= first) & (self.place < first + count), self.place - first, -1), inside)
+        return Grouped(
+            token,
+            jnp.where((self.place >= first) & (self.place < first + count), self.place - first, -1),
+            inside,
+        )
 
 
 # Numbers up to which each is compared with every other, which is one fused kernel on a GPU, instead of sorting them. There more
@@ -64,13 +74,18 @@ class Grouped(NamedTuple):
 COMPARED, COMPARED_ON_A_GPU = 512, 4096
 
 
-def shares(topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: int) -> Float[Array, "n K"]:
+def shares(
+    topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: int
+) -> Float[Array, "n K"]:
     """The weights, zero where no expert is chosen."""
     return jnp.where(topk_ids < experts, topk_weights, 0)
 
 
 def ragged(
-    x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights
+    x: Float[Array, "n D"],
+    topk_ids: Int[Array, "n K"],
+    topk_weights: Float[Array, "n K"],
+    experts: ExpertWeights,
 ) -> Float[Array, "n D"]:
     """Grouped matmuls over tokens sorted by expert: for a GPU with a kernel for them, and for many tokens on a TPU."""
     gate, up, down = experts

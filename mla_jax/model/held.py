@@ -69,15 +69,21 @@ class Held(NamedTuple):
             return _finish(*_joined(block(0))[1:])
         used = -(-pages.used // count)
         shapes = jax.eval_shape(block, 0)
-        start = (jnp.full(shapes[0].shape, -jnp.inf), *(jnp.zeros(one.shape, one.dtype) for one in shapes[1:]))
-        return _finish(*_joined(jax.lax.fori_loop(0, used, lambda i, carry: _merged(carry, block(i)), start))[1:])
+        start = (
+            jnp.full(shapes[0].shape, -jnp.inf),
+            *(jnp.zeros(one.shape, one.dtype) for one in shapes[1:]),
+        )
+        return _finish(
+            *_joined(jax.lax.fori_loop(0, used, lambda i, carry: _merged(carry, block(i)), start))[1:]
+        )
 
 
 def prepare(batch: Batch, pool: Pool | None, config: Config, block: int) -> Blocks | Bool[Array, "B T 1 S"]:
     """For the forms that XLA computes: blocks of about `block` slots; without a cache, what each query attends to."""
     if pool is None:
         positions = jnp.where(batch.mask, batch.positions, jnp.iinfo(jnp.int32).max)
-        return (positions[:, None, None, :] <= batch.positions[:, :, None, None]) & batch.mask[:, :, None, None]
+        causal = positions[:, None, None, :] <= batch.positions[:, :, None, None]
+        return causal & batch.mask[:, :, None, None]
     size = paged.page_size(pool)
     rows = paged.rows_of(batch, size)
     pages = paged.view_of(rows, rows.seq_lens, size)
@@ -97,13 +103,20 @@ def _scored(of_block: OfBlock, cached: Cached, mask: Array, line: bool = False) 
     values = finite(values) if line else values
     top, weights, total = masked_exp(scores, mask)
     mix = "btns,bsnv->btnv" if values.ndim == 4 else "btns,bsv->btnv"
-    return top, total, jnp.einsum(mix, weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    return (
+        top,
+        total,
+        jnp.einsum(mix, weights.astype(values.dtype), values, preferred_element_type=jnp.float32),
+    )
 
 
 def _merged(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
     """The same of two blocks together."""
     top = jnp.maximum(a[0], b[0])
-    by = [jnp.where(jnp.isfinite(one), jnp.exp(one - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0) for one in (a[0], b[0])]
+    by = [
+        jnp.where(jnp.isfinite(one), jnp.exp(one - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
+        for one in (a[0], b[0])
+    ]
     return top, a[1] * by[0] + b[1] * by[1], a[2] * by[0] + b[2] * by[1]
 
 

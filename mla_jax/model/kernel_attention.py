@@ -44,7 +44,9 @@ def prepare_latents(batch: Batch, pool: Pool, config: Config, block: int) -> Lat
     new, heads = batch.mask.shape[1], config.num_attention_heads
     order = padding_first(~rows.real) if new > 1 else None
     numbers = paged.numbers(pool)
-    parts = ops.parts_of_heads((batch.mask.shape[0], new, heads), fp8_latent.operand(numbers), numbers["k_pe"], rows.page_table)
+    parts = ops.parts_of_heads(
+        (batch.mask.shape[0], new, heads), fp8_latent.operand(numbers), numbers["k_pe"], rows.page_table
+    )
     held = paged.held_here(rows.seq_lens, paged.page_size(pool))
     schedule = ops.schedule(held, heads // parts, new)
     return Latents(rows, held, order, parts, schedule, rope.turns(batch.positions, config))
@@ -69,7 +71,9 @@ def append(
     """Rotates queries and keys, normalises the latent with `weight`, and writes the new tokens to the pool, in one kernel."""
     tokens = (paged.slots_in(layer, step.rows), *step.turns)
     pool = paged.numbers(layer.pool)
-    q_pe, pool = ops.rope_append(q, kv, weight, pool, tokens, eps=LATENT_NORM_EPS, interleave=config.rope_interleave)
+    q_pe, pool = ops.rope_append(
+        q, kv, weight, pool, tokens, eps=LATENT_NORM_EPS, interleave=config.rope_interleave
+    )
     return (q[..., : config.qk_nope_head_dim], q_pe), Layer(paged.stored(pool, layer.pool), layer.first)
 
 
@@ -91,7 +95,8 @@ def kernel_latents(q: Queries, held: Held, up: Up, scale: float) -> Float[Array,
     return out if step.order is None else ordered(out, step.order.back)
 
 
-Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]  # the first key that a query attends to, and the one after the last
+# The first key that a query attends to, and the one after the last
+Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]
 
 
 class Heads(NamedTuple):
@@ -120,7 +125,8 @@ def prepare_heads(batch: Batch, pool: Pool, config: Config, block: int) -> Heads
         return first, stop
 
     cached = valid(start, start + rows.of_tokens(paged.held_here(before, size)))
-    own = valid(first, jnp.where(across.index(CONTEXT) == 0, token + 1, first))  # every device has them; one attends to them
+    # Every device has them; one attends to them
+    own = valid(first, jnp.where(across.index(CONTEXT) == 0, token + 1, first))
     return Heads(rows, own, pages.in_blocks(count), cached, count)
 
 

@@ -63,7 +63,8 @@ class Layout(NamedTuple):
         the format does not hold such parts."""
         shape = tuple(n // parts if i == dimension else n for i, n in enumerate(value.shape))
         try:
-            whole, one = qtensor.abstract(value.format, value.shape).parts, qtensor.abstract(value.format, shape).parts
+            whole = qtensor.abstract(value.format, value.shape).parts
+            one = qtensor.abstract(value.format, shape).parts
         except Exception as e:
             if isinstance(e, qtensor.BadFile):
                 return None
@@ -78,7 +79,9 @@ class Layout(NamedTuple):
 
     def local_shape(self, words: tuple[str, ...], value: Any) -> tuple[int, ...]:
         """The shape of one device's part."""
-        return tuple(n // self.parts(cut) for n, cut in zip(value.shape, self.cuts(words, value), strict=True))
+        return tuple(
+            n // self.parts(cut) for n, cut in zip(value.shape, self.cuts(words, value), strict=True)
+        )
 
     def local(self, words: tuple[str, ...], value: Any) -> Any:
         """The shape of one device's part, as a `jax.ShapeDtypeStruct` or a QTensor of these."""
@@ -92,7 +95,9 @@ class Layout(NamedTuple):
         cuts = self.cuts(words, value)
         if not isinstance(value, QTensor):
             return PartitionSpec(*(cut or None for cut in cuts))
-        found: list[list[Any]] = [[None] * len(part.shape) for part in qtensor.abstract(value.format, value.shape).parts]
+        found: list[list[Any]] = [
+            [None] * len(part.shape) for part in qtensor.abstract(value.format, value.shape).parts
+        ]
         for dimension, cut in enumerate(cuts):
             places = self._cut_parts(dimension, self.parts(cut), value) if cut else ()
             for spec, place in zip(found, places or (), strict=False):
@@ -130,7 +135,9 @@ def refuse_uneven(config: Config, layout: Layout) -> None:
     heads, experts = config.num_attention_heads, config.n_routed_experts or 0
     if heads % layout.tensor:
         fitting = ", ".join(f"{TENSOR}={n}" for n in range(1, heads + 1) if heads % n == 0 and n <= 64)
-        raise Unsupported(f"{heads} heads cannot be shared by {TENSOR}={layout.tensor}", f"they can by {fitting}")
+        raise Unsupported(
+            f"{heads} heads cannot be shared by {TENSOR}={layout.tensor}", f"they can by {fitting}"
+        )
     if experts % layout.devices:
         fitting = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0 and n <= 512)
         found = f"{experts} experts cannot be shared by the {layout.devices} devices of the mesh {shown_mesh(layout.sizes)}"

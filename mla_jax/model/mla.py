@@ -29,11 +29,15 @@ Queries = tuple[Float[Array, "B T N P"], Float[Array, "B T N E"]]
 Up = tuple[Float[Array, "N P R"], Float[Array, "N V R"]]
 
 
-def latents(c_kv: Float[Array, "B S R"], k_pe: Float[Array, "B S E"], up: Up, x: Any = None) -> dict[str, Array]:
+def latents(
+    c_kv: Float[Array, "B S R"], k_pe: Float[Array, "B S E"], up: Up, x: Any = None
+) -> dict[str, Array]:
     return {"c_kv": c_kv, "k_pe": k_pe}
 
 
-def heads(c_kv: Float[Array, "B S R"], k_pe: Float[Array, "B S E"], up: Up, x: Any = None) -> dict[str, Array]:
+def heads(
+    c_kv: Float[Array, "B S R"], k_pe: Float[Array, "B S E"], up: Up, x: Any = None
+) -> dict[str, Array]:
     """Every head's key and value, rebuilt from the latent; the rotary key is shared by all heads."""
     k_nope, v = jnp.einsum("bsr,npr->bsnp", c_kv, up[0]), jnp.einsum("bsr,nvr->bsnv", c_kv, up[1])
     shared = jnp.broadcast_to(k_pe[:, :, None], (*k_nope.shape[:3], k_pe.shape[-1]))
@@ -45,7 +49,8 @@ def naive(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V
     joined = jnp.concatenate(q, -1)
 
     def block(cached: Cached) -> tuple[Array, Array]:
-        return jnp.einsum("btnh,bsnh->btns", joined, cached["k"], preferred_element_type=jnp.float32) * scale, cached["v"]
+        scores = jnp.einsum("btnh,bsnh->btns", joined, cached["k"], preferred_element_type=jnp.float32)
+        return scores * scale, cached["v"]
 
     return held.attend(block).astype(joined.dtype)
 
@@ -59,13 +64,15 @@ def compressed(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B 
 def absorbed(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Moves `uk` to the query and `uv` to the output, so heads are never rebuilt. As published, each head gets its own copy of
     the joint key [c_kv, k_pe]: that copy is what `move_elided` elides (a GPU compiler may fuse it away)."""
-    q_c = jnp.einsum("npr,btnp->btnr", up[0], q[0])  # in this order, or a GPU keeps it strided: 6 times slower at 32 rows of 512
+    # In this order, or a GPU keeps it strided: 6 times slower at 32 rows of 512
+    q_c = jnp.einsum("npr,btnp->btnr", up[0], q[0])
     joined = jnp.concatenate([q_c, q[1]], -1)
 
     def block(cached: Cached) -> tuple[Array, Array]:
         key = jnp.concatenate([cached["c_kv"], cached["k_pe"]], -1)
         key = jnp.broadcast_to(key[:, :, None], (*key.shape[:2], joined.shape[2], key.shape[-1]))
-        return jnp.einsum("btnh,bsnh->btns", joined, key, preferred_element_type=jnp.float32) * scale, cached["c_kv"]
+        scores = jnp.einsum("btnh,bsnh->btns", joined, key, preferred_element_type=jnp.float32)
+        return scores * scale, cached["c_kv"]
 
     return jnp.einsum("btnr,nvr->btnv", held.attend(block).astype(q_c.dtype), up[1])
 
@@ -155,7 +162,9 @@ class MLA(nnx.Module):
         self, x: Float[Array, "B T D"], layer: Layer, form: Form, step: Any, turns: rope.Turns, watch: Watch
     ) -> tuple[Float[Array, "B T D"], Array]:
         """As `__call__`, of tokens that are cached already; with what `watch` says of the layer's attention."""
-        q, held, scale = self.turned(self.queries(x), turns), Held({}, layer, step, form.reads), rope.softmax_scale(self.config)
+        q = self.turned(self.queries(x), turns)
+        held = Held({}, layer, step, form.reads)
+        scale = rope.softmax_scale(self.config)
         out = form.attends(q, held, self.up, scale)
         own = across.part(plain(self.o_proj[...], x.dtype), out.shape[2] * out.shape[3], TENSOR, along=1)
         return self.projected(out), watch(q, held, self.up, own, scale)
@@ -174,7 +183,10 @@ class MLA(nnx.Module):
         if self.config.q_lora_rank is None:
             q = linear(x, self.q_proj[...])
         else:
-            q = linear(rms_norm(linear(x, self.q_a_proj[...]), self.q_a_norm[...], LATENT_NORM_EPS), self.q_b_proj[...])
+            q = linear(
+                rms_norm(linear(x, self.q_a_proj[...]), self.q_a_norm[...], LATENT_NORM_EPS),
+                self.q_b_proj[...],
+            )
         q = q.reshape(*x.shape[:2], -1, self.config.qk_nope_head_dim + self.config.qk_rope_head_dim)
         return across.part(q, self.uk.shape[0], TENSOR, along=2)
 
@@ -182,7 +194,9 @@ class MLA(nnx.Module):
         q_nope, q_pe = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
         return q_nope, rope.rotate(q_pe, turns, self.config.rope_interleave)
 
-    def keys(self, kv: Float[Array, "B T L"], turns: rope.Turns) -> tuple[Float[Array, "B T R"], Float[Array, "B T E"]]:
+    def keys(
+        self, kv: Float[Array, "B T L"], turns: rope.Turns
+    ) -> tuple[Float[Array, "B T R"], Float[Array, "B T E"]]:
         c_kv, k_pe = jnp.split(kv, [self.config.kv_lora_rank], axis=-1)
         k_pe = rope.rotate(k_pe, turns, self.config.rope_interleave)
         return rms_norm(c_kv, self.kv_a_norm[...], LATENT_NORM_EPS), k_pe

@@ -34,7 +34,9 @@ class Router(nnx.Module):
     def __call__(self, x: Float[Array, "n D"]) -> tuple[Int[Array, "n K"], Float[Array, "n K"]]:
         """The chosen experts and their weights, in float32: near-ties would route differently in less."""
         c = self.config
-        logits = jnp.dot(x.astype(jnp.float32), self.weight[...].astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST)
+        logits = jnp.dot(
+            x.astype(jnp.float32), self.weight[...].astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST
+        )
         scores = jax.nn.softmax(logits) if c.scoring_func == "softmax" else jax.nn.sigmoid(logits)
         # without a bias logits are in the same order, and need not wait for the scores
         choice = scores + self.bias[...] if c.topk_method == "noaux_tc" else logits
@@ -106,7 +108,10 @@ def weigh(chosen: Float[Array, "n K"], config: Config) -> Float[Array, "n K"]:
 
 
 def dense(
-    x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights
+    x: Float[Array, "n D"],
+    topk_ids: Int[Array, "n K"],
+    topk_weights: Float[Array, "n K"],
+    experts: ExpertWeights,
 ) -> Float[Array, "n D"]:
     """Every expert on every token, weighted by zero where not chosen: the reference."""
     gate, up, down = (plain(w, x.dtype) for w in experts)
@@ -116,14 +121,20 @@ def dense(
 
 
 def gather(
-    x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights
+    x: Float[Array, "n D"],
+    topk_ids: Int[Array, "n K"],
+    topk_weights: Float[Array, "n K"],
+    experts: ExpertWeights,
 ) -> Float[Array, "n D"]:
     """Each token times its own experts: for few tokens on a GPU."""
     return moe_decode(x, topk_ids, topk_weights, *experts)
 
 
 def loop(
-    x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: ExpertWeights
+    x: Float[Array, "n D"],
+    topk_ids: Int[Array, "n K"],
+    topk_weights: Float[Array, "n K"],
+    experts: ExpertWeights,
 ) -> Float[Array, "n D"]:
     """Tiles of tokens of one expert, one after the other: for a CPU, where only the touched experts are read.
 

@@ -26,10 +26,20 @@ class MTP(nnx.Module):
         self.norm = norm_weight(config, rngs, "model")
 
     def __call__(
-        self, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"], batch: Batch, layer: Layer | None, plan: tuple
+        self,
+        embedded: Float[Array, "B T D"],
+        hidden: Float[Array, "B T D"],
+        batch: Batch,
+        layer: Layer | None,
+        plan: tuple,
     ) -> tuple[Float[Array, "B T D"], Layer | None, dict[str, Array]]:
         """The normed hidden state, the layer's cache, and what its block has found."""
         with jax.named_scope("mtp"):
-            joined = [rms_norm(embedded, self.enorm[...], self.eps), rms_norm(hidden, self.hnorm[...], self.eps)]
-            (x, _), layer, found = self.block(linear(jnp.concatenate(joined, -1), self.eh_proj[...]), None, batch, layer, plan)
+            joined = [
+                rms_norm(embedded, self.enorm[...], self.eps),
+                rms_norm(hidden, self.hnorm[...], self.eps),
+            ]
+            (x, _), layer, found = self.block(
+                linear(jnp.concatenate(joined, -1), self.eh_proj[...]), None, batch, layer, plan
+            )
             return rms_norm(x, self.norm[...], self.eps), layer, found

@@ -76,7 +76,11 @@ def entries(w: Weight, indices: Int[Array, "*B"], dtype: jnp.dtype | None = None
     if len(w.shape) == 2 and (sharing := format_of(w.format).block[0]) > 1:  # rows that share scales
         at = jnp.clip(indices, 0, w.shape[0] - 1)
         codes, scales = w.parts
-        one = QTensor(w.format, (codes[at][..., None, :], scales[at // sharing][..., None, :]), (*at.shape, 1, w.shape[1]))
+        one = QTensor(
+            w.format,
+            (codes[at][..., None, :], scales[at // sharing][..., None, :]),
+            (*at.shape, 1, w.shape[1]),
+        )
         return dequantize(one, dtype or jnp.float32)[..., 0, :]
     parts = tuple(part.at[indices].get(mode="clip") for part in w.parts)
     return dequantize(QTensor(w.format, parts, indices.shape + w.shape[1:]), dtype or jnp.float32)
@@ -86,7 +90,9 @@ def linear(x: Float[Array, "*B I"], w: Weight, out: str | None = None) -> Float[
     """Contracts the last axes of `x` and `w [O I]`; in dtype `out` if given."""
 
     def matmul(x: Array, w: Weight) -> Array:
-        return jax.lax.dot_general(x, plain(w, x.dtype), (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=out)
+        return jax.lax.dot_general(
+            x, plain(w, x.dtype), (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=out
+        )
 
     def products(x: Array, w: Weight) -> Array:
         y = (x.reshape(-1).astype(jnp.float32) * plain(w, jnp.dtype("float32"))).sum(-1)
@@ -130,7 +136,9 @@ def _quantized_matmul(x: Float[Array, "*B I"], w: QTensor, out: str | None) -> F
     from pallas_kernels import quantized_matmul as kernel
 
     rows = x.reshape(-1, x.shape[-1])
-    return kernel.quantized_matmul(rows, operand(w, x.dtype), out_dtype=jnp.dtype(out or x.dtype)).reshape(*x.shape[:-1], -1)
+    return kernel.quantized_matmul(rows, operand(w, x.dtype), out_dtype=jnp.dtype(out or x.dtype)).reshape(
+        *x.shape[:-1], -1
+    )
 
 
 def takes_reordered(format: str, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
@@ -200,7 +208,8 @@ def who_computes(function: Callable, *args: Any) -> dict[str, str]:
     from pallas_kernels import choice
 
     with choice.recorded() as found:
-        jax.eval_shape(lambda *args: function(*args), *args)  # a new function: JAX must not answer from an earlier trace
+        # A new function: JAX must not answer from an earlier trace
+        jax.eval_shape(lambda *args: function(*args), *args)
     return found
 
 
@@ -234,11 +243,15 @@ def mla_decode(
     queries = list(zip(*(jnp.split(q, parts, axis=2) for q in (q_c, q_pe)), strict=True))
     if isinstance(c_kv, Fp8):
         numbers = jax.ShapeDtypeStruct(c_kv.codes.shape, k_pe.dtype)
-        as_is, wide = (implementation("mla_decode", *queries[0], c, k_pe, page_table) for c in (c_kv, numbers))
+        as_is, wide = (
+            implementation("mla_decode", *queries[0], c, k_pe, page_table) for c in (c_kv, numbers)
+        )
         c_kv = dequantize(c_kv).astype(k_pe.dtype) if as_is == "xla" and wide != "xla" else c_kv
 
     def attend(q_c: Array, q_pe: Array) -> tuple[Array, Array]:
-        return kernel.mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=scale, schedule=schedule, impl=impl)
+        return kernel.mla_decode(
+            q_c, q_pe, c_kv, k_pe, page_table, seq_lens, scale=scale, schedule=schedule, impl=impl
+        )
 
     out, lse = zip(*(attend(*one) for one in queries), strict=True)
     return jnp.concatenate(out, axis=2), jnp.concatenate(lse, axis=2)
@@ -253,7 +266,10 @@ def parts_of_heads(queries: tuple[int, int, int], c_kv: Any, k_pe: Array, page_t
     if not isinstance(c_kv, Fp8):
         return 1
     for parts in (parts for parts in range(1, heads + 1) if heads % parts == 0):
-        some = [jax.ShapeDtypeStruct((rows, tokens, heads // parts, x.shape[-1]), k_pe.dtype) for x in (c_kv.codes, k_pe)]
+        some = [
+            jax.ShapeDtypeStruct((rows, tokens, heads // parts, x.shape[-1]), k_pe.dtype)
+            for x in (c_kv.codes, k_pe)
+        ]
         if implementation("mla_decode", *some, c_kv, k_pe, page_table) != "xla":
             return parts
     return 1
@@ -277,7 +293,9 @@ def rope_append(
 
     names = kernel.Latents._fields
     pages = kernel.Latents(*(pool[name] for name in names))
-    q_pe, pages = kernel.rope_append(q, kv, weight, kernel.Tokens(*tokens), pages, eps=eps, interleave=interleave, impl=impl)
+    q_pe, pages = kernel.rope_append(
+        q, kv, weight, kernel.Tokens(*tokens), pages, eps=eps, interleave=interleave, impl=impl
+    )
     return q_pe, pool | dict(zip(names, pages, strict=True))
 
 
@@ -298,7 +316,10 @@ def mla_prefill(
 
 
 def merge(
-    out_a: Float[Array, "B T N V"], lse_a: Float[Array, "B T N"], out_b: Float[Array, "B T N V"], lse_b: Float[Array, "B T N"]
+    out_a: Float[Array, "B T N V"],
+    lse_a: Float[Array, "B T N"],
+    out_b: Float[Array, "B T N V"],
+    lse_b: Float[Array, "B T N"],
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Attention over two sets of keys, from the answers of `mla_prefill` for each."""
     from pallas_kernels import mla_prefill as kernel
@@ -306,12 +327,15 @@ def merge(
     return kernel.merge(out_a, lse_a, out_b, lse_b)
 
 
-def merge_across(out: Float[Array, "B T N V"], lse: Float[Array, "B T N"], axis: str) -> Float[Array, "B T N V"]:
+def merge_across(
+    out: Float[Array, "B T N V"], lse: Float[Array, "B T N"], axis: str
+) -> Float[Array, "B T N V"]:
     """Attention over all sets of keys that devices along a mesh axis have, from each one's answer for its own."""
     if across.size(axis) == 1:
         return out
     top = across.largest(lse, axis)
-    weight = jnp.where(jnp.isfinite(lse), jnp.exp(lse - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)[..., None]
+    shifted = lse - jnp.where(jnp.isfinite(top), top, 0.0)
+    weight = jnp.where(jnp.isfinite(lse), jnp.exp(shifted), 0.0)[..., None]
     total, weights = across.total((out * weight, weight), axis)
     return (total / jnp.where(weights > 0, weights, 1.0)).astype(out.dtype)
 
@@ -338,7 +362,9 @@ def quantize_latent(c_kv: Float[Array, "B S R"]) -> tuple[Array, Float[Array, "B
     return codes, scales
 
 
-def dequantize_latent(codes: Array, scales: Float[Array, "B S groups"], dtype: jnp.dtype) -> Float[Array, "B S R"]:
+def dequantize_latent(
+    codes: Array, scales: Float[Array, "B S groups"], dtype: jnp.dtype
+) -> Float[Array, "B S R"]:
     from pallas_kernels.fp8 import Fp8, dequantize
 
     return dequantize(Fp8(codes, scales)).astype(dtype)
@@ -385,11 +411,18 @@ def ragged_swiglu(
         # the kernel takes two weights of one format
         hidden, factor = (ragged_dot(x, w, group_sizes, expected=expected, impl=impl) for w in (gate, up))
         return jax.nn.silu(hidden) * factor
-    return kernel.ragged_swiglu(x, operand(gate, x.dtype), operand(up, x.dtype), group_sizes, expected=expected, impl=impl)
+    return kernel.ragged_swiglu(
+        x, operand(gate, x.dtype), operand(up, x.dtype), group_sizes, expected=expected, impl=impl
+    )
 
 
 def ragged_dot(
-    x: Float[Array, "m F"], w: Weight, group_sizes: Int[Array, " X"], *, expected: int | None = None, impl: str | None = None
+    x: Float[Array, "m F"],
+    w: Weight,
+    group_sizes: Int[Array, " X"],
+    *,
+    expected: int | None = None,
+    impl: str | None = None,
 ) -> Float[Array, "m D"]:
     """Rows sorted by expert, each times its expert's matrix; else as `ragged_swiglu`."""
     from pallas_kernels import ragged_dot as kernel

@@ -31,7 +31,8 @@ def written(rows: Rows, size: int) -> Written:
     before = rows.seq_lens - rows.counts
     first = before // size
     pages = jnp.where(rows.counts > 0, -(-rows.seq_lens // size) - first, 0)
-    most = max(2, min(tokens, tokens // size + 2 * count))  # one alone is written as a slice, and a CPU copies the pool
+    # One alone is written as a slice, and a CPU copies the pool
+    most = max(2, min(tokens, tokens // size + 2 * count))
     stop, place = jnp.cumsum(pages), jnp.arange(most)
     row = jnp.minimum(jnp.searchsorted(stop, place, side="right", method="compare_all"), count - 1)
     number = (first - (stop - pages))[row] + place  # of the page in its row
@@ -68,11 +69,15 @@ class Retrieving(NamedTuple):
         if policy.asks:
             old = jnp.arange(layer.size) < before[:, None]
             queries = _added_up(q, up).reshape(-1, keys.shape[-1]).at[token].get(mode="clip")
-            asked = jnp.where(old, layer.pool[ASKED].at[at].get(mode="clip"), 0) + policy.asked(queries, keys, held & ~old)
+            asked = jnp.where(old, layer.pool[ASKED].at[at].get(mode="clip"), 0) + policy.asked(
+                queries, keys, held & ~old
+            )
             notes[ASKED] = asked
         return paged.note(layer, at, notes | {SUMMARY: policy.summary(keys, held, asked)})
 
-    def step_of(self, layer: Layer, q: tuple[Array, Array], up: tuple[Array, Array], scale: float, step: Any) -> Any:
+    def step_of(
+        self, layer: Layer, q: tuple[Array, Array], up: tuple[Array, Array], scale: float, step: Any
+    ) -> Any:
         """What the form needs to attend to the pages that these queries choose; without a choice, `step`."""
         if self.pages is None:
             return step
@@ -101,7 +106,9 @@ def of_step(retrieval: Retrieval, batch: Batch, size: int, prepare: Callable[[Ba
     everything."""
     pages = retrieval.pages(size)
     decodes = batch.row is None and batch.mask.shape[1] == 1 and batch.width > pages
-    return Retrieving(retrieval, batch, written(paged.rows_of(batch, size), size), pages if decodes else None, prepare)
+    return Retrieving(
+        retrieval, batch, written(paged.rows_of(batch, size), size), pages if decodes else None, prepare
+    )
 
 
 def absorbed(q: tuple[Array, Array], up: tuple[Array, Array]) -> Float[Array, "B T N L"]:

@@ -22,7 +22,9 @@ def trainable(model: Transformer) -> Transformer:
     flat = []
     for path, variable in nnx.to_flat_state(state):
         value = variable.get_value()
-        flat.append((path, variable.replace(plain(value, model.dtype)) if isinstance(value, QTensor) else variable))
+        flat.append(
+            (path, variable.replace(plain(value, model.dtype)) if isinstance(value, QTensor) else variable)
+        )
     copy = nnx.merge(graph, nnx.from_flat_state(flat))
     copy.dispatch = dataclasses.replace(model.dispatch, attention="move_elided", experts="dense")
     return copy

@@ -34,7 +34,9 @@ class Block(nnx.Module):
         self.mlp_norm = norm_weight(config, rngs, "model")
         self.mlp = MoE(config, rngs) if config.is_moe(layer) else MLP(config, rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], pending: Any, batch: Batch, layer: Layer | None, plan: StepPlan):
+    def __call__(
+        self, x: Float[Array, "B T D"], pending: Any, batch: Batch, layer: Layer | None, plan: StepPlan
+    ):
         """Returns `((x, pending), layer, found)`: "load", how many tokens each expert has, where there are any; where tokens are
         read again, "watched", what is asked of each layer's attention, and nothing is cached anew."""
         normed, found = rms_norm(x, self.attn_norm[...], self.eps), {}
@@ -43,11 +45,17 @@ class Block(nnx.Module):
                 y, layer = self.attn(normed, layer, plan.form, plan.shared, plan.turns, plan.retrieving)
             else:
                 assert layer is not None, "what is watched attends to what is cached"
-                y, found["watched"] = self.attn.watched(normed, layer, plan.form, plan.shared, plan.turns, plan.watch)
+                y, found["watched"] = self.attn.watched(
+                    normed, layer, plan.form, plan.shared, plan.turns, plan.watch
+                )
         x = x + y
         with jax.named_scope("experts" if isinstance(self.mlp, MoE) else "mlp"):
             y = rms_norm(x, self.mlp_norm[...], self.eps)
-            y, load, left = self.mlp(y, batch.mask, plan.experts) if isinstance(self.mlp, MoE) else (self.mlp(y), None, None)
+            y, load, left = (
+                self.mlp(y, batch.mask, plan.experts)
+                if isinstance(self.mlp, MoE)
+                else (self.mlp(y), None, None)
+            )
         found |= {} if load is None else {"load": load}
         return (settle(x + y, pending), left), layer, found
 
@@ -69,7 +77,9 @@ class Transformer(nnx.Module):
         self.norm = norm_weight(config, rngs, "model")
         self.head = None if config.tie_word_embeddings else parameter(config, rngs, "vocab", "model")
         depth = config.num_nextn_predict_layers if mtp else 0
-        self.mtp = nnx.List([MTP(config, rngs, Block(config, rngs, config.num_hidden_layers + i)) for i in range(depth)])
+        self.mtp = nnx.List(
+            [MTP(config, rngs, Block(config, rngs, config.num_hidden_layers + i)) for i in range(depth)]
+        )
 
     def __call__(
         self,
@@ -90,7 +100,15 @@ class Transformer(nnx.Module):
             plan = self.dispatch.watching(self, batch, pool, watch)
         x, pending, aux = self.embedded(tokens), None, {}
 
-        def layer_of(graph: Any, reads_all: bool, weights: Any, x: Array, pending: Any, layer: Layer | None, number: Array):
+        def layer_of(
+            graph: Any,
+            reads_all: bool,
+            weights: Any,
+            x: Array,
+            pending: Any,
+            layer: Layer | None,
+            number: Array,
+        ):
             mine = plan.of_layer(batch, number) if isinstance(batch.page_table, Tables) else plan
             mine = mine.attending_to_all() if reads_all else mine
             return nnx.merge(graph, weights)(x, pending, batch, layer, mine)
@@ -172,17 +190,27 @@ class Transformer(nnx.Module):
         plan = plan._replace(experts=plan.experts._replace(defer=0))  # there is no layer after it
         layer = self.layer_of(pool, len(self.layers) + depth)
         x, layer, found = self.mtp[depth](self.embedded(tokens), hidden, batch, layer, plan)
-        return x, None if layer is None else layer.pool, {name: [value] for name, value in found.items()} if collect else {}
+        return (
+            x,
+            None if layer is None else layer.pool,
+            {name: [value] for name, value in found.items()} if collect else {},
+        )
 
     def new_pool(self, pages: int, size: int | None = None, layers: int | None = None) -> Pool:
         """An empty pool with `pages` pages per layer of what this model's forms remember, in its weights' dtype or in FP8.
 
         A page has `size` tokens on this device; by default its part of a page."""
-        config, attn, size = self.config, self.layers[0].attn, size or paged.PAGE // self.dispatch.layout.context
+        config = self.config
+        attn = self.layers[0].attn
+        size = size or paged.PAGE // self.dispatch.layout.context
         up = (attn.uk.get_value(), attn.uv.get_value())  # which may be shapes only
-        shapes = [jax.ShapeDtypeStruct((1, 1, n), up[0].dtype) for n in (config.kv_lora_rank, config.qk_rope_head_dim)]
+        shapes = [
+            jax.ShapeDtypeStruct((1, 1, n), up[0].dtype)
+            for n in (config.kv_lora_rank, config.qk_rope_head_dim)
+        ]
         token = jax.eval_shape(self.dispatch.cached().remembers, *shapes, up)
-        count, on_cpu = self.cached_layers if layers is None else layers, self.dispatch.device.platform == "cpu"
+        count = self.cached_layers if layers is None else layers
+        on_cpu = self.dispatch.device.platform == "cpu"
         of_tokens, of_pages = self._notes()
         return paged.init(token | of_tokens, count, pages, size, page=of_pages, as_bits=on_cpu)
 
@@ -190,7 +218,8 @@ class Transformer(nnx.Module):
         """What is noted of one token, and of one page, where some pages are to be chosen."""
         if self.dispatch.retrieval is None:
             return {}, {}
-        policy, width = self.dispatch.retrieval.policy, self.config.kv_lora_rank + self.config.qk_rope_head_dim
+        policy = self.dispatch.retrieval.policy
+        width = self.config.kv_lora_rank + self.config.qk_rope_head_dim
         asked = {paged.ASKED: jax.ShapeDtypeStruct((1, 1), jnp.float32)} if policy.asks else {}
         return asked, {paged.SUMMARY: jax.ShapeDtypeStruct((1, policy.vectors, width), self.dtype)}
 

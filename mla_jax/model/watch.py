@@ -27,7 +27,9 @@ def queries(q: tuple[Array, Array], held: Held, up: Any, out: Array, scale: floa
     return absorbed(q, up)
 
 
-def scores(policy: Policy, q: Any, held: Held, up: Any, out: Float[Array, "D O"], scale: float) -> Float[Array, "B M S"]:
+def scores(
+    policy: Policy, q: Any, held: Held, up: Any, out: Float[Array, "D O"], scale: float
+) -> Float[Array, "B M S"]:
     """What `policy` gives every slot of a layer: for each head where heads are cached, or where it tells them apart.
 
     `q` are the queries of tokens that are cached, as forms take them; `out` is the projection behind attention, of O = N V."""
@@ -57,7 +59,9 @@ class Watched(NamedTuple):
     def of(cls, q: Any, held: Held, up: Any, scale: float) -> "Watched":
         assert held.layer is not None, "a policy scores what is cached"
         over_heads = "k" in held.layer.pool
-        queries = (jnp.concatenate(q, -1),) if over_heads else (jnp.einsum("btnp,npr->btnr", q[0], up[0]), q[1])
+        queries = (
+            (jnp.concatenate(q, -1),) if over_heads else (jnp.einsum("btnp,npr->btnr", q[0], up[0]), q[1])
+        )
         return cls(held.layer, held.step, held.reads, queries, scale)
 
     @property
@@ -118,7 +122,9 @@ class Watched(NamedTuple):
         def put(i: Array, found: Array) -> Array:
             return jax.lax.dynamic_update_slice(found, scored(i), (0, 0, i * self.slots))
 
-        return jax.lax.fori_loop(0, self.used, put, jnp.zeros((*one.shape[:2], count * self.slots), one.dtype))
+        return jax.lax.fori_loop(
+            0, self.used, put, jnp.zeros((*one.shape[:2], count * self.slots), one.dtype)
+        )
 
 
 def _product(q: Array, keys: Array) -> Float[Array, "B T N S"]:

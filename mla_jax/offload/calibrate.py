@@ -71,16 +71,23 @@ def measure_host(precision: str, down: str | None = None) -> HostRates:
     return HostRates(name, CHOSEN * expert / read, flops / computed, call, EXPERTS * expert / copied)
 
 
-def repeated(model: int, width: int, experts: int, precision: str, down: str | None = None, working_set: int = 0) -> Any:
+def repeated(
+    model: int, width: int, experts: int, precision: str, down: str | None = None, working_set: int = 0
+) -> Any:
     """A layer of copies of one random expert: `experts`, or as many as `working_set` bytes, at most a quarter of free memory."""
     from cpu_experts import Experts, layout
 
     rng, precisions = np.random.default_rng(0), (precision, down or precision)
-    floats = (rng.standard_normal(shape, np.float32) * np.float32(0.02) for shape in ((width, model), (model, width)))
+    floats = (
+        rng.standard_normal(shape, np.float32) * np.float32(0.02)
+        for shape in ((width, model), (model, width))
+    )
     up, down_ = map(layout.quantize, floats, precisions)
     size = sum(part.nbytes for part in (*up, *up, *down_))
     experts = max(experts, min(working_set, free_memory() // 4) // size)
-    up, down_ = (tuple(np.broadcast_to(part, (experts, *part.shape)) for part in parts) for parts in (up, down_))
+    up, down_ = (
+        tuple(np.broadcast_to(part, (experts, *part.shape)) for part in parts) for parts in (up, down_)
+    )
     return Experts(up, up, down_, precision, down_precision=down)
 
 
@@ -89,7 +96,8 @@ def forward_seconds(layer: Any, tokens: int, rotation: Iterator[int]) -> float:
 
     The median: the shortest may have found its weights in a cache."""
     rng = np.random.default_rng(tokens)
-    x, weights = rng.standard_normal((tokens, layer.model), np.float32), np.full((tokens, CHOSEN), 1 / CHOSEN, np.float32)
+    x = rng.standard_normal((tokens, layer.model), np.float32)
+    weights = np.full((tokens, CHOSEN), 1 / CHOSEN, np.float32)
 
     def call() -> None:
         chosen = np.array([next(rotation) for _ in range(CHOSEN)], np.int32)
@@ -111,7 +119,9 @@ def call_seconds(layer: Any) -> float:
         return x
 
     x, program = jnp.ones((1, layer.model)), jax.jit(chain, static_argnums=1)
-    few, many = (statistics.median(seconds_of(lambda n=n: program(x, n).block_until_ready())) for n in (1, 1 + CALLS))
+    few, many = (
+        statistics.median(seconds_of(lambda n=n: program(x, n).block_until_ready())) for n in (1, 1 + CALLS)
+    )
     return max((many - few) / CALLS, 1e-9)
 
 
@@ -126,7 +136,8 @@ def fetch_seconds(layer: Any, count: int) -> float:
 def _possible(found: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
     """Whether rates from a file can be a CPU's."""
     figures = [] if found is None else [value for field, value in found.items() if field != "name"]
-    return bool(figures) and all(isinstance(value, float) and 0 < value < FASTEST for value in figures)  # NaN is neither
+    # NaN is neither
+    return bool(figures) and all(isinstance(value, float) and 0 < value < FASTEST for value in figures)
 
 
 def _formats(precision: str, down: str | None) -> str:
@@ -138,7 +149,9 @@ def _key(precision: str) -> str:
     from cpu_experts.library import load, load_ffi
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
+    )
     files = (os.stat(library._name) for library in (load(), load_ffi()))
     built = " ".join(f"{file.st_size}@{file.st_mtime_ns}" for file in files)
     return f"{model}, {cores()} cores, {instructions()}, built {built}, {precision}, {Devices.default().first.device_kind}"

@@ -38,7 +38,9 @@ class Routed(NamedTuple):
     def evenly(cls, config: Config) -> "Routed":
         """All experts are equally likely, and none is replicated."""
         experts = config.n_routed_experts or 1
-        return cls(np.full((1, experts), (config.num_experts_per_tok or 0) / experts), np.zeros((1, experts), bool))
+        return cls(
+            np.full((1, experts), (config.num_experts_per_tok or 0) / experts), np.zeros((1, experts), bool)
+        )
 
     def touched(self, tokens: int) -> tuple[float, float]:
         """How many experts per layer `tokens` tokens choose on the host and among the replicas, on average."""
@@ -66,7 +68,9 @@ def expert_weights(config: Config) -> int:
     return 3 * config.hidden_size * (config.moe_intermediate_size or 0)
 
 
-def host_seconds(config: Config, rates: HostRates, tokens: int, expert_bytes: float, routed: Routed | None = None) -> float:
+def host_seconds(
+    config: Config, rates: HostRates, tokens: int, expert_bytes: float, routed: Routed | None = None
+) -> float:
     """Seconds of one layer's routed experts on the CPU; without `routed` all experts, equally likely."""
     routed = routed or Routed.evenly(config)
     touched, _ = routed.touched(tokens)
@@ -76,7 +80,9 @@ def host_seconds(config: Config, rates: HostRates, tokens: int, expert_bytes: fl
     return rates.seconds(Cost(2 * pairs * expert_weights(config), touched * expert_bytes))
 
 
-def stream_seconds(config: Config, device: Device, rates: HostRates, tokens: int, expert_bytes: float) -> float:
+def stream_seconds(
+    config: Config, device: Device, rates: HostRates, tokens: int, expert_bytes: float
+) -> float:
     """Seconds of one layer's routed experts when all are copied to the device, unpacked and computed there."""
     experts, weights = config.n_routed_experts or 0, expert_weights(config)
     packed, unpacked = experts * expert_bytes, experts * device.itemsize * weights
@@ -111,7 +117,9 @@ def fewest(gains: Callable[[int], bool], most: int) -> int:
     return below + bisect_left(range(below, above), True, key=gains)
 
 
-def prefill_seconds(config: Config, device: Device, new: int, on_host: OnHost | None = None, stream: int = 0) -> float:
+def prefill_seconds(
+    config: Config, device: Device, new: int, on_host: OnHost | None = None, stream: int = 0
+) -> float:
     """Seconds of a prompt of `new` tokens in one step; experts are streamed from `stream` tokens on, 0 for never."""
     layers, moe = config.num_hidden_layers, sum(config.is_moe(i) for i in range(config.num_hidden_layers))
     moved = 0 if on_host is None else on_host.layers
@@ -121,7 +129,9 @@ def prefill_seconds(config: Config, device: Device, new: int, on_host: OnHost | 
     computed, read = config.num_experts_per_tok or 0, roofline.experts_touched(config, new)
     seconds = layers * attention + (layers - moe) * _matmuls(device, new, mlp, mlp)
     seconds += moe * _shared_seconds(config, device, new)
-    seconds += (moe - moved) * _matmuls(device, new, computed * expert_weights(config), read * expert_weights(config))
+    seconds += (moe - moved) * _matmuls(
+        device, new, computed * expert_weights(config), read * expert_weights(config)
+    )
     if on_host is None or not moved:
         return seconds
     return seconds + moved * _moved_seconds(config, device, new, on_host, stream)
@@ -148,7 +158,9 @@ def _matmuls(device: Device, new: int, computed: float, read: float) -> float:
     return Cost(2 * new * computed, device.itemsize * read).seconds(device)
 
 
-def decode_seconds(config: Config, device: Device, rows: int, held: int, on_host: OnHost | None = None) -> float:
+def decode_seconds(
+    config: Config, device: Device, rows: int, held: int, on_host: OnHost | None = None
+) -> float:
     """Seconds of a decode step of `rows` sequences with `held` cached tokens each, without deferred experts.
 
     A layer on the host waits for the CPU, except for the time of its shared experts and replicas on the device."""

@@ -63,7 +63,12 @@ class HostExperts(nnx.Module):
         return found
 
     def _on_cpu(
-        self, x: Array, topk_ids: Array, topk_weights: Array, plan: ExpertPlan, concurrent: Callable[[Array], Array]
+        self,
+        x: Array,
+        topk_ids: Array,
+        topk_weights: Array,
+        plan: ExpertPlan,
+        concurrent: Callable[[Array], Array],
     ) -> tuple[Array, Array, Deferred | None]:
         """Each part reads the rows `x` that the one before returned: data is what orders kernels in a GPU's graph."""
         from cpu_experts import ffi

@@ -48,10 +48,14 @@ class Forecast:
 
 def on_device(config: Config, device: Device, batch: int, held: int) -> Forecast:
     """With all experts on the device."""
-    return Forecast(held, tuple(Step(rows, decode_seconds(config, device, rows, held)) for rows in _rows(batch)))
+    return Forecast(
+        held, tuple(Step(rows, decode_seconds(config, device, rows, held)) for rows in _rows(batch))
+    )
 
 
-def with_host(config: Config, device: Device, batch: int, held: int, chunk: int, on_host: OnHost, stream: int) -> Forecast:
+def with_host(
+    config: Config, device: Device, batch: int, held: int, chunk: int, on_host: OnHost, stream: int
+) -> Forecast:
     """With some layers' experts on the host. On a CPU no steps are predicted: what else they take there is not known."""
     if device.platform == "cpu":
         return Forecast(held, rates=on_host.rates)
@@ -74,6 +78,10 @@ def _said(rates: HostRates) -> list[str]:
 
 
 def _prompt(prompt: Prompt, stream: int) -> str:
-    streamed = f"experts are streamed to the device from {stream:,} tokens on" if stream else "experts are never streamed"
+    streamed = (
+        f"experts are streamed to the device from {stream:,} tokens on"
+        if stream
+        else "experts are never streamed"
+    )
     rate = f"{prompt.tokens / prompt.seconds:,.0f} tok/s"
     return f"predicted for a prompt in chunks of {prompt.tokens:,} tokens: {rate}; {streamed}"

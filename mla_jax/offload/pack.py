@@ -13,7 +13,8 @@ from mla_jax.base.qtensor import QTensor
 from mla_jax.model.ops import plain
 from mla_jax.offload.streaming import FORMATS, Packing
 
-PRECISIONS = {ours: precision for precision, ours in FORMATS.items()}  # of the library, by our names of formats
+# Of the library, by our names of formats
+PRECISIONS = {ours: precision for precision, ours in FORMATS.items()}
 
 
 def unpacked_shape(format: str, shape: tuple[int, ...], dtype: str | None) -> QTensor | jax.ShapeDtypeStruct:
@@ -43,7 +44,9 @@ def pack(gate: Any, up: Any, down: Any, precision: str | None = None) -> Any:
 
     of_gate = precision or precision_of(_format(gate), _format(up))
     of_down = precision or PRECISIONS.get(_format(down), "bf16")
-    return Layer(_matrix(gate, of_gate), _matrix(up, of_gate), _matrix(down, of_down), of_gate, down_precision=of_down)
+    return Layer(
+        _matrix(gate, of_gate), _matrix(up, of_gate), _matrix(down, of_down), of_gate, down_precision=of_down
+    )
 
 
 def map_packed(path: Path) -> Any:
@@ -62,7 +65,9 @@ def cpu_device() -> Any:
     try:
         return jax.devices("cpu")[0]
     except RuntimeError as e:
-        raise Unsupported("experts on the host need JAX's CPU backend", "set JAX_PLATFORMS to cuda,cpu, or unset it") from e
+        raise Unsupported(
+            "experts on the host need JAX's CPU backend", "set JAX_PLATFORMS to cuda,cpu, or unset it"
+        ) from e
 
 
 def _format(w: Any) -> str:

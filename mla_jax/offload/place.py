@@ -26,7 +26,8 @@ from mla_jax.offload.replicated import replica_bytes
 from mla_jax.offload.routing import Routing
 from mla_jax.offload.streaming import Packing, scratch_bytes
 
-SPARE = 1 / 16  # of the device's memory, that replicas leave free: for further rows' caches, and what a plan rounds off
+# Of the device's memory, that replicas leave free: for further rows' caches, and what a plan rounds off
+SPARE = 1 / 16
 WORTH = 0.99  # of a step's time: one more layer on the host must be so much faster
 
 
@@ -128,7 +129,9 @@ def place(wanted: ExpertOptions, figures: Figures, rates_of: Callable[[str, str]
 
     Raises BadRequest, Unsupported, or DoesNotFit if the host has too little memory."""
     check(wanted, figures)
-    routing = None if wanted.routing_stats is None else Routing.open(Path(wanted.routing_stats), figures.config)
+    routing = (
+        None if wanted.routing_stats is None else Routing.open(Path(wanted.routing_stats), figures.config)
+    )
     count, why = asked_layers(wanted, figures) if is_asked(wanted) else fewest_layers(wanted, figures)
     if not count:
         return Placement(why=why, forecast=_without_host(wanted, figures))
@@ -225,8 +228,15 @@ def check(wanted: ExpertOptions, figures: Figures) -> None:
         raise BadRequest("this model has no routed experts for the host")
     if wanted.host_precision not in (None, *precisions()):
         known = ", ".join(precisions())
-        raise BadRequest(f"host_precision {printable(str(wanted.host_precision))} is not known", f"known: {known}")
-    _refuse_above("device_experts", wanted.device_experts, experts, f"the model has {experts:,} experts in {layers} layers")
+        raise BadRequest(
+            f"host_precision {printable(str(wanted.host_precision))} is not known", f"known: {known}"
+        )
+    _refuse_above(
+        "device_experts",
+        wanted.device_experts,
+        experts,
+        f"the model has {experts:,} experts in {layers} layers",
+    )
     _refuse_above("host_layers", wanted.host_layers, layers, f"the model has {layers} layers with experts")
     _refuse_above("defer", wanted.defer, chosen - 1, "one expert per token is never deferred")
 
@@ -246,7 +256,9 @@ def _placement(
     chunk = figures.streamed_chunk if stream else figures.chunk
     forecast = with_host(figures.config, figures.device, figures.batch, figures.held, chunk, on_host, stream)
     numbers = tuple(layer.number for layer in split.layers)
-    return Placement(numbers, wanted.host_precision, split.replicated, stream, wanted.defer, why, replicas, forecast)
+    return Placement(
+        numbers, wanted.host_precision, split.replicated, stream, wanted.defer, why, replicas, forecast
+    )
 
 
 def _without_host(wanted: ExpertOptions, figures: Figures) -> Forecast | None:
@@ -274,7 +286,9 @@ def _replicas_asked(wanted: ExpertOptions, figures: Figures) -> int:
     """Bytes of the replicas that the user wants, of the largest there can be."""
     if not wanted.device_experts:
         return 0
-    return wanted.device_experts * max((replica_bytes(layer.packing, figures.dtype) for layer in figures.layers), default=0)
+    return wanted.device_experts * max(
+        (replica_bytes(layer.packing, figures.dtype) for layer in figures.layers), default=0
+    )
 
 
 def _replica_budget(wanted: ExpertOptions, figures: Figures, layers: Iterable[ExpertLayer]) -> float:

@@ -20,12 +20,17 @@ class ReplicatedExperts(nnx.Module):
 
     def __init__(self, ids: Sequence[int], stacks: Sequence[Any], experts: int):
         self.gate, self.up, self.down = (nnx.Param(w) for w in stacks)
-        place = np.full(experts + 1, len(ids), np.int32)  # the id `experts` stands for no expert, and has no place
+        # The id `experts` stands for no expert, and has no place
+        place = np.full(experts + 1, len(ids), np.int32)
         place[list(ids)] = np.arange(len(ids))
         self.count, self.place = len(ids), nnx.Variable(jnp.asarray(place))
 
     def __call__(
-        self, x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], backend: Callable
+        self,
+        x: Float[Array, "n D"],
+        topk_ids: Int[Array, "n K"],
+        topk_weights: Float[Array, "n K"],
+        backend: Callable,
     ) -> Float[Array, "n D"]:
         """The sum of those chosen experts that have a replica."""
         stacks = (self.gate[...], self.up[...], self.down[...])
@@ -44,7 +49,8 @@ def split(
     hosted = ~replicated & (topk_ids < experts)
     if not defer:
         return jnp.where(hosted, topk_ids, experts), jnp.full_like(topk_ids, experts)
-    from_here = jnp.cumsum(hosted[:, ::-1], axis=1)[:, ::-1]  # experts of the host from this place to the last
+    # Experts of the host from this place to the last
+    from_here = jnp.cumsum(hosted[:, ::-1], axis=1)[:, ::-1]
     later = hosted & (from_here <= defer)
     return jnp.where(hosted & ~later, topk_ids, experts), jnp.where(later, topk_ids, experts)
 
@@ -71,12 +77,19 @@ def replica_shapes(packing: Packing, ids: Sequence[int], dtype: jnp.dtype) -> Re
 
 def replica_bytes(packing: Packing, dtype: jnp.dtype) -> int:
     """What one replica takes on the device."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_for_kernels(packing, 1, dtype)))
+    return sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_for_kernels(packing, 1, dtype))
+    )
 
 
 @partial(jax.jit, static_argnames=("packing", "dtype"), donate_argnums=0)
-def _insert(stacks: Any, sections: tuple[jax.Array, ...], index: jax.Array, *, packing: Packing, dtype: jnp.dtype) -> Any:
+def _insert(
+    stacks: Any, sections: tuple[jax.Array, ...], index: jax.Array, *, packing: Packing, dtype: jnp.dtype
+) -> Any:
     one = jax.tree.leaves(for_kernels(unpacked(packing, sections, dtype), dtype))
     held, tree = jax.tree.flatten(stacks)
-    put = (jax.lax.dynamic_update_index_in_dim(stack, new[0], index, 0) for stack, new in zip(held, one, strict=True))
+    put = (
+        jax.lax.dynamic_update_index_in_dim(stack, new[0], index, 0)
+        for stack, new in zip(held, one, strict=True)
+    )
     return jax.tree.unflatten(tree, put)

@@ -66,7 +66,9 @@ class Routing:
         try:
             write_json(self.path, {"model": _identity(self.config), "chosen": chosen})
         except OSError as e:
-            raise BadRequest(f"{self.path} cannot be written", e.strerror or str(e), "choose another file") from e
+            raise BadRequest(
+                f"{self.path} cannot be written", e.strerror or str(e), "choose another file"
+            ) from e
 
 
 def _layers(config: Config) -> list[int]:
@@ -81,7 +83,9 @@ def _check_model(path: Path, found: Any, config: Config) -> None:
     if not isinstance(found, dict):
         raise BadFile(f"{path} holds no routing statistics", 'expected "model" and "chosen"', _ADVICE)
     expected = _identity(config)
-    differing = [f"{key}: found {printable(repr(found.get(key)))}, expected {expected[key]!r}" for key in SAME]
+    differing = [
+        f"{key}: found {printable(repr(found.get(key)))}, expected {expected[key]!r}" for key in SAME
+    ]
     differing = [line for key, line in zip(SAME, differing, strict=True) if found.get(key) != expected[key]]
     if differing:
         raise BadFile(f"{path} holds routing statistics of another model", *differing, _ADVICE)
@@ -92,11 +96,25 @@ def _counts(path: Path, found: Any, layers: list[int], experts: int) -> np.ndarr
     if not isinstance(found, dict) or found.keys() != set(map(str, layers)):
         shown = ", ".join(map(printable, found)) if isinstance(found, dict) else type(found).__name__
         expected = f"expected layers {layers[0]} to {layers[-1]}"
-        raise BadFile(f"{path} holds damaged routing statistics", f"found {shown[:200] or 'no layers'}", expected, _ADVICE)
+        raise BadFile(
+            f"{path} holds damaged routing statistics",
+            f"found {shown[:200] or 'no layers'}",
+            expected,
+            _ADVICE,
+        )
     for layer, row in found.items():
-        if not isinstance(row, list) or len(row) != experts or not all(type(n) is int and 0 <= n <= LARGEST for n in row):
+        if (
+            not isinstance(row, list)
+            or len(row) != experts
+            or not all(type(n) is int and 0 <= n <= LARGEST for n in row)
+        ):
             expected = f"expected {experts} whole numbers from 0 on, how often each expert was chosen"
-            raise BadFile(f"{path} holds damaged routing statistics", f"layer {layer} has something else", expected, _ADVICE)
+            raise BadFile(
+                f"{path} holds damaged routing statistics",
+                f"layer {layer} has something else",
+                expected,
+                _ADVICE,
+            )
     return np.array([found[str(layer)] for layer in layers], np.int64)
 
 

@@ -68,7 +68,11 @@ def scratch_bytes(config: Config, itemsize: int, tokens: int) -> int:
 
 
 def streamed(
-    layer: Any, x: Float[Array, "n D"], topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], backend: Callable
+    layer: Any,
+    x: Float[Array, "n D"],
+    topk_ids: Int[Array, "n K"],
+    topk_weights: Float[Array, "n K"],
+    backend: Callable,
 ) -> Float[Array, "n D"]:
     """The chosen experts' sum, group by group, by a `backend` of mla_jax.model.moe."""
     experts = layer.experts
@@ -126,7 +130,9 @@ def _ragged(precision: str, shape: tuple[int, ...]) -> bool:
     return precision == "q8_0" and shape[-1] % 32 > 0
 
 
-def _stack(parts: tuple[Array, ...], precision: str, shape: tuple[int, ...], dtype: jnp.dtype) -> Array | QTensor:
+def _stack(
+    parts: tuple[Array, ...], precision: str, shape: tuple[int, ...], dtype: jnp.dtype
+) -> Array | QTensor:
     if precision == "bf16":
         return parts[0].astype(dtype)
     if _ragged(precision, shape):

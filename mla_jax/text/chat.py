@@ -19,7 +19,8 @@ from mla_jax.text.tokenizer import MAX_TOKENIZER_CONFIG, Tokenizer, check_text
 
 MAX_TEMPLATE = 1 << 20
 LIMITS = {"seconds": 2, "memory": 256 << 20, "output": 16 << 20}
-WALL_SECONDS = 10  # the limit above counts processor time; this one is for a machine that is busy, or has no such limit
+# The limit above counts processor time; this one is for a machine that is busy, or has no such limit
+WALL_SECONDS = 10
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment, in the process that renders
 
@@ -49,7 +50,9 @@ class ChatTemplate:
     def of(cls, source: str, name: str, variables: dict[str, str]) -> "ChatTemplate":
         """The template `source` of the file `name`; raises BadTemplate if it is too large."""
         if len(source.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE:
-            raise BadTemplate(f"the chat template in {name} is too large", f"the limit is {MAX_TEMPLATE:,} bytes")
+            raise BadTemplate(
+                f"the chat template in {name} is too large", f"the limit is {MAX_TEMPLATE:,} bytes"
+            )
         return cls(source, name, variables)
 
     def encode(
@@ -68,8 +71,18 @@ class ChatTemplate:
 
     def render(self, conversations: list[list[Message]], add_generation_prompt: bool = True) -> list[str]:
         """The text of each conversation, all rendered in one process."""
-        variables = {**self.variables, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
-        request = {"template": self.source, "variables": variables, "conversations": conversations, "limits": LIMITS}
+        variables = {
+            **self.variables,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+        }
+        request = {
+            "template": self.source,
+            "variables": variables,
+            "conversations": conversations,
+            "limits": LIMITS,
+        }
         answer = self._ask(json.dumps({"path": _jinja2_path(), **request}).encode())
         if "texts" in answer:
             return answer["texts"]
@@ -81,11 +94,20 @@ class ChatTemplate:
         command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("template_process.py"))]
         environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         try:
-            done = subprocess.run(command, input=request, capture_output=True, timeout=WALL_SECONDS, env=environment, check=False)
+            done = subprocess.run(
+                command,
+                input=request,
+                capture_output=True,
+                timeout=WALL_SECONDS,
+                env=environment,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             raise self._failed(f"it takes more than {WALL_SECONDS} seconds") from None
         except OSError as e:
-            raise BadTemplate(f"the process that renders {self.name} cannot be started", printable(str(e), 300)) from e
+            raise BadTemplate(
+                f"the process that renders {self.name} cannot be started", printable(str(e), 300)
+            ) from e
         if done.returncode:
             raise self._failed(_cause(done))
         return json.loads(done.stdout.decode("utf-8", "surrogatepass"))
@@ -109,7 +131,9 @@ def checked(messages: Any, tokenizer: Tokenizer) -> list[Message]:
 
     Raises BadRequest unless each is a role and a content, both text, and no role is part of a control token."""
     if not isinstance(messages, list | tuple) or not messages:
-        raise BadRequest("the conversation is not a list of messages", 'expected [{"role": "user", "content": ...}, ...]')
+        raise BadRequest(
+            "the conversation is not a list of messages", 'expected [{"role": "user", "content": ...}, ...]'
+        )
     for at, message in enumerate(messages):
         _check_shape(at, message)
         _check_role(at, message["role"], tokenizer)
@@ -132,7 +156,9 @@ def _check_role(at: int, role: str, tokenizer: Tokenizer):
     if role in ROLES:
         return
     if not role.strip() or any(role in text or text in role for text in tokenizer.control):
-        raise BadRequest(f"the role of message {at} is refused", f"found {printable(role)}, known: " + ", ".join(ROLES))
+        raise BadRequest(
+            f"the role of message {at} is refused", f"found {printable(role)}, known: " + ", ".join(ROLES)
+        )
 
 
 def _read(path: Path) -> str:
@@ -154,13 +180,17 @@ def _default(given) -> str | None:
             raise BadTemplate("tokenizer_config.json has several chat templates and none is called default")
         given = named[-1].get("template")
     if given is not None and not isinstance(given, str):
-        raise BadTemplate("the chat template in tokenizer_config.json is not text", f"found {type(given).__name__}")
+        raise BadTemplate(
+            "the chat template in tokenizer_config.json is not text", f"found {type(given).__name__}"
+        )
     return given
 
 
 def _variables(settings: dict) -> dict[str, str]:
     """The named tokens of tokenizer_config.json, each a text or an object with `content`."""
-    named = {key: value.get("content") if isinstance(value, dict) else value for key, value in settings.items()}
+    named = {
+        key: value.get("content") if isinstance(value, dict) else value for key, value in settings.items()
+    }
     return {key: value for key, value in named.items() if key.endswith("_token") and isinstance(value, str)}
 
 

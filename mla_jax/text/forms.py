@@ -99,9 +99,15 @@ def _pattern(part: Any) -> str | None:
 
 def _fast(parts: list) -> list:
     """`parts` with the fast pattern for blanks at the end of a line, where line ends have been cut off."""
-    line_ends = [i for i, part in enumerate(parts) if _pattern(part) == LINE_ENDS and part.get("behavior") == "Isolated"]
+    line_ends = [
+        i
+        for i, part in enumerate(parts)
+        if _pattern(part) == LINE_ENDS and part.get("behavior") == "Isolated"
+    ]
     first = line_ends[0] if line_ends else len(parts)
     return [
-        {**part, "pattern": {"Regex": BLANKS_AT_THE_END}} if i > first and _pattern(part) == SLOW_BLANKS_AT_THE_END else part
+        {**part, "pattern": {"Regex": BLANKS_AT_THE_END}}
+        if i > first and _pattern(part) == SLOW_BLANKS_AT_THE_END
+        else part
         for i, part in enumerate(parts)
     ]

@@ -48,12 +48,16 @@ def build(metadata: Mapping[str, Any], where: str, vocab_size: int) -> Found | N
     if isinstance(kind, str) and kind in ("none", "no_vocab"):
         return None
     if not isinstance(kind, str) or kind != "gpt2":
-        raise Unsupported(f"{where} has a tokenizer of type {printable(str(kind))}", "known: gpt2, a byte-level BPE")
+        raise Unsupported(
+            f"{where} has a tokenizer of type {printable(str(kind))}", "known: gpt2, a byte-level BPE"
+        )
     vocabulary = _vocabulary(metadata, where, vocab_size)
     pre, notes = _pre(metadata, where)
     model = _model(vocabulary.tokens, _merges(metadata, where, vocabulary), pre, where)
     controls = set(vocabulary.of(CONTROL))
-    model.add_tokens([AddedToken(t, normalized=False, special=t in controls) for t in vocabulary.of(CONTROL, USER_DEFINED)])
+    model.add_tokens(
+        [AddedToken(t, normalized=False, special=t in controls) for t in vocabulary.of(CONTROL, USER_DEFINED)]
+    )
     bos, *ends = (_id(metadata, name, where, len(vocabulary.tokens)) for name in ("bos", "eos", "eot", "eom"))
     eos = tuple(dict.fromkeys(end for end in ends if end is not None))
     in_front = bos if _bos_in_front(metadata, where, pre, bos) else None
@@ -63,7 +67,9 @@ def build(metadata: Mapping[str, Any], where: str, vocab_size: int) -> Found | N
 def _bos_in_front(metadata: Mapping[str, Any], where: str, pre: Pre, bos: int | None) -> bool:
     wanted = metadata.get("tokenizer.ggml.add_bos_token", pre.bos and bos is not None)
     if not isinstance(wanted, bool):
-        raise BadFile(f"{where}: tokenizer.ggml.add_bos_token is {printable(str(wanted))}", "expected true or false")
+        raise BadFile(
+            f"{where}: tokenizer.ggml.add_bos_token is {printable(str(wanted))}", "expected true or false"
+        )
     if wanted and bos is None:
         raise BadFile(f"{where} asks for a BOS token and names none", "expected tokenizer.ggml.bos_token_id")
     return wanted
@@ -81,7 +87,10 @@ def _vocabulary(metadata: Mapping[str, Any], where: str, vocab_size: int) -> Voc
     if not _texts(tokens) or not tokens:
         raise BadFile(f"{where} has no vocabulary", "expected texts in tokenizer.ggml.tokens")
     if len(tokens) > min(vocab_size, MAX_TOKENS):
-        raise BadFile(f"{where} has token ids the model lacks", f"found {len(tokens):,} tokens, the vocabulary is {vocab_size:,}")
+        raise BadFile(
+            f"{where} has token ids the model lacks",
+            f"found {len(tokens):,} tokens, the vocabulary is {vocab_size:,}",
+        )
     _check_tokens(tokens, where)
     return Vocabulary(tokens, _types(metadata, where, len(tokens)))
 
@@ -90,9 +99,13 @@ def _check_tokens(tokens: list[str], where: str):
     seen: dict[str, int] = {}
     for i, token in enumerate(tokens):
         if not 0 < len(token.encode()) <= MAX_TOKEN:
-            raise BadFile(f"{where} has an empty or too long token", f"id {i:,}, expected 1 to {MAX_TOKEN:,} bytes")
+            raise BadFile(
+                f"{where} has an empty or too long token", f"id {i:,}, expected 1 to {MAX_TOKEN:,} bytes"
+            )
         if seen.setdefault(token, i) != i:
-            raise BadFile(f"{where} has a token twice", f"{printable(token)} has the ids {seen[token]:,} and {i:,}")
+            raise BadFile(
+                f"{where} has a token twice", f"{printable(token)} has the ids {seen[token]:,} and {i:,}"
+            )
 
 
 def _types(metadata: Mapping[str, Any], where: str, count: int) -> list[int]:
@@ -112,9 +125,13 @@ def _texts(found: Any) -> bool:
 def _pre(metadata: Mapping[str, Any], where: str) -> tuple[Pre, tuple[str, ...]]:
     name = metadata.get("tokenizer.ggml.pre")
     if name is None:
-        return KNOWN["default"], (f"{where} does not name its pre-tokenizer; text may be cut otherwise than in training",)
+        return KNOWN["default"], (
+            f"{where} does not name its pre-tokenizer; text may be cut otherwise than in training",
+        )
     if not isinstance(name, str) or name not in KNOWN:
-        raise Unsupported(f"{where} names the pre-tokenizer {printable(str(name))}", "known: " + ", ".join(KNOWN))
+        raise Unsupported(
+            f"{where} names the pre-tokenizer {printable(str(name))}", "known: " + ", ".join(KNOWN)
+        )
     return KNOWN[name], ()
 
 
@@ -128,7 +145,9 @@ def _merges(metadata: Mapping[str, Any], where: str, vocabulary: Vocabulary) -> 
     for i, merge in enumerate(merges):
         left, right = _pair(merge)
         if not {left, right, left + right} <= known:
-            raise BadFile(f"{where} has a merge of parts that are not tokens", f"merge {i:,} is {printable(merge)}")
+            raise BadFile(
+                f"{where} has a merge of parts that are not tokens", f"merge {i:,} is {printable(merge)}"
+            )
         found.append((left, right))
     return found
 
@@ -142,7 +161,9 @@ def _merges_of_ranks(vocabulary: Vocabulary, where: str) -> list[tuple[str, str]
     apart = {*vocabulary.of(CONTROL, USER_DEFINED, UNUSED)}
     ranked = [token for token in vocabulary.tokens if token not in apart and BYTES.keys() >= {*token}]
     if sum(map(len, ranked)) > tiktoken_model.MAX_FILE:
-        raise BadFile(f"{where} has too large a vocabulary", f"the limit is {tiktoken_model.MAX_FILE:,} characters")
+        raise BadFile(
+            f"{where} has too large a vocabulary", f"the limit is {tiktoken_model.MAX_FILE:,} characters"
+        )
     return tiktoken_model.merges_of({to_bytes(token): rank for rank, token in enumerate(ranked)}, where)
 
 
@@ -153,7 +174,9 @@ def _model(tokens: list[str], merges: list[tuple[str, str]], pre: Pre, where: st
     if pre.composed:
         model.normalizer = normalizers.NFC()  # pyright: ignore[reportAttributeAccessIssue]
     cuts: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in pre.patterns]
-    model.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])  # pyright: ignore[reportAttributeAccessIssue]
+    model.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )  # pyright: ignore[reportAttributeAccessIssue]
     model.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     return model
 
@@ -161,5 +184,8 @@ def _model(tokens: list[str], merges: list[tuple[str, str]], pre: Pre, where: st
 def _id(metadata: Mapping[str, Any], name: str, where: str, count: int) -> int | None:
     found = metadata.get(f"tokenizer.ggml.{name}_token_id")
     if found is not None and (type(found) is not int or not 0 <= found < count):
-        raise BadFile(f"{where}: tokenizer.ggml.{name}_token_id is {printable(str(found))}", f"expected 0 to {count - 1:,}")
+        raise BadFile(
+            f"{where}: tokenizer.ggml.{name}_token_id is {printable(str(found))}",
+            f"expected 0 to {count - 1:,}",
+        )
     return found

@@ -41,7 +41,8 @@ class Guard:
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`; raises BadRequest if that fails or goes beyond the limits."""
-        return self._ask({"encode": text}, len(text), BadRequest("the tokenizer cannot encode the text"))["ids"]
+        error = BadRequest("the tokenizer cannot encode the text")
+        return self._ask({"encode": text}, len(text), error)["ids"]
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`; raises BadFile if that fails or goes beyond the limits."""
@@ -51,16 +52,22 @@ class Guard:
         with self._lock:
             if self._process is None or self._owner != os.getpid():  # a fork shares the pipes with its parent
                 self._open()
-            return self._exchange(json.dumps(request).encode() + b"\n", SECONDS + size / BYTES_A_SECOND, error)
+            return self._exchange(
+                json.dumps(request).encode() + b"\n", SECONDS + size / BYTES_A_SECOND, error
+            )
 
     def _open(self) -> dict:
         try:
             self._process, self._owner = _started(), os.getpid()
         except OSError as e:
-            raise BadFile(f"the process that works with {self.name} cannot be started", printable(str(e), 300)) from e
+            raise BadFile(
+                f"the process that works with {self.name} cannot be started", printable(str(e), 300)
+            ) from e
         weakref.finalize(self, _end, self._process, self._owner)
         try:
-            return self._exchange(self._start, START_SECONDS, BadFile(f"{self.name} is refused by the tokenizers library"))
+            return self._exchange(
+                self._start, START_SECONDS, BadFile(f"{self.name} is refused by the tokenizers library")
+            )
         except MlaJaxError:
             self._close()
             raise

@@ -46,7 +46,10 @@ class Disguise:
     def _disguised(self, message: Message, kept: int) -> Message:
         content = message["content"]
         marked = kept and message["role"] == "assistant"
-        return {**message, "content": self._marked(content, kept) if marked else content.translate(self.disguise)}
+        return {
+            **message,
+            "content": self._marked(content, kept) if marked else content.translate(self.disguise),
+        }
 
     def pieces(self, plain: str, variants: list[str]) -> Iterator[tuple[str, bool]]:
         """The rendered text in pieces: texts, and control tokens of the template (True)."""
@@ -91,5 +94,7 @@ def _unused(count: int, *texts: str) -> list[str]:
     used = set().union(*texts)
     free = (chr(c) for c in range(FIRST_STAND_IN, LAST_STAND_IN) if chr(c) not in used)
     if len(found := [*islice(free, count)]) < count:
-        raise BadRequest("the conversation has nearly every character for private use", "at least a few must be free")
+        raise BadRequest(
+            "the conversation has nearly every character for private use", "at least a few must be free"
+        )
     return found

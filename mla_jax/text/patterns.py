@@ -37,7 +37,9 @@ _CASED = re.sub(
 
 def _words(digits: str, ending: str = r"[\r\n]*") -> str:
     """The pattern that began with GPT-4: endings, words with one sign before them, digits, signs, line ends, spaces."""
-    return rf"(?i:{_ENDINGS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+{ending}|{_SPACES}"
+    return (
+        rf"(?i:{_ENDINGS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+{ending}|{_SPACES}"
+    )
 
 
 def _cased_words(digits: str, ending: str) -> str:
@@ -83,7 +85,8 @@ _YOUTU = (
     "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
     "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 )
-_LLAMA3, _GPT4O = Pre((_words(r"\p{N}{1,3}"),), whole=True, bos=True), Pre((_cased_words(r"\p{N}{1,3}", r"[\r\n/]*"),))
+_LLAMA3 = Pre((_words(r"\p{N}{1,3}"),), whole=True, bos=True)
+_GPT4O = Pre((_cased_words(r"\p{N}{1,3}", r"[\r\n/]*"),))
 _GLM4, _GPT_2 = Pre((_words(r"\p{N}{1,3}"),)), Pre((_GPT2,))
 KNOWN = {
     "deepseek-llm": _LLM,

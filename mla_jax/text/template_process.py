@@ -21,7 +21,12 @@ def _answer(request: dict) -> dict:
     try:
         template = environment.from_string(_alone(environment.parse(request["template"])))
         most = request["limits"]["output"]
-        return {"texts": [_render(template, {**request["variables"], "messages": m}, most) for m in request["conversations"]]}
+        return {
+            "texts": [
+                _render(template, {**request["variables"], "messages": m}, most)
+                for m in request["conversations"]
+            ]
+        }
     except MemoryError:
         return {"line": None, "cause": f"it takes more than {request['limits']['memory'] >> 20} MB of memory"}
     except RecursionError:
@@ -59,7 +64,9 @@ def _environment():
 
     now = datetime.datetime.now()  # one for all conversations
     extensions = [jinja2.ext.loopcontrols, _generation_tag()]
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": refuse,
@@ -111,12 +118,16 @@ def _alone(tree):
     from jinja2 import nodes
 
     for node in tree.find_all((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
-        raise jinja2.TemplateSyntaxError(f"{type(node).__name__.lower()} is refused: a template is one file", node.lineno)
+        raise jinja2.TemplateSyntaxError(
+            f"{type(node).__name__.lower()} is refused: a template is one file", node.lineno
+        )
     return tree
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _render(template, context: dict, most: int) -> str:

@@ -44,7 +44,9 @@ def build(data: bytes, where: str, settings: dict, vocab_size: int) -> tokenizer
     # a piece that is a token is taken as it is, before any merge, as in tiktoken
     model = tokenizers.Tokenizer(models.BPE(vocabulary, merges_of(ranks, where), ignore_merges=True))
     isolate = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
-    model.pre_tokenizer = pre_tokenizers.Sequence([isolate, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])  # pyright: ignore[reportAttributeAccessIssue]
+    model.pre_tokenizer = pre_tokenizers.Sequence(
+        [isolate, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )  # pyright: ignore[reportAttributeAccessIssue]
     model.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     _add_controls(model, settings, len(ranks), vocab_size)
     return model
@@ -54,9 +56,14 @@ def _add_controls(model: tokenizers.Tokenizer, settings: dict, first: int, vocab
     """Adds the control tokens, whose ids begin at `first`: those that `settings` names, and the reserved ones between them."""
     end = min(first + RESERVED, vocab_size)
     named = _named(settings.get("added_tokens_decoder"), first, end)
-    model.add_tokens([named.get(i) or AddedToken(f"<|reserved_token_{i}|>", special=True) for i in range(first, end)])
+    model.add_tokens(
+        [named.get(i) or AddedToken(f"<|reserved_token_{i}|>", special=True) for i in range(first, end)]
+    )
     if moved := [i for i, token in named.items() if model.token_to_id(token.content) != i]:
-        raise BadFile("tokenizer_config.json names a control token twice, or one of the vocabulary", f"see id {moved[0]:,}")
+        raise BadFile(
+            "tokenizer_config.json names a control token twice, or one of the vocabulary",
+            f"see id {moved[0]:,}",
+        )
 
 
 def _ranks(data: bytes, where: str) -> dict[bytes, int]:
@@ -71,9 +78,15 @@ def _ranks(data: bytes, where: str) -> dict[bytes, int]:
             raise BadFile(f"{where} is damaged", f"line {number:,} is no new `base64 rank`: {shown}")
         ranks[token] = rank
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise BadFile(f"{where} is damaged", f"the ranks of its {len(ranks):,} tokens are not 0, 1, 2 and so on, each once")
+        raise BadFile(
+            f"{where} is damaged",
+            f"the ranks of its {len(ranks):,} tokens are not 0, 1, 2 and so on, each once",
+        )
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise BadFile(f"{where} is incomplete", f"{len(missing)} of the 256 single bytes are no token, the first is {missing[0]}")
+        raise BadFile(
+            f"{where} is incomplete",
+            f"{len(missing)} of the 256 single bytes are no token, the first is {missing[0]}",
+        )
     return ranks
 
 
@@ -113,7 +126,9 @@ def _named(entries: Any, first: int, end: int) -> dict[int, AddedToken]:
     for key, entry in (entries if isinstance(entries, dict) else {}).items():
         content = entry.get("content") if isinstance(entry, dict) else None
         if not key.isdecimal() or len(key) > 9 or not isinstance(content, str) or not content:
-            raise BadFile("added_tokens_decoder in tokenizer_config.json is damaged", f"see its key {printable(key)}")
+            raise BadFile(
+                "added_tokens_decoder in tokenizer_config.json is damaged", f"see its key {printable(key)}"
+            )
         if not first <= int(key) < end:
             found = f"{printable(content)} has id {int(key):,}, expected {first:,} to {end - 1:,}"
             raise BadFile("tokenizer_config.json has token ids the model lacks", found)

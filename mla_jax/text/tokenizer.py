@@ -58,7 +58,9 @@ class Tokenizer:
     """`bos_id` is None where the model uses no BOS token; `hidden` are the special ids, which have no text,
     `control` the control tokens and their ids."""
 
-    def __init__(self, model: tokenizers.Tokenizer, bos_id: int | None, codec: InProcess | Guard | None = None):
+    def __init__(
+        self, model: tokenizers.Tokenizer, bos_id: int | None, codec: InProcess | Guard | None = None
+    ):
         """`model` knows the vocabulary, and works on text itself if there is no `codec` to do that."""
         self.model, self.bos_id = model, bos_id
         added = model.get_added_tokens_decoder()
@@ -67,7 +69,9 @@ class Tokenizer:
         controls = {i: token for i, token in added.items() if _is_control(token)}
         self.control = {token.content: i for i, token in controls.items()}
         if len(controls) > MAX_CONTROLS:
-            raise BadFile(f"the tokenizer has {len(controls):,} control tokens", f"the limit is {MAX_CONTROLS:,}")
+            raise BadFile(
+                f"the tokenizer has {len(controls):,} control tokens", f"the limit is {MAX_CONTROLS:,}"
+            )
         self.control_pattern = _pattern_of(controls.values())
         self.byte_level = isinstance(model.decoder, decoders.ByteLevel)
         self.codec = codec or InProcess(model, [*self.control])
@@ -75,7 +79,9 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: Path, vocab_size: int, bos_token_id: int | None) -> "Tokenizer | None":
         """The folder's tokenizer, None if it has none; ids at or above `vocab_size` are refused."""
-        path, ranks, config = (folder / name for name in ("tokenizer.json", "tiktoken.model", "tokenizer_config.json"))
+        path, ranks, config = (
+            folder / name for name in ("tokenizer.json", "tiktoken.model", "tokenizer_config.json")
+        )
         if not path.exists() and not ranks.exists():
             return None
         settings = read_json(config, MAX_TOKENIZER_CONFIG) if config.exists() else {}
@@ -87,7 +93,8 @@ class Tokenizer:
         highest = max(tokenizer.model.get_vocab(with_added_tokens=True).values(), default=-1)
         if highest >= vocab_size:
             raise BadFile(
-                f"{path.name} has token ids the model lacks", f"found id {highest:,}, config.json says vocab_size {vocab_size:,}"
+                f"{path.name} has token ids the model lacks",
+                f"found id {highest:,}, config.json says vocab_size {vocab_size:,}",
             )
         tokenizer.bos_id = tokenizer._bos_id(settings, bos_token_id)
         return tokenizer
@@ -102,7 +109,9 @@ class Tokenizer:
         _check_added(model, content, path.name)
         if known:
             return cls(model, None)
-        controls = [token.content for token in model.get_added_tokens_decoder().values() if _is_control(token)]
+        controls = [
+            token.content for token in model.get_added_tokens_decoder().values() if _is_control(token)
+        ]
         return cls(model, None, Guard(text, path.name, controls))
 
     def encode(self, text: str, bos: bool = True, control: bool = False) -> list[int]:
@@ -143,7 +152,10 @@ class Tokenizer:
         ids = self.codec.encode(text)
         if forged := set(ids).intersection(self.control.values()):
             names = ", ".join(printable(self._added[i]) for i in sorted(forged)[:5])
-            raise BadRequest("the text has a part that this tokenizer can only write as a control token", f"that is {names}")
+            raise BadRequest(
+                "the text has a part that this tokenizer can only write as a control token",
+                f"that is {names}",
+            )
         return ids
 
     def _with_control(self, text: str) -> list[int]:
@@ -160,7 +172,10 @@ class Tokenizer:
         bos = self.model.token_to_id(named) if isinstance(named, str) else default
         wanted = settings.get("add_bos_token")
         if wanted and bos is None:
-            raise BadFile("tokenizer_config.json asks for a BOS token that the tokenizer lacks", f"it names {shown(named)}")
+            raise BadFile(
+                "tokenizer_config.json asks for a BOS token that the tokenizer lacks",
+                f"it names {shown(named)}",
+            )
         return bos if wanted or (wanted is None and self.codec.begins == [bos]) else None
 
 
@@ -171,9 +186,14 @@ def check_text(text: Any):
     try:
         size = len(text.encode("utf-8"))
     except UnicodeEncodeError as e:
-        raise BadRequest("the text is not valid Unicode", f"character {e.start:,} is {printable(text[e.start])}") from e
+        raise BadRequest(
+            "the text is not valid Unicode", f"character {e.start:,} is {printable(text[e.start])}"
+        ) from e
     if size > MAX_TEXT:
-        raise BadRequest(f"the text is too long: {size:,} bytes", f"the limit is {MAX_TEXT:,}, far beyond any model's context")
+        raise BadRequest(
+            f"the text is too long: {size:,} bytes",
+            f"the limit is {MAX_TEXT:,}, far beyond any model's context",
+        )
 
 
 def check_ids(ids: Any):
@@ -181,7 +201,9 @@ def check_ids(ids: Any):
     if not isinstance(ids, list | tuple):
         raise BadRequest("what is to be decoded is not a list of token ids", f"found {type(ids).__name__}")
     if wrong := [i for i in ids if type(i) is not int or not 0 <= i < 1 << 32]:
-        raise BadRequest("a token id is a whole number of 0 or more, 32 bits wide", f"found {shown(wrong[0])}")
+        raise BadRequest(
+            "a token id is a whole number of 0 or more, 32 bits wide", f"found {shown(wrong[0])}"
+        )
 
 
 def _check_added(model: tokenizers.Tokenizer, content: dict, where: str):
@@ -207,7 +229,8 @@ def _pattern_of(controls: Iterable[tokenizers.AddedToken]) -> re.Pattern[str]:
 def _pattern(token: tokenizers.AddedToken) -> str:
     word = re.escape(token.content)
     word = rf"(?<!\w){word}(?!\w)" if token.single_word else word
-    blanks = r"(?:(?<!\s)\s++)?"  # matched only from where a run of them begins, so that a long one takes linear time
+    # Matched only from where a run of them begins, so that a long one takes linear time
+    blanks = r"(?:(?<!\s)\s++)?"
     return (blanks if token.lstrip else "") + word + (r"\s*+" if token.rstrip else "")
 
 
@@ -215,7 +238,9 @@ def _content(path: Path, limit: int) -> bytes:
     if not path.is_file():  # opening a pipe would block
         raise BadFile(f"{path.name} is not a regular file", str(path))
     if path.stat().st_size > limit:
-        raise BadFile(f"{path.name} is too large", f"found {path.stat().st_size:,} bytes, the limit is {limit:,}")
+        raise BadFile(
+            f"{path.name} is too large", f"found {path.stat().st_size:,} bytes, the limit is {limit:,}"
+        )
     try:
         with open(path, "rb") as file:
             return file.read(limit)

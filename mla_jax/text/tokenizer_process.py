@@ -45,7 +45,8 @@ def read_as_text(model: Any, controls: list[str]):
 def _answer(task: Callable[[], dict]) -> dict:
     try:
         return task()
-    except BaseException as e:  # the library raises bare Exception, and a BaseException where its own code panics
+    # The library raises bare Exception, and a BaseException where its own code panics
+    except BaseException as e:
         return {"cause": str(e)[:1000]}
 
 

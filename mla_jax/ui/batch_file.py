@@ -34,7 +34,8 @@ MAX_LINE = 64 << 20  # bytes
 MAX_ID = 1000  # characters
 MAX_BEGINNING = 8 * MAX_ID  # bytes of an answer's id and digest
 PIECE = 1 << 20  # bytes that are read at a time of a line that is skipped
-THREADS = min(8, os.cpu_count() or 1)  # that make requests of lines: for each conversation a process renders a template
+# They make requests of lines: for each conversation a process renders a template
+THREADS = min(8, os.cpu_count() or 1)
 KEYS = ("id", "prompt", "messages", *names(SamplingParams))
 DONE, NOT_FINITE, BAD_LINES, INTERRUPTED = 0, 1, 2, 130
 Item = TypeVar("Item")
@@ -70,9 +71,13 @@ class Line:
         if self.error is not None:
             return self
         try:
-            params = dataclasses.replace(sampling, **{k: v for k, v in self.asked.items() if k in names(SamplingParams)})
+            params = dataclasses.replace(
+                sampling, **{k: v for k, v in self.asked.items() if k in names(SamplingParams)}
+            )
             prompt = self.asked.get("prompt")
-            request = inputs.request(inputs.encode_chat(self.asked["messages"]) if prompt is None else prompt, params)
+            request = inputs.request(
+                inputs.encode_chat(self.asked["messages"]) if prompt is None else prompt, params
+            )
             return dataclasses.replace(self, requests=tuple(request.fork(i) for i in range(params.n)))
         except MlaJaxError as error:
             return dataclasses.replace(self, error=error)
@@ -83,7 +88,9 @@ class Line:
         return self.beginning + b", " + json.dumps(found, ensure_ascii=False).encode()[1:] + b"\n"
 
 
-def answer_file(opened: Opened, prompts: str, out: str | os.PathLike | None, sampling: SamplingParams, console: Console) -> int:
+def answer_file(
+    opened: Opened, prompts: str, out: str | os.PathLike | None, sampling: SamplingParams, console: Console
+) -> int:
     """Answers the lines of `prompts` into `out`, or to stdout, that are not answered yet. Returns the exit code."""
     with _input(prompts) as file, Answers(None if out is None else str(out)) as answers:
         lines = answers.skip(read(file, _settings(opened, sampling)), prompts)
@@ -111,7 +118,11 @@ class Run:
         """Answers them all, or as many as come before Ctrl-C."""
         threads = ThreadPoolExecutor(THREADS)
         try:
-            with self.bar, noticed_interrupts() as interrupted, contextlib.closing(self._outputs(lines, threads)) as found:
+            with (
+                self.bar,
+                noticed_interrupts() as interrupted,
+                contextlib.closing(self._outputs(lines, threads)) as found,
+            ):
                 for outputs in found:
                     if interrupted():
                         raise KeyboardInterrupt
@@ -219,7 +230,11 @@ class Answers:
         else:
             asked = f"line {line.number:,} of {printable(prompts)} with these settings"
             found = f"its line {number} answers something else than {asked}"
-        return BadRequest(f"{where} is not from an earlier run of this command", found, "give another --out, or remove that file")
+        return BadRequest(
+            f"{where} is not from an earlier run of this command",
+            found,
+            "give another --out, or remove that file",
+        )
 
 
 def read(file: BinaryIO, settings: bytes = b"") -> Iterator[Line]:
@@ -257,7 +272,9 @@ def _asked(data: bytes) -> dict[str, Any]:
     value = json_value(data, "the line", BadRequest)
     asked = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(asked, dict):
-        raise BadRequest(f"the line is {shown(value)}", 'expected an object with "prompt" or "messages", or a text')
+        raise BadRequest(
+            f"the line is {shown(value)}", 'expected an object with "prompt" or "messages", or a text'
+        )
     return asked
 
 
@@ -267,7 +284,9 @@ def _check(asked: dict[str, Any]) -> None:
     if unknown is not None:
         raise BadRequest(f"unknown key {printable(unknown)}", nearest(unknown, KEYS))
     if (asked.get("prompt") is None) == (asked.get("messages") is None):
-        raise BadRequest('expected either "prompt" or "messages"', "found " + (", ".join(asked) or "an empty object"))
+        raise BadRequest(
+            'expected either "prompt" or "messages"', "found " + (", ".join(asked) or "an empty object")
+        )
 
 
 def _id(value: Any, number: int) -> str | int:
@@ -276,7 +295,9 @@ def _id(value: Any, number: int) -> str | int:
         return number
     if (isinstance(value, str) and len(value) <= MAX_ID) or type(value) is int:
         return value
-    raise BadRequest(f"the id is {shown(value)}", f"expected a whole number, or a text of at most {MAX_ID:,} characters")
+    raise BadRequest(
+        f"the id is {shown(value)}", f"expected a whole number, or a text of at most {MAX_ID:,} characters"
+    )
 
 
 def _figures(outputs: Sequence[Output]) -> dict[str, Any]:
@@ -345,7 +366,9 @@ def _said(error: MlaJaxError | None) -> str:
 
 
 def _unusable(path: str | None, how: str, error: OSError | ValueError) -> BadRequest:
-    return BadRequest(f"{printable(str(path))} cannot be {how}", getattr(error, "strerror", None) or str(error))
+    return BadRequest(
+        f"{printable(str(path))} cannot be {how}", getattr(error, "strerror", None) or str(error)
+    )
 
 
 def _lines(count: int) -> str:

@@ -68,7 +68,8 @@ class Conversation:
         roles = [message["role"] for message in turns]
         if roles != ["user", "assistant"] * (len(roles) // 2):
             raise BadRequest(
-                f"{path} is not a conversation", "user and assistant do not alternate, or the last answer is missing"
+                f"{path} is not a conversation",
+                "user and assistant do not alternate, or the last answer is missing",
             )
         return Conversation(system, turns)
 
@@ -82,7 +83,8 @@ class Chat:
 
     def run(self, read: Callable[[], str]) -> int:
         """Turn by turn until the end of input; Ctrl-C at the prompt clears the line."""
-        self.llm.encode_chat(self.conversation.asking(""))  # fails at once if there is no template, or none for a system prompt
+        # Fails at once if there is no template, or none for a system prompt
+        self.llm.encode_chat(self.conversation.asking(""))
         self.console.note(f"{self.llm.name}: /help lists commands, Ctrl-D ends")
         self.open = True
         while self.open:
@@ -107,7 +109,9 @@ class Chat:
     def command(self, name: str, argument: str) -> None:
         if name not in COMMANDS:
             raise BadRequest(
-                f"there is no command /{printable(name)}", nearest(name, COMMANDS), "// sends a line that begins with /"
+                f"there is no command /{printable(name)}",
+                nearest(name, COMMANDS),
+                "// sends a line that begins with /",
             )
         COMMANDS[name].action(self, argument.strip())
 
@@ -130,7 +134,9 @@ class Chat:
             found = f"the prompt has {prompt:,} tokens, the context holds {self.llm.context:,}"
             raise BadRequest("the context is full", found, FULL)
         wanted = self.sampling.max_tokens
-        return dataclasses.replace(self.sampling, max_tokens=min(DEFAULT_MAX_TOKENS if wanted is None else wanted, room))
+        return dataclasses.replace(
+            self.sampling, max_tokens=min(DEFAULT_MAX_TOKENS if wanted is None else wanted, room)
+        )
 
     def help(self, _: str) -> None:
         usages = [(f"/{name} {command.argument}", command.help) for name, command in COMMANDS.items()]
@@ -218,7 +224,9 @@ def plain_line() -> str:
     if not data:
         raise EOFError
     if len(data) > MAX_LINE:
-        raise BadRequest("the message is too long", f"the limit is {MAX_LINE:,} bytes; the rest of the line follows")
+        raise BadRequest(
+            "the message is too long", f"the limit is {MAX_LINE:,} bytes; the rest of the line follows"
+        )
     try:
         return data.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as e:
@@ -230,7 +238,11 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 
 def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and value.keys() == {"role", "content"} and all(isinstance(v, str) for v in value.values())
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"role", "content"}
+        and all(isinstance(v, str) for v in value.values())
+    )
 
 
 def _path(argument: str) -> Path:

@@ -37,7 +37,9 @@ class Console:
         if self.as_json:
             asked = {"logprobs": chunk.logprobs, "prompt_logprobs": chunk.prompt_logprobs}
             asked = {name: value for name, value in asked.items() if value is not None}
-            return self.event("token", text=chunk.text if has_text else None, token_ids=chunk.token_ids, **asked)
+            return self.event(
+                "token", text=chunk.text if has_text else None, token_ids=chunk.token_ids, **asked
+            )
         text = chunk.text if has_text else "".join(f"{token} " for token in chunk.token_ids)
         return self._write(printable_text(text) if self.terminal else text)
 
@@ -182,7 +184,12 @@ def answers(llm: LLM, prompt: str | list[int], sampling: SamplingParams, console
     return reason
 
 
-REASONS = {"end": "end of text", "length": "length", "stop": "stop text or token", "error": "logits not finite"}
+REASONS = {
+    "end": "end of text",
+    "length": "length",
+    "stop": "stop text or token",
+    "error": "logits not finite",
+}
 
 
 def summary(stats: Stats, reason: str) -> str:
@@ -192,7 +199,8 @@ def summary(stats: Stats, reason: str) -> str:
         f"stop: {REASONS.get(reason, reason)}",
         f"{stats.prompt_tokens}+{stats.generated_tokens} tokens",
         f"first {stats.first_token_seconds:.2f} s",
-        f"{stats.tokens_per_second:.1f} tok/s" + (f" ({100 * share:.0f}% of bandwidth)" if share >= 0.01 else ""),
+        f"{stats.tokens_per_second:.1f} tok/s"
+        + (f" ({100 * share:.0f}% of bandwidth)" if share >= 0.01 else ""),
         *([f"peak {_size(stats.peak_bytes)}"] if stats.peak_bytes else []),
         f"compile {stats.compile_seconds:.1f} s",
         f"seed {stats.seed}",

@@ -52,7 +52,9 @@ def doctor() -> Iterator[str]:
 def shadows(folder: Path) -> list[tuple[str, Path]]:
     """Modules that a file or folder in `folder` would hide from `python -m`."""
     own = Path(__file__).resolve().parents[2]  # in a checkout, its own packages hide nothing
-    candidates = [(name, path) for name in HIDDEN_BY for path in (folder / f"{name}.py", folder / name / "__init__.py")]
+    candidates = [
+        (name, path) for name in HIDDEN_BY for path in (folder / f"{name}.py", folder / name / "__init__.py")
+    ]
     return [(name, path) for name, path in candidates if path.exists() and folder.resolve() != own]
 
 
@@ -71,14 +73,22 @@ def experts_on_the_cpu() -> str:
 
 def measured_rates(folder: Path | None) -> str:
     """Where measured rates are stored. Rates that were measured on a busy machine make predictions worse until measured again."""
-    files = [path for name in (HOST_RATES, DEVICE_RATES) if folder is not None and (path := folder / name).exists()]
+    files = [
+        path for name in (HOST_RATES, DEVICE_RATES) if folder is not None and (path := folder / name).exists()
+    ]
     kept = [f"{path} of {datetime.date.fromtimestamp(path.stat().st_mtime)}" for path in files]
-    return "measured rates: " + (", ".join(kept) + "; delete a file to measure again" if kept else "none kept")
+    return "measured rates: " + (
+        ", ".join(kept) + "; delete a file to measure again" if kept else "none kept"
+    )
 
 
 def compiled_programs(folder: Path | None) -> str:
     """Where JAX keeps compiled programs between two starts."""
-    kept = folder / "compiled" if folder else "not kept, for this user has no home; set JAX_COMPILATION_CACHE_DIR"
+    kept = (
+        folder / "compiled"
+        if folder
+        else "not kept, for this user has no home; set JAX_COMPILATION_CACHE_DIR"
+    )
     return f"compiled programs: {os.environ.get('JAX_COMPILATION_CACHE_DIR') or kept}"
 
 
@@ -98,7 +108,9 @@ for device in jax.devices():
 
 def _devices() -> Iterator[str]:
     try:
-        found = subprocess.run([sys.executable, "-P", "-c", _ASK_FOR_DEVICES], capture_output=True, text=True, timeout=120)
+        found = subprocess.run(
+            [sys.executable, "-P", "-c", _ASK_FOR_DEVICES], capture_output=True, text=True, timeout=120
+        )
     except subprocess.TimeoutExpired:
         yield "WARNING: JAX did not find its devices within 120 s"
         return

@@ -20,7 +20,8 @@ examples:
   python -m mla_jax.generate "def read_lines(path):"
   python -m mla_jax.generate --model moonshotai/Moonlight-16B-A3B-Instruct --chat
   python -m mla_jax.generate --model ./model --batch-file prompts.jsonl --out answers.jsonl"""
-VALUES = {"Mapping": " ID X ...", "bool": "", "int": " N", "float": " X", "str": " TEXT"}  # of a flag, by its field's type
+# Of a flag, by its field's type
+VALUES = {"Mapping": " ID X ...", "bool": "", "int": " N", "float": " X", "str": " TEXT"}
 
 
 def asked_groups(arguments: Sequence[str], groups: Mapping[str, type]) -> list[str]:
@@ -29,7 +30,9 @@ def asked_groups(arguments: Sequence[str], groups: Mapping[str, type]) -> list[s
     names = list(itertools.takewhile(lambda word: not word.startswith("-"), after))
     for name in names:
         if name not in (*groups, ALL):
-            raise BadRequest(f"--help {printable(name)}: there is no such group", nearest(name, [*groups, ALL]))
+            raise BadRequest(
+                f"--help {printable(name)}: there is no such group", nearest(name, [*groups, ALL])
+            )
     return list(groups) if ALL in names else names
 
 
@@ -46,7 +49,10 @@ def help_text(usage: str, groups: Mapping[str, type], asked: Sequence[str] = ())
 def _group(name: str, options: type) -> str:
     """A title and a line per flag."""
     docs = _field_docs(options)
-    lines = [f"  {_flag(field.name, str(field.type)):<28}{docs[field.name]}" for field in dataclasses.fields(options)]
+    lines = [
+        f"  {_flag(field.name, str(field.type)):<28}{docs[field.name]}"
+        for field in dataclasses.fields(options)
+    ]
     return "\n".join([f"{name}: {_title(options)}", *lines])
 
 
@@ -60,7 +66,11 @@ def _field_docs(options: type) -> dict[str, str]:
     assert isinstance(body, ast.ClassDef)
     docs = {}
     for field, text in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+        ):
             docs[ast.unparse(field.target)] = str(text.value.value)
     return docs
 

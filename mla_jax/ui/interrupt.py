@@ -24,7 +24,8 @@ def noticed_interrupts() -> Iterator[Callable[[], bool]]:
             hook(dropped)
 
     on_main_thread = threading.current_thread() is threading.main_thread()  # no other can set a handler
-    if not on_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # a background job ignores it
+    # A background job ignores it
+    if not on_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield pressed.is_set
         return
     hook, handler = sys.unraisablehook, signal.signal(signal.SIGINT, press)

@@ -24,7 +24,8 @@ STYLES = {  # marker, and a colour of Okabe and Ito's palette, which colour-blin
 }
 INK = "#444444"
 NEAR = [(12, -12), (-12, 12), (12, 12), (-12, -12)]
-LABEL_PLACES = [*NEAR, *((x * i, y * j) for i in (2, 5, 8) for j in (3, 6) for x, y in NEAR), (12, -12)]  # points from a marker
+# Points from a marker
+LABEL_PLACES = [*NEAR, *((x * i, y * j) for i in (2, 5, 8) for j in (3, 6) for x, y in NEAR), (12, -12)]
 OCTAVE = 8  # cells of the dispatch map a doubling
 
 
@@ -41,9 +42,16 @@ def roofline(
     """Where each form stands under a device's roof: `rows` bring `new` tokens each and attend to `held`, themselves included."""
     (plot,) = _axes(ax, size)
     costs = _costs(config, rows, new, held, device.itemsize)
-    ridge, intensity = device.flops / device.bandwidth, {form: cost.flops / cost.bytes for form, cost in costs.items()}
+    ridge = device.flops / device.bandwidth
+    intensity = {form: cost.flops / cost.bytes for form, cost in costs.items()}
     left, right = min(ridge, *intensity.values()) / 10, max(ridge, *intensity.values()) * 20
-    plot.loglog([left, ridge, right], [left * device.bandwidth, device.flops, device.flops], color=INK, lw=1.5, label="roof")
+    plot.loglog(
+        [left, ridge, right],
+        [left * device.bandwidth, device.flops, device.flops],
+        color=INK,
+        lw=1.5,
+        label="roof",
+    )
     for form, cost in costs.items():
         marker, color = STYLES[form]
         point = (intensity[form], cost.flops / cost.seconds(device))
@@ -51,9 +59,16 @@ def roofline(
         plot.plot(*point, marker, color=color, ms=width, mec="white", label=form, zorder=3)
     plot.set(xlim=(left, right), ylim=(left * device.bandwidth, device.flops * 4))
     plot.set(xlabel="arithmetic intensity (FLOP per byte)", ylabel="attainable FLOP/s")
-    step = f"{_count(rows, 'row')}, {_count(new, 'new token')} attending to {held:,}, {_dtype(device.itemsize)}"
+    step = (
+        f"{_count(rows, 'row')}, {_count(new, 'new token')} attending to {held:,}, {_dtype(device.itemsize)}"
+    )
     _title(plot, _fastest(costs, device), f"one layer's attention, {step}")
-    _name_points(plot, device, ridge, {form: f"{form}\n{_si(cost.seconds(device), 's')}" for form, cost in costs.items()})
+    _name_points(
+        plot,
+        device,
+        ridge,
+        {form: f"{form}\n{_si(cost.seconds(device), 's')}" for form, cost in costs.items()},
+    )
     return _figure(plot)
 
 
@@ -66,16 +81,26 @@ def cache_bytes(
 ) -> "matplotlib.figure.Figure":
     """Bytes that one token leaves in one layer's cache, as heads and as latent, for each named config."""
     (plot,) = _axes(ax, size)
-    held = {form: [held_bytes(config, form, itemsize) for config in configs.values()] for form in ("naive", "move_elided")}
+    held = {
+        form: [held_bytes(config, form, itemsize) for config in configs.values()]
+        for form in ("naive", "move_elided")
+    }
     for offset, form, what in ((-0.2, "naive", "heads (naive)"), (0.2, "move_elided", "latent (all others)")):
-        bars = plot.barh([i + offset for i in range(len(configs))], held[form], 0.38, color=STYLES[form][1], label=what)
+        bars = plot.barh(
+            [i + offset for i in range(len(configs))], held[form], 0.38, color=STYLES[form][1], label=what
+        )
         plot.bar_label(bars, [f"{n:,}" for n in held[form]], padding=4, fontsize=9, color=INK)
-    plot.set_yticks(range(len(configs)), [f"{name}\n{config.num_attention_heads} heads" for name, config in configs.items()])
+    plot.set_yticks(
+        range(len(configs)),
+        [f"{name}\n{config.num_attention_heads} heads" for name, config in configs.items()],
+    )
     plot.invert_yaxis()
     plot.set(xlim=(0, max(held["naive"]) * 1.15), xlabel=f"bytes per token and layer ({_dtype(itemsize)})")
     plot.xaxis.set_major_formatter("{x:,.0f}")
     plot.legend(loc="lower right", frameon=False)
-    ratios = sorted(round(heads / latent) for heads, latent in zip(held["naive"], held["move_elided"], strict=True))
+    ratios = sorted(
+        round(heads / latent) for heads, latent in zip(held["naive"], held["move_elided"], strict=True)
+    )
     span = f"{ratios[0]}" if ratios[0] == ratios[-1] else f"{ratios[0]} to {ratios[-1]}"
     _title(plot, f"Remembering the latent takes {span} times fewer bytes than the heads")
     return _figure(plot)
@@ -98,7 +123,11 @@ def dispatch(
     plot.set(xlabel="new tokens per row", ylabel="prefix length (held tokens)")
     _draw_break_even(plot, config)
     finding = _change(config, device, rows, 2 ** octaves[0], 2 ** octaves[1])
-    _title(plot, finding, f"faster form by the cost model, one layer, {_count(rows, 'row')}, {_dtype(device.itemsize)}")
+    _title(
+        plot,
+        finding,
+        f"faster form by the cost model, one layer, {_count(rows, 'row')}, {_dtype(device.itemsize)}",
+    )
     return _figure(plot)
 
 
@@ -116,15 +145,26 @@ def costs(
     axes = _axes(ax, size, 2)
     found = _costs(config, rows, new, held, itemsize)
     step = f"one layer's attention, {_count(rows, 'row')}, {_count(new, 'new token')} attending to {held:,}, {_dtype(itemsize)}"
-    for one, field, unit, label in zip(axes, ("flops", "bytes"), ("FLOP", "B"), ("FLOPs", "bytes read and written"), strict=True):
+    for one, field, unit, label in zip(
+        axes, ("flops", "bytes"), ("FLOP", "B"), ("FLOPs", "bytes read and written"), strict=True
+    ):
         values = {form: getattr(cost, field) for form, cost in found.items()}
-        bars = one.barh(list(values), list(values.values()), color=[STYLES[form][1] for form in values], height=0.7)
+        bars = one.barh(
+            list(values), list(values.values()), color=[STYLES[form][1] for form in values], height=0.7
+        )
         one.bar_label(bars, [_si(value, unit) for value in values.values()], padding=4, fontsize=9, color=INK)
         least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
         low, high = math.log10(values[least]), math.log10(values[most])
-        one.set(xscale="log", xlim=(10 ** (low - 1), 10 ** (high + 0.35 * (high - low + 1))), xlabel=f"{label} (log scale)")
+        one.set(
+            xscale="log",
+            xlim=(10 ** (low - 1), 10 ** (high + 0.35 * (high - low + 1))),
+            xlabel=f"{label} (log scale)",
+        )
         one.invert_yaxis()
-        _title(one, f"{most} takes {values[most] / values[least]:,.0f} times\nthe {field.replace('flops', 'FLOPs')} of {least}")
+        _title(
+            one,
+            f"{most} takes {values[most] / values[least]:,.0f} times\nthe {field.replace('flops', 'FLOPs')} of {least}",
+        )
     axes[1].tick_params(labelleft=False)
     if ax is None:
         _figure(*axes).supxlabel(step, fontsize=9, color=INK)
@@ -147,17 +187,28 @@ def step_times(
     for form, place in (("compressed", (10, 4)), ("move_elided", (4, 10))):
         found = [attention_cost(config, form, rows, new, held + new, device.itemsize) for new in news]
         times = [cost.seconds(device) / rows / new for cost, new in zip(found, news, strict=True)]
-        busy = [t if c.flops / device.flops > c.bytes / device.bandwidth else math.nan for t, c in zip(times, found, strict=True)]
+        busy = [
+            t if c.flops / device.flops > c.bytes / device.bandwidth else math.nan
+            for t, c in zip(times, found, strict=True)
+        ]
         plot.loglog(news, times, color=STYLES[form][1], lw=1.5, ls="--", label=form)
         plot.loglog(news, busy, color=STYLES[form][1], lw=4, label=f"{form}, busy")
         plot.annotate(form, (news[0], times[0]), place, textcoords="offset points", fontsize=10, color=INK)
     low, high = plot.get_ylim()
-    plot.set(xlim=(1, 2**octaves), ylim=(low / 2, high * 8), xlabel="new tokens per row", ylabel="time per new token")
+    plot.set(
+        xlim=(1, 2**octaves),
+        ylim=(low / 2, high * 8),
+        xlabel="new tokens per row",
+        ylabel="time per new token",
+    )
     _powers_of_two(plot.xaxis, octaves)
     plot.yaxis.set_major_formatter(lambda value, _: _si(value, "s"))
     _draw_break_even(plot, config)
     decides = {"arithmetic decides": {"lw": 4}, "memory decides": {"lw": 1.5, "ls": "--"}}
-    plot.legend(handles=[plot.plot([], [], color=INK, label=what, **style)[0] for what, style in decides.items()], frameon=False)
+    plot.legend(
+        handles=[plot.plot([], [], color=INK, label=what, **style)[0] for what, style in decides.items()],
+        frameon=False,
+    )
     detail = f"one layer's attention, {_count(rows, 'row')}, {held:,} tokens held before, {_dtype(device.itemsize)}"
     _title(plot, _change(config, device, rows, 2**octaves, held), detail)
     return _figure(plot)
@@ -170,7 +221,9 @@ def _axes(ax, size: tuple[float, float], columns: int = 1) -> list:
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
-        raise Unsupported("figures need matplotlib, which is not installed", "pip install mla-jax[plot]") from e
+        raise Unsupported(
+            "figures need matplotlib, which is not installed", "pip install mla-jax[plot]"
+        ) from e
     return list(Figure(figsize=size, dpi=110, layout="constrained").subplots(1, columns, squeeze=False)[0])
 
 
@@ -193,7 +246,13 @@ def _draw_map(ax, config: Config, device: Device, rows: int, octaves: tuple[int,
     news, prefixes = (_cells(n) for n in octaves)
     picked = [[pick_form(config, device, rows, new, prefix + new) for new in news] for prefix in prefixes]
     edges = [[2 ** (i / OCTAVE) for i in range(n * OCTAVE + 1)] for n in octaves]
-    tints = {"cmap": ListedColormap([STYLES[form][1] for form in forms]), "vmin": 0, "vmax": 1, "alpha": 0.4, "lw": 0}
+    tints = {
+        "cmap": ListedColormap([STYLES[form][1] for form in forms]),
+        "vmin": 0,
+        "vmax": 1,
+        "alpha": 0.4,
+        "lw": 0,
+    }
     ax.pcolormesh(*edges, [[[*forms].index(form) for form in line] for line in picked], **tints)
     high = len(prefixes) * 2 // 3
     for form, what in forms.items():
@@ -229,16 +288,31 @@ def _name_points(ax, device: Device, ridge: float, names: Mapping[str, str]):
     """Names the roof, and each marker at the first place around it that touches no text, no marker, no edge and no roof."""
     ax.axvline(ridge, color=INK, lw=0.8, ls=":", label="balance")
     style = {"textcoords": "offset points", "color": INK, "fontsize": 9, "in_layout": False}
-    ax.annotate(f"arithmetic {_si(device.flops, 'FLOP/s')}", (ax.get_xlim()[1], device.flops), (-4, 5), ha="right", **style)
+    ax.annotate(
+        f"arithmetic {_si(device.flops, 'FLOP/s')}",
+        (ax.get_xlim()[1], device.flops),
+        (-4, 5),
+        ha="right",
+        **style,
+    )
     ax.annotate(f"balance\n{ridge:.3g} FLOP/byte", (ridge, ax.get_ylim()[0]), (5, 6), **style)
     ax.figure.draw_without_rendering()  # lays the axes out, so that places on the page are known
-    markers = sorted((line for line in ax.lines if line.get_label() in names), key=lambda line: -line.get_xdata()[0])
-    taken = [text.get_window_extent() for text in ax.texts] + [line.get_window_extent().padded(8) for line in markers]
+    markers = sorted(
+        (line for line in ax.lines if line.get_label() in names), key=lambda line: -line.get_xdata()[0]
+    )
+    taken = [text.get_window_extent() for text in ax.texts] + [
+        line.get_window_extent().padded(8) for line in markers
+    ]
     for line in markers:
         point = line.get_xydata()[0]
         _label(ax, names[line.get_label()], [(point, offset) for offset in LABEL_PLACES], taken)
     slope = [ax.get_xlim()[0] * (ridge / ax.get_xlim()[0]) ** t for t in (0.5, 0.7, 0.3, 0.85, 0.15)]
-    _label(ax, f"memory {_si(device.bandwidth, 'B/s')}", [((x, x * device.bandwidth), (-9, 9)) for x in slope], taken)
+    _label(
+        ax,
+        f"memory {_si(device.bandwidth, 'B/s')}",
+        [((x, x * device.bandwidth), (-9, 9)) for x in slope],
+        taken,
+    )
 
 
 def _label(ax, text: str, places: Sequence[tuple], taken: list):
@@ -246,7 +320,9 @@ def _label(ax, text: str, places: Sequence[tuple], taken: list):
     style = {"textcoords": "offset points", "color": INK, "fontsize": 9, "in_layout": False}
     for left, (point, offset) in zip(range(len(places))[::-1], places, strict=True):
         sides = {"ha": "left" if offset[0] > 0 else "right", "va": "top" if offset[1] < 0 else "bottom"}
-        label = ax.annotate(text, point, offset, **sides, **style, bbox={"fc": "white", "ec": "none", "pad": 0.5})
+        label = ax.annotate(
+            text, point, offset, **sides, **style, bbox={"fc": "white", "ec": "none", "pad": 0.5}
+        )
         box = label.get_window_extent()
         if not left or _is_free(ax, box, taken):
             break

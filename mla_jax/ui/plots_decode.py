@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # of that palette, for what is no form
+# Of that palette, for what is no form
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 
 
 def experts_touched(
@@ -36,7 +37,9 @@ def experts_touched(
         weights = [expert * t / n for t, n in zip(touched, tokens, strict=True)]
         share.plot(tokens, [100 * t / experts for t in touched], color=color)
         read.plot(tokens, weights, color=color, label=f"{name}\n{chosen} of {experts}")
-        halves.append(next(n for n in itertools.count(1) if 2 * roofline.experts_touched(config, n) >= experts))
+        halves.append(
+            next(n for n in itertools.count(1) if 2 * roofline.experts_touched(config, n) >= experts)
+        )
         falls.append(weights[0] / weights[-1])
     for one in (share, read):
         _powers_of_two(one.xaxis, octaves)
@@ -67,8 +70,12 @@ def decode_floor(
     (plot,) = _axes(ax, size)
     rows = _whole(octaves)
     for color, length in zip(itertools.cycle(COLORS), held, strict=False):
-        plot.loglog(rows, [_ceiling(config, device, n, length) for n in rows], color=color, label=f"{length:,} held")
-    plot.loglog(rows, [_ceiling(config, device, n, 0) for n in rows], color=INK, lw=0.8, ls=":", label="weights alone")
+        plot.loglog(
+            rows, [_ceiling(config, device, n, length) for n in rows], color=color, label=f"{length:,} held"
+        )
+    plot.loglog(
+        rows, [_ceiling(config, device, n, 0) for n in rows], color=INK, lw=0.8, ls=":", label="weights alone"
+    )
     if measured:
         label = f"measured over {held[0]:,} (share of its line)"
         plot.plot([*measured], [*measured.values()], "X", color=INK, ms=9, mec="white", label=label)
@@ -81,14 +88,29 @@ def decode_floor(
     plot.legend(loc="upper left", frameon=False)
     one, many = (_ceiling(config, device, n, held[0]) for n in (1, 2**octaves))
     detail = f"bytes that a step must read at {_si(device.bandwidth, 'B/s')}, {_dtype(device.itemsize)}"
-    _title(plot, f"{device.name}: at most {one:,.0f} tokens/s for one row, {many:,.0f} for {2**octaves:,}", detail)
+    _title(
+        plot,
+        f"{device.name}: at most {one:,.0f} tokens/s for one row, {many:,.0f} for {2**octaves:,}",
+        detail,
+    )
     return _figure(plot)
 
 
 def _name_rate(plot, rows: int, rate: float, said: str):
     """Writes `said` at the foot of the figure, below all curves, with a thin line up to the point."""
-    place = {"xytext": (rows, 0.03), "textcoords": ("data", "axes fraction"), "ha": "left" if rows == 1 else "center"}
-    plot.annotate(said, (rows, rate), **place, fontsize=9, color=INK, arrowprops={"arrowstyle": "-", "color": INK, "lw": 0.6})
+    place = {
+        "xytext": (rows, 0.03),
+        "textcoords": ("data", "axes fraction"),
+        "ha": "left" if rows == 1 else "center",
+    }
+    plot.annotate(
+        said,
+        (rows, rate),
+        **place,
+        fontsize=9,
+        color=INK,
+        arrowprops={"arrowstyle": "-", "color": INK, "lw": 0.6},
+    )
 
 
 def _whole(octaves: int) -> list[int]:

@@ -32,10 +32,16 @@ def acceptance(
     for i, (color, (name, one)) in enumerate(zip(COLORS, stats.items(), strict=False)):
         asked = np.flatnonzero(one.drafted)
         shares = 100 * one.stood[asked] / one.drafted[asked]
-        middle, label = asked + 1 + (i + 0.5) * width - GROUP / 2, f"{name}: {one.tokens_a_pass:.2f} tokens a pass"
+        middle = asked + 1 + (i + 0.5) * width - GROUP / 2
+        label = f"{name}: {one.tokens_a_pass:.2f} tokens a pass"
         bars = plot.bar(middle, shares, 0.92 * width, color=color, label=label)
         plot.bar_label(bars, [f"{share:.0f}" for share in shares], padding=2, fontsize=9, color=INK)
-    plot.set(xticks=range(1, places + 1), xlabel="place behind the chosen token", ylabel="guesses that stood, %", ylim=(0, 109))
+    plot.set(
+        xticks=range(1, places + 1),
+        xlabel="place behind the chosen token",
+        ylabel="guesses that stood, %",
+        ylim=(0, 109),
+    )
     plot.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)
     best = max(stats, key=lambda name: stats[name].tokens_a_pass)
     title = f"{stats[best].tokens_a_pass:.2f} tokens a pass: {best}"
@@ -63,11 +69,19 @@ def expected_gain(
         gains[name] = [gain for gain, _ in best]
         plot.plot(rows, gains[name], "o-", color=color, ms=13, mec="white", label=name, clip_on=False)
         for count, (gain, guesses) in zip(rows, best, strict=True):
-            style = {"ha": "center", "va": "center_baseline", "fontsize": 8, "color": "white", "fontweight": "bold"}
+            style = {
+                "ha": "center",
+                "va": "center_baseline",
+                "fontsize": 8,
+                "color": "white",
+                "fontweight": "bold",
+            }
             plot.text(count, gain, str(guesses), **style)
     plot.axhline(1, color=INK, lw=0.8, ls=":", zorder=0)
     _powers_of_two(plot.xaxis, octaves)
-    plot.set(xlim=(0.85, 2**octaves * 1.18), xlabel="rows (sequences in the batch)", ylabel="tokens/s, times plain")
+    plot.set(
+        xlim=(0.85, 2**octaves * 1.18), xlabel="rows (sequences in the batch)", ylabel="tokens/s, times plain"
+    )
     plot.set_ylim(0.85, 1.08 * max(max(found) for found in gains.values()))
     plot.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)
     most = max(gains, key=lambda name: max(gains[name]))

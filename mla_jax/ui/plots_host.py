@@ -28,7 +28,9 @@ def parts_of_a_layer(
     shared = (config.n_shared_experts or 0) * weights
     routed = Cost(2 * tokens * chosen * weights, touched * expert_bytes)
     return {
-        "attention": roofline.step_cost(config, form, 1, tokens, held + tokens, device.itemsize).seconds(device),
+        "attention": roofline.step_cost(config, form, 1, tokens, held + tokens, device.itemsize).seconds(
+            device
+        ),
         "shared experts": Cost(2 * tokens * shared, device.itemsize * shared).seconds(device),
         "routed, from the device's memory": routed.seconds(device),
         "routed, copied over the link": routed.seconds(device._replace(bandwidth=host.link)),
@@ -66,7 +68,9 @@ def where(
     return _figure(plot)
 
 
-def crossover(config: Config, device: Device, host: HostRates, expert_bytes: float, most: int = 1 << 20) -> int:
+def crossover(
+    config: Config, device: Device, host: HostRates, expert_bytes: float, most: int = 1 << 20
+) -> int:
     """New tokens from which copying a layer's touched experts to the device is faster than the CPU; beyond `most` if never."""
 
     def copying_is_faster(n: int) -> bool:
@@ -91,7 +95,9 @@ def calls(
     (plot,) = _axes(ax, size)
     octaves = (max(max(times) for times in seconds.values()) - 1).bit_length()
     tokens, marks = _whole(octaves), []
-    for color, marker, (name, times) in zip(itertools.cycle(COLORS), itertools.cycle(MARKERS), seconds.items(), strict=False):
+    for color, marker, (name, times) in zip(
+        itertools.cycle(COLORS), itertools.cycle(MARKERS), seconds.items(), strict=False
+    ):
         expected = [host_seconds(config, rates[name], n, expert_bytes[name]) for n in tokens]
         plot.loglog(tokens, expected, color=color, lw=1.5, label=f"{name}, expected")
         marks += plot.plot([*times], [*times.values()], marker, color=color, ms=8, mec="white", label=name)
@@ -99,7 +105,9 @@ def calls(
     plot.set(xlim=(0.9, 2**octaves * 1.1), xlabel="tokens in the call", ylabel="time of a call")
     _time_ticks(plot)
     plot.legend(handles=marks, loc="best", frameon=False)
-    _title(plot, _gain(seconds), f"marks: measured; lines: expected from {_short(next(iter(rates.values())))}")
+    _title(
+        plot, _gain(seconds), f"marks: measured; lines: expected from {_short(next(iter(rates.values())))}"
+    )
     return _figure(plot)
 
 

@@ -30,10 +30,26 @@ def quality(
         kept, right = [100 * row["kept"] for row in found], [100 * row["all"] for row in found]
         below, above = ([100 * abs(row["all"] - row[end]) for row in found] for end in ("low", "high"))
         plot.errorbar(
-            kept, right, (below, above), fmt="o-", color=color, ms=6, mec="white", capsize=3, elinewidth=0.8, label=name
+            kept,
+            right,
+            (below, above),
+            fmt="o-",
+            color=color,
+            ms=6,
+            mec="white",
+            capsize=3,
+            elinewidth=0.8,
+            label=name,
         )
     plot.axhline(100 * full, color=INK, lw=0.8, ls=":", zorder=0)
-    plot.annotate("full attention", (1, 100 * full), (-2, 3), plot.get_yaxis_transform(), textcoords="offset points", ha="right")
+    plot.annotate(
+        "full attention",
+        (1, 100 * full),
+        (-2, 3),
+        plot.get_yaxis_transform(),
+        textcoords="offset points",
+        ha="right",
+    )
     plot.set(xlim=(0, None), ylim=(0, 109), xlabel="tokens that stay, %", ylabel="right answers, %")
     plot.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)
     best = max((row for found in lines.values() for row in found), key=lambda row: row["all"])
@@ -74,7 +90,12 @@ def attention_time(
     plot.minorticks_off()
     plot.set(xlabel="tokens that a row holds", ylabel="attention, ms a step")
     plot.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)
-    longest = {name: found[-1]["attention ms"] for name, found in lines.items() if found[-1]["held"] == ticks[-1]}
+    longest = {
+        name: found[-1]["attention ms"] for name, found in lines.items() if found[-1]["held"] == ticks[-1]
+    }
     least = min(longest, key=lambda name: longest[name])
-    _title(plot, f"{longest[least] / longest['full']:.0%} of full attention's time at {ticks[-1]:,} tokens: {least}")
+    _title(
+        plot,
+        f"{longest[least] / longest['full']:.0%} of full attention's time at {ticks[-1]:,} tokens: {least}",
+    )
     return _figure(plot)

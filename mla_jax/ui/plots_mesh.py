@@ -39,7 +39,9 @@ def decode_rates(
     return _figure(plot)
 
 
-def _draw_line(plot: "matplotlib.axes.Axes", rates: Mapping[int, float], name: str, color: str, number: int) -> None:
+def _draw_line(
+    plot: "matplotlib.axes.Axes", rates: Mapping[int, float], name: str, color: str, number: int
+) -> None:
     """A mesh's line, with its last rate; the first is the thickest, so that all show where they meet."""
     nested = {"lw": max(4 - number, 1), "ms": max(12 - 3 * number, 3), "mec": "white"}
     label = name if rates else f"{name}: does not fit"

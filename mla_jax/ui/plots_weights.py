@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 OURS, GGUF = ("s", 9, COLORS[0], "our formats"), ("o", 6, COLORS[1], "GGUF types")  # marker, size, colour
-NEAR = [("left", "center", 8, 0), ("right", "center", -8, 0), ("center", "bottom", 0, 7), ("center", "top", 0, -7)]
+NEAR = [
+    ("left", "center", 8, 0),
+    ("right", "center", -8, 0),
+    ("center", "bottom", 0, 7),
+    ("center", "top", 0, -7),
+]
 FAR = [("left", "bottom", 7, 5), ("right", "bottom", -7, 5), ("left", "top", 7, -5), ("right", "top", -7, -5)]
 
 
@@ -36,7 +41,15 @@ def rounded(
         plot.vlines(np.unique(values), row - 0.32, row + 0.32, color=color, lw=1)
         error = float(np.linalg.norm(values - weights) / np.linalg.norm(weights))
         said = f"{len(np.unique(values))} values" + (f"\nerror {_percent(error)}" if row else "")
-        plot.annotate(said, (1, row), (8, 0), xycoords=("axes fraction", "data"), **_WORDS, va="center", annotation_clip=False)
+        plot.annotate(
+            said,
+            (1, row),
+            (8, 0),
+            xycoords=("axes fraction", "data"),
+            **_WORDS,
+            va="center",
+            annotation_clip=False,
+        )
     plot.set_yticks(range(len(formats) + 1), ["float32", *formats])
     plot.invert_yaxis()
     plot.set(xlabel=f"the values of {weights.size} adjacent weights")
@@ -59,7 +72,13 @@ def errors(
     Rows have `format`, `bits`, `error` (a fraction) and `kl` (bits a token); zeros, which log scales lack, are left out."""
     panels, points = _axes(ax, size, 2), []
     for plot, field in zip(panels, ("error", "kl"), strict=True):
-        points.append({str(row["format"]): (float(row["bits"]), float(row[field])) for row in rows if float(row[field]) > 0})
+        points.append(
+            {
+                str(row["format"]): (float(row["bits"]), float(row[field]))
+                for row in rows
+                if float(row[field]) > 0
+            }
+        )
         _mark(plot, points[-1])
     panels[0].set(ylabel="relative error of the weights")
     panels[1].set(ylabel="KL, bits a token")
@@ -67,7 +86,10 @@ def errors(
     panels[0].legend(loc="upper right", frameon=False)
     worst = max(rows, key=lambda row: float(row["kl"]))
     _title(panels[0], _fall(points[0]))
-    _title(panels[1], f"{worst['format']} moves the next token's\ndistribution most: {float(worst['kl']):.2g} bits")
+    _title(
+        panels[1],
+        f"{worst['format']} moves the next token's\ndistribution most: {float(worst['kl']):.2g} bits",
+    )
     for plot, found in zip(panels, points, strict=True):
         _name_markers(plot, found)
     return _figure(*panels)
@@ -81,7 +103,11 @@ def sizes(
 ) -> "matplotlib.figure.Figure":
     """Bytes of a model in several formats, one bar a format, cut into the parts that `parts` names: {format: {part: bytes}}."""
     (plot,) = _axes(ax, size)
-    held = {name: sum(found.get(name, 0) for found in parts.values()) for found in parts.values() for name in found}
+    held = {
+        name: sum(found.get(name, 0) for found in parts.values())
+        for found in parts.values()
+        for name in found
+    }
     names = sorted(held, key=held.__getitem__, reverse=True)
     totals = [sum(found.values()) for found in parts.values()]
     left = np.zeros(len(parts))

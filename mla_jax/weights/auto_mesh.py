@@ -16,15 +16,26 @@ def choose(config: Config, count: int, fits: Callable[[Sizes], bool]) -> tuple[d
 
     Where none has it takes the one with most devices along `tensor`, on which each has the smallest part of the weights."""
     used = _usable(config, count)
-    idle = "" if used == count else f"; {count - used} of {count} devices have no equal part of {config.n_routed_experts} experts"
-    meshes = [{DATA: used // n, TENSOR: n} for n in range(1, used + 1) if used % n == 0 and config.num_attention_heads % n == 0]
+    idle = (
+        ""
+        if used == count
+        else f"; {count - used} of {count} devices have no equal part of {config.n_routed_experts} experts"
+    )
+    meshes = [
+        {DATA: used // n, TENSOR: n}
+        for n in range(1, used + 1)
+        if used % n == 0 and config.num_attention_heads % n == 0
+    ]
     if len(meshes) == 1:
         return meshes[0], f"mesh {shown_mesh(meshes[0])}: {_only(config, used)}{idle}"
     for sizes in meshes:
         if fits(sizes):
             return sizes, f"mesh {shown_mesh(sizes)}: {_why(sizes)}{idle}"
     sizes = meshes[-1]
-    return sizes, f"mesh {shown_mesh(sizes)}: nothing fits these devices; here each has the smallest part of the weights{idle}"
+    return (
+        sizes,
+        f"mesh {shown_mesh(sizes)}: nothing fits these devices; here each has the smallest part of the weights{idle}",
+    )
 
 
 def _usable(config: Config, count: int) -> int:

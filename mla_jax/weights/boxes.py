@@ -25,7 +25,9 @@ def box_shape(box: Box) -> Shape:
 
 def slices(box: Box, origin: Box | None = None) -> tuple[slice, ...]:
     """`box` as an index into an array that starts at `origin`."""
-    return tuple(slice(i - o, j - o) for (i, j), (o, _) in zip(box, origin or ((0, 0),) * len(box), strict=True))
+    return tuple(
+        slice(i - o, j - o) for (i, j), (o, _) in zip(box, origin or ((0, 0),) * len(box), strict=True)
+    )
 
 
 def common(a: Box, b: Box) -> Box | None:
@@ -65,7 +67,10 @@ def of_parts(format: str, shape: Shape, box: Box) -> list[Box]:
         (start, end), block = box[axis], sizes[axis]
         return (start, end) if size == shape[axis] else (start // block, -(-end // block))
 
-    return [tuple(along(*each) for each in enumerate(part.shape)) for part in qtensor.abstract(format, shape).parts]
+    return [
+        tuple(along(*each) for each in enumerate(part.shape))
+        for part in qtensor.abstract(format, shape).parts
+    ]
 
 
 def nbytes(format: str, shape: Shape, size: int, box: Box) -> int:

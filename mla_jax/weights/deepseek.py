@@ -76,7 +76,11 @@ class Joined:
         self.holders = {name: [part for part in parts if name in part.tensors] for name in names}
         faults = [fault for name in names if (fault := self._fault(name)) is not None]
         if faults:
-            raise BadFile("the parts are not those of one model", *shortened(faults), "fetch or convert all of them again")
+            raise BadFile(
+                "the parts are not those of one model",
+                *shortened(faults),
+                "fetch or convert all of them again",
+            )
         self.tensors: Mapping[str, TensorSpan] = {name: self._joined(name) for name in names}
         self.files = tuple(file for part in parts for file in part.files)
 
@@ -149,14 +153,24 @@ def _count(path: Path) -> int:
     found = {p.name: m for p in sorted(path.iterdir()) if (m := RANK_FILE.fullmatch(p.name))}
     counts = {int(m[2]) for m in found.values()}
     if len(counts) != 1:
-        raise BadFile(f"{path} holds parts of several conversions", *shortened(list(found)), "keep those of one")
+        raise BadFile(
+            f"{path} holds parts of several conversions", *shortened(list(found)), "keep those of one"
+        )
     (count,) = counts
     names = [_part_name(i, count) for i in range(min(count, MAX_PARTS))]
     missing = [name for name in names if name not in found]
     if missing:
-        raise BadFile(f"{path} lacks {len(missing)} of its {count} weight files", *shortened(missing), "fetch them again")
+        raise BadFile(
+            f"{path} lacks {len(missing)} of its {count} weight files",
+            *shortened(missing),
+            "fetch them again",
+        )
     if len(found) > count:
-        raise BadFile(f"{path} holds {len(found)} parts of {count}", *shortened(list(found)), "keep those of one conversion")
+        raise BadFile(
+            f"{path} holds {len(found)} parts of {count}",
+            *shortened(list(found)),
+            "keep those of one conversion",
+        )
     return count
 
 
@@ -204,9 +218,14 @@ _OTHERS = {"max_batch_size", "max_seq_len", "dtype", "scale_fmt"}
 def _config(path: Path) -> Config:
     file = path / "config.json"
     if not file.exists():
-        raise BadConfig(f"{path} has no config.json", "copy the released model's there, or inference/configs/config_*.json")
+        raise BadConfig(
+            f"{path} has no config.json",
+            "copy the released model's there, or inference/configs/config_*.json",
+        )
     found = read_json(file, 1 << 20, BadConfig)
-    return Config.from_hf(path) if "hidden_size" in found or "dim" not in found else Config.from_hf(to_hf(found))
+    return (
+        Config.from_hf(path) if "hidden_size" in found or "dim" not in found else Config.from_hf(to_hf(found))
+    )
 
 
 def to_hf(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,7 +233,9 @@ def to_hf(arguments: Mapping[str, Any]) -> dict[str, Any]:
     known = {theirs for theirs, _ in (*_ARGUMENTS.values(), *_YARN.values())} | _OTHERS
     unknown = [key for key in arguments if key not in known]
     if unknown:
-        raise BadConfig("config.json has arguments that the inference code does not know", *map(printable, unknown[:8]))
+        raise BadConfig(
+            "config.json has arguments that the inference code does not know", *map(printable, unknown[:8])
+        )
     hf = {ours: arguments.get(theirs, default) for ours, (theirs, default) in _ARGUMENTS.items()}
     yarn = {ours: arguments.get(theirs, default) for ours, (theirs, default) in _YARN.items()}
     hf |= _V3_ROUTING if hf["scoring_func"] == "sigmoid" else _V2_ROUTING
@@ -231,5 +252,7 @@ def _context(yarn: Mapping[str, Any]) -> int:
     """The longest context in tokens: YaRN's factor times the original one."""
     factor, original = yarn["factor"], yarn["original_max_position_embeddings"]
     if not all(isinstance(n, int | float) and 0 < n < 2**31 for n in (factor, original)):
-        raise BadConfig("config.json has no possible original_seq_len and rope_factor", f"found {original} and {factor}")
+        raise BadConfig(
+            "config.json has no possible original_seq_len and rope_factor", f"found {original} and {factor}"
+        )
     return int(factor * original)

@@ -12,7 +12,9 @@ ROOM = 8192  # tokens per sequence whose cache pushes experts off the device, if
 HELD = 1024  # tokens per sequence that steps are predicted for then
 
 
-def figures(checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None = None, batch: int = 1) -> Figures:
+def figures(
+    checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None = None, batch: int = 1
+) -> Figures:
     """For `batch` sequences of `context` tokens."""
     config, longest = checkpoint.config, checkpoint.config.max_position_embeddings
     everything = plan(checkpoint, context or min(ROOM, longest), batch)

@@ -39,18 +39,25 @@ Tensor = tuple[np.ndarray, ...]
 class Fill:
     """One reading of a checkpoint. Layers that the folder `kept` has are mapped and not read."""
 
-    def __init__(self, checkpoint: "Checkpoint", placement: Placement, progress: Progress, kept: PackedFolder | None):
+    def __init__(
+        self, checkpoint: "Checkpoint", placement: Placement, progress: Progress, kept: PackedFolder | None
+    ):
         self.checkpoint, self.placement, self.progress, self.kept = checkpoint, placement, progress, kept
         self.values, self.on_host = checkpoint.parameters(placement), checkpoint.on_host(placement)
         self.packed = {} if kept is None else self._mapped(kept)
-        self.stacks: dict[int, dict[str, Any]] = {}  # of layers on the host, until gate, up and down are there
+        # Of layers on the host, until gate, up and down are there
+        self.stacks: dict[int, dict[str, Any]] = {}
         self.finite: list[tuple[str, Array]] = []  # of each tensor that was read, by its name
         self.behind: deque[Array] = deque()  # of those that the device may not have taken yet
         self.read = 0
 
     def run(self) -> tuple[dict[str, Any], dict[int, Any]]:
         """Every parameter by path, on the device, and the packed experts by layer. Raises BadFile for NaN and infinity."""
-        sources = {path: source for path, source in self.checkpoint.sources.items() if self.on_host.get(path) not in self.packed}
+        sources = {
+            path: source
+            for path, source in self.checkpoint.sources.items()
+            if self.on_host.get(path) not in self.packed
+        }
         wanted = {path: self._pieces(path, source) for path, source in sources.items()}
         pieces = list(chain.from_iterable(wanted.values()))
         self.reached = list(accumulate(map(self.checkpoint.size, pieces)))
@@ -70,7 +77,9 @@ class Fill:
 
     def _parameter(self, path: str, source: names.Origin, tensors: Iterable[Tensor]) -> Any:
         """A parameter from its tensors; a stack of experts is filled in place, one expert after the other."""
-        sharding = SingleDeviceSharding(cpu_device() if path in self.on_host else self.checkpoint.devices.first)
+        sharding = SingleDeviceSharding(
+            cpu_device() if path in self.on_host else self.checkpoint.devices.first
+        )
         value, conversion = self.values[path], self._conversion(source)
         if source.stacked:
             value = empty(value, sharding)
@@ -124,7 +133,8 @@ class Fill:
 def ahead(source: Source, wanted: list[names.Piece]) -> Generator[Tensor, None, None]:
     """The pieces in their order, some read ahead."""
     with ThreadPoolExecutor(1) as pool:
-        queue, rest = [pool.submit(source.read, *piece) for piece in wanted[:IN_FLIGHT]], iter(wanted[IN_FLIGHT:])
+        queue = [pool.submit(source.read, *piece) for piece in wanted[:IN_FLIGHT]]
+        rest = iter(wanted[IN_FLIGHT:])
         while queue:
             ready = queue.pop(0).result()
             queue += [pool.submit(source.read, *piece) for piece in islice(rest, 1)]
@@ -165,4 +175,5 @@ def insert(
     """A stack with one more of its tensors, and whether all of that is finite."""
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stack)
     value, finite = place(parts, start, how=how, like=one)
-    return jax.tree.map(partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0), stack, value), finite
+    put = partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+    return jax.tree.map(put, stack, value), finite

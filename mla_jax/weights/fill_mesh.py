@@ -55,7 +55,11 @@ class Shares(NamedTuple):
         groups: dict[Share, list[int]] = {}
         for at in places:
             groups.setdefault(self.of[at], []).append(at)
-        found = ((source.pieces[share.first + i], share, group) for i in range(self.entries) for share, group in groups.items())
+        found = (
+            (source.pieces[share.first + i], share, group)
+            for i in range(self.entries)
+            for share, group in groups.items()
+        )
         return [(piece._replace(box=share.window), group) for piece, share, group in found]
 
 
@@ -72,7 +76,11 @@ def shares(checkpoint: "Checkpoint", path: str) -> Shares:
     assert kept is None or not isinstance(value, QTensor), "a packed parameter is cut between its blocks"
     most = tuple(map(max, zip(*map(boxes.box_shape, windows), strict=True)))
     found = [
-        Share(box[0][0] if source.stacked else 0, window, tuple(i - o for (i, _), (o, _) in zip(part, window, strict=True)))
+        Share(
+            box[0][0] if source.stacked else 0,
+            window,
+            tuple(i - o for (i, _), (o, _) in zip(part, window, strict=True)),
+        )
         for box, part, window in zip(own, of_tensor, windows, strict=True)
     ]
     entries = value.shape[0] // layout.parts(cuts[0]) if source.stacked else 1
@@ -125,7 +133,9 @@ class FillMesh(Fill):
             return super()._parameter(path, source, tensors)
         found, whole, tensors = shares(self.checkpoint, path), self.values[path], iter(tensors)
         layout, words = self.checkpoint.layout, self.checkpoint.words(path)
-        leaves, tree = jax.tree.flatten(layout.specs(words, whole), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        leaves, tree = jax.tree.flatten(
+            layout.specs(words, whole), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+        )
         how = {"how": found.how, "mesh": self.mesh, "specs": tuple(leaves)}
         start = None if found.how.kept is None else self._starts(found)
         queue = list(found.pieces(source, self.here))
@@ -134,7 +144,9 @@ class FillMesh(Fill):
             filled, sound = _place_all(parts, start, like=layout.local(words, whole), **how)
             self._heard(queue, sound)
             return jax.tree.unflatten(tree, filled)
-        value = jax.tree.map(empty, whole, jax.tree.unflatten(tree, [NamedSharding(self.mesh, spec) for spec in leaves]))
+        value = jax.tree.map(
+            empty, whole, jax.tree.unflatten(tree, [NamedSharding(self.mesh, spec) for spec in leaves])
+        )
         each = len(queue) // found.entries
         for i in range(found.entries):
             pieces = queue[i * each :][:each]
@@ -163,7 +175,9 @@ class FillMesh(Fill):
     def _joined(self, entries: dict[int, Array]) -> Array:
         """An array with an entry for each device of the mesh, of those of this process's devices."""
         shape = (self.mesh.devices.size, *next(iter(entries.values())).shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, NamedSharding(self.mesh, EACH), list(entries.values()))
+        return jax.make_array_from_single_device_arrays(
+            shape, NamedSharding(self.mesh, EACH), list(entries.values())
+        )
 
     def _heard(self, pieces: Pieces, sound: Array) -> None:
         """Whether each device's part is finite will be known."""
@@ -174,18 +188,26 @@ class FillMesh(Fill):
 
 def _part_shapes(how: Conversion) -> list[tuple[int, ...]]:
     """The shapes of what is read for one device."""
-    return [how.shape] if how.format in PLAIN else [part.shape for part in qtensor.abstract(how.format, how.shape).parts]
+    return (
+        [how.shape]
+        if how.format in PLAIN
+        else [part.shape for part in qtensor.abstract(how.format, how.shape).parts]
+    )
 
 
 @partial(jax.jit, static_argnames=("how", "like", "mesh", "specs"))
-def _place_all(parts: Any, start: Any, *, how: Conversion, like: Any, mesh: Mesh, specs: tuple) -> tuple[Any, Array]:
+def _place_all(
+    parts: Any, start: Any, *, how: Conversion, like: Any, mesh: Mesh, specs: tuple
+) -> tuple[Any, Array]:
     """As `place`, by each device for its own part: the arrays of a parameter, and a flag for each device."""
 
     def one(parts: Any, start: Any) -> tuple[Any, Array]:
         value, sound = place(*_own((parts, start)), how=how, like=like)
         return tuple(jax.tree.leaves(value)), sound[None]
 
-    return jax.shard_map(one, mesh=mesh, in_specs=(EACH, EACH), out_specs=(specs, EACH), check_vma=False)(parts, start)
+    return jax.shard_map(one, mesh=mesh, in_specs=(EACH, EACH), out_specs=(specs, EACH), check_vma=False)(
+        parts, start
+    )
 
 
 @partial(jax.jit, static_argnames=("how", "mesh", "specs"), donate_argnums=0)
@@ -201,7 +223,9 @@ def _insert_all(
         return value, sound[None]
 
     in_specs, out_specs = (of_stack, EACH, PartitionSpec(), EACH), (of_stack, EACH)
-    return jax.shard_map(one, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(stack, parts, index, start)
+    return jax.shard_map(one, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
+        stack, parts, index, start
+    )
 
 
 def _own(entries: Any) -> Any:

@@ -60,7 +60,11 @@ def open_gguf(path: str | Path) -> GGUFFile:
     for info in chain.from_iterable(header.tensors for header in headers):
         if info.name in tensors:
             where = f"{tensors[info.name].file.name} and {info.file.name}"
-            raise BadFile(f"{printable(info.name)} is in two parts", where, "the parts are not of one model; fetch them again")
+            raise BadFile(
+                f"{printable(info.name)} is in two parts",
+                where,
+                "the parts are not of one model; fetch them again",
+            )
         tensors[info.name] = info
     return GGUFFile(files[0], headers[0].metadata, tensors)
 
@@ -83,7 +87,9 @@ def _chosen(path: Path) -> Path:
         first.setdefault(part[1] + part[3] if part else name, name)
     if len(first) != 1:
         found = f"{path} holds {len(first)} GGUF models" if first else f"{path} holds no GGUF model"
-        raise BadFile(found, *shortened([printable(name) for name in sorted(first.values())]), "name the file to read")
+        raise BadFile(
+            found, *shortened([printable(name) for name in sorted(first.values())]), "name the file to read"
+        )
     return path / next(iter(first.values()))
 
 
@@ -97,7 +103,9 @@ def _parts(file: Path) -> list[Path]:
         raise BadFile(f"{printable(file.name)} is an impossible name", f"part {int(name[2])} of {total}")
     missing = [part.name for part in parts if not part.exists()]
     if missing:
-        raise BadFile(f"the model lacks {len(missing)} of its {total} parts", *shortened(missing), "fetch them again")
+        raise BadFile(
+            f"the model lacks {len(missing)} of its {total} parts", *shortened(missing), "fetch them again"
+        )
     return parts
 
 
@@ -105,7 +113,9 @@ def _refuse_unlike_parts(files: list[Path], headers: list[Header]):
     """Raises BadFile if the metadata of a part says that it belongs to another model or place."""
     tensors, faults = sum(len(header.tensors) for header in headers), []
     for i, (file, header) in enumerate(zip(files, headers, strict=True)):
-        faults += [f"{file.name}: {fault}" for fault in _split_faults(header.metadata, i, len(files), tensors)]
+        faults += [
+            f"{file.name}: {fault}" for fault in _split_faults(header.metadata, i, len(files), tensors)
+        ]
         unlike = _unlike_keys(header.metadata, headers[0].metadata)
         faults += [f"{file.name}: {printable(key)} is not what it is in {files[0].name}" for key in unlike]
     if faults:

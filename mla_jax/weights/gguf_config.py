@@ -28,7 +28,10 @@ _NEEDED = {
     "qk_rope_head_dim": "rope.dimension_count",
     "max_position_embeddings": "context_length",
 }
-_NEEDED_BY_EXPERTS = {"num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
+_NEEDED_BY_EXPERTS = {
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
 # keys that change the arithmetic -> the only value that is implemented
 _NEUTRAL = {
     "attention.indexer.top_k": 0,
@@ -42,7 +45,12 @@ _NEUTRAL = {
     "logit_scale": 0,
     "swiglu_clamp_exp": 0,
 }
-_IGNORED = {"attention.indexer.head_count", "attention.indexer.key_length", "rope.scaling.finetuned", "tensor_data_layout"}
+_IGNORED = {
+    "attention.indexer.head_count",
+    "attention.indexer.key_length",
+    "rope.scaling.finetuned",
+    "tensor_data_layout",
+}
 
 
 def config(metadata: Mapping[str, Any], tensors: Collection[str]) -> Config:
@@ -60,7 +68,11 @@ def to_hf(metadata: Mapping[str, Any], tensors: Collection[str]) -> tuple[dict[s
     hf |= _layers(keys) | _heads(keys, hf) | _vocabulary(keys)
     hf |= _rope(keys, hf)
     hf |= _experts(keys, hf)
-    hf |= {"hidden_act": "silu", "rope_interleave": True, "tie_word_embeddings": "output.weight" not in tensors}
+    hf |= {
+        "hidden_act": "silu",
+        "rope_interleave": True,
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
     hf["model_type"] = "deepseek_v2" if hf.get("scoring_func") == "softmax" else "deepseek_v3"
     keys.refuse()
     return hf, (*keys.notes, *keys.unknown())
@@ -103,10 +115,18 @@ class _Keys:
     def refuse(self):
         if self.faults:
             counted = f"{len(self.faults)} faults" if len(self.faults) > 1 else "1 fault"
-            raise BadConfig(f"the file's metadata describes no possible model ({counted})", *shortened(self.faults, 30))
-        others = [name for name, value in _NEUTRAL.items() if not _is(self.all.get(self.prefix + name, value), value)]
+            raise BadConfig(
+                f"the file's metadata describes no possible model ({counted})", *shortened(self.faults, 30)
+            )
+        others = [
+            name
+            for name, value in _NEUTRAL.items()
+            if not _is(self.all.get(self.prefix + name, value), value)
+        ]
         if others:
-            shown = [f"{self.prefix}{name} is {printable(str(self.all[self.prefix + name]))}" for name in others]
+            shown = [
+                f"{self.prefix}{name} is {printable(str(self.all[self.prefix + name]))}" for name in others
+            ]
             raise Unsupported("the model needs arithmetic that is not implemented", *shown)
 
     def unknown(self) -> Iterator[str]:
@@ -135,13 +155,23 @@ def _is(found: Any, value: float) -> bool:
     return isinstance(found, int | float | np.ndarray) and bool((np.asarray(found) == value).all())
 
 
-_WORDS = {int: "an integer", (int, float): "a number", bool: "a boolean", str: "a string", list: "a list of strings"}
+_WORDS = {
+    int: "an integer",
+    (int, float): "a number",
+    bool: "a boolean",
+    str: "a string",
+    list: "a list of strings",
+}
 
 
 def _refuse_architecture(found: Any):
     if isinstance(found, str) and found in _WAITING:
         raise Unsupported(f"architecture {found} is known but not supported", _WAITING[found])
-    shown = "the file names no general.architecture" if found is None else f"found architecture {printable(str(found))}"
+    shown = (
+        "the file names no general.architecture"
+        if found is None
+        else f"found architecture {printable(str(found))}"
+    )
     raise BadConfig("this is not a model that can be read from GGUF", shown, f"known: {ARCHITECTURE}")
 
 
@@ -165,8 +195,14 @@ def _heads(keys: _Keys, hf: Mapping[str, Any]) -> dict[str, Any]:
     if key is not None and rope is not None:
         nope = key - rope
         if nope <= 0:
-            keys.faults.append(f"{keys.prefix}attention.key_length is {key}, expected more than rope.dimension_count {rope}")
-    return {"qk_nope_head_dim": nope, "v_head_dim": value, "q_lora_rank": keys.integer("attention.q_lora_rank", None)}
+            keys.faults.append(
+                f"{keys.prefix}attention.key_length is {key}, expected more than rope.dimension_count {rope}"
+            )
+    return {
+        "qk_nope_head_dim": nope,
+        "v_head_dim": value,
+        "q_lora_rank": keys.integer("attention.q_lora_rank", None),
+    }
 
 
 def _expect_latent(keys: _Keys, hf: Mapping[str, Any], with_latent: bool):
@@ -186,7 +222,9 @@ def _vocabulary(keys: _Keys) -> dict[str, Any]:
     size = keys.integer("vocab_size", ... if tokens is None else len(tokens))
     if tokens is not None and size is not None and len(tokens) > size:
         keys.faults.append(f"{keys.prefix}vocab_size is {size:,}, tokenizer.ggml.tokens has {len(tokens):,}")
-    bos, *ends = (keys.integer(f"tokenizer.ggml.{name}_token_id", None) for name in ("bos", "eos", "eot", "eom"))
+    bos, *ends = (
+        keys.integer(f"tokenizer.ggml.{name}_token_id", None) for name in ("bos", "eos", "eot", "eom")
+    )
     eos = list(dict.fromkeys(end for end in ends if end is not None))
     return {"vocab_size": size, "bos_token_id": bos, "eos_token_id": eos}
 
@@ -201,7 +239,10 @@ def _rope(keys: _Keys, hf: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "none" or not factor:
         return found
     if kind not in ("linear", "yarn"):
-        raise Unsupported(f"{keys.prefix}rope.scaling.type {printable(kind)} is not implemented", "known: none, linear, yarn")
+        raise Unsupported(
+            f"{keys.prefix}rope.scaling.type {printable(kind)} is not implemented",
+            "known: none, linear, yarn",
+        )
     scaling = {"type": kind, "factor": factor, "original_max_position_embeddings": original}
     if kind == "yarn":
         scaling |= beta | _mscale(multiplier)
@@ -226,7 +267,9 @@ _BETA = {"beta_fast": 32.0, "beta_slow": 1.0}
 def _experts(keys: _Keys, hf: Mapping[str, Any]) -> dict[str, Any]:
     count, shared = keys.integer("expert_count", 0), keys.integer("expert_shared_count", 0)
     found = {"n_routed_experts": count or None, "n_shared_experts": shared or None, "moe_layer_freq": 1}
-    found |= {ours: keys.integer(theirs, ... if count else None) for ours, theirs in _NEEDED_BY_EXPERTS.items()}
+    found |= {
+        ours: keys.integer(theirs, ... if count else None) for ours, theirs in _NEEDED_BY_EXPERTS.items()
+    }
     found["first_k_dense_replace"] = keys.integer("leading_dense_block_count", 0)
     found["norm_topk_prob"] = keys.get("expert_weights_norm", bool, False)
     found["routed_scaling_factor"] = keys.number("expert_weights_scale", 0) or 1.0
@@ -259,7 +302,9 @@ def _groups(keys: _Keys, hf: Mapping[str, Any], experts: int) -> dict[str, Any]:
         name, config = release
         count, used = config.n_group, config.topk_group
         if (count or 1) > 1:
-            keys.notes.append(f"the file does not name the groups of experts; they are assumed to be those of {name}")
+            keys.notes.append(
+                f"the file does not name the groups of experts; they are assumed to be those of {name}"
+            )
     count = count or 1
     return {"n_group": count, "topk_group": used or count}
 

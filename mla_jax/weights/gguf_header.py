@@ -22,15 +22,29 @@ MAX_TENSORS = 100_000  # in one file
 MAX_KEYS = 10_000
 MAX_KEY = 65_535  # bytes; the format's own limit
 MAX_NAME = 512  # bytes
-MAX_ITEMS = 2_000_000  # strings and inner arrays in one header; the largest vocabularies have 900,000 tokens and merges
+# Strings and inner arrays in one header; the largest vocabularies have 900,000 tokens and merges
+MAX_ITEMS = 2_000_000
 MAX_DEPTH = 2  # arrays of arrays, no deeper
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
 VERSIONS = (2, 3)
 
 BOOL, STRING, ARRAY = 7, 8, 9
-NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<?", 10: "<u8", 11: "<i8", 12: "<f8"}
-_LEAST = {STRING: 8, ARRAY: 12} | {kind: np.dtype(number).itemsize for kind, number in NUMBERS.items()}  # least bytes of a value
+NUMBERS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "<?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+# Least bytes of a value
+_LEAST = {STRING: 8, ARRAY: 12} | {kind: np.dtype(number).itemsize for kind, number in NUMBERS.items()}
 
 
 class Type(NamedTuple):
@@ -49,7 +63,13 @@ def _plain(number: int, dtype: Any) -> Type:
 _BF16 = {"bfloat16": ml_dtypes.bfloat16}
 TENSOR_TYPES = (
     {name: _plain(number, _BF16.get(dtype, dtype)) for name, (number, dtype) in gguf_blocks.PLAIN.items()}
-    | {"F64": _plain(28, "f8"), "I8": _plain(24, "i1"), "I16": _plain(25, "i2"), "I32": _plain(26, "i4"), "I64": _plain(27, "i8")}
+    | {
+        "F64": _plain(28, "f8"),
+        "I8": _plain(24, "i1"),
+        "I16": _plain(25, "i2"),
+        "I32": _plain(26, "i4"),
+        "I64": _plain(27, "i8"),
+    }
     | {name: Type(t.id, t.values, t.bytes) for name, t in gguf_blocks.TYPES.items()}
 )
 _NAME_OF_TYPE = {t.id: name for name, t in TENSOR_TYPES.items()}
@@ -92,23 +112,34 @@ class _Cursor:
     def __init__(self, file: Path, stream: BinaryIO):
         status = os.fstat(stream.fileno())
         self.file, self.stream, self.subject, self.at, self.items = file, stream, "the header", 0, 0
-        self.size, self.stamp = status.st_size, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        self.size = status.st_size
+        self.stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
     def fail(self, finding: str, *details: str, at: int | None = None) -> NoReturn:
-        raise BadFile(f"{self.file.name}: {self.subject} {finding}", *details, f"at byte {self.at if at is None else at:,}")
+        raise BadFile(
+            f"{self.file.name}: {self.subject} {finding}",
+            *details,
+            f"at byte {self.at if at is None else at:,}",
+        )
 
     def room(self, count: int, each: int):
         """Raises BadFile unless the rest of the file has room for `count` values of at least `each` bytes."""
         left = self.size - self.at
         if count * each > left:
             wanted = f"{count:,} values of at least {each}" if each > 1 else f"{count:,}"
-            self.fail("is cut short", f"it needs {wanted} bytes, the file has {left:,} left", "fetch that file again")
+            self.fail(
+                "is cut short",
+                f"it needs {wanted} bytes, the file has {left:,} left",
+                "fetch that file again",
+            )
 
     def more(self, items: int):
         """Raises BadFile if the header has too many items with these."""
         self.items += items
         if self.items > MAX_ITEMS:
-            self.fail("has too many items", f"found {items:,}, the limit is {MAX_ITEMS:,} in all of the header")
+            self.fail(
+                "has too many items", f"found {items:,}, the limit is {MAX_ITEMS:,} in all of the header"
+            )
 
     def take(self, size: int) -> bytes:
         self.room(size, 1)
@@ -148,7 +179,9 @@ def _header(cursor: _Cursor) -> Header:
     entries = _entries(cursor, tensors)
     start = _aligned(cursor.at, alignment)
     infos = [
-        TensorInfo(name, entry.shape, entry.type, cursor.file, start + entry.offset, entry.nbytes, cursor.stamp)
+        TensorInfo(
+            name, entry.shape, entry.type, cursor.file, start + entry.offset, entry.nbytes, cursor.stamp
+        )
         for name, entry in entries.items()
     ]
     _refuse_unaligned(cursor, infos, start, alignment)
@@ -179,20 +212,32 @@ def _refuse_count(cursor: _Cursor, found: int, most: int, least: int, what: str)
 def _refuse_magic(cursor: _Cursor, magic: bytes) -> NoReturn:
     name = cursor.file.name
     if magic == b"FUGG":
-        raise BadFile(f"{name} is byte-swapped", "it begins with FUGG, expected GGUF", "fetch a little-endian file")
+        raise BadFile(
+            f"{name} is byte-swapped", "it begins with FUGG, expected GGUF", "fetch a little-endian file"
+        )
     if magic == b"vers" and cursor.size < 1024:
         raise BadFile(f"{name} is a pointer of Git LFS, not the model", "fetch the file itself: git lfs pull")
-    raise BadFile(f"{name} is not a GGUF file", f"it begins with {printable(magic.decode('latin-1'))}, expected GGUF")
+    raise BadFile(
+        f"{name} is not a GGUF file", f"it begins with {printable(magic.decode('latin-1'))}, expected GGUF"
+    )
 
 
 def _refuse_version(cursor: _Cursor, version: int) -> NoReturn:
     name, known = cursor.file.name, " and ".join(map(str, VERSIONS))
     if int.from_bytes(version.to_bytes(4, "little"), "big") in (1, *VERSIONS):
-        raise BadFile(f"{name} is a big-endian file", f"known: little-endian GGUF of versions {known}", "fetch that instead")
+        raise BadFile(
+            f"{name} is a big-endian file",
+            f"known: little-endian GGUF of versions {known}",
+            "fetch that instead",
+        )
     if version == 1:
-        raise BadFile(f"{name} is GGUF of version 1, which is outdated", f"known: {known}", "convert the model again")
+        raise BadFile(
+            f"{name} is GGUF of version 1, which is outdated", f"known: {known}", "convert the model again"
+        )
     if version > max(VERSIONS):
-        raise BadFile(f"{name} is GGUF of version {version:,}", f"known: {known}", "this program may be too old for it")
+        raise BadFile(
+            f"{name} is GGUF of version {version:,}", f"known: {known}", "this program may be too old for it"
+        )
     raise BadFile(f"{name} is GGUF of version {version}, which does not exist", f"known: {known}")
 
 
@@ -224,7 +269,9 @@ def _value(cursor: _Cursor, kind: int, depth: int) -> Any:
         cursor.fail("is nested too deeply", f"arrays may hold arrays, {MAX_DEPTH} deep at most")
     kind, count = cursor.number("<I"), cursor.number("<Q")
     if kind not in _LEAST:
-        cursor.fail("has an unknown type", f"found an array of type {kind:,}, known: 0 to 12", at=cursor.at - 12)
+        cursor.fail(
+            "has an unknown type", f"found an array of type {kind:,}, known: 0 to 12", at=cursor.at - 12
+        )
     cursor.room(count, _LEAST[kind])
     if kind in NUMBERS:
         return _numbers(cursor, kind, count)
@@ -236,7 +283,9 @@ def _numbers(cursor: _Cursor, kind: int, count: int) -> np.ndarray:
     start, dtype = cursor.at, np.dtype(NUMBERS[kind])
     data = np.frombuffer(cursor.take(count * dtype.itemsize), np.uint8 if kind == BOOL else dtype)
     if kind == BOOL and count and data.max() > 1:
-        cursor.fail("holds a boolean that is neither 0 nor 1", f"found {data.max()}", at=start + int(data.argmax()))
+        cursor.fail(
+            "holds a boolean that is neither 0 nor 1", f"found {data.max()}", at=start + int(data.argmax())
+        )
     return data.astype(dtype, copy=False)
 
 
@@ -279,7 +328,10 @@ def _entry(cursor: _Cursor) -> _Entry:
     name = _NAME_OF_TYPE[number]
     kind = TENSOR_TYPES[name]
     if shape[-1] % kind.values:
-        cursor.fail("has an impossible shape", f"found {list(shape)}, but {name} comes in blocks of {kind.values} values")
+        cursor.fail(
+            "has an impossible shape",
+            f"found {list(shape)}, but {name} comes in blocks of {kind.values} values",
+        )
     return _Entry(shape, name, offset, prod(shape) // kind.values * kind.bytes)
 
 
@@ -287,7 +339,9 @@ def _shape(cursor: _Cursor) -> tuple[int, ...]:
     """A tensor's shape in numpy's order: the file lists the fastest axis first."""
     dimensions = cursor.number("<I")
     if not 1 <= dimensions <= MAX_DIMENSIONS:
-        cursor.fail("has an impossible shape", f"found {dimensions:,} dimensions, expected 1 to {MAX_DIMENSIONS}")
+        cursor.fail(
+            "has an impossible shape", f"found {dimensions:,} dimensions, expected 1 to {MAX_DIMENSIONS}"
+        )
     shape = tuple(cursor.number("<Q") for _ in range(dimensions))[::-1]
     if not all(0 < n < 1 << 63 for n in shape):
         cursor.fail("has an impossible shape", f"found {list(shape)}, expected positive numbers")
@@ -306,7 +360,11 @@ def _refuse_unaligned(cursor: _Cursor, infos: list[TensorInfo], start: int, alig
             cursor.fail("is not aligned", f"its offset is {offset:,}, expected a multiple of {alignment}")
         if info.offset + info.nbytes > cursor.size:
             needs = f"it takes {info.nbytes:,} bytes from {info.offset:,}, the file has {cursor.size:,}"
-            cursor.fail("reaches beyond the end of the file", needs, "the download stopped early, or the header is damaged")
+            cursor.fail(
+                "reaches beyond the end of the file",
+                needs,
+                "the download stopped early, or the header is damaged",
+            )
 
 
 def _refuse_gaps(cursor: _Cursor, infos: list[TensorInfo], start: int, alignment: int):

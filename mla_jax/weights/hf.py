@@ -61,7 +61,9 @@ class Safetensors:
         weight, entry = self.raw.read(name, index, box), self.tensors[name]
         if entry.format == self.raw.tensors[name].dtype:
             return (weight,)
-        return weight, self._scales(name, self.scale_of(name), box and boxes.of_parts(entry.format, entry.shape, box)[1])
+        return weight, self._scales(
+            name, self.scale_of(name), box and boxes.of_parts(entry.format, entry.shape, box)[1]
+        )
 
     def close(self) -> None:
         self.raw.close()
@@ -69,7 +71,10 @@ class Safetensors:
     def _scales(self, name: str, scale: str, box: Box | None) -> np.ndarray:
         found = self.raw.read(scale, None, box).astype(np.float32)
         if not (np.isfinite(found) & (found > 0)).all():
-            raise BadFile(f"{printable(scale)} holds a scale that is not positive and finite", f"it scales {printable(name)}")
+            raise BadFile(
+                f"{printable(scale)} holds a scale that is not positive and finite",
+                f"it scales {printable(name)}",
+            )
         return found
 
 
@@ -79,14 +84,20 @@ def open_hf(path: Path) -> Safetensors:
     return Safetensors("safetensors", open_folder(path), config, HF, lambda name: name + SCALE)
 
 
-def _entry(name: str, tensor: TensorSpan, scale: TensorSpan | None, scale_name: str, block: tuple[int, int]) -> Entry:
+def _entry(
+    name: str, tensor: TensorSpan, scale: TensorSpan | None, scale_name: str, block: tuple[int, int]
+) -> Entry:
     """A tensor with its scales, if any; raises BadFile for FP8 without scales, scales without FP8, a wrong number of scales."""
     if scale is None:
         if tensor.dtype == FP8:
-            raise BadFile(f"{printable(name)} is FP8 without scales", f"expected a tensor {printable(scale_name)}")
+            raise BadFile(
+                f"{printable(name)} is FP8 without scales", f"expected a tensor {printable(scale_name)}"
+            )
         return Entry(tensor.dtype, tensor.shape, tensor.size)
     if tensor.dtype != FP8:
-        raise BadFile(f"{printable(scale_name)} scales a weight that is not FP8", f"{printable(name)} is {tensor.dtype}")
+        raise BadFile(
+            f"{printable(scale_name)} scales a weight that is not FP8", f"{printable(name)} is {tensor.dtype}"
+        )
     expected = tuple(-(-n // b) for n, b in zip(tensor.shape, block, strict=False))
     if len(tensor.shape) != 2 or scale.shape != expected or scale.dtype not in SCALES:
         needed = f"{list(tensor.shape)} in blocks of {list(block)} needs {list(expected)} scales"

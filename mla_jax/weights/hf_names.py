@@ -47,7 +47,8 @@ MODEL_RULES = (
     NameRule("head", "lm_head.weight", "vocab model"),
 )
 SCALE = "_scale_inv"  # suffix of the names of FP8 scales
-LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")  # quantised by FP8 checkpoints
+# Quantised by FP8 checkpoints
+LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")
 
 
 def needless(name: str, config: Config, found: Container[str]) -> bool:

@@ -68,7 +68,8 @@ class Checkpoint:
         self.sources = table.resolve(self.slots, self.config, present)
         self.stored = {path: self.format_of(source) for path, source in self.sources.items()}
         self.experts = self._experts()
-        self.placed: dict[int, Sequence[int]] = {}  # which expert each slot has, of layers with copies of some
+        # Which expert each slot has, of layers with copies of some
+        self.placed: dict[int, Sequence[int]] = {}
         self._lay_out(devices)
 
     def _build(self, mtp: bool) -> None:
@@ -129,7 +130,9 @@ class Checkpoint:
 
     def _packs(self, path: str) -> bool:
         """Whether a parameter stays as packed as it is stored."""
-        return self.asked is None and self.slots[path].get_metadata()["packs"] and self.stored[path] not in PLAIN
+        return (
+            self.asked is None and self.slots[path].get_metadata()["packs"] and self.stored[path] not in PLAIN
+        )
 
     def _takes_reordered(self, path: str) -> bool:
         """Whether a kernel takes one device's part. What can be cut only as it is stored is cut, and not reordered."""
@@ -145,8 +148,12 @@ class Checkpoint:
     def expert_layers(self, precision: str | None = None) -> tuple[ExpertLayer, ...]:
         """Each layer with routed experts, and how it is packed on the host, in `precision` or as it is stored."""
         on_device = self.local(ON_DEVICE)
-        sizes = {n: sum(_nbytes(on_device[path]) for path in paths.values()) for n, paths in self.experts.items()}
-        return tuple(ExpertLayer(number, size, self.packing(number, precision)) for number, size in sizes.items())
+        sizes = {
+            n: sum(_nbytes(on_device[path]) for path in paths.values()) for n, paths in self.experts.items()
+        }
+        return tuple(
+            ExpertLayer(number, size, self.packing(number, precision)) for number, size in sizes.items()
+        )
 
     def packing(self, layer: int, precision: str | None = None) -> Packing:
         """Sizes and number formats of a layer's experts once they are packed for the host."""
@@ -166,12 +173,17 @@ class Checkpoint:
     def parameters(self, placement: Placement = ON_DEVICE) -> dict[str, Any]:
         """What each parameter is read as, on the devices or, before it is packed, on the host: whole shapes only."""
         on_host = self.on_host(placement)
-        return {path: self._packable(path) if path in on_host else self.on_device(path) for path in self.slots}
+        return {
+            path: self._packable(path) if path in on_host else self.on_device(path) for path in self.slots
+        }
 
     def local(self, placement: Placement = ON_DEVICE) -> dict[str, Any]:
         """The same, with one device's part of what is on the devices."""
         found, on_host = self.parameters(placement), self.on_host(placement)
-        return {path: value if path in on_host else self.layout.local(self.words(path), value) for path, value in found.items()}
+        return {
+            path: value if path in on_host else self.layout.local(self.words(path), value)
+            for path, value in found.items()
+        }
 
     def size(self, piece: names.Piece) -> int:
         """The bytes of what is read at once."""
@@ -188,7 +200,9 @@ class Checkpoint:
             first = source.pieces[0]  # of a stack all are alike
             pieces = [first]
             if self.layout.devices > 1 and path not in on_host:
-                pieces = [first._replace(box=window) for window in {share.window for share in shares(self, path).of}]
+                pieces = [
+                    first._replace(box=window) for window in {share.window for share in shares(self, path).of}
+                ]
             largest = max(largest, *map(self.size, pieces))
         return largest
 
@@ -228,7 +242,9 @@ class Checkpoint:
 
     def _replica_bytes(self, placement: Placement) -> int:
         replicas = placement.replicated.items()
-        return sum(len(ids) * replica_bytes(self.packing(n, placement.precision), self.dtype) for n, ids in replicas)
+        return sum(
+            len(ids) * replica_bytes(self.packing(n, placement.precision), self.dtype) for n, ids in replicas
+        )
 
     def model(self, placement: Placement = ON_DEVICE) -> Transformer:
         """The model as one device has it, without its weights: parameters have shapes only."""
@@ -237,13 +253,22 @@ class Checkpoint:
             packing, ids = self.packing(number, placement.precision), placement.replicated.get(number)
             replicas = replica_shapes(packing, ids, self.dtype) if ids else None
             layers[number] = HostExperts(packing, replicas)
-        shapes = {number: jax.ShapeDtypeStruct(places.shape, places.dtype) for number, places in self._places().items()}
+        shapes = {
+            number: jax.ShapeDtypeStruct(places.shape, places.dtype)
+            for number, places in self._places().items()
+        }
         return self._merged(self.local(placement), layers, placement, shapes)
 
-    def load(self, placement: Placement = ON_DEVICE, progress: Progress | None = None, folder: Path | None = None) -> Transformer:
+    def load(
+        self, placement: Placement = ON_DEVICE, progress: Progress | None = None, folder: Path | None = None
+    ) -> Transformer:
         """The model with its weights, on the devices; `folder` keeps packed experts, which the next start maps."""
         try:
-            kept = PackedFolder(folder, self._made_of(placement)) if folder is not None and placement.host else None
+            kept = (
+                PackedFolder(folder, self._made_of(placement))
+                if folder is not None and placement.host
+                else None
+            )
             fill = FillMesh if self.layout.devices > 1 else Fill
             values, packed = fill(self, placement, progress or (lambda done, total: None), kept).run()
         finally:
@@ -251,7 +276,9 @@ class Checkpoint:
         layers = {}
         for number, layer in packed.items():
             ids = placement.replicated.get(number)
-            layers[number] = HostExperts(layer, replicate(layer, ids, self.dtype, self.devices.first) if ids else None)
+            layers[number] = HostExperts(
+                layer, replicate(layer, ids, self.dtype, self.devices.first) if ids else None
+            )
         replicated = {number: self.devices.put(places) for number, places in self._places().items()}
         return self._merged(values, layers, placement, replicated)
 

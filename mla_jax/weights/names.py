@@ -126,7 +126,9 @@ class Table:
         if layer := re.search(r"\.(\d+)\.", path):
             pattern = path.replace(layer[0], ".{l}.", 1)
             number = int(layer[1]) + (config.num_hidden_layers if path.startswith("mtp.") else 0)
-        return [_origin(rule, number, config, self.cuts_stacks) for rule in self.rules if rule.ours == pattern]
+        return [
+            _origin(rule, number, config, self.cuts_stacks) for rule in self.rules if rule.ours == pattern
+        ]
 
     def resolve(self, paths: Iterable[str], config: Config, present: Mapping[str, Any]) -> dict[str, Origin]:
         """The origin of every path; raises `error` with all tensors that are missing, unused, or of the wrong shape."""
@@ -137,7 +139,9 @@ class Table:
             for name in origin.names:
                 faults.update(dict.fromkeys(self._shape_faults(name, origin, config, present)))
         if faults:
-            raise self.error(f"tensors have other shapes than {self.described} says", *shortened(list(faults)))
+            raise self.error(
+                f"tensors have other shapes than {self.described} says", *shortened(list(faults))
+            )
         return origins
 
     def refuse_other_counts(self, config: Config, present: Mapping[str, Any]):
@@ -145,11 +149,19 @@ class Table:
         layers, experts = _matched(self.layer, present), _matched(self.expert, present)
         faults = []
         if len(layers) < config.num_hidden_layers:
-            faults.append(f"num_hidden_layers is {config.num_hidden_layers}, {_shown(self.layer)} has {len(layers)}")
+            faults.append(
+                f"num_hidden_layers is {config.num_hidden_layers}, {_shown(self.layer)} has {len(layers)}"
+            )
         if experts and len(experts) < (config.n_routed_experts or 0):
-            faults.append(f"n_routed_experts is {config.n_routed_experts}, {_shown(self.expert)} has {len(experts)}")
+            faults.append(
+                f"n_routed_experts is {config.n_routed_experts}, {_shown(self.expert)} has {len(experts)}"
+            )
         if faults:
-            raise self.error(f"the tensors do not fit the model that {self.described} describes", *faults, _counted(present))
+            raise self.error(
+                f"the tensors do not fit the model that {self.described} describes",
+                *faults,
+                _counted(present),
+            )
 
     def has_mtp(self, config: Config, present: Mapping[str, Any]) -> bool:
         """Whether the checkpoint holds the MTP layers that the config announces; transformers saves without them."""
@@ -177,9 +189,13 @@ class Table:
         found = expected.keys() & present.keys()
         unused = [name for name in present if name not in found and not self.needless(name, config, found)]
         if missing or unused:
-            raise self.error(f"the tensors do not fit the model that {self.described} describes", *_listed(missing, unused))
+            raise self.error(
+                f"the tensors do not fit the model that {self.described} describes", *_listed(missing, unused)
+            )
 
-    def _shape_faults(self, name: str, origin: Origin, config: Config, present: Mapping[str, Any]) -> Iterable[str]:
+    def _shape_faults(
+        self, name: str, origin: Origin, config: Config, present: Mapping[str, Any]
+    ) -> Iterable[str]:
         found, expected = tuple(present[name].shape), axes.shape(config, origin.axes)
         if found == expected:
             return

@@ -30,7 +30,9 @@ class FromGGUF:
         self.file = open_gguf(path)
         self.path, self.metadata = self.file.path, self.file.metadata
         self.config = gguf_config.config(self.file.metadata, self.file.tensors)
-        self.tensors: Mapping[str, Entry] = {n: Entry(t.type, t.shape, t.nbytes) for n, t in self.file.tensors.items()}
+        self.tensors: Mapping[str, Entry] = {
+            n: Entry(t.type, t.shape, t.nbytes) for n, t in self.file.tensors.items()
+        }
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -55,8 +57,12 @@ class FromStore:
         self.scales = self.store.metadata.get("scales", "F32")
         copies = self.store.metadata.get("copies", {})
         if self.scales not in SCALES or not isinstance(copies, dict):
-            raise BadFile(f"{path / MANIFEST} has invalid metadata", f"scales are {printable(str(self.scales))}", AGAIN)
-        self.tensors: Mapping[str, Entry] = {n: Entry(t.format, t.shape, t.nbytes) for n, t in self.store.tensors.items()}
+            raise BadFile(
+                f"{path / MANIFEST} has invalid metadata", f"scales are {printable(str(self.scales))}", AGAIN
+            )
+        self.tensors: Mapping[str, Entry] = {
+            n: Entry(t.format, t.shape, t.nbytes) for n, t in self.store.tensors.items()
+        }
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -37,7 +37,9 @@ class StoredPart:
     def chunks(self, tensor: str, number: int) -> list["StoredChunk"]:
         """The chunks of this part, which is part `number` of `tensor`."""
         boxes = enumerate(zip(grid(self.shape, self.chunk), self.checksums, strict=True))
-        return [StoredChunk(f"{tensor}.{number}.{i}", self.dtype, box, checksum) for i, (box, checksum) in boxes]
+        return [
+            StoredChunk(f"{tensor}.{number}.{i}", self.dtype, box, checksum) for i, (box, checksum) in boxes
+        ]
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,11 @@ def read_manifest(folder: Path) -> tuple[bool, dict, dict[str, StoredTensor]]:
     found = read_json(file, MAX_MANIFEST)
     version = found.get("version")
     if isinstance(version, int) and version > VERSION:
-        raise BadFile(f"{folder} has version {version} of its format", f"known are versions up to {VERSION}", "update mla-jax")
+        raise BadFile(
+            f"{folder} has version {version} of its format",
+            f"known are versions up to {VERSION}",
+            "update mla-jax",
+        )
     fields = {"complete": bool, "metadata": dict, "tensors": dict}
     sound = all(isinstance(found.get(key), kind) for key, kind in fields.items())
     if not sound or (found.get("kind"), version) != (KIND, VERSION):
@@ -112,7 +118,9 @@ def _checked(file: Path, name: str, raw: Any) -> StoredTensor:
     except (KeyError, TypeError, ValueError):
         sound = False
     if not sound:
-        raise BadFile(f"{file} has an invalid entry for {printable(name)}", f"found {printable(str(raw), 200)}", AGAIN)
+        raise BadFile(
+            f"{file} has an invalid entry for {printable(name)}", f"found {printable(str(raw), 200)}", AGAIN
+        )
     return tensor
 
 
@@ -124,7 +132,9 @@ def _is_sound(name: str, tensor: StoredTensor) -> bool:
     """Whether types, sizes and counts are possible and fit together; may raise what comparing strange values raises."""
     if not isinstance(tensor.format, str) or type(tensor.step) is not int or tensor.step < 0:
         return False
-    if not _are_sizes(tensor.shape) or not all(_are_sizes((*part.shape, *part.chunk)) for part in tensor.parts):
+    if not _are_sizes(tensor.shape) or not all(
+        _are_sizes((*part.shape, *part.chunk)) for part in tensor.parts
+    ):
         return False
     if [(part.dtype, part.shape) for part in tensor.parts] != part_specs(name, tensor.format, tensor.shape):
         return False

@@ -10,7 +10,8 @@ from mla_jax.weights.names import NameRule, Origin, Table, key_half, layered, va
 _KEPT = tuple(
     NameRule(r.ours, r.ours, "experts " + r.axes if "{x}" in r.theirs else r.axes)
     for r in LAYER_RULES
-    if not r.ours.startswith(("attn.uk", "attn.uv")) and len(r.axes.split()) < 3  # rules of stacked experts are left out
+    # Rules of stacked experts are left out
+    if not r.ours.startswith(("attn.uk", "attn.uv")) and len(r.axes.split()) < 3
 )
 _UP = (
     NameRule("attn.uk", "attn.kv_b_proj", "heads*up kv_rank", key_half),
@@ -42,5 +43,7 @@ def stored(path: str, source: Origin, config: Config) -> tuple[str, tuple[str, .
         wanted = "attn.v_b"
     else:
         wanted = ""  # the only candidate
-    found = next(candidate for candidate in STORE.candidates(path, config) if candidate.names[0].endswith(wanted))
+    found = next(
+        candidate for candidate in STORE.candidates(path, config) if candidate.names[0].endswith(wanted)
+    )
     return found.names[0], found.axes

@@ -52,7 +52,8 @@ from mla_jax.weights.orbax_manifest import (
 )
 from mla_jax.weights.safetensors import DTYPES
 
-MAX_CHUNK = 30 << 20  # bytes of a chunk that no mesh cuts smaller; glibc maps 32 MiB and more anew each time, at half the rate
+# Bytes of a chunk that no mesh cuts smaller; glibc maps 32 MiB and more anew each time, at half the rate
+MAX_CHUNK = 30 << 20
 COPIED = 3 * MAX_CHUNK  # bytes that Orbax may hold in copies
 BATCH = 256 << 20  # bytes that one call of Orbax reads
 NOISE = (
@@ -82,7 +83,9 @@ class Writer:
     with other metadata raises BadFile. `shards` gives, for a part (tensor's name, number, shape), how many devices share each
     axis. Two writers at once would corrupt the folder: the caller must keep the second out."""
 
-    def __init__(self, folder: Path, metadata: dict, shards: Callable[[str, int, Shape], Shape] | None = None):
+    def __init__(
+        self, folder: Path, metadata: dict, shards: Callable[[str, int, Shape], Shape] | None = None
+    ):
         self.folder = Path(os.path.abspath(folder))
         self.partial = self.folder.with_name(self.folder.name + ".partial")
         self.metadata = json.loads(json.dumps(metadata, allow_nan=False))
@@ -98,7 +101,9 @@ class Writer:
     def save(self, tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
         """Stores one step durably: a power cut after the return loses nothing. Copies only chunks that are cut along columns."""
         if repeated := sorted(self.tensors.keys() & tensors.keys()):
-            raise BadFile(f"{self.partial} holds these already", *shortened([printable(name) for name in repeated]))
+            raise BadFile(
+                f"{self.partial} holds these already", *shortened([printable(name) for name in repeated])
+            )
         step = 1 + max((entry.step for entry in self.tensors.values()), default=-1)
         entries, leaves = {}, {}
         for name, tensor in tensors.items():
@@ -123,10 +128,14 @@ class Writer:
             os.sync()
 
     def _refuse_other_metadata(self, recorded: Mapping[str, Any]) -> None:
-        differing = [key for key in {**recorded, **self.metadata} if recorded.get(key) != self.metadata.get(key)]
+        differing = [
+            key for key in {**recorded, **self.metadata} if recorded.get(key) != self.metadata.get(key)
+        ]
         if differing:
             what = "what differs: " + ", ".join(map(printable, shortened(differing)))
-            raise BadFile(f"{self.partial} was begun from something else", what, "go on from that, or delete it")
+            raise BadFile(
+                f"{self.partial} was begun from something else", what, "go on from that, or delete it"
+            )
 
     def _cut(self, name: str, tensor: Tensor, step: int) -> tuple[StoredTensor, dict[str, np.ndarray]]:
         """A tensor's entry in the manifest, and its chunks by leaf."""
@@ -134,7 +143,9 @@ class Writer:
         expected = part_specs(name, tensor.format, tensor.shape)
         if found != expected:
             raise BadFile(
-                f"{name} is not {tensor.format} of shape {list(tensor.shape)}", f"found {found}", f"expected {expected}"
+                f"{name} is not {tensor.format} of shape {list(tensor.shape)}",
+                f"found {found}",
+                f"expected {expected}",
             )
         parts, leaves = [], {}
         for number, part in enumerate(tensor.parts):
@@ -147,7 +158,13 @@ class Writer:
     def _record(self, tensors: Mapping[str, StoredTensor], complete: bool) -> None:
         """Replaces the manifest, after everything that it lists is on disk."""
         described = {name: asdict(entry) for name, entry in tensors.items()}
-        manifest = {"kind": KIND, "version": VERSION, "complete": complete, "metadata": self.metadata, "tensors": described}
+        manifest = {
+            "kind": KIND,
+            "version": VERSION,
+            "complete": complete,
+            "metadata": self.metadata,
+            "tensors": described,
+        }
         temporary = self.partial / f"{MANIFEST}.new"
         temporary.write_text(json.dumps(manifest), encoding="utf-8")
         os.sync()  # a step has thousands of small files and folders: an fsync of each takes seconds
@@ -211,7 +228,9 @@ class Store:
         parts = self.tensors[name].parts
         for part in parts:
             if jax.dtypes.canonicalize_dtype(part.dtype) != part.dtype:
-                raise Unsupported(f"{name} is {part.dtype}, which JAX would make narrower", "set jax_enable_x64")
+                raise Unsupported(
+                    f"{name} is {part.dtype}, which JAX would make narrower", "set jax_enable_x64"
+                )
         asked = [_device_boxes(part.shape, sharding) for part, sharding in zip(parts, shardings, strict=True)]
         arrays = zip(parts, shardings, self._filled(name, asked), strict=True)
         return tuple(_placed(part.shape, sharding, filled) for part, sharding, filled in arrays)
@@ -225,7 +244,8 @@ class Store:
         ]
         stream = self._load(name, entry.step, [*chain.from_iterable(chunks)])
         for of_part, needed in zip(asked, chunks, strict=True):
-            yield _assembled(of_part, zip(needed, stream, strict=False))  # the stream continues with the next part
+            # The stream continues with the next part
+            yield _assembled(of_part, zip(needed, stream, strict=False))
 
     def _load(self, name: str, step: int, chunks: list[StoredChunk]) -> Iterator[np.ndarray]:
         """The contents of `chunks` in their order; one call of Orbax reads several."""
@@ -236,7 +256,9 @@ class Store:
                 with _orbax(max(chunk.nbytes for chunk in batch)) as ocp:
                     values = ocp.load(folder, {chunk.leaf: np.ndarray for chunk in batch})
             except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as e:
-                raise BadFile(f"{name} cannot be read", "a file is missing, cut short or damaged", f"in {folder}", AGAIN) from e
+                raise BadFile(
+                    f"{name} cannot be read", "a file is missing, cut short or damaged", f"in {folder}", AGAIN
+                ) from e
             for chunk in batch:
                 yield _sound(name, folder, chunk, values.pop(chunk.leaf))
 
@@ -260,7 +282,9 @@ def refuse_foreign(partial: Path, record: str) -> None:
     if names and not records & {*names}:
         found = ", ".join(shortened([printable(name) for name in names], 5))
         raise BadFile(
-            f"{partial} was not made by a conversion", f"it has no {record}, found {found}", "move it away, or choose another OUT"
+            f"{partial} was not made by a conversion",
+            f"it has no {record}, found {found}",
+            "move it away, or choose another OUT",
         )
 
 
@@ -269,7 +293,8 @@ def writing(path: Path, kept: str) -> Iterator[None]:
     """Turns an error of the system while `path` is written into one of ours; `kept` says what the next run will reuse."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as e:  # TensorStore raises ValueError for errors of the system
+    # TensorStore raises ValueError for errors of the system
+    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
         named = re.findall(r"os[_ ]error(?:_code=')? ?(\d+)", str(e))
         codes = {getattr(e, "errno", None), *map(int, named)}
         full = codes & {ENOSPC, EDQUOT, EFBIG}
@@ -289,7 +314,10 @@ def open_store(folder: Path) -> Store:
     path = Path(os.path.abspath(folder))
     complete, metadata, tensors = read_manifest(path)
     if not complete:
-        raise BadFile(f"{path} is not complete", "its conversion was stopped: run the same command again, and it goes on")
+        raise BadFile(
+            f"{path} is not complete",
+            "its conversion was stopped: run the same command again, and it goes on",
+        )
     folders = {_step_folder(path, entry.step) for entry in tensors.values()}
     missing = sorted(f"{step.name} is missing" for step in folders if not step.is_dir())
     if missing:
@@ -307,11 +335,13 @@ def _orbax(largest: int = 0) -> Iterator[Any]:
     _ignore_what_errors_leave()
     context = ocp.Context()
     context.array.saving.use_ocdbt = False  # one file per chunk: an error can name it
-    context.array.saving.use_compression = False  # quantised weights do not shrink, and compressing takes a step's memory again
+    # Quantised weights do not shrink, and compressing takes a step's memory again
+    context.array.saving.use_compression = False
     context.memory.deepcopy_host_arrays = False
     context.memory.write_concurrent_bytes = context.memory.read_concurrent_bytes = max(COPIED, largest)
     context.pytree.loading.partial_load = True
-    context.asynchronous.timeout_secs = 24 * 3600  # the default of 20 minutes is too short for a large step on a slow disk
+    # The default of 20 minutes is too short for a large step on a slow disk
+    context.asynchronous.timeout_secs = 24 * 3600
     with context:
         yield ocp
 
@@ -340,13 +370,22 @@ def _stored(folder: Path) -> dict[str, tuple]:
     """The dtype and shape of each leaf of a step that is a single chunk; reads metadata only."""
     with _orbax() as ocp:
         leaves = ocp.metadata(folder).metadata.items()
-    return {name: (leaf.dtype.name, leaf.shape) for name, leaf in leaves if leaf.storage_metadata.chunk_shape == leaf.shape}
+    return {
+        name: (leaf.dtype.name, leaf.shape)
+        for name, leaf in leaves
+        if leaf.storage_metadata.chunk_shape == leaf.shape
+    }
 
 
 def _sound(name: str, folder: Path, chunk: StoredChunk, value: np.ndarray) -> np.ndarray:
     found = _checksum(value)
     if found != chunk.checksum:
-        raise BadFile(f"{name} is damaged", f"{chunk.leaf} has the checksum {found}, not {chunk.checksum}", f"in {folder}", AGAIN)
+        raise BadFile(
+            f"{name} is damaged",
+            f"{chunk.leaf} has the checksum {found}, not {chunk.checksum}",
+            f"in {folder}",
+            AGAIN,
+        )
     return value
 
 

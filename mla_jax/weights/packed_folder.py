@@ -23,7 +23,9 @@ class PackedFolder:
         found, expected = read_json(path / MANIFEST, MAX_MANIFEST), json.loads(json.dumps(made_of))
         if differing := [key for key in {**found, **expected} if found.get(key) != expected.get(key)]:
             what = "what differs: " + ", ".join(map(printable, differing))
-            raise BadFile(f"{path} keeps packed experts of something else", what, "choose another folder, or delete it")
+            raise BadFile(
+                f"{path} keeps packed experts of something else", what, "choose another folder, or delete it"
+            )
 
     def mapped(self, layer: int) -> Any | None:
         """The `cpu_experts.Experts` of a layer, None where there is no file."""
@@ -47,7 +49,9 @@ class PackedFolder:
         except (OSError, ValueError) as e:
             reason = printable(getattr(e, "strerror", None) or str(e))
             what = "expected a folder that can be read, or made and written"
-            raise BadRequest(f"{self.path} cannot keep packed experts: {reason}", what, "choose another host_folder") from e
+            raise BadRequest(
+                f"{self.path} cannot keep packed experts: {reason}", what, "choose another host_folder"
+            ) from e
 
     def _file(self, layer: int) -> Path:
         return self.path / f"layer_{layer:03d}.experts"

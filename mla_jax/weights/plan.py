@@ -25,7 +25,8 @@ PROGRAMS, PROGRAMS_PER_LAYER = 300 << 20, 13 << 20  # bytes, measured with 3 to 
 GRAPHS = 1 << 30  # bytes for CUDA graphs and the workspaces of libraries
 TEXTS = 4  # of the size of the rows' texts, in int32: these, and what is compared
 ROWS = 64  # requests that run at a time, unless memory is planned for more
-CPU_TOKENS = 16_384  # of the cache on a CPU, unless more are asked for: there it would take the memory of all else
+# Of the cache on a CPU, unless more are asked for: there it would take the memory of all else
+CPU_TOKENS = 16_384
 
 
 @dataclass(frozen=True)
@@ -92,19 +93,27 @@ class Plan:
         if not self.longest:
             return "not even a short context fits"
         cache = f"the cache of each of {self.shards} shards" if self.shards > 1 else "the cache"
-        together = f"; {cache} holds {self.tokens:,} tokens of up to {self.rows} sequences" if self.fits else ""
+        together = (
+            f"; {cache} holds {self.tokens:,} tokens of up to {self.rows} sequences" if self.fits else ""
+        )
         return f"largest context that fits: {self.longest:,} tokens{together}"
 
     def advice(self) -> list[str]:
         if self.host_cache > self.host_free:
-            return [f"it does not fit the host: the model leaves {gib(self.host_free)} free; give less as --host-cache"]
+            return [
+                f"it does not fit the host: the model leaves {gib(self.host_free)} free; give less as --host-cache"
+            ]
         if self.fits:
             return []
         if self.needed <= self.available:
             given = self.tokens * self.shards
-            return [f"it does not fit: --cache-tokens {given} is less than {self.batch} x {self.context:,} tokens"]
+            return [
+                f"it does not fit: --cache-tokens {given} is less than {self.batch} x {self.context:,} tokens"
+            ]
         if self.longest:
-            return [f"it does not fit: ask for --context {self.longest} or less, or free memory with a larger --memory-fraction"]
+            return [
+                f"it does not fit: ask for --context {self.longest} or less, or free memory with a larger --memory-fraction"
+            ]
         more = "a mesh with more devices along tensor" if self.mesh else "a device with more memory"
         return [f"it does not fit: take --dtype bfloat16, a larger --memory-fraction, or {more}"]
 
@@ -192,7 +201,10 @@ def _host_pages(size: float, page: int) -> int:
     """Pages that fit `size` GiB."""
     count = int(size * 2**30) // page
     if size and not count:
-        raise BadRequest(f"host_cache is {size:g} GiB, but a page takes {gib(page)}", f"give at least {page / 2**30:.2g}, or 0")
+        raise BadRequest(
+            f"host_cache is {size:g} GiB, but a page takes {gib(page)}",
+            f"give at least {page / 2**30:.2g}, or 0",
+        )
     return count
 
 
@@ -260,8 +272,13 @@ def _choosing(model: Transformer, rows: int, pages: int) -> int:
     if model.dispatch.retrieval is None:
         return 0
     config, vectors = model.config, model.dispatch.retrieval.policy.vectors
-    width, chunk = config.kv_lora_rank + config.qk_rope_head_dim, model.dispatch.chunk(model) + 2 * rows * PAGE
-    choosing = rows * pages * (vectors * width * model.dtype.itemsize + 2 * 4 * model.dispatch.seen(config).num_attention_heads)
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    chunk = model.dispatch.chunk(model) + 2 * rows * PAGE
+    choosing = (
+        rows
+        * pages
+        * (vectors * width * model.dtype.itemsize + 2 * 4 * model.dispatch.seen(config).num_attention_heads)
+    )
     return max(choosing, chunk * (2 * width * model.dtype.itemsize + 2 * 4 * PAGE))
 
 
@@ -283,7 +300,11 @@ def _expert_activations(model: Transformer, tokens: int) -> int:
         pairs = everywhere * (config.n_routed_experts or 0) // layout.devices
     elif backend == "ragged" and layout.devices > 1:  # a block at a time
         pairs = min(pairs, max(2 * grouped.AT_ONCE, grouped.ROOM * pairs // layout.devices))
-    return 3 * max(pairs * (config.moe_intermediate_size or 0), tokens * _mlp_width(model)) * model.dtype.itemsize
+    return (
+        3
+        * max(pairs * (config.moe_intermediate_size or 0), tokens * _mlp_width(model))
+        * model.dtype.itemsize
+    )
 
 
 def _mlp_width(model: Transformer) -> int:
@@ -325,7 +346,9 @@ def logits_bytes(model: Transformer, rows: int, tokens: int) -> int:
     config, dispatch, itemsize = model.config, model.dispatch, model.dtype.itemsize
     heads, every = dispatch.seen(config).num_attention_heads, rows * tokens
     scores = 3 * 4 * rows * heads * tokens * tokens
-    width = 2 * config.qk_nope_head_dim + 2 * config.qk_rope_head_dim + config.v_head_dim + config.kv_lora_rank
+    width = (
+        2 * config.qk_nope_head_dim + 2 * config.qk_rope_head_dim + config.v_head_dim + config.kv_lora_rank
+    )
     dense = dispatch.backend_name(model, every) == "dense"
     chosen = (config.n_routed_experts or 0) if dense else 2 * (config.num_experts_per_tok or 0)
     widest = max(chosen * (config.moe_intermediate_size or 0), config.intermediate_size)

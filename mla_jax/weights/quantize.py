@@ -17,7 +17,9 @@ E4M3_MAX = 448.0
 Matrices = Float[np.ndarray, "*X N K"]
 
 
-def fp8_blocks(w: Matrices, block: tuple[int, int] = (128, 128), ue8m0: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def fp8_blocks(
+    w: Matrices, block: tuple[int, int] = (128, 128), ue8m0: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """E4M3 weights `[*X N K]` and a float32 scale per block, `[*X ceil(N/128) ceil(K/128)]`: their product approximates `w`.
 
     `ue8m0` rounds scales up to powers of two. A block of zeros has the scale 1; the last blocks may be smaller.
@@ -27,13 +29,16 @@ def fp8_blocks(w: Matrices, block: tuple[int, int] = (128, 128), ue8m0: bool = F
     if ue8m0:
         scale = _power_of_two_above(scale)
     scaled = w / _spread(scale, block, w.shape)
-    return np.clip(scaled, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn), scale  # beyond 448 the cast gives NaN
+    # Beyond 448 the cast gives NaN
+    return np.clip(scaled, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn), scale
 
 
 def _scale(extreme: np.ndarray, code: float) -> np.ndarray:
     """`extreme / code`, but 1 for zeros, and never denormal: XLA flushes denormals to zero."""
     if not np.isfinite(extreme).all():
-        raise BadFile("weights that are not finite cannot be quantised", "found NaN or an infinity among them")
+        raise BadFile(
+            "weights that are not finite cannot be quantised", "found NaN or an infinity among them"
+        )
     scale = extreme / np.float32(code)
     tiny = np.finfo(np.float32).tiny
     normal = np.where(np.abs(scale) < tiny, np.copysign(tiny, scale), scale)
@@ -100,6 +105,8 @@ QUANTIZERS = {
 def quantize(w: Matrices, format: str) -> QTensor:
     """`w` as a QTensor on the default device; raises Unsupported for formats that are only read."""
     if format not in QUANTIZERS:
-        raise Unsupported(f"quantising to {printable(format)} is not supported", "known: " + ", ".join(QUANTIZERS))
+        raise Unsupported(
+            f"quantising to {printable(format)} is not supported", "known: " + ", ".join(QUANTIZERS)
+        )
     parts = tuple(jnp.asarray(part) for part in QUANTIZERS[format](w))
     return check(QTensor(format, parts, tuple(w.shape)))

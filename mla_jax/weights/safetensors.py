@@ -29,7 +29,8 @@ MAX_NAME = 512  # bytes
 MAX_DIMENSIONS = 8
 MAX_READ = 1 << 30  # bytes of one call of the system
 MAX_FILE_NAME = 255  # bytes; the limit of file systems
-LONG_HEADER = 8 << 20  # bytes; a longer header that the library refuses is not parsed again for a better message
+# In bytes: a longer header that the library refuses is not parsed again for a better message
+LONG_HEADER = 8 << 20
 
 DTYPES = {
     "F64": np.float64,
@@ -83,7 +84,9 @@ class TensorFiles:
         out = np.empty(prod(shape) * dtype.itemsize, np.uint8)
         length, starts = boxes.runs(tensor.shape, box)
         for i, start in enumerate(starts):
-            self._fill(out[i * length * dtype.itemsize :][: length * dtype.itemsize], tensor, start * dtype.itemsize)
+            self._fill(
+                out[i * length * dtype.itemsize :][: length * dtype.itemsize], tensor, start * dtype.itemsize
+            )
         return out.view(dtype).reshape(shape)
 
     def _fill(self, out: np.ndarray, tensor: TensorSpan, start: int) -> None:
@@ -137,7 +140,9 @@ def _stamp(status: os.stat_result) -> tuple[int, ...]:
 
 def _refuse_changed(file: Path, descriptor: int, stamp: tuple[int, ...]):
     if _stamp(os.fstat(descriptor)) != stamp:
-        raise BadFile(f"{file.name} changed while it was read", "load it again when nothing writes to it", str(file))
+        raise BadFile(
+            f"{file.name} changed while it was read", "load it again when nothing writes to it", str(file)
+        )
 
 
 def open_folder(path: str | Path) -> TensorFiles:
@@ -145,7 +150,8 @@ def open_folder(path: str | Path) -> TensorFiles:
     path = Path(path)
     if not path.is_dir():
         raise BadFile(
-            f"{path} is not a model folder", "expected a folder with config.json, *.safetensors and, for text, tokenizer.json"
+            f"{path} is not a model folder",
+            "expected a folder with config.json, *.safetensors and, for text, tokenizer.json",
         )
     found = {p.name: p for p in sorted(path.iterdir()) if p.name.endswith(".safetensors")}
     index = path / "model.safetensors.index.json"
@@ -159,7 +165,11 @@ def open_folder(path: str | Path) -> TensorFiles:
         for tensor in read_header(inside(path, name)):
             if tensor.name in tensors:
                 other = tensors[tensor.name].file.name
-                raise BadFile(f"{printable(tensor.name)} is in two files", f"{other} and {name}", "keep one model in the folder")
+                raise BadFile(
+                    f"{printable(tensor.name)} is in two files",
+                    f"{other} and {name}",
+                    "keep one model in the folder",
+                )
             tensors[tensor.name] = tensor
     return TensorFiles(path, tensors)
 
@@ -204,9 +214,13 @@ def _refuse_gaps(file: Path, tensors: list[TensorSpan], start: int, size: int) -
         end += tensor.size
     if end > size:
         promised = f"header promises {end:,} bytes, the file has {size:,}"
-        raise BadFile(f"{file.name} is cut short", promised, "the download stopped early; fetch that file again")
+        raise BadFile(
+            f"{file.name} is cut short", promised, "the download stopped early; fetch that file again"
+        )
     if end < size:
-        raise BadFile(f"{file.name} has trailing bytes", f"header describes {end:,} bytes, the file has {size:,}")
+        raise BadFile(
+            f"{file.name} has trailing bytes", f"header describes {end:,} bytes, the file has {size:,}"
+        )
 
 
 def _header_bytes(file: Path) -> tuple[bytes, tuple[int, ...]]:
@@ -226,7 +240,9 @@ def _header_length(file: Path, first: bytes, size: int) -> int:
     length = int.from_bytes(first, "little")
     if len(first) < 8 or length + 8 > size:
         needed = f"a header of {length:,} bytes" if len(first) == 8 else "at least 8 bytes"
-        raise BadFile(f"{file.name} is cut short", f"expected {needed}, the file has {size:,}", "fetch that file again")
+        raise BadFile(
+            f"{file.name} is cut short", f"expected {needed}, the file has {size:,}", "fetch that file again"
+        )
     if length > MAX_HEADER:
         found = f"its length says {length:,} bytes, the limit is {MAX_HEADER:,}"
         raise BadFile(f"{file.name} has an impossible header", found)
@@ -237,7 +253,10 @@ def _span(file: Path, name: str, entry: object, start: int, stamp: tuple[int, ..
     """A tensor by its entry in the header; `start` is the byte at which the data starts."""
     where = f"{file.name}: {printable(name)}"
     if not 0 < len(name.encode("utf-8", "surrogatepass")) <= MAX_NAME:
-        raise BadFile(f"{where} is not a tensor name", f"it has {len(name):,} characters, expected 1 to {MAX_NAME} bytes")
+        raise BadFile(
+            f"{where} is not a tensor name",
+            f"it has {len(name):,} characters, expected 1 to {MAX_NAME} bytes",
+        )
     dtype, shape, offsets = _fields(where, entry)
     size, needed = offsets[1] - offsets[0], prod(shape) * np.dtype(DTYPES[dtype]).itemsize
     if size != needed:
@@ -271,7 +290,9 @@ def _read_index(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise BadFile(f"{index.name} has no weight_map of tensor names to file names")
     if len(weight_map) > MAX_INDEXED:
-        raise BadFile(f"{index.name} lists too many tensors", f"found {len(weight_map):,}, the limit is {MAX_INDEXED:,}")
+        raise BadFile(
+            f"{index.name} lists too many tensors", f"found {len(weight_map):,}, the limit is {MAX_INDEXED:,}"
+        )
     return weight_map
 
 
@@ -284,14 +305,18 @@ def _indexed(path: Path, weight_map: dict[str, str], found: Mapping[str, Path]) 
     for where in files.values():
         for tensor in read_header(where) if where.exists() else ():
             if tensor.name in tensors:
-                faults.append(f"{printable(tensor.name)} is in {tensors[tensor.name].file.name} and in {where.name}")
+                faults.append(
+                    f"{printable(tensor.name)} is in {tensors[tensor.name].file.name} and in {where.name}"
+                )
             tensors[tensor.name] = tensor
     _refuse_disagreement(faults)
     _refuse_disagreement([*_misplaced(weight_map, files, tensors), *_unlisted(weight_map, tensors)])
     return tensors
 
 
-def _misplaced(weight_map: dict[str, str], files: Mapping[str, Path], tensors: Mapping[str, TensorSpan]) -> Iterator[str]:
+def _misplaced(
+    weight_map: dict[str, str], files: Mapping[str, Path], tensors: Mapping[str, TensorSpan]
+) -> Iterator[str]:
     """Tensors that are not in the file that the index names."""
     for name, file in weight_map.items():
         if name not in tensors or tensors[name].file.name != files[file].name:
@@ -339,4 +364,8 @@ def _refuse_missing_parts(path: Path, found: Mapping[str, Path]):
         expected.update(f"{prefix}-{i:05d}-of-{total}.safetensors" for i in range(1, count + 1))
     missing = sorted(expected - found.keys())
     if missing:
-        raise BadFile(f"{path} lacks {len(missing)} of its weight files", *shortened(missing), "fetch them again, and the index")
+        raise BadFile(
+            f"{path} lacks {len(missing)} of its weight files",
+            *shortened(missing),
+            "fetch them again, and the index",
+        )

@@ -33,16 +33,25 @@ def save(model: Transformer, folder: str | Path, *, dtype: str = "bfloat16", fp8
     if (folder / "config.json").exists() or any(folder.glob("*.safetensors*")):
         raise BadFile(f"{folder} holds a model already", "choose another folder, or delete it first")
     folder.mkdir(parents=True, exist_ok=True)
-    complete(folder / "model.safetensors", partial(save_file, _tensors(model, dtype, fp8), metadata={"format": "pt"}))
+    complete(
+        folder / "model.safetensors",
+        partial(save_file, _tensors(model, dtype, fp8), metadata={"format": "pt"}),
+    )
     config = replace(model.config, quantization_config=Quantization() if fp8 else None)
-    complete(folder / "config.json", lambda path: path.write_text(json.dumps(config.to_hf(), indent=2) + "\n"))
+    complete(
+        folder / "config.json", lambda path: path.write_text(json.dumps(config.to_hf(), indent=2) + "\n")
+    )
 
 
 def _tensors(model: Transformer, dtype: str, fp8: bool) -> dict[str, np.ndarray]:
     """The tensors of the file, by their released names."""
     _, state = nnx.split(model)
     parameters = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
-    exact = {HF.find(path, model.config).names[0] for path, v in parameters.items() if v.get_metadata().get("exact")}
+    exact = {
+        HF.find(path, model.config).names[0]
+        for path, v in parameters.items()
+        if v.get_metadata().get("exact")
+    }
     values = {path: plain(variable[...], jnp.dtype("float32")) for path, variable in parameters.items()}
     tensors = {}
     for name, value in HF.export(values, model.config):

@@ -32,7 +32,19 @@ from jax import lax
 
 from pallas_kernels import tuning
 from pallas_kernels.fp8 import Fp8
-from pallas_kernels.hopper import FOLDED, LOG2E, LOW, ROW, clean, fold, over, raised, rescaled, swizzled, zeros
+from pallas_kernels.hopper import (
+    FOLDED,
+    LOG2E,
+    LOW,
+    ROW,
+    clean,
+    fold,
+    over,
+    raised,
+    rescaled,
+    swizzled,
+    zeros,
+)
 from pallas_kernels.mla_decode import gpu_small_batch
 from pallas_kernels.mla_decode.schedule import BLOCK, TILE, groups
 
@@ -45,7 +57,10 @@ def _dot_into(accs, a, bs, interpret):
     """acc + a @ b for each, with the sums in registers."""
     if interpret:  # the interpreter takes no initialised accumulator
         a = a[...]
-        out = [acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32) for acc, b in zip(accs, bs, strict=True)]
+        out = [
+            acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+            for acc, b in zip(accs, bs, strict=True)
+        ]
         plgpu.commit_smem()
         return out
 
@@ -88,7 +103,11 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
 
             Called again if a value is needed after a loop over tiles: recomputed, it holds no register meanwhile."""
             row0, tile0, row1, tile1 = (shares_g[unit, k] for k in range(4))
-            b, g = (i, jnp.int32(0)) if per_row == 1 else (lax.div(i, jnp.int32(per_row)), lax.rem(i, jnp.int32(per_row)))
+            b, g = (
+                (i, jnp.int32(0))
+                if per_row == 1
+                else (lax.div(i, jnp.int32(per_row)), lax.rem(i, jnp.int32(per_row)))
+            )
             n = lens[b]
             tiles = jnp.maximum(lax.div(n + (TILE - 1), jnp.int32(TILE)), 1)
             start = jnp.where(i == row0, tile0, 0)
@@ -143,7 +162,8 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
 
             def operands(step):
                 """The parts of Q and of the tile at `step`, each once it has arrived."""
-                slot, zero = slot_of(step), unknown_zero(step)  # else all addresses in Q stay in registers, which spill
+                # Else all addresses in Q stay in registers, which spill
+                slot, zero = slot_of(step), unknown_zero(step)
                 for k, (q, tile) in enumerate(zip(q_s, tile_s, strict=True)):
                     if k < len(parts):  # the rotary part comes with the right half
                         plgpu.barrier_wait(tile_in[k].at[slot])
@@ -151,7 +171,10 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
 
             def product(step):
                 if interpret:
-                    dots = [jnp.dot(q[...], part[...].T, preferred_element_type=jnp.float32) for q, part in operands(step)]
+                    dots = [
+                        jnp.dot(q[...], part[...].T, preferred_element_type=jnp.float32)
+                        for q, part in operands(step)
+                    ]
                     plgpu.commit_smem()
                     return sum(dots)
 
@@ -180,11 +203,16 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                     rows_of(which, queries)
 
                 def hide(s, t):
-                    at = plgpu.broadcasted_iota(jnp.int32, (BLOCK, TILE), 1, layout=plgpu.Layout.WGMMA) + t * TILE
+                    at = (
+                        plgpu.broadcasted_iota(jnp.int32, (BLOCK, TILE), 1, layout=plgpu.Layout.WGMMA)
+                        + t * TILE
+                    )
                     limit = clear
                     if tokens > 1:
                         row = plgpu.broadcasted_iota(jnp.int32, (BLOCK, TILE), 0, layout=plgpu.Layout.WGMMA)
-                        limit = clear + jnp.minimum(lax.div(row + which * BLOCK, jnp.int32(heads)), tokens - 1)
+                        limit = clear + jnp.minimum(
+                            lax.div(row + which * BLOCK, jnp.int32(heads)), tokens - 1
+                        )
                     return jnp.where(at < limit, s, -jnp.inf)
 
                 def weigh(k, carry):
@@ -283,7 +311,9 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                     slot = slot_of(step)
                     plgpu.barrier_wait(weighed.at[slot])
                     acc = rescaled(acc, plgpu.load(keep_s.at[slot], layout=ROW), interpret)
-                    acc = _dot_into(acc, w_s.at[slot], [latent.at[slot, :, some] for some in columns], interpret)
+                    acc = _dot_into(
+                        acc, w_s.at[slot], [latent.at[slot, :, some] for some in columns], interpret
+                    )
 
                     @pl.when(t < stop - start - 1)
                     def _():
@@ -348,8 +378,14 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
             f32((2 * units, size, BLOCK)),
         ),
         scratch_types=[
-            [plgpu.SMEM((1, BLOCK, w), dtype, transforms=layout) for w, layout in zip(widths, layouts, strict=True)],
-            [plgpu.SMEM((SLOTS, TILE, w), dtype, transforms=layout) for w, layout in zip(widths, layouts, strict=True)],
+            [
+                plgpu.SMEM((1, BLOCK, w), dtype, transforms=layout)
+                for w, layout in zip(widths, layouts, strict=True)
+            ],
+            [
+                plgpu.SMEM((SLOTS, TILE, w), dtype, transforms=layout)
+                for w, layout in zip(widths, layouts, strict=True)
+            ],
             None if shared_pe else plgpu.SMEM((SLOTS, BLOCK, TILE), dtype, transforms=swizzled(64)),
             plgpu.SMEM((SLOTS + 1, BLOCK), jnp.float32),
             plgpu.SMEM((2, BLOCK), jnp.float32),
@@ -372,7 +408,9 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
         num_threads=WARPGROUPS,
         thread_name="role",
         # no automatic barriers (2 % faster): only `clean` reads and writes the same memory, and has its own
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=128, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=128, unsafe_no_auto_barriers=True
+        ),
         interpret=interpret,
     )(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares)
 
@@ -403,10 +441,16 @@ def _combine(partial_out, partial_lse, pieces, out, lse, *, units, interpret):
 
         def some(step, carry):
             numbers = [step * (ways * batch) + way * batch + j for j in range(batch)]
-            slots = [jnp.where(p == 0, first, 2 * (lax.div(first, jnp.int32(2)) + jnp.minimum(p, count - 1))) for p in numbers]
+            slots = [
+                jnp.where(p == 0, first, 2 * (lax.div(first, jnp.int32(2)) + jnp.minimum(p, count - 1)))
+                for p in numbers
+            ]
             found = []
             for row in locals_:
-                lses = [plse_g[slot, lax.div(row, jnp.int32(BLOCK)), lax.rem(row, jnp.int32(BLOCK))] for slot in slots]
+                lses = [
+                    plse_g[slot, lax.div(row, jnp.int32(BLOCK)), lax.rem(row, jnp.int32(BLOCK))]
+                    for slot in slots
+                ]
                 found.append((lses, [plgpu.load(po_g.at[slot, row], layout=layout) for slot in slots]))
             return [join(numbers, *x, *old) for x, old in zip(found, carry, strict=True)]
 
@@ -439,8 +483,12 @@ def _combine(partial_out, partial_lse, pieces, out, lse, *, units, interpret):
                 return
             [(top, total, acc)] = carry
             acc_s[me] = acc
-            top_s[me] = plgpu.layout_cast(lax.broadcast_in_dim(top, (128,), ()), plgpu.Layout.WG_STRIDED((128,), 1))
-            total_s[me] = plgpu.layout_cast(lax.broadcast_in_dim(total, (128,), ()), plgpu.Layout.WG_STRIDED((128,), 1))
+            top_s[me] = plgpu.layout_cast(
+                lax.broadcast_in_dim(top, (128,), ()), plgpu.Layout.WG_STRIDED((128,), 1)
+            )
+            total_s[me] = plgpu.layout_cast(
+                lax.broadcast_in_dim(total, (128,), ()), plgpu.Layout.WG_STRIDED((128,), 1)
+            )
             plgpu.barrier_arrive(done)
 
             @pl.when(me == 0)
@@ -475,7 +523,8 @@ def _combine(partial_out, partial_lse, pieces, out, lse, *, units, interpret):
     return jax.freeze(out), jax.freeze(lse)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "interpret"))  # so that all layers of a model are lowered once
+# So that all layers of a model are lowered once
+@functools.partial(jax.jit, static_argnames=("scale", "interpret"))
 def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale, schedule, interpret=None):
     """As `mla_decode` of the package; `interpret` runs the kernels on a CPU."""
     B, T, N, R = q_c.shape
@@ -486,11 +535,14 @@ def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale, schedule, 
         q_c, q_pe = (jnp.pad(x, ((0, 0), (0, -M % 8), (0, 0))) for x in (q_c, q_pe))
     partial, table = _partial, tuning.MLA_DECODE
     if M <= tuning.MLA_DECODE_MOST:
-        partial, table = gpu_small_batch.partial, tuning.MLA_DECODE_FEW_FP8 if isinstance(c_kv, Fp8) else tuning.MLA_DECODE_FEW
+        partial = gpu_small_batch.partial
+        table = tuning.MLA_DECODE_FEW_FP8 if isinstance(c_kv, Fp8) else tuning.MLA_DECODE_FEW
     shares = schedule.shares
     out, lse, partial_out, partial_lse = partial(
         q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares,
         scale=scale, heads=N, tokens=T, knobs=table[R], interpret=interpret,
     )  # fmt: skip
-    out, lse = _combine(partial_out, partial_lse, schedule.pieces, out, lse, units=shares.shape[0], interpret=interpret)
+    out, lse = _combine(
+        partial_out, partial_lse, schedule.pieces, out, lse, units=shares.shape[0], interpret=interpret
+    )
     return out[:, :M].reshape(B, T, N, R), lse.reshape(B, -1)[:, :M].reshape(B, T, N)

@@ -46,13 +46,17 @@ def keys(ref, interpret):
         return ref[...].astype(jnp.float16)
     x = plgpu.load(ref, layout=QUADS).astype(jnp.float16)
 
-    @plgpu.inline_mgpu(arg_types=(QUADS,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=MATRIX))
+    @plgpu.inline_mgpu(
+        arg_types=(QUADS,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=MATRIX)
+    )
     def relabelled(_, x):
         layout = MATRIX.to_mgpu()
         registers = np.empty(layout.registers_shape(x.shape), dtype=object)
         for (row, four, _, _, half, *_), register in np.ndenumerate(x.registers):
             for k in range(2):
-                registers[row, 2 * four + k, 0, 0, half] = utils.vector_slice(register, slice(2 * k, 2 * k + 2))
+                registers[row, 2 * four + k, 0, 0, half] = utils.vector_slice(
+                    register, slice(2 * k, 2 * k + 2)
+                )
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return relabelled(x)
@@ -68,11 +72,15 @@ def values(ref, interpret):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzled(width)),), return_type=out)
     def transposed(_, ref):
         i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
-        pair, eights = ir.VectorType.get((2,), ir.F16Type.get()), ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>")
+        pair, eights = (
+            ir.VectorType.get((2,), ir.F16Type.get()),
+            ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>"),
+        )
         layout, base = MATRIX.to_mgpu(), utils.memref_ptr(ref)
         registers = np.empty(layout.registers_shape((width, tokens)), dtype=object)
         thread = utils.thread_idx()
-        lane, warp = arith.andi(thread, utils.c(31, i32)), arith.andi(arith.shrui(thread, utils.c(5, i32)), utils.c(3, i32))
+        lane = arith.andi(thread, utils.c(31, i32))
+        warp = arith.andi(arith.shrui(thread, utils.c(5, i32)), utils.c(3, i32))
         row = arith.muli(lane, utils.c(width, i32))
         # swizzled: the position of 16 bytes in a row is XORed with bits 7 and up of the row's offset
         spans = arith.andi(arith.shrui(row, utils.c(7, i32)), utils.c(width // 16 - 1, i32))
@@ -121,7 +129,9 @@ def natural(x, interpret):
         return x.T
     shape = x.shape[::-1]
 
-    @plgpu.inline_mgpu(arg_types=(MATRIX,), return_type=plgpu.ShapeDtypeStruct(shape, x.dtype, layout=NATURAL))
+    @plgpu.inline_mgpu(
+        arg_types=(MATRIX,), return_type=plgpu.ShapeDtypeStruct(shape, x.dtype, layout=NATURAL)
+    )
     def paired(_, x):
         layout = NATURAL.to_mgpu()
         registers = np.empty(layout.registers_shape(shape), dtype=object)

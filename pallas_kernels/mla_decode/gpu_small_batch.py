@@ -142,7 +142,10 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
     sizes = [size, max(size // parts, 1), min(size - 1, 2)]
 
     def kernel(qc_g, qpe_g, *refs):
-        caches_g, (table, lens, shares_g, o_g, lse_g, po_g, plse_g, *scratch) = refs[: len(caches)], refs[len(caches) :]
+        caches_g, (table, lens, shares_g, o_g, lse_g, po_g, plse_g, *scratch) = (
+            refs[: len(caches)],
+            refs[len(caches) :],
+        )
         qc_s, qpe_s, rings, wide_s, w_s, scratch_s, q_in, met = scratch
         rings = [Ring(*ring, WORKERS * sum(sizes[:k]), sizes[k]) for k, ring in enumerate(rings)]
         latent, rope, scale_s = [*rings, None][:3]
@@ -175,7 +178,9 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
                     pl.when(use >= ring.size)(lambda: plgpu.barrier_wait(ring.free.at[at]))
                     for j, source in enumerate(sources):
                         count = source.shape[0]
-                        plgpu.copy_gmem_to_smem(source, ring.slots.at[at, pl.ds(j * count, count)], ring.arrived.at[at])
+                        plgpu.copy_gmem_to_smem(
+                            source, ring.slots.at[at, pl.ds(j * count, count)], ring.arrived.at[at]
+                        )
 
                 mine(order, ring, me, use)
 
@@ -235,7 +240,9 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
 
         def place(turn, k):
             """The slot in `tile_s` of part k of this worker's tile number `turn`."""
-            return latent.at(role, turn * parts + k) if tile_s is latent.slots else role * parts + k + zero(turn)
+            return (
+                latent.at(role, turn * parts + k) if tile_s is latent.slots else role * parts + k + zero(turn)
+            )
 
         def scales_of(turn, left):
             """The scales of this worker's tile number `turn`, with `left` valid tokens: a vector per group of columns."""
@@ -253,7 +260,9 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
                 plgpu.barrier_wait(scale_s.arrived.at[scale_at])
             plgpu.barrier_wait(latent.arrived.at[at])
             layout = fp8.wide(width)
-            ours = _scales(scale_s.slots.at[scale_at], k * width // GROUP, groups, layout.reduce(1), interpret)
+            ours = _scales(
+                scale_s.slots.at[scale_at], k * width // GROUP, groups, layout.reduce(1), interpret
+            )
             x = plgpu.load(latent.slots.at[at], layout=layout).astype(factor)
             wide_s[place(turn, k)] = x * plgpu.layout_cast(over(ours.astype(factor), x.shape), layout)
             plgpu.commit_smem()
@@ -278,7 +287,9 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
                 return x * over(scales[k * width // GROUP], x.shape) if direct and k < parts else x
 
             if interpret:
-                dots = [jnp.dot(k[...], q[...].T, preferred_element_type=jnp.float32) for k, q in operands(turn)]
+                dots = [
+                    jnp.dot(k[...], q[...].T, preferred_element_type=jnp.float32) for k, q in operands(turn)
+                ]
                 plgpu.commit_smem()
                 return sum(map(scaled, range(parts + 1), dots))
 
@@ -301,7 +312,10 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
         def weigh(w, scales, turn):
             """Writes weights to shared memory; for codes once per group of columns, times its scales."""
             for g in range(w_s.shape[1]):
-                _store(weights_at(turn, g * GROUP // width), w * over(scales[g] * RAISED, w.shape) if direct else w)
+                _store(
+                    weights_at(turn, g * GROUP // width),
+                    w * over(scales[g] * RAISED, w.shape) if direct else w,
+                )
 
         def add(accs, turn):
             """Adds this worker's tile number `turn` to the sums; the tile is free afterwards."""
@@ -309,14 +323,18 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
 
             def operands(k):
                 held = tile_s.at[tiles[k]]
-                return fp8.values(held, interpret) if direct else held.transpose((1, 0)), weights_at(turn, k).transpose((1, 0))
+                values = fp8.values(held, interpret) if direct else held.transpose((1, 0))
+                return values, weights_at(turn, k).transpose((1, 0))
 
             def release(k):
                 if tile_s is latent.slots:
                     plgpu.barrier_arrive(latent.free.at[tiles[k]])
 
             if interpret:
-                dots = [jnp.dot(a[...], b[...], preferred_element_type=jnp.float32) for a, b in map(operands, range(parts))]
+                dots = [
+                    jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
+                    for a, b in map(operands, range(parts))
+                ]
                 plgpu.commit_smem()
                 for k in range(parts):
                     release(k)
@@ -342,10 +360,13 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
                 step, turn = carry
                 n, start, stop, _, _ = item(b)
                 clear = n - (tokens - 1)  # every query attends to tokens before
-                late = lax.rem(step + role, jnp.int32(WORKERS))  # whether the other worker takes the first tile
+                # Whether the other worker takes the first tile
+                late = lax.rem(step + role, jnp.int32(WORKERS))
 
                 def hide(s, t):
-                    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape, layout=plgpu.Layout.WGMMA)
+                    iota = functools.partial(
+                        plgpu.broadcasted_iota, jnp.int32, s.shape, layout=plgpu.Layout.WGMMA
+                    )
                     limit = clear
                     if tokens > 1:
                         limit = clear + jnp.minimum(lax.div(iota(1), jnp.int32(heads)), tokens - 1)
@@ -353,7 +374,9 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
 
                 def empty(turn, held):
                     for k in range(parts):
-                        fp8.clean(tile_s.at[place(turn, k)], held) if direct else clean(tile_s, place(turn, k), held)
+                        fp8.clean(tile_s.at[place(turn, k)], held) if direct else clean(
+                            tile_s, place(turn, k), held
+                        )
 
                 def tile(k, carry):
                     turn, top, sums, accs = carry
@@ -452,7 +475,11 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
     def ring(size, shape, dtype, transforms):
         """The slots of a ring, and the barriers for their arrival and release."""
         slots = smem((WORKERS * size, *shape), dtype, transforms=transforms)
-        return [slots, barrier(num_arrivals=per_tile, num_barriers=WORKERS * size), barrier(num_barriers=WORKERS * size)]
+        return [
+            slots,
+            barrier(num_arrivals=per_tile, num_barriers=WORKERS * size),
+            barrier(num_barriers=WORKERS * size),
+        ]
 
     rings = [
         ring(sizes[0], (TILE, width), codes.dtype, fp8.swizzled(width) if packed else swizzled(64)),
@@ -471,7 +498,9 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
             smem((parts, M, width), factor, transforms=swizzled(64)),
             smem((M, E), dtype, transforms=swizzled(E)),
             rings,
-            smem((WORKERS * parts, TILE, width), factor, transforms=swizzled(64)) if packed and not direct else None,
+            smem((WORKERS * parts, TILE, width), factor, transforms=swizzled(64))
+            if packed and not direct
+            else None,
             smem((WORKERS, groups if direct else 1, M, TILE), factor, transforms=swizzled(64)),
             smem((WORKERS, 512), jnp.float32),
             barrier(num_arrivals=parts + 1),

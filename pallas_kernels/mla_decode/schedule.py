@@ -19,7 +19,8 @@ class Schedule(NamedTuple):
     """Depends on the lengths only, so one serves all layers of a step."""
 
     shares: jax.Array  # [units, 4] int32: first row, its first tile, last row, the tile after its last
-    pieces: jax.Array  # [splits, 3] int32: row, slot of its first piece, number of pieces; at most 1: nothing to combine
+    # [splits, 3] int32: row, slot of its first piece, number of pieces; at most 1: nothing to combine
+    pieces: jax.Array
 
 
 def groups(rows: int) -> tuple[int, int]:
@@ -54,7 +55,9 @@ def schedule(seq_lens: jax.Array, *, rows: int, units: int) -> Schedule:
     ends = jnp.concatenate([jnp.zeros(1, jnp.int32), end])
     whole = jnp.max(ends[last_whole + 1] - ends[first_whole]) <= length + SPLIT
     shares = jnp.stack([first, start, last, stop], axis=1)
-    shares_whole = jnp.stack([first_whole, jnp.zeros_like(first_whole), last_whole, tiles[last_whole]], axis=1)
+    shares_whole = jnp.stack(
+        [first_whole, jnp.zeros_like(first_whole), last_whole, tiles[last_whole]], axis=1
+    )
     shares = jnp.where(whole, shares_whole, shares)
     from_unit, to_unit = begin // length, (end - 1) // length
     slot = 2 * from_unit + (first[from_unit] != jnp.arange(n))

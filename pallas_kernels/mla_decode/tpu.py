@@ -63,7 +63,8 @@ def _kernel(table, lens, q_c, q_pe, c_hbm, pe_hbm, out, lse, c_s, pe_s, acc, top
     top[...] = jnp.full_like(top, LOW)
     total[...] = jnp.zeros_like(total)
     row = (step % groups) * rows + iota((rows, chunk), 0)
-    token = sum((row >= t * heads).astype(jnp.int32) for t in range(1, tokens))  # row // heads; vectors divide slowly
+    # row // heads: vectors divide slowly
+    token = sum((row >= t * heads).astype(jnp.int32) for t in range(1, tokens))
 
     def add(i, slot):
         more = i + 1 < chunks
@@ -114,7 +115,10 @@ def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale, sizes, int
 
     out, lse = pl.pallas_call(
         functools.partial(_kernel, scale=scale, heads=N, tokens=T, groups=groups, width=width),
-        out_shape=(jax.ShapeDtypeStruct(q_c.shape, q_c.dtype), jax.ShapeDtypeStruct((B * groups, rows, 1), jnp.float32)),
+        out_shape=(
+            jax.ShapeDtypeStruct(q_c.shape, q_c.dtype),
+            jax.ShapeDtypeStruct((B * groups, rows, 1), jnp.float32),
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(B * groups,),

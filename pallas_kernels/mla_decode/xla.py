@@ -10,7 +10,11 @@ CHUNK = 1024  # cached tokens gathered at a time
 
 
 def _gather(cache, pages, dtype):
-    return dequantize(Fp8(*(_rows(x, pages) for x in cache))).astype(dtype) if isinstance(cache, Fp8) else _rows(cache, pages)
+    return (
+        dequantize(Fp8(*(_rows(x, pages) for x in cache))).astype(dtype)
+        if isinstance(cache, Fp8)
+        else _rows(cache, pages)
+    )
 
 
 def _rows(x, at):
@@ -38,12 +42,15 @@ def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale):
         pages = jax.lax.dynamic_slice_in_dim(table, i * step, step, axis=1)
         pages = jnp.clip(pages, 0, count - 1)
         place = i * step * page + jnp.arange(step * page)
-        held = (place[None] < seq_lens[:, None])[..., None]  # mask values as well as scores: a weight of zero times NaN is NaN
+        # Mask values as well as scores: a weight of zero times NaN is NaN
+        held = (place[None] < seq_lens[:, None])[..., None]
         c = jnp.where(held, _gather(c_kv, pages, k_pe.dtype).reshape(B, -1, R), 0)
         pe = jnp.where(held, _rows(k_pe, pages).reshape(B, c.shape[1], -1), 0)
         scores = jnp.einsum("btnr,bsr->btns", q_c, c, **sums) + jnp.einsum("btne,bse->btns", q_pe, pe, **sums)
         scores = jnp.where((place < limit)[:, :, None], scores * scale, -jnp.inf)
-        return i + 1, softmax.add(state, scores, lambda w: jnp.einsum("btns,bsr->btnr", w.astype(c.dtype), c, **sums))
+        return i + 1, softmax.add(
+            state, scores, lambda w: jnp.einsum("btns,bsr->btnr", w.astype(c.dtype), c, **sums)
+        )
 
     steps = -(-jnp.max(seq_lens, initial=0) // (step * page))
     _, state = jax.lax.while_loop(lambda carry: carry[0] < steps, chunk, (0, softmax.start((B, T, N), R)))

@@ -76,9 +76,13 @@ def mla_prefill(
     return gpu.mla_prefill(q, k, v, first, stop, scale=scale, sizes=sizes, units=units)
 
 
-def merge(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+def merge(
+    out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Attention over two sets of keys, from the answers for each: `[.. V]` in the wider dtype, LSE `[..]` float32."""
     lse = jnp.logaddexp(lse_a, lse_b)
     safe = jnp.where(jnp.isfinite(lse), lse, 0)[..., None]
-    a, b = (jnp.exp(x[..., None] - safe) * out.astype(jnp.float32) for x, out in ((lse_a, out_a), (lse_b, out_b)))
+    a, b = (
+        jnp.exp(x[..., None] - safe) * out.astype(jnp.float32) for x, out in ((lse_a, out_a), (lse_b, out_b))
+    )
     return (a + b).astype(jnp.promote_types(out_a.dtype, out_b.dtype)), lse

@@ -33,7 +33,19 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper import FOLDED, LOG2E, LOW, ROW, clean, fold, over, raised, rescaled, swizzled, zeros
+from pallas_kernels.hopper import (
+    FOLDED,
+    LOG2E,
+    LOW,
+    ROW,
+    clean,
+    fold,
+    over,
+    raised,
+    rescaled,
+    swizzled,
+    zeros,
+)
 from pallas_kernels.mla_prefill import ranges
 from pallas_kernels.mla_prefill.schedule import schedule
 
@@ -154,13 +166,17 @@ def _kernel(
                 plgpu.barrier_wait(q_free.at[me])
 
     def multiply(ref, me, slot):
-        zero = jnp.minimum(slot, 0)  # zero, unknown to the compiler: else all addresses in Q stay in registers
+        # Zero, unknown to the compiler: else all addresses in Q stay in registers
+        zero = jnp.minimum(slot, 0)
         for q, k in zip(q_s, k_s, strict=True):
             plgpu.wgmma(ref, q.at[me + zero], k.at[slot].transpose((1, 0)))
 
     def dots(me, slot):
         """What `multiply` computes, for the interpreter."""
-        out = sum(jnp.dot(q[me], k[slot].T, preferred_element_type=jnp.float32) for q, k in zip(q_s, k_s, strict=True))
+        out = sum(
+            jnp.dot(q[me], k[slot].T, preferred_element_type=jnp.float32)
+            for q, k in zip(q_s, k_s, strict=True)
+        )
         plgpu.commit_smem()
         return out
 
@@ -216,7 +232,9 @@ def _kernel(
 
         def hide(s, t, stop, first=None):
             """The scores, masked where a query does not attend to a key. Tiles after the first clear one need no `first`."""
-            key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + base_of(walk.start + t)
+            key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + base_of(
+                walk.start + t
+            )
             seen = key < over(stop, s.shape)
             if first is not None:
                 seen = seen & (key >= over(first, s.shape))
@@ -235,7 +253,8 @@ def _kernel(
             """Weighs tile t, while the values of the tile before are added; `masks`: the bounds to mask its scores by."""
             w, keep, top, total, acc = carry
             slot, before = slot_of(step + t), slot_of(step + t - 1)
-            limits = [of_queries(bounds, me, at) for bounds in masks]  # on their way while the scores are computed
+            # On their way while the scores are computed
+            limits = [of_queries(bounds, me, at) for bounds in masks]
 
             def weighed(s):
                 return weigh(hide(s, t, *limits) if masks else s, top, total)
@@ -249,7 +268,8 @@ def _kernel(
             slot = slot_of(step + t)
             for arrived in (k_in, v_in):
                 plgpu.barrier_wait(arrived.at[slot])
-            plgpu.commit_smem()  # synchronises the warps, as products do: one arrives for all, and a late one would miss a phase
+            # Synchronises the warps, as products do: one arrives for all, and a late one would miss a phase
+            plgpu.commit_smem()
             for free in (k_free, v_free):
                 plgpu.barrier_arrive(free.at[slot])
             return ()
@@ -260,7 +280,12 @@ def _kernel(
         s = first_scores(me, slot_of(step + begin))
         plgpu.barrier_arrive(k_free.at[slot_of(step + begin)])
         whole = (walk.clear == begin) & (walk.mixed > begin)
-        s = lax.cond(whole, lambda s: s, lambda s: hide(s, begin, of_queries(stop_g, me, at), of_queries(first_g, me, at)), s)
+        s = lax.cond(
+            whole,
+            lambda s: s,
+            lambda s: hide(s, begin, of_queries(stop_g, me, at), of_queries(first_g, me, at)),
+            s,
+        )
         w, keep, top, total = weigh(s, low, zeros((ROWS, FOLDED), plgpu.Layout.WGMMA))
         carry = w.astype(v_s.dtype), keep, top, total, zeros((ROWS, V), plgpu.Layout.WGMMA)
         clear, mixed = (jnp.maximum(t, begin + 1) for t in (walk.clear, walk.mixed))
@@ -327,7 +352,9 @@ def _kernel(
 
         @pl.when(role == number)
         def _(number=number, body=body):
-            plgpu.set_max_registers(sizes["registers"][number], action="decrease" if number == FEEDER else "increase")
+            plgpu.set_max_registers(
+                sizes["registers"][number], action="decrease" if number == FEEDER else "increase"
+            )
             body()
 
 
@@ -356,14 +383,16 @@ def _walks(first, stop, size, chunk):
         """The least or largest of `count` adjacent blocks, for each of them; by elements, so that XLA fuses it all."""
         return jnp.repeat(functools.reduce(pick, (x[:, i::count] for i in range(count))), count, axis=1)
 
-    least, most = shared(size * WORKERS, jnp.minimum, own.first), shared(size * WORKERS, jnp.maximum, own.stop)
+    least = shared(size * WORKERS, jnp.minimum, own.first)
+    most = shared(size * WORKERS, jnp.maximum, own.stop)
     start = jnp.minimum(least, most) // chunk  # 0 if none of the queries attends to anything
 
     def after(key):
         return -(-key // chunk) - start
 
     tiles, end = jnp.maximum(after(most), 1), jnp.maximum(after(shared(WORKERS, jnp.maximum, own.stop)), 1)
-    begin = jnp.minimum(own.first // chunk - start, end - 1)  # without keys it computes the last tile, for nothing
+    # Without keys it computes the last tile, for nothing
+    begin = jnp.minimum(own.first // chunk - start, end - 1)
     clear = jnp.clip(after(own.all_first), begin, end)
     mixed = jnp.clip(own.all_stop // chunk - start, clear, end)
     held = jnp.broadcast_to(stop.max(axis=1, keepdims=True), start.shape)
@@ -376,7 +405,9 @@ def _mla_prefill(q, k, v, first, stop, scale, sizes, units, interpret):
     chunk, slots, widths = sizes["chunk"], sizes["slots"], [width for _, width in _halves(H)]
     pairs = -(-T // (WORKERS * ROWS))
     size = 2 if pairs % 2 == 0 or pairs > 8 else 1  # blocks that share tiles
-    first, stop = (jnp.pad(x, ((0, 0), (0, -T % (size * WORKERS * ROWS)))) for x in ranges.clipped(first, stop, S))
+    first, stop = (
+        jnp.pad(x, ((0, 0), (0, -T % (size * WORKERS * ROWS)))) for x in ranges.clipped(first, stop, S)
+    )
     walks, (first, stop) = _walks(first, stop, size, chunk), (x.reshape(B, -1, ROWS) for x in (first, stop))
     order = _order(B * N, T, S, size, sizes, units // size)
     q = jnp.pad(q, ((0, 0), (0, -T % COPIED), (0, 0), (0, 0)))
@@ -410,7 +441,9 @@ def _mla_prefill(q, k, v, first, stop, scale, sizes, units, interpret):
         cluster_names=("block",) if size == 2 else (),
         num_threads=WORKERS + 1,
         thread_name="role",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=128, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=128, unsafe_no_auto_barriers=True
+        ),
         interpret=interpret,
     )(*(x.reshape(B, x.shape[1], -1) for x in (q, k, v)), first, stop, walks, jnp.asarray(order))
     return out[:, :T].reshape(B, T, N, V), lse.reshape(B, N, -1)[:, :, :T].swapaxes(1, 2)

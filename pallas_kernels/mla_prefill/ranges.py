@@ -26,6 +26,8 @@ def clipped(first: jax.Array, stop: jax.Array, keys: int) -> tuple[jax.Array, ja
 
 def spans(first: jax.Array, stop: jax.Array, block: int) -> Spans:
     """Of clipped ranges `[B T]`, for `block` queries at a time; the last block may be shorter."""
-    first, stop = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))).reshape(len(x), -1, block) for x in (first, stop))
+    first, stop = (
+        jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))).reshape(len(x), -1, block) for x in (first, stop)
+    )
     some = {"where": first < stop, "initial": FAR}
     return Spans(first.min(-1, **some), stop.max(-1), first.max(-1), stop.min(-1, **some))

@@ -23,7 +23,8 @@ LOG2E = math.log2(math.e)
 LOW = -1e30  # initial running maximum; finite, because infinities subtract to NaN
 LANES = 128
 NT = (((1,), (1,)), ((), ()))  # a @ b.T
-START, CHUNKS, FIRST, STOP = range(4)  # rows of a plan: a block's first chunk, its chunks; bounds of keys for all its queries
+# Rows of a plan: a block's first chunk, its chunks; bounds of keys for all its queries
+START, CHUNKS, FIRST, STOP = range(4)
 
 
 def across(x, width):
@@ -92,7 +93,9 @@ def mla_prefill(q, k, v, first, stop, *, scale, sizes, interpret=False):
     (B, T, N, H), V = q.shape, v.shape[-1]
     first, stop = (jnp.pad(x, ((0, 0), (0, -T % LANES))) for x in ranges.clipped(first, stop, k.shape[1]))
     # multiples of a tile: a block must not be longer than its array
-    q, k, v = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES), (0, 0), (0, 0))).swapaxes(1, 2) for x in (q, k, v))
+    q, k, v = (
+        jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES), (0, 0), (0, 0))).swapaxes(1, 2) for x in (q, k, v)
+    )
     rows, keys = q.shape[2], k.shape[2]
     sizes = {"block": min(sizes["block"], rows), "chunk": min(sizes["chunk"], keys)}
     block, chunk = sizes["block"], sizes["chunk"]
@@ -107,7 +110,10 @@ def mla_prefill(q, k, v, first, stop, *, scale, sizes, interpret=False):
 
     out, lse = pl.pallas_call(
         functools.partial(_kernel, scale=scale),
-        out_shape=(jax.ShapeDtypeStruct((B, N, rows, V), q.dtype), jax.ShapeDtypeStruct((B, N, 1, rows), jnp.float32)),
+        out_shape=(
+            jax.ShapeDtypeStruct((B, N, rows, V), q.dtype),
+            jax.ShapeDtypeStruct((B, N, 1, rows), jnp.float32),
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(B, N, blocks, pl.cdiv(keys, chunk)),
@@ -127,7 +133,9 @@ def mla_prefill(q, k, v, first, stop, *, scale, sizes, interpret=False):
                 pltpu.VMEM((block, V), jnp.float32),
             ],
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        ),
         interpret=interpret,
     )(_plan(first, stop, sizes), stop.max(axis=1), q, jnp.stack([first, stop], axis=1), k, v)
     return out.swapaxes(1, 2)[:, :T], lse[:, :, 0, :T].swapaxes(1, 2)

@@ -46,10 +46,14 @@ def _block(q, first, stop, k, v, held, scale):
         seen = (place >= i * step) & (place >= first[..., None]) & (place < stop[..., None])
         scores = jnp.einsum("btnh,bsnh->bnts", q, keys, **sums)
         scores = jnp.where(seen[:, None], scores * scale, -jnp.inf)
-        return i + 1, softmax.add(state, scores, lambda w: jnp.einsum("bnts,bsnv->bntv", w.astype(v.dtype), values, **sums))
+        return i + 1, softmax.add(
+            state, scores, lambda w: jnp.einsum("bnts,bsnv->bntv", w.astype(v.dtype), values, **sums)
+        )
 
     start = jnp.min(first, where=first < stop, initial=S) // step
     steps = -(-jnp.max(stop) // step)
-    _, state = jax.lax.while_loop(lambda carry: carry[0] < steps, chunk, (start, softmax.start((B, N, t), v.shape[-1])))
+    _, state = jax.lax.while_loop(
+        lambda carry: carry[0] < steps, chunk, (start, softmax.start((B, N, t), v.shape[-1]))
+    )
     out, lse = softmax.finish(state)
     return out.astype(q.dtype).swapaxes(1, 2), lse.swapaxes(1, 2)

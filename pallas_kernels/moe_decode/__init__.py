@@ -21,7 +21,9 @@ def check_gpu(x, topk_ids, gate, up, down) -> str | None:
     if D % 64 or F % 64:
         return f"it takes widths in multiples of 64, not {D} and {F}"
     if not 1 <= n <= TOKENS or not X or not topk_ids.shape[1]:
-        return f"it takes 1 to {TOKENS} tokens with at least one expert, not {n} with {topk_ids.shape[1]} of {X}"
+        return (
+            f"it takes 1 to {TOKENS} tokens with at least one expert, not {n} with {topk_ids.shape[1]} of {X}"
+        )
     return choice.not_bfloat16(x, gate, up, down)
 
 

@@ -58,7 +58,8 @@ class Piece(NamedTuple):
 def _piece(job: Job, i) -> Piece:
     """This unit's piece i; adjacent pieces are of one line."""
     at = lax.axis_index("unit") + i * job.units
-    line, rest = lax.div(at, jnp.int32(job.blocks * job.parts)), lax.rem(at, jnp.int32(job.blocks * job.parts))
+    line = lax.div(at, jnp.int32(job.blocks * job.parts))
+    rest = lax.rem(at, jnp.int32(job.blocks * job.parts))
     block, part = lax.div(rest, jnp.int32(job.parts)), lax.rem(rest, jnp.int32(job.parts))
     return Piece(line, block, part, part * job.part, jnp.minimum((part + 1) * job.part, job.steps))
 
@@ -131,10 +132,13 @@ def _of_token(sums, token):
 
 def _hidden(ids_g, share_g, x_g, gate_g, up_g, out_g, x_s, w_s, full, free, *, job: Job, chosen):
     def load(piece, k, slot):
-        expert, columns = _expert(ids_g, piece.line, gate_g.shape[0]), pl.ds(pl.multiple_of(k * job.depth, job.depth), job.depth)
+        expert = _expert(ids_g, piece.line, gate_g.shape[0])
+        columns = pl.ds(pl.multiple_of(k * job.depth, job.depth), job.depth)
         rows = pl.ds(pl.multiple_of(piece.block * ROWS, ROWS), ROWS)
         for w, source in enumerate((gate_g, up_g)):
-            plgpu.copy_gmem_to_smem(source.at[expert, rows, columns], w_s.at[slot, pl.ds(w * ROWS, ROWS)], full.at[slot])
+            plgpu.copy_gmem_to_smem(
+                source.at[expert, rows, columns], w_s.at[slot, pl.ds(w * ROWS, ROWS)], full.at[slot]
+            )
         plgpu.copy_gmem_to_smem(x_g.at[:, columns], x_s.at[slot], full.at[slot])
 
     def leave(piece, sums):
@@ -161,7 +165,9 @@ def _down(ids_g, hidden_g, down_g, out_g, h_s, w_s, full, free, *, job: Job, cho
         plgpu.copy_gmem_to_smem(hidden_g.at[choice, :, columns], h_s.at[slot], full.at[slot])
 
     def leave(piece, sums):
-        out_g[piece.line, piece.part, pl.ds(pl.multiple_of(piece.block * ROWS, ROWS), ROWS)] = _of_token(sums[0], piece.line)
+        out_g[piece.line, piece.part, pl.ds(pl.multiple_of(piece.block * ROWS, ROWS), ROWS)] = _of_token(
+            sums[0], piece.line
+        )
 
     _stream(job, load, leave, h_s, w_s, full, free)
 
@@ -181,7 +187,9 @@ def _launch(kernel, job: Job, out_type, interpret, *arrays):
         grid_names=("unit",),
         num_threads=2,
         thread_name="role",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=128, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=128, unsafe_no_auto_barriers=True
+        ),
         interpret=interpret,
     )(*arrays)
 
@@ -196,7 +204,8 @@ def parts_of(pieces: int, steps: int, units: int, most: int = 16) -> int:
     return -(-steps // -(-steps // parts))  # no part is empty
 
 
-@functools.partial(jax.jit, static_argnames=("units", "interpret"))  # so that all layers of a model are lowered once
+# So that all layers of a model are lowered once
+@functools.partial(jax.jit, static_argnames=("units", "interpret"))
 def moe_decode(x, topk_ids, topk_weights, gate, up, down, *, units, interpret=None):
     """As `moe_decode` of the package; `interpret` runs the kernels on a CPU."""
     (n, D), K, (X, F, _) = x.shape, topk_ids.shape[1], gate.shape

@@ -24,7 +24,9 @@ def check_gpu(x, w: Fp8 | Packed) -> str | None:
 CHECKS = {"mosaic_gpu": check_gpu}
 
 
-def quantized_matmul(x: jax.Array | Fp8, w: Fp8 | Packed, *, out_dtype=None, impl: str | None = None) -> jax.Array:
+def quantized_matmul(
+    x: jax.Array | Fp8, w: Fp8 | Packed, *, out_dtype=None, impl: str | None = None
+) -> jax.Array:
     """`[M D]`, `[F D]` -> `[M F]`, in `out_dtype`, else x's (E4M3: bfloat16).
 
     `impl`: "mosaic_gpu" or "xla"; None takes the first that supports the arrays and the device. Raises Unsupported if the named

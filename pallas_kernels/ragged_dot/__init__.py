@@ -34,7 +34,9 @@ def check_gpu(x, *weights) -> str | None:
     if not rows.shape[0] or not 0 < X <= 384:
         return f"it takes at least one row, and up to 384 groups, not {rows.shape[0]} and {X}"
     packed = [a.codes for a in (x, *weights) if isinstance(a, Fp8)]
-    return choice.not_e4m3(*packed) or choice.not_bfloat16(*(a for a in (x, *weights) if not isinstance(a, Fp8)))
+    return choice.not_e4m3(*packed) or choice.not_bfloat16(
+        *(a for a in (x, *weights) if not isinstance(a, Fp8))
+    )
 
 
 def _check_packed(x, *weights) -> str | None:
@@ -56,7 +58,13 @@ def _run(name, impl, x, weights, group_sizes, expected, out_dtype):
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(x, Fp8) else x.dtype
     other = None if out_dtype == jnp.bfloat16 else f"it gives bfloat16, not {jnp.dtype(out_dtype)}"
-    impl = choice.take(name, impl, {k: lambda *a, check=check: check(*a) or other for k, check in CHECKS.items()}, x, *weights)
+    impl = choice.take(
+        name,
+        impl,
+        {k: lambda *a, check=check: check(*a) or other for k, check in CHECKS.items()},
+        x,
+        *weights,
+    )
     if impl == "xla":
         return getattr(xla, name)(x, *weights, group_sizes, out_dtype=out_dtype)
     from pallas_kernels.ragged_dot import gpu  # needs a newer JAX than the fallback

@@ -34,7 +34,16 @@ from pallas_kernels import packed, packed_gpu, tuning
 from pallas_kernels.fp8 import GROUP, Fp8
 from pallas_kernels.hopper import LOG2E, ROW, over, zeros
 from pallas_kernels.packed import KINDS, Packed
-from pallas_kernels.ragged_dot.plan import ALIGNED, Table, Tile, best_width, columns_of, locate, most_tiles, tiles_of
+from pallas_kernels.ragged_dot.plan import (
+    ALIGNED,
+    Table,
+    Tile,
+    best_width,
+    columns_of,
+    locate,
+    most_tiles,
+    tiles_of,
+)
 
 ROWS = 64  # rows of weights in a product
 WORKERS, FEEDER = 2, 2
@@ -44,8 +53,10 @@ STAGED = 72  # tokens of it, at most: these are written at a time
 SPAN = 128  # bytes
 GROUPS = 64  # groups whose sizes are summed together
 SHORT = 2  # steps of a part of the depth, at least
-LONG = 14  # the same where fewer rows than all are expected: adding up parts of V3's down takes 8 us, and splitting it saves less
-FEWER = 4  # on a mesh a single request leaves other shards' rows empty: a device may have one in so many of the expected groups
+# The same where fewer rows than all are expected: adding up parts of V3's down takes 8 us, and splitting it saves less
+LONG = 14
+# On a mesh a single request leaves other shards' rows empty: a device may have one in so many of the expected groups
+FEWER = 4
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -53,7 +64,8 @@ class Operands(NamedTuple):
     """The inputs of the kernel, or their copies in shared memory."""
 
     x: jax.Array  # [M D]
-    weights: tuple[jax.Array | tuple[jax.Array, ...], ...]  # one, or gate and up: [X F D]; packed: its arrays [X steps tiles ..]
+    # One, or gate and up: [X F D]; packed: its arrays [X steps tiles ..]
+    weights: tuple[jax.Array | tuple[jax.Array, ...], ...]
     x_scale: jax.Array | None  # w8: [M + width], per row; w8a8: [D/128 M]
     scales: tuple[jax.Array, ...]  # of the weights: [X F/128 D/128]; packed by rows: [X F]
 
@@ -122,7 +134,9 @@ class Piece(NamedTuple):
 def _plan(job: Job, sizes_g, table: Table):
     """The groups and their tiles, computed by every block for itself: XLA would launch five kernels for it."""
     shape = GROUPS, GROUPS
-    row, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
+    row, column = (
+        plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in range(2)
+    )
 
     def sums(numbers, before):
         """Exclusive and inclusive prefix sums, and the total."""
@@ -154,7 +168,11 @@ def _plan(job: Job, sizes_g, table: Table):
 def _piece(job: Job, table: Table, i) -> Piece:
     """This unit's piece i."""
     at = lax.axis_index("unit") + i * job.units
-    at, part = (at, jnp.int32(0)) if job.parts == 1 else (lax.div(at, jnp.int32(job.parts)), lax.rem(at, jnp.int32(job.parts)))
+    at, part = (
+        (at, jnp.int32(0))
+        if job.parts == 1
+        else (lax.div(at, jnp.int32(job.parts)), lax.rem(at, jnp.int32(job.parts)))
+    )
     tile, block = locate(at, table, groups=job.groups, width=job.width, grain=job.grain, blocks=job.blocks)
     tile = tile._replace(row=pl.multiple_of(tile.row, ALIGNED))
     start = part * job.part
@@ -199,7 +217,9 @@ def _load_packed(job: Job, source: Operands, piece: Piece, k, ring: Operands, sl
     for j, arrays in enumerate(source.weights):
         for array, to, columns in zip(arrays, ring.weights[0], KINDS[job.kind].columns, strict=True):
             at = lax.div(k, jnp.int32(columns // job.depth))
-            plgpu.copy_gmem_to_smem(array.at[piece.tile.group, at, of], to.at[slot, pl.ds(j * tiles, tiles)], full)
+            plgpu.copy_gmem_to_smem(
+                array.at[piece.tile.group, at, of], to.at[slot, pl.ds(j * tiles, tiles)], full
+            )
 
 
 LOADS = dict.fromkeys(("bf16", "w8", "w8a8"), _load_plain)
@@ -220,7 +240,9 @@ def _feed(job: Job, source: Operands, table: Table, ring: Operands, full, free):
                 of, to = pl.ds(piece.tile.row, tokens), pl.ds(0, tokens)
                 plgpu.copy_gmem_to_smem(source.x.at[of, columns], ring.x.at[slot, to], full.at[slot])
                 if ring.x_scale is not None:
-                    plgpu.copy_gmem_to_smem(source.x_scale.at[k, of], ring.x_scale.at[slot, to], full.at[slot])
+                    plgpu.copy_gmem_to_smem(
+                        source.x_scale.at[k, of], ring.x_scale.at[slot, to], full.at[slot]
+                    )
 
             _sized(piece.tile, job.programs, rows)
             return step + 1
@@ -312,7 +334,9 @@ def _promoted(at: Worker, piece: Piece, step):
         slot = _slot(job, step)
         ahead = [scale(half, k + 1) for half in range(2)]
         plgpu.barrier_wait(at.full.at[slot])
-        sums = [x + y * factor(slot, scale) for x, y, scale in zip(sums, _products(at, slot), now, strict=True)]
+        sums = [
+            x + y * factor(slot, scale) for x, y, scale in zip(sums, _products(at, slot), now, strict=True)
+        ]
         if at.interpret:  # it expects a fence between a read and a later copy; the arrival orders them
             plgpu.commit_smem()
         plgpu.barrier_arrive(at.free.at[slot])
@@ -345,7 +369,9 @@ def _half(weights):
 
 def _converted(at: Worker, piece: Piece, step):
     """`_promoted`, with the tokens' powers of two undone."""
-    tokens = plgpu.load(at.source.x_scale.at[pl.ds(piece.tile.row, at.tokens)], layout=COLUMN, optimized=False)
+    tokens = plgpu.load(
+        at.source.x_scale.at[pl.ds(piece.tile.row, at.tokens)], layout=COLUMN, optimized=False
+    )
     return [x * _across(tokens) for x in _promoted(at, piece, step)]
 
 
@@ -358,7 +384,13 @@ def _unpacked(at: Worker, piece: Piece, step):
     for half in range(2):
         first = piece.feature + at.mine + (half * HALF if at.job.weights == 1 else 0)
         rows = pl.ds(pl.multiple_of(first, ROWS), ROWS)
-        scales.append(plgpu.load(at.source.scales[half % at.job.weights].at[piece.tile.group, rows], layout=ROW, optimized=False))
+        scales.append(
+            plgpu.load(
+                at.source.scales[half % at.job.weights].at[piece.tile.group, rows],
+                layout=ROW,
+                optimized=False,
+            )
+        )
     return [x * over(scale, x.shape) for x, scale in zip(sums, scales, strict=True)]
 
 
@@ -477,7 +509,20 @@ def _work(at: Worker, table: Table, out_g, staged):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _kernel(source: Operands, sizes_g, out_g, ring: Operands, out_s, table, full, free, planned, *, job: Job, interpret):
+def _kernel(
+    source: Operands,
+    sizes_g,
+    out_g,
+    ring: Operands,
+    out_s,
+    table,
+    full,
+    free,
+    planned,
+    *,
+    job: Job,
+    interpret,
+):
     role = lax.axis_index("role")
     if sizes_g is None:
         table = Table(Same(0), Same(job.rows), Same(-(-job.rows // job.width)))
@@ -512,13 +557,16 @@ def _tiled(*shape, dtype):
 def _ring(job: Job, source: Operands) -> Operands:
     w8a8, (first, *_) = job.kind == "w8a8", source.weights
     if isinstance(first, tuple):
-        weights = tuple(plgpu.SMEM((job.slots, 2 * HALF // packed.ROWS, *a.shape[3:]), a.dtype) for a in first)
+        weights = tuple(
+            plgpu.SMEM((job.slots, 2 * HALF // packed.ROWS, *a.shape[3:]), a.dtype) for a in first
+        )
     else:
         weights = _tiled(job.slots, 2 * HALF, job.depth, dtype=first.dtype)
     return Operands(
         _tiled(job.slots, job.width, job.depth, dtype=source.x.dtype),
         (weights,),
-        plgpu.SMEM((job.slots, max(job.width, 32)), jnp.float32) if w8a8 else None,  # copies start at multiples of 128 bytes
+        # Copies start at multiples of 128 bytes
+        plgpu.SMEM((job.slots, max(job.width, 32)), jnp.float32) if w8a8 else None,
         (),
     )
 
@@ -530,7 +578,11 @@ def _launch(job: Job, source: Operands, sizes: jax.Array | None, out_type, inter
         out_type=out_type,
         scratch_types=[
             _ring(job, source),
-            plgpu.SMEM((WORKERS, min(job.width, STAGED), STORED), jnp.bfloat16, transforms=(plgpu.SwizzleTransform(SPAN),)),
+            plgpu.SMEM(
+                (WORKERS, min(job.width, STAGED), STORED),
+                jnp.bfloat16,
+                transforms=(plgpu.SwizzleTransform(SPAN),),
+            ),
             plgpu.SMEM((3, job.groups), jnp.int32),
             plgpu.Barrier(num_arrivals=loads, num_barriers=job.slots),
             plgpu.Barrier(num_arrivals=WORKERS, num_barriers=job.slots),
@@ -540,7 +592,9 @@ def _launch(job: Job, source: Operands, sizes: jax.Array | None, out_type, inter
         grid_names=("unit",),
         num_threads=WORKERS + 1,
         thread_name="role",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=128, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=128, unsafe_no_auto_barriers=True
+        ),
         interpret=interpret,
     )(source, sizes)
 
@@ -563,7 +617,12 @@ def _operands(kind, x, weights, width) -> Operands:
         return Operands(padded(x), tuple(weights), None, ())
     if kind in KINDS:
         count = len(KINDS[kind].columns)
-        return Operands(padded(x), tuple(w.arrays[:count] for w in weights), None, sum((w.arrays[count:] for w in weights), ()))
+        return Operands(
+            padded(x),
+            tuple(w.arrays[:count] for w in weights),
+            None,
+            sum((w.arrays[count:] for w in weights), ()),
+        )
     codes, scales = zip(*weights, strict=True)
     if kind == "w8a8":
         return Operands(padded(x.codes), codes, padded(x.scale).T, scales)
@@ -583,7 +642,9 @@ def _parts(pieces, steps, units, each):
 
 
 @functools.partial(jax.jit, static_argnames=("expected", "out_dtype", "units", "width", "parts", "interpret"))
-def grouped(x, weights, group_sizes, *, out_dtype, units, expected=None, width=None, parts=None, interpret=None):
+def grouped(
+    x, weights, group_sizes, *, out_dtype, units, expected=None, width=None, parts=None, interpret=None
+):
     """The rows of x times the weights of their groups; with two weights the SwiGLU of both products.
 
     `group_sizes` may be None for a single group of all rows; about `expected` rows have a group. `width` of a tile and `parts` of
@@ -591,13 +652,16 @@ def grouped(x, weights, group_sizes, *, out_dtype, units, expected=None, width=N
     kind = _kind(x, weights)
     (M, D), (X, F, *_) = jax.tree.leaves(x)[0].shape, jax.tree.leaves(weights)[0].shape
     F = weights[0].shape[0] if kind in KINDS else F
-    table, registers = tuning.RAGGED_DOT[kind], tuning.PACKED_REGISTERS if kind in KINDS else tuning.RAGGED_DOT_REGISTERS
+    table = tuning.RAGGED_DOT[kind]
+    registers = tuning.PACKED_REGISTERS if kind in KINDS else tuning.RAGGED_DOT_REGISTERS
     expected = expected or M
     width = width or best_width(expected, X, table)
     slots, depth, *fewer = table[width]
     depth, groups, count = min(depth, D), -(-X // GROUPS) * GROUPS, len(weights)
     groups = 1 if group_sizes is None else groups
-    job = Job(kind, (*fewer, width), depth, slots, registers, units, groups, M, count, F, -(-D // depth), 1, True)
+    job = Job(
+        kind, (*fewer, width), depth, slots, registers, units, groups, M, count, F, -(-D // depth), 1, True
+    )
     if parts is None:
         tiles, each = -(-M // width) if X == 1 else min(M, X), SHORT
         if expected < M:

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 ALIGNED = 8  # rows
-SHARE = 12  # about the square root of the number of multiprocessors, which balances reads of tokens and weights
+# About the square root of the number of multiprocessors, which balances reads of tokens and weights
+SHARE = 12
 
 
 class Table(NamedTuple):
@@ -44,7 +45,9 @@ def best_width(rows: int, groups: int, widths: Iterable[int]) -> int:
 
 def tiles_of(start, end, width: int):
     """The number of tiles of a group."""
-    return jnp.where(end > start, lax.div(end - (start & -ALIGNED) + (width - 1), jnp.full_like(start, width)), 0)
+    return jnp.where(
+        end > start, lax.div(end - (start & -ALIGNED) + (width - 1), jnp.full_like(start, width)), 0
+    )
 
 
 def most_tiles(rows: int, groups: int, width: int) -> int:

@@ -17,7 +17,9 @@ def _sums(x, w, group_sizes):
     x = dequantize(x).astype(jnp.bfloat16) if isinstance(x, Fp8) else x
     if isinstance(w, Fp8 | Packed):
         w = (dequantize(w, GROUP) if isinstance(w, Fp8) else packed.dequantize(w)).astype(x.dtype)
-    return lax.ragged_dot_general(x, w, group_sizes, LAST, preferred_element_type=jnp.float32).astype(jnp.float32)
+    return lax.ragged_dot_general(x, w, group_sizes, LAST, preferred_element_type=jnp.float32).astype(
+        jnp.float32
+    )
 
 
 def ragged_dot(x, w, group_sizes, *, out_dtype):

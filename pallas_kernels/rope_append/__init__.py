@@ -24,7 +24,8 @@ class Latents(NamedTuple):
 class Tokens(NamedTuple):
     """The new tokens of a step. Their slots are distinct."""
 
-    slot: jax.Array  # [B T] int32: page * Z + place in the page; negative, or G * Z and more: the token is written nowhere
+    # [B T] int32: page * Z + place in the page; negative, or G * Z and more: the token is written nowhere
+    slot: jax.Array
     cos: jax.Array  # [B T E/2] float32
     sin: jax.Array  # [B T E/2] float32
 

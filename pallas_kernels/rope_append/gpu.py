@@ -47,9 +47,12 @@ def _kernel(q_g, kv_g, weight_g, factors_g, slot_g, c_kv_g, k_pe_g, q_pe_g, line
         plgpu.commit_smem()
         by = [plgpu.load(factors_g.at[b, t, k], layout=one_each) for k in range(3)]
         for i in range(len(sources)):
-            moved = [plgpu.load(line_s.at[i, pl.ds(EDGE + k, LINE)], layout=one_each) for k in (0, shift, -shift)]
+            moved = [
+                plgpu.load(line_s.at[i, pl.ds(EDGE + k, LINE)], layout=one_each) for k in (0, shift, -shift)
+            ]
             turned = sum(jnp.where(f == 0, 0.0, f * x) for f, x in zip(by, moved, strict=True))
-            out_s[i, pl.ds(E, LINE)] = turned.astype(out_s.dtype)  # so that the output is aligned for the copy
+            # So that the output is aligned for the copy
+            out_s[i, pl.ds(E, LINE)] = turned.astype(out_s.dtype)
         plgpu.commit_smem()
         for i, target in enumerate(targets):
             plgpu.copy_smem_to_gmem(out_s.at[i, pl.ds(LINE, E)], target)
@@ -74,19 +77,28 @@ def _kernel(q_g, kv_g, weight_g, factors_g, slot_g, c_kv_g, k_pe_g, q_pe_g, line
     def queries():
         heads = [(part - 1) * each + i for i in range(each)]
         for t in range(T):
-            turn(t, [q_g.at[b, t, n, pl.ds(H - LINE, LINE)] for n in heads], [q_pe_g.at[b, t, n] for n in heads])
+            turn(
+                t,
+                [q_g.at[b, t, n, pl.ds(H - LINE, LINE)] for n in heads],
+                [q_pe_g.at[b, t, n] for n in heads],
+            )
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interleave", "interpret"))  # so that all layers of a model are lowered once
+# So that all layers of a model are lowered once
+@functools.partial(jax.jit, static_argnames=("eps", "interleave", "interpret"))
 def rope_append(q, kv, weight, tokens, cache, *, eps, interleave, interpret=None):
     """As `rope_append` of the package; `interpret` runs the kernel on a CPU."""
     (B, T, N, _), E = q.shape, cache.k_pe.shape[-1]
     each = math.gcd(N, HEADS)
-    held = [jax.new_ref(x.reshape(-1, x.shape[-1])) for x in cache]  # by slots: no copy, and no division in the kernel
+    # By slots: no copy, and no division in the kernel
+    held = [jax.new_ref(x.reshape(-1, x.shape[-1])) for x in cache]
     q_pe = plgpu.kernel(
         functools.partial(_kernel, eps=eps, shift=1 if interleave else E // 2),
         out_type=jax.ShapeDtypeStruct((B, T, N, E), q.dtype),
-        scratch_types=[plgpu.SMEM((each, LINE + 2 * EDGE), jnp.float32), plgpu.SMEM((each, 2 * LINE), q.dtype)],
+        scratch_types=[
+            plgpu.SMEM((each, LINE + 2 * EDGE), jnp.float32),
+            plgpu.SMEM((each, 2 * LINE), q.dtype),
+        ],
         grid=(B, 1 + N // each),
         grid_names=("row", "part"),
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=128),

@@ -29,7 +29,9 @@ class Pool(NamedTuple):
     def window(self, rng: np.random.Generator, length: int, at_start: bool) -> np.ndarray:
         """`length` tokens from a random position, or from the start of a random document."""
         last = len(self.tokens) - length
-        start = int(rng.choice(self.starts[self.starts <= last])) if at_start else int(rng.integers(0, last + 1))
+        start = (
+            int(rng.choice(self.starts[self.starts <= last])) if at_start else int(rng.integers(0, last + 1))
+        )
         return self.tokens[start : start + length].astype(np.int32)
 
     def packed(self, rng: np.random.Generator, length: int) -> np.ndarray:
@@ -42,7 +44,9 @@ class Pool(NamedTuple):
 
     def document(self, rng: np.random.Generator) -> np.ndarray:
         i = rng.integers(len(self.starts))
-        return self.tokens[self.starts[i] : self.starts[i + 1] if i + 1 < len(self.starts) else None].astype(np.int32)
+        return self.tokens[self.starts[i] : self.starts[i + 1] if i + 1 < len(self.starts) else None].astype(
+            np.int32
+        )
 
 
 def build(folder: Path, vocabulary: int, files: list[corpus.File]) -> None:
@@ -52,7 +56,9 @@ def build(folder: Path, vocabulary: int, files: list[corpus.File]) -> None:
     pools = _pools(tokenizer, training)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    arrays = {f"{name}.{part}": array for name, pool in pools.items() for part, array in pool._asdict().items()}
+    arrays = {
+        f"{name}.{part}": array for name, pool in pools.items() for part, array in pool._asdict().items()
+    }
     np.savez_compressed(folder / "train.npz", **arrays)
     held = [f for f in files if corpus.is_held_out(f.path)]
     (folder / "held_out.json").write_text(json.dumps([f._asdict() for f in held]))
@@ -75,7 +81,9 @@ def _pools(tokenizer: tokenizers.Tokenizer, files: list[corpus.File]) -> dict[st
     }
 
 
-def _functions(tokenizer: tokenizers.Tokenizer, files: list[corpus.File]) -> list[tuple[corpus.Function, list[int]]]:
+def _functions(
+    tokenizer: tokenizers.Tokenizer, files: list[corpus.File]
+) -> list[tuple[corpus.Function, list[int]]]:
     """The files' different functions and their tokens, without the longest.
 
     Head and body are tokenised apart, as when a user asks for the body: otherwise one token often spans both."""
@@ -96,7 +104,9 @@ class Batches:
     def __init__(self, folder: Path, mix: dict[str, float], answer_weight: float, seed: int):
         self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         with np.load(folder / "train.npz") as arrays:
-            self.pools = {n: Pool(arrays[f"{n}.tokens"], arrays[f"{n}.starts"]) for n in ("code", "functions", "chat")}
+            self.pools = {
+                n: Pool(arrays[f"{n}.tokens"], arrays[f"{n}.starts"]) for n in ("code", "functions", "chat")
+            }
         self.writer = Writer(self.tokenizer, self.pools["code"].tokens)
         self.mix, self.answer_weight, self.seed = mix, answer_weight, seed
 
@@ -113,7 +123,11 @@ class Batches:
         if kind == "loops":
             return self.loops(rng, length)
         pool = self.pools[kind]
-        tokens = pool.window(rng, length, at_start=rng.random() < 0.3) if kind == "code" else pool.packed(rng, length)
+        tokens = (
+            pool.window(rng, length, at_start=rng.random() < 0.3)
+            if kind == "code"
+            else pool.packed(rng, length)
+        )
         return tokens, np.ones(length, np.float32)
 
     def loops(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -128,6 +142,11 @@ class Batches:
             part = text[max(1, last - int(rng.choice([rng.integers(1, 6), rng.integers(4, 40)]))) : last]
             times = int(rng.integers(2, 3 + 60 // len(part)))
             tokens += [text[:last], np.tile(part, times), text[last:]]
-            weights += [np.ones(last), np.zeros(len(part)), np.full(len(part) * (times - 1), -1.0), np.ones(len(text) - last)]
+            weights += [
+                np.ones(last),
+                np.zeros(len(part)),
+                np.full(len(part) * (times - 1), -1.0),
+                np.ones(len(text) - last),
+            ]
             full += len(text) + len(part) * times
         return np.concatenate(tokens)[:length], np.concatenate(weights)[:length].astype(np.float32)

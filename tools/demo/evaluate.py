@@ -22,7 +22,9 @@ class HeldOut:
         texts = corpus.judged(files)
         tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.bytes, self.rows = sum(len(t.encode()) for t in texts), rows
-        encoded = [[config.bos_token_id, *e.ids] for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
+        encoded = [
+            [config.bos_token_id, *e.ids] for e in tokenizer.encode_batch(texts, add_special_tokens=False)
+        ]
         windows = [ids[i : i + length + 1] for ids in encoded for i in range(0, len(ids) - 1, length)]
         shape = (len(windows) + -len(windows) % rows, length + 2)
         self.tokens, self.weight = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
@@ -31,7 +33,9 @@ class HeldOut:
         build = Model(config)
 
         def losses_of(values: Values, tokens: Array, weight: Array):
-            return losses(build({path: value.astype(jnp.bfloat16) for path, value in values.items()}), tokens, weight)
+            return losses(
+                build({path: value.astype(jnp.bfloat16) for path, value in values.items()}), tokens, weight
+            )
 
         self.losses = jax.jit(losses_of)
 
@@ -60,7 +64,10 @@ def draw(log: Path, image: Path) -> None:
     judged = [(r["tokens"] / 1e6, r["held_out"]) for r in rows if r.get("held_out")]
     axes[1].plot(*zip(*judged, strict=True), marker=".")
     axes[1].set(title="held-out bits per byte", xlabel="million tokens", ylim=(0.5, 1.6))
-    for name, label in (("acceptance", "MTP agrees with the main model"), ("least_load", "least loaded expert, of the mean")):
+    for name, label in (
+        ("acceptance", "MTP agrees with the main model"),
+        ("least_load", "least loaded expert, of the mean"),
+    ):
         axes[2].plot(seen, [r[name] for r in rows], label=label, linewidth=1)
     axes[2].set(title="shares", xlabel="million tokens", ylim=(0, 1))
     axes[2].legend(frameon=False)

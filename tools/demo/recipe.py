@@ -83,5 +83,10 @@ class Recipe:
         """The model before or after its context is extended."""
         if not extended:
             return Config.from_hf({**self.model, "max_position_embeddings": self.length})
-        yarn = YARN | {"factor": self.extended_length / self.length, "original_max_position_embeddings": self.length}
-        return Config.from_hf({**self.model, "max_position_embeddings": self.extended_length, "rope_scaling": yarn})
+        yarn = YARN | {
+            "factor": self.extended_length / self.length,
+            "original_max_position_embeddings": self.length,
+        }
+        return Config.from_hf(
+            {**self.model, "max_position_embeddings": self.extended_length, "rope_scaling": yarn}
+        )

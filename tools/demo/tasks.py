@@ -28,7 +28,9 @@ class Task(NamedTuple):
 
 def word(rng: np.random.Generator) -> str:
     """A pronounceable word that is not in the source, such as `zovuka`."""
-    return "".join(rng.choice(list(_CONSONANTS)) + rng.choice(list(_VOWELS)) for _ in range(rng.integers(2, 5)))
+    return "".join(
+        rng.choice(list(_CONSONANTS)) + rng.choice(list(_VOWELS)) for _ in range(rng.integers(2, 5))
+    )
 
 
 def number(rng: np.random.Generator) -> str:
@@ -55,7 +57,12 @@ def copy(rng: np.random.Generator) -> Fact:
     return Fact(f"\n# Copy: {words}\n", "Copy the words.", words)
 
 
-TASKS = {"passkey": Task(passkey, None), "variable": Task(variable, 96), "pairs": Task(pairs, 0), "copy": Task(copy, None)}
+TASKS = {
+    "passkey": Task(passkey, None),
+    "variable": Task(variable, 96),
+    "pairs": Task(pairs, 0),
+    "copy": Task(copy, None),
+}
 
 
 class Writer:
@@ -71,7 +78,8 @@ class Writer:
     def filling(self, rng: np.random.Generator, count: int) -> list[int]:
         start = rng.integers(0, len(self.source) - count)
         run = self.source[start : start + count]
-        return np.where(run < self.user + 2, self.encode("\n")[0], run).tolist()  # no control tokens inside a message
+        # No control tokens inside a message
+        return np.where(run < self.user + 2, self.encode("\n")[0], run).tolist()
 
     def context(self, rng: np.random.Generator, task: Task, room: int) -> tuple[list[int], list[Fact]]:
         """At most `room` tokens, and their facts in order; the first fact comes first."""
@@ -113,7 +121,9 @@ class Writer:
         turn = [] if first else [self.user]
         return [*turn, *self.encode("\n" + fact.question), self.assistant]
 
-    def prompt(self, rng: np.random.Generator, name: str, distance: int, longest: int) -> tuple[list[int], list[int]]:
+    def prompt(
+        self, rng: np.random.Generator, name: str, distance: int, longest: int
+    ) -> tuple[list[int], list[int]]:
         """A prompt that asks for a fact about `distance` tokens back, and the answer; together at most `longest` tokens."""
         _, facts = context = self.context(rng, TASKS[name], distance)
         question = self.encode("\n" + facts[0].question)

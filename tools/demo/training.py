@@ -28,7 +28,9 @@ def fused(q: tuple, held: Held, up: tuple, scale: float) -> Float[Array, "B T N 
     padded = jnp.pad(v, [(0, 0)] * 3 + [(0, joined.shape[-1] - v.shape[-1])])  # cuDNN takes equal widths only
     on_gpu = jax.default_backend() == "gpu" and joined.dtype == jnp.bfloat16
     implementation = "cudnn" if on_gpu else "xla"
-    out = jax.nn.dot_product_attention(joined, k, padded, scale=scale, is_causal=True, implementation=implementation)
+    out = jax.nn.dot_product_attention(
+        joined, k, padded, scale=scale, is_causal=True, implementation=implementation
+    )
     return out[..., : v.shape[-1]]
 
 
@@ -37,7 +39,9 @@ class InTraining(Dispatch):
 
     def step(self, model: Transformer, batch: Batch, pool: Any) -> StepPlan:
         turns = rope.turns(batch.positions, model.config)
-        return StepPlan(Form(heads, fused), prepare(batch, pool, model.config, 0), turns, ExpertPlan(BACKENDS["dense"]))
+        return StepPlan(
+            Form(heads, fused), prepare(batch, pool, model.config, 0), turns, ExpertPlan(BACKENDS["dense"])
+        )
 
 
 class Trained(NamedTuple):
@@ -62,18 +66,25 @@ class Model:
         model = Transformer(self.config, nnx.Rngs(seed), mtp=True)
         flat = {".".join(map(str, p)): v[...] for p, v in nnx.to_flat_state(nnx.split(model)[1])}
         bias = {path: value for path, value in flat.items() if path.endswith("router.bias")}
-        return {p: v for p, v in flat.items() if p not in bias}, {p: jnp.zeros_like(v) for p, v in bias.items()}
+        return {p: v for p, v in flat.items() if p not in bias}, {
+            p: jnp.zeros_like(v) for p, v in bias.items()
+        }
 
     def __call__(self, values: Values) -> Transformer:
         """The module around `values`."""
-        flat = [(path, slot.replace(values[".".join(map(str, path))])) for path, slot in nnx.to_flat_state(self.state)]
+        flat = [
+            (path, slot.replace(values[".".join(map(str, path))]))
+            for path, slot in nnx.to_flat_state(self.state)
+        ]
         return nnx.merge(self.graph, nnx.from_flat_state(flat))
 
 
 def optimizer(recipe: Recipe, values: Values) -> optax.GradientTransformation:
     warm = min(200, recipe.steps // 10)
     rate = optax.warmup_constant_schedule(0.0, recipe.learning_rate, warm)
-    rate = optax.join_schedules([rate, optax.linear_schedule(recipe.learning_rate, 0.0, recipe.steps - warm)], [warm])
+    rate = optax.join_schedules(
+        [rate, optax.linear_schedule(recipe.learning_rate, 0.0, recipe.steps - warm)], [warm]
+    )
     if recipe.optimizer == "adamw":
         update = optax.adamw(rate, 0.9, 0.95, weight_decay=recipe.weight_decay, mask=_decays)
     else:
@@ -118,7 +129,9 @@ def dropped(values: Values, key: Array, recipe: Recipe) -> Values:
 
     def one(path: str, value: Array, key: Array) -> Array:
         if (is_linear(path) and "router" not in path) or path == "embed":
-            value = jnp.where(jax.random.bernoulli(key, 1 - recipe.drop, value.shape), value / (1 - recipe.drop), 0)
+            value = jnp.where(
+                jax.random.bernoulli(key, 1 - recipe.drop, value.shape), value / (1 - recipe.drop), 0
+            )
         return value.astype(jnp.bfloat16)
 
     keys = jax.random.split(key, len(values))
@@ -156,7 +169,9 @@ def losses(model: Transformer, tokens: Int[Array, "B t"], weight: Float[Array, "
 def _mean(loss: Array, weight: Array) -> Array:
     """The weighted mean of `loss` = -log p, or of -log(1 - p) where the weight is negative."""
     unlikely = -jnp.log(jnp.maximum(-jnp.expm1(-loss), 1e-4))
-    return jnp.sum(jnp.where(weight < 0, unlikely, loss) * jnp.abs(weight)) / jnp.maximum(jnp.sum(jnp.abs(weight)), 1)
+    return jnp.sum(jnp.where(weight < 0, unlikely, loss) * jnp.abs(weight)) / jnp.maximum(
+        jnp.sum(jnp.abs(weight)), 1
+    )
 
 
 def start(recipe: Recipe) -> Trained:
@@ -178,8 +193,10 @@ def step_of(recipe: Recipe, config: Config):
         update = optimizer(recipe, trained.values)
         change, state = update.update(gradient, trained.optimizer, trained.values)
         push = recipe.bias_step * (1 - trained.step / recipe.steps)
-        bias = {  # DeepSeek-V3's balancing without an auxiliary loss: raises the bias of experts with too few tokens
-            path: value + push * jnp.sign(jnp.mean(found.load[path]) - found.load[path]) for path, value in trained.bias.items()
+        # DeepSeek-V3's balancing without an auxiliary loss: raises the bias of experts with too few tokens
+        bias = {
+            path: value + push * jnp.sign(jnp.mean(found.load[path]) - found.load[path])
+            for path, value in trained.bias.items()
         }
         least = jnp.min(jnp.stack([jnp.min(n) / jnp.mean(n) for n in found.load.values()]))
         figures = {"loss": found.main, "mtp": found.mtp, "acceptance": found.acceptance, "least_load": least}
