@@ -25,7 +25,8 @@ from mla_jax.weights.fill import PLAIN
 from mla_jax.weights.hf_names import HF, SCALE
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.names import Origin, value_half
-from mla_jax.weights.orbax_store import BATCH, refuse_foreign, writing
+from mla_jax.weights.orbax_chunks import BATCH
+from mla_jax.weights.orbax_store import refuse_foreign, writing
 from mla_jax.weights.plan import gib
 from mla_jax.weights.safetensors import DTYPES
 from mla_jax.weights.save import complete, write_tensors

@@ -10,18 +10,15 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
-import mla_jax
 from mla_jax.base import roofline
 from mla_jax.base.axes import MESH_AXES, parse_mesh
 from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported, shown
@@ -30,11 +27,11 @@ from mla_jax.base.options import Options
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode import loop, rows
-from mla_jax.decode.chosen import CHOSEN, LIKELY, STEPS
+from mla_jax.decode.chosen import STEPS
 from mla_jax.decode.packing import of_shards
 from mla_jax.decode.programs import Program
 from mla_jax.decode.spread import Spread
-from mla_jax.engine import exported_run
+from mla_jax.engine import export_manifest, exported_run
 from mla_jax.engine.size import PIECES
 from mla_jax.model import layout, ops
 from mla_jax.model.layout import Layout, refuse_uneven
@@ -47,19 +44,6 @@ PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 CONTEXT = 4096  # tokens of a request, unless more are asked for
 FILE = 4 << 30  # bytes of weights in one file
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
-CALLING = (
-    "A program is called as program(weights, kept, sent), and returns a flat list of arrays.",
-    "weights: a tuple of all arrays in `weights`, in this order, each laid out on the mesh by its `sharding`.",
-    "kept: a list of the arrays that `kept` names; all begin as zeros. They are donated, and returned first, in the same order.",
-    "sent: one array of int32 that has all arrays of `sent`, flattened, one after the other; floats and uint32 keep their bits, a"
-    " bool is 0 or 1. On a mesh it has an axis of data shards in front, by which it is cut: each has its own rows and pages.",
-    "A `sharding` names the mesh axes that cut each dimension; where `mesh` has one device there is none.",
-    "Each shard has `rows` rows and `pages` pages. Page table entries are pages of `page` tokens, for all layers the same.",
-    "admit: gives the rows `at` to requests; an index from `rows` on is none. `fill` is what a field has if nobody asks.",
-    "prefill: reads `counts` tokens of a line behind what each of the rows `at` holds, one row's tokens after the other's.",
-    "run: chooses up to `steps` more tokens for each of the rows `at`. `chosen` is [rows of all shards, packed `fields`], and"
-    " each device has all of it. Of `tokens` the first `count` are new; a row that is `done` has ended.",
-)
 
 
 class Wanted(NamedTuple):
@@ -98,6 +82,19 @@ class Wanted(NamedTuple):
     @property
     def pages(self) -> int:
         return self.rows * self.width
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """For the manifest."""
+        return {
+            "rows": self.rows,
+            "prompt": self.prompt,
+            "context": self.context,
+            "page": PAGE,
+            "pages": self.pages,
+            "width": self.width,
+            "steps": STEPS,
+        }
 
 
 def _layout(model: Transformer, mesh: Any) -> Layout:
@@ -162,9 +159,12 @@ def write(
     model = _without_drafts(model)
     platforms = {platform: _of_platform(model, platform, wanted) for platform in wanted.platforms}
     programs = {name: content for one in platforms.values() for name, content in one.files.items()}
-    arrays = _names(nnx.state(model)) if weights else {}
+    arrays = export_manifest.names(nnx.state(model)) if weights else {}
     files = _files(arrays) if weights else {}
-    manifest = _manifest(model, wanted, platforms, files) | dict(facts)
+    entries = {platform: one.entry for platform, one in platforms.items()}
+    stored = next(iter(platforms.values())).weights
+    mesh, sizes = wanted.layout.sizes, wanted.sizes
+    manifest = export_manifest.manifest(model.config, mesh, sizes, entries, stored, files) | dict(facts)
     needed = sum(map(len, programs.values())) + sum(map(_nbytes, arrays.values()))
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -292,10 +292,13 @@ def _of_platform(model: Transformer, platform: str, wanted: Wanted) -> Exported:
         "kernels": "pallas" if wanted.kernels else "xla",
         "device": model.dispatch.device.name if wanted.kernels else "any",
         "compiler_options": loop.LOOP_OPTIONS.get(PLATFORMS[platform], {}),
-        "kept": [_described(name, array) for name, array in kept.items()],
+        "kept": [export_manifest.described(name, array) for name, array in kept.items()],
         "programs": entries,
     }
-    weights = [_described(name, array) for name, array in _names(nnx.state(model)).items()]
+    weights = [
+        export_manifest.described(name, array)
+        for name, array in export_manifest.names(nnx.state(model)).items()
+    ]
     return Exported(files, entry, weights)
 
 
@@ -339,8 +342,8 @@ def _entry(name: str, file: str, call: Call, exported: Any) -> dict[str, Any]:
     return {
         "file": file,
         "kept": call.kept,
-        "sent": _fields(call.sent),
-        "returned": _returned(name, exported, len(call.kept)),
+        "sent": export_manifest.fields(call.sent),
+        "returned": export_manifest.returned(name, exported, len(call.kept)),
         "calling_convention_version": exported.calling_convention_version,
     }
 
@@ -353,91 +356,12 @@ def _kept(model: Transformer, wanted: Wanted) -> dict[str, Any]:
 
     def made() -> list[Any]:
         pool, table = _new(wanted, local)
-        found = _names({"pool": pool, "rows": table})
+        found = export_manifest.names({"pool": pool, "rows": table})
         names.extend(found)
         return list(found.values())
 
     shapes = spread.whole(jax.eval_shape(made))
     return dict(zip(names, shapes, strict=True))
-
-
-def _fields(sent: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The arrays that are sent to a program, in this order."""
-    found = []
-    for argument, tree in sent.items():
-        for name, array in _names({argument: tree}).items():
-            found.append(_described(name, array) | _fill(name))
-    return found
-
-
-def _returned(name: str, exported: Any, kept: int) -> list[dict[str, Any]]:
-    """What a program returns behind the arrays that are kept."""
-    if name != "run":
-        return []
-    fields = {"chosen": CHOSEN, "likely": LIKELY}
-    found = []
-    for (of, like), array in zip(fields.items(), exported.out_avals[kept:], strict=True):
-        packed = [
-            {"name": one, "shape": list(value.shape[1:]), "dtype": value.dtype.name}
-            for one, value in like._asdict().items()
-        ]
-        found.append({"name": of, "shape": list(array.shape), "dtype": array.dtype.name, "fields": packed})
-    return found
-
-
-def _manifest(
-    model: Transformer, wanted: Wanted, programs: Mapping[str, Exported], files: Mapping[str, Sequence[str]]
-) -> dict[str, Any]:
-    sizes = {
-        "rows": wanted.rows,
-        "prompt": wanted.prompt,
-        "context": wanted.context,
-        "page": PAGE,
-        "pages": wanted.pages,
-        "width": wanted.width,
-        "steps": STEPS,
-    }
-    return {
-        "format": "mla-jax export 1",
-        "calling": CALLING,
-        "config": model.config.to_hf(),
-        "versions": {"mla_jax": mla_jax.__version__}
-        | {name: version(name) for name in ("jax", "jaxlib", "numpy")},
-        "mesh": wanted.layout.sizes,
-        "sizes": sizes,
-        "platforms": {platform: one.entry for platform, one in programs.items()},
-        "weight_files": list(files),
-        "weights": next(iter(programs.values())).weights,
-    }
-
-
-def _names(tree: Any) -> dict[str, Any]:
-    """All arrays of a tree, by where they are in it: for weights the parameter's path, and which part of a packed one."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    found = {}
-    for path, array in leaves:
-        keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
-        found[".".join(key for key in keys if key not in ("value", "parts"))] = array
-    assert len(found) == len(leaves), "two arrays have one name"
-    return found
-
-
-def _described(name: str, array: Any) -> dict[str, Any]:
-    found = {"name": name, "shape": list(array.shape), "dtype": jnp.dtype(array.dtype).name}
-    sharding = getattr(array, "sharding", None)
-    if sharding is None:
-        return found
-    cuts: list[list[str]] = [[] for _ in array.shape]
-    for dimension, cut in enumerate(sharding.spec):
-        if cut is not None:
-            cuts[dimension] = [cut] if isinstance(cut, str) else list(cut)
-    return found | {"sharding": cuts}
-
-
-def _fill(name: str) -> dict[str, Any]:
-    """What a field of an entry has that nobody asks for."""
-    blank = _names({"entry": rows.blank(1)})
-    return {"fill": blank[name].reshape(-1)[0].item()} if name in blank else {}
 
 
 def _files(arrays: Mapping[str, Any]) -> dict[str, list[str]]:

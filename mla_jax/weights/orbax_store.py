@@ -18,44 +18,46 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from errno import EDQUOT, EFBIG, ENOSPC
 from functools import cache
-from itertools import accumulate, chain, groupby
-from math import prod
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import xxhash
 from jax.sharding import Sharding
 from safetensors import SafetensorError
 
 from mla_jax.base.errors import BadFile, DoesNotFit, Unsupported, printable, shortened
 from mla_jax.base.qtensor import Shape
 from mla_jax.weights import boxes
-from mla_jax.weights.boxes import Box, box_shape, common, slices
+from mla_jax.weights.boxes import Box
+from mla_jax.weights.orbax_chunks import (
+    MAX_CHUNK,
+    assembled,
+    batches,
+    checksum,
+    chunk_shape,
+    in_chunks,
+    overlapping,
+)
 from mla_jax.weights.orbax_manifest import (
     AGAIN,
     KIND,
     MANIFEST,
     VERSION,
     StoredChunk,
-    StoredPart,
     StoredTensor,
-    grid,
     part_specs,
     read_manifest,
 )
 from mla_jax.weights.safetensors import DTYPES
 
-# Bytes of a chunk that no mesh cuts smaller; glibc maps 32 MiB and more anew each time, at half the rate
-MAX_CHUNK = 30 << 20
 COPIED = 3 * MAX_CHUNK  # bytes that Orbax may hold in copies
-BATCH = 256 << 20  # bytes that one call of Orbax reads
 NOISE = (
     "TensorStore data files not found",
     "Skipping merge of OCDBT",
@@ -149,8 +151,8 @@ class Writer:
             )
         parts, leaves = [], {}
         for number, part in enumerate(tensor.parts):
-            chunk = _chunk_shape(part, self.shards(name, number, part.shape))
-            stored, pieces = _in_chunks(part, chunk)
+            chunk = chunk_shape(part, self.shards(name, number, part.shape))
+            stored, pieces = in_chunks(part, chunk)
             leaves |= {c.leaf: piece for c, piece in zip(stored.chunks(name, number), pieces, strict=True)}
             parts.append(stored)
         return StoredTensor(tensor.format, tuple(tensor.shape), step, tuple(parts)), leaves
@@ -239,18 +241,18 @@ class Store:
         """The contents of the boxes that are `asked` for of each part, part by part."""
         entry = self.tensors[name]
         chunks = [
-            _overlapping(part.chunks(name, number), of_part)
+            overlapping(part.chunks(name, number), of_part)
             for number, (part, of_part) in enumerate(zip(entry.parts, asked, strict=True))
         ]
         stream = self._load(name, entry.step, [*chain.from_iterable(chunks)])
         for of_part, needed in zip(asked, chunks, strict=True):
             # The stream continues with the next part
-            yield _assembled(of_part, zip(needed, stream, strict=False))
+            yield assembled(of_part, zip(needed, stream, strict=False))
 
     def _load(self, name: str, step: int, chunks: list[StoredChunk]) -> Iterator[np.ndarray]:
         """The contents of `chunks` in their order; one call of Orbax reads several."""
         folder = _step_folder(self.path, step)
-        for batch in _batches(chunks):
+        for batch in batches(chunks):
             try:
                 self._refuse_other_chunks(name, step, batch)
                 with _orbax(max(chunk.nbytes for chunk in batch)) as ocp:
@@ -378,7 +380,7 @@ def _stored(folder: Path) -> dict[str, tuple]:
 
 
 def _sound(name: str, folder: Path, chunk: StoredChunk, value: np.ndarray) -> np.ndarray:
-    found = _checksum(value)
+    found = checksum(value)
     if found != chunk.checksum:
         raise BadFile(
             f"{name} is damaged",
@@ -393,20 +395,6 @@ def _step_folder(folder: Path, step: int) -> Path:
     return folder / "weights" / f"{step:05d}"
 
 
-def _chunk_shape(part: np.ndarray, shards: Shape) -> Shape:
-    """A device's share; if no mesh axis cuts the rows, they are cut into chunks of at most MAX_CHUNK bytes."""
-    chunk = [-(-size // count) for size, count in zip(part.shape, shards, strict=True)]
-    if chunk and shards[0] == 1:
-        chunk[0] = min(chunk[0], max(1, MAX_CHUNK // (part.itemsize * prod(chunk[1:]))))
-    return tuple(chunk)
-
-
-def _in_chunks(part: np.ndarray, chunk: Shape) -> tuple[StoredPart, list[np.ndarray]]:
-    """A part's entry in the manifest, and the contents of its chunks."""
-    pieces = [np.asarray(part[slices(box)], order="C") for box in grid(part.shape, chunk)]
-    return StoredPart(part.dtype.name, part.shape, chunk, tuple(map(_checksum, pieces))), pieces
-
-
 def _box(index: Any, shape: Shape) -> Box:
     return tuple(along.indices(size)[:2] for along, size in zip(index, shape, strict=True))
 
@@ -418,35 +406,3 @@ def _placed(shape: Shape, sharding: Sharding, filled: dict[Box, np.ndarray]) -> 
 def _device_boxes(shape: Shape, sharding: Sharding) -> set[Box]:
     """The boxes that this process's devices need of an array."""
     return {_box(index, shape) for index in sharding.addressable_devices_indices_map(shape).values()}
-
-
-def _overlapping(chunks: list[StoredChunk], boxes: set[Box]) -> list[StoredChunk]:
-    return [chunk for chunk in chunks if any(common(chunk.box, box) is not None for box in boxes)]
-
-
-def _batches(chunks: list[StoredChunk]) -> list[list[StoredChunk]]:
-    """Consecutive chunks in groups of about BATCH bytes."""
-    reached = accumulate(chunk.nbytes for chunk in chunks)
-    groups = groupby(zip(reached, chunks, strict=True), key=lambda pair: pair[0] // BATCH)
-    return [[chunk for _, chunk in group] for _, group in groups]
-
-
-def _assembled(boxes: set[Box], pieces: Iterable[tuple[StoredChunk, np.ndarray]]) -> dict[Box, np.ndarray]:
-    """The contents of `boxes`; a box that is one chunk is that chunk, not a copy."""
-    filled: dict[Box, np.ndarray] = {}
-    for chunk, value in pieces:
-        for box in boxes:
-            if box == chunk.box:
-                filled[box] = value
-                continue
-            both = common(chunk.box, box)
-            if both is None:
-                continue
-            if box not in filled:
-                filled[box] = np.empty(box_shape(box), value.dtype)
-            filled[box][slices(both, box)] = value[slices(both, chunk.box)]
-    return filled
-
-
-def _checksum(array: np.ndarray) -> str:
-    return xxhash.xxh3_64_hexdigest(array.reshape(-1).view(np.uint8).data)

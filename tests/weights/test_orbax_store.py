@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 from mla_jax.base import qtensor
 from mla_jax.base.errors import BadFile, DoesNotFit, Unsupported
-from mla_jax.weights import orbax_store
+from mla_jax.weights import orbax_chunks
 from mla_jax.weights.orbax_store import MANIFEST, Tensor, Writer, is_store, open_store
 from mla_jax.weights.safetensors import DTYPES
 
@@ -99,8 +99,8 @@ def test_the_parts_of_a_quantised_tensor_come_back_bit_for_bit(tmp_path, format)
 
 @pytest.mark.parametrize("shards", [(1, 1), (2, 1), (1, 5), (4, 3), (7, 10)])
 def test_a_tensor_in_any_chunks_comes_back(tmp_path, monkeypatch, shards):
-    monkeypatch.setattr(orbax_store, "MAX_CHUNK", 64)
-    monkeypatch.setattr(orbax_store, "BATCH", 100)
+    monkeypatch.setattr(orbax_chunks, "MAX_CHUNK", 64)
+    monkeypatch.setattr(orbax_chunks, "BATCH", 100)
     expected = tensor("F32", (7, 10))
     store = stored(
         tmp_path / "out", {"x": expected, "t": Tensor("F32", (10, 7), (expected.parts[0].T,))}, shards=lambda *_: shards
@@ -111,7 +111,7 @@ def test_a_tensor_in_any_chunks_comes_back(tmp_path, monkeypatch, shards):
 
 
 def test_rows_that_no_device_has_for_itself_are_cut_to_chunks_of_a_size_quick_to_write(tmp_path, monkeypatch):
-    monkeypatch.setattr(orbax_store, "MAX_CHUNK", 100)
+    monkeypatch.setattr(orbax_chunks, "MAX_CHUNK", 100)
     tensors = {"x": tensor("U8", (10, 30)), "wide": tensor("U8", (2, 300))}
     store = stored(tmp_path / "out", tensors, shards=lambda name, part, shape: (1, 2) if name == "wide" else (1, 1))
     assert store.tensors["x"].parts[0].chunk == (3, 30)
