@@ -133,7 +133,8 @@ def _items(checkpoint: Checkpoint, dtype: str) -> list[Item]:
     for path, source in checkpoint.sources.items():
         if source.part is value_half or path.endswith("attn.uv"):
             continue  # written with uk
-        target, exact = HF.find(path, config), checkpoint.slots[path].get_metadata()["exact"]
+        target = HF.find(path, config)
+        exact = checkpoint.slots[path].get_metadata()["exact"]
         format = _format(dtype, checkpoint.format_of(source), exact, path)
         same = tuple(name for name, ours in repeated.items() if ours == path)
         found.append(Item(path, target.names, axes.shape(config, target.axes), format, same))
@@ -273,7 +274,8 @@ def _joined(item: Item, checkpoint: Checkpoint) -> tuple[Parts, int]:
     halves, unsound = [], 0
     for path in (item.path, _other_half(item.path)):
         source = checkpoint.sources[path]
-        entry, raw = checkpoint.source.tensors[source.names[0]], checkpoint.source.read(source.names[0])
+        entry = checkpoint.source.tensors[source.names[0]]
+        raw = checkpoint.source.read(source.names[0])
         unsound += unsound_in(raw, entry.format)
         halves.append(
             source.part(plain(raw, entry.format, entry.shape, DTYPES[item.format]), checkpoint.config)

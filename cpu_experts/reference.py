@@ -35,7 +35,8 @@ def expert(
 ) -> np.ndarray:
     """One expert's output for its rows `[n D]`: `down (silu(gate x) * up x)`; `formats` of gate and up, and of down."""
     x = rounded(x, formats[0])
-    g, u = x @ gate.T.astype(np.float64), x @ up.T.astype(np.float64)
+    g = x @ gate.T.astype(np.float64)
+    u = x @ up.T.astype(np.float64)
     with np.errstate(over="ignore"):
         hidden = g / (1 + np.exp(-g)) * u
     hidden = from_bf16(to_bf16(hidden.astype(np.float32)))

@@ -98,7 +98,8 @@ def _q4_k(codes: jax.Array, scales: jax.Array, steps: int) -> Parts:
 def _q6_k(codes: jax.Array, scales: jax.Array, steps: int) -> Parts:
     each = _by_output(_from_lines(_joined(codes)), steps, 2)
     halves = each.reshape(*each.shape[:4], -1, 2, 4, 32)
-    lead, wide = halves.shape[:5], halves.reshape(*halves.shape[:6], 2, 64)
+    lead = halves.shape[:5]
+    wide = halves.reshape(*halves.shape[:6], 2, 64)
     low = (wide[..., 0, :] & 15 | wide[..., 1, :] << 4).reshape(*lead, -1)
     high = reduce(or_, (halves[..., i, :] >> 4 << np.uint8(2 * i) for i in range(4))).reshape(*lead, -1)
     d, rest = _of_blocks(scales, halves.shape[4], 2, 16)

@@ -267,7 +267,9 @@ def _join_q5_0(codes, *numbers):
 
 def _split_scales(b):
     """Eight scales and eight minima of six bits from 12 bytes: the first four of either have the others' upper bits."""
-    scale, least, rest = b[..., :4], b[..., 4:8], b[..., 8:12]
+    scale = b[..., :4]
+    least = b[..., 4:8]
+    rest = b[..., 8:12]
     scales = jnp.concatenate([scale & 63, rest & 15 | scale >> 6 << 4], axis=-1)
     return scales, jnp.concatenate([least & 63, rest >> 4 | least >> 6 << 4], axis=-1)
 
@@ -453,7 +455,9 @@ def reorder(format: str, parts: tuple[jax.Array, ...]) -> Packed:
 
 def _natural(w: Packed):
     """The codes `[.. F D]` and the numbers."""
-    kind, F, count = KINDS[w.format], w.shape[0], len(KINDS[w.format].planes)
+    kind = KINDS[w.format]
+    F = w.shape[0]
+    count = len(KINDS[w.format].planes)
     planes = w.arrays[:count]
     scales = w.arrays[count : len(kind.columns)]
     by_row = w.arrays[len(kind.columns) :]
@@ -617,7 +621,8 @@ def part(format: str, arrays: Sequence[jax.Array], number: int) -> jax.Array:
 
     `arrays` are those of a tile and a step, without leading axes."""
     kind = KINDS[format]
-    planes, extras = arrays[: len(kind.planes)], arrays[len(kind.planes) :]
+    planes = arrays[: len(kind.planes)]
+    extras = arrays[len(kind.planes) :]
     words = []
     for bits, plane in zip(kind.planes, planes, strict=True):
         mine = plane.reshape(2, bits // vector(bits), 128, vector(bits))[number]

@@ -142,7 +142,8 @@ def unpack(format: str, tile: Sequence, part: int, interpret) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=layout),
     )
     def registers(_, *refs):
-        codes, scales = refs[: len(kind.planes)], refs[len(kind.planes) :]
+        codes = refs[: len(kind.planes)]
+        scales = refs[len(kind.planes) :]
         planes = [_plane(ref, bits, part) for ref, bits in zip(codes, kind.planes, strict=True)]
         extras = [_scales(ref, extra, part) for ref, extra in zip(scales, kind.extras, strict=True)]
         pair = ir.VectorType.get((2,), ir.BF16Type.get())

@@ -27,7 +27,8 @@ def add(state: Running, scores: jax.Array, weigh: Callable[[jax.Array], jax.Arra
     """Adds scores `[.. S]`, -inf where masked; `weigh` maps weights `[.. S]` to weighted values `[.. V]`."""
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1, keepdims=True))
     safe = jnp.where(jnp.isfinite(top), top, 0)
-    weights, keep = jnp.exp(scores - safe), jnp.exp(state.top - safe)
+    weights = jnp.exp(scores - safe)
+    keep = jnp.exp(state.top - safe)
     total = state.total * keep + jnp.sum(weights, axis=-1, keepdims=True)
     return Running(top, total, state.out * keep + weigh(weights))
 

@@ -70,7 +70,8 @@ def mla_decode_inputs(
 ) -> dict[str, jax.Array | fp8.Fp8]:
     """Random inputs, with NaN in unused slots and pages in random order."""
     rng = np.random.default_rng(seed)
-    B, most = len(case.seq_lens), max(1, *(-(-n // case.page) for n in case.seq_lens))
+    B = len(case.seq_lens)
+    most = max(1, *(-(-n // case.page) for n in case.seq_lens))
     pages = B * most + case.spare
     table = rng.permutation(pages)[: B * most].reshape(B, most).astype(np.int32)
     held = np.zeros((pages, case.page, 1), bool)

@@ -92,7 +92,8 @@ class Batch:
     ) -> "Batch":
         """`new` tokens a row, of which `counts` are not padding, behind its `held` ones; the first has its `position`."""
         token = jnp.arange(new, dtype=jnp.int32)
-        positions, index = position[:, None] + token, held[:, None] + token
+        positions = position[:, None] + token
+        index = held[:, None] + token
         return Batch(positions, token < counts[:, None], held + counts, page_table, index)
 
     @staticmethod

@@ -64,7 +64,8 @@ def device(target: Any = None, cache: Path | None = None) -> Device:
     table = roofline.device(target.device_kind, target.platform)
     if target.platform == "cpu":
         return table
-    kept, key = Kept(DEVICE_RATES, FIGURES, cache), f"{target.device_kind}, JAX {jax.__version__}"
+    kept = Kept(DEVICE_RATES, FIGURES, cache)
+    key = f"{target.device_kind}, JAX {jax.__version__}"
     found = kept.read().get(key)
     if _sane(found, table):
         return table._replace(measured=True, **found)

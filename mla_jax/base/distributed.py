@@ -150,7 +150,8 @@ def _initialize(host: str, port: int, count: int, process: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     os.environ.setdefault(*CONNECTS)
-    address, bound = f"{host}:{port}", f"{host}:{port}" if host in link.LOCAL else None
+    address = f"{host}:{port}"
+    bound = f"{host}:{port}" if host in link.LOCAL else None
     if process:
         _await(host, port)
         address = f"127.0.0.1:{Held(host, port).port}"

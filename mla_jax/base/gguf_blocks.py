@@ -140,7 +140,8 @@ def _q5_0(b: Bytes) -> Values:
 
 
 def _q5_1(b: Bytes) -> Values:
-    d, least = _half(b[..., :2])[..., None, None], _half(b[..., 2:4])[..., None, None]
+    d = _half(b[..., :2])[..., None, None]
+    least = _half(b[..., 2:4])[..., None, None]
     return _joined(d * _with_fifth_bit(b[..., 4:8], b[..., 8:]) + least, 3)
 
 
@@ -153,7 +154,9 @@ def _q8_0(b: Bytes) -> Values:
 
 
 def _q2_k(b: Bytes) -> Values:
-    scales, d, least = b[..., :16], _half(b[..., 80:82]), _half(b[..., 82:])
+    scales = b[..., :16]
+    d = _half(b[..., 80:82])
+    least = _half(b[..., 82:])
     q = _bit_fields((_shape(b[..., 16:80], 2, 32), 2, 4))
     low = _materialised(least * (scales >> 4).astype(jnp.float32))
     return _joined(_scaled(_materialised(d * (scales & 15).astype(jnp.float32)), q) - low[..., None], 2)

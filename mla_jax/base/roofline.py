@@ -79,7 +79,8 @@ def attention_cost(config: Config, form: str, rows: int, new: int, attended: int
     heads, rank, rope = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
     nope, value = config.qk_nope_head_dim, config.v_head_dim
     weights = heads * rank * (nope + value)
-    latents, expanded = rows * attended * (rank + rope), rows * attended * heads * (nope + rope + value)
+    latents = rows * attended * (rank + rope)
+    expanded = rows * attended * heads * (nope + rope + value)
     scores = 2 * 4 * rows * heads * new * attended  # written once, read once
     over_heads = 2 * rows * heads * new * attended * (nope + rope + value)
     over_latents = 2 * rows * heads * new * attended * (2 * rank + rope) + 2 * rows * new * weights

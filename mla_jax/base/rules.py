@@ -135,7 +135,8 @@ def token_ids(most: int) -> Rule:
 
 def biases(most: int) -> Rule:
     """Up to `most` numbers from -100 to 100 by token id, which JSON and TOML write as text."""
-    token, bias = whole(0, 2**31 - 1), number(-100, 100)
+    token = whole(0, 2**31 - 1)
+    bias = number(-100, 100)
 
     def rule(value: Any) -> dict[int, float]:
         if not isinstance(value, Mapping) or len(value) > most:

@@ -220,7 +220,8 @@ class Pyramid(Rule):
         spare = ranked.held.max((0, 2)) - ranked.forced - count
         above = jnp.minimum(count * (beta - 1), spare * beta)  # what it has, times beta
         fits = (above >= 0) & (above <= (count - ranked.forced) * beta)
-        step, steps = np.arange(layers - 1, -layers, -2)[:, None], beta * max(layers - 1, 1)
+        step = np.arange(layers - 1, -layers, -2)[:, None]
+        steps = beta * max(layers - 1, 1)
         # int32 holds it for a million tokens
         apart = np.sign(step) * ((np.abs(step) * above + steps // 2) // steps)
         return (count + jnp.where(fits, apart, 0))[..., None]
@@ -265,7 +266,8 @@ def kept(
     newest go first, then the sinks from slot 0 on. A count of 0 is the newest token. Scores that are not finite are lowest. Of
     equal ones the newer token stays, then the one of the earlier layer or head. `first` is the policy's, if it has two stages."""
     stages = jnp.split(scores, 1 if first is None else 2, axis=2)
-    slot, end = jnp.arange(scores.shape[-1]), held[..., None]
+    slot = jnp.arange(scores.shape[-1])
+    end = held[..., None]
     recent = slot >= end - jnp.maximum(window, count < 1)[:, None, None]
     forced = recent | (slot < sinks)
     newer = jnp.where(forced & ~recent, -1 - slot - slot.size, slot - end)  # sinks come after any window

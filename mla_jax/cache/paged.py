@@ -179,7 +179,8 @@ def rows_of(batch: Batch, size: int) -> Rows:
     row = jnp.arange(lines)[:, None] if batch.row is None else batch.row
     whole = across.size(CONTEXT) * size
     room = pages * whole
-    page, place = batch.page_table[row, jnp.clip(index, 0, room - 1) // whole], index % whole
+    page = batch.page_table[row, jnp.clip(index, 0, room - 1) // whole]
+    place = index % whole
     real = batch.mask & (index < room)
     here = real & (place // size == across.index(CONTEXT)) if whole > size else real
     slots = jnp.where(here, page * size + place % size, NOWHERE)

@@ -181,6 +181,8 @@ def chosen(scores: Float[Array, "B P"], pages: Int[Array, " B"], count: int, rec
 def best(scores: Float[Array, "B P"], count: int) -> Bool[Array, "B P"]:
     """The `count` highest of each row, of equal ones the first. Not by a sort, which is slow on a GPU: all pairs are compared."""
     scores = jnp.where(jnp.isnan(scores), LEAST, scores)
-    mine, other, place = scores[:, :, None], scores[:, None], jnp.arange(scores.shape[1])
+    mine = scores[:, :, None]
+    other = scores[:, None]
+    place = jnp.arange(scores.shape[1])
     comes_first = (other > mine) | ((other == mine) & (place < place[:, None]))
     return comes_first.sum(2) < count

@@ -70,7 +70,8 @@ def penalise(logits: Logits, seen: UInt16[Array, "B W"], sampling: Sampling) -> 
         jnp.where(count > 0, sampling.presence_penalty[:, None], 0.0)
         + sampling.frequency_penalty[:, None] * count
     )
-    rows, words = jnp.arange(logits.shape[0])[:, None], logits.shape[1]
+    rows = jnp.arange(logits.shape[0])[:, None]
+    words = logits.shape[1]
     ids = jnp.where(sampling.bias_ids < 0, words, sampling.bias_ids)  # -1 would be the last token
     return logits.at[rows, ids].add(sampling.bias, mode="drop")
 
@@ -86,7 +87,8 @@ def is_kept(
     weight, least = jnp.exp(warm), jnp.exp(border)
     # The k likeliest have this and `least`, any others that are equal have 0
     more = jnp.maximum(weight - least[:, None], 0.0)
-    count, before = likelier.sum(-1, dtype=jnp.int32), jnp.where(likelier, weight, 0.0).sum(-1)
+    count = likelier.sum(-1, dtype=jnp.int32)
+    before = jnp.where(likelier, weight, 0.0).sum(-1)
     total = more.sum(-1) + sampling.top_k * least
     in_top_k = (count < sampling.top_k) | (sampling.top_k == 0)
     in_top_p = (before < sampling.top_p * total) | (sampling.top_p >= 1)

@@ -273,5 +273,6 @@ def _checked(
 
 def _tallied(going: Going, place: Array, asks: Bool[Array, " B"], right: Bool[Array, " B"]) -> Going:
     chosen = going.chosen
-    drafted, stood = chosen.drafted.at[:, place].add(asks), chosen.stood.at[:, place].add(right)
+    drafted = chosen.drafted.at[:, place].add(asks)
+    stood = chosen.stood.at[:, place].add(right)
     return going._replace(chosen=chosen._replace(drafted=drafted, stood=stood))

@@ -119,7 +119,8 @@ class Drafting:
 
     def note_time(self, rows: int, held: int, drafts: int, seconds: float) -> None:
         """What a pass took."""
-        ratio, key = seconds / self.predicted(rows, held, drafts), (bucket(rows), drafts)
+        ratio = seconds / self.predicted(rows, held, drafts)
+        key = (bucket(rows), drafts)
         nearest = self._nearest(rows, drafts)
         if nearest is not None:
             ratio = min(ratio, WORST * nearest)

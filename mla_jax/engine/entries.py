@@ -54,7 +54,8 @@ def _seeds(params: list[SamplingParams], count: int) -> np.ndarray:
 
 
 def _biases(params: list[SamplingParams], count: int) -> tuple[np.ndarray, np.ndarray]:
-    ids, biases = _filled((count, MAX_BIASES), -1, np.int32), _filled((count, MAX_BIASES), 0, np.float32)
+    ids = _filled((count, MAX_BIASES), -1, np.int32)
+    biases = _filled((count, MAX_BIASES), 0, np.float32)
     for i, one in enumerate(params):
         given = one.logit_bias or {}
         ids[i, : len(given)], biases[i, : len(given)] = list(given.keys()), list(given.values())

@@ -131,7 +131,8 @@ class EvictingEngine(PausingEngine):
         """Moves what stays to pages of its own."""
         assert job.held is not None
         assert job.shard is not None
-        counts, held = here(answer.told)[job.shard.number, :, :, 0].ravel().tolist(), job.read + job.steps
+        counts = here(answer.told)[job.shard.number, :, :, 0].ravel().tolist()
+        held = job.read + job.steps
         # Tokens of the output that are read once more
         again = max(0, min(job.known, self._point(job)) - held)
         new = self._layered(job.shard).evict(job.held, counts, held, again)

@@ -42,7 +42,8 @@ def tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
         header = json.loads(opened.read(size))
     header.pop("__metadata__", None)
     for name, entry in header.items():
-        start, shape = 8 + size + entry["data_offsets"][0], tuple(entry["shape"])
+        start = 8 + size + entry["data_offsets"][0]
+        shape = tuple(entry["shape"])
         yield name, np.memmap(file, dtype(SAFETENSORS[entry["dtype"]]), "r", start, shape)
 
 
@@ -89,7 +90,9 @@ class Model:
         found = {name: array for file in files for name, array in tensors(file)}
         arrays = []
         for one in self.manifest["weights"]:
-            name, shape, kind = one["name"], tuple(one["shape"]), dtype(one["dtype"])
+            name = one["name"]
+            shape = tuple(one["shape"])
+            kind = dtype(one["dtype"])
             array = found.get(name)
             if array is None:
                 sys.exit(
@@ -157,7 +160,8 @@ class Model:
             shards = []
             for prompts in mine:
                 rows = [row for row in range(first, first + some) if row in prompts]
-                at, end = np.full(some, self.sizes["rows"]), np.full(table, -1)
+                at = np.full(some, self.sizes["rows"])
+                end = np.full(table, -1)
                 at[: len(rows)], end[:, : len(ends)] = rows, ends
                 length = np.zeros(some, np.int32)
                 length[: len(rows)] = [len(prompts[row]) for row in rows]

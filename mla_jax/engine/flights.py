@@ -143,7 +143,8 @@ class Flights:
     def _note_guesses(self, flight: Flight, chosen: Chosen) -> None:
         """How many guesses were read, and how many of them stood."""
         stats, stood = self._stats, chosen.stood.sum(0)
-        stats.drafted, stats.stood = stats.drafted + chosen.drafted.sum(0), stats.stood + stood
+        stats.drafted = stats.drafted + chosen.drafted.sum(0)
+        stats.stood = stats.stood + stood
         stats.passes += int(chosen.count.sum() - stood.sum())
         self._drafting.note((job.is_greedy for job in flight.jobs), chosen.drafted, chosen.stood)
 

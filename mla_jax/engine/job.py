@@ -108,7 +108,8 @@ class Job:
         """Adds what was generated, except what it has told before; `ended` says that the device stopped the row."""
         old = min(self.again, len(ids))
         self.again -= old
-        ids, logprobs = ids[old:], None if logprobs is None else logprobs[old:]
+        ids = ids[old:]
+        logprobs = None if logprobs is None else logprobs[old:]
         if not ids and not ended:
             return
         seen, self.ids = len(self.ids), self.ids + ids

@@ -74,7 +74,11 @@ class Pages:
     before them. A `tier` keeps what the index forgets."""
 
     def __init__(self, count: int, size: int, index: bool = True, ahead: int = 0, tier: Tier | None = None):
-        self.count, self.size, self.index, self.ahead, self.tier = count, size, index, ahead, tier
+        self.count = count
+        self.size = size
+        self.index = index
+        self.ahead = ahead
+        self.tier = tier
         self.cached = 0  # pages in the index that are written, held or not
         self.shared = 0  # pages that more than one request holds
         self._free = list(range(count - 1, -1, -1))

@@ -71,7 +71,9 @@ class ResidentPages(Pages):
         for number in come:
             own[number] = self._take()
             self._host.ask(held.digests[number], own[number])
-        held.pages, held.nodes, held.numbers = [own[number] for number in numbers], [], list(numbers)
+        held.pages = [own[number] for number in numbers]
+        held.nodes = []
+        held.numbers = list(numbers)
         return True
 
     def extend(self, held: Held, tokens: int) -> bool:

@@ -151,10 +151,12 @@ class EngineStats:
         self.compiled = compiled
         self.shard_tokens = [sum(job.read + job.steps for job in shard.running) for shard in shards]
         self.tokens_held = sum(self.shard_tokens)
-        self.pages_free, self.pages_cached = sum(one.free for one in pages), sum(one.cached for one in pages)
+        self.pages_free = sum(one.free for one in pages)
+        self.pages_cached = sum(one.cached for one in pages)
         self.pages_shared = sum(one.shared for one in pages)
         self.host_seconds += seconds
-        now, held = time.perf_counter() - self.began, sum(one.count - one.free for one in pages)
+        now = time.perf_counter() - self.began
+        held = sum(one.count - one.free for one in pages)
         unused = sum(one.unused for one in pages)
         self.samples.append(
             Sample(now, self.running, self.waiting, held, self.pages_cached, unused, self.generated)

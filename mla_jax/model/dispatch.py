@@ -97,7 +97,8 @@ class Dispatch:
         def prepare(batch: Batch) -> Any:
             return form.prepare(batch, pool, self.seen(model.config), slots)
 
-        experts, turns = self._expert_plan(model, rows, new), rope.turns(batch.positions, model.config)
+        experts = self._expert_plan(model, rows, new)
+        turns = rope.turns(batch.positions, model.config)
         plan = StepPlan(form, prepare(batch.of_layer(0)), turns, experts, prepare)
         if pool is None or self.retrieval is None:
             return plan

@@ -89,7 +89,8 @@ def ragged(
 ) -> Float[Array, "n D"]:
     """Grouped matmuls over tokens sorted by expert: for a GPU with a kernel for them, and for many tokens on a TPU."""
     gate, up, down = experts
-    grouped, weights = Grouped.of(topk_ids, gate.shape[0]), shares(topk_ids, topk_weights, gate.shape[0])
+    grouped = Grouped.of(topk_ids, gate.shape[0])
+    weights = shares(topk_ids, topk_weights, gate.shape[0])
 
     pairs = topk_ids.size
     mine = -(-pairs // across.size(MESH_AXES))  # if all devices have as many

@@ -83,7 +83,8 @@ def ordered(x: Float[Array, "B T N H"], order: Int[Array, "B T"]) -> Float[Array
 
 def kernel_latents(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
     layer, step = _cached(held), held.step
-    q_c, q_pe = jnp.einsum("btnp,npr->btnr", q[0], up[0]), q[1]
+    q_c = jnp.einsum("btnp,npr->btnr", q[0], up[0])
+    q_pe = q[1]
     if step.order is not None:
         q_c, q_pe = ordered(q_c, step.order.there), ordered(q_pe, step.order.there)
     pool, table = paged.numbers(layer.pool), step.rows.page_table + layer.first
@@ -137,7 +138,8 @@ def kernel_heads(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "
 
     def over(cached: dict[str, Array], keys: Range) -> tuple[Array, Array]:
         known = held.reads(cached)
-        k, v = heads(**known, up=up)["k"], heads(finite(known["c_kv"]), known["k_pe"], up)["v"]
+        k = heads(**known, up=up)["k"]
+        v = heads(finite(known["c_kv"]), known["k_pe"], up)["v"]
         return ops.mla_prefill(queries, k, v, *keys, scale)
 
     def add(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -39,7 +39,8 @@ def heads(
     c_kv: Float[Array, "B S R"], k_pe: Float[Array, "B S E"], up: Up, x: Any = None
 ) -> dict[str, Array]:
     """Every head's key and value, rebuilt from the latent; the rotary key is shared by all heads."""
-    k_nope, v = jnp.einsum("bsr,npr->bsnp", c_kv, up[0]), jnp.einsum("bsr,nvr->bsnv", c_kv, up[1])
+    k_nope = jnp.einsum("bsr,npr->bsnp", c_kv, up[0])
+    v = jnp.einsum("bsr,nvr->bsnv", c_kv, up[1])
     shared = jnp.broadcast_to(k_pe[:, :, None], (*k_nope.shape[:3], k_pe.shape[-1]))
     return {"k": jnp.concatenate([k_nope, shared], -1), "v": v}
 
@@ -150,7 +151,8 @@ class MLA(nnx.Module):
             q, layer = form.appends(q, kv, self.kv_a_norm[...], layer, step, self.config)
             new = {}
         else:
-            q, new = self.turned(q, turns), form.remembers(*self.keys(kv, turns), up, x)
+            q = self.turned(q, turns)
+            new = form.remembers(*self.keys(kv, turns), up, x)
             layer = None if layer is None else paged.append(layer, new, step.rows)
         if layer is not None and retrieving is not None:
             layer = retrieving.noted(layer, q, up, form.reads)

@@ -262,7 +262,8 @@ class MoE(nnx.Module):
         """The layer's output `[B T D]`, how many unmasked tokens each expert got, and what a later layer is to `settle`.
 
         Masked tokens cost no expert."""
-        flat, n_experts = x.reshape(-1, x.shape[-1]), self.router.config.n_routed_experts or 0
+        flat = x.reshape(-1, x.shape[-1])
+        n_experts = self.router.config.n_routed_experts or 0
         topk_ids, topk_weights = self.router(flat)
         topk_ids = jnp.where(mask.reshape(-1, 1), topk_ids, n_experts)
 

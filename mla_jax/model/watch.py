@@ -117,7 +117,8 @@ class Watched(NamedTuple):
 
     def side_by_side(self, scored: Callable[[Number], Array]) -> Float[Array, "B M S"]:
         """What all blocks are given; zeros for those that hold nothing."""
-        one, count = jax.eval_shape(scored, 0), self.blocks.pages.table.shape[-1] // self.blocks.count
+        one = jax.eval_shape(scored, 0)
+        count = self.blocks.pages.table.shape[-1] // self.blocks.count
 
         def put(i: Array, found: Array) -> Array:
             return jax.lax.dynamic_update_slice(found, scored(i), (0, 0, i * self.slots))

@@ -110,7 +110,8 @@ def call_seconds(layer: Any) -> float:
     """Seconds per call of one of a `layer`'s tiny experts from a program of the default device, there and back."""
     from cpu_experts import ffi
 
-    ids, weights = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1))
+    ids = jnp.zeros((1, 1), jnp.int32)
+    weights = jnp.ones((1, 1))
 
     def chain(x: jax.Array, calls: int) -> jax.Array:
         for _ in range(calls):

@@ -121,7 +121,8 @@ def prefill_seconds(
     config: Config, device: Device, new: int, on_host: OnHost | None = None, stream: int = 0
 ) -> float:
     """Seconds of a prompt of `new` tokens in one step; experts are streamed from `stream` tokens on, 0 for never."""
-    layers, moe = config.num_hidden_layers, sum(config.is_moe(i) for i in range(config.num_hidden_layers))
+    layers = config.num_hidden_layers
+    moe = sum(config.is_moe(i) for i in range(config.num_hidden_layers))
     moved = 0 if on_host is None else on_host.layers
     form = roofline.pick_form(config, device, 1, new, new)
     attention = roofline.step_cost(config, form, 1, new, new, device.itemsize).seconds(device)
@@ -143,7 +144,8 @@ def _moved_seconds(config: Config, device: Device, new: int, on_host: OnHost, st
         return stream_seconds(config, device, on_host.rates, new, on_host.expert_bytes)
     routed, weights = on_host.routed, expert_weights(config)
     host = host_seconds(config, on_host.rates, new, on_host.expert_bytes, routed)
-    computed, read = (1 - routed.host_share) * (config.num_experts_per_tok or 0), routed.touched(new)[1]
+    computed = (1 - routed.host_share) * (config.num_experts_per_tok or 0)
+    read = routed.touched(new)[1]
     replicas = _matmuls(device, new, computed * weights, read * weights)
     return max(host - _shared_seconds(config, device, new), replicas)
 

@@ -301,7 +301,8 @@ def _replica_budget(wanted: ExpertOptions, figures: Figures, layers: Iterable[Ex
 
 
 def _on_host(figures: Figures, rates: HostRates, split: Split) -> OnHost:
-    expert, routed = packed_bytes(split.layers[0].packing), split.routed or Routed.evenly(figures.config)
+    expert = packed_bytes(split.layers[0].packing)
+    routed = split.routed or Routed.evenly(figures.config)
     return OnHost(rates, len(figures.decoded(split.layers)), expert, routed)
 
 
@@ -323,7 +324,8 @@ def _replicas(routed: Routed, counted: Routing | None) -> Replicas:
 
 def _refuse_without_memory(layers: Sequence[ExpertLayer], free: int) -> None:
     """Layers are packed one by one: the host holds all that is packed and one layer that is not yet."""
-    held, largest = sum(layer.host_bytes for layer in layers), max(layer.device_bytes for layer in layers)
+    held = sum(layer.host_bytes for layer in layers)
+    largest = max(layer.device_bytes for layer in layers)
     if held + largest > free:
         raise DoesNotFit(
             "the experts do not fit the host's memory",

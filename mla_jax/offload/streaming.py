@@ -83,7 +83,8 @@ def streamed(
     def add(i: Array, total: Array) -> Array:
         first = jnp.minimum(i * size, experts - size)  # the last group overlaps the one before
         mine = (topk_ids >= i * size) & (topk_ids < jnp.minimum((i + 1) * size, experts))
-        ids, weights = jnp.where(mine, topk_ids - first, size), jnp.where(mine, topk_weights, 0)
+        ids = jnp.where(mine, topk_ids - first, size)
+        weights = jnp.where(mine, topk_weights, 0)
         return total + backend(x, ids, weights, stacks(layer, first, size, x.dtype)).astype(jnp.float32)
 
     # A loop, not an unrolled sequence: there is one program to compile, and XLA cannot copy several groups at once.

@@ -209,7 +209,9 @@ def check_ids(ids: Any):
 def _check_added(model: tokenizers.Tokenizer, content: dict, where: str):
     """Raises BadFile for an added token to which the library gives another id than the file."""
     for token in content.get("added_tokens", []):
-        name, given, found = token["content"], token["id"], model.token_to_id(token["content"])
+        name = token["content"]
+        given = token["id"]
+        found = model.token_to_id(token["content"])
         if found != given:
             expected = f"{printable(name)} has id {shown(given)}, the vocabulary leaves it {found}"
             raise BadFile(f"{where} has added tokens with ids that do not fit its vocabulary", expected)

@@ -109,7 +109,11 @@ class Run:
     """One run over the lines that are left."""
 
     def __init__(self, llm: LLM, sampling: SamplingParams, answers: "Answers", console: Console, bar: Bar):
-        self.llm, self.sampling, self.answers, self.console, self.bar = llm, sampling, answers, console, bar
+        self.llm = llm
+        self.sampling = sampling
+        self.answers = answers
+        self.console = console
+        self.bar = bar
         self.served: deque[Line] = deque()  # whose answers are awaited
         self.read = self.generated = self.not_finite = 0
         self.start = time.perf_counter()
@@ -224,7 +228,8 @@ class Answers:
             pass  # a file system without locks
 
     def _foreign(self, line: Line | None, prompts: str) -> BadRequest:
-        where, number = printable(str(self.path)), f"{self.count + 1:,}"
+        where = printable(str(self.path))
+        number = f"{self.count + 1:,}"
         if line is None:
             found = f"it has more lines than the {self.count:,} of {printable(prompts)}"
         else:
@@ -302,7 +307,8 @@ def _id(value: Any, number: int) -> str | int:
 
 def _figures(outputs: Sequence[Output]) -> dict[str, Any]:
     """What an answer says; with `n` of them, in a list."""
-    prompt, generated = len(outputs[0].prompt_token_ids), sum(len(output.token_ids) for output in outputs)
+    prompt = len(outputs[0].prompt_token_ids)
+    generated = sum(len(output.token_ids) for output in outputs)
     scores = outputs[0].prompt_logprobs
     texts = [_text(output) for output in outputs]
     return {

@@ -44,7 +44,8 @@ def roofline(
     costs = _costs(config, rows, new, held, device.itemsize)
     ridge = device.flops / device.bandwidth
     intensity = {form: cost.flops / cost.bytes for form, cost in costs.items()}
-    left, right = min(ridge, *intensity.values()) / 10, max(ridge, *intensity.values()) * 20
+    left = min(ridge, *intensity.values()) / 10
+    right = max(ridge, *intensity.values()) * 20
     plot.loglog(
         [left, ridge, right],
         [left * device.bandwidth, device.flops, device.flops],
@@ -333,7 +334,8 @@ def _label(ax, text: str, places: Sequence[tuple], taken: list):
 
 
 def _is_free(ax, box, taken: Sequence) -> bool:
-    within, roof = ax.get_window_extent(), next(line for line in ax.lines if line.get_label() == "roof")
+    within = ax.get_window_extent()
+    roof = next(line for line in ax.lines if line.get_label() == "roof")
     inside = within.x0 < box.x0 and box.x1 < within.x1 and within.y0 < box.y0 and box.y1 < within.y1
     crossed = roof.get_transform().transform_path(roof.get_path()).intersects_bbox(box, filled=False)
     return bool(inside) and not crossed and box.count_overlaps(taken) == 0

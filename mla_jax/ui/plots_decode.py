@@ -124,5 +124,6 @@ def _ceiling(config: Config, device: Device, rows: int, held: int) -> float:
 
 
 def _span(values: Sequence[float]) -> str:
-    low, high = f"{min(values):,.0f}", f"{max(values):,.0f}"
+    low = f"{min(values):,.0f}"
+    high = f"{max(values):,.0f}"
     return low if low == high else f"{low} to {high}"

@@ -27,7 +27,8 @@ def quality(
     (plot,) = _axes(ax, size)
     full, lines = _lines(rows)
     for color, (name, found) in zip(COLORS * len(lines), lines.items(), strict=False):
-        kept, right = [100 * row["kept"] for row in found], [100 * row["all"] for row in found]
+        kept = [100 * row["kept"] for row in found]
+        right = [100 * row["all"] for row in found]
         below, above = ([100 * abs(row["all"] - row[end]) for row in found] for end in ("low", "high"))
         plot.errorbar(
             kept,

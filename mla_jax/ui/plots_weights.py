@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-OURS, GGUF = ("s", 9, COLORS[0], "our formats"), ("o", 6, COLORS[1], "GGUF types")  # marker, size, colour
+OURS = ("s", 9, COLORS[0], "our formats")
+GGUF = ("o", 6, COLORS[1], "GGUF types")
 NEAR = [
     ("left", "center", 8, 0),
     ("right", "center", -8, 0),
@@ -122,7 +123,8 @@ def sizes(
     plot.set(xlim=(0, max(totals) * 1.15), xlabel="bytes of the weights")
     plot.xaxis.set_major_formatter(lambda value, _: _bytes(value))
     plot.legend(loc="lower right", frameon=False)
-    first, last = next(iter(parts)), list(parts)[totals.index(min(totals))]
+    first = next(iter(parts))
+    last = list(parts)[totals.index(min(totals))]
     _title(plot, f"{last} takes {max(totals) / min(totals):.2g} times fewer bytes than {first}")
     return _figure(plot)
 

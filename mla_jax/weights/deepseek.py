@@ -112,12 +112,15 @@ class Joined:
         return self.holders[name] if _axis(name) is not None else self.holders[name][:1]
 
     def _joined(self, name: str) -> TensorSpan:
-        first, axis, count = self.holders[name][0].tensors[name], _axis(name), len(self._read_from(name))
+        first = self.holders[name][0].tensors[name]
+        axis = _axis(name)
+        count = len(self._read_from(name))
         shape = tuple(n * count if i == axis else n for i, n in enumerate(first.shape))
         return replace(first, shape=shape, size=first.size * count)
 
     def _fault(self, name: str) -> str | None:
-        holders, expected = self.holders[name], 1 if _EXPERT.fullmatch(name) else len(self.parts)
+        holders = self.holders[name]
+        expected = 1 if _EXPERT.fullmatch(name) else len(self.parts)
         if len(holders) != expected:
             return f"{printable(name)} is in {len(holders)} of {len(self.parts)} parts, expected {expected}"
         kinds = {(part.tensors[name].dtype, part.tensors[name].shape) for part in holders}

@@ -68,7 +68,8 @@ def shares(checkpoint: "Checkpoint", path: str) -> Shares:
     source, value, layout = checkpoint.sources[path], checkpoint.on_device(path), checkpoint.layout
     entry = checkpoint.source.tensors[source.names[0]]
     shape = entry.shape[1:] if source.pieces[0].index is not None else entry.shape
-    cuts, sizes = layout.cuts(checkpoint.words(path), value), boxes.blocks(entry.format, len(shape))
+    cuts = layout.cuts(checkpoint.words(path), value)
+    sizes = boxes.blocks(entry.format, len(shape))
     own = [box_of(layout, cuts, value.shape, at) for at in product(*map(range, layout))]
     of_tensor = [_stored(source.part, box[source.stacked :], shape, checkpoint.config) for box in own]
     windows = [boxes.outward(box, shape, sizes) for box in of_tensor]
@@ -131,7 +132,9 @@ class FillMesh(Fill):
     def _parameter(self, path: str, source: names.Origin, tensors: Iterable[Tensor]) -> Any:
         if path in self.on_host:
             return super()._parameter(path, source, tensors)
-        found, whole, tensors = shares(self.checkpoint, path), self.values[path], iter(tensors)
+        found = shares(self.checkpoint, path)
+        whole = self.values[path]
+        tensors = iter(tensors)
         layout, words = self.checkpoint.layout, self.checkpoint.words(path)
         leaves, tree = jax.tree.flatten(
             layout.specs(words, whole), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)

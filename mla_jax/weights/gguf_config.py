@@ -96,7 +96,8 @@ class _Keys:
         None stands for a value that is missing or of another type, which is recorded as a fault."""
         key = name if name.startswith("tokenizer.") else self.prefix + name
         self.read.add(key)
-        value, absent = _scalar(self.all.get(key)), None if default is ... else default
+        value = _scalar(self.all.get(key))
+        absent = None if default is ... else default
         if value is None:
             if default is ...:
                 self.faults.append(f"{key} is missing")

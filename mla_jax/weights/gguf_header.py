@@ -111,7 +111,11 @@ class _Cursor:
 
     def __init__(self, file: Path, stream: BinaryIO):
         status = os.fstat(stream.fileno())
-        self.file, self.stream, self.subject, self.at, self.items = file, stream, "the header", 0, 0
+        self.file = file
+        self.stream = stream
+        self.subject = "the header"
+        self.at = 0
+        self.items = 0
         self.size = status.st_size
         self.stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 

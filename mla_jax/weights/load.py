@@ -217,7 +217,9 @@ class Checkpoint:
 
     def on_device(self, path: str) -> Any:
         """What a parameter is read as on the devices, in its whole shape."""
-        metadata, shape, format = self.slots[path].get_metadata(), self.shape(path), self.stored[path]
+        metadata = self.slots[path].get_metadata()
+        shape = self.shape(path)
+        format = self.stored[path]
         if self._packs(path):
             return qtensor.abstract(format + REORDERED if path in self.reordered else format, shape)
         return jax.ShapeDtypeStruct(shape, jnp.float32 if metadata["exact"] else self.dtype)

@@ -80,7 +80,8 @@ def open_source(path: Path) -> Source:
     if path.is_file():
         if _begins(path, b"GGUF"):
             return FromGGUF(path)
-        shown, folder = printable(str(path), 200), printable(str(path.parent), 200)
+        shown = printable(str(path), 200)
+        folder = printable(str(path.parent), 200)
         raise BadFile(f"{shown} is a file, but not a GGUF file", NEEDS, f"did you mean the folder {folder}?")
     if is_store(path):
         return FromStore(path)

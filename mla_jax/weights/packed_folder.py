@@ -20,7 +20,8 @@ class PackedFolder:
         self.path = path
         if not self._made(made_of):
             raise BadFile(f"{path} is no folder of packed experts", "choose another folder, or an empty one")
-        found, expected = read_json(path / MANIFEST, MAX_MANIFEST), json.loads(json.dumps(made_of))
+        found = read_json(path / MANIFEST, MAX_MANIFEST)
+        expected = json.loads(json.dumps(made_of))
         if differing := [key for key in {**found, **expected} if found.get(key) != expected.get(key)]:
             what = "what differs: " + ", ".join(map(printable, differing))
             raise BadFile(

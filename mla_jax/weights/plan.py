@@ -143,9 +143,12 @@ def plan(
     guesses of each row, which may be looked up in the rows' texts. `host_cache` is in GiB. Data shards of a mesh share all that.
     Raises BadRequest if the host's part is less than a page."""
     layout, most = checkpoint.layout, checkpoint.config.max_position_embeddings
-    shards, asked = layout.data, None if cache_tokens is None else -(-cache_tokens // layout.data)
+    shards = layout.data
+    asked = None if cache_tokens is None else -(-cache_tokens // layout.data)
     model, batch_here = checkpoint.model(placement), held(batch, layout.data)
-    rows, on_cpu, page = max(ROWS, batch_here), checkpoint.device.platform == "cpu", page_bytes(model)
+    rows = max(ROWS, batch_here)
+    on_cpu = checkpoint.device.platform == "cpu"
+    page = page_bytes(model)
     free, page_of_shard = available(checkpoint.devices), page * page_parts(model)
     host, hosted = checkpoint.bytes(placement, host=True), _host_pages(host_cache / shards, page_of_shard)
     weights = checkpoint.bytes(placement) + (-(-host // layout.devices) if on_cpu else 0)

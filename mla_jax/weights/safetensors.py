@@ -79,7 +79,8 @@ class TensorFiles:
 
         Reads no other bytes. Raises BadFile if the file was truncated or rewritten since its header was read."""
         tensor = self.tensors[name] if index is None else _entry_of(self.tensors[name], index)
-        box, dtype = box or boxes.whole(tensor.shape), np.dtype(DTYPES[tensor.dtype])
+        box = box or boxes.whole(tensor.shape)
+        dtype = np.dtype(DTYPES[tensor.dtype])
         shape = boxes.box_shape(box)
         out = np.empty(prod(shape) * dtype.itemsize, np.uint8)
         length, starts = boxes.runs(tensor.shape, box)
@@ -258,7 +259,8 @@ def _span(file: Path, name: str, entry: object, start: int, stamp: tuple[int, ..
             f"it has {len(name):,} characters, expected 1 to {MAX_NAME} bytes",
         )
     dtype, shape, offsets = _fields(where, entry)
-    size, needed = offsets[1] - offsets[0], prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+    size = offsets[1] - offsets[0]
+    needed = prod(shape) * np.dtype(DTYPES[dtype]).itemsize
     if size != needed:
         found = f"{dtype} of shape {shape} takes {needed:,}, its offsets span {size:,}"
         raise BadFile(f"{where} has the wrong number of bytes", found)

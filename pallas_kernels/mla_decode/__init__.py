@@ -25,7 +25,9 @@ __all__ = ["CHECKS", "Schedule", "Unsupported", "mla_decode", "schedule"]
 
 def _shapes(q_c, q_pe, c_kv, k_pe) -> str | None:
     """Why neither kernel supports these arrays; None: it does."""
-    T, E, Z = q_c.shape[1], q_pe.shape[-1], codes(c_kv).shape[1]
+    T = q_c.shape[1]
+    E = q_pe.shape[-1]
+    Z = codes(c_kv).shape[1]
     if E not in (32, 64):
         return f"it takes rotary widths 32 and 64, not {E}"
     if Z < 16 or Z & (Z - 1):

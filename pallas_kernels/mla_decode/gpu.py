@@ -146,7 +146,8 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
 
         def order(found, base, step):
             """Copies a tile into the slot of `step`, each part as soon as its memory is free."""
-            slot, rows = slot_of(step), [(page, pl.ds(base, chunk)) for page in found]
+            slot = slot_of(step)
+            rows = [(page, pl.ds(base, chunk)) for page in found]
             halves_g = [[c_g.at[*some, pl.ds(*part)] for some in rows] for part in parts]
             for k, sources in enumerate([*halves_g, [pe_g.at[some] for some in rows]]):
                 if k < len(parts):  # the rotary part is free when both halves are
@@ -333,7 +334,8 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
                 plgpu.barrier_arrive(norm_free)
 
                 def write(count):
-                    out, cols = latent.at[slot, pl.ds(0, count)], pl.ds(first, width)
+                    out = latent.at[slot, pl.ds(0, count)]
+                    cols = pl.ds(first, width)
 
                     @pl.when(whole)
                     def _():
@@ -430,7 +432,8 @@ def _combine(partial_out, partial_lse, pieces, out, lse, *, units, interpret):
             plgpu.griddepcontrol_wait()  # launched while the previous kernel still runs
         me = lax.axis_index("wg")
         i, first, count = (pieces_g[lax.axis_index("split"), k] for k in range(3))
-        b, g = lax.div(i, jnp.int32(per_row)), lax.rem(i, jnp.int32(per_row))
+        b = lax.div(i, jnp.int32(per_row))
+        g = lax.rem(i, jnp.int32(per_row))
         base = (lax.axis_index("row") * (WARPGROUPS // ways) + lax.div(me, jnp.int32(ways))) * turns
         limit = jnp.minimum(rows, M - g * (size * BLOCK))
         locals_ = [jnp.minimum(base + k, limit - 1) for k in range(turns)]  # past the end: the last one again

@@ -189,7 +189,8 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
                 top = jnp.maximum(lax.div(n - 1, jnp.int32(Z)), 0)  # the last page that holds a token
 
                 def tile(t, step):
-                    me, turn = lax.rem(step, jnp.int32(WORKERS)), lax.div(step, jnp.int32(WORKERS))
+                    me = lax.rem(step, jnp.int32(WORKERS))
+                    turn = lax.div(step, jnp.int32(WORKERS))
                     base = lax.rem(t, jnp.int32(Z // TILE)) * TILE if Z > TILE else 0
                     places = [jnp.minimum(lax.div(t * TILE, jnp.int32(Z)) + j, top) for j in range(per_tile)]
                     pages = [jnp.clip(table[b, place], 0, G - 1) for place in places]
@@ -254,7 +255,8 @@ def partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, heads
 
         def widen(turn, k):
             """Converts part k of a tile; its codes are free afterwards."""
-            at, scale_at = latent.at(role, turn * parts + k), scale_s.at(role, turn)
+            at = latent.at(role, turn * parts + k)
+            scale_at = scale_s.at(role, turn)
             if k == 0:
                 plgpu.commit_smem()  # until here a warp may still read the last tile
                 plgpu.barrier_wait(scale_s.arrived.at[scale_at])

@@ -85,18 +85,23 @@ def _kernel(
     q_s, k_s, v_s, out_s, q_in, q_free, k_in, v_in, k_free, v_free, cleaned,
     *, heads, scale, sizes, size, interpret,
 ):  # fmt: skip
-    T, S, chunk, slots = q_g.shape[1], k_g.shape[1], sizes["chunk"], sizes["slots"]
+    T = q_g.shape[1]
+    S = k_g.shape[1]
+    chunk = sizes["chunk"]
+    slots = sizes["slots"]
     H, V = (x.shape[-1] // heads for x in (q_g, v_g))
     parts = _halves(H)
     unit, role = lax.axis_index("unit"), lax.axis_index("role")
     block = lax.axis_index("block") if size == 2 else jnp.int32(0)
-    groups, blocks = -(-T // (size * WORKERS * ROWS)), -(-T // ROWS)
+    groups = -(-T // (size * WORKERS * ROWS))
+    blocks = -(-T // ROWS)
     collective = {"collective_axes": "block"} if size == 2 else {}
     last_rows = T - (blocks - 1) * ROWS
 
     def piece(k):
         number = order_g[unit, 1 + k]
-        line, group = lax.div(number, jnp.int32(groups)), lax.rem(number, jnp.int32(groups))
+        line = lax.div(number, jnp.int32(groups))
+        group = lax.rem(number, jnp.int32(groups))
         b = lax.div(line, jnp.int32(heads))
         return Piece(line - b * heads, b, (group * size + block) * WORKERS)
 
@@ -139,7 +144,8 @@ def _kernel(
                 rows_of(row, queries)
 
             def tile(t, step):
-                slot, keys = slot_of(step), pl.ds(base_of(walk.start + t), chunk)
+                slot = slot_of(step)
+                keys = pl.ds(base_of(walk.start + t), chunk)
                 pl.when(step >= slots)(lambda: plgpu.barrier_wait(k_free.at[slot]))
                 for part, to in zip(parts, k_s, strict=True):
                     source = k_g.at[at.b, keys, columns(at.head, H, *part)]
@@ -293,7 +299,8 @@ def _kernel(
         carry = lax.fori_loop(clear, mixed, tile, carry)
         w, keep, top, total, acc = lax.fori_loop(mixed, end, functools.partial(tile, masks=(stop_g,)), carry)
         plgpu.barrier_arrive(q_free.at[me])
-        last, held = slot_of(step + end - 1), walk.held - base_of(walk.start + end - 1)
+        last = slot_of(step + end - 1)
+        held = walk.held - base_of(walk.start + end - 1)
         plgpu.barrier_wait(v_in.at[last])
 
         # The first worker cleans the last tile of a row for both, a barrier a slot: several short pieces ahead of the other, it
@@ -390,7 +397,8 @@ def _walks(first, stop, size, chunk):
     def after(key):
         return -(-key // chunk) - start
 
-    tiles, end = jnp.maximum(after(most), 1), jnp.maximum(after(shared(WORKERS, jnp.maximum, own.stop)), 1)
+    tiles = jnp.maximum(after(most), 1)
+    end = jnp.maximum(after(shared(WORKERS, jnp.maximum, own.stop)), 1)
     # Without keys it computes the last tile, for nothing
     begin = jnp.minimum(own.first // chunk - start, end - 1)
     clear = jnp.clip(after(own.all_first), begin, end)
@@ -402,7 +410,9 @@ def _walks(first, stop, size, chunk):
 @functools.partial(jax.jit, static_argnums=(5, 6, 7, 8))  # so that all layers of a model are lowered once
 def _mla_prefill(q, k, v, first, stop, scale, sizes, units, interpret):
     (B, T, N, H), S, V, sizes = q.shape, k.shape[1], v.shape[-1], dict(sizes)
-    chunk, slots, widths = sizes["chunk"], sizes["slots"], [width for _, width in _halves(H)]
+    chunk = sizes["chunk"]
+    slots = sizes["slots"]
+    widths = [width for _, width in _halves(H)]
     pairs = -(-T // (WORKERS * ROWS))
     size = 2 if pairs % 2 == 0 or pairs > 8 else 1  # blocks that share tiles
     first, stop = (

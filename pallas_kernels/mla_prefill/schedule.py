@@ -24,7 +24,8 @@ def schedule(tiles: tuple[int, ...], *, lines: int, near: int, units: int) -> np
     cuts = [*range(0, lines - last, near), lines - last, lines]
     heads = itertools.starmap(range, itertools.pairwise(cuts))
     pieces = [g + line * len(tiles) for some in heads for g in longest_first for line in some]
-    free, taken = [(0, unit) for unit in range(units)], [[] for _ in range(units)]
+    free = [(0, unit) for unit in range(units)]
+    taken = [[] for _ in range(units)]
     for piece in pieces:
         when, unit = free[0]
         heapq.heapreplace(free, (when + int(costs[piece % len(tiles)]), unit))

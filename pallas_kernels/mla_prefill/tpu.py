@@ -75,7 +75,8 @@ def _kernel(plan, held, q, bounds, k, v, out, lse, top, total, acc, *, scale):
         product = jnp.dot(w.astype(values.dtype), values, preferred_element_type=jnp.float32)
         acc[...] = acc[...] * across(keep, product.shape[1]) + product
 
-    some, whole = j < plan[CHUNKS, at], (base >= plan[FIRST, at]) & (base + chunk <= plan[STOP, at])
+    some = j < plan[CHUNKS, at]
+    whole = (base >= plan[FIRST, at]) & (base + chunk <= plan[STOP, at])
     pl.when(some & whole)(lambda: add(False))
     pl.when(some & jnp.logical_not(whole))(lambda: add(True))
 

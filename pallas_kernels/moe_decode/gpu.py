@@ -60,7 +60,8 @@ def _piece(job: Job, i) -> Piece:
     at = lax.axis_index("unit") + i * job.units
     line = lax.div(at, jnp.int32(job.blocks * job.parts))
     rest = lax.rem(at, jnp.int32(job.blocks * job.parts))
-    block, part = lax.div(rest, jnp.int32(job.parts)), lax.rem(rest, jnp.int32(job.parts))
+    block = lax.div(rest, jnp.int32(job.parts))
+    part = lax.rem(rest, jnp.int32(job.parts))
     return Piece(line, block, part, part * job.part, jnp.minimum((part + 1) * job.part, job.steps))
 
 

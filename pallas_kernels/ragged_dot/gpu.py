@@ -232,7 +232,8 @@ def _feed(job: Job, source: Operands, table: Table, ring: Operands, full, free):
         piece = _piece(job, table, i)
 
         def load(k, step):
-            slot, columns = _slot(job, step), pl.ds(pl.multiple_of(k * job.depth, job.depth), job.depth)
+            slot = _slot(job, step)
+            columns = pl.ds(pl.multiple_of(k * job.depth, job.depth), job.depth)
             pl.when(step >= job.slots)(lambda: plgpu.barrier_wait(free.at[slot]))
             LOADS.get(job.kind, _load_packed)(job, source, piece, k, ring, slot, full.at[slot])
 
@@ -657,13 +658,16 @@ def grouped(
     expected = expected or M
     width = width or best_width(expected, X, table)
     slots, depth, *fewer = table[width]
-    depth, groups, count = min(depth, D), -(-X // GROUPS) * GROUPS, len(weights)
+    depth = min(depth, D)
+    groups = -(-X // GROUPS) * GROUPS
+    count = len(weights)
     groups = 1 if group_sizes is None else groups
     job = Job(
         kind, (*fewer, width), depth, slots, registers, units, groups, M, count, F, -(-D // depth), 1, True
     )
     if parts is None:
-        tiles, each = -(-M // width) if X == 1 else min(M, X), SHORT
+        tiles = -(-M // width) if X == 1 else min(M, X)
+        each = SHORT
         if expected < M:
             tiles, each = min(-(-expected // FEWER), X), LONG
         parts = _parts(tiles * job.blocks, job.steps, units, each)
