@@ -43,8 +43,15 @@ KINDS = {
     "orbax": (lambda folder: converted(folder, "--mesh", "tensor=2"), {}),
 }
 EVERY_MESH = ("bf16", "fp8", "Q8_0", "Q4_K")
-CASES = [(kind, mesh) for kind in KINDS for mesh in (MESHES if kind in EVERY_MESH else MESHES[1:3])]
-SLOW = pytest.mark.deep("convert", "mla_jax/weights")
+SLOW = pytest.mark.deep("convert", "mla_jax/base", "mla_jax/model", "mla_jax/weights")
+
+
+def cases():
+    """Kinds of files and meshes; those that share their code with others run when that changes."""
+    for kind in KINDS:
+        for mesh in MESHES if kind in EVERY_MESH else MESHES[1:3]:
+            alone = kind in ("fp8", "Q4_K") or (mesh == "tensor=2" and kind != "orbax")
+            yield pytest.param(kind, mesh, marks=() if alone else SLOW)
 
 
 def made(folder):
@@ -93,7 +100,7 @@ def leaves(model) -> dict:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(parameters.state(model))}
 
 
-@pytest.mark.parametrize(("kind", "mesh"), [pytest.param(*case, marks=SLOW) if case[0] == "orbax" else case for case in CASES])
+@pytest.mark.parametrize(("kind", "mesh"), cases())
 def test_parameters_are_those_of_one_device_to_the_bit_and_lie_as_the_layout_says(stored, kind, mesh):
     path, options, one = stored(kind)
     checkpoint = opened(path, mesh, **options)
