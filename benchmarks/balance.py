@@ -88,7 +88,7 @@ class Way(NamedTuple):
     moves: bool = False  # decode steps take what the mean of all shards takes
     # Prompts are read by all shards: each that has some is helped by as many that have none
     helps: bool = False
-    # Reading, for one dispatch of decode steps, while at most half of the shards have prompts
+    # Reading waits for one dispatch of decode steps, while at most half of the shards have prompts
     waits: bool = False
     is_even: bool = False  # one shard, of which each device does its part
 

@@ -257,10 +257,9 @@ def measured(args) -> list[dict]:
 def medians(rows: list[dict]) -> Iterator[dict]:
     for what in dict.fromkeys(row["what"] for row in rows):
         same = [row for row in rows if row["what"] == what]
+        said = {key for key, value in same[0].items() if value is None or isinstance(value, str)}
         yield {
-            key: value
-            if value is None or isinstance(value, str)
-            else statistics.median(row[key] for row in same)
+            key: value if key in said else statistics.median(row[key] for row in same)
             for key, value in same[0].items()
         }
 

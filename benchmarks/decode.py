@@ -137,7 +137,7 @@ def randomized(spread: Spread, arrays: Any) -> Any:
         of_device = jax.shard_map(
             of_device, mesh=spread.mesh, in_specs=(own, PartitionSpec()), out_specs=own, check_vma=False
         )
-    # What JAX drops as unused, it does not give the room of
+    # keep_unused: JAX would drop unused arguments, and their memory would not be taken
     in_place = jax.jit(of_device, donate_argnums=0, keep_unused=True)
     return in_place(arrays, jax.random.key(1))
 

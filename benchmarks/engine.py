@@ -92,7 +92,7 @@ def row(
     bar: str = "",
 ):
     """A line of the table; `bar` is for the ratio where there is one."""
-    # Otherwise a table has 1.23e+03
+    # Rounded: a table would show 1.23e+03 otherwise
     shown = [round(n) if n is not None and n >= 1000 else n for n in (figure, beside)]
     return {
         "part": part,
@@ -146,11 +146,8 @@ def bare_reading(bench: Bench) -> float:
     bench.engine.reset()
     count, size = min(16, bench.size.rows), bench.size
     Bare(bench.programs, size, [bench.prompt(size.chunk)], 1).read()
-    return (
-        count
-        * size.chunk
-        / Bare(bench.programs, size, [bench.prompt(size.chunk) for _ in range(count)], 1).read()
-    )
+    prompts = [bench.prompt(size.chunk) for _ in range(count)]
+    return count * size.chunk / Bare(bench.programs, size, prompts, 1).read()
 
 
 def many(bench: Bench) -> Iterator[dict]:

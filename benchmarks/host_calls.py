@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).parent.parent
-# This folder also has a cpu_experts.py
+# The root comes before this folder, which has a cpu_experts.py too
 sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
 
 LAYERS, STEPS = 20, 25

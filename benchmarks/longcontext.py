@@ -210,7 +210,7 @@ def measured(ways: Ways, asked: Asked) -> Iterator[dict]:
         programs = Programs(llm.model, evicts=evicts)
         engine = EvictingEngine(programs, llm.config, llm.tokenizer, asked.size, None, Eviction(evicts, 1.0))
         for keep in ways.keeps:
-            # The prompts stay in its prefix index
+            # The same engine for each share: the prompts stay in its prefix index
             engine.eviction = dataclasses.replace(engine.eviction, keep=keep)
             row = asked.about | {"policy": policy, "budget": budget, "kept": keep}
             yield row | asked.quality(engine) | asked.code(engine)

@@ -56,7 +56,7 @@ SMALL = {
     "vocab_size": 1024,
     "kv_lora_rank": 64,
 }
-# In names of kernels
+# What is in the names of kernels that send messages
 MESSAGES = re.compile("nccl|psum|pmax|all_gather|all_?to_?all|MultiGpuBarrier|all-|reduce-scatter", re.I)
 PROMPTS = 6  # dispatches that are timed
 

@@ -35,9 +35,8 @@ def naive_ms(config, rows: int, held: int, steps: int = 20) -> float:
         new = (norm(latent) @ kv_b.T).view(rows, 1, n, p + v).transpose(1, 2)
         keys[:, :, -1:] = torch.cat([new[..., :p], rotate(k_pe)[:, None].expand(-1, n, -1, -1)], -1)
         values[:, :, -1:] = new[..., p:]
-        weights = torch.softmax((query @ keys.transpose(2, 3)) * (p + e) ** -0.5, -1, dtype=torch.float32).to(
-            x.dtype
-        )
+        scores = (query @ keys.transpose(2, 3)) * (p + e) ** -0.5
+        weights = torch.softmax(scores, -1, dtype=torch.float32).to(x.dtype)
         return (weights @ values).transpose(1, 2).reshape(rows, 1, -1) @ o.T
 
     with torch.no_grad():

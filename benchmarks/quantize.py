@@ -62,10 +62,9 @@ def logits(
         size, count = size + q.nbytes, count + w.size
         slot.set_value(q)
     found = Programs(nnx.merge(graph, state)).logits(jnp.asarray(tokens))
-    return np.asarray(found), {
-        "bits": 8 * size / count,
-        "error %": 100 * float(np.sqrt(error / square)),
-    } if change else {}
+    if not change:
+        return np.asarray(found), {}
+    return np.asarray(found), {"bits": 8 * size / count, "error %": 100 * float(np.sqrt(error / square))}
 
 
 def compared(given: np.ndarray, reference: np.ndarray, tokens: np.ndarray) -> dict:

@@ -116,7 +116,7 @@ class Experts:
     def _prepare(self, isa: str, threads: int | None, max_rows: int) -> None:
         """Loads the library and checks the options, before anything is packed or mapped."""
         self._handle = None
-        # ffi.py replaces it: tells XLA programs that the layer is closed
+        # Tells XLA programs that the layer is closed, once ffi.py has replaced it
         self._forget: Callable[[], object] = lambda: None
         self._library = load()
         _known("isa", isa, ISAS)

@@ -23,9 +23,8 @@ def find_cmake() -> str | None:
 def _forget_another_checkout(folder: Path) -> None:
     """cmake refuses a cache of other sources; `--fresh` removes it, but older versions lack that option."""
     cache = folder / "CMakeCache.txt"
-    if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={SOURCE}\n" not in cache.read_text(
-        errors="replace"
-    ):
+    ours = f"CMAKE_HOME_DIRECTORY:INTERNAL={SOURCE}\n"
+    if cache.exists() and ours not in cache.read_text(errors="replace"):
         cache.unlink()
         shutil.rmtree(folder / "CMakeFiles", ignore_errors=True)
 

@@ -188,8 +188,8 @@ _PLATFORMS: dict[str, Callable[[], object]] = {"cpu": _library, "cuda": _cuda}
 def _register(name: str, handler: Callable, platform: str) -> None:
     try:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform=platform)
-    # The library's version of XLA's FFI is too old for this jaxlib
     except jax.errors.JaxRuntimeError as error:
+        # The library's version of XLA's FFI is too old for this jaxlib
         raise Unsupported(f"{error}: {REBUILD}") from None
 
 

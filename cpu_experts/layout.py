@@ -229,7 +229,7 @@ def pack_experts(matrices: list[Parts], format: str, inputs: int) -> np.ndarray:
     panels = -(-outputs // (TILE if len(matrices) == 2 else PANEL))
     size = panel_bytes(format, inputs)[2]
     packed = _pages(experts * panels * size).reshape(experts, panels, size)
-    # One expert, by np.broadcast_to
+    # Whether all experts are one, repeated by np.broadcast_to
     repeated = all(part.strides[0] == 0 for parts in matrices for part in parts)
     for e in range(min(experts, 1) if repeated else experts):
         pack([tuple(part[e] for part in parts) for parts in matrices], format, inputs, packed[e])

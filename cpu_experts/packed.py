@@ -27,7 +27,7 @@ VERSION = 1  # changes with the header, and with the layout of layout.py
 # The size of a huge page. A mapping needs only 4,096 bytes, but the page cache keeps chunks that are written from such an offset
 # as huge pages: nearly all of 530 MiB, else three quarters (ext4 of Linux 6.18).
 ALIGN = 2 << 20
-# Checksummed, then written while it is in the processor's cache; Ctrl-C takes effect between two chunks
+# Bytes that are checksummed, then written while in the processor's cache; Ctrl-C takes effect between two chunks
 CHUNK = 4 * ALIGN
 MOST = 1 << 16  # the library's limit of X, D and F
 AGAIN = "save the layer again"

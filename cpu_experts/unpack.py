@@ -62,13 +62,11 @@ def _int8(codes: jax.Array, scales: jax.Array, steps: int) -> Parts:
 
 def _fp8(codes: jax.Array, scales: jax.Array, steps: int) -> Parts:
     groups = steps * FORMATS["fp8_block"].step // 128
-    scale = (
-        _floats(scales[..., : 8 * groups]).reshape(*codes.shape[:2], groups, 2, 1).transpose(0, 1, 3, 4, 2)
-    )
+    scale = _floats(scales[..., : 8 * groups]).reshape(*codes.shape[:2], groups, 2, 1)
+    scale = scale.transpose(0, 1, 3, 4, 2)
     weight = _by_output(_from_lines(codes), steps, 2)
-    return jax.lax.bitcast_convert_type(weight, jnp.float8_e4m3fn), jnp.broadcast_to(
-        scale, (*weight.shape[:4], groups)
-    )
+    values = jax.lax.bitcast_convert_type(weight, jnp.float8_e4m3fn)
+    return values, jnp.broadcast_to(scale, (*weight.shape[:4], groups))
 
 
 def _int4(codes: jax.Array, scales: jax.Array, steps: int, group: int) -> Parts:

@@ -218,9 +218,8 @@ def _split_int4(group, packed, scale):
 
 
 def _join_int4(group, codes, scale):
-    return _blocks(_from_nibbles(codes, group // 2), group // 2), lax.bitcast_convert_type(
-        scale, jnp.bfloat16
-    )
+    codes = _blocks(_from_nibbles(codes, group // 2), group // 2)
+    return codes, lax.bitcast_convert_type(scale, jnp.bfloat16)
 
 
 def _split_int8(codes, scale):
@@ -238,9 +237,8 @@ def _split_fp8(codes, scale):
 
 
 def _join_fp8(codes, scale):
-    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), lax.bitcast_convert_type(
-        scale[..., ::128, :], jnp.float32
-    )
+    scale = lax.bitcast_convert_type(scale[..., ::128, :], jnp.float32)
+    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), scale
 
 
 def _split_q8_0(b):
@@ -323,11 +321,9 @@ def _join_q6_k(codes, scales, d):
     pairs = (codes >> 4).reshape(*codes.shape[:-1], -1, 2, 4, 32)
     shifts = jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None]
     high = jnp.sum(pairs << shifts, axis=-2, dtype=jnp.uint8)
-    return (
-        jnp.concatenate(
-            [low, high.reshape(*low.shape[:-1], 64), _blocks(scales, 16) ^ 128, _to_bytes(_blocks(d, 1))], -1
-        ),
-    )
+    high = high.reshape(*low.shape[:-1], 64)
+    parts = [low, high, _blocks(scales, 16) ^ 128, _to_bytes(_blocks(d, 1))]
+    return (jnp.concatenate(parts, -1),)
 
 
 # ---- scales, of an array and in a thread's registers
@@ -361,9 +357,8 @@ def _f16_factors(lanes, kind, group, row, words):
 
 def _q5_1_factors(lanes, kind, group, row, words):
     """Words of two scales, then of two numbers to add."""
-    return lanes.pair(lanes.half(words[group], row) * kind.up), lanes.pair(
-        lanes.half(words[2 + group], row) * DOWN
-    )
+    scale = lanes.pair(lanes.half(words[group], row) * kind.up)
+    return scale, lanes.pair(lanes.half(words[2 + group], row) * DOWN)
 
 
 def _q4_k_factors(lanes, kind, group, row, small, large):
@@ -519,11 +514,8 @@ def random_parts(format: str, shape: tuple[int, ...], seed: int = 0) -> tuple[ja
                 )
                 continue
             x = size * factor * jax.random.uniform(next(keys), place, minval=0.5, maxval=1.5)
-            numbers.append(
-                lax.bitcast_convert_type(
-                    x.astype(jnp.float16 if format[0] == "Q" else jnp.bfloat16), jnp.uint16
-                )
-            )
+            x = x.astype(jnp.float16 if format[0] == "Q" else jnp.bfloat16)
+            numbers.append(lax.bitcast_convert_type(x, jnp.uint16))
     if kind.by_row:
         numbers.append(size * jax.random.uniform(next(keys), (*lead, F), minval=0.5, maxval=1.5))
     return kind.join(codes, *numbers)
@@ -583,9 +575,8 @@ class Lanes:
         """Codes times scale, plus least. XLA would flush codes to zero, which are below 2**-111, and also join two constants."""
         bits = jnp.stack([code & jnp.uint32(0xFFFF), code >> 16], axis=-1)
         exponent, rest = bits >> 7 & 15, bits & 127
-        whole = jnp.where(exponent > 0, (rest | 128) << jnp.maximum(exponent, 1) - 1, rest).astype(
-            jnp.float32
-        )
+        whole = jnp.where(exponent > 0, (rest | 128) << jnp.maximum(exponent, 1) - 1, rest)
+        whole = whole.astype(jnp.float32)
         smaller = lax.optimization_barrier(jnp.where(bits >> 15 > 0, -whole, whole) * 2.0**-33)
         return self._words(smaller * (self._floats(scale) * 2.0**-100) + self._floats(least))
 

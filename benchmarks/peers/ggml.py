@@ -75,7 +75,7 @@ FUNCTIONS = {  # of ggml.h, ggml-alloc.h, ggml-backend.h and ggml-cpu.h: result 
 }
 
 
-# Every repacked tensor is logged
+# Drops ggml's log, in which every repacked tensor is a line
 _UNHEARD = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, P)(lambda *_: None)
 
 

@@ -158,13 +158,13 @@ def sent(rows: Shaped[Array, "S ..."], route: Route, most: int, room: int) -> Sh
     What comes after the last row may be anything. Where a platform has no ragged exchange, messages are padded to `most` rows. On
     GPUs of one process they go in pieces."""
     here = index(route.axes)
-    # Of the rows for each device, among those that each sends
+    # Where the rows for each device begin, among those that each sends
     starts = jnp.cumsum(route.counts, axis=1) - route.counts
-    lands = jnp.cumsum(route.counts, axis=0) - route.counts  # and among those that each receives
+    lands = jnp.cumsum(route.counts, axis=0) - route.counts  # where they begin among those that each receives
     sends, comes = route.counts[here], route.counts[:, here]
 
     def ragged(rows: Array, pieces: int = 1) -> Array:
-        # Zeros depend on nothing: XLA makes those of all layers at once
+        # Not zeros: they depend on nothing, so XLA would make those of all layers at once
         into = rows.at[jnp.arange(room)].get(mode="clip")
         outgoing, incoming = cut(sends, pieces), cut(comes, pieces)
         begins, ends = (jnp.repeat(first[here], pieces) + outgoing.starts for first in (starts, lands))

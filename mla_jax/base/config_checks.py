@@ -163,11 +163,9 @@ def _routing(c: "Config") -> list[str]:
         )
     if c.scoring_func not in SCORING_FUNCS:
         found.append(f"scoring_func is {printable(c.scoring_func)}, expected softmax or sigmoid")
-    return (
-        found
-        if c.topk_method == "greedy"
-        else [*found, *_groups(experts, chosen, c.n_group or 1, c.topk_group)]
-    )
+    if c.topk_method == "greedy":
+        return found
+    return [*found, *_groups(experts, chosen, c.n_group or 1, c.topk_group)]
 
 
 def _groups(experts: int, chosen: int, groups: int, topk_group: int | None) -> list[str]:

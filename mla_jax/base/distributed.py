@@ -23,8 +23,8 @@ from mla_jax.base.errors import BadRequest, MlaJaxError, ProcessLost, Unsupporte
 from mla_jax.base.link import PATIENCE, Ended, Link
 
 KEY = "mla_jax/link"  # where process 0 tells the others of its link
-# NCCL connects two GPUs when the first long message goes between them. With memory that it takes as it does by default, GPUs of
-# two processes then wait for each other forever: seen with NCCL 2.28.9 and messages of 2 MB between H200s (2026-11-26).
+# NCCL connects two GPUs when the first long message goes between them. If it takes memory for that by cuMem, its default, GPUs
+# of two processes wait for each other forever: seen with NCCL 2.28.9 and messages of 2 MB between H200s (2026-11-26).
 CONNECTS = "NCCL_CUMEM_ENABLE", "0"
 LEAVING = 30  # seconds that a process which has ended waits for the others
 

@@ -51,9 +51,8 @@ def _shape(x: Array, *last: int) -> Array:
 def _fields(x: Codes, bits: int, count: int, axis: int = -2) -> Codes:
     """The lowest `count` fields of `bits` bits of every integer: `[.. count n]`, or `[.. n count]` for axis -1."""
     shifts = jnp.arange(0, bits * count, bits, dtype=x.dtype)
-    return (jnp.expand_dims(x, axis) >> (shifts[:, None] if axis == -2 else shifts)) & x.dtype.type(
-        (1 << bits) - 1
-    )
+    moved = jnp.expand_dims(x, axis) >> (shifts[:, None] if axis == -2 else shifts)
+    return moved & x.dtype.type((1 << bits) - 1)
 
 
 def _words(b: Bytes, dtype: type) -> Codes:
@@ -163,7 +162,7 @@ def _q2_k(b: Bytes) -> Values:
 
 
 def _q3_k(b: Bytes) -> Values:
-    # A set high bit: nothing is subtracted
+    # Where the high bit is set, it makes up for the 4 that is subtracted below
     q = _bit_fields((_shape(b[..., 32:96], 2, 32), 2, 4), (b[..., None, :32], 1, 8))
     scales = _nibbles(b[..., 96:104]) | _joined(_fields(b[..., 104:108], 2, 4), 2) << np.uint8(4)
     scales = _materialised(_half(b[..., 108:]) * (scales.astype(jnp.float32) - 32))
@@ -196,12 +195,9 @@ def _q5_k(b: Bytes) -> Values:
 
 
 def _q6_k(b: Bytes) -> Values:
-    q = (
-        _bit_fields((_shape(b[..., :128], 2, 64), 4, 2), (_shape(b[..., 128:192], 2, 32), 2, 4)).astype(
-            jnp.float32
-        )
-        - 32
-    )
+    low = _shape(b[..., :128], 2, 64), 4, 2
+    high = _shape(b[..., 128:192], 2, 32), 2, 4
+    q = _bit_fields(low, high).astype(jnp.float32) - 32
     return _joined(_scaled(_materialised(_half(b[..., 208:]) * _signed(b[..., 192:208])), q), 2)
 
 
@@ -348,7 +344,7 @@ def _iq1_s(b: Bytes) -> Values:
 def _iq1_m(b: Bytes) -> Values:
     words = _words(b[..., 48:], np.uint16)
     nibbles = words >> 12 << np.arange(0, 16, 4, dtype=np.uint16)  # of the single f16 scale
-    # A sum is computed once per block, `|` would be for each value
+    # By a sum, which is computed once per block; `|` would be computed for each value
     d = jnp.sum(nibbles, axis=-1, dtype=jnp.uint16)
     d = jax.lax.bitcast_convert_type(d, jnp.float16).astype(jnp.float32)[..., None]
     extra = _joined(_fields(b[..., 32:48], 4, 2, axis=-1), 2)

@@ -17,11 +17,9 @@ def free_memory(root: Path = ROOT) -> int:
         for limit, held, files in (("max", "current", ""), ("limit_in_bytes", "usage_in_bytes", "total_")):
             names = (f"{files}{kind}_file" for kind in ("active", "inactive"))
             with suppress(OSError, ValueError):  # there is none, or it is "max"
-                free = int((folder / f"memory.{limit}").read_text()) - int(
-                    (folder / f"memory.{held}").read_text()
-                )
+                most, taken = (int((folder / f"memory.{name}").read_text()) for name in (limit, held))
                 stat = _numbers(folder / "memory.stat")
-                left.append(free + sum(stat.get(name, 0) for name in names))
+                left.append(most - taken + sum(stat.get(name, 0) for name in names))
     return max(min(left), 0)
 
 

@@ -70,7 +70,7 @@ class Link:
 
     def __init__(self, process: int, peers: Sequence[Peer], ended: Ended):
         self.process, self.peers, self._ended = process, list(peers), ended
-        # For others than process 0; None: there are no more
+        # What processes other than 0 are told to do; None: there are no more orders
         self.orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.over = threading.Event()  # nothing is wrong if a connection ends now
         self._told = threading.Lock()

@@ -102,7 +102,7 @@ def _by_all_to_all(config: Config, speech: Speech, tokens: int, device: Device) 
     that, how many these are, and after it the parts of all devices of the shard."""
     devices, of_shard = along(speech.sizes, MESH_AXES), along(speech.sizes, (TENSOR, CONTEXT))
     one = math.ceil(tokens / of_shard) * config.hidden_size * device.itemsize
-    # Tokens with no expert on a device: any is as likely
+    # The share of tokens with no expert on a device, if all experts are as likely
     passed_by = (1 - 1 / devices) ** (config.num_experts_per_tok or 0)
     sent = one * devices * (1 - passed_by)
     there_and_back = speech.swapped(4 * devices, MESH_AXES) + speech.swapped(sent, MESH_AXES) * 2

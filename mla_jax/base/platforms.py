@@ -19,8 +19,8 @@ def default_device() -> Any:
     """This process's first device; raises Unsupported where JAX cannot use the platform that JAX_PLATFORMS names."""
     try:
         return jax.local_devices()[0]
-    # An AssertionError without words if CUDA support is not installed
     except (RuntimeError, AssertionError) as e:
+        # An AssertionError without words if CUDA support is not installed
         asked = jax.config.values["jax_platforms"] or ""
         raise Unsupported(_finding(asked), *_advice(asked), *_cause(e)) from e
 

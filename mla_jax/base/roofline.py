@@ -203,7 +203,7 @@ def why_form(config: Config, on: Device, form: str, rows: int, new: int, attende
 
 CHUNK_ON_A_CPU = 512
 CHUNK = (4096, 16384)  # elsewhere: at least and at most
-# At least: with fewer tokens what each shard has whole takes longer to read than to multiply
+# On a mesh, at least: with fewer tokens a shard's whole weights take longer to read than to multiply with
 CHUNK_OF_A_SHARD = 512
 
 # Tokens, held and new, of prompts that share a line. XLA's forms compute the scores of all of a line's tokens with all of these,

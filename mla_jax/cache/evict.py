@@ -166,7 +166,7 @@ class Critical(Policy):
     def finished(self, scores: Float[Array, "B M S"], held: Int[Array, "B #H"]) -> Float[Array, "B M S"]:
         scores, worth = jnp.split(scores, 2, axis=1)
         scores = self.of.finished(scores, held)
-        # Where nothing looks, worth decides
+        # 1e-4 is added so that worth decides where no query looks
         return jnp.concatenate([scores, (scores + 1e-4) * worth], axis=1)
 
 
@@ -216,13 +216,13 @@ class Pyramid(Rule):
 
     def counts(self, ranked: Ranked) -> Int[Array, "L B #H"]:
         layers, count, beta = len(ranked.score), ranked.count, self.beta
-        # Most that the first layer may have above the count
+        # The most that the first layer may have above the count
         spare = ranked.held.max((0, 2)) - ranked.forced - count
-        above = jnp.minimum(count * (beta - 1), spare * beta)  # what it has, times beta
+        above = jnp.minimum(count * (beta - 1), spare * beta)  # what it has above the count, times beta
         fits = (above >= 0) & (above <= (count - ranked.forced) * beta)
         step = np.arange(layers - 1, -layers, -2)[:, None]
         steps = beta * max(layers - 1, 1)
-        # int32 holds it for a million tokens
+        # The product fits int32 for a million tokens
         apart = np.sign(step) * ((np.abs(step) * above + steps // 2) // steps)
         return (count + jnp.where(fits, apart, 0))[..., None]
 

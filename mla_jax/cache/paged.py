@@ -285,6 +285,6 @@ def _of_pages(array: Shaped[Array, "G Z ..."], first: Array, table: Int[Array, "
     if _lanes(table) == 1:
         return array.at[table + first].get(mode="clip")
     page, lane = jnp.divmod(table, len(table))
-    # Named, for a gather by the first and the third axis alone copies the pool on a GPU
+    # The second axis is indexed too: a gather by the first and the third alone copies the pool on a GPU
     place = jnp.arange(array.shape[1])
     return array.at[(page + first)[..., None], place, lane[..., None]].get(mode="clip")

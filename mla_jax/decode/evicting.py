@@ -76,7 +76,7 @@ def observe(
         scores, held, count, rule, sinks=evicts.sinks, window=evicts.recent, first=policy.first
     )
     source, kept = evict.places(stays.swapaxes(1, 2))
-    # Of none nothing is moved: its page table is not its own
+    # Nothing is moved for an index that is no row: its page table is not its own
     kept = jnp.where(at < rows.seen.shape[0], kept, 0)
     return same, rows, Kept(source.astype(jnp.int32), kept, across.gathered(kept[None], DATA))
 

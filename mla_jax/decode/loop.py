@@ -141,7 +141,7 @@ CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 # With loops in the graph as well, a call returns before it is done (H100: a run with 8 rows after 2 of 66 ms, 256 tokens of a
 # prompt after 3 of 15), so that the next one can be sent ahead.
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
-# Of the compiler, by platform: for every program, and for those with loops
+# Options of the compiler, by platform: for every program, and for those with loops
 OPTIONS: dict[str, dict[str, str]] = {"cpu": CONVERT_LATE}
 LOOP_OPTIONS = {"cpu": CONVERT_LATE, "gpu": CONCURRENT | {"xla_gpu_enable_command_buffer": GRAPHS}}
 

@@ -215,7 +215,7 @@ class Program:
             return leaves
 
         flat.__name__ = self.function.func.__name__
-        # In JAX's cache another version of the code must not find it: see `Store.compile`
+        # Another version of the code must not find this program in JAX's cache: see `Store.compile`
         if self.shared.store is not None:
             flat.__name__ += f"_{self.shared.store.version}"
         program = self.spread.on_each(flat)

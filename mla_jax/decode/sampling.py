@@ -85,7 +85,7 @@ def is_kept(
     rounded: where they differ by less than 2e-6 of them, the token may be kept or not."""
     likelier = warm > logit_of(token, warm)
     weight, least = jnp.exp(warm), jnp.exp(border)
-    # The k likeliest have this and `least`, any others that are equal have 0
+    # A weight of the k likeliest is `least` and this; any others that equal `least` have 0 here
     more = jnp.maximum(weight - least[:, None], 0.0)
     count = likelier.sum(-1, dtype=jnp.int32)
     before = jnp.where(likelier, weight, 0.0).sum(-1)
@@ -99,7 +99,7 @@ def after_top_k(warm: Logits, sampling: Sampling) -> Float[Array, " B"]:
     """A number than which at most k logits are larger, and at least k not smaller; -inf for rows whose top-p does not need it.
 
     It is found by its bits, four at a time, and by counting what is larger; the loop ends once that is k for every row."""
-    # None is above 0, and below 0 a smaller number has larger bits
+    # No logit is above 0, and below 0 a smaller number has larger bits
     bits = jax.lax.bitcast_convert_type(warm, jnp.uint32)
     k, digits = sampling.top_k, np.arange(1, 16, dtype=np.uint32)
     needed = sampling.renormalises & (k < warm.shape[1])
@@ -180,7 +180,7 @@ def choose(
         return draw(warmed(logits, likeliest), anything, likeliest, position, sampling), fit
 
     def as_asked() -> tuple[Array, Array]:
-        # Max passes over NaN on a CPU
+        # Not by max, which passes over NaN on a CPU
         fit = (logits < jnp.inf).all(axis=-1) & (logits > -jnp.inf).any(axis=-1)
         likely = penalise(logits, seen.at[rows].get(mode="clip"), sampling)
         likeliest = jnp.argmax(likely, axis=-1)

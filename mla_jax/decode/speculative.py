@@ -174,7 +174,7 @@ class Lookup(Drafter):
         counts: Int[Array, " B"],
     ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
         assert going.rows.text is not None, "prompt lookup needs the rows' text"
-        # Of `token`, which is in the text already
+        # The position is that of `token`, which is in the text already
         text, position = going.rows.text.at[asked.at].get(mode="clip"), going.position
         place = jnp.arange(text.shape[1])
         equal = jnp.zeros(text.shape, jnp.int32)  # tokens up to a place that are the newest ones

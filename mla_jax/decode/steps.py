@@ -65,9 +65,8 @@ def begun(
     is_open = dataclasses.replace(is_open, done=is_open.done | (at >= rows.seen.shape[0]))
     nothing = jax.tree.map(jnp.zeros_like, nothing_chosen(at.shape[0]))
     scores = across.any_of((entry.logprobs & ~is_open.done).any())
-    return Asked(at, entry, page_table, jnp.minimum(steps, STEPS), scores), Going(
-        pool, rows, is_open, last, *nothing
-    )
+    asked = Asked(at, entry, page_table, jnp.minimum(steps, STEPS), scores)
+    return asked, Going(pool, rows, is_open, last, *nothing)
 
 
 def ended(going: Going, asked: Asked) -> tuple[Pool, Rows, Found]:

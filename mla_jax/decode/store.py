@@ -133,11 +133,8 @@ def default_folder() -> Path | None:
     folder = cache_folder()
     if folder is None or not jax.config.values["jax_enable_compilation_cache"]:
         return None
-    return (
-        folder / "programs"
-        if jax.config.values["jax_compilation_cache_dir"] == str(folder / "compiled")
-        else None
-    )
+    is_ours = jax.config.values["jax_compilation_cache_dir"] == str(folder / "compiled")
+    return folder / "programs" if is_ours else None
 
 
 def digest(*parts: str) -> str:

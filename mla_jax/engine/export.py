@@ -39,7 +39,7 @@ from mla_jax.model.transformer import Transformer
 from mla_jax.weights.safetensors import DTYPES
 from mla_jax.weights.save import write_tensors
 
-# As programs are named in JAX, and as its devices are
+# By JAX's name of a platform for programs: its name for devices
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 CONTEXT = 4096  # tokens of a request, unless more are asked for
 FILE = 4 << 30  # bytes of weights in one file

@@ -35,7 +35,7 @@ def manifest(
     weights: Sequence[Any],
     files: Iterable[str],
 ) -> dict[str, Any]:
-    """All that a caller needs; `platforms` have their programs by name, `weights` are described, in the order of `files`."""
+    """All that a caller needs; `platforms` have their programs by name, `weights` are described, in the order of the call."""
     versions = {name: version(name) for name in ("jax", "jaxlib", "numpy")}
     return {
         "format": "mla-jax export 1",

@@ -115,7 +115,7 @@ class Flights:
         now = self._checked(start)
         self._stats.generated += int(chosen.count.sum())
         self._stats.least_bytes += self._least(jobs, _passes(chosen))
-        # A cancel or a text that only the host sees ends one
+        # Some have ended meanwhile: by a cancel, or by a stop text, which only the host sees
         going = [(i, job) for i, job in enumerate(jobs) if not job.done]
         for i, job in going:
             ids = chosen.tokens[i, : chosen.count[i]].tolist()

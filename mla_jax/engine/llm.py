@@ -113,7 +113,7 @@ class LLM:
         self._processes = opened.processes
         eviction = Eviction.of(self.options.eviction)
         evicts = None if eviction is None else eviction.evicts
-        # A stored program is one process's
+        # Nothing is stored where there are several processes: a stored program is of one
         folder = store.default_folder() if opened.processes is None else None
         self._programs = Programs(self.model, self._routing is not None, folder, opened.drafter, evicts)
         self.engine: Engine | LedEngine = self._new_engine(eviction)

@@ -127,7 +127,7 @@ class Opened:
         asked = defaults | asked
         asked["mesh"] = asked["mesh"] or self.checkpoint.layout.sizes
         whole = self.checkpoint.on(Devices.default(self.checkpoint.device)).model(self.placement)
-        # Whatever fits the devices of the plan
+        # The longest request, whatever length fits the devices of the plan
         longest = self.options.model.context or self.config.max_position_embeddings
         export.export(path, whole, self.options, self.name, self.text.end_ids, longest, asked, weights=False)
 
@@ -170,7 +170,7 @@ def _kernels(options: Options) -> AbstractContextManager[None]:
 
 def _opened(options: Options) -> Opened:
     refuse_contradictions(options)
-    # Read when JAX first uses the device
+    # JAX reads the variable when it first uses the device
     if options.memory.memory_fraction is not None and options.mesh.device is None:
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(options.memory.memory_fraction)
     processes = started(options)

@@ -83,7 +83,7 @@ class Pages:
         self.shared = 0  # pages that more than one request holds
         self._free = list(range(count - 1, -1, -1))
         self._nodes: dict[Key, Node] = {}
-        # Least recently used first, so a page before those before it
+        # Those that nobody holds, the least recently used first: a page comes before the ones it follows in a text
         self._idle: OrderedDict[int, Node] = OrderedDict()
         self._ids = itertools.count(ROOT + 1)
 

@@ -86,7 +86,7 @@ class ResidentPages(Pages):
         return True
 
     def wrote(self, held: Held, tokens: Sequence[int]) -> None:
-        # Others may not have pages that are written after some were left out
+        # Nothing is shared once pages are left out: others may not have what was written after that
         if not isinstance(held, Resident):
             super().wrote(held, tokens)
 
@@ -94,7 +94,7 @@ class ResidentPages(Pages):
         super().release(held)
         if isinstance(held, Resident):
             for number, digest in reversed(list(enumerate(held.digests))):
-                # Others cannot know what only this request has
+                # What only this request has is forgotten: no other can ask for it
                 self._host.drop(digest, forgets=number >= held.known)
             held.digests, held.numbers = [], []
 

@@ -18,12 +18,12 @@ class Limits:
     reach: int = 1 << 30  # tokens, held and new, of all pieces in one line, unless it holds only one
     steps: int = 32  # of one decode dispatch, at most
     streamed_steps: int = 8  # the same while somebody streams
-    # A row that is about to end shortens a dispatch for those that wait, but not to less
+    # A row that is about to end shortens a dispatch for those that wait, but not to fewer steps than this
     fewest_steps: int = 8
     dispatch: int = 256  # what a line costs in addition to its tokens, in tokens: the weights it reads
     # What a token that is still to be read weighs when a shard is chosen, in tokens that are held
     reading: int = 16
-    # Of a page, that can be had singly; pages that are needed, free or had are counted in parts
+    # Parts of a page that can be had singly; pages that are needed, free or had are counted in these
     parts: int = 1
 
 

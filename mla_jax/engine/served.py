@@ -9,7 +9,7 @@ from mla_jax.engine.processes import LedEngine
 from mla_jax.engine.request import Request
 
 WAITING = 4  # requests that are submitted and not done, at most, as multiples of the engine's rows
-# Groups that are taken, at most, done ones that wait for an earlier one included, in the same unit
+# Groups that are taken, at most, also as multiples of the rows; done ones that wait for an earlier one count
 TAKEN = 64
 
 

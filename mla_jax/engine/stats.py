@@ -32,7 +32,7 @@ class Stats:
     compile_seconds: float
     seed: int
     first_tokens: int = 1  # that came at once with the first
-    # Of the device's, by the least bytes its steps had to read; None where it is not known
+    # The share of the device's bandwidth, by the least bytes its steps had to read; None where that is not known
     bandwidth_share: float | None = None
     peak_bytes: int | None = None  # of device memory; of the process on a CPU
 

@@ -126,7 +126,7 @@ def prepare_heads(batch: Batch, pool: Pool, config: Config, block: int) -> Heads
         return first, stop
 
     cached = valid(start, start + rows.of_tokens(paged.held_here(before, size)))
-    # Every device has them; one attends to them
+    # Every device has the keys of the new tokens; one attends to them
     own = valid(first, jnp.where(across.index(CONTEXT) == 0, token + 1, first))
     return Heads(rows, own, pages.in_blocks(count), cached, count)
 

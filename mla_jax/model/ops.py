@@ -136,9 +136,8 @@ def _quantized_matmul(x: Float[Array, "*B I"], w: QTensor, out: str | None) -> F
     from pallas_kernels import quantized_matmul as kernel
 
     rows = x.reshape(-1, x.shape[-1])
-    return kernel.quantized_matmul(rows, operand(w, x.dtype), out_dtype=jnp.dtype(out or x.dtype)).reshape(
-        *x.shape[:-1], -1
-    )
+    product = kernel.quantized_matmul(rows, operand(w, x.dtype), out_dtype=jnp.dtype(out or x.dtype))
+    return product.reshape(*x.shape[:-1], -1)
 
 
 def takes_reordered(format: str, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:

@@ -31,7 +31,7 @@ def written(rows: Rows, size: int) -> Written:
     before = rows.seq_lens - rows.counts
     first = before // size
     pages = jnp.where(rows.counts > 0, -(-rows.seq_lens // size) - first, 0)
-    # One alone is written as a slice, and a CPU copies the pool
+    # At least two: a single page is written as a slice, for which a CPU copies the pool
     most = max(2, min(tokens, tokens // size + 2 * count))
     stop, place = jnp.cumsum(pages), jnp.arange(most)
     row = jnp.minimum(jnp.searchsorted(stop, place, side="right", method="compare_all"), count - 1)
@@ -69,9 +69,8 @@ class Retrieving(NamedTuple):
         if policy.asks:
             old = jnp.arange(layer.size) < before[:, None]
             queries = _added_up(q, up).reshape(-1, keys.shape[-1]).at[token].get(mode="clip")
-            asked = jnp.where(old, layer.pool[ASKED].at[at].get(mode="clip"), 0) + policy.asked(
-                queries, keys, held & ~old
-            )
+            known = jnp.where(old, layer.pool[ASKED].at[at].get(mode="clip"), 0)
+            asked = known + policy.asked(queries, keys, held & ~old)
             notes[ASKED] = asked
         return paged.note(layer, at, notes | {SUMMARY: policy.summary(keys, held, asked)})
 

@@ -51,11 +51,11 @@ class Block(nnx.Module):
         x = x + y
         with jax.named_scope("experts" if isinstance(self.mlp, MoE) else "mlp"):
             y = rms_norm(x, self.mlp_norm[...], self.eps)
-            y, load, left = (
-                self.mlp(y, batch.mask, plan.experts)
-                if isinstance(self.mlp, MoE)
-                else (self.mlp(y), None, None)
-            )
+            load = left = None
+            if isinstance(self.mlp, MoE):
+                y, load, left = self.mlp(y, batch.mask, plan.experts)
+            else:
+                y = self.mlp(y)
         found |= {} if load is None else {"load": load}
         return (settle(x + y, pending), left), layer, found
 

@@ -137,7 +137,7 @@ def fetch_seconds(layer: Any, count: int) -> float:
 def _possible(found: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
     """Whether rates from a file can be a CPU's."""
     figures = [] if found is None else [value for field, value in found.items() if field != "name"]
-    # NaN is neither
+    # NaN is neither above 0 nor below FASTEST
     return bool(figures) and all(isinstance(value, float) and 0 < value < FASTEST for value in figures)
 
 

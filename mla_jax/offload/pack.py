@@ -13,7 +13,7 @@ from mla_jax.base.qtensor import QTensor
 from mla_jax.model.ops import plain
 from mla_jax.offload.streaming import FORMATS, Packing
 
-# Of the library, by our names of formats
+# The library's precisions, by our names of formats
 PRECISIONS = {ours: precision for precision, ours in FORMATS.items()}
 
 

@@ -26,7 +26,7 @@ from mla_jax.offload.replicated import replica_bytes
 from mla_jax.offload.routing import Routing
 from mla_jax.offload.streaming import Packing, scratch_bytes
 
-# Of the device's memory, that replicas leave free: for further rows' caches, and what a plan rounds off
+# The share of the device's memory that replicas leave free: for further rows' caches, and what a plan rounds off
 SPARE = 1 / 16
 WORTH = 0.99  # of a step's time: one more layer on the host must be so much faster
 

@@ -49,7 +49,7 @@ def split(
     hosted = ~replicated & (topk_ids < experts)
     if not defer:
         return jnp.where(hosted, topk_ids, experts), jnp.full_like(topk_ids, experts)
-    # Experts of the host from this place to the last
+    # How many experts of the host there are from this place to the last
     from_here = jnp.cumsum(hosted[:, ::-1], axis=1)[:, ::-1]
     later = hosted & (from_here <= defer)
     return jnp.where(hosted & ~later, topk_ids, experts), jnp.where(later, topk_ids, experts)

@@ -19,7 +19,7 @@ from mla_jax.text.tokenizer import MAX_TOKENIZER_CONFIG, Tokenizer, check_text
 
 MAX_TEMPLATE = 1 << 20
 LIMITS = {"seconds": 2, "memory": 256 << 20, "output": 16 << 20}
-# The limit above counts processor time; this one is for a machine that is busy, or has no such limit
+# `seconds` above are processor time; this limit is for a machine that is busy, or has no such limit
 WALL_SECONDS = 10
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment, in the process that renders

@@ -45,8 +45,8 @@ def read_as_text(model: Any, controls: list[str]):
 def _answer(task: Callable[[], dict]) -> dict:
     try:
         return task()
-    # The library raises bare Exception, and a BaseException where its own code panics
     except BaseException as e:
+        # The library raises bare Exception, and a BaseException where its own code panics
         return {"cause": str(e)[:1000]}
 
 

@@ -34,7 +34,7 @@ MAX_LINE = 64 << 20  # bytes
 MAX_ID = 1000  # characters
 MAX_BEGINNING = 8 * MAX_ID  # bytes of an answer's id and digest
 PIECE = 1 << 20  # bytes that are read at a time of a line that is skipped
-# They make requests of lines: for each conversation a process renders a template
+# Threads that make requests of lines: for each conversation a process renders a template
 THREADS = min(8, os.cpu_count() or 1)
 KEYS = ("id", "prompt", "messages", *names(SamplingParams))
 DONE, NOT_FINITE, BAD_LINES, INTERRUPTED = 0, 1, 2, 130

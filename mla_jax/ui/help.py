@@ -20,7 +20,7 @@ examples:
   python -m mla_jax.generate "def read_lines(path):"
   python -m mla_jax.generate --model moonshotai/Moonlight-16B-A3B-Instruct --chat
   python -m mla_jax.generate --model ./model --batch-file prompts.jsonl --out answers.jsonl"""
-# Of a flag, by its field's type
+# How a flag's value is shown, by the type of its field
 VALUES = {"Mapping": " ID X ...", "bool": "", "int": " N", "float": " X", "str": " TEXT"}
 
 

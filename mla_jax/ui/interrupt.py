@@ -24,7 +24,7 @@ def noticed_interrupts() -> Iterator[Callable[[], bool]]:
             hook(dropped)
 
     on_main_thread = threading.current_thread() is threading.main_thread()  # no other can set a handler
-    # A background job ignores it
+    # A background job ignores SIGINT
     if not on_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield pressed.is_set
         return

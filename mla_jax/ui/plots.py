@@ -24,7 +24,7 @@ STYLES = {  # marker, and a colour of Okabe and Ito's palette, which colour-blin
 }
 INK = "#444444"
 NEAR = [(12, -12), (-12, 12), (12, 12), (-12, -12)]
-# Points from a marker
+# Offsets of a label from its marker, in points
 LABEL_PLACES = [*NEAR, *((x * i, y * j) for i in (2, 5, 8) for j in (3, 6) for x, y in NEAR), (12, -12)]
 OCTAVE = 8  # cells of the dispatch map a doubling
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-# Of that palette, for what is no form
+# Of the palette of `plots.STYLES`, for what is no form
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-# Of that palette
+# Of the palette of `plots.STYLES`
 HELD, CACHED, UNUSED, RUNNING, WAITING = "#0072B2", "#56B4E9", "#EEEEEE", "#D55E00", "#009E73"
 
 

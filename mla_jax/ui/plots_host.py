@@ -27,10 +27,9 @@ def parts_of_a_layer(
     form = roofline.pick_form(config, device, 1, tokens, held + tokens)
     shared = (config.n_shared_experts or 0) * weights
     routed = Cost(2 * tokens * chosen * weights, touched * expert_bytes)
+    attention = roofline.step_cost(config, form, 1, tokens, held + tokens, device.itemsize)
     return {
-        "attention": roofline.step_cost(config, form, 1, tokens, held + tokens, device.itemsize).seconds(
-            device
-        ),
+        "attention": attention.seconds(device),
         "shared experts": Cost(2 * tokens * shared, device.itemsize * shared).seconds(device),
         "routed, from the device's memory": routed.seconds(device),
         "routed, copied over the link": routed.seconds(device._replace(bandwidth=host.link)),

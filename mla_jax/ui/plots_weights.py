@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
+# Marker, size, colour, label
 OURS = ("s", 9, COLORS[0], "our formats")
 GGUF = ("o", 6, COLORS[1], "GGUF types")
 NEAR = [

@@ -45,7 +45,7 @@ class Fill:
         self.checkpoint, self.placement, self.progress, self.kept = checkpoint, placement, progress, kept
         self.values, self.on_host = checkpoint.parameters(placement), checkpoint.on_host(placement)
         self.packed = {} if kept is None else self._mapped(kept)
-        # Of layers on the host, until gate, up and down are there
+        # Stacks of layers on the host, until gate, up and down are there
         self.stacks: dict[int, dict[str, Any]] = {}
         self.finite: list[tuple[str, Array]] = []  # of each tensor that was read, by its name
         self.behind: deque[Array] = deque()  # of those that the device may not have taken yet

@@ -208,9 +208,8 @@ def _place_all(
         value, sound = place(*_own((parts, start)), how=how, like=like)
         return tuple(jax.tree.leaves(value)), sound[None]
 
-    return jax.shard_map(one, mesh=mesh, in_specs=(EACH, EACH), out_specs=(specs, EACH), check_vma=False)(
-        parts, start
-    )
+    by_all = jax.shard_map(one, mesh=mesh, in_specs=(EACH, EACH), out_specs=(specs, EACH), check_vma=False)
+    return by_all(parts, start)
 
 
 @partial(jax.jit, static_argnames=("how", "mesh", "specs"), donate_argnums=0)
@@ -226,9 +225,8 @@ def _insert_all(
         return value, sound[None]
 
     in_specs, out_specs = (of_stack, EACH, PartitionSpec(), EACH), (of_stack, EACH)
-    return jax.shard_map(one, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
-        stack, parts, index, start
-    )
+    by_all = jax.shard_map(one, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return by_all(stack, parts, index, start)
 
 
 def _own(entries: Any) -> Any:

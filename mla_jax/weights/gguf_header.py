@@ -43,7 +43,7 @@ NUMBERS = {
     11: "<i8",
     12: "<f8",
 }
-# Least bytes of a value
+# The least bytes of a value, by its kind
 _LEAST = {STRING: 8, ARRAY: 12} | {kind: np.dtype(number).itemsize for kind, number in NUMBERS.items()}
 
 

@@ -47,7 +47,7 @@ MODEL_RULES = (
     NameRule("head", "lm_head.weight", "vocab model"),
 )
 SCALE = "_scale_inv"  # suffix of the names of FP8 scales
-# Quantised by FP8 checkpoints
+# Weights that FP8 checkpoints quantise
 LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")
 
 

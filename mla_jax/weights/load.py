@@ -266,11 +266,9 @@ class Checkpoint:
     ) -> Transformer:
         """The model with its weights, on the devices; `folder` keeps packed experts, which the next start maps."""
         try:
-            kept = (
-                PackedFolder(folder, self._made_of(placement))
-                if folder is not None and placement.host
-                else None
-            )
+            kept = None
+            if folder is not None and placement.host:
+                kept = PackedFolder(folder, self._made_of(placement))
             fill = FillMesh if self.layout.devices > 1 else Fill
             values, packed = fill(self, placement, progress or (lambda done, total: None), kept).run()
         finally:

@@ -10,7 +10,7 @@ from mla_jax.weights.names import NameRule, Origin, Table, key_half, layered, va
 _KEPT = tuple(
     NameRule(r.ours, r.ours, "experts " + r.axes if "{x}" in r.theirs else r.axes)
     for r in LAYER_RULES
-    # Rules of stacked experts are left out
+    # Without uk and uv, whose rules follow, and without stacked experts, which have three axes
     if not r.ours.startswith(("attn.uk", "attn.uv")) and len(r.axes.split()) < 3
 )
 _UP = (

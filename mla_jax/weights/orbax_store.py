@@ -295,8 +295,8 @@ def writing(path: Path, kept: str) -> Iterator[None]:
     """Turns an error of the system while `path` is written into one of ours; `kept` says what the next run will reuse."""
     try:
         yield
-    # TensorStore raises ValueError for errors of the system
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
+        # TensorStore raises ValueError for errors of the system
         named = re.findall(r"os[_ ]error(?:_code=')? ?(\d+)", str(e))
         codes = {getattr(e, "errno", None), *map(int, named)}
         full = codes & {ENOSPC, EDQUOT, EFBIG}

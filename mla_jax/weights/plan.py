@@ -25,7 +25,7 @@ PROGRAMS, PROGRAMS_PER_LAYER = 300 << 20, 13 << 20  # bytes, measured with 3 to 
 GRAPHS = 1 << 30  # bytes for CUDA graphs and the workspaces of libraries
 TEXTS = 4  # of the size of the rows' texts, in int32: these, and what is compared
 ROWS = 64  # requests that run at a time, unless memory is planned for more
-# Of the cache on a CPU, unless more are asked for: there it would take the memory of all else
+# Tokens of the cache on a CPU, unless more are asked for: there it would take the memory of all else
 CPU_TOKENS = 16_384
 
 
@@ -277,12 +277,10 @@ def _choosing(model: Transformer, rows: int, pages: int) -> int:
     config, vectors = model.config, model.dispatch.retrieval.policy.vectors
     width = config.kv_lora_rank + config.qk_rope_head_dim
     chunk = model.dispatch.chunk(model) + 2 * rows * PAGE
-    choosing = (
-        rows
-        * pages
-        * (vectors * width * model.dtype.itemsize + 2 * 4 * model.dispatch.seen(config).num_attention_heads)
-    )
-    return max(choosing, chunk * (2 * width * model.dtype.itemsize + 2 * 4 * PAGE))
+    itemsize = model.dtype.itemsize
+    scores = 2 * 4 * model.dispatch.seen(config).num_attention_heads
+    choosing = rows * pages * (vectors * width * itemsize + scores)
+    return max(choosing, chunk * (2 * width * itemsize + 2 * 4 * PAGE))
 
 
 def _summaries(model: Transformer, hosted: int) -> int:
@@ -303,11 +301,8 @@ def _expert_activations(model: Transformer, tokens: int) -> int:
         pairs = everywhere * (config.n_routed_experts or 0) // layout.devices
     elif backend == "ragged" and layout.devices > 1:  # a block at a time
         pairs = min(pairs, max(2 * grouped.AT_ONCE, grouped.ROOM * pairs // layout.devices))
-    return (
-        3
-        * max(pairs * (config.moe_intermediate_size or 0), tokens * _mlp_width(model))
-        * model.dtype.itemsize
-    )
+    widest = max(pairs * (config.moe_intermediate_size or 0), tokens * _mlp_width(model))
+    return 3 * widest * model.dtype.itemsize
 
 
 def _mlp_width(model: Transformer) -> int:

@@ -163,7 +163,7 @@ def _partial(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, shares, *, scale, head
 
             def operands(step):
                 """The parts of Q and of the tile at `step`, each once it has arrived."""
-                # Else all addresses in Q stay in registers, which spill
+                # Q is indexed by a zero unknown to the compiler: else all addresses in it stay in registers, which spill
                 slot, zero = slot_of(step), unknown_zero(step)
                 for k, (q, tile) in enumerate(zip(q_s, tile_s, strict=True)):
                     if k < len(parts):  # the rotary part comes with the right half
@@ -526,7 +526,7 @@ def _combine(partial_out, partial_lse, pieces, out, lse, *, units, interpret):
     return jax.freeze(out), jax.freeze(lse)
 
 
-# So that all layers of a model are lowered once
+# Jitted, so that all layers of a model are lowered once
 @functools.partial(jax.jit, static_argnames=("scale", "interpret"))
 def mla_decode(q_c, q_pe, c_kv, k_pe, page_table, seq_lens, *, scale, schedule, interpret=None):
     """As `mla_decode` of the package; `interpret` runs the kernels on a CPU."""

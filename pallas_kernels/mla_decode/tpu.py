@@ -63,7 +63,7 @@ def _kernel(table, lens, q_c, q_pe, c_hbm, pe_hbm, out, lse, c_s, pe_s, acc, top
     top[...] = jnp.full_like(top, LOW)
     total[...] = jnp.zeros_like(total)
     row = (step % groups) * rows + iota((rows, chunk), 0)
-    # row // heads: vectors divide slowly
+    # This is row // heads, without a division, which is slow for vectors
     token = sum((row >= t * heads).astype(jnp.int32) for t in range(1, tokens))
 
     def add(i, slot):

@@ -259,7 +259,7 @@ def _kernel(
             """Weighs tile t, while the values of the tile before are added; `masks`: the bounds to mask its scores by."""
             w, keep, top, total, acc = carry
             slot, before = slot_of(step + t), slot_of(step + t - 1)
-            # On their way while the scores are computed
+            # Loaded here, so that they are on their way while the scores are computed
             limits = [of_queries(bounds, me, at) for bounds in masks]
 
             def weighed(s):
@@ -399,7 +399,7 @@ def _walks(first, stop, size, chunk):
 
     tiles = jnp.maximum(after(most), 1)
     end = jnp.maximum(after(shared(WORKERS, jnp.maximum, own.stop)), 1)
-    # Without keys it computes the last tile, for nothing
+    # A block without keys computes the last tile, for nothing
     begin = jnp.minimum(own.first // chunk - start, end - 1)
     clear = jnp.clip(after(own.all_first), begin, end)
     mixed = jnp.clip(own.all_stop // chunk - start, clear, end)

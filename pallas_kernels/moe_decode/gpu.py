@@ -205,7 +205,7 @@ def parts_of(pieces: int, steps: int, units: int, most: int = 16) -> int:
     return -(-steps // -(-steps // parts))  # no part is empty
 
 
-# So that all layers of a model are lowered once
+# Jitted, so that all layers of a model are lowered once
 @functools.partial(jax.jit, static_argnames=("units", "interpret"))
 def moe_decode(x, topk_ids, topk_weights, gate, up, down, *, units, interpret=None):
     """As `moe_decode` of the package; `interpret` runs the kernels on a CPU."""

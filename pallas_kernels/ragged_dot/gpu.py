@@ -53,7 +53,7 @@ STAGED = 72  # tokens of it, at most: these are written at a time
 SPAN = 128  # bytes
 GROUPS = 64  # groups whose sizes are summed together
 SHORT = 2  # steps of a part of the depth, at least
-# The same where fewer rows than all are expected: adding up parts of V3's down takes 8 us, and splitting it saves less
+# As SHORT, where fewer rows than all are expected: adding up parts of V3's down takes 8 us, and splitting saves less
 LONG = 14
 # On a mesh a single request leaves other shards' rows empty: a device may have one in so many of the expected groups
 FEWER = 4

@@ -51,7 +51,7 @@ def _kernel(q_g, kv_g, weight_g, factors_g, slot_g, c_kv_g, k_pe_g, q_pe_g, line
                 plgpu.load(line_s.at[i, pl.ds(EDGE + k, LINE)], layout=one_each) for k in (0, shift, -shift)
             ]
             turned = sum(jnp.where(f == 0, 0.0, f * x) for f, x in zip(by, moved, strict=True))
-            # So that the output is aligned for the copy
+            # At E, so that the part that is copied begins at LINE, which is aligned
             out_s[i, pl.ds(E, LINE)] = turned.astype(out_s.dtype)
         plgpu.commit_smem()
         for i, target in enumerate(targets):
@@ -84,7 +84,7 @@ def _kernel(q_g, kv_g, weight_g, factors_g, slot_g, c_kv_g, k_pe_g, q_pe_g, line
             )
 
 
-# So that all layers of a model are lowered once
+# Jitted, so that all layers of a model are lowered once
 @functools.partial(jax.jit, static_argnames=("eps", "interleave", "interpret"))
 def rope_append(q, kv, weight, tokens, cache, *, eps, interleave, interpret=None):
     """As `rope_append` of the package; `interpret` runs the kernel on a CPU."""

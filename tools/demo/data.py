@@ -44,9 +44,8 @@ class Pool(NamedTuple):
 
     def document(self, rng: np.random.Generator) -> np.ndarray:
         i = rng.integers(len(self.starts))
-        return self.tokens[self.starts[i] : self.starts[i + 1] if i + 1 < len(self.starts) else None].astype(
-            np.int32
-        )
+        stop = self.starts[i + 1] if i + 1 < len(self.starts) else None
+        return self.tokens[self.starts[i] : stop].astype(np.int32)
 
 
 def build(folder: Path, vocabulary: int, files: list[corpus.File]) -> None:

@@ -169,9 +169,8 @@ def losses(model: Transformer, tokens: Int[Array, "B t"], weight: Float[Array, "
 def _mean(loss: Array, weight: Array) -> Array:
     """The weighted mean of `loss` = -log p, or of -log(1 - p) where the weight is negative."""
     unlikely = -jnp.log(jnp.maximum(-jnp.expm1(-loss), 1e-4))
-    return jnp.sum(jnp.where(weight < 0, unlikely, loss) * jnp.abs(weight)) / jnp.maximum(
-        jnp.sum(jnp.abs(weight)), 1
-    )
+    size = jnp.abs(weight)
+    return jnp.sum(jnp.where(weight < 0, unlikely, loss) * size) / jnp.maximum(jnp.sum(size), 1)
 
 
 def start(recipe: Recipe) -> Trained:
