@@ -17,6 +17,7 @@ FOLDERS = (
     "cpu_experts",
     "mla_jax/base",
     *GENERATING,
+    "mla_jax/offload",
     "mla_jax/ui",
     "mla_jax/weights",
     "notebooks",

@@ -240,6 +240,7 @@ def test_attention_block_by_block_is_one_softmax_for_every_block_size(form, spre
         close(step.attended(block=block), step.alone(), 1e-4)
 
 
+@pytest.mark.deep(*deep.GENERATING)
 @settings(max_examples=15)
 @given(lens=st.lists(st.integers(0, 27), min_size=2, max_size=2), block=st.integers(1, 40), size=st.sampled_from([1, 2, 8]))
 def test_blocks_of_any_size_over_pages_of_any_size_are_one_softmax(lens, block, size):
@@ -258,6 +259,7 @@ def test_tokens_of_a_line_attend_to_their_own_rows(form, block):
             close(found, expected[row, : counts[row]])
 
 
+@pytest.mark.deep(*deep.GENERATING)
 @settings(max_examples=15)
 @given(
     lens=st.lists(st.integers(0, 27), min_size=3, max_size=3),

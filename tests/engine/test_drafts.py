@@ -218,6 +218,7 @@ def by_layer(programs_of):
     return programs_of(DRAFTERS["mtp"])
 
 
+@pytest.mark.deep(*deep.GENERATING)
 @pytest.mark.parametrize("shared", [2 * PAGE, 2 * PAGE - 1, 2 * PAGE + 1])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_a_prompt_that_differs_right_behind_a_page_gets_entries_of_its_own(by_layer, shared, drafts):
@@ -249,6 +250,7 @@ def test_a_conversation_that_goes_on_finds_the_entries_of_what_was_generated(by_
     assert_same_entries(entries, expected, turns + 3)
 
 
+@pytest.mark.deep(*deep.GENERATING)
 def test_a_request_that_was_preempted_has_the_entries_that_it_has_alone(by_layer):
     asked = [request([5 + i] * 70, max_tokens=80, temperature=0.5, seed=i) for i in range(6)]
     engine = engine_of(by_layer, SMALL, 3)

@@ -23,6 +23,8 @@ from mla_jax.offload.experts import HostExperts
 from mla_jax.offload.pack import pack
 from mla_jax.offload.streaming import FORMATS
 
+DEEP = pytest.mark.deep("cpu_experts", "mla_jax/base", "mla_jax/model", "mla_jax/offload")
+
 pytestmark = pytest.mark.usefixtures("host_library")
 
 CALLS = "cpu_experts_submit", "cpu_experts_collect"
@@ -161,7 +163,7 @@ def test_experts_streamed_to_the_device_give_what_those_do_that_lie_there(backen
     close(found, jax.jit(lambda x: layer(x, mask, ExpertPlan(moe.dense))[0])(x))
 
 
-@pytest.mark.parametrize("precision", FORMATS)
+@pytest.mark.parametrize("precision", [name if name in ("int8", "q4_k") else pytest.param(name, marks=DEEP) for name in FORMATS])
 def test_experts_of_every_format_are_streamed_as_the_tensors_they_were(precision, monkeypatch):
     """To the bit, in groups too: k-quants have inputs in multiples of 256."""
     rng, dtype = np.random.default_rng(0), jnp.dtype("float32")

@@ -100,7 +100,7 @@ def leaves(model) -> dict:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(parameters.state(model))}
 
 
-@pytest.mark.parametrize(("kind", "mesh"), cases())
+@pytest.mark.parametrize(("kind", "mesh"), [*cases()])
 def test_parameters_are_those_of_one_device_to_the_bit_and_lie_as_the_layout_says(stored, kind, mesh):
     path, options, one = stored(kind)
     checkpoint = opened(path, mesh, **options)
