@@ -5,7 +5,7 @@
     python benchmarks/balance.py --loads documents --requests 1000 --rates 0.8 --out balance_documents.json
 
 The engine is the real one, with its scheduler and its pages. Its programs are pretended: they choose tokens until a request has
-its length, and take the seconds that mla_jax/base/mesh_cost.py predicts for the shard with most to do. Each prompt differs from
+its length, and take the seconds that mla_jax/mesh/cost.py predicts for the shard with most to do. Each prompt differs from
 all others in its first token. The engine does not know where an answer ends before it has ended. The host takes no time.
 
 - Loads: `chat` has the lengths of drive.py, which are fitted to ShareGPT. In `documents` one prompt in ten has 4,096 to 32,768
@@ -32,19 +32,19 @@ from drive import LENGTHS, SHORTEST, request
 
 from mla_jax import Config
 from mla_jax.base.batch import bucket
-from mla_jax.base.links import PLANNED
-from mla_jax.base.mesh_cost import MeshCost, Work, packed
+from mla_jax.base.link_rates import PLANNED
 from mla_jax.cache.paged import PAGE
-from mla_jax.decode.chosen import Chosen, Found, nothing_chosen
 from mla_jax.decode.loop import Programs
+from mla_jax.decode.outputs import Chosen, Found, nothing_chosen
+from mla_jax.decode.program_sharding import Spread
 from mla_jax.decode.programs import Waits
 from mla_jax.decode.speculative import NOBODY
-from mla_jax.decode.spread import Spread
-from mla_jax.engine.engine import Engine
-from mla_jax.engine.job import Job
-from mla_jax.engine.scheduler import Limits, Plan, Running, Waiting, agreed
-from mla_jax.engine.size import Size
-from mla_jax.model.layout import Layout
+from mla_jax.engine.core.engine import Engine
+from mla_jax.engine.core.job import Job
+from mla_jax.engine.core.scheduler import Limits, Plan, Running, Waiting, agreed
+from mla_jax.engine.core.size import Size
+from mla_jax.mesh.cost import MeshCost, Work, packed
+from mla_jax.mesh.partition import Layout
 
 SHARDS, ROWS, LONGEST, DOCUMENT = 8, 64, 1024, (4096, 32_768)
 KIND, MEMORY = PLANNED["h200"], 0.9

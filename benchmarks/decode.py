@@ -25,15 +25,15 @@ from jax.sharding import PartitionSpec
 from random_models import random_model
 
 from mla_jax import Config, Transformer
-from mla_jax.base import across
 from mla_jax.base.axes import DATA, MESH_AXES
 from mla_jax.base.batch import Batch
 from mla_jax.cache import paged
-from mla_jax.decode.chosen import STEPS, Found
 from mla_jax.decode.loop import Programs
+from mla_jax.decode.outputs import STEPS, Found
 from mla_jax.decode.packing import of_shards
+from mla_jax.decode.program_sharding import Spread
 from mla_jax.decode.rows import ADMITTED, Entry, Rows, blank, taken
-from mla_jax.decode.spread import Spread
+from mla_jax.mesh import across
 from mla_jax.model.dispatch import Dispatch
 
 HELD, DISPATCHES = 4096, 8  # tokens in a row's pages once it has run so often

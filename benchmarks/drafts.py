@@ -43,13 +43,13 @@ from demo import corpus
 from mla_jax import LLM, Config, SamplingParams, Transformer
 from mla_jax.cache.paged import PAGE, Pool
 from mla_jax.decode import speculative
-from mla_jax.decode.chosen import STEPS, Chosen, Found
 from mla_jax.decode.loop import Programs
+from mla_jax.decode.loop_state import Asked, Going
+from mla_jax.decode.outputs import STEPS, Chosen, Found
 from mla_jax.decode.packing import of_shards
 from mla_jax.decode.rows import ADMITTED, Entry, blank
 from mla_jax.decode.speculative import Mtp
-from mla_jax.decode.steps import Asked, Going
-from mla_jax.engine.drafting import Drafting
+from mla_jax.engine.core.drafting import Drafting
 
 LITE = Config.preset("v2_lite", num_nextn_predict_layers=1)
 TINY = Config.preset("tiny", num_hidden_layers=2, num_nextn_predict_layers=1)

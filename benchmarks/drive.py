@@ -17,14 +17,14 @@ from random_models import random_model
 
 from mla_jax import Config, SamplingParams
 from mla_jax.cache.paged import PAGE
-from mla_jax.decode.chosen import STEPS
 from mla_jax.decode.loop import Programs
+from mla_jax.decode.outputs import STEPS
 from mla_jax.decode.rows import ADMITTED
-from mla_jax.engine.engine import Engine
-from mla_jax.engine.entries import entries
-from mla_jax.engine.job import Job
-from mla_jax.engine.request import Request
-from mla_jax.engine.size import Size
+from mla_jax.engine.core.engine import Engine
+from mla_jax.engine.core.job import Job
+from mla_jax.engine.core.request import Request
+from mla_jax.engine.core.sampling_arrays import entries
+from mla_jax.engine.core.size import Size
 
 # Median, and standard deviation of the logarithm, of tokens; clipped to 4 .. 1,024. A rough fit to what 1,000 requests of
 # ShareGPT come to in vLLM's benchmark: 230 tokens of prompt and 203 of output on average (vllm-project/vllm#18566). These come

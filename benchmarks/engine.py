@@ -34,8 +34,8 @@ from peer_transformers import REQUESTS, SMALLEST
 
 from mla_jax import Config
 from mla_jax.base import roofline
-from mla_jax.decode.chosen import STEPS
-from mla_jax.engine.size import Size
+from mla_jax.decode.outputs import STEPS
+from mla_jax.engine.core.size import Size
 
 _TINY_V3 = {
     "hidden_size": 512,

@@ -17,7 +17,7 @@ from drive import Bench, Scale
 from engine import FULL, SMALL
 
 from mla_jax.cache.paged import PAGE
-from mla_jax.engine.size import Size
+from mla_jax.engine.core.size import Size
 
 RUNS = 3
 COPIED = 256  # pages of which the rates are measured, if the pool has so many

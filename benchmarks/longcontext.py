@@ -44,14 +44,14 @@ from mla_jax.base.batch import Batch, Table
 from mla_jax.cache.evict import POLICIES, RULES
 from mla_jax.cache.paged import PAGE, Pool
 from mla_jax.cache.retrieve import POLICIES as RETRIEVERS
-from mla_jax.decode.chosen import likely
-from mla_jax.decode.evicting import Selection
+from mla_jax.decode.evict_programs import Selection
 from mla_jax.decode.loop import Programs
-from mla_jax.engine.engine import Engine
-from mla_jax.engine.eviction import EvictingEngine, Eviction
-from mla_jax.engine.request import Request
-from mla_jax.engine.retrieving import RetrievingEngine
-from mla_jax.engine.size import Size
+from mla_jax.decode.outputs import likely
+from mla_jax.engine.core.engine import Engine
+from mla_jax.engine.core.request import Request
+from mla_jax.engine.core.size import Size
+from mla_jax.engine.policy.evicting import EvictingEngine, Eviction
+from mla_jax.engine.policy.retrieving import RetrievingEngine
 
 TASKS = ("passkey", "variable", "pairs", "copy")
 NEEDLES = TASKS[:3]

@@ -13,7 +13,7 @@ are sent ahead of one another, 32 at a time. Random weights guess nothing right,
 - `of the floor %`: the time to read what a step must read from the memory of a device with most rows, or to compute what prompts
   need, in percent of the time. Of routed experts it reads its share of those that all rows choose.
 - `messages %`: the part of the time that kernels of messages run on a device, in which it may wait for others.
-- `predicted`: what base/mesh_cost.py says of the same.
+- `predicted`: what mesh/cost.py says of the same.
 - `tokens that fit`: of cache, on all devices, beside weights and what the programs take; no row where rows do not fit.
 - `of the first`: tokens/s by those of the first mesh.
 
@@ -38,12 +38,12 @@ from random_models import random_model
 
 from mla_jax import Config
 from mla_jax.base.axes import parse_mesh
-from mla_jax.base.devices import Devices
-from mla_jax.base.mesh_cost import MeshCost, Predicted, packed
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode import speculative
 from mla_jax.decode.loop import Programs, Sizes
 from mla_jax.decode.packing import of_shards
+from mla_jax.mesh.cost import MeshCost, Predicted, packed
+from mla_jax.mesh.devices import Devices
 from mla_jax.model.dispatch import Dispatch
 
 SMALL = {

@@ -19,7 +19,7 @@ from engine import FULL, SMALL
 
 from mla_jax import Config
 from mla_jax.base import roofline
-from mla_jax.engine.size import Size
+from mla_jax.engine.core.size import Size
 
 SHAPES = ("1x512", "1x4096", "1x16384", "1x65536", "8x2048", "32x1024")
 SIZE = Size(rows=64, pages=2048, context=65_600, chunk=4096)

@@ -21,10 +21,10 @@ from jax.sharding import PartitionSpec
 from cpu_experts import Experts
 from mla_jax import Config, Transformer
 from mla_jax.base import qtensor
-from mla_jax.base.devices import Devices
 from mla_jax.base.qtensor import REORDERED, QTensor
+from mla_jax.mesh.devices import Devices
+from mla_jax.mesh.partition import Layout
 from mla_jax.model.dispatch import Dispatch
-from mla_jax.model.layout import Layout
 from mla_jax.model.ops import kernels_here
 from mla_jax.offload.experts import HostExperts
 from pallas_kernels import packed

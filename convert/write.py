@@ -19,7 +19,7 @@ from convert.tensors import Job, Parts, read
 from mla_jax.base import qtensor
 from mla_jax.base.errors import BadFile, printable, shortened
 from mla_jax.engine.text import files_of
-from mla_jax.model.layout import Layout
+from mla_jax.mesh.partition import Layout
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.orbax_store import Tensor, Writer, writing
 from mla_jax.weights.safetensors import DTYPES

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from mla_jax.base.options import Evict, Options, SamplingParams
+    from mla_jax.engine.core.request import Chunk, FinishReason, Output
     from mla_jax.engine.llm import LLM
-    from mla_jax.engine.request import Chunk, FinishReason, Output
     from mla_jax.model.transformer import Transformer
 
 _HOME = {  # of each public name: imported when it is used, so that `--help`, errors and options need no JAX
@@ -40,9 +40,9 @@ _HOME = {  # of each public name: imported when it is used, so that `--help`, er
     "Options": "mla_jax.base.options",
     "SamplingParams": "mla_jax.base.options",
     "LLM": "mla_jax.engine.llm",
-    "Chunk": "mla_jax.engine.request",
-    "FinishReason": "mla_jax.engine.request",
-    "Output": "mla_jax.engine.request",
+    "Chunk": "mla_jax.engine.core.request",
+    "FinishReason": "mla_jax.engine.core.request",
+    "Output": "mla_jax.engine.core.request",
     "Transformer": "mla_jax.model.transformer",
 }
 __all__ = [

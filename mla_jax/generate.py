@@ -33,7 +33,7 @@ from mla_jax.base.rules import nearest
 from mla_jax.ui.help import asked_groups, help_text
 
 if TYPE_CHECKING:
-    from mla_jax.engine.opened import Opened
+    from mla_jax.engine.opening.opened import Opened
     from mla_jax.ui.console import Console
 
 USAGE = "python -m mla_jax.generate [PROMPT] [--flag VALUE ...]      (-p: --prompt, -h: --help; --version)"
@@ -109,8 +109,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _tell_others(error: BaseException, code: int) -> None:
     """That this process ends, if it is one of several."""
-    if "mla_jax.base.distributed" in sys.modules:
-        from mla_jax.base import distributed
+    if "mla_jax.hosts.distributed" in sys.modules:
+        from mla_jax.hosts import distributed
 
         distributed.fail(error, code)
 
@@ -183,7 +183,7 @@ def run(command: Command) -> int:
         return follow(command)
     needs_prompt = not (command.output.dry_run or command.prompt.chat or command.prompt.batch_file)
     prompt = read_prompt(command) if needs_prompt else None
-    from mla_jax.engine.opened import open_model  # only now: JAX takes a second to import
+    from mla_jax.engine.opening.opened import open_model  # only now: JAX takes a second to import
     from mla_jax.ui.console import Console
 
     console = Console(command.output.json, command.output.quiet)
@@ -284,7 +284,7 @@ def reply(opened: "Opened", prompt: str | None, command: Command, console: "Cons
 def follow(command: Command) -> int:
     """Computes this process's part of what process 0 is asked for, until that ends."""
     from mla_jax.engine.llm import LLM
-    from mla_jax.engine.opened import open_model
+    from mla_jax.engine.opening.opened import open_model
     from mla_jax.ui.console import Console
     from mla_jax.ui.interrupt import second_interrupt
 

@@ -38,7 +38,7 @@ settings.load_profile("busy")
 ROOT = Path(__file__).parent
 # The second Python of CI runs what versions of Python and JAX can break; the first runs everything.
 EVERY_PYTHON = re.compile(
-    r"(golden/.*(auto|mtp)|decode/|engine/test_(engine|llm|pages|scheduler|stream|text)\.py|engine/test_eviction\.py::test_pages)"
+    r"(golden/.*(auto|mtp)|decode/|engine/(core/)?test_(engine|llm|pages|scheduler|stream|text)\.py|engine/policy/test_evicting\.py::test_pages)"
     r"|(model/test_(mla|dispatch|kernel_attention)|weights/test_load|cpu_experts/test_ffi)\.py"
     r"|cache/test_paged\.py::test_.*_copies_no_pool|pallas_kernels/(test_(gpu|tpu)\.py|.*interpreted)"
     r"|test_generate\.py::test_(stdout_carries|json_is_one|ctrl_c|help)"

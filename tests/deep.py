@@ -17,6 +17,8 @@ FOLDERS = (
     "cpu_experts",
     "mla_jax/base",
     *GENERATING,
+    "mla_jax/hosts",
+    "mla_jax/mesh",
     "mla_jax/offload",
     "mla_jax/ui",
     "mla_jax/weights",

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import jax
 
 from mla_jax import SamplingParams
-from mla_jax.engine.engine import Engine
-from mla_jax.engine.job import Job
-from mla_jax.engine.request import Request
+from mla_jax.engine.core.engine import Engine
+from mla_jax.engine.core.job import Job
+from mla_jax.engine.core.request import Request
 
 STEPS = 100_000  # more than any engine of the tests takes
 

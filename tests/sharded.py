@@ -7,10 +7,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from mla_jax.base.axes import MESH_AXES
-from mla_jax.base.devices import Devices
 from mla_jax.base.qtensor import QTensor
-from mla_jax.model import layout
-from mla_jax.model.layout import Layout
+from mla_jax.mesh import partition
+from mla_jax.mesh.devices import Devices
+from mla_jax.mesh.partition import Layout
 from mla_jax.model.transformer import Transformer
 
 
@@ -26,6 +26,6 @@ def spread(model: Transformer, devices: Devices) -> Transformer:
         return jax.device_put(value, NamedSharding(devices.mesh, specs))
 
     graph, state = nnx.split(model)
-    found = nnx.merge(graph, layout.of_parameters(state, laid))
+    found = nnx.merge(graph, partition.of_parameters(state, laid))
     found.dispatch = dataclasses.replace(model.dispatch, layout=plan)
     return found

@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 import mla_jax
 from mla_jax import Config, Transformer
-from mla_jax.engine.opened import Opened
+from mla_jax.engine.opening.opened import Opened
 from mla_jax.generate import main
 from mla_jax.weights.save import save
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from mla_jax.base.axes import shown_mesh
 from mla_jax.base.config import Config
-from mla_jax.base.links import PLANNED, Planned
-from mla_jax.base.mesh_cost import HELD, ROWS, MeshCost, about, meshes, packed, preferred
+from mla_jax.base.link_rates import PLANNED, Planned
+from mla_jax.mesh.cost import HELD, ROWS, MeshCost, about, meshes, packed, preferred
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "meshes.md"
 START, END = "<!-- what follows is printed by tools/mesh_table.py -->", "<!-- end of what is printed -->"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_jax.base.errors import BadRequest, printable, shown
-from mla_jax.base.links import PLANNED
+from mla_jax.base.link_rates import PLANNED
 from mla_jax.base.rules import (
     biases,
     check,

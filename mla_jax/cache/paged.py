@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from mla_jax.base import across
 from mla_jax.base.axes import CONTEXT
 from mla_jax.base.batch import Batch, Tables
+from mla_jax.mesh import across
 
 PAGE = 64  # tokens
 COPIED = 8  # pages that one program copies to the host, or from there

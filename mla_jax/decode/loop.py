@@ -16,21 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt16
 
-from mla_jax.base import across
 from mla_jax.base.axes import DATA
 from mla_jax.base.batch import Batch, Table, Tables
 from mla_jax.cache.paged import Pool, page_size
-from mla_jax.decode import contents, dealt, evicting, paging
+from mla_jax.decode import evict_programs, page_copy, paging, sharded_sampling
 from mla_jax.decode import rows as table
-from mla_jax.decode.chosen import Found, Likely
-from mla_jax.decode.evicting import Kept, Selection
+from mla_jax.decode.evict_programs import Kept, Selection
+from mla_jax.decode.loop_state import Going, accepted, begun, counted, ended, next_token, read
+from mla_jax.decode.outputs import Found, Likely
 from mla_jax.decode.packing import here, of_shards
+from mla_jax.decode.program_sharding import Spread
 from mla_jax.decode.programs import Program, Shared
 from mla_jax.decode.rows import ADMITTED, Entry, Rows
 from mla_jax.decode.speculative import NOBODY, Drafter, run_with_drafts
-from mla_jax.decode.spread import Spread
-from mla_jax.decode.steps import Going, accepted, begun, counted, ended, next_token, read
 from mla_jax.decode.store import Store
+from mla_jax.mesh import across
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload import experts
 
@@ -74,7 +74,9 @@ def prefill(
 
 def _scores(model: Transformer, hidden: Float[Array, "1 T D"], following: Int[Array, " T"]) -> Likely:
     """Of the tokens that follow each of a line, of all data shards."""
-    found = dealt.likely_of(dealt.logits(model, jnp.swapaxes(hidden, 0, 1)), following[:, None])
+    found = sharded_sampling.likely_of(
+        sharded_sampling.logits(model, jnp.swapaxes(hidden, 0, 1)), following[:, None]
+    )
     return across.gathered(Likely(*(jnp.swapaxes(array, 0, 1) for array in found)), DATA)
 
 
@@ -118,7 +120,7 @@ def run(
     asked, going = begun(pool, rows, at, page_table, steps)
 
     def step(going: Going) -> Going:
-        going, token, more = next_token(going, asked, dealt.logits(model, going.last))
+        going, token, more = next_token(going, asked, sharded_sampling.logits(model, going.last))
         token, counts = token[:, None], more.astype(jnp.int32)
         batch = Batch.behind(going.held, going.position, counts, 1, page_table)
         going = going._replace(pool=drafter.keep(model, going.pool, going.last[:, None], token, batch))
@@ -203,15 +205,15 @@ class Programs:
         self.run_with_drafts = looped(functools.partial(run_with_drafts, drafter=drafter))
         self.logits = program(logits, compiler_options=options)
         self.observe = program(
-            functools.partial(evicting.observe, evicts=evicts),
+            functools.partial(evict_programs.observe, evicts=evicts),
             donate_argnums=(1, 2),
             compiler_options=options,
         )
-        self.move = program(evicting.move, donate_argnums=(1, 2), compiler_options=options)
+        self.move = program(evict_programs.move, donate_argnums=(1, 2), compiler_options=options)
         self.rank = program(paging.rank, donate_argnums=(1, 2), compiler_options=options)
         self.hold = program(paging.hold, donate_argnums=(1,), compiler_options=options)
-        self.copy_out = program(contents.copy_out, donate_argnums=(1,), compiler_options=options)
-        self.copy_in = program(contents.copy_in, donate_argnums=(1, 2), compiler_options=options)
+        self.copy_out = program(page_copy.copy_out, donate_argnums=(1,), compiler_options=options)
+        self.copy_in = program(page_copy.copy_in, donate_argnums=(1, 2), compiler_options=options)
         looped_or_not = self.prefill, self.run, self.run_with_drafts, self.logits, self.observe, self.move
         self.all = (self.new, self.admit, *looped_or_not, self.rank, self.hold, self.copy_out, self.copy_in)
 

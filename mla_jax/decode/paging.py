@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int
 from mla_jax.cache import paged, retrieve
 from mla_jax.cache.paged import SUMMARY, Pool
 from mla_jax.decode.rows import Rows, newest, returned, taken
-from mla_jax.model import rope, watch
+from mla_jax.model import attention_scores, rope
 from mla_jax.model.transformer import Transformer
 
 
@@ -35,7 +35,7 @@ def rank(
     assert rows.summaries is not None
     rows = dataclasses.replace(rows, summaries=_with_new(model, pool, rows.summaries, page_table, new))
     tokens, batch = newest(rows, at, page_table, 1)
-    _, same, aux = model(tokens, batch, pool, watch=watch.queries)
+    _, same, aux = model(tokens, batch, pool, watch=attention_scores.queries)
     assert same is not None
     size, position = paged.page_size(pool), taken(rows, at)[1].position
     full = jnp.arange(slots.shape[1]) < (position // size)[:, None]

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from mla_jax.decode.packing import pack, unpack
-from mla_jax.decode.spread import Spread
+from mla_jax.decode.program_sharding import Spread
 from mla_jax.decode.store import Built, Store
 from mla_jax.model.transformer import Transformer
 

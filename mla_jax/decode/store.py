@@ -27,7 +27,7 @@ from flax import nnx
 from jax.experimental import serialize_executable
 
 from mla_jax.base.files import cache_folder
-from mla_jax.decode.spread import Spread
+from mla_jax.decode.program_sharding import Spread
 from mla_jax.model.ops import load_runtime
 from mla_jax.model.transformer import Transformer
 

@@ -5,7 +5,7 @@ import sys
 
 from tqdm import tqdm
 
-from mla_jax.engine.stats import EngineStats
+from mla_jax.engine.core.stats import EngineStats
 
 MANY = 16  # prompts
 

@@ -27,14 +27,15 @@ from mla_jax.base.options import Options
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode import loop, rows
-from mla_jax.decode.chosen import STEPS
+from mla_jax.decode.outputs import STEPS
 from mla_jax.decode.packing import of_shards
+from mla_jax.decode.program_sharding import Spread
 from mla_jax.decode.programs import Program
-from mla_jax.decode.spread import Spread
 from mla_jax.engine import export_manifest, exported_run
-from mla_jax.engine.size import PIECES
-from mla_jax.model import layout, ops
-from mla_jax.model.layout import Layout, refuse_uneven
+from mla_jax.engine.core.size import PIECES
+from mla_jax.mesh import partition
+from mla_jax.mesh.partition import Layout, refuse_uneven
+from mla_jax.model import ops
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights.safetensors import DTYPES
 from mla_jax.weights.save import write_tensors
@@ -251,7 +252,7 @@ def _on_mesh(model: Transformer, platform: str, plan: Layout) -> Transformer:
         return dataclasses.replace(value, parts=tuple(map(shaped, value.parts, specs.parts)))
 
     graph, state = nnx.split(model)
-    found = nnx.merge(graph, layout.of_parameters(state, laid))
+    found = nnx.merge(graph, partition.of_parameters(state, laid))
     device = model.dispatch.device
     if device.platform != PLATFORMS[platform]:
         device = roofline.device("", PLATFORMS[platform])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import mla_jax
 from mla_jax.base.config import Config
 from mla_jax.decode import rows
-from mla_jax.decode.chosen import CHOSEN, LIKELY
+from mla_jax.decode.outputs import CHOSEN, LIKELY
 
 CALLING = (
     "A program is called as program(weights, kept, sent), and returns a flat list of arrays.",

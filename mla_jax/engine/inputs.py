@@ -9,7 +9,7 @@ from typing import Any
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, shown
 from mla_jax.base.options import MAX_ENDS, SamplingParams
-from mla_jax.engine.request import Request
+from mla_jax.engine.core.request import Request
 from mla_jax.engine.text import Text
 
 DEFAULT_MAX_TOKENS = 256

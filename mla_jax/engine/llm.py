@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from mla_jax.base import distributed
 from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported, shown
 from mla_jax.base.options import Options, SamplingParams
 from mla_jax.cache.paged import PAGE
@@ -18,18 +17,19 @@ from mla_jax.decode import store
 from mla_jax.decode.loop import Programs
 from mla_jax.engine import export
 from mla_jax.engine.bar import Bar
-from mla_jax.engine.engine import Engine
-from mla_jax.engine.eviction import EvictingEngine, Eviction
-from mla_jax.engine.explain import explain
-from mla_jax.engine.job import Job
-from mla_jax.engine.opened import Opened, open_model
-from mla_jax.engine.paging import PagingEngine
+from mla_jax.engine.core.engine import Engine
+from mla_jax.engine.core.job import Job
+from mla_jax.engine.core.request import Chunk, Output, Request
+from mla_jax.engine.core.request_groups import Served
+from mla_jax.engine.core.size import Size
+from mla_jax.engine.core.stats import EngineStats, Stats, stats_of
+from mla_jax.engine.opening.explain import explain
+from mla_jax.engine.opening.opened import Opened, open_model
+from mla_jax.engine.policy.evicting import EvictingEngine, Eviction
+from mla_jax.engine.policy.paging import PagingEngine
+from mla_jax.engine.policy.retrieving import RetrievingEngine
 from mla_jax.engine.processes import LedEngine, follow
-from mla_jax.engine.request import Chunk, Output, Request
-from mla_jax.engine.retrieving import RetrievingEngine
-from mla_jax.engine.served import Served
-from mla_jax.engine.size import Size
-from mla_jax.engine.stats import EngineStats, Stats, stats_of
+from mla_jax.hosts import distributed
 from mla_jax.model.trainable import trainable
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights.load import Progress

@@ -18,19 +18,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from mla_jax.base import distributed
 from mla_jax.base.axes import shown_mesh
-from mla_jax.base.devices import Devices
-from mla_jax.base.distributed import Processes
 from mla_jax.base.errors import BadRequest, ProcessLost, Unsupported, shown
-from mla_jax.base.link import SILENCE
 from mla_jax.base.options import Options, SamplingParams
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.store import code
-from mla_jax.engine.engine import Engine
-from mla_jax.engine.job import Job
-from mla_jax.engine.request import Request
+from mla_jax.engine.core.engine import Engine
+from mla_jax.engine.core.job import Job
+from mla_jax.engine.core.request import Request
 from mla_jax.engine.text import files_of
+from mla_jax.hosts import distributed
+from mla_jax.hosts.channel import SILENCE
+from mla_jax.hosts.distributed import Processes
+from mla_jax.mesh.devices import Devices
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.plan import Plan
 

@@ -13,21 +13,22 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mla_jax.base import messages, roofline
+from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache import paged
 from mla_jax.cache.paged import Pool
 from mla_jax.cache.retrieve import Retrieval
-from mla_jax.model import fp8_latent, mla, moe, ops, retrieval, rope
+from mla_jax.mesh import comm_cost
+from mla_jax.mesh.partition import ONE, Layout, of_device
+from mla_jax.model import fp8_latent, mla, moe, ops, page_selection, rope
+from mla_jax.model.attention_scores import Watch
 from mla_jax.model.exchange import EXCHANGES
 from mla_jax.model.kernel_attention import KERNELS
-from mla_jax.model.layout import ONE, Layout, of_device
 from mla_jax.model.mla import MLA
 from mla_jax.model.moe import BACKENDS, ExpertPlan, pick_backend
 from mla_jax.model.ops import Shapes
-from mla_jax.model.watch import Watch
 
 if TYPE_CHECKING:
     from mla_jax.model.transformer import Transformer
@@ -48,7 +49,7 @@ class StepPlan(NamedTuple):
     experts: ExpertPlan
     prepare: Callable[[Batch], Any] | None = None  # makes the same for one layer's batch
     watch: Watch | None = None  # what is asked of each layer's attention
-    retrieving: retrieval.Retrieving | None = None  # some of the pages, where that is asked for
+    retrieving: page_selection.Retrieving | None = None  # some of the pages, where that is asked for
 
     def of_layer(self, batch: Batch, number: Any) -> "StepPlan":
         """The plan for a layer that has dropped other tokens than the layers before."""
@@ -103,7 +104,7 @@ class Dispatch:
         if pool is None or self.retrieval is None:
             return plan
         return plan._replace(
-            retrieving=retrieval.of_step(self.retrieval, batch, paged.page_size(pool), prepare)
+            retrieving=page_selection.of_step(self.retrieval, batch, paged.page_size(pool), prepare)
         )
 
     def seen(self, config: Config) -> Config:
@@ -213,7 +214,7 @@ class Dispatch:
         """How `tokens` tokens of each data shard reach the experts on all devices."""
         if self.exchange != "auto":
             return self.exchange
-        return messages.pick_exchange(model.config, self.layout.sizes, tokens, self.device)
+        return comm_cost.pick_exchange(model.config, self.layout.sizes, tokens, self.device)
 
     def backend_name(self, model: "Transformer", tokens: int, where: str = "device") -> str:
         """The expert backend for `tokens` tokens, of experts on the "device", "streamed" to it, or "replicated" there."""

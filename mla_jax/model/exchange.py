@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_jax.base import across
 from mla_jax.base.axes import CONTEXT, DATA, MESH_AXES, TENSOR
+from mla_jax.mesh import across
 from mla_jax.model.ops import zeros_after
 
 Compute = Callable[

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mla_jax.base import across
 from mla_jax.base.axes import MESH_AXES
 from mla_jax.base.qtensor import QTensor
+from mla_jax.mesh import across
 from mla_jax.model.ops import ragged_dot, ragged_swiglu, zeros_after
 
 ExpertWeights = tuple[

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_jax.base import across
 from mla_jax.base.axes import CONTEXT
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import LATENT_NORM_EPS, Config
 from mla_jax.cache import paged
 from mla_jax.cache.paged import Layer, Pool, Rows, View
+from mla_jax.mesh import across
 from mla_jax.model import fp8_latent, ops, rope
-from mla_jax.model.held import Held, finite
+from mla_jax.model.block_attention import Held, finite
 from mla_jax.model.mla import Form, Queries, Up, heads, latents
 
 

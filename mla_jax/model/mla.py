@@ -3,7 +3,7 @@
 A form is what it caches of a token and how queries attend to the cache. All four use the same two weights, the halves of
 kv_b_proj: `uk [N P R]` maps the latent to a head's plain key, `uv [N V R]` to its value. They give equal results and differ in
 what they cache, compute and copy; `base/roofline.py` compares their costs. A form says what it makes of a block of cached tokens,
-scores and values; `held.attend` is the softmax over all blocks.
+scores and values; `block_attention.attend` is the softmax over all blocks.
 
 Letters: B batch, T query tokens, S cached tokens, N heads, R kv rank, P nope, E rope, V value; H is P + E, L is R + E."""
 
@@ -14,16 +14,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mla_jax.base import across
 from mla_jax.base.axes import TENSOR
 from mla_jax.base.config import LATENT_NORM_EPS, Config
 from mla_jax.cache import paged
 from mla_jax.cache.paged import Layer
-from mla_jax.model import held, rope
-from mla_jax.model.held import Cached, Held
+from mla_jax.mesh import across
+from mla_jax.model import block_attention, rope
+from mla_jax.model.attention_scores import Watch
+from mla_jax.model.block_attention import Cached, Held
 from mla_jax.model.ops import contracted, linear, norm_weight, parameter, plain, rms_norm
-from mla_jax.model.retrieval import Retrieving
-from mla_jax.model.watch import Watch
+from mla_jax.model.page_selection import Retrieving
 
 Queries = tuple[Float[Array, "B T N P"], Float[Array, "B T N E"]]
 Up = tuple[Float[Array, "N P R"], Float[Array, "N V R"]]
@@ -53,7 +53,7 @@ def naive(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V
         scores = jnp.einsum("btnh,bsnh->btns", joined, cached["k"], preferred_element_type=jnp.float32)
         return scores * scale, cached["v"]
 
-    return held.attend(block).astype(joined.dtype)
+    return block_attention.attend(block).astype(joined.dtype)
 
 
 def compressed(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
@@ -75,7 +75,7 @@ def absorbed(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T 
         scores = jnp.einsum("btnh,bsnh->btns", joined, key, preferred_element_type=jnp.float32)
         return scores * scale, cached["c_kv"]
 
-    return jnp.einsum("btnr,nvr->btnv", held.attend(block).astype(q_c.dtype), up[1])
+    return jnp.einsum("btnr,nvr->btnv", block_attention.attend(block).astype(q_c.dtype), up[1])
 
 
 def move_elided(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
@@ -87,7 +87,7 @@ def move_elided(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B
         scores += jnp.einsum("btne,bse->btns", q[1], cached["k_pe"], preferred_element_type=jnp.float32)
         return scores * scale, cached["c_kv"]
 
-    return jnp.einsum("btnr,nvr->btnv", held.attend(block).astype(q_c.dtype), up[1])
+    return jnp.einsum("btnr,nvr->btnv", block_attention.attend(block).astype(q_c.dtype), up[1])
 
 
 class Form(NamedTuple):
@@ -102,7 +102,7 @@ class Form(NamedTuple):
 
     remembers: Callable[..., dict[str, Array]]
     attends: Callable[..., Array]
-    prepare: Callable[..., Any] = held.prepare
+    prepare: Callable[..., Any] = block_attention.prepare
     appends: Callable[..., tuple[Queries, Layer]] | None = None
     reads: Callable[[Cached], Cached] = dict
 

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mla_jax.base import across, qtensor
 from mla_jax.base import axes as logical
+from mla_jax.base import qtensor
 from mla_jax.base.axes import TENSOR
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import REORDERED, QTensor, dequantize, format_of
+from mla_jax.mesh import across
 
 Weight = Float[Array, "..."] | QTensor
 

@@ -10,18 +10,18 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from mla_jax.base import across
 from mla_jax.base.axes import TENSOR
 from mla_jax.base.batch import Batch, Tables
 from mla_jax.base.config import Config
 from mla_jax.cache import paged
 from mla_jax.cache.paged import Layer, Pool
+from mla_jax.mesh import across
+from mla_jax.model.attention_scores import Watch
 from mla_jax.model.dispatch import Dispatch, StepPlan
 from mla_jax.model.mla import MLA
 from mla_jax.model.moe import MLP, Experts, MoE, settle
 from mla_jax.model.mtp import MTP
 from mla_jax.model.ops import entries, linear, norm_weight, parameter, rms_norm
-from mla_jax.model.watch import Watch
 
 
 class Block(nnx.Module):

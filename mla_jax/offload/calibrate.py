@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.base.device_rates import Kept, seconds_of
-from mla_jax.base.devices import Devices
 from mla_jax.base.errors import Unsupported
 from mla_jax.base.files import HOST_RATES
 from mla_jax.base.limits import cores, free_memory, last_cache
+from mla_jax.mesh.devices import Devices
 from mla_jax.offload.cost import HostRates
 from mla_jax.offload.library import instructions
 

@@ -23,10 +23,10 @@ from mla_jax.base.files import json_value
 from mla_jax.base.options import SamplingParams, names
 from mla_jax.base.rules import nearest
 from mla_jax.engine.bar import Bar
+from mla_jax.engine.core.request import FinishReason, Output, Request
 from mla_jax.engine.inputs import InputProcessor
 from mla_jax.engine.llm import LLM
-from mla_jax.engine.opened import Opened
-from mla_jax.engine.request import FinishReason, Output, Request
+from mla_jax.engine.opening.opened import Opened
 from mla_jax.ui.console import Console
 from mla_jax.ui.interrupt import noticed_interrupts
 

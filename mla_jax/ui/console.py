@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import jax
 
 from mla_jax.base.options import SamplingParams
+from mla_jax.engine.core.request import Chunk, Logprobs
+from mla_jax.engine.core.stats import Stats
 from mla_jax.engine.llm import LLM
-from mla_jax.engine.request import Chunk, Logprobs
-from mla_jax.engine.stats import Stats
 from mla_jax.text.stream import printable_text
 from mla_jax.text.tokenizer import Tokenizer
 from mla_jax.ui.interrupt import noticed_interrupts

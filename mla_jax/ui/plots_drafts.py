@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mla_jax.engine.drafting import HELD, Drafting
-from mla_jax.engine.stats import EngineStats
+from mla_jax.engine.core.drafting import HELD, Drafting
+from mla_jax.engine.core.stats import EngineStats
 from mla_jax.ui.plots import INK, _axes, _figure, _powers_of_two, _title
 from mla_jax.ui.plots_decode import COLORS
 

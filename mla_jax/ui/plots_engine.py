@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mla_jax.engine.stats import EngineStats, Sample
+from mla_jax.engine.core.stats import EngineStats, Sample
 from mla_jax.ui.plots import INK, _axes, _figure, _title
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mla_jax.base.axes import DATA, shown_mesh
-from mla_jax.base.mesh_cost import HELD, MeshCost, about
+from mla_jax.mesh.cost import HELD, MeshCost, about
 from mla_jax.ui.plots import _axes, _figure, _powers_of_two, _title
 from mla_jax.ui.plots_decode import COLORS
 

@@ -18,7 +18,7 @@ from mla_jax.base import qtensor
 from mla_jax.base.axes import MESH_AXES
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor
-from mla_jax.model.layout import Cut, Layout
+from mla_jax.mesh.partition import Cut, Layout
 from mla_jax.weights import boxes, names
 from mla_jax.weights.boxes import Box
 from mla_jax.weights.fill import IN_FLIGHT, PLAIN, Conversion, Fill, Tensor, empty, insert, place

@@ -15,12 +15,12 @@ import numpy as np
 from flax import nnx
 
 from mla_jax.base import qtensor
-from mla_jax.base.balance import slots_of
-from mla_jax.base.devices import Devices
 from mla_jax.base.errors import Unsupported, printable
 from mla_jax.base.qtensor import REORDERED, QTensor
+from mla_jax.mesh.devices import Devices
+from mla_jax.mesh.expert_copies import slots_of
+from mla_jax.mesh.partition import Layout, refuse_uneven
 from mla_jax.model.dispatch import Dispatch
-from mla_jax.model.layout import Layout, refuse_uneven
 from mla_jax.model.moe import MoE, Places
 from mla_jax.model.ops import Shapes, takes_reordered
 from mla_jax.model.transformer import Transformer

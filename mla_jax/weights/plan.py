@@ -6,13 +6,14 @@ from math import prod
 
 import jax
 
-from mla_jax.base import distributed, roofline
+from mla_jax.base import roofline
 from mla_jax.base.axes import shown_mesh
-from mla_jax.base.devices import Devices
 from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.base.limits import free_memory, gib
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache.paged import COPIED, COPIES, PAGE
+from mla_jax.hosts import distributed
+from mla_jax.mesh.devices import Devices
 from mla_jax.model import grouped
 from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.transformer import Transformer

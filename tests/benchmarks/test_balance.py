@@ -4,7 +4,7 @@ import balance
 import numpy as np
 import pytest
 
-from mla_jax.engine.size import Size
+from mla_jax.engine.core.size import Size
 
 SIZE = Size(rows=1, pages=40, context=2 * balance.LONGEST, chunk=256)
 COUNT = 12

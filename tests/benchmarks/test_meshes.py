@@ -16,10 +16,10 @@ from random_models import random_model
 
 from mla_jax import Config
 from mla_jax.base.axes import MESH_AXES, parse_mesh
-from mla_jax.base.devices import Devices
 from mla_jax.base.qtensor import QTensor
-from mla_jax.decode.spread import Spread
-from mla_jax.model.layout import Layout
+from mla_jax.decode.program_sharding import Spread
+from mla_jax.mesh.devices import Devices
+from mla_jax.mesh.partition import Layout
 
 TINY = meshes.SMALL | {"num_hidden_layers": 2}
 

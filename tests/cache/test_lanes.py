@@ -9,8 +9,8 @@ from mla_jax import Config
 from mla_jax.base.batch import Batch, Tables
 from mla_jax.cache import paged
 from mla_jax.cache.paged import Layer, Pool
-from mla_jax.model import held
-from mla_jax.model.held import Held
+from mla_jax.model import block_attention
+from mla_jax.model.block_attention import Held
 from mla_jax.model.mla import FORMS
 
 LAYERS, HEADS, PAGES, SIZE, WIDTH = 2, 3, 16, 4, 5  # of a pool; pages of a row
@@ -64,7 +64,7 @@ class Rows:
         @jax.jit
         def run(pool: Pool, batch: Batch, q: tuple, new: dict) -> tuple[jax.Array, Pool]:
             layer = Layer(pool, jnp.int32(self.number * PAGES))
-            step = held.prepare(batch.of_layer(self.number), pool, CONFIG, block)
+            step = block_attention.prepare(batch.of_layer(self.number), pool, CONFIG, block)
             layer = paged.append(layer, new, step.rows)
             return FORMS["naive"].attends(q, Held(new, layer, step), UP, SCALE), layer.pool
 

@@ -20,9 +20,9 @@ from mla_jax.base.batch import Batch, Tables
 from mla_jax.cache import paged
 from mla_jax.cache.paged import NOWHERE, PAGE, Layer, Pool
 from mla_jax.decode.loop import LOOP_OPTIONS
-from mla_jax.model import held
+from mla_jax.model import block_attention
+from mla_jax.model.block_attention import Held
 from mla_jax.model.dispatch import Dispatch
-from mla_jax.model.held import Held
 from mla_jax.model.mla import FORMS
 from mla_jax.model.ops import masked_exp
 
@@ -286,7 +286,7 @@ def test_positions_turn_tokens_and_do_not_hide_them():
     batch = behind(np.array([3, 5]), np.array([2, 1]), np.arange(4).reshape(2, 2), 2, SIZE)
     far = dataclasses.replace(batch, positions=batch.positions[::-1] * 1000 + 7)  # as after an eviction
     pool = paged.init(TOKEN, 1, 4, SIZE)
-    near, far = (held.prepare(each, pool, CONFIG, PAGE) for each in (batch, far))
+    near, far = (block_attention.prepare(each, pool, CONFIG, PAGE) for each in (batch, far))
     jax.tree.map(np.testing.assert_array_equal, near, far)
     assert near.visible(0, 8)[:, :, 0].sum(-1).tolist() == [[4, 5], [6, 0]]
 

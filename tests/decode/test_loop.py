@@ -10,8 +10,8 @@ import pytest
 from models import FAMILIES, tensors, write
 
 from mla_jax.base.options import MAX_ENDS
-from mla_jax.decode.chosen import STEPS, Chosen, largest
 from mla_jax.decode.loop import Programs
+from mla_jax.decode.outputs import STEPS, Chosen, largest
 from mla_jax.decode.rows import ADMITTED, Rows, blank, taken
 from mla_jax.decode.sampling import OUTPUT, PROMPT
 from mla_jax.weights.load import load

@@ -16,7 +16,7 @@ from mla_jax.decode import store
 from mla_jax.decode.loop import Programs, Sizes
 from mla_jax.decode.programs import Program, Waits
 from mla_jax.decode.rows import ADMITTED, blank
-from mla_jax.engine.stats import between
+from mla_jax.engine.core.stats import between
 from mla_jax.model.ops import load_runtime
 from mla_jax.weights.load import load
 from pallas_kernels import choice

@@ -12,8 +12,8 @@ import pytest
 from models import FAMILIES, tensors, write
 
 from mla_jax.base.options import MAX_ENDS, MOST_DRAFTS
-from mla_jax.decode.chosen import STEPS, Chosen
 from mla_jax.decode.loop import Programs
+from mla_jax.decode.outputs import STEPS, Chosen
 from mla_jax.decode.rows import ADMITTED, blank, taken
 from mla_jax.decode.speculative import NOBODY, Drafter, Lookup, Mtp
 from mla_jax.weights.load import load

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mla_jax.engine.scheduler import Limits, Plan, Running, Waiting, agreed, assigned, few_read, plan, without_reading
+from mla_jax.engine.core.scheduler import Limits, Plan, Running, Waiting, agreed, assigned, few_read, plan, without_reading
 
 pytestmark = pytest.mark.once  # plain Python
 

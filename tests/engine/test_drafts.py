@@ -20,10 +20,10 @@ from mla_jax.decode.loop import Programs
 from mla_jax.decode.rows import taken
 from mla_jax.decode.sampling import choose
 from mla_jax.decode.speculative import NOBODY, Drafter, Lookup, Mtp
-from mla_jax.engine.engine import Engine
-from mla_jax.engine.job import Job
-from mla_jax.engine.request import FinishReason, Request
-from mla_jax.engine.size import Size
+from mla_jax.engine.core.engine import Engine
+from mla_jax.engine.core.job import Job
+from mla_jax.engine.core.request import FinishReason, Request
+from mla_jax.engine.core.size import Size
 from mla_jax.weights.load import load
 
 WORDS = 96

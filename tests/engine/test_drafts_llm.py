@@ -19,10 +19,10 @@ from mla_jax.base.errors import BadRequest, Unsupported
 from mla_jax.base.options import Options
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.speculative import Lookup, Mtp, Nobody, _one_back
-from mla_jax.engine.engine import Engine
-from mla_jax.engine.job import Job
-from mla_jax.engine.opened import open_model
-from mla_jax.engine.size import Size
+from mla_jax.engine.core.engine import Engine
+from mla_jax.engine.core.job import Job
+from mla_jax.engine.core.size import Size
+from mla_jax.engine.opening.opened import open_model
 from mla_jax.generate import parse
 from mla_jax.offload import calibrate
 from mla_jax.offload.cost import HostRates

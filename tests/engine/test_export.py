@@ -16,11 +16,10 @@ import pytest
 from checkpoints import released
 
 from mla_jax import LLM, SamplingParams
-from mla_jax.base import messages
 from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported
 from mla_jax.base.options import Options
 from mla_jax.engine import export
-from mla_jax.engine.opened import open_model
+from mla_jax.engine.opening.opened import open_model
 
 PROMPTS = [[0, 5, 9, 33], [0, 44], [0, *range(2, 30)], [0, 7, 7, 7, 7], [0, 80, 3]]
 TOKENS = 40

@@ -20,8 +20,8 @@ from pairs import WORDS, pairs_tokenizer
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.batch import Batch as LayerBatch
 from mla_jax.base.errors import BadConfig, BadRequest, MlaJaxError
-from mla_jax.engine import opened
 from mla_jax.engine import text as reading
+from mla_jax.engine.opening import opened
 from mla_jax.offload import calibrate
 from mla_jax.offload.cost import HostRates
 from mla_jax.offload.routing import Routing

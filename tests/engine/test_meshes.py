@@ -16,18 +16,18 @@ from serving import answer
 from weights import fp8
 
 from mla_jax.base.axes import parse_mesh
-from mla_jax.base.balance import placed
-from mla_jax.base.devices import Devices
 from mla_jax.cache.evict import POLICIES as EVICTING
 from mla_jax.cache.paged import PAGE
 from mla_jax.cache.retrieve import POLICIES, Retrieval
-from mla_jax.decode.evicting import Selection
+from mla_jax.decode.evict_programs import Selection
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.speculative import Lookup, Mtp
-from mla_jax.engine.engine import Engine
-from mla_jax.engine.eviction import EvictingEngine, Eviction
-from mla_jax.engine.retrieving import RetrievingEngine
-from mla_jax.engine.size import Size
+from mla_jax.engine.core.engine import Engine
+from mla_jax.engine.core.size import Size
+from mla_jax.engine.policy.evicting import EvictingEngine, Eviction
+from mla_jax.engine.policy.retrieving import RetrievingEngine
+from mla_jax.mesh.devices import Devices
+from mla_jax.mesh.expert_copies import placed
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights.load import Checkpoint, load
 

@@ -9,13 +9,13 @@ import jax
 import pytest
 
 from mla_jax.base.config import Config
-from mla_jax.base.devices import Devices
 from mla_jax.base.errors import BadRequest
-from mla_jax.base.links import PLANNED
+from mla_jax.base.link_rates import PLANNED
 from mla_jax.base.options import Options
 from mla_jax.engine.llm import LLM
-from mla_jax.engine.opened import open_model
+from mla_jax.engine.opening.opened import open_model
 from mla_jax.generate import main
+from mla_jax.mesh.devices import Devices
 
 MESHES = ("data=8", "tensor=8", "data=2,tensor=2,context=2", "data=64")
 

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 from mla_jax import LLM
-from mla_jax.base import distributed, link
-from mla_jax.base.distributed import Held, Processes
 from mla_jax.base.errors import BadRequest, ProcessLost, Unsupported
-from mla_jax.base.link import Hello, Link, Peer
 from mla_jax.base.options import Options, SamplingParams
 from mla_jax.decode.loop import Programs
 from mla_jax.engine import processes as led
-from mla_jax.engine.engine import Engine
-from mla_jax.engine.job import Job
+from mla_jax.engine.core.engine import Engine
+from mla_jax.engine.core.job import Job
+from mla_jax.engine.core.request import Request
 from mla_jax.engine.processes import LedEngine, follow
-from mla_jax.engine.request import Request
+from mla_jax.hosts import channel, distributed
+from mla_jax.hosts.channel import Hello, Link, Peer
+from mla_jax.hosts.distributed import Held, Processes
 
 
 @pytest.fixture(autouse=True)
@@ -127,18 +127,18 @@ def test_what_is_no_message_ends_the_run(linked):
 
 
 def test_a_stranger_who_does_not_know_the_token_is_not_listened_to():
-    server, ends, found = link.listen("127.0.0.1"), Ends(), []
+    server, ends, found = channel.listen("127.0.0.1"), Ends(), []
     address = server.getsockname()
-    thread = threading.Thread(target=lambda: found.append(link.accept(server, 2, "right", ends.append)))
+    thread = threading.Thread(target=lambda: found.append(channel.accept(server, 2, "right", ends.append)))
     thread.start()
-    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\1\0\0" + b"x" * 70000, link.LENGTH.pack(4000) + b"[" * 4000):
+    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\1\0\0" + b"x" * 70000, channel.LENGTH.pack(4000) + b"[" * 4000):
         with socket.create_connection(address) as stranger, contextlib.suppress(OSError):
             stranger.sendall(said)
     with pytest.raises(Unsupported, match="process 0 does not answer"):
-        link.connect(address, 1, 2, "wrong", ends.append)
+        channel.connect(address, 1, 2, "wrong", ends.append)
     with pytest.raises(Unsupported, match="process 0 does not answer"):
-        link.connect(address, 2, 2, "right", ends.append)  # there is no process 2 of 2
-    other = link.connect(address, 1, 2, "right", ends.append)
+        channel.connect(address, 2, 2, "right", ends.append)  # there is no process 2 of 2
+    other = channel.connect(address, 1, 2, "right", ends.append)
     thread.join(10)
     found[0].tell("hello")
     assert other.orders.get(timeout=5) == "hello"
@@ -148,7 +148,7 @@ def test_a_stranger_who_does_not_know_the_token_is_not_listened_to():
 
 def test_processes_that_do_not_come_are_named():
     with pytest.raises(Unsupported) as caught:
-        link.accept(link.listen("127.0.0.1"), 3, "token", print, patience=0.1)
+        channel.accept(channel.listen("127.0.0.1"), 3, "token", print, patience=0.1)
     assert caught.value.args == ("not all 3 processes have come within 0 seconds", "missing: process 1, 2")
 
 

@@ -14,7 +14,7 @@ from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadRequest
 from mla_jax.base.options import GROUPS, names
 from mla_jax.engine import inputs
-from mla_jax.engine.engine import Engine
+from mla_jax.engine.core.engine import Engine
 
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 

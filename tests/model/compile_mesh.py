@@ -20,10 +20,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from mla_jax.base import roofline
 from mla_jax.base.axes import MESH_AXES, parse_mesh
-from mla_jax.base.devices import Devices
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.loop import Programs
+from mla_jax.mesh.devices import Devices
 from mla_jax.weights.load import ON_DEVICE, Checkpoint
 from pallas_kernels import choice
 

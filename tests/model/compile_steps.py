@@ -20,7 +20,7 @@ from mla_jax import Config, Transformer
 from mla_jax.base import roofline
 from mla_jax.cache.paged import COPIED
 from mla_jax.cache.retrieve import POLICIES, Retrieval
-from mla_jax.decode import contents, loop, rows, speculative
+from mla_jax.decode import loop, page_copy, rows, speculative
 from mla_jax.model.dispatch import Dispatch
 from pallas_kernels import choice
 
@@ -71,11 +71,11 @@ def compiled(model: Transformer, function, *args) -> dict:
 
 
 def copied_out(model, pool, table, pages):
-    return *contents.copy_out(model, pool, pages), table
+    return *page_copy.copy_out(model, pool, pages), table
 
 
 def copied_in(model, pool, table, some, pages):
-    return *contents.copy_in(model, pool, some, pages), table
+    return *page_copy.copy_in(model, pool, some, pages), table
 
 
 def contents_of(model: Transformer) -> dict:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from mla_jax.base import across
 from mla_jax.base.axes import DATA, MESH_AXES, parse_mesh
-from mla_jax.base.devices import Devices
+from mla_jax.mesh import across
+from mla_jax.mesh.devices import Devices
 from mla_jax.model import grouped, moe
 from mla_jax.model.exchange import EXCHANGES
 

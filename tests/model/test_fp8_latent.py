@@ -15,8 +15,8 @@ from mla_jax.base.batch import Batch
 from mla_jax.base.errors import BadRequest, Unsupported
 from mla_jax.cache import paged
 from mla_jax.model import fp8_latent
+from mla_jax.model.block_attention import Held
 from mla_jax.model.dispatch import Dispatch
-from mla_jax.model.held import Held
 from mla_jax.model.mla import FORMS
 
 CONFIG = dataclasses.replace(Config.preset("tiny"), kv_lora_rank=256)

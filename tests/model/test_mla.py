@@ -13,8 +13,8 @@ from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
 from mla_jax.cache import paged
 from mla_jax.model import mla
+from mla_jax.model.block_attention import Held
 from mla_jax.model.dispatch import Dispatch
-from mla_jax.model.held import Held
 from mla_jax.model.mla import FORMS
 from mla_jax.model.rope import softmax_scale
 

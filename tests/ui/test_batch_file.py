@@ -15,8 +15,8 @@ from terminals import Terminal
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.options import Options
-from mla_jax.engine.opened import open_model
-from mla_jax.engine.served import WAITING
+from mla_jax.engine.core.request_groups import WAITING
+from mla_jax.engine.opening.opened import open_model
 from mla_jax.ui import batch_file
 from mla_jax.ui.batch_file import answer_file
 from mla_jax.ui.console import Console

@@ -6,8 +6,8 @@ import json
 import jax
 import pytest
 
-from mla_jax.engine.request import Chunk, FinishReason
-from mla_jax.engine.stats import Stats
+from mla_jax.engine.core.request import Chunk, FinishReason
+from mla_jax.engine.core.stats import Stats
 from mla_jax.ui.console import COMPILED, Console, Status, summary
 
 STATS = Stats(27, 41, 0.18, 0.65, 8.4, seed=5, bandwidth_share=0.71, peak_bytes=int(31.2 * 2**30))

@@ -21,7 +21,7 @@ from mla_jax.base.roofline import (
     pick_form,
     step_cost,
 )
-from mla_jax.engine.stats import EngineStats, Sample
+from mla_jax.engine.core.stats import EngineStats, Sample
 from mla_jax.model.mla import FORMS
 from mla_jax.offload.cost import HostRates, host_seconds
 from mla_jax.ui import plots, plots_decode, plots_engine, plots_host

@@ -11,8 +11,8 @@ from mla_jax.base.config import Config
 from mla_jax.base.options import MOST_DRAFTS
 from mla_jax.base.roofline import DEVICES
 from mla_jax.decode.speculative import Lookup, Mtp
-from mla_jax.engine.drafting import HELD, Drafting
-from mla_jax.engine.stats import EngineStats
+from mla_jax.engine.core.drafting import HELD, Drafting
+from mla_jax.engine.core.stats import EngineStats
 from mla_jax.ui import plots_drafts
 
 LITE, V3 = Config.preset("v2_lite"), Config.preset("v3")

@@ -7,8 +7,8 @@ import pytest
 from figures import assert_readable
 
 from mla_jax.base.config import Config
-from mla_jax.base.links import PLANNED
-from mla_jax.base.mesh_cost import HELD, MeshCost, packed
+from mla_jax.base.link_rates import PLANNED
+from mla_jax.mesh.cost import HELD, MeshCost, packed
 from mla_jax.ui import plots_mesh
 
 H200 = PLANNED["h200"]

@@ -6,7 +6,7 @@ import pytest
 from mla_jax import LLM
 from mla_jax.base.config import Config
 from mla_jax.base.options import Options
-from mla_jax.engine.opened import open_model
+from mla_jax.engine.opening.opened import open_model
 from mla_jax.weights import plan as planning
 from mla_jax.weights.auto_mesh import choose
 

@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding
 from weights import packed_models, parameters
 
 from mla_jax.base.axes import parse_mesh
-from mla_jax.base.devices import Devices
 from mla_jax.base.errors import BadFile, Unsupported
 from mla_jax.base.qtensor import QTensor, restore
 from mla_jax.base.roofline import DEVICES
+from mla_jax.mesh.devices import Devices
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights import orbax_store, safetensors
 from mla_jax.weights import plan as planning

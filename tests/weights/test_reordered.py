@@ -14,7 +14,7 @@ from mla_jax.base.batch import Batch
 from mla_jax.base.errors import BadFile, Unsupported
 from mla_jax.base.qtensor import QTensor
 from mla_jax.base.roofline import DEVICES
-from mla_jax.engine.explain import explain
+from mla_jax.engine.opening.explain import explain
 from mla_jax.model import ops
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights.load import Checkpoint, _is_stored

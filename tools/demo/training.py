@@ -14,8 +14,8 @@ from demo.recipe import Recipe
 from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch
 from mla_jax.model import rope
+from mla_jax.model.block_attention import Held, prepare
 from mla_jax.model.dispatch import Dispatch, StepPlan
-from mla_jax.model.held import Held, prepare
 from mla_jax.model.mla import Form, heads
 from mla_jax.model.moe import BACKENDS, ExpertPlan
 

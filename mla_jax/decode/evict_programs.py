@@ -1,0 +1,108 @@
+"""Eviction as two programs: `observe` says which of the cached tokens stay in which layer, or in which head where heads are
+cached; `move` brings them to new pages.
+
+A policy looks at the newest tokens once more: they pass the layers again, and nothing is cached anew. So a
+prompt can be read by any kernel before, and decoding needs no scores. Between both programs the host finds pages for what stays:
+old pages may be others' too, and are only read."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mla_jax.base.axes import DATA, TENSOR
+from mla_jax.base.batch import Tables
+from mla_jax.cache import evict, paged
+from mla_jax.cache.evict import RULES, Policy
+from mla_jax.cache.paged import NOWHERE, Pool
+from mla_jax.decode.rows import Rows, newest
+from mla_jax.mesh import across
+from mla_jax.model import attention_scores
+from mla_jax.model.transformer import Transformer
+
+BLOCK = 16  # pages that are moved at a time
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What stays of rows' tokens."""
+
+    policy: Policy
+    budget: str = "ada"  # how layers or heads share: one of RULES
+    sinks: int = 4  # first tokens that stay whatever their scores
+    recent: int = 64  # and newest ones; a window's tokens have no scores of their own
+
+    @property
+    def window(self) -> int:
+        """Tokens that pass the layers again."""
+        return max(self.policy.window, 1)
+
+
+class Kept(NamedTuple):
+    """Which tokens stay, by layer and head; H is 1 for latents."""
+
+    source: Any  # Int[Array, "L H B S"]: the slots that they had, in order
+    count: Any  # Int[Array, "L H B"]
+    told: Any  # Int[Array, "shards L H B"]: the counts of all data shards, for the host
+
+
+def observe(
+    model: Transformer,
+    pool: Pool,
+    rows: Rows,
+    at: Int[Array, " B"],
+    page_table: Tables,
+    count: Int[Array, " B"],
+    *,
+    evicts: Selection | None,
+) -> tuple[Pool, Rows, Kept]:
+    """What stays of the rows `at`: `count` tokens a layer and head on average. An index past the table is none; pool and rows
+    stay."""
+    assert evicts is not None
+    policy, rule = evicts.policy, RULES[evicts.budget]
+    tokens, batch = newest(rows, at, page_table, evicts.window)
+    _, same, aux = model(tokens, batch, pool, watch=functools.partial(attention_scores.scores, policy))
+    assert same is not None
+    found = (
+        aux["watched"] if model.lanes > 1 else [_shared(scores, policy.stages) for scores in aux["watched"]]
+    )
+    slots = page_table.pages.shape[-1] * paged.page_size(pool)
+    held = jnp.maximum(batch.seq_lens - page_table.dropped, 0).swapaxes(1, 2)
+    scores = jnp.stack(found)[..., :slots]
+    stays = evict.kept(
+        scores, held, count, rule, sinks=evicts.sinks, window=evicts.recent, first=policy.first
+    )
+    source, kept = evict.places(stays.swapaxes(1, 2))
+    # Nothing is moved for an index that is no row: its page table is not its own
+    kept = jnp.where(at < rows.seen.shape[0], kept, 0)
+    return same, rows, Kept(source.astype(jnp.int32), kept, across.gathered(kept[None], DATA))
+
+
+def _shared(scores: Float[Array, "B M S"], stages: int) -> Float[Array, "B {stages} S"]:
+    """The mean over heads, those on other devices included."""
+    return across.total(evict.shared(scores, stages), TENSOR) / across.size(TENSOR)
+
+
+def move(model: Transformer, pool: Pool, kept: Kept, old: Tables, new: Tables) -> tuple[Pool, Kept]:
+    """The pool with what stays in its `new` pages, in the same order; both tables are as wide, and no part is in both."""
+    layers, lanes, _, width = old.pages.shape
+    size, block = paged.page_size(pool), min(BLOCK, width)
+    used = -(-kept.count.max() // (block * size))
+
+    def moved(step: Array, pool: Pool) -> Pool:
+        number, first = step // used, step % used * block * size
+        layer = model.layer_of(pool, number)
+        assert layer is not None
+        first_part, to = layer.first * lanes, first + jnp.arange(block * size)
+        slot = kept.source[number][..., jnp.minimum(to, width * size - 1)]
+        before = jnp.take_along_axis(old.pages[number], slot // size, axis=-1) + first_part
+        after = new.pages[number][..., jnp.minimum(to // size, width - 1)] + first_part
+        after = jnp.where(to < kept.count[number][..., None], after, NOWHERE)
+        source = paged.places(before, slot % size, lanes)
+        target = paged.places(after, jnp.broadcast_to(to % size, after.shape), lanes)
+        return {name: array.at[target].set(array[source], mode="drop") for name, array in pool.items()}
+
+    return jax.lax.fori_loop(0, layers * used, moved, pool), kept

@@ -1,0 +1,63 @@
+"""Rows dealt out for sampling: devices that share a vocabulary each choose for some of their rows, from whole logits.
+
+So no device ever has the logits of all rows, and choosing is the one-device code. `own` deals rows out to the devices along the
+axis `TENSOR`, `of_all` brings back what these have found. On one device both do nothing."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt16
+
+from mla_jax.base.axes import TENSOR
+from mla_jax.decode import sampling
+from mla_jax.decode.outputs import Likely, likely
+from mla_jax.decode.sampling import Sampling
+from mla_jax.mesh import across
+from mla_jax.model.transformer import Transformer
+
+
+def own(rows: Any) -> Any:
+    """The rows, on the first axis, that this device chooses for; with copies of the last one where they are too few."""
+    parts = across.size(TENSOR)
+    if parts == 1:
+        return rows
+    return across.own(jax.tree.map(lambda leaf: _padded(leaf, parts), rows), TENSOR)
+
+
+def of_all(found: Any, rows: int) -> Any:
+    """What all devices have found, for so many rows."""
+    if across.size(TENSOR) == 1:
+        return found
+    return jax.tree.map(lambda leaf: leaf[:rows], across.gathered(found, TENSOR))
+
+
+def _padded(leaf: Array, parts: int) -> Array:
+    padding = jnp.minimum(jnp.arange(leaf.shape[0] + -leaf.shape[0] % parts), leaf.shape[0] - 1)
+    return leaf if padding.size == leaf.shape[0] else leaf[padding]
+
+
+def logits(model: Transformer, hidden: Float[Array, "B *T D"]) -> Float[Array, "b *T W"]:
+    """Of the rows that this device chooses for."""
+    with jax.named_scope("unembed"):
+        if not model.cuts_words:
+            return model.own_words(own(hidden))
+        parts = across.size(TENSOR)
+        return across.swapped(model.own_words(_padded(hidden, parts)), TENSOR, cut=0, join=-1)
+
+
+def choose(
+    logits: Float[Array, "b W"],
+    seen: UInt16[Array, "H W"],
+    rows: Int[Array, " B"],
+    position: Int[Array, " B"],
+    asked: Sampling,
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """As `sampling.choose`, for all rows, from the logits of this device's."""
+    mine, at, given = own((rows, position, jax.tree.map(jnp.asarray, asked)))
+    return of_all(sampling.choose(logits, seen, mine, at, given), rows.shape[0])
+
+
+def likely_of(logits: Float[Array, "b T W"], tokens: Int[Array, "B T"]) -> Likely:
+    """As `chosen.likely`, for all rows, from the logits of this device's."""
+    return of_all(likely(logits, own(tokens)), tokens.shape[0])

@@ -1,0 +1,1 @@
+"""The engine itself: requests, scheduler, pages, dispatches."""

@@ -1,0 +1,171 @@
+"""A request while it is served: what is generated so far, and what of it nobody has been told yet."""
+
+import time
+
+from mla_jax.decode.outputs import Likely
+from mla_jax.engine.core.pages import Held
+from mla_jax.engine.core.request import Chunk, FinishReason, Logprobs, Output, Request
+from mla_jax.engine.core.shard import Shard
+from mla_jax.engine.core.stats import Stats, Times
+from mla_jax.text.stream import TextStream
+from mla_jax.text.tokenizer import Tokenizer
+
+
+class Job:
+    """A handle on a submitted request. `news` are the chunks that came since they were last taken."""
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer | None, serial: int, priority: int, streams: bool
+    ):
+        self.request, self.id, self.priority, self.streams = request, serial, priority, streams
+        self.ids: list[int] = []
+        self.text = ""
+        self.logprobs: Logprobs | None = None if request.params.logprobs is None else []
+        self.prompt_logprobs: list[dict[int, float] | None] | None = (
+            None if request.params.prompt_logprobs is None else [None]
+        )
+        self.reason: FinishReason | None = None
+        self.news: list[Chunk] = []
+        self.times = Times(time.perf_counter())
+        self.shard: Shard | None = None  # where it runs,
+        self.row: int | None = None  # and which row of it is its own
+        self.held: Held | None = None
+        self.known = 0  # tokens when it was admitted, except those of its output that it generates again
+        self.again = 0  # these, as far as they have not come yet
+        self.read = 0  # known tokens that are in its pages once all dispatches are done
+        self.steps = 0  # tokens that dispatches may have chosen since
+        self.pauses = 0  # how often it was asked what its pages are to be, since it was admitted
+        self.is_paused = False  # it waits for the answer
+        self.starts = 0  # how often it was admitted
+        self._stream = None if tokenizer is None else TextStream(tokenizer, request.params.stop)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All that is known: the prompt and what was generated."""
+        return self.request.prompt + self.ids
+
+    @property
+    def done(self) -> bool:
+        return self.reason is not None
+
+    @property
+    def unread(self) -> int:
+        return self.known - self.read
+
+    @property
+    def left(self) -> int:
+        """Tokens that no dispatch was told to choose yet."""
+        return self.request.limit - max(self.known - len(self.request.prompt), 0) - self.steps
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.request.params.temperature == 0
+
+    @property
+    def scores(self) -> bool:
+        """Whether the log-probabilities of the prompt are asked for and not complete."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.request.prompt)
+
+    @property
+    def shares(self) -> bool:
+        """Whether it may take pages from the prefix index; not where all tokens of the prompt must pass."""
+        return not self.scores and self.request.params.repetition_penalty == 1
+
+    def start(self, shard: Shard, held: Held, page: int, again: int = 0) -> None:
+        """Takes a row of a shard, and pages of `page` tokens; what those it shares hold need not be read. The last `again` tokens
+        that are known are not read but generated again."""
+        self.shard, self.row, self.held = shard, shard.free_rows.pop(), held
+        self.known, self.again = len(self.tokens) - again, again
+        shard.running.append(self)
+        self.read, self.steps, self.pauses = held.shared * page, 0, 0
+        self.starts, self.is_paused = self.starts + 1, False
+        if self.scores:
+            self.prompt_logprobs = [None]
+
+    def leave(self) -> None:
+        """Gives back its row and pages."""
+        assert self.shard is not None
+        assert self.held is not None
+        assert self.row is not None
+        self.shard.pages.release(self.held)
+        self.shard.free_rows.append(self.row)
+        self.shard.running.remove(self)
+        self.shard = self.row = self.held = None
+
+    def piece(self, most: int) -> list[int]:
+        """The next tokens to read."""
+        return self.tokens[self.read : min(self.read + most, self.known)]
+
+    def extend(self, steps: int) -> bool:
+        """Takes pages for as many more tokens, as far as its limit goes; false if there are none left."""
+        assert self.shard is not None
+        assert self.held is not None
+        extended = self.shard.pages.extend(self.held, self.read + self.steps + min(steps, self.left - 1))
+        self.steps += min(steps, self.left)
+        return extended
+
+    def take(self, ids: list[int], logprobs: Logprobs | None, ended: bool, finite: bool) -> None:
+        """Adds what was generated, except what it has told before; `ended` says that the device stopped the row."""
+        old = min(self.again, len(ids))
+        self.again -= old
+        ids = ids[old:]
+        logprobs = None if logprobs is None else logprobs[old:]
+        if not ids and not ended:
+            return
+        seen, self.ids = len(self.ids), self.ids + ids
+        if ended:
+            self.reason = _reason(self.ids, self.request, finite)
+        text = "" if self._stream is None else self._show(ids[:-1] if self._at_end_token else ids)
+        self.text += text
+        if self.logprobs is not None:
+            self.logprobs = (self.logprobs + (logprobs or []))[: len(self.ids)]
+        self.news.append(Chunk(text, self.ids[seen:], self.reason, logprobs))
+
+    def take_scores(self, tokens: list[int], likely: Likely) -> None:
+        """Log-probabilities of the next tokens of the prompt."""
+        assert self.prompt_logprobs is not None
+        room = len(self.request.prompt) - len(self.prompt_logprobs)
+        self.prompt_logprobs += logprobs_of(tokens[:room], likely, self.request.params.prompt_logprobs or 0)
+
+    def finish(self, reason: FinishReason) -> None:
+        """Ends it without further tokens."""
+        self.reason = reason
+        self.news.append(Chunk("", [], reason))
+
+    def output(self, stats: Stats) -> Output:
+        assert self.reason is not None
+        text = None if self._stream is None else self.text
+        return Output(
+            text, self.ids, self.request.prompt, self.reason, self.logprobs, stats, self.prompt_logprobs
+        )
+
+    @property
+    def _at_end_token(self) -> bool:
+        return bool(self.ids) and self.ids[-1] in self.request.all_ends
+
+    def _show(self, ids: list[int]) -> str:
+        assert self._stream is not None
+        text = self._stream.push(ids)
+        if self._stream.stopped:
+            self.reason, self.ids = FinishReason.STOP, self.ids[: self._stream.used]
+            return text
+        return text + self._stream.finish() if self.reason is not None else text
+
+
+def _reason(ids: list[int], request: Request, finite: bool) -> FinishReason:
+    if not finite:
+        return FinishReason.ERROR
+    if ids and ids[-1] in request.ends:
+        return FinishReason.END
+    return FinishReason.STOP if ids and ids[-1] in request.params.stop_token_ids else FinishReason.LENGTH
+
+
+def logprobs_of(tokens: list[int], likely: Likely, asked: int) -> list[dict[int, float]]:
+    """For each token its log-probability, then those of the `asked` likeliest, from arrays `[T]` and `[T J]` on the host."""
+    found = []
+    for i, token in enumerate(tokens):
+        likeliest = zip(likely.top_ids[i, :asked].tolist(), likely.top[i, :asked].tolist(), strict=True)
+        found.append(
+            {token: float(likely.logprobs[i])} | {other: p for other, p in likeliest if other != token}
+        )
+    return found

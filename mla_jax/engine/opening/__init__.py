@@ -1,0 +1,1 @@
+"""Opening a model: from its headers and the options to a plan."""

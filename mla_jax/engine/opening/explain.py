@@ -1,0 +1,204 @@
+"""What runs where, and why, in words."""
+
+import jax
+
+from mla_jax.base import roofline
+from mla_jax.base.limits import gib
+from mla_jax.base.options import EVERY, EvictOptions
+from mla_jax.base.qtensor import REORDERED
+from mla_jax.cache.paged import NOTES, PAGE
+from mla_jax.engine.core.drafting import Drafting
+from mla_jax.model.kernel_attention import KERNELS
+from mla_jax.model.transformer import Transformer
+from mla_jax.offload.place import Placement
+from mla_jax.weights.plan import Plan
+
+
+def explain(
+    model: Transformer,
+    formats: dict[str, int],
+    planned: Plan,
+    placed: Placement | None = None,
+    drafting: Drafting | None = None,
+    eviction: EvictOptions | None = None,
+) -> list[str]:
+    """The forms of attention and the expert backends that the phases of a request take, with the figures that decide.
+
+    `formats` are the bytes of the weights by number format; `placed` says where the experts are, `drafting` how
+    many tokens are guessed, `eviction` which are dropped."""
+    prompt = min(model.dispatch.chunk(model), planned.context)
+    return [
+        _model(model, formats),
+        _device(model.dispatch.device),
+        *_mesh(planned),
+        *_reordered(formats),
+        *_forms(model, prompt, planned.context),
+        *_cache(model, planned),
+        *_dropped(model, eviction),
+        *_retrieval(model, planned.tokens),
+        f"on a long prefix, rebuilding heads takes fewer FLOPs from {roofline.break_even(model.config):.0f} new tokens",
+        *_placed(model, prompt, placed),
+        *_drafted(drafting, planned.rows),
+    ]
+
+
+def _model(model: Transformer, formats: dict[str, int]) -> str:
+    config = model.config
+    size = f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads"
+    weights = ", ".join(f"{gib(size)} in {name}" for name, size in formats.items())
+    return (
+        f"{config.model_type}: {size}, {weights}, computed in {model.dtype} on {model.dispatch.device.name}"
+    )
+
+
+def _reordered(formats: dict[str, int]) -> list[str]:
+    """How packed weights are multiplied where a kernel takes them."""
+    size = sum(size for name, size in formats.items() if name.endswith(REORDERED))
+    how = "multiplied by a kernel that unpacks them in registers, for which their blocks were reordered"
+    return [f"packed weights: {gib(size)} {how}"] if size else []
+
+
+def _device(device: roofline.Device) -> str:
+    source = "measured here" if device.measured else "by the table"
+    reached = f"{device.bandwidth / 1e12:.2f} TB/s of memory, {device.flops / 1e12:,.3g} TFLOP/s"
+    return f"{device.name}: {reached}, {device.between * 1e6:.0f} us of overhead per layer; {source}"
+
+
+def _mesh(planned: Plan) -> list[str]:
+    """What the devices share, and why there are so many along each axis."""
+    if not planned.mesh:
+        return [planned.why_mesh] if planned.why_mesh else []
+    shards = (
+        f"rows are shared by {planned.shards} shards, each with a cache of its own; "
+        if planned.shards > 1
+        else ""
+    )
+    return [
+        planned.why_mesh or f"mesh {planned.mesh}: as asked",
+        f"mesh: {shards}bytes, requests and cache are those of one device",
+    ]
+
+
+def _forms(model: Transformer, prompt: int, context: int) -> list[str]:
+    """A line for each phase, with its new tokens and those that they attend to."""
+    phases = {
+        "prefill": (prompt, prompt),
+        "a chunk on a long prefix": (min(64, context), context),
+        "decode": (1, context),
+    }
+    return [_attention(model, phase, new, attended) for phase, (new, attended) in phases.items()]
+
+
+def _attention(model: Transformer, phase: str, new: int, attended: int) -> str:
+    """The form for one row in a phase, who computes it, and its cost next to another form's."""
+    dispatch = model.dispatch
+    form = dispatch.form_name(model, 1, new, attended)
+    implementation = (
+        f" by {dispatch.attention_kernel(model, form, 1, new, attended)}" if form in KERNELS else ""
+    )
+    chosen = "chosen" if dispatch.attention == "auto" else "as asked"
+    why = roofline.why_form(dispatch.seen(model.config), dispatch.device, form, 1, new, attended)
+    return f"{phase} ({new:,} new over {attended:,}): {form}{implementation}, {chosen}: {why}"
+
+
+def _cache(model: Transformer, planned: Plan) -> list[str]:
+    """What the pool holds, on the device and on the host, and in which format."""
+    whose = "of all requests" if model.dispatch.layout.data == 1 else "of the requests of each data shard"
+    size = f"{planned.tokens:,} tokens {whose} together, in pages of {PAGE}"
+    served = f"up to {planned.rows} requests run at a time"
+    read = f"{model.dispatch.chunk(model):,} tokens of their prompts are read at a time"
+    lines = [f"cache: {size}; {served}, and {read}"]
+    if planned.hosted:
+        lines.append(_on_host(model, planned))
+    if model.dispatch.kv_cache == "fp8":
+        lines.append("cache: latents in E4M3 with a scale for each 128, rotary keys as computed")
+    return lines
+
+
+def _on_host(model: Transformer, planned: Plan) -> str:
+    host, retrieval = f"{gib(planned.host_cache)} of the host's memory", model.dispatch.retrieval
+    if retrieval is None or retrieval.resident is None:
+        return f"cache: {planned.hosted:,} tokens that it has no room for stay in {host}"
+    stay = f"{retrieval.resident_pages(PAGE) * PAGE:,} tokens of each request stay on the device while it decodes"
+    return f"cache: {stay}; all are in {host}, which holds {planned.hosted:,}"
+
+
+def _dropped(model: Transformer, eviction: EvictOptions | None) -> list[str]:
+    """Which tokens are dropped, and when."""
+    if eviction is None or eviction.evict == "off":
+        return []
+    when = f"once a prompt is read, and after every {EVERY} tokens of output"
+    among = "layers and their heads" if model.dispatch.caches_heads else "layers"
+    share = (
+        f"{100 * eviction.evict_keep:.3g} % stay, shared out over {among} by the rule {eviction.evict_budget}"
+    )
+    return [f"cache: {eviction.evict} drops tokens {when}; {share}"]
+
+
+def _retrieval(model: Transformer, tokens: int) -> list[str]:
+    """Who chooses what a decode step reads, and what is noted for that in a pool of `tokens` tokens."""
+    retrieval = model.dispatch.retrieval
+    if retrieval is None:
+        return []
+    pool = jax.eval_shape(lambda: model.new_pool(tokens // PAGE))
+    noted = sum(pool[name].size * pool[name].dtype.itemsize for name in NOTES & pool.keys())
+    most = retrieval.pages(PAGE) * PAGE
+    what = f"{retrieval.policy.name} chooses {most:,} tokens that a decode step reads in each layer"
+    return [
+        f"cache: {what}; the first {retrieval.dense} layers read all; what is noted of pages takes {gib(noted)}"
+    ]
+
+
+def _placed(model: Transformer, prompt: int, placed: Placement | None) -> list[str]:
+    """Where experts are computed, and why there."""
+    why, details = (f": {placed.why}", placed.lines()) if placed else ("", [])
+    experts = [_experts(model, prompt, placed) + why] if model.config.n_routed_experts else []
+    return experts + details
+
+
+def _experts(model: Transformer, prompt: int, placed: Placement | None) -> str:
+    on_host = model.on_host()
+    on_device = f"{_backend(model, 1)} for one token, {_backend(model, prompt)} for {prompt:,}"
+    further = placed is not None and any(layer >= model.config.num_hidden_layers for layer in placed.host)
+    if not on_host:
+        idle = "those of MTP's layers on the CPU, which only drafts run; " if further else ""
+        return f"experts: {idle}{on_device}"
+    everywhere = on_host.keys() >= _expert_layers(model)
+    layers = "all layers" if everywhere else _some_layers(len(on_host), further)
+    rest = "" if everywhere else f"; {on_device}"
+    return f"experts: those of {layers} on the CPU{_host_options(model)}{rest}"
+
+
+def _expert_layers(model: Transformer) -> set[int]:
+    return {i for i in range(model.config.num_hidden_layers) if model.config.is_moe(i)}
+
+
+def _some_layers(count: int, further: bool) -> str:
+    layers = "1 layer" if count == 1 else f"{count} layers"
+    return f"{layers} and of MTP's" if further else layers
+
+
+def _host_options(model: Transformer) -> str:
+    """How experts on the CPU are computed other than at once and there."""
+    dispatch, parts = model.dispatch, []
+    if dispatch.defer:
+        parts.append(f"{dispatch.defer} of each token's added one layer later")
+    if dispatch.stream:
+        backend = _backend(model, dispatch.stream, "streamed")
+        parts.append(f"with {dispatch.stream:,} tokens or more copied to the device, by {backend}")
+    if model.replicated:
+        backend = _backend(model, 1, "replicated")
+        parts.append(f"{model.replicated:,} of them replicated on the device, by {backend} for one token")
+    return "".join(f", {part}" for part in parts)
+
+
+def _backend(model: Transformer, tokens: int, where: str = "device") -> str:
+    name = model.dispatch.backend_name(model, tokens, where)
+    return f"{name} by {model.dispatch.expert_kernel(model, tokens, where)}" if name == "ragged" else name
+
+
+def _drafted(drafting: Drafting | None, rows: int) -> list[str]:
+    """How many tokens are guessed for one row, and for `rows` rows."""
+    if drafting is None or not drafting.drafter.most:
+        return []
+    return [drafting.explain(count) for count in (1, rows)]

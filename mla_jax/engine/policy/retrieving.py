@@ -1,0 +1,70 @@
+"""The engine for requests that attend to some of their pages while they decode.
+
+What a decode step caches depends on the pages that were read. It is not what reading the same tokens as a prompt would cache. So
+the prefix index learns of prompts alone, and a request that was preempted reads its prompt again, then generates again what it
+has told: step by step, with those tokens taken whatever is drawn."""
+
+from mla_jax.base.errors import BadRequest
+from mla_jax.base.options import Options, RetrieveOptions
+from mla_jax.cache.paged import PAGE
+from mla_jax.cache.retrieve import POLICIES, Retrieval
+from mla_jax.engine.core.engine import Engine
+from mla_jax.engine.core.job import Job
+
+
+def retrieval_of(options: RetrieveOptions) -> Retrieval | None:
+    """As asked for; None if everything is read."""
+    if options.retrieve == "off":
+        return None
+    return Retrieval(POLICIES[options.retrieve], options.retrieve_tokens, resident=options.resident_tokens)
+
+
+def refuse_contradictions(options: Options) -> None:
+    """Raises BadRequest for options that retrieval excludes."""
+    retrieve, evict, drafts = options.retrieval.retrieve, options.eviction.evict, options.drafts
+    resident = options.retrieval.resident_tokens
+    if resident is not None and retrieve == "off":
+        raise BadRequest(
+            f"resident_tokens is {resident}, but retrieve is off", 'give retrieve "quest" or "infllm"'
+        )
+    if resident is not None and not options.memory.host_cache:
+        raise BadRequest(
+            f"resident_tokens is {resident}, but host_cache is 0", "give the GiB for all tokens as host_cache"
+        )
+    if retrieve == "off":
+        return
+    if evict != "off":
+        raise BadRequest(f'retrieve is "{retrieve}", but evict is "{evict}"', "one of them must be off")
+    if options.attention.attention == "naive":
+        hint = "that form caches heads, and pages are chosen by latents; take another form"
+        raise BadRequest(f'retrieve is "{retrieve}", but attention is "naive"', hint)
+    if drafts.draft not in ("auto", "off"):
+        raise BadRequest(f'draft is "{drafts.draft}", but retrieve is on', 'draft may be "off"')
+    if drafts.draft_tokens:
+        raise BadRequest(
+            f"draft_tokens is {drafts.draft_tokens}, but retrieve is on",
+            "nothing is guessed then; leave it out",
+        )
+
+
+class RetrievingEngine(Engine):
+    """An engine over programs of a model that retrieves."""
+
+    @property
+    def _text(self) -> int:
+        return self.size.context
+
+    def _first_tokens(self, job: Job) -> list[int]:
+        return job.request.prompt
+
+    def _again(self, job: Job) -> int:
+        return len(job.ids)
+
+    def _written(self, job: Job) -> list[int]:
+        return job.request.prompt
+
+    def _attended(self, held: int) -> int:
+        retrieval, layers = self.programs.model.dispatch.retrieval, self.config.num_hidden_layers
+        assert retrieval is not None
+        dense, most = min(retrieval.dense, layers), retrieval.pages(PAGE) * PAGE
+        return (dense * held + (layers - dense) * min(held, most)) // layers

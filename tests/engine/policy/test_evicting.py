@@ -1,0 +1,392 @@
+"""Requests that drop tokens: which ones is the policy's business; here, that nothing else changes, and that pages become free."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from functools import partial
+
+import deep
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import serving
+from models import FAMILIES, tensors, write
+from serving import answer, nothing_compiled
+
+from mla_jax import LLM, SamplingParams
+from mla_jax.base.batch import Batch
+from mla_jax.base.errors import BadRequest, DoesNotFit
+from mla_jax.cache.evict import POLICIES, SnapKV
+from mla_jax.cache.paged import PAGE
+from mla_jax.decode.evict_programs import Kept, Selection
+from mla_jax.decode.loop import Programs
+from mla_jax.decode.outputs import Likely
+from mla_jax.decode.speculative import NOBODY, Lookup
+from mla_jax.engine.core.engine import Engine
+from mla_jax.engine.core.job import Job
+from mla_jax.engine.core.request import FinishReason, Request
+from mla_jax.engine.core.size import Size
+from mla_jax.engine.policy.evicted_pages import Layered
+from mla_jax.engine.policy.evicting import EvictingEngine, Eviction
+from mla_jax.model import rope
+from mla_jax.model.dispatch import Dispatch, StepPlan
+from mla_jax.model.mla import heads
+from mla_jax.model.moe import settle
+from mla_jax.model.ops import linear, rms_norm
+from mla_jax.model.transformer import Transformer
+from mla_jax.weights.load import load
+
+WORDS, LAYERS, HEADS = 96, 2, 4
+ROOMY = Size(rows=4, pages=40, context=384, chunk=128)
+SNAPKV = Selection(POLICIES["snapkv"], "ada", recent=16)
+request = partial(serving.request, max_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    hf = {**FAMILIES["v3"], "num_hidden_layers": LAYERS}
+    return write(tmp_path_factory.mktemp("v3"), hf, tensors(hf, mtp=True))
+
+
+@pytest.fixture(scope="module")
+def model_of(folder):
+    return functools.cache(lambda attention: load(folder, dispatch=Dispatch(attention)))
+
+
+@pytest.fixture(scope="module")
+def model(model_of):
+    return model_of("auto")
+
+
+@pytest.fixture(scope="module")
+def programs_of(model_of):
+    return functools.cache(
+        lambda evicts, drafter=NOBODY, attention="auto": Programs(model_of(attention), evicts=evicts, drafter=drafter)
+    )
+
+
+def evicting(programs: Programs, keep: float, every: int = 16, size: Size = ROOMY, drafts: int | None = None) -> EvictingEngine:
+    return EvictingEngine(programs, programs.model.config, None, size, drafts, Eviction(programs.evicts, keep, every))
+
+
+class Noting(EvictingEngine):
+    """Notes what stays of requests, and how many that have dropped tokens were read in one line with others."""
+
+    noted: list[Kept]
+    together = 0
+
+    def _answered(self, job: Job, answer: Kept) -> bool:
+        self.noted.append(jax.device_get(answer))
+        return super()._answered(job, answer)
+
+    def _dispatch_prefill(self, pieces: dict, line: int, following: list[int] | None) -> Likely | None:
+        if len(pieces) > 1:
+            self.together += sum(isinstance(job.held, Layered) for job in pieces)
+        return super()._dispatch_prefill(pieces, line, following)
+
+
+def noting(programs: Programs, keep: float, every: int = 16, size: Size = ROOMY) -> Noting:
+    engine = Noting(programs, programs.model.config, None, size, None, Eviction(programs.evicts, keep, every))
+    engine.noted = []
+    return engine
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Request]:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, WORDS, n).tolist() for n in (200, 90, 130, 1)]
+    shares = [*prompts[0][:130], 5, 6, 7]  # begins as the first one does
+    return [*map(request, prompts), request(shares, temperature=0.7, seed=3)]
+
+
+@pytest.fixture(scope="module")
+def full(model, asked) -> list[list[int]]:
+    return answer(Engine(Programs(model), model.config, None, ROOMY), *asked)
+
+
+# what a request is told
+
+
+@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.parametrize("dispatch", [{}, {"attention": "compressed"}, {"attention": "naive"}], ids=str)
+def test_where_all_stay_the_tokens_are_those_of_full_attention(folder, asked, full, dispatch):
+    """Though they are moved to other pages, again and again."""
+    model = load(folder, dispatch=Dispatch(**dispatch))
+    engine = evicting(Programs(model, evicts=SNAPKV), 1.0)
+    assert answer(engine, *asked) == full
+    assert engine.stats.dropped == 0
+    assert engine.stats.hits > 0
+
+
+@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.parametrize(
+    ("policy", "budget", "keep", "attention"),
+    [("snapkv", "ada", 0.25, "auto"), ("critical", "pyramid", 0.4, "auto"), ("snapkv", "ada", 0.25, "naive")],
+)
+def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(programs_of, asked, policy, budget, keep, attention):
+    programs = programs_of(Selection(POLICIES[policy], budget, recent=16), attention=attention)
+    engine = evicting(programs, keep)
+    together = answer(engine, *asked)
+    assert engine.stats.dropped > 500
+    assert [answer(evicting(programs, keep), one)[0] for one in asked] == together
+    small = evicting(programs, keep, size=dataclasses.replace(ROOMY, pages=10))
+    assert answer(small, *asked * 3, preempt_every=7) == together * 3
+    assert small.stats.preemptions > 10
+    assert small.stats.pages_free == 10
+    assert answer(engine, *asked) == together  # prompts are known from before, as they were
+    assert engine.stats.hits > 300
+
+
+@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.parametrize("attention", ["auto", "naive"])
+def test_preempted_rows_read_in_one_line_what_comes_behind_an_eviction(programs_of, attention):
+    programs, rng = programs_of(SNAPKV, attention=attention), np.random.default_rng(7)
+    asked = [request(rng.integers(2, WORDS, 90).tolist(), max_tokens=90) for _ in range(3)]
+    expected = answer(evicting(programs, 0.3, every=24), *asked)
+    engine = noting(programs, 0.3, every=24)
+    jobs = [engine.submit(one) for one in asked]
+    while min(job.pauses for job in jobs) < 2:
+        engine.step()
+    engine._land_all()
+    for job in jobs:
+        engine._preempt(job)
+    while engine.busy:
+        engine.step()
+    assert [job.ids for job in jobs] == expected
+    assert engine.together >= 2
+
+
+@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.parametrize("attention", ["auto", "naive"])
+def test_drafts_change_no_token(programs_of, asked, attention):
+    expected = answer(evicting(programs_of(SNAPKV, attention=attention), 0.3), *asked)
+    engine = evicting(programs_of(SNAPKV, Lookup(3), attention), 0.3, drafts=3)
+    assert answer(engine, *asked) == expected
+    assert engine.stats.drafted[0] > 20
+
+
+@pytest.mark.parametrize("attention", ["auto", "naive"])
+def test_a_cancelled_request_leaves_no_page_behind(programs_of, asked, attention):
+    engine = evicting(programs_of(SNAPKV, attention=attention), 0.3)
+    jobs = [engine.submit(one) for one in asked]
+    for step in range(12):
+        engine.step()
+        if step % 3 == 2:
+            engine.cancel(jobs[step // 3])
+    answer(engine)
+    while engine.busy:
+        engine.step()
+    assert engine.stats.pages_free == ROOMY.pages
+    assert {job.reason for job in jobs[:4]} == {FinishReason.CANCELLED}
+
+
+# what it attends to
+
+
+@dataclasses.dataclass(frozen=True)
+class Masked(Dispatch):
+    """Whole sequences without a cache; each token sees what a mask `[T S]` says."""
+
+    mask: tuple[tuple[bool, ...], ...] = ()
+
+    def step(self, model: Transformer, batch: Batch, pool: None) -> StepPlan:
+        return super().step(model, batch, pool)._replace(shared=jnp.asarray(self.mask)[None, :, None])
+
+
+def seen(prompt: int, length: int, every: int, stays) -> np.ndarray:
+    """What each token sees, if at the end of the prompt and then again `stays(slots)` of what is held."""
+    mask, held, point = np.zeros((length, length), bool), list(range(prompt)), prompt
+    mask[:prompt, :prompt] = np.tri(prompt, dtype=bool)
+    for token in range(prompt, length):
+        if token == point:
+            held, point = stays(held, token), point + every
+        held.append(token)
+        mask[token, held] = True
+    return mask
+
+
+@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.parametrize(
+    ("policy", "budget", "attention"),
+    [(policy, *other) for policy in ("streaming", "random") for other in (("uniform", "auto"), ("ada", "naive"))],
+)
+def test_tokens_are_those_of_a_whole_sequence_where_dropped_ones_are_masked(model, programs_of, policy, budget, attention):
+    """For policies that look at slots alone, and so drop the same in all layers and heads. Positions stay as they were."""
+    evicts, keep, every = Selection(POLICIES[policy], budget, sinks=3, recent=5), 0.2, 12
+    prompt = np.random.default_rng(4).integers(2, WORDS, 150).tolist()
+    (ids,) = answer(evicting(programs_of(evicts, attention=attention), keep, every), request(prompt))
+
+    def stays(held: list[int], tokens: int) -> list[int]:
+        count, slots = round(keep * tokens), range(len(held))
+        forced = [slot for slot in slots if slot < 3 or slot >= len(held) - 5]
+        slot = np.arange(len(held), dtype=np.uint32)
+        mixed = (slot ^ slot >> 16) * np.uint32(0x7FEB352D)
+        mixed = (mixed ^ mixed >> 15) * np.uint32(0x846CA68B)
+        score = slot if policy == "streaming" else mixed >> 8
+        others = sorted(set(slots) - set(forced), key=lambda slot: -int(score[slot]))
+        return [held[slot] for slot in sorted([*forced, *others[: count - len(forced)]])]
+
+    mask = seen(len(prompt), len(prompt) + len(ids), every, stays)
+    assert mask[-1].sum() < 60
+    whole = nnx_with(model, Masked(mask=tuple(map(tuple, mask.tolist()))))
+    logits = np.asarray(whole.unembed(whole(jnp.asarray([prompt + ids]), Batch.dense(1, len(prompt) + len(ids)))[0])[0])
+    assert np.argmax(logits[len(prompt) - 1 : -1], -1).tolist() == ids
+
+
+def nnx_with(model: Transformer, dispatch: Dispatch) -> Transformer:
+    """The same weights, with another dispatch."""
+    from flax import nnx
+
+    other = nnx.merge(*nnx.split(model))
+    other.dispatch = dispatch
+    return other
+
+
+def whole(model: Transformer, tokens: list[int], masks: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Logits of a sequence without a cache, where each layer and head sees what `masks [L T N S]` says; each layer's input."""
+    batch = Batch.dense(1, len(tokens))
+    plan, x, pending, inputs = model.dispatch.step(model, batch, None), model.embedded(jnp.asarray([tokens])), None, []
+    for block, mask in zip(model.layers, masks, strict=True):
+        inputs.append(np.asarray(settle(x, pending)))
+        (x, pending), _, _ = block(x, pending, batch, None, plan._replace(shared=jnp.asarray(mask)[None]))
+    hidden = rms_norm(settle(x, pending), model.norm[...], model.config.rms_norm_eps)
+    return np.asarray(model.unembed(hidden)[0]), inputs
+
+
+def masks_of(noted: list[Kept], prompt: int, length: int, every: int) -> np.ndarray:
+    """What each token sees in each layer and head, if so much has stayed each time. `[L T N S]`"""
+    masks = np.zeros((LAYERS, length, HEADS, length), bool)
+    for layer, head in np.ndindex(LAYERS, HEADS):
+        slots = iter([kept.source[layer, head, 0, : kept.count[layer, head, 0]] for kept in noted])
+        masks[layer, :, head] = seen(prompt, length, every, functools.partial(next_of, slots))
+    return masks
+
+
+def next_of(slots: Iterator[np.ndarray], held: list[int], tokens: int) -> list[int]:
+    return [held[slot] for slot in next(slots)]
+
+
+@pytest.mark.deep(*deep.GENERATING)
+def test_where_heads_are_cached_each_sees_what_it_has_kept(programs_of):
+    programs, every = programs_of(Selection(SnapKV(window=8), "ada", recent=8), attention="naive"), 12
+    prompt = np.random.default_rng(4).integers(2, WORDS, 150).tolist()
+    engine = noting(programs, 0.25, every)
+    (ids,) = answer(engine, request(prompt))
+    masks = masks_of(engine.noted, len(prompt), len(prompt) + len(ids), every)
+    assert len(engine.noted) == 4
+    assert len(np.unique(masks[:, -1].reshape(LAYERS * HEADS, -1), axis=0)) == LAYERS * HEADS  # no two heads see the same
+    logits, _ = whole(programs.model, prompt + ids, masks)
+    assert np.argmax(logits[len(prompt) - 1 : -1], -1).tolist() == ids
+
+
+@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.parametrize("budget", ["uniform", "ada"])
+def test_where_heads_are_cached_each_keeps_what_snapkv_says(programs_of, budget):
+    """By attention that is computed without a cache; Ada-KV shares out over the heads of each layer."""
+    policy, recent, keep = SnapKV(window=8, kernel=5), 16, 0.25
+    programs = programs_of(Selection(policy, budget, recent=recent), attention="naive")
+    prompt = np.random.default_rng(6).integers(2, WORDS, 150).tolist()
+    engine, count = noting(programs, keep), round(keep * len(prompt))
+    answer(engine, request(prompt, max_tokens=4))
+    (kept,) = engine.noted
+    _, inputs = whole(programs.model, prompt, np.tri(len(prompt), dtype=bool)[None, :, None].repeat(LAYERS, 0))
+    for layer, x in enumerate(inputs):
+        scores = snapkv(programs.model, layer, x, policy)
+        scores[:, :4] = scores[:, -recent:] = np.inf
+        wanted = np.full(HEADS, count)
+        if budget == "ada":
+            sure = np.argsort(np.argsort(-scores)) < count // 5
+            order = np.argsort(-np.where(sure, np.inf, scores), axis=None, kind="stable")
+            wanted = np.bincount(order[: count * HEADS] // len(prompt), minlength=HEADS)
+            assert len(set(wanted.tolist())) > 1
+        assert kept.count[layer, :, 0].tolist() == wanted.tolist()
+        assert kept.count[layer].sum() == count * HEADS
+        for head in range(HEADS):
+            best = np.argsort(-scores[head], kind="stable")[: wanted[head]]
+            assert kept.source[layer, head, 0, : wanted[head]].tolist() == sorted(best.tolist())
+
+
+def snapkv(model: Transformer, layer: int, x: np.ndarray, policy: SnapKV) -> np.ndarray:
+    """The scores `[N S]` of a layer's tokens for its input, by plain arithmetic; 0 in the window."""
+    config, block, tokens = model.config, model.layers[layer], x.shape[1]
+    normed = rms_norm(jnp.asarray(x), block.attn_norm[...], config.rms_norm_eps)
+    turns = rope.turns(Batch.dense(1, tokens).positions, config)
+    q = jnp.concatenate(block.attn.turned(block.attn.queries(normed), turns), -1)[0]
+    kv = linear(normed, block.attn.kv_a_proj[...])
+    k = heads(*block.attn.keys(kv, turns), block.attn.up)["k"][0]
+    logits = rope.softmax_scale(config) * np.einsum("tnh,snh->nts", np.asarray(q, float), np.asarray(k, float))
+    weights = np.where(np.tri(tokens, dtype=bool), np.exp(logits - logits.max(-1, keepdims=True)), 0)
+    mean = (weights / weights.sum(-1, keepdims=True))[:, -policy.window :].mean(1)
+    mean[:, -policy.window :] = 0
+    padded = np.pad(mean, ((0, 0), (policy.kernel // 2, policy.kernel // 2)))
+    return sum(padded[:, i : i + tokens] for i in range(policy.kernel)) * (np.arange(tokens) < tokens - policy.window)
+
+
+# what it costs
+
+
+@pytest.mark.parametrize("attention", ["auto", "naive"])
+def test_pages_become_free_and_layers_and_heads_share_what_there_is(programs_of, attention):
+    each = LAYERS * (HEADS if attention == "naive" else 1)
+    prompt = np.random.default_rng(1).integers(2, WORDS, 5 * PAGE - 8).tolist()
+    engine = evicting(programs_of(SNAPKV, attention=attention), 0.2)
+    job, parts = engine.submit(request(prompt, max_tokens=60)), []
+    while not job.done:
+        engine.step()
+        if isinstance(job.held, Layered):
+            parts.append(sum(map(len, job.held.parts)))
+            assert (job.held.dropped > 0).all()
+            kept = job.read + job.steps - job.held.dropped
+            assert len(kept) == each
+            assert kept.sum() <= each * (0.2 * (5 * PAGE + 60) + 17)
+    assert max(parts) <= 2.5 * each  # of 5 pages in each layer
+    assert engine.stats.pages_free == ROOMY.pages
+    assert engine.stats.dropped > 200
+
+
+def test_a_request_that_cannot_fit_with_what_stays_of_it_is_refused(programs_of):
+    engine = evicting(programs_of(SNAPKV), 0.5, size=dataclasses.replace(ROOMY, pages=6))
+    with pytest.raises(DoesNotFit, match="does not fit the cache"):
+        engine.submit(request([5] * 250))
+    answer(engine, request([5] * 150))
+
+
+@pytest.mark.parametrize("attention", ["auto", "naive"])
+def test_nothing_compiles_once_warm(programs_of, asked, attention):
+    engine = evicting(programs_of(SNAPKV, attention=attention), 0.3)
+    engine.warm_up()
+    with nothing_compiled():
+        answer(engine, *asked)
+
+
+# as users ask for it
+
+
+def test_it_is_an_option_of_a_model(folder, asked):
+    llm = LLM(folder, evict="snapkv", evict_budget="uniform", evict_keep=0.5)
+    out = llm.generate([one.prompt for one in asked[:3]], SamplingParams(max_tokens=5, temperature=0))
+    assert [len(one.token_ids) for one in out] == [5] * 3
+    assert llm.stats().dropped > 100
+    assert any("snapkv" in line and "50 %" in line and "over layers by" in line for line in llm.explain().splitlines())
+
+
+def test_where_heads_are_cached_it_says_that_they_share(folder, asked):
+    llm = LLM(folder, evict="snapkv", attention="naive")
+    (out,) = llm.generate([asked[0].prompt], SamplingParams(max_tokens=5, temperature=0))
+    assert len(out.token_ids) == 5
+    assert llm.stats().dropped > 100
+    assert "25 % stay, shared out over layers and their heads by the rule ada" in llm.explain()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"evict": "h20"}, {"evict_budget": "adaptive"}, {"evict_keep": 0}, {"evict_keep": 1.5}], ids=str
+)
+def test_what_is_not_there_is_refused_by_name(folder, wrong):
+    with pytest.raises(BadRequest, match=f"{next(iter(wrong))} is "):
+        LLM(folder, **{"evict": "snapkv", **wrong})
+
+
+def test_the_models_own_layer_cannot_guess_for_rows_that_drop_tokens(folder):
+    with pytest.raises(BadRequest, match='draft is "mtp", but evict is on'):
+        LLM(folder, evict="snapkv", draft="mtp")
