@@ -3,7 +3,7 @@
 A form is what it caches of a token and how queries attend to the cache. All four use the same two weights, the halves of
 kv_b_proj: `uk [N P R]` maps the latent to a head's plain key, `uv [N V R]` to its value. They give equal results and differ in
 what they cache, compute and copy; `base/roofline.py` compares their costs. A form says what it makes of a block of cached tokens,
-scores and values; `block_attention.attend` is the softmax over all blocks.
+scores and values; `held.attend` is the softmax over all blocks.
 
 Letters: B batch, T query tokens, S cached tokens, N heads, R kv rank, P nope, E rope, V value; H is P + E, L is R + E."""
 
@@ -53,7 +53,7 @@ def naive(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V
         scores = jnp.einsum("btnh,bsnh->btns", joined, cached["k"], preferred_element_type=jnp.float32)
         return scores * scale, cached["v"]
 
-    return block_attention.attend(block).astype(joined.dtype)
+    return held.attend(block).astype(joined.dtype)
 
 
 def compressed(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
@@ -75,7 +75,7 @@ def absorbed(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T 
         scores = jnp.einsum("btnh,bsnh->btns", joined, key, preferred_element_type=jnp.float32)
         return scores * scale, cached["c_kv"]
 
-    return jnp.einsum("btnr,nvr->btnv", block_attention.attend(block).astype(q_c.dtype), up[1])
+    return jnp.einsum("btnr,nvr->btnv", held.attend(block).astype(q_c.dtype), up[1])
 
 
 def move_elided(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
@@ -87,7 +87,7 @@ def move_elided(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B
         scores += jnp.einsum("btne,bse->btns", q[1], cached["k_pe"], preferred_element_type=jnp.float32)
         return scores * scale, cached["c_kv"]
 
-    return jnp.einsum("btnr,nvr->btnv", block_attention.attend(block).astype(q_c.dtype), up[1])
+    return jnp.einsum("btnr,nvr->btnv", held.attend(block).astype(q_c.dtype), up[1])
 
 
 class Form(NamedTuple):

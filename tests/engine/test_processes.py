@@ -90,8 +90,8 @@ def test_a_process_that_is_gone_is_named_to_all_that_are_left(linked):
 
 
 def test_a_process_that_is_silent_is_lost_and_one_that_beats_is_not(linked, monkeypatch):
-    monkeypatch.setattr(link, "BEAT", 0.05)
-    monkeypatch.setattr(link, "SILENCE", 0.5)
+    monkeypatch.setattr(channel, "BEAT", 0.05)
+    monkeypatch.setattr(channel, "SILENCE", 0.5)
     (_, one, two), ends = linked(3)
     time.sleep(1)
     assert not any(ends)
