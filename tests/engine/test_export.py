@@ -99,7 +99,7 @@ def test_a_mesh_that_does_not_fit_the_model_is_refused(opened, tmp_path):
 
 
 def test_tokens_may_be_exchanged_without_padding_on_gpus(opened, tmp_path, monkeypatch):
-    monkeypatch.setattr(messages, "pick_exchange", lambda *_: "all_to_all")
+    monkeypatch.setattr(comm_cost, "pick_exchange", lambda *_: "all_to_all")
     opened.export(tmp_path / "out", platforms="cuda", mesh="data=8", prompt=64, rows=8)
     program = jax.export.deserialize(bytearray((tmp_path / "out" / "cuda" / "prefill.bin").read_bytes()))
     assert "@ragged_all_to_all" in program.mlir_module()
