@@ -20,6 +20,7 @@ from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported
 from mla_jax.base.options import Options
 from mla_jax.engine import export
 from mla_jax.engine.opening.opened import open_model
+from mla_jax.mesh import comm_cost
 
 PROMPTS = [[0, 5, 9, 33], [0, 44], [0, *range(2, 30)], [0, 7, 7, 7, 7], [0, 80, 3]]
 TOKENS = 40
