@@ -33,30 +33,6 @@ def hidden_states(
     return forward(model, tokens, mask_of)[0]
 
 
-def resident_pages(model: Transformer, tokens: list[int], prompt: int, policy: str, most: int, size: int) -> dict[int, list[int]]:
-    """The pages that a row has on the device after so many tokens, where it chooses: at the end of its prompt, then at the end of
-    each page. A layer's scores are votes; those of full pages add up over layers. Every token sees the pages of its time."""
-    scale, pages_at = rope.softmax_scale(model.config), {}
-    for point in [prompt, *range((prompt // size + 1) * size, len(tokens), size)]:
-        known = tokens[:point]
-        mask = seen(point, pages_at, size)
-        votes = np.zeros(point // size)
-        for q, kv in forward(model, known, lambda *_, mask=mask: mask)[1]:
-            scores = scores_of(q, kv[: point // size * size], policy, size, scale)
-            votes += np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
-        rest = [0.0] * (-(-point // size) - len(votes))  # the page that is not full is always there
-        pages_at[point] = chosen(np.array([*votes, *rest]), most, 2)
-    return pages_at
-
-
-def seen(count: int, pages_at: dict[int, list[int]], size: int) -> np.ndarray:
-    """What each of `count` tokens sees: all before it, of pages that were full when its row last chose only those chosen."""
-    mask, place = np.tri(count, dtype=bool), np.arange(count)
-    for point, pages in pages_at.items():
-        mask[point:] = np.tri(count, dtype=bool)[point:] & (np.isin(place // size, pages) | (place >= point))
-    return mask
-
-
 def forward(model: Transformer, tokens: list[int], mask_of: Callable) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
     """Hidden states `[S D]` after the last norm, and each layer's queries and keys; a layer's tokens see what `mask_of` says of
     its number and of these."""

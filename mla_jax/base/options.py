@@ -165,8 +165,6 @@ class RetrieveOptions(Checked):
     """off, quest, infllm: who chooses what is read."""
     retrieve_tokens: int = option(4096, whole(FEWEST_RETRIEVED))
     """Tokens of context that a decode step reads in each layer."""
-    resident_tokens: int | None = option(None, optional(whole(FEWEST_RETRIEVED)))
-    """Tokens of each request that stay on the device; all are in --host-cache."""
 
 
 @dataclass(frozen=True)

@@ -133,18 +133,10 @@ class Retrieval:
     tokens: int  # of context, in each layer; in whole pages
     dense: int = 2  # first layers that attend to everything, as in Quest's code
     recent: int = 2  # newest pages that are always read, with the one that is written
-    resident: int | None = None  # tokens of a row that are on the device, in whole pages; None: all
 
     def pages(self, size: int) -> int:
         """Pages of `size` tokens that a row attends to: more than those that are always read."""
         pages = self.tokens // size
-        assert pages > self.recent, "the first page and the newest ones are always read"
-        return pages
-
-    def resident_pages(self, size: int) -> int:
-        """Pages of `size` tokens of a row that are on the device, where not all are: more than those that are always read."""
-        assert self.resident is not None
-        pages = self.resident // size
         assert pages > self.recent, "the first page and the newest ones are always read"
         return pages
 
@@ -155,12 +147,6 @@ class Chosen(NamedTuple):
     # In the row's page table, ascending; what comes after a row's last page may be any
     place: Int[Array, "B K"]
     left_out: Int[Array, " B"]  # pages of the row that are not among them
-
-
-def votes(scores: Float[Array, "L B P"], held: Bool[Array, "B P"]) -> Float[Array, "B P"]:
-    """One score for all layers of the pages `held`, as a logarithm: each layer has one vote, which a softmax shares out."""
-    scores = jnp.where(held, jnp.where(jnp.isfinite(scores), scores, LEAST), -jnp.inf)
-    return jax.nn.logsumexp(jax.nn.log_softmax(scores, axis=-1), axis=0)
 
 
 def chosen(scores: Float[Array, "B P"], pages: Int[Array, " B"], count: int, recent: int) -> Chosen:

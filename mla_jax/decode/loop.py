@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt16
 from mla_jax.base.axes import DATA
 from mla_jax.base.batch import Batch, Table, Tables
 from mla_jax.cache.paged import Pool, page_size
-from mla_jax.decode import evict_programs, page_copy, paging, sharded_sampling
+from mla_jax.decode import evict_programs, page_copy, sharded_sampling
 from mla_jax.decode import rows as table
 from mla_jax.decode.evict_programs import Kept, Selection
 from mla_jax.decode.loop_state import Going, accepted, begun, counted, ended, next_token, read
@@ -148,12 +148,10 @@ OPTIONS: dict[str, dict[str, str]] = {"cpu": CONVERT_LATE}
 LOOP_OPTIONS = {"cpu": CONVERT_LATE, "gpu": CONCURRENT | {"xla_gpu_enable_command_buffer": GRAPHS}}
 
 
-def new(
-    model: Transformer, rows: int, pages: int, text: int = 0, hosted: int = 0, *, counts: bool
-) -> tuple[Pool, Rows]:
+def new(model: Transformer, rows: int, pages: int, text: int = 0, *, counts: bool) -> tuple[Pool, Rows]:
     """An empty pool with `pages` pages per layer, and a table of `rows` rows. With `counts` it counts chosen experts. It keeps
-    `text` tokens of each row, and what `hosted` pages on the host are summed up by, if any."""
-    return model.new_pool(pages), table.new_rows(model, rows, counts, text, hosted)
+    `text` tokens of each row."""
+    return model.new_pool(pages), table.new_rows(model, rows, counts, text)
 
 
 def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
@@ -171,7 +169,6 @@ class Sizes(NamedTuple):
     read: Sequence[int] = ()  # tokens of a line
     scored: int = 0  # tokens of a line whose log-probabilities are computed; 0: of none
     evicted: int = 0  # rows whose tokens are dropped at a time
-    ranked: int = 0  # rows that choose pages at a time
     copied: int = 0  # pages that are copied to the host at a time, or from there; 0: none are
 
 
@@ -197,7 +194,7 @@ class Programs:
         self.waits, self.spread = shared.waits, Spread.of(model)
         options, loop_options = (options.get(self.device.platform) for options in (OPTIONS, LOOP_OPTIONS))
         program = functools.partial(Program, model=model, shared=shared)
-        self.new = program(functools.partial(new, counts=counts), static_argnums=(1, 2, 3, 4))
+        self.new = program(functools.partial(new, counts=counts), static_argnums=(1, 2, 3))
         self.admit = program(table.admit, donate_argnums=(1,), compiler_options=options)
         looped = functools.partial(program, donate_argnums=(1, 2), compiler_options=loop_options)
         self.prefill = looped(functools.partial(prefill, drafter=drafter))
@@ -210,12 +207,10 @@ class Programs:
             compiler_options=options,
         )
         self.move = program(evict_programs.move, donate_argnums=(1, 2), compiler_options=options)
-        self.rank = program(paging.rank, donate_argnums=(1, 2), compiler_options=options)
-        self.hold = program(paging.hold, donate_argnums=(1,), compiler_options=options)
         self.copy_out = program(page_copy.copy_out, donate_argnums=(1,), compiler_options=options)
         self.copy_in = program(page_copy.copy_in, donate_argnums=(1, 2), compiler_options=options)
         looped_or_not = self.prefill, self.run, self.run_with_drafts, self.logits, self.observe, self.move
-        self.all = (self.new, self.admit, *looped_or_not, self.rank, self.hold, self.copy_out, self.copy_in)
+        self.all = (self.new, self.admit, *looped_or_not, self.copy_out, self.copy_in)
 
     @property
     def page(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -272,11 +267,6 @@ class Programs:
             tables = self._tables(n, width)
             yield self.observe.start(pool, rows, _numbers(n), tables, _numbers(n))
             yield self.move.start(pool, self.spread.whole(self._kept(pool, width, n)), tables, tables)
-        if n := sizes.ranked:
-            yield self.rank.start(
-                pool, rows, _numbers(n), self._tables(n, width), _numbers(n, width), _numbers(n, width)
-            )
-            yield self.hold.start(rows, _numbers(n), _numbers(n))
         if n := sizes.copied:
             yield self.copy_out.start(pool, _numbers(n))
             yield self.copy_in.start(pool, self.spread.whole(self._contents(n)), _numbers(n))

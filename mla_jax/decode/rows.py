@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped, UInt16
+from jaxtyping import Array, Bool, Float, Int, UInt16
 
 from mla_jax.base.batch import Batch, Table
 from mla_jax.base.options import MAX_BIASES, MAX_ENDS
-from mla_jax.cache.paged import SUMMARY
 from mla_jax.decode.packing import Either, pack, unpack
 from mla_jax.decode.sampling import PROMPT, Given, Sampling
 
@@ -60,8 +59,6 @@ class Rows:
     seen: UInt16[Array, "H W"]  # see `sampling.PROMPT`
     text: Int[Array, "H C"] | None  # tokens by position, where drafts are looked up in them
     load: Int[Array, "moe X"] | None  # how often each expert of each layer was chosen, where that is counted
-    # What pages on the host are summed up by, by their slots there
-    summaries: Shaped[Array, "P L V K"] | None
 
 
 def blank(rows: int) -> Entry:
@@ -102,9 +99,8 @@ ENTRY = blank(1)
 OPEN = fresh(ENTRY.held, ENTRY.limit)
 
 
-def new_rows(model: "Transformer", rows: int, counts: bool = False, text: int = 0, hosted: int = 0) -> Rows:
-    """A table without requests. With `counts` it counts how often experts are chosen. It keeps `text` tokens a row, and what so
-    many `hosted` pages on the host are summed up by, if any."""
+def new_rows(model: "Transformer", rows: int, counts: bool = False, text: int = 0) -> Rows:
+    """A table without requests. With `counts` it counts how often experts are chosen. It keeps `text` tokens a row."""
     config = model.config
     entry, is_open = (jnp.tile(pack(one, 1), (rows, 1)) for one in (ENTRY, OPEN))
     last = jnp.zeros((rows, config.hidden_size), model.dtype)
@@ -112,12 +108,7 @@ def new_rows(model: "Transformer", rows: int, counts: bool = False, text: int = 
     layers = sum(config.is_moe(i) for i in range(config.num_hidden_layers))
     load = jnp.zeros((layers, config.n_routed_experts or 0), jnp.int32) if counts else None
     tokens = jnp.zeros((rows, text), jnp.int32) if text else None
-    return Rows(entry, is_open, last, seen, tokens, load, _summaries(model, hosted) if hosted else None)
-
-
-def _summaries(model: "Transformer", pages: int) -> Shaped[Array, "P L V K"]:
-    one = jax.eval_shape(lambda: model.new_pool(1))[SUMMARY]
-    return jnp.zeros((pages, len(model.layers), *one.shape[1:]), one.dtype)
+    return Rows(entry, is_open, last, seen, tokens, load)
 
 
 def admit(

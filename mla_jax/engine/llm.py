@@ -26,7 +26,6 @@ from mla_jax.engine.core.stats import EngineStats, Stats, stats_of
 from mla_jax.engine.opening.explain import explain
 from mla_jax.engine.opening.opened import Opened, open_model
 from mla_jax.engine.policy.evicting import EvictingEngine, Eviction
-from mla_jax.engine.policy.paging import PagingEngine
 from mla_jax.engine.policy.retrieving import RetrievingEngine
 from mla_jax.engine.processes import LedEngine, follow
 from mla_jax.hosts import distributed
@@ -77,8 +76,6 @@ class LLM:
         - `retrieve`: a policy that chooses which cached tokens a decode step reads, "quest" or "infllm"; "off" reads all. The
           output changes.
         - `retrieve_tokens`: how many it reads in each layer.
-        - `resident_tokens`: how many of each request stay on the device while it decodes; all of them are in `host_cache`. None
-          is all.
         - `mesh`: "data=4,tensor=2", a mapping of such sizes, a `jax.sharding.Mesh`, or "auto", which takes all devices. Rows and
           their latents are cut over `data`, heads over `tensor`, the tokens of each row over `context`, experts over all.
         - `device`: for a plan alone, of a mesh of devices that are not here; see `--dry-run`.
@@ -399,11 +396,11 @@ class LLM:
 
 
 def _engine_of(model: Transformer) -> type[Engine]:
-    """The engine for a model that reads all that is cached, or some of it, or has some of it on the host."""
+    """The engine for a model that reads all that is cached, or some of it."""
     retrieval = model.dispatch.retrieval
     if retrieval is None:
         return Engine
-    return RetrievingEngine if retrieval.resident is None else PagingEngine
+    return RetrievingEngine
 
 
 def _opened(model: Any, options: Any, fields: dict[str, Any]) -> Opened:

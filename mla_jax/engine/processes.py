@@ -200,7 +200,6 @@ def _refused(options: Options) -> tuple[tuple[bool, str], ...]:
     return (
         (options.experts.experts == "host" or bool(options.experts.host_layers), "experts on the host"),
         (options.memory.host_cache > 0, "host_cache"),
-        (options.retrieval.resident_tokens is not None, "resident_tokens"),
         (options.mesh.device is not None, "device"),
     )
 

@@ -57,10 +57,8 @@ class StepPlan(NamedTuple):
         return self._replace(shared=self.prepare(batch.of_layer(number)))
 
     def attending_to_all(self) -> "StepPlan":
-        """The plan for a layer that chooses no pages in a step; where some are on the host, it sums them up all the same."""
-        if self.retrieving is None or self.retrieving.retrieval.resident is None:
-            return self._replace(retrieving=None)
-        return self._replace(retrieving=self.retrieving._replace(pages=None))
+        """The plan for a layer that chooses no pages."""
+        return self._replace(retrieving=None)
 
 
 @dataclasses.dataclass(frozen=True)

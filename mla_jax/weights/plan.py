@@ -157,7 +157,7 @@ def plan(
     temporary = temporaries(model, quantized, rows, drafts)
     temporary += TEXTS * 4 * rows * (context or most) if keeps_text else 0
     temporary += _choosing(model, rows, pages_for(context or most))
-    temporary += 2 * COPIES * COPIED * page + _summaries(model, hosted) if hosted else 0
+    temporary += 2 * COPIES * COPIED * page if hosted else 0
     fitting = max(free - weights - temporary, 0) // page * PAGE
     longest = min(most, fitting // batch_here)
     chosen = context or max(1, min(longest, _usual_context(most, batch_here, asked, on_cpu)))
@@ -282,15 +282,6 @@ def _choosing(model: Transformer, rows: int, pages: int) -> int:
     scores = 2 * 4 * model.dispatch.seen(config).num_attention_heads
     choosing = rows * pages * (vectors * width * itemsize + scores)
     return max(choosing, chunk * (2 * width * itemsize + 2 * 4 * PAGE))
-
-
-def _summaries(model: Transformer, hosted: int) -> int:
-    """What pages on the host are summed up by on the device, where rows choose among them."""
-    retrieval, config = model.dispatch.retrieval, model.config
-    if retrieval is None or retrieval.resident is None:
-        return 0
-    width = config.kv_lora_rank + config.qk_rope_head_dim
-    return hosted * config.num_hidden_layers * retrieval.policy.vectors * width * model.dtype.itemsize
 
 
 def _expert_activations(model: Transformer, tokens: int) -> int:

@@ -93,7 +93,6 @@ WRONG = {  # of the options of a model
     "evict_keep": [0, 0.0, -0.5, 1.01, None, "0.5", True, math.nan],
     "retrieve": ["", "Quest", "page", None, 4, True],
     "retrieve_tokens": [0, 255, -1, 4096.0, "4096", None, True],
-    "resident_tokens": [0, 255, -1, 4096.0, "4096", True],
     "memory_fraction": [0, 0.0, -0.5, 1.01, 2, "0.5", True, math.nan, None.__class__],
     "batch": [0, 1025, -1, 1.0, "4", None, True],
     "cache_tokens": [0, 63, -1, 1e6, "4096", True],

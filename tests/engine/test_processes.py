@@ -248,9 +248,7 @@ def test_half_of_what_several_processes_need_is_refused(given, words):
         Options.of(**given)
 
 
-@pytest.mark.parametrize(
-    "given", [{"experts": "host"}, {"host_cache": 1.0}, {"retrieve": "quest", "resident_tokens": 512, "host_cache": 1.0}]
-)
+@pytest.mark.parametrize("given", [{"experts": "host"}, {"host_cache": 1.0}])
 def test_what_several_processes_cannot_have_is_refused_before_they_meet(given):
     with pytest.raises(Unsupported, match="cannot be had with several processes"):
         LLM(coordinator="127.0.0.1:1", processes=2, process_id=0, **given)

@@ -190,9 +190,7 @@ class Engine:
 
     def _state(self) -> tuple[Any, Any]:
         """The pool and the table of rows. A program that is sent now finds in its pages what belongs there."""
-        pool, rows = self._arrays or self.programs.new(
-            self.size.rows, self.size.pages, self._text, self._summed
-        )
+        pool, rows = self._arrays or self.programs.new(self.size.rows, self.size.pages, self._text)
         if self._tier is not None:
             pool = self._tier.settle(pool)
         self._arrays = pool, rows
@@ -202,11 +200,6 @@ class Engine:
     def _text(self) -> int:
         """Tokens of each row that are kept on the device."""
         return self.size.context if self.drafter.needs_text else 0
-
-    @property
-    def _summed(self) -> int:
-        """Pages on the host that something on the device sums up."""
-        return 0
 
     def _decide(self) -> list[Plan]:
         """What the scheduler says for each shard, of the requests that run and the first of those that wait."""

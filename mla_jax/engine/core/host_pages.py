@@ -76,15 +76,11 @@ class HostPages:
         self._holders[digest] += 1
         self._idle.pop(digest, None)
 
-    def drop(self, digest: bytes, forgets: bool = False) -> None:
-        """One less holds it. Once nobody does it counts as used now, or it is gone, if this one `forgets` it."""
+    def drop(self, digest: bytes) -> None:
+        """One less holds it. Once nobody does it counts as used now."""
         self._holders[digest] -= 1
-        if self._holders[digest]:
-            return
-        del self._holders[digest]
-        if forgets:
-            self._free.append(self._slots.pop(digest))
-        else:
+        if not self._holders[digest]:
+            del self._holders[digest]
             self._idle[digest] = None
 
     def _use(self, digest: bytes) -> None:

@@ -1,5 +1,5 @@
-"""Between the pool on the device and pages in the host's memory: what the prefix index forgets goes out, and so does what a row
-keeps there; what a prompt begins with comes in, and so does what a row asks for.
+"""Between the pool on the device and pages in the host's memory: pages that the prefix index forgets are copied out, and those
+that a prompt begins with are copied in.
 
 Both are only noted at first. `settle` sends them before the next program that may write to the pool. The device runs programs in
 the order in which they are sent; nothing else keeps them apart. A thread waits for what comes out. The engine does only where a
@@ -45,7 +45,6 @@ class HostTier:
         )
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="host pages")
         self._forgotten: list[Note] = []
-        self._kept: list[Note] = []
         self._asked: list[Note] = []
         self._writes: deque[Write] = deque()  # the newest ones; they are done in this order
         stats.pages_hosted = 0
@@ -57,21 +56,6 @@ class HostTier:
         """Notes that the index no longer has a page, whose contents stay until the next program writes to the pool."""
         self._forgotten.append(Note(digest, page))
 
-    def keep(self, digest: bytes, page: int) -> int:
-        """Notes that the contents of a page are to be here until they are dropped; returns their slot. There must be room."""
-        if self.store.add(digest) is not None:
-            self._kept.append(Note(digest, page))
-        self.store.hold(digest)
-        return self.store.slot(digest)
-
-    def slot(self, digest: bytes) -> int:
-        """Where contents are that are kept."""
-        return self.store.slot(digest)
-
-    def drop(self, digest: bytes, forgets: bool = False) -> None:
-        """Says that one less keeps them here, and if it `forgets` them, that nobody will ask for them."""
-        self.store.drop(digest, forgets)
-
     def ask(self, digest: bytes, page: int) -> None:
         """Notes that contents that are here belong into a page before the next program reads it."""
         self.store.hold(digest)
@@ -79,13 +63,10 @@ class HostTier:
 
     def settle(self, pool: Pool) -> Pool:
         """The pool, once what was forgotten is on its way out and what was asked for is in its pages."""
-        forgotten, kept, asked = self._forgotten, self._kept, self._asked
-        if not forgotten and not kept and not asked:
+        forgotten, asked = self._forgotten, self._asked
+        if not forgotten and not asked:
             return pool
-        self._forgotten, self._kept, self._asked = [], [], []
-        pool = self._send_out(
-            pool, {note: self.store.slot(note.digest) for note in kept if note.digest in self.store}
-        )
+        self._forgotten, self._asked = [], []
         pool = self._send_out(pool, self._slots_of(forgotten))
         pool = self._send_in(pool, asked)
         self.stats.pages_hosted = len(self.store)

@@ -109,18 +109,11 @@ def _cache(model: Transformer, planned: Plan) -> list[str]:
     read = f"{model.dispatch.chunk(model):,} tokens of their prompts are read at a time"
     lines = [f"cache: {size}; {served}, and {read}"]
     if planned.hosted:
-        lines.append(_on_host(model, planned))
+        host = f"{gib(planned.host_cache)} of the host's memory"
+        lines.append(f"cache: {planned.hosted:,} tokens that it has no room for stay in {host}")
     if model.dispatch.kv_cache == "fp8":
         lines.append("cache: latents in E4M3 with a scale for each 128, rotary keys as computed")
     return lines
-
-
-def _on_host(model: Transformer, planned: Plan) -> str:
-    host, retrieval = f"{gib(planned.host_cache)} of the host's memory", model.dispatch.retrieval
-    if retrieval is None or retrieval.resident is None:
-        return f"cache: {planned.hosted:,} tokens that it has no room for stay in {host}"
-    stay = f"{retrieval.resident_pages(PAGE) * PAGE:,} tokens of each request stay on the device while it decodes"
-    return f"cache: {stay}; all are in {host}, which holds {planned.hosted:,}"
 
 
 def _dropped(model: Transformer, eviction: EvictOptions | None) -> list[str]:

@@ -16,11 +16,6 @@ EXPERTS_ON_HOST = (
 # When it is refused, what, and what to do instead.
 REFUSED: tuple[tuple[Condition, str, str], ...] = (
     (
-        lambda options, layout: options.retrieval.resident_tokens is not None and layout.context > 1,
-        "resident_tokens",
-        "a page is cut over context, and whole pages come from the host; leave context out of the mesh",
-    ),
-    (
         lambda options, layout: options.retrieval.retrieve != "off" and layout.context > 1,
         "retrieve",
         "a page is cut over context, and pages are chosen whole; leave context out of the mesh",

@@ -16,21 +16,12 @@ def retrieval_of(options: RetrieveOptions) -> Retrieval | None:
     """As asked for; None if everything is read."""
     if options.retrieve == "off":
         return None
-    return Retrieval(POLICIES[options.retrieve], options.retrieve_tokens, resident=options.resident_tokens)
+    return Retrieval(POLICIES[options.retrieve], options.retrieve_tokens)
 
 
 def refuse_contradictions(options: Options) -> None:
     """Raises BadRequest for options that retrieval excludes."""
     retrieve, evict, drafts = options.retrieval.retrieve, options.eviction.evict, options.drafts
-    resident = options.retrieval.resident_tokens
-    if resident is not None and retrieve == "off":
-        raise BadRequest(
-            f"resident_tokens is {resident}, but retrieve is off", 'give retrieve "quest" or "infllm"'
-        )
-    if resident is not None and not options.memory.host_cache:
-        raise BadRequest(
-            f"resident_tokens is {resident}, but host_cache is 0", "give the GiB for all tokens as host_cache"
-        )
     if retrieve == "off":
         return
     if evict != "off":

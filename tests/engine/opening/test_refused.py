@@ -10,7 +10,6 @@ from mla_jax.engine.opening.refused import REFUSED, refuse_on_mesh
 from mla_jax.mesh.partition import Layout
 
 CASES = {
-    "resident_tokens": ({"retrieve": "quest", "resident_tokens": 512, "host_cache": 0.01}, "context=2"),
     "retrieve": ({"retrieve": "quest"}, "data=2,context=2"),
     "evict": ({"evict": "snapkv"}, "context=2"),
     "host_cache": ({"host_cache": 0.01}, "data=2"),
