@@ -86,7 +86,7 @@ def scrambled(row: Int[Array, "B 1"], place: Int[Array, "B K"]) -> Array:
 
 
 def is_odd(guess: Int[Array, " B"], drawn: Int[Array, " B"]) -> Bool[Array, " B"]:
-    """What takes the place of `speculative.stands`."""
+    """Replaces `speculative.stands`."""
     return guess % 2 == 1
 
 
@@ -155,7 +155,7 @@ class Bench:
 
 
 def measured_rows(found: Sequences, programs: Programs, drafts: int, acceptance: float) -> Measured:
-    """What these programs make of the rows of `found`, admitted anew."""
+    """Measures these programs on the rows of `found`, admitted anew."""
     restart(found, acceptance)
     shards = programs.spread.shards
     numbers = [of_shards([np.int32(number)] * shards) for number in (STEPS, drafts)]
@@ -219,7 +219,7 @@ def measured(
 
 
 def demo(count: int = HEADS, tokens: int = TOKENS) -> Iterator[dict]:
-    """What really stands: the demo model continues held-out function heads, one at a time, with each way to guess in turn."""
+    """Real acceptance: the demo model continues held-out function heads, one at a time, with each drafter in turn."""
     heads = corpus.held_out_heads(corpus.sources(), count)
     most = Forced().most
     llms = {

@@ -1,4 +1,4 @@
-"""What benchmarks/engine.py measures with: an engine over a model with random weights, and the same programs without one."""
+"""The tools of benchmarks/engine.py: an engine over a model with random weights, and the same programs without one."""
 
 import dataclasses
 import functools
@@ -59,7 +59,7 @@ def request(prompt: list[int], limit: int) -> Request:
 
 
 class Served(NamedTuple):
-    """What came of requests that were submitted at once."""
+    """The outcome of requests that were submitted at once."""
 
     seconds: float
     host: float  # share of the time that the engine spent on the host
@@ -77,7 +77,7 @@ class Served(NamedTuple):
 
     @property
     def held(self) -> int:
-        """What a row that decodes holds on average."""
+        """Tokens that a decoding row holds on average."""
         return int((self.outputs * (self.prompts + self.outputs / 2)).sum() / self.outputs.sum())
 
 
@@ -143,7 +143,7 @@ class Bench:
 
     @functools.cached_property
     def at_once(self) -> Served:
-        """What b measures, and c takes its rates from."""
+        """The measurement of b, from which c takes its rates."""
         self.engine.reset()
         prompts, outputs = self.lengths(self.scale.requests)
         before = self.engine.stats.host_seconds

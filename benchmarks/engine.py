@@ -4,7 +4,7 @@
     python benchmarks/engine.py --only a,calls --peer
     python benchmarks/engine.py --small              (a tiny model, on a CPU: does the script work?)
 
-`bare` is what the same programs do for the same requests when they are sent back to back, without an engine.
+`bare` is the same programs for the same requests, sent back to back, without an engine.
 
 - a: decoding 64 requests, and one, that hold 4,096 tokens each. Also the engine's time on the host as a share of all time.
 - b: 1,000 requests at once; lengths as LENGTHS in drive.py says. The floor is the time of the bare programs for as many tokens:

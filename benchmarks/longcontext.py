@@ -1,4 +1,4 @@
-"""What reading less of a long cache costs in quality: recall and code on the demo model, by policy, budget, form and distance.
+"""The loss of quality from reading less of a long cache: recall and code on the demo model, by policy, budget, form and distance.
 
 Either tokens are dropped, by policy, budget and share that is kept; or decode steps read some pages, by policy and tokens.
 

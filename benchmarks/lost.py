@@ -28,7 +28,7 @@ SMALL = {"mesh": "data=2", "context": 512, "batch": 8, "memory_fraction": 0.08} 
 
 
 def answer(coordinator: str, number: int) -> None:
-    """What a process of a pair runs."""
+    """The main function of each process of a pair."""
     from mla_jax import LLM, SamplingParams
 
     llm = LLM(**SMALL, coordinator=coordinator, processes=2, process_id=number)

@@ -1,4 +1,4 @@
-"""A model with random weights on meshes of the GPUs that are here: decoding, drafts and prompts, beside what is predicted.
+"""A model with random weights on meshes of the GPUs that are here: decoding, drafts and prompts, compared with the predictions.
 
     python benchmarks/meshes.py --out meshes.json
     python benchmarks/meshes.py --meshes data=1 data=2 tensor=2 --rows 64 256 --exchange all_to_all

@@ -162,7 +162,7 @@ def expert_bytes(layer: Experts) -> float:
 
 
 def on_host(model: Transformer, rates: calibrate.HostRates, routed: Routed | None = None) -> OnHost:
-    """What the prediction assumes of a model's layers on the host; without `routed` all experts are equally likely."""
+    """The prediction's inputs for a model's layers on the host; without `routed` all experts are equally likely."""
     layers = [*model.on_host().values()]
     return OnHost(rates, len(layers), expert_bytes(layers[0]), routed or Routed.evenly(model.config))
 

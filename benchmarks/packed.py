@@ -138,7 +138,7 @@ def by_the_file(format: str, x, codes, scale):
 
 
 def sides(format: str, old: bool) -> dict[str, tuple]:
-    """By name: how a set of weights is made, what is called with it after the rows, and what makes the parts of a file."""
+    """By name: the maker of a set of weights, the function called with it after the rows, and the maker of a file's parts."""
     if format == "bf16":
         return {
             format: (

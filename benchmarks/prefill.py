@@ -27,7 +27,7 @@ MATMUL = 8192  # of each side
 
 
 def prompt_flops(config: Config, tokens: int) -> float:
-    """What one prompt needs. A query attends to half of the tokens on average."""
+    """FLOPs of one prompt. A query attends to half of the tokens on average."""
     attention = roofline.step_cost(config, "naive", 1, tokens, (tokens + 1) // 2).flops
     expert = 2 * 3 * config.hidden_size * (config.moe_intermediate_size or 0)
     chosen = (config.num_experts_per_tok or 0) + (config.n_shared_experts or 0)

@@ -44,7 +44,7 @@ def random_model(
 ) -> Transformer:
     """A model in bf16, or in a format of `packed.KINDS`, "Q4_K" being llama.cpp's Q4_K_M.
 
-    `dispatch` None is what is fastest on this device, `devices` None the first one. Experts of layers in `on_host` are given."""
+    `dispatch` None takes the fastest on this device, `devices` None the first one. `on_host` gives the experts of its layers."""
     plan = Layout() if devices is None else Layout(**devices.sizes)
     dispatch = dataclasses.replace(dispatch or Dispatch(device=report.device()), layout=plan)
     model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=dispatch, mtp=mtp))

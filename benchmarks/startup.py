@@ -22,7 +22,7 @@ COMPILING = "backend_compile_duration"
 
 
 class Compiler:
-    """What JAX says of tracing, lowering and compiling; what is traced within a function is part of it."""
+    """JAX's events of tracing, lowering and compiling; tracing within a function is part of it."""
 
     def __init__(self, jax):
         self.traced: list[tuple[float, float]] = []

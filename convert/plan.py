@@ -1,4 +1,4 @@
-"""The plan of a conversion: what it reads and writes, and whether memory and disk suffice. Made before anything is written."""
+"""The plan of a conversion: its reads and writes, and whether memory and disk suffice. Made before anything is written."""
 
 import ctypes
 import os
@@ -135,7 +135,7 @@ def metadata(
 
 
 def copies(checkpoint: Checkpoint) -> dict[str, str]:
-    """Unused tensors that repeat the embedding or the head byte for byte, as MTP layers have them, and what they repeat.
+    """Unused tensors that repeat the embedding or the head byte for byte, as MTP layers have them, and the paths they repeat.
 
     The manifest of a converted source lists those that were left out."""
     source = checkpoint.source
@@ -198,7 +198,7 @@ def share_heap() -> None:
 
 
 def available() -> int:
-    """Bytes of host memory that this process may have: what it has now, and what is free."""
+    """Bytes of host memory that this process may have: its own now, and the free ones."""
     return held() + free_memory()
 
 

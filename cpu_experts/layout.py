@@ -376,7 +376,7 @@ def _fp8_scales(matrices: list[Parts], panels: int) -> np.ndarray:
 
 
 def _block_scales(rest: np.ndarray, format: str) -> np.ndarray:
-    """What a GGUF block has apart from its codes, `[panels 32 blocks bytes]`, by block: d (and dmin), then the other bytes."""
+    """The bytes of GGUF blocks without their codes, `[panels 32 blocks bytes]`, by block: d (and dmin), then the other bytes."""
     panels, _, count, _ = rest.shape
     halves = 4 if format == "q4_k" else 2  # bytes of d, or of d and dmin
     d = rest[..., :halves].reshape(panels, PANEL, count, -1, 2).transpose(0, 2, 3, 1, 4)

@@ -63,7 +63,7 @@ class Command:
 
     @property
     def options(self) -> Options:
-        """What the model is opened with."""
+        """The options for opening the model."""
         return Options(**{group: getattr(self, group) for group in OPENING})
 
 

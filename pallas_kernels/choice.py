@@ -29,7 +29,7 @@ _other: ContextVar[Kind | None] = ContextVar("other", default=None)
 
 @contextlib.contextmanager
 def as_if_on(kind: Kind) -> Iterator[None]:
-    """Chooses for another device, to say who would compute there; what is compiled inside runs on none."""
+    """Chooses for another device, to say who would compute there; programs compiled inside cannot run."""
     token = _other.set(kind)
     try:
         yield

@@ -76,12 +76,12 @@ class Kind(NamedTuple):
 
     @property
     def up(self) -> float:
-        """What makes a code in its place, as bfloat16, that number times DOWN."""
+        """The factor that turns a code in its place, read as bfloat16, into its number times DOWN."""
         return 2.0 ** (133 - 8 + sum(self.planes)) * DOWN
 
     @property
     def below(self) -> float:
-        """What is added for the offset."""
+        """The addend for the offset."""
         return -self.offset * DOWN
 
     @property
@@ -341,7 +341,7 @@ def _no_factors(lanes, kind, group, row):
 
 
 def _fp8_factors(lanes, kind, group, row, words):
-    """As bfloat16 codes are 2**-120 of what they are as E4M3."""
+    """Scales by 2**120, because codes read as bfloat16 are 2**-120 of their value as E4M3."""
     return lanes.pair(lanes.real(words[row]) * (2.0**120 * DOWN)), lanes.constant(0.0)
 
 

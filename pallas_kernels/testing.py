@@ -376,7 +376,7 @@ def rope_append_inputs(case: RopeAppendCase, seed: int = 0, dtype=jnp.bfloat16) 
 
 
 def rope_append_errors(got, wanted, inputs: dict) -> dict[str, float]:
-    """Errors of the queries and of what was written; `others` is 0 if no bit of another slot has changed, else infinite."""
+    """Errors of the queries and of the written slots; `others` is 0 if no bit of another slot has changed, else infinite."""
     (q, cache), (q_wanted, cache_wanted) = got, wanted
     errors, others = {"q": error(q, q_wanted)}, 0.0
     for name, *arrays in zip(("c_kv", "k_pe"), cache, cache_wanted, inputs["cache"], strict=True):

@@ -38,7 +38,7 @@ def rows() -> Iterator[tuple[str, ...]]:
 
 
 def cells(config: Config, kind: Planned) -> tuple[str, ...]:
-    """The mesh that "auto" prefers and what it would reach, or why none would do."""
+    """The mesh that "auto" prefers and its predicted rates, or why none would do."""
     available, how = SHARE * kind.memory, packed(config)
     cost = preferred(config, COUNT, kind.figures, available, how=how)
     if cost is None:

@@ -1,1 +1,1 @@
-"""What all agree on."""
+"""The definitions that all other packages share: configs, options, errors, number formats, costs."""

@@ -1,4 +1,4 @@
-"""What one step brings: a pytree made once and shared by all layers."""
+"""The inputs of one step: a pytree made once and shared by all layers."""
 
 import dataclasses
 from typing import Any, NamedTuple

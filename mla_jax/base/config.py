@@ -60,7 +60,7 @@ class Quantization:
 @no_type_check
 @dataclass(frozen=True)
 class Config:
-    """What config.json says of an MLA model. Construction raises BadConfig with every fault found."""
+    """The settings of an MLA model, by the keys of config.json. Construction raises BadConfig with every fault found."""
 
     hidden_size: int
     intermediate_size: int

@@ -1,4 +1,4 @@
-"""What is wrong with the values of a config: types first, then ranges, then pairs that cannot both be true.
+"""Checks of the values of a config: types first, then ranges, then pairs that cannot both be true.
 
 Every check gives a list of faults, so that a user reads all of them at once."""
 

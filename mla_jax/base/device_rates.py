@@ -1,4 +1,4 @@
-"""What this machine's GPU or TPU reaches: measured once, in seconds, and kept in the user's cache."""
+"""Measured rates of this machine's GPU or TPU. Measuring takes seconds, once; the rates stay in the user's cache."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ FIGURES = ("flops", "bandwidth")
 
 
 class Kept:
-    """Measured figures in a file of the user's cache, or in `path`: by what they are of, all with the same `fields`."""
+    """Measured figures in a file of the user's cache, or in `path`: a table by subject, every entry with the same `fields`."""
 
     def __init__(self, name: str, fields: Sequence[str], path: Path | None = None):
         folder = cache_folder()
@@ -36,7 +36,7 @@ class Kept:
         self.fields = set(fields)
 
     def read(self) -> dict[str, dict]:
-        """What is there; nothing if the file cannot be read or has other fields."""
+        """The stored figures; nothing if the file cannot be read or has other fields."""
         if self.path is None:
             return {}
         try:
@@ -57,9 +57,9 @@ class Kept:
 def device(target: Any = None, cache: Path | None = None) -> Device:
     """The figures of JAX's first device, or of `target`: measured if they are not in the `cache`, by the table if that fails.
 
-    A CPU's figures are always the table's: what is chosen there is the same on every machine, and its experts are measured by
-    `mla_jax.offload.calibrate`. So are the seconds `between`: small kernels alone do not show what layers lose in addition to
-    their bytes' time."""
+    A CPU's figures are always the table's, so that choices on CPUs are the same on every machine; its experts are measured by
+    `mla_jax.offload.calibrate`. The seconds `between` are the table's as well: small kernels alone do not show the time that
+    layers lose in addition to their bytes' time."""
     target = target or jax.local_devices()[0]
     table = roofline.device(target.device_kind, target.platform)
     if target.platform == "cpu":

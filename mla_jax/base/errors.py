@@ -1,6 +1,6 @@
 """The errors a user can meet: one type per cause, each with the exit code of the command line.
 
-The first argument is the finding; every further one is a line of detail: what was expected, where, what to do."""
+The first argument is the finding; every further one is a line of detail: the expectation, the place, the remedy."""
 
 
 class MlaJaxError(Exception):
@@ -20,7 +20,7 @@ class BadRequest(MlaJaxError):
 
 
 class BadFile(MlaJaxError):
-    """A file that is damaged, incomplete or not what it claims to be."""
+    """A file that is damaged, incomplete or of another kind than it claims."""
 
     exit_code = 3
 

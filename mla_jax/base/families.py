@@ -1,4 +1,4 @@
-"""What is known of each model family, as data: the defaults of absent keys, the presets, and the keys that need care.
+"""The model families, as data: the defaults of absent keys, the presets, and the keys that need care.
 
 Defaults are those of the released code of each `model_type` (transformers 5.23); presets are the released config.json files."""
 

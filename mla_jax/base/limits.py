@@ -1,4 +1,4 @@
-"""What this process may take of the machine: what the system has, within the limits of control groups, as containers have them.
+"""Memory and cores that this process may use: the system's, within the limits of control groups, as containers have them.
 
 The system's files, of version 2 of the groups and of version 1, are looked for below a `root`."""
 

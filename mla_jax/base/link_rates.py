@@ -6,10 +6,10 @@ from mla_jax.base.roofline import DEVICES, Device
 
 
 class Links(NamedTuple):
-    """What one device receives of others, in bytes/s, while all send: in rings, and when each sends to all others.
+    """Rates at which one device receives while all send, in bytes/s: `ring` in rings, `to_all` when each sends to all others.
 
-    `island` devices are joined by these; what comes from further away takes the network, of which each device has `far`.
-    `latency` are seconds of a collective that carries nothing."""
+    They hold within an island of `island` devices; traffic between islands takes the network, `far` for each device.
+    `latency` is the time of a collective without contents, in seconds."""
 
     ring: float
     to_all: float

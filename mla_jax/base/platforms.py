@@ -34,7 +34,7 @@ def _finding(asked: str) -> str:
 
 
 def _advice(asked: str) -> list[str]:
-    """What to install for the first platform asked for, and how to do without."""
+    """Advice for the first platform asked for: the package to install, and how to run without it."""
     platform = asked.split(",", maxsplit=1)[0].strip()
     platform = SAME.get(platform, platform)
     lines = []

@@ -1,1 +1,1 @@
-"""What is remembered."""
+"""The KV cache: its pages, eviction of tokens, retrieval of pages."""

@@ -1,14 +1,15 @@
-"""What a row forgets once its cache is too long: a policy scores what is held, a rule says how much each layer or head keeps.
+"""Eviction of tokens from a row's cache: a policy scores the cached tokens, a rule gives each layer or head its count to keep.
 
-Scores come block by block, from what a layer's attention shows of a block of slots. `kept` chooses by the scores of all layers,
-`places` says how to move what stays. Nothing is known here of pages, models or the engine; positions stay as they were.
+Scores come block by block, from a layer's attention over a block of slots. `kept` chooses by the scores of all layers, `places`
+gives the new slots of the tokens that stay. Nothing is known here of pages, models or the engine; positions stay unchanged.
 
 Where heads are cached, each keeps tokens of its own, as published. Latents serve all heads of a layer at once, so a token goes
 for all of them or for none: there `shared` makes one score of the heads' scores, and Ada-KV shares out over layers what it
-shares out over heads as published. The mean is the right one: what a layer's output can change by is at most a constant less
-the weights kept, summed over the heads (Ada-KV, theorem 3.1).
+shares out over heads as published. The mean is the right one: the change of a layer's output is at most a constant less the
+weights kept, summed over the heads (Ada-KV, theorem 3.1).
 
-H is 1 or the number of heads: what has a choice of tokens of its own. Scores have M = H, or 2 H where a policy has two stages."""
+H is the number of heads where each head has a choice of its own, else 1. Scores have M = H, or 2 H where a policy has two
+stages."""
 
 import dataclasses
 from typing import ClassVar, NamedTuple
@@ -21,7 +22,7 @@ LEAST = float(np.finfo(np.float32).min)  # the score of what has no finite one; 
 
 
 class Seen(NamedTuple):
-    """What one layer's attention shows a policy of a block of S slots. Of slots past what a row holds, only `weights` are read as
+    """A policy's view of one layer's attention over a block of S slots. Of slots past a row's tokens, only `weights` are read as
     they are, and must be 0."""
 
     # Of each row's last W queries, after softmax over all slots; 0 for what a query may not see
@@ -48,7 +49,7 @@ class Policy:
         raise NotImplementedError
 
     def finished(self, scores: Float[Array, "B M S"], held: Int[Array, "B #H"]) -> Float[Array, "B M S"]:
-        """What the scores of all slots become, once they are together."""
+        """The final scores, from those of all slots."""
         return scores
 
 
@@ -142,7 +143,7 @@ class Critical(Policy):
     """CriticalKV: another policy chooses `first` of what is kept; the rest goes by its score times what a token can add.
 
     Its scores are those of both stages, M = 2 N; until they are finished, the second half is the worth alone. The products bound
-    what the output changes by more tightly, once half of the weight is kept: the first stage is there to keep it."""
+    the change of the output more tightly, once half of the weight is kept: the first stage is there to keep it."""
 
     of: Policy = SnapKV()
     first: float = dataclasses.field(default=0.5, kw_only=True)
@@ -187,7 +188,7 @@ def shared(scores: Float[Array, "B M S"], stages: int = 1) -> Float[Array, "B {s
 
 
 class Ranked(NamedTuple):
-    """What a rule shares out."""
+    """The ranked tokens of all layers and heads, of which a rule gives each its count."""
 
     score: Float[Array, "L B H S"]  # inf for what is forced, -inf for what is not held
     newer: Int[Array, "L B #H S"]  # of equal scores, the one with the larger number is better
@@ -210,7 +211,7 @@ class Rule:
 class Pyramid(Rule):
     """PyramidKV: many in the first layer, few in the last, evenly fewer in between; if the last has too few, all have the same.
 
-    What a layer has above the count, one at the other end has below it, rounded alike: the sum is exact."""
+    A layer's surplus over the count equals the deficit of the layer at the other end, rounded alike: the sum is exact."""
 
     beta: int = 20  # the count, as a multiple of what the last layer keeps
 
@@ -297,5 +298,5 @@ def _share(count: Int[Array, "*H"], part: float) -> Int[Array, "*H"]:
 
 
 def places(kept: Bool[Array, "*H S"]) -> tuple[Int[Array, "*H S"], Int[Array, "*H"]]:
-    """The old slot of what comes to each new one, in the same order, and how many there are. Past them come the others' slots."""
+    """For each new slot the old slot of its token, in the same order, and the number of tokens. The dropped slots follow."""
     return jnp.argsort(~kept), kept.sum(-1, dtype=jnp.int32)

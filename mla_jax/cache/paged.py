@@ -1,11 +1,10 @@
-"""The paged cache: one pool of pages for all rows and layers, and what a layer does with it.
+"""The paged cache: one pool of pages for all rows and layers; a layer's appends and reads.
 
 A pool is `{name: [G Z ..]}`: G pages of Z tokens, the same number of them for each layer, one layer's after the other's. It knows
-nothing of what the names mean: a form of attention says what it remembers. What is noted of a page as a whole is `[G ..]`. A row
-fills its pages in the order of arrival, so the order of its slots is the causal order. What no row holds may be anything, NaN as
-well.
+nothing of the names' meaning: a form of attention names its arrays. Metadata of a whole page is `[G ..]`. A row fills its pages
+in the order of arrival, so the order of its slots is the causal order. Slots that no row holds may contain anything, even NaN.
 
-Where all that is cached is of single heads, `[G Z H ..]`, each head may have tokens of its own. A page then has H lanes, and a
+Where all arrays are of single heads, `[G Z H ..]`, each head may have tokens of its own. A page then has H lanes, and a
 part is one lane of a page: part g H + h is lane h of page g. Page tables are `[H R P]`, and their entries are parts. All
 numbers of rows and views have this H in front.
 
@@ -33,7 +32,7 @@ NOWHERE = jnp.iinfo(jnp.int32).max  # a slot past the end of any pool: what is w
 BITS = {jnp.dtype(jnp.bfloat16): jnp.uint16, jnp.dtype(jnp.float8_e4m3fn): jnp.uint8}
 NUMBERS = {jnp.dtype(bits): numbers for numbers, bits in BITS.items()}
 
-# What is noted of tokens and pages for cache/retrieve.py: no form of attention reads or writes it.
+# Retrieval's metadata of tokens and pages (cache/retrieve.py); attention ignores it.
 ASKED, SUMMARY = "asked", "summary"  # [G Z] and, not of tokens but of pages, [G V L]
 NOTES = {ASKED, SUMMARY}
 
@@ -73,7 +72,7 @@ class Rows(NamedTuple):
         return _lanes(self.page_table)
 
     def of_tokens(self, value: Int[Array, " R"]) -> Int[Array, "B T"]:
-        """What a row has, for each of its new tokens."""
+        """A value of each row, repeated for each of the row's new tokens."""
         return jnp.broadcast_to(value[:, None], self.index.shape) if self.row is None else value[self.row]
 
     def of_rows(self, token: Shaped[Array, "B T"]) -> Int[Array, " R"]:
@@ -108,8 +107,8 @@ def init(
     page: Mapping[str, jax.ShapeDtypeStruct] | None = None,
     as_bits: bool = False,
 ) -> Pool:
-    """A pool with `pages` pages for each of `layers` layers; `token` shows what one token leaves in a layer, as `[1 1 ..]`, and
-    `page` what is noted of a page, as `[1 ..]`.
+    """A pool with `pages` pages for each of `layers` layers; `token` has the shapes of one token in a layer, as `[1 1 ..]`, and
+    `page` those of a page's metadata, as `[1 ..]`.
 
     `as_bits` stores narrow floats as integers, for a CPU."""
 
@@ -247,7 +246,7 @@ def append(layer: Layer, new: Mapping[str, Shaped[Array, "B T ..."]], rows: Rows
 
 
 def note(layer: Layer, page: Int[Array, " G"], notes: Mapping[str, Shaped[Array, "G ..."]]) -> Layer:
-    """Writes what is noted of pages, counted from the pool's first; NOWHERE is none."""
+    """Writes the metadata of pages, whose numbers count from the pool's first page; NOWHERE is none."""
     pool = layer.pool
     written = {
         name: pool[name].at[page].set(_stored(new, pool[name].dtype), mode="drop")
@@ -257,12 +256,12 @@ def note(layer: Layer, page: Int[Array, " G"], notes: Mapping[str, Shaped[Array,
 
 
 def summaries(layer: Layer, table: Int[Array, "B P"]) -> Float[Array, "B P V L"]:
-    """What pages are summed up by."""
+    """The summaries of the pages of a table, as numbers."""
     return _numbers(layer.pool[SUMMARY].at[table + layer.first].get(mode="clip"))
 
 
 def read(layer: Layer, view: View, first: Array | int, count: int) -> dict[str, Shaped[Array, "B S ..."]]:
-    """What each line has in `count` of its pages, from its page `first` on; zeros in the slots that hold nothing of it."""
+    """The contents of `count` pages of each line, from its page `first` on; zeros in slots that hold nothing of it."""
     table, filled = (
         jax.lax.dynamic_slice_in_dim(array, first, count, axis=-1) for array in (view.table, view.filled)
     )

@@ -1,10 +1,10 @@
-"""Which pages a row attends to, once it has many: a policy sums a page up, and says what the sum is worth to a query.
+"""Retrieval: a policy summarises each page and scores the summary against a query; a row attends to the best pages.
 
 Queries and keys are those of latents in absorbed form, [q_nope @ uk, q_pe] and [c_kv, k_pe]: their product is a head's exact
 logit, before it is scaled. All heads of a layer read the same pages, so a page is chosen for all of them. Nothing is known here
 of pools and models.
 
-Letters: G pages that are summed up, P pages of a row, K those that are chosen, V vectors of a page, L numbers of a key."""
+Letters: G pages to summarise, P pages of a row, K chosen pages, V vectors of a page's summary, L numbers of a key."""
 
 import dataclasses
 from typing import ClassVar, NamedTuple
@@ -28,7 +28,7 @@ class Policy:
     def asked(
         self, queries: Float[Array, "G Z L"], keys: Float[Array, "G Z L"], new: Bool[Array, "G Z"]
     ) -> Float[Array, "G Z"]:
-        """What the `new` tokens of a page ask for of each of its tokens; a page's tokens may come in several steps."""
+        """The attention that the `new` tokens of a page pay to each of its tokens; they may come in several steps."""
         raise NotImplementedError
 
     def summary(
@@ -50,7 +50,7 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True)
 class Quest(Policy):
-    """Quest (arXiv 2406.10774): the lowest and the highest number of each channel bound what a page's tokens can score."""
+    """Quest (arXiv 2406.10774): the lowest and the highest number of each channel bound the scores of a page's tokens."""
 
     name = "quest"
     vectors = 2
@@ -62,7 +62,7 @@ class Quest(Policy):
         return jnp.stack([low.min(1), high.max(1)], axis=1)
 
     def bounds(self, q: Float[Array, "B N L"], summary: Float[Array, "B P V L"]) -> Float[Array, "B N P"]:
-        """What no token of a page exceeds in a head: the sum over channels of the larger of q * low and q * high."""
+        """The upper bound of a head's score for a page's tokens: the sum over channels of the larger of q * low and q * high."""
         parts = jnp.stack([jnp.minimum(q, 0), jnp.maximum(q, 0)], axis=2)
         return jnp.einsum("bnvl,bpvl->bnp", parts, summary, preferred_element_type=jnp.float32)
 
@@ -127,7 +127,7 @@ POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Quest(), InfLL
 
 @dataclasses.dataclass(frozen=True)
 class Retrieval:
-    """What a token attends to while a row decodes."""
+    """The context of a decoding row: the pages that its queries attend to, chosen by a policy."""
 
     policy: Policy
     tokens: int  # of context, in each layer; in whole pages

@@ -1,1 +1,1 @@
-"""What is chosen: everything inside jit."""
+"""Decoding inside jit: prefill, decode steps, sampling, drafts."""

@@ -28,7 +28,7 @@ BLOCK = 16  # pages that are moved at a time
 
 @dataclass(frozen=True)
 class Selection:
-    """What stays of rows' tokens."""
+    """The settings of eviction: policy, budget, and the tokens that stay whatever their scores."""
 
     policy: Policy
     budget: str = "ada"  # how layers or heads share: one of RULES
@@ -59,8 +59,8 @@ def observe(
     *,
     evicts: Selection | None,
 ) -> tuple[Pool, Rows, Kept]:
-    """What stays of the rows `at`: `count` tokens a layer and head on average. An index past the table is none; pool and rows
-    stay."""
+    """The tokens to keep of the rows `at`: `count` a layer and head on average. An index past the table is none; pool and rows
+    are unchanged."""
     assert evicts is not None
     policy, rule = evicts.policy, RULES[evicts.budget]
     tokens, batch = newest(rows, at, page_table, evicts.window)

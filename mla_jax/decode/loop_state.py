@@ -1,4 +1,4 @@
-"""The parts of a decode step: choose a token for each open row, read it, and what a run has come to in between.
+"""The parts of a decode step, choosing a token for each open row and reading it, and the state that a run carries.
 
 A row is open until it has ended, and in one run until it has as many tokens as the run may choose for it."""
 
@@ -22,7 +22,7 @@ from mla_jax.model.transformer import Transformer
 
 
 class Asked(NamedTuple):
-    """What a run is asked for: the same in all its steps."""
+    """Inputs of a decode run that do not change between steps."""
 
     at: Int[Array, " B"]  # rows of the table; an index past it is none
     entry: Entry  # of these
@@ -32,7 +32,7 @@ class Asked(NamedTuple):
 
 
 class Going(NamedTuple):
-    """What a run has come to."""
+    """The carry of a decode run's loop."""
 
     pool: Pool
     rows: Rows
@@ -132,7 +132,7 @@ def _put(buffer: Array, slot: Int[Array, " B"], value: Array) -> Array:
 def read(
     model: Transformer, going: Going, asked: Asked, tokens: Int[Array, "B T"], counts: Int[Array, " B"]
 ) -> tuple[Going, Float[Array, "B T D"]]:
-    """The first `counts` of these tokens behind what each row holds, and their hidden states. `accepted` says what stays."""
+    """Appends the first `counts` tokens to each row's cache; also returns their hidden states. `accepted` keeps some or all."""
     batch = Batch.behind(going.held, going.position, counts, tokens.shape[1], asked.page_table)
     hidden, pool, aux = model(tokens, batch, going.pool, collect=going.rows.load is not None)
     assert pool is not None
@@ -147,5 +147,5 @@ def accepted(going: Going, more: Bool[Array, " B"], hidden: Float[Array, "B D"])
 
 
 def counted(load: Int[Array, "moe X"] | None, aux: dict[str, list[Array]]) -> Int[Array, "moe X"] | None:
-    """What experts were chosen so far, with those of one more step."""
+    """Adds a step's tokens of each expert to the counts."""
     return None if load is None else load + jnp.stack(aux["load"]).astype(jnp.int32)

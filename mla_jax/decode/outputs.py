@@ -1,4 +1,4 @@
-"""What the decode loop tells of the tokens that it chooses."""
+"""The outputs of the decode loop: chosen tokens, log-probabilities, draft statistics."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ class Likely(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What one `run` has chosen for each of its rows: the first `count` of the tokens."""
+    """The tokens that one `run` chose for each of its rows: the first `count` of `tokens`."""
 
     tokens: Int[Either, "B STEPS"]
     count: Int[Either, " B"]
@@ -44,14 +44,14 @@ CHOSEN, LIKELY = nothing_chosen(1)
 
 
 class Found(NamedTuple):
-    """What one `run` has found, on the device, one data shard's rows after the other's; to look at it is to wait for it."""
+    """The packed outputs of one `run`, on the device, one data shard's rows after the other's; reading blocks until ready."""
 
     chosen: Int[Array, "B chosen"]
     likely: Int[Array, "B likely"]  # zeros unless a row of the batch asks
 
     @property
     def is_there(self) -> bool:
-        """Whether nobody has to wait any more."""
+        """Whether reading would not block."""
         return part_here(self.chosen).is_ready()
 
     def tokens(self) -> Chosen:

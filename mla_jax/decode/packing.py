@@ -1,4 +1,4 @@
-"""Trees of small arrays as one array of int32: what a call sends, what rows keep, and what comes back.
+"""Trees of small arrays as one array of int32, for the arrays that a call sends, that rows keep, and that a call returns.
 
 Every array costs a call about a microsecond. One from the host costs a copy as well. One whose address changes from call to call
 costs an update of each node of a CUDA graph that uses it."""
@@ -41,14 +41,14 @@ def unpack(packed: Packed, like: Tree, axes: int = 0) -> Tree:
 
 
 def of_shards(shards: Sequence[Any]) -> Any:
-    """What is sent to each data shard, in one tree: with an axis of shards in front, where there are several."""
+    """Stacks the data shards' trees into one to send: with an axis of shards in front, where there are several."""
     if len(shards) == 1:
         return shards[0]
     return jax.tree.map(lambda *arrays: np.stack(arrays), *shards)
 
 
 def here(array: Any) -> np.ndarray:
-    """What all devices have the same of, on the host."""
+    """A replicated array, on the host."""
     return np.asarray(part_here(array))
 
 

@@ -1,8 +1,8 @@
-"""How a program lies on the devices of a mesh: every device runs the one-device program, under one `jax.shard_map`.
+"""Sharding of programs over a mesh: every device runs the one-device program, under one `jax.shard_map`.
 
-A device has its part of the weights, and pool, rows and page tables of its own. An array that programs keep is those of all
-devices, one after the other on the first axis. What the host sends has one entry for each data shard. What the host reads is the
-same on all devices: programs gather it."""
+A device has its part of the weights, and pool, rows and page tables of its own. The arrays that programs keep are concatenated
+over all devices on the first axis. Arrays from the host have one entry for each data shard. Arrays for the host are replicated:
+programs all-gather them."""
 
 import dataclasses
 import functools
@@ -59,7 +59,7 @@ class Spread:
 
     @property
     def compiler_options(self) -> dict[str, bool]:
-        """What programs need on several GPUs."""
+        """XLA's options for programs on several GPUs; none elsewhere."""
         devices = self.devices or []
         if len(devices) > 1 and devices[0].platform == "gpu" and _is_option(BY_NCCL):
             return {BY_NCCL: True}
@@ -70,7 +70,7 @@ class Spread:
         return partition.of_parameters(state, self.layout.local) if self.mesh is not None else state
 
     def whole(self, shapes: Any) -> Any:
-        """Shapes of arrays of all devices, from those of one."""
+        """Shapes of arrays concatenated over all devices, from those of one."""
         if self.mesh is None:
             return shapes
         sharding, count = NamedSharding(self.mesh, OWN), self.mesh.size
@@ -85,7 +85,7 @@ class Spread:
         return _shaped((self.shards, *shape.shape), shape.dtype, NamedSharding(self.mesh, SENT))
 
     def send(self, array: np.ndarray) -> Any:
-        """What the host sends, to the devices of this process."""
+        """Sends an array of the host to the devices of this process."""
         if self.mesh is None:
             return array
         return jax.make_array_from_callback(
@@ -93,7 +93,7 @@ class Spread:
         )
 
     def added_up(self, array: jax.Array) -> np.ndarray:
-        """The sum over data shards of what each has, on the host."""
+        """The sum of the data shards' arrays, on the host."""
         if self.mesh is None:
             return np.asarray(array)
         whole = jax.device_put(array, NamedSharding(self.mesh, PartitionSpec()))

@@ -98,7 +98,7 @@ def is_kept(
 def after_top_k(warm: Logits, sampling: Sampling) -> Float[Array, " B"]:
     """A number than which at most k logits are larger, and at least k not smaller; -inf for rows whose top-p does not need it.
 
-    It is found by its bits, four at a time, and by counting what is larger; the loop ends once that is k for every row."""
+    It is found by its bits, four at a time, and by counting larger logits; the loop ends once there are k in every row."""
     # No logit is above 0, and below 0 a smaller number has larger bits
     bits = jax.lax.bitcast_convert_type(warm, jnp.uint32)
     k, digits = sampling.top_k, np.arange(1, 16, dtype=np.uint32)

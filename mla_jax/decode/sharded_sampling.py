@@ -26,7 +26,7 @@ def own(rows: Any) -> Any:
 
 
 def of_all(found: Any, rows: int) -> Any:
-    """What all devices have found, for so many rows."""
+    """All-gathers the devices' results, cut to `rows` rows."""
     if across.size(TENSOR) == 1:
         return found
     return jax.tree.map(lambda leaf: leaf[:rows], across.gathered(found, TENSOR))

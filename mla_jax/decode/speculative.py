@@ -1,9 +1,9 @@
-"""Drafts: guesses of what comes next, read together with the token before them, of which those stand that the sampler draws.
+"""Drafts: proposed next tokens, verified in one pass with the token before them; a draft is accepted if the sampler draws it.
 
-A pass of the loop chooses a token, has a drafter guess the next ones, reads all of them at once, and takes one guess after the
-other as long as each is what is drawn in its place. What is drawn depends on the logits, the row's seed and the position alone,
-so the tokens are those that come without drafts, whatever the drafter says. Nothing is undone for a guess that falls: lengths
-say what a row holds, and later tokens overwrite the rest."""
+A pass of the loop chooses a token, has a drafter propose the next ones, runs the model over all of them at once, and accepts one
+draft after the other as long as each equals the sampled token of its place. A sampled token depends on the logits, the row's
+seed and the position alone, so drafts never change the output. Nothing is undone for a rejected draft: a row's length excludes
+it, and later tokens overwrite it."""
 
 import dataclasses
 from typing import ClassVar, NamedTuple
@@ -84,7 +84,7 @@ class Mtp(Drafter):
     """The model's own layer for multi-token prediction, which guesses from a token and the hidden state before it.
 
     Run on its own normed output, it guesses further. Its cache has an entry for each token but the newest, made from the token
-    after and the model's own hidden state: what was made from a guess is overwritten. An entry is in the slot of the hidden
+    after and the model's own hidden state: an entry made from a guess is overwritten. An entry is in the slot of the hidden
     state's token, one before the slot of the token that it was made with."""
 
     name = "the model's layer for multi-token prediction"
@@ -234,7 +234,7 @@ class Guessed(NamedTuple):
 def _verified(
     model: Transformer, going: Going, asked: Asked, drafter: Drafter, given: Guessed
 ) -> tuple[Going, Float[Array, "b W"]]:
-    """Reads a token and its guesses, and takes those that stand; also returns the dealt logits of the last token of each row."""
+    """Runs the model over a token and its drafts, and accepts drafts; also returns the row shard of each last token's logits."""
     before, most = going, given.guesses.shape[1]
     tokens = jnp.concatenate([given.token[:, None], given.guesses], axis=1)
     going, hidden = read(model, going, asked, tokens, given.counts + 1)
@@ -250,7 +250,7 @@ def _verified(
 def _checked(
     going: Going, asked: Asked, given: Guessed, hidden: Float[Array, "B T D"], logits: Float[Array, "b T W"]
 ) -> Going:
-    """Takes the token that was read, then one guess after the other, as long as each is what is drawn in its place."""
+    """Accepts the token that was read, then one draft after the other, as long as each equals the sampled token of its place."""
 
     def is_unfinished(carry: tuple[Array, Going, Array]) -> Array:
         i, _, live = carry

@@ -1,6 +1,6 @@
 """Compiled programs as files, so that the next start traces and compiles nothing.
 
-A file's name says what it was compiled from: the version of the code, the model, shapes and options, JAX, the device. Whatever is
+A file's name is a digest of its inputs: the version of the code, the model, shapes and options, JAX, the device. Whatever is
 wrong with a file or the folder, the program is compiled instead. A file holds a pickle, which is code: the folder must be the
 user's own, and closed to others."""
 
@@ -155,7 +155,7 @@ def code() -> str:
 
 
 def environment(devices: Sequence[Any]) -> str:
-    """What else decides how a program is traced and compiled: versions, settings, the devices."""
+    """All else that tracing and compiling depend on: versions, settings, the devices."""
     device = devices[0]
     versions = (
         sys.version,

@@ -1,1 +1,1 @@
-"""What several devices of a mesh share: parts of parameters, messages and what they cost."""
+"""Meshes of several devices: parts of parameters, collectives, and their costs."""

@@ -1,4 +1,4 @@
-"""What devices of a mesh say to each other: collectives over mesh axes, inside `jax.shard_map`.
+"""Collectives over the axes of a mesh, inside `jax.shard_map`.
 
 Outside of a mesh an axis has one device, and nothing is sent. So a module's code is the same for one device and for many."""
 
@@ -52,7 +52,7 @@ def any_of(x: Bool[Array, ""]) -> Bool[Array, ""]:
 
 
 def gathered(x: Any, axes: Axes, along: int = 0) -> Any:
-    """What each device has, one after the other along an axis of the arrays."""
+    """All-gathers the devices' arrays, concatenated along an axis."""
     names = _bound(axes)
     if not names:
         return x
@@ -152,11 +152,11 @@ def cut(counts: Int[Array, " N"], pieces: int) -> Pieces:
 
 
 def sent(rows: Shaped[Array, "S ..."], route: Route, most: int, room: int) -> Shaped[Array, "R ..."]:
-    """The `room` rows that come here from all devices, in their order. `rows` are those for each device, in their order, of which
-    no device gets more than `most`.
+    """Ragged all-to-all: the `room` rows that all devices send here, in the devices' order. `rows` are in the order of their
+    destinations, of which none gets more than `most`.
 
-    What comes after the last row may be anything. Where a platform has no ragged exchange, messages are padded to `most` rows. On
-    GPUs of one process they go in pieces."""
+    Rows past the last one received may be anything. Where a platform has no ragged exchange, messages are padded to `most` rows.
+    On GPUs of one process they go in pieces."""
     here = index(route.axes)
     # Where the rows for each device begin, among those that each sends
     starts = jnp.cumsum(route.counts, axis=1) - route.counts

@@ -24,7 +24,7 @@ class Devices:
 
     @staticmethod
     def default(figures: roofline.Device | None = None) -> "Devices":
-        """JAX's first device; `figures` None takes those of the table. Raises Unsupported if JAX cannot start."""
+        """JAX's first device; `figures` None takes the table's. Raises Unsupported if JAX cannot start."""
         return Devices.of({}, figures)
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Copies of experts that are chosen often, so that the devices of a mesh have equally much to do. No JAX here.
 
-Tokens that choose an expert with copies are dealt out to these. What a device does is in proportion to the tokens it gets."""
+Tokens that choose an expert with copies are divided among them. A device's work is in proportion to its tokens."""
 
 from collections.abc import Sequence
 
@@ -47,7 +47,7 @@ def slots_of(placed: Sequence[int], experts: int) -> np.ndarray:
 
 
 def imbalance(counts: Sequence[int] | np.ndarray, placed: Sequence[int], devices: int) -> float:
-    """What the device with most to do does, over the mean: 1 where all do the same."""
+    """The largest work of a device over the mean: 1 where all have the same."""
     number = np.bincount(placed, minlength=len(counts))
     share = np.asarray(counts, float) / np.maximum(number, 1)
     work = share[np.asarray(placed)].reshape(devices, -1).sum(1)

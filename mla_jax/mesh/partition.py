@@ -1,7 +1,7 @@
-"""Which part of each parameter a device of a mesh has: it follows from the names of the parameter's axes, by base/axes.py.
+"""A device's part of each parameter on a mesh: it follows from the names of the parameter's axes, by base/axes.py.
 
-A parameter is cut only into equal parts, and a packed one only between blocks. One that cannot be cut is whole on each device;
-modules see by its shape what they have."""
+A parameter is cut only into equal parts, and a packed one only between blocks. Parameters without equal parts are replicated;
+modules infer it from the local shape."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A mesh of devices that are not here, to plan for: their figures and memory are those of a table, and no program can run."""
+"""A mesh of absent devices, for planning: figures and memory come from a table, and no program can run."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,1 +1,1 @@
-"""What is computed: arrays in, arrays out."""
+"""The model's arithmetic: arrays in, arrays out."""

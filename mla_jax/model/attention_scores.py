@@ -1,8 +1,8 @@
-"""What is asked of a layer's attention by those who choose what a row keeps or reads. `queries` are what it looks for, `scores`
-what an eviction policy makes of the weights with which the newest queries see what is cached, block by block.
+"""Attention scores and queries of a layer, for eviction and retrieval. `queries` are the layer's queries of new tokens; `scores`
+are an eviction policy's scores of cached tokens, from the attention of the newest queries, block by block.
 
-Over latents the queries are absorbed, so no head is rebuilt. All weights together are never there: a first round over the blocks
-sums the exponentials, a second one scores."""
+Over latents the queries are absorbed, so no head is rebuilt. The weights of all blocks are never in memory together: a first
+round over the blocks sums the exponentials, a second one scores."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ def queries(q: tuple[Array, Array], held: Held, up: Any, out: Array, scale: floa
 def scores(
     policy: Policy, q: Any, held: Held, up: Any, out: Float[Array, "D O"], scale: float
 ) -> Float[Array, "B M S"]:
-    """What `policy` gives every slot of a layer: for each head where heads are cached, or where it tells them apart.
+    """The score that `policy` gives every slot of a layer: for each head where heads are cached, or where it tells them apart.
 
     `q` are the queries of tokens that are cached, as forms take them; `out` is the projection behind attention, of O = N V."""
     watched = Watched.of(q, held, up, scale)
@@ -47,7 +47,7 @@ def scores(
 
 
 class Watched(NamedTuple):
-    """What one layer has cached, in blocks, and the queries that look at it."""
+    """One layer's cached tokens, in blocks, and the queries that look at them."""
 
     layer: Layer
     blocks: Blocks
@@ -84,7 +84,7 @@ class Watched(NamedTuple):
         return jnp.arange(self.slots, dtype=jnp.int32) + i * self.slots
 
     def cached(self, i: Number) -> Cached:
-        """What is in a block: zeros where nothing is held."""
+        """The contents of a block: zeros where nothing is held."""
         count = self.blocks.count
         return self.reads(paged.read(self.layer, self.blocks.pages, i * count, count))
 
@@ -116,7 +116,7 @@ class Watched(NamedTuple):
         return total / jnp.maximum(self.lens, 1)[..., None]
 
     def side_by_side(self, scored: Callable[[Number], Array]) -> Float[Array, "B M S"]:
-        """What all blocks are given; zeros for those that hold nothing."""
+        """The scores of all blocks, in order; zeros for empty blocks."""
         one = jax.eval_shape(scored, 0)
         count = self.blocks.pages.table.shape[-1] // self.blocks.count
 
@@ -140,7 +140,7 @@ def _keys(cached: Cached) -> Float[Array, "B S K D"]:
 
 
 def _worth(cached: Cached, up: Any, out: Array) -> Float[Array, "B S N"]:
-    """The L1 norm of what a head's value adds to the layer's output: over latents both projections are one product."""
+    """The L1 norm of a head's value in the layer's output: over latents both projections are one product."""
     heads = up[1].shape[0]
     by_head = jnp.moveaxis(out.reshape(out.shape[0], heads, -1), 1, 0)
 

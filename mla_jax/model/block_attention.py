@@ -1,7 +1,7 @@
-"""What the queries of a step attend to in one layer: the cached tokens of their rows, read block by block.
+"""Attention of a step's queries in one layer over the cached tokens of their rows, read block by block.
 
-A form of attention says what it makes of a block: scores and values. The softmax over all blocks is computed here, once for all
-forms, so that neither scores nor what a form makes of the cache ever takes more memory than a block's."""
+A form of attention makes scores and values of a block. The softmax over all blocks is computed here, once for all forms, so
+that neither scores nor rebuilt heads ever take more memory than a block's."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -79,7 +79,7 @@ class Held(NamedTuple):
 
 
 def prepare(batch: Batch, pool: Pool | None, config: Config, block: int) -> Blocks | Bool[Array, "B T 1 S"]:
-    """For the forms that XLA computes: blocks of about `block` slots; without a cache, what each query attends to."""
+    """For the forms that XLA computes: blocks of about `block` slots; without a cache, the mask of the attended tokens."""
     if pool is None:
         positions = jnp.where(batch.mask, batch.positions, jnp.iinfo(jnp.int32).max)
         causal = positions[:, None, None, :] <= batch.positions[:, :, None, None]
@@ -92,8 +92,8 @@ def prepare(batch: Batch, pool: Pool | None, config: Config, block: int) -> Bloc
 
 
 def finite(values: Array) -> Array:
-    """With zeros for what is not a number, which must not reach other rows of a line: a weight of zero times NaN is NaN. The
-    row's own queries learn of it by its keys."""
+    """Zeros in place of NaN and infinities, which must not reach other rows of a line: a weight of zero times NaN is NaN. The
+    row's own queries learn of them by its keys."""
     return jnp.where(jnp.isfinite(values), values, 0)
 
 

@@ -1,6 +1,6 @@
 """Which form of attention and which expert backend a step takes: as asked, or for "auto" the fastest on the device.
 
-A `Dispatch` is what was asked for, and the device. It holds no weights. The model asks it once per step, while the step is
+A `Dispatch` is the requested settings and the device. It holds no weights. The model asks it once per step, while the step is
 traced; `explain()`, the memory plan and the benchmarks ask the same object. Whether a kernel can take a step is not worked out
 from shapes that are written a second time: the function that will run is traced on shapes, and its kernels answer."""
 

@@ -27,16 +27,16 @@ def gather(
     experts: int,
     compute: Compute,
 ) -> Float[Array, "n D"]:
-    """Every device gets the tokens of all data shards, and each shard the sums of its own: for few tokens.
+    """All-gathers the tokens of the data shards and reduce-scatters the outputs: for small batches.
 
-    A device has `experts` experts; the id of no expert is the number of all."""
+    A device has `experts` experts; the number of all experts is the id of none."""
     x, topk_ids, topk_weights = across.gathered_as_one((x, topk_ids, topk_weights), DATA)
     y = compute(x, own_ids(topk_ids, experts), topk_weights)
     return across.total(across.scattered(y, DATA), (TENSOR, CONTEXT))
 
 
 def own_ids(topk_ids: Int[Array, "n K"], experts: int) -> Int[Array, "n K"]:
-    """The ids among this device's experts; theirs is the number of these for all others."""
+    """The ids counted from this device's first expert; `experts` for experts of other devices."""
     here = topk_ids - across.index(MESH_AXES) * experts
     return jnp.where((here >= 0) & (here < experts), here, experts)
 
@@ -66,7 +66,7 @@ def _sent_and_back(
     experts: int,
     compute: Compute,
 ) -> Float[Array, "n D"]:
-    """What the experts of all devices make of this device's tokens."""
+    """The expert outputs of this device's tokens: each goes to the devices of its experts, and the sums come back."""
     (tokens, chosen), devices = topk_ids.shape, across.size(MESH_AXES)
     goes = (topk_ids[:, :, None] // experts == jnp.arange(devices)).any(1)
     route = across.Route.of(goes.sum(0, dtype=jnp.int32), MESH_AXES)

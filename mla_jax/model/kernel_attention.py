@@ -29,7 +29,7 @@ class Order(NamedTuple):
 
 
 class Latents(NamedTuple):
-    """What the layers of one step of `kernel_latents` share."""
+    """The plan of one step of `kernel_latents`, shared by its layers."""
 
     rows: Rows
     held: Int[Array, " B"]  # tokens of each row that are on this device
@@ -101,7 +101,7 @@ Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]
 
 
 class Heads(NamedTuple):
-    """What the layers of one step of `kernel_heads` share."""
+    """The plan of one step of `kernel_heads`, shared by its layers."""
 
     rows: Rows
     own: Range  # among the new tokens of its line

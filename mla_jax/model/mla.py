@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): its four forms side by side, and the layer around them.
 
-A form is what it caches of a token and how queries attend to the cache. All four use the same two weights, the halves of
+A form defines the cached arrays of a token and the attention over them. All four use the same two weights, the halves of
 kv_b_proj: `uk [N P R]` maps the latent to a head's plain key, `uv [N V R]` to its value. They give equal results and differ in
-what they cache, compute and copy; `base/roofline.py` compares their costs. A form says what it makes of a block of cached tokens,
-scores and values; `held.attend` is the softmax over all blocks.
+caching, arithmetic and copies; `base/roofline.py` compares their costs. A form makes scores and values of a block of cached
+tokens; `block_attention.attend` is the softmax over all blocks.
 
 Letters: B batch, T query tokens, S cached tokens, N heads, R kv rank, P nope, E rope, V value; H is P + E, L is R + E."""
 
@@ -93,12 +93,12 @@ def move_elided(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B
 class Form(NamedTuple):
     """A row of a table of forms.
 
-    remembers(c_kv, k_pe, up, x) -> what the cache stores of new tokens; `x [B T D]` is the layer's input.
+    remembers(c_kv, k_pe, up, x) -> the cached arrays of new tokens; `x [B T D]` is the layer's input.
     attends(queries, held, up, scale) -> `[B T N V]`.
-    prepare(batch, pool, config, block) -> what all layers of a step share, made once; `pool` is None without a cache. The
-    softmax of what is cached goes by blocks of about `block` slots, except in kernels.
-    appends(q, kv, norm, layer, step, config) -> queries and layer: a kernel for what is between projections and attention.
-    reads(cached) -> what `attends` knows, of what is stored."""
+    prepare(batch, pool, config, block) -> the plan that all layers of a step share, made once; `pool` is None without a cache.
+    The softmax over the cache goes by blocks of about `block` slots, except in kernels.
+    appends(q, kv, norm, layer, step, config) -> queries and layer: one kernel for the work between projections and attention.
+    reads(cached) -> the stored arrays, as `attends` takes them."""
 
     remembers: Callable[..., dict[str, Array]]
     attends: Callable[..., Array]
@@ -172,7 +172,7 @@ class MLA(nnx.Module):
         return self.projected(out), watch(q, held, self.up, own, scale)
 
     def projected(self, out: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
-        """What the layer adds; on a mesh `out` is of a device's own heads."""
+        """The layer's output; on a mesh `out` is of a device's own heads."""
         inner = self.config.num_attention_heads * self.config.v_head_dim
         return contracted(out.reshape(*out.shape[:2], -1), self.o_proj[...], inner)
 

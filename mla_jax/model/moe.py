@@ -219,7 +219,7 @@ class Experts(nnx.Module):
         plan: ExpertPlan,
         concurrent: Callable[[Array], Array],
     ) -> tuple[Array, Array, Deferred | None]:
-        """The chosen experts' sum, the result of `concurrent(x)`, and what a later layer adds: nothing."""
+        """The chosen experts' sum, the result of `concurrent(x)`, and the deferred sum of a later layer: none here."""
         weights = self.gate[...], self.up[...], self.down[...]
 
         def compute(x: Array, topk_ids: Array, topk_weights: Array) -> Array:
@@ -259,7 +259,7 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"], plan: ExpertPlan
     ) -> tuple[Array, Int[Array, " X"], Any]:
-        """The layer's output `[B T D]`, how many unmasked tokens each expert got, and what a later layer is to `settle`.
+        """The layer's output `[B T D]`, the number of unmasked tokens of each expert, and the deferred sum for a later layer.
 
         Masked tokens cost no expert."""
         flat = x.reshape(-1, x.shape[-1])

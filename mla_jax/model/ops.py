@@ -183,7 +183,7 @@ def kernels_here() -> bool:
 
 
 def as_if_on(kind: str, platform: str, capability: str) -> AbstractContextManager[None]:
-    """Inside, kernels say what they would do on a device that is not here."""
+    """Inside, kernels answer for a device that is not here."""
     from pallas_kernels import choice
 
     return choice.as_if_on(choice.Kind(kind, platform, capability))
@@ -236,7 +236,7 @@ def mla_decode(
     """Attention over pages of latents `[G Z R]`, a row's last T of `seq_lens` tokens being the queries, and its LSE.
 
     `parts` as `parts_of_heads` says, `schedule` is of one of these. Where no kernel takes latents in E4M3, but one takes numbers,
-    they become numbers first; the fallback converts what it reads."""
+    they become numbers first; the fallback converts as it reads."""
     from pallas_kernels import mla_decode as kernel
     from pallas_kernels.fp8 import Fp8, dequantize
 
@@ -371,7 +371,7 @@ def dequantize_latent(
 
 
 def operand(w: Weight, dtype: jnp.dtype) -> Any:
-    """A weight as kernels take it: FP8 in blocks and what is reordered stay packed, all else becomes numbers."""
+    """A weight as kernels take it: FP8 in blocks and reordered weights stay packed, all others become numbers."""
     from pallas_kernels.fp8 import Fp8
 
     if isinstance(w, QTensor) and w.reordered:

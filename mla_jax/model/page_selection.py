@@ -1,7 +1,7 @@
-"""Retrieval in a layer: sums up the pages that a step writes, and shortens a row's page table to the pages that a policy chooses.
+"""Retrieval in a layer: summarises the pages that a step writes, and shortens a row's page table to the pages a policy chooses.
 
-What is noted of a page is in the pool with its tokens, so it goes where the page goes. It is made anew from what the page
-holds whenever tokens are appended: what was there before never matters."""
+A page's summary is in the pool with its tokens, so it goes where the page goes. It is made anew from the page's tokens whenever
+tokens are appended: earlier contents never matter."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ def _first_tokens(rows: Rows) -> Int[Array, " R"]:
 
 
 class Retrieving(NamedTuple):
-    """What the layers of one step share."""
+    """The retrieval plan of one step, shared by its layers."""
 
     retrieval: Retrieval
     batch: Batch
@@ -77,7 +77,7 @@ class Retrieving(NamedTuple):
     def step_of(
         self, layer: Layer, q: tuple[Array, Array], up: tuple[Array, Array], scale: float, step: Any
     ) -> Any:
-        """What the form needs to attend to the pages that these queries choose; without a choice, `step`."""
+        """The form's plan for the pages that these queries choose; without a choice, `step`."""
         if self.pages is None:
             return step
         with jax.named_scope("retrieve"):

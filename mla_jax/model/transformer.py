@@ -25,7 +25,7 @@ from mla_jax.model.ops import entries, linear, norm_weight, parameter, rms_norm
 
 
 class Block(nnx.Module):
-    """One layer. It takes and returns `(x, pending)`; `pending` is what a layer leaves for a later one to add."""
+    """One layer. It takes and returns `(x, pending)`; `pending` is the deferred sum that a later layer adds."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs, layer: int):
         self.eps = config.rms_norm_eps
@@ -37,8 +37,8 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], pending: Any, batch: Batch, layer: Layer | None, plan: StepPlan
     ):
-        """Returns `((x, pending), layer, found)`: "load", how many tokens each expert has, where there are any; where tokens are
-        read again, "watched", what is asked of each layer's attention, and nothing is cached anew."""
+        """Returns `((x, pending), layer, found)`. `found["load"]` is the number of tokens of each expert, in MoE layers. With
+        `plan.watch` the tokens are cached already, nothing is appended, and `found["watched"]` is the result of `watch`."""
         normed, found = rms_norm(x, self.attn_norm[...], self.eps), {}
         with jax.named_scope("attention"):
             if plan.watch is None:
@@ -93,7 +93,7 @@ class Transformer(nnx.Module):
         """Hidden states after the last norm, the pool with the new tokens in it, and, if `collect`, each MoE layer's load.
 
         Without a pool the tokens attend to each other alone, as in training. With a `watch` they are in the pool already, which
-        stays as it is, and what it says of each layer is collected."""
+        stays unchanged, and its result for each layer is collected."""
         if watch is None or pool is None:
             plan = self.dispatch.step(self, batch, pool)
         else:
@@ -139,12 +139,12 @@ class Transformer(nnx.Module):
 
     @property
     def lanes(self) -> int:
-        """What has tokens of its own in a page of one layer: the heads, if they are cached; heads share latents, so then 1."""
+        """Lanes of a page, each with tokens of its own: the heads where heads are cached, 1 where heads share latents."""
         return self.layers[0].attn.uk.shape[0] if self.dispatch.caches_heads else 1
 
     @property
     def dtype(self) -> jnp.dtype:
-        """What the model computes in; packed weights are unpacked to it."""
+        """The dtype of the arithmetic; packed weights are unpacked to it."""
         return self.norm.get_value().dtype  # which may be a shape only
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -215,7 +215,7 @@ class Transformer(nnx.Module):
         return paged.init(token | of_tokens, count, pages, size, page=of_pages, as_bits=on_cpu)
 
     def _notes(self) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, jax.ShapeDtypeStruct]]:
-        """What is noted of one token, and of one page, where some pages are to be chosen."""
+        """Shapes of retrieval's metadata of one token, and of one page; empty without retrieval."""
         if self.dispatch.retrieval is None:
             return {}, {}
         policy = self.dispatch.retrieval.policy

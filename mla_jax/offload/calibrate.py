@@ -1,4 +1,4 @@
-"""What this machine's CPU reaches with experts: measured once, in seconds, and kept in the user's cache."""
+"""Measured rates of this machine's CPU with experts. Measuring takes seconds, once; the rates stay in the user's cache."""
 
 import itertools
 import os
@@ -146,7 +146,7 @@ def _formats(precision: str, down: str | None) -> str:
 
 
 def _key(precision: str) -> str:
-    """What the rates depend on, with the files of both libraries: a build may change any rate."""
+    """The conditions of a measurement, including the files of both libraries: a build may change any rate."""
     from cpu_experts.library import load, load_ffi
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []

@@ -84,7 +84,7 @@ class HostExperts(nnx.Module):
         return ffi.collect(ticket, after=(other, replicas)) + replicas, other, deferred
 
     def _split(self, topk_ids: Array, topk_weights: Array, defer: int) -> tuple[Choice, Choice]:
-        """What the CPU computes now, and what later: each token's `defer` lowest weights.
+        """The experts that the CPU computes now, and the deferred ones: each token's `defer` lowest weights.
 
         These are sorted first: a router orders by scores with a bias."""
         if defer:

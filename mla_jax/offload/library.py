@@ -25,7 +25,7 @@ def refuse_without_programs() -> None:
 
 
 def notes() -> tuple[str, ...]:
-    """What a user of experts on this CPU should know."""
+    """Notes for a user of experts on this CPU."""
     from cpu_experts import note
 
     found = note()

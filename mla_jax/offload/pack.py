@@ -18,7 +18,7 @@ PRECISIONS = {ours: precision for precision, ours in FORMATS.items()}
 
 
 def unpacked_shape(format: str, shape: tuple[int, ...], dtype: str | None) -> QTensor | jax.ShapeDtypeStruct:
-    """What a stack stored in `format` is read as before it is packed; a `dtype` asked for makes floats of all."""
+    """Shape and format in which a stack stored in `format` is read before packing; a requested `dtype` makes floats of all."""
     keep = dtype is None and format in PRECISIONS
     return qtensor.abstract(format, shape) if keep else jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
@@ -29,7 +29,7 @@ def precision_of(gate: str, up: str) -> str:
 
 
 def packed_bytes(packing: Packing) -> int:
-    """What one expert takes once it is packed."""
+    """Bytes of one packed expert."""
     from cpu_experts.layout import PANEL, TILE, panel_bytes
 
     gate_up = -(-packing.width // TILE) * panel_bytes(packing.precision, packing.model)[2]
@@ -75,7 +75,7 @@ def _format(w: Any) -> str:
 
 
 def _matrix(w: Any, precision: str) -> Any:
-    """What the library takes: the parts of its own format, else numbers to quantise."""
+    """A weight as the library takes it: the parts of its own format, else numbers to quantise."""
     if isinstance(w, QTensor) and PRECISIONS.get(w.format) == precision:
         return tuple(np.asarray(part) for part in w.parts)
     return np.asarray(plain(w, jnp.dtype("bfloat16" if precision == "bf16" else "float32")))

@@ -43,9 +43,9 @@ class ReplicatedExperts(nnx.Module):
 def split(
     topk_ids: Int[Array, "n K"], replicated: Bool[Array, "n K"], defer: int, experts: int
 ) -> tuple[Int[Array, "n K"], Int[Array, "n K"]]:
-    """What the host computes now, and what later: of each token's experts without a replica the last `defer`.
+    """The experts that the host computes now, and the deferred ones: of each token's experts without a replica the last `defer`.
 
-    The id `experts`, for none, marks what has no work."""
+    The id `experts` is of no expert."""
     hosted = ~replicated & (topk_ids < experts)
     if not defer:
         return jnp.where(hosted, topk_ids, experts), jnp.full_like(topk_ids, experts)
@@ -76,7 +76,7 @@ def replica_shapes(packing: Packing, ids: Sequence[int], dtype: jnp.dtype) -> Re
 
 
 def replica_bytes(packing: Packing, dtype: jnp.dtype) -> int:
-    """What one replica takes on the device."""
+    """Bytes of one replica on the device."""
     return sum(
         leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_for_kernels(packing, 1, dtype))
     )

@@ -1,4 +1,4 @@
-"""How often the tokens of a model chose each expert: counted while it answers, kept in a file, and what is placed by it."""
+"""Counts of the tokens that chose each expert: taken while the model answers, kept in a file, and used for placement."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ class Routing:
 
     @staticmethod
     def open(path: Path, config: Config) -> "Routing":
-        """What the file says, nothing yet if there is none. Raises BadFile if it is damaged or of another model."""
+        """The file's counts, zeros if there is no file. Raises BadFile if it is damaged or of another model."""
         layers = _layers(config)
         if not layers:
             raise BadRequest("this model has no routed experts to count", "leave out routing_stats")

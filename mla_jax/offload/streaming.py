@@ -61,7 +61,7 @@ def groups_of(experts: int, each: int) -> tuple[int, int]:
 
 
 def scratch_bytes(config: Config, itemsize: int, tokens: int) -> int:
-    """About what a streamed step takes on the device: a group, packed and unpacked, and its experts' rows."""
+    """About the bytes of a streamed step on the device: a group, packed and unpacked, and its experts' rows."""
     each = 3 * config.hidden_size * (config.moe_intermediate_size or 0) * itemsize
     rows = 3 * tokens * (config.num_experts_per_tok or 0) * config.hidden_size * itemsize
     return 2 * each * groups_of(config.n_routed_experts or 1, each)[1] + rows

@@ -23,7 +23,7 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # values of token_type
 
 @dataclass(frozen=True)
 class Found:
-    """What a file has to turn text into ids and back; `chat_template` is text that has not been run."""
+    """A file's tokenizer, special tokens and chat template; the template is text that has not been run."""
 
     tokenizer: Tokenizer
     bos_id: int | None  # the BOS token, whether or not it is put in front of every text

@@ -101,7 +101,7 @@ def _entry(line: bytes) -> tuple[bytes, int] | None:
 
 
 def merges_of(ranks: dict[bytes, int], where: str) -> list[tuple[str, str]]:
-    """Every pair of tokens that makes a token, by the rank of what it makes.
+    """Every pair of tokens that makes a token, by the rank of the result.
 
     Of the pairs that make one token at most one ever meets in a text, so their order among themselves is free. In a chain of
     ever longer tokens each byte of a token is the place of a pair, so the total length of the pairs is limited."""

@@ -68,7 +68,7 @@ class Fill:
         return self.values, dict(sorted(self.packed.items()))
 
     def _pieces(self, path: str, source: names.Origin) -> tuple[names.Piece, ...]:
-        """What is read for a parameter, in this order."""
+        """The pieces to read for a parameter, in order."""
         return source.pieces
 
     def _mapped(self, kept: PackedFolder) -> dict[int, Any]:
@@ -146,7 +146,7 @@ def empty(like: Any, sharding: Sharding) -> Any:
 
 
 class Conversion(NamedTuple):
-    """What makes a parameter of what is read at once: a tensor of `shape`, of which `kept` is taken, from where is said then."""
+    """Converts a stored tensor of `shape` to a parameter; `kept` is the slice's shape, whose offset is passed at call time."""
 
     part: names.PartOf
     config: Config

@@ -1,7 +1,7 @@
 """Reads a checkpoint's weights for a mesh: each device's part of every parameter, and nothing that no device here has.
 
-A part that several devices have is read once and put on each. Host memory holds the few parts in flight. What makes a parameter
-of what is read runs as one program over the mesh, in which each device computes its own part and hears of no other."""
+A part that several devices have is read once and put on each. Host memory holds the few parts in flight. The conversion of
+stored parts to a parameter is one program over the mesh, in which each device computes its own part without communicating."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -32,7 +32,7 @@ Pieces = list[tuple[names.Piece, list[int]]]  # what is read, with the places of
 
 
 class Share(NamedTuple):
-    """What one device reads of a parameter: the `window` of each stored tensor, in which its part begins at `start`.
+    """One device's reads of a parameter: the `window` of each stored tensor, in which its part begins at `start`.
 
     Of a stack it is the window of each of the experts from `first`."""
 
@@ -42,16 +42,16 @@ class Share(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What each device of the mesh reads of a parameter, in the order of the mesh, and what is made of it.
+    """The reads of a parameter by each device, in the order of the mesh, and their conversion.
 
-    `entries` are the tensors that a device reads one after the other: of a stack its experts."""
+    `entries` is the number of tensors that a device reads one after the other: of a stack its experts."""
 
     of: list[Share]
     how: Conversion
     entries: int
 
     def pieces(self, source: names.Origin, places: Iterable[int]) -> Pieces:
-        """What is read for the devices at these places of the mesh."""
+        """The pieces to read for the devices at these places of the mesh."""
         groups: dict[Share, list[int]] = {}
         for at in places:
             groups.setdefault(self.of[at], []).append(at)
@@ -158,7 +158,7 @@ class FillMesh(Fill):
         return value
 
     def _sent(self, how: Conversion, pieces: Pieces, tensors: Iterator[Tensor]) -> tuple[Array, ...]:
-        """What was read, on the devices that have it: arrays with an entry for each device of the mesh."""
+        """Sends the parts to their devices: arrays with an entry for each device of the mesh."""
         shapes = _part_shapes(how)
         arrays: list[dict[int, Array]] = [{} for _ in shapes]
         for _, places in pieces:
@@ -171,12 +171,12 @@ class FillMesh(Fill):
         return tuple(map(self._joined, arrays))
 
     def _starts(self, found: Shares) -> Array:
-        """Where the part of each device begins in what it reads."""
+        """The offset of each device's part in its window."""
         own = {at: np.array([found.of[at].start], np.int32) for at in self.here}
         return self._joined({at: jax.device_put(start, self.here[at]) for at, start in own.items()})
 
     def _joined(self, entries: dict[int, Array]) -> Array:
-        """An array with an entry for each device of the mesh, of those of this process's devices."""
+        """An array with an entry for each device of the mesh, from the entries of this process's devices."""
         shape = (self.mesh.devices.size, *next(iter(entries.values())).shape[1:])
         return jax.make_array_from_single_device_arrays(
             shape, NamedSharding(self.mesh, EACH), list(entries.values())
@@ -190,7 +190,7 @@ class FillMesh(Fill):
 
 
 def _part_shapes(how: Conversion) -> list[tuple[int, ...]]:
-    """The shapes of what is read for one device."""
+    """The shapes of the parts to read for one device."""
     return (
         [how.shape]
         if how.format in PLAIN

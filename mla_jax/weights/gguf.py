@@ -124,7 +124,7 @@ def _refuse_unlike_parts(files: list[Path], headers: list[Header]):
 
 
 def _split_faults(metadata: Mapping[str, Any], number: int, parts: int, tensors: int) -> Iterator[str]:
-    """What is wrong with the split.* keys of part `number`. A single file may lack them; a merged file has a count of 0."""
+    """Faults in the split.* keys of part `number`. A single file may lack them; a merged file has a count of 0."""
     for key, expected in zip(_SPLIT_KEYS, (number, parts, tensors), strict=True):
         found = metadata.get(key, None if parts > 1 else expected)
         allowed = (expected, 0) if parts == 1 and key == "split.count" else (expected,)

@@ -1,7 +1,7 @@
 """Opens a checkpoint as a model on the devices: names resolved, shapes checked; fill.py then reads tensor by tensor.
 
-What is stored quantised stays so, as QTensors, and is unpacked where it is used; a GPU's kernels unpack it in registers, and for
-them it is reordered as it is read, on the device. With a dtype asked for, everything is unpacked as it is read, also there."""
+Quantised tensors stay so, as QTensors, and are unpacked where they are used; a GPU's kernels unpack them in registers, and for
+these kernels tensors are reordered on the device as they are read. With a requested dtype all tensors are unpacked there."""
 
 import copy
 import dataclasses
@@ -171,14 +171,14 @@ class Checkpoint:
         return self.slots[path].get_metadata()["axes"]
 
     def parameters(self, placement: Placement = ON_DEVICE) -> dict[str, Any]:
-        """What each parameter is read as, on the devices or, before it is packed, on the host: whole shapes only."""
+        """Shape and format of each parameter as it is read, on the devices or, before packing, on the host: whole shapes only."""
         on_host = self.on_host(placement)
         return {
             path: self._packable(path) if path in on_host else self.on_device(path) for path in self.slots
         }
 
     def local(self, placement: Placement = ON_DEVICE) -> dict[str, Any]:
-        """The same, with one device's part of what is on the devices."""
+        """The same, with one device's part of the parameters on the devices."""
         found, on_host = self.parameters(placement), self.on_host(placement)
         return {
             path: value if path in on_host else self.layout.local(self.words(path), value)
@@ -186,7 +186,7 @@ class Checkpoint:
         }
 
     def size(self, piece: names.Piece) -> int:
-        """The bytes of what is read at once."""
+        """Stored bytes of a piece."""
         tensor = self.source.tensors[piece.name]
         shape, size = tensor.shape, tensor.nbytes
         if piece.index is not None:
@@ -216,7 +216,7 @@ class Checkpoint:
         return shape if slots is None else (len(slots), *shape[1:])
 
     def on_device(self, path: str) -> Any:
-        """What a parameter is read as on the devices, in its whole shape."""
+        """Shape and format of a parameter on the devices, in its whole shape."""
         metadata = self.slots[path].get_metadata()
         shape = self.shape(path)
         format = self.stored[path]
@@ -225,7 +225,7 @@ class Checkpoint:
         return jax.ShapeDtypeStruct(shape, jnp.float32 if metadata["exact"] else self.dtype)
 
     def bytes(self, placement: Placement = ON_DEVICE, host: bool = False) -> int:
-        """What the weights take on one device, or those on the `host` before they are packed."""
+        """Bytes of the weights on one device, or of those on the `host` before they are packed."""
         on_host = self.on_host(placement)
         sizes = {path: _nbytes(value) for path, value in self.local(placement).items()}
         kept = sum(size for path, size in sizes.items() if (path in on_host) == host)
@@ -323,7 +323,7 @@ class Checkpoint:
         return kind
 
     def _made_of(self, placement: Placement) -> dict[str, Any]:
-        """What packed experts follow from."""
+        """The inputs of packed experts: files, precision and dtype."""
         stats = {file.name: file.stat() for file in self.source.files}
         return {
             "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},

@@ -34,7 +34,7 @@ class PackedFolder:
         return map_packed(file) if file.exists() else None
 
     def keep(self, layer: int, experts: Any) -> Any:
-        """Saves a layer's `experts` and returns what is mapped from the file instead."""
+        """Saves a layer's `experts` and returns them mapped from the file."""
         file = self._file(layer)
         with writing(file, "layers saved before"), experts:
             experts.save(file)

@@ -1,4 +1,4 @@
-"""What the placement of a checkpoint's experts follows from, out of its headers and the plan for all of them on the device."""
+"""Inputs of the placement of a checkpoint's experts: its headers, and the memory plan with all experts on the device."""
 
 from mla_jax.base import roofline
 from mla_jax.base.limits import free_memory

@@ -91,7 +91,7 @@ class TensorFiles:
         return out.view(dtype).reshape(shape)
 
     def _fill(self, out: np.ndarray, tensor: TensorSpan, start: int) -> None:
-        """Reads what is in the file from byte `start` of the tensor."""
+        """Fills `out` from the file, from byte `start` of the tensor."""
         file, done, start = tensor.file.name, 0, tensor.start + start
         try:
             descriptor = self._descriptor(tensor)
@@ -196,7 +196,7 @@ def read_header(file: Path) -> list[TensorSpan]:
 
 
 def _refusal_of_library(file: Path) -> BadFile | None:
-    """What the safetensors library finds wrong with a file, as an error; our own checks say more where they find the same."""
+    """The safetensors library's complaint about a file, as an error; our own checks say more where they find the same."""
     try:
         with safetensors.safe_open(file, framework="numpy"):
             return None

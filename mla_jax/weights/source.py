@@ -48,7 +48,7 @@ class Source(Protocol):
 
     @property
     def made_of(self) -> Mapping[str, Any] | None:
-        """What mla-convert recorded when it made this checkpoint; None for others."""
+        """The record that mla-convert left when it made this checkpoint; None for others."""
         ...
 
     def read(self, name: str, index: int | None = None, box: Box | None = None) -> tuple[np.ndarray, ...]:

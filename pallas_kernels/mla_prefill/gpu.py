@@ -64,7 +64,7 @@ class Piece(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What a warpgroup does with the tiles that its cluster needs, counted from the first of these."""
+    """A warpgroup's work on the tiles that its cluster needs, counted from the first of these."""
 
     start: jax.Array  # the number of the first among all tiles of keys
     tiles: jax.Array  # how many there are, at least one
@@ -178,7 +178,7 @@ def _kernel(
             plgpu.wgmma(ref, q.at[me + zero], k.at[slot].transpose((1, 0)))
 
     def dots(me, slot):
-        """What `multiply` computes, for the interpreter."""
+        """The same product as `multiply`, for the interpreter."""
         out = sum(
             jnp.dot(q[me], k[slot].T, preferred_element_type=jnp.float32)
             for q, k in zip(q_s, k_s, strict=True)
