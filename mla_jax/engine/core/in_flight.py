@@ -106,7 +106,7 @@ class Flights:
             return []
         found = Likely(*(array[job.shard.number] for array in found))
         job.take_scores(flight.following, found)
-        if job.unread or job.request.limit:
+        if job.scores or job.request.limit:  # pieces that were sent may not have landed yet
             return []
         job.finish(FinishReason.LENGTH)
         return [job]
