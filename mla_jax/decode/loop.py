@@ -254,8 +254,10 @@ class Programs:
     def _reading(self, pool: Pool, rows: Rows, sizes: Sizes) -> Iterator[Future]:
         """What reads prompts."""
         pieces, tables = sizes.pieces, self._tables(sizes.pieces, sizes.width)
-        for tokens in (*sizes.read, *[sizes.scored] * bool(sizes.scored)):
-            after = _numbers(tokens) if tokens == sizes.scored else None
+        lines = [(tokens, None) for tokens in sizes.read]
+        if sizes.scored:  # beside a line of as many tokens that are only read
+            lines.append((sizes.scored, _numbers(sizes.scored)))
+        for tokens, after in lines:
             yield self.prefill.start(
                 pool, rows, _numbers(pieces), _numbers(tokens), _numbers(pieces), tables, after
             )
