@@ -1,4 +1,5 @@
-"""Log-probabilities of prompts: those of the logits of whole sequences, whatever runs beside them and however few tokens follow."""
+"""Log-probabilities of prompts are those of the logits of whole sequences, whatever runs beside them and however few tokens
+follow."""
 
 import dataclasses
 from functools import cache
@@ -64,7 +65,7 @@ def engine_of(folder, programs):
 
 
 def expected(programs: Programs, prompts: list[list[int]]) -> list[np.ndarray]:
-    """Log-probabilities of the tokens but the first, from sequences of one length: what follows a token does not change its own."""
+    """Log-probabilities of the tokens but the first, from sequences padded to one length."""
     padded = [np.pad(np.array(prompt, np.int32), (0, CONTEXT - len(prompt))) for prompt in prompts]
     found = [jax.nn.log_softmax(programs.logits(row[None])[0]) for row in padded]
     return [np.asarray(one)[np.arange(len(prompt) - 1), prompt[1:]] for one, prompt in zip(found, prompts, strict=True)]

@@ -1,5 +1,6 @@
-"""Once an engine is warm, no request of any kind adds a program. Programs are counted: one that is read from a store compiles nothing,
-and is waited for all the same."""
+"""Once an engine is warm, no request of any kind adds a program.
+
+Programs are counted: one that is read from a store compiles nothing, and is waited for all the same."""
 
 import dataclasses
 
