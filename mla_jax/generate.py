@@ -6,30 +6,15 @@ import sys
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from mla_jax import __version__
 from mla_jax.base.errors import BadRequest, MlaJaxError, printable
+from mla_jax.base.names import ABSENT, MEANT, nearest
 from mla_jax.base.options import GROUPS as OPENING
-from mla_jax.base.options import (
-    AttentionOptions,
-    DraftOptions,
-    EvictOptions,
-    ExpertOptions,
-    MemoryOptions,
-    MeshOptions,
-    ModelOptions,
-    Options,
-    OutputOptions,
-    ProcessOptions,
-    PromptOptions,
-    RetrieveOptions,
-    SamplingParams,
-    names,
-)
-from mla_jax.base.rules import nearest
+from mla_jax.base.options import Options, OutputOptions, PromptOptions, SamplingParams, names
 from mla_jax.ui.help import asked_groups, help_text
 
 if TYPE_CHECKING:
@@ -40,7 +25,13 @@ USAGE = "python -m mla_jax.generate [PROMPT] [--flag VALUE ...]      (-p: --prom
 MAX_PROMPT_BYTES = 64 << 20
 MAX_CONFIG_BYTES = 1 << 20
 DONE, ERROR, INTERRUPTED = 0, 1, 130
-Flat = tyro.conf.OmitArgPrefixes
+# The settings by group, as in the help and in a configuration file
+GROUPS: dict[str, Any] = {
+    "prompt": PromptOptions,
+    "sampling": SamplingParams,
+    **OPENING,
+    "output": OutputOptions,
+}
 
 
 @dataclass(frozen=True)
@@ -48,39 +39,10 @@ class Command:
     """Continue a prompt with a DeepSeek-style model."""
 
     argument: tyro.conf.Positional[str] = ""
-    prompt: Flat[PromptOptions] = field(default_factory=PromptOptions)
-    model: Flat[ModelOptions] = field(default_factory=ModelOptions)
-    sampling: Flat[SamplingParams] = field(default_factory=SamplingParams)
-    attention: Flat[AttentionOptions] = field(default_factory=AttentionOptions)
-    experts: Flat[ExpertOptions] = field(default_factory=ExpertOptions)
-    drafts: Flat[DraftOptions] = field(default_factory=DraftOptions)
-    eviction: Flat[EvictOptions] = field(default_factory=EvictOptions)
-    retrieval: Flat[RetrieveOptions] = field(default_factory=RetrieveOptions)
-    memory: Flat[MemoryOptions] = field(default_factory=MemoryOptions)
-    mesh: Flat[MeshOptions] = field(default_factory=MeshOptions)
-    processes: Flat[ProcessOptions] = field(default_factory=ProcessOptions)
-    output: Flat[OutputOptions] = field(default_factory=OutputOptions)
-
-    @property
-    def options(self) -> Options:
-        """The options for opening the model."""
-        return Options(**{group: getattr(self, group) for group in OPENING})
-
-
-GROUPS: dict[str, type] = {
-    "prompt": PromptOptions,
-    "model": ModelOptions,
-    "sampling": SamplingParams,
-    "attention": AttentionOptions,
-    "experts": ExpertOptions,
-    "drafts": DraftOptions,
-    "eviction": EvictOptions,
-    "retrieval": RetrieveOptions,
-    "memory": MemoryOptions,
-    "mesh": MeshOptions,
-    "processes": ProcessOptions,
-    "output": OutputOptions,
-}
+    prompt: PromptOptions = field(default_factory=PromptOptions)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    options: Options = field(default_factory=Options)
+    output: OutputOptions = field(default_factory=OutputOptions)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -118,6 +80,7 @@ def _tell_others(error: BaseException, code: int) -> None:
 def parse(arguments: list[str]) -> Command:
     """The command line over the TOML file it names, over the defaults."""
     arguments = ["--prompt" if a == "-p" else a for a in arguments]
+    refuse_words_of_others(arguments)
     config = _config_path(arguments)
     defaults = Command() if config is None else from_toml(config)
     return tyro.cli(
@@ -125,8 +88,19 @@ def parse(arguments: list[str]) -> Command:
         args=arguments,
         default=defaults,
         prog="python -m mla_jax.generate",
-        config=(tyro.conf.FlagCreatePairsOff,),
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
     )
+
+
+def refuse_words_of_others(arguments: list[str]) -> None:
+    """Raises BadRequest with our flag for one that other engines have."""
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        word = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and word in (*MEANT, *ABSENT):
+            ours, _, value = MEANT.get(word, "").replace('"', "").partition("=")
+            meant = f"did you mean --{ours.replace('_', '-')}{value and ' '}{value}?"
+            raise BadRequest(f"there is no flag {flag}", ABSENT.get(word) or meant)
 
 
 def _config_path(arguments: list[str]) -> Path | None:
@@ -154,7 +128,8 @@ def from_toml(path: Path) -> Command:
             groups[name] = GROUPS[name](**values)
         except BadRequest as e:
             raise BadRequest(f"{path} has a value in [{name}] that cannot be used", *e.args[1:]) from e
-    return Command(**groups)
+    options = Options(**{name: groups.pop(name) for name in OPENING if name in groups})
+    return Command(options=options, **groups)
 
 
 def _read_toml(path: Path) -> dict:
@@ -177,9 +152,9 @@ def run(command: Command) -> int:
         print(*doctor(), sep="\n")
         return DONE
     refuse_contradictions(command)
-    if command.processes.several:
+    if command.options.processes.several:
         text_alone_on_stdout()
-    if command.processes.follows:
+    if command.options.processes.follows:
         return follow(command)
     needs_prompt = not (command.output.dry_run or command.prompt.chat or command.prompt.batch_file)
     prompt = read_prompt(command) if needs_prompt else None
@@ -213,14 +188,15 @@ def refuse_contradictions(command: Command) -> None:
         )
     if prompt.batch_file and (prompt.chat or prompt.prompt or prompt.file or command.argument):
         raise BadRequest("several prompts given", "--batch-file excludes a prompt, --file and --chat")
-    if command.mesh.device is not None and not command.output.dry_run:
+    if command.options.mesh.device is not None and not command.output.dry_run:
         raise BadRequest(
-            f"--device {command.mesh.device} needs --dry-run", "it plans for devices that are not here"
+            f"--device {command.options.mesh.device} needs --dry-run",
+            "it plans for devices that are not here",
         )
-    if command.processes.several and command.output.dry_run:
+    if command.options.processes.several and command.output.dry_run:
         hint = "--mesh and --device plan for devices of other hosts, too"
         raise BadRequest(
-            f"--dry-run is for one process, but --processes is {command.processes.processes}", hint
+            f"--dry-run is for one process, but --processes is {command.options.processes.processes}", hint
         )
     if command.output.out and not prompt.batch_file:
         raise BadRequest(
@@ -290,7 +266,9 @@ def follow(command: Command) -> int:
 
     console = Console(command.output.json, command.output.quiet)
     llm = LLM(open_model(command.options), progress=console.loading)
-    console.note(f"process {command.processes.process_id} of {command.processes.processes} follows process 0")
+    console.note(
+        f"process {command.options.processes.process_id} of {command.options.processes.processes} follows process 0"
+    )
     with second_interrupt(
         lambda: console.note("process 0 decides when to end; Ctrl-C once more ends all processes now")
     ):

@@ -5,9 +5,11 @@ A parameter's shape follows from its axes; an error about a shape names the conf
 import re
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
+from numbers import Integral
+from typing import Any
 
 from mla_jax.base.config import Config
-from mla_jax.base.errors import BadRequest, printable
+from mla_jax.base.errors import BadRequest, printable, shown
 
 # name -> (config fields, how they combine)
 AXES: dict[str, tuple[tuple[str, ...], Callable]] = {
@@ -34,6 +36,7 @@ AXES: dict[str, tuple[tuple[str, ...], Callable]] = {
 
 DATA, TENSOR, CONTEXT = "data", "tensor", "context"
 MESH_AXES = (DATA, TENSOR, CONTEXT)
+MAX_SIZE = 9999  # devices along an axis
 # Logical axis -> the mesh axes that cut it. Rows and their pages are cut over `data`, each page's tokens over `context`.
 MESH = {
     "vocab": (TENSOR,),
@@ -44,18 +47,27 @@ MESH = {
 }
 
 
-def parse_mesh(text: str, flag: str = "--mesh") -> dict[str, int]:
-    """`data=4,tensor=2` as a mapping; raises BadRequest."""
-    found: dict[str, int] = {}
-    for word in text.split(",") if text else []:
-        name, _, size = word.strip().partition("=")
-        if name not in MESH_AXES or not re.fullmatch("[1-9][0-9]{0,3}", size) or name in found:
-            expected = ",".join(f"{axis}=N" for axis in MESH_AXES)
-            raise BadRequest(
-                f"{flag} {printable(text)} is no mesh", f"expected {expected}; an axis that is left out is 1"
-            )
-        found[name] = int(size)
+def parse_mesh(mesh: str | Mapping[str, int], flag: str = "--mesh") -> dict[str, int]:
+    """The sizes of `data=4,tensor=2`, or of a mapping of such, by axis; raises BadRequest."""
+    sizes = (
+        list(mesh.items()) if isinstance(mesh, Mapping) else list(map(_axis, mesh.split(",") if mesh else []))
+    )
+    found = {name: int(size) for name, size in sizes if name in MESH_AXES and _is_size(size)}
+    if len(found) < len(sizes):
+        expected = ",".join(f"{axis}=N" for axis in MESH_AXES)
+        given = printable(mesh) if isinstance(mesh, str) else shown(mesh)
+        raise BadRequest(f"{flag} {given} is no mesh", f"expected {expected}; an axis that is left out is 1")
     return found
+
+
+def _axis(word: str) -> tuple[str, int]:
+    """The name and the size in `data=4`; 0 if that is no number."""
+    name, _, size = word.strip(" ").partition("=")
+    return name, int(size) if re.fullmatch("[1-9][0-9]{0,3}", size) else 0
+
+
+def _is_size(size: Any) -> bool:
+    return isinstance(size, Integral) and not isinstance(size, bool) and 0 < int(size) <= MAX_SIZE
 
 
 def shown_mesh(mesh: Mapping[str, int]) -> str:

@@ -1,20 +1,23 @@
-"""What a user may set, declared once for the API, the command line and a configuration file. No JAX here."""
+"""The settings of a user, declared once for the API, the command line, a configuration file and the docs. No JAX here.
+
+The text below a field describes it: its first line is the help of the flag, the others are for the docs alone."""
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Unpack
 
-from mla_jax.base.errors import BadRequest, printable, shown
+from mla_jax.base.errors import BadRequest, shown
 from mla_jax.base.link_rates import PLANNED
+from mla_jax.base.names import only_known_names, refuse_unknown
 from mla_jax.base.rules import (
     biases,
     check,
+    dtype_name,
     flag,
     mesh,
     named_or,
-    nearest,
     number,
     one_of,
     option,
@@ -25,6 +28,7 @@ from mla_jax.base.rules import (
     token_ids,
     whole,
 )
+from mla_jax.base.settings import SettingsOfModel
 
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
@@ -39,12 +43,10 @@ DRAFT = ("auto", "off", "mtp", "lookup")
 EVICT = ("off", "snapkv", "h2o", "tova", "keydiff", "critical", "streaming", "random")
 EVERY = 512  # tokens of output after which some are dropped again
 RETRIEVE = ("off", "quest", "infllm")
-# Tokens that are read of a row: the first page, the newest two, and one that is chosen
-FEWEST_RETRIEVED = 256
+FEWEST_RETRIEVED = 256  # tokens of a row: the first page, the newest two, and one that is chosen
 BUDGETS = ("uniform", "pyramid", "ada")
-DRAFTS = 3  # tokens that are guessed at a time at most, unless a number is asked for
-# Tokens that are guessed behind a chosen one: a kernel over latents takes eight tokens of a row
-MOST_DRAFTS = 7
+DRAFTS = 3  # draft tokens at most, unless a number is asked for
+MOST_DRAFTS = 7  # behind a chosen token: a kernel over latents takes eight tokens of a row
 MAX_HOST = 2**20  # GiB
 MOST_PROCESSES = 4096
 EXPERTS = ("auto", "host", "dense", "loop", "gather", "ragged")
@@ -53,13 +55,15 @@ EXPERTS = ("auto", "host", "dense", "loop", "gather", "ragged")
 class Checked:
     """Base of option groups: values are checked against the rules of their fields when an object is made."""
 
+    finding: ClassVar[str] = "an option has a value that cannot be used"
+
     def __post_init__(self):
-        check(self, "an option has a value that cannot be used")
+        check(self, self.finding)
 
 
 @dataclass(frozen=True)
 class PromptOptions(Checked):
-    """What to continue."""
+    """The text to continue."""
 
     prompt: str | None = option(None, optional(text))
     """Prompt text, the same as the plain argument; "-" reads stdin."""
@@ -77,21 +81,23 @@ class PromptOptions(Checked):
 
 @dataclass(frozen=True)
 class ModelOptions(Checked):
-    """Which model to run."""
+    """The model, its number format and its context."""
 
-    model: str | Path | None = option(None, optional(path))
+    model: str | Path | None = option(None, optional(path), alters=False)  # its files are compared
     """Model folder, GGUF file, or name in the Hugging Face cache (demo)."""
-    dtype: str | None = option(None, optional(one_of(*DTYPES)))
-    """float32 or bfloat16; by default quantised weights stay quantised."""
+    dtype: str | None = option(None, optional(dtype_name(*DTYPES)))
+    """float32 or bfloat16; by default quantised weights stay quantised.
+
+    Weights that are not quantised are float32 on a CPU, else bfloat16. In Python also `jnp.bfloat16` and the like."""
     context: int | None = option(None, optional(whole(1)))
-    """Maximum tokens of prompt and output together."""
+    """Maximum tokens of prompt and output together (the model's own limit)."""
 
 
 @dataclass(frozen=True)
 class AttentionOptions(Checked):
-    """How attention is computed."""
+    """The form of attention, and the number format of its cache."""
 
-    attention: str = option("auto", one_of(*ATTENTION))
+    attention: str = option("auto", one_of(*ATTENTION))  # alters: naive heads evict one by one
     """auto, naive, compressed, absorbed, move_elided, fused (GPU kernel)."""
     kv_cache: str = option("auto", one_of(*KV_CACHE))
     """auto (the compute dtype) or fp8 (E4M3, half the bytes)."""
@@ -102,41 +108,55 @@ class ExpertOptions(Checked):
     """Where routed experts are computed (MoE offload to the CPU)."""
 
     experts: str = option("auto", one_of(*EXPERTS))
-    """auto, host (CPU), or a GPU backend: dense, loop, gather, ragged."""
+    """auto, host (CPU), or a GPU backend: dense, loop, gather, ragged.
+
+    auto moves the experts of as many layers to the CPU as do not fit the device, host moves all."""
     host_layers: int | None = option(None, optional(whole(0)))
     """Number of layers, from the last, whose experts run on the CPU."""
     host_precision: str | None = option(None, optional(text))
-    """CPU expert weights: bf16, int8, int4_g32, ... (as stored)."""
-    host_folder: str | Path | None = option(None, optional(path))
+    """CPU expert weights: bf16, int8, int4_g32, ... (as stored; floats as bf16)."""
+    host_folder: str | Path | None = option(None, optional(path), alters=False)
     """Keep packed CPU experts here; the next start maps them."""
     defer: int = option(0, whole(0))
     """CPU experts per token whose result is added one layer late (inexact)."""
-    stream_tokens: int | None = option(None, optional(whole(0)))
-    """Prompt chunks of this size run CPU experts on the GPU; 0: never."""
-    routing_stats: str | Path | None = option(None, optional(path))
-    """JSON file that counts expert usage; created if missing."""
-    device_experts: int | None = option(None, optional(whole(0)))
-    """Most used CPU experts to replicate on the GPU; 0: none."""
+    stream_tokens: int | None = option(None, optional(whole(0)), alters=False)
+    """Prompt chunks of this size run CPU experts on the GPU; 0: never.
+
+    The default is predicted from measured rates."""
+    routing_stats: str | Path | None = option(None, optional(path), alters=False)
+    """JSON file that counts expert usage; created if missing.
+
+    The next start replicates the most used CPU experts on the device."""
+    device_experts: int | None = option(None, optional(whole(0)), alters=False)
+    """Most used CPU experts to replicate on the GPU; 0: none (as many as fit).
+
+    On a mesh, copies of the most used experts of each layer that a device has in addition to its own; by default an eighth
+    of these."""
 
 
 @dataclass(frozen=True)
 class DraftOptions(Checked):
-    """Speculative decoding: guess several tokens, read them together; the output stays the same."""
+    """Speculative decoding: draft several tokens, verify them in one pass; the output stays the same."""
 
-    draft: str = option("auto", one_of(*DRAFT))
-    """auto, off, mtp (the model's own layer), lookup (in the text so far)."""
-    draft_tokens: int | None = option(None, optional(whole(0, MOST_DRAFTS)))
-    """Tokens guessed at a time (as many as pay, up to 3)."""
+    draft: str = option("auto", one_of(*DRAFT), alters=False)
+    """auto, off, mtp (the model's own layer), lookup (in the text so far).
+
+    auto is the model's layer for multi-token prediction, if it has one, but off on a CPU. off and lookup do not load that
+    layer."""
+    draft_tokens: int | None = option(None, optional(whole(0, MOST_DRAFTS)), alters=False)
+    """Draft tokens per step, at most 7 (adaptive, at most 3)."""
 
 
 @dataclass(frozen=True)
 class EvictOptions(Checked):
-    """Long contexts: drop tokens from the cache (inexact)."""
+    """Long contexts: evict tokens from the cache (inexact)."""
 
     evict: str = option("off", named_or("of_block", *EVICT))  # in Python also a policy, see Evict
     """off, snapkv, h2o, tova, keydiff, critical, streaming, random."""
     evict_budget: str = option("ada", one_of(*BUDGETS))
-    """How layers (with naive, heads) share what is kept: uniform, pyramid, ada."""
+    """How layers share the tokens that are kept: uniform, pyramid, ada.
+
+    With naive attention each head keeps tokens of its own, and ada shares over the heads of a layer."""
     evict_keep: float = option(0.25, number(0, 1, above=True))
     """Fraction of the tokens that is kept."""
 
@@ -146,9 +166,9 @@ class Evict(Checked):
     """The same settings as one value: `LLM(model, evict=Evict("snapkv", budget="ada", keep=0.25))`."""
 
     policy: Any = option("snapkv", named_or("of_block", *EVICT))
-    """A name, or a policy of one's own: an object of a class like those of `mla_jax.cache.evict`."""
+    """A name, or an object of a class like those of `mla_jax.cache.evict`."""
     budget: str = option("ada", one_of(*BUDGETS))
-    """How layers, or heads where they are cached, share what is kept."""
+    """As `evict_budget`."""
     keep: float = option(0.25, number(0, 1, above=True))
     """Fraction of the tokens that is kept."""
 
@@ -159,36 +179,41 @@ class Evict(Checked):
 
 @dataclass(frozen=True)
 class RetrieveOptions(Checked):
-    """Long contexts: keep all tokens, read some of them in each decode step (inexact)."""
+    """Long contexts: keep all tokens, attend to some pages in each decode step (inexact)."""
 
     retrieve: str = option("off", one_of(*RETRIEVE))
-    """off, quest, infllm: who chooses what is read."""
+    """Page selection policy: off, quest, infllm."""
     retrieve_tokens: int = option(4096, whole(FEWEST_RETRIEVED))
-    """Tokens of context that a decode step reads in each layer."""
+    """Tokens of context that a decode step attends to in each layer."""
 
 
 @dataclass(frozen=True)
 class MemoryOptions(Checked):
-    """What to reserve."""
+    """Memory to reserve."""
 
-    memory_fraction: float | None = option(None, optional(number(0, 1, above=True)))
+    memory_fraction: float | None = option(None, optional(number(0, 1, above=True)), alters=False)
     """Fraction of GPU memory to use (0.75)."""
-    batch: int = option(1, whole(1, MAX_ROWS))
-    """Sequences of the whole context that the KV cache must hold at once."""
-    cache_tokens: int | None = option(None, optional(whole(64)))
+    batch: int = option(1, whole(1, MAX_ROWS), alters=False)
+    """Check that this many full-length sequences fit the KV cache.
+
+    More requests than these run at a time if they are shorter."""
+    cache_tokens: int | None = option(None, optional(whole(64)), alters=False)
     """Tokens of KV cache for all sequences together (as many as fit)."""
-    host_cache: float = option(0.0, number(0, MAX_HOST))
-    """GiB of host memory for cached prefixes that the KV cache forgets."""
+    host_cache: float = option(0.0, number(0, MAX_HOST), alters=False)
+    """Host memory for evicted prefix pages, GiB (0: none)."""
 
 
 @dataclass(frozen=True)
 class MeshOptions(Checked):
     """Several devices."""
 
-    mesh: str | None = option(None, optional(mesh))  # in Python also sizes by axis, or a jax.sharding.Mesh
-    """data=4,tensor=2 (also context=N), or auto: all devices that JAX has."""
-    device: str | None = option(None, optional(one_of(*PLANNED)))
-    """With --dry-run, for others than are here: h100, h200, b200, a100, v5p, v6e."""
+    mesh: str | None = option(None, optional(mesh), alters=False)  # in Python also sizes by axis, or a Mesh
+    """data=4,tensor=2 (also context=N), or auto: all devices that JAX has.
+
+    data shards requests and their latents, tensor heads, MLPs and the vocabulary, context the tokens of each request; all
+    three shard experts. In Python also sizes by axis, `{"data": 4}`, or a `jax.sharding.Mesh`."""
+    device: str | None = option(None, optional(one_of(*PLANNED)), alters=False)
+    """With --dry-run, plan for another device: h100, h200, b200, a100, v5p, v6e."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -203,20 +228,21 @@ class MeshOptions(Checked):
 class ProcessOptions(Checked):
     """Several hosts: the same command on each, but for --process-id."""
 
-    coordinator: str | None = option(None, optional(text))
+    coordinator: str | None = option(None, optional(text), alters=False)
     """HOST:PORT of process 0, on which it listens."""
-    processes: int | None = option(None, optional(whole(1, MOST_PROCESSES)))
+    processes: int | None = option(None, optional(whole(1, MOST_PROCESSES)), alters=False)
     """Number of processes that share the devices of --mesh."""
-    process_id: int | None = option(None, optional(whole(0, MOST_PROCESSES - 1)))
-    """0 answers the prompt; the others follow it."""
+    process_id: int | None = option(None, optional(whole(0, MOST_PROCESSES - 1)), alters=False)
+    """0 answers the prompt; the others follow it.
+
+    In Python, make the LLM in each process; all but process 0 call `LLM.follow`."""
 
     def __post_init__(self):
         super().__post_init__()
-        given = {name: getattr(self, name) is not None for name in names(ProcessOptions)}
-        if any(given.values()) and not all(given.values()):
-            missing = next(name for name, is_given in given.items() if not is_given)
+        missing = [name for name in names(ProcessOptions) if getattr(self, name) is None]
+        if 0 < len(missing) < len(names(ProcessOptions)):
             raise BadRequest(
-                f"{missing} is not given", "several processes need coordinator, processes and process_id"
+                f"{missing[0]} is not given", "several processes need coordinator, processes and process_id"
             )
         if self.processes is not None and self.process_id is not None and self.process_id >= self.processes:
             raise BadRequest(f"process_id is {self.process_id}", f"expected 0 to {self.processes - 1}")
@@ -233,7 +259,7 @@ class ProcessOptions(Checked):
 
 @dataclass(frozen=True)
 class OutputOptions(Checked):
-    """What is printed."""
+    """What to print, and where."""
 
     json: bool = option(False, flag)
     """One JSON object per event, on stdout."""
@@ -266,30 +292,37 @@ class Options:
     processes: ProcessOptions = field(default_factory=ProcessOptions)
 
     def __post_init__(self):
-        for group in dataclasses.fields(self):
-            value, kind = getattr(self, group.name), GROUPS[group.name]
-            if not isinstance(value, kind):
+        for name, kind in GROUPS.items():
+            if not isinstance(value := getattr(self, name), kind):
                 hint = "Options.of(...) takes single settings by name"
-                raise BadRequest(f"{group.name} is {shown(value)}, expected {kind.__name__}", hint)
+                raise BadRequest(f"{name} is {shown(value)}, expected {kind.__name__}", hint)
 
     @classmethod
-    def of(cls, **fields: Any) -> "Options":
+    def of(cls, **settings: Unpack[SettingsOfModel]) -> "Options":
         """Options from single settings, such as `Options.of(attention="absorbed", batch=8)`."""
-        return cls().replace(**fields)
+        return cls().replace(**settings)
 
-    def replace(self, **fields: Any) -> "Options":
+    def replace(self, **settings: Unpack[SettingsOfModel]) -> "Options":
         """These options with single settings changed; raises BadRequest with a suggestion for an unknown name."""
-        fields = _spelled_out(fields)
-        group_of = {setting: group for group, kind in GROUPS.items() for setting in names(kind)}
-        changes: dict[str, dict[str, Any]] = {}
-        for name, value in fields.items():
-            if name not in group_of:
-                raise BadRequest(f"there is no option {printable(name)}", nearest(name, group_of))
-            changes.setdefault(group_of[name], {})[name] = value
-        groups = {
-            group: dataclasses.replace(getattr(self, group), **values) for group, values in changes.items()
-        }
+        given = _spelled_out(dict(settings))
+        refuse_unknown("LLM", given, OPENING, HOMES)
+        groups = {}
+        for name, kind in GROUPS.items():
+            changes = {setting: given[setting] for setting in names(kind) if setting in given}
+            groups[name] = dataclasses.replace(getattr(self, name), **changes)
         return dataclasses.replace(self, **groups)
+
+    def altering(self) -> dict[str, Any]:
+        """The settings of which another value may change answers by more than rounding, by name.
+
+        The model is not among them: its files decide, not their path."""
+        groups = [getattr(self, name) for name in GROUPS]
+        return {
+            setting.name: getattr(group, setting.name)
+            for group in groups
+            for setting in dataclasses.fields(group)
+            if setting.metadata["alters"]
+        }
 
 
 def _spelled_out(fields: dict[str, Any]) -> dict[str, Any]:
@@ -304,29 +337,23 @@ def _spelled_out(fields: dict[str, Any]) -> dict[str, Any]:
     return fields | own
 
 
-GROUPS: dict[str, type] = {
-    "model": ModelOptions,
-    "attention": AttentionOptions,
-    "experts": ExpertOptions,
-    "drafts": DraftOptions,
-    "eviction": EvictOptions,
-    "retrieval": RetrieveOptions,
-    "memory": MemoryOptions,
-    "mesh": MeshOptions,
-    "processes": ProcessOptions,
-}
-
-
 def names(group: type) -> list[str]:
     """The settings of a group."""
     return [setting.name for setting in dataclasses.fields(group)]
 
 
+# Groups by name, as the command line and a configuration file have them, and all of their settings
+GROUPS: dict[str, Any] = {group.name: group.default_factory for group in dataclasses.fields(Options)}
+OPENING = [setting for group in GROUPS.values() for setting in names(group)]
+
+
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Checked):
     """How tokens are chosen; by default as the model folder says, else greedily.
 
     None stands for that default."""
+
+    finding = "the sampling parameters are out of range"
 
     temperature: float | None = option(None, optional(number(0, 1e3)))
     """Sampling temperature; 0 is greedy."""
@@ -361,12 +388,15 @@ class SamplingParams:
     n: int = option(1, whole(1, MAX_FORKS))
     """Answers to each prompt, with seeds that follow each other."""
 
-    def __post_init__(self):
-        check(self, "the sampling parameters are out of range")
-
     def or_default(self, defaults: "SamplingParams") -> "SamplingParams":
         """The same with every None replaced by what `defaults` says."""
         unset = {
             name: getattr(defaults, name) for name in names(SamplingParams) if getattr(self, name) is None
         }
         return dataclasses.replace(self, **unset)
+
+
+HOMES = {"SamplingParams": names(SamplingParams), "LLM": OPENING}
+_takers: list[Any] = [*Checked.__subclasses__(), Options]
+for _group in _takers:
+    _group.__init__ = only_known_names(_group.__init__, HOMES)

@@ -1,7 +1,6 @@
 """Fields of an option dataclass that check their values: a rule returns the value, converted, or raises Wrong. No JAX here."""
 
 import dataclasses
-import difflib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -19,9 +18,9 @@ class Wrong(Exception):
     """What a rule expected instead of the value it was given."""
 
 
-def option(default: Any, rule: Rule) -> Any:
-    """A dataclass field whose values follow `rule`."""
-    return dataclasses.field(default=default, metadata={"rule": rule})
+def option(default: Any, rule: Rule, alters: bool = True) -> Any:
+    """A dataclass field whose values follow `rule`. `alters`: another value may change answers by more than rounding."""
+    return dataclasses.field(default=default, metadata={"rule": rule, "alters": alters})
 
 
 def check(options: Any, finding: str) -> None:
@@ -35,13 +34,6 @@ def check(options: Any, finding: str) -> None:
             faults.append(f"{field.name} is {shown(value)}, expected {wrong}")
     if faults:
         raise BadRequest(finding, *faults)
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word that `word` may have meant, as a hint."""
-    names = list(known)
-    found = difflib.get_close_matches(word, names, n=1)
-    return f"did you mean {found[0]}?" if found else "known: " + ", ".join(names)
 
 
 def whole(low: int, high: int = LARGEST) -> Rule:
@@ -71,6 +63,19 @@ def one_of(*names: str) -> Rule:
         if isinstance(value, str) and value in names:
             return str(value)
         raise Wrong("one of " + ", ".join(names))
+
+    return rule
+
+
+def dtype_name(*names: str) -> Rule:
+    """One of `names`, or the dtype of that name of JAX, NumPy or PyTorch, which becomes it."""
+
+    def rule(value: Any) -> str:
+        if isinstance(value, type) or callable(value):  # such as np.float32 and jnp.bfloat16
+            value = getattr(value, "__name__", None)
+        elif hasattr(value, "itemsize"):  # an np.dtype, or torch.bfloat16
+            value = str(value)
+        return one_of(*names)(value.removeprefix("torch.") if isinstance(value, str) else value)
 
     return rule
 
@@ -150,12 +155,14 @@ def mesh(value: Any) -> Any:
     """The sizes of a mesh as text or by axis, which become text; "auto"; or a `jax.sharding.Mesh`."""
     if hasattr(value, "axis_names"):
         return value
-    text = ",".join(f"{axis}={size}" for axis, size in value.items()) if isinstance(value, Mapping) else value
+    if value == "auto":
+        return "auto"
     try:
-        if isinstance(text, str) and (text == "auto" or parse_mesh(text)):
-            return str(text)
+        sizes = parse_mesh(value) if isinstance(value, str | Mapping) else {}
     except BadRequest:
-        pass
+        sizes = {}
+    if sizes:
+        return ",".join(f"{axis}={size}" for axis, size in sizes.items())
     raise Wrong(f"{','.join(f'{axis}=N' for axis in MESH_AXES)} with some of these axes, or auto")
 
 

@@ -120,7 +120,9 @@ class InputProcessor:
             return self.text.tokenizer.encode(prompt)
         prompt = _plain(prompt)
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-            raise BadRequest("a prompt is neither text nor a list of token ids", f"found {shown(prompt)}")
+            raise BadRequest(
+                "a prompt is neither text nor a list of token ids", f"found {shown(prompt)}", *_hints(prompt)
+            )
         return prompt
 
     def _filled(self, params: SamplingParams, limit: int) -> SamplingParams:
@@ -143,7 +145,9 @@ def _as_list(prompts: Any) -> list:
         return [prompts]
     if not isinstance(prompts, list | tuple):
         raise BadRequest(
-            "the prompts are neither text nor token ids, nor lists of them", f"found {shown(prompts)}"
+            "the prompts are neither text nor token ids, nor lists of them",
+            f"found {shown(prompts)}",
+            *_hints(prompts),
         )
     if prompts and _is_scalar(prompts[0]):
         return [prompts]
@@ -152,6 +156,16 @@ def _as_list(prompts: Any) -> list:
             f"{len(prompts):,} prompts in one call", f"the limit is {MAX_PROMPTS:,}; give them in parts"
         )
     return list(prompts)
+
+
+def _hints(prompt: Any) -> list[str]:
+    """The right call for a dictionary as other engines take it: a prompt with a name, or a message of a chat."""
+    if not isinstance(prompt, Mapping):
+        return []
+    if "role" in prompt or "messages" in prompt:
+        return ["chat(messages) answers a conversation, encode_chat(messages) gives its token ids"]
+    named = [key for key in ("prompt_token_ids", "input_ids", "prompt") if key in prompt]
+    return [f"give the value of {named[0]!r} alone"] if named else []
 
 
 def _is_scalar(value: Any) -> bool:

@@ -2,16 +2,19 @@
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 
 from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported, shown
-from mla_jax.base.options import Options, SamplingParams
+from mla_jax.base.names import only_known_names
+from mla_jax.base.options import HOMES, Options, SamplingParams
+from mla_jax.base.settings import Settings
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode import store
 from mla_jax.decode.loop import Programs
@@ -34,6 +37,8 @@ from mla_jax.model.transformer import Transformer
 from mla_jax.weights.load import Progress
 from mla_jax.weights.plan import gib, logits_bytes
 
+_named = functools.partial(only_known_names, homes=HOMES)
+
 
 class LLM:
     """A model on the default device, or on a mesh. `notes` says what a user of the folder should know."""
@@ -44,47 +49,13 @@ class LLM:
         options: Options | None = None,
         *,
         progress: Progress | None = None,
-        **fields: Any,
+        **settings: Unpack[Settings],
     ):
         """Opens and loads `model`: a folder of safetensors or from mla-convert, a GGUF file, or a name in the local Hugging
-        Face cache; None is the bundled demo model. `options` and single settings say how; a setting overrides `options`:
+        Face cache; None is the bundled demo model.
 
-        - `attention`: "auto" or one form of MLA: "naive", "compressed", "absorbed", "move_elided", or "fused", the GPU kernel.
-        - `kv_cache`: "auto" or "fp8", which stores latents in E4M3.
-        - `dtype`: "float32" or "bfloat16". None keeps quantised weights quantised; others are float32 on a CPU, else bfloat16.
-        - `context`: the most tokens of prompt and output together. None is the model's own limit.
-        - `experts`: "auto" moves the experts of as many layers to the CPU as do not fit the device, "host" moves all. "dense",
-          "loop", "gather" and "ragged" name a backend on the device.
-        - `host_layers`: the number of layers, counted from the last, whose experts the CPU computes.
-        - `host_precision`: the format of experts on the CPU. None is the stored one; floats become bf16.
-        - `host_folder`: a folder for packed CPU experts. The next start maps them.
-        - `defer`: experts per token whose result is added one layer later while decoding. Not exact.
-        - `stream_tokens`: prompt chunks of at least this many tokens copy CPU experts to the device and compute there. 0 is
-          never, None is predicted from measured rates.
-        - `routing_stats`: a JSON file that counts how often each expert is chosen. The next start replicates the most used CPU
-          experts on the device.
-        - `device_experts`: the number of these replicas. None is what fits, 0 is none. On a mesh it is how many copies of the
-          most used experts of each layer a device has; None is an eighth of its own.
-        - `draft`: "auto", "off", "mtp" or "lookup": who guesses tokens that are then read together. The output stays the same.
-          "auto" is the model's own layer for multi-token prediction, if it has one, but on a CPU nobody. "off" and "lookup"
-          do not load that layer.
-        - `draft_tokens`: the number of tokens guessed at a time, up to 7. None is as many as pay, up to 3.
-        - `evict`: a policy that drops tokens from the cache, "snapkv" for example; "off" keeps all. The output changes.
-        - `evict_budget`: how layers share what is kept: "uniform", "pyramid" or "ada". With `attention="naive"` each head keeps
-          tokens of its own, and "ada" shares over the heads of a layer.
-        - `evict_keep`: the fraction of the tokens that is kept.
-        - `retrieve`: a policy that chooses which cached tokens a decode step reads, "quest" or "infllm"; "off" reads all. The
-          output changes.
-        - `retrieve_tokens`: how many it reads in each layer.
-        - `mesh`: "data=4,tensor=2", a mapping of such sizes, a `jax.sharding.Mesh`, or "auto", which takes all devices. Rows and
-          their latents are cut over `data`, heads over `tensor`, the tokens of each row over `context`, experts over all.
-        - `device`: for a plan alone, of a mesh of devices that are not here; see `--dry-run`.
-        - `coordinator`, `processes`, `process_id`: "HOST:PORT" of process 0, the number of processes that share the mesh, and
-          which one this is. Make the LLM in each of them. Process 0 is asked; the others `follow`.
-        - `memory_fraction`: the fraction of a GPU's memory to use.
-        - `batch`: the number of sequences of the whole context that the KV cache must hold at once. Shorter ones: more.
-        - `cache_tokens`: the tokens that the KV cache holds, of all sequences together. None is as many as fit.
-        - `host_cache`: GiB of the host's memory for beginnings of prompts that the KV cache has no room for. 0 is off.
+        `options` and single settings, as in `LLM(model, attention="absorbed", batch=8)`, say how; a setting overrides
+        `options`. The fields of the groups of `Options` describe all settings; so does `mla-generate --help all`.
 
         `progress` is called with the bytes loaded and the bytes of the model. Raises BadRequest for an option that is unknown
         or of a wrong type; BadFile, BadConfig, Unsupported or DoesNotFit before any large allocation."""
@@ -92,7 +63,7 @@ class LLM:
             raise BadRequest(
                 f"progress is {shown(progress)}, expected a function of the bytes loaded and of all bytes"
             )
-        opened = _opened(model, options, fields)
+        opened = _opened(model, options, dict(settings))
         with distributed.together():
             opened.plan.refuse()
             self._load(opened, progress)
@@ -148,6 +119,7 @@ class LLM:
         """The most tokens of prompt and output together."""
         return self.inputs.context
 
+    @_named
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | np.ndarray,
@@ -184,6 +156,7 @@ class LLM:
         finally:
             self._end(served.unfinished)
 
+    @_named
     def stream(
         self, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams | None = None
     ) -> Iterator[Chunk]:
@@ -197,6 +170,7 @@ class LLM:
         (request,) = self.inputs.requests([prompt], params)
         return self._stream(request)
 
+    @_named
     def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None) -> Output:
         """Answers a conversation, `[{"role": "user", "content": ...}, ...]`, by the folder's chat template."""
         return self.generate([self.encode_chat(messages)], params)[0]

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO, TypeVar
 
 from mla_jax.base.errors import BadRequest, MlaJaxError, printable, shown
 from mla_jax.base.files import json_value
+from mla_jax.base.names import nearest
 from mla_jax.base.options import SamplingParams, names
-from mla_jax.base.rules import nearest
 from mla_jax.engine.bar import Bar
 from mla_jax.engine.core.request import FinishReason, Output, Request
 from mla_jax.engine.inputs import InputProcessor

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from mla_jax.base.errors import BadRequest, MlaJaxError, printable
 from mla_jax.base.files import read_json, write_json
+from mla_jax.base.names import nearest
 from mla_jax.base.options import SamplingParams
-from mla_jax.base.rules import nearest
 from mla_jax.engine.inputs import DEFAULT_MAX_TOKENS
 from mla_jax.engine.llm import LLM
 from mla_jax.ui.console import Console, answer

@@ -11,9 +11,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from mla_jax.base.errors import BadRequest, printable
-from mla_jax.base.rules import nearest
+from mla_jax.base.names import nearest
 
-FIRST = ("prompt", "model", "sampling", "memory", "output")  # groups whose flags are always shown
+FIRST = ("prompt", "model", "sampling", "memory", "output")  # groups that come first; without a group, alone
 ALL = "all"
 EXAMPLES = """\
 examples:
@@ -38,7 +38,8 @@ def asked_groups(arguments: Sequence[str], groups: Mapping[str, type]) -> list[s
 
 def help_text(usage: str, groups: Mapping[str, type], asked: Sequence[str] = ()) -> str:
     """`usage`, then the flags of the groups that are `asked` for; without any, of FIRST, then titles of the others."""
-    flags = "\n".join(_group(name, groups[name]) for name in groups if name in (asked or FIRST))
+    ordered = dict.fromkeys([*FIRST, *groups])
+    flags = "\n".join(_group(name, groups[name]) for name in ordered if name in (asked or FIRST))
     if asked:
         return f"usage: {usage}\n\n{flags}"
     others = [f"  {name:<12}{_title(options)}" for name, options in groups.items() if name not in FIRST]
@@ -61,7 +62,7 @@ def _title(options: type) -> str:
 
 
 def _field_docs(options: type) -> dict[str, str]:
-    """The text below each field in the source of the class."""
+    """The first line of the text below each field in the source of the class."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(options))).body
     assert isinstance(body, ast.ClassDef)
     docs = {}
@@ -71,7 +72,7 @@ def _field_docs(options: type) -> dict[str, str]:
             and isinstance(text, ast.Expr)
             and isinstance(text.value, ast.Constant)
         ):
-            docs[ast.unparse(field.target)] = str(text.value.value)
+            docs[ast.unparse(field.target)] = str(text.value.value).partition("\n")[0]
     return docs
 
 

@@ -8,14 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
 
 from mla_jax.base import options as declared
 from mla_jax.base.errors import BadRequest, shown
+from mla_jax.base.link_rates import PLANNED
 from mla_jax.base.options import AttentionOptions, Evict, ExpertOptions, Options, SamplingParams
-from mla_jax.base.rules import nearest
+from mla_jax.base.settings import SettingsOfModel
+from mla_jax.ui.help import _field_docs
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +77,7 @@ OUT_OF_RANGE = {
 }
 WRONG = {  # of the options of a model
     "model": ["", 7, b"model", ["a"]],
-    "dtype": ["float16", "", 32, np.float32, ["float32"]],
+    "dtype": ["float16", "", 32, np.float64, np.dtype("float16"), float, ["float32"], object()],
     "context": [0, -1, "8", 8.0, True, [8]],
     "attention": ["flash", None, 1, ["naive"], ""],
     "kv_cache": ["int7", None, 8],
@@ -97,7 +100,27 @@ WRONG = {  # of the options of a model
     "batch": [0, 1025, -1, 1.0, "4", None, True],
     "cache_tokens": [0, 63, -1, 1e6, "4096", True],
     "host_cache": [-1, -0.5, 2**20 + 1, "8", True, None, math.nan, math.inf],
-    "mesh": ["", "data", "data=0", "data=8,data=2", "rows=8", "data=1.5", 8, True, {"data": 0}, {"rows": 2}, ["data=8"]],
+    "mesh": [
+        "",
+        "data",
+        "data=0",
+        "data=8,data=2",
+        "rows=8",
+        "data=1.5",
+        8,
+        True,
+        {"data": 0},
+        {"rows": 2},
+        ["data=8"],
+        "data=2\n",
+        "data=10000",
+        {"data": "2"},
+        {"data": 2.0},
+        {"data": True},
+        {"data": 10**5000},
+        {5: 2},
+        {},
+    ],
     "coordinator": [8476, True, b"node1:8476"],
     "processes": [0, -1, "2", 2.0, True],
     "process_id": [-1, "0", 1.0, True],
@@ -182,7 +205,7 @@ def test_single_settings_go_to_their_groups_and_leave_the_others():
 
 
 def test_an_unknown_option_gets_a_suggestion():
-    with pytest.raises(BadRequest, match=re.escape("there is no option attenton\n  did you mean attention?")):
+    with pytest.raises(BadRequest, match=re.escape("LLM has no setting attenton\n  did you mean attention?")):
         Options.of(attenton="absorbed")
 
 
@@ -200,9 +223,32 @@ def test_names_are_those_that_the_model_computes_by():
     assert set(declared.EXPERTS) == {"auto", "host", *BACKENDS}
 
 
-def test_a_misspelt_word_gets_the_nearest_known_one():
-    assert nearest("temprature", ["top_k", "temperature"]) == "did you mean temperature?"
-    assert nearest("xyz", ["top_k", "temperature"]) == "known: top_k, temperature"
+def test_a_dtype_of_jax_numpy_or_torch_becomes_its_name():
+    given = (jnp.bfloat16, jnp.dtype("bfloat16"), "torch.bfloat16", np.float32, np.dtype("float32"), jnp.float32)
+    found = [Options.of(dtype=dtype).model.dtype for dtype in given]
+    assert found == ["bfloat16"] * 3 + ["float32"] * 3
+
+
+def test_the_keywords_that_editors_complete_are_the_settings_with_their_types():
+    wider = {"dtype", "evict", "mesh", "model"}  # in Python they take more than text
+    keywords = SettingsOfModel.__annotations__
+    assert list(keywords) == [name for _, name in SETTINGS[1:]] + ["model"]
+    for group, name in SETTINGS:
+        assert name in wider or keywords[name] == group.__annotations__[name]
+
+
+def test_every_choice_is_named_in_the_help_of_its_option():
+    choices = {"attention": declared.ATTENTION, "kv_cache": declared.KV_CACHE, "experts": declared.EXPERTS}
+    choices |= {"dtype": declared.DTYPES, "draft": declared.DRAFT, "evict": declared.EVICT, "retrieve": declared.RETRIEVE}
+    choices |= {"evict_budget": declared.BUDGETS, "device": tuple(PLANNED)}
+    for group, name in SETTINGS:
+        assert set(choices.get(name, ())) <= set(re.findall(r"\w+", _field_docs(group)[name])), name
+
+
+def test_the_page_of_options_has_every_group():
+    page = (Path(__file__).parents[2] / "docs/api/results.md").read_text()
+    for kind in (*declared.GROUPS.values(), Evict, SamplingParams, declared.OutputOptions, declared.PromptOptions):
+        assert f"::: mla_jax.base.options.{kind.__name__}\n" in page
 
 
 def test_any_value_can_be_shown():

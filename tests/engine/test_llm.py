@@ -402,12 +402,21 @@ TOO_LONG = "the prompt is too long: 600 tokens"
         ([b"abc"], None, "neither text nor a list of token ids"),
         (np.array([[0.5]]), None, "neither text nor a list of token ids"),
         ("half \ud83d", None, "not valid Unicode"),
+        ({"prompt_token_ids": [3]}, None, "give the value of 'prompt_token_ids' alone"),
+        ([{"prompt": "a"}], None, "give the value of 'prompt' alone"),
+        ([{"role": "user", "content": "a"}], None, "chat(messages) answers a conversation"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_words(llm, prompts, params, words, no_checks_of_type):
     with pytest.raises(BadRequest) as refused:
         llm.generate(prompts, params)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("method", ["generate", "stream", "chat"])
+def test_a_sampling_setting_given_alone_is_shown_its_place(llm, method, no_checks_of_type):
+    with pytest.raises(BadRequest, match=re.escape("did you mean SamplingParams(max_tokens=...)?")):
+        getattr(llm, method)([3], max_tokens=5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,118 @@
+"""Names of settings: for an unknown one, the name of ours that was probably meant. No JAX here."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import ParamSpec, TypeVar
+
+from mla_jax.base.errors import BadRequest, printable
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Homes = Mapping[str, Iterable[str]]  # the settings of each public name that takes some
+
+# Words of vLLM, SGLang, transformers, llama.cpp, Ollama and OpenAI's interface, and ours for the same
+MEANT = {
+    "temp": "temperature",
+    "do_sample": "temperature",
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "num_return_sequences": "n",
+    "best_of": "n",
+    "repeat_penalty": "repetition_penalty",
+    "top_logprobs": "logprobs",
+    "stop_strings": "stop",
+    "stop_sequences": "stop",
+    "eos_token_id": "stop_token_ids",
+    "bad_words": "logit_bias",
+    "model_path": "model",
+    "model_name_or_path": "model",
+    "max_model_len": "context",
+    "context_length": "context",
+    "max_seq_len": "context",
+    "n_ctx": "context",
+    "num_ctx": "context",
+    "torch_dtype": "dtype",
+    "gpu_memory_utilization": "memory_fraction",
+    "mem_fraction_static": "memory_fraction",
+    "max_num_seqs": "batch",
+    "max_batch_size": "batch",
+    "max_total_tokens": "cache_tokens",
+    "kv_cache_dtype": "kv_cache",
+    "cpu_offload_gb": "host_layers",
+    "n_gpu_layers": "host_layers",
+    "n_cpu_moe": "host_layers",
+    "swap_space": "host_cache",
+    "attn_implementation": "attention",
+    "attention_backend": "attention",
+    "speculative_config": "draft",
+    "num_speculative_tokens": "draft_tokens",
+    "tensor_parallel_size": 'mesh="tensor=N"',
+    "tp_size": 'mesh="tensor=N"',
+    "data_parallel_size": 'mesh="data=N"',
+    "dp_size": 'mesh="data=N"',
+    "context_parallel_size": 'mesh="context=N"',
+    "decode_context_parallel_size": 'mesh="context=N"',
+    "device_map": 'mesh="auto"',
+    "sampling_params": "params",
+}
+# Words for which there is no setting
+ABSENT = {
+    "trust_remote_code": "code of a model folder is never run",
+    "tokenizer": "it is read from the model folder",
+    "quantization": "quantised weights stay as the model folder has them",
+    "load_format": "it is told by the files",
+    "enable_prefix_caching": "it is always on",
+    "enable_expert_parallel": "mesh shards experts over all devices",
+}
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word that `word` may have meant, as a hint."""
+    names = list(known)
+    meant = MEANT.get(word, "")
+    if _name(meant) in names:
+        return f"did you mean {meant}?"
+    found = difflib.get_close_matches(word, names, n=1)
+    return f"did you mean {found[0]}?" if found else "known: " + ", ".join(names)
+
+
+def refuse_unknown(where: str, given: Iterable[str], known: Iterable[str], homes: Homes) -> None:
+    """Raises BadRequest for a name that is not `known` in `where`; it may belong to another of the `homes`."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            hint = ABSENT.get(name) or _elsewhere(name, known, homes) or nearest(name, known)
+            raise BadRequest(f"{where} has no setting {printable(name)}", hint)
+
+
+def only_known_names(function: Callable[P, R], homes: Homes) -> Callable[P, R]:
+    """`function`, which raises BadRequest with a hint, not TypeError, for a keyword that it does not have."""
+    known = list(inspect.signature(function).parameters)[1:]  # without self
+    where = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        refuse_unknown(where, kwargs, known, homes)
+        return function(*args, **kwargs)
+
+    return called
+
+
+def _elsewhere(name: str, known: list[str], homes: Homes) -> str | None:
+    """The home of a setting, or of ours for it, that is not `known` here."""
+    meant = MEANT.get(name, name)
+    if _name(meant) in known:
+        return None
+    ours = meant if "=" in meant else f"{meant}=..."
+    return next((f"did you mean {home}({ours})?" for home in homes if _name(meant) in homes[home]), None)
+
+
+def _name(setting: str) -> str:
+    """The name in a word such as `mesh="auto"`."""
+    return setting.partition("=")[0]
