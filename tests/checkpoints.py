@@ -1,4 +1,4 @@
-"""Checkpoints of every kind to convert, and what is compared afterwards: tensors as bytes, models as their parameters."""
+"""Checkpoints of every kind to convert, and their comparison afterwards: tensors as bytes, models as their parameters."""
 
 import json
 import struct

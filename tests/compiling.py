@@ -34,7 +34,7 @@ def as_users() -> dict[str, str]:
 
 
 def forget_old() -> None:
-    """Removes what was stored a week ago: most of it is of sources that have changed."""
+    """Removes files older than a week: most of them are of sources that have changed."""
     oldest = time.time() - DAYS * 24 * 3600
     for file in PROGRAMS.glob("*"):
         if file.stat().st_mtime < oldest:

@@ -1,4 +1,4 @@
-"""What the tests of figures share: what a reader sees of one, and whether it can be read."""
+"""Checks of figures: the parts that a reader sees, and their legibility."""
 
 import itertools
 from collections.abc import Callable

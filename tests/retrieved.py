@@ -1,4 +1,4 @@
-"""Retrieval by its definition, in plain loops: a whole sequence without a cache, in which each token sees what it chooses."""
+"""Retrieval by its definition, in plain loops: a whole sequence without a cache, in which each token sees its chosen pages."""
 
 import functools
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def projected(graph: nnx.GraphDef, weights: nnx.State, x: jax.Array) -> tuple[ja
 
 
 def scores_of(q: np.ndarray, kv: np.ndarray, policy: str, size: int, scale: float) -> np.ndarray:
-    """What each page is worth to the last of these tokens; Quest's as logarithms."""
+    """Each page's score for the last of these tokens; Quest's as logarithms."""
     pages = [slice(start, start + size) for start in range(0, len(kv), size)]
     if policy == "infllm":
         return np.array([q[-1].sum(0) @ representative(q[page].sum(1), kv[page]) for page in pages])

@@ -45,7 +45,7 @@ def preempt_all_but_one(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def nothing_compiled() -> Iterator[None]:
-    """What is done within compiles no program."""
+    """Fails if a program is compiled within."""
     compiled: list[str] = []
 
     def listen(event: str, *_, **__) -> None:

@@ -1,6 +1,6 @@
 """A model in several processes, run as a script in each of them: `python several.py FOLDER MESH WHAT [COORDINATOR COUNT ID]`.
 
-Process 0 prints what it has found as JSON in the last line of stdout, the others follow."""
+Process 0 prints its results as JSON in the last line of stdout, the others follow."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def start_line(line: list[str], files: Path, count: int, number: int) -> Run:
 
 
 def answers(llm) -> dict:
-    """What one asks of a model, one after the other: prompts greedy and sampled, a stream, one that is given up, and logits."""
+    """A model's answers, one after the other: greedy and sampled prompts, a stream, an abandoned one, and logits."""
     from mla_jax import SamplingParams
 
     greedy = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
@@ -142,7 +142,7 @@ def press_ctrl_c(stopped: threading.Event, seconds: float = 20) -> None:
 
 
 def counts(llm) -> dict:
-    """What is answered, and how often each expert was chosen, by the file."""
+    """The answers, and how often each expert was chosen, by the file."""
     from mla_jax import SamplingParams
 
     outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0))

@@ -34,7 +34,7 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def wait_for(self, words: str, seconds: float = 300) -> str:
-        """What was shown up to `words`, which then counts as read."""
+        """The output up to `words`, which then counts as read."""
         end = time.monotonic() + seconds
         while words not in self.text:
             ready, _, _ = select.select([self.master], [], [], max(end - time.monotonic(), 0))
@@ -47,7 +47,7 @@ class Terminal:
         return before
 
     def to_the_end(self) -> str:
-        """What is shown until the process ends."""
+        """The output until the process ends."""
         with contextlib.suppress(OSError):  # the other side of the terminal is closed
             self.wait_for("\0 never \0")
         return self.text

@@ -1,4 +1,4 @@
-"""What `import mla_jax` offers."""
+"""The public names of `import mla_jax`."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""config.json of every family, in every spelling, and what is refused."""
+"""config.json of every family, in every spelling, and the refusals."""
 
 import copy
 import functools

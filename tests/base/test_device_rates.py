@@ -1,4 +1,4 @@
-"""What a device reaches is measured once; where that fails or cannot be, the table's figures are taken."""
+"""A device's rates are measured once; where measuring fails, the table's figures are taken."""
 
 import json
 from types import SimpleNamespace

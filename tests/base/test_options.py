@@ -273,7 +273,7 @@ def test_options_are_refused_without_jax():
 
 
 class Newest:
-    """A policy is what has this method."""
+    """A policy is any object with this method."""
 
     def of_block(self, seen):
         return seen.slot

@@ -1,4 +1,4 @@
-"""The benchmark of uneven shards: its pretended programs lose no token, and what they take is what the cost model says."""
+"""The benchmark of uneven shards: its pretended programs lose no token, and their times are the cost model's."""
 
 import balance
 import numpy as np

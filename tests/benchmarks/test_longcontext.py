@@ -1,4 +1,4 @@
-"""The benchmark of long contexts: its intervals, its pairs, and that a row is what it says."""
+"""The benchmark of long contexts: its intervals, its pairs, and its rows."""
 
 import json
 import sys

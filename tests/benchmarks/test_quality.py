@@ -1,4 +1,4 @@
-"""What counts as a continuation that parses, and how windows cover a file."""
+"""Continuations that count as parsed, and the windows that cover a file."""
 
 import pytest
 import quality

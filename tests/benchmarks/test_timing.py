@@ -1,4 +1,4 @@
-"""What the timed programs compute."""
+"""The results of the timed programs."""
 
 import jax.numpy as jnp
 from ops import timing

@@ -41,7 +41,7 @@ def work():
 
 
 def build(tune, address, times, off=lambda entry: GOOD):
-    """What stands in the table decides, as with a kernel."""
+    """The table's entry decides, as with a kernel."""
     return lambda work: Fake(tune.present(address), times, off)
 
 

@@ -1,4 +1,4 @@
-"""What kvpress keeps of a small random Llama's prompt: makes kvpress.npz, which test_evict.py compares with.
+"""The tokens that kvpress keeps of a small random Llama's prompt: makes kvpress.npz, for comparison in test_evict.py.
 
 Made by kvpress 0.5.5, torch 2.13.0 (CPU), transformers 5.2.0, numpy 2.4.6, in an environment of their own: kvpress does not work
 with the transformers of our parity tests. `pip install torch==2.13.0 kvpress==0.5.5`, then run this file.
@@ -48,7 +48,7 @@ def prompt() -> torch.Tensor:
 
 
 def layers() -> dict[str, np.ndarray]:
-    """What each layer attends with."""
+    """The queries, keys, values and output projections of each layer."""
     seen, whole, cache = [], model("sdpa"), DynamicCache()
 
     def note(module, args, kwargs):

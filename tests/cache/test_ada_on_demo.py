@@ -19,7 +19,7 @@ NEWEST = range(240, TOKENS, 8)  # tokens whose attention is looked at
 
 
 class Seen(NamedTuple):
-    """What one token sees of the `S` up to it."""
+    """One token's attention to the `S` tokens up to it."""
 
     weights: np.ndarray  # [L N S]
     values: np.ndarray  # [L N S D]: times W_o
@@ -54,7 +54,7 @@ def keeps(scores: np.ndarray, rule: evict.Rule) -> np.ndarray:
 
 
 def change_and_bound(one: Seen, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`[L]`: the L1 norm of what each layer's output changes by, and what theorem 3.1 allows."""
+    """`[L]`: the L1 norm of the change of each layer's output, and the bound of theorem 3.1."""
     left = (one.weights * kept).sum(-1)
     after = one.weights * kept / left[..., None]
     change = np.abs(np.einsum("lns,lnsd->ld", one.weights - after, one.values, optimize=True)).sum(-1)

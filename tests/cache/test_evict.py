@@ -311,7 +311,7 @@ SCORES = np.float32([0, 1, 2, 3, -1, np.nan, np.inf, -np.inf])
 
 
 def drawn(seed: int, heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scores with many ties, what is held, and counts."""
+    """Scores with many ties, held tokens, and counts."""
     rng = np.random.default_rng(seed)
     scores = rng.choice(SCORES[: rng.integers(1, len(SCORES) + 1)], (LAYERS, BATCH, heads, SLOTS))
     return scores, rng.integers(0, SLOTS + 1, (LAYERS, BATCH, heads)), rng.integers(0, SLOTS + 3, BATCH)
@@ -322,7 +322,7 @@ RULE = pytest.mark.parametrize("rule", EXACT.values(), ids=EXACT)
 
 
 def expected(scores: np.ndarray, held, count: int, rule) -> np.ndarray:
-    """What `kept` says, by sorting tuples; `held [L H]`. [L H S]"""
+    """The result of `kept`, by sorting tuples; `held [L H]`. [L H S]"""
     layers, heads, _ = scores.shape
     recent = max(RECENT, count == 0)
     count = max(count, 1)

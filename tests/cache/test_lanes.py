@@ -45,7 +45,7 @@ class Rows:
 
     @property
     def pool(self) -> Pool:
-        """What was cached before, put there by hand; NaN elsewhere."""
+        """The tokens cached before, put there by hand; NaN elsewhere."""
         pool = {"k": np.full((LAYERS * PAGES, SIZE, HEADS, sum(KEY)), np.nan, np.float32)}
         pool["v"] = np.full((LAYERS * PAGES, SIZE, HEADS, VALUE), np.nan, np.float32)
         for (head, row), parts in zip(np.ndindex(HEADS, len(HELD)), self.parts.reshape(-1, WIDTH), strict=True):
@@ -72,7 +72,7 @@ class Rows:
         return np.asarray(out), pool
 
     def expected(self, counts: np.ndarray) -> np.ndarray:
-        """In float64, for each head over a row of what it has kept."""
+        """In float64, for each head over a row of its kept tokens."""
         q, found = np.concatenate(self.q, -1).astype(float), np.zeros((len(HELD), self.new, HEADS, VALUE))
         for row, head in np.ndindex(len(HELD), HEADS):
             for token in range(counts[row]):

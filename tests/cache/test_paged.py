@@ -153,7 +153,7 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
 
 
 class Step:
-    """New tokens of ROWS rows behind what is cached of them, in random pages of a poisoned pool, for a form of attention."""
+    """New tokens of ROWS rows behind their cached tokens, in random pages of a poisoned pool, for a form of attention."""
 
     def __init__(self, form: str, lens: list[int], new: int = 1, pages: int = WIDTH, size: int = SIZE, spread: float = 1.0):
         n, p, e, r, v = (
@@ -206,7 +206,7 @@ class Step:
         return np.asarray(run(q, self.up, old, new, self.layer(), before, after))
 
     def alone(self) -> np.ndarray:
-        """What each query attends to, in one softmax and in float64."""
+        """Each query's attention, in one softmax and in float64."""
         heads = FORMS["naive"].remembers(**self.all, up=self.up) if "c_kv" in self.all else self.all
         k, v, q = (np.asarray(x, np.float64) for x in (heads["k"], heads["v"], jnp.concatenate(self.q, -1)))
         scores = np.einsum("btnh,bsnh->btns", q, k) * 0.1

@@ -1,4 +1,4 @@
-"""Conversions within the tests do not wait for the disk: what they are held against is a kill, not a power cut."""
+"""Conversions within the tests do not wait for the disk: they are tested against a kill, not a power cut."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""--mesh: chunks are what each device reads, and devices get equal values."""
+"""--mesh: a chunk holds one device's part, and devices get equal values."""
 
 import os
 import subprocess

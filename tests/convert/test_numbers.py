@@ -1,4 +1,4 @@
-"""What becomes of the numbers: --dtype, and weights that are no numbers."""
+"""Conversion of numbers: --dtype, and weights that are no numbers."""
 
 import jax
 import ml_dtypes

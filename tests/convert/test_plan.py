@@ -1,4 +1,4 @@
-"""What is said before anything is done, and what is refused then."""
+"""The plan that is shown before anything is done, and its refusals."""
 
 import os
 

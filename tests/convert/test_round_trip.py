@@ -1,4 +1,4 @@
-"""A released folder converted to Orbax and back is what it was, byte for byte."""
+"""A released folder converted to Orbax and back is unchanged, byte for byte."""
 
 import json
 import os

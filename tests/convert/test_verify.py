@@ -1,4 +1,4 @@
-"""What was written is read back; a byte that changes afterwards is found, and its tensor and folder are named."""
+"""Written weights are read back; a byte that changes afterwards is found, and its tensor and folder are named."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a forked child of the test process does, and that it ends there."""
+"""Runs a function in a forked child of the test process, which ends there."""
 
 import os
 import signal

@@ -57,7 +57,7 @@ _specified: dict[bytes, np.ndarray] = {}
 
 
 def specified(batch: Batch, parts: list[layout.Parts], *precisions: str | None) -> np.ndarray:
-    """What the specification computes, once for all instruction sets that are given the same."""
+    """The specification's result, computed once for all instruction sets with the same inputs."""
     digest = hashlib.blake2b(repr((batch.x.shape, batch.ids.shape, [[p.shape for p in m] for m in parts], precisions)).encode())
     for array in (*batch, *(part for matrix in parts for part in matrix)):
         digest.update(np.ascontiguousarray(array).view(np.uint8).data)

@@ -1,4 +1,4 @@
-"""GGUF's blocks as they are in files: the gguf package says what they mean, the kernels compute with that."""
+"""GGUF's blocks as they are in files: the kernels compute with the numbers that the gguf package decodes."""
 
 import gguf
 import numpy as np
@@ -24,7 +24,7 @@ def random_blocks(format: str, *shape: int, seed: int = 0) -> np.ndarray:
 
 
 def meant(made: np.ndarray, format: str) -> np.ndarray:
-    """What the gguf package takes blocks to be, as floats `[.. K]`."""
+    """The blocks' numbers by the gguf package, as floats `[.. K]`."""
     flat = gguf.quants.dequantize(made.reshape(-1, made.shape[-2] * made.shape[-1]), TYPES[format])
     return flat.reshape(*made.shape[:-2], -1)
 

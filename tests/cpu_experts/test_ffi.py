@@ -75,7 +75,7 @@ def fake(chosen, fake_driver):
 
 
 def lower(submit, collect, fetch: str) -> None:
-    """What the CPU backend makes of the two halves and of fetching from here on."""
+    """Replaces the CPU backend's lowering of the two halves and of fetching."""
     jax.clear_caches()
     ffi._compiled.cache_clear()
     mlir.register_lowering(ffi.submit_p, submit, platform="cpu")
@@ -133,7 +133,7 @@ def test_without_jit_and_for_rows_without_experts(layer, platform):
 
 
 def halves(layers: list[Experts], x, ids, weights):
-    """Two layers under way at once, the second with what is computed after the first."""
+    """Two layers under way at once, the second with an operand computed after the first."""
     tickets = [ffi.submit(layer, x, ids, weights) for layer in layers]
     meanwhile = jnp.tanh(tickets[0].x)
     return [ffi.collect(ticket, after=meanwhile) for ticket in tickets], meanwhile
@@ -148,7 +148,7 @@ def test_submitted_and_collected(built, platform):
 
 
 def steps(layers: list[Experts], x, n: int):
-    """What the loops below compute, by numpy's face."""
+    """The result of the loops below, through numpy."""
     for i in range(n):
         for layer in layers:
             x = layer.forward(np.tanh(np.asarray(x)), (BATCH.ids + i) % 7, BATCH.weights)
@@ -474,7 +474,7 @@ def test_programs_of_cuda_have_both_halves_as_calls_with_effects(layer, fake):
 
 
 def test_programs_of_cuda_order_calls_by_their_data(layer, fake):
-    """For XLA may run side by side what has no data in common."""
+    """For XLA may run calls without common data concurrently."""
 
     def run(x, ids, weights):
         now = ffi.submit(layer, x, ids, weights)
@@ -595,7 +595,7 @@ def test_rows_that_are_not_passed_on_in_place_are_copied(layer, gpu, monkeypatch
 
 
 def whole(layer: Experts) -> tuple[np.ndarray, np.ndarray]:
-    """What fetching gives of all experts."""
+    """All experts' weights, as fetched."""
     return tuple(map(np.asarray, ffi.fetch(layer, 0, layer.experts)))
 
 

@@ -1,4 +1,4 @@
-"""Whatever is called with, the library gives a status: it neither crashes nor writes anything that it refuses."""
+"""For any arguments the library returns a status: it neither crashes nor writes results of a refused call."""
 
 import ctypes
 

@@ -32,7 +32,7 @@ def built_files(builds, ffi_library):
 
 
 def open_all(*paths: Path) -> list[str]:
-    """What a process of its own says of each: a signal would be its end."""
+    """The results of opening each in a process of its own, which a signal would end."""
     command = [sys.executable, "-c", OPEN_ALL, *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": ROOT})
     assert done.returncode == 0, (done.returncode, done.stderr)

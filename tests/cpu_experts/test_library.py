@@ -182,6 +182,6 @@ def test_importing_the_package_imports_nothing_but_numpy():
 
 @pytest.mark.parametrize("options", [(), ("-DCPU_EXPERTS_EMULATE_TILES=ON",), ASAN])
 def test_kernels_stay_within_their_buffers(builds, options):
-    """Against pages that may not be touched, on either side, for every number of rows; with sanitizers for what has no page."""
+    """Against guard pages on either side, for every number of rows; with sanitizers for buffers without one."""
     done = subprocess.run([str(builds(*options) / "test_kernels")], capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stdout + done.stderr

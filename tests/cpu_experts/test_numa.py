@@ -75,7 +75,7 @@ print(json.dumps(stayed))
 
 
 def run(native, folder: Path, files: Mapping[str, str | bytes] | None, script: str):
-    """What a script printed, and what was moved to which node, on a machine with these files below /sys/devices/system/node."""
+    """A script's output, and the moves to nodes, on a machine with these files below /sys/devices/system/node."""
     moved = folder / "moved"
     for name, text in (files or {}).items():
         (folder / name).parent.mkdir(exist_ok=True)

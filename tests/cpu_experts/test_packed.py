@@ -354,7 +354,7 @@ def test_a_full_disk_leaves_what_was_there(saved, monkeypatch):
 
 
 def test_a_limit_met_amid_a_write_leaves_nothing(built, tmp_path):
-    """What a full disk does too: first fewer bytes are written than given, then none."""
+    """As a full disk does: first fewer bytes are written than given, then none."""
     resource = pytest.importorskip("resource")
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Experts(*LAYER) as layer:

@@ -85,7 +85,7 @@ class Served:
         return chosen
 
     def told(self) -> dict[str, np.ndarray]:
-        """What must not depend on how the work was cut up."""
+        """The state that must not depend on the sizes of steps."""
         _, is_open, last = taken(self.rows, jnp.asarray(self.at))
         told = {name: np.asarray(value) for name, value in vars(is_open).items()}
         return told | {"last": np.asarray(last), "seen": np.asarray(self.rows.seen)[self.at]}

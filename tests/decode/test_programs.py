@@ -71,7 +71,7 @@ AT, TABLE = np.zeros(1, np.int32), np.arange(2, dtype=np.int32)[None]
 
 
 def generated(programs: Programs) -> np.ndarray:
-    """What one row writes behind 16 tokens, sampled."""
+    """One row's sampled continuation of 16 tokens."""
     pool, rows = programs.new(1, 2)
     programs.prepare(pool, rows, Sizes(width=2, pieces=1, decode=[1], read=[16]))
     entry = blank(ADMITTED)

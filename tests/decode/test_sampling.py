@@ -1,4 +1,4 @@
-"""Filters, penalties and tokens against plain numpy in float64; draws against the softmax; what a draw may depend on."""
+"""Filters, penalties and tokens against plain numpy in float64; draws against the softmax; the inputs of a draw."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ penalise, choose = jax.jit(sampling.penalise), jax.jit(sampling.choose)
 
 
 def settings_of(rows: list[dict]) -> Sampling:
-    """Sampling with one entry a row; what a row leaves out is neutral."""
+    """Sampling with one entry a row; settings that a row leaves out are neutral."""
     neutral = {
         "temperature": 1.0,
         "top_k": 0,
@@ -36,7 +36,7 @@ def settings_of(rows: list[dict]) -> Sampling:
 
 
 def chosen(logits: np.ndarray, rows: list[dict], position: int = 5) -> tuple[list[int], list[bool]]:
-    """What `choose` takes, with no token seen before."""
+    """The tokens of `choose`, with no token seen before."""
     seen, at = jnp.zeros(logits.shape, jnp.uint16), jnp.full(len(logits), position)
     token, fit = choose(jnp.asarray(logits, jnp.float32), seen, jnp.arange(len(logits)), at, settings_of(rows))
     return token.tolist(), fit.tolist()

@@ -27,7 +27,7 @@ WORDS = 96
 
 @dataclass(frozen=True)
 class Told(Drafter):
-    """Guesses what it was told that follows, of which every `wrong`-th guess is another token."""
+    """Drafts the true continuation, except that every `wrong`-th draft is another token."""
 
     truth: tuple[tuple[int, ...], ...] = ()  # of each row of the table, by position
     wrong: int = 0
@@ -130,7 +130,7 @@ SAMPLINGS = {
 
 
 def truth(served: Served) -> tuple[tuple[int, ...], ...]:
-    """What follows in each row of the table."""
+    """The continuation of each row of the table."""
     found = np.zeros((HEIGHT, CONTEXT), int)
     for at, prompt, ids in zip(AT, PROMPTS, served.ids, strict=True):
         found[at, : len(prompt + ids)] = prompt + ids
@@ -208,7 +208,7 @@ def test_the_layers_cache_holds_what_the_models_own_states_give_whatever_was_gue
 
 
 def entries(served: Served) -> np.ndarray:
-    """What the layer for multi-token prediction has cached of the tokens that each row holds, but of the newest."""
+    """The MTP layer's cache entries for the tokens of each row except the newest."""
     first, found = 2 * ROWS * PAGES, []
     for i, held in enumerate(served.told()["held"].tolist()):
         pages = np.asarray(served.pool["c_kv"])[served.table[i] + first]

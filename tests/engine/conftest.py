@@ -1,4 +1,4 @@
-"""What tests of engines share."""
+"""Fixtures of the tests of engines."""
 
 import pytest
 from models import FAMILIES, tensors, write

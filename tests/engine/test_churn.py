@@ -1,4 +1,4 @@
-"""Many requests of all kinds: what they took is given back, and nothing compiles once their shapes are known."""
+"""Many requests of all kinds: their pages and rows are given back, and nothing compiles once their shapes are known."""
 
 import gc
 

@@ -44,7 +44,7 @@ class Random(Drafter):
 
 @dataclass(frozen=True)
 class Itself(Drafter):
-    """The model guesses what it will choose, but every `wrong`-th guess is another token."""
+    """The model drafts its own choices, except that every `wrong`-th draft is another token."""
 
     most: int = MOST_DRAFTS
     wrong: int = 9
@@ -192,7 +192,7 @@ def served(engine: Engine, asked: Request) -> tuple[list[int], dict[str, np.ndar
 
 
 def cached(engine: Engine, job: Job) -> dict[str, np.ndarray]:
-    """What all layers have of the tokens that a running job holds, by layer; the last, which guesses, has none of the newest."""
+    """All layers' cache of a running job's tokens, by layer; the last layer, which drafts, has none of the newest."""
     if job.row is None:
         return {}
     pool, rows = engine._arrays

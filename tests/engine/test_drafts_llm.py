@@ -271,7 +271,7 @@ def demo() -> LLM:
 
 @dataclasses.dataclass(frozen=True)
 class Unnormed(Mtp):
-    """Gives the layer its own output as it is before the last norm; scales do not matter, for what it is given is normed anew."""
+    """Gives the layer its own output before the last norm; scales do not matter, for its input is normed anew."""
 
     def propose(self, model, going, asked, token, counts):
         needed = counts + (counts == 0)

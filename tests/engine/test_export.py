@@ -1,4 +1,4 @@
-"""What LLM.export writes runs without mla-jax, and answers as LLM does; platforms and meshes need not be there."""
+"""An export of LLM.export runs without mla-jax, and answers as LLM does; platforms and meshes need not be there."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def opened(folder):
 
 
 def answers(out: Path, *arguments: str, prompts=PROMPTS) -> list[list[int]]:
-    """What run.py prints, in a process of its own."""
+    """The output of run.py, in a process of its own."""
     compiling.settle()
     given = [word for prompt in prompts for word in ("--prompt", ",".join(map(str, prompt)))]
     command = [sys.executable, "-P", "-c", ALONE, str(out / "run.py"), *given, "--max-tokens", str(TOKENS), *arguments]

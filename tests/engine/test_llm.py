@@ -1,4 +1,4 @@
-"""What a user asks of LLM, and what comes back: tokens, texts, ends, defaults, errors."""
+"""LLM as a user calls it: tokens, texts, ends, defaults, errors."""
 
 import contextlib
 import dataclasses
@@ -53,7 +53,7 @@ def llm(folder) -> LLM:
 
 @pytest.fixture(scope="module")
 def greedy(llm) -> list[list[int]]:
-    """What the model writes behind PROMPTS if nothing stops it."""
+    """The model's continuations of PROMPTS if nothing stops it."""
     return [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
 
 

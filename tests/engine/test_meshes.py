@@ -1,5 +1,5 @@
-"""Meshes of eight simulated devices: greedy and sampled tokens are those of one device, a device caches what is planned, and the
-programs send each other exactly what was counted by hand."""
+"""Meshes of eight simulated devices: greedy and sampled tokens equal one device's, a device's cache is as planned, and the
+programs send exactly the messages counted by hand."""
 
 import collections
 import functools

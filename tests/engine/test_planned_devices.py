@@ -1,4 +1,4 @@
-"""`--dry-run --mesh data=8 --device h200`: the plan of devices that are not here, and what they would reach."""
+"""`--dry-run --mesh data=8 --device h200`: the plan of absent devices, and their predicted rates."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What processes say to each other, and one engine behind another: in one process, over loopback and without JAX's own."""
+"""The channel between processes, and one engine following another: in one process, over loopback and without JAX's own."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ def no_network():
 
 
 class Ends(list):
-    """What a link has ended with."""
+    """The errors with which links ended."""
 
     def soon(self, seconds: float = 5) -> ProcessLost:
         until = time.monotonic() + seconds
@@ -44,7 +44,7 @@ class Ends(list):
 
 @pytest.fixture
 def linked():
-    """`linked(count)` are the links of `count` processes, and what each has ended with."""
+    """`linked(count)` returns the links of `count` processes, and the errors with which each ended."""
     sockets = []
 
     def links(count: int) -> tuple[list[Link], list[Ends]]:
@@ -181,7 +181,7 @@ def test_files_are_compared_by_their_size_their_beginning_and_their_end(tmp_path
 
 
 def in_all(links: list[Link], ask) -> list:
-    """What `ask` finds in each of the processes, at the same time; an error is what it finds, too."""
+    """The result of `ask` in each of the processes, at the same time; an error counts as a result."""
     found: list = [None] * len(links)
 
     def run(i: int) -> None:
@@ -265,7 +265,7 @@ class FakeJob(Job):
 
 
 class FakeEngine(Engine):
-    """Notes what it is asked."""
+    """Records its calls."""
 
     def __init__(self):
         self.asked, self.count, self.while_it_steps = [], 0, lambda: None

@@ -49,7 +49,7 @@ def found_by(runs) -> dict:
 
 @pytest.fixture(scope="module")
 def alone(folder, tmp_path_factory):
-    """What one process says with one device, and with eight."""
+    """One process's answers with one device, and with eight."""
     found = {}
 
     def on(mesh: str) -> dict:

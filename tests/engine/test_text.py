@@ -1,4 +1,4 @@
-"""What a checkpoint has to read and write text."""
+"""A checkpoint's tokenizer, chat template and end tokens."""
 
 import json
 

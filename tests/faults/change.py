@@ -1,4 +1,4 @@
-"""What the corpora share: a fault is a valid folder, changed by a named mutation, with the error it must raise and its words.
+"""Changes for the corpora: a fault is a valid folder, changed by a named mutation, with the error it must raise and its words.
 
 A mutation is a function of the folder. The same tables seed the fuzzers."""
 

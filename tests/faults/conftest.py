@@ -1,4 +1,4 @@
-"""Copies of valid folders to be spoilt, and a record of what is read of them."""
+"""Copies of valid folders to be spoilt, and a record of the reads of them."""
 
 import shutil
 from functools import cache

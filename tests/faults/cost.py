@@ -1,4 +1,4 @@
-"""What a call costs: seconds of the processor, and bytes of memory beyond what the process held before. Linux alone knows."""
+"""The cost of a call: seconds of the processor, and bytes of memory beyond the process's before. On Linux only."""
 
 import os
 import time

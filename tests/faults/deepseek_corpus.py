@@ -36,7 +36,7 @@ def without(name: str, *files: str):
 
 
 def own_config(**arguments):
-    """The inference code's own, in which what is not named has that code's default."""
+    """The inference code's own config, in which absent keys have that code's default."""
     return lambda folder: (folder / "config.json").write_text(json.dumps({"dim": 48, **arguments}))
 
 

@@ -147,7 +147,7 @@ def sparse(size: int, start: bytes):
 
 
 def byte_swapped(data: bytes) -> bytes:
-    """What a writer on a big-endian machine makes of the numbers before the first key."""
+    """The file as a big-endian machine would write the numbers before the first key."""
     return b"GGUF" + struct.pack(">IQQ", *struct.unpack("<IQQ", data[4:24])) + data[24:]
 
 

@@ -41,7 +41,7 @@ def test_a_file_of_random_bytes_behind_a_sound_start_is_read_or_refused(tmp_path
 
 
 def _read_or_refuse(tmp_path_factory, content: bytes):
-    """What is read must lie in the file, and be disjoint."""
+    """Tensors that are read must be within the file, and disjoint."""
     file = tmp_path_factory.getbasetemp() / f"mutated-{os.getpid()}.gguf"
     file.write_bytes(content)
     headers = []

@@ -20,7 +20,7 @@ def valid() -> Iterable[bytes]:
 
 
 def read(folder: Path, data: bytes) -> None:
-    """A config that is read is read again as the same from what it is written as."""
+    """A config that is accepted equals its own written form, read again."""
     (folder / "config.json").write_bytes(data)
     with suppress(MlaJaxError):
         open_deepseek(folder)  # which finds no weights

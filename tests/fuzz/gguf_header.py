@@ -1,4 +1,4 @@
-"""Fuzzes what is read of a GGUF file before its weights: header, config and tokenizer."""
+"""Fuzzes the parts of a GGUF file before its weights: header, config and tokenizer."""
 
 import tempfile
 from collections.abc import Iterable

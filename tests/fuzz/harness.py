@@ -29,7 +29,7 @@ MAX_SEED, MAX_MEMORY = 1 << 16, 256 << 20
 
 
 def spoilt(name: str, file: str, write_valid: Callable[[Path], object] | None = None) -> Iterable[bytes]:
-    """What `file` holds in each folder of a corpus, valid and spoilt, where it is small; `write_valid` makes smaller ones."""
+    """The contents of `file` in each folder of a corpus, valid and spoilt, where small; `write_valid` makes smaller ones."""
     with tempfile.TemporaryDirectory() as temporary:
         valid, changed = Path(temporary) / "valid", Path(temporary) / "changed" / "model"
         (write_valid or CORPORA[name].write_valid)(valid)

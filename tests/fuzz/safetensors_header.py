@@ -18,7 +18,7 @@ def small(root: Path) -> None:
 
 
 def read(folder: Path, data: bytes) -> None:
-    """What is read tiles the file, and the library reads it too, as the same."""
+    """Accepted tensors tile the file, and the library reads them equally."""
     (folder / hf.FILE).write_bytes(data)
     tensors, at = read_header(folder / hf.FILE), 8 + int.from_bytes(data[:8], "little")
     for tensor in tensors:

@@ -16,7 +16,7 @@ VALID = json.dumps({"weight_map": {name: file for file, names in TENSORS.items()
 
 
 def read(folder: Path, data: bytes) -> None:
-    """What is read is what the files hold."""
+    """Tensors that are read equal the files' own."""
     for file, names in TENSORS.items():
         if not (folder / file).exists():
             save_file({name: np.ones(2, np.float32) for name in names}, folder / file)

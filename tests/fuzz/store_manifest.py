@@ -18,7 +18,7 @@ VALID = json.dumps({"kind": "mla-jax weights", "version": 1, "complete": True, "
 
 
 def read(folder: Path, data: bytes) -> None:
-    """The chunks of what is read tile it."""
+    """The chunks of an accepted tensor tile it."""
     (folder / "weights" / "00000").mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).write_bytes(data)
     for name, entry in open_store(folder).tensors.items():

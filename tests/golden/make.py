@@ -1,4 +1,4 @@
-"""Writes the golden folders: tiny models as transformers saves them, and what it computes for them.
+"""Writes the golden folders: tiny models as transformers saves them, and their outputs there.
 
     python tests/golden/make.py
 

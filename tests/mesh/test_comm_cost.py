@@ -1,4 +1,4 @@
-"""Messages between devices: bytes counted by hand, what comes from another host, and the exchange that is taken."""
+"""Messages between devices: bytes counted by hand, traffic from another host, and the chosen exchange."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Predictions for meshes: bytes and messages of a pass counted by hand, and what a mesh of one predicts."""
+"""Predictions for meshes: bytes and messages of a pass counted by hand, and the predictions for a mesh of one."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a policy is shown, against heads that are rebuilt and attended to in float64, row by row; a pass over what is cached."""
+"""A policy's inputs, against heads that are rebuilt and attended to in float64, row by row; a pass over cached tokens."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ CACHES = {"latents": ("auto", "move_elided"), "heads": ("auto", "naive"), "fp8":
 
 @dataclasses.dataclass(frozen=True)
 class Shown(Policy):
-    """Shows what it was shown: the weights of each query and head, keys, anchor, worth, slots, and tokens held."""
+    """Returns its inputs as scores: the weights of each query and head, keys, anchor, worth, slots, and tokens held."""
 
     window = WINDOW
     needs_anchor = True
@@ -47,7 +47,7 @@ class Shown(Policy):
         return jnp.concatenate([*of_slots, seen.worth.swapaxes(1, 2), *same, slot], axis=1)
 
     def parts(self, scores: np.ndarray, heads: int, width: int) -> dict[str, np.ndarray]:
-        """What is in its scores; `heads` of `width` numbers are those of a key."""
+        """The parts of its scores; a key has `heads` of `width` numbers."""
         rows, _, slots = scores.shape
         sizes = {"weights": self.window * N, "keys": heads * width, "worth": N, "anchor": heads * width}
         sizes |= {"held": scores.shape[1] - sum(sizes.values()) - 1, "slot": 1}
@@ -325,7 +325,7 @@ def one_lane(pages: np.ndarray, dropped: np.ndarray) -> Tables:
 
 
 class Read:
-    """A model that has read some rows' tokens, and what it says of the newest when they pass once more."""
+    """A model that has prefilled some rows, and its scores when the newest tokens pass once more."""
 
     def __init__(self, attention: str, kv_cache: str):
         self.model = nnx.merge(*drawn())

@@ -1,4 +1,4 @@
-"""What the programs of DeepSeek-V3's shapes become on eight H200s, compiled ahead of time without one."""
+"""The programs of DeepSeek-V3's shapes on eight H200s, compiled ahead of time without one."""
 
 import json
 import os

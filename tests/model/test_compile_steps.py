@@ -1,4 +1,4 @@
-"""What the steps of a model become on a GPU, compiled ahead of time without one."""
+"""The steps of a model on a GPU, compiled ahead of time without one."""
 
 import json
 import os

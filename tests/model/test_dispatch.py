@@ -1,4 +1,4 @@
-"""What a step takes: forms and kernels by the device, asked of the functions that run."""
+"""The forms and kernels of a step by device, asked of the functions that run."""
 
 import jax
 import jax.numpy as jnp

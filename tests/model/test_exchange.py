@@ -19,7 +19,7 @@ MESHES = ["data=8", "tensor=8", "context=4", "data=4,tensor=2", "data=2,tensor=2
 
 
 def summed(x, ids, weights, numbers):
-    """What experts make of tokens, one token and expert after the other: expert e multiplies by its own numbers."""
+    """Expert outputs, one token and expert after the other: expert e multiplies by its own numbers."""
     out = np.zeros_like(x)
     for token, expert_ids in enumerate(ids):
         for k, expert in enumerate(expert_ids):
@@ -35,7 +35,7 @@ def on_device(x, ids, weights, numbers):
 
 
 def ragged(rows, into, begins, sizes, ends, comes, axis_name):
-    """What `jax.lax.ragged_all_to_all` is documented to do, which XLA does not have on a CPU."""
+    """`jax.lax.ragged_all_to_all` by its documentation, since XLA does not have it on a CPU."""
     here, everything = jax.lax.axis_index(axis_name), jax.lax.all_gather((rows, begins, sizes, ends), axis_name)
     pieces, steps, came = begins.size // everything[0].shape[0], jnp.arange(rows.shape[0]), []
     for rows, begins, sizes, ends in zip(*everything, strict=True):

@@ -1,4 +1,4 @@
-"""A cache of latents in E4M3: what it holds, what attends to it, and what it costs in bytes and in likelihood."""
+"""A cache of latents in E4M3: its contents, the forms that attend to it, and its cost in bytes and in likelihood."""
 
 import dataclasses
 

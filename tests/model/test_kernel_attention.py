@@ -24,7 +24,7 @@ COUNTS = {  # new tokens of each row, padding behind them
 
 
 def stepped(attention: str, size: int) -> list[np.ndarray]:
-    """What a model says of the tokens that each batch brings, one batch after the other; nothing of padding."""
+    """A model's outputs for the tokens of each batch, one batch after the other; without padding."""
     config = Config.preset("tiny")
     model = Transformer(config, nnx.Rngs(0), dispatch=Dispatch(attention))
     call, rng = jax.jit(lambda tokens, batch, pool: model(tokens, batch, pool)[:2]), np.random.default_rng(0)
@@ -40,7 +40,7 @@ def stepped(attention: str, size: int) -> list[np.ndarray]:
 
 
 def in_lines(attention: str, size: int) -> list[np.ndarray]:
-    """What `stepped` says, where each batch is one line with the tokens of all rows and some padding."""
+    """The same as `stepped`, where each batch is one line with the tokens of all rows and some padding."""
     config = Config.preset("tiny")
     model = Transformer(config, nnx.Rngs(0), dispatch=Dispatch(attention))
     call, rng = jax.jit(lambda tokens, batch, pool: model(tokens, batch, pool)[:2]), np.random.default_rng(0)

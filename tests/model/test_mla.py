@@ -1,4 +1,4 @@
-"""What each form of MLA is for, at DeepSeek-V3's size: one decode step over 4,096 held tokens, float32 on a CPU."""
+"""The gain of each form of MLA, at DeepSeek-V3's size: one decode step over 4,096 held tokens, float32 on a CPU."""
 
 from math import prod
 
@@ -41,7 +41,7 @@ def attended(form: str, q, cached: dict, up, mask, scale: float) -> jax.Array:
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Each form's attention as a compiled program, and the shapes of what it holds."""
+    """Each form's attention as a compiled program, and the shapes of its cache."""
     q, latent, up, mask = step_inputs(V3, HELD)
     programs = {}
     for name, form in FORMS.items():

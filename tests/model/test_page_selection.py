@@ -1,4 +1,4 @@
-"""What is noted of pages while tokens come, and what a layer attends to by it."""
+"""Pages' summaries while tokens come, and a layer's attention to the chosen pages."""
 
 import dataclasses
 from typing import Any
@@ -32,7 +32,7 @@ def model_of(policy: str, attention: str = "auto", tokens: int = 5 * SIZE, confi
 
 
 def poisoned(pool: Pool) -> Pool:
-    """What pages that were used before may hold."""
+    """Arbitrary contents, as pages have that were used before."""
     return {name: jnp.full_like(a, jnp.nan if jnp.issubdtype(a.dtype, jnp.floating) else 255) for name, a in pool.items()}
 
 
@@ -179,7 +179,7 @@ def test_a_row_whose_pages_are_all_chosen_attends_as_without_a_choice_in_bfloat1
 
 
 class Chance(Policy):
-    """Pages by their random numbers: what a policy has to beat."""
+    """Pages by their random numbers: the baseline of a policy."""
 
     name, vectors = "chance", 2
     seed = 0

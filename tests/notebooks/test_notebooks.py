@@ -1,4 +1,4 @@
-"""The notebooks run as they stand, and what is stored of their last run may be published."""
+"""The notebooks run as they are, and the stored outputs of their last run may be published."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def outputs(path: Path) -> list:
 
 
 def kinds(notebook: nbformat.NotebookNode) -> list[list]:
-    """What each cell shows: kind and stream of its outputs. A stream may come in pieces, which count once."""
+    """The kinds and streams of each cell's outputs. A stream may come in pieces, which count once."""
     code = (cell for cell in notebook.cells if cell.cell_type == "code")
     return [[kind for kind, _ in groupby((output.output_type, output.get("name")) for output in cell.outputs)] for cell in code]
 

@@ -1,4 +1,4 @@
-"""What a CPU reaches with experts is measured once per number format, and kept."""
+"""A CPU's rates with experts are measured once per number format, and kept."""
 
 import itertools
 import json

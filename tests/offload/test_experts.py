@@ -1,4 +1,4 @@
-"""Experts on the CPU in the model: the same sums as on the device, within what bfloat16 rows lose, and what is left for later."""
+"""Experts on the CPU in the model: equal sums as on the device, within the rounding of bfloat16 rows, and deferred sums."""
 
 import dataclasses
 

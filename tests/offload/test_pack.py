@@ -79,7 +79,7 @@ def opened(path: Path, precision: str | None = None) -> Opened:
 
 
 def sums(layer, seed: int = 0) -> np.ndarray:
-    """What a `cpu_experts.Experts` makes of random rows, experts of equal weight."""
+    """The outputs of a `cpu_experts.Experts` for random rows, experts of equal weight."""
     rng = np.random.default_rng(seed)
     x, ids = rng.standard_normal((5, layer.model), np.float32), rng.integers(0, layer.experts, (5, 2), np.int32)
     return layer.forward(x, ids, np.full((5, 2), 0.5, np.float32))

@@ -1,4 +1,4 @@
-"""Experts with replicas on the device: the same sums, whoever computes them, and what is added a layer later."""
+"""Experts with replicas on the device: equal sums, whoever computes them, and deferred sums."""
 
 import dataclasses
 import functools

@@ -17,7 +17,7 @@ HERE, ROOT = Path(__file__).parent, Path(pallas_kernels.__file__).parents[1]
 
 @pytest.fixture(scope="session")
 def run():
-    """`run(script, *arguments, **environment)` -> what it printed; threads, dumps and platforms are settled when JAX starts."""
+    """`run(script, *arguments, **environment)` -> its output; threads, dumps and platforms are settled when JAX starts."""
 
     def run(script: str, *arguments: str, **environment: str) -> str:
         env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environment

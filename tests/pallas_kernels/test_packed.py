@@ -1,4 +1,4 @@
-"""Reordered weights against the formats' own definitions: file bytes, numbers and what a kernel's threads unpack; the kernel,
+"""Reordered weights against the formats' own definitions: file bytes, numbers and a kernel's unpacking by threads; the kernel,
 interpreted, against the specification."""
 
 import json

@@ -1,4 +1,4 @@
-"""What llama.cpp makes of a model: its converter, quantiser, logits and tokens. The other side of every comparison of GGUF.
+"""llama.cpp's converter, quantiser, logits and tokens for a model. The other side of every comparison of GGUF.
 
 The converter is no part of the installed package but of its source distribution, in vendor/llama.cpp. It is looked for in
 the folder that LLAMA_CPP names, else in .llama.cpp beside the tests, where `make parity` unpacks it."""

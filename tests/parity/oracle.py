@@ -1,4 +1,4 @@
-"""What transformers computes for a folder: the other side of every comparison."""
+"""The outputs of transformers for a folder: the other side of every comparison."""
 
 import json
 from pathlib import Path

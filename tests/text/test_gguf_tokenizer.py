@@ -40,7 +40,7 @@ def trained(pre: str) -> Tokenizer:
 
 
 def metadata(original: Tokenizer, kind: str, **changes) -> dict:
-    """What llama.cpp's converter writes for `original`."""
+    """The metadata that llama.cpp's converter writes for `original`."""
     vocabulary = sorted(original.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
     types = [3 if t in SPECIAL else 4 if t == "<think>" else 1 for t, _ in vocabulary]
     merges = json.loads(original.to_str())["model"]["merges"]

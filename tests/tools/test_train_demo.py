@@ -21,7 +21,7 @@ pytestmark = pytest.mark.deep("tools")
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A corpus, a run that was stopped and resumed, and what it ships."""
+    """A corpus, a run that was stopped and resumed, and its shipped model."""
     work, library = tmp_path_factory.mktemp("work"), tmp_path_factory.mktemp("library")
     for i in range(60):
         (library / f"module_{i}.py").write_text(f'def first_{i}(x):\n    """Does {i}."""\n    y = x * {i}\n    return y\n' * 80)

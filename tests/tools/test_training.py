@@ -22,7 +22,7 @@ RECIPE = Recipe(model=TINY, steps=40, drop=0.0, learning_rate=1e-2)
 
 @functools.cache
 def step_of(**changed):
-    """Of RECIPE with what is changed in it; compiled once for all tests."""
+    """The step of RECIPE with changes; compiled once for all tests."""
     return training.step_of(replace(RECIPE, **changed), RECIPE.config(False))
 
 

@@ -1,4 +1,4 @@
-"""What goes where, and in which form."""
+"""The console's outputs: stdout, stderr and JSON."""
 
 import dataclasses
 import json

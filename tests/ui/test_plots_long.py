@@ -23,7 +23,7 @@ TIMES = [
 
 @pytest.fixture
 def bars():
-    """What is drawn of each policy: its line, and its intervals."""
+    """The drawn line and intervals of each policy."""
     found = {one.get_label(): one.lines for one in plots_long.quality(QUALITY).axes[0].containers}
     return {name: (line, intervals) for name, (line, _, (intervals,)) in found.items()}
 

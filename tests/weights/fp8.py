@@ -1,4 +1,4 @@
-"""FP8 checkpoints made by numpy, and what they mean: written apart from the loader, so that each checks the other."""
+"""FP8 checkpoints made by numpy, and their numbers: written apart from the loader, so that each checks the other."""
 
 import ml_dtypes
 import numpy as np

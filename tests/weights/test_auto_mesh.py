@@ -19,7 +19,7 @@ def config(heads: int = 8, experts: int | None = 16) -> Config:
 
 
 def chosen(config: Config, count: int, least: int = 1) -> tuple[dict[str, int], str, list[int]]:
-    """Where a mesh fits with at least so many devices along tensor; also what was tried."""
+    """The mesh chosen if one fits with at least `least` devices along tensor; also the tried numbers."""
     tried: list[int] = []
 
     def fits(sizes) -> bool:

@@ -22,7 +22,7 @@ def paths(config: Config, mtp: bool) -> list[str]:
 
 
 def released(hf: dict, mtp: bool) -> dict[str, tuple[int, ...]]:
-    """What a release holds and a model needs."""
+    """The tensors that a release holds and a model needs."""
     first = hf["num_hidden_layers"]
     return {n: s for n, s in models.shapes(hf, mtp).items() if not (n.endswith(COPIES) and f"layers.{first}." in n)}
 

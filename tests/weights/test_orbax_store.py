@@ -1,4 +1,4 @@
-"""What is stored comes back bit for bit or not at all, whatever happens between."""
+"""Stored tensors come back bit for bit or not at all, whatever happens between."""
 
 import errno
 import json

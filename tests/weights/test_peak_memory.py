@@ -1,4 +1,4 @@
-"""What a process takes at its peak, on a CPU, against what its plan says."""
+"""A process's peak memory, on a CPU, against its plan."""
 
 import json
 import os

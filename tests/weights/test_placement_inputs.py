@@ -1,4 +1,4 @@
-"""From a checkpoint to where its experts are, to its plan, its model without weights, and what is said of it."""
+"""From a checkpoint to the placement of its experts, to its plan, its model without weights, and the lines about it."""
 
 import dataclasses
 
@@ -59,7 +59,7 @@ def test_figures_are_those_of_the_headers_and_the_plan(checkpoint, monkeypatch):
 
 @pytest.mark.parametrize("less", [1, 1.5, 3.5])
 def test_what_is_placed_fits_the_plan(checkpoint, monkeypatch, tmp_path, less):
-    """With as many layers on the host as must be, and with replicas in what they leave."""
+    """With as many layers on the host as must be, and with replicas in the memory they leave."""
     each = figures(checkpoint, ExpertOptions(), 64).layers[0].device_bytes
     monkeypatch.setattr("mla_jax.offload.place.SPARE", 0)  # of the memory, most of which these small layers do not take
     room = int(plan(checkpoint, 64).needed - less * each)

@@ -1,4 +1,4 @@
-"""What a model needs in memory, against what it then takes."""
+"""A model's planned memory, against the memory it then takes."""
 
 import dataclasses
 from math import prod

@@ -1,4 +1,4 @@
-"""Quantising, by its errors against what each format can represent, and by FP8 checkpoints as released."""
+"""Quantising, by its errors against each format's precision, and by FP8 checkpoints as released."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""What is written is a released folder again."""
+"""A saved model is a released folder again."""
 
 import json
 import os

@@ -29,7 +29,7 @@ def easy(drafter: Drafter | None = None, fixed: int | None = None) -> Drafting:
 
 
 def timed(drafter: Drafter | None = None, rows: int = 1) -> Drafting:
-    """One that knows what a pass without guesses takes: what is predicted."""
+    """A drafting policy that has measured a pass without drafts: the predicted time."""
     drafting = easy(drafter)
     drafting.note_time(rows, HELD, 0, 12e-3)
     return drafting
@@ -270,8 +270,8 @@ def test_later_times_are_averaged_the_newest_counting_a_fifth():
 
 
 def dispatches_until(drafting: Drafting, best: int, late: int, times: float, at: int) -> int:
-    """Dispatches until the best number is taken again, twice in a row, after one that took so many times what is predicted, as
-    no other does: the `at`-th of those with `late` guesses."""
+    """Dispatches until the best number is taken again, twice in a row, after one that took `times` times the predicted time: the
+    `at`-th with `late` drafts."""
     taken, since, before = Counter(), None, None
     for dispatch in range(100 * SOON):
         drafts = drafting.count(GREEDY, HELD)

@@ -1,4 +1,4 @@
-"""What the prefix index forgets goes to the host and comes back: the same bytes, the same tokens, and only new ones are read."""
+"""Pages evicted from the prefix index go to the host and come back: equal bytes and tokens, and only new ones are prefilled."""
 
 import dataclasses
 import hashlib
@@ -127,7 +127,7 @@ def test_neither_program_copies_the_pool(programs_of):
 
 
 def test_random_steps_leave_every_page_what_its_request_has_written(programs_of):
-    """Pages, tier and programs together: what a request is given holds its beginning, whatever was forgotten meanwhile."""
+    """Pages, tier and programs together: a request's pages hold its beginning, whatever was evicted meanwhile."""
     programs, choose, stats = programs_of(), random.Random(0), EngineStats(1, 12)
     pool, tier = programs.model.new_pool(12), HostTier(programs, 9, stats)
     pages, running = Pages(12, PAGE, tier=tier), []
@@ -311,7 +311,7 @@ def test_forks_bring_their_beginning_once(programs_of):
 
 @pytest.mark.deep(*deep.GENERATING)
 def test_jobs_may_be_cancelled_while_pages_are_on_their_way(programs_of):
-    """In either direction: what has left is complete once it is asked for, and what was coming in is there for the next one."""
+    """In either direction: a copy to the host is complete once it is needed, and a copied-in page serves the next request."""
     rng = np.random.default_rng(3)
     asked, other = (request(rng.integers(2, WORDS, n).tolist(), max_tokens=30) for n in (200, 350))
     expected = answer(engine_of(programs_of(), LARGE), asked)

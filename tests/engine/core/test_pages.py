@@ -1,4 +1,4 @@
-"""Pages are free, held or idle, one writer each; the index knows exactly what is in them."""
+"""Pages are free, held or idle, one writer each; the index knows their contents exactly."""
 
 import itertools
 import random
@@ -310,7 +310,7 @@ def test_work_goes_with_the_request_not_with_the_pool():
 
 
 class Shelf:
-    """A tier of `count` pages as a dictionary. Contents leave and enter pages once what was done with `pages` is over."""
+    """A tier of `count` pages as a dictionary. Contents leave and enter pages once the operation on `pages` is over."""
 
     def __init__(self, count: int):
         self.count = count
@@ -362,7 +362,7 @@ class Entry:
 class Model:
     """Does all that Pages does and checks it against a dictionary from whole beginnings to pages.
 
-    What is written of a token are those behind it that it depends on, too."""
+    A token's written content includes the tokens before it, on which it depends."""
 
     pages: Pages
     shelf: Shelf = field(default_factory=lambda: Shelf(0))  # the pages' tier, if they have one
@@ -503,7 +503,7 @@ class Model:
             entry.page, entry.written = page, True
 
     def release(self, request: Request) -> None:
-        """What falls idle was used just now, ends before beginnings; what is promised only is unknown again."""
+        """Pages that fall idle count as just used, ends before beginnings; promised pages are unknown again."""
         pages = set(request.held.pages)
         self.pages.release(request.held)
         self.requests.remove(request)

@@ -1,4 +1,4 @@
-"""What a request says of its end, and how fast an answer came."""
+"""A request's finish reason, and the speed of its answer."""
 
 import pytest
 

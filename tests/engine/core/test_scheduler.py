@@ -216,7 +216,7 @@ class Job:
 
 
 def next_token(text: list[int]) -> int:
-    """A pretended model: what it says depends on the whole text."""
+    """A pretended model: the next token depends on the whole text."""
     return (sum(text) * 31 + len(text)) % 7 % 2
 
 
@@ -267,7 +267,7 @@ class Device:
         self.check_pages()
 
     def results(self) -> None:
-        """What was dispatched before the last plan is known now: the full pages of it go to the index."""
+        """The results dispatched before the last plan are known now: their full pages go to the index."""
         for job in list(self.running.values()):
             job.known, job.dispatched = max(job.known, job.dispatched), len(job.text)
             self.pages.wrote(job.held, job.text[: min(job.written, max(job.known, job.target))])
@@ -340,7 +340,7 @@ class Device:
 
 
 def check(found: Plan, waiting: list[Waiting], running: list[Running], limits: Limits) -> None:
-    """What any plan must keep to, told without the planner's own functions."""
+    """The invariants of any plan, checked without the planner's own functions."""
     asked = {request.id: request for request in (*waiting, *running)}
     first_to_last = sorted(asked, key=lambda id: (asked[id].priority, asked[id].arrival))
     turn = {id: at for at, id in enumerate(first_to_last)}
@@ -383,7 +383,7 @@ def check_read(found: Plan, asked: dict, turn: dict[int, int], limits: Limits) -
 
 
 def simulate(specs: list[Spec], count: int, limits: Limits = SMALL) -> Device:
-    """Serves all requests; each must say what it says alone, and leave nothing behind."""
+    """Serves all requests; each must get the tokens it gets alone, and leave nothing behind."""
     device, work = Device(Pages(count, SIZE), limits), 0
     for turn in range(max(spec.arrives for spec in specs) + 20 * sum(len(spec.prompt) + spec.most for spec in specs)):
         for id, spec in enumerate(specs):

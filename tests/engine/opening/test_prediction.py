@@ -1,4 +1,4 @@
-"""What a mesh is predicted to reach with a checkpoint: the cost of its own weights, as they are stored."""
+"""A mesh's predicted rates with a checkpoint: the cost of its own weights, as they are stored."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a mesh does not compute is refused by the names of the options, before anything is allocated."""
+"""Options that a mesh does not support are refused by name, before anything is allocated."""
 
 import pytest
 

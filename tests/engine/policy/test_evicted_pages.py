@@ -29,7 +29,7 @@ def admitted(pages: LayeredPages, prompt: list[int]) -> Held:
 
 
 def evicted(pages: LayeredPages, held: Held, counts: list[int], tokens: int, more: int = 0) -> Layered:
-    """What `held` becomes, which is released."""
+    """The pages of `held` after eviction; `held` is released."""
     layered = pages.evict(held, counts, tokens, more)
     assert layered is not None
     pages.release(held)
@@ -56,7 +56,7 @@ def free_parts(pages: LayeredPages, *requests: Layered) -> int:
 
 
 def told(pages: LayeredPages) -> tuple:
-    """What a copy says of itself, and how many parts it can give."""
+    """A copy's counts, and the number of parts it can give."""
     most, trial = 0, copy.deepcopy(pages)
     while trial.evict(trial.admit([]), [1] + [0] * (pages.parts - 1), 1, 0):
         most += 1
@@ -274,7 +274,7 @@ class Request:
 
 @dataclass
 class Model:
-    """Does all that LayeredPages does, and writes to a pool what a device would: a dictionary from slots to tokens.
+    """Does all that LayeredPages does, and writes to a pool as a device would: a dictionary from slots to tokens.
 
     Each request must find its own tokens there, and so must who takes a beginning from the index."""
 
@@ -306,7 +306,7 @@ class Model:
         return sum(used[page] == count for page, count in mine.items())
 
     def addresses(self, request: Request) -> list[list[tuple[int, int]]]:
-        """The slots of what each layer has kept."""
+        """The slots of each layer's kept tokens."""
         table = self.pages.table(request.held, max(map(len, request.pages))).tolist()
         tables = [(entries, first) for lanes, first in zip(table, self.firsts, strict=True) for entries in lanes]
         return [
@@ -321,7 +321,7 @@ class Model:
         return range(0, self.pages.layers * each, each)
 
     def put(self, request: Request, starts: list[int]) -> None:
-        """What a request has kept, from the place `starts` of each layer on."""
+        """Writes a request's kept tokens, from the place `starts` of each layer on."""
         for slots, kept, start in zip(self.addresses(request), request.kept, starts, strict=True):
             self.slots.update(zip(slots[start:], kept[start:], strict=True))
 
@@ -418,7 +418,7 @@ class Model:
                 assert self.pages.room(request.held, request.written) == min(rooms)
 
     def check_index(self) -> None:
-        """What is found of a text is that text in all layers, in pages that are not cut, whoever holds them."""
+        """A text's match in the index holds that text in all layers, in whole pages, whoever holds them."""
         used = self.used()
         for text in self.texts:
             found = self.pages.match(text).pages

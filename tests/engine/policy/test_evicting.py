@@ -186,7 +186,7 @@ def test_a_cancelled_request_leaves_no_page_behind(programs_of, asked, attention
 
 @dataclasses.dataclass(frozen=True)
 class Masked(Dispatch):
-    """Whole sequences without a cache; each token sees what a mask `[T S]` says."""
+    """Whole sequences without a cache; each token sees the tokens of a mask `[T S]`."""
 
     mask: tuple[tuple[bool, ...], ...] = ()
 
@@ -195,7 +195,7 @@ class Masked(Dispatch):
 
 
 def seen(prompt: int, length: int, every: int, stays) -> np.ndarray:
-    """What each token sees, if at the end of the prompt and then again `stays(slots)` of what is held."""
+    """Each token's mask, if eviction keeps `stays(slots)` of the held tokens at the end of the prompt and then again."""
     mask, held, point = np.zeros((length, length), bool), list(range(prompt)), prompt
     mask[:prompt, :prompt] = np.tri(prompt, dtype=bool)
     for token in range(prompt, length):
@@ -255,7 +255,7 @@ def whole(model: Transformer, tokens: list[int], masks: np.ndarray) -> tuple[np.
 
 
 def masks_of(noted: list[Kept], prompt: int, length: int, every: int) -> np.ndarray:
-    """What each token sees in each layer and head, if so much has stayed each time. `[L T N S]`"""
+    """Each token's mask in each layer and head, by the tokens kept each time. `[L T N S]`"""
     masks = np.zeros((LAYERS, length, HEADS, length), bool)
     for layer, head in np.ndindex(LAYERS, HEADS):
         slots = iter([kept.source[layer, head, 0, : kept.count[layer, head, 0]] for kept in noted])
