@@ -140,7 +140,7 @@ def _read_toml(path: Path) -> dict:
             raise BadRequest(
                 f"{path} is too large", f"the limit of a configuration file is {MAX_CONFIG_BYTES:,} bytes"
             )
-        return tomllib.loads(data.decode())
+        return tomllib.loads(data.decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as e:  # a decoding error is a ValueError
         raise BadRequest(f"{path} cannot be read as TOML", printable(str(e), 200)) from e
 
@@ -237,7 +237,7 @@ def _decoded(data: bytes) -> str:
     if not data:
         raise BadRequest("no prompt given", "the file or stdin is empty")
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
         raise BadRequest("the prompt is not UTF-8", f"byte {e.start:,} is {data[e.start]:#x}") from e
 

@@ -1,15 +1,16 @@
-"""Small JSON files: bounded reading from untrusted folders, and writing.
+"""Small JSON files: bounded reading from untrusted folders, and writing; digests of large files.
 
 Reading refuses files over a size, duplicate keys, numbers that are not finite or too long, and halves of surrogate pairs.
 
 Also the path of the user's cache folder."""
 
+import hashlib
 import json
 import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 from mla_jax.base.errors import BadFile, MlaJaxError, printable
 
 MAX_DIGITS = 100  # of an integer: any that passes is also a finite float
+PIECES, PIECE = 256, 4096  # of a digest of large files: samples in all, and bytes of each
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -64,6 +66,21 @@ def cache_folder() -> Path | None:
         return Path.home() / ".cache" / "mla_jax"
     except RuntimeError:
         return None
+
+
+def sampled(paths: Sequence[Path]) -> str:
+    """A digest of large files: of their sizes, and of pieces from all over them. Raises OSError."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            last = max(size - PIECE, 0)
+            pieces = min(max(PIECES // len(paths), 2), size // PIECE + 1)
+            digest.update(b"%d" % size)
+            for i in range(pieces):
+                file.seek(last * i // max(pieces - 1, 1))
+                digest.update(file.read(PIECE))
+    return digest.hexdigest()
 
 
 def write_json(path: Path, value: object, indent: int | None = None) -> None:

@@ -3,6 +3,7 @@
 Answers are written in the order of the prompts. Each begins with the prompt's id and a digest of all that decides the answer, so
 what a file holds already is recognised without further records, and is never mistaken for the answers to something else."""
 
+import codecs
 import contextlib
 import dataclasses
 import fcntl
@@ -19,14 +20,16 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, TypeVar
 
 from mla_jax.base.errors import BadRequest, MlaJaxError, printable, shown
-from mla_jax.base.files import json_value
+from mla_jax.base.files import json_value, sampled
 from mla_jax.base.names import nearest
-from mla_jax.base.options import SamplingParams, names
+from mla_jax.base.options import SamplingParams
+from mla_jax.base.request_fields import read_fields
 from mla_jax.engine.bar import Bar
 from mla_jax.engine.core.request import FinishReason, Output, Request
 from mla_jax.engine.inputs import InputProcessor
 from mla_jax.engine.llm import LLM
 from mla_jax.engine.opening.opened import Opened
+from mla_jax.engine.text import files_of
 from mla_jax.ui.console import Console
 from mla_jax.ui.interrupt import noticed_interrupts
 
@@ -36,7 +39,8 @@ MAX_BEGINNING = 8 * MAX_ID  # bytes of an answer's id and digest
 PIECE = 1 << 20  # bytes that are read at a time of a line that is skipped
 # Threads that make requests of lines: for each conversation a process renders a template
 THREADS = min(8, os.cpu_count() or 1)
-KEYS = ("id", "prompt", "messages", *names(SamplingParams))
+ENVELOPE = ("custom_id", "method", "url", "body")  # of a line for OpenAI's batches
+URLS = ("/v1/chat/completions", "/v1/completions")
 DONE, NOT_FINITE, BAD_LINES, INTERRUPTED = 0, 1, 2, 130
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -56,14 +60,15 @@ class Line:
     def of(cls, number: int, data: bytes, settings: bytes) -> "Line":
         """Reads the JSON of a line; `settings` are those that all lines share."""
         digest = hashlib.sha256(settings + data).hexdigest()[:16]
-        asked, error, name = {}, None, number
+        asked, error, key, name = {}, None, "id", number
         try:
             asked = _asked(data)
-            name = _id(asked.get("id"), number)
-            _check(asked)
+            key = "custom_id" if "custom_id" in asked else "id"
+            name = _id(asked.pop(key, None), number)
+            asked = _body(asked)
         except BadRequest as e:
             error = e
-        beginning = json.dumps({"id": name, "digest": digest}, ensure_ascii=False).encode()[:-1]
+        beginning = json.dumps({key: name, "digest": digest}, ensure_ascii=False).encode()[:-1]
         return cls(number, beginning, asked, error=error)
 
     def checked(self, inputs: InputProcessor, sampling: SamplingParams) -> "Line":
@@ -71,14 +76,10 @@ class Line:
         if self.error is not None:
             return self
         try:
-            params = dataclasses.replace(
-                sampling, **{k: v for k, v in self.asked.items() if k in names(SamplingParams)}
-            )
-            prompt = self.asked.get("prompt")
-            request = inputs.request(
-                inputs.encode_chat(self.asked["messages"]) if prompt is None else prompt, params
-            )
-            return dataclasses.replace(self, requests=tuple(request.fork(i) for i in range(params.n)))
+            fields = read_fields(self.asked, sampling)
+            prompt = fields.prompt if fields.messages is None else inputs.encode_chat(fields.messages)
+            request = inputs.request(prompt, fields.params)
+            return dataclasses.replace(self, requests=tuple(request.fork(i) for i in range(fields.params.n)))
         except MlaJaxError as error:
             return dataclasses.replace(self, error=error)
 
@@ -196,7 +197,7 @@ class Answers:
         end = 0
         while found := self._file.readline(MAX_BEGINNING):
             line = next(lines, None)
-            if line is None or not _begins(found, line.beginning):
+            if line is None or not _begins(found, line.beginning, self.count > 0):
                 raise self._foreign(line, prompts)
             if not found.endswith(b"\n") and not _skip_line(self._file):
                 self._file.truncate(end)
@@ -255,8 +256,9 @@ def numbered(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             return
         if len(data) > MAX_LINE and not data.endswith(b"\n"):
             _skip_line(file)
-        if data.strip():
-            yield number, data.strip()
+        data = (data.removeprefix(codecs.BOM_UTF8) if number == 1 else data).strip()
+        if data:
+            yield number, data
 
 
 def ahead(make: Callable[[Item], Made], items: Iterable[Item], threads: ThreadPoolExecutor) -> Iterator[Made]:
@@ -283,15 +285,21 @@ def _asked(data: bytes) -> dict[str, Any]:
     return asked
 
 
-def _check(asked: dict[str, Any]) -> None:
-    """Raises BadRequest unless a line asks for one thing, by names that are known."""
-    unknown = next((key for key in asked if key not in KEYS), None)
+def _body(asked: dict[str, Any]) -> dict[str, Any]:
+    """A line's request, which OpenAI's batches have in an envelope; raises BadRequest."""
+    if "body" not in asked:
+        return asked
+    unknown = next((key for key in asked if key not in ENVELOPE), None)
     if unknown is not None:
-        raise BadRequest(f"unknown key {printable(unknown)}", nearest(unknown, KEYS))
-    if (asked.get("prompt") is None) == (asked.get("messages") is None):
+        raise BadRequest(f"unknown key {printable(unknown)} beside body", nearest(unknown, ENVELOPE))
+    if not isinstance(asked["body"], dict):
+        raise BadRequest(f"the body is {shown(asked['body'])}", "expected an object")
+    method, url = asked.get("method") or "POST", asked.get("url") or URLS[0]
+    if method != "POST" or url not in URLS:
         raise BadRequest(
-            'expected either "prompt" or "messages"', "found " + (", ".join(asked) or "an empty object")
+            f"the line asks for {shown(method)} {shown(url)}", f"expected POST {' or '.join(URLS)}"
         )
+    return asked["body"]
 
 
 def _id(value: Any, number: int) -> str | int:
@@ -329,10 +337,16 @@ def _text(output: Output) -> dict[str, Any]:
 
 
 def _settings(opened: Opened, sampling: SamplingParams) -> bytes:
-    """What all lines share of that which decides the answers."""
-    options = opened.options
-    model = [opened.name, options.model.dtype, options.attention.kv_cache, options.experts.defer]
-    return json.dumps([model, vars(sampling)], sort_keys=True).encode() + b"\n"
+    """A digest of all that decides the answers besides the lines: the model's files, options, sampling parameters."""
+    source, text = opened.checkpoint.source, opened.text
+    model = (
+        opened.config,
+        sampled(source.files),
+        sorted(files_of(source).items()),
+        text.defaults,
+        text.end_ids,
+    )
+    return hashlib.sha256(repr([model, opened.options.altering(), vars(sampling)]).encode()).digest()
 
 
 @contextlib.contextmanager
@@ -361,9 +375,9 @@ def _skip_line(file: BinaryIO) -> bool:
     return any(piece.endswith(b"\n") for piece in iter(lambda: file.readline(PIECE), b""))
 
 
-def _begins(found: bytes, beginning: bytes) -> bool:
-    """Whether a line has this beginning, as far as it was written before it was cut."""
-    return found.startswith(beginning + b", ") or (beginning + b", ").startswith(found)
+def _begins(found: bytes, beginning: bytes, behind_others: bool) -> bool:
+    """Whether a line has this beginning. One that was cut before its end must be behind others: alone it may be anything."""
+    return found.startswith(beginning) or (behind_others and beginning.startswith(found))
 
 
 def _said(error: MlaJaxError | None) -> str:

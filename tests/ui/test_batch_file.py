@@ -1,6 +1,8 @@
 """A file of prompts becomes a file of answers, in order, line by line, however often it is stopped meanwhile."""
 
+import dataclasses
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 from terminals import Terminal
 
 from mla_jax import LLM, SamplingParams
-from mla_jax.base.options import Options
+from mla_jax.base.options import OPENING, Options
 from mla_jax.engine.core.request_groups import WAITING
 from mla_jax.engine.opening.opened import open_model
 from mla_jax.ui import batch_file
@@ -132,6 +134,10 @@ def test_without_a_file_for_them_answers_go_to_stdout_and_figures_to_stderr(run,
         ('{"id": 5}', 'expected either "prompt" or "messages"'),
         ('{"prompt": "a", "messages": []}', 'expected either "prompt" or "messages"'),
         ('{"promt": "a"}', "unknown key promt: did you mean prompt?"),
+        ('{"custom_id": "x", "body": [5]}', "the body is [5]: expected an object"),
+        ('{"custom_id": "x", "url": "/v1/embeddings", "body": {}}', "expected POST /v1/chat/completions or"),
+        ('{"custom_id": "x", "bdy": {}, "body": {}}', "unknown key bdy beside body: did you mean body?"),
+        ('{"prompt": "a", "tools": [{"type": "function"}]}', "tools is not supported"),
         ('{"prompt": "a", "id": [1]}', "the id is [1]"),
         ('{"prompt": "a", "temperature": "warm"}', "temperature is 'warm', expected a number 0 to 1,000"),
         ('{"prompt": "a", "n": 1000000}', "n is 1000000, expected a whole number 1 to 128"),
@@ -153,7 +159,8 @@ def test_a_bad_line_is_reported_and_has_its_place_and_the_others_are_answered(ru
     files[0].write_text("\n".join(['"import os"', "", line, '"import os"', ""]))
     assert run() == 2
     first, bad, last = answers(files[1])
-    assert (first["id"], bad["id"], last["id"]) == (1, 5 if line == '{"id": 5}' else 3, 4)
+    name = bad["custom_id"] if "custom_id" in bad else bad["id"]
+    assert (first["id"], name, last["id"]) == (1, "x" if "custom_id" in line else 5 if line == '{"id": 5}' else 3, 4)
     assert words in bad["error"]
     assert first["text"] == last["text"]
     error = capsys.readouterr().err
@@ -161,6 +168,25 @@ def test_a_bad_line_is_reported_and_has_its_place_and_the_others_are_answered(ru
     assert error.count("error") - bad["error"].count("error") == 1
     before = files[1].read_bytes()
     assert run() == 2, "there is an error among the answers, from the earlier run"
+    assert files[1].read_bytes() == before
+
+
+def test_lines_for_openai_get_the_answers_of_ours(run, files):
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}], "name": None}]
+    body = {"model": "any", "messages": parts, "max_completion_tokens": 5.0, "stop": None, "top_k": -1, "user": "u"}
+    envelope = {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    completion = {"custom_id": "two", "body": {"prompt": "class A", "seed": None, "logprobs": None, "max_tokens": 3}}
+    ours = {"id": "two", "prompt": "class A", "max_tokens": 3}
+    files[0].write_bytes(b"\xef\xbb\xbf" + "\n".join(map(json.dumps, (chat, envelope, completion, ours))).encode())
+    assert run() == 0
+    found = answers(files[1])
+    assert [answer.get("custom_id", answer.get("id")) for answer in found] == [1, "one", "two", "two"]
+    assert "id" not in found[1]
+    assert found[0]["token_ids"] == found[1]["token_ids"]
+    assert found[2]["token_ids"] == found[3]["token_ids"]
+    before = files[1].read_bytes()
+    assert run() == 0
     assert files[1].read_bytes() == before
 
 
@@ -198,7 +224,7 @@ def whole(opened, llm, tmp_path_factory) -> bytes:
 @pytest.mark.deep("mla_jax/ui", *deep.GENERATING)
 def test_a_second_run_goes_on_wherever_the_first_was_cut(run, files, whole, monkeypatch):
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
-    for cut in sorted({0, 1, 20, 60, *(end + step for end in ends[:3] for step in (-1, 0, 1, 30)), *ends[3:]}):
+    for cut in sorted({0, 60, *(end + step for end in ends[:3] for step in (-1, 0, 1, 30)), *ends[3:]}):
         files[1].write_bytes(whole[:cut])
         assert run() == 0
         assert tokens(files[1].read_bytes()) == tokens(whole), cut
@@ -208,7 +234,9 @@ def test_a_second_run_goes_on_wherever_the_first_was_cut(run, files, whole, monk
     assert files[1].read_bytes() == whole
 
 
-@pytest.mark.parametrize("change", ["a prompt", "an id", "fewer prompts", "settings", "notes", "notes without end", "a folder"])
+@pytest.mark.parametrize(
+    "change", ["a prompt", "an id", "fewer prompts", "settings", "notes", "notes without end", "a brace", "a number", "a folder"]
+)
 def test_answers_to_something_else_are_refused_and_stay_as_they_are(run, files, whole, change, capsys):
     sampling, words = GREEDY, "is not from an earlier run of this command"
     files[1].write_bytes(whole)
@@ -220,6 +248,8 @@ def test_answers_to_something_else_are_refused_and_stay_as_they_are(run, files, 
         files[0].write_text("\n".join(LINES[:-1]))
     elif change == "settings":
         sampling = SamplingParams(temperature=0, max_tokens=5, seed=7)
+    elif change in ("a brace", "a number"):
+        files[1].write_text("{" if change == "a brace" else '{"id": 1')
     elif change.startswith("notes"):
         files[1].write_text("milk\nbread\n" if change == "notes" else "milk")
     else:
@@ -230,6 +260,74 @@ def test_answers_to_something_else_are_refused_and_stay_as_they_are(run, files, 
     with pytest.raises(batch_file.BadRequest, match=words):
         run(sampling)
     assert before is None or files[1].read_bytes() == before
+
+
+OTHER = {  # another value of each setting
+    "model": "demo",
+    "dtype": "bfloat16",
+    "context": 100,
+    "attention": "naive",
+    "kv_cache": "fp8",
+    "experts": "host",
+    "host_layers": 1,
+    "host_precision": "int8",
+    "host_folder": "packed",
+    "defer": 1,
+    "stream_tokens": 64,
+    "routing_stats": "counts.json",
+    "device_experts": 1,
+    "draft": "lookup",
+    "draft_tokens": 2,
+    "evict": "snapkv",
+    "evict_budget": "pyramid",
+    "evict_keep": 0.5,
+    "retrieve": "quest",
+    "retrieve_tokens": 512,
+    "memory_fraction": 0.5,
+    "batch": 2,
+    "cache_tokens": 8192,
+    "host_cache": 1,
+    "mesh": "data=2",
+    "device": "h100",
+    "coordinator": {"coordinator": "a:1", "processes": 2, "process_id": 0},
+    "processes": {"coordinator": "a:1", "processes": 2, "process_id": 0},
+    "process_id": {"coordinator": "a:1", "processes": 2, "process_id": 0},
+}
+# Settings by which a run may go on with other values: they change where and how fast the same is computed
+FREE = {
+    "model", "host_folder", "stream_tokens", "routing_stats", "device_experts", "draft", "draft_tokens", "memory_fraction",
+    "batch", "cache_tokens", "host_cache", "mesh", "device", "coordinator", "processes", "process_id",
+}  # fmt: skip
+
+
+def test_each_setting_is_said_to_change_answers_or_not_and_those_that_do_are_in_the_digest(opened):
+    assert OTHER.keys() == set(OPENING)
+    before = batch_file._settings(opened, GREEDY)
+    for name, value in OTHER.items():
+        changed = opened.options.replace(**(value if isinstance(value, dict) else {name: value}))
+        after = batch_file._settings(dataclasses.replace(opened, options=changed), GREEDY)
+        assert (after == before) == (name in FREE), name
+
+
+def test_the_model_is_told_by_its_files_wherever_they_are(tmp_path):
+    first, second = tmp_path / "a/model", tmp_path / "b/model"
+    demo = Path(batch_file.__file__).parents[1] / "demo"
+    shutil.copytree(demo, first)
+    shutil.copytree(demo, second)
+
+    def digest() -> bytes:
+        return batch_file._settings(open_model(Options.of(model=second)), GREEDY)
+
+    before = batch_file._settings(open_model(Options.of(model=first)), GREEDY)
+    assert digest() == before
+    (second / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.5, "eos_token_id": 3}')
+    assert digest() != before
+    shutil.copy(first / "generation_config.json", second)
+    assert digest() == before
+    with open(second / "model.safetensors", "r+b") as file:
+        file.seek(5_000_000)
+        file.write(bytes(100_000))
+    assert digest() != before
 
 
 def test_more_prompts_at_the_end_of_the_file_are_answered_by_a_second_run(run, files, whole):

@@ -1,0 +1,132 @@
+"""A client's JSON object as prompt, messages and sampling parameters. No JAX here.
+
+Its keys are those of SamplingParams, and what OpenAI's interface and vLLM call the same. null is absent, for every key."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from mla_jax.base.errors import BadRequest, printable, shown
+from mla_jax.base.names import nearest
+from mla_jax.base.options import SamplingParams, names
+
+PROMPTS = ("prompt", "messages")
+TOKENS = ("max_tokens", "max_completion_tokens")
+KEYS = (*PROMPTS, *names(SamplingParams))
+# Settings of whole numbers, which some clients write as 2.0
+WHOLE = [f.name for f in dataclasses.fields(SamplingParams) if f.type in (int, int | None, tuple[int, ...])]
+OFF = {"top_k": (-1, 0), "seed": (-1, None)}  # a value that other engines have for "off", and ours
+IGNORED = """
+    cache_salt metadata modalities model parallel_tool_calls prediction priority prompt_cache_key reasoning_effort
+    return_token_ids safety_identifier service_tier store stream stream_options user verbosity web_search_options
+"""  # keys that do not change an answer here
+# Keys of what is not there, and the values that do not ask for it
+NEUTRAL: dict[str, tuple] = {
+    "add_generation_prompt": (True,),
+    "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "functions": ([],),
+    "guided_json": (),
+    "include_stop_str_in_output": (False,),
+    "min_tokens": (0,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+}
+
+
+class Fields(NamedTuple):
+    """One of `prompt` and `messages` is None; `unknown` are keys without a meaning here."""
+
+    prompt: Any
+    messages: Any
+    params: SamplingParams
+    unknown: tuple[str, ...] = ()
+
+
+def read_fields(body: Mapping[str, Any], defaults: SamplingParams, strict: bool = True) -> Fields:
+    """The request in `body`, its parameters over `defaults`.
+
+    Raises BadRequest for a wrong value or one that cannot be served, and if `strict` for an unknown key."""
+    given = {key: value for key, value in body.items() if value is not None and key not in IGNORED.split()}
+    for key in [key for key in given if key in NEUTRAL]:
+        _refuse_unserved(key, given.pop(key))
+    _take_tokens(given)
+    _take_logprobs(given)
+    unknown = tuple(key for key in given if key not in KEYS)
+    if strict and unknown:
+        raise BadRequest(f"unknown key {printable(unknown[0])}", nearest(unknown[0], KEYS))
+    if len(given.keys() & set(PROMPTS)) != 1:
+        found = ", ".join(map(printable, given)) or "an empty object"
+        raise BadRequest('expected either "prompt" or "messages"', f"found {found}")
+    settings = {key: _setting(key, given[key]) for key in names(SamplingParams) if key in given}
+    params = dataclasses.replace(defaults, **{k: v for k, v in settings.items() if v is not None})
+    return Fields(_whole(given.get("prompt")), _messages(given.get("messages")), params, unknown)
+
+
+def _refuse_unserved(key: str, value: Any) -> None:
+    if value not in NEUTRAL[key]:
+        expected = " or ".join([*map(shown, NEUTRAL[key]), "no such key"])
+        raise BadRequest(f"{key} is not supported", f"found {shown(value)}, expected {expected}")
+
+
+def _take_tokens(given: dict[str, Any]) -> None:
+    """Leaves `max_tokens` of the two names for it."""
+    limits = [given.pop(key) for key in TOKENS if key in given]
+    if len(limits) == 2 and limits[0] != limits[1]:
+        raise BadRequest("max_tokens and max_completion_tokens differ", f"found {shown(limits)}; give one")
+    if limits:
+        given["max_tokens"] = limits[0]
+
+
+def _take_logprobs(given: dict[str, Any]) -> None:
+    """Leaves `logprobs` as a number: OpenAI's chats have a boolean, with the number in `top_logprobs`."""
+    most, asked = given.pop("top_logprobs", None), given.get("logprobs")
+    if isinstance(asked, bool):
+        del given["logprobs"]
+    if asked is True:
+        given["logprobs"] = most or 0
+    elif most:
+        raise BadRequest(f"top_logprobs is {shown(most)}", 'expected "logprobs": true beside it')
+
+
+def _setting(key: str, value: Any) -> Any:
+    """A value of a sampling parameter as we write it."""
+    value = _whole(value) if key in WHOLE else value
+    other, ours = OFF.get(key, (None, None))
+    return ours if other is not None and value == other else value
+
+
+def _whole(value: Any) -> Any:
+    """A number such as 2.0, or those of a list, as 2."""
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _messages(messages: Any) -> Any:
+    """Messages with the texts of their parts joined."""
+    if not isinstance(messages, list):
+        return messages
+    return [_message(at, message) for at, message in enumerate(messages)]
+
+
+def _message(at: int, message: Any) -> Any:
+    if not isinstance(message, Mapping):
+        return message
+    given = {key: value for key, value in message.items() if value is not None}
+    if isinstance(parts := given.get("content"), list):
+        given["content"] = "".join(_part(at, part) for part in parts)
+    return given
+
+
+def _part(at: int, part: Any) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    raise BadRequest(f"message {at} has a part that is no text", f"found {shown(part)}")

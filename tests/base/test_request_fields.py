@@ -1,0 +1,107 @@
+"""A client's JSON object becomes the request that it means, in the words of OpenAI's interface, of vLLM's and in ours."""
+
+import jaxtyping
+import pytest
+
+from mla_jax.base.errors import BadRequest
+from mla_jax.base.options import SamplingParams, names
+from mla_jax.base.request_fields import IGNORED, NEUTRAL, read_fields
+
+DEFAULTS = SamplingParams(temperature=0.5, max_tokens=9, seed=7, top_k=3)
+
+
+@pytest.fixture(autouse=True)
+def no_checks_of_type(monkeypatch):
+    """Users run without the checks of the tests, and a client may send anything."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+def params(**fields) -> dict:
+    """The sampling parameters in `fields` that differ from the defaults."""
+    found = vars(read_fields({"prompt": "a", **fields}, DEFAULTS).params)
+    return {name: value for name, value in found.items() if value != getattr(DEFAULTS, name)}
+
+
+@pytest.mark.parametrize("key", ["messages", *names(SamplingParams), *IGNORED.split(), *NEUTRAL, "no such key"])
+def test_null_is_absent(key):
+    assert params(**{key: None}) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"max_completion_tokens": 5}, {"max_tokens": 5}),
+        ({"max_completion_tokens": 5, "max_tokens": 5}, {"max_tokens": 5}),
+        ({"max_tokens": 5.0, "n": 2.0, "seed": 3.0}, {"max_tokens": 5, "n": 2, "seed": 3}),
+        ({"stop_token_ids": [4.0, 5]}, {"stop_token_ids": (4, 5)}),
+        ({"temperature": 1, "top_p": 1}, {"temperature": 1, "top_p": 1}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"top_k": -1.0}, {"top_k": 0}),
+        ({"seed": -1}, {}),
+        ({"stop": "x"}, {"stop": ("x",)}),
+        ({"stop": ["x", "y"]}, {"stop": ("x", "y")}),
+        ({"stop": []}, {}),
+        ({"logit_bias": {"50": 2}}, {"logit_bias": {50: 2.0}}),
+        ({"logprobs": 2}, {"logprobs": 2}),
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": 3}, {"logprobs": 3}),
+        ({"logprobs": False}, {}),
+        ({"logprobs": False, "top_logprobs": 0}, {}),
+        ({"model": "x", "stream": True, "user": "u", "metadata": {"a": 1}}, {}),
+        ({"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "echo": False}, {}),
+    ],
+)
+def test_a_value_becomes_ours(fields, expected):
+    found = params(**fields)
+    assert found == expected
+    assert [type(value) for value in found.values()] == [type(value) for value in expected.values()]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": 2.5}, "max_tokens is 2.5, expected a whole number"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens and max_completion_tokens differ"),
+        ({"max_tokens": True}, "max_tokens is True"),
+        ({"temperature": "warm"}, "temperature is 'warm'"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"top_logprobs": 3}, 'expected "logprobs": true beside it'),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs is 21"),
+        ({"echo": True}, "echo is not supported\n  found True, expected False or no such key"),
+        ({"min_tokens": 5}, "min_tokens is not supported"),
+        ({"guided_json": {}}, "found {}, expected no such key"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"max_new_tokens": 5}, "unknown key max_new_tokens\n  did you mean max_tokens?"),
+        ({"messages": []}, 'expected either "prompt" or "messages"'),
+        ({"prompt": None}, 'expected either "prompt" or "messages"\n  found an empty object'),
+    ],
+)
+def test_a_value_that_cannot_be_served_is_refused_in_words(fields, words):
+    with pytest.raises(BadRequest) as refused:
+        params(**fields)
+    assert words in str(refused.value)
+
+
+def test_unknown_keys_can_be_told_in_place_of_refused():
+    assert read_fields({"prompt": "a", "new": 1, "seed": 2}, DEFAULTS, strict=False).unknown == ("new",)
+
+
+def test_prompts_of_token_ids_may_be_written_as_floats():
+    assert read_fields({"prompt": [3.0, 4]}, DEFAULTS).prompt == [3, 4]
+
+
+def test_parts_of_a_message_are_joined_and_what_is_null_in_it_is_absent():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    message = {"role": "user", "content": parts, "name": None, "tool_calls": None}
+    assert read_fields({"messages": [message]}, DEFAULTS).messages == [{"role": "user", "content": "ab"}]
+
+
+@pytest.mark.parametrize("part", ["a", {"type": "image_url", "image_url": {}}, {"type": "text"}, None])
+def test_a_part_that_is_no_text_is_refused(part):
+    with pytest.raises(BadRequest, match="message 0 has a part that is no text"):
+        read_fields({"messages": [{"role": "user", "content": [part]}]}, DEFAULTS)
+
+
+@pytest.mark.parametrize("messages", [5, "a", [5], [None], [{"role": 3}]])
+def test_what_is_no_message_is_left_to_the_chat_template(messages):
+    assert read_fields({"messages": messages}, DEFAULTS).messages == messages
