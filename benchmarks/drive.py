@@ -87,7 +87,7 @@ class Bench:
     def __init__(self, scale: Scale, format: str = "bf16"):
         self.scale, self.size, self.rng = scale, scale.size, np.random.default_rng(0)
         self.programs = Programs(random_model(scale.model, format))
-        self.engine = Engine(self.programs, scale.model, None, scale.size)
+        self.engine = Engine(self.programs, scale.size)
         self.deep = functools.cache(lambda: Programs(random_model(scale.deep)))
 
     @property

@@ -62,7 +62,7 @@ def second_turn(bench: Bench, held: int, new: int, where: str) -> float:
 def rates(bench: Bench) -> tuple[float, float]:
     """GiB/s from the pool to the host, and back."""
     bench.engine.reset()
-    tier, (pool, _) = bench.engine._tier, bench.engine._state()
+    tier, (pool, _) = bench.engine.device.tier, bench.engine.device.state()
     assert tier is not None
     pages = range(min(COPIED, bench.size.pages))
     size, found = len(pages) * tier.store.page_bytes / 2**30, []
@@ -79,8 +79,7 @@ def rates(bench: Bench) -> tuple[float, float]:
             tier.ask(digest, page)
         pool = jax.block_until_ready(tier.settle(pool))
         found.append((middle - start, time.perf_counter() - middle))
-    bench.engine._arrays = None  # the pool was given away
-    bench.engine.reset()
+    bench.engine.reset()  # the pool was given away
     out, back = (min(seconds) for seconds in zip(*found[1:], strict=True))
     return size / out, size / back
 

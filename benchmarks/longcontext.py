@@ -50,8 +50,8 @@ from mla_jax.decode.outputs import likely
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.request import Request
 from mla_jax.engine.core.size import Size
-from mla_jax.engine.policy.evicting import EvictingEngine, Eviction
-from mla_jax.engine.policy.retrieving import RetrievingEngine
+from mla_jax.engine.policy.evicting import Evicting, Eviction
+from mla_jax.engine.policy.retrieving import Retrieving
 
 TASKS = ("passkey", "variable", "pairs", "copy")
 NEEDLES = TASKS[:3]
@@ -135,17 +135,17 @@ FOLLOWING = SamplingParams(temperature=0, max_tokens=CODE, ignore_eos=True)
 def loss(engine: Engine, request: Request, tokens: np.ndarray) -> float:
     """Of the last CODE of a file's tokens, except the first, once the prompt is read and the engine has dropped some of it."""
     job = engine.submit(request)
-    evicts = isinstance(engine, EvictingEngine)
+    evicts = isinstance(engine.policy, Evicting)
     while job.row is None or job.unread or (evicts and not job.pauses):
         engine.step()
     engine._land_all()
     assert job.shard.pages.extend(job.held, len(tokens))
-    pool, rows = engine._state()
+    pool, rows = engine.device.state()
     held = np.array([len(request.prompt)], np.int32)  # a token that was chosen since is written over
     pool, found = likelihood(
-        engine.programs.model, pool, tokens[None, -CODE:], held, engine._page_table([job], 1)
+        engine.programs.model, pool, tokens[None, -CODE:], held, engine.policy.table([job], 1)
     )
-    engine._arrays = pool, rows
+    engine.device.keep(pool, rows)
     engine.cancel(job)
     return -float(found)
 
@@ -202,23 +202,26 @@ def wilson(right: int, count: int) -> tuple[float, float]:
 def measured(ways: Ways, asked: Asked) -> Iterator[dict]:
     """Rows of one form and distance."""
     llm = asked.llm
-    full = Engine(Programs(llm.model), llm.config, llm.tokenizer, asked.size)
+    full = Engine(Programs(llm.model), asked.size, llm.tokenizer)
     yield asked.about | {"policy": "none", "budget": "", "kept": 1.0} | asked.quality(full) | asked.code(full)
     del full
     for policy, budget in ways.pairs:
         evicts = Selection(POLICIES[policy], budget)
         programs = Programs(llm.model, evicts=evicts)
-        engine = EvictingEngine(programs, llm.config, llm.tokenizer, asked.size, None, Eviction(evicts, 1.0))
+        policy = Evicting(programs, asked.size, Eviction(evicts, 1.0))
+        engine = Engine(programs, asked.size, llm.tokenizer, policy=policy)
         for keep in ways.keeps:
             # The same engine for each share: the prompts stay in its prefix index
-            engine.eviction = dataclasses.replace(engine.eviction, keep=keep)
+            policy.eviction = dataclasses.replace(policy.eviction, keep=keep)
             row = asked.about | {"policy": policy, "budget": budget, "kept": keep}
             yield row | asked.quality(engine) | asked.code(engine)
     if asked.about["form"] == "heads":
         return
     for policy, tokens in itertools.product(ways.retrieve, ways.tokens):
         other = LLM(retrieve=policy, retrieve_tokens=tokens, context=asked.size.context)
-        engine = RetrievingEngine(Programs(other.model), other.config, other.tokenizer, asked.size)
+        programs = Programs(other.model)
+        policy = Retrieving(programs, asked.size)
+        engine = Engine(programs, asked.size, other.tokenizer, policy=policy)
         yield asked.about | {"policy": policy, "budget": tokens, "kept": 1.0} | asked.quality(engine)
 
 

@@ -20,6 +20,7 @@ from mla_jax.decode import store
 from mla_jax.decode.loop import Programs
 from mla_jax.engine import export
 from mla_jax.engine.bar import Bar
+from mla_jax.engine.core.drafting import Drafting
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.job import Job
 from mla_jax.engine.core.request import Chunk, Output, Request
@@ -28,8 +29,8 @@ from mla_jax.engine.core.size import Size
 from mla_jax.engine.core.stats import EngineStats, Stats, stats_of
 from mla_jax.engine.opening.explain import explain
 from mla_jax.engine.opening.opened import Opened, open_model
-from mla_jax.engine.policy.evicting import EvictingEngine, Eviction
-from mla_jax.engine.policy.retrieving import RetrievingEngine
+from mla_jax.engine.policy.choose import policy_of
+from mla_jax.engine.policy.evicting import Eviction
 from mla_jax.engine.processes import LedEngine, follow
 from mla_jax.hosts import distributed
 from mla_jax.model.trainable import trainable
@@ -84,19 +85,18 @@ class LLM:
         # Nothing is stored where there are several processes: a stored program is of one
         folder = store.default_folder() if opened.processes is None else None
         self._programs = Programs(self.model, self._routing is not None, folder, opened.drafter, evicts)
-        self.engine: Engine | LedEngine = self._new_engine(eviction)
+        self.engine: Engine | LedEngine = self._new_engine()
         if opened.processes is not None:
             opened.processes.serves = True
             if opened.processes.leads:
                 self.engine = LedEngine(self.engine, opened.processes)
 
-    def _new_engine(self, eviction: Eviction | None) -> Engine:
-        chunk = self.model.dispatch.chunk(self.model)
+    def _new_engine(self) -> Engine:
+        programs, chunk = self._programs, self.model.dispatch.chunk(self.model)
         size = Size(self.plan.rows, self.plan.tokens // PAGE, self.context, chunk, self.plan.hosted // PAGE)
-        served = self._programs, self.config, self.tokenizer, size, self.options.drafts.draft_tokens
-        if eviction is not None:
-            return EvictingEngine(*served, eviction)
-        return _engine_of(self.model)(*served)
+        policy = policy_of(programs, size, self.options.eviction)
+        drafting = Drafting(self.config, programs.device, programs.drafter, self.options.drafts.draft_tokens)
+        return Engine(programs, size, self.tokenizer, policy=policy, drafting=drafting)
 
     def __repr__(self) -> str:
         formats = ", ".join(f"{gib(size)} in {name}" for name, size in self._formats.items())
@@ -152,7 +152,7 @@ class LLM:
                 if bar is not None and bar.shown:
                     bar.update(served.done)
                 for jobs in served.take():
-                    yield [job.output(self._stats_of(job)) for job in jobs]
+                    yield [self._output_of(job) for job in jobs]
         finally:
             self._end(served.unfinished)
 
@@ -267,6 +267,8 @@ class LLM:
                 with self._serving():
                     while not job.news:
                         self.engine.step()
+                if job.error is not None:
+                    raise job.error
                 self.last_stats = self._stats_of(job)
                 chunk, scores = job.news.pop(0), job.prompt_logprobs if first else None
                 yield chunk if scores is None else dataclasses.replace(chunk, prompt_logprobs=scores)
@@ -274,11 +276,18 @@ class LLM:
         finally:  # also of a stream that nobody reads to its end
             self._end([job])
 
+    def _output_of(self, job: Job) -> Output:
+        """The output of a job that is done; raises what ended it, if anything did."""
+        if job.error is not None:
+            raise job.error
+        return job.output(self._stats_of(job))
+
     def _stats_of(self, job: Job) -> Stats:
         device, alone = self.model.dispatch.device, self._programs.spread.mesh is None
-        return stats_of(
-            job, self._programs.waits, device.bandwidth if alone and device.platform != "cpu" else None
-        )
+        bandwidth = device.bandwidth if alone and device.platform != "cpu" else None
+        seed = job.request.params.seed or 0
+        tokens = len(job.request.prompt), len(job.ids)
+        return stats_of(job.times, *tokens, seed, self._programs.waits, bandwidth)
 
     def _refresh(self) -> None:
         """Takes the parameters as the model has them now; what is cached of others is forgotten."""
@@ -367,14 +376,6 @@ class LLM:
                 *self.plan.lines(),
                 "is another process on the device? it can share: --memory-fraction; or lower --context and --max-tokens",
             ) from e
-
-
-def _engine_of(model: Transformer) -> type[Engine]:
-    """The engine for a model that reads all that is cached, or some of it."""
-    retrieval = model.dispatch.retrieval
-    if retrieval is None:
-        return Engine
-    return RetrievingEngine
 
 
 def _opened(model: Any, options: Any, fields: dict[str, Any]) -> Opened:

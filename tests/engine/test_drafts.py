@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import FAMILIES, tensors, write
-from serving import finish, nothing_compiled, request
+from serving import drafting_engine, finish, nothing_compiled, request
 
 from mla_jax.base.batch import Batch
 from mla_jax.base.options import MOST_DRAFTS
@@ -80,7 +80,7 @@ def programs_of(model):
 
 
 def engine_of(programs: Programs, size: Size = SMALL, drafts: int | None = None) -> Engine:
-    return Engine(programs, programs.model.config, None, size, drafts)
+    return drafting_engine(programs, size, drafts)
 
 
 SAMPLINGS = [
@@ -195,7 +195,7 @@ def cached(engine: Engine, job: Job) -> dict[str, np.ndarray]:
     """All layers' cache of a running job's tokens, by layer; the last layer, which drafts, has none of the newest."""
     if job.row is None:
         return {}
-    pool, rows = engine._arrays
+    pool, rows = engine.device.state()
     held = int(np.asarray(taken(rows, jnp.asarray([job.row]))[1].held)[0])
     pages, found = np.array(pool["c_kv"]), {}
     layers = engine.programs.model.cached_layers

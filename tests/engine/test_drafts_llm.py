@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from models import FAMILIES, tensors, write
 from pairs import pairs_tokenizer
+from serving import drafting_engine
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.batch import Batch
@@ -291,7 +292,7 @@ class Unnormed(Mtp):
 def engine_of(llm: LLM, drafter: Mtp) -> tuple[Engine, list[Job]]:
     """An engine that has answered HELD_OUT, with as many guesses a pass as this drafter makes at most."""
     programs = Programs(llm.model, drafter=drafter)
-    engine = Engine(programs, llm.config, llm.tokenizer, Size(rows=8, pages=32, context=256, chunk=128), drafter.most)
+    engine = drafting_engine(programs, Size(rows=8, pages=32, context=256, chunk=128), drafter.most, llm.tokenizer)
     jobs = [engine.submit(request) for request in llm.inputs.requests(HELD_OUT, LONG)]
     while engine.busy:
         engine.step()

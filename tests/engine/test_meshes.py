@@ -12,7 +12,7 @@ import pytest
 import serving
 import sharded
 from models import FAMILIES, tensors, write
-from serving import answer
+from serving import answer, evicting_engine
 from weights import fp8
 
 from mla_jax.base.axes import parse_mesh
@@ -24,8 +24,7 @@ from mla_jax.decode.loop import Programs
 from mla_jax.decode.speculative import Lookup, Mtp
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.size import Size
-from mla_jax.engine.policy.evicting import EvictingEngine, Eviction
-from mla_jax.engine.policy.retrieving import RetrievingEngine
+from mla_jax.engine.policy.retrieving import Retrieving
 from mla_jax.mesh.devices import Devices
 from mla_jax.mesh.expert_copies import placed
 from mla_jax.model.dispatch import Dispatch
@@ -74,7 +73,7 @@ def on(model, mesh: str | None):
 
 
 def plainly(programs: Programs) -> Engine:
-    return Engine(programs, programs.model.config, None, SIZE)
+    return Engine(programs, SIZE)
 
 
 def tokens(model, mesh: str | None, engine_of=plainly, **programs) -> list[list[int]]:
@@ -168,7 +167,7 @@ def test_rows_that_drop_tokens_give_the_tokens_of_one_device(folder_of, expected
     evicts = Selection(EVICTING["snapkv"], budget, recent=16)
 
     def engine_of(programs: Programs) -> Engine:
-        return EvictingEngine(programs, programs.model.config, None, SIZE, None, Eviction(evicts, 0.5, 16))
+        return evicting_engine(programs, SIZE, 0.5)
 
     model = load(folder_of("v3"))
     assert tokens(model, mesh, engine_of, evicts=evicts) == tokens(model, None, engine_of, evicts=evicts)
@@ -180,7 +179,7 @@ def test_rows_that_read_some_pages_give_the_tokens_of_one_device(folder_of, poli
     retrieval = Retrieval(POLICIES[policy], 4 * PAGE, dense=0, recent=1)
 
     def engine_of(programs: Programs) -> Engine:
-        return RetrievingEngine(programs, programs.model.config, None, SIZE)
+        return Engine(programs, SIZE, policy=Retrieving(programs, SIZE))
 
     model = load(folder_of("v3"), dispatch=Dispatch(retrieval=retrieval))
     assert tokens(model, "data=2,tensor=2", engine_of) == tokens(model, None, engine_of)
@@ -202,7 +201,7 @@ def test_a_device_caches_what_is_planned(folder_of, mesh):
     """A latent and its rotary key, float32, of each of the three layers, MTP's included; with context=2 half the tokens."""
     devices = Devices.of(parse_mesh(mesh))
     engine = plainly(Programs(on(load(folder_of("v3")), mesh)))
-    pool, _ = engine._state()
+    pool, _ = engine.device.state()
     token = 4 * (32 + 8) * (LAYERS + 1)
     expected = SIZE.pages * PAGE * token // devices.sizes["context"]
     (found,) = {sum(sizes) for sizes in zip(*(cached_bytes(array) for array in pool.values()), strict=True)}

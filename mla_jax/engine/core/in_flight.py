@@ -118,10 +118,19 @@ class Flights:
         # Some have ended meanwhile: by a cancel, or by a stop text, which only the host sees
         going = [(i, job) for i, job in enumerate(jobs) if not job.done]
         for i, job in going:
-            ids = chosen.tokens[i, : chosen.count[i]].tolist()
-            job.take(ids, _logprobs(job, likely, i, ids), bool(chosen.done[i]), bool(chosen.finite[i]))
-            job.times.note(now, len(ids), self._stats.least_bytes)
+            try:
+                self._give(job, chosen, likely, i, now)
+            except (
+                Exception
+            ) as e:  # of its text or its log-probabilities: the other rows' tokens are not lost
+                job.fail(e)
         return [job for _, job in going]
+
+    def _give(self, job: Job, chosen: Chosen, likely: Likely | None, i: int, now: float) -> None:
+        """Gives a job its new tokens, those of row `i`."""
+        ids = chosen.tokens[i, : chosen.count[i]].tolist()
+        job.take(ids, _logprobs(job, likely, i, ids), bool(chosen.done[i]), bool(chosen.finite[i]))
+        job.times.note(now, len(ids), self._stats.least_bytes)
 
     def _checked(self, start: float) -> float:
         """The time, when results are there that were waited for since `start`; raises what the host's experts raised."""

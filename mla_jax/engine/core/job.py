@@ -1,11 +1,12 @@
 """A request while it is served: what is generated so far, and what of it nobody has been told yet."""
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from mla_jax.decode.outputs import Likely
-from mla_jax.engine.core.pages import Held
+from mla_jax.engine.core.pages import Held, Pages
 from mla_jax.engine.core.request import Chunk, FinishReason, Logprobs, Output, Request
-from mla_jax.engine.core.shard import Shard
 from mla_jax.engine.core.stats import Stats, Times
 from mla_jax.text.stream import TextStream
 from mla_jax.text.tokenizer import Tokenizer
@@ -25,9 +26,10 @@ class Job:
             None if request.params.prompt_logprobs is None else [None]
         )
         self.reason: FinishReason | None = None
+        self.error: Exception | None = None  # raised by what its results were given to
         self.news: list[Chunk] = []
         self.times = Times(time.perf_counter())
-        self.shard: Shard | None = None  # where it runs,
+        self.shard: "Shard | None" = None  # where it runs,
         self.row: int | None = None  # and which row of it is its own
         self.held: Held | None = None
         self.known = 0  # tokens when it was admitted, except those of its output that it generates again
@@ -53,6 +55,11 @@ class Job:
         return self.known - self.read
 
     @property
+    def held_tokens(self) -> int:
+        """Tokens in its pages once all dispatches are done."""
+        return self.read + self.steps
+
+    @property
     def left(self) -> int:
         """Tokens that no dispatch was told to choose yet."""
         return self.request.limit - max(self.known - len(self.request.prompt), 0) - self.steps
@@ -71,7 +78,7 @@ class Job:
         """Whether it may take pages from the prefix index; not where all tokens of the prompt must pass."""
         return not self.scores and self.request.params.repetition_penalty == 1
 
-    def start(self, shard: Shard, held: Held, page: int, again: int = 0) -> None:
+    def start(self, shard: "Shard", held: Held, page: int, again: int = 0) -> None:
         """Takes a row of a shard, and pages of `page` tokens; what those it shares hold need not be read. The last `again` tokens
         that are known are not read but generated again."""
         self.shard, self.row, self.held = shard, shard.free_rows.pop(), held
@@ -100,7 +107,7 @@ class Job:
         """Takes pages for as many more tokens, as far as its limit goes; false if there are none left."""
         assert self.shard is not None
         assert self.held is not None
-        extended = self.shard.pages.extend(self.held, self.read + self.steps + min(steps, self.left - 1))
+        extended = self.shard.pages.extend(self.held, self.held_tokens + min(steps, self.left - 1))
         self.steps += min(steps, self.left)
         return extended
 
@@ -132,6 +139,11 @@ class Job:
         self.reason = reason
         self.news.append(Chunk("", [], reason))
 
+    def fail(self, error: Exception) -> None:
+        """Ends it alone: others are not touched by what went wrong with its own results."""
+        self.error = error
+        self.finish(FinishReason.ERROR)
+
     def output(self, stats: Stats) -> Output:
         assert self.reason is not None
         text = None if self._stream is None else self.text
@@ -150,6 +162,25 @@ class Job:
             self.reason, self.ids = FinishReason.STOP, self.ids[: self._stream.used]
             return text
         return text + self._stream.finish() if self.reason is not None else text
+
+
+@dataclass(eq=False)
+class Shard:
+    """One data shard of a mesh: pages and rows are numbers of its own pool and table. One device is one shard."""
+
+    number: int
+    pages: Pages
+    free_rows: list[int]
+    running: list[Job] = field(default_factory=list)
+
+
+def by_shard(jobs: Sequence[Job], count: int) -> list[list[Job]]:
+    """Running jobs by the number of their shard, of `count` shards."""
+    found: list[list[Job]] = [[] for _ in range(count)]
+    for job in jobs:
+        assert job.shard is not None
+        found[job.shard.number].append(job)
+    return found
 
 
 def _reason(ids: list[int], request: Request, finite: bool) -> FinishReason:

@@ -5,17 +5,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mla_jax.base.options import MOST_DRAFTS
 from mla_jax.decode.programs import Waits
-from mla_jax.engine.core.shard import Shard
+from mla_jax.engine.core.pages import Pages
 from mla_jax.mesh.devices import Devices
-
-if TYPE_CHECKING:
-    from mla_jax.engine.core.job import Job
 
 SAMPLES = 4096  # of the pool over time, that are kept
 
@@ -74,20 +71,22 @@ def between(waits: Waits, start: float, end: float) -> tuple[float, float]:
     return max(end - start - compiling, 0.0), compiling
 
 
-def stats_of(job: "Job", waits: Waits, bandwidth: float | None) -> Stats:
-    """The figures of a request so far; `bandwidth` of the device in bytes per second, None where it means nothing."""
-    times = job.times
+def stats_of(
+    times: Times, prompt: int, generated: int, seed: int, waits: Waits, bandwidth: float | None
+) -> Stats:
+    """The figures of a request so far: its tokens of `prompt` and `generated`. `bandwidth` of the device in bytes per second,
+    None where it means nothing."""
     now = time.perf_counter() if times.last is None else times.last
     first, compiling = between(waits, times.submitted, now if times.first is None else times.first)
     decoding, later = between(waits, now if times.first is None else times.first, now)
     share = times.least_bytes / decoding / bandwidth if bandwidth and decoding > 0 else None
     return Stats(
-        prompt_tokens=len(job.request.prompt),
-        generated_tokens=len(job.ids),
+        prompt_tokens=prompt,
+        generated_tokens=generated,
         first_token_seconds=first,
         decode_seconds=decoding,
         compile_seconds=compiling + later,
-        seed=job.request.params.seed or 0,
+        seed=seed,
         first_tokens=times.first_tokens,
         bandwidth_share=share,
         peak_bytes=peak_bytes(),
@@ -143,23 +142,18 @@ class EngineStats:
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES), repr=False)
     began: float = field(default_factory=time.perf_counter, repr=False)
 
-    def note(self, shards: Sequence[Shard], waiting: Sequence["Job"], compiled: int, seconds: float) -> None:
-        """The state after a step, which took `seconds` on the host."""
-        pages = [shard.pages for shard in shards]
-        self.running = sum(len(shard.running) for shard in shards)
-        self.waiting = len(waiting)
-        self.compiled = compiled
-        self.shard_tokens = [sum(job.read + job.steps for job in shard.running) for shard in shards]
-        self.tokens_held = sum(self.shard_tokens)
+    def note(self, pages: Sequence[Pages], held: Sequence[int], running: int, waiting: int) -> None:
+        """The state now: the pages and the tokens held of each shard, and the numbers of requests."""
+        self.running, self.waiting = running, waiting
+        self.shard_tokens, self.tokens_held = list(held), sum(held)
         self.pages_free = sum(one.free for one in pages)
         self.pages_cached = sum(one.cached for one in pages)
         self.pages_shared = sum(one.shared for one in pages)
-        self.host_seconds += seconds
         now = time.perf_counter() - self.began
-        held = sum(one.count - one.free for one in pages)
+        in_use = sum(one.count - one.free for one in pages)
         unused = sum(one.unused for one in pages)
         self.samples.append(
-            Sample(now, self.running, self.waiting, held, self.pages_cached, unused, self.generated)
+            Sample(now, self.running, self.waiting, in_use, self.pages_cached, unused, self.generated)
         )
 
     @property

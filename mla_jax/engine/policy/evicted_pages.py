@@ -13,14 +13,19 @@ from mla_jax.engine.core.pages import Held, Pages, Tier
 
 
 @dataclass(slots=True, eq=False)
-class Layered(Held):
+class Evicted(Held):
     """What one request holds once it has dropped tokens; it has no pages that are the same in all layers."""
 
     parts: list[list[int]] = field(default_factory=list)  # of the pool, by layer and head
     dropped: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # tokens, by layer and head
 
+    def room(self, size: int, tokens: int) -> int:
+        """Tokens that every layer and head has room for behind the `tokens` of the request, with parts of `size` tokens."""
+        dropped = zip(self.dropped.tolist(), self.parts, strict=True)
+        return int(min(len(mine) * size - (tokens - gone) for gone, mine in dropped))
 
-class LayeredPages(Pages):
+
+class EvictedPages(Pages):
     """Pages for requests of both kinds, of a model with `layers` layers, and `lanes` lanes of a layer's page."""
 
     def __init__(
@@ -39,7 +44,7 @@ class LayeredPages(Pages):
         self._parts: list[int] = []  # free ones of pages that are cut
         self._used: dict[int, int] = {}  # parts in use of each page that is cut
 
-    def evict(self, held: Held, counts: Sequence[int], tokens: int, more: int) -> Layered | None:
+    def evict(self, held: Held, counts: Sequence[int], tokens: int, more: int) -> Evicted | None:
         """Parts for `counts` of the `tokens` tokens that `held` has, by layer and head, and for `more` tokens behind them.
 
         None, and nothing changed, if too few are free. `held` stays as it is."""
@@ -48,10 +53,10 @@ class LayeredPages(Pages):
             return None
         parts = [self._take_parts(n) for n in need]
         dropped = tokens - np.asarray(counts, np.int32)
-        return Layered([], [], 0, False, 0, parts, dropped.astype(np.int32))
+        return Evicted([], [], 0, False, 0, parts, dropped.astype(np.int32))
 
     def extend(self, held: Held, tokens: int) -> bool:
-        if not isinstance(held, Layered):
+        if not isinstance(held, Evicted):
             return super().extend(held, tokens)
         lack = [
             max(0, self._pages(tokens - gone) - len(mine))
@@ -65,7 +70,7 @@ class LayeredPages(Pages):
 
     def own(self, held: Held) -> int:
         """Parts that are free once `held` is released."""
-        return sum(map(len, held.parts)) if isinstance(held, Layered) else self.parts * super().own(held)
+        return sum(map(len, held.parts)) if isinstance(held, Evicted) else self.parts * super().own(held)
 
     @property
     def free_parts(self) -> int:
@@ -74,27 +79,19 @@ class LayeredPages(Pages):
 
     def release(self, held: Held) -> None:
         super().release(held)
-        if isinstance(held, Layered):
+        if isinstance(held, Evicted):
             for parts in held.parts:
                 self._give_parts(parts)
             held.parts = []
 
     def wrote(self, held: Held, tokens: Sequence[int]) -> None:
-        if not isinstance(held, Layered):  # others may not have pages in which tokens are missing
+        if not isinstance(held, Evicted):  # others may not have pages in which tokens are missing
             super().wrote(held, tokens)
-
-    def room(self, held: Layered, tokens: int) -> int:
-        """Tokens that every layer and head has room for behind the `tokens` that `held` has."""
-        rooms = (
-            len(mine) * self.size - (tokens - gone)
-            for gone, mine in zip(held.dropped.tolist(), held.parts, strict=True)
-        )
-        return int(min(rooms))
 
     def table(self, held: Held, width: int) -> np.ndarray:
         """`[layers lanes width]`: the parts of each layer and head, counted from the layer's first one."""
         table = np.zeros((self.layers, self.lanes, width), np.int32)
-        if not isinstance(held, Layered):
+        if not isinstance(held, Evicted):
             lane = np.arange(self.lanes)[:, None]
             table[:, :, : len(held.pages)] = np.array(held.pages, np.int32) * self.lanes + lane
             return table

@@ -1,31 +1,29 @@
-"""The engine for requests that drop tokens: a row pauses once its prompt is read, and then every few hundred tokens.
+"""The cache policy by which requests drop tokens.
 
 What stays in each layer, or in each head that is cached, is found on the device, then moved to pages of the row's own. Its old
 pages are free, or stay in the prefix index as they were."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import cast
 
 import numpy as np
 
 from mla_jax.base.batch import Tables
-from mla_jax.base.config import Config
 from mla_jax.base.options import EVERY, EvictOptions
 from mla_jax.cache.evict import POLICIES
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.evict_programs import Kept, Selection
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.packing import here, part_here
-from mla_jax.engine.core.job import Job
-from mla_jax.engine.core.pages import Pages
+from mla_jax.engine.core.cache_policy import CachePolicy, Free
+from mla_jax.engine.core.dispatcher import Dispatcher
+from mla_jax.engine.core.job import Job, Shard
+from mla_jax.engine.core.pages import Tier
 from mla_jax.engine.core.request import Request
-from mla_jax.engine.core.scheduler import Plan, Running, Waiting, plan
-from mla_jax.engine.core.shard import Shard
+from mla_jax.engine.core.scheduler import Running, Waiting
 from mla_jax.engine.core.size import Size
-from mla_jax.engine.policy.evicted_pages import Layered, LayeredPages
-from mla_jax.engine.policy.pausing import PausingEngine
-from mla_jax.text.tokenizer import Tokenizer
+from mla_jax.engine.policy.evicted_pages import Evicted, EvictedPages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,104 +55,93 @@ class Eviction:
         return -(-self.count(tokens) // PAGE) + 1
 
 
-class EvictingEngine(PausingEngine):
-    """An engine over programs that evict."""
+class Evicting(CachePolicy):
+    """A row drops tokens once its prompt is prefilled, and then every few hundred tokens; it waits meanwhile, others go on."""
 
-    questions: ClassVar = {"evicted": 1}
+    needs_text = True
+    evicted = 1
 
-    def __init__(
-        self,
-        programs: Programs,
-        config: Config,
-        tokenizer: Tokenizer | None,
-        size: Size,
-        drafts: int | None,
-        eviction: Eviction,
-    ):
+    def __init__(self, programs: Programs, size: Size, eviction: Eviction):
+        super().__init__(programs, size)
         self.eviction = eviction
-        super().__init__(programs, config, tokenizer, size, drafts)
-        self.limits = dataclasses.replace(self.limits, parts=self._layered(self.shards[0]).parts)
+        self.layers, self.lanes = programs.model.config.num_hidden_layers, programs.model.lanes
+        self.parts = self.layers * self.lanes
 
-    def _new_pages(self) -> Pages:
-        layers, lanes = self.config.num_hidden_layers, self.programs.model.lanes
-        return LayeredPages(self.size.pages, PAGE, layers, lanes, ahead=self.drafter.ahead, tier=self._tier)
+    def new_pages(self, tier: Tier | None) -> EvictedPages:
+        ahead = self.programs.drafter.ahead
+        return EvictedPages(self.size.pages, PAGE, self.layers, self.lanes, ahead=ahead, tier=tier)
 
-    def _layered(self, shard: Shard | None) -> LayeredPages:
-        assert shard is not None
-        return cast(LayeredPages, shard.pages)
+    def capacity(self, request: Request) -> int:
+        return super().capacity(request) - PAGE * self.eviction.pages(len(request.prompt) + request.limit)
 
-    def _room(self, request: Request) -> int:
-        return super()._room(request) - PAGE * self.eviction.pages(len(request.prompt) + request.limit)
-
-    def _plan(self, shard: Shard, waiting: list[Waiting], running: list[Running]) -> Plan:
-        return plan(waiting, running, self._free(shard), self.limits, self.limits.parts * shard.pages.free)
-
-    def _free(self, shard: Shard) -> int:
-        """In parts. Those for what stays of requests that are about to drop tokens are set aside."""
-        aside = self.limits.parts * sum(self.eviction.pages(self._point(job)) for job in shard.running)
-        return max(self._layered(shard).free_parts - aside, 0)
-
-    def _first_tokens(self, job: Job) -> list[int]:
+    def prefilled(self, job: Job) -> list[int]:
         """The prompt: what was generated behind it has seen what stayed of it."""
         return job.request.prompt
 
-    def _as_waiting(self, job: Job, shard: Shard) -> Waiting:
-        waiting, parts = super()._as_waiting(job, shard), self.limits.parts
-        extra = parts * self.eviction.pages(waiting.tokens)
-        return dataclasses.replace(waiting, taken=parts * waiting.taken, extra=extra)
+    def waiting(self, job: Job, shard: Shard) -> Waiting:
+        waiting = super().waiting(job, shard)
+        extra = self.parts * self.eviction.pages(waiting.tokens)
+        return dataclasses.replace(waiting, taken=self.parts * waiting.taken, extra=extra, until=0)
 
-    def _as_running(self, job: Job) -> Running:
+    def running(self, job: Job) -> Running:
         """Of a row that has dropped tokens, all parts count as the fullest."""
-        row, parts = super()._as_running(job), self.limits.parts
-        if not isinstance(job.held, Layered):
-            return dataclasses.replace(row, pages=parts * row.pages)
-        pages = self.size.width + 1
-        held = pages * PAGE - self._layered(job.shard).room(job.held, row.held)
-        return dataclasses.replace(row, pages=parts * pages, held=held)
+        row, point = super().running(job), self.eviction.point(job)
+        until = max(0, point - (job.known if job.unread else row.held))
+        unread = min(row.unread, max(point - job.read, 0))
+        pages, held = row.pages, row.held
+        if isinstance(job.held, Evicted):
+            pages = self.size.width + 1
+            held = pages * PAGE - job.held.room(PAGE, row.held)
+        return dataclasses.replace(row, unread=unread, until=until, pages=self.parts * pages, held=held)
 
-    def _point(self, job: Job) -> int:
+    def free(self, shard: Shard) -> Free:
+        """In parts. Those for what stays of requests that are about to drop tokens are set aside."""
+        aside = self.parts * sum(self.eviction.pages(self.eviction.point(job)) for job in shard.running)
+        pages = cast(EvictedPages, shard.pages)
+        running = max(pages.free_parts - aside, 0)
+        return Free(running, min(running, self.parts * pages.free))
+
+    def pauses_at(self, job: Job) -> int:
         return self.eviction.point(job)
 
-    def _ask(self, job: Job) -> Kept:
-        """What stays of a job's tokens."""
-        pool, rows = self._state()
-        at = self._padded_rows(self._alone(job), 1)
-        count = np.array([self.eviction.count(job.read + job.steps)], np.int32)
-        pool, rows, kept = self.programs.observe(
-            pool, rows, at, self._page_tables(self._alone(job), 1), self._same(count)
-        )
-        self._arrays = pool, rows
+    def ask(self, job: Job, device: Dispatcher) -> Kept:
+        """Which of a job's tokens stay."""
+        alone, count = device.alone(job), np.array([self.eviction.count(job.held_tokens)], np.int32)
+        pool, rows = device.state()
+        sent = device.rows_of(alone, 1), device.tables(alone, 1), device.same(count)
+        pool, rows, kept = self.programs.observe(pool, rows, *sent)
+        device.keep(pool, rows)
         part_here(kept.told).copy_to_host_async()
         return kept
 
-    def _answered(self, job: Job, answer: Kept) -> bool:
+    def answered(self, job: Job, answer: Kept, device: Dispatcher) -> bool:
         """Moves what stays to pages of its own."""
         assert job.held is not None
         assert job.shard is not None
+        pages, held = cast(EvictedPages, job.shard.pages), job.held_tokens
         counts = here(answer.told)[job.shard.number, :, :, 0].ravel().tolist()
-        held = job.read + job.steps
-        # Tokens of the output that are read once more
-        again = max(0, min(job.known, self._point(job)) - held)
-        new = self._layered(job.shard).evict(job.held, counts, held, again)
+        # Tokens of the output that are prefilled once more
+        again = max(0, min(job.known, self.eviction.point(job)) - held)
+        new = pages.evict(job.held, counts, held, again)
         if new is None:
             return False
-        before, old = job.held, self._page_tables(self._alone(job), 1)
+        before, old = job.held, device.tables(device.alone(job), 1)
         job.held = new
-        pool, rows = self._state()
-        pool, _ = self.programs.move(pool, answer, old, self._page_tables(self._alone(job), 1))
-        self._arrays, self._flying.sent_more = (pool, rows), True
-        job.shard.pages.release(before)
-        self.stats.dropped += int(new.dropped.mean())
+        pool, rows = device.state()
+        pool, _ = self.programs.move(pool, answer, old, device.tables(device.alone(job), 1))
+        device.keep(pool, rows)
+        pages.release(before)
+        device.stats.dropped += int(new.dropped.mean())
         return True
 
-    def _page_table(self, jobs: Sequence[Job], count: int) -> Tables:
+    def table(self, jobs: Sequence[Job], count: int) -> Tables:
         """The parts of each layer and head, and how many tokens of a row it has dropped."""
-        layered = self._layered(self.shards[0])
-        each, width = (layered.layers, layered.lanes), self.size.width
+        each, width = (self.layers, self.lanes), self.size.width
         tables = Tables(np.zeros((*each, count, width), np.int32), np.zeros((*each, count), np.int32))
         for i, job in enumerate(jobs):
             assert job.held is not None
-            tables.pages[:, :, i] = layered.table(job.held, width)
-            if isinstance(job.held, Layered):
+            assert job.shard is not None
+            tables.pages[:, :, i] = cast(EvictedPages, job.shard.pages).table(job.held, width)
+            if isinstance(job.held, Evicted):
                 tables.dropped[:, :, i] = job.held.dropped.reshape(each)
         return tables

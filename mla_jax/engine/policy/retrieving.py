@@ -1,4 +1,4 @@
-"""The engine for requests that attend to some of their pages while they decode.
+"""The cache policy by which rows attend to some of their pages while they decode.
 
 What a decode step caches depends on the pages that were read. It is not what reading the same tokens as a prompt would cache. So
 the prefix index learns of prompts alone, and a request that was preempted reads its prompt again, then generates again what it
@@ -8,7 +8,7 @@ from mla_jax.base.errors import BadRequest
 from mla_jax.base.options import Options, RetrieveOptions
 from mla_jax.cache.paged import PAGE
 from mla_jax.cache.retrieve import POLICIES, Retrieval
-from mla_jax.engine.core.engine import Engine
+from mla_jax.engine.core.cache_policy import CachePolicy
 from mla_jax.engine.core.job import Job
 
 
@@ -38,24 +38,23 @@ def refuse_contradictions(options: Options) -> None:
         )
 
 
-class RetrievingEngine(Engine):
-    """An engine over programs of a model that retrieves."""
+class Retrieving(CachePolicy):
+    """Everything is cached, and a decode step attends to the pages that its queries choose."""
 
-    @property
-    def _text(self) -> int:
-        return self.size.context
+    needs_text = True
 
-    def _first_tokens(self, job: Job) -> list[int]:
+    def prefilled(self, job: Job) -> list[int]:
         return job.request.prompt
 
-    def _again(self, job: Job) -> int:
+    def replayed(self, job: Job) -> int:
         return len(job.ids)
 
-    def _written(self, job: Job) -> list[int]:
+    def indexed(self, job: Job) -> list[int]:
         return job.request.prompt
 
-    def _attended(self, held: int) -> int:
-        retrieval, layers = self.programs.model.dispatch.retrieval, self.config.num_hidden_layers
+    def attended(self, held: int) -> int:
+        model = self.programs.model
+        retrieval, layers = model.dispatch.retrieval, model.config.num_hidden_layers
         assert retrieval is not None
         dense, most = min(retrieval.dense, layers), retrieval.pages(PAGE) * PAGE
         return (dense * held + (layers - dense) * min(held, most)) // layers

@@ -41,7 +41,7 @@ def programs(model) -> Programs:
 
 
 def engine_of(programs: Programs, size: Size = SMALL) -> Engine:
-    return Engine(programs, programs.model.config, None, size)
+    return Engine(programs, size)
 
 
 def alone(programs: Programs, asked: Request) -> list[int]:
@@ -157,8 +157,8 @@ def test_a_conversation_that_goes_on_finds_its_own_tokens(programs):
 def test_what_a_pool_held_before_does_not_matter(programs, model):
     """Not even NaN: pages are read no further than they are filled."""
     engine, asked = engine_of(programs, ROOMY), request([5, 6, 7], max_tokens=70)
-    pool, rows = engine._state()
-    engine._arrays = jax.tree.map(lambda array: array + np.nan, pool), rows
+    pool, rows = engine.device.state()
+    engine.device.keep(jax.tree.map(lambda array: array + np.nan, pool), rows)
     assert finish(engine, [engine.submit(asked)])[0] == alone(programs, asked)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import FAMILIES, tensors, write
-from serving import answer, request
+from serving import answer, drafting_engine, evicting_engine, request
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadRequest, DoesNotFit
@@ -27,7 +27,6 @@ from mla_jax.engine.core.pages import Held, Pages
 from mla_jax.engine.core.request import FinishReason, Request
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.core.stats import EngineStats
-from mla_jax.engine.policy.evicting import EvictingEngine, Eviction
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights.load import load
 
@@ -59,7 +58,7 @@ def of_rank(path, rank: int):
 
 
 def engine_of(programs: Programs, size: Size, drafts: int | None = None) -> Engine:
-    return Engine(programs, programs.model.config, None, size, drafts)
+    return drafting_engine(programs, size, drafts)
 
 
 def chats(engine: Engine, turns: int, count: int = 2) -> tuple[list[list[int]], list[int]]:
@@ -317,11 +316,11 @@ def test_jobs_may_be_cancelled_while_pages_are_on_their_way(programs_of):
     expected = answer(engine_of(programs_of(), LARGE), asked)
     engine, gate = engine_of(programs_of(), SMALL), threading.Event()
     assert answer(engine, asked) == expected
-    engine._tier._writer.submit(gate.wait)
+    engine.device.tier._writer.submit(gate.wait)
     job = engine.submit(other)
     engine.step()
     assert engine.stats.pages_out == 3
-    assert not engine._tier._writes[0].done.done()
+    assert not engine.device.tier._writes[0].done.done()
     engine.cancel(job)
     again = engine.submit(asked)
     threading.Timer(0.2, gate.set).start()
@@ -339,8 +338,8 @@ def test_requests_that_drop_tokens_find_their_prompts(folder):
     programs = Programs(load(folder), evicts=Selection(POLICIES["snapkv"], "ada", recent=16))
     small = dataclasses.replace(SMALL, pages=10)
 
-    def engine(size: Size) -> EvictingEngine:
-        return EvictingEngine(programs, programs.model.config, None, size, None, Eviction(programs.evicts, 0.5, 16))
+    def engine(size: Size) -> Engine:
+        return evicting_engine(programs, size, 0.5)
 
     expected, new = chats(engine(LARGE), turns=3, count=3)
     with_tier = engine(small)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mla_jax.engine.core.pages import Held, OutOfPages
-from mla_jax.engine.policy.evicted_pages import Layered, LayeredPages
+from mla_jax.engine.policy.evicted_pages import Evicted, EvictedPages
 
 pytestmark = pytest.mark.once  # plain Python
 
@@ -21,14 +21,14 @@ def tokens(count: int, first: int = 0) -> list[int]:
     return list(range(first, first + count))
 
 
-def admitted(pages: LayeredPages, prompt: list[int]) -> Held:
+def admitted(pages: EvictedPages, prompt: list[int]) -> Held:
     """A request whose prompt is written."""
     held = pages.admit(prompt)
     pages.wrote(held, prompt)
     return held
 
 
-def evicted(pages: LayeredPages, held: Held, counts: list[int], tokens: int, more: int = 0) -> Layered:
+def evicted(pages: EvictedPages, held: Held, counts: list[int], tokens: int, more: int = 0) -> Evicted:
     """The pages of `held` after eviction; `held` is released."""
     layered = pages.evict(held, counts, tokens, more)
     assert layered is not None
@@ -36,26 +36,26 @@ def evicted(pages: LayeredPages, held: Held, counts: list[int], tokens: int, mor
     return layered
 
 
-def parts(layered: Layered) -> list[int]:
+def parts(layered: Evicted) -> list[int]:
     return [part for mine in layered.parts for part in mine]
 
 
-def whole(pages: LayeredPages, part: int) -> int:
+def whole(pages: EvictedPages, part: int) -> int:
     """The whole page that a part is of: lanes of a page come one after the other, then pages, then layers."""
     return part // pages.lanes % pages.count
 
 
-def cut(pages: LayeredPages, *requests: Layered) -> set[int]:
+def cut(pages: EvictedPages, *requests: Evicted) -> set[int]:
     """Whole pages of which the requests have parts."""
     return {whole(pages, part) for layered in requests for part in parts(layered)}
 
 
-def free_parts(pages: LayeredPages, *requests: Layered) -> int:
+def free_parts(pages: EvictedPages, *requests: Evicted) -> int:
     """Parts that are free of pages that are cut, if the requests are all that have any."""
     return pages.parts * len(cut(pages, *requests)) - sum(len(parts(layered)) for layered in requests)
 
 
-def told(pages: LayeredPages) -> tuple:
+def told(pages: EvictedPages) -> tuple:
     """A copy's counts, and the number of parts it can give."""
     most, trial = 0, copy.deepcopy(pages)
     while trial.evict(trial.admit([]), [1] + [0] * (pages.parts - 1), 1, 0):
@@ -64,7 +64,7 @@ def told(pages: LayeredPages) -> tuple:
 
 
 def test_what_stays_takes_a_page_of_any_layer_and_gives_whole_ones_back():
-    pages = LayeredPages(8, SIZE, LAYERS)
+    pages = EvictedPages(8, SIZE, LAYERS)
     held = admitted(pages, tokens(12))
     layered = pages.evict(held, [1, 4, 5], 12, 0)
     assert layered is not None
@@ -81,7 +81,7 @@ def test_what_stays_takes_a_page_of_any_layer_and_gives_whole_ones_back():
 
 
 def test_layers_of_all_requests_fill_what_is_cut_before_another_page_is():
-    pages = LayeredPages(8, SIZE, LAYERS)
+    pages = EvictedPages(8, SIZE, LAYERS)
     requests = [evicted(pages, admitted(pages, tokens(8, 100 * i)), counts, 8) for i, counts in enumerate(([1, 4, 5], [8, 0, 4]))]
     every = [part for layered in requests for part in parts(layered)]
     assert len(set(every)) == len(every) == 7
@@ -93,7 +93,7 @@ def test_layers_of_all_requests_fill_what_is_cut_before_another_page_is():
 
 
 def test_a_page_is_whole_again_once_the_last_of_its_parts_is_free_whoever_held_it():
-    pages = LayeredPages(1, SIZE, LAYERS)
+    pages = EvictedPages(1, SIZE, LAYERS)
     requests = [pages.evict(pages.admit([]), counts, 4, 0) for counts in ([1, 0, 0], [0, 1, 0], [0, 0, 1])]
     assert (pages.free, free_parts(pages, *requests)) == (0, 0)
     for i, layered in enumerate(requests):
@@ -104,7 +104,7 @@ def test_a_page_is_whole_again_once_the_last_of_its_parts_is_free_whoever_held_i
 
 
 def test_where_too_few_are_free_nothing_changes():
-    pages = LayeredPages(6, SIZE, LAYERS)
+    pages = EvictedPages(6, SIZE, LAYERS)
     pages.release(admitted(pages, tokens(4, 100)))  # idle: this page counts as free
     held = admitted(pages, tokens(12))
     one = evicted(pages, admitted(pages, tokens(4, 200)), [1, 0, 0], 4)
@@ -125,7 +125,7 @@ def test_where_too_few_are_free_nothing_changes():
 
 def test_the_last_free_parts_and_pages_are_enough_for_just_as_many():
     for count in range(1, 40):
-        pages = LayeredPages(4, SIZE, LAYERS)
+        pages = EvictedPages(4, SIZE, LAYERS)
         layered = pages.evict(pages.admit([]), [1, 1, 0], 1, 0)
         assert pages.extend(pages.admit([]), 4 * (count % 3))
         free = free_parts(pages, layered) + pages.parts * pages.free
@@ -134,7 +134,7 @@ def test_the_last_free_parts_and_pages_are_enough_for_just_as_many():
 
 
 def test_each_layer_is_extended_by_what_it_lacks():
-    pages = LayeredPages(8, SIZE, LAYERS)
+    pages = EvictedPages(8, SIZE, LAYERS)
     layered = evicted(pages, admitted(pages, tokens(12)), [3, 8, 12], 12)
     before = copy.deepcopy(layered.parts)
     for all_tokens, counts in (
@@ -153,14 +153,14 @@ def test_each_layer_is_extended_by_what_it_lacks():
 
 
 def test_room_is_that_of_the_layer_that_has_least():
-    pages = LayeredPages(16, SIZE, LAYERS)
+    pages = EvictedPages(16, SIZE, LAYERS)
     layered = evicted(pages, admitted(pages, tokens(12)), [3, 6, 9], 12)
-    assert pages.room(layered, 12) == 1
-    assert pages.room(layered, 13) == 0
+    assert layered.room(SIZE, 12) == 1
+    assert layered.room(SIZE, 13) == 0
     for held in range(12, 40):
-        while pages.room(layered, held) < 0:
+        while layered.room(SIZE, held) < 0:
             assert pages.extend(layered, held)
-        room, before = pages.room(layered, held), len(parts(layered))
+        room, before = layered.room(SIZE, held), len(parts(layered))
         assert type(room) is int
         trial, mine = copy.deepcopy((pages, layered))
         assert trial.extend(mine, held + room)
@@ -171,15 +171,15 @@ def test_room_is_that_of_the_layer_that_has_least():
 
 @pytest.mark.parametrize("more", [0, 1, 4, 7])
 def test_what_was_asked_for_behind_the_tokens_has_room(more):
-    pages = LayeredPages(16, SIZE, LAYERS)
+    pages = EvictedPages(16, SIZE, LAYERS)
     layered = evicted(pages, admitted(pages, tokens(12)), [4, 1, 11], 12, more)
     assert [len(mine) for mine in layered.parts] == [-(-(count + more) // SIZE) for count in (4, 1, 11)]
     assert layered.dropped.tolist() == [8, 11, 1]
-    assert more <= pages.room(layered, 12) < more + SIZE
+    assert more <= layered.room(SIZE, 12) < more + SIZE
 
 
 def test_tables_count_pages_from_each_layers_first():
-    pages = LayeredPages(8, SIZE, LAYERS)
+    pages = EvictedPages(8, SIZE, LAYERS)
     plain = admitted(pages, tokens(10, 100))
     layered = evicted(pages, admitted(pages, tokens(12)), [3, 8, 12], 12)
     for held, width in ((plain, 3), (plain, 5), (layered, 3), (layered, 6)):
@@ -192,7 +192,7 @@ def test_tables_count_pages_from_each_layers_first():
 
 
 def test_where_heads_have_lanes_their_parts_are_counted_from_the_layers_first():
-    pages = LayeredPages(8, SIZE, 2, lanes=3)
+    pages = EvictedPages(8, SIZE, 2, lanes=3)
     plain = admitted(pages, tokens(10, 100))
     for number, page in itertools.product(range(2), range(3)):
         expected = [3 * plain.pages[page] + lane for lane in range(3)]
@@ -211,7 +211,7 @@ def test_where_heads_have_lanes_their_parts_are_counted_from_the_layers_first():
 
 
 def test_what_has_dropped_tokens_is_nobodys_beginning():
-    pages = LayeredPages(8, SIZE, LAYERS)
+    pages = EvictedPages(8, SIZE, LAYERS)
     layered = evicted(pages, pages.admit(tokens(12)), [4, 8, 12], 12)
     assert pages.extend(layered, 16)
     pages.wrote(layered, tokens(16))
@@ -223,7 +223,7 @@ def test_what_has_dropped_tokens_is_nobodys_beginning():
 
 
 def test_a_prompt_is_known_whose_request_has_dropped_some_of_it():
-    pages = LayeredPages(8, SIZE, LAYERS)
+    pages = EvictedPages(8, SIZE, LAYERS)
     held = admitted(pages, tokens(10))
     known, whole = tuple(held.pages[:2]), set(held.pages)
     layered = pages.evict(held, [4, 4, 5], 10, 0)
@@ -243,7 +243,7 @@ def test_a_prompt_is_known_whose_request_has_dropped_some_of_it():
 
 
 def test_a_beginning_that_others_hold_stays_theirs():
-    pages = LayeredPages(8, SIZE, LAYERS)
+    pages = EvictedPages(8, SIZE, LAYERS)
     first, second = admitted(pages, tokens(9)), admitted(pages, tokens(9))
     assert (second.shared, pages.free) == (2, 4)
     layered = evicted(pages, first, [9, 4, 1], 9)
@@ -265,20 +265,20 @@ class Request:
     @property
     def pages(self) -> list[list[int]]:
         """Of each layer, or once for all."""
-        return self.held.parts if isinstance(self.held, Layered) else [self.held.pages]
+        return self.held.parts if isinstance(self.held, Evicted) else [self.held.pages]
 
     @property
     def dropped(self) -> list[int]:
-        return self.held.dropped.tolist() if isinstance(self.held, Layered) else [0]
+        return self.held.dropped.tolist() if isinstance(self.held, Evicted) else [0]
 
 
 @dataclass
 class Model:
-    """Does all that LayeredPages does, and writes to a pool as a device would: a dictionary from slots to tokens.
+    """Does all that EvictedPages does, and writes to a pool as a device would: a dictionary from slots to tokens.
 
     Each request must find its own tokens there, and so must who takes a beginning from the index."""
 
-    pages: LayeredPages
+    pages: EvictedPages
     requests: list[Request] = field(default_factory=list)
     slots: dict[tuple[int, int], int] = field(default_factory=dict)  # (page of the whole pool, slot) -> token
     texts: deque[list[int]] = field(default_factory=lambda: deque(maxlen=12))
@@ -288,7 +288,7 @@ class Model:
         return Counter(page for request in self.requests for page in request.held.pages)
 
     def every_part(self) -> list[int]:
-        return [part for request in self.requests if isinstance(request.held, Layered) for part in parts(request.held)]
+        return [part for request in self.requests if isinstance(request.held, Evicted) for part in parts(request.held)]
 
     def used(self) -> Counter:
         """Parts in use of each page that is cut."""
@@ -300,7 +300,7 @@ class Model:
         return self.pages.parts * (self.pages.free + len(used)) - used.total()
 
     def own(self, held: Held, holders: Counter, used: Counter) -> int:
-        if not isinstance(held, Layered):
+        if not isinstance(held, Evicted):
             return sum(holders[page] == 1 for page in held.pages)
         mine = Counter(whole(self.pages, part) for part in parts(held))
         return sum(used[page] == count for page, count in mine.items())
@@ -348,7 +348,7 @@ class Model:
         request.written += len(new)
         self.put(request, before)
         self.pages.wrote(request.held, request.text[: request.written])
-        if isinstance(request.held, Layered):
+        if isinstance(request.held, Evicted):
             assert self.pages.cached == cached
             self.seen["written where some are dropped"] += bool(new)
 
@@ -356,7 +356,7 @@ class Model:
         before, available, free, all_tokens = copy.deepcopy(request.pages), self.available(), self.pages.free, request.text + text
         need = [pages_for(len(all_tokens) - gone) for gone in request.dropped]
         lack = [max(0, n - len(mine)) for n, mine in zip(need, before, strict=True)]
-        is_layered = isinstance(request.held, Layered)
+        is_layered = isinstance(request.held, Evicted)
         fits = sum(lack) <= (available if is_layered else free)
         assert self.pages.extend(request.held, len(all_tokens)) == fits
         assert [mine[: len(old)] for mine, old in zip(request.pages, before, strict=True)] == before
@@ -387,10 +387,10 @@ class Model:
         moved = [[mine[at] for at in some] for mine, some in zip(request.kept, kept, strict=True)]
         assert new.dropped.tolist() == [request.written - len(mine) for mine in moved]
         assert [len(mine) for mine in new.parts] == need
-        assert self.pages.room(new, request.written) >= more
+        assert new.room(SIZE, request.written) >= more
         self.requests.append(Request(new, request.text[: request.written], request.written, moved))
         self.put(self.requests[-1], [0] * self.pages.parts)
-        self.seen["evicted again" if isinstance(request.held, Layered) else "evicted"] += 1
+        self.seen["evicted again" if isinstance(request.held, Evicted) else "evicted"] += 1
         if choose.random() < 0.8:
             self.release(request)
 
@@ -410,12 +410,12 @@ class Model:
         assert self.pages.shared == sum(count > 1 for count in holders.values())
         for request in self.requests:
             whole = self.own(request.held, holders, used)
-            parts_of = sum(map(len, request.pages)) if isinstance(request.held, Layered) else self.pages.parts * whole
+            parts_of = sum(map(len, request.pages)) if isinstance(request.held, Evicted) else self.pages.parts * whole
             assert self.pages.own(request.held) == parts_of
             assert [[self.slots[at] for at in slots] for slots in self.addresses(request)] == request.kept
-            if isinstance(request.held, Layered):
+            if isinstance(request.held, Evicted):
                 rooms = [len(mine) * SIZE - len(kept) for mine, kept in zip(request.pages, request.kept, strict=True)]
-                assert self.pages.room(request.held, request.written) == min(rooms)
+                assert request.held.room(SIZE, request.written) == min(rooms)
 
     def check_index(self) -> None:
         """A text's match in the index holds that text in all layers, in whole pages, whoever holds them."""
@@ -467,7 +467,7 @@ def random_step(model: Model, choose: random.Random) -> None:
     ("layers", "lanes", "steps", "count"), [(1, 1, 400, 10), (3, 1, 1500, 16), (7, 1, 400, 12), (2, 3, 600, 12)]
 )
 def test_random_steps_leave_every_request_its_tokens_and_the_index_its_beginnings(layers, lanes, steps, count):
-    choose, model = random.Random(layers), Model(LayeredPages(count, SIZE, layers, lanes))
+    choose, model = random.Random(layers), Model(EvictedPages(count, SIZE, layers, lanes))
     for turn in range(steps):
         random_step(model, choose)
         model.check()

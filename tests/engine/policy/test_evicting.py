@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import deep
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import serving
 from models import FAMILIES, tensors, write
-from serving import answer, nothing_compiled
+from serving import answer, evicting_engine, nothing_compiled
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.batch import Batch
@@ -23,12 +24,13 @@ from mla_jax.decode.evict_programs import Kept, Selection
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.outputs import Likely
 from mla_jax.decode.speculative import NOBODY, Lookup
+from mla_jax.engine.core.dispatcher import Dispatcher
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.job import Job
 from mla_jax.engine.core.request import FinishReason, Request
 from mla_jax.engine.core.size import Size
-from mla_jax.engine.policy.evicted_pages import Layered
-from mla_jax.engine.policy.evicting import EvictingEngine, Eviction
+from mla_jax.engine.policy.evicted_pages import Evicted
+from mla_jax.engine.policy.evicting import Evicting, Eviction
 from mla_jax.model import rope
 from mla_jax.model.dispatch import Dispatch, StepPlan
 from mla_jax.model.mla import heads
@@ -66,30 +68,24 @@ def programs_of(model_of):
     )
 
 
-def evicting(programs: Programs, keep: float, every: int = 16, size: Size = ROOMY, drafts: int | None = None) -> EvictingEngine:
-    return EvictingEngine(programs, programs.model.config, None, size, drafts, Eviction(programs.evicts, keep, every))
+def evicting(programs: Programs, keep: float, every: int = 16, size: Size = ROOMY, drafts: int | None = None) -> Engine:
+    return evicting_engine(programs, size, keep, every, drafts)
 
 
-class Noting(EvictingEngine):
-    """Notes what stays of requests, and how many that have dropped tokens were read in one line with others."""
+class Noting(Evicting):
+    """Notes what stays of requests."""
 
-    noted: list[Kept]
-    together = 0
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.noted: list[Kept] = []
 
-    def _answered(self, job: Job, answer: Kept) -> bool:
+    def answered(self, job: Job, answer: Kept, device: Dispatcher) -> bool:
         self.noted.append(jax.device_get(answer))
-        return super()._answered(job, answer)
-
-    def _dispatch_prefill(self, pieces: dict, line: int, following: list[int] | None) -> Likely | None:
-        if len(pieces) > 1:
-            self.together += sum(isinstance(job.held, Layered) for job in pieces)
-        return super()._dispatch_prefill(pieces, line, following)
+        return super().answered(job, answer, device)
 
 
-def noting(programs: Programs, keep: float, every: int = 16, size: Size = ROOMY) -> Noting:
-    engine = Noting(programs, programs.model.config, None, size, None, Eviction(programs.evicts, keep, every))
-    engine.noted = []
-    return engine
+def noting(programs: Programs, keep: float, every: int = 16, size: Size = ROOMY) -> Engine:
+    return Engine(programs, size, policy=Noting(programs, size, Eviction(programs.evicts, keep, every)))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +98,7 @@ def asked() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def full(model, asked) -> list[list[int]]:
-    return answer(Engine(Programs(model), model.config, None, ROOMY), *asked)
+    return answer(Engine(Programs(model), ROOMY), *asked)
 
 
 # what a request is told
@@ -151,10 +147,18 @@ def test_preempted_rows_read_in_one_line_what_comes_behind_an_eviction(programs_
     engine._land_all()
     for job in jobs:
         engine._preempt(job)
+    together, prefill = 0, engine.device.prefill
+
+    def counted(pieces: dict, *given: Any) -> Likely | None:
+        nonlocal together
+        together += len(pieces) > 1 and sum(isinstance(job.held, Evicted) for job in pieces)
+        return prefill(pieces, *given)
+
+    engine.device.prefill = counted
     while engine.busy:
         engine.step()
     assert [job.ids for job in jobs] == expected
-    assert engine.together >= 2
+    assert together >= 2
 
 
 @pytest.mark.deep(*deep.GENERATING)
@@ -273,8 +277,8 @@ def test_where_heads_are_cached_each_sees_what_it_has_kept(programs_of):
     prompt = np.random.default_rng(4).integers(2, WORDS, 150).tolist()
     engine = noting(programs, 0.25, every)
     (ids,) = answer(engine, request(prompt))
-    masks = masks_of(engine.noted, len(prompt), len(prompt) + len(ids), every)
-    assert len(engine.noted) == 4
+    masks = masks_of(engine.policy.noted, len(prompt), len(prompt) + len(ids), every)
+    assert len(engine.policy.noted) == 4
     assert len(np.unique(masks[:, -1].reshape(LAYERS * HEADS, -1), axis=0)) == LAYERS * HEADS  # no two heads see the same
     logits, _ = whole(programs.model, prompt + ids, masks)
     assert np.argmax(logits[len(prompt) - 1 : -1], -1).tolist() == ids
@@ -289,7 +293,7 @@ def test_where_heads_are_cached_each_keeps_what_snapkv_says(programs_of, budget)
     prompt = np.random.default_rng(6).integers(2, WORDS, 150).tolist()
     engine, count = noting(programs, keep), round(keep * len(prompt))
     answer(engine, request(prompt, max_tokens=4))
-    (kept,) = engine.noted
+    (kept,) = engine.policy.noted
     _, inputs = whole(programs.model, prompt, np.tri(len(prompt), dtype=bool)[None, :, None].repeat(LAYERS, 0))
     for layer, x in enumerate(inputs):
         scores = snapkv(programs.model, layer, x, policy)
@@ -334,7 +338,7 @@ def test_pages_become_free_and_layers_and_heads_share_what_there_is(programs_of,
     job, parts = engine.submit(request(prompt, max_tokens=60)), []
     while not job.done:
         engine.step()
-        if isinstance(job.held, Layered):
+        if isinstance(job.held, Evicted):
             parts.append(sum(map(len, job.held.parts)))
             assert (job.held.dropped > 0).all()
             kept = job.read + job.steps - job.held.dropped

@@ -19,7 +19,7 @@ from mla_jax.decode.loop import Programs
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.request import Request
 from mla_jax.engine.core.size import Size
-from mla_jax.engine.policy.retrieving import RetrievingEngine
+from mla_jax.engine.policy.retrieving import Retrieving
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights.load import load
 
@@ -38,8 +38,8 @@ def programs_of(retrieving_folder):
     return programs
 
 
-def retrieving(programs: Programs, size: Size = ROOMY) -> RetrievingEngine:
-    return RetrievingEngine(programs, programs.model.config, None, size)
+def retrieving(programs: Programs, size: Size = ROOMY) -> Engine:
+    return Engine(programs, size, policy=Retrieving(programs, size))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(programs_
 )
 def test_where_all_pages_are_read_the_tokens_are_those_of_full_attention(retrieving_folder, programs_of, asked, dispatch):
     full = load(retrieving_folder, dispatch=Dispatch(**dispatch))
-    expected = answer(Engine(Programs(full), full.config, None, ROOMY), *asked)
+    expected = answer(Engine(Programs(full), ROOMY), *asked)
     for policy in POLICIES if dispatch.get("kv_cache") else ["quest"]:
         assert answer(retrieving(programs_of(policy, 8 * PAGE, **dispatch)), *asked) == expected
 
