@@ -254,7 +254,7 @@ class Programs:
     def _reading(self, pool: Pool, rows: Rows, sizes: Sizes) -> Iterator[Future]:
         """What reads prompts."""
         pieces, tables = sizes.pieces, self._tables(sizes.pieces, sizes.width)
-        lines = [(tokens, None) for tokens in sizes.read]
+        lines: list[tuple[int, Any]] = [(tokens, None) for tokens in sizes.read]
         if sizes.scored:  # beside a line of as many tokens that are only read
             lines.append((sizes.scored, _numbers(sizes.scored)))
         for tokens, after in lines:

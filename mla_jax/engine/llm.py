@@ -316,7 +316,9 @@ class LLM:
         for job in jobs:
             if not job.done:
                 self.engine.cancel(job)
-        if self._routing is None:
+        if (
+            self._routing is None or self.engine.is_in_step
+        ):  # a stream that Python's collector ends; the next request counts
             return
         self._routing.counts += self.engine.take_load()
         try:

@@ -1,5 +1,6 @@
 """Streams and chats: the same answers as `generate`, piece by piece."""
 
+import gc
 import json
 import os
 import re
@@ -12,7 +13,6 @@ from pairs import pairs_tokenizer
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadRequest
-from mla_jax.base.options import GROUPS, names
 from mla_jax.engine import inputs
 from mla_jax.engine.core.engine import Engine
 
@@ -62,6 +62,52 @@ def test_a_stream_dropped_half_way_leaves_the_engine_usable(llm):
     next(stream)
     stream.close()
     assert llm.generate("a5b6", PARAMS)[0].token_ids == expected
+
+
+class Cycle:
+    """Refers to itself, so that only Python's collector ends its stream."""
+
+    def __init__(self, stream):
+        self.stream, self.me = stream, self
+
+
+@pytest.mark.parametrize("inside", ["_prepare", "_admit", "_decode", "_land", "submit"])
+def test_a_stream_that_the_collector_ends_in_the_middle_of_anything_disturbs_nobody(llm, monkeypatch, inside):
+    expected = llm.generate("a5b6", PARAMS)[0].token_ids
+    gc.disable()
+    other, forgotten = llm.stream("a5b6", PARAMS), Cycle(llm.stream("c7", PARAMS))
+    ids = [*next(other).token_ids, *next(forgotten.stream).token_ids][:1]
+    del forgotten
+    step = getattr(Engine, inside)
+    monkeypatch.setattr(Engine, inside, lambda self, *given, **asked: (gc.collect(), step(self, *given, **asked))[1])
+    assert llm.generate("a5b6", PARAMS)[0].token_ids == expected
+    assert ids + [token for chunk in other for token in chunk.token_ids] == expected
+    assert (llm.stats().running, llm.stats().waiting) == (0, 0)
+    gc.enable()
+
+
+def test_a_closed_stream_no_longer_counts_as_running(llm):
+    stream = llm.stream("a5b6", PARAMS)
+    next(stream)
+    assert llm.stats().running == 1
+    stream.close()
+    assert (llm.stats().running, llm.stats().tokens_held) == (0, 0)
+
+
+def test_a_request_whose_text_fails_ends_alone(llm, monkeypatch):
+    def fail(_):
+        raise ValueError("no text for these bytes")
+
+    expected = llm.generate("a5b6", PARAMS)[0].token_ids
+    one, other = llm.stream("a5b6", PARAMS), llm.stream("c7", PARAMS)
+    ids = next(one).token_ids
+    next(other)
+    monkeypatch.setattr(max(llm.engine.jobs.values(), key=lambda job: job.id)._stream, "push", fail)
+    ids = ids + [token for chunk in one for token in chunk.token_ids]
+    assert ids == expected
+    with pytest.raises(ValueError, match="no text for these bytes"):
+        list(other)
+    assert (llm.stats().running, llm.generate("a5b6", PARAMS)[0].token_ids) == (0, expected)
 
 
 def test_a_streams_request_is_checked_when_it_is_made(llm):
@@ -132,9 +178,3 @@ def test_ctrl_c_in_generate_is_heard_and_leaves_the_engine_usable(llm, monkeypat
 
 def test_the_model_is_shown_by_its_name_size_and_device(llm):
     assert re.fullmatch(r"LLM\('v3\d+': deepseek_v3, 2 layers, [\d.]+ MiB in float32, context 512, on .+\)", repr(llm))
-
-
-def test_the_documentation_of_the_model_names_every_option():
-    for group in GROUPS.values():
-        for name in names(group):
-            assert f"`{name}`" in LLM.__init__.__doc__

@@ -59,7 +59,7 @@ class Engine:
         )
         self._serial = 0
         self.jobs: dict[int, Job] = {}  # that are not done, by id
-        self._is_busy = False
+        self.is_in_step = False  # or in another method that must not be disturbed
         self._to_cancel: list[Job] = []
         self.reset()
 
@@ -124,27 +124,27 @@ class Engine:
     def cancel(self, job: Job) -> None:
         """Ends a job that nobody wants any more; its pages are free again, now or once the step that runs is done."""
         self._to_cancel.append(job)
-        if not self._is_busy:
+        if not self.is_in_step:
             self._cancel_all()
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """Cancellations within wait for its end: Python's collector may close a stream anywhere, in the middle of a step too."""
-        self._is_busy = True
+        self.is_in_step = True
         try:
             yield
         finally:
-            self._is_busy = False
+            self.is_in_step = False
         self._cancel_all()
 
     def _cancel_all(self) -> None:
         """Does the cancellations that are noted."""
         if not self._to_cancel:
             return
-        self._is_busy = True
+        self.is_in_step = True
         while self._to_cancel:
             self._cancel(self._to_cancel.pop(0))
-        self._is_busy = False
+        self.is_in_step = False
         self._note()
 
     def _cancel(self, job: Job) -> None:
