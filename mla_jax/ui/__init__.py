@@ -1,1 +1,1 @@
-"""What a person sees: the console and figures."""
+"""Console, chat, batch files, help and doctor of the command line."""

@@ -52,7 +52,8 @@ def test_it_runs_from_top_to_bottom_in_a_fresh_kernel(path, tmp_path):
     if "cpu_experts.build" in path.read_text() and not (find_cmake() and (shutil.which("c++") or os.environ.get("CXX"))):
         pytest.skip("no cmake or no C++ compiler to build cpu_experts with")
     environment = {"JAX_PLATFORMS": "cpu", "TMPDIR": str(tmp_path)}
-    environment |= {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path / "ipython")}
+    # Jupyter starts a notebook in its folder, where `figures` lies; here it starts in a folder that it may fill
+    environment |= {"PYTHONPATH": f"{ROOT / 'notebooks'}{os.pathsep}{ROOT}", "IPYTHONDIR": str(tmp_path / "ipython")}
     environment |= {"TF_CPP_MIN_LOG_LEVEL": "3"}  # XLA says on stderr what took it seconds, as on busy cores anything may
     where = {"metadata": {"path": str(tmp_path)}}
     client = NotebookClient(notebook, timeout=900, startup_timeout=300, kernel_name="python3", resources=where)

@@ -1,32 +1,27 @@
-"""A figure of meshes, in the manner of `plots`: the tokens/s that each is predicted to reach, by the rows of all its devices."""
+"""A figure of meshes: the tokens/s that each is predicted to reach, by the rows of all its devices."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+
+from figures.drawing import COLORS, finished, new_axes, powers_of_two, title
 from mla_jax.base.axes import DATA, shown_mesh
 from mla_jax.mesh.cost import HELD, MeshCost, about
-from mla_jax.ui.plots import _axes, _figure, _powers_of_two, _title
-from mla_jax.ui.plots_decode import COLORS
-
-if TYPE_CHECKING:
-    import matplotlib.axes
-    import matplotlib.figure
 
 
 def decode_rates(
     meshes: Sequence[MeshCost],
     available: float,
-    *,
     held: int = HELD,
     octaves: int = 12,
-    ax: "matplotlib.axes.Axes | None" = None,
-    size: tuple[float, float] = (7.5, 4),
-) -> "matplotlib.figure.Figure":
+) -> Figure:
     """Tokens/s of all devices together, by the rows of all of them that hold `held` tokens each: a line for each mesh.
 
     A line begins with one row in each data shard. It ends where twice as many rows take more than the `available` bytes of a
     device, or are more than 2 to the `octaves`."""
-    (plot,) = _axes(ax, size)
+    (plot,) = new_axes((7.5, 4))
     found = {shown_mesh(cost.sizes): _rates(cost, available, held, 2**octaves) for cost in meshes}
     for i, (color, (name, rates)) in enumerate(zip(COLORS, found.items(), strict=False)):
         _draw_line(plot, rates, name, color, i)
@@ -35,13 +30,11 @@ def decode_rates(
     _scale(plot, most, [rate for _, rate in points])
     plot.legend(loc="upper left", frameon=False)
     ends = "; lines end where the memory is full" if 2 * most <= 2**octaves else ""
-    _title(plot, _most(found), f"predicted, {meshes[0].device.name}, {held:,} tokens held by each row{ends}")
-    return _figure(plot)
+    title(plot, _most(found), f"predicted, {meshes[0].device.name}, {held:,} tokens held by each row{ends}")
+    return finished(plot)
 
 
-def _draw_line(
-    plot: "matplotlib.axes.Axes", rates: Mapping[int, float], name: str, color: str, number: int
-) -> None:
+def _draw_line(plot: Axes, rates: Mapping[int, float], name: str, color: str, number: int) -> None:
     """A mesh's line, with its last rate; the first is the thickest, so that all show where they meet."""
     nested = {"lw": max(4 - number, 1), "ms": max(12 - 3 * number, 3), "mec": "white"}
     label = name if rates else f"{name}: does not fit"
@@ -52,11 +45,9 @@ def _draw_line(
         plot.annotate(about(rates[last]), (last, rates[last]), (6, -4), **style)
 
 
-def _scale(plot: "matplotlib.axes.Axes", most: int, every: Sequence[float]) -> None:
+def _scale(plot: Axes, most: int, every: Sequence[float]) -> None:
     """Axes for up to `most` rows, and these rates."""
-    from matplotlib.ticker import LogLocator
-
-    _powers_of_two(plot.xaxis, most.bit_length() // 2 * 2)  # even, so that the first tick is 1
+    powers_of_two(plot.xaxis, most.bit_length() // 2 * 2)  # even, so that the first tick is 1
     plot.set(xlim=(0.85, most * 1.9), xlabel="rows of all devices (sequences in the batch)")
     plot.set(yscale="log", ylim=(min(every) / 1.5, max(every) * 1.6), ylabel="tokens/s of all devices")
     plot.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
