@@ -183,9 +183,8 @@ def started(options: Options) -> Processes | None:
     asked = options.processes
     if not asked.several:
         return None
-    for is_asked, what in _refused(options):
-        if is_asked:
-            raise Unsupported(f"{what} cannot be had with several processes", "leave it out")
+    if options.mesh.device is not None:
+        raise Unsupported("device cannot be had with several processes", "it is for a plan; leave it out")
     processes = distributed.start(str(asked.coordinator), asked.processes or 1, asked.process_id or 0)
     if processes.serves:
         raise Unsupported(
@@ -194,14 +193,6 @@ def started(options: Options) -> Processes | None:
         )
     processes.agree(_facts_of_start(options))
     return processes
-
-
-def _refused(options: Options) -> tuple[tuple[bool, str], ...]:
-    return (
-        (options.experts.experts == "host" or bool(options.experts.host_layers), "experts on the host"),
-        (options.memory.host_cache > 0, "host_cache"),
-        (options.mesh.device is not None, "device"),
-    )
 
 
 def refuse_left_out(devices: Devices, processes: Processes) -> None:

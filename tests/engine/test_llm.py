@@ -21,7 +21,7 @@ from mla_jax import LLM, SamplingParams
 from mla_jax.base.batch import Batch as LayerBatch
 from mla_jax.base.errors import BadConfig, BadRequest, MlaJaxError
 from mla_jax.engine import text as reading
-from mla_jax.engine.opening import opened
+from mla_jax.engine.opening import environment
 from mla_jax.offload import calibrate
 from mla_jax.offload.cost import HostRates
 from mla_jax.offload.routing import Routing
@@ -560,7 +560,7 @@ def test_for_a_user_without_a_home_no_compiled_programs_are_kept(monkeypatch):
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", None)
     try:
-        opened.cache_compiled_programs("cpu", several=False)
+        environment.cache_compiled_programs("cpu", several=False)
         assert jax.config.values["jax_compilation_cache_dir"] is None
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
@@ -569,5 +569,5 @@ def test_for_a_user_without_a_home_no_compiled_programs_are_kept(monkeypatch):
 def test_several_processes_on_gpus_use_no_cache_of_compiled_programs(monkeypatch):
     changed = {}
     monkeypatch.setattr(jax.config, "update", changed.__setitem__)
-    opened.cache_compiled_programs("gpu", several=True)
+    environment.cache_compiled_programs("gpu", several=True)
     assert changed == {"jax_enable_compilation_cache": False}

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 
-from mla_jax import LLM
 from mla_jax.base.errors import BadRequest, ProcessLost, Unsupported
 from mla_jax.base.options import Options, SamplingParams
 from mla_jax.decode.loop import Programs
@@ -246,12 +245,6 @@ def test_nccl_takes_memory_with_which_processes_connect_unless_the_user_says_oth
 def test_half_of_what_several_processes_need_is_refused(given, words):
     with pytest.raises(BadRequest, match=words):
         Options.of(**given)
-
-
-@pytest.mark.parametrize("given", [{"experts": "host"}, {"host_cache": 1.0}])
-def test_what_several_processes_cannot_have_is_refused_before_they_meet(given):
-    with pytest.raises(Unsupported, match="cannot be had with several processes"):
-        LLM(coordinator="127.0.0.1:1", processes=2, process_id=0, **given)
 
 
 # one engine behind another

@@ -389,8 +389,3 @@ def test_where_heads_are_cached_it_says_that_they_share(folder, asked):
 def test_what_is_not_there_is_refused_by_name(folder, wrong):
     with pytest.raises(BadRequest, match=f"{next(iter(wrong))} is "):
         LLM(folder, **{"evict": "snapkv", **wrong})
-
-
-def test_the_models_own_layer_cannot_guess_for_rows_that_drop_tokens(folder):
-    with pytest.raises(BadRequest, match='draft is "mtp", but evict is on'):
-        LLM(folder, evict="snapkv", draft="mtp")

@@ -153,14 +153,9 @@ def test_it_is_an_option_of_a_model_and_counted_in_its_memory(retrieving_folder,
     [
         ({"retrieve": "page"}, "retrieve is "),
         ({"retrieve": "quest", "retrieve_tokens": 255}, "retrieve_tokens is 255"),
-        ({"retrieve": "quest", "evict": "snapkv"}, 'retrieve is "quest", but evict is "snapkv"'),
-        ({"retrieve": "infllm", "attention": "naive"}, 'retrieve is "infllm", but attention is "naive"'),
-        ({"retrieve": "quest", "draft": "mtp"}, 'draft is "mtp", but retrieve is on'),
-        ({"retrieve": "quest", "draft": "lookup"}, 'draft is "lookup", but retrieve is on'),
-        ({"retrieve": "quest", "draft_tokens": 2}, "draft_tokens is 2, but retrieve is on"),
     ],
     ids=str,
 )
-def test_what_excludes_it_is_refused(retrieving_folder, options, found):
+def test_what_is_not_there_is_refused(retrieving_folder, options, found):
     with pytest.raises(BadRequest, match=found):
         LLM(retrieving_folder, **options)

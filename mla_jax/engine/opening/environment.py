@@ -1,0 +1,47 @@
+"""The process that a model is opened in: variables that JAX reads, where it stores compiled programs, and other processes."""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+
+import jax
+
+from mla_jax.base.files import cache_folder
+from mla_jax.base.link_rates import PLANNED
+from mla_jax.base.options import Options
+from mla_jax.base.platforms import default_device
+from mla_jax.engine.processes import started
+from mla_jax.hosts.distributed import Processes
+from mla_jax.model import ops
+
+
+def prepare(options: Options) -> tuple[Options, Processes | None]:
+    """Sets up this process; returns the options, with the mesh that several processes need, and those processes."""
+    # JAX reads the variable when it first uses the device
+    if options.memory.memory_fraction is not None and options.mesh.device is None:
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(options.memory.memory_fraction)
+    processes = started(options)
+    if processes is not None and options.mesh.mesh is None:
+        options = options.replace(mesh="auto")
+    cache_compiled_programs(default_device().platform, several=processes is not None)
+    return options, processes
+
+
+def cache_compiled_programs(platform: str, several: bool) -> None:
+    """Turns on JAX's persistent compilation cache, unless the user has set one.
+
+    Several processes on GPUs have none, not even the user's. Each tunes a part of a program's kernels and waits for what the
+    others found: forever, if one of them has the program in its cache."""
+    if several and platform == "gpu":
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    if jax.config.values["jax_compilation_cache_dir"] is None and (folder := cache_folder()) is not None:
+        jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def kernels_of(options: Options) -> AbstractContextManager[None]:
+    """Inside, kernels answer for the device that is planned for."""
+    if options.mesh.device is None:
+        return nullcontext()
+    kind = PLANNED[options.mesh.device]
+    return ops.as_if_on(kind.kind, kind.figures.platform, kind.capability)
