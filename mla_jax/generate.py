@@ -12,6 +12,7 @@ import tyro
 
 from mla_jax import __version__
 from mla_jax.base.errors import BadRequest, MlaJaxError, printable
+from mla_jax.base.files import explained
 from mla_jax.base.names import ABSENT, MEANT, nearest
 from mla_jax.base.options import GROUPS as OPENING
 from mla_jax.base.options import Options, OutputOptions, PromptOptions, SamplingParams, names
@@ -220,13 +221,8 @@ def read_prompt(command: Command) -> str:
 
 
 def _read_file(path: str | Path) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read(MAX_PROMPT_BYTES + 1)
-    except (OSError, ValueError) as e:  # a ValueError for a name with a NUL
-        raise BadRequest(
-            f"{printable(str(path))} cannot be read", getattr(e, "strerror", None) or str(e)
-        ) from e
+    with explained(path, "read"), open(path, "rb") as file:
+        return file.read(MAX_PROMPT_BYTES + 1)
 
 
 def _decoded(data: bytes) -> str:

@@ -1,5 +1,6 @@
 """The public names of `import mla_jax`."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,3 +39,15 @@ def test_errors_and_options_need_no_jax():
 
 def test_types_are_declared_for_type_checkers():
     assert (Path(mla_jax.__file__).parent / "py.typed").exists()
+
+
+def test_no_name_is_advised_for_installation_that_others_may_have_on_the_package_index():
+    named = re.compile(r"pip install[^\n`]*mla[-_]jax")
+    kinds = ("*.py", "*.md", "*.ipynb", "*.toml")
+    texts = {path: path.read_text() for kind in kinds for path in ROOT.rglob(kind) if not _is_hidden(path)}
+    assert [str(path) for path, text in texts.items() if named.search(text) and path != Path(__file__)] == []
+
+
+def _is_hidden(path: Path) -> bool:
+    """Whether it is in a folder such as .git or .venv."""
+    return any(part.startswith(".") for part in path.relative_to(ROOT).parts)

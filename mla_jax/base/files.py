@@ -10,12 +10,13 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mla_jax.base.errors import BadFile, MlaJaxError, printable
+from mla_jax.base.errors import BadFile, BadRequest, MlaJaxError, printable
 
 MAX_DIGITS = 100  # of an integer: any that passes is also a finite float
 PIECES, PIECE = 256, 4096  # of a digest of large files: samples in all, and bytes of each
@@ -24,15 +25,11 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 def read_json(path: Path, limit: int, error: type[MlaJaxError] = BadFile) -> dict:
     """The JSON object in `path`; raises `error` if it is missing, longer than `limit` bytes or not a JSON object."""
-    if path.exists() and not path.is_file():  # opening a pipe would block
-        raise error(f"{path} is not a regular file")
-    try:
+    with explained(path, "read", error):
+        if path.exists() and not path.is_file():  # opening a pipe would block
+            raise error(f"{printable(str(path), 400)} is not a regular file")
         with open(path, "rb") as file:
             data = file.read(limit + 1)
-    except (OSError, ValueError) as e:
-        raise error(
-            f"{printable(str(path), 400)} cannot be read", printable(getattr(e, "strerror", None) or str(e))
-        ) from e
     if len(data) > limit:
         raise error(
             f"{path.name} is too large",
@@ -40,6 +37,18 @@ def read_json(path: Path, limit: int, error: type[MlaJaxError] = BadFile) -> dic
             str(path),
         )
     return parse_json(data, str(path), error)
+
+
+@contextmanager
+def explained(path: str | Path, how: str, error: type[MlaJaxError] = BadRequest) -> Iterator[None]:
+    """Raises `error` where a file cannot be `how`: "read", say.
+
+    A name too long is an OSError, one with a NUL or half a surrogate pair a ValueError."""
+    try:
+        yield
+    except (OSError, ValueError) as e:
+        reason = printable(getattr(e, "strerror", None) or str(e), 200)
+        raise error(f"{printable(str(path), 400)} cannot be {how}", reason) from e
 
 
 def within(folder: Path, name: str) -> Path:

@@ -8,8 +8,8 @@ import jax
 from mla_jax.base.errors import Unsupported, printable
 
 INSTALL = {
-    "cuda": 'install CUDA support with: pip install "mla-jax[cuda12]" (or "mla-jax[cuda13]", as the driver has it)',
-    "tpu": 'install TPU support with: pip install "mla-jax[tpu]"',
+    "cuda": 'install CUDA support, in the checkout: pip install ".[cuda12]" (or ".[cuda13]", as the driver has it)',
+    "tpu": 'install TPU support, in the checkout: pip install ".[tpu]"',
 }
 PLUGINS = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
 SAME = {"gpu": "cuda"}  # names that JAX has for one platform

@@ -217,7 +217,7 @@ def refuse(path: Path, model: Transformer) -> None:
         import flatbuffers  # noqa: F401
     except ImportError as e:
         raise Unsupported(
-            "an export needs the package flatbuffers", "install it: pip install 'mla-jax[export]'"
+            "an export needs the package flatbuffers", 'in the checkout: pip install ".[export]"'
         ) from e
 
 

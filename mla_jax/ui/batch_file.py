@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, TypeVar
 
 from mla_jax.base.errors import BadRequest, MlaJaxError, printable, shown
-from mla_jax.base.files import json_value, sampled
+from mla_jax.base.files import explained, json_value, sampled
 from mla_jax.base.names import nearest
 from mla_jax.base.options import SamplingParams
 from mla_jax.base.request_fields import read_fields
@@ -173,10 +173,8 @@ class Answers:
     def __init__(self, path: str | None):
         """Opens the file, which stays as it is; raises BadRequest if it cannot be."""
         self.path, self.count, self.refused = path, 0, 0
-        try:
+        with explained(str(path), "written"):
             self._file = sys.stdout.buffer if path is None else open(path, "a+b")  # noqa: SIM115 closed by __exit__
-        except (OSError, ValueError) as e:
-            raise _unusable(path, "written", e) from e
         if path is not None:
             self._lock()
 
@@ -209,13 +207,10 @@ class Answers:
 
     def write(self, answer: bytes, refused: bool) -> None:
         """Adds a line, which survives the end of this process from now on."""
-        try:
+        # The reader of a pipe may go away: that is no fault of a file
+        with contextlib.nullcontext() if self.path is None else explained(self.path, "written"):
             self._file.write(answer)
             self._file.flush()
-        except OSError as e:
-            if self.path is None:
-                raise  # the reader of a pipe may have gone
-            raise _unusable(self.path, "written", e) from e
         self.count += 1
         self.refused += refused
 
@@ -351,10 +346,8 @@ def _settings(opened: Opened, sampling: SamplingParams) -> bytes:
 
 @contextlib.contextmanager
 def _input(path: str) -> Iterator[BinaryIO]:
-    try:
+    with explained(path, "read"):
         file = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115 closed below
-    except (OSError, ValueError) as e:  # a ValueError for a name with a NUL
-        raise _unusable(path, "read", e) from e
     try:
         yield file
     finally:
@@ -383,12 +376,6 @@ def _begins(found: bytes, beginning: bytes, behind_others: bool) -> bool:
 def _said(error: MlaJaxError | None) -> str:
     finding, *details = getattr(error, "args", ("",))
     return f"{finding}: {'; '.join(details)}" if details else finding
-
-
-def _unusable(path: str | None, how: str, error: OSError | ValueError) -> BadRequest:
-    return BadRequest(
-        f"{printable(str(path))} cannot be {how}", getattr(error, "strerror", None) or str(error)
-    )
 
 
 def _lines(count: int) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mla_jax.base.errors import BadRequest, MlaJaxError, printable
-from mla_jax.base.files import read_json, write_json
+from mla_jax.base.files import explained, read_json, write_json
 from mla_jax.base.names import nearest
 from mla_jax.base.options import SamplingParams
 from mla_jax.engine.inputs import DEFAULT_MAX_TOKENS
@@ -49,12 +49,10 @@ class Conversation:
 
     def save(self, path: Path, model: str) -> None:
         """Writes JSON; raises BadRequest rather than overwrite a file that is no conversation."""
-        if path.exists():
-            Conversation.load(path)
-        try:
+        with explained(path, "written"):
+            if path.exists():
+                Conversation.load(path)
             write_json(path, {"model": model, "messages": self.messages}, indent=2)
-        except OSError as e:
-            raise BadRequest(f"{path} cannot be written", e.strerror or str(e)) from e
 
     @staticmethod
     def load(path: Path) -> "Conversation":

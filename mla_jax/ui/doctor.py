@@ -37,7 +37,7 @@ def doctor() -> Iterator[str]:
     usable = cores()
     yield f"Python {platform.python_version()} on {platform.platform()}, {usable} core{'s' * (usable != 1)}"
     for name in NEEDED:
-        yield f"{name:<20}{_version(name) or 'MISSING: pip install mla-jax'}"
+        yield f"{name:<20}{_version(name) or 'MISSING: pip install . (in the checkout)'}"
     installed = [f"{name} {_version(name)}" for name in OPTIONAL if _version(name)]
     yield "optional: " + (", ".join(installed) or "none installed")
     for name, path in shadows(Path.cwd()):
@@ -95,7 +95,7 @@ def compiled_programs(folder: Path | None) -> str:
 def gpu_without_support(root: Path) -> Iterator[str]:
     """A warning if the machine has an NVIDIA GPU and this environment no CUDA support for JAX."""
     if (root / "proc/driver/nvidia/version").exists() and not any(map(_version, CUDA_PLUGINS)):
-        yield 'WARNING: an NVIDIA GPU, but no CUDA support for JAX: pip install "mla-jax[cuda12]" (or "mla-jax[cuda13]")'
+        yield 'WARNING: an NVIDIA GPU, but no CUDA support for JAX: pip install ".[cuda12]" (or ".[cuda13]") in the checkout'
 
 
 _ASK_FOR_DEVICES = """

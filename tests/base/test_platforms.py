@@ -22,10 +22,10 @@ def test_the_default_device_is_the_first():
 @pytest.mark.parametrize(
     ("platform", "error", "words"),
     [
-        ("cuda", AssertionError(), 'pip install "mla-jax[cuda12]"'),
-        ("gpu", AssertionError(), 'pip install "mla-jax[cuda12]"'),
+        ("cuda", AssertionError(), 'pip install ".[cuda12]"'),
+        ("gpu", AssertionError(), 'pip install ".[cuda12]"'),
         ("cuda,cpu", RuntimeError("no CUDA\nmore"), "JAX says: no CUDA"),
-        ("tpu", RuntimeError("no libtpu"), 'pip install "mla-jax[tpu]"'),
+        ("tpu", RuntimeError("no libtpu"), 'pip install ".[tpu]"'),
         ("vulkan", RuntimeError("unknown"), "known platforms: cpu, cuda, tpu"),
         (None, RuntimeError("broken driver"), "JAX cannot start on this machine\n  JAX says: broken driver"),
     ],

@@ -114,6 +114,33 @@ def test_a_line_may_begin_with_a_slash_if_that_is_doubled(chat, monkeypatch):
     assert asked == ["/etc/fstab", " /etc"]
 
 
+NO_FILES = ["a" * 300, "a\0b", "half \ud83d", "/", ".", "/dev/null/a", "~nobody/" + "b" * 300]
+
+
+@pytest.mark.parametrize("command", ["save", "load"])
+@pytest.mark.parametrize("name", NO_FILES, ids=ascii)
+def test_a_path_that_is_no_file_is_told_and_the_conversation_goes_on(chat, capfd, command, name):
+    chat.conversation = Conversation("f6", messages(TURNS))
+    talk(chat, f"/{command} {name}", "/drop")
+    shown = capfd.readouterr().err
+    assert shown.count("error: ") == 1
+    assert "turns forgotten: 1, left: 1" in shown
+
+
+@pytest.mark.parametrize("command", ["save", "load"])
+def test_a_folder_that_may_not_be_looked_into_is_told(chat, tmp_path, command):
+    tmp_path.chmod(0o000)
+    user = os.geteuid()
+    try:
+        if user == 0:  # root may look into any
+            os.seteuid(65534)
+        with pytest.raises(BadRequest, match=r"cannot be (written|read)\n  Permission denied"):
+            chat.take(f"/{command} {tmp_path / 'talk.json'}")
+    finally:
+        os.seteuid(user)
+        tmp_path.chmod(0o700)
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -80,7 +80,7 @@ def test_the_doctor_says_what_to_install_for_a_gpu_that_jax_cannot_use(tmp_path,
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").write_text("550")
     (warning,) = gpu_without_support(tmp_path)
-    assert 'pip install "mla-jax[cuda12]"' in warning
+    assert 'pip install ".[cuda12]"' in warning
     monkeypatch.setattr(doctor, "_version", lambda name: "0.12" if "cuda13" in name else None)
     assert [*gpu_without_support(tmp_path)] == []
 
