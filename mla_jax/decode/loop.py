@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt16
 
 from mla_jax.base.axes import DATA
@@ -214,8 +215,10 @@ class Programs:
 
     @property
     def page(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of one page, `[L Z ..]`."""
-        return jax.eval_shape(lambda: self.model.new_pool(1))
+        """The arrays of one page as one device has it, `[L Z ..]`."""
+        graph, state = nnx.split(self.model)
+        local = nnx.merge(graph, self.spread.local(state))
+        return jax.eval_shape(lambda: local.new_pool(1))
 
     def refresh(self) -> bool:
         """Takes the parameters as the model has them now; whether any has changed."""

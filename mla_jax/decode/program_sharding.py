@@ -6,7 +6,7 @@ programs all-gather them."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -98,6 +98,24 @@ class Spread:
             return np.asarray(array)
         whole = jax.device_put(array, NamedSharding(self.mesh, PartitionSpec()))
         return here(whole).reshape(*self.layout, -1, *array.shape[1:])[:, 0, 0].sum(0)
+
+    def fetch(self, array: jax.Array, parts: int) -> list[np.ndarray]:
+        """An array that programs keep, on the host: `[K parts ..]` of each data shard, whose first `parts` devices hold all that
+        differs."""
+        if self.mesh is None:
+            return [np.asarray(array)[:, None]]
+        data, tensor, context = self.layout
+        found = np.asarray(array).reshape(data, tensor * context, -1, *array.shape[1:])
+        return [np.moveaxis(mine[:parts], 0, 1) for mine in found]
+
+    def put(self, arrays: Sequence[np.ndarray]) -> jax.Array:
+        """The same array on the devices again; those beyond `parts` get copies."""
+        if self.mesh is None:
+            return jax.device_put(arrays[0][:, 0])
+        _, tensor, context = self.layout
+        parts = np.moveaxis(np.stack(arrays), 2, 1)
+        copies = np.tile(parts, (1, tensor * context // parts.shape[1], *[1] * (parts.ndim - 2)))
+        return jax.device_put(copies.reshape(-1, *parts.shape[3:]), NamedSharding(self.mesh, OWN))
 
     def on_each(self, program: Callable) -> Callable:
         """`program(weights, kept, sent) -> arrays` of one device, as one of all."""

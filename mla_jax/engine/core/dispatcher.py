@@ -47,7 +47,8 @@ class Dispatcher:
 
     def reset(self) -> None:
         """Forgets what is cached."""
-        self.tier = HostTier(self.programs, self.size.hosted, self.stats) if self.size.hosted else None
+        hosted = self.shards * self.size.hosted
+        self.tier = HostTier(self.programs, hosted, self.stats) if hosted else None
         self._arrays: tuple[Any, Any] | None = None  # pool and table, made when the first request comes
 
     @property

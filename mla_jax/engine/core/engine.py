@@ -73,8 +73,9 @@ class Engine:
         self._flying = Flights(self.programs, self.drafting, self.stats, self._least_bytes)
         self.device.reset()
         rows = list(range(self.size.rows))[::-1]
+        tier = self.device.tier
         self.shards = [
-            Shard(number, self.policy.new_pages(self.device.tier), rows[:])
+            Shard(number, self.policy.new_pages(None if tier is None else tier.of(number)), rows[:])
             for number in range(self.programs.spread.shards)
         ]
         self._has_waited = False  # with reading prompts, at the last decision

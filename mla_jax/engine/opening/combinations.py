@@ -43,7 +43,6 @@ REFUSED = (
     Refusal(('attention="naive"', 'kv_cache="fp8"'), "that form caches heads, and only latents are packed"),
     Refusal(("retrieve", 'draft="mtp"'), "a pass over several tokens chooses no pages"),
     Refusal(("retrieve", 'draft="lookup"'), "a pass over several tokens chooses no pages"),
-    Refusal(("host_cache", "mesh data"), "pages in the host's memory are those of one device; leave it out"),
     Refusal(
         ("host_cache", "mesh tensor"), "pages in the host's memory are those of one device; leave it out"
     ),

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sharded
 from models import FAMILIES, tensors, write
 from serving import answer, drafting_engine, evicting_engine, request
 
 from mla_jax import LLM, SamplingParams
+from mla_jax.base.axes import parse_mesh
 from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.cache.evict import POLICIES
 from mla_jax.cache.paged import COPIED, NOWHERE, PAGE
@@ -27,6 +29,7 @@ from mla_jax.engine.core.pages import Held, Pages
 from mla_jax.engine.core.request import FinishReason, Request
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.core.stats import EngineStats
+from mla_jax.mesh.devices import Devices
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights.load import load
 
@@ -226,6 +229,21 @@ def test_two_chats_that_take_turns_read_only_what_is_new(programs_of, dtype, kv_
     without = engine_of(programs, dataclasses.replace(SMALL, hosted=0), drafts)
     assert chats(without, turns=4)[0] == expected
     assert without.stats.read > 1.5 * sum(read)
+
+
+@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.parametrize(
+    ("mesh", "attention"),
+    [("data=2", "auto"), ("tensor=2", "naive"), ("data=2,context=2", "auto"), ("data=2,tensor=2,context=2", "auto")],
+)
+def test_on_a_mesh_chats_read_only_what_is_new(folder, mesh, attention):
+    model = load(folder, dispatch=Dispatch(attention))
+    expected, new = chats(Engine(Programs(model), LARGE), turns=4)
+    engine = Engine(Programs(sharded.spread(model, Devices.of(parse_mesh(mesh)))), SMALL)
+    found, read = chats(engine, turns=4)
+    assert found == expected
+    assert sum(read) < 1.1 * sum(new)
+    assert engine.stats.pages_in > 8
 
 
 @pytest.mark.deep(*deep.GENERATING)
