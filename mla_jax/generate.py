@@ -134,16 +134,16 @@ def from_toml(path: Path) -> Command:
 
 
 def _read_toml(path: Path) -> dict:
-    try:
+    with explained(path, "read as TOML"):  # a decoding error is a ValueError
         with open(path, "rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
         if len(data) > MAX_CONFIG_BYTES:
-            raise BadRequest(
-                f"{path} is too large", f"the limit of a configuration file is {MAX_CONFIG_BYTES:,} bytes"
-            )
-        return tomllib.loads(data.decode("utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as e:  # a decoding error is a ValueError
-        raise BadRequest(f"{path} cannot be read as TOML", printable(str(e), 200)) from e
+            hint = f"the limit of a configuration file is {MAX_CONFIG_BYTES:,} bytes"
+            raise BadRequest(f"{path} is too large", hint)
+        try:
+            return tomllib.loads(data.decode("utf-8-sig"))
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
 
 
 def run(command: Command) -> int:
@@ -177,32 +177,22 @@ def run(command: Command) -> int:
 
 def refuse_contradictions(command: Command) -> None:
     """Raises BadRequest for settings that exclude each other."""
-    prompt = command.prompt
+    prompt, device, processes = command.prompt, command.options.mesh.device, command.options.processes
     if prompt.system is not None and not prompt.chat:
-        raise BadRequest(
-            "--system needs --chat", "a plain prompt has no roles; write what the model is to read"
-        )
-    if prompt.chat and command.sampling.n > 1:
-        raise BadRequest(
-            f"--n {command.sampling.n} and --chat exclude each other",
-            "a conversation has one answer per turn",
-        )
+        hint = "a plain prompt has no roles; write what the model is to read"
+        raise BadRequest("--system needs --chat", hint)
+    if prompt.chat and (n := command.sampling.n) > 1:
+        raise BadRequest(f"--n {n} and --chat exclude each other", "a conversation has one answer per turn")
     if prompt.batch_file and (prompt.chat or prompt.prompt or prompt.file or command.argument):
         raise BadRequest("several prompts given", "--batch-file excludes a prompt, --file and --chat")
-    if command.options.mesh.device is not None and not command.output.dry_run:
-        raise BadRequest(
-            f"--device {command.options.mesh.device} needs --dry-run",
-            "it plans for devices that are not here",
-        )
-    if command.options.processes.several and command.output.dry_run:
-        hint = "--mesh and --device plan for devices of other hosts, too"
-        raise BadRequest(
-            f"--dry-run is for one process, but --processes is {command.options.processes.processes}", hint
-        )
+    if device is not None and not command.output.dry_run:
+        raise BadRequest(f"--device {device} needs --dry-run", "it plans for devices that are not here")
+    if processes.several and command.output.dry_run:
+        found = f"--dry-run is for one process, but --processes is {processes.processes}"
+        raise BadRequest(found, "--mesh and --device plan for devices of other hosts, too")
     if command.output.out and not prompt.batch_file:
-        raise BadRequest(
-            "--out needs --batch-file", "a single answer goes to stdout; write it to a file with > FILE"
-        )
+        hint = "a single answer goes to stdout; write it to a file with > FILE"
+        raise BadRequest("--out needs --batch-file", hint)
 
 
 def read_prompt(command: Command) -> str:
@@ -262,9 +252,8 @@ def follow(command: Command) -> int:
 
     console = Console(command.output.json, command.output.quiet)
     llm = LLM(open_model(command.options), progress=console.loading)
-    console.note(
-        f"process {command.options.processes.process_id} of {command.options.processes.processes} follows process 0"
-    )
+    own = command.options.processes
+    console.note(f"process {own.process_id} of {own.processes} follows process 0")
     with second_interrupt(
         lambda: console.note("process 0 decides when to end; Ctrl-C once more ends all processes now")
     ):

@@ -67,7 +67,7 @@ def read_fields(body: Mapping[str, Any], defaults: SamplingParams, strict: bool 
         raise BadRequest('expected either "prompt" or "messages"', f"found {found}")
     settings = {key: _setting(key, given[key]) for key in names(SamplingParams) if key in given}
     params = dataclasses.replace(defaults, **{k: v for k, v in settings.items() if v is not None})
-    return Fields(_whole(given.get("prompt")), _messages(given.get("messages")), params, unknown)
+    return Fields(as_whole(given.get("prompt")), _messages(given.get("messages")), params, unknown)
 
 
 def _refuse_unserved(key: str, value: Any) -> None:
@@ -98,15 +98,15 @@ def _take_logprobs(given: dict[str, Any]) -> None:
 
 def _setting(key: str, value: Any) -> Any:
     """A value of a sampling parameter as we write it."""
-    value = _whole(value) if key in WHOLE else value
+    value = as_whole(value) if key in WHOLE else value
     other, ours = OFF.get(key, (None, None))
     return ours if other is not None and value == other else value
 
 
-def _whole(value: Any) -> Any:
-    """A number such as 2.0, or those of a list, as 2."""
+def as_whole(value: Any) -> Any:
+    """A number such as 2.0, or those of a list, as 2; anything else as it is."""
     if isinstance(value, list):
-        return [_whole(one) for one in value]
+        return [as_whole(one) for one in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -101,12 +101,9 @@ class Wanted(NamedTuple):
 def _layout(model: Transformer, mesh: Any) -> Layout:
     if mesh is None:
         return model.dispatch.layout
-    sizes = parse_mesh(mesh, "mesh") if isinstance(mesh, str) else mesh
-    if not isinstance(sizes, Mapping) or any(
-        axis not in MESH_AXES or type(n) is not int or n < 1 for axis, n in sizes.items()
-    ):
+    if not isinstance(mesh, str | Mapping):
         raise BadRequest(f"mesh is {shown(mesh)}", 'expected "data=4,tensor=2", or sizes by axis')
-    return Layout(**sizes)
+    return Layout(**parse_mesh(mesh, "mesh"))
 
 
 def _platforms(asked: Any, model: Transformer) -> tuple[str, ...]:

@@ -56,7 +56,8 @@ class LLM:
         Face cache; None is the bundled demo model.
 
         `options` and single settings, as in `LLM(model, attention="absorbed", batch=8)`, say how; a setting overrides
-        `options`. The fields of the groups of `Options` describe all settings; so does `mla-generate --help all`.
+        `options`. The fields of the groups of `Options` describe all settings; so does
+        `python -m mla_jax.generate --help all`.
 
         `progress` is called with the bytes loaded and the bytes of the model. Raises BadRequest for an option that is unknown
         or of a wrong type; BadFile, BadConfig, Unsupported or DoesNotFit before any large allocation."""

@@ -6,13 +6,11 @@ the same order. Only the clock tells them different things: what passes took is 
 import contextlib
 import dataclasses
 import hashlib
-import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +18,7 @@ import numpy as np
 
 from mla_jax.base.axes import shown_mesh
 from mla_jax.base.errors import BadRequest, ProcessLost, Unsupported, shown
+from mla_jax.base.files import sampled
 from mla_jax.base.options import Options, SamplingParams
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.store import code
@@ -35,7 +34,7 @@ from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.plan import Plan
 
 PACKAGES = ("jax", "jaxlib", "tokenizers")
-SAMPLED, PIECE = 200, 1 << 12  # files whose first and last bytes are compared, and how many bytes of them
+SAMPLED = 200  # files that are compared
 # Seconds in which the link tells why a program has failed, if the reason is another process
 LATE = SILENCE + 5
 
@@ -229,19 +228,11 @@ def facts_of_model(checkpoint: Checkpoint, plan: Plan) -> dict[str, str]:
     return {
         "config.json": _digest(checkpoint.config),
         "the list of tensors": _digest(tensors),
-        "the weights, by samples": _digest([_sample(path) for path in source.files[:SAMPLED]]),
+        "the weights, by samples": sampled(source.files[:SAMPLED]),
         "the tokenizer": _digest(sorted(files_of(source).items())),
         "the mesh": plan.mesh,
         "the cache": f"{plan.tokens} tokens, context {plan.context}",
     }
-
-
-def _sample(path: Path) -> tuple[int, bytes, bytes]:
-    """The size of a file, its beginning and its end."""
-    with open(path, "rb") as file:
-        first, size = file.read(PIECE), file.seek(0, os.SEEK_END)
-        file.seek(max(size - PIECE, 0))
-        return size, first, file.read(PIECE)
 
 
 def _digest(value: Any) -> str:

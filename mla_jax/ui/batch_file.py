@@ -23,7 +23,7 @@ from mla_jax.base.errors import BadRequest, MlaJaxError, printable, shown
 from mla_jax.base.files import explained, json_value, sampled
 from mla_jax.base.names import nearest
 from mla_jax.base.options import SamplingParams
-from mla_jax.base.request_fields import read_fields
+from mla_jax.base.request_fields import as_whole, read_fields
 from mla_jax.engine.bar import Bar
 from mla_jax.engine.core.request import FinishReason, Output, Request
 from mla_jax.engine.inputs import InputProcessor
@@ -229,7 +229,7 @@ class Answers:
         if line is None:
             found = f"it has more lines than the {self.count:,} of {printable(prompts)}"
         else:
-            asked = f"line {line.number:,} of {printable(prompts)} with these settings"
+            asked = f"line {line.number:,} of {printable(prompts)} by this model with these settings"
             found = f"its line {number} answers something else than {asked}"
         return BadRequest(
             f"{where} is not from an earlier run of this command",
@@ -301,6 +301,7 @@ def _id(value: Any, number: int) -> str | int:
     """A line's own id, or its number."""
     if value is None:
         return number
+    value = as_whole(value)
     if (isinstance(value, str) and len(value) <= MAX_ID) or type(value) is int:
         return value
     raise BadRequest(
@@ -334,14 +335,9 @@ def _text(output: Output) -> dict[str, Any]:
 def _settings(opened: Opened, sampling: SamplingParams) -> bytes:
     """A digest of all that decides the answers besides the lines: the model's files, options, sampling parameters."""
     source, text = opened.checkpoint.source, opened.text
-    model = (
-        opened.config,
-        sampled(source.files),
-        sorted(files_of(source).items()),
-        text.defaults,
-        text.end_ids,
-    )
-    return hashlib.sha256(repr([model, opened.options.altering(), vars(sampling)]).encode()).digest()
+    model = [opened.config, sampled(source.files), sorted(files_of(source).items())]
+    settings = [text.defaults, text.end_ids, opened.options.altering(), vars(sampling)]
+    return hashlib.sha256(repr([*model, *settings]).encode()).digest()
 
 
 @contextlib.contextmanager

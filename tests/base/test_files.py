@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_jax.base.errors import BadConfig, BadFile, MlaJaxError, printable, shortened
-from mla_jax.base.files import parse_json, read_json
+from mla_jax.base.files import parse_json, read_json, sampled
 
 
 def test_an_object_is_read_as_json_reads_it(tmp_path):
@@ -91,3 +91,15 @@ def test_printable_text_is_one_short_line_without_control_characters(text):
 def test_long_lists_are_cut_and_counted():
     assert shortened(["a", "b"], 2) == ["a", "b"]
     assert shortened(["a", "b", "c", "d"], 2) == ["a", "b", "and 2 more"]
+
+
+def test_large_files_are_told_apart_by_their_sizes_and_by_pieces_from_all_over_them(tmp_path):
+    content = bytes(3_000_000)
+    others = [content[:-1], b"", b"a", *(content[:at] + bytes([1] * 9999) + content[at + 9999 :] for at in (0, 10**6, 2_990_001))]
+    digests = []
+    for number, found in enumerate([content, *others]):
+        path = tmp_path / str(number)
+        path.write_bytes(found)
+        digests.append(sampled([path]))
+    assert len(set(digests)) == len(digests)
+    assert sampled([tmp_path / "0", tmp_path / "2"]) not in digests
