@@ -43,33 +43,31 @@ EVERY_PYTHON = re.compile(
     r"|cache/test_paged\.py::test_.*_copies_no_pool|pallas_kernels/(test_(gpu|tpu)\.py|.*interpreted)"
     r"|test_generate\.py::test_(stdout_carries|json_is_one|ctrl_c|help)"
 )
-# What tests one folder alone, which knows nothing of the others.
-DEEP = {
-    "pallas_kernels": re.compile(r"pallas_kernels/(?!test_choice)"),
-    "cpu_experts": re.compile(r"cpu_experts/test_(ffi|forward|library)\.py"),
-}
+UNCHANGED = pytest.StashKey()  # the test files whose deep tests need not run
 TOGETHER = re.compile(  # what waits for one model, trained or compiled, or for one run of a script
     r".*/(test_demo|test_generate|tools/test_(corpus|tasks|train_demo|training))\.py|.*\.py(?=::test_the_gpu_kernel_interpreted_)"
 )
 
 
-def pytest_sessionstart(session):
-    if not hasattr(session.config, "workerinput"):
+def pytest_configure(config):
+    """Finds once, in the process that starts the others, which deep tests need not run."""
+    if (given := getattr(config, "workerinput", None)) is None:
         compiling.forget_old()
+    config.stash[UNCHANGED] = deep.unchanged() if given is None else given["unchanged"]
 
 
-def pytest_collection_modifyitems(items):
-    unchanged = deep.unchanged()
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["unchanged"] = sorted(node.config.stash[UNCHANGED])
+
+
+def pytest_collection_modifyitems(config, items):
+    unchanged = {ROOT.parent / file for file in config.stash[UNCHANGED]}
     for item in items:
         if not EVERY_PYTHON.match(item.nodeid.removeprefix(f"{ROOT.name}/")):
             item.add_marker(pytest.mark.once)
-        for folder, files in DEEP.items():
-            if files.match(item.nodeid.removeprefix(f"{ROOT.name}/")):
-                item.add_marker(pytest.mark.deep(folder))
-        mark = item.get_closest_marker("deep")
-        if mark and unchanged.issuperset(mark.args):
-            folders = f"{' and '.join(mark.args)} {'has' if len(mark.args) == 1 else 'have'}"
-            item.add_marker(pytest.mark.skip(reason=f"{folders} not changed since all tests passed; DEEP=1 runs this"))
+        if item.path in unchanged and item.get_closest_marker("deep"):
+            item.add_marker(pytest.mark.skip(reason="passed with these sources and versions; DEEP=1 runs it"))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -18,17 +18,13 @@ from mla_jax.text.tokenizer import Tokenizer
 STEPS = 100_000  # more than any engine of the tests takes
 
 
-def drafting_engine(
-    programs: Programs, size: Size, drafts: int | None = None, tokenizer: Tokenizer | None = None
-) -> Engine:
+def drafting_engine(programs: Programs, size: Size, drafts: int | None = None, tokenizer: Tokenizer | None = None) -> Engine:
     """With `drafts` drafted tokens in every pass; None: as many as pay."""
     drafting = Drafting(programs.model.config, programs.device, programs.drafter, drafts)
     return Engine(programs, size, tokenizer, drafting=drafting)
 
 
-def evicting_engine(
-    programs: Programs, size: Size, keep: float, every: int = 16, drafts: int | None = None
-) -> Engine:
+def evicting_engine(programs: Programs, size: Size, keep: float, every: int = 16, drafts: int | None = None) -> Engine:
     policy = Evicting(programs, size, Eviction(programs.evicts, keep, every))
     drafting = Drafting(programs.model.config, programs.device, programs.drafter, drafts)
     return Engine(programs, size, policy=policy, drafting=drafting)

@@ -2,7 +2,6 @@
 
 import math
 
-import deep
 import engine
 import pytest
 from drive import Bench
@@ -21,7 +20,7 @@ def rows(bench):
     return list(engine.measured(bench, [*engine.PARTS], {"a peer": 100.0, "one that failed": float("nan")}))
 
 
-@pytest.mark.deep("benchmarks", *deep.GENERATING)
+@pytest.mark.deep
 def test_every_part_gives_rows_with_sane_figures(rows):
     assert {row["part"] for row in rows} == {"all", *engine.PARTS, "peer"}
     for row in rows:
@@ -31,13 +30,13 @@ def test_every_part_gives_rows_with_sane_figures(rows):
     assert all(row["figure"] <= 100 for row in rows if row["unit"].startswith("%"))
 
 
-@pytest.mark.deep("benchmarks", *deep.GENERATING)
+@pytest.mark.deep
 def test_rows_with_a_bar_have_the_ratio_or_the_figure_it_is_for(rows):
     assert {part: sum(bool(row["bar"]) for row in rows if row["part"] == part) for part in BARS} == BARS
     assert all(row["ratio"] > 0 for row in rows if row["bar"].startswith(">="))
 
 
-@pytest.mark.deep("benchmarks", *deep.GENERATING)
+@pytest.mark.deep
 def test_nothing_is_compiled_while_the_engine_is_measured(bench, rows):
     compiled = bench.programs.compiled
     again = [*engine.decoding(bench), *engine.many(bench), *engine.arrivals(bench), *engine.prefixes(bench)]

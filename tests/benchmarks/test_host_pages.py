@@ -3,12 +3,11 @@
 import json
 import sys
 
-import deep
 import host_pages
 import pytest
 
 
-@pytest.mark.deep("benchmarks", *deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.slow
 def test_a_row_has_a_time_for_each_place_and_a_rate_for_each_way(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["host_pages.py", "--small", "--out", str(tmp_path / "found.json")])

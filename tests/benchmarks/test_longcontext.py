@@ -3,7 +3,6 @@
 import json
 import sys
 
-import deep
 import longcontext
 import pytest
 
@@ -25,7 +24,7 @@ def test_the_interval_is_that_of_newcombes_tables(right, count, interval):
     assert longcontext.wilson(right, count) == pytest.approx(interval, abs=1e-4)
 
 
-@pytest.mark.deep("benchmarks", *deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.slow
 def test_there_is_a_row_for_the_full_cache_and_for_each_share(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["longcontext.py", "--small", "--out", str(tmp_path / "found.json")])

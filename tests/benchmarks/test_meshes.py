@@ -3,7 +3,6 @@
 import argparse
 import math
 
-import deep
 import jax
 import jax.numpy as jnp
 import meshes
@@ -50,7 +49,7 @@ def test_a_cache_is_filled_where_it_is_and_alike_on_devices_of_one_shard():
     assert (one != other).any()
 
 
-@pytest.mark.deep("benchmarks", *deep.GENERATING, "mla_jax/base")
+@pytest.mark.deep
 @pytest.mark.parametrize("mesh", ["data=2", "tensor=2"])
 def test_there_are_rows_for_decoding_drafts_and_prompts(mesh):
     options = argparse.Namespace(exchange="all_to_all", held=320, drafts=True, acceptance=0.85, profile=False)

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import NamedTuple
 
-import deep
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -66,7 +65,7 @@ def largest(one: Seen) -> np.ndarray:
     return np.abs(one.values).sum(-1).max((1, 2))
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize(("shares", "most"), [("heads", 0.95), ("layers", 1.05)])
 def test_the_bound_holds_and_adas_is_lower_than_the_uniform_one(seen, shares, most):
     """Over the heads of each layer the change falls with the bound. Over layers whose heads share tokens the bound falls alone: a

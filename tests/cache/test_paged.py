@@ -5,7 +5,6 @@ import math
 import re
 from typing import Any
 
-import deep
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -240,7 +239,7 @@ def test_attention_block_by_block_is_one_softmax_for_every_block_size(form, spre
         close(step.attended(block=block), step.alone(), 1e-4)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @settings(max_examples=15)
 @given(lens=st.lists(st.integers(0, 27), min_size=2, max_size=2), block=st.integers(1, 40), size=st.sampled_from([1, 2, 8]))
 def test_blocks_of_any_size_over_pages_of_any_size_are_one_softmax(lens, block, size):
@@ -259,7 +258,7 @@ def test_tokens_of_a_line_attend_to_their_own_rows(form, block):
             close(found, expected[row, : counts[row]])
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @settings(max_examples=15)
 @given(
     lens=st.lists(st.integers(0, 27), min_size=3, max_size=3),
@@ -341,9 +340,7 @@ def model_of(attention: str = "auto", stored: str = "float32") -> Transformer:
     return nnx.merge(graph, jax.tree.map(lambda a: a.astype("bfloat16" if stored == "bfloat16" else "float32"), state))
 
 
-@pytest.mark.parametrize(
-    "stored", ["float32", *(pytest.param(name, marks=pytest.mark.deep(*deep.GENERATING)) for name in ("bfloat16", "fp8"))]
-)
+@pytest.mark.parametrize("stored", ["float32", *(pytest.param(name, marks=pytest.mark.deep) for name in ("bfloat16", "fp8"))])
 @pytest.mark.parametrize("attention", ["naive", "compressed", "absorbed", "move_elided", "fused"])
 def test_a_model_reads_no_slot_that_a_row_does_not_hold(attention, stored):
     if (attention, stored) == ("naive", "fp8"):

@@ -96,7 +96,7 @@ class Nursery:
         self.process.communicate(timeout=600)
 
 
-@pytest.mark.deep("convert")
+@pytest.mark.deep
 @pytest.mark.slow
 def test_after_fifty_kills_the_values_are_those_of_an_undisturbed_conversion(tmp_path):
     source, out, log = write_model(tmp_path / "hf"), tmp_path / "out", tmp_path / "log"
@@ -136,7 +136,7 @@ def assert_as_planned(said: str):
     assert taken < 1.1 * float(planned) * {"MiB": 2**20, "GiB": 2**30}[unit]
 
 
-@pytest.mark.deep("convert")
+@pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--to", "hf")], ids=" ".join)
 def test_two_gigabytes_take_the_memory_that_the_plan_says(tmp_path_factory, options):

@@ -13,7 +13,7 @@ from mla_jax.base.qtensor import QTensor
 from mla_jax.weights.load import load
 from mla_jax.weights.orbax_store import open_store
 
-pytestmark = pytest.mark.deep("convert", "mla_jax/weights")
+pytestmark = pytest.mark.deep
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LAYOUTS = ["new", "old", "both", "fused"]

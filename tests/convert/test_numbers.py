@@ -12,7 +12,7 @@ from weights import fp8, parameters
 from mla_jax.weights.load import load
 from mla_jax.weights.orbax_store import open_store
 
-pytestmark = pytest.mark.deep("convert", "mla_jax/weights")
+pytestmark = pytest.mark.deep
 
 HF = models.FAMILIES["v3"]
 

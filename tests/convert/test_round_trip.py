@@ -36,7 +36,7 @@ def test_every_family_comes_back(tmp_path, family):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "orbax"]
 
 
-@pytest.mark.deep("convert", "mla_jax/base", "mla_jax/weights")
+@pytest.mark.deep
 @pytest.mark.parametrize("numbers", [numbers for numbers in NUMBERS if numbers != "bf16"])
 def test_every_number_format_comes_back_with_its_scales_as_they_were(tmp_path, numbers):
     source = released(tmp_path / "hf", "v3", numbers)

@@ -15,7 +15,7 @@ from checkpoints import assert_same_model, convert, raw, released
 from convert import export, tensors, write
 from mla_jax.weights.orbax_store import Writer
 
-pytestmark = pytest.mark.deep("convert", "mla_jax/weights")
+pytestmark = pytest.mark.deep
 
 STOPPED = "stopped: run the same command again to resume"
 

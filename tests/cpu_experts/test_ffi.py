@@ -26,6 +26,8 @@ from test_sanitizers import preloaded
 
 from cpu_experts import Closed, Experts, Unsupported, ffi, library, reference
 
+pytestmark = pytest.mark.deep
+
 HERE = Path(__file__).parent
 ROOT = str(HERE.parents[1])
 CSRC = HERE.parents[1] / "cpu_experts/csrc"
@@ -732,7 +734,7 @@ SANITIZERS = {  # at -O2, all that is checked takes the compiler two and a half 
 }
 
 
-LONG = (pytest.mark.slow, pytest.mark.once, pytest.mark.deep("cpu_experts"))
+LONG = (pytest.mark.slow, pytest.mark.once)
 
 
 @pytest.mark.parametrize("sanitizer", ["none", *(pytest.param(s, marks=LONG) for s in ("address", "thread"))])

@@ -23,6 +23,8 @@ import cpu_experts
 from cpu_experts import Experts, layout, library
 from cpu_experts.reference import BOUNDS, FEW
 
+pytestmark = pytest.mark.deep
+
 PRECISIONS = list(layout.FORMATS)
 SIZES = [(3, 64, 48, 1, 2), (5, 100, 77, 9, 3), (4, 33, 1, 70, 2), (1, 9, 17, 40, 1), (7, 160, 257, 150, 4)]
 ROWS = [1, 3, 4, 5, 8, 12, 13, 16, 17, 31, 32, 33, 129]

@@ -37,7 +37,7 @@ def fuzzer(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.once
-@pytest.mark.deep("cpu_experts")
+@pytest.mark.deep
 def test_calls_of_any_bytes_neither_crash_nor_hang_nor_write_outside(fuzzer: Path, tmp_path: Path):
     """Scratch of any size that is accepted may be asked for, so there is no limit of memory: of most of it nothing is touched."""
     limits = [f"-runs={RUNS}", "-seed=1", "-timeout=600", "-rss_limit_mb=0", "-max_len=2048", "-len_control=0"]

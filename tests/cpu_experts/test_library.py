@@ -14,6 +14,8 @@ import cpu_experts
 from cpu_experts import Unsupported, library
 from cpu_experts.build import build, main
 
+pytestmark = pytest.mark.deep
+
 ROOT = str(Path(__file__).parents[2])
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from cpu_experts import library
 
-pytestmark = [pytest.mark.slow, pytest.mark.deep("cpu_experts")]
+pytestmark = [pytest.mark.slow, pytest.mark.deep]
 HERE = Path(__file__).parent
 # -O1: at -O3 the compiler takes twelve times as long over all that is checked. None is a build type without flags of its own.
 BUILD = ("-DCPU_EXPERTS_EMULATE_TILES=ON", "-DCMAKE_BUILD_TYPE=None")
@@ -24,10 +24,10 @@ LONG += ("waits", "cannot_be_had")
 BOUNDS = " and ".join(f"not {name}" for name in LONG)
 # ThreadSanitizer itself cannot start threads in a child.
 RACES = {
-    "fuzz": "fuzz",
-    "handles": "not exits and not one_core and not forked and not waits",
-    "forward": "repeated and avx and not _k",
-    "numa": "three",
+    "test_fuzz.py": "fuzz",
+    "test_handles.py": "not exits and not one_core and not forked and not waits",
+    "test_forward.py": "repeated and avx and not _k",
+    "test_numa.py": "three",
 }
 
 
@@ -48,15 +48,15 @@ def preloaded(name: str, flag: str, folder: Path) -> str:
 
 def run(folder: Path, preload: str, file: str, chosen: str, temporary: Path, **options: str) -> None:
     """The chosen tests of a file; what the runtime reports ends the process, or is an exit status of its own."""
-    environment = os.environ | {"CPU_EXPERTS_TESTED": str(folder / library.NAME), "LD_PRELOAD": preload} | options
+    environment = os.environ | {"CPU_EXPERTS_TESTED": str(folder / library.NAME), "LD_PRELOAD": preload, "DEEP": "1"} | options
     flags = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={temporary}", "-k", chosen]
-    command = [sys.executable, *flags, str(HERE / f"test_{file}.py")]
+    command = [sys.executable, *flags, str(HERE / file)]
     done = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     assert "Sanitizer" not in done.stderr
 
 
-@pytest.mark.parametrize("file", ["arguments", "blocks", "forward", "fuzz", "handles", "numa"])
+@pytest.mark.parametrize("file", ["test_arguments.py", "test_blocks.py", *RACES])
 def test_addresses_and_undefined_behaviour(builds, tmp_path, file):
     preload = preloaded("libasan.so", "-fsanitize=address", tmp_path)
     run(builds(*ASAN), preload, file, BOUNDS, tmp_path / "run", ASAN_OPTIONS="detect_leaks=0")

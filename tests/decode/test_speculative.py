@@ -4,7 +4,6 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cache
 
-import deep
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,7 +117,7 @@ def assert_same(one: Served, other: Served):
         np.testing.assert_allclose(value, other.told()[name], atol=2e-5, err_msg=name)
 
 
-DEEP = pytest.mark.deep(*deep.GENERATING)
+DEEP = pytest.mark.deep
 SAMPLINGS = {
     "greedy": {},
     "cold": {"temperature": 0.3},
@@ -153,7 +152,7 @@ def test_tokens_log_probabilities_and_rows_are_those_of_plain_decoding(programs_
         assert_same(drafted, plain)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("drafts", [0, 1, 2, 5, 7])
 def test_every_number_of_drafts_and_every_cut_gives_the_same(model, drafts):
     plain = Served(Programs(model), temperature=1.0).finish()
@@ -164,7 +163,7 @@ def test_every_number_of_drafts_and_every_cut_gives_the_same(model, drafts):
         assert (served.drafted[drafts:] == 0).all()
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_runs_with_and_without_drafts_may_take_turns(model):
     plain = Served(Programs(model), temperature=0.8).finish()
     for drafter in (Mtp(2), Told(5, truth(plain))):

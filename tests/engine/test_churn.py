@@ -2,7 +2,6 @@
 
 import gc
 
-import deep
 import jax
 import numpy as np
 import pytest
@@ -39,7 +38,7 @@ def serve(llm: LLM, requests: list) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_churn_leaks_nothing_and_compiles_nothing(tmp_path):
     llm = LLM(write(tmp_path / "v3", FAMILIES["v3"], tensors(FAMILIES["v3"])), context=64)
     requests = random_requests(0)

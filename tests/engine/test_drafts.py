@@ -5,7 +5,6 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cache
 
-import deep
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,7 +145,7 @@ def assert_expected(jobs: list[tuple[int, int, Job]], expected: dict) -> None:
             assert job.ids == expected[kind, fork], (kind, fork)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.once
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_random_requests_get_the_tokens_they_get_without_drafts(programs_of, kinds, expected, name):
@@ -170,7 +169,7 @@ def test_random_requests_get_the_tokens_they_get_without_drafts(programs_of, kin
         assert stats.stood.min() > 0
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.once
 @pytest.mark.parametrize("drafts", [1, 3, 7, None])
 def test_a_number_of_drafts_that_stays_changes_no_token(programs_of, kinds, expected, drafts):
@@ -218,7 +217,7 @@ def by_layer(programs_of):
     return programs_of(DRAFTERS["mtp"])
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("shared", [2 * PAGE, 2 * PAGE - 1, 2 * PAGE + 1])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_a_prompt_that_differs_right_behind_a_page_gets_entries_of_its_own(by_layer, shared, drafts):
@@ -250,7 +249,7 @@ def test_a_conversation_that_goes_on_finds_the_entries_of_what_was_generated(by_
     assert_same_entries(entries, expected, turns + 3)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_a_request_that_was_preempted_has_the_entries_that_it_has_alone(by_layer):
     asked = [request([5 + i] * 70, max_tokens=80, temperature=0.5, seed=i) for i in range(6)]
     engine = engine_of(by_layer, SMALL, 3)
@@ -284,7 +283,7 @@ def test_forks_share_pages_and_have_the_entries_that_they_have_alone(by_layer):
 # what is compiled
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["mtp", "lookup"])
 def test_nothing_compiles_once_warm_however_many_are_guessed(programs_of, kinds, name):
     engine = engine_of(programs_of(DRAFTERS[name]), SMALL, MOST_DRAFTS)

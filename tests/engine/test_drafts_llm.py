@@ -4,7 +4,6 @@ that was trained."""
 import dataclasses
 from pathlib import Path
 
-import deep
 import jax
 import jax.numpy as jnp
 import jaxtyping
@@ -76,7 +75,7 @@ def assert_same_log_probabilities(mine: list, theirs: list) -> None:
         assert one is None or one == pytest.approx(other, abs=1e-4)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("draft", ["mtp", "lookup"])
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_texts_and_log_probabilities_are_those_without_drafts(plain, drafting, draft, params):
@@ -88,7 +87,7 @@ def test_texts_and_log_probabilities_are_those_without_drafts(plain, drafting, d
         assert_same_log_probabilities(one.prompt_logprobs, other.prompt_logprobs)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("draft", ["mtp", "lookup"])
 def test_a_stop_text_ends_the_output_where_it_ends_without_drafts(plain, drafting, draft):
     for params in (GREEDY, WARM):
@@ -102,7 +101,7 @@ def test_a_stop_text_ends_the_output_where_it_ends_without_drafts(plain, draftin
             assert found.finish_reason == "stop"
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("draft", ["mtp", "lookup"])
 def test_the_pieces_of_a_stream_join_to_the_text_without_drafts(plain, drafting, draft):
     for params in (GREEDY, WARM, dataclasses.replace(GREEDY, stop=plain.generate(PROMPTS[1], GREEDY)[0].text[21:24])):
@@ -112,7 +111,7 @@ def test_the_pieces_of_a_stream_join_to_the_text_without_drafts(plain, drafting,
         assert chunks[-1].finish_reason == expected.finish_reason
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_forks_are_those_without_drafts(plain, drafting):
     asked = dataclasses.replace(WARM, n=3, temperature=1.0, top_p=0.95)
     expected = [output.token_ids for output in plain.generate(PROMPTS, asked)]
@@ -130,14 +129,14 @@ def assert_drafts_change_nothing(folder: Path, **options) -> None:
     assert found == expected
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.once
 @pytest.mark.parametrize("attention", ["naive", "compressed", "absorbed", "move_elided", "fused"])
 def test_with_every_form_of_attention_greedy_tokens_stay_the_same(tmp_path, attention):
     assert_drafts_change_nothing(folder_of(tmp_path, 1), attention=attention)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.once
 def test_with_latents_in_fp8_greedy_tokens_stay_the_same(tmp_path):
     assert_drafts_change_nothing(folder_of(tmp_path, 1, kv_lora_rank=128), kv_cache="fp8")
@@ -146,7 +145,7 @@ def test_with_latents_in_fp8_greedy_tokens_stay_the_same(tmp_path):
 RATES = HostRates("a CPU", 1e11, 1e12, 2e-5, 5e10)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.once
 @pytest.mark.usefixtures("host_library")
 @pytest.mark.parametrize("options", [{"experts": "host"}, {"host_layers": 1}, {"experts": "host", "defer": 1}], ids=str)
@@ -309,7 +308,7 @@ def agreement(llm: LLM, prompt: list[int], ids: list[int]) -> tuple[int, int]:
     return int((guessed[places] == best[1:][places]).sum()), len(ids)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.once
 def test_as_many_guesses_stand_as_agree_when_true_text_is_read(demo):
     engine, jobs = engine_of(demo, Mtp(1))
@@ -322,7 +321,7 @@ def test_as_many_guesses_stand_as_agree_when_true_text_is_read(demo):
     assert stood == pytest.approx(agreed / count, abs=0.02)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.once
 def test_fewer_second_guesses_stand_if_the_layer_is_given_its_output_from_before_the_last_norm(demo):
     shares, texts = [], []

@@ -9,7 +9,6 @@ from collections import namedtuple
 from pathlib import Path
 
 import compiling
-import deep
 import jax
 import jaxtyping
 import numpy as np
@@ -72,14 +71,14 @@ def test_an_export_answers_without_mla_jax_as_the_model_does(llm, tmp_path):
     assert answers(tmp_path / "out") == generated(llm)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("mesh", ["data=2,tensor=2", "data=2,tensor=2,context=2"])
 def test_an_export_for_a_mesh_answers_as_one_device_does(llm, tmp_path, mesh):
     llm.export(tmp_path / "out", prompt=16, rows=2, mesh=mesh)
     assert answers(tmp_path / "out") == generated(llm)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_a_model_on_a_mesh_is_exported_for_that_mesh(folder, tmp_path):
     llm = LLM(folder, mesh="data=2,tensor=2")
     llm.export(tmp_path / "out", prompt=16, rows=2)
@@ -87,7 +86,7 @@ def test_a_model_on_a_mesh_is_exported_for_that_mesh(folder, tmp_path):
     assert answers(tmp_path / "out") == generated(llm)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_weights_may_be_those_of_another_export(llm, opened, tmp_path):
     llm.export(tmp_path / "weights", prompt=16, rows=2)
     opened.export(tmp_path / "programs", prompt=16, rows=2)

@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 
-import deep
 import jax
 import jax.numpy as jnp
 import jaxtyping
@@ -79,7 +78,7 @@ def text_of(ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize(
-    "family", ["v3", *(pytest.param(name, marks=pytest.mark.deep(*deep.GENERATING)) for name in ("glm_4_7_flash", "v2", "youtu"))]
+    "family", ["v3", *(pytest.param(name, marks=pytest.mark.deep) for name in ("glm_4_7_flash", "v2", "youtu"))]
 )
 def test_a_row_is_the_same_alone_and_in_a_ragged_batch_and_greedy_rows_follow_the_logits(llm, tmp_path, family):
     llm = llm if family == "v3" else LLM(family_folder(tmp_path, family, **ONE_LAYER))
@@ -463,7 +462,7 @@ def test_explain_says_what_runs_in_each_phase(llm):
 RATES = HostRates("a CPU", 1e11, 1e12, 2e-5, 5e10)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.usefixtures("host_library")
 def test_experts_on_the_host_answer_as_those_on_the_device_do(llm, folder, monkeypatch):
     monkeypatch.setattr(calibrate, "host", lambda *formats: RATES)
@@ -480,7 +479,7 @@ def test_experts_on_the_host_answer_as_those_on_the_device_do(llm, folder, monke
     assert "bfloat16 on the host" in said
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.usefixtures("host_library")
 def test_devices_of_a_mesh_share_the_experts_on_the_host(folder, monkeypatch):
     monkeypatch.setattr(calibrate, "host", lambda *formats: RATES)
@@ -498,7 +497,7 @@ def test_a_slow_processor_is_a_note_where_experts_are_on_the_host(llm, folder, m
     assert slow not in llm.notes
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.usefixtures("host_library")
 def test_experts_that_are_chosen_most_are_counted_and_then_lie_on_the_device_too(llm, folder, monkeypatch, tmp_path):
     monkeypatch.setattr(calibrate, "host", lambda *formats: RATES)

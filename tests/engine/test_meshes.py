@@ -5,7 +5,6 @@ import collections
 import functools
 import re
 
-import deep
 import jax
 import numpy as np
 import pytest
@@ -38,7 +37,7 @@ SIZE = Size(rows=4, pages=24, context=384, chunk=128)
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
 EIGHT = {**HEADS, "n_routed_experts": 16}
 LAYERS = 2  # the first is dense
-generating = pytest.mark.deep(*deep.GENERATING, "mla_jax/base", "mla_jax/weights")
+generating = pytest.mark.deep
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ follow."""
 import dataclasses
 from functools import cache
 
-import deep
 import jax
 import numpy as np
 import pytest
@@ -91,7 +90,7 @@ def test_a_prompt_of_any_length_has_an_entry_for_each_token(programs, engine_of,
 
 
 @pytest.mark.parametrize("kind", ["plain", "drafting", "evicting", "retrieving"])
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_prompts_are_scored_beside_others_with_which_they_begin(programs, engine_of, kind):
     """Some twice, some cancelled, others not scored, in a pool for few of them."""
     rng, engine = np.random.default_rng(7), engine_of(kind)

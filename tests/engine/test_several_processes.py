@@ -6,7 +6,6 @@ import socket
 import sys
 import time
 
-import deep
 import numpy as np
 import pytest
 import several
@@ -69,7 +68,7 @@ def same(one: dict, other: dict) -> None:
     assert {k: v for k, v in one.items() if k not in figures} == {k: v for k, v in other.items() if k not in figures}
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("mesh", ["data=8", "data=4,tensor=2"])
 def test_two_processes_say_what_one_says_whatever_they_are_asked(alone, pair, mesh):
     found = found_by(pair(mesh, "answers"))
@@ -79,12 +78,12 @@ def test_two_processes_say_what_one_says_whatever_they_are_asked(alone, pair, me
     same(found, alone(mesh))
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_guesses_are_as_many_in_both_processes_whatever_the_clock_of_each_says(alone, pair):
     same(found_by(pair("data=4,tensor=2", "drafts")), alone("data=1"))
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_experts_are_counted_over_both_processes_and_copied_by_the_counts_of_the_first(pair, folder, tmp_path_factory):
     first, second = (found_by(pair("data=8", "counts")) for _ in range(2))
     one, two = (found_by([several.start(folder, tmp_path_factory.mktemp("one"), "data=1", "counts")]) for _ in range(2))
@@ -114,7 +113,7 @@ def test_a_killed_process_ends_the_other_at_once_with_one_error(pair):
     assert time.monotonic() - since < 10
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
 def test_whoever_is_lost_ends_the_other_in_time(pair, number, how):
@@ -125,7 +124,7 @@ def test_whoever_is_lost_ends_the_other_in_time(pair, number, how):
     ends_with_one_error(runs[1 - number], f"process {number} of 2, on {socket.gethostname()}, was lost", since)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_ctrl_c_in_process_0_leaves_both_ready_for_the_next_prompt(pair, folder, tmp_path_factory):
     found = found_by(pair("data=8", "interrupted"))
     assert found["how"] == "interrupted"
@@ -139,7 +138,7 @@ def command(folder, port, number, *more) -> list[str]:
     return [sys.executable, "-m", "mla_jax.generate", "--model", str(folder), "--context", "256", *own, *more]
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_the_command_line_answers_in_process_0_alone(folder, tmp_path, port):
     asked = ("a3a4a5b8d1", "--max-tokens", "8", "--ignore-eos", "--temperature", "0")
     lines = [command(folder, port, number, *asked) for number in (0, 1)]

@@ -4,7 +4,6 @@ Programs are counted: one that is read from a store compiles nothing, and is wai
 
 import dataclasses
 
-import deep
 import jax
 import numpy as np
 import pytest
@@ -74,7 +73,7 @@ def requests() -> list[Request]:
     return [*short, *long, *scored, request(first[:30], max_tokens=90, **changed), *long]
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", [plain, looking_up, with_mtp, evicting, retrieving])
 def test_no_request_of_any_kind_adds_a_program_to_a_warm_engine(folder, kind):
     engine = kind(folder)

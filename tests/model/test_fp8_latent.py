@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import deep
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -100,7 +99,7 @@ def loss(llm: LLM, tokens: list[int]) -> float:
     return float(-jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(tokens[1:])[:, None], axis=1).mean())
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.once
 def test_the_demo_model_loses_little_and_says_so():
     plain, packed = LLM(), LLM(kv_cache="fp8")

@@ -57,7 +57,7 @@ def in_lines(attention: str, size: int) -> list[np.ndarray]:
     return said
 
 
-DEEP = pytest.mark.deep("mla_jax/cache", "mla_jax/model", "pallas_kernels")
+DEEP = pytest.mark.deep
 
 
 @DEEP

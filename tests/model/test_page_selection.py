@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import deep
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,7 +149,7 @@ def test_a_decode_is_that_of_whole_sequences_in_which_each_token_sees_what_it_ch
         assert np.abs(everything - some).max() > 1e-2, "the choice has left nothing out"
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("attention", ["compressed", "absorbed", "fused"])
 @pytest.mark.parametrize("kv_cache", ["auto", "fp8"])
 def test_all_forms_attend_to_the_same_pages(attention, kv_cache):

@@ -7,7 +7,6 @@ from itertools import groupby
 from pathlib import Path
 
 import compiling
-import deep
 import matplotlib.font_manager  # noqa: F401  (lists the fonts once, or a notebook's first figure says on stderr that it does)
 import nbformat
 import pytest
@@ -44,7 +43,7 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-@pytest.mark.deep("notebooks", *deep.GENERATING)
+@pytest.mark.deep("notebooks")
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_from_top_to_bottom_in_a_fresh_kernel(path, tmp_path):

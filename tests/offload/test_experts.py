@@ -23,7 +23,7 @@ from mla_jax.offload.experts import HostExperts
 from mla_jax.offload.pack import pack
 from mla_jax.offload.streaming import FORMATS
 
-DEEP = pytest.mark.deep("cpu_experts", "mla_jax/base", "mla_jax/model", "mla_jax/offload")
+DEEP = pytest.mark.deep
 
 pytestmark = pytest.mark.usefixtures("host_library")
 

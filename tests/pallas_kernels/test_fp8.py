@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from pallas_kernels import fp8
 from pallas_kernels.fp8 import GROUP, LARGEST
 
+pytestmark = pytest.mark.deep
+
 
 def blocks(w):
     """Every block of 128 by 128 and its place."""

@@ -6,7 +6,10 @@ import pytest
 
 from pallas_kernels import choice
 
-pytestmark = pytest.mark.skipif(choice.too_old() is not None, reason="the GPU kernels need JAX 0.11.2")
+pytestmark = [
+    pytest.mark.deep,
+    pytest.mark.skipif(choice.too_old() is not None, reason="the GPU kernels need JAX 0.11.2"),
+]
 
 
 def test_the_kernels_compile_for_an_h200_and_hardly_spill(run, tmp_path):
@@ -23,7 +26,6 @@ def test_the_kernels_compile_for_an_h200_and_hardly_spill(run, tmp_path):
         assert not row.get("wraps"), row
 
 
-@pytest.mark.deep("pallas_kernels")
 def test_kernels_hold_in_whatever_order_their_threads_run(run):
     text = run("late.py", NPROC="64")  # fails where a barrier is completed that nobody has waited for
     rows = [json.loads(x) for x in text.splitlines() if x.startswith("{")]

@@ -14,6 +14,8 @@ from pallas_kernels import choice, fp8, testing
 from pallas_kernels.mla_decode import CHECKS, Unsupported, mla_decode, reference, schedule, tpu, xla
 from pallas_kernels.mla_decode.schedule import SPLIT, START, TILE
 
+pytestmark = pytest.mark.deep
+
 each_case = pytest.mark.parametrize("case", testing.MLA_DECODE, ids=lambda case: case.name)
 recent = choice.too_old() is None
 

@@ -15,6 +15,8 @@ from pallas_kernels import choice, testing
 from pallas_kernels.mla_prefill import CHECKS, Unsupported, merge, mla_prefill, reference, tpu, xla
 from pallas_kernels.mla_prefill.schedule import START, schedule
 
+pytestmark = pytest.mark.deep
+
 KINDS = [
     testing.ragged,
     functools.partial(testing.ragged, causal=False),

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from pallas_kernels import choice, testing
 from pallas_kernels.moe_decode import CHECKS, Unsupported, moe_decode, reference
 
+pytestmark = pytest.mark.deep
+
 each_case = pytest.mark.parametrize("case", testing.MOE_DECODE, ids=lambda case: case.name)
 hopper = pytest.mark.skipif(choice.too_old() is not None, reason="the GPU kernel needs JAX 0.11.2")
 

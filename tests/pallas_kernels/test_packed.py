@@ -18,6 +18,8 @@ from pallas_kernels.quantized_matmul import CHECKS, Unsupported, quantized_matmu
 from pallas_kernels.ragged_dot import CHECKS as GROUPED
 from pallas_kernels.ragged_dot import ragged_dot
 
+pytestmark = pytest.mark.deep
+
 each_format = pytest.mark.parametrize("format", KINDS)
 hopper = pytest.mark.skipif(choice.too_old() is not None, reason="the GPU kernel needs JAX 0.11.2")
 SHAPE = 136, 512

@@ -11,6 +11,8 @@ from pallas_kernels import choice, fp8, testing
 from pallas_kernels.fp8 import Fp8
 from pallas_kernels.quantized_matmul import CHECKS, Unsupported, quantized_matmul, reference
 
+pytestmark = pytest.mark.deep
+
 each_case = pytest.mark.parametrize("case", testing.QUANTIZED_MATMUL, ids=lambda case: case.name)
 each_held = pytest.mark.parametrize("held", ["w8", "w8a8"])
 hopper = pytest.mark.skipif(choice.too_old() is not None, reason="the GPU kernel needs JAX 0.11.2")

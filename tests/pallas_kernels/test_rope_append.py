@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from pallas_kernels import choice, testing
 from pallas_kernels.rope_append import CHECKS, Latents, Unsupported, reference, rope_append
 
+pytestmark = pytest.mark.deep
+
 each_case = pytest.mark.parametrize("case", testing.ROPE_APPEND, ids=lambda case: case.name)
 hopper = pytest.mark.skipif(choice.too_old() is not None, reason="the GPU kernel needs JAX 0.11.2")
 

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+pytestmark = pytest.mark.deep
+
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_v5e_and_v6e_at_real_sizes_within_the_memory_they_have(run):

@@ -109,7 +109,7 @@ def test_the_converted_demo_has_the_logits_of_llama_cpp_and_of_its_folder(cpp, d
     assert relative(ours, logits(DEMO, tokens)) <= EXACT
 
 
-@pytest.mark.deep("mla_jax/base", "mla_jax/weights")
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", [*KL, *KL_WEIGHTED])
 def test_quantised_weights_are_read_as_llama_cpp_reads_them(cpp, demo, tokens, tmp_path, kind):
     """The gguf package agrees bit for bit (tests/base/test_qtensor.py)."""

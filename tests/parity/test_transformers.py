@@ -4,7 +4,6 @@ import json
 import math
 from pathlib import Path
 
-import deep
 import jax
 import jax.numpy as jnp
 import models
@@ -74,7 +73,7 @@ def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float(np.abs(ours - theirs).max() / theirs.std())
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep(*deep.GENERATING)) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in (1, 2))])
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_logits_agree(both, family, seed):
     """In every form for the first sizes; steps are compared in every form for the second."""
@@ -97,7 +96,7 @@ def test_greedy_tokens_are_equal_for_ragged_batches_and_single_rows(both, family
     assert auto.generate(rows[1], params)[0].token_ids == expected[1]
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_step_by_step_decode_in_every_form_equals_their_full_forward(both, family):
     oracle, theirs, folder = both(family, 1)

@@ -16,7 +16,7 @@ SIZES |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope
 RECIPE = Recipe(model=MODEL | SIZES | {"moe_intermediate_size": 16}, steps=6, extended=0.5, tokens=1024, length=512)
 RECIPE = replace(RECIPE, extended_length=1024)
 
-pytestmark = pytest.mark.deep("tools")
+pytestmark = pytest.mark.deep
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ def batch(step: int, rows: int = 4, length: int = 24):
     return jnp.asarray((starts + np.arange(length + 2)) % 60, jnp.int32), jnp.ones((rows, length + 2))
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("muon", marks=pytest.mark.deep("tools")), "adamw"])
+@pytest.mark.parametrize("optimizer", [pytest.param("muon", marks=pytest.mark.deep), "adamw"])
 def test_the_losses_fall(optimizer):
     recipe = replace(RECIPE, optimizer=optimizer)
     trained, step = training.start(recipe), step_of(optimizer=optimizer)
@@ -45,7 +45,7 @@ def test_the_losses_fall(optimizer):
     assert figures[-1]["mtp"] < 0.7 * figures[0]["mtp"]
 
 
-@pytest.mark.deep("tools")
+@pytest.mark.deep
 def test_a_run_that_stops_and_resumes_is_the_same_run(tmp_path):
     recipe = replace(RECIPE, drop=0.2)
     step = step_of(drop=0.2)

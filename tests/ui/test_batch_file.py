@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import compiling
-import deep
 import jaxtyping
 import pytest
 from terminals import Terminal
@@ -221,7 +220,7 @@ def whole(opened, llm, tmp_path_factory) -> bytes:
     return out.read_bytes()
 
 
-@pytest.mark.deep("mla_jax/ui", *deep.GENERATING)
+@pytest.mark.deep
 def test_a_second_run_goes_on_wherever_the_first_was_cut(run, files, whole, monkeypatch):
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
     for cut in sorted({0, 60, *(end + step for end in ends[:3] for step in (-1, 0, 1, 30)), *ends[3:]}):
@@ -416,7 +415,7 @@ def wait_for_lines(process: subprocess.Popen, path: Path, lines: int) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.deep("mla_jax/ui", *deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.slow
 def test_killed_or_interrupted_the_same_command_resumes_and_loses_and_repeats_nothing(llm, files):
     prompts = [{"prompt": [20 + i, 30 + i], "max_tokens": 10 + 2 * i} for i in range(60)]
@@ -450,7 +449,7 @@ def test_killed_or_interrupted_the_same_command_resumes_and_loses_and_repeats_no
     assert b"is not from an earlier run of this command" in other.stderr
 
 
-@pytest.mark.deep("mla_jax/ui", *deep.GENERATING)
+@pytest.mark.deep
 def test_a_terminal_shows_a_bar_and_stdin_can_be_the_file(tmp_path, files):
     files[0].write_text("\n".join(f'{{"prompt": [{20 + i}], "max_tokens": 2}}' for i in range(40)))
     terminal = Terminal("--batch-file", files[0], "--out", files[1], "--seed", 1, **compiling.as_users())

@@ -1,6 +1,5 @@
 """The mesh that is taken where the user leaves the choice: as much data as fits, then tensor, and why in words."""
 
-import deep
 import pytest
 
 from mla_jax import LLM
@@ -84,7 +83,7 @@ def test_the_reason_is_a_note_and_a_line_of_the_explanation():
     assert opened.plan.mesh == "data=4"
 
 
-@pytest.mark.deep("mla_jax/base", "mla_jax/weights", *deep.GENERATING)
+@pytest.mark.deep
 def test_what_the_plan_of_a_device_says_decides(monkeypatch):
     alone, two, four = (open_model(Options.of(mesh=mesh, context=512)).plan for mesh in ("data=4", "data=2,tensor=2", "tensor=4"))
     assert alone.needed > two.needed > four.needed

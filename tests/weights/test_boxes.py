@@ -73,9 +73,7 @@ def checkpoint(kind: str, folder):
     return make[kind](folder / kind) if kind in make else released(folder / kind, "v3", kind)
 
 
-@pytest.mark.parametrize(
-    "kind", ["bf16", "fp8_bf16", "parts", "gguf", pytest.param("orbax", marks=pytest.mark.deep("convert", "mla_jax/weights"))]
-)
+@pytest.mark.parametrize("kind", ["bf16", "fp8_bf16", "parts", "gguf", pytest.param("orbax", marks=pytest.mark.deep)])
 def test_halves_of_tensors_along_each_axis_join_to_the_whole(tmp_path, kind):
     source, cut = open_source(checkpoint(kind, tmp_path)), 0
     for name, entry in source.tensors.items():

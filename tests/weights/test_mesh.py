@@ -43,7 +43,7 @@ KINDS = {
     "orbax": (lambda folder: converted(folder, "--mesh", "tensor=2"), {}),
 }
 EVERY_MESH = ("bf16", "fp8", "Q8_0", "Q4_K")
-SLOW = pytest.mark.deep("convert", "mla_jax/base", "mla_jax/model", "mla_jax/weights")
+SLOW = pytest.mark.deep
 
 
 def cases():

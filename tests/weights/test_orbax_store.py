@@ -322,7 +322,7 @@ def test_a_flipped_byte_is_found_and_its_tensor_and_folder_are_named(tmp_path):
     assert_equal(store.read("b"), tensors["b"].parts)
 
 
-@pytest.mark.deep("mla_jax/weights")
+@pytest.mark.deep
 def test_a_flipped_byte_in_files_of_orbax_itself_is_one_error_or_changes_nothing(tmp_path):
     stored(tmp_path / "out", {f"x{i}": tensor("F32", (5,), seed=i) for i in range(4)})
     ran = script(

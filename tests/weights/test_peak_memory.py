@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import deep
 import ml_dtypes
 import models
 import numpy as np
@@ -63,7 +62,7 @@ def write_gigabyte(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.deep("mla_jax/weights", *deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_process_takes_the_memory_that_its_plan_says(tmp_path, dtype):
     folder = write_gigabyte(tmp_path / "model")

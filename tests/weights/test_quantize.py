@@ -133,7 +133,7 @@ def test_the_relative_error_on_normal_weights_is_as_small_as_the_bits_allow(form
 
 
 @pytest.mark.once
-@pytest.mark.deep("mla_jax/base", "mla_jax/weights")
+@pytest.mark.deep
 @settings(max_examples=40)
 @given(
     st.sampled_from(sorted(QUANTIZERS)),

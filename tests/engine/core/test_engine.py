@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import deep
 import jax
 import numpy as np
 import pytest
@@ -60,7 +59,7 @@ def random_request(rng: np.random.Generator, prefixes: list[list[int]]) -> Reque
     return request(prefix + own, max_tokens=int(rng.integers(1, longest)), **sampled, **penalised)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.once
 def test_2000_requests_get_the_tokens_they_get_alone(programs):
     """Of random lengths and priorities, in a pool that holds a few, with cancels, preemptions, shared prefixes and forks."""

@@ -6,7 +6,6 @@ import random
 import threading
 from functools import cache
 
-import deep
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -211,7 +210,7 @@ def test_what_goes_wrong_on_the_way_is_raised_where_it_is_waited_for(programs_of
 # requests
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("dtype", "kv_cache", "drafter"),
     [("float32", "auto", NOBODY), ("bfloat16", "auto", NOBODY), ("float32", "fp8", NOBODY), ("float32", "auto", Mtp(2))],
@@ -231,7 +230,7 @@ def test_two_chats_that_take_turns_read_only_what_is_new(programs_of, dtype, kv_
     assert without.stats.read > 1.5 * sum(read)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("mesh", "attention"),
     [("data=2", "auto"), ("tensor=2", "naive"), ("data=2,context=2", "auto"), ("data=2,tensor=2,context=2", "auto")],
@@ -246,7 +245,7 @@ def test_on_a_mesh_chats_read_only_what_is_new(folder, mesh, attention):
     assert engine.stats.pages_in > 8
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_a_preempted_request_comes_back_with_the_same_tokens(programs_of):
     rng = np.random.default_rng(1)
     asked = request(rng.integers(2, WORDS, 150).tolist(), max_tokens=100, temperature=0.8, seed=3)
@@ -271,7 +270,7 @@ def test_a_preempted_request_comes_back_with_the_same_tokens(programs_of):
     assert engine.stats.pages_in == known // PAGE
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_random_requests_get_the_tokens_they_get_without_a_tier(programs_of):
     """In a pool that holds a few, with cancels, preemptions and beginnings in common; the tier is too small for all of these."""
     rng, plain, expected = np.random.default_rng(5), engine_of(programs_of(), LARGE), {}
@@ -303,7 +302,7 @@ def random_request(rng: np.random.Generator, prefixes: list[list[int]]) -> Reque
     return request(prefix + own, max_tokens=int(rng.integers(1, 60)), **sampled)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_in_a_tier_that_is_full_the_oldest_make_place(programs_of):
     expected, _ = chats(engine_of(programs_of(), LARGE), turns=3, count=3)
     engine = engine_of(programs_of(), dataclasses.replace(SMALL, hosted=3))
@@ -312,7 +311,7 @@ def test_in_a_tier_that_is_full_the_oldest_make_place(programs_of):
     assert engine.stats.pages_out > 10
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_forks_bring_their_beginning_once(programs_of):
     rng = np.random.default_rng(2)
     asked = request(rng.integers(2, WORDS, 140).tolist(), max_tokens=12, temperature=0.9, seed=5)
@@ -326,7 +325,7 @@ def test_forks_bring_their_beginning_once(programs_of):
     assert engine.stats.hits == 3 * 2 * PAGE
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_jobs_may_be_cancelled_while_pages_are_on_their_way(programs_of):
     """In either direction: a copy to the host is complete once it is needed, and a copied-in page serves the next request."""
     rng = np.random.default_rng(3)
@@ -350,7 +349,7 @@ def test_jobs_may_be_cancelled_while_pages_are_on_their_way(programs_of):
     assert engine.stats.pages_free == SMALL.pages
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_requests_that_drop_tokens_find_their_prompts(folder):
     """Only whole pages go to the tier; what stays of a request's tokens is nobody else's."""
     programs = Programs(load(folder), evicts=Selection(POLICIES["snapkv"], "ada", recent=16))
@@ -367,7 +366,7 @@ def test_requests_that_drop_tokens_find_their_prompts(folder):
     assert with_tier.stats.dropped > 500
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_nothing_compiles_once_warm_and_without_a_tier_nothing_more_is_compiled(folder):
     programs = Programs(load(folder))
     size = dataclasses.replace(SMALL, rows=1, chunk=16)
@@ -390,7 +389,7 @@ def test_nothing_compiles_once_warm_and_without_a_tier_nothing_more_is_compiled(
 # a model
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_a_model_takes_the_tier_as_an_option_and_empties_it_when_its_weights_change(folder):
     llm = LLM(folder, context=384, cache_tokens=384, host_cache=0.001)
     page = sum(one.size * one.dtype.itemsize for one in llm._programs.page.values())

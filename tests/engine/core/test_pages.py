@@ -7,7 +7,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import deep
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -568,7 +567,7 @@ def walk(model: Model, steps: int, least: int, rare: str = "blocked") -> None:
     assert all(model.seen[kind] >= least for kind in KINDS | {rare}), model.seen
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_a_hundred_thousand_random_steps_agree_with_a_dictionary():
     walk(Model(Pages(20, SIZE)), 100_000, least=100)
 

@@ -3,7 +3,6 @@
 import json
 
 import checkpoints
-import deep
 import hollow
 import pytest
 
@@ -95,7 +94,7 @@ def test_the_words_name_rates_of_all_devices_the_share_of_messages_and_the_excha
     assert json.loads(json.dumps(found.fields()))["tokens_per_second"] == found.decode.tokens
 
 
-@pytest.mark.deep("mla_jax/base", "mla_jax/weights", *deep.GENERATING)
+@pytest.mark.deep
 def test_v3_whose_headers_alone_are_here_fits_eight_h200s_but_no_eight_h100s(tmp_path):
     """671 billion weights and the layer for multi-token prediction: 686 GB."""
     checkpoint = opened(hollow.folder(tmp_path, Config.preset("v3").to_hf()))

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import deep
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,7 +103,7 @@ def full(model, asked) -> list[list[int]]:
 # what a request is told
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("dispatch", [{}, {"attention": "compressed"}, {"attention": "naive"}], ids=str)
 def test_where_all_stay_the_tokens_are_those_of_full_attention(folder, asked, full, dispatch):
     """Though they are moved to other pages, again and again."""
@@ -115,7 +114,7 @@ def test_where_all_stay_the_tokens_are_those_of_full_attention(folder, asked, fu
     assert engine.stats.hits > 0
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("policy", "budget", "keep", "attention"),
     [("snapkv", "ada", 0.25, "auto"), ("critical", "pyramid", 0.4, "auto"), ("snapkv", "ada", 0.25, "naive")],
@@ -134,7 +133,7 @@ def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(programs_
     assert engine.stats.hits > 300
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("attention", ["auto", "naive"])
 def test_preempted_rows_read_in_one_line_what_comes_behind_an_eviction(programs_of, attention):
     programs, rng = programs_of(SNAPKV, attention=attention), np.random.default_rng(7)
@@ -161,7 +160,7 @@ def test_preempted_rows_read_in_one_line_what_comes_behind_an_eviction(programs_
     assert together >= 2
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("attention", ["auto", "naive"])
 def test_drafts_change_no_token(programs_of, asked, attention):
     expected = answer(evicting(programs_of(SNAPKV, attention=attention), 0.3), *asked)
@@ -210,7 +209,7 @@ def seen(prompt: int, length: int, every: int, stays) -> np.ndarray:
     return mask
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("policy", "budget", "attention"),
     [(policy, *other) for policy in ("streaming", "random") for other in (("uniform", "auto"), ("ada", "naive"))],
@@ -271,7 +270,7 @@ def next_of(slots: Iterator[np.ndarray], held: list[int], tokens: int) -> list[i
     return [held[slot] for slot in next(slots)]
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_where_heads_are_cached_each_sees_what_it_has_kept(programs_of):
     programs, every = programs_of(Selection(SnapKV(window=8), "ada", recent=8), attention="naive"), 12
     prompt = np.random.default_rng(4).integers(2, WORDS, 150).tolist()
@@ -284,7 +283,7 @@ def test_where_heads_are_cached_each_sees_what_it_has_kept(programs_of):
     assert np.argmax(logits[len(prompt) - 1 : -1], -1).tolist() == ids
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("budget", ["uniform", "ada"])
 def test_where_heads_are_cached_each_keeps_what_snapkv_says(programs_of, budget):
     """By attention that is computed without a cache; Ada-KV shares out over the heads of each layer."""

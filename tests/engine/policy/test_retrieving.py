@@ -3,7 +3,6 @@
 import dataclasses
 from functools import cache, partial
 
-import deep
 import jax
 import numpy as np
 import pytest
@@ -53,7 +52,7 @@ def asked() -> list[Request]:
 # what a request is told
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tokens_are_those_of_a_whole_sequence_in_which_each_token_sees_what_it_chooses(programs_of, asked, policy):
     programs = programs_of(policy)
@@ -65,7 +64,7 @@ def test_tokens_are_those_of_a_whole_sequence_in_which_each_token_sees_what_it_c
         assert (np.argmax(logits, -1).tolist() == ids) == same
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(programs_of, asked, policy):
     programs = programs_of(policy)
@@ -81,7 +80,7 @@ def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(programs_
     assert engine.stats.hits > 300
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "dispatch",
     [{"attention": form} for form in ("compressed", "absorbed", "move_elided", "fused")] + [{"kv_cache": "fp8"}],
@@ -94,7 +93,7 @@ def test_where_all_pages_are_read_the_tokens_are_those_of_full_attention(retriev
         assert answer(retrieving(programs_of(policy, 8 * PAGE, **dispatch)), *asked) == expected
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_a_preempted_request_takes_the_tokens_it_has_told_whatever_is_drawn(programs_of, asked):
     """They are drawn at a high temperature, then come again with another seed."""
     engine = retrieving(programs_of())
@@ -113,7 +112,7 @@ def test_a_preempted_request_takes_the_tokens_it_has_told_whatever_is_drawn(prog
     assert [token for chunk in job.news for token in chunk.token_ids] == job.ids
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_the_index_learns_of_prompts_alone(programs_of, asked):
     """A conversation goes on: its first answer is read again."""
     engine, prompt = retrieving(programs_of()), asked[2].prompt[:60]
@@ -127,7 +126,7 @@ def test_the_index_learns_of_prompts_alone(programs_of, asked):
     assert engine.stats.hits == 3 * PAGE
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_nothing_compiles_once_warm(programs_of, asked):
     engine = retrieving(programs_of())
     engine.warm_up()
@@ -138,7 +137,7 @@ def test_nothing_compiles_once_warm(programs_of, asked):
 # as users ask for it
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 def test_it_is_an_option_of_a_model_and_counted_in_its_memory(retrieving_folder, asked):
     llm, plain = LLM(retrieving_folder, retrieve="quest", retrieve_tokens=300), LLM(retrieving_folder)
     out = llm.generate([one.prompt for one in asked[:2]], SamplingParams(max_tokens=5, temperature=0))
