@@ -75,8 +75,11 @@ class Job:
 
     @property
     def shares(self) -> bool:
-        """Whether it may take pages from the prefix index; not where all tokens of the prompt must pass."""
-        return not self.scores and self.request.params.repetition_penalty == 1
+        """Whether it may take pages from the prefix index: not where a penalty counts tokens as they are read, and not while its
+        prompt is scored. Pages may hold output of its own once it was preempted."""
+        params, penalises = self.request.params, self.request.params.repetition_penalty != 1
+        counts_output = params.presence_penalty != 0 or params.frequency_penalty != 0
+        return not (self.scores or penalises or (self.ids and counts_output))
 
     def start(self, shard: "Shard", held: Held, page: int, again: int = 0) -> None:
         """Takes a row of a shard, and pages of `page` tokens; what those it shares hold need not be read. The last `again` tokens

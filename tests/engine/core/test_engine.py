@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from models import FAMILIES, tensors, write
-from serving import finish, nothing_compiled, request
+from serving import finish, nothing_compiled, preempt_all_but_one, request
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadRequest, DoesNotFit
@@ -49,27 +49,35 @@ def alone(programs: Programs, asked: Request) -> list[int]:
     return finish(engine, [engine.submit(asked)])[0]
 
 
+PENALTIES: list[dict[str, float]] = [
+    {},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    {"presence_penalty": -2.0, "frequency_penalty": 0.5},
+    {"presence_penalty": 1.5},
+]
+
+
 def random_request(rng: np.random.Generator, prefixes: list[list[int]]) -> Request:
     """Some begin as others do; some are sampled or penalised."""
     prefix = prefixes[rng.integers(len(prefixes))] if rng.random() < 0.6 else []
     own = rng.integers(2, 96, rng.integers(1, 60)).tolist()
     sampled = {"temperature": 0.8, "top_p": 0.9, "seed": int(rng.integers(1000))} if rng.random() < 0.4 else {}
-    penalised = {"repetition_penalty": 1.2, "frequency_penalty": 0.5} if rng.random() < 0.2 else {}
-    longest = 90 if rng.random() < 0.3 else 20
+    penalised = PENALTIES[rng.integers(len(PENALTIES))]
+    longest = 90 if rng.random() < 0.6 else 20
     return request(prefix + own, max_tokens=int(rng.integers(1, longest)), **sampled, **penalised)
 
 
 @pytest.mark.deep
 @pytest.mark.once
-def test_2000_requests_get_the_tokens_they_get_alone(programs):
+def test_600_requests_get_the_tokens_they_get_alone(programs):
     """Of random lengths and priorities, in a pool that holds a few, with cancels, preemptions, shared prefixes and forks."""
     rng = np.random.default_rng(0)
     prefixes = [rng.integers(2, 96, n).tolist() for n in (64, 130, 200)]
     engine, expected, jobs, cancelled = engine_of(programs), {}, [], []
-    engine.limits = dataclasses.replace(engine.limits, steps=8, fewest_steps=4)  # so that less is set aside for those that run
-    kinds = [random_request(rng, prefixes) for _ in range(120)]
-    while len(jobs) < 2000 or engine.busy:
-        if len(jobs) < 2000 and len(engine.waiting) < 12:
+    engine.limits = dataclasses.replace(engine.limits, steps=4, fewest_steps=2)  # so that less is set aside for those that run
+    kinds = [random_request(rng, prefixes) for _ in range(60)]
+    while len(jobs) < 600 or engine.busy:
+        if len(jobs) < 600 and len(engine.waiting) < 12:
             kind = int(rng.integers(len(kinds)))
             for fork in range(int(rng.choice([1, 1, 1, 3]))):
                 jobs.append((kind, fork, engine.submit(kinds[kind].fork(fork), priority=int(rng.integers(3)))))
@@ -79,7 +87,9 @@ def test_2000_requests_get_the_tokens_they_get_alone(programs):
             cancelled.append(job)
         engine.step()
         assert_pages(engine)
-    assert engine.stats.preemptions > 10
+        if rng.random() < 0.04:
+            preempt_all_but_one(engine)
+    assert engine.stats.preemptions > 100
     assert engine.stats.hits > 1000
     assert len(cancelled) > 20
     for kind, fork, job in jobs:
@@ -90,6 +100,20 @@ def test_2000_requests_get_the_tokens_they_get_alone(programs):
             expected[key] = alone(programs, kinds[kind].fork(fork))
         assert job.ids == expected[key], (kind, fork)
     assert engine.stats.pages_free == SMALL.pages
+
+
+@pytest.mark.parametrize("penalties", PENALTIES[1:], ids=lambda given: "-".join(given))
+def test_output_that_an_earlier_row_has_read_counts_for_the_penalties(programs, penalties):
+    """A preempted request finds its own output in the prefix index."""
+    asked = request([5, 6, 7] * 10, max_tokens=120, **penalties)
+    engine = engine_of(programs, ROOMY)
+    other, job = engine.submit(request([8] * 20, max_tokens=4)), engine.submit(asked)
+    while len(job.ids) < PAGE:
+        engine.step()
+    assert other.done
+    engine._land_all()
+    engine._preempt(job)
+    assert finish(engine, [job])[0] == alone(programs, asked)
 
 
 def assert_pages(engine: Engine) -> None:
