@@ -7,6 +7,7 @@ import jax
 
 from mla_jax import SamplingParams
 from mla_jax.decode.loop import Programs
+from mla_jax.engine.core.cache_policy import CachePolicy
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.job import Job
@@ -18,16 +19,21 @@ from mla_jax.text.tokenizer import Tokenizer
 STEPS = 100_000  # more than any engine of the tests takes
 
 
-def drafting_engine(programs: Programs, size: Size, drafts: int | None = None, tokenizer: Tokenizer | None = None) -> Engine:
+def drafting_engine(
+    programs: Programs,
+    size: Size,
+    drafts: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    policy: CachePolicy | None = None,
+) -> Engine:
     """With `drafts` drafted tokens in every pass; None: as many as pay."""
     drafting = Drafting(programs.model.config, programs.device, programs.drafter, drafts)
-    return Engine(programs, size, tokenizer, drafting=drafting)
+    return Engine(programs, size, tokenizer, policy=policy, drafting=drafting)
 
 
 def evicting_engine(programs: Programs, size: Size, keep: float, every: int = 16, drafts: int | None = None) -> Engine:
     policy = Evicting(programs, size, Eviction(programs.evicts, keep, every))
-    drafting = Drafting(programs.model.config, programs.device, programs.drafter, drafts)
-    return Engine(programs, size, policy=policy, drafting=drafting)
+    return drafting_engine(programs, size, drafts, policy=policy)
 
 
 def request(prompt: list[int], **params) -> Request:

@@ -17,7 +17,7 @@ from mla_jax.cache.paged import Pool
 from mla_jax.decode import sharded_sampling
 from mla_jax.decode.loop_state import Asked, Going, accepted, begun, ended, next_token, read, taken
 from mla_jax.decode.outputs import Found
-from mla_jax.decode.rows import Rows
+from mla_jax.decode.rows import Rows, told_again
 from mla_jax.mesh import across
 from mla_jax.model.transformer import Transformer
 
@@ -263,6 +263,7 @@ def _checked(
         drawn, fit = sharded_sampling.choose(
             mine, going.rows.seen, asked.at, going.position, asked.entry.sampling
         )
+        drawn = told_again(going.rows, asked.at, asked.entry, going.is_open, drawn)
         right = asks & fit & stands(guess, drawn)
         going = taken(_tallied(going, i, asks, right), asked, drawn, right, mine)
         live = right & ~going.is_open.done

@@ -7,6 +7,7 @@ tokens; `block_attention.attend` is the softmax over all blocks.
 
 Letters: B batch, T query tokens, S cached tokens, N heads, R kv rank, P nope, E rope, V value; H is P + E, L is R + E."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -156,9 +157,10 @@ class MLA(nnx.Module):
             layer = None if layer is None else paged.append(layer, new, step.rows)
         if layer is not None and retrieving is not None:
             layer = retrieving.noted(layer, q, up, form.reads)
-            step = retrieving.step_of(layer, q, up, scale, step)
-        out = form.attends(q, Held(new, layer, step, form.reads), up, scale)
-        return self.projected(out), layer
+            attends = functools.partial(retrieving.attended, form.attends)
+        else:
+            attends = form.attends
+        return self.projected(attends(q, Held(new, layer, step, form.reads), up, scale)), layer
 
     def watched(
         self, x: Float[Array, "B T D"], layer: Layer, form: Form, step: Any, turns: rope.Turns, watch: Watch

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mla_jax.base.batch import Batch, Tables
+from mla_jax.base.options import MOST_DRAFTS
 from mla_jax.cache import paged, retrieve
 from mla_jax.cache.paged import ASKED, NOWHERE, SUMMARY, Layer, Rows, View
 from mla_jax.cache.retrieve import Retrieval
+from mla_jax.model.block_attention import Held
 
 
 class Written(NamedTuple):
@@ -74,37 +76,49 @@ class Retrieving(NamedTuple):
             notes[ASKED] = asked
         return paged.note(layer, at, notes | {SUMMARY: policy.summary(keys, held, asked)})
 
-    def step_of(
-        self, layer: Layer, q: tuple[Array, Array], up: tuple[Array, Array], scale: float, step: Any
-    ) -> Any:
-        """The form's plan for the pages that these queries choose; without a choice, `step`."""
+    def attended(
+        self, attends: Callable, q: tuple[Array, Array], held: Held, up: tuple[Array, Array], scale: float
+    ) -> Float[Array, "B T N V"]:
+        """A form's attention to what is held, by each token to the pages that its own queries choose."""
         if self.pages is None:
-            return step
+            return attends(q, held, up, scale)
         with jax.named_scope("retrieve"):
-            return self.prepare(self._chosen(layer, absorbed(q, up)[:, 0], self.pages, scale))
+            assert held.layer is not None
+            step = self.prepare(self._chosen(held.layer, absorbed(q, up), self.pages, scale))
+        rows, tokens = q[0].shape[:2]
+        q, new = jax.tree.map(lambda x: x.reshape(rows * tokens, 1, *x.shape[2:]), (q, held.new))
+        out = attends(q, held._replace(new=new, step=step), up, scale)
+        return out.reshape(rows, tokens, *out.shape[2:])
 
-    def _chosen(self, layer: Layer, q: Float[Array, "B N L"], count: int, scale: float) -> Batch:
-        """The batch with the chosen pages alone: as if its rows had dropped the tokens of all others."""
-        batch, size = self.batch, layer.size
+    def _chosen(self, layer: Layer, q: Float[Array, "B T N L"], count: int, scale: float) -> Batch:
+        """Each token as a row of its own, with its chosen pages: as if it had dropped the tokens of all others."""
+        batch, size, tokens = self.batch, layer.size, q.shape[1]
         assert batch.page_table is not None
         assert not isinstance(batch.page_table, Tables), "rows that drop tokens choose no pages"
         assert batch.seq_lens is not None
         assert batch.index is not None
         width = batch.page_table.shape[1]
-        pages = jnp.minimum(-(-batch.seq_lens // size), width)
+        seq_lens = jnp.minimum(
+            batch.index + 1, batch.seq_lens[:, None]
+        )  # a draft does not see those behind it
+        pages = jnp.minimum(-(-seq_lens // size), width)
         summary = paged.summaries(layer, batch.page_table)
-        held = jnp.arange(width) < pages[:, None]
-        scores = self.retrieval.policy.scores(q, summary, held, scale)
-        place, left_out = retrieve.chosen(scores, pages, count, self.retrieval.recent)
-        table, gone = jnp.take_along_axis(batch.page_table, place, axis=1), left_out * size
-        return Batch(batch.positions, batch.mask, batch.seq_lens - gone, table, batch.index - gone[:, None])
+        held = jnp.arange(width) < pages[..., None]
+        scores = jax.vmap(self.retrieval.policy.scores, (1, None, 1, None), 1)(q, summary, held, scale)
+        place, left_out = retrieve.chosen(
+            scores.reshape(-1, width), pages.reshape(-1), count, self.retrieval.recent
+        )
+        table = jnp.take_along_axis(jnp.repeat(batch.page_table, tokens, axis=0), place, axis=1)
+        gone = left_out * size
+        positions, mask, index = (x.reshape(-1, 1) for x in (batch.positions, batch.mask, batch.index))
+        return Batch(positions, mask, seq_lens.reshape(-1) - gone, table, index - gone[:, None])
 
 
 def of_step(retrieval: Retrieval, batch: Batch, size: int, prepare: Callable[[Batch], Any]) -> Retrieving:
-    """Only a row's single new token chooses pages, and only where a row may have more than are read; a prompt's tokens attend to
-    everything."""
+    """A token that is decoded chooses pages, and so do drafts behind it, where a row may have more than are read; a prompt's
+    tokens attend to everything."""
     pages = retrieval.pages(size)
-    decodes = batch.row is None and batch.mask.shape[1] == 1 and batch.width > pages
+    decodes = batch.row is None and batch.mask.shape[1] <= 1 + MOST_DRAFTS and batch.width > pages
     return Retrieving(
         retrieval, batch, written(paged.rows_of(batch, size), size), pages if decodes else None, prepare
     )

@@ -15,7 +15,7 @@ from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, Unsupported
 from mla_jax.base.link_rates import PLANNED
 from mla_jax.base.options import Options
-from mla_jax.decode.speculative import NOBODY, Drafter
+from mla_jax.decode.speculative import Drafter
 from mla_jax.engine.core.drafting import drafter_of
 from mla_jax.engine.opening.combinations import refuse
 from mla_jax.engine.policy.retrieving import retrieval_of
@@ -105,12 +105,10 @@ def check_context(context: int | None, longest: int) -> None:
 
 
 def drafter_for(options: Options, checkpoint: Checkpoint) -> Drafter:
-    """Who guesses; where tokens are dropped, not the model's layer, whose cache cannot follow. Where pages are chosen, nobody: a
-    pass over several tokens chooses none."""
+    """The drafter; none by default where tokens are dropped, whose cache MTP's layer cannot follow, and with InfLLM, which would
+    count the queries of rejected drafts."""
     evicts, drafts = options.eviction.evict != "off", options.drafts
-    if options.retrieval.retrieve != "off":
-        return NOBODY
-    if evicts and drafts.draft == "auto":
+    if (evicts or options.retrieval.retrieve == "infllm") and drafts.draft == "auto":
         drafts = dataclasses.replace(drafts, draft="off", draft_tokens=None)
     return drafter_of(drafts, checkpoint.has_mtp, checkpoint.device.platform)
 

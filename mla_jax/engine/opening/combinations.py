@@ -21,6 +21,7 @@ FEATURES: dict[str, Condition] = {
     'draft="lookup"': lambda options, layout: options.drafts.draft == "lookup",
     "evict": lambda options, layout: options.eviction.evict != "off",
     "retrieve": lambda options, layout: options.retrieval.retrieve != "off",
+    'retrieve="infllm"': lambda options, layout: options.retrieval.retrieve == "infllm",
     "host_cache": lambda options, layout: options.memory.host_cache > 0,
     "mesh data": lambda options, layout: layout.data > 1,
     "mesh tensor": lambda options, layout: layout.tensor > 1,
@@ -41,8 +42,6 @@ class Refusal(NamedTuple):
 
 REFUSED = (
     Refusal(('attention="naive"', 'kv_cache="fp8"'), "that form caches heads, and only latents are packed"),
-    Refusal(("retrieve", 'draft="mtp"'), "a pass over several tokens chooses no pages"),
-    Refusal(("retrieve", 'draft="lookup"'), "a pass over several tokens chooses no pages"),
     Refusal(
         ("host_cache", "mesh tensor"), "pages in the host's memory are those of one device; leave it out"
     ),
@@ -62,6 +61,14 @@ REFUSED = (
     Refusal(
         ("retrieve", 'attention="naive"'),
         "that form caches heads, and pages are chosen by latents; take another form",
+    ),
+    Refusal(
+        ('retrieve="infllm"', 'draft="mtp"'),
+        'it counts what queries ask of a page, and rejected drafts would count; take retrieve="quest"',
+    ),
+    Refusal(
+        ('retrieve="infllm"', 'draft="lookup"'),
+        'it counts what queries ask of a page, and rejected drafts would count; take retrieve="quest"',
     ),
     Refusal(
         ("retrieve", "mesh context"),

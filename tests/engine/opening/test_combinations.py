@@ -21,6 +21,7 @@ ON = {
     'draft="lookup"': {"draft": "lookup"},
     "evict": {"evict": "snapkv"},
     "retrieve": {"retrieve": "quest"},
+    'retrieve="infllm"': {"retrieve": "infllm"},
     "host_cache": {"host_cache": 0.01},
     "mesh data": {"mesh": "data=2"},
     "mesh tensor": {"mesh": "tensor=2"},
@@ -42,7 +43,7 @@ def layout_of(options: dict) -> Layout:
 def test_each_feature_is_told_by_its_options_alone(feature):
     options = options_of((feature,))
     used = [name for name, is_used in FEATURES.items() if is_used(Options.of(**options), layout_of(options))]
-    assert used == [feature]
+    assert used == (["retrieve", feature] if feature == 'retrieve="infllm"' else [feature])
     refuse(Options.of(**options), layout_of(options))
 
 

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import retrieved
 import serving
-from serving import answer, nothing_compiled
+from models import FAMILIES, tensors, write
+from serving import answer, drafting_engine, nothing_compiled
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadRequest
 from mla_jax.cache.paged import PAGE
 from mla_jax.cache.retrieve import POLICIES, Retrieval
 from mla_jax.decode.loop import Programs
+from mla_jax.decode.speculative import Lookup, Mtp
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.request import Request
 from mla_jax.engine.core.size import Size
@@ -132,6 +134,27 @@ def test_nothing_compiles_once_warm(programs_of, asked):
     engine.warm_up()
     with nothing_compiled():
         answer(engine, *asked, streams=True, preempt_every=7)
+
+
+@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.parametrize("drafter", [Lookup(3), Mtp(2)], ids=lambda drafter: drafter.name)
+def test_drafts_give_the_tokens_of_plain_decoding(tmp_path_factory, drafter):
+    """Each draft reads the pages that it would read as a token of its own; a row that is preempted replays its tokens."""
+    hf = {**FAMILIES["v3"], "kv_lora_rank": 128}
+    folder = write(tmp_path_factory.mktemp("v3"), hf, tensors(hf, mtp=True))
+    model = load(folder, dispatch=Dispatch(retrieval=Retrieval(POLICIES["quest"], FEWEST, dense=1)))
+    rng = np.random.default_rng(3)
+    repeated = rng.integers(2, WORDS, 40).tolist()
+    prompts = [repeated * 11, rng.integers(2, WORDS, 400).tolist(), rng.integers(2, WORDS, 90).tolist()]
+    asked = [request(prompt, max_tokens=70, temperature=0.5 * i, seed=i) for i, prompt in enumerate(prompts)]
+    expected = answer(retrieving(Programs(model)), *asked)
+    programs = Programs(model, drafter=drafter)
+    size = dataclasses.replace(ROOMY, pages=30)
+    engine = drafting_engine(programs, size, drafter.most, policy=Retrieving(programs, size))
+    assert answer(engine, *asked) == expected
+    assert answer(engine, *asked, preempt_every=2) == expected
+    assert engine.stats.preemptions > 1
+    assert engine.stats.stood.sum() > 5
 
 
 # as users ask for it
