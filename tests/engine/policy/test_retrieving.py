@@ -136,7 +136,7 @@ def test_nothing_compiles_once_warm(programs_of, asked):
         answer(engine, *asked, streams=True, preempt_every=7)
 
 
-@pytest.mark.deep(*deep.GENERATING)
+@pytest.mark.deep
 @pytest.mark.parametrize("drafter", [Lookup(3), Mtp(2)], ids=lambda drafter: drafter.name)
 def test_drafts_give_the_tokens_of_plain_decoding(tmp_path_factory, drafter):
     """Each draft reads the pages that it would read as a token of its own; a row that is preempted replays its tokens."""
