@@ -1,4 +1,4 @@
-"""mla-convert SOURCE OUT: parses the arguments, then plans, writes and verifies the conversion."""
+"""mla-convert SOURCE OUT: parses the arguments, then plans, writes and verifies the conversion; or exports a model."""
 
 import os
 import sys
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
+from convert import programs_command
 from mla_jax.base.errors import BadRequest, MlaJaxError, Unsupported, printable
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ USAGE = """examples:
   mla-convert ./DeepSeek-V3 ./v3                       keeps FP8
   mla-convert ./DeepSeek-V3 ./v3 --mesh data=8         cuts the weights for eight devices
   mla-convert ./model-Q4_K_M.gguf ./model              keeps GGUF blocks
-  mla-convert ./v3 ./hf --to hf                        back to safetensors, bit for bit"""
+  mla-convert ./v3 ./hf --to hf                        back to safetensors, bit for bit
+  mla-convert export ./v3 ./programs                   programs that run without mla-jax; export --help"""
 
 
 @dataclass(frozen=True)
@@ -53,23 +55,27 @@ class Options:
 def main(arguments: list[str] | None = None) -> int:
     """Exit codes: 0 done, 2 wrong usage, 3 bad file, 4 does not fit, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = tyro.cli(
-        Options,
-        args=arguments,
-        prog="mla-convert",
-        config=(tyro.conf.FlagCreatePairsOff,),
-        description=_help(),
-    )
+    options = _parsed(arguments)
+    exports = isinstance(options, programs_command.ExportOptions)
     try:
-        return run(options)
+        return programs_command.run(options) if exports else run(options)
     except MlaJaxError as error:
         if options.debug:
             raise
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as stopped:
-        print(str(stopped) or "stopped: run the same command again to resume", file=sys.stderr)
+        resumes = "stopped: run the same command again to resume"
+        print(str(stopped) or ("stopped: nothing is left" if exports else resumes), file=sys.stderr)
         return INTERRUPTED
+
+
+def _parsed(arguments: list[str]) -> Options | programs_command.ExportOptions:
+    config = (tyro.conf.FlagCreatePairsOff,)
+    if arguments[:1] == ["export"]:
+        name = "mla-convert export"
+        return tyro.cli(programs_command.ExportOptions, args=arguments[1:], prog=name, config=config)
+    return tyro.cli(Options, args=arguments, prog="mla-convert", config=config, description=_help())
 
 
 def _help() -> str:

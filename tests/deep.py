@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_suffix(".json")
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
-SEARCHED = ("tests", "tools", "benchmarks")  # after the packages; as pyproject.toml has it
+SEARCHED = ("tests", "tools", "benchmarks", "notebooks")  # after the packages; as pyproject.toml has it
 DATA = {".cpp", ".h", ".ipynb", ".json", ".jsonl", ".npz", ".safetensors", ".txt"}
 TEXT = {".py", ".ipynb"}
 

@@ -116,6 +116,7 @@ def endless(llm) -> dict:
 
 def interrupted(llm) -> dict:
     """Ctrl-C in the middle of an answer, then another one."""
+    from convert.programs import export
     from mla_jax import SamplingParams
 
     params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
@@ -129,7 +130,7 @@ def interrupted(llm) -> dict:
         stopped.set()
         how = "interrupted"
     several = llm.options.processes.several
-    alone = [refused(ask).splitlines()[0] for ask in (llm.trainable, lambda: llm.export("nowhere"), llm.follow) if several]
+    alone = [refused(ask).splitlines()[0] for ask in (llm.trainable, lambda: export(llm, "nowhere"), llm.follow) if several]
     return {"how": how, "refused": alone, "tokens": [output.token_ids for output in llm.generate(PROMPTS[:2], params)]}
 
 

@@ -18,7 +18,6 @@ from mla_jax.base.settings import Settings
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode import store
 from mla_jax.decode.loop import Programs
-from mla_jax.engine import export
 from mla_jax.engine.bar import Bar
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.engine.core.engine import Engine
@@ -206,42 +205,6 @@ class LLM:
         """A copy of the model that `jax.grad` can differentiate: floating-point weights, all experts computed for all tokens."""
         self._refuse_several("trainable", "take one process")
         return trainable(self.model)
-
-    def export(
-        self,
-        path: str | Path,
-        *,
-        prompt: int = 256,
-        rows: int = 8,
-        context: int | None = None,
-        platforms: Sequence[str] | None = None,
-        mesh: str | Mapping[str, int] | None = None,
-        kernels: bool = False,
-        weights: bool = True,
-    ) -> None:
-        """Writes programs that run without mla-jax into a new folder: `run.py` there needs JAX, NumPy and flatbuffers.
-
-        - `prompt`: the tokens of a line that one program reads of prompts.
-        - `rows`: the requests that run at a time; on a mesh in each data shard.
-        - `context`: the most tokens of prompt and output together. None is this model's, at most 4,096.
-        - `platforms`: some of "cpu", "cuda" and "tpu", which need not be here. None is that of this model's devices.
-        - `mesh`: "data=4,tensor=2", or sizes by axis; the devices need not be here. None is this model's.
-        - `kernels`: whether to take the kernels of this machine's device, on which alone the programs then run. Without they are
-          XLA's, for any device of the platform.
-        - `weights`: whether to write the weights as well.
-
-        Raises BadRequest for a path that exists, Unsupported for what cannot be exported, DoesNotFit for a full disk."""
-        self._refuse_several("export", "export from one process, with the mesh of all as mesh")
-        asked = {
-            "prompt": prompt,
-            "rows": rows,
-            "context": context,
-            "platforms": platforms,
-            "mesh": mesh,
-            "kernels": kernels,
-        }
-        named = self.options, self.name, self.inputs.text.end_ids, self.context
-        export.export(path, self.model, *named, asked, weights)
 
     def explain(self) -> str:
         """What runs where, and why, in words."""

@@ -41,6 +41,21 @@ print({"jax", "numpy", "orbax"} & {*sys.modules}, time.process_time() < 2, file=
     assert run("-c", code).stderr == "set() True\n"
 
 
+def test_the_help_of_an_export_is_quick_and_has_its_flags():
+    code = """
+import sys
+from convert.__main__ import main
+try:
+    main(["export", "--help"])
+finally:
+    print({"jax", "numpy", "orbax"} & {*sys.modules}, file=sys.stderr)
+"""
+    ran = run("-c", code)
+    assert ran.stderr == "set()\n"
+    for flag in ("--rows", "--platforms", "--mesh", "--dtype", "--device", "--kernels", "--programs-only"):
+        assert flag in ran.stdout
+
+
 def test_a_misspelt_flag_gets_a_suggestion(capfd):
     with pytest.raises(SystemExit) as caught:
         main(["a", "b", "--dtpye", "bf16"])

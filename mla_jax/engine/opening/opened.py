@@ -3,13 +3,11 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mla_jax.base.config import Config
-from mla_jax.base.errors import BadRequest, shown
+from mla_jax.base.errors import BadRequest
 from mla_jax.base.options import Options
 from mla_jax.decode.speculative import Drafter
-from mla_jax.engine import export
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.engine.inputs import InputProcessor
 from mla_jax.engine.opening import choose, environment
@@ -20,7 +18,6 @@ from mla_jax.engine.processes import facts_of_model, refuse_left_out
 from mla_jax.engine.text import Text, open_text
 from mla_jax.hosts import distributed
 from mla_jax.hosts.distributed import Processes
-from mla_jax.mesh.devices import Devices
 from mla_jax.mesh.partition import ONE
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload import library
@@ -92,25 +89,6 @@ class Opened:
             )
         folder = self.options.experts.host_folder
         return self.checkpoint.load(self.placement, progress, None if folder is None else Path(folder))
-
-    def export(self, path: str | Path, **asked: Any) -> None:
-        """As `LLM.export`, of the programs alone: no weights are loaded, so the model need not fit this machine."""
-        defaults = {
-            "prompt": 256,
-            "rows": 8,
-            "context": None,
-            "platforms": None,
-            "mesh": None,
-            "kernels": False,
-        }
-        if unknown := asked.keys() - defaults.keys():
-            raise BadRequest(f"export has no argument {shown(min(unknown))}", f"it has {', '.join(defaults)}")
-        asked = defaults | asked
-        asked["mesh"] = asked["mesh"] or self.checkpoint.layout.sizes
-        whole = self.checkpoint.on(Devices.default(self.checkpoint.device)).model(self.placement)
-        # The longest request, whatever length fits the devices of the plan
-        longest = self.options.model.context or self.config.max_position_embeddings
-        export.export(path, whole, self.options, self.name, self.text.end_ids, longest, asked, weights=False)
 
     def explain(self) -> list[str]:
         """What runs where, and why, in words; from shapes alone."""

@@ -1,14 +1,11 @@
-"""The manifest of an export: what its programs take and return, and how they are called. It is written without running them."""
+"""Descriptions of arrays and calls for the manifest of an export."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import version
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-import mla_jax
-from mla_jax.base.config import Config
 from mla_jax.decode import rows
 from mla_jax.decode.outputs import CHOSEN, LIKELY
 
@@ -20,34 +17,11 @@ CALLING = (
     " bool is 0 or 1. On a mesh it has an axis of data shards in front, by which it is cut: each has its own rows and pages.",
     "A `sharding` names the mesh axes that cut each dimension; where `mesh` has one device there is none.",
     "Each shard has `rows` rows and `pages` pages. Page table entries are pages of `page` tokens, for all layers the same.",
-    "admit: gives the rows `at` to requests; an index from `rows` on is none. `fill` is what a field has if nobody asks.",
-    "prefill: reads `counts` tokens of a line behind what each of the rows `at` holds, one row's tokens after the other's.",
+    "admit: gives the rows `at` to requests; an index from `rows` on is none. A field that nobody sets has its `fill`.",
+    "prefill: reads `counts` of the `tokens` of one row behind those that it holds. `at` is the row, or an index from `rows` on.",
     "run: chooses up to `steps` more tokens for each of the rows `at`. `chosen` is [rows of all shards, packed `fields`], and"
     " each device has all of it. Of `tokens` the first `count` are new; a row that is `done` has ended.",
 )
-
-
-def manifest(
-    config: Config,
-    mesh: Mapping[str, int],
-    sizes: Mapping[str, int],
-    platforms: Mapping[str, Any],
-    weights: Sequence[Any],
-    files: Iterable[str],
-) -> dict[str, Any]:
-    """All that a caller needs; `platforms` have their programs by name, `weights` are described, in the order of the call."""
-    versions = {name: version(name) for name in ("jax", "jaxlib", "numpy")}
-    return {
-        "format": "mla-jax export 1",
-        "calling": CALLING,
-        "config": config.to_hf(),
-        "versions": {"mla_jax": mla_jax.__version__} | versions,
-        "mesh": mesh,
-        "sizes": sizes,
-        "platforms": platforms,
-        "weight_files": list(files),
-        "weights": weights,
-    }
 
 
 def fields(sent: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -60,7 +34,7 @@ def fields(sent: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def returned(name: str, exported: Any, kept: int) -> list[dict[str, Any]]:
-    """What a program returns behind the arrays that are kept."""
+    """The arrays that a program returns behind those that are kept."""
     if name != "run":
         return []
     kinds = {"chosen": CHOSEN, "likely": LIKELY}
@@ -98,6 +72,6 @@ def described(name: str, array: Any) -> dict[str, Any]:
 
 
 def _fill(name: str) -> dict[str, Any]:
-    """What a field of an entry has that nobody asks for."""
+    """The value of an entry's field that nobody sets."""
     blank = names({"entry": rows.blank(1)})
     return {"fill": blank[name].reshape(-1)[0].item()} if name in blank else {}
