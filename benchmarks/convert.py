@@ -34,7 +34,7 @@ from mla_jax.base import axes
 from mla_jax.base.qtensor import nbytes
 from mla_jax.weights.gguf_names import GGUF
 from mla_jax.weights.hf_names import HF, LINEAR, SCALE
-from mla_jax.weights.names import Table, value_half
+from mla_jax.weights.names import NameTable, value_half
 
 ROOT = Path(__file__).parent.parent
 PIECE = 16 << 20  # bytes of one plain write
@@ -66,7 +66,7 @@ def model(gib: float) -> Config:
     )
 
 
-def tensors(config: Config, table: Table) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+def tensors(config: Config, table: NameTable) -> Iterator[tuple[str, tuple[int, ...], bool]]:
     """The name and shape of every tensor, and whether it is a matrix of a linear layer."""
     _, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))
     for keys, slot in nnx.to_flat_state(state):

@@ -41,9 +41,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 from demo import corpus, tasks
 from mla_jax import LLM, SamplingParams, Transformer
 from mla_jax.base.batch import Batch, Table
-from mla_jax.cache.evict import POLICIES, RULES
+from mla_jax.cache.evict import BUDGET_RULES, EVICTION_POLICIES
 from mla_jax.cache.paged import PAGE, Pool
-from mla_jax.cache.retrieve import POLICIES as RETRIEVERS
+from mla_jax.cache.retrieve import RETRIEVAL_POLICIES as RETRIEVERS
 from mla_jax.decode.evict_programs import Selection
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.outputs import likely
@@ -61,8 +61,8 @@ ROWS = 16
 FORMS = {"latents": "auto", "heads": "naive"}  # what is cached, as the option `attention` has it
 PAIRS = [
     (policy, rule)
-    for policy in POLICIES
-    for rule in RULES
+    for policy in EVICTION_POLICIES
+    for rule in BUDGET_RULES
     if policy not in ("streaming", "random") or rule == "uniform"
 ]
 
@@ -206,7 +206,7 @@ def measured(ways: Ways, asked: Asked) -> Iterator[dict]:
     yield asked.about | {"policy": "none", "budget": "", "kept": 1.0} | asked.quality(full) | asked.code(full)
     del full
     for policy, budget in ways.pairs:
-        evicts = Selection(POLICIES[policy], budget)
+        evicts = Selection(EVICTION_POLICIES[policy], budget)
         programs = Programs(llm.model, evicts=evicts)
         policy = Evicting(programs, asked.size, Eviction(evicts, 1.0))
         engine = Engine(programs, asked.size, llm.tokenizer, policy=policy)
@@ -227,9 +227,13 @@ def measured(ways: Ways, asked: Asked) -> Iterator[dict]:
 
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
-    parser.add_argument("--policy", nargs="*", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--policy", nargs="*", choices=EVICTION_POLICIES, default=list(EVICTION_POLICIES))
     parser.add_argument(
-        "--budget", nargs="+", choices=RULES, default=list(RULES), help="how layers or heads share"
+        "--budget",
+        nargs="+",
+        choices=BUDGET_RULES,
+        default=list(BUDGET_RULES),
+        help="how layers or heads share",
     )
     parser.add_argument("--form", nargs="+", choices=FORMS, default=list(FORMS), help="what is cached")
     parser.add_argument(

@@ -21,7 +21,7 @@ from convert.write import Stopped, interrupts, lock, refusal, write_others
 from mla_jax.base import axes, qtensor
 from mla_jax.base.errors import BadFile, DoesNotFit, Unsupported
 from mla_jax.base.files import read_json
-from mla_jax.weights.fill import PLAIN
+from mla_jax.weights.fill import PLAIN_DTYPES
 from mla_jax.weights.hf_names import HF, SCALE
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.names import Origin, value_half
@@ -144,7 +144,9 @@ def _items(checkpoint: Checkpoint, dtype: str) -> list[Item]:
 def _format(dtype: str, stored: str, exact: bool, path: str) -> str:
     """The format to write; raises Unsupported for quantised formats other than FP8."""
     wanted = stored if dtype == "keep" else dtype
-    if dtype == "int8" or (dtype == "keep" and stored not in PLAIN and not stored.startswith("fp8_block")):
+    if dtype == "int8" or (
+        dtype == "keep" and stored not in PLAIN_DTYPES and not stored.startswith("fp8_block")
+    ):
         raise Unsupported(
             f"a Hugging Face folder cannot hold {wanted}", f"as {path} is", "use --dtype bf16 or --dtype f32"
         )

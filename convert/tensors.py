@@ -14,9 +14,9 @@ import numpy as np
 from mla_jax.base import axes, gguf_blocks, qtensor
 from mla_jax.base.qtensor import QTensor
 from mla_jax.weights import orbax_names
-from mla_jax.weights.fill import PLAIN
+from mla_jax.weights.fill import PLAIN_DTYPES
 from mla_jax.weights.load import Checkpoint
-from mla_jax.weights.names import Origin, PartOf, Piece, first_half, second_half, whole
+from mla_jax.weights.names import Origin, PartOf, Piece, first_half, second_half, unchanged
 from mla_jax.weights.quantize import quantize
 from mla_jax.weights.safetensors import DTYPES
 
@@ -75,7 +75,7 @@ def jobs(checkpoint: Checkpoint, dtype: str) -> list[Job]:
     """All tensors of the model, layer by layer; `dtype` is keep, bf16, f32 or int8."""
     found = {}
     for path, source in checkpoint.sources.items():
-        if (place := orbax_names.stored(path, source, checkpoint.config)) is not None:
+        if (place := orbax_names.stored_as(path, source, checkpoint.config)) is not None:
             name, words = place
             found[name] = _job(name, words, path, source, checkpoint, dtype)
     return sorted(found.values(), key=lambda job: -1 if job.layer is None else job.layer)
@@ -104,7 +104,7 @@ def _job(
 
 def cut(source: Origin) -> PartOf:
     """The share of each piece that is stored: a half of joined gate and up; kv_b_proj stays whole."""
-    return source.part if source.part in (first_half, second_half) else whole
+    return source.part if source.part in (first_half, second_half) else unchanged
 
 
 def _format(dtype: str, stored: str, linear: bool, exact: bool) -> str:
@@ -112,7 +112,7 @@ def _format(dtype: str, stored: str, linear: bool, exact: bool) -> str:
     if dtype == "keep":
         return stored
     if dtype == "int8" and not linear:
-        return stored if stored in PLAIN else "BF16"
+        return stored if stored in PLAIN_DTYPES else "BF16"
     return "F32" if exact else DTYPE_NAMES[dtype]
 
 
@@ -158,7 +158,7 @@ def converted(raw: Parts, job: Job, shape: tuple[int, ...]) -> Parts:
     """A piece in the job's format, converted some rows at a time; unchanged if it has that format."""
     if job.format == job.stored:
         return raw
-    packed_in_blocks = job.stored not in PLAIN and len(shape) == 2
+    packed_in_blocks = job.stored not in PLAIN_DTYPES and len(shape) == 2
     block = qtensor.format_of(job.stored).block[0] if packed_in_blocks else 1  # rows that share scales
     step = block * max(1, ROWS // (block * prod(shape[1:])))
     filled: Parts = ()
@@ -178,7 +178,7 @@ def _rows(raw: Parts, start: int, end: int, block: int, rows: int) -> Parts:
 
 
 def _converted(raw: Parts, job: Job, shape: tuple[int, ...]) -> Parts:
-    if job.format in PLAIN:
+    if job.format in PLAIN_DTYPES:
         return (plain(raw, job.stored, shape, DTYPES[job.format]),)
     values = plain(raw, job.stored, shape, np.float32)
     return tuple(np.asarray(part) for part in quantize(values, job.format).parts)
@@ -191,7 +191,7 @@ def plain(raw: Parts, stored: str, shape: tuple[int, ...], dtype: Any) -> np.nda
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _plain(raw: tuple, stored: str, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    value = raw[0] if stored in PLAIN else qtensor.dequantize(QTensor(stored, raw, shape))
+    value = raw[0] if stored in PLAIN_DTYPES else qtensor.dequantize(QTensor(stored, raw, shape))
     return value.astype(dtype)
 
 

@@ -21,7 +21,7 @@ from mla_jax.base.errors import BadFile, printable, shortened
 from mla_jax.engine.text import files_of
 from mla_jax.mesh.partition import Layout
 from mla_jax.weights.load import Checkpoint
-from mla_jax.weights.orbax_store import Tensor, Writer, writing
+from mla_jax.weights.orbax_store import NewTensor, Writer, writing
 from mla_jax.weights.safetensors import DTYPES
 
 Progress = Callable[[int, int, Job], None]
@@ -85,12 +85,12 @@ def _write_steps(plan: Plan, target: Writer, progress: Progress, allow_nonfinite
                 raise Stopped
 
 
-def _read(step: list[Job], plan: Plan) -> tuple[dict[str, Tensor], dict[str, int]]:
+def _read(step: list[Job], plan: Plan) -> tuple[dict[str, NewTensor], dict[str, int]]:
     found: dict[str, tuple[Parts, int]] = {}
     for job in step:
         found[job.name] = read(job, plan.checkpoint)
         _forget(plan.checkpoint.source.files)
-    tensors = {job.name: Tensor(job.format, job.shape, found[job.name][0]) for job in step}
+    tensors = {job.name: NewTensor(job.format, job.shape, found[job.name][0]) for job in step}
     return tensors, {name: count for name, (_, count) in found.items()}
 
 

@@ -11,7 +11,7 @@ from mla_jax.decode.loop import Program, logits
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.moe import MoE
 from mla_jax.offload.experts import HostExperts
-from mla_jax.offload.pack import pack
+from mla_jax.offload.pack import pack_experts
 
 CONFIG = Config.from_hf({**models.FAMILIES["v3"], "first_k_dense_replace": 1, "num_hidden_layers": 4})
 ROWS = 0.02  # of the largest value: rows are rounded to bfloat16 twice, weights once
@@ -48,4 +48,4 @@ def least_last(ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array
 def offload(layer: MoE) -> None:
     """Moves a layer's routed experts from the device to the host."""
     experts = layer.experts
-    layer.experts = HostExperts(pack(experts.gate[...], experts.up[...], experts.down[...]))
+    layer.experts = HostExperts(pack_experts(experts.gate[...], experts.up[...], experts.down[...]))

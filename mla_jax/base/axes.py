@@ -80,7 +80,7 @@ def partition(words: Iterable[str]) -> tuple[tuple[str, ...], ...]:
     return tuple(MESH.get(word.split("*")[0], ()) for word in words)
 
 
-def size(config: Config, axis: str) -> int:
+def axis_size(config: Config, axis: str) -> int:
     """The size of one logical axis."""
     fields, combine = AXES[axis]
     return combine(getattr(config, f) for f in fields)
@@ -88,7 +88,7 @@ def size(config: Config, axis: str) -> int:
 
 def shape(config: Config, words: Iterable[str]) -> tuple[int, ...]:
     """The shape of axes such as `("heads*nope", "kv_rank")`: a word per dimension, each a product of logical axes."""
-    return tuple(prod(size(config, axis) for axis in word.split("*")) for word in words)
+    return tuple(prod(axis_size(config, axis) for axis in word.split("*")) for word in words)
 
 
 def why(config: Config, word: str) -> str:

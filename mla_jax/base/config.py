@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, no_type_check
 
-from mla_jax.base.config_checks import LARGEST, LARGEST_OF, faults
+from mla_jax.base.config_checks import LARGEST_OF, MAX_FIELD, faults
 from mla_jax.base.errors import BadConfig, Unsupported, printable, shortened, shown
 from mla_jax.base.families import (
     ARCHITECTURES,
@@ -22,7 +22,7 @@ from mla_jax.base.families import (
     PRESETS,
     ROPE_NEUTRAL_VALUES,
     SAYING_NOTHING,
-    WAITING,
+    UNSUPPORTED_TYPES,
 )
 from mla_jax.base.files import read_json
 
@@ -207,8 +207,10 @@ def _notes(hf: Mapping, model_type: str) -> tuple[str, ...]:
 
 
 def _refuse_other_arithmetic(hf: Mapping, model_type: str):
-    if model_type in WAITING:
-        raise Unsupported(f"model_type {model_type} is known but not supported yet", WAITING[model_type])
+    if model_type in UNSUPPORTED_TYPES:
+        raise Unsupported(
+            f"model_type {model_type} is known but not supported yet", UNSUPPORTED_TYPES[model_type]
+        )
     if hf.get("kv_lora_rank") is None:
         raise BadConfig(
             "this is not an MLA model",
@@ -301,7 +303,7 @@ def _quantization(given: object) -> Quantization | None:
         raise Unsupported(
             f"quantization {shown(method)} {shown(fmt)} cannot be read", "known: fp8 e4m3 with block scales"
         )
-    if len(block) != 2 or not all(type(n) is int and 0 < n <= LARGEST for n in block):
+    if len(block) != 2 or not all(type(n) is int and 0 < n <= MAX_FIELD for n in block):
         raise BadConfig("weight_block_size is not two positive numbers", f"found {shown(block)}")
     return Quantization(weight_block_size=block, scale_fmt=given.get("scale_fmt"))
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mla_jax.base.config import Config
 
 # No known model comes near any of these; they keep every product of sizes below 2**63 and the count of layers walkable.
-LARGEST = 1 << 20
+MAX_FIELD = 1 << 20
 LARGEST_OF = {
     "vocab_size": 1 << 24,
     "max_position_embeddings": 1 << 24,
@@ -42,7 +42,7 @@ SIZES_IF_GIVEN = ("q_lora_rank", "n_group", "topk_group", "n_shared_experts")
 SIZES_OF_EXPERTS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
-class Rule(NamedTuple):
+class Range(NamedTuple):
     """`holds` must be true of the value of each field in `names`."""
 
     names: tuple[str, ...]
@@ -50,16 +50,16 @@ class Rule(NamedTuple):
     expected: str
 
 
-RULES = (
-    Rule(("qk_rope_head_dim",), lambda size: size % 2 == 0, "an even number"),
-    Rule(("rms_norm_eps",), lambda eps: 0 < eps < 1, "a small positive number"),
-    Rule(("routed_scaling_factor",), lambda factor: 0 < factor < 1e6, "a positive number"),
-    Rule(("rope_theta",), lambda theta: 1 < theta < 1e15, "more than 1"),
+RANGES = (
+    Range(("qk_rope_head_dim",), lambda size: size % 2 == 0, "an even number"),
+    Range(("rms_norm_eps",), lambda eps: 0 < eps < 1, "a small positive number"),
+    Range(("routed_scaling_factor",), lambda factor: 0 < factor < 1e6, "a positive number"),
+    Range(("rope_theta",), lambda theta: 1 < theta < 1e15, "more than 1"),
 )
-ROPE_RULES = (
-    Rule(("factor", "beta_fast", "beta_slow"), lambda x: 0 < x < 1e6, "a positive number"),
-    Rule(("mscale", "mscale_all_dim", "attention_factor"), lambda x: x is None or 0 <= x < 1e6, "0 or more"),
-    Rule(
+ROPE_RANGES = (
+    Range(("factor", "beta_fast", "beta_slow"), lambda x: 0 < x < 1e6, "a positive number"),
+    Range(("mscale", "mscale_all_dim", "attention_factor"), lambda x: x is None or 0 <= x < 1e6, "0 or more"),
+    Range(
         ("original_max_position_embeddings",),
         lambda length: 0 < length <= LARGEST_OF["max_position_embeddings"],
         f"1 to {LARGEST_OF['max_position_embeddings']:,}",
@@ -108,7 +108,7 @@ def _sizes(c: "Config") -> list[str]:
 
 
 def _size_fault(name: str, value: int | None) -> str | None:
-    least, most = LEAST_OF.get(name, 1), LARGEST_OF.get(name, LARGEST)
+    least, most = LEAST_OF.get(name, 1), LARGEST_OF.get(name, MAX_FIELD)
     if value is not None and least <= value <= most:
         return None
     return f"{name} is {shown(value)}, expected {least} to {most:,}"
@@ -122,14 +122,14 @@ def _token_ids(c: "Config") -> list[str]:
 
 
 def _numbers(c: "Config") -> list[str]:
-    return _broken(RULES, c, "")
+    return _broken(RANGES, c, "")
 
 
 def _rope(c: "Config") -> list[str]:
-    return [] if c.rope_scaling is None else _broken(ROPE_RULES, c.rope_scaling, "rope_scaling.")
+    return [] if c.rope_scaling is None else _broken(ROPE_RANGES, c.rope_scaling, "rope_scaling.")
 
 
-def _broken(rules: tuple[Rule, ...], part: object, prefix: str) -> list[str]:
+def _broken(rules: tuple[Range, ...], part: object, prefix: str) -> list[str]:
     values = [(name, getattr(part, name), rule) for rule in rules for name in rule.names]
     return [
         f"{prefix}{name} is {shown(value)}, expected {rule.expected}"

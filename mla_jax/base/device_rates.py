@@ -19,7 +19,7 @@ from mla_jax.base.roofline import Device
 
 REPEATS = 7
 READ = 1 << 30  # bytes, many times what a cache on the chip holds
-LEAST = 128 << 20  # bytes that say enough of memory
+MIN_READ = 128 << 20  # bytes that say enough of memory
 SHARE = 32  # the part of the free memory that is taken for it
 SIDE = 8192  # of square matrices
 READS, PRODUCTS = 16, 8  # in one program, so that its start does not count
@@ -27,7 +27,7 @@ SANE = (0.1, 1.5)  # times the table's figures: a part of a device (MIG) reaches
 FIGURES = ("flops", "bandwidth")
 
 
-class Kept:
+class RatesFile:
     """Measured figures in a file of the user's cache, or in `path`: a table by subject, every entry with the same `fields`."""
 
     def __init__(self, name: str, fields: Sequence[str], path: Path | None = None):
@@ -54,7 +54,7 @@ class Kept:
             write_json(self.path, {**self.read(), key: figures}, indent=1)
 
 
-def device(target: Any = None, cache: Path | None = None) -> Device:
+def measured_device(target: Any = None, cache: Path | None = None) -> Device:
     """The figures of JAX's first device, or of `target`: measured if they are not in the `cache`, by the table if that fails.
 
     A CPU's figures are always the table's, so that choices on CPUs are the same on every machine; its experts are measured by
@@ -64,7 +64,7 @@ def device(target: Any = None, cache: Path | None = None) -> Device:
     table = roofline.device(target.device_kind, target.platform)
     if target.platform == "cpu":
         return table
-    kept = Kept(DEVICE_RATES, FIGURES, cache)
+    kept = RatesFile(DEVICE_RATES, FIGURES, cache)
     key = f"{target.device_kind}, JAX {jax.__version__}"
     found = kept.read().get(key)
     if _sane(found, table):
@@ -82,7 +82,7 @@ def device(target: Any = None, cache: Path | None = None) -> Device:
 def measure_device(target: Any) -> dict[str, float] | None:
     """FLOP/s of products of large bf16 matrices and bytes/s of sums over float32 rows; None with too little memory free."""
     count = min(READ, _free(target) // SHARE) // (4 * SIDE)
-    if 4 * SIDE * count < LEAST:
+    if 4 * SIDE * count < MIN_READ:
         return None
     with jax.default_device(target):
         rows = jax.jit(lambda: jax.lax.broadcasted_iota(jnp.float32, (count, SIDE), 1))()

@@ -69,7 +69,7 @@ ARCHITECTURES = {  # the classes of transformers that read each model_type
 }
 
 _INDEXER = "it chooses tokens with a lightning indexer (DeepSeek Sparse Attention), which is not built yet"
-WAITING = {"deepseek_v32": _INDEXER, "glm_moe_dsa": _INDEXER}
+UNSUPPORTED_TYPES = {"deepseek_v32": _INDEXER, "glm_moe_dsa": _INDEXER}
 
 # Keys that change the arithmetic, and the values for which ours is right (the first is what we compute).
 NEUTRAL_VALUES: dict[str, tuple] = {

@@ -40,7 +40,7 @@ class BlockType(NamedTuple):
 
 
 # Types without blocks: id and dtype
-PLAIN = {"F32": (0, "float32"), "F16": (1, "float16"), "BF16": (30, "bfloat16")}
+PLAIN_TYPES = {"F32": (0, "float32"), "F16": (1, "float16"), "BF16": (30, "bfloat16")}
 
 
 def _shape(x: Array, *last: int) -> Array:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-ROOT = Path("/")
+FILE_SYSTEM = Path("/")
 
 
-def free_memory(root: Path = ROOT) -> int:
+def free_memory(root: Path = FILE_SYSTEM) -> int:
     """Bytes that are free; what groups hold of files counts as free, as in the system's own figure, for it can be read again."""
     left = [_numbers(root / "proc/meminfo")["MemAvailable:"] * 1024]
     for folder in _groups("memory", root):
@@ -23,7 +23,7 @@ def free_memory(root: Path = ROOT) -> int:
     return max(min(left), 0)
 
 
-def cores(root: Path = ROOT) -> int:
+def cores(root: Path = FILE_SYSTEM) -> int:
     """As many as `cpu_experts` takes threads: those that may be used, and no more than the groups' time is worth."""
     found = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
     for folder in _groups("cpu", root):
@@ -34,7 +34,7 @@ def cores(root: Path = ROOT) -> int:
     return min(found)
 
 
-def last_cache(root: Path = ROOT) -> int:
+def last_cache(root: Path = FILE_SYSTEM) -> int:
     """Bytes of the caches farthest from the cores, all of them together; 0 where the system does not tell."""
     found: dict[int, dict[str, int]] = {}
     for folder in root.glob("sys/devices/system/cpu/cpu[0-9]*/cache/index[0-9]*"):

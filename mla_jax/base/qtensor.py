@@ -121,7 +121,7 @@ def nbytes(format: str, shape: Shape) -> int:
     return abstract(format, shape).nbytes
 
 
-def check(q: QTensor, where: str = "a tensor") -> QTensor:
+def validated(q: QTensor, where: str = "a tensor") -> QTensor:
     """`q` itself if its parts fit its format and shape; else raises BadFile, whose text begins with `where`."""
     found = [_shown(part) for part in q.parts]
     expected = [_shown(part) for part in abstract(q.format, q.shape).parts]

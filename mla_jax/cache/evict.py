@@ -1,7 +1,7 @@
 """Eviction of tokens from a row's cache: a policy scores the cached tokens, a rule gives each layer or head its count to keep.
 
-Scores come block by block, from a layer's attention over a block of slots. `kept` chooses by the scores of all layers, `places`
-gives the new slots of the tokens that stay. Nothing is known here of pages, models or the engine; positions stay unchanged.
+Scores come block by block, from a layer's attention over a block of slots. `kept` chooses by the scores of all layers,
+`new_slots` compacts the tokens that stay. Nothing is known here of pages, models or the engine; positions stay unchanged.
 
 Where heads are cached, each keeps tokens of its own, as published. Latents serve all heads of a layer at once, so a token goes
 for all of them or for none: there `shared` makes one score of the heads' scores, and Ada-KV shares out over layers what it
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-LEAST = float(np.finfo(np.float32).min)  # the score of what has no finite one; -inf is for what is not held
+LEAST = float(np.finfo(np.float32).min)  # the score of a token without a finite one; -inf is for empty slots
 
 
 class Seen(NamedTuple):
@@ -35,7 +35,7 @@ class Seen(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class EvictionPolicy:
     """Scores the tokens of a layer; those with high scores stay."""
 
     window: ClassVar[int] = 0  # queries it looks at: the newest W
@@ -54,7 +54,7 @@ class Policy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Streaming(Policy):
+class Streaming(EvictionPolicy):
     """StreamingLLM: the newest stay (and the first, which `kept` keeps for every policy)."""
 
     def of_block(self, seen: Seen) -> Float[Array, "B M S"]:
@@ -62,7 +62,7 @@ class Streaming(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class Random(Policy):
+class Random(EvictionPolicy):
     """A hash of seed and slot: the same tokens in all rows and layers. What any other policy has to beat."""
 
     seed: int = 0
@@ -80,7 +80,7 @@ def _same(score: Float[Array, " S"], seen: Seen) -> Float[Array, "B 1 S"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class H2O(Policy):
+class H2O(EvictionPolicy):
     """The weight a token gets from the queries that see it, on average. Of the whole prompt, if the window is as long.
 
     H2O itself sums, which favours the oldest tokens: they are seen most often."""
@@ -93,7 +93,7 @@ class H2O(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class SnapKV(Policy):
+class SnapKV(EvictionPolicy):
     """The weight a token and its neighbours get from the window's queries, on average. The window itself is left to `kept`.
 
     Published defaults are 64 and 5. A question is shorter, so most of 64 queries ask for something else; and a fact is longer, so
@@ -116,7 +116,7 @@ class SnapKV(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class TOVA(Policy):
+class TOVA(EvictionPolicy):
     """The weight a token gets from the newest query, on average over the heads."""
 
     window = 1
@@ -126,7 +126,7 @@ class TOVA(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyDiff(Policy):
+class KeyDiff(EvictionPolicy):
     """How unlike the mean key a key is: the negative cosine. No query is looked at."""
 
     needs_anchor = True
@@ -139,13 +139,13 @@ class KeyDiff(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class Critical(Policy):
+class Critical(EvictionPolicy):
     """CriticalKV: another policy chooses `first` of what is kept; the rest goes by its score times what a token can add.
 
     Its scores are those of both stages, M = 2 N; until they are finished, the second half is the worth alone. The products bound
     the change of the output more tightly, once half of the weight is kept: the first stage is there to keep it."""
 
-    of: Policy = SnapKV()
+    of: EvictionPolicy = SnapKV()
     first: float = dataclasses.field(default=0.5, kw_only=True)
 
     needs_worth = True
@@ -171,7 +171,7 @@ class Critical(Policy):
         return jnp.concatenate([scores, (scores + 1e-4) * worth], axis=1)
 
 
-POLICIES: dict[str, Policy] = {
+EVICTION_POLICIES: dict[str, EvictionPolicy] = {
     "streaming": Streaming(),
     "h2o": H2O(),
     "snapkv": SnapKV(),
@@ -199,7 +199,7 @@ class Ranked(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class Budget:
     """Says how many tokens each layer (and head) keeps, given how many are kept on average."""
 
     def counts(self, ranked: Ranked) -> Int[Array, "L B #H"]:
@@ -208,7 +208,7 @@ class Rule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pyramid(Rule):
+class Pyramid(Budget):
     """PyramidKV: many in the first layer, few in the last, evenly fewer in between; if the last has too few, all have the same.
 
     A layer's surplus over the count equals the deficit of the layer at the other end, rounded alike: the sum is exact."""
@@ -229,7 +229,7 @@ class Pyramid(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ada(Rule):
+class Ada(Budget):
     """Ada-KV: the share `floor` of each one's count is reserved for its best tokens, the rest goes to the best of all heads of a
     layer, or if heads share, of all layers. Without a floor, no other way to keep as many has a larger sum of scores."""
 
@@ -248,14 +248,14 @@ class Ada(Rule):
         return counts.swapaxes(0, 2) if over_layers else counts
 
 
-RULES: dict[str, Rule] = {"uniform": Rule(), "pyramid": Pyramid(), "ada": Ada()}
+BUDGET_RULES: dict[str, Budget] = {"uniform": Budget(), "pyramid": Pyramid(), "ada": Ada()}
 
 
 def kept(
     scores: Float[Array, "L B M S"],
     held: Int[Array, "L B #H"],
     count: Int[Array, " B"],
-    rule: Rule,
+    rule: Budget,
     *,
     sinks: int,
     window: int,
@@ -297,6 +297,6 @@ def _share(count: Int[Array, "*H"], part: float) -> Int[Array, "*H"]:
     return jnp.maximum(count * hundredths // 100, min(hundredths, 1))
 
 
-def places(kept: Bool[Array, "*H S"]) -> tuple[Int[Array, "*H S"], Int[Array, "*H"]]:
+def new_slots(kept: Bool[Array, "*H S"]) -> tuple[Int[Array, "*H S"], Int[Array, "*H"]]:
     """For each new slot the old slot of its token, in the same order, and the number of tokens. The dropped slots follow."""
     return jnp.argsort(~kept), kept.sum(-1, dtype=jnp.int32)

@@ -53,7 +53,7 @@ class Layer:
         return page_size(self.pool)
 
 
-class Rows(NamedTuple):
+class StepRows(NamedTuple):
     """Where the rows of a step keep their tokens: the same in all layers, made once a step."""
 
     page_table: Int[Array, "*H R P"]
@@ -165,7 +165,7 @@ def order_of(slot: Int[Array, "*B"], size: int) -> Int[Array, "*B"]:
     return slot + (slot // size * (devices - 1) + across.index(CONTEXT)) * size if devices > 1 else slot
 
 
-def rows_of(batch: Batch, size: int) -> Rows:
+def rows_of(batch: Batch, size: int) -> StepRows:
     """`size` is the number of tokens in a page on this device. Tokens past the end of the page table are dropped."""
     assert batch.page_table is not None, "a step with a cache needs a page table"
     assert batch.seq_lens is not None, "a step with a cache needs seq_lens"
@@ -185,7 +185,7 @@ def rows_of(batch: Batch, size: int) -> Rows:
     slots = jnp.where(here, page * size + place % size, NOWHERE)
     counts = _of_rows(real, batch.row, count)
     seq_lens = jnp.where(counts > 0, jnp.minimum(batch.seq_lens, room), 0)
-    return Rows(batch.page_table, seq_lens, counts, batch.row, index, slots, real)
+    return StepRows(batch.page_table, seq_lens, counts, batch.row, index, slots, real)
 
 
 def _lanes(table: Int[Array, "*H R P"]) -> int:
@@ -198,7 +198,7 @@ def _of_rows(token: Shaped[Array, "B T"], row: Int[Array, "B T"] | None, rows: i
     return jnp.zeros(rows, jnp.int32).at[row].add(token.astype(jnp.int32))
 
 
-def view_of(rows: Rows, lens: Int[Array, "*H R"], size: int) -> View:
+def view_of(rows: StepRows, lens: Int[Array, "*H R"], size: int) -> View:
     """The pages with the first `lens` tokens of each row."""
     if rows.lanes > 1:
         return jax.vmap(lambda rows, lens: view_of(rows, lens, size))(rows, lens)
@@ -217,7 +217,7 @@ def view_of(rows: Rows, lens: Int[Array, "*H R"], size: int) -> View:
     return View(table[None], filled[None], start)
 
 
-def slots_in(layer: Layer, rows: Rows) -> Int[Array, "*H B T"]:
+def slots_in(layer: Layer, rows: StepRows) -> Int[Array, "*H B T"]:
     """The slot of each new token in the whole pool, NOWHERE for padding."""
     return jnp.where(rows.slots == NOWHERE, NOWHERE, rows.slots + layer.first * rows.lanes * layer.size)
 
@@ -230,7 +230,7 @@ def places(part: Int[Array, "*B"], place: Int[Array, "*B"], lanes: int) -> tuple
     return page, place, lane
 
 
-def append(layer: Layer, new: Mapping[str, Shaped[Array, "B T ..."]], rows: Rows) -> Layer:
+def append(layer: Layer, new: Mapping[str, Shaped[Array, "B T ..."]], rows: StepRows) -> Layer:
     """Writes what the new tokens leave in this layer to their slots."""
     slots = slots_in(layer, rows)
     slots = slots if rows.lanes == 1 else jnp.moveaxis(slots, 0, -1)  # as heads are in what is new

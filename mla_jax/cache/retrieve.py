@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-LEAST = float(np.finfo(np.float32).min)  # the score of what has no finite one; -inf is for what is not there
+from mla_jax.cache.evict import LEAST
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class RetrievalPolicy:
     """Scores the pages of a row; those with high scores are read."""
 
     name: ClassVar[str]
@@ -49,7 +49,7 @@ class Policy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Quest(Policy):
+class Quest(RetrievalPolicy):
     """Quest (arXiv 2406.10774): the lowest and the highest number of each channel bound the scores of a page's tokens."""
 
     name = "quest"
@@ -82,7 +82,7 @@ class Quest(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class InfLLM(Policy):
+class InfLLM(RetrievalPolicy):
     """InfLLM (arXiv 2402.04617): a page stands for its tokens that the tokens after them in the page asked for most.
 
     How much is the mean over these of q . k, the heads' queries added up. A page's score is the product of the query and the mean
@@ -122,14 +122,14 @@ class InfLLM(Policy):
         return jnp.einsum("bl,bpl->bp", q.sum(1), summary[:, :, 0], preferred_element_type=jnp.float32)
 
 
-POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Quest(), InfLLM())}
+RETRIEVAL_POLICIES: dict[str, RetrievalPolicy] = {policy.name: policy for policy in (Quest(), InfLLM())}
 
 
 @dataclasses.dataclass(frozen=True)
 class Retrieval:
     """The context of a decoding row: the pages that its queries attend to, chosen by a policy."""
 
-    policy: Policy
+    policy: RetrievalPolicy
     tokens: int  # of context, in each layer; in whole pages
     dense: int = 2  # first layers that attend to everything, as in Quest's code
     recent: int = 2  # newest pages that are always read, with the one that is written
@@ -141,7 +141,7 @@ class Retrieval:
         return pages
 
 
-class Chosen(NamedTuple):
+class ChosenPages(NamedTuple):
     """The pages that rows attend to."""
 
     # In the row's page table, ascending; what comes after a row's last page may be any
@@ -149,7 +149,7 @@ class Chosen(NamedTuple):
     left_out: Int[Array, " B"]  # pages of the row that are not among them
 
 
-def chosen(scores: Float[Array, "B P"], pages: Int[Array, " B"], count: int, recent: int) -> Chosen:
+def chosen(scores: Float[Array, "B P"], pages: Int[Array, " B"], count: int, recent: int) -> ChosenPages:
     """The first of each row's `pages`, its `recent` last ones, and those with the highest scores: `count` in all, if there are.
 
     Of equal scores the first is better; those that are not finite are lowest."""
@@ -161,7 +161,7 @@ def chosen(scores: Float[Array, "B P"], pages: Int[Array, " B"], count: int, rec
     order = jnp.cumsum(taken, axis=1) - 1
     is_at = taken[:, None] & (order[:, None] == jnp.arange(count)[:, None])
     # what follows from lengths alone is the same in all layers, and so is what a kernel makes of it
-    return Chosen(jnp.where(is_at, place, 0).sum(2), jnp.maximum(pages - count, 0))
+    return ChosenPages(jnp.where(is_at, place, 0).sum(2), jnp.maximum(pages - count, 0))
 
 
 def best(scores: Float[Array, "B P"], count: int) -> Bool[Array, "B P"]:

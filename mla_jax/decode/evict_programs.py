@@ -16,21 +16,21 @@ from jaxtyping import Array, Float, Int
 from mla_jax.base.axes import DATA, TENSOR
 from mla_jax.base.batch import Tables
 from mla_jax.cache import evict, paged
-from mla_jax.cache.evict import RULES, Policy
+from mla_jax.cache.evict import BUDGET_RULES, EvictionPolicy
 from mla_jax.cache.paged import NOWHERE, Pool
 from mla_jax.decode.rows import Rows, newest
 from mla_jax.mesh import across
 from mla_jax.model import attention_scores
 from mla_jax.model.transformer import Transformer
 
-BLOCK = 16  # pages that are moved at a time
+MOVED = 16  # pages that are moved at a time
 
 
 @dataclass(frozen=True)
 class Selection:
     """The settings of eviction: policy, budget, and the tokens that stay whatever their scores."""
 
-    policy: Policy
+    policy: EvictionPolicy
     budget: str = "ada"  # how layers or heads share: one of RULES
     sinks: int = 4  # first tokens that stay whatever their scores
     recent: int = 64  # and newest ones; a window's tokens have no scores of their own
@@ -62,7 +62,7 @@ def observe(
     """The tokens to keep of the rows `at`: `count` a layer and head on average. An index past the table is none; pool and rows
     are unchanged."""
     assert evicts is not None
-    policy, rule = evicts.policy, RULES[evicts.budget]
+    policy, rule = evicts.policy, BUDGET_RULES[evicts.budget]
     tokens, batch = newest(rows, at, page_table, evicts.window)
     _, same, aux = model(tokens, batch, pool, watch=functools.partial(attention_scores.scores, policy))
     assert same is not None
@@ -75,7 +75,7 @@ def observe(
     stays = evict.kept(
         scores, held, count, rule, sinks=evicts.sinks, window=evicts.recent, first=policy.first
     )
-    source, kept = evict.places(stays.swapaxes(1, 2))
+    source, kept = evict.new_slots(stays.swapaxes(1, 2))
     # Nothing is moved for an index that is no row: its page table is not its own
     kept = jnp.where(at < rows.seen.shape[0], kept, 0)
     return same, rows, Kept(source.astype(jnp.int32), kept, across.gathered(kept[None], DATA))
@@ -89,7 +89,7 @@ def _shared(scores: Float[Array, "B M S"], stages: int) -> Float[Array, "B {stag
 def move(model: Transformer, pool: Pool, kept: Kept, old: Tables, new: Tables) -> tuple[Pool, Kept]:
     """The pool with what stays in its `new` pages, in the same order; both tables are as wide, and no part is in both."""
     layers, lanes, _, width = old.pages.shape
-    size, block = paged.page_size(pool), min(BLOCK, width)
+    size, block = paged.page_size(pool), min(MOVED, width)
     used = -(-kept.count.max() // (block * size))
 
     def moved(step: Array, pool: Pool) -> Pool:

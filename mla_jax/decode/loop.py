@@ -23,14 +23,14 @@ from mla_jax.cache.paged import Pool, page_size
 from mla_jax.decode import evict_programs, page_copy, sharded_sampling
 from mla_jax.decode import rows as table
 from mla_jax.decode.evict_programs import Kept, Selection
-from mla_jax.decode.loop_state import Going, accepted, begun, counted, ended, next_token, read
+from mla_jax.decode.loop_state import Going, accepted, begun, counted, ended, forward, next_token
 from mla_jax.decode.outputs import Found, Likely
 from mla_jax.decode.packing import here, of_shards
 from mla_jax.decode.program_sharding import Spread
 from mla_jax.decode.programs import Program, Shared
 from mla_jax.decode.rows import ADMITTED, Entry, Rows
 from mla_jax.decode.speculative import NOBODY, Drafter, run_with_drafts
-from mla_jax.decode.store import Store
+from mla_jax.decode.store import ProgramStore
 from mla_jax.mesh import across
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload import experts
@@ -76,7 +76,7 @@ def prefill(
 def _scores(model: Transformer, hidden: Float[Array, "1 T D"], following: Int[Array, " T"]) -> Likely:
     """Of the tokens that follow each of a line, of all data shards."""
     found = sharded_sampling.likely_of(
-        sharded_sampling.logits(model, jnp.swapaxes(hidden, 0, 1)), following[:, None]
+        sharded_sampling.row_logits(model, jnp.swapaxes(hidden, 0, 1)), following[:, None]
     )
     return across.gathered(Likely(*(jnp.swapaxes(array, 0, 1) for array in found)), DATA)
 
@@ -121,11 +121,11 @@ def run(
     asked, going = begun(pool, rows, at, page_table, steps)
 
     def step(going: Going) -> Going:
-        going, token, more = next_token(going, asked, sharded_sampling.logits(model, going.last))
+        going, token, more = next_token(going, asked, sharded_sampling.row_logits(model, going.last))
         token, counts = token[:, None], more.astype(jnp.int32)
         batch = Batch.behind(going.held, going.position, counts, 1, page_table)
         going = going._replace(pool=drafter.keep(model, going.pool, going.last[:, None], token, batch))
-        going, hidden = read(model, going, asked, token, counts)
+        going, hidden = forward(model, going, asked, token, counts)
         return accepted(going, more, hidden[:, 0])
 
     return ended(jax.lax.while_loop(lambda going: going.goes_on(asked), step, going), asked)
@@ -191,7 +191,7 @@ class Programs:
     ):
         self.model, self.device, self.drafter, self.evicts = model, model.dispatch.device, drafter, evicts
         self._calls_host = bool(model.on_host())
-        shared = Shared.of(None if folder is None or self._calls_host else Store.of(folder, model))
+        shared = Shared.of(None if folder is None or self._calls_host else ProgramStore.of(folder, model))
         self.waits, self.spread = shared.waits, Spread.of(model)
         options, loop_options = (options.get(self.device.platform) for options in (OPTIONS, LOOP_OPTIONS))
         program = functools.partial(Program, model=model, shared=shared)
@@ -306,7 +306,7 @@ class Programs:
     def check(self) -> None:
         """Raises what went wrong with experts on the host: programs of a GPU run on when a call fails, with NaN."""
         if self._calls_host:
-            experts.check()
+            experts.raise_failed()
 
 
 def _numbers(*shape: int) -> jax.ShapeDtypeStruct:

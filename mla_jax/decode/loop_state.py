@@ -78,15 +78,15 @@ def ended(going: Going, asked: Asked) -> tuple[Pool, Rows, Found]:
 def next_token(
     going: Going, asked: Asked, logits: Float[Array, "b W"]
 ) -> tuple[Going, Int[Array, " B"], Bool[Array, " B"]]:
-    """One more token for every active row, drawn from the dealt logits of its last one, and the rows that are to read it; ends
+    """One more token for every active row, sampled from this device's row shard of logits, and the rows that are to read it; ends
     the rows whose logits are not finite."""
     with jax.named_scope("choose"):
-        token, fit = sharded_sampling.choose(
+        token, fit = sharded_sampling.sample(
             logits, going.rows.seen, asked.at, going.position, asked.entry.sampling
         )
         token = table.told_again(going.rows, asked.at, asked.entry, going.is_open, token)
     active = going.is_active(asked)
-    going = taken(going, asked, token, active & fit, logits)
+    going = accept_token(going, asked, token, active & fit, logits)
     failed = active & ~fit
     is_open = dataclasses.replace(
         going.is_open, done=going.is_open.done | failed, finite=going.is_open.finite & ~failed
@@ -94,7 +94,7 @@ def next_token(
     return going._replace(is_open=is_open), token, active & ~is_open.done
 
 
-def taken(
+def accept_token(
     going: Going, asked: Asked, token: Int[Array, " B"], takes: Bool[Array, " B"], logits: Float[Array, "b W"]
 ) -> Going:
     """With the token that each row `takes`, drawn from these logits; ends the rows that are full, or at an end token."""
@@ -129,7 +129,7 @@ def _put(buffer: Array, slot: Int[Array, " B"], value: Array) -> Array:
     return buffer.at[jnp.arange(slot.shape[0]), slot].set(value, mode="drop")
 
 
-def read(
+def forward(
     model: Transformer, going: Going, asked: Asked, tokens: Int[Array, "B T"], counts: Int[Array, " B"]
 ) -> tuple[Going, Float[Array, "B T D"]]:
     """Appends the first `counts` tokens to each row's cache; also returns their hidden states. `accepted` keeps some or all."""

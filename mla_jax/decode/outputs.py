@@ -63,12 +63,12 @@ class Found(NamedTuple):
 
 def likely(logits: Float[Array, "B T W"], tokens: Int[Array, "B T"]) -> Likely:
     normal = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    ids = largest(normal, MAX_LOGPROBS)
+    ids = largest_tokens(normal, MAX_LOGPROBS)
     chosen = jnp.take_along_axis(normal, tokens[..., None], axis=-1)[..., 0]
     return Likely(chosen, jnp.take_along_axis(normal, ids, axis=-1), ids)
 
 
-def largest(numbers: Float[Array, "*B W"], count: int) -> Int[Array, "*B J"]:
+def largest_tokens(numbers: Float[Array, "*B W"], count: int) -> Int[Array, "*B J"]:
     """Where the `count` largest are, as `jax.lax.top_k` orders them, but without a sort.
 
     XLA sorts by a library, which a CUDA graph cannot hold: the decode loop would be a program of the host, whose call returns

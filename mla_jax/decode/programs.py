@@ -17,7 +17,7 @@ from flax import nnx
 
 from mla_jax.decode.packing import pack, unpack
 from mla_jax.decode.program_sharding import Spread
-from mla_jax.decode.store import Built, Store
+from mla_jax.decode.store import Built, ProgramStore
 from mla_jax.model.transformer import Transformer
 
 THREADS = 4  # that compile; XLA adds threads of its own for each program
@@ -45,10 +45,10 @@ class Shared(NamedTuple):
 
     pool: ThreadPoolExecutor
     waits: Waits
-    store: Store | None
+    store: ProgramStore | None
 
     @classmethod
-    def of(cls, store: Store | None = None) -> "Shared":
+    def of(cls, store: ProgramStore | None = None) -> "Shared":
         return cls(ThreadPoolExecutor(THREADS, thread_name_prefix="compile"), Waits(), store)
 
 
@@ -167,7 +167,7 @@ class Program:
         future.add_done_callback(lambda done: self._built.pop(key, None) if done.exception() else None)
         return future
 
-    def _file(self, key: Key, store: Store) -> str:
+    def _file(self, key: Key, store: ProgramStore) -> str:
         options = self.function.keywords, self.donated, self.compiler_options, self.precision
         return store.name(self.function.func.__name__, *map(repr, (key, *options)))
 

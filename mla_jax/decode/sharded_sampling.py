@@ -1,7 +1,7 @@
-"""Rows dealt out for sampling: devices that share a vocabulary each choose for some of their rows, from whole logits.
+"""Distributed sampling: an all-to-all turns vocabulary shards into row shards; each device samples its rows.
 
-So no device ever has the logits of all rows, and choosing is the one-device code. `own` deals rows out to the devices along the
-axis `TENSOR`, `of_all` brings back what these have found. On one device both do nothing."""
+So no device ever has the logits of all rows, and sampling is the one-device code. `own_rows` is a device's part of the rows along
+the axis `TENSOR`, `of_all` all-gathers the results. On one device both do nothing."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ from mla_jax.mesh import across
 from mla_jax.model.transformer import Transformer
 
 
-def own(rows: Any) -> Any:
-    """The rows, on the first axis, that this device chooses for; with copies of the last one where they are too few."""
+def own_rows(rows: Any) -> Any:
+    """This device's part of the rows, on the first axis; padded with copies of the last row."""
     parts = across.size(TENSOR)
     if parts == 1:
         return rows
@@ -37,16 +37,16 @@ def _padded(leaf: Array, parts: int) -> Array:
     return leaf if padding.size == leaf.shape[0] else leaf[padding]
 
 
-def logits(model: Transformer, hidden: Float[Array, "B *T D"]) -> Float[Array, "b *T W"]:
-    """Of the rows that this device chooses for."""
+def row_logits(model: Transformer, hidden: Float[Array, "B *T D"]) -> Float[Array, "b *T W"]:
+    """Whole logits of the rows that this device samples."""
     with jax.named_scope("unembed"):
         if not model.cuts_words:
-            return model.own_words(own(hidden))
+            return model.own_words(own_rows(hidden))
         parts = across.size(TENSOR)
         return across.swapped(model.own_words(_padded(hidden, parts)), TENSOR, cut=0, join=-1)
 
 
-def choose(
+def sample(
     logits: Float[Array, "b W"],
     seen: UInt16[Array, "H W"],
     rows: Int[Array, " B"],
@@ -54,10 +54,10 @@ def choose(
     asked: Sampling,
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """As `sampling.choose`, for all rows, from the logits of this device's."""
-    mine, at, given = own((rows, position, jax.tree.map(jnp.asarray, asked)))
+    mine, at, given = own_rows((rows, position, jax.tree.map(jnp.asarray, asked)))
     return of_all(sampling.choose(logits, seen, mine, at, given), rows.shape[0])
 
 
 def likely_of(logits: Float[Array, "b T W"], tokens: Int[Array, "B T"]) -> Likely:
-    """As `chosen.likely`, for all rows, from the logits of this device's."""
-    return of_all(likely(logits, own(tokens)), tokens.shape[0])
+    """As `outputs.likely`, for all rows, from the logits of this device's."""
+    return of_all(likely(logits, own_rows(tokens)), tokens.shape[0])

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mla_jax.base.batch import Batch, Table
 from mla_jax.cache.paged import Pool
 from mla_jax.decode import sharded_sampling
-from mla_jax.decode.loop_state import Asked, Going, accepted, begun, ended, next_token, read, taken
+from mla_jax.decode.loop_state import Asked, Going, accept_token, accepted, begun, ended, forward, next_token
 from mla_jax.decode.outputs import Found
 from mla_jax.decode.rows import Rows, told_again
 from mla_jax.mesh import across
@@ -109,8 +109,8 @@ class Mtp(Drafter):
             )
             found, pool, _ = model.draft(0, newest[:, None], hidden[:, None], _one_back(one), pool)
             hidden = found[:, 0]
-            newest, _ = sharded_sampling.choose(
-                sharded_sampling.logits(model, hidden),
+            newest, _ = sharded_sampling.sample(
+                sharded_sampling.row_logits(model, hidden),
                 going.rows.seen,
                 asked.at,
                 going.position + 1 + i,
@@ -122,7 +122,7 @@ class Mtp(Drafter):
         start = going.pool, going.last, token, guesses
         with jax.named_scope("draft"):
             pool, _, _, guesses = jax.lax.fori_loop(
-                0, across.largest(jnp.maximum(needed.max(), 0)), guess, start
+                0, across.maximum(jnp.maximum(needed.max(), 0)), guess, start
             )
         return pool, guesses, counts
 
@@ -218,7 +218,7 @@ def run_with_drafts(
         pool, guesses, counts = drafter.propose(model, going, asked, token, counts)
         return _verified(model, going._replace(pool=pool), asked, drafter, Guessed(token, guesses, counts))
 
-    start = going, sharded_sampling.logits(model, going.last)
+    start = going, sharded_sampling.row_logits(model, going.last)
     going, _ = jax.lax.while_loop(lambda carry: carry[0].goes_on(asked), one_pass, start)
     return ended(going, asked)
 
@@ -237,13 +237,13 @@ def _verified(
     """Runs the model over a token and its drafts, and accepts drafts; also returns the row shard of each last token's logits."""
     before, most = going, given.guesses.shape[1]
     tokens = jnp.concatenate([given.token[:, None], given.guesses], axis=1)
-    going, hidden = read(model, going, asked, tokens, given.counts + 1)
-    logits = sharded_sampling.logits(model, hidden)
+    going, hidden = forward(model, going, asked, tokens, given.counts + 1)
+    logits = sharded_sampling.row_logits(model, hidden)
     going = _checked(going, asked, given, hidden, logits)
     stood = jnp.maximum(going.held - before.held - 1, 0)
     batch = Batch.behind(before.held + 1, before.position + 1, stood, most, asked.page_table)
     pool = drafter.keep(model, going.pool, hidden[:, :most], given.guesses, batch)
-    last = jnp.take_along_axis(logits, sharded_sampling.own(stood)[:, None, None], axis=1)[:, 0]
+    last = jnp.take_along_axis(logits, sharded_sampling.own_rows(stood)[:, None, None], axis=1)[:, 0]
     return going._replace(pool=pool), last
 
 
@@ -260,12 +260,12 @@ def _checked(
         i, going, live = carry
         mine, guess = logits[:, i], given.guesses[:, i]
         asks = live & (i < given.counts)
-        drawn, fit = sharded_sampling.choose(
+        drawn, fit = sharded_sampling.sample(
             mine, going.rows.seen, asked.at, going.position, asked.entry.sampling
         )
         drawn = told_again(going.rows, asked.at, asked.entry, going.is_open, drawn)
         right = asks & fit & stands(guess, drawn)
-        going = taken(_tallied(going, i, asks, right), asked, drawn, right, mine)
+        going = accept_token(_tallied(going, i, asks, right), asked, drawn, right, mine)
         live = right & ~going.is_open.done
         return i + 1, accepted(going, live, hidden[:, i + 1]), live
 

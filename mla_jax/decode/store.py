@@ -45,7 +45,7 @@ class Built(NamedTuple):
     structure: Any
 
 
-class Store:
+class ProgramStore:
     """Programs for `devices` in `folder`, of the model that `context` tells apart from all others."""
 
     def __init__(self, folder: Path, devices: Sequence[Any], context: str):
@@ -53,7 +53,7 @@ class Store:
         self.version = digest(code(), context)[:8]
 
     @classmethod
-    def of(cls, folder: Path, model: Transformer) -> "Store":
+    def of(cls, folder: Path, model: Transformer) -> "ProgramStore":
         graph, state = nnx.split(model)
         leaves, structure = jax.tree.flatten(state)
         devices = Spread.of(model).devices or list(leaves[0].devices())

@@ -48,7 +48,7 @@ def files_of(source: Source) -> dict[str, bytes]:
             for name in (*FILES, *KIMI_FILES)
             if (path := source.path / name).is_file()
         }
-    found = gguf_tokenizer.build(source.metadata, source.path.name, source.config.vocab_size)
+    found = gguf_tokenizer.from_metadata(source.metadata, source.path.name, source.config.vocab_size)
     if found is None:
         return {}
     names = {
@@ -70,14 +70,14 @@ def files_of(source: Source) -> dict[str, bytes]:
     return {"tokenizer.json": found.tokenizer.model.to_str().encode(), **made}
 
 
-def _special(found: gguf_tokenizer.Found) -> dict[str, int | None]:
+def _special(found: gguf_tokenizer.GgufTokenizer) -> dict[str, int | None]:
     return {"bos_token": found.bos_id, "eos_token": next(iter(found.eos_ids), None)}
 
 
 def _from_gguf(source: Source) -> Text:
     assert source.metadata is not None
     defaults = _gguf_defaults(source.metadata)
-    found = gguf_tokenizer.build(source.metadata, source.path.name, source.config.vocab_size)
+    found = gguf_tokenizer.from_metadata(source.metadata, source.path.name, source.config.vocab_size)
     if found is None:
         return Text(None, None, defaults, ())
     words = {

@@ -15,7 +15,7 @@ from mla_jax.base.axes import MESH_AXES
 Axes = str | Sequence[str]
 # What a GPU's messages are cut into, all together. XLA copies each piece with one block of threads: to another H200 4,096 rows of
 # 14 KB take 22.3 ms whole, 0.37 ms in 256 pieces (2026-11-26). Between processes NCCL sends them, whole.
-PIECES = 512
+EXCHANGE_PIECES = 512
 
 
 def size(axes: Axes) -> int:
@@ -40,7 +40,7 @@ def total(x: Any, axes: Axes) -> Any:
     return jax.lax.psum(x, names) if names else x
 
 
-def largest(x: Any, axes: Axes = MESH_AXES) -> Any:
+def maximum(x: Any, axes: Axes = MESH_AXES) -> Any:
     """The maximum over these axes, on each device."""
     names = _bound(axes)
     return jax.lax.pmax(x, names) if names else x
@@ -48,7 +48,7 @@ def largest(x: Any, axes: Axes = MESH_AXES) -> Any:
 
 def any_of(x: Bool[Array, ""]) -> Bool[Array, ""]:
     """Whether this holds on any device of the mesh: for loops and branches in which devices speak to each other."""
-    return largest(x.astype(jnp.int32)) > 0 if _bound(MESH_AXES) else x
+    return maximum(x.astype(jnp.int32)) > 0 if _bound(MESH_AXES) else x
 
 
 def gathered(x: Any, axes: Axes, along: int = 0) -> Any:
@@ -173,7 +173,7 @@ def sent(rows: Shaped[Array, "S ..."], route: Route, most: int, room: int) -> Sh
         )
 
     def in_pieces(rows: Array) -> Array:
-        return ragged(rows, max(PIECES // size(route.axes), 1) if jax.process_count() == 1 else 1)
+        return ragged(rows, max(EXCHANGE_PIECES // size(route.axes), 1) if jax.process_count() == 1 else 1)
 
     def padded(rows: Array) -> Array:
         place = starts[here][:, None] + jnp.arange(most)

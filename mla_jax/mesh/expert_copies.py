@@ -37,7 +37,7 @@ def _copies(counts: np.ndarray, devices: int, more: int) -> np.ndarray:
     return number
 
 
-def slots_of(placed: Sequence[int], experts: int) -> np.ndarray:
+def expert_slots(placed: Sequence[int], experts: int) -> np.ndarray:
     """`[X, R]` of int32: the slots of each expert, as often as the expert with most copies has them; tokens take turns."""
     found: list[list[int]] = [[] for _ in range(experts)]
     for slot, expert in enumerate(placed):

@@ -12,23 +12,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mla_jax.cache import paged
-from mla_jax.cache.evict import Policy, Seen
+from mla_jax.cache.evict import EvictionPolicy, Seen
 from mla_jax.cache.paged import Layer
-from mla_jax.model.block_attention import Blocks, Cached, Held
-from mla_jax.model.page_selection import absorbed
+from mla_jax.model.block_attention import Blocks, Cached, StepCache
+from mla_jax.model.page_selection import absorbed_queries
 
 # of (queries as forms take them, held, up, projection behind attention, scale)
-Watch = Callable[[tuple[Array, Array], Held, Any, Array, float], Array]
+Watch = Callable[[tuple[Array, Array], StepCache, Any, Array, float], Array]
 Number = Array | int  # of a block
 
 
-def queries(q: tuple[Array, Array], held: Held, up: Any, out: Array, scale: float) -> Float[Array, "B T N L"]:
+def queries(
+    q: tuple[Array, Array], held: StepCache, up: Any, out: Array, scale: float
+) -> Float[Array, "B T N L"]:
     """Those whose product with a cached latent is a head's logit, before it is scaled."""
-    return absorbed(q, up)
+    return absorbed_queries(q, up)
 
 
 def scores(
-    policy: Policy, q: Any, held: Held, up: Any, out: Float[Array, "D O"], scale: float
+    policy: EvictionPolicy, q: Any, held: StepCache, up: Any, out: Float[Array, "D O"], scale: float
 ) -> Float[Array, "B M S"]:
     """The score that `policy` gives every slot of a layer: for each head where heads are cached, or where it tells them apart.
 
@@ -56,7 +58,7 @@ class Watched(NamedTuple):
     scale: float
 
     @classmethod
-    def of(cls, q: Any, held: Held, up: Any, scale: float) -> "Watched":
+    def of(cls, q: Any, held: StepCache, up: Any, scale: float) -> "Watched":
         assert held.layer is not None, "a policy scores what is cached"
         over_heads = "k" in held.layer.pool
         queries = (

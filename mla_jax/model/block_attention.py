@@ -14,7 +14,7 @@ from mla_jax.base.axes import CONTEXT
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import Config
 from mla_jax.cache import paged
-from mla_jax.cache.paged import Layer, Pool, Rows, View
+from mla_jax.cache.paged import Layer, Pool, StepRows, View
 from mla_jax.mesh import across
 from mla_jax.model.ops import masked_exp
 
@@ -25,7 +25,7 @@ OfBlock = Callable[[Cached], tuple[Float[Array, "B T N S"], Float[Array, "B S ..
 class Blocks(NamedTuple):
     """How the rows of a step are read: `count` pages of each line at a time. The same in all layers."""
 
-    rows: Rows
+    rows: StepRows
     pages: View
     count: int
     size: int  # of a page
@@ -35,7 +35,7 @@ class Blocks(NamedTuple):
         """The slots of a block that each query attends to: its own, and those of its row before it."""
         slot = first + jnp.arange(slots)
 
-        def seen(rows: Rows, start: Array) -> Bool[Array, "B T S"]:
+        def seen(rows: StepRows, start: Array) -> Bool[Array, "B T S"]:
             start = rows.of_tokens(start * self.size)[:, :, None]
             return (slot >= start) & (paged.order_of(slot - start, self.size) <= rows.index[:, :, None])
 
@@ -46,7 +46,7 @@ class Blocks(NamedTuple):
         return found & self.mask[:, :, None, None]
 
 
-class Held(NamedTuple):
+class StepCache(NamedTuple):
     """`new` is what the form remembers of the step's own tokens. With a cache they are in `layer` already."""
 
     new: Cached
@@ -124,7 +124,7 @@ def _joined(mine: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
     """The same of what all devices have of the rows."""
     if across.size(CONTEXT) == 1:
         return mine
-    top = across.largest(mine[0], CONTEXT)
+    top = across.maximum(mine[0], CONTEXT)
     by = jnp.where(jnp.isfinite(mine[0]), jnp.exp(mine[0] - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
     total, weighted = across.total((mine[1] * by, mine[2] * by), CONTEXT)
     return top, total, weighted

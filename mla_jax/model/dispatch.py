@@ -33,9 +33,9 @@ from mla_jax.model.ops import Shapes
 if TYPE_CHECKING:
     from mla_jax.model.transformer import Transformer
 
-FORMS = mla.FORMS | KERNELS
-FORMS_OVER_FP8 = {name: fp8_latent.over(form) for name, form in FORMS.items() if name != "naive"}
-FORMS_OF = {"auto": FORMS, "fp8": FORMS_OVER_FP8}  # by the format of the cache
+ALL_FORMS = mla.FORMS | KERNELS
+FORMS_OVER_FP8 = {name: fp8_latent.over(form) for name, form in ALL_FORMS.items() if name != "naive"}
+FORMS_OF = {"auto": ALL_FORMS, "fp8": FORMS_OVER_FP8}  # by the format of the cache
 # What may be asked for; "fused" is the kernel for the step's number of new tokens
 ATTENTION = ("auto", *mla.FORMS, "fused")
 
@@ -90,7 +90,7 @@ class Dispatch:
 
     def _plan(self, model: "Transformer", batch: Batch, pool: Pool | None, name: str) -> StepPlan:
         rows, new = batch.positions.shape
-        form = FORMS[name] if pool is None else FORMS_OF[self.kv_cache][name]
+        form = ALL_FORMS[name] if pool is None else FORMS_OF[self.kv_cache][name]
         slots = self.block_slots(model, name, rows, new)
 
         def prepare(batch: Batch) -> Any:

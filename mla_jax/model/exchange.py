@@ -20,7 +20,7 @@ Compute = Callable[
 Exchange = Callable[[Array, Array, Array, int, Compute], Array]
 
 
-def gather(
+def by_gathering(
     x: Float[Array, "n D"],
     topk_ids: Int[Array, "n K"],
     topk_weights: Float[Array, "n K"],
@@ -41,7 +41,7 @@ def own_ids(topk_ids: Int[Array, "n K"], experts: int) -> Int[Array, "n K"]:
     return jnp.where((here >= 0) & (here < experts), here, experts)
 
 
-def all_to_all(
+def by_all_to_all(
     x: Float[Array, "n D"],
     topk_ids: Int[Array, "n K"],
     topk_weights: Float[Array, "n K"],
@@ -113,4 +113,4 @@ def _shared(array: Array, axes: tuple[str, ...], filler: int = 0) -> Array:
     return across.own(jnp.pad(array, padding, constant_values=filler), axes)
 
 
-EXCHANGES: dict[str, Exchange] = {"gather": gather, "all_to_all": all_to_all}
+EXCHANGES: dict[str, Exchange] = {"gather": by_gathering, "all_to_all": by_all_to_all}

@@ -31,12 +31,12 @@ def remembers(
     return {CODES: codes, SCALES: scales, "k_pe": k_pe}
 
 
-def operand(cached: dict[str, Any]) -> Any:
+def latent_operand(cached: dict[str, Any]) -> Any:
     """The latents of a layer as kernels take them, in E4M3 or not."""
     return ops.fp8(cached[CODES], cached[SCALES]) if SCALES in cached else cached["c_kv"]
 
 
-def unpacked(cached: dict[str, Array]) -> dict[str, Array]:
+def unpacked_latent(cached: dict[str, Array]) -> dict[str, Array]:
     """The cached latents as numbers, which is what the forms of mla.py take."""
     if SCALES not in cached:
         return {"c_kv": cached["c_kv"], "k_pe": cached["k_pe"]}
@@ -48,4 +48,4 @@ def unpacked(cached: dict[str, Array]) -> dict[str, Array]:
 
 def over(form: Form) -> Form:
     """`form`, over latents cached in E4M3. No kernel appends them; kernels read E4M3 by themselves."""
-    return Form(remembers, form.attends, form.prepare, reads=unpacked)
+    return Form(remembers, form.attends, form.prepare, reads=unpacked_latent)

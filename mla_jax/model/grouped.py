@@ -74,7 +74,7 @@ class Grouped(NamedTuple):
 COMPARED, COMPARED_ON_A_GPU = 512, 4096
 
 
-def shares(
+def chosen_weights(
     topk_ids: Int[Array, "n K"], topk_weights: Float[Array, "n K"], experts: int
 ) -> Float[Array, "n K"]:
     """The weights, zero where no expert is chosen."""
@@ -90,7 +90,7 @@ def ragged(
     """Grouped matmuls over tokens sorted by expert: for a GPU with a kernel for them, and for many tokens on a TPU."""
     gate, up, down = experts
     grouped = Grouped.of(topk_ids, gate.shape[0])
-    weights = shares(topk_ids, topk_weights, gate.shape[0])
+    weights = chosen_weights(topk_ids, topk_weights, gate.shape[0])
 
     pairs = topk_ids.size
     mine = -(-pairs // across.size(MESH_AXES))  # if all devices have as many

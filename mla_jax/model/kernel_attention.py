@@ -14,10 +14,10 @@ from mla_jax.base.axes import CONTEXT
 from mla_jax.base.batch import Batch
 from mla_jax.base.config import LATENT_NORM_EPS, Config
 from mla_jax.cache import paged
-from mla_jax.cache.paged import Layer, Pool, Rows, View
+from mla_jax.cache.paged import Layer, Pool, StepRows, View
 from mla_jax.mesh import across
 from mla_jax.model import fp8_latent, ops, rope
-from mla_jax.model.block_attention import Held, finite
+from mla_jax.model.block_attention import StepCache, finite
 from mla_jax.model.mla import Form, Queries, Up, heads, latents
 
 
@@ -31,7 +31,7 @@ class Order(NamedTuple):
 class Latents(NamedTuple):
     """The plan of one step of `kernel_latents`, shared by its layers."""
 
-    rows: Rows
+    rows: StepRows
     held: Int[Array, " B"]  # tokens of each row that are on this device
     order: Order | None  # of the queries; None: one token per row
     parts: int  # into which heads are cut, each for a call of its own
@@ -45,7 +45,10 @@ def prepare_latents(batch: Batch, pool: Pool, config: Config, block: int) -> Lat
     order = padding_first(~rows.real) if new > 1 else None
     numbers = paged.numbers(pool)
     parts = ops.parts_of_heads(
-        (batch.mask.shape[0], new, heads), fp8_latent.operand(numbers), numbers["k_pe"], rows.page_table
+        (batch.mask.shape[0], new, heads),
+        fp8_latent.latent_operand(numbers),
+        numbers["k_pe"],
+        rows.page_table,
     )
     held = paged.held_here(rows.seq_lens, paged.page_size(pool))
     schedule = ops.schedule(held, heads // parts, new)
@@ -60,7 +63,7 @@ def padding_first(padding: Bool[Array, "B T"]) -> Order:
     return Order(jnp.argmax(back[:, None, :] == places[:, None], axis=2).astype(jnp.int32), back)
 
 
-def append(
+def rotate_and_append(
     q: Float[Array, "B T N H"],
     kv: Float[Array, "B T L"],
     weight: Float[Array, " R"],
@@ -81,14 +84,14 @@ def ordered(x: Float[Array, "B T N H"], order: Int[Array, "B T"]) -> Float[Array
     return jnp.take_along_axis(x, order[..., None, None], axis=1)
 
 
-def kernel_latents(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
+def kernel_latents(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
     layer, step = _cached(held), held.step
     q_c = jnp.einsum("btnp,npr->btnr", q[0], up[0])
     q_pe = q[1]
     if step.order is not None:
         q_c, q_pe = ordered(q_c, step.order.there), ordered(q_pe, step.order.there)
     pool, table = paged.numbers(layer.pool), step.rows.page_table + layer.first
-    c_kv = fp8_latent.operand(pool)
+    c_kv = fp8_latent.latent_operand(pool)
     latents = c_kv, pool["k_pe"], table, step.held
     o_c, lse = ops.mla_decode(q_c, q_pe, *latents, scale, parts=step.parts, schedule=step.schedule)
     o_c = ops.merge_across(o_c, lse, CONTEXT)
@@ -103,7 +106,7 @@ Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]
 class Heads(NamedTuple):
     """The plan of one step of `kernel_heads`, shared by its layers."""
 
-    rows: Rows
+    rows: StepRows
     own: Range  # among the new tokens of its line
     before: View  # with what rows had cached before
     cached: Range  # among the slots of these
@@ -131,7 +134,7 @@ def prepare_heads(batch: Batch, pool: Pool, config: Config, block: int) -> Heads
     return Heads(rows, own, pages.in_blocks(count), cached, count)
 
 
-def kernel_heads(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
+def kernel_heads(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
     layer, queries = _cached(held), jnp.concatenate(q, -1)
     step: Heads = held.step
     slots = step.count * layer.size
@@ -153,12 +156,12 @@ def kernel_heads(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "
     return ops.merge_across(mine, lse, CONTEXT).astype(out.dtype)
 
 
-def _cached(held: Held) -> Layer:
+def _cached(held: StepCache) -> Layer:
     assert held.layer is not None, "kernels attend to what is cached"
     return held.layer
 
 
 KERNELS = {
-    "kernel_latents": Form(latents, kernel_latents, prepare_latents, append),
+    "kernel_latents": Form(latents, kernel_latents, prepare_latents, rotate_and_append),
     "kernel_heads": Form(latents, kernel_heads, prepare_heads),
 }

@@ -22,7 +22,7 @@ from mla_jax.cache.paged import Layer
 from mla_jax.mesh import across
 from mla_jax.model import block_attention, rope
 from mla_jax.model.attention_scores import Watch
-from mla_jax.model.block_attention import Cached, Held
+from mla_jax.model.block_attention import Cached, StepCache
 from mla_jax.model.ops import contracted, linear, norm_weight, parameter, plain, rms_norm
 from mla_jax.model.page_selection import Retrieving
 
@@ -46,7 +46,7 @@ def heads(
     return {"k": jnp.concatenate([k_nope, shared], -1), "v": v}
 
 
-def naive(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
+def naive(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Caches every head's key and value, as any transformer does."""
     joined = jnp.concatenate(q, -1)
 
@@ -57,13 +57,13 @@ def naive(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V
     return held.attend(block).astype(joined.dtype)
 
 
-def compressed(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
+def compressed(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Caches latents, rebuilds the heads at every step: little memory, much arithmetic."""
     rebuilt = held._replace(reads=lambda cached: heads(**held.reads(cached), up=up))
     return naive(q, rebuilt, up, scale)
 
 
-def absorbed(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
+def absorbed(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Moves `uk` to the query and `uv` to the output, so heads are never rebuilt. As published, each head gets its own copy of
     the joint key [c_kv, k_pe]: that copy is what `move_elided` elides (a GPU compiler may fuse it away)."""
     # `up` comes first, else a GPU keeps the result strided: 6 times slower at 32 rows of 512
@@ -79,7 +79,7 @@ def absorbed(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T 
     return jnp.einsum("btnr,nvr->btnv", held.attend(block).astype(q_c.dtype), up[1])
 
 
-def move_elided(q: Queries, held: Held, up: Up, scale: float) -> Float[Array, "B T N V"]:
+def move_elided(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Absorbed, with the plain and the rotary score added instead of their vectors joined: nothing is copied."""
     q_c = jnp.einsum("btnp,npr->btnr", q[0], up[0])
 
@@ -160,14 +160,14 @@ class MLA(nnx.Module):
             attends = functools.partial(retrieving.attended, form.attends)
         else:
             attends = form.attends
-        return self.projected(attends(q, Held(new, layer, step, form.reads), up, scale)), layer
+        return self.projected(attends(q, StepCache(new, layer, step, form.reads), up, scale)), layer
 
     def watched(
         self, x: Float[Array, "B T D"], layer: Layer, form: Form, step: Any, turns: rope.Turns, watch: Watch
     ) -> tuple[Float[Array, "B T D"], Array]:
         """As `__call__`, of tokens that are cached already; with what `watch` says of the layer's attention."""
         q = self.turned(self.queries(x), turns)
-        held = Held({}, layer, step, form.reads)
+        held = StepCache({}, layer, step, form.reads)
         scale = rope.softmax_scale(self.config)
         out = form.attends(q, held, self.up, scale)
         own = across.part(plain(self.o_proj[...], x.dtype), out.shape[2] * out.shape[3], TENSOR, along=1)

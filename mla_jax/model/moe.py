@@ -15,9 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 from mla_jax.base import axes
 from mla_jax.base.config import Config
 from mla_jax.model.exchange import Exchange
-from mla_jax.model.exchange import gather as gather_tokens
-from mla_jax.model.grouped import ExpertWeights, Grouped, ragged, shares
-from mla_jax.model.ops import contracted, entry, linear, moe_decode, parameter, plain, swiglu
+from mla_jax.model.exchange import by_gathering as gather_tokens
+from mla_jax.model.grouped import ExpertWeights, Grouped, chosen_weights, ragged
+from mla_jax.model.ops import contracted, linear, moe_decode, parameter, plain, swiglu, take_one
 
 Backend = Callable[[Array, Array, Array, ExpertWeights], Array]
 
@@ -150,14 +150,14 @@ def loop(
     def one_tile(i: Array, out: Array) -> Array:
         expert = jnp.searchsorted(last_tile, i, side="right")
         start = last_row[expert] - grouped.sizes[expert] + (i - (last_tile[expert] - tiles[expert])) * tile
-        gate, up, down = (entry(w, expert) for w in experts)
+        gate, up, down = (take_one(w, expert) for w in experts)
         y = swiglu(jax.lax.dynamic_slice_in_dim(rows, start, tile), gate, up, down)
         mine = (start + jnp.arange(tile) < last_row[expert])[:, None]
         kept = jnp.where(mine, y, jax.lax.dynamic_slice_in_dim(out, start, tile))
         return jax.lax.dynamic_update_slice_in_dim(out, kept, start, axis=0)
 
     y = jax.lax.fori_loop(0, last_tile[-1], one_tile, jnp.zeros_like(rows))
-    return grouped.combine(y, shares(topk_ids, topk_weights, n_experts))
+    return grouped.combine(y, chosen_weights(topk_ids, topk_weights, n_experts))
 
 
 BACKENDS = {"dense": dense, "loop": loop, "gather": gather, "ragged": ragged}
@@ -280,7 +280,7 @@ class MLP(nnx.Module):
     """A gated feed-forward layer of the width that `axis` names."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs, axis: str = "mlp"):
-        self.width = axes.size(config, axis)
+        self.width = axes.axis_size(config, axis)
         self.gate = parameter(config, rngs, axis, "model")
         self.up = parameter(config, rngs, axis, "model")
         self.down = parameter(config, rngs, "model", axis)

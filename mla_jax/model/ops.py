@@ -64,12 +64,12 @@ def plain(w: Weight, dtype: jnp.dtype) -> Float[Array, "..."]:
     return dequantize(w, dtype) if isinstance(w, QTensor) else w
 
 
-def entry(w: Weight, index: Array) -> Weight:
+def take_one(w: Weight, index: Array) -> Weight:
     """One matrix of a stack, packed if the stack is."""
     return w.one(index) if isinstance(w, QTensor) else jax.lax.dynamic_index_in_dim(w, index, keepdims=False)
 
 
-def entries(w: Weight, indices: Int[Array, "*B"], dtype: jnp.dtype | None = None) -> Float[Array, "..."]:
+def take(w: Weight, indices: Int[Array, "*B"], dtype: jnp.dtype | None = None) -> Float[Array, "..."]:
     """Rows of a matrix, or matrices of a stack; an index that is too large takes the last."""
     if not isinstance(w, QTensor):
         return w.at[indices].get(mode="clip")
@@ -333,7 +333,7 @@ def merge_across(
     """Attention over all sets of keys that devices along a mesh axis have, from each one's answer for its own."""
     if across.size(axis) == 1:
         return out
-    top = across.largest(lse, axis)
+    top = across.maximum(lse, axis)
     shifted = lse - jnp.where(jnp.isfinite(top), top, 0.0)
     weight = jnp.where(jnp.isfinite(lse), jnp.exp(shifted), 0.0)[..., None]
     total, weights = across.total((out * weight, weight), axis)
@@ -394,7 +394,7 @@ def moe_decode(
 
     if not (isinstance(gate, QTensor) or isinstance(up, QTensor) or isinstance(down, QTensor)):
         return kernel.moe_decode(x, topk_ids, topk_weights, gate, up, down, impl=impl)
-    chosen = (entries(w, topk_ids) for w in (gate, up, down))
+    chosen = (take(w, topk_ids) for w in (gate, up, down))
     return kernel.xla.of_chosen(x, topk_weights, topk_ids < gate.shape[0], *chosen)
 
 

@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 from mla_jax.base.batch import Batch, Tables
 from mla_jax.base.options import MOST_DRAFTS
 from mla_jax.cache import paged, retrieve
-from mla_jax.cache.paged import ASKED, NOWHERE, SUMMARY, Layer, Rows, View
+from mla_jax.cache.paged import ASKED, NOWHERE, SUMMARY, Layer, StepRows, View
 from mla_jax.cache.retrieve import Retrieval
-from mla_jax.model.block_attention import Held
+from mla_jax.model.block_attention import StepCache
 
 
 class Written(NamedTuple):
@@ -27,7 +27,7 @@ class Written(NamedTuple):
     token: Int[Array, "G Z"]  # which of the step's tokens is in each slot, if that is new
 
 
-def written(rows: Rows, size: int) -> Written:
+def written(rows: StepRows, size: int) -> Written:
     """As many as `T` tokens of `R` rows can write: `T // size + 2 R`."""
     count, tokens = rows.seq_lens.size, rows.slots.size
     before = rows.seq_lens - rows.counts
@@ -45,7 +45,7 @@ def written(rows: Rows, size: int) -> Written:
     return Written(page, filled, jnp.clip(before[row] - start, 0, size), token[:, None] + jnp.arange(size))
 
 
-def _first_tokens(rows: Rows) -> Int[Array, " R"]:
+def _first_tokens(rows: StepRows) -> Int[Array, " R"]:
     """Which of the step's tokens is the first of each row."""
     row = jnp.arange(rows.seq_lens.size)
     return row * rows.slots.shape[1] if rows.row is None else (rows.row < row[:, None]).sum(1)
@@ -77,14 +77,19 @@ class Retrieving(NamedTuple):
         return paged.note(layer, at, notes | {SUMMARY: policy.summary(keys, held, asked)})
 
     def attended(
-        self, attends: Callable, q: tuple[Array, Array], held: Held, up: tuple[Array, Array], scale: float
+        self,
+        attends: Callable,
+        q: tuple[Array, Array],
+        held: StepCache,
+        up: tuple[Array, Array],
+        scale: float,
     ) -> Float[Array, "B T N V"]:
         """A form's attention to what is held, by each token to the pages that its own queries choose."""
         if self.pages is None:
             return attends(q, held, up, scale)
         with jax.named_scope("retrieve"):
             assert held.layer is not None
-            step = self.prepare(self._chosen(held.layer, absorbed(q, up), self.pages, scale))
+            step = self.prepare(self._chosen(held.layer, absorbed_queries(q, up), self.pages, scale))
         rows, tokens = q[0].shape[:2]
         q, new = jax.tree.map(lambda x: x.reshape(rows * tokens, 1, *x.shape[2:]), (q, held.new))
         out = attends(q, held._replace(new=new, step=step), up, scale)
@@ -124,7 +129,7 @@ def of_step(retrieval: Retrieval, batch: Batch, size: int, prepare: Callable[[Ba
     )
 
 
-def absorbed(q: tuple[Array, Array], up: tuple[Array, Array]) -> Float[Array, "B T N L"]:
+def absorbed_queries(q: tuple[Array, Array], up: tuple[Array, Array]) -> Float[Array, "B T N L"]:
     """Queries whose product with [c_kv, k_pe] is a head's logit."""
     return jnp.concatenate([jnp.einsum("btnp,npr->btnr", q[0], up[0]), q[1]], axis=-1)
 

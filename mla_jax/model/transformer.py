@@ -21,7 +21,7 @@ from mla_jax.model.dispatch import Dispatch, StepPlan
 from mla_jax.model.mla import MLA
 from mla_jax.model.moe import MLP, Experts, MoE, settle
 from mla_jax.model.mtp import MTP
-from mla_jax.model.ops import entries, linear, norm_weight, parameter, rms_norm
+from mla_jax.model.ops import linear, norm_weight, parameter, rms_norm, take
 
 
 class Block(nnx.Module):
@@ -150,9 +150,9 @@ class Transformer(nnx.Module):
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         rows = self.embed.shape[0]
         if rows == self.config.vocab_size:
-            return entries(self.embed[...], tokens, self.dtype)
+            return take(self.embed[...], tokens, self.dtype)
         here = tokens - across.index(TENSOR) * rows
-        found = entries(self.embed[...], jnp.clip(here, 0, rows - 1), self.dtype)
+        found = take(self.embed[...], jnp.clip(here, 0, rows - 1), self.dtype)
         return across.total(jnp.where(((here >= 0) & (here < rows))[..., None], found, 0), TENSOR)
 
     def unembed(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B W"]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mla_jax.base.device_rates import Kept, seconds_of
+from mla_jax.base.device_rates import RatesFile, seconds_of
 from mla_jax.base.errors import Unsupported
 from mla_jax.base.files import HOST_RATES
 from mla_jax.base.limits import cores, free_memory, last_cache
@@ -19,9 +19,9 @@ from mla_jax.mesh.devices import Devices
 from mla_jax.offload.cost import HostRates
 from mla_jax.offload.library import instructions
 
-MODEL, WIDTH, EXPERTS = 2048, 1536, 24  # about V2-Lite's layers
-CHOSEN = 12  # experts per call
-MANY = 256  # tokens that choose the same experts: bound by arithmetic
+MODEL, WIDTH, N_EXPERTS = 2048, 1536, 24  # about V2-Lite's layers
+TOPK = 12  # experts per call
+MANY_TOKENS = 256  # tokens that choose the same experts: bound by arithmetic
 TINY = 256  # width of experts so small that a call's own time is all that counts
 CALLS = 8  # in a program, one after the other
 WORKING_SET = 4, 2 << 30  # times the last caches' size, and bytes at most: weights are read from memory
@@ -34,7 +34,7 @@ def host(precision: str = "bf16", down: str | None = None, cache: Path | None = 
 
     Measured unless they are in the file `cache`. Raises Unsupported where experts cannot be computed on the CPU."""
     refuse_without_library(Devices.default().platform)
-    kept, key = Kept(HOST_RATES, HostRates._fields, cache), _key(_formats(precision, down))
+    kept, key = RatesFile(HOST_RATES, HostRates._fields, cache), _key(_formats(precision, down))
     found = kept.read().get(key)
     if not _possible(found):
         found = measure_host(precision, down)._asdict()
@@ -58,17 +58,17 @@ def refuse_without_library(platform: str) -> None:
 def measure_host(precision: str, down: str | None = None) -> HostRates:
     """Rates of a layer about as wide as V2-Lite's, whose experts are chosen in rotation, so that they come from memory."""
     times, most = WORKING_SET
-    with repeated(TINY, TINY, EXPERTS, precision, down) as tiny:
+    with repeated(TINY, TINY, N_EXPERTS, precision, down) as tiny:
         call = call_seconds(tiny)
-    with repeated(MODEL, WIDTH, EXPERTS, precision, down, min(times * last_cache(), most)) as layer:
+    with repeated(MODEL, WIDTH, N_EXPERTS, precision, down, min(times * last_cache(), most)) as layer:
         rotation = itertools.cycle(range(layer.experts))
         read = forward_seconds(layer, 1, rotation)
-        computed = forward_seconds(layer, MANY, rotation)
-        copied = fetch_seconds(layer, EXPERTS)
+        computed = forward_seconds(layer, MANY_TOKENS, rotation)
+        copied = fetch_seconds(layer, N_EXPERTS)
         expert = layer.nbytes / layer.experts
-    flops = 2 * MANY * CHOSEN * 3 * MODEL * WIDTH
+    flops = 2 * MANY_TOKENS * TOPK * 3 * MODEL * WIDTH
     name = f"{cores()} cores with {instructions()}, {_formats(precision, down)}"
-    return HostRates(name, CHOSEN * expert / read, flops / computed, call, EXPERTS * expert / copied)
+    return HostRates(name, TOPK * expert / read, flops / computed, call, N_EXPERTS * expert / copied)
 
 
 def repeated(
@@ -92,15 +92,15 @@ def repeated(
 
 
 def forward_seconds(layer: Any, tokens: int, rotation: Iterator[int]) -> float:
-    """Seconds of a call of `tokens` that all choose the next CHOSEN experts of the `rotation`.
+    """Seconds of a call of `tokens` that all choose the next TOPK experts of the `rotation`.
 
     The median: the shortest may have found its weights in a cache."""
     rng = np.random.default_rng(tokens)
     x = rng.standard_normal((tokens, layer.model), np.float32)
-    weights = np.full((tokens, CHOSEN), 1 / CHOSEN, np.float32)
+    weights = np.full((tokens, TOPK), 1 / TOPK, np.float32)
 
     def call() -> None:
-        chosen = np.array([next(rotation) for _ in range(CHOSEN)], np.int32)
+        chosen = np.array([next(rotation) for _ in range(TOPK)], np.int32)
         layer.forward(x, np.tile(chosen, (tokens, 1)), weights)
 
     return statistics.median(seconds_of(call, ENOUGH))

@@ -18,7 +18,7 @@ Choice = tuple[Array, Array]  # topk_ids and topk_weights
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Deferred:
+class HostDeferred:
     """Experts that the CPU computes while the next layer runs."""
 
     ticket: Any  # cpu_experts.ffi.Ticket
@@ -46,7 +46,7 @@ class HostExperts(nnx.Module):
         topk_weights: Float[Array, "n K"],
         plan: ExpertPlan,
         concurrent: Callable[[Array], Array],
-    ) -> tuple[Array, Array, Deferred | None]:
+    ) -> tuple[Array, Array, HostDeferred | None]:
         """The chosen experts' sum without the `plan.defer` lowest-weighted of each token, `concurrent(x)`, and the deferred sum.
 
         Streamed experts defer nothing."""
@@ -69,13 +69,13 @@ class HostExperts(nnx.Module):
         topk_weights: Array,
         plan: ExpertPlan,
         concurrent: Callable[[Array], Array],
-    ) -> tuple[Array, Array, Deferred | None]:
+    ) -> tuple[Array, Array, HostDeferred | None]:
         """Each part reads the rows `x` that the one before returned: data is what orders kernels in a GPU's graph."""
         from cpu_experts import ffi
 
         now, later = self._split(topk_ids, topk_weights, min(plan.defer, topk_ids.shape[1] - 1))
         ticket = ffi.submit(self.layer, x, *now)
-        deferred = Deferred(ffi.submit(self.layer, ticket.x, *later)) if plan.defer else None
+        deferred = HostDeferred(ffi.submit(self.layer, ticket.x, *later)) if plan.defer else None
         x = ticket.x if deferred is None else deferred.ticket.x
         other = concurrent(x)
         if self.replicated is None:
@@ -98,8 +98,8 @@ class HostExperts(nnx.Module):
         return (topk_ids[:, :kept], topk_weights[:, :kept]), (topk_ids[:, kept:], topk_weights[:, kept:])
 
 
-def check() -> None:
-    """Raises the error of the first call from a GPU's programs that has failed since the last check."""
+def raise_failed() -> None:
+    """Raises the error of the first failed call from a GPU's programs, once."""
     from cpu_experts import ffi
 
     ffi.check()

@@ -11,10 +11,10 @@ from mla_jax.base import qtensor
 from mla_jax.base.errors import BadFile, Unsupported
 from mla_jax.base.qtensor import QTensor
 from mla_jax.model.ops import plain
-from mla_jax.offload.streaming import FORMATS, Packing
+from mla_jax.offload.streaming import KERNEL_FORMATS, Packing
 
 # The library's precisions, by our names of formats
-PRECISIONS = {ours: precision for precision, ours in FORMATS.items()}
+PRECISIONS = {ours: precision for precision, ours in KERNEL_FORMATS.items()}
 
 
 def unpacked_shape(format: str, shape: tuple[int, ...], dtype: str | None) -> QTensor | jax.ShapeDtypeStruct:
@@ -36,7 +36,7 @@ def packed_bytes(packing: Packing) -> int:
     return gate_up + -(-packing.model // PANEL) * panel_bytes(packing.down_precision, packing.width)[2]
 
 
-def pack(gate: Any, up: Any, down: Any, precision: str | None = None) -> Any:
+def pack_experts(gate: Any, up: Any, down: Any, precision: str | None = None) -> Any:
     """A `cpu_experts.Experts` of stacks `[X F D]`, `[X F D]` and `[X D F]`, quantised or not.
 
     `precision` None keeps their own, and makes bf16 of floats."""

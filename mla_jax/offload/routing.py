@@ -11,8 +11,8 @@ from mla_jax.base.errors import BadFile, BadRequest, printable
 from mla_jax.base.files import read_json, write_json
 
 MOST = 64 << 20  # bytes of such a file
-LARGEST = 2**53  # of a count: what any reader of JSON keeps exact
-SAME = (  # what another model would differ in
+MAX_COUNT = 2**53  # of a count: what any reader of JSON keeps exact
+MODEL_KEYS = (  # what another model would differ in
     "model_type",
     "hidden_size",
     "moe_intermediate_size",
@@ -62,7 +62,7 @@ class Routing:
     def save(self) -> None:
         """Raises BadRequest where the file cannot be written."""
         layers = map(str, _layers(self.config))
-        chosen = dict(zip(layers, np.minimum(self.counts, LARGEST).tolist(), strict=True))
+        chosen = dict(zip(layers, np.minimum(self.counts, MAX_COUNT).tolist(), strict=True))
         try:
             write_json(self.path, {"model": _identity(self.config), "chosen": chosen})
         except OSError as e:
@@ -76,7 +76,7 @@ def _layers(config: Config) -> list[int]:
 
 
 def _identity(config: Config) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in SAME}
+    return {name: getattr(config, name) for name in MODEL_KEYS}
 
 
 def _check_model(path: Path, found: Any, config: Config) -> None:
@@ -84,9 +84,11 @@ def _check_model(path: Path, found: Any, config: Config) -> None:
         raise BadFile(f"{path} holds no routing statistics", 'expected "model" and "chosen"', _ADVICE)
     expected = _identity(config)
     differing = [
-        f"{key}: found {printable(repr(found.get(key)))}, expected {expected[key]!r}" for key in SAME
+        f"{key}: found {printable(repr(found.get(key)))}, expected {expected[key]!r}" for key in MODEL_KEYS
     ]
-    differing = [line for key, line in zip(SAME, differing, strict=True) if found.get(key) != expected[key]]
+    differing = [
+        line for key, line in zip(MODEL_KEYS, differing, strict=True) if found.get(key) != expected[key]
+    ]
     if differing:
         raise BadFile(f"{path} holds routing statistics of another model", *differing, _ADVICE)
 
@@ -106,7 +108,7 @@ def _counts(path: Path, found: Any, layers: list[int], experts: int) -> np.ndarr
         if (
             not isinstance(row, list)
             or len(row) != experts
-            or not all(type(n) is int and 0 <= n <= LARGEST for n in row)
+            or not all(type(n) is int and 0 <= n <= MAX_COUNT for n in row)
         ):
             expected = f"expected {experts} whole numbers from 0 on, how often each expert was chosen"
             raise BadFile(

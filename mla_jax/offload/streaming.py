@@ -18,7 +18,7 @@ from mla_jax.model.ops import plain
 
 GROUP = 512 << 20  # bytes of unpacked weights per group, unless one expert has more
 
-FORMATS = {  # our names, by the names of cpu_experts
+KERNEL_FORMATS = {  # our names, by the names of cpu_experts
     "fp8_block": "fp8_block",
     "int8": "int8",
     "int4_g32": "int4_g32",
@@ -123,7 +123,7 @@ def abstract_for_kernels(packing: Packing, count: int, dtype: jnp.dtype) -> tupl
 def _abstract(precision: str, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct | QTensor:
     if precision == "bf16" or _ragged(precision, shape):
         return jax.ShapeDtypeStruct(shape, dtype)
-    return qtensor.abstract(FORMATS[precision], shape)
+    return qtensor.abstract(KERNEL_FORMATS[precision], shape)
 
 
 def _ragged(precision: str, shape: tuple[int, ...]) -> bool:
@@ -139,4 +139,4 @@ def _stack(
     if _ragged(precision, shape):
         padded = QTensor("Q8_0", parts, (*shape[:-1], 32 * parts[0].shape[-2]))
         return dequantize(padded, dtype)[..., : shape[-1]]
-    return QTensor(FORMATS[precision], parts, shape)
+    return QTensor(KERNEL_FORMATS[precision], parts, shape)

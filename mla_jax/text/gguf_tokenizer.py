@@ -17,12 +17,11 @@ from mla_jax.text.patterns import KNOWN, Pre
 from mla_jax.text.tokenizer import Tokenizer, refusing
 
 MAX_TOKENS = 1 << 21
-MAX_TOKEN = tiktoken_model.MAX_TOKEN  # bytes
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # values of token_type
 
 
 @dataclass(frozen=True)
-class Found:
+class GgufTokenizer:
     """A file's tokenizer, special tokens and chat template; the template is text that has not been run."""
 
     tokenizer: Tokenizer
@@ -42,7 +41,7 @@ class Vocabulary(NamedTuple):
         return [token for token, kind in zip(self.tokens, self.types, strict=True) if kind in types]
 
 
-def build(metadata: Mapping[str, Any], where: str, vocab_size: int) -> Found | None:
+def from_metadata(metadata: Mapping[str, Any], where: str, vocab_size: int) -> GgufTokenizer | None:
     """The tokenizer in the metadata of the file `where`, None if it has none; ids at or above `vocab_size` are refused."""
     kind = metadata.get("tokenizer.ggml.model", "none")
     if isinstance(kind, str) and kind in ("none", "no_vocab"):
@@ -61,7 +60,7 @@ def build(metadata: Mapping[str, Any], where: str, vocab_size: int) -> Found | N
     bos, *ends = (_id(metadata, name, where, len(vocabulary.tokens)) for name in ("bos", "eos", "eot", "eom"))
     eos = tuple(dict.fromkeys(end for end in ends if end is not None))
     in_front = bos if _bos_in_front(metadata, where, pre, bos) else None
-    return Found(Tokenizer(model, in_front), bos, eos, _template(metadata, where), notes)
+    return GgufTokenizer(Tokenizer(model, in_front), bos, eos, _template(metadata, where), notes)
 
 
 def _bos_in_front(metadata: Mapping[str, Any], where: str, pre: Pre, bos: int | None) -> bool:
@@ -98,9 +97,10 @@ def _vocabulary(metadata: Mapping[str, Any], where: str, vocab_size: int) -> Voc
 def _check_tokens(tokens: list[str], where: str):
     seen: dict[str, int] = {}
     for i, token in enumerate(tokens):
-        if not 0 < len(token.encode()) <= MAX_TOKEN:
+        if not 0 < len(token.encode()) <= tiktoken_model.MAX_TOKEN:
             raise BadFile(
-                f"{where} has an empty or too long token", f"id {i:,}, expected 1 to {MAX_TOKEN:,} bytes"
+                f"{where} has an empty or too long token",
+                f"id {i:,}, expected 1 to {tiktoken_model.MAX_TOKEN:,} bytes",
             )
         if seen.setdefault(token, i) != i:
             raise BadFile(
@@ -160,9 +160,10 @@ def _pair(merge: str) -> tuple[str, str]:
 def _merges_of_ranks(vocabulary: Vocabulary, where: str) -> list[tuple[str, str]]:
     apart = {*vocabulary.of(CONTROL, USER_DEFINED, UNUSED)}
     ranked = [token for token in vocabulary.tokens if token not in apart and BYTES.keys() >= {*token}]
-    if sum(map(len, ranked)) > tiktoken_model.MAX_FILE:
+    if sum(map(len, ranked)) > tiktoken_model.MAX_TIKTOKEN_FILE:
         raise BadFile(
-            f"{where} has too large a vocabulary", f"the limit is {tiktoken_model.MAX_FILE:,} characters"
+            f"{where} has too large a vocabulary",
+            f"the limit is {tiktoken_model.MAX_TIKTOKEN_FILE:,} characters",
         )
     return tiktoken_model.merges_of({to_bytes(token): rank for rank, token in enumerate(ranked)}, where)
 

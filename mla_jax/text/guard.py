@@ -17,11 +17,11 @@ from pathlib import Path
 from mla_jax.base.errors import BadFile, BadRequest, MlaJaxError, printable
 
 MEMORY = 4 << 30  # bytes of addresses
-OUTPUT = 128 << 20  # bytes of one answer
+MAX_OUTPUT = 128 << 20  # bytes of one answer
 START_SECONDS = 60  # to load the file, on a machine that is busy
 SECONDS = 10  # for any text, and one more for every BYTES_A_SECOND of it
 BYTES_A_SECOND = 100_000
-KEPT_VARIABLES = ("LD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment
+GUARD_VARIABLES = ("LD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment
 
 
 class Guard:
@@ -33,7 +33,13 @@ class Guard:
         assert found is not None
         assert found.origin is not None
         path = [str(Path(found.origin).parent.parent)]
-        start = {"path": path, "tokenizer": content, "controls": controls, "memory": MEMORY, "output": OUTPUT}
+        start = {
+            "path": path,
+            "tokenizer": content,
+            "controls": controls,
+            "memory": MEMORY,
+            "output": MAX_OUTPUT,
+        }
         self.name, self._start = name, json.dumps(start).encode() + b"\n"
         self._lock, self._process, self._owner = threading.Lock(), None, 0
         with self._lock:
@@ -101,7 +107,7 @@ def _started() -> subprocess.Popen:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,  # the library prints its panics
-        env={name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ},
+        env={name: os.environ[name] for name in GUARD_VARIABLES if name in os.environ},
         start_new_session=True,  # Ctrl-C is for us alone
     )
 
@@ -113,7 +119,7 @@ def _answer(process: subprocess.Popen, line: bytes) -> bytes:
     with suppress(OSError):
         process.stdin.write(line)
         process.stdin.flush()
-        return process.stdout.readline(OUTPUT + 1)
+        return process.stdout.readline(MAX_OUTPUT + 1)
     return b""
 
 

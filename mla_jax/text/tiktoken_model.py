@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from mla_jax.base.errors import BadFile, printable
 from mla_jax.text.byte_level import to_characters
 
-MAX_FILE = 8 << 20  # Kimi-K2's is 2.8 MB
+MAX_TIKTOKEN_FILE = 8 << 20  # Kimi-K2's is 2.8 MB
 MAX_TOKEN = 1024  # bytes
 MAX_MERGES = 64 << 20  # bytes of all pairs of tokens that make a token
 RESERVED = 256  # control tokens

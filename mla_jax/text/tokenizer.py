@@ -88,7 +88,7 @@ class Tokenizer:
         if path.exists():
             tokenizer = cls._from_json(path)
         else:
-            data, path = _content(ranks, tiktoken_model.MAX_FILE), ranks
+            data, path = _content(ranks, tiktoken_model.MAX_TIKTOKEN_FILE), ranks
             tokenizer = cls(tiktoken_model.build(data, ranks.name, settings, vocab_size), None)
         highest = max(tokenizer.model.get_vocab(with_added_tokens=True).values(), default=-1)
         if highest >= vocab_size:

@@ -3,15 +3,14 @@
 Devices along `data` hold different rows, and so different latents. Devices along `tensor` share the heads of one model but have
 the same latents, of which each then has a copy. So there are as many along `data` as the memory of one allows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from mla_jax.base.axes import DATA, TENSOR, shown_mesh
 from mla_jax.base.config import Config
+from mla_jax.mesh.comm_cost import Sizes
 
-Sizes = Mapping[str, int]
 
-
-def choose(config: Config, count: int, fits: Callable[[Sizes], bool]) -> tuple[dict[str, int], str]:
+def choose_mesh(config: Config, count: int, fits: Callable[[Sizes], bool]) -> tuple[dict[str, int], str]:
     """The sizes of the mesh for `count` devices, and why in a sentence; `fits` says whether a mesh has the memory.
 
     Where none has it takes the one with most devices along `tensor`, on which each has the smallest part of the weights."""

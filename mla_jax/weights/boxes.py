@@ -10,12 +10,12 @@ import numpy as np
 
 from mla_jax.base import qtensor
 from mla_jax.base.errors import Unsupported
+from mla_jax.base.qtensor import Shape
 
-Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]  # the first index and the end, along each axis
 
 
-def whole(shape: Shape) -> Box:
+def whole_box(shape: Shape) -> Box:
     return tuple((0, size) for size in shape)
 
 
@@ -73,7 +73,7 @@ def of_parts(format: str, shape: Shape, box: Box) -> list[Box]:
     ]
 
 
-def nbytes(format: str, shape: Shape, size: int, box: Box) -> int:
+def box_bytes(format: str, shape: Shape, size: int, box: Box) -> int:
     """The bytes of a box of a tensor of this shape, which has `size` bytes."""
     if not is_packed(format):
         return size // prod(shape) * prod(box_shape(box))

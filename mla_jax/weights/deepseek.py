@@ -18,11 +18,11 @@ from mla_jax.base.files import read_json
 from mla_jax.weights import boxes
 from mla_jax.weights.boxes import Box
 from mla_jax.weights.hf import Safetensors
-from mla_jax.weights.names import NameRule, Table, key_half, layered, value_half
+from mla_jax.weights.names import NameRule, NameTable, key_half, layered, value_half
 from mla_jax.weights.safetensors import TensorFiles, TensorSpan, inside, read_header
 
 RANK_FILE = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
-MAX_PARTS = 4096  # that are listed as missing
+MAX_LISTED = 4096  # that are listed as missing
 
 _LAYER_RULES = (
     NameRule("attn_norm", "attn_norm.weight", "model"),
@@ -53,7 +53,7 @@ _MODEL_RULES = (
     NameRule("norm", "norm.weight", "model"),
     NameRule("head", "head.weight", "vocab model"),
 )
-DEEPSEEK = Table(
+DEEPSEEK = NameTable(
     (*_MODEL_RULES, *layered(_LAYER_RULES, (), "layers.{l}.")),
     layer=r"layers\.(\d+)\.",
     expert=r"layers\.\d+\.ffn\.experts\.(\d+)\.",
@@ -85,7 +85,7 @@ class Joined:
         self.files = tuple(file for part in parts for file in part.files)
 
     def read(self, name: str, index: int | None = None, box: Box | None = None) -> np.ndarray:
-        box = box or boxes.whole(self.tensors[name].shape[index is not None :])
+        box = box or boxes.whole_box(self.tensors[name].shape[index is not None :])
         box = box if index is None else ((index, index + 1), *box)
         pieces = [part.read(name, None, own) for part, own in self._within(name, box)]
         joined = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=_axis(name))
@@ -160,7 +160,7 @@ def _count(path: Path) -> int:
             f"{path} holds parts of several conversions", *shortened(list(found)), "keep those of one"
         )
     (count,) = counts
-    names = [_part_name(i, count) for i in range(min(count, MAX_PARTS))]
+    names = [_part_name(i, count) for i in range(min(count, MAX_LISTED))]
     missing = [name for name in names if name not in found]
     if missing:
         raise BadFile(
@@ -227,11 +227,13 @@ def _config(path: Path) -> Config:
         )
     found = read_json(file, 1 << 20, BadConfig)
     return (
-        Config.from_hf(path) if "hidden_size" in found or "dim" not in found else Config.from_hf(to_hf(found))
+        Config.from_hf(path)
+        if "hidden_size" in found or "dim" not in found
+        else Config.from_hf(hf_of_arguments(found))
     )
 
 
-def to_hf(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def hf_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The inference code's arguments as the content of a config.json; raises BadConfig for unknown ones."""
     known = {theirs for theirs, _ in (*_ARGUMENTS.values(), *_YARN.values())} | _OTHERS
     unknown = [key for key in arguments if key not in known]

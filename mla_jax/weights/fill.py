@@ -20,7 +20,7 @@ from mla_jax.base import qtensor
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, printable, shortened
 from mla_jax.base.qtensor import QTensor
-from mla_jax.offload.pack import cpu_device, pack
+from mla_jax.offload.pack import cpu_device, pack_experts
 from mla_jax.offload.place import Placement
 from mla_jax.weights import names
 from mla_jax.weights.packed_folder import PackedFolder
@@ -29,11 +29,11 @@ from mla_jax.weights.source import Source
 if TYPE_CHECKING:
     from mla_jax.weights.load import Checkpoint
 
-PLAIN = ("F64", "F32", "F16", "BF16")
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 Progress = Callable[[int, int], Any]  # is told the bytes read, and of all there are
 IN_FLIGHT = 3  # tensors read ahead while one is placed
 IN_MEMORY = 2 * IN_FLIGHT + 1  # tensors: those, that one, and what devices may not have taken yet
-Tensor = tuple[np.ndarray, ...]
+Parts = tuple[np.ndarray, ...]
 
 
 class Fill:
@@ -61,7 +61,7 @@ class Fill:
         wanted = {path: self._pieces(path, source) for path, source in sources.items()}
         pieces = list(chain.from_iterable(wanted.values()))
         self.reached = list(accumulate(map(self.checkpoint.size, pieces)))
-        with closing(ahead(self.checkpoint.source, pieces)) as tensors:
+        with closing(read_ahead(self.checkpoint.source, pieces)) as tensors:
             for path, source in sources.items():
                 self._put(path, self._parameter(path, source, islice(tensors, len(wanted[path]))))
         self._refuse_unsound()
@@ -75,7 +75,7 @@ class Fill:
         found = {number: kept.mapped(number) for number in self.placement.host}
         return {number: layer for number, layer in found.items() if layer is not None}
 
-    def _parameter(self, path: str, source: names.Origin, tensors: Iterable[Tensor]) -> Any:
+    def _parameter(self, path: str, source: names.Origin, tensors: Iterable[Parts]) -> Any:
         """A parameter from its tensors; a stack of experts is filled in place, one expert after the other."""
         sharding = SingleDeviceSharding(
             cpu_device() if path in self.on_host else self.checkpoint.devices.first
@@ -88,7 +88,7 @@ class Fill:
                 self._placed([(piece.name, sound)])
             return value
         (parts,) = tensors
-        value, sound = place(jax.device_put(parts, sharding), how=conversion, like=value)
+        value, sound = parameter_of(jax.device_put(parts, sharding), how=conversion, like=value)
         self._placed([(source.names[0], sound)])
         return value
 
@@ -112,7 +112,7 @@ class Fill:
             self._pack(number)
 
     def _pack(self, number: int) -> None:
-        layer = pack(**self.stacks.pop(number), precision=self.placement.precision)
+        layer = pack_experts(**self.stacks.pop(number), precision=self.placement.precision)
         self.packed[number] = layer if self.kept is None else self.kept.keep(number, layer)
 
     def _refuse_unsound(self) -> None:
@@ -130,7 +130,7 @@ class Fill:
         return Conversion(source.part, self.checkpoint.config, tensor.format, shape)
 
 
-def ahead(source: Source, wanted: list[names.Piece]) -> Generator[Tensor, None, None]:
+def read_ahead(source: Source, wanted: list[names.Piece]) -> Generator[Parts, None, None]:
     """The pieces in their order, some read ahead."""
     with ThreadPoolExecutor(1) as pool:
         queue = [pool.submit(source.read, *piece) for piece in wanted[:IN_FLIGHT]]
@@ -156,13 +156,17 @@ class Conversion(NamedTuple):
 
 
 @partial(jax.jit, static_argnames=("how", "like"))
-def place(parts: tuple[Array, ...], start: Any = None, *, how: Conversion, like: Any) -> tuple[Any, Array]:
+def parameter_of(
+    parts: tuple[Array, ...], start: Any = None, *, how: Conversion, like: Any
+) -> tuple[Any, Array]:
     """A stored tensor as our parameter, which is `like`, and whether all of it is finite."""
     if isinstance(like, QTensor):
         value = QTensor(how.format, tuple(how.part(p, how.config) for p in parts), like.shape)
         sound = qtensor.unsound(how.format, value.parts) == 0
         return value if value.format == like.format else qtensor.reorder(value), sound
-    stored = parts[0] if how.format in PLAIN else qtensor.dequantize(QTensor(how.format, parts, how.shape))
+    stored = (
+        parts[0] if how.format in PLAIN_DTYPES else qtensor.dequantize(QTensor(how.format, parts, how.shape))
+    )
     stored = stored if how.kept is None else jax.lax.dynamic_slice(stored, tuple(start), how.kept)
     value = how.part(stored, how.config).reshape(like.shape).astype(like.dtype)
     return value, jnp.isfinite(value).all()
@@ -174,6 +178,6 @@ def insert(
 ) -> tuple[Any, Array]:
     """A stack with one more of its tensors, and whether all of that is finite."""
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stack)
-    value, finite = place(parts, start, how=how, like=one)
+    value, finite = parameter_of(parts, start, how=how, like=one)
     put = partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
     return jax.tree.map(put, stack, value), finite

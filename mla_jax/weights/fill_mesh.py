@@ -21,14 +21,14 @@ from mla_jax.base.qtensor import QTensor
 from mla_jax.mesh.partition import Cut, Layout
 from mla_jax.weights import boxes, names
 from mla_jax.weights.boxes import Box
-from mla_jax.weights.fill import IN_FLIGHT, PLAIN, Conversion, Fill, Tensor, empty, insert, place
+from mla_jax.weights.fill import IN_FLIGHT, PLAIN_DTYPES, Conversion, Fill, Parts, empty, insert, parameter_of
 from mla_jax.weights.gguf_names import transposed
 
 if TYPE_CHECKING:
     from mla_jax.weights.load import Checkpoint
 
 EACH = PartitionSpec(MESH_AXES)  # of an array with an entry for each device
-Pieces = list[tuple[names.Piece, list[int]]]  # what is read, with the places of the devices that have it
+Reads = list[tuple[names.Piece, list[int]]]  # what is read, with the places of the devices that have it
 
 
 class Share(NamedTuple):
@@ -41,7 +41,7 @@ class Share(NamedTuple):
     start: tuple[int, ...]
 
 
-class Shares(NamedTuple):
+class MeshReads(NamedTuple):
     """The reads of a parameter by each device, in the order of the mesh, and their conversion.
 
     `entries` is the number of tensors that a device reads one after the other: of a stack its experts."""
@@ -50,7 +50,7 @@ class Shares(NamedTuple):
     how: Conversion
     entries: int
 
-    def pieces(self, source: names.Origin, places: Iterable[int]) -> Pieces:
+    def pieces(self, source: names.Origin, places: Iterable[int]) -> Reads:
         """The pieces to read for the devices at these places of the mesh."""
         groups: dict[Share, list[int]] = {}
         for at in places:
@@ -63,7 +63,7 @@ class Shares(NamedTuple):
         return [(piece._replace(box=share.window), group) for piece, share, group in found]
 
 
-def shares(checkpoint: "Checkpoint", path: str) -> Shares:
+def mesh_reads(checkpoint: "Checkpoint", path: str) -> MeshReads:
     """Who reads what of a parameter; it follows from the layout alone."""
     source, value, layout = checkpoint.sources[path], checkpoint.on_device(path), checkpoint.layout
     entry = checkpoint.source.tensors[source.names[0]]
@@ -85,7 +85,7 @@ def shares(checkpoint: "Checkpoint", path: str) -> Shares:
         for box, part, window in zip(own, of_tensor, windows, strict=True)
     ]
     entries = value.shape[0] // layout.parts(cuts[0]) if source.stacked else 1
-    return Shares(found, Conversion(source.part, checkpoint.config, entry.format, most, kept), entries)
+    return MeshReads(found, Conversion(source.part, checkpoint.config, entry.format, most, kept), entries)
 
 
 def box_of(layout: Layout, cuts: tuple[Cut, ...], shape: tuple[int, ...], at: tuple[int, ...]) -> Box:
@@ -104,14 +104,14 @@ def box_of(layout: Layout, cuts: tuple[Cut, ...], shape: tuple[int, ...], at: tu
 
 def _stored(part: names.PartOf, box: Box, shape: tuple[int, ...], config: Config) -> Box:
     """The box of a stored tensor that holds a box of our parameter."""
-    if part is names.whole:
+    if part is names.unchanged:
         return box
     if part is transposed:
         return (*box[:-2], box[-1], box[-2])
     if part in (names.key_half, names.value_half):
         rows = names.rows_of_head(config)
-        return ((box[0][0] * rows, box[0][1] * rows), *boxes.whole(shape)[1:])
-    return boxes.whole(shape)  # of one expert, whose joined gate and up no device has a part of
+        return ((box[0][0] * rows, box[0][1] * rows), *boxes.whole_box(shape)[1:])
+    return boxes.whole_box(shape)  # of one expert, whose joined gate and up no device has a part of
 
 
 class FillMesh(Fill):
@@ -127,12 +127,12 @@ class FillMesh(Fill):
     def _pieces(self, path: str, source: names.Origin) -> tuple[names.Piece, ...]:
         if path in self.on_host:
             return super()._pieces(path, source)
-        return tuple(piece for piece, _ in shares(self.checkpoint, path).pieces(source, self.here))
+        return tuple(piece for piece, _ in mesh_reads(self.checkpoint, path).pieces(source, self.here))
 
-    def _parameter(self, path: str, source: names.Origin, tensors: Iterable[Tensor]) -> Any:
+    def _parameter(self, path: str, source: names.Origin, tensors: Iterable[Parts]) -> Any:
         if path in self.on_host:
             return super()._parameter(path, source, tensors)
-        found = shares(self.checkpoint, path)
+        found = mesh_reads(self.checkpoint, path)
         whole = self.values[path]
         tensors = iter(tensors)
         layout, words = self.checkpoint.layout, self.checkpoint.words(path)
@@ -157,7 +157,7 @@ class FillMesh(Fill):
             self._heard(pieces, sound)
         return value
 
-    def _sent(self, how: Conversion, pieces: Pieces, tensors: Iterator[Tensor]) -> tuple[Array, ...]:
+    def _sent(self, how: Conversion, pieces: Reads, tensors: Iterator[Parts]) -> tuple[Array, ...]:
         """Sends the parts to their devices: arrays with an entry for each device of the mesh."""
         shapes = _part_shapes(how)
         arrays: list[dict[int, Array]] = [{} for _ in shapes]
@@ -170,7 +170,7 @@ class FillMesh(Fill):
                 self.sent.popleft().block_until_ready()
         return tuple(map(self._joined, arrays))
 
-    def _starts(self, found: Shares) -> Array:
+    def _starts(self, found: MeshReads) -> Array:
         """The offset of each device's part in its window."""
         own = {at: np.array([found.of[at].start], np.int32) for at in self.here}
         return self._joined({at: jax.device_put(start, self.here[at]) for at, start in own.items()})
@@ -182,7 +182,7 @@ class FillMesh(Fill):
             shape, NamedSharding(self.mesh, EACH), list(entries.values())
         )
 
-    def _heard(self, pieces: Pieces, sound: Array) -> None:
+    def _heard(self, pieces: Reads, sound: Array) -> None:
         """Whether each device's part is finite will be known."""
         name = {at: piece.name for piece, places in pieces for at in places}
         found = [(name[shard.index[0].start or 0], shard.data) for shard in sound.addressable_shards]
@@ -193,7 +193,7 @@ def _part_shapes(how: Conversion) -> list[tuple[int, ...]]:
     """The shapes of the parts to read for one device."""
     return (
         [how.shape]
-        if how.format in PLAIN
+        if how.format in PLAIN_DTYPES
         else [part.shape for part in qtensor.abstract(how.format, how.shape).parts]
     )
 
@@ -202,10 +202,10 @@ def _part_shapes(how: Conversion) -> list[tuple[int, ...]]:
 def _place_all(
     parts: Any, start: Any, *, how: Conversion, like: Any, mesh: Mesh, specs: tuple
 ) -> tuple[Any, Array]:
-    """As `place`, by each device for its own part: the arrays of a parameter, and a flag for each device."""
+    """As `parameter_of`, by each device for its own part: the arrays of a parameter, and a flag for each device."""
 
     def one(parts: Any, start: Any) -> tuple[Any, Array]:
-        value, sound = place(*_own((parts, start)), how=how, like=like)
+        value, sound = parameter_of(*_own((parts, start)), how=how, like=like)
         return tuple(jax.tree.leaves(value)), sound[None]
 
     by_all = jax.shard_map(one, mesh=mesh, in_specs=(EACH, EACH), out_specs=(specs, EACH), check_vma=False)

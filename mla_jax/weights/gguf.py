@@ -12,7 +12,7 @@ import numpy as np
 
 from mla_jax.base.errors import BadFile, printable, shortened
 from mla_jax.weights.boxes import Box
-from mla_jax.weights.gguf_header import TENSOR_TYPES, Header, TensorInfo, read_header
+from mla_jax.weights.gguf_header import TENSOR_TYPES, Header, TensorInfo, read_gguf_header
 from mla_jax.weights.safetensors import TensorFiles, TensorSpan
 
 
@@ -54,7 +54,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
 
     Reads no weights; raises BadFile or Unsupported."""
     files = _parts(_chosen(Path(path)))
-    headers = [read_header(file) for file in files]
+    headers = [read_gguf_header(file) for file in files]
     _refuse_unlike_parts(files, headers)
     tensors: dict[str, TensorInfo] = {}
     for info in chain.from_iterable(header.tensors for header in headers):

@@ -55,12 +55,14 @@ _IGNORED = {
 
 def config(metadata: Mapping[str, Any], tensors: Collection[str]) -> Config:
     """The model's config; raises BadConfig with every key that is missing or out of range, or Unsupported."""
-    hf, notes = to_hf(metadata, tensors)
+    hf, notes = hf_of_metadata(metadata, tensors)
     found = Config.from_hf(hf)
     return dataclasses.replace(found, notes=(*found.notes, *notes))
 
 
-def to_hf(metadata: Mapping[str, Any], tensors: Collection[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def hf_of_metadata(
+    metadata: Mapping[str, Any], tensors: Collection[str]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The content of a config.json, and notes for the user; `tensors` are the names of the file's tensors."""
     keys = _Keys(metadata)
     hf = {"rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon")}

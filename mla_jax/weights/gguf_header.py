@@ -17,20 +17,20 @@ import numpy as np
 from mla_jax.base import gguf_blocks
 from mla_jax.base.errors import BadFile, Unsupported, printable
 
-MAX_HEADER = 100 << 20
-MAX_TENSORS = 100_000  # in one file
+MAX_GGUF_HEADER = 100 << 20
+MAX_GGUF_TENSORS = 100_000  # in one file
 MAX_KEYS = 10_000
 MAX_KEY = 65_535  # bytes; the format's own limit
-MAX_NAME = 512  # bytes
+MAX_GGUF_NAME = 512  # bytes
 # Strings and inner arrays in one header; the largest vocabularies have 900,000 tokens and merges
 MAX_ITEMS = 2_000_000
 MAX_DEPTH = 2  # arrays of arrays, no deeper
-MAX_DIMENSIONS = 4
+MAX_GGUF_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
 VERSIONS = (2, 3)
 
 BOOL, STRING, ARRAY = 7, 8, 9
-NUMBERS = {
+SCALARS = {
     0: "<u1",
     1: "<i1",
     2: "<u2",
@@ -44,7 +44,7 @@ NUMBERS = {
     12: "<f8",
 }
 # The least bytes of a value, by its kind
-_LEAST = {STRING: 8, ARRAY: 12} | {kind: np.dtype(number).itemsize for kind, number in NUMBERS.items()}
+_LEAST = {STRING: 8, ARRAY: 12} | {kind: np.dtype(number).itemsize for kind, number in SCALARS.items()}
 
 
 class Type(NamedTuple):
@@ -62,7 +62,10 @@ def _plain(number: int, dtype: Any) -> Type:
 
 _BF16 = {"bfloat16": ml_dtypes.bfloat16}
 TENSOR_TYPES = (
-    {name: _plain(number, _BF16.get(dtype, dtype)) for name, (number, dtype) in gguf_blocks.PLAIN.items()}
+    {
+        name: _plain(number, _BF16.get(dtype, dtype))
+        for name, (number, dtype) in gguf_blocks.PLAIN_TYPES.items()
+    }
     | {
         "F64": _plain(28, "f8"),
         "I8": _plain(24, "i1"),
@@ -95,7 +98,7 @@ class Header(NamedTuple):
     tensors: list[TensorInfo]
 
 
-def read_header(file: Path) -> Header:
+def read_gguf_header(file: Path) -> Header:
     """The metadata and tensors of one file, after checking that its header is valid and describes every byte exactly once."""
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):
@@ -147,8 +150,8 @@ class _Cursor:
 
     def take(self, size: int) -> bytes:
         self.room(size, 1)
-        if self.at + size > MAX_HEADER:
-            self.fail("makes the header too large", f"the limit is {MAX_HEADER:,} bytes")
+        if self.at + size > MAX_GGUF_HEADER:
+            self.fail("makes the header too large", f"the limit is {MAX_GGUF_HEADER:,} bytes")
         data = self.stream.read(size)
         self.at += len(data)
         if len(data) < size:
@@ -158,7 +161,7 @@ class _Cursor:
     def number(self, form: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
-    def text(self, most: int = MAX_HEADER) -> str:
+    def text(self, most: int = MAX_GGUF_HEADER) -> str:
         size, start = self.number("<Q"), self.at
         self.room(size, 1)
         if size > most:
@@ -201,7 +204,7 @@ def _start(cursor: _Cursor) -> tuple[int, int]:
     if version not in VERSIONS:
         _refuse_version(cursor, version)
     tensors, keys = cursor.number("<Q"), cursor.number("<Q")
-    _refuse_count(cursor, tensors, MAX_TENSORS, 33, "tensors")
+    _refuse_count(cursor, tensors, MAX_GGUF_TENSORS, 33, "tensors")
     _refuse_count(cursor, keys, MAX_KEYS, 14, "metadata keys")
     return tensors, keys
 
@@ -263,7 +266,7 @@ def _metadata(cursor: _Cursor, keys: int) -> dict[str, Any]:
 
 def _value(cursor: _Cursor, kind: int, depth: int) -> Any:
     """A metadata value of type `kind`, inside `depth` arrays."""
-    if kind in NUMBERS:
+    if kind in SCALARS:
         return _numbers(cursor, kind, 1)[0].item()
     if kind == STRING:
         return cursor.text()
@@ -277,14 +280,14 @@ def _value(cursor: _Cursor, kind: int, depth: int) -> Any:
             "has an unknown type", f"found an array of type {kind:,}, known: 0 to 12", at=cursor.at - 12
         )
     cursor.room(count, _LEAST[kind])
-    if kind in NUMBERS:
+    if kind in SCALARS:
         return _numbers(cursor, kind, count)
     cursor.more(count)
     return [_value(cursor, kind, depth + 1) for _ in range(count)]
 
 
 def _numbers(cursor: _Cursor, kind: int, count: int) -> np.ndarray:
-    start, dtype = cursor.at, np.dtype(NUMBERS[kind])
+    start, dtype = cursor.at, np.dtype(SCALARS[kind])
     data = np.frombuffer(cursor.take(count * dtype.itemsize), np.uint8 if kind == BOOL else dtype)
     if kind == BOOL and count and data.max() > 1:
         cursor.fail(
@@ -317,7 +320,7 @@ def _entries(cursor: _Cursor, count: int) -> dict[str, _Entry]:
     found: dict[str, _Entry] = {}
     for i in range(count):
         cursor.subject = f"tensor {i:,} of {count:,}"
-        name = cursor.name(MAX_NAME, found)
+        name = cursor.name(MAX_GGUF_NAME, found)
         cursor.subject = printable(name)
         found[name] = _entry(cursor)
     return found
@@ -342,9 +345,9 @@ def _entry(cursor: _Cursor) -> _Entry:
 def _shape(cursor: _Cursor) -> tuple[int, ...]:
     """A tensor's shape in numpy's order: the file lists the fastest axis first."""
     dimensions = cursor.number("<I")
-    if not 1 <= dimensions <= MAX_DIMENSIONS:
+    if not 1 <= dimensions <= MAX_GGUF_DIMENSIONS:
         cursor.fail(
-            "has an impossible shape", f"found {dimensions:,} dimensions, expected 1 to {MAX_DIMENSIONS}"
+            "has an impossible shape", f"found {dimensions:,} dimensions, expected 1 to {MAX_GGUF_DIMENSIONS}"
         )
     shape = tuple(cursor.number("<Q") for _ in range(dimensions))[::-1]
     if not all(0 < n < 1 << 63 for n in shape):

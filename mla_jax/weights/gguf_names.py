@@ -9,7 +9,7 @@ from typing import Any
 
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadConfig
-from mla_jax.weights.names import NameRule, Table, first_half, key_half, layered, second_half, value_half
+from mla_jax.weights.names import NameRule, NameTable, first_half, key_half, layered, second_half, value_half
 
 
 def transposed(w: Any, config: Config) -> Any:
@@ -58,7 +58,7 @@ _MODEL_RULES = (
 )
 
 
-def needless(name: str, config: Config, found: Container[str]) -> bool:
+def _needless(name: str, config: Config, found: Container[str]) -> bool:
     """Whether no model needs a tensor: MTP's copies of embedding and head; attn_kv_b if the file has both layouts."""
     if re.fullmatch(r"blk\.\d+\.attn_kv_b\.weight", name):
         return True  # if it is needed, `Table.resolve` uses it
@@ -66,11 +66,11 @@ def needless(name: str, config: Config, found: Container[str]) -> bool:
     return copy is not None and int(copy[1]) >= config.num_hidden_layers
 
 
-GGUF = Table(
+GGUF = NameTable(
     (*_MODEL_RULES, *layered(_LAYER_RULES, _MTP_RULES, "blk.{l}.")),
     layer=r"blk\.(\d+)\.",
     expert=None,
-    needless=needless,
+    needless=_needless,
     described="the file's metadata",
     error=BadConfig,
 )

@@ -12,12 +12,12 @@ from mla_jax.base.qtensor import fp8_format
 from mla_jax.weights import boxes
 from mla_jax.weights.boxes import Box
 from mla_jax.weights.hf_names import HF, SCALE
-from mla_jax.weights.names import Table
+from mla_jax.weights.names import NameTable
 from mla_jax.weights.safetensors import TensorSpan, open_folder
-from mla_jax.weights.source import Entry
+from mla_jax.weights.source import TensorEntry
 
 FP8 = "F8_E4M3"
-SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 
 
 @runtime_checkable
@@ -39,7 +39,9 @@ class Safetensors:
     metadata: Mapping[str, Any] | None = None
     made_of: Mapping[str, Any] | None = None
 
-    def __init__(self, kind: str, files: Files, config: Config, table: Table, scale_of: Callable[[str], str]):
+    def __init__(
+        self, kind: str, files: Files, config: Config, table: NameTable, scale_of: Callable[[str], str]
+    ):
         self.kind, self.path, self.raw = kind, files.path, files
         self.config, self.table, self.scale_of = config, table, scale_of
         quantization = config.quantization_config
@@ -47,7 +49,7 @@ class Safetensors:
         scales = {scale for name in files.tensors if (scale := scale_of(name)) in files.tensors}
         dtypes = {files.tensors[name].dtype for name in scales}
         self.scales = dtypes.pop() if len(dtypes) == 1 else "F32"
-        self.tensors: Mapping[str, Entry] = {
+        self.tensors: Mapping[str, TensorEntry] = {
             name: _entry(name, tensor, files.tensors.get(scale_of(name)), scale_of(name), block)
             for name, tensor in files.tensors.items()
             if name not in scales
@@ -86,21 +88,21 @@ def open_hf(path: Path) -> Safetensors:
 
 def _entry(
     name: str, tensor: TensorSpan, scale: TensorSpan | None, scale_name: str, block: tuple[int, int]
-) -> Entry:
+) -> TensorEntry:
     """A tensor with its scales, if any; raises BadFile for FP8 without scales, scales without FP8, a wrong number of scales."""
     if scale is None:
         if tensor.dtype == FP8:
             raise BadFile(
                 f"{printable(name)} is FP8 without scales", f"expected a tensor {printable(scale_name)}"
             )
-        return Entry(tensor.dtype, tensor.shape, tensor.size)
+        return TensorEntry(tensor.dtype, tensor.shape, tensor.size)
     if tensor.dtype != FP8:
         raise BadFile(
             f"{printable(scale_name)} scales a weight that is not FP8", f"{printable(name)} is {tensor.dtype}"
         )
     expected = tuple(-(-n // b) for n, b in zip(tensor.shape, block, strict=False))
-    if len(tensor.shape) != 2 or scale.shape != expected or scale.dtype not in SCALES:
+    if len(tensor.shape) != 2 or scale.shape != expected or scale.dtype not in SCALE_DTYPES:
         needed = f"{list(tensor.shape)} in blocks of {list(block)} needs {list(expected)} scales"
         found = f"found {scale.dtype} {list(scale.shape)}"
         raise BadFile(f"{printable(scale_name)} does not fit {printable(name)}", f"{needed}, {found}")
-    return Entry(fp8_format(block), tensor.shape, tensor.size + scale.size)
+    return TensorEntry(fp8_format(block), tensor.shape, tensor.size + scale.size)

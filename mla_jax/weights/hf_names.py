@@ -4,7 +4,7 @@ import re
 from collections.abc import Container
 
 from mla_jax.base.config import Config
-from mla_jax.weights.names import NameRule, Table, first_half, key_half, layered, second_half, value_half
+from mla_jax.weights.names import NameRule, NameTable, first_half, key_half, layered, second_half, value_half
 
 LAYER_RULES = (
     NameRule("attn_norm", "input_layernorm.weight", "model"),
@@ -51,7 +51,7 @@ SCALE = "_scale_inv"  # suffix of the names of FP8 scales
 LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")
 
 
-def needless(name: str, config: Config, found: Container[str]) -> bool:
+def _needless(name: str, config: Config, found: Container[str]) -> bool:
     """Whether no model needs a tensor: rotary tables, MTP's copies of embedding and head, a tied head."""
     if re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name):
         return True
@@ -61,9 +61,9 @@ def needless(name: str, config: Config, found: Container[str]) -> bool:
     return name == "lm_head.weight" and config.tie_word_embeddings
 
 
-HF = Table(
+HF = NameTable(
     (*MODEL_RULES, *layered(LAYER_RULES, MTP_RULES, "model.layers.{l}.")),
     layer=r"model\.layers\.(\d+)\.",
     expert=r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.",
-    needless=needless,
+    needless=_needless,
 )

@@ -18,7 +18,7 @@ from mla_jax.base import qtensor
 from mla_jax.base.errors import Unsupported, printable
 from mla_jax.base.qtensor import REORDERED, QTensor
 from mla_jax.mesh.devices import Devices
-from mla_jax.mesh.expert_copies import slots_of
+from mla_jax.mesh.expert_copies import expert_slots
 from mla_jax.mesh.partition import Layout, refuse_uneven
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.moe import MoE, Places
@@ -30,8 +30,8 @@ from mla_jax.offload.place import ExpertLayer, Placement
 from mla_jax.offload.replicated import replica_bytes, replica_shapes, replicate
 from mla_jax.offload.streaming import Packing
 from mla_jax.weights import boxes, names
-from mla_jax.weights.fill import PLAIN, Fill, Progress
-from mla_jax.weights.fill_mesh import FillMesh, shares
+from mla_jax.weights.fill import PLAIN_DTYPES, Fill, Progress
+from mla_jax.weights.fill_mesh import FillMesh, mesh_reads
 from mla_jax.weights.open import open_source
 from mla_jax.weights.packed_folder import PackedFolder
 from mla_jax.weights.source import Source
@@ -131,7 +131,9 @@ class Checkpoint:
     def _packs(self, path: str) -> bool:
         """Whether a parameter stays as packed as it is stored."""
         return (
-            self.asked is None and self.slots[path].get_metadata()["packs"] and self.stored[path] not in PLAIN
+            self.asked is None
+            and self.slots[path].get_metadata()["packs"]
+            and self.stored[path] not in PLAIN_DTYPES
         )
 
     def _takes_reordered(self, path: str) -> bool:
@@ -191,7 +193,7 @@ class Checkpoint:
         shape, size = tensor.shape, tensor.nbytes
         if piece.index is not None:
             shape, size = shape[1:], size // shape[0]
-        return size if piece.box is None else boxes.nbytes(tensor.format, shape, size, piece.box)
+        return size if piece.box is None else boxes.box_bytes(tensor.format, shape, size, piece.box)
 
     def largest_piece(self, placement: Placement = ON_DEVICE) -> int:
         """The most bytes that are read at once."""
@@ -201,7 +203,8 @@ class Checkpoint:
             pieces = [first]
             if self.layout.devices > 1 and path not in on_host:
                 pieces = [
-                    first._replace(box=window) for window in {share.window for share in shares(self, path).of}
+                    first._replace(box=window)
+                    for window in {share.window for share in mesh_reads(self, path).of}
                 ]
             largest = max(largest, *map(self.size, pieces))
         return largest
@@ -287,7 +290,7 @@ class Checkpoint:
         experts = self.config.n_routed_experts or 0
 
         def with_none(slots: Sequence[int]) -> np.ndarray:
-            found = slots_of(slots, experts)
+            found = expert_slots(slots, experts)
             return np.concatenate([found, np.full_like(found[:1], len(slots))])
 
         return {number: with_none(slots) for number, slots in self.placed.items()}
@@ -317,8 +320,8 @@ class Checkpoint:
         if len(kinds) > 1:
             found = f"{printable(name)} is {kind}, {printable(list(kinds.values())[1])} is {list(kinds)[1]}"
             raise Unsupported("the experts of one layer have several number formats", found)
-        if kind not in PLAIN and not _is_stored(kind):
-            known = ", ".join((*PLAIN, "F8_E4M3", *qtensor.FORMATS))
+        if kind not in PLAIN_DTYPES and not _is_stored(kind):
+            known = ", ".join((*PLAIN_DTYPES, "F8_E4M3", *qtensor.FORMATS))
             raise Unsupported(f"{printable(name)} has dtype {printable(kind)}", f"weights can be {known}")
         return kind
 

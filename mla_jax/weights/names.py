@@ -1,4 +1,4 @@
-"""Name tables: which tensor of a checkpoint holds each of our parameters. A naming scheme is a Table of Rules.
+"""Name tables: which tensor of a checkpoint holds each of our parameters. A naming scheme is a NameTable of NameRules.
 
 A NameRule is (our path, source name, source axes, part): the axes give the expected shape of the source tensor, `part` slices our
 parameter out of it. `{l}` is a layer number, `{x}` an expert number. Several rules with one path are alternatives, tried in
@@ -20,7 +20,7 @@ from mla_jax.weights.boxes import Box
 PartOf = Callable[[Any, Config], Any]
 
 
-def whole(w: Any, config: Config) -> Any:
+def unchanged(w: Any, config: Config) -> Any:
     return w
 
 
@@ -59,7 +59,7 @@ class NameRule(NamedTuple):
     ours: str
     theirs: str
     axes: str
-    part: PartOf = whole
+    part: PartOf = unchanged
 
 
 def layered(block: Iterable[NameRule], mtp: Iterable[NameRule], prefix: str) -> Iterable[NameRule]:
@@ -97,7 +97,7 @@ class Origin(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class NameTable:
     """The naming scheme of one kind of checkpoint.
 
     `layer` and `expert` are regular expressions that match the start of the names of a layer's and an expert's tensors.

@@ -12,12 +12,12 @@ from mla_jax.weights import deepseek, gguf_config
 from mla_jax.weights.boxes import Box
 from mla_jax.weights.gguf import open_gguf
 from mla_jax.weights.gguf_names import GGUF
-from mla_jax.weights.hf import SCALES, open_hf
+from mla_jax.weights.hf import SCALE_DTYPES, open_hf
 from mla_jax.weights.hub import NEEDS
-from mla_jax.weights.orbax_manifest import AGAIN, MANIFEST
+from mla_jax.weights.orbax_manifest import COPY_AGAIN, MANIFEST
 from mla_jax.weights.orbax_names import STORE
 from mla_jax.weights.orbax_store import is_store, open_store
-from mla_jax.weights.source import Entry, Source
+from mla_jax.weights.source import Source, TensorEntry
 
 
 class FromGGUF:
@@ -30,8 +30,8 @@ class FromGGUF:
         self.file = open_gguf(path)
         self.path, self.metadata = self.file.path, self.file.metadata
         self.config = gguf_config.config(self.file.metadata, self.file.tensors)
-        self.tensors: Mapping[str, Entry] = {
-            n: Entry(t.type, t.shape, t.nbytes) for n, t in self.file.tensors.items()
+        self.tensors: Mapping[str, TensorEntry] = {
+            n: TensorEntry(t.type, t.shape, t.nbytes) for n, t in self.file.tensors.items()
         }
 
     @property
@@ -56,12 +56,14 @@ class FromStore:
         self.made_of: Mapping[str, Any] | None = self.store.metadata
         self.scales = self.store.metadata.get("scales", "F32")
         copies = self.store.metadata.get("copies", {})
-        if self.scales not in SCALES or not isinstance(copies, dict):
+        if self.scales not in SCALE_DTYPES or not isinstance(copies, dict):
             raise BadFile(
-                f"{path / MANIFEST} has invalid metadata", f"scales are {printable(str(self.scales))}", AGAIN
+                f"{path / MANIFEST} has invalid metadata",
+                f"scales are {printable(str(self.scales))}",
+                COPY_AGAIN,
             )
-        self.tensors: Mapping[str, Entry] = {
-            n: Entry(t.format, t.shape, t.nbytes) for n, t in self.store.tensors.items()
+        self.tensors: Mapping[str, TensorEntry] = {
+            n: TensorEntry(t.format, t.shape, t.nbytes) for n, t in self.store.tensors.items()
         }
 
     @property

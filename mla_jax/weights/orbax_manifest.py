@@ -22,7 +22,7 @@ from mla_jax.weights.safetensors import DTYPES
 KIND, VERSION = "mla-jax weights", 1
 MANIFEST, MAX_MANIFEST = "manifest.json", 64 << 20
 TENSOR_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")  # a tensor's name becomes a folder's name
-AGAIN = "copy that folder again, or convert again"
+COPY_AGAIN = "copy that folder again, or convert again"
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,9 @@ def _checked(file: Path, name: str, raw: Any) -> StoredTensor:
         sound = False
     if not sound:
         raise BadFile(
-            f"{file} has an invalid entry for {printable(name)}", f"found {printable(str(raw), 200)}", AGAIN
+            f"{file} has an invalid entry for {printable(name)}",
+            f"found {printable(str(raw), 200)}",
+            COPY_AGAIN,
         )
     return tensor
 

@@ -5,7 +5,7 @@
 from mla_jax.base.config import Config
 from mla_jax.weights.gguf_names import transposed
 from mla_jax.weights.hf_names import LAYER_RULES, MODEL_RULES, MTP_RULES
-from mla_jax.weights.names import NameRule, Origin, Table, key_half, layered, value_half
+from mla_jax.weights.names import NameRule, NameTable, Origin, key_half, layered, value_half
 
 _KEPT = tuple(
     NameRule(r.ours, r.ours, "experts " + r.axes if "{x}" in r.theirs else r.axes)
@@ -19,7 +19,7 @@ _UP = (
     NameRule("attn.uk", "attn.k_b", "heads kv_rank nope", transposed),  # as in newer GGUF files
     NameRule("attn.uv", "attn.v_b", "heads value kv_rank"),
 )
-STORE = Table(
+STORE = NameTable(
     (
         *(NameRule(r.ours, r.ours, r.axes) for r in MODEL_RULES),
         *layered((*_KEPT, *_UP), tuple(NameRule(r.ours, r.ours, r.axes) for r in MTP_RULES), "layers.{l}."),
@@ -31,7 +31,7 @@ STORE = Table(
 )
 
 
-def stored(path: str, source: Origin, config: Config) -> tuple[str, tuple[str, ...]] | None:
+def stored_as(path: str, source: Origin, config: Config) -> tuple[str, tuple[str, ...]] | None:
     """The name and axes under which our parameter `path` is stored; None if it is stored inside another tensor."""
     if source.part is value_half:
         return None

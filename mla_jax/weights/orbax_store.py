@@ -46,7 +46,7 @@ from mla_jax.weights.orbax_chunks import (
     overlapping,
 )
 from mla_jax.weights.orbax_manifest import (
-    AGAIN,
+    COPY_AGAIN,
     KIND,
     MANIFEST,
     VERSION,
@@ -57,7 +57,7 @@ from mla_jax.weights.orbax_manifest import (
 )
 from mla_jax.weights.safetensors import DTYPES
 
-COPIED = 3 * MAX_CHUNK  # bytes that Orbax may hold in copies
+COPY_BYTES = 3 * MAX_CHUNK  # bytes that Orbax may hold in copies
 NOISE = (
     "TensorStore data files not found",
     "Skipping merge of OCDBT",
@@ -70,7 +70,7 @@ NOISE = (
 )
 
 
-class Tensor(NamedTuple):
+class NewTensor(NamedTuple):
     """A tensor to store: `format` is the safetensors name of a plain dtype, or a format of base/qtensor.py."""
 
     format: str
@@ -100,7 +100,7 @@ class Writer:
             _, recorded, self.tensors = read_manifest(self.partial)
             self._refuse_other_metadata(recorded)
 
-    def save(self, tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
+    def save(self, tensors: Mapping[str, NewTensor]) -> dict[str, StoredTensor]:
         """Stores one step durably: a power cut after the return loses nothing. Copies only chunks that are cut along columns."""
         if repeated := sorted(self.tensors.keys() & tensors.keys()):
             raise BadFile(
@@ -139,7 +139,7 @@ class Writer:
                 f"{self.partial} was begun from something else", what, "go on from that, or delete it"
             )
 
-    def _cut(self, name: str, tensor: Tensor, step: int) -> tuple[StoredTensor, dict[str, np.ndarray]]:
+    def _cut(self, name: str, tensor: NewTensor, step: int) -> tuple[StoredTensor, dict[str, np.ndarray]]:
         """A tensor's entry in the manifest, and its chunks by leaf."""
         found = [(part.dtype.name, part.shape) for part in tensor.parts if part.dtype.isnative]
         expected = part_specs(name, tensor.format, tensor.shape)
@@ -206,7 +206,7 @@ class Store:
         """The parts of a tensor, or of one entry of its first axis, or of a `box` of these, for which the chunks are read that
         hold some of it; raises BadFile if a checksum does not match."""
         entry = self.tensors[name]
-        asked = [boxes.whole(part.shape) for part in entry.parts]
+        asked = [boxes.whole_box(part.shape) for part in entry.parts]
         if index is not None and not (entry.shape and 0 <= index < entry.shape[0]):
             raise IndexError(f"{name} has the shape {entry.shape}, and no entry {index}")
         if box is not None:
@@ -259,7 +259,10 @@ class Store:
                     values = ocp.load(folder, {chunk.leaf: np.ndarray for chunk in batch})
             except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as e:
                 raise BadFile(
-                    f"{name} cannot be read", "a file is missing, cut short or damaged", f"in {folder}", AGAIN
+                    f"{name} cannot be read",
+                    "a file is missing, cut short or damaged",
+                    f"in {folder}",
+                    COPY_AGAIN,
                 ) from e
             for chunk in batch:
                 yield _sound(name, folder, chunk, values.pop(chunk.leaf))
@@ -272,7 +275,7 @@ class Store:
             if found != expected:
                 what = f"{chunk.leaf} is {found or 'missing'}, expected {expected}"
                 where = f"in {_step_folder(self.path, step)}"
-                raise BadFile(f"{name} does not match the manifest", what, where, AGAIN)
+                raise BadFile(f"{name} does not match the manifest", what, where, COPY_AGAIN)
 
 
 def refuse_foreign(partial: Path, record: str) -> None:
@@ -323,7 +326,7 @@ def open_store(folder: Path) -> Store:
     folders = {_step_folder(path, entry.step) for entry in tensors.values()}
     missing = sorted(f"{step.name} is missing" for step in folders if not step.is_dir())
     if missing:
-        raise BadFile(f"{path / 'weights'} lacks a part of the weights", *shortened(missing), AGAIN)
+        raise BadFile(f"{path / 'weights'} lacks a part of the weights", *shortened(missing), COPY_AGAIN)
     return Store(path, metadata, tensors)
 
 
@@ -340,7 +343,7 @@ def _orbax(largest: int = 0) -> Iterator[Any]:
     # Quantised weights do not shrink, and compressing takes a step's memory again
     context.array.saving.use_compression = False
     context.memory.deepcopy_host_arrays = False
-    context.memory.write_concurrent_bytes = context.memory.read_concurrent_bytes = max(COPIED, largest)
+    context.memory.write_concurrent_bytes = context.memory.read_concurrent_bytes = max(COPY_BYTES, largest)
     context.pytree.loading.partial_load = True
     # The default of 20 minutes is too short for a large step on a slow disk
     context.asynchronous.timeout_secs = 24 * 3600
@@ -386,7 +389,7 @@ def _sound(name: str, folder: Path, chunk: StoredChunk, value: np.ndarray) -> np
             f"{name} is damaged",
             f"{chunk.leaf} has the checksum {found}, not {chunk.checksum}",
             f"in {folder}",
-            AGAIN,
+            COPY_AGAIN,
         )
     return value
 

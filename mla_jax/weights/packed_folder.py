@@ -10,7 +10,7 @@ from mla_jax.offload.pack import map_packed
 from mla_jax.weights.orbax_manifest import MAX_MANIFEST
 from mla_jax.weights.orbax_store import writing
 
-MANIFEST = "packed_experts.json"
+PACKED_MANIFEST = "packed_experts.json"
 
 
 class PackedFolder:
@@ -20,7 +20,7 @@ class PackedFolder:
         self.path = path
         if not self._made(made_of):
             raise BadFile(f"{path} is no folder of packed experts", "choose another folder, or an empty one")
-        found = read_json(path / MANIFEST, MAX_MANIFEST)
+        found = read_json(path / PACKED_MANIFEST, MAX_MANIFEST)
         expected = json.loads(json.dumps(made_of))
         if differing := [key for key in {**found, **expected} if found.get(key) != expected.get(key)]:
             what = "what differs: " + ", ".join(map(printable, differing))
@@ -45,8 +45,8 @@ class PackedFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if not any(self.path.iterdir()):
-                write_json(self.path / MANIFEST, made_of)
-            return (self.path / MANIFEST).exists()
+                write_json(self.path / PACKED_MANIFEST, made_of)
+            return (self.path / PACKED_MANIFEST).exists()
         except (OSError, ValueError) as e:
             reason = printable(getattr(e, "strerror", None) or str(e))
             what = "expected a folder that can be read, or made and written"

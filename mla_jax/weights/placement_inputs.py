@@ -8,8 +8,10 @@ from mla_jax.offload.place import Figures, Placement
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.plan import plan
 
-ROOM = 8192  # tokens per sequence whose cache pushes experts off the device, if the user gives no context
-HELD = 1024  # tokens per sequence that steps are predicted for then
+DEFAULT_CONTEXT = (
+    8192  # tokens per sequence whose cache pushes experts off the device, if the user gives no context
+)
+PREDICTED_TOKENS = 1024  # tokens per sequence that steps are predicted for then
 
 
 def figures(
@@ -17,7 +19,7 @@ def figures(
 ) -> Figures:
     """For `batch` sequences of `context` tokens."""
     config, longest = checkpoint.config, checkpoint.config.max_position_embeddings
-    everything = plan(checkpoint, context or min(ROOM, longest), batch)
+    everything = plan(checkpoint, context or min(DEFAULT_CONTEXT, longest), batch)
     prompt = min(roofline.STREAMED, longest)
     models = (checkpoint.model(Placement(stream=stream)) for stream in (0, 1))
     chunks = (model.dispatch.chunk(model) for model in models)
@@ -31,7 +33,7 @@ def figures(
         available=everything.available,
         host_free=free_memory(),
         context=everything.context,
-        held=context or min(HELD, longest),
+        held=context or min(PREDICTED_TOKENS, longest),
         batch=batch,
         chunk=chunk,
         streamed_chunk=streamed,

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from mla_jax.base.errors import BadFile, Unsupported, printable
-from mla_jax.base.qtensor import QTensor, check
+from mla_jax.base.qtensor import QTensor, validated
 
 E4M3_MAX = 448.0
 
@@ -109,4 +109,4 @@ def quantize(w: Matrices, format: str) -> QTensor:
             f"quantising to {printable(format)} is not supported", "known: " + ", ".join(QUANTIZERS)
         )
     parts = tuple(jnp.asarray(part) for part in QUANTIZERS[format](w))
-    return check(QTensor(format, parts, tuple(w.shape)))
+    return validated(QTensor(format, parts, tuple(w.shape)))

@@ -79,7 +79,7 @@ class TensorFiles:
 
         Reads no other bytes. Raises BadFile if the file was truncated or rewritten since its header was read."""
         tensor = self.tensors[name] if index is None else _entry_of(self.tensors[name], index)
-        box = box or boxes.whole(tensor.shape)
+        box = box or boxes.whole_box(tensor.shape)
         dtype = np.dtype(DTYPES[tensor.dtype])
         shape = boxes.box_shape(box)
         out = np.empty(prod(shape) * dtype.itemsize, np.uint8)

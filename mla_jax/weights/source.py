@@ -8,10 +8,10 @@ import numpy as np
 
 from mla_jax.base.config import Config
 from mla_jax.weights.boxes import Box
-from mla_jax.weights.names import Table
+from mla_jax.weights.names import NameTable
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor as it is stored: `format` is the safetensors name of a plain dtype, or a format of base/qtensor.py."""
 
     format: str
@@ -30,9 +30,9 @@ class Source(Protocol):
     @property
     def config(self) -> Config: ...
     @property
-    def table(self) -> Table: ...
+    def table(self) -> NameTable: ...
     @property
-    def tensors(self) -> Mapping[str, Entry]: ...
+    def tensors(self) -> Mapping[str, TensorEntry]: ...
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that hold the weights."""

@@ -17,23 +17,23 @@ def test_figures_of_a_gpu_are_measured_once_and_again_if_the_file_is_damaged(tmp
     path, calls = tmp_path / "folder" / "device.json", []
     monkeypatch.setattr(device_rates, "measure_device", lambda target: calls.append(target) or dict(FOUND))
     expected = DEVICES["NVIDIA H200"]._replace(measured=True, **FOUND)
-    assert [device_rates.device(H200, path) for _ in range(2)] == [expected] * 2
+    assert [device_rates.measured_device(H200, path) for _ in range(2)] == [expected] * 2
     assert calls == [H200]
     assert [*json.loads(path.read_text())] == [f"NVIDIA H200, JAX {jax.__version__}"]
     for damage in ("", "[1]", '{"a": 1}', path.read_text().replace("4400", "44"), path.read_text().replace("flops", "flips")):
         path.write_text(damage)
-        assert device_rates.device(H200, path) == expected
+        assert device_rates.measured_device(H200, path) == expected
     path.write_text(path.read_text().replace("800000000000000.0", "NaN"))
-    assert device_rates.device(H200, path) == expected
+    assert device_rates.measured_device(H200, path) == expected
     path.write_text(path.read_text().replace("800000000000000.0", "8" * 400))
-    assert device_rates.device(H200, path) == expected
+    assert device_rates.measured_device(H200, path) == expected
     assert len(calls) == 8
 
 
 @pytest.mark.parametrize("found", [None, {**FOUND, "flops": 1.0}, {**FOUND, "bandwidth": 1e15}, {**FOUND, "flops": float("nan")}])
 def test_what_cannot_be_is_not_believed_and_not_kept(tmp_path, monkeypatch, found):
     monkeypatch.setattr(device_rates, "measure_device", lambda target: found)
-    assert device_rates.device(H200, tmp_path / "device.json") == DEVICES["NVIDIA H200"]
+    assert device_rates.measured_device(H200, tmp_path / "device.json") == DEVICES["NVIDIA H200"]
     assert not (tmp_path / "device.json").exists()
 
 
@@ -42,23 +42,23 @@ def test_a_device_that_fails_takes_the_tables_figures(tmp_path, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
     monkeypatch.setattr(device_rates, "measure_device", fail)
-    assert device_rates.device(H200, tmp_path / "device.json") == DEVICES["NVIDIA H200"]
+    assert device_rates.measured_device(H200, tmp_path / "device.json") == DEVICES["NVIDIA H200"]
 
 
 def test_a_cpu_is_not_measured(tmp_path):
-    assert device_rates.device(cache=tmp_path / "device.json") == DEVICES["cpu"]
+    assert device_rates.measured_device(cache=tmp_path / "device.json") == DEVICES["cpu"]
     assert [*tmp_path.iterdir()] == []
 
 
 def test_a_place_that_cannot_be_written_keeps_nobody_from_measuring(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(device_rates, "measure_device", lambda target: dict(FOUND))
-    assert device_rates.device(H200, tmp_path / "file" / "device.json").measured
+    assert device_rates.measured_device(H200, tmp_path / "file" / "device.json").measured
 
 
 def test_memory_is_read_and_matrices_are_multiplied(monkeypatch):
     """On the CPU, with little of both."""
-    for name, value in {"READ": 1 << 20, "LEAST": 1 << 19, "SIDE": 256, "_free": lambda target: 1 << 30}.items():
+    for name, value in {"READ": 1 << 20, "MIN_READ": 1 << 19, "SIDE": 256, "_free": lambda target: 1 << 30}.items():
         monkeypatch.setattr(device_rates, name, value)
     found = device_rates.measure_device(jax.devices()[0])
     assert found is not None
@@ -74,7 +74,7 @@ def test_for_a_user_without_a_home_no_figures_are_kept(monkeypatch):
     monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
     monkeypatch.setattr(device_rates, "measure_device", lambda target: dict(FOUND))
     monkeypatch.setattr(device_rates, "write_json", lambda *_: pytest.fail("something was written"))
-    assert device_rates.device(H200).measured
+    assert device_rates.measured_device(H200).measured
 
 
 @pytest.mark.parametrize(("seconds", "calls"), [(1e-3, 8), (0.3, 5), (2.0, 2)])

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_jax.base.errors import BadFile, Unsupported
-from mla_jax.base.gguf_blocks import PLAIN, TYPES
-from mla_jax.base.qtensor import FORMATS, QTensor, abstract, check, dequantize, format_of, nbytes, unsound
+from mla_jax.base.gguf_blocks import PLAIN_TYPES, TYPES
+from mla_jax.base.qtensor import FORMATS, QTensor, abstract, dequantize, format_of, nbytes, unsound, validated
 
 OURS = sorted(FORMATS.keys() - TYPES.keys())
 unpacked = jax.jit(dequantize, static_argnums=1)
@@ -36,7 +36,7 @@ def random_bytes(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray
 def packed(name: str, rng: np.random.Generator, *lead: int, blocks: int) -> QTensor:
     kind = TYPES[name]
     part = random_bytes(rng, (*lead, blocks, kind.bytes))
-    return check(QTensor(name, (jnp.asarray(part),), (*lead, blocks * kind.values)))
+    return validated(QTensor(name, (jnp.asarray(part),), (*lead, blocks * kind.values)))
 
 
 def q2_0(blocks: np.ndarray) -> np.ndarray:
@@ -62,7 +62,7 @@ def random_part(rng: np.random.Generator, spec: jax.ShapeDtypeStruct) -> jax.Arr
 
 def random_tensor(format: str, shape: tuple[int, ...], seed: int = 0) -> QTensor:
     rng = np.random.default_rng(seed)
-    return check(QTensor(format, tuple(random_part(rng, spec) for spec in abstract(format, shape).parts), shape))
+    return validated(QTensor(format, tuple(random_part(rng, spec) for spec in abstract(format, shape).parts), shape))
 
 
 @pytest.mark.parametrize("lead", [(400,), (2, 3)], ids=str)
@@ -88,7 +88,7 @@ def test_any_blocks_unpack_to_the_bits_that_the_gguf_package_finds(name, seed):
 def test_every_scale_and_code_of_mxfp4_unpacks_exactly_denormals_and_infinities_included():
     codes = np.tile(np.arange(16, dtype=np.uint8) * 17, (256, 1))
     part = np.concatenate([np.arange(256, dtype=np.uint8)[:, None], codes], axis=1)[:, None]
-    q = check(QTensor("MXFP4", (jnp.asarray(part),), (256, 32)))
+    q = validated(QTensor("MXFP4", (jnp.asarray(part),), (256, 32)))
     assert_same_bits(unpacked(q), by_package(q))
 
 
@@ -96,8 +96,8 @@ def test_the_table_of_types_agrees_with_the_gguf_package_on_numbers_and_sizes():
     assert {name: (t.id, t.values, t.bytes) for name, t in TYPES.items() if name != "Q2_0"} == {
         name: (Kind[name].value, *gguf.GGML_QUANT_SIZES[Kind[name]]) for name in TYPES if name != "Q2_0"
     }
-    assert {name: (id, 1, np.dtype(dtype).itemsize) for name, (id, dtype) in PLAIN.items()} == {
-        name: (Kind[name].value, *gguf.GGML_QUANT_SIZES[Kind[name]]) for name in PLAIN
+    assert {name: (id, 1, np.dtype(dtype).itemsize) for name, (id, dtype) in PLAIN_TYPES.items()} == {
+        name: (Kind[name].value, *gguf.GGML_QUANT_SIZES[Kind[name]]) for name in PLAIN_TYPES
     }
 
 
@@ -109,7 +109,7 @@ def test_every_type_that_the_gguf_package_can_dequantise_is_known():
             return False
         return True
 
-    assert {kind.name for kind in Kind if can_be_dequantised(kind)} == (TYPES.keys() | PLAIN.keys()) - {"Q2_0"}
+    assert {kind.name for kind in Kind if can_be_dequantised(kind)} == (TYPES.keys() | PLAIN_TYPES.keys()) - {"Q2_0"}
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "IQ2_XS", "Q8_0", "fp8_block"])
@@ -123,7 +123,7 @@ def test_bfloat16_is_the_float32_value_rounded_once(name):
 
 def test_all_fp8_codes_mean_what_ml_dtypes_says():
     codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).reshape(2, 128)
-    q = check(QTensor("fp8_block", (jnp.asarray(codes), jnp.ones((1, 1))), (2, 128)))
+    q = validated(QTensor("fp8_block", (jnp.asarray(codes), jnp.ones((1, 1))), (2, 128)))
     assert_same_bits(unpacked(q), codes.astype(np.float32))
 
 
@@ -200,7 +200,7 @@ def test_a_tensor_is_a_pytree_whose_leaves_are_its_parts():
     shapes = jax.eval_shape(lambda q: q, q)
     assert isinstance(shapes, QTensor)
     assert (shapes.format, shapes.shape) == ("fp8_block", (130, 140))
-    assert check(shapes) is shapes
+    assert validated(shapes) is shapes
     assert jax.eval_shape(dequantize, shapes).shape == (130, 140)
 
 
@@ -229,7 +229,7 @@ def test_shapes_of_too_few_axes_are_refused(format, shape):
 )
 def test_parts_that_do_not_fit_the_shape_are_refused_with_what_was_found_and_expected(parts):
     with pytest.raises(BadFile, match="layer 0 is not a Q4_K tensor of shape") as caught:
-        check(QTensor("Q4_K", parts, (4, 512)), "layer 0")
+        validated(QTensor("Q4_K", parts, (4, 512)), "layer 0")
     assert caught.value.args[2] == "expected uint8[4, 2, 144]"
 
 

@@ -6,12 +6,12 @@ import sys
 import longcontext
 import pytest
 
-from mla_jax.cache.evict import POLICIES, RULES
+from mla_jax.cache.evict import BUDGET_RULES, EVICTION_POLICIES
 
 
 def test_every_policy_and_every_rule_is_measured():
-    assert {policy for policy, _ in longcontext.PAIRS} == POLICIES.keys()
-    assert {rule for _, rule in longcontext.PAIRS} == RULES.keys()
+    assert {policy for policy, _ in longcontext.PAIRS} == EVICTION_POLICIES.keys()
+    assert {rule for _, rule in longcontext.PAIRS} == BUDGET_RULES.keys()
     assert len(set(longcontext.PAIRS)) == len(longcontext.PAIRS)
 
 

@@ -10,7 +10,7 @@ import retrieved
 
 from mla_jax import LLM
 from mla_jax.cache import evict
-from mla_jax.cache.evict import RULES, Ada
+from mla_jax.cache.evict import BUDGET_RULES, Ada
 from mla_jax.model import rope
 
 TOKENS, SHARE = 320, 0.15  # of a text, and of these kept
@@ -45,7 +45,7 @@ def weights(q: np.ndarray, kv: np.ndarray, scale: float) -> np.ndarray:
     return exponentials / exponentials.sum(-1, keepdims=True)
 
 
-def keeps(scores: np.ndarray, rule: evict.Rule) -> np.ndarray:
+def keeps(scores: np.ndarray, rule: evict.Budget) -> np.ndarray:
     """`[L H S]`, of scores `[L H S]`."""
     layers, _, slots = scores.shape
     held, count = jnp.full((layers, 1, 1), slots), jnp.array([round(SHARE * slots)])
@@ -74,7 +74,7 @@ def test_the_bound_holds_and_adas_is_lower_than_the_uniform_one(seen, shares, mo
     for one in seen:
         scores = one.weights if shares == "heads" else one.weights.mean(1, keepdims=True)
         lost = {}
-        for name, rule in (("uniform", RULES["uniform"]), ("ada", Ada(0.0))):
+        for name, rule in (("uniform", BUDGET_RULES["uniform"]), ("ada", Ada(0.0))):
             kept = keeps(scores, rule)
             change, bound = change_and_bound(one, kept)
             assert (change <= bound + 1e-9).all()

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from mla_jax.cache import evict
 from mla_jax.cache.evict import (
+    BUDGET_RULES,
+    EVICTION_POLICIES,
     H2O,
-    POLICIES,
-    RULES,
     TOVA,
     Ada,
     Critical,
+    EvictionPolicy,
     KeyDiff,
-    Policy,
     Pyramid,
     Random,
     Seen,
@@ -35,7 +35,7 @@ WINDOW, KERNEL = 4, 5  # of the policies here
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "sinks", "window", "first"))
-def choose(scores: jax.Array, held: jax.Array, count: jax.Array, rule: evict.Rule, **others) -> jax.Array:
+def choose(scores: jax.Array, held: jax.Array, count: jax.Array, rule: evict.Budget, **others) -> jax.Array:
     """`held [L B]` where all heads have as many tokens, or `[L B H]`."""
     return evict.kept(scores, held if held.ndim == 3 else held[..., None], count, rule, **others)
 
@@ -77,7 +77,7 @@ def array(numbers) -> jax.Array:
     return jnp.asarray(numbers, jnp.float32)
 
 
-def shown(layer: Attention, policy: Policy, start: int, stop: int) -> Seen:
+def shown(layer: Attention, policy: EvictionPolicy, start: int, stop: int) -> Seen:
     tokens = layer.q.shape[1]
     anchor = (layer.k / np.linalg.norm(layer.k, axis=-1, keepdims=True)).mean(1)
     return Seen(
@@ -90,7 +90,7 @@ def shown(layer: Attention, policy: Policy, start: int, stop: int) -> Seen:
     )
 
 
-def scored(layer: Attention, policy: Policy, cuts: tuple[int, ...] = ()) -> jax.Array:
+def scored(layer: Attention, policy: EvictionPolicy, cuts: tuple[int, ...] = ()) -> jax.Array:
     """[1 M S]: M counts heads of keys, where several heads share them."""
     tokens = layer.q.shape[1]
     blocks = itertools.pairwise([0, *cuts, tokens])
@@ -108,8 +108,8 @@ def seen(weights, held: int, **others) -> Seen:
     return Seen(weights=weights, slot=jnp.arange(slots), held=jnp.array([[held]]), **(empty | others))
 
 
-def small(name: str) -> Policy:
-    policy = POLICIES[name]
+def small(name: str) -> EvictionPolicy:
+    policy = EVICTION_POLICIES[name]
     if isinstance(policy, Critical):
         return Critical(SnapKV(WINDOW, KERNEL))
     return dataclasses.replace(policy, window=WINDOW) if isinstance(policy, SnapKV | H2O) else policy
@@ -161,13 +161,13 @@ def test_critical_keeps_scores_and_their_products_with_the_worth_apart():
     np.testing.assert_allclose(evict.shared(found, policy.stages)[0], [[0.5, 0.5], [0.5001 * 3, 0.5001 * 7]])
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_cuts_of_blocks_change_no_score(name):
     layer, policy = Attention.random(0), small(name)
     np.testing.assert_allclose(scored(layer, policy), scored(layer, policy, cuts=(5, 16)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_what_no_row_holds_changes_nothing(name):
     layer, policy = Attention.random(1), small(name)
     whole, held = shown(layer, policy, 0, 24), jnp.array([[24]])
@@ -180,7 +180,7 @@ def test_what_no_row_holds_changes_nothing(name):
     )  # fmt: skip
     scores, more = (policy.finished(policy.of_block(block), held) for block in (whole, longer))
     np.testing.assert_allclose(scores, more[..., :24], rtol=1e-6)
-    found = choose(more[None], held[None], jnp.array([9]), RULES["ada"], sinks=2, window=WINDOW, first=policy.first)
+    found = choose(more[None], held[None], jnp.array([9]), BUDGET_RULES["ada"], sinks=2, window=WINDOW, first=policy.first)
     assert not found[..., 24:].any()
     assert (found.sum(-1).mean(2) == 9).all()
 
@@ -237,7 +237,7 @@ def ada_by_hand(scores: np.ndarray, count: int, floor: float) -> list[list[int]]
 
 
 def kept_of(
-    layer: Attention, policy: Policy, count: int, rule=RULES["uniform"], sinks: int = 0, window: int = 0
+    layer: Attention, policy: EvictionPolicy, count: int, rule=BUDGET_RULES["uniform"], sinks: int = 0, window: int = 0
 ) -> list[list[int]]:
     scores = scored(layer, policy)
     heads = len(layer.k) * policy.stages
@@ -263,13 +263,13 @@ def test_policies_and_rules_keep_what_plain_loops_keep(seed):
 
 
 AS_KVPRESS = {  # policy, rule, sinks, window
-    "snapkv": (SnapKV(WINDOW, KERNEL), RULES["uniform"], 0, WINDOW),
-    "tova": (TOVA(), RULES["uniform"], 0, 1),
-    "keydiff": (KeyDiff(), RULES["uniform"], 0, 0),
-    "observed": (H2O(48), RULES["uniform"], 0, 0),
-    "streaming": (Streaming(), RULES["uniform"], 4, 0),
-    "critical": (Critical(SnapKV(WINDOW, KERNEL)), RULES["uniform"], 0, WINDOW),
-    "ada": (SnapKV(WINDOW, KERNEL), RULES["ada"], 0, WINDOW),
+    "snapkv": (SnapKV(WINDOW, KERNEL), BUDGET_RULES["uniform"], 0, WINDOW),
+    "tova": (TOVA(), BUDGET_RULES["uniform"], 0, 1),
+    "keydiff": (KeyDiff(), BUDGET_RULES["uniform"], 0, 0),
+    "observed": (H2O(48), BUDGET_RULES["uniform"], 0, 0),
+    "streaming": (Streaming(), BUDGET_RULES["uniform"], 4, 0),
+    "critical": (Critical(SnapKV(WINDOW, KERNEL)), BUDGET_RULES["uniform"], 0, WINDOW),
+    "ada": (SnapKV(WINDOW, KERNEL), BUDGET_RULES["ada"], 0, WINDOW),
     "pyramid": (SnapKV(WINDOW, KERNEL), Pyramid(beta=2), 0, WINDOW),
 }
 
@@ -317,7 +317,7 @@ def drawn(seed: int, heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return scores, rng.integers(0, SLOTS + 1, (LAYERS, BATCH, heads)), rng.integers(0, SLOTS + 3, BATCH)
 
 
-EXACT = {"uniform": RULES["uniform"], "pyramid": Pyramid(beta=2), "ada": Ada(0.3), "ada without floor": Ada(0.0)}
+EXACT = {"uniform": BUDGET_RULES["uniform"], "pyramid": Pyramid(beta=2), "ada": Ada(0.3), "ada without floor": Ada(0.0)}
 RULE = pytest.mark.parametrize("rule", EXACT.values(), ids=EXACT)
 
 
@@ -393,13 +393,15 @@ def test_so_many_are_kept_as_the_count_says(rule, heads, seed, length):
             assert counts[:, row].min() >= SINKS + RECENT
 
 
-def chosen(scores, count: int, held: int | None = None, rule=RULES["uniform"], sinks: int = 0, window: int = 1) -> list[int]:
+def chosen(
+    scores, count: int, held: int | None = None, rule=BUDGET_RULES["uniform"], sinks: int = 0, window: int = 1
+) -> list[int]:
     scores = array(scores)[None, None, None]
     lengths = jnp.array([[scores.shape[-1] if held is None else held]])
     return np.flatnonzero(choose(scores, lengths, jnp.array([count]), rule, sinks=sinks, window=window)).tolist()
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("rule", BUDGET_RULES.values(), ids=BUDGET_RULES)
 def test_no_count_and_no_score_empties_a_row_or_overruns_it(rule):
     scores = [5, 4, np.nan, 3, np.inf, 1, 0, 0]
     cases = {0: [7], 1: [7], 2: [6, 7], 3: [0, 6, 7], 4: [0, 1, 6, 7], 5: [0, 1, 3, 6, 7], 8: [*range(8)], 99: [*range(8)]}
@@ -432,7 +434,7 @@ def test_a_share_of_a_small_count_is_one_token_unless_it_is_none():
     assert choose(both[:, :, :2], held, one, Ada(0.2), sinks=0, window=0).sum(-1).ravel().tolist() == [1, 1]
     assert choose(both[:, :, :2], held, one, Ada(0.0), sinks=0, window=0).sum(-1).ravel().tolist() == [2, 0]
     for first, best in ((0.5, [0, 1]), (0.0, [2, 0])):
-        found = choose(both, held, one, RULES["uniform"], sinks=0, window=0, first=first)
+        found = choose(both, held, one, BUDGET_RULES["uniform"], sinks=0, window=0, first=first)
         assert found.argmax(-1).ravel().tolist() == best
 
 
@@ -442,14 +444,14 @@ def test_critical_with_ada_has_adas_counts_and_a_second_stage():
     found = choose(both, jnp.array([[5]]), jnp.array([3]), Ada(), sinks=0, window=1, first=0.5)
     # 6 in all: the newest twice, then 9, 8, 7, 6 by score; of the first head 5, and 2 of these sure
     assert [np.flatnonzero(head).tolist() for head in found[0, 0]] == [[0, 1, 2, 3, 4], [4]]
-    found = choose(both, jnp.array([[5]]), jnp.array([3]), RULES["uniform"], sinks=0, window=1, first=0.7)
+    found = choose(both, jnp.array([[5]]), jnp.array([3]), BUDGET_RULES["uniform"], sinks=0, window=1, first=0.7)
     assert [np.flatnonzero(head).tolist() for head in found[0, 0]] == [[0, 3, 4], [0, 3, 4]]
 
 
 @given(st.lists(st.booleans(), min_size=12, max_size=12))
 @settings(max_examples=20)
 def test_places_are_those_of_the_kept_in_order(kept):
-    source, count = evict.places(jnp.array(kept).reshape(2, 6))
+    source, count = evict.new_slots(jnp.array(kept).reshape(2, 6))
     for row, flags in enumerate(np.array(kept).reshape(2, 6)):
         assert source[row, : count[row]].tolist() == np.flatnonzero(flags).tolist()
         assert sorted(source[row].tolist()) == list(range(6))
@@ -480,7 +482,7 @@ def test_what_an_output_changes_by_is_at_most_the_bound(seed, spread):
     rng = np.random.default_rng(seed)
     weights = rng.dirichlet(np.full(TOKENS, spread), HEADS)
     values = rng.normal(size=(HEADS, TOKENS, 6))  # times W_o
-    for rule in RULES.values():
+    for rule in BUDGET_RULES.values():
         keeps = rule_keeps(weights[None], rule, window=1)[0]
         left = (weights * keeps).sum(1)
         before = np.einsum("ns,nsd->d", weights, values)
@@ -501,7 +503,7 @@ def test_over_heads_ada_reaches_the_least_bound_of_all_ways(seed, spread):
     ada = bound(rule_keeps(weights[None], Ada(0.0))[0])
     assert ada <= bound(ways(HEADS)).min() + 1e-6
     assert ada <= bound(rule_keeps(weights[None], Ada(0.2))[0]) + 1e-6
-    assert ada <= bound(rule_keeps(weights[None], RULES["uniform"])[0]) + 1e-6
+    assert ada <= bound(rule_keeps(weights[None], BUDGET_RULES["uniform"])[0]) + 1e-6
 
 
 @settings(max_examples=40)
@@ -518,5 +520,5 @@ def test_over_layers_ada_reaches_the_least_bound_where_heads_share_tokens(seed, 
 
     ada = bound(rule_keeps(scores, Ada(0.0))[:, 0])
     assert ada <= bound(ways(layers)).min() + 1e-6
-    for rule in (Ada(0.2), RULES["uniform"], Pyramid(beta=2)):
+    for rule in (Ada(0.2), BUDGET_RULES["uniform"], Pyramid(beta=2)):
         assert ada <= bound(rule_keeps(scores, rule)[:, 0]) + 1e-6

@@ -10,7 +10,7 @@ from mla_jax.base.batch import Batch, Tables
 from mla_jax.cache import paged
 from mla_jax.cache.paged import Layer, Pool
 from mla_jax.model import block_attention
-from mla_jax.model.block_attention import Held
+from mla_jax.model.block_attention import StepCache
 from mla_jax.model.mla import FORMS
 
 LAYERS, HEADS, PAGES, SIZE, WIDTH = 2, 3, 16, 4, 5  # of a pool; pages of a row
@@ -66,7 +66,7 @@ class Rows:
             layer = Layer(pool, jnp.int32(self.number * PAGES))
             step = block_attention.prepare(batch.of_layer(self.number), pool, CONFIG, block)
             layer = paged.append(layer, new, step.rows)
-            return FORMS["naive"].attends(q, Held(new, layer, step), UP, SCALE), layer.pool
+            return FORMS["naive"].attends(q, StepCache(new, layer, step), UP, SCALE), layer.pool
 
         out, pool = run(self.pool, batch, q, jax.tree.map(jnp.asarray, new))
         return np.asarray(out), pool

@@ -20,7 +20,7 @@ from mla_jax.cache import paged
 from mla_jax.cache.paged import NOWHERE, PAGE, Layer, Pool
 from mla_jax.decode.loop import LOOP_OPTIONS
 from mla_jax.model import block_attention
-from mla_jax.model.block_attention import Held
+from mla_jax.model.block_attention import StepCache
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.mla import FORMS
 from mla_jax.model.ops import masked_exp
@@ -198,7 +198,7 @@ class Step:
             layer = paged.append(layer, old, paged.rows_of(before, self.size))
             step = self.form.prepare(after, layer.pool, CONFIG, block)
             layer = paged.append(layer, new, step.rows)
-            return self.form.attends(q, Held(new, layer, step, self.form.reads), up, 0.1)
+            return self.form.attends(q, StepCache(new, layer, step, self.form.reads), up, 0.1)
 
         old = {name: array[:, : before.mask.shape[1]] for name, array in self.all.items()}
         q = tuple(each[row, token] for each in self.q)
@@ -308,7 +308,7 @@ def test_without_a_cache_a_query_with_nothing_to_attend_to_gives_exact_zeros(for
     mask = np.zeros((2, 3), bool)
     mask[0, [0, 2]] = True
     shared = step.form.prepare(Batch(jnp.asarray([[0, 7, 1], [0, 0, 0]]), jnp.asarray(mask)), None, CONFIG, PAGE)
-    out = np.asarray(step.form.attends(step.q, Held({k: x[:, :3] for k, x in step.all.items()}, None, shared), step.up, 0.1))
+    out = np.asarray(step.form.attends(step.q, StepCache({k: x[:, :3] for k, x in step.all.items()}, None, shared), step.up, 0.1))
     assert (out[0, 1] == 0).all()
     assert (out[1] == 0).all()
     assert np.abs(out[0, [0, 2]]).min() > 0

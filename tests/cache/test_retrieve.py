@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_jax.cache import retrieve
-from mla_jax.cache.retrieve import POLICIES, InfLLM, Quest, Retrieval
+from mla_jax.cache.retrieve import RETRIEVAL_POLICIES, InfLLM, Quest, Retrieval
 
 PAGES, SIZE, HEADS, WIDTH = 7, 8, 3, 10
 choose = jax.jit(retrieve.chosen, static_argnums=(2, 3))
@@ -86,7 +86,7 @@ def test_a_page_stands_for_the_tokens_that_those_after_them_ask_for_most(seed):
         np.testing.assert_allclose(scores[g], expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("policy", RETRIEVAL_POLICIES.values(), ids=RETRIEVAL_POLICIES)
 def test_slots_that_are_not_held_change_nothing(policy):
     _, keys, held = drawn(3)
     other = np.where(held[..., None], keys, 1e6).astype(np.float32)

@@ -11,7 +11,7 @@ from models import FAMILIES, tensors, write
 
 from mla_jax.base.options import MAX_ENDS
 from mla_jax.decode.loop import Programs
-from mla_jax.decode.outputs import STEPS, Chosen, largest
+from mla_jax.decode.outputs import STEPS, Chosen, largest_tokens
 from mla_jax.decode.rows import ADMITTED, Rows, blank, taken
 from mla_jax.decode.sampling import OUTPUT, PROMPT
 from mla_jax.weights.load import load
@@ -237,4 +237,4 @@ def test_a_row_that_is_admitted_again_knows_nothing_of_the_one_before(programs):
 def test_the_largest_are_those_of_top_k(shape):
     numbers = np.random.default_rng(0).integers(-20, 20, shape).astype(np.float32)  # with ties
     numbers[..., 5:-5:2] = -np.inf
-    np.testing.assert_array_equal(largest(jnp.asarray(numbers), 20), jax.lax.top_k(numbers, 20)[1])
+    np.testing.assert_array_equal(largest_tokens(jnp.asarray(numbers), 20), jax.lax.top_k(numbers, 20)[1])

@@ -123,9 +123,9 @@ def test_a_folder_that_cannot_be_made_stops_nothing(model, tmp_path, expected):
 
 
 def test_programs_of_other_code_or_another_setting_have_other_names(model, folder, monkeypatch):
-    kept = store.Store.of(folder, model)
+    kept = store.ProgramStore.of(folder, model)
     name = kept.name("run", "x")
-    assert name == store.Store.of(folder, model).name("run", "x") != kept.name("run", "y")
+    assert name == store.ProgramStore.of(folder, model).name("run", "x") != kept.name("run", "y")
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     assert kept.name("run", "x") != name
     monkeypatch.delenv("XLA_FLAGS")
@@ -134,7 +134,7 @@ def test_programs_of_other_code_or_another_setting_have_other_names(model, folde
 
 
 def test_the_files_used_last_stay(model, folder, expected, monkeypatch, tmp_path):
-    kept = store.Store.of(tmp_path / "programs", model)
+    kept = store.ProgramStore.of(tmp_path / "programs", model)
     kept.folder.mkdir(mode=0o700)
     for age, name in enumerate(("new", "old", "older")):
         (kept.folder / name).write_bytes(bytes(10))

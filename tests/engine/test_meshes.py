@@ -15,9 +15,9 @@ from serving import answer, evicting_engine
 from weights import fp8
 
 from mla_jax.base.axes import parse_mesh
-from mla_jax.cache.evict import POLICIES as EVICTING
+from mla_jax.cache.evict import EVICTION_POLICIES as EVICTING
 from mla_jax.cache.paged import PAGE
-from mla_jax.cache.retrieve import POLICIES, Retrieval
+from mla_jax.cache.retrieve import RETRIEVAL_POLICIES, Retrieval
 from mla_jax.decode.evict_programs import Selection
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.speculative import Lookup, Mtp
@@ -173,9 +173,9 @@ def test_rows_that_drop_tokens_give_the_tokens_of_one_device(folder_of, expected
 
 
 @generating
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RETRIEVAL_POLICIES)
 def test_rows_that_read_some_pages_give_the_tokens_of_one_device(folder_of, policy):
-    retrieval = Retrieval(POLICIES[policy], 4 * PAGE, dense=0, recent=1)
+    retrieval = Retrieval(RETRIEVAL_POLICIES[policy], 4 * PAGE, dense=0, recent=1)
 
     def engine_of(programs: Programs) -> Engine:
         return Engine(programs, SIZE, policy=Retrieving(programs, SIZE))

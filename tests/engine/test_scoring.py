@@ -11,8 +11,8 @@ from models import FAMILIES, tensors, write
 from serving import finish, request
 
 from mla_jax import LLM, SamplingParams
-from mla_jax.cache.evict import POLICIES
-from mla_jax.cache.retrieve import POLICIES as RETRIEVAL
+from mla_jax.cache.evict import EVICTION_POLICIES
+from mla_jax.cache.retrieve import RETRIEVAL_POLICIES as RETRIEVAL
 from mla_jax.cache.retrieve import Retrieval
 from mla_jax.decode.evict_programs import Selection
 from mla_jax.decode.loop import Programs
@@ -49,7 +49,7 @@ def engine_of(folder, programs):
     def programs_of(kind: str) -> Programs:
         if kind == "retrieving":
             return Programs(load(folder, dispatch=Dispatch(retrieval=Retrieval(RETRIEVAL["quest"], 4 * 64, dense=1))))
-        evicts = Selection(POLICIES["snapkv"], "ada", recent=16) if kind == "evicting" else None
+        evicts = Selection(EVICTION_POLICIES["snapkv"], "ada", recent=16) if kind == "evicting" else None
         drafting = {"drafter": Lookup()} if kind == "drafting" else {}
         return programs if kind == "plain" else Programs(programs.model, evicts=evicts, **drafting)
 

@@ -10,8 +10,8 @@ import pytest
 from models import FAMILIES, tensors, write
 from serving import finish, request
 
-from mla_jax.cache.evict import POLICIES
-from mla_jax.cache.retrieve import POLICIES as RETRIEVAL
+from mla_jax.cache.evict import EVICTION_POLICIES
+from mla_jax.cache.retrieve import RETRIEVAL_POLICIES as RETRIEVAL
 from mla_jax.cache.retrieve import Retrieval
 from mla_jax.decode.evict_programs import Selection
 from mla_jax.decode.loop import Programs
@@ -48,7 +48,7 @@ def with_mtp(folder) -> Engine:
 
 
 def evicting(folder) -> Engine:
-    programs = Programs(load(folder), evicts=Selection(POLICIES["snapkv"], "ada", recent=16))
+    programs = Programs(load(folder), evicts=Selection(EVICTION_POLICIES["snapkv"], "ada", recent=16))
     size = dataclasses.replace(SIZE, pages=14)
     return EvictingEngine(programs, programs.model.config, None, size, None, Eviction(programs.evicts, 0.5, 16))
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_jax.base.errors import MlaJaxError
-from mla_jax.weights.gguf_header import read_header
+from mla_jax.weights.gguf_header import read_gguf_header
 
 VALID = gguf_corpus.valid().file()
 
@@ -49,7 +49,7 @@ def _read_or_refuse(tmp_path_factory, content: bytes):
     def read():
         headers.clear()
         with suppress(MlaJaxError):
-            headers.append(read_header(file))
+            headers.append(read_gguf_header(file))
 
     assert cost_of(read).seconds < LONG
     if not headers:

@@ -11,7 +11,7 @@ from faults import gguf_corpus, hf
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile
 from mla_jax.weights.gguf import open_gguf
-from mla_jax.weights.gguf_header import read_header
+from mla_jax.weights.gguf_header import read_gguf_header
 from mla_jax.weights.load import load
 from mla_jax.weights.orbax_store import Store, open_store
 from mla_jax.weights.safetensors import open_folder
@@ -121,7 +121,7 @@ def test_a_header_that_becomes_shorter_while_it_is_read_is_refused(folder, monke
 
     monkeypatch.setattr(os, "fstat", larger)
     with pytest.raises(BadFile, match=r"model\.gguf became shorter while it was read"):
-        read_header(path)
+        read_gguf_header(path)
 
 
 def cut_chunks(path):

@@ -30,7 +30,7 @@ def read(folder: Path, data: bytes) -> None:
     """Tensors must be inside the file and disjoint."""
     file = folder / "model.gguf"
     file.write_bytes(data)
-    metadata, tensors = gguf_header.read_header(file)
+    metadata, tensors = gguf_header.read_gguf_header(file)
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         assert end <= tensor.offset
@@ -38,7 +38,7 @@ def read(folder: Path, data: bytes) -> None:
     assert end <= len(data)
     with suppress(MlaJaxError):
         gguf_config.config(metadata, {tensor.name for tensor in tensors})
-    gguf_tokenizer.build(metadata, file.name, 1 << 20)
+    gguf_tokenizer.from_metadata(metadata, file.name, 1 << 20)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies
 
-from mla_jax.mesh.expert_copies import imbalance, placed, slots_of
+from mla_jax.mesh.expert_copies import expert_slots, imbalance, placed
 
 
 def test_without_copies_experts_are_shared_out():
@@ -43,7 +43,7 @@ def test_each_device_has_its_part_and_as_many_copies(devices, each, copies, seed
 
 
 def test_tokens_take_turns_among_the_slots_of_an_expert():
-    assert slots_of([0, 1, 2, 2, 3, 0], 4).tolist() == [[0, 5], [1, 1], [2, 3], [4, 4]]
+    assert expert_slots([0, 1, 2, 2, 3, 0], 4).tolist() == [[0, 5], [1, 1], [2, 3], [4, 4]]
 
 
 @pytest.mark.parametrize("counts", [[0, 0, 0, 0], [1, 1, 1, 1]])

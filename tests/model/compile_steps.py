@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mla_jax import Config, Transformer
 from mla_jax.base import roofline
 from mla_jax.cache.paged import COPIED
-from mla_jax.cache.retrieve import POLICIES, Retrieval
+from mla_jax.cache.retrieve import RETRIEVAL_POLICIES, Retrieval
 from mla_jax.decode import loop, page_copy, rows, speculative
 from mla_jax.model.dispatch import Dispatch
 from pallas_kernels import choice
@@ -98,7 +98,7 @@ if __name__ == "__main__":
         }
         for name, (function, *args) in steps.items():
             print(json.dumps({"step": f"{name}, {kv_cache}"} | compiled(model, function, *args)), flush=True)
-    for policy in POLICIES.values():
+    for policy in RETRIEVAL_POLICIES.values():
         model = model_of("auto", Retrieval(policy, 1024, dense=1))
         found = compiled(model, loop.run, whole(8), whole(8, WIDTH), whole())
         print(json.dumps({"step": f"run, 8 rows, {policy.name}"} | found), flush=True)

@@ -14,10 +14,10 @@ from flax import nnx
 from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch, Tables
 from mla_jax.cache import paged
-from mla_jax.cache.evict import H2O, TOVA, Critical, KeyDiff, Policy, Seen, SnapKV
+from mla_jax.cache.evict import H2O, TOVA, Critical, EvictionPolicy, KeyDiff, Seen, SnapKV
 from mla_jax.cache.paged import Layer, Pool
 from mla_jax.model import attention_scores
-from mla_jax.model.block_attention import Held
+from mla_jax.model.block_attention import StepCache
 from mla_jax.model.dispatch import FORMS_OF, Dispatch
 
 CONFIG = Config.preset("tiny")
@@ -29,7 +29,7 @@ CACHES = {"latents": ("auto", "move_elided"), "heads": ("auto", "naive"), "fp8":
 
 
 @dataclasses.dataclass(frozen=True)
-class Shown(Policy):
+class Shown(EvictionPolicy):
     """Returns its inputs as scores: the weights of each query and head, keys, anchor, worth, slots, and tokens held."""
 
     window = WINDOW
@@ -96,7 +96,7 @@ class Cached:
         table = np.where(used, self.table, np.resize([-1, 10**6, 2**31 - 1], self.table.shape))  # past the end: anything
         return Batch.behind(ints(first), ints(first + 100), ints(again), window, ints(table))
 
-    def scores(self, policy: Policy, block: int, layer: Layer | None = None, tables: Tables | None = None) -> np.ndarray:
+    def scores(self, policy: EvictionPolicy, block: int, layer: Layer | None = None, tables: Tables | None = None) -> np.ndarray:
         """With `tables` the tokens are in parts of another `layer`, the second of its pool."""
         batch, layer = self.batch(max(policy.window, 1)), self.layer if layer is None else layer
         at = np.minimum(np.asarray(batch.index), max(HELD) - 1)  # padding asks for anything
@@ -106,7 +106,7 @@ class Cached:
         @jax.jit
         def scored(layer: Layer, batch: Batch, q: Any, up: Any, out: jax.Array) -> jax.Array:
             step = self.form.prepare(batch, layer.pool, CONFIG, block)
-            return attention_scores.scores(policy, q, Held({}, layer, step, self.form.reads), up, out, SCALE)
+            return attention_scores.scores(policy, q, StepCache({}, layer, step, self.form.reads), up, out, SCALE)
 
         found = np.asarray(scored(layer, batch, q, self.up, self.out))
         blocks = min(max(block // self.size, 1), self.pages)
@@ -301,7 +301,7 @@ SIZE = paged.PAGE
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights(Policy):
+class Weights(EvictionPolicy):
     """The weights of each query and head: M = W N."""
 
     window = WINDOW

@@ -9,7 +9,7 @@ from flax import nnx
 from mla_jax import Config, Transformer
 from mla_jax.base.roofline import DEVICES, pick_form
 from mla_jax.model import mla, ops
-from mla_jax.model.dispatch import ATTENTION, FORMS, FORMS_OF, Dispatch
+from mla_jax.model.dispatch import ALL_FORMS, ATTENTION, FORMS_OF, Dispatch
 from pallas_kernels import choice
 
 CONFIG = Config.preset("v2_lite", num_hidden_layers=1)
@@ -59,8 +59,8 @@ def test_fused_takes_the_kernels_rows_whatever_computes_them(model):
 
 
 def test_every_form_that_may_be_asked_for_has_a_row():
-    assert set(ATTENTION) - {"auto", "fused"} == mla.FORMS.keys() < FORMS.keys()
-    assert FORMS_OF["fp8"].keys() == FORMS.keys() - {"naive"}
+    assert set(ATTENTION) - {"auto", "fused"} == mla.FORMS.keys() < ALL_FORMS.keys()
+    assert FORMS_OF["fp8"].keys() == ALL_FORMS.keys() - {"naive"}
 
 
 def test_asking_leaves_no_trace(monkeypatch):

@@ -52,7 +52,7 @@ def platform(request, monkeypatch):
     if request.param == "gpu":
         monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cuda, **others: cuda(*args))
         monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged)
-        monkeypatch.setattr(across, "PIECES", 24)
+        monkeypatch.setattr(across, "EXCHANGE_PIECES", 24)
 
 
 @pytest.mark.usefixtures("platform")

@@ -14,7 +14,7 @@ from mla_jax.base.batch import Batch
 from mla_jax.base.errors import BadRequest, Unsupported
 from mla_jax.cache import paged
 from mla_jax.model import fp8_latent
-from mla_jax.model.block_attention import Held
+from mla_jax.model.block_attention import StepCache
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.mla import FORMS
 
@@ -47,7 +47,7 @@ def test_codes_are_those_of_ml_dtypes_and_scales_the_least_powers_of_two_that_ho
     np.testing.assert_array_equal(held["c_kv_scale"], scale)
     codes = (groups / np.where(scale > 0, scale, 1)[..., None]).astype(ml_dtypes.float8_e4m3fn).reshape(2, 3, 256)
     np.testing.assert_array_equal(np.asarray(held["c_kv"]).view(np.uint8), codes.view(np.uint8))
-    back = np.asarray(fp8_latent.unpacked(held)["c_kv"]).reshape(groups.shape)
+    back = np.asarray(fp8_latent.unpacked_latent(held)["c_kv"]).reshape(groups.shape)
     assert (np.abs(back - groups) <= np.maximum(np.abs(groups) / 16, scale[..., None] * 2.0**-10)).all()
 
 
@@ -60,7 +60,7 @@ def test_a_form_attends_to_the_numbers_that_the_codes_stand_for(form):
     numbers = np.asarray(held["c_kv"]).astype(np.float32) * np.repeat(np.asarray(held["c_kv_scale"]), 128, axis=-1)
     mask = jnp.ones((2, 1, 1, 5), bool)
     found = [
-        row.attends((q_nope, q_pe), Held(cached, None, mask, row.reads), (uk, uv), 0.1)
+        row.attends((q_nope, q_pe), StepCache(cached, None, mask, row.reads), (uk, uv), 0.1)
         for row, cached in (
             (fp8_latent.over(FORMS[form]), held),
             (FORMS[form], {"c_kv": jnp.asarray(numbers), "k_pe": k_pe}),

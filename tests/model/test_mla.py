@@ -13,7 +13,7 @@ from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
 from mla_jax.cache import paged
 from mla_jax.model import mla
-from mla_jax.model.block_attention import Held
+from mla_jax.model.block_attention import StepCache
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.mla import FORMS
 from mla_jax.model.rope import softmax_scale
@@ -36,7 +36,7 @@ def step_inputs(config: Config, held: int):
 
 def attended(form: str, q, cached: dict, up, mask, scale: float) -> jax.Array:
     form = FORMS[form]
-    return form.attends(q, Held(cached, None, mask, form.reads), up, scale)
+    return form.attends(q, StepCache(cached, None, mask, form.reads), up, scale)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch
 from mla_jax.cache import paged
 from mla_jax.cache.paged import SUMMARY, Layer, Pool
-from mla_jax.cache.retrieve import POLICIES, Policy, Quest, Retrieval
+from mla_jax.cache.retrieve import RETRIEVAL_POLICIES, Quest, Retrieval, RetrievalPolicy
 from mla_jax.decode.loop import LOOP_OPTIONS
 from mla_jax.model import page_selection, rope
 from mla_jax.model.dispatch import FORMS_OF, Dispatch
@@ -26,7 +26,7 @@ ROWS, LINE = 3, 24  # tokens of a line, at least
 
 
 def model_of(policy: str, attention: str = "auto", tokens: int = 5 * SIZE, config: Config = TINY, **dispatch: Any) -> Transformer:
-    asked = Retrieval(POLICIES[policy], tokens, dense=1)
+    asked = Retrieval(RETRIEVAL_POLICIES[policy], tokens, dense=1)
     return Transformer(config, nnx.Rngs(0), dispatch=Dispatch(attention, retrieval=asked, **dispatch))
 
 
@@ -77,10 +77,10 @@ def cuts_of(lengths: np.ndarray, seed: int) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RETRIEVAL_POLICIES)
 def test_summaries_are_those_of_a_page_s_tokens_however_they_came(policy):
     """In pages that were full of NaN before, in the second layer of a pool."""
-    model, asked = model_of(policy), Retrieval(POLICIES[policy], 5 * SIZE)
+    model, asked = model_of(policy), Retrieval(RETRIEVAL_POLICIES[policy], 5 * SIZE)
     attn, table, lengths = model.layers[1].attn, scattered(ROWS), np.array([33, 18, 47])
     x = np.random.default_rng(1).normal(size=(ROWS, WIDTH * SIZE, TINY.hidden_size)).astype(np.float32)
     pages, known = ROWS * WIDTH, [retrieved.attention_of(attn, jnp.asarray(row[None])) for row in x]
@@ -163,12 +163,12 @@ def test_all_forms_attend_to_the_same_pages(attention, kv_cache):
         np.testing.assert_allclose(mine, other, rtol=1e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RETRIEVAL_POLICIES)
 def test_a_row_whose_pages_are_all_chosen_attends_as_without_a_choice_in_bfloat16_too(policy):
     """Which a CPU stores as bits."""
     tokens = np.random.default_rng(2).integers(2, TINY.vocab_size, (ROWS, SIZE * WIDTH)).astype(np.int32)
     said = []
-    for asked in (Retrieval(POLICIES[policy], SIZE * (WIDTH - 1), dense=0), None):
+    for asked in (Retrieval(RETRIEVAL_POLICIES[policy], SIZE * (WIDTH - 1), dense=0), None):
         graph, weights = nnx.split(Transformer(TINY, nnx.Rngs(0), dispatch=Dispatch("move_elided", retrieval=asked)))
         model = nnx.merge(graph, jax.tree.map(lambda a: a.astype(jnp.bfloat16), weights))
         said.append(decoded(model, tokens, np.array([30, 18, 31], np.int32), 12))
@@ -177,7 +177,7 @@ def test_a_row_whose_pages_are_all_chosen_attends_as_without_a_choice_in_bfloat1
         np.testing.assert_allclose(mine.astype(np.float32), other.astype(np.float32), rtol=0, atol=0.05)  # a few roundings
 
 
-class Chance(Policy):
+class Chance(RetrievalPolicy):
     """Pages by their random numbers: the baseline of a policy."""
 
     name, vectors = "chance", 2
@@ -206,7 +206,7 @@ def needle_layer() -> MLA:
     return attn
 
 
-@pytest.mark.parametrize("policy", [Quest(), POLICIES["infllm"], Chance()], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [Quest(), RETRIEVAL_POLICIES["infllm"], Chance()], ids=lambda policy: policy.name)
 def test_a_needle_in_one_page_is_found_where_random_pages_lose_it(policy):
     """The tokens after the needle speak of it, which InfLLM goes by. One of nine pages can be chosen."""
     attn, asked, length = needle_layer(), Retrieval(policy, 4 * SIZE), WIDTH * SIZE - 1
@@ -233,14 +233,14 @@ def like(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1, 1, *shape), jnp.float32)
 
 
-def summary(policy: Policy) -> jax.ShapeDtypeStruct:
+def summary(policy: RetrievalPolicy) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1, policy.vectors, 48), jnp.float32)
 
 
 # what it costs
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RETRIEVAL_POLICIES)
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_loop_of_decode_steps_copies_no_pool(policy, rows):
     model = model_of(policy, "move_elided", 5 * paged.PAGE)

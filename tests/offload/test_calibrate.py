@@ -67,7 +67,7 @@ def test_without_the_library_the_error_says_how_to_build_it(tmp_path, monkeypatc
 @pytest.mark.parametrize("formats", [("int8",), ("q4_k", "q6_k")])
 def test_what_is_measured_is_what_a_cpu_can_have(tmp_path, formats, monkeypatch):
     """Of a small layer, in the formats that were asked for."""
-    for name, size in {"MODEL": 256, "WIDTH": 256, "MANY": 40, "WORKING_SET": (0, 0)}.items():
+    for name, size in {"MODEL": 256, "WIDTH": 256, "MANY_TOKENS": 40, "WORKING_SET": (0, 0)}.items():
         monkeypatch.setattr(calibrate, name, size)
     found = calibrate.host(*formats, cache=tmp_path / "host.json")
     assert found.name.endswith(f" cores with {cpu_experts.isa()}, {' and '.join(formats)}")

@@ -20,8 +20,8 @@ from mla_jax.model.moe import ExpertPlan, MoE, settle
 from mla_jax.model.ops import rms_norm
 from mla_jax.offload import streaming
 from mla_jax.offload.experts import HostExperts
-from mla_jax.offload.pack import pack
-from mla_jax.offload.streaming import FORMATS
+from mla_jax.offload.pack import pack_experts
+from mla_jax.offload.streaming import KERNEL_FORMATS
 
 DEEP = pytest.mark.deep
 
@@ -163,7 +163,9 @@ def test_experts_streamed_to_the_device_give_what_those_do_that_lie_there(backen
     close(found, jax.jit(lambda x: layer(x, mask, ExpertPlan(moe.dense))[0])(x))
 
 
-@pytest.mark.parametrize("precision", [name if name in ("int8", "q4_k") else pytest.param(name, marks=DEEP) for name in FORMATS])
+@pytest.mark.parametrize(
+    "precision", [name if name in ("int8", "q4_k") else pytest.param(name, marks=DEEP) for name in KERNEL_FORMATS]
+)
 def test_experts_of_every_format_are_streamed_as_the_tensors_they_were(precision, monkeypatch):
     """To the bit, in groups too: k-quants have inputs in multiples of 256."""
     rng, dtype = np.random.default_rng(0), jnp.dtype("float32")
@@ -171,15 +173,15 @@ def test_experts_of_every_format_are_streamed_as_the_tensors_they_were(precision
     floats = [rng.standard_normal(shape, np.float32) / 16 for shape in shapes]
     with Experts(*floats, precision) as layer:
         kept = streaming.stacks(layer, 0, 4, dtype)
-        assert {w.format for w in kept} == {FORMATS[precision]}
-        assert [qtensor.check(w).shape for w in kept] == shapes
+        assert {w.format for w in kept} == {KERNEL_FORMATS[precision]}
+        assert [qtensor.validated(w).shape for w in kept] == shapes
         for whole, part in zip(kept, streaming.stacks(layer, jnp.int32(1), 2, dtype), strict=True):
             jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1:3], b), whole.parts, part.parts)
         parts = [layout.quantize(w, precision) for w in floats]
         values = [layout.dequantize(p, precision, s[-1]) for p, s in zip(parts, shapes, strict=True)]
         for w, expected in zip(kept, values, strict=True):
             np.testing.assert_array_equal(qtensor.dequantize(w), expected)
-        with pack(*kept) as again:
+        with pack_experts(*kept) as again:
             assert (again.precision, again.down_precision) == (precision, precision)
             for a, b in zip(again._packed, layer._packed, strict=True):
                 np.testing.assert_array_equal(a, b)

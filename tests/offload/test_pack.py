@@ -21,7 +21,7 @@ from mla_jax.model.ops import plain
 from mla_jax.offload import streaming
 from mla_jax.offload.place import Placement
 from mla_jax.weights.load import Checkpoint, load
-from mla_jax.weights.packed_folder import MANIFEST, PackedFolder
+from mla_jax.weights.packed_folder import PACKED_MANIFEST, PackedFolder
 
 V3 = {**models.FAMILIES["v3"], "num_hidden_layers": 2, "first_k_dense_replace": 1}
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 256}
@@ -180,7 +180,7 @@ def test_packed_experts_that_are_kept_are_mapped_at_the_next_start_and_not_read(
     first = opened(path)
     expected = {number: sums(layer) for number, layer in first.load(folder).on_host().items()}
     assert sorted(p.name for p in folder.iterdir()) == [f"layer_{n:03d}.experts" for n in sorted(first.placement.host)] + [
-        MANIFEST
+        PACKED_MANIFEST
     ]
     second, names = opened(path), []
     kind = type(second.checkpoint.source)

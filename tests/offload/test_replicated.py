@@ -22,9 +22,9 @@ from mla_jax.model.moe import ExpertPlan, MoE, settle
 from mla_jax.model.ops import plain, rms_norm
 from mla_jax.offload import streaming
 from mla_jax.offload.experts import HostExperts
-from mla_jax.offload.pack import pack
+from mla_jax.offload.pack import pack_experts
 from mla_jax.offload.replicated import ReplicatedExperts, replica_bytes, replica_shapes, replicate, split
-from mla_jax.offload.streaming import FORMATS, Packing
+from mla_jax.offload.streaming import KERNEL_FORMATS, Packing
 
 X, K = CONFIG.n_routed_experts, CONFIG.num_experts_per_tok
 SETS = [(3,), (6, 1, 4), tuple(range(X))]
@@ -39,7 +39,7 @@ def exact() -> Transformer:
 @functools.cache
 def on_host(number: int) -> Experts:
     experts = exact().layers[number].mlp.experts
-    return pack(experts.gate[...], experts.up[...], experts.down[...])
+    return pack_experts(experts.gate[...], experts.up[...], experts.down[...])
 
 
 def replicated_layer(ids: tuple[int, ...], number: int = 2) -> MoE:
@@ -159,7 +159,7 @@ def test_streamed_prompts_still_copy_all_experts():
 
 
 @pytest.mark.usefixtures("host_library")
-@pytest.mark.parametrize("precision", ["bf16", *FORMATS])
+@pytest.mark.parametrize("precision", ["bf16", *KERNEL_FORMATS])
 def test_replicas_are_to_the_bit_what_the_host_has_in_every_format(precision):
     rng, dtype = np.random.default_rng(0), jnp.dtype("float32")
     floats = [rng.standard_normal(s, np.float32) / 16 for s in [(4, 256, 512)] * 2 + [(4, 512, 256)]]

@@ -9,7 +9,7 @@ import pytest
 
 from mla_jax import Config
 from mla_jax.base.errors import BadFile, BadRequest
-from mla_jax.offload.routing import LARGEST, Routing
+from mla_jax.offload.routing import MAX_COUNT, Routing
 
 CONFIG = Config.from_hf(models.FAMILIES["v3"])  # layers 1 and 2 have 8 experts, of which 3 are chosen
 COUNTS = np.arange(16).reshape(2, 8) * 3
@@ -57,7 +57,7 @@ def row(value):
         (changed(chosen={}), "found no layers"),
         (changed(chosen={"1": [0] * 8}), "found 1\n  expected layers 1 to 2"),
         *((row(value), "layer 2 has something else\n  expected 8 whole numbers") for value in (
-            None, [0] * 7, [0] * 9, [*[0] * 7, -1], [*[0] * 7, 0.5], [*[0] * 7, True], [*[0] * 7, LARGEST + 1]
+            None, [0] * 7, [0] * 9, [*[0] * 7, -1], [*[0] * 7, 0.5], [*[0] * 7, True], [*[0] * 7, MAX_COUNT + 1]
         )),
     ],
 )  # fmt: skip

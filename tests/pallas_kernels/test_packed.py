@@ -35,7 +35,7 @@ def any_parts(format, shape, seed=0):
 
 def reordered(format, shape=SHAPE, seed=0):
     parts = packed.random_parts(format, shape, seed)
-    qtensor.check(QTensor(format, parts, shape))
+    qtensor.validated(QTensor(format, parts, shape))
     return packed.reorder(format, parts), np.asarray(qtensor.dequantize(QTensor(format, parts, shape)), np.float64)
 
 

@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from mla_jax.base.errors import BadFile, Unsupported
 from mla_jax.text import gguf_tokenizer, tiktoken_model
 from mla_jax.text.byte_level import to_characters
-from mla_jax.text.gguf_tokenizer import KNOWN, build
+from mla_jax.text.gguf_tokenizer import KNOWN, from_metadata
 
 TEXT = (
     "the then there these 123 4567 中文 漢字かな don't WE'LL THE Über naïve éa ...!! \n\n  \t été ΑΒγ हिन्दी 한국어 😀 。（ x=\r"
@@ -62,7 +62,7 @@ def metadata(original: Tokenizer, kind: str, **changes) -> dict:
 MODEL = trained("deepseek-v3")
 VALID = metadata(MODEL, "deepseek-v3")
 SIZE = len(VALID["tokenizer.ggml.tokens"])
-OURS = {pre: build(metadata(trained(pre), pre), "x.gguf", 1000) for pre in KNOWN if pre not in ("kimi-k2", "qwen2")}
+OURS = {pre: from_metadata(metadata(trained(pre), pre), "x.gguf", 1000) for pre in KNOWN if pre not in ("kimi-k2", "qwen2")}
 THEIRS = {pre: trained(pre) for pre in OURS}
 
 
@@ -97,7 +97,7 @@ def test_text_is_cut_as_the_release_cuts_it(pre):
 
 
 def test_qwens_text_is_composed_first():
-    found = build(metadata(trained("qwen2"), "qwen2"), "x.gguf", 1000)
+    found = from_metadata(metadata(trained("qwen2"), "qwen2"), "x.gguf", 1000)
     assert found.tokenizer.encode("e\u0301", bos=False) == found.tokenizer.encode("\xe9", bos=False)
 
 
@@ -125,7 +125,7 @@ def kimi_metadata(merges: list[str]) -> tuple[dict, tiktoken.Encoding]:
 @given(text=texts | st.text("abc 中文[]PAD0123456789"))
 def test_kimis_text_becomes_the_ids_that_tiktoken_gives(merges, text):
     found, reference = kimi_metadata(merges)
-    assert build(found, "x.gguf", 267).tokenizer.encode(text) == reference.encode_ordinary(text)
+    assert from_metadata(found, "x.gguf", 267).tokenizer.encode(text) == reference.encode_ordinary(text)
 
 
 def test_control_tokens_are_found_only_when_asked_for():
@@ -136,7 +136,7 @@ def test_control_tokens_are_found_only_when_asked_for():
 
 
 def test_bos_eos_and_template_are_those_of_the_file():
-    found = build(VALID, "x.gguf", 1000)
+    found = from_metadata(VALID, "x.gguf", 1000)
     bos, eos, eot = (MODEL.token_to_id(t) for t in SPECIAL)
     assert (found.bos_id, found.eos_ids, found.chat_template, found.notes) == (bos, (eos, eot), "{{ bos_token }}", ())
     assert found.tokenizer.encode("a")[0] == bos
@@ -146,18 +146,18 @@ def test_bos_eos_and_template_are_those_of_the_file():
     ("pre", "said", "in_front"), [("glm4", ..., False), ("llama-bpe", ..., True), ("llama-bpe", False, False)]
 )
 def test_bos_stands_in_front_as_the_file_says_or_else_as_its_kind_does(pre, said, in_front):
-    found = build(metadata(trained(pre), pre, add_bos_token=said), "x.gguf", 1000)
+    found = from_metadata(metadata(trained(pre), pre, add_bos_token=said), "x.gguf", 1000)
     assert (found.tokenizer.bos_id == found.bos_id) is in_front
     assert found.bos_id is not None
 
 
 def test_a_file_without_a_tokenizer_gives_none():
-    assert build({"general.architecture": "deepseek2"}, "x.gguf", 10) is None
-    assert build({"tokenizer.ggml.model": "none"}, "x.gguf", 10) is None
+    assert from_metadata({"general.architecture": "deepseek2"}, "x.gguf", 10) is None
+    assert from_metadata({"tokenizer.ggml.model": "none"}, "x.gguf", 10) is None
 
 
 def test_a_file_without_a_pre_tokenizer_is_noted():
-    assert "does not name its pre-tokenizer" in build(metadata(MODEL, "deepseek-v3", pre=...), "x.gguf", 1000).notes[0]
+    assert "does not name its pre-tokenizer" in from_metadata(metadata(MODEL, "deepseek-v3", pre=...), "x.gguf", 1000).notes[0]
 
 
 def replaced(index: int, token: str) -> list[str]:
@@ -198,7 +198,7 @@ FAULTS = {
 def test_a_damaged_tokenizer_is_refused(fault):
     changes, error, words = FAULTS[fault]
     with pytest.raises(error, match="x.gguf.*" + words):
-        build(metadata(MODEL, "deepseek-v3", **changes), "x.gguf", 1000)
+        from_metadata(metadata(MODEL, "deepseek-v3", **changes), "x.gguf", 1000)
 
 
 odd = st.sampled_from([[], np.array([]), np.ones(SIZE), ["a"] * SIZE, [["a"]], "", "gpt2", 1.5, True, -1, 2**70])
@@ -207,20 +207,20 @@ odd = st.sampled_from([[], np.array([]), np.ones(SIZE), ["a"] * SIZE, [["a"]], "
 @given(st.dictionaries(st.sampled_from([*VALID]), odd, max_size=4))
 def test_any_metadata_is_a_tokenizer_or_refused(changes):
     with contextlib.suppress(BadFile, Unsupported):
-        build(VALID | changes, "x.gguf", 1000)
+        from_metadata(VALID | changes, "x.gguf", 1000)
 
 
 def test_a_vocabulary_beyond_the_models_is_refused():
     with pytest.raises(BadFile, match=f"token ids the model lacks\n.*{SIZE} tokens, the vocabulary is {SIZE - 1}"):
-        build(VALID, "x.gguf", SIZE - 1)
+        from_metadata(VALID, "x.gguf", SIZE - 1)
 
 
 def test_a_template_that_is_no_text_is_refused():
     with pytest.raises(BadFile, match="chat_template is not text"):
-        build({**VALID, "tokenizer.chat_template": 7}, "x.gguf", 1000)
+        from_metadata({**VALID, "tokenizer.chat_template": 7}, "x.gguf", 1000)
 
 
 def test_a_vocabulary_of_kimis_kind_that_would_take_hours_is_refused(monkeypatch):
-    monkeypatch.setattr(gguf_tokenizer.tiktoken_model, "MAX_FILE", 100)
+    monkeypatch.setattr(gguf_tokenizer.tiktoken_model, "MAX_TIKTOKEN_FILE", 100)
     with pytest.raises(BadFile, match="too large a vocabulary"):
-        build(kimi_metadata([])[0], "x.gguf", 1000)
+        from_metadata(kimi_metadata([])[0], "x.gguf", 1000)

@@ -7,7 +7,7 @@ from mla_jax.base.config import Config
 from mla_jax.base.options import Options
 from mla_jax.engine.opening.opened import open_model
 from mla_jax.weights import plan as planning
-from mla_jax.weights.auto_mesh import choose
+from mla_jax.weights.auto_mesh import choose_mesh
 
 NO_EXPERTS = ("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group", "moe_intermediate_size")
 
@@ -25,7 +25,7 @@ def chosen(config: Config, count: int, least: int = 1) -> tuple[dict[str, int], 
         tried.append(sizes["tensor"])
         return sizes["tensor"] >= least
 
-    return *choose(config, count, fits), tried
+    return *choose_mesh(config, count, fits), tried
 
 
 def test_data_is_preferred_because_no_latent_is_held_twice():

@@ -83,7 +83,7 @@ def test_halves_of_tensors_along_each_axis_join_to_the_whole(tmp_path, kind):
             middle = size // 2 // sizes[axis] * sizes[axis]
             if not middle:
                 continue
-            everything, cut = boxes.whole(entry.shape), cut + 1
+            everything, cut = boxes.whole_box(entry.shape), cut + 1
             halves = [(*everything[:axis], pair, *everything[axis + 1 :]) for pair in ((0, middle), (middle, size))]
             found = [source.read(name, None, half) for half in halves]
             for number, part in enumerate(whole):

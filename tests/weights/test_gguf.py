@@ -26,7 +26,7 @@ from mla_jax.base.families import PRESETS
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights import gguf_config, gguf_names
 from mla_jax.weights.gguf import GGUFFile, open_gguf
-from mla_jax.weights.gguf_header import NUMBERS, TENSOR_TYPES
+from mla_jax.weights.gguf_header import SCALARS, TENSOR_TYPES
 from mla_jax.weights.hf_names import HF
 
 Kind, Block = gguf.GGUFValueType, gguf.GGMLQuantizationType
@@ -41,7 +41,7 @@ def read_all(opened: GGUFFile) -> dict[str, np.ndarray]:
 
 # ---- metadata
 
-LIMITS = {kind: np.iinfo(np.dtype(number)) for kind, number in NUMBERS.items() if np.dtype(number).kind in "iu"}
+LIMITS = {kind: np.iinfo(np.dtype(number)) for kind, number in SCALARS.items() if np.dtype(number).kind in "iu"}
 
 
 @pytest.mark.parametrize("kind", LIMITS)
@@ -51,7 +51,7 @@ def test_whole_numbers_of_every_size_come_back(tmp_path, kind):
     found = open_gguf(write(tmp_path / "m.gguf", written)).metadata
     assert (found["low"], found["high"], found["all"].tolist()) == (low, high, [low, high, 7])
     assert type(found["low"]) is int
-    assert found["all"].dtype == NUMBERS[kind]
+    assert found["all"].dtype == SCALARS[kind]
 
 
 def test_fractions_truths_and_texts_come_back(tmp_path):

@@ -24,7 +24,7 @@ from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights import orbax_store, safetensors
 from mla_jax.weights import plan as planning
 from mla_jax.weights.fill import IN_MEMORY
-from mla_jax.weights.fill_mesh import shares
+from mla_jax.weights.fill_mesh import mesh_reads
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.plan import plan
 
@@ -158,7 +158,7 @@ def test_a_process_reads_what_its_own_devices_have(stored):
     checkpoint = opened(path, "data=2,tensor=2,context=2")
 
     def read(name: str, places: range) -> list:
-        return [piece for piece, _ in shares(checkpoint, name).pieces(checkpoint.sources[name], places)]
+        return [piece for piece, _ in mesh_reads(checkpoint, name).pieces(checkpoint.sources[name], places)]
 
     experts = "layers.1.mlp.experts.up"
     for places in (range(4), range(4, 8)):  # of the first data shard, of the second
@@ -171,7 +171,7 @@ def test_a_process_reads_what_its_own_devices_have(stored):
 def test_blocks_that_a_part_begins_inside_of_are_read_around_it(stored, kind):
     path, options, _ = stored(kind)
     checkpoint = opened(path, "tensor=2", **options)
-    found = shares(checkpoint, "layers.1.attn.o_proj")  # 64 columns in blocks of 24
+    found = mesh_reads(checkpoint, "layers.1.attn.o_proj")  # 64 columns in blocks of 24
     if kind == "fp8":
         assert [share.window for share in found.of] == [((0, 48), (0, 64))] * 2
         assert found.how.kept is None
@@ -199,7 +199,7 @@ def test_chunks_of_a_conversion_for_the_mesh_are_read_once_and_none_for_another_
     }
     assert set(read) == stored_leaves
     read.clear()
-    pieces = shares(checkpoint, "layers.1.mlp.experts.up").pieces(checkpoint.sources["layers.1.mlp.experts.up"], [1])
+    pieces = mesh_reads(checkpoint, "layers.1.mlp.experts.up").pieces(checkpoint.sources["layers.1.mlp.experts.up"], [1])
     for piece, _ in pieces:
         checkpoint.source.read(*piece)
     assert read == ["layers.1.mlp.experts.up.0.1", "layers.1.mlp.experts.up.1.1"]

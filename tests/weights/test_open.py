@@ -91,7 +91,7 @@ def test_the_inference_codes_own_config_is_understood(tmp_path):
     own |= {"n_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1, "n_activated_experts": 8, "n_expert_groups": 8}
     own |= {"n_limited_groups": 4, "route_scale": 2.5, "score_func": "sigmoid", "q_lora_rank": 1536, "kv_lora_rank": 512}
     own |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "dtype": "fp8"}
-    found, expected = Config.from_hf(deepseek.to_hf(own)), Config.preset("v3")
+    found, expected = Config.from_hf(deepseek.hf_of_arguments(own)), Config.preset("v3")
     skipped = {"notes", "bos_token_id", "eos_token_id", "num_nextn_predict_layers"}
     assert {k: v for k, v in vars(found).items() if k not in skipped} == {
         k: v for k, v in vars(expected).items() if k not in skipped
@@ -100,7 +100,7 @@ def test_the_inference_codes_own_config_is_understood(tmp_path):
 
 def test_a_config_with_an_argument_that_nobody_knows_is_refused(tmp_path):
     with pytest.raises(BadConfig, match="does not know\n  window"):
-        deepseek.to_hf({"dim": 64, "window": 4})
+        deepseek.hf_of_arguments({"dim": 64, "window": 4})
 
 
 # ---- recognition

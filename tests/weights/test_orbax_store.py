@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 from mla_jax.base import qtensor
 from mla_jax.base.errors import BadFile, DoesNotFit, Unsupported
 from mla_jax.weights import orbax_chunks
-from mla_jax.weights.orbax_store import MANIFEST, Tensor, Writer, is_store, open_store
+from mla_jax.weights.orbax_store import MANIFEST, NewTensor, Writer, is_store, open_store
 from mla_jax.weights.safetensors import DTYPES
 
 # a failed read leaves futures of Orbax behind, which find its event loop closed
@@ -34,10 +34,10 @@ def random(dtype, shape, seed=0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 2 if dtype.kind == "b" else 256, count, np.uint8).view(dtype).reshape(shape)
 
 
-def tensor(format, shape, seed=0) -> Tensor:
+def tensor(format, shape, seed=0) -> NewTensor:
     if format in DTYPES:
-        return Tensor(format, shape, (random(DTYPES[format], shape, seed),))
-    return Tensor(format, shape, tuple(random(part.dtype, part.shape, seed) for part in qtensor.abstract(format, shape).parts))
+        return NewTensor(format, shape, (random(DTYPES[format], shape, seed),))
+    return NewTensor(format, shape, tuple(random(part.dtype, part.shape, seed) for part in qtensor.abstract(format, shape).parts))
 
 
 def stored(folder, tensors, **options):
@@ -103,7 +103,7 @@ def test_a_tensor_in_any_chunks_comes_back(tmp_path, monkeypatch, shards):
     monkeypatch.setattr(orbax_chunks, "BATCH", 100)
     expected = tensor("F32", (7, 10))
     store = stored(
-        tmp_path / "out", {"x": expected, "t": Tensor("F32", (10, 7), (expected.parts[0].T,))}, shards=lambda *_: shards
+        tmp_path / "out", {"x": expected, "t": NewTensor("F32", (10, 7), (expected.parts[0].T,))}, shards=lambda *_: shards
     )
     assert_equal(store.read("x"), expected.parts)
     assert_equal(store.read("t"), [np.ascontiguousarray(expected.parts[0].T)])
@@ -175,23 +175,23 @@ def test_no_name_leads_out_of_the_folder(tmp_path, name):
 def test_parts_that_are_not_what_their_format_asks_for_are_not_written(tmp_path):
     writer = Writer(tmp_path / "out", {})
     for wrong in (
-        Tensor("F32", (4,), (np.zeros(4, np.float64),)),
-        Tensor("F32", (4,), (np.zeros(4, ">f4"),)),
-        Tensor("int8", (4, 4), (np.zeros((4, 4), np.int8),)),
+        NewTensor("F32", (4,), (np.zeros(4, np.float64),)),
+        NewTensor("F32", (4,), (np.zeros(4, ">f4"),)),
+        NewTensor("int8", (4, 4), (np.zeros((4, 4), np.int8),)),
     ):
         with pytest.raises(BadFile, match="x is not "):
             writer.save({"x": wrong})
     with pytest.raises(Unsupported, match="an empty tensor cannot be stored"):
         writer.save({"x": tensor("F32", (0, 3))})
     with pytest.raises(Unsupported, match="no quantised format"):
-        writer.save({"x": Tensor("Q9", (4,), (np.zeros(4),))})
+        writer.save({"x": NewTensor("Q9", (4,), (np.zeros(4),))})
 
 
 # killed, full, damaged
 
 STEPS = """
     import threading, time
-    from mla_jax.weights.orbax_store import Tensor, Writer
+    from mla_jax.weights.orbax_store import NewTensor, Writer
     writer, moment = Writer(Path(sys.argv[1]), {"source": "s"}), sys.argv[2]
     kill = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     def late():
@@ -214,7 +214,7 @@ STEPS = """
         thread = threading.Thread(target=late, daemon=True)
         if step == 1 and moment in ("within", "0.008"):
             thread.start()
-        writer.save({name: Tensor("U8", value.shape, (value,)) for name, value in values.items()})
+        writer.save({name: NewTensor("U8", value.shape, (value,)) for name, value in values.items()})
         if thread.is_alive():  # it comes late; the step after it would be the last
             thread.join()
     if moment == "renaming":
@@ -249,8 +249,8 @@ def test_a_full_disk_says_how_to_go_on_and_keeps_what_was_written(tmp_path):
         """
         import resource
         from mla_jax.base.errors import DoesNotFit
-        from mla_jax.weights.orbax_store import Writer, Tensor, open_store
-        out, tensor = Path(sys.argv[1]), lambda size: Tensor("U8", (size,), (np.ones(size, np.uint8),))
+        from mla_jax.weights.orbax_store import NewTensor, Writer, open_store
+        out, tensor = Path(sys.argv[1]), lambda size: NewTensor("U8", (size,), (np.ones(size, np.uint8),))
         writer = Writer(out, {})
         writer.save({"a": tensor(1000)})
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))
@@ -274,15 +274,15 @@ def test_a_full_disk_says_how_to_go_on_and_keeps_what_was_written(tmp_path):
 def test_to_write_takes_no_memory_and_to_read_little_more_than_the_tensor(tmp_path):
     ran = script(
         """
-        from mla_jax.weights.orbax_store import Tensor, Writer, open_store
+        from mla_jax.weights.orbax_store import NewTensor, Writer, open_store
         def peak():
             (line,) = (line for line in open("/proc/self/status") if line.startswith("VmHWM"))
             return int(line.split()[1]) >> 10
         out, value = Path(sys.argv[1]), np.random.default_rng(0).integers(0, 256, (400, 1 << 20), np.uint8)
         writer = Writer(out, {})
-        writer.save({"warm": Tensor("U8", (1,), (np.ones(1, np.uint8),))})
+        writer.save({"warm": NewTensor("U8", (1,), (np.ones(1, np.uint8),))})
         before = peak()
-        writer.save({"x": Tensor("U8", value.shape, (value,))})
+        writer.save({"x": NewTensor("U8", value.shape, (value,))})
         writer.finalize()
         print(peak() - before)
         (found,) = open_store(out).read("x")

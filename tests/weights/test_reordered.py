@@ -56,7 +56,7 @@ def test_reordered_weights_are_the_files_and_give_its_logits(tmp_path, hopper, k
     for name, w in found.items():
         before = as_stored[name]
         assert w.reordered == ("embed" not in name and packed.why_not(before.format, w.shape) is None), name
-        qtensor.check(w, name)
+        qtensor.validated(w, name)
     for name in [name for name in found if "down" in name]:
         for one, other in zip(qtensor.restore(found[name]).parts, as_stored[name].parts, strict=True):
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), name
@@ -101,7 +101,7 @@ def test_rows_and_one_of_a_stack_and_infinities_are_found_in_any_order(shape):
     w = qtensor.reorder(q)
     assert w.nbytes == qtensor.nbytes("Q6_K reordered", shape)
     np.testing.assert_array_equal(qtensor.dequantize(w), qtensor.dequantize(q))
-    np.testing.assert_array_equal(ops.entries(w, jnp.array([1, 0])), ops.entries(q, jnp.array([1, 0])))
+    np.testing.assert_array_equal(ops.take(w, jnp.array([1, 0])), ops.take(q, jnp.array([1, 0])))
     if len(shape) == 3:
         np.testing.assert_array_equal(qtensor.dequantize(w.one(2)), qtensor.dequantize(q.one(2)))
     assert qtensor.restore(q) is q

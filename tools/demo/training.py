@@ -14,7 +14,7 @@ from demo.recipe import Recipe
 from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch
 from mla_jax.model import rope
-from mla_jax.model.block_attention import Held, prepare
+from mla_jax.model.block_attention import StepCache, prepare
 from mla_jax.model.dispatch import Dispatch, StepPlan
 from mla_jax.model.mla import Form, heads
 from mla_jax.model.moe import BACKENDS, ExpertPlan
@@ -22,7 +22,7 @@ from mla_jax.model.moe import BACKENDS, ExpertPlan
 Values = dict[str, jax.Array]
 
 
-def fused(q: tuple, held: Held, up: tuple, scale: float) -> Float[Array, "B T N V"]:
+def fused(q: tuple, held: StepCache, up: tuple, scale: float) -> Float[Array, "B T N V"]:
     """`naive` for full rows from position 0, by cuDNN on a GPU: scores are not written to memory."""
     joined, k, v = jnp.concatenate(q, -1), held.new["k"], held.new["v"]
     padded = jnp.pad(v, [(0, 0)] * 3 + [(0, joined.shape[-1] - v.shape[-1])])  # cuDNN takes equal widths only

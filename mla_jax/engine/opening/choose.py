@@ -32,7 +32,7 @@ from mla_jax.offload.routing import Routing
 from mla_jax.weights import auto_mesh
 from mla_jax.weights.hub import resolve
 from mla_jax.weights.load import ON_DEVICE, Checkpoint
-from mla_jax.weights.placement_inputs import ROOM, figures
+from mla_jax.weights.placement_inputs import DEFAULT_CONTEXT, figures
 from mla_jax.weights.plan import Plan, plan
 
 COPIES = 8  # of a device's own experts of a layer, one is copied, where nothing else is asked for
@@ -56,7 +56,7 @@ def checkpoint_of(options: Options) -> Checkpoint:
 
 def _reached() -> roofline.Device:
     """What a device reaches, as process 0 has measured it: by these figures all decide the same."""
-    own, processes = device_rates.device(), distributed.running()
+    own, processes = device_rates.measured_device(), distributed.running()
     return own if processes is None else roofline.Device(*processes.same(list(own)))
 
 
@@ -87,10 +87,10 @@ def on_devices(options: Options, checkpoint: Checkpoint, drafter: Drafter) -> tu
     def fits(sizes: Mapping[str, int]) -> bool:
         found = planned_memory(options, on(sizes), drafter)
         return found.fits and found.longest >= (
-            options.model.context or min(ROOM, checkpoint.config.max_position_embeddings)
+            options.model.context or min(DEFAULT_CONTEXT, checkpoint.config.max_position_embeddings)
         )
 
-    sizes, why = auto_mesh.choose(checkpoint.config, len(jax.devices()), fits)
+    sizes, why = auto_mesh.choose_mesh(checkpoint.config, len(jax.devices()), fits)
     refuse(options, Layout(**sizes))
     return on(sizes), why
 

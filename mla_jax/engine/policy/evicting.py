@@ -11,7 +11,7 @@ import numpy as np
 
 from mla_jax.base.batch import Tables
 from mla_jax.base.options import EVERY, EvictOptions
-from mla_jax.cache.evict import POLICIES
+from mla_jax.cache.evict import EVICTION_POLICIES
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.evict_programs import Kept, Selection
 from mla_jax.decode.loop import Programs
@@ -39,7 +39,7 @@ class Eviction:
         """As asked for; None if nothing is dropped."""
         if options.evict == "off":
             return None
-        policy = POLICIES[options.evict] if isinstance(options.evict, str) else options.evict
+        policy = EVICTION_POLICIES[options.evict] if isinstance(options.evict, str) else options.evict
         return cls(Selection(policy, options.evict_budget), options.evict_keep)
 
     def point(self, job: Job) -> int:

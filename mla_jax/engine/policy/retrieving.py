@@ -6,7 +6,7 @@ has told: step by step, with those tokens taken whatever is drawn."""
 
 from mla_jax.base.options import RetrieveOptions
 from mla_jax.cache.paged import PAGE
-from mla_jax.cache.retrieve import POLICIES, Retrieval
+from mla_jax.cache.retrieve import RETRIEVAL_POLICIES, Retrieval
 from mla_jax.engine.core.cache_policy import CachePolicy
 from mla_jax.engine.core.job import Job
 
@@ -15,7 +15,7 @@ def retrieval_of(options: RetrieveOptions) -> Retrieval | None:
     """As asked for; None if everything is read."""
     if options.retrieve == "off":
         return None
-    return Retrieval(POLICIES[options.retrieve], options.retrieve_tokens)
+    return Retrieval(RETRIEVAL_POLICIES[options.retrieve], options.retrieve_tokens)
 
 
 class Retrieving(CachePolicy):

@@ -66,7 +66,7 @@ def test_without_any_one_of_them_the_others_work_together(refusal):
 
 
 def test_a_mesh_that_is_chosen_for_the_user_is_held_to_the_same(monkeypatch):
-    monkeypatch.setattr("mla_jax.weights.auto_mesh.choose", lambda *_: ({"data": 2, "tensor": 2}, "why"))
+    monkeypatch.setattr("mla_jax.weights.auto_mesh.choose_mesh", lambda *_: ({"data": 2, "tensor": 2}, "why"))
     with pytest.raises(Unsupported, match=r"does not work with .* \(mesh data=2,tensor=2\)"):
         open_model(Options.of(mesh="auto", evict="snapkv", attention="naive"))
 

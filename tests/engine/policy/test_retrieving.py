@@ -14,7 +14,7 @@ from serving import answer, drafting_engine, nothing_compiled
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadRequest
 from mla_jax.cache.paged import PAGE
-from mla_jax.cache.retrieve import POLICIES, Retrieval
+from mla_jax.cache.retrieve import RETRIEVAL_POLICIES, Retrieval
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.speculative import Lookup, Mtp
 from mla_jax.engine.core.engine import Engine
@@ -33,7 +33,7 @@ request = partial(serving.request, max_tokens=24)
 def programs_of(retrieving_folder):
     @cache
     def programs(policy: str = "quest", tokens: int = FEWEST, **dispatch) -> Programs:
-        asked = Retrieval(POLICIES[policy], tokens, dense=1)
+        asked = Retrieval(RETRIEVAL_POLICIES[policy], tokens, dense=1)
         return Programs(load(retrieving_folder, dispatch=Dispatch(retrieval=asked, **dispatch)))
 
     return programs
@@ -55,7 +55,7 @@ def asked() -> list[Request]:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RETRIEVAL_POLICIES)
 def test_tokens_are_those_of_a_whole_sequence_in_which_each_token_sees_what_it_chooses(programs_of, asked, policy):
     programs = programs_of(policy)
     (ids,) = answer(retrieving(programs), asked[0])
@@ -67,7 +67,7 @@ def test_tokens_are_those_of_a_whole_sequence_in_which_each_token_sees_what_it_c
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RETRIEVAL_POLICIES)
 def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(programs_of, asked, policy):
     programs = programs_of(policy)
     engine = retrieving(programs)
@@ -91,7 +91,7 @@ def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(programs_
 def test_where_all_pages_are_read_the_tokens_are_those_of_full_attention(retrieving_folder, programs_of, asked, dispatch):
     full = load(retrieving_folder, dispatch=Dispatch(**dispatch))
     expected = answer(Engine(Programs(full), ROOMY), *asked)
-    for policy in POLICIES if dispatch.get("kv_cache") else ["quest"]:
+    for policy in RETRIEVAL_POLICIES if dispatch.get("kv_cache") else ["quest"]:
         assert answer(retrieving(programs_of(policy, 8 * PAGE, **dispatch)), *asked) == expected
 
 
