@@ -114,7 +114,7 @@ def _config_path(arguments: list[str]) -> Path | None:
 
 
 def from_toml(path: Path) -> Command:
-    """Settings by group, `[sampling]` and so on; raises BadRequest for what is unknown or of a wrong type."""
+    """Settings by group, `[sampling]` and so on; raises BadRequest for an unknown name or a wrong type."""
     groups = {}
     for name, values in _read_toml(path).items():
         if name not in GROUPS or not isinstance(values, dict):
@@ -179,7 +179,7 @@ def refuse_contradictions(command: Command) -> None:
     """Raises BadRequest for settings that exclude each other."""
     prompt, device, processes = command.prompt, command.options.mesh.device, command.options.processes
     if prompt.system is not None and not prompt.chat:
-        hint = "a plain prompt has no roles; write what the model is to read"
+        hint = "a plain prompt has no roles; write the whole text for the model"
         raise BadRequest("--system needs --chat", hint)
     if prompt.chat and (n := command.sampling.n) > 1:
         raise BadRequest(f"--n {n} and --chat exclude each other", "a conversation has one answer per turn")
@@ -244,7 +244,7 @@ def reply(opened: "Opened", prompt: str | None, command: Command, console: "Cons
 
 
 def follow(command: Command) -> int:
-    """Computes this process's part of what process 0 is asked for, until that ends."""
+    """Computes this process's part of the requests of process 0, until that ends."""
     from mla_jax.engine.llm import LLM
     from mla_jax.engine.opening.opened import open_model
     from mla_jax.ui.console import Console
@@ -262,7 +262,7 @@ def follow(command: Command) -> int:
 
 
 def text_alone_on_stdout() -> None:
-    """Sends to stderr what libraries print by themselves: on CPUs, the one that processes exchange arrays by."""
+    """Sends the output of libraries to stderr, such as that of the CPU collectives."""
     try:
         own, encoding = os.dup(sys.stdout.fileno()), sys.stdout.encoding
     except (OSError, ValueError):  # no file
@@ -273,7 +273,7 @@ def text_alone_on_stdout() -> None:
 
 
 def dry_run(opened: "Opened", console: "Console") -> int:
-    """Prints what the model would need and how it would run; the exit code is 4 if it does not fit."""
+    """Prints the memory plan and the chosen forms; the exit code is 4 if the model does not fit."""
     needed, predicted = opened.plan, opened.predicted()
     if console.as_json:
         further = {} if predicted is None else {"predicted": predicted.fields()}

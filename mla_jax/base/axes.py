@@ -22,7 +22,7 @@ AXES: dict[str, tuple[tuple[str, ...], Callable]] = {
     "value": (("v_head_dim",), prod),
     "query": (("qk_nope_head_dim", "qk_rope_head_dim"), sum),  # one head's nope and rope parts
     "up": (("qk_nope_head_dim", "v_head_dim"), sum),  # one head's uk and uv, joined as kv_b_proj
-    # What one token stores in the cache: c_kv and k_pe
+    # A token in the cache: c_kv and k_pe
     "latent": (("kv_lora_rank", "qk_rope_head_dim"), sum),
     "mlp": (("intermediate_size",), prod),
     "experts": (("n_routed_experts",), prod),

@@ -103,7 +103,7 @@ def write_json(path: Path, value: object, indent: int | None = None) -> None:
 
 
 def parse_json(data: bytes, where: str, error: type[MlaJaxError] = BadFile) -> dict:
-    """`data` as a JSON object, refusing what `json_value` refuses."""
+    """`data` as a JSON object; refuses the same as `json_value`."""
     value = json_value(data, where, error)
     if not isinstance(value, dict):
         raise error(f"{where} is not a JSON object", f"found {type(value).__name__} at the top level")
@@ -111,7 +111,7 @@ def parse_json(data: bytes, where: str, error: type[MlaJaxError] = BadFile) -> d
 
 
 def json_value(data: bytes, where: str, error: type[MlaJaxError] = BadFile) -> Any:
-    """`data` as JSON, refusing what the json module lets pass: repeated keys, NaN, infinity, half a surrogate pair."""
+    """`data` as JSON, without faults that the json module lets pass: repeated keys, NaN, infinity, half a surrogate pair."""
     fail = partial(_fail, where, error)
     try:
         text = data.decode("utf-8")

@@ -12,7 +12,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Homes = Mapping[str, Iterable[str]]  # the settings of each public name that takes some
 
-# Our settings, and what vLLM, SGLang, transformers, llama.cpp, Ollama and OpenAI's interface call the same
+# Our settings, and the same in vLLM, SGLang, transformers, llama.cpp, Ollama and OpenAI's interface
 OTHERS = {
     "temperature": "temp do_sample",
     "max_tokens": "max_new_tokens max_completion_tokens max_output_tokens max_length n_predict num_predict",

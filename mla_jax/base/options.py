@@ -259,7 +259,7 @@ class ProcessOptions(Checked):
 
 @dataclass(frozen=True)
 class OutputOptions(Checked):
-    """What to print, and where."""
+    """Output and its place."""
 
     json: bool = option(False, flag)
     """One JSON object per event, on stdout."""
@@ -268,7 +268,7 @@ class OutputOptions(Checked):
     quiet: bool = option(False, flag)
     """Print the text only: no notes, no statistics."""
     dry_run: bool = option(False, flag)
-    """Print the memory plan and what would run; load no weights."""
+    """Print the memory plan and the chosen forms; load no weights."""
     doctor: bool = option(False, flag)
     """Check this environment, then exit."""
     debug: bool = option(False, flag)
@@ -370,7 +370,7 @@ class SamplingParams(Checked):
     repetition_penalty: float = option(1.0, number(1e-3, 1e3))
     """Above 1 penalises tokens of the prompt and the output."""
     max_tokens: int | None = option(None, optional(whole(0)))
-    """Maximum tokens to generate (256, or what the context allows)."""
+    """Maximum tokens to generate (256, or as the context allows)."""
     stop: tuple[str, ...] | str = option((), texts(MAX_STOPS))
     """Strings that end the output; not part of it."""
     stop_token_ids: tuple[int, ...] = option((), token_ids(MAX_STOPS))
@@ -389,7 +389,7 @@ class SamplingParams(Checked):
     """Answers to each prompt, with seeds that follow each other."""
 
     def or_default(self, defaults: "SamplingParams") -> "SamplingParams":
-        """The same with every None replaced by what `defaults` says."""
+        """The same with every None replaced by the value of `defaults`."""
         unset = {
             name: getattr(defaults, name) for name in names(SamplingParams) if getattr(self, name) is None
         }

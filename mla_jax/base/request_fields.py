@@ -1,6 +1,6 @@
 """A client's JSON object as prompt, messages and sampling parameters. No JAX here.
 
-Its keys are those of SamplingParams, and what OpenAI's interface and vLLM call the same. null is absent, for every key."""
+Its keys are those of SamplingParams, of OpenAI's interface and of vLLM. null is absent, for every key."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ IGNORED = """
     cache_salt metadata modalities model parallel_tool_calls prediction priority prompt_cache_key reasoning_effort
     return_token_ids safety_identifier service_tier store stream stream_options user verbosity web_search_options
 """  # keys that do not change an answer here
-# Keys of what is not there, and the values that do not ask for it
+# Keys for features that are not there, and the values that do not ask for them
 NEUTRAL: dict[str, tuple] = {
     "add_generation_prompt": (True,),
     "best_of": (1,),

@@ -15,7 +15,7 @@ Rule = Callable[[Any], Any]
 
 
 class Wrong(Exception):
-    """What a rule expected instead of the value it was given."""
+    """A value that breaks a rule; its text says what the rule expects."""
 
 
 def option(default: Any, rule: Rule, alters: bool = True) -> Any:
@@ -92,7 +92,7 @@ def named_or(method: str, *names: str) -> Rule:
 
 
 def optional(rule: Rule) -> Rule:
-    """None, or what `rule` takes."""
+    """None, or a value that `rule` takes."""
     return lambda value: None if value is None else rule(value)
 
 

@@ -11,7 +11,7 @@ MANY = 16  # prompts
 
 
 class Bar:
-    """Counts finished prompts on stderr, with tokens per second and what is running."""
+    """Counts finished prompts on stderr, with tokens per second and the number of running requests."""
 
     def __init__(self, total: int | None, stats: EngineStats, shown: bool | None = None, done: int = 0):
         """Of `total` prompts, None if nobody knows, `done` are from an earlier run.

@@ -18,7 +18,7 @@ MAX_PROMPTS = 100_000  # in one call
 
 @dataclass
 class InputProcessor:
-    """What a prompt is checked against: the vocabulary, the tokenizer and the context length."""
+    """Makes requests of prompts, checked against the vocabulary, the tokenizer and the context length."""
 
     config: Config
     text: Text

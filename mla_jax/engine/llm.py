@@ -41,7 +41,7 @@ _named = functools.partial(only_known_names, homes=HOMES)
 
 
 class LLM:
-    """A model on the default device, or on a mesh. `notes` says what a user of the folder should know."""
+    """A model on the default device, or on a mesh. `notes` are remarks on the folder and the options."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """A JSONL file of prompts, answered line by line into another one. A second run goes on where the first was stopped.
 
-Answers are written in the order of the prompts. Each begins with the prompt's id and a digest of all that decides the answer, so
-what a file holds already is recognised without further records, and is never mistaken for the answers to something else."""
+Answers are written in the order of the prompts. Each begins with the prompt's id and a digest of all that decides the answer: by
+these an earlier run's answers are recognised without further records, and never mistaken for answers to something else."""
 
 import codecs
 import contextlib
@@ -48,7 +48,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the prompts: what it asks for, or why it is refused."""
+    """A line of the prompts: its requests, or the reason why it is refused."""
 
     number: int
     beginning: bytes  # of its answer: the id and the digest
@@ -158,7 +158,7 @@ class Run:
         self.not_finite += any(output.finish_reason == FinishReason.ERROR for output in outputs)
 
     def _say(self, how: str) -> None:
-        """How it ended, what it did, and how to go on."""
+        """Tells how it ended, the figures, and how to go on."""
         refused = f", {self.answers.refused:,} of them with an error" if self.answers.refused else ""
         seconds = time.perf_counter() - self.start
         self.console.note(
@@ -239,7 +239,7 @@ class Answers:
 
 
 def read(file: BinaryIO, settings: bytes = b"") -> Iterator[Line]:
-    """The lines of a file as what they ask for."""
+    """The lines of a file, read."""
     return (Line.of(number, data, settings) for number, data in numbered(file))
 
 
@@ -268,7 +268,7 @@ def ahead(make: Callable[[Item], Made], items: Iterable[Item], threads: ThreadPo
 
 
 def _asked(data: bytes) -> dict[str, Any]:
-    """What a line holds; a text alone is a prompt. Raises BadRequest."""
+    """The object in a line; a text alone is a prompt. Raises BadRequest."""
     if len(data) > MAX_LINE:
         raise BadRequest("the line is too long", f"the limit is {MAX_LINE:,} bytes")
     value = json_value(data, "the line", BadRequest)
@@ -310,7 +310,7 @@ def _id(value: Any, number: int) -> str | int:
 
 
 def _figures(outputs: Sequence[Output]) -> dict[str, Any]:
-    """What an answer says; with `n` of them, in a list."""
+    """The fields of an answer; several, for `n`, are in a list."""
     prompt = len(outputs[0].prompt_token_ids)
     generated = sum(len(output.token_ids) for output in outputs)
     scores = outputs[0].prompt_logprobs

@@ -194,7 +194,7 @@ def chat(llm: LLM, sampling: SamplingParams, console: Console, system: str | Non
 
 
 def line_reader() -> Callable[[], str]:
-    """What reads the next message: a line editor with history on a terminal, plain lines elsewhere. It raises EOFError."""
+    """A function that reads the next message: a line editor on a terminal, plain lines elsewhere. It raises EOFError."""
     terminal = sys.stdin.isatty() and sys.stderr.isatty()
     if not terminal or os.environ.get("TERM", "dumb") in ("", "dumb"):
         return plain_line

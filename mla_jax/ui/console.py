@@ -1,4 +1,4 @@
-"""What a run prints: text to stdout, notes and statistics to stderr; or one JSON object per event to stdout."""
+"""Output of a run: text to stdout, notes and statistics to stderr; or one JSON object per event to stdout."""
 
 import dataclasses
 import json
@@ -138,7 +138,7 @@ class Status:
             yield
 
     def moved(self, data: bytes) -> None:
-        """Notes what was printed in front of the cursor. A character has at least as many bytes as columns."""
+        """Notes the text in front of the cursor. A character has at least as many bytes as columns."""
         line = data.rpartition(b"\n")[2]
         self.column = len(line) if b"\n" in data else self.column + len(line)
 
@@ -193,7 +193,7 @@ REASONS = {
 
 
 def summary(stats: Stats, reason: str) -> str:
-    """The figures of an answer in one line. What is not known, or too small to mean anything, is left out."""
+    """The figures of an answer in one line. A figure that is unknown, or too small to mean anything, is left out."""
     share = stats.bandwidth_share or 0.0
     parts = [
         f"stop: {REASONS.get(reason, reason)}",
