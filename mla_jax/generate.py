@@ -99,9 +99,15 @@ def refuse_words_of_others(arguments: list[str]) -> None:
         flag = argument.partition("=")[0]
         word = flag.removeprefix("--").replace("-", "_")
         if flag.startswith("--") and word in (*MEANT, *ABSENT):
-            ours, _, value = MEANT.get(word, "").replace('"', "").partition("=")
-            meant = f"did you mean --{ours.replace('_', '-')}{value and ' '}{value}?"
-            raise BadRequest(f"there is no flag {flag}", ABSENT.get(word) or meant)
+            raise BadRequest(
+                f"there is no flag {flag}", ABSENT.get(word) or f"did you mean {_as_flag(MEANT[word])}?"
+            )
+
+
+def _as_flag(setting: str) -> str:
+    """`mesh="data=N"` as `--mesh data=N`."""
+    name, _, value = setting.replace('"', "").partition("=")
+    return f"--{name.replace('_', '-')} {value}".rstrip()
 
 
 def _config_path(arguments: list[str]) -> Path | None:
@@ -115,22 +121,24 @@ def _config_path(arguments: list[str]) -> Path | None:
 
 def from_toml(path: Path) -> Command:
     """Settings by group, `[sampling]` and so on; raises BadRequest for an unknown name or a wrong type."""
-    groups = {}
-    for name, values in _read_toml(path).items():
-        if name not in GROUPS or not isinstance(values, dict):
-            raise BadRequest(f"{path} has no known group {printable(name)}", nearest(name, GROUPS))
-        known = names(GROUPS[name])
-        for key in values:
-            if key not in known:
-                raise BadRequest(
-                    f"{path} has no known setting {printable(key)} in [{name}]", nearest(key, known)
-                )
-        try:
-            groups[name] = GROUPS[name](**values)
-        except BadRequest as e:
-            raise BadRequest(f"{path} has a value in [{name}] that cannot be used", *e.args[1:]) from e
+    groups = {name: _group(path, name, values) for name, values in _read_toml(path).items()}
     options = Options(**{name: groups.pop(name) for name in OPENING if name in groups})
     return Command(options=options, **groups)
+
+
+def _group(path: Path, name: str, values: Any) -> Any:
+    """The settings of a group."""
+    if name not in GROUPS or not isinstance(values, dict):
+        raise BadRequest(f"{path} has no known group {printable(name)}", nearest(name, GROUPS))
+    known = names(GROUPS[name])
+    unknown = next((key for key in values if key not in known), None)
+    if unknown is not None:
+        found = f"{path} has no known setting {printable(unknown)} in [{name}]"
+        raise BadRequest(found, nearest(unknown, known))
+    try:
+        return GROUPS[name](**values)
+    except BadRequest as e:
+        raise BadRequest(f"{path} has a value in [{name}] that cannot be used", *e.args[1:]) from e
 
 
 def _read_toml(path: Path) -> dict:
@@ -158,20 +166,22 @@ def run(command: Command) -> int:
     if command.options.processes.follows:
         return follow(command)
     needs_prompt = not (command.output.dry_run or command.prompt.chat or command.prompt.batch_file)
-    prompt = read_prompt(command) if needs_prompt else None
+    return answer_with_model(command, read_prompt(command) if needs_prompt else None)
+
+
+def answer_with_model(command: Command, prompt: str | None) -> int:
+    """Opens the model, then plans, answers a file or a prompt, or talks."""
     from mla_jax.engine.opening.opened import open_model  # only now: JAX takes a second to import
     from mla_jax.ui.console import Console
 
     console = Console(command.output.json, command.output.quiet)
-    opened = open_model(command.options)
+    opened, batch, out = open_model(command.options), command.prompt.batch_file, command.output.out
     if command.output.dry_run:
         return dry_run(opened, console)
-    if command.prompt.batch_file:
+    if batch:
         from mla_jax.ui.batch_file import answer_file
 
-        return answer_file(
-            opened, str(command.prompt.batch_file), command.output.out, command.sampling, console
-        )
+        return answer_file(opened, str(batch), out, command.sampling, console)
     return reply(opened, prompt, command, console)
 
 

@@ -49,15 +49,17 @@ MESH = {
 
 def parse_mesh(mesh: str | Mapping[str, int], flag: str = "--mesh") -> dict[str, int]:
     """The sizes of `data=4,tensor=2`, or of a mapping of such, by axis; raises BadRequest."""
-    sizes = (
-        list(mesh.items()) if isinstance(mesh, Mapping) else list(map(_axis, mesh.split(",") if mesh else []))
-    )
-    found = {name: int(size) for name, size in sizes if name in MESH_AXES and _is_size(size)}
-    if len(found) < len(sizes):
-        expected = ",".join(f"{axis}=N" for axis in MESH_AXES)
-        given = printable(mesh) if isinstance(mesh, str) else shown(mesh)
-        raise BadRequest(f"{flag} {given} is no mesh", f"expected {expected}; an axis that is left out is 1")
-    return found
+    axes = mesh.items() if isinstance(mesh, Mapping) else [_axis(word) for word in mesh.split(",") if mesh]
+    sizes = {name: int(size) for name, size in axes if name in MESH_AXES and _is_size(size)}
+    if len(sizes) < len(axes):
+        raise _no_mesh(mesh, flag)
+    return sizes
+
+
+def _no_mesh(mesh: str | Mapping[str, int], flag: str) -> BadRequest:
+    found = printable(mesh) if isinstance(mesh, str) else shown(mesh)
+    expected = ",".join(f"{axis}=N" for axis in MESH_AXES)
+    return BadRequest(f"{flag} {found} is no mesh", f"expected {expected}; an axis that is left out is 1")
 
 
 def _axis(word: str) -> tuple[str, int]:

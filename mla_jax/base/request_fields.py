@@ -54,20 +54,35 @@ def read_fields(body: Mapping[str, Any], defaults: SamplingParams, strict: bool 
     """The request in `body`, its parameters over `defaults`.
 
     Raises BadRequest for a wrong value or one that cannot be served, and if `strict` for an unknown key."""
-    given = {key: value for key, value in body.items() if value is not None and key not in IGNORED.split()}
-    for key in [key for key in given if key in NEUTRAL]:
-        _refuse_unserved(key, given.pop(key))
+    given = _asking(body)
     _take_tokens(given)
     _take_logprobs(given)
     unknown = tuple(key for key in given if key not in KEYS)
     if strict and unknown:
         raise BadRequest(f"unknown key {printable(unknown[0])}", nearest(unknown[0], KEYS))
+    _refuse_none_or_two(given)
+    prompt, messages = as_whole(given.get("prompt")), _messages(given.get("messages"))
+    return Fields(prompt, messages, _params(given, defaults), unknown)
+
+
+def _asking(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that ask for something; raises BadRequest for a feature that is not there."""
+    ignored = IGNORED.split()
+    given = {key: value for key, value in body.items() if value is not None and key not in ignored}
+    for key in [key for key in given if key in NEUTRAL]:
+        _refuse_unserved(key, given.pop(key))
+    return given
+
+
+def _refuse_none_or_two(given: dict[str, Any]) -> None:
     if len(given.keys() & set(PROMPTS)) != 1:
         found = ", ".join(map(printable, given)) or "an empty object"
         raise BadRequest('expected either "prompt" or "messages"', f"found {found}")
+
+
+def _params(given: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
     settings = {key: _setting(key, given[key]) for key in names(SamplingParams) if key in given}
-    params = dataclasses.replace(defaults, **{k: v for k, v in settings.items() if v is not None})
-    return Fields(as_whole(given.get("prompt")), _messages(given.get("messages")), params, unknown)
+    return dataclasses.replace(defaults, **{k: v for k, v in settings.items() if v is not None})
 
 
 def _refuse_unserved(key: str, value: Any) -> None:

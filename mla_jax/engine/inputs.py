@@ -42,22 +42,24 @@ class InputProcessor:
     def request(self, prompt: Any, params: SamplingParams | None = None) -> Request:
         """A request for one prompt; raises BadRequest if it does not fit the context."""
         params = params or SamplingParams()
-        if params.stop and self.text.tokenizer is None:
-            raise BadRequest(
-                "stop texts need a tokenizer, which this model folder lacks", "use stop_token_ids"
-            )
+        self._refuse_params(params)
         tokens = self._tokens(prompt)
         limit = self._limit(tokens, params.max_tokens)
+        return Request(tokens, self._filled(params, limit), () if params.ignore_eos else self.text.end_ids)
+
+    def _refuse_params(self, params: SamplingParams) -> None:
+        """Raises BadRequest for parameters that this model cannot follow."""
+        if params.stop and self.text.tokenizer is None:
+            hint = "use stop_token_ids"
+            raise BadRequest("stop texts need a tokenizer, which this model folder lacks", hint)
         wrong = next((t for t in params.logit_bias or {} if t >= self.config.vocab_size), None)
         if wrong is not None:
-            raise BadRequest(
-                f"logit_bias names token id {wrong:,}", f"expected 0 to {self.config.vocab_size - 1:,}"
-            )
-        ends = () if params.ignore_eos else self.text.end_ids
-        if len(ends) + len(params.stop_token_ids) > MAX_ENDS:
-            given = f"the model has {len(ends)}, stop_token_ids {len(params.stop_token_ids)}"
+            expected = f"expected 0 to {self.config.vocab_size - 1:,}"
+            raise BadRequest(f"logit_bias names token id {wrong:,}", expected)
+        ends = 0 if params.ignore_eos else len(self.text.end_ids)
+        if ends + len(params.stop_token_ids) > MAX_ENDS:
+            given = f"the model has {ends}, stop_token_ids {len(params.stop_token_ids)}"
             raise BadRequest(f"more than {MAX_ENDS} token ids end an answer", given)
-        return Request(tokens, self._filled(params, limit), ends)
 
     def _limit(self, tokens: list[int], asked: int | None) -> int:
         """The most tokens that may follow a prompt; raises BadRequest if the context has no room for as many as are asked for."""

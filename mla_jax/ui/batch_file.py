@@ -287,14 +287,13 @@ def _body(asked: dict[str, Any]) -> dict[str, Any]:
     unknown = next((key for key in asked if key not in ENVELOPE), None)
     if unknown is not None:
         raise BadRequest(f"unknown key {printable(unknown)} beside body", nearest(unknown, ENVELOPE))
-    if not isinstance(asked["body"], dict):
-        raise BadRequest(f"the body is {shown(asked['body'])}", "expected an object")
-    method, url = asked.get("method") or "POST", asked.get("url") or URLS[0]
+    method, url, body = asked.get("method") or "POST", asked.get("url") or URLS[0], asked["body"]
     if method != "POST" or url not in URLS:
-        raise BadRequest(
-            f"the line asks for {shown(method)} {shown(url)}", f"expected POST {' or '.join(URLS)}"
-        )
-    return asked["body"]
+        found = f"the line asks for {shown(method)} {shown(url)}"
+        raise BadRequest(found, f"expected POST {' or '.join(URLS)}")
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body is {shown(body)}", "expected an object")
+    return body
 
 
 def _id(value: Any, number: int) -> str | int:
