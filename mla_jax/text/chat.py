@@ -65,9 +65,15 @@ class ChatTemplate:
         disguise = Disguise(tokenizer, self.source, messages)
         plain, *variants = self.render([messages, *disguise.variants()], add_generation_prompt)
         ids: list[int] = []
-        for text, control in disguise.pieces(plain, variants):
+        for text, control in disguise.pieces(plain, variants, self._rendered_or_none):
             ids += [tokenizer.control_id(text)] if control else tokenizer.encode(text, bos=False)
         return tokenizer.with_bos(ids)
+
+    def _rendered_or_none(self, messages: list[Message]) -> str | None:
+        try:
+            return self.render([messages])[0]
+        except BadTemplate:
+            return None
 
     def render(self, conversations: list[list[Message]], add_generation_prompt: bool = True) -> list[str]:
         """The text of each conversation, all rendered in one process."""

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -225,6 +226,43 @@ def test_thoughts_are_cut_from_answers_and_what_an_answer_keeps_stays_text():
     assert shown(v3).endswith("«<｜Assistant｜>»«</think>»4, of course«<｜end▁of▁sentence｜>»")
     v2 = template(V2).encode(talk(("user", "q"), ("assistant", THOUGHT)), TOKENIZER, add_generation_prompt=False)
     assert shown(v2).endswith(f"Assistant: {THOUGHT}«<｜end▁of▁sentence｜>»")
+
+
+REWRITES = """{%- for m in messages %}{%- set c = m['content'] %}{%- if m['role'] == 'user' %}{{ '<｜User｜>' + c }}
+{%- elif m['role'] == 'tool' %}{{ '<｜User｜>' + 'result: ' + c }}{%- else %}"""
+# As GLM-4.7 and Qwen write the thoughts of an answer anew while tools are called, and as one that keeps what it does not know.
+THOUGHTS = {
+    "short": "{%- set r = c.split('</think>')[0].split('<think>')[-1] -%}{%- set c = c.split('</think>')[-1] -%}"
+    "{{ '<think>' + r.strip() + '</think>' }}{{ c.strip() }}",
+    "qwen": "{%- if '</think>' in c %}{%- set r = c.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{%- set c = c.split('</think>')[-1].lstrip('\n') %}{{ '<think>\n' + r.strip('\n') + '\n</think>\n\n' + c.lstrip('\n') }}"
+    "{%- else %}{{ c }}{%- endif %}",
+    "glm": "{%- if '</think>' in c %}{%- set r = c.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{%- set c = c.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
+    "{{ '<｜Assistant｜>' }}{{ ('<think>' + r.strip() + '</think>') if r else '</think>' }}{{ c.strip() }}",
+}
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+@pytest.mark.parametrize(
+    "answer", ["<think>ab</think>cd", "<think>\nab\n</think>\n\ncd", "ab</think>cd", "<think>\n\nab</think> cd"]
+)
+def test_control_tokens_that_a_template_writes_anew_between_pieces_of_an_answer_are_its_own(name, answer):
+    source = REWRITES + THOUGHTS[name] + "{%- endif %}{%- endfor %}"
+    messages = talk(("user", "q"), ("assistant", answer), ("tool", "7"), ("assistant", answer), ("user", "</think>"))
+    text = rendered(source, messages).removesuffix("</think>")  # the user's
+    expected = re.sub("<think>|</think>|<｜User｜>|<｜Assistant｜>", lambda token: f"«{token[0]}»", text)
+    assert shown(template(source).encode(messages, TOKENIZER)) == f"«{SPECIAL[0]}»{expected}</think>"
+
+
+@pytest.mark.parametrize("answer", ["<think>ab</think>cd", "</think>", "a </think> b"])
+def test_an_answer_that_a_template_looks_into_and_copies_stays_text(answer):
+    source = (
+        "{% for m in messages %}{% if '</think>' in m.content %}{{ '<think>' + m.content }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    ids = template(source).encode(talk(("user", "q"), ("assistant", answer)), TOKENIZER)
+    assert shown(ids).removeprefix(f"«{SPECIAL[0]}»") == f"q«<think>»{answer}"
 
 
 def test_a_template_that_obeys_words_of_a_user_is_refused_where_they_matter():
