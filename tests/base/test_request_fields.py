@@ -1,11 +1,15 @@
 """A client's JSON object becomes the request that it means, in the words of OpenAI's interface, of vLLM's and in ours."""
 
+import contextlib
+
 import jaxtyping
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mla_jax.base.errors import BadRequest
 from mla_jax.base.options import SamplingParams, names
-from mla_jax.base.request_fields import IGNORED, NEUTRAL, read_fields
+from mla_jax.base.request_fields import IGNORED, KEYS, NEUTRAL, TOKENS, read_fields
 
 DEFAULTS = SamplingParams(temperature=0.5, max_tokens=9, seed=7, top_k=3)
 
@@ -105,3 +109,18 @@ def test_a_part_that_is_no_text_is_refused(part):
 @pytest.mark.parametrize("messages", [5, "a", [5], [None], [{"role": 3}]])
 def test_what_is_no_message_is_left_to_the_chat_template(messages):
     assert read_fields({"messages": messages}, DEFAULTS).messages == messages
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+BODIES = st.dictionaries(st.sampled_from([*KEYS, *TOKENS, *NEUTRAL, "top_logprobs", "other"]), ANY, max_size=5)
+
+
+@given(BODIES, st.booleans())
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_object_is_read_or_refused_in_words(body, strict):
+    with contextlib.suppress(BadRequest):
+        read_fields({"prompt": "a"} | body, DEFAULTS, strict)
