@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers
 import mla_jax
 from mla_jax import Config, Transformer
 from mla_jax.engine.opening.opened import Opened
-from mla_jax.generate import main
+from mla_jax.generate import main, parse, read_prompt
 from mla_jax.weights.save import save
 
 ROOT = Path(__file__).parent.parent
@@ -280,6 +280,7 @@ def test_a_file_and_a_configuration_give_the_same_as_flags(command, folder, tmp_
     ("text", "words"),
     [
         ("[sampling]\ntemprature = 1", "did you mean temperature?"),
+        ("\ufeff[sampling]\ntemprature = 1", "did you mean temperature?"),
         ("[sampler]\nseed = 1", "did you mean sampling?"),
         ("[", "TOML"),
         ("[sampling]\ntemperature = 'warm'\nseed = 1.5", "temperature is 'warm', expected a number 0 to 1,000\n  seed is 1.5"),
@@ -296,6 +297,11 @@ def test_a_mistake_in_a_configuration_is_named(tmp_path, capsys, monkeypatch, te
     (tmp_path / "run.toml").write_text(text)
     assert main(["AB", "--config", str(tmp_path / "run.toml")]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path):
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfAB")
+    assert read_prompt(parse(["--file", str(tmp_path / "prompt.txt")])) == "AB"
 
 
 def test_a_chat_answers_turn_by_turn_until_input_ends(command, folder, tmp_path):
