@@ -86,7 +86,9 @@ def _from_gguf(source: Source) -> Text:
         if i is not None
     }
     template = found.chat_template and ChatTemplate.of(found.chat_template, source.path.name, words)
-    return Text(found.tokenizer, template or None, defaults, found.eos_ids, found.notes)
+    return Text(
+        found.tokenizer, template or None, defaults, found.eos_ids, found.notes + _without_end(found.eos_ids)
+    )
 
 
 def _gguf_defaults(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,11 +114,20 @@ def _from_folder(source: Source) -> Text:
     config, folder = source.config, source.path
     tokenizer = Tokenizer.from_folder(folder, config.vocab_size, config.bos_token_id)
     notes = (UNKNOWN_FORM,) if tokenizer is not None and isinstance(tokenizer.codec, Guard) else ()
-    return Text(
-        tokenizer, ChatTemplate.from_folder(folder), *_generation_defaults(folder, config.eos_token_id), notes
+    template, (defaults, ends) = (
+        ChatTemplate.from_folder(folder),
+        _generation_defaults(folder, config.eos_token_id),
     )
+    if tokenizer is not None and tokenizer.eos_id is not None:
+        ends = tuple(dict.fromkeys((*ends, tokenizer.eos_id)))
+    return Text(tokenizer, template, defaults, ends, notes + _without_end(ends))
 
 
+def _without_end(ends: tuple[int, ...]) -> tuple[str, ...]:
+    return () if ends else (NO_END,)
+
+
+NO_END = "no end token is named: answers end at max_tokens or at a stop text; --stop and stop_token_ids give others"
 UNKNOWN_FORM = "tokenizer.json has a form that is not known; it works in a process of its own, with limits of time and memory"
 
 

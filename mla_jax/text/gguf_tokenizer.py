@@ -17,6 +17,20 @@ from mla_jax.text.patterns import KNOWN, Pre
 from mla_jax.text.tokenizer import Tokenizer, refusing
 
 MAX_TOKENS = 1 << 21
+# Control tokens that end an answer by their text, as llama.cpp knows them: files often name only one of several by its id.
+TURN_ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+)
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # values of token_type
 
 
@@ -58,6 +72,7 @@ def from_metadata(metadata: Mapping[str, Any], where: str, vocab_size: int) -> G
         [AddedToken(t, normalized=False, special=t in controls) for t in vocabulary.of(CONTROL, USER_DEFINED)]
     )
     bos, *ends = (_id(metadata, name, where, len(vocabulary.tokens)) for name in ("bos", "eos", "eot", "eom"))
+    ends += [vocabulary.tokens.index(text) for text in TURN_ENDS if text in controls]
     eos = tuple(dict.fromkeys(end for end in ends if end is not None))
     in_front = bos if _bos_in_front(metadata, where, pre, bos) else None
     return GgufTokenizer(Tokenizer(model, in_front), bos, eos, _template(metadata, where), notes)

@@ -63,6 +63,7 @@ class Tokenizer:
     ):
         """`model` knows the vocabulary, and works on text itself if there is no `codec` to do that."""
         self.model, self.bos_id = model, bos_id
+        self.eos_id: int | None = None  # as tokenizer_config.json names it
         added = model.get_added_tokens_decoder()
         self.hidden = {i for i, token in added.items() if token.special}
         self._added = {i: token.content for i, token in added.items()}
@@ -97,6 +98,7 @@ class Tokenizer:
                 f"found id {highest:,}, config.json says vocab_size {vocab_size:,}",
             )
         tokenizer.bos_id = tokenizer._bos_id(settings, bos_token_id)
+        tokenizer.eos_id = tokenizer._eos_id(settings)
         return tokenizer
 
     @classmethod
@@ -165,11 +167,14 @@ class Tokenizer:
             end = found.end()
         return ids + self._plain(text[end:])
 
+    def _eos_id(self, settings: dict) -> int | None:
+        named = _text_of(settings.get("eos_token"))
+        return None if named is None else self.model.token_to_id(named)
+
     def _bos_id(self, settings: dict, default: int | None) -> int | None:
         """BOS if tokenizer_config.json asks for it or, if that says nothing, if the tokenizer itself puts it in front."""
-        named = settings.get("bos_token")
-        named = named.get("content") if isinstance(named, dict) else named
-        bos = self.model.token_to_id(named) if isinstance(named, str) else default
+        named = _text_of(settings.get("bos_token"))
+        bos = default if named is None else self.model.token_to_id(named)
         wanted = settings.get("add_bos_token")
         if wanted and bos is None:
             raise BadFile(
@@ -177,6 +182,12 @@ class Tokenizer:
                 f"it names {shown(named)}",
             )
         return bos if wanted or (wanted is None and self.codec.begins == [bos]) else None
+
+
+def _text_of(token: Any) -> str | None:
+    """A token as tokenizer_config.json names it: its text, or an object with `content`."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def check_text(text: Any):

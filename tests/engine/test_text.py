@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from tokenizers.models import WordLevel
 
-from mla_jax.engine.text import UNKNOWN_FORM, open_text
+from mla_jax.engine.text import NO_END, UNKNOWN_FORM, open_text
 from mla_jax.weights.open import open_source
 
 HF = {**models.FAMILIES["v3"], "num_nextn_predict_layers": 0}
@@ -21,3 +21,36 @@ def test_a_tokenizer_of_unknown_form_is_noted_and_works(tmp_path, normalizer, no
     text = open_text(open_source(tmp_path))
     assert text.notes == notes
     assert text.tokenizer.encode("A") == ([0] if notes else [1])
+
+
+def opened(folder, eos=None, generation=None, settings=None):
+    """The text of a model folder whose files name these end tokens."""
+    models.write(folder, {**HF, "eos_token_id": eos}, models.tensors(HF))
+    model = tokenizers.Tokenizer(WordLevel({"a": 0, "<end>": 5, "<turn>": 6}, unk_token="a"))
+    (folder / "tokenizer.json").write_text(model.to_str())
+    for name, content in (("generation_config.json", generation), ("tokenizer_config.json", settings)):
+        if content is not None:
+            (folder / name).write_text(json.dumps(content))
+    return open_text(open_source(folder))
+
+
+@pytest.mark.parametrize(
+    ("given", "ends"),
+    [
+        ({"settings": {"eos_token": "<end>"}}, (5,)),
+        ({"settings": {"eos_token": {"content": "<end>"}}, "generation": {"eos_token_id": [6]}}, (6, 5)),
+        ({"settings": {"eos_token": "<end>"}, "generation": {}, "eos": 6}, (6, 5)),
+        ({"settings": {"eos_token": "<end>"}, "generation": {"eos_token_id": 6}, "eos": 7}, (6, 5)),
+        ({"settings": {"eos_token": "<unknown>"}, "eos": 5}, (5,)),
+        ({"settings": {"eos_token": None}, "eos": [5, 6]}, (5, 6)),
+    ],
+    ids=str,
+)
+def test_the_end_token_of_the_tokenizer_counts_whatever_else_is_named(tmp_path, given, ends):
+    found = opened(tmp_path, **given)
+    assert (found.end_ids, found.notes) == (ends, ())
+
+
+def test_a_folder_that_names_no_end_token_says_so(tmp_path):
+    found = opened(tmp_path)
+    assert (found.end_ids, found.notes) == ((), (NO_END,))

@@ -142,6 +142,15 @@ def test_bos_eos_and_template_are_those_of_the_file():
     assert found.tokenizer.encode("a")[0] == bos
 
 
+def test_a_control_token_that_ends_turns_by_its_text_ends_answers_too():
+    """A file of Kimi-K2 names [EOS] as its end, and its turns end with <|im_end|>; as plain text that ends nothing."""
+    found, _ = kimi_metadata([])
+    first = len(found["tokenizer.ggml.tokens"]) - 3
+    assert from_metadata(found | {"tokenizer.ggml.eos_token_id": first}, "x.gguf", 267).eos_ids == (first, first + 1)
+    found["tokenizer.ggml.token_type"][first + 1] = 1
+    assert from_metadata(found | {"tokenizer.ggml.eos_token_id": first}, "x.gguf", 267).eos_ids == (first,)
+
+
 @pytest.mark.parametrize(
     ("pre", "said", "in_front"), [("glm4", ..., False), ("llama-bpe", ..., True), ("llama-bpe", False, False)]
 )
