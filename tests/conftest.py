@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """What shares a costly fixture stays in one process. By names: pytest 9.2 silently ignores xdist_group's marks
+    """Tests that share a costly fixture stay in one process. By names: pytest 9.2 silently ignores xdist_group's marks
     (pytest-xdist's issue 1386)."""
     from xdist.scheduler import LoadScopeScheduling
 

@@ -85,7 +85,7 @@ class Sources:
                 yield from self._inside(self.root / folder)
 
     def _needs(self, file: Path) -> set[Path]:
-        """What a file imports or names, and the data next to it."""
+        """Files that a file imports or names, and the data next to it."""
         text = self._text(file)
         named = () if LAZY in text else (*self._imported(file.parent, text), *self._named(file.parent, text))
         return {*named, *self._beside(file.parent)} if text else set()

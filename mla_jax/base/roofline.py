@@ -9,7 +9,7 @@ from mla_jax.base.config import Config
 
 
 class Device(NamedTuple):
-    """What a device reaches in practice: dense bf16 FLOP/s and bytes/s of memory reads (float32 on a CPU), if `measured` here.
+    """A device's rates in practice: dense bf16 FLOP/s and bytes/s of memory reads (float32 on a CPU), if `measured` here.
 
     `between` are seconds a layer of a decode step in addition to those of its bytes: on an H200 benchmarks/decode.py has 48 us
     at batch 1, 66 at 8 and 95 at 64. With what is taken here each of these steps is predicted within 10 %."""
@@ -65,7 +65,7 @@ class Cost(NamedTuple):
 
 
 def held_bytes(config: Config, form: str, itemsize: int = 2) -> int:
-    """What one token leaves in one layer's cache."""
+    """Cached bytes of one token in one layer."""
     rope = config.qk_rope_head_dim
     if form == "naive":
         return itemsize * config.num_attention_heads * (config.qk_nope_head_dim + rope + config.v_head_dim)
@@ -133,7 +133,7 @@ def decode_bytes(config: Config, rows: int, held: int, itemsize: int = 2, new: i
 
 
 def pass_seconds(config: Config, on: Device, rows: int, held: int, drafts: int, most: int) -> float:
-    """About what a pass takes that reads a token and `drafts` guesses of each row. What the guessing takes is not part of it.
+    """About the seconds of a pass over a token and `drafts` drafts of each row, without the drafter's time.
 
     Its program computes with `most` guesses; those that are not there touch no expert."""
     new, layers = 1 + most, config.num_hidden_layers
@@ -190,7 +190,7 @@ def pick_form(
 
 
 def why_form(config: Config, on: Device, form: str, rows: int, new: int, attended: int) -> str:
-    """One line that says what a form costs here, next to the other that could have been taken."""
+    """One line on the cost of a form here, next to the alternative form's."""
     other = "compressed" if form in ("move_elided", "absorbed", "kernel_latents") else "move_elided"
 
     def said(name: str) -> str:
@@ -232,8 +232,8 @@ BLOCK_ELSEWHERE = (4096, 512 << 20)
 def block_slots(config: Config, platform: str, rows: int, new: int, itemsize: int) -> int:
     """Cached tokens per row that attention takes at a time: a power of two, 64 at least.
 
-    What is made of a block, scores of `new` queries per row and rebuilt heads, stays below a bound. On a CPU it is of the size of
-    its caches."""
+    Scores of `new` queries per row and rebuilt heads of a block stay below a bound. On a CPU the bound is the size of its
+    caches."""
     most, budget = BLOCK.get(platform, BLOCK_ELSEWHERE)
     each = block_bytes(config, rows, new, 1, itemsize)
     return min(most, max(64, 1 << max(budget // each, 1).bit_length() - 1))

@@ -140,7 +140,7 @@ class KeyDiff(EvictionPolicy):
 
 @dataclasses.dataclass(frozen=True)
 class Critical(EvictionPolicy):
-    """CriticalKV: another policy chooses `first` of what is kept; the rest goes by its score times what a token can add.
+    """CriticalKV: another policy chooses `first` of the kept tokens; the rest goes by its score times the token's worth.
 
     Its scores are those of both stages, M = 2 N; until they are finished, the second half is the worth alone. The products bound
     the change of the output more tightly, once half of the weight is kept: the first stage is there to keep it."""

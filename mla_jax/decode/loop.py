@@ -48,8 +48,8 @@ def prefill(
     *,
     drafter: Drafter = NOBODY,
 ) -> tuple[Pool, Rows, Likely | None]:
-    """Reads tokens behind what the rows `at` hold: `counts` of them each, one row's after the other's. An index past the table is
-    no row, and what comes after the last row's tokens is not read.
+    """Prefills `counts` tokens of each of the rows `at`, concatenated in `tokens`, behind their cached ones. An index past the
+    table is no row, and tokens after the last row's are padding.
 
     Where `following` says which token comes after each of them, it returns the log-probabilities of those."""
     entry, was_open, was_last = table.taken(rows, at)
@@ -117,7 +117,7 @@ def run(
 ) -> tuple[Pool, Rows, Found]:
     """Up to `steps` more tokens, STEPS at most, for each of the rows `at`; stops early when all have ended.
 
-    Nothing is drafted here, but the `drafter` is told of what is read."""
+    Nothing is drafted here, but the `drafter` keeps its cache of the tokens."""
     asked, going = begun(pool, rows, at, page_table, steps)
 
     def step(going: Going) -> Going:
@@ -161,7 +161,7 @@ def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T W
 
 
 class Sizes(NamedTuple):
-    """What programs are compiled for."""
+    """The shapes that programs are compiled for."""
 
     width: int  # pages of a row
     pieces: int  # of prompts in one line
@@ -231,8 +231,8 @@ class Programs:
         return sum(program.count for program in self.all)
 
     def prepare(self, pool: Pool, rows: Rows, sizes: Sizes) -> None:
-        """Compiles concurrently what these sizes need, and returns once all are there: what a GPU's compiler measures must not
-        run with a prompt."""
+        """Compiles the programs of these sizes concurrently, and returns once all are there: a GPU's compiler measures kernels,
+        which must not run with a prompt."""
         with self.waits.record():
             started = [
                 *self._generating(pool, rows, sizes),
@@ -246,7 +246,7 @@ class Programs:
                 future.result()
 
     def _generating(self, pool: Pool, rows: Rows, sizes: Sizes) -> Iterator[Future]:
-        """What decodes, the largest first."""
+        """Programs that decode, the largest first."""
         for n in sizes.decode:
             yield self.run.start(pool, rows, _numbers(n), self._tables(n, sizes.width), _numbers())
         for n in sizes.drafted:
@@ -255,7 +255,7 @@ class Programs:
             )
 
     def _reading(self, pool: Pool, rows: Rows, sizes: Sizes) -> Iterator[Future]:
-        """What reads prompts."""
+        """Programs that prefill."""
         pieces, tables = sizes.pieces, self._tables(sizes.pieces, sizes.width)
         lines: list[tuple[int, Any]] = [(tokens, None) for tokens in sizes.read]
         if sizes.scored:  # beside a line of as many tokens that are only read
@@ -266,7 +266,7 @@ class Programs:
             )
 
     def _between(self, pool: Pool, rows: Rows, sizes: Sizes) -> Iterator[Future]:
-        """What changes rows' pages."""
+        """Programs that change rows' pages."""
         width = sizes.width
         if n := sizes.evicted:
             tables = self._tables(n, width)

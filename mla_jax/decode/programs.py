@@ -41,7 +41,7 @@ class Waits:
 
 
 class Shared(NamedTuple):
-    """What the programs of one model share. Without a store no program outlives the process."""
+    """Threads, waits and store that the programs of one model share. Without a store no program outlives the process."""
 
     pool: ThreadPoolExecutor
     waits: Waits
@@ -53,7 +53,7 @@ class Shared(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What a program is compiled for: values of static arguments by place or name, and structure and shapes of the others."""
+    """The key of a compiled program: values of static arguments by place or name, and structure and shapes of the others."""
 
     statics: tuple[tuple[str, Any], ...]
     donated: Any
@@ -62,7 +62,7 @@ class Key(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Arguments of a call: what a program is compiled for, and the arrays that it is given."""
+    """Arguments of a call: the program's key, and the arrays."""
 
     key: Key
     donated: list[jax.Array]
@@ -110,7 +110,7 @@ class Program:
         return jax.tree.unflatten(built.structure, built.compiled(self.weights, call.donated, packed))
 
     def _packed(self, sent: list[np.ndarray]) -> Any:
-        """What is sent, in one array."""
+        """The arrays from the host, as one array."""
         shards = self.spread.shards
         packed = pack(sent, 1) if shards > 1 and sent else pack(sent)
         return packed if self.spread.mesh is None else self.spread.send(packed.reshape(shards, -1))
@@ -148,14 +148,14 @@ class Program:
         return Call(Key(statics, first, other, shapes), donated, sent)
 
     def _for_one(self, leaf: Any) -> Any:
-        """The shape of what is sent, for one data shard."""
+        """The shape of an array from the host, for one data shard."""
         if self.spread.shards == 1 or isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         leaf = np.asarray(leaf)
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
 
     def _start(self, call: Call) -> Future[Built]:
-        """Traces here, or leaves it to a thread to read what is stored; compiles in a thread."""
+        """Traces here, or loads a stored program in a thread; compiles in a thread."""
         store, pool = self.shared.store, self.shared.pool
         name = None if store is None else self._file(call.key, store)
         if store is not None and name is not None and store.has(name):

@@ -1,6 +1,6 @@
 """Rows: what running requests need on the device, in a table of fixed height, so that programs repeat for any mix of requests.
 
-A request takes a row when it is admitted and leaves it without a word: the next one to be admitted overwrites it."""
+Rows are not cleared when requests leave them: admission overwrites them."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ ADMITTED = 8  # rows that one call admits
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What a request brings with it, by row; with data shards in front where several are sent theirs."""
+    """A request's parameters, by row; with an axis of data shards in front where several are sent theirs."""
 
     held: Int[Given, "*D H"]  # tokens in its pages
     prompt: Int[Given, "*D H"]  # tokens before its output
@@ -62,7 +62,7 @@ class Rows:
 
 
 def blank(rows: int) -> Entry:
-    """What nobody brings."""
+    """Default entries, used as padding."""
 
     def filled(value: float, dtype: Any, *shape: int) -> np.ndarray:
         return np.full((rows, *shape), value, dtype)
@@ -118,7 +118,7 @@ def admit(
     entry: Entry,
     text: Int[Array, "K C"] | None = None,
 ) -> Rows:
-    """Gives the rows `at` to requests; an index past the table is none. `text` is what is known of each."""
+    """Gives the rows `at` to requests; an index past the table is none. `text` has the known tokens of each."""
     return dataclasses.replace(
         rows,
         text=rows.text if text is None or rows.text is None else _put(rows.text, at, text),

@@ -140,7 +140,7 @@ class LLM:
     ) -> Generator[list[Output], None, None]:
         """Answers groups of requests, such as the forks of one prompt, and yields the outputs of each group in the order given.
 
-        There may be any number of groups: they are taken from `groups` only some way ahead of what is done. An empty group
+        There may be any number of groups: they are taken from `groups` only some way ahead of finished ones. An empty group
         comes back empty. `bar` shows how far the work is. `inputs.request` makes a Request."""
         self._refresh()
         served = Served(self.engine, groups)
@@ -207,14 +207,14 @@ class LLM:
         return trainable(self.model)
 
     def explain(self) -> str:
-        """What runs where, and why, in words."""
+        """Lines on the placement of the work and the reasons."""
         lines = explain(
             self.model, self._formats, self.plan, self.placement, self.engine.drafting, self.options.eviction
         )
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def stats(self) -> EngineStats:
-        """What the engine is doing and has done: requests, tokens, pages, times."""
+        """The engine's counters: requests, tokens, pages, times."""
         return self.engine.stats
 
     def warm_up(self) -> None:
@@ -254,7 +254,7 @@ class LLM:
         return stats_of(job.times, *tokens, seed, self._programs.waits, bandwidth)
 
     def _refresh(self) -> None:
-        """Takes the parameters as the model has them now; what is cached of others is forgotten."""
+        """Takes the parameters as the model has them now; a change clears the cache."""
         self._refuse_followers()
         if self._programs.refresh():
             if self._processes is not None:

@@ -1,7 +1,7 @@
-"""One engine in each of several processes: what is asked of process 0's is told to the others, which do the same.
+"""One engine in each of several processes: process 0's calls are sent to the others, which do the same.
 
-An engine decides by what it is asked and by what its programs find, so all engines send the same programs to their devices in
-the same order. Only the clock tells them different things: what passes took is measured by process 0 and told with each step."""
+An engine decides by its calls and its programs' results, so all engines send the same programs to their devices in the same
+order. Only clocks differ: process 0 measures the times of passes and sends them with each step."""
 
 import contextlib
 import dataclasses
@@ -50,7 +50,7 @@ class LedEngine:
         return getattr(self._engine, name)
 
     def submit(self, request: Request, *, priority: int = 0, streams: bool = False) -> Job:
-        """As Engine's; what it refuses nobody else hears of."""
+        """As Engine's; a refused request is not sent to the others."""
         with interrupts_wait():
             job = self._engine.submit(request, priority=priority, streams=streams)
             with self._whole():
@@ -99,7 +99,7 @@ class LedEngine:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        """What all processes do is done to its end: Ctrl-C waits, and an error ends all of them."""
+        """Work of all processes, done to its end: Ctrl-C waits, and an error ends all of them."""
         if self._processes.code is not None:
             raise ProcessLost(
                 "this process has failed, and the others have ended with it", "start all of them again"
@@ -203,7 +203,7 @@ def refuse_left_out(devices: Devices, processes: Processes) -> None:
 
 
 def _facts_of_start(options: Options) -> dict[str, str]:
-    """What each process was started with and must have in common, by name; where the model's files are is its own matter."""
+    """Options that all processes must have in common, by name; the place of the model's files is each one's own."""
     own = ("model", "process_id", "coordinator", "routing_stats", "host_folder")
     groups = (getattr(options, group.name) for group in dataclasses.fields(options))
     settings = {name: value for group in groups for name, value in vars(group).items() if name not in own}
@@ -222,7 +222,7 @@ def _plain(value: Any) -> Any:
 
 
 def facts_of_model(checkpoint: Checkpoint, plan: Plan) -> dict[str, str]:
-    """What each process has found and must have in common, by name."""
+    """Facts of the model and the plan that all processes must have in common, by name."""
     source = checkpoint.source
     tensors = [(name, tensor.format, tensor.shape) for name, tensor in sorted(source.tensors.items())]
     return {

@@ -1,8 +1,8 @@
-"""What processes of one run say to each other besides arrays: messages over TCP between process 0 and each of the others.
+"""The control channel between processes of one run: JSON over TCP between process 0 and each of the others.
 
-Process 0 gives orders, the others answer. Both ends send a beat every second. Who closes its connection without a word, or is not
-heard of for `SILENCE` seconds, is lost. Then, or when one says that it fails, `ended` is called in all that are left. A message
-is JSON behind its length. It holds no code, and nobody is listened to who does not know the token."""
+Process 0 gives orders, the others answer. Both ends send a heartbeat every second. A process that closes its connection without
+a message, or is silent for `SILENCE` seconds, is lost. Then, or when one reports a failure, `ended` is called in all others. A
+message is JSON behind its length. It holds no code, and peers without the token are refused."""
 
 import contextlib
 import hmac

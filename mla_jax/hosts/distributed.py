@@ -1,7 +1,7 @@
 """Several processes as one run of JAX: started once in each process, and held together by a link.
 
-JAX ends a process without delay, and with a page of its own words, once it cannot reach process 0. Here it reaches that through
-`Held`, whose connections stay open, so that the link is the first to tell what has happened."""
+JAX aborts with a long C++ trace when the coordinator's connection drops. Here it goes through the proxy `Held`, whose
+connections stay open, so that the link's error comes first."""
 
 import atexit
 import contextlib
@@ -228,7 +228,7 @@ class Held:
 
 
 def _out(near: socket.socket, far: socket.socket) -> None:
-    """What is sent after the other end is gone is read all the same."""
+    """Forwards bytes; those for a closed end are read and dropped."""
     with contextlib.suppress(OSError):
         while data := near.recv(1 << 16):
             with contextlib.suppress(OSError):
@@ -247,7 +247,7 @@ def _thread(work: Any, *given: Any) -> None:
 
 
 def _differences(process: int, ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """What another process was told otherwise, in a line; empty if nothing."""
+    """The settings in which another process differs, in a line; empty if none."""
     names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
     found = (
         f"{name} is {theirs.get(name, 'not known')} there, {ours.get(name, 'not known')} in process 0"

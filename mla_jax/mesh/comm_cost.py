@@ -20,7 +20,7 @@ ORDERING, ROUTING = 11, 100e-6
 
 @dataclasses.dataclass(frozen=True)
 class Messages:
-    """What one device receives of others, and how long that takes."""
+    """Bytes that one device receives, and their seconds."""
 
     bytes: float = 0.0
     seconds: float = 0.0
@@ -67,7 +67,7 @@ class Speech(NamedTuple):
         return self._received((parts - 1) / parts * bytes, axes, self.links.to_all, self.links.far)
 
     def _by_ring(self, received: float, axes: Sequence[str]) -> Messages:
-        """What comes from afar is passed on within the island, so that all its cards share the way."""
+        """Bytes from other islands are passed on within the island, so that all its cards share the network."""
         return self._received(received, axes, self.links.ring, self.links.far * self._near(axes))
 
     def _received(self, bytes: float, axes: Sequence[str], within: float, network: float) -> Messages:
@@ -114,7 +114,7 @@ EXCHANGES = {"gather": _by_gathering, "all_to_all": _by_all_to_all}
 
 
 def exchange_messages(name: str, config: Config, sizes: Sizes, tokens: int, device: Device) -> Messages:
-    """What a layer's exchange of `tokens` tokens of each data shard sends."""
+    """The messages of a layer's exchange of `tokens` tokens of each data shard."""
     return EXCHANGES[name](config, Speech(sizes, links_of(device)), tokens, device)
 
 

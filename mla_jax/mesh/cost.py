@@ -1,4 +1,4 @@
-"""What a mesh would take and reach: bytes of one device, messages between devices, predicted tokens a second. No JAX here.
+"""The cost model of a mesh: bytes of one device, messages between devices, predicted tokens a second. No JAX here.
 
 A prediction, from shapes and the tables of roofline.py and links.py: each device takes the slower of its arithmetic and its
 memory, and between them they send messages. Experts are taken as equally likely and rows as equally long."""
@@ -84,8 +84,8 @@ VOCABULARY = [Parameter(("vocab", "model"), False)]
 
 
 class Work(NamedTuple):
-    """What a pass does in each data shard: `rows` rows bring `new` tokens each, after which they hold `cached` tokens, and each
-    row chooses one. Where not all shards have as many rows, `every` are those of all together."""
+    """A pass's work in each data shard: `rows` rows bring `new` tokens each, after which they hold `cached` tokens, and each
+    row chooses one. Where shards have different numbers of rows, `every` is the number of all together."""
 
     form: str
     rows: int
@@ -138,7 +138,7 @@ class MeshCost:
 
     @cached_property
     def weights(self) -> dict[str, Weights]:
-        """What one device has of each kind of weights, of all layers together."""
+        """One device's part of each kind of weights, of all layers together."""
         config, moe = self.config, self.moe_layers
         query = QUERY if config.q_lora_rank is None else QUERY_BY_RANK
         kinds = {
@@ -186,7 +186,7 @@ class MeshCost:
 
     @property
     def token_bytes(self) -> float:
-        """What a token of cache takes of one device, in all layers; the devices of its data shard along `context` share it."""
+        """Cached bytes of a token on one device, in all layers; the devices of its data shard along `context` share it."""
         return self.config.num_hidden_layers * self._latent / self.of(CONTEXT)
 
     @property
@@ -194,7 +194,7 @@ class MeshCost:
         return self.latent or roofline.held_bytes(self.config, "move_elided", self.device.itemsize)
 
     def working_bytes(self, rows: int = ROWS) -> int:
-        """About what a pass takes besides weights and cache: exchanged tokens, activations of experts, logits."""
+        """About the bytes of a pass besides weights and cache: exchanged tokens, activations of experts, logits."""
         config, tokens = self.config, max(self.chunk, rows)
         every = tokens * self.of(DATA)  # by either exchange there is room for all
         pairs = every * (config.num_experts_per_tok or 0)
@@ -265,7 +265,7 @@ class MeshCost:
         return config.num_hidden_layers * attention.flops + 2 * (mlps + head + experts)
 
     def _read(self, work: Work) -> float:
-        """Bytes of one device's memory: weights, of routed experts those that are touched, and what is attended to."""
+        """Bytes read on one device: weights, touched routed experts, and attended cache."""
         config, weights = self.config, self.weights
         whole = sum(weights[kind].bytes for kind in ("attention", "dense", "shared", "router", "head"))
         touched = roofline.experts_touched(config, self._every_token(work)) / (config.n_routed_experts or 1)
@@ -290,7 +290,7 @@ class MeshCost:
         return math.ceil(work.attended / self.of(CONTEXT))
 
     def messages(self, tokens: int, unembedded: int, prefilled: int = 0) -> tuple[Messages, str]:
-        """What one device receives in a pass over `tokens` tokens of each data shard, and the exchange that is taken.
+        """Messages to one device in a pass over `tokens` tokens of each data shard, and the chosen exchange.
 
         `prefilled` are the tokens that prompts attend to, whose latents can be gathered instead of merging what is attended."""
         config, moe = self.config, self.moe_layers
@@ -318,7 +318,7 @@ class MeshCost:
         return logits + chosen + speech.total(4, MESH_AXES)
 
     def _merging(self, tokens: int, prefilled: int) -> Messages:
-        """What devices that share a row's pages say in a layer: sums over their tokens, in float32, with the largest score."""
+        """A layer's messages between devices that share a row's pages: float32 sums over their tokens, with the largest score."""
         speech, sums = self._speech, 4 * tokens * self._of_device.num_attention_heads
         scores = speech.total(sums, (CONTEXT,))  # of which the largest is taken
         merged = scores + speech.total(sums * (self.config.kv_lora_rank + 1), (CONTEXT,))

@@ -84,7 +84,7 @@ class Retrieving(NamedTuple):
         up: tuple[Array, Array],
         scale: float,
     ) -> Float[Array, "B T N V"]:
-        """A form's attention to what is held, by each token to the pages that its own queries choose."""
+        """A form's attention, of each token to the pages that its own queries choose."""
         if self.pages is None:
             return attends(q, held, up, scale)
         with jax.named_scope("retrieve"):

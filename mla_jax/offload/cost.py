@@ -1,4 +1,4 @@
-"""What steps take with some layers' routed experts on a CPU, from bytes and FLOPs. No JAX here.
+"""The cost model of steps with some layers' routed experts on a CPU, from bytes and FLOPs. No JAX here.
 
 The model is one line, `HostRates.seconds`: the slower of memory and arithmetic, plus the time of a call."""
 
@@ -14,8 +14,8 @@ from mla_jax.base.roofline import Cost, Device
 
 
 class HostRates(NamedTuple):
-    """What a CPU reaches with experts of one number format: bytes/s of weights, FLOP/s with many tokens, seconds per call from
-    a program of the device, and bytes/s of the link to the device."""
+    """A CPU's rates with experts of one number format: bytes/s of weights, FLOP/s with many tokens, seconds per call from a
+    program of the device, and bytes/s of the link to the device."""
 
     name: str
     bandwidth: float
@@ -139,7 +139,7 @@ def prefill_seconds(
 
 
 def _moved_seconds(config: Config, device: Device, new: int, on_host: OnHost, stream: int) -> float:
-    """What one layer whose experts are on the host adds: while it waits, the device computes replicas and shared experts."""
+    """The seconds that a layer's experts on the host add: meanwhile the device computes replicas and shared experts."""
     if 0 < stream <= new:
         return stream_seconds(config, device, on_host.rates, new, on_host.expert_bytes)
     routed, weights = on_host.routed, expert_weights(config)

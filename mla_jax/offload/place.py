@@ -46,7 +46,7 @@ class ExpertLayer:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a placement follows from. `needed` and `available` are the plan's bytes of the device with all experts there."""
+    """The inputs of a placement. `needed` and `available` are the plan's bytes of the device with all experts there."""
 
     config: Config
     device: Device
@@ -104,7 +104,7 @@ class Placement:
     forecast: Forecast | None = None
 
     def lines(self) -> list[str]:
-        """What is worth knowing, in words."""
+        """Lines for the user on replicas and the forecast."""
         replicas = [] if self.replicas is None else [self.replicas.line()]
         return replicas + ([] if self.forecast is None else self.forecast.lines(self.stream))
 

@@ -191,7 +191,7 @@ def _text_of(token: Any) -> str | None:
 
 
 def check_text(text: Any):
-    """Raises BadRequest for what is not text, is too long, or has half of a surrogate pair or a byte that was not UTF-8."""
+    """Raises BadRequest for anything but text, for long text, and for half a surrogate pair or a byte that was not UTF-8."""
     if not isinstance(text, str):
         raise BadRequest("a prompt or message is not text", f"found {type(text).__name__}")
     try:
@@ -234,7 +234,7 @@ def _is_control(token: tokenizers.AddedToken) -> bool:
 
 
 def _pattern_of(controls: Iterable[tokenizers.AddedToken]) -> re.Pattern[str]:
-    """What finds each of `controls`, the longest first."""
+    """A pattern that finds each of `controls`, the longest first."""
     patterns = [_pattern(token) for token in sorted(controls, key=lambda token: -len(token.content))]
     return re.compile("|".join(patterns) or "(?!)")
 

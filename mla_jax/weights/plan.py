@@ -1,4 +1,4 @@
-"""What a model needs in memory, worked out from shapes alone, and whether it fits."""
+"""The memory plan of a model, worked out from shapes alone, and whether it fits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -217,7 +217,7 @@ def pages_for(tokens: int) -> int:
 
 
 def page_bytes(model: Transformer) -> int:
-    """What one page takes in all layers, on one device."""
+    """Bytes of one page in all layers, on one device."""
     pool = jax.eval_shape(lambda: model.new_pool(1))
     return sum(a.size * a.dtype.itemsize for a in pool.values())
 
@@ -270,7 +270,7 @@ def _attention(model: Transformer, rows: int, new: int) -> int:
 
 
 def _choosing(model: Transformer, rows: int, pages: int) -> int:
-    """Where each row chooses among `pages` pages: what they are summed up by, and scores of heads in float32, twice.
+    """Bytes of retrieval, where each row chooses among `pages` pages: their summaries, and scores of heads in float32, twice.
 
     Also the keys and queries of a chunk by which pages are summed up."""
     if model.dispatch.retrieval is None:
@@ -323,7 +323,7 @@ def _unpacked(model: Transformer, quantized: Sequence[tuple[int, ...]], tokens: 
 
 
 def _programs(model: Transformer) -> int:
-    """What tracing, XLA's compiler and its programs take where they share the memory with the model."""
+    """Bytes of tracing, XLA's compiler and its programs where they share the memory with the model."""
     if model.dispatch.device.platform != "cpu":
         return GRAPHS if model.dispatch.device.platform == "gpu" else 0
     return (PROGRAMS + PROGRAMS_PER_LAYER * model.config.num_hidden_layers) // model.dispatch.layout.devices

@@ -45,7 +45,7 @@ class CachePolicy:
         return self.size.pages * PAGE
 
     def prefilled(self, job: Job) -> list[int]:
-        """The tokens that a job prefills by itself once it is admitted; what was generated behind them is replayed or prefilled
+        """The tokens that a job prefills by itself once it is admitted; generated tokens behind them are replayed or prefilled
         later."""
         return job.tokens
 
@@ -58,7 +58,7 @@ class CachePolicy:
         return job.tokens[:-1] if job.done else job.tokens  # the last one was not read any more
 
     def waiting(self, job: Job, shard: Shard) -> Waiting:
-        """What the scheduler knows of a job that waits, if it were to run on this shard."""
+        """The scheduler's view of a waiting job, if it were to run on this shard."""
         tokens = self.prefilled(job)
         match = shard.pages.match(tokens, job.shares)
         return Waiting(
@@ -74,7 +74,7 @@ class CachePolicy:
         )
 
     def running(self, job: Job) -> Running:
-        """What the scheduler knows of a job that runs."""
+        """The scheduler's view of a running job."""
         assert job.held is not None
         assert job.shard is not None
         scoring = job.scores and job.unread > 0  # its prompt is prefilled by dispatches of its own

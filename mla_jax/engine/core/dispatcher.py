@@ -1,4 +1,4 @@
-"""What the engine sends to the devices: programs with the rows, page tables and tokens of jobs as arrays.
+"""Dispatches to the devices: programs with the rows, page tables and tokens of jobs as arrays.
 
 The pool and the table of rows live here. Every program is given them and returns them."""
 
@@ -46,7 +46,7 @@ class Dispatcher:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets what is cached."""
+        """Clears the pool, the rows and the host's pages."""
         hosted = self.shards * self.size.hosted
         self.tier = HostTier(self.programs, hosted, self.stats) if hosted else None
         self._arrays: tuple[Any, Any] | None = None  # pool and table, made when the first request comes
@@ -126,7 +126,7 @@ class Dispatcher:
         return by_shard([job], self.shards)
 
     def same(self, value: Any) -> Any:
-        """What is sent to all shards."""
+        """A value for all shards."""
         return of_shards([value] * self.shards)
 
     def rows_of(self, jobs: JobsByShard, count: int) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""How many guesses a dispatch takes: what has stood so far, against what a pass costs.
+"""The number of drafts of a dispatch: measured acceptance against the cost of a pass.
 
-A guess stands only if all before it have. So what is measured is, for each place behind the chosen token, how often a guess stood
-that was asked for, and tokens a pass are one and the sum of the products of these shares. What a pass takes is predicted by the
-cost model, times what was measured of the prediction for such passes. Old measurements fade."""
+Measured is the acceptance rate a_i of each draft position, given that all earlier drafts were accepted; the expected tokens of
+a pass are 1 + a_1 + a_1 a_2 + ... The seconds of a pass are the cost model's prediction times the measured ratio for such
+passes. Old measurements fade."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -105,12 +105,12 @@ class Drafting:
         return self._best(rows, held, np.average(shares, axis=0, weights=list(of_kind.values())))
 
     def _is_untimed(self, rows: int) -> bool:
-        """Whether it is not known yet what a pass without guesses takes; it is soon given up where none can be timed."""
+        """Whether no pass without drafts has been timed yet; given up soon where none can be."""
         self._plain[rows] += (rows, 0) not in self._taken
         return (rows, 0) not in self._taken and self._plain[rows] <= PLAIN
 
     def note(self, greedy: Iterable[bool], drafted: np.ndarray, stood: np.ndarray) -> None:
-        """What a dispatch has found: `[rows, MOST_DRAFTS]` each."""
+        """Records a dispatch's drafted and accepted counts: `[rows, MOST_DRAFTS]` each."""
         kinds = np.fromiter(greedy, bool)
         for kind, shares in self._shares.items():
             mine = np.flatnonzero(kinds == kind)
@@ -118,7 +118,7 @@ class Drafting:
                 shares.note(drafted[mine].sum(0), stood[mine].sum(0))
 
     def note_time(self, rows: int, held: int, drafts: int, seconds: float) -> None:
-        """What a pass took."""
+        """Records the seconds of a pass."""
         ratio = seconds / self.predicted(rows, held, drafts)
         key = (bucket(rows), drafts)
         nearest = self._nearest(rows, drafts)
@@ -129,7 +129,7 @@ class Drafting:
         self._taken[key] = ratio
 
     def seconds(self, rows: int, held: int, drafts: int) -> float:
-        """About what a pass takes, by the measurement that is nearest."""
+        """About the seconds of a pass, by the nearest measurement."""
         nearest = self._nearest(rows, drafts)
         return self.predicted(rows, held, drafts) * (1.0 if nearest is None else nearest)
 
@@ -139,7 +139,7 @@ class Drafting:
         return min(measured.items(), key=lambda each: (abs(each[0] - drafts), each[0]), default=(0, None))[1]
 
     def predicted(self, rows: int, held: int, drafts: int) -> float:
-        """What the cost model says of a pass."""
+        """The cost model's seconds of a pass."""
         if not drafts:
             return roofline.pass_seconds(self.config, self.device, rows, held, 0, 0)
         guessing = (

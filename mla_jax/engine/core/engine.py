@@ -1,6 +1,6 @@
-"""The engine: requests go in, and each `step` sends the device what comes next for all of them.
+"""The engine: requests go in, and each `step` sends the device the next work for all of them.
 
-The scheduler decides what to do, the allocator which page is whose, the cache policy what a row needs; here their answers become
+The scheduler decides the work, the allocator owns the pages, the cache policy gives a row's needs; here their answers become
 dispatches. A dispatch is sent before the tokens of the one before are read, so the device does not wait for the host."""
 
 import bisect
@@ -162,7 +162,7 @@ class Engine:
         bisect.insort(self.waiting, job, key=lambda job: (job.priority, job.id))
 
     def taken_times(self) -> list[Timed]:
-        """What passes took since this was last asked; nothing else that an engine decides by comes from a clock."""
+        """Times of passes since the last call; nothing else that an engine decides by comes from a clock."""
         times, self._flying.times = self._flying.times, []
         return times
 
@@ -219,7 +219,7 @@ class Engine:
         return [1 << i for i in range(bucket(self.size.rows).bit_length())]
 
     def _decide(self) -> list[Plan]:
-        """What the scheduler says for each shard, of the requests that run and the first of those that wait."""
+        """The scheduler's plan for each shard, of the running requests and the first waiting ones."""
         policy, shards = self.policy, self.shards
         running = [[policy.running(job) for job in shard.running] for shard in shards]
         free = [policy.free(shard) for shard in shards]
@@ -271,7 +271,7 @@ class Engine:
         return started
 
     def _preempt(self, job: Job) -> None:
-        """Back to those that wait; what it has generated will be read again."""
+        """Returns a job to the waiting ones; its generated tokens will be prefilled or replayed."""
         self._leave(job)
         self._wait(job)
         self.stats.preemptions += 1
@@ -383,7 +383,7 @@ class Engine:
             self._preempt(job)
 
     def _least_bytes(self, jobs: list[Job], steps: int) -> int:
-        """What these steps of these rows had to read: weights, and latents."""
+        """Bytes that these steps of these rows had to read: weights and latents."""
         held = sum(self.policy.attended(job.held_tokens) for job in jobs) // len(jobs)
         return int(
             steps * roofline.decode_bytes(self.config, len(jobs), held, self.programs.model.dtype.itemsize)

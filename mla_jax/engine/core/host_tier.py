@@ -1,9 +1,9 @@
 """Between the pool on the device and pages in the host's memory: pages that the prefix index forgets are copied out, and those
 that a prompt begins with are copied in.
 
-Both are only noted at first. `settle` sends them before the next program that may write to the pool. The device runs programs in
-the order in which they are sent; nothing else keeps them apart. A thread waits for what comes out. The engine does only where a
-prompt begins with that, and where much is on its way, which fills the device."""
+Both are only queued at first. `settle` sends them before the next program that may write to the pool. The device runs programs
+in the order in which they are sent; nothing else keeps them apart. A thread waits for copies to the host. The engine waits only
+where a prompt begins with such a page, and where many copies are under way, which fill the device."""
 
 import functools
 import time
@@ -84,12 +84,12 @@ class HostTier:
         self._forgotten.append(Note(digest, page, shard))
 
     def ask(self, digest: bytes, page: int, shard: int = 0) -> None:
-        """Notes that contents that are here belong into a page before the next program reads it."""
+        """Queues a copy from the host into a page, before the next program reads it."""
         self.store.hold(digest)
         self._asked.append(Note(digest, page, shard))
 
     def settle(self, pool: Pool) -> Pool:
-        """The pool, once what was forgotten is on its way out and what was asked for is in its pages."""
+        """Sends the queued copies; returns the pool with the copied-in pages."""
         forgotten, asked = self._forgotten, self._asked
         if not forgotten and not asked:
             return pool

@@ -1,7 +1,7 @@
-"""Dispatches under way: they were sent, and nobody has looked at their results.
+"""Dispatches under way: a FIFO of sent dispatches whose results nobody has read.
 
-The device computes them in the order in which they were sent, so the oldest is looked at first. To look is to wait. A look
-gives the results to the jobs that asked for them. It also tells when the device was done: two looks tell what a pass takes."""
+The device computes them in order, so the oldest is read first. Reading blocks until the result is ready, and gives it to its
+jobs. It also shows when the device was done: two reads give the time of a pass."""
 
 import time
 from collections import deque
@@ -73,7 +73,7 @@ class Flights:
         self.send(Flight([job], None, likely, following))
 
     def send_question(self, job: Job, answer: Any) -> None:
-        """Appends what a paused job waits for."""
+        """Appends the answer that a paused job waits for."""
         self.send(Flight([job], None, None, [], answer=answer, start=job.starts))
 
     def send_tokens(self, places: dict[Job, int], found: Found, drafts: int, held: int) -> None:
@@ -140,8 +140,8 @@ class Flights:
         return now
 
     def _note_time(self, flight: Flight, passes: int, waits: bool) -> None:
-        """What a pass took, where the device did nothing else meanwhile and the host saw both ends of it: the host `waits` for
-        the tokens, as it did for those before."""
+        """Records a pass's time, where the device did nothing else meanwhile and the host saw both ends of it: the host `waits`
+        for the tokens, as it did for those before."""
         now = time.perf_counter()
         saw_start = flight.is_next and (self._saw_end or flight.sent > self._looked)
         if saw_start and waits and passes >= TIMED and self._drafting.drafter.most:

@@ -1,4 +1,4 @@
-"""A request while it is served: what is generated so far, and what of it nobody has been told yet."""
+"""A request while it is served: its generated tokens, and those not emitted yet."""
 
 import time
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Job:
 
     @property
     def tokens(self) -> list[int]:
-        """All that is known: the prompt and what was generated."""
+        """The known tokens: the prompt and the generated ones."""
         return self.request.prompt + self.ids
 
     @property
@@ -115,7 +115,7 @@ class Job:
         return extended
 
     def take(self, ids: list[int], logprobs: Logprobs | None, ended: bool, finite: bool) -> None:
-        """Adds what was generated, except what it has told before; `ended` says that the device stopped the row."""
+        """Appends new tokens; tokens replayed after a preemption are not emitted again. `ended`: the device stopped the row."""
         old = min(self.again, len(ids))
         self.again -= old
         ids = ids[old:]

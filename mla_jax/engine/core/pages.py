@@ -1,6 +1,6 @@
 """Who holds which page of the latent pool, and which pages hold a beginning that is known already.
 
-Plain integers: the arrays, and what a page is written with, belong to others. Whoever holds a page in the index holds all
+Plain integers: the arrays, and the contents of pages, belong to others. Whoever holds a page in the index holds all
 pages before it too, so along a chain of nodes the number of holders never rises, and pages fall idle from the end."""
 
 import itertools
@@ -37,7 +37,7 @@ class Tier(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A page in the index. Its id is never used again, so a page that is reused cannot be taken for what it was."""
+    """A page in the index. Its id is never used again, so a reused page cannot be mistaken for its former self."""
 
     id: int
     key: Key
@@ -49,7 +49,7 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """What one request holds: its pages in the order of its tokens, of which the first ones may be in the index."""
+    """One request's pages, in the order of its tokens, of which the first ones may be in the index."""
 
     pages: list[int]
     nodes: list[Node]  # of its first pages; pages beyond these are its own
@@ -59,7 +59,7 @@ class Held:
 
 
 class Match(NamedTuple):
-    """What the index has of a prompt. While `blocked`, another request is about to write the page after these."""
+    """The indexed pages of a prompt. While `blocked`, another request is about to write the page after these."""
 
     pages: tuple[int, ...]
     blocked: bool
@@ -70,8 +70,8 @@ class Match(NamedTuple):
 class Pages:
     """Pages 0 to count - 1 of `size` tokens each: free, held, or idle (in the index, written, held by nobody).
 
-    What a page holds may depend on `ahead` tokens behind its own: it is in the index together with these, and it is not written
-    before them. A `tier` keeps what the index forgets."""
+    A page's contents may depend on `ahead` tokens behind its own: it is in the index together with these, and it is not written
+    before them. A `tier` keeps the pages that the index evicts."""
 
     def __init__(self, count: int, size: int, index: bool = True, ahead: int = 0, tier: Tier | None = None):
         self.count = count
@@ -89,7 +89,7 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """Pages that can be had now, if need be by forgetting what is cached in them."""
+        """Pages that can be had now, if need be by evicting their contents."""
         return len(self._free) + len(self._idle)
 
     @property

@@ -23,7 +23,7 @@ class Served:
         self.unfinished: list[Job] = []
 
     def fill(self) -> bool:
-        """Submits what there is room for; whether any group is left to be given back."""
+        """Submits as many requests as there is room for; whether any group is left to be returned."""
         rows = self._engine.rows
         self.unfinished = [job for job in self.unfinished if not job.done]
         while not self._ended and len(self.unfinished) < WAITING * rows and len(self._groups) < TAKEN * rows:

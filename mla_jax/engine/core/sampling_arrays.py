@@ -1,4 +1,4 @@
-"""What requests bring to their rows on the device: their parameters as arrays."""
+"""Parameters of requests as arrays, for their rows on the device."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""What to do next: whom to admit, what to read, who decodes how many steps, whom to preempt.
+"""The scheduler: requests to admit, prompts to prefill, rows to decode and for how many steps, requests to preempt.
 
 One pure function over integers, without a clock: two hosts that see the same requests decide the same. Who comes first is
 (priority, arrival), always. Reading a prompt chooses no token; a decode step chooses one, and writes it into the row's pages."""
@@ -227,7 +227,7 @@ def _started(request: Waiting, limits: Limits) -> Running:
 
 
 def _read(pending: list[Running], limits: Limits) -> tuple[int | None, list[tuple[int, int]]]:
-    """The next line, and what is in it: the first of those that read most cheaply what would fit the longest line."""
+    """The next line's length and its pieces: the first requests, in the cheapest line for the tokens that fit the longest one."""
     if not pending:
         return None, []
     tokens = sum(tokens for _, tokens in _pieces(pending, max(limits.lines), limits))

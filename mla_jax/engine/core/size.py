@@ -11,7 +11,7 @@ PIECES = 64  # of prompts that one dispatch reads
 
 @dataclass(frozen=True)
 class Size:
-    """What the engine reserves, on the device unless it says otherwise."""
+    """The engine's reservation, on the device unless it says otherwise."""
 
     rows: int  # requests that run at a time
     pages: int  # of the pool, for each layer

@@ -107,7 +107,7 @@ class Sample(NamedTuple):
 
 @dataclass
 class EngineStats:
-    """What an engine is doing and has done, as numbers; `samples` are the pool over time, for a plot."""
+    """Counters and states of an engine; `samples` are the pool over time, for a plot."""
 
     rows: int
     pages: int

@@ -1,5 +1,4 @@
-"""What options leave open, decided from the headers of a model: devices, who drafts, where experts are computed, the memory
-plan."""
+"""Settings that options leave open, chosen from the headers of a model: devices, drafter, placement of experts, memory plan."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -55,7 +54,7 @@ def checkpoint_of(options: Options) -> Checkpoint:
 
 
 def _reached() -> roofline.Device:
-    """What a device reaches, as process 0 has measured it: by these figures all decide the same."""
+    """A device's rates, as process 0 has measured them: by these figures all processes decide the same."""
     own, processes = device_rates.measured_device(), distributed.running()
     return own if processes is None else roofline.Device(*processes.same(list(own)))
 

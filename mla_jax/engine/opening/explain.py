@@ -1,4 +1,4 @@
-"""What runs where, and why, in words."""
+"""Lines on the placement of the work and the reasons."""
 
 import jax
 
@@ -65,7 +65,7 @@ def _device(device: roofline.Device) -> str:
 
 
 def _mesh(planned: Plan) -> list[str]:
-    """What the devices share, and why there are so many along each axis."""
+    """The mesh's axes, and the reason for their sizes."""
     if not planned.mesh:
         return [planned.why_mesh] if planned.why_mesh else []
     shards = (
@@ -102,7 +102,7 @@ def _attention(model: Transformer, phase: str, new: int, attended: int) -> str:
 
 
 def _cache(model: Transformer, planned: Plan) -> list[str]:
-    """What the pool holds, on the device and on the host, and in which format."""
+    """The pool's capacity, on the device and on the host, and its format."""
     whose = "of all requests" if model.dispatch.layout.data == 1 else "of the requests of each data shard"
     size = f"{planned.tokens:,} tokens {whose} together, in pages of {PAGE}"
     served = f"up to {planned.rows} requests run at a time"
@@ -129,7 +129,7 @@ def _dropped(model: Transformer, eviction: EvictOptions | None) -> list[str]:
 
 
 def _retrieval(model: Transformer, tokens: int) -> list[str]:
-    """Who chooses what a decode step reads, and what is noted for that in a pool of `tokens` tokens."""
+    """The retrieval policy, and the size of its metadata in a pool of `tokens` tokens."""
     retrieval = model.dispatch.retrieval
     if retrieval is None:
         return []

@@ -41,7 +41,7 @@ class Opened:
 
     @property
     def name(self) -> str:
-        """What the user calls the model: the name of a folder or file, or of a model in the Hub's cache."""
+        """The model's name for the user: that of a folder or file, or of a model in the Hub's cache."""
         model = self.options.model.model
         if model is None:
             return "demo"
@@ -58,7 +58,7 @@ class Opened:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user of the folder should know."""
+        """Notes for a user of the folder."""
         host = library.notes() if self.placement.host else ()
         return (*self.config.notes, *self.text.notes, *host, *self._shortened(), *self._chosen_mesh())
 
@@ -91,7 +91,7 @@ class Opened:
         return self.checkpoint.load(self.placement, progress, None if folder is None else Path(folder))
 
     def explain(self) -> list[str]:
-        """What runs where, and why, in words; from shapes alone."""
+        """Lines on the placement of the work and the reasons, from shapes alone."""
         model, fixed = self.checkpoint.model(self.placement), self.options.drafts.draft_tokens
         drafting = Drafting(self.config, model.dispatch.device, self.drafter, fixed)
         with environment.kernels_of(self.options):
@@ -102,7 +102,7 @@ class Opened:
         return self.checkpoint.formats(self.placement)
 
     def predicted(self) -> Prediction | None:
-        """What a mesh would reach, or a device that is not here; None for one that is, and where the CPU computes experts."""
+        """The prediction for a mesh or an absent device; None for one device that is here, and where the CPU computes experts."""
         devices, options = self.checkpoint.devices, self.options
         if self.placement.host or (devices.count == 1 and options.mesh.device is None):
             return None

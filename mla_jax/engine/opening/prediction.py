@@ -1,4 +1,4 @@
-"""What a mesh would reach with a checkpoint that is opened but not loaded, in words and as figures."""
+"""Predicted rates of a mesh with a checkpoint that is opened but not loaded, in words and as figures."""
 
 from dataclasses import dataclass
 from math import ceil, prod

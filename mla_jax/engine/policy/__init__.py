@@ -1,1 +1,1 @@
-"""Cache policies: which pages a request needs, and what a row reads of them."""
+"""Cache policies: the pages that a request needs, and those that its row reads."""

@@ -1,7 +1,7 @@
 """Pages of requests that have dropped tokens, in each layer others, or in each head: parts, cut from whole pages.
 
 A whole page of the pool is one page of every layer, and where heads are cached, a page has a lane for each. A part is one lane
-of one layer's page. What has been evicted takes parts singly: a part of any layer and lane may hold tokens of any other. A
+of one layer's page. Evicted requests take parts singly: a part of any layer and lane may hold tokens of any other. A
 whole page that is cut is whole again once all its parts are free."""
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from mla_jax.engine.core.pages import Held, Pages, Tier
 
 @dataclass(slots=True, eq=False)
 class Evicted(Held):
-    """What one request holds once it has dropped tokens; it has no pages that are the same in all layers."""
+    """One request's parts once it has dropped tokens; it has no pages that are the same in all layers."""
 
     parts: list[list[int]] = field(default_factory=list)  # of the pool, by layer and head
     dropped: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # tokens, by layer and head

@@ -28,7 +28,7 @@ from mla_jax.engine.policy.evicted_pages import Evicted, EvictedPages
 
 @dataclasses.dataclass(frozen=True)
 class Eviction:
-    """What stays of a request's tokens, and when it drops some."""
+    """The share of a request's tokens that stays, and when it drops some."""
 
     evicts: Selection
     keep: float  # the share that stays in each layer and head, on average
@@ -75,7 +75,7 @@ class Evicting(CachePolicy):
         return super().capacity(request) - PAGE * self.eviction.pages(len(request.prompt) + request.limit)
 
     def prefilled(self, job: Job) -> list[int]:
-        """The prompt: what was generated behind it has seen what stayed of it."""
+        """The prompt: generated tokens have attended to its kept tokens alone, so they are replayed."""
         return job.request.prompt
 
     def waiting(self, job: Job, shard: Shard) -> Waiting:

@@ -1,8 +1,7 @@
 """The cache policy by which rows attend to some of their pages while they decode.
 
-What a decode step caches depends on the pages that were read. It is not what reading the same tokens as a prompt would cache. So
-the prefix index learns of prompts alone, and a request that was preempted reads its prompt again, then generates again what it
-has told: step by step, with those tokens taken whatever is drawn."""
+The cache of a decode step depends on the chosen pages, and differs from that of a prefill of the same tokens. So the prefix
+index has prompts alone, and a preempted request prefills its prompt again, then replays its output step by step."""
 
 from mla_jax.base.options import RetrieveOptions
 from mla_jax.cache.paged import PAGE
