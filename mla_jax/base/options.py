@@ -141,8 +141,8 @@ class DraftOptions(Checked):
     draft: str = option("auto", one_of(*DRAFT), alters=False)
     """auto, off, mtp (the model's own layer), lookup (in the text so far).
 
-    auto is the model's layer for multi-token prediction, if it has one, but off on a CPU. off and lookup do not load that
-    layer."""
+    auto is the model's layer for multi-token prediction, if it has one, but off on a CPU. mtp needs one. off and lookup do
+    not load it."""
     draft_tokens: int | None = option(None, optional(whole(0, MOST_DRAFTS)), alters=False)
     """Draft tokens per step, at most 7 (adaptive, at most 3)."""
 
