@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +25,7 @@ FORMAT = "mla-jax export 2"
 AXES = ("data", "tensor", "context")
 SIZES = ("rows", "prompt", "context", "page", "pages", "width", "steps")
 PROGRAMS = ("admit", "prefill", "run")
+PLATFORMS = ("cpu", "cuda", "tpu")
 MOST = 1 << 24  # of rows, pages, tokens and devices
 MOST_ON_CPU = 256  # devices that a CPU simulates
 MOST_BYTES = 1 << 26  # of a manifest, and of a header
@@ -54,48 +56,75 @@ def number(value: Any, name: str, least: int = 1, most: int = MOST) -> int:
     return value
 
 
+@contextmanager
+def damage_named(path: Path) -> Iterator[None]:
+    """Ends the run with one line where a file's contents are not of the expected form."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
+        stop(f"{path} is damaged: {type(e).__name__} {str(e)[:80]}")
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """manifest.json, whose numbers are bounded and whose arrays have shapes, dtypes and mesh axes that exist."""
     path = inside(folder, "manifest.json")
     if path.stat().st_size > MOST_BYTES:
         stop(f"{path} has more than {MOST_BYTES:,} bytes")
-    try:
+    with damage_named(path):
         manifest = json.loads(path.read_bytes())
         if manifest["format"] != FORMAT:
             stop(f"{path} has another format than {FORMAT}: run the run.py that lies beside it")
-        check(manifest)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        stop(f"{path} is damaged: {type(e).__name__} {str(e)[:80]}")
+        check_sizes(manifest)
+        for one in manifest["weights"]:
+            check_array(one)
+        if not {*PLATFORMS} >= manifest["platforms"].keys() > set():
+            raise ValueError("platforms")
+        for platform in manifest["platforms"].values():
+            check_platform(platform)
     return manifest
 
 
-def check(manifest: dict[str, Any]) -> None:
+def check_sizes(manifest: Mapping[str, Any]) -> None:
     for axis in AXES:
         number(manifest["mesh"][axis], f"the mesh's {axis}")
+    sizes, vocabulary = manifest["sizes"], number(manifest["config"]["vocab_size"], "vocab_size")
     for name in SIZES:
-        number(manifest["sizes"][name], name)
-    sizes = manifest["sizes"]
+        number(sizes[name], name)
     if sizes["pages"] != sizes["rows"] * sizes["width"] or sizes["width"] * sizes["page"] < sizes["context"]:
         raise ValueError("pages")
-    number(manifest["config"]["vocab_size"], "vocab_size")
-    for platform in manifest["platforms"].values():
-        for one in [*manifest["weights"], *platform["kept"]]:
+    for token in manifest["ends"]:
+        number(token, "an end token", 0, vocabulary - 1)
+    for known in manifest["files"].values():
+        number(known["bytes"], "the size of a file", 0, MOST * MOST)
+
+
+def check_platform(platform: Mapping[str, Any]) -> None:
+    """Raises ValueError and the like, as `check_array`."""
+    kept = {check_array(one) for one in platform["kept"]}
+    programs = platform["programs"]
+    for name in PROGRAMS:
+        for one in programs[name]["sent"]:
             check_array(one)
-        for name in PROGRAMS:
-            for one in platform["programs"][name]["sent"]:
-                check_array(one)
-            platform["programs"][name]["file"]
+        if not kept >= {*programs[name]["kept"]}:
+            raise ValueError(name)
+    for one in programs["run"]["returned"][0]["fields"]:
+        check_array(one)
+    options = [platform["kernels"], *platform["compiler_options"].values()]
+    if not all(isinstance(value, bool | int | str) for value in options):
+        raise ValueError("compiler_options")
 
 
-def check_array(one: Described) -> None:
+def check_array(one: Described) -> str:
+    """The array's name."""
     dtype(one["dtype"])
-    if len(one["shape"]) > 8:
+    if not isinstance(one["name"], str) or len(one["shape"]) > 8:
         raise ValueError(one["name"])
     for size in one["shape"]:
         number(size, f"the shape of {one['name']}", 0, MOST * MOST)
     cuts = one.get("sharding", [])
     if len(cuts) not in (0, len(one["shape"])) or not {axis for cut in cuts for axis in cut} <= {*AXES}:
         raise ValueError(one["name"])
+    return one["name"]
 
 
 def inside(folder: Path, name: Any) -> Path:
@@ -114,10 +143,9 @@ def checked(folder: Path, manifest: Mapping[str, Any], name: Any) -> Path:
     path = inside(folder, name)
     known = manifest["files"].get(name, {})
     with open(path, "rb") as file:
-        if path.stat().st_size != known.get("bytes") or hashlib.file_digest(
-            file, "sha256"
-        ).hexdigest() != known.get("sha256"):
-            stop(f"{path} is damaged: its size or its SHA-256 is not that of manifest.json")
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if (path.stat().st_size, digest) != (known.get("bytes"), known.get("sha256")):
+        stop(f"{path} is damaged: its size or its SHA-256 is not that of manifest.json")
     return path
 
 
@@ -146,10 +174,11 @@ class Model:
         self._sent_to = place({"sharding": [["data"]]} if self._on_mesh else {})
         kept = {one["name"]: one for one in self._mine["kept"]}
         self._programs = {}
-        for name, entry in self._mine["programs"].items():
-            file = checked(folder, manifest, entry["file"])
+        for name in PROGRAMS:
+            entry = self._mine["programs"][name]
             taken = [*manifest["weights"], *(kept[one] for one in entry["kept"])]
-            self._programs[name] = program(file, taken, self._mine["compiler_options"])
+            file = checked(folder, manifest, entry.get("file"))
+            self._programs[name] = program(file, taken, entry["sent"], self._mine["compiler_options"])
         self._weights = read_weights(weights or folder, manifest["weights"], place)
         self._kept = {name: zeros(one, place) for name, one in kept.items()}
 
@@ -253,14 +282,16 @@ def placing(sizes: Sequence[int]) -> Callable[[Described], Any]:
     return place
 
 
-def program(file: Path, taken: Sequence[Described], options: dict[str, Any]) -> Any:
-    """A compiled program, which must take the arrays that the manifest says."""
+def program(file: Path, taken: Sequence[Described], sent: Sequence[Described], options: dict) -> Any:
+    """A jitted program, which must take the arrays that the manifest says."""
     import jax
     import jax.export
 
     found = jax.export.deserialize(bytearray(file.read_bytes()))
     expected = [(tuple(one["shape"]), dtype(one["dtype"])) for one in taken]
-    if [(one.shape, one.dtype) for one in found.in_avals[:-1]] != expected:
+    *arrays, packed = found.in_avals
+    numbers = sum(prod(one["shape"]) for one in sent)
+    if [(one.shape, one.dtype) for one in arrays] != expected or packed.shape[-1] != numbers:
         stop(f"{file} takes other arrays than manifest.json says")
     return jax.jit(found.call, donate_argnums=1, compiler_options=options or None)
 
@@ -278,8 +309,11 @@ def read_weights(
     import jax
 
     manifest = read_manifest(folder)
-    files = [checked(folder, manifest, name) for name in manifest["weight_files"]]
-    held = {name: array for file in files for name, array in tensors(file)}
+    held: dict[str, np.ndarray] = {}
+    for name in manifest["weight_files"]:
+        file = checked(folder, manifest, name)
+        with damage_named(file):
+            held |= tensors(file)
     found = []
     for one in wanted:
         array, shape, kind = held.get(one["name"]), tuple(one["shape"]), dtype(one["dtype"])

@@ -284,6 +284,12 @@ def test_a_file_that_is_no_manifest_is_refused(tmp_path, content):
         programs_run.read_manifest(tmp_path)
 
 
+@pytest.mark.parametrize("path", [("weights", 0, "name"), ("files",), ("platforms", "mps"), ("platforms", "cpu", "kernels")])
+def test_a_part_of_another_form_is_refused(copy, path):
+    with pytest.raises(SystemExit, match="is damaged"):
+        programs_run.read_manifest(copy(*path, value=[None]))
+
+
 @pytest.mark.parametrize("missing", ["mesh", "sizes", "config", "platforms", "weights"])
 def test_a_manifest_without_one_of_its_parts_is_refused(copy, missing):
     out = copy("format", value=programs_run.FORMAT)
@@ -310,7 +316,7 @@ def test_files_outside_the_folder_are_refused(tmp_path):
 @pytest.mark.parametrize("name", ["cpu/run.bin", "weights-00001-of-00001.safetensors"])
 @pytest.mark.parametrize("damage", ["a bit", "a byte less", "no checksum"])
 def test_a_file_is_read_only_if_its_checksum_is_that_of_the_manifest(copy, name, damage):
-    out = copy("ends", value=[]) if damage != "no checksum" else copy("files", name, value={})
+    out = copy("ends", value=[]) if damage != "no checksum" else copy("files", value={})
     content = bytearray((out / name).read_bytes())
     if damage == "a bit":
         content[len(content) // 2] ^= 1
@@ -322,6 +328,8 @@ def test_a_file_is_read_only_if_its_checksum_is_that_of_the_manifest(copy, name,
 def test_programs_that_take_other_arrays_than_the_manifest_says_are_refused(copy):
     with pytest.raises(SystemExit, match="takes other arrays than manifest"):
         model(copy("weights", 0, "shape", 0, value=97))
+    with pytest.raises(SystemExit, match="takes other arrays than manifest"):
+        model(copy("platforms", "cpu", "programs", "run", "sent", 0, "shape", 0, value=3))
 
 
 def test_weights_of_another_model_are_refused(llm, exported, tmp_path):
