@@ -211,6 +211,16 @@ def _refuse_other_arithmetic(hf: Mapping, model_type: str):
         raise Unsupported(
             f"model_type {model_type} is known but not supported yet", UNSUPPORTED_TYPES[model_type]
         )
+    inner = hf.get("text_config")
+    if (
+        hf.get("kv_lora_rank") is None
+        and isinstance(inner, Mapping)
+        and inner.get("kv_lora_rank") is not None
+    ):
+        raise Unsupported(
+            f"model_type {printable(model_type)} has an MLA model inside, as its text_config",
+            "models that also see or hear are not read; take a folder of the language model alone",
+        )
     if hf.get("kv_lora_rank") is None:
         raise BadConfig(
             "this is not an MLA model",
@@ -297,12 +307,18 @@ def _quantization(given: object) -> Quantization | None:
         return None
     if not isinstance(given, Mapping):
         raise BadConfig("quantization_config is not an object", f"found {shown(given)}")
-    method, fmt = given.get("quant_method"), given.get("fmt", "e4m3")
-    block = _as_tuple(given.get("weight_block_size", (128, 128)))
+    method, fmt = given.get("quant_method"), given.get("quant_algo") or given.get("fmt", "e4m3")
+    block = given.get("weight_block_size", (128, 128))
     if method != "fp8" or fmt != "e4m3":
         raise Unsupported(
             f"quantization {shown(method)} {shown(fmt)} cannot be read", "known: fp8 e4m3 with block scales"
         )
+    if block is None:
+        raise Unsupported(
+            "quantization fp8 with one scale for each tensor cannot be read",
+            "weight_block_size is null; known: fp8 e4m3 with block scales",
+        )
+    block = _as_tuple(block)
     if len(block) != 2 or not all(type(n) is int and 0 < n <= MAX_FIELD for n in block):
         raise BadConfig("weight_block_size is not two positive numbers", f"found {shown(block)}")
     return Quantization(weight_block_size=block, scale_fmt=given.get("scale_fmt"))

@@ -51,6 +51,18 @@ def explained(path: str | Path, how: str, error: type[MlaJaxError] = BadRequest)
         raise error(f"{printable(str(path), 400)} cannot be {how}", reason) from e
 
 
+@contextmanager
+def allowed(path: str | Path) -> Iterator[None]:
+    """Raises BadFile where the user may not read `path`, or something in it."""
+    try:
+        yield
+    except PermissionError as e:
+        where = printable(str(e.filename or path), 400)
+        raise BadFile(
+            f"{where} may not be read", "its permissions, or those of a folder above it, forbid it"
+        ) from e
+
+
 def within(folder: Path, name: str) -> Path:
     """`folder / name`; raises BadFile if that is a link out of the folder, other than into the blobs of the Hub's cache."""
     path, home = folder / name, folder.resolve()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mla_jax.base.errors import BadConfig, BadRequest, shown
-from mla_jax.base.files import read_json
+from mla_jax.base.files import allowed, read_json
 from mla_jax.base.options import SamplingParams
 from mla_jax.text import gguf_tokenizer
 from mla_jax.text.chat import ChatTemplate
@@ -27,7 +27,8 @@ class Text(NamedTuple):
 
 def open_text(source: Source) -> Text:
     """Reads the files in the weights' folder, or the metadata of a GGUF file; runs nothing of a template."""
-    return _from_gguf(source) if source.metadata is not None else _from_folder(source)
+    with allowed(source.path):
+        return _from_gguf(source) if source.metadata is not None else _from_folder(source)
 
 
 FILES = (

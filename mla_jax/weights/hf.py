@@ -7,7 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from mla_jax.base.config import Config
-from mla_jax.base.errors import BadFile, printable
+from mla_jax.base.errors import BadFile, Unsupported, printable
+from mla_jax.base.files import read_json
 from mla_jax.base.qtensor import fp8_format
 from mla_jax.weights import boxes
 from mla_jax.weights.boxes import Box
@@ -45,7 +46,7 @@ class Safetensors:
         self.kind, self.path, self.raw = kind, files.path, files
         self.config, self.table, self.scale_of = config, table, scale_of
         quantization = config.quantization_config
-        block = quantization.weight_block_size if quantization else (128, 128)
+        self.block = block = quantization.weight_block_size if quantization else (128, 128)
         scales = {scale for name in files.tensors if (scale := scale_of(name)) in files.tensors}
         dtypes = {files.tensors[name].dtype for name in scales}
         self.scales = dtypes.pop() if len(dtypes) == 1 else "F32"
@@ -63,27 +64,48 @@ class Safetensors:
         weight, entry = self.raw.read(name, index, box), self.tensors[name]
         if entry.format == self.raw.tensors[name].dtype:
             return (weight,)
-        return weight, self._scales(
+        scales = self._scales(
             name, self.scale_of(name), box and boxes.of_parts(entry.format, entry.shape, box)[1]
         )
+        return weight, scales
 
     def close(self) -> None:
         self.raw.close()
 
     def _scales(self, name: str, scale: str, box: Box | None) -> np.ndarray:
         found = self.raw.read(scale, None, box).astype(np.float32)
-        if not (np.isfinite(found) & (found > 0)).all():
+        is_fine = (np.isfinite(found) & (found >= 0)).all() and (found.all() or self._zeros_alone(name, scale))
+        if not is_fine:
             raise BadFile(
                 f"{printable(scale)} holds a scale that is not positive and finite",
-                f"it scales {printable(name)}",
+                f"it scales {printable(name)}; only a block of zeros may have the scale 0",
             )
         return found
+
+    def _zeros_alone(self, name: str, scale: str) -> bool:
+        """Whether only zeros have the scale 0."""
+        weight, scales = self.raw.read(name), self.raw.read(scale)
+        rows, columns = (np.arange(n) // block for n, block in zip(weight.shape, self.block, strict=True))
+        is_zeroed = (scales == 0)[rows[:, None], columns]
+        return not weight[is_zeroed].any()
 
 
 def open_hf(path: Path) -> Safetensors:
     """Opens a released folder: config.json, and safetensors with the names that transformers writes."""
+    _refuse_modelopt(path / "hf_quant_config.json")
     config = Config.from_hf(path)
     return Safetensors("safetensors", open_folder(path), config, HF, lambda name: name + SCALE)
+
+
+def _refuse_modelopt(path: Path) -> None:
+    """Raises Unsupported for a format that only NVIDIA's quantiser names, in a file of its own."""
+    quantization = read_json(path, 1 << 20).get("quantization") if path.exists() else None
+    algorithm = quantization.get("quant_algo") if isinstance(quantization, dict) else None
+    if algorithm is not None:
+        raise Unsupported(
+            f"quantization {printable(str(algorithm))} cannot be read",
+            f"{path.name} names it; known: fp8 e4m3 with block scales, as config.json of DeepSeek-V3 has it",
+        )
 
 
 def _entry(

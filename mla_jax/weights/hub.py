@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from mla_jax.base.errors import BadFile, printable
+from mla_jax.base.files import allowed
 
 NEEDS = "a model is a folder with config.json, *.safetensors and tokenizer.json, one that mla-convert wrote, or a GGUF file"
 DEMO = Path(__file__).parent.parent / "demo"  # the model that comes with the package
@@ -20,8 +21,9 @@ def resolve(model: str | Path | None) -> Path:
         raise BadFile("the model's name is empty", NEEDS)
     try:
         path = Path(model).expanduser()
-        if path.exists():
-            return path
+        with allowed(path):
+            if path.exists():
+                return path
     except (OSError, ValueError, RuntimeError):  # a name that is too long, has a NUL, or has an unknown ~user
         path = Path(model)
     if _NAME.fullmatch(str(model)) and ".." not in str(model):

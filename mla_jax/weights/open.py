@@ -8,6 +8,7 @@ import numpy as np
 
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, printable
+from mla_jax.base.files import allowed
 from mla_jax.weights import deepseek, gguf_config
 from mla_jax.weights.boxes import Box
 from mla_jax.weights.gguf import open_gguf
@@ -79,6 +80,11 @@ class FromStore:
 
 def open_source(path: Path) -> Source:
     """Reads headers only; raises BadFile, BadConfig or Unsupported if no model can be read from `path`."""
+    with allowed(path):
+        return _opened(path)
+
+
+def _opened(path: Path) -> Source:
     if path.is_file():
         if _begins(path, b"GGUF"):
             return FromGGUF(path)
