@@ -21,6 +21,7 @@ from mla_jax.decode.loop import Programs
 from mla_jax.engine.bar import Bar
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.engine.core.engine import Engine
+from mla_jax.engine.core.interface import EngineInterface
 from mla_jax.engine.core.job import Job
 from mla_jax.engine.core.request import Chunk, Output, Request
 from mla_jax.engine.core.request_groups import Served
@@ -85,11 +86,12 @@ class LLM:
         # Nothing is stored where there are several processes: a stored program is of one
         folder = store.default_folder() if opened.processes is None else None
         self._programs = Programs(self.model, self._routing is not None, folder, opened.drafter, evicts)
-        self.engine: Engine | LedEngine = self._new_engine()
+        engine = self._new_engine()
+        self.engine: EngineInterface = engine
         if opened.processes is not None:
             opened.processes.serves = True
             if opened.processes.leads:
-                self.engine = LedEngine(self.engine, opened.processes)
+                self.engine = LedEngine(engine, opened.processes)
 
     def _new_engine(self) -> Engine:
         programs, chunk = self._programs, self.model.dispatch.chunk(self.model)
@@ -188,18 +190,16 @@ class LLM:
         self._refuse_logits(*array.shape)
         self._programs.logits.refresh()
         with self._memory_explained():
-            if isinstance(self.engine, LedEngine):
-                found = self.engine.logits(self._programs, array)
-            else:
-                found = self._programs.logits_of(array)
+            found = self.engine.logits(array)
         self._programs.check()
         return found
 
     def follow(self) -> None:
         """In each of several processes but the first: computes its part of what process 0 is asked for, until that ends."""
-        if self._processes is None or self._processes.leads or isinstance(self.engine, LedEngine):
+        if self._processes is None or self._processes.leads:
             raise BadRequest("this process follows no other", "it is for a process_id above 0")
-        follow(self.engine, self._programs, self._processes)
+        assert isinstance(self.engine, Engine)
+        follow(self.engine, self._processes)
 
     def trainable(self) -> Transformer:
         """A copy of the model that `jax.grad` can differentiate: floating-point weights, all experts computed for all tokens."""

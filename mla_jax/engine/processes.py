@@ -20,7 +20,6 @@ from mla_jax.base.axes import shown_mesh
 from mla_jax.base.errors import BadRequest, ProcessLost, Unsupported, shown
 from mla_jax.base.files import sampled
 from mla_jax.base.options import Options, SamplingParams
-from mla_jax.decode.loop import Programs
 from mla_jax.decode.store import code
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.job import Job
@@ -40,89 +39,78 @@ LATE = SILENCE + 5
 
 
 class LedEngine:
-    """Process 0's engine, with those of all others behind it. It has all that an Engine has."""
+    """Process 0's engine, which the engines of all other processes follow. Its methods are Engine's."""
 
     def __init__(self, engine: Engine, processes: Processes):
         self._engine, self._processes = engine, processes
-        self._busy, self._later = False, []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+        self.rows, self.stats, self.drafting = engine.rows, engine.stats, engine.drafting
+        self.is_in_step = False
+        self._to_cancel: list[Job] = []
 
     def submit(self, request: Request, *, priority: int = 0, streams: bool = False) -> Job:
         """As Engine's; a refused request is not sent to the others."""
-        with interrupts_wait():
+        with self._undisturbed():
             job = self._engine.submit(request, priority=priority, streams=streams)
-            with self._whole():
-                self._tell("submit", request=_as_json(request), priority=priority, streams=streams)
+            with ending_all(self._processes):
+                self._tell("submit", _as_json(request), priority, streams)
             return job
 
     def cancel(self, job: Job) -> None:
-        """As Engine's. A stream that is forgotten in the middle of a step is cancelled behind it."""
-        if self._busy:
-            self._later.append(job)
-        elif not job.done:
-            with self._whole():
-                self._tell("cancel", job=job.id)
-                self._engine.cancel(job)
+        """As Engine's. It cannot leave the wait to its engine: nothing may be told in the middle of a message either."""
+        self._to_cancel.append(job)
+        if not self.is_in_step:
+            self._cancel_all()
 
     def step(self) -> None:
-        """As Engine's."""
-        with self._whole():
-            times = self._engine.taken_times()
-            self._tell("step", times=times)
-            self._engine.step(times)
+        self._do("step", self._engine.taken_times())
 
     def reset(self) -> None:
-        """As Engine's."""
-        with self._whole():
-            self._tell("reset")
-            self._engine.reset()
+        self._do("reset")
 
     def warm_up(self) -> None:
-        """As Engine's."""
-        with self._whole():
-            self._tell("warm_up")
-            self._engine.warm_up()
+        self._do("warm_up")
 
     def take_load(self) -> np.ndarray:
-        """As Engine's."""
-        with self._whole():
-            self._tell("take_load")
-            return self._engine.take_load()
+        return self._do("take_load")
 
-    def logits(self, programs: Programs, tokens: np.ndarray) -> np.ndarray:
-        """Of token sequences, by the same program in all processes."""
-        with self._whole():
-            self._tell("logits", tokens=tokens.tolist())
-            return programs.logits_of(tokens)
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        return self._do("logits", tokens, told=tokens.tolist())
+
+    def _do(self, name: str, *given: Any, told: Any = None) -> Any:
+        """Has all engines do the same. `told` stands for an argument that JSON does not have."""
+        with self._undisturbed(), ending_all(self._processes):
+            self._tell(name, *(given if told is None else [told]))
+            return getattr(self._engine, name)(*given)
+
+    def _tell(self, name: str, *given: Any) -> None:
+        self._processes.link.tell([name, *given])
 
     @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Work of all processes, done to its end: Ctrl-C waits, and an error ends all of them."""
+    def _undisturbed(self) -> Iterator[None]:
+        """Ctrl-C and cancellations within wait for its end, so that all processes do the same in the same order."""
         if self._processes.code is not None:
-            raise ProcessLost(
-                "this process has failed, and the others have ended with it", "start all of them again"
-            )
-        with interrupts_wait(), ending_all(self._processes):
-            self._busy = True
+            found = "this process has failed, and the others have ended with it"
+            raise ProcessLost(found, "start all of them again")
+        with interrupts_wait():
+            self.is_in_step = True
             try:
                 yield
             finally:
-                self._busy = False
-        for job in self._later[:]:
-            self._later.remove(job)
-            self.cancel(job)
+                self.is_in_step = False
+                self._cancel_all()
 
-    def _tell(self, what: str, **given: Any) -> None:
-        self._processes.link.tell({"do": what, **given})
+    def _cancel_all(self) -> None:
+        while self._to_cancel and self._processes.code is None:
+            job = self._to_cancel.pop(0)
+            if not job.done:
+                self._do("cancel", job, told=job.id)
 
 
-def follow(engine: Engine, programs: Programs, processes: Processes) -> None:
-    """Does what process 0 tells, until that has ended."""
+def follow(engine: Engine, processes: Processes) -> None:
+    """Does as process 0 tells, until that has ended."""
     jobs: dict[int, Job] = {}
 
-    def submit(request: Any, priority: int, streams: bool) -> None:
+    def submit(request: dict[str, Any], priority: int, streams: bool) -> None:
         job = engine.submit(_from_json(request), priority=priority, streams=streams)
         jobs[job.id] = job
 
@@ -133,11 +121,12 @@ def follow(engine: Engine, programs: Programs, processes: Processes) -> None:
         "reset": engine.reset,
         "warm_up": engine.warm_up,
         "take_load": engine.take_load,
-        "logits": lambda tokens: programs.logits_of(np.asarray(tokens, np.int32)),
+        "logits": lambda tokens: engine.logits(np.asarray(tokens, np.int32)),
     }
     with ending_all(processes):
         while (order := processes.link.orders.get()) is not None:
-            actions[order.pop("do")](**order)
+            name, *given = order
+            actions[name](*given)
             for number in [number for number, job in jobs.items() if job.done]:
                 del jobs[number]
 
@@ -186,10 +175,8 @@ def started(options: Options) -> Processes | None:
         raise Unsupported("device cannot be had with several processes", "it is for a plan; leave it out")
     processes = distributed.start(str(asked.coordinator), asked.processes or 1, asked.process_id or 0)
     if processes.serves:
-        raise Unsupported(
-            "this process has a model on several hosts already",
-            "end it, and start all of them again for another",
-        )
+        found = "this process has a model on several hosts already"
+        raise Unsupported(found, "end it, and start all of them again for another")
     processes.agree(_facts_of_start(options))
     return processes
 
@@ -203,7 +190,7 @@ def refuse_left_out(devices: Devices, processes: Processes) -> None:
 
 
 def _facts_of_start(options: Options) -> dict[str, str]:
-    """Options that all processes must have in common, by name; the place of the model's files is each one's own."""
+    """Options and versions that all processes must have in common, by name; the place of the model's files is each one's own."""
     own = ("model", "process_id", "coordinator", "routing_stats", "host_folder")
     groups = (getattr(options, group.name) for group in dataclasses.fields(options))
     settings = {name: value for group in groups for name, value in vars(group).items() if name not in own}
@@ -240,19 +227,13 @@ def _digest(value: Any) -> str:
 
 
 def _as_json(request: Request) -> dict[str, Any]:
-    return {"prompt": request.prompt, "params": _params_as_json(request.params), "ends": request.ends}
-
-
-def _params_as_json(params: SamplingParams) -> dict[str, Any]:
-    """Without `logit_bias`, whose keys are numbers: of that the pairs."""
-    bias = params.logit_bias
-    return {**vars(params), "logit_bias": None if bias is None else list(bias.items())}
+    return {"prompt": request.prompt, "params": vars(request.params), "ends": request.ends}
 
 
 def _from_json(value: dict[str, Any]) -> Request:
-    params = dict(value["params"])
-    bias = params.pop("logit_bias")
-    for name in ("stop", "stop_token_ids"):
-        params[name] = tuple(params[name])
-    logit_bias = None if bias is None else dict(map(tuple, bias))
-    return Request(value["prompt"], SamplingParams(**params, logit_bias=logit_bias), tuple(value["ends"]))
+    """JSON has lists in place of tuples, and texts as keys."""
+    given = value["params"].items()
+    params: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in given}
+    if bias := params["logit_bias"]:
+        params["logit_bias"] = {int(token): number for token, number in bias.items()}
+    return Request(value["prompt"], SamplingParams(**params), tuple(value["ends"]))

@@ -1,129 +1,121 @@
 """The control channel between processes of one run: JSON over TCP between process 0 and each of the others.
 
-Process 0 gives orders, the others answer. Both ends send a heartbeat every second. A process that closes its connection without
-a message, or is silent for `SILENCE` seconds, is lost. Then, or when one reports a failure, `ended` is called in all others. A
-message is JSON behind its length. It holds no code, and peers without the token are refused."""
+Process 0 gives orders, the others answer. `multiprocessing.connection` frames the messages, and checks by HMAC that both ends
+know the token; its `send` and `recv`, which pickle, are not used. Both ends send a heartbeat every second. A process that closes
+its connection without a message, or is silent for `SILENCE` seconds, is lost. Then, or when one reports a failure, `ended` is
+called in all others."""
 
 import contextlib
-import hmac
 import json
+import os
 import queue
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
 
 from mla_jax.base.errors import BadRequest, ProcessLost, Unsupported, printable
 
 BEAT = 1.0  # seconds between two beats
 SILENCE = 15.0  # seconds without a beat after which a process is lost
 PATIENCE = 300.0  # seconds in which all processes must have come
+LOOK = 0.1  # seconds between two looks at who was let in
+STRANGERS = 64  # connections that have not shown the token, at most
 LONGEST = 1 << 28  # bytes of a message
-LONGEST_GREETING = 1 << 12  # the same of somebody who is not known yet
-LENGTH = struct.Struct("!I")
+LONGEST_HELLO = 1 << 12  # bytes of the first one
 LOCAL = ("localhost", "127.0.0.1", "::1")
+EACH_HAS_A_PART = "each process has a part of the model, so all of them end; start all of them again"
 
 Message = dict[str, Any]
 Ended = Callable[[ProcessLost], None]
 
 
-class Hello(NamedTuple):
-    """Who a process says that it is."""
+@dataclass
+class Peer:
+    """Another process, and the connection to it."""
 
     process: int
     host: str
-
-
-@dataclass
-class Peer:
-    """Another process and the connection to it."""
-
-    hello: Hello
-    socket: socket.socket
     count: int  # of all processes
+    connection: Connection
     sending: threading.Lock = field(default_factory=threading.Lock)
-    heard: float = field(default_factory=time.monotonic)
     answers: "queue.SimpleQueue[Any]" = field(default_factory=queue.SimpleQueue)
 
     @property
     def name(self) -> str:
-        return f"process {self.hello.process} of {self.count}, on {printable(self.hello.host)},"
+        return f"process {self.process} of {self.count}, on {printable(self.host)},"
 
-    def send(self, message: Message, patience: float = -1) -> None:
-        """Raises OSError where the connection is gone, or nothing can be sent for `patience` seconds."""
-        data = json.dumps(message, separators=(",", ":")).encode()
-        if len(data) > LONGEST:
-            raise BadRequest(f"a request of {len(data):,} bytes is too long to be sent to other processes")
+    def send(self, data: bytes, patience: float) -> None:
+        """Raises OSError if the connection is gone, or is still in use after `patience` seconds (-1: forever)."""
         if not self.sending.acquire(timeout=patience):
             raise TimeoutError
         try:
-            self.socket.sendall(LENGTH.pack(len(data)) + data)
+            self.connection.send_bytes(data)
         finally:
             self.sending.release()
 
 
 class Link:
-    """One process's end. `ended` is called once, by a thread of its own, when the run cannot go on."""
+    """One process's end. A thread calls `ended` once, when the run cannot go on."""
 
     def __init__(self, process: int, peers: Sequence[Peer], ended: Ended):
         self.process, self.peers, self._ended = process, list(peers), ended
-        # What processes other than 0 are told to do; None: there are no more orders
-        self.orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.over = threading.Event()  # nothing is wrong if a connection ends now
+        self.orders: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of process 0; None after the last
+        self.over = threading.Event()  # connections may end now
         self._told = threading.Lock()
         for peer in self.peers:
-            self._start(self._listen, peer)
-            self._start(self._beat, peer)
-        self._start(self._watch)
+            _wait_at_most(SILENCE, peer.connection)
+            _thread(self._listen, peer)
+            _thread(self._beat, peer)
 
     def tell(self, order: Any) -> None:
-        """Gives all others an order. That one of them is gone is told by `ended`."""
-        for peer in self.peers:
-            with contextlib.suppress(OSError):
-                peer.send({"order": order})
+        """Gives all others an order. If one of them is gone, `ended` is called."""
+        self._send({"order": order})
 
     def answer(self, value: Any) -> None:
         """Tells process 0."""
-        for peer in self.peers:
-            with contextlib.suppress(OSError):
-                peer.send({"answer": value})
+        self._send({"answer": value})
 
     def answers(self) -> dict[int, Any]:
         """The next answer of each of the others, by process."""
-        return {peer.hello.process: peer.answers.get() for peer in self.peers}
+        return {peer.process: peer.answers.get() for peer in self.peers}
 
     def close(self) -> None:
         """All is done: the others need not go on."""
         self.over.set()
-        for peer in self.peers:
-            with contextlib.suppress(OSError):
-                peer.send({"done": True}, patience=1)
+        self._send({"done": True}, patience=1)
 
     def fail(self, words: str) -> None:
         """Tells the others why this process ends, and so all do."""
         self.over.set()
-        self._pass_on(words, self.peers)
+        self._send({"failed": words}, patience=1)
 
-    def _start(self, work: Callable, *given: Any) -> None:
-        threading.Thread(target=work, args=given, name="link", daemon=True).start()
+    def _send(self, message: Message, *, but: Peer | None = None, patience: float = -1) -> None:
+        data = json.dumps(message, separators=(",", ":")).encode()
+        if len(data) > LONGEST:
+            raise BadRequest(f"a request of {len(data):,} bytes is too long to be sent to other processes")
+        for peer in self.peers:
+            with contextlib.suppress(OSError):
+                if peer is not but:
+                    peer.send(data, patience)
 
     def _listen(self, peer: Peer) -> None:
         try:
             while True:
-                self._take(peer, receive(peer.socket, LONGEST))
-                peer.heard = time.monotonic()
-        except (OSError, ValueError) as e:
-            how = (
-                "sent what is no message"
-                if isinstance(e, ValueError)
-                else "closed its connection without a word"
-            )
-            self._end(_lost(peer, f"was lost at {_now()}: it {how}"), peer)
+                self._take(peer, json.loads(peer.connection.recv_bytes(LONGEST)))
+        except BlockingIOError:
+            self._lose(peer, f"it has not been heard of for {SILENCE:.0f} seconds")
+        except (EOFError, ConnectionError):
+            self._lose(peer, "it closed its connection without a word")
+        except (OSError, ValueError, RecursionError) as e:
+            self._lose(peer, f"its connection broke: {e}")
 
-    def _take(self, peer: Peer, message: Message) -> None:
+    def _take(self, peer: Peer, message: Any) -> None:
         match message:
             case {"order": order}:
                 self.orders.put(order)
@@ -138,138 +130,118 @@ class Link:
     def _beat(self, peer: Peer) -> None:
         with contextlib.suppress(OSError):
             while True:
-                peer.send({})
+                peer.send(b"{}", -1)
                 time.sleep(BEAT)
 
-    def _watch(self) -> None:
-        """Looks who is silent; not after this process itself was stopped, until the others had time to be heard."""
-        looked = time.monotonic()
-        while not self.over.is_set():
-            time.sleep(BEAT)
-            now = time.monotonic()
-            if now - looked > 3 * BEAT:
-                for peer in self.peers:
-                    peer.heard = now
-            looked = now
-            for peer in self.peers:
-                if now - peer.heard > SILENCE:
-                    found = f"was lost at {_now()}: it has not been heard of for {SILENCE:.0f} seconds"
-                    self._end(_lost(peer, found), peer)
+    def _lose(self, peer: Peer, how: str) -> None:
+        found = f"{peer.name} was lost at {time.strftime('%H:%M:%S')}: {how}"
+        self._end(ProcessLost(found, "see what it said, and whether its host is up", EACH_HAS_A_PART), peer)
 
     def _end(self, error: ProcessLost, of: Peer) -> None:
         """The run is over because of one process: tells the rest, and this one."""
         if self.over.is_set() or not self._told.acquire(blocking=False):
             return
         self.over.set()
-        self._pass_on(str(error.args[0]), [peer for peer in self.peers if peer is not of])
+        self._send({"failed": str(error.args[0])}, but=of, patience=1)
         self._ended(error)
-
-    def _pass_on(self, words: str, peers: Sequence[Peer]) -> None:
-        for peer in peers:
-            with contextlib.suppress(OSError):
-                peer.send({"failed": words}, patience=1)
-
-
-EACH_HAS_A_PART = "each process has a part of the model, so all of them end; start all of them again"
-
-
-def _lost(peer: Peer, how: str) -> ProcessLost:
-    return ProcessLost(f"{peer.name} {how}", "see what it said, and whether its host is up", EACH_HAS_A_PART)
 
 
 def listen(host: str) -> socket.socket:
-    """A socket for `accept`, on a free port: of this machine alone where `host` is."""
+    """A socket for `accept`, on a free port; on a local `host`, for this machine alone."""
     if host in LOCAL:
         return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     dual = socket.has_dualstack_ipv6()
-    return socket.create_server(
-        ("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual
-    )
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
 
 
 def accept(server: socket.socket, count: int, token: str, ended: Ended, patience: float = PATIENCE) -> Link:
     """Process 0's end of a link of `count` processes, once all have come; raises Unsupported if some have not."""
-    found: dict[int, Peer] = {}
-    until = time.monotonic() + patience
-    with server:
-        while missing := [i for i in range(1, count) if i not in found]:
-            server.settimeout(max(until - time.monotonic(), 0.001))
-            try:
-                connection, _ = server.accept()
-            except TimeoutError:
+    until, door = time.monotonic() + patience, _Door(count, token.encode())
+    with server, contextlib.closing(door):
+        server.settimeout(LOOK)
+        while missing := [str(i) for i in range(1, count) if i not in door.found]:
+            if time.monotonic() > until:
                 late = f"not all {count} processes have come within {patience:.0f} seconds"
-                raise Unsupported(late, f"missing: process {', '.join(map(str, missing))}") from None
-            hello = _greeted(connection, token)
-            if hello is not None and hello.process in missing:
-                found[hello.process] = _peer(hello, connection, count)
-            else:
-                connection.close()
-    for peer in found.values():
-        peer.send({"host": socket.gethostname()})
-    return Link(0, [found[i] for i in sorted(found)], ended)
+                raise Unsupported(late, f"missing: process {', '.join(missing)}")
+            with contextlib.suppress(OSError):  # nobody has come, or is gone again
+                door.greet(server.accept()[0])
+    peers = [door.found[i] for i in range(1, count)]
+    for peer in peers:
+        with contextlib.suppress(OSError):  # the link will notice
+            peer.connection.send_bytes(_hello(0))
+    return Link(0, peers, ended)
+
+
+class _Door:
+    """Lets in who knows the token. Each connection has a thread, so that nobody who is silent or slow holds others up; of too
+    many, the first is turned away."""
+
+    def __init__(self, count: int, token: bytes):
+        self._count, self._token = count, token
+        self._strangers: OrderedDict[socket.socket, bool] = OrderedDict()
+        self.found: dict[int, Peer] = {}  # by process
+
+    def greet(self, stranger: socket.socket) -> None:
+        self._strangers[stranger] = True
+        _thread(self._ask, stranger)
+        self._turn_away(STRANGERS)
+
+    def close(self) -> None:
+        self._turn_away(0)
+
+    def _ask(self, stranger: socket.socket) -> None:
+        # Whatever a stranger sends, and the handshake makes of it, they are not let in
+        with stranger, contextlib.suppress(Exception), Connection(os.dup(stranger.fileno())) as connection:
+            deliver_challenge(connection, self._token)
+            answer_challenge(connection, self._token)
+            hello = json.loads(connection.recv_bytes(LONGEST_HELLO))
+            process, host = hello["process"], str(hello["host"])
+            if self._strangers.pop(stranger) and process in range(1, self._count):
+                self.found.setdefault(process, _peer(process, host, self._count, stranger.dup()))
+        self._strangers.pop(stranger, None)
+
+    def _turn_away(self, most: int) -> None:
+        """All but `most`."""
+        with contextlib.suppress(KeyError):  # the last one has gone just now
+            while len(self._strangers) > most:
+                stranger, _ = self._strangers.popitem(last=False)
+                with contextlib.suppress(OSError):
+                    stranger.shutdown(socket.SHUT_RDWR)  # its thread ends
 
 
 def connect(address: tuple[str, int], process: int, count: int, token: str, ended: Ended) -> Link:
     """The end of another process than 0; raises Unsupported if process 0 cannot be reached."""
     try:
-        connection = socket.create_connection(address, timeout=PATIENCE)
-        send_greeting(connection, {"token": token, "process": process, "host": socket.gethostname()})
-        found = receive(connection, LONGEST_GREETING)
-    except (OSError, ValueError) as e:
-        where = f"{address[0]}:{address[1]}"
-        raise Unsupported(
-            f"process 0 does not answer at {where}", str(e), "may this host connect to all ports of that one?"
-        ) from e
-    return Link(process, [_peer(Hello(0, str(found.get("host", address[0]))), connection, count)], ended)
+        peer = _peer(0, "", count, socket.create_connection(address, timeout=PATIENCE))
+        _wait_at_most(PATIENCE, peer.connection)
+        answer_challenge(peer.connection, token.encode())
+        deliver_challenge(peer.connection, token.encode())
+        peer.connection.send_bytes(_hello(process))
+        peer.host = str(json.loads(peer.connection.recv_bytes(LONGEST_HELLO))["host"])
+    except Exception as e:  # any program may listen there, and answer anything
+        where, why = f"{address[0]}:{address[1]}", str(e) or "it ended the connection"
+        advice = "may this host connect to all ports of that one?"
+        raise Unsupported(f"process 0 does not answer at {where}", why, advice) from e
+    return Link(process, [peer], ended)
 
 
-def send_greeting(connection: socket.socket, message: Message) -> None:
-    data = json.dumps(message).encode()
-    connection.sendall(LENGTH.pack(len(data)) + data)
+def _wait_at_most(seconds: float, connection: Connection) -> None:
+    """Makes it a BlockingIOError if nothing arrives for so long. A wait in which this process was stopped begins anew."""
+    timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
 
 
-def _greeted(connection: socket.socket, token: str) -> Hello | None:
-    """Who has connected; None for somebody who does not know the token."""
-    connection.settimeout(5)
-    try:
-        said: Mapping[str, Any] = receive(connection, LONGEST_GREETING)
-    except (OSError, ValueError):
-        return None
-    given, process, host = (said.get(name) for name in ("token", "process", "host"))
-    if not isinstance(given, str) or not hmac.compare_digest(given.encode(), token.encode()):
-        return None
-    return Hello(process, host[:100]) if type(process) is int and isinstance(host, str) else None
+def _peer(process: int, host: str, count: int, own: socket.socket) -> Peer:
+    own.settimeout(None)
+    own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Peer(process, host, count, Connection(own.detach()))
 
 
-def _peer(hello: Hello, connection: socket.socket, count: int) -> Peer:
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Peer(hello, connection, count)
+def _hello(process: int) -> bytes:
+    return json.dumps({"process": process, "host": socket.gethostname()}).encode()
 
 
-def receive(connection: socket.socket, longest: int) -> Message:
-    """The next message; raises OSError at the end of the connection, ValueError for anything but a message."""
-    (size,) = LENGTH.unpack(_bytes(connection, LENGTH.size))
-    if size > longest:
-        raise ValueError(f"a message of {size:,} bytes")
-    try:
-        found = json.loads(_bytes(connection, size))
-    except RecursionError as e:
-        raise ValueError("a message of too many levels") from e
-    if not isinstance(found, dict):
-        raise ValueError("a message that is no object")
-    return found
-
-
-def _bytes(connection: socket.socket, count: int) -> bytes:
-    found = bytearray()
-    while len(found) < count:
-        piece = connection.recv(min(count - len(found), 1 << 20))
-        if not piece:
-            raise ConnectionError("closed")
-        found += piece
-    return bytes(found)
-
-
-def _now() -> str:
-    return time.strftime("%H:%M:%S")
+def _thread(work: Callable[..., None], *given: Any) -> None:
+    threading.Thread(target=work, args=given, name="link", daemon=True).start()

@@ -1,19 +1,20 @@
 """Several processes as one run of JAX: started once in each process, and held together by a link.
 
-JAX aborts with a long C++ trace when the coordinator's connection drops. Here it goes through the proxy `Held`, whose
-connections stay open, so that the link's error comes first."""
+JAX aborts with a long C++ trace when the coordinator's connection drops. Here it goes through `proxy`, whose connections stay
+open, so that the link's error comes first."""
 
 import atexit
 import contextlib
 import json
 import os
+import re
 import secrets
 import socket
 import sys
 import termios
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -52,26 +53,26 @@ class Processes:
         if self.leads:
             self.link.tell(value)
             return value
-        return self._order()
+        if (found := self.link.orders.get()) is None:
+            raise ProcessLost("process 0 has ended before the model was loaded")
+        return found
 
     def least(self, number: int) -> int:
         """The smallest of all their numbers."""
-        if self.leads:
-            return self.same(min([number, *self.link.answers().values()]))
-        self.link.answer(number)
-        return self.same(None)
+        return self._of_all(number, lambda numbers: min(numbers.values()))
 
     def agree(self, facts: Mapping[str, str]) -> None:
-        """Raises BadRequest, in all of them, if one has been told something else than process 0."""
-        if not self.leads:
-            self.link.answer(dict(facts))
-            words = self.same(None)
-        else:
-            words = self.same([_differences(i, facts, found) for i, found in self.link.answers().items()])
-        if found := [line for line in words if line]:
-            raise BadRequest(
-                "the processes do not agree", *found, "give all of them the same options, files and versions"
-            )
+        """Raises BadRequest, in all of them, if one has other facts than process 0."""
+        if found := self._of_all(dict(facts), _differences):
+            advice = "give all of them the same options, files and versions"
+            raise BadRequest("the processes do not agree", *found, advice)
+
+    def _of_all(self, value: Any, made: Callable[[dict[int, Any]], Any]) -> Any:
+        """The result that process 0 has made of the values of all, by process; in all of them."""
+        if self.leads:
+            return self.same(made({0: value, **self.link.answers()}))
+        self.link.answer(value)
+        return self.same(None)
 
     def fail(self, words: str, code: int) -> None:
         """Ends the others, with these words of why; this process ends with `code`."""
@@ -88,12 +89,6 @@ class Processes:
             os._exit(self.code)  # without the others JAX would wait for them
         self.link.close()
         jax.distributed.shutdown()
-
-    def _order(self) -> Any:
-        found = self.link.orders.get()
-        if found is None:
-            raise ProcessLost("process 0 has ended before the model was loaded")
-        return found
 
 
 def running() -> Processes | None:
@@ -154,28 +149,34 @@ def _initialize(host: str, port: int, count: int, process: int) -> None:
     bound = f"{host}:{port}" if host in channel.LOCAL else None
     if process:
         _await(host, port)
-        address = f"127.0.0.1:{Held(host, port).port}"
+        address = f"127.0.0.1:{proxy(host, port)}"
     given: dict[str, Any] = {"initialization_timeout": int(PATIENCE), "shutdown_timeout_seconds": LEAVING}
     given["cluster_detection_method"] = "deactivate"  # what Slurm's would find: one device a process
     try:
         jax.distributed.initialize(address, count, process, coordinator_bind_address=bound, **given)
     except RuntimeError as e:
         if "must be called before" in str(e):
-            raise BadRequest(
-                "JAX is in use already", "with several processes make the LLM before anything else uses JAX"
-            ) from e
+            advice = "with several processes make the LLM before anything else uses JAX"
+            raise BadRequest("JAX is in use already", advice) from e
         late = f"the {count} processes have not come together at {host}:{port}"
         alike = "each needs the same --coordinator and --processes, and its own --process-id"
         raise Unsupported(late, alike, str(e)[:300]) from e
 
 
 def _address(coordinator: str) -> tuple[str, int]:
-    host, colon, port = coordinator.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise BadRequest(
-            f"coordinator is {shown(coordinator)}", "expected HOST:PORT of process 0, such as node1:8476"
-        )
-    return host.strip("[]"), int(port)
+    host, _, port = coordinator.rpartition(":")
+    host = host.strip("[]")
+    if not (_is_host(host) and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 1 << 16):
+        expected = "expected HOST:PORT of process 0, such as node1:8476"
+        raise BadRequest(f"coordinator is {shown(coordinator)}", expected)
+    return host, int(port)
+
+
+def _is_host(host: str) -> bool:
+    try:
+        return bool(host.encode("idna")) and host.isprintable() and " " not in host
+    except UnicodeError:
+        return False
 
 
 def _await(host: str, port: int) -> None:
@@ -188,9 +189,8 @@ def _await(host: str, port: int) -> None:
         except OSError as e:
             why = str(e)
             time.sleep(0.2)
-    raise Unsupported(
-        f"process 0 does not answer at {host}:{port}", why, "is it running, with the same --coordinator?"
-    )
+    advice = "is it running, with the same --coordinator?"
+    raise Unsupported(f"process 0 does not answer at {host}:{port}", why, advice)
 
 
 def _linked(host: str, count: int, process: int, ended: Ended) -> Link:
@@ -206,54 +206,51 @@ def _linked(host: str, count: int, process: int, ended: Ended) -> Link:
     return channel.accept(server, count, token, ended)
 
 
-class Held:
-    """A port of this machine that leads to another one, and whose connections stay open when that is gone."""
-
-    def __init__(self, host: str, port: int):
-        self._to, self._server = (host, port), socket.create_server(("127.0.0.1", 0))
-        self.port = self._server.getsockname()[1]
-        _thread(self._serve)
-
-    def _serve(self) -> None:
-        while True:
-            near, _ = self._server.accept()
-            try:
-                far = socket.create_connection(self._to, timeout=30)
-            except OSError:
-                near.close()
-                continue
-            far.settimeout(None)
-            _thread(_out, near, far)
-            _thread(_in, far, near)
+def proxy(host: str, port: int) -> int:
+    """A port of this machine that leads to another one. Its connections stay open when that one is gone."""
+    # jax_enable_recoverability (JAX 0.10 and 0.12) is no substitute: it saves process 0 from the loss of others, but they still
+    # abort without process 0. Nor is jaxlib's missed_heartbeat_callback: no absl::Status can be given to Python.
+    server = socket.create_server(("127.0.0.1", 0))
+    _thread(_serve, server, (host, port))
+    return server.getsockname()[1]
 
 
-def _out(near: socket.socket, far: socket.socket) -> None:
-    """Forwards bytes; those for a closed end are read and dropped."""
+def _serve(server: socket.socket, address: tuple[str, int]) -> None:
+    while True:
+        near, _ = server.accept()
+        try:
+            far = socket.create_connection(address, timeout=30)
+        except OSError:
+            near.close()
+            continue
+        far.settimeout(None)
+        _thread(_pass_on, near, far)
+        _thread(_pass_on, far, near)
+
+
+def _pass_on(source: socket.socket, to: socket.socket) -> None:
+    """Forwards bytes; those for a closed end are read and dropped. The end of a connection is not forwarded."""
     with contextlib.suppress(OSError):
-        while data := near.recv(1 << 16):
+        while data := source.recv(1 << 16):
             with contextlib.suppress(OSError):
-                far.sendall(data)
-    far.close()
+                to.sendall(data)
 
 
-def _in(far: socket.socket, near: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := far.recv(1 << 16):
-            near.sendall(data)
+def _thread(work: Callable[..., None], *given: Any) -> None:
+    threading.Thread(target=work, args=given, name="proxy", daemon=True).start()
 
 
-def _thread(work: Any, *given: Any) -> None:
-    threading.Thread(target=work, args=given, name="held", daemon=True).start()
-
-
-def _differences(process: int, ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """The settings in which another process differs, in a line; empty if none."""
-    names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
-    found = (
-        f"{name} is {theirs.get(name, 'not known')} there, {ours.get(name, 'not known')} in process 0"
-        for name in names
-    )
-    return f"process {process}: {'; '.join(found)}" if names else ""
+def _differences(facts: dict[int, Mapping[str, str]]) -> list[str]:
+    """A line for each process whose facts are not those of process 0."""
+    ours, lines = facts[0], []
+    for process, theirs in facts.items():
+        names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+        found = [
+            f"{name} is {theirs.get(name, 'not known')} there, {ours.get(name, 'not known')} in process 0"
+            for name in names
+        ]
+        lines += [f"process {process}: {'; '.join(found)}"] if found else []
+    return lines
 
 
 def _say_and_exit(error: ProcessLost) -> None:
@@ -263,7 +260,7 @@ def _say_and_exit(error: ProcessLost) -> None:
         flushing.start()
         flushing.join(1)  # the main thread may be in the middle of a line
     with contextlib.suppress(OSError):
-        os.write(2, f"error: {error}\n".encode())
+        os.write(2, f"error: {error}\n".encode(errors="backslashreplace"))
     os._exit(error.exit_code)
 
 

@@ -209,6 +209,11 @@ class Engine:
         with self._undisturbed():
             return self.device.take_load()
 
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """float32 logits `[B T W]` of tokens `[B T]`."""
+        with self._undisturbed():
+            return self.programs.logits_of(tokens)
+
     def warm_up(self) -> None:
         """Compiles every program that any request may need, so that nothing is compiled later."""
         with self._undisturbed():

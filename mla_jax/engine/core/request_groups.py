@@ -3,10 +3,9 @@
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from mla_jax.engine.core.engine import Engine
+from mla_jax.engine.core.interface import EngineInterface
 from mla_jax.engine.core.job import Job
 from mla_jax.engine.core.request import Request
-from mla_jax.engine.processes import LedEngine
 
 WAITING = 4  # requests that are submitted and not done, at most, as multiples of the engine's rows
 # Groups that are taken, at most, also as multiples of the rows; done ones that wait for an earlier one count
@@ -16,7 +15,7 @@ TAKEN = 64
 class Served:
     """Groups of requests in their order: those that are taken and were not given back yet."""
 
-    def __init__(self, engine: Engine | LedEngine, groups: Iterable[Sequence[Request]]):
+    def __init__(self, engine: EngineInterface, groups: Iterable[Sequence[Request]]):
         self._engine, self._source, self._ended = engine, iter(groups), False
         self._groups: deque[list[Job]] = deque()
         self._given = 0
