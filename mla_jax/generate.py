@@ -4,6 +4,7 @@ import dataclasses
 import os
 import sys
 import tomllib
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,6 +176,7 @@ def answer_with_model(command: Command, prompt: str | None) -> int:
     from mla_jax.ui.console import Console
 
     console = Console(command.output.json, command.output.quiet)
+    warnings.showwarning = lambda message, *_, **__: console.note(f"note: {message}")
     opened, batch, out = open_model(command.options), command.prompt.batch_file, command.output.out
     if command.output.dry_run:
         return dry_run(opened, console)

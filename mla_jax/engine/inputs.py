@@ -1,13 +1,14 @@
 """Checks prompts and sampling parameters, and makes requests of them with every default filled in. No weights are needed."""
 
 import secrets
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 from mla_jax.base.config import Config
-from mla_jax.base.errors import BadRequest, shown
+from mla_jax.base.errors import BadRequest, printable, shown
 from mla_jax.base.options import MAX_ENDS, SamplingParams
 from mla_jax.engine.core.request import Request
 from mla_jax.engine.text import Text
@@ -23,6 +24,7 @@ class InputProcessor:
     config: Config
     text: Text
     context: int
+    _has_warned: bool = False  # of control tokens in a prompt
 
     def requests(self, prompts: Any, params: Any) -> list[Request]:
         """`n` requests per prompt, as its parameters say; raises BadRequest."""
@@ -119,13 +121,26 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self.text.tokenizer is None:
                 raise BadRequest("this model folder has no tokenizer", "give token ids instead of text")
-            return self.text.tokenizer.encode(prompt)
+            ids = self.text.tokenizer.encode(prompt)
+            self._warn_of_control(prompt)
+            return ids
         prompt = _plain(prompt)
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
             raise BadRequest(
                 "a prompt is neither text nor a list of token ids", f"found {shown(prompt)}", *_hints(prompt)
             )
         return prompt
+
+    def _warn_of_control(self, prompt: str) -> None:
+        """Says once that control tokens in a prompt are plain text."""
+        assert self.text.tokenizer is not None
+        found = None if self._has_warned else self.text.tokenizer.control_pattern.search(prompt)
+        if found is not None:
+            self._has_warned = True
+            means = "chat() writes a conversation's, BOS is put in front, and token ids may hold any"
+            warnings.warn(
+                f"the prompt has {printable(found[0])}, which is read as plain text: {means}", stacklevel=4
+            )
 
     def _filled(self, params: SamplingParams, limit: int) -> SamplingParams:
         """`params` with the model's defaults, its limit of tokens and a seed."""

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,7 @@ class ChatTemplate:
         messages = checked(messages, tokenizer)
         disguise = Disguise(tokenizer, self.source, messages)
         plain, *variants = self.render([messages, *disguise.variants()], add_generation_prompt)
+        _warn_of_dropped(messages, plain)
         ids: list[int] = []
         for text, control in disguise.pieces(plain, variants, self._rendered_or_none):
             ids += [tokenizer.control_id(text)] if control else tokenizer.encode(text, bos=False)
@@ -120,6 +122,15 @@ class ChatTemplate:
 
     def _failed(self, cause: str) -> BadTemplate:
         return BadTemplate(f"the chat template in {self.name} was ended", cause)
+
+
+def _warn_of_dropped(messages: list[Message], plain: str) -> None:
+    """Says which result of a tool the template has left out: the model would answer as if it had never been called."""
+    for at, message in enumerate(messages):
+        content = message["content"].strip()
+        written = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
+        if message["role"] == "tool" and not any(text in plain for text in written):
+            warnings.warn(f"the chat template leaves out message {at}, of the role tool", stacklevel=3)
 
 
 def _cause(ended: subprocess.CompletedProcess[bytes]) -> str:

@@ -74,7 +74,9 @@ class Safetensors:
 
     def _scales(self, name: str, scale: str, box: Box | None) -> np.ndarray:
         found = self.raw.read(scale, None, box).astype(np.float32)
-        is_fine = (np.isfinite(found) & (found >= 0)).all() and (found.all() or self._zeros_alone(name, scale))
+        is_fine = (np.isfinite(found) & (found >= 0)).all() and (
+            found.all() or self._zeros_alone(name, scale)
+        )
         if not is_fine:
             raise BadFile(
                 f"{printable(scale)} holds a scale that is not positive and finite",

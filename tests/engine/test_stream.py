@@ -64,6 +64,14 @@ def test_a_stream_dropped_half_way_leaves_the_engine_usable(llm):
     assert llm.generate("a5b6", PARAMS)[0].token_ids == expected
 
 
+def test_control_tokens_in_a_prompt_are_said_once_to_be_plain_text(llm, monkeypatch):
+    monkeypatch.setattr(llm.inputs, "_has_warned", False)
+    monkeypatch.setattr(llm.tokenizer, "control_pattern", re.compile("<bos>"))
+    with pytest.warns(UserWarning, match="the prompt has <bos>, which is read as plain text"):
+        llm.generate(["a5", "<bos>a5"], PARAMS)
+    llm.generate("<bos>a5", PARAMS)  # where a second warning would be an error
+
+
 class Cycle:
     """Refers to itself, so that only Python's collector ends its stream."""
 

@@ -265,6 +265,14 @@ def test_an_answer_that_a_template_looks_into_and_copies_stays_text(answer):
     assert shown(ids).removeprefix(f"«{SPECIAL[0]}»") == f"q«<think>»{answer}"
 
 
+@pytest.mark.parametrize(("written", "dropped"), [("{{ m.content }}", False), ("{{ m.content | tojson }}", False), ("", True)])
+def test_a_result_of_a_tool_that_the_template_leaves_out_is_said(recwarn, written, dropped):
+    source = "{% for m in messages %}{% if m.role == 'tool' %}" + written + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    template(source).encode(talk(("user", "q"), ("assistant", "a"), ("tool", ' {"found": "7"}\n')), TOKENIZER)
+    expected = ["the chat template leaves out message 2, of the role tool"] if dropped else []
+    assert [str(warning.message) for warning in recwarn] == expected
+
+
 def test_a_template_that_obeys_words_of_a_user_is_refused_where_they_matter():
     source = "{{ messages[0].content | upper if '/loud' in messages[0].content else messages[0].content }}"
     assert template(source).encode(talk(("user", "hi")), TOKENIZER)
