@@ -13,8 +13,10 @@ from pairs import pairs_tokenizer
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadRequest
+from mla_jax.base.options import Options
 from mla_jax.engine import inputs
 from mla_jax.engine.core.engine import Engine
+from mla_jax.engine.opening.opened import open_model
 
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
@@ -64,12 +66,12 @@ def test_a_stream_dropped_half_way_leaves_the_engine_usable(llm):
     assert llm.generate("a5b6", PARAMS)[0].token_ids == expected
 
 
-def test_control_tokens_in_a_prompt_are_said_once_to_be_plain_text(llm, monkeypatch):
-    monkeypatch.setattr(llm.inputs, "_has_warned", False)
-    monkeypatch.setattr(llm.tokenizer, "control_pattern", re.compile("<bos>"))
-    with pytest.warns(UserWarning, match="the prompt has <bos>, which is read as plain text"):
-        llm.generate(["a5", "<bos>a5"], PARAMS)
-    llm.generate("<bos>a5", PARAMS)  # where a second warning would be an error
+def test_control_tokens_in_a_prompt_are_said_once_to_be_plain_text():
+    processor = open_model(Options()).inputs  # the demo's
+    prompt = f"{max(processor.text.tokenizer.control, key=len)}def"
+    with pytest.warns(UserWarning, match="which is read as plain text"):
+        processor.requests(["def", prompt], None)
+    processor.requests([prompt], None)  # where a second warning would be an error
 
 
 class Cycle:
