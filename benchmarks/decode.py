@@ -32,7 +32,7 @@ from mla_jax.decode.loop import Programs
 from mla_jax.decode.outputs import STEPS, Found
 from mla_jax.decode.packing import of_shards
 from mla_jax.decode.program_sharding import Spread
-from mla_jax.decode.rows import ADMITTED, Entry, Rows, blank, taken
+from mla_jax.decode.rows import ADMITTED, Entry, Rows, default_entries, taken
 from mla_jax.mesh import across
 from mla_jax.model.dispatch import Dispatch
 
@@ -111,7 +111,7 @@ def admitted(programs: Programs, rows: Rows, each: int, of_rows: Callable[[int],
 
 def entry(first: int, held: int, temperature: float, top_p: float) -> Entry:
     """Requests that hold so many tokens and never end."""
-    new = blank(ADMITTED)
+    new = default_entries(ADMITTED)
     seeds = np.arange(2 * first, 2 * (first + ADMITTED), dtype=np.uint32).reshape(ADMITTED, 2)
     warm = np.full(ADMITTED, temperature, np.float32), np.full(ADMITTED, top_p, np.float32)
     sampling = dataclasses.replace(new.sampling, temperature=warm[0], top_p=warm[1], seed=seeds)

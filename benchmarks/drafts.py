@@ -44,10 +44,10 @@ from mla_jax import LLM, Config, SamplingParams, Transformer
 from mla_jax.cache.paged import PAGE, Pool
 from mla_jax.decode import speculative
 from mla_jax.decode.loop import Programs
-from mla_jax.decode.loop_state import Asked, Going
+from mla_jax.decode.loop_state import RunInputs, RunState
 from mla_jax.decode.outputs import STEPS, Chosen, Found
 from mla_jax.decode.packing import of_shards
-from mla_jax.decode.rows import ADMITTED, Entry, blank
+from mla_jax.decode.rows import ADMITTED, Entry, default_entries
 from mla_jax.decode.speculative import Mtp
 from mla_jax.engine.core.drafting import Drafting
 
@@ -66,8 +66,8 @@ class Forced(Mtp):
     def propose(
         self,
         model: Transformer,
-        going: Going,
-        asked: Asked,
+        going: RunState,
+        asked: RunInputs,
         token: Int[Array, " B"],
         counts: Int[Array, " B"],
     ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
@@ -134,7 +134,9 @@ class Bench:
             started.append(self.forced.run_with_drafts.start(pool, rows, *numbers))
             started.append(self.plain.run.start(pool, rows, *numbers[:3]))
             started.append(
-                self.plain.admit.start(rows, *(numbers[0].update(shape=(ADMITTED,)),), blank(ADMITTED))
+                self.plain.admit.start(
+                    rows, *(numbers[0].update(shape=(ADMITTED,)),), default_entries(ADMITTED)
+                )
             )
         for future in started:
             future.result()

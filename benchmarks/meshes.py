@@ -40,7 +40,7 @@ from mla_jax import Config
 from mla_jax.base.axes import parse_mesh
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode import speculative
-from mla_jax.decode.loop import Programs, Sizes
+from mla_jax.decode.loop import Programs, ProgramSizes
 from mla_jax.decode.packing import of_shards
 from mla_jax.mesh.cost import MeshCost, Predicted, packed
 from mla_jax.mesh.devices import Devices
@@ -101,9 +101,9 @@ class Bench:
         each = [self.each(count) for count in fitting]
         self.found = sequences(self.plain, most, held=self.held)
         pool, rows, width = self.found.pool, self.found.rows, self.held // PAGE
-        started = [(self.plain, Sizes(width, self.pieces, each, read=[self.chunk]))]
+        started = [(self.plain, ProgramSizes(width, self.pieces, each, read=[self.chunk]))]
         if self.drafted is not None:
-            started.append((self.drafted, Sizes(width, self.pieces, drafted=each)))
+            started.append((self.drafted, ProgramSizes(width, self.pieces, drafted=each)))
         with ThreadPoolExecutor(len(started)) as together:
             list(together.map(lambda one: one[0].prepare(pool, rows, one[1]), started))
         return fitting

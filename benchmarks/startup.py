@@ -83,8 +83,8 @@ def many_layers() -> dict:
     from flax import nnx
 
     from mla_jax.base.config import Config
-    from mla_jax.decode.loop import Programs, Sizes
-    from mla_jax.decode.rows import ADMITTED, blank
+    from mla_jax.decode.loop import Programs, ProgramSizes
+    from mla_jax.decode.rows import ADMITTED, default_entries
     from mla_jax.model.dispatch import Dispatch
     from mla_jax.model.ops import Shapes
     from mla_jax.model.transformer import Transformer
@@ -115,7 +115,7 @@ def many_layers() -> dict:
     programs = Programs(nnx.merge(graph, jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, dtype), state)))
     pool, rows = programs.new(1, 8)
     at, table = np.zeros(1, np.int32), np.arange(8, dtype=np.int32)[None]
-    entry, tokens = blank(ADMITTED), np.zeros(16, np.int32)
+    entry, tokens = default_entries(ADMITTED), np.zeros(16, np.int32)
     entry = dataclasses.replace(entry, limit=entry.limit + 256)
     first = np.resize(np.int32([0, *[1] * (ADMITTED - 1)]), ADMITTED)  # the others are past the table
     start, cpu, compiler = time.perf_counter(), time.process_time(), Compiler(jax)
@@ -128,7 +128,7 @@ def many_layers() -> dict:
     }
     compiler.compiled.clear()
     start = time.perf_counter()
-    programs.prepare(pool, rows, Sizes(width=8, pieces=1, decode=[1], read=[16]))
+    programs.prepare(pool, rows, ProgramSizes(width=8, pieces=1, decode=[1], read=[16]))
     compiled = {"compile s": sum(compiler.compiled), "compile wall s": time.perf_counter() - start}
     start = time.perf_counter()
     pool, rows, _ = programs.prefill(

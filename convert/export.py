@@ -28,7 +28,7 @@ from mla_jax.weights.names import Origin, value_half
 from mla_jax.weights.orbax_chunks import BATCH
 from mla_jax.weights.orbax_store import refuse_foreign, writing
 from mla_jax.weights.plan import gib
-from mla_jax.weights.safetensors import DTYPES
+from mla_jax.weights.safetensors import STORED_DTYPES
 from mla_jax.weights.save import complete, write_tensors
 
 FILE = 4 << 30  # most bytes of weights in one file, except of a single larger parameter
@@ -244,7 +244,7 @@ def _read(checkpoint: Checkpoint, item: Item) -> tuple[list[tuple[str, np.ndarra
     unsound = sum(count for _, count in found)
     if len(item.names) > 1 and len(pieces) == 1:  # one tensor with all experts
         pieces = [tuple(part[x] for part in pieces[0]) for x in range(len(item.names))]
-    scales = np.dtype(DTYPES[checkpoint.source.scales])
+    scales = np.dtype(STORED_DTYPES[checkpoint.source.scales])
     tensors = []
     for name, parts in zip((*item.names, *item.copies), pieces * (1 + len(item.copies)), strict=True):
         tensors.append((name, parts[0]))
@@ -263,7 +263,7 @@ def _pieces(item: Item, checkpoint: Checkpoint, source: Origin) -> Iterator[tupl
         shape = (len(item.names), *shape)
     for piece in source.pieces:
         raw = tuple(cut(source)(part, checkpoint.config) for part in checkpoint.source.read(*piece))
-        parts = raw if stored == item.format else (plain(raw, stored, shape, DTYPES[item.format]),)
+        parts = raw if stored == item.format else (plain(raw, stored, shape, STORED_DTYPES[item.format]),)
         yield parts, unsound_in(raw, stored)
 
 
@@ -280,6 +280,6 @@ def _joined(item: Item, checkpoint: Checkpoint) -> tuple[Parts, int]:
         raw = checkpoint.source.read(source.names[0])
         unsound += unsound_in(raw, entry.format)
         halves.append(
-            source.part(plain(raw, entry.format, entry.shape, DTYPES[item.format]), checkpoint.config)
+            source.part(plain(raw, entry.format, entry.shape, STORED_DTYPES[item.format]), checkpoint.config)
         )
     return (np.concatenate(halves, axis=1).reshape(item.shape),), unsound

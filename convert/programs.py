@@ -31,12 +31,12 @@ from mla_jax.mesh.partition import Layout, refuse_uneven
 from mla_jax.model import ops
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights.load import Progress
-from mla_jax.weights.safetensors import DTYPES
+from mla_jax.weights.safetensors import STORED_DTYPES
 from mla_jax.weights.save import write_tensors
 
 CONTEXT = 4096  # tokens of a request, unless more are asked for
 FILE = 4 << 30  # bytes of weights in one file
-NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+NAMES = {np.dtype(dtype): name for name, dtype in STORED_DTYPES.items()}
 
 
 def export(

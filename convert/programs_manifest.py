@@ -73,5 +73,5 @@ def described(name: str, array: Any) -> dict[str, Any]:
 
 def _fill(name: str) -> dict[str, Any]:
     """The value of an entry's field that nobody sets."""
-    blank = names({"entry": rows.blank(1)})
+    blank = names({"entry": rows.default_entries(1)})
     return {"fill": blank[name].reshape(-1)[0].item()} if name in blank else {}

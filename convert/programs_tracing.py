@@ -159,7 +159,7 @@ def _calls(model: Transformer, wanted: Wanted, kept: list[str]) -> dict[str, Cal
 
 def _admitting() -> dict[str, Any]:
     """Arguments of `admit`."""
-    return {"at": _numbers(rows.ADMITTED), "entry": rows.blank(rows.ADMITTED)}
+    return {"at": _numbers(rows.ADMITTED), "entry": rows.default_entries(rows.ADMITTED)}
 
 
 def _reading(tokens: int, width: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from mla_jax.weights.fill import PLAIN_DTYPES
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.names import Origin, PartOf, Piece, first_half, second_half, unchanged
 from mla_jax.weights.quantize import quantize
-from mla_jax.weights.safetensors import DTYPES
+from mla_jax.weights.safetensors import STORED_DTYPES
 
 Parts = tuple[np.ndarray, ...]
 DTYPE_NAMES = {"keep": "", "bf16": "BF16", "f32": "F32", "int8": "int8"}
@@ -67,7 +67,9 @@ class Job:
 
 def nbytes(format: str, shape: tuple[int, ...]) -> int:
     return (
-        prod(shape) * np.dtype(DTYPES[format]).itemsize if format in DTYPES else qtensor.nbytes(format, shape)
+        prod(shape) * np.dtype(STORED_DTYPES[format]).itemsize
+        if format in STORED_DTYPES
+        else qtensor.nbytes(format, shape)
     )
 
 
@@ -179,7 +181,7 @@ def _rows(raw: Parts, start: int, end: int, block: int, rows: int) -> Parts:
 
 def _converted(raw: Parts, job: Job, shape: tuple[int, ...]) -> Parts:
     if job.format in PLAIN_DTYPES:
-        return (plain(raw, job.stored, shape, DTYPES[job.format]),)
+        return (plain(raw, job.stored, shape, STORED_DTYPES[job.format]),)
     values = plain(raw, job.stored, shape, np.float32)
     return tuple(np.asarray(part) for part in quantize(values, job.format).parts)
 

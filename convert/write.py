@@ -22,7 +22,7 @@ from mla_jax.engine.text import files_of
 from mla_jax.mesh.partition import Layout
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.orbax_store import NewTensor, Writer, writing
-from mla_jax.weights.safetensors import DTYPES
+from mla_jax.weights.safetensors import STORED_DTYPES
 
 Progress = Callable[[int, int, Job], None]
 
@@ -37,8 +37,8 @@ def writer(out: Path, metadata: dict[str, Any], plan: Plan) -> Writer:
 
     def shards(name: str, part: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         job = by_name[name]
-        if job.format in DTYPES:
-            own = layout.local_shape(job.axes, jax.ShapeDtypeStruct(job.shape, DTYPES[job.format]))
+        if job.format in STORED_DTYPES:
+            own = layout.local_shape(job.axes, jax.ShapeDtypeStruct(job.shape, STORED_DTYPES[job.format]))
         else:
             own = layout.local(job.axes, qtensor.abstract(job.format, job.shape)).parts[part].shape
         return tuple(n // m for n, m in zip(shape, own, strict=True))

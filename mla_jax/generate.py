@@ -28,7 +28,7 @@ MAX_PROMPT_BYTES = 64 << 20
 MAX_CONFIG_BYTES = 1 << 20
 DONE, ERROR, INTERRUPTED = 0, 1, 130
 # The settings by group, as in the help and in a configuration file
-GROUPS: dict[str, Any] = {
+COMMAND_GROUPS: dict[str, Any] = {
     "prompt": PromptOptions,
     "sampling": SamplingParams,
     **OPENING,
@@ -56,9 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
         return DONE
     try:
         if {"-h", "--help"} & set(arguments):
-            print(help_text(USAGE, GROUPS, asked_groups(arguments, GROUPS)))
+            print(help_text(USAGE, COMMAND_GROUPS, asked_groups(arguments, COMMAND_GROUPS)))
             return DONE
-        return run(parse(arguments))
+        return run_command(parse(arguments))
     except MlaJaxError as error:
         if "--debug" in arguments:
             raise
@@ -129,15 +129,15 @@ def from_toml(path: Path) -> Command:
 
 def _group(path: Path, name: str, values: Any) -> Any:
     """The settings of a group."""
-    if name not in GROUPS or not isinstance(values, dict):
-        raise BadRequest(f"{path} has no known group {printable(name)}", nearest(name, GROUPS))
-    known = names(GROUPS[name])
+    if name not in COMMAND_GROUPS or not isinstance(values, dict):
+        raise BadRequest(f"{path} has no known group {printable(name)}", nearest(name, COMMAND_GROUPS))
+    known = names(COMMAND_GROUPS[name])
     unknown = next((key for key in values if key not in known), None)
     if unknown is not None:
         found = f"{path} has no known setting {printable(unknown)} in [{name}]"
         raise BadRequest(found, nearest(unknown, known))
     try:
-        return GROUPS[name](**values)
+        return COMMAND_GROUPS[name](**values)
     except BadRequest as e:
         raise BadRequest(f"{path} has a value in [{name}] that cannot be used", *e.args[1:]) from e
 
@@ -155,7 +155,7 @@ def _read_toml(path: Path) -> dict:
             raise ValueError("it is nested too deeply") from None
 
 
-def run(command: Command) -> int:
+def run_command(command: Command) -> int:
     if command.output.doctor:
         from mla_jax.ui.doctor import doctor
 
@@ -165,7 +165,7 @@ def run(command: Command) -> int:
     if command.options.processes.several:
         text_alone_on_stdout()
     if command.options.processes.follows:
-        return follow(command)
+        return run_follower(command)
     needs_prompt = not (command.output.dry_run or command.prompt.chat or command.prompt.batch_file)
     return answer_with_model(command, read_prompt(command) if needs_prompt else None)
 
@@ -255,7 +255,7 @@ def reply(opened: "Opened", prompt: str | None, command: Command, console: "Cons
     return {"error": ERROR, "interrupted": INTERRUPTED}.get(reason, DONE)
 
 
-def follow(command: Command) -> int:
+def run_follower(command: Command) -> int:
     """Computes this process's part of the requests of process 0, until that ends."""
     from mla_jax.engine.llm import LLM
     from mla_jax.engine.opening.opened import open_model

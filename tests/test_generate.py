@@ -355,7 +355,7 @@ def test_an_interrupt_ends_with_130_and_no_traceback(monkeypatch, capsys):
     def interrupted(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mla_jax.generate.run", interrupted)
+    monkeypatch.setattr("mla_jax.generate.run_command", interrupted)
     assert main(["AB"]) == 130
     assert capsys.readouterr() == ("", "interrupted\n")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from mla_jax.base.axes import shown_mesh
 from mla_jax.base.config import Config
 from mla_jax.base.link_rates import PLANNED, Planned
-from mla_jax.mesh.cost import HELD, ROWS, MeshCost, about, meshes, packed, preferred
+from mla_jax.mesh.cost import HELD, PREDICTED_ROWS, MeshCost, about, meshes, packed, preferred
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "meshes.md"
 START, END = "<!-- what follows is printed by tools/mesh_table.py -->", "<!-- end of what is printed -->"
@@ -79,4 +79,6 @@ if __name__ == "__main__":
     if "--write" in sys.argv[1:]:
         PAGE.write_text(written(PAGE.read_text()))
     else:
-        print(f"Predicted for {ROWS} rows of each data shard that hold {HELD:,} tokens each.\n\n{table()}")
+        print(
+            f"Predicted for {PREDICTED_ROWS} rows of each data shard that hold {HELD:,} tokens each.\n\n{table()}"
+        )

@@ -42,7 +42,7 @@ SIZES_IF_GIVEN = ("q_lora_rank", "n_group", "topk_group", "n_shared_experts")
 SIZES_OF_EXPERTS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
-class Range(NamedTuple):
+class FieldRange(NamedTuple):
     """`holds` must be true of the value of each field in `names`."""
 
     names: tuple[str, ...]
@@ -51,15 +51,17 @@ class Range(NamedTuple):
 
 
 RANGES = (
-    Range(("qk_rope_head_dim",), lambda size: size % 2 == 0, "an even number"),
-    Range(("rms_norm_eps",), lambda eps: 0 < eps < 1, "a small positive number"),
-    Range(("routed_scaling_factor",), lambda factor: 0 < factor < 1e6, "a positive number"),
-    Range(("rope_theta",), lambda theta: 1 < theta < 1e15, "more than 1"),
+    FieldRange(("qk_rope_head_dim",), lambda size: size % 2 == 0, "an even number"),
+    FieldRange(("rms_norm_eps",), lambda eps: 0 < eps < 1, "a small positive number"),
+    FieldRange(("routed_scaling_factor",), lambda factor: 0 < factor < 1e6, "a positive number"),
+    FieldRange(("rope_theta",), lambda theta: 1 < theta < 1e15, "more than 1"),
 )
 ROPE_RANGES = (
-    Range(("factor", "beta_fast", "beta_slow"), lambda x: 0 < x < 1e6, "a positive number"),
-    Range(("mscale", "mscale_all_dim", "attention_factor"), lambda x: x is None or 0 <= x < 1e6, "0 or more"),
-    Range(
+    FieldRange(("factor", "beta_fast", "beta_slow"), lambda x: 0 < x < 1e6, "a positive number"),
+    FieldRange(
+        ("mscale", "mscale_all_dim", "attention_factor"), lambda x: x is None or 0 <= x < 1e6, "0 or more"
+    ),
+    FieldRange(
         ("original_max_position_embeddings",),
         lambda length: 0 < length <= LARGEST_OF["max_position_embeddings"],
         f"1 to {LARGEST_OF['max_position_embeddings']:,}",
@@ -129,7 +131,7 @@ def _rope(c: "Config") -> list[str]:
     return [] if c.rope_scaling is None else _broken(ROPE_RANGES, c.rope_scaling, "rope_scaling.")
 
 
-def _broken(rules: tuple[Range, ...], part: object, prefix: str) -> list[str]:
+def _broken(rules: tuple[FieldRange, ...], part: object, prefix: str) -> list[str]:
     values = [(name, getattr(part, name), rule) for rule in rules for name in rule.names]
     return [
         f"{prefix}{name} is {shown(value)}, expected {rule.expected}"

@@ -19,7 +19,10 @@ from typing import Any, NoReturn
 from mla_jax.base.errors import BadFile, BadRequest, MlaJaxError, printable
 
 MAX_DIGITS = 100  # of an integer: any that passes is also a finite float
-PIECES, PIECE = 256, 4096  # of a digest of large files: samples in all, and bytes of each
+FINGERPRINT_PIECES, FINGERPRINT_BYTES = (
+    256,
+    4096,
+)  # of a digest of large files: samples in all, and bytes of each
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -95,12 +98,12 @@ def sampled(paths: Sequence[Path]) -> str:
     for path in paths:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
-            last = max(size - PIECE, 0)
-            pieces = min(max(PIECES // len(paths), 2), size // PIECE + 1)
+            last = max(size - FINGERPRINT_BYTES, 0)
+            pieces = min(max(FINGERPRINT_PIECES // len(paths), 2), size // FINGERPRINT_BYTES + 1)
             digest.update(b"%d" % size)
             for i in range(pieces):
                 file.seek(last * i // max(pieces - 1, 1))
-                digest.update(file.read(PIECE))
+                digest.update(file.read(FINGERPRINT_BYTES))
     return digest.hexdigest()
 
 

@@ -23,7 +23,7 @@ from mla_jax.cache.paged import Pool, page_size
 from mla_jax.decode import evict_programs, page_copy, sharded_sampling
 from mla_jax.decode import rows as table
 from mla_jax.decode.evict_programs import Kept, Selection
-from mla_jax.decode.loop_state import Going, accepted, begun, counted, ended, forward, next_token
+from mla_jax.decode.loop_state import RunState, accepted, begun, counted, ended, forward, next_token
 from mla_jax.decode.outputs import Found, Likely
 from mla_jax.decode.packing import here, of_shards
 from mla_jax.decode.program_sharding import Spread
@@ -120,7 +120,7 @@ def run(
     Nothing is drafted here, but the `drafter` keeps its cache of the tokens."""
     asked, going = begun(pool, rows, at, page_table, steps)
 
-    def step(going: Going) -> Going:
+    def step(going: RunState) -> RunState:
         going, token, more = next_token(going, asked, sharded_sampling.row_logits(model, going.last))
         token, counts = token[:, None], more.astype(jnp.int32)
         batch = Batch.behind(going.held, going.position, counts, 1, page_table)
@@ -143,10 +143,10 @@ CONVERT_LATE = {
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 # With loops in the graph as well, a call returns before it is done (H100: a run with 8 rows after 2 of 66 ms, 256 tokens of a
 # prompt after 3 of 15), so that the next one can be sent ahead.
-GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+GRAPH_COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 # Options of the compiler, by platform: for every program, and for those with loops
 OPTIONS: dict[str, dict[str, str]] = {"cpu": CONVERT_LATE}
-LOOP_OPTIONS = {"cpu": CONVERT_LATE, "gpu": CONCURRENT | {"xla_gpu_enable_command_buffer": GRAPHS}}
+LOOP_OPTIONS = {"cpu": CONVERT_LATE, "gpu": CONCURRENT | {"xla_gpu_enable_command_buffer": GRAPH_COMMANDS}}
 
 
 def new(model: Transformer, rows: int, pages: int, text: int = 0, *, counts: bool) -> tuple[Pool, Rows]:
@@ -160,7 +160,7 @@ def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T W
     return across.gathered(model.unembed(model(tokens, Batch.dense(*tokens.shape))[0]), DATA)
 
 
-class Sizes(NamedTuple):
+class ProgramSizes(NamedTuple):
     """The shapes that programs are compiled for."""
 
     width: int  # pages of a row
@@ -230,7 +230,7 @@ class Programs:
         """How many programs there are."""
         return sum(program.count for program in self.all)
 
-    def prepare(self, pool: Pool, rows: Rows, sizes: Sizes) -> None:
+    def prepare(self, pool: Pool, rows: Rows, sizes: ProgramSizes) -> None:
         """Compiles the programs of these sizes concurrently, and returns once all are there: a GPU's compiler measures kernels,
         which must not run with a prompt."""
         with self.waits.record():
@@ -240,12 +240,12 @@ class Programs:
                 *self._between(pool, rows, sizes),
             ]
             texts = [] if rows.text is None else [_numbers(ADMITTED, rows.text.shape[1])]
-            entries = of_shards([table.blank(ADMITTED)] * self.spread.shards)
+            entries = of_shards([table.default_entries(ADMITTED)] * self.spread.shards)
             started.append(self.admit.start(rows, _numbers(ADMITTED), entries, *texts))
             for future in started:
                 future.result()
 
-    def _generating(self, pool: Pool, rows: Rows, sizes: Sizes) -> Iterator[Future]:
+    def _generating(self, pool: Pool, rows: Rows, sizes: ProgramSizes) -> Iterator[Future]:
         """Programs that decode, the largest first."""
         for n in sizes.decode:
             yield self.run.start(pool, rows, _numbers(n), self._tables(n, sizes.width), _numbers())
@@ -254,7 +254,7 @@ class Programs:
                 pool, rows, _numbers(n), self._tables(n, sizes.width), _numbers(), _numbers()
             )
 
-    def _reading(self, pool: Pool, rows: Rows, sizes: Sizes) -> Iterator[Future]:
+    def _reading(self, pool: Pool, rows: Rows, sizes: ProgramSizes) -> Iterator[Future]:
         """Programs that prefill."""
         pieces, tables = sizes.pieces, self._tables(sizes.pieces, sizes.width)
         lines: list[tuple[int, Any]] = [(tokens, None) for tokens in sizes.read]
@@ -265,7 +265,7 @@ class Programs:
                 pool, rows, _numbers(pieces), _numbers(tokens), _numbers(pieces), tables, after
             )
 
-    def _between(self, pool: Pool, rows: Rows, sizes: Sizes) -> Iterator[Future]:
+    def _between(self, pool: Pool, rows: Rows, sizes: ProgramSizes) -> Iterator[Future]:
         """Programs that change rows' pages."""
         width = sizes.width
         if n := sizes.evicted:

@@ -21,7 +21,7 @@ from mla_jax.mesh import across
 from mla_jax.model.transformer import Transformer
 
 
-class Asked(NamedTuple):
+class RunInputs(NamedTuple):
     """Inputs of a decode run that do not change between steps."""
 
     at: Int[Array, " B"]  # rows of the table; an index past it is none
@@ -31,7 +31,7 @@ class Asked(NamedTuple):
     scores: Bool[Array, ""]  # whether any row of any device tells log-probabilities
 
 
-class Going(NamedTuple):
+class RunState(NamedTuple):
     """The carry of a decode run's loop."""
 
     pool: Pool
@@ -49,42 +49,42 @@ class Going(NamedTuple):
     def position(self) -> Int[Array, " B"]:
         return self.is_open.position
 
-    def goes_on(self, asked: Asked) -> Bool[Array, ""]:
+    def goes_on(self, asked: RunInputs) -> Bool[Array, ""]:
         """Whether any row of any device may."""
         return across.any_of(self.is_active(asked).any())
 
-    def is_active(self, asked: Asked) -> Bool[Array, " B"]:
+    def is_active(self, asked: RunInputs) -> Bool[Array, " B"]:
         """The rows that may choose one more token in this run."""
         return ~self.is_open.done & (self.chosen.count < asked.steps)
 
 
 def begun(
     pool: Pool, rows: Rows, at: Int[Array, " B"], page_table: Table, steps: Int[Array, ""]
-) -> tuple[Asked, Going]:
+) -> tuple[RunInputs, RunState]:
     entry, is_open, last = table.taken(rows, at)
     is_open = dataclasses.replace(is_open, done=is_open.done | (at >= rows.seen.shape[0]))
     nothing = jax.tree.map(jnp.zeros_like, nothing_chosen(at.shape[0]))
     scores = across.any_of((entry.logprobs & ~is_open.done).any())
-    asked = Asked(at, entry, page_table, jnp.minimum(steps, STEPS), scores)
-    return asked, Going(pool, rows, is_open, last, *nothing)
+    asked = RunInputs(at, entry, page_table, jnp.minimum(steps, STEPS), scores)
+    return asked, RunState(pool, rows, is_open, last, *nothing)
 
 
-def ended(going: Going, asked: Asked) -> tuple[Pool, Rows, Found]:
+def ended(going: RunState, asked: RunInputs) -> tuple[Pool, Rows, Found]:
     chosen = going.chosen._replace(done=going.is_open.done, finite=going.is_open.finite)
     rows = table.returned(going.rows, asked.at, going.is_open, going.last)
     return going.pool, rows, Found(*across.gathered((pack(chosen, 1), pack(going.scored, 1)), DATA))
 
 
 def next_token(
-    going: Going, asked: Asked, logits: Float[Array, "b W"]
-) -> tuple[Going, Int[Array, " B"], Bool[Array, " B"]]:
+    going: RunState, asked: RunInputs, logits: Float[Array, "b W"]
+) -> tuple[RunState, Int[Array, " B"], Bool[Array, " B"]]:
     """One more token for every active row, sampled from this device's row shard of logits, and the rows that are to read it; ends
     the rows whose logits are not finite."""
     with jax.named_scope("choose"):
         token, fit = sharded_sampling.sample(
             logits, going.rows.seen, asked.at, going.position, asked.entry.sampling
         )
-        token = table.told_again(going.rows, asked.at, asked.entry, going.is_open, token)
+        token = table.replay_token(going.rows, asked.at, asked.entry, going.is_open, token)
     active = going.is_active(asked)
     going = accept_token(going, asked, token, active & fit, logits)
     failed = active & ~fit
@@ -95,8 +95,12 @@ def next_token(
 
 
 def accept_token(
-    going: Going, asked: Asked, token: Int[Array, " B"], takes: Bool[Array, " B"], logits: Float[Array, "b W"]
-) -> Going:
+    going: RunState,
+    asked: RunInputs,
+    token: Int[Array, " B"],
+    takes: Bool[Array, " B"],
+    logits: Float[Array, "b W"],
+) -> RunState:
     """With the token that each row `takes`, drawn from these logits; ends the rows that are full, or at an end token."""
     entry = asked.entry
     is_open = going.is_open
@@ -130,8 +134,8 @@ def _put(buffer: Array, slot: Int[Array, " B"], value: Array) -> Array:
 
 
 def forward(
-    model: Transformer, going: Going, asked: Asked, tokens: Int[Array, "B T"], counts: Int[Array, " B"]
-) -> tuple[Going, Float[Array, "B T D"]]:
+    model: Transformer, going: RunState, asked: RunInputs, tokens: Int[Array, "B T"], counts: Int[Array, " B"]
+) -> tuple[RunState, Float[Array, "B T D"]]:
     """Appends the first `counts` tokens to each row's cache; also returns their hidden states. `accepted` keeps some or all."""
     batch = Batch.behind(going.held, going.position, counts, tokens.shape[1], asked.page_table)
     hidden, pool, aux = model(tokens, batch, going.pool, collect=going.rows.load is not None)
@@ -140,7 +144,7 @@ def forward(
     return going._replace(pool=pool, rows=rows), hidden
 
 
-def accepted(going: Going, more: Bool[Array, " B"], hidden: Float[Array, "B D"]) -> Going:
+def accepted(going: RunState, more: Bool[Array, " B"], hidden: Float[Array, "B D"]) -> RunState:
     """With one more token held by the rows that have `more`, whose hidden state this is."""
     is_open = dataclasses.replace(going.is_open, held=going.held + more, position=going.position + more)
     return going._replace(is_open=is_open, last=jnp.where(more[:, None], hidden, going.last))

@@ -52,7 +52,7 @@ class Shared(NamedTuple):
         return cls(ThreadPoolExecutor(THREADS, thread_name_prefix="compile"), Waits(), store)
 
 
-class Key(NamedTuple):
+class ProgramKey(NamedTuple):
     """The key of a compiled program: values of static arguments by place or name, and structure and shapes of the others."""
 
     statics: tuple[tuple[str, Any], ...]
@@ -64,7 +64,7 @@ class Key(NamedTuple):
 class Call(NamedTuple):
     """Arguments of a call: the program's key, and the arrays."""
 
-    key: Key
+    key: ProgramKey
     donated: list[jax.Array]
     sent: list[jax.Array | np.ndarray]  # from the host
 
@@ -97,7 +97,7 @@ class Program:
         self.static = (*map(str, static_argnums), *static_argnames)
         self.donated = tuple(map(str, donate_argnums))
         self.compiler_options = (compiler_options or {}) | self.spread.compiler_options
-        self._built: dict[Key, Future[Built]] = {}
+        self._built: dict[ProgramKey, Future[Built]] = {}
 
     def __call__(self, *args, **kw):
         """The function's value. Arguments are static, or trees of arrays: donated ones on the device, others on the host."""
@@ -145,7 +145,7 @@ class Program:
         )
         of_one = [self._for_one(leaf) for leaf in sent]
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in (*donated, *of_one))
-        return Call(Key(statics, first, other, shapes), donated, sent)
+        return Call(ProgramKey(statics, first, other, shapes), donated, sent)
 
     def _for_one(self, leaf: Any) -> Any:
         """The shape of an array from the host, for one data shard."""
@@ -167,7 +167,7 @@ class Program:
         future.add_done_callback(lambda done: self._built.pop(key, None) if done.exception() else None)
         return future
 
-    def _file(self, key: Key, store: ProgramStore) -> str:
+    def _file(self, key: ProgramKey, store: ProgramStore) -> str:
         options = self.function.keywords, self.donated, self.compiler_options, self.precision
         return store.name(self.function.func.__name__, *map(repr, (key, *options)))
 

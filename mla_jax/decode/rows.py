@@ -61,7 +61,7 @@ class Rows:
     load: Int[Array, "moe X"] | None  # how often each expert of each layer was chosen, where that is counted
 
 
-def blank(rows: int) -> Entry:
+def default_entries(rows: int) -> Entry:
     """Default entries, used as padding."""
 
     def filled(value: float, dtype: Any, *shape: int) -> np.ndarray:
@@ -95,7 +95,7 @@ def fresh(held: Int[Either, " H"], limit: Int[Either, " H"]) -> Open:
     return Open(held, held, 0 * held, limit <= 0, held >= 0)
 
 
-ENTRY = blank(1)
+ENTRY = default_entries(1)
 OPEN = fresh(ENTRY.held, ENTRY.limit)
 
 
@@ -158,10 +158,10 @@ def newest(
     return tokens, Batch.behind(is_open.held - again, is_open.position - again, again, window, page_table)
 
 
-def told_again(
+def replay_token(
     rows: Rows, at: Int[Array, " B"], entry: Entry, is_open: Open, token: Int[Array, " B"]
 ) -> Int[Array, " B"]:
-    """The next token of the rows `at`: the one that they had before, or the `token` that is drawn."""
+    """The recorded token while a preempted request is replayed, else the sampled `token`."""
     if rows.text is None:
         return token
     return jnp.where(is_open.count < entry.again, rows.text.at[at, is_open.position].get(mode="clip"), token)

@@ -15,9 +15,18 @@ from jaxtyping import Array, Bool, Float, Int
 from mla_jax.base.batch import Batch, Table
 from mla_jax.cache.paged import Pool
 from mla_jax.decode import sharded_sampling
-from mla_jax.decode.loop_state import Asked, Going, accept_token, accepted, begun, ended, forward, next_token
+from mla_jax.decode.loop_state import (
+    RunInputs,
+    RunState,
+    accept_token,
+    accepted,
+    begun,
+    ended,
+    forward,
+    next_token,
+)
 from mla_jax.decode.outputs import Found
-from mla_jax.decode.rows import Rows, told_again
+from mla_jax.decode.rows import Rows, replay_token
 from mla_jax.mesh import across
 from mla_jax.model.transformer import Transformer
 
@@ -37,8 +46,8 @@ class Drafter:
     def propose(
         self,
         model: Transformer,
-        going: Going,
-        asked: Asked,
+        going: RunState,
+        asked: RunInputs,
         token: Int[Array, " B"],
         counts: Int[Array, " B"],
     ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
@@ -68,8 +77,8 @@ class Nobody(Drafter):
     def propose(
         self,
         model: Transformer,
-        going: Going,
-        asked: Asked,
+        going: RunState,
+        asked: RunInputs,
         token: Int[Array, " B"],
         counts: Int[Array, " B"],
     ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
@@ -95,8 +104,8 @@ class Mtp(Drafter):
     def propose(
         self,
         model: Transformer,
-        going: Going,
-        asked: Asked,
+        going: RunState,
+        asked: RunInputs,
         token: Int[Array, " B"],
         counts: Int[Array, " B"],
     ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
@@ -168,8 +177,8 @@ class Lookup(Drafter):
     def propose(
         self,
         model: Transformer,
-        going: Going,
-        asked: Asked,
+        going: RunState,
+        asked: RunInputs,
         token: Int[Array, " B"],
         counts: Int[Array, " B"],
     ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
@@ -211,7 +220,7 @@ def run_with_drafts(
     """As `loop.run`, with up to `drafts` guesses a pass. Each row gets exactly the tokens that it gets there."""
     asked, going = begun(pool, rows, at, page_table, steps)
 
-    def one_pass(carry: tuple[Going, Array]) -> tuple[Going, Array]:
+    def one_pass(carry: tuple[RunState, Array]) -> tuple[RunState, Array]:
         going, token, more = next_token(carry[0], asked, carry[1])
         room = jnp.minimum(asked.steps - going.chosen.count, asked.entry.limit - going.is_open.count - 1)
         counts = jnp.where(more, jnp.clip(room, 0, jnp.minimum(drafts, drafter.most)), -1)
@@ -232,8 +241,8 @@ class Guessed(NamedTuple):
 
 
 def _verified(
-    model: Transformer, going: Going, asked: Asked, drafter: Drafter, given: Guessed
-) -> tuple[Going, Float[Array, "b W"]]:
+    model: Transformer, going: RunState, asked: RunInputs, drafter: Drafter, given: Guessed
+) -> tuple[RunState, Float[Array, "b W"]]:
     """Runs the model over a token and its drafts, and accepts drafts; also returns the row shard of each last token's logits."""
     before, most = going, given.guesses.shape[1]
     tokens = jnp.concatenate([given.token[:, None], given.guesses], axis=1)
@@ -248,22 +257,26 @@ def _verified(
 
 
 def _checked(
-    going: Going, asked: Asked, given: Guessed, hidden: Float[Array, "B T D"], logits: Float[Array, "b T W"]
-) -> Going:
+    going: RunState,
+    asked: RunInputs,
+    given: Guessed,
+    hidden: Float[Array, "B T D"],
+    logits: Float[Array, "b T W"],
+) -> RunState:
     """Accepts the token that was read, then one draft after the other, as long as each equals the sampled token of its place."""
 
-    def is_unfinished(carry: tuple[Array, Going, Array]) -> Array:
+    def is_unfinished(carry: tuple[Array, RunState, Array]) -> Array:
         i, _, live = carry
         return across.any_of((live & (i < given.counts)).any())
 
-    def check(carry: tuple[Array, Going, Array]) -> tuple[Array, Going, Array]:
+    def check(carry: tuple[Array, RunState, Array]) -> tuple[Array, RunState, Array]:
         i, going, live = carry
         mine, guess = logits[:, i], given.guesses[:, i]
         asks = live & (i < given.counts)
         drawn, fit = sharded_sampling.sample(
             mine, going.rows.seen, asked.at, going.position, asked.entry.sampling
         )
-        drawn = told_again(going.rows, asked.at, asked.entry, going.is_open, drawn)
+        drawn = replay_token(going.rows, asked.at, asked.entry, going.is_open, drawn)
         right = asks & fit & stands(guess, drawn)
         going = accept_token(_tallied(going, i, asks, right), asked, drawn, right, mine)
         live = right & ~going.is_open.done
@@ -274,7 +287,7 @@ def _checked(
     return jax.lax.while_loop(is_unfinished, check, start)[1]
 
 
-def _tallied(going: Going, place: Array, asks: Bool[Array, " B"], right: Bool[Array, " B"]) -> Going:
+def _tallied(going: RunState, place: Array, asks: Bool[Array, " B"], right: Bool[Array, " B"]) -> RunState:
     chosen = going.chosen
     drafted = chosen.drafted.at[:, place].add(asks)
     stood = chosen.stood.at[:, place].add(right)

@@ -30,7 +30,7 @@ from mla_jax.hosts.channel import SILENCE
 from mla_jax.hosts.distributed import Processes
 from mla_jax.mesh.devices import Devices
 from mla_jax.weights.load import Checkpoint
-from mla_jax.weights.plan import Plan
+from mla_jax.weights.plan import MemoryPlan
 
 PACKAGES = ("jax", "jaxlib", "tokenizers")
 SAMPLED = 200  # files that are compared
@@ -208,7 +208,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else type(value).__name__
 
 
-def facts_of_model(checkpoint: Checkpoint, plan: Plan) -> dict[str, str]:
+def facts_of_model(checkpoint: Checkpoint, plan: MemoryPlan) -> dict[str, str]:
     """Facts of the model and the plan that all processes must have in common, by name."""
     source = checkpoint.source
     tensors = [(name, tensor.format, tensor.shape) for name, tensor in sorted(source.tensors.items())]

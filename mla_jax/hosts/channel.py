@@ -31,7 +31,7 @@ LONGEST_HELLO = 1 << 12  # bytes of the first one
 LOCAL = ("localhost", "127.0.0.1", "::1")
 EACH_HAS_A_PART = "each process has a part of the model, so all of them end; start all of them again"
 
-Message = dict[str, Any]
+ChannelMessage = dict[str, Any]
 Ended = Callable[[ProcessLost], None]
 
 
@@ -95,7 +95,7 @@ class Link:
         self.over.set()
         self._send({"failed": words}, patience=1)
 
-    def _send(self, message: Message, *, but: Peer | None = None, patience: float = -1) -> None:
+    def _send(self, message: ChannelMessage, *, but: Peer | None = None, patience: float = -1) -> None:
         data = json.dumps(message, separators=(",", ":")).encode()
         if len(data) > LONGEST:
             raise BadRequest(f"a request of {len(data):,} bytes is too long to be sent to other processes")

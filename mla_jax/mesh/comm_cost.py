@@ -19,20 +19,20 @@ ORDERING, ROUTING = 11, 100e-6
 
 
 @dataclasses.dataclass(frozen=True)
-class Messages:
+class Traffic:
     """Bytes that one device receives, and their seconds."""
 
     bytes: float = 0.0
     seconds: float = 0.0
 
-    def __add__(self, other: "Messages") -> "Messages":
-        return Messages(self.bytes + other.bytes, self.seconds + other.seconds)
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.bytes + other.bytes, self.seconds + other.seconds)
 
-    def __mul__(self, times: float) -> "Messages":
-        return Messages(self.bytes * times, self.seconds * times)
+    def __mul__(self, times: float) -> "Traffic":
+        return Traffic(self.bytes * times, self.seconds * times)
 
 
-NOTHING = Messages()
+NOTHING = Traffic()
 
 
 def along(sizes: Sizes, axes: Sequence[str]) -> int:
@@ -46,38 +46,38 @@ class Speech(NamedTuple):
     sizes: Sizes
     links: Links
 
-    def gathered(self, bytes: float, axes: Sequence[str]) -> Messages:
+    def gathered(self, bytes: float, axes: Sequence[str]) -> Traffic:
         """Each device gets what all others have."""
         others = along(self.sizes, axes) - 1
         return self._by_ring(others * bytes, axes)
 
-    def scattered(self, bytes: float, axes: Sequence[str]) -> Messages:
+    def scattered(self, bytes: float, axes: Sequence[str]) -> Traffic:
         """Each device gets the sum of its own part."""
         parts = along(self.sizes, axes)
         return self._by_ring((parts - 1) / parts * bytes, axes)
 
-    def total(self, bytes: float, axes: Sequence[str]) -> Messages:
+    def total(self, bytes: float, axes: Sequence[str]) -> Traffic:
         """Each device gets the whole sum: its own part is summed, then all are gathered."""
         parts = along(self.sizes, axes)
         return self._by_ring(2 * (parts - 1) / parts * bytes, axes)
 
-    def swapped(self, bytes: float, axes: Sequence[str]) -> Messages:
+    def swapped(self, bytes: float, axes: Sequence[str]) -> Traffic:
         """Each device gets a part of what every other has."""
         parts = along(self.sizes, axes)
         return self._received((parts - 1) / parts * bytes, axes, self.links.to_all, self.links.far)
 
-    def _by_ring(self, received: float, axes: Sequence[str]) -> Messages:
+    def _by_ring(self, received: float, axes: Sequence[str]) -> Traffic:
         """Bytes from other islands are passed on within the island, so that all its cards share the network."""
         return self._received(received, axes, self.links.ring, self.links.far * self._near(axes))
 
-    def _received(self, bytes: float, axes: Sequence[str], within: float, network: float) -> Messages:
+    def _received(self, bytes: float, axes: Sequence[str], within: float, network: float) -> Traffic:
         """Equally many bytes of each other device, at these rates within an island and from afar."""
         parts = along(self.sizes, axes)
         if parts == 1:
             return NOTHING
         far = bytes * (parts - self._near(axes)) / (parts - 1)
         seconds = self.links.latency + (bytes - far) / within + far / network
-        return Messages(bytes, seconds)
+        return Traffic(bytes, seconds)
 
     def _near(self, axes: Sequence[str]) -> int:
         """Devices along these axes that are on one island."""
@@ -86,7 +86,7 @@ class Speech(NamedTuple):
         return min(along(self.sizes, axes), max(self.links.island // between, 1))
 
 
-def _by_gathering(config: Config, speech: Speech, tokens: int, device: Device) -> Messages:
+def _by_gathering(config: Config, speech: Speech, tokens: int, device: Device) -> Traffic:
     """All shards' tokens to every device, and back to each shard the sums of its own, which all its devices get."""
     own = tokens * config.hidden_size * device.itemsize
     every = own * along(speech.sizes, (DATA,))
@@ -97,7 +97,7 @@ def _by_gathering(config: Config, speech: Speech, tokens: int, device: Device) -
     )
 
 
-def _by_all_to_all(config: Config, speech: Speech, tokens: int, device: Device) -> Messages:
+def _by_all_to_all(config: Config, speech: Speech, tokens: int, device: Device) -> Traffic:
     """A device's part of its shard's tokens to the devices that have their experts, once to each, and their sums back; before
     that, how many these are, and after it the parts of all devices of the shard."""
     devices, of_shard = along(speech.sizes, MESH_AXES), along(speech.sizes, (TENSOR, CONTEXT))
@@ -106,16 +106,16 @@ def _by_all_to_all(config: Config, speech: Speech, tokens: int, device: Device) 
     passed_by = (1 - 1 / devices) ** (config.num_experts_per_tok or 0)
     sent = one * devices * (1 - passed_by)
     there_and_back = speech.swapped(4 * devices, MESH_AXES) + speech.swapped(sent, MESH_AXES) * 2
-    ordered = Messages(seconds=ROUTING + ORDERING * devices * one / device.bandwidth)
+    ordered = Traffic(seconds=ROUTING + ORDERING * devices * one / device.bandwidth)
     return ordered + there_and_back + speech.gathered(one, (TENSOR, CONTEXT))
 
 
-EXCHANGES = {"gather": _by_gathering, "all_to_all": _by_all_to_all}
+EXCHANGE_COSTS = {"gather": _by_gathering, "all_to_all": _by_all_to_all}
 
 
-def exchange_messages(name: str, config: Config, sizes: Sizes, tokens: int, device: Device) -> Messages:
+def exchange_messages(name: str, config: Config, sizes: Sizes, tokens: int, device: Device) -> Traffic:
     """The messages of a layer's exchange of `tokens` tokens of each data shard."""
-    return EXCHANGES[name](config, Speech(sizes, links_of(device)), tokens, device)
+    return EXCHANGE_COSTS[name](config, Speech(sizes, links_of(device)), tokens, device)
 
 
 def pick_exchange(config: Config, sizes: Sizes, tokens: int, device: Device) -> str:
@@ -124,4 +124,6 @@ def pick_exchange(config: Config, sizes: Sizes, tokens: int, device: Device) -> 
     Equal for all devices of a mesh. Memory does not decide: an all-to-all reserves room for as many tokens as are gathered."""
     if not config.n_routed_experts:
         return "gather"
-    return min(EXCHANGES, key=lambda name: exchange_messages(name, config, sizes, tokens, device).seconds)
+    return min(
+        EXCHANGE_COSTS, key=lambda name: exchange_messages(name, config, sizes, tokens, device).seconds
+    )

@@ -14,7 +14,7 @@ from mla_jax.base.axes import CONTEXT, DATA, MESH_AXES, TENSOR
 from mla_jax.base.config import Config
 from mla_jax.base.link_rates import links_of
 from mla_jax.base.roofline import Device
-from mla_jax.mesh.comm_cost import NOTHING, Messages, Sizes, Speech, along, exchange_messages, pick_exchange
+from mla_jax.mesh.comm_cost import NOTHING, Sizes, Speech, Traffic, along, exchange_messages, pick_exchange
 
 GRAPHS = 1 << 30  # bytes that CUDA graphs and the workspaces of libraries take on a GPU
 SLOTS = 64  # of a page
@@ -22,23 +22,26 @@ WITH_KERNELS = ("NVIDIA H100", "NVIDIA H200", "TPU v5e", "TPU v5p", "TPU v6e")  
 # Of the FLOP/s of large matmuls, what prompts reach besides messages. On an H100 (benchmarks/meshes.py): 0.56 for V2-Lite, 0.49
 # and 0.45 on two devices along `data` and `tensor`, and 0.57 for V3's layers in FP8.
 READING = 0.6
-ROWS, HELD = 32, 4096  # rows of each data shard and the tokens that each holds, where nothing else is asked
+PREDICTED_ROWS, HELD = (
+    32,
+    4096,
+)  # rows of each data shard and the tokens that each holds, where nothing else is asked
 
 
-class Packed(NamedTuple):
+class PackedWeights(NamedTuple):
     """How a checkpoint packs its weights: bytes of one, with its share of scales, and the block of them that is not cut."""
 
     bytes: float
     block: tuple[int, int] = (1, 1)
 
 
-def packed(config: Config) -> Packed | None:
+def packed(config: Config) -> PackedWeights | None:
     """As the model is released: FP8, or None for unpacked numbers."""
     found = config.quantization_config
     if found is None:
         return None
     rows, columns = found.weight_block_size
-    return Packed(1 + 4 / (rows * columns), (rows, columns))
+    return PackedWeights(1 + 4 / (rows * columns), (rows, columns))
 
 
 class Weights(NamedTuple):
@@ -65,7 +68,7 @@ QUERY_BY_RANK = [
     Parameter(("q_rank",), False),
     Parameter(("heads*query", "q_rank")),
 ]
-ATTENTION = [  # besides the query, with the norms of its layer
+ATTENTION_WEIGHTS = [  # besides the query, with the norms of its layer
     Parameter(("latent", "model")),
     Parameter(("kv_rank",), False),
     Parameter(("heads", "nope", "kv_rank"), False),
@@ -75,7 +78,7 @@ ATTENTION = [  # besides the query, with the norms of its layer
     Parameter(("model",), False),
 ]
 ROUTER = [Parameter(("scores", "model"), False), Parameter(("scores",), False)]
-EXPERTS = [
+EXPERT_WEIGHTS = [
     Parameter(("experts", "expert_mlp", "model")),
     Parameter(("experts", "expert_mlp", "model")),
     Parameter(("experts", "model", "expert_mlp")),
@@ -110,7 +113,7 @@ class Predicted(NamedTuple):
 
     seconds: float
     tokens: float
-    messages: Messages
+    messages: Traffic
     exchange: str
     floor: float
 
@@ -129,7 +132,7 @@ class MeshCost:
     config: Config
     sizes: Sizes
     device: Device
-    packed: Packed | None = None
+    packed: PackedWeights | None = None
     latent: int | None = None
 
     def of(self, *names: str) -> int:
@@ -142,11 +145,11 @@ class MeshCost:
         config, moe = self.config, self.moe_layers
         query = QUERY if config.q_lora_rank is None else QUERY_BY_RANK
         kinds = {
-            "attention": (config.num_hidden_layers, query + ATTENTION),
+            "attention": (config.num_hidden_layers, query + ATTENTION_WEIGHTS),
             "dense": (config.num_hidden_layers - moe, _mlp("mlp")),
             "shared": (moe if config.n_shared_experts else 0, _mlp("shared_mlp")),
             "router": (moe, ROUTER),
-            "experts": (moe, EXPERTS),
+            "experts": (moe, EXPERT_WEIGHTS),
             "embedding": (0 if config.tie_word_embeddings else 1, VOCABULARY),
             "head": (1, VOCABULARY),
         }
@@ -169,7 +172,7 @@ class MeshCost:
     def _part(self, parameter: Parameter) -> Weights:
         """One device's part of a parameter, which is whole where it has no equal parts, or would be cut inside of a block."""
         words = parameter.words
-        how = self.packed if self.packed and parameter.packs else Packed(self.device.itemsize)
+        how = self.packed if self.packed and parameter.packs else PackedWeights(self.device.itemsize)
         blocks = (1, *how.block)[-len(words) :]  # rows and columns are the last axes
         numbers = 1
         for length, cut, block in zip(
@@ -193,7 +196,7 @@ class MeshCost:
     def _latent(self) -> int:
         return self.latent or roofline.held_bytes(self.config, "move_elided", self.device.itemsize)
 
-    def working_bytes(self, rows: int = ROWS) -> int:
+    def working_bytes(self, rows: int = PREDICTED_ROWS) -> int:
         """About the bytes of a pass besides weights and cache: exchanged tokens, activations of experts, logits."""
         config, tokens = self.config, max(self.chunk, rows)
         every = tokens * self.of(DATA)  # by either exchange there is room for all
@@ -210,12 +213,12 @@ class MeshCost:
         """New tokens of prompts that each data shard reads at a time."""
         return roofline.chunk(self.config, self.device, self.of(DATA) if self.config.n_routed_experts else 1)
 
-    def tokens(self, available: float, rows: int = ROWS) -> int:
+    def tokens(self, available: float, rows: int = PREDICTED_ROWS) -> int:
         """Tokens of cache of one data shard that fit in `available` bytes of each of its devices, in whole pages."""
         free = available - self.weight_bytes - self.working_bytes(rows)
         return max(int(free / self.token_bytes), 0) // SLOTS * SLOTS
 
-    def decode(self, rows: int = ROWS, held: int = HELD, every: int | None = None) -> Predicted:
+    def decode(self, rows: int = PREDICTED_ROWS, held: int = HELD, every: int | None = None) -> Predicted:
         """A step of `rows` rows of each data shard that hold `held` tokens each, or of `every` rows in all."""
         return self.predicted(Work("kernel_latents", rows, 1, held, every))
 
@@ -289,7 +292,7 @@ class MeshCost:
         """Tokens of each row that one device attends to."""
         return math.ceil(work.attended / self.of(CONTEXT))
 
-    def messages(self, tokens: int, unembedded: int, prefilled: int = 0) -> tuple[Messages, str]:
+    def messages(self, tokens: int, unembedded: int, prefilled: int = 0) -> tuple[Traffic, str]:
         """Messages to one device in a pass over `tokens` tokens of each data shard, and the chosen exchange.
 
         `prefilled` are the tokens that prompts attend to, whose latents can be gathered instead of merging what is attended."""
@@ -310,14 +313,14 @@ class MeshCost:
     def _speech(self) -> Speech:
         return Speech(self.sizes, links_of(self.device))
 
-    def _choosing(self, rows: int) -> Messages:
+    def _choosing(self, rows: int) -> Traffic:
         """Logits of some rows to each device along `tensor`, the tokens that these choose to all, and whether any row goes on."""
         speech, mine = self._speech, rows / self.of(TENSOR)
         logits = speech.swapped(4 * mine * self.config.vocab_size, (TENSOR,))
         chosen = speech.gathered(4 * mine, (TENSOR,)) + speech.gathered(mine, (TENSOR,))
         return logits + chosen + speech.total(4, MESH_AXES)
 
-    def _merging(self, tokens: int, prefilled: int) -> Messages:
+    def _merging(self, tokens: int, prefilled: int) -> Traffic:
         """A layer's messages between devices that share a row's pages: float32 sums over their tokens, with the largest score."""
         speech, sums = self._speech, 4 * tokens * self._of_device.num_attention_heads
         scores = speech.total(sums, (CONTEXT,))  # of which the largest is taken
@@ -349,9 +352,9 @@ def preferred(
     count: int,
     device: Device,
     available: float,
-    rows: int = ROWS,
+    rows: int = PREDICTED_ROWS,
     held: int = HELD,
-    how: Packed | None = None,
+    how: PackedWeights | None = None,
 ) -> MeshCost | None:
     """The first of `meshes` on which `rows` rows of each data shard fit with `held` tokens each; None if none does."""
     for sizes in meshes(config, count):

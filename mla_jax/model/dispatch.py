@@ -37,7 +37,7 @@ ALL_FORMS = mla.FORMS | KERNELS
 FORMS_OVER_FP8 = {name: fp8_latent.over(form) for name, form in ALL_FORMS.items() if name != "naive"}
 FORMS_OF = {"auto": ALL_FORMS, "fp8": FORMS_OVER_FP8}  # by the format of the cache
 # What may be asked for; "fused" is the kernel for the step's number of new tokens
-ATTENTION = ("auto", *mla.FORMS, "fused")
+ATTENTION_NAMES = ("auto", *mla.FORMS, "fused")
 
 
 class StepPlan(NamedTuple):
@@ -49,7 +49,7 @@ class StepPlan(NamedTuple):
     experts: ExpertPlan
     prepare: Callable[[Batch], Any] | None = None  # makes the same for one layer's batch
     watch: Watch | None = None  # what is asked of each layer's attention
-    retrieving: page_selection.Retrieving | None = None  # some of the pages, where that is asked for
+    retrieving: page_selection.PageSelection | None = None  # some of the pages, where that is asked for
 
     def of_layer(self, batch: Batch, number: Any) -> "StepPlan":
         """The plan for a layer that has dropped other tokens than the layers before."""
@@ -63,7 +63,7 @@ class StepPlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """`attention` is one of ATTENTION, `experts` a backend or "auto", `kv_cache` "auto" or "fp8" (latents in E4M3).
+    """`attention` is one of ATTENTION_NAMES, `experts` a backend or "auto", `kv_cache` "auto" or "fp8" (latents in E4M3).
 
     The last two are for layers whose experts the CPU holds: `defer` experts of each token are added one layer later while few
     tokens are new, and steps of at least `stream` tokens (0: none) copy the experts to the device. With a `retrieval` decode

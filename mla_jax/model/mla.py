@@ -24,7 +24,7 @@ from mla_jax.model import block_attention, rope
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.block_attention import Cached, StepCache
 from mla_jax.model.ops import contracted, linear, norm_weight, parameter, plain, rms_norm
-from mla_jax.model.page_selection import Retrieving
+from mla_jax.model.page_selection import PageSelection
 
 Queries = tuple[Float[Array, "B T N P"], Float[Array, "B T N E"]]
 Up = tuple[Float[Array, "N P R"], Float[Array, "N V R"]]
@@ -140,7 +140,7 @@ class MLA(nnx.Module):
         form: Form,
         step: Any,
         turns: rope.Turns,
-        retrieving: Retrieving | None = None,
+        retrieving: PageSelection | None = None,
     ) -> tuple[Float[Array, "B T D"], Layer | None]:
         """Attends to the new tokens and, where `layer` is given, to those cached before; returns the layer with both.
 

@@ -51,7 +51,7 @@ def _first_tokens(rows: StepRows) -> Int[Array, " R"]:
     return row * rows.slots.shape[1] if rows.row is None else (rows.row < row[:, None]).sum(1)
 
 
-class Retrieving(NamedTuple):
+class PageSelection(NamedTuple):
     """The retrieval plan of one step, shared by its layers."""
 
     retrieval: Retrieval
@@ -119,12 +119,12 @@ class Retrieving(NamedTuple):
         return Batch(positions, mask, seq_lens.reshape(-1) - gone, table, index - gone[:, None])
 
 
-def of_step(retrieval: Retrieval, batch: Batch, size: int, prepare: Callable[[Batch], Any]) -> Retrieving:
+def of_step(retrieval: Retrieval, batch: Batch, size: int, prepare: Callable[[Batch], Any]) -> PageSelection:
     """A token that is decoded chooses pages, and so do drafts behind it, where a row may have more than are read; a prompt's
     tokens attend to everything."""
     pages = retrieval.pages(size)
     decodes = batch.row is None and batch.mask.shape[1] <= 1 + MOST_DRAFTS and batch.width > pages
-    return Retrieving(
+    return PageSelection(
         retrieval, batch, written(paged.rows_of(batch, size), size), pages if decodes else None, prepare
     )
 

@@ -7,7 +7,7 @@ from mla_jax.base.config import Config
 from mla_jax.base.roofline import Device
 from mla_jax.offload.cost import HostRates, OnHost, decode_seconds, host_seconds, prefill_seconds
 
-ROWS = 1, 8  # sequences that steps are predicted for, in addition to the batch that is planned for
+FORECAST_ROWS = 1, 8  # sequences that steps are predicted for, in addition to the batch that is planned for
 
 
 class Step(NamedTuple):
@@ -69,7 +69,7 @@ def with_host(
 
 
 def _rows(batch: int) -> list[int]:
-    return sorted({*ROWS, batch})
+    return sorted({*FORECAST_ROWS, batch})
 
 
 def _said(rates: HostRates) -> list[str]:

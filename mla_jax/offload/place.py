@@ -128,7 +128,7 @@ def place(wanted: ExpertOptions, figures: Figures, rates_of: Callable[[str, str]
     """Decides, and measures the host with `rates_of` where some layers go there. Experts leave the device from the last layer on.
 
     Raises BadRequest, Unsupported, or DoesNotFit if the host has too little memory."""
-    check(wanted, figures)
+    refuse_unplaceable(wanted, figures)
     routing = (
         None if wanted.routing_stats is None else Routing.open(Path(wanted.routing_stats), figures.config)
     )
@@ -220,7 +220,7 @@ def best_split(found: Iterable[Split], seconds: Callable[[Split], float]) -> Spl
     return best
 
 
-def check(wanted: ExpertOptions, figures: Figures) -> None:
+def refuse_unplaceable(wanted: ExpertOptions, figures: Figures) -> None:
     """Raises BadRequest for options that this model cannot have."""
     config, layers = figures.config, len(figures.layers)
     chosen, experts = config.num_experts_per_tok or 1, layers * (config.n_routed_experts or 0)

@@ -36,12 +36,12 @@ from mla_jax.ui.interrupt import noticed_interrupts
 MAX_LINE = 64 << 20  # bytes
 MAX_ID = 1000  # characters
 MAX_BEGINNING = 8 * MAX_ID  # bytes of an answer's id and digest
-PIECE = 1 << 20  # bytes that are read at a time of a line that is skipped
+SKIPPED = 1 << 20  # bytes that are read at a time of a line that is skipped
 # Threads that make requests of lines: for each conversation a process renders a template
-THREADS = min(8, os.cpu_count() or 1)
+TEXT_THREADS = min(8, os.cpu_count() or 1)
 ENVELOPE = ("custom_id", "method", "url", "body")  # of a line for OpenAI's batches
 URLS = ("/v1/chat/completions", "/v1/completions")
-DONE, NOT_FINITE, BAD_LINES, INTERRUPTED = 0, 1, 2, 130
+ALL_DONE, NOT_FINITE, BAD_LINES, CUT_SHORT = 0, 1, 2, 130
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
@@ -94,11 +94,11 @@ def answer_file(
 ) -> int:
     """Answers the lines of `prompts` into `out`, or to stdout, that are not answered yet. Returns the exit code."""
     with _input(prompts) as file, Answers(None if out is None else str(out)) as answers:
-        lines = answers.skip(read(file, _settings(opened, sampling)), prompts)
+        lines = answers.skip(batch_lines(file, _settings(opened, sampling)), prompts)
         first = next(lines, None)
         if first is None:
             console.note(f"nothing to do: {_lines(answers.count)} answered")
-            return BAD_LINES if answers.refused else DONE
+            return BAD_LINES if answers.refused else ALL_DONE
         llm = LLM(opened, progress=console.loading)
         console.note(*(f"note: {note}" for note in llm.notes))
         total = None if prompts == "-" else _count(prompts)
@@ -121,7 +121,7 @@ class Run:
 
     def answer(self, lines: Iterator[Line]) -> int:
         """Answers them all, or as many as come before Ctrl-C."""
-        threads = ThreadPoolExecutor(THREADS)
+        threads = ThreadPoolExecutor(TEXT_THREADS)
         try:
             with (
                 self.bar,
@@ -134,11 +134,11 @@ class Run:
                     self._write(self.served.popleft(), outputs)
         except KeyboardInterrupt:
             self._say("interrupted: ")
-            return INTERRUPTED
+            return CUT_SHORT
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
         self._say("")
-        return BAD_LINES if self.answers.refused else NOT_FINITE if self.not_finite else DONE
+        return BAD_LINES if self.answers.refused else NOT_FINITE if self.not_finite else ALL_DONE
 
     def _outputs(self, lines: Iterator[Line], threads: ThreadPoolExecutor):
         checked = ahead(lambda line: line.checked(self.llm.inputs, self.sampling), lines, threads)
@@ -238,7 +238,7 @@ class Answers:
         )
 
 
-def read(file: BinaryIO, settings: bytes = b"") -> Iterator[Line]:
+def batch_lines(file: BinaryIO, settings: bytes = b"") -> Iterator[Line]:
     """The lines of a file, read."""
     return (Line.of(number, data, settings) for number, data in numbered(file))
 
@@ -261,7 +261,7 @@ def ahead(make: Callable[[Item], Made], items: Iterable[Item], threads: ThreadPo
     waiting: deque[Future[Made]] = deque()
     for item in items:
         waiting.append(threads.submit(make, item))
-        if len(waiting) > 2 * THREADS:
+        if len(waiting) > 2 * TEXT_THREADS:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
@@ -360,7 +360,7 @@ def _count(path: str) -> int | None:
 
 def _skip_line(file: BinaryIO) -> bool:
     """Reads on to the end of a line; whether it has one."""
-    return any(piece.endswith(b"\n") for piece in iter(lambda: file.readline(PIECE), b""))
+    return any(piece.endswith(b"\n") for piece in iter(lambda: file.readline(SKIPPED), b""))
 
 
 def _begins(found: bytes, beginning: bytes, behind_others: bool) -> bool:

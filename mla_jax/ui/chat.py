@@ -16,9 +16,9 @@ from mla_jax.engine.inputs import DEFAULT_MAX_TOKENS
 from mla_jax.engine.llm import LLM
 from mla_jax.ui.console import Console, answer
 
-MAX_LINE = 16 << 20  # bytes of one message
+MAX_MESSAGE = 16 << 20  # bytes of one message
 MAX_FILE = 64 << 20  # bytes of a saved conversation
-PROMPT = "> "
+PROMPT_SIGN = "> "
 FULL = "/drop forgets the oldest turn, /clear all of them"
 
 
@@ -171,20 +171,20 @@ class Chat:
         self.open = False
 
 
-class Command(NamedTuple):
+class ChatCommand(NamedTuple):
     argument: str
     help: str
     action: Callable[[Chat, str], None]
 
 
 COMMANDS = {
-    "help": Command("", "list the commands", Chat.help),
-    "clear": Command("", "forget all turns; the system prompt stays", Chat.clear),
-    "drop": Command("[N]", "forget the oldest turn, or the N oldest", Chat.drop),
-    "system": Command("[TEXT]", "show or set the system prompt", Chat.system),
-    "save": Command("FILE", "write the conversation as JSON", Chat.save),
-    "load": Command("FILE", "continue a saved conversation", Chat.load),
-    "exit": Command("", "end, as Ctrl-D does", Chat.exit),
+    "help": ChatCommand("", "list the commands", Chat.help),
+    "clear": ChatCommand("", "forget all turns; the system prompt stays", Chat.clear),
+    "drop": ChatCommand("[N]", "forget the oldest turn, or the N oldest", Chat.drop),
+    "system": ChatCommand("[TEXT]", "show or set the system prompt", Chat.system),
+    "save": ChatCommand("FILE", "write the conversation as JSON", Chat.save),
+    "load": ChatCommand("FILE", "continue a saved conversation", Chat.load),
+    "exit": ChatCommand("", "end, as Ctrl-D does", Chat.exit),
 }
 
 
@@ -205,25 +205,25 @@ def line_reader() -> Callable[[], str]:
     keys = KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))  # Alt-Enter
     session: PromptSession[str] = PromptSession(output=create_output(stdout=sys.stderr), key_bindings=keys)
-    return lambda: session.prompt(PROMPT)
+    return lambda: session.prompt(PROMPT_SIGN)
 
 
 def plain_line() -> str:
     """One line of stdin, without editing."""
     terminal = sys.stdin.isatty()
     if terminal:
-        print(PROMPT, end="", file=sys.stderr, flush=True)
+        print(PROMPT_SIGN, end="", file=sys.stderr, flush=True)
     try:
-        data = sys.stdin.buffer.readline(MAX_LINE + 1)
+        data = sys.stdin.buffer.readline(MAX_MESSAGE + 1)
     except KeyboardInterrupt:
         if terminal:
             print(file=sys.stderr, flush=True)
         raise
     if not data:
         raise EOFError
-    if len(data) > MAX_LINE:
+    if len(data) > MAX_MESSAGE:
         raise BadRequest(
-            "the message is too long", f"the limit is {MAX_LINE:,} bytes; the rest of the line follows"
+            "the message is too long", f"the limit is {MAX_MESSAGE:,} bytes; the rest of the line follows"
         )
     try:
         return data.decode("utf-8").rstrip("\r\n")

@@ -13,7 +13,13 @@ from collections.abc import Mapping, Sequence
 from mla_jax.base.errors import BadRequest, printable
 from mla_jax.base.names import nearest
 
-FIRST = ("prompt", "model", "sampling", "memory", "output")  # groups that come first; without a group, alone
+FIRST_GROUPS = (
+    "prompt",
+    "model",
+    "sampling",
+    "memory",
+    "output",
+)  # groups that come first; without a group, alone
 ALL = "all"
 EXAMPLES = """\
 examples:
@@ -37,12 +43,14 @@ def asked_groups(arguments: Sequence[str], groups: Mapping[str, type]) -> list[s
 
 
 def help_text(usage: str, groups: Mapping[str, type], asked: Sequence[str] = ()) -> str:
-    """`usage`, then the flags of the groups that are `asked` for; without any, of FIRST, then titles of the others."""
-    ordered = dict.fromkeys([*FIRST, *groups])
-    flags = "\n".join(_group(name, groups[name]) for name in ordered if name in (asked or FIRST))
+    """`usage`, then the flags of the groups that are `asked` for; without any, of FIRST_GROUPS, then titles of the others."""
+    ordered = dict.fromkeys([*FIRST_GROUPS, *groups])
+    flags = "\n".join(_group(name, groups[name]) for name in ordered if name in (asked or FIRST_GROUPS))
     if asked:
         return f"usage: {usage}\n\n{flags}"
-    others = [f"  {name:<12}{_title(options)}" for name, options in groups.items() if name not in FIRST]
+    others = [
+        f"  {name:<12}{_title(options)}" for name, options in groups.items() if name not in FIRST_GROUPS
+    ]
     more = "\n".join([f"more flags: --help GROUP, or --help {ALL}", *others])
     return f"usage: {usage}\n\n{flags}\n{more}\n\n{EXAMPLES}"
 

@@ -17,7 +17,7 @@ from mla_jax.base.errors import BadFile, Unsupported, printable
 from mla_jax.base.files import read_json
 from mla_jax.base.qtensor import Shape
 from mla_jax.weights.boxes import Box, box_shape
-from mla_jax.weights.safetensors import DTYPES
+from mla_jax.weights.safetensors import STORED_DTYPES
 
 KIND, VERSION = "mla-jax weights", 1
 MANIFEST, MAX_MANIFEST = "manifest.json", 64 << 20
@@ -85,8 +85,8 @@ def part_specs(name: str, format: str, shape: Shape) -> list[tuple[str, Shape]]:
         raise BadFile(f"{printable(name)} cannot name a tensor", "expected at most 200 of A-Z a-z 0-9 _ . -")
     if not all(shape):  # Orbax refuses them too
         raise Unsupported(f"{name} has the shape {list(shape)}", "an empty tensor cannot be stored")
-    if format in DTYPES:
-        return [(np.dtype(DTYPES[format]).name, shape)]
+    if format in STORED_DTYPES:
+        return [(np.dtype(STORED_DTYPES[format]).name, shape)]
     return [(np.dtype(part.dtype).name, part.shape) for part in qtensor.abstract(format, shape).parts]
 
 

@@ -55,7 +55,7 @@ from mla_jax.weights.orbax_manifest import (
     part_specs,
     read_manifest,
 )
-from mla_jax.weights.safetensors import DTYPES
+from mla_jax.weights.safetensors import STORED_DTYPES
 
 COPY_BYTES = 3 * MAX_CHUNK  # bytes that Orbax may hold in copies
 NOISE = (
@@ -211,7 +211,7 @@ class Store:
             raise IndexError(f"{name} has the shape {entry.shape}, and no entry {index}")
         if box is not None:
             box = box if index is None else ((index, index + 1), *box)
-            asked = [box] if entry.format in DTYPES else boxes.of_parts(entry.format, entry.shape, box)
+            asked = [box] if entry.format in STORED_DTYPES else boxes.of_parts(entry.format, entry.shape, box)
         elif index is not None:
             asked = [((index, index + 1), *part[1:]) for part in asked]
         filled = self._filled(name, [{each} for each in asked])

@@ -6,7 +6,7 @@ from mla_jax.base.options import ExpertOptions
 from mla_jax.base.qtensor import QTensor
 from mla_jax.offload.place import Figures, Placement
 from mla_jax.weights.load import Checkpoint
-from mla_jax.weights.plan import plan
+from mla_jax.weights.plan import memory_plan
 
 DEFAULT_CONTEXT = (
     8192  # tokens per sequence whose cache pushes experts off the device, if the user gives no context
@@ -19,7 +19,7 @@ def figures(
 ) -> Figures:
     """For `batch` sequences of `context` tokens."""
     config, longest = checkpoint.config, checkpoint.config.max_position_embeddings
-    everything = plan(checkpoint, context or min(DEFAULT_CONTEXT, longest), batch)
+    everything = memory_plan(checkpoint, context or min(DEFAULT_CONTEXT, longest), batch)
     prompt = min(roofline.STREAMED, longest)
     models = (checkpoint.model(Placement(stream=stream)) for stream in (0, 1))
     chunks = (model.dispatch.chunk(model) for model in models)

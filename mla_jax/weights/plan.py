@@ -31,7 +31,7 @@ CPU_TOKENS = 16_384
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """Bytes on the device, for `batch` sequences of `context` tokens each, and the pool that is made.
 
     On a mesh these are bytes of one of its devices. Sequences are shared by the data shards: rows and tokens are those of one."""
@@ -128,7 +128,7 @@ class Plan:
             raise DoesNotFit(f"pages of {gib(self.host_cache)} do not fit the host's memory", *self.lines())
 
 
-def plan(
+def memory_plan(
     checkpoint: Checkpoint,
     context: int | None = None,
     batch: int = 1,
@@ -137,7 +137,7 @@ def plan(
     drafts: int = 0,
     keeps_text: bool = False,
     host_cache: float = 0.0,
-) -> Plan:
+) -> MemoryPlan:
     """The plan for `batch` sequences of `context` tokens, by default as long as the model allows and as fits.
 
     The pool has `cache_tokens` tokens; by default, on a GPU, as many as fit and as all rows can use. A pass reads up to `drafts`
@@ -163,7 +163,7 @@ def plan(
     chosen = context or max(1, min(longest, _usual_context(most, batch_here, asked, on_cpu)))
     tokens = pages_for(asked) * PAGE if asked else _pool_tokens(chosen, batch_here, fitting, on_cpu)
     on_host = layout.devices * (weights + tokens // PAGE * page + temporary) if on_cpu else host
-    return Plan(
+    return MemoryPlan(
         weights=weights,
         host=host,
         cache=pages_for(chosen) * batch_here * page,

@@ -32,7 +32,7 @@ MAX_FILE_NAME = 255  # bytes; the limit of file systems
 # In bytes: a longer header that the library refuses is not parsed again for a better message
 LONG_HEADER = 8 << 20
 
-DTYPES = {
+STORED_DTYPES = {
     "F64": np.float64,
     "F32": np.float32,
     "F16": np.float16,
@@ -80,7 +80,7 @@ class TensorFiles:
         Reads no other bytes. Raises BadFile if the file was truncated or rewritten since its header was read."""
         tensor = self.tensors[name] if index is None else _entry_of(self.tensors[name], index)
         box = box or boxes.whole_box(tensor.shape)
-        dtype = np.dtype(DTYPES[tensor.dtype])
+        dtype = np.dtype(STORED_DTYPES[tensor.dtype])
         shape = boxes.box_shape(box)
         out = np.empty(prod(shape) * dtype.itemsize, np.uint8)
         length, starts = boxes.runs(tensor.shape, box)
@@ -260,7 +260,7 @@ def _span(file: Path, name: str, entry: object, start: int, stamp: tuple[int, ..
         )
     dtype, shape, offsets = _fields(where, entry)
     size = offsets[1] - offsets[0]
-    needed = prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+    needed = prod(shape) * np.dtype(STORED_DTYPES[dtype]).itemsize
     if size != needed:
         found = f"{dtype} of shape {shape} takes {needed:,}, its offsets span {size:,}"
         raise BadFile(f"{where} has the wrong number of bytes", found)
@@ -278,8 +278,8 @@ def _fields(where: str, entry: object) -> tuple[str, list[int], list[int]]:
     if len(offsets) != 2 or len(shape) > MAX_DIMENSIONS:
         found = f"found shape {printable(str(shape))}, offsets {printable(str(offsets))}"
         raise BadFile(f"{where} has an impossible shape or offset", found)
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise Unsupported(f"{where} has dtype {printable(str(dtype))}", "known: " + ", ".join(DTYPES))
+    if not isinstance(dtype, str) or dtype not in STORED_DTYPES:
+        raise Unsupported(f"{where} has dtype {printable(str(dtype))}", "known: " + ", ".join(STORED_DTYPES))
     return dtype, shape, offsets
 
 

@@ -21,7 +21,7 @@ from mla_jax.model.ops import plain
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights.hf_names import HF, LINEAR, SCALE
 from mla_jax.weights.quantize import fp8_blocks
-from mla_jax.weights.safetensors import DTYPES
+from mla_jax.weights.safetensors import STORED_DTYPES
 
 
 def save(model: Transformer, folder: str | Path, *, dtype: str = "bfloat16", fp8: bool = False) -> None:
@@ -75,7 +75,7 @@ def write_tensors(
         file.write(len(header).to_bytes(8, "little") + header)
         for name, tensor in tensors:
             dtype, shape = specs[name]
-            assert (tensor.dtype, tensor.shape) == (DTYPES[dtype], shape), name
+            assert (tensor.dtype, tensor.shape) == (STORED_DTYPES[dtype], shape), name
             file.seek(8 + len(header) + offsets[name])
             _write_all(file, tensor)
             missing.remove(name)
@@ -84,7 +84,7 @@ def write_tensors(
 
 def _layout(specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
     """The header of a safetensors file, and each tensor's offset behind it."""
-    sizes = {name: np.dtype(DTYPES[dtype]).itemsize for name, (dtype, _) in specs.items()}
+    sizes = {name: np.dtype(STORED_DTYPES[dtype]).itemsize for name, (dtype, _) in specs.items()}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
     for name in sorted(specs, key=lambda name: (-sizes[name], name)):

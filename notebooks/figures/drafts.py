@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from figures.drawing import ABOVE_BESIDE, COLORS, INK, finished, new_axes, powers_of_two, title
-from mla_jax.engine.core.drafting import HELD, Drafting
+from mla_jax.engine.core.drafting import ASSUMED_HELD, Drafting
 from mla_jax.engine.core.stats import EngineStats
 
 GROUP = 0.8  # width of the bars of one place
@@ -37,7 +37,9 @@ def acceptance(stats: Mapping[str, EngineStats]) -> Figure:
     return finished(plot)
 
 
-def expected_gain(drafting: Mapping[str, Drafting], shares: Sequence[float], held: int = HELD, octaves: int = 8) -> Figure:
+def expected_gain(
+    drafting: Mapping[str, Drafting], shares: Sequence[float], held: int = ASSUMED_HELD, octaves: int = 8
+) -> Figure:
     """How many times as fast as plain decoding the cost model expects drafts to be, by rows, with the number of guesses it takes.
 
     A line for each of the named models; `shares` are how often guesses in each place stand. A marker says how many guesses a pass

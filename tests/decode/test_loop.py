@@ -12,7 +12,7 @@ from models import FAMILIES, tensors, write
 from mla_jax.base.options import MAX_ENDS
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.outputs import STEPS, Chosen, largest_tokens
-from mla_jax.decode.rows import ADMITTED, Rows, blank, taken
+from mla_jax.decode.rows import ADMITTED, Rows, default_entries, taken
 from mla_jax.decode.sampling import OUTPUT, PROMPT
 from mla_jax.weights.load import load
 
@@ -48,7 +48,7 @@ class Served:
     def __post_init__(self):
         self.table = np.random.default_rng(0).permutation(ROWS * PAGES).reshape(ROWS, PAGES).astype(np.int32)
         self.pool, self.rows = self.programs.new(HEIGHT, ROWS * PAGES)
-        entry = blank(ADMITTED)
+        entry = default_entries(ADMITTED)
 
         def column(values: tuple, dtype: type) -> np.ndarray:
             return np.array([*values, *[0] * (ADMITTED - ROWS)], dtype)
@@ -225,7 +225,7 @@ def test_a_row_that_is_admitted_again_knows_nothing_of_the_one_before(programs):
     served.run(6)
     fresh = Served(programs)
     everyone = np.arange(ADMITTED, dtype=np.int32)
-    rows: Rows = programs.admit(served.rows, everyone, blank(ADMITTED))
+    rows: Rows = programs.admit(served.rows, everyone, default_entries(ADMITTED))
     _, is_open, _ = taken(rows, jnp.asarray(everyone))
     assert not np.asarray(rows.seen).any()
     assert not np.asarray(is_open.count).any()

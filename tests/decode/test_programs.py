@@ -13,9 +13,9 @@ import pytest
 from models import FAMILIES, tensors, write
 
 from mla_jax.decode import store
-from mla_jax.decode.loop import Programs, Sizes
+from mla_jax.decode.loop import Programs, ProgramSizes
 from mla_jax.decode.programs import Program, Waits
-from mla_jax.decode.rows import ADMITTED, blank
+from mla_jax.decode.rows import ADMITTED, default_entries
 from mla_jax.engine.core.stats import between
 from mla_jax.model.ops import load_runtime
 from mla_jax.weights.load import load
@@ -73,8 +73,8 @@ AT, TABLE = np.zeros(1, np.int32), np.arange(2, dtype=np.int32)[None]
 def generated(programs: Programs) -> np.ndarray:
     """One row's sampled continuation of 16 tokens."""
     pool, rows = programs.new(1, 2)
-    programs.prepare(pool, rows, Sizes(width=2, pieces=1, decode=[1], read=[16]))
-    entry = blank(ADMITTED)
+    programs.prepare(pool, rows, ProgramSizes(width=2, pieces=1, decode=[1], read=[16]))
+    entry = default_entries(ADMITTED)
     ones = np.ones(ADMITTED, np.int32)
     warm = dataclasses.replace(entry.sampling, temperature=np.ones(ADMITTED, np.float32))
     entry = dataclasses.replace(entry, prompt=16 * ones, limit=20 * ones, sampling=warm)

@@ -13,7 +13,7 @@ from models import FAMILIES, tensors, write
 from mla_jax.base.options import MAX_ENDS, MOST_DRAFTS
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.outputs import STEPS, Chosen
-from mla_jax.decode.rows import ADMITTED, blank, taken
+from mla_jax.decode.rows import ADMITTED, default_entries, taken
 from mla_jax.decode.speculative import NOBODY, Drafter, Lookup, Mtp
 from mla_jax.weights.load import load
 
@@ -61,7 +61,7 @@ class Served:
         self.programs = programs
         self.table = np.random.default_rng(0).permutation(ROWS * PAGES).reshape(ROWS, PAGES).astype(np.int32)
         self.pool, self.rows = programs.new(HEIGHT, ROWS * PAGES, CONTEXT)
-        entry, texts = blank(ADMITTED), np.zeros((ADMITTED, CONTEXT), np.int32)
+        entry, texts = default_entries(ADMITTED), np.zeros((ADMITTED, CONTEXT), np.int32)
         for text, prompt in zip(texts, PROMPTS, strict=False):
             text[: len(prompt)] = prompt
         given = {name: np.full(ADMITTED, value, getattr(entry.sampling, name).dtype) for name, value in sampling.items()}

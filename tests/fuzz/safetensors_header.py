@@ -8,7 +8,7 @@ from faults import hf
 from fuzz import harness
 from safetensors.numpy import save_file
 
-from mla_jax.weights.safetensors import DTYPES, read_header
+from mla_jax.weights.safetensors import STORED_DTYPES, read_header
 
 
 def small(root: Path) -> None:
@@ -30,5 +30,5 @@ def read(folder: Path, data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    words = ["dtype", "shape", "data_offsets", "__metadata__", *DTYPES]
+    words = ["dtype", "shape", "data_offsets", "__metadata__", *STORED_DTYPES]
     harness.fuzz(read, harness.spoilt("safetensors", hf.FILE, small), words)

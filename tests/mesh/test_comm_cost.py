@@ -7,7 +7,7 @@ import pytest
 from mla_jax.base.config import Config
 from mla_jax.base.link_rates import LINKS, PLANNED, Links, links_of
 from mla_jax.base.roofline import DEVICES, Device, device
-from mla_jax.mesh.comm_cost import EXCHANGES, ORDERING, ROUTING, Speech, exchange_messages, pick_exchange
+from mla_jax.mesh.comm_cost import EXCHANGE_COSTS, ORDERING, ROUTING, Speech, exchange_messages, pick_exchange
 
 V3, LITE = (Config.preset(name) for name in ("v3", "v2_lite"))
 H200 = DEVICES["NVIDIA H200"]
@@ -61,7 +61,7 @@ def test_the_exchange_that_is_taken_is_the_faster_one():
     for sizes in ({"data": 2}, {"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "context": 4}, {"tensor": 8}):
         for config, tokens in itertools.product((LITE, V3), (1, 64, 1024, 1 << 16)):
             taken = pick_exchange(config, sizes, tokens, H200)
-            times = {name: exchange_messages(name, config, sizes, tokens, H200).seconds for name in EXCHANGES}
+            times = {name: exchange_messages(name, config, sizes, tokens, H200).seconds for name in EXCHANGE_COSTS}
             assert times[taken] == min(times.values())
 
 

@@ -9,7 +9,7 @@ from mla_jax.base import qtensor
 from mla_jax.base.config import Config
 from mla_jax.base.roofline import DEVICES, pass_seconds
 from mla_jax.mesh.comm_cost import pick_exchange
-from mla_jax.mesh.cost import READING, MeshCost, Packed, even, meshes, packed, preferred
+from mla_jax.mesh.cost import READING, MeshCost, PackedWeights, even, meshes, packed, preferred
 from mla_jax.mesh.partition import Layout
 from mla_jax.model.ops import Shapes
 from mla_jax.model.transformer import Transformer
@@ -207,5 +207,5 @@ def test_meshes_on_which_heads_or_experts_have_no_equal_parts_are_left_out():
 
 
 def test_fp8_has_a_scale_for_each_block_and_models_that_are_released_unpacked_have_none():
-    assert packed(V3) == Packed(FP8, (128, 128))
+    assert packed(V3) == PackedWeights(FP8, (128, 128))
     assert packed(LITE) is None

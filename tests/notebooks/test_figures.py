@@ -218,10 +218,10 @@ def test_the_gain_is_that_of_the_number_of_guesses_that_the_engine_would_take():
     said = iter(int(text.get_text()) for text in ax.texts if text.get_text().isdecimal())
     for line, one in zip(ax.lines, DRAFTING.values(), strict=False):
         for rows, gain in points(line):
-            guesses = one._best(int(rows), drafting.HELD, np.array(shares))
+            guesses = one._best(int(rows), drafting.ASSUMED_HELD, np.array(shares))
             assert next(said) == guesses
             tokens = 1 + sum(np.prod(shares[:n]) for n in range(1, guesses + 1))
-            plain, drafted = (one.seconds(int(rows), drafting.HELD, n) for n in (0, guesses))
+            plain, drafted = (one.seconds(int(rows), drafting.ASSUMED_HELD, n) for n in (0, guesses))
             assert gain == pytest.approx(tokens * plain / drafted)
 
 

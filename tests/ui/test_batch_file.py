@@ -392,7 +392,7 @@ def test_a_million_lines_are_read_a_few_at_a_time(files):
             return next(self.lines)
 
     with batch_file.ThreadPoolExecutor(2) as threads:
-        found = batch_file.ahead(lambda line: line.number, batch_file.read(Endless()), threads)
+        found = batch_file.ahead(lambda line: line.number, batch_file.batch_lines(Endless()), threads)
         assert [next(found) for _ in range(1000)] == list(range(1, 1001))
 
 

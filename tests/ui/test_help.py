@@ -5,16 +5,16 @@ import dataclasses
 import pytest
 
 from mla_jax.base.errors import BadRequest
-from mla_jax.generate import GROUPS, USAGE, main
-from mla_jax.ui.help import FIRST, asked_groups, help_text
+from mla_jax.generate import COMMAND_GROUPS, USAGE, main
+from mla_jax.ui.help import FIRST_GROUPS, asked_groups, help_text
 
-SHORT, WHOLE = help_text(USAGE, GROUPS), help_text(USAGE, GROUPS, list(GROUPS))
+SHORT, WHOLE = help_text(USAGE, COMMAND_GROUPS), help_text(USAGE, COMMAND_GROUPS, list(COMMAND_GROUPS))
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", COMMAND_GROUPS)
 def test_every_flag_has_a_line_with_a_word_of_explanation(group):
-    for text in (WHOLE, help_text(USAGE, GROUPS, [group])):
-        for field in dataclasses.fields(GROUPS[group]):
+    for text in (WHOLE, help_text(USAGE, COMMAND_GROUPS, [group])):
+        for field in dataclasses.fields(COMMAND_GROUPS[group]):
             (line,) = [x for x in text.splitlines() if x.startswith(f"  --{field.name.replace('_', '-')} ")]
             assert len(line[30:].split()) >= 3
 
@@ -24,11 +24,11 @@ def test_the_help_is_under_60_lines_and_no_line_is_too_wide():
     assert max(map(len, [*SHORT.splitlines(), *WHOLE.splitlines()])) <= 110
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", COMMAND_GROUPS)
 def test_the_short_help_has_the_flags_of_a_group_or_its_name(group):
     heads = [line.split()[0] for line in SHORT.splitlines() if line]
-    assert (f"{group}:" in heads) == (group in FIRST)
-    assert (group in heads) == (group not in FIRST)
+    assert (f"{group}:" in heads) == (group in FIRST_GROUPS)
+    assert (group in heads) == (group not in FIRST_GROUPS)
 
 
 def test_the_help_ends_with_three_examples():
@@ -42,16 +42,16 @@ def test_the_help_ends_with_three_examples():
         (["AB", "--model", "x", "-h"], []),
         (["--help", "mesh", "experts"], ["mesh", "experts"]),
         (["-h", "drafts", "--model", "x"], ["drafts"]),
-        (["--help", "all"], list(GROUPS)),
+        (["--help", "all"], list(COMMAND_GROUPS)),
     ],
 )
 def test_groups_are_asked_for_by_their_names(arguments, groups):
-    assert asked_groups(arguments, GROUPS) == groups
+    assert asked_groups(arguments, COMMAND_GROUPS) == groups
 
 
 def test_a_group_that_is_misspelt_gets_a_suggestion(capsys):
     with pytest.raises(BadRequest, match="did you mean eviction"):
-        asked_groups(["--help", "evction"], GROUPS)
+        asked_groups(["--help", "evction"], COMMAND_GROUPS)
     assert main(["--help", "evction"]) == 2
     assert capsys.readouterr().err.splitlines() == ["error: --help evction: there is no such group", "  did you mean eviction?"]
 

@@ -26,7 +26,7 @@ from mla_jax.weights import plan as planning
 from mla_jax.weights.fill import IN_MEMORY
 from mla_jax.weights.fill_mesh import mesh_reads
 from mla_jax.weights.load import Checkpoint
-from mla_jax.weights.plan import plan
+from mla_jax.weights.plan import memory_plan
 
 V3 = models.FAMILIES["v3"]
 MESHES = ("data=8", "tensor=2", "tensor=4,context=2", "data=2,tensor=2,context=2")
@@ -115,7 +115,7 @@ def test_parameters_are_those_of_one_device_to_the_bit_and_lie_as_the_layout_say
             assert array.sharding.is_equivalent_to(NamedSharding(devices.mesh, spec), array.ndim), name
             assert {(shard.data.shape, shard.data.dtype) for shard in array.addressable_shards} == {(part.shape, part.dtype)}
     own = sum(array.addressable_shards[0].data.nbytes for array in leaves(model).values())
-    assert own == checkpoint.bytes() == sum(checkpoint.formats().values()) == plan(checkpoint).weights
+    assert own == checkpoint.bytes() == sum(checkpoint.formats().values()) == memory_plan(checkpoint).weights
 
 
 def _leaves(value) -> list:
@@ -264,7 +264,7 @@ def test_what_is_read_and_not_on_a_device_yet_is_what_the_plan_says(tmp_path, mo
     checkpoint.load()
     assert len(most) > 150
     assert 1 < max(count for count, _ in most) <= IN_MEMORY
-    assert max(size for _, size in most) <= plan(checkpoint).loading
+    assert max(size for _, size in most) <= memory_plan(checkpoint).loading
 
 
 @pytest.mark.parametrize("mesh", ["tensor=8", "data=5", "data=3,tensor=2"])
@@ -288,8 +288,8 @@ def test_a_checkpoint_moves_to_other_devices_without_being_opened_again(stored, 
 def test_a_plan_of_a_mesh_is_that_of_one_device(stored, monkeypatch):
     path, _, _ = stored("bf16")
     monkeypatch.setattr(planning, "free_memory", lambda: 8 << 30)
-    one = plan(Checkpoint(path), 100, batch=5, cache_tokens=1000)
-    found = plan(opened(path, "data=2,tensor=2"), 100, batch=5, cache_tokens=1000)
+    one = memory_plan(Checkpoint(path), 100, batch=5, cache_tokens=1000)
+    found = memory_plan(opened(path, "data=2,tensor=2"), 100, batch=5, cache_tokens=1000)
     assert (one.available, found.available) == (8 << 30, 2 << 30)
     assert (found.mesh, found.shards, found.rows) == ("data=2,tensor=2", 2, 64)
     assert (one.tokens, found.tokens) == (1024, 512)  # of a shard
@@ -300,23 +300,23 @@ def test_a_plan_of_a_mesh_is_that_of_one_device(stored, monkeypatch):
     assert lines[2].startswith("cache of 3 x 100 tokens")
     assert any(line.startswith("read at a time, on the host") for line in lines)
     assert lines[-1].endswith("the cache of each of 2 shards holds 512 tokens of up to 64 sequences")
-    assert plan(opened(path, "data=2"), 100, batch=200).rows == 100
-    context = plan(opened(path, "tensor=2,context=2"), 100, batch=5)
+    assert memory_plan(opened(path, "data=2"), 100, batch=200).rows == 100
+    context = memory_plan(opened(path, "tensor=2,context=2"), 100, batch=5)
     assert context.cache == one.cache // 2  # each has half of the tokens of every page
-    naive = plan(opened(path, "tensor=2", dispatch=Dispatch("naive")), 100)
-    assert naive.cache == plan(Checkpoint(path, dispatch=Dispatch("naive")), 100).cache // 2  # each caches its own heads
+    naive = memory_plan(opened(path, "tensor=2", dispatch=Dispatch("naive")), 100)
+    assert naive.cache == memory_plan(Checkpoint(path, dispatch=Dispatch("naive")), 100).cache // 2  # each caches its own heads
 
 
 def test_a_plan_of_a_mesh_that_does_not_fit_says_what_would(stored, monkeypatch):
     path, _, _ = stored("bf16")
     checkpoint = opened(path, "data=2")
-    needed = plan(checkpoint, 100)
+    needed = memory_plan(checkpoint, 100)
     monkeypatch.setattr(planning, "available", lambda devices: needed.weights)
-    assert plan(checkpoint, 100).advice() == [
+    assert memory_plan(checkpoint, 100).advice() == [
         "it does not fit: take --dtype bfloat16, a larger --memory-fraction, or a mesh with more devices along tensor"
     ]
     monkeypatch.undo()
-    few = plan(checkpoint, 512, batch=4, cache_tokens=1024)
+    few = memory_plan(checkpoint, 512, batch=4, cache_tokens=1024)
     assert few.advice() == ["it does not fit: --cache-tokens 1024 is less than 4 x 512 tokens"]
 
 

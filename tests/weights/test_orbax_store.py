@@ -19,7 +19,7 @@ from mla_jax.base import qtensor
 from mla_jax.base.errors import BadFile, DoesNotFit, Unsupported
 from mla_jax.weights import orbax_chunks
 from mla_jax.weights.orbax_store import MANIFEST, NewTensor, Writer, is_store, open_store
-from mla_jax.weights.safetensors import DTYPES
+from mla_jax.weights.safetensors import STORED_DTYPES
 
 # a failed read leaves futures of Orbax behind, which find its event loop closed
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -35,8 +35,8 @@ def random(dtype, shape, seed=0) -> np.ndarray:
 
 
 def tensor(format, shape, seed=0) -> NewTensor:
-    if format in DTYPES:
-        return NewTensor(format, shape, (random(DTYPES[format], shape, seed),))
+    if format in STORED_DTYPES:
+        return NewTensor(format, shape, (random(STORED_DTYPES[format], shape, seed),))
     return NewTensor(format, shape, tuple(random(part.dtype, part.shape, seed) for part in qtensor.abstract(format, shape).parts))
 
 
@@ -77,7 +77,7 @@ def script(body, *arguments, devices=1):
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize("format", DTYPES)
+@pytest.mark.parametrize("format", STORED_DTYPES)
 def test_a_plain_tensor_comes_back_bit_for_bit(tmp_path, format):
     tensors = {"x": tensor(format, (3, 5)), "scalar": tensor(format, ())}
     store = stored(tmp_path / "out", tensors)

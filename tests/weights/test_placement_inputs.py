@@ -20,7 +20,7 @@ from mla_jax.weights import placement_inputs as module
 from mla_jax.weights import plan as planning
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.placement_inputs import figures
-from mla_jax.weights.plan import plan
+from mla_jax.weights.plan import memory_plan
 
 HF = {**models.FAMILIES["v3"], "num_hidden_layers": 5, "first_k_dense_replace": 1}  # experts in 1 to 4, and MTP's
 
@@ -43,7 +43,7 @@ def rates(*formats: str) -> HostRates:
 def test_figures_are_those_of_the_headers_and_the_plan(checkpoint, monkeypatch):
     monkeypatch.setattr(module, "free_memory", lambda: 12345)
     found = figures(checkpoint, ExpertOptions(), 64, 2)
-    everything = plan(checkpoint, 64, 2)
+    everything = memory_plan(checkpoint, 64, 2)
     assert (found.needed, found.available) == (everything.needed, pytest.approx(everything.available, rel=0.1))
     assert (found.context, found.held, found.batch, found.host_free) == (64, 64, 2, 12345)
     assert [layer.number for layer in found.layers] == [1, 2, 3, 4, 5]
@@ -62,16 +62,16 @@ def test_what_is_placed_fits_the_plan(checkpoint, monkeypatch, tmp_path, less):
     """With as many layers on the host as must be, and with replicas in the memory they leave."""
     each = figures(checkpoint, ExpertOptions(), 64).layers[0].device_bytes
     monkeypatch.setattr("mla_jax.offload.place.SPARE", 0)  # of the memory, most of which these small layers do not take
-    room = int(plan(checkpoint, 64).needed - less * each)
+    room = int(memory_plan(checkpoint, 64).needed - less * each)
     monkeypatch.setattr(planning, "available", lambda devices: room)
-    assert not plan(checkpoint, 64).fits
+    assert not memory_plan(checkpoint, 64).fits
     routing = Routing.open(tmp_path / "routing.json", checkpoint.config)
     routing.counts += np.arange(8)
     routing.save()
     stats = str(routing.path)
     for wanted in (ExpertOptions(stream_tokens=0), ExpertOptions(stream_tokens=0, routing_stats=stats, host_layers=5)):
         placement = place(wanted, figures(checkpoint, wanted, 64), rates)
-        planned = plan(checkpoint, 64, placement=placement)
+        planned = memory_plan(checkpoint, 64, placement=placement)
         assert planned.fits
         assert planned.host == len(placement.host) * each
         assert planned.weights == checkpoint.bytes(placement)
@@ -82,8 +82,8 @@ def test_what_is_placed_fits_the_plan(checkpoint, monkeypatch, tmp_path, less):
 
 def test_a_streamed_step_is_planned_with_its_scratch_memory(checkpoint):
     on_host = Placement((4, 5))
-    before = plan(checkpoint, 64, placement=on_host).temporaries
-    after = plan(checkpoint, 64, placement=dataclasses.replace(on_host, stream=1)).temporaries
+    before = memory_plan(checkpoint, 64, placement=on_host).temporaries
+    after = memory_plan(checkpoint, 64, placement=dataclasses.replace(on_host, stream=1)).temporaries
     assert after - before >= scratch_bytes(checkpoint.config, checkpoint.dtype.itemsize, roofline.STREAMED)
 
 
@@ -100,7 +100,7 @@ def test_a_streamed_step_is_planned_with_its_scratch_memory(checkpoint):
 def test_what_is_on_the_host_is_told_with_mtps_layers_apart(folder, count, said):
     checkpoint, wanted = Checkpoint(folder), ExpertOptions(host_layers=count)
     placement = place(wanted, figures(checkpoint, wanted), rates)
-    planned = plan(checkpoint, 64, placement=placement)
+    planned = memory_plan(checkpoint, 64, placement=placement)
     lines = explain(checkpoint.model(placement), checkpoint.formats(placement), planned, placement)
     assert any(line.startswith(said) for line in lines)
     assert any(line.startswith("a CPU: 100.0 GB/s of experts") for line in lines) == (count > 0)

@@ -16,7 +16,7 @@ from mla_jax.decode.programs import Program
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights import plan as planning
 from mla_jax.weights.load import Checkpoint
-from mla_jax.weights.plan import gib, logits_bytes, page_bytes, plan
+from mla_jax.weights.plan import gib, logits_bytes, memory_plan, page_bytes
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def pool_bytes(model: Transformer, pages: int) -> int:
 @pytest.mark.parametrize("form", ["naive", "auto"])
 def test_weights_and_cache_are_planned_to_the_byte(folder, dtype, form):
     checkpoint = Checkpoint(folder, dispatch=Dispatch(form), dtype=dtype)
-    needed = plan(checkpoint, 60, batch=3)
+    needed = memory_plan(checkpoint, 60, batch=3)
     model = checkpoint.load()
     assert needed.weights == sum(a.nbytes for a in jax.tree.leaves(nnx.state(model)))
     assert needed.cache == pool_bytes(model, 3)
@@ -42,15 +42,15 @@ def test_weights_and_cache_are_planned_to_the_byte(folder, dtype, form):
 
 def test_a_batch_takes_as_many_times_the_cache_and_no_more_temporaries_up_to_64_rows(folder, monkeypatch):
     checkpoint = Checkpoint(folder)
-    one, five, many = (plan(checkpoint, 60, batch) for batch in (1, 5, 128))
+    one, five, many = (memory_plan(checkpoint, 60, batch) for batch in (1, 5, 128))
     assert one.weights == five.weights == many.weights
     assert (five.cache, many.cache) == (5 * one.cache, 128 * one.cache)
     assert one.temporaries == five.temporaries < many.temporaries
     assert (one.rows, five.rows, many.rows) == (64, 64, 128)
     assert "cache of 5 x 60 tokens" in five.lines()[1]
     monkeypatch.setattr(planning, "available", lambda devices: five.needed - 1)
-    assert plan(checkpoint, 60).fits
-    assert not plan(checkpoint, 60, 5).fits
+    assert memory_plan(checkpoint, 60).fits
+    assert not memory_plan(checkpoint, 60, 5).fits
 
 
 def test_pages_on_the_host_have_what_the_model_leaves_there(folder, monkeypatch):
@@ -58,11 +58,11 @@ def test_pages_on_the_host_have_what_the_model_leaves_there(folder, monkeypatch)
     page, free = page_bytes(checkpoint.model()), []
     monkeypatch.setattr(planning, "free_memory", lambda: free[-1])
     monkeypatch.setattr(planning, "available", lambda devices: 2**34)
-    without = plan(checkpoint, 60, cache_tokens=640)
+    without = memory_plan(checkpoint, 60, cache_tokens=640)
     taken = without.weights + 10 * page + without.temporaries + 2 * 4 * 8 * page  # of pages that are on their way
     for more in (0, -1):
         free.append(taken + 2**22 // page * page + more)
-        found = plan(checkpoint, 60, cache_tokens=640, host_cache=size)
+        found = memory_plan(checkpoint, 60, cache_tokens=640, host_cache=size)
         assert (found.hosted, found.host_cache) == (2**22 // page * PAGE, 2**22 // page * page)
         assert found.host_free == found.host_cache + more
         assert f"pages on the host {gib(found.host_cache):>22}" in found.lines()
@@ -76,30 +76,30 @@ def test_pages_on_the_host_have_what_the_model_leaves_there(folder, monkeypatch)
 def test_a_plan_reads_no_weights(folder, monkeypatch):
     checkpoint = Checkpoint(folder)
     monkeypatch.setattr(type(checkpoint.source), "read", lambda *_: pytest.fail("a weight was read"))
-    assert plan(checkpoint).weights == checkpoint.bytes() > 0
+    assert memory_plan(checkpoint).weights == checkpoint.bytes() > 0
 
 
 def test_the_largest_context_is_the_largest_that_fits(folder, monkeypatch):
     checkpoint = Checkpoint(folder)
-    whole = plan(checkpoint)
+    whole = memory_plan(checkpoint)
     assert whole.fits
     assert whole.longest == whole.context == checkpoint.config.max_position_embeddings
     monkeypatch.setattr(planning, "available", lambda devices: whole.needed - 1)
-    less = plan(checkpoint, whole.context)
+    less = memory_plan(checkpoint, whole.context)
     assert not less.fits
     assert 64 <= less.longest < whole.longest
     assert f"--context {less.longest}" in "\n".join(less.lines())
     with pytest.raises(DoesNotFit, match="a cache of 1 x 512 tokens does not fit"):
         less.refuse()
-    assert plan(checkpoint, less.longest).fits
-    assert not plan(checkpoint, less.longest + 1).fits
-    unasked = plan(checkpoint)  # nobody asks for a context: as much as fits
+    assert memory_plan(checkpoint, less.longest).fits
+    assert not memory_plan(checkpoint, less.longest + 1).fits
+    unasked = memory_plan(checkpoint)  # nobody asks for a context: as much as fits
     assert unasked.fits
     assert unasked.context == less.longest
 
 
 def test_a_shortened_context_is_a_note(folder, monkeypatch):
-    fits = plan(Checkpoint(folder), 128).needed
+    fits = memory_plan(Checkpoint(folder), 128).needed
     monkeypatch.setattr(planning, "available", lambda devices: fits)
     llm = LLM(folder)
     assert llm.context == 128
@@ -108,7 +108,7 @@ def test_a_shortened_context_is_a_note(folder, monkeypatch):
 
 @pytest.mark.parametrize(("asked", "batch", "tokens", "fits"), [(None, 1, 1000, True), (512, 1, 512, True), (512, 2, 900, False)])
 def test_the_pool_has_as_many_tokens_as_are_asked_for(folder, asked, batch, tokens, fits):
-    found = plan(Checkpoint(folder), asked, batch, cache_tokens=tokens)
+    found = memory_plan(Checkpoint(folder), asked, batch, cache_tokens=tokens)
     assert found.tokens == -(-tokens // 64) * 64
     assert found.fits is fits
     assert fits or f"--cache-tokens {found.tokens} is less than" in found.lines()[-1]
@@ -118,7 +118,7 @@ def test_the_pool_has_as_many_tokens_as_are_asked_for(folder, asked, batch, toke
 def test_the_pool_of_a_gpu_is_all_that_is_left_or_all_that_the_rows_can_use(folder, monkeypatch, free, all_of_it):
     monkeypatch.setattr(planning, "available", lambda devices: int(free * 2**30))
     checkpoint = Checkpoint(folder, dispatch=Dispatch(device=DEVICES["NVIDIA H200"]))
-    found, page = plan(checkpoint), page_bytes(checkpoint.model())
+    found, page = memory_plan(checkpoint), page_bytes(checkpoint.model())
     left = found.available - found.weights - found.temporaries
     assert found.fits
     if all_of_it:
@@ -129,7 +129,7 @@ def test_the_pool_of_a_gpu_is_all_that_is_left_or_all_that_the_rows_can_use(fold
 
 
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypatch):
-    needed = plan(Checkpoint(folder))
+    needed = memory_plan(Checkpoint(folder))
     monkeypatch.setattr(planning, "available", lambda devices: needed.weights)
     monkeypatch.setattr(Checkpoint, "load", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(DoesNotFit, match="does not fit the device") as error:
@@ -162,7 +162,7 @@ def test_expected_bytes_follow_from_the_shapes(folder):
     hf = models.FAMILIES["v3"]
     sizes = {name: prod(shape) for name, shape in models.shapes(hf, mtp=True).items()}
     copies = sum(n for name, n in sizes.items() if "layers.3.embed_tokens" in name or "shared_head.head" in name)
-    assert plan(Checkpoint(folder, dtype="float32")).weights == 4 * (sum(sizes.values()) - copies)
+    assert memory_plan(Checkpoint(folder, dtype="float32")).weights == 4 * (sum(sizes.values()) - copies)
 
 
 def test_logits_are_planned_about_as_xla_does(folder):

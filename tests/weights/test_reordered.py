@@ -18,7 +18,7 @@ from mla_jax.engine.opening.explain import explain
 from mla_jax.model import ops
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights.load import Checkpoint, _is_stored
-from mla_jax.weights.plan import plan
+from mla_jax.weights.plan import memory_plan
 from pallas_kernels import packed
 
 H200 = Dispatch(device=DEVICES["NVIDIA H200"])
@@ -60,7 +60,7 @@ def test_reordered_weights_are_the_files_and_give_its_logits(tmp_path, hopper, k
     for name in [name for name in found if "down" in name]:
         for one, other in zip(qtensor.restore(found[name]).parts, as_stored[name].parts, strict=True):
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), name
-    planned = plan(checkpoint)
+    planned = memory_plan(checkpoint)
     assert planned.weights == sum(a.nbytes for a in jax.tree.leaves(parameters.state(model)))
 
     assert {model.dispatch.backend_name(model, tokens) for tokens in (1, 8, 2048)} == {"ragged"}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save, save_file
 
 from mla_jax.base.errors import BadFile, MlaJaxError
-from mla_jax.weights.safetensors import DTYPES, MAX_INDEXED, open_folder
+from mla_jax.weights.safetensors import MAX_INDEXED, STORED_DTYPES, open_folder
 
 FLOATS = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
 FP8 = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu]
@@ -64,7 +64,7 @@ def test_scalars_and_tensors_of_no_elements_are_read(tmp_path):
 
 
 def test_the_dtype_table_holds_the_sizes_that_the_library_has(tmp_path):
-    for name, dtype in DTYPES.items():
+    for name, dtype in STORED_DTYPES.items():
         header = json.dumps({"t": {"dtype": name, "shape": [1], "data_offsets": [0, np.dtype(dtype).itemsize]}}).encode()
         file = tmp_path / f"{name}.safetensors"
         file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(np.dtype(dtype).itemsize))

@@ -14,7 +14,7 @@ from weights import fp8, parameters
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile
 from mla_jax.weights.load import load
-from mla_jax.weights.safetensors import DTYPES, read_header
+from mla_jax.weights.safetensors import STORED_DTYPES, read_header
 from mla_jax.weights.save import save, write_tensors
 
 V3 = models.FAMILIES["v3"]
@@ -102,7 +102,7 @@ def test_tensors_that_come_one_by_one_in_any_order_are_what_the_library_would_ha
         "scalar": np.array(3, np.float32),
         "empty": np.zeros((0, 4), np.int32),
     }
-    names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+    names = {np.dtype(dtype): name for name, dtype in STORED_DTYPES.items()}
     specs = {name: (names[tensor.dtype], tensor.shape) for name, tensor in tensors.items()}
     write_tensors(tmp_path / "ours", specs, reversed(tensors.items()))
     save_file({name: tensor.copy("C") for name, tensor in tensors.items()}, tmp_path / "theirs")

@@ -11,7 +11,7 @@ import numpy as np
 
 from mla_jax.base.batch import Tables
 from mla_jax.cache.paged import COPIED
-from mla_jax.decode.loop import Programs, Sizes
+from mla_jax.decode.loop import Programs, ProgramSizes
 from mla_jax.decode.outputs import Found, Likely
 from mla_jax.decode.packing import of_shards
 from mla_jax.decode.rows import ADMITTED
@@ -80,7 +80,9 @@ class Dispatcher:
         pool, rows = self.state()
         evicted = 0 if self.compiled_rows else self._evicted
         copied = COPIED if self.size.hosted else 0
-        sizes = Sizes(self.size.width, self.size.pieces, counts, drafted, lines, scored, evicted, copied)
+        sizes = ProgramSizes(
+            self.size.width, self.size.pieces, counts, drafted, lines, scored, evicted, copied
+        )
         self.programs.prepare(pool, rows, sizes)
         self.compiled_rows |= set(counts)
         self.compiled_drafted |= set(drafted)

@@ -16,7 +16,7 @@ from mla_jax.base.errors import BadRequest, Unsupported
 from mla_jax.base.options import DRAFTS, MOST_DRAFTS, DraftOptions
 from mla_jax.decode.speculative import NOBODY, Drafter, Lookup, Mtp
 
-HELD = 1024  # tokens that a row is taken to hold where nobody knows
+ASSUMED_HELD = 1024  # tokens that a row is taken to hold where nobody knows
 FADES = 0.98  # what is left of a measurement after one more dispatch
 FIRST = 8  # guesses of each place that are taken to have been seen before any was
 OPTIMISTIC = 0.95  # the share with which it is decided whether a number of rows will ever draft
@@ -87,7 +87,7 @@ class Drafting:
     def pays(self, rows: int) -> bool:
         """Whether this number of rows may ever draft, as far as it can be predicted: their programs are compiled."""
         best = OPTIMISTIC * np.ones(MOST_DRAFTS)
-        return self.drafter.most > 0 and (self.fixed is not None or self._best(rows, HELD, best) > 0)
+        return self.drafter.most > 0 and (self.fixed is not None or self._best(rows, ASSUMED_HELD, best) > 0)
 
     def count(self, greedy: Iterable[bool], held: int) -> int:
         """Guesses of a pass for rows that are `greedy` or not and hold `held` tokens on average; 0: none."""
@@ -154,8 +154,8 @@ class Drafting:
         name, most = self.drafter.name, self.drafter.most
         if self.fixed is not None:
             return f"drafts: {self.fixed} {'guess' if self.fixed == 1 else 'guesses'} a pass by {name}"
-        times = ", ".join(f"{1e3 * self.seconds(rows, HELD, n):.3g}" for n in range(most + 1))
-        rows_said = f"{rows} row{'s' * (rows > 1)}, {HELD:,} tokens held"
+        times = ", ".join(f"{1e3 * self.seconds(rows, ASSUMED_HELD, n):.3g}" for n in range(most + 1))
+        rows_said = f"{rows} row{'s' * (rows > 1)}, {ASSUMED_HELD:,} tokens held"
         predicted = f"{rows_said}: a pass with 0 to {most} guesses is predicted to take {times} ms"
         return f"drafts: by {name}, as many as pay, up to {most}; {predicted}"
 

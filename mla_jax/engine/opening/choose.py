@@ -32,9 +32,9 @@ from mla_jax.weights import auto_mesh
 from mla_jax.weights.hub import resolve
 from mla_jax.weights.load import ON_DEVICE, Checkpoint
 from mla_jax.weights.placement_inputs import DEFAULT_CONTEXT, figures
-from mla_jax.weights.plan import Plan, plan
+from mla_jax.weights.plan import MemoryPlan, memory_plan
 
-COPIES = 8  # of a device's own experts of a layer, one is copied, where nothing else is asked for
+OWN_PER_COPY = 8  # of a device's own experts of a layer, one is copied, where nothing else is asked for
 
 
 def checkpoint_of(options: Options) -> Checkpoint:
@@ -129,14 +129,14 @@ def placement_of(checkpoint: Checkpoint, options: Options) -> Placement:
 
 def planned_memory(
     options: Options, checkpoint: Checkpoint, drafter: Drafter, placement: Placement = ON_DEVICE
-) -> Plan:
+) -> MemoryPlan:
     memory = options.memory
     room = options.model.context, memory.batch, placement, memory.cache_tokens
     inexact = options.eviction.evict != "off" or options.retrieval.retrieve != "off"
-    return plan(checkpoint, *room, drafter.most, drafter.needs_text or inexact, memory.host_cache)
+    return memory_plan(checkpoint, *room, drafter.most, drafter.needs_text or inexact, memory.host_cache)
 
 
-def counted(options: Options, config: Config) -> Routing | None:
+def routing_counts(options: Options, config: Config) -> Routing | None:
     """The counts of chosen experts so far; with several processes those in the file of process 0."""
     path, processes = options.experts.routing_stats, distributed.running()
     if path is None:
@@ -150,11 +150,11 @@ def counted(options: Options, config: Config) -> Routing | None:
 def with_copies(checkpoint: Checkpoint, options: Options, placement: Placement) -> Checkpoint:
     """On a mesh, with copies of the experts that were counted most in each layer that is on the devices."""
     asked, devices = options.experts.device_experts, checkpoint.layout.devices
-    counts = counted(options, checkpoint.config) if devices > 1 else None
+    counts = routing_counts(options, checkpoint.config) if devices > 1 else None
     if counts is None:
         return checkpoint
     own = (checkpoint.config.n_routed_experts or 0) // devices
-    copies = max(own // COPIES, 1) if asked is None else asked
+    copies = max(own // OWN_PER_COPY, 1) if asked is None else asked
     if not copies or not counts.tokens:
         return checkpoint
     layers = counts.of_layers()

@@ -14,7 +14,7 @@ from mla_jax.hosts.distributed import Processes
 from mla_jax.model import ops
 
 
-def prepare(options: Options) -> tuple[Options, Processes | None]:
+def prepare_environment(options: Options) -> tuple[Options, Processes | None]:
     """Sets up this process; returns the options, with the mesh that several processes need, and those processes."""
     # JAX reads the variable when it first uses the device
     if options.memory.memory_fraction is not None and options.mesh.device is None:

@@ -11,13 +11,13 @@ from mla_jax.engine.core.drafting import Drafting
 from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.place import Placement
-from mla_jax.weights.plan import Plan
+from mla_jax.weights.plan import MemoryPlan
 
 
 def explain(
     model: Transformer,
     formats: dict[str, int],
-    planned: Plan,
+    planned: MemoryPlan,
     placed: Placement | None = None,
     drafting: Drafting | None = None,
     eviction: EvictOptions | None = None,
@@ -64,7 +64,7 @@ def _device(device: roofline.Device) -> str:
     return f"{device.name}: {reached}, {device.between * 1e6:.0f} us of overhead per layer; {source}"
 
 
-def _mesh(planned: Plan) -> list[str]:
+def _mesh(planned: MemoryPlan) -> list[str]:
     """The mesh's axes, and the reason for their sizes."""
     if not planned.mesh:
         return [planned.why_mesh] if planned.why_mesh else []
@@ -101,7 +101,7 @@ def _attention(model: Transformer, phase: str, new: int, attended: int) -> str:
     return f"{phase} ({new:,} new over {attended:,}): {form}{implementation}, {chosen}: {why}"
 
 
-def _cache(model: Transformer, planned: Plan) -> list[str]:
+def _cache(model: Transformer, planned: MemoryPlan) -> list[str]:
     """The pool's capacity, on the device and on the host, and its format."""
     whose = "of all requests" if model.dispatch.layout.data == 1 else "of the requests of each data shard"
     size = f"{planned.tokens:,} tokens {whose} together, in pages of {PAGE}"

@@ -24,7 +24,7 @@ from mla_jax.offload import library
 from mla_jax.offload.place import Placement
 from mla_jax.offload.routing import Routing
 from mla_jax.weights.load import Checkpoint, Progress
-from mla_jax.weights.plan import Plan
+from mla_jax.weights.plan import MemoryPlan
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Opened:
     options: Options
     checkpoint: Checkpoint
     placement: Placement
-    plan: Plan
+    plan: MemoryPlan
     text: Text
     drafter: Drafter
     processes: Processes | None = None  # those that have parts of the model, if there are several
@@ -74,7 +74,7 @@ class Opened:
 
     def routing(self) -> Routing | None:
         """The counts of chosen experts to add to; their file is written at once, for that must not fail after the work."""
-        counts = choose.counted(self.options, self.config)
+        counts = choose.routing_counts(self.options, self.config)
         if counts is None:
             return None
         if self.processes is None or self.processes.leads:
@@ -121,7 +121,7 @@ def open_model(options: Options) -> Opened:
 
 def _opened(options: Options) -> Opened:
     refuse(options, ONE)
-    options, processes = environment.prepare(options)
+    options, processes = environment.prepare_environment(options)
     checkpoint = choose.checkpoint_of(options)
     choose.check_context(options.model.context, checkpoint.config.max_position_embeddings)
     drafter = choose.drafter_for(options, checkpoint)

@@ -10,7 +10,7 @@ from mla_jax.base import qtensor
 from mla_jax.base.axes import DATA
 from mla_jax.base.qtensor import REORDERED, QTensor
 from mla_jax.cache.paged import PAGE
-from mla_jax.mesh.cost import HELD, ROWS, MeshCost, Packed, Predicted, about
+from mla_jax.mesh.cost import HELD, PREDICTED_ROWS, MeshCost, PackedWeights, Predicted, about
 from mla_jax.mesh.devices import Devices
 from mla_jax.weights.load import Checkpoint
 
@@ -55,7 +55,7 @@ def predict(
     cost = cost_of(checkpoint, devices)
     held = min(context or HELD, checkpoint.config.max_position_embeddings)
     shards = cost.of(DATA)
-    rows = ceil(batch / shards) if batch > 1 else max(1, min(ROWS, cost.tokens(available) // held))
+    rows = ceil(batch / shards) if batch > 1 else max(1, min(PREDICTED_ROWS, cost.tokens(available) // held))
     return Prediction(rows * shards, held, cost.decode(rows, held), cost.prompts(held))
 
 
@@ -66,7 +66,7 @@ def cost_of(checkpoint: Checkpoint, devices: Devices) -> MeshCost:
     return MeshCost(checkpoint.config, devices.sizes, devices.figures, packed_as(checkpoint), token)
 
 
-def packed_as(checkpoint: Checkpoint) -> Packed | None:
+def packed_as(checkpoint: Checkpoint) -> PackedWeights | None:
     """Bytes of a packed weight on average, and the block of the format that most have."""
     found = [value for value in checkpoint.parameters().values() if isinstance(value, QTensor)]
     if not found:
@@ -74,4 +74,4 @@ def packed_as(checkpoint: Checkpoint) -> Packed | None:
     numbers = sum(prod(value.shape) for value in found)
     largest = max(found, key=lambda value: prod(value.shape))
     block = qtensor.format_of(largest.format.removesuffix(REORDERED)).block
-    return Packed(sum(value.nbytes for value in found) / numbers, (block[0] or 1, block[1] or 1))
+    return PackedWeights(sum(value.nbytes for value in found) / numbers, (block[0] or 1, block[1] or 1))

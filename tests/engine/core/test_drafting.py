@@ -12,7 +12,7 @@ from mla_jax.base.errors import BadRequest, Unsupported
 from mla_jax.base.options import MOST_DRAFTS, DraftOptions
 from mla_jax.base.roofline import DEVICES, Device
 from mla_jax.decode.speculative import NOBODY, Drafter, Lookup, Mtp
-from mla_jax.engine.core.drafting import AGAIN, FADES, FIRST, HELD, NEWEST, PLAIN, WORST, Drafting, Shares, drafter_of
+from mla_jax.engine.core.drafting import AGAIN, ASSUMED_HELD, FADES, FIRST, NEWEST, PLAIN, WORST, Drafting, Shares, drafter_of
 
 pytestmark = pytest.mark.once  # plain Python
 
@@ -31,7 +31,7 @@ def easy(drafter: Drafter | None = None, fixed: int | None = None) -> Drafting:
 def timed(drafter: Drafter | None = None, rows: int = 1) -> Drafting:
     """A drafting policy that has measured a pass without drafts: the predicted time."""
     drafting = easy(drafter)
-    drafting.note_time(rows, HELD, 0, 12e-3)
+    drafting.note_time(rows, ASSUMED_HELD, 0, 12e-3)
     return drafting
 
 
@@ -53,7 +53,7 @@ def tell(drafting: Drafting, kind: list[bool], *shares: float) -> None:
 
 
 def milliseconds(drafting: Drafting, rows: int = 1) -> list[float]:
-    return [1e3 * drafting.seconds(rows, HELD, drafts) for drafts in range(1 + drafting.drafter.most)]
+    return [1e3 * drafting.seconds(rows, ASSUMED_HELD, drafts) for drafts in range(1 + drafting.drafter.most)]
 
 
 NO_LAYER = 'draft "mtp" is not available for this model\n  it has no layer for that; draft may be "lookup"'
@@ -154,50 +154,50 @@ def test_a_place_that_was_hardly_asked_for_has_the_share_of_the_one_before_it():
 def test_as_many_guesses_are_taken_as_give_most_tokens_a_second(shares, times, best):
     drafting = timed() if times is None else easy()
     for drafts, time in enumerate(times or ()):
-        drafting.note_time(1, HELD, drafts, 1e-3 * time)
+        drafting.note_time(1, ASSUMED_HELD, drafts, 1e-3 * time)
     tell(drafting, GREEDY, *shares)
     tokens = [1 + sum(math.prod(shares[:n]) for n in range(1, drafts + 1)) for drafts in range(4)]
     rates = [count / time for count, time in zip(tokens, times or (12, 14, 16, 18), strict=True)]
     assert rates.index(max(rates)) == best
-    assert drafting.count(GREEDY, HELD) == best
+    assert drafting.count(GREEDY, ASSUMED_HELD) == best
 
 
 def test_a_fixed_number_is_always_taken():
     drafting = easy(fixed=2)
     tell(drafting, GREEDY, 0.01, 0.01, 0.01)
-    assert {drafting.count(GREEDY, HELD) for _ in range(2 * AGAIN)} == {2}
+    assert {drafting.count(GREEDY, ASSUMED_HELD) for _ in range(2 * AGAIN)} == {2}
     assert drafting.pays(4096)
 
 
 def test_dispatches_go_without_guesses_until_one_was_timed():
     drafting = easy()
-    assert drafting.count(GREEDY, HELD) == 0
-    drafting.note_time(1, HELD, 0, 12e-3)
-    assert drafting.count(GREEDY, HELD) == 3
-    assert drafting.count([True] * 3, HELD) == 0  # what four rows take is not known
-    drafting.note_time(4, HELD, 0, 12e-3)
-    assert drafting.count([True] * 3, HELD) == 3
+    assert drafting.count(GREEDY, ASSUMED_HELD) == 0
+    drafting.note_time(1, ASSUMED_HELD, 0, 12e-3)
+    assert drafting.count(GREEDY, ASSUMED_HELD) == 3
+    assert drafting.count([True] * 3, ASSUMED_HELD) == 0  # what four rows take is not known
+    drafting.note_time(4, ASSUMED_HELD, 0, 12e-3)
+    assert drafting.count([True] * 3, ASSUMED_HELD) == 3
 
 
 def test_where_no_dispatch_can_be_timed_guesses_begin_after_a_few_without():
     drafting = easy()
-    assert [drafting.count(GREEDY, HELD) for _ in range(PLAIN + 3)] == [0] * PLAIN + [3] * 3
-    drafting.note_time(1, HELD, 3, 18e-3)  # that is not what was waited for
-    assert drafting.count(GREEDY, HELD) == 3
-    assert [drafting.count([True] * 2, HELD) for _ in range(PLAIN + 3)] == [0] * PLAIN + [3] * 3
+    assert [drafting.count(GREEDY, ASSUMED_HELD) for _ in range(PLAIN + 3)] == [0] * PLAIN + [3] * 3
+    drafting.note_time(1, ASSUMED_HELD, 3, 18e-3)  # that is not what was waited for
+    assert drafting.count(GREEDY, ASSUMED_HELD) == 3
+    assert [drafting.count([True] * 2, ASSUMED_HELD) for _ in range(PLAIN + 3)] == [0] * PLAIN + [3] * 3
 
 
 def test_rows_that_are_greedy_and_rows_that_sample_have_shares_of_their_own_and_a_mixed_batch_their_mean():
     drafting = timed()
     for rows in (2, 4):
-        drafting.note_time(rows, HELD, 0, 12e-3)
+        drafting.note_time(rows, ASSUMED_HELD, 0, 12e-3)
     tell(drafting, GREEDY, 1, 1, 1)
     drafting.note(SAMPLED, places(MANY, MANY, MANY), places(0))
-    assert drafting.count(GREEDY, HELD) == 3  # 1/12, 2/14, 3/16, 4/18: 83, 143, 188, 222 tokens a second
-    assert drafting.count(SAMPLED, HELD) == 0
-    assert drafting.count(GREEDY + SAMPLED, HELD) == 2  # half of them: 83, 107, 109, 104
-    assert drafting.count(GREEDY + 3 * SAMPLED, HELD) == 1  # a quarter: 83, 89, 82, 74
-    assert drafting.count(3 * SAMPLED, HELD) == 0
+    assert drafting.count(GREEDY, ASSUMED_HELD) == 3  # 1/12, 2/14, 3/16, 4/18: 83, 143, 188, 222 tokens a second
+    assert drafting.count(SAMPLED, ASSUMED_HELD) == 0
+    assert drafting.count(GREEDY + SAMPLED, ASSUMED_HELD) == 2  # half of them: 83, 107, 109, 104
+    assert drafting.count(GREEDY + 3 * SAMPLED, ASSUMED_HELD) == 1  # a quarter: 83, 89, 82, 74
+    assert drafting.count(3 * SAMPLED, ASSUMED_HELD) == 0
 
 
 def test_what_stood_is_noted_for_each_rows_own_kind():
@@ -205,8 +205,8 @@ def test_what_stood_is_noted_for_each_rows_own_kind():
     drafted, stood = np.repeat(places(MANY, MANY, MANY), 3, axis=0), places(0) * np.ones((3, 1), np.int64)
     stood[1] = drafted[1]
     drafting.note([False, True, False], drafted, stood)
-    assert drafting.count(GREEDY, HELD) == 3
-    assert drafting.count(SAMPLED, HELD) == 0
+    assert drafting.count(GREEDY, ASSUMED_HELD) == 3
+    assert drafting.count(SAMPLED, ASSUMED_HELD) == 0
 
 
 def test_dispatches_in_which_a_kind_of_rows_has_guessed_nothing_leave_its_shares_as_they_are():
@@ -214,15 +214,15 @@ def test_dispatches_in_which_a_kind_of_rows_has_guessed_nothing_leave_its_shares
     tell(drafting, SAMPLED, 0.5, 0.9, 0.9)
     for _ in range(1000):
         drafting.note(GREEDY + SAMPLED, np.concatenate([places(9, 9, 9), places(0)]), np.repeat(places(0), 2, axis=0))
-    assert drafting.count(SAMPLED, HELD) == 3
-    assert drafting.count(GREEDY, HELD) == 0
+    assert drafting.count(SAMPLED, ASSUMED_HELD) == 3
+    assert drafting.count(GREEDY, ASSUMED_HELD) == 0
 
 
 @pytest.mark.parametrize(("most", "turns"), [(1, [1, 0, 1, 0, 1, 0, 1, 0]), (3, [1, 2, 3, 0, 1, 2, 3, 0])])
 def test_every_so_many_dispatches_another_number_of_guesses_is_tried_in_turn(most, turns, soon):
     drafting = timed(Mtp(most))
     tell(drafting, GREEDY, *[0.9] * most)
-    counts = [drafting.count(GREEDY, HELD) for _ in range(8 * SOON)]
+    counts = [drafting.count(GREEDY, ASSUMED_HELD) for _ in range(8 * SOON)]
     assert counts[SOON - 1 :: SOON] == turns
     del counts[SOON - 1 :: SOON]
     assert set(counts) == {most}
@@ -231,40 +231,40 @@ def test_every_so_many_dispatches_another_number_of_guesses_is_tried_in_turn(mos
 def test_what_a_pass_takes_is_predicted_from_the_nearest_number_of_guesses_that_was_measured():
     drafting = easy()
     assert milliseconds(drafting) == pytest.approx([12, 14, 16, 18])
-    drafting.note_time(1, HELD, 0, 6e-3)
+    drafting.note_time(1, ASSUMED_HELD, 0, 6e-3)
     assert milliseconds(drafting) == pytest.approx([6, 7, 8, 9])
-    drafting.note_time(1, HELD, 3, 13.5e-3)
+    drafting.note_time(1, ASSUMED_HELD, 3, 13.5e-3)
     assert milliseconds(drafting) == pytest.approx([6, 7, 12, 13.5])
-    drafting.note_time(1, HELD, 1, 14e-3)
+    drafting.note_time(1, ASSUMED_HELD, 1, 14e-3)
     assert milliseconds(drafting) == pytest.approx([6, 14, 16, 13.5])  # 1 and 3 are as near: the lower is taken
 
 
 def test_what_was_measured_counts_for_all_rows_of_one_program_and_for_no_others():
     drafting = easy()
-    drafting.note_time(3, HELD, 0, 24e-3)
+    drafting.note_time(3, ASSUMED_HELD, 0, 24e-3)
     assert [milliseconds(drafting, rows)[0] for rows in (1, 2, 3, 4, 5)] == pytest.approx([12, 12, 24, 24, 12])
 
 
 def test_a_first_time_is_cut_to_a_multiple_of_the_nearest_and_a_short_one_is_not():
     drafting = timed()
-    drafting.note_time(1, HELD, 2, 1.0)
+    drafting.note_time(1, ASSUMED_HELD, 2, 1.0)
     assert milliseconds(drafting)[2] == pytest.approx(WORST * 16)
-    drafting.note_time(1, HELD, 3, 1.0)  # twice as late as two guesses, which are late themselves
+    drafting.note_time(1, ASSUMED_HELD, 3, 1.0)  # twice as late as two guesses, which are late themselves
     assert milliseconds(drafting)[3] == pytest.approx(WORST * WORST * 18)
-    drafting.note_time(1, HELD, 1, 7e-3)
+    drafting.note_time(1, ASSUMED_HELD, 1, 7e-3)
     assert milliseconds(drafting)[:2] == pytest.approx([12, 7])
 
 
 def test_the_very_first_time_is_taken_as_it_is():
     drafting = easy()
-    drafting.note_time(1, HELD, 0, 1.2)
+    drafting.note_time(1, ASSUMED_HELD, 0, 1.2)
     assert milliseconds(drafting)[0] == pytest.approx(1200)
 
 
 def test_later_times_are_averaged_the_newest_counting_a_fifth():
     drafting = timed()
     for _ in range(2):
-        drafting.note_time(1, HELD, 0, 22e-3)
+        drafting.note_time(1, ASSUMED_HELD, 0, 22e-3)
     assert NEWEST == 0.2
     assert milliseconds(drafting)[0] == pytest.approx(0.8 * (0.8 * 12 + 0.2 * 22) + 0.2 * 22)
 
@@ -274,12 +274,12 @@ def dispatches_until(drafting: Drafting, best: int, late: int, times: float, at:
     `at`-th with `late` drafts."""
     taken, since, before = Counter(), None, None
     for dispatch in range(100 * SOON):
-        drafts = drafting.count(GREEDY, HELD)
+        drafts = drafting.count(GREEDY, ASSUMED_HELD)
         if since is not None and drafts == before == best:
             return dispatch - since
         taken[drafts] += 1
         is_late = since is None and drafts == late and taken[late] == at
-        drafting.note_time(1, HELD, drafts, (times if is_late else 1.0) * 1e-3 * (12 + 2 * drafts))
+        drafting.note_time(1, ASSUMED_HELD, drafts, (times if is_late else 1.0) * 1e-3 * (12 + 2 * drafts))
         since, before = (dispatch, None) if is_late else (since, drafts)
     raise AssertionError("it never came back")
 
@@ -341,7 +341,7 @@ def test_the_explanation_names_who_guesses_and_what_passes_take():
         "1 row, 1,024 tokens held: a pass with 0 to 3 guesses is predicted to take 12, 14, 16, 18 ms"
     )
     drafting = easy(Lookup(2))
-    drafting.note_time(8, HELD, 0, 15.06e-3)
+    drafting.note_time(8, ASSUMED_HELD, 0, 15.06e-3)
     assert drafting.explain(8) == (
         "drafts: by looking up what followed before, as many as pay, up to 2; "
         "8 rows, 1,024 tokens held: a pass with 0 to 2 guesses is predicted to take 15.1, 15.1, 15.1 ms"

@@ -9,7 +9,7 @@ import pytest
 from mla_jax.base.config import Config
 from mla_jax.base.link_rates import PLANNED
 from mla_jax.engine.opening.prediction import cost_of, packed_as, predict
-from mla_jax.mesh.cost import HELD, MeshCost, Packed, packed
+from mla_jax.mesh.cost import HELD, MeshCost, PackedWeights, packed
 from mla_jax.mesh.planned import planned
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights.hub import resolve
@@ -56,7 +56,7 @@ def test_weights_cost_what_they_take_as_they_are_packed(folders, checkpoint):
     assert packed_as(checkpoint) is None
     rows, columns = checkpoints.BLOCK
     found = packed_as(fp8)
-    assert isinstance(found, Packed)
+    assert isinstance(found, PackedWeights)
     assert found.block == checkpoints.BLOCK
     assert 1 + 4 / (rows * columns) <= found.bytes < 1.2  # blocks at the borders are smaller
     devices = planned("h200", {"data": 2})
