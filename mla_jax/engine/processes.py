@@ -109,12 +109,23 @@ class LedEngine:
 def follow(engine: Engine, processes: Processes) -> None:
     """Does as process 0 tells, until that has ended."""
     jobs: dict[int, Job] = {}
+    calls = _calls(engine, jobs)
+    with ending_all(processes):
+        while (order := processes.link.orders.get()) is not None:
+            name, *given = order
+            calls[name](*given)
+            for number in [number for number, job in jobs.items() if job.done]:
+                del jobs[number]
+
+
+def _calls(engine: Engine, jobs: dict[int, Job]) -> dict[str, Callable[..., Any]]:
+    """The methods that process 0 may call, with arguments as JSON has them. `jobs` are those that are not done, by id."""
 
     def submit(request: dict[str, Any], priority: int, streams: bool) -> None:
         job = engine.submit(_from_json(request), priority=priority, streams=streams)
         jobs[job.id] = job
 
-    actions: dict[str, Callable[..., Any]] = {
+    return {
         "submit": submit,
         "cancel": lambda job: engine.cancel(jobs[job]),
         "step": lambda times: engine.step([tuple(one) for one in times]),
@@ -123,12 +134,6 @@ def follow(engine: Engine, processes: Processes) -> None:
         "take_load": engine.take_load,
         "logits": lambda tokens: engine.logits(np.asarray(tokens, np.int32)),
     }
-    with ending_all(processes):
-        while (order := processes.link.orders.get()) is not None:
-            name, *given = order
-            actions[name](*given)
-            for number in [number for number, job in jobs.items() if job.done]:
-                del jobs[number]
 
 
 @contextlib.contextmanager

@@ -157,15 +157,9 @@ def listen(host: str) -> socket.socket:
 
 def accept(server: socket.socket, count: int, token: str, ended: Ended, patience: float = PATIENCE) -> Link:
     """Process 0's end of a link of `count` processes, once all have come; raises Unsupported if some have not."""
-    until, door = time.monotonic() + patience, _Door(count, token.encode())
+    door = _Door(count, token.encode())
     with server, contextlib.closing(door):
-        server.settimeout(LOOK)
-        while missing := [str(i) for i in range(1, count) if i not in door.found]:
-            if time.monotonic() > until:
-                late = f"not all {count} processes have come within {patience:.0f} seconds"
-                raise Unsupported(late, f"missing: process {', '.join(missing)}")
-            with contextlib.suppress(OSError):  # nobody has come, or is gone again
-                door.greet(server.accept()[0])
+        door.let_all_in(server, patience)
     peers = [door.found[i] for i in range(1, count)]
     for peer in peers:
         with contextlib.suppress(OSError):  # the link will notice
@@ -182,7 +176,17 @@ class _Door:
         self._strangers: OrderedDict[socket.socket, bool] = OrderedDict()
         self.found: dict[int, Peer] = {}  # by process
 
-    def greet(self, stranger: socket.socket) -> None:
+    def let_all_in(self, server: socket.socket, patience: float) -> None:
+        until = time.monotonic() + patience
+        server.settimeout(LOOK)
+        while missing := [str(i) for i in range(1, self._count) if i not in self.found]:
+            if time.monotonic() > until:
+                late = f"not all {self._count} processes have come within {patience:.0f} seconds"
+                raise Unsupported(late, f"missing: process {', '.join(missing)}")
+            with contextlib.suppress(OSError):  # nobody has come, or is gone again
+                self._greet(server.accept()[0])
+
+    def _greet(self, stranger: socket.socket) -> None:
         self._strangers[stranger] = True
         _thread(self._ask, stranger)
         self._turn_away(STRANGERS)
@@ -214,16 +218,21 @@ def connect(address: tuple[str, int], process: int, count: int, token: str, ende
     """The end of another process than 0; raises Unsupported if process 0 cannot be reached."""
     try:
         peer = _peer(0, "", count, socket.create_connection(address, timeout=PATIENCE))
-        _wait_at_most(PATIENCE, peer.connection)
-        answer_challenge(peer.connection, token.encode())
-        deliver_challenge(peer.connection, token.encode())
-        peer.connection.send_bytes(_hello(process))
-        peer.host = str(json.loads(peer.connection.recv_bytes(LONGEST_HELLO))["host"])
+        peer.host = _introduced(process, peer.connection, token.encode())
     except Exception as e:  # any program may listen there, and answer anything
         where, why = f"{address[0]}:{address[1]}", str(e) or "it ended the connection"
         advice = "may this host connect to all ports of that one?"
         raise Unsupported(f"process 0 does not answer at {where}", why, advice) from e
     return Link(process, [peer], ended)
+
+
+def _introduced(process: int, connection: Connection, token: bytes) -> str:
+    """Shows process 0 the token, and which process this is; returns its host, once all have come."""
+    _wait_at_most(PATIENCE, connection)
+    answer_challenge(connection, token)
+    deliver_challenge(connection, token)
+    connection.send_bytes(_hello(process))
+    return str(json.loads(connection.recv_bytes(LONGEST_HELLO))["host"])
 
 
 def _wait_at_most(seconds: float, connection: Connection) -> None:

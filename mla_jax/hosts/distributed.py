@@ -155,12 +155,15 @@ def _initialize(host: str, port: int, count: int, process: int) -> None:
     try:
         jax.distributed.initialize(address, count, process, coordinator_bind_address=bound, **given)
     except RuntimeError as e:
-        if "must be called before" in str(e):
-            advice = "with several processes make the LLM before anything else uses JAX"
-            raise BadRequest("JAX is in use already", advice) from e
-        late = f"the {count} processes have not come together at {host}:{port}"
-        alike = "each needs the same --coordinator and --processes, and its own --process-id"
-        raise Unsupported(late, alike, str(e)[:300]) from e
+        raise _explained(e, f"the {count} processes have not come together at {host}:{port}") from e
+
+
+def _explained(error: RuntimeError, late: str) -> MlaJaxError:
+    if "must be called before" in str(error):
+        advice = "with several processes make the LLM before anything else uses JAX"
+        return BadRequest("JAX is in use already", advice)
+    alike = "each needs the same --coordinator and --processes, and its own --process-id"
+    return Unsupported(late, alike, str(error)[:300])
 
 
 def _address(coordinator: str) -> tuple[str, int]:
@@ -242,15 +245,17 @@ def _thread(work: Callable[..., None], *given: Any) -> None:
 
 def _differences(facts: dict[int, Mapping[str, str]]) -> list[str]:
     """A line for each process whose facts are not those of process 0."""
-    ours, lines = facts[0], []
-    for process, theirs in facts.items():
-        names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
-        found = [
-            f"{name} is {theirs.get(name, 'not known')} there, {ours.get(name, 'not known')} in process 0"
-            for name in names
-        ]
-        lines += [f"process {process}: {'; '.join(found)}"] if found else []
-    return lines
+    return [line for process, theirs in facts.items() if (line := _difference(process, theirs, facts[0]))]
+
+
+def _difference(process: int, theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
+    """The facts in which a process differs, in a line; empty if none."""
+    names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+    found = (
+        f"{name} is {theirs.get(name, 'not known')} there, {ours.get(name, 'not known')} in process 0"
+        for name in names
+    )
+    return f"process {process}: {'; '.join(found)}" if names else ""
 
 
 def _say_and_exit(error: ProcessLost) -> None:
