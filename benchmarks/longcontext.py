@@ -208,11 +208,11 @@ def measured(ways: Ways, asked: Asked) -> Iterator[dict]:
     for policy, budget in ways.pairs:
         evicts = Selection(EVICTION_POLICIES[policy], budget)
         programs = Programs(llm.model, evicts=evicts)
-        policy = Evicting(programs, asked.size, Eviction(evicts, 1.0))
-        engine = Engine(programs, asked.size, llm.tokenizer, policy=policy)
+        evicting = Evicting(programs, asked.size, Eviction(evicts, 1.0))
+        engine = Engine(programs, asked.size, llm.tokenizer, policy=evicting)
         for keep in ways.keeps:
             # The same engine for each share: the prompts stay in its prefix index
-            policy.eviction = dataclasses.replace(policy.eviction, keep=keep)
+            evicting.eviction = dataclasses.replace(evicting.eviction, keep=keep)
             row = asked.about | {"policy": policy, "budget": budget, "kept": keep}
             yield row | asked.quality(engine) | asked.code(engine)
     if asked.about["form"] == "heads":
@@ -220,8 +220,7 @@ def measured(ways: Ways, asked: Asked) -> Iterator[dict]:
     for policy, tokens in itertools.product(ways.retrieve, ways.tokens):
         other = LLM(retrieve=policy, retrieve_tokens=tokens, context=asked.size.context)
         programs = Programs(other.model)
-        policy = Retrieving(programs, asked.size)
-        engine = Engine(programs, asked.size, other.tokenizer, policy=policy)
+        engine = Engine(programs, asked.size, other.tokenizer, policy=Retrieving(programs, asked.size))
         yield asked.about | {"policy": policy, "budget": tokens, "kept": 1.0} | asked.quality(engine)
 
 

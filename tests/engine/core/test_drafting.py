@@ -12,7 +12,7 @@ from mla_jax.base.errors import BadRequest, Unsupported
 from mla_jax.base.options import MOST_DRAFTS, DraftOptions
 from mla_jax.base.roofline import DEVICES, Device
 from mla_jax.decode.speculative import NOBODY, Drafter, Lookup, Mtp
-from mla_jax.engine.core.drafting import AGAIN, ASSUMED_HELD, FADES, FIRST, NEWEST, PLAIN, WORST, Drafting, Shares, drafter_of
+from mla_jax.engine.core.drafting import AGAIN, ASSUMED_HELD, PLAIN, Drafting, Shares, drafter_of
 
 pytestmark = pytest.mark.once  # plain Python
 
@@ -92,18 +92,6 @@ def test_options_the_model_and_the_platform_say_who_guesses(draft, tokens, with_
             assert drafter_of(options, has_mtp, platform) == expected
 
 
-def test_a_share_is_what_stood_of_what_was_asked_for_old_dispatches_counting_less():
-    shares = Shares(0.5)
-    assert shares.of_places.tolist() == [0.5] * MOST_DRAFTS
-    shares.note(places(10, 9, 4)[0], places(9, 4, 1)[0])
-    shares.note(places(10, 5, 4)[0], places(5, 4, 4)[0])
-    first = (0.98 * (0.98 * 4 + 9) + 5) / (0.98 * (0.98 * 8 + 10) + 10)
-    second = (0.98 * (0.98 * 4 + 4) + 4) / (0.98 * (0.98 * 8 + 9) + 5)
-    third = (0.98 * (0.98 * 4 + 1) + 4) / (0.98 * (0.98 * 8 + 4) + 4)
-    assert (FADES, FIRST) == (0.98, 8)
-    assert shares.of_places[:3] == pytest.approx([first, second, third])
-
-
 def test_shares_follow_a_text_that_changes():
     shares = Shares(0.8)
     for _ in range(300):
@@ -115,24 +103,6 @@ def test_shares_follow_a_text_that_changes():
     for _ in range(300):
         shares.note(places(4)[0], places(4)[0])
     assert shares.of_places[0] > 0.99
-
-
-def test_a_place_that_was_hardly_asked_for_has_the_share_of_the_one_before_it():
-    shares = Shares(0.9)
-    for _ in range(70):  # what was hoped of places that nobody asks for fades to a quarter: 0.98 ** 70 is 0.243
-        shares.note(places(100)[0], places(30)[0])
-    faded = 0.98**70
-    first, second, third, *_ = shares.of_places
-    assert first == pytest.approx(0.3, abs=0.002)
-    assert second == pytest.approx(faded * 0.9 + (1 - faded) * first)
-    assert third == pytest.approx(faded * 0.9 + (1 - faded) * second)
-    for _ in range(1000):
-        shares.note(places(100)[0], places(30)[0])
-    assert shares.of_places == pytest.approx([0.3] * MOST_DRAFTS)
-    shares.note(places(100, 4)[0], places(30, 4)[0])  # four of eight: half of its own share, half of that before it
-    assert shares.of_places[1] == pytest.approx(0.5 * 1.0 + 0.5 * 0.3)
-    shares.note(places(100, 8)[0], places(30, 8)[0])
-    assert shares.of_places[1:3] == pytest.approx([1.0, 1.0])
 
 
 @pytest.mark.parametrize(
@@ -200,75 +170,6 @@ def test_rows_that_are_greedy_and_rows_that_sample_have_shares_of_their_own_and_
     assert drafting.count(3 * SAMPLED, ASSUMED_HELD) == 0
 
 
-def test_what_stood_is_noted_for_each_rows_own_kind():
-    drafting = timed()
-    drafted, stood = np.repeat(places(MANY, MANY, MANY), 3, axis=0), places(0) * np.ones((3, 1), np.int64)
-    stood[1] = drafted[1]
-    drafting.note([False, True, False], drafted, stood)
-    assert drafting.count(GREEDY, ASSUMED_HELD) == 3
-    assert drafting.count(SAMPLED, ASSUMED_HELD) == 0
-
-
-def test_dispatches_in_which_a_kind_of_rows_has_guessed_nothing_leave_its_shares_as_they_are():
-    drafting = timed()
-    tell(drafting, SAMPLED, 0.5, 0.9, 0.9)
-    for _ in range(1000):
-        drafting.note(GREEDY + SAMPLED, np.concatenate([places(9, 9, 9), places(0)]), np.repeat(places(0), 2, axis=0))
-    assert drafting.count(SAMPLED, ASSUMED_HELD) == 3
-    assert drafting.count(GREEDY, ASSUMED_HELD) == 0
-
-
-@pytest.mark.parametrize(("most", "turns"), [(1, [1, 0, 1, 0, 1, 0, 1, 0]), (3, [1, 2, 3, 0, 1, 2, 3, 0])])
-def test_every_so_many_dispatches_another_number_of_guesses_is_tried_in_turn(most, turns, soon):
-    drafting = timed(Mtp(most))
-    tell(drafting, GREEDY, *[0.9] * most)
-    counts = [drafting.count(GREEDY, ASSUMED_HELD) for _ in range(8 * SOON)]
-    assert counts[SOON - 1 :: SOON] == turns
-    del counts[SOON - 1 :: SOON]
-    assert set(counts) == {most}
-
-
-def test_what_a_pass_takes_is_predicted_from_the_nearest_number_of_guesses_that_was_measured():
-    drafting = easy()
-    assert milliseconds(drafting) == pytest.approx([12, 14, 16, 18])
-    drafting.note_time(1, ASSUMED_HELD, 0, 6e-3)
-    assert milliseconds(drafting) == pytest.approx([6, 7, 8, 9])
-    drafting.note_time(1, ASSUMED_HELD, 3, 13.5e-3)
-    assert milliseconds(drafting) == pytest.approx([6, 7, 12, 13.5])
-    drafting.note_time(1, ASSUMED_HELD, 1, 14e-3)
-    assert milliseconds(drafting) == pytest.approx([6, 14, 16, 13.5])  # 1 and 3 are as near: the lower is taken
-
-
-def test_what_was_measured_counts_for_all_rows_of_one_program_and_for_no_others():
-    drafting = easy()
-    drafting.note_time(3, ASSUMED_HELD, 0, 24e-3)
-    assert [milliseconds(drafting, rows)[0] for rows in (1, 2, 3, 4, 5)] == pytest.approx([12, 12, 24, 24, 12])
-
-
-def test_a_first_time_is_cut_to_a_multiple_of_the_nearest_and_a_short_one_is_not():
-    drafting = timed()
-    drafting.note_time(1, ASSUMED_HELD, 2, 1.0)
-    assert milliseconds(drafting)[2] == pytest.approx(WORST * 16)
-    drafting.note_time(1, ASSUMED_HELD, 3, 1.0)  # twice as late as two guesses, which are late themselves
-    assert milliseconds(drafting)[3] == pytest.approx(WORST * WORST * 18)
-    drafting.note_time(1, ASSUMED_HELD, 1, 7e-3)
-    assert milliseconds(drafting)[:2] == pytest.approx([12, 7])
-
-
-def test_the_very_first_time_is_taken_as_it_is():
-    drafting = easy()
-    drafting.note_time(1, ASSUMED_HELD, 0, 1.2)
-    assert milliseconds(drafting)[0] == pytest.approx(1200)
-
-
-def test_later_times_are_averaged_the_newest_counting_a_fifth():
-    drafting = timed()
-    for _ in range(2):
-        drafting.note_time(1, ASSUMED_HELD, 0, 22e-3)
-    assert NEWEST == 0.2
-    assert milliseconds(drafting)[0] == pytest.approx(0.8 * (0.8 * 12 + 0.2 * 22) + 0.2 * 22)
-
-
 def dispatches_until(drafting: Drafting, best: int, late: int, times: float, at: int) -> int:
     """Dispatches until the best number is taken again, twice in a row, after one that took `times` times the predicted time: the
     `at`-th with `late` drafts."""
@@ -319,20 +220,9 @@ def test_a_cpu_drafts_for_few_rows_and_not_for_many():
     assert (pays[0], pays[-1]) == (True, False)
 
 
-def test_who_guesses_nothing_never_pays():
-    assert not easy(NOBODY).pays(1)
-    assert not easy(NOBODY, fixed=0).pays(1)
-
-
 def test_only_a_drafter_that_runs_a_layer_takes_time_of_its_own():
     assert milliseconds(easy(Mtp(3))) == pytest.approx([12, 14, 16, 18])
     assert milliseconds(easy(Lookup(3))) == pytest.approx([12, 12, 12, 12])
-
-
-def test_a_pass_with_any_guesses_computes_with_as_many_as_there_may_be():
-    drafting = Drafting(TWELVE, Device("", "gpu", 1e12, math.inf, 0.0), Lookup(3))
-    plain, *others = milliseconds(drafting)
-    assert others == pytest.approx([4 * plain] * 3)
 
 
 def test_the_explanation_names_who_guesses_and_what_passes_take():

@@ -1,0 +1,68 @@
+"""Every measuring script loads, and those that have a small setting come to its end. Their figures are not judged here."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import longcontext
+import pytest
+from ops import timing
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
+SMALL = {
+    "drafts.py": [],
+    "engine.py": [],
+    "host_pages.py": [],
+    "longcontext.py": [],
+    "meshes.py": ["--meshes", "data=2", "tensor=2", "--rows", "1", "3", "--held", "320", "--drafts"],
+    "prefill.py": [],
+}
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """Processes and paths that scripts set for themselves are as before afterwards."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    for name in ("XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.usefixtures("settled")
+def test_a_script_loads(path):
+    try:
+        runpy.run_path(str(path), run_name=path.stem)
+    except ModuleNotFoundError as error:
+        if path.stem.startswith("peer_"):
+            pytest.skip(f"{error.name} is no dependency")
+        raise
+
+
+@pytest.mark.deep("benchmarks")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_measurement_comes_to_its_end(name, tmp_path):
+    command = [sys.executable, f"benchmarks/{name}", "--small", *SMALL[name], "--out", str(tmp_path / "found.json")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "8"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1700)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "found.json").stat().st_size > 100
+
+
+@pytest.mark.parametrize(
+    ("right", "count", "interval"),
+    [(0, 10, (0.0, 0.2775)), (10, 10, (0.7225, 1.0)), (5, 10, (0.2366, 0.7634)), (81, 263, (0.2553, 0.3662))],
+)
+def test_the_interval_of_a_share_is_that_of_newcombes_tables(right, count, interval):
+    """Newcombe 1998 has 81 of 263; the others by hand."""
+    assert longcontext.wilson(right, count) == pytest.approx(interval, abs=1e-4)
+
+
+def test_a_timed_program_gives_what_the_first_of_its_inputs_gives_though_it_goes_on_to_others():
+    program = timing.Program(lambda n, x: x * n, [(jnp.int32(n), jnp.ones(3)) for n in (2, 5)], most=4)
+    assert program.calls == 4
+    assert program.out().tolist() == [2, 2, 2]
