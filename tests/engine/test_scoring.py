@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from models import FAMILIES, tensors, write
-from serving import finish, request
+from serving import drafting_engine, evicting_engine, finish, request
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.cache.evict import EVICTION_POLICIES
@@ -20,8 +20,7 @@ from mla_jax.decode.speculative import Lookup
 from mla_jax.engine.core.engine import SCORED, Engine
 from mla_jax.engine.core.job import Job
 from mla_jax.engine.core.size import Size
-from mla_jax.engine.policy.evicting import EvictingEngine, Eviction
-from mla_jax.engine.policy.retrieving import RetrievingEngine
+from mla_jax.engine.policy.retrieving import Retrieving
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights.load import load
 
@@ -55,10 +54,10 @@ def engine_of(folder, programs):
 
     def engine(kind: str) -> Engine:
         found = programs_of(kind)
-        given = found, found.model.config, None, SIZE
         if kind == "evicting":
-            return EvictingEngine(*given, None, Eviction(found.evicts, 0.5, 16))
-        return RetrievingEngine(*given) if kind == "retrieving" else Engine(*given, 2 if kind == "drafting" else None)
+            return evicting_engine(found, SIZE, 0.5)
+        policy = Retrieving(found, SIZE) if kind == "retrieving" else None
+        return drafting_engine(found, SIZE, 2 if kind == "drafting" else None, policy=policy)
 
     return engine
 

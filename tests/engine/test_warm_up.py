@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from models import FAMILIES, tensors, write
-from serving import finish, request
+from serving import drafting_engine, evicting_engine, finish, request
 
 from mla_jax.cache.evict import EVICTION_POLICIES
 from mla_jax.cache.retrieve import RETRIEVAL_POLICIES as RETRIEVAL
@@ -19,8 +19,7 @@ from mla_jax.decode.speculative import Lookup, Mtp
 from mla_jax.engine.core.engine import SCORED, Engine
 from mla_jax.engine.core.request import Request
 from mla_jax.engine.core.size import Size
-from mla_jax.engine.policy.evicting import EvictingEngine, Eviction
-from mla_jax.engine.policy.retrieving import RetrievingEngine
+from mla_jax.engine.policy.retrieving import Retrieving
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights.load import load
 
@@ -50,16 +49,17 @@ def with_mtp(folder) -> Engine:
 def evicting(folder) -> Engine:
     programs = Programs(load(folder), evicts=Selection(EVICTION_POLICIES["snapkv"], "ada", recent=16))
     size = dataclasses.replace(SIZE, pages=14)
-    return EvictingEngine(programs, programs.model.config, None, size, None, Eviction(programs.evicts, 0.5, 16))
+    return evicting_engine(programs, size, 0.5)
 
 
 def retrieving(folder) -> Engine:
     model = load(folder, dispatch=Dispatch(retrieval=Retrieval(RETRIEVAL["quest"], 4 * 64, dense=1)))
-    return RetrievingEngine(Programs(model), model.config, None, SIZE)
+    programs = Programs(model)
+    return Engine(programs, SIZE, policy=Retrieving(programs, SIZE))
 
 
 def _engine(programs: Programs, drafts: int | None = None) -> Engine:
-    return Engine(programs, programs.model.config, None, SIZE, drafts)
+    return drafting_engine(programs, SIZE, drafts)
 
 
 def requests() -> list[Request]:
