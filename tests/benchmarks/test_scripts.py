@@ -35,7 +35,7 @@ def settled(monkeypatch):
 @pytest.mark.usefixtures("settled")
 def test_a_script_loads(path):
     try:
-        runpy.run_path(str(path), run_name=path.stem)
+        runpy.run_path(str(path), run_name="script")
     except ModuleNotFoundError as error:
         if path.stem.startswith("peer_"):
             pytest.skip(f"{error.name} is no dependency")
