@@ -151,38 +151,64 @@ def cut(counts: Int[Array, " N"], pieces: int) -> Pieces:
     return Pieces(bounds[:, :-1].reshape(-1), jnp.diff(bounds, axis=1).reshape(-1))
 
 
+class Ranges(NamedTuple):
+    """The rows of each message of this device: where they begin, and their number."""
+
+    starts: Int[Array, " N"]
+    counts: Int[Array, " N"]
+
+
+class OwnMessages(NamedTuple):
+    """This device's part of an exchange: `sends` are ranges of its own rows, `comes` of the received ones.
+
+    `lands` is where each sent message begins among the rows that its destination receives."""
+
+    sends: Ranges
+    comes: Ranges
+    lands: Int[Array, " N"]
+
+    @staticmethod
+    def of(route: Route) -> "OwnMessages":
+        here, counts = index(route.axes), route.counts
+        outgoing, incoming = jnp.cumsum(counts, axis=1) - counts, jnp.cumsum(counts, axis=0) - counts
+        sends, comes = Ranges(outgoing[here], counts[here]), Ranges(incoming[:, here], counts[:, here])
+        return OwnMessages(sends, comes, incoming[here])
+
+
 def sent(rows: Shaped[Array, "S ..."], route: Route, most: int, room: int) -> Shaped[Array, "R ..."]:
     """Ragged all-to-all: the `room` rows that all devices send here, in the devices' order. `rows` are in the order of their
     destinations, of which none gets more than `most`.
 
     Rows past the last one received may be anything. Where a platform has no ragged exchange, messages are padded to `most` rows.
     On GPUs of one process they go in pieces."""
-    here = index(route.axes)
-    # Where the rows for each device begin, among those that each sends
-    starts = jnp.cumsum(route.counts, axis=1) - route.counts
-    lands = jnp.cumsum(route.counts, axis=0) - route.counts  # where they begin among those that each receives
-    sends, comes = route.counts[here], route.counts[:, here]
+    messages = OwnMessages.of(route)
+    pieces = max(EXCHANGE_PIECES // size(route.axes), 1) if jax.process_count() == 1 else 1
+    return jax.lax.platform_dependent(
+        rows,
+        cpu=lambda rows: _padded(rows, messages, route.axes, most, room),
+        cuda=lambda rows: _ragged(rows, messages, route.axes, room, pieces),
+        default=lambda rows: _ragged(rows, messages, route.axes, room, 1),
+    )
 
-    def ragged(rows: Array, pieces: int = 1) -> Array:
-        # Not zeros: they depend on nothing, so XLA would make those of all layers at once
-        into = rows.at[jnp.arange(room)].get(mode="clip")
-        outgoing, incoming = cut(sends, pieces), cut(comes, pieces)
-        begins, ends = (jnp.repeat(first[here], pieces) + outgoing.starts for first in (starts, lands))
-        return jax.lax.ragged_all_to_all(
-            rows, into, begins, outgoing.sizes, ends, incoming.sizes, axis_name=route.axes
-        )
 
-    def in_pieces(rows: Array) -> Array:
-        return ragged(rows, max(EXCHANGE_PIECES // size(route.axes), 1) if jax.process_count() == 1 else 1)
+def _ragged(rows: Array, messages: OwnMessages, axes: tuple[str, ...], room: int, pieces: int) -> Array:
+    # Not zeros: they depend on nothing, so XLA would make those of all layers at once
+    into = rows.at[jnp.arange(room)].get(mode="clip")
+    outgoing, incoming = cut(messages.sends.counts, pieces), cut(messages.comes.counts, pieces)
+    begins = jnp.repeat(messages.sends.starts, pieces) + outgoing.starts
+    lands = jnp.repeat(messages.lands, pieces) + outgoing.starts
+    return jax.lax.ragged_all_to_all(
+        rows, into, begins, outgoing.sizes, lands, incoming.sizes, axis_name=axes
+    )
 
-    def padded(rows: Array) -> Array:
-        place = starts[here][:, None] + jnp.arange(most)
-        blocks = rows.at[place].get(mode="clip")
-        found = jax.lax.all_to_all(blocks, route.axes, 0, 0, tiled=True)
-        to = jnp.where(jnp.arange(most) < comes[:, None], lands[:, here][:, None] + jnp.arange(most), room)
-        return jnp.zeros((room, *rows.shape[1:]), rows.dtype).at[to].set(found, mode="drop")
 
-    return jax.lax.platform_dependent(rows, cpu=padded, cuda=in_pieces, default=ragged)
+def _padded(rows: Array, messages: OwnMessages, axes: tuple[str, ...], most: int, room: int) -> Array:
+    place = jnp.arange(most)
+    blocks = rows.at[messages.sends.starts[:, None] + place].get(mode="clip")
+    found = jax.lax.all_to_all(blocks, axes, 0, 0, tiled=True)
+    starts, counts = messages.comes
+    to = jnp.where(place < counts[:, None], starts[:, None] + place, room)
+    return jnp.zeros((room, *rows.shape[1:]), rows.dtype).at[to].set(found, mode="drop")
 
 
 def _names(axes: Axes) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 Prefill, a chunk of a prompt on top of a cached prefix, and decode are this one forward; they differ in batch and cache."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -60,6 +61,21 @@ class Block(nnx.Module):
         return (settle(x + y, pending), left), layer, found
 
 
+def _block_function(plan: StepPlan, batch: Batch, traced: bool) -> Callable:
+    """A function of a block's graph, whether it attends to all pages, its weights, input, cache and number.
+
+    Under a trace, layers of one structure are traced and lowered once; XLA inlines the calls."""
+
+    def layer_of(
+        graph: Any, reads_all: bool, weights: Any, x: Array, pending: Any, layer: Layer | None, number: Array
+    ):
+        mine = plan.of_layer(batch, number) if isinstance(batch.page_table, Tables) else plan
+        mine = mine.attending_to_all() if reads_all else mine
+        return nnx.merge(graph, weights)(x, pending, batch, layer, mine)
+
+    return jax.jit(layer_of, static_argnums=(0, 1)) if traced else layer_of
+
+
 class Transformer(nnx.Module):
     """An MLA model: its weights and the forward pass. `dispatch` chooses how each step computes."""
 
@@ -99,22 +115,7 @@ class Transformer(nnx.Module):
         else:
             plan = self.dispatch.watching(self, batch, pool, watch)
         x, pending, aux = self.embedded(tokens), None, {}
-
-        def layer_of(
-            graph: Any,
-            reads_all: bool,
-            weights: Any,
-            x: Array,
-            pending: Any,
-            layer: Layer | None,
-            number: Array,
-        ):
-            mine = plan.of_layer(batch, number) if isinstance(batch.page_table, Tables) else plan
-            mine = mine.attending_to_all() if reads_all else mine
-            return nnx.merge(graph, weights)(x, pending, batch, layer, mine)
-
-        # layers of one structure are traced and lowered once; XLA inlines the calls
-        apply = jax.jit(layer_of, static_argnums=(0, 1)) if isinstance(x, Tracer) else layer_of
+        apply = _block_function(plan, batch, isinstance(x, Tracer))
         for i, block in enumerate(self.layers):
             (graph, weights), reads_all = nnx.split(block), self.dispatch.attends_to_all(i)
             with jax.named_scope(f"layer_{i}"):
