@@ -165,6 +165,15 @@ def order_of(slot: Int[Array, "*B"], size: int) -> Int[Array, "*B"]:
     return slot + (slot // size * (devices - 1) + across.index(CONTEXT)) * size if devices > 1 else slot
 
 
+def gathered_slots(slots: Shaped[Array, "*B S"], size: int) -> Shaped[Array, "*B N"]:
+    """What all devices of a row have of its slots, in the order of the row, in pages with `size` tokens here."""
+    devices = across.size(CONTEXT)
+    if devices == 1:
+        return slots
+    pages = slots.reshape(*slots.shape[:-1], -1, size)
+    return across.gathered(pages, CONTEXT, along=-1).reshape(*slots.shape[:-1], -1)
+
+
 def rows_of(batch: Batch, size: int) -> StepRows:
     """`size` is the number of tokens in a page on this device. Tokens past the end of the page table are dropped."""
     assert batch.page_table is not None, "a step with a cache needs a page table"

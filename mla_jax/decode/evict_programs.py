@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from mla_jax.base.axes import DATA, TENSOR
+from mla_jax.base.axes import CONTEXT, DATA, TENSOR
 from mla_jax.base.batch import Tables
 from mla_jax.cache import evict, paged
 from mla_jax.cache.evict import BUDGET_RULES, EvictionPolicy
@@ -69,7 +69,7 @@ def observe(
     found = (
         aux["watched"] if model.lanes > 1 else [_shared(scores, policy.stages) for scores in aux["watched"]]
     )
-    slots = page_table.pages.shape[-1] * paged.page_size(pool)
+    slots = page_table.pages.shape[-1] * _page_size(pool)
     held = jnp.maximum(batch.seq_lens - page_table.dropped, 0).swapaxes(1, 2)
     scores = jnp.stack(found)[..., :slots]
     stays = evict.kept(
@@ -89,7 +89,7 @@ def _shared(scores: Float[Array, "B M S"], stages: int) -> Float[Array, "B {stag
 def move(model: Transformer, pool: Pool, kept: Kept, old: Tables, new: Tables) -> tuple[Pool, Kept]:
     """The pool with what stays in its `new` pages, in the same order; both tables are as wide, and no part is in both."""
     layers, lanes, _, width = old.pages.shape
-    size, block = paged.page_size(pool), min(MOVED, width)
+    size, block = _page_size(pool), min(MOVED, width)
     used = -(-kept.count.max() // (block * size))
 
     def moved(step: Array, pool: Pool) -> Pool:
@@ -101,8 +101,28 @@ def move(model: Transformer, pool: Pool, kept: Kept, old: Tables, new: Tables) -
         before = jnp.take_along_axis(old.pages[number], slot // size, axis=-1) + first_part
         after = new.pages[number][..., jnp.minimum(to // size, width - 1)] + first_part
         after = jnp.where(to < kept.count[number][..., None], after, NOWHERE)
-        source = paged.places(before, slot % size, lanes)
-        target = paged.places(after, jnp.broadcast_to(to % size, after.shape), lanes)
-        return {name: array.at[target].set(array[source], mode="drop") for name, array in pool.items()}
+        was_here, source = _here(slot % size, pool)
+        is_here, target = _here(jnp.broadcast_to(to % size, after.shape), pool)
+        source = paged.places(before, source, lanes)
+        target = paged.places(jnp.where(is_here, after, NOWHERE), target, lanes)
+
+        def written(array: Array) -> Array:
+            tokens = array[source]
+            mine = was_here.reshape(*was_here.shape, *(1,) * (tokens.ndim - was_here.ndim))
+            tokens = across.total(jnp.where(mine, tokens, 0), CONTEXT) if across.size(CONTEXT) > 1 else tokens
+            return array.at[target].set(tokens, mode="drop")
+
+        return {name: written(array) for name, array in pool.items()}
 
     return jax.lax.fori_loop(0, layers * used, moved, pool), kept
+
+
+def _page_size(pool: Pool) -> int:
+    """Tokens of a page, those on other devices included."""
+    return paged.page_size(pool) * across.size(CONTEXT)
+
+
+def _here(place: Int[Array, "*B"], pool: Pool) -> tuple[Bool[Array, "*B"], Int[Array, "*B"]]:
+    """Whether a place in a page is on this device, and the place in this device's part."""
+    size = paged.page_size(pool)
+    return place // size == across.index(CONTEXT), place % size

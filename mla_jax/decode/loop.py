@@ -287,7 +287,7 @@ class Programs:
         """The shapes of what `observe` has found."""
         each = len(self.model.layers), self.model.lanes
         return Kept(
-            _numbers(*each, rows, width * page_size(pool)),
+            _numbers(*each, rows, width * page_size(pool) * self.spread.layout.context),
             _numbers(*each, rows),
             _numbers(self.spread.shards, *each, rows),
         )

@@ -46,6 +46,15 @@ def maximum(x: Any, axes: Axes = MESH_AXES) -> Any:
     return jax.lax.pmax(x, names) if names else x
 
 
+def log_total(x: Array, axes: Axes) -> Array:
+    """The logarithm of the sum of exponentials over these axes, on each device; -inf is an empty sum."""
+    if not _bound(axes):
+        return x
+    top = maximum(x, axes)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    return jnp.log(total(jnp.exp(x - top), axes)) + top
+
+
 def any_of(x: Bool[Array, ""]) -> Bool[Array, ""]:
     """Whether this holds on any device of the mesh: for loops and branches in which devices speak to each other."""
     return maximum(x.astype(jnp.int32)) > 0 if _bound(MESH_AXES) else x

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mla_jax.base.axes import CONTEXT
 from mla_jax.cache import paged
 from mla_jax.cache.evict import EvictionPolicy, Seen
 from mla_jax.cache.paged import Layer
+from mla_jax.mesh import across
 from mla_jax.model.block_attention import Blocks, Cached, StepCache
 from mla_jax.model.page_selection import absorbed_queries
 
@@ -45,7 +47,8 @@ def scores(
         worth = _worth(cached, up, out) if policy.needs_worth else None
         return policy.of_block(Seen(weights, _keys(cached), anchor, worth, watched.slot(i), watched.lens))
 
-    return policy.finished(watched.side_by_side(scored), watched.lens)
+    found = paged.gathered_slots(watched.side_by_side(scored), watched.layer.size)
+    return policy.finished(found, watched.lens)
 
 
 class Watched(NamedTuple):
@@ -82,8 +85,8 @@ class Watched(NamedTuple):
         return jnp.atleast_2d(self.blocks.rows.seq_lens).T
 
     def slot(self, i: Number) -> Int[Array, " S"]:
-        """The numbers of a block's slots."""
-        return jnp.arange(self.slots, dtype=jnp.int32) + i * self.slots
+        """The numbers of a block's slots, counted over all devices that share the row."""
+        return paged.order_of(jnp.arange(self.slots, dtype=jnp.int32) + i * self.slots, self.layer.size)
 
     def cached(self, i: Number) -> Cached:
         """The contents of a block: zeros where nothing is held."""
@@ -103,7 +106,7 @@ class Watched(NamedTuple):
             return jnp.logaddexp(total, jax.nn.logsumexp(self.scores(self.cached(i), i), axis=-1))
 
         start = jnp.full(self.queries[0].shape[:3], -jnp.inf)
-        total = jax.lax.fori_loop(0, self.used, added, start)
+        total = across.log_total(jax.lax.fori_loop(0, self.used, added, start), CONTEXT)
         return jnp.where(jnp.isfinite(total), total, 0.0)[..., None]
 
     def anchor(self) -> Float[Array, "B K D"]:
@@ -115,7 +118,7 @@ class Watched(NamedTuple):
 
         start = jnp.zeros(jax.eval_shape(directions, 0).shape)
         total = jax.lax.fori_loop(0, self.used, lambda i, total: total + directions(i), start)
-        return total / jnp.maximum(self.lens, 1)[..., None]
+        return across.total(total, CONTEXT) / jnp.maximum(self.lens, 1)[..., None]
 
     def side_by_side(self, scored: Callable[[Number], Array]) -> Float[Array, "B M S"]:
         """The scores of all blocks, in order; zeros for empty blocks."""

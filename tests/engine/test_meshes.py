@@ -160,7 +160,7 @@ def test_latents_in_e4m3_give_the_tokens_of_one_device(tmp_path, mesh):
 
 
 @generating
-@pytest.mark.parametrize("mesh", ["data=4", "data=2,tensor=2"])
+@pytest.mark.parametrize("mesh", ["data=4", "data=2,tensor=2", "context=2", "data=2,tensor=2,context=2"])
 @pytest.mark.parametrize("budget", ["uniform", "ada"])
 def test_rows_that_drop_tokens_give_the_tokens_of_one_device(folder_of, expected, mesh, budget):
     evicts = Selection(EVICTING["snapkv"], budget, recent=16)
@@ -170,6 +170,17 @@ def test_rows_that_drop_tokens_give_the_tokens_of_one_device(folder_of, expected
 
     model = load(folder_of("v3"))
     assert tokens(model, mesh, engine_of, evicts=evicts) == tokens(model, None, engine_of, evicts=evicts)
+
+
+@generating
+def test_heads_that_drop_tokens_give_the_tokens_of_one_device_where_their_tokens_are_sharded(folder_of):
+    evicts = Selection(EVICTING["critical"], "ada", recent=16)
+    model = load(folder_of("v3"), dispatch=Dispatch("naive"))
+
+    def engine_of(programs: Programs) -> Engine:
+        return evicting_engine(programs, SIZE, 0.5)
+
+    assert tokens(model, "data=2,context=2", engine_of, evicts=evicts) == tokens(model, None, engine_of, evicts=evicts)
 
 
 @generating

@@ -51,10 +51,6 @@ REFUSED = (
     Refusal(("evict", "retrieve"), "both decide what a step reads; keep one of them"),
     Refusal(("evict", 'draft="mtp"'), 'the layer that drafts has a cache of its own; take draft="lookup"'),
     Refusal(
-        ("evict", "mesh context"),
-        "a row's tokens are cut over context, and those to drop are chosen among all; leave context out of the mesh",
-    ),
-    Refusal(
         ("evict", 'attention="naive"', "mesh tensor"),
         "heads are cut over tensor, and share out what is kept; leave tensor out of the mesh, or take another form",
     ),
