@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from models import FAMILIES, tensors, write
@@ -162,27 +161,6 @@ def test_the_layer_for_multi_token_prediction_is_asked_for_before_weights_are_re
     monkeypatch.setattr(Checkpoint, "load", lambda *args: pytest.fail("weights were read"))
     with pytest.raises(Unsupported, match='draft "mtp" is not available for this model'):
         LLM(without, draft="mtp")
-
-
-@pytest.fixture
-def no_checks_of_type(monkeypatch):
-    """Users run without the checks of the tests."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"draft": "off", "draft_tokens": 2}, "draft_tokens is 2, but draft is off"),
-        ({"draft": "mpt"}, "'mtp'|\"mtp\"|mtp"),
-        ({"draft_tokens": 8}, "draft_tokens is 8, expected"),
-        ({"draft_tokens": -1}, "draft_tokens is -1, expected"),
-        ({"drafts": "mtp"}, "there is no option drafts"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(folder, fields, words, no_checks_of_type):
-    with pytest.raises(BadRequest, match=words):
-        LLM(folder, **fields)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from serving import answer, evicting_engine, nothing_compiled
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.batch import Batch
-from mla_jax.base.errors import BadRequest, DoesNotFit
+from mla_jax.base.errors import DoesNotFit
 from mla_jax.cache.evict import EVICTION_POLICIES, SnapKV
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.evict_programs import Kept, Selection
@@ -380,11 +380,3 @@ def test_where_heads_are_cached_it_says_that_they_share(folder, asked):
     assert len(out.token_ids) == 5
     assert llm.stats().dropped > 100
     assert "25 % stay, shared out over layers and their heads by the rule ada" in llm.explain()
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"evict": "h20"}, {"evict_budget": "adaptive"}, {"evict_keep": 0}, {"evict_keep": 1.5}], ids=str
-)
-def test_what_is_not_there_is_refused_by_name(folder, wrong):
-    with pytest.raises(BadRequest, match=f"{next(iter(wrong))} is "):
-        LLM(folder, **{"evict": "snapkv", **wrong})

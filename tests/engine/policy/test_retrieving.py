@@ -12,7 +12,6 @@ from models import FAMILIES, tensors, write
 from serving import answer, drafting_engine, nothing_compiled
 
 from mla_jax import LLM, SamplingParams
-from mla_jax.base.errors import BadRequest
 from mla_jax.cache.paged import PAGE
 from mla_jax.cache.retrieve import RETRIEVAL_POLICIES, Retrieval
 from mla_jax.decode.loop import Programs
@@ -168,16 +167,3 @@ def test_it_is_an_option_of_a_model_and_counted_in_its_memory(retrieving_folder,
     assert any("quest chooses 256 tokens" in line and "first 2 layers" in line for line in llm.explain().splitlines())
     noted = llm.plan.cache - plain.plan.cache
     assert noted == 3 * (llm.plan.context // PAGE) * 2 * (128 + 8) * 4  # layers, pages, lowest and highest, numbers, float32
-
-
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
-        ({"retrieve": "page"}, "retrieve is "),
-        ({"retrieve": "quest", "retrieve_tokens": 255}, "retrieve_tokens is 255"),
-    ],
-    ids=str,
-)
-def test_what_is_not_there_is_refused(retrieving_folder, options, found):
-    with pytest.raises(BadRequest, match=found):
-        LLM(retrieving_folder, **options)
