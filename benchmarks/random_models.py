@@ -25,7 +25,7 @@ from mla_jax.base.qtensor import REORDERED, QTensor
 from mla_jax.mesh.devices import Devices
 from mla_jax.mesh.partition import Layout
 from mla_jax.model.dispatch import Dispatch
-from mla_jax.model.ops import kernels_here
+from mla_jax.model.kernels import kernels_here
 from mla_jax.offload.experts import HostExperts
 from pallas_kernels import packed
 

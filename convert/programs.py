@@ -28,7 +28,7 @@ from mla_jax.engine.llm import LLM
 from mla_jax.engine.opening.opened import Opened
 from mla_jax.mesh.devices import Devices
 from mla_jax.mesh.partition import Layout, refuse_uneven
-from mla_jax.model import ops
+from mla_jax.model import kernels
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights.load import Progress
 from mla_jax.weights.safetensors import STORED_DTYPES
@@ -167,7 +167,7 @@ def _check(wanted: Wanted, model: Transformer) -> None:
     refuse_uneven(model.config, wanted.layout)
     device = model.dispatch.device
     alone = [PLATFORMS[platform] for platform in wanted.platforms] == [device.platform]
-    if wanted.kernels and not (alone and ops.kernels_here()):
+    if wanted.kernels and not (alone and kernels.kernels_here()):
         found = f"kernels for {', '.join(wanted.platforms)} cannot be exported here"
         advice = f"they are exported on the kind of device that they are for, this is {device.name}"
         raise Unsupported(found, advice)

@@ -23,7 +23,7 @@ from mla_jax.decode.program_sharding import Spread
 from mla_jax.decode.programs import Program
 from mla_jax.mesh import partition
 from mla_jax.mesh.partition import Layout
-from mla_jax.model import ops
+from mla_jax.model import kernels
 from mla_jax.model.transformer import Transformer
 
 # By JAX's name of a platform for programs: its name for devices
@@ -139,7 +139,7 @@ def _of_platform(
 
 def _exported(call: Call, platform: str, wanted: Wanted) -> Any:
     sent = of_shards([list(call.sent.values())] * wanted.layout.data)
-    with contextlib.nullcontext() if wanted.kernels else ops.without_kernels():
+    with contextlib.nullcontext() if wanted.kernels else kernels.without_kernels():
         return call.program.export(platform, call.make, *sent)
 
 

@@ -28,7 +28,7 @@ from jax.experimental import serialize_executable
 
 from mla_jax.base.files import cache_folder
 from mla_jax.decode.program_sharding import Spread
-from mla_jax.model.ops import load_runtime
+from mla_jax.model.kernels import load_runtime
 from mla_jax.model.transformer import Transformer
 
 LIMIT = 1 << 30  # bytes of files; the ones that were not used for longest are removed

@@ -22,7 +22,7 @@ from mla_jax.cache.paged import Pool
 from mla_jax.cache.retrieve import Retrieval
 from mla_jax.mesh import comm_cost
 from mla_jax.mesh.partition import ONE, Layout, of_device
-from mla_jax.model import fp8_latent, mla, moe, ops, page_selection, rope
+from mla_jax.model import fp8_latent, kernels, mla, moe, page_selection, rope
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.exchange import EXCHANGES
 from mla_jax.model.kernel_attention import KERNELS
@@ -160,7 +160,7 @@ class Dispatch:
 
     def attention_kernel(self, model: "Transformer", form: str, rows: int, new: int, attended: int) -> str:
         """Who computes `form` for such a step: "mosaic_gpu", "mosaic_tpu", or "xla" where no kernel can."""
-        if form not in KERNELS or not ops.kernels_here():
+        if form not in KERNELS or not kernels.kernels_here():
             return "xla"
         if form == "kernel_latents" and new > 1 and self.layout.context > 1:
             return "xla"  # it takes a row's queries for the last tokens that are on the device
@@ -179,7 +179,7 @@ class Dispatch:
             turns = rope.turns(batch.positions, config)
             return nnx.merge(graph, weights)(x, layer, row, step, turns)[0]
 
-        return ops.who_computes(attend, weights, x).get(_OPS[form], "xla")
+        return kernels.who_computes(attend, weights, x).get(_OPS[form], "xla")
 
     def chunk(self, model: "Transformer") -> int:
         """New tokens of all rows together that one dispatch reads of prompts: a power of two.
@@ -232,7 +232,7 @@ class Dispatch:
     def expert_kernel(self, model: "Transformer", tokens: int, where: str = "device") -> str:
         """Who computes the backend "ragged" for such a step of experts that are stored there."""
         stacks = model.stacks(where)
-        if not stacks or not ops.kernels_here():
+        if not stacks or not kernels.kernels_here():
             return "xla"
         if any(isinstance(w, QTensor) and not (w.reordered or w.format == "fp8_block") for w in stacks):
             return "xla"  # they would be unpacked first
@@ -240,7 +240,7 @@ class Dispatch:
         chosen = (tokens, model.config.num_experts_per_tok or 0)
         x = jax.ShapeDtypeStruct((tokens, model.config.hidden_size), model.dtype)
         ids, weights = jax.ShapeDtypeStruct(chosen, jnp.int32), jax.ShapeDtypeStruct(chosen, jnp.float32)
-        found = set(ops.who_computes(moe.ragged, x, ids, weights, (gate, gate, down)).values())
+        found = set(kernels.who_computes(moe.ragged, x, ids, weights, (gate, gate, down)).values())
         return found.pop() if len(found) == 1 else "xla"  # a kernel pays only if it takes both products
 
 

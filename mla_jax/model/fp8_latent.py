@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from mla_jax.base.config import Config
-from mla_jax.model import ops
+from mla_jax.model import kernels
 from mla_jax.model.mla import Form, Up
 
 CODES, SCALES = "c_kv", "c_kv_scale"  # names in a layer of the cache
@@ -18,7 +18,7 @@ def why_not(config: Config, form: str) -> str | None:
     """Why a model's cache cannot have this format; None: it can."""
     if form == "naive":
         return "the form naive caches heads, not latents"
-    group = ops.fp8_group()
+    group = kernels.fp8_group()
     if config.kv_lora_rank % group:
         return f"there is a scale per {group} numbers, and the latent has {config.kv_lora_rank}"
     return None
@@ -27,13 +27,13 @@ def why_not(config: Config, form: str) -> str | None:
 def remembers(
     c_kv: Float[Array, "B S R"], k_pe: Float[Array, "B S E"], up: Up | None = None, x: Any = None
 ) -> dict[str, Array]:
-    codes, scales = ops.quantize_latent(c_kv)
+    codes, scales = kernels.quantize_latent(c_kv)
     return {CODES: codes, SCALES: scales, "k_pe": k_pe}
 
 
 def latent_operand(cached: dict[str, Any]) -> Any:
     """The latents of a layer as kernels take them, in E4M3 or not."""
-    return ops.fp8(cached[CODES], cached[SCALES]) if SCALES in cached else cached["c_kv"]
+    return kernels.fp8(cached[CODES], cached[SCALES]) if SCALES in cached else cached["c_kv"]
 
 
 def unpacked_latent(cached: dict[str, Array]) -> dict[str, Array]:
@@ -41,7 +41,7 @@ def unpacked_latent(cached: dict[str, Array]) -> dict[str, Array]:
     if SCALES not in cached:
         return {"c_kv": cached["c_kv"], "k_pe": cached["k_pe"]}
     return {
-        "c_kv": ops.dequantize_latent(cached[CODES], cached[SCALES], cached["k_pe"].dtype),
+        "c_kv": kernels.dequantize_latent(cached[CODES], cached[SCALES], cached["k_pe"].dtype),
         "k_pe": cached["k_pe"],
     }
 

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int
 from mla_jax.base.axes import MESH_AXES
 from mla_jax.base.qtensor import QTensor
 from mla_jax.mesh import across
-from mla_jax.model.ops import ragged_dot, ragged_swiglu, zeros_after
+from mla_jax.model.kernels import ragged_dot, ragged_swiglu
+from mla_jax.model.ops import zeros_after
 
 ExpertWeights = tuple[
     Float[Array, "X F D"] | QTensor, Float[Array, "X F D"] | QTensor, Float[Array, "X D F"] | QTensor

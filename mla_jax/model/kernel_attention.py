@@ -16,7 +16,7 @@ from mla_jax.base.config import LATENT_NORM_EPS, Config
 from mla_jax.cache import paged
 from mla_jax.cache.paged import Layer, Pool, StepRows, View
 from mla_jax.mesh import across
-from mla_jax.model import fp8_latent, ops, rope
+from mla_jax.model import fp8_latent, kernels, rope
 from mla_jax.model.block_attention import StepCache, finite
 from mla_jax.model.mla import Form, Queries, Up, heads, latents
 
@@ -44,14 +44,14 @@ def prepare_latents(batch: Batch, pool: Pool, config: Config, block: int) -> Lat
     new, heads = batch.mask.shape[1], config.num_attention_heads
     order = padding_first(~rows.real) if new > 1 else None
     numbers = paged.numbers(pool)
-    parts = ops.parts_of_heads(
+    parts = kernels.parts_of_heads(
         (batch.mask.shape[0], new, heads),
         fp8_latent.latent_operand(numbers),
         numbers["k_pe"],
         rows.page_table,
     )
     held = paged.held_here(rows.seq_lens, paged.page_size(pool))
-    schedule = ops.schedule(held, heads // parts, new)
+    schedule = kernels.schedule(held, heads // parts, new)
     return Latents(rows, held, order, parts, schedule, rope.turns(batch.positions, config))
 
 
@@ -74,7 +74,7 @@ def rotate_and_append(
     """Rotates queries and keys, normalises the latent with `weight`, and writes the new tokens to the pool, in one kernel."""
     tokens = (paged.slots_in(layer, step.rows), *step.turns)
     pool = paged.numbers(layer.pool)
-    q_pe, pool = ops.rope_append(
+    q_pe, pool = kernels.rope_append(
         q, kv, weight, pool, tokens, eps=LATENT_NORM_EPS, interleave=config.rope_interleave
     )
     return (q[..., : config.qk_nope_head_dim], q_pe), Layer(paged.stored(pool, layer.pool), layer.first)
@@ -93,8 +93,8 @@ def kernel_latents(q: Queries, held: StepCache, up: Up, scale: float) -> Float[A
     pool, table = paged.numbers(layer.pool), step.rows.page_table + layer.first
     c_kv = fp8_latent.latent_operand(pool)
     latents = c_kv, pool["k_pe"], table, step.held
-    o_c, lse = ops.mla_decode(q_c, q_pe, *latents, scale, parts=step.parts, schedule=step.schedule)
-    o_c = ops.merge_across(o_c, lse, CONTEXT)
+    o_c, lse = kernels.mla_decode(q_c, q_pe, *latents, scale, parts=step.parts, schedule=step.schedule)
+    o_c = kernels.merge_across(o_c, lse, CONTEXT)
     out = jnp.einsum("btnr,nvr->btnv", o_c, up[1])
     return out if step.order is None else ordered(out, step.order.back)
 
@@ -143,17 +143,17 @@ def kernel_heads(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Arr
         known = held.reads(cached)
         k = heads(**known, up=up)["k"]
         v = heads(finite(known["c_kv"]), known["k_pe"], up)["v"]
-        return ops.mla_prefill(queries, k, v, *keys, scale)
+        return kernels.mla_prefill(queries, k, v, *keys, scale)
 
     def add(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
         block = paged.read(layer, step.before, i * step.count, step.count)
         first, stop = (jnp.clip(bound - i * slots, 0, slots) for bound in step.cached)
-        return ops.merge(*found, *over(block, (first, stop)))
+        return kernels.merge(*found, *over(block, (first, stop)))
 
     out, lse = over(held.new, step.own)
     found = (out.astype(jnp.float32), lse)
     mine, lse = jax.lax.fori_loop(0, -(-step.before.used // step.count), add, found)
-    return ops.merge_across(mine, lse, CONTEXT).astype(out.dtype)
+    return kernels.merge_across(mine, lse, CONTEXT).astype(out.dtype)
 
 
 def _cached(held: StepCache) -> Layer:

@@ -17,7 +17,8 @@ from mla_jax.base.config import Config
 from mla_jax.model.exchange import Exchange
 from mla_jax.model.exchange import by_gathering as gather_tokens
 from mla_jax.model.grouped import ExpertWeights, Grouped, chosen_weights, ragged
-from mla_jax.model.ops import contracted, linear, moe_decode, parameter, plain, swiglu, take_one
+from mla_jax.model.kernels import contracted, linear, moe_decode, swiglu
+from mla_jax.model.ops import parameter, plain, take_one
 
 Backend = Callable[[Array, Array, Array, ExpertWeights], Array]
 

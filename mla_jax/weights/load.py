@@ -21,8 +21,9 @@ from mla_jax.mesh.devices import Devices
 from mla_jax.mesh.expert_copies import expert_slots
 from mla_jax.mesh.partition import Layout, refuse_uneven
 from mla_jax.model.dispatch import Dispatch
+from mla_jax.model.kernels import takes_reordered
 from mla_jax.model.moe import MoE, Places
-from mla_jax.model.ops import Shapes, takes_reordered
+from mla_jax.model.ops import Shapes
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.experts import HostExperts
 from mla_jax.offload.pack import precision_of, unpacked_shape

@@ -17,7 +17,7 @@ from mla_jax.decode.loop import Programs, ProgramSizes
 from mla_jax.decode.programs import Program, Waits
 from mla_jax.decode.rows import ADMITTED, default_entries
 from mla_jax.engine.core.stats import between
-from mla_jax.model.ops import load_runtime
+from mla_jax.model.kernels import load_runtime
 from mla_jax.weights.load import load
 from pallas_kernels import choice
 

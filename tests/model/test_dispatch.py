@@ -8,7 +8,7 @@ from flax import nnx
 
 from mla_jax import Config, Transformer
 from mla_jax.base.roofline import DEVICES, pick_form
-from mla_jax.model import mla, ops
+from mla_jax.model import kernels, mla
 from mla_jax.model.dispatch import ALL_FORMS, ATTENTION_NAMES, FORMS_OF, Dispatch
 from pallas_kernels import choice
 
@@ -20,7 +20,7 @@ def model() -> Transformer:
     return nnx.eval_shape(lambda: Transformer(CONFIG, nnx.Rngs(0), dispatch=Dispatch(device=DEVICES["NVIDIA H200"])))
 
 
-def kernels(monkeypatch, *taking: str):
+def with_kernels(monkeypatch, *taking: str):
     """As on a device whose kernels take these ops."""
     monkeypatch.setattr(choice, "kernels_here", lambda: True)
     monkeypatch.setattr(choice, "choose", lambda op, *_: "mosaic_gpu" if op in taking else "xla")
@@ -31,13 +31,13 @@ def test_without_kernels_auto_takes_a_form_of_xla(model):
 
 
 def test_few_new_tokens_take_the_kernel_over_latents(model, monkeypatch):
-    kernels(monkeypatch, "mla_decode")
+    with_kernels(monkeypatch, "mla_decode")
     assert [model.dispatch.form_name(model, 2, new, 64) for new in (1, 8)] == ["kernel_latents"] * 2
     assert model.dispatch.form_name(model, 2, 512, 512) == "compressed"  # whose kernel is another
 
 
 def test_many_new_tokens_take_the_kernel_over_heads(model, monkeypatch):
-    kernels(monkeypatch, "mla_prefill")
+    with_kernels(monkeypatch, "mla_prefill")
     assert model.dispatch.form_name(model, 2, 512, 512) == "kernel_heads"
     assert model.dispatch.form_name(model, 2, 1, 64) == "move_elided"
 
@@ -64,16 +64,16 @@ def test_every_form_that_may_be_asked_for_has_a_row():
 
 
 def test_asking_leaves_no_trace(monkeypatch):
-    kernels(monkeypatch, "mla_prefill")
+    with_kernels(monkeypatch, "mla_prefill")
 
     def attend(q: jax.Array) -> jax.Array:
-        return ops.mla_prefill(q, q, q, jnp.full((1, 4), 0), jnp.full((1, 4), 4), 1.0)[0]
+        return kernels.mla_prefill(q, q, q, jnp.full((1, 4), 0), jnp.full((1, 4), 4), 1.0)[0]
 
     q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 4, 2, 8)), jnp.float32)
-    assert ops.who_computes(attend, q) == {"mla_prefill": "mosaic_gpu"}
+    assert kernels.who_computes(attend, q) == {"mla_prefill": "mosaic_gpu"}
     monkeypatch.setattr(choice, "choose", lambda *_: "xla")
     assert attend(q).shape == q.shape  # computed, and by the fallback
-    assert ops.who_computes(attend, q) == {"mla_prefill": "xla"}
+    assert kernels.who_computes(attend, q) == {"mla_prefill": "xla"}
 
 
 def test_a_dispatch_is_a_value():
@@ -87,7 +87,7 @@ def test_what_a_pool_has_besides_latents_passes_through_rope_append():
     half = jnp.ones((1, 2, rope // 2))
     tokens = (jnp.array([[1, 3]], jnp.int32), half, half)
     q, kv = jnp.ones((1, 2, 1, 128)), jnp.ones((1, 2, rank + rope))
-    _, after = ops.rope_append(q, kv, jnp.ones(rank), pool, tokens, eps=1e-6, interleave=True)
+    _, after = kernels.rope_append(q, kv, jnp.ones(rank), pool, tokens, eps=1e-6, interleave=True)
     assert after.keys() == pool.keys()
     np.testing.assert_array_equal(after["index_k"], pool["index_k"])
     assert after["c_kv"].any(-1).tolist() == [[False, True, False, True]]
@@ -99,13 +99,13 @@ def test_a_kernel_is_weighed_by_its_own_cost_not_by_scores_that_only_xla_writes(
     dispatch, config = Dispatch(device=slow), model.config
     assert pick_form(config, slow, 1, 2048, 16_384) == "move_elided"
     assert dispatch.form_name(model, 1, 2048, 16_384) == "move_elided"
-    kernels(monkeypatch, "mla_prefill")
+    with_kernels(monkeypatch, "mla_prefill")
     assert dispatch.form_name(model, 1, 2048, 16_384) == "kernel_heads"
 
 
 @pytest.mark.parametrize("flops", [1e12, 1e14, 1e16])
 def test_few_new_tokens_take_their_kernel_whether_arithmetic_or_memory_bounds_them(model, monkeypatch, flops):
-    kernels(monkeypatch, "mla_decode")
+    with_kernels(monkeypatch, "mla_decode")
     dispatch = Dispatch(device=DEVICES["NVIDIA H100"]._replace(flops=flops))
     assert dispatch.form_name(model, 64, 1, 4096) == "kernel_latents"
 
@@ -114,15 +114,15 @@ def test_few_new_tokens_take_their_kernel_whether_arithmetic_or_memory_bounds_th
 def test_any_prompts_share_a_line_where_the_kernel_over_heads_reads_them(model, monkeypatch, attention):
     on = Dispatch(attention, device=DEVICES["NVIDIA H200"])
     assert on.reach(model) == 2048  # nothing is there yet that could
-    kernels(monkeypatch, "mla_decode")
+    with_kernels(monkeypatch, "mla_decode")
     assert on.reach(model) == 2048  # that is another kernel
-    kernels(monkeypatch, "mla_prefill")
+    with_kernels(monkeypatch, "mla_prefill")
     assert on.reach(model) >= model.config.max_position_embeddings * 64
 
 
 @pytest.mark.parametrize("attention", mla.FORMS)
 def test_prompts_that_a_form_of_xla_reads_share_a_line_up_to_its_scores_though_a_kernel_were_there(model, monkeypatch, attention):
-    kernels(monkeypatch, "mla_decode", "mla_prefill")
+    with_kernels(monkeypatch, "mla_decode", "mla_prefill")
     assert Dispatch(attention, device=DEVICES["NVIDIA H200"]).reach(model) == 2048
 
 

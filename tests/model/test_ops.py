@@ -7,7 +7,7 @@ import pytest
 
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache import paged
-from mla_jax.model import ops
+from mla_jax.model import kernels, ops
 from pallas_kernels import fp8
 
 
@@ -27,10 +27,10 @@ def test_latents_in_e4m3_become_numbers_only_for_a_kernel_that_takes_these_alone
         assert isinstance(c_kv, given)
         return q_c, q_c[..., 0]
 
-    monkeypatch.setattr(ops, "implementation", lambda op, *arrays: "xla" if isinstance(arrays[2], fp8.Fp8) else wide)
+    monkeypatch.setattr(kernels, "implementation", lambda op, *arrays: "xla" if isinstance(arrays[2], fp8.Fp8) else wide)
     monkeypatch.setattr(mla_decode, "mla_decode", kernel)
     latent, q_c, pe = fp8.quantize_cache(jnp.ones((2, 64, 128))), jnp.ones((2, 1, 4, 128)), jnp.ones((2, 64, 32))
-    out = ops.mla_decode(q_c, jnp.ones((2, 1, 4, 32)), latent, pe, paged.in_order(2, 64), jnp.array([3, 64]), 1.0)[0]
+    out = kernels.mla_decode(q_c, jnp.ones((2, 1, 4, 32)), latent, pe, paged.in_order(2, 64), jnp.array([3, 64]), 1.0)[0]
     np.testing.assert_array_equal(out, q_c)
 
 
@@ -48,14 +48,14 @@ def test_a_kernel_that_takes_few_queries_over_e4m3_is_called_for_some_heads_at_a
         sizes.append(q_c.shape[2])
         return q_c + q_pe.sum(), q_c[..., 0]
 
-    monkeypatch.setattr(ops, "implementation", takes)
+    monkeypatch.setattr(kernels, "implementation", takes)
     monkeypatch.setattr(mla_decode, "mla_decode", kernel)
     latent, pe = fp8.quantize_cache(jnp.ones((2, 64, 128))), jnp.zeros((2, 64, 32))
     q_pe, lens, table = jnp.zeros((2, 3, 8, 32)), jnp.array([3, 64]), paged.in_order(2, 64)
-    parts = ops.parts_of_heads((2, 3, 8), latent, pe, table)
-    out = ops.mla_decode(reference, q_pe, latent, pe, table, lens, 1.0, parts=parts, schedule="of two heads")[0]
+    parts = kernels.parts_of_heads((2, 3, 8), latent, pe, table)
+    out = kernels.mla_decode(reference, q_pe, latent, pe, table, lens, 1.0, parts=parts, schedule="of two heads")[0]
     assert sizes == [2, 2, 2, 2]
-    assert ops.parts_of_heads((2, 1, 8), latent, pe, table) == 1
-    assert ops.parts_of_heads((2, 3, 8), jnp.ones((2, 64, 128)), pe, table) == 1
-    assert ops.parts_of_heads((2, 9, 8), latent, pe, table) == 1  # it takes not even one head
+    assert kernels.parts_of_heads((2, 1, 8), latent, pe, table) == 1
+    assert kernels.parts_of_heads((2, 3, 8), jnp.ones((2, 64, 128)), pe, table) == 1
+    assert kernels.parts_of_heads((2, 9, 8), latent, pe, table) == 1  # it takes not even one head
     np.testing.assert_array_equal(out, reference)

@@ -15,7 +15,7 @@ from mla_jax.base.errors import BadFile, Unsupported
 from mla_jax.base.qtensor import QTensor
 from mla_jax.base.roofline import DEVICES
 from mla_jax.engine.opening.explain import explain
-from mla_jax.model import ops
+from mla_jax.model import kernels, ops
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.weights.load import Checkpoint, _is_stored
 from mla_jax.weights.plan import memory_plan
@@ -121,10 +121,10 @@ def test_rows_in_float32_are_multiplied_by_what_is_unpacked(hopper):
     taken = hopper()
     q = QTensor("Q4_K", packed.random_parts("Q4_K", (64, 256)), (64, 256))
     x = jax.random.normal(jax.random.key(0), (5, 256))
-    got, expected = (ops.linear(x, w) for w in (qtensor.reorder(q), q))
+    got, expected = (kernels.linear(x, w) for w in (qtensor.reorder(q), q))
     np.testing.assert_allclose(got, expected, atol=1e-5)
     assert not taken
-    ops.linear(x.astype(jnp.bfloat16), qtensor.reorder(q), out="float32")
+    kernels.linear(x.astype(jnp.bfloat16), qtensor.reorder(q), out="float32")
     assert taken == ["quantized_matmul"]
 
 

@@ -11,7 +11,7 @@ from mla_jax.base.options import Options
 from mla_jax.base.platforms import default_device
 from mla_jax.engine.processes import started
 from mla_jax.hosts.distributed import Processes
-from mla_jax.model import ops
+from mla_jax.model import kernels
 
 
 def prepare_environment(options: Options) -> tuple[Options, Processes | None]:
@@ -44,4 +44,4 @@ def kernels_of(options: Options) -> AbstractContextManager[None]:
     if options.mesh.device is None:
         return nullcontext()
     kind = PLANNED[options.mesh.device]
-    return ops.as_if_on(kind.kind, kind.figures.platform, kind.capability)
+    return kernels.as_if_on(kind.kind, kind.figures.platform, kind.capability)
