@@ -2,7 +2,7 @@
 
     python benchmarks/packed.py --out packed.json
     python benchmarks/packed.py --formats Q4_K --rows 1 16    # a part of it
-    python benchmarks/packed.py --unpacked                    # also what ops.linear did: XLA unpacks, then multiplies
+    python benchmarks/packed.py --unpacked                    # also the former way: XLA unpacks, then multiplies
     python benchmarks/packed.py --expected                    # only: experts of which few rows have any
 
 A time is wall time per call, of many calls back to back in one program, over rotating weights that exceed the L2. The weights

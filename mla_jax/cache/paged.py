@@ -166,7 +166,7 @@ def order_of(slot: Int[Array, "*B"], size: int) -> Int[Array, "*B"]:
 
 
 def gathered_slots(slots: Shaped[Array, "*B S"], size: int) -> Shaped[Array, "*B N"]:
-    """What all devices of a row have of its slots, in the order of the row, in pages with `size` tokens here."""
+    """All-gathers a row's slots from its devices, in the order of the row, in pages with `size` tokens here."""
     devices = across.size(CONTEXT)
     if devices == 1:
         return slots

@@ -15,7 +15,7 @@ from typing import Any
 
 from mla_jax.base.errors import BadRequest, BadTemplate, printable, shown
 from mla_jax.base.files import read_json
-from mla_jax.text.injection import Disguise
+from mla_jax.text.injection import Disguise, Message
 from mla_jax.text.tokenizer import MAX_TOKENIZER_CONFIG, Tokenizer, check_text
 
 MAX_TEMPLATE = 1 << 20
@@ -25,7 +25,6 @@ WALL_SECONDS = 10
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment, in the process that renders
 
-Message = dict[str, str]
 Messages = Sequence[Mapping[str, str]]
 
 

@@ -13,6 +13,7 @@ from mla_jax.base.limits import free_memory, gib
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache.paged import COPIED, COPIES, PAGE
 from mla_jax.hosts import distributed
+from mla_jax.mesh.cost import GRAPHS
 from mla_jax.mesh.devices import Devices
 from mla_jax.model import grouped
 from mla_jax.model.kernel_attention import KERNELS
@@ -23,7 +24,6 @@ from mla_jax.weights.fill import IN_MEMORY
 from mla_jax.weights.load import ON_DEVICE, Checkpoint
 
 PROGRAMS, PROGRAMS_PER_LAYER = 300 << 20, 13 << 20  # bytes, measured with 3 to 27 layers on JAX 0.10.2
-GRAPHS = 1 << 30  # bytes for CUDA graphs and the workspaces of libraries
 TEXTS = 4  # of the size of the rows' texts, in int32: these, and what is compared
 ROWS = 64  # requests that run at a time, unless memory is planned for more
 # Tokens of the cache on a CPU, unless more are asked for: there it would take the memory of all else
