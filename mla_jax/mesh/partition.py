@@ -45,8 +45,7 @@ class Layout(NamedTuple):
         """The mesh axes that cut each dimension of a parameter whose axes have these names; () is whole.
 
         `value` is an array, a QTensor, or a shape of one."""
-        wanted = axes.partition(words)
-        return tuple(cut if self._divides(i, cut, value) else () for i, cut in enumerate(wanted))
+        return _cuts(self, tuple(words), value.shape, value.format if isinstance(value, QTensor) else None)
 
     def _divides(self, dimension: int, cut: Cut, value: Any) -> bool:
         """Whether a dimension has equal parts, without a block in two of them."""
@@ -104,6 +103,14 @@ class Layout(NamedTuple):
                 if place is not None:
                     spec[place] = cut
         return QTensor(value.format, tuple(PartitionSpec(*spec) for spec in found), value.shape)
+
+
+@lru_cache(maxsize=4096)  # layers are alike, and many ask
+def _cuts(
+    layout: Layout, words: tuple[str, ...], shape: tuple[int, ...], format: str | None
+) -> tuple[Cut, ...]:
+    value = jax.ShapeDtypeStruct(shape, "float32") if format is None else QTensor(format, (), shape)
+    return tuple(cut if layout._divides(i, cut, value) else () for i, cut in enumerate(axes.partition(words)))
 
 
 ONE = Layout()

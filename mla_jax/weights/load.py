@@ -93,7 +93,7 @@ class Checkpoint:
     def with_copies(self, placed: Mapping[int, Sequence[int]]) -> "Checkpoint":
         """The same checkpoint with copies of experts: of some layers, which expert each slot on the devices of the mesh has."""
         other = copy.copy(self)
-        other.placed, other.sources = dict(placed), dict(self.sources)
+        other.placed, other.sources, other._local = dict(placed), dict(self.sources), {}
         for number, slots in placed.items():
             for path in self.experts[number].values():
                 other.sources[path] = self.sources[path].one_by_one(slots)
@@ -110,6 +110,7 @@ class Checkpoint:
         refuse_uneven(self.config, self.layout)
         self.dispatch = dataclasses.replace(self._dispatch, layout=self.layout)
         self.reordered = self._reordered()
+        self._local: dict[tuple[int, ...], dict[str, Any]] = {}  # by the layers on the host
 
     def _experts(self) -> dict[int, dict[str, str]]:
         """The paths of each layer's routed experts, by "gate", "up" and "down"; MTP's layers follow the model's."""
@@ -182,11 +183,13 @@ class Checkpoint:
 
     def local(self, placement: Placement = ON_DEVICE) -> dict[str, Any]:
         """The same, with one device's part of the parameters on the devices."""
-        found, on_host = self.parameters(placement), self.on_host(placement)
-        return {
-            path: value if path in on_host else self.layout.local(self.words(path), value)
-            for path, value in found.items()
-        }
+        if placement.host not in self._local:  # many ask
+            found, on_host = self.parameters(placement), self.on_host(placement)
+            self._local[placement.host] = {
+                path: value if path in on_host else self.layout.local(self.words(path), value)
+                for path, value in found.items()
+            }
+        return self._local[placement.host]
 
     def size(self, piece: names.Piece) -> int:
         """Stored bytes of a piece."""
