@@ -238,7 +238,7 @@ EXPECTED = {
 def test_a_decode_program_sends_what_was_counted_by_hand(folder_of, mesh):
     model = load(folder_of("v3"), dispatch=Dispatch(exchange="gather"))
     programs = Programs(on(model, mesh))
-    pool, rows = programs.new(SIZE.rows, SIZE.pages, 0, 0)
+    pool, rows = programs.new(SIZE.rows, SIZE.pages, 0)
     tables = jax.ShapeDtypeStruct((4, SIZE.width), np.int32)
     one = jax.ShapeDtypeStruct((4,), np.int32), tables, jax.ShapeDtypeStruct((), np.int32)
     text = programs.run.lower(pool, rows, *one).compile().as_text()

@@ -114,7 +114,7 @@ def test_the_demo_model_loses_little_and_says_so():
 
 
 def test_what_holds_no_such_latents_refuses():
-    with pytest.raises(Unsupported, match="heads, not latents"):
+    with pytest.raises(Unsupported, match="only latents are packed"):
         LLM(attention="naive", kv_cache="fp8")
     with pytest.raises(BadRequest, match="kv_cache is 'int7'"):
         LLM(kv_cache="int7")
