@@ -66,9 +66,10 @@ def _half(b: Bytes) -> Values:
     return jax.lax.bitcast_convert_type(_words(b, np.uint16), jnp.float16).astype(jnp.float32)
 
 
-def _scaled(scales: Values, values: Codes) -> Values:
-    """`values [.. n]` in equal groups, each times its scale of `scales [.. groups]`."""
-    return scales[..., None] * _shape(values, scales.shape[-1], -1).astype(jnp.float32)
+def _scaled(scales: Values, values: Array, minima: Values | None = None) -> Values:
+    """`values`, in equal groups, each times its scale of `scales [.. groups]`, less its minimum: `[.. values]`."""
+    found = scales[..., None] * values.reshape(*scales.shape, -1).astype(jnp.float32)
+    return _joined(found if minima is None else found - minima[..., None], 2)
 
 
 def _joined(x: Array, axes: int) -> Array:
@@ -79,6 +80,11 @@ def _joined(x: Array, axes: int) -> Array:
 def _nibbles(b: Bytes) -> Codes:
     """All low nibbles, then all high ones."""
     return _joined(_fields(b, 4, 2), 2)
+
+
+def _in_turn(x: Codes, bits: int, count: int) -> Codes:
+    """The fields of the first integer, then those of the second, and so on."""
+    return _joined(_fields(x, bits, count, axis=-1), 2)
 
 
 def _materialised(x: Codes) -> Codes:
@@ -125,7 +131,7 @@ def _q4_0(b: Bytes) -> Values:
 
 
 def _q4_1(b: Bytes) -> Values:
-    return _half(b[..., :2]) * _bit_fields((b[..., None, 4:], 4, 2)).astype(jnp.float32) + _half(b[..., 2:4])
+    return _scaled(_half(b[..., :2]), _bit_fields((b[..., None, 4:], 4, 2))) + _half(b[..., 2:4])
 
 
 def _with_fifth_bit(high: Bytes, low: Bytes) -> Values:
@@ -135,13 +141,11 @@ def _with_fifth_bit(high: Bytes, low: Bytes) -> Values:
 
 
 def _q5_0(b: Bytes) -> Values:
-    return _joined(_half(b[..., :2])[..., None, None] * (_with_fifth_bit(b[..., 2:6], b[..., 6:]) - 16), 3)
+    return _scaled(_half(b[..., :2]), _with_fifth_bit(b[..., 2:6], b[..., 6:]) - 16)
 
 
 def _q5_1(b: Bytes) -> Values:
-    d = _half(b[..., :2])[..., None, None]
-    least = _half(b[..., 2:4])[..., None, None]
-    return _joined(d * _with_fifth_bit(b[..., 4:8], b[..., 8:]) + least, 3)
+    return _scaled(_half(b[..., :2]), _with_fifth_bit(b[..., 4:8], b[..., 8:])) + _half(b[..., 2:4])
 
 
 def _signed(b: Bytes) -> Values:
@@ -153,12 +157,10 @@ def _q8_0(b: Bytes) -> Values:
 
 
 def _q2_k(b: Bytes) -> Values:
-    scales = b[..., :16]
-    d = _half(b[..., 80:82])
-    least = _half(b[..., 82:])
-    q = _bit_fields((_shape(b[..., 16:80], 2, 32), 2, 4))
-    low = _materialised(least * (scales >> 4).astype(jnp.float32))
-    return _joined(_scaled(_materialised(d * (scales & 15).astype(jnp.float32)), q) - low[..., None], 2)
+    codes = b[..., :16]
+    scales = _materialised(_half(b[..., 80:82]) * (codes & 15).astype(jnp.float32))
+    minima = _materialised(_half(b[..., 82:]) * (codes >> 4).astype(jnp.float32))
+    return _scaled(scales, _bit_fields((_shape(b[..., 16:80], 2, 32), 2, 4)), minima)
 
 
 def _q3_k(b: Bytes) -> Values:
@@ -166,7 +168,7 @@ def _q3_k(b: Bytes) -> Values:
     q = _bit_fields((_shape(b[..., 32:96], 2, 32), 2, 4), (b[..., None, :32], 1, 8))
     scales = _nibbles(b[..., 96:104]) | _joined(_fields(b[..., 104:108], 2, 4), 2) << np.uint8(4)
     scales = _materialised(_half(b[..., 108:]) * (scales.astype(jnp.float32) - 32))
-    return _joined(_scaled(scales, q.astype(jnp.float32) - 4), 2)
+    return _scaled(scales, q.astype(jnp.float32) - 4)
 
 
 def _k_scales(b: Bytes) -> tuple[Values, Values]:
@@ -175,34 +177,31 @@ def _k_scales(b: Bytes) -> tuple[Values, Values]:
     The bytes of the first four also hold the high bits of the last four. `where` takes a third of the time of a concatenation."""
     first, second, rest = (b[..., None, i : i + 4] for i in (4, 8, 12))
     late = jnp.array([[False], [True]])
-    scales = _joined(jnp.where(late, rest & 15 | first >> 2 & 48, first & 63), 2)
-    minima = _joined(jnp.where(late, rest >> 4 | second >> 2 & 48, second & 63), 2)
-    return _materialised(_half(b[..., :2]) * scales.astype(jnp.float32)), _materialised(
-        _half(b[..., 2:4]) * minima.astype(jnp.float32)
-    )
+    scales = _joined(jnp.where(late, rest & 15 | first >> 2 & 48, first & 63), 2).astype(jnp.float32)
+    minima = _joined(jnp.where(late, rest >> 4 | second >> 2 & 48, second & 63), 2).astype(jnp.float32)
+    return _materialised(_half(b[..., :2]) * scales), _materialised(_half(b[..., 2:4]) * minima)
 
 
 def _q4_k(b: Bytes) -> Values:
     scales, minima = _k_scales(b)
-    q = _bit_fields((_shape(b[..., 16:], 4, 32), 4, 2))
-    return _joined(_scaled(scales, q) - minima[..., None], 2)
+    return _scaled(scales, _bit_fields((_shape(b[..., 16:], 4, 32), 4, 2)), minima)
 
 
 def _q5_k(b: Bytes) -> Values:
     scales, minima = _k_scales(b)
-    q = _bit_fields((_shape(b[..., 48:], 4, 32), 4, 2), (b[..., None, 16:48], 1, 8))
-    return _joined(_scaled(scales, q) - minima[..., None], 2)
+    return _scaled(
+        scales, _bit_fields((_shape(b[..., 48:], 4, 32), 4, 2), (b[..., None, 16:48], 1, 8)), minima
+    )
 
 
 def _q6_k(b: Bytes) -> Values:
-    low = _shape(b[..., :128], 2, 64), 4, 2
-    high = _shape(b[..., 128:192], 2, 32), 2, 4
-    q = _bit_fields(low, high).astype(jnp.float32) - 32
-    return _joined(_scaled(_materialised(_half(b[..., 208:]) * _signed(b[..., 192:208])), q), 2)
+    low, high = (_shape(b[..., :128], 2, 64), 4, 2), (_shape(b[..., 128:192], 2, 32), 2, 4)
+    scales = _materialised(_half(b[..., 208:]) * _signed(b[..., 192:208]))
+    return _scaled(scales, _bit_fields(low, high).astype(jnp.float32) - 32)
 
 
 def _q2_0(b: Bytes) -> Values:
-    return _half(b[..., :2]) * (_joined(_fields(b[..., 2:], 2, 4, axis=-1), 2).astype(jnp.float32) - 1)
+    return _half(b[..., :2]) * (_in_turn(b[..., 2:], 2, 4).astype(jnp.float32) - 1)
 
 
 def _trits(b: Bytes, digits: int) -> list[Codes]:
@@ -247,8 +246,8 @@ def _nvfp4(b: Bytes) -> Values:
     scale = b[..., :4].astype(jnp.int32)
     exponent, mantissa = scale >> 3 & 15, scale & 7
     size = jnp.where(exponent > 0, mantissa + 8 << jnp.maximum(exponent - 1, 0), mantissa)
-    q = looked_up(np.array(E2M1, np.float32), _fields(_shape(b[..., 4:], 4, 8), 4, 2))
-    return _joined(_scaled(jnp.where(scale == 127, 0, size).astype(jnp.float32) * 2.0**-10, _joined(q, 3)), 2)
+    scales = jnp.where(scale == 127, 0, size).astype(jnp.float32) * 2.0**-10
+    return _scaled(scales, looked_up(np.array(E2M1, np.float32), _fields(_shape(b[..., 4:], 4, 8), 4, 2)))
 
 
 @cache
@@ -268,9 +267,9 @@ def _entries(name: str, index: Codes) -> Codes:
 
 
 def _with_signs(values: Codes, signs: Codes) -> Values:
-    """`values [.. n 8]`, negative where the bit of `signs [.. n]` is set."""
+    """`values`, eight for each of `signs [.. n]`, negative where a bit of it is set: `[.. n 8]`."""
     flip = _fields(signs.astype(jnp.uint8), 1, 8, axis=-1)
-    return values.astype(jnp.float32) * (1 - 2 * flip.astype(jnp.float32))
+    return values.reshape(flip.shape).astype(jnp.float32) * (1 - 2 * flip.astype(jnp.float32))
 
 
 def _even(seven: Codes) -> Codes:
@@ -278,53 +277,50 @@ def _even(seven: Codes) -> Codes:
     return seven | (jax.lax.population_count(seven) & 1) << 7
 
 
-def _iq2_values(name: str, index: Codes) -> Codes:
+def _with_high(low: Codes, high: Codes) -> Codes:
+    return low.astype(jnp.uint16) | high.astype(jnp.uint16) << 8
+
+
+def _odd(codes: Codes) -> Values:
+    """Scales of 1, 3, 5 and so on."""
+    return 2 * codes.astype(jnp.float32) + 1
+
+
+def _iq2(b: Bytes, scales: Codes, name: str, index: Codes, signs: Codes) -> Values:
     code = _entries(name, index)
-    return 8 + 17 * code + (code >> 1)  # 8, 25, 43
-
-
-def _iq2_scales(d: Values, scales: Codes) -> Values:
-    return d * ((scales.astype(jnp.float32) + 0.5) * 0.25)
+    values = 8 + 17 * code + (code >> 1)  # 8, 25, 43
+    return _scaled(
+        _half(b[..., :2]) * ((scales.astype(jnp.float32) + 0.5) * 0.25), _with_signs(values, signs)
+    )
 
 
 def _iq2_xxs(b: Bytes) -> Values:
     quads = _shape(b[..., 2:], 8, 8)
-    rest = _words(quads[..., 4:], np.uint32)
-    signs = _joined(_even(_fields(rest[..., 0], 7, 4, axis=-1)), 2)
-    values = _with_signs(_iq2_values("IQ2_XXS", _joined(quads[..., :4], 2)), signs)
-    return _joined(_scaled(_iq2_scales(_half(b[..., :2]), rest[..., 0] >> 28), _joined(values, 2)), 2)
+    rest = _words(quads[..., 4:], np.uint32)[..., 0]
+    return _iq2(b, rest >> 28, "IQ2_XXS", quads[..., :4], _even(_fields(rest, 7, 4, axis=-1)))
 
 
 def _iq2_xs(b: Bytes) -> Values:
     codes = _words(b[..., 2:66], np.uint16)
-    scales = _joined(_fields(b[..., 66:], 4, 2, axis=-1), 2)
-    values = _with_signs(_iq2_values("IQ2_XS", codes & 511), _even(codes >> 9))
-    return _joined(_scaled(_iq2_scales(_half(b[..., :2]), scales), _joined(values, 2)), 2)
+    return _iq2(b, _in_turn(b[..., 66:], 4, 2), "IQ2_XS", codes & 511, _even(codes >> 9))
 
 
 def _iq2_s(b: Bytes) -> Values:
-    high = _joined(_fields(b[..., 66:74], 2, 4, axis=-1), 2)
-    scales = _joined(_fields(b[..., 74:], 4, 2, axis=-1), 2)
-    index = b[..., 2:34].astype(jnp.uint16) | high.astype(jnp.uint16) << 8
-    values = _with_signs(_iq2_values("IQ2_S", index), b[..., 34:66])
-    return _joined(_scaled(_iq2_scales(_half(b[..., :2]), scales), _joined(values, 2)), 2)
+    index = _with_high(b[..., 2:34], _in_turn(b[..., 66:74], 2, 4))
+    return _iq2(b, _in_turn(b[..., 74:], 4, 2), "IQ2_S", index, b[..., 34:66])
 
 
 def _iq3_xxs(b: Bytes) -> Values:
-    rest = _words(b[..., 66:], np.uint32)
-    signs = _joined(_even(_fields(rest, 7, 4, axis=-1)), 2)
-    code = _entries("IQ3_XXS", b[..., 2:66])
+    rest, code = _words(b[..., 66:], np.uint32), _entries("IQ3_XXS", b[..., 2:66])
     values = 4 + 8 * code + (code + 1 >> 3 << 1)  # 4, 12 .. 52, 62
     scales = _half(b[..., :2]) * ((rest >> 28).astype(jnp.float32) + 0.5) * 0.5
-    return _joined(_scaled(scales, _joined(_with_signs(_shape(_joined(values, 2), 32, 8), signs), 2)), 2)
+    return _scaled(scales, _with_signs(values, _even(_fields(rest, 7, 4, axis=-1))))
 
 
 def _iq3_s(b: Bytes) -> Values:
-    high = _joined(_fields(b[..., 66:74], 1, 8, axis=-1), 2)
-    index = b[..., 2:66].astype(jnp.uint16) | high.astype(jnp.uint16) << 8
-    values = _shape(_joined(2 * _entries("IQ3_S", index) + 1, 2), 32, 8)
-    scales = 2 * _joined(_fields(b[..., 106:], 4, 2, axis=-1), 2).astype(jnp.float32) + 1
-    return _joined(_scaled(_half(b[..., :2]) * scales, _joined(_with_signs(values, b[..., 74:106]), 2)), 2)
+    values = 2 * _entries("IQ3_S", _with_high(b[..., 2:66], _in_turn(b[..., 66:74], 1, 8))) + 1
+    scales = _half(b[..., :2]) * _odd(_in_turn(b[..., 106:], 4, 2))
+    return _scaled(scales, _with_signs(values, b[..., 74:106]))
 
 
 def _iq1_values(index: Codes, down: Codes) -> Values:
@@ -335,10 +331,9 @@ def _iq1_values(index: Codes, down: Codes) -> Values:
 
 def _iq1_s(b: Bytes) -> Values:
     extra = _words(b[..., 34:], np.uint16)
-    index = b[..., 2:34].astype(jnp.uint16) | _joined(_fields(extra, 3, 4, axis=-1), 2) << 8
+    index = _with_high(b[..., 2:34], _in_turn(extra, 3, 4))
     values = _iq1_values(index, jnp.repeat(extra >> 15, 4, axis=-1))
-    scales = 2 * (extra >> 12 & 7).astype(jnp.float32) + 1
-    return _joined(_scaled(_half(b[..., :2]) * scales, _joined(values, 2)), 2)
+    return _scaled(_half(b[..., :2]) * _odd(extra >> 12 & 7), values)
 
 
 def _iq1_m(b: Bytes) -> Values:
@@ -347,24 +342,21 @@ def _iq1_m(b: Bytes) -> Values:
     # By a sum, which is computed once per block; `|` would be computed for each value
     d = jnp.sum(nibbles, axis=-1, dtype=jnp.uint16)
     d = jax.lax.bitcast_convert_type(d, jnp.float16).astype(jnp.float32)[..., None]
-    extra = _joined(_fields(b[..., 32:48], 4, 2, axis=-1), 2)
-    values = _iq1_values(b[..., :32].astype(jnp.uint16) | (extra & 7).astype(jnp.uint16) << 8, extra >> 3)
-    scales = 2 * _joined(_fields(words, 3, 4, axis=-1), 2).astype(jnp.float32) + 1
-    return _joined(_scaled(d * scales, _joined(values, 2)), 2)
+    extra = _in_turn(b[..., 32:48], 4, 2)
+    return _scaled(
+        d * _odd(_in_turn(words, 3, 4)), _iq1_values(_with_high(b[..., :32], extra & 7), extra >> 3)
+    )
 
 
 def _iq4_nl(b: Bytes) -> Values:
-    return _joined(
-        _half(b[..., :2])[..., None] * looked_up(np.array(IQ4, np.float32), _fields(b[..., 2:], 4, 2)), 2
-    )
+    return _scaled(_half(b[..., :2]), looked_up(np.array(IQ4, np.float32), _fields(b[..., 2:], 4, 2)))
 
 
 def _iq4_xs(b: Bytes) -> Values:
     high = _fields(_words(b[..., 2:4], np.uint16)[..., 0], 2, 8, axis=-1).astype(jnp.uint8)
-    low = _joined(_fields(b[..., 4:8], 4, 2, axis=-1), 2)
+    low = _in_turn(b[..., 4:8], 4, 2)
     scales = _half(b[..., :2]) * ((low | high << np.uint8(4)).astype(jnp.float32) - 32)
-    q = looked_up(np.array(IQ4, np.float32), _fields(_shape(b[..., 8:], 8, 16), 4, 2))
-    return _joined(_scaled(scales, _joined(q, 3)), 2)
+    return _scaled(scales, looked_up(np.array(IQ4, np.float32), _fields(_shape(b[..., 8:], 8, 16), 4, 2)))
 
 
 TYPES = {
