@@ -124,11 +124,8 @@ def _token_ids(c: "Config") -> list[str]:
 
 
 def _numbers(c: "Config") -> list[str]:
-    return _broken(RANGES, c, "")
-
-
-def _rope(c: "Config") -> list[str]:
-    return [] if c.rope_scaling is None else _broken(ROPE_RANGES, c.rope_scaling, "rope_scaling.")
+    rope = [] if c.rope_scaling is None else _broken(ROPE_RANGES, c.rope_scaling, "rope_scaling.")
+    return [*_broken(RANGES, c, ""), *rope]
 
 
 def _broken(rules: tuple[FieldRange, ...], part: object, prefix: str) -> list[str]:
@@ -185,4 +182,4 @@ def _groups(experts: int, chosen: int, groups: int, topk_group: int | None) -> l
     return found
 
 
-CHECKS = (_sizes, _token_ids, _numbers, _routing, _layer_types, _rope)
+CHECKS = (_sizes, _token_ids, _numbers, _routing, _layer_types)

@@ -19,27 +19,26 @@ from typing import Any, NoReturn
 from mla_jax.base.errors import BadFile, BadRequest, MlaJaxError, printable
 
 MAX_DIGITS = 100  # of an integer: any that passes is also a finite float
-FINGERPRINT_PIECES, FINGERPRINT_BYTES = (
-    256,
-    4096,
-)  # of a digest of large files: samples in all, and bytes of each
+FINGERPRINT_PIECES, FINGERPRINT_BYTES = 256, 4096  # of a digest of large files: samples in all, bytes of each
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(path: Path, limit: int, error: type[MlaJaxError] = BadFile) -> dict:
     """The JSON object in `path`; raises `error` if it is missing, longer than `limit` bytes or not a JSON object."""
+    return parse_json(read_bounded(path, limit, error), str(path), error)
+
+
+def read_bounded(path: Path, limit: int, error: type[MlaJaxError] = BadFile) -> bytes:
+    """The content of a file; raises `error` if it is missing, no regular file, or longer than `limit` bytes."""
     with explained(path, "read", error):
         if path.exists() and not path.is_file():  # opening a pipe would block
             raise error(f"{printable(str(path), 400)} is not a regular file")
         with open(path, "rb") as file:
             data = file.read(limit + 1)
     if len(data) > limit:
-        raise error(
-            f"{path.name} is too large",
-            f"found more than {limit:,} bytes, which is the limit for this file",
-            str(path),
-        )
-    return parse_json(data, str(path), error)
+        found = f"found more than {limit:,} bytes, which is the limit for this file"
+        raise error(f"{path.name} is too large", found, str(path))
+    return data
 
 
 @contextmanager

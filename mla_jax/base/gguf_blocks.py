@@ -131,7 +131,7 @@ def _q4_0(b: Bytes) -> Values:
 
 
 def _q4_1(b: Bytes) -> Values:
-    return _scaled(_half(b[..., :2]), _bit_fields((b[..., None, 4:], 4, 2))) + _half(b[..., 2:4])
+    return _half(b[..., :2]) * _bit_fields((b[..., None, 4:], 4, 2)).astype(jnp.float32) + _half(b[..., 2:4])
 
 
 def _with_fifth_bit(high: Bytes, low: Bytes) -> Values:

@@ -388,13 +388,6 @@ class SamplingParams(Checked):
     n: int = option(1, whole(1, MAX_FORKS))
     """Answers to each prompt, with seeds that follow each other."""
 
-    def or_default(self, defaults: "SamplingParams") -> "SamplingParams":
-        """The same with every None replaced by the value of `defaults`."""
-        unset = {
-            name: getattr(defaults, name) for name in names(SamplingParams) if getattr(self, name) is None
-        }
-        return dataclasses.replace(self, **unset)
-
 
 HOMES = {"SamplingParams": names(SamplingParams), "LLM": OPENING}
 _takers: list[Any] = [*Checked.__subclasses__(), Options]

@@ -75,10 +75,6 @@ class StepRows(NamedTuple):
         """A value of each row, repeated for each of the row's new tokens."""
         return jnp.broadcast_to(value[:, None], self.index.shape) if self.row is None else value[self.row]
 
-    def of_rows(self, token: Shaped[Array, "B T"]) -> Int[Array, " R"]:
-        """The sum over each row's new tokens."""
-        return _of_rows(token, self.row, self.seq_lens.size)
-
 
 class View(NamedTuple):
     """The pages that the lines of a step read: those of a row, or of all rows, one row's after the other's."""

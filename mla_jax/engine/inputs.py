@@ -145,14 +145,8 @@ class InputProcessor:
     def _filled(self, params: SamplingParams, limit: int) -> SamplingParams:
         """`params` with the model's defaults, its limit of tokens and a seed."""
         seed = secrets.randbits(32) if params.seed is None else params.seed
-        defaults = SamplingParams(**{**self.text.defaults, "max_tokens": limit, "seed": seed})
-        filled = params.or_default(defaults)
-        asked = {
-            "logprobs": params.logprobs,
-            "prompt_logprobs": params.prompt_logprobs,
-            "logit_bias": params.logit_bias,
-        }
-        return SamplingParams(**{**vars(filled), **asked})
+        given = {name: value for name, value in vars(params).items() if value is not None}
+        return SamplingParams(**{**self.text.defaults, **given, "max_tokens": limit, "seed": seed})
 
 
 def _as_list(prompts: Any) -> list:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_jax.base.errors import BadRequest, BadTemplate, printable, shown
-from mla_jax.base.files import read_json
+from mla_jax.base.files import read_bounded, read_json
 from mla_jax.text.injection import Disguise, Message
 from mla_jax.text.tokenizer import MAX_TOKENIZER_CONFIG, Tokenizer, check_text
 
@@ -97,8 +97,8 @@ class ChatTemplate:
         raise BadTemplate(f"the chat template in {self.name} failed", line + printable(answer["cause"], 400))
 
     def _ask(self, request: bytes) -> dict:
-        """One answer of `template_process.py`, run by an interpreter with none of our environment, paths and modules."""
-        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("template_process.py"))]
+        """One answer of `untrusted.py`, run by an interpreter with none of our environment, paths and modules."""
+        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("untrusted.py"))]
         environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         try:
             done = subprocess.run(
@@ -178,12 +178,8 @@ def _check_role(at: int, role: str, tokenizer: Tokenizer):
 
 
 def _read(path: Path) -> str:
-    if not path.is_file():
-        raise BadTemplate(f"{path.name} is not a regular file", str(path))
-    with open(path, "rb") as file:
-        data = file.read(MAX_TEMPLATE + 1)
     try:
-        return data.decode("utf-8") if len(data) <= MAX_TEMPLATE else "x" * len(data)
+        return read_bounded(path, MAX_TEMPLATE, BadTemplate).decode("utf-8")
     except UnicodeDecodeError as e:
         raise BadTemplate(f"{path.name} is not UTF-8", f"see byte {e.start:,}") from e
 

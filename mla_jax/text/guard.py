@@ -33,13 +33,8 @@ class Guard:
         assert found is not None
         assert found.origin is not None
         path = [str(Path(found.origin).parent.parent)]
-        start = {
-            "path": path,
-            "tokenizer": content,
-            "controls": controls,
-            "memory": MEMORY,
-            "output": MAX_OUTPUT,
-        }
+        limits = {"memory": MEMORY, "output": MAX_OUTPUT}
+        start = {"path": path, "tokenizer": content, "controls": controls, "limits": limits}
         self.name, self._start = name, json.dumps(start).encode() + b"\n"
         self._lock, self._process, self._owner = threading.Lock(), None, 0
         with self._lock:
@@ -103,7 +98,7 @@ class Guard:
 
 def _started() -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(Path(__file__).with_name("tokenizer_process.py"))],
+        [sys.executable, "-I", "-S", str(Path(__file__).with_name("untrusted.py"))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,  # the library prints its panics

@@ -14,10 +14,10 @@ import tokenizers
 from tokenizers import decoders
 
 from mla_jax.base.errors import BadFile, BadRequest, MlaJaxError, printable, shown
-from mla_jax.base.files import parse_json, read_json
+from mla_jax.base.files import parse_json, read_bounded, read_json
 from mla_jax.text import byte_level, forms, tiktoken_model
 from mla_jax.text.guard import Guard
-from mla_jax.text.tokenizer_process import read_as_text
+from mla_jax.text.untrusted import read_as_text
 
 MAX_TOKENIZER = 64 << 20
 MAX_TOKENIZER_CONFIG = 16 << 20
@@ -89,7 +89,7 @@ class Tokenizer:
         if path.exists():
             tokenizer = cls._from_json(path)
         else:
-            data, path = _content(ranks, tiktoken_model.MAX_TIKTOKEN_FILE), ranks
+            data, path = read_bounded(ranks, tiktoken_model.MAX_TIKTOKEN_FILE), ranks
             tokenizer = cls(tiktoken_model.build(data, ranks.name, settings, vocab_size), None)
         highest = max(tokenizer.model.get_vocab(with_added_tokens=True).values(), default=-1)
         if highest >= vocab_size:
@@ -103,7 +103,7 @@ class Tokenizer:
 
     @classmethod
     def _from_json(cls, path: Path) -> "Tokenizer":
-        content = parse_json(_content(path, MAX_TOKENIZER), path.name)
+        content = parse_json(read_bounded(path, MAX_TOKENIZER), path.name)
         known = forms.known(content)
         with refusing(BadFile(f"{path.name} is refused by the tokenizers library")):
             text = json.dumps(content)
@@ -245,17 +245,3 @@ def _pattern(token: tokenizers.AddedToken) -> str:
     # Matched only from where a run of them begins, so that a long one takes linear time
     blanks = r"(?:(?<!\s)\s++)?"
     return (blanks if token.lstrip else "") + word + (r"\s*+" if token.rstrip else "")
-
-
-def _content(path: Path, limit: int) -> bytes:
-    if not path.is_file():  # opening a pipe would block
-        raise BadFile(f"{path.name} is not a regular file", str(path))
-    if path.stat().st_size > limit:
-        raise BadFile(
-            f"{path.name} is too large", f"found {path.stat().st_size:,} bytes, the limit is {limit:,}"
-        )
-    try:
-        with open(path, "rb") as file:
-            return file.read(limit)
-    except OSError as e:
-        raise BadFile(f"{path.name} cannot be read", printable(e.strerror or str(e))) from e

@@ -208,20 +208,16 @@ def summary(stats: Stats, reason: str) -> str:
     return " · ".join(parts)
 
 
+FIGURES = (
+    "seed first_token_seconds decode_seconds compile_seconds tokens_per_second bandwidth_share peak_bytes"
+)
+
+
 def _figures(stats: Stats) -> dict[str, dict]:
     """The figures of an answer as fields of an event."""
-    names = (
-        "seed",
-        "first_token_seconds",
-        "decode_seconds",
-        "compile_seconds",
-        "tokens_per_second",
-        "bandwidth_share",
-        "peak_bytes",
-    )
     return {
         "usage": {"prompt_tokens": stats.prompt_tokens, "generated_tokens": stats.generated_tokens},
-        "stats": {name: getattr(stats, name) for name in names},
+        "stats": {name: getattr(stats, name) for name in FIGURES.split()},
     }
 
 

@@ -13,13 +13,7 @@ from collections.abc import Mapping, Sequence
 from mla_jax.base.errors import BadRequest, printable
 from mla_jax.base.names import nearest
 
-FIRST_GROUPS = (
-    "prompt",
-    "model",
-    "sampling",
-    "memory",
-    "output",
-)  # groups that come first; without a group, alone
+FIRST_GROUPS = ("prompt", "model", "sampling", "memory", "output")  # without a group, alone
 ALL = "all"
 EXAMPLES = """\
 examples:

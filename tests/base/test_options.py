@@ -190,12 +190,6 @@ def test_a_mesh_may_be_text_sizes_by_axis_or_an_object_with_axes():
     assert [Options.of(mesh=mesh).mesh.mesh for mesh in given] == [None, "auto", "data=4,tensor=2", "data=4,context=2", own]
 
 
-def test_only_what_is_not_given_takes_the_default():
-    defaults = SamplingParams(temperature=0.6, top_p=0.95, top_k=0, max_tokens=7, seed=3)
-    mixed = SamplingParams(temperature=0, seed=0).or_default(defaults)
-    assert (mixed.temperature, mixed.top_p, mixed.max_tokens, mixed.seed) == (0, 0.95, 7, 0)
-
-
 def test_single_settings_go_to_their_groups_and_leave_the_others():
     options = Options.of(attention="absorbed", experts="host").replace(kv_cache="fp8", batch=4)
     assert options.attention == AttentionOptions("absorbed", "fp8")

@@ -7,7 +7,10 @@ import pytest
 import tokenizers
 from tokenizers.models import WordLevel
 
-from mla_jax.engine.text import NO_END, UNKNOWN_FORM, open_text
+from mla_jax.base.config import Config
+from mla_jax.base.options import SamplingParams
+from mla_jax.engine.inputs import InputProcessor
+from mla_jax.engine.text import NO_END, UNKNOWN_FORM, Text, open_text
 from mla_jax.weights.open import open_source
 
 HF = {**models.FAMILIES["v3"], "num_nextn_predict_layers": 0}
@@ -54,3 +57,11 @@ def test_the_end_token_of_the_tokenizer_counts_whatever_else_is_named(tmp_path, 
 def test_a_folder_that_names_no_end_token_says_so(tmp_path):
     found = opened(tmp_path)
     assert (found.end_ids, found.notes) == ((), (NO_END,))
+
+
+def test_only_what_a_request_does_not_give_takes_the_default():
+    text = Text(None, None, {"temperature": 0.6, "top_p": 0.95, "top_k": 0}, (1,))
+    asked = SamplingParams(temperature=0, seed=0, max_tokens=3, min_p=0.5)
+    filled = InputProcessor(Config.from_hf(HF), text, 8).request([2, 3], asked).params
+    assert (filled.temperature, filled.top_p, filled.top_k, filled.min_p) == (0, 0.95, 0, 0.5)
+    assert (filled.max_tokens, filled.seed, filled.logprobs) == (3, 0, None)

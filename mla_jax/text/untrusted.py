@@ -1,19 +1,40 @@
-"""Renders an untrusted chat template: `chat.py` starts this file as a process of its own, for one answer.
+"""Works with an untrusted chat template or tokenizer: `chat.py` and `guard.py` start this file as a process of its own.
 
-It reads {path, template, variables, conversations, limits} as JSON from stdin, and writes {texts} or {line, cause}."""
+It reads a line of JSON, {path, limits, ...}. With {template, variables, conversations} it writes {texts} or {line, cause}. With
+{tokenizer, controls} it writes {begins}; then each line {encode} or {decode} is answered by a line {ids}, {text}, or {cause}."""
 
 import json
 import sys
+from collections.abc import Callable
+from typing import Any
 
 
 def main():
-    request = json.loads(sys.stdin.buffer.read())
-    sys.path[:0] = request["path"]
-    answer = _answer(request)
-    sys.stdout.buffer.write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+    start = json.loads(sys.stdin.buffer.readline())
+    sys.path[:0] = start["path"]
+    if "tokenizer" in start:
+        _work(start)
+    else:
+        answer = json.dumps(_rendered(start), ensure_ascii=False)
+        sys.stdout.buffer.write(answer.encode("utf-8", "surrogatepass"))
 
 
-def _answer(request: dict) -> dict:
+def _limit(limits: dict):
+    """Processor time, memory and files; Windows has none of these limits: there the caller ends the process by the clock."""
+    try:
+        import resource
+    except ImportError:
+        return
+    names = {"seconds": "CPU", "memory": "AS"}
+    kinds = {kind: limits[name] for name, kind in names.items() if name in limits}
+    for kind, most in {**kinds, "FSIZE": 0, "CORE": 0}.items():
+        try:
+            resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (most, most))
+        except (AttributeError, ValueError, OSError):  # macOS knows no limit of address space
+            continue
+
+
+def _rendered(request: dict) -> dict:
     import jinja2
 
     environment = _environment()
@@ -36,19 +57,6 @@ def _answer(request: dict) -> dict:
     except Exception as e:
         kind = "" if type(e) is jinja2.TemplateError else f"{type(e).__name__}: "
         return {"line": _line(e), "cause": kind + str(e)[:1000]}
-
-
-def _limit(limits: dict):
-    """Processor time, memory and files; Windows has none of these limits, there `chat.py` ends the process by the clock."""
-    try:
-        import resource
-    except ImportError:
-        return
-    for kind, most in (("CPU", limits["seconds"]), ("AS", limits["memory"]), ("FSIZE", 0), ("CORE", 0)):
-        try:
-            resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (most, most))
-        except (AttributeError, ValueError, OSError):  # macOS knows no limit of address space
-            continue
 
 
 def _environment():
@@ -148,6 +156,50 @@ def _line(error: BaseException) -> int | None:
             line = step.tb_lineno
         step = step.tb_next
     return line
+
+
+def read_as_text(model: Any, controls: list[str]):
+    """From here on `model` sees the added tokens `controls` as text, and neither cuts nor pads."""
+    added = model.get_added_tokens_decoder().values()
+    model.add_special_tokens([token for token in added if token.content in set(controls)])
+    model.encode_special_tokens = True
+    model.no_truncation()
+    model.no_padding()
+
+
+def _work(start: dict):
+    import tokenizers
+
+    _limit(start["limits"])  # only now: that of memory counts the addresses of libraries
+    most, tasks = start["limits"]["output"], {}
+
+    def opened() -> dict:
+        model = tokenizers.Tokenizer.from_str(start["tokenizer"])
+        read_as_text(model, start["controls"])
+        tasks["encode"] = lambda text: {"ids": model.encode(text, add_special_tokens=False).ids}
+        tasks["decode"] = lambda ids: {"text": model.decode(ids, skip_special_tokens=False)}
+        return {"begins": model.encode("", add_special_tokens=True).ids[:1]}
+
+    _write(_answer(opened), most)
+    for line in sys.stdin.buffer if tasks else ():
+        ((task, given),) = json.loads(line).items()
+        _write(_answer(lambda task=task, given=given: tasks[task](given)), most)
+
+
+def _answer(task: Callable[[], dict]) -> dict:
+    try:
+        return task()
+    except BaseException as e:
+        # The library raises bare Exception, and a BaseException where its own code panics
+        return {"cause": str(e)[:1000]}
+
+
+def _write(answer: dict, most: int):
+    line = json.dumps(answer).encode()
+    if len(line) > most:
+        line = json.dumps({"cause": f"it makes more than {most:,} bytes"}).encode()
+    sys.stdout.buffer.write(line + b"\n")
+    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":
