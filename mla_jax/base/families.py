@@ -72,35 +72,24 @@ _INDEXER = "it chooses tokens with a lightning indexer (DeepSeek Sparse Attentio
 UNSUPPORTED_TYPES = {"deepseek_v32": _INDEXER, "glm_moe_dsa": _INDEXER}
 
 # Keys that change the arithmetic, and the values for which ours is right (the first is what we compute).
+# fmt: off
+_SWITCHES = (
+    "attention_bias", "mlp_bias", "mla_use_nope", "use_qk_norm", "qk_layernorm", "mtp_hidden_states_first",
+    "apply_mla_qkv_lora_rescale", "use_mla_scaling_factor", "attention_output_gate", "gated_mla", "learnable_sink", "enable_ihc",
+    "mla_use_output_gate",
+)
+_FACTORS = ("scale_emb", "embedding_multiplier", "logits_scaling", "residual_multiplier", "partial_rotary_factor")
+_LIMITS = (
+    "final_logit_softcapping", "attn_logit_softcapping", "sliding_window", "sliding_window_size", "swiglu_limit",
+)
+# fmt: on
 NEUTRAL_VALUES: dict[str, tuple] = {
     "hidden_act": ("silu",),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "mla_use_nope": (False, None),
     "zero_expert_num": (0, None),
-    "scale_emb": (1, None),
-    "scale_depth": (None,),
-    "dim_model_base": (None,),
-    "embedding_multiplier": (1, None),
-    "logits_scaling": (1, None),
-    "residual_multiplier": (1, None),
-    "final_logit_softcapping": (None, 0),
-    "attn_logit_softcapping": (None, 0),
-    "sliding_window": (None, 0),
-    "linear_attn_config": (None,),
-    "swiglu_limit": (None, 0),
-    "partial_rotary_factor": (1.0, None),
-    "use_qk_norm": (False, None),
-    "qk_layernorm": (False, None),
-    "mtp_hidden_states_first": (False, None),
-    "apply_mla_qkv_lora_rescale": (False, None),
-    "use_mla_scaling_factor": (False, None),
-    "sliding_window_size": (None, 0),
-    "attention_output_gate": (False, None),
-    "gated_mla": (False, None),
-    "learnable_sink": (False, None),
-    "enable_ihc": (False, None),
-    "mla_use_output_gate": (False, None),
+    **dict.fromkeys(_SWITCHES, (False, None)),
+    **dict.fromkeys(_FACTORS, (1, None)),
+    **dict.fromkeys(_LIMITS, (None, 0)),
+    **dict.fromkeys(("scale_depth", "dim_model_base", "linear_attn_config"), (None,)),
 }
 
 # All keys that begin so change the arithmetic: query scales that grow with the position, scales of the latents, indexers,
@@ -130,11 +119,18 @@ IGNORED_KEYS = frozenset({
 
 _DEEPSEEK = {
     "model_type": "deepseek_v2",
-    "vocab_size": 102400,
     "max_position_embeddings": 163840,
     "bos_token_id": 100000,
     "eos_token_id": 100001,
 }
+
+
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+
+def _sizes(hidden: int, mlp: int, layers: int, heads: int, vocabulary: int = 102400) -> dict:
+    attention = {"num_attention_heads": heads, "kv_lora_rank": 512, "vocab_size": vocabulary}
+    return {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers, **attention}
 
 
 def _yarn(factor: float, mscale: float, **changes) -> dict:
@@ -151,11 +147,7 @@ def _yarn(factor: float, mscale: float, **changes) -> dict:
 PRESETS: dict[str, dict] = {
     "tiny": {
         "model_type": "deepseek_v3",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "vocab_size": 512,
+        **_sizes(128, 256, 3, 4, 512),
         "q_lora_rank": 64,
         "kv_lora_rank": 64,
         "qk_nope_head_dim": 32,
@@ -174,23 +166,15 @@ PRESETS: dict[str, dict] = {
     },
     "v2_lite": {
         **_DEEPSEEK,
-        "hidden_size": 2048,
-        "intermediate_size": 10944,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
+        **_sizes(2048, 10944, 27, 16),
         "q_lora_rank": None,
-        "kv_lora_rank": 512,
         "moe_intermediate_size": 1408,
         "first_k_dense_replace": 1,
         **_yarn(40, 0.707),
     },
     "v2": {
         **_DEEPSEEK,
-        "hidden_size": 5120,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 60,
-        "num_attention_heads": 128,
-        "kv_lora_rank": 512,
+        **_sizes(5120, 12288, 60, 128),
         "moe_intermediate_size": 1536,
         "n_routed_experts": 160,
         "first_k_dense_replace": 1,
@@ -202,41 +186,26 @@ PRESETS: dict[str, dict] = {
     },
     "v3": {
         "model_type": "deepseek_v3",
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "vocab_size": 129280,
-        "kv_lora_rank": 512,
+        **_sizes(7168, 18432, 61, 128, 129280),
         "max_position_embeddings": 163840,
         "bos_token_id": 0,
         "eos_token_id": 1,
-        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+        "quantization_config": _FP8,
         **_yarn(40, 1.0),
     },
     "kimi_k2": {
         "model_type": "kimi_k2",
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 64,
-        "vocab_size": 163840,
-        "kv_lora_rank": 512,
+        **_sizes(7168, 18432, 61, 64, 163840),
         "max_position_embeddings": 131072,
         "rope_theta": 50000.0,
         "bos_token_id": 163584,
         "eos_token_id": 163585,
-        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+        "quantization_config": _FP8,
         **_yarn(32, 1.0, beta_fast=1),
     },
     "glm_4_7_flash": {
         "model_type": "glm4_moe_lite",
-        "hidden_size": 2048,
-        "intermediate_size": 10240,
-        "num_hidden_layers": 47,
-        "num_attention_heads": 20,
-        "vocab_size": 154880,
-        "kv_lora_rank": 512,
+        **_sizes(2048, 10240, 47, 20, 154880),
         "rope_theta": 1e6,
         "eos_token_id": [154820, 154827, 154829],
     },

@@ -77,13 +77,6 @@ class Devices:
         ]
         return min(free, default=None)
 
-    def peak_bytes(self) -> int | None:
-        """The most memory that one device has had allocated; None where the device does not tell."""
-        found = [
-            (device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self.mesh.local_devices
-        ]
-        return max(found) or None
-
 
 def _enough(count: int, mesh: Mapping[str, int], first: Any) -> list[Any]:
     devices = jax.devices()

@@ -38,9 +38,6 @@ class PlannedDevices(Devices):
     def free_bytes(self) -> int:
         return self.memory
 
-    def peak_bytes(self) -> None:
-        return None
-
 
 def planned(kind: str, mesh: Mapping[str, int], fraction: float | None = None) -> PlannedDevices:
     """A mesh of these sizes of a kind of PLANNED; an axis that is left out is 1. Raises BadRequest for another kind."""

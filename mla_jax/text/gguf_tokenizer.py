@@ -184,7 +184,7 @@ def _merges_of_ranks(vocabulary: Vocabulary, where: str) -> list[tuple[str, str]
 
 
 def _model(tokens: list[str], merges: list[tuple[str, str]], pre: Pre, where: str) -> tokenizers.Tokenizer:
-    with refusing(BadFile(f"{where} is refused by the tokenizers library")):
+    with refusing(BadFile, f"{where} is refused by the tokenizers library"):
         bpe = models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=pre.whole)
     model = tokenizers.Tokenizer(bpe)
     if pre.composed:

@@ -31,27 +31,27 @@ class InProcess:
     def __init__(self, model: tokenizers.Tokenizer, controls: list[str]):
         self.model = model
         read_as_text(model, controls)
-        with refusing(BadFile("the tokenizer cannot encode an empty text")):
+        with refusing(BadFile, "the tokenizer cannot encode an empty text"):
             self.begins: list[int] = model.encode("", add_special_tokens=True).ids[:1]
 
     def encode(self, text: str) -> list[int]:
-        with refusing(BadRequest("the tokenizer cannot encode the text")):
+        with refusing(BadRequest, "the tokenizer cannot encode the text"):
             return self.model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        with refusing(BadFile("the tokenizer cannot decode its tokens")):
+        with refusing(BadFile, "the tokenizer cannot decode its tokens"):
             return self.model.decode(ids, skip_special_tokens=False)
 
 
 @contextmanager
-def refusing(error: MlaJaxError) -> Iterator[None]:
+def refusing(error: type[MlaJaxError], found: str) -> Iterator[None]:
     """Raises `error` where the tokenizers library fails: it raises bare Exception, and a BaseException where its code panics."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as e:
-        raise type(error)(*error.args, printable(str(e), 300)) from e
+        raise error(found, printable(str(e), 300)) from e
 
 
 class Tokenizer:
@@ -105,7 +105,7 @@ class Tokenizer:
     def _from_json(cls, path: Path) -> "Tokenizer":
         content = parse_json(read_bounded(path, MAX_TOKENIZER), path.name)
         known = forms.known(content)
-        with refusing(BadFile(f"{path.name} is refused by the tokenizers library")):
+        with refusing(BadFile, f"{path.name} is refused by the tokenizers library"):
             text = json.dumps(content)
             model = tokenizers.Tokenizer.from_str(json.dumps(known or forms.inert(content)))
         _check_added(model, content, path.name)

@@ -5,7 +5,9 @@ import dataclasses
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from flax import nnx
 from models import FAMILIES, tensors, write
 from pairs import WORDS, pairs_tokenizer
 
+import mla_jax
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.batch import Batch as LayerBatch
 from mla_jax.base.errors import BadConfig, BadRequest, MlaJaxError
@@ -570,3 +573,20 @@ def test_several_processes_on_gpus_use_no_cache_of_compiled_programs(monkeypatch
     monkeypatch.setattr(jax.config, "update", changed.__setitem__)
     environment.cache_compiled_programs("gpu", several=True)
     assert changed == {"jax_enable_compilation_cache": False}
+
+
+def test_a_warm_request_enters_few_files(llm, no_checks_of_type):
+    """Whoever follows a request through the package reads these, and no others."""
+    entered, package = set(), str(Path(mla_jax.__file__).parent)
+
+    def enter(frame, event, _):
+        if frame.f_code.co_filename.startswith(package):
+            entered.add(Path(frame.f_code.co_filename).relative_to(package).as_posix())
+
+    for profile in (None, None, enter):
+        sys.setprofile(profile)
+        try:
+            llm.generate("a0b1c2", SamplingParams(max_tokens=8))
+        finally:
+            sys.setprofile(None)
+    assert 20 < len(entered) <= 32, sorted(entered)

@@ -53,9 +53,8 @@ def test_free_memory_is_what_the_limit_leaves(telling):
 
 
 def test_of_several_devices_the_fullest_counts(telling):
-    devices = telling({"bytes_limit": 100, "bytes_in_use": 30}, {"bytes_limit": 100, "bytes_in_use": 80, "peak_bytes_in_use": 90})
+    devices = telling({"bytes_limit": 100, "bytes_in_use": 30}, {"bytes_limit": 100, "bytes_in_use": 80})
     assert devices.free_bytes() == 20
-    assert devices.peak_bytes() == 90
 
 
 @pytest.mark.parametrize(
@@ -89,9 +88,3 @@ def test_a_mesh_with_another_axis_is_refused():
 def test_more_devices_than_there_are_are_refused_with_what_there_is():
     with pytest.raises(DoesNotFit, match="the mesh data=8,tensor=2 needs 16 devices\n  8 are here: cpu\n  XLA_FLAGS"):
         Devices.of({"data": 8, "tensor": 2})
-
-
-def test_a_peak_that_the_device_does_not_tell_is_unknown_not_zero(telling):
-    assert telling({"peak_bytes_in_use": 5}).peak_bytes() == 5
-    assert telling({"peak_bytes_in_use": 0}).peak_bytes() is None
-    assert telling(None).peak_bytes() is None

@@ -24,7 +24,6 @@ def test_a_mesh_of_more_devices_than_there_are_can_be_planned_for():
 def test_the_memory_is_a_fraction_of_the_table_s(kind):
     assert planned(kind, {}).free_bytes() == int(0.75 * PLANNED[kind].memory)
     assert planned(kind, {}, 0.9).free_bytes() == int(0.9 * PLANNED[kind].memory)
-    assert planned(kind, {}).peak_bytes() is None
 
 
 def test_parts_of_arrays_follow_from_the_mesh_without_any_device(monkeypatch):

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from mla_jax.base.options import MOST_DRAFTS
 from mla_jax.decode.programs import Waits
 from mla_jax.engine.core.pages import Pages
-from mla_jax.mesh.devices import Devices
 
 SAMPLES = 4096  # of the pool over time, that are kept
 
@@ -40,11 +40,11 @@ class Stats:
 
 
 def peak_bytes() -> int | None:
-    """The most memory used so far: the device's, or on a CPU the process's. None where the device does not say."""
-    devices = Devices.default()
-    if devices.platform == "cpu":
+    """The most memory used so far: the first device's, or on a CPU the process's. None where the device does not say."""
+    first = jax.local_devices()[0]
+    if first.platform == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return devices.peak_bytes()
+    return (first.memory_stats() or {}).get("peak_bytes_in_use") or None
 
 
 @dataclass
