@@ -17,6 +17,7 @@ from mla_jax.base.axes import MESH_AXES
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode import loop, rows
+from mla_jax.decode.model_weights import Weights
 from mla_jax.decode.outputs import STEPS
 from mla_jax.decode.packing import of_shards
 from mla_jax.decode.program_sharding import Spread
@@ -147,9 +148,9 @@ def _calls(model: Transformer, wanted: Wanted, kept: list[str]) -> dict[str, Cal
     """The programs by name."""
     new = functools.partial(_new, wanted)
     table = [name for name in kept if name.startswith("rows.")]
-    admit = Program(rows.admit, model, donate_argnums=(1,))
-    prefill = Program(loop.prefill, model, donate_argnums=(1, 2))
-    run = Program(loop.run, model, donate_argnums=(1, 2))
+    weights = Weights(model)
+    admit = Program(rows.admit, weights, donated=1)
+    prefill, run = (Program(function, weights, donated=2) for function in (loop.prefill, loop.run))
     return {
         "admit": Call(admit, table, lambda local: new(local)[1:], _admitting()),
         "prefill": Call(prefill, kept, new, _reading(wanted.prompt, wanted.width)),

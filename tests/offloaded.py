@@ -7,7 +7,9 @@ import numpy as np
 from flax import nnx
 
 from mla_jax import Config, Transformer
-from mla_jax.decode.loop import Program, logits
+from mla_jax.decode.loop import logits
+from mla_jax.decode.model_weights import Weights
+from mla_jax.decode.programs import Program
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.moe import MoE
 from mla_jax.offload.experts import HostExperts
@@ -31,7 +33,7 @@ def model_of(defer: int = 0, host: bool = True) -> Transformer:
 
 
 def logits_of(model: Transformer, tokens: jax.Array) -> np.ndarray:
-    return np.asarray(Program(logits, model)(tokens))  # waited for: a program does not keep the experts that it calls
+    return np.asarray(Program(logits, Weights(model))(tokens))  # waited for: a program does not keep the experts that it calls
 
 
 def close(found, expected):

@@ -6,6 +6,7 @@ prompt can be read by any kernel before, and decoding needs no scores. Between b
 old pages may be others' too, and are only read."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,6 +48,11 @@ class Kept(NamedTuple):
     source: Any  # Int[Array, "L H B S"]: the slots that they had, in order
     count: Any  # Int[Array, "L H B"]
     told: Any  # Int[Array, "shards L H B"]: the counts of all data shards, for the host
+
+
+def functions(evicts: Selection | None) -> dict[str, tuple[Callable, int]]:
+    """The programs by name: their functions, and how many of the arguments are donated."""
+    return {"observe": (functools.partial(observe, evicts=evicts), 2), "move": (move, 2)}
 
 
 def observe(

@@ -6,7 +6,7 @@ as arrays of their own, so that the next program can be sent before anyone looks
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt16
 
 from mla_jax.base.axes import DATA
@@ -24,9 +23,9 @@ from mla_jax.decode import evict_programs, page_copy, sharded_sampling
 from mla_jax.decode import rows as table
 from mla_jax.decode.evict_programs import Kept, Selection
 from mla_jax.decode.loop_state import RunState, accepted, begun, counted, ended, forward, next_token
+from mla_jax.decode.model_weights import Weights
 from mla_jax.decode.outputs import Found, Likely
 from mla_jax.decode.packing import here, of_shards
-from mla_jax.decode.program_sharding import Spread
 from mla_jax.decode.programs import Program, Shared
 from mla_jax.decode.rows import ADMITTED, Entry, Rows
 from mla_jax.decode.speculative import NOBODY, Drafter, run_with_drafts
@@ -155,9 +154,21 @@ def new(model: Transformer, rows: int, pages: int, text: int = 0, *, counts: boo
     return model.new_pool(pages), table.new_rows(model, rows, counts, text)
 
 
-def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
+def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "R T W"]:
     """Of whole sequences, nothing cached; on a mesh of those of all data shards."""
     return across.gathered(model.unembed(model(tokens, Batch.dense(*tokens.shape))[0]), DATA)
+
+
+def _loops(drafter: Drafter) -> dict[str, tuple[Callable, int]]:
+    """The programs with loops by name: their functions, and how many of the arguments are donated, pool and rows."""
+    functions = {"prefill": prefill, "run": run, "run_with_drafts": run_with_drafts}
+    return {name: (functools.partial(each, drafter=drafter), 2) for name, each in functions.items()}
+
+
+def _others(evicts: Selection | None) -> dict[str, tuple[Callable, int]]:
+    """The same of the other programs."""
+    between = evict_programs.functions(evicts) | page_copy.FUNCTIONS
+    return {"admit": (table.admit, 1), "logits": (logits, 0), **between}
 
 
 class ProgramSizes(NamedTuple):
@@ -181,6 +192,17 @@ class Programs:
     there is a `drafter`, `run_with_drafts` may take the place of `run`, from one call to the next. Where rows drop tokens as
     `evicts` says, page tables are `Tables`."""
 
+    new: Program
+    admit: Program
+    prefill: Program
+    run: Program
+    run_with_drafts: Program
+    logits: Program
+    observe: Program
+    move: Program
+    copy_out: Program
+    copy_in: Program
+
     def __init__(
         self,
         model: Transformer,
@@ -192,43 +214,25 @@ class Programs:
         self.model, self.device, self.drafter, self.evicts = model, model.dispatch.device, drafter, evicts
         self._calls_host = bool(model.on_host())
         shared = Shared.of(None if folder is None or self._calls_host else ProgramStore.of(folder, model))
-        self.waits, self.spread = shared.waits, Spread.of(model)
-        options, loop_options = (options.get(self.device.platform) for options in (OPTIONS, LOOP_OPTIONS))
-        program = functools.partial(Program, model=model, shared=shared)
-        self.new = program(functools.partial(new, counts=counts), static_argnums=(1, 2, 3))
-        self.admit = program(table.admit, donate_argnums=(1,), compiler_options=options)
-        looped = functools.partial(program, donate_argnums=(1, 2), compiler_options=loop_options)
-        self.prefill = looped(functools.partial(prefill, drafter=drafter))
-        self.run = looped(functools.partial(run, drafter=drafter))
-        self.run_with_drafts = looped(functools.partial(run_with_drafts, drafter=drafter))
-        self.logits = program(logits, compiler_options=options)
-        self.observe = program(
-            functools.partial(evict_programs.observe, evicts=evicts),
-            donate_argnums=(1, 2),
-            compiler_options=options,
-        )
-        self.move = program(evict_programs.move, donate_argnums=(1, 2), compiler_options=options)
-        self.copy_out = program(page_copy.copy_out, donate_argnums=(1,), compiler_options=options)
-        self.copy_in = program(page_copy.copy_in, donate_argnums=(1, 2), compiler_options=options)
-        looped_or_not = self.prefill, self.run, self.run_with_drafts, self.logits, self.observe, self.move
-        self.all = (self.new, self.admit, *looped_or_not, self.copy_out, self.copy_in)
+        self.weights, self.waits = Weights(model), shared.waits
+        self.spread, platform = self.weights.spread, self.device.platform
+        program = functools.partial(Program, weights=self.weights, shared=shared)
+        self.all = {"new": program(functools.partial(new, counts=counts), static=3)}
+        for options, functions in ((LOOP_OPTIONS, _loops(drafter)), (OPTIONS, _others(evicts))):
+            for name, (function, donated) in functions.items():
+                self.all[name] = program(function, donated=donated, compiler_options=options.get(platform))
+        vars(self).update(self.all)
 
     @property
     def page(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays of one page as one device has it, `[L Z ..]`."""
-        graph, state = nnx.split(self.model)
-        local = nnx.merge(graph, self.spread.local(state))
+        local = self.weights.local_model()
         return jax.eval_shape(lambda: local.new_pool(1))
-
-    def refresh(self) -> bool:
-        """Takes the parameters as the model has them now; whether any has changed."""
-        changed = [program.refresh() for program in self.all]
-        return any(changed)
 
     @property
     def compiled(self) -> int:
         """How many programs there are."""
-        return sum(program.count for program in self.all)
+        return sum(program.count for program in self.all.values())
 
     def prepare(self, pool: Pool, rows: Rows, sizes: ProgramSizes) -> None:
         """Compiles the programs of these sizes concurrently, and returns once all are there: a GPU's compiler measures kernels,

@@ -32,3 +32,7 @@ def _in_layers(model: Transformer, pool: Pool, pages: Int[Array, " K"]) -> Int[A
     return jnp.where(
         pages[:, None] < count, pages[:, None] + count * jnp.arange(layers, dtype=jnp.int32), NOWHERE
     )
+
+
+# The programs by name: their functions, and how many of the arguments are donated
+FUNCTIONS = {"copy_out": (copy_out, 1), "copy_in": (copy_in, 2)}

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mla_jax.decode.model_weights import Weights
 from mla_jax.decode.packing import pack, unpack
-from mla_jax.decode.program_sharding import Spread
 from mla_jax.decode.store import Built, ProgramStore
 from mla_jax.model.transformer import Transformer
 
@@ -53,9 +53,9 @@ class Shared(NamedTuple):
 
 
 class ProgramKey(NamedTuple):
-    """The key of a compiled program: values of static arguments by place or name, and structure and shapes of the others."""
+    """The key of a compiled program: values of static arguments, and structure and shapes of the others."""
 
-    statics: tuple[tuple[str, Any], ...]
+    static: tuple
     donated: Any
     sent: Any
     shapes: tuple
@@ -72,42 +72,36 @@ class Call(NamedTuple):
 class Program:
     """A function of a model, compiled for the shapes it is called with; in full float32 where the weights are (no TF32).
 
-    `function` is `(model, *args, **kw)`; the options are those of `jax.jit`, for which the model is argument 0. Weights are
-    passed as a flat tuple: to flatten an `nnx.State` at each call takes milliseconds. What is neither static nor donated comes
-    from the host, and is sent as one array; where there are several data shards, it has an axis of these in front. On a mesh the
-    function is that of one device."""
+    `function` is `(model, *args)`: first `donated` arguments, trees of arrays on the device, whose memory it takes; then up to
+    `static` numbers, for each of which it is compiled anew; then trees of arrays of the host, sent as one array, which have an
+    axis of data shards in front where there are several. On a mesh the function is that of one device."""
 
     def __init__(
         self,
         function: Callable,
-        model: Transformer,
+        weights: Weights,
         shared: Shared | None = None,
         *,
-        static_argnums: tuple[int, ...] = (),
-        static_argnames: tuple[str, ...] = (),
-        donate_argnums: tuple[int, ...] = (),
+        donated: int = 0,
+        static: int = 0,
         compiler_options: dict[str, Any] | None = None,
     ):
-        self._graph, self._state = nnx.split(model)
-        self.spread = Spread.of(model)
-        self._structure = jax.tree.structure(self.spread.local(self._state))
-        self.weights: tuple[jax.Array, ...] = tuple(jax.tree.leaves(self._state))
-        self.precision = "highest" if model.dtype == jnp.float32 else None
+        self.weights, self.spread = weights, weights.spread
+        self.precision = "highest" if weights.dtype == jnp.float32 else None
         self.shared, self.function = shared or Shared.of(), functools.partial(function)
-        self.static = (*map(str, static_argnums), *static_argnames)
-        self.donated = tuple(map(str, donate_argnums))
+        self.donated, self.static = donated, static
         self.compiler_options = (compiler_options or {}) | self.spread.compiler_options
         self._built: dict[ProgramKey, Future[Built]] = {}
 
-    def __call__(self, *args, **kw):
-        """The function's value. Arguments are static, or trees of arrays: donated ones on the device, others on the host."""
-        call = self._call(args, kw)
+    def __call__(self, *args: Any) -> Any:
+        """The function's value."""
+        call = self._call(args)
         if call.key not in self._built:
             with self.shared.waits.record():
                 self._start(call).result()
         built = self._built[call.key].result()
         packed = self._packed([np.asarray(array) for array in call.sent])
-        return jax.tree.unflatten(built.structure, built.compiled(self.weights, call.donated, packed))
+        return jax.tree.unflatten(built.structure, built.compiled(self.weights.flat, call.donated, packed))
 
     def _packed(self, sent: list[np.ndarray]) -> Any:
         """The arrays from the host, as one array."""
@@ -115,9 +109,9 @@ class Program:
         packed = pack(sent, 1) if shards > 1 and sent else pack(sent)
         return packed if self.spread.mesh is None else self.spread.send(packed.reshape(shards, -1))
 
-    def start(self, *args, **kw) -> Future[Built]:
+    def start(self, *args: Any) -> Future[Built]:
         """The program for such arguments, once it is compiled. In the place of an array a `jax.ShapeDtypeStruct` will do."""
-        call = self._call(args, kw)
+        call = self._call(args)
         return self._built.get(call.key) or self._start(call)
 
     @property
@@ -125,27 +119,17 @@ class Program:
         """Programs that are compiled, or about to be."""
         return len(self._built)
 
-    def refresh(self) -> bool:
-        """Takes the parameters as the model has them now; calls do not look for changed ones. Whether there were any."""
-        before, self.weights = self.weights, tuple(jax.tree.leaves(self._state))
-        return len(before) != len(self.weights) or any(
-            a is not b for a, b in zip(before, self.weights, strict=True)
-        )
-
-    def lower(self, *args, **kw) -> jax.stages.Lowered:
+    def lower(self, *args: Any) -> jax.stages.Lowered:
         """For XLA's own account of the program: its text, costs and memory."""
-        return self._lower(self._call(args, kw))[0]
+        return self._lower(self._call(args))[0]
 
-    def _call(self, args: tuple, kw: dict[str, Any]) -> Call:
-        given = {str(place): arg for place, arg in enumerate(args, 1)} | kw
-        statics = tuple((name, arg) for name, arg in given.items() if name in self.static)
-        donated, first = jax.tree.flatten({name: arg for name, arg in given.items() if name in self.donated})
-        sent, other = jax.tree.flatten(
-            {name: arg for name, arg in given.items() if name not in self.static + self.donated}
-        )
+    def _call(self, args: tuple) -> Call:
+        behind = self.donated + self.static
+        donated, first = jax.tree.flatten(args[: self.donated])
+        sent, other = jax.tree.flatten(args[behind:])
         of_one = [self._for_one(leaf) for leaf in sent]
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in (*donated, *of_one))
-        return Call(ProgramKey(statics, first, other, shapes), donated, sent)
+        return Call(ProgramKey(args[self.donated : behind], first, other, shapes), donated, sent)
 
     def _for_one(self, leaf: Any) -> Any:
         """The shape of an array from the host, for one data shard."""
@@ -174,23 +158,19 @@ class Program:
     def export(self, platform: str, kept: Callable[[Transformer], tuple], *sent: Any) -> jax.export.Exported:
         """The program as an artefact, for one of JAX's platforms, which need not be here. `kept` makes the donated arguments, the
         first ones, of one device, from its part of the model; it is only traced. The others are `sent`."""
-        local, found = self.local_model(), []
+        local, found = self.weights.local_model(), []
 
         def made() -> list[jax.Array]:
-            leaves, structure = jax.tree.flatten(dict(zip(self.donated, kept(local), strict=True)))
+            leaves, structure = jax.tree.flatten(tuple(kept(local)))
             found.append(structure)
             return leaves
 
         donated = self.spread.whole(jax.eval_shape(made))
-        call = self._call((), {str(place): arg for place, arg in enumerate(sent, len(self.donated) + 1)})
+        call = self._call((*[()] * self.donated, *sent))
         call = call._replace(key=call.key._replace(donated=found[-1]), donated=donated)
         jitted, given, _ = self._jitted(call)
         with jax.default_matmul_precision(self.precision):
             return jax.export.export(jitted, platforms=[platform], disabled_checks=UNSTABLE)(*given)
-
-    def local_model(self) -> Transformer:
-        """The model as one device has it; where several do, of shapes."""
-        return nnx.merge(self._graph, self.spread.local(self._state))
 
     def _lower(self, call: Call) -> tuple[jax.stages.Lowered, Any]:
         """The program before it is compiled, and the structure of its value."""
@@ -205,11 +185,9 @@ class Program:
         def flat(
             weights: tuple[jax.Array, ...], donated: list[jax.Array], sent: jax.Array
         ) -> list[jax.Array]:
-            model = nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights))
-            given = dict(key.statics) | jax.tree.unflatten(key.donated, donated)
-            given |= jax.tree.unflatten(key.sent, unpack(sent, of_one))
-            places = sorted((name for name in given if name.isdecimal()), key=int)
-            value = self.function(model, *(given.pop(place) for place in places), **given)
+            model = nnx.merge(self.weights.graph, jax.tree.unflatten(self.weights.structure, weights))
+            of_host = jax.tree.unflatten(key.sent, unpack(sent, of_one))
+            value = self.function(model, *jax.tree.unflatten(key.donated, donated), *key.static, *of_host)
             leaves, structure = jax.tree.flatten(value)
             found.append(structure)
             return leaves
@@ -221,7 +199,8 @@ class Program:
         program = self.spread.on_each(flat)
         program.__name__ = flat.__name__
         jitted = jax.jit(program, donate_argnums=1, compiler_options=self.compiler_options)
-        return jitted, (self.weights, call.donated, self.spread.sent(jax.eval_shape(pack, of_one))), found
+        sent = self.spread.sent(jax.eval_shape(pack, of_one))
+        return jitted, (self.weights.flat, call.donated, sent), found
 
     def _compile(self, lowered: jax.stages.Lowered, structure: Any, name: str | None) -> Built:
         store = self.shared.store

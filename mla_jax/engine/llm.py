@@ -185,10 +185,9 @@ class LLM:
         """float32 logits `[B T W]` of token sequences of one length; no BOS is added.
 
         Raises DoesNotFit if they and the activations of one forward pass need more memory than the plan leaves."""
-        self._refuse_followers()
+        self._refresh()
         array = np.asarray(self._token_block(tokens), np.int32)
         self._refuse_logits(*array.shape)
-        self._programs.logits.refresh()
         with self._memory_explained():
             found = self.engine.logits(array)
         self._programs.check()
@@ -256,11 +255,12 @@ class LLM:
     def _refresh(self) -> None:
         """Takes the parameters as the model has them now; a change clears the cache."""
         self._refuse_followers()
-        if self._programs.refresh():
-            if self._processes is not None:
-                raise Unsupported(
-                    "the model's parameters were changed in one of several processes", "take one process"
-                )
+        weights = self._programs.weights
+        if self._processes is not None and weights.changed:
+            raise Unsupported(
+                "the model's parameters were changed in one of several processes", "take one process"
+            )
+        if weights.refresh():
             self.engine.reset()
 
     def _refuse_several(self, what: str, advice: str) -> None:

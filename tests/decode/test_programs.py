@@ -14,6 +14,7 @@ from models import FAMILIES, tensors, write
 
 from mla_jax.decode import store
 from mla_jax.decode.loop import Programs, ProgramSizes
+from mla_jax.decode.model_weights import Weights
 from mla_jax.decode.programs import Program, Waits
 from mla_jax.decode.rows import ADMITTED, default_entries
 from mla_jax.engine.core.stats import between
@@ -161,7 +162,7 @@ def test_a_failed_compilation_is_tried_again(model):
             raise RuntimeError("once")
         return x + 1
 
-    program = Program(logits, model)
+    program = Program(logits, Weights(model))
     with pytest.raises(RuntimeError, match="once"):
         program(np.ones(1, np.float32))
     assert program(np.ones(1, np.float32)) == 2
