@@ -53,14 +53,14 @@ class CachePolicy:
         """Tokens of its output that a job decodes again once it is admitted."""
         return 0
 
-    def indexed(self, job: Job) -> list[int]:
-        """The tokens in a job's pages that the prefix index may learn of."""
-        return job.tokens[:-1] if job.done else job.tokens  # the last one was not read any more
+    def indexed(self, job: Job) -> int:
+        """The number of a job's first tokens that the prefix index may learn of."""
+        return len(job.tokens) - job.done  # the last one was not read any more
 
     def waiting(self, job: Job, shard: Shard) -> Waiting:
         """The scheduler's view of a waiting job, if it were to run on this shard."""
         tokens = self.prefilled(job)
-        match = shard.pages.match(tokens, job.shares)
+        match = shard.pages.match(tokens, job.shares, job.matched.setdefault(shard.number, []))
         return Waiting(
             id=job.id,
             priority=job.priority,

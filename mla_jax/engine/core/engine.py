@@ -267,7 +267,9 @@ class Engine:
         started = []
         for job in jobs:
             tokens = self.policy.prefilled(job)
-            if shard.pages.match(tokens, job.shares).blocked:  # by one that was admitted just now
+            if shard.pages.match(
+                tokens, job.shares, job.matched[shard.number]
+            ).blocked:  # by one that was admitted just now
                 continue
             self.waiting.remove(job)
             started.append(job)
@@ -313,13 +315,14 @@ class Engine:
         self._flying.sent_more = True
         for job, piece in pieces.items():
             job.read += len(piece)
-            self._wrote(job, job.tokens[: job.read])
+            self._wrote(job, job.read)
             self.stats.read += len(piece)
 
-    def _wrote(self, job: Job, tokens: list[int]) -> None:
+    def _wrote(self, job: Job, count: int) -> None:
+        """Tells the allocator that a job's first `count` tokens are in its pages."""
         assert job.shard is not None
         assert job.held is not None
-        job.shard.pages.wrote(job.held, tokens)
+        job.shard.pages.wrote(job.held, job.tokens, count)
 
     def _ask(self) -> None:
         """Sends the questions of rows that have come to where their policy has them pause."""

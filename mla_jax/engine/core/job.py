@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mla_jax.decode.outputs import Likely
-from mla_jax.engine.core.pages import Held, Pages
+from mla_jax.engine.core.pages import Held, Node, Pages
 from mla_jax.engine.core.request import Chunk, FinishReason, Logprobs, Output, Request
 from mla_jax.engine.core.stats import Stats, Times
 from mla_jax.text.stream import TextStream
@@ -20,6 +20,7 @@ class Job:
     ):
         self.request, self.id, self.priority, self.streams = request, serial, priority, streams
         self.ids: list[int] = []
+        self.tokens = [*request.prompt]  # the prompt and the generated ones
         self.text = ""
         self.logprobs: Logprobs | None = None if request.params.logprobs is None else []
         self.prompt_logprobs: list[dict[int, float] | None] | None = (
@@ -38,13 +39,9 @@ class Job:
         self.steps = 0  # tokens that dispatches may have chosen since
         self.pauses = 0  # how often it was asked what its pages are to be, since it was admitted
         self.is_paused = False  # it waits for the answer
+        self.matched: dict[int, list[Node]] = {}  # nodes of its beginning that were found last, by shard
         self.starts = 0  # how often it was admitted
         self._stream = None if tokenizer is None else TextStream(tokenizer, request.params.stop)
-
-    @property
-    def tokens(self) -> list[int]:
-        """The known tokens: the prompt and the generated ones."""
-        return self.request.prompt + self.ids
 
     @property
     def done(self) -> bool:
@@ -122,7 +119,9 @@ class Job:
         logprobs = None if logprobs is None else logprobs[old:]
         if not ids and not ended:
             return
-        seen, self.ids = len(self.ids), self.ids + ids
+        seen = len(self.ids)
+        self.ids += ids
+        self.tokens += ids
         if ended:
             self.reason = _reason(self.ids, self.request, finite)
         text = "" if self._stream is None else self._show(ids[:-1] if self._at_end_token else ids)
@@ -162,7 +161,8 @@ class Job:
         assert self._stream is not None
         text = self._stream.push(ids)
         if self._stream.stopped:
-            self.reason, self.ids = FinishReason.STOP, self.ids[: self._stream.used]
+            self.reason = FinishReason.STOP
+            del self.tokens[len(self.request.prompt) + self._stream.used :], self.ids[self._stream.used :]
             return text
         return text + self._stream.finish() if self.reason is not None else text
 

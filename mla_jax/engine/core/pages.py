@@ -97,16 +97,19 @@ class Pages:
         """Pages that hold nothing anybody knows."""
         return len(self._free)
 
-    def match(self, tokens: Sequence[int], use_index: bool = True) -> Match:
-        """The longest written beginning of a prompt, in full pages and without its last token; changes nothing."""
-        nodes, blocked, hosted = self._find(tokens, use_index)
+    def match(self, tokens: Sequence[int], use_index: bool = True, known: list[Node] | None = None) -> Match:
+        """The longest written beginning of a prompt, in full pages and without its last token; changes nothing.
+
+        `known` are the nodes of an earlier match of this prompt, or of a shorter one, and become those of this one: what is still
+        in the index is not searched again."""
+        nodes, blocked, hosted = self._find(tokens, use_index, [] if known is None else known)
         return Match(tuple(node.page for node in nodes), blocked, _holders_reach(nodes, 1), len(hosted))
 
     def admit(self, tokens: Sequence[int], use_index: bool = True) -> Held:
         """Pages for all of `tokens`: those that `match` finds, then new ones, the full ones promised to the index.
 
         Without `use_index` the request takes nothing from the index and gives it nothing. Raises OutOfPages."""
-        nodes, _, hosted = self._find(tokens, use_index)
+        nodes, _, hosted = self._find(tokens, use_index, [])
         new = self._pages(len(tokens)) - len(nodes)
         room = self.free - (len(nodes) - _holders_reach(nodes, 1))
         if new > room:
@@ -130,9 +133,10 @@ class Pages:
         held.pages += [self._take() for _ in range(new)]
         return True
 
-    def wrote(self, held: Held, tokens: Sequence[int]) -> None:
-        """Tells that `tokens` are in the first slots of `held`, by dispatches that come before any to follow."""
-        full = self._full(tokens)
+    def wrote(self, held: Held, tokens: Sequence[int], count: int | None = None) -> None:
+        """Tells that the first `count` of these tokens, or all, are in the first slots of `held`, by dispatches that come before
+        any to follow."""
+        full = self._full(len(tokens) if count is None else count)
         assert full <= len(held.pages), "tokens were written where their request holds no page"
         if not held.indexed:
             return
@@ -151,20 +155,25 @@ class Pages:
             self._drop(node)
         held.pages, held.nodes = [], []
 
-    def _full(self, tokens: Sequence[int]) -> int:
-        """Pages that these tokens fill to the end."""
-        return max(len(tokens) - self.ahead, 0) // self.size
+    def _full(self, tokens: int) -> int:
+        """Pages that this number of tokens fills to the end."""
+        return max(tokens - self.ahead, 0) // self.size
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.size)
 
-    def _find(self, tokens: Sequence[int], use_index: bool) -> tuple[list[Node], bool, list[bytes]]:
+    def _find(
+        self, tokens: Sequence[int], use_index: bool, nodes: list[Node]
+    ) -> tuple[list[Node], bool, list[bytes]]:
         """The written nodes of a prompt's beginning, whether the next one is promised by another request, and if the index does
-        not have that, the digests of those that the tier has."""
-        nodes: list[Node] = []
+        not have that, the digests of those that the tier has. The first nodes may be known."""
         if not (self.index and use_index):
-            return nodes, False, []
-        for at in range(self._most(tokens)):
+            return [], False, []
+        while (
+            nodes and self._nodes.get(nodes[-1].key) is not nodes[-1]
+        ):  # a page leaves the index after those behind it
+            nodes.pop()
+        for at in range(len(nodes), self._most(tokens)):
             node = self._nodes.get(self._key(nodes, at, tokens))
             if node is None:
                 return nodes, False, self._hosted(nodes, tokens)
@@ -208,7 +217,7 @@ class Pages:
         held.shared, held.full = held.shared + 1, held.full + 1
 
     def _promise(self, held: Held, tokens: Sequence[int]) -> None:
-        while held.indexed and len(held.nodes) < self._full(tokens):
+        while held.indexed and len(held.nodes) < self._full(len(tokens)):
             key = self._key(held.nodes, len(held.nodes), tokens)
             if key in self._nodes:
                 return

@@ -84,9 +84,9 @@ class EvictedPages(Pages):
                 self._give_parts(parts)
             held.parts = []
 
-    def wrote(self, held: Held, tokens: Sequence[int]) -> None:
+    def wrote(self, held: Held, tokens: Sequence[int], count: int | None = None) -> None:
         if not isinstance(held, Evicted):  # others may not have pages in which tokens are missing
-            super().wrote(held, tokens)
+            super().wrote(held, tokens, count)
 
     def table(self, held: Held, width: int) -> np.ndarray:
         """`[layers lanes width]`: the parts of each layer and head, counted from the layer's first one."""

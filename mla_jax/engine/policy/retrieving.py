@@ -28,8 +28,8 @@ class Retrieving(CachePolicy):
     def replayed(self, job: Job) -> int:
         return len(job.ids)
 
-    def indexed(self, job: Job) -> list[int]:
-        return job.request.prompt
+    def indexed(self, job: Job) -> int:
+        return len(job.request.prompt)
 
     def attended(self, held: int) -> int:
         model = self.programs.model

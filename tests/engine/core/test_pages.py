@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mla_jax.base.errors import DoesNotFit
 from mla_jax.engine.core.host_pages import START, chained
-from mla_jax.engine.core.pages import Held, OutOfPages, Pages
+from mla_jax.engine.core.pages import Held, Node, OutOfPages, Pages
 
 pytestmark = pytest.mark.once  # plain Python
 
@@ -370,6 +370,7 @@ class Model:
     content: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # what was written last: (page, slot) -> tokens
     clock: itertools.count = field(default_factory=itertools.count)
     seen: Counter = field(default_factory=Counter)
+    matched: dict[tuple[int, ...], list[Node]] = field(default_factory=dict)  # of earlier matches, by text
 
     @property
     def ahead(self) -> int:
@@ -408,6 +409,8 @@ class Model:
         holders = self.holders()
         hosted = self.hosted(text, len(found)) if indexed and not blocked else 0
         match = self.pages.match(text, indexed)
+        earlier = self.matched.setdefault(tuple(text), [])
+        assert self.pages.match(text, indexed, earlier) == match, "what is remembered differs from what is found anew"
         assert match == (found, blocked, sum(page in holders for page in found), hosted)
         self.reads(text, match.pages)
         new, idle = -(-len(text) // SIZE) - len(found), self.idle() - set(found)
