@@ -589,4 +589,4 @@ def test_a_warm_request_enters_few_files(llm, no_checks_of_type):
             llm.generate("a0b1c2", SamplingParams(max_tokens=8))
         finally:
             sys.setprofile(None)
-    assert 20 < len(entered) <= 32, sorted(entered)
+    assert 0 < len(entered) <= 32, sorted(entered)
