@@ -242,7 +242,7 @@ def calls(bench: Bench) -> Iterator[dict]:
         bare = Bare(programs, size, [[0]] * count, 1, held=1)
         bare.run(1, steps=0)
         sent, done = (1e3 * seconds / bench.scale.calls for seconds in bare.run(bench.scale.calls, steps=0))
-        layers, weights = programs.model.config.num_hidden_layers, len(programs.run.weights)
+        layers, weights = programs.model.config.num_hidden_layers, len(programs.weights.flat)
         yield row(
             "calls",
             f"{name}, {layers} layers, {weights} arrays; beside: until sent",
