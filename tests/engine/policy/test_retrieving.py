@@ -141,7 +141,7 @@ def test_drafts_give_the_tokens_of_plain_decoding(tmp_path_factory, drafter):
     """Each draft reads the pages that it would read as a token of its own; a row that is preempted replays its tokens."""
     hf = {**FAMILIES["v3"], "kv_lora_rank": 128}
     folder = write(tmp_path_factory.mktemp("v3"), hf, tensors(hf, mtp=True))
-    model = load(folder, dispatch=Dispatch(retrieval=Retrieval(POLICIES["quest"], FEWEST, dense=1)))
+    model = load(folder, dispatch=Dispatch(retrieval=Retrieval(RETRIEVAL_POLICIES["quest"], FEWEST, dense=1)))
     rng = np.random.default_rng(3)
     repeated = rng.integers(2, WORDS, 40).tolist()
     prompts = [repeated * 11, rng.integers(2, WORDS, 400).tolist(), rng.integers(2, WORDS, 90).tolist()]
