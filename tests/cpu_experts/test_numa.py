@@ -45,7 +45,8 @@ def settled(nodes):  # a thread goes to its node when it first runs, which on bu
 # Of each precision and size, what came out: the same on every number of threads. Some matrices have fewer panels than nodes.
 FORWARDS = """
 best = min(library.load().cpu_experts_best_isa(), 3)  # not tiles, which are slow where they are emulated,
-isa = library.ISAS[best if "avx512_bf16" in open("/proc/cpuinfo").read().split() else min(best, 2)]  # on processors with less, too
+lacks = "avx512_bf16" not in open("/proc/cpuinfo").read().split()
+isa = library.ISAS[min(best, 2) if lacks else best]  # on processors with less, too
 out, stayed = {}, set()
 for precision in layout.FORMATS:
     for size, tokens in ((16, 1), (40, 50), (100, 9)):
