@@ -33,9 +33,10 @@ from drive import Bare, Bench, Scale, open_loop
 from peer_transformers import REQUESTS, SMALLEST
 
 from mla_jax import Config
-from mla_jax.base import roofline
 from mla_jax.decode.outputs import STEPS
 from mla_jax.engine.core.size import Size
+from mla_jax.mesh.cost import Pass
+from mla_jax.model.parts import cost_of
 
 _TINY_V3 = {
     "hidden_size": 512,
@@ -221,12 +222,12 @@ def prefixes(bench: Bench) -> Iterator[dict]:
 def growing(bench: Bench) -> Iterator[dict]:
     """e"""
     bench.engine.reset()
-    rounds, config, model = bench.scale.rounds, bench.scale.model, bench.programs.model
+    rounds, cost = bench.scale.rounds, cost_of(bench.programs.model)
     for held in bench.scale.grown:
         bare = Bare(bench.programs, bench.long, [[0]], (rounds + 1) * STEPS, held)
         bare.run(1)
         ms = 1e3 * bare.run(rounds)[1] / rounds / STEPS
-        floor = 1e3 * roofline.decode_bytes(config, 1, held, model.dtype.itemsize) / report.device().bandwidth
+        floor = 1e3 * cost.read_bytes(Pass(1, 1, held)) / report.device().bandwidth
         yield row("e", f"1 x {held:,} held; beside: floor", ms, "ms a token", floor, floor / ms)
 
 

@@ -17,8 +17,8 @@ import report
 
 from cpu_experts import Experts
 from mla_jax import Config
+from mla_jax.mesh.host_cost import HostRates, host_seconds
 from mla_jax.offload import calibrate
-from mla_jax.offload.cost import HostRates, host_seconds
 
 SHAPES = {
     "v2_lite": Config.preset("v2_lite"),

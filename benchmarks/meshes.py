@@ -42,9 +42,11 @@ from mla_jax.cache.paged import PAGE
 from mla_jax.decode import speculative
 from mla_jax.decode.loop import Programs, ProgramSizes
 from mla_jax.decode.packing import of_shards
-from mla_jax.mesh.cost import MeshCost, Predicted, packed
+from mla_jax.mesh.cost import Predicted
 from mla_jax.mesh.devices import Devices
 from mla_jax.model.dispatch import Dispatch
+from mla_jax.model.parts import cost_of, page_bytes
+from mla_jax.weights.plan import ROWS, temporaries
 
 SMALL = {
     "hidden_size": 256,
@@ -72,7 +74,7 @@ class Bench:
         self.model = random_model(config, format, dispatch, mtp=drafts, devices=self.devices)
         self.plain = Programs(self.model)
         self.drafted = Programs(self.model, drafter=Forced(1)) if drafts else None
-        self.cost = MeshCost(config, self.devices.sizes, report.device(), packed(config))
+        self.cost = cost_of(self.model)
         self.chunk = self.model.dispatch.chunk(self.model)
         self.found: Sequences | None = None
 
@@ -113,17 +115,16 @@ class Bench:
         stats = self.devices.first.memory_stats() or {}
         if "bytes_limit" not in stats:
             return None
-        free = stats["bytes_limit"] - stats["bytes_in_use"] - self.cost.working_bytes()
-        return int(free / self.cost.token_bytes) * self.shards
+        free = stats["bytes_limit"] - stats["bytes_in_use"] - temporaries(self.model, ROWS)
+        return free // page_bytes(self.model) * PAGE * self.shards
 
     def decoding(self, rows: int, profile: bool) -> dict:
         found = self.rows(rows)
         restart(found, 0.0)
         seconds = seconds_per_step(found, DISPATCHES - 2)
         traced = report.traced(lambda: found.run(2)) if profile else None
-        row = figures(
-            "decode", rows, rows, seconds, self.cost.decode(self.each(rows), self.held, rows), traced
-        )
+        predicted = self.cost.predicted(self.cost.shared(rows, held=self.held))
+        row = figures("decode", rows, rows, seconds, predicted, traced)
         return row | {"exchange": self.exchange(self.each(rows))}
 
     def drafting(self, rows: int, acceptance: float) -> dict:

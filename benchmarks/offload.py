@@ -33,9 +33,11 @@ from cpu_experts import Experts, ffi, packed
 from mla_jax import Config, Transformer
 from mla_jax.cache import paged
 from mla_jax.decode.loop import Programs
+from mla_jax.mesh.cost import MeshCost, Pass
+from mla_jax.mesh.host_cost import OnHost, Routed
+from mla_jax.model import parts
 from mla_jax.model.moe import ExpertPlan, MoE, Router, weigh
 from mla_jax.offload import calibrate
-from mla_jax.offload.cost import OnHost, Routed, decode_seconds, prefill_seconds
 from mla_jax.offload.experts import HostExperts
 from mla_jax.offload.place import most_chosen
 from mla_jax.offload.replicated import replicate
@@ -167,6 +169,12 @@ def on_host(model: Transformer, rates: calibrate.HostRates, routed: Routed | Non
     return OnHost(rates, len(layers), expert_bytes(layers[0]), routed or Routed.evenly(model.config))
 
 
+def cost(model: Transformer, host: OnHost, stream: int = 0) -> MeshCost:
+    """The cost model, with the layers of `host` there."""
+    released = parts.released(model.config, model.dispatch.device, packed=False)
+    return dataclasses.replace(parts.cost_of(released), on_host=host, stream=stream)
+
+
 def replicated_rows(name: str, precision: str, folder: Path, shares: list[float]) -> Iterator[dict]:
     config, batches, *_ = SHAPES[name]
     model = random_model(config, on_host=dict(layers(config, precision, folder)))
@@ -205,7 +213,7 @@ def decoded(name: str, model: Transformer, rows: int, defer: int, host: OnHost) 
         "tokens/s": rows / seconds,
     }
     if not defer:
-        predicted = decode_seconds(config, model.dispatch.device, rows, decode.HELD, host)
+        predicted = cost(model, host).decode(rows, decode.HELD).seconds
         row |= {"predicted tokens/s": rows / predicted, "measured / predicted": predicted / seconds}
     return row | {"touched": touched(timed, replicated), "expected": host.routed.touched(rows)[0]}
 
@@ -223,7 +231,7 @@ def read(name: str, model: Transformer, tokens: int, stream: int, host: OnHost) 
 
     seconds = report.best_seconds(run, 2)
     programs.check()
-    predicted = prefill_seconds(model.config, model.dispatch.device, tokens, host, stream)
+    predicted = cost(model, host, stream).predicted(Pass(1, tokens, tokens)).seconds
     row = {"model": name + (", streamed" if stream else ""), "rows": 1, "new": tokens, "ms": seconds * 1e3}
     row |= {"tokens/s": tokens / seconds, "predicted tokens/s": tokens / predicted}
     return row | {"measured / predicted": predicted / seconds}

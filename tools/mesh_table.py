@@ -3,14 +3,20 @@
 python tools/mesh_table.py            # to the screen
 python tools/mesh_table.py --write    # into docs/meshes.md, between its markers"""
 
+import functools
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
-from mla_jax.base.axes import shown_mesh
+from mla_jax.base.axes import DATA, shown_mesh
 from mla_jax.base.config import Config
 from mla_jax.base.link_rates import PLANNED, Planned
-from mla_jax.mesh.cost import HELD, PREDICTED_ROWS, MeshCost, about, meshes, packed, preferred
+from mla_jax.mesh.cost import HELD, PREDICTED_ROWS, about
+from mla_jax.model import kernels
+from mla_jax.model.parts import cost_of, released
+from mla_jax.weights.auto_mesh import choose_mesh
+from mla_jax.weights.plan import tokens_that_fit
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "meshes.md"
 START, END = "<!-- what follows is printed by tools/mesh_table.py -->", "<!-- end of what is printed -->"
@@ -30,33 +36,36 @@ HEADER = (
 )
 
 
-def rows() -> Iterator[tuple[str, ...]]:
+@functools.cache
+def rows() -> tuple[tuple[str, ...], ...]:
     """The lines of the table, cell by cell; R1 has the sizes of V3."""
-    for model, preset in MODELS.items():
-        for kind in KINDS:
-            yield model, PLANNED[kind].figures.name, *cells(Config.preset(preset), PLANNED[kind])
+    cases = itertools.product(MODELS.items(), (PLANNED[kind] for kind in KINDS))
+    return tuple(
+        (model, kind.figures.name, *cells(Config.preset(preset), kind)) for (model, preset), kind in cases
+    )
 
 
 def cells(config: Config, kind: Planned) -> tuple[str, ...]:
-    """The mesh that "auto" prefers and its predicted rates, or why none would do."""
-    available, how = SHARE * kind.memory, packed(config)
-    cost = preferred(config, COUNT, kind.figures, available, how=how)
-    if cost is None:
-        return _lacking(MeshCost(config, meshes(config, COUNT)[-1], kind.figures, how), available)
-    decode, prompts, held = cost.decode(), cost.prompts(), cost.tokens(available) * cost.of("data")
+    """The mesh that "auto" takes and its predicted rates, or why none would do."""
+    available, room, needed = SHARE * kind.memory, {}, PREDICTED_ROWS * HELD
+
+    def fits(sizes: Mapping[str, int]) -> bool:
+        model = released(config, kind.figures, sizes)
+        room[shown_mesh(sizes)] = tokens_that_fit(model, available, PREDICTED_ROWS), model
+        return room[shown_mesh(sizes)][0] >= needed
+
+    with kernels.as_if_on(kind.kind, kind.figures.platform, kind.capability):
+        sizes, _ = choose_mesh(config, COUNT, fits)
+        tokens, model = room[shown_mesh(sizes)]
+        cost = cost_of(model)
+    weights = _gb(cost.parts.weight_bytes)
+    if not tokens:
+        return shown_mesh(sizes), weights, f"does not fit: {_gb(available)} there", "", "", ""
+    if tokens < needed:
+        return shown_mesh(sizes), weights, f"does not fit: room for {about(tokens)} tokens", "", "", ""
+    decode, prompts = cost.decode(), cost.prompts()
     reached = about(decode.tokens), about(prompts.tokens), f"{decode.share:.0%}"
-    return shown_mesh(cost.sizes), _gb(cost.weight_bytes), about(held), *reached
-
-
-def _lacking(cost: MeshCost, available: float) -> tuple[str, ...]:
-    """The mesh that comes closest."""
-    tokens = cost.tokens(available)
-    why = (
-        f"does not fit: room for {about(tokens)} tokens"
-        if tokens
-        else f"does not fit: {_gb(available)} there"
-    )
-    return shown_mesh(cost.sizes), _gb(cost.weight_bytes), why, "", "", ""
+    return shown_mesh(sizes), weights, about(tokens * cost.of(DATA)), *reached
 
 
 def _gb(size: float) -> str:

@@ -23,7 +23,10 @@ MIN_READ = 128 << 20  # bytes that say enough of memory
 SHARE = 32  # the part of the free memory that is taken for it
 SIDE = 8192  # of square matrices
 READS, PRODUCTS = 16, 8  # in one program, so that its start does not count
-SANE = (0.1, 1.5)  # times the table's figures: a part of a device (MIG) reaches less, none much more
+SANE = (
+    0.1,
+    1.5,
+)  # times the table's figures, if it has the device: a part of one (MIG) reaches less, none much more
 FIGURES = ("flops", "bandwidth")
 
 
@@ -118,6 +121,8 @@ def _best(run: Callable[[], Any]) -> float:
 def _sane(found: Any, table: Device) -> TypeGuard[dict[str, float]]:
     if found is None or not all(isinstance(found[name], int | float) for name in FIGURES):
         return False
+    if not table.known:
+        return all(0 < found[name] < math.inf for name in FIGURES)
     least, most = ([share * getattr(table, name) for name in FIGURES] for share in SANE)
     return all(low <= found[name] <= high for low, name, high in zip(least, FIGURES, most, strict=True))
 

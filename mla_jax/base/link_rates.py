@@ -21,16 +21,17 @@ class Links(NamedTuple):
 # The vendors' figures times 0.8, as in DEVICES, but times 0.4 for NVLink. Rings of NCCL reach 365 to 370 of H100's 450 GB/s with
 # large messages (NVIDIA/nccl issue 1455). Messages of prompts have 8 to 59 MB, and reach 70 to 200 GB/s between H100s and H200s.
 # An all-to-all of 59 MB reaches 160 between two H200s (mesh/across.py). A message of 1 to 64 rows of V3 takes 12 to 25 us there,
-# whether it gathers or sums. All of this is of 2026-11-26. GPUs of several hosts have a network card of 400 Gbit/s each, of 200
-# on an A100 (NVIDIA's data sheets of DGX).
+# whether it gathers or sums, and the kernels around it wait for as long again in part.
+# All of this is of 2026-11-26. GPUs of several hosts have a network card of 400 Gbit/s each, of 200 on an A100 (NVIDIA's data
+# sheets of DGX).
 #
 # TPUs: ports of a chip and their sum are in Google's pages of each generation (v5e 4 and 1,600 Gbit/s, v5p 6 and 1,200 GB/s in
 # both directions, v6e 4 and 3,200 Gbit/s). Eight chips are 2x4 or 2x2x2 without a way around, so a chip at a corner has two,
 # on v5p three. When each sends to all others, 4/7 of the bytes of four chips wait for the two links, on v5p four, to the other
 # half. A hop takes about a microsecond (jax-ml.github.io/scaling-book).
-_NVSWITCH = {"island": 8, "far": 0.8 * 50e9, "latency": 18e-6}
+_NVSWITCH = {"island": 8, "far": 0.8 * 50e9, "latency": 26e-6}
 LINKS = {  # by the name of the device's figures
-    "NVIDIA A100": Links(0.4 * 300e9, 0.4 * 300e9, 8, 0.8 * 25e9, 18e-6),
+    "NVIDIA A100": Links(0.4 * 300e9, 0.4 * 300e9, 8, 0.8 * 25e9, 26e-6),
     "NVIDIA H100": Links(0.4 * 450e9, 160e9, **_NVSWITCH),
     "NVIDIA H200": Links(0.4 * 450e9, 160e9, **_NVSWITCH),
     "NVIDIA B200": Links(0.4 * 900e9, 0.4 * 900e9, **_NVSWITCH),
@@ -39,12 +40,14 @@ LINKS = {  # by the name of the device's figures
     "TPU v6e": Links(0.8 * 200e9, 0.8 * 87e9, 256, 0.8 * 12.5e9, 5e-6),
     "CPU": Links(5e9, 5e9, 64, 1e9, 50e-6),  # simulated devices copy within the memory
 }
+# Of devices that are not known: PCIe 4.0 with 16 lanes, and a network card of 100 Gbit/s for each
+UNKNOWN_LINKS = Links(0.8 * 32e9, 0.8 * 32e9, 8, 0.8 * 12.5e9, 26e-6)
 
 
 def links_of(on: Device) -> Links:
-    """The links of a device by its name; an unknown one takes H200's on a GPU, v5e's on a TPU."""
+    """The links of a device by its name; a careful guess for one that is not known. All CPUs have the same."""
     known = next((links for name, links in LINKS.items() if on.name.startswith(name)), None)
-    return known or LINKS[{"cpu": "CPU", "tpu": "TPU v5e"}.get(on.platform, "NVIDIA H200")]
+    return known or (LINKS["CPU"] if on.platform == "cpu" else UNKNOWN_LINKS)
 
 
 class Planned(NamedTuple):

@@ -33,6 +33,7 @@ from mla_jax.engine.policy.choose import policy_of
 from mla_jax.engine.policy.evicting import Eviction
 from mla_jax.engine.processes import LedEngine, follow
 from mla_jax.hosts import distributed
+from mla_jax.model.parts import cost_of
 from mla_jax.model.trainable import trainable
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights.load import Progress
@@ -97,7 +98,7 @@ class LLM:
         programs, chunk = self._programs, self.model.dispatch.chunk(self.model)
         size = Size(self.plan.rows, self.plan.tokens // PAGE, self.context, chunk, self.plan.hosted // PAGE)
         policy = policy_of(programs, size, self.options.eviction)
-        drafting = Drafting(self.config, programs.device, programs.drafter, self.options.drafts.draft_tokens)
+        drafting = Drafting(cost_of(self.model), programs.drafter, self.options.drafts.draft_tokens)
         return Engine(programs, size, self.tokenizer, policy=policy, drafting=drafting)
 
     def __repr__(self) -> str:

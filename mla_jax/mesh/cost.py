@@ -1,235 +1,206 @@
-"""The cost model of a mesh: bytes of one device, messages between devices, predicted tokens a second. No JAX here.
+"""The cost of a pass on a device of a mesh: operations, bytes, messages and seconds. One device is a mesh of one. No JAX here.
 
-A prediction, from shapes and the tables of roofline.py and links.py: each device takes the slower of its arithmetic and its
-memory, and between them they send messages. Experts are taken as equally likely and rows as equally long."""
+The dry run, the placement of experts, drafts and statistics all read this. A device's part of the model is counted once, from the
+abstract model (model/parts.py). A pass is the sum of its parts, each of which takes the slower of arithmetic and memory.
+Experts are taken as equally likely and rows as equally long."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import cached_property
+from statistics import NormalDist
 from typing import NamedTuple
 
-from mla_jax.base import axes, roofline
+from mla_jax.base import roofline
 from mla_jax.base.axes import CONTEXT, DATA, MESH_AXES, TENSOR
 from mla_jax.base.config import Config
 from mla_jax.base.link_rates import links_of
-from mla_jax.base.roofline import Device
+from mla_jax.base.roofline import Cost, Device
 from mla_jax.mesh.comm_cost import NOTHING, Sizes, Speech, Traffic, along, exchange_messages, pick_exchange
+from mla_jax.mesh.host_cost import OnHost, expert_weights, host_seconds, stream_seconds
 
-GRAPHS = 1 << 30  # bytes that CUDA graphs and the workspaces of libraries take on a GPU
-SLOTS = 64  # of a page
-WITH_KERNELS = ("NVIDIA H100", "NVIDIA H200", "TPU v5e", "TPU v5p", "TPU v6e")  # for attention over prompts
-# Of the FLOP/s of large matmuls, what prompts reach besides messages. On an H100 (benchmarks/meshes.py): 0.56 for V2-Lite, 0.49
-# and 0.45 on two devices along `data` and `tensor`, and 0.57 for V3's layers in FP8.
-READING = 0.6
+# Of the rates of large matmuls and of plain reading, the shares that a step's kernels reach. On an H200, attention has 590 of 811
+# TFLOP/s over latents and 640 to 700 over heads, experts 660; weights are read at 3.1 to 4.0 of 4.56 TB/s, latents at 4.0
+# (benchmarks/README.md, "Where a step of DeepSeek-V3 goes" and the tables of kernels).
+ARITHMETIC, MEMORY = 0.75, 0.85
+# How often a layer writes or reads a token's activations: numbers of the model's width around attention and experts, and for each
+# pair of a token and an expert numbers of the model's and of the expert's width.
+BY_TOKEN, BY_PAIR, BY_PAIR_WIDTH = 24, 8, 6
+# Seconds a step in which the host of several devices asks whether any row goes on: 0.1 to 0.3 ms on H200s (ibid.)
+GOES_ON = 0.2e-3
 PREDICTED_ROWS, HELD = (
     32,
     4096,
 )  # rows of each data shard and the tokens that each holds, where nothing else is asked
 
 
-class PackedWeights(NamedTuple):
-    """How a checkpoint packs its weights: bytes of one, with its share of scales, and the block of them that is not cut."""
+class Pass(NamedTuple):
+    """A pass over `rows` rows of each data shard that bring `new` tokens each and attend to `held` ones, their own among them.
 
-    bytes: float
-    block: tuple[int, int] = (1, 1)
+    Where not all shards have as many rows, `every` are those of all together. Of the new tokens of a row `choosing` choose
+    experts, by default all: guesses that are not there choose none."""
 
-
-def packed(config: Config) -> PackedWeights | None:
-    """As the model is released: FP8, or None for unpacked numbers."""
-    found = config.quantization_config
-    if found is None:
-        return None
-    rows, columns = found.weight_block_size
-    return PackedWeights(1 + 4 / (rows * columns), (rows, columns))
-
-
-class Weights(NamedTuple):
-    """Of one device."""
-
-    numbers: int
-    bytes: float
-
-
-class Parameter(NamedTuple):
-    """The names of its axes, and whether it stays packed."""
-
-    words: tuple[str, ...]
-    packs: bool = True
-
-
-def _mlp(width: str) -> list[Parameter]:
-    return [Parameter((width, "model")), Parameter((width, "model")), Parameter(("model", width))]
-
-
-QUERY = [Parameter(("heads*query", "model"))]
-QUERY_BY_RANK = [
-    Parameter(("q_rank", "model")),
-    Parameter(("q_rank",), False),
-    Parameter(("heads*query", "q_rank")),
-]
-ATTENTION_WEIGHTS = [  # besides the query, with the norms of its layer
-    Parameter(("latent", "model")),
-    Parameter(("kv_rank",), False),
-    Parameter(("heads", "nope", "kv_rank"), False),
-    Parameter(("heads", "value", "kv_rank"), False),
-    Parameter(("model", "heads*value")),
-    Parameter(("model",), False),
-    Parameter(("model",), False),
-]
-ROUTER = [Parameter(("scores", "model"), False), Parameter(("scores",), False)]
-EXPERT_WEIGHTS = [
-    Parameter(("experts", "expert_mlp", "model")),
-    Parameter(("experts", "expert_mlp", "model")),
-    Parameter(("experts", "model", "expert_mlp")),
-]
-VOCABULARY = [Parameter(("vocab", "model"), False)]
-
-
-class Work(NamedTuple):
-    """A pass's work in each data shard: `rows` rows bring `new` tokens each, after which they hold `cached` tokens, and each
-    row chooses one. Where shards have different numbers of rows, `every` is the number of all together."""
-
-    form: str
     rows: int
-    new: int
-    cached: int
+    new: int = 1
+    held: int = HELD
     every: int | None = None
+    choosing: int | None = None
 
     @property
     def tokens(self) -> int:
         return self.rows * self.new
 
     @property
+    def reads_prompts(self) -> bool:
+        return self.new > roofline.FEW
+
+    @property
     def attended(self) -> int:
-        """Tokens that a new one attends to on average: of the new ones, half."""
-        return self.cached - self.new // 2
+        """Tokens that a new one attends to on average: of a prompt's new ones, half."""
+        return self.held - self.new // 2 if self.reads_prompts else self.held
+
+
+class WeightSize(NamedTuple):
+    """Of one kind, in all layers that one device runs: numbers, and the bytes that hold them."""
+
+    numbers: float = 0
+    bytes: float = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """One device's part of a model on a mesh of these `sizes`.
+
+    `weights` are of the kinds "attention", "heads" (in and out of the latents' space), "dense", "shared", "router", "experts",
+    "embedding" and "head"; where that is tied it is both. A token leaves `latent` bytes in a layer's cache. Passes over few and
+    over many tokens a row pick among `forms` of attention. `guess` is a layer for drafts, with the head."""
+
+    config: Config
+    sizes: Sizes
+    weights: Mapping[str, WeightSize]
+    layers: int
+    moe_layers: int
+    itemsize: int  # of what is computed
+    latent: float
+    chunk: int  # tokens of prompts that a data shard reads at a time
+    forms: tuple[tuple[str, ...], tuple[str, ...]]
+    exchange: str = "auto"  # of tokens with experts
+    guess: "Parts | None" = None
+
+    @property
+    def weight_bytes(self) -> int:
+        return math.ceil(sum(kind.bytes for kind in self.weights.values()))
 
 
 class Predicted(NamedTuple):
     """A pass of all devices: its seconds, those of messages among them, and the tokens a second of all devices together.
 
-    `floor` are the seconds to read or to compute what a device must, whichever takes longer, at the device's full rates."""
+    `floor` are the seconds to read or to compute what a device must, whichever takes longer, at the device's full rates; `host`
+    those of the CPU's experts, which the device waits for in part."""
 
     seconds: float
     tokens: float
     messages: Traffic
     exchange: str
     floor: float
+    host: float = 0.0
 
     @property
     def share(self) -> float:
-        """Of the seconds, what messages take."""
+        """Of the seconds, those of messages."""
         return self.messages.seconds / self.seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshCost:
-    """A model on a mesh of these sizes, each of whose devices reaches what `device` says.
+    """A model whose `parts` are on each device of a mesh, all of which reach what `device` says.
 
-    `latent` are the bytes that a token leaves in one layer's cache, if they are other than the device's numbers."""
+    A CPU computes the routed experts of those layers that are `on_host`; with at least `stream` tokens, 0 for never, they are
+    copied to the device."""
 
-    config: Config
-    sizes: Sizes
+    parts: Parts
     device: Device
-    packed: PackedWeights | None = None
-    latent: int | None = None
+    on_host: OnHost | None = None
+    stream: int = 0
+
+    @property
+    def config(self) -> Config:
+        return self.parts.config
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.parts.sizes
 
     def of(self, *names: str) -> int:
         """Devices along these axes."""
         return along(self.sizes, names)
 
-    @cached_property
-    def weights(self) -> dict[str, Weights]:
-        """One device's part of each kind of weights, of all layers together."""
-        config, moe = self.config, self.moe_layers
-        query = QUERY if config.q_lora_rank is None else QUERY_BY_RANK
-        kinds = {
-            "attention": (config.num_hidden_layers, query + ATTENTION_WEIGHTS),
-            "dense": (config.num_hidden_layers - moe, _mlp("mlp")),
-            "shared": (moe if config.n_shared_experts else 0, _mlp("shared_mlp")),
-            "router": (moe, ROUTER),
-            "experts": (moe, EXPERT_WEIGHTS),
-            "embedding": (0 if config.tie_word_embeddings else 1, VOCABULARY),
-            "head": (1, VOCABULARY),
-        }
-        return {kind: self._all(layers, parameters) for kind, (layers, parameters) in kinds.items()}
-
-    @property
-    def moe_layers(self) -> int:
-        """Layers with routed experts."""
-        return sum(self.config.is_moe(i) for i in range(self.config.num_hidden_layers))
-
-    def _all(self, layers: int, parameters: Sequence[Parameter]) -> Weights:
-        """One device's parts of these in as many layers; without layers, the config need not have their sizes."""
-        if not layers:
-            return Weights(0, 0.0)
-        parts = [self._part(parameter) for parameter in parameters]
-        return Weights(
-            layers * sum(part.numbers for part in parts), layers * sum(part.bytes for part in parts)
-        )
-
-    def _part(self, parameter: Parameter) -> Weights:
-        """One device's part of a parameter, which is whole where it has no equal parts, or would be cut inside of a block."""
-        words = parameter.words
-        how = self.packed if self.packed and parameter.packs else PackedWeights(self.device.itemsize)
-        blocks = (1, *how.block)[-len(words) :]  # rows and columns are the last axes
-        numbers = 1
-        for length, cut, block in zip(
-            axes.shape(self.config, words), axes.partition(words), blocks, strict=True
-        ):
-            parts = along(self.sizes, cut)
-            numbers *= length // parts if length % (parts * block) == 0 else length
-        return Weights(numbers, numbers * how.bytes)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of one device."""
-        return math.ceil(sum(kind.bytes for kind in self.weights.values()))
-
-    @property
-    def token_bytes(self) -> float:
-        """Cached bytes of a token on one device, in all layers; the devices of its data shard along `context` share it."""
-        return self.config.num_hidden_layers * self._latent / self.of(CONTEXT)
-
-    @property
-    def _latent(self) -> int:
-        return self.latent or roofline.held_bytes(self.config, "move_elided", self.device.itemsize)
-
-    def working_bytes(self, rows: int = PREDICTED_ROWS) -> int:
-        """About the bytes of a pass besides weights and cache: exchanged tokens, activations of experts, logits."""
-        config, tokens = self.config, max(self.chunk, rows)
-        every = tokens * self.of(DATA)  # by either exchange there is room for all
-        pairs = every * (config.num_experts_per_tok or 0)
-        exchanged = 2 * every * config.hidden_size if pairs and self.of(*MESH_AXES) > 1 else 0
-        experts = pairs * (2 * config.hidden_size + 3 * (config.moe_intermediate_size or 0))
-        dense = 3 * tokens * config.intermediate_size // self.of(TENSOR)
-        logits = (4 * 4 + 2) * rows * config.vocab_size // self.of(TENSOR)
-        graphs = GRAPHS if self.device.platform == "gpu" else 0
-        return self.device.itemsize * (exchanged + max(experts, dense)) + logits + graphs
-
-    @property
-    def chunk(self) -> int:
-        """New tokens of prompts that each data shard reads at a time."""
-        return roofline.chunk(self.config, self.device, self.of(DATA) if self.config.n_routed_experts else 1)
-
-    def tokens(self, available: float, rows: int = PREDICTED_ROWS) -> int:
-        """Tokens of cache of one data shard that fit in `available` bytes of each of its devices, in whole pages."""
-        free = available - self.weight_bytes - self.working_bytes(rows)
-        return max(int(free / self.token_bytes), 0) // SLOTS * SLOTS
+    def shared(self, rows: int, new: int = 1, held: int = HELD, choosing: int | None = None) -> Pass:
+        """A pass over `rows` rows of all data shards together, which share them evenly."""
+        return Pass(-(-rows // self.of(DATA)), new, held, rows, choosing)
 
     def decode(self, rows: int = PREDICTED_ROWS, held: int = HELD, every: int | None = None) -> Predicted:
         """A step of `rows` rows of each data shard that hold `held` tokens each, or of `every` rows in all."""
-        return self.predicted(Work("kernel_latents", rows, 1, held, every))
+        return self.predicted(Pass(rows, 1, held, every))
 
     def prompts(self, length: int = HELD) -> Predicted:
         """A pass over a chunk of prompts of `length` tokens in each data shard."""
-        rows = max(self.chunk // length, 1)
-        new = min(self.chunk, length)
-        cached = (length + new) // 2  # after a chunk of the prompt, on average
-        heads = "kernel_heads" if self.device.name in WITH_KERNELS else "compressed"
-        form = roofline.pick_form(self._of_device, self.device, rows, new, cached, (heads, "move_elided"))
-        return self.predicted(Work(form, rows, new, cached))
+        new = min(self.parts.chunk, length)
+        # After a chunk of the prompt, on average
+        return self.predicted(Pass(max(self.parts.chunk // length, 1), new, (length + new) // 2))
+
+    def guess_seconds(self, rows: int, held: int) -> float:
+        """One guess of the layer for drafts, of `rows` rows; two layers' time between, for what is joined and chosen."""
+        assert self.parts.guess is not None
+        return MeshCost(self.parts.guess, self.device).decode(rows, held).seconds + self.device.between
+
+    def predicted(self, work: Pass) -> Predicted:
+        """Any pass."""
+        costs, (sent, exchange) = self.costs(work), self._messages(work)
+        total = Cost(sum(cost.flops for cost in costs.values()), sum(cost.bytes for cost in costs.values()))
+        further = Cost(0, self._activations(work) + self._uneven(work))
+        computing = sum(map(self._seconds, (*costs.values(), further)))
+        host, waited = self._on_host(work, costs)
+        between = self.parts.layers * self.device.between + (GOES_ON if self.of(*MESH_AXES) > 1 else 0)
+        seconds = computing + waited + between + sent.seconds
+        return Predicted(
+            seconds, self._every(work) * work.new / seconds, sent, exchange, total.seconds(self.device), host
+        )
+
+    def read_bytes(self, work: Pass) -> float:
+        """The least that one device must read: weights, of routed experts those that are touched, and attended cache."""
+        kinds = ("attention", "heads", "dense", "shared", "router", "head")
+        weights = sum(self.parts.weights[kind].bytes for kind in kinds)
+        cached = work.rows * math.ceil(work.attended / self.of(CONTEXT)) * self.parts.latent
+        return weights + self._experts(work).bytes + self.parts.layers * cached
+
+    def costs(self, work: Pass) -> dict[str, Cost]:
+        """Operations and bytes of the parts of a pass on one device, in all layers together."""
+        kinds, tokens = self.parts.weights, work.tokens
+        found = {
+            kind: Cost(2 * tokens * kinds[kind].numbers, kinds[kind].bytes)
+            for kind in ("attention", "dense", "shared", "router")
+        }
+        chosen = work.rows if work.reads_prompts else tokens
+        head = Cost(2 * chosen * kinds["head"].numbers, kinds["head"].bytes)
+        return found | {"held": self._attending(work), "experts": self._experts(work), "head": head}
+
+    def _attending(self, work: Pass) -> Cost:
+        """Attention to cached tokens, in and out of their space; of a cache that is narrower than the form counts."""
+        parts, held = self.parts, math.ceil(work.attended / self.of(CONTEXT))
+        form = self.form(work.rows, work.new, held)
+        whole, weights = (
+            roofline.attention_cost(self._of_device, form, work.rows, work.new, n, parts.itemsize)
+            for n in (held, 0)
+        )
+        narrower = roofline.held_bytes(self._of_device, form, parts.itemsize) - parts.latent
+        read = whole.bytes - weights.bytes - work.rows * held * narrower
+        return Cost(parts.layers * whole.flops, parts.layers * read + parts.weights["heads"].bytes)
+
+    def form(self, rows: int, new: int, attended: int) -> str:
+        """The form of attention that a pass takes, as `Dispatch.form_name` chooses it."""
+        forms = self.parts.forms[new > roofline.FEW]
+        return roofline.pick_form(self._of_device, self.device, rows, new, attended, forms)
 
     @cached_property
     def _of_device(self) -> Config:
@@ -238,74 +209,105 @@ class MeshCost:
             self.config, num_attention_heads=self.config.num_attention_heads // self.of(TENSOR)
         )
 
-    def predicted(self, work: Work) -> Predicted:
-        """Any pass."""
-        reads_prompts = work.new > 1
-        prefilled = work.rows * work.cached if reads_prompts else 0
-        sent, exchange = self.messages(work.tokens, work.rows, prefilled)
-        arithmetic = self._flops(work) / self.device.flops
-        reading = self._read(work) / self.device.bandwidth
-        computing = arithmetic / READING if reads_prompts else arithmetic
-        between = self.config.num_hidden_layers * self.device.between
-        seconds = max(computing, reading) + between + sent.seconds
-        return Predicted(seconds, self._every_token(work) / seconds, sent, exchange, max(arithmetic, reading))
+    def _every(self, work: Pass) -> int:
+        """Rows of all shards."""
+        return work.every or work.rows * self.of(DATA)
 
-    def _every_token(self, work: Work) -> int:
-        """New tokens of all shards."""
-        return work.new * (work.every or work.rows * self.of(DATA))
+    def _pairs(self, work: Pass) -> float:
+        """Of a token and one of its experts, on one device, in a layer."""
+        chosen = self.config.num_experts_per_tok or 0
+        return self._every(work) * work.new * chosen / self.of(*MESH_AXES)
 
-    def _flops(self, work: Work) -> float:
-        """Of one device."""
-        config, weights = self.config, self.weights
-        held = self._held(work)
-        attention = roofline.step_cost(
-            self._of_device, work.form, work.rows, work.new, held, self.device.itemsize
+    def _experts(self, work: Pass) -> Cost:
+        """Routed experts of the layers that the device computes, and replicas of the others."""
+        each, tokens, touched = self._expert, self._choosing_tokens(work), self._touched(work)
+        pairs, moved = self._pairs(work), 0 if self.on_host is None else self.on_host.layers
+        layers = self.parts.moe_layers - moved
+        found = Cost(2 * layers * pairs * each.numbers, layers * touched * each.bytes)
+        if self.on_host is None or self._streams(work):
+            return found
+        share, replicas = 1 - self.on_host.routed.host_share, self.on_host.routed.touched(tokens)[1]
+        computed = 2 * moved * share * pairs * each.numbers
+        return Cost(found.flops + computed, found.bytes + moved * replicas * each.bytes)
+
+    @property
+    def _expert(self) -> WeightSize:
+        """Of one expert."""
+        count = self.parts.moe_layers * self._own_experts
+        return WeightSize(*(part / count if count else 0 for part in self.parts.weights["experts"]))
+
+    @property
+    def _own_experts(self) -> float:
+        return (self.config.n_routed_experts or 0) / self.of(*MESH_AXES)
+
+    def _choosing_tokens(self, work: Pass) -> int:
+        return self._every(work) * (work.new if work.choosing is None else work.choosing)
+
+    def _touched(self, work: Pass) -> float:
+        """Experts of a layer that a device reads on average."""
+        return roofline.experts_touched(self.config, self._choosing_tokens(work)) / self.of(*MESH_AXES)
+
+    def _uneven(self, work: Pass) -> float:
+        """Bytes of experts that the device with most of them reads beyond the average: the others wait for it in each layer."""
+        if not self._own_experts:
+            return 0.0
+        touched, devices = self._touched(work), self.of(*MESH_AXES)
+        deviation = math.sqrt(touched * (1 - touched / self._own_experts))
+        most = NormalDist().inv_cdf(
+            (devices - 3 / 8) / (devices + 1 / 4)
+        )  # of as many normal numbers, by Blom
+        return self.parts.moe_layers * deviation * most * self._expert.bytes
+
+    def _streams(self, work: Pass) -> bool:
+        return 0 < self.stream <= work.tokens
+
+    def _on_host(self, work: Pass, costs: Mapping[str, Cost]) -> tuple[float, float]:
+        """The CPU's seconds and those that the device waits: it computes shared experts and replicas meanwhile."""
+        host = self.on_host
+        if host is None or not host.layers:
+            return 0.0, 0.0
+        if self._streams(work):
+            each = stream_seconds(self.config, self.device, host.rates, work.tokens, host.expert_bytes)
+            return 0.0, host.layers * each
+        each = host_seconds(self.config, host.rates, work.tokens, host.expert_bytes, host.routed)
+        shared = self._seconds(costs["shared"]) / self.parts.moe_layers
+        replicas = host.routed.touched(work.tokens)[1] * expert_weights(self.config) * self.parts.itemsize
+        meanwhile = shared + self._seconds(Cost(0, replicas))
+        return host.layers * each, host.layers * max(each - meanwhile, 0.0)
+
+    def _seconds(self, cost: Cost) -> float:
+        """By kernels as they are."""
+        return max(
+            cost.flops / (ARITHMETIC * self.device.flops), cost.bytes / (MEMORY * self.device.bandwidth)
         )
-        mlps = work.tokens * sum(weights[kind].numbers for kind in ("dense", "shared", "router"))
-        head = work.rows * weights["head"].numbers
-        pairs = self._every_token(work) * (config.num_experts_per_tok or 0)
-        experts = pairs / (config.n_routed_experts or 1) * weights["experts"].numbers
-        return config.num_hidden_layers * attention.flops + 2 * (mlps + head + experts)
 
-    def _read(self, work: Work) -> float:
-        """Bytes read on one device: weights, touched routed experts, and attended cache."""
-        config, weights = self.config, self.weights
-        whole = sum(weights[kind].bytes for kind in ("attention", "dense", "shared", "router", "head"))
-        touched = roofline.experts_touched(config, self._every_token(work)) / (config.n_routed_experts or 1)
-        experts = touched * weights["experts"].bytes
-        attended = config.num_hidden_layers * self._read_by_attention(work)
-        return whole + experts + attended
+    def _activations(self, work: Pass) -> float:
+        """Bytes that are written and read between matmuls."""
+        config, moe = self.config, self.parts.moe_layers
+        wide = self.parts.layers * work.tokens * BY_TOKEN * config.hidden_size
+        pair = BY_PAIR * config.hidden_size + BY_PAIR_WIDTH * (config.moe_intermediate_size or 0)
+        return self.parts.itemsize * (wide + moe * self._pairs(work) * pair)
 
-    def _read_by_attention(self, work: Work) -> float:
-        """Bytes in a layer, without weights."""
-
-        def with_weights(held: int) -> float:
-            shape = work.rows, work.new, held
-            return roofline.attention_cost(self._of_device, work.form, *shape, self.device.itemsize).bytes
-
-        held = self._held(work)
-        # How much narrower the cache is than was counted
-        narrower = roofline.held_bytes(self.config, "move_elided", self.device.itemsize) - self._latent
-        return with_weights(held) - with_weights(0) - work.rows * held * narrower
-
-    def _held(self, work: Work) -> int:
-        """Tokens of each row that one device attends to."""
-        return math.ceil(work.attended / self.of(CONTEXT))
+    def _messages(self, work: Pass) -> tuple[Traffic, str]:
+        prefilled = work.rows * work.held if work.reads_prompts else 0
+        return self.messages(work.tokens, work.rows, prefilled)
 
     def messages(self, tokens: int, unembedded: int, prefilled: int = 0) -> tuple[Traffic, str]:
         """Messages to one device in a pass over `tokens` tokens of each data shard, and the chosen exchange.
 
         `prefilled` are the tokens that prompts attend to, whose latents can be gathered instead of merging what is attended."""
-        config, moe = self.config, self.moe_layers
-        dense = config.num_hidden_layers - moe
-        exchange = pick_exchange(config, self.sizes, tokens, self.device)
+        config, moe = self.config, self.parts.moe_layers
+        dense = self.parts.layers - moe
+        exchange = self.parts.exchange
+        if exchange == "auto":
+            exchange = pick_exchange(config, self.sizes, tokens, self.device)
         routed = exchange_messages(exchange, config, self.sizes, tokens, self.device)
-        activations = tokens * config.hidden_size * self.device.itemsize
+        activations = tokens * config.hidden_size * self.parts.itemsize
         summed = self._speech.total(activations, (TENSOR,))  # after o_proj, an MLP and the embedding
         # XLA adds shared and routed experts before it sums them
         together = exchange == "gather" and self.of(CONTEXT) == 1
         shared = summed if config.n_shared_experts and not together else NOTHING
-        attention = (summed + self._merging(tokens, prefilled)) * config.num_hidden_layers
+        attention = (summed + self._merging(tokens, prefilled)) * self.parts.layers
         mlps = summed * dense + (routed + shared) * moe
         return summed + attention + mlps + self._choosing(unembedded), exchange
 
@@ -327,41 +329,8 @@ class MeshCost:
         merged = scores + speech.total(sums * (self.config.kv_lora_rank + 1), (CONTEXT,))
         if not prefilled:
             return merged
-        gathered = speech.gathered(prefilled * self._latent / self.of(CONTEXT), (CONTEXT,))
+        gathered = speech.gathered(prefilled * self.parts.latent / self.of(CONTEXT), (CONTEXT,))
         return gathered if gathered.seconds < merged.seconds else merged
-
-
-def even(config: Config, sizes: Sizes) -> bool:
-    """Whether heads and routed experts have equal parts on this mesh; others are refused."""
-    uneven_heads = config.num_attention_heads % along(sizes, (TENSOR,))
-    uneven_experts = (config.n_routed_experts or 0) % along(sizes, MESH_AXES)
-    return not uneven_heads and not uneven_experts
-
-
-def meshes(config: Config, count: int) -> list[dict[str, int]]:
-    """The meshes of `count` devices along `data` and `tensor` that are possible, with most of `data` first.
-
-    That holds no latent twice, and has all devices' memory for different tokens."""
-    shared = [tensor for tensor in range(1, count + 1) if count % tensor == 0]
-    found = [{DATA: count // tensor, TENSOR: tensor} for tensor in shared]
-    return [sizes for sizes in found if even(config, sizes)]
-
-
-def preferred(
-    config: Config,
-    count: int,
-    device: Device,
-    available: float,
-    rows: int = PREDICTED_ROWS,
-    held: int = HELD,
-    how: PackedWeights | None = None,
-) -> MeshCost | None:
-    """The first of `meshes` on which `rows` rows of each data shard fit with `held` tokens each; None if none does."""
-    for sizes in meshes(config, count):
-        cost = MeshCost(config, sizes, device, how)
-        if cost.tokens(available, rows) >= rows * held:
-            return cost
-    return None
 
 
 def about(count: float) -> str:

@@ -147,16 +147,18 @@ class Dispatch:
 
     def form_name(self, model: "Transformer", rows: int, new: int, attended: int) -> str:
         """The form for `rows` rows of `new` tokens that attend to `attended` tokens each."""
-        kernel = "kernel_latents" if new <= roofline.FEW else "kernel_heads"
-        if self.attention == "fused":
-            return kernel
-        if self.attention != "auto":
-            return self.attention
-        forms = "move_elided", "compressed"
-        if self.attention_kernel(model, kernel, rows, new, attended) != "xla":
-            # The kernel writes no scores; where arithmetic alone decides, it comes first
-            forms = kernel, "move_elided"
+        forms = self.forms(model, rows, new, attended)
         return roofline.pick_form(self.seen(model.config), self.device, rows, new, attended, forms)
+
+    def forms(self, model: "Transformer", rows: int, new: int, attended: int) -> tuple[str, ...]:
+        """The forms of which such a step takes the fastest."""
+        kernel = "kernel_latents" if new <= roofline.FEW else "kernel_heads"
+        if self.attention != "auto":
+            return (kernel if self.attention == "fused" else self.attention,)
+        if self.attention_kernel(model, kernel, rows, new, attended) == "xla":
+            return "move_elided", "compressed"
+        # The kernel writes no scores; where arithmetic alone decides, it comes first
+        return kernel, "move_elided"
 
     def attention_kernel(self, model: "Transformer", form: str, rows: int, new: int, attended: int) -> str:
         """Who computes `form` for such a step: "mosaic_gpu", "mosaic_tpu", or "xla" where no kernel can."""

@@ -16,7 +16,7 @@ from mla_jax.base.errors import Unsupported
 from mla_jax.base.files import HOST_RATES
 from mla_jax.base.limits import cores, free_memory, last_cache
 from mla_jax.mesh.devices import Devices
-from mla_jax.offload.cost import HostRates
+from mla_jax.mesh.host_cost import HostRates
 from mla_jax.offload.library import instructions
 
 MODEL, WIDTH, N_EXPERTS = 2048, 1536, 24  # about V2-Lite's layers

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mla_jax.base.config import Config
-from mla_jax.base.roofline import Device
-from mla_jax.offload.cost import HostRates, OnHost, decode_seconds, host_seconds, prefill_seconds
+from mla_jax.mesh.cost import MeshCost, Pass
+from mla_jax.mesh.host_cost import HostRates
 
 FORECAST_ROWS = 1, 8  # sequences that steps are predicted for, in addition to the batch that is planned for
 
@@ -46,30 +45,20 @@ class Forecast:
         return f"{rate}, a step takes {step.seconds * 1e3:,.1f} ms{cpu}"
 
 
-def on_device(config: Config, device: Device, batch: int, held: int) -> Forecast:
-    """With all experts on the device."""
-    return Forecast(
-        held, tuple(Step(rows, decode_seconds(config, device, rows, held)) for rows in _rows(batch))
-    )
+def forecast_of(cost: MeshCost, batch: int, held: int, chunk: int) -> Forecast:
+    """Steps, and a prompt's chunk where the CPU has experts. On a CPU no steps are predicted: their other costs are not known."""
+    rates = None if cost.on_host is None else cost.on_host.rates
+    if cost.device.platform == "cpu":
+        return Forecast(held, rates=rates)
+    steps = tuple(_step(cost, rows, held) for rows in sorted({*FORECAST_ROWS, batch}))
+    if rates is None:
+        return Forecast(held, steps)
+    return Forecast(held, steps, Prompt(chunk, cost.predicted(Pass(1, chunk, chunk)).seconds), rates)
 
 
-def with_host(
-    config: Config, device: Device, batch: int, held: int, chunk: int, on_host: OnHost, stream: int
-) -> Forecast:
-    """With some layers' experts on the host. On a CPU no steps are predicted: what else they take there is not known."""
-    if device.platform == "cpu":
-        return Forecast(held, rates=on_host.rates)
-
-    def step(rows: int) -> Step:
-        cpu = on_host.layers * host_seconds(config, on_host.rates, rows, on_host.expert_bytes, on_host.routed)
-        return Step(rows, decode_seconds(config, device, rows, held, on_host), cpu)
-
-    prompt = Prompt(chunk, prefill_seconds(config, device, chunk, on_host, stream))
-    return Forecast(held, tuple(map(step, _rows(batch))), prompt, on_host.rates)
-
-
-def _rows(batch: int) -> list[int]:
-    return sorted({*FORECAST_ROWS, batch})
+def _step(cost: MeshCost, rows: int, held: int) -> Step:
+    found = cost.decode(rows, held)
+    return Step(rows, found.seconds, found.host)
 
 
 def _said(rates: HostRates) -> list[str]:

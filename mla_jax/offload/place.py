@@ -3,7 +3,7 @@
 With statistics of what tokens choose, memory that is left on the device gets replicas of the host's most chosen experts."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -18,8 +18,9 @@ from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported, printable
 from mla_jax.base.limits import gib
 from mla_jax.base.options import ExpertOptions
 from mla_jax.base.roofline import Device
-from mla_jax.offload.cost import HostRates, OnHost, Routed, decode_seconds, stream_tokens
-from mla_jax.offload.forecast import Forecast, on_device, with_host
+from mla_jax.mesh.cost import MeshCost
+from mla_jax.mesh.host_cost import HostRates, OnHost, Routed, stream_tokens
+from mla_jax.offload.forecast import Forecast, forecast_of
 from mla_jax.offload.library import precisions
 from mla_jax.offload.pack import packed_bytes
 from mla_jax.offload.replicated import replica_bytes
@@ -46,10 +47,9 @@ class ExpertLayer:
 
 @dataclass(frozen=True)
 class Figures:
-    """The inputs of a placement. `needed` and `available` are the plan's bytes of the device with all experts there."""
+    """The inputs of a placement. `cost`, and `needed` of `available` bytes of the device, are those with all experts there."""
 
-    config: Config
-    device: Device
+    cost: MeshCost
     dtype: np.dtype  # that the model computes in
     layers: tuple[ExpertLayer, ...]  # with routed experts, MTP's after the model's
     needed: int
@@ -61,6 +61,14 @@ class Figures:
     chunk: int  # tokens of a prompt that are read at once
     streamed_chunk: int  # the same where experts are streamed
     quantized: bool  # whether any weight is
+
+    @property
+    def config(self) -> Config:
+        return self.cost.config
+
+    @property
+    def device(self) -> Device:
+        return self.cost.device
 
     @property
     def separate(self) -> bool:
@@ -254,7 +262,8 @@ def _placement(
         stream = _predicted_stream(figures, on_host)
     replicas = None if split.routed is None else _replicas(split.routed, counted)
     chunk = figures.streamed_chunk if stream else figures.chunk
-    forecast = with_host(figures.config, figures.device, figures.batch, figures.held, chunk, on_host, stream)
+    cost = replace(figures.cost, on_host=on_host, stream=stream)
+    forecast = forecast_of(cost, figures.batch, figures.held, chunk)
     numbers = tuple(layer.number for layer in split.layers)
     return Placement(
         numbers, wanted.host_precision, split.replicated, stream, wanted.defer, why, replicas, forecast
@@ -267,7 +276,7 @@ def _without_host(wanted: ExpertOptions, figures: Figures) -> Forecast | None:
     as_measured = figures.device.platform == "gpu" and figures.dtype.itemsize == figures.device.itemsize
     if wanted.experts != "auto" or figures.quantized or not as_measured:
         return None
-    return on_device(figures.config, figures.device, figures.batch, figures.held)
+    return forecast_of(figures.cost, figures.batch, figures.held, figures.chunk)
 
 
 def _last(figures: Figures, count: int) -> tuple[ExpertLayer, ...]:
@@ -307,8 +316,8 @@ def _on_host(figures: Figures, rates: HostRates, split: Split) -> OnHost:
 
 
 def _step_seconds(figures: Figures, rates: HostRates, split: Split) -> float:
-    on_host = _on_host(figures, rates, split)
-    return decode_seconds(figures.config, figures.device, figures.batch, figures.held, on_host)
+    cost = replace(figures.cost, on_host=_on_host(figures, rates, split))
+    return cost.decode(figures.batch, figures.held).seconds
 
 
 def _predicted_stream(figures: Figures, on_host: OnHost) -> int:

@@ -4,6 +4,7 @@ from mla_jax.base import roofline
 from mla_jax.base.limits import free_memory
 from mla_jax.base.options import ExpertOptions
 from mla_jax.base.qtensor import QTensor
+from mla_jax.model.parts import cost_of
 from mla_jax.offload.place import Figures, Placement
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.plan import memory_plan
@@ -18,15 +19,14 @@ def figures(
     checkpoint: Checkpoint, wanted: ExpertOptions, context: int | None = None, batch: int = 1
 ) -> Figures:
     """For `batch` sequences of `context` tokens."""
-    config, longest = checkpoint.config, checkpoint.config.max_position_embeddings
+    longest = checkpoint.config.max_position_embeddings
     everything = memory_plan(checkpoint, context or min(DEFAULT_CONTEXT, longest), batch)
     prompt = min(roofline.STREAMED, longest)
-    models = (checkpoint.model(Placement(stream=stream)) for stream in (0, 1))
+    models = [checkpoint.model(Placement(stream=stream)) for stream in (0, 1)]
     chunks = (model.dispatch.chunk(model) for model in models)
     chunk, streamed = (min(each, prompt) for each in chunks)
     return Figures(
-        config=config,
-        device=checkpoint.device,
+        cost=cost_of(models[0]),
         dtype=checkpoint.dtype,
         layers=checkpoint.expert_layers(wanted.host_precision),
         needed=everything.needed,

@@ -1,10 +1,7 @@
 """The memory plan of a model, worked out from shapes alone, and whether it fits."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-
-import jax
 
 from mla_jax.base import roofline
 from mla_jax.base.axes import shown_mesh
@@ -13,16 +10,17 @@ from mla_jax.base.limits import free_memory, gib
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache.paged import COPIED, COPIES, PAGE
 from mla_jax.hosts import distributed
-from mla_jax.mesh.cost import GRAPHS
 from mla_jax.mesh.devices import Devices
 from mla_jax.model import grouped
 from mla_jax.model.kernel_attention import KERNELS
+from mla_jax.model.parts import packed_shapes, page_bytes, parts_of
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.place import Placement
 from mla_jax.offload.streaming import scratch_bytes
 from mla_jax.weights.fill import IN_MEMORY
 from mla_jax.weights.load import ON_DEVICE, Checkpoint
 
+GRAPHS = 1 << 30  # bytes that CUDA graphs and the workspaces of libraries take on a GPU
 PROGRAMS, PROGRAMS_PER_LAYER = 300 << 20, 13 << 20  # bytes, measured with 3 to 27 layers on JAX 0.10.2
 TEXTS = 4  # of the size of the rows' texts, in int32: these, and what is compared
 ROWS = 64  # requests that run at a time, unless memory is planned for more
@@ -153,8 +151,7 @@ def memory_plan(
     free, page_of_shard = available(checkpoint.devices), page * page_parts(model)
     host, hosted = checkpoint.bytes(placement, host=True), _host_pages(host_cache / shards, page_of_shard)
     weights = checkpoint.bytes(placement) + (-(-host // layout.devices) if on_cpu else 0)
-    quantized = [value.shape for value in checkpoint.local(placement).values() if isinstance(value, QTensor)]
-    temporary = temporaries(model, quantized, rows, drafts)
+    temporary = temporaries(model, rows, drafts)
     temporary += TEXTS * 4 * rows * (context or most) if keeps_text else 0
     temporary += _choosing(model, rows, pages_for(context or most))
     temporary += 2 * COPIES * COPIED * page if hosted else 0
@@ -216,20 +213,20 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-def page_bytes(model: Transformer) -> int:
-    """Bytes of one page in all layers, on one device."""
-    pool = jax.eval_shape(lambda: model.new_pool(1))
-    return sum(a.size * a.dtype.itemsize for a in pool.values())
-
-
 def page_parts(model: Transformer) -> int:
     """Devices of a shard that have different parts of a page: of its tokens, and of the heads where these are cached."""
     layout = model.dispatch.layout
     return layout.context * (layout.tensor if model.dispatch.caches_heads else 1)
 
 
-def temporaries(model: Transformer, quantized: Sequence[tuple[int, ...]], rows: int, drafts: int = 0) -> int:
-    """About the most that one step takes in addition to weights and pool; `quantized` are the shapes of packed weights.
+def tokens_that_fit(model: Transformer, available: float, rows: int = ROWS) -> int:
+    """Tokens of cache of one data shard that fit `available` bytes of each device, besides weights and passes of `rows` rows."""
+    free = available - parts_of(model).weight_bytes - temporaries(model, rows)
+    return int(max(free, 0)) // page_bytes(model) * PAGE
+
+
+def temporaries(model: Transformer, rows: int, drafts: int = 0) -> int:
+    """About the most bytes that one step takes in addition to weights and pool.
 
     Attention over a block of the cache, activations of experts, unpacked weights, experts copied from the host, logits; on a CPU
     also what tracing and compiling take, on a mesh what devices send each other."""
@@ -241,7 +238,7 @@ def temporaries(model: Transformer, quantized: Sequence[tuple[int, ...]], rows: 
     parts = (
         max(_attention(model, rows, 1), _attention(model, 1, tokens)),
         _expert_activations(model, tokens),
-        _unpacked(model, quantized, tokens),
+        _unpacked(model, tokens),
         _exchanged(model, tokens),
         copied,
         logits,
@@ -313,9 +310,10 @@ def _exchanged(model: Transformer, tokens: int) -> int:
     return 2 * (tokens * layout.data + sent) * config.hidden_size * model.dtype.itemsize
 
 
-def _unpacked(model: Transformer, quantized: Sequence[tuple[int, ...]], tokens: int) -> int:
+def _unpacked(model: Transformer, tokens: int) -> int:
     """The largest packed matrix as numbers, or as codes that are reordered when it is loaded, which take hardly more; the backend
     "dense" unpacks the three stacks of a layer's experts."""
+    quantized = packed_shapes(model)
     sizes = [prod(shape[-2:]) for shape in quantized]
     if model.dispatch.backend_name(model, tokens) == "dense":
         sizes += [3 * prod(shape) for shape in quantized if len(shape) == 3]

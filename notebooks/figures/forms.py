@@ -26,7 +26,7 @@ from figures.drawing import (
 )
 from mla_jax.base.config import Config
 from mla_jax.base.roofline import Cost, Device, attention_cost, break_even, held_bytes, pick_form
-from mla_jax.offload.cost import fewest
+from mla_jax.mesh.host_cost import fewest
 
 STYLES = {  # marker and colour
     "naive": ("o", "#0072B2"),

@@ -10,7 +10,7 @@ from figures.drawing import BESIDE, COLORS, INK, counted, finished, in_seconds, 
 from mla_jax.base import roofline
 from mla_jax.base.config import Config
 from mla_jax.base.roofline import Cost, Device
-from mla_jax.offload.cost import HostRates, expert_weights, fewest, host_seconds
+from mla_jax.mesh.host_cost import HostRates, expert_weights, fewest, host_seconds
 
 MARKERS = "osD^vP"
 

@@ -8,21 +8,25 @@ from matplotlib.ticker import LogLocator
 
 from figures.drawing import COLORS, finished, new_axes, powers_of_two, title
 from mla_jax.base.axes import DATA, shown_mesh
-from mla_jax.mesh.cost import HELD, MeshCost, about
+from mla_jax.mesh.cost import HELD, about
+from mla_jax.model.parts import cost_of
+from mla_jax.model.transformer import Transformer
+from mla_jax.weights.plan import tokens_that_fit
 
 
 def decode_rates(
-    meshes: Sequence[MeshCost],
+    meshes: Sequence[Transformer],
     available: float,
     held: int = HELD,
     octaves: int = 12,
 ) -> Figure:
-    """Tokens/s of all devices together, by the rows of all of them that hold `held` tokens each: a line for each mesh.
+    """Tokens/s of all devices together, by the rows of all of them that hold `held` tokens each: a line for each mesh, of one
+    device's part of the model there.
 
     A line begins with one row in each data shard. It ends where twice as many rows take more than the `available` bytes of a
     device, or are more than 2 to the `octaves`."""
     (plot,) = new_axes((7.5, 4))
-    found = {shown_mesh(cost.sizes): _rates(cost, available, held, 2**octaves) for cost in meshes}
+    found = {shown_mesh(model.dispatch.layout.sizes): _rates(model, available, held, 2**octaves) for model in meshes}
     for i, (color, (name, rates)) in enumerate(zip(COLORS, found.items(), strict=False)):
         _draw_line(plot, rates, name, color, i)
     points = [point for rates in found.values() for point in rates.items()] or [(1, 1.0)]
@@ -30,7 +34,7 @@ def decode_rates(
     _scale(plot, most, [rate for _, rate in points])
     plot.legend(loc="upper left", frameon=False)
     ends = "; lines end where the memory is full" if 2 * most <= 2**octaves else ""
-    title(plot, _most(found), f"predicted, {meshes[0].device.name}, {held:,} tokens held by each row{ends}")
+    title(plot, _most(found), f"predicted, {meshes[0].dispatch.device.name}, {held:,} tokens held by each row{ends}")
     return finished(plot)
 
 
@@ -55,10 +59,11 @@ def _scale(plot: Axes, most: int, every: Sequence[float]) -> None:
     plot.yaxis.set_minor_formatter("")
 
 
-def _rates(cost: MeshCost, available: float, held: int, most: int) -> dict[int, float]:
+def _rates(model: Transformer, available: float, held: int, most: int) -> dict[int, float]:
     """Tokens/s by rows of all devices, as far as they fit."""
+    cost = cost_of(model)
     rates, rows, shards = {}, 1, cost.of(DATA)
-    while rows * shards <= most and cost.tokens(available, rows) >= rows * held:
+    while rows * shards <= most and tokens_that_fit(model, available, rows) >= rows * held:
         rates[rows * shards] = cost.decode(rows, held).tokens
         rows *= 2
     return rates

@@ -9,7 +9,9 @@ from matplotlib.figure import Figure
 from figures.drawing import BESIDE, COLORS, INK, dtype_name, finished, new_axes, powers_of_two, si, span, title, whole_numbers
 from mla_jax.base import roofline
 from mla_jax.base.config import Config
-from mla_jax.base.roofline import Device, decode_bytes
+from mla_jax.base.roofline import Device
+from mla_jax.mesh.cost import MeshCost, Pass
+from mla_jax.model.parts import cost_of, released
 
 
 def experts_touched(configs: Mapping[str, Config], itemsize: int = 2, octaves: int = 10) -> Figure:
@@ -49,15 +51,15 @@ def decode_floor(
     There is a line for each count in `held`, the tokens that every row holds. `measured` maps rows to tokens/s over the first
     of them."""
     (plot,) = new_axes((7, 4))
-    rows = whole_numbers(octaves)
+    rows, cost = whole_numbers(octaves), cost_of(released(config, device, packed=False))
     for color, length in zip(itertools.cycle(COLORS), held, strict=False):
-        plot.loglog(rows, _ceilings(config, device, rows, length), color=color, label=f"{length:,} held")
-    plot.loglog(rows, _ceilings(config, device, rows, 0), color=INK, lw=0.8, ls=":", label="weights alone")
+        plot.loglog(rows, _ceilings(cost, rows, length), color=color, label=f"{length:,} held")
+    plot.loglog(rows, _ceilings(cost, rows, 0), color=INK, lw=0.8, ls=":", label="weights alone")
     if measured:
-        _draw_measured(plot, measured, _ceilings(config, device, [*measured], held[0]), held[0])
+        _draw_measured(plot, measured, _ceilings(cost, [*measured], held[0]), held[0])
     _scale(plot, octaves, room=4 if measured else 1.5)
     plot.legend(loc="upper left", frameon=False)
-    one, many = _ceilings(config, device, [1, 2**octaves], held[0])
+    one, many = _ceilings(cost, [1, 2**octaves], held[0])
     detail = f"bytes that a step must read at {si(device.bandwidth, 'B/s')}, {dtype_name(device.itemsize)}"
     title(plot, f"{device.name}: at most {one:,.0f} tokens/s for one row, {many:,.0f} for {2**octaves:,}", detail)
     return finished(plot)
@@ -97,6 +99,6 @@ def _name_rate(plot: Axes, rows: int, rate: float, said: str) -> None:
     plot.annotate(said, (rows, rate), **place, fontsize=9, color=INK, arrowprops=line)
 
 
-def _ceilings(config: Config, device: Device, rows: Sequence[int], held: int) -> list[float]:
+def _ceilings(cost: MeshCost, rows: Sequence[int], held: int) -> list[float]:
     """Tokens/s of a decode step that does nothing but read, for each count of rows."""
-    return [n * device.bandwidth / decode_bytes(config, n, held, device.itemsize) for n in rows]
+    return [n * cost.device.bandwidth / cost.read_bytes(Pass(n, 1, held)) for n in rows]

@@ -37,6 +37,24 @@ def test_what_cannot_be_is_not_believed_and_not_kept(tmp_path, monkeypatch, foun
     assert not (tmp_path / "device.json").exists()
 
 
+@pytest.mark.parametrize("found", [{"flops": 1e12, "bandwidth": 1e11}, {"flops": 9e15, "bandwidth": 9e13}])
+def test_an_unknown_gpu_takes_the_figures_that_were_measured_on_it(tmp_path, monkeypatch, found):
+    """However far they are from those of the cards in the table."""
+    unknown, calls = SimpleNamespace(platform="gpu", device_kind="NVIDIA X1"), []
+    monkeypatch.setattr(device_rates, "measure_device", lambda target: calls.append(target) or dict(found))
+    for _ in range(2):
+        device = device_rates.measured_device(unknown, tmp_path / "device.json")
+        assert (device.name, device.measured, device.flops, device.bandwidth) == ("NVIDIA X1", True, *found.values())
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("found", [None, {**FOUND, "flops": 0.0}, {**FOUND, "bandwidth": float("nan")}])
+def test_an_unknown_gpu_that_cannot_be_measured_is_guessed(tmp_path, monkeypatch, found):
+    monkeypatch.setattr(device_rates, "measure_device", lambda target: found)
+    device = device_rates.measured_device(SimpleNamespace(platform="gpu", device_kind="NVIDIA X1"), tmp_path / "device.json")
+    assert (device.measured, device.known) == (False, False)
+
+
 def test_a_device_that_fails_takes_the_tables_figures(tmp_path, monkeypatch):
     def fail(target):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")

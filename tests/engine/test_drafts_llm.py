@@ -23,8 +23,8 @@ from mla_jax.engine.core.job import Job
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.opening.opened import open_model
 from mla_jax.generate import parse
+from mla_jax.mesh.host_cost import HostRates
 from mla_jax.offload import calibrate
-from mla_jax.offload.cost import HostRates
 from mla_jax.weights.load import Checkpoint
 
 PROMPTS = [[5, 6, 7], [20, 21, 20, 21, 20], [33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43]]

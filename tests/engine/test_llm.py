@@ -24,8 +24,8 @@ from mla_jax.base.batch import Batch as LayerBatch
 from mla_jax.base.errors import BadConfig, BadRequest, MlaJaxError
 from mla_jax.engine import text as reading
 from mla_jax.engine.opening import environment
+from mla_jax.mesh.host_cost import HostRates
 from mla_jax.offload import calibrate
-from mla_jax.offload.cost import HostRates
 from mla_jax.offload.routing import Routing
 
 PROMPTS = [[5, 6, 7], [20], [33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43], [50, 51, 52, 53, 54, 55]]

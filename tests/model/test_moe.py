@@ -69,7 +69,8 @@ def test_the_largest_by_comparing_are_those_by_sorting(x):
         np.testing.assert_array_equal(moe.largest(jnp.array(x), k), np.argsort(-x, axis=1, kind="stable")[:, :k])
 
 
-@given(x=st.lists(st.floats(-2, 2, width=32), min_size=2, max_size=9))
+# XLA takes subnormal numbers as zeros
+@given(x=st.lists(st.floats(-2, 2, width=32, allow_subnormal=False), min_size=2, max_size=9))
 def test_the_best_two_are_the_largest_sum_of_two(x):
     x = np.array([x, x[::-1]], np.float32)
     expected = np.sort(x)[:, -2:].sum(-1)

@@ -11,16 +11,19 @@ from mla_jax.base.config import Config
 from mla_jax.base.families import PRESETS
 from mla_jax.base.link_rates import PLANNED
 from mla_jax.base.options import MOST_DRAFTS
-from mla_jax.base.roofline import DEVICES, attention_cost, break_even, decode_bytes, pick_form
+from mla_jax.base.roofline import DEVICES, attention_cost, break_even, pick_form
 from mla_jax.decode.speculative import Mtp
 from mla_jax.engine.core import drafting
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.engine.core.stats import EngineStats, Sample
-from mla_jax.mesh.cost import HELD, MeshCost, packed
+from mla_jax.mesh.cost import HELD, Pass
+from mla_jax.mesh.host_cost import HostRates, host_seconds
 from mla_jax.model.mla import FORMS
-from mla_jax.offload.cost import HostRates, host_seconds
+from mla_jax.model.parts import cost_of, released
+from mla_jax.weights.plan import tokens_that_fit
 
 V3, LITE, H200, CPU = Config.preset("v3"), Config.preset("v2_lite"), DEVICES["NVIDIA H200"], DEVICES["cpu"]
+LITE_WITH_MTP = Config.preset("v2_lite", num_nextn_predict_layers=1)
 RELEASED = {name: Config.preset(name) for name in PRESETS}
 WITH_EXPERTS = {name: config for name, config in RELEASED.items() if config.n_routed_experts}
 SERVER = HostRates("8 channels of DDR5-4800, AMX", 245e9, 21e12, 33e-6, 50e9)
@@ -46,8 +49,8 @@ DRAFTED = {
     "lookup": EngineStats(8, 64, drafted=counts(40, 20), stood=counts(20, 19), passes=100),
 }
 DRAFTING = {
-    "DeepSeek-V3": Drafting(V3, H200, Mtp()),
-    "DeepSeek-V2-Lite on a CPU": Drafting(LITE, CPU, Mtp()),
+    "DeepSeek-V3": Drafting(cost_of(released(V3, H200, mtp=True)), Mtp()),
+    "DeepSeek-V2-Lite on a CPU": Drafting(cost_of(released(LITE_WITH_MTP, CPU, mtp=True)), Mtp()),
 }
 QUALITY = [
     {"policy": "snapkv", "budget": "ada", "kept": 0.5, "all": 0.75, "low": 0.5, "high": 0.9},
@@ -80,8 +83,8 @@ PARTS = {
 
 def rates(kind: str, available: float):
     meshes = ({"data": 8}, {"data": 4, "tensor": 2}, {"tensor": 8})
-    costs = [MeshCost(V3, sizes, PLANNED[kind].figures, packed(V3)) for sizes in meshes]
-    return mesh_rates.decode_rates(costs, available)
+    models = [released(V3, PLANNED[kind].figures, sizes) for sizes in meshes]
+    return mesh_rates.decode_rates(models, available)
 
 
 DRAWN = {
@@ -179,10 +182,10 @@ def test_the_forms_times_are_thick_where_arithmetic_decides():
 
 
 def test_the_floor_is_what_a_step_reads_at_the_devices_bandwidth_and_marks_say_their_share_of_it():
-    ax = DRAWN["decode_floor"]().axes[0]
+    ax, cost = DRAWN["decode_floor"]().axes[0], cost_of(released(LITE, H200))
     for line, held in zip(ax.lines, (4096, 32768, 0), strict=False):
         for rows, rate in points(line):
-            assert rate == pytest.approx(rows * H200.bandwidth / decode_bytes(LITE, int(rows), held))
+            assert rate == pytest.approx(rows * H200.bandwidth / cost.read_bytes(Pass(int(rows), 1, held)))
     assert [text.get_text() for text in ax.texts if "%" in text.get_text()] == ["339 (37%)", "969 (50%)", "4,286 (57%)"]
 
 
@@ -239,10 +242,11 @@ def test_attention_times_are_compared_for_the_longest_rows():
 
 def test_a_meshs_line_has_the_predicted_rates_of_all_rows_that_fit():
     available = 0.9 * PLANNED["h200"].memory
-    cost = MeshCost(V3, {"data": 4, "tensor": 2}, PLANNED["h200"].figures, packed(V3))
-    line = points(lines_of(mesh_rates.decode_rates([cost], available).axes[0])["data=4,tensor=2"])
+    model = released(V3, PLANNED["h200"].figures, {"data": 4, "tensor": 2})
+    cost = cost_of(model)
+    line = points(lines_of(mesh_rates.decode_rates([model], available).axes[0])["data=4,tensor=2"])
     assert line == [(n, pytest.approx(cost.decode(n // 4, HELD).tokens)) for n, _ in line]
-    fitting = [cost.tokens(available, n // 4) >= n // 4 * HELD for n, _ in [*line, (2 * line[-1][0], 0)]]
+    fitting = [tokens_that_fit(model, available, n // 4) >= n // 4 * HELD for n, _ in [*line, (2 * line[-1][0], 0)]]
     assert fitting == [True] * len(line) + [False]
 
 

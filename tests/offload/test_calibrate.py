@@ -13,8 +13,8 @@ import cpu_experts
 from cpu_experts import library
 from mla_jax.base import device_rates
 from mla_jax.base.errors import Unsupported
+from mla_jax.mesh.host_cost import HostRates
 from mla_jax.offload import calibrate
-from mla_jax.offload.cost import HostRates
 
 RATES = HostRates("a CPU", **dict.fromkeys(HostRates._fields[1:], 1e9))
 

@@ -1,6 +1,7 @@
 """Where experts are, from figures alone: options, sizes of layers, a device, and what the host reaches."""
 
 import dataclasses
+import functools
 import itertools
 import re
 
@@ -11,8 +12,10 @@ import pytest
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, BadRequest, DoesNotFit, Unsupported
 from mla_jax.base.options import ExpertOptions
-from mla_jax.base.roofline import DEVICES, experts_touched
-from mla_jax.offload.cost import HostRates, Routed, decode_seconds, stream_tokens
+from mla_jax.base.roofline import DEVICES, Device, experts_touched
+from mla_jax.mesh.cost import MeshCost
+from mla_jax.mesh.host_cost import HostRates, Routed, stream_tokens
+from mla_jax.model.parts import cost_of, released
 from mla_jax.offload.pack import packed_bytes
 from mla_jax.offload.place import (
     SPARE,
@@ -38,12 +41,16 @@ RATES = HostRates("a CPU", 1e11, 1e12, 2e-5, 5e10)
 HUGE = 1 << 40
 
 
-def figures(missing: float = 0, **changes) -> Figures:
+@functools.cache
+def cost(config: Config, device: Device) -> MeshCost:
+    return cost_of(released(config, device))
+
+
+def figures(missing: float = 0, config: Config = CONFIG, device: Device = DEVICES["NVIDIA H200"], **changes) -> Figures:
     """As a GPU has them that lacks the memory of `missing` layers' experts."""
     needed = 6 * EACH
     known = {
-        "config": CONFIG,
-        "device": DEVICES["NVIDIA H200"],
+        "cost": cost(config, device),
         "dtype": np.dtype("float16"),
         "layers": LAYERS,
         "needed": needed,
@@ -283,7 +290,7 @@ def test_steps_are_predicted_with_the_experts_that_the_host_still_computes(stati
 
 def test_with_all_experts_on_a_gpu_steps_are_predicted_where_the_time_between_layers_was_measured():
     found = placed(figures(batch=4)).forecast
-    expected = [(rows, decode_seconds(CONFIG, DEVICES["NVIDIA H200"], rows, 64), 0.0) for rows in (1, 4, 8)]
+    expected = [(rows, figures().cost.decode(rows, 64).seconds, 0.0) for rows in (1, 4, 8)]
     assert [*found.steps] == expected
     assert (found.prompt, found.rates) == (None, None)
     assert placed(figures(), experts="dense").forecast is None

@@ -11,8 +11,8 @@ from mla_jax.base import roofline
 from mla_jax.base.options import ExpertOptions
 from mla_jax.base.roofline import DEVICES
 from mla_jax.engine.opening.explain import explain
+from mla_jax.mesh.host_cost import HostRates
 from mla_jax.model.dispatch import Dispatch
-from mla_jax.offload.cost import HostRates
 from mla_jax.offload.place import Placement, place
 from mla_jax.offload.routing import Routing
 from mla_jax.offload.streaming import scratch_bytes

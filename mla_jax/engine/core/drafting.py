@@ -9,13 +9,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from mla_jax.base import roofline
 from mla_jax.base.batch import bucket
-from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, Unsupported
 from mla_jax.base.options import DRAFTS, MOST_DRAFTS, DraftOptions
 from mla_jax.decode.speculative import NOBODY, Drafter, Lookup, Mtp
+from mla_jax.mesh.cost import MeshCost
 
+NEARLY = 64  # held tokens that the same prediction is for
 ASSUMED_HELD = 1024  # tokens that a row is taken to hold where nobody knows
 FADES = 0.98  # what is left of a measurement after one more dispatch
 FIRST = 8  # guesses of each place that are taken to have been seen before any was
@@ -74,13 +74,14 @@ class Shares:
 
 
 class Drafting:
-    """Decides for each dispatch. `fixed` is a number that is always taken."""
+    """Decides for each dispatch, whose `rows` are those of all data shards. `fixed` is a number that is always taken."""
 
-    def __init__(self, config: Config, device: roofline.Device, drafter: Drafter, fixed: int | None = None):
-        self.config, self.device, self.drafter, self.fixed = config, device, drafter, fixed
+    def __init__(self, cost: MeshCost, drafter: Drafter, fixed: int | None = None):
+        self.cost, self.drafter, self.fixed = cost, drafter, fixed
         self._shares = {greedy: Shares(drafter.hoped) for greedy in (True, False)}
         # Measured time of a pass over predicted, by rows and guesses
         self._taken: dict[tuple[int, int], float] = {}
+        self._predicted: dict[tuple[int, int, int], float] = {}  # seconds by rows, held tokens and drafts
         self._sent = 0  # dispatches
         self._plain: Counter[int] = Counter()  # dispatches without guesses, by rows, until one was timed
 
@@ -140,14 +141,16 @@ class Drafting:
 
     def predicted(self, rows: int, held: int, drafts: int) -> float:
         """The cost model's seconds of a pass."""
-        if not drafts:
-            return roofline.pass_seconds(self.config, self.device, rows, held, 0, 0)
-        guessing = (
-            drafts * roofline.mtp_seconds(self.config, self.device, rows) if self.drafter.runs_layer else 0.0
-        )
-        return (
-            roofline.pass_seconds(self.config, self.device, rows, held, drafts, self.drafter.most) + guessing
-        )
+        key = rows, held // NEARLY, drafts
+        if key not in self._predicted:
+            self._predicted[key] = self._predict(rows, key[1] * NEARLY, drafts)
+        return self._predicted[key]
+
+    def _predict(self, rows: int, held: int, drafts: int) -> float:
+        """The program of a pass with drafts computes with the most there can be; those that are not there choose no experts."""
+        work = self.cost.shared(rows, 1 + self.drafter.most if drafts else 1, held, 1 + drafts)
+        drafting = drafts * self.cost.guess_seconds(work.rows, held) if self.drafter.runs_layer else 0.0
+        return self.cost.predicted(work).seconds + drafting
 
     def explain(self, rows: int) -> str:
         """In words, for this number of rows."""

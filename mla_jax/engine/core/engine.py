@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from mla_jax.base import roofline
 from mla_jax.base.batch import bucket
 from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.cache.paged import PAGE
@@ -26,6 +25,7 @@ from mla_jax.engine.core.request import FinishReason, Request
 from mla_jax.engine.core.scheduler import Plan, agreed, assigned, few_read, plan, without_reading
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.core.stats import EngineStats, between
+from mla_jax.model.parts import cost_of
 from mla_jax.text.tokenizer import Tokenizer
 
 SCORED = 64  # tokens of one prompt whose log-probabilities one dispatch computes
@@ -47,9 +47,8 @@ class Engine:
         """`size` is of each data shard. Without a policy everything is cached, without `drafting` as many tokens are drafted as
         pay, if the programs have a drafter."""
         self.programs, self.size, self.tokenizer = programs, size, tokenizer
-        self.config = programs.model.config
         self.policy = policy or CachePolicy(programs, size)
-        self.drafting = drafting or Drafting(self.config, programs.device, programs.drafter)
+        self.drafting = drafting or Drafting(cost_of(programs.model), programs.drafter)
         reach = programs.model.dispatch.reach(programs.model)
         self.limits = dataclasses.replace(size.limits(reach), parts=self.policy.parts)
         self.stats = EngineStats(rows=self.rows, pages=programs.spread.shards * size.pages)
@@ -256,7 +255,9 @@ class Engine:
             self._compile(counts, lines)
 
     def _compile(self, counts: Sequence[int], lines: Sequence[int], scored: int = 0) -> None:
-        self.device.compile(counts, [n for n in counts if self.drafting.pays(n)], lines, scored)
+        self.device.compile(
+            counts, [n for n in counts if self.drafting.pays(n * len(self.shards))], lines, scored
+        )
 
     def _admit(self, jobs: Sequence[list[Job]]) -> None:
         """Gives each, by shard, a row and pages."""
@@ -391,8 +392,7 @@ class Engine:
             self._preempt(job)
 
     def _least_bytes(self, jobs: list[Job], steps: int) -> int:
-        """Bytes that these steps of these rows had to read: weights and latents."""
+        """Bytes that each device had to read in these steps of these rows: weights and latents."""
         held = sum(self.policy.attended(job.held_tokens) for job in jobs) // len(jobs)
-        return int(
-            steps * roofline.decode_bytes(self.config, len(jobs), held, self.programs.model.dtype.itemsize)
-        )
+        cost = self.drafting.cost
+        return int(steps * cost.read_bytes(cost.shared(len(jobs), held=held)))

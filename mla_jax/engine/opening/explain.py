@@ -38,7 +38,7 @@ def explain(
         *_retrieval(model, planned.tokens),
         f"on a long prefix, rebuilding heads takes fewer FLOPs from {roofline.break_even(model.config):.0f} new tokens",
         *_placed(model, prompt, placed),
-        *_drafted(drafting, planned.rows),
+        *_drafted(drafting, planned.rows * planned.shards),
     ]
 
 
@@ -59,7 +59,9 @@ def _reordered(formats: dict[str, int]) -> list[str]:
 
 
 def _device(device: roofline.Device) -> str:
-    source = "measured here" if device.measured else "by the table"
+    source = "by the table" if device.known else "a careful guess, for it is not in the table"
+    if device.measured:
+        source = "measured here"
     reached = f"{device.bandwidth / 1e12:.2f} TB/s of memory, {device.flops / 1e12:,.3g} TFLOP/s"
     return f"{device.name}: {reached}, {device.between * 1e6:.0f} us of overhead per layer; {source}"
 

@@ -19,6 +19,7 @@ from mla_jax.engine.text import Text, open_text
 from mla_jax.hosts import distributed
 from mla_jax.hosts.distributed import Processes
 from mla_jax.mesh.partition import ONE
+from mla_jax.model.parts import cost_of
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload import library
 from mla_jax.offload.place import Placement
@@ -93,8 +94,8 @@ class Opened:
     def explain(self) -> list[str]:
         """Lines on the placement of the work and the reasons, from shapes alone."""
         model, fixed = self.checkpoint.model(self.placement), self.options.drafts.draft_tokens
-        drafting = Drafting(self.config, model.dispatch.device, self.drafter, fixed)
         with environment.kernels_of(self.options):
+            drafting = Drafting(cost_of(model), self.drafter, fixed)
             return explain(model, self.formats(), self.plan, self.placement, drafting, self.options.eviction)
 
     def formats(self) -> dict[str, int]:
@@ -106,9 +107,9 @@ class Opened:
         devices, options = self.checkpoint.devices, self.options
         if self.placement.host or (devices.count == 1 and options.mesh.device is None):
             return None
-        return predict(
-            self.checkpoint, devices, self.plan.available, options.memory.batch, options.model.context
-        )
+        with environment.kernels_of(options):
+            model = self.checkpoint.model()
+            return predict(model, self.plan, options.memory.batch, options.model.context)
 
 
 def open_model(options: Options) -> Opened:

@@ -1,11 +1,13 @@
 """Who guesses, and how many guesses a pass takes: worked out by hand from shares and seconds."""
 
+import functools
 import math
 import re
 from collections import Counter
 
 import numpy as np
 import pytest
+from costs import released_cost
 
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, Unsupported
@@ -13,19 +15,26 @@ from mla_jax.base.options import MOST_DRAFTS, DraftOptions
 from mla_jax.base.roofline import DEVICES, Device
 from mla_jax.decode.speculative import NOBODY, Drafter, Lookup, Mtp
 from mla_jax.engine.core.drafting import AGAIN, ASSUMED_HELD, PLAIN, Drafting, Shares, drafter_of
+from mla_jax.mesh.cost import MeshCost
 
 pytestmark = pytest.mark.once  # plain Python
 
-TWELVE = Config.preset("v2_lite", num_hidden_layers=12)
+TWELVE = Config.preset("v2_lite", num_hidden_layers=12, num_nextn_predict_layers=1)
 # Each layer takes a millisecond and all else nothing: a pass takes 12 ms, each guess of the layer for them 2 ms more.
-EASY = Device("a millisecond a layer", "gpu", math.inf, math.inf, between=1e-3)
+EASY = Device("a millisecond a layer", "gpu", 1e30, 1e30, between=1e-3)
+LITE = Config.preset("v2_lite", num_nextn_predict_layers=1)
 MANY = 1_000_000  # guesses, so many that what was hoped does not matter
 GREEDY, SAMPLED = [True], [False]
 SOON = 8
 
 
+@functools.cache
+def cost(device: Device, config: Config = TWELVE) -> MeshCost:
+    return released_cost(config, device=device, mtp=True)
+
+
 def easy(drafter: Drafter | None = None, fixed: int | None = None) -> Drafting:
-    return Drafting(TWELVE, EASY, drafter or Mtp(), fixed)
+    return Drafting(cost(EASY), drafter or Mtp(), fixed)
 
 
 def timed(drafter: Drafter | None = None, rows: int = 1) -> Drafting:
@@ -206,15 +215,15 @@ def test_a_host_that_was_late_once_spoils_a_number_of_guesses_only_until_it_was_
 
 
 def test_rows_whose_passes_are_bound_by_memory_may_draft_and_those_bound_by_arithmetic_never_do():
-    memory, arithmetic = Device("", "gpu", math.inf, 1e12, 0.0), Device("", "gpu", 1e12, math.inf, 0.0)
+    memory, arithmetic = Device("", "gpu", 1e24, 1e12, 0.0), Device("", "gpu", 1e12, math.inf, 0.0)
     for drafter in (Mtp(), Lookup()):
-        assert Drafting(TWELVE, memory, drafter).pays(1)
-        assert not Drafting(TWELVE, arithmetic, drafter).pays(1)  # 1 + 0.95 + 0.9 + 0.86 = 3.7 tokens, four times the work
-        assert Drafting(TWELVE, arithmetic, drafter, fixed=1).pays(1)
+        assert Drafting(cost(memory), drafter).pays(1)
+        assert not Drafting(cost(arithmetic), drafter).pays(1)  # 1 + 0.95 + 0.9 + 0.86 = 3.7 tokens, four times the work
+        assert Drafting(cost(arithmetic), drafter, fixed=1).pays(1)
 
 
 def test_a_cpu_drafts_for_few_rows_and_not_for_many():
-    drafting = Drafting(Config.preset("v2_lite"), DEVICES["cpu"], Lookup())
+    drafting = Drafting(cost(DEVICES["cpu"], LITE), Lookup())
     pays = [drafting.pays(2**n) for n in range(11)]
     assert pays == sorted(pays, reverse=True)
     assert (pays[0], pays[-1]) == (True, False)

@@ -1,4 +1,4 @@
-"""The cost model of steps with some layers' routed experts on a CPU, from bytes and FLOPs. No JAX here.
+"""The cost of routed experts on a CPU, and of copying them from there to the device, from bytes and FLOPs. No JAX here.
 
 The model is one line, `HostRates.seconds`: the slower of memory and arithmetic, plus the time of a call."""
 
@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mla_jax.base import roofline
 from mla_jax.base.config import Config
 from mla_jax.base.roofline import Cost, Device
 
@@ -115,64 +114,3 @@ def fewest(gains: Callable[[int], bool], most: int) -> int:
         return 0
     below = above // 2 + 1
     return below + bisect_left(range(below, above), True, key=gains)
-
-
-def prefill_seconds(
-    config: Config, device: Device, new: int, on_host: OnHost | None = None, stream: int = 0
-) -> float:
-    """Seconds of a prompt of `new` tokens in one step; experts are streamed from `stream` tokens on, 0 for never."""
-    layers = config.num_hidden_layers
-    moe = sum(config.is_moe(i) for i in range(config.num_hidden_layers))
-    moved = 0 if on_host is None else on_host.layers
-    form = roofline.pick_form(config, device, 1, new, new)
-    attention = roofline.step_cost(config, form, 1, new, new, device.itemsize).seconds(device)
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    computed, read = config.num_experts_per_tok or 0, roofline.experts_touched(config, new)
-    seconds = layers * attention + (layers - moe) * _matmuls(device, new, mlp, mlp)
-    seconds += moe * _shared_seconds(config, device, new)
-    seconds += (moe - moved) * _matmuls(
-        device, new, computed * expert_weights(config), read * expert_weights(config)
-    )
-    if on_host is None or not moved:
-        return seconds
-    return seconds + moved * _moved_seconds(config, device, new, on_host, stream)
-
-
-def _moved_seconds(config: Config, device: Device, new: int, on_host: OnHost, stream: int) -> float:
-    """The seconds that a layer's experts on the host add: meanwhile the device computes replicas and shared experts."""
-    if 0 < stream <= new:
-        return stream_seconds(config, device, on_host.rates, new, on_host.expert_bytes)
-    routed, weights = on_host.routed, expert_weights(config)
-    host = host_seconds(config, on_host.rates, new, on_host.expert_bytes, routed)
-    computed = (1 - routed.host_share) * (config.num_experts_per_tok or 0)
-    read = routed.touched(new)[1]
-    replicas = _matmuls(device, new, computed * weights, read * weights)
-    return max(host - _shared_seconds(config, device, new), replicas)
-
-
-def _shared_seconds(config: Config, device: Device, new: int) -> float:
-    shared = (config.n_shared_experts or 0) * expert_weights(config)
-    return _matmuls(device, new, shared, shared)
-
-
-def _matmuls(device: Device, new: int, computed: float, read: float) -> float:
-    """Seconds of matmuls of `new` tokens with `computed` weights each, of which `read` are read in all."""
-    return Cost(2 * new * computed, device.itemsize * read).seconds(device)
-
-
-def decode_seconds(
-    config: Config, device: Device, rows: int, held: int, on_host: OnHost | None = None
-) -> float:
-    """Seconds of a decode step of `rows` sequences with `held` cached tokens each, without deferred experts.
-
-    A layer on the host waits for the CPU, except for the time of its shared experts and replicas on the device."""
-    expert = expert_weights(config) * device.itemsize
-    everything = roofline.decode_bytes(config, rows, held, device.itemsize)
-    fixed = config.num_hidden_layers * device.between
-    if on_host is None or not on_host.layers:
-        return everything / device.bandwidth + fixed
-    _, replicas = on_host.routed.touched(rows)
-    moved = on_host.layers * (roofline.experts_touched(config, rows) - replicas) * expert
-    concurrent = ((config.n_shared_experts or 0) + replicas) * expert / device.bandwidth
-    host = host_seconds(config, on_host.rates, rows, on_host.expert_bytes, on_host.routed)
-    return (everything - moved) / device.bandwidth + fixed + on_host.layers * max(host - concurrent, 0.0)

@@ -1,25 +1,27 @@
 """The cost model of experts on the host against numbers worked out by hand."""
 
+import dataclasses
+import functools
 import math
 
 import numpy as np
 import pytest
+from costs import H200, released_cost
 
 from mla_jax.base.config import Config
-from mla_jax.base.roofline import DEVICES, Cost, Device, decode_bytes
-from mla_jax.offload.cost import (
+from mla_jax.base.roofline import Cost
+from mla_jax.mesh.cost import ARITHMETIC, MEMORY, MeshCost, Pass
+from mla_jax.mesh.host_cost import (
     HostRates,
     OnHost,
     Routed,
-    decode_seconds,
     fewest,
     host_seconds,
-    prefill_seconds,
     stream_seconds,
     stream_tokens,
 )
 
-V2_LITE, H200 = Config.preset("v2_lite"), DEVICES["NVIDIA H200"]  # 26 layers with 64 experts, of which 6 are chosen
+V2_LITE = Config.preset("v2_lite")  # 26 layers with 64 experts, of which 6 are chosen
 SERVER = HostRates("a server", 245e9, 21e12, 33e-6, 50e9)
 EXPERT = 3 * 2048 * 1408  # numbers
 ONE = 1_000_000  # bytes of an expert that takes a millisecond
@@ -78,47 +80,56 @@ def test_the_fewest_is_found(first, most):
     assert fewest(lambda n: False, most) == 0
 
 
-@pytest.mark.parametrize(("rows", "measured"), [(1, 2.39), (8, 5.94), (64, 11.14)])
-def test_steps_of_v2_lite_on_an_h200_are_predicted_within_ten_percent(rows, measured):
-    assert 1e3 * decode_seconds(V2_LITE, H200, rows, 4096) == pytest.approx(measured, rel=0.1)
+@functools.cache
+def on_device() -> MeshCost:
+    return released_cost(V2_LITE)
+
+
+def cost(rates: HostRates, routed: Routed = EVENLY, layers: int = 26, size: int = EXPERT, stream: int = 0, **changes) -> MeshCost:
+    """The model on an H200 with these layers' experts on a host; `changes` are of the device."""
+    device = on_device().device._replace(**changes)
+    return dataclasses.replace(on_device(), device=device, on_host=OnHost(rates, layers, size, routed), stream=stream)
 
 
 def test_a_step_waits_in_each_layer_for_what_the_host_takes_longer_than_the_shared_experts():
     """Of a device whose memory takes no time: 27 layers of 1 ms, in 26 of which 6 experts take 6 ms and a call 2."""
-    device = Device("", "gpu", math.inf, math.inf, 1e-3)
-    assert decode_seconds(V2_LITE, device, 1, 1024, OnHost(CALLED, 26, ONE, EVENLY)) == pytest.approx(27e-3 + 26 * 8e-3)
-    assert decode_seconds(V2_LITE, device, 1, 1024, OnHost(CALLED, 26, ONE, HALF)) == pytest.approx(27e-3 + 26 * 5e-3)
-    assert decode_seconds(V2_LITE, device, 1, 1024, OnHost(CALLED, 0, ONE, EVENLY)) == pytest.approx(27e-3)
+    free = {"flops": math.inf, "bandwidth": math.inf, "between": 1e-3}
+    for routed, layers, waited in ((EVENLY, 26, 26 * 8e-3), (HALF, 26, 26 * 5e-3), (EVENLY, 0, 0.0)):
+        found = cost(CALLED, routed, layers, ONE, **free).decode(1, 1024)
+        assert found.seconds == pytest.approx(27e-3 + waited)
+        assert found.host == pytest.approx(waited)
 
 
 def test_a_host_that_is_fast_enough_hides_behind_the_shared_experts():
     """Then a step reads all but the routed experts, of which replicas are read on the device."""
-    endless = HostRates("", math.inf, math.inf, 0.0, 1e9)
-    fixed, total = 27 * H200.between, decode_bytes(V2_LITE, 1, 1024)
+    endless, work = HostRates("", math.inf, math.inf, 0.0, 1e9), Pass(1, 1, 1024)
+    everything = on_device().read_bytes(work)
     for routed, moved in ((EVENLY, 6), (HALF, 3)):
-        expected = fixed + (total - 26 * moved * 2 * EXPERT) / H200.bandwidth
-        assert decode_seconds(V2_LITE, H200, 1, 1024, OnHost(endless, 26, ONE, routed)) == pytest.approx(expected)
+        found = cost(endless, routed)
+        assert found.read_bytes(work) == pytest.approx(everything - 26 * moved * 2 * EXPERT)
+        saved = 26 * moved * 2 * EXPERT / (MEMORY * H200.bandwidth)
+        assert on_device().decode(1, 1024).seconds - found.decode(1, 1024).seconds == pytest.approx(saved)
 
 
 def test_a_prompt_takes_the_time_of_where_its_experts_are_computed():
     def seconds(stream: int, layers: int = 26) -> float:
-        return prefill_seconds(V2_LITE, H200, 4096, OnHost(SERVER, layers, EXPERT, EVENLY), stream)
+        return cost(SERVER, layers=layers, stream=stream).predicted(Pass(1, 4096, 4096)).seconds
 
     streamed, computed = stream_seconds(V2_LITE, H200, SERVER, 4096, EXPERT), host_seconds(V2_LITE, SERVER, 4096, EXPERT)
-    shared = 2 * 4096 * 2 * EXPERT / 811e12  # while the host computes
+    shared = 2 * 4096 * 2 * EXPERT / (ARITHMETIC * 811e12)  # while the host computes
     assert seconds(0) - seconds(4096) == pytest.approx(26 * (computed - shared - streamed))
     assert seconds(4097) == seconds(0)
-    assert prefill_seconds(V2_LITE, H200, 4096) == seconds(1, layers=0) < seconds(1)
+    assert on_device().predicted(Pass(1, 4096, 4096)).seconds == pytest.approx(seconds(1, layers=0))
+    assert seconds(1, layers=0) < seconds(1)
 
 
-def test_a_prompt_has_the_device_compute_the_replicas_while_the_host_computes():
+def test_the_device_computes_replicas_while_the_host_computes():
     """A half of all, so 3 of a token's 6: with many tokens by arithmetic, with few by their bytes."""
     endless = HostRates("", math.inf, math.inf, 0, 1e9)
 
-    def seconds(new: int, rates: HostRates, routed: Routed = EVENLY) -> float:
-        return prefill_seconds(V2_LITE, H200, new, OnHost(rates, 26, EXPERT, routed))
+    def more(new: int) -> float:
+        half, none = (cost(endless, routed).predicted(Pass(1, new, new)).seconds for routed in (HALF, EVENLY))
+        return half - none
 
-    assert seconds(4096, endless, HALF) - seconds(4096, endless) == pytest.approx(26 * 2 * 4096 * 3 * EXPERT / 811e12)
-    assert seconds(64, endless, HALF) - seconds(64, endless) == pytest.approx(26 * 2 * 31.942 * EXPERT / 4.56e12, rel=1e-4)
-    shared, computed = 2 * 4096 * 2 * EXPERT / 811e12, host_seconds(V2_LITE, SERVER, 4096, EXPERT, HALF)
-    assert seconds(4096, SERVER, HALF) - seconds(4096, endless) == pytest.approx(26 * (computed - shared))
+    assert more(4096) == pytest.approx(26 * 2 * 4096 * 3 * EXPERT / (ARITHMETIC * 811e12))
+    assert more(64) == pytest.approx(26 * 2 * 31.942 * EXPERT / (MEMORY * 4.56e12), rel=1e-4)
