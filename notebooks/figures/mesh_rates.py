@@ -45,8 +45,10 @@ def _draw_line(plot: Axes, rates: Mapping[int, float], name: str, color: str, nu
     plot.plot([*rates], [*rates.values()], "o-", color=color, label=label, **nested)
     if rates:
         last = max(rates)
-        style = {"textcoords": "offset points", "ha": "left", "va": "top", "fontsize": 9, "color": color}
-        plot.annotate(about(rates[last]), (last, rates[last]), (6, -4), **style)
+        above = number == 0  # for lines may end close to each other
+        style = {"textcoords": "offset points", "ha": "left", "fontsize": 9, "color": color}
+        place = {"xytext": (6, 4 if above else -4), "va": "bottom" if above else "top"}
+        plot.annotate(about(rates[last]), (last, rates[last]), **place, **style)
 
 
 def _scale(plot: Axes, most: int, every: Sequence[float]) -> None:

@@ -11,7 +11,7 @@ from mla_jax.mesh.comm_cost import EXCHANGE_COSTS, ORDERING, ROUTING, Speech, ex
 
 V3, LITE = (Config.preset(name) for name in ("v3", "v2_lite"))
 H200 = DEVICES["NVIDIA H200"]
-LATENCY, TO_ALL = 18e-6, 160e9  # of an H200: seconds of a collective that carries nothing, and bytes/s that it receives of others
+LATENCY, TO_ALL = 26e-6, 160e9  # of an H200: seconds of a collective that carries nothing, and bytes/s that it receives of others
 
 
 def test_an_all_to_all_sends_each_token_once_to_each_device_that_has_its_experts_and_their_sums_back():
@@ -68,7 +68,7 @@ def test_the_exchange_that_is_taken_is_the_faster_one():
 def test_every_device_of_the_tables_has_links():
     assert {on.name for on in DEVICES.values()} == set(LINKS)
     assert links_of(device("NVIDIA H100 80GB HBM3", "gpu")) is LINKS["NVIDIA H100"]
-    assert links_of(Device("NVIDIA X1", "gpu", 1.0, 1.0)) is LINKS["NVIDIA H200"]
-    assert links_of(Device("TPU v9", "tpu", 1.0, 1.0)) is LINKS["TPU v5e"]
+    for unknown in (Device("NVIDIA X1", "gpu", 1.0, 1.0), Device("TPU v9", "tpu", 1.0, 1.0)):
+        assert links_of(unknown) not in LINKS.values()
     for kind in PLANNED.values():
         assert kind.links is LINKS[kind.figures.name]

@@ -246,7 +246,8 @@ def test_a_meshs_line_has_the_predicted_rates_of_all_rows_that_fit():
     cost = cost_of(model)
     line = points(lines_of(mesh_rates.decode_rates([model], available).axes[0])["data=4,tensor=2"])
     assert line == [(n, pytest.approx(cost.decode(n // 4, HELD).tokens)) for n, _ in line]
-    fitting = [tokens_that_fit(model, available, n // 4) >= n // 4 * HELD for n, _ in [*line, (2 * line[-1][0], 0)]]
+    counts = [int(n) for n, _ in [*line, (2 * line[-1][0], 0)]]
+    fitting = [tokens_that_fit(model, available, n // 4) >= n // 4 * HELD for n in counts]
     assert fitting == [True] * len(line) + [False]
 
 
