@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_suffix(".json")
+WRITTEN = {RECORD.name, "suite.txt"}  # by .ci/run, from what it has seen: no test depends on them
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 SEARCHED = ("tests", "tools", "benchmarks", "notebooks")  # after the packages; as pyproject.toml has it
 DATA = {".cpp", ".h", ".ipynb", ".json", ".jsonl", ".npz", ".safetensors", ".txt"}
@@ -135,7 +136,7 @@ class Sources:
 
     def _beside(self, folder: Path) -> list[Path]:
         """Data in a module's folder, and in folders there that hold no Python."""
-        found = [path for path in folder.iterdir() if path.suffix in DATA and path.name != RECORD.name]
+        found = [path for path in folder.iterdir() if path.suffix in DATA and path.name not in WRITTEN]
         for path in filter(Path.is_dir, folder.iterdir()):
             if not path.name.startswith((".", "__")) and not any(path.rglob("*.py")):
                 found += self._inside(path)

@@ -37,9 +37,11 @@ FILES = {
     ),
     "tests/engine/test_other.py": "def test_that(): ...\n",
     "README.md": "",
+    "tests/deep.json": "{}",
+    "tests/suite.txt": "1 1",
 }
 TEST = "tests/engine/test_one.py"
-UNRELATED = {"mla_jax/other.py", "tests/engine/test_other.py", "README.md"}
+UNRELATED = {"mla_jax/other.py", "tests/engine/test_other.py", "README.md", "tests/deep.json", "tests/suite.txt"}
 
 
 @pytest.fixture
