@@ -577,7 +577,7 @@ def test_several_processes_on_gpus_use_no_cache_of_compiled_programs(monkeypatch
 
 def test_a_warm_request_enters_few_files(llm, no_checks_of_type):
     """Whoever follows a request through the package reads these, and no others."""
-    entered, package = set(), str(Path(mla_jax.__file__).parent)
+    entered, package, params = set(), str(Path(mla_jax.__file__).parent), SamplingParams(max_tokens=8)
 
     def enter(frame, event, _):
         if frame.f_code.co_filename.startswith(package):
@@ -586,7 +586,7 @@ def test_a_warm_request_enters_few_files(llm, no_checks_of_type):
     for profile in (None, None, enter):
         sys.setprofile(profile)
         try:
-            llm.generate("a0b1c2", SamplingParams(max_tokens=8))
+            llm.generate("a0b1c2", params)
         finally:
             sys.setprofile(None)
-    assert 0 < len(entered) <= 32, sorted(entered)
+    assert 0 < len(entered) <= 30, sorted(entered)

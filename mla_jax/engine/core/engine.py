@@ -57,6 +57,8 @@ class Engine:
             programs, size, self.stats, self.policy.table, keeps_text, self.policy.evicted
         )
         self._serial = 0
+        # Bytes that a step of some rows must read: of weights, and for each token that the rows hold
+        self._least: dict[int, tuple[float, float]] = {}
         self.jobs: dict[int, Job] = {}  # that are not done, by id
         self.is_in_step = False  # or in another method that must not be disturbed
         self._to_cancel: list[Job] = []
@@ -394,5 +396,10 @@ class Engine:
     def _least_bytes(self, jobs: list[Job], steps: int) -> int:
         """Bytes that each device had to read in these steps of these rows: weights and latents."""
         held = sum(self.policy.attended(job.held_tokens) for job in jobs) // len(jobs)
-        cost = self.drafting.cost
-        return int(steps * cost.read_bytes(cost.shared(len(jobs), held=held)))
+        rows = len(jobs)
+        if rows not in self._least:
+            cost = self.drafting.cost
+            none, one = (cost.read_bytes(cost.shared(rows, held=tokens)) for tokens in (0, PAGE))
+            self._least[rows] = none, (one - none) / PAGE
+        weights, token = self._least[rows]
+        return int(steps * (weights + held * token))
