@@ -50,6 +50,7 @@ from mla_jax.decode.packing import of_shards
 from mla_jax.decode.rows import ADMITTED, Entry, default_entries
 from mla_jax.decode.speculative import Mtp
 from mla_jax.engine.core.drafting import Drafting
+from mla_jax.model.parts import cost_of
 
 LITE = Config.preset("v2_lite", num_nextn_predict_layers=1)
 TINY = Config.preset("tiny", num_hidden_layers=2, num_nextn_predict_layers=1)
@@ -122,7 +123,7 @@ class Bench:
     def __init__(self, config: Config, format: str):
         self.model, drafter = random_model(config, format, mtp=True), Forced()
         self.plain, self.forced = Programs(self.model), Programs(self.model, drafter=drafter)
-        self.drafting = Drafting(config, self.model.dispatch.device, drafter)
+        self.drafting = Drafting(cost_of(self.model), drafter)
 
     def compile(self, batches: Sequence[int]) -> None:
         """Every program that is timed, all at the same time: one of each kind a batch serves every number of guesses."""

@@ -46,7 +46,7 @@ from mla_jax.mesh.cost import Predicted
 from mla_jax.mesh.devices import Devices
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.parts import cost_of, page_bytes
-from mla_jax.weights.plan import ROWS, temporaries
+from mla_jax.weights.temporaries import ROWS, temporaries
 
 SMALL = {
     "hidden_size": 256,

@@ -157,7 +157,7 @@ def _where(planned: "Plan", layer: int | None) -> str:
 
 def _verify(folder: Path, bar) -> None:
     from convert.verify import verify
-    from mla_jax.weights.plan import gib
+    from mla_jax.base.limits import gib
 
     start, shown = time.monotonic(), printable(str(folder), 200)
     try:

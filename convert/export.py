@@ -21,13 +21,13 @@ from convert.write import Stopped, interrupts, lock, refusal, write_others
 from mla_jax.base import axes, qtensor
 from mla_jax.base.errors import BadFile, DoesNotFit, Unsupported
 from mla_jax.base.files import read_json
+from mla_jax.base.limits import gib
 from mla_jax.weights.fill import PLAIN_DTYPES
 from mla_jax.weights.hf_names import HF, SCALE
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.names import Origin, value_half
 from mla_jax.weights.orbax_chunks import BATCH
 from mla_jax.weights.orbax_store import refuse_foreign, writing
-from mla_jax.weights.plan import gib
 from mla_jax.weights.safetensors import STORED_DTYPES
 from mla_jax.weights.save import complete, write_tensors
 

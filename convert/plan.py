@@ -13,11 +13,10 @@ from convert.tensors import Job, jobs, steps
 from mla_jax import __version__
 from mla_jax.base.errors import BadFile, DoesNotFit, printable
 from mla_jax.base.files import within
-from mla_jax.base.limits import free_memory
+from mla_jax.base.limits import free_memory, gib
 from mla_jax.engine.text import FILES, KIMI_FILES
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.orbax_chunks import BATCH
-from mla_jax.weights.plan import gib
 
 COPIES = {"embed_tokens.weight": "embed", "shared_head.head.weight": "head", "lm_head.weight": "embed"}
 M_ARENA_MAX = -8  # from malloc.h

@@ -14,6 +14,7 @@ from mla_jax.engine.core.job import Job
 from mla_jax.engine.core.request import Request
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.policy.evicting import Evicting, Eviction
+from mla_jax.model.parts import cost_of
 from mla_jax.text.tokenizer import Tokenizer
 
 STEPS = 100_000  # more than any engine of the tests takes
@@ -27,7 +28,7 @@ def drafting_engine(
     policy: CachePolicy | None = None,
 ) -> Engine:
     """With `drafts` drafted tokens in every pass; None: as many as pay."""
-    drafting = Drafting(programs.model.config, programs.device, programs.drafter, drafts)
+    drafting = Drafting(cost_of(programs.model), programs.drafter, drafts)
     return Engine(programs, size, tokenizer, policy=policy, drafting=drafting)
 
 

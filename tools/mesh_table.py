@@ -16,7 +16,7 @@ from mla_jax.mesh.cost import HELD, PREDICTED_ROWS, about
 from mla_jax.model import kernels
 from mla_jax.model.parts import cost_of, released
 from mla_jax.weights.auto_mesh import choose_mesh
-from mla_jax.weights.plan import tokens_that_fit
+from mla_jax.weights.temporaries import tokens_that_fit
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "meshes.md"
 START, END = "<!-- what follows is printed by tools/mesh_table.py -->", "<!-- end of what is printed -->"

@@ -94,33 +94,51 @@ def _shared(scores: Float[Array, "B M S"], stages: int) -> Float[Array, "B {stag
 
 def move(model: Transformer, pool: Pool, kept: Kept, old: Tables, new: Tables) -> tuple[Pool, Kept]:
     """The pool with what stays in its `new` pages, in the same order; both tables are as wide, and no part is in both."""
-    layers, lanes, _, width = old.pages.shape
-    size, block = _page_size(pool), min(MOVED, width)
-    used = -(-kept.count.max() // (block * size))
+    layers, width = old.pages.shape[0], old.pages.shape[-1]
+    slots = min(MOVED, width) * _page_size(pool)  # at a time
+    used = -(-kept.count.max() // slots)  # steps of a layer
 
     def moved(step: Array, pool: Pool) -> Pool:
-        number, first = step // used, step % used * block * size
+        number = step // used
         layer = model.layer_of(pool, number)
         assert layer is not None
-        first_part, to = layer.first * lanes, first + jnp.arange(block * size)
-        slot = kept.source[number][..., jnp.minimum(to, width * size - 1)]
-        before = jnp.take_along_axis(old.pages[number], slot // size, axis=-1) + first_part
-        after = new.pages[number][..., jnp.minimum(to // size, width - 1)] + first_part
-        after = jnp.where(to < kept.count[number][..., None], after, NOWHERE)
-        was_here, source = _here(slot % size, pool)
-        is_here, target = _here(jnp.broadcast_to(to % size, after.shape), pool)
-        source = paged.places(before, source, lanes)
-        target = paged.places(jnp.where(is_here, after, NOWHERE), target, lanes)
-
-        def written(array: Array) -> Array:
-            tokens = array[source]
-            mine = was_here.reshape(*was_here.shape, *(1,) * (tokens.ndim - was_here.ndim))
-            tokens = across.total(jnp.where(mine, tokens, 0), CONTEXT) if across.size(CONTEXT) > 1 else tokens
-            return array.at[target].set(tokens, mode="drop")
-
-        return {name: written(array) for name, array in pool.items()}
+        to = step % used * slots + jnp.arange(slots)
+        source, target = _moves(pool, kept, old, new, number, to, layer.first)
+        return {name: _written(array, source, target) for name, array in pool.items()}
 
     return jax.lax.fori_loop(0, layers * used, moved, pool), kept
+
+
+class Places(NamedTuple):
+    """Indices of the pool's arrays, and which of them are on this device."""
+
+    index: tuple[Int[Array, "*B"], ...]
+    is_here: Bool[Array, "*B"]
+
+
+def _moves(
+    pool: Pool, kept: Kept, old: Tables, new: Tables, number: Array, to: Int[Array, " S"], first: Array
+) -> tuple[Places, Places]:
+    """Where the slots `to` of layer `number` come from and go to; the layer's parts of pages begin with `first`."""
+    lanes, width, size = old.pages.shape[1], old.pages.shape[-1], _page_size(pool)
+    slot = kept.source[number][..., jnp.minimum(to, width * size - 1)]
+    before = jnp.take_along_axis(old.pages[number], slot // size, axis=-1) + first * lanes
+    after = new.pages[number][..., jnp.minimum(to // size, width - 1)] + first * lanes
+    after = jnp.where(to < kept.count[number][..., None], after, NOWHERE)
+    was_here, source = _here(slot % size, pool)
+    is_here, target = _here(jnp.broadcast_to(to % size, after.shape), pool)
+    written = paged.places(jnp.where(is_here, after, NOWHERE), target, lanes)
+    return Places(paged.places(before, source, lanes), was_here), Places(written, is_here)
+
+
+def _written(array: Array, source: Places, target: Places) -> Array:
+    """The array with the contents of `source` in `target`; devices that share pages each bring their own."""
+    tokens = array[source.index]
+    if across.size(CONTEXT) > 1:
+        is_here = source.is_here
+        mine = is_here.reshape(*is_here.shape, *(1,) * (tokens.ndim - is_here.ndim))
+        tokens = across.total(jnp.where(mine, tokens, 0), CONTEXT)
+    return array.at[target.index].set(tokens, mode="drop")
 
 
 def _page_size(pool: Pool) -> int:

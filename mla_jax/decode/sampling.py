@@ -9,6 +9,7 @@ largest sum of logit and noise, and the noise stays: the first token that is kep
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,27 +102,36 @@ def after_top_k(warm: Logits, sampling: Sampling) -> Float[Array, " B"]:
     It is found by its bits, four at a time, and by counting larger logits; the loop ends once there are k in every row."""
     # No logit is above 0, and below 0 a smaller number has larger bits
     bits = jax.lax.bitcast_convert_type(warm, jnp.uint32)
-    k, digits = sampling.top_k, np.arange(1, 16, dtype=np.uint32)
+    k = sampling.top_k
     needed = sampling.renormalises & (k < warm.shape[1])
 
-    def with_next_digit(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        shift, found, most = carry
-        tried = found + (digits[:, None] << shift.astype(jnp.uint32))
-        larger = [(bits < number[:, None]).astype(jnp.int32) for number in tried]
-        # reduced together: two kernels on a GPU, where fifteen sums are sixteen
-        counts = jnp.stack(
-            jax.lax.reduce(larger, [np.int32(0)] * 15, functools.partial(jax.tree.map, jnp.add), (1,))
-        )
-        fits = counts <= k
-        found += fits.sum(0, dtype=jnp.uint32) << shift.astype(jnp.uint32)
-        return shift - 4, found, jnp.maximum(most, jnp.where(fits, counts, 0).max(0))
+    def is_unfinished(search: _Search) -> Array:
+        return (search.shift >= 0) & (needed & (search.most < k)).any()
 
-    def unfinished(carry: tuple[Array, Array, Array]) -> Array:
-        return (carry[0] >= 0) & (needed & (carry[2] < k)).any()
-
-    start = jnp.int32(28), jnp.zeros(k.shape, jnp.uint32), jnp.zeros(k.shape, jnp.int32)
-    _, found, _ = jax.lax.while_loop(unfinished, with_next_digit, start)
+    start = _Search(jnp.int32(28), jnp.zeros(k.shape, jnp.uint32), jnp.zeros(k.shape, jnp.int32))
+    found = jax.lax.while_loop(is_unfinished, functools.partial(_with_next_digit, bits, k), start).bits
     return jnp.where(needed, jax.lax.bitcast_convert_type(found, jnp.float32), -jnp.inf)
+
+
+class _Search(NamedTuple):
+    """The `bits` found so far of each row's border, above `shift`; `most` logits are known to be larger."""
+
+    shift: Int[Array, ""]
+    bits: UInt32[Array, " B"]
+    most: Int[Array, " B"]
+
+
+def _with_next_digit(bits: UInt32[Array, "B W"], k: Given, search: _Search) -> _Search:
+    shift = search.shift.astype(jnp.uint32)
+    digits = np.arange(1, 16, dtype=np.uint32)
+    tried = search.bits + (digits[:, None] << shift)
+    larger = [(bits < number[:, None]).astype(jnp.int32) for number in tried]
+    # Reduced together: two kernels on a GPU, where fifteen sums are sixteen
+    add = functools.partial(jax.tree.map, jnp.add)
+    counts = jnp.stack(jax.lax.reduce(larger, [np.int32(0)] * len(digits), add, (1,)))
+    fits = counts <= k
+    found = search.bits + (fits.sum(0, dtype=jnp.uint32) << shift)
+    return _Search(search.shift - 4, found, jnp.maximum(search.most, jnp.where(fits, counts, 0).max(0)))
 
 
 def logit_of(token: Int[Array, " B"], logits: Logits) -> Float[Array, "B 1"]:
@@ -166,33 +176,51 @@ def choose(
 
     `seen[rows]` are the batch's. Costly parts run only when some row of the batch asks for them."""
 
-    def warmed(logits: Logits, likeliest: Array) -> Logits:
-        below = logits - logit_of(likeliest, logits)  # so that a small temperature cannot overflow to +inf
-        return below / jnp.where(sampling.cold, 1.0, sampling.temperature)[:, None]
-
-    def greedy() -> tuple[Array, Array]:
-        likeliest = jnp.argmax(logits, axis=-1)  # a NaN counts as the largest
-        return likeliest, jnp.isfinite(logit_of(likeliest, logits))[:, 0]
-
-    def sampled() -> tuple[Array, Array]:
-        likeliest, fit = greedy()
-        anything = jnp.full(rows.shape, -jnp.inf)
-        return draw(warmed(logits, likeliest), anything, likeliest, position, sampling), fit
-
-    def as_asked() -> tuple[Array, Array]:
-        # Not by max, which passes over NaN on a CPU
-        fit = (logits < jnp.inf).all(axis=-1) & (logits > -jnp.inf).any(axis=-1)
-        likely = penalise(logits, seen.at[rows].get(mode="clip"), sampling)
-        likeliest = jnp.argmax(likely, axis=-1)
-
-        def drawn() -> Array:
-            warm = warmed(likely, likeliest)
-            return draw(warm, after_top_k(warm, sampling), likeliest, position, sampling)
-
-        return jax.lax.cond(all_cold, lambda: likeliest, drawn), fit
-
-    all_cold = sampling.cold.all()
-    asked = jnp.where((sampling.penalises | sampling.renormalises).any(), 2, ~all_cold)
-    # what is usual is one choice away: each costs a GPU some launches
-    token, fit = jax.lax.switch(asked, [greedy, sampled, as_asked])
+    asks_more = (sampling.penalises | sampling.renormalises).any()
+    kind = jnp.where(asks_more, 2, ~sampling.cold.all())
+    # The usual ones are one choice away: each costs a GPU some launches
+    token, fit = jax.lax.switch(
+        kind,
+        [
+            lambda: _greedy(logits),
+            lambda: _sampled(logits, position, sampling),
+            lambda: _as_asked(logits, seen.at[rows].get(mode="clip"), position, sampling),
+        ],
+    )
     return token.astype(jnp.int32), fit
+
+
+def _greedy(logits: Logits) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    likeliest = jnp.argmax(logits, axis=-1)  # a NaN counts as the largest
+    return likeliest, jnp.isfinite(logit_of(likeliest, logits))[:, 0]
+
+
+def _sampled(
+    logits: Logits, position: Int[Array, " B"], sampling: Sampling
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """By temperature and min-p alone."""
+    likeliest, fit = _greedy(logits)
+    any_number = jnp.full(position.shape, -jnp.inf)
+    return draw(_warmed(logits, likeliest, sampling), any_number, likeliest, position, sampling), fit
+
+
+def _as_asked(
+    logits: Logits, seen: UInt16[Array, "B W"], position: Int[Array, " B"], sampling: Sampling
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """By everything that sampling offers."""
+    # Not by max, which passes over NaN on a CPU
+    fit = (logits < jnp.inf).all(axis=-1) & (logits > -jnp.inf).any(axis=-1)
+    likely = penalise(logits, seen, sampling)
+    likeliest = jnp.argmax(likely, axis=-1)
+
+    def drawn() -> Array:
+        warm = _warmed(likely, likeliest, sampling)
+        return draw(warm, after_top_k(warm, sampling), likeliest, position, sampling)
+
+    return jax.lax.cond(sampling.cold.all(), lambda: likeliest, drawn), fit
+
+
+def _warmed(logits: Logits, likeliest: Int[Array, " B"], sampling: Sampling) -> Logits:
+    """Logits over the temperature, the likeliest at 0: so a small temperature cannot overflow to +inf."""
+    below = logits - logit_of(likeliest, logits)
+    return below / jnp.where(sampling.cold, 1.0, sampling.temperature)[:, None]

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from mla_jax.base.errors import BadRequest, DoesNotFit, Unsupported, shown
+from mla_jax.base.limits import gib
 from mla_jax.base.names import only_known_names
 from mla_jax.base.options import HOMES, Options, SamplingParams
 from mla_jax.base.settings import Settings
@@ -37,7 +38,7 @@ from mla_jax.model.parts import cost_of
 from mla_jax.model.trainable import trainable
 from mla_jax.model.transformer import Transformer
 from mla_jax.weights.load import Progress
-from mla_jax.weights.plan import gib, logits_bytes
+from mla_jax.weights.temporaries import logits_bytes
 
 _named = functools.partial(only_known_names, homes=HOMES)
 

@@ -11,7 +11,7 @@ from mla_jax.base.axes import DATA, shown_mesh
 from mla_jax.mesh.cost import HELD, about
 from mla_jax.model.parts import cost_of
 from mla_jax.model.transformer import Transformer
-from mla_jax.weights.plan import tokens_that_fit
+from mla_jax.weights.temporaries import tokens_that_fit
 
 
 def decode_rates(

@@ -20,7 +20,7 @@ from mla_jax.mesh.cost import HELD, Pass
 from mla_jax.mesh.host_cost import HostRates, host_seconds
 from mla_jax.model.mla import FORMS
 from mla_jax.model.parts import cost_of, released
-from mla_jax.weights.plan import tokens_that_fit
+from mla_jax.weights.temporaries import tokens_that_fit
 
 V3, LITE, H200, CPU = Config.preset("v3"), Config.preset("v2_lite"), DEVICES["NVIDIA H200"], DEVICES["cpu"]
 LITE_WITH_MTP = Config.preset("v2_lite", num_nextn_predict_layers=1)

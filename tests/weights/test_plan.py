@@ -10,13 +10,16 @@ from flax import nnx
 
 from mla_jax import LLM, Transformer
 from mla_jax.base.errors import DoesNotFit
+from mla_jax.base.limits import gib
 from mla_jax.base.roofline import DEVICES
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.programs import Program
 from mla_jax.model.dispatch import Dispatch
+from mla_jax.model.parts import page_bytes
 from mla_jax.weights import plan as planning
 from mla_jax.weights.load import Checkpoint
-from mla_jax.weights.plan import gib, logits_bytes, memory_plan, page_bytes
+from mla_jax.weights.plan import memory_plan
+from mla_jax.weights.temporaries import logits_bytes
 
 
 @pytest.fixture(scope="module")

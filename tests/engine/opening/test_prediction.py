@@ -15,7 +15,8 @@ from mla_jax.mesh.planned import planned
 from mla_jax.model.dispatch import Dispatch
 from mla_jax.model.parts import cost_of, page_bytes, released
 from mla_jax.weights.load import Checkpoint
-from mla_jax.weights.plan import memory_plan, temporaries
+from mla_jax.weights.plan import memory_plan
+from mla_jax.weights.temporaries import temporaries
 
 
 def opened(folder, sizes=None, fraction=None) -> Checkpoint:
