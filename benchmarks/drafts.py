@@ -40,15 +40,14 @@ from random_models import random_model
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 from demo import corpus
-from mla_jax import LLM, Config, SamplingParams, Transformer
-from mla_jax.cache.paged import PAGE, Pool
+from mla_jax import LLM, Config, SamplingParams
+from mla_jax.cache.paged import PAGE
 from mla_jax.decode import speculative
 from mla_jax.decode.loop import Programs
-from mla_jax.decode.loop_state import RunInputs, RunState
 from mla_jax.decode.outputs import STEPS, Chosen, Found
 from mla_jax.decode.packing import of_shards
 from mla_jax.decode.rows import ADMITTED, Entry, default_entries
-from mla_jax.decode.speculative import Mtp
+from mla_jax.decode.speculative import Draft, Mtp, Proposal
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.model.parts import cost_of
 
@@ -64,15 +63,9 @@ class Forced(Mtp):
 
     The probability is in the first half of a row's seed, which a greedy row does not need."""
 
-    def propose(
-        self,
-        model: Transformer,
-        going: RunState,
-        asked: RunInputs,
-        token: Int[Array, " B"],
-        counts: Int[Array, " B"],
-    ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
-        pool, guesses, counts = super().propose(model, going, asked, token, counts)
+    def propose(self, given: Draft) -> Proposal:
+        pool, guesses, counts = super().propose(given)
+        going, asked = given.going, given.asked
         place = going.position[:, None] + 1 + jnp.arange(self.most)
         stands = scrambled(asked.at[:, None], place) < jnp.asarray(asked.entry.sampling.seed)[:, :1]
         return pool, guesses // 2 * 2 + stands, counts

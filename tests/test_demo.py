@@ -89,6 +89,7 @@ def test_function_heads_become_functions_that_parse(llm):
     assert sum(quality.continues_well(head, o.text) for head, o in zip(HEADS, outputs, strict=True)) >= 4
 
 
+@pytest.mark.deep
 def test_mtp_mostly_says_what_the_model_says_next(llm):
     _, best, drafted, load = quality.read_all(llm, [llm.tokenizer.encode(Path(quality.__file__).read_text())[:512]])
     agrees = drafted[0, :510] == best[0, 1:511]
@@ -96,6 +97,7 @@ def test_mtp_mostly_says_what_the_model_says_next(llm):
     assert (load > 0).all()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("task", ["passkey", "variable"])
 def test_what_stands_five_hundred_tokens_back_is_recalled(llm, task):
     source = llm.tokenizer.encode("\n".join(f.text for f in corpus.sources() if f.path in ("ast.py", "chunk.py")), bos=False)

@@ -69,6 +69,7 @@ def test_stdout_carries_the_text_alone_and_stderr_the_statistics(command, folder
     assert (quiet.stdout, quiet.stderr) == (loud.stdout, b"")
 
 
+@pytest.mark.deep
 def test_a_dash_reads_the_prompt_from_stdin(command, folder):
     given, piped = (
         command("AB", "--model", folder, *SHORT, "--quiet"),
@@ -176,6 +177,7 @@ def test_log_probabilities_are_printed_after_the_text(command, folder):
     assert b"logprobs" not in plain.stderr
 
 
+@pytest.mark.deep
 def test_log_probabilities_of_the_prompt_are_printed_or_in_the_first_event(command, folder):
     given, plain = (command("ABC", "--model", folder, *SHORT, *more) for more in (("--prompt-logprobs", 1), ()))
     assert given.stdout == plain.stdout
@@ -191,6 +193,7 @@ def test_log_probabilities_of_the_prompt_are_printed_or_in_the_first_event(comma
     assert not any("prompt_logprobs" in event for event in events[1:])
 
 
+@pytest.mark.deep
 def test_n_answers_come_one_after_the_other_with_seeds_that_follow_each_other(command, folder):
     several = command("AB", "--model", folder, *SHORT, "--temperature", 1, "--n", 2)
     assert b"seed 4" in several.stderr
@@ -199,6 +202,7 @@ def test_n_answers_come_one_after_the_other_with_seeds_that_follow_each_other(co
     assert several.stdout == b"".join(single)
 
 
+@pytest.mark.deep
 def test_biases_and_penalties_act_from_the_command_line_and_from_a_file(command, folder, tmp_path):
     biased = command("AB", "--model", folder, *SHORT, "--quiet", "--logit-bias", 10, 100, 11, -100)
     assert biased.stdout == b"I" * 6 + b"\n"

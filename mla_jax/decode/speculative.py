@@ -30,6 +30,18 @@ from mla_jax.decode.rows import Rows, replay_token
 from mla_jax.mesh import across
 from mla_jax.model.transformer import Transformer
 
+Proposal = tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]  # as `Drafter.propose` says
+
+
+class Draft(NamedTuple):
+    """A pass that drafts: each row's `token`, chosen just now, and its room for `counts` guesses; -1: it has not read `token`."""
+
+    model: Transformer
+    going: RunState
+    asked: RunInputs
+    token: Int[Array, " B"]
+    counts: Int[Array, " B"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Drafter:
@@ -43,17 +55,8 @@ class Drafter:
     runs_layer: ClassVar[bool] = False  # of the model, for each guess
     hoped: ClassVar[float] = 0.5  # how often a guess stands, until that is known
 
-    def propose(
-        self,
-        model: Transformer,
-        going: RunState,
-        asked: RunInputs,
-        token: Int[Array, " B"],
-        counts: Int[Array, " B"],
-    ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
-        """The pool, what follows the `token` that was chosen just now, and how many of these guesses each row has.
-
-        Rows have room for `counts` guesses; -1 says that a row has not even read `token`."""
+    def propose(self, given: Draft) -> Proposal:
+        """The pool, the guesses that follow each row's token, and how many of them each row has."""
         raise NotImplementedError
 
     def keep(
@@ -74,15 +77,8 @@ class Nobody(Drafter):
 
     most: int = 0
 
-    def propose(
-        self,
-        model: Transformer,
-        going: RunState,
-        asked: RunInputs,
-        token: Int[Array, " B"],
-        counts: Int[Array, " B"],
-    ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
-        return going.pool, jnp.zeros((token.size, 0), jnp.int32), counts
+    def propose(self, given: Draft) -> Proposal:
+        return given.going.pool, jnp.zeros((given.token.size, 0), jnp.int32), given.counts
 
 
 NOBODY = Nobody()
@@ -101,14 +97,8 @@ class Mtp(Drafter):
     runs_layer = True
     hoped = 0.8
 
-    def propose(
-        self,
-        model: Transformer,
-        going: RunState,
-        asked: RunInputs,
-        token: Int[Array, " B"],
-        counts: Int[Array, " B"],
-    ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
+    def propose(self, given: Draft) -> Proposal:
+        model, going, asked, token, counts = given
         needed = counts + (counts == 0)  # the first entry is needed also where nothing is guessed
 
         def guess(i: Array, carry: tuple) -> tuple:
@@ -174,14 +164,8 @@ class Lookup(Drafter):
     needs_text = True
     hoped = 0.4
 
-    def propose(
-        self,
-        model: Transformer,
-        going: RunState,
-        asked: RunInputs,
-        token: Int[Array, " B"],
-        counts: Int[Array, " B"],
-    ) -> tuple[Pool, Int[Array, "B K"], Int[Array, " B"]]:
+    def propose(self, given: Draft) -> Proposal:
+        going, asked = given.going, given.asked
         assert going.rows.text is not None, "prompt lookup needs the rows' text"
         # The position is that of `token`, which is in the text already
         text, position = going.rows.text.at[asked.at].get(mode="clip"), going.position
@@ -198,7 +182,7 @@ class Lookup(Drafter):
         after = best[:, None] + 1 + jnp.arange(self.most)
         guesses = jnp.take_along_axis(text, jnp.minimum(after, text.shape[1] - 1), axis=1)
         known = jnp.where(found, position - best, 0)  # tokens from there up to the newest
-        return going.pool, guesses, jnp.minimum(counts, known)
+        return going.pool, guesses, jnp.minimum(given.counts, known)
 
 
 def stands(guess: Int[Array, " B"], drawn: Int[Array, " B"]) -> Bool[Array, " B"]:
@@ -224,7 +208,7 @@ def run_with_drafts(
         going, token, more = next_token(carry[0], asked, carry[1])
         room = jnp.minimum(asked.steps - going.chosen.count, asked.entry.limit - going.is_open.count - 1)
         counts = jnp.where(more, jnp.clip(room, 0, jnp.minimum(drafts, drafter.most)), -1)
-        pool, guesses, counts = drafter.propose(model, going, asked, token, counts)
+        pool, guesses, counts = drafter.propose(Draft(model, going, asked, token, counts))
         return _verified(model, going._replace(pool=pool), asked, drafter, Guessed(token, guesses, counts))
 
     start = going, sharded_sampling.row_logits(model, going.last)

@@ -30,21 +30,35 @@ class Disguise:
 
     def __init__(self, tokenizer: Tokenizer, source: str, messages: list[Message]):
         self.tokenizer, self.messages = tokenizer, messages
-        alphabet = sorted({c for text in tokenizer.control for c in text if not c.isspace()})
-        texts = (source, *(m["content"] + m["role"] for m in messages), *tokenizer.control)
+        self._choose_stand_ins(source)
+        self._compile_patterns(source)
+        self.ways = self._ways()
+
+    def _choose_stand_ins(self, source: str) -> None:
+        control = self.tokenizer.control
+        alphabet = sorted({c for text in control for c in text if not c.isspace()})
+        texts = (source, *(m["content"] + m["role"] for m in self.messages), *control)
         self.mark, self.seam, *stand_ins = _unused(2 + len(alphabet), *texts)
         self.disguise = str.maketrans(dict(zip(alphabet, stand_ins, strict=True)))
         self.undisguise = {ord(to): chr(of) for of, to in self.disguise.items()} | {ord(self.mark): None}
-        named = sorted((text for text in tokenizer.control if text in source), key=len, reverse=True)
-        self.named = re.compile("|".join(map(re.escape, named)) or "(?!)")
-        self.single = re.compile(rf"(?:{self.named.pattern})\s*+")
-        self.kept = re.compile(rf"(?:{self.single.pattern})+")
-        self.in_message = re.compile(rf"({self.mark}\s*+{self.kept.pattern}{self.mark})")
-        answers = [m["content"] for m in messages if m["role"] == "assistant"]
+
+    def _compile_patterns(self, source: str) -> None:
+        """Of the texts that the template names: one, one with the white space behind it, several, and several between marks."""
+        texts = sorted((text for text in self.tokenizer.control if text in source), key=len, reverse=True)
+        named = "|".join(map(re.escape, texts)) or "(?!)"
+        single = rf"(?:{named})\s*+"
+        kept = rf"(?:{single})+"
+        self.named, self.single, self.kept = re.compile(named), re.compile(single), re.compile(kept)
+        self.in_message = re.compile(rf"({self.mark}\s*+{kept}{self.mark})")
+
+    def _ways(self) -> list[tuple[re.Pattern[str], int]]:
+        """How each disguise marks texts of an answer, and how many."""
+        answers = [m["content"] for m in self.messages if m["role"] == "assistant"]
         most = max((len(self.named.findall(answer)) for answer in answers), default=0)
-        numbers = sorted({*range(1, min(most, MOST_KEPT) + 1), most} - {0})
-        # How each disguise marks texts of an answer, and how many
-        self.ways = [(self.single, most)] * bool(most) + [(self.kept, number) for number in (0, *numbers)]
+        if not most:
+            return [(self.kept, 0)]
+        numbers = sorted({*range(min(most, MOST_KEPT) + 1), most})
+        return [(self.single, most), *((self.kept, number) for number in numbers)]
 
     def variants(self) -> list[list[Message]]:
         """The disguised conversations, in the order in which they are believed."""

@@ -28,6 +28,7 @@ def answer(llm: LLM) -> list[int]:
     return llm.generate(PROMPT, ASKED)[0].token_ids
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mesh", [None, "data=2,tensor=2"])
 @pytest.mark.parametrize("make", [np.asarray, jnp.array], ids=["numpy", "jax"])
 def test_weights_of_the_host_or_of_one_device_take_the_places_of_the_earlier_ones(folders, mesh, make):

@@ -31,7 +31,8 @@ class Told(Drafter):
     truth: tuple[tuple[int, ...], ...] = ()  # of each row of the table, by position
     wrong: int = 0
 
-    def propose(self, model, going, asked, token, counts):
+    def propose(self, given):
+        _model, going, asked, _token, counts = given
         place = going.position[:, None] + 1 + jnp.arange(self.most)
         guesses = jnp.asarray(self.truth)[asked.at[:, None], jnp.minimum(place, CONTEXT - 1)]
         if self.wrong:
@@ -43,7 +44,8 @@ class Told(Drafter):
 class Random(Drafter):
     """Guesses anything."""
 
-    def propose(self, model, going, asked, token, counts):
+    def propose(self, given):
+        _model, going, _asked, token, counts = given
         guesses = jax.random.randint(jax.random.key(0), (token.size, self.most), 0, WORDS) + going.position[:, None]
         return going.pool, guesses % WORDS, counts
 
@@ -173,6 +175,7 @@ def test_runs_with_and_without_drafts_may_take_turns(model):
         assert_same(served, plain)
 
 
+@pytest.mark.deep
 def test_a_drafter_that_is_always_right_takes_as_few_passes_as_there_is_room_for(model):
     plain = Served(Programs(model)).finish()
     served = Served(Programs(model, drafter=Told(3, truth(plain))))

@@ -36,7 +36,8 @@ class Random(Drafter):
 
     most: int = MOST_DRAFTS
 
-    def propose(self, model, going, asked, token, counts):
+    def propose(self, given):
+        _model, going, _asked, token, counts = given
         guesses = jax.random.randint(jax.random.key(0), (token.size, self.most), 0, WORDS) + going.position[:, None]
         return going.pool, guesses % WORDS, counts
 
@@ -48,7 +49,9 @@ class Itself(Drafter):
     most: int = MOST_DRAFTS
     wrong: int = 9
 
-    def propose(self, model, going, asked, token, counts):
+    def propose(self, given):
+        model, going, asked, token, counts = given
+
         def guess(i, carry):
             pool, newest, guesses = carry
             one = Batch.behind(going.held + i, going.position + i, (i < counts).astype(jnp.int32), 1, asked.page_table)
@@ -235,6 +238,7 @@ def test_a_prompt_that_differs_right_behind_a_page_gets_entries_of_its_own(by_la
     assert all(np.abs(layer).sum(-1).min() > 0 for layer in entries.values())
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("turns", [PAGE, PAGE + 1, PAGE + 2])
 def test_a_conversation_that_goes_on_finds_the_entries_of_what_was_generated(by_layer, turns):
     """The last token was not read, and a page is known only together with the token behind it."""
@@ -265,6 +269,7 @@ def test_a_request_that_was_preempted_has_the_entries_that_it_has_alone(by_layer
         assert_same_entries(entries, expected, 100)
 
 
+@pytest.mark.deep
 def test_forks_share_pages_and_have_the_entries_that_they_have_alone(by_layer):
     whole = request(np.random.default_rng(6).integers(2, WORDS, PAGE + 10).tolist(), temperature=1.0, max_tokens=30)
     engine = engine_of(by_layer, SMALL, 3)

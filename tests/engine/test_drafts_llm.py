@@ -180,6 +180,7 @@ def test_options_say_who_guesses(folder, fields, expected):
     assert open_model(Options.of(model=folder, **fields)).drafter == expected
 
 
+@pytest.mark.deep
 def test_by_default_a_model_without_the_layer_drafts_nothing(without):
     llm = LLM(without, context=128)
     llm.generate(PROMPTS, GREEDY)
@@ -200,6 +201,7 @@ def test_where_the_model_s_layer_is_not_to_guess_neither_its_weights_nor_its_cac
     assert found.plan.cache < whole.plan.cache
 
 
+@pytest.mark.deep
 def test_explain_says_who_guesses_how_many_and_statistics_say_what_stood(folder, drafting):
     assert "drafts: 3 guesses a pass by the model's layer for multi-token prediction" in drafting["mtp"].explain()
     assert "drafts: 5 guesses a pass by looking up what followed before" in drafting["lookup"].explain()
@@ -251,7 +253,8 @@ def demo() -> LLM:
 class Unnormed(Mtp):
     """Gives the layer its own output before the last norm; scales do not matter, for its input is normed anew."""
 
-    def propose(self, model, going, asked, token, counts):
+    def propose(self, given):
+        model, going, asked, token, counts = given
         needed = counts + (counts == 0)
 
         def guess(i, carry):

@@ -362,6 +362,7 @@ def read_by(attention: str, kv_cache: str) -> Read:
     return Read(attention, kv_cache)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("attention", "kv_cache"), [("auto", "auto"), ("naive", "auto"), ("auto", "fp8")])
 def test_a_pass_for_a_policy_leaves_the_pool_as_it_is_and_scores_all_that_each_layer_holds(attention, kv_cache):
     read = read_by(attention, kv_cache)

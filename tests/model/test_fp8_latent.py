@@ -69,6 +69,7 @@ def test_a_form_attends_to_the_numbers_that_the_codes_stand_for(form):
     np.testing.assert_array_equal(*found)
 
 
+@pytest.mark.deep
 def test_the_forms_agree_over_one_cache():
     said = {}
     for attention in ("compressed", "absorbed", "move_elided", "fused"):

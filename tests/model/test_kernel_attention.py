@@ -91,6 +91,7 @@ def test_many_tokens_attend_to_what_is_cached_block_by_block(monkeypatch):
         assert np.abs(blocks - whole).max() < 1e-5 * whole.std(), name
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("new", [4, 11])
 def test_tokens_that_the_cache_drops_change_nothing_for_those_it_holds(new):
     config, size = Config.preset("tiny"), 16

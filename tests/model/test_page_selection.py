@@ -163,6 +163,7 @@ def test_all_forms_attend_to_the_same_pages(attention, kv_cache):
         np.testing.assert_allclose(mine, other, rtol=1e-3, atol=2e-3)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("policy", RETRIEVAL_POLICIES)
 def test_a_row_whose_pages_are_all_chosen_attends_as_without_a_choice_in_bfloat16_too(policy):
     """Which a CPU stores as bits."""

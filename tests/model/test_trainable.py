@@ -20,6 +20,7 @@ def llm() -> LLM:
     return LLM(V3)
 
 
+@pytest.mark.deep
 def test_gradients_equal_finite_differences(llm):
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, llm.config.vocab_size, (2, 12)), jnp.int32)
     graph, state = nnx.split(llm.trainable())

@@ -158,6 +158,7 @@ def test_streamed_prompts_still_copy_all_experts():
 # replicas
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("host_library")
 @pytest.mark.parametrize("precision", ["bf16", *KERNEL_FORMATS])
 def test_replicas_are_to_the_bit_what_the_host_has_in_every_format(precision):

@@ -83,6 +83,7 @@ def test_a_negative_weight_makes_a_token_less_likely():
     assert jax.grad(lambda x: training._mean(x, jnp.array([-1.0, 0.0])))(loss)[0] < 0
 
 
+@pytest.mark.deep
 def test_the_biases_push_towards_experts_with_too_few_tokens():
     config, before = RECIPE.config(False), training.start(RECIPE)
     values = {path: value.astype(jnp.bfloat16) for path, value in (before.values | before.bias).items()}

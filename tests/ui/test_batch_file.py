@@ -92,6 +92,7 @@ def idle(llm: LLM) -> bool:
 # what is written
 
 
+@pytest.mark.deep
 def test_every_line_gets_what_generate_gives_in_order(run, llm, files):
     assert run() == 0
     first, second, ids, chat, forked, biased = answers(files[1])

@@ -100,6 +100,7 @@ def leaves(model) -> dict:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(parameters.state(model))}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("kind", "mesh"), [*cases()])
 def test_parameters_are_those_of_one_device_to_the_bit_and_lie_as_the_layout_says(stored, kind, mesh):
     path, options, one = stored(kind)
@@ -183,6 +184,7 @@ def test_blocks_that_a_part_begins_inside_of_are_read_around_it(stored, kind):
         assert (found.how.shape, found.how.kept) == ((48, 48), (48, 32))
 
 
+@pytest.mark.deep
 def test_chunks_of_a_conversion_for_the_mesh_are_read_once_and_none_for_another_device(stored, monkeypatch):
     path, _, _ = stored("orbax")
     read, sound = [], orbax_store._sound
@@ -205,6 +207,7 @@ def test_chunks_of_a_conversion_for_the_mesh_are_read_once_and_none_for_another_
     assert read == ["layers.1.mlp.experts.up.0.1", "layers.1.mlp.experts.up.1.1"]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["fp8", "int8", "gguf"])
 def test_reordered_parts_are_those_of_the_reordered_whole(tmp_path, hopper, kind):
     path, dispatch = packed_models.written(tmp_path, kind), Dispatch(device=DEVICES["NVIDIA H200"])

@@ -453,6 +453,7 @@ def test_threads_may_read_at_once(tmp_path):
             assert_equal(found, expected.parts)
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 def test_every_mesh_gets_equal_values(tmp_path):
     expected = tensor("BF16", (16, 24))

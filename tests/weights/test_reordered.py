@@ -41,6 +41,7 @@ def logits(model: Transformer, count: int = 12) -> np.ndarray:
     return np.asarray(run(state))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["fp8", "int8", "gguf"])
 def test_reordered_weights_are_the_files_and_give_its_logits(tmp_path, hopper, kind):
     path = written(tmp_path, kind)
@@ -94,6 +95,7 @@ def test_nothing_is_reordered_on_a_cpu_or_with_a_dtype_asked_for(tmp_path, hoppe
     assert not Checkpoint(path).reordered  # computes in float32, which no kernel takes
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("shape", [(3, 136, 256), (136, 256)])
 def test_rows_and_one_of_a_stack_and_infinities_are_found_in_any_order(shape):
     parts = packed.random_parts("Q6_K", shape)

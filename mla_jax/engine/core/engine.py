@@ -144,9 +144,11 @@ class Engine:
         if not self._to_cancel:
             return
         self.is_in_step = True
-        while self._to_cancel:
-            self._cancel(self._to_cancel.pop(0))
-        self.is_in_step = False
+        try:
+            while self._to_cancel:
+                self._cancel(self._to_cancel.pop(0))
+        finally:
+            self.is_in_step = False
         self._note()
 
     def _cancel(self, job: Job) -> None:

@@ -102,6 +102,7 @@ def test_600_requests_get_the_tokens_they_get_alone(programs):
     assert engine.stats.pages_free == SMALL.pages
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("penalties", PENALTIES[1:], ids=lambda given: "-".join(given))
 def test_output_that_an_earlier_row_has_read_counts_for_the_penalties(programs, penalties):
     """A preempted request finds its own output in the prefix index."""

@@ -73,6 +73,7 @@ def test_groups_come_back_as_generate_answers_them_an_empty_one_empty(llm):
     assert found == [expected[:2], [], expected[2:3], expected[3:]]
 
 
+@pytest.mark.deep
 def test_serving_that_is_dropped_half_way_gives_all_pages_back(llm):
     requests = ([llm.inputs.request([20 + i, 7], SHORT)] for i in range(500))
     with contextlib.closing(llm.serve(requests)) as served:
@@ -107,6 +108,7 @@ def test_a_request_that_can_never_fit_leaves_none_of_the_others_behind(llm, monk
     assert idle(llm)
 
 
+@pytest.mark.deep
 def test_a_bar_counts_what_is_done_and_says_how_fast_and_what_runs(llm, capsys):
     bar = Bar(40, llm.stats(), shown=True, done=10)
     with bar:

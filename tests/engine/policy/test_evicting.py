@@ -375,6 +375,7 @@ def test_it_is_an_option_of_a_model(folder, asked):
     assert any("snapkv" in line and "50 %" in line and "over layers by" in line for line in llm.explain().splitlines())
 
 
+@pytest.mark.deep
 def test_where_heads_are_cached_it_says_that_they_share(folder, asked):
     llm = LLM(folder, evict="snapkv", attention="naive")
     (out,) = llm.generate([asked[0].prompt], SamplingParams(max_tokens=5, temperature=0))
