@@ -42,12 +42,6 @@ class Refusal(NamedTuple):
 
 REFUSED = (
     Refusal(('attention="naive"', 'kv_cache="fp8"'), "that form caches heads, and only latents are packed"),
-    Refusal(
-        ("host_cache", "mesh tensor"), "pages in the host's memory are those of one device; leave it out"
-    ),
-    Refusal(
-        ("host_cache", "mesh context"), "pages in the host's memory are those of one device; leave it out"
-    ),
     Refusal(("evict", "retrieve"), "both decide what a step reads; keep one of them"),
     Refusal(("evict", 'draft="mtp"'), 'the layer that drafts has a cache of its own; take draft="lookup"'),
     Refusal(
