@@ -202,14 +202,14 @@ def wilson(right: int, count: int) -> tuple[float, float]:
 def measured(ways: Ways, asked: Asked) -> Iterator[dict]:
     """Rows of one form and distance."""
     llm = asked.llm
-    full = Engine(Programs(llm.model), asked.size, llm.tokenizer)
+    full = Engine(Programs(llm.model), asked.size)
     yield asked.about | {"policy": "none", "budget": "", "kept": 1.0} | asked.quality(full) | asked.code(full)
     del full
     for policy, budget in ways.pairs:
         evicts = Selection(EVICTION_POLICIES[policy], budget)
         programs = Programs(llm.model, evicts=evicts)
         evicting = Evicting(programs, asked.size, Eviction(evicts, 1.0))
-        engine = Engine(programs, asked.size, llm.tokenizer, policy=evicting)
+        engine = Engine(programs, asked.size, policy=evicting)
         for keep in ways.keeps:
             # The same engine for each share: the prompts stay in its prefix index
             evicting.eviction = dataclasses.replace(evicting.eviction, keep=keep)
@@ -220,7 +220,7 @@ def measured(ways: Ways, asked: Asked) -> Iterator[dict]:
     for policy, tokens in itertools.product(ways.retrieve, ways.tokens):
         other = LLM(retrieve=policy, retrieve_tokens=tokens, context=asked.size.context)
         programs = Programs(other.model)
-        engine = Engine(programs, asked.size, other.tokenizer, policy=Retrieving(programs, asked.size))
+        engine = Engine(programs, asked.size, policy=Retrieving(programs, asked.size))
         yield asked.about | {"policy": policy, "budget": tokens, "kept": 1.0} | asked.quality(engine)
 
 

@@ -15,7 +15,6 @@ from mla_jax.engine.core.request import Request
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.policy.evicting import Evicting, Eviction
 from mla_jax.model.parts import cost_of
-from mla_jax.text.tokenizer import Tokenizer
 
 STEPS = 100_000  # more than any engine of the tests takes
 
@@ -24,12 +23,11 @@ def drafting_engine(
     programs: Programs,
     size: Size,
     drafts: int | None = None,
-    tokenizer: Tokenizer | None = None,
     policy: CachePolicy | None = None,
 ) -> Engine:
     """With `drafts` drafted tokens in every pass; None: as many as pay."""
     drafting = Drafting(cost_of(programs.model), programs.drafter, drafts)
-    return Engine(programs, size, tokenizer, policy=policy, drafting=drafting)
+    return Engine(programs, size, policy=policy, drafting=drafting)
 
 
 def evicting_engine(programs: Programs, size: Size, keep: float, every: int = 16, drafts: int | None = None) -> Engine:

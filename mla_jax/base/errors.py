@@ -49,6 +49,16 @@ class DoesNotFit(MlaJaxError):
     exit_code = 4
 
 
+class Overloaded(MlaJaxError):
+    """More requests wait than may. `seconds` is about how long to wait before the next try."""
+
+    exit_code = 6
+
+    def __init__(self, finding: str, *details: str, seconds: float = 1.0):
+        super().__init__(finding, *details)
+        self.seconds = seconds
+
+
 class ProcessLost(MlaJaxError):
     """One of several processes that share a model is gone, so none of them can go on."""
 

@@ -36,6 +36,7 @@ MAX_ROWS = 1024  # sequences computed together
 MAX_BIASES = 300  # as in OpenAI's interface
 MAX_ENDS = 96  # token ids that end an answer: the model's and the user's
 MAX_FORKS = 128
+MAX_TIMEOUT = 1e6  # seconds
 ATTENTION = ("auto", "naive", "compressed", "absorbed", "move_elided", "fused")
 KV_CACHE = ("auto", "fp8")
 DTYPES = ("float32", "bfloat16")
@@ -387,6 +388,8 @@ class SamplingParams(Checked):
     """Added to the logits of these token ids."""
     n: int = option(1, whole(1, MAX_FORKS))
     """Answers to each prompt, with seeds that follow each other."""
+    timeout: float | None = option(None, optional(number(0, MAX_TIMEOUT, above=True)))
+    """Seconds after which an answer ends with the tokens it has."""
 
 
 HOMES = {"SamplingParams": names(SamplingParams), "LLM": OPENING}

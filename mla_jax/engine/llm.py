@@ -1,10 +1,10 @@
 """LLM: a checkpoint as an object that answers prompts."""
 
 import contextlib
-import dataclasses
 import functools
+import threading
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -23,16 +23,17 @@ from mla_jax.engine.bar import Bar
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.interface import EngineInterface
-from mla_jax.engine.core.job import Job
 from mla_jax.engine.core.request import Chunk, Output, Request
-from mla_jax.engine.core.request_groups import Served
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.core.stats import EngineStats, Stats, stats_of
+from mla_jax.engine.core.worker import Worker
 from mla_jax.engine.opening.explain import explain
 from mla_jax.engine.opening.opened import Opened, open_model
 from mla_jax.engine.policy.choose import policy_of
 from mla_jax.engine.policy.evicting import Eviction
 from mla_jax.engine.processes import LedEngine, follow
+from mla_jax.engine.reader import Reader
+from mla_jax.engine.request_groups import Served
 from mla_jax.hosts import distributed
 from mla_jax.model.parts import cost_of
 from mla_jax.model.trainable import trainable
@@ -94,13 +95,14 @@ class LLM:
             opened.processes.serves = True
             if opened.processes.leads:
                 self.engine = LedEngine(engine, opened.processes)
+        self._worker = Worker(self.engine, self._memory_explained)
 
     def _new_engine(self) -> Engine:
         programs, chunk = self._programs, self.model.dispatch.chunk(self.model)
         size = Size(self.plan.rows, self.plan.tokens // PAGE, self.context, chunk, self.plan.hosted // PAGE)
         policy = policy_of(programs, size, self.options.eviction)
         drafting = Drafting(cost_of(self.model), programs.drafter, self.options.drafts.draft_tokens)
-        return Engine(programs, size, self.tokenizer, policy=policy, drafting=drafting)
+        return Engine(programs, size, policy=policy, drafting=drafting)
 
     def __repr__(self) -> str:
         formats = ", ".join(f"{gib(size)} in {name}" for name, size in self._formats.items())
@@ -147,18 +149,18 @@ class LLM:
         There may be any number of groups: they are taken from `groups` only some way ahead of finished ones. An empty group
         comes back empty. `bar` shows how far the work is. `inputs.request` makes a Request."""
         self._refresh()
-        served = Served(self.engine, groups)
+        served = Served(self.submit, self.engine.rows, groups)
         try:
             while served.fill():
                 if not served.ready:
-                    with self._serving():
-                        self.engine.step()
+                    served.wait()
                 if bar is not None and bar.shown:
                     bar.update(served.done)
-                for jobs in served.take():
-                    yield [self._output_of(job) for job in jobs]
+                for readers in served.take():
+                    yield [self.output_of(reader) for reader in readers]
+            self._count_experts()
         finally:
-            self._end(served.unfinished)
+            self.cancel(served.unfinished)
 
     @_named
     def stream(
@@ -190,10 +192,7 @@ class LLM:
         self._refresh()
         array = np.asarray(self._token_block(tokens), np.int32)
         self._refuse_logits(*array.shape)
-        with self._memory_explained():
-            found = self.engine.logits(array)
-        self._programs.check()
-        return found
+        return self._worker.call(functools.partial(self._logits, array))
 
     def follow(self) -> None:
         """In each of several processes but the first: computes its part of what process 0 is asked for, until that ends."""
@@ -201,6 +200,16 @@ class LLM:
             raise BadRequest("this process follows no other", "it is for a process_id above 0")
         assert isinstance(self.engine, Engine)
         follow(self.engine, self._processes)
+
+    def close(self) -> None:
+        """Ends all requests; the LLM takes no more. `with LLM(...) as llm` does so at its end."""
+        self._worker.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
     def trainable(self) -> Transformer:
         """A copy of the model that `jax.grad` can differentiate: floating-point weights, all experts computed for all tokens."""
@@ -221,48 +230,77 @@ class LLM:
     def warm_up(self) -> None:
         """Compiles every program that a request may need. Afterwards no request waits for the compiler."""
         self._refuse_followers()
-        with self._serving():
-            self.engine.warm_up()
+        self._worker.call(self._warm_up)
 
     def _stream(self, request: Request) -> Iterator[Chunk]:
-        self._refresh()
-        job, first = self.engine.submit(request, streams=True), True
+        news = threading.Event()
+        (reader,) = self.submit([request], lambda _: news.set(), streams=True)
         try:
-            while not job.done or job.news:
-                with self._serving():
-                    while not job.news:
-                        self.engine.step()
-                if job.error is not None:
-                    raise job.error
-                self.last_stats = self._stats_of(job)
-                chunk, scores = job.news.pop(0), job.prompt_logprobs if first else None
-                yield chunk if scores is None else dataclasses.replace(chunk, prompt_logprobs=scores)
-                first = False
+            while not reader.done:
+                chunk = reader.read()
+                if chunk is None:
+                    news.wait()
+                    news.clear()
+                    continue
+                self.last_stats = self._stats_of(reader)
+                yield chunk
+            self._count_experts()
         finally:  # also of a stream that nobody reads to its end
-            self._end([job])
+            self.cancel([reader])
 
-    def _output_of(self, job: Job) -> Output:
-        """The output of a job that is done; raises what ended it, if anything did."""
-        if job.error is not None:
-            raise job.error
-        return job.output(self._stats_of(job))
+    def _logits(self, tokens: np.ndarray) -> np.ndarray:
+        with self._memory_explained():
+            found = self.engine.logits(tokens)
+        self._programs.check()
+        return found
 
-    def _stats_of(self, job: Job) -> Stats:
+    def _warm_up(self) -> None:
+        with self._memory_explained():
+            self.engine.warm_up()
+
+    def submit(
+        self, requests: Sequence[Request], wake: Callable[[Reader], None], streams: bool = False
+    ) -> list[Reader]:
+        """Queues requests, made by `inputs.request`, and returns at once. `wake` gets a reader whenever it has something to read,
+        on the engine's thread, and must not wait.
+
+        Raises DoesNotFit for one that can never run, and Overloaded if too many wait; then none is queued."""
+        self._refresh()
+        jobs = [self.engine.job_of(request, streams=streams) for request in requests]
+        readers = [Reader(job, self.tokenizer, self._worker.cancel) for job in jobs]
+        for reader in readers:
+            reader.job.wake = functools.partial(wake, reader)
+        self._worker.submit(jobs)
+        return readers
+
+    def cancel(self, readers: Iterable[Reader]) -> None:
+        """Ends what nobody wants any more, soon."""
+        self._worker.cancel([reader.job for reader in readers])
+
+    def output_of(self, reader: Reader) -> Output:
+        """The output of a reader that is done."""
+        return reader.output(self._stats_of(reader))
+
+    def _stats_of(self, reader: Reader) -> Stats:
         device, alone = self.model.dispatch.device, self._programs.spread.mesh is None
         bandwidth = device.bandwidth if alone and device.platform != "cpu" else None
-        seed = job.request.params.seed or 0
-        tokens = len(job.request.prompt), len(job.ids)
-        return stats_of(job.times, *tokens, seed, self._programs.waits, bandwidth)
+        request = reader.job.request
+        tokens, seed = (len(request.prompt), len(reader.ids)), request.params.seed or 0
+        return stats_of(reader.job.times, *tokens, seed, self._programs.waits, bandwidth)
 
     def _refresh(self) -> None:
         """Takes the parameters as the model has them now; a change clears the cache."""
         self._refuse_followers()
-        weights = self._programs.weights
-        if self._processes is not None and weights.changed:
+        if not self._programs.weights.changed:
+            return
+        if self._processes is not None:
             raise Unsupported(
                 "the model's parameters were changed in one of several processes", "take one process"
             )
-        if weights.refresh():
+        self._worker.call(self._take_weights)
+
+    def _take_weights(self) -> None:
+        if self._programs.weights.refresh():
             self.engine.reset()
 
     def _refuse_several(self, what: str, advice: str) -> None:
@@ -275,32 +313,15 @@ class LLM:
                 f"this is process {self._processes.process}", "process 0 is asked; this one calls follow()"
             )
 
-    def _end(self, jobs: list[Job]) -> None:
-        """Frees what jobs still hold, and adds the experts that were chosen to the statistics.
-
-        An answer is not lost because they cannot be written."""
-        for job in jobs:
-            if not job.done:
-                self.engine.cancel(job)
-        if (
-            self._routing is None or self.engine.is_in_step
-        ):  # a stream that Python's collector ends; the next request counts
+    def _count_experts(self) -> None:
+        """Adds the experts that were chosen to the statistics. An answer is not lost because they cannot be written."""
+        if self._routing is None:
             return
-        self._routing.counts += self.engine.take_load()
+        self._routing.counts += self._worker.call(self.engine.take_load)
         try:
             self._routing.save()
         except BadRequest as e:
             warnings.warn(f"routing statistics: {e}", RuntimeWarning, stacklevel=3)
-
-    @contextlib.contextmanager
-    def _serving(self) -> Iterator[None]:
-        """While the engine works: out of memory is explained, and after any failure the engine begins anew."""
-        try:
-            with self._memory_explained():
-                yield
-        except BaseException:
-            self.engine.reset()
-            raise
 
     @property
     def _room(self) -> int:

@@ -6,10 +6,8 @@ order. Only clocks differ: process 0 measures the times of passes and sends them
 import contextlib
 import dataclasses
 import hashlib
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -23,7 +21,7 @@ from mla_jax.base.options import Options, SamplingParams
 from mla_jax.decode.store import code
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.job import Job
-from mla_jax.engine.core.request import Request
+from mla_jax.engine.core.request import FinishReason, Request
 from mla_jax.engine.text import files_of
 from mla_jax.hosts import distributed
 from mla_jax.hosts.channel import SILENCE
@@ -44,22 +42,25 @@ class LedEngine:
     def __init__(self, engine: Engine, processes: Processes):
         self._engine, self._processes = engine, processes
         self.rows, self.stats, self.drafting = engine.rows, engine.stats, engine.drafting
-        self.is_in_step = False
-        self._to_cancel: list[Job] = []
 
-    def submit(self, request: Request, *, priority: int = 0, streams: bool = False) -> Job:
-        """As Engine's; a refused request is not sent to the others."""
-        with self._undisturbed():
-            job = self._engine.submit(request, priority=priority, streams=streams)
-            with ending_all(self._processes):
-                self._tell("submit", _as_json(request), priority, streams)
-            return job
+    @property
+    def busy(self) -> bool:
+        return self._engine.busy
 
-    def cancel(self, job: Job) -> None:
-        """As Engine's. It cannot leave the wait to its engine: nothing may be told in the middle of a message either."""
-        self._to_cancel.append(job)
-        if not self.is_in_step:
-            self._cancel_all()
+    def job_of(self, request: Request, *, priority: int = 0, streams: bool = False) -> Job:
+        return self._engine.job_of(request, priority=priority, streams=streams)
+
+    def queue(self, jobs: Sequence[Job]) -> None:
+        told = [(_as_json(job.request), job.priority, job.streams) for job in jobs]
+        self._do("queue", jobs, told=told)
+
+    def fail(self, error: BaseException) -> None:
+        """An error of one process ends all, so nothing begins anew; those that wait here are told."""
+        self._engine.fail(error)
+
+    def cancel(self, job: Job, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        if not job.done:
+            self._do("cancel", job, reason, told=(job.id, reason))
 
     def step(self) -> None:
         self._do("step", self._engine.taken_times())
@@ -78,32 +79,12 @@ class LedEngine:
 
     def _do(self, name: str, *given: Any, told: Any = None) -> Any:
         """Has all engines do the same. `told` stands for an argument that JSON does not have."""
-        with self._undisturbed(), ending_all(self._processes):
-            self._tell(name, *(given if told is None else [told]))
-            return getattr(self._engine, name)(*given)
-
-    def _tell(self, name: str, *given: Any) -> None:
-        self._processes.link.tell([name, *given])
-
-    @contextlib.contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """Ctrl-C and cancellations within wait for its end, so that all processes do the same in the same order."""
         if self._processes.code is not None:
             found = "this process has failed, and the others have ended with it"
             raise ProcessLost(found, "start all of them again")
-        with interrupts_wait():
-            self.is_in_step = True
-            try:
-                yield
-            finally:
-                self.is_in_step = False
-                self._cancel_all()
-
-    def _cancel_all(self) -> None:
-        while self._to_cancel and self._processes.code is None:
-            job = self._to_cancel.pop(0)
-            if not job.done:
-                self._do("cancel", job, told=job.id)
+        with ending_all(self._processes):
+            self._processes.link.tell([name, *(given if told is None else [told])])
+            return getattr(self._engine, name)(*given)
 
 
 def follow(engine: Engine, processes: Processes) -> None:
@@ -121,13 +102,17 @@ def follow(engine: Engine, processes: Processes) -> None:
 def _calls(engine: Engine, jobs: dict[int, Job]) -> dict[str, Callable[..., Any]]:
     """The methods that process 0 may call, with arguments as JSON has them. `jobs` are those that are not done, by id."""
 
-    def submit(request: dict[str, Any], priority: int, streams: bool) -> None:
-        job = engine.submit(_from_json(request), priority=priority, streams=streams)
-        jobs[job.id] = job
+    def queue(told: list[list[Any]]) -> None:
+        found = [
+            engine.job_of(_from_json(one), priority=priority, streams=streams)
+            for one, priority, streams in told
+        ]
+        engine.queue(found)
+        jobs.update({job.id: job for job in found})
 
     return {
-        "submit": submit,
-        "cancel": lambda job: engine.cancel(jobs[job]),
+        "queue": queue,
+        "cancel": lambda told: engine.cancel(jobs[told[0]], FinishReason(told[1])),
         "step": lambda times: engine.step([tuple(one) for one in times]),
         "reset": engine.reset,
         "warm_up": engine.warm_up,
@@ -151,22 +136,6 @@ def ending_all(processes: Processes) -> Iterator[None]:
 def _is_own(error: Exception) -> bool:
     """Whether an error of JAX has nothing to do with other processes."""
     return any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Out of memory"))
-
-
-@contextlib.contextmanager
-def interrupts_wait() -> Iterator[None]:
-    """Ctrl-C counts once this is done."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
-        yield
-        return
-    pressed: list[tuple] = []
-    handler = signal.signal(signal.SIGINT, lambda *given: pressed.append(given))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if pressed and callable(handler):
-        handler(*pressed[0])
 
 
 def started(options: Options) -> Processes | None:

@@ -1,10 +1,7 @@
 """One engine that another one follows: in one process, over a socket pair."""
 
 import json
-import os
-import signal
 import threading
-from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
@@ -16,7 +13,7 @@ from mla_jax.engine import processes as led
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.interface import EngineInterface
 from mla_jax.engine.core.job import Job
-from mla_jax.engine.core.request import Request
+from mla_jax.engine.core.request import FinishReason, Request
 from mla_jax.engine.processes import LedEngine, follow
 from mla_jax.hosts.distributed import Processes
 
@@ -44,29 +41,28 @@ def test_half_of_what_several_processes_need_is_refused(given, words):
 class FakeJob(Job):
     done = False
 
-    def __init__(self, number: int):
-        self.id = number
-
 
 class FakeEngine(Engine):
     """Records its calls."""
 
-    rows, stats, drafting, is_in_step = 8, None, None, False
+    rows, stats, drafting, busy = 8, None, None, False
 
     def __init__(self):
         self.asked, self.count, self.while_it_steps = [], 0, lambda: None
-        self.while_it_refuses = lambda: None
 
-    def submit(self, request, *, priority=0, streams=False):
+    def job_of(self, request, *, priority=0, streams=False):
         if len(request.prompt) > 100:
-            self.while_it_refuses()
             raise BadRequest("too long")
-        self.asked.append(("submit", request, priority, streams))
-        self.count += 1
-        return FakeJob(self.count)
+        return FakeJob(request, priority, streams)
 
-    def cancel(self, job):
-        self.asked.append(("cancel", job.id))
+    def queue(self, jobs):
+        for job in jobs:
+            self.count += 1
+            job.id = self.count
+            self.asked.append(("queue", job.id, job.request, job.priority, job.streams))
+
+    def cancel(self, job, reason=FinishReason.CANCELLED):
+        self.asked.append(("cancel", job.id, reason))
         job.done = True
 
     def taken_times(self):
@@ -122,66 +118,24 @@ def engines(linked):
 
 def test_the_other_engine_is_asked_the_same_in_the_same_order(engines):
     request = Request([1, 2, 3], PARAMS, (1,))
-    job = engines.submit(request, streams=True)
-    engines.submit(Request([4], SamplingParams(), ()), priority=3)
+    job, late = engines.job_of(request, streams=True), engines.job_of(request)
+    engines.queue([job, late])
+    engines.queue([engines.job_of(Request([4], SamplingParams(), ()), priority=3)])
     engines.step()
     with pytest.raises(BadRequest):
-        engines.submit(Request([1] * 200, SamplingParams(), ()))
+        engines.job_of(Request([1] * 200, SamplingParams(), ()))
     assert engines.take_load().tolist() == [3]
     assert engines.logits(np.array([[1, 2]], np.int32)).tolist() == [[2, 4]]
     engines.cancel(job)
     engines.cancel(job)  # which is done
+    engines.cancel(late, FinishReason.TIMEOUT)
     engines.reset()
     engines.end()
-    assert engines.other.asked == engines._engine.asked
-    assert [one[0] for one in engines.other.asked] == ["submit", "submit", "step", "take_load", "logits", "cancel", "reset"]
     assert engines.found == []
-
-
-def test_a_job_cancelled_in_the_middle_of_a_step_is_cancelled_after_it(engines):
-    job = engines.submit(Request([1], PARAMS, ()))
-    engines._engine.while_it_steps = lambda: engines.cancel(job)
-    engines.step()
-    engines.end()
-    assert [one[0] for one in engines._engine.asked] == ["submit", "step", "cancel"]
     assert engines.other.asked == engines._engine.asked
-
-
-def test_a_job_cancelled_in_the_middle_of_a_message_is_cancelled_after_the_step(engines, monkeypatch):
-    job, send = engines.submit(Request([1], PARAMS, ())), Connection.send_bytes
-
-    def cancelling(connection, data) -> None:
-        if b"step" in data:
-            assert engines.is_in_step
-            engines.cancel(job)
-        send(connection, data)
-
-    monkeypatch.setattr(Connection, "send_bytes", cancelling)
-    engines.step()
-    engines.end()
-    assert [one[0] for one in engines._engine.asked] == ["submit", "step", "cancel"]
-    assert engines.other.asked == engines._engine.asked
-
-
-def test_a_job_cancelled_while_another_request_is_refused_is_cancelled_at_once(engines):
-    job = engines.submit(Request([1], PARAMS, ()))
-    engines._engine.while_it_refuses = lambda: engines.cancel(job)
-    with pytest.raises(BadRequest):
-        engines.submit(Request([1] * 200, PARAMS, ()))
-    assert job.done
-    engines.end()
-    assert [one[0] for one in engines._engine.asked] == ["submit", "cancel"]
-    assert engines.other.asked == engines._engine.asked
-
-
-def test_ctrl_c_in_a_step_counts_behind_it(engines):
-    engines._engine.while_it_steps = lambda: os.kill(os.getpid(), signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        engines.step()
-    engines.end()
-    assert [one[0] for one in engines._engine.asked] == ["step"]
-    assert engines.other.asked == engines._engine.asked
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    names = ["queue", "queue", "queue", "step", "take_load", "logits", "cancel", "cancel", "reset"]
+    assert [one[0] for one in engines.other.asked] == names
+    assert engines.found == []
 
 
 def test_an_engine_that_breaks_ends_all_with_its_words(engines):

@@ -16,8 +16,8 @@ from terminals import Terminal
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.options import OPENING, Options
-from mla_jax.engine.core.request_groups import WAITING
 from mla_jax.engine.opening.opened import open_model
+from mla_jax.engine.request_groups import WAITING
 from mla_jax.ui import batch_file
 from mla_jax.ui.batch_file import answer_file
 from mla_jax.ui.console import Console
@@ -86,6 +86,7 @@ def tokens(lines: bytes) -> list:
 
 def idle(llm: LLM) -> bool:
     engine = llm.engine
+    llm._worker.join()
     return not engine.jobs and not engine.running and engine.shards[0].pages.free == engine.size.pages
 
 

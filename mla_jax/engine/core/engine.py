@@ -4,10 +4,9 @@ The scheduler decides the work, the allocator owns the pages, the cache policy g
 dispatches. A dispatch is sent before the tokens of the one before are read, so the device does not wait for the host."""
 
 import bisect
-import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -26,27 +25,24 @@ from mla_jax.engine.core.scheduler import Plan, agreed, assigned, few_read, plan
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.core.stats import EngineStats, between
 from mla_jax.model.parts import cost_of
-from mla_jax.text.tokenizer import Tokenizer
 
 SCORED = 64  # tokens of one prompt whose log-probabilities one dispatch computes
 
 
 class Engine:
-    """Serves any number of requests over one pool, or on a mesh over one of each data shard. One thread may use it; a job may be
-    cancelled at any time, also while `step` runs."""
+    """Serves any number of requests over one pool, or on a mesh over one of each data shard. One thread may use it."""
 
     def __init__(
         self,
         programs: Programs,
         size: Size,
-        tokenizer: Tokenizer | None = None,
         *,
         policy: CachePolicy | None = None,
         drafting: Drafting | None = None,
     ):
         """`size` is of each data shard. Without a policy everything is cached, without `drafting` as many tokens are drafted as
         pay, if the programs have a drafter."""
-        self.programs, self.size, self.tokenizer = programs, size, tokenizer
+        self.programs, self.size = programs, size
         self.policy = policy or CachePolicy(programs, size)
         self.drafting = drafting or Drafting(cost_of(programs.model), programs.drafter)
         reach = programs.model.dispatch.reach(programs.model)
@@ -60,8 +56,6 @@ class Engine:
         # Bytes that a step of some rows must read: of weights, and for each token that the rows hold
         self._least: dict[int, tuple[float, float]] = {}
         self.jobs: dict[int, Job] = {}  # that are not done, by id
-        self.is_in_step = False  # or in another method that must not be disturbed
-        self._to_cancel: list[Job] = []
         self.reset()
 
     def reset(self) -> None:
@@ -70,7 +64,6 @@ class Engine:
             job.finish(FinishReason.CANCELLED)
         self.jobs = {}
         self.waiting: list[Job] = []
-        self._to_cancel = []
         self._flying = Flights(self.programs, self.drafting, self.stats, self._least_bytes)
         self.device.reset()
         rows = list(range(self.size.rows))[::-1]
@@ -98,16 +91,33 @@ class Engine:
     def submit(self, request: Request, *, priority: int = 0, streams: bool = False) -> Job:
         """Queues a request; a lower `priority` comes first. Raises BadRequest or DoesNotFit if it is too long for the
         context or the pool."""
+        job = self.job_of(request, priority=priority, streams=streams)
+        self.queue([job])
+        return job
+
+    def job_of(self, request: Request, *, priority: int = 0, streams: bool = False) -> Job:
+        """A job for `queue`. Any thread may ask for it. Raises as `submit` does."""
         self._refuse_too_long(request)
-        with self._undisturbed():
+        return Job(request, priority, streams)
+
+    def queue(self, jobs: Sequence[Job]) -> None:
+        """Takes jobs in."""
+        for job in jobs:
             self._serial += 1
-            job = Job(request, self.tokenizer, self._serial, priority, streams)
-            if request.limit == 0 and not job.scores:
+            job.id = self._serial
+            if job.request.limit == 0 and not job.scores:
                 job.finish(FinishReason.LENGTH)
-                return job
+                continue
             self.jobs[job.id] = job
             self._wait(job)
-            return job
+        self._note()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends all jobs with an error, and begins anew."""
+        jobs, self.jobs = list(self.jobs.values()), {}
+        self.reset()
+        for job in jobs:
+            job.fail(error)
 
     def _refuse_too_long(self, request: Request) -> None:
         tokens, capacity = len(request.prompt) + request.limit, self.policy.capacity(request)
@@ -123,43 +133,17 @@ class Engine:
                 "lower max_tokens, or give more --cache-tokens",
             )
 
-    def cancel(self, job: Job) -> None:
-        """Ends a job that nobody wants any more; its pages are free again, now or once the step that runs is done."""
-        self._to_cancel.append(job)
-        if not self.is_in_step:
-            self._cancel_all()
-
-    @contextlib.contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """Cancellations within wait for its end: Python's collector may close a stream anywhere, in the middle of a step too."""
-        self.is_in_step = True
-        try:
-            yield
-        finally:
-            self.is_in_step = False
-        self._cancel_all()
-
-    def _cancel_all(self) -> None:
-        """Does the cancellations that are noted."""
-        if not self._to_cancel:
-            return
-        self.is_in_step = True
-        try:
-            while self._to_cancel:
-                self._cancel(self._to_cancel.pop(0))
-        finally:
-            self.is_in_step = False
-        self._note()
-
-    def _cancel(self, job: Job) -> None:
+    def cancel(self, job: Job, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """Ends a job that nobody wants any more, or whose time is up; its pages are free again."""
         if job.done:
             return
-        job.finish(FinishReason.CANCELLED)
+        job.finish(reason)
         if job.row is None:
             self.waiting.remove(job)
             del self.jobs[job.id]
         else:
             self._leave(job)
+        self._note()
 
     def _wait(self, job: Job) -> None:
         bisect.insort(self.waiting, job, key=lambda job: (job.priority, job.id))
@@ -177,8 +161,7 @@ class Engine:
         own = self.taken_times()
         for one in own if times is None else times:
             self.drafting.note_time(*one)
-        with self._undisturbed():
-            self._step()
+        self._step()
         running, _ = between(self.programs.waits, start, time.perf_counter())
         self.stats.host_seconds += running - (self.stats.waited_seconds - waited)
         self._note()
@@ -209,18 +192,15 @@ class Engine:
 
     def take_load(self) -> np.ndarray:
         """How often each expert of each layer was chosen since this was last asked; for programs that count it."""
-        with self._undisturbed():
-            return self.device.take_load()
+        return self.device.take_load()
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """float32 logits `[B T W]` of tokens `[B T]`."""
-        with self._undisturbed():
-            return self.programs.logits_of(tokens)
+        return self.programs.logits_of(tokens)
 
     def warm_up(self) -> None:
         """Compiles every program that any request may need, so that nothing is compiled later."""
-        with self._undisturbed():
-            self._compile(self._row_counts(), self.limits.lines, SCORED)
+        self._compile(self._row_counts(), self.limits.lines, SCORED)
 
     def _row_counts(self) -> list[int]:
         """Rows of the programs that decode."""

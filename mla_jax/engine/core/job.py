@@ -1,35 +1,34 @@
-"""A request while it is served: its generated tokens, and those not emitted yet."""
+"""A request while it is served."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mla_jax.decode.outputs import Likely
 from mla_jax.engine.core.pages import Held, Node, Pages
-from mla_jax.engine.core.request import Chunk, FinishReason, Logprobs, Output, Request
-from mla_jax.engine.core.stats import Stats, Times
-from mla_jax.text.stream import TextStream
-from mla_jax.text.tokenizer import Tokenizer
+from mla_jax.engine.core.request import FinishReason, Logprobs, Request
+from mla_jax.engine.core.stats import Times
 
 
 class Job:
-    """A handle on a submitted request. `news` are the chunks that came since they were last taken."""
+    """A handle on a submitted request. The engine's thread alone changes it.
 
-    def __init__(
-        self, request: Request, tokenizer: Tokenizer | None, serial: int, priority: int, streams: bool
-    ):
-        self.request, self.id, self.priority, self.streams = request, serial, priority, streams
+    Others may read it meanwhile: of each new token the log-probabilities come first, then its id, and the reason comes last."""
+
+    def __init__(self, request: Request, priority: int, streams: bool):
+        self.request, self.priority, self.streams = request, priority, streams
+        self.id = 0  # a number, once an engine has it
         self.ids: list[int] = []
         self.tokens = [*request.prompt]  # the prompt and the generated ones
-        self.text = ""
         self.logprobs: Logprobs | None = None if request.params.logprobs is None else []
         self.prompt_logprobs: list[dict[int, float] | None] | None = (
             None if request.params.prompt_logprobs is None else [None]
         )
         self.reason: FinishReason | None = None
-        self.error: Exception | None = None  # raised by what its results were given to
-        self.news: list[Chunk] = []
+        self.error: BaseException | None = None  # raised where its results are read
+        self.wake: Callable[[], None] = _nobody  # called when it has more tokens, or is done
         self.times = Times(time.perf_counter())
+        self.deadline = time.monotonic() + (request.params.timeout or 0.0)  # if it has a time limit
         self.shard: "Shard | None" = None  # where it runs,
         self.row: int | None = None  # and which row of it is its own
         self.held: Held | None = None
@@ -41,7 +40,6 @@ class Job:
         self.is_paused = False  # it waits for the answer
         self.matched: dict[int, list[Node]] = {}  # nodes of its beginning that were found last, by shard
         self.starts = 0  # how often it was admitted
-        self._stream = None if tokenizer is None else TextStream(tokenizer, request.params.stop)
 
     @property
     def done(self) -> bool:
@@ -119,16 +117,11 @@ class Job:
         logprobs = None if logprobs is None else logprobs[old:]
         if not ids and not ended:
             return
-        seen = len(self.ids)
+        if self.logprobs is not None:
+            self.logprobs += logprobs or []
         self.ids += ids
         self.tokens += ids
-        if ended:
-            self.reason = _reason(self.ids, self.request, finite)
-        text = "" if self._stream is None else self._show(ids[:-1] if self._at_end_token else ids)
-        self.text += text
-        if self.logprobs is not None:
-            self.logprobs = (self.logprobs + (logprobs or []))[: len(self.ids)]
-        self.news.append(Chunk(text, self.ids[seen:], self.reason, logprobs))
+        self._tell(_reason(self.ids, self.request, finite) if ended else None)
 
     def take_scores(self, tokens: list[int], likely: Likely) -> None:
         """Log-probabilities of the next tokens of the prompt."""
@@ -138,33 +131,16 @@ class Job:
 
     def finish(self, reason: FinishReason) -> None:
         """Ends it without further tokens."""
-        self.reason = reason
-        self.news.append(Chunk("", [], reason))
+        self._tell(reason)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Ends it alone: others are not touched by what went wrong with its own results."""
         self.error = error
         self.finish(FinishReason.ERROR)
 
-    def output(self, stats: Stats) -> Output:
-        assert self.reason is not None
-        text = None if self._stream is None else self.text
-        return Output(
-            text, self.ids, self.request.prompt, self.reason, self.logprobs, stats, self.prompt_logprobs
-        )
-
-    @property
-    def _at_end_token(self) -> bool:
-        return bool(self.ids) and self.ids[-1] in self.request.all_ends
-
-    def _show(self, ids: list[int]) -> str:
-        assert self._stream is not None
-        text = self._stream.push(ids)
-        if self._stream.stopped:
-            self.reason = FinishReason.STOP
-            del self.tokens[len(self.request.prompt) + self._stream.used :], self.ids[self._stream.used :]
-            return text
-        return text + self._stream.finish() if self.reason is not None else text
+    def _tell(self, reason: FinishReason | None) -> None:
+        self.reason = reason
+        self.wake()
 
 
 @dataclass(eq=False)
@@ -175,6 +151,10 @@ class Shard:
     pages: Pages
     free_rows: list[int]
     running: list[Job] = field(default_factory=list)
+
+
+def _nobody() -> None:
+    """Nobody waits."""
 
 
 def by_shard(jobs: Sequence[Job], count: int) -> list[list[Job]]:

@@ -14,6 +14,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens, or the context is full
     STOP = "stop"  # a stop text or stop token id
     ERROR = "error"  # the model's logits were not finite
+    TIMEOUT = "timeout"  # its time was up
     CANCELLED = "cancelled"  # nobody wanted the rest
 
 
@@ -42,9 +43,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Output since the previous chunk: text that is final, and the generated ids. The last chunk has a finish reason.
-
-    `token_ids` may run past a stop text; `Output.token_ids` does not."""
+    """Output since the previous chunk: text that is final, and the generated ids. The last chunk has a finish reason."""
 
     text: str
     token_ids: list[int]

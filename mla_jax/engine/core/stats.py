@@ -156,6 +156,11 @@ class EngineStats:
             Sample(now, self.running, self.waiting, in_use, self.pages_cached, unused, self.generated)
         )
 
+    def seconds_for(self, requests: int) -> float:
+        """About how long it takes until so many more requests are finished, by those that were; at least a second."""
+        rate = self.finished / (self.host_seconds + self.waited_seconds) if self.finished else 1.0
+        return max(requests / rate, 1.0)
+
     @property
     def imbalance(self) -> float:
         """The tokens of the data shard that holds most, over those of the mean: 1 where all hold the same."""

@@ -1,0 +1,68 @@
+"""An LLM for asyncio: answers are awaited, and a task that is cancelled cancels its requests."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from mla_jax.base.errors import BadRequest
+from mla_jax.base.options import SamplingParams
+from mla_jax.engine.core.request import Chunk, Output, Request
+from mla_jax.engine.llm import LLM
+from mla_jax.engine.reader import Reader
+
+
+class AsyncLLM:
+    """`LLM`'s methods as coroutines. Tasks of any number of event loops, and threads that use `llm` itself, share its engine."""
+
+    def __init__(self, model: Any = None, *given: Any, **settings: Any):
+        """An LLM, or what `LLM` takes. Loading blocks: `await asyncio.to_thread(AsyncLLM, model)` does not."""
+        self.llm = model if isinstance(model, LLM) else LLM(model, *given, **settings)
+
+    async def generate(self, prompts: Any, params: Any = None) -> list[Output]:
+        """As `LLM.generate`."""
+        requests = await asyncio.to_thread(self.llm.inputs.requests, prompts, params)
+        async with self._submitted(requests, streams=False) as (readers, news):
+            while not all(reader.done for reader in readers):
+                (await news.get()).read()
+            return [self.llm.output_of(reader) for reader in readers]
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None
+    ) -> Output:
+        """As `LLM.chat`."""
+        prompt = await asyncio.to_thread(self.llm.encode_chat, messages)
+        (output,) = await self.generate([prompt], params)
+        return output
+
+    async def stream(self, prompt: Any, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+        """As `LLM.stream`."""
+        if isinstance(params, SamplingParams) and params.n > 1:
+            raise BadRequest(f"n is {params.n}, but a stream is one answer", "generate gives several")
+        requests = await asyncio.to_thread(self.llm.inputs.requests, [prompt], params)
+        async with self._submitted(requests, streams=True) as ((reader,), news):
+            while not reader.done:
+                chunk = (await news.get()).read()
+                if chunk is not None:
+                    yield chunk
+
+    async def close(self) -> None:
+        """As `LLM.close`."""
+        await asyncio.to_thread(self.llm.close)
+
+    @contextlib.asynccontextmanager
+    async def _submitted(
+        self, requests: Sequence[Request], streams: bool
+    ) -> AsyncIterator[tuple[list[Reader], "asyncio.Queue[Reader]"]]:
+        """Readers of requests, and a queue of those with news; what is not done at the end is cancelled."""
+        loop, news = asyncio.get_running_loop(), asyncio.Queue()
+
+        def wake(reader: Reader) -> None:
+            with contextlib.suppress(RuntimeError):  # of a loop that has ended: nobody waits any more
+                loop.call_soon_threadsafe(news.put_nowait, reader)
+
+        readers = self.llm.submit(requests, wake, streams)
+        try:
+            yield readers, news
+        finally:
+            self.llm.cancel(readers)

@@ -1,0 +1,170 @@
+"""One thread works with an engine. Callers on any thread send it messages, and are woken when their requests have news.
+
+The thread lives while there is work. Messages are done between two steps, in the order in which they came. Nothing here waits for
+a caller, so a slow one holds up nobody."""
+
+import atexit
+import contextlib
+import heapq
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from mla_jax.base.errors import BadRequest, Overloaded
+from mla_jax.engine.core.interface import EngineInterface
+from mla_jax.engine.core.job import Job
+from mla_jax.engine.core.request import FinishReason
+
+T = TypeVar("T")
+Message = Callable[[], None]
+Explained = Callable[[], contextlib.AbstractContextManager]
+WORKERS: "weakref.WeakSet[Worker]" = weakref.WeakSet()  # all that there are
+
+
+class Worker:
+    """The only user of `engine`. `explained` turns errors of a step into those that callers get.
+
+    At most `most` requests may wait for a row; None is no limit."""
+
+    def __init__(self, engine: EngineInterface, explained: Explained, most: int | None = None):
+        self.engine, self._explained, self._most = engine, explained, most
+        # Not a Queue: the collector may end a stream while this very thread puts a message
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._process, self._is_closed = os.getpid(), False
+        self._sent = 0  # jobs that were submitted and not taken in yet
+        self._deadlines: list[tuple[float, int, Job]] = []  # a heap
+        WORKERS.add(self)
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queues jobs of `engine.job_of`. Raises Overloaded if too many wait; then none is queued."""
+        self._refuse_closed()
+        with self._lock:
+            self._refuse_overload(len(jobs))
+            self._sent += len(jobs)
+        self._post(lambda: self._queue(jobs))
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """Ends jobs that nobody wants any more, soon. It may be called anywhere, by Python's collector too."""
+        wanted = [job for job in jobs if not job.done]
+        if wanted:  # so there is work, and a thread
+            self._inbox.put(lambda: self._cancel(wanted))
+
+    def call(self, function: Callable[[], T]) -> T:
+        """The result of `function()`, which may use the engine; raises what it raises."""
+        self._refuse_closed()
+        found: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                found.set_result(function())
+            except BaseException as e:
+                found.set_exception(e)
+
+        self._post(run)
+        return found.result()
+
+    def close(self) -> None:
+        """Ends all requests and takes no more. What is closed may be closed again."""
+        if self._process != os.getpid() or self._is_closed:
+            return
+        self.call(self.engine.reset)
+        self._is_closed = True
+        self.join()
+
+    def join(self) -> None:
+        """Waits for the thread to end. Requests that it has go on until they are done, unless it is closed."""
+        thread = self._thread
+        if thread is not None and self._process == os.getpid():
+            thread.join()
+
+    def stop(self) -> None:
+        """Ends the thread after the step that it does, whatever is left."""
+        self._is_closed = True
+        self.join()
+
+    def _refuse_closed(self) -> None:
+        if self._process != os.getpid():
+            raise BadRequest(
+                "this LLM was made before the process forked",
+                "make it in the process that uses it; a device cannot be shared so",
+            )
+        if self._is_closed:
+            raise BadRequest("this LLM is closed")
+
+    def _refuse_overload(self, new: int) -> None:
+        stats = self.engine.stats
+        free = max(self.engine.rows - stats.running, 0)
+        waiting = stats.waiting + self._sent + new - free
+        if self._most is not None and waiting > self._most:
+            raise Overloaded(
+                f"{stats.waiting + self._sent:,} requests wait already",
+                f"at most {self._most:,} may; send it again later, or give a larger --max-waiting",
+                seconds=stats.seconds_for(waiting - self._most),
+            )
+
+    def _post(self, message: Message) -> None:
+        self._inbox.put(message)
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="mla_jax engine", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        """Messages first, then a step; it ends where there is neither."""
+        while not self._has_ended():
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                message = self._step
+            self._do(message)
+
+    def _has_ended(self) -> bool:
+        with self._lock:
+            if self._is_closed or (self._inbox.empty() and not self.engine.busy):
+                self._thread = None
+            return self._thread is None
+
+    def _do(self, message: Message) -> None:
+        """After an error all that wait for an answer get it, and the engine begins anew."""
+        try:
+            with self._explained():
+                message()
+        except BaseException as e:  # each caller raises it
+            self.engine.fail(e)
+
+    def _step(self) -> None:
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] < now:
+            self.engine.cancel(heapq.heappop(self._deadlines)[-1], FinishReason.TIMEOUT)
+        self.engine.step()
+
+    def _queue(self, jobs: Sequence[Job]) -> None:
+        with self._lock:
+            self._sent -= len(jobs)
+        try:
+            self.engine.queue(jobs)
+        except BaseException as e:  # those that were not taken in get it, too
+            for job in jobs:
+                job.fail(e)
+            raise
+        for job in jobs:
+            if job.request.params.timeout is not None and not job.done:
+                heapq.heappush(self._deadlines, (job.deadline, job.id, job))
+
+    def _cancel(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self.engine.cancel(job)
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Before Python ends: a thread that it ends inside the compiler takes the process with it."""
+    for worker in list(WORKERS):
+        worker.stop()

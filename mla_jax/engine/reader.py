@@ -1,0 +1,68 @@
+"""A job's results as text, made on the thread of whoever reads them.
+
+Nothing is queued for a reader: it takes what its job has beyond what it has read. So a slow one gets larger pieces, holds up
+nobody, and needs no more memory than its answer."""
+
+from collections.abc import Callable
+
+from mla_jax.engine.core.job import Job
+from mla_jax.engine.core.request import Chunk, FinishReason, Logprobs, Output
+from mla_jax.engine.core.stats import Stats
+from mla_jax.text.stream import TextStream
+from mla_jax.text.tokenizer import Tokenizer
+
+
+class Reader:
+    """Reads a job. `cancel` ends a job whose text has come to a stop text, which only the reader sees."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer | None, cancel: Callable[[list[Job]], None]):
+        self.job, self._cancel = job, cancel
+        self.ids: list[int] = []
+        self.text = ""
+        self.reason: FinishReason | None = None
+        self._stream = None if tokenizer is None else TextStream(tokenizer, job.request.params.stop)
+
+    @property
+    def done(self) -> bool:
+        return self.reason is not None
+
+    def read(self) -> Chunk | None:
+        """What has come since it was read last; None: nothing. Raises what ended the job, if anything did."""
+        seen, reason = len(self.ids), self.job.reason  # where there is a reason, all else is there
+        if self.job.error is not None:
+            self.reason = FinishReason.ERROR
+            raise self.job.error
+        ids = self.job.ids[seen:]
+        if self.done or not (ids or reason):
+            return None
+        self.ids += ids
+        text = self._text_of(ids, reason)
+        if self._stream is not None and self._stream.stopped:
+            reason = FinishReason.STOP
+            self._stop(self._stream.used)
+        self.text, self.reason = self.text + text, reason
+        scores = None if seen else self.job.prompt_logprobs
+        return Chunk(text, self.ids[seen:], reason, self._logprobs(seen, len(self.ids)), scores)
+
+    def output(self, stats: Stats) -> Output:
+        """The whole answer, once it is done."""
+        assert self.reason is not None
+        text = None if self._stream is None else self.text
+        logprobs, scores = self._logprobs(0, len(self.ids)), self.job.prompt_logprobs
+        return Output(text, self.ids, self.job.request.prompt, self.reason, logprobs, stats, scores)
+
+    def _text_of(self, ids: list[int], reason: FinishReason | None) -> str:
+        """The text of new tokens; an end token has none."""
+        if self._stream is None:
+            return ""
+        at_end = bool(self.ids) and self.ids[-1] in self.job.request.all_ends
+        text = self._stream.push(ids[:-1] if at_end and ids else ids)
+        return text if reason is None else text + self._stream.finish()
+
+    def _logprobs(self, start: int, stop: int) -> Logprobs | None:
+        return None if self.job.logprobs is None else self.job.logprobs[start:stop]
+
+    def _stop(self, used: int) -> None:
+        """Drops the tokens behind the `used` ones of the text, and the rest of the job."""
+        del self.ids[used:]
+        self._cancel([self.job])
