@@ -40,7 +40,7 @@ from mla_jax import Config
 from mla_jax.base.axes import parse_mesh
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode import speculative
-from mla_jax.decode.loop import Programs, ProgramSizes
+from mla_jax.decode.loop import Programs, ProgramShape
 from mla_jax.decode.packing import of_shards
 from mla_jax.mesh.cost import Predicted
 from mla_jax.mesh.devices import Devices
@@ -102,12 +102,13 @@ class Bench:
         most = max([*fitting, self.pieces * self.shards])
         each = [self.each(count) for count in fitting]
         self.found = sequences(self.plain, most, held=self.held)
-        pool, rows, width = self.found.pool, self.found.rows, self.held // PAGE
-        started = [(self.plain, ProgramSizes(width, self.pieces, each, read=[self.chunk]))]
+        pool, width = self.found.pool, self.held // PAGE
+        line = ProgramShape("prefill", width, line=self.chunk, pieces=self.pieces)
+        started = [(self.plain, [line, *(ProgramShape("run", width, rows) for rows in each)])]
         if self.drafted is not None:
-            started.append((self.drafted, ProgramSizes(width, self.pieces, drafted=each)))
+            started.append((self.drafted, [ProgramShape("run_with_drafts", width, rows) for rows in each]))
         with ThreadPoolExecutor(len(started)) as together:
-            list(together.map(lambda one: one[0].prepare(pool, rows, one[1]), started))
+            list(together.map(lambda one: one[0].prepare(pool, self.found.rows, one[1]), started))
         return fitting
 
     def tokens_that_fit(self) -> int | None:

@@ -83,7 +83,7 @@ def many_layers() -> dict:
     from flax import nnx
 
     from mla_jax.base.config import Config
-    from mla_jax.decode.loop import Programs, ProgramSizes
+    from mla_jax.decode.loop import Programs, ProgramShape
     from mla_jax.decode.rows import ADMITTED, default_entries
     from mla_jax.model.dispatch import Dispatch
     from mla_jax.model.ops import Shapes
@@ -128,7 +128,12 @@ def many_layers() -> dict:
     }
     compiler.compiled.clear()
     start = time.perf_counter()
-    programs.prepare(pool, rows, ProgramSizes(width=8, pieces=1, decode=[1], read=[16]))
+    shapes = [
+        ProgramShape("run", 8, 1),
+        ProgramShape("prefill", 8, line=16, pieces=1),
+        ProgramShape("admit", rows=ADMITTED),
+    ]
+    programs.prepare(pool, rows, shapes)
     compiled = {"compile s": sum(compiler.compiled), "compile wall s": time.perf_counter() - start}
     start = time.perf_counter()
     pool, rows, _ = programs.prefill(

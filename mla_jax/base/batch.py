@@ -114,6 +114,39 @@ class Batch:
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MixedBatch:
+    """A line of prompts' tokens, and behind it those of rows that decode: `[1 T]` in all. Attention alone tells them apart."""
+
+    line: Batch  # with `row`
+    decode: Batch  # without
+
+    @property
+    def positions(self) -> Int[Array, "1 T"]:
+        return _one_line(self.line.positions, self.decode.positions)
+
+    @property
+    def mask(self) -> Bool[Array, "1 T"]:
+        return _one_line(self.line.mask, self.decode.mask)
+
+    @property
+    def page_table(self) -> Table | None:
+        """Of the rows that decode."""
+        return self.decode.page_table
+
+    def of_layer(self, number: int | Int[Array, ""]) -> "MixedBatch":
+        """As of a Batch."""
+        return MixedBatch(self.line.of_layer(number), self.decode.of_layer(number))
+
+
+def _one_line(line: Array, decode: Array) -> Array:
+    return jnp.concatenate([line, decode.reshape(1, -1)], axis=1)
+
+
+AnyBatch = Batch | MixedBatch
+
+
 def bucket(n: int, least: int = 1) -> int:
     """The power of two that holds `n`, `least` at least."""
     return max(least, 1 << max(n - 1, 0).bit_length())

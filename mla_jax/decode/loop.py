@@ -1,12 +1,12 @@
-"""Generation as jitted programs over one table of rows and one pool: `prefill` (pieces of some rows' prompts, in one line) and
-`run` (any number of tokens for some rows).
+"""Generation as jitted programs over one table of rows and one pool: `mixed_step` (pieces of some rows' prompts in one line, and
+one token of others) and `run` (any number of tokens for some rows).
 
 `run` chooses a token from the hidden state of the newest one, then reads it, and so on in one while_loop. It returns the tokens
 as arrays of their own, so that the next program can be sent before anyone looks at them. Pool and table are donated."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt16
 
 from mla_jax.base.axes import DATA
-from mla_jax.base.batch import Batch, Table, Tables
+from mla_jax.base.batch import Batch, MixedBatch, Table, Tables
 from mla_jax.cache.paged import Pool, page_size
 from mla_jax.decode import evict_programs, page_copy, sharded_sampling
 from mla_jax.decode import rows as table
@@ -27,12 +27,21 @@ from mla_jax.decode.model_weights import Weights
 from mla_jax.decode.outputs import Found, Likely
 from mla_jax.decode.packing import here, of_shards
 from mla_jax.decode.programs import Program, Shared
-from mla_jax.decode.rows import ADMITTED, Entry, Rows
+from mla_jax.decode.rows import Entry, Open, Rows
 from mla_jax.decode.speculative import NOBODY, Drafter, run_with_drafts
 from mla_jax.decode.store import ProgramStore
 from mla_jax.mesh import across
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload import experts
+
+
+class Line(NamedTuple):
+    """Pieces of prompts, one behind the other in one line of T tokens. On the host these are arrays of numpy."""
+
+    at: Any  # Int[Array, "R"]: rows of the table; an index past it is none
+    tokens: Any  # Int[Array, "T"]: what comes after the last piece is padding
+    counts: Any  # Int[Array, "R"]: tokens of each row
+    page_table: Any  # Table
 
 
 def prefill(
@@ -47,29 +56,90 @@ def prefill(
     *,
     drafter: Drafter = NOBODY,
 ) -> tuple[Pool, Rows, Likely | None]:
-    """Prefills `counts` tokens of each of the rows `at`, concatenated in `tokens`, behind their cached ones. An index past the
-    table is no row, and tokens after the last row's are padding.
+    """Reads pieces of prompts, as a Line has them, behind what their rows hold.
 
-    Where `following` says which token comes after each of them, it returns the log-probabilities of those."""
-    entry, was_open, was_last = table.taken(rows, at)
-    counts = jnp.where(at < rows.seen.shape[0], counts, 0)
-    batch = Batch.in_line(was_open.held, was_open.position, counts, tokens.size, page_table)
-    hidden, filled, aux = model(tokens[None], batch, pool, collect=rows.load is not None)
-    newest = hidden[0, jnp.maximum(jnp.cumsum(counts) - 1, 0)]
-    last = jnp.where(counts[:, None] > 0, newest, was_last)
-    is_open = dataclasses.replace(was_open, held=was_open.held + counts, position=was_open.position + counts)
-    rows = dataclasses.replace(
-        table.returned(rows, at, is_open, last),
-        seen=_mark_read(rows.seen, at, entry, tokens, batch),
-        load=counted(rows.load, aux),
+    Where `following` says which token comes after each of a line's, it returns the log-probabilities of those."""
+    line = Line(at, tokens, counts, page_table)
+    reading = _begun_line(rows, line)
+    hidden, filled, aux = model(line.tokens[None], reading.batch, pool, collect=rows.load is not None)
+    assert filled is not None
+    rows = dataclasses.replace(_read(rows, line, reading, hidden), load=counted(rows.load, aux))
+    filled = _kept(model, filled, line, reading, hidden, drafter)
+    return filled, rows, None if following is None else _scores(model, hidden, following)
+
+
+def mixed_step(
+    model: Transformer,
+    pool: Pool,
+    rows: Rows,
+    line: Line,
+    at: Int[Array, " B"],
+    page_table: Table,
+    *,
+    drafter: Drafter = NOBODY,
+) -> tuple[Pool, Rows, Found]:
+    """One pass for both: reads pieces of prompts, and chooses one more token for each of the rows `at` that decode.
+
+    The weights are read once for the tokens of both. No row is in both."""
+    asked, going = begun(pool, rows, at, page_table, jnp.int32(1))
+    going, token, more = next_token(going, asked, sharded_sampling.row_logits(model, going.last))
+    decode = Batch.behind(going.held, going.position, more.astype(jnp.int32), 1, page_table)
+    going = going._replace(pool=drafter.keep(model, going.pool, going.last[:, None], token[:, None], decode))
+    reading = _begun_line(going.rows, line)
+    tokens = jnp.concatenate([line.tokens, token])[None]
+    hidden, filled, aux = model(
+        tokens, MixedBatch(reading.batch, decode), going.pool, collect=rows.load is not None
     )
     assert filled is not None
-    fresh = was_open.held == entry.held  # of the token before nobody knows the hidden state
-    before, known = _before(hidden, was_last, fresh, was_open.held, batch)
-    filled = drafter.keep(
-        model, filled, before, tokens[None], dataclasses.replace(batch, mask=batch.mask & known)
+    of_line, of_rows = hidden[:, : line.tokens.size], hidden[0, line.tokens.size :]
+    filled = _kept(model, filled, line, reading, of_line, drafter)
+    rows = dataclasses.replace(_read(going.rows, line, reading, of_line), load=counted(rows.load, aux))
+    return ended(accepted(going._replace(pool=filled, rows=rows), more, of_rows), asked)
+
+
+class Reading(NamedTuple):
+    """A line as its rows were before."""
+
+    entry: Entry
+    is_open: Open
+    last: Float[Array, "R D"]
+    batch: Batch
+    counts: Int[Array, " R"]
+
+
+def _begun_line(rows: Rows, line: Line) -> Reading:
+    entry, is_open, last = table.taken(rows, line.at)
+    counts = jnp.where(line.at < rows.seen.shape[0], line.counts, 0)
+    batch = Batch.in_line(is_open.held, is_open.position, counts, line.tokens.size, line.page_table)
+    return Reading(entry, is_open, last, batch, counts)
+
+
+def _read(rows: Rows, line: Line, reading: Reading, hidden: Float[Array, "1 T D"]) -> Rows:
+    """The table once the rows have read their pieces, whose hidden states these are."""
+    counts, was_open = reading.counts, reading.is_open
+    newest = hidden[0, jnp.maximum(jnp.cumsum(counts) - 1, 0)]
+    last = jnp.where(counts[:, None] > 0, newest, reading.last)
+    is_open = dataclasses.replace(was_open, held=was_open.held + counts, position=was_open.position + counts)
+    return dataclasses.replace(
+        table.returned(rows, line.at, is_open, last),
+        seen=_mark_read(rows.seen, line.at, reading.entry, line.tokens, reading.batch),
     )
-    return filled, rows, None if following is None else _scores(model, hidden, following)
+
+
+def _kept(
+    model: Transformer,
+    pool: Pool,
+    line: Line,
+    reading: Reading,
+    hidden: Float[Array, "1 T D"],
+    drafter: Drafter,
+) -> Pool:
+    """The pool with what the drafter caches of a line."""
+    held = reading.is_open.held
+    fresh = held == reading.entry.held  # of the token before nobody knows the hidden state
+    before, known = _before(hidden, reading.last, fresh, held, reading.batch)
+    batch = dataclasses.replace(reading.batch, mask=reading.batch.mask & known)
+    return drafter.keep(model, pool, before, line.tokens[None], batch)
 
 
 def _scores(model: Transformer, hidden: Float[Array, "1 T D"], following: Int[Array, " T"]) -> Likely:
@@ -161,7 +231,7 @@ def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "R T W
 
 def _loops(drafter: Drafter) -> dict[str, tuple[Callable, int]]:
     """The programs with loops by name: their functions, and how many of the arguments are donated, pool and rows."""
-    functions = {"prefill": prefill, "run": run, "run_with_drafts": run_with_drafts}
+    functions = {"prefill": prefill, "mixed_step": mixed_step, "run": run, "run_with_drafts": run_with_drafts}
     return {name: (functools.partial(each, drafter=drafter), 2) for name, each in functions.items()}
 
 
@@ -171,17 +241,15 @@ def _others(evicts: Selection | None) -> dict[str, tuple[Callable, int]]:
     return {"admit": (table.admit, 1), "logits": (logits, 0), **between}
 
 
-class ProgramSizes(NamedTuple):
-    """The shapes that programs are compiled for."""
+class ProgramShape(NamedTuple):
+    """The sizes that the program of this name is compiled for; 0 for what it does not have."""
 
-    width: int  # pages of a row
-    pieces: int  # of prompts in one line
-    decode: Sequence[int] = ()  # numbers of rows of `run`
-    drafted: Sequence[int] = ()  # and of `run_with_drafts`
-    read: Sequence[int] = ()  # tokens of a line
-    scored: int = 0  # tokens of a line whose log-probabilities are computed; 0: of none
-    evicted: int = 0  # rows whose tokens are dropped at a time
-    copied: int = 0  # pages that are copied to the host at a time, or from there; 0: none are
+    name: str
+    width: int = 0  # pages of a row
+    rows: int = 0  # that decode, drop tokens or are admitted, or pages that are copied
+    line: int = 0  # tokens of prompts
+    pieces: int = 0  # of prompts in a line
+    scores: bool = False  # whether it computes log-probabilities of a line
 
 
 class Programs:
@@ -195,6 +263,7 @@ class Programs:
     new: Program
     admit: Program
     prefill: Program
+    mixed_step: Program
     run: Program
     run_with_drafts: Program
     logits: Program
@@ -234,51 +303,48 @@ class Programs:
         """How many programs there are."""
         return sum(program.count for program in self.all.values())
 
-    def prepare(self, pool: Pool, rows: Rows, sizes: ProgramSizes) -> None:
-        """Compiles the programs of these sizes concurrently, and returns once all are there: a GPU's compiler measures kernels,
-        which must not run with a prompt."""
+    def prepare(self, pool: Pool, rows: Rows, shapes: Iterable[ProgramShape]) -> None:
+        """Compiles the programs of these shapes concurrently, and returns once all are there."""
         with self.waits.record():
-            started = [
-                *self._generating(pool, rows, sizes),
-                *self._reading(pool, rows, sizes),
-                *self._between(pool, rows, sizes),
-            ]
-            texts = [] if rows.text is None else [_numbers(ADMITTED, rows.text.shape[1])]
-            entries = of_shards([table.default_entries(ADMITTED)] * self.spread.shards)
-            started.append(self.admit.start(rows, _numbers(ADMITTED), entries, *texts))
-            for future in started:
+            for future in [self.start(pool, rows, shape) for shape in shapes]:
                 future.result()
 
-    def _generating(self, pool: Pool, rows: Rows, sizes: ProgramSizes) -> Iterator[Future]:
-        """Programs that decode, the largest first."""
-        for n in sizes.decode:
-            yield self.run.start(pool, rows, _numbers(n), self._tables(n, sizes.width), _numbers())
-        for n in sizes.drafted:
-            yield self.run_with_drafts.start(
-                pool, rows, _numbers(n), self._tables(n, sizes.width), _numbers(), _numbers()
-            )
+    def start(self, pool: Pool, rows: Rows, shape: ProgramShape) -> Future:
+        """Begins to compile a program."""
+        return self.all[shape.name].start(*self._arguments(pool, rows, shape))
 
-    def _reading(self, pool: Pool, rows: Rows, sizes: ProgramSizes) -> Iterator[Future]:
-        """Programs that prefill."""
-        pieces, tables = sizes.pieces, self._tables(sizes.pieces, sizes.width)
-        lines: list[tuple[int, Any]] = [(tokens, None) for tokens in sizes.read]
-        if sizes.scored:  # beside a line of as many tokens that are only read
-            lines.append((sizes.scored, _numbers(sizes.scored)))
-        for tokens, after in lines:
-            yield self.prefill.start(
-                pool, rows, _numbers(pieces), _numbers(tokens), _numbers(pieces), tables, after
-            )
+    def _arguments(self, pool: Pool, rows: Rows, shape: ProgramShape) -> tuple:
+        """The shapes of a program's arguments."""
+        width, n = shape.width, shape.rows
+        at, tables = _numbers(n), self._tables(n, width)
+        match shape.name:
+            case "run":
+                return pool, rows, at, tables, _numbers()
+            case "run_with_drafts":
+                return pool, rows, at, tables, _numbers(), _numbers()
+            case "mixed_step":
+                return pool, rows, self._line(shape), at, tables
+            case "prefill":
+                return pool, rows, *self._line(shape), _numbers(shape.line) if shape.scores else None
+            case "observe":
+                return pool, rows, at, tables, at
+            case "move":
+                return pool, self.spread.whole(self._kept(pool, width, n)), tables, tables
+            case "copy_out":
+                return pool, at
+            case "copy_in":
+                return pool, self.spread.whole(self._contents(n)), at
+            case "admit":
+                texts = [] if rows.text is None else [_numbers(n, rows.text.shape[1])]
+                entries = of_shards([table.default_entries(n)] * self.spread.shards)
+                return rows, at, entries, *texts
+        raise KeyError(shape.name)
 
-    def _between(self, pool: Pool, rows: Rows, sizes: ProgramSizes) -> Iterator[Future]:
-        """Programs that change rows' pages."""
-        width = sizes.width
-        if n := sizes.evicted:
-            tables = self._tables(n, width)
-            yield self.observe.start(pool, rows, _numbers(n), tables, _numbers(n))
-            yield self.move.start(pool, self.spread.whole(self._kept(pool, width, n)), tables, tables)
-        if n := sizes.copied:
-            yield self.copy_out.start(pool, _numbers(n))
-            yield self.copy_in.start(pool, self.spread.whole(self._contents(n)), _numbers(n))
+    def _line(self, shape: ProgramShape) -> Line:
+        pieces = shape.pieces
+        return Line(
+            _numbers(pieces), _numbers(shape.line), _numbers(pieces), self._tables(pieces, shape.width)
+        )
 
     def _tables(self, rows: int, width: int) -> Any:
         """The shapes of a page table."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mla_jax.base import roofline
-from mla_jax.base.batch import Batch
+from mla_jax.base.batch import AnyBatch, Batch, MixedBatch
 from mla_jax.base.config import Config
 from mla_jax.base.qtensor import QTensor
 from mla_jax.cache import paged
@@ -22,13 +22,15 @@ from mla_jax.cache.paged import Pool
 from mla_jax.cache.retrieve import Retrieval
 from mla_jax.mesh import comm_cost
 from mla_jax.mesh.partition import ONE, Layout, of_device
-from mla_jax.model import fp8_latent, kernels, mla, moe, page_selection, rope
+from mla_jax.model import fp8_latent, kernels, mixed_attention, mla, moe, page_selection, rope
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.exchange import EXCHANGES
 from mla_jax.model.kernel_attention import KERNELS
+from mla_jax.model.mixed_attention import MixedSelection
 from mla_jax.model.mla import MLA
 from mla_jax.model.moe import BACKENDS, ExpertPlan, pick_backend
 from mla_jax.model.ops import Shapes
+from mla_jax.model.page_selection import PageSelection
 
 if TYPE_CHECKING:
     from mla_jax.model.transformer import Transformer
@@ -36,8 +38,17 @@ if TYPE_CHECKING:
 ALL_FORMS = mla.FORMS | KERNELS
 FORMS_OVER_FP8 = {name: fp8_latent.over(form) for name, form in ALL_FORMS.items() if name != "naive"}
 FORMS_OF = {"auto": ALL_FORMS, "fp8": FORMS_OVER_FP8}  # by the format of the cache
+Selection = PageSelection | MixedSelection
 # What may be asked for; "fused" is the kernel for the step's number of new tokens
 ATTENTION_NAMES = ("auto", *mla.FORMS, "fused")
+
+
+class AttentionPlan(NamedTuple):
+    """How one step attends."""
+
+    form: mla.Form
+    prepare: Callable[[Any], Any]  # makes what the form needs of a batch
+    retrieving: Selection | None  # some of the pages, where that is asked for
 
 
 class StepPlan(NamedTuple):
@@ -47,11 +58,11 @@ class StepPlan(NamedTuple):
     shared: Any  # what `form.prepare` made of the batch and the pool, for all layers
     turns: rope.Turns
     experts: ExpertPlan
-    prepare: Callable[[Batch], Any] | None = None  # makes the same for one layer's batch
+    prepare: Callable[[Any], Any] | None = None  # makes the same for one layer's batch
     watch: Watch | None = None  # what is asked of each layer's attention
-    retrieving: page_selection.PageSelection | None = None  # some of the pages, where that is asked for
+    retrieving: Selection | None = None  # some of the pages, where that is asked for
 
-    def of_layer(self, batch: Batch, number: Any) -> "StepPlan":
+    def of_layer(self, batch: AnyBatch, number: Any) -> "StepPlan":
         """The plan for a layer that has dropped other tokens than the layers before."""
         assert self.prepare is not None
         return self._replace(shared=self.prepare(batch.of_layer(number)))
@@ -80,30 +91,54 @@ class Dispatch:
     layout: Layout = ONE
     exchange: str = "auto"
 
-    def step(self, model: "Transformer", batch: Batch, pool: Pool | None) -> StepPlan:
+    def step(self, model: "Transformer", batch: AnyBatch, pool: Pool | None) -> StepPlan:
         """The plan for a step on this batch; without a pool nothing is cached."""
-        return self._plan(model, batch, pool, self._name(model, batch, pool))
+        if isinstance(batch, Batch):
+            attention = self._attention(model, batch, pool, self._name(model, batch, pool))
+        else:
+            assert pool is not None, "rows that decode have a cache"
+            attention = self._mixed(model, batch, pool)
+        return self._plan(model, batch, attention)
 
     def watching(self, model: "Transformer", batch: Batch, pool: Pool, watch: Watch) -> StepPlan:
         """The plan for a step on tokens that are cached, of whose attention something is asked, by a form that XLA computes."""
-        return self._plan(model, batch, pool, self.form_of_scores)._replace(watch=watch)
+        attention = self._attention(model, batch, pool, self.form_of_scores)
+        return self._plan(model, batch, attention)._replace(watch=watch)
 
-    def _plan(self, model: "Transformer", batch: Batch, pool: Pool | None, name: str) -> StepPlan:
-        rows, new = batch.positions.shape
+    def _plan(self, model: "Transformer", batch: AnyBatch, attention: AttentionPlan) -> StepPlan:
+        experts, turns = (
+            self._expert_plan(model, *batch.positions.shape),
+            rope.turns(batch.positions, model.config),
+        )
+        form, prepare, retrieving = attention
+        return StepPlan(form, prepare(batch.of_layer(0)), turns, experts, prepare, retrieving=retrieving)
+
+    def _attention(self, model: "Transformer", batch: Batch, pool: Pool | None, name: str) -> AttentionPlan:
         form = ALL_FORMS[name] if pool is None else FORMS_OF[self.kv_cache][name]
-        slots = self.block_slots(model, name, rows, new)
+        slots = self.block_slots(model, name, *batch.positions.shape)
 
         def prepare(batch: Batch) -> Any:
             return form.prepare(batch, pool, self.seen(model.config), slots)
 
-        experts = self._expert_plan(model, rows, new)
-        turns = rope.turns(batch.positions, model.config)
-        plan = StepPlan(form, prepare(batch.of_layer(0)), turns, experts, prepare)
         if pool is None or self.retrieval is None:
-            return plan
-        return plan._replace(
-            retrieving=page_selection.of_step(self.retrieval, batch, paged.page_size(pool), prepare)
+            return AttentionPlan(form, prepare, None)
+        retrieving = page_selection.of_step(self.retrieval, batch, paged.page_size(pool), prepare)
+        return AttentionPlan(form, prepare, retrieving)
+
+    def _mixed(self, model: "Transformer", batch: MixedBatch, pool: Pool) -> AttentionPlan:
+        """Each kind of tokens as in a batch of its own."""
+        line, decode = (
+            self._attention(model, part, pool, self._name(model, part, pool))
+            for part in (batch.line, batch.decode)
         )
+
+        def prepare(batch: MixedBatch) -> Any:
+            return mixed_attention.prepared(batch, line.prepare, decode.prepare)
+
+        form, retrieving = mixed_attention.mixed(line.form, decode.form), None
+        if isinstance(line.retrieving, PageSelection) and isinstance(decode.retrieving, PageSelection):
+            retrieving = MixedSelection(line.retrieving, decode.retrieving, (line.form, decode.form))
+        return AttentionPlan(form, prepare, retrieving)
 
     def seen(self, config: Config) -> Config:
         """The config as the attention of one device sees it, which has its part of the heads."""

@@ -9,7 +9,7 @@ Letters: B batch, T query tokens, S cached tokens, N heads, R kv rank, P nope, E
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -25,7 +25,9 @@ from mla_jax.model.attention_scores import Watch
 from mla_jax.model.block_attention import Cached, StepCache
 from mla_jax.model.kernels import contracted, linear
 from mla_jax.model.ops import norm_weight, parameter, plain, rms_norm
-from mla_jax.model.page_selection import PageSelection
+
+if TYPE_CHECKING:
+    from mla_jax.model.dispatch import Selection
 
 Queries = tuple[Float[Array, "B T N P"], Float[Array, "B T N E"]]
 Up = tuple[Float[Array, "N P R"], Float[Array, "N V R"]]
@@ -141,7 +143,7 @@ class MLA(nnx.Module):
         form: Form,
         step: Any,
         turns: rope.Turns,
-        retrieving: PageSelection | None = None,
+        retrieving: "Selection | None" = None,
     ) -> tuple[Float[Array, "B T D"], Layer | None]:
         """Attends to the new tokens and, where `layer` is given, to those cached before; returns the layer with both.
 

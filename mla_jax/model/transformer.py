@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from mla_jax.base.axes import TENSOR
-from mla_jax.base.batch import Batch, Tables
+from mla_jax.base.batch import AnyBatch, Batch, Tables
 from mla_jax.base.config import Config
 from mla_jax.cache import paged
 from mla_jax.cache.paged import Layer, Pool
@@ -37,7 +37,7 @@ class Block(nnx.Module):
         self.mlp = MoE(config, rngs) if config.is_moe(layer) else MLP(config, rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], pending: Any, batch: Batch, layer: Layer | None, plan: StepPlan
+        self, x: Float[Array, "B T D"], pending: Any, batch: AnyBatch, layer: Layer | None, plan: StepPlan
     ):
         """Returns `((x, pending), layer, found)`. `found["load"]` is the number of tokens of each expert, in MoE layers. With
         `plan.watch` the tokens are cached already, nothing is appended, and `found["watched"]` is the result of `watch`."""
@@ -62,7 +62,7 @@ class Block(nnx.Module):
         return (settle(x + y, pending), left), layer, found
 
 
-def _block_function(plan: StepPlan, batch: Batch, traced: bool) -> Callable:
+def _block_function(plan: StepPlan, batch: AnyBatch, traced: bool) -> Callable:
     """A function of a block's graph, whether it attends to all pages, its weights, input, cache and number.
 
     Under a trace, layers of one structure are traced and lowered once; XLA inlines the calls."""
@@ -101,7 +101,7 @@ class Transformer(nnx.Module):
     def __call__(
         self,
         tokens: Int[Array, "B T"],
-        batch: Batch,
+        batch: AnyBatch,
         pool: Pool | None = None,
         *,
         collect: bool = False,
@@ -114,6 +114,7 @@ class Transformer(nnx.Module):
         if watch is None or pool is None:
             plan = self.dispatch.step(self, batch, pool)
         else:
+            assert isinstance(batch, Batch), "one kind of tokens is watched"
             plan = self.dispatch.watching(self, batch, pool, watch)
         x, pending, aux = self.embedded(tokens), None, {}
         apply = _block_function(plan, batch, isinstance(x, Tracer))

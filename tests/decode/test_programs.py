@@ -13,7 +13,7 @@ import pytest
 from models import FAMILIES, tensors, write
 
 from mla_jax.decode import store
-from mla_jax.decode.loop import Programs, ProgramSizes
+from mla_jax.decode.loop import Programs, ProgramShape
 from mla_jax.decode.model_weights import Weights
 from mla_jax.decode.programs import Program, Waits
 from mla_jax.decode.rows import ADMITTED, default_entries
@@ -74,7 +74,7 @@ AT, TABLE = np.zeros(1, np.int32), np.arange(2, dtype=np.int32)[None]
 def generated(programs: Programs) -> np.ndarray:
     """One row's sampled continuation of 16 tokens."""
     pool, rows = programs.new(1, 2)
-    programs.prepare(pool, rows, ProgramSizes(width=2, pieces=1, decode=[1], read=[16]))
+    programs.prepare(pool, rows, SHAPES)
     entry = default_entries(ADMITTED)
     ones = np.ones(ADMITTED, np.int32)
     warm = dataclasses.replace(entry.sampling, temperature=np.ones(ADMITTED, np.float32))
@@ -83,6 +83,13 @@ def generated(programs: Programs) -> np.ndarray:
     tokens = np.arange(16, dtype=np.int32) + 5
     pool, rows, _ = programs.prefill(pool, rows, AT, tokens, np.array([16], np.int32), TABLE, None)
     return programs.run(pool, rows, AT, TABLE, np.int32(20))[2].tokens().tokens
+
+
+SHAPES = [
+    ProgramShape("run", width=2, rows=1),
+    ProgramShape("prefill", width=2, line=16, pieces=1),
+    ProgramShape("admit", rows=ADMITTED),
+]
 
 
 def test_a_second_start_traces_and_compiles_nothing_and_chooses_the_same_tokens(model, folder, expected, work):

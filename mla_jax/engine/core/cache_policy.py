@@ -10,7 +10,7 @@ import numpy as np
 
 from mla_jax.base.batch import Tables
 from mla_jax.cache.paged import PAGE
-from mla_jax.decode.loop import Programs
+from mla_jax.decode.loop import Programs, ProgramShape
 from mla_jax.engine.core.dispatcher import Dispatcher
 from mla_jax.engine.core.job import Job, Shard
 from mla_jax.engine.core.pages import Pages, Tier
@@ -30,7 +30,6 @@ class CachePolicy:
     """Everything is cached, and every token attends to all of it."""
 
     needs_text = False  # whether the device keeps the tokens of each row
-    evicted = 0  # rows whose tokens one program drops
     parts = 1  # of a page that can be had singly: pages are counted in these
 
     def __init__(self, programs: Programs, size: Size):
@@ -93,17 +92,27 @@ class CachePolicy:
     def free(self, shard: Shard) -> Free:
         return Free(shard.pages.free, shard.pages.free)
 
-    def table(self, jobs: Sequence[Job], count: int) -> np.ndarray | Tables:
-        """The page tables of jobs of one shard, padded to `count` rows."""
-        table = np.zeros((count, self.size.width), np.int32)
-        for i, job in enumerate(jobs):
+    def pages_of(self, job: Job) -> int:
+        """Pages that a job's row reads."""
+        assert job.held is not None
+        return len(job.held.pages)
+
+    def table(self, jobs: Sequence[Job], count: int, width: int) -> np.ndarray | Tables:
+        """The page tables of jobs of one shard, padded to `count` rows; `width` pages of each are read."""
+        table = np.zeros((count, width), np.int32)
+        for row, job in zip(table, jobs, strict=False):
             assert job.held is not None
-            table[i, : len(job.held.pages)] = job.held.pages
+            pages = job.held.array()[:width]
+            row[: len(pages)] = pages
         return table
 
     def attended(self, held: int) -> int:
         """Tokens that a decode step reads of the `held` ones of a row, on average over layers."""
         return held
+
+    def programs_between(self, widths: Sequence[int]) -> list[ProgramShape]:
+        """The further programs that rows need, with page tables of these widths."""
+        return []
 
     def pauses_at(self, job: Job) -> int | None:
         """Tokens that a job holds when its row pauses next; None: it never does. It follows from numbers of tokens alone, so a

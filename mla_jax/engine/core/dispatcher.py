@@ -5,13 +5,13 @@ The pool and the table of rows live here. Every program is given them and return
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
 from mla_jax.base.batch import Tables
-from mla_jax.cache.paged import COPIED
-from mla_jax.decode.loop import Programs, ProgramSizes
+from mla_jax.decode.loop import Line, Programs, ProgramShape
 from mla_jax.decode.outputs import Found, Likely
 from mla_jax.decode.packing import of_shards
 from mla_jax.decode.rows import ADMITTED
@@ -25,24 +25,20 @@ JobsByShard = Sequence[Sequence[Job]]
 
 
 class Dispatcher:
-    """`table(jobs, count)` are the page tables of jobs of one shard. Where `keeps_text`, the device keeps rows' tokens; `evicted`
-    is as in Sizes."""
+    """`table(jobs, count, width)` are the page tables of jobs of one shard. Where `keeps_text`, the device keeps rows' tokens."""
 
     def __init__(
         self,
         programs: Programs,
         size: Size,
         stats: EngineStats,
-        table: Callable[[Sequence[Job], int], np.ndarray | Tables],
+        table: Callable[[Sequence[Job], int, int], np.ndarray | Tables],
         keeps_text: bool,
-        evicted: int,
     ):
         self.programs, self.size, self.stats = programs, size, stats
-        self._table, self._evicted = table, evicted
+        self._table = table
         self._text = size.context if keeps_text else 0  # tokens of a row that the device keeps
-        self.compiled_rows: set[int] = set()
-        self.compiled_drafted: set[int] = set()
-        self.compiled_lines: set[int] = set()
+        self._started: dict[ProgramShape, Future] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -73,20 +69,35 @@ class Dispatcher:
         self.keep(pool, dataclasses.replace(rows, load=rows.load * 0))
         return self.programs.spread.added_up(rows.load)
 
-    def compile(
-        self, counts: Sequence[int], drafted: Sequence[int], lines: Sequence[int], scored: int = 0
-    ) -> None:
-        """Compiles the programs for these numbers of rows and tokens, all at once."""
-        pool, rows = self.state()
-        evicted = 0 if self.compiled_rows else self._evicted
-        copied = COPIED if self.size.hosted else 0
-        sizes = ProgramSizes(
-            self.size.width, self.size.pieces, counts, drafted, lines, scored, evicted, copied
-        )
-        self.programs.prepare(pool, rows, sizes)
-        self.compiled_rows |= set(counts)
-        self.compiled_drafted |= set(drafted)
-        self.compiled_lines |= set(lines)
+    def start(self, shapes: Iterable[ProgramShape]) -> list[Future]:
+        """Begins to compile programs, unless they are there. Returns those that are not."""
+        new = [shape for shape in shapes if shape not in self._started]
+        if new:
+            pool, rows = self.state()
+            self._started |= {shape: self.programs.start(pool, rows, shape) for shape in new}
+        return [self._started[shape] for shape in shapes if not self._started[shape].done()]
+
+    def compile(self, shapes: Iterable[ProgramShape]) -> None:
+        """Compiles programs, all at once, and waits for them."""
+        with self.programs.waits.record():
+            for future in self.start(shapes):
+                future.result()
+
+    def ready(self, name: str, line: int = 0) -> list[ProgramShape]:
+        """The programs of this name, and for lines of so many tokens, that are there."""
+        return [shape for shape in self._ready() if (shape.name, shape.line) == (name, line)]
+
+    def ready_for(self, wanted: ProgramShape) -> ProgramShape | None:
+        """The smallest program that is there and does what the wanted one does."""
+        fitting = [
+            shape
+            for shape in self.ready(wanted.name, wanted.line)
+            if shape.rows >= wanted.rows and shape.width >= wanted.width
+        ]
+        return min(fitting, default=None, key=lambda shape: (shape.rows, shape.width))
+
+    def _ready(self) -> list[ProgramShape]:
+        return [shape for shape, future in self._started.items() if future.done()]
 
     def admit(self, jobs: JobsByShard) -> None:
         """Tells the devices of jobs that have been given rows."""
@@ -97,25 +108,36 @@ class Dispatcher:
             texts = [of_shards([self._texts(mine) for mine in some])] if self._text else []
             self.keep(pool, self.programs.admit(rows, self.rows_of(some, ADMITTED), given, *texts))
 
-    def prefill(self, pieces: dict[Job, list[int]], line: int, following: list[int] | None) -> Likely | None:
-        """Sends pieces of prompts in one line a shard. `following` are the tokens after those of a single piece, if their
-        log-probabilities are asked for."""
-        jobs, count = by_shard(list(pieces), self.shards), self.size.pieces
-        tokens = of_shards(
-            [_padded(itertools.chain.from_iterable(pieces[job] for job in mine), line) for mine in jobs]
-        )
-        after = None if following is None else of_shards([_padded(following, line)] * len(jobs))
-        read = of_shards([_padded((len(pieces[job]) for job in mine), count) for mine in jobs])
-        pool, rows = self.state()
-        sent = self.rows_of(jobs, count), tokens, read, self.tables(jobs, count), after
-        pool, rows, found = self.programs.prefill(pool, rows, *sent)
+    def score(self, job: Job, piece: list[int], shape: ProgramShape, following: list[int]) -> Likely:
+        """Reads a piece of a prompt; returns the log-probabilities of the tokens that follow each of its tokens."""
+        line, (pool, rows) = self._line({job: piece}, shape), self.state()
+        after = self.same(_padded(following, shape.line))
+        pool, rows, found = self.programs.prefill(pool, rows, *line, after)
         self.keep(pool, rows)
         return found
 
-    def decode(self, jobs: JobsByShard, count: int, steps: int, drafts: int) -> Found:
-        """Sends steps to the program for `count` rows, with up to `drafts` drafted tokens a pass."""
+    def mixed_step(self, pieces: dict[Job, list[int]], jobs: JobsByShard, shape: ProgramShape) -> Found:
+        """Reads pieces of prompts in one line a shard, and has each of `jobs` choose a token."""
+        line, (pool, rows) = self._line(pieces, shape), self.state()
+        sent = line, self.rows_of(jobs, shape.rows), self.tables(jobs, shape.rows, shape.width)
+        pool, rows, found = self.programs.mixed_step(pool, rows, *sent)
+        self.keep(pool, rows)
+        return found
+
+    def _line(self, pieces: dict[Job, list[int]], shape: ProgramShape) -> Line:
+        jobs, count = by_shard(list(pieces), self.shards), shape.pieces
+        tokens = [
+            _padded(itertools.chain.from_iterable(pieces[job] for job in mine), shape.line) for mine in jobs
+        ]
+        counts = [_padded((len(pieces[job]) for job in mine), count) for mine in jobs]
+        tables = self.tables(jobs, count, shape.width)
+        return Line(self.rows_of(jobs, count), of_shards(tokens), of_shards(counts), tables)
+
+    def decode(self, jobs: JobsByShard, shape: ProgramShape, steps: int, drafts: int) -> Found:
+        """Sends steps, with up to `drafts` drafted tokens a pass."""
         pool, rows = self.state()
-        sent = self.rows_of(jobs, count), self.tables(jobs, count), self.same(np.int32(steps))
+        tables = self.tables(jobs, shape.rows, shape.width)
+        sent = self.rows_of(jobs, shape.rows), tables, self.same(np.int32(steps))
         if drafts:
             pool, rows, found = self.programs.run_with_drafts(pool, rows, *sent, self.same(np.int32(drafts)))
         else:
@@ -141,9 +163,9 @@ class Dispatcher:
 
         return of_shards([rows(mine) for mine in jobs])
 
-    def tables(self, jobs: JobsByShard, count: int) -> np.ndarray | Tables:
+    def tables(self, jobs: JobsByShard, count: int, width: int) -> np.ndarray | Tables:
         """The page tables of jobs, by shard."""
-        return of_shards([self._table(mine, count) for mine in jobs])
+        return of_shards([self._table(mine, count, width) for mine in jobs])
 
     def _texts(self, jobs: Sequence[Job]) -> np.ndarray:
         """The tokens of each job."""

@@ -11,21 +11,25 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from mla_jax.base.batch import bucket
 from mla_jax.base.errors import BadRequest, DoesNotFit
-from mla_jax.cache.paged import PAGE
-from mla_jax.decode.loop import Programs
+from mla_jax.cache.paged import COPIED, PAGE
+from mla_jax.decode.loop import Programs, ProgramShape
+from mla_jax.decode.outputs import Found
+from mla_jax.decode.rows import ADMITTED
 from mla_jax.engine.core.cache_policy import CachePolicy
 from mla_jax.engine.core.dispatcher import Dispatcher
-from mla_jax.engine.core.drafting import Drafting
+from mla_jax.engine.core.drafting import ASSUMED_HELD, Drafting
 from mla_jax.engine.core.in_flight import Flights, Timed
 from mla_jax.engine.core.job import Job, Shard, by_shard
 from mla_jax.engine.core.request import FinishReason, Request
-from mla_jax.engine.core.scheduler import Plan, agreed, assigned, few_read, plan, without_reading
+from mla_jax.engine.core.scheduler import Plan, agreed, assigned, plan
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.core.stats import EngineStats, between
+from mla_jax.mesh.cost import MeshCost, Pass
 from mla_jax.model.parts import cost_of
 
+# Seconds, or decode passes if they take longer, that a pass may take while somebody reads along
+READS_ALONG, PASSES = 0.02, 2.5
 SCORED = 64  # tokens of one prompt whose log-probabilities one dispatch computes
 
 
@@ -46,12 +50,11 @@ class Engine:
         self.policy = policy or CachePolicy(programs, size)
         self.drafting = drafting or Drafting(cost_of(programs.model), programs.drafter)
         reach = programs.model.dispatch.reach(programs.model)
-        self.limits = dataclasses.replace(size.limits(reach), parts=self.policy.parts)
+        streamed = _streamed_line(self.drafting.cost, size.lines())
+        self.limits = dataclasses.replace(size.limits(reach, streamed), parts=self.policy.parts)
         self.stats = EngineStats(rows=self.rows, pages=programs.spread.shards * size.pages)
         keeps_text = self.policy.needs_text or programs.drafter.needs_text
-        self.device = Dispatcher(
-            programs, size, self.stats, self.policy.table, keeps_text, self.policy.evicted
-        )
+        self.device = Dispatcher(programs, size, self.stats, self.policy.table, keeps_text)
         self._serial = 0
         # Bytes that a step of some rows must read: of weights, and for each token that the rows hold
         self._least: dict[int, tuple[float, float]] = {}
@@ -72,7 +75,6 @@ class Engine:
             Shard(number, self.policy.new_pages(None if tier is None else tier.of(number)), rows[:])
             for number in range(self.programs.spread.shards)
         ]
-        self._has_waited = False  # with reading prompts, at the last decision
         self._note()
 
     @property
@@ -175,12 +177,11 @@ class Engine:
             for job in self._of(decision.preempt):
                 self._preempt(job)
         earlier = len(self._flying)
-        self._prepare(plans)
+        self._compile_for(plans)
         self._admit([self._of(decision.admit) for decision in plans])
         self._score()
         self._ask()
-        self._read(plans)
-        self._decode([job for decision in plans for job in self._of(decision.decode)], plans[0].steps)
+        self._send(plans)
         for _ in range(earlier):
             self._land()
 
@@ -200,11 +201,14 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compiles every program that any request may need, so that nothing is compiled later."""
-        self._compile(self._row_counts(), self.limits.lines, SCORED)
-
-    def _row_counts(self) -> list[int]:
-        """Rows of the programs that decode."""
-        return [1 << i for i in range(bucket(self.size.rows).bit_length())]
+        size, shapes = self.size, []
+        for width in size.widths:
+            for rows in size.row_counts:
+                shapes += self._decoding(rows, width)
+            for rows in size.mixed_counts:
+                shapes += [self._mixed(line, rows, width) for line in self.limits.lines]
+            shapes.append(self._scoring(width))
+        self.device.compile([*shapes, *self._always(), *self.policy.programs_between(size.widths)])
 
     def _decide(self) -> list[Plan]:
         """The scheduler's plan for each shard, of the running requests and the first waiting ones."""
@@ -218,30 +222,52 @@ class Engine:
             plan(new, rows, pages.running, self.limits, pages.new)
             for new, rows, pages in zip(waiting, running, free, strict=True)
         ]
-        return self._read_together(agreed(plans))
-
-    def _read_together(self, plans: list[Plan]) -> list[Plan]:
-        """Prompts that few shards have wait for one dispatch of decode steps, but not twice: then others have some as well."""
-        decoding = {job.id for job in self.running if not job.unread and job.left > 0}
-        self._has_waited = few_read(plans) and bool(decoding) and not self._has_waited
-        return without_reading(plans, decoding) if self._has_waited else plans
+        return agreed(plans)
 
     def _of(self, ids: Sequence[int]) -> list[Job]:
         return [self.jobs[i] for i in ids]
 
-    def _prepare(self, plans: Sequence[Plan]) -> None:
-        """Compiles what the plans need, all at once, unless it is there."""
-        admits, line = any(decision.admit for decision in plans), plans[0].line
+    def _compile_for(self, plans: Sequence[Plan]) -> None:
+        """Compiles what requests that start will need, all at once."""
+        new = [job for decision in plans for job in self._of(decision.admit)]
+        if not new:
+            return
         most = max(len(shard.running) + len(one.admit) for shard, one in zip(self.shards, plans, strict=True))
-        counts = [bucket(most)] if admits and bucket(most) not in self.device.compiled_rows else []
-        lines = [line] if line and line not in self.device.compiled_lines else []
-        if counts or lines:
-            self._compile(counts, lines)
+        width = max(self.size.width_for(_pages(len(job.tokens) + job.request.limit)) for job in new)
+        shapes = [*self._always(), *self._decoding(most, width)]
+        if plans[0].line:
+            shapes.append(self._mixed(plans[0].line, most, width))
+        self.device.compile(shape for shape in shapes if self.device.ready_for(shape) is None)
 
-    def _compile(self, counts: Sequence[int], lines: Sequence[int], scored: int = 0) -> None:
-        self.device.compile(
-            counts, [n for n in counts if self.drafting.pays(n * len(self.shards))], lines, scored
-        )
+    def _always(self) -> list[ProgramShape]:
+        """Programs that any request needs."""
+        copied = COPIED if self.size.hosted else 0
+        copies = [ProgramShape(name, rows=copied) for name in ("copy_out", "copy_in") if copied]
+        return [ProgramShape("admit", rows=ADMITTED), *copies]
+
+    def _decoding(self, rows: int, width: int) -> list[ProgramShape]:
+        """Programs for so many rows of a shard, and pages of a row."""
+        rows, width = _least(self.size.row_counts, rows), self.size.width_for(width)
+        names = ["run"]
+        if self.drafting.pays(rows * len(self.shards)):
+            names.append("run_with_drafts")
+        return [ProgramShape(name, width, rows) for name in names]
+
+    def _mixed(self, line: int, rows: int, width: int) -> ProgramShape:
+        """The program that reads a line while so many rows of a shard decode."""
+        rows, width = _least(self.size.mixed_counts, rows), self.size.width_for(width)
+        return ProgramShape("mixed_step", width, rows, line, self.size.pieces)
+
+    def _scoring(self, width: int) -> ProgramShape:
+        width, pieces = self.size.width_for(width), self.size.pieces
+        return ProgramShape("prefill", width, line=SCORED, pieces=pieces, scores=True)
+
+    def _program(self, wanted: ProgramShape) -> ProgramShape:
+        """The program to take; it is compiled if there is none."""
+        found = self.device.ready_for(wanted)
+        if found is None:
+            self.device.compile([wanted])
+        return found or wanted
 
     def _admit(self, jobs: Sequence[list[Job]]) -> None:
         """Gives each, by shard, a row and pages."""
@@ -274,15 +300,41 @@ class Engine:
             self.stats.finished += 1
             del self.jobs[job.id]
 
-    def _read(self, plans: Sequence[Plan]) -> None:
-        """Sends pieces of prompts in one line a shard, except of those whose log-probabilities are asked for."""
+    def _send(self, plans: Sequence[Plan]) -> None:
+        """Sends one pass that also reads prompts, or decode steps. Prompts that are scored are read apart."""
         counts = {number: tokens for decision in plans for number, tokens in decision.read}
-        jobs = [job for job in self._of(list(counts)) if job.row is not None and not job.scores]
-        if jobs:
+        readers = [job for job in self._of(list(counts)) if job.row is not None and not job.scores]
+        decode = [job for decision in plans for job in self._of(decision.decode)]
+        decode = [job for job in decode if job.row is not None and not job.unread]
+        if readers:
             assert plans[0].line is not None
-            pieces = {job: job.piece(counts[job.id]) for job in jobs}
-            self.device.prefill(pieces, plans[0].line, None)
-            self._note_prefilled(pieces)
+            self._mixed_step({job: job.piece(counts[job.id]) for job in readers}, decode, plans[0].line)
+        elif decode:
+            self._decode(decode, plans[0].steps)
+
+    def _mixed_step(self, pieces: dict[Job, list[int]], decode: list[Job], line: int) -> None:
+        self._extend(decode, 1)
+        mine = by_shard(decode, len(self.shards))
+        pages = [_pages(job.read + len(piece)) for job, piece in pieces.items()]
+        pages += [self.policy.pages_of(job) for job in decode]
+        shape = self._program(self._mixed(line, max(map(len, mine)), max(pages)))
+        found = self.device.mixed_step(pieces, mine, shape)
+        self._note_prefilled(pieces)
+        if decode:
+            self._sent(mine, shape.rows, found, 0)
+        self._flying.sent_more = True
+
+    def _extend(self, jobs: list[Job], steps: int) -> None:
+        for job in jobs:
+            extended = job.extend(steps)
+            assert extended, "the scheduler has planned steps that there are no pages for"
+
+    def _sent(self, mine: list[list[Job]], rows: int, found: Found, drafts: int) -> None:
+        """Notes the jobs of each shard, among so many rows, whose tokens come."""
+        places = {job: number * rows + i for number, some in enumerate(mine) for i, job in enumerate(some)}
+        held = sum(job.held_tokens for job in places) // len(places)
+        self._flying.send_tokens(places, found, drafts, held)
+        self.stats.dispatches += 1
 
     def _score(self) -> None:
         """Sends a piece of the first prompt whose log-probabilities are asked for, if there is one."""
@@ -291,9 +343,9 @@ class Engine:
             return
         piece = job.piece(SCORED)
         following = job.tokens[job.read + 1 : job.read + 1 + len(piece)]
-        found = self.device.prefill({job: piece}, SCORED, following)
+        shape = self._program(self._scoring(_pages(job.read + len(piece))))
+        found = self.device.score(job, piece, shape, following)
         self._note_prefilled({job: piece})
-        assert found is not None
         self._flying.send_scores(job, found, following)
 
     def _note_prefilled(self, pieces: dict[Job, list[int]]) -> None:
@@ -322,29 +374,22 @@ class Engine:
         return job.held_tokens == self.policy.pauses_at(job)
 
     def _decode(self, jobs: list[Job], steps: int) -> None:
-        """Sends decode steps of those rows that have read their prompts."""
-        jobs = [job for job in jobs if job.row is not None and not job.unread]
-        if not jobs:
-            return
+        """Sends decode steps."""
         fresh = [job for job in jobs if not job.steps]
         if len(fresh) == len(jobs) or any(job.streams for job in fresh):
             steps = 1  # a first token is waited for
-        for job in jobs:
-            extended = job.extend(steps)
-            assert extended, "the scheduler has planned steps that there are no pages for"
+        self._extend(jobs, steps)
         mine = by_shard(jobs, len(self.shards))
-        count = min(n for n in self.device.compiled_rows if n >= max(map(len, mine)))
-        held = sum(job.held_tokens for job in jobs) // len(jobs)
-        drafts = self._drafts(jobs, count, steps, held)
-        found = self.device.decode(mine, count, steps, drafts)
-        places = {job: number * count + i for number, some in enumerate(mine) for i, job in enumerate(some)}
-        self._flying.send_tokens(places, found, drafts, held)
-        self.stats.dispatches += 1
+        programs = self._decoding(max(map(len, mine)), max(self.policy.pages_of(job) for job in jobs))
+        drafts = self._drafts(jobs, programs[-1], steps)
+        shape = self._program(programs[-1] if drafts else programs[0])
+        self._sent(mine, shape.rows, self.device.decode(mine, shape, steps, drafts), drafts)
 
-    def _drafts(self, jobs: list[Job], count: int, steps: int, held: int) -> int:
+    def _drafts(self, jobs: list[Job], program: ProgramShape, steps: int) -> int:
         """Drafted tokens of each pass; a single step has no room for any."""
-        if count not in self.device.compiled_drafted or steps == 1:
+        if program.name != "run_with_drafts" or steps == 1:
             return 0
+        held = sum(job.held_tokens for job in jobs) // len(jobs)
         return self.drafting.count((job.is_greedy for job in jobs), held)
 
     def _land_all(self) -> None:
@@ -385,3 +430,19 @@ class Engine:
             self._least[rows] = none, (one - none) / PAGE
         weights, token = self._least[rows]
         return int(steps * (weights + held * token))
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+def _least(counts: Sequence[int], count: int) -> int:
+    """The least of some counts that is enough."""
+    return next(one for one in counts if one >= count)
+
+
+def _streamed_line(cost: MeshCost, lines: Sequence[int]) -> int:
+    """The longest line that who reads along waits for, as far as can be predicted."""
+    most = max(READS_ALONG, PASSES * cost.decode(rows=8, held=ASSUMED_HELD).seconds)
+    short = [line for line in lines if cost.predicted(Pass(1, line, line)).seconds <= most]
+    return max(short, default=min(lines))

@@ -7,8 +7,10 @@ import itertools
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
 
 from mla_jax.base.errors import DoesNotFit
 from mla_jax.engine.core.host_pages import START, chained
@@ -56,6 +58,16 @@ class Held:
     shared: int  # the number of its first pages that came from the index or the tier
     indexed: bool
     full: int  # the number of its first pages that are written to the end
+    _array: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    _known: int = 0  # of the pages, the first ones, that the array has
+
+    def array(self) -> np.ndarray:
+        """The pages as int32. Only those that came since are converted."""
+        if len(self.pages) > len(self._array):
+            self._array = np.pad(self._array, (0, 2 * len(self.pages) - len(self._array)))
+        self._array[self._known : len(self.pages)] = self.pages[self._known :]
+        self._known = len(self.pages)
+        return self._array[: self._known]
 
 
 class Match(NamedTuple):

@@ -1,10 +1,11 @@
 """The scheduler: requests to admit, prompts to prefill, rows to decode and for how many steps, requests to preempt.
 
 One pure function over integers, without a clock: two hosts that see the same requests decide the same. Who comes first is
-(priority, arrival), always. Reading a prompt chooses no token; a decode step chooses one, and writes it into the row's pages."""
+(priority, arrival), always. Reading a prompt chooses no token; a decode step chooses one, and writes it into the row's pages.
+While prompts are read, each pass is also a step of the rows that decode."""
 
 import functools
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ class Limits:
     page_size: int
     lines: tuple[int, ...]  # tokens that each of the programs for prompts reads
     pieces: int = 64  # of prompts in one line
+    streamed_line: int = 1 << 30  # tokens of a line at most, while a row decodes for somebody who reads along
     reach: int = 1 << 30  # tokens, held and new, of all pieces in one line, unless it holds only one
     steps: int = 32  # of one decode dispatch, at most
     streamed_steps: int = 8  # the same while somebody streams
@@ -65,7 +67,8 @@ class Running:
 
 
 class Plan(NamedTuple):
-    """To be done in this order. Empty if nobody runs and nobody who waits can start, or until rows that end are released."""
+    """To be done in this order; where there is a line, it and one step of the rows that decode are one pass. Empty if nobody runs
+    and nobody who waits can start, or until rows that end are released."""
 
     preempt: tuple[int, ...]
     admit: tuple[int, ...]
@@ -90,11 +93,9 @@ def plan(
     started = [_started(request, limits) for request in admitted]
     free += sum(row.own for row in gone) - sum(row.own for row in started)
     rows = sorted([*rows, *started], key=_turn)
-    line, read = _read([row for row in rows if row.unread], limits)
-    pieces = dict(read)
-    rows = [_after_reading(row, pieces.get(row.id, 0)) for row in rows]
-    if any(row.unread for row in rows):  # the next piece of a prompt waits for these steps
-        limits = replace(limits, steps=limits.fewest_steps, streamed_steps=limits.fewest_steps)
+    line, read = _read(rows, limits)
+    if line is not None:
+        limits = replace(limits, steps=1, streamed_steps=1)
     hurry = bool(gone) or len(admitted) < len(waiting)
     decode, steps = _decode(rows, free, hurry, limits)
     return Plan(_ids(gone), _ids(admitted), tuple(read), line, _ids(decode), steps)
@@ -135,24 +136,11 @@ def _work(request: Waiting, limits: Limits) -> int:
 
 
 def agreed(plans: Sequence[Plan]) -> list[Plan]:
-    """The same with equal programs for all shards, which work in step: the longest line, and the fewest steps."""
+    """With equal programs for all shards, which work in step: the longest line, and the fewest steps; one beside a line."""
     line = max((plan.line or 0 for plan in plans), default=0)
     steps = min((plan.steps for plan in plans if plan.decode), default=0)
+    steps = min(steps, 1) if line else steps
     return [plan._replace(line=line or None, steps=steps) for plan in plans]
-
-
-def few_read(plans: Sequence[Plan]) -> bool:
-    """Whether at most half of several shards have prompts to read: the others would wait for them."""
-    return 0 < 2 * sum(bool(plan.read) for plan in plans) <= len(plans) > 1
-
-
-def without_reading(plans: Sequence[Plan], decoding: Container[int]) -> list[Plan]:
-    """The same where nobody reads, and only the rows decode that have read all before."""
-    rest = [
-        plan._replace(read=(), line=None, decode=tuple(i for i in plan.decode if i in decoding))
-        for plan in plans
-    ]
-    return agreed([plan if plan.decode else plan._replace(steps=0) for plan in rest])
 
 
 def _turn(request: Waiting | Running) -> tuple[int, int]:
@@ -226,13 +214,23 @@ def _started(request: Waiting, limits: Limits) -> Running:
     )
 
 
-def _read(pending: list[Running], limits: Limits) -> tuple[int | None, list[tuple[int, int]]]:
+def _read(rows: list[Running], limits: Limits) -> tuple[int | None, list[tuple[int, int]]]:
     """The next line's length and its pieces: the first requests, in the cheapest line for the tokens that fit the longest one."""
+    pending = [row for row in rows if row.unread]
     if not pending:
         return None, []
-    tokens = sum(tokens for _, tokens in _pieces(pending, max(limits.lines), limits))
-    _, line = _cheapest(tokens, limits.lines, limits.dispatch)
+    lines = _lines(rows, limits)
+    tokens = sum(tokens for _, tokens in _pieces(pending, max(lines), limits))
+    _, line = _cheapest(tokens, lines, limits.dispatch)
     return line, _pieces(pending, line, limits)
+
+
+def _lines(rows: list[Running], limits: Limits) -> tuple[int, ...]:
+    """Those that may be read: who reads along waits for a short one at most."""
+    if not any(row.decodes and row.streams for row in rows):
+        return limits.lines
+    short = tuple(line for line in limits.lines if line <= limits.streamed_line)
+    return short or (min(limits.lines),)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,13 +16,30 @@ from mla_jax.engine.core.pages import Held, Pages, Tier
 class Evicted(Held):
     """One request's parts once it has dropped tokens; it has no pages that are the same in all layers."""
 
-    parts: list[list[int]] = field(default_factory=list)  # of the pool, by layer and head
+    parts: np.ndarray = field(
+        default_factory=lambda: np.zeros((0, 0), np.int32)
+    )  # `[K P]`, by layer and head,
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # of which each has so many
     dropped: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # tokens, by layer and head
 
     def room(self, size: int, tokens: int) -> int:
         """Tokens that every layer and head has room for behind the `tokens` of the request, with parts of `size` tokens."""
-        dropped = zip(self.dropped.tolist(), self.parts, strict=True)
-        return int(min(len(mine) * size - (tokens - gone) for gone, mine in dropped))
+        return int((self.counts * size - (tokens - self.dropped)).min())
+
+    def append(self, lacks: np.ndarray, parts: list[int]) -> None:
+        """Gives each layer and head as many of these parts as it lacks."""
+        counts = self.counts + lacks
+        more = int(counts.max()) - self.parts.shape[1]
+        if more > 0:
+            further = np.zeros((len(lacks), more + self.parts.shape[1] // 2), np.int32)
+            self.parts = np.concatenate([self.parts, further], axis=1)
+        place = np.arange(self.parts.shape[1])
+        self.parts[(place >= self.counts[:, None]) & (place < counts[:, None])] = parts
+        self.counts = counts
+
+    def all_parts(self) -> list[int]:
+        there = np.arange(self.parts.shape[1]) < self.counts[:, None]
+        return self.parts[there].tolist()
 
 
 class EvictedPages(Pages):
@@ -48,29 +65,27 @@ class EvictedPages(Pages):
         """Parts for `counts` of the `tokens` tokens that `held` has, by layer and head, and for `more` tokens behind them.
 
         None, and nothing changed, if too few are free. `held` stays as it is."""
-        need = [self._pages(count + more) for count in counts]
-        if not self._has_parts(sum(need)):
+        need = -(-(np.asarray(counts, np.int32) + more) // self.size)
+        if need.sum() > self.free_parts:
             return None
-        parts = [self._take_parts(n) for n in need]
-        dropped = tokens - np.asarray(counts, np.int32)
-        return Evicted([], [], 0, False, 0, parts, dropped.astype(np.int32))
+        evicted = Evicted([], [], 0, False, 0, dropped=(tokens - np.asarray(counts)).astype(np.int32))
+        evicted.parts, evicted.counts = np.zeros((len(need), 0), np.int32), 0 * need
+        evicted.append(need, self._take_parts(int(need.sum())))
+        return evicted
 
     def extend(self, held: Held, tokens: int) -> bool:
         if not isinstance(held, Evicted):
             return super().extend(held, tokens)
-        lack = [
-            max(0, self._pages(tokens - gone) - len(mine))
-            for gone, mine in zip(held.dropped.tolist(), held.parts, strict=True)
-        ]
-        if not self._has_parts(sum(lack)):
+        lacks = np.maximum(-(-(tokens - held.dropped) // self.size) - held.counts, 0)
+        if lacks.sum() > self.free_parts:
             return False
-        for mine, new in zip(held.parts, lack, strict=True):
-            mine += self._take_parts(new)
+        if lacks.any():
+            held.append(lacks, self._take_parts(int(lacks.sum())))
         return True
 
     def own(self, held: Held) -> int:
         """Parts that are free once `held` is released."""
-        return sum(map(len, held.parts)) if isinstance(held, Evicted) else self.parts * super().own(held)
+        return int(held.counts.sum()) if isinstance(held, Evicted) else self.parts * super().own(held)
 
     @property
     def free_parts(self) -> int:
@@ -80,9 +95,8 @@ class EvictedPages(Pages):
     def release(self, held: Held) -> None:
         super().release(held)
         if isinstance(held, Evicted):
-            for parts in held.parts:
-                self._give_parts(parts)
-            held.parts = []
+            self._give_parts(held.all_parts())
+            held.counts = 0 * held.counts
 
     def wrote(self, held: Held, tokens: Sequence[int], count: int | None = None) -> None:
         if not isinstance(held, Evicted):  # others may not have pages in which tokens are missing
@@ -91,13 +105,15 @@ class EvictedPages(Pages):
     def table(self, held: Held, width: int) -> np.ndarray:
         """`[layers lanes width]`: the parts of each layer and head, counted from the layer's first one."""
         table = np.zeros((self.layers, self.lanes, width), np.int32)
-        if not isinstance(held, Evicted):
-            lane = np.arange(self.lanes)[:, None]
-            table[:, :, : len(held.pages)] = np.array(held.pages, np.int32) * self.lanes + lane
-            return table
-        for number, mine in enumerate(held.parts):
-            layer, lane = divmod(number, self.lanes)
-            table[layer, lane, : len(mine)] = np.array(mine, np.int32) - self._part(layer, 0)
+        if isinstance(held, Evicted):
+            first = self._part(1, 0) * np.arange(self.layers, dtype=np.int32).repeat(self.lanes)
+            parts = held.parts[:, :width]
+            there = np.arange(parts.shape[1]) < held.counts[:, None]
+            own = np.where(there, parts - first[:, None], 0)
+            table[..., : parts.shape[1]] = own.reshape(self.layers, self.lanes, -1)
+        else:
+            pages = held.array()[:width]
+            table[..., : len(pages)] = pages * self.lanes + np.arange(self.lanes, dtype=np.int32)[:, None]
         return table
 
     def _part(self, layer: int, page: int, lane: int = 0) -> int:
@@ -107,9 +123,6 @@ class EvictedPages(Pages):
     def _page(self, part: int) -> int:
         """The whole page that a part is of."""
         return part // self.lanes % self.count
-
-    def _has_parts(self, count: int) -> bool:
-        return count <= self.free_parts
 
     def _take_parts(self, count: int) -> list[int]:
         while len(self._parts) < count:

@@ -14,7 +14,7 @@ from mla_jax.base.options import EVERY, EvictOptions
 from mla_jax.cache.evict import EVICTION_POLICIES
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.evict_programs import Kept, Selection
-from mla_jax.decode.loop import Programs
+from mla_jax.decode.loop import Programs, ProgramShape
 from mla_jax.decode.packing import here, part_here
 from mla_jax.engine.core.cache_policy import CachePolicy, Free
 from mla_jax.engine.core.dispatcher import Dispatcher
@@ -59,7 +59,6 @@ class Evicting(CachePolicy):
     """A row drops tokens once its prompt is prefilled, and then every few hundred tokens; it waits meanwhile, others go on."""
 
     needs_text = True
-    evicted = 1
 
     def __init__(self, programs: Programs, size: Size, eviction: Eviction):
         super().__init__(programs, size)
@@ -104,11 +103,18 @@ class Evicting(CachePolicy):
     def pauses_at(self, job: Job) -> int:
         return self.eviction.point(job)
 
+    def programs_between(self, widths: Sequence[int]) -> list[ProgramShape]:
+        return [ProgramShape(name, width, rows=1) for name in ("observe", "move") for width in widths]
+
+    def _width(self, job: Job) -> int:
+        """Of the page tables by which a job drops tokens: those of the output that are read again need room, too."""
+        return self.size.width_for(-(-max(job.held_tokens, job.known) // PAGE) + 1)
+
     def ask(self, job: Job, device: Dispatcher) -> Kept:
         """Which of a job's tokens stay."""
         alone, count = device.alone(job), np.array([self.eviction.count(job.held_tokens)], np.int32)
         pool, rows = device.state()
-        sent = device.rows_of(alone, 1), device.tables(alone, 1), device.same(count)
+        sent = device.rows_of(alone, 1), device.tables(alone, 1, self._width(job)), device.same(count)
         pool, rows, kept = self.programs.observe(pool, rows, *sent)
         device.keep(pool, rows)
         part_here(kept.told).copy_to_host_async()
@@ -125,18 +131,22 @@ class Evicting(CachePolicy):
         new = pages.evict(job.held, counts, held, again)
         if new is None:
             return False
-        before, old = job.held, device.tables(device.alone(job), 1)
+        alone, width = device.alone(job), self._width(job)
+        before, old = job.held, device.tables(alone, 1, width)
         job.held = new
         pool, rows = device.state()
-        pool, _ = self.programs.move(pool, answer, old, device.tables(device.alone(job), 1))
+        pool, _ = self.programs.move(pool, answer, old, device.tables(alone, 1, width))
         device.keep(pool, rows)
         pages.release(before)
         device.stats.dropped += int(new.dropped.mean())
         return True
 
-    def table(self, jobs: Sequence[Job], count: int) -> Tables:
+    def pages_of(self, job: Job) -> int:
+        return int(job.held.counts.max()) if isinstance(job.held, Evicted) else super().pages_of(job)
+
+    def table(self, jobs: Sequence[Job], count: int, width: int) -> Tables:
         """The parts of each layer and head, and how many tokens of a row it has dropped."""
-        each, width = (self.layers, self.lanes), self.size.width
+        each = self.layers, self.lanes
         tables = Tables(np.zeros((*each, count, width), np.int32), np.zeros((*each, count), np.int32))
         for i, job in enumerate(jobs):
             assert job.held is not None

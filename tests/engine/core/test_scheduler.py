@@ -34,8 +34,22 @@ def test_nothing_to_do_is_an_empty_plan():
     assert plan([], [], 9, LIMITS) == EMPTY
 
 
-def test_a_short_prompt_is_admitted_read_and_decoded_in_one_plan():
-    assert plan([waits(7)], [], 9, LIMITS) == ((), (7,), ((7, 10),), 16, (7,), 32)
+def test_a_short_prompt_is_admitted_and_read_in_one_plan_then_decoded():
+    assert plan([waits(7)], [], 9, LIMITS) == ((), (7,), ((7, 10),), 16, (), 0)
+    assert plan([], [runs(7, 10)], 9, LIMITS) == ((), (), (), None, (7,), 32)
+
+
+def test_rows_that_have_read_their_prompts_decode_one_step_in_the_pass_that_reads_others():
+    assert plan([waits(7)], [runs(1), runs(2), unread(3, 90)], 99, LIMITS) == ((), (7,), ((3, 64),), 64, (1, 2), 1)
+
+
+def test_who_reads_along_waits_for_a_short_line_at_most():
+    limits = dataclasses.replace(LIMITS, streamed_line=20)
+    rows = [unread(3, 90), runs(1), runs(2)]
+    assert plan([], rows, 99, limits).line == 64
+    assert plan([], [*rows, runs(4, streams=True)], 99, limits).line == 16
+    assert plan([], [*rows, runs(4, streams=True)], 99, dataclasses.replace(limits, streamed_line=3)).line == 16
+    assert plan([], [*rows, runs(4, left=0, streams=True)], 99, limits).line == 64
 
 
 def test_requests_start_by_priority_then_by_arrival_in_whatever_order_they_are_given():
@@ -69,7 +83,7 @@ def test_pages_that_others_hold_already_cost_nothing_and_idle_ones_do():
 def test_a_prompt_that_fills_its_pages_needs_one_more_for_its_first_token_if_it_is_to_be_decoded():
     assert plan([waits(1, 32)], [], 2, LIMITS).admit == ()
     assert plan([waits(1, 32)], [], 3, LIMITS).admit == (1,)
-    assert plan([waits(1, 32, left=1)], [], 2, LIMITS) == ((), (1,), ((1, 32),), 64, (1,), 1)
+    assert plan([waits(1, 32, left=1)], [], 2, LIMITS) == ((), (1,), ((1, 32),), 64, (), 0)
 
 
 def test_pages_for_what_running_rows_decode_next_are_set_aside():
@@ -127,7 +141,7 @@ def test_while_others_wait_a_row_that_ends_is_soon_replaced():
     assert plan([waits(9), waits(10)], [*rows, runs(8, left=20)], 999, LIMITS).steps == 20
     assert plan([waits(9), waits(10)], [*rows, runs(8, left=2)], 999, LIMITS).steps == 8
     assert plan([], [*rows, runs(8, left=2)], 999, LIMITS).steps == 32
-    assert plan([], [runs(1, left=2), runs(2), unread(3, 5000)], 999, LIMITS).steps == 8
+    assert plan([], [runs(1, left=2), runs(2), unread(3, 5000)], 999, LIMITS).steps == 1
 
 
 def test_short_of_pages_the_steps_are_fewer():

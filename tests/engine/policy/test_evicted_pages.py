@@ -36,8 +36,13 @@ def evicted(pages: EvictedPages, held: Held, counts: list[int], tokens: int, mor
     return layered
 
 
+def lists(layered: Evicted) -> list[list[int]]:
+    """The parts of each layer and head."""
+    return [mine[:count] for mine, count in zip(layered.parts.tolist(), layered.counts.tolist(), strict=True)]
+
+
 def parts(layered: Evicted) -> list[int]:
-    return [part for mine in layered.parts for part in mine]
+    return [part for mine in lists(layered) for part in mine]
 
 
 def whole(pages: EvictedPages, part: int) -> int:
@@ -68,7 +73,7 @@ def test_what_stays_takes_a_page_of_any_layer_and_gives_whole_ones_back():
     held = admitted(pages, tokens(12))
     layered = pages.evict(held, [1, 4, 5], 12, 0)
     assert layered is not None
-    assert [len(mine) for mine in layered.parts] == [1, 1, 2]
+    assert [len(mine) for mine in lists(layered)] == [1, 1, 2]
     assert layered.dropped.tolist() == [11, 8, 7]
     assert layered.dropped.dtype == np.int32
     assert (len(held.pages), pages.free) == (3, 3)  # the old pages are held still
@@ -114,7 +119,7 @@ def test_where_too_few_are_free_nothing_changes():
     assert pages.evict(held, [12, 12, 5], 12, 1) is None
     assert not pages.extend(one, 4 * SIZE + 3)
     assert (told(pages), held.pages) == before
-    assert [len(mine) for mine in one.parts] == [1, 0, 0]
+    assert [len(mine) for mine in lists(one)] == [1, 0, 0]
     assert pages.match(tokens(5, 100)).pages
     layered = pages.evict(held, [12, 12, 8], 12, 0)  # all there is, at the cost of what was known
     assert layered is not None
@@ -136,7 +141,7 @@ def test_the_last_free_parts_and_pages_are_enough_for_just_as_many():
 def test_each_layer_is_extended_by_what_it_lacks():
     pages = EvictedPages(8, SIZE, LAYERS)
     layered = evicted(pages, admitted(pages, tokens(12)), [3, 8, 12], 12)
-    before = copy.deepcopy(layered.parts)
+    before = lists(layered)
     for all_tokens, counts in (
         (12, [1, 2, 3]),
         (13, [1, 3, 4]),
@@ -146,8 +151,8 @@ def test_each_layer_is_extended_by_what_it_lacks():
         (3, [2, 4, 5]),
     ):
         assert pages.extend(layered, all_tokens)
-        assert [len(mine) for mine in layered.parts] == counts
-    assert [mine[: len(old)] for mine, old in zip(layered.parts, before, strict=True)] == before
+        assert [len(mine) for mine in lists(layered)] == counts
+    assert [mine[: len(old)] for mine, old in zip(lists(layered), before, strict=True)] == before
     assert len(set(parts(layered))) == 11
     assert layered.dropped.tolist() == [9, 4, 0]
 
@@ -173,7 +178,7 @@ def test_room_is_that_of_the_layer_that_has_least():
 def test_what_was_asked_for_behind_the_tokens_has_room(more):
     pages = EvictedPages(16, SIZE, LAYERS)
     layered = evicted(pages, admitted(pages, tokens(12)), [4, 1, 11], 12, more)
-    assert [len(mine) for mine in layered.parts] == [-(-(count + more) // SIZE) for count in (4, 1, 11)]
+    assert [len(mine) for mine in lists(layered)] == [-(-(count + more) // SIZE) for count in (4, 1, 11)]
     assert layered.dropped.tolist() == [8, 11, 1]
     assert more <= layered.room(SIZE, 12) < more + SIZE
 
@@ -186,7 +191,7 @@ def test_tables_count_pages_from_each_layers_first():
         table = pages.table(held, width)
         assert (table.shape, table.dtype) == ((LAYERS, 1, width), np.int32)
         for number, entries in enumerate(table[:, 0].tolist()):
-            own = layered.parts[number] if held is layered else [page + number * pages.count for page in plain.pages]
+            own = lists(layered)[number] if held is layered else [page + number * pages.count for page in plain.pages]
             assert [entry + number * pages.count for entry in entries[: len(own)]] == own
     assert (pages.table(pages.admit([]), 2) == 0).all()
 
@@ -203,7 +208,7 @@ def test_where_heads_have_lanes_their_parts_are_counted_from_the_layers_first():
     assert layered.dropped.tolist() == [9, 4, 0, 11, 12, 7]
     table = pages.table(layered, 3)
     for number, lane in np.ndindex(2, 3):
-        mine = layered.parts[3 * number + lane]
+        mine = lists(layered)[3 * number + lane]
         assert (table[number, lane, : len(mine)] + number * 8 * 3).tolist() == mine
     assert len(cut(pages, layered)) == 2  # of six parts each
     pages.release(layered)
@@ -265,7 +270,7 @@ class Request:
     @property
     def pages(self) -> list[list[int]]:
         """Of each layer, or once for all."""
-        return self.held.parts if isinstance(self.held, Evicted) else [self.held.pages]
+        return lists(self.held) if isinstance(self.held, Evicted) else [self.held.pages]
 
     @property
     def dropped(self) -> list[int]:
@@ -386,7 +391,7 @@ class Model:
             return
         moved = [[mine[at] for at in some] for mine, some in zip(request.kept, kept, strict=True)]
         assert new.dropped.tolist() == [request.written - len(mine) for mine in moved]
-        assert [len(mine) for mine in new.parts] == need
+        assert [len(mine) for mine in lists(new)] == need
         assert new.room(SIZE, request.written) >= more
         self.requests.append(Request(new, request.text[: request.written], request.written, moved))
         self.put(self.requests[-1], [0] * self.pages.parts)

@@ -21,7 +21,7 @@ from mla_jax.cache.evict import EVICTION_POLICIES, SnapKV
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.evict_programs import Kept, Selection
 from mla_jax.decode.loop import Programs
-from mla_jax.decode.outputs import Likely
+from mla_jax.decode.outputs import Found
 from mla_jax.decode.speculative import NOBODY, Lookup
 from mla_jax.engine.core.dispatcher import Dispatcher
 from mla_jax.engine.core.engine import Engine
@@ -147,14 +147,14 @@ def test_preempted_rows_read_in_one_line_what_comes_behind_an_eviction(programs_
     engine._land_all()
     for job in jobs:
         engine._preempt(job)
-    together, prefill = 0, engine.device.prefill
+    together, mixed_step = 0, engine.device.mixed_step
 
-    def counted(pieces: dict, *given: Any) -> Likely | None:
+    def counted(pieces: dict, *given: Any) -> Found:
         nonlocal together
         together += len(pieces) > 1 and sum(isinstance(job.held, Evicted) for job in pieces)
-        return prefill(pieces, *given)
+        return mixed_step(pieces, *given)
 
-    engine.device.prefill = counted
+    engine.device.mixed_step = counted
     while engine.busy:
         engine.step()
     assert [job.ids for job in jobs] == expected
@@ -339,7 +339,7 @@ def test_pages_become_free_and_layers_and_heads_share_what_there_is(programs_of,
     while not job.done:
         engine.step()
         if isinstance(job.held, Evicted):
-            parts.append(sum(map(len, job.held.parts)))
+            parts.append(int(job.held.counts.sum()))
             assert (job.held.dropped > 0).all()
             kept = job.read + job.steps - job.held.dropped
             assert len(kept) == each
