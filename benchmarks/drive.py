@@ -170,7 +170,7 @@ class Bare:
         self.at = np.arange(count, dtype=np.int32)
         self.table = np.zeros((count, size.width), np.int32)
         self.table[:, :each] = np.arange(count * each).reshape(count, each)
-        jobs = [Job(request(prompt, limit), None, i, 0, False) for i, prompt in enumerate(prompts)]
+        jobs = [Job(request(prompt, limit), 0, False) for prompt in prompts]
         for job in jobs:
             job.read = held
         for first in range(0, count, ADMITTED):
@@ -232,9 +232,8 @@ class Seen:
         self.pieces: list[tuple[float, int]] = []
 
     def look(self, now: float) -> None:
-        if tokens := sum(len(chunk.token_ids) for chunk in self.job.news):
+        if tokens := len(self.job.ids) - sum(count for _, count in self.pieces):
             self.pieces.append((now, tokens))
-        self.job.news.clear()
 
     @property
     def first(self) -> float:

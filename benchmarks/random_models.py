@@ -90,7 +90,7 @@ def reordered(variable: Any, kind: str) -> bool:
 
 def _one_device(whole: Any, seed: int) -> Any:
     if not isinstance(whole, QTensor):
-        return _numbers(whole.shape, whole.dtype, seed)
+        return numbers(whole.shape, whole.dtype, seed)
     return QTensor(whole.format, _parts(whole.format, whole.shape, seed), whole.shape)
 
 
@@ -98,7 +98,7 @@ def _mesh(whole: Any, words: tuple[str, ...], plan: Layout, devices: Devices, se
     """A parameter of which each device makes its part; the parts of all are alike."""
     local, specs = plan.local_shape(words, whole), plan.specs(words, whole)
     if not isinstance(whole, QTensor):
-        return _on_each(_numbers, (local, whole.dtype), devices.mesh, specs)(seed)
+        return _on_each(numbers, (local, whole.dtype), devices.mesh, specs)(seed)
     parts = _on_each(_parts, (whole.format, local), devices.mesh, specs.parts)(seed)
     return QTensor(whole.format, parts, whole.shape)
 
@@ -110,7 +110,7 @@ def _on_each(make: Callable, of_part: tuple, mesh: jax.sharding.Mesh, specs: Any
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _numbers(shape: tuple[int, ...], dtype: jnp.dtype, seed: int) -> jax.Array:
+def numbers(shape: tuple[int, ...], dtype: jnp.dtype, seed: int) -> jax.Array:
     """Around 0, or 1 for norms."""
     mean = float(len(shape) == 1)
     return mean + 0.02 * jax.random.normal(jax.random.key(seed), shape, dtype)

@@ -190,7 +190,7 @@ class RetrieveOptions(Checked):
 
 @dataclass(frozen=True)
 class MemoryOptions(Checked):
-    """Memory to reserve."""
+    """Memory to reserve, and the requests that share it."""
 
     memory_fraction: float | None = option(None, optional(number(0, 1, above=True)), alters=False)
     """Fraction of GPU memory to use (0.75)."""
@@ -198,6 +198,10 @@ class MemoryOptions(Checked):
     """Check that this many full-length sequences fit the KV cache.
 
     More requests than these run at a time if they are shorter."""
+    max_rows: int | None = option(None, optional(whole(1, MAX_ROWS)), alters=False)
+    """Requests that run at a time (64 on a CPU, else by the cache, at most 1,024)."""
+    max_waiting: int | None = option(None, optional(whole(0)), alters=False)
+    """Requests that wait for these at most; more are refused (any number)."""
     cache_tokens: int | None = option(None, optional(whole(64)), alters=False)
     """Tokens of KV cache for all sequences together (as many as fit)."""
     host_cache: float = option(0.0, number(0, MAX_HOST), alters=False)

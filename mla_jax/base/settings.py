@@ -29,6 +29,8 @@ class Settings(TypedDict, total=False):
     retrieve_tokens: int
     memory_fraction: float | None
     batch: int
+    max_rows: int | None
+    max_waiting: int | None
     cache_tokens: int | None
     host_cache: float
     mesh: str | Mapping[str, int] | Any  # or a jax.sharding.Mesh

@@ -95,7 +95,7 @@ class LLM:
             opened.processes.serves = True
             if opened.processes.leads:
                 self.engine = LedEngine(engine, opened.processes)
-        self._worker = Worker(self.engine, self._memory_explained)
+        self._worker = Worker(self.engine, self._memory_explained, self.options.memory.max_waiting)
 
     def _new_engine(self) -> Engine:
         programs, chunk = self._programs, self.model.dispatch.chunk(self.model)

@@ -6,6 +6,7 @@ from functools import cached_property
 from mla_jax.base.axes import shown_mesh
 from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.base.limits import free_memory, gib
+from mla_jax.base.options import MAX_ROWS
 from mla_jax.cache.paged import COPIED, COPIES, PAGE
 from mla_jax.hosts import distributed
 from mla_jax.mesh.devices import Devices
@@ -17,6 +18,8 @@ from mla_jax.weights.load import ON_DEVICE, Checkpoint
 from mla_jax.weights.temporaries import ROWS, choosing, temporaries
 
 TEXTS = 4  # of the size of the rows' texts, in int32: these, and what is compared
+ROOM = 1024  # tokens of the pool for each request that runs, at least, where nobody says how many do
+MOST_OF_SHARD = 256  # of these requests on a shard, where there are many shards
 # Tokens of the cache on a CPU, unless more are asked for: there it would take the memory of all else
 CPU_TOKENS = 16_384
 
@@ -35,6 +38,7 @@ class MemoryPlan:
     context: int
     longest: int  # the largest context that fits
     tokens: int  # that the pool holds, of all sequences together
+    rows: int  # requests that run at a time, on one shard
     batch: int = 1
     shards: int = 1  # that share the sequences
     mesh: str = ""  # such as data=4,tensor=2; empty for one device
@@ -56,11 +60,6 @@ class MemoryPlan:
     def held(self) -> int:
         """Sequences of the batch that one shard holds."""
         return held(self.batch, self.shards)
-
-    @property
-    def rows(self) -> int:
-        """Requests that run at a time, on one shard."""
-        return max(ROWS, self.held)
 
     def lines(self) -> list[str]:
         """A table, and what to change when it does not fit."""
@@ -128,13 +127,17 @@ def memory_plan(
     drafts: int = 0,
     keeps_text: bool = False,
     host_cache: float = 0.0,
+    max_rows: int | None = None,
 ) -> MemoryPlan:
     """The plan for `batch` sequences of `context` tokens, by default as long as the model allows and as fits.
 
-    The pool has `cache_tokens` tokens; by default, on a GPU, as many as fit and as all rows can use. A pass reads up to `drafts`
+    The pool has `cache_tokens` tokens; by default, on a GPU, as many as fit and as all rows can use. At most `max_rows` requests
+    run at a time; by default as many as find room for some tokens each. A pass reads up to `drafts`
     guesses of each row, which may be looked up in the rows' texts. `host_cache` is in GiB. Data shards of a mesh share all that.
     Raises BadRequest if the host's part is less than a page."""
-    wanted = Budget(checkpoint, placement, context, batch, cache_tokens, drafts, keeps_text, host_cache)
+    wanted = Budget(
+        checkpoint, placement, context, batch, cache_tokens, drafts, keeps_text, host_cache, max_rows
+    )
     layout = checkpoint.layout
     return MemoryPlan(
         weights=wanted.weights,
@@ -145,6 +148,7 @@ def memory_plan(
         context=wanted.context,
         longest=wanted.longest,
         tokens=wanted.tokens,
+        rows=wanted.rows,
         batch=batch,
         shards=layout.data,
         mesh=shown_mesh(layout.sizes) if layout.devices > 1 else "",
@@ -167,6 +171,7 @@ class Budget:
     drafts: int
     keeps_text: bool
     host_cache: float  # GiB
+    max_rows: int | None  # of all shards
 
     @cached_property
     def model(self) -> Transformer:
@@ -181,9 +186,16 @@ class Budget:
         """Sequences."""
         return held(self.batch, self.checkpoint.layout.data)
 
-    @property
+    @cached_property
     def rows(self) -> int:
-        return max(ROWS, self.held)
+        """Requests that run at a time."""
+        shards = self.checkpoint.layout.data
+        if self.max_rows is not None:
+            return max(-(-self.max_rows // shards), self.held)
+        rows = ROWS if self.on_cpu else max(MAX_ROWS // shards, MOST_OF_SHARD)
+        while rows > ROWS and self._tokens_beside(rows) < ROOM * rows:
+            rows //= 2
+        return max(rows, self.held)
 
     @property
     def host(self) -> int:
@@ -212,12 +224,13 @@ class Budget:
 
     @cached_property
     def temporaries(self) -> int:
+        return self._temporaries(self.rows)
+
+    def _temporaries(self, rows: int) -> int:
         most = self.asked_context or self._most
-        found = temporaries(self.model, self.rows, self.drafts) + choosing(
-            self.model, self.rows, pages_for(most)
-        )
+        found = temporaries(self.model, rows, self.drafts) + choosing(self.model, rows, pages_for(most))
         if self.keeps_text:
-            found += TEXTS * 4 * self.rows * most
+            found += TEXTS * 4 * rows * most
         if self.hosted:
             found += 2 * COPIES * COPIED * self.page
         return found
@@ -234,6 +247,11 @@ class Budget:
     def _fitting(self) -> int:
         """Tokens that the rest of the memory holds."""
         return max(self.available - self.weights - self.temporaries, 0) // self.page * PAGE
+
+    def _tokens_beside(self, rows: int) -> int:
+        """Tokens of the pool where so many requests run at a time."""
+        fitting = max(self.available - self.weights - self._temporaries(rows), 0) // self.page * PAGE
+        return min(fitting, self._asked_tokens or fitting)
 
     @property
     def longest(self) -> int:

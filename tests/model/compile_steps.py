@@ -21,6 +21,7 @@ from mla_jax.base import roofline
 from mla_jax.cache.paged import COPIED
 from mla_jax.cache.retrieve import RETRIEVAL_POLICIES, Retrieval
 from mla_jax.decode import loop, page_copy, rows, speculative
+from mla_jax.decode.packing import unpack
 from mla_jax.model.dispatch import Dispatch
 from pallas_kernels import choice
 
@@ -53,10 +54,13 @@ def compiled(model: Transformer, function, *args) -> dict:
     graph, state = nnx.split(model)
     pool, table = jax.eval_shape(lambda: (model.new_pool(PAGES), rows.new_rows(model, 64)))
 
-    def step(state, pool, table, *args):
-        return function(nnx.merge(graph, state), pool, table, *args)
+    numbers = all(array.dtype == jnp.int32 for array in jax.tree.leaves(args))  # which are sent as one array
 
-    program = jax.jit(step, donate_argnums=(1, 2)).trace(shapes(state), shapes(pool), shapes(table), *args).lower().compile()
+    def step(state, pool, table, sent):
+        return function(nnx.merge(graph, state), pool, table, *(unpack(sent, args) if numbers else sent))
+
+    given = shapes(state), shapes(pool), shapes(table), packed(args) if numbers else args
+    program = jax.jit(step, donate_argnums=(1, 2), compiler_options=loop.LOOP_OPTIONS["gpu"]).trace(*given).lower().compile()
     text = program.as_text()
     sizes = {",".join(map(str, flat)) for a in pool.values() for flat in (a.shape, (prod(a.shape[:2]), *a.shape[2:]))}
     moving = re.compile(r" = \w+\[(" + "|".join(sizes) + r")\]\S* (copy|copy-start|convert|transpose|scatter)\(")
@@ -66,8 +70,14 @@ def compiled(model: Transformer, function, *args) -> dict:
         "temporaries": program.memory_analysis().temp_size_in_bytes,
         "aliased": program.memory_analysis().alias_size_in_bytes,
         "sorts": text.count(" sort("),
+        "slices": text.count('"name":"dynamic_slice_fusion"'),
         "copies": [found.group(0) for found in moving.finditer(text) if found.group(2) != "scatter"],
     }
+
+
+def packed(args: tuple) -> jax.ShapeDtypeStruct:
+    """Numbers as one array."""
+    return whole(sum(prod(array.shape) for array in jax.tree.leaves(args)))
 
 
 def copied_out(model, pool, table, pages):
@@ -84,6 +94,7 @@ def contents_of(model: Transformer) -> dict:
     return shapes({name: jax.ShapeDtypeStruct((COPIED, *one.shape), one.dtype) for name, one in page.items()})
 
 
+LINE = loop.Line(whole(64), whole(512), whole(64), whole(64, WIDTH))
 with_mtp = functools.partial(functools.partial, drafter=speculative.Mtp(3))
 
 if __name__ == "__main__":
@@ -93,6 +104,7 @@ if __name__ == "__main__":
             "run, 8 rows": (with_mtp(loop.run), whole(8), whole(8, WIDTH), whole()),
             "run with drafts, 8 rows": (with_mtp(speculative.run_with_drafts), whole(8), whole(8, WIDTH), whole(), whole()),
             "prefill, 2048": (with_mtp(loop.prefill), whole(8), whole(2048), whole(8), whole(8, WIDTH)),
+            "mixed step, 512, 8 rows": (with_mtp(loop.mixed_step), LINE, whole(8), whole(8, WIDTH)),
             "pages to the host": (copied_out, whole(COPIED)),
             "pages from the host": (copied_in, contents_of(model), whole(COPIED)),
         }

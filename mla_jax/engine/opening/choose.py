@@ -133,7 +133,9 @@ def planned_memory(
     memory = options.memory
     room = options.model.context, memory.batch, placement, memory.cache_tokens
     inexact = options.eviction.evict != "off" or options.retrieval.retrieve != "off"
-    return memory_plan(checkpoint, *room, drafter.most, drafter.needs_text or inexact, memory.host_cache)
+    return memory_plan(
+        checkpoint, *room, drafter.most, drafter.needs_text or inexact, memory.host_cache, memory.max_rows
+    )
 
 
 def routing_counts(options: Options, config: Config) -> Routing | None:

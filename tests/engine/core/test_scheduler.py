@@ -1,5 +1,6 @@
 """Every rule of the policy by example, then whole lives of requests on a pretended device."""
 
+import dataclasses
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -40,16 +41,17 @@ def test_a_short_prompt_is_admitted_and_read_in_one_plan_then_decoded():
 
 
 def test_rows_that_have_read_their_prompts_decode_one_step_in_the_pass_that_reads_others():
-    assert plan([waits(7)], [runs(1), runs(2), unread(3, 90)], 99, LIMITS) == ((), (7,), ((3, 64),), 64, (1, 2), 1)
+    found = plan([waits(7)], [runs(1), runs(2), unread(3, 90)], 99, LIMITS)
+    assert (found.admit, found.read, found.decode, found.steps) == ((7,), ((3, 90), (7, 10)), (1, 2), 1)
 
 
 def test_who_reads_along_waits_for_a_short_line_at_most():
     limits = dataclasses.replace(LIMITS, streamed_line=20)
     rows = [unread(3, 90), runs(1), runs(2)]
-    assert plan([], rows, 99, limits).line == 64
+    assert plan([], rows, 99, limits).line == 256
     assert plan([], [*rows, runs(4, streams=True)], 99, limits).line == 16
     assert plan([], [*rows, runs(4, streams=True)], 99, dataclasses.replace(limits, streamed_line=3)).line == 16
-    assert plan([], [*rows, runs(4, left=0, streams=True)], 99, limits).line == 64
+    assert plan([], [*rows, runs(4, left=0, streams=True)], 99, limits).line == 256
 
 
 def test_requests_start_by_priority_then_by_arrival_in_whatever_order_they_are_given():
