@@ -18,10 +18,12 @@ if TYPE_CHECKING:
         BadTemplate,
         DoesNotFit,
         MlaJaxError,
+        Overloaded,
         ProcessLost,
         Unsupported,
     )
     from mla_jax.base.options import Evict, Options, SamplingParams
+    from mla_jax.engine.async_llm import AsyncLLM
     from mla_jax.engine.core.request import Chunk, FinishReason, Output
     from mla_jax.engine.llm import LLM
     from mla_jax.model.transformer import Transformer
@@ -34,11 +36,13 @@ _HOME = {  # of each public name: imported when it is used, so that `--help`, er
     "BadTemplate": "mla_jax.base.errors",
     "DoesNotFit": "mla_jax.base.errors",
     "MlaJaxError": "mla_jax.base.errors",
+    "Overloaded": "mla_jax.base.errors",
     "ProcessLost": "mla_jax.base.errors",
     "Unsupported": "mla_jax.base.errors",
     "Evict": "mla_jax.base.options",
     "Options": "mla_jax.base.options",
     "SamplingParams": "mla_jax.base.options",
+    "AsyncLLM": "mla_jax.engine.async_llm",
     "LLM": "mla_jax.engine.llm",
     "Chunk": "mla_jax.engine.core.request",
     "FinishReason": "mla_jax.engine.core.request",
@@ -47,6 +51,7 @@ _HOME = {  # of each public name: imported when it is used, so that `--help`, er
 }
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BadConfig",
     "BadFile",
     "BadRequest",
@@ -59,6 +64,7 @@ __all__ = [
     "MlaJaxError",
     "Options",
     "Output",
+    "Overloaded",
     "ProcessLost",
     "SamplingParams",
     "Transformer",

@@ -30,13 +30,20 @@ class Waits:
 
     def __init__(self):
         self.spans: list[tuple[float, float]] = []
+        self._begun: float | None = None  # when who waits now began to
+
+    @property
+    def seconds(self) -> float:
+        """For how long somebody waits now."""
+        return 0.0 if self._begun is None else time.perf_counter() - self._begun
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
-        start = time.perf_counter()
+        self._begun = start = time.perf_counter()
         try:
             yield
         finally:
+            self._begun = None
             self.spans.append((start, time.perf_counter()))
 
 

@@ -41,6 +41,8 @@ from mla_jax.model.transformer import Transformer
 from mla_jax.weights.load import Progress
 from mla_jax.weights.temporaries import logits_bytes
 
+BAR_SECONDS = 0.5  # after which a bar is drawn again, if nothing has come
+
 _named = functools.partial(only_known_names, homes=HOMES)
 
 
@@ -102,7 +104,8 @@ class LLM:
         size = Size(self.plan.rows, self.plan.tokens // PAGE, self.context, chunk, self.plan.hosted // PAGE)
         policy = policy_of(programs, size, self.options.eviction)
         drafting = Drafting(cost_of(self.model), programs.drafter, self.options.drafts.draft_tokens)
-        return Engine(programs, size, policy=policy, drafting=drafting)
+        alone = self._processes is None  # several processes decide the same
+        return Engine(programs, size, policy=policy, drafting=drafting, compiles_ahead=alone)
 
     def __repr__(self) -> str:
         formats = ", ".join(f"{gib(size)} in {name}" for name, size in self._formats.items())
@@ -137,9 +140,13 @@ class LLM:
 
         `progress` shows a bar on stderr; None is where stderr is a terminal and there are many prompts."""
         requests = self.inputs.requests(prompts, params)
-        bar = Bar(len(requests), self.engine.stats, progress)
+        bar = self.bar(len(requests), progress)
         with bar, contextlib.closing(self.serve(([request] for request in requests), bar)) as served:
             return [output for (output,) in served]
+
+    def bar(self, total: int | None, shown: bool | None = None, done: int = 0) -> Bar:
+        """A progress bar for `serve`, of `total` prompts, None if nobody knows, of which `done` are from an earlier run."""
+        return Bar(total, self.engine.stats, self._programs.waits, shown, done)
 
     def serve(
         self, groups: Iterable[Sequence[Request]], bar: Bar | None = None
@@ -149,12 +156,13 @@ class LLM:
         There may be any number of groups: they are taken from `groups` only some way ahead of finished ones. An empty group
         comes back empty. `bar` shows how far the work is. `inputs.request` makes a Request."""
         self._refresh()
-        served = Served(self.submit, self.engine.rows, groups)
+        waiting, shows = self.options.memory.max_waiting, bar is not None and bar.shown
+        served = Served(self.submit, self.engine.rows, groups, waiting)
         try:
             while served.fill():
                 if not served.ready:
-                    served.wait()
-                if bar is not None and bar.shown:
+                    served.wait(BAR_SECONDS if shows else None)
+                if bar is not None and shows:
                     bar.update(served.done)
                 for readers in served.take():
                     yield [self.output_of(reader) for reader in readers]

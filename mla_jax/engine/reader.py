@@ -27,7 +27,7 @@ class Reader:
         return self.reason is not None
 
     def read(self) -> Chunk | None:
-        """What has come since it was read last; None: nothing. Raises what ended the job, if anything did."""
+        """Takes in all that has come since it was read last; None: nothing. Raises what ended the job, if anything did."""
         seen, reason = len(self.ids), self.job.reason  # where there is a reason, all else is there
         if self.job.error is not None:
             self.reason = FinishReason.ERROR

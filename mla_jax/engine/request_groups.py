@@ -1,5 +1,6 @@
 """Any number of requests, taken from an iterator only as far ahead as the engine needs them."""
 
+import contextlib
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,10 +16,15 @@ Submit = Callable[[Sequence[Request], Callable[[Reader], None]], list[Reader]]  
 
 
 class Served:
-    """Groups of requests in their order: those that are taken and were not given back yet. The engine has `rows`."""
+    """Groups of requests in their order: those that are taken and were not given back yet.
 
-    def __init__(self, submit: Submit, rows: int, groups: Iterable[Sequence[Request]]):
+    The engine has `rows`, and `waiting` more requests may be in it; None: any number."""
+
+    def __init__(
+        self, submit: Submit, rows: int, groups: Iterable[Sequence[Request]], waiting: int | None = None
+    ):
         self._submit, self._rows, self._source, self._ended = submit, rows, iter(groups), False
+        self._most = WAITING * rows if waiting is None else min(WAITING * rows, rows + waiting)
         self._taken: deque[Sequence[Request]] = deque()  # and not submitted yet
         self._groups: deque[list[Reader]] = deque()
         self._given = 0
@@ -46,7 +52,7 @@ class Served:
 
     def _take_groups(self) -> None:
         taken = sum(map(len, self._taken))
-        room = WAITING * self._rows - len(self.unfinished) - taken
+        room = self._most - len(self.unfinished) - taken
         groups = TAKEN * self._rows - len(self._groups)
         while not self._ended and room > 0 and len(self._taken) < groups:
             group = next(self._source, None)
@@ -66,9 +72,10 @@ class Served:
         """Groups that are done, given back or not."""
         return self._given + sum(map(_is_done, self._groups))
 
-    def wait(self) -> None:
-        """Until a request has news, which are read: it may have come to a stop text."""
-        self._news.get().read()
+    def wait(self, seconds: float | None = None) -> None:
+        """Until a request has news, which are read: it may have come to a stop text. Not longer than these seconds."""
+        with contextlib.suppress(queue.Empty):
+            self._news.get(timeout=seconds).read()
 
     def take(self) -> Iterator[list[Reader]]:
         """Gives back the first groups as far as they are done."""

@@ -21,17 +21,15 @@ from mla_jax.mesh.host_cost import OnHost, expert_weights, host_seconds, stream_
 
 # Of the rates of large matmuls and of plain reading, the shares that a step's kernels reach. On an H200, attention has 590 of 811
 # TFLOP/s over latents and 640 to 700 over heads, experts 660; weights are read at 3.1 to 4.0 of 4.56 TB/s, latents at 4.0
-# (benchmarks/README.md, "Where a step of DeepSeek-V3 goes" and the tables of kernels).
+# (benchmarks/meshes.md, "Where a step of DeepSeek-V3 goes", and the tables of benchmarks/kernels.md).
 ARITHMETIC, MEMORY = 0.75, 0.85
 # How often a layer writes or reads a token's activations: numbers of the model's width around attention and experts, and for each
 # pair of a token and an expert numbers of the model's and of the expert's width.
 BY_TOKEN, BY_PAIR, BY_PAIR_WIDTH = 24, 8, 6
 # Seconds a step in which the host of several devices asks whether any row goes on: 0.1 to 0.3 ms on H200s (ibid.)
 GOES_ON = 0.2e-3
-PREDICTED_ROWS, HELD = (
-    32,
-    4096,
-)  # rows of each data shard and the tokens that each holds, where nothing else is asked
+# Rows of each data shard, and the tokens that each holds, where nothing else is asked
+PREDICTED_ROWS, HELD = 32, 4096
 
 
 class Pass(NamedTuple):
@@ -253,9 +251,8 @@ class MeshCost:
             return 0.0
         touched, devices = self._touched(work), self.of(*MESH_AXES)
         deviation = math.sqrt(touched * (1 - touched / self._own_experts))
-        most = NormalDist().inv_cdf(
-            (devices - 3 / 8) / (devices + 1 / 4)
-        )  # of as many normal numbers, by Blom
+        # Of as many normal numbers, by Blom
+        most = NormalDist().inv_cdf((devices - 3 / 8) / (devices + 1 / 4))
         return self.parts.moe_layers * deviation * most * self._expert.bytes
 
     def _streams(self, work: Pass) -> bool:

@@ -46,7 +46,7 @@ def both(line: Attends, decode: Attends) -> Attends:
 
 
 def prepared(batch: MixedBatch, line: Callable[..., Any], decode: Callable[..., Any]) -> MixedStep:
-    """What the two forms' `prepare` make of a batch."""
+    """The plan of a batch, by the `prepare` of each form."""
     first, rest = line(batch.line), decode(batch.decode)
     slots = rest.rows.slots
     slots = slots.reshape(*slots.shape[:-2], 1, -1)

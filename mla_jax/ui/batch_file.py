@@ -102,7 +102,7 @@ def answer_file(
         llm = LLM(opened, progress=console.loading)
         console.note(*(f"note: {note}" for note in llm.notes))
         total = None if prompts == "-" else _count(prompts)
-        bar = Bar(total, llm.stats(), False if console.quiet else None, answers.count)
+        bar = llm.bar(total, False if console.quiet else None, answers.count)
         return Run(llm, sampling, answers, console, bar).answer(itertools.chain([first], lines))
 
 

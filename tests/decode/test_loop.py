@@ -10,7 +10,7 @@ import pytest
 from models import FAMILIES, tensors, write
 
 from mla_jax.base.options import MAX_ENDS
-from mla_jax.decode.loop import Programs
+from mla_jax.decode.loop import Line, Programs
 from mla_jax.decode.outputs import STEPS, Chosen, largest_tokens
 from mla_jax.decode.rows import ADMITTED, Rows, default_entries, taken
 from mla_jax.decode.sampling import OUTPUT, PROMPT
@@ -84,6 +84,22 @@ class Served:
             self.logprobs[i] += likely.logprobs[i, :count].tolist()
         return chosen
 
+    def some(self, which: list[int]) -> np.ndarray:
+        """Rows of the table, of these requests; the others are none."""
+        return np.array([row if i in which else HEIGHT for i, row in enumerate(self.at)], np.int32)
+
+    def both(self, parts: dict[int, list[int]], width: int, decode: list[int]) -> None:
+        """One pass: reads parts of some prompts, and takes a step of other requests."""
+        line = [token for part in parts.values() for token in part]
+        tokens = np.array([*line, *[0] * (width - len(line))], np.int32)
+        counts = np.array([len(parts.get(i, [])) for i in range(ROWS)], np.int32)
+        given = Line(self.some([*parts]), tokens, counts, self.table), self.some(decode), self.table
+        self.pool, self.rows, found = self.programs.mixed_step(self.pool, self.rows, *given)
+        chosen, likely = found.tokens(), found.logprobs()
+        for i in decode:
+            self.ids[i] += chosen.tokens[i, : chosen.count[i]].tolist()
+            self.logprobs[i] += likely.logprobs[i, : chosen.count[i]].tolist()
+
     def told(self) -> dict[str, np.ndarray]:
         """The state that must not depend on the sizes of steps."""
         _, is_open, last = taken(self.rows, jnp.asarray(self.at))
@@ -114,6 +130,28 @@ def test_one_run_equals_many_short_ones(programs, cuts):
     assert_same(short, whole)
     assert [len(ids) for ids in whole.ids] == list(LIMITS)
     assert chosen.done.all()
+
+
+def test_one_pass_for_both_leaves_what_a_line_and_a_step_leave(programs):
+    together, whole = Served(programs), begun(programs)
+    together.both({0: PROMPTS[0], 1: PROMPTS[1]}, 16, decode=[])
+    together.both({2: PROMPTS[2][:2], 3: PROMPTS[3]}, 16, decode=[0, 1])
+    together.both({2: PROMPTS[2][2:4]}, 3, decode=[0, 1, 3])
+    together.both({2: PROMPTS[2][4:]}, 3, decode=[1, 3])
+    assert [len(ids) for ids in together.ids] == [2, 3, 0, 2]
+    together.run(30), whole.run(30)
+    assert_same(together, whole)
+    assert [len(ids) for ids in whole.ids] == list(LIMITS)
+
+
+def test_in_one_pass_a_row_whose_logits_are_no_numbers_ends_alone(programs):
+    good, bad = begun(programs), begun(programs)
+    last = bad.rows.last.at[bad.at[0]].set(jnp.nan)
+    bad.rows = dataclasses.replace(bad.rows, last=last)
+    for served in (good, bad):
+        served.both({}, 16, decode=[0, 1, 2, 3])
+    assert (good.ids[1:], bad.ids[0]) == (bad.ids[1:], [])
+    assert bad.told()["finite"].tolist() == [False, True, True, True]
 
 
 def test_a_run_takes_as_many_steps_as_its_answer_has_room_for(programs):

@@ -8,7 +8,6 @@ import jaxtyping
 import pytest
 
 from mla_jax import LLM, SamplingParams
-from mla_jax.engine.bar import Bar
 from mla_jax.engine.request_groups import TAKEN, WAITING, Served
 
 ROWS = 4
@@ -112,7 +111,7 @@ def test_a_request_that_can_never_fit_leaves_none_of_the_others_behind(llm, monk
 
 @pytest.mark.deep
 def test_a_bar_counts_what_is_done_and_says_how_fast_and_what_runs(llm, capsys):
-    bar = Bar(40, llm.stats(), shown=True, done=10)
+    bar = llm.bar(40, shown=True, done=10)
     with bar:
         for outputs in llm.serve(([llm.inputs.request([20 + i, 7], SHORT)] for i in range(30)), bar):
             assert len(outputs) == 1

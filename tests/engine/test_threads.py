@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,7 +12,7 @@ from models import FAMILIES, tensors, write
 from pairs import pairs_tokenizer
 
 from mla_jax import LLM, SamplingParams
-from mla_jax.base.errors import BadRequest, DoesNotFit
+from mla_jax.base.errors import BadRequest, DoesNotFit, Overloaded
 from mla_jax.engine.async_llm import AsyncLLM
 from mla_jax.engine.core.engine import Engine
 
@@ -172,6 +173,47 @@ def test_a_closed_llm_takes_no_more_and_its_thread_ends(tmp_path):
     with pytest.raises(BadRequest, match="this LLM is closed"):
         closed.generate([[5]], SamplingParams(max_tokens=1))
     closed.close()
+
+
+@pytest.fixture
+def slowly(monkeypatch):
+    """Steps of engines take a while."""
+    step = Engine._step
+    monkeypatch.setattr(Engine, "_step", lambda self: (time.sleep(0.03), step(self)))
+
+
+def test_an_answer_whose_time_is_up_ends_with_the_tokens_it_has(llm, slowly):
+    whole = llm.generate([[5, 6]], SamplingParams(max_tokens=200, ignore_eos=True))[0]
+    params = SamplingParams(max_tokens=200, ignore_eos=True, timeout=0.15)
+    (late,) = llm.generate([[5, 6]], params)
+    assert (whole.finish_reason, late.finish_reason) == ("length", "timeout")
+    assert whole.token_ids[: len(late.token_ids)] == late.token_ids
+    assert whole.text.startswith(late.text)
+    assert len(late.token_ids) < 200
+    chunks = list(llm.stream([5, 6], params))
+    assert chunks[-1].finish_reason == "timeout"
+    assert left(llm) == (0, 0)
+
+
+def test_more_requests_than_may_wait_are_refused_and_told_for_how_long(tmp_path, slowly):
+    hf = {**FAMILIES["v3"], "num_hidden_layers": 2}
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    with LLM(write(tmp_path, hf, tensors(hf)), **ROOM, max_rows=1, max_waiting=2) as small:
+        streams = [small.stream([5, 6], params) for _ in range(3)]
+        first = [threading.Thread(target=next, args=(stream,)) for stream in streams]
+        for thread in first:
+            thread.start()
+        while small.stats().running + small.stats().waiting < 3:
+            time.sleep(0.01)
+        with pytest.raises(Overloaded, match="2 requests wait already") as raised:
+            small.generate([[7]], params)
+        assert raised.value.seconds >= 1
+        for thread in first:
+            thread.join(30)
+        for stream in streams:
+            stream.close()
+        assert left(small) == (0, 0)
+        assert len(small.generate([[5 + i] for i in range(9)], SamplingParams(max_tokens=2))) == 9  # which wait in turn
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once_whoever_else_runs(llm):

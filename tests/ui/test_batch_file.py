@@ -287,6 +287,8 @@ OTHER = {  # another value of each setting
     "memory_fraction": 0.5,
     "batch": 2,
     "cache_tokens": 8192,
+    "max_rows": 8,
+    "max_waiting": 8,
     "host_cache": 1,
     "mesh": "data=2",
     "device": "h100",
@@ -297,7 +299,7 @@ OTHER = {  # another value of each setting
 # Settings by which a run may go on with other values: they change where and how fast the same is computed
 FREE = {
     "model", "host_folder", "stream_tokens", "routing_stats", "device_experts", "draft", "draft_tokens", "memory_fraction",
-    "batch", "cache_tokens", "host_cache", "mesh", "device", "coordinator", "processes", "process_id",
+    "batch", "max_rows", "max_waiting", "cache_tokens", "host_cache", "mesh", "device", "coordinator", "processes", "process_id",
 }  # fmt: skip
 
 

@@ -171,17 +171,20 @@ def test_a_conversation_can_be_saved_again(tmp_path):
 
 def test_an_interrupted_answer_shows_its_own_figures_and_joins_as_far_as_it_came(chat, llm, monkeypatch, capfd):
     talk(chat, "a1b2c3d4")
-    stream = llm.stream
+    stream, said = llm.stream, []
 
     def interrupted(prompt, params):
-        yield next(stream(prompt, params))
+        said.append(next(stream(prompt, params)))
+        yield said[-1]
         raise KeyboardInterrupt
 
     monkeypatch.setattr(llm, "stream", interrupted)
     capfd.readouterr()
     talk(chat, "e5")
-    assert "stop: interrupted · 10+1 tokens" in capfd.readouterr().err  # <bos>, 4 + 4, 1: not the 5+4 of the turn before
-    assert [m["content"] for m in chat.conversation.turns[2:]] == ["e5", llm.generate(chat_prompt(llm, chat), SHORT)[0].text[:2]]
+    # <bos>, 4 + 4, 1: not the 5+4 of the turn before
+    assert f"stop: interrupted · 10+{len(said[0].token_ids)} tokens" in capfd.readouterr().err
+    whole = llm.generate(chat_prompt(llm, chat), SHORT)[0].text
+    assert [m["content"] for m in chat.conversation.turns[2:]] == ["e5", whole[: len(said[0].text)]]
 
 
 def chat_prompt(llm: LLM, chat: Chat) -> list[int]:

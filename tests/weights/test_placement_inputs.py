@@ -60,6 +60,8 @@ def test_figures_are_those_of_the_headers_and_the_plan(checkpoint, monkeypatch):
 @pytest.mark.parametrize("less", [1, 1.5, 3.5])
 def test_what_is_placed_fits_the_plan(checkpoint, monkeypatch, tmp_path, less):
     """With as many layers on the host as must be, and with replicas in the memory they leave."""
+    for name in ("MAX_ROWS", "MOST_OF_SHARD"):  # or fewer would run where there is less memory
+        monkeypatch.setattr(planning, name, 64)
     each = figures(checkpoint, ExpertOptions(), 64).layers[0].device_bytes
     monkeypatch.setattr("mla_jax.offload.place.SPARE", 0)  # of the memory, most of which these small layers do not take
     room = int(memory_plan(checkpoint, 64).needed - less * each)

@@ -128,7 +128,21 @@ def test_the_pool_of_a_gpu_is_all_that_is_left_or_all_that_the_rows_can_use(fold
         assert left - page < found.tokens // 64 * page <= left
         assert found.tokens < 64 * 512
     else:
-        assert found.tokens == 64 * 512
+        assert (found.rows, found.tokens) == (1024, 1024 * 512)
+
+
+def test_as_many_requests_run_as_have_room_for_some_tokens_each_or_as_are_asked_for(folder, monkeypatch):
+    checkpoint = Checkpoint(folder, dispatch=Dispatch(device=DEVICES["NVIDIA H200"]))
+    page, rows = page_bytes(checkpoint.model()), []
+    for tokens in (1000, 200 * 1024, 300 * 1024, 10**7):
+        room = memory_plan(checkpoint, max_rows=256).temporaries + checkpoint.bytes() + tokens // 64 * page
+        monkeypatch.setattr(planning, "available", lambda devices, room=room: room)
+        rows.append(memory_plan(checkpoint).rows)
+        assert memory_plan(checkpoint, batch=3, max_rows=2).rows == 3
+    assert rows[:1] + rows[-1:] == [64, 1024]
+    assert rows == sorted(rows)
+    assert rows[2] >= 256
+    assert memory_plan(Checkpoint(folder)).rows == 64  # on a CPU
 
 
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypatch):

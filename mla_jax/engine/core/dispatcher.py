@@ -70,12 +70,13 @@ class Dispatcher:
         return self.programs.spread.added_up(rows.load)
 
     def start(self, shapes: Iterable[ProgramShape]) -> list[Future]:
-        """Begins to compile programs, unless they are there. Returns those that are not."""
-        new = [shape for shape in shapes if shape not in self._started]
+        """Begins to compile programs, unless they are there. Returns those that are not there yet, or have failed."""
+        wanted = list(shapes)
+        new = [shape for shape in wanted if shape not in self._started]
         if new:
             pool, rows = self.state()
             self._started |= {shape: self.programs.start(pool, rows, shape) for shape in new}
-        return [self._started[shape] for shape in shapes if not self._started[shape].done()]
+        return [future for shape in wanted if not _is_there(future := self._started[shape])]
 
     def compile(self, shapes: Iterable[ProgramShape]) -> None:
         """Compiles programs, all at once, and waits for them."""
@@ -85,19 +86,22 @@ class Dispatcher:
 
     def ready(self, name: str, line: int = 0) -> list[ProgramShape]:
         """The programs of this name, and for lines of so many tokens, that are there."""
-        return [shape for shape in self._ready() if (shape.name, shape.line) == (name, line)]
+        for shape in [
+            shape for shape, future in self._started.items() if future.done() and future.exception()
+        ]:
+            del self._started[shape]  # whoever waits for it has the error; it may be tried again
+        done = [shape for shape, future in self._started.items() if future.done()]
+        return [shape for shape in done if (shape.name, shape.line) == (name, line)]
 
     def ready_for(self, wanted: ProgramShape) -> ProgramShape | None:
         """The smallest program that is there and does what the wanted one does."""
-        fitting = [
-            shape
-            for shape in self.ready(wanted.name, wanted.line)
-            if shape.rows >= wanted.rows and shape.width >= wanted.width
-        ]
+        ready = self.ready(wanted.name, wanted.line)
+        fitting = [shape for shape in ready if shape.rows >= wanted.rows and shape.width >= wanted.width]
         return min(fitting, default=None, key=lambda shape: (shape.rows, shape.width))
 
-    def _ready(self) -> list[ProgramShape]:
-        return [shape for shape, future in self._started.items() if future.done()]
+    def most_rows(self, name: str, width: int, line: int = 0) -> int:
+        """Rows that the programs of this name that are there take, with page tables of this width; 0 if there is none."""
+        return max((shape.rows for shape in self.ready(name, line) if shape.width >= width), default=0)
 
     def admit(self, jobs: JobsByShard) -> None:
         """Tells the devices of jobs that have been given rows."""
@@ -178,3 +182,7 @@ class Dispatcher:
 def _padded(numbers: Iterable[int], length: int) -> np.ndarray:
     given = np.fromiter(numbers, np.int32)
     return np.pad(given, (0, length - given.size))
+
+
+def _is_there(program: Future) -> bool:
+    return program.done() and program.exception() is None

@@ -4,6 +4,7 @@ Measured is the acceptance rate a_i of each draft position, given that all earli
 a pass are 1 + a_1 + a_1 a_2 + ... The seconds of a pass are the cost model's prediction times the measured ratio for such
 passes. Old measurements fade."""
 
+import functools
 from collections import Counter
 from collections.abc import Iterable
 
@@ -16,6 +17,7 @@ from mla_jax.decode.speculative import NOBODY, Drafter, Lookup, Mtp
 from mla_jax.mesh.cost import MeshCost
 
 NEARLY = 64  # held tokens that the same prediction is for
+KNOWN = 4096  # predictions that are kept
 ASSUMED_HELD = 1024  # tokens that a row is taken to hold where nobody knows
 FADES = 0.98  # what is left of a measurement after one more dispatch
 FIRST = 8  # guesses of each place that are taken to have been seen before any was
@@ -81,7 +83,7 @@ class Drafting:
         self._shares = {greedy: Shares(drafter.hoped) for greedy in (True, False)}
         # Measured time of a pass over predicted, by rows and guesses
         self._taken: dict[tuple[int, int], float] = {}
-        self._predicted: dict[tuple[int, int, int], float] = {}  # seconds by rows, held tokens and drafts
+        self._known = functools.lru_cache(KNOWN)(self._predict)
         self._sent = 0  # dispatches
         self._plain: Counter[int] = Counter()  # dispatches without guesses, by rows, until one was timed
 
@@ -141,10 +143,7 @@ class Drafting:
 
     def predicted(self, rows: int, held: int, drafts: int) -> float:
         """The cost model's seconds of a pass."""
-        key = rows, held // NEARLY, drafts
-        if key not in self._predicted:
-            self._predicted[key] = self._predict(rows, key[1] * NEARLY, drafts)
-        return self._predicted[key]
+        return self._known(rows, held // NEARLY * NEARLY, drafts)
 
     def _predict(self, rows: int, held: int, drafts: int) -> float:
         """The program of a pass with drafts computes with the most there can be; those that are not there choose no experts."""

@@ -6,7 +6,7 @@ dispatches. A dispatch is sent before the tokens of the one before are read, so 
 import bisect
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from mla_jax.engine.core.drafting import ASSUMED_HELD, Drafting
 from mla_jax.engine.core.in_flight import Flights, Timed
 from mla_jax.engine.core.job import Job, Shard, by_shard
 from mla_jax.engine.core.request import FinishReason, Request
-from mla_jax.engine.core.scheduler import Plan, agreed, assigned, plan
+from mla_jax.engine.core.scheduler import Limits, Plan, Waiting, agreed, assigned, cheapest, plan
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.core.stats import EngineStats, between
 from mla_jax.mesh.cost import MeshCost, Pass
@@ -43,9 +43,13 @@ class Engine:
         *,
         policy: CachePolicy | None = None,
         drafting: Drafting | None = None,
+        compiles_ahead: bool = False,
     ):
         """`size` is of each data shard. Without a policy everything is cached, without `drafting` as many tokens are drafted as
-        pay, if the programs have a drafter."""
+        pay, if the programs have a drafter.
+
+        Where it `compiles_ahead`, requests that run go on with the programs that are there, while those for more rows, longer
+        lines and wider page tables are compiled in threads. What it decides depends on how long that takes."""
         self.programs, self.size = programs, size
         self.policy = policy or CachePolicy(programs, size)
         self.drafting = drafting or Drafting(cost_of(programs.model), programs.drafter)
@@ -55,6 +59,7 @@ class Engine:
         self.stats = EngineStats(rows=self.rows, pages=programs.spread.shards * size.pages)
         keeps_text = self.policy.needs_text or programs.drafter.needs_text
         self.device = Dispatcher(programs, size, self.stats, self.policy.table, keeps_text)
+        self._compiles_ahead = compiles_ahead
         self._serial = 0
         # Bytes that a step of some rows must read: of weights, and for each token that the rows hold
         self._least: dict[int, tuple[float, float]] = {}
@@ -212,32 +217,79 @@ class Engine:
 
     def _decide(self) -> list[Plan]:
         """The scheduler's plan for each shard, of the running requests and the first waiting ones."""
-        policy, shards = self.policy, self.shards
+        policy, shards, rooms = self.policy, self.shards, self._rooms()
+        limits = self._limits(rooms)
         running = [[policy.running(job) for job in shard.running] for shard in shards]
         free = [policy.free(shard) for shard in shards]
         most = 2 * sum(len(shard.free_rows) for shard in shards)  # some of them may wait for a prefix
-        first = [[policy.waiting(job, shard) for shard in shards] for job in self.waiting[:most]]
-        waiting = assigned(first, running, [pages.running for pages in free], self.limits)
+        first = [[self._waiting(job, shard, rooms) for shard in shards] for job in self.waiting[:most]]
+        waiting = assigned(first, running, [pages.running for pages in free], limits)
         plans = [
-            plan(new, rows, pages.running, self.limits, pages.new)
+            plan(new, rows, pages.running, limits, pages.new)
             for new, rows, pages in zip(waiting, running, free, strict=True)
         ]
         return agreed(plans)
+
+    def _rooms(self) -> dict[int, int]:
+        """Rows of a shard that the programs that are there take, by the width of page tables. With all of them where nobody runs,
+        who would wait."""
+        if not (self._compiles_ahead and self.running):
+            return dict.fromkeys(self.size.widths, self.size.rows)
+        return {width: self.device.most_rows("run", width) for width in self.size.widths}
+
+    def _limits(self, rooms: Mapping[int, int]) -> Limits:
+        """The limits of the programs that are there now."""
+        if not (self._compiles_ahead and self.running):
+            return self.limits
+        width = max(map(self._width, self.running))
+        of_lines = {line: self.device.most_rows("mixed_step", width, line) for line in self.limits.lines}
+        lines = tuple(line for line, rows in of_lines.items() if rows)
+        most = min([rooms[width], *(of_lines[line] for line in lines)])
+        running = max(len(shard.running) for shard in self.shards)
+        return dataclasses.replace(self.limits, rows=max(most, running), lines=lines or self.limits.lines)
+
+    def _waiting(self, job: Job, shard: Shard, rooms: Mapping[int, int]) -> Waiting:
+        """The scheduler's view of a waiting job. While others run, it is blocked until there are programs for it."""
+        waiting = self.policy.waiting(job, shard)
+        if len(shard.running) < rooms[self._width(job)]:
+            return waiting
+        return dataclasses.replace(waiting, blocked=True)
+
+    def _width(self, job: Job) -> int:
+        """Of the page tables that a job will need."""
+        return self.size.width_for(_pages(len(job.request.prompt) + job.request.limit))
 
     def _of(self, ids: Sequence[int]) -> list[Job]:
         return [self.jobs[i] for i in ids]
 
     def _compile_for(self, plans: Sequence[Plan]) -> None:
-        """Compiles what requests that start will need, all at once."""
+        """Compiles what requests that start will need, all at once; where others run meanwhile, in threads."""
         new = [job for decision in plans for job in self._of(decision.admit)]
+        ahead = self._compiles_ahead and bool(self.running)
+        if ahead:
+            new += self.waiting[: self.rows]
         if not new:
             return
+        every = len(self.running) + len(new)
         most = max(len(shard.running) + len(one.admit) for shard, one in zip(self.shards, plans, strict=True))
-        width = max(self.size.width_for(_pages(len(job.tokens) + job.request.limit)) for job in new)
+        most = min(max(most, -(-every // len(self.shards))), self.size.rows) if ahead else most
+        width = max(map(self._width, new))
+        wanted = plans[0].line, self._longer_line(new) if ahead else None
+        lines = {line for line in wanted if line is not None}
         shapes = [*self._always(), *self._decoding(most, width)]
-        if plans[0].line:
-            shapes.append(self._mixed(plans[0].line, most, width))
-        self.device.compile(shape for shape in shapes if self.device.ready_for(shape) is None)
+        shapes += [self._mixed(line, most, width) for line in lines]
+        missing = [shape for shape in shapes if self.device.ready_for(shape) is None]
+        if ahead:
+            self.device.start(missing)
+        elif missing:
+            self.device.compile(missing)
+
+    def _longer_line(self, new: Sequence[Job]) -> int | None:
+        """The line that the scheduler would take for these prompts, of all; None: it is no longer than those that are there."""
+        tokens = min(sum(len(job.request.prompt) for job in new), max(self.limits.lines))
+        best = cheapest(tokens, self.limits.lines, self.limits.dispatch)
+        there = [line for line in self.limits.lines if self.device.most_rows("mixed_step", 0, line)]
+        return best if best > max(there, default=0) else None
 
     def _always(self) -> list[ProgramShape]:
         """Programs that any request needs."""
@@ -387,7 +439,7 @@ class Engine:
 
     def _drafts(self, jobs: list[Job], program: ProgramShape, steps: int) -> int:
         """Drafted tokens of each pass; a single step has no room for any."""
-        if program.name != "run_with_drafts" or steps == 1:
+        if program.name != "run_with_drafts" or steps == 1 or self.device.ready_for(program) is None:
             return 0
         held = sum(job.held_tokens for job in jobs) // len(jobs)
         return self.drafting.count((job.is_greedy for job in jobs), held)

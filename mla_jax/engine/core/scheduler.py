@@ -221,7 +221,7 @@ def _read(rows: list[Running], limits: Limits) -> tuple[int | None, list[tuple[i
         return None, []
     lines = _lines(rows, limits)
     tokens = sum(tokens for _, tokens in _pieces(pending, max(lines), limits))
-    _, line = _cheapest(tokens, lines, limits.dispatch)
+    line = cheapest(tokens, lines, limits.dispatch)
     return line, _pieces(pending, line, limits)
 
 
@@ -231,6 +231,11 @@ def _lines(rows: list[Running], limits: Limits) -> tuple[int, ...]:
         return limits.lines
     short = tuple(line for line in limits.lines if line <= limits.streamed_line)
     return short or (min(limits.lines),)
+
+
+def cheapest(tokens: int, lines: tuple[int, ...], dispatch: int) -> int:
+    """The longest of the lines that hold these tokens at the least cost, padding and dispatches counted."""
+    return _cheapest(tokens, lines, dispatch)[1]
 
 
 @functools.lru_cache(maxsize=4096)

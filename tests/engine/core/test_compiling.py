@@ -1,0 +1,107 @@
+"""Requests that run go on while programs for others are compiled."""
+
+import threading
+from concurrent.futures import Future
+
+import pytest
+from models import FAMILIES, tensors, write
+from serving import answer, finish, request
+
+from mla_jax.decode.loop import Programs
+from mla_jax.engine.core.engine import Engine
+from mla_jax.engine.core.size import Size
+from mla_jax.weights.load import load
+
+SIZE = Size(rows=8, pages=120, context=5000, chunk=1024)
+LONG = request([7, 8, 9], max_tokens=150)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    hf = {**FAMILIES["v3"], "num_hidden_layers": 2, "max_position_embeddings": 8192}
+    return load(write(tmp_path_factory.mktemp("v3"), hf, tensors(hf)))
+
+
+class Gated:
+    """Programs whose compilation, but of the first request's, does not end before it is let to."""
+
+    def __init__(self, model, monkeypatch):
+        self.programs, self.gate, self.waits = Programs(model), threading.Event(), False
+        start = self.programs.start
+
+        def gated(*given) -> Future:
+            future = start(*given)
+            return self.behind(future) if self.waits else future
+
+        monkeypatch.setattr(self.programs, "start", gated)
+        self.engine = Engine(self.programs, SIZE, compiles_ahead=True)
+
+    def behind(self, future: Future) -> Future:
+        found: Future = Future()
+
+        def wait() -> None:
+            self.gate.wait(60)
+            found.set_result(future.result())
+
+        threading.Thread(target=wait).start()
+        return found
+
+
+@pytest.fixture
+def gated(model, monkeypatch):
+    found = Gated(model, monkeypatch)
+    yield found
+    found.gate.set()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        [request([5, 6], max_tokens=9), request([4], max_tokens=9), request([3], max_tokens=9)],  # more rows
+        [request([5 + i % 50 for i in range(400)], max_tokens=4)],  # a longer line
+        [request([5 + i % 50 for i in range(20)], max_tokens=4500)],  # wider page tables
+    ],
+)
+def test_a_request_that_runs_goes_on_while_programs_for_others_are_compiled(gated, asked):
+    engine = gated.engine
+    assert SIZE.widths[0] < SIZE.width
+    first = engine.submit(LONG, streams=True)
+    while not first.ids:
+        engine.step()
+    gated.waits = True
+    others = [engine.submit(one) for one in asked]
+    before = len(first.ids)
+    for _ in range(6):
+        engine.step()
+    assert len(first.ids) > before + 8
+    assert engine.programs.waits.seconds == 0
+    gated.gate.set()
+    expected = [answer(Engine(gated.programs, SIZE), one)[0][:60] for one in (LONG, *asked)]
+    for job in others:
+        if job.request.limit > 1000:  # of which the beginning is enough
+            while len(job.ids) < 60:
+                engine.step()
+            engine.cancel(job)
+    finish(engine, [first, *others])
+    assert [job.ids[:60] for job in (first, *others)] == expected
+
+
+def test_what_fails_to_compile_is_an_error_of_who_waits_for_it_and_is_tried_again(model, monkeypatch):
+    programs = Programs(model)
+    start, broken = programs.start, []
+
+    def failing(pool, rows, shape) -> Future:
+        if shape.name != "run" or broken:
+            return start(pool, rows, shape)
+        broken.append(shape)
+        failed: Future = Future()
+        failed.set_exception(RuntimeError("no memory for the tuner"))
+        return failed
+
+    monkeypatch.setattr(programs, "start", failing)
+    engine = Engine(programs, SIZE, compiles_ahead=True)
+    engine.submit(LONG)
+    with pytest.raises(RuntimeError, match="no memory for the tuner"):
+        engine.step()
+    engine.reset()
+    assert answer(engine, LONG) == answer(Engine(Programs(model), SIZE), LONG)
