@@ -142,9 +142,8 @@ def loss(engine: Engine, request: Request, tokens: np.ndarray) -> float:
     assert job.shard.pages.extend(job.held, len(tokens))
     pool, rows = engine.device.state()
     held = np.array([len(request.prompt)], np.int32)  # a token that was chosen since is written over
-    pool, found = likelihood(
-        engine.programs.model, pool, tokens[None, -CODE:], held, engine.policy.table([job], 1)
-    )
+    table = engine.policy.table([job], 1, engine.size.width)
+    pool, found = likelihood(engine.programs.model, pool, tokens[None, -CODE:], held, table)
     engine.device.keep(pool, rows)
     engine.cancel(job)
     return -float(found)

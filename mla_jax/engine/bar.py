@@ -2,11 +2,13 @@
 
 import shutil
 import sys
-
-from tqdm.auto import tqdm  # a widget in notebooks
+import warnings
 
 from mla_jax.decode.programs import Waits
 from mla_jax.engine.core.stats import EngineStats
+
+with warnings.catch_warnings(action="ignore"):  # of a notebook that has no widgets
+    from tqdm.auto import tqdm
 
 MANY = 16  # prompts
 

@@ -253,8 +253,10 @@ class LLM:
                 self.last_stats = self._stats_of(reader)
                 yield chunk
             self._count_experts()
-        finally:  # also of a stream that nobody reads to its end
+        finally:  # also of a stream that nobody reads to its end, which the collector may end: it must not wait
             self.cancel([reader])
+            if self._routing is not None and not reader.done:
+                self._worker.tell(self._take_load)
 
     def _logits(self, tokens: np.ndarray) -> np.ndarray:
         with self._memory_explained():
@@ -322,14 +324,18 @@ class LLM:
             )
 
     def _count_experts(self) -> None:
-        """Adds the experts that were chosen to the statistics. An answer is not lost because they cannot be written."""
-        if self._routing is None:
-            return
-        self._routing.counts += self._worker.call(self.engine.take_load)
+        """Adds the experts that were chosen to the statistics."""
+        if self._routing is not None:
+            self._worker.call(self._take_load)
+
+    def _take_load(self) -> None:
+        """As `_count_experts`, on the engine's thread. An answer is not lost because they cannot be written."""
+        assert self._routing is not None
+        self._routing.counts += self.engine.take_load()
         try:
             self._routing.save()
         except BadRequest as e:
-            warnings.warn(f"routing statistics: {e}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"routing statistics: {e}", RuntimeWarning, stacklevel=1)
 
     @property
     def _room(self) -> int:

@@ -272,7 +272,7 @@ class Unnormed(Mtp):
 def engine_of(llm: LLM, drafter: Mtp) -> tuple[Engine, list[Job]]:
     """An engine that has answered HELD_OUT, with as many guesses a pass as this drafter makes at most."""
     programs = Programs(llm.model, drafter=drafter)
-    engine = drafting_engine(programs, Size(rows=8, pages=32, context=256, chunk=128), drafter.most, llm.tokenizer)
+    engine = drafting_engine(programs, Size(rows=8, pages=32, context=256, chunk=128), drafter.most)
     jobs = [engine.submit(request) for request in llm.inputs.requests(HELD_OUT, LONG)]
     while engine.busy:
         engine.step()

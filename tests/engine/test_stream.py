@@ -89,7 +89,7 @@ class Cycle:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("inside", ["_prepare", "_admit", "_decode", "_land", "submit"])
+@pytest.mark.parametrize("inside", ["_compile_for", "_admit", "_decode", "_mixed_step", "_land", "queue"])
 def test_a_stream_that_the_collector_ends_in_the_middle_of_anything_disturbs_nobody(llm, monkeypatch, inside):
     expected = llm.generate("a5b6", PARAMS)[0].token_ids
     gc.disable()

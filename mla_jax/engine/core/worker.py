@@ -53,8 +53,12 @@ class Worker:
     def cancel(self, jobs: Sequence[Job]) -> None:
         """Ends jobs that nobody wants any more, soon. It may be called anywhere, by Python's collector too."""
         wanted = [job for job in jobs if not job.done]
-        if wanted:  # so there is work, and a thread
-            self._inbox.put(lambda: self._cancel(wanted))
+        if wanted:
+            self.tell(lambda: self._cancel(wanted))
+
+    def tell(self, message: Message) -> None:
+        """Does something on the engine's thread, soon, if there is work; from anywhere, as `cancel`."""
+        self._inbox.put(message)
 
     def call(self, function: Callable[[], T]) -> T:
         """The result of `function()`, which may use the engine; raises what it raises."""

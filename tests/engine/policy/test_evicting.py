@@ -128,7 +128,7 @@ def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(programs_
     assert [answer(evicting(programs, keep), one)[0] for one in asked] == together
     small = evicting(programs, keep, size=dataclasses.replace(ROOMY, pages=10))
     assert answer(small, *asked * 3, preempt_every=7) == together * 3
-    assert small.stats.preemptions > 10
+    assert small.stats.preemptions >= 8
     assert small.stats.pages_free == 10
     assert answer(engine, *asked) == together  # prompts are known from before, as they were
     assert engine.stats.hits > 300
