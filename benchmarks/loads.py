@@ -194,6 +194,9 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", help=f"{' '.join([*LOADS, *FURTHER])}, or others of the form 8x256+32"
     )
+    parser.add_argument(
+        "--rate", type=float, default=0.0, help="requests a second of `mixed`, where it is not run"
+    )
     parser.add_argument("--small", action="store_true", help="a tiny model and few requests")
     parser.add_argument("--set", nargs="*", default=[], help="settings of the LLM, such as max_rows=256")
     options = parser.parse_args()
@@ -202,6 +205,7 @@ def main() -> None:
     rows: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(scale, Path(folder), settings)
+        bench.rate = options.rate
         rows.append({"load": "loading", "s": bench.loading})
         for name in options.only or [*loads, *FURTHER]:
             for row in getattr(bench, name)() if name in FURTHER else bench.load(name):

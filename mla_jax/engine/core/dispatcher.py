@@ -84,6 +84,11 @@ class Dispatcher:
             for future in self.start(shapes):
                 future.result()
 
+    @property
+    def compiles(self) -> bool:
+        """Whether a program is being compiled."""
+        return not all(future.done() for future in self._started.values())
+
     def ready(self, name: str, line: int = 0) -> list[ProgramShape]:
         """The programs of this name, and for lines of so many tokens, that are there."""
         for shape in [

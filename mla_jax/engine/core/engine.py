@@ -22,7 +22,7 @@ from mla_jax.engine.core.drafting import ASSUMED_HELD, Drafting
 from mla_jax.engine.core.in_flight import Flights, Timed
 from mla_jax.engine.core.job import Job, Shard, by_shard
 from mla_jax.engine.core.request import FinishReason, Request
-from mla_jax.engine.core.scheduler import Limits, Plan, Waiting, agreed, assigned, cheapest, plan
+from mla_jax.engine.core.scheduler import Limits, Plan, Waiting, agreed, assigned, next_line, plan
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.core.stats import EngineStats, between
 from mla_jax.mesh.cost import MeshCost, Pass
@@ -30,6 +30,7 @@ from mla_jax.model.parts import cost_of
 
 # Seconds, or decode passes if they take longer, that a pass may take while somebody reads along
 READS_ALONG, PASSES = 0.02, 2.5
+LOOSE = 2  # times as many rows as there are requests, that a program may have
 SCORED = 64  # tokens of one prompt whose log-probabilities one dispatch computes
 
 
@@ -264,32 +265,39 @@ class Engine:
 
     def _compile_for(self, plans: Sequence[Plan]) -> None:
         """Compiles what requests that start will need, all at once; where others run meanwhile, in threads."""
+        if self._compiles_ahead and self.running:
+            self._compile_ahead()
+            return
         new = [job for decision in plans for job in self._of(decision.admit)]
-        ahead = self._compiles_ahead and bool(self.running)
-        if ahead:
-            new += self.waiting[: self.rows]
         if not new:
             return
-        every = len(self.running) + len(new)
         most = max(len(shard.running) + len(one.admit) for shard, one in zip(self.shards, plans, strict=True))
-        most = min(max(most, -(-every // len(self.shards))), self.size.rows) if ahead else most
-        width = max(map(self._width, new))
-        wanted = plans[0].line, self._longer_line(new) if ahead else None
-        lines = {line for line in wanted if line is not None}
-        shapes = [*self._always(), *self._decoding(most, width)]
-        shapes += [self._mixed(line, most, width) for line in lines]
-        missing = [shape for shape in shapes if self.device.ready_for(shape) is None]
-        if ahead:
-            self.device.start(missing)
-        elif missing:
+        shapes = [*self._always(), *self._needed(most, max(map(self._width, new)), plans[0].line)]
+        if missing := [shape for shape in shapes if self.device.ready_for(shape) is None]:
             self.device.compile(missing)
 
-    def _longer_line(self, new: Sequence[Job]) -> int | None:
-        """The line that the scheduler would take for these prompts, of all; None: it is no longer than those that are there."""
-        tokens = min(sum(len(job.request.prompt) for job in new), max(self.limits.lines))
-        best = cheapest(tokens, self.limits.lines, self.limits.dispatch)
-        there = [line for line in self.limits.lines if self.device.most_rows("mixed_step", 0, line)]
-        return best if best > max(there, default=0) else None
+    def _compile_ahead(self) -> None:
+        """Begins to compile programs for all who run and wait, if none fits them, unless some are being compiled."""
+        if self.device.compiles:
+            return
+        jobs = [*self.running, *self.waiting[: self.rows]]
+        each = min(-(-len(jobs) // len(self.shards)), self.size.rows)
+        running = [[self.policy.running(job) for job in shard.running] for shard in self.shards]
+        line = max((next_line(rows, self.limits) or 0 for rows in running), default=0)
+        for shape in self._needed(each, max(map(self._width, jobs)), line or None):
+            if not self._fits(self.device.ready_for(shape), shape):
+                self.device.start([shape])
+
+    def _fits(self, found: ProgramShape | None, wanted: ProgramShape) -> bool:
+        """Whether a program that is there will do. On a CPU to compile costs more than rows that are nobody's."""
+        if found is None or self.programs.device.platform == "cpu":
+            return found is not None
+        return found.rows <= LOOSE * wanted.rows
+
+    def _needed(self, rows: int, width: int, line: int | None) -> list[ProgramShape]:
+        """Programs for so many rows of a shard."""
+        mixed = [] if line is None else [self._mixed(line, rows, width)]
+        return [*self._decoding(rows, width), *mixed]
 
     def _always(self) -> list[ProgramShape]:
         """Programs that any request needs."""

@@ -101,6 +101,11 @@ def plan(
     return Plan(_ids(gone), _ids(admitted), tuple(read), line, _ids(decode), steps)
 
 
+def next_line(running: Sequence[Running], limits: Limits) -> int | None:
+    """The line in which prompts are read next; None: in none."""
+    return _read(sorted(running, key=_turn), limits)[0]
+
+
 def assigned(
     waiting: Sequence[Sequence[Waiting]],
     running: Sequence[Sequence[Running]],
@@ -221,7 +226,7 @@ def _read(rows: list[Running], limits: Limits) -> tuple[int | None, list[tuple[i
         return None, []
     lines = _lines(rows, limits)
     tokens = sum(tokens for _, tokens in _pieces(pending, max(lines), limits))
-    line = cheapest(tokens, lines, limits.dispatch)
+    _, line = _cheapest(tokens, lines, limits.dispatch)
     return line, _pieces(pending, line, limits)
 
 
@@ -231,11 +236,6 @@ def _lines(rows: list[Running], limits: Limits) -> tuple[int, ...]:
         return limits.lines
     short = tuple(line for line in limits.lines if line <= limits.streamed_line)
     return short or (min(limits.lines),)
-
-
-def cheapest(tokens: int, lines: tuple[int, ...], dispatch: int) -> int:
-    """The longest of the lines that hold these tokens at the least cost, padding and dispatches counted."""
-    return _cheapest(tokens, lines, dispatch)[1]
 
 
 @functools.lru_cache(maxsize=4096)
