@@ -203,7 +203,7 @@ def test_more_requests_than_may_wait_are_refused_and_told_for_how_long(tmp_path,
         first = [threading.Thread(target=next, args=(stream,)) for stream in streams]
         for thread in first:
             thread.start()
-        while small.stats().running + small.stats().waiting < 3:
+        while (small.stats().running, small.stats().waiting) != (1, 2):
             time.sleep(0.01)
         with pytest.raises(Overloaded, match="2 requests wait already") as raised:
             small.generate([[7]], params)
