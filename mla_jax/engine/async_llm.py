@@ -23,8 +23,12 @@ class AsyncLLM:
         """As `LLM.generate`."""
         requests = await asyncio.to_thread(self.llm.inputs.requests, prompts, params)
         async with self._submitted(requests, streams=False) as (readers, news):
-            while not all(reader.done for reader in readers):
-                (await news.get()).read()
+            unfinished = set(readers)
+            while unfinished:
+                reader = await news.get()
+                reader.read()
+                if reader.done:
+                    unfinished.discard(reader)
             return [self.llm.output_of(reader) for reader in readers]
 
     async def chat(

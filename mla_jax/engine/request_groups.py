@@ -29,13 +29,12 @@ class Served:
         self._groups: deque[list[Reader]] = deque()
         self._given = 0
         self._news: queue.SimpleQueue[Reader] = queue.SimpleQueue()
-        self.unfinished: list[Reader] = []
+        self.unfinished: set[Reader] = set()
 
     def fill(self) -> bool:
         """Submits as many requests as there is room for; whether any group is left to be returned.
 
         Raises Overloaded if the engine takes none, and none of these is in it."""
-        self.unfinished = [reader for reader in self.unfinished if not reader.done]
         self._take_groups()
         requests = [request for group in self._taken for request in group]
         try:
@@ -46,7 +45,7 @@ class Served:
             return True
         new = [[next(readers) for _ in group] for group in self._taken]
         self._groups += new
-        self.unfinished += [reader for group in new for reader in group]
+        self.unfinished |= {reader for group in new for reader in group}
         self._taken.clear()
         return bool(self._groups)
 
@@ -73,9 +72,14 @@ class Served:
         return self._given + sum(map(_is_done, self._groups))
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until a request has news, which are read: it may have come to a stop text. Not longer than these seconds."""
+        """Until requests have news, which are read: they may have come to a stop text. Not longer than these seconds."""
         with contextlib.suppress(queue.Empty):
-            self._news.get(timeout=seconds).read()
+            news = {self._news.get(timeout=seconds)}
+            while not self._news.empty():
+                news.add(self._news.get_nowait())
+            for reader in news:
+                reader.read()
+            self.unfinished -= {reader for reader in news if reader.done}
 
     def take(self) -> Iterator[list[Reader]]:
         """Gives back the first groups as far as they are done."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import random
-from types import SimpleNamespace
 
 import jaxtyping
 import pytest
@@ -14,6 +13,14 @@ ROWS = 4
 SHORT = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 
 
+class FakeReader:
+    def __init__(self, request, wake):
+        self.request, self.wake, self.done = request, wake, False
+
+    def read(self):
+        pass
+
+
 class FakeEngine:
     """Ends jobs in any order, except the very first, which ends last."""
 
@@ -21,7 +28,7 @@ class FakeEngine:
         self.jobs, self.most = [], 0
 
     def submit(self, requests, wake):
-        new = [SimpleNamespace(request=request, done=False) for request in requests]
+        new = [FakeReader(request, wake) for request in requests]
         self.jobs += new
         self.most = max(self.most, len(self.jobs))
         return new
@@ -29,6 +36,7 @@ class FakeEngine:
     def step(self, rng: random.Random, keep: object):
         for job in [job for job in self.jobs if job.request != keep and rng.random() < 0.5]:
             job.done = True
+            job.wake(job)
             self.jobs.remove(job)
 
 
@@ -45,6 +53,7 @@ def test_a_hundred_thousand_requests_come_back_in_order_and_few_are_held_at_once
     while served.fill():
         keep = 1 if given <= 1 and taken < TAKEN * ROWS - 1 else None  # the first waits until nothing more is taken
         engine.step(rng, keep)
+        served.wait(0.0)
         assert served.done >= given
         for jobs in served.take():
             assert [job.request for job in jobs] == [given] * (given % 3)

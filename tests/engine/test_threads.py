@@ -216,6 +216,27 @@ def test_more_requests_than_may_wait_are_refused_and_told_for_how_long(tmp_path,
         assert len(small.generate([[5 + i] for i in range(9)], SamplingParams(max_tokens=2))) == 9  # which wait in turn
 
 
+def test_who_asks_while_an_llm_is_closed_is_told_and_nobody_waits_for_ever(tmp_path, slowly):
+    hf = {**FAMILIES["v3"], "num_hidden_layers": 2}
+    closing = LLM(write(tmp_path, hf, tensors(hf)), **ROOM)
+
+    def ask(number: int) -> str:
+        try:
+            (output,) = closing.generate([[5 + number]], SamplingParams(max_tokens=100, ignore_eos=True))
+            return str(output.finish_reason)
+        except BadRequest as e:
+            return str(e)
+
+    with ThreadPoolExecutor(6) as threads:
+        asked = [threads.submit(ask, number) for number in range(40)]
+        while not closing.stats().running:
+            time.sleep(0.01)
+        closing.close()
+        found = {one.result(timeout=30) for one in asked}
+    assert found <= {"cancelled", "this LLM is closed", "length"}
+    assert "this LLM is closed" in found
+
+
 def test_a_request_that_can_never_fit_is_refused_at_once_whoever_else_runs(llm):
     other = llm.stream([5] * 20, SamplingParams(max_tokens=60, ignore_eos=True))
     next(other)

@@ -91,12 +91,11 @@ class Dispatcher:
 
     def ready(self, name: str, line: int = 0) -> list[ProgramShape]:
         """The programs of this name, and for lines of so many tokens, that are there."""
-        for shape in [
-            shape for shape, future in self._started.items() if future.done() and future.exception()
-        ]:
-            del self._started[shape]  # whoever waits for it has the error; it may be tried again
-        done = [shape for shape, future in self._started.items() if future.done()]
-        return [shape for shape in done if (shape.name, shape.line) == (name, line)]
+        failed = [shape for shape, future in self._started.items() if future.done() and not _is_there(future)]
+        for shape in failed:  # whoever waits for it has the error; it may be tried again
+            del self._started[shape]
+        there = [shape for shape, future in self._started.items() if _is_there(future)]
+        return [shape for shape in there if (shape.name, shape.line) == (name, line)]
 
     def ready_for(self, wanted: ProgramShape) -> ProgramShape | None:
         """The smallest program that is there and does what the wanted one does."""

@@ -6,23 +6,23 @@ dispatches. A dispatch is sent before the tokens of the one before are read, so 
 import bisect
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from mla_jax.base.errors import BadRequest, DoesNotFit
-from mla_jax.cache.paged import COPIED, PAGE
+from mla_jax.cache.paged import PAGE
 from mla_jax.decode.loop import Programs, ProgramShape
 from mla_jax.decode.outputs import Found
-from mla_jax.decode.rows import ADMITTED
 from mla_jax.engine.core.cache_policy import CachePolicy
 from mla_jax.engine.core.dispatcher import Dispatcher
 from mla_jax.engine.core.drafting import ASSUMED_HELD, Drafting
 from mla_jax.engine.core.in_flight import Flights, Timed
 from mla_jax.engine.core.job import Job, Shard, by_shard
+from mla_jax.engine.core.program_choice import SCORED, ProgramChoice, Room
 from mla_jax.engine.core.request import FinishReason, Request
-from mla_jax.engine.core.scheduler import Limits, Plan, Waiting, agreed, assigned, next_line, plan
+from mla_jax.engine.core.scheduler import Plan, Running, Waiting, agreed, assigned, next_line, plan
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.core.stats import EngineStats, between
 from mla_jax.mesh.cost import MeshCost, Pass
@@ -30,8 +30,6 @@ from mla_jax.model.parts import cost_of
 
 # Seconds, or decode passes if they take longer, that a pass may take while somebody reads along
 READS_ALONG, PASSES = 0.02, 2.5
-LOOSE = 2  # times as many rows as there are requests, that a program may have
-SCORED = 64  # tokens of one prompt whose log-probabilities one dispatch computes
 
 
 class Engine:
@@ -60,6 +58,7 @@ class Engine:
         self.stats = EngineStats(rows=self.rows, pages=programs.spread.shards * size.pages)
         keeps_text = self.policy.needs_text or programs.drafter.needs_text
         self.device = Dispatcher(programs, size, self.stats, self.policy.table, keeps_text)
+        self.choice = ProgramChoice(self.device, self.drafting)
         self._compiles_ahead = compiles_ahead
         self._serial = 0
         # Bytes that a step of some rows must read: of weights, and for each token that the rows hold
@@ -207,127 +206,51 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compiles every program that any request may need, so that nothing is compiled later."""
-        size, shapes = self.size, []
-        for width in size.widths:
-            for rows in size.row_counts:
-                shapes += self._decoding(rows, width)
-            for rows in size.mixed_counts:
-                shapes += [self._mixed(line, rows, width) for line in self.limits.lines]
-            shapes.append(self._scoring(width))
-        self.device.compile([*shapes, *self._always(), *self.policy.programs_between(size.widths)])
+        self.device.compile(self.choice.every(self.policy.programs_between(self.size.widths)))
 
     def _decide(self) -> list[Plan]:
         """The scheduler's plan for each shard, of the running requests and the first waiting ones."""
-        policy, shards, rooms = self.policy, self.shards, self._rooms()
-        limits = self._limits(rooms)
+        policy, shards = self.policy, self.shards
         running = [[policy.running(job) for job in shard.running] for shard in shards]
+        room = self._room(running)
         free = [policy.free(shard) for shard in shards]
         most = 2 * sum(len(shard.free_rows) for shard in shards)  # some of them may wait for a prefix
-        first = [[self._waiting(job, shard, rooms) for shard in shards] for job in self.waiting[:most]]
-        waiting = assigned(first, running, [pages.running for pages in free], limits)
+        first = [[self._waiting(job, shard, room) for shard in shards] for job in self.waiting[:most]]
+        waiting = assigned(first, running, [pages.running for pages in free], room.limits)
         plans = [
-            plan(new, rows, pages.running, limits, pages.new)
+            plan(new, rows, pages.running, room.limits, pages.new)
             for new, rows, pages in zip(waiting, running, free, strict=True)
         ]
         return agreed(plans)
 
-    def _rooms(self) -> dict[int, int]:
-        """Rows of a shard that the programs that are there take, by the width of page tables. With all of them where nobody runs,
-        who would wait."""
-        if not (self._compiles_ahead and self.running):
-            return dict.fromkeys(self.size.widths, self.size.rows)
-        return {width: self.device.most_rows("run", width) for width in self.size.widths}
+    def _room(self, running: Sequence[Sequence[Running]]) -> Room:
+        """What can be done now; where nobody runs, all: those who start wait for their programs."""
+        jobs = self.running
+        if not (self._compiles_ahead and jobs):
+            return self.choice.all_room(self.limits)
+        line = max((next_line(rows, self.limits) or 0 for rows in running), default=0)
+        every = [*jobs, *self.waiting[: self.rows]]
+        each = min(-(-len(every) // len(self.shards)), self.size.rows)
+        self.choice.compile_ahead(each, every, line or None)
+        return self.choice.room(self.limits, jobs, max(map(len, running)))
 
-    def _limits(self, rooms: Mapping[int, int]) -> Limits:
-        """The limits of the programs that are there now."""
-        if not (self._compiles_ahead and self.running):
-            return self.limits
-        width = max(map(self._width, self.running))
-        of_lines = {line: self.device.most_rows("mixed_step", width, line) for line in self.limits.lines}
-        lines = tuple(line for line, rows in of_lines.items() if rows)
-        most = min([rooms[width], *(of_lines[line] for line in lines)])
-        running = max(len(shard.running) for shard in self.shards)
-        return dataclasses.replace(self.limits, rows=max(most, running), lines=lines or self.limits.lines)
-
-    def _waiting(self, job: Job, shard: Shard, rooms: Mapping[int, int]) -> Waiting:
+    def _waiting(self, job: Job, shard: Shard, room: Room) -> Waiting:
         """The scheduler's view of a waiting job. While others run, it is blocked until there are programs for it."""
         waiting = self.policy.waiting(job, shard)
-        if len(shard.running) < rooms[self._width(job)]:
+        if len(shard.running) < room.rows[self.choice.width([job])]:
             return waiting
         return dataclasses.replace(waiting, blocked=True)
-
-    def _width(self, job: Job) -> int:
-        """Of the page tables that a job will need."""
-        return self.size.width_for(_pages(len(job.request.prompt) + job.request.limit))
 
     def _of(self, ids: Sequence[int]) -> list[Job]:
         return [self.jobs[i] for i in ids]
 
     def _compile_for(self, plans: Sequence[Plan]) -> None:
-        """Compiles what requests that start will need, all at once; where others run meanwhile, in threads."""
-        if self._compiles_ahead and self.running:
-            self._compile_ahead()
-            return
+        """Compiles what requests that start will need, unless they start beside others: then it is there."""
         new = [job for decision in plans for job in self._of(decision.admit)]
-        if not new:
-            return
-        most = max(len(shard.running) + len(one.admit) for shard, one in zip(self.shards, plans, strict=True))
-        shapes = [*self._always(), *self._needed(most, max(map(self._width, new)), plans[0].line)]
-        if missing := [shape for shape in shapes if self.device.ready_for(shape) is None]:
-            self.device.compile(missing)
-
-    def _compile_ahead(self) -> None:
-        """Begins to compile programs for all who run and wait, if none fits them, unless some are being compiled."""
-        if self.device.compiles:
-            return
-        jobs = [*self.running, *self.waiting[: self.rows]]
-        each = min(-(-len(jobs) // len(self.shards)), self.size.rows)
-        running = [[self.policy.running(job) for job in shard.running] for shard in self.shards]
-        line = max((next_line(rows, self.limits) or 0 for rows in running), default=0)
-        for shape in self._needed(each, max(map(self._width, jobs)), line or None):
-            if not self._fits(self.device.ready_for(shape), shape):
-                self.device.start([shape])
-
-    def _fits(self, found: ProgramShape | None, wanted: ProgramShape) -> bool:
-        """Whether a program that is there will do. On a CPU to compile costs more than rows that are nobody's."""
-        if found is None or self.programs.device.platform == "cpu":
-            return found is not None
-        return found.rows <= LOOSE * wanted.rows
-
-    def _needed(self, rows: int, width: int, line: int | None) -> list[ProgramShape]:
-        """Programs for so many rows of a shard."""
-        mixed = [] if line is None else [self._mixed(line, rows, width)]
-        return [*self._decoding(rows, width), *mixed]
-
-    def _always(self) -> list[ProgramShape]:
-        """Programs that any request needs."""
-        copied = COPIED if self.size.hosted else 0
-        copies = [ProgramShape(name, rows=copied) for name in ("copy_out", "copy_in") if copied]
-        return [ProgramShape("admit", rows=ADMITTED), *copies]
-
-    def _decoding(self, rows: int, width: int) -> list[ProgramShape]:
-        """Programs for so many rows of a shard, and pages of a row."""
-        rows, width = _least(self.size.row_counts, rows), self.size.width_for(width)
-        names = ["run"]
-        if self.drafting.pays(rows * len(self.shards)):
-            names.append("run_with_drafts")
-        return [ProgramShape(name, width, rows) for name in names]
-
-    def _mixed(self, line: int, rows: int, width: int) -> ProgramShape:
-        """The program that reads a line while so many rows of a shard decode."""
-        rows, width = _least(self.size.mixed_counts, rows), self.size.width_for(width)
-        return ProgramShape("mixed_step", width, rows, line, self.size.pieces)
-
-    def _scoring(self, width: int) -> ProgramShape:
-        width, pieces = self.size.width_for(width), self.size.pieces
-        return ProgramShape("prefill", width, line=SCORED, pieces=pieces, scores=True)
-
-    def _program(self, wanted: ProgramShape) -> ProgramShape:
-        """The program to take; it is compiled if there is none."""
-        found = self.device.ready_for(wanted)
-        if found is None:
-            self.device.compile([wanted])
-        return found or wanted
+        if new and not (self._compiles_ahead and self.running):
+            pairs = zip(self.shards, plans, strict=True)
+            most = max(len(shard.running) + len(one.admit) for shard, one in pairs)
+            self.choice.compile_for(most, new, plans[0].line)
 
     def _admit(self, jobs: Sequence[list[Job]]) -> None:
         """Gives each, by shard, a row and pages."""
@@ -377,7 +300,7 @@ class Engine:
         mine = by_shard(decode, len(self.shards))
         pages = [_pages(job.read + len(piece)) for job, piece in pieces.items()]
         pages += [self.policy.pages_of(job) for job in decode]
-        shape = self._program(self._mixed(line, max(map(len, mine)), max(pages)))
+        shape = self.choice.taken(self.choice.mixed(line, max(map(len, mine)), max(pages)))
         found = self.device.mixed_step(pieces, mine, shape)
         self._note_prefilled(pieces)
         if decode:
@@ -403,7 +326,7 @@ class Engine:
             return
         piece = job.piece(SCORED)
         following = job.tokens[job.read + 1 : job.read + 1 + len(piece)]
-        shape = self._program(self._scoring(_pages(job.read + len(piece))))
+        shape = self.choice.taken(self.choice.scoring(_pages(job.read + len(piece))))
         found = self.device.score(job, piece, shape, following)
         self._note_prefilled({job: piece})
         self._flying.send_scores(job, found, following)
@@ -440,9 +363,9 @@ class Engine:
             steps = 1  # a first token is waited for
         self._extend(jobs, steps)
         mine = by_shard(jobs, len(self.shards))
-        programs = self._decoding(max(map(len, mine)), max(self.policy.pages_of(job) for job in jobs))
+        programs = self.choice.decoding(max(map(len, mine)), max(map(self.policy.pages_of, jobs)))
         drafts = self._drafts(jobs, programs[-1], steps)
-        shape = self._program(programs[-1] if drafts else programs[0])
+        shape = self.choice.taken(programs[-1] if drafts else programs[0])
         self._sent(mine, shape.rows, self.device.decode(mine, shape, steps, drafts), drafts)
 
     def _drafts(self, jobs: list[Job], program: ProgramShape, steps: int) -> int:
@@ -494,11 +417,6 @@ class Engine:
 
 def _pages(tokens: int) -> int:
     return -(-tokens // PAGE)
-
-
-def _least(counts: Sequence[int], count: int) -> int:
-    """The least of some counts that is enough."""
-    return next(one for one in counts if one >= count)
 
 
 def _streamed_line(cost: MeshCost, lines: Sequence[int]) -> int:

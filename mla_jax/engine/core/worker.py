@@ -5,7 +5,6 @@ a caller, so a slow one holds up nobody."""
 
 import atexit
 import contextlib
-import heapq
 import os
 import queue
 import threading
@@ -37,9 +36,10 @@ class Worker:
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._process, self._is_closed = os.getpid(), False
+        self._process = os.getpid()
+        self._is_closed = self._is_stopped = False
         self._sent = 0  # jobs that were submitted and not taken in yet
-        self._deadlines: list[tuple[float, int, Job]] = []  # a heap
+        self._timed: list[Job] = []  # that have a time limit
         WORKERS.add(self)
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -76,11 +76,14 @@ class Worker:
 
     def close(self) -> None:
         """Ends all requests and takes no more. What is closed may be closed again."""
-        if self._process != os.getpid() or self._is_closed:
-            return
-        self.call(self.engine.reset)
+        if self._process == os.getpid():
+            with contextlib.suppress(BadRequest):  # that it is closed
+                self.call(self._close)
+            self.join()
+
+    def _close(self) -> None:
         self._is_closed = True
-        self.join()
+        self.engine.reset()
 
     def join(self) -> None:
         """Waits for the thread to end. Requests that it has go on until they are done, unless it is closed."""
@@ -90,7 +93,7 @@ class Worker:
 
     def stop(self) -> None:
         """Ends the thread after the step that it does, whatever is left."""
-        self._is_closed = True
+        self._is_stopped = True
         self.join()
 
     def _refuse_closed(self) -> None:
@@ -131,7 +134,7 @@ class Worker:
 
     def _has_ended(self) -> bool:
         with self._lock:
-            if self._is_closed or (self._inbox.empty() and not self.engine.busy):
+            if self._is_stopped or (self._inbox.empty() and not self.engine.busy):
                 self._thread = None
             return self._thread is None
 
@@ -144,23 +147,24 @@ class Worker:
             self.engine.fail(e)
 
     def _step(self) -> None:
+        self._timed = [job for job in self._timed if not job.done]
         now = time.monotonic()
-        while self._deadlines and self._deadlines[0][0] < now:
-            self.engine.cancel(heapq.heappop(self._deadlines)[-1], FinishReason.TIMEOUT)
+        for job in self._timed:
+            if job.deadline < now:
+                self.engine.cancel(job, FinishReason.TIMEOUT)
         self.engine.step()
 
     def _queue(self, jobs: Sequence[Job]) -> None:
         with self._lock:
             self._sent -= len(jobs)
         try:
+            self._refuse_closed()  # it may have been closed since they were sent
             self.engine.queue(jobs)
         except BaseException as e:  # those that were not taken in get it, too
             for job in jobs:
                 job.fail(e)
             raise
-        for job in jobs:
-            if job.request.params.timeout is not None and not job.done:
-                heapq.heappush(self._deadlines, (job.deadline, job.id, job))
+        self._timed += [job for job in jobs if job.request.params.timeout is not None]
 
     def _cancel(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
