@@ -170,7 +170,7 @@ class Bench:
 
     def memory(self) -> Iterator[dict]:
         plan, peak = self.llm.plan, peak_bytes() or 0
-        planned = plan.weights + plan.temporaries + plan.tokens // plan.context * plan.cache
+        planned = plan.weights + plan.temporaries + plan.tokens / plan.context * plan.cache / plan.held
         whole = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
         yield {"load": "peak, GiB", "s": peak / 2**30}
         yield {"load": "planned, GiB", "s": planned / 2**30}

@@ -51,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit codes: 0 done, 1 logits not finite, 2 usage or bad request, 3 bad file, 4 does not fit, 5 another process is lost,
     130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of memory that its programs do not take
     if "--version" in arguments:
         print(f"mla-jax {__version__}")
         return DONE
