@@ -18,7 +18,7 @@ from mla_jax.weights.load import ON_DEVICE, Checkpoint
 from mla_jax.weights.temporaries import ROWS, choosing, temporaries
 
 TEXTS = 4  # of the size of the rows' texts, in int32: these, and what is compared
-ROOM = 1024  # tokens of the pool for each request that runs, at least, where nobody says how many do
+TOKENS_OF_ROW = 1024  # tokens of the pool for each request that runs, at least, where nobody says how many do
 MOST_OF_SHARD = 256  # of these requests on a shard, where there are many shards
 # Tokens of the cache on a CPU, unless more are asked for: there it would take the memory of all else
 CPU_TOKENS = 16_384
@@ -193,7 +193,7 @@ class Budget:
         if self.max_rows is not None:
             return max(-(-self.max_rows // shards), self.held)
         rows = ROWS if self.on_cpu else max(MAX_ROWS // shards, MOST_OF_SHARD)
-        while rows > ROWS and self._tokens_beside(rows) < ROOM * rows:
+        while rows > ROWS and self._tokens_with(rows) < TOKENS_OF_ROW * rows:
             rows //= 2
         return max(rows, self.held)
 
@@ -248,8 +248,8 @@ class Budget:
         """Tokens that the rest of the memory holds."""
         return max(self.available - self.weights - self.temporaries, 0) // self.page * PAGE
 
-    def _tokens_beside(self, rows: int) -> int:
-        """Tokens of the pool where so many requests run at a time."""
+    def _tokens_with(self, rows: int) -> int:
+        """Tokens of the pool where `rows` requests run at a time."""
         fitting = max(self.available - self.weights - self._temporaries(rows), 0) // self.page * PAGE
         return min(fitting, self._asked_tokens or fitting)
 

@@ -90,7 +90,7 @@ class Dispatcher:
         return not all(future.done() for future in self._started.values())
 
     def ready(self, name: str, line: int = 0) -> list[ProgramShape]:
-        """The programs of this name, and for lines of so many tokens, that are there."""
+        """The programs of this name that are there, for lines of this length."""
         failed = [shape for shape, future in self._started.items() if future.done() and not _is_there(future)]
         for shape in failed:  # whoever waits for it has the error; it may be tried again
             del self._started[shape]

@@ -224,7 +224,7 @@ class Engine:
         return agreed(plans)
 
     def _room(self, running: Sequence[Sequence[Running]]) -> Room:
-        """What can be done now; where nobody runs, all: those who start wait for their programs."""
+        """Limits of what can be done now. Where nobody runs there are none: those who start wait for their programs."""
         jobs = self.running
         if not (self._compiles_ahead and jobs):
             return self.choice.all_room(self.limits)
@@ -245,7 +245,7 @@ class Engine:
         return [self.jobs[i] for i in ids]
 
     def _compile_for(self, plans: Sequence[Plan]) -> None:
-        """Compiles what requests that start will need, unless they start beside others: then it is there."""
+        """Compiles what requests that start will need, unless others run already: then it is there."""
         new = [job for decision in plans for job in self._of(decision.admit)]
         if new and not (self._compiles_ahead and self.running):
             pairs = zip(self.shards, plans, strict=True)
@@ -313,7 +313,7 @@ class Engine:
             assert extended, "the scheduler has planned steps that there are no pages for"
 
     def _sent(self, mine: list[list[Job]], rows: int, found: Found, drafts: int) -> None:
-        """Notes the jobs of each shard, among so many rows, whose tokens come."""
+        """Notes the jobs of each shard whose tokens come. `rows` are those of the program, of a shard."""
         places = {job: number * rows + i for number, some in enumerate(mine) for i, job in enumerate(some)}
         held = sum(job.held_tokens for job in places) // len(places)
         self._flying.send_tokens(places, found, drafts, held)

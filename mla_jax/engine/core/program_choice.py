@@ -33,7 +33,7 @@ class ProgramChoice:
         self.device, self.size, self.drafting = device, device.size, drafting
 
     def decoding(self, rows: int, pages: int) -> list[ProgramShape]:
-        """For so many rows of a shard, and pages of a row: without drafts, and with drafts if they may pay."""
+        """For this number of rows of a shard and of pages of a row: without drafts, and with drafts if they may pay."""
         rows, width = _least(self.size.row_counts, rows), self.size.width_for(pages)
         names = ["run"]
         if self.drafting.pays(rows * self.device.shards):
@@ -41,7 +41,7 @@ class ProgramChoice:
         return [ProgramShape(name, width, rows) for name in names]
 
     def mixed(self, line: int, rows: int, pages: int) -> ProgramShape:
-        """It reads a line while so many rows of a shard decode."""
+        """It reads a line while this number of rows of a shard decodes."""
         rows, width = _least(self.size.mixed_counts, rows), self.size.width_for(pages)
         return ProgramShape("mixed_step", width, rows, line, self.size.pieces)
 
@@ -69,7 +69,7 @@ class ProgramChoice:
         return shapes
 
     def compile_for(self, rows: int, jobs: Sequence[Job], line: int | None) -> None:
-        """Compiles, all at once, what these jobs lack that start, in shards of so many rows."""
+        """Compiles, all at once, what these jobs lack that start. `rows` are those of the fullest shard with them."""
         shapes = [*self._always(), *self._needed(rows, jobs, line)]
         if missing := [shape for shape in shapes if self.device.ready_for(shape) is None]:
             self.device.compile(missing)

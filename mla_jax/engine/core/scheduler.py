@@ -141,7 +141,7 @@ def _work(request: Waiting, limits: Limits) -> int:
 
 
 def agreed(plans: Sequence[Plan]) -> list[Plan]:
-    """With equal programs for all shards, which work in step: the longest line, and the fewest steps; one beside a line."""
+    """With equal programs for all shards, which work in step: the longest line, and the fewest steps; one step with a line."""
     line = max((plan.line or 0 for plan in plans), default=0)
     steps = min((plan.steps for plan in plans if plan.decode), default=0)
     steps = min(steps, 1) if line else steps

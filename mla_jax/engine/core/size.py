@@ -39,7 +39,7 @@ class Size:
         return tuple(widths)
 
     def width_for(self, pages: int) -> int:
-        """The narrowest page table for so many pages."""
+        """The narrowest page table that holds this number of pages."""
         return next(width for width in self.widths if width >= min(pages, self.width))
 
     @cached_property

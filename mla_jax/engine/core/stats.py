@@ -157,7 +157,7 @@ class EngineStats:
         )
 
     def seconds_for(self, requests: int) -> float:
-        """About how long it takes until so many more requests are finished, by those that were; at least a second."""
+        """About how long it takes until this number of requests more is finished, by those that were; at least a second."""
         rate = self.finished / (self.host_seconds + self.waited_seconds) if self.finished else 1.0
         return max(requests / rate, 1.0)
 

@@ -19,7 +19,7 @@ class Evicted(Held):
     parts: np.ndarray = field(
         default_factory=lambda: np.zeros((0, 0), np.int32)
     )  # `[K P]`, by layer and head,
-    counts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # of which each has so many
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # of entries that each has
     dropped: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # tokens, by layer and head
 
     def room(self, size: int, tokens: int) -> int:
