@@ -16,6 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.cache.evict import LEAST
 
+AT_ONCE = 256 << 20  # bytes of summaries that are copied at a time, about
+
 
 @dataclasses.dataclass(frozen=True)
 class RetrievalPolicy:
@@ -139,6 +141,11 @@ class Retrieval:
         pages = self.tokens // size
         assert pages > self.recent, "the first page and the newest ones are always read"
         return pages
+
+
+def rows_at_once(size: int) -> int:
+    """Rows whose pages are scored at a time, a power of two, where the summaries of one row take `size` bytes."""
+    return 1 << max(AT_ONCE // size, 1).bit_length() - 1
 
 
 class ChosenPages(NamedTuple):

@@ -107,9 +107,7 @@ class PageSelection(NamedTuple):
             batch.index + 1, batch.seq_lens[:, None]
         )  # a draft does not see those behind it
         pages = jnp.minimum(-(-seq_lens // size), width)
-        summary = paged.summaries(layer, batch.page_table)
-        held = jnp.arange(width) < pages[..., None]
-        scores = jax.vmap(self.retrieval.policy.scores, (1, None, 1, None), 1)(q, summary, held, scale)
+        scores = self._scores(layer, q, batch.page_table, pages, scale)
         place, left_out = retrieve.chosen(
             scores.reshape(-1, width), pages.reshape(-1), count, self.retrieval.recent
         )
@@ -117,6 +115,25 @@ class PageSelection(NamedTuple):
         gone = left_out * size
         positions, mask, index = (x.reshape(-1, 1) for x in (batch.positions, batch.mask, batch.index))
         return Batch(positions, mask, seq_lens.reshape(-1) - gone, table, index - gone[:, None])
+
+    def _scores(
+        self,
+        layer: Layer,
+        q: Float[Array, "B T N L"],
+        page_table: Int[Array, "B P"],
+        pages: Int[Array, "B T"],
+        scale: float,
+    ) -> Float[Array, "B T P"]:
+        """The policy's scores of each token's first `pages`, for a block of rows at a time: their summaries are copied."""
+        policy, (rows, width) = self.retrieval.policy, page_table.shape
+
+        def of_row(row: tuple[Array, Array, Array]) -> Float[Array, "T P"]:
+            q, table, pages = row
+            summary, held = paged.summaries(layer, table[None]), jnp.arange(width) < pages[:, None]
+            return jax.vmap(policy.scores, (1, None, 1, None), 1)(q[None], summary, held[None], scale)[0]
+
+        block, given = retrieve.rows_at_once(width * policy.vectors * q.shape[-1] * q.dtype.itemsize), (q, page_table, pages)
+        return jax.vmap(of_row)(given) if rows <= block else jax.lax.map(of_row, given, batch_size=block)
 
 
 def of_step(retrieval: Retrieval, batch: Batch, size: int, prepare: Callable[[Batch], Any]) -> PageSelection:

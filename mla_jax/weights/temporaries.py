@@ -4,6 +4,7 @@ from math import prod
 
 from mla_jax.base import roofline
 from mla_jax.base.qtensor import QTensor
+from mla_jax.cache import retrieve
 from mla_jax.cache.paged import PAGE
 from mla_jax.model import grouped
 from mla_jax.model.kernel_attention import KERNELS
@@ -64,7 +65,8 @@ def _attention(model: Transformer, rows: int, new: int) -> int:
 
 
 def choosing(model: Transformer, rows: int, pages: int) -> int:
-    """Bytes of retrieval, where each row chooses among `pages` pages: their summaries, and scores of heads in float32, twice.
+    """Bytes of retrieval, where each row chooses among `pages` pages: their summaries, and scores of heads in float32, twice, for
+    a block of rows.
 
     Also the keys and queries of a chunk by which pages are summed up."""
     if model.dispatch.retrieval is None:
@@ -74,7 +76,8 @@ def choosing(model: Transformer, rows: int, pages: int) -> int:
     chunk = model.dispatch.chunk(model) + 2 * rows * PAGE
     itemsize = model.dtype.itemsize
     scores = 2 * 4 * model.dispatch.seen(config).num_attention_heads
-    choosing = rows * pages * (vectors * width * itemsize + scores)
+    summaries = pages * vectors * width * itemsize
+    choosing = min(rows, retrieve.rows_at_once(summaries)) * (summaries + pages * scores)
     return max(choosing, chunk * (2 * width * itemsize + 2 * 4 * PAGE))
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from mla_jax import Config, Transformer
 from mla_jax.base.batch import Batch
-from mla_jax.cache import paged
+from mla_jax.cache import paged, retrieve
 from mla_jax.cache.paged import SUMMARY, Layer, Pool
 from mla_jax.cache.retrieve import RETRIEVAL_POLICIES, Quest, Retrieval, RetrievalPolicy
 from mla_jax.decode.loop import LOOP_OPTIONS
@@ -147,6 +147,18 @@ def test_a_decode_is_that_of_whole_sequences_in_which_each_token_sees_what_it_ch
         some, everything = (hidden[prompt : prompt + steps] for hidden in said)
         np.testing.assert_allclose(mine, some, rtol=1e-3, atol=1e-3)
         assert np.abs(everything - some).max() > 1e-2, "the choice has left nothing out"
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_blocks_of_rows_choose_what_all_rows_at_once_choose(rows, monkeypatch):
+    model, prompts = model_of("quest", "move_elided"), np.array([30, 18, 35], np.int32)
+    tokens = np.random.default_rng(2).integers(2, TINY.vocab_size, (ROWS, SIZE * WIDTH)).astype(np.int32)
+    expected = decoded(model, tokens, prompts, 4)
+    one = model.new_pool(1, SIZE)[SUMMARY][0].nbytes * WIDTH
+    monkeypatch.setattr(retrieve, "AT_ONCE", rows * one)
+    assert retrieve.rows_at_once(one) == rows
+    for mine, other in zip(decoded(model, tokens, prompts, 4), expected, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.deep
