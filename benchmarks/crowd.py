@@ -206,7 +206,9 @@ def draw(notes: list[dict[str, float]], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     names = [name for name in notes[0] if name != "requests"]
-    figure, axes = plt.subplots(len(names), 1, figsize=(7, 1.5 * len(names)), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(
+        len(names), 1, figsize=(7, 1.5 * len(names)), sharex=True, layout="constrained"
+    )
     for axis, name in zip(axes, names, strict=True):
         axis.plot([note["requests"] for note in notes], [note[name] for note in notes])
         axis.set_title(name, loc="left", fontsize=10)

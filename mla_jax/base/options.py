@@ -33,6 +33,7 @@ from mla_jax.base.settings import SettingsOfModel
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
 MAX_ROWS = 1024  # sequences computed together
+MEMORY_FRACTION = 0.93  # of a GPU: beside it CUDA has its context, graphs and kernels
 MAX_BIASES = 300  # as in OpenAI's interface
 MAX_ENDS = 96  # token ids that end an answer: the model's and the user's
 MAX_FORKS = 128
@@ -193,7 +194,7 @@ class MemoryOptions(Checked):
     """Memory to reserve, and the requests that share it."""
 
     memory_fraction: float | None = option(None, optional(number(0, 1, above=True)), alters=False)
-    """Fraction of GPU memory to use (0.75)."""
+    """Fraction of GPU memory to use (0.93)."""
     batch: int = option(1, whole(1, MAX_ROWS), alters=False)
     """Check that this many full-length sequences fit the KV cache.
 

@@ -9,9 +9,8 @@ from jax.sharding import AbstractMesh
 from mla_jax.base.axes import MESH_AXES
 from mla_jax.base.errors import BadRequest, Unsupported, printable
 from mla_jax.base.link_rates import PLANNED
+from mla_jax.base.options import MEMORY_FRACTION
 from mla_jax.mesh.devices import Devices
-
-FRACTION = 0.75  # of a device's memory that is used, unless another is asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,5 +45,5 @@ def planned(kind: str, mesh: Mapping[str, int], fraction: float | None = None) -
     sizes: Any = tuple(mesh.get(axis, 1) for axis in MESH_AXES)
     found = PLANNED[kind]
     return PlannedDevices(
-        AbstractMesh(sizes, MESH_AXES), found.figures, int(found.memory * (fraction or FRACTION))
+        AbstractMesh(sizes, MESH_AXES), found.figures, int(found.memory * (fraction or MEMORY_FRACTION))
     )

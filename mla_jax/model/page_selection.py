@@ -132,7 +132,10 @@ class PageSelection(NamedTuple):
             summary, held = paged.summaries(layer, table[None]), jnp.arange(width) < pages[:, None]
             return jax.vmap(policy.scores, (1, None, 1, None), 1)(q[None], summary, held[None], scale)[0]
 
-        block, given = retrieve.rows_at_once(width * policy.vectors * q.shape[-1] * q.dtype.itemsize), (q, page_table, pages)
+        block, given = (
+            retrieve.rows_at_once(width * policy.vectors * q.shape[-1] * q.dtype.itemsize),
+            (q, page_table, pages),
+        )
         return jax.vmap(of_row)(given) if rows <= block else jax.lax.map(of_row, given, batch_size=block)
 
 

@@ -128,15 +128,17 @@ def memory_plan(
     keeps_text: bool = False,
     host_cache: float = 0.0,
     max_rows: int | None = None,
+    drafting_rows: int | None = None,
 ) -> MemoryPlan:
     """The plan for `batch` sequences of `context` tokens, by default as long as the model allows and as fits.
 
     The pool has `cache_tokens` tokens; by default, on a GPU, as many as fit and as all rows can use. At most `max_rows` requests
-    run at a time; by default as many as find room for some tokens each. A pass reads up to `drafts`
-    guesses of each row, which may be looked up in the rows' texts. `host_cache` is in GiB. Data shards of a mesh share all that.
+    run at a time; by default as many as find room for some tokens each. A pass reads up to `drafts` guesses of each of up to
+    `drafting_rows` rows, which may be looked up in the rows' texts. `host_cache` is in GiB. Data shards of a mesh share all that.
     Raises BadRequest if the host's part is less than a page."""
+    rows = max_rows, drafting_rows
     wanted = Budget(
-        checkpoint, placement, context, batch, cache_tokens, drafts, keeps_text, host_cache, max_rows
+        checkpoint, placement, context, batch, cache_tokens, drafts, keeps_text, host_cache, *rows
     )
     layout = checkpoint.layout
     return MemoryPlan(
@@ -172,6 +174,7 @@ class Budget:
     keeps_text: bool
     host_cache: float  # GiB
     max_rows: int | None  # of all shards
+    drafting_rows: int | None  # of all shards
 
     @cached_property
     def model(self) -> Transformer:
@@ -228,7 +231,8 @@ class Budget:
 
     def _temporaries(self, rows: int) -> int:
         most = self.asked_context or self._most
-        found = temporaries(self.model, rows, self.drafts) + choosing(self.model, rows, pages_for(most))
+        found = temporaries(self.model, rows, self.drafts, self.drafting_rows)
+        found += choosing(self.model, rows, pages_for(most))
         if self.keeps_text:
             found += TEXTS * 4 * rows * most
         if self.hosted:

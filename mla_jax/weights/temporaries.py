@@ -12,7 +12,7 @@ from mla_jax.model.parts import packed_shapes, page_bytes, parts_of
 from mla_jax.model.transformer import Transformer
 from mla_jax.offload.streaming import scratch_bytes
 
-GRAPHS = 1 << 30  # bytes that CUDA graphs and the workspaces of libraries take on a GPU
+WORKSPACES = 256 << 20  # bytes that libraries of a GPU take, such as cuBLAS
 PROGRAMS, PROGRAMS_PER_LAYER = 300 << 20, 13 << 20  # bytes, measured with 3 to 27 layers on JAX 0.10.2
 ROWS = 64  # requests that run at a time, unless memory is planned for more
 
@@ -23,15 +23,16 @@ def tokens_that_fit(model: Transformer, available: float, rows: int = ROWS) -> i
     return int(max(free, 0)) // page_bytes(model) * PAGE
 
 
-def temporaries(model: Transformer, rows: int, drafts: int = 0) -> int:
+def temporaries(model: Transformer, rows: int, drafts: int = 0, drafting_rows: int | None = None) -> int:
     """About the most bytes that one step takes in addition to weights and pool.
 
-    Attention over a block of the cache, activations of experts, unpacked weights, experts copied from the host, logits; on a CPU
-    also what tracing and compiling take, on a mesh what devices send each other."""
+    Attention over a block of the cache, activations of experts, unpacked weights, experts copied from the host, logits; also what
+    compiling takes, and on a mesh what devices send each other. `drafts` are guessed for up to `drafting_rows` of the rows."""
     config, itemsize = model.config, model.dtype.itemsize
     tokens = max(model.dispatch.chunk(model), rows)
     copied = scratch_bytes(config, itemsize, tokens) if 0 < model.dispatch.stream <= tokens else 0
-    logits = 4 * 4 * rows * _words(model) * (1 + drafts)
+    drafting = rows if drafting_rows is None else min(rows, drafting_rows)
+    logits = 4 * 4 * max(rows, drafting * (1 + drafts)) * _words(model)
     seen = 2 * rows * config.vocab_size
     parts = (
         max(_attention(model, rows, 1), _attention(model, 1, tokens)),
@@ -41,18 +42,24 @@ def temporaries(model: Transformer, rows: int, drafts: int = 0) -> int:
         copied,
         logits,
         seen,
-        _programs(model),
+        _programs(model, rows),
     )
     return sum(parts)
 
 
+def _head(model: Transformer) -> tuple[int, ...]:
+    """The shape of one device's part of the head: words of the vocabulary whose logits it computes, and the model's width."""
+    return (model.embed if model.head is None else model.head).get_value().shape
+
+
 def _words(model: Transformer) -> int:
-    """Words of the vocabulary whose logits one device computes."""
-    return (model.embed if model.head is None else model.head).get_value().shape[0]
+    return _head(model)[0]
 
 
 def _attention(model: Transformer, rows: int, new: int) -> int:
-    """Scores and rebuilt heads of a block; for a kernel also the heads of the new tokens, and sums in float32 that are merged."""
+    """Scores and rebuilt heads of a block; for a kernel the heads of the new tokens, and sums in float32 that are merged.
+
+    A kernel over latents rebuilds nothing."""
     config, dispatch, itemsize = model.dispatch.seen(model.config), model.dispatch, model.dtype.itemsize
     name = dispatch.form_name(model, rows, new, max(new, PAGE))
     slots, scored = dispatch.block_slots(model, name, rows, new), new
@@ -61,6 +68,8 @@ def _attention(model: Transformer, rows: int, new: int) -> int:
         scored, heads, value = 0, config.num_attention_heads, config.v_head_dim
         query = config.qk_nope_head_dim + config.qk_rope_head_dim
         own = rows * new * heads * (itemsize * (2 * query + value) + 3 * 4 * value)
+    if name == "kernel_latents":
+        return own
     return own + roofline.block_bytes(config, rows, scored, slots, itemsize)
 
 
@@ -120,10 +129,14 @@ def _unpacked(model: Transformer, tokens: int) -> int:
     return model.dtype.itemsize * max(sizes, default=0)
 
 
-def _programs(model: Transformer) -> int:
-    """Bytes of tracing, XLA's compiler and its programs where they share the memory with the model."""
-    if model.dispatch.device.platform != "cpu":
-        return GRAPHS if model.dispatch.device.platform == "gpu" else 0
+def _programs(model: Transformer, rows: int) -> int:
+    """Bytes of XLA's compiler. On a CPU tracing and programs share the memory with the model; on a GPU the compiler times matmuls
+    while other programs run, of which the logits of these rows are the largest."""
+    platform = model.dispatch.device.platform
+    if platform == "gpu":
+        return WORKSPACES + prod(_head(model)) * model.dtype.itemsize + 4 * rows * _words(model)
+    if platform != "cpu":
+        return 0
     return (PROGRAMS + PROGRAMS_PER_LAYER * model.config.num_hidden_layers) // model.dispatch.layout.devices
 
 

@@ -11,7 +11,7 @@ import pytest
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest
 from mla_jax.base.link_rates import PLANNED
-from mla_jax.base.options import Options
+from mla_jax.base.options import MEMORY_FRACTION, Options
 from mla_jax.engine.llm import LLM
 from mla_jax.engine.opening.opened import open_model
 from mla_jax.generate import main
@@ -49,7 +49,7 @@ def plan(folder, capsys):
 def test_the_bytes_are_those_of_one_device_of_the_mesh_and_of_the_table(folder, whole, monkeypatch, mesh):
     monkeypatch.setattr(Devices, "of", lambda *_: pytest.fail("devices were asked for"))
     opened = open_model(Options.of(model=folder, mesh=mesh, device="h200"))
-    assert opened.plan.available == int(0.75 * PLANNED["h200"].memory)
+    assert opened.plan.available == int(MEMORY_FRACTION * PLANNED["h200"].memory)
     assert opened.checkpoint.devices.count == opened.checkpoint.layout.devices >= 8
     experts = 64 * 3 * 7168 * 2048  # of one layer
     assert opened.plan.weights < whole.plan.weights - experts * (1 - 1 / 8) + 1e6

@@ -1,13 +1,18 @@
-"""Compiles steps of a V2-Lite-shaped model of three layers for an H200 on a machine without one; prints a JSON line per step.
+"""Compiles all programs of V2-Lite-shaped models of three layers for an H200 on a machine without one; prints a JSON line each.
 
-For each: how often kernels of ours are called, the bytes of the pool and of temporaries, and operations that copy the pool."""
+    python compile_steps.py [KIND ..]       (of KINDS; by default all)
+
+For each: how often kernels of ours are called, the bytes of the pool, of temporaries and of what the plan has for these, and
+operations that copy the pool."""
 
 import functools
 import json
 import re
 import sys
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +22,21 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mla_jax import Config, Transformer
-from mla_jax.base import roofline
-from mla_jax.cache.paged import COPIED
+from mla_jax.base import qtensor, roofline
+from mla_jax.base.qtensor import REORDERED
+from mla_jax.cache.evict import EVICTION_POLICIES
+from mla_jax.cache.paged import COPIED, PAGE
 from mla_jax.cache.retrieve import RETRIEVAL_POLICIES, Retrieval
-from mla_jax.decode import loop, page_copy, rows, speculative
-from mla_jax.decode.packing import unpack
+from mla_jax.decode.evict_programs import Selection
+from mla_jax.decode.loop import Programs, ProgramShape
+from mla_jax.decode.programs import Program
+from mla_jax.decode.speculative import NOBODY, Drafter, Mtp
 from mla_jax.model.dispatch import Dispatch
-from pallas_kernels import choice
+from mla_jax.weights.temporaries import choosing, temporaries
+from pallas_kernels import choice, packed
 
-DEVICE, PAGES, WIDTH = "NVIDIA H200", 20_000, 64
+DEVICE, PAGES, ROWS, PIECES = "NVIDIA H200", 20_000, 1024, 64
+NARROW, WIDE = 64, 2560  # pages of a row
 # the description that the kernels of pallas_kernels are compiled with
 H200 = (Path(__file__).parents[1] / "pallas_kernels" / "compile.py").read_text().split('H200 = """')[1].split('"""')[0]
 
@@ -35,83 +46,90 @@ target = topologies.get_topology_desc(platform="cuda", topology_name="h200", tar
 here = NamedSharding(Mesh(np.array(target.devices[:1]), ("x",)), PartitionSpec())
 
 
-def shapes(tree):
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), tree)
+class Kind(NamedTuple):
+    dispatch: dict[str, Any] = {}
+    format: str = "bf16"  # of the weights
+    drafter: Drafter = NOBODY
+    evicts: Selection | None = None
+    wide: int = WIDE
 
 
-def whole(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=here)
+KINDS = {
+    "bf16": Kind(drafter=Mtp(3)),
+    "fp8 cache": Kind({"kv_cache": "fp8"}),
+    "fp8 weights": Kind(format="fp8_block"),
+    "Q4_K": Kind(format="Q4_K"),
+    "naive": Kind({"attention": "naive"}, wide=NARROW),
+    "evicting": Kind(evicts=Selection(EVICTION_POLICIES["snapkv"], "ada"), wide=NARROW),
+    "evicting heads": Kind({"attention": "naive"}, evicts=Selection(EVICTION_POLICIES["snapkv"], "ada"), wide=NARROW),
+} | {name: Kind({"retrieval": Retrieval(policy, 1024, dense=1)}) for name, policy in RETRIEVAL_POLICIES.items()}
 
 
-def model_of(kv_cache: str, retrieval: Retrieval | None = None) -> Transformer:
-    config = Config.preset("v2_lite", num_hidden_layers=3, num_nextn_predict_layers=1)
-    dispatch = Dispatch(kv_cache=kv_cache, device=roofline.DEVICES[DEVICE], retrieval=retrieval)
-    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=dispatch, mtp=True)))
-    return nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16), state))
+def on_target(variable: nnx.Variable, format: str) -> Any:
+    """The shape of a parameter, packed where it may be, on the device that is compiled for."""
+    about = variable.get_metadata()
+    value: Any = jax.ShapeDtypeStruct(variable.shape, jnp.float32 if about["exact"] else jnp.bfloat16)
+    if about["packs"] and format != "bf16":
+        format = "Q5_0" if format == "Q4_K" and variable.shape[-1] % 256 else format
+        is_reordered = about["role"] != "rows" and packed.why_not(format, variable.shape) is None
+        value = qtensor.abstract(format + REORDERED * is_reordered, variable.shape)
+    return jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=here), value)
 
 
-def compiled(model: Transformer, function, *args) -> dict:
+def model_of(kind: Kind) -> Transformer:
+    mtp = int(isinstance(kind.drafter, Mtp))
+    config = Config.preset("v2_lite", num_hidden_layers=3, num_nextn_predict_layers=mtp)
+    dispatch = Dispatch(device=roofline.DEVICES[DEVICE], **kind.dispatch)
+    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dispatch=dispatch, mtp=bool(mtp)))
     graph, state = nnx.split(model)
-    pool, table = jax.eval_shape(lambda: (model.new_pool(PAGES), rows.new_rows(model, 64)))
+    for _, variable in nnx.to_flat_state(state):
+        variable.set_value(on_target(variable, kind.format))
+    return nnx.merge(graph, state)
 
-    numbers = all(array.dtype == jnp.int32 for array in jax.tree.leaves(args))  # which are sent as one array
 
-    def step(state, pool, table, sent):
-        return function(nnx.merge(graph, state), pool, table, *(unpack(sent, args) if numbers else sent))
+def shapes_of(kind: Kind, chunk: int) -> Iterator[ProgramShape]:
+    """The largest of its programs, and a small one of each form of attention."""
+    for rows, width in ((8, NARROW), (ROWS, kind.wide)):
+        yield ProgramShape("run", width, rows)
+        yield ProgramShape("mixed_step", width, rows, chunk, PIECES)
+    yield ProgramShape("prefill", kind.wide, line=64, pieces=PIECES, scores=True)
+    if kind.drafter is not NOBODY:
+        yield ProgramShape("run_with_drafts", kind.wide, 8)
+    if kind.evicts is not None:
+        yield from (ProgramShape(name, kind.wide, 1) for name in ("observe", "move"))
+    elif not kind.dispatch:
+        yield from (ProgramShape(name, rows=COPIED) for name in ("copy_out", "copy_in"))
 
-    given = shapes(state), shapes(pool), shapes(table), packed(args) if numbers else args
-    program = jax.jit(step, donate_argnums=(1, 2), compiler_options=loop.LOOP_OPTIONS["gpu"]).trace(*given).lower().compile()
-    text = program.as_text()
+
+def compiled(program: Program, given: tuple, pool: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+    found = program.lower(*given).compile()
+    text, memory = found.as_text(), found.memory_analysis()
     sizes = {",".join(map(str, flat)) for a in pool.values() for flat in (a.shape, (prod(a.shape[:2]), *a.shape[2:]))}
     moving = re.compile(r" = \w+\[(" + "|".join(sizes) + r")\]\S* (copy|copy-start|convert|transpose|scatter)\(")
     return {
         "kernels": text.count('custom_call_target="mosaic_gpu'),
         "pool": sum(prod(a.shape) * a.dtype.itemsize for a in pool.values()),
-        "temporaries": program.memory_analysis().temp_size_in_bytes,
-        "aliased": program.memory_analysis().alias_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,
         "sorts": text.count(" sort("),
         "slices": text.count('"name":"dynamic_slice_fusion"'),
-        "copies": [found.group(0) for found in moving.finditer(text) if found.group(2) != "scatter"],
+        "copies": [one.group(0) for one in moving.finditer(text) if one.group(2) != "scatter"],
     }
 
 
-def packed(args: tuple) -> jax.ShapeDtypeStruct:
-    """Numbers as one array."""
-    return whole(sum(prod(array.shape) for array in jax.tree.leaves(args)))
+def main(names: list[str]) -> None:
+    for name in names or KINDS:
+        kind = KINDS[name]
+        model = model_of(kind)
+        programs = Programs(model, drafter=kind.drafter, evicts=kind.evicts)
+        made, text = programs.new.function, 0 if kind.evicts is None else PAGE * kind.wide
+        pool, rows = jax.eval_shape(functools.partial(made, model, ROWS, PAGES, text))
+        planned = temporaries(model, ROWS, kind.drafter.most, 8) + choosing(model, ROWS, WIDE)
+        for shape in shapes_of(kind, model.dispatch.chunk(model)):
+            given = programs._arguments(pool, rows, shape)
+            found = compiled(programs.all[shape.name], given, pool)
+            print(json.dumps({"kind": name, **shape._asdict(), "planned": planned} | found), flush=True)
 
-
-def copied_out(model, pool, table, pages):
-    return *page_copy.copy_out(model, pool, pages), table
-
-
-def copied_in(model, pool, table, some, pages):
-    return *page_copy.copy_in(model, pool, some, pages), table
-
-
-def contents_of(model: Transformer) -> dict:
-    """Of as many pages as are copied at a time."""
-    page = jax.eval_shape(lambda: model.new_pool(1))
-    return shapes({name: jax.ShapeDtypeStruct((COPIED, *one.shape), one.dtype) for name, one in page.items()})
-
-
-LINE = loop.Line(whole(64), whole(512), whole(64), whole(64, WIDTH))
-with_mtp = functools.partial(functools.partial, drafter=speculative.Mtp(3))
 
 if __name__ == "__main__":
-    for kv_cache in ("auto", "fp8"):
-        model = model_of(kv_cache)
-        steps = {
-            "run, 8 rows": (with_mtp(loop.run), whole(8), whole(8, WIDTH), whole()),
-            "run with drafts, 8 rows": (with_mtp(speculative.run_with_drafts), whole(8), whole(8, WIDTH), whole(), whole()),
-            "prefill, 2048": (with_mtp(loop.prefill), whole(8), whole(2048), whole(8), whole(8, WIDTH)),
-            "mixed step, 512, 8 rows": (with_mtp(loop.mixed_step), LINE, whole(8), whole(8, WIDTH)),
-            "pages to the host": (copied_out, whole(COPIED)),
-            "pages from the host": (copied_in, contents_of(model), whole(COPIED)),
-        }
-        for name, (function, *args) in steps.items():
-            print(json.dumps({"step": f"{name}, {kv_cache}"} | compiled(model, function, *args)), flush=True)
-    for policy in RETRIEVAL_POLICIES.values():
-        model = model_of("auto", Retrieval(policy, 1024, dense=1))
-        found = compiled(model, loop.run, whole(8), whole(8, WIDTH), whole())
-        print(json.dumps({"step": f"run, 8 rows, {policy.name}"} | found), flush=True)
-    sys.exit()
+    main(sys.argv[1:])

@@ -19,7 +19,7 @@ from mla_jax.model.parts import page_bytes
 from mla_jax.weights import plan as planning
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.plan import memory_plan
-from mla_jax.weights.temporaries import logits_bytes
+from mla_jax.weights.temporaries import logits_bytes, temporaries
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_the_pool_has_as_many_tokens_as_are_asked_for(folder, asked, batch, toke
     assert fits or f"--cache-tokens {found.tokens} is less than" in found.lines()[-1]
 
 
-@pytest.mark.parametrize(("free", "all_of_it"), [(1.26, True), (8, False)])
+@pytest.mark.parametrize(("free", "all_of_it"), [(0.51, True), (8, False)])
 def test_the_pool_of_a_gpu_is_all_that_is_left_or_all_that_the_rows_can_use(folder, monkeypatch, free, all_of_it):
     monkeypatch.setattr(planning, "available", lambda devices: int(free * 2**30))
     checkpoint = Checkpoint(folder, dispatch=Dispatch(device=DEVICES["NVIDIA H200"]))
@@ -143,6 +143,15 @@ def test_as_many_requests_run_as_have_room_for_some_tokens_each_or_as_are_asked_
     assert rows == sorted(rows)
     assert rows[2] >= 256
     assert memory_plan(Checkpoint(folder)).rows == 64  # on a CPU
+
+
+def test_drafts_take_logits_for_the_rows_that_may_draft_alone(folder):
+    model = Checkpoint(folder).model()
+    none, few, all_of_them = (temporaries(model, 64, 3, rows) for rows in (0, 32, None))
+    words = model.embed.get_value().shape[0]
+    assert temporaries(model, 64) == none
+    assert few - none == 16 * words * (4 * 32 - 64)
+    assert all_of_them - none == 16 * words * 3 * 64
 
 
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypatch):

@@ -92,6 +92,10 @@ class Drafting:
         best = OPTIMISTIC * np.ones(MOST_DRAFTS)
         return self.drafter.most > 0 and (self.fixed is not None or self._best(rows, ASSUMED_HELD, best) > 0)
 
+    def most_rows(self, counts: Iterable[int]) -> int:
+        """The largest of these numbers of rows that may ever draft; 0: none."""
+        return max(filter(self.pays, counts), default=0)
+
     def count(self, greedy: Iterable[bool], held: int) -> int:
         """Guesses of a pass for rows that are `greedy` or not and hold `held` tokens on average; 0: none."""
         if self.fixed is not None:

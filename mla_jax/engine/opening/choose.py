@@ -13,9 +13,10 @@ from mla_jax.base.axes import parse_mesh
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, Unsupported
 from mla_jax.base.link_rates import PLANNED
-from mla_jax.base.options import Options
+from mla_jax.base.options import MAX_ROWS, Options
 from mla_jax.decode.speculative import Drafter
-from mla_jax.engine.core.drafting import drafter_of
+from mla_jax.engine.core.drafting import Drafting, drafter_of
+from mla_jax.engine.core.size import ROW_COUNTS
 from mla_jax.engine.opening.combinations import refuse
 from mla_jax.engine.policy.retrieving import retrieval_of
 from mla_jax.hosts import distributed
@@ -25,6 +26,7 @@ from mla_jax.mesh.partition import Layout
 from mla_jax.mesh.planned import planned
 from mla_jax.model import fp8_latent
 from mla_jax.model.dispatch import Dispatch
+from mla_jax.model.parts import cost_of
 from mla_jax.offload import calibrate
 from mla_jax.offload.place import Placement, is_asked, place
 from mla_jax.offload.routing import Routing
@@ -133,9 +135,10 @@ def planned_memory(
     memory = options.memory
     room = options.model.context, memory.batch, placement, memory.cache_tokens
     inexact = options.eviction.evict != "off" or options.retrieval.retrieve != "off"
-    return memory_plan(
-        checkpoint, *room, drafter.most, drafter.needs_text or inexact, memory.host_cache, memory.max_rows
-    )
+    cost = cost_of(checkpoint.model(placement))
+    drafting = Drafting(cost, drafter, options.drafts.draft_tokens).most_rows((*ROW_COUNTS, MAX_ROWS))
+    drafts, keeps_text = drafter.most, drafter.needs_text or inexact
+    return memory_plan(checkpoint, *room, drafts, keeps_text, memory.host_cache, memory.max_rows, drafting)
 
 
 def routing_counts(options: Options, config: Config) -> Routing | None:

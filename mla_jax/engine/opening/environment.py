@@ -7,23 +7,37 @@ import jax
 
 from mla_jax.base.files import cache_folder
 from mla_jax.base.link_rates import PLANNED
-from mla_jax.base.options import Options
+from mla_jax.base.options import MEMORY_FRACTION, Options
 from mla_jax.base.platforms import default_device
 from mla_jax.engine.processes import started
 from mla_jax.hosts.distributed import Processes
 from mla_jax.model import kernels
 
+FRACTION = (
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+)  # JAX's variables, the newer one first
+
 
 def prepare_environment(options: Options) -> tuple[Options, Processes | None]:
     """Sets up this process; returns the options, with the mesh that several processes need, and those processes."""
-    # JAX reads the variable when it first uses the device
-    if options.memory.memory_fraction is not None and options.mesh.device is None:
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(options.memory.memory_fraction)
+    if options.mesh.device is None:
+        set_memory_fraction(options.memory.memory_fraction)
     processes = started(options)
     if processes is not None and options.mesh.mesh is None:
         options = options.replace(mesh="auto")
     cache_compiled_programs(default_device().platform, several=processes is not None)
     return options, processes
+
+
+def set_memory_fraction(asked: float | None) -> None:
+    """How much of a GPU JAX takes, which it reads when it first uses one. What the user has set stays, unless a fraction is asked
+    for."""
+    if asked is None and any(map(os.environ.get, FRACTION)):
+        return
+    for name in FRACTION:  # JAX refuses both
+        os.environ.pop(name, None)
+    os.environ[FRACTION[0]] = str(asked or MEMORY_FRACTION)
 
 
 def cache_compiled_programs(platform: str, several: bool) -> None:
