@@ -1,11 +1,12 @@
 """One LLM that 32 threads and four event loops use at once: each answer is what the request gets alone, and nothing stays behind.
 
-    python benchmarks/crowd.py --requests 20000 --out crowd.json       (the demo model in float32, on a CPU)
+    python benchmarks/crowd.py --requests 20000 --out crowd.json
+    python benchmarks/crowd.py --model demo
     python benchmarks/crowd.py --small
 
-Prompts are pieces of Python's own library; requests are of the kinds in KINDS and WAYS. The pool is so small that many are
-preempted. Every SAMPLED requests it notes the process's memory, threads and descriptors, JAX's arrays, and the pool's pages;
-beside the JSON file it draws them as a PNG."""
+The model is the demo's tokenizer with a tiny random network that drafts, in float32. Prompts are pieces of Python's own library;
+requests are of the kinds in KINDS and WAYS. The pool is so small that many are preempted. Every SAMPLED requests it notes the
+process's memory, threads and descriptors, JAX's arrays, and the pool's pages; next to the JSON file it draws them as a PNG."""
 
 import argparse
 import asyncio
@@ -14,6 +15,8 @@ import inspect
 import itertools
 import os
 import random
+import shutil
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -24,13 +27,16 @@ from typing import Any, NamedTuple
 
 import jax
 import report
+from flax import nnx
 
-from mla_jax import LLM, SamplingParams
+from mla_jax import LLM, Config, SamplingParams, Transformer
 from mla_jax.base.errors import BadRequest
 from mla_jax.engine.async_llm import AsyncLLM
 from mla_jax.engine.core.request import Output
+from mla_jax.weights.hub import DEMO
+from mla_jax.weights.save import save
 
-SETTINGS = {"dtype": "float32", "context": 512, "cache_tokens": 2048, "max_rows": 32}
+SETTINGS = {"dtype": "float32", "draft": "mtp", "context": 256, "cache_tokens": 768, "max_rows": 32}
 THREADS, LOOPS, TASKS = 32, 4, 4  # of each loop
 CASES = 400  # different requests
 SAMPLED = 100  # requests between two notes
@@ -55,17 +61,32 @@ class Case(NamedTuple):
     params: SamplingParams
 
 
+def model_of(name: str, folder: Path) -> Path | None:
+    """A folder for LLM."""
+    if name == "demo":
+        return None
+    words = Config.from_hf(DEMO).vocab_size
+    save(
+        Transformer(Config.preset("tiny", vocab_size=words), nnx.Rngs(0), mtp=True),
+        folder / "tiny",
+        dtype="float32",
+    )
+    for file in DEMO.glob("*token*.json"):
+        shutil.copy(file, folder / "tiny")
+    return folder / "tiny"
+
+
 class Callers(Exception):
     """Raised by a caller in the middle of its stream."""
 
 
 def cases(count: int) -> list[Case]:
-    """Pieces of 1 to 400 characters, some of which begin alike."""
+    """Pieces of 1 to 200 characters, some of which begin alike."""
     source, rng = inspect.getsource(argparse), random.Random(0)
     found = []
     for number in range(count):
-        start, length = 1000 * rng.randrange(40), rng.randrange(1, 400)
-        params = SamplingParams(max_tokens=rng.randrange(1, 60), seed=number, **KINDS[number % len(KINDS)])
+        start, length = 1000 * rng.randrange(40), rng.randrange(1, 200)
+        params = SamplingParams(max_tokens=rng.randrange(1, 80), seed=number, **KINDS[number % len(KINDS)])
         found.append(Case(source[start : start + length], params))
     return found
 
@@ -220,10 +241,14 @@ def draw(notes: list[dict[str, float]], file: Path) -> None:
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--model", default="tiny", choices=("tiny", "demo"))
     parser.add_argument("--small", action="store_true", help="few requests")
     options = parser.parse_args()
     requests, count = (60, 24) if options.small else (options.requests, CASES)
-    with LLM(None, **SETTINGS) as llm:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LLM(model_of(options.model, Path(folder)), **SETTINGS) as llm,
+    ):
         crowd = Crowd(llm, requests, count)
         before = llm.stats().preemptions
         seconds = crowd.run()

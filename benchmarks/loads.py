@@ -174,6 +174,8 @@ class Bench:
         whole = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
         yield {"load": "peak, GiB", "s": peak / 2**30}
         yield {"load": "planned, GiB", "s": planned / 2**30}
+        yield {"load": "temporaries planned, GiB", "s": plan.temporaries / 2**30}
+        yield {"load": "temporaries by XLA's account, GiB", "s": self.llm._programs.temporaries / 2**30}
         yield {"load": "of, GiB", "s": whole / 2**30}
         yield {"load": "rows", "s": plan.rows}
         yield {"load": "tokens of the cache", "s": plan.tokens}

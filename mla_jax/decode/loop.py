@@ -308,6 +308,11 @@ class Programs:
         """How many programs there are."""
         return sum(program.count for program in self.all.values())
 
+    @property
+    def temporaries(self) -> int:
+        """The most bytes that one of them takes besides weights, pool and rows, by XLA's account."""
+        return max(program.temporaries for name, program in self.all.items() if name != "new")
+
     def prepare(self, pool: Pool, rows: Rows, shapes: Iterable[ProgramShape]) -> None:
         """Compiles the programs of these shapes concurrently, and returns once all are there."""
         with self.waits.record():

@@ -1,9 +1,11 @@
 """Programs of a model: traced and compiled once for each set of shapes, or read from where an earlier process stored them.
 
-A call waits for its program. `prepare` has the programs of one request compiled concurrently, before the request starts."""
+A call waits for its program. `start` has it traced and compiled in a thread: who calls other programs is not held up."""
 
 import contextlib
+import contextvars
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,15 +50,19 @@ class Waits:
 
 
 class Shared(NamedTuple):
-    """Threads, waits and store that the programs of one model share. Without a store no program outlives the process."""
+    """Threads, waits and store that the programs of one model share. Without a store no program outlives the process.
+
+    One program is traced at a time: Python does no more, and the first one is compiled meanwhile."""
 
     pool: ThreadPoolExecutor
     waits: Waits
     store: ProgramStore | None
+    tracing: threading.Lock
 
     @classmethod
     def of(cls, store: ProgramStore | None = None) -> "Shared":
-        return cls(ThreadPoolExecutor(THREADS, thread_name_prefix="compile"), Waits(), store)
+        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
+        return cls(pool, Waits(), store, threading.Lock())
 
 
 class ProgramKey(NamedTuple):
@@ -72,7 +78,7 @@ class Call(NamedTuple):
     """Arguments of a call: the program's key, and the arrays."""
 
     key: ProgramKey
-    donated: list[jax.Array]
+    donated: list[Any]  # arrays of the device, or their shapes
     sent: list[jax.Array | np.ndarray]  # from the host
 
 
@@ -126,6 +132,12 @@ class Program:
         """Programs that are compiled, or about to be."""
         return len(self._built)
 
+    @property
+    def temporaries(self) -> int:
+        """The most bytes that one of them takes besides its arguments, of those that are compiled."""
+        there = [one.result() for one in list(self._built.values()) if one.done() and not one.exception()]
+        return max((built.temporaries for built in there), default=0)
+
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """For XLA's own account of the program: its text, costs and memory."""
         return self._lower(self._call(args))[0]
@@ -146,17 +158,27 @@ class Program:
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
 
     def _start(self, call: Call) -> Future[Built]:
-        """Traces here, or loads a stored program in a thread; compiles in a thread."""
-        store, pool = self.shared.store, self.shared.pool
-        name = None if store is None else self._file(call.key, store)
-        if store is not None and name is not None and store.has(name):
-            future = pool.submit(lambda: store.load(name) or self._compile(*self._lower(call), name))
-        else:
-            future = pool.submit(self._compile, *self._lower(call), name)
-        key = call.key  # the callback stays: of `call` it would keep the arrays
+        """Begins to load the program where it is stored, or else to trace and compile it, in a thread."""
+        key = call.key
+        # Shapes alone: the arrays may be donated to another program meanwhile
+        shapes = Call(
+            key, [_shape_of(array) for array in call.donated], [self._for_one(leaf) for leaf in call.sent]
+        )
+        future = self.shared.pool.submit(contextvars.copy_context().run, self._build, shapes)
         self._built[key] = future
         future.add_done_callback(lambda done: self._built.pop(key, None) if done.exception() else None)
         return future
+
+    def _build(self, call: Call) -> Built:
+        store = self.shared.store
+        name = None if store is None else self._file(call.key, store)
+        if store is not None and name is not None and store.has(name) and (found := store.load(name)):
+            return found
+        with self.shared.tracing:
+            lowered, structure = self._lower(call)
+        if store is None or name is None:
+            return Built.of(lowered, structure)
+        return store.compile(lowered, structure, name)
 
     def _file(self, key: ProgramKey, store: ProgramStore) -> str:
         options = self.function.keywords, self.donated, self.compiler_options, self.precision
@@ -209,8 +231,10 @@ class Program:
         sent = self.spread.sent(jax.eval_shape(pack, of_one))
         return jitted, (self.weights.flat, call.donated, sent), found
 
-    def _compile(self, lowered: jax.stages.Lowered, structure: Any, name: str | None) -> Built:
-        store = self.shared.store
-        if store is None or name is None:
-            return Built(lowered.compile(), structure)
-        return store.compile(lowered, structure, name)
+
+def _shape_of(array: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The shape of an array, and where it is."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return array
+    sharding = array.sharding if array.committed else None
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding, weak_type=array.weak_type)

@@ -43,6 +43,16 @@ class Built(NamedTuple):
 
     compiled: jax.stages.Compiled
     structure: Any
+    temporaries: int  # bytes that it takes besides its arguments, by XLA's account
+
+    @classmethod
+    def of(cls, lowered: jax.stages.Lowered, structure: Any) -> "Built":
+        compiled = lowered.compile()
+        memory = compiled.memory_analysis()  # None where a platform has no account
+        taken = 0
+        if memory is not None:
+            taken = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return cls(compiled, structure, max(taken, 0))
 
 
 class ProgramStore:
@@ -76,17 +86,17 @@ class ProgramStore:
             if hashlib.sha256(data[CHECKSUM:]).digest() != data[:CHECKSUM]:
                 return None
             load_runtime()
-            *program, structure = pickle.loads(zlib.decompress(data[CHECKSUM:]))
+            *program, structure, temporaries = pickle.loads(zlib.decompress(data[CHECKSUM:]))
             compiled = serialize_executable.deserialize_and_load(*program, execution_devices=self.devices)
             os.utime(path)
         except Exception:
             return None
-        return Built(compiled, structure)
+        return Built(compiled, structure, temporaries)
 
     def compile(self, lowered: jax.stages.Lowered, structure: Any, name: str) -> Built:
         """Compiles, and stores the program; that it cannot be stored is no error."""
         with _cache_hits() as hits:
-            built = Built(lowered.compile(), structure)
+            built = Built.of(lowered, structure)
         # A CPU's program that JAX read from its own cache lacks functions once it is stored again
         if not hits:
             with contextlib.suppress(Exception):
@@ -95,7 +105,7 @@ class ProgramStore:
 
     def _save(self, name: str, built: Built) -> None:
         program = serialize_executable.serialize(built.compiled)
-        packed = zlib.compress(pickle.dumps((*program, built.structure)), level=1)
+        packed = zlib.compress(pickle.dumps((*program, built.structure, built.temporaries)), level=1)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self._is_own():
             return

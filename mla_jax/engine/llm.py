@@ -27,7 +27,7 @@ from mla_jax.engine.core.request import Chunk, Output, Request
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.core.stats import EngineStats, Stats, stats_of
 from mla_jax.engine.core.worker import Worker
-from mla_jax.engine.opening.explain import explain
+from mla_jax.engine.opening.explain import explain, explain_programs
 from mla_jax.engine.opening.opened import Opened, open_model
 from mla_jax.engine.policy.choose import policy_of
 from mla_jax.engine.policy.evicting import Eviction
@@ -229,6 +229,7 @@ class LLM:
         lines = explain(
             self.model, self._formats, self.plan, self.placement, self.engine.drafting, self.options.eviction
         )
+        lines.append(explain_programs(self._programs, self.plan))
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def stats(self) -> EngineStats:

@@ -3,6 +3,7 @@
 A page's summary is in the pool with its tokens, so it goes where the page goes. It is made anew from the page's tokens whenever
 tokens are appended: earlier contents never matter."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -74,7 +75,9 @@ class PageSelection(NamedTuple):
             known = jnp.where(old, layer.pool[ASKED].at[at].get(mode="clip"), 0)
             asked = known + policy.asked(queries, keys, held & ~old)
             notes[ASKED] = asked
-        return paged.note(layer, at, notes | {SUMMARY: policy.summary(keys, held, asked)})
+        layer = paged.note(layer, at, notes | {SUMMARY: policy.summary(keys, held, asked)})
+        # Else XLA may sum up pages of several layers at once, for which it keeps a copy of the pool as it was before each
+        return dataclasses.replace(layer, pool=jax.lax.optimization_barrier(layer.pool))
 
     def attended(
         self,

@@ -98,6 +98,17 @@ def test_a_second_start_traces_and_compiles_nothing_and_chooses_the_same_tokens(
     assert not [name for name in work if re.search("^(new|prefill|admit|run)", str(name))]
 
 
+@pytest.mark.usefixtures("expected")
+def test_xla_s_account_of_a_program_is_kept_with_it(model, folder):
+    first, second = Programs(model), Programs(model, folder=folder)
+    assert first.temporaries == 0
+    for programs in (first, second):
+        generated(programs)
+    program = first.run.lower(*first.new(1, 2), AT, TABLE, np.int32(20)).compile().memory_analysis()
+    assert first.run.temporaries >= program.temp_size_in_bytes > 0
+    assert second.temporaries == first.temporaries >= first.run.temporaries
+
+
 def test_stored_tokens_are_those_of_programs_that_are_not_stored(model, expected):
     np.testing.assert_array_equal(generated(Programs(model)), expected)
 

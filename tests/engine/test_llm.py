@@ -454,7 +454,9 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
 
 
 def test_explain_says_what_runs_in_each_phase(llm):
+    llm.generate(PROMPTS[0], SamplingParams(max_tokens=1))
     said = llm.explain()
+    assert re.search(r"programs: \d+ are compiled; the largest takes [\d.]+ MiB besides weights and cache, and", said)
     assert re.search(r"deepseek_v3: 2 layers, 4 heads, [\d.]+ MiB in float32, computed in float32 on ", said)
     assert "decode (1 new over 512): move_elided, chosen" in said
     assert "experts: loop" in said

@@ -9,9 +9,10 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +48,7 @@ here = NamedSharding(Mesh(np.array(target.devices[:1]), ("x",)), PartitionSpec()
 
 
 class Kind(NamedTuple):
-    dispatch: dict[str, Any] = {}
+    dispatch: Mapping[str, Any] = MappingProxyType({})
     format: str = "bf16"  # of the weights
     drafter: Drafter = NOBODY
     evicts: Selection | None = None
@@ -125,10 +126,11 @@ def main(names: list[str]) -> None:
         made, text = programs.new.function, 0 if kind.evicts is None else PAGE * kind.wide
         pool, rows = jax.eval_shape(functools.partial(made, model, ROWS, PAGES, text))
         planned = temporaries(model, ROWS, kind.drafter.most, 8) + choosing(model, ROWS, WIDE)
+        about = {"kind": name, "planned": planned, "heads": model.dispatch.caches_heads}
         for shape in shapes_of(kind, model.dispatch.chunk(model)):
             given = programs._arguments(pool, rows, shape)
             found = compiled(programs.all[shape.name], given, pool)
-            print(json.dumps({"kind": name, **shape._asdict(), "planned": planned} | found), flush=True)
+            print(json.dumps(about | shape._asdict() | found), flush=True)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ class Dispatcher:
         self._table = table
         self._text = size.context if keeps_text else 0  # tokens of a row that the device keeps
         self._started: dict[ProgramShape, Future] = {}
+        self._failed: set[ProgramShape] = set()  # that nobody has waited for
         self.reset()
 
     def reset(self) -> None:
@@ -78,6 +79,11 @@ class Dispatcher:
             self._started |= {shape: self.programs.start(pool, rows, shape) for shape in new}
         return [future for shape in wanted if not _is_there(future := self._started[shape])]
 
+    def start_ahead(self, shape: ProgramShape) -> None:
+        """Begins to compile a program that nobody waits for yet, unless that has failed before."""
+        if shape not in self._failed:
+            self.start([shape])
+
     def compile(self, shapes: Iterable[ProgramShape]) -> None:
         """Compiles programs, all at once, and waits for them."""
         with self.programs.waits.record():
@@ -92,8 +98,9 @@ class Dispatcher:
     def ready(self, name: str, line: int = 0) -> list[ProgramShape]:
         """The programs of this name that are there, for lines of this length."""
         failed = [shape for shape, future in self._started.items() if future.done() and not _is_there(future)]
-        for shape in failed:  # whoever waits for it has the error; it may be tried again
+        for shape in failed:  # who waits for it has the error, and may try again
             del self._started[shape]
+        self._failed.update(failed)
         there = [shape for shape, future in self._started.items() if _is_there(future)]
         return [shape for shape in there if (shape.name, shape.line) == (name, line)]
 

@@ -70,7 +70,7 @@ class ProgramChoice:
 
     def compile_for(self, rows: int, jobs: Sequence[Job], line: int | None) -> None:
         """Compiles, all at once, what these jobs lack that start. `rows` are those of the fullest shard with them."""
-        shapes = [*self._always(), *self._needed(rows, jobs, line)]
+        shapes = [*self._needed(rows, jobs, line), *self._always()]
         if missing := [shape for shape in shapes if self.device.ready_for(shape) is None]:
             self.device.compile(missing)
 
@@ -80,7 +80,7 @@ class ProgramChoice:
             return
         for shape in self._needed(rows, jobs, line):
             if not self._fits(self.device.ready_for(shape), shape):
-                self.device.start([shape])
+                self.device.start_ahead(shape)
 
     def room(self, limits: Limits, running: Sequence[Job], rows: int) -> Room:
         """For these running jobs, of which the fullest shard has `rows`, and for others to join them. `limits` are those with all
@@ -110,8 +110,9 @@ class ProgramChoice:
 
     def _needed(self, rows: int, jobs: Sequence[Job], line: int | None) -> list[ProgramShape]:
         width = self.width(jobs)
+        # What takes longest to compile first
         mixed = [] if line is None else [self.mixed(line, rows, width)]
-        return [*self.decoding(rows, width), *mixed]
+        return [*mixed, *self.decoding(rows, width)]
 
     def _fits(self, found: ProgramShape | None, wanted: ProgramShape) -> bool:
         """Whether a program that is there will do. On a CPU to compile costs more than rows that are nobody's."""

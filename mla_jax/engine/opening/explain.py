@@ -7,6 +7,7 @@ from mla_jax.base.limits import gib
 from mla_jax.base.options import EVERY, EvictOptions
 from mla_jax.base.qtensor import REORDERED
 from mla_jax.cache.paged import NOTES, PAGE
+from mla_jax.decode.loop import Programs
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.model.kernel_attention import KERNELS
 from mla_jax.model.transformer import Transformer
@@ -56,6 +57,14 @@ def _reordered(formats: dict[str, int]) -> list[str]:
     size = sum(size for name, size in formats.items() if name.endswith(REORDERED))
     how = "multiplied by a kernel that unpacks them in registers, for which their blocks were reordered"
     return [f"packed weights: {gib(size)} {how}"] if size else []
+
+
+def explain_programs(programs: Programs, planned: MemoryPlan) -> str:
+    """The programs that are compiled so far, and what they take of what is planned for them."""
+    if not programs.compiled:
+        return "programs: none is compiled yet"
+    taken = f"the largest takes {gib(programs.temporaries)} besides weights and cache"
+    return f"programs: {programs.compiled} are compiled; {taken}, and {gib(planned.temporaries)} are planned"
 
 
 def _device(device: roofline.Device) -> str:
