@@ -8,7 +8,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +41,9 @@ class Waits:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
+        if self._begun is not None:  # within another wait
+            yield
+            return
         self._begun = start = time.perf_counter()
         try:
             yield
@@ -52,7 +55,7 @@ class Waits:
 class Shared(NamedTuple):
     """Threads, waits and store that the programs of one model share. Without a store no program outlives the process.
 
-    One program is traced at a time: Python does no more, and the first one is compiled meanwhile."""
+    One program is traced at a time: tracing is Python's work, of which threads do no more, and the compiler begins sooner."""
 
     pool: ThreadPoolExecutor
     waits: Waits
@@ -109,10 +112,11 @@ class Program:
     def __call__(self, *args: Any) -> Any:
         """The function's value."""
         call = self._call(args)
-        if call.key not in self._built:
+        future = self._built.get(call.key) or self._start(call)
+        if not future.done():
             with self.shared.waits.record():
-                self._start(call).result()
-        built = self._built[call.key].result()
+                wait([future])
+        built = future.result()
         packed = self._packed([np.asarray(array) for array in call.sent])
         return jax.tree.unflatten(built.structure, built.compiled(self.weights.flat, call.donated, packed))
 

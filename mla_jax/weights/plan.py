@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mla_jax.base.axes import shown_mesh
+from mla_jax.base.batch import bucket
 from mla_jax.base.errors import BadRequest, DoesNotFit
 from mla_jax.base.limits import free_memory, gib
 from mla_jax.base.options import MAX_ROWS
@@ -230,8 +231,11 @@ class Budget:
         return self._temporaries(self.rows)
 
     def _temporaries(self, rows: int) -> int:
-        most = self.asked_context or self._most
-        found = temporaries(self.model, rows, self.drafts, self.drafting_rows)
+        rows, most = bucket(rows), self.asked_context or self._most  # as the programs have them
+        drafting = (
+            None if self.drafting_rows is None else -(-self.drafting_rows // self.checkpoint.layout.data)
+        )
+        found = temporaries(self.model, rows, self.drafts, drafting)
         found += choosing(self.model, rows, pages_for(most))
         if self.keeps_text:
             found += TEXTS * 4 * rows * most
@@ -260,7 +264,7 @@ class Budget:
     @property
     def longest(self) -> int:
         """The largest context that fits."""
-        return min(self._most, self._fitting // self.held)
+        return min(self._most, self._fitting // PAGE // self.held * PAGE)
 
     @property
     def _asked_tokens(self) -> int | None:
@@ -270,7 +274,7 @@ class Budget:
     def context(self) -> int:
         if self.asked_context:
             return self.asked_context
-        usual = min(self._most, self._asked_tokens or self._most)
+        usual = min(self._most, (self._asked_tokens or self._most * self.held) // self.held)
         if self.on_cpu:
             usual = min(CPU_TOKENS, self._asked_tokens or CPU_TOKENS) // self.held
         return max(1, min(self.longest, usual))

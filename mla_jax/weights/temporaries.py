@@ -29,13 +29,18 @@ def temporaries(model: Transformer, rows: int, drafts: int = 0, drafting_rows: i
     Attention over a block of the cache, activations of experts, unpacked weights, experts copied from the host, logits; also what
     compiling takes, and on a mesh what devices send each other. `drafts` are guessed for up to `drafting_rows` of the rows."""
     config, itemsize = model.config, model.dtype.itemsize
-    tokens = max(model.dispatch.chunk(model), rows)
-    copied = scratch_bytes(config, itemsize, tokens) if 0 < model.dispatch.stream <= tokens else 0
     drafting = rows if drafting_rows is None else min(rows, drafting_rows)
-    logits = 4 * 4 * max(rows, drafting * (1 + drafts)) * _words(model)
+    chosen = max(rows, drafting * (1 + drafts))  # tokens of which a pass has logits
+    tokens = max(model.dispatch.chunk(model) + rows, chosen)
+    copied = scratch_bytes(config, itemsize, tokens) if 0 < model.dispatch.stream <= tokens else 0
+    logits = 4 * 4 * chosen * _words(model)
     seen = 2 * rows * config.vocab_size
     parts = (
-        max(_attention(model, rows, 1), _attention(model, 1, tokens)),
+        max(
+            _attention(model, rows, 1),
+            _attention(model, max(drafting, 1), 1 + drafts),
+            _attention(model, 1, tokens),
+        ),
         _expert_activations(model, tokens),
         _unpacked(model, tokens),
         _exchanged(model, tokens),

@@ -14,9 +14,12 @@ from ops import timing
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 SMALL = {
+    "crowd.py": [],
     "drafts.py": [],
     "engine.py": [],
+    "forms.py": [],
     "host_pages.py": [],
+    "loads.py": [],
     "longcontext.py": [],
     "meshes.py": ["--meshes", "data=2", "tensor=2", "--rows", "1", "3", "--held", "320", "--drafts"],
     "prefill.py": [],

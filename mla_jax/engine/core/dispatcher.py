@@ -39,7 +39,7 @@ class Dispatcher:
         self._table = table
         self._text = size.context if keeps_text else 0  # tokens of a row that the device keeps
         self._started: dict[ProgramShape, Future] = {}
-        self._failed: set[ProgramShape] = set()  # that nobody has waited for
+        self.failed: set[ProgramShape] = set()  # that were compiled ahead; nobody has had the error yet
         self.reset()
 
     def reset(self) -> None:
@@ -73,19 +73,30 @@ class Dispatcher:
     def start(self, shapes: Iterable[ProgramShape]) -> list[Future]:
         """Begins to compile programs, unless they are there. Returns those that are not there yet, or have failed."""
         wanted = list(shapes)
-        new = [shape for shape in wanted if shape not in self._started]
+        new = [shape for shape in wanted if self._is_new(shape)]
         if new:
             pool, rows = self.state()
             self._started |= {shape: self.programs.start(pool, rows, shape) for shape in new}
         return [future for shape in wanted if not _is_there(future := self._started[shape])]
 
+    def _is_new(self, shape: ProgramShape) -> bool:
+        """Whether a program was not asked for yet, or could not be compiled then."""
+        future = self._started.get(shape)
+        return future is None or (future.done() and not _is_there(future))
+
     def start_ahead(self, shape: ProgramShape) -> None:
-        """Begins to compile a program that nobody waits for yet, unless that has failed before."""
-        if shape not in self._failed:
+        """Begins to compile a program that nobody waits for yet, unless others are being compiled or this one has failed."""
+        if not self.compiles and shape not in self.failed:
             self.start([shape])
 
+    def compile_missing(self, shapes: Iterable[ProgramShape]) -> None:
+        """Compiles those of these programs that no other can stand for, if there are any."""
+        if missing := [shape for shape in shapes if self.ready_for(shape) is None]:
+            self.compile(missing)
+
     def compile(self, shapes: Iterable[ProgramShape]) -> None:
-        """Compiles programs, all at once, and waits for them."""
+        """Compiles programs, all at once, and waits for them. Raises what goes wrong."""
+        self.failed.clear()
         with self.programs.waits.record():
             for future in self.start(shapes):
                 future.result()
@@ -98,9 +109,9 @@ class Dispatcher:
     def ready(self, name: str, line: int = 0) -> list[ProgramShape]:
         """The programs of this name that are there, for lines of this length."""
         failed = [shape for shape, future in self._started.items() if future.done() and not _is_there(future)]
-        for shape in failed:  # who waits for it has the error, and may try again
+        for shape in failed:
             del self._started[shape]
-        self._failed.update(failed)
+        self.failed.update(failed)
         there = [shape for shape, future in self._started.items() if _is_there(future)]
         return [shape for shape in there if (shape.name, shape.line) == (name, line)]
 

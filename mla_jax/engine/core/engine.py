@@ -6,7 +6,7 @@ dispatches. A dispatch is sent before the tokens of the one before are read, so 
 import bisect
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
@@ -20,9 +20,9 @@ from mla_jax.engine.core.dispatcher import Dispatcher
 from mla_jax.engine.core.drafting import ASSUMED_HELD, Drafting
 from mla_jax.engine.core.in_flight import Flights, Timed
 from mla_jax.engine.core.job import Job, Shard, by_shard
-from mla_jax.engine.core.program_choice import SCORED, ProgramChoice, Room
+from mla_jax.engine.core.program_choice import SCORED, ProgramChoice
 from mla_jax.engine.core.request import FinishReason, Request
-from mla_jax.engine.core.scheduler import Plan, Running, Waiting, agreed, assigned, next_line, plan
+from mla_jax.engine.core.scheduler import Limits, Plan, Waiting, agreed, assigned, plan
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.core.stats import EngineStats, between
 from mla_jax.mesh.cost import MeshCost, Pass
@@ -58,7 +58,7 @@ class Engine:
         self.stats = EngineStats(rows=self.rows, pages=programs.spread.shards * size.pages)
         keeps_text = self.policy.needs_text or programs.drafter.needs_text
         self.device = Dispatcher(programs, size, self.stats, self.policy.table, keeps_text)
-        self.choice = ProgramChoice(self.device, self.drafting)
+        self.choice = ProgramChoice(self.device, self.drafting, self.policy.programs_between)
         self._compiles_ahead = compiles_ahead
         self._serial = 0
         # Bytes that a step of some rows must read: of weights, and for each token that the rows hold
@@ -122,9 +122,9 @@ class Engine:
     def fail(self, error: BaseException) -> None:
         """Ends all jobs with an error, and begins anew."""
         jobs, self.jobs = list(self.jobs.values()), {}
-        self.reset()
         for job in jobs:
             job.fail(error)
+        self.reset()
 
     def _refuse_too_long(self, request: Request) -> None:
         tokens, capacity = len(request.prompt) + request.limit, self.policy.capacity(request)
@@ -206,51 +206,60 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compiles every program that any request may need, so that nothing is compiled later."""
-        self.device.compile(self.choice.every(self.policy.programs_between(self.size.widths)))
+        self.device.compile(self.choice.every())
 
     def _decide(self) -> list[Plan]:
-        """The scheduler's plan for each shard, of the running requests and the first waiting ones."""
+        """The scheduler's plan for each shard. While others run, requests start for which the programs are there; what it would
+        need to do more is compiled ahead."""
+        wished = self._plans(self.limits)
+        if not (self._compiles_ahead and self.running):
+            return wished
+        if self.choice.start_missing(self._needed(wished)):
+            return wished
+        fullest = max(len(shard.running) for shard in self.shards)
+        limits, may_start = self.choice.possible(self.limits, self.running, self._first_waiting(), fullest)
+        return self._plans(limits, may_start)
+
+    def _plans(self, limits: Limits, may_start: Collection[Job] | None = None) -> list[Plan]:
+        """Of the running requests and the first waiting ones; None: all of these may start."""
         policy, shards = self.policy, self.shards
         running = [[policy.running(job) for job in shard.running] for shard in shards]
-        room = self._room(running)
         free = [policy.free(shard) for shard in shards]
-        most = 2 * sum(len(shard.free_rows) for shard in shards)  # some of them may wait for a prefix
-        first = [[self._waiting(job, shard, room) for shard in shards] for job in self.waiting[:most]]
-        waiting = assigned(first, running, [pages.running for pages in free], room.limits)
+        first = [self._waiting(job, may_start) for job in self._first_waiting()]
+        waiting = assigned(first, running, [pages.running for pages in free], limits)
         plans = [
-            plan(new, rows, pages.running, room.limits, pages.new)
+            plan(new, rows, pages.running, limits, pages.new)
             for new, rows, pages in zip(waiting, running, free, strict=True)
         ]
         return agreed(plans)
 
-    def _room(self, running: Sequence[Sequence[Running]]) -> Room:
-        """Limits of what can be done now. Where nobody runs there are none: those who start wait for their programs."""
-        jobs = self.running
-        if not (self._compiles_ahead and jobs):
-            return self.choice.all_room(self.limits)
-        line = max((next_line(rows, self.limits) or 0 for rows in running), default=0)
-        every = [*jobs, *self.waiting[: self.rows]]
-        each = min(-(-len(every) // len(self.shards)), self.size.rows)
-        self.choice.compile_ahead(each, every, line or None)
-        return self.choice.room(self.limits, jobs, max(map(len, running)))
+    def _first_waiting(self) -> list[Job]:
+        """As many as may start, and as many again: some of them may wait for a prefix."""
+        return self.waiting[: 2 * sum(len(shard.free_rows) for shard in self.shards)]
 
-    def _waiting(self, job: Job, shard: Shard, room: Room) -> Waiting:
-        """The scheduler's view of a waiting job. While others run, it is blocked until there are programs for it."""
-        waiting = self.policy.waiting(job, shard)
-        if len(shard.running) < room.rows[self.choice.width([job])]:
-            return waiting
-        return dataclasses.replace(waiting, blocked=True)
+    def _waiting(self, job: Job, may_start: Collection[Job] | None) -> list[Waiting]:
+        """The scheduler's view of a waiting job, in each shard."""
+        views = [self.policy.waiting(job, shard) for shard in self.shards]
+        if may_start is None or job in may_start:
+            return views
+        return [dataclasses.replace(view, blocked=True) for view in views]
+
+    def _needed(self, plans: Sequence[Plan]) -> list[ProgramShape]:
+        """Programs for a plan, and for what its jobs will need later."""
+        new = [job for decision in plans for job in self._of(decision.admit)]
+        pairs = zip(self.shards, plans, strict=True)
+        most = max(len(shard.running) + len(decision.admit) for shard, decision in pairs)
+        jobs = [*self.running, *new]
+        return self.choice.needed(most, jobs, new, plans[0].line) if jobs else []
 
     def _of(self, ids: Sequence[int]) -> list[Job]:
         return [self.jobs[i] for i in ids]
 
     def _compile_for(self, plans: Sequence[Plan]) -> None:
         """Compiles what requests that start will need, unless others run already: then it is there."""
-        new = [job for decision in plans for job in self._of(decision.admit)]
-        if new and not (self._compiles_ahead and self.running):
-            pairs = zip(self.shards, plans, strict=True)
-            most = max(len(shard.running) + len(one.admit) for shard, one in pairs)
-            self.choice.compile_for(most, new, plans[0].line)
+        starts = any(decision.admit for decision in plans)
+        if starts and not (self._compiles_ahead and self.running):
+            self.device.compile_missing(self._needed(plans))
 
     def _admit(self, jobs: Sequence[list[Job]]) -> None:
         """Gives each, by shard, a row and pages."""

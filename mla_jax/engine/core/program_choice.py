@@ -4,8 +4,7 @@ Each is compiled for a number of rows, a width of page tables and a line's token
 that starts waits for its own. Where programs are compiled ahead, those who run go on with what is there meanwhile."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from mla_jax.cache.paged import COPIED, PAGE
 from mla_jax.decode.loop import ProgramShape
@@ -19,18 +18,14 @@ LOOSE = 2  # times as many rows as there are requests, that a program may have
 SCORED = 64  # tokens of one prompt whose log-probabilities one dispatch computes
 
 
-class Room(NamedTuple):
-    """Limits of what can be done with the programs that are there."""
-
-    limits: Limits  # of the scheduler
-    rows: dict[int, int]  # of a shard, by the width of page tables
-
-
 class ProgramChoice:
-    """Of the programs of a device; `drafting` says for how many rows drafts may pay."""
+    """Of the programs of a device. `drafting` says for how many rows drafts may pay; `between(widths)` are the programs that rows
+    need between dispatches, for page tables of these widths."""
 
-    def __init__(self, device: Dispatcher, drafting: Drafting):
-        self.device, self.size, self.drafting = device, device.size, drafting
+    def __init__(
+        self, device: Dispatcher, drafting: Drafting, between: Callable[[Sequence[int]], list[ProgramShape]]
+    ):
+        self.device, self.size, self.drafting, self._between = device, device.size, drafting, between
 
     def decoding(self, rows: int, pages: int) -> list[ProgramShape]:
         """For this number of rows of a shard and of pages of a row: without drafts, and with drafts if they may pay."""
@@ -57,9 +52,9 @@ class ProgramChoice:
             self.device.compile([wanted])
         return found or wanted
 
-    def every(self, between: Iterable[ProgramShape]) -> list[ProgramShape]:
-        """All that any request may need, and those `between` dispatches."""
-        size, shapes = self.size, [*self._always(), *between]
+    def every(self) -> list[ProgramShape]:
+        """All that any request may need."""
+        size, shapes = self.size, [*self._always(), *self._between(self.size.widths)]
         for width in size.widths:
             for rows in size.row_counts:
                 shapes += self.decoding(rows, width)
@@ -68,39 +63,59 @@ class ProgramChoice:
             shapes.append(self.scoring(width))
         return shapes
 
-    def compile_for(self, rows: int, jobs: Sequence[Job], line: int | None) -> None:
-        """Compiles, all at once, what these jobs lack that start. `rows` are those of the fullest shard with them."""
-        shapes = [*self._needed(rows, jobs, line), *self._always()]
-        if missing := [shape for shape in shapes if self.device.ready_for(shape) is None]:
-            self.device.compile(missing)
+    def needed(
+        self, rows: int, jobs: Sequence[Job], new: Sequence[Job], line: int | None
+    ) -> list[ProgramShape]:
+        """For jobs of which the fullest shard has `rows`, to be read in this line, and for the `new` ones among them."""
+        width = self.width(jobs)
+        # What takes longest to compile first
+        mixed = [] if line is None else [self.mixed(line, rows, width)]
+        further = [shape for job in new for shape in self._further(job)]
+        return list(dict.fromkeys([*mixed, *self.decoding(rows, width), *further, *self._always()]))
 
-    def compile_ahead(self, rows: int, jobs: Sequence[Job], line: int | None) -> None:
-        """Begins to compile programs for all these jobs if none fits them, unless some are being compiled."""
-        if self.device.compiles:
-            return
-        for shape in self._needed(rows, jobs, line):
-            if not self._fits(self.device.ready_for(shape), shape):
+    def start_missing(self, needed: Sequence[ProgramShape]) -> bool:
+        """Begins to compile a program that is missing, or of which there is only one for far more rows; one at a time. Whether
+        none is missing."""
+        found = {shape: self.device.ready_for(shape) for shape in needed}
+        for shape, ready in found.items():
+            if not self._fits(ready, shape):
                 self.device.start_ahead(shape)
+        return None not in found.values()
 
-    def room(self, limits: Limits, running: Sequence[Job], rows: int) -> Room:
-        """For these running jobs, of which the fullest shard has `rows`, and for others to join them. `limits` are those with all
-        programs."""
-        most = {width: self.device.most_rows("run", width) for width in self.size.widths}
-        width = self.width(running)
-        of_lines = {line: self.device.most_rows("mixed_step", width, line) for line in limits.lines}
-        lines = tuple(line for line, count in of_lines.items() if count)
-        fewest = min([most[width], *(of_lines[line] for line in lines)])
-        return Room(dataclasses.replace(limits, rows=max(fewest, rows), lines=lines or limits.lines), most)
+    def possible(
+        self, limits: Limits, running: Sequence[Job], waiting: Sequence[Job], fullest: int
+    ) -> tuple[Limits, set[Job]]:
+        """What can be done with the programs that are there: the scheduler's limits, and the waiting jobs that may start.
 
-    def all_room(self, limits: Limits) -> Room:
-        """With all programs."""
-        return Room(limits, dict.fromkeys(self.size.widths, self.size.rows))
+        `limits` are those with all programs; the fullest shard runs `fullest` jobs. Where a program could not be compiled, nobody
+        passes who waits for one: once nobody runs, it is tried again, and they get the error."""
+        width, may_start, shards = self.width(running), [], self.device.shards
+        for job in waiting:
+            wider, rows = max(width, self.width([job])), fullest + len(may_start) // shards + 1
+            has_others = all(self.device.ready_for(shape) for shape in self._further(job))
+            if has_others and self._most_rows(wider, limits.lines) >= rows:
+                width = wider
+                may_start.append(job)
+            elif self.device.failed:
+                break
+        rows = fullest + -(-len(may_start) // shards)
+        lines = [line for line in limits.lines if self.device.most_rows("mixed_step", width, line) >= rows]
+        return dataclasses.replace(limits, rows=rows, lines=tuple(lines) or limits.lines), set(may_start)
+
+    def _most_rows(self, width: int, lines: Sequence[int]) -> int:
+        """Rows of a shard that can both decode and be read in some line, with page tables of this width."""
+        of_lines = [self.device.most_rows("mixed_step", width, line) for line in lines]
+        return min(self.device.most_rows("run", width), max(of_lines))
+
+    def _further(self, job: Job) -> list[ProgramShape]:
+        """Programs that a job needs besides those that read and decode."""
+        pages = _pages(job)
+        scoring = [self.scoring(pages)] if job.scores else []
+        return [*scoring, *self._between([self.size.width_for(pages + 1)])]
 
     def width(self, jobs: Sequence[Job]) -> int:
         """Of the page tables that jobs will need."""
-        return self.size.width_for(
-            -(-max(len(job.request.prompt) + job.request.limit for job in jobs) // PAGE)
-        )
+        return self.size.width_for(max(map(_pages, jobs)))
 
     def _always(self) -> list[ProgramShape]:
         """Programs that any request needs."""
@@ -108,17 +123,16 @@ class ProgramChoice:
         copies = [ProgramShape(name, rows=copied) for name in ("copy_out", "copy_in") if copied]
         return [ProgramShape("admit", rows=ADMITTED), *copies]
 
-    def _needed(self, rows: int, jobs: Sequence[Job], line: int | None) -> list[ProgramShape]:
-        width = self.width(jobs)
-        # What takes longest to compile first
-        mixed = [] if line is None else [self.mixed(line, rows, width)]
-        return [*mixed, *self.decoding(rows, width)]
-
     def _fits(self, found: ProgramShape | None, wanted: ProgramShape) -> bool:
         """Whether a program that is there will do. On a CPU to compile costs more than rows that are nobody's."""
         if found is None or self.device.programs.device.platform == "cpu":
             return found is not None
         return found.rows <= LOOSE * wanted.rows
+
+
+def _pages(job: Job) -> int:
+    """That a job will have at the end."""
+    return -(-(len(job.request.prompt) + job.request.limit) // PAGE)
 
 
 def _least(counts: Sequence[int], count: int) -> int:

@@ -102,7 +102,7 @@ class Worker:
                 "this LLM was made before the process forked",
                 "make it in the process that uses it; a device cannot be shared so",
             )
-        if self._is_closed:
+        if self._is_closed or self._is_stopped:
             raise BadRequest("this LLM is closed")
 
     def _refuse_overload(self, new: int) -> None:
@@ -125,12 +125,21 @@ class Worker:
 
     def _run(self) -> None:
         """Messages first, then a step; it ends where there is neither."""
-        while not self._has_ended():
-            try:
-                message = self._inbox.get_nowait()
-            except queue.Empty:
-                message = self._step
-            self._do(message)
+        try:
+            while not self._has_ended():
+                self._do(self._next())
+        except (
+            BaseException
+        ):  # of an engine that cannot even begin anew: the next message gets another thread
+            with self._lock:
+                self._thread = None
+            raise
+
+    def _next(self) -> Message:
+        try:
+            return self._inbox.get_nowait()
+        except queue.Empty:
+            return self._step
 
     def _has_ended(self) -> bool:
         with self._lock:

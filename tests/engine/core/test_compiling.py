@@ -1,6 +1,8 @@
 """Requests that run go on while programs for others are compiled."""
 
+import dataclasses
 import threading
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -76,13 +78,13 @@ def test_a_request_that_runs_goes_on_while_programs_for_others_are_compiled(gate
     assert len(first.ids) > before + 8
     assert engine.programs.waits.seconds == 0
     gated.gate.set()
-    expected = [answer(Engine(gated.programs, SIZE), one)[0][:60] for one in (LONG, *asked)]
     for job in others:
         if job.request.limit > 1000:  # of which the beginning is enough
             while len(job.ids) < 60:
                 engine.step()
             engine.cancel(job)
     finish(engine, [first, *others])
+    expected = [answer(Engine(gated.programs, SIZE), one)[0][:60] for one in (LONG, *asked)]
     assert [job.ids[:60] for job in (first, *others)] == expected
 
 
@@ -105,3 +107,69 @@ def test_what_fails_to_compile_is_an_error_of_who_waits_for_it_and_is_tried_agai
         engine.step()
     engine.reset()
     assert answer(engine, LONG) == answer(Engine(Programs(model), SIZE), LONG)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        [request([5 + i], max_tokens=9) for i in range(5)],
+        [request([5 + i % 50 for i in range(700)], max_tokens=900), request([9] * 40, max_tokens=900)],  # wide ones
+        [request([5, 6], max_tokens=9, prompt_logprobs=1)],
+    ],
+)
+def test_no_step_waits_for_the_compiler_while_somebody_runs(model, asked):
+    engine = Engine(Programs(model), SIZE, compiles_ahead=True)
+    first = engine.submit(request([7, 8, 9], max_tokens=4000), streams=True)
+    while not first.ids:
+        engine.step()
+    waits = len(engine.programs.waits.spans)
+    jobs = [engine.submit(one) for one in asked]
+    while not all(job.ids for job in jobs):
+        engine.step()
+        time.sleep(0.1 if engine.device.compiles else 0)
+    assert not first.done
+    assert len(engine.programs.waits.spans) == waits
+    engine.cancel(first)
+    finish(engine, jobs)
+    assert [job.ids for job in jobs] == [answer(Engine(Programs(model), SIZE), one)[0] for one in asked]
+
+
+def test_rows_grow_while_there_is_load(model):
+    """Programs for one request are there; those that read prompts take 8 rows."""
+    engine = Engine(Programs(model), dataclasses.replace(SIZE, rows=32), compiles_ahead=True)
+    first = engine.submit(LONG, streams=True)
+    while not first.ids:
+        engine.step()
+    jobs, most, deadline = [first], 0, time.monotonic() + 300
+    while most < 24 and time.monotonic() < deadline:
+        jobs = [job for job in jobs if not job.done]
+        jobs += [engine.submit(request([5 + len(jobs)], max_tokens=100)) for _ in range(24 - len(jobs))]
+        engine.step()
+        most = max(most, len(engine.running))
+    assert most == 24
+
+
+def test_who_waits_for_what_cannot_be_compiled_gets_the_error_when_nobody_runs_any_more(model, monkeypatch):
+    programs = Programs(model)
+    start = programs.start
+
+    def failing(pool, rows, shape) -> Future:
+        if shape.width < SIZE.width:
+            return start(pool, rows, shape)
+        failed: Future = Future()
+        failed.set_exception(RuntimeError("no memory for the tuner"))
+        return failed
+
+    engine = Engine(programs, SIZE, compiles_ahead=True)
+    first = engine.submit(LONG)
+    while not first.ids:
+        engine.step()
+    monkeypatch.setattr(programs, "start", failing)
+    wide, narrow = engine.submit(request([5, 6], max_tokens=4500)), engine.submit(request([7], max_tokens=5))
+    while not first.done:
+        engine.step()
+    assert len(first.ids) == 150
+    with pytest.raises(RuntimeError, match="no memory for the tuner"):
+        for _ in range(9):
+            engine.step()
+    assert not (wide.ids or narrow.ids)
