@@ -201,17 +201,23 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
+_of_thread = threading.local()
+
+
 @contextlib.contextmanager
 def _cache_hits() -> Iterator[list[str]]:
     """The programs that this thread meanwhile takes from JAX's cache."""
-    hits, thread = [], threading.get_ident()
-
-    def listen(event: str, **_: Any) -> None:
-        if event == HIT and threading.get_ident() == thread:
-            hits.append(event)
-
-    jax.monitoring.register_event_listener(listen)
+    _of_thread.hits = hits = []
     try:
         yield hits
     finally:
-        jax.monitoring.unregister_event_listener(listen)
+        del _of_thread.hits
+
+
+def _listen(event: str, **_: Any) -> None:
+    if event == HIT and hasattr(_of_thread, "hits"):
+        _of_thread.hits.append(event)
+
+
+# For good: JAX loses events of other threads while a listener is taken away
+jax.monitoring.register_event_listener(_listen)

@@ -5,7 +5,7 @@ The pool and the table of rows live here. Every program is given them and return
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from mla_jax.base.batch import Tables
 from mla_jax.decode.loop import Line, Programs, ProgramShape
 from mla_jax.decode.outputs import Found, Likely
 from mla_jax.decode.packing import of_shards
+from mla_jax.decode.programs import THREADS
 from mla_jax.decode.rows import ADMITTED
 from mla_jax.engine.core.host_tier import HostTier
 from mla_jax.engine.core.job import Job, by_shard
@@ -95,11 +96,18 @@ class Dispatcher:
             self.compile(missing)
 
     def compile(self, shapes: Iterable[ProgramShape]) -> None:
-        """Compiles programs, all at once, and waits for them. Raises what goes wrong."""
+        """Compiles programs, some at a time, and waits for them. Raises what goes wrong."""
         self.failed.clear()
+        running: set[Future] = set()
         with self.programs.waits.record():
-            for future in self.start(shapes):
-                future.result()
+            for shape in shapes:
+                running.update(self.start([shape]))
+                if (
+                    len(running) == THREADS
+                ):  # no more, for Python does not end before what it was asked for is done
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    _raise_failed(done)
+            _raise_failed(running)
 
     @property
     def compiles(self) -> bool:
@@ -204,6 +212,12 @@ class Dispatcher:
 def _padded(numbers: Iterable[int], length: int) -> np.ndarray:
     given = np.fromiter(numbers, np.int32)
     return np.pad(given, (0, length - given.size))
+
+
+def _raise_failed(programs: Iterable[Future]) -> None:
+    """Waits for programs, and raises what went wrong with the first of them."""
+    for program in programs:
+        program.result()
 
 
 def _is_there(program: Future) -> bool:
