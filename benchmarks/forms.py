@@ -25,7 +25,7 @@ from mla_jax.decode.rows import ADMITTED, default_entries
 from mla_jax.model.dispatch import Dispatch
 
 FORMS = ("auto", "compressed", "absorbed", "move_elided")  # those that may take turns over one cache
-CONTEXT, REPEATS = 8192, 7
+CONTEXT, REPEATS = 8192, 3
 
 
 class Scale(NamedTuple):

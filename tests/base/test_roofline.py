@@ -87,6 +87,12 @@ def test_whole_prompts_rebuild_heads_and_single_tokens_absorb():
     assert pick_form(config, FREE_MEMORY, 1, 1024, 1024) == "compressed"
 
 
+@pytest.mark.parametrize(("new", "held"), [(1, 4096), (64, 0), (512, 0), (512, 7600)])
+def test_on_a_cpu_no_form_rebuilds_heads(new, held):
+    for preset in ("v2_lite", "v3"):
+        assert pick_form(Config.preset(preset), DEVICES["cpu"], 1, new, held + new) == "move_elided"
+
+
 def test_the_slower_of_arithmetic_and_memory_takes_the_time():
     cost = attention_cost(SMALL, "naive", 1, 1, 100)
     assert cost.seconds(Device("", "gpu", cost.flops, cost.bytes / 3)) == pytest.approx(3)
