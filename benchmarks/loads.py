@@ -2,13 +2,15 @@
 
     python benchmarks/loads.py --out loads.json
     python benchmarks/loads.py --only 64x4096+128 mixed arrivals
+    python benchmarks/loads.py --format Q4_K --only crowds memory       (or fp8)
     python benchmarks/loads.py --small               (a tiny model, on a CPU: does the script work?)
 
 The loads are those of other engines' benchmarks: N x prompt + output tokens, at once, through `LLM.generate`; 1,000 mixed
 requests, lengths as LENGTHS in drive.py says; and such requests that arrive at random (Poisson) at 80 % of that rate, read along
-by `AsyncLLM.stream`. Each runs once so that programs are compiled, and is then timed. `memory` compares the peak with the plan.
+by `AsyncLLM.stream`. Each runs once so that programs are compiled, and is then timed. `crowds` are requests that take the most
+memory, and `memory` compares the peak with the plan.
 
-The folder is of zeros, which take no room on the disk; random numbers are put in their place on the device."""
+The checkpoint is of zeros, which take no room on the disk; in bf16 random numbers are put in their place on the device."""
 
 import asyncio
 import itertools
@@ -20,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hollow
 import jax
 import numpy as np
 import report
@@ -30,7 +33,6 @@ from random_models import numbers
 from mla_jax import LLM, Config, SamplingParams, Transformer
 from mla_jax.engine.async_llm import AsyncLLM
 from mla_jax.engine.core.stats import peak_bytes
-from mla_jax.weights.hf_names import HF
 
 LOADS = (
     "1x256+256",
@@ -44,7 +46,8 @@ LOADS = (
     "64x4096+128",
 )
 SMALL_LOADS = ("1x20+8", "4x20+8", "mixed")
-FURTHER = ("arrivals", "memory")
+FURTHER = ("arrivals", "crowds", "memory")
+CROWDS = (1, 64, 512, 1000)  # requests
 SHARE = 0.8  # of the rate of `mixed`, at which requests arrive
 
 
@@ -62,24 +65,6 @@ FULL = Scale(Config.preset("v2_lite"), 1000, 1024, 20)
 SMALL = Scale(Config.preset("tiny", num_hidden_layers=2, quantization_config=None), 8, 24, 1)
 
 
-def write_zeros(config: Config, folder: Path) -> None:
-    """A checkpoint of bfloat16 zeros, as a file that is nothing but a hole behind its header."""
-    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
-    state = nnx.to_flat_state(nnx.split(model)[1])
-    values = {
-        ".".join(map(str, path)): np.broadcast_to(np.float32(0), variable.shape) for path, variable in state
-    }
-    entries, end = {}, 0
-    for name, value in HF.export(values, config):
-        start, end = end, end + 2 * value.size
-        entries[name] = {"dtype": "BF16", "shape": list(value.shape), "data_offsets": [start, end]}
-    header = json.dumps(entries).encode()
-    with open(folder / "model.safetensors", "wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + end)
-    (folder / "config.json").write_text(json.dumps(config.to_hf()))
-
-
 def randomise(model: Transformer) -> None:
     """Writes random numbers over each parameter, where it is: elsewhere they would leave no room for the cache in one piece."""
     over = jax.jit(_over, donate_argnums=0, keep_unused=True)
@@ -94,13 +79,14 @@ def _over(old: jax.Array, seed: int) -> jax.Array:
 class Bench:
     """An LLM with no options but those that a user of this machine cannot do without."""
 
-    def __init__(self, scale: Scale, folder: Path, settings: dict[str, Any]):
+    def __init__(self, scale: Scale, folder: Path, format: str, settings: dict[str, Any]):
         self.scale, self.rng = scale, np.random.default_rng(0)
-        write_zeros(scale.model, folder)
+        path = hollow.write(scale.model, folder, format)
         start = time.perf_counter()
-        self.llm = LLM(folder, **settings)
+        self.llm = LLM(path, **settings)
         self.loading = time.perf_counter() - start
-        randomise(self.llm.model)
+        if format == "bf16":
+            randomise(self.llm.model)
         self.rate = 0.0  # requests a second of `mixed`
 
     def prompt(self, tokens: int) -> list[int]:
@@ -168,6 +154,21 @@ class Bench:
         asked = (read(at, self.prompt(n), limit) for at, n, limit in zip(due, prompts, outputs, strict=True))
         return await asyncio.gather(*asked)
 
+    def crowds(self) -> Iterator[dict]:
+        """Sampled requests with log-probabilities, by ever more callers, and a prompt at the context's limit."""
+        params = SamplingParams(
+            temperature=1.0, top_p=0.9, logprobs=5, max_tokens=32, ignore_eos=True, seed=0
+        )
+        for count in CROWDS:
+            prompts = [self.prompt(min(128, self.scale.longest)) for _ in range(count)]
+            start = time.perf_counter()
+            self.llm.generate(prompts, params, progress=False)
+            yield {"load": f"{count:,} sampled, with log-probabilities", "s": time.perf_counter() - start}
+        longest = self.llm.context - 32
+        start = time.perf_counter()
+        self.llm.generate([self.prompt(longest)], params, progress=False)
+        yield {"load": f"a prompt of {longest:,} tokens", "s": time.perf_counter() - start}
+
     def memory(self) -> Iterator[dict]:
         plan, peak = self.llm.plan, peak_bytes() or 0
         planned = plan.weights + plan.temporaries + plan.tokens / plan.context * plan.cache / plan.held
@@ -199,6 +200,7 @@ def main() -> None:
     parser.add_argument(
         "--rate", type=float, default=0.0, help="requests a second of `mixed`, where it is not run"
     )
+    parser.add_argument("--format", default="bf16", choices=("bf16", "fp8", "Q4_K"), help="of the weights")
     parser.add_argument("--small", action="store_true", help="a tiny model and few requests")
     parser.add_argument("--set", nargs="*", default=[], help="settings of the LLM, such as max_rows=256")
     options = parser.parse_args()
@@ -206,7 +208,7 @@ def main() -> None:
     settings = {name: json.loads(value) for name, value in (each.split("=") for each in options.set)}
     rows: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(scale, Path(folder), settings)
+        bench = Bench(scale, Path(folder), options.format, settings)
         bench.rate = options.rate
         rows.append({"load": "loading", "s": bench.loading})
         for name in options.only or [*loads, *FURTHER]:
@@ -214,7 +216,7 @@ def main() -> None:
                 rows.append(row)
                 print(row, flush=True)
         bench.llm.close()
-    report.show(rows, options.out, benchmark="loads", small=options.small)
+    report.show(rows, options.out, benchmark="loads", format=options.format, small=options.small)
 
 
 if __name__ == "__main__":
