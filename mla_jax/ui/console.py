@@ -208,7 +208,7 @@ def summary(stats: Stats, reason: str) -> str:
     return " · ".join(parts)
 
 
-FIGURES = (
+STATISTICS = (
     "seed first_token_seconds decode_seconds compile_seconds tokens_per_second bandwidth_share peak_bytes"
 )
 
@@ -217,7 +217,7 @@ def _figures(stats: Stats) -> dict[str, dict]:
     """The figures of an answer as fields of an event."""
     return {
         "usage": {"prompt_tokens": stats.prompt_tokens, "generated_tokens": stats.generated_tokens},
-        "stats": {name: getattr(stats, name) for name in FIGURES.split()},
+        "stats": {name: getattr(stats, name) for name in STATISTICS.split()},
     }
 
 
