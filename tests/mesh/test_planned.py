@@ -7,6 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mla_jax.base.errors import BadRequest, Unsupported
 from mla_jax.base.link_rates import PLANNED
+from mla_jax.base.options import MEMORY_FRACTION
 from mla_jax.mesh.devices import Devices
 from mla_jax.mesh.planned import planned
 
@@ -22,7 +23,7 @@ def test_a_mesh_of_more_devices_than_there_are_can_be_planned_for():
 
 @pytest.mark.parametrize("kind", PLANNED)
 def test_the_memory_is_a_fraction_of_the_table_s(kind):
-    assert planned(kind, {}).free_bytes() == int(0.75 * PLANNED[kind].memory)
+    assert planned(kind, {}).free_bytes() == int(MEMORY_FRACTION * PLANNED[kind].memory)
     assert planned(kind, {}, 0.9).free_bytes() == int(0.9 * PLANNED[kind].memory)
 
 

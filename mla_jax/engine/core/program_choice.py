@@ -85,7 +85,7 @@ class ProgramChoice:
     def possible(
         self, limits: Limits, running: Sequence[Job], waiting: Sequence[Job], fullest: int
     ) -> tuple[Limits, set[Job]]:
-        """What can be done with the programs that are there: the scheduler's limits, and the waiting jobs that may start.
+        """Limits of the scheduler, and the waiting jobs that may start, with the programs that are there.
 
         `limits` are those with all programs; the fullest shard runs `fullest` jobs. Where a program could not be compiled, nobody
         passes who waits for one: once nobody runs, it is tried again, and they get the error."""
