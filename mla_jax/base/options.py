@@ -33,7 +33,7 @@ from mla_jax.base.settings import SettingsOfModel
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
 MAX_ROWS = 1024  # sequences computed together
-MEMORY_FRACTION = 0.93  # of a GPU: beside it CUDA has its context, graphs and kernels
+MEMORY_FRACTION = 0.93  # of a GPU; in the rest CUDA has its context, graphs and kernels
 MAX_BIASES = 300  # as in OpenAI's interface
 MAX_ENDS = 96  # token ids that end an answer: the model's and the user's
 MAX_FORKS = 128

@@ -55,7 +55,7 @@ class Waits:
 class Shared(NamedTuple):
     """Threads, waits and store that the programs of one model share. Without a store no program outlives the process.
 
-    One program is traced at a time: tracing is Python's work, of which threads do no more, and the compiler begins sooner."""
+    One program is traced at a time. Tracing is Python's work, which threads do not make faster. So the compiler begins sooner."""
 
     pool: ThreadPoolExecutor
     waits: Waits

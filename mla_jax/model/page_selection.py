@@ -127,7 +127,7 @@ class PageSelection(NamedTuple):
         pages: Int[Array, "B T"],
         scale: float,
     ) -> Float[Array, "B T P"]:
-        """The policy's scores of each token's first `pages`, for a block of rows at a time: their summaries are copied."""
+        """The policy's scores of each token's first `pages`. The summaries are copied, so a block of rows is scored at a time."""
         policy, (rows, width) = self.retrieval.policy, page_table.shape
 
         def of_row(row: tuple[Array, Array, Array]) -> Float[Array, "T P"]:

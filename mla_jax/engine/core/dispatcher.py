@@ -40,7 +40,7 @@ class Dispatcher:
         self._table = table
         self._text = size.context if keeps_text else 0  # tokens of a row that the device keeps
         self._started: dict[ProgramShape, Future] = {}
-        self.failed: set[ProgramShape] = set()  # that were compiled ahead; nobody has had the error yet
+        self.failed: set[ProgramShape] = set()  # that could not be compiled when they were last tried
         self.reset()
 
     def reset(self) -> None:
@@ -102,9 +102,8 @@ class Dispatcher:
         with self.programs.waits.record():
             for shape in shapes:
                 running.update(self.start([shape]))
-                if (
-                    len(running) == THREADS
-                ):  # no more, for Python does not end before what it was asked for is done
+                # No more at a time: Python does not end before all that was asked for is compiled
+                if len(running) == THREADS:
                     done, running = wait(running, return_when=FIRST_COMPLETED)
                     _raise_failed(done)
             _raise_failed(running)

@@ -74,8 +74,7 @@ class ProgramChoice:
         return list(dict.fromkeys([*mixed, *self.decoding(rows, width), *further, *self._always()]))
 
     def start_missing(self, needed: Sequence[ProgramShape]) -> bool:
-        """Begins to compile a program that is missing, or of which there is only one for far more rows; one at a time. Whether
-        none is missing."""
+        """Whether none is missing. Begins to compile one that is, or that there is only for far more rows; one at a time."""
         found = {shape: self.device.ready_for(shape) for shape in needed}
         for shape, ready in found.items():
             if not self._fits(ready, shape):

@@ -128,9 +128,8 @@ class Worker:
         try:
             while not self._has_ended():
                 self._do(self._next())
-        except (
-            BaseException
-        ):  # of an engine that cannot even begin anew: the next message gets another thread
+        except BaseException:
+            # The engine could not even begin anew: the next message gets another thread
             with self._lock:
                 self._thread = None
             raise

@@ -13,10 +13,8 @@ from mla_jax.engine.processes import started
 from mla_jax.hosts.distributed import Processes
 from mla_jax.model import kernels
 
-FRACTION = (
-    "XLA_CLIENT_MEM_FRACTION",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION",
-)  # JAX's variables, the newer one first
+# JAX's variables, the newer one first
+FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def prepare_environment(options: Options) -> tuple[Options, Processes | None]:
@@ -31,8 +29,9 @@ def prepare_environment(options: Options) -> tuple[Options, Processes | None]:
 
 
 def set_memory_fraction(asked: float | None) -> None:
-    """How much of a GPU JAX takes, which it reads when it first uses one. What the user has set stays, unless a fraction is asked
-    for."""
+    """Sets the share of a GPU's memory that JAX takes. JAX reads it when it first uses a GPU.
+
+    Without a fraction that is asked for, what the user has set in the environment stays."""
     if asked is None and any(map(os.environ.get, FRACTION)):
         return
     for name in FRACTION:  # JAX refuses both
