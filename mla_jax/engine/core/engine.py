@@ -227,8 +227,9 @@ class Engine:
         free = [policy.free(shard) for shard in shards]
         first = [self._waiting(job, may_start) for job in self._first_waiting()]
         waiting = assigned(first, running, [pages.running for pages in free], limits)
+        queued = len(self.waiting) > sum(map(len, waiting))
         plans = [
-            plan(new, rows, pages.running, limits, pages.new)
+            plan(new, rows, pages.running, limits, pages.new, queued)
             for new, rows, pages in zip(waiting, running, free, strict=True)
         ]
         return agreed(plans)

@@ -84,9 +84,10 @@ def plan(
     free: int,
     limits: Limits,
     whole: int | None = None,
+    queued: bool = False,
 ) -> Plan:
     """The next dispatches; `free` pages can be had now, by forgetting idle ones if need be. Only `whole` pages, if that is given,
-    are for those who start."""
+    are for those who start. `queued`: others wait besides these, for a row."""
     rows, gone = _preempt(sorted(running, key=_turn), free, limits)
     for_new = free if whole is None else min(free, whole)
     admitted = [] if gone else _admit(sorted(waiting, key=_turn), rows, for_new, limits)
@@ -96,7 +97,7 @@ def plan(
     line, read = _read(rows, limits)
     if line is not None:
         limits = replace(limits, steps=1, streamed_steps=1)
-    hurry = bool(gone) or len(admitted) < len(waiting)
+    hurry = queued or bool(gone) or len(admitted) < len(waiting)
     decode, steps = _decode(rows, free, hurry, limits)
     return Plan(_ids(gone), _ids(admitted), tuple(read), line, _ids(decode), steps)
 

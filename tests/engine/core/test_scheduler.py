@@ -131,6 +131,13 @@ def test_rows_that_are_not_read_to_the_end_do_not_decode():
     assert plan([], [runs(1), runs(2, 16, unread=5000), runs(3, left=0)], 999, LIMITS).decode == (1,)
 
 
+def test_who_waits_for_a_row_shortens_a_dispatch_in_which_one_is_freed():
+    rows = [runs(1, left=3), runs(2, left=20)]
+    assert plan([], rows, 99, LIMITS).steps == 20
+    assert plan([], rows, 99, LIMITS, queued=True).steps == LIMITS.fewest_steps
+    assert plan([], [runs(1, left=12), runs(2, left=20)], 99, LIMITS, queued=True).steps == 12
+
+
 def test_steps_are_few_while_somebody_streams_and_never_more_than_anybody_needs():
     assert plan([], [runs(1), runs(2)], 99, LIMITS).steps == 32
     assert plan([], [runs(1), runs(2, streams=True)], 99, LIMITS).steps == 8
