@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import sys
-import tomllib
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from mla_jax import __version__
-from mla_jax.base.errors import BadRequest, MlaJaxError, printable
+from mla_jax.base.errors import BadRequest
 from mla_jax.base.files import explained
-from mla_jax.base.names import ABSENT, MEANT, nearest
 from mla_jax.base.options import GROUPS as OPENING
-from mla_jax.base.options import Options, OutputOptions, PromptOptions, SamplingParams, names
-from mla_jax.ui.help import asked_groups, help_text
+from mla_jax.base.options import Options, OutputOptions, PromptOptions, SamplingParams
+from mla_jax.ui.command_line import DONE, INTERRUPTED, exit_code_of, exit_with, parse_command
+from mla_jax.ui.help import About
 
 if TYPE_CHECKING:
     from mla_jax.engine.opening.opened import Opened
@@ -25,8 +23,7 @@ if TYPE_CHECKING:
 
 USAGE = "python -m mla_jax.generate [PROMPT] [--flag VALUE ...]      (-p: --prompt, -h: --help; --version)"
 MAX_PROMPT_BYTES = 64 << 20
-MAX_CONFIG_BYTES = 1 << 20
-DONE, ERROR, INTERRUPTED = 0, 1, 130
+ERROR = 1  # the exit code where logits are not finite
 # The settings by group, as in the help and in a configuration file
 COMMAND_GROUPS: dict[str, Any] = {
     "prompt": PromptOptions,
@@ -34,6 +31,14 @@ COMMAND_GROUPS: dict[str, Any] = {
     **OPENING,
     "output": OutputOptions,
 }
+
+
+EXAMPLES = """\
+examples:
+  python -m mla_jax.generate "def read_lines(path):"
+  python -m mla_jax.generate --model moonshotai/Moonlight-16B-A3B-Instruct --chat
+  python -m mla_jax.generate --model ./model --batch-file prompts.jsonl --out answers.jsonl"""
+ABOUT = About("python -m mla_jax.generate", USAGE, COMMAND_GROUPS, EXAMPLES)
 
 
 @dataclass(frozen=True)
@@ -51,109 +56,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit codes: 0 done, 1 logits not finite, 2 usage or bad request, 3 bad file, 4 does not fit, 5 another process is lost,
     130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of memory that its programs do not take
-    if "--version" in arguments:
-        print(f"mla-jax {__version__}")
-        return DONE
-    try:
-        if {"-h", "--help"} & set(arguments):
-            print(help_text(USAGE, COMMAND_GROUPS, asked_groups(arguments, COMMAND_GROUPS)))
-            return DONE
-        return run_command(parse(arguments))
-    except MlaJaxError as error:
-        if "--debug" in arguments:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        _tell_others(error, error.exit_code)
-        return error.exit_code
-    except KeyboardInterrupt as interrupt:
-        print("interrupted", file=sys.stderr)
-        _tell_others(interrupt, INTERRUPTED)
-        return INTERRUPTED
-
-
-def _tell_others(error: BaseException, code: int) -> None:
-    """That this process ends, if it is one of several."""
-    if "mla_jax.hosts.distributed" in sys.modules:
-        from mla_jax.hosts import distributed
-
-        distributed.fail(error, code)
+    return exit_code_of(lambda: run_command(parse(arguments)), arguments, ABOUT)
 
 
 def parse(arguments: list[str]) -> Command:
     """The command line over the TOML file it names, over the defaults."""
     arguments = ["--prompt" if a == "-p" else a for a in arguments]
-    refuse_words_of_others(arguments)
-    config = _config_path(arguments)
-    defaults = Command() if config is None else from_toml(config)
-    return tyro.cli(
-        Command,
-        args=arguments,
-        default=defaults,
-        prog="python -m mla_jax.generate",
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
-    )
-
-
-def refuse_words_of_others(arguments: list[str]) -> None:
-    """Raises BadRequest with our flag for one that other engines have."""
-    for argument in arguments:
-        flag = argument.partition("=")[0]
-        word = flag.removeprefix("--").replace("-", "_")
-        if flag.startswith("--") and word in (*MEANT, *ABSENT):
-            raise BadRequest(
-                f"there is no flag {flag}", ABSENT.get(word) or f"did you mean {_as_flag(MEANT[word])}?"
-            )
-
-
-def _as_flag(setting: str) -> str:
-    """`mesh="data=N"` as `--mesh data=N`."""
-    name, _, value = setting.replace('"', "").partition("=")
-    return f"--{name.replace('_', '-')} {value}".rstrip()
-
-
-def _config_path(arguments: list[str]) -> Path | None:
-    """The value of `--config`, which must be read before the other flags are parsed."""
-    for flag, following in zip(arguments, [*arguments, ""][1:], strict=True):
-        name, equals, value = flag.partition("=")
-        if name == "--config" and (equals or following):
-            return Path(value if equals else following)
-    return None
-
-
-def from_toml(path: Path) -> Command:
-    """Settings by group, `[sampling]` and so on; raises BadRequest for an unknown name or a wrong type."""
-    groups = {name: _group(path, name, values) for name, values in _read_toml(path).items()}
-    options = Options(**{name: groups.pop(name) for name in OPENING if name in groups})
-    return Command(options=options, **groups)
-
-
-def _group(path: Path, name: str, values: Any) -> Any:
-    """The settings of a group."""
-    if name not in COMMAND_GROUPS or not isinstance(values, dict):
-        raise BadRequest(f"{path} has no known group {printable(name)}", nearest(name, COMMAND_GROUPS))
-    known = names(COMMAND_GROUPS[name])
-    unknown = next((key for key in values if key not in known), None)
-    if unknown is not None:
-        found = f"{path} has no known setting {printable(unknown)} in [{name}]"
-        raise BadRequest(found, nearest(unknown, known))
-    try:
-        return COMMAND_GROUPS[name](**values)
-    except BadRequest as e:
-        raise BadRequest(f"{path} has a value in [{name}] that cannot be used", *e.args[1:]) from e
-
-
-def _read_toml(path: Path) -> dict:
-    with explained(path, "read as TOML"):  # a decoding error is a ValueError
-        with open(path, "rb") as file:
-            data = file.read(MAX_CONFIG_BYTES + 1)
-        if len(data) > MAX_CONFIG_BYTES:
-            hint = f"the limit of a configuration file is {MAX_CONFIG_BYTES:,} bytes"
-            raise BadRequest(f"{path} is too large", hint)
-        try:
-            return tomllib.loads(data.decode("utf-8-sig"))
-        except RecursionError:
-            raise ValueError("it is nested too deeply") from None
+    return parse_command(Command, ABOUT, arguments)
 
 
 def run_command(command: Command) -> int:
@@ -298,21 +207,9 @@ def dry_run(opened: "Opened", console: "Console") -> int:
     return DONE if needed.fits else 4
 
 
-def open_closed_streams() -> None:
-    """Opens stdin, stdout and stderr that the shell has closed, as `>&-` does: Python has None for them."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 it stays open
-
-
 def script() -> None:
-    """The entry point: exit code, and a quiet end when the reader of a pipe goes away."""
-    open_closed_streams()
-    try:
-        sys.exit(main())
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+    """The entry point."""
+    exit_with(main)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,24 @@ import inspect
 import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from mla_jax.base.errors import BadRequest, printable
 from mla_jax.base.names import nearest
 
-FIRST_GROUPS = ("prompt", "model", "sampling", "memory", "output")  # without a group, alone
+FIRST_GROUPS = ("prompt", "serve", "model", "sampling", "memory", "output")  # without a group, alone
 ALL = "all"
-EXAMPLES = """\
-examples:
-  python -m mla_jax.generate "def read_lines(path):"
-  python -m mla_jax.generate --model moonshotai/Moonlight-16B-A3B-Instruct --chat
-  python -m mla_jax.generate --model ./model --batch-file prompts.jsonl --out answers.jsonl"""
 # How a flag's value is shown, by the type of its field
 VALUES = {"Mapping": " ID X ...", "bool": "", "int": " N", "float": " X", "str": " TEXT"}
+
+
+class About(NamedTuple):
+    """A command: how it is called, its groups of settings (dataclasses, by name), and examples for its help."""
+
+    name: str
+    usage: str
+    groups: Mapping[str, Any]
+    examples: str
 
 
 def asked_groups(arguments: Sequence[str], groups: Mapping[str, type]) -> list[str]:
@@ -36,17 +41,19 @@ def asked_groups(arguments: Sequence[str], groups: Mapping[str, type]) -> list[s
     return list(groups) if ALL in names else names
 
 
-def help_text(usage: str, groups: Mapping[str, type], asked: Sequence[str] = ()) -> str:
-    """`usage`, then the flags of the groups that are `asked` for; without any, of FIRST_GROUPS, then titles of the others."""
-    ordered = dict.fromkeys([*FIRST_GROUPS, *groups])
+def help_text(about: About, asked: Sequence[str] = ()) -> str:
+    """How it is called, then the flags of the groups that are `asked` for; without any, of FIRST_GROUPS, then titles of the others
+    and examples."""
+    groups = about.groups
+    ordered = [name for name in dict.fromkeys([*FIRST_GROUPS, *groups]) if name in groups]
     flags = "\n".join(_group(name, groups[name]) for name in ordered if name in (asked or FIRST_GROUPS))
     if asked:
-        return f"usage: {usage}\n\n{flags}"
+        return f"usage: {about.usage}\n\n{flags}"
     others = [
         f"  {name:<12}{_title(options)}" for name, options in groups.items() if name not in FIRST_GROUPS
     ]
     more = "\n".join([f"more flags: --help GROUP, or --help {ALL}", *others])
-    return f"usage: {usage}\n\n{flags}\n{more}\n\n{EXAMPLES}"
+    return f"usage: {about.usage}\n\n{flags}\n{more}\n\n{about.examples}"
 
 
 def _group(name: str, options: type) -> str:

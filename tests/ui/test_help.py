@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 
 from mla_jax.base.errors import BadRequest
-from mla_jax.generate import COMMAND_GROUPS, USAGE, main
+from mla_jax.generate import ABOUT, COMMAND_GROUPS, main
 from mla_jax.ui.help import FIRST_GROUPS, asked_groups, help_text
 
-SHORT, WHOLE = help_text(USAGE, COMMAND_GROUPS), help_text(USAGE, COMMAND_GROUPS, list(COMMAND_GROUPS))
+SHORT, WHOLE = help_text(ABOUT), help_text(ABOUT, list(COMMAND_GROUPS))
 
 
 @pytest.mark.parametrize("group", COMMAND_GROUPS)
 def test_every_flag_has_a_line_with_a_word_of_explanation(group):
-    for text in (WHOLE, help_text(USAGE, COMMAND_GROUPS, [group])):
+    for text in (WHOLE, help_text(ABOUT, [group])):
         for field in dataclasses.fields(COMMAND_GROUPS[group]):
             (line,) = [x for x in text.splitlines() if x.startswith(f"  --{field.name.replace('_', '-')} ")]
             assert len(line[30:].split()) >= 3
