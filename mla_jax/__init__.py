@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         MlaJaxError,
         Overloaded,
         ProcessLost,
+        TooLong,
         Unsupported,
     )
     from mla_jax.base.options import Evict, Options, SamplingParams
@@ -38,6 +39,7 @@ _HOME = {  # of each public name: imported when it is used, so that `--help`, er
     "MlaJaxError": "mla_jax.base.errors",
     "Overloaded": "mla_jax.base.errors",
     "ProcessLost": "mla_jax.base.errors",
+    "TooLong": "mla_jax.base.errors",
     "Unsupported": "mla_jax.base.errors",
     "Evict": "mla_jax.base.options",
     "Options": "mla_jax.base.options",
@@ -67,6 +69,7 @@ __all__ = [
     "Overloaded",
     "ProcessLost",
     "SamplingParams",
+    "TooLong",
     "Transformer",
     "Unsupported",
 ]

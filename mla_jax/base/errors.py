@@ -19,6 +19,14 @@ class BadRequest(MlaJaxError):
     """A prompt or a sampling parameter that cannot be served."""
 
 
+class TooLong(BadRequest):
+    """A prompt, or a prompt with its answer, that is longer than the context. `context` is its tokens."""
+
+    def __init__(self, finding: str, *details: str, context: int = 0):
+        super().__init__(finding, *details)
+        self.context = context
+
+
 class BadFile(MlaJaxError):
     """A file that is damaged, incomplete or of another kind than it claims."""
 

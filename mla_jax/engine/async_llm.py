@@ -22,7 +22,7 @@ class AsyncLLM:
     async def generate(self, prompts: Any, params: Any = None) -> list[Output]:
         """As `LLM.generate`."""
         requests = await asyncio.to_thread(self.llm.inputs.requests, prompts, params)
-        async with self._submitted(requests, streams=False) as (readers, news):
+        async with self.submitted(requests, streams=False) as (readers, news):
             unfinished = set(readers)
             while unfinished:
                 reader = await news.get()
@@ -44,21 +44,19 @@ class AsyncLLM:
         if isinstance(params, SamplingParams) and params.n > 1:
             raise BadRequest(f"n is {params.n}, but a stream is one answer", "generate gives several")
         requests = await asyncio.to_thread(self.llm.inputs.requests, [prompt], params)
-        async with self._submitted(requests, streams=True) as ((reader,), news):
+        async with self.submitted(requests, streams=True) as ((reader,), news):
             while not reader.done:
                 chunk = (await news.get()).read()
                 if chunk is not None:
                     yield chunk
 
-    async def close(self) -> None:
-        """As `LLM.close`."""
-        await asyncio.to_thread(self.llm.close)
-
     @contextlib.asynccontextmanager
-    async def _submitted(
+    async def submitted(
         self, requests: Sequence[Request], streams: bool
     ) -> AsyncIterator[tuple[list[Reader], "asyncio.Queue[Reader]"]]:
-        """Readers of requests, and a queue of those with news; what is not done at the end is cancelled."""
+        """Readers of requests of `llm.inputs`, and a queue of those with news; what is not done at the end is cancelled.
+
+        Raises as `LLM.submit`."""
         loop, news = asyncio.get_running_loop(), asyncio.Queue()
 
         def wake(reader: Reader) -> None:
@@ -70,3 +68,7 @@ class AsyncLLM:
             yield readers, news
         finally:
             self.llm.cancel(readers)
+
+    async def close(self) -> None:
+        """As `LLM.close`."""
+        await asyncio.to_thread(self.llm.close)

@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from mla_jax.base.config import Config
-from mla_jax.base.errors import BadRequest, printable, shown
+from mla_jax.base.errors import BadRequest, TooLong, printable, shown
 from mla_jax.base.options import MAX_ENDS, SamplingParams
 from mla_jax.engine.core.request import Request
 from mla_jax.engine.text import Text
@@ -69,9 +69,10 @@ class InputProcessor:
         if asked is None:
             return min(DEFAULT_MAX_TOKENS, room)
         if asked > room:
-            raise BadRequest(
+            raise TooLong(
                 f"max_tokens {asked:,} does not fit the context",
                 f"{len(tokens):,} prompt tokens leave room for {room:,} of {self.context:,}",
+                context=self.context,
             )
         return asked
 
@@ -98,9 +99,10 @@ class InputProcessor:
         room = self.context - len(tokens)
         if room < needed:
             output = ", one of them for the output" if needed else ""
-            raise BadRequest(
+            raise TooLong(
                 f"the prompt is too long: {len(tokens):,} tokens",
                 f"the context holds {self.context:,}{output}",
+                context=self.context,
             )
         return room
 

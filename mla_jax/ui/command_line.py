@@ -105,7 +105,7 @@ def _config_path(arguments: Sequence[str]) -> Path | None:
     return None
 
 
-def from_toml(path: Path, kind: type[C], groups: Mapping[str, Any]) -> C:
+def from_toml(path: Path, kind: Callable[..., C], groups: Mapping[str, Any]) -> C:
     """Settings by group, `[sampling]` and so on; raises BadRequest for an unknown name or a wrong type."""
     given = {name: _group(path, name, values, groups) for name, values in _read_toml(path).items()}
     options = Options(**{name: given.pop(name) for name in OPENING if name in given})

@@ -42,8 +42,9 @@ def asked_groups(arguments: Sequence[str], groups: Mapping[str, type]) -> list[s
 
 
 def help_text(about: About, asked: Sequence[str] = ()) -> str:
-    """How it is called, then the flags of the groups that are `asked` for; without any, of FIRST_GROUPS, then titles of the others
-    and examples."""
+    """How it is called, then the flags of the groups that are `asked` for.
+
+    Without any: of FIRST_GROUPS, then titles of the others and examples."""
     groups = about.groups
     ordered = [name for name in dict.fromkeys([*FIRST_GROUPS, *groups]) if name in groups]
     flags = "\n".join(_group(name, groups[name]) for name in ordered if name in (asked or FIRST_GROUPS))

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 import jax
 import numpy as np
 
-from mla_jax.base.errors import BadRequest, DoesNotFit
+from mla_jax.base.errors import DoesNotFit, TooLong
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.loop import Programs, ProgramShape
 from mla_jax.decode.outputs import Found
@@ -129,9 +129,10 @@ class Engine:
     def _refuse_too_long(self, request: Request) -> None:
         tokens, capacity = len(request.prompt) + request.limit, self.policy.capacity(request)
         if tokens > self.size.context:
-            raise BadRequest(
+            raise TooLong(
                 f"a request of {tokens:,} tokens is longer than the context",
                 f"it holds {self.size.context:,}",
+                context=self.size.context,
             )
         if tokens > capacity:
             raise DoesNotFit(

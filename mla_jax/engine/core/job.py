@@ -40,6 +40,7 @@ class Job:
         self.is_paused = False  # it waits for the answer
         self.matched: dict[int, list[Node]] = {}  # nodes of its beginning that were found last, by shard
         self.starts = 0  # how often it was admitted
+        self.cached = 0  # tokens of its prompt that need not be read, when it was admitted first
 
     @property
     def done(self) -> bool:
@@ -83,6 +84,7 @@ class Job:
         self.known, self.again = len(self.tokens) - again, again
         shard.running.append(self)
         self.read, self.steps, self.pauses = held.shared * page, 0, 0
+        self.cached = self.cached if self.starts else self.read
         self.starts, self.is_paused = self.starts + 1, False
         if self.scores:
             self.prompt_logprobs = [None]

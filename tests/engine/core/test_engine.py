@@ -135,6 +135,32 @@ def test_tokens_are_those_of_whole_sequences_without_a_cache(programs):
         assert np.argmax(logits[len(prompt) - 1 : -1], -1).tolist() == ids
 
 
+def test_a_job_knows_the_tokens_that_others_had_read_when_it_first_started(programs):
+    engine, prompt = engine_of(programs, ROOMY), [5, 6, 7] * 50
+    jobs = [engine.submit(request(prompt, max_tokens=n)) for n in (2, 40)]
+    finish(engine, jobs)
+    later = engine.submit(request(prompt, max_tokens=90))
+    while len(later.ids) < 8:
+        engine.step()
+    engine._land_all()
+    engine._preempt(later)
+    finish(engine, [later])
+    assert (jobs[0].cached, later.cached) == (0, len(prompt) // PAGE * PAGE)
+
+
+def test_a_request_without_a_row_shortens_the_dispatch_in_which_a_row_is_freed(programs):
+    steps = []
+    for waiting in (0, 1):
+        engine = engine_of(programs, dataclasses.replace(ROOMY, rows=2))
+        jobs = [engine.submit(request([5, 6], max_tokens=n)) for n in (13, 60, *[9] * waiting)]
+        while any(job.starts == 0 or job.unread for job in jobs[:2]):
+            engine.step()
+        steps.append(engine._plans(engine.limits)[0].steps)
+        finish(engine, jobs)
+    assert steps[0] == 32
+    assert 8 <= steps[1] <= 13
+
+
 def test_nothing_compiles_once_warm(programs):
     engine = engine_of(programs, dataclasses.replace(SMALL, rows=4, pages=30, context=300))
     engine.warm_up()
