@@ -1,0 +1,231 @@
+"""The routes of the server."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from mla_jax.base.errors import BadRequest, MlaJaxError, printable
+from mla_jax.base.options import SamplingParams
+from mla_jax.engine.async_llm import AsyncLLM
+from mla_jax.engine.llm import LLM
+from mla_jax.serve import asked, chats, completions
+from mla_jax.serve.answering import Answering
+from mla_jax.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
+from mla_jax.serve.connections import ClientGone, EventStream, unless_gone
+from mla_jax.serve.errors import ApiError, api_error
+from mla_jax.serve.gate import Gate, response_of
+from mla_jax.serve.metrics import Metrics
+from mla_jax.serve.options import ServeOptions
+
+LOADING = "30"  # seconds after which a client may ask again
+
+
+class Served:
+    """The model behind the routes. It may come later than these, and not be ready yet."""
+
+    def __init__(self, names: Sequence[str], options: ServeOptions):
+        self.names, self.options = list(names), options
+        self.metrics = Metrics(self.names[0])
+        self.created = int(time.time())
+        self.defaults = SamplingParams(timeout=options.request_timeout)
+        self.is_ready = False
+        self._llm: AsyncLLM | None = None
+
+    def take(self, llm: LLM) -> None:
+        """The model, once it is loaded."""
+        self._llm = AsyncLLM(llm)
+        self.metrics.watch(llm)
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """Raises ApiError while it is not ready."""
+        if self._llm is None or not self.is_ready:
+            raise ApiError(503, "the model is not ready", headers={"Retry-After": LOADING})
+        return self._llm
+
+    def name_of(self, wanted: str | None) -> str:
+        """The model's name as a request has it; raises ApiError for another model's."""
+        if wanted is None or wanted in self.names:
+            return wanted or self.names[0]
+        served = ", ".join(self.names)
+        message = f"The model `{printable(wanted)}` does not exist; this server has {served}"
+        raise ApiError(404, message, "model", "model_not_found")
+
+    def about(self, name: str) -> dict[str, Any]:
+        """A model as /v1/models lists it."""
+        ours = {"max_model_len": self.llm.llm.context, "root": self.names[0], "parent": None}
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "mla-jax", **ours}
+
+
+def make_app(served: Served, keys: Sequence[bytes] = ()) -> FastAPI:
+    """The application. Every route but /health and / needs one of the keys, if there are any."""
+    options = served.options
+    app = FastAPI(title="mla-jax", docs_url=None, redoc_url=None)
+    _add_models(app, served)
+    _add_answers(app, served)
+    _add_tokens(app, served)
+    _add_errors(app)
+    app.add_middleware(Gate, keys=keys, most_bytes=int(options.max_body * 2**20))
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+def _add_models(app: FastAPI, served: Served) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """200 when the model is ready, else 503."""
+        return Response(status_code=200 if served.is_ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Figures for Prometheus."""
+        return Response(served.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of this library."""
+        from mla_jax import __version__
+
+        return {"version": __version__}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The names of the model."""
+        return {"object": "list", "data": [served.about(name) for name in served.names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """One name of the model."""
+        return served.about(served.name_of(name))
+
+
+def _add_answers(app: FastAPI, served: Served) -> None:
+    @app.post("/v1/completions", response_model=None)
+    async def complete(body: CompletionBody, request: Request) -> Response:
+        """Continues prompts: texts or token ids."""
+        kind = "cmpl", completions.whole, completions.events
+        return await _answer(served, request, body, asked.completion, *kind)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatBody, request: Request) -> Response:
+        """Answers a conversation."""
+        return await _answer(served, request, body, asked.chat, "chatcmpl", chats.whole, chats.events)
+
+
+async def _answer(
+    served: Served,
+    request: Request,
+    body: SamplingBody,
+    read: Callable[..., asked.Asked],
+    kind: str,
+    whole: Callable[[Answering], Awaitable[dict[str, Any]]],
+    events: Callable[[Answering], AsyncIterator[dict[str, Any]]],
+) -> Response:
+    """The answer to a body that `read` understands, whole or as events."""
+    llm, name = served.llm, served.name_of(body.model)
+    wanted = await asyncio.to_thread(read, body, llm.llm, served.defaults, name)
+    answering = Answering(llm, wanted, served.metrics, kind)
+    _note(request, served, answering)
+    await answering.begin()
+    if wanted.stream:
+        return EventStream(events(answering), answering.end)
+    try:
+        return JSONResponse(await unless_gone(request, whole(answering)))
+    finally:
+        await answering.end()
+
+
+def _note(request: Request, served: Served, answering: Answering) -> None:
+    """For the log."""
+    prompts = answering.asked.prompts
+    about = (
+        f"  {answering.id} {len(answering.asked.requests)} x {sum(len(one.prompt) for one in prompts)} tokens"
+    )
+    if served.options.log_prompts:
+        about += f"  {[one.prompt for one in prompts]}"
+    request.state.about = about
+
+
+def _add_tokens(app: FastAPI, served: Served) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        """The token ids of a text or a conversation."""
+        llm = served.llm.llm
+        served.name_of(body.model)
+        ids = await asyncio.to_thread(_tokens_of, llm, body)
+        names = [llm.tokenizer.model.id_to_token(i) for i in ids] if body.return_token_strs else None
+        return {"count": len(ids), "max_model_len": llm.context, "tokens": ids, "token_strs": names}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict[str, str]:
+        """The text of token ids."""
+        served.name_of(body.model)
+        return {"prompt": _tokenizer_of(served.llm.llm).decode(body.tokens)}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """What evaluation harnesses ask about the tokenizer."""
+        llm = served.llm.llm
+        tokenizer, template = _tokenizer_of(llm), llm.chat_template
+        ends = llm.inputs.text.end_ids
+        eos = tokenizer.eos_id if tokenizer.eos_id is not None else next(iter(ends), None)
+        names = {"bos_token": tokenizer.bos_id, "eos_token": eos, "pad_token": eos}
+        found = {key: i if i is None else tokenizer.model.id_to_token(i) for key, i in names.items()}
+        return {**found, "chat_template": None if template is None else template.source}
+
+
+def _tokens_of(llm: LLM, body: TokenizeBody) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise BadRequest('expected either "prompt" or "messages"')
+    if body.messages is not None:
+        return llm.encode_chat(body.messages)
+    wants_bos = body.add_special_tokens is not False
+    return _tokenizer_of(llm).encode(body.prompt or "", bos=wants_bos)
+
+
+def _tokenizer_of(llm: LLM):
+    if llm.tokenizer is None:
+        raise ApiError(404, "this model folder has no tokenizer")
+    return llm.tokenizer
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def ours(_: Request, error: Exception) -> Response:
+        return response_of(api_error(error))
+
+    async def of_http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return response_of(ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})))
+
+    async def of_body(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return response_of(_of_fault(error.errors()[0]))
+
+    async def unexpected(_: Request, error: Exception) -> Response:
+        return response_of(api_error(error))
+
+    async def gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it; the log has it
+
+    handlers = {ApiError: ours, MlaJaxError: ours, HTTPException: of_http, RequestValidationError: of_body}
+    for kind, handler in {**handlers, ClientGone: gone, Exception: unexpected}.items():
+        app.add_exception_handler(kind, handler)
+
+
+def _of_fault(fault: Mapping[str, Any]) -> ApiError:
+    """A fault that pydantic has found in a body."""
+    if fault["type"] == "json_invalid":
+        return ApiError(400, f"the body is no JSON: {fault['ctx']['error']}")
+    where = [str(part) for part in fault["loc"][1:]]
+    message = f"{'.'.join(where) or 'the body'}: {fault['msg']}"
+    return ApiError(400, message, where[0] if where else None)

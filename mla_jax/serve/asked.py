@@ -1,0 +1,108 @@
+"""A body as requests to the engine, with all that its answer depends on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mla_jax.base.errors import BadRequest
+from mla_jax.base.options import SamplingParams
+from mla_jax.base.request_fields import read_fields
+from mla_jax.engine.core.request import Request
+from mla_jax.engine.llm import LLM
+from mla_jax.serve.bodies import ChatBody, CompletionBody, SamplingBody
+from mla_jax.serve.options import MAX_WAITING
+
+COMPLETION_TOKENS = 16  # of a completion whose request names no number: OpenAI's rule
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`requests` are `n` of each prompt, one after the other; `echo` are the prompts' texts, if the answer has them, too."""
+
+    requests: list[Request]
+    n: int
+    model: str
+    stream: bool = False
+    usage: bool = False  # at the end of a stream
+    running_usage: bool = False  # in each event of it
+    ids: bool = False  # token ids in the answer
+    echo: list[str] | None = None
+
+    @property
+    def prompts(self) -> list[Request]:
+        """The first request of each prompt."""
+        return self.requests[:: self.n]
+
+
+def completion(body: CompletionBody, llm: LLM, defaults: SamplingParams, model: str) -> Asked:
+    """Raises BadRequest for what cannot be served. Texts are encoded here, which may take a while."""
+    given = body.given()
+    echo, prompt = given.pop("echo", False), given["prompt"]
+    if echo and given.get("logprobs") is not None:
+        given["prompt_logprobs"] = given["logprobs"]
+    params = _params(given, replace(defaults, max_tokens=COMPLETION_TOKENS))
+    requests = llm.inputs.requests(_listed(prompt, params.n), params)
+    texts = [_text(llm, request) for request in requests[:: params.n]] if echo else None
+    return Asked(requests, params.n, model, echo=texts, **_streaming(body))
+
+
+def chat(body: ChatBody, llm: LLM, defaults: SamplingParams, model: str) -> Asked:
+    """Raises as `completion`, and BadTemplate. Without a number of tokens an answer may be as long as the context allows."""
+    given = body.given()
+    params = _params(given, defaults)
+    prompt = llm.encode_chat(read_fields(given, defaults, strict=False).messages)
+    if params.max_tokens is None:
+        room = min(llm.context, llm.plan.tokens) - len(prompt)
+        params = replace(params, max_tokens=max(room, 1))
+    return Asked(llm.inputs.requests([prompt], params), params.n, model, **_streaming(body))
+
+
+def _params(given: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
+    _take_least(given)
+    given |= {
+        key: tuple(given[key]) for key in ("stop", "stop_token_ids") if isinstance(given.get(key), list)
+    }
+    params = read_fields(given, defaults, strict=False).params
+    if defaults.timeout is not None and (params.timeout or 0) > defaults.timeout:
+        params = replace(params, timeout=defaults.timeout)
+    return params
+
+
+def _take_least(given: dict[str, Any]) -> None:
+    """Without an end token every answer has as many tokens as it may have, so a least number says nothing."""
+    if given.get("ignore_eos"):
+        given.pop("min_tokens", None)
+
+
+def _streaming(body: SamplingBody) -> Mapping[str, bool]:
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise BadRequest("stream_options is given, but stream is not true")
+    return {
+        "stream": bool(body.stream),
+        "usage": options is not None and bool(options.include_usage),
+        "running_usage": options is not None and bool(options.continuous_usage_stats),
+        "ids": bool(body.return_token_ids),
+    }
+
+
+def _listed(prompt: Any, n: int) -> list[Any]:
+    """The prompts of a request; raises BadRequest for too many of them, or none."""
+    is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+    prompts = [prompt] if is_one else prompt
+    if not prompts:
+        raise BadRequest("prompt is an empty list", "give at least one prompt")
+    if len(prompts) * n > MAX_WAITING:
+        raise BadRequest(
+            f"prompt and n ask for {len(prompts) * n:,} answers",
+            f"the limit is {MAX_WAITING:,} in one request",
+        )
+    return prompts
+
+
+def _text(llm: LLM, request: Request) -> str:
+    """A prompt as text, without the BOS token."""
+    tokenizer = llm.tokenizer
+    if tokenizer is None:
+        raise BadRequest("echo needs a tokenizer, which this model folder lacks")
+    return tokenizer.decode(request.prompt)

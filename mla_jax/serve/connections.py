@@ -1,0 +1,114 @@
+"""Answers to clients that may go away at any time: then what they asked for is cancelled."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mla_jax.serve.errors import api_error
+
+T = TypeVar("T")
+SILENCE = 10.0  # seconds after which a stream without news gets a comment, so that proxies keep it open
+END = b"data: [DONE]\n\n"
+COMMENT = b": ping\n\n"
+log = logging.getLogger("mla_jax.serve")
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled if the client goes away; then raises ClientGone."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await _end(task, gone)
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has closed the connection; the body was read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(*tasks: asyncio.Future) -> None:
+    """Cancels what still runs, and waits for that."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Events as server-sent ones, a line of JSON each; one with an error ends them. `end` is called however they end."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[dict[str, Any]], end: Callable[[], Awaitable[None]]):
+        self.events, self.end = events, end
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        gone = asyncio.ensure_future(_gone(receive))
+        writing = asyncio.ensure_future(self._write(send))
+        try:
+            await asyncio.wait({gone, writing}, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+        finally:
+            await _end(gone, writing)
+            await self.end()
+
+    async def _write(self, send: Send) -> None:
+        async def body(data: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        try:
+            async for event in with_comments(self.events):
+                await body(COMMENT if event is None else line_of(event))
+            await body(END)
+        except OSError:  # the client has gone
+            return
+        except Exception as error:
+            told = api_error(error)
+            if told.status == 500:
+                log.error("a stream has failed", exc_info=error)
+            await body(line_of(told.body()))
+        await body(b"", more=False)
+
+
+def line_of(event: dict[str, Any]) -> bytes:
+    """An event as a line; JSON writes line ends within texts as signs."""
+    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def with_comments(
+    events: AsyncIterator[dict[str, Any]], seconds: float = SILENCE
+) -> AsyncIterator[dict[str, Any] | None]:
+    """The events, and None wherever none has come for some seconds."""
+    coming = None
+    try:
+        while True:
+            coming = coming or asyncio.ensure_future(anext(events, None))
+            done, _ = await asyncio.wait({coming}, timeout=seconds)
+            if not done:
+                yield None
+                continue
+            event, coming = coming.result(), None
+            if event is None:
+                return
+            yield event
+    finally:
+        if coming is not None:
+            await _end(coming)

@@ -1,0 +1,41 @@
+"""A server of a tiny random model, with a tokenizer and a chat template."""
+
+import json
+import socket
+from collections.abc import Iterator
+
+import pytest
+from models import FAMILIES, tensors, write
+from pairs import pairs_tokenizer
+from servers import Running, started
+
+HERE = ("127.0.0.1", "::1", "localhost")
+CONNECT = socket.socket.connect
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """No network but this machine's own."""
+
+    def connect(own: socket.socket, address):
+        if own.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in HERE:
+            raise OSError("tests must not reach the network")
+        return CONNECT(own, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory):
+    hf = {**FAMILIES["v3"], "num_hidden_layers": 1, "first_k_dense_replace": 0, "max_position_embeddings": 512}
+    path = write(tmp_path_factory.mktemp("served"), hf, tensors(hf))
+    pairs_tokenizer().save(str(path / "tokenizer.json"))
+    settings = {"bos_token": "<bos>", "add_bos_token": True, "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+@pytest.fixture(scope="session")
+def running(chat_folder) -> Iterator[Running]:
+    yield from started(chat_folder, served_model_name=("tiny", "alias"), max_body=0.25)
