@@ -42,8 +42,7 @@ def started(folder, **settings) -> Iterator[Running]:
     thread.start()
     try:
         until(lambda: server.served.is_ready or not thread.is_alive())
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield Running(server, f"http://127.0.0.1:{port}")
+        yield Running(server, server.url)
     finally:
         server.should_exit = True
         thread.join()

@@ -12,22 +12,22 @@ from mla_jax.serve.options import ServeOptions
 from mla_jax.ui.command_line import exit_code_of, exit_with, parse_command
 from mla_jax.ui.help import About
 
-GROUPS: dict[str, Any] = {"serve": ServeOptions, **OPENING}
-ABOUT = About(
+SERVE_GROUPS: dict[str, Any] = {"serve": ServeOptions, **OPENING}
+ABOUT_SERVE = About(
     "python -m mla_jax.serve",
     "python -m mla_jax.serve [--flag VALUE ...]      (-h: --help; --version)",
-    GROUPS,
+    SERVE_GROUPS,
     """\
 examples:
   python -m mla_jax.serve
   python -m mla_jax.serve --model moonshotai/Moonlight-16B-A3B-Instruct --port 8001
   python -m mla_jax.serve --model ./model --host 0.0.0.0 --api-key-file keys.txt""",
 )
-NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @dataclass(frozen=True)
-class Command:
+class ServeCommand:
     """Serve a DeepSeek-style model to OpenAI's clients."""
 
     serve: ServeOptions = field(default_factory=ServeOptions)
@@ -37,11 +37,13 @@ class Command:
 def main(arguments: list[str] | None = None) -> int:
     """Exit codes: 0 ended by a signal, 2 usage, 3 bad file or a missing package, 4 does not fit, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    return exit_code_of(lambda: _run(parse_command(Command, ABOUT, arguments)), arguments, ABOUT)
+    return exit_code_of(
+        lambda: _run(parse_command(ServeCommand, ABOUT_SERVE, arguments)), arguments, ABOUT_SERVE
+    )
 
 
-def _run(command: Command) -> int:
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+def _run(command: ServeCommand) -> int:
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         hint = 'install the extra "serve", as in: pip install -e ".[serve]"'
         raise Unsupported(f"the server needs the package {missing[0]}, which is not installed", hint)

@@ -26,7 +26,7 @@ FINISHES = {
 
 @dataclass
 class Answering:
-    """What is asked, and how far the answers are. `kind` begins the answer's id."""
+    """The requests of a body, and how far their answers are. `kind` begins the answer's id."""
 
     llm: AsyncLLM
     asked: Asked
@@ -41,7 +41,7 @@ class Answering:
 
     async def begin(self) -> None:
         """Gives the requests to the engine. Raises Overloaded or DoesNotFit if it does not take them."""
-        submitted = self.llm.submitted(self.asked.requests, self.asked.stream)
+        submitted = self.llm.submitted(self.asked.requests, self.asked.form.stream)
         self.readers, self._news = await self._ending.enter_async_context(submitted)
 
     async def end(self) -> None:

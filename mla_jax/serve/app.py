@@ -27,7 +27,7 @@ from mla_jax.serve.options import ServeOptions
 LOADING = "30"  # seconds after which a client may ask again
 
 
-class Served:
+class ServedModel:
     """The model behind the routes. It may come later than these, and not be ready yet."""
 
     def __init__(self, names: Sequence[str], options: ServeOptions):
@@ -64,7 +64,7 @@ class Served:
         return {"id": name, "object": "model", "created": self.created, "owned_by": "mla-jax", **ours}
 
 
-def make_app(served: Served, keys: Sequence[bytes] = ()) -> FastAPI:
+def make_app(served: ServedModel, keys: Sequence[bytes] = ()) -> FastAPI:
     """The application. Every route but /health and / needs one of the keys, if there are any."""
     options = served.options
     app = FastAPI(title="mla-jax", docs_url=None, redoc_url=None)
@@ -80,7 +80,7 @@ def make_app(served: Served, keys: Sequence[bytes] = ()) -> FastAPI:
     return app
 
 
-def _add_models(app: FastAPI, served: Served) -> None:
+def _add_models(app: FastAPI, served: ServedModel) -> None:
     @app.get("/health")
     async def health() -> Response:
         """200 when the model is ready, else 503."""
@@ -109,21 +109,23 @@ def _add_models(app: FastAPI, served: Served) -> None:
         return served.about(served.name_of(name))
 
 
-def _add_answers(app: FastAPI, served: Served) -> None:
+def _add_answers(app: FastAPI, served: ServedModel) -> None:
     @app.post("/v1/completions", response_model=None)
     async def complete(body: CompletionBody, request: Request) -> Response:
         """Continues prompts: texts or token ids."""
-        kind = "cmpl", completions.whole, completions.events
-        return await _answer(served, request, body, asked.completion, *kind)
+        kind = "cmpl", completions.whole_completion, completions.completion_events
+        return await _answer(served, request, body, asked.read_completion, *kind)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
-        return await _answer(served, request, body, asked.chat, "chatcmpl", chats.whole, chats.events)
+        return await _answer(
+            served, request, body, asked.read_chat, "chatcmpl", chats.whole_chat, chats.chat_events
+        )
 
 
 async def _answer(
-    served: Served,
+    served: ServedModel,
     request: Request,
     body: SamplingBody,
     read: Callable[..., asked.Asked],
@@ -137,7 +139,7 @@ async def _answer(
     answering = Answering(llm, wanted, served.metrics, kind)
     _note(request, served, answering)
     await answering.begin()
-    if wanted.stream:
+    if wanted.form.stream:
         return EventStream(events(answering), answering.end)
     try:
         return JSONResponse(await unless_gone(request, whole(answering)))
@@ -145,7 +147,7 @@ async def _answer(
         await answering.end()
 
 
-def _note(request: Request, served: Served, answering: Answering) -> None:
+def _note(request: Request, served: ServedModel, answering: Answering) -> None:
     """For the log."""
     prompts = answering.asked.prompts
     about = (
@@ -156,14 +158,14 @@ def _note(request: Request, served: Served, answering: Answering) -> None:
     request.state.about = about
 
 
-def _add_tokens(app: FastAPI, served: Served) -> None:
+def _add_tokens(app: FastAPI, served: ServedModel) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         """The token ids of a text or a conversation."""
         llm = served.llm.llm
         served.name_of(body.model)
         ids = await asyncio.to_thread(_tokens_of, llm, body)
-        names = [llm.tokenizer.model.id_to_token(i) for i in ids] if body.return_token_strs else None
+        names = [_tokenizer_of(llm).model.id_to_token(i) for i in ids] if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": llm.context, "tokens": ids, "token_strs": names}
 
     @app.post("/detokenize")
@@ -174,7 +176,7 @@ def _add_tokens(app: FastAPI, served: Served) -> None:
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
-        """What evaluation harnesses ask about the tokenizer."""
+        """The tokenizer's names and the chat template, for evaluation harnesses."""
         llm = served.llm.llm
         tokenizer, template = _tokenizer_of(llm), llm.chat_template
         ends = llm.inputs.text.end_ids

@@ -1,6 +1,5 @@
 """A body as requests to the engine, with all that its answer depends on."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,10 +8,20 @@ from mla_jax.base.options import SamplingParams
 from mla_jax.base.request_fields import read_fields
 from mla_jax.engine.core.request import Request
 from mla_jax.engine.llm import LLM
-from mla_jax.serve.bodies import ChatBody, CompletionBody, SamplingBody
+from mla_jax.serve.bodies import ChatBody, CompletionBody, SamplingBody, StreamOptions
 from mla_jax.serve.options import MAX_WAITING
 
 COMPLETION_TOKENS = 16  # of a completion whose request names no number: OpenAI's rule
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """How an answer comes."""
+
+    stream: bool
+    usage: bool  # at the end of a stream
+    running_usage: bool  # in each event of it
+    ids: bool  # token ids in the answer
 
 
 @dataclass(frozen=True)
@@ -22,10 +31,7 @@ class Asked:
     requests: list[Request]
     n: int
     model: str
-    stream: bool = False
-    usage: bool = False  # at the end of a stream
-    running_usage: bool = False  # in each event of it
-    ids: bool = False  # token ids in the answer
+    form: AnswerForm
     echo: list[str] | None = None
 
     @property
@@ -34,7 +40,7 @@ class Asked:
         return self.requests[:: self.n]
 
 
-def completion(body: CompletionBody, llm: LLM, defaults: SamplingParams, model: str) -> Asked:
+def read_completion(body: CompletionBody, llm: LLM, defaults: SamplingParams, model: str) -> Asked:
     """Raises BadRequest for what cannot be served. Texts are encoded here, which may take a while."""
     given = body.given()
     echo, prompt = given.pop("echo", False), given["prompt"]
@@ -43,10 +49,10 @@ def completion(body: CompletionBody, llm: LLM, defaults: SamplingParams, model: 
     params = _params(given, replace(defaults, max_tokens=COMPLETION_TOKENS))
     requests = llm.inputs.requests(_listed(prompt, params.n), params)
     texts = [_text(llm, request) for request in requests[:: params.n]] if echo else None
-    return Asked(requests, params.n, model, echo=texts, **_streaming(body))
+    return Asked(requests, params.n, model, _streaming(body), echo=texts)
 
 
-def chat(body: ChatBody, llm: LLM, defaults: SamplingParams, model: str) -> Asked:
+def read_chat(body: ChatBody, llm: LLM, defaults: SamplingParams, model: str) -> Asked:
     """Raises as `completion`, and BadTemplate. Without a number of tokens an answer may be as long as the context allows."""
     given = body.given()
     params = _params(given, defaults)
@@ -54,7 +60,7 @@ def chat(body: ChatBody, llm: LLM, defaults: SamplingParams, model: str) -> Aske
     if params.max_tokens is None:
         room = min(llm.context, llm.plan.tokens) - len(prompt)
         params = replace(params, max_tokens=max(room, 1))
-    return Asked(llm.inputs.requests([prompt], params), params.n, model, **_streaming(body))
+    return Asked(llm.inputs.requests([prompt], params), params.n, model, _streaming(body))
 
 
 def _params(given: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
@@ -74,22 +80,23 @@ def _take_least(given: dict[str, Any]) -> None:
         given.pop("min_tokens", None)
 
 
-def _streaming(body: SamplingBody) -> Mapping[str, bool]:
+def _streaming(body: SamplingBody) -> AnswerForm:
     options = body.stream_options
     if options is not None and not body.stream:
         raise BadRequest("stream_options is given, but stream is not true")
-    return {
-        "stream": bool(body.stream),
-        "usage": options is not None and bool(options.include_usage),
-        "running_usage": options is not None and bool(options.continuous_usage_stats),
-        "ids": bool(body.return_token_ids),
-    }
+    options = options or StreamOptions()
+    return AnswerForm(
+        stream=bool(body.stream),
+        usage=bool(options.include_usage),
+        running_usage=bool(options.continuous_usage_stats),
+        ids=bool(body.return_token_ids),
+    )
 
 
 def _listed(prompt: Any, n: int) -> list[Any]:
     """The prompts of a request; raises BadRequest for too many of them, or none."""
     is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
-    prompts = [prompt] if is_one else prompt
+    prompts: list[Any] = [prompt] if is_one else list(prompt)
     if not prompts:
         raise BadRequest("prompt is an empty list", "give at least one prompt")
     if len(prompts) * n > MAX_WAITING:

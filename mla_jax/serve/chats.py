@@ -7,18 +7,18 @@ from mla_jax.engine.core.request import Chunk, Output, Request
 from mla_jax.serve import logprobs
 from mla_jax.serve.answering import Answering, finish_of, stop_reason
 
-KIND, PIECE = "chat.completion", "chat.completion.chunk"
+CHAT, CHAT_PIECE = "chat.completion", "chat.completion.chunk"
 
 
-async def whole(answering: Answering) -> dict[str, Any]:
+async def whole_chat(answering: Answering) -> dict[str, Any]:
     """The answer, once all of it is there."""
     outputs = await answering.outputs()
     choices = [_choice(answering, number, output) for number, output in enumerate(outputs)]
-    answer = {**answering.head(KIND), "choices": choices, "usage": answering.usage()}
+    answer = {**answering.head(CHAT), "choices": choices, "usage": answering.usage()}
     scores = outputs[0].prompt_logprobs
     if scores is not None:
         answer["prompt_logprobs"] = logprobs.of_prompt(answering.tokenizer, scores)
-    if answering.asked.ids:
+    if answering.asked.form.ids:
         answer["prompt_token_ids"] = outputs[0].prompt_token_ids
     return answer
 
@@ -32,38 +32,38 @@ def _choice(answering: Answering, number: int, output: Output) -> dict[str, Any]
         "finish_reason": finish_of(output.finish_reason),
         "stop_reason": stop_reason(request, output.token_ids),
     }
-    return choice | ({"token_ids": output.token_ids} if answering.asked.ids else {})
+    return choice | ({"token_ids": output.token_ids} if answering.asked.form.ids else {})
 
 
-async def events(answering: Answering) -> AsyncIterator[dict[str, Any]]:
+async def chat_events(answering: Answering) -> AsyncIterator[dict[str, Any]]:
     """The answer in pieces: the role, texts, and the finish reason in an event of its own; figures come without choices."""
     for number in range(len(answering.asked.requests)):
         yield _event(answering, number, {"role": "assistant", "content": ""})
     async for number, chunk in answering.pieces():
         request = answering.asked.requests[number]
-        if chunk.text or chunk.logprobs or (chunk.token_ids and answering.asked.ids):
+        if chunk.text or chunk.logprobs or (chunk.token_ids and answering.asked.form.ids):
             yield _piece(answering, number, request, chunk)
         if chunk.finish_reason is not None:
             stopped_by = stop_reason(request, answering.readers[number].ids)
             end = {"finish_reason": finish_of(chunk.finish_reason), "stop_reason": stopped_by}
             yield _event(answering, number, {}, **end)
-    if answering.asked.usage:
-        yield {**answering.head(PIECE), "choices": [], "usage": answering.usage()}
+    if answering.asked.form.usage:
+        yield {**answering.head(CHAT_PIECE), "choices": [], "usage": answering.usage()}
 
 
 def _piece(answering: Answering, number: int, request: Request, chunk: Chunk) -> dict[str, Any]:
     further: dict[str, Any] = {"logprobs": _logprobs(answering, request, chunk.token_ids, chunk.logprobs)}
-    if answering.asked.ids:
+    if answering.asked.form.ids:
         further["token_ids"] = chunk.token_ids
     return _event(answering, number, {"content": chunk.text}, **further)
 
 
 def _event(answering: Answering, number: int, delta: dict[str, Any], **further: Any) -> dict[str, Any]:
     choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None, **further}
-    event = {**answering.head(PIECE), "choices": [choice]}
-    if answering.asked.running_usage:
+    event = {**answering.head(CHAT_PIECE), "choices": [choice]}
+    if answering.asked.form.running_usage:
         event["usage"] = answering.usage()
-    elif answering.asked.usage:
+    elif answering.asked.form.usage:
         event["usage"] = None
     return event
 

@@ -7,14 +7,14 @@ from mla_jax.engine.core.request import Chunk, Output, Request
 from mla_jax.serve import logprobs
 from mla_jax.serve.answering import Answering, finish_of, stop_reason
 
-KIND = "text_completion"
+TEXT_COMPLETION = "text_completion"
 
 
-async def whole(answering: Answering) -> dict[str, Any]:
+async def whole_completion(answering: Answering) -> dict[str, Any]:
     """The answer, once all of it is there."""
     outputs = await answering.outputs()
     choices = [_choice(answering, number, output) for number, output in enumerate(outputs)]
-    return {**answering.head(KIND), "choices": choices, "usage": answering.usage()}
+    return {**answering.head(TEXT_COMPLETION), "choices": choices, "usage": answering.usage()}
 
 
 def _choice(answering: Answering, number: int, output: Output) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def _choice(answering: Answering, number: int, output: Output) -> dict[str, Any]
     }
     if output.prompt_logprobs is not None and echo is None:
         choice["prompt_logprobs"] = logprobs.of_prompt(answering.tokenizer, output.prompt_logprobs)
-    if answering.asked.ids:
+    if answering.asked.form.ids:
         choice |= {"token_ids": output.token_ids, "prompt_token_ids": output.prompt_token_ids}
     return choice
 
@@ -40,7 +40,7 @@ def _logprobs(answering: Answering, output: Output, with_prompt: bool) -> dict[s
     return logprobs.of_completion(answering.tokenizer, ids, scores, 0)
 
 
-async def events(answering: Answering) -> AsyncIterator[dict[str, Any]]:
+async def completion_events(answering: Answering) -> AsyncIterator[dict[str, Any]]:
     """The answer in pieces. The finish reason comes in an event of its own; figures, if asked for, in one without choices."""
     lengths: dict[int, int] = {}  # of the text so far, by answer
     async for number, chunk in answering.pieces():
@@ -51,15 +51,17 @@ async def events(answering: Answering) -> AsyncIterator[dict[str, Any]]:
         if chunk.token_ids or text:
             choice = {"index": number, "text": text, "finish_reason": None}
             choice["logprobs"] = _piece_logprobs(answering, request, chunk, echo is not None, start)
-            yield _event(answering, choice | ({"token_ids": chunk.token_ids} if answering.asked.ids else {}))
+            yield _event(
+                answering, choice | ({"token_ids": chunk.token_ids} if answering.asked.form.ids else {})
+            )
         if chunk.finish_reason is not None:
             end = {
                 "finish_reason": finish_of(chunk.finish_reason),
                 "stop_reason": stop_reason(request, answering.readers[number].ids),
             }
             yield _event(answering, {"index": number, "text": "", "logprobs": None, **end})
-    if answering.asked.usage:
-        yield {**answering.head(KIND), "choices": [], "usage": answering.usage()}
+    if answering.asked.form.usage:
+        yield {**answering.head(TEXT_COMPLETION), "choices": [], "usage": answering.usage()}
 
 
 def _piece_logprobs(
@@ -74,10 +76,10 @@ def _piece_logprobs(
 
 
 def _event(answering: Answering, choice: dict[str, Any]) -> dict[str, Any]:
-    event = {**answering.head(KIND), "choices": [choice]}
-    if answering.asked.running_usage:
+    event = {**answering.head(TEXT_COMPLETION), "choices": [choice]}
+    if answering.asked.form.running_usage:
         event["usage"] = answering.usage()
-    elif answering.asked.usage:
+    elif answering.asked.form.usage:
         event["usage"] = None
     return event
 

@@ -2,28 +2,29 @@
 
 import asyncio
 import json
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from mla_jax.serve import log
 from mla_jax.serve.errors import api_error
 
-T = TypeVar("T")
-SILENCE = 10.0  # seconds after which a stream without news gets a comment, so that proxies keep it open
+Answer = TypeVar("Answer")
+SILENT_SECONDS = (
+    10.0  # seconds after which a stream without news gets a comment, so that proxies keep it open
+)
 END = b"data: [DONE]\n\n"
 COMMENT = b": ping\n\n"
-log = logging.getLogger("mla_jax.serve")
 
 
 class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone(request: Request, work: Awaitable[Answer]) -> Answer:
     """The result of `work`, which is cancelled if the client goes away; then raises ClientGone."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
     try:
@@ -94,7 +95,7 @@ def line_of(event: dict[str, Any]) -> bytes:
 
 
 async def with_comments(
-    events: AsyncIterator[dict[str, Any]], seconds: float = SILENCE
+    events: AsyncIterator[dict[str, Any]], seconds: float = SILENT_SECONDS
 ) -> AsyncIterator[dict[str, Any] | None]:
     """The events, and None wherever none has come for some seconds."""
     coming = None

@@ -8,8 +8,8 @@ from typing import Any
 from mla_jax.base.errors import BadRequest, BadTemplate, MlaJaxError, Overloaded, TooLong, Unsupported
 from mla_jax.base.request_fields import IGNORED, KEYS, NEUTRAL, TOKENS
 
-KNOWN = {*KEYS, *TOKENS, *NEUTRAL, *IGNORED.split(), "top_logprobs"}
-TYPES = {
+BODY_KEYS = {*KEYS, *TOKENS, *NEUTRAL, *IGNORED.split(), "top_logprobs"}
+ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -30,7 +30,7 @@ class ApiError(Exception):
     headers: dict[str, str] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        kind = TYPES.get(self.status, "invalid_request_error")
+        kind = ERROR_TYPES.get(self.status, "invalid_request_error")
         about = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": about}
 
@@ -57,4 +57,4 @@ def api_error(error: BaseException) -> ApiError:
 def _named(error: MlaJaxError) -> str | None:
     """The key of a request that the lines of an error name first."""
     words = re.findall(r"\w+", str(error))
-    return next((word for word in words if word in KNOWN), None)
+    return next((word for word in words if word in BODY_KEYS), None)

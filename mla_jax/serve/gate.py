@@ -1,7 +1,6 @@
 """The gate before all routes: keys, the size of bodies, readiness, and a line of the log for each request."""
 
 import hmac
-import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,16 +12,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mla_jax.base.errors import BadFile
 from mla_jax.base.files import read_bounded
+from mla_jax.serve import log
 from mla_jax.serve.errors import ApiError
 
-MAX_KEYS = 1 << 20  # bytes of the file
-OPEN = ("/health", "/")  # without a key
-log = logging.getLogger("mla_jax.serve")
+MAX_KEY_FILE = 1 << 20  # bytes of the file
+KEYLESS = ("/health", "/")  # without a key
 
 
 def read_keys(path: Path) -> list[bytes]:
     """The keys in a file, one per line; raises BadFile if it has none."""
-    lines = [line.strip() for line in read_bounded(path, MAX_KEYS).splitlines()]
+    lines = [line.strip() for line in read_bounded(path, MAX_KEY_FILE).splitlines()]
     keys = [line for line in lines if line and not line.startswith(b"#")]
     if not keys:
         raise BadFile(f"{path} has no key", "write one on each line")
@@ -70,7 +69,7 @@ class Gate:
 
     def _may_enter(self, path: str, headers: Headers) -> bool:
         """Whether a key is right; each is compared in a time that says nothing about it."""
-        if not self.keys or path in OPEN:
+        if not self.keys or path in KEYLESS:
             return True
         given = headers.get("authorization", "").removeprefix("Bearer ").encode("utf-8", "surrogateescape")
         found = [hmac.compare_digest(given, key) for key in self.keys]

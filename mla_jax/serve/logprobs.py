@@ -9,7 +9,7 @@ from mla_jax.text.tokenizer import Tokenizer
 Scores = Sequence[
     dict[int, float] | None
 ]  # an entry per token: its own log-probability first; None for a first token
-LEAST = -9999.0  # for a token that cannot come: JSON has no infinity
+LEAST_LOGPROB = -9999.0  # for a token that cannot come: JSON has no infinity
 
 
 def of_completion(
@@ -64,7 +64,7 @@ def _by_text(tokenizer: Tokenizer | None, entry: dict[int, float]) -> dict[str, 
     found: dict[str, float] = {}
     for token, logprob in entry.items():
         text = _token(tokenizer, token)
-        found[text] = max(_finite(logprob), found.get(text, LEAST))
+        found[text] = max(_finite(logprob), found.get(text, LEAST_LOGPROB))
     return found
 
 
@@ -87,4 +87,4 @@ def _bytes(tokenizer: Tokenizer | None, token: int) -> bytes:
 
 
 def _finite(logprob: float) -> float:
-    return max(float(logprob), LEAST)
+    return max(float(logprob), LEAST_LOGPROB)

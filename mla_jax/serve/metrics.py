@@ -13,23 +13,27 @@ from mla_jax.engine.llm import LLM
 from mla_jax.engine.reader import Reader
 
 LABELS = ("model_name",)
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
-TOKENS = tuple(4**n for n in range(11))
+WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
+TOKEN_BUCKETS = tuple(4**n for n in range(11))
 
 
 class Metrics:
-    """What clients wait for, and the counters of the engine as they are when they are read."""
+    """Times that clients wait, and the counters of the engine as they are when they are read."""
 
     def __init__(self, model: str):
         self.registry = CollectorRegistry()
         self._model = model
         self._last: dict[Reader, float] = {}  # when a reader's newest tokens came
-        self._first_token = self._histogram("time_to_first_token_seconds", "Until the first token", SECONDS)
-        self._gap = self._histogram("inter_token_latency_seconds", "Between tokens, as they come", GAPS)
-        self._whole = self._histogram("e2e_request_latency_seconds", "Until an answer is done", SECONDS)
-        self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt", TOKENS)
-        self._generated = self._histogram("request_generation_tokens", "Tokens of an answer", TOKENS)
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "Until the first token", WAIT_BUCKETS
+        )
+        self._gap = self._histogram(
+            "inter_token_latency_seconds", "Between tokens, as they come", GAP_BUCKETS
+        )
+        self._whole = self._histogram("e2e_request_latency_seconds", "Until an answer is done", WAIT_BUCKETS)
+        self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt", TOKEN_BUCKETS)
+        self._generated = self._histogram("request_generation_tokens", "Tokens of an answer", TOKEN_BUCKETS)
         names = (*LABELS, "finished_reason")
         self._finished = Counter(
             "vllm:request_success", "Answers, by how they ended", names, registry=self.registry

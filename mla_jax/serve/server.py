@@ -1,32 +1,43 @@
 """Loads a model, and serves it until a signal ends that."""
 
 import logging
+import socket
 import sys
 import threading
 from pathlib import Path
 
 import uvicorn
 
-from mla_jax.base.errors import BadRequest, MlaJaxError, Unsupported
+from mla_jax.base.errors import BadRequest, MlaJaxError, Unsupported, printable
 from mla_jax.base.options import Options, SamplingParams
 from mla_jax.engine.llm import LLM
 from mla_jax.engine.opening.opened import Opened, open_model
-from mla_jax.serve.app import Served, make_app
+from mla_jax.serve import log
+from mla_jax.serve.app import ServedModel, make_app
 from mla_jax.serve.gate import read_keys
 from mla_jax.serve.options import MAX_WAITING, ServeOptions
 
+BACKLOG = 2048  # connections that wait to be taken
 KEEP_ALIVE = 75  # seconds of a connection between two requests: longer than proxies keep theirs
-log = logging.getLogger("mla_jax.serve")
 
 
 class Server(uvicorn.Server):
     """uvicorn's server, with the model that is loaded beside it. `error` is what ended it, if anything did."""
 
-    def __init__(self, config: uvicorn.Config, served: Served, opened: Opened):
+    def __init__(self, config: uvicorn.Config, served: ServedModel, opened: Opened, listening: socket.socket):
         super().__init__(config)
-        self.served, self.opened = served, opened
+        self.served, self.opened, self.listening = served, opened, listening
         self.llm: LLM | None = None
         self.error: MlaJaxError | None = None
+
+    @property
+    def url(self) -> str:
+        host, port = self.listening.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serves until a signal, or an error of loading, ends that."""
+        super().run(sockets or [self.listening])
 
     def load(self) -> None:
         """Loads the model and compiles what a first request needs. An error ends the server."""
@@ -44,15 +55,15 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
     def handle_exit(self, sig: int, frame) -> None:
-        """At the first signal no more requests are taken, and those that run go on for a while."""
+        """At the first signal no more requests are taken, and those that run go on for a while. A second one ends them, too."""
         self.served.is_ready = False
-        super().handle_exit(sig, frame)
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
     async def startup(self, sockets=None) -> None:
         await super().startup(sockets)
         if self.started:
-            address = self.servers[0].sockets[0].getsockname()
-            log.info("listening on http://%s:%d", *address[:2])
+            log.info("listening on %s", self.url)
             threading.Thread(target=self.load, name="mla_jax load", daemon=True).start()
 
 
@@ -71,18 +82,27 @@ def make_server(options: ServeOptions, model: Options) -> Server:
         raise Unsupported("a server of several processes cannot be had", "take one process")
     if model.memory.max_waiting is None:
         model = model.replace(max_waiting=MAX_WAITING)
+    listening = _listen(options.host, options.port)
     opened = open_model(model)
     opened.plan.refuse()
     names = list(options.served_model_name) or [opened.name]
-    served = Served(names, options)
-    return Server(_config(options, served, keys), served, opened)
+    served = ServedModel(names, options)
+    return Server(_config(options, served, keys), served, opened, listening)
 
 
-def _config(options: ServeOptions, served: Served, keys: list[bytes]) -> uvicorn.Config:
+def _listen(host: str, port: int) -> socket.socket:
+    """The socket, before anything large is done; raises BadRequest if it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as e:
+        hint = "is the port in use? give another with --port"
+        raise BadRequest(f"the server cannot listen on {host}:{port}", printable(str(e)), hint) from e
+
+
+def _config(options: ServeOptions, served: ServedModel, keys: list[bytes]) -> uvicorn.Config:
     return uvicorn.Config(
         make_app(served, keys),
-        host=options.host,
-        port=options.port,
         lifespan="off",
         access_log=False,
         log_level="warning",
@@ -95,11 +115,6 @@ def _config(options: ServeOptions, served: Served, keys: list[bytes]) -> uvicorn
 def _ended(server: Server) -> int:
     if server.error is not None:
         raise server.error
-    if not server.started:
-        raise BadRequest(
-            f"the server cannot listen on {server.config.host}:{server.config.port}",
-            "is the port in use? give another with --port",
-        )
     if server.llm is not None:
         server.llm.close()
     return 0

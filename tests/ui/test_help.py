@@ -4,35 +4,42 @@ import dataclasses
 
 import pytest
 
+from mla_jax import generate
 from mla_jax.base.errors import BadRequest
-from mla_jax.generate import ABOUT, COMMAND_GROUPS, main
+from mla_jax.generate import COMMAND_GROUPS, main
+from mla_jax.serve import __main__ as serve
 from mla_jax.ui.help import FIRST_GROUPS, asked_groups, help_text
 
-SHORT, WHOLE = help_text(ABOUT), help_text(ABOUT, list(COMMAND_GROUPS))
+COMMANDS = {"generate": generate.ABOUT, "serve": serve.ABOUT_SERVE}
+GROUPS = [(name, group) for name, about in COMMANDS.items() for group in about.groups]
 
 
-@pytest.mark.parametrize("group", COMMAND_GROUPS)
-def test_every_flag_has_a_line_with_a_word_of_explanation(group):
-    for text in (WHOLE, help_text(ABOUT, [group])):
-        for field in dataclasses.fields(COMMAND_GROUPS[group]):
+@pytest.mark.parametrize(("command", "group"), GROUPS)
+def test_every_flag_has_a_line_with_a_word_of_explanation(command, group):
+    about = COMMANDS[command]
+    for text in (help_text(about, list(about.groups)), help_text(about, [group])):
+        for field in dataclasses.fields(about.groups[group]):
             (line,) = [x for x in text.splitlines() if x.startswith(f"  --{field.name.replace('_', '-')} ")]
             assert len(line[30:].split()) >= 3
 
 
-def test_the_help_is_under_60_lines_and_no_line_is_too_wide():
-    assert len(SHORT.splitlines()) < 60
-    assert max(map(len, [*SHORT.splitlines(), *WHOLE.splitlines()])) <= 110
+@pytest.mark.parametrize("about", COMMANDS.values(), ids=COMMANDS)
+def test_the_help_is_under_60_lines_and_no_line_is_too_wide(about):
+    short, whole = help_text(about).splitlines(), help_text(about, list(about.groups)).splitlines()
+    assert len(short) < 60
+    assert max(map(len, [*short, *whole])) <= 110
 
 
-@pytest.mark.parametrize("group", COMMAND_GROUPS)
-def test_the_short_help_has_the_flags_of_a_group_or_its_name(group):
-    heads = [line.split()[0] for line in SHORT.splitlines() if line]
+@pytest.mark.parametrize(("command", "group"), GROUPS)
+def test_the_short_help_has_the_flags_of_a_group_or_its_name(command, group):
+    heads = [line.split()[0] for line in help_text(COMMANDS[command]).splitlines() if line]
     assert (f"{group}:" in heads) == (group in FIRST_GROUPS)
     assert (group in heads) == (group not in FIRST_GROUPS)
 
 
-def test_the_help_ends_with_three_examples():
-    assert len(SHORT.split("examples:\n")[1].splitlines()) == 3
+@pytest.mark.parametrize("about", COMMANDS.values(), ids=COMMANDS)
+def test_the_help_ends_with_three_examples(about):
+    assert len(help_text(about).split("examples:\n")[1].splitlines()) == 3
 
 
 @pytest.mark.parametrize(
