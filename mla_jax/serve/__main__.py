@@ -23,7 +23,7 @@ examples:
   python -m mla_jax.serve --model moonshotai/Moonlight-16B-A3B-Instruct --port 8001
   python -m mla_jax.serve --model ./model --host 0.0.0.0 --api-key-file keys.txt""",
 )
-PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+REQUIRED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(command: ServeCommand) -> int:
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
     if missing:
         hint = 'install the extra "serve", as in: pip install -e ".[serve]"'
         raise Unsupported(f"the server needs the package {missing[0]}, which is not installed", hint)
@@ -52,10 +52,10 @@ def _run(command: ServeCommand) -> int:
     return serve(command.serve, command.options)
 
 
-def script() -> None:
+def serve_script() -> None:
     """The entry point."""
     exit_with(main)
 
 
 if __name__ == "__main__":
-    script()
+    serve_script()
