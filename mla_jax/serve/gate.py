@@ -1,5 +1,6 @@
 """The gate before all routes: keys, the size of bodies, readiness, and a line of the log for each request."""
 
+import asyncio
 import hmac
 import time
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ from mla_jax.base.files import read_bounded
 from mla_jax.serve import log
 from mla_jax.serve.errors import ApiError
 
-MAX_KEY_FILE = 1 << 20  # bytes of the file
+MAX_KEY_FILE = 1 << 20  # bytes
+BODY_SECONDS = 30  # between two parts of a body
 KEYLESS = ("/health", "/")  # without a key
 
 
@@ -76,12 +78,16 @@ class Gate:
         return any(found)
 
     def _limited(self, receive: Receive) -> Receive:
-        """`receive`, which refuses a body that turns out to be too large."""
-        read = 0
+        """`receive`, which refuses a body that turns out to be too large, or comes too slowly."""
+        read, is_whole = 0, False
 
         async def limited() -> Message:
-            nonlocal read
-            message = await receive()
+            nonlocal read, is_whole
+            try:
+                message = await asyncio.wait_for(receive(), None if is_whole else BODY_SECONDS)
+            except TimeoutError:
+                raise HTTPException(408, f"nothing of the body has come for {BODY_SECONDS} seconds") from None
+            is_whole = not message.get("more_body", False)
             read += len(message.get("body", b""))
             if read > self.most:
                 raise HTTPException(413, self._too_large().message)

@@ -1,6 +1,7 @@
 """Loads a model, and serves it until a signal ends that."""
 
 import logging
+import os
 import socket
 import sys
 import threading
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import uvicorn
 
-from mla_jax.base.errors import BadRequest, MlaJaxError, Unsupported, printable
+from mla_jax.base.errors import BadRequest, Unsupported, printable
 from mla_jax.base.options import Options, SamplingParams
 from mla_jax.engine.llm import LLM
 from mla_jax.engine.opening.opened import Opened, open_model
@@ -28,7 +29,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.served, self.opened, self.listening = served, opened, listening
         self.llm: LLM | None = None
-        self.error: MlaJaxError | None = None
+        self.error: BaseException | None = None
+        self.loading = threading.Thread(target=self.load, name="mla_jax load", daemon=True)
 
     @property
     def url(self) -> str:
@@ -50,7 +52,7 @@ class Server(uvicorn.Server):
                 self.llm.generate([[0]], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
             self.served.is_ready = True
             log.info("ready: %s", self.llm)
-        except MlaJaxError as error:
+        except BaseException as error:  # raised on the main thread
             self.error = error
             self.should_exit = True
 
@@ -64,7 +66,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             log.info("listening on %s", self.url)
-            threading.Thread(target=self.load, name="mla_jax load", daemon=True).start()
+            self.loading.start()
 
 
 def serve(options: ServeOptions, model: Options) -> int:
@@ -115,6 +117,8 @@ def _config(options: ServeOptions, served: ServedModel, keys: list[bytes]) -> uv
 def _ended(server: Server) -> int:
     if server.error is not None:
         raise server.error
+    if server.loading.is_alive():  # the compiler cannot be interrupted, and Python must not end beside it
+        os._exit(0)
     if server.llm is not None:
         server.llm.close()
     return 0

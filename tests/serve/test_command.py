@@ -66,6 +66,15 @@ def test_a_signal_lets_running_requests_end_and_then_the_server(chat_folder, sen
         server.process.kill()
 
 
+def test_a_signal_ends_a_server_that_still_loads(chat_folder):
+    server = Process("--model", chat_folder)
+    try:
+        assert server.end() == 0
+        assert not any("Traceback" in line or "ready" in line for line in server.lines), server.lines
+    finally:
+        server.process.kill()
+
+
 def test_a_port_in_use_is_told(chat_folder, capfd):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

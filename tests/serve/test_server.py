@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import threading
 import time
 
@@ -264,6 +265,26 @@ def test_a_body_that_is_too_large_is_refused_told_or_not(running):
     for content in (b"x" * 300_000, iter([b"x" * 100_000] * 3)):
         error = error_of(httpx.post(f"{running.url}/v1/completions", content=content, timeout=120), 413)
         assert "262,144 bytes" in error["message"]
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(running, monkeypatch):
+    monkeypatch.setattr("mla_jax.serve.gate.BODY_SECONDS", 0.05)
+    host, port = running.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        )
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 408")
+
+
+def test_an_unexpected_error_is_told_without_its_text_and_is_not_repeated(running, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("/secret/path")
+
+    monkeypatch.setattr("mla_jax.serve.asked.read_completion", fail)
+    response = running.post("/v1/completions", {"prompt": "a1"})
+    assert "secret" not in error_of(response, 500)["message"]
+    assert response.headers["x-should-retry"] == "false"
 
 
 def test_unknown_routes_models_and_methods_have_openais_form(running):
