@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import FAMILIES, tensors, write
-from serving import drafting_engine, finish, nothing_compiled, request
+from serving import drafting_engine, finish, nothing_compiled, preempt_all_but_one, request
 
 from mla_jax.base.batch import Batch
 from mla_jax.base.options import MOST_DRAFTS
@@ -157,6 +157,8 @@ def test_random_requests_get_the_tokens_they_get_without_drafts(programs_of, kin
 
     def change(rng: np.random.Generator) -> None:
         engine.drafting.fixed = (None, *range(MOST_DRAFTS + 1))[rng.integers(MOST_DRAFTS + 2)]
+        if rng.random() < 0.05:
+            preempt_all_but_one(engine)
 
     jobs, stats = serve(engine, kinds, 125, 1, change), engine.stats
     assert_expected(jobs, expected)
