@@ -84,16 +84,16 @@ def make_server(options: ServeOptions, model: Options) -> Server:
         raise Unsupported("a server of several processes cannot be had", "take one process")
     if model.memory.max_waiting is None:
         model = model.replace(max_waiting=MAX_WAITING)
-    listening = _listen(options.host, options.port)
     opened = open_model(model)
     opened.plan.refuse()
+    listening = _listen(options.host, options.port)
     names = list(options.served_model_name) or [opened.name]
     served = ServedModel(names, options)
     return Server(_config(options, served, keys), served, opened, listening)
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """The socket, before anything large is done; raises BadRequest if it cannot be had."""
+    """The socket, before weights are read; raises BadRequest if it cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
