@@ -1,10 +1,12 @@
 """Loads a model, and serves it until a signal ends that."""
 
+import contextlib
 import logging
 import os
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
@@ -71,10 +73,10 @@ class Server(uvicorn.Server):
 
 def serve(options: ServeOptions, model: Options) -> int:
     """The exit code. Raises for bad options or files before anything is loaded."""
-    _log_to_stderr()
-    server = make_server(options, model)
-    server.run()
-    return _ended(server)
+    with _logged():
+        server = make_server(options, model)
+        server.run()
+        return _ended(server)
 
 
 def make_server(options: ServeOptions, model: Options) -> Server:
@@ -124,10 +126,16 @@ def _ended(server: Server) -> int:
     return 0
 
 
-def _log_to_stderr() -> None:
-    """A line per request, with the time."""
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    """A line per request on stderr, with the time."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = True
