@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mla_jax.engine.async_llm import AsyncLLM
-from mla_jax.engine.core.request import Chunk, FinishReason, Output, Request
+from mla_jax.engine.core.request import Chunk, FinishReason, Output
 from mla_jax.engine.reader import Reader
 from mla_jax.serve.asked import Asked
 from mla_jax.serve.errors import ApiError
@@ -54,11 +54,13 @@ class Answering:
 
         Raises ApiError where an answer cannot be completed."""
         numbers = {reader: number for number, reader in enumerate(self.readers)}
-        while not all(reader.done for reader in self.readers):
+        unfinished = len(self.readers)
+        while unfinished:
             reader = await self._news.get()
             chunk = reader.read()
             if chunk is None:
                 continue
+            unfinished -= reader.done
             self.metrics.note(reader, chunk)
             _refuse_unfinished(reader.reason)
             yield numbers[reader], chunk
@@ -72,6 +74,26 @@ class Answering:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self.llm.llm.tokenizer
+
+    def event(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+        """An event of a stream; it has figures, or says that they come later, as the request asks."""
+        event = {**self.head(kind), "choices": [choice]}
+        if self.asked.form.running_usage:
+            event["usage"] = self.usage()
+        elif self.asked.form.usage:
+            event["usage"] = None
+        return event
+
+    def figures(self, kind: str) -> list[dict[str, Any]]:
+        """The event with figures at the end of a stream, which has no choices, if the request asks for it."""
+        asks = self.asked.form.usage
+        return [{**self.head(kind), "choices": [], "usage": self.usage()}] if asks else []
+
+    def ending(self, number: int, reason: FinishReason) -> dict[str, Any]:
+        """How an answer ended: OpenAI's word, and the stop token if one of the request's own did it."""
+        ids, stops = self.readers[number].ids, self.asked.requests[number].params.stop_token_ids
+        stopped_by = ids[-1] if ids and ids[-1] in stops else None
+        return {"finish_reason": FINISHES[reason], "stop_reason": stopped_by}
 
     def head(self, kind: str) -> dict[str, Any]:
         """The keys that an answer, or each of its events, begins with."""
@@ -88,16 +110,6 @@ class Answering:
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
-
-
-def finish_of(reason: FinishReason) -> str:
-    """OpenAI's word for how an answer ended."""
-    return FINISHES[reason]
-
-
-def stop_reason(request: Request, ids: list[int]) -> int | None:
-    """The stop token that ended an answer, if one of the request's own did."""
-    return ids[-1] if ids and ids[-1] in request.params.stop_token_ids else None
 
 
 def _refuse_unfinished(reason: FinishReason | None) -> None:

@@ -65,7 +65,7 @@ class ServedModel:
 
 
 def make_app(served: ServedModel, keys: Sequence[bytes] = ()) -> FastAPI:
-    """The application. Every route but /health and / needs one of the keys, if there are any."""
+    """The application. Every route but /health needs one of the keys, if there are any."""
     options = served.options
     app = FastAPI(title="mla-jax", docs_url=None, redoc_url=None)
     _add_models(app, served)

@@ -5,7 +5,7 @@ from typing import Any
 
 from mla_jax.base.errors import BadRequest
 from mla_jax.base.options import SamplingParams
-from mla_jax.base.request_fields import read_fields
+from mla_jax.base.request_fields import Fields, read_fields
 from mla_jax.engine.core.request import Request
 from mla_jax.engine.llm import LLM
 from mla_jax.serve.bodies import ChatBody, CompletionBody, SamplingBody, StreamOptions
@@ -46,32 +46,33 @@ def read_completion(body: CompletionBody, llm: LLM, defaults: SamplingParams, mo
     echo, prompt = given.pop("echo", False), given["prompt"]
     if echo and given.get("logprobs") is not None:
         given["prompt_logprobs"] = given["logprobs"]
-    params = _params(given, replace(defaults, max_tokens=COMPLETION_TOKENS))
+    params = _fields(given, replace(defaults, max_tokens=COMPLETION_TOKENS)).params
     requests = llm.inputs.requests(_listed(prompt, params.n), params)
     texts = [_text(llm, request) for request in requests[:: params.n]] if echo else None
     return Asked(requests, params.n, model, _streaming(body), echo=texts)
 
 
 def read_chat(body: ChatBody, llm: LLM, defaults: SamplingParams, model: str) -> Asked:
-    """Raises as `completion`, and BadTemplate. Without a number of tokens an answer may be as long as the context allows."""
-    given = body.given()
-    params = _params(given, defaults)
-    prompt = llm.encode_chat(read_fields(given, defaults, strict=False).messages)
+    """Raises as `read_completion`, and BadTemplate. Without a number of tokens an answer may be as long as the context allows."""
+    fields = _fields(body.given(), defaults)
+    params, prompt = fields.params, llm.encode_chat(fields.messages)
     if params.max_tokens is None:
         room = min(llm.context, llm.plan.tokens) - len(prompt)
         params = replace(params, max_tokens=max(room, 1))
     return Asked(llm.inputs.requests([prompt], params), params.n, model, _streaming(body))
 
 
-def _params(given: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
+def _fields(given: dict[str, Any], defaults: SamplingParams) -> Fields:
+    """The prompt or messages, and parameters over `defaults`; nobody gets more time than these have."""
     _take_least(given)
-    given |= {
-        key: tuple(given[key]) for key in ("stop", "stop_token_ids") if isinstance(given.get(key), list)
-    }
-    params = read_fields(given, defaults, strict=False).params
-    if defaults.timeout is not None and (params.timeout or 0) > defaults.timeout:
-        params = replace(params, timeout=defaults.timeout)
-    return params
+    for key in ("stop", "stop_token_ids"):
+        if isinstance(given.get(key), list):
+            given[key] = tuple(given[key])
+    fields = read_fields(given, defaults, strict=False)
+    most, asked = defaults.timeout, fields.params.timeout
+    if most is None or asked is None or asked <= most:
+        return fields
+    return fields._replace(params=replace(fields.params, timeout=most))
 
 
 def _take_least(given: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from mla_jax.engine.core.request import Chunk, Output, Request
 from mla_jax.serve import logprobs
-from mla_jax.serve.answering import Answering, finish_of, stop_reason
+from mla_jax.serve.answering import Answering
 
 CHAT, CHAT_PIECE = "chat.completion", "chat.completion.chunk"
 
@@ -29,8 +29,7 @@ def _choice(answering: Answering, number: int, output: Output) -> dict[str, Any]
         "index": number,
         "message": {"role": "assistant", "content": output.text or "", "refusal": None},
         "logprobs": _logprobs(answering, request, output.token_ids, output.logprobs),
-        "finish_reason": finish_of(output.finish_reason),
-        "stop_reason": stop_reason(request, output.token_ids),
+        **answering.ending(number, output.finish_reason),
     }
     return choice | ({"token_ids": output.token_ids} if answering.asked.form.ids else {})
 
@@ -44,11 +43,9 @@ async def chat_events(answering: Answering) -> AsyncIterator[dict[str, Any]]:
         if chunk.text or chunk.logprobs or (chunk.token_ids and answering.asked.form.ids):
             yield _piece(answering, number, request, chunk)
         if chunk.finish_reason is not None:
-            stopped_by = stop_reason(request, answering.readers[number].ids)
-            end = {"finish_reason": finish_of(chunk.finish_reason), "stop_reason": stopped_by}
-            yield _event(answering, number, {}, **end)
-    if answering.asked.form.usage:
-        yield {**answering.head(CHAT_PIECE), "choices": [], "usage": answering.usage()}
+            yield _event(answering, number, {}, **answering.ending(number, chunk.finish_reason))
+    for figures in answering.figures(CHAT_PIECE):
+        yield figures
 
 
 def _piece(answering: Answering, number: int, request: Request, chunk: Chunk) -> dict[str, Any]:
@@ -60,12 +57,7 @@ def _piece(answering: Answering, number: int, request: Request, chunk: Chunk) ->
 
 def _event(answering: Answering, number: int, delta: dict[str, Any], **further: Any) -> dict[str, Any]:
     choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None, **further}
-    event = {**answering.head(CHAT_PIECE), "choices": [choice]}
-    if answering.asked.form.running_usage:
-        event["usage"] = answering.usage()
-    elif answering.asked.form.usage:
-        event["usage"] = None
-    return event
+    return answering.event(CHAT_PIECE, choice)
 
 
 def _logprobs(answering: Answering, request: Request, ids: list[int], scores: Any) -> dict[str, Any] | None:

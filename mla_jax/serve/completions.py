@@ -3,9 +3,9 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-from mla_jax.engine.core.request import Chunk, Output, Request
+from mla_jax.engine.core.request import Chunk, Output
 from mla_jax.serve import logprobs
-from mla_jax.serve.answering import Answering, finish_of, stop_reason
+from mla_jax.serve.answering import Answering
 
 TEXT_COMPLETION = "text_completion"
 
@@ -18,13 +18,12 @@ async def whole_completion(answering: Answering) -> dict[str, Any]:
 
 
 def _choice(answering: Answering, number: int, output: Output) -> dict[str, Any]:
-    echo, request = _echo(answering, number), answering.asked.requests[number]
+    echo = _echo(answering, number)
     choice = {
         "index": number,
         "text": (echo or "") + (output.text or ""),
-        "logprobs": None if output.logprobs is None else _logprobs(answering, output, echo is not None),
-        "finish_reason": finish_of(output.finish_reason),
-        "stop_reason": stop_reason(request, output.token_ids),
+        "logprobs": _logprobs(answering, number, output, 0, with_prompt=echo is not None),
+        **answering.ending(number, output.finish_reason),
     }
     if output.prompt_logprobs is not None and echo is None:
         choice["prompt_logprobs"] = logprobs.of_prompt(answering.tokenizer, output.prompt_logprobs)
@@ -33,55 +32,36 @@ def _choice(answering: Answering, number: int, output: Output) -> dict[str, Any]
     return choice
 
 
-def _logprobs(answering: Answering, output: Output, with_prompt: bool) -> dict[str, Any]:
-    ids, scores = output.token_ids, [*(output.logprobs or [])]
-    if with_prompt:
-        ids, scores = [*output.prompt_token_ids, *ids], [*(output.prompt_logprobs or []), *scores]
-    return logprobs.of_completion(answering.tokenizer, ids, scores, 0)
-
-
 async def completion_events(answering: Answering) -> AsyncIterator[dict[str, Any]]:
     """The answer in pieces. The finish reason comes in an event of its own; figures, if asked for, in one without choices."""
     lengths: dict[int, int] = {}  # of the text so far, by answer
     async for number, chunk in answering.pieces():
-        request = answering.asked.requests[number]
         echo = None if number in lengths else _echo(answering, number)
         start, text = lengths.get(number, 0), (echo or "") + chunk.text
         lengths[number] = start + len(text)
         if chunk.token_ids or text:
-            choice = {"index": number, "text": text, "finish_reason": None}
-            choice["logprobs"] = _piece_logprobs(answering, request, chunk, echo is not None, start)
-            yield _event(
-                answering, choice | ({"token_ids": chunk.token_ids} if answering.asked.form.ids else {})
-            )
+            scores = _logprobs(answering, number, chunk, start, with_prompt=echo is not None)
+            ids = {"token_ids": chunk.token_ids} if answering.asked.form.ids else {}
+            piece = {"index": number, "text": text, "logprobs": scores, "finish_reason": None, **ids}
+            yield answering.event(TEXT_COMPLETION, piece)
         if chunk.finish_reason is not None:
-            end = {
-                "finish_reason": finish_of(chunk.finish_reason),
-                "stop_reason": stop_reason(request, answering.readers[number].ids),
-            }
-            yield _event(answering, {"index": number, "text": "", "logprobs": None, **end})
-    if answering.asked.form.usage:
-        yield {**answering.head(TEXT_COMPLETION), "choices": [], "usage": answering.usage()}
+            end = answering.ending(number, chunk.finish_reason)
+            yield answering.event(TEXT_COMPLETION, {"index": number, "text": "", "logprobs": None, **end})
+    for figures in answering.figures(TEXT_COMPLETION):
+        yield figures
 
 
-def _piece_logprobs(
-    answering: Answering, request: Request, chunk: Chunk, with_prompt: bool, offset: int
+def _logprobs(
+    answering: Answering, number: int, part: Chunk | Output, offset: int, *, with_prompt: bool
 ) -> dict[str, Any] | None:
-    if chunk.logprobs is None:
+    """Those of an answer or a piece of one, behind those of its prompt if that is a part of it."""
+    if part.logprobs is None:
         return None
-    ids, scores = chunk.token_ids, [*chunk.logprobs]
+    ids, scores = part.token_ids, [*part.logprobs]
     if with_prompt:
-        ids, scores = [*request.prompt, *ids], [*(chunk.prompt_logprobs or []), *scores]
+        ids = [*answering.asked.requests[number].prompt, *ids]
+        scores = [*(part.prompt_logprobs or []), *scores]
     return logprobs.of_completion(answering.tokenizer, ids, scores, offset)
-
-
-def _event(answering: Answering, choice: dict[str, Any]) -> dict[str, Any]:
-    event = {**answering.head(TEXT_COMPLETION), "choices": [choice]}
-    if answering.asked.form.running_usage:
-        event["usage"] = answering.usage()
-    elif answering.asked.form.usage:
-        event["usage"] = None
-    return event
 
 
 def _echo(answering: Answering, number: int) -> str | None:

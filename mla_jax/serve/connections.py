@@ -13,9 +13,8 @@ from mla_jax.serve import log
 from mla_jax.serve.errors import api_error
 
 Answer = TypeVar("Answer")
-SILENT_SECONDS = (
-    10.0  # seconds after which a stream without news gets a comment, so that proxies keep it open
-)
+# A stream without news gets a comment after these, so that proxies keep it open
+SILENT_SECONDS = 10.0
 END = b"data: [DONE]\n\n"
 COMMENT = b": ping\n\n"
 
@@ -60,7 +59,6 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         gone = asyncio.ensure_future(_gone(receive))
         writing = asyncio.ensure_future(self._write(send))
         try:
@@ -76,6 +74,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for event in with_comments(self.events):
                 await body(COMMENT if event is None else line_of(event))
             await body(END)
