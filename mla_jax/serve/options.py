@@ -18,7 +18,7 @@ class ServeOptions(Checked):
     """Address to listen on; 0.0.0.0 is every network of this machine."""
     port: int = option(8000, whole(0, 65535))
     """Port to listen on; 0 takes a free one."""
-    served_model_name: tuple[str, ...] | str = option((), texts(MAX_NAMES))
+    model_name: tuple[str, ...] | str = option((), texts(MAX_NAMES))
     """Names that requests may give for the model (its folder's name)."""
     api_key_file: str | Path | None = option(None, optional(path))
     """File of keys, one per line; a request must have one of them."""

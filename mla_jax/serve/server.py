@@ -89,7 +89,7 @@ def make_server(options: ServeOptions, model: Options) -> Server:
     opened = open_model(model)
     opened.plan.refuse()
     listening = _listen(options.host, options.port)
-    names = list(options.served_model_name) or [opened.name]
+    names = list(options.model_name) or [opened.name]
     served = ServedModel(names, options)
     return Server(_config(options, served, keys), served, opened, listening)
 

@@ -38,4 +38,4 @@ def chat_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def running(chat_folder) -> Iterator[Running]:
-    yield from started(chat_folder, served_model_name=("tiny", "alias"), max_body=0.25)
+    yield from started(chat_folder, model_name=("tiny", "alias"), max_body=0.25)
