@@ -6,7 +6,7 @@ as arrays of their own, so that the next program can be sent before anyone looks
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -215,11 +215,14 @@ CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 GRAPH_COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE"
 # Else XLA gives kernels slices of arrays where they are, aligned to 128 bytes; those of Mosaic want 256 (JAX 0.11.2).
 WHOLE_ARRAYS = {"xla_gpu_enable_dynamic_slice_fusion": False}
+# Before XLA knows that a program changes the pool in place, it counts the pool three times, and looks in vain for what it could
+# compute again to save memory: that takes 1 to 3 s a program, and ends with a warning.
+NO_RECOMPUTING = {"xla_disable_hlo_passes": "rematerialization"}
 # Options of the compiler, by platform: for every program, and for those with loops
-OPTIONS: dict[str, dict[str, str]] = {"cpu": CONVERT_LATE}
+OPTIONS: dict[str, dict[str, Any]] = {"cpu": CONVERT_LATE, "gpu": NO_RECOMPUTING}
 LOOP_OPTIONS: dict[str, dict[str, Any]] = {
     "cpu": CONVERT_LATE,
-    "gpu": CONCURRENT | WHOLE_ARRAYS | {"xla_gpu_enable_command_buffer": GRAPH_COMMANDS},
+    "gpu": CONCURRENT | WHOLE_ARRAYS | NO_RECOMPUTING | {"xla_gpu_enable_command_buffer": GRAPH_COMMANDS},
 }
 
 
@@ -258,7 +261,8 @@ class ProgramShape(NamedTuple):
 
 
 class Programs:
-    """The programs of one model. Each is compiled once a shape, and shapes come in few sizes.
+    """The programs of one model, or of its shapes until `take` brings the model. Each is compiled once a shape, and shapes come
+    in few sizes.
 
     With `counts` they count how often each expert is chosen, which costs a kernel or two a layer. They are stored in `folder`, if
     one is given, and read from there at the next start, except where they call experts on the host by their addresses. If
@@ -297,6 +301,16 @@ class Programs:
                 self.all[name] = program(function, donated=donated, compiler_options=options.get(platform))
         vars(self).update(self.all)
 
+    def take(self, model: Transformer) -> None:
+        """The model of whose shapes these programs are."""
+        self.model = model
+        self.weights.take(model)
+
+    def shapes_of_new(self, rows: int, pages: int, text: int) -> tuple[Mapping[str, Any], Rows]:
+        """The shapes of what `new` returns."""
+        local, function = self.weights.local_model(), self.new.function
+        return self.spread.whole(jax.eval_shape(lambda: function(local, rows, pages, text)))
+
     @property
     def page(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays of one page as one device has it, `[L Z ..]`."""
@@ -313,17 +327,17 @@ class Programs:
         """The most bytes that one of them takes besides weights, pool and rows, by XLA's account."""
         return max(program.temporaries for name, program in self.all.items() if name != "new")
 
-    def prepare(self, pool: Pool, rows: Rows, shapes: Iterable[ProgramShape]) -> None:
+    def prepare(self, pool: Mapping[str, Any], rows: Rows, shapes: Iterable[ProgramShape]) -> None:
         """Compiles the programs of these shapes concurrently, and returns once all are there."""
         with self.waits.record():
             for future in [self.start(pool, rows, shape) for shape in shapes]:
                 future.result()
 
-    def start(self, pool: Pool, rows: Rows, shape: ProgramShape) -> Future:
-        """Begins to compile a program."""
+    def start(self, pool: Mapping[str, Any], rows: Rows, shape: ProgramShape) -> Future:
+        """Begins to compile a program. Shapes of pool and rows will do, here and in `prepare`."""
         return self.all[shape.name].start(*self._arguments(pool, rows, shape))
 
-    def _arguments(self, pool: Pool, rows: Rows, shape: ProgramShape) -> tuple:
+    def _arguments(self, pool: Mapping[str, Any], rows: Rows, shape: ProgramShape) -> tuple:
         """The shapes of a program's arguments."""
         width, n = shape.width, shape.rows
         at, tables = _numbers(n), self._tables(n, width)
@@ -363,7 +377,7 @@ class Programs:
         each = len(self.model.layers), self.model.lanes
         return Tables(_numbers(*each, rows, width), _numbers(*each, rows))
 
-    def _kept(self, pool: Pool, width: int, rows: int) -> Kept:
+    def _kept(self, pool: Mapping[str, Any], width: int, rows: int) -> Kept:
         """The shapes of what `observe` has found."""
         each = len(self.model.layers), self.model.lanes
         return Kept(

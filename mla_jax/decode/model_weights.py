@@ -18,8 +18,13 @@ class Weights:
     To flatten an `nnx.State` takes milliseconds, and programs are called often."""
 
     def __init__(self, model: Transformer):
-        self.graph, self.state = nnx.split(model)
+        """Of a model, or of its shapes, whose arrays `take` brings later."""
         self.dtype, self.spread = model.dtype, Spread.of(model)
+        self.take(model)
+
+    def take(self, model: Transformer) -> None:
+        """The arrays of a model of the same shapes."""
+        self.graph, self.state = nnx.split(model)
         self.structure = jax.tree.structure(self.spread.local(self.state))
         found = jax.tree_util.tree_leaves_with_path(
             self.state, is_leaf=lambda node: isinstance(node, nnx.Variable)

@@ -5,7 +5,6 @@ A call waits for its program. `start` has it traced and compiled in a thread: wh
 import contextlib
 import contextvars
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -55,17 +54,18 @@ class Waits:
 class Shared(NamedTuple):
     """Threads, waits and store that the programs of one model share. Without a store no program outlives the process.
 
-    One program is traced at a time. Tracing is Python's work, which threads do not make faster. So the compiler begins sooner."""
+    Programs are traced one at a time, in the order in which they were asked for. Tracing is Python's work, which threads do not
+    make faster. So the compiler begins sooner."""
 
     pool: ThreadPoolExecutor
     waits: Waits
     store: ProgramStore | None
-    tracing: threading.Lock
+    tracer: ThreadPoolExecutor  # a single thread
 
     @classmethod
     def of(cls, store: ProgramStore | None = None) -> "Shared":
         pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
-        return cls(pool, Waits(), store, threading.Lock())
+        return cls(pool, Waits(), store, ThreadPoolExecutor(1, thread_name_prefix="trace"))
 
 
 class ProgramKey(NamedTuple):
@@ -178,8 +178,8 @@ class Program:
         name = None if store is None else self._file(call.key, store)
         if store is not None and name is not None and store.has(name) and (found := store.load(name)):
             return found
-        with self.shared.tracing:
-            lowered, structure = self._lower(call)
+        in_context = contextvars.copy_context().run
+        lowered, structure = self.shared.tracer.submit(in_context, self._lower, call).result()
         if store is None or name is None:
             return Built.of(lowered, structure)
         return store.compile(lowered, structure, name)

@@ -27,6 +27,7 @@ from flax import nnx
 from jax.experimental import serialize_executable
 
 from mla_jax.base.files import cache_folder
+from mla_jax.base.platforms import default_device
 from mla_jax.decode.program_sharding import Spread
 from mla_jax.model.kernels import load_runtime
 from mla_jax.model.transformer import Transformer
@@ -66,7 +67,7 @@ class ProgramStore:
     def of(cls, folder: Path, model: Transformer) -> "ProgramStore":
         graph, state = nnx.split(model)
         leaves, structure = jax.tree.flatten(state)
-        devices = Spread.of(model).devices or list(leaves[0].devices())
+        devices = Spread.of(model).devices or _devices_of(leaves[0])
         return cls(
             folder, devices, repr((graph, structure, [(leaf.shape, leaf.dtype.name) for leaf in leaves]))
         )
@@ -136,6 +137,11 @@ class ProgramStore:
         for size, (_, path) in zip(reached, newest, strict=True):
             if size > LIMIT:
                 path.unlink(missing_ok=True)
+
+
+def _devices_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> list[Any]:
+    """Where an array is, or will be: a shape's array goes to the default device."""
+    return [default_device()] if isinstance(leaf, jax.ShapeDtypeStruct) else list(leaf.devices())
 
 
 def default_folder() -> Path | None:

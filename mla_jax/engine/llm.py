@@ -83,21 +83,30 @@ class LLM:
         self.plan, self.placement, self.inputs = opened.plan, opened.placement, opened.inputs
         self.last_stats: Stats | None = None  # of the newest stream, once it has read its prompt
         self._formats, self._routing = opened.formats(), opened.routing()
-        with self._memory_explained():
-            self.model = opened.load(progress)
         self._processes = opened.processes
         eviction = Eviction.of(self.options.eviction)
         evicts = None if eviction is None else eviction.evicts
         # Nothing is stored where there are several processes: a stored program is of one
         folder = store.default_folder() if opened.processes is None else None
+        # Of its shapes at first: a GPU's programs take longer to compile than the weights to load, and both go on at once
+        early = opened.compiles_early and self._routing is None
+        self.model = opened.shapes() if early else self._loaded(opened, progress)
         self._programs = Programs(self.model, self._routing is not None, folder, opened.drafter, evicts)
         engine = self._new_engine()
+        if early:
+            engine.compile_early()
+            self.model = self._loaded(opened, progress)
+            self._programs.take(self.model)
         self.engine: EngineInterface = engine
         if opened.processes is not None:
             opened.processes.serves = True
             if opened.processes.leads:
                 self.engine = LedEngine(engine, opened.processes)
         self._worker = Worker(self.engine, self._memory_explained, self.options.memory.max_waiting)
+
+    def _loaded(self, opened: Opened, progress: Progress | None) -> Transformer:
+        with self._memory_explained():
+            return opened.load(progress)
 
     def _new_engine(self) -> Engine:
         programs, chunk = self._programs, self.model.dispatch.chunk(self.model)

@@ -3,6 +3,7 @@
 The pool and the table of rows live here. Every program is given them and returns them."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -61,6 +62,11 @@ class Dispatcher:
         self._arrays = pool, rows
         return pool, rows
 
+    @functools.cached_property
+    def _shapes(self) -> tuple[Any, Any]:
+        """Those of pool and table."""
+        return self.programs.shapes_of_new(self.size.rows, self.size.pages, self._text)
+
     def keep(self, pool: Any, rows: Any) -> None:
         """Takes the pool and the table back from a program."""
         self._arrays = pool, rows
@@ -75,9 +81,7 @@ class Dispatcher:
         """Begins to compile programs, unless they are there. Returns those that are not there yet, or have failed."""
         wanted = list(shapes)
         new = [shape for shape in wanted if self._is_new(shape)]
-        if new:
-            pool, rows = self.state()
-            self._started |= {shape: self.programs.start(pool, rows, shape) for shape in new}
+        self._started |= {shape: self.programs.start(*self._shapes, shape) for shape in new}
         return [future for shape in wanted if not _is_there(future := self._started[shape])]
 
     def _is_new(self, shape: ProgramShape) -> bool:
@@ -127,6 +131,11 @@ class Dispatcher:
         ready = self.ready(wanted.name, wanted.line)
         fitting = [shape for shape in ready if shape.rows >= wanted.rows and shape.width >= wanted.width]
         return min(fitting, default=None, key=lambda shape: (shape.rows, shape.width))
+
+    def begun(self, name: str, rows: int, width: int) -> list[ProgramShape]:
+        """Programs of this name, for as many rows and pages or more, that are there or are being compiled."""
+        begun = [shape for shape in self._started if not self._is_new(shape)]
+        return [one for one in begun if one.name == name and one.rows >= rows and one.width >= width]
 
     def most_rows(self, name: str, width: int, line: int = 0) -> int:
         """Rows that the programs of this name that are there take, with page tables of this width; 0 if there is none."""

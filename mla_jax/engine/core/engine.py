@@ -205,16 +205,23 @@ class Engine:
         """float32 logits `[B T W]` of tokens `[B T]`."""
         return self.programs.logits_of(tokens)
 
+    def compile_early(self) -> None:
+        """Begins to compile what a first short request needs. The model may have shapes only."""
+        self.device.start(self.choice.early())
+
     def warm_up(self) -> None:
         """Compiles every program that any request may need, so that nothing is compiled later."""
         self.device.compile(self.choice.every())
+        self._note()
 
     def _decide(self) -> list[Plan]:
         """The scheduler's plan for each shard. While others run, requests start for which the programs are there; what it would
         need to do more is compiled ahead."""
         wished = self._plans(self.limits)
-        if not (self._compiles_ahead and self.running):
+        if not self._compiles_ahead:
             return wished
+        if not self.running:
+            return self._plans(self.choice.sooner(self.limits, self._needed(wished)))
         if self.choice.start_missing(self._needed(wished)):
             return wished
         fullest = max(len(shard.running) for shard in self.shards)

@@ -81,6 +81,21 @@ class ProgramChoice:
                 self.device.start_ahead(shape)
         return None not in found.values()
 
+    def early(self) -> list[ProgramShape]:
+        """What a first short request needs; a line of the middle length also reads a shorter prompt."""
+        lines = self.size.lines()
+        return [self.mixed(lines[len(lines) // 2], 1, 1), *self.decoding(1, 1), *self._always()]
+
+    def sooner(self, limits: Limits, needed: Sequence[ProgramShape]) -> Limits:
+        """Limits with the lines of programs that are there, or soon, and do in the place of a needed one that is neither."""
+        mixed = next((shape for shape in needed if shape.name == "mixed_step"), None)
+        if mixed is None:
+            return limits
+        lines = {shape.line for shape in self.device.begun("mixed_step", mixed.rows, mixed.width)}
+        if mixed.line in lines or max(lines, default=0) < mixed.line:
+            return limits
+        return dataclasses.replace(limits, lines=tuple(line for line in limits.lines if line in lines))
+
     def possible(
         self, limits: Limits, running: Sequence[Job], waiting: Sequence[Job], fullest: int
     ) -> tuple[Limits, set[Job]]:

@@ -82,6 +82,17 @@ class Opened:
             counts.save()
         return counts
 
+    @property
+    def compiles_early(self) -> bool:
+        """Whether programs are compiled while the weights are loaded: for one GPU that computes all."""
+        devices, is_here = self.checkpoint.devices, self.options.mesh.device is None
+        is_alone = devices.count == 1 and self.processes is None and not self.placement.host
+        return is_here and is_alone and devices.platform != "cpu"
+
+    def shapes(self) -> Transformer:
+        """The model without its weights."""
+        return self.checkpoint.model(self.placement)
+
     def load(self, progress: Progress | None = None) -> Transformer:
         """The model with its weights, on the devices. Raises BadRequest where these are not here."""
         if (device := self.options.mesh.device) is not None:
