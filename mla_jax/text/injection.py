@@ -1,8 +1,11 @@
-"""Which control tokens of a rendered conversation its template wrote, and which came from a message.
+"""Which control tokens of a rendered conversation its template wrote, and which came from a client.
 
-The conversation is rendered again with its contents disguised: each character that control tokens are made of is replaced by a
+The conversation is rendered again with its texts disguised: each character that control tokens are made of is replaced by a
 stand-in that no text has. Every control token of this second text is then the template's. If it undisguises to the text of the
 plain rendering, the template did the same with both, and the origin of each character is known.
+
+Contents and reasoning are disguised always. Names, keys and values of a tool's schema and the like may be words that a template
+looks for. Such a word stays as it is if no part of it is a part of a control token, and it has no sign that control tokens have.
 
 Templates that look for their own texts in answers, as in `content.split('</think>')`, treat the two differently. For them other
 disguises leave those texts in answers as they are, between marks: first all of them, each between marks of its own. Where a
@@ -10,37 +13,68 @@ template tells from a mark that there is text between two of them, texts that fo
 them in each answer, then two, and so on, so that no more are left than the template looks for.
 
 Such a template may cut a text out of an answer and write it anew in the same place, between the same marks. So the answers are
-rendered once more, with each text twice and a seam between: a copy still has its seam, a text that was written anew has none."""
+rendered once more, with each text twice and a seam between: a copy still has its seam, a text that was written anew has none.
+
+A last answer that the model continues has one more character behind it. The rendered text is cut there."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from typing import Any
 
 from mla_jax.base.errors import BadRequest
+from mla_jax.text.messages import Message
 from mla_jax.text.tokenizer import Tokenizer
 
 MOST_KEPT = 8  # disguises of a conversation, in addition to the first and the last
 FIRST_STAND_IN, LAST_STAND_IN = 0xF0000, 0x10FFFD  # for private use
 
-Message = dict[str, str]
+# Keys of tools that are the interface's own, wherever control tokens have such words
+TOOL_KEYS = ("type", "function", "name", "description", "parameters", "strict")
+
+# All that a client gives a template, by variable: `messages`, `tools`, and variables of its own
+Conversation = dict[str, Any]
 
 
 class Disguise:
-    """The disguises of `messages`, for the template `source`."""
+    """The disguises of a conversation, for the template `source`. `plain` is the conversation without one.
 
-    def __init__(self, tokenizer: Tokenizer, source: str, messages: list[Message]):
-        self.tokenizer, self.messages = tokenizer, messages
-        self._choose_stand_ins(source)
+    `continues`: the model continues the last message."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, source: str, conversation: Conversation, continues: bool = False
+    ):
+        self.tokenizer, self.continues = tokenizer, continues
+        self._choose_stand_ins(source, conversation)
         self._compile_patterns(source)
+        self.parts_of_tokens = PartsOfTokens(tokenizer.control)
+        self.plain = self._ended(conversation) if continues else conversation
         self.ways = self._ways()
 
-    def _choose_stand_ins(self, source: str) -> None:
+    def _choose_stand_ins(self, source: str, conversation: Conversation) -> None:
         control = self.tokenizer.control
         alphabet = sorted({c for text in control for c in text if not c.isspace()})
-        texts = (source, *(m["content"] + m["role"] for m in self.messages), *control)
-        self.mark, self.seam, *stand_ins = _unused(2 + len(alphabet), *texts)
+        texts = (source, *_texts(conversation), *control)
+        self.mark, self.seam, self.end, *stand_ins = _unused(3 + len(alphabet), *texts)
         self.disguise = str.maketrans(dict(zip(alphabet, stand_ins, strict=True)))
         self.undisguise = {ord(to): chr(of) for of, to in self.disguise.items()} | {ord(self.mark): None}
+
+    def _ended(self, conversation: Conversation) -> Conversation:
+        """With the end of the last message marked."""
+        *others, last = conversation["messages"]
+        return {**conversation, "messages": [*others, {**last, "content": last["content"] + self.end}]}
+
+    def cut(self, rendered: str) -> str:
+        """The rendered text up to the end of a message that is continued."""
+        if not self.continues:
+            return rendered
+        found, end, _ = rendered.rpartition(self.end)
+        if not end:
+            raise BadRequest(
+                "the chat template leaves out the last message, which is to be continued",
+                "continue_final_message needs a template that writes it",
+            )
+        return found
 
     def _compile_patterns(self, source: str) -> None:
         """Of the texts that the template names: one, one with the white space behind it, several, and several between marks."""
@@ -53,31 +87,84 @@ class Disguise:
 
     def _ways(self) -> list[tuple[re.Pattern[str], int]]:
         """How each disguise marks texts of an answer, and how many."""
-        answers = [m["content"] for m in self.messages if m["role"] == "assistant"]
+        answers = [m["content"] or "" for m in self.plain["messages"] if m["role"] == "assistant"]
         most = max((len(self.named.findall(answer)) for answer in answers), default=0)
         if not most:
             return [(self.kept, 0)]
         numbers = sorted({*range(min(most, MOST_KEPT) + 1), most})
         return [(self.single, most), *((self.kept, number) for number in numbers)]
 
-    def variants(self) -> list[list[Message]]:
+    def variants(self) -> list[Conversation]:
         """The disguised conversations, in the order in which they are believed."""
         return [self._conversation(*way) for way in self.ways]
 
-    def _conversation(self, marks: re.Pattern[str], most: int, doubled: bool = False) -> list[Message]:
-        def disguised(message: Message) -> str:
-            is_marked = most and message["role"] == "assistant"
-            if not is_marked:
-                return message["content"].translate(self.disguise)
-            return self._marked(message["content"], marks, most, doubled)
+    def _conversation(self, marks: re.Pattern[str], most: int, doubled: bool = False) -> Conversation:
+        def content(message: Message) -> str | None:
+            text = message["content"]
+            if text is None or not most or message["role"] != "assistant":
+                return text and text.translate(self.disguise)
+            return self._marked(text, marks, most, doubled)
 
-        return [{**message, "content": disguised(message)} for message in self.messages]
+        def disguised(message: Message) -> Message:
+            return self._message(message) | {"role": message["role"], "content": content(message)}
+
+        given = dict(self.plain)
+        messages, tools = given.pop("messages"), given.pop("tools", None)
+        return {
+            "messages": [disguised(message) for message in messages],
+            "tools": tools and [self._tool(tool) for tool in tools],
+            **{name: self._words(value) for name, value in given.items()},
+        }
+
+    def _message(self, message: Message) -> Message:
+        """The keys of a message beside role and content, disguised."""
+        found = {key: self._words(message[key]) for key in ("name", "tool_call_id") if key in message}
+        if "reasoning_content" in message:
+            found["reasoning_content"] = message["reasoning_content"].translate(self.disguise)
+        if "tool_calls" in message:
+            found["tool_calls"] = [self._tool_call(call) for call in message["tool_calls"]]
+        return found
+
+    def _tool_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = function["arguments"]
+        if isinstance(arguments, dict):
+            arguments = {key: self._words(value) for key, value in arguments.items()}
+        else:
+            arguments = self._words(arguments)
+        named = {"id": self._words(call["id"])} if "id" in call else {}
+        return {
+            **named,
+            "type": call["type"],
+            "function": {"name": self._words(function["name"]), "arguments": arguments},
+        }
+
+    def _tool(self, tool: dict[str, Any]) -> dict[str, Any]:
+        """A tool with the interface's own keys and type as they are."""
+        found = self._entries(tool)
+        found["type"], found["function"] = tool["type"], self._entries(tool["function"])
+        return found
+
+    def _entries(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key if key in TOOL_KEYS else self._words(key): self._words(value) for key, value in given.items()
+        }
+
+    def _words(self, value: Any) -> Any:
+        """A JSON value whose texts and keys are disguised where they may be a part of a control token."""
+        if isinstance(value, str):
+            return value.translate(self.disguise) if value in self.parts_of_tokens else value
+        if isinstance(value, list):
+            return [self._words(one) for one in value]
+        if isinstance(value, dict):
+            return {self._words(key): self._words(one) for key, one in value.items()}
+        return value
 
     def pieces(
-        self, plain: str, variants: list[str], render: Callable[[list[Message]], str | None]
+        self, plain: str, variants: list[str], render: Callable[[Conversation], str | None]
     ) -> Iterator[tuple[str, bool]]:
         """The rendered text in pieces: texts, and control tokens of the template (True). `render` is the template; None where it
-        fails."""
+        fails. All are cut."""
         chosen = next((i for i, v in enumerate(variants) if v.translate(self.undisguise) == plain), None)
         if chosen is None:
             raise BadRequest(
@@ -131,6 +218,43 @@ class Disguise:
         """Where the template's own text of that number begins, counted from 0; else the end."""
         found = next(islice(self.named.finditer(text), number, None), None)
         return len(text) if found is None else found.start()
+
+
+class PartsOfTokens:
+    """Texts of which a part can be a part of a control token, in any case of letters: one is within the other, one ends as the
+    other begins, or the text has a sign of a token, such as "<"."""
+
+    def __init__(self, control: Iterable[str]):
+        tokens = [token.casefold() for token in control]
+        self._signs = {c for token in tokens for c in token if not (c.isalnum() or c.isspace() or c == "_")}
+        self._within = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+        self._joined = "\n".join(tokens)
+        self._longest = max(map(len, tokens), default=0)
+        self._beginnings = {token[:end] for token in tokens for end in range(1, len(token))}
+        self._ends = {token[start:] for token in tokens for start in range(1, len(token))}
+
+    def __contains__(self, text: str) -> bool:
+        text = text.casefold()
+        sizes = range(1, min(self._longest, len(text) + 1))
+        return (
+            not self._signs.isdisjoint(text)
+            or text in self._joined
+            or any(text[-size:] in self._beginnings or text[:size] in self._ends for size in sizes)
+            or self._within.search(text) is not None
+        )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts of a JSON value, and all keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts(one)
+    elif isinstance(value, dict):
+        yield from value
+        for one in value.values():
+            yield from _texts(one)
 
 
 def _unused(count: int, *texts: str) -> list[str]:
