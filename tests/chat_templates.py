@@ -9,8 +9,9 @@ from mla_jax.text.tokenizer import Tokenizer
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 DEEPSEEK = """
-    <｜User｜> <｜Assistant｜> <think> </think> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜>
-    <｜tool▁sep｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜> ｜DSML｜
+    <｜User｜> <｜Assistant｜> <think> </think> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜>
+    <｜tool▁call▁end｜> <｜tool▁sep｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜>
+    <｜tool▁output▁end｜> ｜DSML｜
 """
 KIMI_TOKENS = """
     <|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> <|im_end|> <|tool_calls_section_begin|> <|tool_calls_section_end|>
@@ -58,7 +59,7 @@ R1 = """{%- set ns = namespace(result=false, first=true) -%}{{ bos_token }}
     {%- endfor -%}{{ '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
   {%- endif -%}
   {%- if m['role'] == 'assistant' and m['content'] is not none -%}
-    {%- if ns.result -%}{{ '<｜tool▁outputs▁end｜>' }}{%- set ns.result = false -%}{%- else -%}{{ '<｜Assistant｜>' }}{%- endif -%}
+    {{- '<｜tool▁outputs▁end｜>' if ns.result else '<｜Assistant｜>' -}}{%- set ns.result = false -%}
     {%- set content = m['content'] -%}
     {%- if '</think>' in content -%}{%- set content = content.split('</think>')[-1] -%}{%- endif -%}
     {{ content + '<｜end▁of▁sentence｜>' }}
@@ -68,7 +69,8 @@ R1 = """{%- set ns = namespace(result=false, first=true) -%}{{ bos_token }}
     {{- '<｜tool▁output▁begin｜>' + m['content'] + '<｜tool▁output▁end｜>' -}}
   {%- endif -%}
 {%- endfor -%}
-{%- if ns.result -%}{{ '<｜tool▁outputs▁end｜>' }}{%- elif add_generation_prompt -%}{{ '<｜Assistant｜><think>\\n' }}{%- endif -%}"""
+{%- if ns.result -%}{{ '<｜tool▁outputs▁end｜>' }}
+{%- elif add_generation_prompt -%}{{ '<｜Assistant｜><think>\\n' }}{%- endif -%}"""
 
 KIMI = """{%- macro text(m) -%}{%- set c = m.get('content') -%}
   {%- if c is string -%}{{ c }}{%- elif c is not none -%}{{ c[0]['text'] }}{%- endif -%}{%- endmacro -%}
@@ -83,7 +85,8 @@ KIMI = """{%- macro text(m) -%}{%- set c = m.get('content') -%}
   {%- set name = m.get('name') or m['role'] -%}
   {{- ({'user': '<|im_user|>', 'assistant': '<|im_assistant|>'}[m['role']] or '<|im_system|>') + name + '<|im_middle|>' -}}
   {%- if m['role'] == 'assistant' -%}
-    {{- '<think>' -}}{%- if loop.index0 > ns.last -%}{{ m.get('reasoning_content', '') }}{%- endif -%}{{- '</think>' -}}{{ text(m) }}
+    {{- '<think>' -}}{%- if loop.index0 > ns.last -%}{{ m.get('reasoning_content', '') }}{%- endif -%}
+    {{- '</think>' -}}{{ text(m) }}
     {%- if m.get('tool_calls') -%}<|tool_calls_section_begin|>
       {%- for call in m['tool_calls'] -%}
         <|tool_call_begin|>{{ call['id'] }}<|tool_call_argument_begin|>

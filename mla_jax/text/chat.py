@@ -92,14 +92,14 @@ class ChatTemplate:
             refuse_no_answer(given["messages"][-1])
         prompted = add_generation_prompt and not continue_final_message
         disguise = Disguise(tokenizer, self.source, given, continue_final_message)
-        plain, *variants = map(disguise.cut, self._render(disguise, prompted))
+        plain, *variants = self._cut_texts(disguise, disguise.variants(), prompted)
+        if plain is None:
+            finding = "the chat template leaves out the last message, which is to be continued"
+            raise BadRequest(finding, "continue_final_message needs a template that writes it")
         _warn_of_dropped(given["messages"], plain)
 
         def rendered(conversation: Conversation) -> str | None:
-            try:
-                return disguise.cut(self._texts([conversation], prompted)[0])
-            except BadTemplate:
-                return None
+            return self._cut_texts(disguise, [conversation], prompted)[1]
 
         ids: list[int] = []
         for text, control in disguise.pieces(plain, variants, rendered):
@@ -116,21 +116,28 @@ class ChatTemplate:
             _refuse_without_call_id(messages)
         return {**own, "messages": messages, "tools": checked_tools(tools)}
 
-    def _render(self, disguise: Disguise, add_generation_prompt: bool) -> list[str]:
-        """The texts of the plain conversation and of its variants."""
+    def _cut_texts(
+        self, disguise: Disguise, conversations: list[Conversation], add_generation_prompt: bool
+    ) -> list[str | None]:
+        """The texts of the plain conversation and of others, cut where the last message ends; None without that end."""
         try:
-            return self._texts([disguise.plain, *disguise.variants()], add_generation_prompt)
+            texts = self._texts([disguise.plain, *conversations], add_generation_prompt)
         except BadTemplate as e:
             if where := call_without_object(disguise.plain["messages"]):
                 finding = f"the arguments of {where} are no JSON object"
                 raise BadRequest(finding, "the chat template cannot write them", *e.args) from e
             raise
+        return [text if text is None else disguise.cut(text) for text in texts]
 
-    def render(self, conversations: list[list[Message]], add_generation_prompt: bool = True) -> list[str]:
-        """The text of each conversation, all rendered in one process. The messages are not checked."""
+    def render(
+        self, conversations: list[list[Message]], add_generation_prompt: bool = True
+    ) -> list[str | None]:
+        """The texts of conversations of checked messages, all rendered in one process.
+
+        Raises BadTemplate if the template fails with the first; the text of another is None then."""
         return self._texts([{"messages": messages} for messages in conversations], add_generation_prompt)
 
-    def _texts(self, conversations: list[Conversation], add_generation_prompt: bool) -> list[str]:
+    def _texts(self, conversations: list[Conversation], add_generation_prompt: bool) -> list[str | None]:
         variables = {
             **self.variables,
             "add_generation_prompt": add_generation_prompt,

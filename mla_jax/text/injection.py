@@ -4,8 +4,9 @@ The conversation is rendered again with its texts disguised: each character that
 stand-in that no text has. Every control token of this second text is then the template's. If it undisguises to the text of the
 plain rendering, the template did the same with both, and the origin of each character is known.
 
-Contents and reasoning are disguised always. Names, keys and values of a tool's schema and the like may be words that a template
-looks for. Such a word stays as it is if no part of it is a part of a control token, and it has no sign that control tokens have.
+Names, and keys and values of a tool's schema, may be words that a template looks for. If it treats disguised ones differently,
+they are rendered once more, with such words as they are: those of which no part is a part of a control token, and which have no
+sign that control tokens have. Contents and reasoning are disguised always.
 
 Templates that look for their own texts in answers, as in `content.split('</think>')`, treat the two differently. For them other
 disguises leave those texts in answers as they are, between marks: first all of them, each between marks of its own. Where a
@@ -18,22 +19,28 @@ rendered once more, with each text twice and a seam between: a copy still has it
 A last answer that the model continues has one more character behind it. The rendered text is cut there."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from mla_jax.base.errors import BadRequest
 from mla_jax.text.messages import Message
 from mla_jax.text.tokenizer import Tokenizer
+from mla_jax.text.words import PartsOfTokens, Words
 
 MOST_KEPT = 8  # disguises of a conversation, in addition to the first and the last
 FIRST_STAND_IN, LAST_STAND_IN = 0xF0000, 0x10FFFD  # for private use
 
-# Keys of tools that are the interface's own, wherever control tokens have such words
-TOOL_KEYS = ("type", "function", "name", "description", "parameters", "strict")
-
 # All that a client gives a template, by variable: `messages`, `tools`, and variables of its own
 Conversation = dict[str, Any]
+
+
+class Way(NamedTuple):
+    """A disguise: `marks` finds texts of an answer that are left as they are, `most` is how many; `words` disguises words."""
+
+    marks: re.Pattern[str]
+    most: int
+    words: Words
 
 
 class Disguise:
@@ -47,7 +54,6 @@ class Disguise:
         self.tokenizer, self.continues = tokenizer, continues
         self._choose_stand_ins(source, conversation)
         self._compile_patterns(source)
-        self.parts_of_tokens = PartsOfTokens(tokenizer.control)
         self.plain = self._ended(conversation) if continues else conversation
         self.ways = self._ways()
 
@@ -64,17 +70,12 @@ class Disguise:
         *others, last = conversation["messages"]
         return {**conversation, "messages": [*others, {**last, "content": last["content"] + self.end}]}
 
-    def cut(self, rendered: str) -> str:
-        """The rendered text up to the end of a message that is continued."""
+    def cut(self, rendered: str) -> str | None:
+        """The rendered text up to the end of a message that is continued, None if it has no such end; all of it otherwise."""
         if not self.continues:
             return rendered
         found, end, _ = rendered.rpartition(self.end)
-        if not end:
-            raise BadRequest(
-                "the chat template leaves out the last message, which is to be continued",
-                "continue_final_message needs a template that writes it",
-            )
-        return found
+        return found if end else None
 
     def _compile_patterns(self, source: str) -> None:
         """Of the texts that the template names: one, one with the white space behind it, several, and several between marks."""
@@ -85,8 +86,21 @@ class Disguise:
         self.named, self.single, self.kept = re.compile(named), re.compile(single), re.compile(kept)
         self.in_message = re.compile(rf"({self.mark}\s*+{kept}{self.mark})")
 
-    def _ways(self) -> list[tuple[re.Pattern[str], int]]:
-        """How each disguise marks texts of an answer, and how many."""
+    def _ways(self) -> list[Way]:
+        """The disguises in the order in which they are believed."""
+        marked = self._marks()
+        return [Way(*marks, words) for words in self._words() for marks in marked]
+
+    def _words(self) -> list[Words]:
+        """How words are disguised: all of them and, if there are any, those alone that are not harmless."""
+        given = dict(self.plain)
+        messages = given.pop("messages")
+        if not any(given.values()) and all(message.keys() == {"role", "content"} for message in messages):
+            return [Words(self.disguise)]
+        return [Words(self.disguise), Words(self.disguise, PartsOfTokens(self.tokenizer.control))]
+
+    def _marks(self) -> list[tuple[re.Pattern[str], int]]:
+        """How a disguise marks texts of an answer, and how many."""
         answers = [m["content"] or "" for m in self.plain["messages"] if m["role"] == "assistant"]
         most = max((len(self.named.findall(answer)) for answer in answers), default=0)
         if not most:
@@ -96,76 +110,34 @@ class Disguise:
 
     def variants(self) -> list[Conversation]:
         """The disguised conversations, in the order in which they are believed."""
-        return [self._conversation(*way) for way in self.ways]
+        return [self._conversation(way) for way in self.ways]
 
-    def _conversation(self, marks: re.Pattern[str], most: int, doubled: bool = False) -> Conversation:
-        def content(message: Message) -> str | None:
-            text = message["content"]
-            if text is None or not most or message["role"] != "assistant":
-                return text and text.translate(self.disguise)
-            return self._marked(text, marks, most, doubled)
-
-        def disguised(message: Message) -> Message:
-            return self._message(message) | {"role": message["role"], "content": content(message)}
-
+    def _conversation(self, way: Way, doubled: bool = False) -> Conversation:
         given = dict(self.plain)
         messages, tools = given.pop("messages"), given.pop("tools", None)
         return {
-            "messages": [disguised(message) for message in messages],
-            "tools": tools and [self._tool(tool) for tool in tools],
-            **{name: self._words(value) for name, value in given.items()},
+            "messages": [self._message(message, way, doubled) for message in messages],
+            "tools": tools and [way.words.of_tool(tool) for tool in tools],
+            **{name: way.words.disguised(value) for name, value in given.items()},
         }
 
-    def _message(self, message: Message) -> Message:
-        """The keys of a message beside role and content, disguised."""
-        found = {key: self._words(message[key]) for key in ("name", "tool_call_id") if key in message}
+    def _message(self, message: Message, way: Way, doubled: bool) -> Message:
+        found = way.words.of_message(message)
         if "reasoning_content" in message:
             found["reasoning_content"] = message["reasoning_content"].translate(self.disguise)
-        if "tool_calls" in message:
-            found["tool_calls"] = [self._tool_call(call) for call in message["tool_calls"]]
+        if content := message["content"]:
+            is_marked = way.most and message["role"] == "assistant"
+            found["content"] = (
+                self._marked(content, way, doubled) if is_marked else content.translate(self.disguise)
+            )
         return found
-
-    def _tool_call(self, call: dict[str, Any]) -> dict[str, Any]:
-        function = call["function"]
-        arguments = function["arguments"]
-        if isinstance(arguments, dict):
-            arguments = {key: self._words(value) for key, value in arguments.items()}
-        else:
-            arguments = self._words(arguments)
-        named = {"id": self._words(call["id"])} if "id" in call else {}
-        return {
-            **named,
-            "type": call["type"],
-            "function": {"name": self._words(function["name"]), "arguments": arguments},
-        }
-
-    def _tool(self, tool: dict[str, Any]) -> dict[str, Any]:
-        """A tool with the interface's own keys and type as they are."""
-        found = self._entries(tool)
-        found["type"], found["function"] = tool["type"], self._entries(tool["function"])
-        return found
-
-    def _entries(self, given: dict[str, Any]) -> dict[str, Any]:
-        return {
-            key if key in TOOL_KEYS else self._words(key): self._words(value) for key, value in given.items()
-        }
-
-    def _words(self, value: Any) -> Any:
-        """A JSON value whose texts and keys are disguised where they may be a part of a control token."""
-        if isinstance(value, str):
-            return value.translate(self.disguise) if value in self.parts_of_tokens else value
-        if isinstance(value, list):
-            return [self._words(one) for one in value]
-        if isinstance(value, dict):
-            return {self._words(key): self._words(one) for key, one in value.items()}
-        return value
 
     def pieces(
-        self, plain: str, variants: list[str], render: Callable[[Conversation], str | None]
+        self, plain: str, variants: list[str | None], render: Callable[[Conversation], str | None]
     ) -> Iterator[tuple[str, bool]]:
         """The rendered text in pieces: texts, and control tokens of the template (True). `render` is the template; None where it
         fails. All are cut."""
-        chosen = next((i for i, v in enumerate(variants) if v.translate(self.undisguise) == plain), None)
+        chosen = next((i for i, v in enumerate(variants) if self._is_of(v, plain)), None)
         if chosen is None:
             raise BadRequest(
                 "the chat template treats the text of a message as a command",
@@ -173,7 +145,7 @@ class Disguise:
             )
         parts = self.in_message.split(variants[chosen])
         unclear = parts[1::2]
-        doubled = render(self._conversation(*self.ways[chosen], doubled=True)) if unclear else None
+        doubled = render(self._conversation(self.ways[chosen], doubled=True)) if unclear else None
         copied = self._copied(unclear, doubled)
         waiting = ""
         for at, part in enumerate(parts):
@@ -198,14 +170,16 @@ class Disguise:
         """Without the second one of two equal texts with a seam between."""
         return re.sub(rf"({self.kept.pattern}){self.seam}\1", r"\1", doubled)
 
-    def _marked(self, content: str, marks: re.Pattern[str], most: int, doubled: bool) -> str:
-        """`content` disguised except for the first `most` of the template's own texts, which are put between marks as `marks`
-        finds them, or `doubled`.
+    def _is_of(self, variant: str | None, plain: str) -> bool:
+        return variant is not None and variant.translate(self.undisguise) == plain
+
+    def _marked(self, content: str, way: Way, doubled: bool) -> str:
+        """`content` disguised except for the first few of the template's own texts, which are put between marks, or `doubled`.
 
         A mark is put beyond the blanks next to such a text, so that a template that splits there and strips still does."""
         core = content.strip()
         start, end, parts = content.find(core), 0, []
-        for found in marks.finditer(core, 0, self._start_of(core, most)):
+        for found in way.marks.finditer(core, 0, self._start_of(core, way.most)):
             before = core[end : found.start()]
             blanks = before[len(before.rstrip()) :]
             text = f"{found[0]}{self.seam}{found[0]}" if doubled else found[0]
@@ -218,30 +192,6 @@ class Disguise:
         """Where the template's own text of that number begins, counted from 0; else the end."""
         found = next(islice(self.named.finditer(text), number, None), None)
         return len(text) if found is None else found.start()
-
-
-class PartsOfTokens:
-    """Texts of which a part can be a part of a control token, in any case of letters: one is within the other, one ends as the
-    other begins, or the text has a sign of a token, such as "<"."""
-
-    def __init__(self, control: Iterable[str]):
-        tokens = [token.casefold() for token in control]
-        self._signs = {c for token in tokens for c in token if not (c.isalnum() or c.isspace() or c == "_")}
-        self._within = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
-        self._joined = "\n".join(tokens)
-        self._longest = max(map(len, tokens), default=0)
-        self._beginnings = {token[:end] for token in tokens for end in range(1, len(token))}
-        self._ends = {token[start:] for token in tokens for start in range(1, len(token))}
-
-    def __contains__(self, text: str) -> bool:
-        text = text.casefold()
-        sizes = range(1, min(self._longest, len(text) + 1))
-        return (
-            not self._signs.isdisjoint(text)
-            or text in self._joined
-            or any(text[-size:] in self._beginnings or text[:size] in self._ends for size in sizes)
-            or self._within.search(text) is not None
-        )
 
 
 def _texts(value: Any) -> Iterator[str]:

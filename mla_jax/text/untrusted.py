@@ -1,7 +1,8 @@
 """Works with an untrusted chat template or tokenizer: `chat.py` and `guard.py` start this file as a process of its own.
 
 It reads a line of JSON, {path, limits, ...}. With {template, variables, conversations} it writes {texts} or {line, cause}. A
-conversation is an object of the variables that differ, `messages` among them. With {tokenizer, controls} it writes {begins}; then
+conversation is an object of the variables that differ, `messages` among them; where it fails and the first does not, its text is
+null. With {tokenizer, controls} it writes {begins}; then
 each line {encode} or {decode} is answered by a line {ids}, {text}, or {cause}."""
 
 import json
@@ -42,13 +43,10 @@ def _rendered(request: dict) -> dict:
     _limit(request["limits"])
     try:
         template = environment.from_string(_alone(environment.parse(request["template"])))
-        most = request["limits"]["output"]
-        return {
-            "texts": [
-                _render(template, request["variables"] | _as_templates_read(conversation), most)
-                for conversation in request["conversations"]
-            ]
-        }
+        most, variables = request["limits"]["output"], request["variables"]
+        contexts = [variables | _as_templates_read(conversation) for conversation in request["conversations"]]
+        first = _render(template, contexts[0], most)
+        return {"texts": [first, *(_render_or_none(template, context, most) for context in contexts[1:])]}
     except MemoryError:
         return {"line": None, "cause": f"it takes more than {request['limits']['memory'] >> 20} MB of memory"}
     except RecursionError:
@@ -175,6 +173,13 @@ def _render(template, context: dict, most: int) -> str:
             raise ValueError(f"it writes more than {most:,} bytes")
         pieces.append(piece)
     return "".join(pieces)
+
+
+def _render_or_none(template, context: dict, most: int) -> str | None:
+    try:
+        return _render(template, context, most)
+    except Exception:
+        return None
 
 
 def _line(error: BaseException) -> int | None:
