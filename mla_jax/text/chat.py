@@ -150,7 +150,9 @@ class ChatTemplate:
             "conversations": conversations,
             "limits": LIMITS,
         }
-        answer = self._ask(json.dumps({"path": _jinja2_path(), **request}).encode())
+        # Stand-ins take three times the bytes as ASCII
+        text = json.dumps({"path": _jinja2_path(), **request}, ensure_ascii=False)
+        answer = self._ask(text.encode("utf-8", "surrogatepass"))
         if "texts" in answer:
             return answer["texts"]
         line = f"line {answer['line']}: " if answer["line"] else ""
