@@ -11,7 +11,7 @@ from mla_jax.base.names import nearest
 from mla_jax.base.options import SamplingParams, names
 
 PROMPTS = ("prompt", "messages")
-# What a chat template is given beside messages, and the values that ask for nothing
+# Keywords of `encode_chat` beside messages, and the values that ask for nothing
 CHAT = {
     "tools": [],
     "chat_template_kwargs": {},
@@ -95,7 +95,7 @@ def _refuse_none_or_two(given: dict[str, Any]) -> None:
 
 
 def _chat(given: dict[str, Any]) -> dict[str, Any]:
-    """What a chat template is given beside messages; raises BadRequest where there are none."""
+    """The keywords of `encode_chat` beside messages; raises BadRequest where there are none."""
     asked = {key: given[key] for key, neutral in CHAT.items() if key in given and given[key] != neutral}
     for key, value in asked.items():
         if isinstance(CHAT[key], bool) and not isinstance(value, bool):

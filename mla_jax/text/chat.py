@@ -18,8 +18,8 @@ from mla_jax.base.errors import BadRequest, BadTemplate, printable
 from mla_jax.base.files import read_bounded, read_json
 from mla_jax.text.injection import Conversation, Disguise
 from mla_jax.text.messages import (
-    RESERVED,
-    Message,
+    PROTECTED,
+    ChatMessage,
     call_without_object,
     checked_messages,
     checked_tools,
@@ -106,9 +106,9 @@ class ChatTemplate:
             ids += [tokenizer.control_id(text)] if control else tokenizer.encode(text, bos=False)
         return tokenizer.with_bos(ids)
 
-    def _given(self, messages: list[Message], tools: Any, variables: Any) -> Conversation:
+    def _given(self, messages: list[ChatMessage], tools: Any, variables: Any) -> Conversation:
         """All that the client gives, in the shape that this template reads."""
-        own = checked_variables(variables, (*RESERVED.split(), *self.variables))
+        own = checked_variables(variables, (*PROTECTED.split(), *self.variables))
         if not ASKS_FOR_NONE.search(self.source):
             # A template that tests for text alone would write "None"
             messages = [{**message, "content": message["content"] or ""} for message in messages]
@@ -130,7 +130,7 @@ class ChatTemplate:
         return [text if text is None else disguise.cut(text) for text in texts]
 
     def render(
-        self, conversations: list[list[Message]], add_generation_prompt: bool = True
+        self, conversations: list[list[ChatMessage]], add_generation_prompt: bool = True
     ) -> list[str | None]:
         """The texts of conversations of checked messages, all rendered in one process.
 
@@ -185,7 +185,7 @@ class ChatTemplate:
         return BadTemplate(f"the chat template in {self.name} was ended", cause)
 
 
-def _warn_of_dropped(messages: list[Message], plain: str) -> None:
+def _warn_of_dropped(messages: list[ChatMessage], plain: str) -> None:
     """Says which result of a tool the template has left out: the model would answer as if it had never been called."""
     for at, message in enumerate(messages):
         if message["role"] == "tool" and not _is_written(message["content"].strip(), plain):
@@ -198,7 +198,7 @@ def _is_written(text: str, plain: str) -> bool:
     return any(form in plain for form in forms)
 
 
-def _refuse_without_call_id(messages: list[Message]) -> None:
+def _refuse_without_call_id(messages: list[ChatMessage]) -> None:
     for at, message in enumerate(messages):
         if message["role"] == "tool" and "tool_call_id" not in message:
             raise BadRequest(

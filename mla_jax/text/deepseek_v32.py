@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from mla_jax.base.errors import BadRequest, BadTemplate, printable
 from mla_jax.text.messages import (
-    RESERVED,
+    PROTECTED,
     ROLES,
-    Message,
+    ChatMessage,
     call_without_object,
     checked_messages,
     checked_tools,
@@ -29,7 +29,7 @@ BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 THINK, THOUGHT = "<think>", "</think>"
 DSML = "｜DSML｜"  # a control token or text, as the tokenizer has it
-NEEDED = (BEGIN, END, USER, ASSISTANT, THINK, THOUGHT)
+CONTROL_TOKENS = (BEGIN, END, USER, ASSISTANT, THINK, THOUGHT)
 ASKING = ("user", "developer")  # roles that the model answers
 
 # The model was trained with exactly these words; schemas stand between the two
@@ -70,7 +70,7 @@ Here are the functions available in JSONSchema format:
 AFTER_TOOLS = "\n</functions>\n"
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """A part of the text. `own`: the rules wrote it, so its control tokens are meant."""
 
     text: str
@@ -94,11 +94,11 @@ class DeepSeekV32Rules:
         continue_final_message: bool = False,
     ) -> list[int]:
         """As `ChatTemplate.encode`. Of the variables, `thinking` has a meaning; without it the model does not think."""
-        if missing := [token for token in NEEDED if token not in tokenizer.control]:
+        if missing := [token for token in CONTROL_TOKENS if token not in tokenizer.control]:
             found = f"the tokenizer has no control token {printable(missing[0])}"
             raise BadTemplate(f"{self.name} cannot be used", found)
         given = checked_messages(messages, tokenizer)
-        thinking = bool(checked_variables(variables, RESERVED.split()).get("thinking"))
+        thinking = bool(checked_variables(variables, PROTECTED.split()).get("thinking"))
         if continue_final_message:
             refuse_no_answer(given[-1])
         found = [*pieces(given, checked_tools(tools), thinking, add_generation_prompt)]
@@ -108,11 +108,11 @@ class DeepSeekV32Rules:
 
 
 def pieces(
-    messages: list[Message],
+    messages: list[ChatMessage],
     tools: list[dict[str, Any]] | None = None,
     thinking: bool = False,
     add_generation_prompt: bool = True,
-) -> Iterator[Piece]:
+) -> Iterator[Segment]:
     """The text of checked messages; raises BadRequest for a role or an order that the rules do not have."""
     _check(messages)
     if tools and messages[0]["role"] != "system":
@@ -120,7 +120,7 @@ def pieces(
     if thinking:
         messages = _without_earlier_developers(messages)
     last_asking = _last_asking(messages)
-    yield Piece(BEGIN)
+    yield Segment(BEGIN)
     for at, message in enumerate(messages):
         follows_result = at > 0 and messages[at - 1]["role"] == "tool"
         is_last = at + 1 == len(messages)
@@ -130,20 +130,20 @@ def pieces(
             case "system":
                 yield from _system(message["content"], tools if at == 0 else None)
             case "user":
-                yield from _user([Piece(message["content"], own=False)], thought if opens else None)
+                yield from _user([Segment(message["content"], own=False)], thought if opens else None)
             case "developer":
-                words = [Piece("\n\n# The user's message is: "), Piece(message["content"], own=False)]
+                words = [Segment("\n\n# The user's message is: "), Segment(message["content"], own=False)]
                 yield from _user(words, thought if opens else None)
             case "assistant":
                 yield from _assistant(message, thinking and at > last_asking)
             case "tool":
                 yield from _result(message["content"], not follows_result)
                 if is_last or messages[at + 1]["role"] != "tool":
-                    yield Piece("\n</function_results>")
-                    yield from [Piece(f"\n\n{thought}")] if opens else []
+                    yield Segment("\n</function_results>")
+                    yield from [Segment(f"\n\n{thought}")] if opens else []
 
 
-def _check(messages: list[Message]) -> None:
+def _check(messages: list[ChatMessage]) -> None:
     """Raises BadRequest for a role without a rule, a result that belongs to no call, and arguments that are no object."""
     if where := call_without_object(messages):
         found = f"the arguments of {where} are no JSON object"
@@ -160,74 +160,74 @@ def _check(messages: list[Message]) -> None:
         open_calls = open_calls - 1 if role == "tool" else len(message.get("tool_calls", ()))
 
 
-def _last_asking(messages: list[Message]) -> int:
+def _last_asking(messages: list[ChatMessage]) -> int:
     """The number of the last message that the model answers; -1 for none."""
     return max((at for at, message in enumerate(messages) if message["role"] in ASKING), default=-1)
 
 
-def _without_earlier_developers(messages: list[Message]) -> list[Message]:
+def _without_earlier_developers(messages: list[ChatMessage]) -> list[ChatMessage]:
     last = _last_asking(messages)
     return [message for at, message in enumerate(messages) if message["role"] != "developer" or at >= last]
 
 
-def _system(content: str, tools: list[dict[str, Any]] | None) -> Iterator[Piece]:
-    yield Piece(content, own=False)
+def _system(content: str, tools: list[dict[str, Any]] | None) -> Iterator[Segment]:
+    yield Segment(content, own=False)
     if tools:
         schemas = "\n".join(_json(tool["function"]) for tool in tools)
-        yield Piece("\n\n" + BEFORE_TOOLS)
-        yield Piece(schemas, own=False)
-        yield Piece(AFTER_TOOLS)
+        yield Segment("\n\n" + BEFORE_TOOLS)
+        yield Segment(schemas, own=False)
+        yield Segment(AFTER_TOOLS)
 
 
-def _user(words: Iterable[Piece], thought: str | None) -> Iterator[Piece]:
+def _user(words: Iterable[Segment], thought: str | None) -> Iterator[Segment]:
     """A message that the model answers, and the beginning of the answer unless `thought` is None."""
-    yield Piece(USER)
+    yield Segment(USER)
     yield from words
     if thought is not None:
-        yield Piece(ASSISTANT + thought)
+        yield Segment(ASSISTANT + thought)
 
 
-def _assistant(message: Message, with_reasoning: bool) -> Iterator[Piece]:
+def _assistant(message: ChatMessage, with_reasoning: bool) -> Iterator[Segment]:
     """An answer. Its beginning belongs to the message before it."""
     if with_reasoning:
-        yield Piece(message.get("reasoning_content", ""), own=False)
-        yield Piece(THOUGHT)
-    yield Piece(message["content"] or "", own=False)
+        yield Segment(message.get("reasoning_content", ""), own=False)
+        yield Segment(THOUGHT)
+    yield Segment(message["content"] or "", own=False)
     calls = message.get("tool_calls", [])
     if calls:
-        yield Piece(f"\n\n<{DSML}function_calls>\n")
+        yield Segment(f"\n\n<{DSML}function_calls>\n")
         for call in calls:
             yield from _call(call["function"])
-            yield Piece("\n")
-        yield Piece(f"</{DSML}function_calls>")
-    yield Piece(END)
+            yield Segment("\n")
+        yield Segment(f"</{DSML}function_calls>")
+    yield Segment(END)
 
 
-def _call(function: dict[str, Any]) -> Iterator[Piece]:
-    yield Piece(f'<{DSML}invoke name="')
-    yield Piece(function["name"], own=False)
-    yield Piece('">\n')
+def _call(function: dict[str, Any]) -> Iterator[Segment]:
+    yield Segment(f'<{DSML}invoke name="')
+    yield Segment(function["name"], own=False)
+    yield Segment('">\n')
     for number, (name, value) in enumerate(function["arguments"]["object"].items()):
         is_text = isinstance(value, str)
-        yield Piece("\n" * (number > 0) + f'<{DSML}parameter name="')
-        yield Piece(name, own=False)
-        yield Piece(f'" string="{"true" if is_text else "false"}">')
-        yield Piece(value if is_text else _json(value), own=False)
-        yield Piece(f"</{DSML}parameter>")
-    yield Piece(f"\n</{DSML}invoke>")
+        yield Segment("\n" * (number > 0) + f'<{DSML}parameter name="')
+        yield Segment(name, own=False)
+        yield Segment(f'" string="{"true" if is_text else "false"}">')
+        yield Segment(value if is_text else _json(value), own=False)
+        yield Segment(f"</{DSML}parameter>")
+    yield Segment(f"\n</{DSML}invoke>")
 
 
-def _result(content: str, is_first: bool) -> Iterator[Piece]:
-    yield Piece("\n\n<function_results>" * is_first + "\n<result>")
-    yield Piece(content, own=False)
-    yield Piece("</result>")
+def _result(content: str, is_first: bool) -> Iterator[Segment]:
+    yield Segment("\n\n<function_results>" * is_first + "\n<result>")
+    yield Segment(content, own=False)
+    yield Segment("</result>")
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _ids(found: Iterable[Piece], tokenizer: Tokenizer) -> list[int]:
+def _ids(found: Iterable[Segment], tokenizer: Tokenizer) -> list[int]:
     """Token ids of the pieces; texts between control tokens are encoded together."""
     ids, waiting = [], ""
     for piece in found:

@@ -24,9 +24,9 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from mla_jax.base.errors import BadRequest
-from mla_jax.text.messages import Message
+from mla_jax.text.messages import ChatMessage
 from mla_jax.text.tokenizer import Tokenizer
-from mla_jax.text.words import PartsOfTokens, Words
+from mla_jax.text.words import Words, parts_of
 
 MOST_KEPT = 8  # disguises of a conversation, in addition to the first and the last
 FIRST_STAND_IN, LAST_STAND_IN = 0xF0000, 0x10FFFD  # for private use
@@ -97,7 +97,7 @@ class Disguise:
         messages = given.pop("messages")
         if not any(given.values()) and all(message.keys() == {"role", "content"} for message in messages):
             return [Words(self.disguise)]
-        return [Words(self.disguise), Words(self.disguise, PartsOfTokens(self.tokenizer.control))]
+        return [Words(self.disguise), Words(self.disguise, parts_of((*self.tokenizer.control,)))]
 
     def _marks(self) -> list[tuple[re.Pattern[str], int]]:
         """How a disguise marks texts of an answer, and how many."""
@@ -121,7 +121,7 @@ class Disguise:
             **{name: way.words.disguised(value) for name, value in given.items()},
         }
 
-    def _message(self, message: Message, way: Way, doubled: bool) -> Message:
+    def _message(self, message: ChatMessage, way: Way, doubled: bool) -> ChatMessage:
         found = way.words.of_message(message)
         if "reasoning_content" in message:
             found["reasoning_content"] = message["reasoning_content"].translate(self.disguise)
@@ -137,13 +137,13 @@ class Disguise:
     ) -> Iterator[tuple[str, bool]]:
         """The rendered text in pieces: texts, and control tokens of the template (True). `render` is the template; None where it
         fails. All are cut."""
-        chosen = next((i for i, v in enumerate(variants) if self._is_of(v, plain)), None)
-        if chosen is None:
+        chosen, variant = self._chosen(plain, variants)
+        if variant is None:
             raise BadRequest(
                 "the chat template treats the text of a message as a command",
                 "what is the message's and what the template's cannot be told apart; take template words out of the message",
             )
-        parts = self.in_message.split(variants[chosen])
+        parts = self.in_message.split(variant)
         unclear = parts[1::2]
         doubled = render(self._conversation(self.ways[chosen], doubled=True)) if unclear else None
         copied = self._copied(unclear, doubled)
@@ -170,8 +170,12 @@ class Disguise:
         """Without the second one of two equal texts with a seam between."""
         return re.sub(rf"({self.kept.pattern}){self.seam}\1", r"\1", doubled)
 
-    def _is_of(self, variant: str | None, plain: str) -> bool:
-        return variant is not None and variant.translate(self.undisguise) == plain
+    def _chosen(self, plain: str, variants: list[str | None]) -> tuple[int, str | None]:
+        """The first variant that undisguises to the plain text, and its number; None if there is no such variant."""
+        for at, variant in enumerate(variants):
+            if variant is not None and variant.translate(self.undisguise) == plain:
+                return at, variant
+        return -1, None
 
     def _marked(self, content: str, way: Way, doubled: bool) -> str:
         """`content` disguised except for the first few of the template's own texts, which are put between marks, or `doubled`.

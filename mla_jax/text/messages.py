@@ -12,7 +12,7 @@ from mla_jax.base.files import MAX_DIGITS, json_value
 from mla_jax.text.tokenizer import Tokenizer, check_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-KEYS = ("role", "content", "name")  # of a message of any role
+MESSAGE_KEYS = ("role", "content", "name")  # of a message of any role
 KEYS_OF = {
     "assistant": ("reasoning_content", "reasoning", "tool_calls"),
     "tool": ("tool_call_id",),
@@ -20,17 +20,17 @@ KEYS_OF = {
 REASONING = ("reasoning_content", "reasoning")  # two names of one key; templates know the first
 THINKING = ("thinking", "enable_thinking")  # two names of one variable; templates know one of them
 # Names in a template that are not the client's to set, beside the folder's own
-RESERVED = """
+PROTECTED = """
     messages tools add_generation_prompt continue_final_message chat_template tokenize bos_token eos_token pad_token unk_token
     raise_exception strftime_now namespace dict range lipsum cycler joiner
 """
 SHAPE_OF_TOOLS = 'expected [{"type": "function", "function": {"name": ..., "parameters": {...}}}, ...]'
-MAX_DEPTH = 100  # of lists and objects in each other
+MAX_NESTING = 100  # of lists and objects in each other
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 
 
-def checked_messages(messages: Any, tokenizer: Tokenizer) -> list[Message]:
+def checked_messages(messages: Any, tokenizer: Tokenizer) -> list[ChatMessage]:
     """The messages as plain dicts, with texts for contents.
 
     `content` is None where an answer has only `tool_calls`. `arguments` of a call are {"text", "object"}, both the same JSON,
@@ -69,14 +69,14 @@ def checked_variables(variables: Any, reserved: Iterable[str]) -> dict[str, Any]
     return {**dict.fromkeys(THINKING, thinking[0]), **given} if thinking else given
 
 
-def refuse_no_answer(last: Message) -> None:
+def refuse_no_answer(last: ChatMessage) -> None:
     """Raises BadRequest for a last message that the model cannot continue."""
     if last["role"] != "assistant" or "tool_calls" in last:
         found = "it has tool calls" if "tool_calls" in last else f"its role is {printable(last['role'])}"
         raise BadRequest("the last message cannot be continued", f"{found}; expected an answer of text")
 
 
-def call_without_object(messages: list[Message]) -> str | None:
+def call_without_object(messages: list[ChatMessage]) -> str | None:
     """The first tool call whose arguments are no object."""
     for at, message in enumerate(messages):
         for number, call in enumerate(message.get("tool_calls", ())):
@@ -87,8 +87,8 @@ def call_without_object(messages: list[Message]) -> str | None:
 
 def plain_json(value: Any, where: str, depth: int = 0) -> Any:
     """A copy of a JSON value in dicts and lists; raises BadRequest for anything else, such as NaN or half a surrogate pair."""
-    if depth > MAX_DEPTH:
-        raise BadRequest(f"{where} is nested too deeply", f"the limit is {MAX_DEPTH} levels")
+    if depth > MAX_NESTING:
+        raise BadRequest(f"{where} is nested too deeply", f"the limit is {MAX_NESTING} levels")
     if isinstance(value, str):
         check_text(value)
         return value
@@ -110,7 +110,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) and math.isfinite(value)
 
 
-def _message(where: str, given: Any, tokenizer: Tokenizer) -> Message:
+def _message(where: str, given: Any, tokenizer: Tokenizer) -> ChatMessage:
     if not isinstance(given, Mapping):
         raise BadRequest(f"{where} is not a role and a content", f"found {type(given).__name__}")
     given = {key: value for key, value in given.items() if value is not None}
@@ -137,7 +137,7 @@ def _check_role(where: str, role: str, tokenizer: Tokenizer) -> None:
 
 def _check_keys(where: str, role: str, given: Mapping) -> None:
     """Raises BadRequest for a key that messages of this role do not have."""
-    known = (*KEYS, *KEYS_OF.get(role, ()))
+    known = (*MESSAGE_KEYS, *KEYS_OF.get(role, ()))
     wrong = next((key for key in given if key not in known), None)
     if wrong is None:
         return

@@ -3,12 +3,13 @@
 Templates look for some of them, as in `schema.type == 'string'`. So harmless words may stay: those that cannot become a part of a
 control token, whatever a template writes beside them."""
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mla_jax.text.messages import Message
+from mla_jax.text.messages import ChatMessage
 
 # Keys of tools that are the interface's own, wherever control tokens have such words
 TOOL_KEYS = ("type", "function", "name", "description", "parameters", "strict")
@@ -38,6 +39,12 @@ class PartsOfTokens:
         )
 
 
+@functools.lru_cache(maxsize=8)
+def parts_of(control: tuple[str, ...]) -> PartsOfTokens:
+    """Those of these control tokens. A tokenizer has hundreds, so this takes tens of milliseconds once."""
+    return PartsOfTokens(control)
+
+
 @dataclass(frozen=True)
 class Words:
     """Disguises words by `table`: all, or those among `parts` alone."""
@@ -56,7 +63,7 @@ class Words:
             return {self.disguised(key): self.disguised(one) for key, one in value.items()}
         return value
 
-    def of_message(self, message: Message) -> Message:
+    def of_message(self, message: ChatMessage) -> ChatMessage:
         """The message with all disguised but its role, content and reasoning."""
         found = {key: self.disguised(message[key]) for key in ("name", "tool_call_id") if key in message}
         if "tool_calls" in message:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mla_jax.base.errors import BadRequest
-from mla_jax.text.messages import MAX_DEPTH, checked_messages, checked_tools, checked_variables
+from mla_jax.text.messages import MAX_NESTING, checked_messages, checked_tools, checked_variables
 
 pytestmark = pytest.mark.once
 TOKENIZER = deepseek_tokenizer()
@@ -104,7 +104,7 @@ def test_a_message_becomes_plain(given, expected):
         (answer(call({"a": float("inf")})), "is no JSON value\n  found inf"),
         (answer(call({"a": 10**5000})), "is no JSON value"),
         (answer(call({"a": "\ud800"})), "the text is not valid Unicode"),
-        (answer(call({"a": nested(MAX_DEPTH)})), "is nested too deeply"),
+        (answer(call({"a": nested(MAX_NESTING)})), "is nested too deeply"),
         (answer(call('{"a": ' + "[" * 101 + "]" * 101 + "}")), "is nested too deeply"),
     ],
 )
@@ -135,7 +135,7 @@ def test_tools_are_taken_as_they_are():
         ([{"function": {"name": "f", "description": 5}}], "the description of tool 0 is not text"),
         ([{"function": {"name": "f", "parameters": []}}], "the parameters of tool 0 are []"),
         ([{"function": {"name": "f", "parameters": {"a": {1, 2}}}}], "tool 0 is no JSON value"),
-        ([{"function": {"name": "f", "parameters": {"a": nested(MAX_DEPTH)}}}], "tool 0 is nested too deeply"),
+        ([{"function": {"name": "f", "parameters": {"a": nested(MAX_NESTING)}}}], "tool 0 is nested too deeply"),
     ],
 )
 def test_tools_of_another_shape_are_refused_in_words(tools, words):
