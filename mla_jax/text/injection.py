@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from mla_jax.base.errors import BadRequest
 from mla_jax.text.messages import ChatMessage
 from mla_jax.text.tokenizer import Tokenizer
-from mla_jax.text.words import Words, parts_of
+from mla_jax.text.words import Words, token_parts
 
 MOST_KEPT = 8  # disguises of a conversation, in addition to the first and the last
 FIRST_STAND_IN, LAST_STAND_IN = 0xF0000, 0x10FFFD  # for private use
@@ -97,7 +97,7 @@ class Disguise:
         messages = given.pop("messages")
         if not any(given.values()) and all(message.keys() == {"role", "content"} for message in messages):
             return [Words(self.disguise)]
-        return [Words(self.disguise), Words(self.disguise, parts_of((*self.tokenizer.control,)))]
+        return [Words(self.disguise), Words(self.disguise, token_parts((*self.tokenizer.control,)))]
 
     def _marks(self) -> list[tuple[re.Pattern[str], int]]:
         """How a disguise marks texts of an answer, and how many."""

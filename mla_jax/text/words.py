@@ -40,7 +40,7 @@ class PartsOfTokens:
 
 
 @functools.lru_cache(maxsize=8)
-def parts_of(control: tuple[str, ...]) -> PartsOfTokens:
+def token_parts(control: tuple[str, ...]) -> PartsOfTokens:
     """Those of these control tokens. A tokenizer has hundreds, so this takes tens of milliseconds once."""
     return PartsOfTokens(control)
 
