@@ -32,10 +32,22 @@ class AsyncLLM:
             return [self.llm.output_of(reader) for reader in readers]
 
     async def chat(
-        self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> Output:
         """As `LLM.chat`."""
-        prompt = await asyncio.to_thread(self.llm.encode_chat, messages)
+        prompt = await asyncio.to_thread(
+            self.llm.encode_chat,
+            messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+        )
         (output,) = await self.generate([prompt], params)
         return output
 

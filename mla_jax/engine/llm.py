@@ -185,13 +185,48 @@ class LLM:
         return self._stream(request)
 
     @_named
-    def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None) -> Output:
-        """Answers a conversation, `[{"role": "user", "content": ...}, ...]`, by the folder's chat template."""
-        return self.generate([self.encode_chat(messages)], params)[0]
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> Output:
+        """Answers a conversation, `[{"role": "user", "content": ...}, ...]`, by the folder's chat template.
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The token ids of a conversation up to where the model answers; control tokens in messages stay plain text."""
-        return self.inputs.encode_chat(messages)
+        Messages and tools have the shapes of OpenAI's chat interface; `encode_chat` says more."""
+        prompt = self.encode_chat(
+            messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+        )
+        return self.generate([prompt], params)[0]
+
+    @_named
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """The token ids of a conversation up to where the model answers; control tokens in what is given stay plain text.
+
+        Answers may have `reasoning_content` and `tool_calls`, results of tools `tool_call_id`. `chat_template_kwargs` are
+        variables of the template, such as {"thinking": True}. With `continue_final_message` the model goes on with the last
+        answer. Raises BadRequest for other shapes, and for a folder without a template; BadTemplate where the template fails."""
+        return self.inputs.encode_chat(
+            messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
 
     def logits(self, tokens: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
         """float32 logits `[B T W]` of token sequences of one length; no BOS is added.
