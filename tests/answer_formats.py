@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from mla_jax.text.answers import ANSWER_FORMATS, AnswerFormat
+from mla_jax.text.byte_level import to_characters
 from mla_jax.text.tokenizer import Tokenizer
 
 THINK = ["<think>", "</think>"]
@@ -56,8 +57,6 @@ Calls = list[tuple[str, dict]]
 
 def byte_level(special: list[str], added: list[str]) -> Tokenizer:
     """Every byte and a few longer tokens, with control tokens of both kinds."""
-    from mla_jax.text.byte_level import to_characters
-
     pieces = [piece if isinstance(piece, bytes) else piece.encode() for piece in PIECES]
     tokens = [*(bytes([b]) for b in range(256)), *pieces]
     model = tokenizers.Tokenizer(models.BPE({to_characters(token): i for i, token in enumerate(tokens)}, []))
@@ -65,6 +64,17 @@ def byte_level(special: list[str], added: list[str]) -> Tokenizer:
     model.decoder = decoders.ByteLevel()
     model.add_special_tokens(["<eos>", *special])
     model.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in added])
+    return Tokenizer(model, None)
+
+
+def words() -> Tokenizer:
+    """Words with a sign for a space, as sentencepiece makes them, and the tags of reasoning."""
+    tokens = ["<unk>", "▁a", "a", "b", "▁b", "<0xE2>", "<0x82>", "<0xAC>"]
+    model = tokenizers.Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    model.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    model.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in THINK])
     return Tokenizer(model, None)
 
 
