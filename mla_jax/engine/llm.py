@@ -32,12 +32,13 @@ from mla_jax.engine.opening.opened import Opened, open_model
 from mla_jax.engine.policy.choose import policy_of
 from mla_jax.engine.policy.evicting import Eviction
 from mla_jax.engine.processes import LedEngine, follow
-from mla_jax.engine.reader import Reader
+from mla_jax.engine.reader import Reader, TokenReading
 from mla_jax.engine.request_groups import Served
 from mla_jax.hosts import distributed
 from mla_jax.model.parts import cost_of
 from mla_jax.model.trainable import trainable
 from mla_jax.model.transformer import Transformer
+from mla_jax.text.stream import TextStream
 from mla_jax.weights.load import Progress
 from mla_jax.weights.temporaries import logits_bytes
 
@@ -305,19 +306,27 @@ class LLM:
             self.engine.warm_up()
 
     def submit(
-        self, requests: Sequence[Request], wake: Callable[[Reader], None], streams: bool = False
+        self,
+        requests: Sequence[Request],
+        wake: Callable[[Reader], None],
+        streams: bool = False,
+        reading: Callable[[Request], TokenReading] | None = None,
     ) -> list[Reader]:
         """Queues requests, made by `inputs.request`, and returns at once. `wake` gets a reader whenever it has something to read,
-        on the engine's thread, and must not wait.
+        on the engine's thread, and must not wait. `reading` makes what reads a request's tokens, if they are no plain text.
 
         Raises DoesNotFit for one that can never run, and Overloaded if too many wait; then none is queued."""
         self._refresh()
         jobs = [self.engine.job_of(request, streams=streams) for request in requests]
-        readers = [Reader(job, self.tokenizer, self._worker.cancel) for job in jobs]
+        reading = reading or self._plain_reading
+        readers = [Reader(job, reading(job.request), self._worker.cancel) for job in jobs]
         for reader in readers:
             reader.job.wake = functools.partial(wake, reader)
         self._worker.submit(jobs)
         return readers
+
+    def _plain_reading(self, request: Request) -> TextStream | None:
+        return None if self.tokenizer is None else TextStream(self.tokenizer, request.params.stop)
 
     def cancel(self, readers: Iterable[Reader]) -> None:
         """Ends what nobody wants any more, soon."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from mla_jax.base.errors import BadRequest, BadTemplate, printable
 from mla_jax.base.files import read_bounded, read_json
-from mla_jax.text.injection import Conversation, Disguise
+from mla_jax.text.injection import TemplateInput, Disguise
 from mla_jax.text.messages import (
     PROTECTED,
     ChatMessage,
@@ -68,6 +68,11 @@ class ChatTemplate:
             )
         return cls(source, name, variables)
 
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template has a place for tools."""
+        return READS_TOOLS.search(self.source) is not None
+
     def encode(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -86,7 +91,7 @@ class ChatTemplate:
 
         Only the template writes control tokens: each text between them is encoded, and checked, as plain text."""
         given = self._given(checked_messages(messages, tokenizer), tools, variables)
-        if given["tools"] and not READS_TOOLS.search(self.source):
+        if given["tools"] and not self.reads_tools:
             warnings.warn("the chat template has no place for tools: the model sees none", stacklevel=2)
         if continue_final_message:
             refuse_no_answer(given["messages"][-1])
@@ -98,7 +103,7 @@ class ChatTemplate:
             raise BadRequest(finding, "continue_final_message needs a template that writes it")
         _warn_of_dropped(given["messages"], plain)
 
-        def rendered(conversation: Conversation) -> str | None:
+        def rendered(conversation: TemplateInput) -> str | None:
             return self._cut_texts(disguise, [conversation], prompted)[1]
 
         ids: list[int] = []
@@ -106,7 +111,7 @@ class ChatTemplate:
             ids += [tokenizer.control_id(text)] if control else tokenizer.encode(text, bos=False)
         return tokenizer.with_bos(ids)
 
-    def _given(self, messages: list[ChatMessage], tools: Any, variables: Any) -> Conversation:
+    def _given(self, messages: list[ChatMessage], tools: Any, variables: Any) -> TemplateInput:
         """All that the client gives, in the shape that this template reads."""
         own = checked_variables(variables, (*PROTECTED.split(), *self.variables))
         if not ASKS_FOR_NONE.search(self.source):
@@ -117,7 +122,7 @@ class ChatTemplate:
         return {**own, "messages": messages, "tools": checked_tools(tools)}
 
     def _cut_texts(
-        self, disguise: Disguise, conversations: list[Conversation], add_generation_prompt: bool
+        self, disguise: Disguise, conversations: list[TemplateInput], add_generation_prompt: bool
     ) -> list[str | None]:
         """The texts of the plain conversation and of others, cut where the last message ends; None without that end."""
         try:
@@ -137,7 +142,7 @@ class ChatTemplate:
         Raises BadTemplate if the template fails with the first; the text of another is None then."""
         return self._texts([{"messages": messages} for messages in conversations], add_generation_prompt)
 
-    def _texts(self, conversations: list[Conversation], add_generation_prompt: bool) -> list[str | None]:
+    def _texts(self, conversations: list[TemplateInput], add_generation_prompt: bool) -> list[str | None]:
         variables = {
             **self.variables,
             "add_generation_prompt": add_generation_prompt,

@@ -10,7 +10,7 @@ Only the rules write control tokens: all that a client gives is encoded as plain
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from mla_jax.base.errors import BadRequest, BadTemplate, printable
 from mla_jax.text.messages import (
@@ -82,6 +82,8 @@ class DeepSeekV32Rules:
     """In the place of a ChatTemplate."""
 
     name: str = "the rules of DeepSeek-V3.2"
+    source: ClassVar[None] = None
+    reads_tools: ClassVar[bool] = True
 
     def encode(
         self,

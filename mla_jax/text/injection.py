@@ -32,7 +32,7 @@ MOST_KEPT = 8  # disguises of a conversation, in addition to the first and the l
 FIRST_STAND_IN, LAST_STAND_IN = 0xF0000, 0x10FFFD  # for private use
 
 # All that a client gives a template, by variable: `messages`, `tools`, and variables of its own
-Conversation = dict[str, Any]
+TemplateInput = dict[str, Any]
 
 
 class Way(NamedTuple):
@@ -49,7 +49,7 @@ class Disguise:
     `continues`: the model continues the last message."""
 
     def __init__(
-        self, tokenizer: Tokenizer, source: str, conversation: Conversation, continues: bool = False
+        self, tokenizer: Tokenizer, source: str, conversation: TemplateInput, continues: bool = False
     ):
         self.tokenizer, self.continues = tokenizer, continues
         self._choose_stand_ins(source, conversation)
@@ -57,7 +57,7 @@ class Disguise:
         self.plain = self._ended(conversation) if continues else conversation
         self.ways = self._ways()
 
-    def _choose_stand_ins(self, source: str, conversation: Conversation) -> None:
+    def _choose_stand_ins(self, source: str, conversation: TemplateInput) -> None:
         control = self.tokenizer.control
         alphabet = sorted({c for text in control for c in text if not c.isspace()})
         texts = (source, *_texts(conversation), *control)
@@ -65,7 +65,7 @@ class Disguise:
         self.disguise = str.maketrans(dict(zip(alphabet, stand_ins, strict=True)))
         self.undisguise = {ord(to): chr(of) for of, to in self.disguise.items()} | {ord(self.mark): None}
 
-    def _ended(self, conversation: Conversation) -> Conversation:
+    def _ended(self, conversation: TemplateInput) -> TemplateInput:
         """With the end of the last message marked."""
         *others, last = conversation["messages"]
         return {**conversation, "messages": [*others, {**last, "content": last["content"] + self.end}]}
@@ -108,11 +108,11 @@ class Disguise:
         numbers = sorted({*range(min(most, MOST_KEPT) + 1), most})
         return [(self.single, most), *((self.kept, number) for number in numbers)]
 
-    def variants(self) -> list[Conversation]:
+    def variants(self) -> list[TemplateInput]:
         """The disguised conversations, in the order in which they are believed."""
         return [self._conversation(way) for way in self.ways]
 
-    def _conversation(self, way: Way, doubled: bool = False) -> Conversation:
+    def _conversation(self, way: Way, doubled: bool = False) -> TemplateInput:
         given = dict(self.plain)
         messages, tools = given.pop("messages"), given.pop("tools", None)
         return {
@@ -133,7 +133,7 @@ class Disguise:
         return found
 
     def pieces(
-        self, plain: str, variants: list[str | None], render: Callable[[Conversation], str | None]
+        self, plain: str, variants: list[str | None], render: Callable[[TemplateInput], str | None]
     ) -> Iterator[tuple[str, bool]]:
         """The rendered text in pieces: texts, and control tokens of the template (True). `render` is the template; None where it
         fails. All are cut."""

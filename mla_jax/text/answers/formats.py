@@ -16,7 +16,7 @@ from mla_jax.text.answers.grammars import (
 )
 from mla_jax.text.tokenizer import Tokenizer
 
-THINK = ("<think>", "</think>")
+THINK_TAGS = ("<think>", "</think>")
 MOST_TAIL = 32  # tokens of a prompt in which an open <think> that is no control token is looked for
 
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -46,7 +46,7 @@ class AnswerFormat:
     `model_types`."""
 
     name: str
-    think: tuple[str, str] | None = THINK
+    think: tuple[str, str] | None = THINK_TAGS
     calls: CallGrammar | None = None
     signs: Tags = ()
     model_types: Tags = ()
@@ -63,12 +63,12 @@ class AnswerFormat:
 
 PLAIN_ANSWER = AnswerFormat("plain", think=None)
 ANSWER_FORMATS = (  # the first that a folder has
-    AnswerFormat("dsml", THINK, DsmlCalls(), ("｜DSML｜",), ("deepseek_v32", "deepseek_v4")),
-    AnswerFormat("kimi_k2", THINK, _KIMI, ("<|tool_call_argument_begin|>",)),
-    AnswerFormat("glm", THINK, GlmCalls(), ("<tool_call>", "<arg_key>", "<arg_value>")),
-    AnswerFormat("deepseek_v3", THINK, _V3, ("<｜tool▁sep｜>", "```json")),
-    AnswerFormat("deepseek_v31", THINK, _V31, ("<｜tool▁sep｜>",)),
-    AnswerFormat("reasoning", THINK, None, ("</think>",)),
+    AnswerFormat("dsml", THINK_TAGS, DsmlCalls(), ("｜DSML｜",), ("deepseek_v32", "deepseek_v4")),
+    AnswerFormat("kimi_k2", THINK_TAGS, _KIMI, ("<|tool_call_argument_begin|>",)),
+    AnswerFormat("glm", THINK_TAGS, GlmCalls(), ("<tool_call>", "<arg_key>", "<arg_value>")),
+    AnswerFormat("deepseek_v3", THINK_TAGS, _V3, ("<｜tool▁sep｜>", "```json")),
+    AnswerFormat("deepseek_v31", THINK_TAGS, _V31, ("<｜tool▁sep｜>",)),
+    AnswerFormat("reasoning", THINK_TAGS, None, ("</think>",)),
 )
 
 

@@ -8,14 +8,25 @@ from mla_jax.text.answers.arguments import CallWriter
 from mla_jax.text.answers.blanks import Trimmed
 from mla_jax.text.answers.formats import PLAIN_ANSWER, AnswerFormat
 from mla_jax.text.answers.grammars import AT_END, CallReading, Tags
-from mla_jax.text.answers.parts import Answer, CallBegin, Content, Part, Reasoning, answer_of, joined
+from mla_jax.text.answers.parts import (
+    Answer,
+    CallBegin,
+    CallEnd,
+    Content,
+    Part,
+    Reasoning,
+    answer_of,
+    joined,
+)
 from mla_jax.text.answers.tags import MarkedText, TagMatch, first_of
 from mla_jax.text.stream import begun_length
 from mla_jax.text.tokenizer import Tokenizer, check_text
 
 
 class AnswerStream:
-    """Reads an answer of a format. `stopped` once a stop text is found; `used` is the number of tokens that were read.
+    """Reads an answer of a format. `stopped` once a stop text is found, or the one call that is wanted has ended.
+
+    `used` is the number of tokens that were read, `reasoning_tokens` of those within reasoning, without its tags.
 
     A tag that is a control token is found by its id, any other by its text. Reasoning begins with the answer, or never, and
     ends with its tag or with a call. Blanks at the borders of tags are no text. A stop text ends reasoning as well as content,
@@ -30,12 +41,13 @@ class AnswerStream:
         stop: Sequence[str] = (),
         tools: Sequence[Mapping[str, Any]] = (),
         in_reasoning: bool = False,
+        one_call: bool = False,
     ):
         """`tools` are those of the request; `in_reasoning`: the prompt has opened it. Raises BadRequest for a stop text."""
-        self.stopped, self.used = False, 0
+        self.stopped, self.used, self.reasoning_tokens = False, 0, 0
         self._marks = MarkedText(tokenizer, form.tags)
         self._stops = _checked(stop, self._marks)
-        self._form, self._writer = form, CallWriter(tools)
+        self._form, self._writer, self._one_call = form, CallWriter(tools), one_call
         self._buffer = ""
         self._parts: list[Part] = []
         self._reasoning, self._content = Trimmed(after_tag=True), Trimmed()
@@ -50,7 +62,9 @@ class AnswerStream:
             if self.stopped:
                 break
             self.used += 1
+            was_in_reasoning = self._in_reasoning
             self._read(self._marks.push(token))
+            self.reasoning_tokens += was_in_reasoning and self._in_reasoning
         return self._take()
 
     def finish(self) -> list[Part]:
@@ -174,6 +188,9 @@ class AnswerStream:
             self._call = None
         for part in self._writer.take():
             self._put(part)
+            if self._one_call and isinstance(part, CallEnd):
+                self.stopped, self._buffer = True, ""
+                return
 
     def _end(self) -> None:
         """Reads the rest of the buffer, which no longer can become a tag."""
