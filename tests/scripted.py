@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 DeepSeek's control tokens are written with such letters
-"""Tiny models that say what a test wants: each token has one that follows it, so the last of a prompt decides about the answer."""
+"""Tiny models that say what a test wants. Each token has one that follows it, so the last of a prompt decides what is said."""
 
 import json
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ PROMPTS = """{%- if add_generation_prompt and messages[-1].role != 'tool' %}<ans
 
 @dataclass(frozen=True)
 class Script:
-    """What a model says: `answers` are its tokens in order, each beginning with the last token of a prompt.
+    """The answers of a model: the tokens of each in order, behind the last token of a prompt.
 
     `controls` are control tokens, `signs` what the template has of the format."""
 
@@ -55,7 +55,8 @@ def write_scripted(folder: Path, script: Script) -> Path:
     write(folder, {**hf, "eos_token_id": model.token_to_id(EOS)}, _weights(hf, _successors(script, model)))
     model.save(str(folder / "tokenizer.json"))
     template = script.template + "{# " + script.signs + " #}"
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": BOS, "chat_template": template}))
+    settings = {"bos_token": BOS, "add_bos_token": True, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
 
@@ -79,8 +80,10 @@ def _successors(script: Script, model: tokenizers.Tokenizer) -> dict[int, int]:
 
     found: dict[int, int] = {}
     for answer in script.answers:
-        for token, after in pairwise(map(id_of, (*answer, EOS))):
+        for token, after in pairwise(map(id_of, answer)):
             assert found.setdefault(token, after) == after, f"{answer} has a token that two others follow"
+    for answer in script.answers:
+        found.setdefault(id_of(answer[-1]), id_of(EOS))  # unless another answer goes on behind it
     return found
 
 
@@ -160,6 +163,7 @@ KIMI = Script(
             "<|tool_call_end|>",
             "<|tool_calls_section_end|>",
         ),
+        ("<end>", "Once", " more: ", "<|tool_calls_section_begin|>"),
     ),
     "<|tool_call_argument_begin|>",
 )

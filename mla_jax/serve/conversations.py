@@ -39,6 +39,7 @@ def answer_reading(
 ) -> Callable[[Request], AnswerStream]:
     """Makes what reads the answers to `prompt`. Without tools, what looks like a call is content."""
     form, tokenizer = _format_of(llm), llm.tokenizer
+    assert tokenizer is not None, "a conversation was encoded"
     form = form if fields.tools else form.without_calls()
     inside = starts_in_reasoning(prompt, tokenizer, form)
 

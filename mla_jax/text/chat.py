@@ -16,7 +16,7 @@ from typing import Any
 
 from mla_jax.base.errors import BadRequest, BadTemplate, printable
 from mla_jax.base.files import read_bounded, read_json
-from mla_jax.text.injection import TemplateInput, Disguise
+from mla_jax.text.injection import Disguise, TemplateInput
 from mla_jax.text.messages import (
     PROTECTED,
     ChatMessage,

@@ -1,5 +1,6 @@
 """Tools, reasoning and conversations as OpenAI's clients see them, with models that say what a test wants."""
 
+import dataclasses
 import json
 import threading
 from collections.abc import Iterator
@@ -53,8 +54,8 @@ def pace(request, monkeypatch) -> str:
     return request.param
 
 
-def asking(messages=ASKED, **more) -> dict:
-    return {"model": "m", "messages": messages, "temperature": 0, "max_tokens": 60, **more}
+def asking(**more) -> dict:
+    return {"model": "m", "messages": ASKED, "temperature": 0, "max_tokens": 60, **more}
 
 
 def answer(running: Running, **more) -> dict:
@@ -183,7 +184,7 @@ def test_many_calls_at_once_are_those_of_each_alone(model, request):
 
 
 def test_a_call_that_the_limit_cuts_has_the_finish_reason_length(deepseek):
-    found = answer(deepseek, **TOOLS, max_tokens=12)["choices"][0]
+    found = answer(deepseek, **TOOLS, **THINKING, max_tokens=13)["choices"][0]
     assert found["finish_reason"] == "length"
     assert found["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"ci')
 
@@ -227,11 +228,53 @@ def test_a_call_cannot_be_forced(deepseek, choice, stream):
     assert "structured output" in found["message"]
 
 
-def test_a_model_without_a_place_for_tools_refuses_them(running, tmp_path):
-    said = running.post("/v1/chat/completions", {"messages": ASKED, **TOOLS})
-    assert said.status_code == 400
-    assert "chat_template" in said.json()["error"]["message"] or "no place" in said.json()["error"]["message"]
-    assert running.post("/v1/chat/completions", {"messages": ASKED, **TOOLS, "tool_choice": "none"}).status_code == 200
+def with_template(running: Running, monkeypatch, source: str | None) -> None:
+    """Gives the model another chat template, or none."""
+    inputs = running.llm.inputs
+    template = source and dataclasses.replace(running.llm.chat_template, source=source)
+    monkeypatch.setattr(inputs, "text", inputs.text._replace(chat_template=template))
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [("{{ messages[0].content }} <tool_call> <arg_key> <arg_value>", "no place"), ("{{ tools }}", "format of its calls")],
+)
+def test_a_model_that_cannot_be_told_of_tools_or_whose_calls_are_not_known_refuses_them(glm, monkeypatch, source, words):
+    with_template(glm, monkeypatch, source)
+    found = error(glm, **TOOLS)
+    assert (found["param"], words in found["message"]) == ("tools", True), found
+    answer(glm, **TOOLS, tool_choice="none")
+
+
+def test_a_folder_without_a_template_answers_no_conversation(glm, monkeypatch):
+    with_template(glm, monkeypatch, None)
+    for more in ({}, TOOLS):
+        assert "no chat template" in error(glm, **more)["message"]
+    assert glm.get("/tokenizer_info").json()["chat_template"] is None
+
+
+def test_a_prompt_has_bos_once_on_every_route(deepseek):
+    bos = deepseek.llm.tokenizer.bos_id
+    chat = answer(deepseek, return_token_ids=True)["prompt_token_ids"]
+    more = {"prompt": "a", "max_tokens": 1, "return_token_ids": True}
+    completion = deepseek.post("/v1/completions", more).json()["choices"][0]["prompt_token_ids"]
+    tokenized = [deepseek.post("/tokenize", body).json()["tokens"] for body in ({"prompt": "a"}, {"messages": ASKED})]
+    for ids in (chat, completion, *tokenized):
+        assert (ids[0], ids.count(bos)) == (bos, 1)
+
+
+@pytest.mark.parametrize("temperature", [1e-12, 1e-7, 1e-4])
+def test_a_tiny_temperature_is_greedy(deepseek, temperature):
+    found = answer(deepseek, **TOOLS, **THINKING, temperature=temperature)["choices"][0]
+    assert without_ids(found["message"]) == without_ids(answer(deepseek, **TOOLS, **THINKING)["choices"][0]["message"])
+
+
+def test_text_before_a_call_and_the_call_come_in_a_stream(kimi):
+    call = {"id": "functions.weather:0", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages += [{"role": "tool", "tool_call_id": "functions.weather:0", "content": "nothing"}]
+    message, reason = message_of(events(kimi, messages=messages, **TOOLS))
+    assert (message["content"], len(message["tool_calls"]), reason) == ("Once more:", 1, "tool_calls")
 
 
 @pytest.mark.parametrize(

@@ -488,3 +488,27 @@ def test_an_empty_stop_text_is_refused_and_one_that_is_no_unicode():
 
 def test_every_format_of_calls_is_tested():
     assert {model.form.name for model in MODELS.values()} == {form.name for form in FORM.values() if form.calls}
+
+
+@EVERY_MODEL
+def test_a_reading_of_one_call_stops_at_its_end_in_any_parts(name):
+    model = MODELS[name]
+    ids = model.ids("Hm.</think>Now." + model.write(CALLS))
+    whole = AnswerStream(model.tokenizer, model.form, tools=TOOLS, in_reasoning=True, one_call=True)
+    found = answer_of([*whole.push(ids), *whole.finish()])
+    assert (found.reasoning, found.content, calls_of(found)) == ("Hm.", "Now.", called(model, CALLS[:1]))
+    assert found.calls[0].complete
+    assert whole.stopped
+    single = AnswerStream(model.tokenizer, model.form, tools=TOOLS, in_reasoning=True, one_call=True)
+    assert answer_of([part for token in ids for part in single.push([token])]) == found
+    assert single.used == whole.used < len(ids)
+
+
+@EVERY_MODEL
+def test_tokens_of_reasoning_are_counted_without_its_tags(name):
+    model = MODELS[name]
+    stream = AnswerStream(model.tokenizer, model.form, tools=TOOLS)
+    for token in model.ids("<think>" + "x" * 50 + "</think>content" + model.write(CALLS)):
+        stream.push([token])
+    tags_are_text = "</think>" not in model.tokenizer.control
+    assert 50 <= stream.reasoning_tokens <= 50 + 7 * tags_are_text  # what may begin the tag is not known yet
