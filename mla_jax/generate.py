@@ -1,6 +1,7 @@
 """python -m mla_jax.generate: parses, then runs. Nothing heavy is imported before the command line is known to be sound."""
 
 import dataclasses
+import json
 import os
 import sys
 import warnings
@@ -103,6 +104,9 @@ def refuse_contradictions(command: Command) -> None:
     if prompt.system is not None and not prompt.chat:
         hint = "a plain prompt has no roles; write the whole text for the model"
         raise BadRequest("--system needs --chat", hint)
+    if prompt.chat_template_kwargs is not None and not prompt.chat:
+        hint = "a plain prompt has no template; a line of --batch-file has its own chat_template_kwargs"
+        raise BadRequest("--chat-template-kwargs needs --chat", hint)
     if prompt.chat and (n := command.sampling.n) > 1:
         raise BadRequest(f"--n {n} and --chat exclude each other", "a conversation has one answer per turn")
     if prompt.batch_file and (prompt.chat or prompt.prompt or prompt.file or command.argument):
@@ -160,7 +164,8 @@ def reply(opened: "Opened", prompt: str | None, command: Command, console: "Cons
     llm = LLM(opened, progress=console.loading)
     console.note(*(f"note: {note}" for note in llm.notes))
     if request is None:
-        return chat(llm, command.sampling, console, command.prompt.system)
+        variables = json.loads(command.prompt.chat_template_kwargs or "{}")
+        return chat(llm, command.sampling, console, command.prompt.system, variables)
     reason = answers(llm, request.prompt, command.sampling, console)
     return {"error": ERROR, "interrupted": INTERRUPTED}.get(reason, DONE)
 

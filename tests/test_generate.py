@@ -105,6 +105,8 @@ def test_a_dash_reads_the_prompt_from_stdin(command, folder):
         (["AB", "--batch", "0", "--model", "{model}"], b"", 2, "batch is 0"),
         (["AB", "--batch", "1025", "--model", "{model}"], b"", 2, "batch is 1025, expected a whole number 1 to 1,024"),
         (["AB", "--system", "be brief", "--model", "{model}"], b"", 2, "--system needs --chat"),
+        (["AB", "--chat-template-kwargs", "{{}}", "--model", "{model}"], b"", 2, "--chat-template-kwargs needs --chat"),
+        (["--chat", "--chat-template-kwargs", "[1]", "--model", "{model}"], b"", 2, "expected a JSON object, such as"),
         (["AB", "--batch-file", "{model}/config.json", "--model", "{model}"], b"", 2, "several prompts given"),
         (["--chat", "--batch-file", "-", "--model", "{model}"], b"", 2, "--batch-file excludes a prompt, --file and --chat"),
         (["AB", "--out", "answers", "--model", "{model}"], b"", 2, "--out needs --batch-file"),
@@ -318,6 +320,14 @@ def test_a_chat_answers_turn_by_turn_until_input_ends(command, folder, tmp_path)
     assert result.stderr.count(b" stop: length ") == 2
     assert b"3+6 tokens" in result.stderr  # <bos>, A, B
     assert len(result.stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize("setting", ["{thinking = true}", "'{\"thinking\": true}'"])
+def test_variables_of_a_chat_template_may_be_a_table_of_a_file(tmp_path, monkeypatch, setting):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users run without the checks of the tests
+    (tmp_path / "run.toml").write_text(f"[prompt]\nchat = true\nchat_template_kwargs = {setting}\n")
+    command = parse(["--config", str(tmp_path / "run.toml")])
+    assert json.loads(command.prompt.chat_template_kwargs or "") == {"thinking": True}
 
 
 def test_ctrl_c_ends_the_text_cleanly_and_still_prints_the_figures(environment, folder):

@@ -16,6 +16,7 @@ from mla_jax.base.rules import (
     check,
     dtype_name,
     flag,
+    json_object,
     mesh,
     named_or,
     number,
@@ -77,6 +78,8 @@ class PromptOptions(Checked):
     """Interactive chat; /help lists its commands."""
     system: str | None = option(None, optional(text))
     """System prompt for --chat."""
+    chat_template_kwargs: str | None = option(None, optional(json_object))
+    """Variables of the chat template for --chat, as JSON: '{"thinking": true}'."""
     config: str | Path | None = option(None, optional(path))
     """TOML file with these settings, one table per group."""
 

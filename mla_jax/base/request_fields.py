@@ -11,8 +11,15 @@ from mla_jax.base.names import nearest
 from mla_jax.base.options import SamplingParams, names
 
 PROMPTS = ("prompt", "messages")
+# Keywords of `encode_chat` beside messages, and the values that ask for nothing
+CHAT = {
+    "tools": [],
+    "chat_template_kwargs": {},
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+}
 TOKENS = ("max_tokens", "max_completion_tokens")
-KEYS = (*PROMPTS, *names(SamplingParams))
+KEYS = (*PROMPTS, *CHAT, *names(SamplingParams))
 # Settings of whole numbers, which some clients write as 2.0
 WHOLE = [f.name for f in dataclasses.fields(SamplingParams) if f.type in (int, int | None, tuple[int, ...])]
 OFF = {"top_k": (-1, 0), "seed": (-1, None)}  # a value that other engines have for "off", and ours
@@ -22,10 +29,7 @@ IGNORED = """
 """  # keys that do not change an answer here
 # Keys for features that are not there, and the values that do not ask for them
 NEUTRAL: dict[str, tuple] = {
-    "add_generation_prompt": (True,),
     "best_of": (1,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "echo": (False,),
     "functions": ([],),
     "guided_json": (),
@@ -36,18 +40,28 @@ NEUTRAL: dict[str, tuple] = {
     "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "use_beam_search": (False,),
 }
 
 
 class Fields(NamedTuple):
-    """One of `prompt` and `messages` is None; `unknown` are keys without a meaning here."""
+    """One of `prompt` and `messages` is None; `unknown` are keys without a meaning here.
+
+    `messages`, `tools` and `chat_template_kwargs` are as the client gave them: whoever renders them checks them."""
 
     prompt: Any
     messages: Any
     params: SamplingParams
     unknown: tuple[str, ...] = ()
+    tools: Any = None
+    chat_template_kwargs: Any = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @property
+    def chat(self) -> dict[str, Any]:
+        """The keywords of `encode_chat`."""
+        return {key: getattr(self, key) for key in CHAT}
 
 
 def read_fields(body: Mapping[str, Any], defaults: SamplingParams, strict: bool = True) -> Fields:
@@ -61,8 +75,8 @@ def read_fields(body: Mapping[str, Any], defaults: SamplingParams, strict: bool 
     if strict and unknown:
         raise BadRequest(f"unknown key {printable(unknown[0])}", nearest(unknown[0], KEYS))
     _refuse_none_or_two(given)
-    prompt, messages = as_whole(given.get("prompt")), _messages(given.get("messages"))
-    return Fields(prompt, messages, _params(given, defaults), unknown)
+    prompt, params = as_whole(given.get("prompt")), _params(given, defaults)
+    return Fields(prompt, given.get("messages"), params, unknown, **_chat(given))
 
 
 def _asking(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,6 +92,17 @@ def _refuse_none_or_two(given: dict[str, Any]) -> None:
     if len(given.keys() & set(PROMPTS)) != 1:
         found = ", ".join(map(printable, given)) or "an empty object"
         raise BadRequest('expected either "prompt" or "messages"', f"found {found}")
+
+
+def _chat(given: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of `encode_chat` beside messages; raises BadRequest where there are none."""
+    asked = {key: given[key] for key, neutral in CHAT.items() if key in given and given[key] != neutral}
+    for key, value in asked.items():
+        if isinstance(CHAT[key], bool) and not isinstance(value, bool):
+            raise BadRequest(f"{key} is {shown(value)}", "expected true or false")
+    if asked and "messages" not in given:
+        raise BadRequest(f"{next(iter(asked))} needs messages", "a plain prompt has no chat template")
+    return asked
 
 
 def _params(given: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
@@ -123,25 +148,3 @@ def as_whole(value: Any) -> Any:
     if isinstance(value, list):
         return [as_whole(one) for one in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _messages(messages: Any) -> Any:
-    """Messages with the texts of their parts joined."""
-    if not isinstance(messages, list):
-        return messages
-    return [_message(at, message) for at, message in enumerate(messages)]
-
-
-def _message(at: int, message: Any) -> Any:
-    if not isinstance(message, Mapping):
-        return message
-    given = {key: value for key, value in message.items() if value is not None}
-    if isinstance(parts := given.get("content"), list):
-        given["content"] = "".join(_part(at, part) for part in parts)
-    return given
-
-
-def _part(at: int, part: Any) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    raise BadRequest(f"message {at} has a part that is no text", f"found {shown(part)}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
@@ -9,6 +10,7 @@ from typing import Any
 
 from mla_jax.base.axes import MESH_AXES, parse_mesh
 from mla_jax.base.errors import BadRequest, shown
+from mla_jax.base.files import json_value
 
 LARGEST = 2**63 - 1  # of whole numbers that have no smaller limit
 Rule = Callable[[Any], Any]
@@ -106,6 +108,17 @@ def text(value: Any) -> str:
     if isinstance(value, str):
         return str(value)
     raise Wrong("text")
+
+
+def json_object(value: Any) -> str:
+    """A JSON object as text, or a table of TOML, which becomes one."""
+    try:
+        text = json.dumps(value) if isinstance(value, Mapping) else value
+        if isinstance(text, str) and isinstance(json_value(text.encode(), "text", BadRequest), dict):
+            return text
+    except (BadRequest, TypeError, ValueError):
+        pass
+    raise Wrong("a JSON object, such as '{\"thinking\": true}'")
 
 
 def path(value: Any) -> str:

@@ -2,14 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from mla_jax.base.errors import BadRequest
 from mla_jax.base.options import SamplingParams
 from mla_jax.engine.core.request import Chunk, Output, Request
 from mla_jax.engine.llm import LLM
-from mla_jax.engine.reader import Reader
+from mla_jax.engine.reader import Reader, TokenReading
 
 
 class AsyncLLM:
@@ -32,10 +32,22 @@ class AsyncLLM:
             return [self.llm.output_of(reader) for reader in readers]
 
     async def chat(
-        self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> Output:
         """As `LLM.chat`."""
-        prompt = await asyncio.to_thread(self.llm.encode_chat, messages)
+        prompt = await asyncio.to_thread(
+            self.llm.encode_chat,
+            messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+        )
         (output,) = await self.generate([prompt], params)
         return output
 
@@ -52,18 +64,21 @@ class AsyncLLM:
 
     @contextlib.asynccontextmanager
     async def submitted(
-        self, requests: Sequence[Request], streams: bool
+        self,
+        requests: Sequence[Request],
+        streams: bool,
+        reading: Callable[[Request], TokenReading] | None = None,
     ) -> AsyncIterator[tuple[list[Reader], "asyncio.Queue[Reader]"]]:
         """Readers of requests of `llm.inputs`, and a queue of those with news; what is not done at the end is cancelled.
 
-        Raises as `LLM.submit`."""
+        `reading` and errors are as those of `LLM.submit`."""
         loop, news = asyncio.get_running_loop(), asyncio.Queue()
 
         def wake(reader: Reader) -> None:
             with contextlib.suppress(RuntimeError):  # of a loop that has ended: nobody waits any more
                 loop.call_soon_threadsafe(news.put_nowait, reader)
 
-        readers = self.llm.submit(requests, wake, streams)
+        readers = self.llm.submit(requests, wake, streams, reading)
         try:
             yield readers, news
         finally:

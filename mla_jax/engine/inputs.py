@@ -76,15 +76,32 @@ class InputProcessor:
             )
         return asked
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The token ids of a conversation up to where the model answers; raises BadRequest or BadTemplate."""
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """The token ids of a conversation up to where the model answers; raises BadRequest or BadTemplate.
+
+        `chat_template_kwargs` are variables of the template, such as {"thinking": True}."""
         template, tokenizer = self.text.chat_template, self.text.tokenizer
         if template is None or tokenizer is None:
             missing = "tokenizer" if tokenizer is None else "chat template"
             raise BadRequest(
                 f"this model folder has no {missing}, which chat needs", "give a prompt as text or token ids"
             )
-        return template.encode(messages, tokenizer)
+        return template.encode(
+            messages,
+            tokenizer,
+            tools=tools,
+            variables=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
 
     def check_prompt(self, tokens: list[int], needed: int) -> int:
         """The tokens of context that a prompt leaves free; raises BadRequest unless there are at least `needed`."""

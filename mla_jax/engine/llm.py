@@ -32,12 +32,13 @@ from mla_jax.engine.opening.opened import Opened, open_model
 from mla_jax.engine.policy.choose import policy_of
 from mla_jax.engine.policy.evicting import Eviction
 from mla_jax.engine.processes import LedEngine, follow
-from mla_jax.engine.reader import Reader
+from mla_jax.engine.reader import Reader, TokenReading
 from mla_jax.engine.request_groups import Served
 from mla_jax.hosts import distributed
 from mla_jax.model.parts import cost_of
 from mla_jax.model.trainable import trainable
 from mla_jax.model.transformer import Transformer
+from mla_jax.text.stream import TextStream
 from mla_jax.weights.load import Progress
 from mla_jax.weights.temporaries import logits_bytes
 
@@ -194,13 +195,48 @@ class LLM:
         return self._stream(request)
 
     @_named
-    def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None) -> Output:
-        """Answers a conversation, `[{"role": "user", "content": ...}, ...]`, by the folder's chat template."""
-        return self.generate([self.encode_chat(messages)], params)[0]
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> Output:
+        """Answers a conversation, `[{"role": "user", "content": ...}, ...]`, by the folder's chat template.
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The token ids of a conversation up to where the model answers; control tokens in messages stay plain text."""
-        return self.inputs.encode_chat(messages)
+        Messages and tools have the shapes of OpenAI's chat interface; `encode_chat` says more."""
+        prompt = self.encode_chat(
+            messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+        )
+        return self.generate([prompt], params)[0]
+
+    @_named
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """The token ids of a conversation up to where the model answers; control tokens in what is given stay plain text.
+
+        Answers may have `reasoning_content` and `tool_calls`, results of tools `tool_call_id`. `chat_template_kwargs` are
+        variables of the template, such as {"thinking": True}. With `continue_final_message` the model goes on with the last
+        answer. Raises BadRequest for other shapes, and for a folder without a template; BadTemplate where the template fails."""
+        return self.inputs.encode_chat(
+            messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
 
     def logits(self, tokens: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
         """float32 logits `[B T W]` of token sequences of one length; no BOS is added.
@@ -279,19 +315,27 @@ class LLM:
             self.engine.warm_up()
 
     def submit(
-        self, requests: Sequence[Request], wake: Callable[[Reader], None], streams: bool = False
+        self,
+        requests: Sequence[Request],
+        wake: Callable[[Reader], None],
+        streams: bool = False,
+        reading: Callable[[Request], TokenReading] | None = None,
     ) -> list[Reader]:
         """Queues requests, made by `inputs.request`, and returns at once. `wake` gets a reader whenever it has something to read,
-        on the engine's thread, and must not wait.
+        on the engine's thread, and must not wait. `reading` makes what reads a request's tokens, if they are no plain text.
 
         Raises DoesNotFit for one that can never run, and Overloaded if too many wait; then none is queued."""
         self._refresh()
         jobs = [self.engine.job_of(request, streams=streams) for request in requests]
-        readers = [Reader(job, self.tokenizer, self._worker.cancel) for job in jobs]
+        reading = reading or self._plain_reading
+        readers = [Reader(job, reading(job.request), self._worker.cancel) for job in jobs]
         for reader in readers:
             reader.job.wake = functools.partial(wake, reader)
         self._worker.submit(jobs)
         return readers
+
+    def _plain_reading(self, request: Request) -> TextStream | None:
+        return None if self.tokenizer is None else TextStream(self.tokenizer, request.params.stop)
 
     def cancel(self, readers: Iterable[Reader]) -> None:
         """Ends what nobody wants any more, soon."""

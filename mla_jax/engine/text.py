@@ -10,6 +10,7 @@ from mla_jax.base.files import allowed, read_json
 from mla_jax.base.options import SamplingParams
 from mla_jax.text import gguf_tokenizer
 from mla_jax.text.chat import ChatTemplate
+from mla_jax.text.deepseek_v32 import DeepSeekV32Rules
 from mla_jax.text.guard import Guard
 from mla_jax.text.tokenizer import Tokenizer
 from mla_jax.weights.source import Source
@@ -19,7 +20,7 @@ class Text(NamedTuple):
     """`tokenizer` and `chat_template` are None where the checkpoint has none; `defaults` are of sampling."""
 
     tokenizer: Tokenizer | None
-    chat_template: ChatTemplate | None
+    chat_template: ChatTemplate | DeepSeekV32Rules | None
     defaults: dict[str, Any]
     end_ids: tuple[int, ...]
     notes: tuple[str, ...] = ()
@@ -115,10 +116,10 @@ def _from_folder(source: Source) -> Text:
     config, folder = source.config, source.path
     tokenizer = Tokenizer.from_folder(folder, config.vocab_size, config.bos_token_id)
     notes = (UNKNOWN_FORM,) if tokenizer is not None and isinstance(tokenizer.codec, Guard) else ()
-    template, (defaults, ends) = (
-        ChatTemplate.from_folder(folder),
-        _generation_defaults(folder, config.eos_token_id),
-    )
+    template = ChatTemplate.from_folder(folder)
+    if template is None and config.model_type == "deepseek_v32":
+        template = DeepSeekV32Rules()
+    defaults, ends = _generation_defaults(folder, config.eos_token_id)
     if tokenizer is not None and tokenizer.eos_id is not None:
         ends = tuple(dict.fromkeys((*ends, tokenizer.eos_id)))
     return Text(tokenizer, template, defaults, ends, notes + _without_end(ends))

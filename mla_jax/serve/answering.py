@@ -13,6 +13,7 @@ from mla_jax.engine.reader import Reader
 from mla_jax.serve.asked import Asked
 from mla_jax.serve.errors import ApiError
 from mla_jax.serve.metrics import Metrics
+from mla_jax.text.answers import CallBegin
 from mla_jax.text.tokenizer import Tokenizer
 
 # A time limit cuts an answer as a limit of tokens does: clients know no other word for it
@@ -41,7 +42,8 @@ class Answering:
 
     async def begin(self) -> None:
         """Gives the requests to the engine. Raises Overloaded or DoesNotFit if it does not take them."""
-        submitted = self.llm.submitted(self.asked.requests, self.asked.form.stream)
+        asked = self.asked
+        submitted = self.llm.submitted(asked.requests, asked.form.stream, asked.reading)
         self.readers, self._news = await self._ending.enter_async_context(submitted)
 
     async def end(self) -> None:
@@ -91,9 +93,12 @@ class Answering:
 
     def ending(self, number: int, reason: FinishReason) -> dict[str, Any]:
         """How an answer ended: OpenAI's word, and the stop token if one of the request's own did it."""
-        ids, stops = self.readers[number].ids, self.asked.requests[number].params.stop_token_ids
-        stopped_by = ids[-1] if ids and ids[-1] in stops else None
-        return {"finish_reason": FINISHES[reason], "stop_reason": stopped_by}
+        reader, stops = self.readers[number], self.asked.requests[number].params.stop_token_ids
+        stopped_by = reader.ids[-1] if reader.ids and reader.ids[-1] in stops else None
+        finish = FINISHES[reason]
+        if finish == "stop" and any(isinstance(part, CallBegin) for part in reader.parts):
+            finish = "tool_calls"
+        return {"finish_reason": finish, "stop_reason": stopped_by}
 
     def head(self, kind: str) -> dict[str, Any]:
         """The keys that an answer, or each of its events, begins with."""
@@ -104,11 +109,13 @@ class Answering:
         prompt = sum(len(request.prompt) for request in self.asked.prompts)
         generated = sum(len(reader.ids) for reader in self.readers)
         cached = sum(reader.job.cached for reader in self.readers[:: self.asked.n])
+        reasoning = sum(reader.reasoning_tokens for reader in self.readers)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
         }
 
 

@@ -1,6 +1,8 @@
 """The routes of the server."""
 
 import asyncio
+import functools
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -35,6 +37,7 @@ class ServedModel:
         self.metrics = Metrics(self.names[0])
         self.created = int(time.time())
         self.defaults = SamplingParams(timeout=options.request_timeout)
+        self.variables: dict[str, Any] = json.loads(options.chat_template_kwargs or "{}")
         self.is_ready = False
         self._llm: AsyncLLM | None = None
 
@@ -119,9 +122,9 @@ def _add_answers(app: FastAPI, served: ServedModel) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
-        return await _answer(
-            served, request, body, asked.read_chat, "chatcmpl", chats.whole_chat, chats.chat_events
-        )
+        read = functools.partial(asked.read_chat, variables=served.variables)
+        kind = "chatcmpl", chats.whole_chat, chats.chat_events
+        return await _answer(served, request, body, read, *kind)
 
 
 async def _answer(
@@ -164,7 +167,7 @@ def _add_tokens(app: FastAPI, served: ServedModel) -> None:
         """The token ids of a text or a conversation."""
         llm = served.llm.llm
         served.name_of(body.model)
-        ids = await asyncio.to_thread(_tokens_of, llm, body)
+        ids = await asyncio.to_thread(_tokens_of, llm, body, served.variables)
         names = [_tokenizer_of(llm).model.id_to_token(i) for i in ids] if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": llm.context, "tokens": ids, "token_strs": names}
 
@@ -186,11 +189,11 @@ def _add_tokens(app: FastAPI, served: ServedModel) -> None:
         return {**found, "chat_template": None if template is None else template.source}
 
 
-def _tokens_of(llm: LLM, body: TokenizeBody) -> list[int]:
+def _tokens_of(llm: LLM, body: TokenizeBody, variables: dict[str, Any]) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest('expected either "prompt" or "messages"')
     if body.messages is not None:
-        return llm.encode_chat(body.messages)
+        return asked.tokens_of_chat(body.given(), llm, variables)
     wants_bos = body.add_special_tokens is not False
     return _tokenizer_of(llm).encode(body.prompt or "", bos=wants_bos)
 

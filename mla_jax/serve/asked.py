@@ -1,14 +1,17 @@
 """A body as requests to the engine, with all that its answer depends on."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mla_jax.base.errors import BadRequest
 from mla_jax.base.options import SamplingParams
-from mla_jax.base.request_fields import Fields, read_fields
+from mla_jax.base.request_fields import CHAT, Fields, read_fields
 from mla_jax.engine.core.request import Request
 from mla_jax.engine.llm import LLM
+from mla_jax.engine.reader import TokenReading
 from mla_jax.serve.bodies import ChatBody, CompletionBody, SamplingBody, StreamOptions
+from mla_jax.serve.conversations import Variables, answer_reading, encode_conversation, take_tool_choice
 from mla_jax.serve.options import MAX_WAITING
 
 COMPLETION_TOKENS = 16  # of a completion whose request names no number: OpenAI's rule
@@ -26,13 +29,16 @@ class AnswerForm:
 
 @dataclass(frozen=True)
 class Asked:
-    """`requests` are `n` of each prompt, one after the other; `echo` are the prompts' texts, if the answer has them, too."""
+    """`requests` are `n` of each prompt, one after the other; `echo` are the prompts' texts, if the answer has them, too.
+
+    `reading` makes what reads an answer, if that is no plain text."""
 
     requests: list[Request]
     n: int
     model: str
     form: AnswerForm
     echo: list[str] | None = None
+    reading: Callable[[Request], TokenReading] | None = None
 
     @property
     def prompts(self) -> list[Request]:
@@ -52,14 +58,27 @@ def read_completion(body: CompletionBody, llm: LLM, defaults: SamplingParams, mo
     return Asked(requests, params.n, model, _streaming(body), echo=texts)
 
 
-def read_chat(body: ChatBody, llm: LLM, defaults: SamplingParams, model: str) -> Asked:
-    """Raises as `read_completion`, and BadTemplate. Without a number of tokens an answer may be as long as the context allows."""
-    fields = _fields(body.given(), defaults)
-    params, prompt = fields.params, llm.encode_chat(fields.messages)
+def read_chat(body: ChatBody, llm: LLM, defaults: SamplingParams, model: str, variables: Variables) -> Asked:
+    """Raises as `read_completion`, and BadTemplate. Without a number of tokens an answer may be as long as the context allows.
+
+    `variables` are the server's own for the chat template."""
+    given = body.given()
+    take_tool_choice(given)
+    one_call = given.pop("parallel_tool_calls", True) is False
+    fields = _fields(given, defaults)
+    params, prompt = fields.params, encode_conversation(llm, fields, variables)
     if params.max_tokens is None:
         room = min(llm.context, llm.plan.tokens) - len(prompt)
         params = replace(params, max_tokens=max(room, 1))
-    return Asked(llm.inputs.requests([prompt], params), params.n, model, _streaming(body))
+    requests = llm.inputs.requests([prompt], params)
+    reading = answer_reading(llm, fields, prompt, one_call)
+    return Asked(requests, params.n, model, _streaming(body), reading=reading)
+
+
+def tokens_of_chat(given: dict[str, Any], llm: LLM, variables: Variables) -> list[int]:
+    """The prompt of the conversation in a body; raises as `read_chat`."""
+    asked = {key: given[key] for key in ("messages", *CHAT) if key in given}
+    return encode_conversation(llm, read_fields(asked, SamplingParams()), variables)
 
 
 def _fields(given: dict[str, Any], defaults: SamplingParams) -> Fields:

@@ -12,10 +12,10 @@ from starlette.types import Receive, Scope, Send
 from mla_jax.serve import log
 from mla_jax.serve.errors import api_error
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 # A stream without news gets a comment after these, so that proxies keep it open
 SILENT_SECONDS = 10.0
-END = b"data: [DONE]\n\n"
+STREAM_END = b"data: [DONE]\n\n"
 COMMENT = b": ping\n\n"
 
 
@@ -23,7 +23,7 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-async def unless_gone(request: Request, work: Awaitable[Answer]) -> Answer:
+async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
     """The result of `work`, which is cancelled if the client goes away; then raises ClientGone."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
     try:
@@ -77,7 +77,7 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for event in with_comments(self.events):
                 await body(COMMENT if event is None else line_of(event))
-            await body(END)
+            await body(STREAM_END)
         except OSError:  # the client has gone
             return
         except Exception as error:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mla_jax.base.options import MAX_TIMEOUT, Checked
-from mla_jax.base.rules import flag, number, option, optional, path, text, texts, whole
+from mla_jax.base.rules import flag, json_object, number, option, optional, path, text, texts, whole
 
 MAX_NAMES = 64
 MAX_WAITING = 4096  # requests that wait for a row, unless --max-waiting gives another number
@@ -24,6 +24,8 @@ class ServeOptions(Checked):
     """File of keys, one per line; a request must have one of them."""
     cors_origins: tuple[str, ...] | str = option((), texts(MAX_NAMES))
     """Origins of web pages that may call the server; "*" is any (none)."""
+    chat_template_kwargs: str | None = option(None, optional(json_object))
+    """Variables of the chat template, below a request's own: '{"thinking": true}'."""
     max_body: float = option(16.0, number(0, 1024, above=True))
     """Largest request body, MiB."""
     request_timeout: float | None = option(None, optional(number(0, MAX_TIMEOUT, above=True)))

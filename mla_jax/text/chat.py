@@ -1,10 +1,11 @@
 """A conversation as token ids, by the folder's chat template, which is untrusted.
 
-It renders in a process of its own with limits of time and memory; the text of a message never becomes a control token."""
+It renders in a process of its own with limits of time and memory; a text that a client gives never becomes a control token."""
 
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -13,19 +14,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mla_jax.base.errors import BadRequest, BadTemplate, printable, shown
+from mla_jax.base.errors import BadRequest, BadTemplate, printable
 from mla_jax.base.files import read_bounded, read_json
-from mla_jax.text.injection import Disguise, Message
-from mla_jax.text.tokenizer import MAX_TOKENIZER_CONFIG, Tokenizer, check_text
+from mla_jax.text.injection import Disguise, TemplateInput
+from mla_jax.text.messages import (
+    PROTECTED,
+    ChatMessage,
+    call_without_object,
+    checked_messages,
+    checked_tools,
+    checked_variables,
+    refuse_no_answer,
+)
+from mla_jax.text.tokenizer import MAX_TOKENIZER_CONFIG, Tokenizer
 
 MAX_TEMPLATE = 1 << 20
 LIMITS = {"seconds": 2, "memory": 256 << 20, "output": 16 << 20}
 # `seconds` above are processor time; this limit is for a machine that is busy, or has no such limit
 WALL_SECONDS = 10
-ROLES = ("system", "developer", "user", "assistant", "tool")
 KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment, in the process that renders
-
-Messages = Sequence[Mapping[str, str]]
+ASKS_FOR_NONE = re.compile(
+    r"""(?<!_)\bcontent\b['")\]]*\s*(?:is\s+(?:not\s+)?|[!=]=\s*)none\b""", re.IGNORECASE
+)
+READS_TOOLS = re.compile(r"\btools\b")
+# As an attribute, an item or an argument of get(): a template may also have a variable of this name
+READS_CALL_ID = re.compile(r"""(?:\.|\[\s*['"]|\bget\(\s*['"])tool_call_id\b""")
 
 
 @dataclass(frozen=True)
@@ -55,29 +68,81 @@ class ChatTemplate:
             )
         return cls(source, name, variables)
 
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template has a place for tools."""
+        return READS_TOOLS.search(self.source) is not None
+
     def encode(
-        self, messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tokenizer: Tokenizer,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """The token ids of a conversation, BOS once in front; raises BadRequest or BadTemplate.
 
+        Messages and tools have the shapes of OpenAI's interface. `variables` are the client's own for the template.
+        `add_generation_prompt` lets the model begin an answer; `continue_final_message` lets it go on with the last message, an
+        answer, in place of that.
+
         Only the template writes control tokens: each text between them is encoded, and checked, as plain text."""
-        messages = checked(messages, tokenizer)
-        disguise = Disguise(tokenizer, self.source, messages)
-        plain, *variants = self.render([messages, *disguise.variants()], add_generation_prompt)
-        _warn_of_dropped(messages, plain)
+        given = self._given(checked_messages(messages, tokenizer), tools, variables)
+        if given["tools"] and not self.reads_tools:
+            warnings.warn("the chat template has no place for tools: the model sees none", stacklevel=2)
+        if continue_final_message:
+            refuse_no_answer(given["messages"][-1])
+        prompted = add_generation_prompt and not continue_final_message
+        disguise = Disguise(tokenizer, self.source, given, continue_final_message)
+        plain, *variants = self._cut_texts(disguise, disguise.variants(), prompted)
+        if plain is None:
+            finding = "the chat template leaves out the last message, which is to be continued"
+            raise BadRequest(finding, "continue_final_message needs a template that writes it")
+        _warn_of_dropped(given["messages"], plain)
+
+        def rendered(conversation: TemplateInput) -> str | None:
+            return self._cut_texts(disguise, [conversation], prompted)[1]
+
         ids: list[int] = []
-        for text, control in disguise.pieces(plain, variants, self._rendered_or_none):
+        for text, control in disguise.pieces(plain, variants, rendered):
             ids += [tokenizer.control_id(text)] if control else tokenizer.encode(text, bos=False)
         return tokenizer.with_bos(ids)
 
-    def _rendered_or_none(self, messages: list[Message]) -> str | None:
-        try:
-            return self.render([messages])[0]
-        except BadTemplate:
-            return None
+    def _given(self, messages: list[ChatMessage], tools: Any, variables: Any) -> TemplateInput:
+        """All that the client gives, in the shape that this template reads."""
+        own = checked_variables(variables, (*PROTECTED.split(), *self.variables))
+        if not ASKS_FOR_NONE.search(self.source):
+            # A template that tests for text alone would write "None"
+            messages = [{**message, "content": message["content"] or ""} for message in messages]
+        if READS_CALL_ID.search(self.source):
+            _refuse_without_call_id(messages)
+        return {**own, "messages": messages, "tools": checked_tools(tools)}
 
-    def render(self, conversations: list[list[Message]], add_generation_prompt: bool = True) -> list[str]:
-        """The text of each conversation, all rendered in one process."""
+    def _cut_texts(
+        self, disguise: Disguise, conversations: list[TemplateInput], add_generation_prompt: bool
+    ) -> list[str | None]:
+        """The texts of the plain conversation and of others, cut where the last message ends; None without that end."""
+        try:
+            texts = self._texts([disguise.plain, *conversations], add_generation_prompt)
+        except BadTemplate as e:
+            if where := call_without_object(disguise.plain["messages"]):
+                finding = f"the arguments of {where} are no JSON object"
+                raise BadRequest(finding, "the chat template cannot write them", *e.args) from e
+            raise
+        return [text if text is None else disguise.cut(text) for text in texts]
+
+    def render(
+        self, conversations: list[list[ChatMessage]], add_generation_prompt: bool = True
+    ) -> list[str | None]:
+        """The texts of conversations of checked messages, all rendered in one process.
+
+        Raises BadTemplate if the template fails with the first; the text of another is None then."""
+        return self._texts([{"messages": messages} for messages in conversations], add_generation_prompt)
+
+    def _texts(self, conversations: list[TemplateInput], add_generation_prompt: bool) -> list[str | None]:
         variables = {
             **self.variables,
             "add_generation_prompt": add_generation_prompt,
@@ -90,7 +155,9 @@ class ChatTemplate:
             "conversations": conversations,
             "limits": LIMITS,
         }
-        answer = self._ask(json.dumps({"path": _jinja2_path(), **request}).encode())
+        # Stand-ins take three times the bytes as ASCII
+        text = json.dumps({"path": _jinja2_path(), **request}, ensure_ascii=False)
+        answer = self._ask(text.encode("utf-8", "surrogatepass"))
         if "texts" in answer:
             return answer["texts"]
         line = f"line {answer['line']}: " if answer["line"] else ""
@@ -123,13 +190,25 @@ class ChatTemplate:
         return BadTemplate(f"the chat template in {self.name} was ended", cause)
 
 
-def _warn_of_dropped(messages: list[Message], plain: str) -> None:
+def _warn_of_dropped(messages: list[ChatMessage], plain: str) -> None:
     """Says which result of a tool the template has left out: the model would answer as if it had never been called."""
     for at, message in enumerate(messages):
-        content = message["content"].strip()
-        written = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
-        if message["role"] == "tool" and not any(text in plain for text in written):
+        if message["role"] == "tool" and not _is_written(message["content"].strip(), plain):
             warnings.warn(f"the chat template leaves out message {at}, of the role tool", stacklevel=3)
+
+
+def _is_written(text: str, plain: str) -> bool:
+    """Whether a rendered text has this one, as it is or in JSON."""
+    forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
+    return any(form in plain for form in forms)
+
+
+def _refuse_without_call_id(messages: list[ChatMessage]) -> None:
+    for at, message in enumerate(messages):
+        if message["role"] == "tool" and "tool_call_id" not in message:
+            raise BadRequest(
+                f"message {at} has no tool_call_id", "the chat template reads it from each result"
+            )
 
 
 def _cause(ended: subprocess.CompletedProcess[bytes]) -> str:
@@ -140,41 +219,6 @@ def _cause(ended: subprocess.CompletedProcess[bytes]) -> str:
     if "MemoryError" in last or ended.returncode < 0:
         return f"it takes more than {LIMITS['memory'] >> 20} MB of memory"
     return printable(last, 200)
-
-
-def checked(messages: Any, tokenizer: Tokenizer) -> list[Message]:
-    """The messages as plain dicts.
-
-    Raises BadRequest unless each is a role and a content, both text, and no role is part of a control token."""
-    if not isinstance(messages, list | tuple) or not messages:
-        raise BadRequest(
-            "the conversation is not a list of messages", 'expected [{"role": "user", "content": ...}, ...]'
-        )
-    for at, message in enumerate(messages):
-        _check_shape(at, message)
-        _check_role(at, message["role"], tokenizer)
-        check_text(message["content"])
-    return [dict(message) for message in messages]
-
-
-def _check_shape(at: int, message: Any):
-    if not isinstance(message, Mapping):
-        raise BadRequest(f"message {at} is not a role and a content", f"found {type(message).__name__}")
-    if set(message) != {"role", "content"}:
-        raise BadRequest(f"message {at} is not a role and a content", f"found the keys {shown([*message])}")
-    for key in ("role", "content"):
-        if not isinstance(message[key], str):
-            raise BadRequest(f"the {key} of message {at} is not text", f"found {type(message[key]).__name__}")
-
-
-def _check_role(at: int, role: str, tokenizer: Tokenizer):
-    check_text(role)
-    if role in ROLES:
-        return
-    if not role.strip() or any(role in text or text in role for text in tokenizer.control):
-        raise BadRequest(
-            f"the role of message {at} is refused", f"found {printable(role)}, known: " + ", ".join(ROLES)
-        )
 
 
 def _read(path: Path) -> str:

@@ -24,7 +24,7 @@ class TextStream:
         if not all(stop):
             raise BadRequest("a stop text is empty", "it would stop before the first token")
         self.stop, self.stopped, self.used = tuple(stop), False, 0
-        self._decode = _Bytes(tokenizer.piece) if tokenizer.byte_level else _Window(tokenizer)
+        self._decode = token_decoder(tokenizer)
         self._pending = ""
 
     def push(self, ids: list[int]) -> str:
@@ -52,14 +52,19 @@ class TextStream:
         if found:
             self.stopped, self._pending = True, ""
             return text[: min(found)]
-        pending = max((_begun(text, stop) for stop in self.stop), default=0)
+        pending = max((begun_length(text, stop) for stop in self.stop), default=0)
         self._pending = text[len(text) - pending :]
         return text[: len(text) - pending]
 
 
-def _begun(text: str, stop: str) -> int:
+def begun_length(text: str, stop: str) -> int:
     """The length of the longest end of `text` that begins `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def token_decoder(tokenizer: Tokenizer) -> "_Bytes | _Window":
+    """A decoder with `push(token)` and `finish()`, which return the text that is complete."""
+    return _Bytes(tokenizer.piece) if tokenizer.byte_level else _Window(tokenizer)
 
 
 class _Bytes:

@@ -1,7 +1,9 @@
 """Works with an untrusted chat template or tokenizer: `chat.py` and `guard.py` start this file as a process of its own.
 
-It reads a line of JSON, {path, limits, ...}. With {template, variables, conversations} it writes {texts} or {line, cause}. With
-{tokenizer, controls} it writes {begins}; then each line {encode} or {decode} is answered by a line {ids}, {text}, or {cause}."""
+It reads a line of JSON, {path, limits, ...}. With {template, variables, conversations} it writes {texts} or {line, cause}. A
+conversation is an object of the variables that differ, `messages` among them; where it fails and the first does not, its text is
+null. With {tokenizer, controls} it writes {begins}; then
+each line {encode} or {decode} is answered by a line {ids}, {text}, or {cause}."""
 
 import json
 import sys
@@ -41,13 +43,10 @@ def _rendered(request: dict) -> dict:
     _limit(request["limits"])
     try:
         template = environment.from_string(_alone(environment.parse(request["template"])))
-        most = request["limits"]["output"]
-        return {
-            "texts": [
-                _render(template, {**request["variables"], "messages": m}, most)
-                for m in request["conversations"]
-            ]
-        }
+        most, variables = request["limits"]["output"], request["variables"]
+        contexts = [variables | _as_templates_read(conversation) for conversation in request["conversations"]]
+        first = _render(template, contexts[0], most)
+        return {"texts": [first, *(_render_or_none(template, context, most) for context in contexts[1:])]}
     except MemoryError:
         return {"line": None, "cause": f"it takes more than {request['limits']['memory'] >> 20} MB of memory"}
     except RecursionError:
@@ -57,6 +56,34 @@ def _rendered(request: dict) -> dict:
     except Exception as e:
         kind = "" if type(e) is jinja2.TemplateError else f"{type(e).__name__}: "
         return {"line": _line(e), "cause": kind + str(e)[:1000]}
+
+
+class Arguments(dict):
+    """Arguments of a tool call: an object for templates that look into it or write it as JSON, and its text where a template
+    joins it to other texts."""
+
+    def __init__(self, text: str, values: dict):
+        super().__init__(values)
+        self._text = text  # a name that the sandbox refuses
+
+    def __str__(self):
+        return self._text
+
+    def __add__(self, other):
+        return self._text + other
+
+    def __radd__(self, other):
+        return other + self._text
+
+
+def _as_templates_read(conversation: dict) -> dict:
+    """The conversation with Arguments in its tool calls."""
+    for message in conversation["messages"]:
+        for call in message.get("tool_calls", ()):
+            given = call["function"]["arguments"]
+            if isinstance(given, dict):
+                call["function"]["arguments"] = Arguments(given["text"], given["object"])
+    return conversation
 
 
 def _environment():
@@ -140,12 +167,19 @@ def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=
 
 def _render(template, context: dict, most: int) -> str:
     pieces, size = [], 0
-    for piece in template.generate(**context):
+    for piece in template.generate(context):
         size += len(piece.encode("utf-8", "surrogatepass"))
         if size > most:
             raise ValueError(f"it writes more than {most:,} bytes")
         pieces.append(piece)
     return "".join(pieces)
+
+
+def _render_or_none(template, context: dict, most: int) -> str | None:
+    try:
+        return _render(template, context, most)
+    except Exception:
+        return None
 
 
 def _line(error: BaseException) -> int | None:

@@ -77,7 +77,9 @@ class Line:
             return self
         try:
             fields = read_fields(self.asked, sampling)
-            prompt = fields.prompt if fields.messages is None else inputs.encode_chat(fields.messages)
+            prompt = fields.prompt
+            if fields.messages is not None:
+                prompt = inputs.encode_chat(fields.messages, **fields.chat)
             request = inputs.request(prompt, fields.params)
             return dataclasses.replace(self, requests=tuple(request.fork(i) for i in range(fields.params.n)))
         except MlaJaxError as error:

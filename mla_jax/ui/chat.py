@@ -3,10 +3,10 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mla_jax.base.errors import BadRequest, MlaJaxError, printable
 from mla_jax.base.files import explained, read_json, write_json
@@ -75,14 +75,23 @@ class Conversation:
 class Chat:
     """The state that commands act on."""
 
-    def __init__(self, llm: LLM, sampling: SamplingParams, console: Console, system: str | None):
+    def __init__(
+        self,
+        llm: LLM,
+        sampling: SamplingParams,
+        console: Console,
+        system: str | None,
+        variables: Mapping[str, Any] | None = None,
+    ):
+        """`variables` are those of the chat template."""
         self.llm, self.sampling, self.console = llm, sampling, console
         self.conversation, self.open = Conversation(system), False
+        self.variables = variables
 
     def run(self, read: Callable[[], str]) -> int:
         """Turn by turn until the end of input; Ctrl-C at the prompt clears the line."""
         # Fails at once if there is no template, or none for a system prompt
-        self.llm.encode_chat(self.conversation.asking(""))
+        self.encode(self.conversation.asking(""))
         self.console.note(f"{self.llm.name}: /help lists commands, Ctrl-D ends")
         self.open = True
         while self.open:
@@ -96,6 +105,9 @@ class Chat:
             except MlaJaxError as error:
                 self.console.error(error)
         return 0
+
+    def encode(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.llm.encode_chat(messages, chat_template_kwargs=self.variables)
 
     def take(self, line: str) -> None:
         """One line of input: a command, or a message. A message may begin with a slash if that is doubled."""
@@ -115,7 +127,7 @@ class Chat:
 
     def ask(self, question: str) -> None:
         """One turn. It joins the conversation if anything was answered; an interrupted answer does as far as it came."""
-        prompt = self.llm.encode_chat(self.conversation.asking(question))
+        prompt = self.encode(self.conversation.asking(question))
         text, reason = answer(self.llm, prompt, self._fitting(len(prompt)), self.console)
         if text and reason != "error":
             self.conversation.add(question, text)
@@ -152,7 +164,7 @@ class Chat:
 
     def system(self, argument: str) -> None:
         if argument:
-            self.llm.encode_chat(Conversation(argument).asking(""))  # a template may refuse system prompts
+            self.encode(Conversation(argument).asking(""))  # a template may refuse system prompts
             self.conversation.system = argument
         self.console.note(f"system prompt: {self.conversation.system or 'none'}")
 
@@ -163,7 +175,7 @@ class Chat:
 
     def load(self, argument: str) -> None:
         loaded = Conversation.load(_path(argument))
-        self.llm.encode_chat(loaded.asking(""))
+        self.encode(loaded.asking(""))
         self.conversation = loaded
         self.console.note(f"turns loaded: {len(loaded.turns) // 2}")
 
@@ -188,9 +200,15 @@ COMMANDS = {
 }
 
 
-def chat(llm: LLM, sampling: SamplingParams, console: Console, system: str | None = None) -> int:
+def chat(
+    llm: LLM,
+    sampling: SamplingParams,
+    console: Console,
+    system: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> int:
     """Talks until the end of input; returns the exit code."""
-    return Chat(llm, sampling, console, system).run(line_reader())
+    return Chat(llm, sampling, console, system, variables).run(line_reader())
 
 
 def line_reader() -> Callable[[], str]:

@@ -76,6 +76,10 @@ def test_a_value_becomes_ours(fields, expected):
         ({"guided_json": {}}, "found {}, expected no such key"),
         ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
         ({"max_new_tokens": 5}, "unknown key max_new_tokens\n  did you mean max_tokens?"),
+        ({"tools": [{}]}, "tools needs messages\n  a plain prompt has no chat template"),
+        ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs needs messages"),
+        ({"continue_final_message": True}, "continue_final_message needs messages"),
+        ({"add_generation_prompt": 0}, "add_generation_prompt is 0\n  expected true or false"),
         ({"messages": []}, 'expected either "prompt" or "messages"'),
         ({"prompt": None}, 'expected either "prompt" or "messages"\n  found an empty object'),
     ],
@@ -94,19 +98,23 @@ def test_prompts_of_token_ids_may_be_written_as_floats():
     assert read_fields({"prompt": [3.0, 4]}, DEFAULTS).prompt == [3, 4]
 
 
-def test_parts_of_a_message_are_joined_and_what_is_null_in_it_is_absent():
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    message = {"role": "user", "content": parts, "name": None, "tool_calls": None}
-    assert read_fields({"messages": [message]}, DEFAULTS).messages == [{"role": "user", "content": "ab"}]
+def test_a_chat_has_all_that_its_template_is_given():
+    tools, variables = [{"type": "function"}], {"thinking": True}
+    body = {"messages": [], "tools": tools, "chat_template_kwargs": variables, "continue_final_message": True}
+    expected = {"tools": tools, "chat_template_kwargs": variables, "add_generation_prompt": True, "continue_final_message": True}
+    assert read_fields(body, DEFAULTS).chat == expected
+    assert read_fields({"messages": [], "add_generation_prompt": False}, DEFAULTS).chat["add_generation_prompt"] is False
 
 
-@pytest.mark.parametrize("part", ["a", {"type": "image_url", "image_url": {}}, {"type": "text"}, None])
-def test_a_part_that_is_no_text_is_refused(part):
-    with pytest.raises(BadRequest, match="message 0 has a part that is no text"):
-        read_fields({"messages": [{"role": "user", "content": [part]}]}, DEFAULTS)
+@pytest.mark.parametrize(
+    "neutral", [{}, {"tools": [], "chat_template_kwargs": {}}, {"tools": None, "add_generation_prompt": None}]
+)
+@pytest.mark.parametrize("asked", [{"prompt": "a"}, {"messages": []}])
+def test_what_asks_for_nothing_is_absent(asked, neutral):
+    assert read_fields(asked | neutral, DEFAULTS) == read_fields(asked, DEFAULTS)
 
 
-@pytest.mark.parametrize("messages", [5, "a", [5], [None], [{"role": 3}]])
+@pytest.mark.parametrize("messages", [5, "a", [5], [None], [{"role": 3, "name": None}]])
 def test_what_is_no_message_is_left_to_the_chat_template(messages):
     assert read_fields({"messages": messages}, DEFAULTS).messages == messages
 

@@ -1,5 +1,7 @@
 """Streams and chats: the same answers as `generate`, piece by piece."""
 
+import asyncio
+import dataclasses
 import gc
 import json
 import os
@@ -15,6 +17,7 @@ from mla_jax import LLM, SamplingParams
 from mla_jax.base.errors import BadRequest
 from mla_jax.base.options import Options
 from mla_jax.engine import inputs
+from mla_jax.engine.async_llm import AsyncLLM
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.stats import EngineStats
 from mla_jax.engine.opening.opened import open_model
@@ -145,6 +148,19 @@ def test_a_chat_is_the_template_and_then_generate(llm):
     output = llm.chat(messages, PARAMS)
     assert output.prompt_token_ids == llm.encode_chat(messages) == llm.tokenizer.encode("a5b6c7")
     assert output.token_ids == llm.generate("a5b6c7", PARAMS)[0].token_ids
+
+
+def test_a_chat_gives_its_template_tools_variables_and_an_answer_to_continue(llm, monkeypatch):
+    source = "{{ bos_token }}{{ messages[-1].content }}{{ tools[0].function.name }}{{ b6 }}"
+    written = dataclasses.replace(llm.chat_template, source=source)
+    monkeypatch.setattr(llm.inputs, "text", llm.inputs.text._replace(chat_template=written))
+    messages = [{"role": "assistant", "content": "a5"}]
+    given = {"tools": [{"type": "function", "function": {"name": "c7"}}], "chat_template_kwargs": {"b6": "b6"}}
+    assert llm.chat(messages, PARAMS, **given).prompt_token_ids == llm.tokenizer.encode("a5c7b6")
+    continued = asyncio.run(AsyncLLM(llm).chat(messages, PARAMS, continue_final_message=True, **given))
+    assert continued.prompt_token_ids == llm.tokenizer.encode("a5")
+    with pytest.raises(BadRequest, match=r"LLM\.chat has no setting tool_choice"):
+        llm.chat(messages, PARAMS, tool_choice="auto")
 
 
 @pytest.mark.parametrize("messages", [None, 5, "hi", [], [5], [{"role": "user"}], {"role": "user", "content": "a5"}])

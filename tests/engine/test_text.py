@@ -1,5 +1,6 @@
 """A checkpoint's tokenizer, chat template and end tokens."""
 
+import dataclasses
 import json
 
 import models
@@ -11,6 +12,8 @@ from mla_jax.base.config import Config
 from mla_jax.base.options import SamplingParams
 from mla_jax.engine.inputs import InputProcessor
 from mla_jax.engine.text import NO_END, UNKNOWN_FORM, Text, open_text
+from mla_jax.text.chat import ChatTemplate
+from mla_jax.text.deepseek_v32 import DeepSeekV32Rules
 from mla_jax.weights.open import open_source
 
 HF = {**models.FAMILIES["v3"], "num_nextn_predict_layers": 0}
@@ -65,3 +68,22 @@ def test_only_what_a_request_does_not_give_takes_the_default():
     filled = InputProcessor(Config.from_hf(HF), text, 8).request([2, 3], asked).params
     assert (filled.temperature, filled.top_p, filled.top_k, filled.min_p) == (0, 0.95, 0, 0.5)
     assert (filled.max_tokens, filled.seed, filled.logprobs) == (3, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "kind"),
+    [
+        ("deepseek_v32", {}, DeepSeekV32Rules),
+        ("deepseek_v32", {"chat_template": "x"}, ChatTemplate),
+        ("deepseek_v3", {}, type(None)),
+    ],
+)
+def test_the_rules_of_v32_take_the_place_of_its_template_and_no_code_of_a_folder_is_run(
+    tmp_path, monkeypatch, model_type, settings, kind
+):
+    opened(tmp_path, eos=5, settings=settings)
+    (tmp_path / "encoding").mkdir()
+    (tmp_path / "encoding" / "encoding_dsv32.py").write_text("raise SystemExit('it was run')")
+    source = open_source(tmp_path)
+    monkeypatch.setattr(source, "config", dataclasses.replace(source.config, model_type=model_type))
+    assert type(open_text(source).chat_template) is kind

@@ -138,7 +138,12 @@ def test_without_a_file_for_them_answers_go_to_stdout_and_figures_to_stderr(run,
         ('{"custom_id": "x", "body": [5]}', "the body is [5]: expected an object"),
         ('{"custom_id": "x", "url": "/v1/embeddings", "body": {}}', "expected POST /v1/chat/completions or"),
         ('{"custom_id": "x", "bdy": {}, "body": {}}', "unknown key bdy beside body: did you mean body?"),
-        ('{"prompt": "a", "tools": [{"type": "function"}]}', "tools is not supported"),
+        ('{"prompt": "a", "tools": [{"type": "function"}]}', "tools needs messages"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}', "tool 0 has no function"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tools": 1}}',
+            "chat_template_kwargs sets tools",
+        ),
         ('{"prompt": "a", "id": [1]}', "the id is [1]"),
         ('{"prompt": "a", "temperature": "warm"}', "temperature is 'warm', expected a number 0 to 1,000"),
         ('{"prompt": "a", "n": 1000000}', "n is 1000000, expected a whole number 1 to 128"),
@@ -147,7 +152,7 @@ def test_without_a_file_for_them_answers_go_to_stdout_and_figures_to_stderr(run,
         (json.dumps({"prompt": [5] * 20_000}), "the prompt is too long: 20,000 tokens"),
         ('{"prompt": [9999999]}', "is not in the vocabulary"),
         ('{"prompt": ["a"]}', "neither text nor a list of token ids"),
-        ('{"messages": [{"role": "user"}]}', "message 0 is not a role and a content"),
+        ('{"messages": [{"role": "user"}]}', "the content of message 0 is not text"),
         ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
         ("[" * 100_000, "nested too deeply"),
         ('{"prompt": "' + "a" * 3000 + '"}', "the line is too long"),
@@ -170,6 +175,23 @@ def test_a_bad_line_is_reported_and_has_its_place_and_the_others_are_answered(ru
     before = files[1].read_bytes()
     assert run() == 2, "there is an error among the answers, from the earlier run"
     assert files[1].read_bytes() == before
+
+
+def test_a_chat_has_its_tools_and_variables_and_may_be_continued(run, llm, files, monkeypatch):
+    source = "{{ messages[-1].content }}{{ tools[0].function.name if tools }}{{ thinking }}{{ add_generation_prompt }}"
+    written = dataclasses.replace(llm.chat_template, source=source)
+    monkeypatch.setattr(llm.inputs, "text", llm.inputs.text._replace(chat_template=written))
+    chat = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}],
+        "tools": [{"type": "function", "function": {"name": "look"}}],
+        "chat_template_kwargs": {"thinking": True},
+    }
+    continued = {"messages": [{"role": "assistant", "content": "It is"}], "continue_final_message": True}
+    lines = [chat, {**chat, "add_generation_prompt": False}, continued, {"prompt": "x", "tools": [], "chat_template_kwargs": {}}]
+    files[0].write_text("\n".join(map(json.dumps, lines)))
+    assert run() == 0
+    expected = ["qlookTrueTrue", "qlookTrueFalse", "It is", "x"]
+    assert [a["token_ids"] for a in answers(files[1])] == [o.token_ids for o in llm.generate(expected, GREEDY)]
 
 
 def test_lines_for_openai_get_the_answers_of_ours(run, files):

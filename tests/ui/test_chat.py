@@ -1,6 +1,7 @@
 """Conversations on the command line: turns, commands, Ctrl-C, and the line editor of a terminal."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -66,6 +67,14 @@ def test_turns_alternate_and_each_answer_follows_all_before(chat, llm):
     second = llm.generate("a1" + first + "b2", SHORT)[0].text
     expected = [("user", "a1"), ("assistant", first), ("user", "b2"), ("assistant", second)]
     assert chat.conversation.messages == messages(expected)
+
+
+def test_the_template_has_the_variables_of_the_command_line(llm, monkeypatch):
+    template = dataclasses.replace(llm.chat_template, source="{{ bos_token }}{{ messages[-1].content }}{{ extra }}")
+    monkeypatch.setattr(llm.inputs, "text", llm.inputs.text._replace(chat_template=template))
+    chat = Chat(llm, SHORT, Console(as_json=False, quiet=False), None, {"extra": "b2"})
+    talk(chat, "a1")
+    assert chat.conversation.turns[1]["content"] == llm.generate("a1b2", SHORT)[0].text
 
 
 def test_the_models_name_is_shown_and_every_command_has_a_line_of_help(chat, llm, capfd):

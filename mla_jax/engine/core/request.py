@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from mla_jax.base.options import SamplingParams
 from mla_jax.engine.core.stats import Stats
+from mla_jax.text.answers.parts import Part
 
 Logprobs = list[dict[int, float]]  # one entry per token: the chosen id first, then the most likely ones
 
@@ -51,6 +52,8 @@ class Chunk:
     logprobs: Logprobs | None = None
     # In the first chunk, if the request wanted them
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    # Of an answer that is read in a format; `text` is their content
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,79 @@
+"""A conversation of a body as a prompt, and how the answer to it is read."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mla_jax.base.errors import BadRequest, shown
+from mla_jax.base.request_fields import Fields
+from mla_jax.engine.core.request import Request
+from mla_jax.engine.llm import LLM
+from mla_jax.text.answers import AnswerFormat, AnswerStream, answer_format_of, starts_in_reasoning
+from mla_jax.text.messages import KEYS_OF, MESSAGE_KEYS, THINKING
+
+Variables = Mapping[str, Any]  # of chat templates
+
+
+def take_tool_choice(given: dict[str, Any]) -> None:
+    """Leaves tools only where the model may call them; raises BadRequest where it has to."""
+    choice = given.pop("tool_choice", "auto")
+    if choice == "none":
+        given.pop("tools", None)
+    elif choice != "auto":
+        finding = f"tool_choice is {shown(choice)}; to force a call needs structured output"
+        raise BadRequest(finding, "that is not supported yet: expected auto or none")
+
+
+def encode_conversation(llm: LLM, fields: Fields, variables: Variables) -> list[int]:
+    """The prompt of a conversation. The template's `variables` are the server's; those of the request stand above them.
+
+    Keys of messages that the library does not know are left out. Raises BadRequest or BadTemplate."""
+    if fields.tools:
+        _refuse_without_tools(llm)
+    messages, chat = [_with_known_keys(message) for message in fields.messages], fields.chat
+    chat["chat_template_kwargs"] = _over(variables, fields.chat_template_kwargs or {})
+    return llm.encode_chat(messages, **chat)
+
+
+def answer_reading(
+    llm: LLM, fields: Fields, prompt: list[int], one_call: bool
+) -> Callable[[Request], AnswerStream]:
+    """Makes what reads the answers to `prompt`. Without tools, what looks like a call is content."""
+    form, tokenizer = _format_of(llm), llm.tokenizer
+    assert tokenizer is not None, "a conversation was encoded"
+    form = form if fields.tools else form.without_calls()
+    inside = starts_in_reasoning(prompt, tokenizer, form)
+
+    def reading(request: Request) -> AnswerStream:
+        stop, tools = request.params.stop, fields.tools or ()
+        return AnswerStream(tokenizer, form, stop=stop, tools=tools, in_reasoning=inside, one_call=one_call)
+
+    return reading
+
+
+def _format_of(llm: LLM) -> AnswerFormat:
+    template = llm.chat_template
+    source = None if template is None else template.source
+    return answer_format_of(llm.tokenizer, source, llm.config.model_type)
+
+
+def _refuse_without_tools(llm: LLM) -> None:
+    """Raises BadRequest for a model that is told of no tools, or whose calls nobody can read."""
+    template = llm.chat_template
+    if template is not None and not template.reads_tools:
+        raise BadRequest("tools cannot be given to this model", f"{template.name} has no place for them")
+    if template is not None and _format_of(llm).calls is None:
+        raise BadRequest("tools cannot be given to this model", "the format of its calls is not known")
+
+
+def _with_known_keys(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without the keys that its role has not: clients send such as annotations, audio and refusal."""
+    role = message.get("role")
+    known = (*MESSAGE_KEYS, *(KEYS_OF.get(role, ()) if isinstance(role, str) else ()))
+    return {key: value for key, value in message.items() if key in known}
+
+
+def _over(variables: Variables, asked: Variables) -> dict[str, Any]:
+    """The server's variables below those that a request asks for; two names of one variable are one."""
+    if any(name in asked for name in THINKING):
+        variables = {name: value for name, value in variables.items() if name not in THINKING}
+    return {**variables, **asked}
