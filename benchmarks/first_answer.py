@@ -3,10 +3,10 @@
     python benchmarks/first_answer.py --out first_answer.json
     python benchmarks/first_answer.py --formats bf16 --small        (a tiny model)
 
-The model has V2-Lite's shape; its weights are zeros, which take no room on the disk. The first start finds no stored programs. That
-of the first format then warms up, asks what once was left out (a request behind a cached prompt), and counts the programs. The second start finds
-all programs. The request has 256 tokens of prompt and 32 of output. `--home` keeps the stored programs: other benchmarks find
-them with HOME set to it."""
+The model has V2-Lite's shape; its weights are zeros, which take no room on the disk. The first start finds no stored programs.
+That of the first format then warms up, asks what once was left out (a request behind a cached prompt), and counts the programs.
+The second start finds all programs. The request has 256 tokens of prompt and 32 of output. `--home` keeps the stored programs:
+other benchmarks find them with HOME set to it."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def start(model: str, began: float, warm: bool, small: bool) -> dict:
 
 
 def warmed(llm, params, held: int) -> dict:
-    """What `warm_up` takes, and whether requests of several kinds find all that they need."""
+    """The time of `warm_up`, and whether requests of several kinds find all that they need."""
     began = time.time()
     llm.warm_up()
     figures = {"warm_up, s": time.time() - began, "programs then": llm.stats().compiled}

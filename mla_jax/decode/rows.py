@@ -48,20 +48,17 @@ class Open:
     finite: Bool[Either, " H"]  # false once its logits were not
 
 
-OnDevice = Array | jax.ShapeDtypeStruct  # on the device, or what will be there
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A table of H rows; `taken` unpacks some of them."""
+    """A table of H rows, or of their shapes; `taken` unpacks some of them."""
 
-    entry: Int[OnDevice, "H entry"]  # an Entry
-    open: Int[OnDevice, "H open"]  # an Open
-    last: Float[OnDevice, "H D"]  # hidden state of the newest token in the cache
-    seen: UInt16[OnDevice, "H W"]  # see `sampling.PROMPT`
-    text: Int[OnDevice, "H C"] | None  # tokens by position, where drafts are looked up in them
-    load: Int[OnDevice, "moe X"] | None  # how often each expert of each layer was chosen, where that is counted
+    entry: Int[Any, "H entry"]  # an Entry
+    open: Int[Any, "H open"]  # an Open
+    last: Float[Any, "H D"]  # hidden state of the newest token in the cache
+    seen: UInt16[Any, "H W"]  # see `sampling.PROMPT`
+    text: Int[Any, "H C"] | None  # tokens by position, where drafts are looked up in them
+    load: Int[Any, "moe X"] | None  # how often each expert of each layer was chosen, where that is counted
 
 
 def default_entries(rows: int) -> Entry:

@@ -17,6 +17,8 @@ SMALL = {
     "crowd.py": [],
     "drafts.py": [],
     "engine.py": [],
+    "features.py": ["--only", "draft lookup"],
+    "first_answer.py": ["--formats", "bf16"],
     "forms.py": [],
     "host_pages.py": [],
     "loads.py": [],

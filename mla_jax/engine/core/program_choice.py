@@ -82,7 +82,7 @@ class ProgramChoice:
         return None not in found.values()
 
     def early(self) -> list[ProgramShape]:
-        """What a first short request needs; a line of the middle length also reads a shorter prompt."""
+        """The programs of a first short request. A line of the middle length also reads a shorter prompt."""
         lines = self.size.lines()
         return [self.mixed(lines[len(lines) // 2], 1, 1), *self.decoding(1, 1), *self._always()]
 

@@ -9,19 +9,26 @@ import pytest
 from models import FAMILIES, tensors, write
 from serving import answer, finish, request
 
+from mla_jax import LLM, SamplingParams
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.size import Size
-from mla_jax.weights.load import load
+from mla_jax.engine.opening.opened import Opened
+from mla_jax.weights.load import Checkpoint, load
 
 SIZE = Size(rows=8, pages=120, context=5000, chunk=1024)
 LONG = request([7, 8, 9], max_tokens=150)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def folder(tmp_path_factory):
     hf = {**FAMILIES["v3"], "num_hidden_layers": 2, "max_position_embeddings": 8192}
-    return load(write(tmp_path_factory.mktemp("v3"), hf, tensors(hf)))
+    return write(tmp_path_factory.mktemp("v3"), hf, tensors(hf))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load(folder)
 
 
 class Gated:
@@ -172,3 +179,40 @@ def test_who_waits_for_what_cannot_be_compiled_gets_the_error_when_nobody_runs_a
     with pytest.raises(RuntimeError, match="no memory for the tuner"):
         finish(engine, [wide, narrow])
     assert wide.ids == narrow.ids == []
+
+
+def test_programs_that_are_compiled_before_there_are_weights_serve_a_first_short_request(folder, model):
+    programs = Programs(Checkpoint(folder).model())
+    engine = Engine(programs, SIZE, compiles_ahead=True)
+    engine.compile_early()
+    begun = programs.compiled
+    programs.take(model)
+    assert answer(engine, LONG) == answer(Engine(Programs(model), SIZE), LONG)
+    assert programs.compiled == begun + 1  # `new`
+
+
+def test_a_line_that_is_being_compiled_reads_a_shorter_prompt_but_no_longer_one(folder, model):
+    engine = Engine(Programs(model), SIZE, compiles_ahead=True)
+    engine.compile_early()
+    middle = SIZE.lines()[1]
+    answer(engine, request([7] * (middle // 2), max_tokens=2))
+    assert lines(engine) == {middle}
+    answer(engine, request([9] * SIZE.chunk, max_tokens=2))
+    assert lines(engine) == {middle, SIZE.lines()[0]}
+
+
+def lines(engine) -> set[int]:
+    """Of the programs that read prompts."""
+    return {shape.line for shape in engine.device.begun("mixed_step", rows=1, width=1)}
+
+
+def test_an_llm_that_compiles_while_it_loads_answers_as_one_that_loads_first(folder, monkeypatch):
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+
+    def answered() -> list[int]:
+        with LLM(folder) as llm:
+            return llm.generate([5, 6, 7], params)[0].token_ids
+
+    expected = answered()
+    monkeypatch.setattr(Opened, "compiles_early", property(lambda self: True))
+    assert answered() == expected
