@@ -217,7 +217,7 @@ def test_a_stopped_answer_stays_and_frees_its_row(running, visit, held, way):
     (text,) = page.texts(".answer > .text")
     page.say_and_wait("b2", max_tokens=2)
     assert [message["content"] for message in page.asked[1]["messages"]] == ["a1", text, "b2"]
-    page.expect(".answer >> nth=1").to_contain_text("cut at the most tokens")
+    page.expect(".answer >> nth=1").to_contain_text("cut by a limit")
 
 
 def test_an_answer_that_is_stopped_before_it_begins_leaves_the_message_to_be_sent_again(running, visit, held):
