@@ -289,6 +289,7 @@ def test_a_model_without_a_template_continues_texts(chat_folder, tmp_path, visit
     for running in started(folder):
         page = visit(running)
         page.expect("#input").to_have_attribute("placeholder", re.compile("continues"))
+        page.expect("#max_tokens").to_have_attribute("placeholder", "256")
         page.say_and_wait("a1b2", max_tokens=5)
         expected = running.llm.generate(["a1b2"], SamplingParams(temperature=0, max_tokens=5))[0].text
         assert page.texts(".answer > .text") == [expected]
