@@ -25,6 +25,7 @@ from mla_jax.serve.errors import ApiError, api_error
 from mla_jax.serve.gate import Gate, response_of
 from mla_jax.serve.metrics import Metrics
 from mla_jax.serve.options import ServeOptions
+from mla_jax.serve.page import page_response
 
 LOADING = "30"  # seconds after which a client may ask again
 
@@ -68,7 +69,7 @@ class ServedModel:
 
 
 def make_app(served: ServedModel, keys: Sequence[bytes] = ()) -> FastAPI:
-    """The application. Every route but /health needs one of the keys, if there are any."""
+    """The application. Every route but the page and /health needs one of the keys, if there are any."""
     options = served.options
     app = FastAPI(title="mla-jax", docs_url=None, redoc_url=None)
     _add_models(app, served)
@@ -84,6 +85,11 @@ def make_app(served: ServedModel, keys: Sequence[bytes] = ()) -> FastAPI:
 
 
 def _add_models(app: FastAPI, served: ServedModel) -> None:
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        """A page to chat with the model. Its own requests carry the key that is typed in there."""
+        return page_response()
+
     @app.get("/health")
     async def health() -> Response:
         """200 when the model is ready, else 503."""

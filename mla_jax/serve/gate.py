@@ -18,7 +18,7 @@ from mla_jax.serve.errors import ApiError
 
 MAX_KEY_FILE = 1 << 20  # bytes
 BODY_SECONDS = 30  # between two parts of a body
-KEYLESS = ("/health",)  # paths that need no key
+KEYLESS = ("/", "/health")  # paths that need no key
 
 
 def read_keys(path: Path) -> list[bytes]:
