@@ -210,8 +210,9 @@ class Engine:
         self.device.start(self.choice.early())
 
     def warm_up(self) -> None:
-        """Compiles every program that any request may need, so that nothing is compiled later."""
+        """Compiles every program that any request may need, so that nothing is compiled later, and makes the pool."""
         self.device.compile(self.choice.every())
+        self.device.state()
         self._note()
 
     def _decide(self) -> list[Plan]:
