@@ -53,9 +53,9 @@ class Harness(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context is: the beginning of a text."""
-        tokenizer = self._tokenizer
-        found = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        """What an empty context is: the model's BOS, whether texts begin with it or not, else its end token."""
+        known = self._tokenizer.bos_id, self.llm.config.bos_token_id, self._tokenizer.eos_id
+        found = next((token for token in known if token is not None), None)
         if found is None:
             raise BadRequest("the tokenizer names no token that a text begins or ends with")
         return found

@@ -201,7 +201,8 @@ def _tokens_of(llm: LLM, body: TokenizeBody, variables: dict[str, Any]) -> list[
     if body.messages is not None:
         return asked.tokens_of_chat(body.given(), llm, variables)
     wants_bos = body.add_special_tokens is not False
-    return _tokenizer_of(llm).encode(body.prompt or "", bos=wants_bos)
+    # Names of control tokens are these tokens: harnesses ask for their ids, and for those of conversations that they rendered
+    return _tokenizer_of(llm).encode(body.prompt or "", bos=wants_bos, control=True)
 
 
 def _tokenizer_of(llm: LLM):

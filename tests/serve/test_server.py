@@ -310,6 +310,7 @@ def test_texts_become_tokens_and_texts_again(running):
     assert (found["tokens"], found["count"], found["max_model_len"]) == (expected, len(expected), 512)
     assert len(found["token_strs"]) == len(expected)
     assert running.post("/tokenize", {"prompt": "a1b2", "add_special_tokens": False}).json()["tokens"] == expected[1:]
+    assert running.post("/tokenize", {"prompt": "<eos>a1", "add_special_tokens": False}).json()["tokens"] == [1, expected[1]]
     assert running.post("/tokenize", {"messages": SAID}).json()["tokens"] == running.llm.encode_chat(SAID)
     assert running.post("/detokenize", {"tokens": expected}).json() == {"prompt": "a1b2"}
     about = running.get("/tokenizer_info").json()
