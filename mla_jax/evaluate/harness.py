@@ -53,7 +53,7 @@ class Harness(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context is: the model's BOS, whether texts begin with it or not, else its end token."""
+        """The empty context: the model's BOS, whether texts begin with it or not, else its end token."""
         known = self._tokenizer.bos_id, self.llm.config.bos_token_id, self._tokenizer.eos_id
         found = next((token for token in known if token is not None), None)
         if found is None:

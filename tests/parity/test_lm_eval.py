@@ -75,7 +75,7 @@ def running(folder) -> Running:
 
 
 def figures(model) -> dict:
-    """What lm-eval found of each task: all responses of the model."""
+    """Findings of lm-eval for each task: all responses of the model."""
     import lm_eval
 
     found = lm_eval.simple_evaluate(model=model, tasks=tasks(), log_samples=True, bootstrap_iters=0)

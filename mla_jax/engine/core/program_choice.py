@@ -91,10 +91,11 @@ class ProgramChoice:
         mixed = next((shape for shape in needed if shape.name == "mixed_step"), None)
         if mixed is None:
             return limits
-        lines = {shape.line for shape in self.device.begun("mixed_step", mixed.rows, mixed.width)}
+        begun = {shape.line for shape in self.device.begun("mixed_step", mixed.rows, mixed.width)}
+        lines = tuple(line for line in limits.lines if line in begun)
         if mixed.line in lines or max(lines, default=0) < mixed.line:
             return limits
-        return dataclasses.replace(limits, lines=tuple(line for line in limits.lines if line in lines))
+        return dataclasses.replace(limits, lines=lines)
 
     def possible(
         self, limits: Limits, running: Sequence[Job], waiting: Sequence[Job], fullest: int
