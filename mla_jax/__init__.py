@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         TooLong,
         Unsupported,
     )
+    from mla_jax.base.grammar import Grammar
     from mla_jax.base.options import Evict, Options, SamplingParams
     from mla_jax.engine.async_llm import AsyncLLM
     from mla_jax.engine.core.request import Chunk, FinishReason, Output
@@ -41,6 +42,7 @@ _HOME = {  # of each public name: imported when it is used, so that `--help`, er
     "ProcessLost": "mla_jax.base.errors",
     "TooLong": "mla_jax.base.errors",
     "Unsupported": "mla_jax.base.errors",
+    "Grammar": "mla_jax.base.grammar",
     "Evict": "mla_jax.base.options",
     "Options": "mla_jax.base.options",
     "SamplingParams": "mla_jax.base.options",
@@ -63,6 +65,7 @@ __all__ = [
     "DoesNotFit",
     "Evict",
     "FinishReason",
+    "Grammar",
     "MlaJaxError",
     "Options",
     "Output",

@@ -13,6 +13,7 @@ import tyro
 
 from mla_jax.base.errors import BadRequest
 from mla_jax.base.files import explained
+from mla_jax.base.grammar import Grammar
 from mla_jax.base.options import GROUPS as OPENING
 from mla_jax.base.options import Options, OutputOptions, PromptOptions, SamplingParams
 from mla_jax.ui.command_line import DONE, INTERRUPTED, exit_code_of, exit_with, parse_command
@@ -73,6 +74,7 @@ def run_command(command: Command) -> int:
         print(*doctor(), sep="\n")
         return DONE
     refuse_contradictions(command)
+    command = with_schema(command)
     if command.options.processes.several:
         text_alone_on_stdout()
     if command.options.processes.follows:
@@ -119,6 +121,16 @@ def refuse_contradictions(command: Command) -> None:
     if command.output.out and not prompt.batch_file:
         hint = "a single answer goes to stdout; write it to a file with > FILE"
         raise BadRequest("--out needs --batch-file", hint)
+
+
+def with_schema(command: Command) -> Command:
+    """The command with the grammar that --json-schema names: JSON text, or @ and the path of a file with it."""
+    given = command.prompt.json_schema
+    if given is None:
+        return command
+    schema = _decoded(_read_file(given[1:])) if given.startswith("@") else given
+    grammar = Grammar.json_schema(schema)
+    return dataclasses.replace(command, sampling=dataclasses.replace(command.sampling, grammar=grammar))
 
 
 def read_prompt(command: Command) -> str:

@@ -16,6 +16,7 @@ from mla_jax.base.rules import (
     check,
     dtype_name,
     flag,
+    grammar,
     json_object,
     mesh,
     named_or,
@@ -80,6 +81,8 @@ class PromptOptions(Checked):
     """System prompt for --chat."""
     chat_template_kwargs: str | None = option(None, optional(json_object))
     """Variables of the chat template for --chat, as JSON: '{"thinking": true}'."""
+    json_schema: str | None = option(None, optional(text))
+    """Answer in JSON of this schema: '{"type": "object"}', or @FILE."""
     config: str | Path | None = option(None, optional(path))
     """TOML file with these settings, one table per group."""
 
@@ -394,6 +397,8 @@ class SamplingParams(Checked):
     """The same for the tokens of the prompt."""
     logit_bias: Mapping[int, float] | None = option(None, optional(biases(MAX_BIASES)))
     """Added to the logits of these token ids."""
+    grammar: Any = option(None, optional(grammar))  # without a flag, as its type is Any
+    """The form of the answer: a `Grammar`, or an object such as {"regex": "[0-9]+"}."""
     n: int = option(1, whole(1, MAX_FORKS))
     """Answers to each prompt, with seeds that follow each other."""
     timeout: float | None = option(None, optional(number(0, MAX_TIMEOUT, above=True)))

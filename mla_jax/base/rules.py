@@ -11,6 +11,7 @@ from typing import Any
 from mla_jax.base.axes import MESH_AXES, parse_mesh
 from mla_jax.base.errors import BadRequest, shown
 from mla_jax.base.files import json_value
+from mla_jax.base.grammar import Grammar
 
 LARGEST = 2**63 - 1  # of whole numbers that have no smaller limit
 Rule = Callable[[Any], Any]
@@ -119,6 +120,14 @@ def json_object(value: Any) -> str:
     except (BadRequest, TypeError, ValueError):
         pass
     raise Wrong("a JSON object, such as '{\"thinking\": true}'")
+
+
+def grammar(value: Any) -> Grammar:
+    """A Grammar, or an object that names one."""
+    try:
+        return Grammar.of(value)
+    except BadRequest as e:
+        raise Wrong(f"a grammar that can be used: {'; '.join(map(str, e.args))}") from e
 
 
 def path(value: Any) -> str:

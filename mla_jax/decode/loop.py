@@ -18,10 +18,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt16
 
 from mla_jax.base.axes import DATA
 from mla_jax.base.batch import Batch, MixedBatch, Table, Tables
+from mla_jax.base.grammar import mask_words
 from mla_jax.cache.paged import Pool, page_size
 from mla_jax.decode import evict_programs, page_copy, sharded_sampling
 from mla_jax.decode import rows as table
 from mla_jax.decode.evict_programs import Kept, Selection
+from mla_jax.decode.guided import Guide, guided_step
 from mla_jax.decode.loop_state import RunState, accepted, begun, counted, ended, forward, next_token
 from mla_jax.decode.model_weights import Weights
 from mla_jax.decode.outputs import Found, Likely
@@ -239,7 +241,13 @@ def logits(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "R T W
 
 def _loops(drafter: Drafter) -> dict[str, tuple[Callable, int]]:
     """The programs with loops by name: their functions, and how many of the arguments are donated, pool and rows."""
-    functions = {"prefill": prefill, "mixed_step": mixed_step, "run": run, "run_with_drafts": run_with_drafts}
+    functions = {
+        "prefill": prefill,
+        "mixed_step": mixed_step,
+        "run": run,
+        "run_with_drafts": run_with_drafts,
+        "guided_step": guided_step,
+    }
     return {name: (functools.partial(each, drafter=drafter), 2) for name, each in functions.items()}
 
 
@@ -258,6 +266,7 @@ class ProgramShape(NamedTuple):
     line: int = 0  # tokens of prompts
     pieces: int = 0  # of prompts in a line
     scores: bool = False  # whether it computes log-probabilities of a line
+    places: int = 0  # of tokens, for which each row has masks
 
 
 class Programs:
@@ -275,6 +284,7 @@ class Programs:
     mixed_step: Program
     run: Program
     run_with_drafts: Program
+    guided_step: Program
     logits: Program
     observe: Program
     move: Program
@@ -346,6 +356,8 @@ class Programs:
                 return pool, rows, at, tables, _numbers()
             case "run_with_drafts":
                 return pool, rows, at, tables, _numbers(), _numbers()
+            case "guided_step":
+                return pool, rows, at, tables, self._guide(shape)
             case "mixed_step":
                 return pool, rows, self._line(shape), at, tables
             case "prefill":
@@ -369,6 +381,11 @@ class Programs:
         return Line(
             _numbers(pieces), _numbers(shape.line), _numbers(pieces), self._tables(pieces, shape.width)
         )
+
+    def _guide(self, shape: ProgramShape) -> Guide:
+        each, words = (shape.rows, shape.places), mask_words(self.model.config.vocab_size)
+        masks = jax.ShapeDtypeStruct((*each, words), jnp.uint32)
+        return Guide(masks, _numbers(*each), _numbers(shape.rows))
 
     def _tables(self, rows: int, width: int) -> Any:
         """The shapes of a page table."""

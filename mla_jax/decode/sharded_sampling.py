@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt16
+from jaxtyping import Array, Bool, Float, Int, UInt16, UInt32
 
 from mla_jax.base.axes import TENSOR
 from mla_jax.decode import sampling
@@ -44,6 +44,13 @@ def row_logits(model: Transformer, hidden: Float[Array, "B *T D"]) -> Float[Arra
             return model.own_words(own_rows(hidden))
         parts = across.size(TENSOR)
         return across.swapped(model.own_words(_padded(hidden, parts)), TENSOR, cut=0, join=-1)
+
+
+def masked_logits(logits: Float[Array, "b W"], masks: UInt32[Array, "B words"]) -> Float[Array, "b W"]:
+    """The logits of the tokens that masks of all rows allow, else -inf. A token is a bit of a word, the lowest first."""
+    mine = own_rows(masks)
+    bits = mine[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    return jnp.where(bits.reshape(mine.shape[0], -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
 
 
 def sample(

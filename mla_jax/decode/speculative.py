@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mla_jax.base.batch import Batch, Table
 from mla_jax.cache.paged import Pool
@@ -209,7 +209,7 @@ def run_with_drafts(
         room = jnp.minimum(asked.steps - going.chosen.count, asked.entry.limit - going.is_open.count - 1)
         counts = jnp.where(more, jnp.clip(room, 0, jnp.minimum(drafts, drafter.most)), -1)
         pool, guesses, counts = drafter.propose(Draft(model, going, asked, token, counts))
-        return _verified(model, going._replace(pool=pool), asked, drafter, Guessed(token, guesses, counts))
+        return verified(model, going._replace(pool=pool), asked, drafter, Guessed(token, guesses, counts))
 
     start = going, sharded_sampling.row_logits(model, going.last)
     going, _ = jax.lax.while_loop(lambda carry: carry[0].goes_on(asked), one_pass, start)
@@ -222,9 +222,12 @@ class Guessed(NamedTuple):
     token: Int[Array, " B"]
     guesses: Int[Array, "B K"]
     counts: Int[Array, " B"]  # of the guesses; -1: not even the token is read
+    masks: UInt32[Array, "B K words"] | None = (
+        None  # tokens that may come in the place of each guess; all without them
+    )
 
 
-def _verified(
+def verified(
     model: Transformer, going: RunState, asked: RunInputs, drafter: Drafter, given: Guessed
 ) -> tuple[RunState, Float[Array, "b W"]]:
     """Runs the model over a token and its drafts, and accepts drafts; also returns the row shard of each last token's logits."""
@@ -257,8 +260,9 @@ def _checked(
         i, going, live = carry
         mine, guess = logits[:, i], given.guesses[:, i]
         asks = live & (i < given.counts)
+        open_logits = mine if given.masks is None else sharded_sampling.masked_logits(mine, given.masks[:, i])
         drawn, fit = sharded_sampling.sample(
-            mine, going.rows.seen, asked.at, going.position, asked.entry.sampling
+            open_logits, going.rows.seen, asked.at, going.position, asked.entry.sampling
         )
         drawn = replay_token(going.rows, asked.at, asked.entry, going.is_open, drawn)
         right = asks & fit & stands(guess, drawn)

@@ -9,9 +9,11 @@ from typing import Any
 
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, TooLong, printable, shown
+from mla_jax.base.grammar import Grammar
 from mla_jax.base.options import MAX_ENDS, SamplingParams
 from mla_jax.engine.core.request import Request
 from mla_jax.engine.text import Text
+from mla_jax.text.grammar import Grammars
 
 DEFAULT_MAX_TOKENS = 256
 MAX_PROMPTS = 100_000  # in one call
@@ -25,6 +27,9 @@ class InputProcessor:
     text: Text
     context: int
     _has_warned: bool = False  # of control tokens in a prompt
+
+    def __post_init__(self):
+        self.grammars = Grammars(self.text.tokenizer, self.config.vocab_size, self.text.end_ids)
 
     def requests(self, prompts: Any, params: Any) -> list[Request]:
         """`n` requests per prompt, as its parameters say; raises BadRequest."""
@@ -54,6 +59,8 @@ class InputProcessor:
         if params.stop and self.text.tokenizer is None:
             hint = "use stop_token_ids"
             raise BadRequest("stop texts need a tokenizer, which this model folder lacks", hint)
+        if params.grammar is not None:
+            self._refuse_grammar(params.grammar, params.ignore_eos)
         wrong = next((t for t in params.logit_bias or {} if t >= self.config.vocab_size), None)
         if wrong is not None:
             expected = f"expected 0 to {self.config.vocab_size - 1:,}"
@@ -62,6 +69,14 @@ class InputProcessor:
         if ends + len(params.stop_token_ids) > MAX_ENDS:
             given = f"the model has {ends}, stop_token_ids {len(params.stop_token_ids)}"
             raise BadRequest(f"more than {MAX_ENDS} token ids end an answer", given)
+
+    def _refuse_grammar(self, grammar: Grammar, ignore_eos: bool) -> None:
+        """Raises BadRequest for a grammar that no answer can follow."""
+        if ignore_eos:
+            raise BadRequest(
+                "ignore_eos and grammar exclude each other", "a grammar says where an answer ends"
+            )
+        self.grammars.matcher(grammar)
 
     def _limit(self, tokens: list[int], asked: int | None) -> int:
         """The most tokens that may follow a prompt; raises BadRequest if the context has no room for as many as are asked for."""

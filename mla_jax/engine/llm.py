@@ -115,7 +115,14 @@ class LLM:
         policy = policy_of(programs, size, self.options.eviction)
         drafting = Drafting(cost_of(self.model), programs.drafter, self.options.drafts.draft_tokens)
         alone = self._processes is None  # several processes decide the same
-        return Engine(programs, size, policy=policy, drafting=drafting, compiles_ahead=alone)
+        return Engine(
+            programs,
+            size,
+            policy=policy,
+            drafting=drafting,
+            compiles_ahead=alone,
+            grammars=self.inputs.grammars,
+        )
 
     def __repr__(self) -> str:
         formats = ", ".join(f"{gib(size)} in {name}" for name, size in self._formats.items())
@@ -281,10 +288,13 @@ class LLM:
         """The engine's counters: requests, tokens, pages, times."""
         return self.engine.stats
 
-    def warm_up(self) -> None:
-        """Compiles every program that a request may need. Afterwards no request waits for the compiler."""
+    @_named
+    def warm_up(self, *, grammars: bool = False) -> None:
+        """Compiles every program that a request may need. Afterwards no request waits for the compiler.
+
+        Requests with grammars need further programs, which are compiled if `grammars` asks for them."""
         self._refuse_followers()
-        self._worker.call(self._warm_up)
+        self._worker.call(lambda: self._warm_up(grammars))
 
     def _stream(self, request: Request) -> Iterator[Chunk]:
         news = threading.Event()
@@ -310,9 +320,9 @@ class LLM:
         self._programs.check()
         return found
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, grammars: bool) -> None:
         with self._memory_explained():
-            self.engine.warm_up()
+            self.engine.warm_up(grammars)
 
     def submit(
         self,

@@ -68,8 +68,8 @@ class LedEngine:
     def reset(self) -> None:
         self._do("reset")
 
-    def warm_up(self) -> None:
-        self._do("warm_up")
+    def warm_up(self, grammars: bool = False) -> None:
+        self._do("warm_up", grammars)
 
     def take_load(self) -> np.ndarray:
         return self._do("take_load")
@@ -201,7 +201,11 @@ def _digest(value: Any) -> str:
 
 
 def _as_json(request: Request) -> dict[str, Any]:
-    return {"prompt": request.prompt, "params": vars(request.params), "ends": request.ends}
+    grammar = request.params.grammar
+    params = vars(request.params) | {
+        "grammar": None if grammar is None else {grammar.kind: grammar.definition}
+    }
+    return {"prompt": request.prompt, "params": params, "ends": request.ends}
 
 
 def _from_json(value: dict[str, Any]) -> Request:

@@ -1,75 +1,25 @@
-"""Grammars that an answer follows, and the tokens that may come next. llguidance parses, on the host; no JAX here.
+"""Which tokens may come next in an answer that follows a grammar. llguidance parses, on the host; no JAX here.
 
 A mask is a row of 32-bit words with a bit a token, the lowest bit first: 1 where the token may come. For a draft of K tokens
 there are K + 1 masks: of the token in the place of each, and of the one behind them."""
 
+import functools
 import importlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt32
 
-from mla_jax.base.errors import BadRequest, printable, shown
+from mla_jax.base.errors import BadRequest, printable
+from mla_jax.base.grammar import Grammar, mask_words
 from mla_jax.text.tokenizer import Tokenizer
 
-MAX_GRAMMAR = 1 << 18  # characters of a definition
-MAX_CHOICES = 1_000
-WORD = 32  # tokens of a mask's word
-ALLOWED = np.uint32(0xFFFFFFFF)
-
+ALLOWED = np.uint32(0xFFFFFFFF)  # a word of a mask that allows all tokens
+KNOWN = 128  # grammars that are kept compiled
 NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
 
-GrammarKind = Literal["json_schema", "regex", "lark"]
 Masks = UInt32[np.ndarray, "*rows words"]
-
-
-@dataclass(frozen=True)
-class Grammar:
-    """A form of answers: `definition` in the language that `kind` names. Raises BadRequest for a definition that is too long."""
-
-    kind: GrammarKind
-    definition: str
-
-    def __post_init__(self):
-        if len(self.definition) > MAX_GRAMMAR:
-            raise BadRequest(
-                f"a grammar has {len(self.definition):,} characters", f"the limit is {MAX_GRAMMAR:,}"
-            )
-
-    @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> "Grammar":
-        """JSON that a schema describes: an object, or its JSON text. true and {} describe any value."""
-        found = _parsed(schema) if isinstance(schema, str) else schema
-        if not isinstance(found, Mapping | bool):
-            raise BadRequest("a JSON schema is an object", f"found {shown(found)}")
-        return cls("json_schema", _written(found))
-
-    @classmethod
-    def json_object(cls) -> "Grammar":
-        """Any JSON object."""
-        return cls.json_schema({"type": "object"})
-
-    @classmethod
-    def regex(cls, pattern: str) -> "Grammar":
-        """The whole answer matches a pattern of Rust's regex crate, without anchors and look-around."""
-        return cls("regex", pattern)
-
-    @classmethod
-    def lark(cls, rules: str) -> "Grammar":
-        """A context-free grammar in Lark's form, whose first rule is `start`."""
-        return cls("lark", rules)
-
-    @classmethod
-    def choice(cls, texts: Sequence[str]) -> "Grammar":
-        """One of some texts."""
-        if isinstance(texts, str) or not texts or not all(isinstance(text, str) for text in texts):
-            raise BadRequest("choices are a list of texts", f"found {shown(texts)}")
-        if len(texts) > MAX_CHOICES:
-            raise BadRequest(f"there are {len(texts):,} choices", f"the limit is {MAX_CHOICES:,}")
-        return cls("lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
 
 
 class Matcher:
@@ -84,15 +34,21 @@ class Matcher:
         return self.parser.is_stopped()
 
     def follow(self, tokens: Sequence[int]):
-        """Goes on behind tokens that masks allowed. Raises BadRequest where the grammar has become too large to parse."""
-        if not self.parser.consume_tokens(list(tokens)):
+        """Goes on behind tokens that masks allowed; there is nothing behind a complete answer.
+
+        Raises BadRequest where the grammar has become too large to parse."""
+        if not self.complete and not self.parser.consume_tokens(list(tokens)):
             raise BadRequest(
                 "the answer's grammar cannot be followed further", _reason(self.parser.get_error())
             )
 
     def taken(self, draft: Sequence[int]) -> int:
         """The number of tokens of a draft, from its beginning, that the grammar allows. Changes nothing."""
-        return self.parser.validate_tokens(list(draft))
+        return self.parser.validate_tokens(list(draft)) if draft else 0
+
+    def forced(self) -> list[int]:
+        """The next tokens, as far as the grammar leaves no choice."""
+        return self.parser.compute_ff_tokens()
 
 
 class Masked(NamedTuple):
@@ -103,31 +59,50 @@ class Masked(NamedTuple):
     draft: Sequence[int] = ()
 
 
-class GrammarTokens:
-    """A tokenizer's tokens as grammars see them. Made once for a model: that takes about a second for 130,000 tokens.
+class Grammars:
+    """The grammars of one model's answers. Its tokens are looked through when the first one is asked for: that takes about a
+    second for 130,000 tokens.
 
-    `words`: the length of a mask. Raises BadRequest for a tokenizer whose tokens have no bytes of their own."""
+    `words`: the length of a mask."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]):
-        ends = sorted(set(end_ids))
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, end_ids: Iterable[int]):
+        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(set(end_ids))
+        self.words = mask_words(vocab_size)
+        self._begun = functools.lru_cache(KNOWN)(self._new)
+
+    @functools.cached_property
+    def _library(self) -> Any:
+        return _import_library()
+
+    @functools.cached_property
+    def _threads(self) -> Any:
+        return self._library.LLExecutor()
+
+    @functools.cached_property
+    def _tokens(self) -> Any:
+        """Raises BadRequest for a tokenizer whose tokens have no bytes of their own."""
+        tokenizer, ends = self._tokenizer, self._ends
+        if tokenizer is None:
+            raise BadRequest("grammars need a tokenizer, which this model folder lacks")
         if not tokenizer.byte_level:
             raise BadRequest(
                 "grammars need a byte-level tokenizer", "this one's tokens depend on those beside them"
             )
         if not ends:
             raise BadRequest("grammars need an end token", "the model folder names none")
-        self.words = -(-vocab_size // WORD)
-        self._library = _library()
-        wrapped = self._library.TokenizerWrapper(_Tokens(tokenizer, vocab_size, ends[0]))
-        self._tokens = self._library.LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=ends)
-        self._threads = self._library.LLExecutor()
+        wrapped = self._library.TokenizerWrapper(_Tokens(tokenizer, self._vocab_size, ends[0]))
+        return self._library.LLTokenizer(wrapped, n_vocab=self._vocab_size, eos_token=ends)
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """At the beginning of an answer. Raises BadRequest, with the reason, for a grammar that cannot be compiled."""
+        """At the beginning of an answer. Raises BadRequest, with the reason, for a grammar that cannot be compiled, and where the
+        model's tokens allow no grammars."""
+        return Matcher(self._begun(grammar).deep_copy())
+
+    def _new(self, grammar: Grammar) -> Any:
         parser = self._library.LLMatcher(self._tokens, self._compiled(grammar), log_level=0)
         if parser.is_error():
             raise _refused(grammar, parser.get_error())
-        return Matcher(parser)
+        return parser
 
     def fill(self, masked: Sequence[Masked], masks: UInt32[np.ndarray, "rows places words"]):
         """Writes masks, with all processors but without Python's lock. Rows of others and places behind a draft are not touched.
@@ -174,26 +149,12 @@ class _Tokens:
         return self._encode(text, bos=False)
 
 
-def _library() -> Any:
+def _import_library() -> Any:
     try:
         return importlib.import_module("llguidance")
     except ImportError as e:
         hint = 'install the extra "grammar", as in: pip install -e ".[grammar]"'
         raise BadRequest("grammars need the package llguidance", hint) from e
-
-
-def _parsed(schema: str) -> Any:
-    try:
-        return json.loads(schema)
-    except (ValueError, RecursionError) as e:
-        raise BadRequest("a JSON schema is not JSON", printable(str(e), 200)) from e
-
-
-def _written(schema: Mapping[str, Any] | bool) -> str:
-    try:
-        return json.dumps(schema, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as e:
-        raise BadRequest("a JSON schema cannot be written as JSON", printable(str(e), 200)) from e
 
 
 def _refused(grammar: Grammar, found: str) -> BadRequest:

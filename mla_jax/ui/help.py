@@ -58,11 +58,12 @@ def help_text(about: About, asked: Sequence[str] = ()) -> str:
 
 
 def _group(name: str, options: type) -> str:
-    """A title and a line per flag."""
+    """A title and a line per flag. What can be any object has none."""
     docs = _field_docs(options)
     lines = [
         f"  {_flag(field.name, str(field.type)):<28}{docs[field.name]}"
         for field in dataclasses.fields(options)
+        if field.type is not Any
     ]
     return "\n".join([f"{name}: {_title(options)}", *lines])
 

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from mla_jax.base.errors import BadRequest
+from mla_jax.base.grammar import MAX_CHOICES, MAX_GRAMMAR, Grammar
+from mla_jax.base.options import SamplingParams
 from mla_jax.text import grammar as grammar_module
-from mla_jax.text.grammar import MAX_CHOICES, MAX_GRAMMAR, Grammar, GrammarTokens, Masked, Matcher
+from mla_jax.text.grammar import Grammars, Masked, Matcher
 from mla_jax.text.tokenizer import Tokenizer
 from mla_jax.weights.hub import DEMO
 
@@ -37,11 +39,11 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def vocabulary(tokenizer) -> GrammarTokens:
-    return GrammarTokens(tokenizer, SIZE, [tokenizer.eos_id])
+def vocabulary(tokenizer) -> Grammars:
+    return Grammars(tokenizer, SIZE, [tokenizer.eos_id])
 
 
-def masks_of(vocabulary: GrammarTokens, matcher: Matcher, draft=(), places: int | None = None) -> np.ndarray:
+def masks_of(vocabulary: Grammars, matcher: Matcher, draft=(), places: int | None = None) -> np.ndarray:
     masks = np.zeros((1, places or len(draft) + 1, vocabulary.words), np.uint32)
     vocabulary.fill([Masked(0, matcher, draft)], masks)
     return masks[0]
@@ -52,7 +54,7 @@ def allowed(mask: np.ndarray) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 
-def drawn(vocabulary: GrammarTokens, tokenizer: Tokenizer, grammar: Grammar, seed: int, most: int = 400) -> str:
+def drawn(vocabulary: Grammars, tokenizer: Tokenizer, grammar: Grammar, seed: int, most: int = 400) -> str:
     """An answer of tokens that are drawn from those allowed, more often of those that end something."""
     rng, matcher, answer = np.random.default_rng(seed), vocabulary.matcher(grammar), []
     ending = {token for text in '"]}0123456789' for token in tokenizer.encode(text, bos=False)}
@@ -177,11 +179,14 @@ def test_a_token_that_the_mask_forbids_is_refused(vocabulary, tokenizer):
 
 
 def test_a_tokenizer_without_bytes_or_ends_is_refused(tokenizer, monkeypatch):
+    any_object = Grammar.json_object()
+    with pytest.raises(BadRequest, match="need a tokenizer"):
+        Grammars(None, SIZE, [1]).matcher(any_object)
     with pytest.raises(BadRequest, match="need an end token"):
-        GrammarTokens(tokenizer, SIZE, [])
+        Grammars(tokenizer, SIZE, []).matcher(any_object)
     monkeypatch.setattr(tokenizer, "byte_level", False)
     with pytest.raises(BadRequest, match="byte-level"):
-        GrammarTokens(tokenizer, SIZE, [1])
+        Grammars(tokenizer, SIZE, [1]).matcher(any_object)
 
 
 def test_a_missing_package_is_named(tokenizer, monkeypatch):
@@ -190,4 +195,54 @@ def test_a_missing_package_is_named(tokenizer, monkeypatch):
 
     monkeypatch.setattr(grammar_module.importlib, "import_module", none)
     with pytest.raises(BadRequest, match='the extra "grammar"'):
-        GrammarTokens(tokenizer, SIZE, [1])
+        Grammars(tokenizer, SIZE, [1]).matcher(Grammar.json_object())
+
+
+def test_forced_tokens_are_those_without_a_choice(vocabulary, tokenizer):
+    matcher = vocabulary.matcher(Grammar.choice(["yes"]))
+    forced = matcher.forced()
+    assert tokenizer.decode(forced) == "yes"
+    matcher.follow(forced)
+    assert matcher.complete
+    matcher.follow([tokenizer.eos_id])  # nothing is behind the end
+
+
+def test_answers_to_one_grammar_do_not_share_their_place(vocabulary, tokenizer):
+    first, second = (vocabulary.matcher(Grammar.choice(["yes"])) for _ in range(2))
+    first.follow(first.forced())
+    assert first.complete
+    assert not second.complete
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ({"json_schema": {"type": "object"}}, "json_schema"),
+        ({"json_schema": '{"type": "object"}'}, "json_schema"),
+        ({"json_object": True}, "json_schema"),
+        ({"regex": "[0-9]+"}, "regex"),
+        ({"lark": 'start: "a"'}, "lark"),
+        ({"choice": ["a", "b"]}, "lark"),
+        (Grammar.regex("a"), "regex"),
+    ],
+)
+def test_a_grammar_can_be_named_by_an_object(given, kind):
+    assert SamplingParams(grammar=given).grammar.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (3, "a grammar is 3"),
+        ({}, "one of the keys json_schema"),
+        ({"regex": "a", "lark": "b"}, "one of the keys"),
+        ({"rege": "a"}, "did you mean regex"),
+        ({"regex": 3}, "regex is 3\\W+expected text"),
+        ({"json_object": False}, "expected true"),
+        ({"choice": {"a": "b"}}, "a list of texts"),
+        ({"json_schema": 7}, "expected a JSON schema"),
+    ],
+)
+def test_an_object_that_names_no_grammar_is_refused(given, says):
+    with pytest.raises(BadRequest, match=says):
+        SamplingParams(grammar=given)

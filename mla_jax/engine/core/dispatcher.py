@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mla_jax.base.batch import Tables
+from mla_jax.decode.guided import Guide
 from mla_jax.decode.loop import Line, Programs, ProgramShape
 from mla_jax.decode.outputs import Found, Likely
 from mla_jax.decode.packing import of_shards
@@ -117,18 +118,18 @@ class Dispatcher:
         """Whether a program is being compiled."""
         return not all(future.done() for future in self._started.values())
 
-    def ready(self, name: str, line: int = 0) -> list[ProgramShape]:
-        """The programs of this name that are there, for lines of this length."""
+    def ready(self, name: str, line: int = 0, places: int = 0) -> list[ProgramShape]:
+        """The programs of this name that are there, for lines of this length, or masks of as many places."""
         failed = [shape for shape, future in self._started.items() if future.done() and not _is_there(future)]
         for shape in failed:
             del self._started[shape]
         self.failed.update(failed)
         there = [shape for shape, future in self._started.items() if _is_there(future)]
-        return [shape for shape in there if (shape.name, shape.line) == (name, line)]
+        return [shape for shape in there if (shape.name, shape.line, shape.places) == (name, line, places)]
 
     def ready_for(self, wanted: ProgramShape) -> ProgramShape | None:
         """The smallest program that is there and does what the wanted one does."""
-        ready = self.ready(wanted.name, wanted.line)
+        ready = self.ready(wanted.name, wanted.line, wanted.places)
         fitting = [shape for shape in ready if shape.rows >= wanted.rows and shape.width >= wanted.width]
         return min(fitting, default=None, key=lambda shape: (shape.rows, shape.width))
 
@@ -186,6 +187,14 @@ class Dispatcher:
             pool, rows, found = self.programs.run(pool, rows, *sent)
         self.keep(pool, rows)
         return found
+
+    def guided_step(self, jobs: JobsByShard, shape: ProgramShape, guide: Guide) -> tuple[Found, Any]:
+        """Sends one token for each job, and for those with drafts what stands of these; also guesses of what follows."""
+        pool, rows = self.state()
+        sent = self.rows_of(jobs, shape.rows), self.tables(jobs, shape.rows, shape.width), guide
+        pool, rows, found, guesses = self.programs.guided_step(pool, rows, *sent)
+        self.keep(pool, rows)
+        return found, guesses
 
     def alone(self, job: Job) -> JobsByShard:
         """A job in its shard, and no other."""

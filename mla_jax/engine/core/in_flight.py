@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mla_jax.decode.loop import Programs
 from mla_jax.decode.outputs import Chosen, Found, Likely
 from mla_jax.decode.packing import here, part_here
@@ -32,8 +34,22 @@ class Flight(NamedTuple):
     held: int = 0  # tokens that a row held on average
     sent: float = 0.0
     is_next: bool = False  # nothing was sent between the tokens before and these
+    guesses: Any = None  # of tokens that follow those found, by row, for rows with grammars
     answer: Any = None  # what was asked of one job,
     start: int = 0  # which was admitted so often then
+
+
+class Landed(NamedTuple):
+    """The tokens that a dispatch has chosen for its jobs, one after the other, on the host."""
+
+    chosen: Chosen
+    likely: Likely | None  # where a job asks for log-probabilities
+    guesses: np.ndarray | None  # `[jobs, K]`: of what follows, -1 for none
+
+    def guessed(self, i: int) -> list[int]:
+        """Guesses of the tokens behind those of job `i`."""
+        guesses = [] if self.guesses is None else self.guesses[i].tolist()
+        return guesses[: guesses.index(-1)] if -1 in guesses else guesses
 
 
 class Flights:
@@ -76,12 +92,15 @@ class Flights:
         """Appends the answer that a paused job waits for."""
         self.send(Flight([job], None, None, [], answer=answer, start=job.starts))
 
-    def send_tokens(self, places: dict[Job, int], found: Found, drafts: int, held: int) -> None:
+    def send_tokens(
+        self, places: dict[Job, int], found: Found, drafts: int, held: int, guesses: Any = None
+    ) -> None:
         """Appends decode steps with up to `drafts` guesses a pass, of rows that hold `held` tokens on average. `places` say where
-        among those found the row of each job is."""
+        among those found the row of each job is, and among `guesses` of what follows."""
         part_here(found.chosen).copy_to_host_async()
         jobs, rows, now = list(places), list(places.values()), time.perf_counter()
-        self._queue.append(Flight(jobs, found, None, [], rows, drafts, held, now, is_next=not self.sent_more))
+        is_next = not self.sent_more
+        self._queue.append(Flight(jobs, found, None, [], rows, drafts, held, now, is_next, guesses))
         self.sent_more = False
 
     def land(self) -> list[Job]:
@@ -95,7 +114,8 @@ class Flights:
         self._note_guesses(flight, chosen)
         asked = any(job.logprobs is not None for job in flight.jobs)
         likely = Likely(*(array[flight.places] for array in flight.found.logprobs())) if asked else None
-        return self._land_tokens(flight.jobs, chosen, likely, start)
+        guesses = None if flight.guesses is None else here(flight.guesses)[flight.places]
+        return self._land_tokens(flight.jobs, Landed(chosen, likely, guesses), start)
 
     def _land_scores(self, flight: Flight, start: float) -> list[Job]:
         (job,), likely = flight.jobs, flight.likely
@@ -111,25 +131,28 @@ class Flights:
         job.finish(FinishReason.LENGTH)
         return [job]
 
-    def _land_tokens(self, jobs: list[Job], chosen: Chosen, likely: Likely | None, start: float) -> list[Job]:
-        now = self._checked(start)
+    def _land_tokens(self, jobs: list[Job], tokens: "Landed", start: float) -> list[Job]:
+        now, chosen = self._checked(start), tokens.chosen
         self._stats.generated += int(chosen.count.sum())
         self._stats.least_bytes += self._least(jobs, _passes(chosen))
         # Some have ended meanwhile: by a cancel, or by a stop text, which only the host sees
         going = [(i, job) for i, job in enumerate(jobs) if not job.done]
         for i, job in going:
             try:
-                self._give(job, chosen, likely, i, now)
+                self._give(job, tokens, i, now)
             except (
                 Exception
             ) as e:  # of its text or its log-probabilities: the other rows' tokens are not lost
                 job.fail(e)
         return [job for _, job in going]
 
-    def _give(self, job: Job, chosen: Chosen, likely: Likely | None, i: int, now: float) -> None:
+    def _give(self, job: Job, tokens: "Landed", i: int, now: float) -> None:
         """Gives a job its new tokens, those of row `i`."""
+        chosen = tokens.chosen
         ids = chosen.tokens[i, : chosen.count[i]].tolist()
-        job.take(ids, _logprobs(job, likely, i, ids), bool(chosen.done[i]), bool(chosen.finite[i]))
+        if job.matcher is not None:
+            job.take_guided(ids, tokens.guessed(i))
+        job.take(ids, _logprobs(job, tokens.likely, i, ids), bool(chosen.done[i]), bool(chosen.finite[i]))
         job.times.note(now, len(ids), self._stats.least_bytes)
 
     def _checked(self, start: float) -> float:

@@ -8,6 +8,7 @@ from mla_jax.decode.outputs import Likely
 from mla_jax.engine.core.pages import Held, Node, Pages
 from mla_jax.engine.core.request import FinishReason, Logprobs, Request
 from mla_jax.engine.core.stats import Times
+from mla_jax.text.grammar import Matcher
 
 
 class Job:
@@ -15,7 +16,7 @@ class Job:
 
     Others may read it meanwhile: of each new token the log-probabilities come first, then its id, and the reason comes last."""
 
-    def __init__(self, request: Request, priority: int, streams: bool):
+    def __init__(self, request: Request, priority: int, streams: bool, matcher: Matcher | None = None):
         self.request, self.priority, self.streams = request, priority, streams
         self.id = 0  # a number, once an engine has it
         self.ids: list[int] = []
@@ -38,6 +39,11 @@ class Job:
         self.steps = 0  # tokens that dispatches may have chosen since
         self.pauses = 0  # how often it was asked what its pages are to be, since it was admitted
         self.is_paused = False  # it waits for the answer
+        self.matcher = matcher  # of its grammar: where its answer is in it
+        self.draft: list[int] = []  # guesses of its next tokens, which the grammar allows
+        self.sent = (
+            0  # tokens that it may choose in a dispatch under way, if it has a grammar; 0: there is none
+        )
         self.matched: dict[int, list[Node]] = {}  # nodes of its beginning that were found last, by shard
         self.starts = 0  # how often it was admitted
         self.cached = 0  # tokens of its prompt that need not be read, when it was admitted first
@@ -84,6 +90,7 @@ class Job:
         self.known, self.again = len(self.tokens) - again, again
         shard.running.append(self)
         self.read, self.steps, self.pauses = held.shared * page, 0, 0
+        self.sent, self.draft = 0, []
         self.cached = self.cached if self.starts else self.read
         self.starts, self.is_paused = self.starts + 1, False
         if self.scores:
@@ -110,6 +117,23 @@ class Job:
         extended = self.shard.pages.extend(self.held, self.held_tokens + min(steps, self.left - 1))
         self.steps += min(steps, self.left)
         return extended
+
+    def reserve(self, tokens: int) -> bool:
+        """Takes pages for as many more tokens, as far as its limit goes, which no dispatch may have chosen yet; false and nothing
+        if there are none left."""
+        assert self.shard is not None
+        assert self.held is not None
+        return self.shard.pages.extend(self.held, self.held_tokens + min(tokens, self.left - 1))
+
+    def take_guided(self, ids: list[int], guesses: list[int]) -> None:
+        """Goes on in the grammar behind new tokens, and keeps the guesses that it allows for the next dispatch. Fewer tokens may
+        have come than the dispatch had room for."""
+        assert self.matcher is not None
+        self.steps -= self.sent - len(ids)
+        self.sent = 0
+        self.matcher.follow(ids[min(self.again, len(ids)) :])
+        allowed = guesses[: self.matcher.taken(guesses)]
+        self.draft = max(allowed, self.matcher.forced(), key=len)
 
     def take(self, ids: list[int], logprobs: Logprobs | None, ended: bool, finite: bool) -> None:
         """Appends new tokens; tokens replayed after a preemption are not emitted again. `ended`: the device stopped the row."""

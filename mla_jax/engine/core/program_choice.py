@@ -35,6 +35,22 @@ class ProgramChoice:
             names.append("run_with_drafts")
         return [ProgramShape(name, width, rows) for name in names]
 
+    def guided(self, rows: int, pages: int) -> list[ProgramShape]:
+        """The same where some rows have grammars, in one pass: without drafts, and with drafts if they may pay."""
+        places = [1]
+        if self.drafting.pays(rows * self.device.shards):
+            places.append(1 + self.drafting.drafter.most)
+        rows, width = _least(self.size.row_counts, rows), self.size.width_for(pages)
+        return [ProgramShape("guided_step", width, rows, places=count) for count in places]
+
+    def guided_by_now(self, wanted: ProgramShape) -> ProgramShape:
+        """The program to take for rows with grammars: if need be one for fewer rows, and the others wait for their turn."""
+        ready = self.device.ready(wanted.name, places=wanted.places)
+        wide = [shape for shape in ready if shape.width >= wanted.width]
+        if self.device.ready_for(wanted) is None and wide:
+            return max(wide, key=lambda shape: shape.rows)
+        return self.taken(wanted)
+
     def mixed(self, line: int, rows: int, pages: int) -> ProgramShape:
         """It reads a line while this number of rows of a shard decodes."""
         rows, width = _least(self.size.mixed_counts, rows), self.size.width_for(pages)
@@ -52,12 +68,13 @@ class ProgramChoice:
             self.device.compile([wanted])
         return found or wanted
 
-    def every(self) -> list[ProgramShape]:
-        """All that any request may need."""
+    def every(self, grammars: bool = False) -> list[ProgramShape]:
+        """All that any request may need; without `grammars`, any request that has none."""
         size, shapes = self.size, [*self._always(), *self._between(self.size.widths)]
         for width in size.widths:
             for rows in size.row_counts:
                 shapes += self.decoding(rows, width)
+                shapes += self.guided(rows, width) if grammars else []
             for rows in size.mixed_counts:
                 shapes += [self.mixed(line, rows, width) for line in size.lines()]
             shapes.append(self.scoring(width))
@@ -70,8 +87,9 @@ class ProgramChoice:
         width = self.width(jobs)
         # What takes longest to compile first
         mixed = [] if line is None else [self.mixed(line, rows, width)]
+        guided = self.guided(rows, width) if any(job.matcher for job in jobs) else []
         further = [shape for job in new for shape in self._further(job)]
-        return list(dict.fromkeys([*mixed, *self.decoding(rows, width), *further, *self._always()]))
+        return list(dict.fromkeys([*mixed, *self.decoding(rows, width), *guided, *further, *self._always()]))
 
     def start_missing(self, needed: Sequence[ProgramShape]) -> bool:
         """Whether none is missing. Begins to compile one that is, or that there is only for far more rows; one at a time."""
@@ -126,7 +144,8 @@ class ProgramChoice:
         """Programs that a job needs besides those that read and decode."""
         pages = _pages(job)
         scoring = [self.scoring(pages)] if job.scores else []
-        return [*scoring, *self._between([self.size.width_for(pages + 1)])]
+        guided = self.guided(1, pages)[:1] if job.matcher else []
+        return [*scoring, *guided, *self._between([self.size.width_for(pages + 1)])]
 
     def width(self, jobs: Sequence[Job]) -> int:
         """Of the page tables that jobs will need."""

@@ -20,6 +20,7 @@ class Limits:
     reach: int = 1 << 30  # tokens, held and new, of all pieces in one line, unless it holds only one
     steps: int = 32  # of one decode dispatch, at most
     streamed_steps: int = 8  # the same while somebody streams
+    waited_steps: int = 1  # the same while a row waits for its mask, which it gets after the dispatch before
     # A row that is about to end shortens a dispatch for those that wait, but not to fewer steps than this
     fewest_steps: int = 8
     dispatch: int = 256  # what a line costs in addition to its tokens, in tokens: the weights it reads
@@ -56,6 +57,7 @@ class Running:
     left: int  # tokens it may generate beyond those dispatched; with none left it only waits for its results
     streams: bool = False
     until: int = 1 << 30  # tokens that it may choose before it must wait
+    waits: bool = False  # for the dispatch before, with all tokens that it may choose now
 
     @property
     def decodes(self) -> bool:
@@ -276,6 +278,8 @@ def _decode(rows: list[Running], free: int, hurry: bool, limits: Limits) -> tupl
             chosen.append(row)
             room -= _need(row, 1, limits)
     steps = min([_steps(chosen, hurry, limits), *(row.until for row in chosen)])
+    if any(row.waits for row in rows):
+        steps = min(steps, limits.waited_steps)
     while steps > 1 and _needs(chosen, steps, limits) > free:
         steps -= 1
     return chosen, steps

@@ -1,0 +1,96 @@
+"""A pass for rows with grammars: masks of the tokens that may come, which the host makes between two passes.
+
+The host has seen a row's tokens before it makes the next masks, so a row takes one pass at a time. For a pass to give several
+tokens, it ends by guessing what comes next: the token that the sampler would draw without a mask, and what the drafter expects
+behind it. The host cuts these guesses where the grammar forbids them, and sends them back with a mask for each place. As in
+`speculative`, a guess stands where the sampler draws it, so neither drafts nor passes change a row's tokens."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mla_jax.base.axes import DATA
+from mla_jax.base.batch import Batch, Table
+from mla_jax.cache.paged import Pool
+from mla_jax.decode import sharded_sampling
+from mla_jax.decode.loop_state import RunInputs, RunState, accepted, begun, ended, forward, next_token
+from mla_jax.decode.outputs import Found
+from mla_jax.decode.rows import Rows
+from mla_jax.decode.speculative import NOBODY, Draft, Drafter, Guessed, verified
+from mla_jax.mesh import across
+from mla_jax.model.transformer import Transformer
+
+
+class Guide(NamedTuple):
+    """Masks for K places of each row, and a draft: guesses of the next tokens. On the host these are arrays of numpy."""
+
+    masks: Any  # UInt32[Array, "B K words"]: of the next token, and behind each of the first K - 1 guesses
+    draft: Any  # Int[Array, "B K"]
+    counts: Any  # Int[Array, "B"]: guesses of each row; none for a row without a grammar
+
+
+def guided_step(
+    model: Transformer,
+    pool: Pool,
+    rows: Rows,
+    at: Int[Array, " B"],
+    page_table: Table,
+    guide: Guide,
+    *,
+    drafter: Drafter = NOBODY,
+) -> tuple[Pool, Rows, Found, Int[Array, "B K"]]:
+    """One more token for each of the rows `at`, and behind it those of its draft that stand; also guesses of what follows, -1 for
+    none."""
+    places = guide.draft.shape[1]
+    asked, going = begun(pool, rows, at, page_table, jnp.int32(places))
+    logits = sharded_sampling.row_logits(model, going.last)
+    going, token, more = next_token(going, asked, logits, guide.masks[:, 0])
+    batch = Batch.behind(going.held, going.position, more.astype(jnp.int32), 1, page_table)
+    going = going._replace(pool=drafter.keep(model, going.pool, going.last[:, None], token[:, None], batch))
+    if places == 1:
+        going, hidden = forward(model, going, asked, token[:, None], more.astype(jnp.int32))
+        nothing = jnp.full(guide.draft.shape, -1, jnp.int32)
+        return _told(accepted(going, more, hidden[:, 0]), asked, nothing)
+    behind = jnp.where(token == guide.draft[:, 0], jnp.maximum(guide.counts - 1, 0), 0)
+    given = Guessed(token, guide.draft[:, 1:], jnp.where(more, behind, -1), guide.masks[:, 1:])
+    going, last = verified(model, going, asked, drafter, given)
+    pool, guesses = _guessed(model, going, asked, drafter, last, places)
+    return _told(going._replace(pool=pool), asked, guesses)
+
+
+def _guessed(
+    model: Transformer,
+    going: RunState,
+    asked: RunInputs,
+    drafter: Drafter,
+    logits: Float[Array, "b W"],
+    places: int,
+) -> tuple[Pool, Int[Array, "B K"]]:
+    """Guesses of each row's next tokens, and the pool with what the drafter caches of them; later passes overwrite it."""
+    token, fit = sharded_sampling.sample(
+        logits, going.rows.seen, asked.at, going.position, asked.entry.sampling
+    )
+    # The last token that a row may have is cached by nobody: it has no page, perhaps
+    room = asked.entry.limit - going.is_open.count - 1
+    may = fit & ~going.is_open.done
+    counts = jnp.where(may, jnp.clip(room, 0, places - 1), -1)
+    tried = going._replace(rows=_with_text(going, asked, token))
+    pool, guesses, counts = drafter.propose(Draft(model, tried, asked, token, counts))
+    found = jnp.concatenate([token[:, None], guesses[:, : places - 1]], axis=1)
+    return pool, jnp.where(jnp.arange(places) <= counts[:, None], found, -1)
+
+
+def _with_text(going: RunState, asked: RunInputs, token: Int[Array, " B"]) -> Rows:
+    """The table with a token that is only guessed in each row's text, for who looks it up there."""
+    text = going.rows.text
+    if text is None:
+        return going.rows
+    return dataclasses.replace(going.rows, text=text.at[asked.at, going.position].set(token, mode="drop"))
+
+
+def _told(
+    going: RunState, asked: RunInputs, guesses: Int[Array, "B K"]
+) -> tuple[Pool, Rows, Found, Int[Array, "B K"]]:
+    return *ended(going, asked), across.gathered(guesses, DATA)
