@@ -15,6 +15,7 @@ from mla_jax.engine.core.request import Request
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.policy.evicting import Evicting, Eviction
 from mla_jax.model.parts import cost_of
+from mla_jax.text.grammar import Grammars
 
 STEPS = 100_000  # more than any engine of the tests takes
 
@@ -24,15 +25,23 @@ def drafting_engine(
     size: Size,
     drafts: int | None = None,
     policy: CachePolicy | None = None,
+    grammars: Grammars | None = None,
 ) -> Engine:
     """With `drafts` drafted tokens in every pass; None: as many as pay."""
     drafting = Drafting(cost_of(programs.model), programs.drafter, drafts)
-    return Engine(programs, size, policy=policy, drafting=drafting)
+    return Engine(programs, size, policy=policy, drafting=drafting, grammars=grammars)
 
 
-def evicting_engine(programs: Programs, size: Size, keep: float, every: int = 16, drafts: int | None = None) -> Engine:
+def evicting_engine(
+    programs: Programs,
+    size: Size,
+    keep: float,
+    every: int = 16,
+    drafts: int | None = None,
+    grammars: Grammars | None = None,
+) -> Engine:
     policy = Evicting(programs, size, Eviction(programs.evicts, keep, every))
-    return drafting_engine(programs, size, drafts, policy=policy)
+    return drafting_engine(programs, size, drafts, policy, grammars)
 
 
 def request(prompt: list[int], **params) -> Request:
