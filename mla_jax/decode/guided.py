@@ -40,9 +40,9 @@ def guided_step(
     guide: Guide,
     *,
     drafter: Drafter = NOBODY,
-) -> tuple[Pool, Rows, Found, Int[Array, "B K"]]:
+) -> tuple[Pool, Rows, Found, Int[Array, "all K"]]:
     """One more token for each of the rows `at`, and behind it those of its draft that stand; also guesses of what follows, -1 for
-    none."""
+    none, of the rows of all data shards."""
     places = guide.draft.shape[1]
     asked, going = begun(pool, rows, at, page_table, jnp.int32(places))
     logits = sharded_sampling.row_logits(model, going.last)
@@ -92,5 +92,5 @@ def _with_text(going: RunState, asked: RunInputs, token: Int[Array, " B"]) -> Ro
 
 def _told(
     going: RunState, asked: RunInputs, guesses: Int[Array, "B K"]
-) -> tuple[Pool, Rows, Found, Int[Array, "B K"]]:
+) -> tuple[Pool, Rows, Found, Int[Array, "all K"]]:
     return *ended(going, asked), across.gathered(guesses, DATA)

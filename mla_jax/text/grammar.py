@@ -16,6 +16,8 @@ from mla_jax.base.grammar import Grammar, mask_words
 from mla_jax.text.tokenizer import Tokenizer
 
 ALLOWED = np.uint32(0xFFFFFFFF)  # a word of a mask that allows all tokens
+# Between two parts of JSON, so that no answer consists of blanks alone
+BLANKS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
 KNOWN = 128  # grammars that are kept compiled
 NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
 
@@ -125,7 +127,9 @@ class Grammars:
 
     def _compiled(self, grammar: Grammar) -> str:
         made = {
-            "json_schema": self._library.LLMatcher.grammar_from_json_schema,
+            "json_schema": functools.partial(
+                self._library.LLMatcher.grammar_from_json_schema, defaults=BLANKS
+            ),
             "regex": self._library.LLMatcher.grammar_from_regex,
             "lark": self._library.LLMatcher.grammar_from_lark,
         }[grammar.kind]

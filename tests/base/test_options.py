@@ -15,6 +15,7 @@ import pytest
 
 from mla_jax.base import options as declared
 from mla_jax.base.errors import BadRequest, shown
+from mla_jax.base.grammar import Grammar
 from mla_jax.base.link_rates import PLANNED
 from mla_jax.base.options import AttentionOptions, Evict, ExpertOptions, Options, SamplingParams
 from mla_jax.base.settings import SettingsOfModel
@@ -46,6 +47,7 @@ IN_RANGE = {
     "stop": [(), "end", ("a", "b"), ["a"], ("x",) * 64],
     "stop_token_ids": [(), (0, 2**31 - 1), [3], 3],
     "ignore_eos": [True, False],
+    "grammar": [None, Grammar.regex("a"), {"choice": ["a", "b"]}, {"json_schema": True}],
 }
 NO_NUMBERS = ["1", (1,), True, math.nan, math.inf, -math.inf, {}, object(), 1j]
 OUT_OF_RANGE = {
@@ -72,6 +74,7 @@ OUT_OF_RANGE = {
         [(1, 1)],
         dict.fromkeys(range(301), 1),
     ],
+    "grammar": ["a", 1, True, {}, {"a": 1}, {"regex": 1}, {"regex": "a", "lark": "a"}, {"json_object": False}],
     "n": [0, 129, 10**6, 1.0, None, *NO_NUMBERS],
     "stop": [("",), "", (1,), None, 7, ("a",) * 65, b"ab", {"a": 1}, itertools.count()],
     "stop_token_ids": [(-1,), (2**31,), ("a",), (True,), 1.5, None, tuple(range(65)), "12", itertools.count()],

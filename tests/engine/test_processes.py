@@ -1,5 +1,6 @@
 """One engine that another one follows: in one process, over a socket pair."""
 
+import dataclasses
 import json
 import threading
 
@@ -8,6 +9,7 @@ import pytest
 from linked import links
 
 from mla_jax.base.errors import BadRequest, ProcessLost
+from mla_jax.base.grammar import Grammar
 from mla_jax.base.options import Options, SamplingParams
 from mla_jax.engine import processes as led
 from mla_jax.engine.core.engine import Engine
@@ -90,7 +92,7 @@ PARAMS = SamplingParams(
 
 
 def test_a_request_is_the_same_at_the_other_end():
-    request = Request([1, 2, 3], PARAMS, (1, 7))
+    request = Request([1, 2, 3], dataclasses.replace(PARAMS, grammar=Grammar.regex("[a-z]+")), (1, 7))
     assert led._from_json(json.loads(json.dumps(led._as_json(request)))) == request
 
 
