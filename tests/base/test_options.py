@@ -47,7 +47,7 @@ IN_RANGE = {
     "stop": [(), "end", ("a", "b"), ["a"], ("x",) * 64],
     "stop_token_ids": [(), (0, 2**31 - 1), [3], 3],
     "ignore_eos": [True, False],
-    "grammar": [None, Grammar.regex("a"), {"choice": ["a", "b"]}, {"json_schema": True}],
+    "grammar": [None, Grammar.regex("a"), Grammar.choice(["a"])],
 }
 NO_NUMBERS = ["1", (1,), True, math.nan, math.inf, -math.inf, {}, object(), 1j]
 OUT_OF_RANGE = {
