@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mla_jax.base.errors import BadRequest, printable, shown
+from mla_jax.base.grammar_keys import FORM_KEYS, take_grammar
 from mla_jax.base.names import nearest
 from mla_jax.base.options import SamplingParams, names
 
@@ -32,12 +33,9 @@ NEUTRAL: dict[str, tuple] = {
     "best_of": (1,),
     "echo": (False,),
     "functions": ([],),
-    "guided_json": (),
     "include_stop_str_in_output": (False,),
     "min_tokens": (0,),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "use_beam_search": (False,),
@@ -71,9 +69,10 @@ def read_fields(body: Mapping[str, Any], defaults: SamplingParams, strict: bool 
     given = _asking(body)
     _take_tokens(given)
     _take_logprobs(given)
+    take_grammar(given)
     unknown = tuple(key for key in given if key not in KEYS)
     if strict and unknown:
-        raise BadRequest(f"unknown key {printable(unknown[0])}", nearest(unknown[0], KEYS))
+        raise BadRequest(f"unknown key {printable(unknown[0])}", nearest(unknown[0], (*KEYS, *FORM_KEYS)))
     _refuse_none_or_two(given)
     prompt, params = as_whole(given.get("prompt")), _params(given, defaults)
     return Fields(prompt, given.get("messages"), params, unknown, **_chat(given))
