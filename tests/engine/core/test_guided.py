@@ -101,7 +101,7 @@ def test_tokens_are_the_likeliest_that_the_grammar_allows(programs_of, grammars)
 
 def mixed_requests() -> list[Request]:
     """With grammars and without, greedy, sampled and penalised; one asks for log-probabilities."""
-    sampled = {"temperature": 1.0, "top_p": 0.9}
+    sampled = {"temperature": 1.0, "top_k": 5, "top_p": 0.9}
     penalised = {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
     return [
         *(request(seed) for seed in range(4)),
