@@ -57,23 +57,31 @@ def answer_grammar(
     assert tokenizer is not None, "a conversation was encoded"
     tools = [*(fields.tools or ())] if forced is None else forced.of(fields.tools)
     thinking = thinking_of(prompt, tokenizer, form)
-    grammar = constrained_answer(tokenizer, form, thinking, text=text, tools=tools, one_call=one_call)
     try:
-        llm.inputs.grammars.matcher(grammar)
-    except BadRequest:
-        _refuse_schemas(llm, tools)
-        raise
+        grammar = constrained_answer(tokenizer, form, thinking, text=text, tools=tools, one_call=one_call)
+    except BadRequest as e:
+        raise BadRequest("tools cannot be held to a grammar", *e.args) from e
+    _refuse_uncompiled(llm, grammar, tools)
     return grammar
 
 
-def _refuse_schemas(llm: LLM, tools: list[dict[str, Any]]) -> None:
-    """Raises BadRequest for the first tool whose schema alone cannot be compiled."""
-    for function in (tool["function"] for tool in tools):
-        try:
-            llm.inputs.grammars.matcher(Grammar.json_schema(function.get("parameters") or {}))
-        except BadRequest as e:
-            finding = f"tools has {printable(function['name'])}, whose calls cannot be held to its parameters"
-            raise BadRequest(finding, *e.args) from e
+def _refuse_uncompiled(llm: LLM, grammar: Grammar, tools: list[dict[str, Any]]) -> None:
+    """Raises BadRequest for a grammar that cannot be compiled."""
+    try:
+        llm.inputs.grammars.matcher(grammar)
+    except BadRequest as e:
+        for tool in tools:
+            _refuse_schema(llm, tool["function"])
+        raise BadRequest("tools cannot be held to one grammar", *e.args) from e
+
+
+def _refuse_schema(llm: LLM, function: Mapping[str, Any]) -> None:
+    """Raises BadRequest, with the tool's name, for a schema that alone cannot be compiled."""
+    try:
+        llm.inputs.grammars.matcher(Grammar.json_schema(function.get("parameters") or {}))
+    except BadRequest as e:
+        name = printable(function["name"])
+        raise BadRequest(f"tools has {name}, whose calls cannot be held to its parameters", *e.args) from e
 
 
 def _format_of(llm: LLM) -> AnswerFormat:

@@ -215,7 +215,9 @@ CLOSED = {**CITY, "additionalProperties": False}
 FORCED = {"tools": [{"type": "function", "function": {"name": "weather", "parameters": CLOSED}}, named_tool("now")]}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named_tool("weather")]}}
 SCHEMAS = {"weather": CLOSED, "now": {"maxProperties": 0}}
-LONG = {"max_tokens": 300}
+LONG = {"max_tokens": None}  # as many as the context allows
+ONCE = {"parallel_tool_calls": False}
+FORCING = {"deepseek": {}, "kimi": {}, "glm": ONCE}  # so that each model comes to an end
 
 
 def checked_calls(message: dict) -> list[str]:
@@ -229,7 +231,7 @@ def checked_calls(message: dict) -> list[str]:
 @pytest.mark.parametrize("model", CALLING)
 @pytest.mark.parametrize("choice", [named_tool("weather"), ALLOWED, "required"])
 def test_a_call_can_be_forced_whole_and_in_pieces(model, choice, pace, request):
-    running, more = request.getfixturevalue(model), {**FORCED, **LONG, "tool_choice": choice}
+    running, more = request.getfixturevalue(model), {**FORCED, **LONG, **FORCING[model], "tool_choice": choice}
     (whole,) = answer(running, **more)["choices"]
     message, reason = message_of(events(running, **more))
     assert (whole["finish_reason"], reason) == ("tool_calls", "tool_calls")
@@ -243,8 +245,8 @@ def test_a_call_can_be_forced_whole_and_in_pieces(model, choice, pace, request):
 @pytest.mark.parametrize("seed", range(3))
 def test_forced_calls_that_are_drawn_follow_their_schemas(model, seed, request):
     running = request.getfixturevalue(model)
-    more = {**FORCED, **LONG, "tool_choice": "required", "temperature": 2.0, "seed": seed, "n": 2}
-    for choice in answer(running, **more, parallel_tool_calls=False)["choices"]:
+    more = {**FORCED, **LONG, **ONCE, "tool_choice": "required", "temperature": 2.0, "seed": seed, "n": 2}
+    for choice in answer(running, **more, chat_template_kwargs={"thinking": False})["choices"]:
         assert len(checked_calls(choice["message"])) == 1
         assert choice["finish_reason"] == "tool_calls"
 
@@ -277,7 +279,7 @@ def test_tools_that_are_allowed_are_all_that_a_free_answer_knows(deepseek):
 
 
 def test_beside_tools_a_form_of_the_answer_leaves_the_choice_to_the_model(deepseek):
-    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"]}
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {**schema, "additionalProperties": False}}}
     more = {**FORCED, **THINKING, **LONG, "response_format": form}
     (choice,) = answer(deepseek, **more)["choices"]
@@ -327,7 +329,7 @@ def test_tools_that_no_grammar_can_hold_are_refused_with_the_reason(deepseek, gl
     assert "tools has g, whose calls cannot be held to its parameters\n  the JSON schema cannot be compiled" in message
     assert "513 entries" in refused(deepseek, *({"name": f"f{at}"} for at in range(513)))
     large = {"name": "f", "parameters": {"description": "x" * 300_000}}
-    assert "make a grammar of 300,3" in refused(deepseek, large)
+    assert "make a grammar of 300," in refused(deepseek, large)
 
 
 def with_template(running: Running, monkeypatch, source: str | None) -> None:
