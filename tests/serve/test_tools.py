@@ -6,6 +6,7 @@ import json
 import threading
 
 import httpx
+import jaxtyping
 import jsonschema
 import pytest
 from scripted import DEEPSEEK, write_scripted
@@ -278,14 +279,15 @@ def test_tools_that_are_allowed_are_all_that_a_free_answer_knows(deepseek):
     assert found["choices"][0]["message"]["content"].startswith("plain words")
 
 
-def test_beside_tools_a_form_of_the_answer_leaves_the_choice_to_the_model(deepseek):
+def test_beside_tools_a_form_of_the_answer_leaves_the_choice_to_the_model(deepseek, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # JSON has ids of tokens as texts
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {**schema, "additionalProperties": False}}}
     more = {**FORCED, **THINKING, **LONG, "response_format": form}
-    (choice,) = answer(deepseek, **more)["choices"]
+    begins = deepseek.llm.tokenizer.control["<｜tool▁calls▁begin｜>"]
+    (choice,) = answer(deepseek, **more, logit_bias={begins: -50})["choices"]
     assert choice["finish_reason"] == "stop"
     jsonschema.validate(json.loads(choice["message"]["content"]), schema)
-    begins = deepseek.llm.tokenizer.control["<｜tool▁calls▁begin｜>"]
     (choice,) = answer(deepseek, **more, logit_bias={begins: 50})["choices"]
     assert (choice["finish_reason"], checked_calls(choice["message"])) == ("tool_calls", ["weather"])
 
