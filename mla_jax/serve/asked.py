@@ -5,14 +5,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mla_jax.base.errors import BadRequest
+from mla_jax.base.grammar_keys import FORM_KEYS
 from mla_jax.base.options import SamplingParams
 from mla_jax.base.request_fields import CHAT, Fields, read_fields
 from mla_jax.engine.core.request import Request
 from mla_jax.engine.llm import LLM
 from mla_jax.engine.reader import TokenReading
 from mla_jax.serve.bodies import ChatBody, CompletionBody, SamplingBody, StreamOptions
-from mla_jax.serve.conversations import Variables, answer_reading, encode_conversation, take_tool_choice
+from mla_jax.serve.conversations import Variables, answer_grammar, answer_reading, encode_conversation
 from mla_jax.serve.options import MAX_WAITING
+from mla_jax.serve.tool_choice import take_tool_choice
 
 COMPLETION_TOKENS = 16  # of a completion whose request names no number: OpenAI's rule
 
@@ -53,6 +55,7 @@ def read_completion(body: CompletionBody, llm: LLM, defaults: SamplingParams, mo
     if echo and given.get("logprobs") is not None:
         given["prompt_logprobs"] = given["logprobs"]
     params = _fields(given, replace(defaults, max_tokens=COMPLETION_TOKENS)).params
+    _refuse_grammar(llm, given, params)
     requests = llm.inputs.requests(_listed(prompt, params.n), params)
     texts = [_text(llm, request) for request in requests[:: params.n]] if echo else None
     return Asked(requests, params.n, model, _streaming(body), echo=texts)
@@ -63,10 +66,12 @@ def read_chat(body: ChatBody, llm: LLM, defaults: SamplingParams, model: str, va
 
     `variables` are the server's own for the chat template."""
     given = body.given()
-    take_tool_choice(given)
-    one_call = given.pop("parallel_tool_calls", True) is False
+    forced = take_tool_choice(given)
+    one_call = given.pop("parallel_tool_calls", True) is False or (forced is not None and forced.once)
     fields = _fields(given, defaults)
-    params, prompt = fields.params, encode_conversation(llm, fields, variables)
+    _refuse_grammar(llm, given, fields.params)
+    prompt = encode_conversation(llm, fields, variables)
+    params = replace(fields.params, grammar=answer_grammar(llm, fields, prompt, forced, one_call))
     if params.max_tokens is None:
         room = min(llm.context, llm.plan.tokens) - len(prompt)
         params = replace(params, max_tokens=max(room, 1))
@@ -92,6 +97,17 @@ def _fields(given: dict[str, Any], defaults: SamplingParams) -> Fields:
     if most is None or asked is None or asked <= most:
         return fields
     return fields._replace(params=replace(fields.params, timeout=most))
+
+
+def _refuse_grammar(llm: LLM, given: dict[str, Any], params: SamplingParams) -> None:
+    """Raises BadRequest, which names the key, for a grammar that cannot be compiled."""
+    if params.grammar is None:
+        return
+    key = next((key for key in FORM_KEYS if key in given and given[key] != {"type": "text"}), "grammar")
+    try:
+        llm.inputs.grammars.matcher(params.grammar)
+    except BadRequest as e:
+        raise BadRequest(f"{key} cannot be followed", *e.args) from e
 
 
 def _take_least(given: dict[str, Any]) -> None:

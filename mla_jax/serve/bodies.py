@@ -49,6 +49,13 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    grammar: Any = None
 
 
 class CompletionBody(SamplingBody):

@@ -1,26 +1,19 @@
-"""A conversation of a body as a prompt, and how the answer to it is read."""
+"""A conversation of a body as a prompt, the form of the answer to it, and how that is read."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mla_jax.base.errors import BadRequest, shown
+from mla_jax.base.errors import BadRequest, printable
+from mla_jax.base.grammar import Grammar
 from mla_jax.base.request_fields import Fields
 from mla_jax.engine.core.request import Request
 from mla_jax.engine.llm import LLM
+from mla_jax.serve.tool_choice import ForcedCalls
 from mla_jax.text.answers import AnswerFormat, AnswerStream, answer_format_of, starts_in_reasoning
+from mla_jax.text.answers.constrained import constrained_answer, thinking_of
 from mla_jax.text.messages import KEYS_OF, MESSAGE_KEYS, THINKING
 
 Variables = Mapping[str, Any]  # of chat templates
-
-
-def take_tool_choice(given: dict[str, Any]) -> None:
-    """Leaves tools only where the model may call them; raises BadRequest where it has to."""
-    choice = given.pop("tool_choice", "auto")
-    if choice == "none":
-        given.pop("tools", None)
-    elif choice != "auto":
-        finding = f"tool_choice is {shown(choice)}; to force a call needs structured output"
-        raise BadRequest(finding, "that is not supported yet: expected auto or none")
 
 
 def encode_conversation(llm: LLM, fields: Fields, variables: Variables) -> list[int]:
@@ -48,6 +41,47 @@ def answer_reading(
         return AnswerStream(tokenizer, form, stop=stop, tools=tools, in_reasoning=inside, one_call=one_call)
 
     return reading
+
+
+def answer_grammar(
+    llm: LLM, fields: Fields, prompt: list[int], forced: ForcedCalls | None, one_call: bool
+) -> Grammar | None:
+    """The grammar of the answers to `prompt`; None where they may be any.
+
+    Reasoning comes before it. Where the request gives a grammar and tools, the model follows the one or calls the others; a call
+    that is `forced` leaves no place for the request's own grammar. Raises BadRequest where no grammar can say that."""
+    text = None if forced else fields.params.grammar
+    if text is None and forced is None:
+        return None
+    form, tokenizer = _format_of(llm), llm.tokenizer
+    assert tokenizer is not None, "a conversation was encoded"
+    tools = [*(fields.tools or ())] if forced is None else forced.of(fields.tools)
+    thinking = thinking_of(prompt, tokenizer, form)
+    try:
+        grammar = constrained_answer(tokenizer, form, thinking, text=text, tools=tools, one_call=one_call)
+    except BadRequest as e:
+        raise BadRequest("tools cannot be held to a grammar", *e.args) from e
+    _refuse_uncompiled(llm, grammar, tools)
+    return grammar
+
+
+def _refuse_uncompiled(llm: LLM, grammar: Grammar, tools: list[dict[str, Any]]) -> None:
+    """Raises BadRequest for a grammar that cannot be compiled."""
+    try:
+        llm.inputs.grammars.matcher(grammar)
+    except BadRequest as e:
+        for tool in tools:
+            _refuse_schema(llm, tool["function"])
+        raise BadRequest("tools cannot be held to one grammar", *e.args) from e
+
+
+def _refuse_schema(llm: LLM, function: Mapping[str, Any]) -> None:
+    """Raises BadRequest, with the tool's name, for a schema that alone cannot be compiled."""
+    try:
+        llm.inputs.grammars.matcher(Grammar.json_schema(function.get("parameters") or {}))
+    except BadRequest as e:
+        name = printable(function["name"])
+        raise BadRequest(f"tools has {name}, whose calls cannot be held to its parameters", *e.args) from e
 
 
 def _format_of(llm: LLM) -> AnswerFormat:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mla_jax.base.errors import BadRequest, BadTemplate, MlaJaxError, Overloaded, TooLong, Unsupported
+from mla_jax.base.grammar_keys import FORM_KEYS
 from mla_jax.base.request_fields import IGNORED, KEYS, NEUTRAL, TOKENS
 
-BODY_KEYS = {*KEYS, *TOKENS, *NEUTRAL, *IGNORED.split(), "top_logprobs"}
+BODY_KEYS = {*KEYS, *FORM_KEYS, *TOKENS, *NEUTRAL, *IGNORED.split(), "top_logprobs"}
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",

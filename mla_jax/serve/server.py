@@ -49,7 +49,7 @@ class Server(uvicorn.Server):
             self.llm = LLM(self.opened)
             self.served.take(self.llm)
             if self.served.options.warm_up:
-                self.llm.warm_up()
+                self.llm.warm_up(grammars=True)
             else:
                 self.llm.generate([[0]], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
             self.served.is_ready = True

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from models import FAMILIES, tensors, write
 from pairs import pairs_tokenizer
+from scripted import DEEPSEEK, GLM, KIMI, write_scripted
 from servers import Running, started
 
 HERE = ("127.0.0.1", "::1", "localhost")
@@ -39,3 +40,18 @@ def chat_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def running(chat_folder) -> Iterator[Running]:
     yield from started(chat_folder, model_name=("tiny", "alias"), max_body=0.25)
+
+
+@pytest.fixture(scope="session")
+def deepseek(tmp_path_factory) -> Iterator[Running]:
+    yield from started(write_scripted(tmp_path_factory.mktemp("deepseek"), DEEPSEEK), model_name="m")
+
+
+@pytest.fixture(scope="session")
+def kimi(tmp_path_factory) -> Iterator[Running]:
+    yield from started(write_scripted(tmp_path_factory.mktemp("kimi"), KIMI), model_name="m")
+
+
+@pytest.fixture(scope="session")
+def glm(tmp_path_factory) -> Iterator[Running]:
+    yield from started(write_scripted(tmp_path_factory.mktemp("glm"), GLM), model_name="m")

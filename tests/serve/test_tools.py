@@ -1,13 +1,15 @@
+# ruff: noqa: RUF001 DeepSeek's control tokens are written with such letters
 """Tools, reasoning and conversations as OpenAI's clients see them, with models that say what a test wants."""
 
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator
 
 import httpx
+import jaxtyping
+import jsonschema
 import pytest
-from scripted import DEEPSEEK, GLM, KIMI, write_scripted
+from scripted import DEEPSEEK, write_scripted
 from servers import Running, started
 
 from mla_jax.serve.answering import Answering
@@ -20,21 +22,6 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"t
 TOOLS = {"tools": [WEATHER]}
 THINKING = {"chat_template_kwargs": {"thinking": True}}
 CALLING = {"deepseek": {**TOOLS, **THINKING}, "kimi": TOOLS, "glm": TOOLS}  # what makes each model call a tool
-
-
-@pytest.fixture(scope="module")
-def deepseek(tmp_path_factory) -> Iterator[Running]:
-    yield from started(write_scripted(tmp_path_factory.mktemp("deepseek"), DEEPSEEK), model_name="m")
-
-
-@pytest.fixture(scope="module")
-def kimi(tmp_path_factory) -> Iterator[Running]:
-    yield from started(write_scripted(tmp_path_factory.mktemp("kimi"), KIMI), model_name="m")
-
-
-@pytest.fixture(scope="module")
-def glm(tmp_path_factory) -> Iterator[Running]:
-    yield from started(write_scripted(tmp_path_factory.mktemp("glm"), GLM), model_name="m")
 
 
 @pytest.fixture(params=["as they come", "late"])
@@ -220,12 +207,131 @@ def test_log_probabilities_and_ids_are_of_all_tokens_of_a_stream(deepseek):
     assert tokens == [entry["token"] for entry in whole["logprobs"]["content"]]
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}, "sometimes"])
+def named_tool(name: str) -> dict:
+    return {"type": "function", "function": {"name": name}}
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
+CLOSED = {**CITY, "additionalProperties": False}
+FORCED = {"tools": [{"type": "function", "function": {"name": "weather", "parameters": CLOSED}}, named_tool("now")]}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named_tool("weather")]}}
+SCHEMAS = {"weather": CLOSED, "now": {"maxProperties": 0}}
+LONG = {"max_tokens": None}  # as many as the context allows
+ONCE = {"parallel_tool_calls": False}
+FORCING = {"deepseek": {}, "kimi": {}, "glm": ONCE}  # so that each model comes to an end
+
+
+def checked_calls(message: dict) -> list[str]:
+    """The names of the calls in a message that has nothing else but reasoning; their arguments follow the schemas."""
+    assert not message["content"]
+    for call in message["tool_calls"]:
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]])
+    return [call["function"]["name"] for call in message["tool_calls"]]
+
+
+@pytest.mark.parametrize("model", CALLING)
+@pytest.mark.parametrize("choice", [named_tool("weather"), ALLOWED, "required"])
+def test_a_call_can_be_forced_whole_and_in_pieces(model, choice, pace, request):
+    running, more = request.getfixturevalue(model), {**FORCED, **LONG, **FORCING[model], "tool_choice": choice}
+    (whole,) = answer(running, **more)["choices"]
+    message, reason = message_of(events(running, **more))
+    assert (whole["finish_reason"], reason) == ("tool_calls", "tool_calls")
+    assert without_ids(message)["tool_calls"] == without_ids(whole["message"])["tool_calls"], "nothing comes twice"
+    names = checked_calls(message)
+    assert names[0] == "weather" or choice == "required"
+    assert len(names) == 1 or choice != named_tool("weather")
+
+
+@pytest.mark.parametrize("model", CALLING)
+@pytest.mark.parametrize("seed", range(3))
+def test_forced_calls_that_are_drawn_follow_their_schemas(model, seed, request):
+    running = request.getfixturevalue(model)
+    more = {**FORCED, **LONG, **ONCE, "tool_choice": "required", "temperature": 2.0, "seed": seed, "n": 2}
+    for choice in answer(running, **more, chat_template_kwargs={"thinking": False})["choices"]:
+        assert len(checked_calls(choice["message"])) == 1
+        assert choice["finish_reason"] == "tool_calls"
+
+
+def test_a_forced_call_comes_behind_reasoning(deepseek):
+    more = {**FORCED, **THINKING, **LONG, "tool_choice": "required"}
+    (choice,) = answer(deepseek, **more)["choices"]
+    assert choice["message"]["reasoning_content"] == "Let me see."
+    assert [call["function"] for call in choice["message"]["tool_calls"]] == [
+        {"name": "weather", "arguments": '{"city": "Tromsø"}'}
+    ]
+    assert choice["message"]["content"] is None, "the text that the model says before its call is not allowed"
+    message, _ = message_of(events(deepseek, **more))
+    assert (message["reasoning_content"], checked_calls(message)) == ("Let me see.", ["weather"])
+
+
+@pytest.mark.parametrize("model", CALLING)
+def test_the_function_that_a_request_names_is_called(model, request):
+    running, more = request.getfixturevalue(model), {**FORCED, **LONG, "tool_choice": named_tool("now")}
+    completion = running.client.chat.completions.create(**asking(**more))
+    (call,) = completion.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("now", {})
+
+
+def test_tools_that_are_allowed_are_all_that_a_free_answer_knows(deepseek):
+    auto = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named_tool("now")]}}
+    found = answer(deepseek, **FORCED, tool_choice=auto, return_token_ids=True)
+    assert found["prompt_token_ids"] == deepseek.llm.encode_chat(ASKED, tools=[named_tool("now")])
+    assert found["choices"][0]["message"]["content"].startswith("plain words")
+
+
+def test_beside_tools_a_form_of_the_answer_leaves_the_choice_to_the_model(deepseek, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # JSON has ids of tokens as texts
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {**schema, "additionalProperties": False}}}
+    more = {**FORCED, **THINKING, **LONG, "response_format": form}
+    begins = deepseek.llm.tokenizer.control["<｜tool▁calls▁begin｜>"]
+    (choice,) = answer(deepseek, **more, logit_bias={begins: -50})["choices"]
+    assert choice["finish_reason"] == "stop"
+    jsonschema.validate(json.loads(choice["message"]["content"]), schema)
+    (choice,) = answer(deepseek, **more, logit_bias={begins: 50})["choices"]
+    assert (choice["finish_reason"], checked_calls(choice["message"])) == ("tool_calls", ["weather"])
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ("sometimes", "tool_choice is 'sometimes'\n  expected auto, none, required"),
+        ({"type": "function"}, "expected auto, none, required"),
+        ({"type": "function", "name": "weather"}, "expected auto, none, required"),
+        ({"type": "custom", "custom": {"name": "weather"}}, "expected auto, none, required"),
+        (named_tool("wether"), "names the function wether\n  tools has weather, now"),
+        (named_tool(3), "names the function 3"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}}, 'expected {"mode": "auto" or "required"'),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named_tool("then")]}}, "the function then"),
+    ],
+)
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_call_cannot_be_forced(deepseek, choice, stream):
-    found = error(deepseek, **TOOLS, tool_choice=choice, stream=stream)
-    assert found["param"] == "tool_choice"
-    assert "structured output" in found["message"]
+def test_another_choice_of_tools_is_refused(deepseek, choice, words, stream):
+    found = error(deepseek, **FORCED, tool_choice=choice, stream=stream)
+    assert (found["param"], found["type"]) == ("tool_choice", "invalid_request_error")
+    assert words in found["message"]
+
+
+def test_a_call_without_tools_cannot_be_forced(deepseek):
+    for tools in ({}, {"tools": []}, {"tools": None}):
+        found = error(deepseek, **tools, tool_choice="required")
+        assert (found["param"], "no tools to call" in found["message"]) == ("tool_choice", True)
+
+
+def test_tools_that_no_grammar_can_hold_are_refused_with_the_reason(deepseek, glm):
+    def refused(running: Running, *tools: dict) -> str:
+        found = error(running, tools=[{"type": "function", "function": tool} for tool in tools], tool_choice="required")
+        assert found["param"] == "tools"
+        return found["message"]
+
+    either = {"name": "f", "parameters": {"anyOf": [CITY, {"type": "object"}]}}
+    assert "a call of f cannot be forced: its parameters have anyOf" in refused(glm, either)
+    broken = {"name": "g", "parameters": {"properties": {"a": {"type": "string", "pattern": "("}}}}
+    message = refused(deepseek, {"name": "f"}, broken)
+    assert "tools has g, whose calls cannot be held to its parameters\n  the JSON schema cannot be compiled" in message
+    assert "513 entries" in refused(deepseek, *({"name": f"f{at}"} for at in range(513)))
+    large = {"name": "f", "parameters": {"description": "x" * 300_000}}
+    assert "make a grammar of 300," in refused(deepseek, large)
 
 
 def with_template(running: Running, monkeypatch, source: str | None) -> None:

@@ -31,9 +31,8 @@ _ANY_KEY = r"/[^<>\"\s]{1,100}/"
 _BEYOND = ("anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "dependentSchemas", "propertyNames")
 _DEFINITIONS = ("$defs", "definitions")
 
-PairRule = Callable[
-    [str, str | None, "ValueForm"], str
-]  # of the rule's name, the key (None: any) and the form of its value
+# Of the rule's name, the key (None: any) and the form of its value
+PairRule = Callable[[str, str | None, "ValueForm"], str]
 
 
 def add_calls(

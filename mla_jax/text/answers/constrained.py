@@ -1,5 +1,6 @@
 """Grammars of whole answers: reasoning first, where the model writes some, and behind it text of a form, or calls of tools."""
 
+import json
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -8,7 +9,7 @@ from mla_jax.base.errors import BadRequest
 from mla_jax.base.grammar import MAX_GRAMMAR, Grammar
 from mla_jax.text.answers.call_rules import add_calls
 from mla_jax.text.answers.formats import AnswerFormat, starts_in_reasoning
-from mla_jax.text.answers.lark_rules import MAYBE_LINE, LarkRules, slashed
+from mla_jax.text.answers.lark_rules import MAYBE_LINE, LarkRules, json_item, slashed
 from mla_jax.text.tokenizer import Tokenizer
 
 GAP = r"/\n{0,2}/"  # between the parts of an answer, where newlines are no text
@@ -73,7 +74,7 @@ def _reasoning(rules: LarkRules, form: AnswerFormat, thinking: Thinking) -> str:
 def _item_of(text: Grammar) -> str:
     """A grammar within a rule."""
     if text.kind == "json_schema":
-        return f"%json {text.definition}"
+        return json_item(json.loads(text.definition))
     return f"%lark {{\n{text.definition}\n}}" if text.kind == "lark" else slashed(text.definition)
 
 

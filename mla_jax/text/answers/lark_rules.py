@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
+from mla_jax.text.grammar import BLANKS
 from mla_jax.text.tokenizer import Tokenizer
 
 MAYBE_LINE = r'"\n"?'  # models of one format differ in such newlines
@@ -59,8 +60,9 @@ def quoted(text: str) -> str:
 
 
 def json_item(schema: object) -> str:
-    """JSON that a schema describes."""
-    return f"%json {json.dumps(schema, ensure_ascii=False)}"
+    """JSON that a schema describes, with as many blanks as where it is the whole answer."""
+    given = {"x-guidance": BLANKS, **schema} if isinstance(schema, Mapping) else schema
+    return f"%json {json.dumps(given, ensure_ascii=False)}"
 
 
 def slashed(pattern: str) -> str:

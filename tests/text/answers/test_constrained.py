@@ -174,6 +174,19 @@ def test_text_of_every_kind_of_grammar_stands_behind_reasoning_or_beside_calls(n
         assert not follows(model, beside, text)
 
 
+@pytest.mark.parametrize("blanks", [20, 100])
+def test_json_has_no_more_blanks_than_where_it_is_the_whole_answer(blanks):
+    model, schema = MODELS["V3.1"], {"type": "object", "properties": {"a": {"type": "array"}}}
+    alone, values = Grammar.json_schema(schema), f'{{"a":{" " * blanks}[]}}'
+    behind = constrained_answer(model.tokenizer, model.form, Thinking.OPEN, text=alone)
+    for grammar, text in (
+        (alone, values),
+        (behind, f"Hm</think>{values}"),
+        (forced(model, [tool("f", schema)]), model.write([("f", {})]).replace("{}", values)),
+    ):
+        assert follows(model, grammar, text) == (blanks == 20), text
+
+
 def test_a_grammar_of_text_alone_stays_as_it_is():
     model, grammar = MODELS["V3.1"], Grammar.regex("a")
     assert constrained_answer(model.tokenizer, model.form, Thinking.NONE, text=grammar) is grammar
