@@ -20,7 +20,6 @@ SMALL = {
     "features.py": ["--only", "draft lookup"],
     "first_answer.py": ["--formats", "bf16"],
     "forms.py": [],
-    "grammars.py": [],
     "host_pages.py": [],
     "loads.py": [],
     "longcontext.py": [],
