@@ -12,7 +12,7 @@ import pytest
 
 from mla_jax import LLM, BadRequest, Grammar, SamplingParams
 
-COUNT, DEPTH = int(os.environ.get("SCHEMAS", "100")), 3
+COUNT, DEPTH = int(os.environ.get("SCHEMAS", "30")), 3
 WORDS = ["name", "age", "tags", "of", "größe", "a b", 'q"', "x-1", "été", "items"]
 PROMPTS = ["def read(path):\n", "import json\n\ndata = ", "class A:\n", "# numbers\n"]
 
