@@ -22,6 +22,7 @@ from mla_jax.base.config import Quantization
 from mla_jax.weights.gguf_names import GGUF
 from mla_jax.weights.hf_names import HF, LINEAR, SCALE
 
+LETTERS, END = "abcdefghijklmnopqrstuvwxyz", 1
 BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
 BLOCK = 128  # of FP8
 
@@ -35,6 +36,24 @@ def write(config: Config, folder: Path, format: str) -> Path:
     config = dataclasses.replace(config, quantization_config=quantization)
     (folder / "config.json").write_text(json.dumps(config.to_hf()))
     return folder
+
+
+def write_tokenizer(folder: Path, words: int) -> None:
+    """A byte-level tokenizer of this many tokens: an end, all bytes, and random words of two to five letters."""
+    import tokenizers
+    from tokenizers import decoders, pre_tokenizers
+
+    rng, bytes_of = np.random.default_rng(0), pre_tokenizers.ByteLevel.alphabet()
+    vocabulary = dict.fromkeys(["<bos>", "<eos>", *sorted(bytes_of)])
+    while len(vocabulary) < words:
+        lengths = rng.integers(2, 6, words)
+        vocabulary |= dict.fromkeys("".join(rng.choice([*LETTERS], length)) for length in lengths)
+    ids = {word: number for number, word in enumerate([*vocabulary][:words])}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens(["<bos>", "<eos>"])
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END}))
 
 
 def _parameters(config: Config) -> dict[str, tuple[int, ...]]:

@@ -20,9 +20,11 @@ SMALL = {
     "features.py": ["--only", "draft lookup"],
     "first_answer.py": ["--formats", "bf16"],
     "forms.py": [],
+    "grammars.py": [],
     "host_pages.py": [],
     "loads.py": [],
     "longcontext.py": [],
+    "over_http.py": [],
     "meshes.py": ["--meshes", "data=2", "tensor=2", "--rows", "1", "3", "--held", "320", "--drafts"],
     "prefill.py": [],
 }
