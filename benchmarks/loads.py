@@ -18,7 +18,7 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +51,7 @@ CROWDS = (1, 64, 512, 1000)  # requests
 SHARE = 0.8  # of the rate of `mixed`, at which requests arrive
 
 
+Row = dict[str, Any]
 Piece = tuple[float, int]  # when it came, and its tokens
 
 
@@ -74,6 +75,16 @@ def randomise(model: Transformer) -> None:
 
 def _over(old: jax.Array, seed: int) -> jax.Array:
     return numbers(old.shape, old.dtype, seed)
+
+
+def settled(llm: LLM, run: Callable[[], Row]) -> Row:
+    """What it finds once it is run without anything being compiled meanwhile."""
+    engine, compiled = llm.engine, -1
+    while engine.programs.compiled != compiled:
+        compiled, found = engine.programs.compiled, run()
+        while engine.device.compiles:
+            time.sleep(0.1)
+    return found
 
 
 class Bench:
@@ -163,11 +174,16 @@ class Bench:
             prompts = [self.prompt(min(128, self.scale.longest)) for _ in range(count)]
             start = time.perf_counter()
             self.llm.generate(prompts, params, progress=False)
-            yield {"load": f"{count:,} sampled, with log-probabilities", "s": time.perf_counter() - start}
+            yield self.peak(f"{count:,} sampled, with log-probabilities", start)
         longest = self.llm.context - 32
         start = time.perf_counter()
         self.llm.generate([self.prompt(longest)], params, progress=False)
-        yield {"load": f"a prompt of {longest:,} tokens", "s": time.perf_counter() - start}
+        yield self.peak(f"a prompt of {longest:,} tokens", start)
+
+    def peak(self, load: str, start: float) -> dict:
+        """A row: the seconds since `start`, and the most memory so far."""
+        seconds = time.perf_counter() - start
+        return {"load": load, "s": seconds, "peak so far, GiB": (peak_bytes() or 0) / 2**30}
 
     def memory(self) -> Iterator[dict]:
         plan, peak = self.llm.plan, peak_bytes() or 0

@@ -7,6 +7,8 @@ All requests start at once: prompts of PROMPT token ids, OUTPUT tokens, greedy. 
 process; its clients are in PROCESSES others. They read whole answers, or streams."""
 
 import contextlib
+import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -21,7 +23,7 @@ import hollow
 import numpy as np
 import report
 import uvicorn
-from loads import FULL, SMALL, randomise
+from loads import FULL, SMALL, randomise, settled
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.serve.app import ServedModel, make_app
@@ -82,32 +84,30 @@ def over_http(url: str, prompts: list[list[int]], output: int, way: str) -> Foun
     return Found(seconds, sum(each["events"] for each in found), first)
 
 
-def measure(llm: LLM, url: str, counts: tuple[int, ...], tokens: int, output: int) -> Iterator[dict]:
-    """A row of the table for each number of clients and way."""
-    rng, words = np.random.default_rng(0), llm.config.vocab_size
-    for count in counts:
-        rate = 0.0
-        for way in WAYS:
-            found = []
-            for _ in range(1 + REPEATS):  # the first one compiles
-                prompts = rng.integers(10, words - 10, (count, tokens)).tolist()
-                asked = (
-                    generated(llm, prompts, output)
-                    if way == "generate"
-                    else over_http(url, prompts, output, way)
-                )
-                found.append(asked)
-            best = min(found[1:])
-            now = count * output / best.seconds
-            rate = rate or now
-            yield {
-                "clients": count,
-                "way": way,
-                "output tokens/s": round(now),
-                "of generate": now / rate,
-                "first byte, ms": 1e3 * best.first,
-                "events": best.events,
-            }
+class HttpBench:
+    """The same requests by each way."""
+
+    def __init__(self, llm: LLM, url: str, tokens: int, output: int):
+        self.llm, self.url, self.tokens, self.output = llm, url, tokens, output
+        self.rng = np.random.default_rng(0)
+
+    def row(self, count: int, way: str) -> dict:
+        """The best of some runs."""
+        best = min(self.found(count, way) for _ in range(REPEATS))
+        return {
+            "clients": count,
+            "way": way,
+            "output tokens/s": round(count * self.output / best.seconds),
+            "first byte, ms": 1e3 * best.first,
+            "events": best.events,
+        }
+
+    def found(self, count: int, way: str) -> Found:
+        words = self.llm.config.vocab_size
+        prompts = self.rng.integers(10, words - 10, (count, self.tokens)).tolist()
+        if way == "generate":
+            return generated(self.llm, prompts, self.output)
+        return over_http(self.url, prompts, self.output, way)
 
 
 def main() -> None:
@@ -126,9 +126,10 @@ def main() -> None:
         with LLM(folder, **({"context": 256} if options.small else {})) as llm:
             randomise(llm.model)
             with served(llm) as url:
-                for row in measure(llm, url, counts, tokens, output):
-                    rows.append(row)
-                    print(row, flush=True)
+                bench = HttpBench(llm, url, tokens, output)
+                for count, way in itertools.product(counts, WAYS):
+                    rows.append(settled(llm, functools.partial(bench.row, count, way)))
+                    print(rows[-1], flush=True)
     report.show(rows, options.out, benchmark="over_http", small=options.small)
 
 
