@@ -56,7 +56,7 @@ WAYS = {  # and how often each is chosen
 PATIENCE = 600  # seconds that a client waits
 BUSY = "429"
 KEPT = 20  # of what was wrong
-NOTES = 240
+NOTES = 120
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=1)
 JSON = {"Content-Type": "application/json"}
 # Figures of the server without requests; the last three have to be the same at the start and at the end
@@ -104,7 +104,7 @@ class Server:
         )
         assert threads is not None
         return {
-            "memory, MiB": int((own / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20,
+            "memory, MiB": int((own / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20,
             "threads": int(threads[1]),
             "descriptors": len(list((own / "fd").iterdir())),
             "requests that run": float(figures["vllm:num_requests_running"]),
@@ -291,13 +291,17 @@ async def soak(
         for case in found:
             asked.asked["first"][await asked._whole(http, case)] += 1
     began, notes = time.monotonic(), [{"minutes": 0.0, **server.idle()}]
+
+    def minutes() -> float:
+        return round((time.monotonic() - began) / 60, 3)
+
     running = asyncio.ensure_future(asked.run(clients, seconds))
     while not running.done():
         await asyncio.wait([running], timeout=max(0.2, seconds / NOTES))
         note = await asyncio.to_thread(server.note)
-        notes.append({"minutes": (time.monotonic() - began) / 60, **note})
+        notes.append({"minutes": minutes(), **note})
     await running
-    notes.append({"minutes": (time.monotonic() - began) / 60, **await asyncio.to_thread(server.idle)})
+    notes.append({"minutes": minutes(), **await asyncio.to_thread(server.idle)})
     return asked, notes
 
 
