@@ -76,13 +76,10 @@ class Server:
 
     def __init__(self, model: Path, waiting: int, log: Path):
         flags = {**SETTINGS, "max_waiting": waiting, "max_body": 1, "port": 0, "model": model}
-        words = [
-            word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))
-        ]
-        line, environment = (
-            [sys.executable, "-m", "mla_jax.serve", *words],
-            {**os.environ, "PYTHONPATH": str(ROOT)},
-        )
+        line = [sys.executable, "-m", "mla_jax.serve"]
+        for name, value in flags.items():
+            line += [f"--{name.replace('_', '-')}", str(value)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         self.log = log
         with log.open("w") as file:
             self.process = subprocess.Popen(line, stderr=file, cwd=ROOT, env=environment)
@@ -99,9 +96,8 @@ class Server:
         """The process and the engine as they are now."""
         own = Path(f"/proc/{self.process.pid}")
         threads = re.search(r"Threads:\s*(\d+)", (own / "status").read_text())
-        figures = dict(
-            re.findall(r"^(\S+?)\{.*\} (\S+)$", httpx.get(f"{self.url}/metrics", timeout=60).text, re.M)
-        )
+        text = httpx.get(f"{self.url}/metrics", timeout=PATIENCE).text
+        figures = dict(re.findall(r"^(\S+?)\{.*\} (\S+)$", text, re.M))
         assert threads is not None
         return {
             "memory, MiB": int((own / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20,
@@ -115,7 +111,7 @@ class Server:
         }
 
     def idle(self) -> dict[str, float]:
-        """A note, once no request is left and connections are closed."""
+        """A note, once no request is left, and a second later."""
         for _ in range(PATIENCE):
             note = self.note()
             if note["requests that run"] + note["requests that wait"] == 0:
@@ -307,7 +303,10 @@ async def soak(
 
 def rows(asked: Soak, notes: list[dict[str, float]], tracebacks: int) -> list[dict[str, Any]]:
     first, last, middle = notes[0], notes[-1], notes[len(notes) // 2]
-    statuses = Counter(status for counts in asked.asked.values() for status in counts.elements())
+    ways = [
+        counts for way, counts in asked.asked.items() if way != "flood"
+    ]  # its requests are counted one by one
+    statuses = Counter(status for counts in ways for status in counts.elements())
     return [
         {"what": "minutes", "number": last["minutes"]},
         {"what": "requests", "number": statuses.total()},
@@ -324,6 +323,7 @@ def rows(asked: Soak, notes: list[dict[str, float]], tracebacks: int) -> list[di
             {"what": f"seconds {name}, p{share}", "number": float(np.percentile(values, share))}
             for name, values in (("to the first token", asked.first), ("between tokens", asked.gaps))
             for share in (50, 99)
+            if values
         ),
     ]
 
