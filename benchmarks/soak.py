@@ -338,7 +338,7 @@ def draw(notes: list[dict[str, float]], file: Path) -> None:
     for axis, name in zip(axes, names, strict=True):
         axis.plot([note["minutes"] for note in notes], [note[name] for note in notes], linewidth=1)
         axis.set_title(name, loc="left", fontsize=9)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.1 * max(note[name] for note in notes) or 1)
     axes[-1].set_xlabel("minutes")
     figure.savefig(file, dpi=100)
 
