@@ -5,7 +5,7 @@ import functools
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -26,6 +26,9 @@ from mla_jax.serve.gate import Gate, response_of
 from mla_jax.serve.metrics import Metrics
 from mla_jax.serve.options import ServeOptions
 from mla_jax.serve.page import page_response
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 LOADING = "30"  # seconds after which a client may ask again
 
@@ -68,14 +71,20 @@ class ServedModel:
         return {"id": name, "object": "model", "created": self.created, "owned_by": "mla-jax", **ours}
 
 
-def make_app(served: ServedModel, keys: Sequence[bytes] = ()) -> FastAPI:
-    """The application. Every route but the page and /health needs one of the keys, if there are any."""
+def make_app(served: ServedModel, keys: Sequence[bytes] = (), tracer: "Tracer | None" = None) -> FastAPI:
+    """The application. Every route but the page and /health needs one of the keys, if there are any.
+
+    `tracer` gets a span of each request that has come through the gate."""
     options = served.options
     app = FastAPI(title="mla-jax", docs_url=None, redoc_url=None)
     _add_models(app, served)
     _add_answers(app, served)
     _add_tokens(app, served)
     _add_errors(app)
+    if tracer is not None:
+        from mla_jax.serve.tracing import Traced
+
+        app.add_middleware(Traced, tracer=tracer)
     app.add_middleware(Gate, keys=keys, most_bytes=int(options.max_body * 2**20))
     if options.cors_origins:
         app.add_middleware(
@@ -157,14 +166,14 @@ async def _answer(
 
 
 def _note(request: Request, served: ServedModel, answering: Answering) -> None:
-    """For the log."""
+    """For the log, and for spans."""
     prompts = answering.asked.prompts
     about = (
         f"  {answering.id} {len(answering.asked.requests)} x {sum(len(one.prompt) for one in prompts)} tokens"
     )
     if served.options.log_prompts:
         about += f"  {[one.prompt for one in prompts]}"
-    request.state.about = about
+    request.state.about, request.state.answering = about, answering
 
 
 def _add_tokens(app: FastAPI, served: ServedModel) -> None:
