@@ -22,7 +22,8 @@ pytestmark = [
     pytest.mark.xdist_group("proxy"),
     pytest.mark.skipif(shutil.which("haproxy") is None, reason="HAProxy is not installed"),
 ]
-CONFIG = Path(__file__).parents[2] / "docs/scaling/haproxy.cfg"
+PAGE = Path(__file__).parents[2] / "docs/scaling.md"
+CONFIG = PAGE.parent / "scaling/haproxy.cfg"
 ASKED = {"model": "m", "prompt": "a1b2", "max_tokens": 2, "temperature": 0}
 LONG = {**ASKED, "max_tokens": 400, "ignore_eos": True}
 
@@ -134,20 +135,26 @@ def test_a_body_that_is_longer_than_the_buffer_passes(pair, url):
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_a_server_that_drains_ends_its_answers_and_the_other_one_takes_its_keys(model, pair, tmp_path):
-    for leaving in started(model, model_name="m"):
-        servers = leaving, pair[0]
-        with proxy(tmp_path, *(one.url for one in servers)) as url:
-            key = next(key for key in map(str, range(100)) if which(servers, partial(answered, url, key)) == 0)
-            body, headers = {**LONG, "stream": True}, {"X-Session-ID": key}
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as stream:
-                lines = stream.iter_lines()
-                next(lines)
-                leaving.server.handle_exit(signal.SIGTERM, None)
-                assert leaving.llm.stats().running == 1
-                found = [which(servers, partial(answered, url, key)) for _ in range(3)]
-                assert [line for line in lines if line][-1] == "data: [DONE]"
-            assert found == [1, 1, 1]
+@pytest.fixture
+def leaving(model) -> Iterator[Running]:
+    yield from started(model, model_name="m")
+
+
+def test_a_server_that_drains_ends_its_answers_and_the_other_one_takes_its_keys(leaving, pair, tmp_path):
+    servers = leaving, pair[0]
+    with proxy(tmp_path, *(one.url for one in servers)) as url:
+        key = next(key for key in map(str, range(100)) if which(servers, partial(answered, url, key)) == 0)
+        body, headers = {**LONG, "stream": True}, {"X-Session-ID": key}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            leaving.server.handle_exit(signal.SIGTERM, None)
+            assert leaving.llm.stats().running == 1
+            (before,) = finished(pair[0])
+            for _ in range(3):
+                answered(url, key)
+            until(lambda: finished(pair[0]) == [before + 3], 10)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
 class Refusing(BaseHTTPRequestHandler):
@@ -205,3 +212,12 @@ def test_the_address_is_healthy_as_long_as_a_server_is(tmp_path):
         assert answers(url)
         second.health = 503
         until(lambda: not answers(url), 30)
+
+
+def test_the_servers_may_be_those_of_a_name(tmp_path):
+    (lines,) = re.findall(r"```haproxy\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    text = re.sub(r"    server .*\n", "", CONFIG.read_text("utf-8"))
+    (tmp_path / "haproxy.cfg").write_text(text + lines)
+    done = subprocess.run(["haproxy", "-c", "-f", str(tmp_path / "haproxy.cfg")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
