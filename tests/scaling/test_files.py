@@ -25,7 +25,7 @@ PROXY = (FOLDER / "haproxy.cfg").read_text("utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 MANIFESTS = ("serve.yaml", "batch-job.yaml", "batch-lws.yaml")
 PORT = ServeOptions().port
-FOREIGN = {"--address", "--build-arg", "--gpus", "--head"}  # flags of docker and of ray
+FOREIGN = {"--address", "--build-arg", "--generate", "--gpus", "--head"}  # flags of docker and of ray
 
 
 def documents(name: str) -> list[dict[str, Any]]:

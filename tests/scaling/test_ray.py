@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -122,7 +123,8 @@ def test_two_workers_of_ray_answer_as_one_llm_does(files, tmp_path):
     import pandas
 
     prompts, out = files
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    own = {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    environment = {**os.environ, **own}
     environment.pop("RAY_ADDRESS", None)
     line = [sys.executable, str(SCRIPT), *arguments(prompts, out)]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=environment)
