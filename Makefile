@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 SELECT ?= not parity
 WORKERS ?= auto
 
-.PHONY: demo test about-demo about-tests parity lint docs clean
+.PHONY: demo test about-demo about-tests parity ray lint docs clean
 
 demo: about-demo $(VENV)/.installed
 	$(BIN)/python -m mla_jax.generate --temperature 0 "def __eq__(self, other):"
@@ -27,6 +27,10 @@ about-tests:
 # compares with transformers and llama.cpp in the same run; the first time it builds llama.cpp, which takes some minutes
 parity: $(VENV)/.installed-dev,parity $(VENV)/.installed-llama.cpp
 	$(BIN)/python -m pytest -m parity -n 2
+
+# Ray is large: VENV=.venv-ray make ray
+ray: $(VENV)/.installed-dev,ray
+	$(BIN)/python -m pytest tests/scaling/test_ray.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
