@@ -1,0 +1,103 @@
+"""LangChain's ChatOpenAI: tools, structured answers, streams, errors."""
+
+import asyncio
+
+import openai
+import pytest
+from clients.conversations import GREEDY, QUESTION, RESULT, Weather
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+
+
+@tool(args_schema=Weather)
+def weather(city: str, days: int) -> str:
+    """The weather in a city."""
+    return f"{RESULT} in {city} for {days} days"
+
+
+def chat_model(running, **more) -> ChatOpenAI:
+    given = {"model": "demo", "base_url": f"{running.url}/v1", "api_key": "none", "max_retries": 0, "stream_usage": True}
+    return ChatOpenAI(**given | GREEDY | more)
+
+
+def joined(pieces) -> AIMessage:
+    """A stream's message, as LangChain adds its pieces."""
+    whole = None
+    for piece in pieces:
+        assert isinstance(piece, AIMessageChunk)
+        whole = piece if whole is None else whole + piece
+    return whole
+
+
+def asked(model, messages, streamed: bool) -> AIMessage:
+    return joined(model.stream(messages)) if streamed else model.invoke(messages)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("choice", ["any", "weather"])
+def test_a_conversation_with_a_tool(demo, choice, streamed):
+    model, messages = chat_model(demo), [HumanMessage(QUESTION)]
+    call = asked(model.bind_tools([weather], tool_choice=choice), messages, streamed)
+    assert call.response_metadata["finish_reason"] == "tool_calls"
+    assert not call.invalid_tool_calls
+    first = call.tool_calls[0]
+    assert first["name"] == "weather"
+    Weather.model_validate(first["args"])
+
+    result = weather.invoke(first)
+    assert isinstance(result, ToolMessage)
+    assert result.content.startswith(RESULT)
+    others = [ToolMessage("the same", tool_call_id=one["id"]) for one in call.tool_calls[1:]]
+    answer = asked(model.bind_tools([weather], tool_choice="none"), [*messages, call, result, *others], streamed)
+    assert answer.response_metadata["finish_reason"] in ("stop", "length")
+    assert not answer.tool_calls
+    usage = answer.usage_metadata
+    assert usage["output_tokens"] == 60 or answer.response_metadata["finish_reason"] == "stop"
+    assert usage["input_tokens"] > call.usage_metadata["input_tokens"], "the prompt has the call and its result"
+
+
+def test_a_stream_says_what_the_whole_answer_says(demo):
+    model = chat_model(demo)
+    whole = model.invoke("def __eq__(self, other):")
+    pieces = list(model.stream("def __eq__(self, other):"))
+    assert len([piece for piece in pieces if piece.content]) > 1
+    assert joined(pieces).content == whole.content != ""
+    assert joined(pieces).usage_metadata == whole.usage_metadata
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_an_answer_has_the_form_of_a_class(demo, method):
+    model = chat_model(demo).with_structured_output(Weather, method=method, include_raw=True)
+    found = model.invoke(QUESTION)
+    assert found["parsing_error"] is None
+    assert isinstance(found["parsed"], Weather)
+
+
+def test_an_answer_is_a_json_object(demo):
+    model = chat_model(demo, max_tokens=800, frequency_penalty=1).with_structured_output(None, method="json_mode", include_raw=True)
+    found = model.invoke("Answer as JSON: " + QUESTION)
+    cut = found["raw"].response_metadata["finish_reason"] == "length"
+    assert cut or isinstance(found["parsed"], dict)
+
+
+def test_many_conversations_at_once_are_those_of_each_alone(demo):
+    prompts = [f"def f{number}(x):" for number in range(6)]
+    model = chat_model(demo, max_tokens=12)
+    alone = [model.invoke(prompt).content for prompt in prompts]
+    assert [answer.content for answer in model.batch(prompts)] == alone
+
+    async def together():
+        return await asyncio.gather(*(model.ainvoke(prompt) for prompt in prompts))
+
+    assert [answer.content for answer in asyncio.run(together())] == alone
+
+
+def test_errors_are_openais(demo):
+    with pytest.raises(openai.NotFoundError, match="gpt-4"):
+        chat_model(demo, model="gpt-4").invoke(QUESTION)
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        chat_model(demo, temperature=-1).invoke(QUESTION)
+    with pytest.raises(openai.BadRequestError) as too_long:
+        list(chat_model(demo).stream("word " * 5_000))
+    assert too_long.value.code == "context_length_exceeded"
