@@ -14,6 +14,7 @@ import pytest
 from scripted import KIMI, write_scripted
 from servers import Running, started
 
+from mla_jax.text import chat
 from mla_jax.weights.hub import DEMO
 
 CLIENTS = ("langchain_openai", "litellm", "schemathesis")
@@ -24,7 +25,6 @@ os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "fal
 
 HERE = ("127.0.0.1", "::1", "localhost")
 CONNECT = socket.socket.connect
-FORMATS = {"kimi": chat_templates.KIMI, "glm": chat_templates.GLM}  # calls as JSON, and in tags
 
 
 def pytest_collection_modifyitems(items):
@@ -46,20 +46,32 @@ def no_network(monkeypatch):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def untyped() -> Iterator[None]:
-    """JSON has ids of tokens as texts, and clients send any value: the server tells them, not the types of tests."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+def as_served() -> Iterator[None]:
+    """Types of tests refuse ids of tokens as texts, which JSON has. A template may take long on cores that others use."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        patch.setattr(chat, "WALL_SECONDS", 200)
+        yield
 
 
-@pytest.fixture(scope="session", params=FORMATS)
-def demo(request, tmp_path_factory) -> Iterator[Running]:
-    """The demo model with a template that has tools. Their tags are plain text to it; a grammar lets it write them."""
-    folder = shutil.copytree(DEMO, tmp_path_factory.mktemp("demo") / "folder")
-    settings = json.loads((DEMO / "tokenizer_config.json").read_text())
-    settings["chat_template"] = FORMATS[request.param]
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory) -> Iterator[Running]:
+    """The demo model with a template that has tools, whose arguments are JSON.
+
+    Tags of calls are plain text to it; a grammar lets it write them."""
+    yield from with_template(tmp_path_factory.mktemp("demo"), chat_templates.KIMI)
+
+
+@pytest.fixture(scope="session")
+def demo_tags(tmp_path_factory) -> Iterator[Running]:
+    """The same with arguments in tags."""
+    yield from with_template(tmp_path_factory.mktemp("demo_tags"), chat_templates.GLM)
+
+
+def with_template(folder: Path, template: str) -> Iterator[Running]:
+    shutil.copytree(DEMO, folder, dirs_exist_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
     few = {"context": 1024, "max_rows": 4, "draft": "off"}  # so that there are few programs to compile
     yield from started(folder, model_name="demo", chat_template_kwargs='{"thinking": false}', **few)
 

@@ -21,7 +21,7 @@ class Weather(BaseModel):
 WEATHER = {"name": "weather", "description": Weather.__doc__, "parameters": Weather.model_json_schema()}
 TOOL = {"type": "function", "function": WEATHER}
 NAMED = {"type": "function", "function": {"name": "weather"}}
-CHOICES = ["required", NAMED]
+MODELS = ("demo", "demo_tags")  # fixtures: arguments of calls as JSON, and in tags
 
 
 def prompt_tokens(running: Running, id: str, arguments: str, result: str) -> int:

@@ -5,7 +5,7 @@ import json
 
 import openai
 import pytest
-from clients.conversations import GREEDY, QUESTION, RESULT, WHOLE, Weather, prompt_tokens
+from clients.conversations import GREEDY, MODELS, QUESTION, RESULT, WHOLE, Weather, prompt_tokens
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -35,12 +35,12 @@ def asked(model, messages, streamed: bool) -> AIMessage:
     return joined(model.stream(messages)) if streamed else model.invoke(messages)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("choice", ["any", "weather"])
-def test_a_conversation_with_a_tool(demo, choice, streamed):
-    model, messages = chat_model(demo), [HumanMessage(QUESTION)]
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("choice", "streamed"), [("any", False), ("weather", True)])
+def test_a_conversation_with_a_tool(model, choice, streamed, request):
+    demo = request.getfixturevalue(model)
     caller = chat_model(demo, **WHOLE).bind_tools([weather], tool_choice=choice, parallel_tool_calls=False)
-    call = asked(caller, messages, streamed)
+    call = asked(caller, [HumanMessage(QUESTION)], streamed)
     assert call.response_metadata["finish_reason"] == "tool_calls"
     assert not call.invalid_tool_calls
     (asks,) = call.tool_calls
@@ -50,7 +50,8 @@ def test_a_conversation_with_a_tool(demo, choice, streamed):
     result = weather.invoke(asks)
     assert isinstance(result, ToolMessage)
     assert result.content.startswith(RESULT)
-    answer = asked(model.bind_tools([weather], tool_choice="none"), [*messages, call, result], streamed)
+    answering = chat_model(demo).bind_tools([weather], tool_choice="none")
+    answer = asked(answering, [HumanMessage(QUESTION), call, result], streamed)
     assert answer.response_metadata["finish_reason"] in ("stop", "length")
     assert not answer.tool_calls
     assert answer.content

@@ -5,7 +5,7 @@ import json
 
 import litellm
 import pytest
-from clients.conversations import CHOICES, GREEDY, NAMED, QUESTION, RESULT, TOOL, WHOLE, Weather, prompt_tokens
+from clients.conversations import GREEDY, MODELS, NAMED, QUESTION, RESULT, TOOL, WHOLE, Weather, prompt_tokens
 
 ASKED = [{"role": "user", "content": QUESTION}]
 
@@ -23,9 +23,10 @@ def completed(running, streamed: bool, **more):
     return litellm.stream_chunk_builder(pieces, messages=more.get("messages", ASKED))
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("choice", CHOICES, ids=["required", "named"])
-def test_a_conversation_with_a_tool(demo, choice, streamed):
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("choice", "streamed"), [("required", False), (NAMED, True)])
+def test_a_conversation_with_a_tool(model, choice, streamed, request):
+    demo = request.getfixturevalue(model)
     first = completed(demo, streamed, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False, **WHOLE)
     (asked,) = first.choices
     assert asked.finish_reason == "tool_calls"

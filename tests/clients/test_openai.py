@@ -11,7 +11,7 @@ from scripted import KIMI, write_scripted
 from servers import started
 
 ASKED = [{"role": "user", "content": QUESTION}]
-FORCED = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+FORCED = {"tool_choice": "required", "parallel_tool_calls": False, **WHOLE}
 
 
 def asking(**more) -> dict:
@@ -21,11 +21,11 @@ def asking(**more) -> dict:
 def test_a_conversation_with_a_tool_by_parse_and_by_a_stream(demo):
     strict = [openai.pydantic_function_tool(Weather, name="weather")]
     chats = demo.client.chat.completions
-    whole = chats.parse(**asking(**FORCED | WHOLE, tools=strict)).choices[0]
+    whole = chats.parse(**asking(**FORCED, tools=strict)).choices[0]
     (call,) = whole.message.tool_calls
     assert whole.finish_reason == "tool_calls"
     assert isinstance(call.function.parsed_arguments, Weather)
-    with chats.stream(**asking(**FORCED | WHOLE, tools=strict)) as stream:
+    with chats.stream(**asking(**FORCED, tools=strict)) as stream:
         kinds = [event.type for event in stream]
         (again,) = stream.get_final_completion().choices[0].message.tool_calls
     assert again.function.parsed_arguments == call.function.parsed_arguments
