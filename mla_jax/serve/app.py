@@ -21,6 +21,19 @@ from mla_jax.serve import asked, chats, completions
 from mla_jax.serve.answering import Answering
 from mla_jax.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
 from mla_jax.serve.connections import ClientGone, EventStream, unless_gone
+from mla_jax.serve.documented import (
+    METRICS_TEXT,
+    STREAM,
+    ChatAnswer,
+    CompletionAnswer,
+    DetokenizeAnswer,
+    ModelEntries,
+    ModelEntry,
+    TokenizeAnswer,
+    TokenizerAnswer,
+    VersionAnswer,
+    documented,
+)
 from mla_jax.serve.errors import ApiError, api_error
 from mla_jax.serve.gate import Gate, response_of
 from mla_jax.serve.metrics import Metrics
@@ -99,42 +112,42 @@ def _add_models(app: FastAPI, served: ServedModel) -> None:
         """A page to chat with the model. Its own requests carry the key that is typed in there."""
         return page_response()
 
-    @app.get("/health")
+    @app.get("/health", response_class=Response, responses={503: {"description": "The model is not ready."}})
     async def health() -> Response:
         """200 when the model is ready, else 503."""
         return Response(status_code=200 if served.is_ready else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=Response, **documented(None, **METRICS_TEXT))
     async def metrics() -> Response:
         """Figures for Prometheus."""
         return Response(served.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/version")
+    @app.get("/version", **documented(VersionAnswer))
     async def version() -> dict[str, str]:
         """The version of this library."""
         from mla_jax import __version__
 
         return {"version": __version__}
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", **documented(ModelEntries))
     async def models() -> dict[str, Any]:
         """The names of the model."""
         return {"object": "list", "data": [served.about(name) for name in served.names]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", **documented(ModelEntry))
     async def model(name: str) -> dict[str, Any]:
         """One name of the model."""
         return served.about(served.name_of(name))
 
 
 def _add_answers(app: FastAPI, served: ServedModel) -> None:
-    @app.post("/v1/completions", response_model=None)
+    @app.post("/v1/completions", **documented(CompletionAnswer, **STREAM))
     async def complete(body: CompletionBody, request: Request) -> Response:
         """Continues prompts: texts or token ids."""
         kind = "cmpl", completions.whole_completion, completions.completion_events
         return await _answer(served, request, body, asked.read_completion, *kind)
 
-    @app.post("/v1/chat/completions", response_model=None)
+    @app.post("/v1/chat/completions", **documented(ChatAnswer, **STREAM))
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
         read = functools.partial(asked.read_chat, variables=served.variables)
@@ -177,7 +190,7 @@ def _note(request: Request, served: ServedModel, answering: Answering) -> None:
 
 
 def _add_tokens(app: FastAPI, served: ServedModel) -> None:
-    @app.post("/tokenize")
+    @app.post("/tokenize", **documented(TokenizeAnswer))
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         """The token ids of a text or a conversation."""
         llm = served.llm.llm
@@ -186,13 +199,13 @@ def _add_tokens(app: FastAPI, served: ServedModel) -> None:
         names = [_tokenizer_of(llm).model.id_to_token(i) for i in ids] if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": llm.context, "tokens": ids, "token_strs": names}
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", **documented(DetokenizeAnswer))
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
         """The text of token ids."""
         served.name_of(body.model)
         return {"prompt": _tokenizer_of(served.llm.llm).decode(body.tokens)}
 
-    @app.get("/tokenizer_info")
+    @app.get("/tokenizer_info", **documented(TokenizerAnswer))
     async def tokenizer_info() -> dict[str, Any]:
         """The tokenizer's names and the chat template, for evaluation harnesses."""
         llm = served.llm.llm
