@@ -1,0 +1,220 @@
+"""Bodies of Anthropic's /v1/messages as those of chats."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mla_jax.base.errors import shown
+from mla_jax.base.options import SamplingParams
+from mla_jax.engine.llm import LLM
+from mla_jax.serve.asked import Asked, read_chat, tokens_of_chat
+from mla_jax.serve.bodies import SAMPLING_KEYS, ChatBody, MessageBody, PromptedBody
+from mla_jax.serve.conversations import Variables
+from mla_jax.serve.dialogues import Dialogue
+from mla_jax.serve.errors import BadField, renamed
+from mla_jax.serve.tool_choice import take_tool_choice
+
+# Keys of chats in errors, and their names here
+MESSAGE_NAMES = {
+    "continue_final_message": "messages",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+}
+# A line that Claude Code writes before its system prompt, another one for each request: no prefix would be found again
+BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
+THINKS = {"enabled": True, "adaptive": True, "disabled": False}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# Keys for features that are not there. Others that are not known are let through, as in chats
+NOT_SERVED = ("container", "mcp_servers")
+
+
+def read_message(
+    body: MessageBody, llm: LLM, defaults: SamplingParams, model: str, variables: Variables
+) -> Asked:
+    """As `read_chat`. More tokens than the context has room for are cut to that: clients always name a number."""
+    given = body.given()
+    for key in NOT_SERVED:
+        if given.get(key):
+            raise BadField(key, f"is {shown(given[key])}, which is not supported", "expected no such key")
+    chat = {key: given[key] for key in SAMPLING_KEYS if key in given} | _prompted(given)
+    if "stop_sequences" in given:
+        chat["stop"] = given["stop_sequences"]
+    chat["max_tokens"] = given["max_tokens"]
+    with renamed(MESSAGE_NAMES):
+        return read_chat(ChatBody(**chat), llm, defaults, model, variables, cut=True)
+
+
+def tokens_of_message(body: PromptedBody, llm: LLM, variables: Variables) -> list[int]:
+    """The prompt of a body; raises as `read_message`."""
+    chat = _prompted(body.given())
+    with renamed(MESSAGE_NAMES):
+        take_tool_choice(chat)
+        return tokens_of_chat(chat, llm, variables)
+
+
+def _prompted(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a chat that its prompt and the form of its answer depend on. Raises BadField."""
+    chat: dict[str, Any] = {"messages": _messages(given)}
+    chat["tools"] = [_tool(f"tools.{at}", tool) for at, tool in enumerate(given.get("tools", []))]
+    chat |= _tool_choice(given.get("tool_choice", {"type": "auto"}))
+    chat["chat_template_kwargs"] = {**_thinking(given), **given.get("chat_template_kwargs", {})}
+    if form := given.get("output_config", {}).get("format"):
+        chat["response_format"] = _response_format(form)
+    last = chat["messages"][-1]
+    if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    return chat
+
+
+def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    dialogue = Dialogue()
+    if system := BILLING.sub("", _text("system", given.get("system", ""), "\n")):
+        dialogue.say("system", system)
+    for at, message in enumerate(given["messages"]):
+        where, role = f"messages.{at}", message.get("role")
+        if role not in SAID_BY:
+            expected = f"expected one of {', '.join(SAID_BY)}"
+            raise BadField(f"{where}.role", f"is {shown(role)}", expected)
+        SAID_BY[role](dialogue, f"{where}.content", message.get("content"))
+    return dialogue.messages
+
+
+def _add_system(dialogue: Dialogue, where: str, content: Any) -> None:
+    dialogue.say("system", _text(where, content, "\n"))
+
+
+def _add_user(dialogue: Dialogue, where: str, content: Any) -> None:
+    """Results of tools, and texts, in their order. Texts in a row are one message."""
+    texts: list[str] = []
+    for place, kind, block in _blocks(where, content):
+        match kind:
+            case "text":
+                texts.append(_string(place, block, "text"))
+            case "tool_result":
+                _say(dialogue, texts)
+                result = _text(f"{place}.content", block.get("content") or "", "\n")
+                dialogue.result(_string(place, block, "tool_use_id"), result)
+            case _:
+                raise _unknown_type(place, kind, "text or tool_result")
+    _say(dialogue, texts)
+
+
+def _say(dialogue: Dialogue, texts: list[str]) -> None:
+    if texts:
+        dialogue.say("user", "\n".join(texts))
+        texts.clear()
+
+
+def _add_assistant(dialogue: Dialogue, where: str, content: Any) -> None:
+    """Thinking, texts and calls. Texts in a row are one; thinking that is encrypted cannot be read."""
+    texts: list[str] = []
+    for place, kind, block in _blocks(where, content):
+        if kind == "text":
+            texts.append(_string(place, block, "text"))
+            continue
+        _answer(dialogue, texts)
+        match kind:
+            case "thinking":
+                dialogue.reason(_string(place, block, "thinking"))
+            case "tool_use":
+                dialogue.call(
+                    _string(place, block, "id"), _string(place, block, "name"), _input(place, block)
+                )
+            case "redacted_thinking":
+                pass
+            case _:
+                raise _unknown_type(place, kind, "text, thinking or tool_use")
+    _answer(dialogue, texts)
+
+
+def _answer(dialogue: Dialogue, texts: list[str]) -> None:
+    if texts:
+        dialogue.answer("".join(texts))
+        texts.clear()
+
+
+SAID_BY = {"user": _add_user, "assistant": _add_assistant, "system": _add_system}
+
+
+def _blocks(where: str, content: Any) -> list[tuple[str, Any, Mapping[str, Any]]]:
+    """The place of each block, its type, and the block. A text is one block."""
+    if isinstance(content, str):
+        return [(where, "text", {"text": content})]
+    if not isinstance(content, list):
+        raise BadField(where, f"is {shown(content)}", "expected a text, or a list of blocks")
+    blocks = [(f"{where}.{at}", block) for at, block in enumerate(content)]
+    for place, block in blocks:
+        if not isinstance(block, Mapping):
+            raise BadField(place, f"is {shown(block)}", "expected a block, which is an object")
+    return [(place, block.get("type"), block) for place, block in blocks]
+
+
+def _text(where: str, content: Any, between: str) -> str:
+    """A text, or the texts of blocks with something between them."""
+    texts = []
+    for place, kind, block in _blocks(where, content):
+        if kind != "text":
+            raise _unknown_type(place, kind, "text")
+        texts.append(_string(place, block, "text"))
+    return between.join(texts)
+
+
+def _unknown_type(where: str, kind: Any, expected: str) -> BadField:
+    return BadField(f"{where}.type", f"is {shown(kind)}, which is not supported", f"expected {expected}")
+
+
+def _string(where: str, given: Mapping[str, Any], key: str) -> str:
+    """The text of a key that must be there."""
+    value = given.get(key)
+    if not isinstance(value, str):
+        raise BadField(f"{where}.{key}", f"is {shown(value)}", "expected a text")
+    return value
+
+
+def _input(where: str, block: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = block.get("input")
+    if not isinstance(found, Mapping):
+        raise BadField(f"{where}.input", f"is {shown(found)}", "expected an object")
+    return found
+
+
+def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    if (kind := tool.get("type") or "custom") != "custom":
+        raise BadField(f"{where}.type", f"is {shown(kind)}, which is not supported", "expected custom")
+    schema = tool.get("input_schema")
+    if not isinstance(schema, Mapping):
+        raise BadField(f"{where}.input_schema", f"is {shown(schema)}", "expected a JSON schema")
+    function = {"name": _string(where, tool, "name"), "parameters": schema}
+    if tool.get("description") is not None:
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a chat that say which tools are called, and whether several may be."""
+    chat: dict[str, Any] = {"parallel_tool_calls": not choice.get("disable_parallel_tool_use", False)}
+    kind = choice.get("type")
+    if kind == "tool":
+        named = {"name": choice.get("name")}
+        return chat | {"tool_choice": {"type": "function", "function": named}}
+    if kind not in CHOICES:
+        raise BadField("tool_choice.type", f"is {shown(kind)}", f"expected tool, {', '.join(CHOICES)}")
+    return chat | {"tool_choice": CHOICES[kind]}
+
+
+def _thinking(given: Mapping[str, Any]) -> dict[str, bool]:
+    """The variable of the template. How much the model thinks cannot be said."""
+    if "thinking" not in given:
+        return {}
+    kind = given["thinking"].get("type")
+    if kind not in THINKS:
+        raise BadField("thinking.type", f"is {shown(kind)}", f"expected one of {', '.join(THINKS)}")
+    return {"thinking": THINKS[kind]}
+
+
+def _response_format(form: Any) -> dict[str, Any]:
+    if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+        raise BadField(
+            "output_config.format", f"is {shown(form)}", 'expected {"type": "json_schema", "schema": {...}}'
+        )
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema")}}
