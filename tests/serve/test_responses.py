@@ -240,7 +240,7 @@ def test_tools_become_those_of_a_chat_and_those_that_agents_always_send_are_left
 def test_keys_that_change_nothing_are_let_through_and_null_is_absent(deepseek):
     ignored = {"include": ["reasoning.encrypted_content"], "prompt_cache_key": "a", "service_tier": "auto", "store": True}
     ignored |= {"client_metadata": {"a": 1}, "stream_options": {"include_obfuscation": False}, "safety_identifier": "b"}
-    nulls = dict.fromkeys("previous_response_id background conversation prompt tools text reasoning truncation top_p".split())
+    nulls = dict.fromkeys(("previous_response_id", "background", "prompt", "tools", "text", "reasoning", "truncation", "top_p"))
     response = deepseek.post("/v1/responses", {**GREEDY, "input": ASKED, **ignored, **nulls})
     assert response.status_code == 200, response.text
     assert response.json()["output"][0]["content"] == created(deepseek).to_dict()["output"][0]["content"]
