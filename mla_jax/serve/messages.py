@@ -1,7 +1,7 @@
 """Bodies of Anthropic's /v1/messages as those of chats."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mla_jax.base.errors import shown
@@ -12,6 +12,7 @@ from mla_jax.serve.bodies import SAMPLING_KEYS, ChatBody, MessageBody, PromptedB
 from mla_jax.serve.conversations import Variables
 from mla_jax.serve.dialogues import Dialogue
 from mla_jax.serve.errors import BadField, renamed
+from mla_jax.serve.fields import one_of, required_text
 from mla_jax.serve.tool_choice import take_tool_choice
 
 # Keys of chats in errors, and their names here
@@ -21,8 +22,9 @@ MESSAGE_NAMES = {
     "response_format.json_schema": "output_config.format",
 }
 # A line that Claude Code writes before its system prompt, another one for each request: no prefix would be found again
-BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
+BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 THINKS = {"enabled": True, "adaptive": True, "disabled": False}
+SAID_BY_MODEL = ("text", "thinking", "tool_use", "redacted_thinking")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Keys for features that are not there. Others that are not known are let through, as in chats
 NOT_SERVED = ("container", "mcp_servers")
@@ -71,10 +73,8 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     if system := BILLING.sub("", _text("system", given.get("system", ""), "\n")):
         dialogue.say("system", system)
     for at, message in enumerate(given["messages"]):
-        where, role = f"messages.{at}", message.get("role")
-        if role not in SAID_BY:
-            expected = f"expected one of {', '.join(SAID_BY)}"
-            raise BadField(f"{where}.role", f"is {shown(role)}", expected)
+        where = f"messages.{at}"
+        role = one_of(f"{where}.role", message.get("role"), SAID_BY)
         SAID_BY[role](dialogue, f"{where}.content", message.get("content"))
     return dialogue.messages
 
@@ -86,16 +86,13 @@ def _add_system(dialogue: Dialogue, where: str, content: Any) -> None:
 def _add_user(dialogue: Dialogue, where: str, content: Any) -> None:
     """Results of tools, and texts, in their order. Texts in a row are one message."""
     texts: list[str] = []
-    for place, kind, block in _blocks(where, content):
-        match kind:
-            case "text":
-                texts.append(_string(place, block, "text"))
-            case "tool_result":
-                _say(dialogue, texts)
-                result = _text(f"{place}.content", block.get("content") or "", "\n")
-                dialogue.result(_string(place, block, "tool_use_id"), result)
-            case _:
-                raise _unknown_type(place, kind, "text or tool_result")
+    for place, kind, block in _blocks(where, content, ("text", "tool_result")):
+        if kind == "text":
+            texts.append(required_text(place, block, "text"))
+            continue
+        _say(dialogue, texts)
+        result = _text(f"{place}.content", block.get("content") or "", "\n")
+        dialogue.result(required_text(place, block, "tool_use_id"), result)
     _say(dialogue, texts)
 
 
@@ -108,22 +105,16 @@ def _say(dialogue: Dialogue, texts: list[str]) -> None:
 def _add_assistant(dialogue: Dialogue, where: str, content: Any) -> None:
     """Thinking, texts and calls. Texts in a row are one; thinking that is encrypted cannot be read."""
     texts: list[str] = []
-    for place, kind, block in _blocks(where, content):
+    for place, kind, block in _blocks(where, content, SAID_BY_MODEL):
         if kind == "text":
-            texts.append(_string(place, block, "text"))
+            texts.append(required_text(place, block, "text"))
             continue
         _answer(dialogue, texts)
-        match kind:
-            case "thinking":
-                dialogue.reason(_string(place, block, "thinking"))
-            case "tool_use":
-                dialogue.call(
-                    _string(place, block, "id"), _string(place, block, "name"), _input(place, block)
-                )
-            case "redacted_thinking":
-                pass
-            case _:
-                raise _unknown_type(place, kind, "text, thinking or tool_use")
+        if kind == "thinking":
+            dialogue.reason(required_text(place, block, "thinking"))
+        if kind == "tool_use":
+            id, name = required_text(place, block, "id"), required_text(place, block, "name")
+            dialogue.call(id, name, _input(place, block))
     _answer(dialogue, texts)
 
 
@@ -136,39 +127,24 @@ def _answer(dialogue: Dialogue, texts: list[str]) -> None:
 SAID_BY = {"user": _add_user, "assistant": _add_assistant, "system": _add_system}
 
 
-def _blocks(where: str, content: Any) -> list[tuple[str, Any, Mapping[str, Any]]]:
-    """The place of each block, its type, and the block. A text is one block."""
+def _blocks(where: str, content: Any, kinds: Sequence[str]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """The place of each block, its type, which is one of `kinds`, and the block. A text is one block."""
     if isinstance(content, str):
-        return [(where, "text", {"text": content})]
+        yield where, "text", {"text": content}
+        return
     if not isinstance(content, list):
         raise BadField(where, f"is {shown(content)}", "expected a text, or a list of blocks")
-    blocks = [(f"{where}.{at}", block) for at, block in enumerate(content)]
-    for place, block in blocks:
+    for at, block in enumerate(content):
+        place = f"{where}.{at}"
         if not isinstance(block, Mapping):
             raise BadField(place, f"is {shown(block)}", "expected a block, which is an object")
-    return [(place, block.get("type"), block) for place, block in blocks]
+        yield place, one_of(f"{place}.type", block.get("type"), kinds), block
 
 
 def _text(where: str, content: Any, between: str) -> str:
     """A text, or the texts of blocks with something between them."""
-    texts = []
-    for place, kind, block in _blocks(where, content):
-        if kind != "text":
-            raise _unknown_type(place, kind, "text")
-        texts.append(_string(place, block, "text"))
-    return between.join(texts)
-
-
-def _unknown_type(where: str, kind: Any, expected: str) -> BadField:
-    return BadField(f"{where}.type", f"is {shown(kind)}, which is not supported", f"expected {expected}")
-
-
-def _string(where: str, given: Mapping[str, Any], key: str) -> str:
-    """The text of a key that must be there."""
-    value = given.get(key)
-    if not isinstance(value, str):
-        raise BadField(f"{where}.{key}", f"is {shown(value)}", "expected a text")
-    return value
+    blocks = _blocks(where, content, ("text",))
+    return between.join(required_text(place, block, "text") for place, _, block in blocks)
 
 
 def _input(where: str, block: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -179,12 +155,11 @@ def _input(where: str, block: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
-    if (kind := tool.get("type") or "custom") != "custom":
-        raise BadField(f"{where}.type", f"is {shown(kind)}, which is not supported", "expected custom")
+    one_of(f"{where}.type", tool.get("type") or "custom", ("custom",))
     schema = tool.get("input_schema")
     if not isinstance(schema, Mapping):
         raise BadField(f"{where}.input_schema", f"is {shown(schema)}", "expected a JSON schema")
-    function = {"name": _string(where, tool, "name"), "parameters": schema}
+    function = {"name": required_text(where, tool, "name"), "parameters": schema}
     if tool.get("description") is not None:
         function["description"] = tool["description"]
     return {"type": "function", "function": function}
@@ -193,23 +168,16 @@ def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
 def _tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a chat that say which tools are called, and whether several may be."""
     chat: dict[str, Any] = {"parallel_tool_calls": not choice.get("disable_parallel_tool_use", False)}
-    kind = choice.get("type")
-    if kind == "tool":
-        named = {"name": choice.get("name")}
-        return chat | {"tool_choice": {"type": "function", "function": named}}
-    if kind not in CHOICES:
-        raise BadField("tool_choice.type", f"is {shown(kind)}", f"expected tool, {', '.join(CHOICES)}")
-    return chat | {"tool_choice": CHOICES[kind]}
+    kind = one_of("tool_choice.type", choice.get("type"), (*CHOICES, "tool"))
+    named = {"type": "function", "function": {"name": choice.get("name")}}
+    return chat | {"tool_choice": CHOICES.get(kind, named)}
 
 
 def _thinking(given: Mapping[str, Any]) -> dict[str, bool]:
     """The variable of the template. How much the model thinks cannot be said."""
     if "thinking" not in given:
         return {}
-    kind = given["thinking"].get("type")
-    if kind not in THINKS:
-        raise BadField("thinking.type", f"is {shown(kind)}", f"expected one of {', '.join(THINKS)}")
-    return {"thinking": THINKS[kind]}
+    return {"thinking": THINKS[one_of("thinking.type", given["thinking"].get("type"), THINKS)]}
 
 
 def _response_format(form: Any) -> dict[str, Any]:

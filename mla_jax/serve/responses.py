@@ -11,6 +11,7 @@ from mla_jax.serve.bodies import SAMPLING_KEYS, ChatBody, ResponseBody
 from mla_jax.serve.conversations import Variables
 from mla_jax.serve.dialogues import Dialogue
 from mla_jax.serve.errors import BadField, renamed
+from mla_jax.serve.fields import one_of, required_text
 
 # Keys of chats in errors, and their names here
 RESPONSE_NAMES = {
@@ -93,16 +94,13 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _add_item(dialogue: Dialogue, where: str, item: Mapping[str, Any]) -> None:
     kind = item.get("type") or "message"
-    if kind not in ITEMS:
-        expected = NOT_STORED if kind == "item_reference" else f"expected one of {', '.join(ITEMS)}"
-        raise BadField(f"{where}.type", f"is {shown(kind)}, which is not supported", expected)
-    ITEMS[kind](dialogue, where, item)
+    hint = NOT_STORED if kind == "item_reference" else None
+    ITEMS[one_of(f"{where}.type", kind, ITEMS, hint)](dialogue, where, item)
 
 
 def _add_message(dialogue: Dialogue, where: str, item: Mapping[str, Any]) -> None:
-    role, text = item.get("role"), _text(f"{where}.content", item.get("content"))
-    if role not in SPEAKERS:
-        raise BadField(f"{where}.role", f"is {shown(role)}", f"expected one of {', '.join(SPEAKERS)}")
+    role = one_of(f"{where}.role", item.get("role"), SPEAKERS)
+    text = _text(f"{where}.content", item.get("content"))
     if role == "assistant":
         dialogue.answer(text)
     else:
@@ -114,18 +112,18 @@ def _add_reasoning(dialogue: Dialogue, where: str, item: Mapping[str, Any]) -> N
     content = item.get("content") or []
     if not isinstance(content, list):
         raise BadField(f"{where}.content", f"is {shown(content)}", "expected a list of reasoning_text")
-    texts = [_string(f"{where}.content[{at}]", part, "text") for at, part in enumerate(content)]
+    texts = [required_text(f"{where}.content[{at}]", part, "text") for at, part in enumerate(content)]
     if texts:
         dialogue.reason("".join(texts))
 
 
 def _add_call(dialogue: Dialogue, where: str, item: Mapping[str, Any]) -> None:
-    id, name, arguments = (_string(where, item, key) for key in ("call_id", "name", "arguments"))
+    id, name, arguments = (required_text(where, item, key) for key in ("call_id", "name", "arguments"))
     dialogue.call(id, name, arguments)
 
 
 def _add_result(dialogue: Dialogue, where: str, item: Mapping[str, Any]) -> None:
-    dialogue.result(_string(where, item, "call_id"), _text(f"{where}.output", item.get("output")))
+    dialogue.result(required_text(where, item, "call_id"), _text(f"{where}.output", item.get("output")))
 
 
 ITEMS: dict[str, Callable[[Dialogue, str, Mapping[str, Any]], None]] = {
@@ -146,20 +144,8 @@ def _text(where: str, content: Any) -> str:
 
 
 def _part(where: str, part: Any) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind not in TEXT_PARTS:
-        raise BadField(
-            f"{where}.type", f"is {shown(kind)}, which is not supported", "expected input_text or output_text"
-        )
-    return _string(where, part, TEXT_PARTS[kind])
-
-
-def _string(where: str, given: Any, key: str) -> str:
-    """The text of a key that must be there."""
-    value = given.get(key) if isinstance(given, Mapping) else None
-    if not isinstance(value, str):
-        raise BadField(f"{where}.{key}", f"is {shown(value)}", "expected a text")
-    return value
+    kind = one_of(f"{where}.type", part.get("type") if isinstance(part, Mapping) else None, TEXT_PARTS)
+    return required_text(where, part, TEXT_PARTS[kind])
 
 
 def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -167,9 +153,8 @@ def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = tool.get("type")
     if kind in LEFT_OUT:
         return None
-    if kind != "function":
-        raise BadField(f"{where}.type", f"is {shown(kind)}, which is not supported", "expected function")
-    _string(where, tool, "name")
+    one_of(f"{where}.type", kind, ("function",))
+    required_text(where, tool, "name")
     return {"type": "function", "function": _without_nulls(tool, FUNCTION_KEYS)}
 
 
