@@ -263,7 +263,7 @@ def test_keys_that_change_nothing_are_let_through_and_null_is_absent(deepseek):
         ({"input": [*SAID, {"role": "user", "content": 3}]}, "input[1].content", "expected a text"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "'input_image'"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "expected a text"),
-        ({"input": [{"type": {}}]}, "input[0].type", "not supported"),
+        ({"input": [{"type": [1]}]}, "input[0].type", "not supported"),
         ({"input": [{"role": [], "content": "a"}]}, "input[0].role", "not supported"),
         ({"input": [{"role": "user", "content": [{"type": {}}]}]}, "input[0].content[0].type", "not supported"),
         (
