@@ -15,7 +15,7 @@ def required_text(where: str, given: Any, key: str) -> str:
     return value
 
 
-def one_of(where: str, found: Any, known: Collection[str], hint: str | None = None) -> str:
+def known_word(where: str, found: Any, known: Collection[str], hint: str | None = None) -> str:
     """A word, which has to be one of `known`; `hint` stands in place of these in the error."""
     if not isinstance(found, str) or found not in known:
         expected = hint or f"expected {' or '.join(known)}"

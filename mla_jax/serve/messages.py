@@ -12,7 +12,7 @@ from mla_jax.serve.bodies import SAMPLING_KEYS, ChatBody, MessageBody, PromptedB
 from mla_jax.serve.conversations import Variables
 from mla_jax.serve.dialogues import Dialogue
 from mla_jax.serve.errors import BadField, renamed
-from mla_jax.serve.fields import one_of, required_text
+from mla_jax.serve.fields import known_word, required_text
 from mla_jax.serve.tool_choice import take_tool_choice
 
 # Keys of chats in errors, and their names here
@@ -74,7 +74,7 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
         dialogue.say("system", system)
     for at, message in enumerate(given["messages"]):
         where = f"messages.{at}"
-        role = one_of(f"{where}.role", message.get("role"), SAID_BY)
+        role = known_word(f"{where}.role", message.get("role"), SAID_BY)
         SAID_BY[role](dialogue, f"{where}.content", message.get("content"))
     return dialogue.messages
 
@@ -138,7 +138,7 @@ def _blocks(where: str, content: Any, kinds: Sequence[str]) -> Iterator[tuple[st
         place = f"{where}.{at}"
         if not isinstance(block, Mapping):
             raise BadField(place, f"is {shown(block)}", "expected a block, which is an object")
-        yield place, one_of(f"{place}.type", block.get("type"), kinds), block
+        yield place, known_word(f"{place}.type", block.get("type"), kinds), block
 
 
 def _text(where: str, content: Any, between: str) -> str:
@@ -155,7 +155,7 @@ def _input(where: str, block: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
-    one_of(f"{where}.type", tool.get("type") or "custom", ("custom",))
+    known_word(f"{where}.type", tool.get("type") or "custom", ("custom",))
     schema = tool.get("input_schema")
     if not isinstance(schema, Mapping):
         raise BadField(f"{where}.input_schema", f"is {shown(schema)}", "expected a JSON schema")
@@ -168,7 +168,7 @@ def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
 def _tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a chat that say which tools are called, and whether several may be."""
     chat: dict[str, Any] = {"parallel_tool_calls": not choice.get("disable_parallel_tool_use", False)}
-    kind = one_of("tool_choice.type", choice.get("type"), (*CHOICES, "tool"))
+    kind = known_word("tool_choice.type", choice.get("type"), (*CHOICES, "tool"))
     named = {"type": "function", "function": {"name": choice.get("name")}}
     return chat | {"tool_choice": CHOICES.get(kind, named)}
 
@@ -177,7 +177,7 @@ def _thinking(given: Mapping[str, Any]) -> dict[str, bool]:
     """The variable of the template. How much the model thinks cannot be said."""
     if "thinking" not in given:
         return {}
-    return {"thinking": THINKS[one_of("thinking.type", given["thinking"].get("type"), THINKS)]}
+    return {"thinking": THINKS[known_word("thinking.type", given["thinking"].get("type"), THINKS)]}
 
 
 def _response_format(form: Any) -> dict[str, Any]:

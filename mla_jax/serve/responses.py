@@ -11,7 +11,7 @@ from mla_jax.serve.bodies import SAMPLING_KEYS, ChatBody, ResponseBody
 from mla_jax.serve.conversations import Variables
 from mla_jax.serve.dialogues import Dialogue
 from mla_jax.serve.errors import BadField, renamed
-from mla_jax.serve.fields import one_of, required_text
+from mla_jax.serve.fields import known_word, required_text
 
 # Keys of chats in errors, and their names here
 RESPONSE_NAMES = {
@@ -95,11 +95,11 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _add_item(dialogue: Dialogue, where: str, item: Mapping[str, Any]) -> None:
     kind = item.get("type") or "message"
     hint = NOT_STORED if kind == "item_reference" else None
-    ITEMS[one_of(f"{where}.type", kind, ITEMS, hint)](dialogue, where, item)
+    ITEMS[known_word(f"{where}.type", kind, ITEMS, hint)](dialogue, where, item)
 
 
 def _add_message(dialogue: Dialogue, where: str, item: Mapping[str, Any]) -> None:
-    role = one_of(f"{where}.role", item.get("role"), SPEAKERS)
+    role = known_word(f"{where}.role", item.get("role"), SPEAKERS)
     text = _text(f"{where}.content", item.get("content"))
     if role == "assistant":
         dialogue.answer(text)
@@ -144,7 +144,7 @@ def _text(where: str, content: Any) -> str:
 
 
 def _part(where: str, part: Any) -> str:
-    kind = one_of(f"{where}.type", part.get("type") if isinstance(part, Mapping) else None, TEXT_PARTS)
+    kind = known_word(f"{where}.type", part.get("type") if isinstance(part, Mapping) else None, TEXT_PARTS)
     return required_text(where, part, TEXT_PARTS[kind])
 
 
@@ -153,7 +153,7 @@ def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = tool.get("type")
     if kind in LEFT_OUT:
         return None
-    one_of(f"{where}.type", kind, ("function",))
+    known_word(f"{where}.type", kind, ("function",))
     required_text(where, tool, "name")
     return {"type": "function", "function": _without_nulls(tool, FUNCTION_KEYS)}
 
