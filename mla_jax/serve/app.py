@@ -17,10 +17,19 @@ from mla_jax.base.errors import BadRequest, MlaJaxError, printable
 from mla_jax.base.options import SamplingParams
 from mla_jax.engine.async_llm import AsyncLLM
 from mla_jax.engine.llm import LLM
-from mla_jax.serve import asked, chats, completions
+from mla_jax.serve import asked, chats, completions, message_events, messages, responses
 from mla_jax.serve.answering import Answering
-from mla_jax.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
-from mla_jax.serve.connections import ClientGone, EventStream, unless_gone
+from mla_jax.serve.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    MessageBody,
+    PromptedBody,
+    ResponseBody,
+    SamplingBody,
+    TokenizeBody,
+)
+from mla_jax.serve.connections import ClientGone, EventStream, StreamForm, named_line_of, unless_gone
 from mla_jax.serve.documented import (
     METRICS_TEXT,
     STREAM,
@@ -39,6 +48,7 @@ from mla_jax.serve.gate import Gate, response_of
 from mla_jax.serve.metrics import Metrics
 from mla_jax.serve.options import ServeOptions
 from mla_jax.serve.page import page_response
+from mla_jax.serve.response_events import ResponseWriter
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -92,6 +102,7 @@ def make_app(served: ServedModel, keys: Sequence[bytes] = (), tracer: "Tracer | 
     app = FastAPI(title="mla-jax", docs_url=None, redoc_url=None)
     _add_models(app, served)
     _add_answers(app, served)
+    _add_other_interfaces(app, served)
     _add_tokens(app, served)
     _add_errors(app)
     if tracer is not None:
@@ -144,15 +155,42 @@ def _add_answers(app: FastAPI, served: ServedModel) -> None:
     @app.post("/v1/completions", **documented(CompletionAnswer, **STREAM))
     async def complete(body: CompletionBody, request: Request) -> Response:
         """Continues prompts: texts or token ids."""
-        kind = "cmpl", completions.whole_completion, completions.completion_events
+        kind = "cmpl-", completions.whole_completion, completions.completion_events
         return await _answer(served, request, body, asked.read_completion, *kind)
 
     @app.post("/v1/chat/completions", **documented(ChatAnswer, **STREAM))
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
         read = functools.partial(asked.read_chat, variables=served.variables)
-        kind = "chatcmpl", chats.whole_chat, chats.chat_events
+        kind = "chatcmpl-", chats.whole_chat, chats.chat_events
         return await _answer(served, request, body, read, *kind)
+
+
+def _add_other_interfaces(app: FastAPI, served: ServedModel) -> None:
+    """Chats in other words: bodies become those of chats, and parts of answers what these routes call them."""
+
+    @app.post("/v1/responses", response_model=None)
+    async def respond(body: ResponseBody, request: Request) -> Response:
+        """Answers a conversation, as OpenAI's newer interface has it."""
+        read = functools.partial(responses.read_response, variables=served.variables)
+        writer = ResponseWriter(body)
+        form = StreamForm(named_line_of, writer.failed, end=b"")
+        return await _answer(served, request, body, read, "resp_", writer.whole, writer.events, form)
+
+    @app.post("/v1/messages", response_model=None)
+    async def message(body: MessageBody, request: Request) -> Response:
+        """Answers a conversation, as Anthropic's interface has it."""
+        read = functools.partial(messages.read_message, variables=served.variables)
+        kind = "msg_", message_events.whole_message, message_events.message_events
+        return await _answer(served, request, body, read, *kind, message_events.MESSAGE_STREAM)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(body: PromptedBody) -> dict[str, int]:
+        """The number of tokens of a conversation."""
+        llm = served.llm.llm
+        served.name_of(body.model)
+        ids = await asyncio.to_thread(messages.tokens_of_message, body, llm, served.variables)
+        return {"input_tokens": len(ids)}
 
 
 async def _answer(
@@ -163,15 +201,16 @@ async def _answer(
     kind: str,
     whole: Callable[[Answering], Awaitable[dict[str, Any]]],
     events: Callable[[Answering], AsyncIterator[dict[str, Any]]],
+    form: StreamForm | None = None,
 ) -> Response:
-    """The answer to a body that `read` understands, whole or as events."""
+    """The answer to a body that `read` understands, whole or as events. `kind` begins its id."""
     llm, name = served.llm, served.name_of(body.model)
     wanted = await asyncio.to_thread(read, body, llm.llm, served.defaults, name)
     answering = Answering(llm, wanted, served.metrics, kind)
     _note(request, served, answering)
     await answering.begin()
     if wanted.form.stream:
-        return EventStream(events(answering), answering.end)
+        return EventStream(events(answering), answering.end, form)
     try:
         return JSONResponse(await unless_gone(request, whole(answering)))
     finally:
@@ -234,19 +273,20 @@ def _tokenizer_of(llm: LLM):
 
 
 def _add_errors(app: FastAPI) -> None:
-    async def ours(_: Request, error: Exception) -> Response:
-        return response_of(api_error(error))
+    async def ours(request: Request, error: Exception) -> Response:
+        return response_of(api_error(error), request.url.path)
 
-    async def of_http(_: Request, error: Exception) -> Response:
+    async def of_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return response_of(ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})))
+        told = ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+        return response_of(told, request.url.path)
 
-    async def of_body(_: Request, error: Exception) -> Response:
+    async def of_body(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return response_of(_of_fault(error.errors()[0]))
+        return response_of(_of_fault(error.errors()[0]), request.url.path)
 
-    async def unexpected(_: Request, error: Exception) -> Response:
-        return response_of(api_error(error))
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return response_of(api_error(error), request.url.path)
 
     async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it; the log has it

@@ -60,6 +60,17 @@ class SamplingBody(Body):
     grammar: Any = None
 
 
+# Keys that other routes have under the names of chats
+SAMPLING_KEYS = SamplingBody.model_fields.keys() - {
+    "max_tokens",
+    "n",
+    "prompt_logprobs",
+    "response_format",
+    "return_token_ids",
+    "stream_options",
+}
+
+
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
@@ -81,6 +92,41 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = shapes.key(shapes.TOKEN_COUNT)
     logprobs: bool | None = None
     top_logprobs: int | None = shapes.key(shapes.SCORES)
+
+
+class ResponseBody(SamplingBody):
+    """POST /v1/responses."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class PromptedBody(Body):
+    """POST /v1/messages/count_tokens: the keys of a message that its prompt depends on."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessageBody(PromptedBody, SamplingBody):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1)  # pyright: ignore[reportIncompatibleVariableOverride]  it is required here
+    stop_sequences: list[str] | None = None
 
 
 class TokenizeBody(Body):
