@@ -55,7 +55,7 @@ class SamplingBody(Body):
     structured_outputs: Any = shapes.key(shapes.STRUCTURED_OUTPUTS)
     guided_json: Any = shapes.key(shapes.or_null(shapes.SCHEMA, shapes.TEXT_VALUE))
     guided_regex: Any = shapes.key(shapes.or_null(shapes.TEXT_VALUE))
-    guided_choice: Any = shapes.key(shapes.or_null(shapes.CHOICES))
+    guided_choice: Any = shapes.key(shapes.or_null(shapes.CHOICE_TEXTS))
     guided_grammar: Any = shapes.key(shapes.or_null(shapes.TEXT_VALUE))
     grammar: Any = None
 

@@ -49,7 +49,7 @@ BIASES: KeyShape = {"propertyNames": {"pattern": "^[0-9]{1,9}$"}, "maxProperties
 BIASES |= {"additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 
 SCHEMA: KeyShape = {"type": "object", "description": "a JSON schema"}
-CHOICES = list_of(TEXT_VALUE, minItems=1, maxItems=MAX_CHOICES)
+CHOICE_TEXTS = list_of(TEXT_VALUE, minItems=1, maxItems=MAX_CHOICES)
 NAMED_SCHEMA = closed(object_with("schema", name=TEXT_VALUE, strict={"type": "boolean"}, schema=SCHEMA))
 RESPONSE_FORMAT = or_null(
     closed(object_with("type", type={"enum": [kind for kind in RESPONSE_FORMATS if kind != "json_schema"]})),
@@ -58,7 +58,7 @@ RESPONSE_FORMAT = or_null(
 GRAMMARS = {
     "json": SCHEMA,
     "regex": TEXT_VALUE,
-    "choice": CHOICES,
+    "choice": CHOICE_TEXTS,
     "grammar": TEXT_VALUE,
     "json_object": {"const": True},
 }
