@@ -383,8 +383,12 @@ class SamplingParams(Checked):
     """Above 1 penalises tokens of the prompt and the output."""
     max_tokens: int | None = option(None, optional(whole(0)))
     """Maximum tokens to generate (256, or as the context allows)."""
+    min_tokens: int = option(0, whole(0))
+    """Tokens before which no end token comes and no stop text ends the output."""
     stop: tuple[str, ...] | str = option((), texts(MAX_STOPS))
     """Strings that end the output; not part of it."""
+    include_stop_str_in_output: bool = option(False, flag)
+    """The string that ends the output is a part of it."""
     stop_token_ids: tuple[int, ...] = option((), token_ids(MAX_STOPS))
     """Further token ids that end the output."""
     ignore_eos: bool = option(False, flag)

@@ -40,6 +40,7 @@ class SamplingBody(Body):
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Ids | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
