@@ -78,7 +78,7 @@ def _over(old: jax.Array, seed: int) -> jax.Array:
 
 
 def settled(llm: LLM, run: Callable[[], Row]) -> Row:
-    """What it finds once it is run without anything being compiled meanwhile."""
+    """The row of a run in which nothing was compiled."""
     engine, compiled = llm.engine, -1
     while engine.programs.compiled != compiled:
         compiled, found = engine.programs.compiled, run()
