@@ -4,10 +4,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-SELECT ?= not parity
+SELECT ?= not parity and not clients
 WORKERS ?= auto
 
-.PHONY: demo test about-demo about-tests parity lint docs clean
+.PHONY: demo test about-demo about-tests parity clients ray lint docs clean
 
 demo: about-demo $(VENV)/.installed
 	$(BIN)/python -m mla_jax.generate --temperature 0 "def __eq__(self, other):"
@@ -27,6 +27,14 @@ about-tests:
 # compares with transformers and llama.cpp in the same run; the first time it builds llama.cpp, which takes some minutes
 parity: $(VENV)/.installed-dev,parity $(VENV)/.installed-llama.cpp
 	$(BIN)/python -m pytest -m parity -n 2
+
+# Ray is large: VENV=.venv-ray make ray
+ray: $(VENV)/.installed-dev,ray
+	$(BIN)/python -m pytest tests/scaling/test_ray.py
+
+# LangChain, litellm and schemathesis against the server; CASES=20000 has schemathesis make so many requests
+clients: $(VENV)/.installed-dev,clients
+	$(BIN)/python -m pytest -m clients -n 2 --dist loadscope tests/clients
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

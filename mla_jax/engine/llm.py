@@ -263,6 +263,8 @@ class LLM:
 
     def close(self) -> None:
         """Ends all requests; the LLM takes no more. `with LLM(...) as llm` does so at its end."""
+        with contextlib.suppress(BadRequest):  # that it is closed
+            self._count_experts()
         self._worker.close()
 
     def __enter__(self) -> "LLM":

@@ -36,7 +36,7 @@ class Answering:
     readers: list[Reader] = field(default_factory=list)
 
     def __post_init__(self):
-        self.id = f"{self.kind}-{uuid.uuid4().hex}"
+        self.id = f"{self.kind}{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._ending = contextlib.AsyncExitStack()
 

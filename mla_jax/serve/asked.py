@@ -61,10 +61,12 @@ def read_completion(body: CompletionBody, llm: LLM, defaults: SamplingParams, mo
     return Asked(requests, params.n, model, _streaming(body), echo=texts)
 
 
-def read_chat(body: ChatBody, llm: LLM, defaults: SamplingParams, model: str, variables: Variables) -> Asked:
+def read_chat(
+    body: ChatBody, llm: LLM, defaults: SamplingParams, model: str, variables: Variables, *, cut: bool = False
+) -> Asked:
     """Raises as `read_completion`, and BadTemplate. Without a number of tokens an answer may be as long as the context allows.
 
-    `variables` are the server's own for the chat template."""
+    `variables` are the server's own for the chat template. `cut`: so is one whose number is larger than that."""
     given = body.given()
     forced = take_tool_choice(given)
     one_call = given.pop("parallel_tool_calls", True) is False or (forced is not None and forced.once)
@@ -72,9 +74,9 @@ def read_chat(body: ChatBody, llm: LLM, defaults: SamplingParams, model: str, va
     _refuse_grammar(llm, given, fields.params)
     prompt = encode_conversation(llm, fields, variables)
     params = replace(fields.params, grammar=answer_grammar(llm, fields, prompt, forced, one_call))
-    if params.max_tokens is None:
-        room = min(llm.context, llm.plan.tokens) - len(prompt)
-        params = replace(params, max_tokens=max(room, 1))
+    room = max(min(llm.context, llm.plan.tokens) - len(prompt), 1)
+    if params.max_tokens is None or (cut and params.max_tokens > room):
+        params = replace(params, max_tokens=room)
     requests = llm.inputs.requests([prompt], params)
     reading = answer_reading(llm, fields, prompt, one_call)
     return Asked(requests, params.n, model, _streaming(body), reading=reading)

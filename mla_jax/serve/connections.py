@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -10,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mla_jax.serve import log
-from mla_jax.serve.errors import api_error
+from mla_jax.serve.errors import ApiError, api_error
 
 Result = TypeVar("Result")
 # A stream without news gets a comment after these, so that proxies keep it open
@@ -48,13 +49,38 @@ async def _end(*tasks: asyncio.Future) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def line_of(event: dict[str, Any]) -> bytes:
+    """An event as a line; JSON writes line ends within texts as signs."""
+    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def named_line_of(event: dict[str, Any]) -> bytes:
+    """An event as a line below another one with its type."""
+    return b"event: " + event["type"].encode() + b"\n" + line_of(event)
+
+
+@dataclass(frozen=True)
+class StreamForm:
+    """How events are written. `failed` makes the event of an error; `comment` keeps a stream open, and `end` closes it."""
+
+    line: Callable[[dict[str, Any]], bytes] = line_of
+    failed: Callable[[ApiError], dict[str, Any]] = ApiError.body
+    comment: bytes = COMMENT
+    end: bytes = STREAM_END
+
+
 class EventStream(Response):
     """Events as server-sent ones, a line of JSON each; one with an error ends them. `end` is called however they end."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]], end: Callable[[], Awaitable[None]]):
-        self.events, self.end = events, end
+    def __init__(
+        self,
+        events: AsyncIterator[dict[str, Any]],
+        end: Callable[[], Awaitable[None]],
+        form: StreamForm | None = None,
+    ):
+        self.events, self.end, self.form = events, end, form or StreamForm()
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
 
@@ -76,21 +102,16 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for event in with_comments(self.events):
-                await body(COMMENT if event is None else line_of(event))
-            await body(STREAM_END)
+                await body(self.form.comment if event is None else self.form.line(event))
+            await body(self.form.end)
         except OSError:  # the client has gone
             return
         except Exception as error:
             told = api_error(error)
             if told.status == 500:
                 log.error("a stream has failed", exc_info=error)
-            await body(line_of(told.body()))
+            await body(self.form.line(self.form.failed(told)))
         await body(b"", more=False)
-
-
-def line_of(event: dict[str, Any]) -> bytes:
-    """An event as a line; JSON writes line ends within texts as signs."""
-    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def with_comments(

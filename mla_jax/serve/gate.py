@@ -51,7 +51,7 @@ class Gate:
         refusal = self._refusal(scope)
         try:
             if refusal is not None:
-                await response_of(refusal)(scope, receive, noting)
+                await response_of(refusal, scope["path"])(scope, receive, noting)
             else:
                 await self.app(scope, self._limited(receive), noting)
         finally:
@@ -73,7 +73,8 @@ class Gate:
         """Whether a key is right; each is compared in a time that says nothing about it."""
         if not self.keys or path in KEYLESS:
             return True
-        given = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+        bearer = headers.get("authorization", "").removeprefix("Bearer ")
+        given = (headers.get("x-api-key") or bearer).encode("latin-1")  # Anthropic's header, or OpenAI's
         found = [hmac.compare_digest(given, key) for key in self.keys]
         return any(found)
 
@@ -99,6 +100,6 @@ class Gate:
         return ApiError(413, f"the body has more than {self.most:,} bytes, which is the limit")
 
 
-def response_of(error: ApiError) -> JSONResponse:
-    """An error as an answer."""
-    return JSONResponse(error.body(), error.status, error.headers)
+def response_of(error: ApiError, path: str) -> JSONResponse:
+    """An error as an answer of the route `path`."""
+    return JSONResponse(error.body_for(path), error.status, error.headers)

@@ -2,12 +2,28 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from mla_jax.base.options import MAX_TIMEOUT, Checked
-from mla_jax.base.rules import flag, json_object, number, option, optional, path, text, texts, whole
+from mla_jax.base.rules import Wrong, flag, json_object, number, option, optional, path, text, texts, whole
 
 MAX_NAMES = 64
 MAX_WAITING = 4096  # requests that wait for a row, unless --max-waiting gives another number
+
+
+def http_address(value: Any) -> str:
+    """A URL of HTTP with a host."""
+    try:
+        if (
+            isinstance(value, str)
+            and (parts := urlsplit(value)).hostname
+            and parts.scheme in ("http", "https")
+        ):
+            return value
+    except ValueError:
+        pass
+    raise Wrong("an address such as http://127.0.0.1:4318/v1/traces")
 
 
 @dataclass(frozen=True)
@@ -36,6 +52,8 @@ class ServeOptions(Checked):
     """Compile every program before the server is ready."""
     log_prompts: bool = option(False, flag)
     """Write prompts to the log, too."""
+    otlp_traces_endpoint: str | None = option(None, optional(http_address))
+    """Send spans of OpenTelemetry to this address, by OTLP over HTTP (none)."""
     config: str | Path | None = option(None, optional(path))
     """TOML file with these settings, one table per group."""
     debug: bool = option(False, flag)

@@ -8,8 +8,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
+from fastapi import FastAPI
 
 from mla_jax.base.errors import BadRequest, Unsupported, printable
 from mla_jax.base.options import Options, SamplingParams
@@ -19,6 +21,9 @@ from mla_jax.serve import log
 from mla_jax.serve.app import ServedModel, make_app
 from mla_jax.serve.gate import read_keys
 from mla_jax.serve.options import MAX_WAITING, ServeOptions
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 BACKLOG = 2048  # connections that wait to be taken
 KEEP_ALIVE = 75  # seconds of a connection between two requests: longer than proxies keep theirs
@@ -82,6 +87,7 @@ def serve(options: ServeOptions, model: Options) -> int:
 def make_server(options: ServeOptions, model: Options) -> Server:
     """A server whose model is opened, and loaded once it runs. Raises for bad options or files."""
     keys = [] if options.api_key_file is None else read_keys(Path(options.api_key_file))
+    tracer = None if options.otlp_traces_endpoint is None else _tracer(options.otlp_traces_endpoint)
     if model.processes.several:
         raise Unsupported("a server of several processes cannot be had", "take one process")
     if model.memory.max_waiting is None:
@@ -91,7 +97,18 @@ def make_server(options: ServeOptions, model: Options) -> Server:
     listening = _listen(options.host, options.port)
     names = list(options.model_name) or [opened.name]
     served = ServedModel(names, options)
-    return Server(_config(options, served, keys), served, opened, listening)
+    return Server(_config(options, make_app(served, keys, tracer)), served, opened, listening)
+
+
+def _tracer(endpoint: str) -> "Tracer":
+    """Raises Unsupported without the packages of OpenTelemetry."""
+    try:
+        from mla_jax.serve.tracing import sending_tracer
+    except ImportError as error:
+        hint = 'install the extra "telemetry", as in: pip install -e ".[serve,telemetry]"'
+        missing = f"--otlp-traces-endpoint needs the package {error.name}, which is not installed"
+        raise Unsupported(missing, hint) from error
+    return sending_tracer(endpoint)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -104,9 +121,9 @@ def _listen(host: str, port: int) -> socket.socket:
         raise BadRequest(f"the server cannot listen on {host}:{port}", printable(str(e)), hint) from e
 
 
-def _config(options: ServeOptions, served: ServedModel, keys: list[bytes]) -> uvicorn.Config:
+def _config(options: ServeOptions, app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
-        make_app(served, keys),
+        app,
         lifespan="off",
         access_log=False,
         log_level="warning",

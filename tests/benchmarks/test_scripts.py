@@ -27,6 +27,7 @@ SMALL = {
     "over_http.py": [],
     "meshes.py": ["--meshes", "data=2", "tensor=2", "--rows", "1", "3", "--held", "320", "--drafts"],
     "prefill.py": [],
+    "soak.py": [],
 }
 
 

@@ -10,6 +10,8 @@ from pairs import pairs_tokenizer
 from scripted import DEEPSEEK, GLM, KIMI, write_scripted
 from servers import Running, started
 
+from mla_jax.serve.answering import Answering
+
 HERE = ("127.0.0.1", "::1", "localhost")
 CONNECT = socket.socket.connect
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -55,3 +57,20 @@ def kimi(tmp_path_factory) -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def glm(tmp_path_factory) -> Iterator[Running]:
     yield from started(write_scripted(tmp_path_factory.mktemp("glm"), GLM), model_name="m")
+
+
+@pytest.fixture(params=["as they come", "late"])
+def pace(request, monkeypatch) -> str:
+    """Answers are read as their tokens come, or once all of them are there, in one piece."""
+    begin = Answering.begin
+
+    async def begin_late(self: Answering) -> None:
+        await begin(self)
+        while not all(reader.job.done for reader in self.readers):
+            await self._news.get()
+        for reader in self.readers:
+            self._news.put_nowait(reader)
+
+    if request.param == "late":
+        monkeypatch.setattr(Answering, "begin", begin_late)
+    return request.param

@@ -12,8 +12,6 @@ import pytest
 from scripted import DEEPSEEK, write_scripted
 from servers import Running, started
 
-from mla_jax.serve.answering import Answering
-
 pytestmark = [pytest.mark.once, pytest.mark.xdist_group("serve")]
 
 ASKED = [{"role": "user", "content": "The weather in Tromsø?"}]
@@ -22,23 +20,6 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"t
 TOOLS = {"tools": [WEATHER]}
 THINKING = {"chat_template_kwargs": {"thinking": True}}
 CALLING = {"deepseek": {**TOOLS, **THINKING}, "kimi": TOOLS, "glm": TOOLS}  # what makes each model call a tool
-
-
-@pytest.fixture(params=["as they come", "late"])
-def pace(request, monkeypatch) -> str:
-    """Answers are read as their tokens come, or once all of them are there, in one piece."""
-    begin = Answering.begin
-
-    async def begin_late(self: Answering) -> None:
-        await begin(self)
-        while not all(reader.job.done for reader in self.readers):
-            await self._news.get()
-        for reader in self.readers:
-            self._news.put_nowait(reader)
-
-    if request.param == "late":
-        monkeypatch.setattr(Answering, "begin", begin_late)
-    return request.param
 
 
 def asking(**more) -> dict:
