@@ -117,7 +117,7 @@ def test_the_processes_of_a_batch_are_as_many_as_pods(arguments):
     processes = command.options.processes
     assert (processes.processes, processes.process_id) == (JOB["spec"]["completions"], 1)
     assert JOB["spec"]["parallelism"] == JOB["spec"]["completions"] == SET["spec"]["leaderWorkerTemplate"]["size"]
-    assert (command.prompt.batch_file, command.output.out) == ("/work/prompts.jsonl", "/work/answers.jsonl")
+    assert (command.prompt.batch_file, command.output.out) == ("/data/prompts.jsonl", "/data/answers.jsonl")
     gpus = {pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for pod in PODS[1:]}
     assert gpus == {int(command.options.mesh.mesh.removeprefix("data=")) // processes.processes}
 

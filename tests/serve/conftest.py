@@ -11,6 +11,7 @@ from scripted import DEEPSEEK, GLM, KIMI, write_scripted
 from servers import Running, started
 
 from mla_jax.serve.answering import Answering
+from mla_jax.serve.asked import read_chat
 
 HERE = ("127.0.0.1", "::1", "localhost")
 CONNECT = socket.socket.connect
@@ -57,6 +58,20 @@ def kimi(tmp_path_factory) -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def glm(tmp_path_factory) -> Iterator[Running]:
     yield from started(write_scripted(tmp_path_factory.mktemp("glm"), GLM), model_name="m")
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[dict]:
+    """The chats that requests of other interfaces have become."""
+    chats = []
+
+    def noting(body, *given, **more):
+        chats.append(body.given())
+        return read_chat(body, *given, **more)
+
+    for module in ("messages", "responses"):
+        monkeypatch.setattr(f"mla_jax.serve.{module}.read_chat", noting)
+    return chats
 
 
 @pytest.fixture(params=["as they come", "late"])

@@ -8,8 +8,6 @@ import pytest
 from pydantic import BaseModel
 from servers import Running, started
 
-from mla_jax.serve.asked import read_chat
-
 anthropic = pytest.importorskip("anthropic")
 pytestmark = [pytest.mark.once, pytest.mark.xdist_group("serve")]
 
@@ -26,19 +24,6 @@ PATH = "/v1/messages"
 class Person(BaseModel):
     name: Literal["Ola", "Kari"]
     likes_rain: bool
-
-
-@pytest.fixture
-def read(monkeypatch) -> list[dict]:
-    """The chats that requests have become."""
-    chats = []
-
-    def noting(body, *given, **more):
-        chats.append(body.given())
-        return read_chat(body, *given, **more)
-
-    monkeypatch.setattr("mla_jax.serve.messages.read_chat", noting)
-    return chats
 
 
 def client_of(running: Running):

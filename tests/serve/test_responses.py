@@ -8,8 +8,6 @@ import pytest
 from pydantic import BaseModel, Field
 from servers import Running
 
-from mla_jax.serve.asked import read_chat
-
 pytestmark = [pytest.mark.once, pytest.mark.xdist_group("serve")]
 
 ASKED = "The weather in Tromsø?"
@@ -26,19 +24,6 @@ GREEDY = {"model": "m", "temperature": 0, "max_output_tokens": 60}
 class Person(BaseModel):
     name: str = Field(max_length=6)
     age: int = Field(ge=0, le=150)
-
-
-@pytest.fixture
-def read(monkeypatch) -> list[dict]:
-    """The chats that requests have become."""
-    chats = []
-
-    def noting(body, *given, **more):
-        chats.append(body.given())
-        return read_chat(body, *given, **more)
-
-    monkeypatch.setattr("mla_jax.serve.responses.read_chat", noting)
-    return chats
 
 
 def created(running: Running, said=ASKED, **more):
