@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mla_jax.engine.core.request import Chunk, FinishReason, Output
     from mla_jax.engine.llm import LLM
     from mla_jax.model.transformer import Transformer
+    from mla_jax.weights.download import download
 
 _HOME = {  # of each public name: imported when it is used, so that `--help`, errors and options need no JAX
     "Config": "mla_jax.base.config",
@@ -52,6 +53,7 @@ _HOME = {  # of each public name: imported when it is used, so that `--help`, er
     "FinishReason": "mla_jax.engine.core.request",
     "Output": "mla_jax.engine.core.request",
     "Transformer": "mla_jax.model.transformer",
+    "download": "mla_jax.weights.download",
 }
 __all__ = [
     "LLM",
@@ -75,6 +77,7 @@ __all__ = [
     "TooLong",
     "Transformer",
     "Unsupported",
+    "download",
 ]
 
 

@@ -17,6 +17,7 @@ from mla_jax.base.grammar import Grammar
 from mla_jax.base.options import GROUPS as OPENING
 from mla_jax.base.options import Options, OutputOptions, PromptOptions, SamplingParams
 from mla_jax.ui.command_line import DONE, INTERRUPTED, exit_code_of, exit_with, parse_command
+from mla_jax.ui.download import DownloadOptions, fetched
 from mla_jax.ui.help import About
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ COMMAND_GROUPS: dict[str, Any] = {
     "prompt": PromptOptions,
     "sampling": SamplingParams,
     **OPENING,
+    "download": DownloadOptions,
     "output": OutputOptions,
 }
 
@@ -51,6 +53,7 @@ class Command:
     prompt: PromptOptions = field(default_factory=PromptOptions)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: Options = field(default_factory=Options)
+    download: DownloadOptions = field(default_factory=DownloadOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
 
 
@@ -78,9 +81,10 @@ def run_command(command: Command) -> int:
     if command.options.processes.several:
         text_alone_on_stdout()
     if command.options.processes.follows:
-        return run_follower(command)
+        return run_follower(with_model(command))
     needs_prompt = not (command.output.dry_run or command.prompt.chat or command.prompt.batch_file)
-    return answer_with_model(command, read_prompt(command) if needs_prompt else None)
+    prompt = read_prompt(command) if needs_prompt else None
+    return answer_with_model(with_model(command), prompt)
 
 
 def answer_with_model(command: Command, prompt: str | None) -> int:
@@ -131,6 +135,12 @@ def with_schema(command: Command) -> Command:
     schema = _decoded(_read_file(given[1:])) if given.startswith("@") else given
     grammar = Grammar.json_schema(schema)
     return dataclasses.replace(command, sampling=dataclasses.replace(command.sampling, grammar=grammar))
+
+
+def with_model(command: Command) -> Command:
+    """The command with its model in the Hub's local cache, where --download asks for that."""
+    options = fetched(command.options, command.download, command.output.quiet)
+    return dataclasses.replace(command, options=options)
 
 
 def read_prompt(command: Command) -> str:

@@ -66,12 +66,14 @@ def allowed(path: str | Path) -> Iterator[None]:
 
 
 def within(folder: Path, name: str) -> Path:
-    """`folder / name`; raises BadFile if that is a link out of the folder, other than into the blobs of the Hub's cache."""
+    """`folder / name`; raises BadFile if that is a link out of the folder, other than into the blobs of the Hub's cache:
+    those of the repository, or those that repositories share, in a folder for each two digits."""
     path, home = folder / name, folder.resolve()
+    target = Path(os.path.realpath(path))  # Path.resolve() raises for a loop of links
     allowed = [home]
     if home.parent.name == "snapshots":
-        allowed.append(home.parent.parent / "blobs")
-    target = Path(os.path.realpath(path))  # Path.resolve() raises for a loop of links
+        repository = home.parent.parent
+        allowed += [repository / "blobs", repository.parent / "blobs" / target.name[:2]]
     if target.parent not in allowed:
         raise BadFile(
             f"{printable(name)} is a link that leaves the model folder",

@@ -383,6 +383,8 @@ class SamplingParams(Checked):
     """Above 1 penalises tokens of the prompt and the output."""
     max_tokens: int | None = option(None, optional(whole(0)))
     """Maximum tokens to generate (256, or as the context allows)."""
+    min_tokens: int = option(0, whole(0))
+    """Tokens before which no end token comes and no stop text ends the output."""
     stop: tuple[str, ...] | str = option((), texts(MAX_STOPS))
     """Strings that end the output; not part of it."""
     stop_token_ids: tuple[int, ...] = option((), token_ids(MAX_STOPS))
@@ -397,7 +399,10 @@ class SamplingParams(Checked):
     """The same for the tokens of the prompt."""
     logit_bias: Mapping[int, float] | None = option(None, optional(biases(MAX_BIASES)))
     """Added to the logits of these token ids."""
-    grammar: Any = option(None, optional(grammar))  # without a flag, as its type is Any
+    # What follows has no flags, as its type is Any
+    include_stop_str_in_output: Any = option(False, flag)
+    """Whether the string that ends the output is a part of it."""
+    grammar: Any = option(None, optional(grammar))
     """The form of the answer: a `Grammar`, or an object such as {"regex": "[0-9]+"}."""
     n: int = option(1, whole(1, MAX_FORKS))
     """Answers to each prompt, with seeds that follow each other."""

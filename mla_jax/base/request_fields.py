@@ -33,8 +33,6 @@ NEUTRAL: dict[str, tuple] = {
     "best_of": (1,),
     "echo": (False,),
     "functions": ([],),
-    "include_stop_str_in_output": (False,),
-    "min_tokens": (0,),
     "skip_special_tokens": (True,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),

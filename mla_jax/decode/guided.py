@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.base.axes import DATA
 from mla_jax.base.batch import Batch, Table
@@ -31,6 +31,13 @@ class Guide(NamedTuple):
     counts: Any  # Int[Array, "B"]: guesses of each row; none for a row without a grammar
 
 
+class _Choice(NamedTuple):
+    """The token that each row has chosen, and the rows that are to read it."""
+
+    token: Int[Array, " B"]
+    more: Bool[Array, " B"]
+
+
 def guided_step(
     model: Transformer,
     pool: Pool,
@@ -45,19 +52,38 @@ def guided_step(
     none, of the rows of all data shards."""
     places = guide.draft.shape[1]
     asked, going = begun(pool, rows, at, page_table, jnp.int32(places))
+    going, choice = _chosen(model, going, asked, guide, drafter)
+    if places == 1:
+        going = _read(model, going, asked, choice)
+        guesses = jnp.full(guide.draft.shape, -1, jnp.int32)
+    else:
+        going, logits = verified(model, going, asked, drafter, _drafted(choice, guide))
+        going, guesses = _guessed(model, going, asked, drafter, logits, places)
+    return *ended(going, asked), across.gathered(guesses, DATA)
+
+
+def _chosen(
+    model: Transformer, going: RunState, asked: RunInputs, guide: Guide, drafter: Drafter
+) -> tuple[RunState, _Choice]:
+    """A token that each row's first mask allows; the drafter takes note of it."""
     logits = sharded_sampling.row_logits(model, going.last)
     going, token, more = next_token(going, asked, logits, guide.masks[:, 0])
-    batch = Batch.behind(going.held, going.position, more.astype(jnp.int32), 1, page_table)
-    going = going._replace(pool=drafter.keep(model, going.pool, going.last[:, None], token[:, None], batch))
-    if places == 1:
-        going, hidden = forward(model, going, asked, token[:, None], more.astype(jnp.int32))
-        nothing = jnp.full(guide.draft.shape, -1, jnp.int32)
-        return _told(accepted(going, more, hidden[:, 0]), asked, nothing)
-    behind = jnp.where(token == guide.draft[:, 0], jnp.maximum(guide.counts - 1, 0), 0)
-    given = Guessed(token, guide.draft[:, 1:], jnp.where(more, behind, -1), guide.masks[:, 1:])
-    going, last = verified(model, going, asked, drafter, given)
-    pool, guesses = _guessed(model, going, asked, drafter, last, places)
-    return _told(going._replace(pool=pool), asked, guesses)
+    batch = Batch.behind(going.held, going.position, more.astype(jnp.int32), 1, asked.page_table)
+    pool = drafter.keep(model, going.pool, going.last[:, None], token[:, None], batch)
+    return going._replace(pool=pool), _Choice(token, more)
+
+
+def _read(model: Transformer, going: RunState, asked: RunInputs, choice: _Choice) -> RunState:
+    going, hidden = forward(model, going, asked, choice.token[:, None], choice.more.astype(jnp.int32))
+    return accepted(going, choice.more, hidden[:, 0])
+
+
+def _drafted(choice: _Choice, guide: Guide) -> Guessed:
+    """The draft behind a chosen token, if it is the draft's first one."""
+    behind = jnp.maximum(guide.counts - 1, 0)
+    stands = choice.token == guide.draft[:, 0]
+    counts = jnp.where(choice.more, jnp.where(stands, behind, 0), -1)
+    return Guessed(choice.token, guide.draft[:, 1:], counts, guide.masks[:, 1:])
 
 
 def _guessed(
@@ -67,8 +93,8 @@ def _guessed(
     drafter: Drafter,
     logits: Float[Array, "b W"],
     places: int,
-) -> tuple[Pool, Int[Array, "B K"]]:
-    """Guesses of each row's next tokens, and the pool with what the drafter caches of them; later passes overwrite it."""
+) -> tuple[RunState, Int[Array, "B K"]]:
+    """Guesses of each row's next tokens, and with what the drafter caches of them; later passes overwrite it."""
     token, fit = sharded_sampling.sample(
         logits, going.rows.seen, asked.at, going.position, asked.entry.sampling
     )
@@ -79,7 +105,8 @@ def _guessed(
     tried = going._replace(rows=_with_text(going, asked, token))
     pool, guesses, counts = drafter.propose(Draft(model, tried, asked, token, counts))
     found = jnp.concatenate([token[:, None], guesses[:, : places - 1]], axis=1)
-    return pool, jnp.where(jnp.arange(places) <= counts[:, None], found, -1)
+    known = jnp.arange(places) <= counts[:, None]
+    return going._replace(pool=pool), jnp.where(known, found, -1)
 
 
 def _with_text(going: RunState, asked: RunInputs, token: Int[Array, " B"]) -> Rows:
@@ -88,9 +115,3 @@ def _with_text(going: RunState, asked: RunInputs, token: Int[Array, " B"]) -> Ro
     if text is None:
         return going.rows
     return dataclasses.replace(going.rows, text=text.at[asked.at, going.position].set(token, mode="drop"))
-
-
-def _told(
-    going: RunState, asked: RunInputs, guesses: Int[Array, "B K"]
-) -> tuple[Pool, Rows, Found, Int[Array, "all K"]]:
-    return *ended(going, asked), across.gathered(guesses, DATA)

@@ -111,7 +111,7 @@ def accept_token(
     chosen = going.chosen
     slot = jnp.where(takes, going.chosen.count, STEPS)
     count = is_open.count + takes
-    ends = (token[:, None] == entry.ends).any(1) | (count >= entry.limit)
+    ends = (token[:, None] == entry.sampling.ends).any(1) | (count >= entry.limit)
     rows = table.chose(going.rows, asked.at, going.position, token, takes)
     scored = jax.lax.cond(
         asked.scores, lambda: _scored(going.scored, slot, logits, token), lambda: going.scored

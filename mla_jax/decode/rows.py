@@ -31,7 +31,6 @@ class Entry:
     limit: Int[Given, "*D H"]  # tokens it may still generate, those that it generates again included
     # Tokens it generates again: they are in its text, and are taken whatever is drawn
     again: Int[Given, "*D H"]
-    ends: Int[Given, "*D H M"]  # token ids that end it, -1 for none
     logprobs: Bool[Given, "*D H"]  # whether it asks for log-probabilities
     sampling: Sampling
 
@@ -84,10 +83,10 @@ def default_entries(rows: int) -> Entry:
         seed=filled(0, np.uint32, 2),
         bias_ids=filled(-1, np.int32, MAX_BIASES),
         bias=filled(0, np.float32, MAX_BIASES),
+        ends=filled(-1, np.int32, MAX_ENDS),
+        may_end=whole(),
     )
-    return Entry(
-        whole(), whole(), whole(), whole(), filled(-1, np.int32, MAX_ENDS), filled(0, bool), sampling
-    )
+    return Entry(whole(), whole(), whole(), whole(), filled(0, bool), sampling)
 
 
 def fresh(held: Int[Either, " H"], limit: Int[Either, " H"]) -> Open:

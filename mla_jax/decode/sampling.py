@@ -38,14 +38,15 @@ class Sampling:
     seed: UInt32[Given, "*D B 2"]  # high and low half
     bias_ids: Int[Given, "*D B J"]  # tokens whose logits are changed, -1 for none
     bias: Float[Given, "*D B J"]
+    ends: Int[Given, "*D B M"]  # tokens that end the output, -1 for none
+    may_end: Int[Given, "*D B"]  # the first position where one of them may stand
 
-    @property
-    def penalises(self) -> Bool[Array, " B"]:
+    def penalises(self, position: Int[Array, " B"]) -> Bool[Array, " B"]:
         """The rows whose logits are changed before a token is chosen."""
         penalised = (
             (self.presence_penalty != 0) | (self.frequency_penalty != 0) | (self.repetition_penalty != 1)
         )
-        return penalised | (self.bias_ids >= 0).any(1)
+        return penalised | (self.bias_ids >= 0).any(1) | (position < self.may_end)
 
     @property
     def cold(self) -> Bool[Array, " B"]:
@@ -61,8 +62,11 @@ class Sampling:
 Logits = Float[Array, "B W"]
 
 
-def penalise(logits: Logits, seen: UInt16[Array, "B W"], sampling: Sampling) -> Logits:
-    """Repetition penalty over prompt and output, presence and frequency penalty over the output; then the logit bias."""
+def penalise(
+    logits: Logits, seen: UInt16[Array, "B W"], position: Int[Array, " B"], sampling: Sampling
+) -> Logits:
+    """Repetition penalty over prompt and output, presence and frequency penalty over the output; then the logit bias, and no end
+    token where none may stand."""
     repetition = sampling.repetition_penalty[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(seen > 0, repeated, logits)
@@ -72,9 +76,12 @@ def penalise(logits: Logits, seen: UInt16[Array, "B W"], sampling: Sampling) -> 
         + sampling.frequency_penalty[:, None] * count
     )
     rows = jnp.arange(logits.shape[0])[:, None]
-    words = logits.shape[1]
-    ids = jnp.where(sampling.bias_ids < 0, words, sampling.bias_ids)  # -1 would be the last token
-    return logits.at[rows, ids].add(sampling.bias, mode="drop")
+    nothing = logits.shape[1]  # -1 would be the last token
+    ids = jnp.where(sampling.bias_ids < 0, nothing, sampling.bias_ids)
+    logits = logits.at[rows, ids].add(sampling.bias, mode="drop")
+    is_early = (position < sampling.may_end)[:, None]
+    ends = jnp.where(is_early & (sampling.ends >= 0), sampling.ends, nothing)
+    return logits.at[rows, ends].set(-jnp.inf, mode="drop")
 
 
 def is_kept(
@@ -176,7 +183,7 @@ def choose(
 
     `seen[rows]` are the batch's. Costly parts run only when some row of the batch asks for them."""
 
-    asks_more = (sampling.penalises | sampling.renormalises).any()
+    asks_more = (sampling.penalises(position) | sampling.renormalises).any()
     kind = jnp.where(asks_more, 2, ~sampling.cold.all())
     # The usual ones are one choice away: each costs a GPU some launches
     token, fit = jax.lax.switch(
@@ -210,7 +217,7 @@ def _as_asked(
     """By everything that sampling offers."""
     # Not by max, which passes over NaN on a CPU
     fit = (logits < jnp.inf).all(axis=-1) & (logits > -jnp.inf).any(axis=-1)
-    likely = penalise(logits, seen, sampling)
+    likely = penalise(logits, seen, position, sampling)
     likeliest = jnp.argmax(likely, axis=-1)
 
     def drawn() -> Array:

@@ -52,6 +52,9 @@ class InputProcessor:
         self._refuse_params(params)
         tokens = self._tokens(prompt)
         limit = self._limit(tokens, params.max_tokens)
+        if params.min_tokens > limit:
+            found = f"min_tokens is {params.min_tokens:,}"
+            raise BadRequest(found, f"an answer to this prompt has at most {limit:,} tokens")
         return Request(tokens, self._filled(params, limit), () if params.ignore_eos else self.text.end_ids)
 
     def _refuse_params(self, params: SamplingParams) -> None:
@@ -60,7 +63,7 @@ class InputProcessor:
             hint = "use stop_token_ids"
             raise BadRequest("stop texts need a tokenizer, which this model folder lacks", hint)
         if params.grammar is not None:
-            self._refuse_grammar(params.grammar, params.ignore_eos)
+            self._refuse_grammar(params.grammar, params)
         wrong = next((t for t in params.logit_bias or {} if t >= self.config.vocab_size), None)
         if wrong is not None:
             expected = f"expected 0 to {self.config.vocab_size - 1:,}"
@@ -70,12 +73,13 @@ class InputProcessor:
             given = f"the model has {ends}, stop_token_ids {len(params.stop_token_ids)}"
             raise BadRequest(f"more than {MAX_ENDS} token ids end an answer", given)
 
-    def _refuse_grammar(self, grammar: Grammar, ignore_eos: bool) -> None:
+    def _refuse_grammar(self, grammar: Grammar, params: SamplingParams) -> None:
         """Raises BadRequest for a grammar that no answer can follow."""
-        if ignore_eos:
-            raise BadRequest(
-                "ignore_eos and grammar exclude each other", "a grammar says where an answer ends"
-            )
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(params, name):
+                raise BadRequest(
+                    f"{name} and grammar exclude each other", "a grammar says where an answer ends"
+                )
         self.grammars.matcher(grammar)
 
     def _limit(self, tokens: list[int], asked: int | None) -> int:

@@ -263,6 +263,8 @@ class LLM:
 
     def close(self) -> None:
         """Ends all requests; the LLM takes no more. `with LLM(...) as llm` does so at its end."""
+        with contextlib.suppress(BadRequest):  # that it is closed
+            self._count_experts()
         self._worker.close()
 
     def __enter__(self) -> "LLM":
@@ -345,7 +347,11 @@ class LLM:
         return readers
 
     def _plain_reading(self, request: Request) -> TextStream | None:
-        return None if self.tokenizer is None else TextStream(self.tokenizer, request.params.stop)
+        if self.tokenizer is None:
+            return None
+        params = request.params
+        kept = params.include_stop_str_in_output
+        return TextStream(self.tokenizer, params.stop, least=params.min_tokens, kept=kept)
 
     def cancel(self, readers: Iterable[Reader]) -> None:
         """Ends what nobody wants any more, soon."""

@@ -13,6 +13,7 @@ from mla_jax.base.options import GROUPS as OPENING
 from mla_jax.base.options import Options
 from mla_jax.evaluate.options import BenchOptions, PerplexityOptions
 from mla_jax.ui.command_line import DONE, exit_code_of, exit_with, parse_command
+from mla_jax.ui.download import DownloadOptions, fetched
 from mla_jax.ui.help import About
 
 PROGRAM = "python -m mla_jax.evaluate"
@@ -25,6 +26,7 @@ class PerplexityCommand:
 
     prompt: PerplexityOptions = field(default_factory=PerplexityOptions)
     options: Options = field(default_factory=Options)
+    download: DownloadOptions = field(default_factory=DownloadOptions)
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class BenchCommand:
 
     prompt: BenchOptions = field(default_factory=BenchOptions)
     options: Options = field(default_factory=Options)
+    download: DownloadOptions = field(default_factory=DownloadOptions)
 
 
 class Evaluation(NamedTuple):
@@ -67,7 +70,7 @@ def _perplexity(command: PerplexityCommand) -> int:
     from mla_jax.evaluate.perplexity import perplexity, read_text
 
     text = read_text(Path(asked.file))
-    with LLM(options=command.options) as llm:
+    with LLM(options=fetched(command.options, command.download)) as llm:
         window = asked.window or min(WINDOW, llm.context)
         found = perplexity(llm, text, window, asked.overlap or max(1, window // 2))
     print(
@@ -82,7 +85,7 @@ def _bench(command: BenchCommand) -> int:
 
     asked = command.prompt
     wanted = loads(asked.prompts, asked.outputs, asked.both, asked.rows)
-    with LLM(options=command.options) as llm:
+    with LLM(options=fetched(command.options, command.download)) as llm:
         described = f"{llm.name} ({llm.config.model_type}) on {llm.model.dispatch.device.name}"
         lines = _as_json if asked.form == "jsonl" else _as_table
         for line in lines(described, bench(llm, wanted, asked.repeats)):
@@ -120,7 +123,7 @@ EVALUATIONS = {
         About(
             f"{PROGRAM} perplexity",
             f"{PROGRAM} perplexity --file FILE [--flag VALUE ...]",
-            {"prompt": PerplexityOptions, **OPENING},
+            {"prompt": PerplexityOptions, **OPENING, "download": DownloadOptions},
             EVALUATE_EXAMPLES,
         ),
         _perplexity,
@@ -130,7 +133,7 @@ EVALUATIONS = {
         About(
             f"{PROGRAM} bench",
             f"{PROGRAM} bench [--flag VALUE ...]",
-            {"prompt": BenchOptions, **OPENING},
+            {"prompt": BenchOptions, **OPENING, "download": DownloadOptions},
             EVALUATE_EXAMPLES,
         ),
         _bench,

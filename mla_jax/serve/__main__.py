@@ -1,5 +1,6 @@
 """python -m mla_jax.serve: parses, then serves. Nothing heavy is imported before the command line is known to be sound."""
 
+import dataclasses
 import importlib.util
 import sys
 from dataclasses import dataclass, field
@@ -10,9 +11,10 @@ from mla_jax.base.options import GROUPS as OPENING
 from mla_jax.base.options import Options
 from mla_jax.serve.options import ServeOptions
 from mla_jax.ui.command_line import exit_code_of, exit_with, parse_command
+from mla_jax.ui.download import DownloadOptions, fetched
 from mla_jax.ui.help import About
 
-SERVE_GROUPS: dict[str, Any] = {"serve": ServeOptions, **OPENING}
+SERVE_GROUPS: dict[str, Any] = {"serve": ServeOptions, **OPENING, "download": DownloadOptions}
 ABOUT_SERVE = About(
     "python -m mla_jax.serve",
     "python -m mla_jax.serve [--flag VALUE ...]      (-h: --help; --version)",
@@ -32,6 +34,7 @@ class ServeCommand:
 
     serve: ServeOptions = field(default_factory=ServeOptions)
     options: Options = field(default_factory=Options)
+    download: DownloadOptions = field(default_factory=DownloadOptions)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,9 +50,18 @@ def _run(command: ServeCommand) -> int:
     if missing:
         hint = 'install the extra "serve", as in: pip install -e ".[serve]"'
         raise Unsupported(f"the server needs the package {missing[0]}, which is not installed", hint)
+    options = fetched(command.options, command.download)
     from mla_jax.serve.server import serve
 
-    return serve(command.serve, command.options)
+    return serve(_named(command), options)
+
+
+def _named(command: ServeCommand) -> ServeOptions:
+    """The server's settings: requests name a model of the Hub without its revision."""
+    names, model = command.serve.model_name, command.options.model.model
+    if names or command.download.revision is None:
+        return command.serve
+    return dataclasses.replace(command.serve, model_name=(str(model),))
 
 
 def serve_script() -> None:

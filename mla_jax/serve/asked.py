@@ -90,7 +90,6 @@ def tokens_of_chat(given: dict[str, Any], llm: LLM, variables: Variables) -> lis
 
 def _fields(given: dict[str, Any], defaults: SamplingParams) -> Fields:
     """The prompt or messages, and parameters over `defaults`; nobody gets more time than these have."""
-    _take_least(given)
     for key in ("stop", "stop_token_ids"):
         if isinstance(given.get(key), list):
             given[key] = tuple(given[key])
@@ -110,12 +109,6 @@ def _refuse_grammar(llm: LLM, given: dict[str, Any], params: SamplingParams) -> 
         llm.inputs.grammars.matcher(params.grammar)
     except BadRequest as e:
         raise BadRequest(f"{key} cannot be followed", *e.args) from e
-
-
-def _take_least(given: dict[str, Any]) -> None:
-    """Without an end token every answer has as many tokens as it may have, so a least number says nothing."""
-    if given.get("ignore_eos"):
-        given.pop("min_tokens", None)
 
 
 def _streaming(body: SamplingBody) -> AnswerForm:

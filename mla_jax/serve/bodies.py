@@ -42,6 +42,7 @@ class SamplingBody(Body):
     min_tokens: int | None = shapes.key(shapes.TOKEN_COUNT)
     stop: str | list[str] | None = shapes.key(shapes.STOPS)
     stop_token_ids: Ids | None = shapes.key(shapes.STOP_IDS)
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = shapes.key(shapes.BIASES)
     seed: int | None = shapes.key({"minimum": -1, "maximum": 2**64 - 1})

@@ -37,8 +37,17 @@ def answer_reading(
     inside = starts_in_reasoning(prompt, tokenizer, form)
 
     def reading(request: Request) -> AnswerStream:
-        stop, tools = request.params.stop, fields.tools or ()
-        return AnswerStream(tokenizer, form, stop=stop, tools=tools, in_reasoning=inside, one_call=one_call)
+        params = request.params
+        return AnswerStream(
+            tokenizer,
+            form,
+            stop=params.stop,
+            least=params.min_tokens,
+            kept=params.include_stop_str_in_output,
+            tools=fields.tools or (),
+            in_reasoning=inside,
+            one_call=one_call,
+        )
 
     return reading
 

@@ -3,6 +3,7 @@
 import codecs
 import re
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from mla_jax.base.errors import BadRequest
 from mla_jax.text.tokenizer import Tokenizer
@@ -18,12 +19,14 @@ def printable_text(text: str) -> str:
 
 
 class TextStream:
-    """`stopped` once a stop text is found: it and what follows is never shown. `used` is the number of tokens in the text."""
+    """`stopped` once a stop text is found: what follows is never shown, nor is it unless it is `kept`. None is looked for in the
+    text of the first `least` tokens. `used` is the number of tokens in the text."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, least: int = 0, kept: bool = False):
         if not all(stop):
             raise BadRequest("a stop text is empty", "it would stop before the first token")
-        self.stop, self.stopped, self.used = tuple(stop), False, 0
+        self.stop, self.least, self.kept = tuple(stop), least, kept
+        self.stopped, self.used = False, 0
         self._decode = token_decoder(tokenizer)
         self._pending = ""
 
@@ -47,14 +50,27 @@ class TextStream:
 
     def _safe(self, new: str) -> str:
         """The part of the pending and the new text that can be shown; the rest stays pending."""
-        text = self._pending + new
-        found = [at for at in map(text.find, self.stop) if at >= 0] if new else []
-        if found:
+        text, stops = self._pending + new, self.stop if self.used > self.least else ()
+        found = first_stop(text, stops) if new else None
+        if found is not None:
             self.stopped, self._pending = True, ""
-            return text[: min(found)]
-        pending = max((begun_length(text, stop) for stop in self.stop), default=0)
+            return text[: found.end if self.kept else found.start]
+        pending = max((begun_length(text, stop) for stop in stops), default=0)
         self._pending = text[len(text) - pending :]
         return text[: len(text) - pending]
+
+
+class FoundStop(NamedTuple):
+    """Where a stop text stands."""
+
+    start: int
+    end: int
+
+
+def first_stop(text: str, stops: Sequence[str]) -> FoundStop | None:
+    """The first stop text in `text`, None if it has none."""
+    places = [FoundStop(at, at + len(stop)) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(places, default=None)
 
 
 def begun_length(text: str, stop: str) -> int:

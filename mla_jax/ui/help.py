@@ -49,12 +49,12 @@ def help_text(about: About, asked: Sequence[str] = ()) -> str:
     ordered = [name for name in dict.fromkeys([*FIRST_GROUPS, *groups]) if name in groups]
     flags = "\n".join(_group(name, groups[name]) for name in ordered if name in (asked or FIRST_GROUPS))
     if asked:
-        return f"usage: {about.usage}\n\n{flags}"
+        return f"usage: {about.usage}\n{flags}"
     others = [
         f"  {name:<12}{_title(options)}" for name, options in groups.items() if name not in FIRST_GROUPS
     ]
     more = "\n".join([f"more flags: --help GROUP, or --help {ALL}", *others])
-    return f"usage: {about.usage}\n\n{flags}\n{more}\n\n{about.examples}"
+    return f"usage: {about.usage}\n{flags}\n{more}\n{about.examples}"
 
 
 def _group(name: str, options: type) -> str:

@@ -57,12 +57,12 @@ class Served:
             entry.sampling,
             temperature=column(self.temperatures, np.float32),
             seed=np.stack([np.zeros(ADMITTED), np.arange(ADMITTED)], 1).astype(np.uint32),
+            ends=np.full((ADMITTED, MAX_ENDS), self.ends, np.int32),
         )
         entry = dataclasses.replace(
             entry,
             prompt=column(tuple(map(len, PROMPTS)), np.int32),
             limit=column(self.limits, np.int32),
-            ends=np.full((ADMITTED, MAX_ENDS), self.ends, np.int32),
             logprobs=np.ones(ADMITTED, bool),
             sampling=sampling,
         )

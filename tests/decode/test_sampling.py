@@ -29,8 +29,10 @@ def settings_of(rows: list[dict]) -> Sampling:
         "seed": (0, 0),
         "bias_ids": (-1, -1),
         "bias": (0.0, 0.0),
+        "ends": (-1, -1),
+        "may_end": 0,
     }
-    kinds = {"top_k": jnp.int32, "bias_ids": jnp.int32, "seed": jnp.uint32}
+    kinds = dict.fromkeys(("top_k", "bias_ids", "ends", "may_end"), jnp.int32) | {"seed": jnp.uint32}
     columns = {name: [{**neutral, **row}[name] for row in rows] for name in neutral}
     return Sampling(**{name: jnp.asarray(column, kinds.get(name, jnp.float32)) for name, column in columns.items()})
 
@@ -191,7 +193,7 @@ def test_the_border_of_top_k_has_k_tokens_before_it(kind, words):
 def test_the_penalties_and_the_bias_follow_their_definition(logits, seen, penalties):
     names = ("presence_penalty", "frequency_penalty", "repetition_penalty")
     rows = [dict(zip(names, p[:3], strict=True)) | {"bias_ids": (p[3], -1), "bias": (2.5, 9.0)} for p in penalties]
-    found = np.asarray(penalise(logits, jnp.asarray(seen, jnp.uint16), settings_of(rows)))
+    found = np.asarray(penalise(logits, jnp.asarray(seen, jnp.uint16), jnp.full(3, 5), settings_of(rows)))
     for r, (presence, frequency, repetition, biased) in enumerate(penalties):
         for w in range(WORDS):
             value = float(logits[r, w])
@@ -201,6 +203,17 @@ def test_the_penalties_and_the_bias_follow_their_definition(logits, seen, penalt
                 value -= presence + frequency * count
             value += 2.5 * (w == biased)
             assert found[r, w] == pytest.approx(value, rel=1e-5, abs=1e-5)
+
+
+@settings(max_examples=100)
+@given(logits_rows, st.lists(st.tuples(*[st.integers(-1, WORDS - 1)] * 2, st.integers(3, 7)), min_size=3, max_size=3))
+def test_no_end_token_comes_before_its_position(logits, given):
+    rows = [{"temperature": 0.0, "ends": ends, "may_end": first} for *ends, first in given]
+    found, fit = chosen(logits, rows, position=5)
+    for row, token, (*ends, first) in zip(np.asarray(logits), found, given, strict=True):
+        out = [end for end in ends if end >= 0] if first > 5 else []
+        assert token == np.argmax(np.where(np.isin(range(WORDS), out), -np.inf, row))
+    assert fit == [True] * 3
 
 
 @settings(max_examples=100)

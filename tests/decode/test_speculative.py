@@ -69,11 +69,11 @@ class Served:
         given = {name: np.full(ADMITTED, value, getattr(entry.sampling, name).dtype) for name, value in sampling.items()}
         given["temperature"] = np.full(ADMITTED, temperature, np.float32)
         given["seed"] = np.stack([np.zeros(ADMITTED), np.arange(ADMITTED)], 1).astype(np.uint32)
+        given["ends"] = np.full((ADMITTED, MAX_ENDS), ends, np.int32)
         entry = dataclasses.replace(
             entry,
             prompt=np.array([*map(len, PROMPTS), *[0] * (ADMITTED - ROWS)], np.int32),
             limit=np.array([*LIMITS, *[0] * (ADMITTED - ROWS)], np.int32),
-            ends=np.full((ADMITTED, MAX_ENDS), ends, np.int32),
             logprobs=np.ones(ADMITTED, bool),
             sampling=dataclasses.replace(entry.sampling, **given),
         )

@@ -517,7 +517,7 @@ def test_experts_that_are_chosen_most_are_counted_and_then_lie_on_the_device_too
         expected += np.asarray(load)
     np.testing.assert_array_equal(Routing.open(path, config).counts, expected)
     assert next(counting.stream(PROMPTS[0], GREEDY)).token_ids  # and one that nobody reads to its end
-    counting._worker.join()
+    counting.close()
     before = Routing.open(path, config)
     assert before.tokens > expected.sum() // 3
     split = LLM(folder, experts="host", routing_stats=path, device_experts=3)

@@ -197,6 +197,7 @@ def test_further_keys_of_vllm_are_served(running):
     body = {**GREEDY, "prompt": "a1", "ignore_eos": True, "min_tokens": 12, "return_token_ids": True, "top_k": -1}
     (choice,) = running.post("/v1/completions", body).json()["choices"]
     assert (choice["token_ids"], choice["prompt_token_ids"]) == (expected.token_ids, expected.prompt_token_ids)
+    assert running.post("/v1/completions", {**body, "min_tokens": 13}).status_code == 400
     third = expected.token_ids[2]
     (choice,) = running.post("/v1/completions", {**body, "stop_token_ids": [third]}).json()["choices"]
     at = expected.token_ids.index(third) + 1
@@ -213,6 +214,11 @@ def test_a_stop_text_ends_an_answer(running):
         model="tiny", prompt="a1", temperature=0, max_tokens=30, stop=[stop], extra_body={"ignore_eos": True}
     )
     assert found.choices[0].text == text[: text.index(stop)]
+    body = {"prompt": "a1", "temperature": 0, "max_tokens": 30, "stop": [stop], "ignore_eos": True}
+    (kept,) = running.post("/v1/completions", {**body, "include_stop_str_in_output": True}).json()["choices"]
+    assert (kept["text"], kept["finish_reason"]) == (text[: text.index(stop) + len(stop)], "stop")
+    (later,) = running.post("/v1/completions", {**body, "min_tokens": 29}).json()["choices"]
+    assert later["text"].startswith(text[: text.index(stop) + len(stop)])
     assert found.choices[0].finish_reason == "stop"
 
 

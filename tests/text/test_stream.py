@@ -126,6 +126,18 @@ def test_a_stop_text_that_only_the_end_completes_stops():
     assert stream.stopped
 
 
+def test_a_stop_text_that_is_kept_is_the_end_of_the_text():
+    stream = TextStream(BYTE_LEVEL, ["cd", "bc"], kept=True)
+    assert pushed(stream, [[97, 98], [99, 100]]) == ["a", "bc"]
+    assert (stream.stopped, stream.used, stream.finish()) == (True, 3, "")
+
+
+def test_the_first_tokens_may_have_stop_texts():
+    stream = TextStream(BYTE_LEVEL, ["bc", "b"], least=2)
+    assert pushed(stream, [[97, 98], [99], [98], [99]]) == ["ab", "c", "", ""]
+    assert (stream.stopped, stream.used) == (True, 4)
+
+
 def test_an_empty_stop_text_is_refused():
     with pytest.raises(BadRequest, match="empty"):
         TextStream(BYTE_LEVEL, ["a", ""])

@@ -25,9 +25,9 @@ def test_every_flag_has_a_line_with_a_word_of_explanation(command, group):
 
 
 @pytest.mark.parametrize("about", COMMANDS.values(), ids=COMMANDS)
-def test_the_help_is_at_most_60_lines_and_no_line_is_too_wide(about):
+def test_the_help_is_under_60_lines_and_no_line_is_too_wide(about):
     short, whole = help_text(about).splitlines(), help_text(about, list(about.groups)).splitlines()
-    assert len(short) <= 60
+    assert len(short) < 60
     assert max(map(len, [*short, *whole])) <= 110
 
 

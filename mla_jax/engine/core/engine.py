@@ -5,7 +5,6 @@ dispatches. A dispatch is sent before the tokens of the one before are read, so 
 
 import bisect
 import dataclasses
-import itertools
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -13,26 +12,24 @@ from typing import Any
 import jax
 import numpy as np
 
-from mla_jax.base.errors import BadRequest, DoesNotFit, TooLong
-from mla_jax.base.grammar import mask_words
+from mla_jax.base.errors import DoesNotFit, TooLong
 from mla_jax.cache.paged import PAGE
-from mla_jax.decode.guided import Guide
 from mla_jax.decode.loop import Programs, ProgramShape
 from mla_jax.decode.outputs import Found
-from mla_jax.decode.packing import of_shards
 from mla_jax.engine.core.cache_policy import CachePolicy
-from mla_jax.engine.core.dispatcher import Dispatcher
+from mla_jax.engine.core.dispatcher import Dispatcher, JobsByShard
 from mla_jax.engine.core.drafting import ASSUMED_HELD, Drafting
+from mla_jax.engine.core.guiding import Guiding
 from mla_jax.engine.core.in_flight import Flights, Timed
 from mla_jax.engine.core.job import Job, Shard, by_shard
 from mla_jax.engine.core.program_choice import SCORED, ProgramChoice
 from mla_jax.engine.core.request import FinishReason, Request
-from mla_jax.engine.core.scheduler import Limits, Plan, Running, Waiting, agreed, assigned, plan
+from mla_jax.engine.core.scheduler import Limits, Plan, Waiting, agreed, assigned, plan
 from mla_jax.engine.core.size import Size
 from mla_jax.engine.core.stats import EngineStats, between
 from mla_jax.mesh.cost import MeshCost, Pass
 from mla_jax.model.parts import cost_of
-from mla_jax.text.grammar import ALLOWED, Grammars, Masked, Matcher
+from mla_jax.text.grammar import Grammars
 
 # Seconds, or decode passes if they take longer, that a pass may take while somebody reads along
 READS_ALONG, PASSES = 0.02, 2.5
@@ -66,7 +63,8 @@ class Engine:
         keeps_text = self.policy.needs_text or programs.drafter.needs_text
         self.device = Dispatcher(programs, size, self.stats, self.policy.table, keeps_text)
         self.choice = ProgramChoice(self.device, self.drafting, self.policy.programs_between)
-        self._compiles_ahead, self._grammars = compiles_ahead, grammars
+        self.guiding = Guiding(self.choice, self.policy, grammars)
+        self._compiles_ahead = compiles_ahead
         self._serial = 0
         # Bytes that a step of some rows must read: of weights, and for each token that the rows hold
         self._least: dict[int, tuple[float, float]] = {}
@@ -112,15 +110,7 @@ class Engine:
     def job_of(self, request: Request, *, priority: int = 0, streams: bool = False) -> Job:
         """A job for `queue`. Any thread may ask for it. Raises as `submit` does."""
         self._refuse_too_long(request)
-        return Job(request, priority, streams, self._matcher_of(request))
-
-    def _matcher_of(self, request: Request) -> Matcher | None:
-        grammar = request.params.grammar
-        if grammar is None:
-            return None
-        if self._grammars is None:
-            raise BadRequest("this engine has no grammars", "it was made without a tokenizer")
-        return self._grammars.matcher(grammar)
+        return Job(request, priority, streams, self.guiding.matcher_of(request))
 
     def queue(self, jobs: Sequence[Job]) -> None:
         """Takes jobs in."""
@@ -248,8 +238,8 @@ class Engine:
     def _plans(self, limits: Limits, may_start: Collection[Job] | None = None) -> list[Plan]:
         """Of the running requests and the first waiting ones; None: all of these may start."""
         policy, shards = self.policy, self.shards
-        running = [[self._running(job) for job in shard.running] for shard in shards]
-        limits = self._keeping_pace(limits)
+        running = [[self.guiding.running(job) for job in shard.running] for shard in shards]
+        limits = self.guiding.keeping_pace(limits, self.running)
         free = [policy.free(shard) for shard in shards]
         first = [self._waiting(job, may_start) for job in self._first_waiting()]
         waiting = assigned(first, running, [pages.running for pages in free], limits)
@@ -259,22 +249,6 @@ class Engine:
             for new, rows, pages in zip(waiting, running, free, strict=True)
         ]
         return agreed(plans)
-
-    def _running(self, job: Job) -> Running:
-        """The scheduler's view of a running job. One with a grammar chooses in one dispatch at a time, from one mask at first."""
-        row = self.policy.running(job)
-        if job.matcher is None or job.unread:
-            return row
-        if job.sent:
-            return dataclasses.replace(row, until=0, waits=True)
-        return dataclasses.replace(row, until=min(row.until, 1))
-
-    def _keeping_pace(self, limits: Limits) -> Limits:
-        """Where rows wait for their masks, the others go on for one pass meanwhile: with drafts, if these may pay."""
-        if not any(job.sent for job in self.running):
-            return limits
-        drafts = self.drafting.drafter.most if self.drafting.pays(len(self.running)) else 0
-        return dataclasses.replace(limits, waited_steps=1 + drafts)
 
     def _first_waiting(self) -> list[Job]:
         """As many as may start, and as many again: some of them may wait for a prefix."""
@@ -366,7 +340,7 @@ class Engine:
             extended = job.extend(steps)
             assert extended, "the scheduler has planned steps that there are no pages for"
 
-    def _sent(self, mine: list[list[Job]], rows: int, found: Found, drafts: int, guesses: Any = None) -> None:
+    def _sent(self, mine: JobsByShard, rows: int, found: Found, drafts: int, guesses: Any = None) -> None:
         """Notes the jobs of each shard whose tokens come. `rows` are those of the program, of a shard."""
         places = {job: number * rows + i for number, some in enumerate(mine) for i, job in enumerate(some)}
         held = sum(job.held_tokens for job in places) // len(places)
@@ -418,69 +392,15 @@ class Engine:
         self._extend(jobs, steps)
         mine = by_shard(jobs, len(self.shards))
         programs = self.choice.decoding(max(map(len, mine)), max(map(self.policy.pages_of, jobs)))
-        drafts = self._drafts(jobs, programs[-1], steps)
+        drafts = self.choice.drafts(jobs, programs[-1], steps)
         shape = self.choice.taken(programs[-1] if drafts else programs[0])
         self._sent(mine, shape.rows, self.device.decode(mine, shape, steps, drafts), drafts)
 
     def _guided_step(self, jobs: list[Job]) -> None:
         """Sends one pass: a token for each job, and for those with grammars what stands of their drafts."""
-        places = self._places(jobs)
-        for job in jobs:
-            reserved = job.reserve(2 * places if job.matcher and places > 1 else 1)
-            assert reserved, "the scheduler has planned steps that there are no pages for"
-        most = max(map(len, by_shard(jobs, len(self.shards))))
-        pages = max(map(self.policy.pages_of, jobs))
-        (wanted,) = (one for one in self.choice.guided(most, pages) if one.places == places)
-        shape = self.choice.guided_by_now(wanted)
-        first = sorted(jobs, key=lambda job: job.matcher is None)
-        fitting = [job for job in first if self.policy.pages_of(job) <= shape.width]
-        mine = [some[: shape.rows] for some in by_shard(fitting, len(self.shards))]
-        guide = self._guide(mine, shape)
-        found, guesses = self.device.guided_step(mine, shape, guide)
-        self._sent(mine, shape.rows, found, places - 1, guesses)
-
-    def _places(self, jobs: list[Job]) -> int:
-        """Tokens that a pass may give a row with a grammar. Where it drafts, it caches what it guesses behind them, too."""
-        most = max(map(len, by_shard(jobs, len(self.shards))))
-        program = self.choice.guided(most, max(map(self.policy.pages_of, jobs)))[-1]
-        drafts = self._drafts(jobs, program, program.places)
-        free = min(shard.pages.free for shard in self.shards)
-        return program.places if drafts and free >= len(jobs) * (1 + _pages(2 * program.places)) else 1
-
-    def _guide(self, mine: list[list[Job]], shape: ProgramShape) -> Guide:
-        """Masks and drafts of the jobs of each shard, which choose as many tokens as that has room for."""
-        for job in itertools.chain(*mine):
-            until = self.policy.running(job).until
-            job.draft = job.draft[: min(shape.places, until, job.left)] if shape.places > 1 else []
-            job.extend(max(len(job.draft), 1))
-            job.sent = max(len(job.draft), 1) if job.matcher else 0
-        return of_shards([self._guide_of(some, shape) for some in mine])
-
-    def _guide_of(self, jobs: list[Job], shape: ProgramShape) -> Guide:
-        words = mask_words(self.programs.model.config.vocab_size)
-        masks = np.full((shape.rows, shape.places, words), ALLOWED)
-        draft, counts = np.zeros((shape.rows, shape.places), np.int32), np.zeros(shape.rows, np.int32)
-        # A token that comes again needs no mask
-        masked = [
-            Masked(row, job.matcher, job.draft[: shape.places - 1])
-            for row, job in enumerate(jobs)
-            if job.matcher is not None and not job.again
-        ]
-        if masked:
-            assert self._grammars is not None
-            self._grammars.fill(masked, masks)
-        for one in masked:
-            drafted = jobs[one.row].draft
-            draft[one.row, : len(drafted)] = drafted
-            counts[one.row] = len(drafted)
-        return Guide(masks, draft, counts)
-
-    def _drafts(self, jobs: list[Job], program: ProgramShape, steps: int) -> int:
-        """Drafted tokens of each pass; a single step has no room for any."""
-        if program.name == "run" or steps == 1 or self.device.ready_for(program) is None:
-            return 0
-        held = sum(job.held_tokens for job in jobs) // len(jobs)
-        return self.drafting.count((job.is_greedy for job in jobs), held)
+        mine, shape = self.guiding.prepared(jobs)
+        found, guesses = self.device.guided_step(mine, shape, self.guiding.guide(mine, shape))
+        self._sent(mine, shape.rows, found, shape.places - 1, guesses)
 
     def _land_all(self) -> None:
         while self._flying:

@@ -35,6 +35,13 @@ class ProgramChoice:
             names.append("run_with_drafts")
         return [ProgramShape(name, width, rows) for name in names]
 
+    def drafts(self, jobs: Sequence[Job], program: ProgramShape, steps: int) -> int:
+        """Drafted tokens of each pass that a program makes now; a single step has no room for any."""
+        if program.name == "run" or steps == 1 or self.device.ready_for(program) is None:
+            return 0
+        held = sum(job.held_tokens for job in jobs) // len(jobs)
+        return self.drafting.count((job.is_greedy for job in jobs), held)
+
     def guided(self, rows: int, pages: int) -> list[ProgramShape]:
         """The same where some rows have grammars, in one pass: without drafts, and with drafts if they may pay."""
         places = [1]

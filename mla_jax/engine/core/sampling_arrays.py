@@ -12,21 +12,19 @@ from mla_jax.engine.core.job import Job
 
 def entries(jobs: list[Job], count: int) -> Entry:
     """An entry for each job; entries beyond, up to `count`, are nobody's."""
-    ends = _filled((count, MAX_ENDS), -1, np.int32)
-    for row, job in zip(ends, jobs, strict=False):
-        row[: len(job.request.all_ends)] = job.request.all_ends
     return Entry(
         held=_column((job.read for job in jobs), count, np.int32),
         prompt=_column((len(job.request.prompt) for job in jobs), count, np.int32),
         limit=_column((job.left for job in jobs), count, np.int32),
         again=_column((job.again for job in jobs), count, np.int32),
-        ends=ends,
         logprobs=_column((job.logprobs is not None for job in jobs), count, np.bool_),
-        sampling=_sampling([job.request.params for job in jobs], count),
+        sampling=_sampling(jobs, count),
     )
 
 
-def _sampling(params: list[SamplingParams], count: int) -> Sampling:
+def _sampling(jobs: list[Job], count: int) -> Sampling:
+    params = [job.request.params for job in jobs]
+
     def numbers(name: str, rest: float = 0.0) -> np.ndarray:
         return _column((getattr(one, name) for one in params), count, np.float32, rest)
 
@@ -42,6 +40,8 @@ def _sampling(params: list[SamplingParams], count: int) -> Sampling:
         seed=seed,
         bias_ids=bias_ids,
         bias=bias,
+        ends=_ends(jobs, count),
+        may_end=_column(map(_may_end, jobs), count, np.int32),
     )
 
 
@@ -51,6 +51,20 @@ def _seeds(params: list[SamplingParams], count: int) -> np.ndarray:
     for row, one in zip(seeds, params, strict=False):
         row[:] = divmod(one.seed or 0, 1 << 32)
     return seeds
+
+
+def _ends(jobs: list[Job], count: int) -> np.ndarray:
+    """The token ids that end each answer."""
+    ends = _filled((count, MAX_ENDS), -1, np.int32)
+    for row, job in zip(ends, jobs, strict=False):
+        row[: len(job.request.all_ends)] = job.request.all_ends
+    return ends
+
+
+def _may_end(job: Job) -> int:
+    """The first position where an end token may stand."""
+    least = job.request.params.min_tokens
+    return len(job.request.prompt) + least if least else 0
 
 
 def _biases(params: list[SamplingParams], count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -234,8 +234,9 @@ def _read(rows: list[Running], limits: Limits) -> tuple[int | None, list[tuple[i
 
 
 def _lines(rows: list[Running], limits: Limits) -> tuple[int, ...]:
-    """Those that may be read: who reads along waits for a short one at most."""
-    if not any(row.decodes and row.streams for row in rows):
+    """Those that may be read: who reads along waits for a short one at most, unless more wait for their first token."""
+    read_along = sum(row.decodes and row.streams for row in rows)
+    if read_along < sum(row.unread > 0 for row in rows):
         return limits.lines
     short = tuple(line for line in limits.lines if line <= limits.streamed_line)
     return short or (min(limits.lines),)

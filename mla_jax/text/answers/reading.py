@@ -18,8 +18,8 @@ from mla_jax.text.answers.parts import (
     answer_of,
     joined,
 )
-from mla_jax.text.answers.tags import MarkedText, TagMatch, first_of
-from mla_jax.text.stream import begun_length
+from mla_jax.text.answers.tags import MarkedText, TagMatch
+from mla_jax.text.stream import begun_length, first_stop
 from mla_jax.text.tokenizer import Tokenizer, check_text
 
 
@@ -39,14 +39,17 @@ class AnswerStream:
         form: AnswerFormat = PLAIN_ANSWER,
         *,
         stop: Sequence[str] = (),
+        least: int = 0,
+        kept: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
         in_reasoning: bool = False,
         one_call: bool = False,
     ):
-        """`tools` are those of the request; `in_reasoning`: the prompt has opened it. Raises BadRequest for a stop text."""
+        """`stop`, `least` and `kept` are as TextStream's, `tools` those of the request; `in_reasoning`: the prompt has opened it.
+        Raises BadRequest for a stop text."""
         self.stopped, self.used, self.reasoning_tokens = False, 0, 0
         self._marks = MarkedText(tokenizer, form.tags)
-        self._stops = _checked(stop, self._marks)
+        self._all_stops, self._least, self._kept = _checked(stop, self._marks), least, kept
         self._form, self._writer, self._one_call = form, CallWriter(tools), one_call
         self._buffer = ""
         self._parts: list[Part] = []
@@ -114,19 +117,24 @@ class AnswerStream:
     def _find_stop(self, found: TagMatch) -> bool:
         """Ends the text at a stop text, if one stands before the tag that was found, or is the tag of reasoning's end."""
         in_think = found.tag is not None and found.tag in (self._form.think or ())
-        at = first_of(self._buffer[: found.end if in_think else found.start], self._stops)
-        if at is None:
+        stop = first_stop(self._buffer[: found.end if in_think else found.start], self._stops)
+        if stop is None:
             return False
-        self._say(self._buffer[:at])
+        self._say(self._buffer[: stop.end if self._kept else stop.start])
         self._flush()
         self.stopped, self._buffer = True, ""
         return True
 
+    @property
+    def _stops(self) -> Sequence[str]:
+        """The stop texts that are looked for now."""
+        return self._all_stops if self.used > self._least else ()
+
     def _held_from(self, partial: int) -> int:
         """The place from which the buffer may become a tag, whose part is at `partial`, or a stop text."""
         places = [len(self._buffer) - begun_length(self._buffer, stop) for stop in self._stops]
-        whole = first_of(self._buffer, self._stops)  # one that reaches into the part of a tag
-        return min([partial, *places, *([] if whole is None else [whole])])
+        whole = first_stop(self._buffer, self._stops)  # one that reaches into the part of a tag
+        return min([partial, *places, *([] if whole is None else [whole.start])])
 
     def _split(self, end: int) -> str:
         head, self._buffer = self._buffer[:end], self._buffer[end:]

@@ -4,7 +4,7 @@ A tag that is a control token becomes a mark: one half of a surrogate pair, whic
 kinds of tags, and a text that merely spells a control token is not found."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mla_jax.text.stream import begun_length, token_decoder
@@ -85,8 +85,3 @@ class Search:
         if rest and any(spelled.startswith(rest) for spelled in self._spelled):
             return TagMatch(start, len(text), None)
         return None
-
-
-def first_of(text: str, stops: Sequence[str]) -> int | None:
-    """The place of the first stop text in `text`, None if it has none."""
-    return min((at for at in map(text.find, stops) if at >= 0), default=None)

@@ -271,6 +271,18 @@ def test_a_bias_makes_a_token_certain_or_impossible(llm):
         llm.generate([5], SamplingParams(logit_bias={96: 1.0}))
 
 
+def test_no_end_token_comes_before_the_least_number_of_tokens(llm):
+    free = llm.generate([5, 6, 7], SamplingParams(max_tokens=12, ignore_eos=True))[0].token_ids
+    asked = SamplingParams(max_tokens=12, min_tokens=5, stop_token_ids=(free[0],), ignore_eos=True)
+    barred = SamplingParams(max_tokens=5, logit_bias={free[0]: -100.0}, ignore_eos=True)
+    expected = llm.generate([5, 6, 7], barred)[0].token_ids
+    for found in llm.generate([[5, 6, 7], [8], [5, 6, 7]], [asked, barred, asked])[::2]:
+        assert found.token_ids[:5] == expected
+        assert free[0] not in found.token_ids[:-1]
+    with pytest.raises(BadRequest, match="min_tokens is 13\n  an answer to this prompt has at most 12 tokens"):
+        llm.generate([5], dataclasses.replace(asked, min_tokens=13))
+
+
 def test_a_frequency_penalty_grows_with_each_use(llm):
     asked = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias={50: 20.0, 51: 20.0})
     plain = llm.generate([5, 6, 7], asked)[0].token_ids

@@ -54,6 +54,14 @@ def test_who_reads_along_waits_for_a_short_line_at_most():
     assert plan([], [*rows, runs(4, left=0, streams=True)], 99, limits).line == 256
 
 
+def test_where_more_wait_for_their_first_token_than_read_along_lines_are_long():
+    limits = dataclasses.replace(LIMITS, streamed_line=20)
+    readers = [runs(number, streams=True) for number in range(2)]
+    for behind, line in ((1, 16), (2, 16), (3, 256)):
+        rows = [*readers, *(unread(5 + number, 90) for number in range(behind))]
+        assert plan([], rows, 99, limits).line == line
+
+
 def test_requests_start_by_priority_then_by_arrival_in_whatever_order_they_are_given():
     requests = [waits(1, priority=1), waits(3), waits(2), waits(4, priority=-1)]
     for order in (requests, requests[::-1]):

@@ -440,7 +440,8 @@ def test_a_plain_answer_is_the_text_of_a_text_stream(data):
     tokenizer = MODELS["GLM-4.7"].tokenizer
     ids = data.draw(st.lists(st.integers(0, tokenizer.model.get_vocab_size() - 1), max_size=30))
     stop = data.draw(st.lists(st.sampled_from(["a", "ab", "\n", "<th", "</think>", " the"])))
-    answers, texts = AnswerStream(tokenizer, PLAIN_ANSWER, stop=stop), TextStream(tokenizer, stop)
+    rules = {"least": data.draw(st.integers(0, 9)), "kept": data.draw(st.booleans())}
+    answers, texts = AnswerStream(tokenizer, PLAIN_ANSWER, stop=stop, **rules), TextStream(tokenizer, stop, **rules)
     answer = answer_of([*answers.push(ids), *answers.finish()])
     assert answer.content == texts.push(ids) + texts.finish()
     assert (answers.stopped, answers.used) == (texts.stopped, texts.used)
