@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mla_jax.engine.opening.opened import Opened
     from mla_jax.ui.console import Console
 
-USAGE = "python -m mla_jax.generate [PROMPT] [--flag VALUE ...]      (-p: --prompt, -h: --help; --version)"
+USAGE = "python -m mla_jax.generate [PROMPT] [--flag VALUE ...]   (-p: --prompt; --help all; --version)"
 MAX_PROMPT_BYTES = 64 << 20
 ERROR = 1  # the exit code where logits are not finite
 # The settings by group, as in the help and in a configuration file

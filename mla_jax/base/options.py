@@ -144,7 +144,7 @@ class ExpertOptions(Checked):
 
 @dataclass(frozen=True)
 class DraftOptions(Checked):
-    """Speculative decoding: draft several tokens, verify them in one pass; the output stays the same."""
+    """Speculative decoding: draft tokens, verify them in one pass; the output stays the same."""
 
     draft: str = option("auto", one_of(*DRAFT), alters=False)
     """auto, off, mtp (the model's own layer), lookup (in the text so far).

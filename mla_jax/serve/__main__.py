@@ -17,7 +17,7 @@ from mla_jax.ui.help import About
 SERVE_GROUPS: dict[str, Any] = {"serve": ServeOptions, **OPENING, "download": DownloadOptions}
 ABOUT_SERVE = About(
     "python -m mla_jax.serve",
-    "python -m mla_jax.serve [--flag VALUE ...]      (-h: --help; --version)",
+    "python -m mla_jax.serve [--flag VALUE ...]      (-h: --help, --help all; --version)",
     SERVE_GROUPS,
     """\
 examples:

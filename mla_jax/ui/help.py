@@ -44,16 +44,15 @@ def asked_groups(arguments: Sequence[str], groups: Mapping[str, type]) -> list[s
 def help_text(about: About, asked: Sequence[str] = ()) -> str:
     """How it is called, then the flags of the groups that are `asked` for.
 
-    Without any: of FIRST_GROUPS, then titles of the others and examples."""
+    Without any: of FIRST_GROUPS, then how to ask for the others, and examples."""
     groups = about.groups
     ordered = [name for name in dict.fromkeys([*FIRST_GROUPS, *groups]) if name in groups]
     flags = "\n".join(_group(name, groups[name]) for name in ordered if name in (asked or FIRST_GROUPS))
     if asked:
         return f"usage: {about.usage}\n{flags}"
-    others = [
-        f"  {name:<12}{_title(options)}" for name, options in groups.items() if name not in FIRST_GROUPS
-    ]
-    more = "\n".join([f"more flags: --help GROUP, or --help {ALL}", *others])
+    more = "\n".join(
+        f"--help {name:<12}{_title(options)}" for name, options in groups.items() if name not in FIRST_GROUPS
+    )
     return f"usage: {about.usage}\n{flags}\n{more}\n{about.examples}"
 
 

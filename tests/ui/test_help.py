@@ -32,10 +32,10 @@ def test_the_help_is_under_60_lines_and_no_line_is_too_wide(about):
 
 
 @pytest.mark.parametrize(("command", "group"), GROUPS)
-def test_the_short_help_has_the_flags_of_a_group_or_its_name(command, group):
-    heads = [line.split()[0] for line in help_text(COMMANDS[command]).splitlines() if line]
-    assert (f"{group}:" in heads) == (group in FIRST_GROUPS)
-    assert (group in heads) == (group not in FIRST_GROUPS)
+def test_the_short_help_has_the_flags_of_a_group_or_how_to_ask_for_them(command, group):
+    text = help_text(COMMANDS[command])
+    assert (f"\n{group}: " in text) == (group in FIRST_GROUPS)
+    assert (f"\n--help {group} " in text) == (group not in FIRST_GROUPS)
 
 
 @pytest.mark.parametrize("about", COMMANDS.values(), ids=COMMANDS)
