@@ -190,16 +190,16 @@ class Model:
             number(len(prompt), "the length of a prompt")
             for token in prompt:
                 number(token, "a token", 0, self._vocabulary - 1)
-        number(len(ends), "the number of end tokens", 0, self._shape("admit", "entry.ends")[1])
+        number(len(ends), "the number of end tokens", 0, self._shape("admit", "entry.sampling.ends")[1])
         for row, prompt in enumerate(prompts):
             self._admit(row, len(prompt), tokens, ends)
             self._read(row, prompt)
         return self._decode(len(prompts), tokens)
 
     def _admit(self, row: int, length: int, tokens: int, ends: Sequence[int]) -> None:
-        end = np.full(self._shape("admit", "entry.ends"), -1)
+        end = np.full(self._shape("admit", "entry.sampling.ends"), -1)
         end[:, : len(ends)] = ends
-        self._call_row("admit", row, {"entry.prompt": length, "entry.limit": tokens, "entry.ends": end})
+        self._call_row("admit", row, {"entry.prompt": length, "entry.limit": tokens, "entry.sampling.ends": end})
 
     def _read(self, row: int, prompt: Sequence[int]) -> None:
         """Reads a prompt in pieces of as many tokens as a call takes."""

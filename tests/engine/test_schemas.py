@@ -84,14 +84,14 @@ def whole_schema(seed: int) -> dict[str, Any]:
 
 def params_of(seed: int) -> SamplingParams:
     sampled = {"temperature": 1.0, "top_p": 0.95} if seed % 2 else {"temperature": 0.0}
-    return SamplingParams(grammar=Grammar.json_schema(whole_schema(seed)), max_tokens=900, seed=seed, **sampled)
+    return SamplingParams(grammar=Grammar.json_schema(whole_schema(seed)), max_tokens=3000, seed=seed, **sampled)
 
 
 @pytest.mark.deep
 @pytest.mark.once
 @pytest.mark.parametrize("draft", ["off", "mtp"])
 def test_answers_to_many_schemas_are_valid(draft):
-    with LLM(draft=draft, context=1024) as llm:
+    with LLM(draft=draft, context=4096) as llm:
         outputs = llm.generate([PROMPTS[seed % 4] for seed in range(COUNT)], [params_of(seed) for seed in range(COUNT)])
     for seed, output in enumerate(outputs):
         assert output.finish_reason == "end", (seed, output.text)
