@@ -101,9 +101,12 @@ def row(plain: int, guided: int, name: str, rate: float, guided_rate: float) -> 
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a tiny model and few requests")
+    parser.add_argument("--plain", type=int, nargs="+", help="the rows with as many plain requests")
     options = parser.parse_args()
     scale, output = (SMALL, 16) if options.small else (FULL, OUTPUT)
     cases, alone = (SMALL_CASES, SMALL_ALONE) if options.small else (CASES, ALONE)
+    if options.plain is not None:
+        cases, alone = [case for case in cases if case[0] in options.plain], () if 0 not in options.plain else alone
     rows: list[dict] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -28,6 +28,7 @@ from loads import FULL, SMALL, randomise, settled
 from mla_jax import LLM, SamplingParams
 from mla_jax.serve.app import ServedModel, make_app
 from mla_jax.serve.options import ServeOptions
+from mla_jax.serve.server import SWITCH_SECONDS
 
 PROMPT, OUTPUT, PROCESSES = 256, 256, 4
 CLIENTS = (1, 64, 256)
@@ -57,6 +58,7 @@ def served(llm: LLM) -> Iterator[str]:
     model.is_ready = True
     config = uvicorn.Config(make_app(model), port=0, lifespan="off", access_log=False, log_level="warning")
     server = uvicorn.Server(config)
+    sys.setswitchinterval(SWITCH_SECONDS)  # as the server does
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

@@ -199,7 +199,9 @@ class Model:
     def _admit(self, row: int, length: int, tokens: int, ends: Sequence[int]) -> None:
         end = np.full(self._shape("admit", "entry.sampling.ends"), -1)
         end[:, : len(ends)] = ends
-        self._call_row("admit", row, {"entry.prompt": length, "entry.limit": tokens, "entry.sampling.ends": end})
+        self._call_row(
+            "admit", row, {"entry.prompt": length, "entry.limit": tokens, "entry.sampling.ends": end}
+        )
 
     def _read(self, row: int, prompt: Sequence[int]) -> None:
         """Reads a prompt in pieces of as many tokens as a call takes."""

@@ -83,6 +83,7 @@ class EventStream(Response):
         self.events, self.end, self.form = events, end, form or StreamForm()
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
+        self._wrote = 0.0  # by the clock of the event loop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_gone(receive))
@@ -97,12 +98,14 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         async def body(data: bytes, more: bool = True) -> None:
+            self._wrote = asyncio.get_running_loop().time()
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        comments = asyncio.ensure_future(self._comments(body))
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for event in with_comments(self.events):
-                await body(self.form.comment if event is None else self.form.line(event))
+            async for event in self.events:
+                await body(self.form.line(event))
             await body(self.form.end)
         except OSError:  # the client has gone
             return
@@ -111,25 +114,17 @@ class EventStream(Response):
             if told.status == 500:
                 log.error("a stream has failed", exc_info=error)
             await body(self.form.line(self.form.failed(told)))
+        finally:
+            await _end(comments)
         await body(b"", more=False)
 
-
-async def with_comments(
-    events: AsyncIterator[dict[str, Any]], seconds: float = SILENT_SECONDS
-) -> AsyncIterator[dict[str, Any] | None]:
-    """The events, and None wherever none has come for some seconds."""
-    coming = None
-    try:
+    async def _comments(self, body: Callable[[bytes], Awaitable[None]]) -> None:
+        """A comment wherever nothing has been written for some seconds. A task per stream: one per event takes most of its time."""
+        clock = asyncio.get_running_loop().time
+        self._wrote = clock()
         while True:
-            coming = coming or asyncio.ensure_future(anext(events, None))
-            done, _ = await asyncio.wait({coming}, timeout=seconds)
-            if not done:
-                yield None
-                continue
-            event, coming = coming.result(), None
-            if event is None:
-                return
-            yield event
-    finally:
-        if coming is not None:
-            await _end(coming)
+            silent = clock() - self._wrote
+            if silent >= SILENT_SECONDS:
+                await body(self.form.comment)
+                silent = 0.0
+            await asyncio.sleep(SILENT_SECONDS - silent)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 BACKLOG = 2048  # connections that wait to be taken
+# A thread that waits for Python's lock gets it after these. By default, 5 ms, a busy event loop holds up each step of the engine
+SWITCH_SECONDS = 5e-4
 KEEP_ALIVE = 75  # seconds of a connection between two requests: longer than proxies keep theirs
 
 
@@ -46,6 +48,7 @@ class Server(uvicorn.Server):
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serves until a signal, or an error of loading, ends that."""
+        sys.setswitchinterval(SWITCH_SECONDS)
         super().run(sockets or [self.listening])
 
     def load(self) -> None:

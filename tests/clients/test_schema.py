@@ -17,7 +17,15 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
 CASES = int(os.environ.get("CASES", "500"))
-WITH_BODIES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+WITH_BODIES = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+)
 SENT = [*itertools.product(WITH_BODIES, GenerationMode), ("/v1/models/{name}", GenerationMode.POSITIVE)]  # any name is valid
 WITHOUT = ("/health", "/metrics", "/version", "/v1/models", "/tokenizer_info")
 CHECKS = [

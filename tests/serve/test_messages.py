@@ -111,7 +111,7 @@ def test_events_come_in_anthropics_order_each_with_its_name(deepseek):
 
 
 def test_a_silent_stream_gets_pings(deepseek, monkeypatch):
-    monkeypatch.setattr("mla_jax.serve.connections.with_comments.__defaults__", (0.0,))
+    monkeypatch.setattr("mla_jax.serve.connections.SILENT_SECONDS", 0.001)
     with client_of(deepseek).messages.stream(**GREEDY, messages=SAID) as stream:
         assert "".join(stream.text_stream) == created(deepseek).content[0].text
     body = {**GREEDY, "messages": SAID, "stream": True}

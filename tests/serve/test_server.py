@@ -408,7 +408,7 @@ def test_a_time_limit_ends_answers_with_what_they_have(chat_folder):
 
 
 def test_a_silent_stream_gets_comments(running, monkeypatch):
-    monkeypatch.setattr("mla_jax.serve.connections.with_comments.__defaults__", (0.0,))
+    monkeypatch.setattr("mla_jax.serve.connections.SILENT_SECONDS", 0.001)
     lines = stream_lines(running, "/v1/completions", {**GREEDY, "prompt": "a1"})
     assert ": ping" in lines
     assert len(events(lines)) >= 2
