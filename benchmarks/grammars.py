@@ -105,8 +105,9 @@ def main() -> None:
     options = parser.parse_args()
     scale, output = (SMALL, 16) if options.small else (FULL, OUTPUT)
     cases, alone = (SMALL_CASES, SMALL_ALONE) if options.small else (CASES, ALONE)
-    if options.plain is not None:
-        cases, alone = [case for case in cases if case[0] in options.plain], () if 0 not in options.plain else alone
+    if options.plain:
+        cases = tuple(case for case in cases if case[0] in options.plain)
+        alone = alone if 0 in options.plain else ()
     rows: list[dict] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

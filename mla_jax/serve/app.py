@@ -32,6 +32,7 @@ from mla_jax.serve.bodies import (
 from mla_jax.serve.connections import ClientGone, EventStream, StreamForm, named_line_of, unless_gone
 from mla_jax.serve.documented import (
     METRICS_TEXT,
+    NAMED_STREAM,
     STREAM,
     ChatAnswer,
     CompletionAnswer,
@@ -43,6 +44,7 @@ from mla_jax.serve.documented import (
     VersionAnswer,
     documented,
 )
+from mla_jax.serve.documented_dialogues import MessageAnswer, MessageError, MessageTokens, ResponseAnswer
 from mla_jax.serve.errors import ApiError, api_error
 from mla_jax.serve.gate import Gate, response_of
 from mla_jax.serve.metrics import Metrics
@@ -169,7 +171,7 @@ def _add_answers(app: FastAPI, served: ServedModel) -> None:
 def _add_other_interfaces(app: FastAPI, served: ServedModel) -> None:
     """Chats in other words: bodies become those of chats, and parts of answers what these routes call them."""
 
-    @app.post("/v1/responses", response_model=None)
+    @app.post("/v1/responses", **documented(ResponseAnswer, **NAMED_STREAM))
     async def respond(body: ResponseBody, request: Request) -> Response:
         """Answers a conversation, as OpenAI's newer interface has it."""
         read = functools.partial(responses.read_response, variables=served.variables)
@@ -177,14 +179,14 @@ def _add_other_interfaces(app: FastAPI, served: ServedModel) -> None:
         form = StreamForm(named_line_of, writer.failed, end=b"")
         return await _answer(served, request, body, read, "resp_", writer.whole, writer.events, form)
 
-    @app.post("/v1/messages", response_model=None)
+    @app.post("/v1/messages", **documented(MessageAnswer, MessageError, **NAMED_STREAM))
     async def message(body: MessageBody, request: Request) -> Response:
         """Answers a conversation, as Anthropic's interface has it."""
         read = functools.partial(messages.read_message, variables=served.variables)
         kind = "msg_", message_events.whole_message, message_events.message_events
         return await _answer(served, request, body, read, *kind, message_events.MESSAGE_STREAM)
 
-    @app.post("/v1/messages/count_tokens")
+    @app.post("/v1/messages/count_tokens", **documented(MessageTokens, MessageError))
     async def count_tokens(body: PromptedBody) -> dict[str, int]:
         """The number of tokens of a conversation."""
         llm = served.llm.llm

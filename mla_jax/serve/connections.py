@@ -119,7 +119,7 @@ class EventStream(Response):
         await body(b"", more=False)
 
     async def _comments(self, body: Callable[[bytes], Awaitable[None]]) -> None:
-        """A comment wherever nothing has been written for some seconds. A task per stream: one per event takes most of its time."""
+        """A comment wherever nothing has been written for some seconds. A task for each stream: one for each event costs more."""
         clock = asyncio.get_running_loop().time
         self._wrote = clock()
         while True:

@@ -10,6 +10,7 @@ STREAM = {
     "description": "The answer; with `stream`, server-sent events with its pieces as JSON, the last of them `[DONE]`.",
     "content": {"text/event-stream": {"itemSchema": EVENT}},
 }
+NAMED_STREAM = {**STREAM, "description": "The answer; with `stream`, server-sent events, each with its type."}
 METRICS_TEXT = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
@@ -217,8 +218,10 @@ class ChatAnswer(Documented):
     prompt_token_ids: list[int] = []
 
 
-def documented(answer: type[BaseModel] | None, **further: Any) -> dict[str, Any]:
+def documented(
+    answer: type[BaseModel] | None, error: type[BaseModel] = ErrorAnswer, /, **further: Any
+) -> dict[str, Any]:
     """Keywords of a route: its answer, with `further` keys of OpenAPI, and its errors. FastAPI documents them; it checks none."""
     whole = further if answer is None else {"model": answer, **further}
-    errors = {status: {"model": ErrorAnswer, "description": text} for status, text in ERRORS.items()}
+    errors = {status: {"model": error, "description": text} for status, text in ERRORS.items()}
     return {"response_model": None, "responses": {200: whole, **errors}}
