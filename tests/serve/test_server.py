@@ -199,7 +199,7 @@ def test_further_keys_of_vllm_are_served(running):
     assert (choice["token_ids"], choice["prompt_token_ids"]) == (expected.token_ids, expected.prompt_token_ids)
     assert running.post("/v1/completions", {**body, "min_tokens": 13}).status_code == 400
     third = expected.token_ids[2]
-    (choice,) = running.post("/v1/completions", {**body, "stop_token_ids": [third]}).json()["choices"]
+    (choice,) = running.post("/v1/completions", {**body, "min_tokens": 0, "stop_token_ids": [third]}).json()["choices"]
     at = expected.token_ids.index(third) + 1
     assert (choice["finish_reason"], choice["stop_reason"], len(choice["token_ids"])) == ("stop", third, at)
     (choice,) = running.post("/v1/completions", {**body, "prompt_logprobs": 2}).json()["choices"]
