@@ -83,7 +83,7 @@ class EventStream(Response):
         self.events, self.end, self.form = events, end, form or StreamForm()
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._wrote = 0.0  # by the clock of the event loop
+        self._wrote = 0.0  # when, by the clock of the event loop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_gone(receive))
@@ -101,9 +101,9 @@ class EventStream(Response):
             self._wrote = asyncio.get_running_loop().time()
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         comments = asyncio.ensure_future(self._comments(body))
         try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for event in self.events:
                 await body(self.form.line(event))
             await body(self.form.end)

@@ -8,7 +8,7 @@ from mla_jax.serve.documented import AnswerUsage, Documented
 
 
 class ResponsePart(Documented):
-    """A text of an item; content has two lists more, which are empty."""
+    """A text of an item. Those of a message also have two empty lists."""
 
     type: Literal["output_text", "reasoning_text"]
     text: str
@@ -111,7 +111,7 @@ class MessageTokens(Documented):
 
 
 class MessageErrorText(Documented):
-    """What is wrong."""
+    """The kind of an error, and the reason."""
 
     type: str
     message: str
