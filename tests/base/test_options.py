@@ -38,6 +38,7 @@ IN_RANGE = {
     "frequency_penalty": [-100, 0, 2.5, 100],
     "repetition_penalty": [1e-3, 1, 1000],
     "max_tokens": [0, 1, 10**9],
+    "min_tokens": [0, 1, 10**9],
     "timeout": [1e-3, 1, 1e6],
     "seed": [0, 2**64 - 1],
     "logprobs": [0, 20],
@@ -47,6 +48,7 @@ IN_RANGE = {
     "stop": [(), "end", ("a", "b"), ["a"], ("x",) * 64],
     "stop_token_ids": [(), (0, 2**31 - 1), [3], 3],
     "ignore_eos": [True, False],
+    "include_stop_str_in_output": [True, False],
     "grammar": [None, Grammar.regex("a"), Grammar.choice(["a"])],
 }
 NO_NUMBERS = ["1", (1,), True, math.nan, math.inf, -math.inf, {}, object(), 1j]
@@ -60,6 +62,7 @@ OUT_OF_RANGE = {
     "repetition_penalty": [0, -1, 1001, None, *NO_NUMBERS],
     "timeout": [0, -1, 1e6 + 1, *NO_NUMBERS],
     "max_tokens": [-1, 1.5, 10**5000, *NO_NUMBERS],
+    "min_tokens": [-1, 1.5, None, 10**5000, *NO_NUMBERS],
     "seed": [-1, 2**64, 0.5, *NO_NUMBERS],
     "logprobs": [-1, 21, *NO_NUMBERS],
     "prompt_logprobs": [-1, 21, *NO_NUMBERS],
@@ -79,6 +82,7 @@ OUT_OF_RANGE = {
     "stop": [("",), "", (1,), None, 7, ("a",) * 65, b"ab", {"a": 1}, itertools.count()],
     "stop_token_ids": [(-1,), (2**31,), ("a",), (True,), 1.5, None, tuple(range(65)), "12", itertools.count()],
     "ignore_eos": [1, 0, "yes", None, []],
+    "include_stop_str_in_output": [1, 0, "yes", None, []],
 }
 WRONG = {  # of the options of a model
     "model": ["", 7, b"model", ["a"]],
@@ -144,7 +148,7 @@ def test_every_option_is_among_those_that_are_tried():
 def test_what_is_in_range_is_taken(name):
     for value in IN_RANGE[name]:
         params = SamplingParams(**{name: value})
-        if not name.startswith("stop"):
+        if name not in ("stop", "stop_token_ids"):
             assert getattr(params, name) == value
 
 

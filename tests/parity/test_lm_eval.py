@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import os
 import shutil
 
 import models
@@ -14,8 +13,6 @@ from mla_jax import LLM
 from mla_jax.weights.hub import DEMO
 
 pytestmark = pytest.mark.parity
-# lm-eval's packages look for updates on the network, again and again where there is none
-os.environ |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
 METHODS = sorted(name for name in dir(str) if not name.startswith("_"))
 CHOICES = 4
 
@@ -52,6 +49,15 @@ def tasks() -> list:
         task("loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}"),
         task("generate_until", doc_to_target="{{choices[0]}}", generation_kwargs=until, **asked),
     ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_updates():
+    """lm-eval's packages, as they are imported, do not look for updates on the network, which they do again and again."""
+    with pytest.MonkeyPatch.context() as patch:
+        for package in ("HUB", "DATASETS", "EVALUATE"):
+            patch.setenv(f"HF_{package}_OFFLINE", "1")
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -59,11 +59,12 @@ def no_network(monkeypatch):
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
     """An empty cache and nothing of the user's own environment."""
-    for name in ("HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HF_TOKEN"):
+    for name in ("HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HF_TOKEN", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "cache"
 
