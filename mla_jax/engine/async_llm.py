@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ class AsyncLLM:
     def __init__(self, model: Any = None, *given: Any, **settings: Any):
         """An LLM, or what `LLM` takes. Loading blocks: `await asyncio.to_thread(AsyncLLM, model)` does not."""
         self.llm = model if isinstance(model, LLM) else LLM(model, *given, **settings)
+        self._posts: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Post] = weakref.WeakKeyDictionary()
 
     async def generate(self, prompts: Any, params: Any = None) -> list[Output]:
         """As `LLM.generate`."""
@@ -73,12 +76,8 @@ class AsyncLLM:
 
         `reading` and errors are as those of `LLM.submit`."""
         loop, news = asyncio.get_running_loop(), asyncio.Queue()
-
-        def wake(reader: Reader) -> None:
-            with contextlib.suppress(RuntimeError):  # of a loop that has ended: nobody waits any more
-                loop.call_soon_threadsafe(news.put_nowait, reader)
-
-        readers = self.llm.submit(requests, wake, streams, reading)
+        post = self._posts.setdefault(loop, _Post(loop))
+        readers = self.llm.submit(requests, lambda reader: post.send(news, reader), streams, reading)
         try:
             yield readers, news
         finally:
@@ -87,3 +86,29 @@ class AsyncLLM:
     async def close(self) -> None:
         """As `LLM.close`."""
         await asyncio.to_thread(self.llm.close)
+
+
+class _Post:
+    """Brings readers from the engine's thread to queues of an event loop, which is woken once for all that have news."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = weakref.ref(loop)
+        self._unsorted: deque[tuple[asyncio.Queue[Reader], Reader]] = deque()
+        self._called = False
+
+    def send(self, news: asyncio.Queue[Reader], reader: Reader) -> None:
+        """From any thread."""
+        self._unsorted.append((news, reader))
+        if self._called:  # the loop has not begun to sort: it finds this one, too
+            return
+        self._called = True
+        loop = self._loop()
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # of a loop that has ended: nobody waits any more
+                loop.call_soon_threadsafe(self._sort)
+
+    def _sort(self) -> None:
+        self._called = False  # before it looks: what comes meanwhile calls again
+        while self._unsorted:
+            news, reader = self._unsorted.popleft()
+            news.put_nowait(reader)

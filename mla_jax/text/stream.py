@@ -32,12 +32,15 @@ class TextStream:
 
     def push(self, ids: list[int]) -> str:
         """Takes the next tokens and returns the text that is now final."""
+        if not self.stop:
+            self.used += len(ids)
+            return self._decode.push(ids)
         shown = []
         for token in ids:
             if self.stopped:
                 break
             self.used += 1
-            shown.append(self._safe(self._decode.push(token)))
+            shown.append(self._safe(self._decode.push([token])))
         return "".join(shown)
 
     def finish(self) -> str:
@@ -79,7 +82,7 @@ def begun_length(text: str, stop: str) -> int:
 
 
 def token_decoder(tokenizer: Tokenizer) -> "_Bytes | _Window":
-    """A decoder with `push(token)` and `finish()`, which return the text that is complete."""
+    """A decoder with `push(ids)` and `finish()`, which return the text that is complete."""
     return _Bytes(tokenizer.piece) if tokenizer.byte_level else _Window(tokenizer)
 
 
@@ -89,8 +92,8 @@ class _Bytes:
     def __init__(self, piece: Callable[[int], bytes]):
         self.piece, self.utf8 = piece, codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token: int) -> str:
-        return self.utf8.decode(self.piece(token))
+    def push(self, ids: Sequence[int]) -> str:
+        return self.utf8.decode(b"".join(map(self.piece, ids)))
 
     def finish(self) -> str:
         return self.utf8.decode(b"", True)
@@ -102,7 +105,10 @@ class _Window:
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self.ids, self.known, self.shown = tokenizer, [], 0, ""
 
-    def push(self, token: int) -> str:
+    def push(self, ids: Sequence[int]) -> str:
+        return "".join(map(self._push, ids))
+
+    def _push(self, token: int) -> str:
         if token in self.tokenizer.hidden:
             return ""
         self.ids.append(token)

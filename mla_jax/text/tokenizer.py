@@ -67,6 +67,7 @@ class Tokenizer:
         added = model.get_added_tokens_decoder()
         self.hidden = {i for i, token in added.items() if token.special}
         self._added = {i: token.content for i, token in added.items()}
+        self._pieces: dict[int, bytes] = {}  # of the tokens seen so far
         controls = {i: token for i, token in added.items() if _is_control(token)}
         self.control = {token.content: i for i, token in controls.items()}
         if len(controls) > MAX_CONTROLS:
@@ -144,6 +145,12 @@ class Tokenizer:
         """The bytes that `token` adds to the text, for a byte-level tokenizer.
 
         An added token is its own text. (The library decodes the "ü" that older DeepSeek folders add as a byte.)"""
+        found = self._pieces.get(token)
+        if found is None:
+            found = self._pieces[token] = self._make_piece(token)
+        return found
+
+    def _make_piece(self, token: int) -> bytes:
         if token in self.hidden:
             return b""
         if token in self._added:

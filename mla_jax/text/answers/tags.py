@@ -29,7 +29,7 @@ class MarkedText:
         """The marked text that is complete with `token`."""
         mark = self._mark_of_id.get(token)
         if mark is None:
-            return self._decode.push(token)
+            return self._decode.push([token])
         return self._decode.finish() + mark  # no character goes on behind a control token
 
     def finish(self) -> str:
