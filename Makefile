@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 SELECT ?= not parity and not clients
 WORKERS ?= auto
 
-.PHONY: demo test about-demo about-tests parity clients ray lint docs clean
+.PHONY: demo test about-demo about-tests parity clients aiperf ray lint docs clean
 
 demo: about-demo $(VENV)/.installed
 	$(BIN)/python -m mla_jax.generate --temperature 0 "def __eq__(self, other):"
@@ -35,6 +35,15 @@ ray: $(VENV)/.installed-dev,ray
 # LangChain, litellm and schemathesis against the server; CASES=20000 has schemathesis make so many requests
 clients: $(VENV)/.installed-dev,clients
 	$(BIN)/python -m pytest -m clients -n 2 --dist loadscope tests/clients
+
+# aiperf measures the server; it needs other versions of packages than the test tools, so it has an environment of its own
+AIPERF = $(VENV)-aiperf
+aiperf: $(VENV)/.installed-dev $(AIPERF)/bin/aiperf
+	PATH="$(abspath $(AIPERF))/bin:$$PATH" $(abspath $(BIN))/python -m pytest tests/serve/test_aiperf.py
+
+$(AIPERF)/bin/aiperf:
+	$(PYTHON) -m venv $(AIPERF)
+	$(AIPERF)/bin/python -m pip install -qq --disable-pip-version-check aiperf==0.13.0
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -83,4 +92,4 @@ $(VENV)/.installed-llama.cpp: .llama.cpp/.built | $(VENV)/.installed-dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) .llama.cpp .compiled site
+	rm -rf $(VENV) $(AIPERF) .llama.cpp .compiled site

@@ -4,13 +4,13 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import chat_templates
 import jaxtyping
 import pytest
+from loopback import no_network as no_network
 from scripted import KIMI, write_scripted
 from servers import Running, started
 
@@ -23,26 +23,11 @@ collect_ignore_glob = [] if INSTALLED else ["test_*.py"]
 # litellm looks for prices and LangSmith for its server, where nothing forbids it
 os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false"}
 
-HERE = ("127.0.0.1", "::1", "localhost")
-CONNECT = socket.socket.connect
-
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.clients)
-
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch):
-    """No network but this machine's own."""
-
-    def connect(own: socket.socket, address):
-        if own.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in HERE:
-            raise OSError("tests must not reach the network")
-        return CONNECT(own, address)
-
-    monkeypatch.setattr(socket.socket, "connect", connect)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,6 +7,7 @@ import shutil
 import models
 import numpy as np
 import pytest
+from loopback import no_network as no_network
 from servers import Running, started
 
 from mla_jax import LLM
@@ -86,11 +87,6 @@ def figures(model) -> dict:
 
     found = lm_eval.simple_evaluate(model=model, tasks=tasks(), log_samples=True, bootstrap_iters=0)
     return {name: [sample["resps"] for sample in samples] for name, samples in found["samples"].items()}
-
-
-@pytest.fixture(autouse=True)
-def no_network():
-    """lm-eval asks a server of this machine; it looks for nothing else."""
 
 
 @pytest.fixture(scope="module")

@@ -1,24 +1,11 @@
-"""No network but this machine's own; a tiny random model."""
+"""A tiny random model."""
 
-import socket
 from pathlib import Path
 
 import pytest
+from loopback import no_network as no_network
 from models import FAMILIES, tensors, write
 from pairs import pairs_tokenizer
-
-HERE = ("127.0.0.1", "::1", "localhost")
-CONNECT = socket.socket.connect
-
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch):
-    def connect(own: socket.socket, address):
-        if own.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in HERE:
-            raise OSError("tests must not reach the network")
-        return CONNECT(own, address)
-
-    monkeypatch.setattr(socket.socket, "connect", connect)
 
 
 @pytest.fixture(scope="session")

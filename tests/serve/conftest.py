@@ -1,10 +1,10 @@
 """A server of a tiny random model, with a tokenizer and a chat template."""
 
 import json
-import socket
 from collections.abc import Iterator
 
 import pytest
+from loopback import no_network as no_network
 from models import FAMILIES, tensors, write
 from pairs import pairs_tokenizer
 from scripted import DEEPSEEK, GLM, KIMI, write_scripted
@@ -13,21 +13,7 @@ from servers import Running, started
 from mla_jax.serve.answering import Answering
 from mla_jax.serve.asked import read_chat
 
-HERE = ("127.0.0.1", "::1", "localhost")
-CONNECT = socket.socket.connect
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
-
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch):
-    """No network but this machine's own."""
-
-    def connect(own: socket.socket, address):
-        if own.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in HERE:
-            raise OSError("tests must not reach the network")
-        return CONNECT(own, address)
-
-    monkeypatch.setattr(socket.socket, "connect", connect)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import compiling
 import pytest
+from loopback import no_network as no_network
 from small_hub import digest, small_hub
 
 import mla_jax
@@ -29,7 +30,6 @@ constants = pytest.importorskip("huggingface_hub.constants")
 
 ROOT = Path(__file__).parents[2]
 NAME = "owner/model"
-CONNECT = socket.socket.connect
 CONFIG = (DEMO / "config.json").read_bytes()
 SHARDS = {f"model-0000{i}-of-00003.safetensors": bytes([i]) * 200_000 for i in (1, 2, 3)}
 OTHERS = {
@@ -42,18 +42,6 @@ OTHERS = {
     "model.gguf": b"x" * 5000,
 }
 NEEDED = {"config.json": CONFIG, "tokenizer.json": b"{}", "model.safetensors.index.json": b'{"weight_map": {}}', **SHARDS}
-
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch):
-    """No network but this machine's own."""
-
-    def connect(own: socket.socket, address):
-        if own.family in (socket.AF_INET, socket.AF_INET6) and address[0] != "127.0.0.1":
-            raise OSError("tests must not reach the network")
-        return CONNECT(own, address)
-
-    monkeypatch.setattr(socket.socket, "connect", connect)
 
 
 @pytest.fixture(autouse=True)
