@@ -1,7 +1,7 @@
 """Exports a model as programs that run without mla-jax: artefacts of `jax.export`, weights, a manifest, and a script for calls.
 
 Everything is traced from shapes: neither the platform nor the devices of the mesh need be here. Weights are arguments of the
-programs, and files beside them."""
+programs, and files with them."""
 
 import hashlib
 import json
@@ -56,7 +56,7 @@ def export(
 
     - `prompt`: prompt tokens that one call reads. `rows`: requests at a time, on each data shard.
     - `context`: the most tokens of prompt and output together. None is the model's, at most 4,096.
-    - `platforms`: some of "cpu", "cuda" and "tpu", which need not be here. None is that of the model's devices.
+    - `platforms`: some of "cpu", "cuda" and "tpu", which need not be here. None is the platform of the model's devices.
     - `mesh`: "data=4,tensor=2", or sizes by axis; the devices need not be here. None is the model's.
     - `kernels`: whether to take the kernels of this machine's device, on which alone the programs then run. Without they are
       XLA's, for any device of the platform.

@@ -1,6 +1,6 @@
 """Runs a model that was exported by mla-jax: reads prompts as token ids, decodes greedily, prints token ids, a line a prompt.
 
-It needs jax, numpy, ml_dtypes and flatbuffers alone, and lies beside manifest.json, which says what is called here, and how:
+It needs jax, numpy, ml_dtypes and flatbuffers alone. manifest.json in its folder says what is called here, and how:
 
     python run.py --prompt 0,17,29 --prompt 0,4 --max-tokens 32
 
@@ -183,7 +183,7 @@ class Model:
         self._kept = {name: zeros(one, place) for name, one in kept.items()}
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int, ends: Sequence[int]) -> list[list[int]]:
-        """Greedy continuations of at most as many prompts as there are rows, each of at most so many tokens."""
+        """Greedy continuations of at most as many prompts as there are rows, each of at most `tokens` tokens."""
         number(tokens, "the number of new tokens")
         for prompt in prompts:
             number(len(prompt) + tokens, "prompt and new tokens together", 2, self.sizes["context"])

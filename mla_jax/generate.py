@@ -211,7 +211,7 @@ def run_follower(command: Command) -> int:
 
 
 def text_alone_on_stdout() -> None:
-    """Sends the output of libraries to stderr, such as that of the CPU collectives."""
+    """Sends the output of libraries to stderr, such as the CPU collectives'."""
     try:
         own, encoding = os.dup(sys.stdout.fileno()), sys.stdout.encoding
     except (OSError, ValueError):  # no file

@@ -500,7 +500,7 @@ def random_parts(format: str, shape: tuple[int, ...], seed: int = 0) -> tuple[ja
         return codes, 0.01 * D**-0.5 * jax.random.uniform(next(keys), scales, minval=0.5, maxval=1.5)
     codes = jax.random.bits(next(keys), shape, jnp.uint8) >> 8 - sum(kind.planes)
     size = D**-0.5 * 2.0 ** (2 - sum(kind.planes))
-    minimum = -0.5 * ((1 << sum(kind.planes)) - 1)  # beside a scale, what makes the mean zero
+    minimum = -0.5 * ((1 << sum(kind.planes)) - 1)  # with a scale, what makes the mean zero
     if any(extra.size == 1 for extra in kind.extras):
         size /= 32  # other scales of up to 63
         minimum = -minimum  # it is subtracted

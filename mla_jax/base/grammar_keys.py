@@ -34,7 +34,7 @@ _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 def take_grammar(given: dict[str, Any]) -> None:
-    """Leaves one `grammar` in place of the keys that name the form of an answer.
+    """Leaves one `grammar` instead of the keys that name the form of an answer.
 
     Raises BadRequest for two of them, and for one that is not understood; the text names the key."""
     asked = {key: _read(key, given.pop(key)) for key in FORM_KEYS if key in given}

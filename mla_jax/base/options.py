@@ -238,7 +238,7 @@ class MeshOptions(Checked):
 
 @dataclass(frozen=True)
 class ProcessOptions(Checked):
-    """Several hosts: the same command on each, but for --process-id."""
+    """Several hosts: the same command on each, except --process-id."""
 
     coordinator: str | None = option(None, optional(text), alters=False)
     """HOST:PORT of process 0, on which it listens."""

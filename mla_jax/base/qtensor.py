@@ -42,7 +42,7 @@ class QTensor:
 
     @property
     def reordered(self) -> bool:
-        """Whether the parts are in the order of a GPU's kernel, not in that of a file."""
+        """Whether the parts are in the order of a GPU's kernel, not of a file."""
         return self.format.endswith(REORDERED)
 
     def __getitem__(self, index: Any) -> "QTensor":

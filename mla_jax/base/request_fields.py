@@ -12,7 +12,7 @@ from mla_jax.base.names import nearest
 from mla_jax.base.options import SamplingParams, names
 
 PROMPTS = ("prompt", "messages")
-# Keywords of `encode_chat` beside messages, and the values that ask for nothing
+# Keywords of `encode_chat` other than messages, and the values that ask for nothing
 CHAT = {
     "tools": [],
     "chat_template_kwargs": {},
@@ -92,7 +92,7 @@ def _refuse_none_or_two(given: dict[str, Any]) -> None:
 
 
 def _chat(given: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of `encode_chat` beside messages; raises BadRequest where there are none."""
+    """The keywords of `encode_chat` other than messages; raises BadRequest where there are none."""
     asked = {key: given[key] for key, neutral in CHAT.items() if key in given and given[key] != neutral}
     for key, value in asked.items():
         if isinstance(CHAT[key], bool) and not isinstance(value, bool):

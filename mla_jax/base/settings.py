@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 
 class Settings(TypedDict, total=False):
-    """The settings of all groups of `Options`, by name, but for the model."""
+    """The settings of all groups of `Options`, by name, except the model."""
 
     dtype: Any  # "float32", "bfloat16", or such a dtype
     context: int | None

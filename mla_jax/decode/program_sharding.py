@@ -38,7 +38,7 @@ class Spread:
 
     @classmethod
     def of(cls, model: Transformer) -> "Spread":
-        """As the model's weights lie, or their shapes."""
+        """As the model's weights are sharded, or their shapes."""
         state = nnx.state(model)
         sharding = getattr(jax.tree.leaves(state)[0], "sharding", None)
         if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:

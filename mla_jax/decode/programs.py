@@ -90,7 +90,7 @@ class Program:
 
     `function` is `(model, *args)`: first `donated` arguments, trees of arrays on the device, whose memory it takes; then up to
     `static` numbers, for each of which it is compiled anew; then trees of arrays of the host, sent as one array, which have an
-    axis of data shards in front where there are several. On a mesh the function is that of one device."""
+    axis of data shards in front where there are several. On a mesh the function is one device's."""
 
     def __init__(
         self,

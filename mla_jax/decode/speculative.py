@@ -167,7 +167,7 @@ class Lookup(Drafter):
     def propose(self, given: Draft) -> Proposal:
         going, asked = given.going, given.asked
         assert going.rows.text is not None, "prompt lookup needs the rows' text"
-        # The position is that of `token`, which is in the text already
+        # The position of `token`, which is in the text already
         text, position = going.rows.text.at[asked.at].get(mode="clip"), going.position
         place = jnp.arange(text.shape[1])
         equal = jnp.zeros(text.shape, jnp.int32)  # tokens up to a place that are the newest ones

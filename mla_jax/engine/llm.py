@@ -193,7 +193,7 @@ class LLM:
     ) -> Iterator[Chunk]:
         """Continues one prompt once and yields text as soon as it is final; the last chunk has a finish reason.
 
-        Several streams may be read in turns, and `generate` called meanwhile: all go through one engine. `last_stats` has the
+        Several streams may be read alternately, and `generate` called meanwhile: all go through one engine. `last_stats` has the
         figures of the newest stream so far."""
         self.last_stats = None
         if isinstance(params, SamplingParams) and params.n > 1:

@@ -209,7 +209,7 @@ def _as_json(request: Request) -> dict[str, Any]:
 
 
 def _from_json(value: dict[str, Any]) -> Request:
-    """JSON has lists in place of tuples, and texts as keys."""
+    """JSON has lists instead of tuples, and texts as keys."""
     given = value["params"].items()
     params: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in given}
     if bias := params["logit_bias"]:

@@ -30,9 +30,9 @@ class BenchOptions(Checked):
     """The loads that are timed, as llama-bench names them."""
 
     prompts: tuple[int, ...] = option((512,), token_ids(MOST_LOADS))
-    """Prompts of so many tokens: pp512."""
+    """Prompts with this number of tokens: pp512."""
     outputs: tuple[int, ...] = option((128,), token_ids(MOST_LOADS))
-    """Outputs of so many tokens behind one: tg128."""
+    """Outputs with this number of tokens behind one: tg128."""
     both: tuple[str, ...] | str = option((), texts(MOST_LOADS))
     """Prompt and output of one request, such as 512,128."""
     rows: tuple[int, ...] = option((1,), token_ids(MOST_LOADS))

@@ -155,7 +155,7 @@ class Pieces(NamedTuple):
 
 
 def cut(counts: Int[Array, " N"], pieces: int) -> Pieces:
-    """Messages of so many rows, in pieces of nearly equal size."""
+    """Messages of `counts` rows, each in `pieces` of nearly equal size."""
     bounds = counts[:, None] * jnp.arange(pieces + 1) // pieces
     return Pieces(bounds[:, :-1].reshape(-1), jnp.diff(bounds, axis=1).reshape(-1))
 

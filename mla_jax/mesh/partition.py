@@ -90,7 +90,7 @@ class Layout(NamedTuple):
         return jax.ShapeDtypeStruct(shape, value.dtype)
 
     def specs(self, words: tuple[str, ...], value: Any) -> Any:
-        """How a parameter lies on the mesh: a PartitionSpec, or a QTensor of these."""
+        """How a parameter is sharded over the mesh: a PartitionSpec, or a QTensor of these."""
         cuts = self.cuts(words, value)
         if not isinstance(value, QTensor):
             return PartitionSpec(*(cut or None for cut in cuts))

@@ -92,7 +92,7 @@ def prepare(batch: Batch, pool: Pool | None, config: Config, block: int) -> Bloc
 
 
 def finite(values: Array) -> Array:
-    """Zeros in place of NaN and infinities, which must not reach other rows of a line: a weight of zero times NaN is NaN. The
+    """Zeros instead of NaN and infinities, which must not reach other rows of a line: a weight of zero times NaN is NaN. The
     row's own queries learn of them by its keys."""
     return jnp.where(jnp.isfinite(values), values, 0)
 

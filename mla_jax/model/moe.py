@@ -239,7 +239,7 @@ def settle(x: Float[Array, "B T D"], pending: Deferred | None) -> Float[Array, "
 
 
 class Places(nnx.Variable):
-    """`[X + 1, R]`: the slots of each expert in the stacks, where devices of a mesh have copies of some, and that of none."""
+    """`[X + 1, R]`: the slots of each expert in the stacks, where devices of a mesh have copies of some, and the slot of none."""
 
 
 def slots_of(topk_ids: Int[Array, "n K"], places: Int[Array, "X1 R"]) -> Int[Array, "n K"]:

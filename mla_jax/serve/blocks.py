@@ -14,7 +14,7 @@ BlockKind = type[Reasoning] | type[Content] | type[CallBegin]
 
 @dataclass
 class AnswerBlock:
-    """`text` is that of reasoning or content, or the arguments of a `call`. A block that a limit cuts is incomplete."""
+    """`text` is of reasoning or content, or the arguments of a `call`. A block that a limit cuts is incomplete."""
 
     kind: BlockKind
     call: CallBegin | None = None

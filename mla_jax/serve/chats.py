@@ -47,7 +47,7 @@ def _choice(answering: Answering, number: int, output: Output) -> dict[str, Any]
 
 
 def _message(answer: Answer) -> dict[str, Any]:
-    """Content beside calls is null where it is empty."""
+    """Content next to calls is null where it is empty."""
     content = answer.content if answer.content or not answer.calls else None
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if answer.reasoning:

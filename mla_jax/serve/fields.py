@@ -16,7 +16,7 @@ def required_text(where: str, given: Any, key: str) -> str:
 
 
 def known_word(where: str, found: Any, known: Collection[str], hint: str | None = None) -> str:
-    """A word, which has to be one of `known`; `hint` stands in place of these in the error."""
+    """A word, which has to be one of `known`; `hint` stands instead of these in the error."""
     if not isinstance(found, str) or found not in known:
         expected = hint or f"expected {' or '.join(known)}"
         raise BadField(where, f"is {shown(found)}, which is not supported", expected)

@@ -32,7 +32,7 @@ KEEP_ALIVE = 75  # seconds of a connection between two requests: longer than pro
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, with the model that is loaded beside it. `error` is what ended it, if anything did."""
+    """uvicorn's server, with the model that is loaded concurrently. `error` is what ended it, if anything did."""
 
     def __init__(self, config: uvicorn.Config, served: ServedModel, opened: Opened, listening: socket.socket):
         super().__init__(config)
@@ -139,7 +139,7 @@ def _config(options: ServeOptions, app: FastAPI) -> uvicorn.Config:
 def _ended(server: Server) -> int:
     if server.error is not None:
         raise server.error
-    if server.loading.is_alive():  # the compiler cannot be interrupted, and Python must not end beside it
+    if server.loading.is_alive():  # the compiler cannot be interrupted, and Python must not end meanwhile
         os._exit(0)
     if server.llm is not None:
         server.llm.close()

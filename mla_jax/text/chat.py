@@ -87,7 +87,7 @@ class ChatTemplate:
 
         Messages and tools have the shapes of OpenAI's interface. `variables` are the client's own for the template.
         `add_generation_prompt` lets the model begin an answer; `continue_final_message` lets it go on with the last message, an
-        answer, in place of that.
+        answer, instead of that.
 
         Only the template writes control tokens: each text between them is encoded, and checked, as plain text."""
         given = self._given(checked_messages(messages, tokenizer), tools, variables)

@@ -88,7 +88,7 @@ class Grammars:
             raise BadRequest("grammars need a tokenizer, which this model folder lacks")
         if not tokenizer.byte_level:
             raise BadRequest(
-                "grammars need a byte-level tokenizer", "this one's tokens depend on those beside them"
+                "grammars need a byte-level tokenizer", "this one's tokens depend on their neighbours"
             )
         if not ends:
             raise BadRequest("grammars need an end token", "the model folder names none")

@@ -19,7 +19,7 @@ KEYS_OF = {
 }
 REASONING = ("reasoning_content", "reasoning")  # two names of one key; templates know the first
 THINKING = ("thinking", "enable_thinking")  # two names of one variable; templates know one of them
-# Names in a template that are not the client's to set, beside the folder's own
+# Names in a template that are not the client's to set, in addition to the folder's own
 PROTECTED = """
     messages tools add_generation_prompt continue_final_message chat_template tokenize bos_token eos_token pad_token unk_token
     raise_exception strftime_now namespace dict range lipsum cycler joiner
@@ -157,7 +157,7 @@ def _text(where: str, given: Mapping, key: str) -> str:
 
 
 def _content(where: str, given: Mapping) -> str | None:
-    """The content, of parts if it is a list; None for none beside tool calls, where clients also send an empty text."""
+    """The content, of parts if it is a list; None for none next to tool calls, where clients also send an empty text."""
     content = given.get("content")
     if isinstance(content, list | tuple):
         content = "".join(_part(where, part) for part in content)

@@ -204,7 +204,7 @@ def read_as_text(model: Any, controls: list[str]):
 def _work(start: dict):
     import tokenizers
 
-    _limit(start["limits"])  # only now: that of memory counts the addresses of libraries
+    _limit(start["limits"])  # only now: the limit of memory counts the addresses of libraries
     most, tasks = start["limits"]["output"], {}
 
     def opened() -> dict:

@@ -1,7 +1,7 @@
-"""Disguises of the words that a client gives a template beside contents: names, ids, tools, arguments, template variables.
+"""Disguises of the words that a client gives a template in addition to contents: names, ids, tools, arguments, variables.
 
 Templates look for some of them, as in `schema.type == 'string'`. So harmless words may stay: those that cannot become a part of a
-control token, whatever a template writes beside them."""
+control token, whatever a template writes next to them."""
 
 import functools
 import re

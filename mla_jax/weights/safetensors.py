@@ -299,7 +299,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _indexed(path: Path, weight_map: dict[str, str], found: Mapping[str, Path]) -> dict[str, TensorSpan]:
-    """The tensors of the files that the index names and of those beside them, such as a layer for drafts in a file of its own.
+    """The tensors of the files that the index names and of others in the folder, such as a layer for drafts in a file of its own.
 
     Released indices lack tensors, so the headers count. Raises BadFile with everything on which the index and they disagree."""
     files = {file: inside(path, file) for file in sorted({*weight_map.values(), *found})}

@@ -2,7 +2,7 @@
 
 A grid step takes a block of queries of one head and a chunk of its keys. The state that a block carries from chunk to chunk
 (largest score, sum of weights, weighted values) stays in VMEM. A block's steps begin at the first chunk that any of its queries
-attends to; steps past the last one cost no copy, because their index is that of the last, and no arithmetic. Chunks that every
+attends to; steps past the last one cost no copy, because their index is the last one's, and no arithmetic. Chunks that every
 query attends to are not masked. Heads come before tokens, so that a tile holds tokens of one head: XLA fuses that transposition
 into the projections before and after.
 

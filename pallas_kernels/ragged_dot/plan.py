@@ -51,7 +51,7 @@ def tiles_of(start, end, width: int):
 
 
 def most_tiles(rows: int, groups: int, width: int) -> int:
-    """The most tiles that so many rows have, whichever groups they are of."""
+    """The most tiles that `rows` rows have, whichever groups they are of."""
     touched = min(rows, groups)
     return -(-rows // width) if groups == 1 else touched + (rows + (ALIGNED - 2) * touched) // width
 

@@ -42,7 +42,7 @@ class Opened:
 
     @property
     def name(self) -> str:
-        """The model's name for the user: that of a folder or file, or of a model in the Hub's cache."""
+        """The model's name for the user: the name of a folder or file, or of a model in the Hub's cache."""
         model = self.options.model.model
         if model is None:
             return "demo"

@@ -1,6 +1,6 @@
 """The cache policy by which rows attend to some of their pages while they decode.
 
-The cache of a decode step depends on the chosen pages, and differs from that of a prefill of the same tokens. So the prefix
+The cache of a decode step depends on the chosen pages, and differs from a prefill's of the same tokens. So the prefix
 index has prompts alone, and a preempted request prefills its prompt again, then replays its output step by step."""
 
 from mla_jax.base.options import RetrieveOptions

@@ -203,7 +203,7 @@ CallGrammar = JsonCalls | GlmCalls | DsmlCalls
 def _section(
     writer: CallWriter, opening: str, tags: Tags, read_call: Callable[[CallWriter], CallReading]
 ) -> CallReading:
-    """Reads calls, each behind the first of `tags`, up to one of the others; `opening` may be that of the first call."""
+    """Reads calls, each behind the first of `tags`, up to one of the others; `opening` may be the first call's."""
     begin, *ends = tags
     tag: str | None = opening
     while tag not in (*ends, AT_END):
