@@ -205,7 +205,7 @@ def measured(ways: Ways, asked: Asked) -> Iterator[dict]:
     yield asked.about | {"policy": "none", "budget": "", "kept": 1.0} | asked.quality(full) | asked.code(full)
     del full
     for policy, budget in ways.pairs:
-        evicts = Selection(EVICTION_POLICIES[policy], budget)
+        evicts = Selection(EVICTION_POLICIES[policy], BUDGET_RULES[budget])
         programs = Programs(llm.model, evicts=evicts)
         evicting = Evicting(programs, asked.size, Eviction(evicts, 1.0))
         engine = Engine(programs, asked.size, policy=evicting)

@@ -25,6 +25,7 @@ from mla_jax.base.rules import (
     option,
     optional,
     path,
+    share_or_count,
     text,
     texts,
     token_ids,
@@ -48,7 +49,7 @@ EVICT = ("off", "snapkv", "h2o", "tova", "keydiff", "critical", "streaming", "ra
 EVERY = 512  # tokens of output after which some are dropped again
 RETRIEVE = ("off", "quest", "infllm")
 FEWEST_RETRIEVED = 256  # tokens of a row: the first page, the newest two, and one that is chosen
-BUDGETS = ("uniform", "pyramid", "ada")
+BUDGETS = ("uniform", "pyramid", "ada", "ada_floor", "ada_pyramid")
 DRAFTS = 3  # draft tokens at most, unless a number is asked for
 MOST_DRAFTS = 7  # behind a chosen token: a kernel over latents takes eight tokens of a row
 MAX_HOST = 2**20  # GiB
@@ -161,28 +162,44 @@ class EvictOptions(Checked):
 
     evict: str = option("off", named_or("of_block", *EVICT))  # in Python also a policy, see Evict
     """off, snapkv, h2o, tova, keydiff, critical, streaming, random."""
-    evict_budget: str = option("ada", one_of(*BUDGETS))
-    """How layers share the tokens that are kept: uniform, pyramid, ada.
+    evict_budget: Any = option(
+        "ada_floor", named_or("counts", *BUDGETS)
+    )  # in Python also an object, see Evict
+    """How layers share the tokens that are kept: uniform, pyramid, ada, ada_floor, ada_pyramid.
 
     With naive attention each head keeps tokens of its own, and ada shares over the heads of a layer."""
-    evict_keep: float = option(0.25, number(0, 1, above=True))
-    """Fraction of the tokens that is kept."""
+    evict_keep: float = option(0.25, share_or_count(2**20))
+    """Fraction of the tokens that is kept, or, above 1, their number."""
+    evict_sinks: int = option(4, whole(0, 4096))
+    """First tokens that are always kept."""
+    evict_recent: int = option(64, whole(1, 4096))
+    """Newest tokens that are always kept."""
 
 
 @dataclass(frozen=True)
 class Evict(Checked):
-    """The same settings as one value: `LLM(model, evict=Evict("snapkv", budget="ada", keep=0.25))`."""
+    """The same settings as one value: `LLM(model, evict=Evict("snapkv", budget="ada_floor", keep=0.25))`."""
 
     policy: Any = option("snapkv", named_or("of_block", *EVICT))
     """A name, or an object of a class like those of `mla_jax.cache.evict`."""
-    budget: str = option("ada", one_of(*BUDGETS))
-    """As `evict_budget`."""
-    keep: float = option(0.25, number(0, 1, above=True))
-    """Fraction of the tokens that is kept."""
+    budget: Any = option("ada_floor", named_or("counts", *BUDGETS))
+    """A name, or an object of a class like those of `mla_jax.cache.evict`, such as `Ada(safeguard=0.5)`."""
+    keep: float = option(0.25, share_or_count(2**20))
+    """Fraction of the tokens that is kept, or, above 1, their number."""
+    sinks: int = option(4, whole(0, 4096))
+    """First tokens that are always kept."""
+    recent: int = option(64, whole(1, 4096))
+    """Newest tokens that are always kept."""
 
     def fields(self) -> dict[str, Any]:
         """These settings by the names of EvictOptions."""
-        return {"evict": self.policy, "evict_budget": self.budget, "evict_keep": self.keep}
+        return {
+            "evict": self.policy,
+            "evict_budget": self.budget,
+            "evict_keep": self.keep,
+            "evict_sinks": self.sinks,
+            "evict_recent": self.recent,
+        }
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,19 @@ def number(low: float, high: float, above: bool = False) -> Rule:
     return rule
 
 
+def share_or_count(most: int) -> Rule:
+    """A share above 0 and at most 1, or a whole number from 2 to `most`."""
+
+    def rule(value: Any) -> float:
+        if _is(Real, value) and 0 < value <= 1:
+            return float(value)
+        if _is(Real, value) and 1 < value <= most and value == int(value):
+            return int(value)
+        raise Wrong(f"a share above 0, at most 1, or a whole number from 2 to {most:,}")
+
+    return rule
+
+
 def one_of(*names: str) -> Rule:
     def rule(value: Any) -> str:
         if isinstance(value, str) and value in names:

@@ -23,8 +23,10 @@ class Settings(TypedDict, total=False):
     draft: str
     draft_tokens: int | None
     evict: Any  # a name, a policy, or an Evict
-    evict_budget: str
+    evict_budget: Any
     evict_keep: float
+    evict_sinks: int
+    evict_recent: int
     retrieve: str
     retrieve_tokens: int
     memory_fraction: float | None

@@ -12,7 +12,8 @@ H is the number of heads where each head has a choice of its own, else 1. Scores
 stages."""
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+import functools
+from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -94,13 +95,15 @@ class H2O(EvictionPolicy):
 
 @dataclasses.dataclass(frozen=True)
 class SnapKV(EvictionPolicy):
-    """The weight a token and its neighbours get from the window's queries, on average. The window itself is left to `kept`.
+    """The weight a token and its neighbours get from the window's queries: their mean, or the largest. The window itself is left
+    to `kept`.
 
     Published defaults are 64 and 5. A question is shorter, so most of 64 queries ask for something else; and a fact is longer, so
     its ends are lost (docs/long_contexts.md has figures)."""
 
     window: int = 16
-    kernel: int = 9  # tokens over which scores are averaged
+    kernel: int = 9  # tokens over which scores are pooled
+    pooling: Literal["mean", "max"] = "mean"
 
     def of_block(self, seen: Seen) -> Float[Array, "B M S"]:
         return seen.weights.mean(1)
@@ -110,9 +113,13 @@ class SnapKV(EvictionPolicy):
         before = jnp.arange(size) < held[..., None] - self.window
         scores = jnp.where(before, scores, 0.0)  # zeros count, at both ends
         padded = jnp.pad(scores, ((0, 0), (0, 0), (self.kernel // 2, (self.kernel - 1) // 2)))
-        return jnp.where(
-            before, sum(padded[..., i : i + size] for i in range(self.kernel)) / self.kernel, 0.0
+        neighbours = [padded[..., i : i + size] for i in range(self.kernel)]
+        pooled = (
+            functools.reduce(jnp.maximum, neighbours)
+            if self.pooling == "max"
+            else sum(neighbours) / self.kernel
         )
+        return jnp.where(before, pooled, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,25 +237,80 @@ class Pyramid(Budget):
 
 @dataclasses.dataclass(frozen=True)
 class Ada(Budget):
-    """Ada-KV: the share `floor` of each one's count is reserved for its best tokens, the rest goes to the best of all heads of a
-    layer, or if heads share, of all layers. Without a floor, no other way to keep as many has a larger sum of scores."""
+    """Ada-KV: the best tokens of all heads of a layer, or if heads share tokens, of all layers, say how many each one keeps.
+
+    The count is `safeguard` times the number among the best, and the rest of 1 times the average (the paper's alpha). With a
+    safeguard of 1 no other way to keep as many has a larger sum of scores."""
+
+    safeguard: float = 0.5
+
+    def counts(self, ranked: Ranked) -> Int[Array, "L B #H"]:
+        return self.within(ranked, jnp.broadcast_to(ranked.count, ranked.score.shape[:2]))
+
+    def within(self, ranked: Ranked, count: Int[Array, "L B"]) -> Int[Array, "L B H"]:
+        """The counts where the heads of a layer keep `count` tokens on average."""
+        best = among_best(ranked.score, ranked.newer, count)
+        axis = 0 if best.shape[2] == 1 else 2
+        fits = (best >= ranked.held).all(axis, keepdims=True)  # all that is held
+        return jnp.where(fits, best, mixed(best, count[..., None], self.safeguard, axis))
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaFloor(Budget):
+    """Ada-KV with kvpress's safeguard: the share `floor` of each one's count is for its own best tokens, the rest for the best of
+    all."""
 
     floor: float = 0.2
 
     def counts(self, ranked: Ranked) -> Int[Array, "L B #H"]:
-        over_layers = ranked.score.shape[2] == 1
         floors = jnp.minimum(_share(ranked.count, self.floor)[:, None], ranked.held)
         score = jnp.where(ranked.rank < floors[..., None], jnp.inf, ranked.score)
-        newer = jnp.broadcast_to(ranked.newer, score.shape)
-        if over_layers:
-            score, newer = score.swapaxes(0, 2), newer.swapaxes(0, 2)
-        flat = *score.shape[:2], -1
-        rank = _rank(score.reshape(flat), newer.reshape(flat)).reshape(score.shape)
-        counts = (rank < ranked.count[:, None, None] * score.shape[2]).sum(-1, dtype=jnp.int32)
-        return counts.swapaxes(0, 2) if over_layers else counts
+        return among_best(score, ranked.newer, jnp.broadcast_to(ranked.count, score.shape[:2]))
 
 
-BUDGET_RULES: dict[str, Budget] = {"uniform": Budget(), "pyramid": Pyramid(), "ada": Ada()}
+@dataclasses.dataclass(frozen=True)
+class AdaPyramid(Budget):
+    """A pyramid over layers, and Ada-KV over the heads of each; where heads share tokens, the pyramid alone."""
+
+    layers: Pyramid = Pyramid()
+    heads: Ada = Ada()
+
+    def counts(self, ranked: Ranked) -> Int[Array, "L B #H"]:
+        of_layers = self.layers.counts(ranked)
+        return of_layers if ranked.score.shape[2] == 1 else self.heads.within(ranked, of_layers[..., 0])
+
+
+def among_best(
+    score: Float[Array, "L B H S"], newer: Int[Array, "L B #H S"], count: Int[Array, "L B"]
+) -> Int[Array, "L B H"]:
+    """How many of the best tokens each head has: of the `H count` best of its layer, or for H = 1 of the best of all layers."""
+    total, newer = count * score.shape[2], jnp.broadcast_to(newer, score.shape)
+    over_layers = score.shape[2] == 1
+    if over_layers:
+        score, newer, total = score.swapaxes(0, 2), newer.swapaxes(0, 2), total.sum(0, keepdims=True)
+    flat = *score.shape[:2], -1
+    rank = _rank(score.reshape(flat), newer.reshape(flat)).reshape(score.shape)
+    counts = (rank < total[..., None, None]).sum(-1, dtype=jnp.int32)
+    return counts.swapaxes(0, 2) if over_layers else counts
+
+
+def mixed(
+    best: Int[Array, "L B H"], count: Int[Array, "L B 1"], share: float, axis: int
+) -> Int[Array, "L B H"]:
+    """`share` of `best` and the rest of 1 of `count`, rounded so that the sum over `axis` is the sum of `best`."""
+    hundredths = round(100 * share)
+    whole, rest = jnp.divmod(hundredths * best + (100 - hundredths) * count, 100)
+    carried = (rest.cumsum(axis) + 50) // 100
+    return (whole + jnp.diff(carried, axis=axis, prepend=0)).astype(jnp.int32)
+
+
+BUDGET_RULES: dict[str, Budget] = {
+    "uniform": Budget(),
+    "pyramid": Pyramid(),
+    "ada": Ada(),
+    "ada_floor": AdaFloor(),
+    "ada_pyramid": AdaPyramid(),
+}
 
 
 def kept(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mla_jax.base.axes import CONTEXT, DATA, TENSOR
 from mla_jax.base.batch import Tables
 from mla_jax.cache import evict, paged
-from mla_jax.cache.evict import BUDGET_RULES, EvictionPolicy
+from mla_jax.cache.evict import BUDGET_RULES, Budget, EvictionPolicy
 from mla_jax.cache.paged import NOWHERE, Pool
 from mla_jax.decode.rows import Rows, newest
 from mla_jax.mesh import across
@@ -32,7 +32,7 @@ class Selection:
     """The settings of eviction: policy, budget, and the tokens that stay whatever their scores."""
 
     policy: EvictionPolicy
-    budget: str = "ada"  # how layers or heads share: one of RULES
+    budget: Budget = BUDGET_RULES["ada_floor"]  # how layers or heads share
     sinks: int = 4  # first tokens that stay whatever their scores
     recent: int = 64  # and newest ones; a window's tokens have no scores of their own
 
@@ -68,7 +68,7 @@ def observe(
     """The tokens to keep of the rows `at`: `count` a layer and head on average. An index past the table is none; pool and rows
     are unchanged."""
     assert evicts is not None
-    policy, rule = evicts.policy, BUDGET_RULES[evicts.budget]
+    policy = evicts.policy
     tokens, batch = newest(rows, at, page_table, evicts.window)
     _, same, aux = model(tokens, batch, pool, watch=functools.partial(attention_scores.scores, policy))
     assert same is not None
@@ -79,7 +79,13 @@ def observe(
     held = jnp.maximum(batch.seq_lens - page_table.dropped, 0).swapaxes(1, 2)
     scores = jnp.stack(found)[..., :slots]
     stays = evict.kept(
-        scores, held, count, rule, sinks=evicts.sinks, window=evicts.recent, first=policy.first
+        scores,
+        held,
+        count,
+        evicts.budget,
+        sinks=evicts.sinks,
+        window=evicts.recent,
+        first=policy.first,
     )
     source, kept = evict.new_slots(stays.swapaxes(1, 2))
     # Nothing is moved for an index that is no row: its page table is not its own

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import itertools
+import math
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +22,8 @@ from mla_jax.cache.evict import (
     H2O,
     TOVA,
     Ada,
+    AdaFloor,
+    AdaPyramid,
     Critical,
     EvictionPolicy,
     KeyDiff,
@@ -259,7 +263,7 @@ def test_policies_and_rules_keep_what_plain_loops_keep(seed):
         policy = Critical(SnapKV(WINDOW, KERNEL), first=first)
         assert kept_of(layer, policy, count, window=WINDOW) == critical_by_hand(layer, count, first)
     for floor in (0.2, 0.6, 1.0):
-        assert kept_of(layer, SnapKV(WINDOW, KERNEL), count, Ada(floor), window=WINDOW) == ada_by_hand(snap, count, floor)
+        assert kept_of(layer, SnapKV(WINDOW, KERNEL), count, AdaFloor(floor), window=WINDOW) == ada_by_hand(snap, count, floor)
 
 
 AS_KVPRESS = {  # policy, rule, sinks, window
@@ -269,7 +273,7 @@ AS_KVPRESS = {  # policy, rule, sinks, window
     "observed": (H2O(48), BUDGET_RULES["uniform"], 0, 0),
     "streaming": (Streaming(), BUDGET_RULES["uniform"], 4, 0),
     "critical": (Critical(SnapKV(WINDOW, KERNEL)), BUDGET_RULES["uniform"], 0, WINDOW),
-    "ada": (SnapKV(WINDOW, KERNEL), BUDGET_RULES["ada"], 0, WINDOW),
+    "ada": (SnapKV(WINDOW, KERNEL), AdaFloor(), 0, WINDOW),
     "pyramid": (SnapKV(WINDOW, KERNEL), Pyramid(beta=2), 0, WINDOW),
 }
 
@@ -317,7 +321,8 @@ def drawn(seed: int, heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return scores, rng.integers(0, SLOTS + 1, (LAYERS, BATCH, heads)), rng.integers(0, SLOTS + 3, BATCH)
 
 
-EXACT = {"uniform": BUDGET_RULES["uniform"], "pyramid": Pyramid(beta=2), "ada": Ada(0.3), "ada without floor": Ada(0.0)}
+EXACT = {"uniform": BUDGET_RULES["uniform"], "pyramid": Pyramid(beta=2), "ada": Ada(0.3), "ada alone": Ada(1.0)}
+EXACT |= {"ada_floor": AdaFloor(0.3), "ada_pyramid": AdaPyramid(Pyramid(beta=2), Ada(0.7))}
 RULE = pytest.mark.parametrize("rule", EXACT.values(), ids=EXACT)
 
 
@@ -341,17 +346,35 @@ def expected(scores: np.ndarray, held, count: int, rule) -> np.ndarray:
         return sorted(tokens, key=lambda token: order(*token, (reserved or {}).get(token[:2], ())))[:count]
 
     sets = list(itertools.product(range(layers), range(heads)))
-    if isinstance(rule, Ada):
+    together = [sets] if heads == 1 else [[each for each in sets if each[0] == layer] for layer in range(layers)]
+
+    def pyramid(beta: int) -> list[int]:
+        first = held.max() - SINKS - RECENT - count
+        above = min(count * (beta - 1) / beta, first)
+        above = above if 0 <= above <= count - SINKS - RECENT else 0
+        return [count + int(np.sign(x) * np.floor(abs(x) + 0.5)) for x in (above, 0, -above)]  # three layers
+
+    def ada(share: float, average: int, some: list) -> list:
+        """alpha B* + (1 - alpha) B/h of each, rounded so that the sum stays; all, if they are no more."""
+        tokens = best(some, average * len(some))
+        if len(tokens) == sum(held[each] for each in some):
+            return tokens
+        among = [token[:2] for token in tokens]
+        exact = [Fraction(str(share)) * among.count(each) + (1 - Fraction(str(share))) * average for each in some]
+        until = [0, *(math.floor(sum(exact[: i + 1]) + Fraction(1, 2)) for i in range(len(some)))]
+        return [token for each, (start, end) in zip(some, itertools.pairwise(until)) for token in best([each], end - start)]
+
+    if isinstance(rule, AdaFloor):
         floor = max(int(count * rule.floor), 1) if rule.floor else 0
         reserved = {each: [token[2] for token in best([each], floor)] for each in sets}
-        together = [sets] if heads == 1 else [[each for each in sets if each[0] == layer] for layer in range(layers)]
         chosen = [token for some in together for token in best(some, count * len(some), reserved)]
-    elif isinstance(rule, Pyramid):
-        first = held.max() - SINKS - RECENT - count
-        above = min(count * (rule.beta - 1) / rule.beta, first)
-        above = above if 0 <= above <= count - SINKS - RECENT else 0
-        more = [above, 0, -above]  # three layers
-        counts = [count + int(np.sign(x) * np.floor(abs(x) + 0.5)) for x in more]
+    elif isinstance(rule, Ada):
+        chosen = [token for some in together for token in ada(rule.safeguard, count, some)]
+    elif isinstance(rule, AdaPyramid) and heads > 1:
+        counts = pyramid(rule.layers.beta)
+        chosen = [token for some in together for token in ada(rule.heads.safeguard, counts[some[0][0]], some)]
+    elif isinstance(rule, (Pyramid, AdaPyramid)):
+        counts = pyramid((rule if isinstance(rule, Pyramid) else rule.layers).beta)
         chosen = [token for each in sets for token in best([each], counts[each[0]])]
     else:
         chosen = [token for each in sets for token in best([each], count)]
@@ -382,7 +405,7 @@ def test_so_many_are_kept_as_the_count_says(rule, heads, seed, length):
     found = np.asarray(choose(jnp.asarray(scores), held, jnp.asarray(count), rule, sinks=SINKS, window=RECENT))
     each = np.clip(count, 1, length)
     assert (found.sum((0, 2, 3)) == LAYERS * heads * each).all()
-    if heads > 1 and not isinstance(rule, Pyramid):
+    if heads > 1 and not isinstance(rule, (Pyramid, AdaPyramid)):
         assert (found.sum((2, 3)) == heads * each).all()  # of every layer
     counts = found.sum(-1)
     for row, wanted in enumerate(each):
@@ -419,20 +442,33 @@ def test_of_equal_scores_the_newer_stays_and_none_counts_that_is_not_finite():
 
 def test_of_equal_scores_that_of_the_earlier_layer_or_head_stays():
     same, held = jnp.zeros((3, 1, 1, 4)), jnp.full((3, 1), 4)
-    found = choose(same, held, jnp.array([2]), Ada(), sinks=0, window=1)  # the newest three times, the ones before three times
+    found = choose(same, held, jnp.array([2]), Ada(1.0), sinks=0, window=1)  # the newest three times, the ones before three times
     assert found.sum(-1).ravel().tolist() == [2, 2, 2]
     uneven = same.at[2, 0, 0, 1].set(1.0)
-    found = choose(uneven, held, jnp.array([2]), Ada(), sinks=0, window=1)
+    found = choose(uneven, held, jnp.array([2]), Ada(1.0), sinks=0, window=1)
     assert [np.flatnonzero(layer).tolist() for layer in found[:, 0, 0]] == [[2, 3], [2, 3], [1, 3]]
-    found = choose(jnp.moveaxis(uneven, 0, 2), held[:1], jnp.array([2]), Ada(), sinks=0, window=1)
+    found = choose(jnp.moveaxis(uneven, 0, 2), held[:1], jnp.array([2]), Ada(1.0), sinks=0, window=1)
     assert [np.flatnonzero(head).tolist() for head in found[0, 0]] == [[2, 3], [2, 3], [1, 3]]
+
+
+@pytest.mark.parametrize(("safeguard", "expected"), [(1.0, [6, 0]), (0.5, [5, 1]), (0.2, [4, 2]), (0.0, [3, 3])])
+def test_a_safeguard_mixes_the_best_of_all_with_the_average(safeguard, expected):
+    scores = array([[9, 8, 7, 6, 5, 4], [1, 1, 1, 1, 1, 1]])[None, None]
+    found = choose(scores, jnp.array([[6]]), jnp.array([3]), Ada(safeguard), sinks=0, window=0)
+    assert found.sum(-1).ravel().tolist() == expected
+
+
+def test_counts_of_a_million_tokens_are_exact():
+    best = jnp.array([[[999_999, 0, 1, 500_000]]], jnp.int32)
+    count = jnp.full((1, 1, 1), 375_000, jnp.int32)
+    assert evict.mixed(best, count, 0.29, axis=2).sum() == best.sum()
 
 
 def test_a_share_of_a_small_count_is_one_token_unless_it_is_none():
     score, worth = [[9, 8, 7], [1, 2, 1]], [[1, 9, 9], [9, 1, 1]]
     both, held, one = array([*score, *worth])[None, None], jnp.array([[3]]), jnp.array([1])
-    assert choose(both[:, :, :2], held, one, Ada(0.2), sinks=0, window=0).sum(-1).ravel().tolist() == [1, 1]
-    assert choose(both[:, :, :2], held, one, Ada(0.0), sinks=0, window=0).sum(-1).ravel().tolist() == [2, 0]
+    assert choose(both[:, :, :2], held, one, AdaFloor(0.2), sinks=0, window=0).sum(-1).ravel().tolist() == [1, 1]
+    assert choose(both[:, :, :2], held, one, Ada(1.0), sinks=0, window=0).sum(-1).ravel().tolist() == [2, 0]
     for first, best in ((0.5, [0, 1]), (0.0, [2, 0])):
         found = choose(both, held, one, BUDGET_RULES["uniform"], sinks=0, window=0, first=first)
         assert found.argmax(-1).ravel().tolist() == best
@@ -441,7 +477,7 @@ def test_a_share_of_a_small_count_is_one_token_unless_it_is_none():
 def test_critical_with_ada_has_adas_counts_and_a_second_stage():
     score, worth = [[9, 8, 7, 6, 0], [5, 1, 1, 1, 0]], [[1, 1, 1, 9, 1], [1, 2, 3, 4, 1]]
     both = array([*score, *(np.array(score) * worth)])[None, None]
-    found = choose(both, jnp.array([[5]]), jnp.array([3]), Ada(), sinks=0, window=1, first=0.5)
+    found = choose(both, jnp.array([[5]]), jnp.array([3]), Ada(1.0), sinks=0, window=1, first=0.5)
     # 6 in all: the newest twice, then 9, 8, 7, 6 by score; of the first head 5, and 2 of these sure
     assert [np.flatnonzero(head).tolist() for head in found[0, 0]] == [[0, 1, 2, 3, 4], [4]]
     found = choose(both, jnp.array([[5]]), jnp.array([3]), BUDGET_RULES["uniform"], sinks=0, window=1, first=0.7)
@@ -500,10 +536,26 @@ def test_over_heads_ada_reaches_the_least_bound_of_all_ways(seed, spread):
     def bound(keeps):
         return (1 - (weights * keeps).sum(-1)).sum(-1)
 
-    ada = bound(rule_keeps(weights[None], Ada(0.0))[0])
+    ada = bound(rule_keeps(weights[None], Ada(1.0))[0])
     assert ada <= bound(ways(HEADS)).min() + 1e-6
-    assert ada <= bound(rule_keeps(weights[None], Ada(0.2))[0]) + 1e-6
+    assert ada <= bound(rule_keeps(weights[None], AdaFloor(0.2))[0]) + 1e-6
     assert ada <= bound(rule_keeps(weights[None], BUDGET_RULES["uniform"])[0]) + 1e-6
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32 - 1), st.floats(0.1, 3.0))
+def test_in_a_pyramid_ada_reaches_the_least_bound_of_all_ways_in_each_layer(seed, spread):
+    """Theorem 3.3 for the count that the pyramid gives a layer."""
+    weights = np.random.default_rng(seed).dirichlet(np.full(TOKENS, spread), (2, HEADS))
+    keeps = rule_keeps(weights, AdaPyramid(Pyramid(beta=2), Ada(1.0)))
+    pyramid = rule_keeps(weights, Pyramid(beta=2))
+    for layer in range(2):
+        total = pyramid[layer].sum()
+        assert keeps[layer].sum() == total
+        every = itertools.combinations(weights[layer].ravel(), int(total))
+        kept = (weights[layer] * keeps[layer]).sum()
+        assert kept >= max(map(sum, every)) - 1e-6
+        assert kept >= (weights[layer] * pyramid[layer]).sum() - 1e-6
 
 
 @settings(max_examples=40)
@@ -518,7 +570,7 @@ def test_over_layers_ada_reaches_the_least_bound_where_heads_share_tokens(seed, 
         """`keeps [.. L S]`"""
         return (1 - (weights * keeps[..., None, :]).sum(-1)).sum((-1, -2))
 
-    ada = bound(rule_keeps(scores, Ada(0.0))[:, 0])
+    ada = bound(rule_keeps(scores, Ada(1.0))[:, 0])
     assert ada <= bound(ways(layers)).min() + 1e-6
-    for rule in (Ada(0.2), BUDGET_RULES["uniform"], Pyramid(beta=2)):
+    for rule in (Ada(0.5), AdaFloor(0.2), BUDGET_RULES["uniform"], Pyramid(beta=2)):
         assert ada <= bound(rule_keeps(scores, rule)[:, 0]) + 1e-6

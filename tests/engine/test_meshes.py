@@ -15,6 +15,7 @@ from serving import answer, evicting_engine
 from weights import fp8
 
 from mla_jax.base.axes import parse_mesh
+from mla_jax.cache.evict import BUDGET_RULES
 from mla_jax.cache.evict import EVICTION_POLICIES as EVICTING
 from mla_jax.cache.paged import PAGE
 from mla_jax.cache.retrieve import RETRIEVAL_POLICIES, Retrieval
@@ -163,7 +164,7 @@ def test_latents_in_e4m3_give_the_tokens_of_one_device(tmp_path, mesh):
 @pytest.mark.parametrize("mesh", ["data=4", "data=2,tensor=2", "context=2", "data=2,tensor=2,context=2"])
 @pytest.mark.parametrize("budget", ["uniform", "ada"])
 def test_rows_that_drop_tokens_give_the_tokens_of_one_device(folder_of, expected, mesh, budget):
-    evicts = Selection(EVICTING["snapkv"], budget, recent=16)
+    evicts = Selection(EVICTING["snapkv"], BUDGET_RULES[budget], recent=16)
 
     def engine_of(programs: Programs) -> Engine:
         return evicting_engine(programs, SIZE, 0.5)
@@ -174,7 +175,7 @@ def test_rows_that_drop_tokens_give_the_tokens_of_one_device(folder_of, expected
 
 @generating
 def test_heads_that_drop_tokens_give_the_tokens_of_one_device_where_their_tokens_are_sharded(folder_of):
-    evicts = Selection(EVICTING["critical"], "ada", recent=16)
+    evicts = Selection(EVICTING["critical"], BUDGET_RULES["ada"], recent=16)
     model = load(folder_of("v3"), dispatch=Dispatch("naive"))
 
     def engine_of(programs: Programs) -> Engine:

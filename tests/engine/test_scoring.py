@@ -11,7 +11,7 @@ from models import FAMILIES, tensors, write
 from serving import drafting_engine, evicting_engine, finish, request
 
 from mla_jax import LLM, SamplingParams
-from mla_jax.cache.evict import EVICTION_POLICIES
+from mla_jax.cache.evict import BUDGET_RULES, EVICTION_POLICIES
 from mla_jax.cache.retrieve import RETRIEVAL_POLICIES as RETRIEVAL
 from mla_jax.cache.retrieve import Retrieval
 from mla_jax.decode.evict_programs import Selection
@@ -48,7 +48,7 @@ def engine_of(folder, programs):
     def programs_of(kind: str) -> Programs:
         if kind == "retrieving":
             return Programs(load(folder, dispatch=Dispatch(retrieval=Retrieval(RETRIEVAL["quest"], 4 * 64, dense=1))))
-        evicts = Selection(EVICTION_POLICIES["snapkv"], "ada", recent=16) if kind == "evicting" else None
+        evicts = Selection(EVICTION_POLICIES["snapkv"], BUDGET_RULES["ada"], recent=16) if kind == "evicting" else None
         drafting = {"drafter": Lookup()} if kind == "drafting" else {}
         return programs if kind == "plain" else Programs(programs.model, evicts=evicts, **drafting)
 

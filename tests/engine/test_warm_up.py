@@ -10,7 +10,7 @@ import pytest
 from models import FAMILIES, tensors, write
 from serving import drafting_engine, evicting_engine, finish, request
 
-from mla_jax.cache.evict import EVICTION_POLICIES
+from mla_jax.cache.evict import BUDGET_RULES, EVICTION_POLICIES
 from mla_jax.cache.retrieve import RETRIEVAL_POLICIES as RETRIEVAL
 from mla_jax.cache.retrieve import Retrieval
 from mla_jax.decode.evict_programs import Selection
@@ -47,7 +47,7 @@ def with_mtp(folder) -> Engine:
 
 
 def evicting(folder) -> Engine:
-    programs = Programs(load(folder), evicts=Selection(EVICTION_POLICIES["snapkv"], "ada", recent=16))
+    programs = Programs(load(folder), evicts=Selection(EVICTION_POLICIES["snapkv"], BUDGET_RULES["ada"], recent=16))
     size = dataclasses.replace(SIZE, pages=14)
     return evicting_engine(programs, size, 0.5)
 

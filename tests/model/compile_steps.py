@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mla_jax import Config, Transformer
 from mla_jax.base import qtensor, roofline
 from mla_jax.base.qtensor import REORDERED
-from mla_jax.cache.evict import EVICTION_POLICIES
+from mla_jax.cache.evict import BUDGET_RULES, EVICTION_POLICIES
 from mla_jax.cache.paged import COPIED, PAGE
 from mla_jax.cache.retrieve import RETRIEVAL_POLICIES, Retrieval
 from mla_jax.decode.evict_programs import Selection
@@ -61,8 +61,10 @@ KINDS = {
     "fp8 weights": Kind(format="fp8_block"),
     "Q4_K": Kind(format="Q4_K"),
     "naive": Kind({"attention": "naive"}, wide=NARROW),
-    "evicting": Kind(evicts=Selection(EVICTION_POLICIES["snapkv"], "ada"), wide=NARROW),
-    "evicting heads": Kind({"attention": "naive"}, evicts=Selection(EVICTION_POLICIES["snapkv"], "ada"), wide=NARROW),
+    "evicting": Kind(evicts=Selection(EVICTION_POLICIES["snapkv"], BUDGET_RULES["ada"]), wide=NARROW),
+    "evicting heads": Kind(
+        {"attention": "naive"}, evicts=Selection(EVICTION_POLICIES["snapkv"], BUDGET_RULES["ada"]), wide=NARROW
+    ),
 } | {name: Kind({"retrieval": Retrieval(policy, 1024, dense=1)}) for name, policy in RETRIEVAL_POLICIES.items()}
 
 

@@ -133,10 +133,10 @@ def _dropped(model: Transformer, eviction: EvictOptions | None) -> list[str]:
         return []
     when = f"once a prompt is read, and after every {EVERY} tokens of output"
     among = "layers and their heads" if model.dispatch.caches_heads else "layers"
-    share = (
-        f"{100 * eviction.evict_keep:.3g} % stay, shared out over {among} by the rule {eviction.evict_budget}"
-    )
-    return [f"cache: {eviction.evict} drops tokens {when}; {share}"]
+    keep = eviction.evict_keep
+    share = f"{100 * keep:.3g} %" if keep <= 1 else f"{keep:,}"
+    rule = f"{share} stay, shared out over {among} by the rule {eviction.evict_budget}"
+    return [f"cache: {eviction.evict} drops tokens {when}; {rule}"]
 
 
 def _retrieval(model: Transformer, tokens: int) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from mla_jax.base.batch import Tables
 from mla_jax.base.options import EVERY, EvictOptions
-from mla_jax.cache.evict import EVICTION_POLICIES
+from mla_jax.cache.evict import BUDGET_RULES, EVICTION_POLICIES
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.evict_programs import Kept, Selection
 from mla_jax.decode.loop import Programs, ProgramShape
@@ -28,10 +28,10 @@ from mla_jax.engine.policy.evicted_pages import Evicted, EvictedPages
 
 @dataclasses.dataclass(frozen=True)
 class Eviction:
-    """The share of a request's tokens that stays, and when it drops some."""
+    """How many of a request's tokens stay, and when it drops some."""
 
     evicts: Selection
-    keep: float  # the share that stays in each layer and head, on average
+    keep: float  # the share that stays in each layer and head, on average; above 1 the number
     every: int = EVERY
 
     @classmethod
@@ -39,8 +39,10 @@ class Eviction:
         """As asked for; None if nothing is dropped."""
         if options.evict == "off":
             return None
-        policy = EVICTION_POLICIES[options.evict] if isinstance(options.evict, str) else options.evict
-        return cls(Selection(policy, options.evict_budget), options.evict_keep)
+        policy, budget = options.evict, options.evict_budget
+        policy = EVICTION_POLICIES[policy] if isinstance(policy, str) else policy
+        budget = BUDGET_RULES[budget] if isinstance(budget, str) else budget
+        return cls(Selection(policy, budget, options.evict_sinks, options.evict_recent), options.evict_keep)
 
     def point(self, job: Job) -> int:
         """Tokens that a request has when it drops some next."""
@@ -48,7 +50,7 @@ class Eviction:
 
     def count(self, tokens: int) -> int:
         """The number of these tokens that stay."""
-        return max(1, round(self.keep * tokens))
+        return max(1, round(self.keep * tokens)) if self.keep <= 1 else min(int(self.keep), tokens)
 
     def pages(self, tokens: int) -> int:
         """Pages for what stays of these tokens: those that are not full add up to one more at most."""

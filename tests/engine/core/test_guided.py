@@ -15,7 +15,7 @@ from serving import answer, drafting_engine, evicting_engine, finish, nothing_co
 from mla_jax.base.axes import parse_mesh
 from mla_jax.base.errors import BadRequest
 from mla_jax.base.grammar import Grammar
-from mla_jax.cache.evict import EVICTION_POLICIES
+from mla_jax.cache.evict import BUDGET_RULES, EVICTION_POLICIES
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.evict_programs import Selection
 from mla_jax.decode.loop import Programs
@@ -148,7 +148,7 @@ def test_tokens_on_a_mesh_are_those_of_one_device(model, grammars, alone, mesh):
 @pytest.mark.deep
 @pytest.mark.parametrize("drafter", ["nobody", "mtp"])
 def test_tokens_beside_others_are_those_alone_where_rows_drop_tokens(model, grammars, drafter):
-    selection = Selection(EVICTION_POLICIES["snapkv"], "ada", recent=16)
+    selection = Selection(EVICTION_POLICIES["snapkv"], BUDGET_RULES["ada"], recent=16)
     programs = Programs(model, drafter=DRAFTERS[drafter], evicts=selection)
     asked = [*(request(seed) for seed in range(3)), plain_request(9, max_tokens=40)]
 

@@ -17,7 +17,7 @@ from serving import answer, drafting_engine, evicting_engine, request
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.axes import parse_mesh
 from mla_jax.base.errors import BadRequest, DoesNotFit
-from mla_jax.cache.evict import EVICTION_POLICIES
+from mla_jax.cache.evict import BUDGET_RULES, EVICTION_POLICIES
 from mla_jax.cache.paged import COPIED, NOWHERE, PAGE
 from mla_jax.decode.evict_programs import Selection
 from mla_jax.decode.loop import Programs
@@ -352,7 +352,7 @@ def test_jobs_may_be_cancelled_while_pages_are_on_their_way(programs_of):
 @pytest.mark.deep
 def test_requests_that_drop_tokens_find_their_prompts(folder):
     """Only whole pages go to the tier; what stays of a request's tokens is nobody else's."""
-    programs = Programs(load(folder), evicts=Selection(EVICTION_POLICIES["snapkv"], "ada", recent=16))
+    programs = Programs(load(folder), evicts=Selection(EVICTION_POLICIES["snapkv"], BUDGET_RULES["ada"], recent=16))
     small = dataclasses.replace(SMALL, pages=10)
 
     def engine(size: Size) -> Engine:

@@ -17,7 +17,7 @@ from serving import answer, evicting_engine, nothing_compiled
 from mla_jax import LLM, SamplingParams
 from mla_jax.base.batch import Batch
 from mla_jax.base.errors import DoesNotFit
-from mla_jax.cache.evict import EVICTION_POLICIES, SnapKV
+from mla_jax.cache.evict import BUDGET_RULES, EVICTION_POLICIES, SnapKV
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode.evict_programs import Kept, Selection
 from mla_jax.decode.loop import Programs
@@ -41,7 +41,7 @@ from mla_jax.weights.load import load
 
 WORDS, LAYERS, HEADS = 96, 2, 4
 ROOMY = Size(rows=4, pages=40, context=384, chunk=128)
-SNAPKV = Selection(EVICTION_POLICIES["snapkv"], "ada", recent=16)
+SNAPKV = Selection(EVICTION_POLICIES["snapkv"], BUDGET_RULES["ada"], recent=16)
 request = partial(serving.request, max_tokens=40)
 
 
@@ -121,7 +121,7 @@ def test_where_all_stay_the_tokens_are_those_of_full_attention(folder, asked, fu
     [("snapkv", "ada", 0.25, "auto"), ("critical", "pyramid", 0.4, "auto"), ("snapkv", "ada", 0.25, "naive")],
 )
 def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(programs_of, asked, policy, budget, keep, attention):
-    programs = programs_of(Selection(EVICTION_POLICIES[policy], budget, recent=16), attention=attention)
+    programs = programs_of(Selection(EVICTION_POLICIES[policy], BUDGET_RULES[budget], recent=16), attention=attention)
     engine = evicting(programs, keep)
     together = answer(engine, *asked)
     assert engine.stats.dropped > 500
@@ -217,7 +217,7 @@ def seen(prompt: int, length: int, every: int, stays) -> np.ndarray:
 )
 def test_tokens_are_those_of_a_whole_sequence_where_dropped_ones_are_masked(model, programs_of, policy, budget, attention):
     """For policies that look at slots alone, and so drop the same in all layers and heads. Positions stay as they were."""
-    evicts, keep, every = Selection(EVICTION_POLICIES[policy], budget, sinks=3, recent=5), 0.2, 12
+    evicts, keep, every = Selection(EVICTION_POLICIES[policy], BUDGET_RULES[budget], sinks=3, recent=5), 0.2, 12
     prompt = np.random.default_rng(4).integers(2, WORDS, 150).tolist()
     (ids,) = answer(evicting(programs_of(evicts, attention=attention), keep, every), request(prompt))
 
@@ -273,7 +273,7 @@ def next_of(slots: Iterator[np.ndarray], held: list[int], tokens: int) -> list[i
 
 @pytest.mark.deep
 def test_where_heads_are_cached_each_sees_what_it_has_kept(programs_of):
-    programs, every = programs_of(Selection(SnapKV(window=8), "ada", recent=8), attention="naive"), 12
+    programs, every = programs_of(Selection(SnapKV(window=8), BUDGET_RULES["ada"], recent=8), attention="naive"), 12
     prompt = np.random.default_rng(4).integers(2, WORDS, 150).tolist()
     engine = noting(programs, 0.25, every)
     (ids,) = answer(engine, request(prompt))
@@ -289,7 +289,7 @@ def test_where_heads_are_cached_each_sees_what_it_has_kept(programs_of):
 def test_where_heads_are_cached_each_keeps_what_snapkv_says(programs_of, budget):
     """By attention that is computed without a cache; Ada-KV shares out over the heads of each layer."""
     policy, recent, keep = SnapKV(window=8, kernel=5), 16, 0.25
-    programs = programs_of(Selection(policy, budget, recent=recent), attention="naive")
+    programs = programs_of(Selection(policy, BUDGET_RULES[budget], recent=recent), attention="naive")
     prompt = np.random.default_rng(6).integers(2, WORDS, 150).tolist()
     engine, count = noting(programs, keep), round(keep * len(prompt))
     answer(engine, request(prompt, max_tokens=4))
