@@ -10,7 +10,7 @@ from pathlib import Path
 import chat_templates
 import jaxtyping
 import pytest
-from loopback import no_network as no_network
+from loopback import no_network  # noqa: F401
 from scripted import KIMI, write_scripted
 from servers import Running, started
 

@@ -7,7 +7,7 @@ import shutil
 import models
 import numpy as np
 import pytest
-from loopback import no_network as no_network
+from loopback import no_network  # noqa: F401
 from servers import Running, started
 
 from mla_jax import LLM

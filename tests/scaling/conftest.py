@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from loopback import no_network as no_network
+from loopback import no_network  # noqa: F401
 from models import FAMILIES, tensors, write
 from pairs import pairs_tokenizer
 

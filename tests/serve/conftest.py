@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from loopback import no_network as no_network
+from loopback import no_network  # noqa: F401
 from models import FAMILIES, tensors, write
 from pairs import pairs_tokenizer
 from scripted import DEEPSEEK, GLM, KIMI, write_scripted

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import compiling
 import pytest
-from loopback import no_network as no_network
+from loopback import no_network  # noqa: F401
 from small_hub import digest, small_hub
 
 import mla_jax
