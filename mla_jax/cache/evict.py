@@ -252,7 +252,7 @@ class Ada(Budget):
         best = among_best(ranked.score, ranked.newer, count)
         axis = 0 if best.shape[2] == 1 else 2
         fits = (best >= ranked.held).all(axis, keepdims=True)  # all that is held
-        return jnp.where(fits, best, mixed(best, count[..., None], self.safeguard, axis))
+        return jnp.where(fits, best, safeguarded(best, count[..., None], self.safeguard, axis))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,7 +294,7 @@ def among_best(
     return counts.swapaxes(0, 2) if over_layers else counts
 
 
-def mixed(
+def safeguarded(
     best: Int[Array, "L B H"], count: Int[Array, "L B 1"], share: float, axis: int
 ) -> Int[Array, "L B H"]:
     """`share` of `best` and the rest of 1 of `count`, rounded so that the sum over `axis` is the sum of `best`."""

@@ -137,6 +137,12 @@ def test_snapkv_averages_neighbours_before_the_window_and_counts_zeros():
     np.testing.assert_allclose(found[0, 0], [(0 + 3 + 3) / 3, (3 + 3 + 9) / 3, (3 + 9 + 0) / 3, 0, 0])
 
 
+def test_snapkv_can_take_the_largest_of_neighbours():
+    policy, block = SnapKV(window=2, kernel=3, pooling="max"), seen([[[0, 4, 0, 0, 0, 2, 0, 0, 9, 9]]] * 2, held=10)
+    found = policy.finished(policy.of_block(block), block.held)
+    assert found[0, 0].tolist() == [4, 4, 4, 0, 2, 2, 2, 0, 0, 0]
+
+
 def test_tova_takes_the_mean_over_heads_of_the_newest_query():
     found = TOVA().of_block(seen([[[0.25, 0.75], [0.5, 0.5]]], held=2))
     np.testing.assert_allclose(found, [[[0.375, 0.625]]])
@@ -362,7 +368,11 @@ def expected(scores: np.ndarray, held, count: int, rule) -> np.ndarray:
         among = [token[:2] for token in tokens]
         exact = [Fraction(str(share)) * among.count(each) + (1 - Fraction(str(share))) * average for each in some]
         until = [0, *(math.floor(sum(exact[: i + 1]) + Fraction(1, 2)) for i in range(len(some)))]
-        return [token for each, (start, end) in zip(some, itertools.pairwise(until)) for token in best([each], end - start)]
+        return [
+            token
+            for each, (start, end) in zip(some, itertools.pairwise(until), strict=True)
+            for token in best([each], end - start)
+        ]
 
     if isinstance(rule, AdaFloor):
         floor = max(int(count * rule.floor), 1) if rule.floor else 0
@@ -461,7 +471,7 @@ def test_a_safeguard_mixes_the_best_of_all_with_the_average(safeguard, expected)
 def test_counts_of_a_million_tokens_are_exact():
     best = jnp.array([[[999_999, 0, 1, 500_000]]], jnp.int32)
     count = jnp.full((1, 1, 1), 375_000, jnp.int32)
-    assert evict.mixed(best, count, 0.29, axis=2).sum() == best.sum()
+    assert evict.safeguarded(best, count, 0.29, axis=2).sum() == best.sum()
 
 
 def test_a_share_of_a_small_count_is_one_token_unless_it_is_none():
