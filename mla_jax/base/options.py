@@ -170,6 +170,8 @@ class EvictOptions(Checked):
     With naive attention each head keeps tokens of its own, and ada shares over the heads of a layer."""
     evict_keep: float = option(0.25, share_or_count(2**20))
     """Fraction of the tokens that is kept, or, above 1, their number."""
+    evict_chunk: int | None = option(None, optional(whole(64, 2**20)))
+    """Tokens of a prompt that are read before tokens are dropped (default: the whole prompt)."""
     evict_sinks: int = option(4, whole(0, 4096))
     """First tokens that are always kept."""
     evict_recent: int = option(64, whole(1, 4096))
@@ -186,6 +188,8 @@ class Evict(Checked):
     """A name, or an object of a class like those of `mla_jax.cache.evict`, such as `Ada(safeguard=0.5)`."""
     keep: float = option(0.25, share_or_count(2**20))
     """Fraction of the tokens that is kept, or, above 1, their number."""
+    chunk: int | None = option(None, optional(whole(64, 2**20)))
+    """As `evict_chunk`: a prompt may be longer than the cache then."""
     sinks: int = option(4, whole(0, 4096))
     """First tokens that are always kept."""
     recent: int = option(64, whole(1, 4096))
@@ -197,6 +201,7 @@ class Evict(Checked):
             "evict": self.policy,
             "evict_budget": self.budget,
             "evict_keep": self.keep,
+            "evict_chunk": self.chunk,
             "evict_sinks": self.sinks,
             "evict_recent": self.recent,
         }

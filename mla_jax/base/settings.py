@@ -25,6 +25,7 @@ class Settings(TypedDict, total=False):
     evict: Any  # a name, a policy, or an Evict
     evict_budget: Any
     evict_keep: float
+    evict_chunk: int | None
     evict_sinks: int
     evict_recent: int
     retrieve: str

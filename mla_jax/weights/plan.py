@@ -1,5 +1,7 @@
 """The memory plan of a model, worked out from shapes alone, and whether it fits."""
 
+import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,13 +35,14 @@ class MemoryPlan:
 
     weights: int
     host: int  # of experts in the host's memory; on a CPU a part of the weights
-    cache: int  # of `held` sequences of `context` tokens
+    cache: int  # of `held` sequences of `resident` tokens
     temporaries: int
     available: int
     context: int
     longest: int  # the largest context that fits
     tokens: int  # that the pool holds, of all sequences together
     rows: int  # requests that run at a time, on one shard
+    resident: int  # tokens of a sequence of `context` tokens that the pool holds at a time
     batch: int = 1
     shards: int = 1  # that share the sequences
     mesh: str = ""  # such as data=4,tensor=2; empty for one device
@@ -55,7 +58,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        return self.needed <= self.available and self.tokens >= self.held * self.context
+        return self.needed <= self.available and self.tokens >= self.held * self.resident
 
     @property
     def held(self) -> int:
@@ -67,7 +70,7 @@ class MemoryPlan:
         rows = {
             "weights": self.weights,
             **({"experts on the host": self.host} if self.host else {}),
-            f"cache of {f'{self.held} x ' * (self.held > 1)}{self.context:,} tokens": self.cache,
+            f"cache of {f'{self.held} x ' * (self.held > 1)}{self.resident:,} tokens": self.cache,
             "temporaries, about": self.temporaries,
             **({"pages on the host": self.host_cache} if self.host_cache else {}),
             "needed": self.needed,
@@ -100,7 +103,7 @@ class MemoryPlan:
         if self.needed <= self.available:
             given = self.tokens * self.shards
             return [
-                f"it does not fit: --cache-tokens {given} is less than {self.batch} x {self.context:,} tokens"
+                f"it does not fit: --cache-tokens {given} is less than {self.batch} x {self.resident:,} tokens"
             ]
         if self.longest:
             return [
@@ -114,7 +117,9 @@ class MemoryPlan:
         if not self.longest:
             raise DoesNotFit("the model does not fit the device's memory", *self.lines())
         if not self.fits:
-            raise DoesNotFit(f"a cache of {self.batch} x {self.context:,} tokens does not fit", *self.lines())
+            raise DoesNotFit(
+                f"a cache of {self.batch} x {self.resident:,} tokens does not fit", *self.lines()
+            )
         if self.host_cache > self.host_free:
             raise DoesNotFit(f"pages of {gib(self.host_cache)} do not fit the host's memory", *self.lines())
 
@@ -130,28 +135,31 @@ def memory_plan(
     host_cache: float = 0.0,
     max_rows: int | None = None,
     drafting_rows: int | None = None,
+    resident: Callable[[int], int] | None = None,
 ) -> MemoryPlan:
     """The plan for `batch` sequences of `context` tokens, by default as long as the model allows and as fits.
 
     The pool has `cache_tokens` tokens; by default, on a GPU, as many as fit and as all rows can use. At most `max_rows` requests
     run at a time; by default as many as find room for some tokens each. A pass reads up to `drafts` guesses of each of up to
     `drafting_rows` rows, which may be looked up in the rows' texts. `host_cache` is in GiB. Data shards of a mesh share all that.
+    `resident` says how many tokens of a sequence the pool holds at a time, for one that drops some as it is read; by default all.
     Raises BadRequest if the host's part is less than a page."""
     rows = max_rows, drafting_rows
     wanted = Budget(
-        checkpoint, placement, context, batch, cache_tokens, drafts, keeps_text, host_cache, *rows
+        checkpoint, placement, context, batch, cache_tokens, drafts, keeps_text, host_cache, *rows, resident
     )
     layout = checkpoint.layout
     return MemoryPlan(
         weights=wanted.weights,
         host=wanted.host,
-        cache=pages_for(wanted.context) * wanted.held * wanted.page,
+        cache=pages_for(wanted.resident) * wanted.held * wanted.page,
         temporaries=wanted.temporaries,
         available=wanted.available,
         context=wanted.context,
         longest=wanted.longest,
         tokens=wanted.tokens,
         rows=wanted.rows,
+        resident=wanted.resident,
         batch=batch,
         shards=layout.data,
         mesh=shown_mesh(layout.sizes) if layout.devices > 1 else "",
@@ -176,6 +184,7 @@ class Budget:
     host_cache: float  # GiB
     max_rows: int | None  # of all shards
     drafting_rows: int | None  # of all shards
+    resident_of: Callable[[int], int] | None  # tokens of a sequence that the pool holds at a time
 
     @cached_property
     def model(self) -> Transformer:
@@ -264,7 +273,14 @@ class Budget:
     @property
     def longest(self) -> int:
         """The largest context that fits."""
-        return min(self._most, self._fitting // PAGE // self.held * PAGE)
+        fitting = self._fitting // PAGE // self.held * PAGE
+        if self.resident_of is None:
+            return min(self._most, fitting)
+        return bisect.bisect_right(range(self._most + 1), fitting, key=self.resident_of) - 1
+
+    @property
+    def resident(self) -> int:
+        return self.context if self.resident_of is None else self.resident_of(self.context)
 
     @property
     def _asked_tokens(self) -> int | None:
@@ -284,7 +300,7 @@ class Budget:
         """Of the pool: as asked, else as many as fit and as all rows can use, and at least those of the sequences."""
         if self._asked_tokens:
             return pages_for(self._asked_tokens) * PAGE
-        row = pages_for(self.context) * PAGE
+        row = pages_for(self.resident) * PAGE
         useful = CPU_TOKENS if self.on_cpu else row * self.rows
         return max(min(useful, self._fitting), row * self.held)
 

@@ -97,6 +97,10 @@ class CachePolicy:
         assert job.held is not None
         return len(job.held.pages)
 
+    def pages_with(self, job: Job, tokens: int) -> int:
+        """Pages that a job's row reads once it has these tokens of its prompt."""
+        return -(-tokens // PAGE)
+
     def table(self, jobs: Sequence[Job], count: int, width: int) -> np.ndarray | Tables:
         """The page tables of jobs of one shard, padded to `count` rows; `width` pages of each are read."""
         table = np.zeros((count, width), np.int32)

@@ -326,7 +326,7 @@ class Engine:
     def _mixed_step(self, pieces: dict[Job, list[int]], decode: list[Job], line: int) -> None:
         self._extend(decode, 1)
         mine = by_shard(decode, len(self.shards))
-        pages = [_pages(job.read + len(piece)) for job, piece in pieces.items()]
+        pages = [self.policy.pages_with(job, job.read + len(piece)) for job, piece in pieces.items()]
         pages += [self.policy.pages_of(job) for job in decode]
         shape = self.choice.taken(self.choice.mixed(line, max(map(len, mine)), max(pages)))
         found = self.device.mixed_step(pieces, mine, shape)

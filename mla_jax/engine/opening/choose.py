@@ -18,6 +18,7 @@ from mla_jax.decode.speculative import Drafter
 from mla_jax.engine.core.drafting import Drafting, drafter_of
 from mla_jax.engine.core.size import ROW_COUNTS
 from mla_jax.engine.opening.combinations import refuse
+from mla_jax.engine.policy.evicting import Eviction
 from mla_jax.engine.policy.retrieving import retrieval_of
 from mla_jax.hosts import distributed
 from mla_jax.mesh.devices import Devices
@@ -138,7 +139,11 @@ def planned_memory(
     cost = cost_of(checkpoint.model(placement))
     drafting = Drafting(cost, drafter, options.drafts.draft_tokens).most_rows((*ROW_COUNTS, MAX_ROWS))
     drafts, keeps_text = drafter.most, drafter.needs_text or inexact
-    return memory_plan(checkpoint, *room, drafts, keeps_text, memory.host_cache, memory.max_rows, drafting)
+    eviction = Eviction.of(options.eviction)
+    resident = None if eviction is None or eviction.chunk is None else eviction.resident
+    return memory_plan(
+        checkpoint, *room, drafts, keeps_text, memory.host_cache, memory.max_rows, drafting, resident
+    )
 
 
 def routing_counts(options: Options, config: Config) -> Routing | None:

@@ -1,8 +1,12 @@
 """The cache policy by which requests drop tokens.
 
 What stays in each layer, or in each head that is cached, is found on the device, then moved to pages of the row's own. Its old
-pages are free, or stay in the prefix index as they were."""
+pages are free, or stay in the prefix index as they were.
 
+A row pauses at its points: where its prompt is read, and then every few hundred tokens. Where prompts are read in chunks, the end
+of each chunk is a point too; so a row never holds more than what it keeps and a chunk."""
+
+import bisect
 import dataclasses
 from collections.abc import Sequence
 from typing import cast
@@ -33,6 +37,7 @@ class Eviction:
     evicts: Selection
     keep: float  # the share that stays in each layer and head, on average; above 1 the number
     every: int = EVERY
+    chunk: int | None = None  # tokens of a prompt between two points; None: the whole prompt
 
     @classmethod
     def of(cls, options: EvictOptions) -> "Eviction | None":
@@ -42,23 +47,36 @@ class Eviction:
         policy, budget = options.evict, options.evict_budget
         policy = EVICTION_POLICIES[policy] if isinstance(policy, str) else policy
         budget = BUDGET_RULES[budget] if isinstance(budget, str) else budget
-        return cls(Selection(policy, budget, options.evict_sinks, options.evict_recent), options.evict_keep)
+        selection = Selection(policy, budget, options.evict_sinks, options.evict_recent)
+        chunk = options.evict_chunk
+        return cls(selection, options.evict_keep, min(EVERY, chunk or EVERY), chunk)
 
-    def point(self, job: Job) -> int:
-        """Tokens that a request has when it drops some next."""
-        return len(job.request.prompt) + job.pauses * self.every
+    def point(self, request: Request, number: int) -> int:
+        """Tokens that a request has at the point of this number. A prompt of which the scores are asked for is read whole."""
+        prompt, chunk = len(request.prompt), self.chunk
+        if chunk is None or request.params.prompt_logprobs is not None:
+            return prompt + number * self.every
+        inside = (prompt - 1) // chunk  # points before the prompt's end
+        return chunk * (number + 1) if number < inside else prompt + (number - inside) * self.every
 
     def count(self, tokens: int) -> int:
         """The number of these tokens that stay."""
         return max(1, round(self.keep * tokens)) if self.keep <= 1 else min(int(self.keep), tokens)
 
-    def pages(self, tokens: int) -> int:
-        """Pages for what stays of these tokens: those that are not full add up to one more at most."""
-        return -(-self.count(tokens) // PAGE) + 1
+    def pages(self, tokens: int, more: int = 0) -> int:
+        """Pages for what stays of these tokens, and `more` behind them: those that are not full add up to one more at most."""
+        return -(-(self.count(tokens) + more) // PAGE) + 1
+
+    def resident(self, tokens: int) -> int:
+        """Tokens that a request of `tokens` needs room for. As it drops some, those that stay are there twice."""
+        if self.chunk is None:
+            return tokens + PAGE * self.pages(tokens)
+        at_a_point = 2 * PAGE * self.pages(tokens, max(self.chunk, self.every))
+        return min(at_a_point, tokens + PAGE * self.pages(tokens))
 
 
 class Evicting(CachePolicy):
-    """A row drops tokens once its prompt is prefilled, and then every few hundred tokens; it waits meanwhile, others go on."""
+    """A row drops tokens at its points, and waits meanwhile; others go on."""
 
     needs_text = True
 
@@ -73,20 +91,23 @@ class Evicting(CachePolicy):
         return EvictedPages(self.size.pages, PAGE, self.layers, self.lanes, ahead=ahead, tier=tier)
 
     def capacity(self, request: Request) -> int:
-        return super().capacity(request) - PAGE * self.eviction.pages(len(request.prompt) + request.limit)
+        room, eviction = super().capacity(request), self.eviction
+        if request.params.prompt_logprobs is not None:
+            eviction = dataclasses.replace(eviction, chunk=None)
+        return bisect.bisect_right(range(self.size.context + 1), room, key=eviction.resident) - 1
 
     def prefilled(self, job: Job) -> list[int]:
-        """The prompt: generated tokens have attended to its kept tokens alone, so they are replayed."""
-        return job.request.prompt
+        """The prompt up to its first point. Later tokens attend to kept ones alone, so they are read anew after a preemption."""
+        return job.request.prompt[: self.eviction.point(job.request, 0)]
 
     def waiting(self, job: Job, shard: Shard) -> Waiting:
         waiting = super().waiting(job, shard)
-        extra = self.parts * self.eviction.pages(waiting.tokens)
+        extra = self.parts * self._pages_at(job, 0, len(job.tokens))
         return dataclasses.replace(waiting, taken=self.parts * waiting.taken, extra=extra, until=0)
 
     def running(self, job: Job) -> Running:
         """Of a row that has dropped tokens, all parts count as the fullest."""
-        row, point = super().running(job), self.eviction.point(job)
+        row, point = super().running(job), self._next(job)
         until = max(0, point - (job.known if job.unread else row.held))
         unread = min(row.unread, max(point - job.read, 0))
         pages, held = row.pages, row.held
@@ -97,20 +118,31 @@ class Evicting(CachePolicy):
 
     def free(self, shard: Shard) -> Free:
         """In parts. Those for what stays of requests that are about to drop tokens are set aside."""
-        aside = self.parts * sum(self.eviction.pages(self.eviction.point(job)) for job in shard.running)
+        aside = self.parts * sum(self._pages_at(job, job.pauses, job.known) for job in shard.running)
         pages = cast(EvictedPages, shard.pages)
         running = max(pages.free_parts - aside, 0)
         return Free(running, min(running, self.parts * pages.free))
 
     def pauses_at(self, job: Job) -> int:
-        return self.eviction.point(job)
+        return self._next(job)
+
+    def _next(self, job: Job) -> int:
+        """Tokens that a job has at its next point."""
+        return self.eviction.point(job.request, job.pauses)
+
+    def _pages_at(self, job: Job, number: int, known: int) -> int:
+        """Pages that a job takes at a point: for what stays, and for the `known` tokens up to the next point."""
+        point, following = (self.eviction.point(job.request, number + i) for i in range(2))
+        return self.eviction.pages(point, max(0, min(known, following) - point))
 
     def programs_between(self, widths: Sequence[int]) -> list[ProgramShape]:
         return [ProgramShape(name, width, rows=1) for name in ("observe", "move") for width in widths]
 
     def _width(self, job: Job) -> int:
-        """Of the page tables by which a job drops tokens: those of the output that are read again need room, too."""
-        return self.size.width_for(-(-max(job.held_tokens, job.known) // PAGE) + 1)
+        """Of the page tables by which a job drops tokens: those that are read before the next point need room, too."""
+        following = self.eviction.point(job.request, job.pauses + 1)
+        again = max(0, min(job.known, following) - job.held_tokens)
+        return self.size.width_for(self.pages_of(job) + -(-again // PAGE) + 1)
 
     def ask(self, job: Job, device: Dispatcher) -> Kept:
         """Which of a job's tokens stay."""
@@ -128,12 +160,14 @@ class Evicting(CachePolicy):
         assert job.shard is not None
         pages, held = cast(EvictedPages, job.shard.pages), job.held_tokens
         counts = here(answer.told)[job.shard.number, :, :, 0].ravel().tolist()
-        # Tokens of the output that are prefilled once more
-        again = max(0, min(job.known, self.eviction.point(job)) - held)
+        again = max(0, min(job.known, self._next(job)) - held)  # tokens that are read before the next point
         new = pages.evict(job.held, counts, held, again)
         if new is None:
             return False
-        alone, width = device.alone(job), self._width(job)
+        alone, width = (
+            device.alone(job),
+            answer.source.shape[-1] // PAGE,
+        )  # as wide as those that it was asked with
         before, old = job.held, device.tables(alone, 1, width)
         job.held = new
         pool, rows = device.state()
@@ -145,6 +179,9 @@ class Evicting(CachePolicy):
 
     def pages_of(self, job: Job) -> int:
         return int(job.held.counts.max()) if isinstance(job.held, Evicted) else super().pages_of(job)
+
+    def pages_with(self, job: Job, tokens: int) -> int:
+        return self.pages_of(job) if isinstance(job.held, Evicted) else super().pages_with(job, tokens)
 
     def table(self, jobs: Sequence[Job], count: int, width: int) -> Tables:
         """The parts of each layer and head, and how many tokens of a row it has dropped."""
