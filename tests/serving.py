@@ -38,9 +38,10 @@ def evicting_engine(
     keep: float,
     every: int = 16,
     drafts: int | None = None,
+    chunk: int | None = None,
     grammars: Grammars | None = None,
 ) -> Engine:
-    policy = Evicting(programs, size, Eviction(programs.evicts, keep, every))
+    policy = Evicting(programs, size, Eviction(programs.evicts, keep, every, chunk))
     return drafting_engine(programs, size, drafts, policy, grammars)
 
 

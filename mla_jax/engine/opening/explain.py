@@ -131,7 +131,9 @@ def _dropped(model: Transformer, eviction: EvictOptions | None) -> list[str]:
     """Which tokens are dropped, and when."""
     if eviction is None or eviction.evict == "off":
         return []
-    when = f"once a prompt is read, and after every {EVERY} tokens of output"
+    every = min(EVERY, eviction.evict_chunk or EVERY)
+    within = f"after every {eviction.evict_chunk:,} tokens of a prompt, " if eviction.evict_chunk else ""
+    when = f"{within}once a prompt is read, and after every {every} tokens of output"
     among = "layers and their heads" if model.dispatch.caches_heads else "layers"
     keep = eviction.evict_keep
     share = f"{100 * keep:.3g} %" if keep <= 1 else f"{keep:,}"

@@ -68,8 +68,10 @@ def programs_of(model_of):
     )
 
 
-def evicting(programs: Programs, keep: float, every: int = 16, size: Size = ROOMY, drafts: int | None = None) -> Engine:
-    return evicting_engine(programs, size, keep, every, drafts)
+def evicting(
+    programs: Programs, keep: float, every: int = 16, size: Size = ROOMY, drafts: int | None = None, chunk: int | None = None
+) -> Engine:
+    return evicting_engine(programs, size, keep, every, drafts, chunk)
 
 
 class Noting(Evicting):
@@ -105,11 +107,12 @@ def full(model, asked) -> list[list[int]]:
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("chunk", [None, 96])
 @pytest.mark.parametrize("dispatch", [{}, {"attention": "compressed"}, {"attention": "naive"}], ids=str)
-def test_where_all_stay_the_tokens_are_those_of_full_attention(folder, asked, full, dispatch):
+def test_where_all_stay_the_tokens_are_those_of_full_attention(folder, asked, full, dispatch, chunk):
     """Though they are moved to other pages, again and again."""
     model = load(folder, dispatch=Dispatch(**dispatch))
-    engine = evicting(Programs(model, evicts=SNAPKV), 1.0)
+    engine = evicting(Programs(model, evicts=SNAPKV), 1.0, chunk=chunk)
     assert answer(engine, *asked) == full
     assert engine.stats.dropped == 0
     assert engine.stats.hits > 0
@@ -118,15 +121,23 @@ def test_where_all_stay_the_tokens_are_those_of_full_attention(folder, asked, fu
 @pytest.mark.deep
 @pytest.mark.parametrize(
     ("policy", "budget", "keep", "attention"),
-    [("snapkv", "ada", 0.25, "auto"), ("critical", "pyramid", 0.4, "auto"), ("snapkv", "ada", 0.25, "naive")],
+    [
+        ("snapkv", "ada", 0.25, "auto"),
+        ("critical", "pyramid", 0.4, "auto"),
+        ("snapkv", "ada", 0.25, "naive"),
+        ("snapkv", "ada_pyramid", 40, "naive"),
+    ],
 )
-def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(programs_of, asked, policy, budget, keep, attention):
+@pytest.mark.parametrize("chunk", [None, 48])
+def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_preempted(
+    programs_of, asked, policy, budget, keep, attention, chunk
+):
     programs = programs_of(Selection(EVICTION_POLICIES[policy], BUDGET_RULES[budget], recent=16), attention=attention)
-    engine = evicting(programs, keep)
+    engine = evicting(programs, keep, chunk=chunk)
     together = answer(engine, *asked)
     assert engine.stats.dropped > 500
-    assert [answer(evicting(programs, keep), one)[0] for one in asked] == together
-    small = evicting(programs, keep, size=dataclasses.replace(ROOMY, pages=10))
+    assert [answer(evicting(programs, keep, chunk=chunk), one)[0] for one in asked] == together
+    small = evicting(programs, keep, size=dataclasses.replace(ROOMY, pages=10), chunk=chunk)
     assert answer(small, *asked * 3, preempt_every=7) == together * 3
     assert small.stats.preemptions >= 8
     assert small.stats.pages_free == 10
@@ -198,13 +209,13 @@ class Masked(Dispatch):
         return super().step(model, batch, pool)._replace(shared=jnp.asarray(self.mask)[None, :, None])
 
 
-def seen(prompt: int, length: int, every: int, stays) -> np.ndarray:
-    """Each token's mask, if eviction keeps `stays(slots)` of the held tokens at the end of the prompt and then again."""
-    mask, held, point = np.zeros((length, length), bool), list(range(prompt)), prompt
-    mask[:prompt, :prompt] = np.tri(prompt, dtype=bool)
-    for token in range(prompt, length):
-        if token == point:
-            held, point = stays(held, token), point + every
+def seen(prompt: int, length: int, every: int, stays, chunk: int | None) -> np.ndarray:
+    """Each token's mask, if `stays(slots)` of the held tokens are kept after each chunk, after the prompt, and then again."""
+    points = {*range(chunk or prompt, prompt, chunk or prompt), *range(prompt, length, every)}
+    mask, held = np.zeros((length, length), bool), []
+    for token in range(length):
+        if token in points:
+            held = stays(held, token)
         held.append(token)
         mask[token, held] = True
     return mask
@@ -215,11 +226,12 @@ def seen(prompt: int, length: int, every: int, stays) -> np.ndarray:
     ("policy", "budget", "attention"),
     [(policy, *other) for policy in ("streaming", "random") for other in (("uniform", "auto"), ("ada", "naive"))],
 )
-def test_tokens_are_those_of_a_whole_sequence_where_dropped_ones_are_masked(model, programs_of, policy, budget, attention):
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_tokens_are_those_of_a_whole_sequence_where_dropped_ones_are_masked(model, programs_of, policy, budget, attention, chunk):
     """For policies that look at slots alone, and so drop the same in all layers and heads. Positions stay as they were."""
     evicts, keep, every = Selection(EVICTION_POLICIES[policy], BUDGET_RULES[budget], sinks=3, recent=5), 0.2, 12
     prompt = np.random.default_rng(4).integers(2, WORDS, 150).tolist()
-    (ids,) = answer(evicting(programs_of(evicts, attention=attention), keep, every), request(prompt))
+    (ids,) = answer(evicting(programs_of(evicts, attention=attention), keep, every, chunk=chunk), request(prompt))
 
     def stays(held: list[int], tokens: int) -> list[int]:
         count, slots = round(keep * tokens), range(len(held))
@@ -231,7 +243,7 @@ def test_tokens_are_those_of_a_whole_sequence_where_dropped_ones_are_masked(mode
         others = sorted(set(slots) - set(forced), key=lambda slot: -int(score[slot]))
         return [held[slot] for slot in sorted([*forced, *others[: count - len(forced)]])]
 
-    mask = seen(len(prompt), len(prompt) + len(ids), every, stays)
+    mask = seen(len(prompt), len(prompt) + len(ids), every, stays, chunk)
     assert mask[-1].sum() < 60
     whole = nnx_with(model, Masked(mask=tuple(map(tuple, mask.tolist()))))
     logits = np.asarray(whole.unembed(whole(jnp.asarray([prompt + ids]), Batch.dense(1, len(prompt) + len(ids)))[0])[0])
@@ -354,6 +366,31 @@ def test_a_request_that_cannot_fit_with_what_stays_of_it_is_refused(programs_of)
     with pytest.raises(DoesNotFit, match="does not fit the cache"):
         engine.submit(request([5] * 250))
     answer(engine, request([5] * 150))
+
+
+@pytest.mark.parametrize("attention", ["auto", "naive"])
+def test_a_prompt_eight_times_as_long_as_the_cache_is_read_and_answered(programs_of, attention):
+    """With room for a chunk, and twice for what stays."""
+    prompt, size = np.random.default_rng(1).integers(2, WORDS, 4100).tolist(), dataclasses.replace(ROOMY, pages=8, context=4200)
+    long = request(prompt, max_tokens=5)
+    engine = evicting(programs_of(SNAPKV, attention=attention), 64, size=size, chunk=64)
+    with pytest.raises(DoesNotFit):
+        evicting(programs_of(SNAPKV, attention=attention), 64, size=size).submit(long)
+    (ids,) = answer(engine, long)
+    roomy = evicting(programs_of(SNAPKV, attention=attention), 64, size=dataclasses.replace(size, pages=80), chunk=64)
+    assert answer(roomy, long, request(prompt[:700])) == [ids, *answer(engine, request(prompt[:700]))]
+    assert len(ids) == 5
+    assert engine.stats.dropped > 4000
+
+
+def test_a_prompt_that_is_scored_is_read_whole(programs_of, asked):
+    size = dataclasses.replace(ROOMY, pages=6)
+    engine = evicting(programs_of(SNAPKV), 32, size=size, chunk=64)
+    scored = request(asked[1].prompt, prompt_logprobs=0)
+    assert answer(engine, scored) == answer(evicting(programs_of(SNAPKV), 32), scored)
+    with pytest.raises(DoesNotFit):
+        engine.submit(request([5] * 340, prompt_logprobs=0))
+    answer(engine, request([5] * 340, max_tokens=2))
 
 
 @pytest.mark.parametrize("attention", ["auto", "naive"])
