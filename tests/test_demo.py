@@ -84,6 +84,7 @@ def test_fp8_written_again_is_the_same_model(tmp_path):
 HEADS = ["def is_prime(n):", "def add(a, b):", "def __repr__(self):", "def close(self):", "def test_empty(self):"]
 
 
+@pytest.mark.deep
 def test_function_heads_become_functions_that_parse(llm):
     outputs = llm.generate(HEADS, SamplingParams(temperature=0, max_tokens=128))
     assert sum(quality.continues_well(head, o.text) for head, o in zip(HEADS, outputs, strict=True)) >= 4

@@ -169,6 +169,7 @@ def test_int4_codes_are_read_low_nibbles_first_and_filled_up_groups_are_cut(grou
     assert_same_bits(unpacked(q), expected)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_stack_can_be_mapped_scanned_and_indexed_without_being_unpacked_as_a_whole(format):
     q = random_tensor(format, (3, 4, 256))
@@ -258,6 +259,7 @@ def test_a_matmul_takes_a_packed_tensor_in_one_program():
     np.testing.assert_allclose(found, x.astype(np.float64) @ by_package(q).T.astype(np.float64), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", [*TYPES, "fp8_block", "int8", "int4_g32"])
 def test_what_is_not_finite_is_found_without_unpacking(name):
     rng = np.random.default_rng(3)

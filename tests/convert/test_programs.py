@@ -86,6 +86,7 @@ def manifest(out: Path) -> dict:
     return json.loads((out / "manifest.json").read_text())
 
 
+@pytest.mark.deep
 def test_an_export_answers_without_mla_jax_as_the_model_does(llm, exported):
     assert answers(exported) == generated(llm)  # prompts are read in pieces, and there are more of them than rows
 
@@ -105,6 +106,7 @@ def test_a_model_on_a_mesh_is_exported_for_that_mesh(folder, tmp_path):
     assert answers(tmp_path / "out") == generated(llm)
 
 
+@pytest.mark.deep
 def test_weights_may_be_those_of_another_export(llm, opened, exported, tmp_path):
     export(opened, tmp_path / "programs", prompt=16, rows=2, weights=False)
     assert not list((tmp_path / "programs").glob("*.safetensors"))
@@ -118,6 +120,7 @@ def test_the_weights_of_an_opened_model_are_loaded_and_written(opened, exported,
     assert manifest(tmp_path / "out")["files"][name] == manifest(exported)["files"][name]
 
 
+@pytest.mark.deep
 def test_the_command_exports_a_model(folder, tmp_path, capfd):
     sizes = ["--prompt", "16", "--rows", "2", "--context", "100"]
     assert main(["export", str(folder), str(tmp_path / "out"), *sizes, "--dtype", "bfloat16"]) == 0
@@ -156,6 +159,7 @@ def test_programs_are_exported_for_platforms_and_devices_that_are_not_there(open
             assert program.nr_devices == 8
 
 
+@pytest.mark.deep
 def test_a_model_that_is_planned_for_a_device_is_exported_for_it(folder, tmp_path):
     opened = open_model(Options().replace(model=str(folder), device="h200", mesh="data=8"))
     export(opened, tmp_path / "out", prompt=16, rows=2, weights=False)

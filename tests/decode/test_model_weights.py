@@ -52,6 +52,7 @@ WRONG = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_value_of_another_kind_is_one_error_that_names_the_parameter_until_it_is_set_again(folders, wrong):
     llm, (make, words) = LLM(folders[0]), WRONG[wrong]

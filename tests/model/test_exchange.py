@@ -55,6 +55,7 @@ def platform(request, monkeypatch):
         monkeypatch.setattr(across, "EXCHANGE_PIECES", 24)
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("platform")
 @pytest.mark.parametrize("name", EXCHANGES)
 @pytest.mark.parametrize("mesh", MESHES)

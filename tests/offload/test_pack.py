@@ -136,6 +136,7 @@ def test_formats_say_what_lies_on_the_host(tmp_path):
     assert sum(checkpoint.formats(placement).values()) == checkpoint.bytes() == sum(checkpoint.formats().values())
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("host_library")
 @pytest.mark.parametrize("kept", STORED, ids=lambda function: function.__name__)
 def test_replicas_of_every_kind_of_checkpoint_are_what_the_host_has(kept, tmp_path):

@@ -51,6 +51,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("form", "good"), FORMS, ids=[next(iter(form)) + str(at) for at, (form, _) in enumerate(FORMS)])
 def test_every_form_is_followed_by_completions_and_chats_whole_and_in_streams(deepseek, form, good):
     client = deepseek.client

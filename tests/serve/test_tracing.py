@@ -137,9 +137,12 @@ def test_a_refused_request_has_its_status_and_no_tokens(traced, collector):
 
 def test_a_client_that_goes_away_leaves_a_span_of_what_it_got(traced, collector):
     body = {**ASKED, "max_tokens": 480, "stream": True}
-    with httpx.stream("POST", f"{traced.url}/v1/completions", json=body, timeout=60) as stream:
-        next(stream.iter_lines())
-    found = collector.next()
+    for _ in range(5):  # on a busy machine an answer may be whole before its client is gone
+        with httpx.stream("POST", f"{traced.url}/v1/completions", json=body, timeout=60) as stream:
+            next(stream.iter_lines())
+        found = collector.next()
+        if found.named["gen_ai.response.finish_reasons"] == ["cancelled"]:
+            break
     assert found.named["gen_ai.response.finish_reasons"] == ["cancelled"]
     assert 1 <= found.named["gen_ai.usage.completion_tokens"] < 480
 

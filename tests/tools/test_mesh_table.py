@@ -15,6 +15,7 @@ def lines():
     return {(line["model"], line["8 of"]): line for line in found}
 
 
+@pytest.mark.deep
 def test_the_table_in_the_docs_is_what_the_tool_prints():
     page = PAGE.read_text()
     assert page == mesh_table.written(page), "python tools/mesh_table.py --write"
@@ -22,11 +23,13 @@ def test_the_table_in_the_docs_is_what_the_tool_prints():
     assert page.index(START) < page.index(END)
 
 
+@pytest.mark.deep
 def test_each_model_has_a_line_for_each_kind_of_device(lines):
     assert [*lines] == CASES
     assert len(mesh_table.rows()) == len(CASES)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("case", CASES, ids=" on ".join)
 def test_a_line_has_a_mesh_of_eight_and_figures_or_says_what_does_not_fit(lines, case):
     line = lines[case]
@@ -35,6 +38,7 @@ def test_a_line_has_a_mesh_of_eight_and_figures_or_says_what_does_not_fit(lines,
     assert all(line[name] == "" for name in ("decode", "prompts")) == line["tokens of cache"].startswith("does not fit")
 
 
+@pytest.mark.deep
 def test_smaller_devices_hold_the_small_model_alone(lines):
     fits = {case for case, line in lines.items() if line["decode"]}
     assert ("DeepSeek-V3, R1 (FP8)", "NVIDIA H200") in fits

@@ -123,6 +123,7 @@ def _leaves(value) -> list:
     return list(value.parts) if isinstance(value, QTensor) else [value]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("kind", ["bf16", "Q8_0", "Q4_K"])
 def test_each_byte_of_a_parameters_tensors_is_read_once_and_never_more_than_a_part(stored, reads, kind, mesh):

@@ -67,8 +67,8 @@ def gated(model, monkeypatch):
     "asked",
     [
         [request([5, 6], max_tokens=9), request([4], max_tokens=9), request([3], max_tokens=9)],  # more rows
-        [request([5 + i % 50 for i in range(400)], max_tokens=4)],  # a longer line
-        [request([5 + i % 50 for i in range(20)], max_tokens=4500)],  # wider page tables
+        pytest.param([request([5 + i % 50 for i in range(400)], max_tokens=4)], marks=pytest.mark.deep),  # a longer line
+        pytest.param([request([5 + i % 50 for i in range(20)], max_tokens=4500)], marks=pytest.mark.deep),  # wider page tables
     ],
 )
 def test_a_request_that_runs_goes_on_while_programs_for_others_are_compiled(gated, asked):
@@ -120,8 +120,10 @@ def test_what_fails_to_compile_is_an_error_of_who_waits_for_it_and_is_tried_agai
     "asked",
     [
         [request([5 + i], max_tokens=9) for i in range(5)],
-        [request([5 + i % 50 for i in range(700)], max_tokens=900), request([9] * 40, max_tokens=900)],  # wide ones
-        [request([5, 6], max_tokens=9, prompt_logprobs=1)],
+        pytest.param(
+            [request([5 + i % 50 for i in range(700)], max_tokens=900), request([9] * 40, max_tokens=900)], marks=pytest.mark.deep
+        ),  # wide ones
+        pytest.param([request([5, 6], max_tokens=9, prompt_logprobs=1)], marks=pytest.mark.deep),
     ],
 )
 def test_no_step_waits_for_the_compiler_while_somebody_runs(model, asked):

@@ -91,6 +91,7 @@ def expected_tokens(programs: Programs, asked: Request, texts: list[str]) -> lis
     return ids
 
 
+@pytest.mark.deep
 def test_tokens_are_the_likeliest_that_the_grammar_allows(programs_of, grammars):
     programs = programs_of("nobody")
     asked = [request(seed) for seed in range(3)]
