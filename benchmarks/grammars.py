@@ -8,15 +8,12 @@ five characters. Plain requests have OUTPUT tokens each. Those with grammars are
 done; their tokens are counted then."""
 
 import functools
-import tempfile
 import threading
 import time
-from pathlib import Path
 
-import hollow
 import numpy as np
 import report
-from loads import FULL, SMALL, randomise, settled
+from loads import FULL, SMALL, random_llm, settled
 
 from mla_jax import LLM, Grammar, SamplingParams
 from mla_jax.engine.reader import Reader
@@ -109,17 +106,12 @@ def main() -> None:
         cases = tuple(case for case in cases if case[0] in options.plain)
         alone = alone if 0 in options.plain else ()
     rows: list[dict] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        hollow.write(scale.model, folder, "bf16")
-        hollow.write_tokenizer(folder, scale.model.vocab_size)
-        with LLM(folder, **({"context": 256} if options.small else {})) as llm:
-            randomise(llm.model)
-            bench = GrammarBench(llm, output)
-            for measure, settings in ((bench.beside, cases), (bench.alone, alone)):
-                for case in settings:
-                    rows.append(settled(llm, functools.partial(measure, *case)))
-                    print(rows[-1], flush=True)
+    with random_llm(scale, **({"context": 256} if options.small else {})) as llm:
+        bench = GrammarBench(llm, output)
+        for measure, settings in ((bench.beside, cases), (bench.alone, alone)):
+            for case in settings:
+                rows.append(settled(llm, functools.partial(measure, *case)))
+                print(rows[-1], flush=True)
     report.show(rows, options.out, benchmark="grammars", small=options.small)
 
 

@@ -13,6 +13,7 @@ memory, and `memory` compares the peak with the plan.
 The checkpoint is of zeros, which take no room on the disk; in bf16 random numbers are put in their place on the device."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import re
@@ -75,6 +76,18 @@ def randomise(model: Transformer) -> None:
 
 def _over(old: jax.Array, seed: int) -> jax.Array:
     return numbers(old.shape, old.dtype, seed)
+
+
+@contextlib.contextmanager
+def random_llm(scale: Scale, **settings: Any) -> Iterator[LLM]:
+    """Of random bf16 weights and a tokenizer of random words."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        hollow.write(scale.model, folder, "bf16")
+        hollow.write_tokenizer(folder, scale.model.vocab_size)
+        with LLM(folder, **settings) as llm:
+            randomise(llm.model)
+            yield llm
 
 
 def settled(llm: LLM, run: Callable[[], Row]) -> Row:

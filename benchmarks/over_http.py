@@ -12,18 +12,16 @@ import itertools
 import json
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import hollow
 import numpy as np
 import report
 import uvicorn
-from loads import FULL, SMALL, randomise, settled
+from loads import FULL, SMALL, random_llm, settled
 
 from mla_jax import LLM, SamplingParams
 from mla_jax.serve.app import ServedModel, make_app
@@ -121,17 +119,11 @@ def main() -> None:
     counts = options.clients or counts
     tokens, output = (16, 8) if options.small else (PROMPT, OUTPUT)
     rows: list[dict] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        hollow.write(scale.model, folder, "bf16")
-        hollow.write_tokenizer(folder, scale.model.vocab_size)
-        with LLM(folder, **({"context": 256} if options.small else {})) as llm:
-            randomise(llm.model)
-            with served(llm) as url:
-                bench = HttpBench(llm, url, tokens, output)
-                for count, way in itertools.product(counts, WAYS):
-                    rows.append(settled(llm, functools.partial(bench.row, count, way)))
-                    print(rows[-1], flush=True)
+    with random_llm(scale, **({"context": 256} if options.small else {})) as llm, served(llm) as url:
+        bench = HttpBench(llm, url, tokens, output)
+        for count, way in itertools.product(counts, WAYS):
+            rows.append(settled(llm, functools.partial(bench.row, count, way)))
+            print(rows[-1], flush=True)
     report.show(rows, options.out, benchmark="over_http", small=options.small)
 
 
