@@ -8,13 +8,13 @@ is drawn from the whole vocabulary, and as long as it is not kept, another one f
 largest sum of logit and noise, and the noise stays: the first token that is kept has the largest sum of all that are kept."""
 
 import dataclasses
-import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt16, UInt32
+
+from mla_jax.base import radix
 
 # A bit of `seen` says that a token is in the prompt; the others count it in the output
 PROMPT, OUTPUT = 1 << 15, (1 << 15) - 1
@@ -106,39 +106,14 @@ def is_kept(
 def after_top_k(warm: Logits, sampling: Sampling) -> Float[Array, " B"]:
     """A number than which at most k logits are larger, and at least k not smaller; -inf for rows whose top-p does not need it.
 
-    It is found by its bits, four at a time, and by counting larger logits; the loop ends once there are k in every row."""
+    It is found by its bits, by counting larger logits."""
     # No logit is above 0, and below 0 a smaller number has larger bits
     bits = jax.lax.bitcast_convert_type(warm, jnp.uint32)
     k = sampling.top_k
     needed = sampling.renormalises & (k < warm.shape[1])
 
-    def is_unfinished(search: _Search) -> Array:
-        return (search.shift >= 0) & (needed & (search.most < k)).any()
-
-    start = _Search(jnp.int32(28), jnp.zeros(k.shape, jnp.uint32), jnp.zeros(k.shape, jnp.int32))
-    found = jax.lax.while_loop(is_unfinished, functools.partial(_with_next_digit, bits, k), start).bits
+    found = radix.border(bits, jnp.asarray(k), needed)
     return jnp.where(needed, jax.lax.bitcast_convert_type(found, jnp.float32), -jnp.inf)
-
-
-class _Search(NamedTuple):
-    """The `bits` found so far of each row's border, above `shift`; `most` logits are known to be larger."""
-
-    shift: Int[Array, ""]
-    bits: UInt32[Array, " B"]
-    most: Int[Array, " B"]
-
-
-def _with_next_digit(bits: UInt32[Array, "B W"], k: Given, search: _Search) -> _Search:
-    shift = search.shift.astype(jnp.uint32)
-    digits = np.arange(1, 16, dtype=np.uint32)
-    tried = search.bits + (digits[:, None] << shift)
-    larger = [(bits < number[:, None]).astype(jnp.int32) for number in tried]
-    # Reduced together: two kernels on a GPU, where fifteen sums are sixteen
-    add = functools.partial(jax.tree.map, jnp.add)
-    counts = jnp.stack(jax.lax.reduce(larger, [np.int32(0)] * len(digits), add, (1,)))
-    fits = counts <= k
-    found = search.bits + (fits.sum(0, dtype=jnp.uint32) << shift)
-    return _Search(search.shift - 4, found, jnp.maximum(search.most, jnp.where(fits, counts, 0).max(0)))
 
 
 def logit_of(token: Int[Array, " B"], logits: Logits) -> Float[Array, "B 1"]:
