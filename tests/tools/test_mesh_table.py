@@ -15,7 +15,6 @@ def lines():
     return {(line["model"], line["8 of"]): line for line in found}
 
 
-@pytest.mark.deep
 def test_the_table_in_the_docs_is_what_the_tool_prints():
     page = PAGE.read_text()
     assert page == mesh_table.written(page), "python tools/mesh_table.py --write"
