@@ -28,6 +28,7 @@ def opened(folder: str, form: str) -> tuple[LLM, dict[str, np.ndarray]]:
     return LLM(HERE / folder, attention=form, dtype="float32"), np.load(HERE / folder / "golden.npz")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", [pytest.param(form, marks=pytest.mark.once) for form in FORMS])
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_logits_in_every_form_equal_those_of_transformers(folder, form):
