@@ -1,19 +1,22 @@
 # `make demo` and `make test` set themselves up in .venv; PYTHON picks the interpreter (3.11 or newer), VENV the folder,
-# SELECT the tests by their markers, WORKERS the processes. DEEP=1 runs tests of sources that have not changed, too; COMPILE=users has
-# JAX optimise.
+# SELECT the tests by their markers, WORKERS the processes. DEEP=1 runs the deep tests, too; COMPILE=users has JAX optimise.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 SELECT ?= not parity and not clients
 WORKERS ?= auto
 
-.PHONY: demo test about-demo about-tests parity clients aiperf ray lint docs clean
+.PHONY: demo test deep about-demo about-tests parity clients aiperf ray lint docs clean
 
 demo: about-demo $(VENV)/.installed
 	$(BIN)/python -m mla_jax.generate --temperature 0 "def __eq__(self, other):"
 
 test: about-tests $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "$(SELECT)" -n $(WORKERS) --dist loadgroup
+
+# the tests that take long, of which `make test` runs none: of the files that have not passed with these sources, two at a time
+deep: $(VENV)/.installed-dev
+	$(BIN)/python tests/deep.py "$(SELECT)" 2
 
 about-demo:
 	@test -e $(VENV)/.installed || echo "Once, make demo installs mla-jax into $(VENV), and downloads about 190 MB for that."

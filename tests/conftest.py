@@ -23,7 +23,6 @@ jax.config.update("jax_num_cpu_devices", 8)  # for meshes; what has no mesh runs
 
 install_import_hook("mla_jax", "checker.checked")
 
-import deep  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
@@ -43,31 +42,22 @@ EVERY_PYTHON = re.compile(
     r"|cache/test_paged\.py::test_.*_copies_no_pool|pallas_kernels/(test_(gpu|tpu)\.py|.*interpreted)"
     r"|test_generate\.py::test_(stdout_carries|json_is_one|ctrl_c|help)|hosts/test_channel\.py"
 )
-UNCHANGED = pytest.StashKey()  # the test files whose deep tests need not run
 TOGETHER = re.compile(  # what waits for one model, trained or compiled, or for one run of a script
     r".*/(test_demo|test_generate|tools/test_(corpus|tasks|train_demo|training))\.py|.*\.py(?=::test_the_gpu_kernel_interpreted_)"
 )
 
 
 def pytest_configure(config):
-    """Finds once, in the process that starts the others, which deep tests need not run."""
-    if (given := getattr(config, "workerinput", None)) is None:
+    if not hasattr(config, "workerinput"):  # once, in the process that starts the others
         compiling.forget_old()
-    config.stash[UNCHANGED] = deep.unchanged() if given is None else given["unchanged"]
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node):
-    node.workerinput["unchanged"] = sorted(node.config.stash[UNCHANGED])
-
-
-def pytest_collection_modifyitems(config, items):
-    unchanged = {ROOT.parent / file for file in config.stash[UNCHANGED]}
+def pytest_collection_modifyitems(items):
     for item in items:
         if not EVERY_PYTHON.match(item.nodeid.removeprefix(f"{ROOT.name}/")):
             item.add_marker(pytest.mark.once)
-        if item.path in unchanged and item.get_closest_marker("deep"):
-            item.add_marker(pytest.mark.skip(reason="passed with these sources and versions; DEEP=1 runs it"))
+        if item.get_closest_marker("deep") and not os.environ.get("DEEP"):
+            item.add_marker(pytest.mark.skip(reason="deep: `make deep` runs it, or DEEP=1"))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,21 +1,26 @@
-"""Deep tests take minutes: one is skipped if it passed with the same files and the same Python, JAX, Flax and numpy.
+"""Deep tests take long, together hours of a processor: `make deep` runs those that have not passed with the same files and the
+same Python, JAX, Flax and numpy.
 
 They are marked `deep`, or `deep(folder, ..)` for inputs that no import leads to. A test file depends on itself, on the files
 conftest.py above it, and on all that these import or name, in turn. That is found in their text: imports inside functions count,
 and so do modules and scripts in quotes. A name that is merely mentioned can make a test run again, never make it be skipped.
 
-deep.json holds a digest for each Python and test file. `.ci/run` ends with `python tests/deep.py`, which writes those of the
-Python that runs it. DEEP=1 runs all deep tests."""
+deep.json holds a digest for each Python and test file. `make deep` runs one file after the other and writes the digest of each that
+passes, so that it can be stopped and goes on. `.ci/run` ends with the files that have still to pass. DEEP=1 has pytest run all."""
 
 import hashlib
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_suffix(".json")
@@ -151,20 +156,53 @@ def passed(sources: Sources, record: dict[str, str]) -> set[str]:
     return {name for name, file in sources.deep.items() if name in record and record[name] == sources.digest(file)}
 
 
-def unchanged() -> set[str]:
-    """The test files whose deep tests need not run with this Python; none where DEEP is set."""
-    if os.environ.get("DEEP") or not RECORD.exists():
-        return set()
-    return passed(Sources(ROOT, versions()), json.loads(RECORD.read_text()).get(PYTHON, {}))
+def recorded() -> dict[str, dict[str, str]]:
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
-def store() -> None:
-    """Writes that all deep tests pass with this Python."""
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+def waiting() -> list[str]:
+    """The test files whose deep tests have not passed with what they depend on now and this Python."""
     sources = Sources(ROOT, versions())
-    record[PYTHON] = {name: sources.digest(file) for name, file in sources.deep.items()}
+    return sorted(sources.deep.keys() - passed(sources, recorded().get(PYTHON, {})))
+
+
+def store(name: str, digest: str) -> None:
+    """Writes that the deep tests of a file have passed with this Python; of files that are gone nothing is kept."""
+    record = recorded()
+    mine = record.get(PYTHON, {}) | {name: digest}
+    record[PYTHON] = {file: mine[file] for file in mine if (ROOT / file).exists()}
     RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
+def run(name: str, select: str) -> subprocess.CompletedProcess:
+    """pytest on a file's deep tests, of those that `select` has."""
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", f"deep and ({select})", name]
+    return subprocess.run(line, cwd=ROOT, env=os.environ | {"DEEP": "1"}, capture_output=True, text=True)
+
+
+def run_waiting(select: str, processes: int) -> bool:
+    """Whether all deep tests that waited pass. A line is printed for each file, and what failed."""
+    sources, files = Sources(ROOT, versions()), waiting()
+    digests = {name: sources.digest(sources.deep[name]) for name in files}
+    good = True
+    with ThreadPoolExecutor(processes) as pool:
+        runs = {pool.submit(run, name, select): name for name in files}
+        for done in as_completed(runs):
+            name, ended = runs[done], done.result()
+            if ended.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
+                continue
+            last = ended.stdout.strip().rpartition("\n")[2].strip("= ")
+            print(f"{name}: {last}", flush=True)
+            if ended.returncode == pytest.ExitCode.OK:
+                store(name, digests[name])
+            else:
+                print(ended.stdout + ended.stderr, flush=True)
+                good = False
+    return good
+
+
 if __name__ == "__main__":
-    store()
+    if sys.argv[1:] == ["waiting"]:
+        print("\n".join(waiting()))
+    else:
+        sys.exit(not run_waiting(sys.argv[1], int(sys.argv[2])))

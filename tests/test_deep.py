@@ -1,4 +1,4 @@
-"""Deep tests run again when anything changes that they depend on, and only then."""
+"""`make deep` runs a file's deep tests when anything has changed that they depend on, and only then."""
 
 import json
 
@@ -71,21 +71,35 @@ def test_the_versions_are_those_of_python_jax_flax_and_numpy():
     assert deep.versions().split()[::2] == ["python", "jax", "jaxlib", "flax", "numpy"]
 
 
-def test_a_new_deep_test_runs_and_one_that_passed_with_these_files_does_not(root):
+def test_a_new_deep_test_waits_and_one_that_passed_with_these_files_does_not(root):
     (root / "tests/test_new.py").write_text("@pytest.mark.deep\ndef test_it(): ...\n")
     assert deep.passed(deep.Sources(root, VERSIONS), {TEST: digest(root), "tests/test_gone.py": "0"}) == {TEST}
 
 
-def test_a_record_of_another_python_stays(monkeypatch, tmp_path):
-    record = tmp_path / "deep.json"
-    record.write_text(json.dumps({"3.0": {TEST: "0"}}))
-    monkeypatch.setattr(deep, "RECORD", record)
-    deep.store()
+@pytest.fixture
+def record(root, monkeypatch):
+    """Of a folder in which two files have deep tests; one of them fails."""
+    (root / "tests/conftest.py").write_text("")
+    (root / "pytest.ini").write_text("[pytest]\nmarkers =\n  deep\n  parity\n")
+    (root / TEST).write_text("import pytest\n@pytest.mark.deep\ndef test_it(): ...\ndef test_plain(): assert False\n")
+    failing = "import pytest\n@pytest.mark.deep\ndef test_it(): assert False, 'here'\n@pytest.mark.deep\ndef test_that(): ...\n"
+    (root / "tests/test_failing.py").write_text(failing)
+    (root / "tests/test_parity.py").write_text("import pytest\n@pytest.mark.deep\n@pytest.mark.parity\ndef test_it(): ...\n")
+    (root / "tests/deep.json").write_text(json.dumps({"3.0": {TEST: "0"}, deep.PYTHON: {"tests/test_gone.py": "0", TEST: "1"}}))
+    monkeypatch.setattr(deep, "ROOT", root)
+    monkeypatch.setattr(deep, "RECORD", root / "tests/deep.json")
+    return root / "tests/deep.json"
+
+
+def test_what_passes_is_recorded_and_what_fails_is_printed_and_waits(record, capsys):
+    assert not deep.run_waiting("not parity", 2)
+    assert "AssertionError: here" in capsys.readouterr().out
     found = json.loads(record.read_text())
-    assert found["3.0"] == {TEST: "0"}
-    assert deep.unchanged() == found[deep.PYTHON].keys() != set()
-    monkeypatch.setenv("DEEP", "1")
-    assert deep.unchanged() == set()
+    assert found["3.0"] == {TEST: "0"}, "of another Python"
+    assert found[deep.PYTHON].keys() == {TEST}
+    assert deep.waiting() == ["tests/test_failing.py", "tests/test_parity.py"]
+    assert deep.run_waiting("parity", 1)
+    assert deep.waiting() == ["tests/test_failing.py"]
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,7 @@ def test_a_prompt_over_the_context_is_refused_before_weights_are_read(folder, mo
     assert "the context holds 4,096" in capsys.readouterr().err
 
 
+@pytest.mark.deep
 def test_log_probabilities_are_printed_after_the_text(command, folder):
     given, plain = (command("AB", "--model", folder, *SHORT, *more) for more in (("--logprobs", 2), ()))
     assert given.stdout == plain.stdout
@@ -233,6 +234,7 @@ def test_a_dumb_terminal_of_20_columns_gets_plain_text(folder, environment):
     assert "\x1b" not in shown
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_end_nothing(environment, folder, closed):
     arguments = shlex.join([sys.executable, "-m", "mla_jax.generate", "AB", "--model", str(folder), *map(str, SHORT)])
@@ -242,6 +244,7 @@ def test_closed_streams_end_nothing(environment, folder, closed):
     assert bool(result.stdout) == (">&-" not in closed.replace("2>&-", ""))
 
 
+@pytest.mark.deep
 def test_a_dry_run_says_what_is_needed_and_what_would_run_without_a_prompt(command, folder):
     result = command("--model", folder, "--dry-run")
     assert result.returncode == 0
@@ -273,6 +276,7 @@ def test_json_is_one_object_an_event_and_the_last_says_how_it_ended(command, fol
     assert "".join(e["text"] for e in events[:-1]) + "\n" == plain.stdout.decode()
 
 
+@pytest.mark.deep
 def test_a_file_and_a_configuration_give_the_same_as_flags(command, folder, tmp_path):
     (tmp_path / "prompt.txt").write_text("AB")
     settings = f'[model]\nmodel = "{folder}"\n[sampling]\nmax_tokens = 6\nignore_eos = true\nseed = 4\n[output]\nquiet = true\n'
@@ -367,6 +371,7 @@ def test_ctrl_c_ends_the_text_cleanly_and_still_prints_the_figures(environment, 
     assert b"Traceback" not in complaint
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("arguments", [("AB", *SHORT), ("--dry-run",), ("--help",)], ids=["text", "plan", "help"])
 def test_a_closed_pipe_ends_quietly(environment, folder, arguments):
     line = [sys.executable, "-m", "mla_jax.generate", *map(str, arguments), "--model", str(folder)]

@@ -72,6 +72,7 @@ def test_random_blocks_of_every_gguf_type_unpack_to_the_bits_that_the_gguf_packa
     assert_same_bits(unpacked(q), by_package(q))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", TYPES)
 def test_a_row_of_one_block_unpacks_outside_jit_as_well(name):
     q = packed(name, np.random.default_rng(7), blocks=1)
@@ -274,6 +275,7 @@ def test_what_is_not_finite_is_found_without_unpacking(name):
     assert int(unsound(name, zeros)) == 0
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", [name for name, kind in TYPES.items() if kind.halves])
 def test_one_infinite_scale_is_found_in_every_place(name):
     kind = TYPES[name]

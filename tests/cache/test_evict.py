@@ -171,6 +171,7 @@ def test_critical_keeps_scores_and_their_products_with_the_worth_apart():
     np.testing.assert_allclose(evict.shared(found, policy.stages)[0], [[0.5, 0.5], [0.5001 * 3, 0.5001 * 7]])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_cuts_of_blocks_change_no_score(name):
     layer, policy = Attention.random(0), small(name)

@@ -231,6 +231,7 @@ def test_a_form_attends_to_the_held_tokens_and_to_nothing_else(form, new):
     close(step.attended(), step.alone())
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("spread", [1.0, 10.0])
 def test_attention_block_by_block_is_one_softmax_for_every_block_size(form, spread):
@@ -247,6 +248,7 @@ def test_blocks_of_any_size_over_pages_of_any_size_are_one_softmax(lens, block, 
     close(step.attended(block=block), step.alone())
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("block", [PAGE, SIZE])
 def test_tokens_of_a_line_attend_to_their_own_rows(form, block):
@@ -273,6 +275,7 @@ def test_lines_of_any_rows_attend_as_rows_do(lens, counts, padding):
             close(found, expected[row, : counts[row]])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_attends_by_the_order_of_slots_wherever_the_pages_are(form):
     step = Step(form, [6, 9, 2], new=2)
@@ -290,6 +293,7 @@ def test_positions_turn_tokens_and_do_not_hide_them():
     assert near.visible(0, 8)[:, :, 0].sum(-1).tolist() == [[4, 5], [6, 0]]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("block", [PAGE, SIZE])
 def test_a_query_with_nothing_to_attend_to_gives_exact_zeros(form, block):
@@ -434,6 +438,7 @@ def test_a_compiled_decode_loop_copies_no_pool(rows, stored):
     check_in_place(program.lower(state, pool, *shapes).compile(), pool)
 
 
+@pytest.mark.deep
 @FEW
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_a_compiled_decode_loop_over_lanes_copies_no_pool(rows, stored):

@@ -71,6 +71,7 @@ RESTORE = """
 """
 
 
+@pytest.mark.deep
 def test_eight_devices_get_equal_values_and_read_each_chunk_once(tmp_path):
     source = released(tmp_path / "hf", "v3", "bf16")
     assert convert(source, tmp_path / "out", "--mesh", "data=4,tensor=2") == 0

@@ -146,6 +146,7 @@ def test_tokens_may_be_exchanged_without_padding_on_gpus(opened, tmp_path, monke
     assert "@ragged_all_to_all" in program.mlir_module()
 
 
+@pytest.mark.deep
 def test_programs_are_exported_for_platforms_and_devices_that_are_not_there(opened, tmp_path):
     export(opened, tmp_path / "out", platforms=("cuda", "tpu"), mesh="data=4,tensor=2", prompt=16, rows=2, weights=False)
     found = manifest(tmp_path / "out")

@@ -29,6 +29,7 @@ def assert_same_folder(back, source):
         assert (back / name).read_bytes() == (source / name).read_bytes()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_every_family_comes_back(tmp_path, family):
     source = released(tmp_path / "hf", family)
@@ -67,6 +68,7 @@ def test_a_folder_is_written_again_without_orbax_between(tmp_path):
     assert_same_folder(tmp_path / "back", source)
 
 
+@pytest.mark.deep
 def test_files_are_for_all_who_may_read_the_folder(tmp_path):
     source = released(tmp_path / "hf")
     back = there_and_back(source, tmp_path)
@@ -76,6 +78,7 @@ def test_files_are_for_all_who_may_read_the_folder(tmp_path):
         assert path.stat().st_mode & 0o777 == 0o666 & ~mask, path
 
 
+@pytest.mark.deep
 def test_a_copy_that_is_no_copy_is_left_out_and_a_tied_heads_is_kept(tmp_path):
     hf = models.FAMILIES["youtu"]
     weights = models.tensors(hf)

@@ -63,6 +63,7 @@ def test_what_is_sound_is_said_to_be(out, capfd):
     assert f"\n{out} is sound: 0.2 MiB\n" in capfd.readouterr().err
 
 
+@pytest.mark.deep
 def test_weights_that_are_not_those_of_the_config_are_found(out, capfd):
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))

@@ -58,6 +58,7 @@ BAD = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_batch_is_refused(layer, name):
     error, words, changed = BAD[name]

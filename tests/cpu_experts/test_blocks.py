@@ -36,6 +36,7 @@ def test_blocks_mean_what_the_gguf_package_says(format):
     assert (layout.dequantize(parts, format, 768) == meant(made, format)).all()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("format", TYPES)
 @pytest.mark.parametrize("tokens", [1, 3, 40, 150])
 def test_a_layer_of_any_blocks_agrees_with_the_gguf_package(isa, format, tokens):

@@ -39,6 +39,7 @@ def open_all(*paths: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.deep
 def test_a_library_cut_short_anywhere_is_refused_and_says_how_to_build_it(built_files, tmp_path):
     paths = []
     for name, contents in built_files.items():
@@ -52,6 +53,7 @@ def test_a_library_cut_short_anywhere_is_refused_and_says_how_to_build_it(built_
     assert any("is damaged (it has 5,000 bytes, but its headers describe " in line for line in said)
 
 
+@pytest.mark.deep
 def test_an_installed_library_loads_and_one_changed_byte_of_it_is_found(builds, ffi_library, tmp_path, capsys):
     for name, built in (("plain.so", builds() / library.NAME), ("ffi.so", ffi_library)):
         installed = tmp_path / name

@@ -108,6 +108,7 @@ def one_node(native, tmp_path_factory):
     return digests
 
 
+@pytest.mark.deep
 @two_cores
 @pytest.mark.parametrize(
     ("files", "nodes"),

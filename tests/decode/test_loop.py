@@ -121,6 +121,7 @@ def assert_same(one: Served, other: Served):
         np.testing.assert_allclose(array, other.pool[name], atol=1e-5)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("cuts", [[1] * 30, [5, 13, 12], [2**30, 1]])
 def test_one_run_equals_many_short_ones(programs, cuts):
     whole, short = begun(programs), begun(programs)
@@ -144,6 +145,7 @@ def test_one_pass_for_both_leaves_what_a_line_and_a_step_leave(programs):
     assert [len(ids) for ids in whole.ids] == list(LIMITS)
 
 
+@pytest.mark.deep
 def test_in_one_pass_a_row_whose_logits_are_no_numbers_ends_alone(programs):
     good, bad = begun(programs), begun(programs)
     last = bad.rows.last.at[bad.at[0]].set(jnp.nan)
@@ -160,6 +162,7 @@ def test_a_run_takes_as_many_steps_as_its_answer_has_room_for(programs):
     assert served.run(2**30).count.tolist() == [60 - STEPS] * ROWS
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("width", [3, 4, 7])
 def test_prompts_read_in_chunks_equal_prompts_read_whole(programs, width):
     chunked, whole = Served(programs), begun(programs)

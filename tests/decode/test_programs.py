@@ -92,12 +92,14 @@ SHAPES = [
 ]
 
 
+@pytest.mark.deep
 def test_a_second_start_traces_and_compiles_nothing_and_chooses_the_same_tokens(model, folder, expected, work):
     found = generated(Programs(model, folder=folder))
     np.testing.assert_array_equal(found, expected)
     assert not [name for name in work if re.search("^(new|prefill|admit|run)", str(name))]
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("expected")
 def test_xla_s_account_of_a_program_is_kept_with_it(model, folder):
     first, second = Programs(model), Programs(model, folder=folder)
@@ -113,6 +115,7 @@ def test_stored_tokens_are_those_of_programs_that_are_not_stored(model, expected
     np.testing.assert_array_equal(generated(Programs(model)), expected)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "damage", [lambda data: data[: len(data) // 2], lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda data: b""]
 )

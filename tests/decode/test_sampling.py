@@ -123,6 +123,7 @@ def spread(kind: str, words: int, rng: np.random.Generator) -> np.ndarray:
 KINDS = ["flat", "peaked", "tied", "long tail", "some impossible", "equal"]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("kind", "words"), [(kind, words) for kind in KINDS for words in (7, 1000)] + [("flat", 102_400), ("long tail", 102_400)]
 )
@@ -143,6 +144,7 @@ def test_the_border_of_top_p_is_where_exact_sums_have_it(kept, kind, words):
             assert kept(logits, row, near) == low
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("words", [7, 1000, 102_400])
 def test_the_tokens_are_those_that_sorting_would_choose(words):
     """For rows with all kinds of settings together: the largest sum of logit and noise among what the reference keeps."""
@@ -262,6 +264,7 @@ def test_equal_logits_give_the_first_token_when_cold_and_any_when_warm(temperatu
     assert set(tokens) == ({0} if temperature == 0 else set(range(WORDS)))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("row", [{"temperature": 0.0}, {"top_p": 0.9}, {"presence_penalty": 1.0}, {"top_k": 5, "top_p": 0.9}])
 @pytest.mark.parametrize("words", [WORDS, 1000])
 def test_a_row_that_is_not_fit_is_reported_and_leaves_the_others_as_they_are(words, row):

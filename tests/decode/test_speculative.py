@@ -144,6 +144,7 @@ def programs_of(model):
     return cache(lambda drafter: Programs(model, drafter=drafter))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("sampling", ["greedy", *(pytest.param(name, marks=DEEP) for name in SAMPLINGS if name != "greedy")])
 def test_tokens_log_probabilities_and_rows_are_those_of_plain_decoding(programs_of, sampling):
     plain = Served(programs_of(NOBODY), **SAMPLINGS[sampling]).finish()

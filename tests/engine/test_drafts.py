@@ -304,6 +304,7 @@ def test_nothing_compiles_once_warm_however_many_are_guessed(programs_of, kinds,
             finish(engine, [engine.submit(one, streams=bool(rng.random() < 0.3)) for one in some])
 
 
+@pytest.mark.deep
 def test_numbers_of_rows_that_never_pay_do_not_draft(by_layer, monkeypatch):
     engine = engine_of(by_layer, SMALL, 2)
     monkeypatch.setattr(engine.drafting, "pays", lambda rows: rows == 1)

@@ -189,6 +189,7 @@ def test_no_prompts_give_no_outputs(llm):
     assert llm.generate([]) == []
 
 
+@pytest.mark.deep
 def test_bfloat16_tokens_are_the_likeliest_or_nearly_so(tmp_path):
     llm = LLM(family_folder(tmp_path, "v3", **ONE_LAYER), dtype="bfloat16")
     output = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=6))[0]
@@ -542,6 +543,7 @@ def test_statistics_that_cannot_be_written_stop_the_start_and_no_answer(folder, 
         assert counting.generate(PROMPTS[0], SamplingParams(max_tokens=2))[0].token_ids
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("host_library")
 def test_prompts_bring_experts_of_the_host_to_the_device_if_asked(llm, folder, monkeypatch):
     monkeypatch.setattr(calibrate, "host", lambda *formats: RATES)

@@ -235,6 +235,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mesh", EXPECTED)
 def test_a_decode_program_sends_what_was_counted_by_hand(folder_of, mesh):
     model = load(folder_of("v3"), dispatch=Dispatch(exchange="gather"))

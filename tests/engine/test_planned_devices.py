@@ -45,6 +45,7 @@ def plan(folder, capsys):
     return run
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_bytes_are_those_of_one_device_of_the_mesh_and_of_the_table(folder, whole, monkeypatch, mesh):
     monkeypatch.setattr(Devices, "of", lambda *_: pytest.fail("devices were asked for"))

@@ -75,6 +75,7 @@ def idle(llm: LLM) -> bool:
     return not engine.jobs and not engine.running and engine.shards[0].pages.free == engine.size.pages
 
 
+@pytest.mark.deep
 def test_groups_come_back_as_generate_answers_them_an_empty_one_empty(llm):
     requests = [llm.inputs.request([20 + i, 7], SHORT) for i in range(6)]
     expected = [output.token_ids for output in llm.generate([request.prompt for request in requests], SHORT)]
@@ -92,6 +93,7 @@ def test_serving_that_is_dropped_half_way_gives_all_pages_back(llm):
     assert idle(llm)
 
 
+@pytest.mark.deep
 def test_an_error_of_who_asks_gives_all_pages_back_and_leaves_the_engine_usable(llm):
     def asking():
         yield [llm.inputs.request([20, 7], SHORT)]
@@ -132,6 +134,7 @@ def test_a_bar_counts_what_is_done_and_says_how_fast_and_what_runs(llm, capsys):
     assert "a line\n" in shown
 
 
+@pytest.mark.deep
 def test_few_prompts_or_no_terminal_show_no_bar(llm, capsys, monkeypatch):
     llm.generate([[20, 7]] * 20, SHORT)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)

@@ -78,6 +78,7 @@ def assert_scored(job: Job, scores: np.ndarray) -> None:
     np.testing.assert_allclose([next(iter(one.values())) for one in found[1:]], scores, atol=2e-5)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 def test_a_prompt_of_any_length_has_an_entry_for_each_token(programs, engine_of, tokens):
     rng, engine = np.random.default_rng(tokens), engine_of("plain")

@@ -104,6 +104,7 @@ def ends_with_one_error(run: several.Run, words: str, since: float) -> None:
     assert "*** Check failure" not in said
 
 
+@pytest.mark.deep
 def test_a_killed_process_ends_the_other_at_once_with_one_error(pair):
     leader, follower = pair("data=8", "endless")
     leader.await_line("running", START)
@@ -150,6 +151,7 @@ def test_the_command_line_answers_in_process_0_alone(folder, tmp_path, port):
     assert "process 1 of 2 follows process 0" in runs[1].words()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("others", "words"),
     [

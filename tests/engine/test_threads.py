@@ -62,6 +62,7 @@ def alone(llm) -> list:
     return [plain(llm.generate([prompt], params)) for prompt, params in cases(48)]
 
 
+@pytest.mark.deep
 def test_threads_that_generate_at_once_get_what_each_gets_alone(llm, alone):
     def ask(case):
         return plain(llm.generate([case[0]], case[1]))
@@ -104,6 +105,7 @@ def test_event_loops_and_threads_share_one_engine(llm, alone):
         assert mine == [alone[number] for number in numbers]
 
 
+@pytest.mark.deep
 def test_a_task_that_is_cancelled_cancels_its_request(llm):
     async def dropped():
         found = AsyncLLM(llm)
@@ -195,6 +197,7 @@ def test_an_answer_whose_time_is_up_ends_with_the_tokens_it_has(llm, slowly):
     assert left(llm) == (0, 0)
 
 
+@pytest.mark.deep
 def test_more_requests_than_may_wait_are_refused_and_told_for_how_long(tmp_path, slowly):
     hf = {**FAMILIES["v3"], "num_hidden_layers": 2}
     params = SamplingParams(max_tokens=100, ignore_eos=True)
@@ -216,6 +219,7 @@ def test_more_requests_than_may_wait_are_refused_and_told_for_how_long(tmp_path,
         assert len(small.generate([[5 + i] for i in range(9)], SamplingParams(max_tokens=2))) == 9  # which wait in turn
 
 
+@pytest.mark.deep
 def test_who_asks_while_an_llm_is_closed_is_told_and_nobody_waits_for_ever(tmp_path, slowly):
     hf = {**FAMILIES["v3"], "num_hidden_layers": 2}
     closing = LLM(write(tmp_path, hf, tensors(hf)), **ROOM)

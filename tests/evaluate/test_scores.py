@@ -105,6 +105,7 @@ def test_rates_are_of_the_tokens_that_a_load_has(llm):
     assert rate.deviation >= 0
 
 
+@pytest.mark.deep
 def test_the_commands_print_what_they_find(folder, tmp_path, capsys):
     text = tmp_path / "text"
     text.write_text("a1b2" * 100)

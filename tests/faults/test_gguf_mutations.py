@@ -4,6 +4,7 @@ import os
 from contextlib import suppress
 from itertools import pairwise
 
+import pytest
 from faults import gguf_corpus
 from faults.cost import LONG, cost_of
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from mla_jax.weights.gguf_header import read_gguf_header
 VALID = gguf_corpus.valid().file()
 
 
+@pytest.mark.deep
 @given(data=st.data())
 @settings(max_examples=600)
 def test_a_file_with_random_bytes_changed_is_read_or_refused(tmp_path_factory, data):

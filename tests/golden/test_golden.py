@@ -28,6 +28,7 @@ def opened(folder: str, form: str) -> tuple[LLM, dict[str, np.ndarray]]:
     return LLM(HERE / folder, attention=form, dtype="float32"), np.load(HERE / folder / "golden.npz")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", [pytest.param(form, marks=pytest.mark.once) for form in FORMS])
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_logits_in_every_form_equal_those_of_transformers(folder, form):
@@ -36,8 +37,11 @@ def test_logits_in_every_form_equal_those_of_transformers(folder, form):
 
 
 # Steps know nothing of families: for forms that are not chosen by themselves one is enough.
-OTHERS = [pytest.param("v3", form, marks=pytest.mark.once) for form in ("naive", "fused")]
-GREEDY = [*((folder, "auto") for folder in FOLDERS), *OTHERS]
+OTHERS = [pytest.param("v3", form, marks=(pytest.mark.once, pytest.mark.deep)) for form in ("naive", "fused")]
+GREEDY = [
+    *(pytest.param(folder, "auto", marks=() if folder in ("v2_lite", "v3") else pytest.mark.deep) for folder in FOLDERS),
+    *OTHERS,
+]
 
 
 @pytest.mark.parametrize(("folder", "form"), GREEDY)

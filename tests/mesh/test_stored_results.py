@@ -57,6 +57,7 @@ def passes(name: str) -> Iterator[tuple[dict, float]]:
             yield row, known.prompts(HELD).seconds
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", MESHES)
 def test_passes_on_meshes_are_predicted_within_a_quarter(name):
     found = [(row["mesh"], row["what"], row["rows"], round(1e3 * seconds / row["ms"], 2)) for row, seconds in passes(name)]

@@ -231,6 +231,7 @@ POLICY = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("cache", "name"), [*(("latents", name) for name in POLICY), ("heads", "keydiff"), ("heads", "critical")]
 )
@@ -379,6 +380,7 @@ def test_a_pass_for_a_policy_leaves_the_pool_as_it_is_and_scores_all_that_each_l
         assert ((weights > 0) == (sees & read.queries[..., None])[:, :, None]).all()
 
 
+@pytest.mark.deep
 def test_each_layer_is_scored_by_its_own_pages_wherever_they_are():
     read, layers = read_by("auto", "auto"), SMALL.num_hidden_layers
     found = read.once_more(ints(read.table), read.pool)[2]["watched"]

@@ -76,6 +76,7 @@ def test_a_line_attends_to_what_its_rows_have_cached_block_by_block(monkeypatch)
         assert np.abs(blocks - whole).max() < 1e-5 * whole.std(), name
 
 
+@pytest.mark.deep
 # a page for all, pages of 8, 16 and 2 tokens
 @pytest.mark.parametrize("size", [8, *(pytest.param(size, marks=DEEP) for size in (64, 16, 2))])
 def test_it_says_what_move_elided_says_whatever_the_padding(size):

@@ -149,6 +149,7 @@ def test_a_decode_is_that_of_whole_sequences_in_which_each_token_sees_what_it_ch
         assert np.abs(everything - some).max() > 1e-2, "the choice has left nothing out"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("rows", [1, 2])
 def test_blocks_of_rows_choose_what_all_rows_at_once_choose(rows, monkeypatch):
     model, prompts = model_of("quest", "move_elided"), np.array([30, 18, 35], np.int32)
@@ -219,6 +220,7 @@ def needle_layer() -> MLA:
     return attn
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("policy", [Quest(), RETRIEVAL_POLICIES["infllm"], Chance()], ids=lambda policy: policy.name)
 def test_a_needle_in_one_page_is_found_where_random_pages_lose_it(policy):
     """The tokens after the needle speak of it, which InfLLM goes by. One of nine pages can be chosen."""
@@ -253,6 +255,7 @@ def summary(policy: RetrievalPolicy) -> jax.ShapeDtypeStruct:
 # what it costs
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("policy", RETRIEVAL_POLICIES)
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_loop_of_decode_steps_copies_no_pool(policy, rows):

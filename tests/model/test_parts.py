@@ -85,6 +85,7 @@ def test_a_tied_head_is_counted_once():
     assert weights["embedding"].numbers == 0
 
 
+@pytest.mark.deep
 def test_fewer_bytes_of_weights_lie_on_a_device_the_more_devices_share_them():
     for axis in ("data", "tensor", "context"):
         sizes = [released_cost(V3, {axis: n}).parts.weight_bytes for n in (1, 2, 4, 8)]

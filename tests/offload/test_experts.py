@@ -77,6 +77,7 @@ def by_hand(model: Transformer, tokens: jax.Array, defer: int) -> jax.Array:
     return rms_norm(x + left, model.norm[...], model.config.rms_norm_eps)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("defer", [0, 1, 2])
 def test_the_lowest_scored_experts_are_added_a_layer_later(defer):
     tokens = jnp.asarray([[5, 6, 7, 8]])
@@ -118,6 +119,7 @@ def test_many_new_tokens_defer_nothing():
     np.testing.assert_array_equal(found, exact)
 
 
+@pytest.mark.deep
 def test_a_layer_never_defers_all_of_a_token():
     layer, x = model_of().layers[1].mlp, jnp.ones((1, 1, CONFIG.hidden_size))
     y, _, pending = layer(x, jnp.ones((1, 1), bool), ExpertPlan(moe.dense, defer=99))
@@ -126,6 +128,7 @@ def test_a_layer_never_defers_all_of_a_token():
     close(settle(y, pending), whole)
 
 
+@pytest.mark.deep
 def test_an_mtp_layer_leaves_nothing_for_later():
     config = dataclasses.replace(CONFIG, num_nextn_predict_layers=1)
     model = Transformer(config, nnx.Rngs(0), mtp=True, dispatch=Dispatch(defer=2))
@@ -146,6 +149,7 @@ def streamed(layer: MoE, backend: str, x: jax.Array, mask: jax.Array) -> jax.Arr
     return y
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("backend", moe.BACKENDS)
 @pytest.mark.parametrize("held", [1 << 30, 3, 1], ids=["in one go", "in groups that overlap", "one by one"])
 def test_experts_streamed_to_the_device_give_what_those_do_that_lie_there(backend, held, monkeypatch):
@@ -163,6 +167,7 @@ def test_experts_streamed_to_the_device_give_what_those_do_that_lie_there(backen
     close(found, jax.jit(lambda x: layer(x, mask, ExpertPlan(moe.dense))[0])(x))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "precision", [name if name in ("int8", "q4_k") else pytest.param(name, marks=DEEP) for name in KERNEL_FORMATS]
 )
@@ -187,6 +192,7 @@ def test_experts_of_every_format_are_streamed_as_the_tensors_they_were(precision
                 np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.deep
 def test_rows_that_gguf_does_not_have_are_streamed_as_numbers():
     floats = [np.random.default_rng(i).standard_normal(s, np.float32) for i, s in enumerate([(2, 20, 40)] * 2 + [(2, 40, 20)])]
     with Experts(*floats, "q8_0") as layer:

@@ -161,6 +161,7 @@ def test_replicas_of_every_kind_of_checkpoint_are_what_the_host_has(kept, tmp_pa
         assert model.replicated == 2
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("host_library")
 def test_a_model_without_weights_has_the_stacks_of_the_loaded_one(stored):
     """So that `--dry-run` says what runs."""
@@ -208,6 +209,7 @@ def test_a_start_that_was_stopped_goes_on_where_it_was(tmp_path):
     assert (folder / "layer_002.experts").exists()
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("host_library")
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     path, folder = bf16(tmp_path / "m"), tmp_path / "packed"

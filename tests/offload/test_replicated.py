@@ -60,6 +60,7 @@ def random_x(tokens: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(tokens).standard_normal((2, tokens, CONFIG.hidden_size)), jnp.float32)
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("host_library")
 @pytest.mark.parametrize("backend", moe.BACKENDS)
 @pytest.mark.parametrize("ids", SETS, ids=str)

@@ -65,6 +65,7 @@ def in_this_process(lines, own, command, settings):
     worker.llm.close()
 
 
+@pytest.mark.deep
 def test_a_worker_answers_lines_as_an_llm_does_and_a_second_run_resumes(files, model, monkeypatch):
     prompts, out = files
     monkeypatch.setattr(ray_batch, "answered", in_this_process)

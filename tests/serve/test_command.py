@@ -66,6 +66,7 @@ def test_a_signal_lets_running_requests_end_and_then_the_server(chat_folder, sen
         server.process.kill()
 
 
+@pytest.mark.deep
 def test_a_signal_ends_a_server_that_still_loads(chat_folder):
     server = Process("--model", chat_folder)
     try:

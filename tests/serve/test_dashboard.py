@@ -24,6 +24,7 @@ def names(text: str) -> set[str]:
     return set(re.findall(r"\b(?:vllm|mla_jax):\w+", text))
 
 
+@pytest.mark.deep
 def test_every_figure_of_the_dashboard_is_exported(running):
     running.client.completions.create(model="tiny", prompt="a1", max_tokens=2)
     lines = running.get("/metrics").text.splitlines()

@@ -65,6 +65,7 @@ def test_a_message_gets_the_answer_that_a_chat_gets(deepseek):
     assert usage.output_tokens == chat.usage.completion_tokens
 
 
+@pytest.mark.deep
 def test_thinking_text_and_a_call_are_blocks_in_their_order(deepseek):
     message = created(deepseek, **TOOLS, **THINKING)
     thinking, text, call = message.content
@@ -77,6 +78,7 @@ def test_thinking_text_and_a_call_are_blocks_in_their_order(deepseek):
     assert message.usage.output_tokens_details.thinking_tokens == 3
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("model", CALLING)
 def test_a_stream_makes_the_same_blocks_as_a_whole_answer(model, pace, request):
     running, more = request.getfixturevalue(model), CALLING[model]
@@ -206,6 +208,7 @@ def test_thinking_is_a_variable_of_the_template(deepseek, read, thinking, expect
     assert read[-1]["chat_template_kwargs"] == ({} if expected is None else {"thinking": expected})
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
 def test_a_call_can_be_forced(deepseek, choice):
     schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}

@@ -201,6 +201,7 @@ def test_items_become_messages_of_a_chat(deepseek, read):
 ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}, ALLOWED])
 def test_a_call_can_be_forced(deepseek, choice):
     schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}

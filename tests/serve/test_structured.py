@@ -70,6 +70,7 @@ def test_every_form_is_followed_by_completions_and_chats_whole_and_in_streams(de
     assert [text for text in texts if not good(text)] == []
 
 
+@pytest.mark.deep
 def test_a_schema_is_followed_by_each_of_several_answers_and_by_others_at_the_same_time(deepseek):
     asked = {**TALK, "response_format": FORMAT, "n": 4}
     choices = deepseek.client.chat.completions.create(**asked).choices
@@ -91,6 +92,7 @@ def test_an_answer_is_parsed_as_the_class_that_was_asked_for(deepseek):
             assert stream.get_final_completion().choices[0].message.parsed == found
 
 
+@pytest.mark.deep
 def test_reasoning_is_free_and_comes_apart(deepseek):
     asked = {**TALK, "response_format": FORMAT, "temperature": 0, "extra_body": THINKING}
     message = deepseek.client.chat.completions.create(**asked).choices[0].message

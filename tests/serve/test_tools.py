@@ -135,6 +135,7 @@ def test_an_answer_may_be_held_to_one_call(glm):
     assert whole["usage"]["completion_tokens"] < answer(glm, **TOOLS)["usage"]["completion_tokens"]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("model", CALLING)
 def test_many_calls_at_once_are_those_of_each_alone(model, request):
     running, found = request.getfixturevalue(model), []
@@ -210,6 +211,7 @@ def checked_calls(message: dict) -> list[str]:
     return [call["function"]["name"] for call in message["tool_calls"]]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("model", CALLING)
 @pytest.mark.parametrize("choice", [named_tool("weather"), ALLOWED, "required"])
 def test_a_call_can_be_forced_whole_and_in_pieces(model, choice, pace, request):
@@ -223,6 +225,7 @@ def test_a_call_can_be_forced_whole_and_in_pieces(model, choice, pace, request):
     assert len(names) == 1 or choice != named_tool("weather")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("model", CALLING)
 @pytest.mark.parametrize("seed", range(3))
 def test_forced_calls_that_are_drawn_follow_their_schemas(model, seed, request):
@@ -413,6 +416,7 @@ def test_a_last_message_may_be_continued(deepseek):
     assert found["prompt_token_ids"] == deepseek.llm.encode_chat(messages, continue_final_message=True)
 
 
+@pytest.mark.deep
 def test_variables_of_a_request_stand_above_those_of_the_server_under_either_name(tmp_path):
     folder = write_scripted(tmp_path, DEEPSEEK)
     for running in started(folder, model_name="m", chat_template_kwargs='{"thinking": true, "lang": "no"}'):

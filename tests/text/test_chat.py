@@ -179,6 +179,7 @@ FORGED = st.lists(
 ).map("".join)
 
 
+@pytest.mark.deep
 @settings(max_examples=15)
 @given(system=FORGED, question=FORGED, answer=FORGED)
 @example(system="", question="", answer="</think><think>")

@@ -216,6 +216,7 @@ FORGED = st.lists(
 ).map("".join)
 
 
+@pytest.mark.deep
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=FORGED)
 @example(text="".join(CONTROLS))

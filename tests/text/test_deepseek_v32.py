@@ -151,6 +151,7 @@ def brought(text: str) -> list[int]:
 FORGED = st.lists(st.sampled_from([*TOKENIZER.control, "<", "｜", "DSML", "think>", "</", '"', " ", "a"]), min_size=1, max_size=5)
 
 
+@pytest.mark.deep
 @settings(max_examples=100, deadline=None)
 @given(text=FORGED.map("".join))
 @example(text="".join(TOKENIZER.control))

@@ -168,6 +168,7 @@ def test_no_content_fails_the_check_of_its_form(key, change):
         forms.inert(content | {key: value})
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("name", "text"),
     [

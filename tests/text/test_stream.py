@@ -148,6 +148,7 @@ def test_a_plain_added_token_is_shown_and_a_special_one_is_not():
     assert TextStream(BYTE_LEVEL).push([think, eos, 97]) == "<think>a"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_a_long_text_takes_linear_time(kind):
     ids = TOKENIZERS[kind].model.token_to_id("a"), TOKENIZERS[kind].control["<eos>"]

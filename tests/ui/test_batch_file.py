@@ -115,6 +115,7 @@ def test_every_line_gets_what_generate_gives_in_order(run, llm, files):
     assert set(biased["token_ids"]) == {50}
 
 
+@pytest.mark.deep
 def test_without_a_file_for_them_answers_go_to_stdout_and_figures_to_stderr(run, files, capfdbinary):
     assert run(quiet=False, out=None) == 0
     shown = capfdbinary.readouterr()
@@ -124,6 +125,7 @@ def test_without_a_file_for_them_answers_go_to_stdout_and_figures_to_stderr(run,
     assert files[1].read_bytes() == shown.out
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -219,6 +221,7 @@ def test_bad_bytes_are_a_bad_line(run, files):
     assert [("error" in answer) for answer in answers(files[1])] == [False, True, False]
 
 
+@pytest.mark.deep
 def test_logits_that_are_not_finite_end_with_their_exit_code(run, llm, files):
     norm = llm.model.norm[...]
     try:
@@ -369,6 +372,7 @@ def test_two_runs_cannot_write_one_file(run, files):
         run()
 
 
+@pytest.mark.deep
 def test_ctrl_c_gives_pages_back_leaves_whole_lines_and_says_how_to_go_on(run, llm, files, whole, monkeypatch, capsys):
     write = batch_file.Answers.write
 
@@ -390,6 +394,7 @@ def test_ctrl_c_gives_pages_back_leaves_whole_lines_and_says_how_to_go_on(run, l
     assert tokens(files[1].read_bytes()) == tokens(whole)
 
 
+@pytest.mark.deep
 def test_of_a_long_file_few_requests_are_in_the_engine_at_once(run, llm, files, monkeypatch):
     files[0].write_text("".join(f'{{"prompt": [{20 + i}], "max_tokens": 1}}\n' for i in range(300)))
     most, step = 0, llm.engine.step

@@ -279,6 +279,7 @@ def terminal(tmp_path):
         one.close()
 
 
+@pytest.mark.deep
 def test_on_a_terminal_lines_are_edited_and_recalled_and_ctrl_c_clears_and_stops(terminal, folder, llm):
     shell = terminal("--chat", "--model", folder, "--ignore-eos", "--max-tokens", 4000)
     shell.wait_for("/help lists commands")

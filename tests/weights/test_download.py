@@ -103,6 +103,7 @@ def test_the_notes_tell_commit_size_and_folder_and_how_to_pin_them(hub, commit, 
     assert notes == [f"the cache has {NAME} at {commit} (0.6 MB) in {folder}"]
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 def test_the_demo_model_from_the_hub_answers_as_the_bundled_one(hub, capfd):
     hub.repository(NAME).add({p.name: p.read_bytes() for p in DEMO.iterdir()})

@@ -246,6 +246,7 @@ def test_progress_counts_every_byte_once_and_ends_at_the_total(stored):
     assert heard[-1] == (total, total)
 
 
+@pytest.mark.deep
 def test_what_is_read_and_not_on_a_device_yet_is_what_the_plan_says(tmp_path, monkeypatch):
     weights = {name: w.astype(ml_dtypes.bfloat16) for name, w in models.tensors(V3, mtp=True).items()}
     checkpoint = opened(models.write(tmp_path, V3, weights), "data=2,tensor=2")

@@ -35,6 +35,7 @@ def test_a_gguf_file_loads_as_the_folder_it_was_made_of(tmp_path, family, layout
     parameters.assert_equal(found, expected)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("layout", ["new", "fused"])
 def test_a_quantised_file_stays_packed_and_gives_the_logits_of_its_unpacked_twin(tmp_path, layout):
     hf = {**as_gguf.full("v3"), "hidden_size": 64, "moe_intermediate_size": 32}

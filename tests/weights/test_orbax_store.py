@@ -223,6 +223,7 @@ STEPS = """
 """
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("moment", ["between", "within", "0.008", "recording", "renaming"])
 def test_after_a_kill_the_writing_goes_on(tmp_path, moment):
     """The number is seconds into the second step; on busy cores such a kill may come right after it."""

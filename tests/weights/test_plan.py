@@ -178,6 +178,7 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypa
     assert error.value.exit_code == 4
 
 
+@pytest.mark.deep
 def test_running_out_of_memory_on_the_device_is_explained_once(folder, monkeypatch):
     llm, call = LLM(folder), Program.__call__
 
@@ -204,6 +205,7 @@ def test_expected_bytes_follow_from_the_shapes(folder):
     assert memory_plan(Checkpoint(folder, dtype="float32")).weights == 4 * (sum(sizes.values()) - copies)
 
 
+@pytest.mark.deep
 def test_logits_are_planned_about_as_xla_does(folder):
     llm = LLM(folder)
     for rows, tokens in [(1, 256), (4, 128), (32, 16)]:

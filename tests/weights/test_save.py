@@ -52,6 +52,7 @@ def test_bfloat16_is_the_default_and_router_biases_stay_float32(tmp_path, model)
         np.testing.assert_array_equal(value, weights[name].astype(dtype), err_msg=name)
 
 
+@pytest.mark.deep
 def test_a_model_read_from_fp8_is_written_without_a_claim_of_fp8(tmp_path):
     block = (16, 24)
     hf = {**V3, "quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}

@@ -95,6 +95,7 @@ def test_a_request_that_runs_goes_on_while_programs_for_others_are_compiled(gate
     assert [job.ids[:60] for job in (first, *others)] == expected
 
 
+@pytest.mark.deep
 def test_what_fails_to_compile_is_an_error_of_who_waits_for_it_and_is_tried_again(model, monkeypatch):
     programs = Programs(model)
     start, broken = programs.start, []
@@ -116,6 +117,7 @@ def test_what_fails_to_compile_is_an_error_of_who_waits_for_it_and_is_tried_agai
     assert answer(engine, LONG) == answer(Engine(Programs(model), SIZE), LONG)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "asked",
     [
@@ -143,6 +145,7 @@ def test_no_step_waits_for_the_compiler_while_somebody_runs(model, asked):
     assert [job.ids for job in jobs] == [answer(Engine(Programs(model), SIZE), one)[0] for one in asked]
 
 
+@pytest.mark.deep
 def test_rows_grow_while_there_is_load(model):
     """Programs for one request are there; those that read prompts take 8 rows."""
     engine = Engine(Programs(model), dataclasses.replace(SIZE, rows=32), compiles_ahead=True)
@@ -183,6 +186,7 @@ def test_who_waits_for_what_cannot_be_compiled_gets_the_error_when_nobody_runs_a
     assert wide.ids == narrow.ids == []
 
 
+@pytest.mark.deep
 def test_programs_that_are_compiled_before_there_are_weights_serve_a_first_short_request(folder, model):
     programs = Programs(Checkpoint(folder).model())
     engine = Engine(programs, SIZE, compiles_ahead=True)
@@ -193,6 +197,7 @@ def test_programs_that_are_compiled_before_there_are_weights_serve_a_first_short
     assert programs.compiled == begun + 1  # `new`
 
 
+@pytest.mark.deep
 def test_a_line_that_is_being_compiled_reads_a_shorter_prompt_but_no_longer_one(folder, model):
     engine = Engine(Programs(model), SIZE, compiles_ahead=True)
     engine.compile_early()
@@ -208,6 +213,7 @@ def lines(engine) -> set[int]:
     return {shape.line for shape in engine.device.begun("mixed_step", rows=1, width=1)}
 
 
+@pytest.mark.deep
 def test_an_llm_that_compiles_while_it_loads_answers_as_one_that_loads_first(folder, monkeypatch):
     params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
 

@@ -135,6 +135,7 @@ def test_tokens_are_those_of_whole_sequences_without_a_cache(programs):
         assert np.argmax(logits[len(prompt) - 1 : -1], -1).tolist() == ids
 
 
+@pytest.mark.deep
 def test_a_job_knows_the_tokens_that_others_had_read_when_it_first_started(programs):
     engine, prompt = engine_of(programs, ROOMY), [5, 6, 7] * 50
     jobs = [engine.submit(request(prompt, max_tokens=n)) for n in (2, 40)]
@@ -148,6 +149,7 @@ def test_a_job_knows_the_tokens_that_others_had_read_when_it_first_started(progr
     assert (jobs[0].cached, later.cached) == (0, len(prompt) // PAGE * PAGE)
 
 
+@pytest.mark.deep
 def test_a_request_without_a_row_shortens_the_dispatch_in_which_a_row_is_freed(programs):
     steps = []
     for waiting in (0, 1):
@@ -161,6 +163,7 @@ def test_a_request_without_a_row_shortens_the_dispatch_in_which_a_row_is_freed(p
     assert 8 <= steps[1] <= 13
 
 
+@pytest.mark.deep
 def test_nothing_compiles_once_warm(programs):
     engine = engine_of(programs, dataclasses.replace(SMALL, rows=4, pages=30, context=300))
     engine.warm_up()
@@ -173,6 +176,7 @@ def test_nothing_compiles_once_warm(programs):
     assert engine.stats.compiled == programs.compiled
 
 
+@pytest.mark.deep
 def test_the_next_dispatch_is_sent_before_the_last_ones_tokens_are_read(programs, monkeypatch):
     engine, order = engine_of(programs, ROOMY), []
     call, land = Program.__call__, Engine._land
@@ -246,6 +250,7 @@ def llm(folder) -> LLM:
     return LLM(folder)
 
 
+@pytest.mark.deep
 def test_log_probabilities_of_the_prompt_are_those_of_the_logits(llm):
     rng = np.random.default_rng(3)
     for length, tokens in [(1, 2), (2, 0), (64, 1), (65, 0), (150, 3)]:
@@ -283,6 +288,7 @@ def test_no_end_token_comes_before_the_least_number_of_tokens(llm):
         llm.generate([5], dataclasses.replace(asked, min_tokens=13))
 
 
+@pytest.mark.deep
 def test_a_frequency_penalty_grows_with_each_use(llm):
     asked = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias={50: 20.0, 51: 20.0})
     plain = llm.generate([5, 6, 7], asked)[0].token_ids
@@ -327,6 +333,7 @@ def test_weights_that_change_make_cached_prefixes_unknown(llm):
     assert llm.generate(prompt, asked)[0].token_ids == before
 
 
+@pytest.mark.deep
 def test_results_are_taken_in_while_another_prompt_is_read(programs):
     """A request whose last tokens are on their way does not wait until a long prompt has been read."""
     engine = engine_of(programs)
@@ -341,6 +348,7 @@ def test_results_are_taken_in_while_another_prompt_is_read(programs):
     assert long.unread > 100
 
 
+@pytest.mark.deep
 def test_prompts_are_read_beside_one_whose_log_probabilities_are_asked_for(programs):
     engine = engine_of(programs)
     scored = engine.submit(request([7] * 300, max_tokens=1, prompt_logprobs=0))

@@ -176,6 +176,7 @@ def test_forced_tokens_come_several_a_pass(programs_of, grammars, drafter):
     assert engine.stats.stood.sum() > 40
 
 
+@pytest.mark.deep
 def test_others_go_on_while_a_row_waits_for_its_mask(programs_of, grammars):
     engine = engine_of(programs_of("nobody"), grammars)
     guided = engine.submit(request(0, grammar=Grammar.regex("[a-z]{40}")))

@@ -79,6 +79,7 @@ def chats(engine: Engine, turns: int, count: int = 2) -> tuple[list[list[int]], 
 # bytes
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("dtype", "kv_cache"), [("float32", "auto"), ("bfloat16", "auto"), ("float32", "fp8")])
 def test_pages_make_the_round_trip_bit_for_bit(programs_of, dtype, kv_cache):
     programs, count = programs_of(dtype, kv_cache), 3 * COPIED

@@ -579,6 +579,7 @@ def test_random_steps_agree_with_a_dictionary_where_pages_look_ahead():
     walk(Model(Pages(20, SIZE, ahead=1)), 5_000, least=3)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("kept", "ahead"), [(3, 0), (12, 1), (1000, 0)])
 def test_random_steps_agree_with_a_dictionary_where_a_tier_keeps_what_is_forgotten(kept, ahead):
     walk(with_shelf(20, kept, ahead), 5_000, least=3, rare="hosted")

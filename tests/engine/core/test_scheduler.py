@@ -448,6 +448,7 @@ def random_specs(choose: random.Random, count: int, longest: int) -> list[Spec]:
     return found
 
 
+@pytest.mark.deep
 def test_random_requests_say_what_they_say_alone_and_leave_no_page_behind():
     choose, seen = random.Random(0), Counter()
     for _ in range(50):

@@ -181,6 +181,7 @@ def test_drafts_change_no_token(programs_of, asked, attention):
     assert engine.stats.drafted[0] > 20
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("attention", ["auto", "naive"])
 def test_a_cancelled_request_leaves_no_page_behind(programs_of, asked, attention):
     engine = evicting(programs_of(SNAPKV, attention=attention), 0.3)
@@ -361,6 +362,7 @@ def test_pages_become_free_and_layers_and_heads_share_what_there_is(programs_of,
     assert engine.stats.dropped > 200
 
 
+@pytest.mark.deep
 def test_a_request_that_cannot_fit_with_what_stays_of_it_is_refused(programs_of):
     engine = evicting(programs_of(SNAPKV), 0.5, size=dataclasses.replace(ROOMY, pages=6))
     with pytest.raises(DoesNotFit, match="does not fit the cache"):
@@ -368,6 +370,7 @@ def test_a_request_that_cannot_fit_with_what_stays_of_it_is_refused(programs_of)
     answer(engine, request([5] * 150))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("attention", ["auto", "naive"])
 def test_a_prompt_eight_times_as_long_as_the_cache_is_read_and_answered(programs_of, attention):
     """With room for a chunk, and twice for what stays."""

@@ -165,6 +165,7 @@ def test_a_whole_call_in_one_push_gives_all_its_parts(name):
     assert end == CallEnd(0)
 
 
+@pytest.mark.deep
 @EVERY_MODEL
 def test_every_way_to_split_a_call_in_two_gives_the_same(name):
     model = MODELS[name]
@@ -201,6 +202,7 @@ def test_text_with_fragments_of_tags_loses_no_character(name, reasoning, content
     assert read(model, content + "\n ") == Answer("", content + "\n ")
 
 
+@pytest.mark.deep
 @EVERY_MODEL
 @settings(max_examples=15)
 @given(city=TEXTS, more=st.text(max_size=20))
@@ -223,6 +225,7 @@ def test_no_answer_loses_text_or_fails_whatever_its_tokens(name, data):
     assert all(got.count(letter) >= written.count(letter) for letter in "XYZÄ")
 
 
+@pytest.mark.deep
 @EVERY_MODEL
 def test_an_answer_that_ends_within_a_call_keeps_what_is_known(name):
     model = MODELS[name]
