@@ -160,7 +160,7 @@ class DraftOptions(Checked):
 class EvictOptions(Checked):
     """Long contexts: evict tokens from the cache (inexact)."""
 
-    evict: str = option("off", named_or("of_block", *EVICT))  # in Python also a policy, see Evict
+    evict: Any = option("off", named_or("of_block", *EVICT))  # in Python also a policy, see Evict
     """off, snapkv, h2o, tova, keydiff, critical, streaming, random."""
     evict_budget: Any = option(
         "ada_floor", named_or("counts", *BUDGETS)

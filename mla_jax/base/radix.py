@@ -13,7 +13,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 def descending(x: Float[Array, "*B W"]) -> UInt32[Array, "*B W"]:
     """Bits that are smaller where float32 numbers are larger, and equal where these are. NaN has no place."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # a negative zero has other bits
+    bits = jax.lax.bitcast_convert_type(
+        jnp.where(x == 0, 0.0, x), jnp.uint32
+    )  # a negative zero has other bits
     is_negative = bits >> 31 == 1
     return jnp.where(is_negative, bits, ~bits & 0x7FFFFFFF)
 

@@ -62,11 +62,12 @@ def observe(
     at: Int[Array, " B"],
     page_table: Tables,
     count: Int[Array, " B"],
+    ignored: Int[Array, " B"],
     *,
     evicts: Selection | None,
 ) -> tuple[Pool, Rows, Kept]:
-    """The tokens to keep of the rows `at`: `count` a layer and head on average. An index past the table is none; pool and rows
-    are unchanged."""
+    """The tokens to keep of the rows `at`: `count` a layer and head on average, none of the `ignored` newest. An index past the
+    table is none; pool and rows are unchanged."""
     assert evicts is not None
     policy = evicts.policy
     tokens, batch = newest(rows, at, page_table, evicts.window)
@@ -80,7 +81,7 @@ def observe(
     scores = jnp.stack(found)[..., :slots]
     stays = evict.kept(
         scores,
-        held,
+        held - ignored[:, None],
         count,
         evicts.budget,
         sinks=evicts.sinks,

@@ -363,7 +363,7 @@ class Programs:
             case "prefill":
                 return pool, rows, *self._line(shape), _numbers(shape.line) if shape.scores else None
             case "observe":
-                return pool, rows, at, tables, at
+                return pool, rows, at, tables, at, at
             case "move":
                 return pool, self.spread.whole(self._kept(pool, width, n)), tables, tables
             case "copy_out":

@@ -11,6 +11,7 @@ from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, TooLong, printable, shown
 from mla_jax.base.grammar import Grammar
 from mla_jax.base.options import MAX_ENDS, SamplingParams
+from mla_jax.engine.core.compressed import CompressedContext
 from mla_jax.engine.core.request import Request
 from mla_jax.engine.text import Text
 from mla_jax.text.grammar import Grammars
@@ -31,8 +32,8 @@ class InputProcessor:
     def __post_init__(self):
         self.grammars = Grammars(self.text.tokenizer, self.config.vocab_size, self.text.end_ids)
 
-    def requests(self, prompts: Any, params: Any) -> list[Request]:
-        """`n` requests per prompt, as its parameters say; raises BadRequest."""
+    def requests(self, prompts: Any, params: Any, context: CompressedContext | None = None) -> list[Request]:
+        """`n` requests per prompt, as its parameters say, each behind a compressed context if one is given; raises BadRequest."""
         prompts = _as_list(prompts)
         params = self._params_of(params, len(prompts))
         total = sum(one.n for one in params)
@@ -42,20 +43,27 @@ class InputProcessor:
             )
         requests = []
         for prompt, one in zip(prompts, params, strict=True):
-            request = self.request(prompt, one)
+            request = self.request(prompt, one, context)
             requests += [request.fork(i) for i in range(one.n)]
         return requests
 
-    def request(self, prompt: Any, params: SamplingParams | None = None) -> Request:
-        """A request for one prompt; raises BadRequest if it does not fit the context."""
+    def request(
+        self, prompt: Any, params: SamplingParams | None = None, context: CompressedContext | None = None
+    ) -> Request:
+        """A request for one prompt, behind a compressed context if one is given; raises BadRequest if it does not fit the model's
+        context."""
         params = params or SamplingParams()
         self._refuse_params(params)
-        tokens = self._tokens(prompt)
+        tokens = self.tokens(prompt, context is None)
+        if context is not None:
+            _refuse_reading(params, tokens)
+            tokens = context.tokens + tokens
         limit = self._limit(tokens, params.max_tokens)
         if params.min_tokens > limit:
             found = f"min_tokens is {params.min_tokens:,}"
             raise BadRequest(found, f"an answer to this prompt has at most {limit:,} tokens")
-        return Request(tokens, self._filled(params, limit), () if params.ignore_eos else self.text.end_ids)
+        ends = () if params.ignore_eos else self.text.end_ids
+        return Request(tokens, self._filled(params, limit), ends, context)
 
     def _refuse_params(self, params: SamplingParams) -> None:
         """Raises BadRequest for parameters that this model cannot follow."""
@@ -155,11 +163,12 @@ class InputProcessor:
             raise BadRequest("the sampling parameters are no SamplingParams", f"found {shown(wrong[0])}")
         return [params or SamplingParams() for params in several]
 
-    def _tokens(self, prompt: Any) -> list[int]:
+    def tokens(self, prompt: Any, bos: bool = True) -> list[int]:
+        """The token ids of a prompt; those of a text begin with BOS if `bos`."""
         if isinstance(prompt, str):
             if self.text.tokenizer is None:
                 raise BadRequest("this model folder has no tokenizer", "give token ids instead of text")
-            ids = self.text.tokenizer.encode(prompt)
+            ids = self.text.tokenizer.encode(prompt, bos)
             self._warn_of_control(prompt)
             return ids
         prompt = _plain(prompt)
@@ -185,6 +194,18 @@ class InputProcessor:
         seed = secrets.randbits(32) if params.seed is None else params.seed
         given = {name: value for name, value in vars(params).items() if value is not None}
         return SamplingParams(**{**self.text.defaults, **given, "max_tokens": limit, "seed": seed})
+
+
+def _refuse_reading(params: SamplingParams, tokens: list[int]) -> None:
+    """Raises BadRequest for parameters that need all tokens of a compressed context, and for nothing behind it."""
+    if not tokens:
+        raise BadRequest("the prompt is empty", "a compressed context needs at least one token behind it")
+    if params.prompt_logprobs is not None:
+        raise BadRequest("prompt_logprobs of a compressed context", "its tokens are not read again")
+    if params.repetition_penalty not in (None, 1):
+        raise BadRequest(
+            "repetition_penalty behind a compressed context", "it counts tokens as they are read"
+        )
 
 
 def _as_list(prompts: Any) -> list:

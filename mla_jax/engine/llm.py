@@ -19,7 +19,10 @@ from mla_jax.base.settings import Settings
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode import store
 from mla_jax.decode.loop import Programs
+from mla_jax.engine import context_file
 from mla_jax.engine.bar import Bar
+from mla_jax.engine.compressing import Compressing
+from mla_jax.engine.core.compressed import CompressedContext
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.interface import EngineInterface
@@ -151,12 +154,17 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | np.ndarray,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        context: CompressedContext | None = None,
         progress: bool | None = None,
     ) -> list[Output]:
         """Continues each prompt, a text or a list of token ids; always a list, in the order given, `n` outputs per prompt.
 
-        `progress` shows a bar on stderr; None is where stderr is a terminal and there are many prompts."""
-        requests = self.inputs.requests(prompts, params)
+        Each goes on behind `context`, if one is given. `progress` shows a bar on stderr; None is where stderr is a terminal and
+        there are many prompts."""
+        if context is not None:
+            self._refresh()
+            self._compressing.check(context)
+        requests = self.inputs.requests(prompts, params, context)
         bar = self.bar(len(requests), progress)
         with bar, contextlib.closing(self.serve(([request] for request in requests), bar)) as served:
             return [output for (output,) in served]
@@ -253,6 +261,36 @@ class LLM:
         array = np.asarray(self._token_block(tokens), np.int32)
         self._refuse_logits(*array.shape)
         return self._worker.call(functools.partial(self._logits, array))
+
+    @_named
+    def compress(
+        self, context: str | Sequence[int], questions: str | Sequence[int] = ()
+    ) -> CompressedContext:
+        """Reads a text once, and keeps as much of it as `evict` says, for any number of prompts: `generate(.., context=..)`.
+
+        Tokens are scored by the newest ones. `questions` are put behind the text for that, and do not stay: questions of the kind
+        that will be asked. Raises BadRequest without `evict`."""
+        self._refresh()
+        request = self._compressing.request(context, questions)
+        done = threading.Event()
+        (reader,) = self.submit([request], lambda _: done.set())
+        try:
+            while not reader.job.done:
+                done.wait()
+                done.clear()
+            reader.read()
+        finally:
+            self.cancel([reader])
+        assert reader.job.compressed is not None
+        return self._compressing.signed(reader.job.compressed)
+
+    def open_context(self, path: str | Path) -> CompressedContext:
+        """What `CompressedContext.save` has written. Raises BadFile for a damaged file; BadRequest for a context of another
+        model, or of other settings of `evict`."""
+        self._refresh()
+        context = context_file.read(Path(path))
+        self._compressing.check(context)
+        return context
 
     def follow(self) -> None:
         """In each of several processes but the first: computes its part of what process 0 is asked for, until that ends."""
@@ -379,8 +417,13 @@ class LLM:
             )
         self._worker.call(self._take_weights)
 
+    @functools.cached_property
+    def _compressing(self) -> Compressing:
+        return Compressing(self)
+
     def _take_weights(self) -> None:
         if self._programs.weights.refresh():
+            self.__dict__.pop("_compressing", None)
             self.engine.reset()
 
     def _refuse_several(self, what: str, advice: str) -> None:

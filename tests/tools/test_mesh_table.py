@@ -18,7 +18,9 @@ def lines():
 
 def test_a_line_of_the_table_in_the_docs_is_what_the_tool_prints():
     cells = mesh_table.cells(Config.preset("v2_lite"), PLANNED["h200"])
-    assert f"| DeepSeek-V2-Lite (bf16) | NVIDIA H200 | {' | '.join(cells)} |\n" in PAGE.read_text(), "python tools/mesh_table.py --write"
+    assert f"| DeepSeek-V2-Lite (bf16) | NVIDIA H200 | {' | '.join(cells)} |\n" in PAGE.read_text(), (
+        "python tools/mesh_table.py --write"
+    )
 
 
 @pytest.mark.deep

@@ -13,7 +13,7 @@ from mla_jax.cache.paged import PAGE
 from mla_jax.decode.loop import Programs, ProgramShape
 from mla_jax.engine.core.dispatcher import Dispatcher
 from mla_jax.engine.core.job import Job, Shard
-from mla_jax.engine.core.pages import Pages, Tier
+from mla_jax.engine.core.pages import Held, Pages, Tier
 from mla_jax.engine.core.request import Request
 from mla_jax.engine.core.scheduler import Running, Waiting
 from mla_jax.engine.core.size import Size
@@ -51,6 +51,10 @@ class CachePolicy:
     def replayed(self, job: Job) -> int:
         """Tokens of its output that a job decodes again once it is admitted."""
         return 0
+
+    def admit(self, job: Job, shard: Shard, device: Dispatcher) -> Held:
+        """Pages for what a job prefills by itself. There is room for them."""
+        return shard.pages.admit(self.prefilled(job), job.shares)
 
     def indexed(self, job: Job) -> int:
         """The number of a job's first tokens that the prefix index may learn of."""

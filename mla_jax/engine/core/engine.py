@@ -293,7 +293,8 @@ class Engine:
                 continue
             self.waiting.remove(job)
             started.append(job)
-            job.start(shard, shard.pages.admit(tokens, job.shares), PAGE, self.policy.replayed(job))
+            held = self.policy.admit(job, shard, self.device)
+            job.start(shard, held, PAGE, self.policy.replayed(job))
             self.stats.hits += job.read
         return started
 
@@ -429,6 +430,8 @@ class Engine:
         self._flying.sent_more = True
         if not self.policy.answered(job, flight.answer, self.device):
             self._preempt(job)
+        elif job.done:
+            self._leave(job)
 
     def _least_bytes(self, jobs: list[Job], steps: int) -> int:
         """Bytes that each device had to read in these steps of these rows: weights and latents."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mla_jax.decode.outputs import Likely
+from mla_jax.engine.core.compressed import CompressedContext
 from mla_jax.engine.core.pages import Held, Node, Pages
 from mla_jax.engine.core.request import FinishReason, Logprobs, Request
 from mla_jax.engine.core.stats import Times
@@ -25,6 +26,7 @@ class Job:
         self.prompt_logprobs: list[dict[int, float] | None] | None = (
             None if request.params.prompt_logprobs is None else [None]
         )
+        self.compressed: CompressedContext | None = None  # where that is what was asked for
         self.reason: FinishReason | None = None
         self.error: BaseException | None = None  # raised where its results are read
         self.wake: Callable[[], None] = _nobody  # called when it has more tokens, or is done
@@ -84,12 +86,12 @@ class Job:
         return not (self.scores or penalises or (self.ids and counts_output))
 
     def start(self, shard: "Shard", held: Held, page: int, again: int = 0) -> None:
-        """Takes a row of a shard, and pages of `page` tokens; what those it shares hold need not be read. The last `again` tokens
+        """Takes a row of a shard, and pages of `page` tokens; what they hold already need not be read. The last `again` tokens
         that are known are not read but generated again."""
         self.shard, self.row, self.held = shard, shard.free_rows.pop(), held
         self.known, self.again = len(self.tokens) - again, again
         shard.running.append(self)
-        self.read, self.steps, self.pauses = held.shared * page, 0, 0
+        self.read, self.steps, self.pauses = held.read(page), 0, 0
         self.sent, self.draft = 0, []
         self.cached = self.cached if self.starts else self.read
         self.starts, self.is_paused = self.starts + 1, False

@@ -61,6 +61,10 @@ class Held:
     _array: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     _known: int = 0  # of the pages, the first ones, that the array has
 
+    def read(self, size: int) -> int:
+        """Tokens that its pages of `size` tokens held when it was given them."""
+        return self.shared * size
+
     def array(self) -> np.ndarray:
         """The pages as int32. Only those that came since are converted."""
         if len(self.pages) > len(self._array):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from mla_jax.base.options import SamplingParams
+from mla_jax.engine.core.compressed import CompressedContext
 from mla_jax.engine.core.stats import Stats
 from mla_jax.text.answers.parts import Part
 
@@ -26,11 +27,19 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     ends: tuple[int, ...]  # the model's end tokens, none if ignored
+    context: CompressedContext | None = None  # what the prompt begins with, if that was read before
+    # Nothing but the compressed context is wanted, which the prompt is but for so many tokens at its end
+    asking: int | None = None
 
     def fork(self, index: int) -> "Request":
         """The same with a seed that is `index` further, modulo 2^64."""
         seed = ((self.params.seed or 0) + index) % 2**64
         return self if not index else replace(self, params=replace(self.params, seed=seed))
+
+    @property
+    def begin(self) -> int:
+        """Tokens of the prompt that were read before."""
+        return 0 if self.context is None else len(self.context.tokens)
 
     @property
     def limit(self) -> int:

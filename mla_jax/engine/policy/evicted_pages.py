@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mla_jax.engine.core.compressed import CompressedContext
 from mla_jax.engine.core.pages import Held, Pages, Tier
 
 
@@ -21,6 +22,15 @@ class Evicted(Held):
     )  # `[K P]`, by layer and head,
     counts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # of entries that each has
     dropped: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # tokens, by layer and head
+    root: "Root | None" = None  # the context that it begins with
+
+    @property
+    def first(self) -> np.ndarray:
+        """The number of its first entries, by layer and head, that are its root's."""
+        return np.zeros_like(self.counts) if self.root is None else self.root.full
+
+    def read(self, size: int) -> int:
+        return 0 if self.root is None else self.root.tokens
 
     def room(self, size: int, tokens: int) -> int:
         """Tokens that every layer and head has room for behind the `tokens` of the request, with parts of `size` tokens."""
@@ -37,9 +47,19 @@ class Evicted(Held):
         self.parts[(place >= self.counts[:, None]) & (place < counts[:, None])] = parts
         self.counts = counts
 
-    def all_parts(self) -> list[int]:
-        there = np.arange(self.parts.shape[1]) < self.counts[:, None]
-        return self.parts[there].tolist()
+    def own_parts(self) -> list[int]:
+        place = np.arange(self.parts.shape[1])
+        return self.parts[(place >= self.first[:, None]) & (place < self.counts[:, None])].tolist()
+
+
+@dataclass(slots=True, eq=False)
+class Root:
+    """A compressed context that requests begin with. They share its full parts, and copy those that are not full."""
+
+    held: Evicted
+    tokens: int  # of the context, those that were dropped included
+    full: np.ndarray  # the number of its full parts, by layer and head
+    holders: int = 0
 
 
 class EvictedPages(Pages):
@@ -60,6 +80,7 @@ class EvictedPages(Pages):
         self.parts = layers * lanes  # of a whole page
         self._parts: list[int] = []  # free ones of pages that are cut
         self._used: dict[int, int] = {}  # parts in use of each page that is cut
+        self.roots: dict[CompressedContext, Root] = {}  # of contexts that requests hold
 
     def evict(self, held: Held, counts: Sequence[int], tokens: int, more: int) -> Evicted | None:
         """Parts for `counts` of the `tokens` tokens that `held` has, by layer and head, and for `more` tokens behind them.
@@ -73,6 +94,30 @@ class EvictedPages(Pages):
         evicted.append(need, self._take_parts(int(need.sum())))
         return evicted
 
+    def plant(self, context: CompressedContext) -> Root:
+        """Parts for a compressed context, which nobody holds yet. There is room for them."""
+        tokens, counts = len(context.tokens), context.counts.ravel()
+        held = self.evict(Held([], [], 0, False, 0), counts.tolist(), tokens, 0)
+        assert held is not None
+        root = self.roots[context] = Root(held, tokens, counts // self.size)
+        return root
+
+    def grow(self, root: Root, more: int) -> Evicted:
+        """A request's parts: the full ones of its root, and its own for what else is there and for `more` tokens behind it. There
+        is room for them."""
+        need = self.parts_behind(root.tokens - root.held.dropped, more)
+        parts, counts = root.held.parts[:, : int(root.full.max())], root.full
+        grown = Evicted(
+            [], [], 0, False, 0, parts=parts.copy(), counts=counts, dropped=root.held.dropped, root=root
+        )
+        grown.append(need, self._take_parts(int(need.sum())))
+        root.holders += 1
+        return grown
+
+    def parts_behind(self, kept: np.ndarray, more: int) -> np.ndarray:
+        """Parts, by layer and head, for what is in no full part of `kept` tokens, and for `more` tokens behind these."""
+        return -(-(kept + more) // self.size) - kept // self.size
+
     def extend(self, held: Held, tokens: int) -> bool:
         if not isinstance(held, Evicted):
             return super().extend(held, tokens)
@@ -85,7 +130,11 @@ class EvictedPages(Pages):
 
     def own(self, held: Held) -> int:
         """Parts that are free once `held` is released."""
-        return int(held.counts.sum()) if isinstance(held, Evicted) else self.parts * super().own(held)
+        return (
+            int((held.counts - held.first).sum())
+            if isinstance(held, Evicted)
+            else self.parts * super().own(held)
+        )
 
     @property
     def free_parts(self) -> int:
@@ -94,9 +143,20 @@ class EvictedPages(Pages):
 
     def release(self, held: Held) -> None:
         super().release(held)
-        if isinstance(held, Evicted):
-            self._give_parts(held.all_parts())
-            held.counts = 0 * held.counts
+        if not isinstance(held, Evicted):
+            return
+        self._give_parts(held.own_parts())
+        root, held.counts, held.root = held.root, 0 * held.counts, None
+        if root is not None:
+            root.holders -= 1
+            self._pull_out(root)
+
+    def _pull_out(self, root: Root) -> None:
+        """Gives back the parts of a context that nobody holds any more."""
+        if root.holders:
+            return
+        self.roots = {context: other for context, other in self.roots.items() if other is not root}
+        self._give_parts(root.held.own_parts())
 
     def wrote(self, held: Held, tokens: Sequence[int], count: int | None = None) -> None:
         if not isinstance(held, Evicted):  # others may not have pages in which tokens are missing
@@ -104,17 +164,21 @@ class EvictedPages(Pages):
 
     def table(self, held: Held, width: int) -> np.ndarray:
         """`[layers lanes width]`: the parts of each layer and head, counted from the layer's first one."""
-        table = np.zeros((self.layers, self.lanes, width), np.int32)
         if isinstance(held, Evicted):
-            first = self._part(1, 0) * np.arange(self.layers, dtype=np.int32).repeat(self.lanes)
-            parts = held.parts[:, :width]
-            there = np.arange(parts.shape[1]) < held.counts[:, None]
-            own = np.where(there, parts - first[:, None], 0)
-            table[..., : parts.shape[1]] = own.reshape(self.layers, self.lanes, -1)
-        else:
-            pages = held.array()[:width]
-            table[..., : len(pages)] = pages * self.lanes + np.arange(self.lanes, dtype=np.int32)[:, None]
+            return self.entries(held, np.zeros_like(held.counts), width)
+        table = np.zeros((self.layers, self.lanes, width), np.int32)
+        pages = held.array()[:width]
+        table[..., : len(pages)] = pages * self.lanes + np.arange(self.lanes, dtype=np.int32)[:, None]
         return table
+
+    def entries(self, held: Evicted, start: np.ndarray, width: int) -> np.ndarray:
+        """`[layers lanes width]`: the same from entry `start` of each layer and head on; 0 for what is not held."""
+        place = start[:, None] + np.arange(width)
+        known = np.minimum(place, max(held.parts.shape[1] - 1, 0))
+        found = np.take_along_axis(held.parts, known, axis=1) if held.parts.size else np.zeros_like(place)
+        of_layer = self._part(1, 0) * np.arange(self.layers, dtype=np.int32).repeat(self.lanes)
+        own = np.where(place < held.counts[:, None], found - of_layer[:, None], 0)
+        return own.reshape(self.layers, self.lanes, width).astype(np.int32)
 
     def _part(self, layer: int, page: int, lane: int = 0) -> int:
         """The number of a part of the pool."""

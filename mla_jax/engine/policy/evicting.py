@@ -16,17 +16,19 @@ import numpy as np
 from mla_jax.base.batch import Tables
 from mla_jax.base.options import EVERY, EvictOptions
 from mla_jax.cache.evict import BUDGET_RULES, EVICTION_POLICIES
-from mla_jax.cache.paged import PAGE
+from mla_jax.cache.paged import COPIED, PAGE
 from mla_jax.decode.evict_programs import Kept, Selection
 from mla_jax.decode.loop import Programs, ProgramShape
 from mla_jax.decode.packing import here, part_here
 from mla_jax.engine.core.cache_policy import CachePolicy, Free
+from mla_jax.engine.core.compressed import CompressedContext
 from mla_jax.engine.core.dispatcher import Dispatcher
 from mla_jax.engine.core.job import Job, Shard
-from mla_jax.engine.core.pages import Tier
-from mla_jax.engine.core.request import Request
+from mla_jax.engine.core.pages import Held, Tier
+from mla_jax.engine.core.request import FinishReason, Request
 from mla_jax.engine.core.scheduler import Running, Waiting
 from mla_jax.engine.core.size import Size
+from mla_jax.engine.policy.contexts import SPAN, Contexts
 from mla_jax.engine.policy.evicted_pages import Evicted, EvictedPages
 
 
@@ -52,12 +54,17 @@ class Eviction:
         return cls(selection, options.evict_keep, min(EVERY, chunk or EVERY), chunk)
 
     def point(self, request: Request, number: int) -> int:
-        """Tokens that a request has at the point of this number. A prompt of which the scores are asked for is read whole."""
-        prompt, chunk = len(request.prompt), self.chunk
-        if chunk is None or request.params.prompt_logprobs is not None:
-            return prompt + number * self.every
-        inside = (prompt - 1) // chunk  # points before the prompt's end
-        return chunk * (number + 1) if number < inside else prompt + (number - inside) * self.every
+        """Tokens that a request has at the point of this number, behind the context that it begins with. A prompt of which the
+        scores are asked for is read whole."""
+        begin, prompt, chunk = request.begin, len(request.prompt), self.chunk
+        inside = 0  # points before the prompt's end
+        if chunk is not None and request.params.prompt_logprobs is None:
+            inside = (prompt - begin - 1) // chunk
+        if number < inside:
+            return begin + chunk * (number + 1)
+        # A context has dropped tokens already: what is behind it is read whole, and others share its pages meanwhile
+        first = prompt if request.context is None else prompt + self.every
+        return first + (number - inside) * self.every
 
     def count(self, tokens: int) -> int:
         """The number of these tokens that stay."""
@@ -85,6 +92,7 @@ class Evicting(CachePolicy):
         self.eviction = eviction
         self.layers, self.lanes = programs.model.config.num_hidden_layers, programs.model.lanes
         self.parts = self.layers * self.lanes
+        self.contexts = Contexts(programs)
 
     def new_pages(self, tier: Tier | None) -> EvictedPages:
         ahead = self.programs.drafter.ahead
@@ -94,16 +102,55 @@ class Evicting(CachePolicy):
         room, eviction = super().capacity(request), self.eviction
         if request.params.prompt_logprobs is not None:
             eviction = dataclasses.replace(eviction, chunk=None)
+        if request.asking is not None:
+            room -= SPAN
+        if request.context is not None:
+            return self._capacity_behind(request.context)
         return bisect.bisect_right(range(self.size.context + 1), room, key=eviction.resident) - 1
 
+    def _capacity_behind(self, context: CompressedContext) -> int:
+        """The same of a request that begins with a context: also for what stays at its next point, and what is copied."""
+        begin, counts = len(context.tokens), context.counts.ravel()
+
+        def needed(tokens: int) -> int:
+            of_parts = -(-counts // PAGE) + -(-(counts + tokens - begin) // PAGE) - counts // PAGE
+            return int(of_parts.sum()) + self.parts * (COPIED + self.eviction.pages(tokens))
+
+        fitting = bisect.bisect_right(
+            range(begin, self.size.context + 1), self.parts * self.size.pages, key=needed
+        )
+        return begin + fitting - 1
+
     def prefilled(self, job: Job) -> list[int]:
-        """The prompt up to its first point. Later tokens attend to kept ones alone, so they are read anew after a preemption."""
-        return job.request.prompt[: self.eviction.point(job.request, 0)]
+        """Tokens up to the first point. Later ones attend to kept ones alone, so they are read anew after a preemption."""
+        return job.tokens[: self.eviction.point(job.request, 0)]
+
+    def admit(self, job: Job, shard: Shard, device: Dispatcher) -> Held:
+        context, pages = job.request.context, cast(EvictedPages, shard.pages)
+        if context is None:
+            return super().admit(job, shard, device)
+        root = pages.roots.get(context) or self.contexts.planted(context, pages, device)
+        return self.contexts.grown(root, len(self.prefilled(job)) - root.tokens, pages, device)
 
     def waiting(self, job: Job, shard: Shard) -> Waiting:
         waiting = super().waiting(job, shard)
         extra = self.parts * self._pages_at(job, 0, len(job.tokens))
+        if job.request.asking is not None:
+            extra += self.parts * COPIED
+        if job.request.context is not None:
+            return self._behind(
+                job.request.context, shard, dataclasses.replace(waiting, extra=extra, until=0)
+            )
         return dataclasses.replace(waiting, taken=self.parts * waiting.taken, extra=extra, until=0)
+
+    def _behind(self, context: CompressedContext, shard: Shard, waiting: Waiting) -> Waiting:
+        """The same of a job that begins with a context, which takes parts of its own if no other job holds it."""
+        pages, counts = cast(EvictedPages, shard.pages), context.counts.ravel()
+        needed = int(pages.parts_behind(counts, waiting.tokens - len(context.tokens)).sum())
+        if context not in pages.roots:
+            needed += int((-(-counts // PAGE)).sum()) + self.parts * COPIED
+        every = self.parts * -(-waiting.tokens // PAGE)
+        return dataclasses.replace(waiting, shared=len(context.tokens) // PAGE, taken=every - needed)
 
     def running(self, job: Job) -> Running:
         """Of a row that has dropped tokens, all parts count as the fullest."""
@@ -131,8 +178,11 @@ class Evicting(CachePolicy):
         return self.eviction.point(job.request, job.pauses)
 
     def _pages_at(self, job: Job, number: int, known: int) -> int:
-        """Pages that a job takes at a point: for what stays, and for the `known` tokens up to the next point."""
+        """Pages that a job takes at a point: for what stays, and for the `known` tokens up to the next point; none if it ends
+        before."""
         point, following = (self.eviction.point(job.request, number + i) for i in range(2))
+        if point >= len(job.request.prompt) + job.request.limit:
+            return 0
         return self.eviction.pages(point, max(0, min(known, following) - point))
 
     def programs_between(self, widths: Sequence[int]) -> list[ProgramShape]:
@@ -146,19 +196,32 @@ class Evicting(CachePolicy):
 
     def ask(self, job: Job, device: Dispatcher) -> Kept:
         """Which of a job's tokens stay."""
-        alone, count = device.alone(job), np.array([self.eviction.count(job.held_tokens)], np.int32)
+        alone, asking = device.alone(job), self._asking(job)
+        count, ignored = (
+            device.same(np.array([number], np.int32))
+            for number in (self.eviction.count(job.held_tokens - asking), asking)
+        )
         pool, rows = device.state()
-        sent = device.rows_of(alone, 1), device.tables(alone, 1, self._width(job)), device.same(count)
+        sent = device.rows_of(alone, 1), device.tables(alone, 1, self._width(job)), count, ignored
         pool, rows, kept = self.programs.observe(pool, rows, *sent)
         device.keep(pool, rows)
         part_here(kept.told).copy_to_host_async()
         return kept
 
+    def _asking(self, job: Job) -> int:
+        """The number of a job's newest tokens that are there to ask for those before, and do not stay."""
+        at_end = job.held_tokens == len(job.request.prompt)
+        return (job.request.asking or 0) if at_end else 0
+
     def answered(self, job: Job, answer: Kept, device: Dispatcher) -> bool:
-        """Moves what stays to pages of its own."""
+        """Moves what stays to pages of its own, or if that is all that is wanted, to the host."""
         assert job.held is not None
         assert job.shard is not None
         pages, held = cast(EvictedPages, job.shard.pages), job.held_tokens
+        if job.request.asking is not None and held == len(job.request.prompt):
+            job.compressed = self.contexts.taken(job, answer, held - job.request.asking, device)
+            job.finish(FinishReason.LENGTH)
+            return True
         counts = here(answer.told)[job.shard.number, :, :, 0].ravel().tolist()
         again = max(0, min(job.known, self._next(job)) - held)  # tokens that are read before the next point
         new = pages.evict(job.held, counts, held, again)
