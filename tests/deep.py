@@ -6,7 +6,8 @@ conftest.py above it, and on all that these import or name, in turn. That is fou
 and so do modules and scripts in quotes. A name that is merely mentioned can make a test run again, never make it be skipped.
 
 deep.json holds a digest for each Python and test file. `make deep` runs one file after the other and writes the digest of each
-that passes, so it can be stopped and goes on. `.ci/run` ends with the files that have still to pass. DEEP=1 has pytest run all."""
+that passes, so it can be stopped and goes on. `.ci/run` ends with the files that have still to pass. DEEP=1 lets pytest run
+all."""
 
 import hashlib
 import json

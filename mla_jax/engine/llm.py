@@ -19,10 +19,10 @@ from mla_jax.base.settings import Settings
 from mla_jax.cache.paged import PAGE
 from mla_jax.decode import store
 from mla_jax.decode.loop import Programs
-from mla_jax.engine import context_file
 from mla_jax.engine.bar import Bar
 from mla_jax.engine.compressing import Compressing
 from mla_jax.engine.core.compressed import CompressedContext
+from mla_jax.engine.core.compressed import read as read_context
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.interface import EngineInterface
@@ -288,7 +288,7 @@ class LLM:
         """What `CompressedContext.save` has written. Raises BadFile for a damaged file; BadRequest for a context of another
         model, or of other settings of `evict`."""
         self._refresh()
-        context = context_file.read(Path(path))
+        context = read_context(Path(path))
         self._compressing.check(context)
         return context
 

@@ -84,7 +84,9 @@ def test_logits_agree(both, family, seed):
         assert relative(LLM(folder, attention=form, dtype="float32").logits(tokens), expected) <= 1e-4, form
 
 
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family in ("v2_lite", "v3") else pytest.mark.deep) for family in models.FAMILIES]
+)
 def test_greedy_tokens_are_equal_for_ragged_batches_and_single_rows(both, family):
     oracle, theirs, folder = both(family, 0)
     rows = prompts(config_of(folder), [3, 30, 17])

@@ -57,10 +57,10 @@ class Eviction:
         """Tokens that a request has at the point of this number, behind the context that it begins with. A prompt of which the
         scores are asked for is read whole."""
         begin, prompt, chunk = request.begin, len(request.prompt), self.chunk
-        inside = 0  # points before the prompt's end
-        if chunk is not None and request.params.prompt_logprobs is None:
-            inside = (prompt - begin - 1) // chunk
-        if number < inside:
+        if request.params.prompt_logprobs is not None:
+            chunk = None
+        inside = 0 if chunk is None else (prompt - begin - 1) // chunk  # points before the prompt's end
+        if chunk is not None and number < inside:
             return begin + chunk * (number + 1)
         # A context has dropped tokens already: what is behind it is read whole, and others share its pages meanwhile
         first = prompt if request.context is None else prompt + self.every
