@@ -102,6 +102,7 @@ def test_what_passes_is_recorded_and_what_fails_is_printed_and_waits(record, cap
     assert deep.waiting() == ["tests/test_failing.py"]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("test", "needed"),
     [

@@ -64,6 +64,7 @@ def test_sizes_suit_quantised_formats_and_kernels():
     assert config.qk_rope_head_dim in (32, 64)
 
 
+@pytest.mark.deep
 def test_its_weights_are_what_the_blocks_and_scales_say(tmp_path, tensors):
     hf = {k: v for k, v in json.loads((DEMO / "config.json").read_text()).items() if k != "quantization_config"}
     plain = fp8.dequantized(tensors, (128, 128))
@@ -75,6 +76,7 @@ def test_its_weights_are_what_the_blocks_and_scales_say(tmp_path, tensors):
         np.testing.assert_array_equal(ours[name], value, err_msg=name)
 
 
+@pytest.mark.deep
 def test_fp8_written_again_is_the_same_model(tmp_path):
     model = load.load(DEMO)
     save(model, tmp_path, fp8=True)

@@ -220,6 +220,7 @@ def test_biases_and_penalties_act_from_the_command_line_and_from_a_file(command,
     assert len(set(letters)) == len(letters) > 1
 
 
+@pytest.mark.deep
 def test_a_dumb_terminal_of_20_columns_gets_plain_text(folder, environment):
     plain = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "20"}
     terminal = Terminal("AB", "--model", folder, *SHORT, **{**environment, **plain})
@@ -264,6 +265,7 @@ def test_a_dry_run_says_what_is_needed_and_what_would_run_without_a_prompt(comma
     assert plan["weights"] > 0
 
 
+@pytest.mark.deep
 def test_json_is_one_object_an_event_and_the_last_says_how_it_ended(command, folder):
     result = command("AB", "--model", folder, *SHORT, "--json", "--logprobs", 2)
     events = [json.loads(line) for line in result.stdout.decode().splitlines()]
@@ -318,6 +320,7 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path):
     assert read_prompt(parse(["--file", str(tmp_path / "prompt.txt")])) == "AB"
 
 
+@pytest.mark.deep
 def test_a_chat_answers_turn_by_turn_until_input_ends(command, folder, tmp_path):
     talking = tmp_path / "talking"
     shutil.copytree(folder, talking)

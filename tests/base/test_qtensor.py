@@ -65,6 +65,7 @@ def random_tensor(format: str, shape: tuple[int, ...], seed: int = 0) -> QTensor
     return validated(QTensor(format, tuple(random_part(rng, spec) for spec in abstract(format, shape).parts), shape))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("lead", [(400,), (2, 3)], ids=str)
 @pytest.mark.parametrize("name", TYPES)
 def test_random_blocks_of_every_gguf_type_unpack_to_the_bits_that_the_gguf_package_finds(name, lead):

@@ -125,6 +125,7 @@ def test_new_tokens_are_written_behind_those_of_each_head_and_nowhere_else():
     jax.tree.map(np.testing.assert_array_equal, pool, expected)
 
 
+@pytest.mark.deep
 def test_where_no_head_has_dropped_any_lanes_of_pages_are_the_pages():
     shapes = {name: jax.ShapeDtypeStruct((1, 1, HEADS, n), jnp.float32) for name, n in (("k", sum(KEY)), ("v", VALUE))}
     pool = paged.init(shapes, LAYERS, PAGES, SIZE)

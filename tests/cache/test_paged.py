@@ -224,6 +224,7 @@ def close(found: np.ndarray, expected: np.ndarray, rtol: float = 2e-5):
     np.testing.assert_allclose(found, expected, atol=rtol * np.abs(expected).max())
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("new", [1, 3])
 def test_a_form_attends_to_the_held_tokens_and_to_nothing_else(form, new):
@@ -398,6 +399,7 @@ FEW = pytest.mark.parametrize("rows", [1, 4])
 STORED = pytest.mark.parametrize("stored", ["float32", "bfloat16", "fp8"])
 
 
+@pytest.mark.deep
 @FEW
 @STORED
 @pytest.mark.parametrize("new", [1, 5])

@@ -31,6 +31,7 @@ CHUNKS = {
 SCALES = {"layers.1.mlp.experts.up": ((8, 2, 2), (1, 2, 2)), "layers.1.attn.o_proj": ((3, 3), (3, 3))}
 
 
+@pytest.mark.deep
 def test_chunks_are_the_parts_of_devices(tmp_path):
     source = released(tmp_path / "hf", "v3", "fp8")
     assert convert(source, tmp_path / "out", "--mesh", "data=4,tensor=2") == 0

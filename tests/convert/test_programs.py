@@ -114,6 +114,7 @@ def test_weights_may_be_those_of_another_export(llm, opened, exported, tmp_path)
     assert found == generated(llm)[:1]
 
 
+@pytest.mark.deep
 def test_the_weights_of_an_opened_model_are_loaded_and_written(opened, exported, tmp_path):
     export(opened, tmp_path / "out", prompt=16, rows=2)
     (name,) = manifest(exported)["weight_files"]

@@ -44,6 +44,7 @@ def test_every_number_format_comes_back_with_its_scales_as_they_were(tmp_path, n
     assert_same_folder(there_and_back(source, tmp_path), source)
 
 
+@pytest.mark.deep
 def test_a_folder_of_several_files_comes_back_as_one_and_in_other_files(tmp_path, monkeypatch):
     source = released(tmp_path / "hf", "glm_4_7_flash", "fp8", shards=3)
     assert convert(source, tmp_path / "orbax") == 0
@@ -96,6 +97,7 @@ def test_a_copy_that_is_no_copy_is_left_out_and_a_tied_heads_is_kept(tmp_path):
     assert raw(tmp_path / "back2") == {n: value for n, value in raw(other).items() if n != name}
 
 
+@pytest.mark.deep
 def test_values_that_are_not_numbers_come_back_bit_for_bit_if_they_are_allowed(tmp_path):
     source = released(tmp_path / "hf", "v3", "f32")
     found = {n: np.frombuffer(data, np.uint32).reshape(shape).copy() for n, (_, shape, data) in raw(source).items()}

@@ -46,6 +46,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_found_and_said_in_our_words(out, capfd, damage):
     name, act, words = DAMAGE[damage]
@@ -58,6 +59,7 @@ def test_damage_is_found_and_said_in_our_words(out, capfd, damage):
     assert "Traceback" not in said
 
 
+@pytest.mark.deep
 def test_what_is_sound_is_said_to_be(out, capfd):
     assert convert(out, "--verify") == 0
     assert f"\n{out} is sound: 0.2 MiB\n" in capfd.readouterr().err

@@ -165,6 +165,7 @@ def test_every_page_goes_to_the_node_whose_threads_read_it(native, tmp_path, thr
             assert [n for low, high, n in moved if low <= at < high][-1] == node
 
 
+@pytest.mark.deep
 @two_cores
 @pytest.mark.parametrize(
     "files",

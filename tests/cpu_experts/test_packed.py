@@ -289,6 +289,7 @@ WORDS = [name.encode() for name in layout.FORMATS] + [b"", b"\0int8", b"int8 ", 
 values = {name: st.sampled_from(WORDS if kind == "16s" else NUMBERS) for name, (_, kind) in FIELDS.items() if kind != "8s"}
 
 
+@pytest.mark.deep
 @settings(max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(list(values)).flatmap(lambda name: st.tuples(st.just(name), values[name])), max_size=3).map(dict))
 def test_a_header_of_anything_is_refused_or_computes(saved, fields):

@@ -172,6 +172,7 @@ def test_prompts_read_in_chunks_equal_prompts_read_whole(programs, width):
     assert_same(chunked, whole)
 
 
+@pytest.mark.deep
 def test_rows_may_be_run_apart(programs):
     together, apart = begun(programs), begun(programs)
     together.run(20)
@@ -241,6 +242,7 @@ def test_what_was_generated_before_a_row_was_preempted_counts_as_output_again(pr
     assert np.array_equal(again.told()["seen"], served.told()["seen"])
 
 
+@pytest.mark.deep
 def test_every_token_is_the_choice_of_the_whole_sequence_before_it(programs):
     served = begun(programs, temperatures=(0.0,) * ROWS)
     served.run(2**30)

@@ -111,6 +111,7 @@ def test_xla_s_account_of_a_program_is_kept_with_it(model, folder):
     assert second.temporaries == first.temporaries >= first.run.temporaries
 
 
+@pytest.mark.deep
 def test_stored_tokens_are_those_of_programs_that_are_not_stored(model, expected):
     np.testing.assert_array_equal(generated(Programs(model)), expected)
 
@@ -130,6 +131,7 @@ def test_a_damaged_file_is_ignored(model, folder, expected, damage):
             path.write_bytes(data)
 
 
+@pytest.mark.deep
 def test_a_folder_that_others_may_write_is_not_read(model, folder, expected, monkeypatch):
     folder.chmod(0o770)
     monkeypatch.setattr("pickle.loads", lambda *_: pytest.fail("a file was read"))

@@ -98,6 +98,7 @@ def kept():
     return kept_of
 
 
+@pytest.mark.deep
 @settings(max_examples=150)
 @given(logits_rows, filter_rows)
 def test_the_filters_keep_what_a_plain_reference_keeps(kept, logits, rows):
@@ -284,6 +285,7 @@ def test_minus_infinity_is_never_drawn():
     assert {t % 2 for t in tokens} == {0}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("row", [{}, {"temperature": 0.5}, {"top_p": 0.8}, {"top_k": 3, "min_p": 0.1}])
 def test_draws_follow_the_softmax_of_what_is_kept(row):
     logits, draws = np.array([1.0, 0.2, -0.5, 0.9, -1.0, 0.0]), 6000

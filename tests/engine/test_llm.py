@@ -80,6 +80,7 @@ def text_of(ids: list[int]) -> str:
 # what is generated
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "family", ["v3", *(pytest.param(name, marks=pytest.mark.deep) for name in ("glm_4_7_flash", "v2", "youtu"))]
 )
@@ -99,6 +100,7 @@ def test_a_row_is_the_same_alone_and_in_a_ragged_batch_and_greedy_rows_follow_th
             assert logits.argmax(-1).tolist() == together[i].token_ids
 
 
+@pytest.mark.deep
 def test_a_prompt_read_in_chunks_gives_what_it_gives_read_whole(llm, monkeypatch):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 96, n).tolist() for n in (100, 33, 16, 1)]
@@ -156,6 +158,7 @@ def test_penalties_reach_the_choice(llm):
     assert not set(output.token_ids[:20]) & set(PROMPTS[0])
 
 
+@pytest.mark.deep
 def test_more_prompts_than_fit_one_batch_come_back_in_order(llm):
     prompts = [[i] for i in range(2, 72)]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True))
@@ -231,6 +234,7 @@ def stopped_at(ids: list[int], stops: tuple[str, ...]) -> tuple[list[int], str]:
     return ids[:n], text[: min(text.find(s) for s in stops if s in text)]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("check", [1, 5, 16])
 @pytest.mark.parametrize(
     "cuts",
@@ -361,6 +365,7 @@ def test_defaults_that_make_no_sense_are_refused(tmp_path, given, no_checks_of_t
         reading._generation_defaults(tmp_path, (1,))
 
 
+@pytest.mark.deep
 def test_the_folders_defaults_are_used_where_the_user_says_nothing(folder, greedy, tmp_path):
     shutil.copytree(folder, tmp_path / "model")
     end = greedy[0][5]
@@ -533,6 +538,7 @@ def test_experts_that_are_chosen_most_are_counted_and_then_lie_on_the_device_too
     assert (exact.max(-1) - chosen < 0.05 * exact.std()).all()
 
 
+@pytest.mark.deep
 def test_statistics_that_cannot_be_written_stop_the_start_and_no_answer(folder, tmp_path):
     with pytest.raises(BadRequest, match="cannot be written"):
         LLM(folder, routing_stats=tmp_path / "none" / "routing.json")

@@ -207,6 +207,7 @@ def cached_bytes(array) -> set[int]:
     return {shard.data.nbytes for shard in array.addressable_shards}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mesh", ["data=8", "tensor=8", "data=2,tensor=2,context=2"])
 def test_a_device_caches_what_is_planned(folder_of, mesh):
     """A latent and its rotary key, float32, of each of the three layers, MTP's included; with context=2 half the tokens."""

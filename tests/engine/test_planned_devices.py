@@ -58,6 +58,7 @@ def test_the_bytes_are_those_of_one_device_of_the_mesh_and_of_the_table(folder, 
     assert whole.predicted().decode.messages.bytes == 0
 
 
+@pytest.mark.deep
 def test_a_dry_run_says_what_one_device_holds_and_what_all_would_reach(plan):
     code, said = plan("--mesh", "data=8", "--device", "h200", "--memory-fraction", 0.9, "--context", 8192, "--batch", 64)
     assert code == 0
@@ -68,6 +69,7 @@ def test_a_dry_run_says_what_one_device_holds_and_what_all_would_reach(plan):
     assert "exchange of tokens with experts: gather in a step" in said
 
 
+@pytest.mark.deep
 def test_the_same_as_json(plan):
     code, said = plan("--mesh", "data=8", "--device", "b200", "--json")
     found = json.loads(said)
@@ -77,12 +79,14 @@ def test_the_same_as_json(plan):
     assert found["predicted"]["exchange"] == "gather"
 
 
+@pytest.mark.deep
 def test_what_does_not_fit_such_devices_says_so(plan):
     code, said = plan("--device", "v6e", "--memory-fraction", 0.1)
     assert code == 4
     assert "it does not fit" in said
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("device", "kernel"), [("h100", "mosaic_gpu"), ("v5p", "mosaic_tpu"), ("b200", "")])
 def test_the_kernels_that_would_run_there_are_named(folder, device, kernel):
     said = "\n".join(open_model(Options.of(model=folder, mesh="data=8", device=device)).explain())
@@ -90,6 +94,7 @@ def test_the_kernels_that_would_run_there_are_named(folder, device, kernel):
     assert kernel in said
 
 
+@pytest.mark.deep
 def test_afterwards_kernels_answer_for_the_device_that_is_here(folder):
     said = [open_model(Options.of(model=folder, device=device)).explain() for device in (None, "h200", None)]
     assert "mosaic" in "\n".join(said[1])
@@ -97,6 +102,7 @@ def test_afterwards_kernels_answer_for_the_device_that_is_here(folder):
     assert jax.devices()[0].platform == "cpu"
 
 
+@pytest.mark.deep
 def test_devices_that_are_not_here_run_nothing(folder, capsys):
     with pytest.raises(BadRequest, match="no device h200"):
         open_model(Options.of(model=folder, device="h200")).load()

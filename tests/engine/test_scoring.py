@@ -110,6 +110,7 @@ def test_prompts_are_scored_beside_others_with_which_they_begin(programs, engine
             assert len(job.ids) == job.request.limit
 
 
+@pytest.mark.deep
 def test_a_stream_of_no_tokens_tells_all_that_was_scored(folder):
     llm, prompt = LLM(folder), list(range(2, 92)) * 2
     asked = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1)

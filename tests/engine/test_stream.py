@@ -44,6 +44,7 @@ def settled(llm: LLM) -> EngineStats:
     return llm.stats()
 
 
+@pytest.mark.deep
 def test_a_stream_adds_up_to_what_generate_gives(llm):
     output, chunks = llm.generate("a5b6", PARAMS)[0], list(llm.stream("a5b6", PARAMS))
     assert "".join(c.text for c in chunks) == output.text
@@ -108,6 +109,7 @@ def test_a_stream_that_the_collector_ends_in_the_middle_of_anything_disturbs_nob
     gc.enable()
 
 
+@pytest.mark.deep
 def test_a_closed_stream_no_longer_counts_as_running(llm):
     stream = llm.stream("a5b6", SamplingParams(max_tokens=480, ignore_eos=True))  # far from done when it is closed
     next(stream)

@@ -72,6 +72,7 @@ def test_threads_that_generate_at_once_get_what_each_gets_alone(llm, alone):
     assert left(llm) == (0, 0)
 
 
+@pytest.mark.deep
 def test_streams_that_threads_drop_and_errors_of_callers_disturb_nobody(llm, alone):
     def ask(number):
         (prompt, params), turn = cases(48)[number], number % 4
@@ -120,6 +121,7 @@ def test_a_task_that_is_cancelled_cancels_its_request(llm):
     assert left(llm) == (0, 0)
 
 
+@pytest.mark.deep
 def test_an_asynchronous_stream_adds_up_to_what_generate_gives(llm):
     async def chunks():
         return [chunk async for chunk in AsyncLLM(llm).stream([5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True))]

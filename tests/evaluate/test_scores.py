@@ -40,6 +40,7 @@ def of_logits(llm, tokens: list[int]) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(llm.logits([tokens])[0].astype(np.float32)))
 
 
+@pytest.mark.deep
 def test_scores_are_those_of_whole_sequences(llm):
     pairs = [([3, 7, 9], [4, 5]), ([8], [6]), ([5, 5, 5], []), ([4], list(range(10, 40)))]
     for (context, after), (logprob, greedy) in zip(pairs, score(llm, pairs), strict=True):
@@ -99,6 +100,7 @@ def test_loads_have_the_names_of_llama_bench():
     assert [load.tokens for load in asked] == [512, 4096, 128, 1024, 640, 5120]
 
 
+@pytest.mark.deep
 def test_rates_are_of_the_tokens_that_a_load_has(llm):
     (rate,) = bench(llm, [Load(2, 20, 4)], repeats=2)
     assert rate.mean > 0

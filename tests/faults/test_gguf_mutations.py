@@ -28,6 +28,7 @@ def test_a_file_with_random_bytes_changed_is_read_or_refused(tmp_path_factory, d
     _read_or_refuse(tmp_path_factory, bytes(found))
 
 
+@pytest.mark.deep
 @given(data=st.data())
 @settings(max_examples=300)
 def test_a_file_with_a_piece_cut_out_or_doubled_is_read_or_refused(tmp_path_factory, data):

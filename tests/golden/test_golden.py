@@ -39,7 +39,7 @@ def test_logits_in_every_form_equal_those_of_transformers(folder, form):
 # Steps know nothing of families: for forms that are not chosen by themselves one is enough.
 OTHERS = [pytest.param("v3", form, marks=(pytest.mark.once, pytest.mark.deep)) for form in ("naive", "fused")]
 GREEDY = [
-    *(pytest.param(folder, "auto", marks=() if folder in ("v2_lite", "v3") else pytest.mark.deep) for folder in FOLDERS),
+    *(pytest.param(folder, "auto", marks=() if folder == "v3" else pytest.mark.deep) for folder in FOLDERS),
     *OTHERS,
 ]
 
@@ -53,6 +53,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(folder, form):
     assert [o.token_ids for o in outputs] == golden["greedy"].tolist()
 
 
+@pytest.mark.deep
 def test_the_mtp_layer_gives_the_logits_of_transformers():
     golden = np.load(HERE / "v3_mtp" / "golden.npz")
     model, tokens = LLM(HERE / "v3_mtp").model, jnp.asarray(golden["tokens"], jnp.int32)
@@ -67,6 +68,7 @@ def test_the_mtp_layer_gives_the_logits_of_transformers():
     assert relative(np.asarray(mtp_logits(tokens)), golden["mtp_logits"]) < 1e-4
 
 
+@pytest.mark.deep
 def test_the_mtp_layer_gives_the_same_step_by_step_over_its_own_cache():
     golden = np.load(HERE / "v3_mtp" / "golden.npz")
     model, tokens = LLM(HERE / "v3_mtp").model, jnp.asarray(golden["tokens"], jnp.int32)

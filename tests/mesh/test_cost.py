@@ -27,6 +27,7 @@ def test_a_step_of_v3_on_eight_data_shards_sends_tokens_to_all_devices_and_their
     assert sent.seconds == pytest.approx(58 * (2 * LATENCY + a_layer / RING) + LATENCY, rel=1e-6)
 
 
+@pytest.mark.deep
 def test_a_step_of_v3_along_tensor_sums_after_heads_and_mlps_and_swaps_rows_of_logits():
     sent, _ = released_cost(V3, {"tensor": 8}).messages(tokens=32, unembedded=32)
     one = 2 * 7 / 8 * 32 * 7168 * 2
@@ -53,6 +54,7 @@ def test_prompts_along_context_gather_latents_where_that_is_less_than_merging():
     assert merging.bytes > 10 * few.bytes
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("config", [LITE, V3, KIMI], ids=lambda config: config.model_type)
 def test_a_mesh_of_one_sends_nothing_and_takes_its_parts_after_each_other(config):
     """Each part takes the slower of its arithmetic and its bytes, at the shares of the rates that kernels reach."""
@@ -93,6 +95,7 @@ def test_experts_are_read_unevenly_so_the_device_with_most_of_them_is_waited_for
     assert many.seconds < 1.1 * (many.floor / MEMORY + many.messages.seconds)
 
 
+@pytest.mark.deep
 def test_more_of_anything_costs_more_and_faster_devices_take_less():
     cost = released_cost(V3, {"data": 8})
     assert cost.decode(32, 8192).seconds > cost.decode(32, 4096).seconds > cost.decode(16, 4096).seconds

@@ -209,6 +209,7 @@ def check_shown(rows: Cached, block: int, rtol: float = 1e-5):
 BLOCKS = {"latents": [(4, 1), (4, 12), (4, 1024), (1, 7)], "heads": [(4, 1), (4, 12), (1, 1024)], "fp8": [(4, 12), (1, 7)]}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("cache", "size", "block"), [(cache, *sizes) for cache, each in BLOCKS.items() for sizes in each])
 def test_a_policy_is_shown_what_is_cached_and_the_softmax_over_what_each_query_may_see(cache, size, block):
     check_shown(cached(cache, size), block)

@@ -81,6 +81,7 @@ def test_a_dispatch_is_a_value():
     assert hash(Dispatch("naive")) == hash(Dispatch("naive")) != hash(Dispatch())
 
 
+@pytest.mark.deep
 def test_what_a_pool_has_besides_latents_passes_through_rope_append():
     rank, rope = 128, 32
     pool = {"c_kv": jnp.zeros((1, 4, rank)), "k_pe": jnp.zeros((1, 4, rope)), "index_k": jnp.ones((1, 4, 3))}

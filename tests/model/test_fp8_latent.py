@@ -51,6 +51,7 @@ def test_codes_are_those_of_ml_dtypes_and_scales_the_least_powers_of_two_that_ho
     assert (np.abs(back - groups) <= np.maximum(np.abs(groups) / 16, scale[..., None] * 2.0**-10)).all()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", ["compressed", "absorbed", "move_elided"])
 def test_a_form_attends_to_the_numbers_that_the_codes_stand_for(form):
     keys = jax.random.split(jax.random.key(0), 6)

@@ -90,6 +90,7 @@ def test_the_cost_model_counts_the_flops_that_xla_counts(compiled, form):
     assert modelled == pytest.approx(counted, rel=0.05)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", FORMS)
 def test_a_query_with_nothing_to_attend_to_gets_zeros(form):
     config = Config.preset("tiny")
@@ -105,6 +106,7 @@ def test_the_four_forms_are_short_enough_to_be_read_side_by_side():
     assert sum(len(inspect.getsource(f).splitlines()) for f in forms) <= 60
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", FORMS)
 def test_padding_changes_nothing_wherever_it_is_without_a_cache_and_behind_a_rows_tokens_with_one(form):
     config = Config.preset("tiny")

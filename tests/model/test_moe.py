@@ -51,6 +51,7 @@ def routings(draw):
     return ids, rng.standard_normal((tokens, D)).astype(np.float32), rng.random((tokens, chosen)).astype(np.float32)
 
 
+@pytest.mark.deep
 @settings(max_examples=60)
 @given(routings())
 def test_every_backend_computes_the_chosen_experts_and_nothing_for_the_id_of_no_expert(routing):
@@ -61,6 +62,7 @@ def test_every_backend_computes_the_chosen_experts_and_nothing_for_the_id_of_no_
         np.testing.assert_allclose(backend(x, jnp.asarray(ids), weights, experts), expected, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.deep
 @given(x=st.lists(st.lists(st.sampled_from([-np.inf, -1.0, 0.0, 0.5, 3.0]), min_size=7, max_size=7), min_size=1, max_size=3))
 def test_the_largest_by_comparing_are_those_by_sorting(x):
     x = np.array(x, np.float32)
@@ -69,6 +71,7 @@ def test_the_largest_by_comparing_are_those_by_sorting(x):
         np.testing.assert_array_equal(moe.largest(jnp.array(x), k), np.argsort(-x, axis=1, kind="stable")[:, :k])
 
 
+@pytest.mark.deep
 # XLA takes subnormal numbers as zeros
 @given(x=st.lists(st.floats(-2, 2, width=32, allow_subnormal=False), min_size=2, max_size=9))
 def test_the_best_two_are_the_largest_sum_of_two(x):
@@ -82,6 +85,7 @@ def test_nan_is_never_an_expert_that_does_not_exist():
     assert (moe.by_comparing(jnp.full((2, 5), jnp.nan), 3) < 5).all()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("tokens", [31, 32, 33, 65])
 def test_tiles_that_do_not_come_out_even_equal_dense(name, tokens):
@@ -117,6 +121,7 @@ def test_a_nan_weight_stays_with_its_token(name):
     np.testing.assert_allclose(y[[0, 2]], reference(x, np.asarray(ids), np.ones((3, 1)), experts)[[0, 2]], atol=1e-5)
 
 
+@pytest.mark.deep
 def test_a_layer_gives_masked_tokens_no_expert_and_counts_the_others():
     layer = MoE(config_of("v3"), nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(5).standard_normal((2, 4, D)), jnp.float32)

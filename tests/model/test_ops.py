@@ -11,6 +11,7 @@ from mla_jax.model import kernels, ops
 from pallas_kernels import fp8
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("tokens", [(0,), (5, 130, 299, 40), ((299, 4000), (127, 128))])
 def test_rows_of_a_matrix_in_fp8_have_the_scales_of_their_blocks(tokens):
     rows = jax.random.normal(jax.random.key(2), (300, 256)) * jnp.exp2(jnp.arange(300) // 128)[:, None] ** 3

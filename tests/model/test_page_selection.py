@@ -77,6 +77,7 @@ def cuts_of(lengths: np.ndarray, seed: int) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("policy", RETRIEVAL_POLICIES)
 def test_summaries_are_those_of_a_page_s_tokens_however_they_came(policy):
     """In pages that were full of NaN before, in the second layer of a pool."""
@@ -100,6 +101,7 @@ def test_summaries_are_those_of_a_page_s_tokens_however_they_came(policy):
         assert np.isnan(layer.pool[SUMMARY][:pages]).all(), "another layer's pages were written"
 
 
+@pytest.mark.deep
 def test_as_many_pages_as_tokens_may_write_are_noted():
     """The most: two tokens of each row on both sides of a border."""
     before, counts = jnp.asarray([3, 7, 11]), jnp.asarray([2, 6, 2])
@@ -136,6 +138,7 @@ def decoded(model: Transformer, tokens: np.ndarray, prompts: np.ndarray, steps: 
     return [np.stack(row) for row in said]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("policy", "attention"), [("quest", "move_elided"), ("infllm", "move_elided"), ("quest", "fused")])
 def test_a_decode_is_that_of_whole_sequences_in_which_each_token_sees_what_it_chooses(policy, attention):
     model, steps = model_of(policy, attention), 12

@@ -127,6 +127,7 @@ def test_all_weights_of_a_dense_model_are_active():
     assert active_weights(SMALL) == 112 + 112 + 160 + 80 + 192 + 64 + 34
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("kind", "itemsize"), [("NVIDIA H200", 2), ("TPU v5", 2), ("cpu", 4)])
 @pytest.mark.parametrize(("rows", "held", "drafts"), [(1, 0, 0), (1, 1024, 3), (8, 4096, 1)])
 def test_a_pass_reads_weights_the_experts_that_its_tokens_touch_and_the_latents(rows, held, drafts, kind, itemsize):

@@ -44,6 +44,7 @@ def test_gradients_equal_finite_differences(llm):
     np.testing.assert_allclose((ahead - behind) / (2 * step), length, rtol=1e-2)
 
 
+@pytest.mark.deep
 def test_it_computes_what_the_model_does_and_shares_its_weights(llm):
     tokens = np.random.default_rng(1).integers(0, llm.config.vocab_size, (1, 7))
     model = llm.trainable()
@@ -52,6 +53,7 @@ def test_it_computes_what_the_model_does_and_shares_its_weights(llm):
     assert model.embed[...] is llm.model.embed[...]
 
 
+@pytest.mark.deep
 def test_quantised_weights_become_numbers():
     llm = LLM()
     packed = {path for path, v in nnx.to_flat_state(nnx.state(llm.model)) if isinstance(v.get_value(), QTensor)}

@@ -49,6 +49,7 @@ def test_a_model_with_its_experts_on_the_host_gives_the_logits_of_one_without():
     close(*(logits_of(model_of(host=host), tokens) for host in (True, False)))
 
 
+@pytest.mark.deep
 def test_only_layers_that_were_moved_are_on_the_host():
     model = model_of(host=False)
     offload(model.layers[2].mlp)
@@ -201,6 +202,7 @@ def test_rows_that_gguf_does_not_have_are_streamed_as_numbers():
             np.testing.assert_array_equal(w, expected)
 
 
+@pytest.mark.deep
 def test_a_model_streams_its_experts_for_prompts_and_not_for_few_tokens():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12)), jnp.int32)
     model, exact = model_of(defer=2), model_of(host=False)

@@ -101,6 +101,7 @@ def test_experts_come_to_the_host_as_they_are_stored_and_never_to_the_device(sto
     assert on_device + on_host <= Checkpoint(path).bytes() + 1  # floats are bfloat16 there, and float32 on a CPU device
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("host_library")
 def test_what_is_planned_for_packed_experts_is_what_they_take(stored):
     """Also where down has a format of its own."""
@@ -116,6 +117,7 @@ def test_what_is_planned_for_packed_experts_is_what_they_take(stored):
     assert layers
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("host_library")
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_a_precision_that_is_asked_for_is_that_of_every_layer(tmp_path, precision):

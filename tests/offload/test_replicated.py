@@ -77,6 +77,7 @@ def test_a_layer_is_that_of_the_device_whatever_lies_on_both_and_masked_tokens_c
         np.testing.assert_allclose(y, expected, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("host_library")
 def test_the_host_is_not_asked_for_what_the_device_has():
     """Its copies may be anything then."""
@@ -114,6 +115,7 @@ def test_of_what_the_host_computes_the_last_are_left_for_later(defer):
             assert [i for i in rest if i < X] == theirs[cut:]
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("host_library")
 @pytest.mark.parametrize("defer", [1, 2])
 def test_deferred_experts_of_the_host_are_added_a_layer_later(defer):
@@ -139,6 +141,7 @@ def test_deferred_experts_of_the_host_are_added_a_layer_later(defer):
     close(found, expected)
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("host_library")
 def test_a_token_whose_experts_all_lie_on_the_device_leaves_nothing_for_later():
     layer, x = replicated_layer(tuple(range(X))), random_x(1)
@@ -146,6 +149,7 @@ def test_a_token_whose_experts_all_lie_on_the_device_leaves_nothing_for_later():
     np.testing.assert_array_equal(settle(y, pending), y)
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("host_library")
 def test_streamed_prompts_still_copy_all_experts():
     layer = replicated_layer((0, 5))
@@ -180,6 +184,7 @@ def test_replicas_are_to_the_bit_what_the_host_has_in_every_format(precision):
             np.testing.assert_array_equal(found.view(np.uint32), expected[[2, 0]].view(np.uint32))
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("host_library")
 def test_rows_that_gguf_does_not_have_are_copied_as_numbers():
     floats = [np.random.default_rng(i).standard_normal(s, np.float32) for i, s in enumerate([(2, 20, 40)] * 2 + [(2, 40, 20)])]

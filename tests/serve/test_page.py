@@ -51,6 +51,7 @@ def locked(chat_folder, tmp_path_factory) -> Iterator[Running]:
     yield from started(chat_folder, api_key_file=keys, model_name="locked")
 
 
+@pytest.mark.deep
 def test_the_page_needs_no_key_and_whatever_it_asks_for_does(locked):
     assert locked.get("/").text == PAGE
     for path in ("/metrics", "/v1/models", "/tokenizer_info", "/page.html", "/docs"):
@@ -159,6 +160,7 @@ def scripted(tmp_path_factory) -> Iterator[Running]:
     yield from started(write_scripted(tmp_path_factory.mktemp("scripted"), DEEPSEEK), model_name="scripted")
 
 
+@pytest.mark.deep
 def test_a_conversation_goes_on_with_all_that_was_said(scripted, visit):
     page = visit(scripted)
     page.expect("#model").to_have_text("scripted")
@@ -203,6 +205,7 @@ def held(running, monkeypatch) -> Iterator[threading.Event]:
     goes_on.set()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("way", ["Escape", "button"])
 def test_a_stopped_answer_stays_and_frees_its_row(running, visit, held, way):
     held.set()
@@ -265,6 +268,7 @@ def test_an_error_amid_an_answer_leaves_what_was_said(running, visit, held, monk
     assert page.texts(".answer > .text") != [""]
 
 
+@pytest.mark.deep
 def test_a_key_goes_with_the_requests_and_is_kept_for_this_tab_alone(locked, browser):
     page = Visit(browser.new_page(), locked.url)
     page.expect("#model").to_have_text("mla-jax: an API key is needed")
@@ -296,6 +300,7 @@ def test_a_model_without_a_template_continues_texts(chat_folder, tmp_path, visit
         assert page.asked[0]["prompt"] == "a1b2"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_narrow_window_has_all_of_the_page(scripted, visit, scheme):
     page = visit(scripted, viewport={"width": 320, "height": 568}, color_scheme=scheme)

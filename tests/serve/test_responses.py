@@ -76,6 +76,7 @@ def test_reasoning_text_and_a_call_are_items_in_their_order(deepseek):
     assert len({item.id for item in response.output}) == 3
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("model", CALLING)
 def test_a_stream_makes_the_same_items_as_a_whole_answer(model, pace, request):
     running, more = request.getfixturevalue(model), CALLING[model]
@@ -149,6 +150,7 @@ def test_an_answer_of_a_form_is_parsed(deepseek):
     assert text.startswith("{")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("model", ["deepseek", "kimi"])
 def test_a_conversation_goes_on_with_the_results_of_its_calls(model, read, request):
     running = request.getfixturevalue(model)

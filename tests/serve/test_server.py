@@ -75,6 +75,7 @@ def test_prompts_may_be_texts_or_token_ids_alone_or_several(running, n):
     assert running.client.completions.create(prompt=ids[1], **GREEDY).choices[0].text == expected[-1]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["completions", "chat/completions"])
 def test_the_pieces_of_a_stream_are_the_whole_answer_and_its_end_comes_alone(running, kind):
     body = {**GREEDY, "n": 2, "temperature": 0.9, "seed": 5, "max_tokens": 40, "ignore_eos": True}
@@ -121,6 +122,7 @@ def test_a_chat_streams_a_role_first_and_the_client_reads_it(running):
     assert "".join(delta.content or "" for delta in deltas) == expected
 
 
+@pytest.mark.deep
 def test_echo_with_log_probabilities_scores_every_token_of_a_prompt(running):
     """As evaluation harnesses ask: by token ids, with one token of output, or none."""
     prompt = running.llm.tokenizer.encode("a1b2c3d4e5")
@@ -343,6 +345,7 @@ def figures(running) -> dict[str, float]:
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_row(running, stream, monkeypatch):
     engine = running.llm.engine
@@ -382,6 +385,7 @@ def test_many_clients_at_once_get_the_answers_they_get_alone(running):
     assert [found[number] for number in range(24)] == expected
 
 
+@pytest.mark.deep
 def test_keys_limits_and_web_pages(chat_folder, tmp_path):
     (tmp_path / "keys").write_text("# of two users\nsecret-1\n\nsecret-2\n")
     settings = {"api_key_file": tmp_path / "keys", "cors_origins": "https://chat.example", "max_rows": 1, "max_waiting": 1}
@@ -399,6 +403,7 @@ def test_keys_limits_and_web_pages(chat_folder, tmp_path):
         assert int(response.headers["retry-after"]) >= 1
 
 
+@pytest.mark.deep
 def test_a_time_limit_ends_answers_with_what_they_have(chat_folder):
     for running in started(chat_folder, request_timeout=0.05):
         body = {"prompt": "a1", "max_tokens": 450, "ignore_eos": True, "timeout": 60}

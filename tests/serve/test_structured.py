@@ -103,6 +103,7 @@ def test_reasoning_is_free_and_comes_apart(deepseek):
     assert "".join(delta.content or "" for delta in pieces) == message.content
 
 
+@pytest.mark.deep
 def test_any_object_is_json(deepseek):
     asked = {**TALK, "response_format": {"type": "json_object"}}
     found = deepseek.client.chat.completions.create(**asked, n=4)
@@ -129,6 +130,7 @@ BROKEN = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(
 ROUTES = [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": ASKED})]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(

@@ -248,6 +248,7 @@ def test_a_forced_call_comes_behind_reasoning(deepseek):
     assert (message["reasoning_content"], checked_calls(message)) == ("Let me see.", ["weather"])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("model", CALLING)
 def test_the_function_that_a_request_names_is_called(model, request):
     running, more = request.getfixturevalue(model), {**FORCED, **LONG, "tool_choice": named_tool("now")}

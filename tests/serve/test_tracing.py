@@ -88,6 +88,7 @@ def traced(chat_folder, collector) -> Iterator[Running]:
         yield from started(chat_folder, model_name="tiny", otlp_traces_endpoint=address)
 
 
+@pytest.mark.deep
 def test_a_request_is_a_span_with_its_settings_tokens_and_times(traced, collector):
     answer = traced.post("/v1/completions", {**ASKED, "n": 2, "temperature": 0.5, "top_p": 0.9}).json()
     found = collector.next()
@@ -128,6 +129,7 @@ def test_a_request_that_its_parent_does_not_want_traced_has_no_span(traced, coll
     assert collector.next().named["gen_ai.request.id"] == answer["id"]
 
 
+@pytest.mark.deep
 def test_a_refused_request_has_its_status_and_no_tokens(traced, collector):
     assert traced.post("/v1/completions", {**ASKED, "max_tokens": "many"}).status_code == 400
     found = collector.next()

@@ -244,6 +244,7 @@ THOUGHTS = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", THOUGHTS)
 @pytest.mark.parametrize(
     "answer", ["<think>ab</think>cd", "<think>\nab\n</think>\n\ncd", "ab</think>cd", "<think>\n\nab</think> cd"]

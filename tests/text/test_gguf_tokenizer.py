@@ -121,6 +121,7 @@ def kimi_metadata(merges: list[str]) -> tuple[dict, tiktoken.Encoding]:
     return found, tiktoken.Encoding("reference", pat_str=tiktoken_model.PATTERN, mergeable_ranks=ranks, special_tokens={})
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("merges", [[], ["a b"]], ids=["without merges", "with merges"])
 @given(text=texts | st.text("abc 中文[]PAD0123456789"))
 def test_kimis_text_becomes_the_ids_that_tiktoken_gives(merges, text):

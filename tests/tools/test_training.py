@@ -63,6 +63,7 @@ def test_a_run_that_stops_and_resumes_is_the_same_run(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, part, whole)
 
 
+@pytest.mark.deep
 def test_the_main_loss_is_the_cross_entropy_of_the_model_in_use():
     model = training.Model(RECIPE.config(True))
     values, bias = model.init(3)

@@ -196,6 +196,7 @@ def test_a_chat_has_its_tools_and_variables_and_may_be_continued(run, llm, files
     assert [a["token_ids"] for a in answers(files[1])] == [o.token_ids for o in llm.generate(expected, GREEDY)]
 
 
+@pytest.mark.deep
 def test_lines_for_openai_get_the_answers_of_ours(run, files):
     chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
     parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}], "name": None}]

@@ -61,6 +61,7 @@ def messages(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
+@pytest.mark.deep
 def test_turns_alternate_and_each_answer_follows_all_before(chat, llm):
     talk(chat, "a1", "", "  ", "b2")
     first = llm.generate("a1", SHORT)[0].text

@@ -191,6 +191,7 @@ def test_loading_goes_through_a_hub_cache(tmp_path):
     parameters.assert_equal(load(snapshot), loaded(tmp_path / "plain", V3, weights))
 
 
+@pytest.mark.deep
 def test_few_tensors_are_in_host_memory_at_a_time(tmp_path, monkeypatch):
     weights = {name: w.astype(ml_dtypes.bfloat16) for name, w in models.tensors(V3, mtp=True).items()}
     alive, most, read = weakref.WeakSet(), [], safetensors.TensorFiles.read

@@ -228,6 +228,7 @@ def test_reordered_parts_are_those_of_the_reordered_whole(tmp_path, hopper, kind
             assert np.asarray(found).tobytes() == np.asarray(part).tobytes(), keys
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("name", "place"), [("self_attn.o_proj", (3, 40)), ("mlp.experts.5.up_proj", (0, 0))])
 def test_weights_that_are_not_finite_are_refused_by_their_names(tmp_path, name, place):
     weights = models.tensors(V3)
@@ -237,6 +238,7 @@ def test_weights_that_are_not_finite_are_refused_by_their_names(tmp_path, name, 
     assert refused.value.args[:2] == ("weights hold NaN or infinity", f"model.layers.1.{name}.weight")
 
 
+@pytest.mark.deep
 def test_progress_counts_every_byte_once_and_ends_at_the_total(stored):
     path, _, _ = stored("fp8")
     checkpoint, heard = opened(path, "data=2,tensor=2"), []
@@ -325,6 +327,7 @@ def test_a_plan_of_a_mesh_that_does_not_fit_says_what_would(stored, monkeypatch)
     assert few.advice() == ["it does not fit: --cache-tokens 1024 is less than 4 x 512 tokens"]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("converts", [False, pytest.param(True, marks=SLOW)], ids=["released", "converted"])
 def test_copies_of_experts_are_the_experts_bit_for_bit(tmp_path, converts):
     folder = released(tmp_path / "hf", "v3", "fp8")

@@ -22,6 +22,7 @@ BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 # ---- GGUF
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("layout", ["new", "old", "fused"])
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_a_gguf_file_loads_as_the_folder_it_was_made_of(tmp_path, family, layout):

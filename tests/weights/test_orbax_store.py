@@ -272,6 +272,7 @@ def test_a_full_disk_says_how_to_go_on_and_keeps_what_was_written(tmp_path):
     assert "absl" not in ran.stderr  # neither Orbax's tracebacks nor its warnings
 
 
+@pytest.mark.deep
 def test_to_write_takes_no_memory_and_to_read_little_more_than_the_tensor(tmp_path):
     ran = script(
         """

@@ -104,6 +104,7 @@ def test_int8_errs_by_half_a_step_of_its_row_at_most(shape):
     assert (np.abs(codes * scale[..., None] - w) <= 0.5001 * scale[..., None]).all()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_int4_errs_no_more_than_codes_from_minus_7_to_7_would(shape, group):

@@ -119,6 +119,7 @@ def test_what_cannot_be_reordered_is_refused():
         qtensor.abstract("Q4_0 reordered", (8, 256))
 
 
+@pytest.mark.deep
 def test_rows_in_float32_are_multiplied_by_what_is_unpacked(hopper):
     taken = hopper()
     q = QTensor("Q4_K", packed.random_parts("Q4_K", (64, 256)), (64, 256))

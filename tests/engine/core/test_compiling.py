@@ -161,6 +161,7 @@ def test_rows_grow_while_there_is_load(model):
     assert most == 24
 
 
+@pytest.mark.deep
 def test_who_waits_for_what_cannot_be_compiled_gets_the_error_when_nobody_runs_any_more(model, monkeypatch):
     programs = Programs(model)
     start = programs.start

@@ -266,6 +266,7 @@ def test_log_probabilities_of_the_prompt_are_those_of_the_logits(llm):
             np.testing.assert_allclose(list(found.values()), expected[at][list(found)], atol=1e-4)
 
 
+@pytest.mark.deep
 def test_a_bias_makes_a_token_certain_or_impossible(llm):
     free = llm.generate([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))[0].token_ids
     asked = SamplingParams(max_tokens=5, ignore_eos=True, logit_bias={50: 100})
@@ -276,6 +277,7 @@ def test_a_bias_makes_a_token_certain_or_impossible(llm):
         llm.generate([5], SamplingParams(logit_bias={96: 1.0}))
 
 
+@pytest.mark.deep
 def test_no_end_token_comes_before_the_least_number_of_tokens(llm):
     free = llm.generate([5, 6, 7], SamplingParams(max_tokens=12, ignore_eos=True))[0].token_ids
     asked = SamplingParams(max_tokens=12, min_tokens=5, stop_token_ids=(free[0],), ignore_eos=True)
@@ -297,6 +299,7 @@ def test_a_frequency_penalty_grows_with_each_use(llm):
     assert abs(mixed[:20].count(50) - mixed[:20].count(51)) <= 4
 
 
+@pytest.mark.deep
 def test_forks_differ_by_their_seeds_alone(llm):
     asked = SamplingParams(max_tokens=12, temperature=1.0, seed=7, n=3, ignore_eos=True)
     outputs = llm.generate([[5, 6, 7], [8]], asked)
@@ -318,6 +321,7 @@ def test_streams_take_turns(llm):
     assert found == expected
 
 
+@pytest.mark.deep
 def test_weights_that_change_make_cached_prefixes_unknown(llm):
     prompt = list(range(2, 80))
     asked = SamplingParams(max_tokens=4, ignore_eos=True)

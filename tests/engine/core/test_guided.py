@@ -188,6 +188,7 @@ def test_others_go_on_while_a_row_waits_for_its_mask(programs_of, grammars):
     assert plain.ids == answer(engine_of(programs_of("nobody"), grammars), plain_request(1, max_tokens=200))[0][: len(plain.ids)]
 
 
+@pytest.mark.deep
 def test_prompts_are_read_while_rows_have_grammars(programs_of, grammars):
     engine = engine_of(programs_of("nobody"), grammars)
     guided = engine.submit(request(0, grammar=Grammar.regex("[a-z]{100}"), max_tokens=120))

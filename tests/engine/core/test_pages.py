@@ -293,6 +293,7 @@ def test_a_request_that_keeps_out_of_the_index_takes_nothing_from_the_tier():
     assert not shelf.asked
 
 
+@pytest.mark.deep
 def test_work_goes_with_the_request_not_with_the_pool():
     def seconds(count: int) -> float:
         pages, best = Pages(count, SIZE), float("inf")

@@ -43,6 +43,7 @@ def test_the_prediction_is_the_cost_of_the_checkpoint_s_own_part_of_each_device(
     assert found.prompts == cost.prompts(64)
 
 
+@pytest.mark.deep
 def test_rows_are_shared_by_data_shards_and_without_a_number_as_many_as_fit(folders):
     checkpoint = opened(folders["bf16"], {"data": 4, "tensor": 2})
     assert predicted(checkpoint, batch=9).rows == 12

@@ -468,6 +468,7 @@ def random_step(model: Model, choose: random.Random) -> None:
         model.release(request)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("layers", "lanes", "steps", "count"), [(1, 1, 400, 10), (3, 1, 1500, 16), (7, 1, 500, 12), (2, 3, 600, 12)]
 )

@@ -343,6 +343,7 @@ def snapkv(model: Transformer, layer: int, x: np.ndarray, policy: SnapKV) -> np.
 # what it costs
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("attention", ["auto", "naive"])
 def test_pages_become_free_and_layers_and_heads_share_what_there_is(programs_of, attention):
     each = LAYERS * (HEADS if attention == "naive" else 1)

@@ -228,6 +228,7 @@ def drawn(model: Model, grammar: Grammar, seed: int, most: int = 3_000) -> list[
     raise AssertionError(f"no end after {most} tokens: {model.tokenizer.decode(answer)[-200:]!r}")
 
 
+@pytest.mark.deep
 @EVERY_MODEL
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_the_grammar_allows_is_read_as_calls_of_the_tools(name, seed):
@@ -317,6 +318,7 @@ def test_a_model_whose_calls_are_not_known_cannot_be_forced():
         constrained_answer(MODELS["V3.1"].tokenizer, PLAIN_ANSWER, Thinking.NONE, tools=TOOLS)
 
 
+@pytest.mark.deep
 @EVERY_MODEL
 def test_a_grammar_of_many_tools_compiles(name):
     model = MODELS[name]
