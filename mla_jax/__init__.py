@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mla_jax.base.grammar import Grammar
     from mla_jax.base.options import Evict, Options, SamplingParams
     from mla_jax.engine.async_llm import AsyncLLM
+    from mla_jax.engine.core.compressed import CompressedContext
     from mla_jax.engine.core.request import Chunk, FinishReason, Output
     from mla_jax.engine.llm import LLM
     from mla_jax.model.transformer import Transformer
@@ -48,6 +49,7 @@ _HOME = {  # of each public name: imported when it is used, so that `--help`, er
     "Options": "mla_jax.base.options",
     "SamplingParams": "mla_jax.base.options",
     "AsyncLLM": "mla_jax.engine.async_llm",
+    "CompressedContext": "mla_jax.engine.core.compressed",
     "LLM": "mla_jax.engine.llm",
     "Chunk": "mla_jax.engine.core.request",
     "FinishReason": "mla_jax.engine.core.request",
@@ -63,6 +65,7 @@ __all__ = [
     "BadRequest",
     "BadTemplate",
     "Chunk",
+    "CompressedContext",
     "Config",
     "DoesNotFit",
     "Evict",

@@ -9,6 +9,7 @@ from typing import Any
 
 from mla_jax.base.errors import BadRequest
 from mla_jax.base.options import SamplingParams
+from mla_jax.engine.core.compressed import CompressedContext
 from mla_jax.engine.core.request import Chunk, Output, Request
 from mla_jax.engine.llm import LLM
 from mla_jax.engine.reader import Reader, TokenReading
@@ -22,9 +23,11 @@ class AsyncLLM:
         self.llm = model if isinstance(model, LLM) else LLM(model, *given, **settings)
         self._posts: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Post] = weakref.WeakKeyDictionary()
 
-    async def generate(self, prompts: Any, params: Any = None) -> list[Output]:
+    async def generate(
+        self, prompts: Any, params: Any = None, *, context: CompressedContext | None = None
+    ) -> list[Output]:
         """As `LLM.generate`."""
-        requests = await asyncio.to_thread(self.llm.inputs.requests, prompts, params)
+        requests = await asyncio.to_thread(self.llm.requests, prompts, params, context)
         async with self.submitted(requests, streams=False) as (readers, news):
             unfinished = set(readers)
             while unfinished:
@@ -54,11 +57,13 @@ class AsyncLLM:
         (output,) = await self.generate([prompt], params)
         return output
 
-    async def stream(self, prompt: Any, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+    async def stream(
+        self, prompt: Any, params: SamplingParams | None = None, *, context: CompressedContext | None = None
+    ) -> AsyncIterator[Chunk]:
         """As `LLM.stream`."""
         if isinstance(params, SamplingParams) and params.n > 1:
             raise BadRequest(f"n is {params.n}, but a stream is one answer", "generate gives several")
-        requests = await asyncio.to_thread(self.llm.inputs.requests, [prompt], params)
+        requests = await asyncio.to_thread(self.llm.requests, [prompt], params, context)
         async with self.submitted(requests, streams=True) as ((reader,), news):
             while not reader.done:
                 chunk = (await news.get()).read()

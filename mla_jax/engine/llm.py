@@ -21,8 +21,7 @@ from mla_jax.decode import store
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.bar import Bar
 from mla_jax.engine.compressing import Compressing
-from mla_jax.engine.core.compressed import CompressedContext
-from mla_jax.engine.core.compressed import read as read_context
+from mla_jax.engine.core.compressed import CompressedContext, read_context
 from mla_jax.engine.core.drafting import Drafting
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.interface import EngineInterface
@@ -161,10 +160,7 @@ class LLM:
 
         Each goes on behind `context`, if one is given. `progress` shows a bar on stderr; None is where stderr is a terminal and
         there are many prompts."""
-        if context is not None:
-            self._refresh()
-            self._compressing.check(context)
-        requests = self.inputs.requests(prompts, params, context)
+        requests = self.requests(prompts, params, context)
         bar = self.bar(len(requests), progress)
         with bar, contextlib.closing(self.serve(([request] for request in requests), bar)) as served:
             return [output for (output,) in served]
@@ -197,7 +193,11 @@ class LLM:
 
     @_named
     def stream(
-        self, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams | None = None
+        self,
+        prompt: str | Sequence[int] | np.ndarray,
+        params: SamplingParams | None = None,
+        *,
+        context: CompressedContext | None = None,
     ) -> Iterator[Chunk]:
         """Continues one prompt once and yields text as soon as it is final; the last chunk has a finish reason.
 
@@ -206,8 +206,15 @@ class LLM:
         self.last_stats = None
         if isinstance(params, SamplingParams) and params.n > 1:
             raise BadRequest(f"n is {params.n}, but a stream is one answer", "generate gives several")
-        (request,) = self.inputs.requests([prompt], params)
+        (request,) = self.requests([prompt], params, context)
         return self._stream(request)
+
+    def requests(self, prompts: Any, params: Any, context: CompressedContext | None = None) -> list[Request]:
+        """As `inputs.requests`, which makes them; a context must be one of this LLM."""
+        if context is not None:
+            self._refresh()
+            self._compressing.check(context)
+        return self.inputs.requests(prompts, params, context)
 
     @_named
     def chat(
@@ -285,8 +292,8 @@ class LLM:
         return self._compressing.signed(reader.job.compressed)
 
     def open_context(self, path: str | Path) -> CompressedContext:
-        """What `CompressedContext.save` has written. Raises BadFile for a damaged file; BadRequest for a context of another
-        model, or of other settings of `evict`."""
+        """Opens a file that `CompressedContext.save` has written. Raises BadFile for a damaged one; BadRequest for a context of
+        another model, or of other settings of `evict`."""
         self._refresh()
         context = read_context(Path(path))
         self._compressing.check(context)

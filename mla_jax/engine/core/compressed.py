@@ -51,8 +51,8 @@ class CompressedContext:
         return f"CompressedContext({len(self.tokens):,} tokens, {share:.1%} kept, {self.nbytes / 2**20:,.1f} MiB)"
 
 
-def read(path: Path) -> CompressedContext:
-    """What `CompressedContext.save` has written; raises BadFile for one that is damaged, or something else."""
+def read_context(path: Path) -> CompressedContext:
+    """Reads a file that `CompressedContext.save` has written; raises BadFile for one that is damaged, or something else."""
     files = TensorFiles(path, {tensor.name: tensor for tensor in read_header(path)})
     with safetensors.safe_open(path, "numpy") as file:
         metadata = file.metadata() or {}

@@ -19,7 +19,7 @@ from mla_jax.engine.core.job import Job
 from mla_jax.engine.core.pages import Held
 from mla_jax.engine.policy.evicted_pages import Evicted, EvictedPages, Root
 
-SPAN = COPIED * PAGE  # tokens of each layer and head that are copied at a time
+AT_A_TIME = COPIED * PAGE  # tokens of each layer and head that are copied at a time
 
 
 class Contexts:
@@ -29,7 +29,7 @@ class Contexts:
         self.programs = programs
 
     def taken(self, job: Job, kept: Kept, tokens: int, device: Dispatcher) -> CompressedContext:
-        """What stays of the first `tokens` of a job's tokens, as `observe` has found it."""
+        """Fetches what stays of the first `tokens` of a job's tokens, as `observe` has found it."""
         assert job.shard is not None
         pages, (pool, rows) = job.shard.pages, device.state()
         assert isinstance(pages, EvictedPages)
@@ -38,7 +38,7 @@ class Contexts:
         old, desk = device.tables(device.alone(job), 1, width), _desk(pages)
         to = Tables(pages.table(desk, width)[:, :, None], np.zeros((*counts.shape, 1), np.int32))
         blocks = []
-        for start in range(0, int(counts.max()), SPAN):
+        for start in range(0, int(counts.max()), AT_A_TIME):
             some = Kept(
                 *map(jnp.asarray, (_shifted(source, start), _within(counts, start)[..., None], kept.told))
             )
@@ -76,7 +76,7 @@ class Contexts:
 
     def _moved(self, pool, counts: np.ndarray, old: np.ndarray, new: np.ndarray):
         """The pool with the first `counts` tokens of each layer and head moved between parts, `[L H COPIED]`."""
-        source = np.broadcast_to(np.arange(SPAN, dtype=np.int32), (*counts.shape, 1, SPAN))
+        source = np.broadcast_to(np.arange(AT_A_TIME, dtype=np.int32), (*counts.shape, 1, AT_A_TIME))
         kept = Kept(
             *map(
                 jnp.asarray,
@@ -102,10 +102,10 @@ class Contexts:
         """Whole pages with the tokens of a context, and the number of each layer's and head's tokens before them."""
         shape, ends = context.counts.shape, context.counts.ravel().cumsum()
         begins = ends - context.counts.ravel()
-        for start in range(0, int(context.counts.max()), SPAN):
-            at = begins[:, None] + start + np.arange(SPAN)
+        for start in range(0, int(context.counts.max()), AT_A_TIME):
+            at = begins[:, None] + start + np.arange(AT_A_TIME)
             there = at < ends[:, None]
-            at = np.where(there, at, 0).reshape(*shape, SPAN)
+            at = np.where(there, at, 0).reshape(*shape, AT_A_TIME)
             yield start, {name: self._as_pages(array[at], name) for name, array in context.arrays.items()}
 
     def _as_pages(self, array: np.ndarray, name: str) -> np.ndarray:
@@ -121,7 +121,7 @@ class Contexts:
 
 def _desk(pages: EvictedPages) -> Held:
     """Whole pages in which tokens lie for the time of a copy. There is room for them."""
-    return pages.admit([0] * SPAN, use_index=False)
+    return pages.admit([0] * AT_A_TIME, use_index=False)
 
 
 def _places(desk: Held) -> np.ndarray:
@@ -132,7 +132,7 @@ def _places(desk: Held) -> np.ndarray:
 
 def _within(counts: np.ndarray, start: int) -> np.ndarray:
     """How many of the tokens from `start` on are within a span."""
-    return np.clip(counts - start, 0, SPAN).astype(np.int32)
+    return np.clip(counts - start, 0, AT_A_TIME).astype(np.int32)
 
 
 def _shifted(source: np.ndarray, start: int) -> np.ndarray:

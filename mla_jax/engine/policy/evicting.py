@@ -28,7 +28,7 @@ from mla_jax.engine.core.pages import Held, Tier
 from mla_jax.engine.core.request import FinishReason, Request
 from mla_jax.engine.core.scheduler import Running, Waiting
 from mla_jax.engine.core.size import Size
-from mla_jax.engine.policy.contexts import SPAN, Contexts
+from mla_jax.engine.policy.contexts import AT_A_TIME, Contexts
 from mla_jax.engine.policy.evicted_pages import Evicted, EvictedPages
 
 
@@ -103,7 +103,7 @@ class Evicting(CachePolicy):
         if request.params.prompt_logprobs is not None:
             eviction = dataclasses.replace(eviction, chunk=None)
         if request.asking is not None:
-            room -= SPAN
+            room -= AT_A_TIME
         if request.context is not None:
             return self._capacity_behind(request.context)
         return bisect.bisect_right(range(self.size.context + 1), room, key=eviction.resident) - 1

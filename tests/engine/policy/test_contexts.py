@@ -1,5 +1,6 @@
 """A context that is compressed once answers as one that is read, and drops tokens, anew for each prompt."""
 
+import asyncio
 import dataclasses
 import itertools
 
@@ -10,10 +11,10 @@ from models import FAMILIES, tensors, write
 from safetensors.numpy import load_file, save_file
 from servers import until
 
-from mla_jax import LLM, BadFile, BadRequest, Evict, SamplingParams
+from mla_jax import LLM, AsyncLLM, BadFile, BadRequest, Evict, SamplingParams
 from mla_jax.cache.evict import SnapKV
 from mla_jax.cache.paged import PAGE
-from mla_jax.engine.policy.contexts import SPAN
+from mla_jax.engine.policy.contexts import AT_A_TIME
 from mla_jax.engine.policy.evicting import Eviction
 
 TEXT = np.random.default_rng(0).integers(2, 96, 700).tolist()
@@ -67,7 +68,7 @@ def answers(llm: LLM, context, prompts=PROMPTS, params=GREEDY) -> list[list[int]
 def test_answers_are_those_of_a_prompt_that_drops_the_same_tokens(folder, attention, keep, monkeypatch):
     with opened(folder, Evict("snapkv", keep=keep), attention) as llm:
         context = llm.compress(TEXT)
-        assert (context.counts.max() > SPAN) == (keep > 0.9)
+        assert (context.counts.max() > AT_A_TIME) == (keep > 0.9)
         assert len({*context.counts.ravel().tolist()}) > 1, "layers, or heads, keep unlike numbers"
         found = answers(llm, context)
         assert found == [answers(llm, context, [prompt])[0] for prompt in PROMPTS]
@@ -86,6 +87,13 @@ def test_prompts_share_a_contexts_pages_and_give_them_back(llm, context):
         found = answers(crowded, context, many)
         assert found == list(itertools.islice(itertools.cycle(answers(llm, context)), 32))
         until(lambda: crowded.stats().pages_free == crowded.stats().pages)
+
+
+def test_a_stream_and_a_task_go_on_behind_it(llm, context):
+    whole = llm.generate([PROMPTS[0]], GREEDY, context=context)[0]
+    streamed = [token for chunk in llm.stream(PROMPTS[0], GREEDY, context=context) for token in chunk.token_ids]
+    awaited = asyncio.run(AsyncLLM(llm).generate([PROMPTS[0]], GREEDY, context=context))[0]
+    assert streamed == awaited.token_ids == whole.token_ids
 
 
 def test_forks_and_other_requests_run_beside_it(llm, context):
