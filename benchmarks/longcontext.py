@@ -1,41 +1,49 @@
-"""The loss of quality from reading less of a long cache: recall and code on the demo model, by policy, budget, form and distance.
+"""The loss of quality from reading less of a long cache: recall and code on the demo model, by policy, budget, form and length.
 
 Either tokens are dropped, by policy, budget and share that is kept; or decode steps read some pages, by policy and tokens.
 
     python benchmarks/longcontext.py --out longcontext_demo.json
     python benchmarks/longcontext.py --policy snapkv --budget uniform ada --keep 0.1 0.2 --form latents heads
     python benchmarks/longcontext.py --policy --retrieve quest infllm --tokens 256 512
-    python benchmarks/longcontext.py --small           (does the script work?)
+    python benchmarks/longcontext.py --map --policy snapkv --keep 0.1      (needles by length and depth)
+    python benchmarks/longcontext.py --small                               (does the script work?)
 
-Each prompt is Python source with a fact `--distance` tokens before the question: a number in a comment ("passkey", one needle),
-one of many assignments ("variable"), one of many pairs of words and numbers, without source ("pairs"), or a line of words
-("copy"). The prompts come from seeds and are the same for all rows. Tokens are dropped once a prompt is read, the question
-included; the answer is right if all its tokens are. The first 4 and the newest 64 tokens always stay, and they count as kept.
+Each prompt is Python source with a fact: a number in a comment ("passkey", one needle), one of many assignments ("variable"), one
+of many pairs of words and numbers, without source ("pairs"), or a line of words ("copy"). The question is about the first fact,
+`--length` tokens back; with `--map` about one at ten depths of prompts of ten lengths. Prompts come from seeds and are the same
+for all rows. An answer is right if all its tokens are.
+
+Tokens are dropped once a prompt is read: with its question ("inside" the text that scores tokens), or before it is read
+("outside", as for a context that is compressed once). The first 4 and the newest `--recent` tokens always stay and count as kept.
 
 Form "latents" drops a token of a layer for all heads; form "heads" caches every head's keys and values, and each head drops its
 own. Where pages are chosen, the prompt is read with full attention, and so the first token of the answer is the same as with the
 full cache; `budget` has the tokens that a step reads in each layer but the first two.
 
-`needles` is the share of right answers to passkey, variable and pairs, `all` that of all tasks; `low` and `high` are the 95 %
-interval of `all` (Wilson's). `code`
-is the loss, in nats a token, of the next tokens of held-out files of the standard library, of which the first `--distance` tokens
-are the prompt; its decode steps drop nothing more. Where pages are chosen it is not measured: many tokens at once choose none."""
+`needles` is the share of right answers to passkey, variable and pairs, `all` that of all tasks. The rest is of held-out files of
+the standard library, whose first `--length` tokens are the prompt, and the next 256 are taught: `kl` is the divergence of the
+next token's distribution from the full cache's, in nats, `agree` the share of tokens that both think likeliest, `loss` the mean
+loss. Where pages are chosen they are not measured: many tokens at once choose none.
+
+The second table compares with the full cache and with uniform budgets, case by case: the mean difference and its 95 % interval by
+the bootstrap over prompts and over files. The results hold every case."""
 
 import contextlib
 import dataclasses
 import functools
 import itertools
-import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import report
 from flax import nnx
 from jax import Array
+from paired import Difference
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 from demo import corpus, tasks
@@ -46,7 +54,6 @@ from mla_jax.cache.paged import PAGE, Pool
 from mla_jax.cache.retrieve import RETRIEVAL_POLICIES as RETRIEVERS
 from mla_jax.decode.evict_programs import Selection
 from mla_jax.decode.loop import Programs
-from mla_jax.decode.outputs import likely
 from mla_jax.engine.core.engine import Engine
 from mla_jax.engine.core.request import Request
 from mla_jax.engine.core.size import Size
@@ -55,22 +62,36 @@ from mla_jax.engine.policy.retrieving import Retrieving
 
 TASKS = ("passkey", "variable", "pairs", "copy")
 NEEDLES = TASKS[:3]
-ANSWER = 64  # tokens of a question and its answer, at most
-CODE = 256  # tokens of a file after the prompt
+TAUGHT = 256  # tokens of a file after the prompt
+LONGEST = 8192
 ROWS = 16
 FORMS = {"latents": "auto", "heads": "naive"}  # what is cached, as the option `attention` has it
+PLACES = ("inside", "outside")
 PAIRS = [
     (policy, rule)
     for policy in EVICTION_POLICIES
     for rule in BUDGET_RULES
     if policy not in ("streaming", "random") or rule == "uniform"
 ]
+LENGTHS, DEPTHS = np.linspace(1000, LONGEST - TAUGHT, 10).astype(int), np.linspace(0, 1, 10)  # of the map
 
 
 class Question(NamedTuple):
     task: str
+    length: int  # tokens of the text
+    depth: float  # of the fact: 0 is the beginning
     prompt: list[int]
+    asking: int  # tokens of the question, the prompt's last ones
     answer: list[int]
+
+
+class Found(NamedTuple):
+    """The cases of one row, each in the same order in all rows."""
+
+    right: np.ndarray  # bool, of each question
+    kl: np.ndarray  # of each file, as the others
+    agree: np.ndarray
+    loss: np.ndarray
 
 
 class Ways(NamedTuple):
@@ -78,32 +99,59 @@ class Ways(NamedTuple):
 
     pairs: Sequence[tuple[str, str]]  # policies that drop tokens, and how layers or heads share
     keeps: Sequence[float]  # shares of the tokens that are kept
+    places: Sequence[str]  # of the question
     retrieve: Sequence[str]  # policies that choose pages
     tokens: Sequence[int]  # that a decode step then reads
+    recent: int  # newest tokens that always stay
+
+
+@dataclasses.dataclass(frozen=True)
+class BeforeQuestion(Eviction):
+    """Tokens are dropped when all but the question has been read, and then no more."""
+
+    asking: dict[tuple[int, ...], int] = dataclasses.field(default_factory=dict)  # by a prompt's tokens
+
+    def point(self, request: Request, number: int) -> int:
+        return LONGEST if number else len(request.prompt) - self.asking[tuple(request.prompt)]
 
 
 class Asked(NamedTuple):
-    """The same questions for all rows of one form and distance."""
+    """The same questions and files for all rows of one form and length."""
 
     llm: LLM
     questions: Sequence[Question]
-    files: np.ndarray  # [files distance + CODE]: their first tokens
+    files: np.ndarray  # [files length + TAUGHT]: their first tokens
     size: Size
     about: dict[str, Any]
 
     @classmethod
-    def of(cls, form: str, count: int, distance: int) -> "Asked":
-        """`count` questions of each task."""
-        context = min(8192, -(-(distance + CODE) // PAGE) * PAGE)
+    def of(cls, form: str, questions: int, length: int | None) -> "Asked":
+        """`questions` of each task; without a length those of the map."""
+        longest = LONGEST if length is None else length + TAUGHT
+        context = -(-longest // PAGE) * PAGE
         llm = LLM(draft="off", context=context, attention=FORMS[form])
-        questions, files = drawn(llm, count, distance, context), held_out(llm, 2 * count, context)
-        tokens = sum(len(question.prompt) for question in questions) + files.size
+        asked = mapped(llm, questions) if length is None else drawn(llm, questions, length, context)
+        files = held_out(llm, 0 if length is None else 2 * questions, context)
+        tokens = sum(len(question.prompt) for question in asked) + files.size
         pages = 2 * tokens // PAGE + ROWS * (context // PAGE)
         size = Size(ROWS, pages, context, llm.model.dispatch.chunk(llm.model))
-        return cls(llm, questions, files, size, {"form": form, "distance": distance})
+        return cls(llm, asked, files, size, {"form": form, "length": length or "1,000 to 8,000"})
 
-    def quality(self, engine: Engine) -> dict:
-        """The share of right answers: see `summed_up`."""
+    def found(self, engine: Engine, full: Sequence[Array] | None) -> tuple[Found, list[Array]]:
+        """The cases by this engine, and the files' distributions; `full` are those of the full cache, if this is another."""
+        right = self._right(engine)
+        if full is None:
+            full = [self._taught(engine, tokens) for tokens in self.files]
+            found = full
+        elif isinstance(engine.policy, Retrieving):
+            return Found(right, *(np.full(len(self.files), np.nan) for _ in range(3))), []
+        else:
+            found = [self._taught(engine, tokens) for tokens in self.files]
+        pairs = zip(self.files, full, found, strict=True)
+        figures = np.array([compared(tokens[1 - TAUGHT :], *both) for tokens, *both in pairs]).reshape(-1, 3)
+        return Found(right, *figures.T), found
+
+    def _right(self, engine: Engine) -> np.ndarray:
         params = [
             SamplingParams(temperature=0, max_tokens=len(one.answer), ignore_eos=True)
             for one in self.questions
@@ -112,115 +160,173 @@ class Asked(NamedTuple):
         jobs = [engine.submit(request) for request in requests]
         while not all(job.done for job in jobs):
             engine.step()
-        right: dict[str, list[bool]] = {task: [] for task in TASKS}
-        for job, one in zip(jobs, self.questions, strict=True):
-            right[one.task].append(job.ids == one.answer)
-        return summed_up({task: sum(oks) for task, oks in right.items()}, len(self.questions) // len(TASKS))
+        return np.array([job.ids == one.answer for job, one in zip(jobs, self.questions, strict=True)])
 
-    def code(self, engine: Engine) -> dict:
-        """The mean loss of files' next tokens, and its standard error over files."""
-        losses = [
-            loss(engine, self.llm.inputs.request(tokens[:-CODE].tolist(), FOLLOWING), tokens)
-            for tokens in self.files
-        ]
-        return {
-            "code": float(np.mean(losses)),
-            "code error": float(np.std(losses, ddof=1) / math.sqrt(len(losses))),
+    def _taught(self, engine: Engine, tokens: np.ndarray) -> Array:
+        """The log-probabilities `[TAUGHT-1 V]` of a file's last tokens but the first, once the prompt is read and the engine has
+        dropped some of it."""
+        request = self.llm.inputs.request(tokens[:-TAUGHT].tolist(), FOLLOWING)
+        job = engine.submit(request)
+        evicts = isinstance(engine.policy, Evicting)
+        while job.row is None or job.unread or (evicts and not job.pauses):
+            engine.step()
+        engine._land_all()
+        assert job.shard.pages.extend(job.held, len(tokens))
+        pool, rows = engine.device.state()
+        held = np.array([len(request.prompt)], np.int32)  # a token that was chosen since is written over
+        table = engine.policy.table([job], 1, engine.size.width)
+        pool, found = distribution(engine.programs.model, pool, tokens[None, -TAUGHT:-1], held, table)
+        engine.device.keep(pool, rows)
+        engine.cancel(job)
+        return found
+
+    def row(self, found: Found, **way: Any) -> dict[str, Any]:
+        """The figures of one way, with its cases."""
+        of_task = {
+            task: found.right[[one.task == task for one in self.questions]]
+            for task in TASKS
+            if any(one.task == task for one in self.questions)
         }
+        needles = np.concatenate([right for task, right in of_task.items() if task in NEEDLES])
+        shares = {task: float(right.mean()) for task, right in of_task.items()}
+        means = {
+            name: float(cases.mean())
+            for name, cases in found._asdict().items()
+            if name != "right" and cases.size
+        }
+        cases = {name: cases.astype(float).round(6).tolist() for name, cases in found._asdict().items()}
+        return (
+            self.about
+            | way
+            | shares
+            | {"needles": float(needles.mean()), "all": float(found.right.mean())}
+            | means
+            | {"cases": cases}
+        )
 
 
-FOLLOWING = SamplingParams(temperature=0, max_tokens=CODE, ignore_eos=True)
-
-
-def loss(engine: Engine, request: Request, tokens: np.ndarray) -> float:
-    """Of the last CODE of a file's tokens, except the first, once the prompt is read and the engine has dropped some of it."""
-    job = engine.submit(request)
-    evicts = isinstance(engine.policy, Evicting)
-    while job.row is None or job.unread or (evicts and not job.pauses):
-        engine.step()
-    engine._land_all()
-    assert job.shard.pages.extend(job.held, len(tokens))
-    pool, rows = engine.device.state()
-    held = np.array([len(request.prompt)], np.int32)  # a token that was chosen since is written over
-    table = engine.policy.table([job], 1, engine.size.width)
-    pool, found = likelihood(engine.programs.model, pool, tokens[None, -CODE:], held, table)
-    engine.device.keep(pool, rows)
-    engine.cancel(job)
-    return -float(found)
+FOLLOWING = SamplingParams(temperature=0, max_tokens=TAUGHT, ignore_eos=True)
 
 
 @functools.partial(nnx.jit, donate_argnums=1)
-def likelihood(
+def distribution(
     model: Transformer, pool: Pool, tokens: Array, held: Array, table: Table
 ) -> tuple[Pool, Array]:
-    """The mean log-probability of the tokens `[1 T]` but the first, behind those that a row has `held`."""
-    count = tokens.shape[1] - 1
+    """The log-probabilities of what follows each of the tokens `[1 T]`, behind those that a row has `held`."""
+    count = tokens.shape[1]
     batch = Batch.behind(held, held, jnp.full(1, count, jnp.int32), count, table)
-    hidden, pool, _ = model(tokens[:, :-1], batch, pool)
-    return pool, likely(model.unembed(hidden), tokens[:, 1:]).logprobs.mean()
+    hidden, pool, _ = model(tokens, batch, pool)
+    return pool, jax.nn.log_softmax(model.unembed(hidden)[0].astype(jnp.float32))
+
+
+@jax.jit
+def compared(tokens: Array, full: Array, found: Array) -> Array:
+    """The mean divergence from `full`, the share of equal choices, and the mean loss of the tokens that came."""
+    kl = (jnp.exp(full) * (full - found)).sum(-1).mean()
+    agree = (full.argmax(-1) == found.argmax(-1)).mean()
+    loss = -jnp.take_along_axis(found, tokens[:, None], -1).mean()
+    return jnp.stack([kl, agree, loss])
 
 
 def held_out(llm: LLM, count: int, length: int) -> np.ndarray:
     """The first `length` tokens of the first files that are long enough."""
     texts = corpus.judged(corpus.sources())
     tokens = (llm.tokenizer.encode(text)[:length] for text in texts if len(text) > 3 * length)
-    return np.array(list(itertools.islice((ids for ids in tokens if len(ids) == length), count)), np.int32)
+    found = itertools.islice((ids for ids in tokens if len(ids) == length), count)
+    return np.array([*found], np.int32).reshape(-1, length)
 
 
-def drawn(llm: LLM, count: int, distance: int, longest: int) -> list[Question]:
+def writer_of(llm: LLM) -> tasks.Writer:
     text = "\n".join(file.text for file in corpus.sources() if file.path in ("ast.py", "chunk.py"))
-    writer = tasks.Writer(llm.tokenizer.model, np.asarray(llm.tokenizer.encode(text, bos=False)))
-    seeds = itertools.product(TASKS, range(count))
-    return [
-        Question(task, *writer.prompt(np.random.default_rng(seed), task, distance, longest))
-        for task, seed in seeds
-    ]
+    return tasks.Writer(llm.tokenizer.model, np.asarray(llm.tokenizer.encode(text, bos=False)))
 
 
-def summed_up(right: Mapping[str, int], each: int) -> dict:
-    """The shares of right answers by task, of the needles, and of all, with the interval of the last; `each` task has as many."""
-    needles, every = sum(right[task] for task in NEEDLES), sum(right.values())
-    low, high = wilson(every, each * len(right))
-    shares = {task: count / each for task, count in right.items()}
-    return shares | {
-        "needles": needles / (each * len(NEEDLES)),
-        "all": every / (each * len(right)),
-        "low": low,
-        "high": high,
-    }
+def drawn(llm: LLM, count: int, length: int, longest: int) -> list[Question]:
+    """`count` questions of each task about a fact `length` tokens back."""
+    writer, found = writer_of(llm), []
+    for task, seed in itertools.product(TASKS, range(count)):
+        prompt, answer = writer.prompt(np.random.default_rng(seed), task, length, longest)
+        found.append(Question(task, length, 0.0, prompt, asking(prompt, writer), answer))
+    return found
 
 
-def wilson(right: int, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share."""
-    z, share = 1.96, right / count
-    middle = share + z * z / (2 * count)
-    width = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return (middle - width) / (1 + z * z / count), (middle + width) / (1 + z * z / count)
+def mapped(llm: LLM, count: int) -> list[Question]:
+    """`count` needles at each depth of each length of the map."""
+    writer, found = writer_of(llm), []
+    for length, depth, seed in itertools.product(LENGTHS.tolist(), DEPTHS.tolist(), range(count)):
+        rng = np.random.default_rng([seed, length, round(9 * depth)])
+        before = writer.filling(rng, round((length - 200) * depth))
+        prompt, answer = writer.prompt(rng, "passkey", length - len(before), LONGEST - len(before))
+        prompt = [*prompt[:2], *before, *prompt[2:]]
+        found.append(Question("passkey", length, depth, prompt, asking(prompt, writer), answer))
+    return found
+
+
+def asking(prompt: list[int], writer: tasks.Writer) -> int:
+    """The number of a prompt's last tokens, from the line of its question on."""
+    lines = [i for i, token in enumerate(prompt) if "\n" in writer.tokenizer.decode([token])]
+    return len(prompt) - lines[-1]
 
 
 def measured(ways: Ways, asked: Asked) -> Iterator[dict]:
-    """Rows of one form and distance."""
+    """Rows of one form and length."""
     llm = asked.llm
-    full = Engine(Programs(llm.model), asked.size)
-    yield asked.about | {"policy": "none", "budget": "", "kept": 1.0} | asked.quality(full) | asked.code(full)
-    del full
-    for policy, budget in ways.pairs:
-        evicts = Selection(EVICTION_POLICIES[policy], BUDGET_RULES[budget])
+    found, full = asked.found(Engine(Programs(llm.model), asked.size), None)
+    yield asked.row(found, question="", policy="none", budget="", kept=1.0)
+    lengths = {tuple(one.prompt): one.asking for one in asked.questions}
+    lengths |= {tuple(tokens[:-TAUGHT].tolist()): 0 for tokens in asked.files}
+    for (policy, budget), place in itertools.product(ways.pairs, ways.places):
+        evicts = Selection(EVICTION_POLICIES[policy], BUDGET_RULES[budget], recent=ways.recent)
         programs = Programs(llm.model, evicts=evicts)
-        evicting = Evicting(programs, asked.size, Eviction(evicts, 1.0))
+        eviction = (
+            BeforeQuestion(evicts, 1.0, asking=lengths) if place == "outside" else Eviction(evicts, 1.0)
+        )
+        evicting = Evicting(programs, asked.size, eviction)
         engine = Engine(programs, asked.size, policy=evicting)
         for keep in ways.keeps:
             # The same engine for each share: the prompts stay in its prefix index
-            evicting.eviction = dataclasses.replace(evicting.eviction, keep=keep)
-            row = asked.about | {"policy": policy, "budget": budget, "kept": keep}
-            yield row | asked.quality(engine) | asked.code(engine)
+            evicting.eviction = dataclasses.replace(eviction, keep=keep)
+            found, _ = asked.found(engine, full)
+            yield asked.row(found, question=place, policy=policy, budget=budget, kept=keep)
     if asked.about["form"] == "heads":
         return
     for policy, tokens in itertools.product(ways.retrieve, ways.tokens):
         other = LLM(retrieve=policy, retrieve_tokens=tokens, context=asked.size.context)
         programs = Programs(other.model)
         engine = Engine(programs, asked.size, policy=Retrieving(programs, asked.size))
-        yield asked.about | {"policy": policy, "budget": tokens, "kept": 1.0} | asked.quality(engine)
+        found, _ = asked.found(engine, full)
+        yield asked.row(found, question="inside", policy=policy, budget=tokens, kept=1.0)
+
+
+def comparisons(rows: Sequence[dict]) -> Iterator[dict]:
+    """Each way beside the full cache, and beside the same policy with uniform budgets."""
+    named = {
+        tuple(row[name] for name in ("form", "length", "question", "policy", "budget", "kept")): row
+        for row in rows
+    }
+    for (form, length, question, policy, budget, kept), row in named.items():
+        full = (form, length, "", "none", "", 1.0)
+        uniform = (form, length, question, policy, "uniform", kept)
+        for name, key in (("full", full), ("uniform", uniform)):
+            if key in named and named[key] is not row:
+                about = {
+                    "form": form,
+                    "length": length,
+                    "question": question,
+                    "policy": policy,
+                    "budget": budget,
+                    "kept": kept,
+                }
+                yield about | {"beside": name} | differences(row["cases"], named[key]["cases"])
+
+
+def differences(mine: dict[str, list], other: dict[str, list]) -> dict[str, str]:
+    found = {}
+    for name, cases in mine.items():
+        pair = np.array(cases), np.array(other[name])
+        if pair[0].size > 1 and not np.isnan(pair).any():
+            found[name] = str(Difference.of(*pair))
+    return found
 
 
 def main() -> None:
@@ -242,6 +348,14 @@ def main() -> None:
         help="the share of the tokens that is kept",
     )
     parser.add_argument(
+        "--question",
+        nargs="+",
+        choices=PLACES,
+        default=["inside"],
+        help="whether it is read before tokens are dropped",
+    )
+    parser.add_argument("--recent", type=int, default=16, help="newest tokens that always stay")
+    parser.add_argument(
         "--retrieve", nargs="*", choices=RETRIEVERS, default=list(RETRIEVERS), help="who chooses pages"
     )
     parser.add_argument(
@@ -249,26 +363,35 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, default=8, help="of each task")
     parser.add_argument(
-        "--distance", type=int, nargs="+", default=[1000], help="tokens between a fact and its question"
+        "--length", type=int, nargs="+", default=[1000], help="tokens between a fact and its question"
+    )
+    parser.add_argument(
+        "--map", action="store_true", help="needles at ten depths of ten lengths, in place of --length"
     )
     parser.add_argument("--small", action="store_true", help="one policy of each kind, few and short prompts")
     options = parser.parse_args()
     pairs = [
         (policy, budget) for policy, budget in PAIRS if policy in options.policy and budget in options.budget
     ]
-    ways = Ways(pairs, options.keep, options.retrieve, options.tokens)
-    places, prompts = itertools.product(options.form, options.distance), options.prompts
+    ways = Ways(pairs, options.keep, options.question, options.retrieve, options.tokens, options.recent)
+    lengths, prompts = [None] if options.map else options.length, options.prompts
+    settings = [*itertools.product(options.form, lengths)]
     if options.small:
-        ways, places, prompts = Ways([("snapkv", "uniform")], [0.5], ["quest"], [256]), [("latents", 200)], 1
+        ways, prompts = (
+            Ways([("snapkv", "uniform")], [0.5], PLACES, ["quest"], [256], 16),
+            2,
+        )
+        settings = [("latents", 200)]
     rows = []
-    with contextlib.suppress(KeyboardInterrupt):  # the table has what was found
-        for form, distance in places:
-            for row in measured(ways, Asked.of(form, prompts, distance)):
+    with contextlib.suppress(KeyboardInterrupt):  # the tables have what was found
+        for form, length in settings:
+            for row in measured(ways, Asked.of(form, prompts, length)):
                 rows.append(row)
-                print(row, flush=True)
-    report.show(
-        rows, options.out, benchmark="longcontext", small=options.small, model="demo", prompts=prompts
-    )
+                print({name: value for name, value in row.items() if name != "cases"}, flush=True)
+    beside, cases = [*comparisons(rows)], [row.pop("cases") for row in rows]
+    report.show(beside, None)
+    about = {"small": options.small, "model": "demo", "prompts": prompts, "recent": ways.recent}
+    report.show(rows, options.out, benchmark="longcontext", **about, comparisons=beside, cases=cases)
 
 
 if __name__ == "__main__":

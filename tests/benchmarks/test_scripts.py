@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import jax.numpy as jnp
-import longcontext
+import numpy as np
 import pytest
 from ops import timing
+from paired import Difference
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
@@ -61,13 +62,13 @@ def test_a_small_measurement_comes_to_its_end(name, tmp_path):
     assert (tmp_path / "found.json").stat().st_size > 100
 
 
-@pytest.mark.parametrize(
-    ("right", "count", "interval"),
-    [(0, 10, (0.0, 0.2775)), (10, 10, (0.7225, 1.0)), (5, 10, (0.2366, 0.7634)), (81, 263, (0.2553, 0.3662))],
-)
-def test_the_interval_of_a_share_is_that_of_newcombes_tables(right, count, interval):
-    """Newcombe 1998 has 81 of 263; the others by hand."""
-    assert longcontext.wilson(right, count) == pytest.approx(interval, abs=1e-4)
+def test_the_interval_of_a_difference_is_that_of_its_mean():
+    """Of many normal draws, 1.96 standard errors; where nothing differs, nothing."""
+    mine, other = np.random.default_rng(0).normal(size=(2, 2000)) + [[1.0], [0.5]]
+    found, error = Difference.of(mine, other), (mine - other).std() / 2000**0.5
+    assert found.mean == pytest.approx((mine - other).mean())
+    assert (found.low, found.high) == pytest.approx((found.mean - 1.96 * error, found.mean + 1.96 * error), rel=0.05)
+    assert Difference.of(np.ones(3), np.zeros(3)) == (1, 1, 1)
 
 
 def test_a_timed_program_gives_what_the_first_of_its_inputs_gives_though_it_goes_on_to_others():
