@@ -14,9 +14,9 @@ demo: about-demo $(VENV)/.installed
 test: about-tests $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "$(SELECT)" -n $(WORKERS) --dist loadgroup
 
-# the tests that take long, of which `make test` runs none: of the files that have not passed with these sources, two at a time
+# the tests that take long, of which `make test` runs none: of the files that have not passed with these sources, or some FILES of them
 deep: $(VENV)/.installed-dev
-	$(BIN)/python tests/deep.py "$(SELECT)" 2
+	$(BIN)/python tests/deep.py "$(SELECT)" 2 $(FILES)
 
 about-demo:
 	@test -e $(VENV)/.installed || echo "Once, make demo installs mla-jax into $(VENV), and downloads about 190 MB for that."

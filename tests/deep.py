@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache, cached_property
 from importlib.metadata import version
@@ -181,9 +181,9 @@ def run(name: str, select: str) -> subprocess.CompletedProcess:
     return subprocess.run(line, cwd=ROOT, env=os.environ | {"DEEP": "1"}, capture_output=True, text=True)
 
 
-def run_waiting(select: str, processes: int) -> bool:
-    """Whether all deep tests that waited pass. A line is printed for each file, and what failed."""
-    sources, files = Sources(ROOT, versions()), waiting()
+def run_waiting(select: str, processes: int, only: Sequence[str] = ()) -> bool:
+    """Whether all deep tests that waited pass, or those of some files. A line is printed for each file, and what failed."""
+    sources, files = Sources(ROOT, versions()), [name for name in waiting() if not only or name in only]
     digests = {name: sources.digest(sources.deep[name]) for name in files}
     good = True
     with ThreadPoolExecutor(processes) as pool:
@@ -206,4 +206,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["waiting"]:
         print("\n".join(waiting()))
     else:
-        sys.exit(not run_waiting(sys.argv[1], int(sys.argv[2])))
+        sys.exit(not run_waiting(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))
