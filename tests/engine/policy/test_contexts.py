@@ -57,13 +57,10 @@ def answers(llm: LLM, context, prompts=PROMPTS, params=GREEDY) -> list[list[int]
     return [output.token_ids for output in llm.generate(prompts, params, context=context)]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("attention", "keep"),
-    [
-        ("absorbed", 0.5),
-        pytest.param("absorbed", 0.95, marks=pytest.mark.deep),  # more than is copied at a time
-        pytest.param("naive", 0.3, marks=pytest.mark.deep),
-    ],
+    [("absorbed", 0.5), ("absorbed", 0.95), ("naive", 0.3)],  # at 0.95 more than is copied at a time
 )
 def test_answers_are_those_of_a_prompt_that_drops_the_same_tokens(folder, attention, keep, monkeypatch):
     with opened(folder, Evict("snapkv", keep=keep), attention) as llm:
@@ -79,6 +76,7 @@ def test_answers_are_those_of_a_prompt_that_drops_the_same_tokens(folder, attent
         assert found == [other.generate([TEXT + prompt], GREEDY)[0].token_ids for prompt in PROMPTS]
 
 
+@pytest.mark.deep
 def test_prompts_share_a_contexts_pages_and_give_them_back(llm, context):
     """Of 32 requests with pages of their own the pool would hold four."""
     with opened(llm.options.model.model, cache_tokens=24 * PAGE) as crowded:
@@ -103,6 +101,7 @@ def test_forks_and_other_requests_run_beside_it(llm, context):
     assert [output.token_ids for output in llm.generate([PROMPTS[1]], GREEDY)] == plain
 
 
+@pytest.mark.deep
 def test_questions_say_what_stays_and_do_not_stay(folder):
     """Other tokens stay than without a question, as many, all of them of the text."""
     asked = TEXT[300:316]
@@ -153,6 +152,7 @@ def test_a_context_of_another_llm_is_refused(llm, context, what):
         llm.generate([PROMPTS[0]], GREEDY, context=other)
 
 
+@pytest.mark.deep
 def test_weights_that_were_changed_are_another_model(folder_of):
     with opened(folder_of(1)) as llm:
         context = llm.compress(TEXT)
