@@ -103,6 +103,7 @@ WRONG = {  # of the options of a model
     "evict": ["", "SnapKV", None, 3, True],
     "evict_budget": ["all", None, 1],
     "evict_keep": [0, 0.0, -0.5, 1.01, 2**20 + 1, None, "0.5", True, math.nan, math.inf],
+    "evict_chunk": [0, 63, 2**20 + 1, 64.0, "64", True],
     "evict_sinks": [-1, 4097, 1.0, "4", None, True],
     "evict_recent": [0, 4097, 1.0, "4", None, True],
     "retrieve": ["", "Quest", "page", None, 4, True],
