@@ -171,7 +171,7 @@ class EvictOptions(Checked):
     evict_keep: float = option(0.25, share_or_count(2**20))
     """Fraction of the tokens that is kept, or, above 1, their number."""
     evict_chunk: int | None = option(None, optional(whole(64, 2**20)))
-    """Tokens of a prompt that are read before tokens are dropped (default: the whole prompt)."""
+    """Tokens of a prompt after which some are dropped (default: the whole prompt)."""
     evict_sinks: int = option(4, whole(0, 4096))
     """First tokens that are always kept."""
     evict_recent: int = option(64, whole(1, 4096))
