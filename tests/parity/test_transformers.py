@@ -17,6 +17,7 @@ from mla_jax.model.mla import FORMS
 
 pytestmark = pytest.mark.parity
 STEPS = 24
+DECODED = ("v2_lite", "v3")  # families whose tokens, and all forms, are compared in every run
 
 
 def random_sizes(family: str, seed: int) -> dict:
@@ -76,16 +77,16 @@ def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in (1, 2))])
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_logits_agree(both, family, seed):
-    """In every form for the first sizes; steps are compared in every form for the second."""
+    """In every form for the first sizes of two families; steps are compared in every form for the second."""
     oracle, theirs, folder = both(family, seed)
     tokens = np.array(prompts(config_of(folder), [37, 37]))
     expected = oracle.logits(theirs, tokens)
-    for form in ("auto",) if seed else FORMS:
+    for form in FORMS if seed == 0 and family in DECODED else ("auto",):
         assert relative(LLM(folder, attention=form, dtype="float32").logits(tokens), expected) <= 1e-4, form
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=() if family in ("v2_lite", "v3") else pytest.mark.deep) for family in models.FAMILIES]
+    "family", [pytest.param(family, marks=() if family in DECODED else pytest.mark.deep) for family in models.FAMILIES]
 )
 def test_greedy_tokens_are_equal_for_ragged_batches_and_single_rows(both, family):
     oracle, theirs, folder = both(family, 0)
