@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadRequest, TooLong, printable, shown
 from mla_jax.base.grammar import Grammar
@@ -149,6 +151,20 @@ class InputProcessor:
                 context=self.context,
             )
         return room
+
+    def token_block(self, tokens: Any) -> np.ndarray:
+        """Token ids as an array `[B T]`; raises BadRequest for anything else."""
+        try:
+            array = np.asarray(tokens)
+        except (ValueError, OverflowError) as e:
+            raise BadRequest("the token lists are not of one length") from e
+        if array.ndim != 2 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
+            raise BadRequest(
+                "logits takes token ids of shape [B, T]", f"found shape {array.shape}, dtype {array.dtype}"
+            )
+        for row in array.tolist():
+            self.check_prompt(row, needed=0)
+        return array
 
     def _params_of(self, params: Any, prompts: int) -> list[SamplingParams]:
         """One set of parameters per prompt."""

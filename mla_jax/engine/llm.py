@@ -30,7 +30,7 @@ from mla_jax.engine.core.size import Size
 from mla_jax.engine.core.stats import EngineStats, Stats, stats_of
 from mla_jax.engine.core.worker import Worker
 from mla_jax.engine.opening.explain import explain, explain_programs
-from mla_jax.engine.opening.opened import Opened, open_model
+from mla_jax.engine.opening.opened import Opened, opened_of
 from mla_jax.engine.policy.choose import policy_of
 from mla_jax.engine.policy.evicting import Eviction
 from mla_jax.engine.processes import LedEngine, follow
@@ -73,7 +73,7 @@ class LLM:
             raise BadRequest(
                 f"progress is {shown(progress)}, expected a function of the bytes loaded and of all bytes"
             )
-        opened = _opened(model, options, dict(settings))
+        opened = opened_of(model, options, dict(settings))
         with distributed.together():
             opened.plan.refuse()
             self._load(opened, progress)
@@ -265,7 +265,7 @@ class LLM:
 
         Raises DoesNotFit if they and the activations of one forward pass need more memory than the plan leaves."""
         self._refresh()
-        array = np.asarray(self._token_block(tokens), np.int32)
+        array = np.asarray(self.inputs.token_block(tokens), np.int32)
         self._refuse_logits(*array.shape)
         return self._worker.call(functools.partial(self._logits, array))
 
@@ -278,18 +278,7 @@ class LLM:
         Tokens are scored by the newest ones. `questions` are put behind the text for that, and do not stay: questions of the kind
         that will be asked. Raises BadRequest without `evict`."""
         self._refresh()
-        request = self._compressing.request(context, questions)
-        done = threading.Event()
-        (reader,) = self.submit([request], lambda _: done.set())
-        try:
-            while not reader.job.done:
-                done.wait()
-                done.clear()
-            reader.read()
-        finally:
-            self.cancel([reader])
-        assert reader.job.compressed is not None
-        return self._compressing.signed(reader.job.compressed)
+        return self._compressing.made(context, questions)
 
     def open_context(self, path: str | Path) -> CompressedContext:
         """Opens a file that `CompressedContext.save` has written. Raises BadFile for a damaged one; BadRequest for a context of
@@ -462,20 +451,6 @@ class LLM:
         """Bytes that the weights leave free."""
         return self.plan.available - self.plan.weights
 
-    def _token_block(self, tokens: Any) -> np.ndarray:
-        """Token ids as an array `[B T]`; raises BadRequest for anything else."""
-        try:
-            array = np.asarray(tokens)
-        except (ValueError, OverflowError) as e:
-            raise BadRequest("the token lists are not of one length") from e
-        if array.ndim != 2 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
-            raise BadRequest(
-                "logits takes token ids of shape [B, T]", f"found shape {array.shape}, dtype {array.dtype}"
-            )
-        for row in array.tolist():
-            self.inputs.check_prompt(row, needed=0)
-        return array
-
     def _refuse_logits(self, rows: int, tokens: int) -> None:
         """Raises DoesNotFit before the logits of `rows` sequences of `tokens` tokens take any memory."""
         needed = logits_bytes(self.model, rows, tokens)
@@ -499,22 +474,3 @@ class LLM:
                 *self.plan.lines(),
                 "is another process on the device? it can share: --memory-fraction; or lower --context and --max-tokens",
             ) from e
-
-
-def _opened(model: Any, options: Any, fields: dict[str, Any]) -> Opened:
-    """The model that the arguments of LLM name, opened; raises BadRequest for arguments that contradict each other."""
-    if isinstance(model, Opened):
-        if options is not None or fields:
-            raise BadRequest("an opened model takes no further options", "give them to open_model")
-        return model
-    if options is not None and not isinstance(options, Options):
-        raise BadRequest(
-            f"options is {shown(options)}, expected Options",
-            "give single settings by name: LLM(model, batch=8)",
-        )
-    options = (options or Options()).replace(**fields)
-    if model is None:
-        return open_model(options)
-    if options.model.model is not None:
-        raise BadRequest(f"the model is given twice: {shown(model)} and {shown(options.model.model)}")
-    return open_model(options.replace(model=model))

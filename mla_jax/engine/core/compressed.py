@@ -29,7 +29,7 @@ class CompressedContext:
     arrays: dict[str, np.ndarray]
     made_by: dict[str, str] = field(
         default_factory=dict
-    )  # what must be the same where it is used: see `LLM.maker`
+    )  # must be the same where it is used: see `Compressing`
 
     @property
     def nbytes(self) -> int:

@@ -3,9 +3,10 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mla_jax.base.config import Config
-from mla_jax.base.errors import BadRequest
+from mla_jax.base.errors import BadRequest, shown
 from mla_jax.base.options import Options
 from mla_jax.decode.speculative import Drafter
 from mla_jax.engine.core.drafting import Drafting
@@ -129,6 +130,25 @@ def open_model(options: Options) -> Opened:
     Raises BadFile, BadConfig, Unsupported or BadRequest. A model that does not fit is opened; `plan.refuse()` says so."""
     with environment.kernels_of(options), distributed.together():
         return _opened(options)
+
+
+def opened_of(model: Any, options: Any, fields: dict[str, Any]) -> Opened:
+    """The model that the arguments of LLM name, opened; raises BadRequest for arguments that contradict each other."""
+    if isinstance(model, Opened):
+        if options is not None or fields:
+            raise BadRequest("an opened model takes no further options", "give them to open_model")
+        return model
+    if options is not None and not isinstance(options, Options):
+        raise BadRequest(
+            f"options is {shown(options)}, expected Options",
+            "give single settings by name: LLM(model, batch=8)",
+        )
+    options = (options or Options()).replace(**fields)
+    if model is None:
+        return open_model(options)
+    if options.model.model is not None:
+        raise BadRequest(f"the model is given twice: {shown(model)} and {shown(options.model.model)}")
+    return open_model(options.replace(model=model))
 
 
 def _opened(options: Options) -> Opened:

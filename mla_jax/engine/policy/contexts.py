@@ -1,6 +1,6 @@
 """Compressed contexts between the device and the host, a few whole pages at a time.
 
-What stays of a row lies scattered over its pages, in each layer and head in others. `move` gathers it in whole pages, which
+What stays of a row is scattered over its pages, other ones in each layer and head. `move` gathers it in whole pages, which
 `copy_out` brings to the host; the way back is the same. So a context of any length needs room for few pages besides its own."""
 
 from collections.abc import Iterator
@@ -120,7 +120,7 @@ class Contexts:
 
 
 def _desk(pages: EvictedPages) -> Held:
-    """Whole pages in which tokens lie for the time of a copy. There is room for them."""
+    """Whole pages that hold tokens for the time of a copy. There is room for them."""
     return pages.admit([0] * AT_A_TIME, use_index=False)
 
 
@@ -131,7 +131,7 @@ def _places(desk: Held) -> np.ndarray:
 
 
 def _within(counts: np.ndarray, start: int) -> np.ndarray:
-    """How many of the tokens from `start` on are within a span."""
+    """How many of the tokens from `start` on are within AT_A_TIME."""
     return np.clip(counts - start, 0, AT_A_TIME).astype(np.int32)
 
 

@@ -59,7 +59,8 @@ class Eviction:
         begin, prompt, chunk = request.begin, len(request.prompt), self.chunk
         if request.params.prompt_logprobs is not None:
             chunk = None
-        inside = 0 if chunk is None else (prompt - begin - 1) // chunk  # points before the prompt's end
+        last = prompt - (request.asking or 0) - 1  # what asks is there as a whole, or not at all
+        inside = 0 if chunk is None else (last - begin) // chunk  # points before the prompt's end
         if chunk is not None and number < inside:
             return begin + chunk * (number + 1)
         # A context has dropped tokens already: what is behind it is read whole, and others share its pages meanwhile
@@ -103,7 +104,7 @@ class Evicting(CachePolicy):
         if request.params.prompt_logprobs is not None:
             eviction = dataclasses.replace(eviction, chunk=None)
         if request.asking is not None:
-            room -= AT_A_TIME
+            room -= AT_A_TIME + request.asking
         if request.context is not None:
             return self._capacity_behind(request.context)
         return bisect.bisect_right(range(self.size.context + 1), room, key=eviction.resident) - 1

@@ -152,6 +152,31 @@ def test_a_context_of_another_llm_is_refused(llm, context, what):
         llm.generate([PROMPTS[0]], GREEDY, context=other)
 
 
+def test_arrays_of_another_cache_are_refused_before_anything_runs(llm, context):
+    flat = dataclasses.replace(context, counts=context.counts.reshape(1, -1))
+    (name, array), *others = context.arrays.items()
+    other = dataclasses.replace(context, arrays={name: array.astype(np.float16), **dict(others)})
+    for wrong in (flat, other, dataclasses.replace(context, arrays=dict(others))):
+        with pytest.raises(BadRequest, match="not those of this model's cache"):
+            llm.generate([PROMPTS[0]], GREEDY, context=wrong)
+    with pytest.raises(BadRequest, match="compress and open_context give one"):
+        llm._compressing.check("a text")
+    assert len(llm.generate([PROMPTS[0]], GREEDY, context=context)[0].token_ids) == 12
+
+
+@pytest.mark.deep
+def test_a_context_of_chunks_in_fp8_is_asked_behind_questions(tmp_path):
+    hf = {**FAMILIES["v3"], "kv_lora_rank": 128, "num_hidden_layers": 2, "num_nextn_predict_layers": 0}
+    folder = write(tmp_path, hf | {"max_position_embeddings": 2048}, tensors(hf))
+    with opened(folder, Evict("snapkv", keep=200, chunk=128), kv_cache="fp8", dtype="bfloat16", draft="lookup") as llm:
+        context = llm.compress(TEXT, PROMPTS[2])
+        assert context.counts.mean() == 200
+        assert context.tokens == TEXT
+        found = answers(llm, context)
+        context.save(tmp_path / "context.safetensors")
+        assert answers(llm, llm.open_context(tmp_path / "context.safetensors")) == found
+
+
 @pytest.mark.deep
 def test_weights_that_were_changed_are_another_model(folder_of):
     with opened(folder_of(1)) as llm:
