@@ -28,7 +28,7 @@ class Request:
     params: SamplingParams
     ends: tuple[int, ...]  # the model's end tokens, none if ignored
     context: CompressedContext | None = None  # what the prompt begins with, if that was read before
-    # Nothing but the compressed context is wanted, which the prompt is but for so many tokens at its end
+    # Where the compressed context alone is wanted: the number of the prompt's last tokens, which score the others and do not stay
     asking: int | None = None
 
     def fork(self, index: int) -> "Request":
