@@ -74,7 +74,7 @@ def test_the_bound_holds_and_adas_is_lower_than_the_uniform_one(seen, shares, mo
     for one in seen:
         scores = one.weights if shares == "heads" else one.weights.mean(1, keepdims=True)
         lost = {}
-        for name, rule in (("uniform", BUDGET_RULES["uniform"]), ("ada", Ada(0.0))):
+        for name, rule in (("uniform", BUDGET_RULES["uniform"]), ("ada", Ada(1.0))):
             kept = keeps(scores, rule)
             change, bound = change_and_bound(one, kept)
             assert (change <= bound + 1e-9).all()
