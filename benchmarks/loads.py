@@ -14,6 +14,7 @@ The checkpoint is of zeros, which take no room on the disk; in bf16 random numbe
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import re
@@ -79,11 +80,11 @@ def _over(old: jax.Array, seed: int) -> jax.Array:
 
 
 @contextlib.contextmanager
-def random_llm(scale: Scale, **settings: Any) -> Iterator[LLM]:
-    """Of random bf16 weights and a tokenizer of random words."""
+def random_llm(scale: Scale, config: dict[str, Any] | None = None, **settings: Any) -> Iterator[LLM]:
+    """Of random bf16 weights and a tokenizer of random words; `config` has fields of the model's that differ."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        hollow.write(scale.model, folder, "bf16")
+        hollow.write(dataclasses.replace(scale.model, **(config or {})), folder, "bf16")
         hollow.write_tokenizer(folder, scale.model.vocab_size)
         with LLM(folder, **settings) as llm:
             randomise(llm.model)

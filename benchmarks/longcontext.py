@@ -129,7 +129,8 @@ class Asked(NamedTuple):
         """`questions` of each task; without a length those of the map."""
         longest = LONGEST if length is None else length + TAUGHT
         context = -(-longest // PAGE) * PAGE
-        llm = LLM(draft="off", context=context, attention=FORMS[form])
+        # with a small cache of its own: the engines here have theirs
+        llm = LLM(draft="off", context=context, cache_tokens=context, attention=FORMS[form])
         asked = mapped(llm, questions) if length is None else drawn(llm, questions, length, context)
         files = held_out(llm, 0 if length is None else 2 * questions, context)
         tokens = sum(len(question.prompt) for question in asked) + files.size
@@ -291,7 +292,8 @@ def measured(ways: Ways, asked: Asked) -> Iterator[dict]:
     if asked.about["form"] == "heads":
         return
     for policy, tokens in itertools.product(ways.retrieve, ways.tokens):
-        other = LLM(retrieve=policy, retrieve_tokens=tokens, context=asked.size.context)
+        context = asked.size.context
+        other = LLM(retrieve=policy, retrieve_tokens=tokens, context=context, cache_tokens=context)
         programs = Programs(other.model)
         engine = Engine(programs, asked.size, policy=Retrieving(programs, asked.size))
         found, _ = asked.found(engine, full)
