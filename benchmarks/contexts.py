@@ -4,8 +4,8 @@
     python benchmarks/contexts.py --ways evict --tokens 524288
     python benchmarks/contexts.py --small            (a tiny model, on a CPU: does the script work?)
 
-Ways: `full` attention; `evict`, which drops tokens chunk by chunk while a prompt is read, with a cache of an eighth of the longest
-prompt; `compress`, a context that is read once, and questions about it. Each way runs in a process of its own, once so that
+Ways: `full` attention; `evict`, which drops tokens chunk by chunk while a prompt is read, with an eighth of the longest prompt as
+cache; `compress`, a context that is read once, and questions about it. Each way runs in a process of its own, once so that
 programs are compiled, and is then timed. The peak is the allocator's, of the whole process."""
 
 import json
@@ -41,7 +41,12 @@ def measured(way: str, tokens: list[int], small: bool) -> Iterator[Row]:
     with random_llm(scale, config={"max_position_embeddings": 2 * longest}, **settings) as llm:
         found = asked(llm, tokens) if way == "compress" else read(llm, tokens)
         for row in found:
-            yield {"way": way, **row, "cache, tokens": llm.plan.tokens, "peak, GiB": (peak_bytes() or 0) / 2**30}
+            yield {
+                "way": way,
+                **row,
+                "cache, tokens": llm.plan.tokens,
+                "peak, GiB": (peak_bytes() or 0) / 2**30,
+            }
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
@@ -74,14 +79,22 @@ def asked(llm: LLM, tokens: list[int]) -> Iterator[Row]:
     """The first answer includes the reading of the context."""
     count = min(tokens)
     llm.generate(
-        [prompt(QUESTION, 1)], SamplingParams(max_tokens=2), context=llm.compress(prompt(count, 0)), progress=False
+        [prompt(QUESTION, 1)],
+        SamplingParams(max_tokens=2),
+        context=llm.compress(prompt(count, 0)),
+        progress=False,
     )
     start = time.perf_counter()
     context = llm.compress(prompt(count, 2))
     reading = time.perf_counter() - start
     waits = [first_and_last(llm, prompt(QUESTION, 100 + i), 2, context=context)[0] for i in range(QUESTIONS)]
     first, later = reading + waits[0], float(np.mean(waits[1:]))
-    yield {"tokens": count, "first token, s": first, "later first tokens, s": later, "later / first": later / first}
+    yield {
+        "tokens": count,
+        "first token, s": first,
+        "later first tokens, s": later,
+        "later / first": later / first,
+    }
 
 
 def main() -> None:
@@ -98,7 +111,9 @@ def main() -> None:
         return
     rows: list[Row] = []
     for way in options.ways:
-        command = [sys.executable, __file__, "--way", way, "--tokens", *map(str, tokens)] + ["--small"] * options.small
+        command = [sys.executable, __file__, "--way", way, "--tokens", *map(str, tokens)] + [
+            "--small"
+        ] * options.small
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             for line in process.stdout or []:
                 if line.startswith("{"):

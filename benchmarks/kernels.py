@@ -19,7 +19,15 @@ os.environ.setdefault(
 
 import report
 
-OPS = ("mla_decode", "mla_prefill", "moe_decode", "ragged_dot", "quantized_matmul", "rope_append")
+OPS = (
+    "mla_decode",
+    "heads_decode",
+    "mla_prefill",
+    "moe_decode",
+    "ragged_dot",
+    "quantized_matmul",
+    "rope_append",
+)
 
 
 def peers(path: Path | None) -> dict[tuple, dict[str, float]]:

@@ -429,3 +429,52 @@ def moe_decode_inputs(case: MoeDecodeCase, seed: int = 0, dtype=jnp.bfloat16) ->
         "up": weights(*up),
         "down": weights(*down),
     }
+
+
+class HeadsDecodeCase(NamedTuple):
+    name: str
+    lens: tuple[tuple[int, ...], ...]  # of each head (or of all), of each row
+    heads: int
+    key: int = 192
+    value: int = 128
+    page: int = 64
+
+
+HEADS_DECODE = [
+    HeadsDecodeCase("heads share pages", ((70, 1, 200),), 2),
+    HeadsDecodeCase("each head has its own", ((70, 64), (0, 300), (1, 63), (128, 129)), 4),
+    HeadsDecodeCase("nothing is held", ((0, 0), (0, 0)), 2, 64, 64),
+    HeadsDecodeCase("small heads, many tokens", ((1000,), (5,), (517,)), 3, 64, 64),
+    HeadsDecodeCase("wide heads", ((90, 65),), 1, 256, 256),
+]
+
+
+def heads_decode_inputs(case: HeadsDecodeCase, seed: int = 0, dtype=jnp.bfloat16) -> dict:
+    """Random inputs, with NaN in slots and table entries that are not read."""
+    rng = np.random.default_rng(seed)
+    lens = np.array(case.lens, np.int32)
+    own, rows = len(lens) > 1, lens.shape[1]
+    width = max(-(-int(lens.max()) // case.page), 1) + 1
+    count = width * lens.size + 3  # parts, or pages
+    pages = -(-count // case.heads) if own else count
+    table = rng.permutation(pages * case.heads if own else pages)[: lens.size * width]
+    table = table.reshape(*lens.shape, width).astype(np.int32)
+    used = np.zeros((pages, case.page, case.heads), bool)
+    for (head, row), held in np.ndenumerate(lens):
+        slots = np.arange(held)
+        entry = table[head, row, slots // case.page]
+        page, lane = np.divmod(entry, case.heads) if own else (entry, slice(None))
+        used[page, slots % case.page, lane] = True
+        table[head, row, -(-held // case.page) :] = rng.choice([-5, 1 << 30])
+
+    def cache(numbers):
+        values = rng.standard_normal((*used.shape, numbers), np.float32)
+        return jnp.asarray(np.where(used[..., None], values, np.nan), dtype)
+
+    return {
+        "q": jnp.asarray(rng.standard_normal((rows, case.heads, case.key), np.float32), dtype),
+        "k": cache(case.key),
+        "v": cache(case.value),
+        "page_table": jnp.asarray(table),
+        "seq_lens": jnp.asarray(lens),
+    }

@@ -81,7 +81,8 @@ def held_bytes(config: Config, form: str, itemsize: int = 2) -> int:
 def attention_cost(config: Config, form: str, rows: int, new: int, attended: int, itemsize: int = 2) -> Cost:
     """FLOPs and bytes of one layer's attention without its projections, causality not exploited, scores in float32.
 
-    The kernels write no scores: `kernel_latents` computes as `move_elided` does, `kernel_heads` as `compressed`."""
+    The kernels write no scores: `kernel_latents` computes as `move_elided` does, `kernel_heads` as `compressed`, `kernel_naive`
+    as `naive`."""
     heads, rank, rope = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
     nope, value = config.qk_nope_head_dim, config.v_head_dim
     weights = heads * rank * (nope + value)
@@ -90,14 +91,15 @@ def attention_cost(config: Config, form: str, rows: int, new: int, attended: int
     scores = 2 * 4 * rows * heads * new * attended  # written once, read once
     over_heads = 2 * rows * heads * new * attended * (nope + rope + value)
     over_latents = 2 * rows * heads * new * attended * (2 * rank + rope) + 2 * rows * new * weights
-    if form == "naive":
-        return Cost(over_heads + 2 * rows * new * weights, itemsize * (expanded + weights) + scores)
+    plain = Cost(over_heads + 2 * rows * new * weights, itemsize * (expanded + weights))
     rebuilding = Cost(
         over_heads + 2 * rows * attended * weights, itemsize * (latents + 2 * expanded + weights)
     )
     over = Cost(over_latents, itemsize * (latents + weights))
     copies = 2 * rows * attended * heads * (rank + rope)
     return {
+        "naive": plain.plus(bytes=scores),
+        "kernel_naive": plain,
         "compressed": rebuilding.plus(bytes=scores),
         "kernel_heads": rebuilding,
         "absorbed": over.plus(bytes=itemsize * copies + scores),

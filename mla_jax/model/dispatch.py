@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from mla_jax.model.transformer import Transformer
 
 ALL_FORMS = mla.FORMS | KERNELS
-FORMS_OVER_FP8 = {name: fp8_latent.over(form) for name, form in ALL_FORMS.items() if name != "naive"}
+OVER_HEADS = ("naive", "kernel_naive")  # the forms that cache heads
+FORMS_OVER_FP8 = {name: fp8_latent.over(form) for name, form in ALL_FORMS.items() if name not in OVER_HEADS}
 FORMS_OF = {"auto": ALL_FORMS, "fp8": FORMS_OVER_FP8}  # by the format of the cache
 Selection = PageSelection | MixedSelection
 # What may be asked for; "fused" is the kernel for the step's number of new tokens
@@ -188,6 +189,9 @@ class Dispatch:
     def forms(self, model: "Transformer", rows: int, new: int, attended: int) -> tuple[str, ...]:
         """The forms of which such a step takes the fastest."""
         kernel = "kernel_latents" if new <= roofline.FEW else "kernel_heads"
+        if self.caches_heads and new == 1:
+            has_kernel = self.attention_kernel(model, "kernel_naive", rows, new, attended) != "xla"
+            return ("kernel_naive" if has_kernel else "naive",)
         if self.attention != "auto":
             return (kernel if self.attention == "fused" else self.attention,)
         if self.attention_kernel(model, kernel, rows, new, attended) == "xla":
@@ -281,4 +285,5 @@ class Dispatch:
         return found.pop() if len(found) == 1 else "xla"  # a kernel pays only if it takes both products
 
 
-_OPS = {"kernel_latents": "mla_decode", "kernel_heads": "mla_prefill"}  # the op that a form is named for
+# The op that a form is named for
+_OPS = {"kernel_latents": "mla_decode", "kernel_heads": "mla_prefill", "kernel_naive": "heads_decode"}

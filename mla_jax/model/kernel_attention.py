@@ -2,7 +2,8 @@
 
 `kernel_latents` is move-elided attention as one kernel: a few new tokens attend to latents, each read once. `kernel_heads` is
 compressed attention with a kernel as its second half: many new tokens attend to each other, then to heads that are rebuilt from
-the cached latents before them, block by block."""
+the cached latents before them, block by block. `kernel_naive` is naive attention of one new token a row, as one kernel; where
+heads have dropped tokens of their own, each reads its own pages."""
 
 from typing import Any, NamedTuple
 
@@ -156,6 +157,30 @@ def kernel_heads(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Arr
     return kernels.merge_across(mine, lse, CONTEXT).astype(out.dtype)
 
 
+class CachedHeads(NamedTuple):
+    """The plan of one step of `kernel_naive`, shared by its layers unless heads have dropped tokens."""
+
+    table: Int[Array, "#N B P"]
+    held: Int[Array, "#N B"]  # tokens that are on this device
+    rows: StepRows
+
+
+def prepare_cached_heads(batch: Batch, pool: Pool, config: Config, block: int) -> CachedHeads:
+    rows = paged.rows_of(batch, paged.page_size(pool))
+    held = paged.held_here(rows.seq_lens, paged.page_size(pool))
+    if rows.lanes == 1:
+        return CachedHeads(rows.page_table[None], held[None], rows)
+    return CachedHeads(rows.page_table, held, rows)
+
+
+def kernel_naive(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B 1 N V"]:
+    layer, step = _cached(held), held.step
+    queries, cached = jnp.concatenate(q, -1)[:, 0], paged.numbers(layer.pool)
+    table = step.table + layer.first * step.rows.lanes
+    out, lse = kernels.heads_decode(queries, cached["k"], cached["v"], table, step.held, scale)
+    return kernels.merge_across(out[:, None], lse[:, None], CONTEXT)
+
+
 def _cached(held: StepCache) -> Layer:
     assert held.layer is not None, "kernels attend to what is cached"
     return held.layer
@@ -164,4 +189,5 @@ def _cached(held: StepCache) -> Layer:
 KERNELS = {
     "kernel_latents": Form(latents, kernel_latents, prepare_latents, rotate_and_append),
     "kernel_heads": Form(latents, kernel_heads, prepare_heads),
+    "kernel_naive": Form(heads, kernel_naive, prepare_cached_heads),
 }

@@ -227,6 +227,20 @@ def mla_prefill(
     return kernel.mla_prefill(q, k, v, first, stop, scale=scale, impl=impl)
 
 
+def heads_decode(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "G Z N H"],
+    v: Float[Array, "G Z N V"],
+    page_table: Int[Array, "#N B P"],
+    seq_lens: Int[Array, "#N B"],
+    scale: float,
+) -> tuple[Float[Array, "B N V"], Float[Array, "B N"]]:
+    """Attention over pages of heads, and its LSE; where the table has an axis of N, each head has parts of pages of its own."""
+    from pallas_kernels import heads_decode as kernel
+
+    return kernel.heads_decode(q, k, v, page_table, seq_lens, scale=scale)
+
+
 def merge(
     out_a: Float[Array, "B T N V"],
     lse_a: Float[Array, "B T N"],

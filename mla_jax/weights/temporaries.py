@@ -64,7 +64,7 @@ def _words(model: Transformer) -> int:
 def _attention(model: Transformer, rows: int, new: int) -> int:
     """Scores and rebuilt heads of a block; for a kernel the heads of the new tokens, and sums in float32 that are merged.
 
-    A kernel over latents rebuilds nothing."""
+    A kernel over what is cached rebuilds nothing."""
     config, dispatch, itemsize = model.dispatch.seen(model.config), model.dispatch, model.dtype.itemsize
     name = dispatch.form_name(model, rows, new, max(new, PAGE))
     slots, scored = dispatch.block_slots(model, name, rows, new), new
@@ -73,7 +73,7 @@ def _attention(model: Transformer, rows: int, new: int) -> int:
         scored, heads, value = 0, config.num_attention_heads, config.v_head_dim
         query = config.qk_nope_head_dim + config.qk_rope_head_dim
         own = rows * new * heads * (itemsize * (2 * query + value) + 3 * 4 * value)
-    if name == "kernel_latents":
+    if name in ("kernel_latents", "kernel_naive"):
         return own
     return own + roofline.block_bytes(config, rows, scored, slots, itemsize)
 

@@ -42,6 +42,12 @@ def test_many_new_tokens_take_the_kernel_over_heads(model, monkeypatch):
     assert model.dispatch.form_name(model, 2, 1, 64) == "move_elided"
 
 
+def test_where_heads_are_cached_one_new_token_takes_their_kernel(monkeypatch):
+    with_kernels(monkeypatch, "heads_decode")
+    model = Transformer(CONFIG, nnx.Rngs(0), dispatch=Dispatch("naive"))
+    assert [model.dispatch.form_name(model, 2, new, 64) for new in (1, 2, 512)] == ["kernel_naive", "naive", "naive"]
+
+
 @pytest.mark.parametrize(("new", "op"), [(2, "mla_decode"), (64, "mla_prefill")])
 def test_the_answer_is_of_the_arrays_that_the_kernel_gets(model, monkeypatch, new, op):
     seen = []
@@ -60,7 +66,7 @@ def test_fused_takes_the_kernels_rows_whatever_computes_them(model):
 
 def test_every_form_that_may_be_asked_for_has_a_row():
     assert set(ATTENTION_NAMES) - {"auto", "fused"} == mla.FORMS.keys() < ALL_FORMS.keys()
-    assert FORMS_OF["fp8"].keys() == ALL_FORMS.keys() - {"naive"}
+    assert FORMS_OF["fp8"].keys() == ALL_FORMS.keys() - {"naive", "kernel_naive"}
 
 
 def test_asking_leaves_no_trace(monkeypatch):

@@ -10,7 +10,8 @@ from mla_jax import Config, Transformer
 from mla_jax.base import roofline
 from mla_jax.base.batch import Batch
 from mla_jax.cache import paged
-from mla_jax.model.dispatch import Dispatch
+from mla_jax.model import rope
+from mla_jax.model.dispatch import ALL_FORMS, Dispatch
 
 ROWS = 3
 COUNTS = {  # new tokens of each row, padding behind them
@@ -121,3 +122,38 @@ def test_without_a_cache_it_is_move_elided():
     models = (Transformer(config, nnx.Rngs(0), dispatch=Dispatch(name)) for name in ("fused", "move_elided"))
     fused, moved = (model(tokens, batch)[0] for model in models)
     np.testing.assert_array_equal(fused, moved)
+
+
+def takes_kernel_naive(monkeypatch):
+    """The form of the kernel over cached heads, which its fallback computes."""
+    asked = Dispatch.attention_kernel
+
+    def kernel(self, model, form, *shape):
+        return "mosaic_gpu" if form == "kernel_naive" else asked(self, model, form, *shape)
+
+    monkeypatch.setattr(Dispatch, "attention_kernel", kernel)
+
+
+def test_one_new_token_over_cached_heads_is_what_move_elided_says(monkeypatch):
+    takes_kernel_naive(monkeypatch)
+    for name, heads, moved in zip([*COUNTS] * 2, stepped("naive", 8), stepped("move_elided", 8), strict=True):
+        assert np.abs(heads - moved).max() < 1e-5 * moved.std(), name
+
+
+def test_heads_that_have_dropped_tokens_of_their_own_are_read_by_their_own_pages(monkeypatch):
+    config, size, rng = Config.preset("tiny"), 8, np.random.default_rng(0)
+    heads, pages = config.num_attention_heads, 12
+    lens = rng.integers(1, 3 * size, (heads, ROWS)).astype(np.int32)
+    table = rng.permutation(heads * pages)[: heads * ROWS * 3].reshape(heads, ROWS, 3).astype(np.int32)
+    position, lens = jnp.full((ROWS, 1), 50), jnp.asarray(lens)
+    batch = Batch(position, jnp.ones((ROWS, 1), bool), lens, jnp.asarray(table), lens[..., None] - 1)
+    x, said = jnp.asarray(rng.standard_normal((ROWS, 1, config.hidden_size)), jnp.float32), []
+    for form in ("naive", "kernel_naive"):
+        model = Transformer(config, nnx.Rngs(0), dispatch=Dispatch("naive"))
+        empty = model.new_pool(pages, size, 1)
+        pool = {name: jax.random.normal(jax.random.key(1), array.shape) for name, array in empty.items()}
+        row, attn = ALL_FORMS[form], model.layers[0].attn
+        step = row.prepare(batch, pool, config, size)
+        layer = paged.Layer(paged.stored(pool, empty), jnp.int32(0))
+        said.append(np.asarray(attn(x, layer, row, step, rope.turns(batch.positions, config))[0]))
+    assert np.abs(said[0] - said[1]).max() < 1e-5 * said[0].std()

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import mla_decode, tuning
 from pallas_kernels.fp8 import Fp8
+from pallas_kernels.heads_decode import gpu as heads_gpu
 from pallas_kernels.mla_decode import gpu as decode_gpu
 from pallas_kernels.mla_prefill import gpu as prefill_gpu
 from pallas_kernels.moe_decode import gpu as few_gpu
@@ -70,6 +71,12 @@ def append(B, T, N, H, R, E, G, Z):
     return call, (bf16((B, T, N, H)), bf16((B, T, R + E)), bf16((R,)), tokens, Latents(bf16((G, Z, R)), bf16((G, Z, E))))
 
 
+def heads(B, N, H, V, G, own):
+    call = functools.partial(heads_gpu.heads_decode, scale=1.0, units=132)
+    of_heads = N if own else 1
+    return call, (bf16((B, N, H)), bf16((G, 64, N, H)), bf16((G, 64, N, V)), i32((of_heads, B, 9)), i32((of_heads, B)))
+
+
 def few_experts(n, K, X, F, D):
     call = functools.partial(few_gpu.moe_decode, units=132)
     f32 = jax.ShapeDtypeStruct((n, K), jnp.float32)
@@ -93,6 +100,10 @@ PROGRAMS = [
     (prefill, (1, 4096, 4096, 128, 192, 128)),
     (prefill, (2, 1000, 1100, 16, 192, 128)),
     (prefill, (1, 4096, 4096, 20, 256, 256)),
+    (heads, (8, 16, 192, 128, 90000, True)),  # more numbers than 32 bits count
+    (heads, (64, 16, 192, 128, 100, False)),
+    (heads, (2, 8, 64, 64, 100, True)),
+    (heads, (1, 4, 256, 256, 100, True)),
     (few_experts, (1, 6, 64, 1408, 2048)),
     (few_experts, (4, 8, 256, 2048, 7168)),
     (experts, ("bf16", 48, 64, 1408, 2048, 2, 16)),

@@ -12,6 +12,7 @@ import pytest
 import pallas_kernels
 
 LIMIT = 1800  # seconds for a script, on cores that others use too
+MATMULS = ("moe_decode", "quantized_matmul", "ragged_dot")
 HERE, ROOT = Path(__file__).parent, Path(pallas_kernels.__file__).parents[1]
 
 
@@ -35,9 +36,7 @@ def interpreted(run):
 
     @functools.cache
     def of(op: str) -> tuple[str, dict[str, dict]]:
-        text = run(
-            "interpret.py" if op in ("mla_decode", "mla_prefill", "rope_append") else "interpret_matmul.py", op, NPROC="64"
-        )  # each warpgroup waits in a thread
+        text = run("interpret_matmul.py" if op in MATMULS else "interpret.py", op, NPROC="64")  # each warpgroup waits in a thread
         return text, {row["name"]: row for row in map(json.loads, (x for x in text.splitlines() if x.startswith("{")))}
 
     return of

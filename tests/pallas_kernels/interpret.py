@@ -5,7 +5,9 @@ import sys
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-from pallas_kernels import mla_decode, mla_prefill, rope_append, testing, tuning
+from pallas_kernels import heads_decode, mla_decode, mla_prefill, rope_append, testing, tuning
+from pallas_kernels.heads_decode import gpu as heads_gpu
+from pallas_kernels.heads_decode import reference as heads_reference
 from pallas_kernels.mla_decode import gpu as decode_gpu
 from pallas_kernels.mla_decode import reference as decode_reference
 from pallas_kernels.mla_prefill import gpu as prefill_gpu
@@ -28,6 +30,12 @@ def decode(case):
     show(case, got, decode_reference.mla_decode(**inputs), mla_decode.mla_decode(**inputs, impl="xla"))
 
 
+def heads(case):
+    inputs = testing.heads_decode_inputs(case) | {"scale": 0.1}
+    got = heads_gpu.heads_decode(**inputs, units=4, interpret=interpret)
+    show(case, got, heads_reference.heads_decode(**inputs), heads_decode.heads_decode(**inputs, impl="xla"))
+
+
 def prefill(case):
     if (sizes := tuning.MLA_PREFILL.get((case.width, case.value))) is not None:
         inputs = testing.mla_prefill_inputs(case) | {"scale": case.scale}
@@ -44,6 +52,7 @@ def append(case):
 
 
 OPS = {
+    "heads_decode": (heads, testing.HEADS_DECODE),
     "mla_decode": (decode, testing.MLA_DECODE),
     "mla_prefill": (prefill, testing.MLA_PREFILL),
     "rope_append": (append, testing.ROPE_APPEND),
