@@ -73,6 +73,7 @@ def preempt_all_but_one(engine: Engine) -> None:
     engine._land_all()
     for job in engine.running[1:]:
         engine._preempt(job)
+    engine._note()
 
 
 @contextlib.contextmanager
