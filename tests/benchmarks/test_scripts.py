@@ -15,6 +15,7 @@ from paired import Difference
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 SMALL = {
+    "contexts.py": [],
     "crowd.py": [],
     "drafts.py": [],
     "engine.py": [],
@@ -26,6 +27,7 @@ SMALL = {
     "loads.py": [],
     "longcontext.py": [],
     "over_http.py": [],
+    "policies.py": ["--policy", "snapkv", "kvzip", "probe", "--budget", "uniform", "--keep", "0.2"],
     "meshes.py": ["--meshes", "data=2", "tensor=2", "--rows", "1", "3", "--held", "320", "--drafts"],
     "prefill.py": [],
     "soak.py": [],
