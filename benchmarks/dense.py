@@ -78,6 +78,13 @@ def read(model: Transformer, tokens: Array) -> Read:
     return Read(hidden, *(jnp.stack(parts) for parts in zip(*found, strict=True)))
 
 
+@jax.jit
+def looked_at(text: Read, at: Array, scale: float) -> Array:
+    """The weights `[L W N S]` of the queries of tokens `at [W]`."""
+    sees = jnp.arange(text.k.shape[1]) <= at[:, None, None]
+    return jax.vmap(lambda q, k: softmax(q[at], k, sees, scale))(text.q, text.k)
+
+
 class Followed(NamedTuple):
     hidden: Array  # [T D]
     q: Array  # [L T N H]

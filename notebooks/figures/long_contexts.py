@@ -1,10 +1,9 @@
-"""Figures of long contexts: right answers, and the time of attention, with less of the cache than full attention reads.
+"""Figures of long contexts: where attention goes, the tokens that are kept of it, and the loss and the time of that."""
 
-The rows are those of `benchmarks/longcontext.py`, or of its kin."""
-
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -14,22 +13,75 @@ Row = Mapping[str, Any]
 MARKS = {"fmt": "o-", "ms": 6, "mec": "white", "capsize": 3, "elinewidth": 0.8}
 
 
-def quality(rows: Iterable[Row]) -> Figure:
-    """The share of right answers by the share of the tokens that stays, a line for each policy and budget rule.
+def concentration(needed: np.ndarray) -> Figure:
+    """The share of the tokens that has 95 % of a head's attention, `[layers heads]`."""
+    (plot,) = new_axes((6.5, 3.6))
+    image = plot.imshow(100 * needed, cmap="viridis", aspect="auto", origin="lower", vmin=0)
+    _numbers(plot, 100 * needed, "{:.0f}")
+    plot.figure.colorbar(image, ax=plot, label="tokens with 95 % of the attention, %")
+    plot.set(xlabel="head", ylabel="layer", xticks=range(needed.shape[1]), yticks=range(needed.shape[0]))
+    finding = f"95 % of the attention is on {needed.min():.0%} to {needed.max():.0%} of the tokens"
+    title(plot, finding, "by head")
+    return finished(plot)
 
-    A row has policy, budget, kept, all, low and high; the last two are an interval. Policy "none" is full attention."""
-    (plot,) = new_axes((7.5, 3.8))
-    full, lines = _lines(rows)
-    for color, (name, found) in zip(COLORS * len(lines), lines.items(), strict=False):
-        _draw_answers(plot, found, color, name)
-    plot.axhline(100 * full, color=INK, lw=0.8, ls=":", zorder=0)
-    place = {"textcoords": "offset points", "ha": "right"}
-    plot.annotate("full attention", (1, 100 * full), (-2, 3), plot.get_yaxis_transform(), **place)
-    plot.set(xlim=(0, None), ylim=(0, 109), xlabel="tokens that stay, %", ylabel="right answers, %")
+
+def counts(of_heads: np.ndarray, of_layers: np.ndarray, average: int) -> Figure:
+    """The tokens that Ada-KV keeps: of each head of each layer `[layers heads]`, and of each layer of latents `[layers]`."""
+    left, right = new_axes((9, 3.6), columns=2)
+    image = left.imshow(of_heads, cmap="viridis", aspect="auto", origin="lower", vmin=0)
+    _numbers(left, of_heads, "{:.0f}")
+    left.figure.colorbar(image, ax=left)
+    left.set(xlabel="head", ylabel="layer", xticks=range(of_heads.shape[1]), yticks=range(len(of_heads)))
+    title(left, "Cached heads: shared out in a layer")
+    right.barh(range(len(of_layers)), of_layers, color=COLORS[0])
+    right.axvline(average, color=INK, lw=0.8, ls=":")
+    right.set(xlabel=f"tokens kept, {average:,} on average", ylabel="layer", yticks=range(len(of_layers)))
+    title(right, "Latents: shared out over layers")
+    return finished(left, right)
+
+
+def bound_and_change(found: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
+    """For each budget the bound of theorem 3.1 and the real change of a layer's output, of each layer and query."""
+    (plot,) = new_axes((6.5, 3.8))
+    for color, (name, (bound, change)) in zip(COLORS, found.items(), strict=False):
+        plot.loglog(bound, change, "o", color=color, ms=4, alpha=0.6, mec="none", label=name)
+    ends = [min(bound.min() for bound, _ in found.values()), max(bound.max() for bound, _ in found.values())]
+    plot.loglog(ends, ends, color=INK, lw=0.8, ls=":")
+    plot.set(xlabel="bound, as a share of the largest value", ylabel="change of the output")
     plot.legend(**ABOVE_BESIDE)
-    best = max((row for found in lines.values() for row in found), key=lambda row: row["all"])
-    finding = f"At best {best['all']:.0%} are right, where {best['kept']:.0%} of the tokens stay"
-    title(plot, finding, f"{best['policy']}, {best['budget']}; bars are 95 % intervals")
+    means = {name: float(change.mean()) for name, (_, change) in found.items()}
+    title(plot, "No change is above its bound", ", ".join(f"{name}: {mean:.3f} on average" for name, mean in means.items()))
+    return finished(plot)
+
+
+def divergence(rows: Iterable[Row]) -> Figure:
+    """The divergence from the full cache by the share of the tokens that stays, a line for each name.
+
+    A row has name, kept, kl, low and high; the last two are an interval."""
+    (plot,) = new_axes((7.5, 3.8))
+    lines: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["kept"]):
+        lines.setdefault(row["name"], []).append(row)
+    for color, (name, found) in zip(COLORS * len(lines), lines.items(), strict=False):
+        kept, kl, low, high = (np.array([row[key] for row in found]) for key in ("kept", "kl", "low", "high"))
+        plot.errorbar(100 * kept, kl, (kl - low, high - kl), color=color, label=name, **MARKS)
+    plot.set(xlim=(0, None), ylim=(0, None), xlabel="tokens that stay, %", ylabel="divergence, nats a token")
+    plot.legend(**ABOVE_BESIDE)
+    fewest = min(row["kept"] for found in lines.values() for row in found)
+    at = {name: row["kl"] for name, found in lines.items() for row in found if row["kept"] == fewest}
+    title(plot, f"Closest to the full cache with {fewest:.0%}: {min(at, key=at.__getitem__)}", "bars are 95 % intervals")
+    return finished(plot)
+
+
+def needles(right: np.ndarray, lengths: Sequence[int], depths: Sequence[float], detail: str) -> Figure:
+    """The share of needles found `[lengths depths]`."""
+    (plot,) = new_axes((6.5, 3.6))
+    image = plot.imshow(100 * right.T, cmap="viridis", aspect="auto", vmin=0, vmax=100)
+    plot.figure.colorbar(image, ax=plot, label="found, %")
+    plot.set(xlabel="tokens of the text", ylabel="where the needle stands, %")
+    plot.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=45)
+    plot.set_yticks(range(len(depths)), [f"{100 * depth:.0f}" for depth in depths])
+    title(plot, f"{right.mean():.0%} of the needles are found", detail)
     return finished(plot)
 
 
@@ -55,20 +107,9 @@ def attention_time(rows: Iterable[Row]) -> Figure:
     return finished(plot)
 
 
-def _lines(rows: Iterable[Row]) -> tuple[float, dict[str, list[Row]]]:
-    """Full attention's share, and the rows of each policy and budget rule, fewest tokens first."""
-    full, lines = 0.0, {}
-    for row in sorted(rows, key=lambda row: row["kept"]):
-        if row["policy"] == "none":
-            full = row["all"]
-        else:
-            lines.setdefault(f"{row['policy']}, {row['budget']}", []).append(row)
-    return full, lines
-
-
-def _draw_answers(plot: Axes, rows: Iterable[Row], color: str, name: str) -> None:
-    """A line of shares with their intervals."""
-    kept, right, low, high = ([100 * row[key] for row in rows] for key in ("kept", "all", "low", "high"))
-    below = [middle - end for middle, end in zip(right, low, strict=True)]
-    above = [end - middle for middle, end in zip(right, high, strict=True)]
-    plot.errorbar(kept, right, (below, above), color=color, label=name, **MARKS)
+def _numbers(plot: Axes, values: np.ndarray, form: str) -> None:
+    """The numbers of an image in its cells."""
+    middle = (values.min() + values.max()) / 2
+    for (row, column), value in np.ndenumerate(values):
+        color = "white" if value < middle else "black"
+        plot.text(column, row, form.format(value), ha="center", va="center", fontsize=8, color=color)

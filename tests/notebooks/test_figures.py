@@ -52,12 +52,15 @@ DRAFTING = {
     "DeepSeek-V3": Drafting(cost_of(released(V3, H200, mtp=True)), Mtp()),
     "DeepSeek-V2-Lite on a CPU": Drafting(cost_of(released(LITE_WITH_MTP, CPU, mtp=True)), Mtp()),
 }
-QUALITY = [
-    {"policy": "snapkv", "budget": "ada", "kept": 0.5, "all": 0.75, "low": 0.5, "high": 0.9},
-    {"policy": "none", "budget": "", "kept": 1.0, "all": 0.9, "low": 0.7, "high": 1.0},
-    {"policy": "snapkv", "budget": "ada", "kept": 0.1, "all": 0.25, "low": 0.1, "high": 0.5},
-    {"policy": "random", "budget": "uniform", "kept": 0.1, "all": 0.0, "low": 0.0, "high": 0.2},
+RNG = np.random.default_rng(0)
+NEEDED, OF_HEADS = RNG.uniform(0.01, 0.6, (7, 8)), RNG.integers(20, 400, (7, 8))
+BOUNDS = {name: (bound := RNG.uniform(0.1, 2, 20), 0.5 * bound) for name in ("uniform", "Ada-KV")}
+DIVERGENCE = [
+    {"name": "snapkv, ada", "kept": 0.2, "kl": 0.05, "low": 0.04, "high": 0.07},
+    {"name": "snapkv, ada", "kept": 0.1, "kl": 0.11, "low": 0.08, "high": 0.15},
+    {"name": "snapkv, uniform", "kept": 0.1, "kl": 0.14, "low": 0.1, "high": 0.2},
 ]
+FOUND = RNG.uniform(0, 1, (10, 10))
 TIMES = [
     {"way": "full", "held": 8192, "attention ms": 1.0},
     {"way": "full", "held": 32768, "attention ms": 4.0},
@@ -105,7 +108,11 @@ DRAWN = {
     "pool of an engine that has done nothing": lambda: serving.pool(EngineStats(rows=8, pages=65_536)),
     "acceptance": lambda: drafts.acceptance(DRAFTED),
     "expected_gain": lambda: drafts.expected_gain(DRAFTING, (0.8, 0.7, 0.6)),
-    "quality": lambda: long_contexts.quality(QUALITY),
+    "concentration": lambda: long_contexts.concentration(NEEDED),
+    "counts": lambda: long_contexts.counts(OF_HEADS, OF_HEADS.sum(1), 154),
+    "bound_and_change": lambda: long_contexts.bound_and_change(BOUNDS),
+    "divergence": lambda: long_contexts.divergence(DIVERGENCE),
+    "needles": lambda: long_contexts.needles(FOUND, [*range(1000, 8000, 700)], np.linspace(0, 1, 10), "snapkv, a tenth kept"),
     "attention_time": lambda: long_contexts.attention_time(TIMES),
     "decode_rates": lambda: rates("h200", 0.9 * PLANNED["h200"].memory),
     "decode_rates where nothing fits": lambda: rates("h100", 0.9 * PLANNED["h100"].memory),
@@ -228,12 +235,20 @@ def test_the_gain_is_that_of_the_number_of_guesses_that_the_engine_would_take():
             assert gain == pytest.approx(tokens * plain / drafted)
 
 
-def test_answers_have_their_intervals_and_full_attention_beside_them():
-    ax = long_contexts.quality(QUALITY).axes[0]
+def test_divergences_have_their_intervals_and_the_title_names_the_closest():
+    ax = long_contexts.divergence(DIVERGENCE).axes[0]
     line, _, (intervals,) = next(one.lines for one in ax.containers if one.get_label() == "snapkv, ada")
-    assert points(line) == [(10, 25), (50, 75)]
-    assert [(low[1], high[1]) for low, high in intervals.get_segments()] == [pytest.approx((10, 50)), pytest.approx((50, 90))]
-    assert [line.get_ydata()[0] for line in ax.lines if line.get_linestyle() == ":"] == [90]
+    assert points(line) == [(10, 0.11), (20, 0.05)]
+    assert [(low[1], high[1]) for low, high in intervals.get_segments()] == [
+        pytest.approx((0.08, 0.15)),
+        pytest.approx((0.04, 0.07)),
+    ]
+    assert ax.get_title(loc="left").endswith("snapkv, ada")
+
+
+def test_a_map_of_needles_has_lengths_across_and_depths_down():
+    image = long_contexts.needles(FOUND, [*range(10)], [*range(10)], "").axes[0].images[0].get_array()
+    np.testing.assert_allclose(image, 100 * FOUND.T)
 
 
 def test_attention_times_are_compared_for_the_longest_rows():
