@@ -317,7 +317,7 @@ def cases_of(llm: LLM, files: int, prompts: int, length: int) -> Iterator[Case]:
 
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0])
-    names = [*EVICTION_POLICIES, *TRIALS, *FITTED]
+    names = [*dict.fromkeys([*EVICTION_POLICIES, *TRIALS, *FITTED])]
     parser.add_argument(
         "--policy", nargs="+", choices=names, default=["snapkv", "critical", *TRIALS, *FITTED]
     )

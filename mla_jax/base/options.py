@@ -45,7 +45,7 @@ ATTENTION = ("auto", "naive", "compressed", "absorbed", "move_elided", "fused")
 KV_CACHE = ("auto", "fp8")
 DTYPES = ("float32", "bfloat16")
 DRAFT = ("auto", "off", "mtp", "lookup")
-EVICT = ("off", "snapkv", "h2o", "tova", "keydiff", "critical", "streaming", "random")
+EVICT = ("off", "snapkv", "h2o", "tova", "keydiff", "critical", "kvzip", "streaming", "random")
 EVERY = 512  # tokens of output after which some are dropped again
 RETRIEVE = ("off", "quest", "infllm")
 FEWEST_RETRIEVED = 256  # tokens of a row: the first page, the newest two, and one that is chosen
@@ -161,7 +161,7 @@ class EvictOptions(Checked):
     """Long contexts: evict tokens from the cache (inexact)."""
 
     evict: Any = option("off", named_or("of_block", *EVICT))  # in Python also a policy, see Evict
-    """off, snapkv, h2o, tova, keydiff, critical, streaming, random."""
+    """off, snapkv, h2o, tova, keydiff, critical, kvzip, streaming, random."""
     evict_budget: Any = option(
         "ada_floor", named_or("counts", *BUDGETS)
     )  # in Python also an object, see Evict

@@ -123,6 +123,19 @@ class SnapKV(EvictionPolicy):
 
 
 @dataclasses.dataclass(frozen=True)
+class KVzip(EvictionPolicy):
+    """KVzip (arXiv 2505.23416): the largest weight that any query of the window gives a token.
+
+    It is for `compress(text, questions=text)`: what is needed to write the text once more is needed for whatever is asked about
+    it. The window bounds how much of the text's second copy looks at the first."""
+
+    window: int = 4096
+
+    def of_block(self, seen: Seen) -> Float[Array, "B M S"]:
+        return seen.weights.max(1)
+
+
+@dataclasses.dataclass(frozen=True)
 class TOVA(EvictionPolicy):
     """The weight a token gets from the newest query, on average over the heads."""
 
@@ -186,6 +199,7 @@ EVICTION_POLICIES: dict[str, EvictionPolicy] = {
     "keydiff": KeyDiff(),
     "random": Random(),
     "critical": Critical(),
+    "kvzip": KVzip(),
 }
 
 

@@ -70,7 +70,9 @@ def observe(
     table is none; pool and rows are unchanged."""
     assert evicts is not None
     policy = evicts.policy
-    tokens, batch = newest(rows, at, page_table, evicts.window)
+    # Where tokens are there to ask for the others, no other queries count
+    looking = jnp.where(ignored > 0, ignored, evicts.window)
+    tokens, batch = newest(rows, at, page_table, evicts.window, looking)
     _, same, aux = model(tokens, batch, pool, watch=functools.partial(attention_scores.scores, policy))
     assert same is not None
     found = (

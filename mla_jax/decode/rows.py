@@ -146,12 +146,13 @@ def _put(table: Array, at: Int[Array, " B"], rows: Array | int) -> Array:
 
 
 def newest(
-    rows: Rows, at: Int[Array, " B"], page_table: Table, window: int
+    rows: Rows, at: Int[Array, " B"], page_table: Table, window: int, most: Int[Array, " B"]
 ) -> tuple[Int[Array, "B W"], Batch]:
-    """The newest `window` tokens of the rows `at`, as they pass the layers once more, cached as they are."""
+    """The newest tokens of the rows `at`, at most `most` and at most `window`, as they pass the layers once more, cached as they
+    are."""
     assert rows.text is not None, "the rows' text is not kept"
     _, is_open, _ = taken(rows, at)
-    again = jnp.where(at < rows.seen.shape[0], jnp.minimum(is_open.held, window), 0)
+    again = jnp.where(at < rows.seen.shape[0], jnp.minimum(jnp.minimum(is_open.held, window), most), 0)
     place = (is_open.position - again)[:, None] + jnp.arange(window)
     tokens = rows.text.at[at[:, None], place].get(mode="clip")
     return tokens, Batch.behind(is_open.held - again, is_open.position - again, again, window, page_table)

@@ -6,16 +6,18 @@ import itertools
 
 import numpy as np
 import pytest
+import retrieved
 import safetensors
 from models import FAMILIES, tensors, write
 from safetensors.numpy import load_file, save_file
 from servers import until
 
 from mla_jax import LLM, AsyncLLM, BadFile, BadRequest, Evict, SamplingParams
-from mla_jax.cache.evict import SnapKV
+from mla_jax.cache.evict import KVzip, SnapKV
 from mla_jax.cache.paged import PAGE
 from mla_jax.engine.policy.contexts import AT_A_TIME
 from mla_jax.engine.policy.evicting import Eviction
+from mla_jax.model import rope
 
 TEXT = np.random.default_rng(0).integers(2, 96, 700).tolist()
 PROMPTS = [np.random.default_rng(1).integers(2, 96, n).tolist() for n in (3, 20, 70)]
@@ -111,6 +113,25 @@ def test_questions_say_what_stays_and_do_not_stay(folder):
         assert questioned.counts.tolist() == plain.counts.tolist() == [[140], [140]]
         assert any((questioned.arrays[name] != plain.arrays[name]).any() for name in plain.arrays)
         assert llm.generate([PROMPTS[0]], GREEDY, context=questioned)[0].prompt_token_ids == TEXT + PROMPTS[0]
+
+
+@pytest.mark.deep
+def test_kvzip_keeps_what_the_text_looks_at_when_it_is_read_again(folder):
+    """Against the whole attention of the text twice, in plain numpy."""
+    text, kept = TEXT[:150], 30
+    with opened(folder, Evict(KVzip(window=200), budget="uniform", keep=kept, recent=1, sinks=0)) as llm:
+        context = llm.compress(text, text)
+        _, layers = retrieved.forward(llm.model, text + text, lambda *_: np.tri(300, dtype=bool))
+        scale, rank = rope.softmax_scale(llm.config), llm.config.kv_lora_rank
+    found = np.split(context.arrays["c_kv"], context.counts.ravel().cumsum()[:-1])
+    for (q, kv), mine in zip(layers, found, strict=True):
+        logits = np.where(np.tri(300, dtype=bool), np.einsum("tnl,sl->nts", q, kv) * scale, -np.inf)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        scores = weights[:, 150:, :150].max(1).mean(0)
+        scores[-1] = np.inf  # the newest stays
+        stays = np.sort(np.argsort(-scores)[:kept])
+        np.testing.assert_allclose(mine, kv[stays, :rank], atol=1e-4)
 
 
 def test_a_file_holds_it_and_is_opened_again(llm, context, tmp_path):
