@@ -5,6 +5,7 @@ Either tokens are dropped, by policy, budget and share that is kept; or decode s
     python benchmarks/longcontext.py --out longcontext_demo.json
     python benchmarks/longcontext.py --policy snapkv --budget uniform ada --keep 0.1 0.2 --form latents heads
     python benchmarks/longcontext.py --policy --retrieve quest infllm --tokens 256 512
+    python benchmarks/longcontext.py --chunk 512                           (dropped while a prompt is read)
     python benchmarks/longcontext.py --map --policy snapkv --keep 0.1      (needles by length and depth)
     python benchmarks/longcontext.py --small                               (does the script work?)
 
@@ -104,6 +105,7 @@ class Ways(NamedTuple):
     retrieve: Sequence[str]  # policies that choose pages
     tokens: Sequence[int]  # that a decode step then reads
     recent: int  # newest tokens that always stay
+    chunk: int | None = None  # tokens of a prompt after which some are dropped; None: all of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,8 +171,11 @@ class Asked(NamedTuple):
         dropped some of it."""
         request = self.llm.inputs.request(tokens[:-TAUGHT].tolist(), FOLLOWING)
         job = engine.submit(request)
-        evicts = isinstance(engine.policy, Evicting)
-        while job.row is None or job.unread or (evicts and not job.pauses):
+        points = 0
+        if isinstance(engine.policy, Evicting):
+            chunk = engine.policy.eviction.chunk
+            points = 1 + (0 if chunk is None else (len(request.prompt) - 1) // chunk)
+        while job.row is None or job.unread or job.pauses < points:
             engine.step()
         engine._land_all()
         assert job.shard.pages.extend(job.held, len(tokens))
@@ -281,7 +286,9 @@ def measured(ways: Ways, asked: Asked) -> Iterator[dict]:
         evicts = Selection(EVICTION_POLICIES[policy], BUDGET_RULES[budget], recent=ways.recent)
         programs = Programs(llm.model, evicts=evicts)
         eviction = (
-            BeforeQuestion(evicts, 1.0, asking=lengths) if place == "outside" else Eviction(evicts, 1.0)
+            BeforeQuestion(evicts, 1.0, asking=lengths)
+            if place == "outside"
+            else Eviction(evicts, 1.0, chunk=ways.chunk)
         )
         evicting = Evicting(programs, asked.size, eviction)
         engine = Engine(programs, asked.size, policy=evicting)
@@ -368,6 +375,7 @@ def main() -> None:
     parser.add_argument(
         "--length", type=int, nargs="+", default=[1000], help="tokens between a fact and its question"
     )
+    parser.add_argument("--chunk", type=int, help="tokens of a prompt after which some are dropped")
     parser.add_argument(
         "--map", action="store_true", help="needles at ten depths of ten lengths, in place of --length"
     )
@@ -376,7 +384,9 @@ def main() -> None:
     pairs = [
         (policy, budget) for policy, budget in PAIRS if policy in options.policy and budget in options.budget
     ]
-    ways = Ways(pairs, options.keep, options.question, options.retrieve, options.tokens, options.recent)
+    ways = Ways(
+        pairs, options.keep, options.question, options.retrieve, options.tokens, options.recent, options.chunk
+    )
     lengths, prompts = [None] if options.map else options.length, options.prompts
     settings = [*itertools.product(options.form, lengths)]
     if options.small:
@@ -393,7 +403,13 @@ def main() -> None:
                 print({name: value for name, value in row.items() if name != "cases"}, flush=True)
     beside, cases = [*comparisons(rows)], [row.pop("cases") for row in rows]
     report.show(beside, None)
-    about = {"small": options.small, "model": "demo", "prompts": prompts, "recent": ways.recent}
+    about = {
+        "small": options.small,
+        "model": "demo",
+        "prompts": prompts,
+        "recent": ways.recent,
+        "chunk": ways.chunk,
+    }
     report.show(rows, options.out, benchmark="longcontext", **about, comparisons=beside, cases=cases)
 
 
