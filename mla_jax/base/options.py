@@ -162,9 +162,7 @@ class EvictOptions(Checked):
 
     evict: Any = option("off", named_or("of_block", *EVICT))  # in Python also a policy, see Evict
     """off, snapkv, h2o, tova, keydiff, critical, kvzip, streaming, random."""
-    evict_budget: Any = option(
-        "ada_floor", named_or("counts", *BUDGETS)
-    )  # in Python also an object, see Evict
+    evict_budget: Any = option("uniform", named_or("counts", *BUDGETS))  # in Python also an object, see Evict
     """How layers share the tokens that are kept: uniform, pyramid, ada, ada_floor, ada_pyramid.
 
     With naive attention each head keeps tokens of its own, and ada shares over the heads of a layer."""
@@ -180,11 +178,11 @@ class EvictOptions(Checked):
 
 @dataclass(frozen=True)
 class Evict(Checked):
-    """The same settings as one value: `LLM(model, evict=Evict("snapkv", budget="ada_floor", keep=0.25))`."""
+    """The same settings as one value: `LLM(model, evict=Evict("snapkv", budget="ada", keep=0.1))`."""
 
     policy: Any = option("snapkv", named_or("of_block", *EVICT))
     """A name, or an object of a class like those of `mla_jax.cache.evict`."""
-    budget: Any = option("ada_floor", named_or("counts", *BUDGETS))
+    budget: Any = option("uniform", named_or("counts", *BUDGETS))
     """A name, or an object of a class like those of `mla_jax.cache.evict`, such as `Ada(safeguard=0.5)`."""
     keep: float = option(0.25, share_or_count(2**20))
     """Fraction of the tokens that is kept, or, above 1, their number."""

@@ -32,7 +32,7 @@ class Selection:
     """The settings of eviction: policy, budget, and the tokens that stay whatever their scores."""
 
     policy: EvictionPolicy
-    budget: Budget = BUDGET_RULES["ada_floor"]  # how layers or heads share
+    budget: Budget = BUDGET_RULES["uniform"]  # how layers or heads share
     sinks: int = 4  # first tokens that stay whatever their scores
     recent: int = 64  # and newest ones; a window's tokens have no scores of their own
 

@@ -424,4 +424,4 @@ def test_where_heads_are_cached_it_says_that_they_share(folder, asked):
     (out,) = llm.generate([asked[0].prompt], SamplingParams(max_tokens=5, temperature=0))
     assert len(out.token_ids) == 5
     assert llm.stats().dropped > 100
-    assert "25 % stay, shared out over layers and their heads by the rule ada" in llm.explain()
+    assert "25 % stay, shared out over layers and their heads by the rule uniform\n" in llm.explain()
