@@ -18,12 +18,15 @@ from convert.plan import COMPILER, LIBRARIES, available, copies, free, held, met
 from convert.progress import Bar
 from convert.tensors import DTYPE_NAMES, Parts, cut, nbytes, plain, unsound_in
 from convert.write import Stopped, interrupts, lock, refusal, write_others
-from mla_jax.base import axes, qtensor
+from mla_jax.base import axes
+from mla_jax.base.config import Config
 from mla_jax.base.errors import BadFile, DoesNotFit, Unsupported
 from mla_jax.base.files import read_json
 from mla_jax.base.limits import gib
+from mla_jax.base.quantization import Quantization
 from mla_jax.weights.fill import PLAIN_DTYPES
-from mla_jax.weights.hf_names import HF, SCALE
+from mla_jax.weights.hf_names import HF
+from mla_jax.weights.layouts import Field, FileLayout, layout_of
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.names import Origin, value_half
 from mla_jax.weights.orbax_chunks import BATCH
@@ -38,13 +41,14 @@ READERS = 3  # parameters in memory at a time: one is written while the others a
 
 @dataclass(frozen=True)
 class Item:
-    """A parameter of the model (`uk` includes `uv`) and its tensors in a released folder."""
+    """A parameter of the model (`uk` includes `uv`) and its tensors in a released folder; packed ones have a `layout` there."""
 
     path: str
     names: tuple[str, ...]
     shape: tuple[int, ...]  # of each tensor
     format: str
     copies: tuple[str, ...]  # names of tensors that repeat it
+    layout: FileLayout | None
 
     @property
     def nbytes(self) -> int:
@@ -137,22 +141,32 @@ def _items(checkpoint: Checkpoint, dtype: str) -> list[Item]:
         exact = checkpoint.slots[path].get_metadata()["exact"]
         format = _format(dtype, checkpoint.format_of(source), exact, path)
         same = tuple(name for name, ours in repeated.items() if ours == path)
-        found.append(Item(path, target.names, axes.shape(config, target.axes), format, same))
+        layout = None if format in PLAIN_DTYPES else _layout(config, format, path)
+        found.append(Item(path, target.names, axes.shape(config, target.axes), format, same, layout))
     return found
 
 
 def _format(dtype: str, stored: str, exact: bool, path: str) -> str:
-    """The format to write; raises Unsupported for quantised formats other than FP8."""
-    wanted = stored if dtype == "keep" else dtype
-    if dtype == "int8" or (
-        dtype == "keep" and stored not in PLAIN_DTYPES and not stored.startswith("fp8_block")
-    ):
-        raise Unsupported(
-            f"a Hugging Face folder cannot hold {wanted}", f"as {path} is", "use --dtype bf16 or --dtype f32"
-        )
+    """The format to write; raises Unsupported for int8, which no released folder has."""
+    if dtype == "int8":
+        raise _refusal(dtype, path)
     if dtype == "keep":
         return stored
     return "F32" if exact else DTYPE_NAMES[dtype]
+
+
+def _refusal(format: str, path: str) -> Unsupported:
+    advice = "use --dtype bf16 or --dtype f32"
+    return Unsupported(f"a Hugging Face folder cannot hold {format}", f"as {path} is", advice)
+
+
+def _layout(config: Config, format: str, path: str) -> FileLayout:
+    """The layout of a packed parameter, by the config; raises Unsupported for a format that none of its schemes has."""
+    schemes = (config.quantization_config or Quantization()).schemes
+    found = next((layout for layout in map(layout_of, schemes) if layout.format == format), None)
+    if found is None:
+        raise _refusal(format, path)
+    return found
 
 
 def _files(items: list[Item]) -> list[list[Item]]:
@@ -230,11 +244,33 @@ def _ahead(read: Callable[[Item], Any], items: list[Item]) -> Iterator[Any]:
 
 def _specs(item: Item, scales: str) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
     """The name, dtype and shape of each tensor to write."""
-    packed = item.format.startswith("fp8_block")
     for name in (*item.names, *item.copies):
-        yield name, ("F8_E4M3" if packed else item.format, item.shape)
-        if packed:
-            yield name + SCALE, (scales, qtensor.abstract(item.format, item.shape).parts[1].shape)
+        if item.layout is None:
+            yield name, (item.format, item.shape)
+            continue
+        module = name.removesuffix(".weight")
+        for field in item.layout.fields:
+            yield f"{module}.{field.name}", (_dtype(field, scales), field.shape(item.shape))
+        if item.layout.sizes is not None:
+            yield f"{module}.{item.layout.sizes}", ("I64", (2,))
+
+
+def _dtype(field: Field, scales: str) -> str:
+    """The dtype of a tensor: that of the source's `scales` where the layout leaves it open."""
+    return scales if scales in field.dtypes else field.dtypes[0]
+
+
+def _tensors(name: str, parts: Parts, item: Item, scales: str) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a piece of a parameter, by their names."""
+    if item.layout is None:
+        yield name, parts[0]
+        return
+    module, arrays = name.removesuffix(".weight"), item.layout.pack(parts, item.shape)
+    for field, array in zip(item.layout.fields, arrays, strict=True):
+        array = array.T if field.transposed else array
+        yield f"{module}.{field.name}", array.astype(STORED_DTYPES[_dtype(field, scales)], copy=False)
+    if item.layout.sizes is not None:
+        yield f"{module}.{item.layout.sizes}", np.array(item.shape)
 
 
 def _read(checkpoint: Checkpoint, item: Item) -> tuple[list[tuple[str, np.ndarray]], int]:
@@ -244,13 +280,9 @@ def _read(checkpoint: Checkpoint, item: Item) -> tuple[list[tuple[str, np.ndarra
     unsound = sum(count for _, count in found)
     if len(item.names) > 1 and len(pieces) == 1:  # one tensor with all experts
         pieces = [tuple(part[x] for part in pieces[0]) for x in range(len(item.names))]
-    scales = np.dtype(STORED_DTYPES[checkpoint.source.scales])
-    tensors = []
-    for name, parts in zip((*item.names, *item.copies), pieces * (1 + len(item.copies)), strict=True):
-        tensors.append((name, parts[0]))
-        if len(parts) > 1:
-            tensors.append((name + SCALE, parts[1].astype(scales)))
-    return tensors, unsound
+    named = zip((*item.names, *item.copies), pieces * (1 + len(item.copies)), strict=True)
+    scales = checkpoint.source.scales
+    return [tensor for name, parts in named for tensor in _tensors(name, parts, item, scales)], unsound
 
 
 def _pieces(item: Item, checkpoint: Checkpoint, source: Origin) -> Iterator[tuple[Parts, int]]:
