@@ -1,0 +1,100 @@
+"""Folders whose weights other tools packed (see make.py): read bit for bit as these read them, with transformers' logits."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import assert_same_model, convert, raw
+
+from mla_jax import LLM
+from mla_jax.base.qtensor import QTensor, dequantize, validated
+from mla_jax.weights.boxes import blocks, box_shape, slices
+from mla_jax.weights.open import open_source
+
+HERE = Path(__file__).parent
+FORMATS = {
+    "int4_g32": "int4_g32",
+    "int4_g128": "int4_g128",
+    "int4_channel": "int4_g128",
+    "int4_zeros": "uint4_g32",
+    "fp8_channel": "fp8_row",
+    "fp8_tensor": "fp8_block",
+    "fp8_blocks": "fp8_block_16x16",
+    "awq": "uint4_g32",
+    "gptq": "uint4_g32",
+    "gptq_v2": "uint4_g32",
+    "nvfp4": "fp4_g16",
+    "nvfp4_compressed": "fp4_g16_divided",
+    "mxfp4": "MXFP4",
+}
+MOST = "awq"  # of the tests that compile a model: the one with the most on its way
+each = pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == MOST else pytest.mark.deep) for n in FORMATS])
+
+
+def test_there_is_a_folder_of_every_format():
+    assert {path.name for path in HERE.iterdir() if (path / "config.json").exists()} == FORMATS.keys()
+
+
+def numbers(value: np.ndarray, dtype: str) -> str:
+    """A digest of the bits of all numbers; a zero has no sign."""
+    wanted = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}[dtype]
+    return hashlib.sha256((value + np.float32(0)).astype(wanted).tobytes()).hexdigest()[:16]
+
+
+def unpacked(format: str, parts: tuple, shape: tuple[int, ...]) -> np.ndarray:
+    return np.asarray(dequantize(validated(QTensor(format, tuple(map(jnp.asarray, parts)), shape))))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_weight_has_the_numbers_that_the_tool_gives_bit_for_bit(name):
+    source, prefix = open_source(HERE / name), "language_model." if name == "int4_g32" else ""
+    expected = json.loads((HERE / name / "digests.json").read_text())
+    packed = {n: entry for n, entry in source.tensors.items() if entry.format == FORMATS[name]}
+    assert {prefix + n for n in expected} == packed.keys()
+    for weight, (dtype, in_dtype, in_float32) in expected.items():
+        entry = packed[prefix + weight]
+        found = unpacked(entry.format, source.read(prefix + weight), entry.shape)
+        assert numbers(found, "float32") == in_float32, weight
+        assert numbers(found, dtype) == in_dtype, weight
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_device_reads_its_part_of_a_weight_alone(name):
+    source, read = open_source(HERE / name), 0
+    packed = [(n, e) for n, e in source.tensors.items() if e.format == FORMATS[name]]
+    for weight, (format, shape, _) in [*packed[:6], packed[-1]]:
+        whole = unpacked(format, source.read(weight), shape)
+        (rows, columns), (r, c) = shape, blocks(format, 2)
+        for box in [((r, rows), (0, columns)), ((3 * r, 5 * r), (0, columns)), ((0, rows), (c, columns))]:
+            if all(start < end <= size for (start, end), size in zip(box, shape, strict=True)):
+                found = unpacked(format, source.read(weight, None, box), box_shape(box))
+                np.testing.assert_array_equal(found, whole[slices(box)])
+                read += 1
+    assert read or name == "fp8_tensor"  # whose blocks are larger than these matrices
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", FORMATS)
+def test_conversion_keeps_every_weight_and_gives_the_files_bytes_back(name, tmp_path):
+    assert convert(HERE / name, tmp_path / "out") == 0
+    assert_same_model(HERE / name, tmp_path / "out")
+    assert convert(tmp_path / "out", tmp_path / "back", "--to", "hf") == 0
+    assert_same_model(HERE / name, tmp_path / "back")
+    left_out = ("vision_tower.", "input_scale", "k_scale", "g_idx")
+    stored = {n.removeprefix("language_model."): t for n, t in raw(HERE / name).items() if not any(s in n for s in left_out)}
+    back = raw(tmp_path / "back")
+    assert back.keys() == stored.keys()
+    for tensor, (dtype, shape, data) in stored.items():
+        assert (back[tensor][0], back[tensor][2]) == (dtype, data), tensor
+        assert np.prod(back[tensor][1]) == np.prod(shape)
+
+
+@each
+def test_logits_equal_those_of_transformers_for_the_same_numbers(name):
+    golden = np.load(HERE / name / "golden.npz")
+    llm = LLM(HERE / name, dtype="float32")
+    assert np.abs(llm.logits(golden["tokens"]) - golden["logits"]).max() < 1e-4 * golden["logits"].std()
