@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from safetensors.torch import save_file
 
 HERE = Path(__file__).parent
@@ -84,6 +85,8 @@ def _scales(w: torch.Tensor, args: QuantizationArgs) -> Tensors:
         return {"weight_scale": (scale * number).to(torch.float8_e4m3fn).to(w.dtype), "weight_global_scale": number}
     if args.num_bits == 4 and args.type == "float":
         return {"weight_scale": torch.exp2(torch.ceil(torch.log2(scale))).to(w.dtype)}
+    if args.num_bits == 4:
+        scale = _short(scale, 4)
     return {"weight_scale": (scale.reshape(1) if strategy == "tensor" else scale).to(w.dtype)}
 
 
@@ -131,7 +134,7 @@ def gptq(version: str, group: int) -> dict:
         layer, linear = tool(4, group, w.shape[1], w.shape[0], bias=False), torch.nn.Linear(*w.shape[::-1], bias=False)
         linear.weight.data, layer.device = w.clone(), "cpu"
         groups = w.reshape(w.shape[0], -1, group)
-        scales = _short((groups.amax(-1) - groups.amin(-1)) / 15)
+        scales = _short((groups.amax(-1) - groups.amin(-1)) / 15, 6)
         zeros = torch.clamp(torch.round(-groups.amin(-1) / scales), 1, 15)
         layer.pack(linear, scales, zeros, None, device="cpu")
         stored = {name: getattr(layer, name).clone() for name in ("qweight", "qzeros", "scales")}
@@ -142,10 +145,10 @@ def gptq(version: str, group: int) -> dict:
     return {"settings": settings | {"checkpoint_format": version}, "pack": pack}
 
 
-def _short(scales: torch.Tensor) -> torch.Tensor:
-    """Of six bits, so that products with codes are exact in float16."""
+def _short(scales: torch.Tensor, bits: int) -> torch.Tensor:
+    """Of so few bits that products with codes are exact in the 16 bits that a tool computes in."""
     mantissa, exponent = torch.frexp(scales)
-    return torch.ldexp(torch.round(mantissa * 64) / 64, exponent)
+    return torch.ldexp(torch.round(mantissa * 2**bits) / 2**bits, exponent)
 
 
 def modelopt() -> dict:
@@ -205,6 +208,8 @@ FOLDERS: dict[str, Callable[[], tuple[dict, dict]]] = {
     "mxfp4": lambda: (sizes(32), compressed("mxfp4-pack-quantized", MXFP4, BF16, ALL)),
 }
 
+OPENED = ("int4_g128", "int4_channel", "mxfp4")  # by transformers, which fails for others or quantises activations too
+
 
 def main():
     for name in sys.argv[1:] or FOLDERS:
@@ -221,7 +226,7 @@ def _write(folder: Path, hf: dict, tool: dict, experts_alone: bool) -> None:
     for name, value in models.tensors(hf).items():
         module, w = name.removesuffix(".weight"), torch.from_numpy(value)
         if "_proj" not in name or (experts_alone and ".experts." not in name):
-            tensors[name] = w.to(BF16 if w.ndim > 1 and "gate" not in name else F32)
+            tensors[name] = w.to(BF16)
             plain[name] = tensors[name].float().numpy()
             continue
         stored, unpacked, exact = tool["pack"](w)
@@ -248,7 +253,19 @@ def _write(folder: Path, hf: dict, tool: dict, experts_alone: bool) -> None:
         model = oracle.load(models.write(Path(scratch), text, plain))
         tokens = np.random.default_rng(1).integers(2, text["vocab_size"], (2, 12))
         logits = oracle.logits(model, tokens)
+    if folder.name in OPENED:
+        found = oracle.logits(_opened(folder, hf), tokens)
+        assert np.abs(found - logits).max() < 1e-5 * logits.std(), folder.name
     np.savez_compressed(folder / "golden.npz", tokens=tokens, logits=logits)
+
+
+def _opened(folder: Path, hf: dict) -> torch.nn.Module:
+    """The folder as transformers itself opens it, which unpacks in bfloat16; computed in float32."""
+    config = transformers.DeepseekV3Config(**{k: v for k, v in hf.items() if k != "model_type"})
+    how = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": BF16}
+    unpacks = transformers.CompressedTensorsConfig(run_compressed=False)
+    tool = transformers.DeepseekV3ForCausalLM
+    return tool.from_pretrained(folder, config=config, quantization_config=unpacks, **how).float().eval()
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -9,10 +10,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import assert_same_model, convert, raw
+from safetensors.numpy import load_file, save_file
+from weights import parameters
 
 from mla_jax import LLM
+from mla_jax.base.errors import BadFile
 from mla_jax.base.qtensor import QTensor, dequantize, validated
+from mla_jax.base.quantization import NO_CACHE_SCALES, NO_INPUT_SCALES, Scheme
+from mla_jax.mesh.devices import Devices
 from mla_jax.weights.boxes import blocks, box_shape, slices
+from mla_jax.weights.layouts import layout_of
+from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.open import open_source
 
 HERE = Path(__file__).parent
@@ -98,3 +106,74 @@ def test_logits_equal_those_of_transformers_for_the_same_numbers(name):
     golden = np.load(HERE / name / "golden.npz")
     llm = LLM(HERE / name, dtype="float32")
     assert np.abs(llm.logits(golden["tokens"]) - golden["logits"]).max() < 1e-4 * golden["logits"].std()
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "int4_g128" else pytest.mark.deep) for n in FORMATS])
+def test_two_devices_have_the_weights_of_one(name):
+    model = Checkpoint(HERE / name, devices=Devices.of({"tensor": 2})).load()
+    parameters.assert_equal(model, Checkpoint(HERE / name).load())
+
+
+def test_the_formats_and_what_is_left_out_are_explained():
+    llm = LLM(HERE / "nvfp4")
+    said = llm.explain()
+    assert "in fp4_g16" in said
+    assert f"note: {NO_INPUT_SCALES}" in said
+    assert f"note: {NO_CACHE_SCALES}" in said
+    assert llm.plan.weights == sum(llm._formats.values())
+
+
+# ---- folders that are not what they say
+
+DOWN = "model.layers.1.mlp.experts.0.down_proj."
+FAULTS = {
+    "scales": ("awq", lambda t: t.pop(DOWN + "scales"), "down_proj.qweight is I32 without scales", DOWN + "scales"),
+    "zeros": ("gptq", lambda t: t.pop(DOWN + "qzeros"), "down_proj.qweight is I32 without qzeros", DOWN + "qzeros"),
+    "sizes": ("int4_g128", lambda t: t.pop(DOWN + "weight_shape"), "is I32 without weight_shape", DOWN + "weight_shape"),
+    "powers": ("mxfp4", lambda t: t.pop(DOWN + "weight_scale"), "weight_packed is U8 without weight_scale", DOWN),
+    "groups": (
+        "awq",
+        lambda t: t.update({DOWN + "scales": t[DOWN + "scales"][:, :-1]}),
+        "down_proj.scales does not fit",
+        "[64, 64] in blocks of [1, 64] needs [1, 64] of F32 or BF16 or F16 or F8_E8M0, found F16 [1, 63]",
+    ),
+    "order": (
+        "int4_g128",
+        lambda t: t.update({DOWN + "weight_g_idx": np.arange(128, dtype=np.int32)}),
+        "the tensors do not fit",
+        "not used: " + DOWN + "weight_g_idx",
+    ),
+    "other_sizes": (
+        "int4_channel",
+        lambda t: t.update({DOWN + "weight_shape": np.array([64, 90])}),
+        "weight_packed",
+        "[64, 90] in blocks of [1, 8] needs [64, 12] of I32, found I32 [64, 5]",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_folder_without_a_tensor_or_with_another_one_is_refused_by_name(fault, tmp_path):
+    name, change, *words = FAULTS[fault]
+    tensors = {k: v.copy() for k, v in load_file(HERE / name / "model.safetensors").items()}
+    change(tensors)
+    save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, tmp_path / "model.safetensors")
+    shutil.copy(HERE / name / "config.json", tmp_path)
+    with pytest.raises(BadFile) as caught:
+        Checkpoint(tmp_path)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_sizes_that_are_not_those_of_the_words_are_refused_when_they_are_read(tmp_path):
+    tensors = load_file(HERE / "int4_g128" / "model.safetensors") | {DOWN + "weight_shape": np.array([128, 127])}
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(HERE / "int4_g128" / "config.json", tmp_path)
+    with pytest.raises(BadFile, match=r"weight_shape does not fit .*\n.*found \[128, 127\], they have \[128, 128\]"):
+        open_source(tmp_path).read(DOWN + "weight")
+
+
+def test_a_scale_that_is_nan_is_zero_where_all_codes_are():
+    pairs, nan = np.zeros((2, 16), np.uint8), np.full((2, 2), np.nan, ml_dtypes.float8_e4m3fn)
+    pairs[0, :8], pairs[1, 8] = 0x80, 0x10  # a negative zero, and a one
+    _, scale, _ = layout_of(Scheme("nvfp4", (1, 16))).unpack((pairs, nan, np.ones((1, 1), np.float32)), (2, 32))
+    np.testing.assert_array_equal(np.isnan(scale.astype(np.float32)), [[False, False], [False, True]])
