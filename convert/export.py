@@ -16,14 +16,15 @@ import numpy as np
 
 from convert.plan import COMPILER, LIBRARIES, available, copies, free, held, metadata
 from convert.progress import Bar
-from convert.tensors import DTYPE_NAMES, Parts, cut, nbytes, plain, unsound_in
+from convert.tensors import DTYPE_NAMES, QUANTIZED, Parts, cut, nbytes, plain, unsound_in
 from convert.write import Stopped, interrupts, lock, refusal, write_others
 from mla_jax.base import axes
-from mla_jax.base.config import Config
+from mla_jax.base.config import CONFIG_BYTES, Config
 from mla_jax.base.errors import BadFile, DoesNotFit, Unsupported
 from mla_jax.base.files import read_json
 from mla_jax.base.limits import gib
-from mla_jax.base.quantization import Quantization
+from mla_jax.base.qtensor import format_of
+from mla_jax.base.quantization import read_quantization
 from mla_jax.weights.fill import PLAIN_DTYPES
 from mla_jax.weights.hf_names import HF
 from mla_jax.weights.layouts import Field, FileLayout, layout_of
@@ -81,6 +82,7 @@ def run(checkpoint: Checkpoint, out: Path, dtype: str, dry_run: bool, allow_nonf
         source.close()
         with writing(folder, "all its weights"):
             write_others(checkpoint, dtype == "keep", folder)
+            _describe(folder, files)
             (folder / JOURNAL).unlink()
             os.rename(folder, out)
     return 0
@@ -141,14 +143,15 @@ def _items(checkpoint: Checkpoint, dtype: str) -> list[Item]:
         exact = checkpoint.slots[path].get_metadata()["exact"]
         format = _format(dtype, checkpoint.format_of(source), exact, path)
         same = tuple(name for name, ours in repeated.items() if ours == path)
-        layout = None if format in PLAIN_DTYPES else _layout(config, format, path)
-        found.append(Item(path, target.names, axes.shape(config, target.axes), format, same, layout))
+        shape = axes.shape(config, target.axes)
+        layout = None if format in PLAIN_DTYPES else _layout(config, format, shape, path)
+        found.append(Item(path, target.names, shape, format, same, layout))
     return found
 
 
 def _format(dtype: str, stored: str, exact: bool, path: str) -> str:
-    """The format to write; raises Unsupported for int8, which no released folder has."""
-    if dtype == "int8":
+    """The format to write; raises Unsupported for those that are quantised here, of which no released folder is made."""
+    if dtype in QUANTIZED:
         raise _refusal(dtype, path)
     if dtype == "keep":
         return stored
@@ -160,13 +163,51 @@ def _refusal(format: str, path: str) -> Unsupported:
     return Unsupported(f"a Hugging Face folder cannot hold {format}", f"as {path} is", advice)
 
 
-def _layout(config: Config, format: str, path: str) -> FileLayout:
-    """The layout of a packed parameter, by the config; raises Unsupported for a format that none of its schemes has."""
-    schemes = (config.quantization_config or Quantization()).schemes
-    found = next((layout for layout in map(layout_of, schemes) if layout.format == format), None)
-    if found is None:
+def _layout(config: Config, format: str, shape: tuple[int, ...], path: str) -> FileLayout:
+    """The layout of a packed parameter, by the config; raises Unsupported for a format that none of its schemes has.
+
+    Codes that were quantised here and do not fill their groups are refused too: compressed-tensors has none such."""
+    found = config.quantization_config
+    if found is None and (format == "fp8_block" or shape[-1] % format_of(format).block[1] == 0):
+        found = read_quantization(SETTINGS.get(format))
+    layouts = map(layout_of, found.schemes if found else ())
+    layout = next((layout for layout in layouts if layout.format == format), None)
+    if layout is None:
         raise _refusal(format, path)
-    return found
+    return layout
+
+
+def _compressed(group: int) -> dict[str, Any]:
+    """The settings of compressed-tensors for symmetric codes of four bits, as mla-convert makes them."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    form = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+    }
+    return {**form, "config_groups": groups, "ignore": ["lm_head", "re:.*(kv_b_proj|eh_proj|mlp\\.gate)$"]}
+
+
+SETTINGS = {  # of weights that mla-convert quantised, for which the config has none
+    "fp8_block": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    },
+    "int4_g32": _compressed(32),
+    "int4_g128": _compressed(128),
+}
+
+
+def _describe(folder: Path, files: list[list[Item]]) -> None:
+    """Says in config.json how weights are packed, if nothing there does."""
+    packed = {item.format for file in files for item in file if item.layout is not None}
+    config = read_json(folder / "config.json", CONFIG_BYTES)
+    if packed and config.get("quantization_config") is None:
+        config["quantization_config"] = SETTINGS[packed.pop()]
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _files(items: list[Item]) -> list[list[Item]]:
