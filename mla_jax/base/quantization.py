@@ -110,17 +110,20 @@ def _refuse(method: str, faults: list[str]) -> None:
 def _deepseek(given: _Settings) -> Quantization:
     """FP8 as DeepSeek releases it, or with one scale for each tensor or row, as transformers writes it."""
     _refuse("fp8", _others(given, fmt=("e4m3",), quant_algo=(None, "e4m3")))
-    block = given.get("weight_block_size", (128, 128))
-    if block is not None and not _is_block(block):
-        raise BadConfig("weight_block_size is not two positive numbers", f"found {shown(block)}")
-    return Quantization(
-        weight_block_size=None if block is None else tuple(block), scale_fmt=given.get("scale_fmt")
-    )
+    found = given.get("weight_block_size", (128, 128))
+    block = _block(found)
+    if found is not None and block is None:
+        raise BadConfig("weight_block_size is not two positive numbers", f"found {shown(found)}")
+    return Quantization(weight_block_size=block, scale_fmt=given.get("scale_fmt"))
 
 
-def _is_block(found: object) -> bool:
-    sizes = found if isinstance(found, list | tuple) else ()
-    return len(sizes) == 2 and all(type(n) is int and 0 < n <= MAX_FIELD for n in sizes)
+def _block(found: object) -> tuple[int, int] | None:
+    """Two positive numbers, if it is that."""
+    if not isinstance(found, list | tuple) or len(found) != 2:
+        return None
+    rows, columns = found
+    sizes = [type(n) is int and 0 < n <= MAX_FIELD for n in found]
+    return (rows, columns) if all(sizes) else None
 
 
 # ---- compressed-tensors
@@ -193,13 +196,16 @@ def _float_quantized(weights: _Settings, where: str) -> _Found:
         strategy=("tensor", "channel", "block"),
         symmetric=(True,),
     )
-    block = {"tensor": OF_MATRIX, "channel": OF_ROW}.get(str(weights.get("strategy", "tensor")))
+    blocks = {
+        "tensor": OF_MATRIX,
+        "channel": OF_ROW,
+        "block": _block(weights.get("block_structure")),
+    }
+    block = blocks.get(str(weights.get("strategy", "tensor")), OF_MATRIX)
     if block is None:
-        block = weights.get("block_structure")
-        if not _is_block(block):
-            faults.append(f"{where}block_structure = {shown(block)}; known: two positive numbers")
-            block = OF_MATRIX
-    return faults, [Scheme("float-quantized", tuple(block))]
+        found = shown(weights.get("block_structure"))
+        faults.append(f"{where}block_structure = {found}; known: two positive numbers")
+    return faults, [Scheme("float-quantized", block or OF_MATRIX)]
 
 
 def _fp4(layout: str, group: int, strategy: str) -> Callable[[_Settings, str], _Found]:

@@ -143,10 +143,29 @@ def _along_rows(words: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(words).view(np.uint8)
 
 
+LOW, HIGH = np.uint32(0x0F0F0F0F), np.uint32(0xF0F0F0F0)  # nibbles of a word's bytes
+AWQ_BYTES = (
+    0,
+    2,
+    4,
+    6,
+    1,
+    3,
+    5,
+    7,
+)  # the places of eight rows in the bytes of low nibbles, then of high ones
+TILE = 32  # words that are turned at a time, which a core's cache holds
+
+
 def _along_columns(words: np.ndarray) -> np.ndarray:
-    """AWQ's words `[N/8 K]`, as pairs."""
-    codes = _codes(words.T, AWQ)
-    return np.ascontiguousarray((codes[::2] | codes[1::2] << 4).T)
+    """AWQ's words `[N/8 K]`, as pairs; by words, because numpy takes seven times as long for codes."""
+    even, odd = (words.T[i::2].view(np.uint32) for i in (0, 1))
+    joined = [even & LOW | (odd & LOW) << 4, even >> 4 & LOW | odd & HIGH]
+    pairs = np.stack(joined, axis=-1).view(np.uint8).reshape(len(even), -1, 8)
+    found = np.empty((len(words), 8, len(even)), np.uint8)
+    for start in range(0, len(words), TILE):
+        found[start : start + TILE] = pairs[:, start : start + TILE].transpose(1, 2, 0)[:, AWQ_BYTES]
+    return found.reshape(-1, len(even))
 
 
 def _awq_words(pairs: np.ndarray) -> np.ndarray:
