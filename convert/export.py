@@ -108,7 +108,9 @@ def peak(checkpoint: Checkpoint, files: list[list[Item]]) -> int:
         source = checkpoint.sources[item.path]
         stored = sum(checkpoint.source.tensors[name].nbytes for name in source.names)
         raw = stored * (item.format != checkpoint.format_of(source))
-        most = max(most, READERS * (item.nbytes + min(stored, BATCH)) + raw)
+        copies = max(checkpoint.copies, item.layout.copies if item.layout else 0)
+        moved = READERS * copies * nbytes(item.format, item.shape)
+        most = max(most, READERS * (item.nbytes + min(stored, BATCH)) + raw + moved)
     return held() + LIBRARIES + COMPILER + most
 
 

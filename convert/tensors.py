@@ -57,6 +57,7 @@ class Job:
     part: PartOf
     stored: str  # the format in the source
     stored_shape: tuple[int, ...]  # the shape of one piece in the source
+    copies: int  # of a piece, in memory while it is read
 
     @property
     def nbytes(self) -> int:
@@ -66,10 +67,11 @@ class Job:
     def workspace(self) -> int:
         """Bytes of memory to read and convert the tensor, in addition to the tensor itself."""
         raw = nbytes(self.stored, self.stored_shape)
+        reading = self.copies * raw
         if self.format == self.stored:
-            return READERS * raw if self.stacked else 0
+            return READERS * (raw + reading) if self.stacked else reading
         piece = self.shape[1:] if self.stacked else self.shape
-        needed = raw + 4 * 4 * min(ROWS, prod(piece))
+        needed = raw + reading + 4 * 4 * min(ROWS, prod(piece))
         return READERS * (needed + nbytes(self.format, piece)) if self.stacked else needed
 
 
@@ -110,6 +112,7 @@ def _job(
         part=cut(source),
         stored=stored,
         stored_shape=entry.shape if source.pieces[0].index is None else entry.shape[1:],
+        copies=entry.copies,
     )
 
 

@@ -46,6 +46,10 @@ class PackedWeight(NamedTuple):
         names = [field.name for field in self.layout.fields]
         return [f"{self.module}.{name}" for name in (*names, self.layout.sizes) if name is not None]
 
+    def entry(self, tensors: Spans) -> TensorEntry:
+        size = sum(tensors[name].size for name in self.names())
+        return TensorEntry(self.layout.format, self.shape, size, self.layout.copies)
+
     def around(self, box: Box) -> Box:
         """The smallest box around a box of values that begins and ends between entries of all tensors."""
         fields = self.layout.fields
@@ -68,8 +72,7 @@ class Safetensors:
         self.scales = dtypes.pop() if len(dtypes) == 1 else "F32"
         plain = {n: TensorEntry(t.dtype, t.shape, t.size) for n, t in files.tensors.items() if n not in used}
         self.tensors: Mapping[str, TensorEntry] = plain | {
-            name: TensorEntry(one.layout.format, one.shape, sum(files.tensors[n].size for n in one.names()))
-            for name, one in self.packed.items()
+            name: one.entry(files.tensors) for name, one in self.packed.items()
         }
 
     @property

@@ -15,6 +15,7 @@ from mla_jax.weights.boxes import Box, box_shape, fitted, whole_box
 
 Arrays = tuple[np.ndarray, ...]
 _Block = tuple[int, int]
+COPIES = 3  # the file's tensors, and two of what is made of them
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 
 
@@ -41,7 +42,8 @@ class FileLayout(NamedTuple):
     """The `fields` of a matrix, its codes first, and what makes the parts of a tensor in `format` of them.
 
     `unpack` and its inverse `pack` have arrays whose rows are those of the matrix. `sound` says whether parts are such as the
-    quantiser makes. `sizes` names a tensor with N and K, if there is one."""
+    quantiser makes. `sizes` names a tensor with N and K, if there is one. `copies` of a matrix are in memory at most besides its
+    parts while codes change their order."""
 
     format: str
     fields: tuple[Field, ...]
@@ -49,6 +51,7 @@ class FileLayout(NamedTuple):
     pack: Callable[[Arrays, Shape], Arrays]
     sound: Callable[[Arrays], bool] = lambda parts: True
     sizes: str | None = None
+    copies: int = 0
 
 
 @cache
@@ -228,7 +231,7 @@ def _grouped(
         return found if zeros is None else (*found, zeros.written(gathered(parts[2])))
 
     format = f"int4_g{ours}" if exact else f"uint4_g{ours}"
-    return FileLayout(format, fields, unpack, pack, sizes=sizes)
+    return FileLayout(format, fields, unpack, pack, sizes=sizes, copies=COPIES)
 
 
 def _pack_quantized(dtypes: tuple[str, ...], has_zeros: bool, block: _Block) -> FileLayout:
@@ -287,7 +290,7 @@ def _mxfp4(block: _Block) -> FileLayout:
         return _pairs(parts[0][..., 1:], shape[1]), parts[0][..., 0]
 
     fields = Field("weight_packed", ("U8",), 1, 2), Field("weight_scale", ("U8",), *block)
-    return FileLayout("MXFP4", fields, unpack, pack)
+    return FileLayout("MXFP4", fields, unpack, pack, copies=COPIES)
 
 
 LAYOUTS: dict[str, Callable[[_Block], FileLayout]] = {

@@ -74,7 +74,7 @@ def test_every_weight_has_the_numbers_that_the_tool_gives_bit_for_bit(name):
 def test_a_device_reads_its_part_of_a_weight_alone(name):
     source, read = open_source(HERE / name), 0
     packed = [(n, e) for n, e in source.tensors.items() if e.format == FORMATS[name]]
-    for weight, (format, shape, _) in [*packed[:6], packed[-1]]:
+    for weight, (format, shape, *_) in [*packed[:6], packed[-1]]:
         whole = unpacked(format, source.read(weight), shape)
         (rows, columns), (r, c) = shape, blocks(format, 2)
         for box in [((r, rows), (0, columns)), ((3 * r, 5 * r), (0, columns)), ((0, rows), (c, columns))]:
