@@ -95,6 +95,11 @@ def reorder(q: QTensor) -> QTensor:
     return QTensor(q.format + REORDERED, jax.lax.map(one, q.parts) if stacked else one(q.parts), q.shape)
 
 
+def is_reorderable(format: str) -> bool:
+    """Whether there is an order for a GPU's kernel at all."""
+    return format in packed.KINDS
+
+
 def restore(q: QTensor) -> QTensor:
     """`q` as it was before `reorder`, to the bit; itself if it is in the order of a file."""
     if not q.reordered:

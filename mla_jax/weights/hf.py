@@ -143,16 +143,22 @@ def _packed(files: Files, layouts: list[FileLayout]) -> Iterator[PackedWeight]:
         if field in found or (field == "weight" and tensor.dtype in dtypes):
             modules[module] = None
     for module in modules:
-        reasons: list[BadFile] = []
-        for layout in (one for one in layouts if f"{module}.{one.fields[0].name}" in files.tensors):
+        if (packed := _fitting(files, module, layouts)) is not None:
+            yield packed
+
+
+def _fitting(files: Files, module: str, layouts: list[FileLayout]) -> PackedWeight | None:
+    """A weight in the first layout that its tensors fit; None without codes: that its name is missing says more."""
+    reasons: list[BadFile] = []
+    for layout in layouts:
+        if f"{module}.{layout.fields[0].name}" in files.tensors:
             packed = PackedWeight(module, layout, _shape(files, module, layout))
             if (reason := _fault(files.tensors, packed)) is None:
-                yield packed
-                break
+                return packed
             reasons.append(reason)
-        else:
-            if reasons:  # without codes the names do not fit the model, which says more
-                raise reasons[0]
+    if reasons:
+        raise reasons[0]
+    return None
 
 
 def _shape(files: Files, module: str, layout: FileLayout) -> Shape:
@@ -166,11 +172,11 @@ def _shape(files: Files, module: str, layout: FileLayout) -> Shape:
     rows, columns = rows * field.rows, columns * field.columns
     if layout.sizes is None:
         return rows, columns
-    by_groups = others[0].shape[-1] * layout.fields[1].columns if others[0] is not None else 0
+    by_groups = prod(others[0].shape[1:]) * layout.fields[1].columns if others[0] is not None else 0
     if columns - 8 < by_groups <= columns:  # the last word may be filled up
         return rows, by_groups
     sizes = files.tensors.get(f"{module}.{layout.sizes}")
-    if sizes is None or sizes.shape != (2,):
+    if sizes is None or sizes.shape != (2,) or sizes.dtype not in ("I64", "I32"):
         return rows, columns
     return rows, int(files.read(sizes.name)[1])
 
@@ -191,6 +197,9 @@ def _fault(tensors: Spans, packed: PackedWeight) -> BadFile | None:
     if not packed.shape:
         found = f"found {codes.dtype} {list(codes.shape)}, expected a matrix"
         return BadFile(f"{printable(packed.names()[1])} does not fit {printable(first)}", found)
+    if packed.shape[1] % packed.layout.multiple:
+        found = f"{list(packed.shape)} has no whole groups of {packed.layout.multiple} columns"
+        return BadFile(f"{printable(first)} is not packed as its quantiser packs", found)
     for name, field in zip(packed.names(), packed.layout.fields, strict=False):
         if reason := _misfit(tensors[name], field, packed.shape):
             return BadFile(f"{printable(name)} does not fit {printable(first)}", reason)

@@ -43,7 +43,7 @@ class FileLayout(NamedTuple):
 
     `unpack` and its inverse `pack` have arrays whose rows are those of the matrix. `sound` says whether parts are such as the
     quantiser makes. `sizes` names a tensor with N and K, if there is one. `copies` of a matrix are in memory at most besides its
-    parts while codes change their order."""
+    parts while codes change their order. The number of columns is a `multiple`."""
 
     format: str
     fields: tuple[Field, ...]
@@ -52,6 +52,7 @@ class FileLayout(NamedTuple):
     sound: Callable[[Arrays], bool] = lambda parts: True
     sizes: str | None = None
     copies: int = 0
+    multiple: int = 1
 
 
 @cache
@@ -231,7 +232,8 @@ def _grouped(
         return found if zeros is None else (*found, zeros.written(gathered(parts[2])))
 
     format = f"int4_g{ours}" if exact else f"uint4_g{ours}"
-    return FileLayout(format, fields, unpack, pack, sizes=sizes, copies=COPIES)
+    multiple = block[1] or (2 if sizes is None else 1)
+    return FileLayout(format, fields, unpack, pack, sizes=sizes, copies=COPIES, multiple=multiple)
 
 
 def _pack_quantized(dtypes: tuple[str, ...], has_zeros: bool, block: _Block) -> FileLayout:
@@ -268,7 +270,7 @@ def _nvfp4(format: str, codes: str, number: str, block: _Block) -> FileLayout:
     def pack(parts: Arrays, shape: Shape) -> Arrays:
         return *parts[:2], parts[2][:1, None]
 
-    return FileLayout(format, fields, unpack, pack)
+    return FileLayout(format, fields, unpack, pack, multiple=block[1])
 
 
 def _without_nan(scale: np.ndarray, pairs: np.ndarray) -> np.ndarray:
@@ -290,7 +292,7 @@ def _mxfp4(block: _Block) -> FileLayout:
         return _pairs(parts[0][..., 1:], shape[1]), parts[0][..., 0]
 
     fields = Field("weight_packed", ("U8",), 1, 2), Field("weight_scale", ("U8",), *block)
-    return FileLayout("MXFP4", fields, unpack, pack, copies=COPIES)
+    return FileLayout("MXFP4", fields, unpack, pack, copies=COPIES, multiple=block[1])
 
 
 LAYOUTS: dict[str, Callable[[_Block], FileLayout]] = {

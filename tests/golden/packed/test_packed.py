@@ -17,6 +17,8 @@ from mla_jax import LLM
 from mla_jax.base.errors import BadFile
 from mla_jax.base.qtensor import QTensor, dequantize, validated
 from mla_jax.base.quantization import NO_CACHE_SCALES, NO_INPUT_SCALES, Scheme
+from mla_jax.base.roofline import DEVICES
+from mla_jax.engine.opening.explain import _unpacked
 from mla_jax.mesh.devices import Devices
 from mla_jax.weights.boxes import blocks, box_shape, slices
 from mla_jax.weights.layouts import layout_of
@@ -123,6 +125,13 @@ def test_the_formats_and_what_is_left_out_are_explained():
     assert llm.plan.weights == sum(llm._formats.values())
 
 
+def test_formats_without_a_kernel_are_named_where_there_could_be_one():
+    formats = {"fp4_g16": 1 << 30, "uint4_g32": 1 << 30, "bfloat16": 1 << 30, "MXFP4 on the host": 1 << 30}
+    (line,) = _unpacked(DEVICES["NVIDIA H200"], formats)
+    assert line.startswith("packed weights: 1.00 GiB in fp4_g16 are unpacked before every product")
+    assert _unpacked(DEVICES["cpu"], formats) == []
+
+
 # ---- folders that are not what they say
 
 DOWN = "model.layers.1.mlp.experts.0.down_proj."
@@ -148,6 +157,24 @@ FAULTS = {
         lambda t: t.update({DOWN + "weight_shape": np.array([64, 90])}),
         "weight_packed",
         "[64, 90] in blocks of [1, 8] needs [64, 12] of I32, found I32 [64, 5]",
+    ),
+    "scalar": (
+        "int4_g128",
+        lambda t: t.update({DOWN + "weight_scale": np.ones((), ml_dtypes.bfloat16)}),
+        "weight_scale does not fit",
+        "needs [128, 1] of BF16, found BF16",
+    ),
+    "odd": (
+        "awq",
+        lambda t: t.update({DOWN + "qweight": t[DOWN + "qweight"][:-1]}),
+        "is not packed as its quantiser packs",
+        "[64, 63] has no whole groups of 64 columns",
+    ),
+    "flat": (
+        "gptq",
+        lambda t: t.update({DOWN + "qweight": t[DOWN + "qweight"].reshape(-1)}),
+        "does not fit",
+        "expected a matrix",
     ),
 }
 
