@@ -137,14 +137,7 @@ def _compressed(given: _Settings) -> tuple[Scheme, ...]:
     groups = _object(given.get("config_groups"))
     found: list[Scheme] = []
     for name, group in groups.items():
-        where, weights = f"config_groups.{printable(name)}.", _object(group).get("weights")
-        format = _object(group).get("format") or given.get("format")
-        if weights is None and isinstance(group, Mapping):
-            continue  # it quantises activations alone
-        if not isinstance(format, str) or format not in COMPRESSED:
-            faults.append(f"{where}format = {shown(format)}; known: {', '.join(COMPRESSED)}")
-            continue
-        more, schemes = COMPRESSED[format](_object(weights), where + "weights.")
+        more, schemes = _of_group(group, f"config_groups.{printable(str(name))}", given.get("format"))
         faults += more
         found += schemes
     if not groups:
@@ -154,6 +147,21 @@ def _compressed(given: _Settings) -> tuple[Scheme, ...]:
 
 
 _Found = tuple[list[str], list[Scheme]]  # faults, and the schemes if there are none
+
+
+def _of_group(group: object, where: str, format: object) -> _Found:
+    """The schemes of a group, in its own format or that of all."""
+    if not isinstance(group, Mapping):
+        return [f"{where} = {shown(group)}; known: an object with weights"], []
+    if group.get("weights") is None:
+        return [], []  # it quantises activations alone
+    format = group.get("format") or format
+    if not isinstance(format, str) or format not in COMPRESSED:
+        return [f"{where}.format = {shown(format)}; known: {', '.join(COMPRESSED)}"], []
+    weights = _object(group["weights"])
+    strategy = "group" if weights.get("group_size") else "tensor"
+    defaults = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy}  # the library's
+    return COMPRESSED[format](defaults | {**weights}, where + ".weights.")
 
 
 def _pack_quantized(weights: _Settings, where: str) -> _Found:
@@ -167,9 +175,9 @@ def _pack_quantized(weights: _Settings, where: str) -> _Found:
         actorder=(None, "static", "weight"),
     )
     block = OF_ROW
-    if weights.get("strategy", "group") == "group":
+    if weights["strategy"] == "group":
         block = _group(weights, where, faults)
-    return faults, [Scheme(layout, block) for layout in _PACKED[weights.get("symmetric", True) is not False]]
+    return faults, [Scheme(layout, block) for layout in _PACKED[weights["symmetric"] is not False]]
 
 
 # By symmetry; the dtype of the scales says which of two it is
@@ -201,7 +209,7 @@ def _float_quantized(weights: _Settings, where: str) -> _Found:
         "channel": OF_ROW,
         "block": _block(weights.get("block_structure")),
     }
-    block = blocks.get(str(weights.get("strategy", "tensor")), OF_MATRIX)
+    block = blocks.get(str(weights["strategy"]), OF_MATRIX)
     if block is None:
         found = shown(weights.get("block_structure"))
         faults.append(f"{where}block_structure = {found}; known: two positive numbers")
@@ -237,14 +245,14 @@ def _awq(given: _Settings) -> tuple[Scheme, ...]:
 
 def _gptq(given: _Settings) -> tuple[Scheme, ...]:
     """Columns in the order of their activations (`desc_act`) have groups that are no neighbours."""
-    faults = _others(
-        given, bits=(4,), desc_act=(False,), is_marlin_format=(False,), checkpoint_format=("gptq", "gptq_v2")
-    )
+    version = given.get("checkpoint_format") or given.get("format") or "gptq"
+    faults = _others(given, bits=(4,), desc_act=(False, None), is_marlin_format=(False, None))
+    faults += _others({"checkpoint_format": version}, checkpoint_format=("gptq", "gptq_v2"))
     overrides = [name for name in _object(given.get("dynamic")) if not str(name).startswith("-:")]
     faults += [f"dynamic = {shown(name)}; known: patterns that begin with -:" for name in overrides]
     block = _group(given, "", faults)
     _refuse("gptq", faults)
-    return (Scheme(given.get("checkpoint_format", "gptq"), block),)
+    return (Scheme(version, block),)
 
 
 def _auto_round(given: _Settings) -> tuple[Scheme, ...]:

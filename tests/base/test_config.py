@@ -446,9 +446,14 @@ def grouped(**changes) -> dict:
         ({"quant_method": "bitsandbytes"}, "'bitsandbytes' cannot be read"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2'; known: 'e4m3'"),
         ({"quant_method": "compressed-tensors"}, "config_groups = None"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"W4A16": ["X"]}}, "config_groups.W4A16 = ['X']; known:"),
         (
-            {"quant_method": "compressed-tensors", "config_groups": {"a": ["Linear"]}},
-            "config_groups.a.format = None; known: pack",
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {}}}},
+            "config_groups.a.format = None; known:",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": GROUP | {"weights": {}}}},
+            "a.weights.num_bits = 8; known: 4",
         ),
         (grouped(num_bits=8), "config_groups.group_0.weights.num_bits = 8; known: 4"),
         (grouped(actorder="group"), "weights.actorder = 'group'; known: None, 'static'"),
