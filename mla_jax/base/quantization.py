@@ -131,9 +131,8 @@ def _block(found: object) -> tuple[int, int] | None:
 
 def _compressed(given: _Settings) -> tuple[Scheme, ...]:
     """Layers in groups, each with a format; rotations and sparsity would change the arithmetic."""
-    faults = _others(
-        given, transform_config=(None, {}), sparsity_config=(None, {}), moe_sparsity_config=(None,)
-    )
+    faults = _others(given, transform_config=(None, {}), moe_sparsity_config=(None,))
+    faults += _others(_object(given.get("sparsity_config")), "sparsity_config.", format=("dense",))
     groups = _object(given.get("config_groups"))
     found: list[Scheme] = []
     for name, group in groups.items():
@@ -228,6 +227,7 @@ def _fp4(layout: str, group: int, strategy: str) -> Callable[[_Settings, str], _
 COMPRESSED = {  # by format
     "pack-quantized": _pack_quantized,
     "float-quantized": _float_quantized,
+    "naive-quantized": _float_quantized,
     "nvfp4-pack-quantized": _fp4("nvfp4-pack-quantized", 16, "tensor_group"),
     "mxfp4-pack-quantized": _fp4("mxfp4-pack-quantized", 32, "group"),
 }

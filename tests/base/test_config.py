@@ -459,7 +459,7 @@ def grouped(**changes) -> dict:
         (grouped(actorder="group"), "weights.actorder = 'group'; known: None, 'static'"),
         (grouped(strategy="group", group_size=48), "weights.group_size = 48; known: multiples of 32"),
         (grouped() | {"transform_config": {"config_groups": {"u": 1}}}, "transform_config = "),
-        (grouped() | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config = "),
+        (grouped() | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format = 'sparse-24'; known: 'dense'"),
         ({"quant_method": "awq", "bits": 8}, "bits = 8; known: 4"),
         ({"quant_method": "awq", "version": "gemv"}, "version = 'gemv'; known: 'gemm'"),
         ({"quant_method": "awq", "zero_point": False}, "zero_point = False; known: True"),
