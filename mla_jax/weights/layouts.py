@@ -15,7 +15,7 @@ from mla_jax.weights.boxes import Box, box_shape, fitted, whole_box
 
 Arrays = tuple[np.ndarray, ...]
 _Block = tuple[int, int]
-COPIES = 3  # the file's tensors, and two of what is made of them
+UNPACKING_COPIES = 3  # the file's tensors, and two of what is made of them
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 
 
@@ -233,7 +233,7 @@ def _grouped(
 
     format = f"int4_g{ours}" if exact else f"uint4_g{ours}"
     multiple = block[1] or (2 if sizes is None else 1)
-    return FileLayout(format, fields, unpack, pack, sizes=sizes, copies=COPIES, multiple=multiple)
+    return FileLayout(format, fields, unpack, pack, sizes=sizes, copies=UNPACKING_COPIES, multiple=multiple)
 
 
 def _pack_quantized(dtypes: tuple[str, ...], has_zeros: bool, block: _Block) -> FileLayout:
@@ -292,7 +292,7 @@ def _mxfp4(block: _Block) -> FileLayout:
         return _pairs(parts[0][..., 1:], shape[1]), parts[0][..., 0]
 
     fields = Field("weight_packed", ("U8",), 1, 2), Field("weight_scale", ("U8",), *block)
-    return FileLayout("MXFP4", fields, unpack, pack, copies=COPIES, multiple=block[1])
+    return FileLayout("MXFP4", fields, unpack, pack, copies=UNPACKING_COPIES, multiple=block[1])
 
 
 LAYOUTS: dict[str, Callable[[_Block], FileLayout]] = {
