@@ -148,16 +148,8 @@ def _along_rows(words: np.ndarray) -> np.ndarray:
 
 
 LOW, HIGH = np.uint32(0x0F0F0F0F), np.uint32(0xF0F0F0F0)  # nibbles of a word's bytes
-AWQ_BYTES = (
-    0,
-    2,
-    4,
-    6,
-    1,
-    3,
-    5,
-    7,
-)  # the places of eight rows in the bytes of low nibbles, then of high ones
+# The places of eight rows in the bytes of low nibbles, then of high ones
+AWQ_BYTES = (0, 2, 4, 6, 1, 3, 5, 7)
 TILE = 32  # words that are turned at a time, which a core's cache holds
 
 
@@ -217,10 +209,8 @@ def _grouped(
         return numbers[:, :: block[1] // ours or numbers.shape[1]]
 
     def unpack(arrays: Arrays, shape: Shape) -> Arrays:
-        packed, scale = (
-            _halves(pairs(arrays[0]), ours)[:, : -(-shape[1] // ours)],
-            spread(arrays[1], shape[1]),
-        )
+        packed = _halves(pairs(arrays[0]), ours)[:, : -(-shape[1] // ours)]
+        scale = spread(arrays[1], shape[1])
         if exact:
             return packed, scale
         zero = np.full_like(arrays[1], 8, np.uint8) if zeros is None else zeros.read(arrays[2], shape[0])
