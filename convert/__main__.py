@@ -38,8 +38,8 @@ class Options:
     """Folder to create."""
     to: Literal["orbax", "hf"] = "orbax"
     """Output format."""
-    dtype: Literal["keep", "bf16", "f32", "int8"] = "keep"
-    """Number format; keep leaves every tensor unchanged."""
+    dtype: Literal["keep", "bf16", "f32", "fp8", "int8", "q4_k", "int4_g32", "int4_g128"] = "keep"
+    """Number format; keep leaves every tensor unchanged. fp8 to int4_g128 quantise the matrices of linear layers."""
     mesh: str = ""
     """Mesh of the devices that will load it, such as data=4,tensor=2: each device then reads only its part."""
     dry_run: bool = False

@@ -16,14 +16,18 @@ import numpy as np
 
 from convert.plan import COMPILER, LIBRARIES, available, copies, free, held, metadata
 from convert.progress import Bar
-from convert.tensors import DTYPE_NAMES, Parts, cut, nbytes, plain, unsound_in
+from convert.tensors import DTYPE_NAMES, QUANTIZED, Parts, cut, nbytes, plain, unsound_in
 from convert.write import Stopped, interrupts, lock, refusal, write_others
-from mla_jax.base import axes, qtensor
+from mla_jax.base import axes
+from mla_jax.base.config import CONFIG_BYTES, Config
 from mla_jax.base.errors import BadFile, DoesNotFit, Unsupported
 from mla_jax.base.files import read_json
 from mla_jax.base.limits import gib
+from mla_jax.base.qtensor import format_of
+from mla_jax.base.quantization import read_quantization
 from mla_jax.weights.fill import PLAIN_DTYPES
-from mla_jax.weights.hf_names import HF, SCALE
+from mla_jax.weights.hf_names import HF
+from mla_jax.weights.layouts import Field, FileLayout, layout_of
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.names import Origin, value_half
 from mla_jax.weights.orbax_chunks import BATCH
@@ -38,13 +42,14 @@ READERS = 3  # parameters in memory at a time: one is written while the others a
 
 @dataclass(frozen=True)
 class Item:
-    """A parameter of the model (`uk` includes `uv`) and its tensors in a released folder."""
+    """A parameter of the model (`uk` includes `uv`) and its tensors in a released folder; packed ones have a `layout` there."""
 
     path: str
     names: tuple[str, ...]
     shape: tuple[int, ...]  # of each tensor
     format: str
     copies: tuple[str, ...]  # names of tensors that repeat it
+    layout: FileLayout | None
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +82,7 @@ def run(checkpoint: Checkpoint, out: Path, dtype: str, dry_run: bool, allow_nonf
         source.close()
         with writing(folder, "all its weights"):
             write_others(checkpoint, dtype == "keep", folder)
+            _describe(folder, files)
             (folder / JOURNAL).unlink()
             os.rename(folder, out)
     return 0
@@ -102,7 +108,9 @@ def peak(checkpoint: Checkpoint, files: list[list[Item]]) -> int:
         source = checkpoint.sources[item.path]
         stored = sum(checkpoint.source.tensors[name].nbytes for name in source.names)
         raw = stored * (item.format != checkpoint.format_of(source))
-        most = max(most, READERS * (item.nbytes + min(stored, BATCH)) + raw)
+        copies = max(checkpoint.copies, item.layout.copies if item.layout else 0)
+        moved = READERS * copies * nbytes(item.format, item.shape)
+        most = max(most, READERS * (item.nbytes + min(stored, BATCH)) + raw + moved)
     return held() + LIBRARIES + COMPILER + most
 
 
@@ -137,22 +145,71 @@ def _items(checkpoint: Checkpoint, dtype: str) -> list[Item]:
         exact = checkpoint.slots[path].get_metadata()["exact"]
         format = _format(dtype, checkpoint.format_of(source), exact, path)
         same = tuple(name for name, ours in repeated.items() if ours == path)
-        found.append(Item(path, target.names, axes.shape(config, target.axes), format, same))
+        shape = axes.shape(config, target.axes)
+        layout = None if format in PLAIN_DTYPES else _layout(config, format, shape, path)
+        found.append(Item(path, target.names, shape, format, same, layout))
     return found
 
 
 def _format(dtype: str, stored: str, exact: bool, path: str) -> str:
-    """The format to write; raises Unsupported for quantised formats other than FP8."""
-    wanted = stored if dtype == "keep" else dtype
-    if dtype == "int8" or (
-        dtype == "keep" and stored not in PLAIN_DTYPES and not stored.startswith("fp8_block")
-    ):
-        raise Unsupported(
-            f"a Hugging Face folder cannot hold {wanted}", f"as {path} is", "use --dtype bf16 or --dtype f32"
-        )
+    """The format to write; raises Unsupported for those that are quantised here, of which no released folder is made."""
+    if dtype in QUANTIZED:
+        raise _refusal(dtype, path)
     if dtype == "keep":
         return stored
     return "F32" if exact else DTYPE_NAMES[dtype]
+
+
+def _refusal(format: str, path: str) -> Unsupported:
+    advice = "use --dtype bf16 or --dtype f32"
+    return Unsupported(f"a Hugging Face folder cannot hold {format}", f"as {path} is", advice)
+
+
+def _layout(config: Config, format: str, shape: tuple[int, ...], path: str) -> FileLayout:
+    """The layout of a packed parameter, by the config; raises Unsupported for a format that none of its schemes has.
+
+    Codes that were quantised here and do not fill their groups are refused too: compressed-tensors has none such."""
+    found = config.quantization_config
+    if found is None and (format == "fp8_block" or shape[-1] % format_of(format).block[1] == 0):
+        found = read_quantization(SETTINGS.get(format))
+    layouts = map(layout_of, found.schemes if found else ())
+    layout = next((layout for layout in layouts if layout.format == format), None)
+    if layout is None:
+        raise _refusal(format, path)
+    return layout
+
+
+def _compressed(group: int) -> dict[str, Any]:
+    """The settings of compressed-tensors for symmetric codes of four bits, as mla-convert makes them."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    form = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+    }
+    return {**form, "config_groups": groups, "ignore": ["lm_head", "re:.*(kv_b_proj|eh_proj|mlp\\.gate)$"]}
+
+
+SETTINGS = {  # of weights that mla-convert quantised, for which the config has none
+    "fp8_block": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    },
+    "int4_g32": _compressed(32),
+    "int4_g128": _compressed(128),
+}
+
+
+def _describe(folder: Path, files: list[list[Item]]) -> None:
+    """Says in config.json how weights are packed, if nothing there does."""
+    packed = {item.format for file in files for item in file if item.layout is not None}
+    config = read_json(folder / "config.json", CONFIG_BYTES)
+    if packed and config.get("quantization_config") is None:
+        config["quantization_config"] = SETTINGS[packed.pop()]
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _files(items: list[Item]) -> list[list[Item]]:
@@ -230,11 +287,33 @@ def _ahead(read: Callable[[Item], Any], items: list[Item]) -> Iterator[Any]:
 
 def _specs(item: Item, scales: str) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
     """The name, dtype and shape of each tensor to write."""
-    packed = item.format.startswith("fp8_block")
     for name in (*item.names, *item.copies):
-        yield name, ("F8_E4M3" if packed else item.format, item.shape)
-        if packed:
-            yield name + SCALE, (scales, qtensor.abstract(item.format, item.shape).parts[1].shape)
+        if item.layout is None:
+            yield name, (item.format, item.shape)
+            continue
+        module = name.removesuffix(".weight")
+        for field in item.layout.fields:
+            yield f"{module}.{field.name}", (_dtype(field, scales), field.shape(item.shape))
+        if item.layout.sizes is not None:
+            yield f"{module}.{item.layout.sizes}", ("I64", (2,))
+
+
+def _dtype(field: Field, scales: str) -> str:
+    """The dtype of a tensor: that of the source's `scales` where the layout leaves it open."""
+    return scales if scales in field.dtypes else field.dtypes[0]
+
+
+def _tensors(name: str, parts: Parts, item: Item, scales: str) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a piece of a parameter, by their names."""
+    if item.layout is None:
+        yield name, parts[0]
+        return
+    module, arrays = name.removesuffix(".weight"), item.layout.pack(parts, item.shape)
+    for field, array in zip(item.layout.fields, arrays, strict=True):
+        array = array.T if field.transposed else array
+        yield f"{module}.{field.name}", array.astype(STORED_DTYPES[_dtype(field, scales)], copy=False)
+    if item.layout.sizes is not None:
+        yield f"{module}.{item.layout.sizes}", np.array(item.shape)
 
 
 def _read(checkpoint: Checkpoint, item: Item) -> tuple[list[tuple[str, np.ndarray]], int]:
@@ -244,13 +323,9 @@ def _read(checkpoint: Checkpoint, item: Item) -> tuple[list[tuple[str, np.ndarra
     unsound = sum(count for _, count in found)
     if len(item.names) > 1 and len(pieces) == 1:  # one tensor with all experts
         pieces = [tuple(part[x] for part in pieces[0]) for x in range(len(item.names))]
-    scales = np.dtype(STORED_DTYPES[checkpoint.source.scales])
-    tensors = []
-    for name, parts in zip((*item.names, *item.copies), pieces * (1 + len(item.copies)), strict=True):
-        tensors.append((name, parts[0]))
-        if len(parts) > 1:
-            tensors.append((name + SCALE, parts[1].astype(scales)))
-    return tensors, unsound
+    named = zip((*item.names, *item.copies), pieces * (1 + len(item.copies)), strict=True)
+    scales = checkpoint.source.scales
+    return [tensor for name, parts in named for tensor in _tensors(name, parts, item, scales)], unsound
 
 
 def _pieces(item: Item, checkpoint: Checkpoint, source: Origin) -> Iterator[tuple[Parts, int]]:

@@ -9,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from convert.tensors import Job, jobs, steps
+from convert.tensors import QUANTIZED, Job, jobs, steps
 from mla_jax import __version__
 from mla_jax.base.errors import BadFile, DoesNotFit, printable
 from mla_jax.base.files import within
@@ -20,6 +20,9 @@ from mla_jax.weights.orbax_chunks import BATCH
 
 COPIES = {"embed_tokens.weight": "embed", "shared_head.head.weight": "head", "lm_head.weight": "embed"}
 M_ARENA_MAX = -8  # from malloc.h
+UNCALIBRATED = (
+    "weights are rounded to the nearest codes, without calibration: docs/checkpoints.md has the loss"
+)
 LIBRARIES = 48 << 20  # bytes that Orbax allocates while it writes
 COMPILER = 96 << 20  # bytes that XLA allocates, if formats are converted
 
@@ -74,7 +77,10 @@ class Plan:
             f"disk      {gib(self.written)} of {gib(free(self.out))} free",
             f"left out  {self._left_out()}",
         ]
-        found += [f"note      {note}" for note in config.notes]
+        found += [
+            f"note      {note}"
+            for note in (*config.notes, *([UNCALIBRATED] if self.dtype in QUANTIZED else []))
+        ]
         if self.done:
             found.append(f"resuming at layer {self.first_layer()} of {self.layers}")
         return found

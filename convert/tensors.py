@@ -1,10 +1,10 @@
 """The tensors to write: their stored names, their sources, and the conversion of their number format."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 import jax
@@ -21,7 +21,15 @@ from mla_jax.weights.quantize import quantize
 from mla_jax.weights.safetensors import STORED_DTYPES
 
 Parts = tuple[np.ndarray, ...]
-DTYPE_NAMES = {"keep": "", "bf16": "BF16", "f32": "F32", "int8": "int8"}
+DTYPE_NAMES = {"bf16": "BF16", "f32": "F32"}
+QUANTIZED = {
+    "int8": "int8",
+    "int4_g32": "int4_g32",
+    "int4_g128": "int4_g128",
+    "fp8": "fp8_block",
+    "q4_k": "Q4_K",
+}
+RAGGED = {"Q4_K": "int4_g32"}  # of a matrix whose rows the format cannot hold
 EXPONENTS = {
     "F64": (np.uint64, 0x7FF << 52),
     "F32": (np.uint32, 0xFF << 23),
@@ -49,6 +57,7 @@ class Job:
     part: PartOf
     stored: str  # the format in the source
     stored_shape: tuple[int, ...]  # the shape of one piece in the source
+    copies: int  # of a piece, in memory while it is read
 
     @property
     def nbytes(self) -> int:
@@ -58,10 +67,11 @@ class Job:
     def workspace(self) -> int:
         """Bytes of memory to read and convert the tensor, in addition to the tensor itself."""
         raw = nbytes(self.stored, self.stored_shape)
+        reading = self.copies * raw
         if self.format == self.stored:
-            return READERS * raw if self.stacked else 0
+            return READERS * (raw + reading) if self.stacked else reading
         piece = self.shape[1:] if self.stacked else self.shape
-        needed = raw + 4 * 4 * min(ROWS, prod(piece))
+        needed = raw + reading + 4 * 4 * min(ROWS, prod(piece))
         return READERS * (needed + nbytes(self.format, piece)) if self.stacked else needed
 
 
@@ -74,7 +84,7 @@ def nbytes(format: str, shape: tuple[int, ...]) -> int:
 
 
 def jobs(checkpoint: Checkpoint, dtype: str) -> list[Job]:
-    """All tensors of the model, layer by layer; `dtype` is keep, bf16, f32 or int8."""
+    """All tensors of the model, layer by layer; `dtype` is keep, bf16, f32 or one of QUANTIZED."""
     found = {}
     for path, source in checkpoint.sources.items():
         if (place := orbax_names.stored_as(path, source, checkpoint.config)) is not None:
@@ -90,17 +100,19 @@ def _job(
     slot, stored = checkpoint.slots[path].get_metadata(), checkpoint.format_of(source)
     entry = checkpoint.source.tensors[source.names[0]]
     linear = slot["packs"] and path not in ("embed", "head")
+    shape = axes.shape(checkpoint.config, words)
     return Job(
         name=name,
         axes=words,
         layer=int(name.split(".")[1]) if name.startswith("layers.") else None,
-        format=_format(dtype, stored, linear, slot["exact"]),
-        shape=axes.shape(checkpoint.config, words),
+        format=_format(dtype, stored, linear, slot["exact"], shape),
+        shape=shape,
         pieces=source.pieces,
         stacked=source.stacked,
         part=cut(source),
         stored=stored,
         stored_shape=entry.shape if source.pieces[0].index is None else entry.shape[1:],
+        copies=entry.copies,
     )
 
 
@@ -109,13 +121,16 @@ def cut(source: Origin) -> PartOf:
     return source.part if source.part in (first_half, second_half) else unchanged
 
 
-def _format(dtype: str, stored: str, linear: bool, exact: bool) -> str:
-    """The format to write: `exact` weights stay float32, and only matrices of linear layers become int8."""
+def _format(dtype: str, stored: str, linear: bool, exact: bool, shape: tuple[int, ...]) -> str:
+    """The format to write: `exact` weights stay float32, and only matrices of linear layers are quantised."""
     if dtype == "keep":
         return stored
-    if dtype == "int8" and not linear:
+    if dtype not in QUANTIZED:
+        return "F32" if exact else DTYPE_NAMES[dtype]
+    if not linear:
         return stored if stored in PLAIN_DTYPES else "BF16"
-    return "F32" if exact else DTYPE_NAMES[dtype]
+    wanted = QUANTIZED[dtype]
+    return RAGGED[wanted] if wanted in RAGGED and shape[-1] % qtensor.format_of(wanted).block[1] else wanted
 
 
 def steps(wanted: Iterable[Job]) -> Iterator[list[Job]]:
@@ -160,17 +175,30 @@ def converted(raw: Parts, job: Job, shape: tuple[int, ...]) -> Parts:
     """A piece in the job's format, converted some rows at a time; unchanged if it has that format."""
     if job.format == job.stored:
         return raw
-    packed_in_blocks = job.stored not in PLAIN_DTYPES and len(shape) == 2
-    block = qtensor.format_of(job.stored).block[0] if packed_in_blocks else 1  # rows that share scales
+    block = lcm(_sharing(job.stored, shape), _sharing(job.format, shape))
     step = block * max(1, ROWS // (block * prod(shape[1:])))
     filled: Parts = ()
     for start in range(0, shape[0], step):
         end = min(start + step, shape[0])
-        parts = _converted(_rows(raw, start, end, block, shape[0]), job, (end - start, *shape[1:]))
-        filled = filled or tuple(np.empty((shape[0], *part.shape[1:]), part.dtype) for part in parts)
-        for all_rows, part in zip(filled, parts, strict=True):
-            all_rows[start:end] = part
+        rows = _rows(raw, start, end, _sharing(job.stored, shape), shape[0])
+        parts = _converted(rows, job, (end - start, *shape[1:]))
+        filled = filled or tuple(np.empty(like.shape, like.dtype) for like in _parts_like(job.format, shape))
+        for whole, part in zip(
+            _rows(filled, start, end, _sharing(job.format, shape), shape[0]), parts, strict=True
+        ):
+            whole[...] = part
     return filled
+
+
+def _sharing(format: str, shape: tuple[int, ...]) -> int:
+    """Rows of a matrix that share scales."""
+    return qtensor.format_of(format).block[0] if format not in PLAIN_DTYPES and len(shape) == 2 else 1
+
+
+def _parts_like(format: str, shape: tuple[int, ...]) -> Sequence[jax.ShapeDtypeStruct]:
+    if format in PLAIN_DTYPES:
+        return [jax.ShapeDtypeStruct(shape, STORED_DTYPES[format])]
+    return qtensor.abstract(format, shape).parts
 
 
 def _rows(raw: Parts, start: int, end: int, block: int, rows: int) -> Parts:

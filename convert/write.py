@@ -17,6 +17,7 @@ import jax
 from convert.plan import Plan, stamp
 from convert.tensors import Job, Parts, read
 from mla_jax.base import qtensor
+from mla_jax.base.config import says_all
 from mla_jax.base.errors import BadFile, printable, shortened
 from mla_jax.engine.text import files_of
 from mla_jax.mesh.partition import Layout
@@ -115,9 +116,8 @@ def refusal(unsound: dict[str, int]) -> BadFile:
 def write_others(checkpoint: Checkpoint, kept: bool, folder: Path) -> None:
     """Writes config.json and the tokenizer's files. Unless the weights are `kept`, quantization_config is left out."""
     source = checkpoint.source
-    config = source.path / "config.json"
-    if kept and source.kind in ("safetensors", "orbax"):
-        shutil.copyfile(config, folder / "config.json")
+    if kept and source.kind in ("safetensors", "orbax") and says_all(source.path):
+        shutil.copyfile(source.path / "config.json", folder / "config.json")
     else:
         hf = checkpoint.config.to_hf()
         if not kept:

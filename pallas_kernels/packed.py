@@ -222,6 +222,16 @@ def _join_int4(group, codes, scale):
     return codes, lax.bitcast_convert_type(scale, jnp.bfloat16)
 
 
+def _split_uint4(group, zeros, packed, scale, zero):
+    codes = _nibbles(_rows(packed), group // 2)
+    return codes, lax.bitcast_convert_type(scale, jnp.uint32), zero.astype(f"uint{8 * zeros.size}")
+
+
+def _join_uint4(group, codes, scale, zero):
+    codes = _blocks(_from_nibbles(codes, group // 2), group // 2)
+    return codes, lax.bitcast_convert_type(scale, jnp.float32), zero.astype(jnp.uint8)
+
+
 def _split_int8(codes, scale):
     return lax.bitcast_convert_type(codes, jnp.uint8) ^ 128, scale
 
@@ -238,6 +248,14 @@ def _split_fp8(codes, scale):
 
 def _join_fp8(codes, scale):
     scale = lax.bitcast_convert_type(scale[..., ::128, :], jnp.float32)
+    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), scale
+
+
+def _split_fp8_row(codes, scale):
+    return lax.bitcast_convert_type(codes, jnp.uint8), scale
+
+
+def _join_fp8_row(codes, scale):
     return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), scale
 
 
@@ -345,9 +363,21 @@ def _fp8_factors(lanes, kind, group, row, words):
     return lanes.pair(lanes.real(words[row]) * (2.0**120 * DOWN)), lanes.constant(0.0)
 
 
+def _fp8_row_factors(lanes, kind, group, row):
+    return lanes.constant(2.0**120 * DOWN), lanes.constant(0.0)
+
+
 def _bf16_factors(lanes, kind, group, row, words):
     scale = lanes.both(words[group], row)
     return lanes.times(scale, lanes.constant(kind.up)), lanes.times(scale, lanes.constant(kind.below))
+
+
+def _uint4_factors(zeros, lanes, kind, group, row, scales, points):
+    """Words of a scale each, then a word of all zero points: of one byte, or of two where there is one group."""
+    at = 2 * group + row
+    scale = lanes.real(scales[at])
+    least = lanes.times_byte(scale * -DOWN, points[0], at * zeros.size)
+    return lanes.pair(scale * kind.up), lanes.pair(least)
 
 
 def _f16_factors(lanes, kind, group, row, words):
@@ -383,6 +413,21 @@ def _int4(group):
     )  # fmt: skip
 
 
+def _uint4(group):
+    """Codes minus a zero point; two rows of a period fill a word with theirs."""
+    zeros = Extra(group, 4 * group // (2 * max(group, PART)))
+
+    def scales(scale, zero):
+        scale = lax.bitcast_convert_type(scale, jnp.float32)
+        return scale, scale * zero.astype(jnp.float32)
+
+    return Kind(
+        (4,), 0, (Extra(group, 4), zeros),
+        functools.partial(_split_uint4, group, zeros), functools.partial(_join_uint4, group),
+        scales, functools.partial(_uint4_factors, zeros),
+    )  # fmt: skip
+
+
 def _q4_5_k(planes, split, join):
     def scales(scales, minima, d, least):
         return _times(scales, d), _times(minima, least)
@@ -396,9 +441,14 @@ def _float32(scale):
 
 KINDS = {
     "fp8_block": Kind((8,), 0, (Extra(128, 4),), _split_fp8, _join_fp8, _float32, _fp8_factors, e4m3=True),
+    "fp8_row": Kind(
+        (8,), 0, (), _split_fp8_row, _join_fp8_row, lambda: (None, None), _fp8_row_factors, by_row=True, e4m3=True
+    ),
     "int8": Kind((8,), 128, (), _split_int8, _join_int8, lambda: (None, None), _no_factors, by_row=True),
     "int4_g32": _int4(32),
     "int4_g128": _int4(128),
+    "uint4_g32": _uint4(32),
+    "uint4_g128": _uint4(128),
     "Q8_0": Kind((8,), 128, (Extra(32, 2),), _split_q8_0, _join_q8_0, lambda d: (_float(d, jnp.float16), None), _f16_factors),
     "Q5_0": Kind((4, 1), 16, (Extra(32, 2),), _split_q5_0, _join_q5_0, lambda d: (_float(d, jnp.float16), None), _f16_factors),
     "Q5_1": Kind(
@@ -496,9 +546,14 @@ def random_parts(format: str, shape: tuple[int, ...], seed: int = 0) -> tuple[ja
     keys = iter(jax.random.split(jax.random.key(seed), 8))
     if kind.e4m3:
         codes = jnp.clip(100 * jax.random.normal(next(keys), shape), -448, 448).astype(jnp.float8_e4m3fn)
-        scales = *lead, -(-F // 128), -(-D // 128)
+        scales = (*lead, F) if kind.by_row else (*lead, -(-F // 128), -(-D // 128))
         return codes, 0.01 * D**-0.5 * jax.random.uniform(next(keys), scales, minval=0.5, maxval=1.5)
     codes = jax.random.bits(next(keys), shape, jnp.uint8) >> 8 - sum(kind.planes)
+    if format.startswith("uint4"):
+        place = *lead, F, D // kind.extras[0].group
+        scale = 0.25 * D**-0.5 * jax.random.uniform(next(keys), place, minval=0.5, maxval=1.5)
+        scale = lax.bitcast_convert_type(scale.astype(jnp.float16).astype(jnp.float32), jnp.uint32)
+        return kind.join(codes, scale, jax.random.bits(next(keys), place, jnp.uint8) >> 4)
     size = D**-0.5 * 2.0 ** (2 - sum(kind.planes))
     minimum = -0.5 * ((1 << sum(kind.planes)) - 1)  # with a scale, what makes the mean zero
     if any(extra.size == 1 for extra in kind.extras):

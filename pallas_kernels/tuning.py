@@ -61,7 +61,8 @@ PACKED = {
     6: {8: (6, 128), 16: (6, 128), 32: (5, 128), 64: (4, 128), 128: (3, 128, 96)},
     8: {8: (5, 128), 16: (5, 128), 32: (4, 128), 64: (3, 128), 128: (3, 128, 96)},
 }
-PACKED_BITS = {"fp8_block": 8, "int8": 8, "int4_g32": 4, "int4_g128": 4, "Q8_0": 8}
+PACKED_BITS = {"fp8_block": 8, "fp8_row": 8, "int8": 8, "int4_g32": 4, "int4_g128": 4, "Q8_0": 8}
+PACKED_BITS |= {"uint4_g32": 6, "uint4_g128": 6}  # with the bytes of their scales and zero points
 PACKED_BITS |= {"Q5_0": 6, "Q5_1": 6, "Q4_K": 4, "Q5_K": 6, "Q6_K": 6}
 RAGGED_DOT |= {kind: PACKED[bits] for kind, bits in PACKED_BITS.items()}
 RAGGED_DOT_REGISTERS = 240, 24  # of a worker, of the feeder

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, no_type_check
 
-from mla_jax.base.config_checks import LARGEST_OF, MAX_FIELD, faults
+from mla_jax.base.config_checks import LARGEST_OF, faults
 from mla_jax.base.errors import BadConfig, Unsupported, printable, shortened, shown
 from mla_jax.base.families import (
     ARCHITECTURES,
     DEFAULTS,
     IGNORED_KEYS,
+    NESTED_TYPES,
     NEUTRAL_VALUES,
     OTHER_PREFIXES,
     PRESETS,
@@ -25,8 +26,10 @@ from mla_jax.base.families import (
     UNSUPPORTED_TYPES,
 )
 from mla_jax.base.files import read_json
+from mla_jax.base.quantization import Quantization, quantization_notes, read_quantization
 
 CONFIG_BYTES = 1 << 20  # the largest config.json read
+OTHER_QUANTIZATION = "hf_quant_config.json"
 LATENT_NORM_EPS = 1e-6  # of q_a_norm and kv_a_norm: the released code does not pass rms_norm_eps to these two
 
 
@@ -44,17 +47,6 @@ class RopeScaling:
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
     truncate: bool = True
-
-
-@no_type_check
-@dataclass(frozen=True)
-class Quantization:
-    """FP8 weights with one scale per block, as DeepSeek-V3 is released."""
-
-    quant_method: str = "fp8"
-    fmt: str = "e4m3"
-    weight_block_size: tuple[int, int] = (128, 128)
-    scale_fmt: str | None = None  # "ue8m0": scales are powers of two
 
 
 @no_type_check
@@ -108,15 +100,18 @@ class Config:
     def from_hf(cls, source: str | Path | Mapping) -> "Config":
         """Reads a folder, a config.json or its parsed content; raises BadConfig, or Unsupported for arithmetic we lack."""
         if isinstance(source, str | Path):
-            path = Path(source)
-            source = read_json(path / "config.json" if path.is_dir() else path, CONFIG_BYTES, BadConfig)
+            source = _read(Path(source))
         if not isinstance(source, Mapping):
             raise BadConfig(
                 "a config is read from a folder, a file or its content", f"found {type(source).__name__}"
             )
         if unnamed := [key for key in source if not isinstance(key, str)]:
             raise BadConfig("the keys of a config are texts", f"found {shown(unnamed[0])}")
-        return cls(**_fields(source))
+        text = _language_model(source)
+        found = _fields(text)
+        if text is not source:
+            found["notes"] += ("it also sees: the language model alone is read",)
+        return cls(**found)
 
     @classmethod
     def preset(cls, name: str, **changes) -> "Config":
@@ -129,7 +124,8 @@ class Config:
     def to_hf(self) -> dict:
         """The content of a config.json that reads back as this config."""
         values = dataclasses.asdict(self)
-        rope, quantization = values.pop("rope_scaling"), values.pop("quantization_config")
+        rope = values.pop("rope_scaling")
+        values.pop("quantization_config")
         values.pop("notes")
         values = {k: v for k, v in values.items() if v is not None or k in _NULLABLE}
         values["eos_token_id"] = (
@@ -137,8 +133,8 @@ class Config:
         )
         values["num_key_value_heads"] = self.num_attention_heads
         values["rope_scaling"] = rope and _rope_to_hf(rope)
-        if quantization:
-            values["quantization_config"] = quantization
+        if self.quantization_config is not None:
+            values["quantization_config"] = self.quantization_config.to_hf()
         if self.model_type in ARCHITECTURES:
             values["architectures"] = [ARCHITECTURES[self.model_type]]
         return values
@@ -160,6 +156,32 @@ def _rope_to_hf(rope: dict) -> dict:
     return {**given, "type": rope["rope_type"]}
 
 
+def _read(path: Path) -> dict:
+    """A config.json; NVIDIA's quantiser describes its format in a file next to it, which newer folders repeat."""
+    hf = read_json(path / "config.json" if path.is_dir() else path, CONFIG_BYTES, BadConfig)
+    other = path / OTHER_QUANTIZATION
+    if path.is_dir() and other.exists() and hf.get("quantization_config") is None:
+        given = read_json(other, CONFIG_BYTES, BadConfig).get("quantization")
+        if isinstance(given, Mapping) and given.get("quant_algo") is not None:
+            return {**hf, "quantization_config": {**given, "quant_method": "modelopt"}}
+    return hf
+
+
+def _language_model(hf: Mapping) -> Mapping:
+    """The settings of the language model in a model that also sees; `quantization_config` can be in either place."""
+    inner = hf.get("text_config")
+    if hf.get("model_type") not in NESTED_TYPES or not isinstance(inner, Mapping):
+        return hf
+    given = inner.get("quantization_config") or hf.get("quantization_config")
+    return {**inner, "quantization_config": given}
+
+
+def says_all(folder: Path) -> bool:
+    """Whether a folder's config.json describes the language model and nothing else, without other files."""
+    hf = read_json(folder / "config.json", CONFIG_BYTES, BadConfig)
+    return _language_model(hf) is hf and not (folder / OTHER_QUANTIZATION).exists()
+
+
 def _fields(hf: Mapping) -> dict:
     """The constructor's arguments from the content of a config.json of any family, written by transformers 4 or 5."""
     model_type = hf.get("model_type", "unknown")
@@ -176,7 +198,7 @@ def _fields(hf: Mapping) -> dict:
         values["mlp_layer_types"] = _as_tuple(values["mlp_layer_types"])
     values["eos_token_id"] = _as_tuple(values.get("eos_token_id"))
     values |= _rope(hf, values)
-    values["quantization_config"] = _quantization(hf.get("quantization_config"))
+    values["quantization_config"] = read_quantization(hf.get("quantization_config"))
     return {**values, "model_type": model_type, "notes": _notes(hf, model_type)}
 
 
@@ -203,7 +225,7 @@ def _notes(hf: Mapping, model_type: str) -> tuple[str, ...]:
     read = _KNOWN | IGNORED_KEYS | NEUTRAL_VALUES.keys()
     if strange := sorted(k for k in hf if k not in read and not k.startswith(OTHER_PREFIXES)):
         notes.append("keys not known and not used: " + ", ".join(printable(k) for k in strange[:20]))
-    return tuple(notes)
+    return *notes, *quantization_notes(hf.get("quantization_config"))
 
 
 def _refuse_other_arithmetic(hf: Mapping, model_type: str):
@@ -300,28 +322,6 @@ def _filled_in(given: Mapping, kind: str, values: Mapping) -> dict:
 
 def _is_length(found: object) -> bool:
     return isinstance(found, int) and 0 < found <= LARGEST_OF["max_position_embeddings"]
-
-
-def _quantization(given: object) -> Quantization | None:
-    if given is None:
-        return None
-    if not isinstance(given, Mapping):
-        raise BadConfig("quantization_config is not an object", f"found {shown(given)}")
-    method, fmt = given.get("quant_method"), given.get("quant_algo") or given.get("fmt", "e4m3")
-    block = given.get("weight_block_size", (128, 128))
-    if method != "fp8" or fmt != "e4m3":
-        raise Unsupported(
-            f"quantization {shown(method)} {shown(fmt)} cannot be read", "known: fp8 e4m3 with block scales"
-        )
-    if block is None:
-        raise Unsupported(
-            "quantization fp8 with one scale for each tensor cannot be read",
-            "weight_block_size is null; known: fp8 e4m3 with block scales",
-        )
-    block = _as_tuple(block)
-    if len(block) != 2 or not all(type(n) is int and 0 < n <= MAX_FIELD for n in block):
-        raise BadConfig("weight_block_size is not two positive numbers", f"found {shown(block)}")
-    return Quantization(weight_block_size=block, scale_fmt=given.get("scale_fmt"))
 
 
 def _as_tuple(value: object) -> tuple:

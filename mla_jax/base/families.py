@@ -71,6 +71,9 @@ ARCHITECTURES = {  # the classes of transformers that read each model_type
 _INDEXER = "it chooses tokens with a lightning indexer (DeepSeek Sparse Attention), which is not built yet"
 UNSUPPORTED_TYPES = {"deepseek_v32": _INDEXER, "glm_moe_dsa": _INDEXER}
 
+# Models that also see, whose language model is their text_config: the rest is not read.
+NESTED_TYPES = ("kimi_k25",)
+
 # Keys that change the arithmetic, and the values for which ours is right (the first is what we compute).
 # fmt: off
 _SWITCHES = (

@@ -95,6 +95,11 @@ def reorder(q: QTensor) -> QTensor:
     return QTensor(q.format + REORDERED, jax.lax.map(one, q.parts) if stacked else one(q.parts), q.shape)
 
 
+def is_reorderable(format: str) -> bool:
+    """Whether there is an order for a GPU's kernel at all."""
+    return format in packed.KINDS
+
+
 def restore(q: QTensor) -> QTensor:
     """`q` as it was before `reorder`, to the bit; itself if it is in the order of a file."""
     if not q.reordered:
@@ -202,6 +207,18 @@ def _fp8_finite(parts: tuple[Array, ...]) -> Array:
     return codes & jnp.isfinite(448 * parts[1]).all()
 
 
+def _fp8_row_parts(shape: Shape) -> Specs:
+    if not shape:
+        _refuse("fp8_row", shape, "expected at least one axis")
+    return _spec(jnp.float8_e4m3fn, *shape), _spec(jnp.float32, *shape[:-1])
+
+
+def _fp8_row() -> Format:
+    """E4M3 `[.. N K]` times a float32 scale per row."""
+    unpack = lambda parts, _: _e4m3(parts[0]) * parts[1][..., None]  # noqa: E731
+    return Format((1, 0), _fp8_row_parts, unpack, _fp8_finite)
+
+
 def _int8_parts(shape: Shape) -> Specs:
     if not shape:
         _refuse("int8", shape, "expected at least one axis")
@@ -214,11 +231,17 @@ def _int8() -> Format:
     return Format((1, 0), _int8_parts, unpack, lambda parts: jnp.isfinite(127 * parts[1]))
 
 
-def _int4_parts(group: int, shape: Shape) -> Specs:
+def _grouped_parts(name: str, group: int, numbers: tuple[Any, ...], shape: Shape) -> Specs:
+    """Codes of four bits, and one of each of the numbers, by dtype, for a group."""
     if not shape:
-        _refuse(f"int4_g{group}", shape, "expected at least one axis")
-    groups = -(-shape[-1] // group)
-    return _spec(jnp.uint8, *shape[:-1], groups, group // 2), _spec(jnp.bfloat16, *shape[:-1], groups)
+        _refuse(name, shape, "expected at least one axis")
+    groups = *shape[:-1], -(-shape[-1] // group)
+    return _spec(jnp.uint8, *groups, group // 2), *(_spec(dtype, *groups) for dtype in numbers)
+
+
+def _codes(pairs: Array) -> Float[Array, "..."]:
+    """Codes 0 to 15 of groups `[.. groups group/2]`: the low nibbles are the first half of a group."""
+    return jnp.concatenate([pairs & 15, pairs >> 4], axis=-1).astype(jnp.float32)
 
 
 def _int4(group: int) -> Format:
@@ -228,12 +251,63 @@ def _int4(group: int) -> Format:
 
     def unpack(parts: tuple[Array, ...], shape: Shape) -> Float[Array, "..."]:
         pairs, scale = parts
-        codes = jnp.stack([pairs & 15, pairs >> 4], axis=-2).astype(jnp.float32) - 8
-        values = codes * scale.astype(jnp.float32)[..., None, None]
+        values = (_codes(pairs) - 8) * scale.astype(jnp.float32)[..., None]
         return values.reshape(*scale.shape[:-1], -1)[..., : shape[-1]]
 
     finite = lambda parts: jnp.isfinite(8 * parts[1].astype(jnp.float32))  # noqa: E731
-    return Format((1, group), partial(_int4_parts, group), unpack, finite)
+    return Format(
+        (1, group), partial(_grouped_parts, f"int4_g{group}", group, (jnp.bfloat16,)), unpack, finite
+    )
+
+
+def _uint4(group: int) -> Format:
+    """The same bytes, of codes minus a zero point, times a float32 scale, both per `group` of a row."""
+
+    def unpack(parts: tuple[Array, ...], shape: Shape) -> Float[Array, "..."]:
+        pairs, scale, zero = parts
+        values = (_codes(pairs) - zero.astype(jnp.float32)[..., None]) * scale[..., None]
+        return values.reshape(*scale.shape[:-1], -1)[..., : shape[-1]]
+
+    numbers = (jnp.float32, jnp.uint8)
+    finite = lambda parts: jnp.isfinite(255 * parts[1])  # noqa: E731
+    return Format((1, group), partial(_grouped_parts, f"uint4_g{group}", group, numbers), unpack, finite)
+
+
+FP4 = np.array(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32
+)  # E2M1, by code
+FP4_GROUP = 16  # values that share a scale
+
+
+def _fp4_parts(name: str, shape: Shape) -> Specs:
+    if not shape or shape[-1] % FP4_GROUP:
+        _refuse(name, shape, f"expected rows, whose length is a multiple of {FP4_GROUP}")
+    rows, groups = shape[:-1], shape[-1] // FP4_GROUP
+    codes = _spec(jnp.uint8, *rows, shape[-1] // 2)
+    return codes, _spec(jnp.float8_e4m3fn, *rows, groups), _spec(jnp.float32, *rows)
+
+
+def _divided(scale: Array, number: Array) -> Array:
+    """The quotient, rounded once: XLA would multiply by the inverse of what it knows to be the same for many."""
+    return scale / jax.lax.optimization_barrier(jnp.broadcast_to(number, scale.shape))
+
+
+def _fp4(name: str, scaled: Callable[[Array, Array], Array]) -> Format:
+    """E2M1 `[.. N K/2]`, the first of a pair in the low nibble, times an E4M3 scale per group, `scaled` by a number per row.
+
+    The number is the same for a whole matrix; files of one quantiser divide by theirs, which rounds otherwise."""
+
+    def unpack(parts: tuple[Array, ...], shape: Shape) -> Float[Array, "..."]:
+        pairs, scale, number = parts
+        codes = jnp.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*scale.shape, FP4_GROUP)
+        values = gguf_blocks.looked_up(FP4, codes) * scaled(_e4m3(scale), number[..., None])[..., None]
+        return values.reshape(*scale.shape[:-1], -1)
+
+    def finite(parts: tuple[Array, ...]) -> Array:
+        _, scale, number = parts
+        return jnp.isfinite(6 * scaled(_e4m3(scale), number[..., None]))
+
+    return Format((1, FP4_GROUP), partial(_fp4_parts, name), unpack, finite)
 
 
 def _reordered(name: str) -> Format:
@@ -265,8 +339,13 @@ def fp8_format(block: tuple[int, int]) -> str:
 FORMATS: dict[str, Format] = {
     "fp8_block": _fp8(128, 128),
     "int8": _int8(),
+    "fp8_row": _fp8_row(),
     "int4_g32": _int4(32),
     "int4_g128": _int4(128),
+    "uint4_g32": _uint4(32),
+    "uint4_g128": _uint4(128),
+    "fp4_g16": _fp4("fp4_g16", jnp.multiply),
+    "fp4_g16_divided": _fp4("fp4_g16_divided", _divided),
     **{name: _gguf(name) for name in gguf_blocks.TYPES},
 }
 

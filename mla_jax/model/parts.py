@@ -148,7 +148,7 @@ def released(
 
 def _released_format(config: Config) -> str | None:
     found = config.quantization_config
-    if found is None:
+    if found is None or found.weight_block_size is None:
         return None
     rows, columns = found.weight_block_size
     return "fp8_block" if (rows, columns) == (128, 128) else f"fp8_block_{rows}x{columns}"

@@ -49,6 +49,13 @@ def pack_experts(gate: Any, up: Any, down: Any, precision: str | None = None) ->
     )
 
 
+def gguf_blocks_of(w: np.ndarray, precision: str) -> np.ndarray:
+    """GGUF's blocks of floats `[.. K]`, by the library's quantiser. Raises ValueError for floats of which it makes none."""
+    from cpu_experts.blocks import quantize as blocks_of
+
+    return blocks_of(w, precision)
+
+
 def map_packed(path: Path) -> Any:
     """The `cpu_experts.Experts` of a file, its weights mapped and not read. Raises BadFile."""
     from cpu_experts import Experts as Layer

@@ -15,6 +15,7 @@ import numpy as np
 from mla_jax.base.config import Config
 from mla_jax.base.errors import BadConfig, BadFile, printable, shortened
 from mla_jax.base.files import read_json
+from mla_jax.base.quantization import OF_MATRIX, Quantization, Scheme
 from mla_jax.weights import boxes
 from mla_jax.weights.boxes import Box
 from mla_jax.weights.hf import Safetensors
@@ -137,11 +138,8 @@ def _axis(name: str) -> int | None:
 def open_deepseek(path: Path) -> Safetensors:
     """Opens a folder with config.json and `model{i}-mp{n}.safetensors`."""
     config = _config(path)
-    return Safetensors("deepseek", Joined(path, _parts(path)), config, DEEPSEEK, _scale_of)
-
-
-def _scale_of(name: str) -> str:
-    return name.removesuffix("weight") + "scale" if name.endswith(".weight") else ""
+    block = (config.quantization_config or Quantization()).weight_block_size or OF_MATRIX
+    return Safetensors("deepseek", Joined(path, _parts(path)), config, DEEPSEEK, [Scheme("deepseek", block)])
 
 
 def _parts(path: Path) -> list[TensorFiles]:

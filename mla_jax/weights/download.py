@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from mla_jax.base.config import Config
+from mla_jax.base.config import OTHER_QUANTIZATION, Config
 from mla_jax.base.errors import (
     BadFile,
     BadRequest,
@@ -35,6 +35,7 @@ TEXT_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "tiktoken.model",
+    OTHER_QUANTIZATION,
 )
 LISTING_SECONDS = 30.0  # that the Hub has for its list of files
 CONTINUES = "complete files stay in the cache; the same command fetches the rest"

@@ -1,7 +1,7 @@
 """The names table of released folders, as transformers writes them. DeepSeek's FP8 scales are tensors of their own."""
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 from mla_jax.base.config import Config
 from mla_jax.weights.names import NameRule, NameTable, first_half, key_half, layered, second_half, value_half
@@ -51,9 +51,17 @@ SCALE = "_scale_inv"  # suffix of the names of FP8 scales
 LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")
 
 
+# Scales of activations and of the cache, which are not quantised as the checkpoint's maker had it; GPTQ's numbers of groups,
+# which are in order unless the config says otherwise
+_SCALES = re.compile(
+    r"model\.layers\.\d+\..*\.((input|output|[qkv])_(global_)?scale|g_idx)|lm_head\.(input_scale|g_idx)"
+)
+VISION = ("vision_tower.", "mm_projector.", "multi_modal_projector.")
+
+
 def _needless(name: str, config: Config, found: Container[str]) -> bool:
-    """Whether no model needs a tensor: rotary tables, MTP's copies of embedding and head, a tied head."""
-    if re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name):
+    """Whether no model needs a tensor: rotary tables, MTP's copies of embedding and head, a tied head, scales of activations."""
+    if re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name) or _SCALES.fullmatch(name):
         return True
     extra = re.fullmatch(r"model\.layers\.(\d+)\.(embed_tokens|shared_head\.head)\.weight", name)
     if extra is not None:
@@ -67,3 +75,17 @@ HF = NameTable(
     expert=r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.",
     needless=_needless,
 )
+INNER = "language_model."  # begins the names of a language model in one that also sees
+
+
+def _needless_around(name: str, config: Config, found: Container[str]) -> bool:
+    inner = name.removeprefix(INNER)
+    return name.startswith(VISION) or (inner != name and _needless(inner, config, found))
+
+
+HF_INNER = HF.under(INNER, _needless_around)
+
+
+def names_of(tensors: Iterable[str]) -> NameTable:
+    """The names table of a folder with these tensors."""
+    return HF_INNER if any(name.startswith(INNER) for name in tensors) else HF

@@ -199,6 +199,11 @@ class Checkpoint:
             shape, size = shape[1:], size // shape[0]
         return size if piece.box is None else boxes.box_bytes(tensor.format, shape, size, piece.box)
 
+    @property
+    def copies(self) -> int:
+        """Times the bytes of a piece that reading it takes besides."""
+        return max((entry.copies for entry in self.source.tensors.values()), default=0)
+
     def largest_piece(self, placement: Placement = ON_DEVICE) -> int:
         """The most bytes that are read at once."""
         on_host, largest = self.on_host(placement), 0

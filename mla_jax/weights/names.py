@@ -7,7 +7,7 @@ order; `export` writes the first."""
 import difflib
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,6 +111,16 @@ class NameTable:
     described: str = "config.json"
     error: type[MlaJaxError] = BadFile
     cuts_stacks: bool = True
+
+    def under(self, prefix: str, needless: Callable[[str, Config, Container[str]], bool]) -> "NameTable":
+        """The same scheme with all names behind a prefix."""
+        return replace(
+            self,
+            rules=tuple(rule._replace(theirs=prefix + rule.theirs) for rule in self.rules),
+            layer=re.escape(prefix) + self.layer,
+            expert=self.expert and re.escape(prefix) + self.expert,
+            needless=needless,
+        )
 
     def find(self, path: str, config: Config, present: Mapping[str, Any] | None = None) -> Origin:
         """The origin of our parameter `path`: the first alternative whose tensors are all `present`, else the first."""

@@ -13,8 +13,9 @@ from mla_jax.weights import deepseek, gguf_config
 from mla_jax.weights.boxes import Box
 from mla_jax.weights.gguf import open_gguf
 from mla_jax.weights.gguf_names import GGUF
-from mla_jax.weights.hf import SCALE_DTYPES, open_hf
+from mla_jax.weights.hf import open_hf
 from mla_jax.weights.hub import NEEDS
+from mla_jax.weights.layouts import SCALE_DTYPES
 from mla_jax.weights.orbax_manifest import COPY_AGAIN, MANIFEST
 from mla_jax.weights.orbax_names import STORE
 from mla_jax.weights.orbax_store import is_store, open_store

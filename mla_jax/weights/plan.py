@@ -163,7 +163,7 @@ def memory_plan(
         batch=batch,
         shards=layout.data,
         mesh=shown_mesh(layout.sizes) if layout.devices > 1 else "",
-        loading=IN_MEMORY * checkpoint.largest_piece(placement),
+        loading=(IN_MEMORY + checkpoint.copies) * checkpoint.largest_piece(placement),
         host_cache=wanted.hosted * wanted.page_of_shard * layout.data,
         host_free=wanted.host_free,
         hosted=wanted.hosted * PAGE,

@@ -1,6 +1,6 @@
 """Quantising on the host, in numpy: the parts of a QTensor of each of our own formats. Knows no files and no devices.
 
-Dequantising belongs to the QTensor's format. GGUF types are only read."""
+Dequantising belongs to the QTensor's format. Of GGUF's types Q4_K alone is written."""
 
 from functools import partial
 
@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from mla_jax.base.errors import BadFile, Unsupported, printable
 from mla_jax.base.qtensor import QTensor, validated
+from mla_jax.offload.pack import gguf_blocks_of
 
 E4M3_MAX = 448.0
 
@@ -102,11 +103,21 @@ QUANTIZERS = {
 }
 
 
+def q4_k_blocks(w: Matrices) -> tuple[np.ndarray]:
+    """GGUF's blocks `[*X N K/256 144]`. Raises BadFile if a weight is not finite, or K no multiple of 256."""
+    try:
+        return (gguf_blocks_of(w, "q4_k"),)
+    except ValueError as e:
+        raise BadFile("weights cannot be quantised", str(e)) from e
+
+
+QUANTIZERS_OF_BLOCKS = {"Q4_K": q4_k_blocks}  # of rows in whole blocks
+
+
 def quantize(w: Matrices, format: str) -> QTensor:
     """`w` as a QTensor on the default device; raises Unsupported for formats that are only read."""
-    if format not in QUANTIZERS:
-        raise Unsupported(
-            f"quantising to {printable(format)} is not supported", "known: " + ", ".join(QUANTIZERS)
-        )
-    parts = tuple(jnp.asarray(part) for part in QUANTIZERS[format](w))
+    known = QUANTIZERS | QUANTIZERS_OF_BLOCKS
+    if format not in known:
+        raise Unsupported(f"quantising to {printable(format)} is not supported", "known: " + ", ".join(known))
+    parts = tuple(jnp.asarray(part) for part in known[format](w))
     return validated(QTensor(format, parts, tuple(w.shape)))

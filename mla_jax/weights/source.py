@@ -12,11 +12,14 @@ from mla_jax.weights.names import NameTable
 
 
 class TensorEntry(NamedTuple):
-    """A tensor as it is stored: `format` is the safetensors name of a plain dtype, or a format of base/qtensor.py."""
+    """A tensor as it is stored: `format` is the safetensors name of a plain dtype, or a format of base/qtensor.py.
+
+    Reading a part of it takes `copies` times its bytes of memory besides."""
 
     format: str
     shape: tuple[int, ...]
     nbytes: int
+    copies: int = 0
 
 
 @runtime_checkable

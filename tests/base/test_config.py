@@ -431,13 +431,77 @@ def test_grouped_heads_are_refused(heads):
         Config.from_hf({**V3, "num_key_value_heads": heads})
 
 
+GROUP = {"targets": ["Linear"], "format": "pack-quantized", "weights": {"num_bits": 4, "type": "int", "strategy": "channel"}}
+
+
+def grouped(**changes) -> dict:
+    weights = {"weights": {**GROUP["weights"], **changes}}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": GROUP | weights}}
+
+
 @pytest.mark.parametrize(
-    "given",
-    [{"quant_method": "gptq", "bits": 4}, {"quant_method": "fp8", "fmt": "e5m2"}, {"quant_method": "compressed-tensors"}, {}],
+    ("given", "words"),
+    [
+        ({}, "quantization None cannot be read\n  known: fp8 e4m3, compressed-tensors, awq"),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' cannot be read"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2'; known: 'e4m3'"),
+        ({"quant_method": "compressed-tensors"}, "config_groups = None"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"W4A16": ["X"]}}, "config_groups.W4A16 = ['X']; known:"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {}}}},
+            "config_groups.a.format = None; known:",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": GROUP | {"weights": {}}}},
+            "a.weights.num_bits = 8; known: 4",
+        ),
+        (grouped(num_bits=8), "config_groups.group_0.weights.num_bits = 8; known: 4"),
+        (grouped(actorder="group"), "weights.actorder = 'group'; known: None, 'static'"),
+        (grouped(strategy="group", group_size=48), "weights.group_size = 48; known: multiples of 32"),
+        (grouped() | {"transform_config": {"config_groups": {"u": 1}}}, "transform_config = "),
+        (grouped() | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format = 'sparse-24'; known: 'dense'"),
+        ({"quant_method": "awq", "bits": 8}, "bits = 8; known: 4"),
+        ({"quant_method": "awq", "version": "gemv"}, "version = 'gemv'; known: 'gemm'"),
+        ({"quant_method": "awq", "zero_point": False}, "zero_point = False; known: True"),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "desc_act = True; known: False"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic = "),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:exllamav2"}, "packing_format = "),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'"),
+        ({"quant_method": "modelopt"}, "quant_algo = None"),
+    ],
 )
-def test_other_quantisations_are_refused(given):
-    with pytest.raises(Unsupported, match=r"quantization .* cannot be read\n.*known: fp8 e4m3"):
+def test_other_quantisations_are_refused_by_the_key_that_stands_against_them(given, words):
+    with pytest.raises(Unsupported) as caught:
         Config.from_hf({**V3, "quantization_config": given})
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "schemes"),
+    [
+        (grouped(), [("pack-quantized", (1, 0)), ("pack-quantized f16", (1, 0))]),
+        (grouped(symmetric=False), [("pack-quantized asymmetric", (1, 0))]),
+        ({"quant_method": "fp8", "weight_block_size": None}, [("fp8", (0, 0)), ("fp8", (1, 0))]),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, [("awq", (1, 64))]),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1, "checkpoint_format": "gptq_v2"}, [("gptq_v2", (1, 0))]),
+        ({"quant_method": "auto-round", "bits": 4, "sym": True}, [("gptq", (1, 128))]),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, [("nvfp4", (1, 16))]),
+    ],
+)
+def test_settings_of_other_quantisers_become_schemes_and_are_written_as_they_were(given, schemes):
+    config = Config.from_hf({**V3, "quantization_config": given})
+    assert config.quantization_config is not None
+    assert [*config.quantization_config.schemes] == schemes
+    assert Config.from_hf(config.to_hf()) == config
+
+
+def test_the_language_model_of_one_that_also_sees_is_read():
+    inner = {**V3, "model_type": "kimi_k2"}
+    config = Config.from_hf({"model_type": "kimi_k25", "text_config": inner, "quantization_config": grouped()})
+    assert config == Config.from_hf({**inner, "quantization_config": grouped()})
+    assert "it also sees: the language model alone is read" in config.notes
+    with pytest.raises(Unsupported, match="has an MLA model inside"):
+        Config.from_hf({"model_type": "kimi_vl", "text_config": inner})
 
 
 def test_released_fp8_settings_are_read():

@@ -247,7 +247,7 @@ def test_nan_in_a_scale_stays_in_its_block(format):
     q = random_tensor(format, (256, 256))
     weight = jnp.ones_like(q.parts[0])
     scale = jnp.ones_like(q.parts[1]).at[(0,) * q.parts[1].ndim].set(jnp.nan)
-    found = np.isnan(unpacked(QTensor(format, (weight, scale), q.shape)))
+    found = np.isnan(unpacked(QTensor(format, (weight, scale, *q.parts[2:]), q.shape)))
     rows, columns = (n or 256 for n in FORMATS[format].block)
     assert found[:rows, :columns].all()
     assert found.sum() == rows * columns

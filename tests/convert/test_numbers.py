@@ -1,5 +1,7 @@
 """Conversion of numbers: --dtype, and weights that are no numbers."""
 
+import json
+
 import jax
 import ml_dtypes
 import models
@@ -15,6 +17,8 @@ from mla_jax.weights.orbax_store import open_store
 pytestmark = pytest.mark.deep
 
 HF = models.FAMILIES["v3"]
+WIDE = HF | dict.fromkeys(("hidden_size", "moe_intermediate_size", "intermediate_size"), 256) | {"num_nextn_predict_layers": 0}
+WIDE |= {"num_hidden_layers": 2, "q_lora_rank": 128, "v_head_dim": 32}
 
 
 def unpacked(folder, dtype=np.float32):
@@ -53,6 +57,35 @@ def test_int8_is_for_the_matrices_of_linear_layers_and_errs_by_half_a_step(tmp_p
             assert error.any(), path
         else:
             np.testing.assert_allclose(found[path], value, rtol=2**-8 if path.endswith(("uk", "uv")) else 0, err_msg=path)
+
+
+WRITTEN = {"int4_g32": ("int4_g32", 0.14), "int4_g128": ("int4_g128", 0.16), "fp8": ("fp8_block", 0.04), "q4_k": ("Q4_K", 0.12)}
+
+
+@pytest.mark.parametrize("dtype", WRITTEN)
+def test_linear_layers_are_quantised_without_calibration_and_the_plan_says_so(tmp_path, capfd, dtype):
+    format, most = WRITTEN[dtype]
+    source = models.write(tmp_path / "hf", WIDE, models.tensors(WIDE))
+    assert convert(source, tmp_path / "out", "--dtype", dtype) == 0
+    assert "without calibration" in capfd.readouterr().err
+    formats = {name: entry.format for name, entry in open_store(tmp_path / "out").tensors.items()}
+    linear = {name for name in formats if name.endswith(("proj", "gate", "up", "down")) and "kv_b_proj" not in name}
+    ragged = {name for name in linear if name.endswith(("q_b_proj", "o_proj"))} if dtype == "q4_k" else set()
+    assert {name for name, written in formats.items() if written == format} == linear - ragged
+    assert {formats[name] for name in ragged} <= {"int4_g32"}
+    found, expected = (parameters.of(load(path, dtype="float32")) for path in (tmp_path / "out", source))
+    for path, value in expected.items():
+        error = np.sqrt(np.mean(np.square(found[path] - value)) / np.mean(np.square(value)))
+        assert error <= (most if path in linear else 0), path
+        assert path not in linear or error > 0
+    if dtype == "q4_k":
+        assert convert(tmp_path / "out", tmp_path / "back", "--to", "hf") == 3
+        assert "a Hugging Face folder cannot hold" in capfd.readouterr().err
+        return
+    assert convert(tmp_path / "out", tmp_path / "back", "--to", "hf") == 0
+    assert_same_model(tmp_path / "back", tmp_path / "out")
+    method = json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]["quant_method"]
+    assert method == ("fp8" if dtype == "fp8" else "compressed-tensors")
 
 
 def test_int8_is_no_format_of_a_released_folder(tmp_path, capfd):

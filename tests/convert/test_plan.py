@@ -33,7 +33,7 @@ def test_the_plan_says_what_is_read_written_needed_and_left_out(tmp_path, source
     monkeypatch.setattr("convert.plan.free", lambda out: 7 * GIB)
     assert convert(source, tmp_path / "out", "--dry-run", "--dtype", "int8") == 0
     lines = capfd.readouterr().err.splitlines()
-    assert [line.split()[0] for line in lines] == ["reads", "writes", "memory", "disk", "left"]
+    assert [line.split()[0] for line in lines] == ["reads", "writes", "memory", "disk", "left", "note"]
     assert "deepseek_v3, 4 layers, " in lines[0]
     assert "int8 " in lines[1]
     assert "BF16 " in lines[1]

@@ -97,9 +97,9 @@ FAULTS = (
         ("num_hidden_layers is 3, layers.* has 0", "such as model."),
     ),
     # FP8
-    Fault("fp8_without_scale", without(SCALE), BadFile, (f"{WQ_B} is FP8 without scales", SCALE), "fp8"),
+    Fault("fp8_without_scale", without(SCALE), BadFile, (f"{WQ_B} is F8_E4M3 without scale", SCALE), "fp8"),
     Fault("scale_in_one_part_only", without(SCALE, FIRST), BadFile, (f"{SCALE} is in 1 of 2 parts",), "fp8"),
-    Fault("scales_of_another_count", of(SCALE, lambda w: np.tile(w, (2, 1))), BadFile, (SCALE, "needs [2, 1] scales"), "fp8"),
+    Fault("scales_of_another_count", of(SCALE, lambda w: np.tile(w, (2, 1))), BadFile, (SCALE, "needs [2, 1] of F32"), "fp8"),
     Fault("scale_of_nothing", tensors(lambda t: t.update({"more.scale": np.ones((1, 1))})), BadFile, ("not used: more",), "fp8"),
     Fault("scale_negative", of(SCALE, np.negative), BadFile, (SCALE, "not positive and finite"), "fp8", True),
     # config.json

@@ -267,12 +267,12 @@ FAULTS = (
         (NORM, "F8_E5M2"),
     ),
     # row 9: FP8 and its scales
-    Fault("fp8_without_scale", without(SCALE), BadFile, (f"{O_PROJ} is FP8 without scales", SCALE), "fp8"),
+    Fault("fp8_without_scale", without(SCALE), BadFile, (f"{O_PROJ} is F8_E4M3 without weight_scale_inv", SCALE), "fp8"),
     Fault(
         "scale_without_fp8",
         tensors(lambda f: f.update({O_PROJ: f[O_PROJ].astype(np.float32)})),
         BadFile,
-        (f"{SCALE} scales a weight that is not FP8", "F32"),
+        (f"{SCALE} belongs to a packed weight", "F32"),
         "fp8",
     ),
     Fault("scale_without_a_weight", without(O_PROJ), BadFile, (f"missing: {O_PROJ} (not used, but similar: {SCALE})",), "fp8"),
@@ -281,7 +281,7 @@ FAULTS = (
         "scale_of_another_block_count",
         tensors(lambda f: f.update({SCALE: np.ones((3, 2), np.float32)})),
         BadFile,
-        (SCALE, O_PROJ, "[48, 64] in blocks of [16, 24] needs [3, 3] scales", "found F32 [3, 2]"),
+        (SCALE, O_PROJ, "[48, 64] in blocks of [16, 24] needs [3, 3] of F32", "found F32 [3, 2]"),
         "fp8",
     ),
     Fault(

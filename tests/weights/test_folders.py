@@ -88,8 +88,8 @@ def test_a_block_of_zeros_may_have_the_scale_0(tmp_path, scale, is_read):
             {"kv_lora_rank": None, "text_config": {"kv_lora_rank": 512}, "model_type": "kimi_vl"},
             "kimi_vl has an MLA model inside",
         ),
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": None}}, "one scale for each tensor"),
-        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "'NVFP4' cannot be read"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes' cannot be read"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}}, "quant_algo = 'W4A8_AWQ'"),
     ],
 )
 def test_what_is_not_read_is_called_by_its_name(config, words):
@@ -100,9 +100,9 @@ def test_what_is_not_read_is_called_by_its_name(config, words):
 def test_a_format_that_only_the_quantisers_own_file_names_is_named(tmp_path):
     folder = released(tmp_path)
     (folder / "hf_quant_config.json").write_text(
-        json.dumps({"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}})
+        json.dumps({"quantization": {"quant_algo": "W4A8_AWQ", "kv_cache_quant_algo": "FP8"}})
     )
-    with pytest.raises(Unsupported, match="quantization NVFP4 cannot be read"):
+    with pytest.raises(Unsupported, match="quant_algo = 'W4A8_AWQ'; known: None, 'NVFP4'"):
         open_source(folder)
 
 

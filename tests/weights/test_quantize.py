@@ -169,5 +169,16 @@ def test_weights_that_are_not_finite_are_refused(format, value):
 
 
 def test_formats_that_are_only_read_are_refused():
-    with pytest.raises(Unsupported, match=r"quantising to Q4_K is not supported\n  known: fp8_block, int8, int4_g32, int4_g128"):
-        quantize(np.ones((4, 256), np.float32), "Q4_K")
+    with pytest.raises(Unsupported, match=r"quantising to Q5_K is not supported\n  known: fp8_block, int8, int4_g32, int4_g128"):
+        quantize(np.ones((4, 256), np.float32), "Q5_K")
+
+
+def test_q4_k_errs_by_half_a_step_of_its_group_and_half_a_step_of_the_scale():
+    w = random_weights((8, 512))
+    error = np.abs(np.asarray(dequantize(quantize(w, "Q4_K"))) - w).reshape(8, -1, 32).max(axis=-1)
+    groups = w.reshape(8, -1, 32)
+    reach = np.maximum(groups.max(-1), 0) - np.minimum(groups.min(-1), 0)
+    largest = reach.reshape(8, 2, 8).max(-1).repeat(8, -1)
+    assert (error <= reach / 30 + largest / 15).all()
+    with pytest.raises(BadFile, match="cannot be quantised"):
+        quantize(np.ones((4, 100), np.float32), "Q4_K")

@@ -5,7 +5,7 @@ import jax
 from mla_jax.base import roofline
 from mla_jax.base.limits import gib
 from mla_jax.base.options import EVERY, EvictOptions
-from mla_jax.base.qtensor import REORDERED
+from mla_jax.base.qtensor import FORMATS, REORDERED, is_reorderable
 from mla_jax.cache.paged import NOTES, PAGE
 from mla_jax.decode.loop import Programs
 from mla_jax.engine.core.drafting import Drafting
@@ -33,6 +33,7 @@ def explain(
         _device(model.dispatch.device),
         *_mesh(planned),
         *_reordered(formats),
+        *_unpacked(model.dispatch.device, formats),
         *_forms(model, prompt, planned.context),
         *_cache(model, planned),
         *_dropped(model, eviction),
@@ -57,6 +58,15 @@ def _reordered(formats: dict[str, int]) -> list[str]:
     size = sum(size for name, size in formats.items() if name.endswith(REORDERED))
     how = "multiplied by a kernel that unpacks them in registers, for which their blocks were reordered"
     return [f"packed weights: {gib(size)} {how}"] if size else []
+
+
+def _unpacked(device: roofline.Device, formats: dict[str, int]) -> list[str]:
+    """The packed weights for which a GPU has no kernel."""
+    names = [
+        name for name in formats if device.platform == "gpu" and name in FORMATS and not is_reorderable(name)
+    ]
+    how = "are unpacked before every product, which takes longer than bf16; --dtype bfloat16 unpacks them while loading"
+    return [f"packed weights: {gib(formats[name])} in {name} {how}" for name in names]
 
 
 def explain_programs(programs: Programs, planned: MemoryPlan) -> str:
