@@ -22,7 +22,7 @@ from mla_jax.model import rope
 TEXT = np.random.default_rng(0).integers(2, 96, 700).tolist()
 PROMPTS = [np.random.default_rng(1).integers(2, 96, n).tolist() for n in (3, 20, 70)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-HALF = Evict("snapkv", keep=0.5)
+HALF = Evict("snapkv", budget="ada_floor", keep=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def answers(llm: LLM, context, prompts=PROMPTS, params=GREEDY) -> list[list[int]
     [("absorbed", 0.5), ("absorbed", 0.95), ("naive", 0.3)],  # at 0.95 more than is copied at a time
 )
 def test_answers_are_those_of_a_prompt_that_drops_the_same_tokens(folder, attention, keep, monkeypatch):
-    with opened(folder, Evict("snapkv", keep=keep), attention) as llm:
+    with opened(folder, Evict("snapkv", budget="ada_floor", keep=keep), attention) as llm:
         context = llm.compress(TEXT)
         assert (context.counts.max() > AT_A_TIME) == (keep > 0.9)
         assert len({*context.counts.ravel().tolist()}) > 1, "layers, or heads, keep unlike numbers"
@@ -74,7 +74,7 @@ def test_answers_are_those_of_a_prompt_that_drops_the_same_tokens(folder, attent
         until(lambda: llm.stats().pages_free == llm.stats().pages)
     points = (len(TEXT), 10_000)
     monkeypatch.setattr(Eviction, "point", lambda self, request, number: points[min(number, 1)])
-    with opened(folder, Evict("snapkv", keep=keep, chunk=len(TEXT)), attention) as other:
+    with opened(folder, Evict("snapkv", budget="ada_floor", keep=keep, chunk=len(TEXT)), attention) as other:
         assert found == [other.generate([TEXT + prompt], GREEDY)[0].token_ids for prompt in PROMPTS]
 
 
@@ -189,7 +189,9 @@ def test_arrays_of_another_cache_are_refused_before_anything_runs(llm, context):
 def test_a_context_of_chunks_in_fp8_is_asked_behind_questions(tmp_path):
     hf = {**FAMILIES["v3"], "kv_lora_rank": 128, "num_hidden_layers": 2, "num_nextn_predict_layers": 0}
     folder = write(tmp_path, hf | {"max_position_embeddings": 2048}, tensors(hf))
-    with opened(folder, Evict("snapkv", keep=200, chunk=128), kv_cache="fp8", dtype="bfloat16", draft="lookup") as llm:
+    with opened(
+        folder, Evict("snapkv", budget="ada_floor", keep=200, chunk=128), kv_cache="fp8", dtype="bfloat16", draft="lookup"
+    ) as llm:
         context = llm.compress(TEXT, PROMPTS[2])
         assert context.counts.mean() == 200
         assert context.tokens == TEXT
