@@ -1,4 +1,5 @@
-"""How packed matrices lie in safetensors, as data: a row for each quantiser, with its tensors and its way to a QTensor's parts.
+"""How packed matrices are stored in safetensors, as data: a row for each quantiser, with its tensors and its way to the parts of
+a QTensor.
 
 Nothing is rounded on the way: `pack` gives the file's bytes back. Knows arrays only; hf.py reads the files."""
 
@@ -20,7 +21,7 @@ SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 
 
 class Field(NamedTuple):
-    """A tensor of a packed matrix `[N K]`: each of its entries is for so many `rows` and `columns` of values, 0 for all."""
+    """A tensor of a packed matrix `[N K]`: each entry is for a number of `rows` and `columns` of values, 0 for all."""
 
     name: str
     dtypes: tuple[str, ...]
@@ -112,7 +113,7 @@ AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # the places in a word of eight neighbours
 
 
 def _codes(words: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
-    """Codes `[.. 8W]` of words `[.. W]`, in which they lie in this order, the lowest bits first."""
+    """Codes `[.. 8W]` of words `[.. W]`, in which they are stored in this order, the lowest bits first."""
     low_high = np.ascontiguousarray(words)[..., None].view(np.uint8)
     codes = np.stack([low_high & 15, low_high >> 4], axis=-1).reshape(*words.shape, 8)
     return codes[..., order].reshape(*words.shape[:-1], -1)
@@ -136,7 +137,7 @@ def _halves(pairs: np.ndarray, group: int) -> np.ndarray:
 
 
 def _pairs(halves: np.ndarray, columns: int) -> np.ndarray:
-    """The inverse of `_halves`, for so many columns."""
+    """The inverse of `_halves`, for this number of columns."""
     even, odd = halves[..., ::2], halves[..., 1::2]
     pairs = np.concatenate([even & 15 | odd << 4, even >> 4 | odd & 0xF0], axis=-1)
     return pairs.reshape(len(pairs), -1)[:, : columns // 2]
@@ -184,6 +185,47 @@ class _Zeros(NamedTuple):
         return _words(full.T, self.order).T
 
 
+class _Groups(NamedTuple):
+    """Codes with a scale for each group of a row, of all `size` (0: of the row); without zero points these are 8.
+
+    Long groups are several of the library's, which have `ours` values, with one scale. BF16 scales without zero points are kept
+    as they are, in a format that has `exact` scales. `pairs` makes pairs of the file's words, and `words` the way back."""
+
+    size: int
+    ours: int
+    exact: bool
+    zeros: _Zeros | None
+    pairs: Callable[[np.ndarray], np.ndarray]
+    words: Callable[[np.ndarray], np.ndarray]
+
+    def spread(self, numbers: np.ndarray, columns: int) -> np.ndarray:
+        """A number of each group, for each of the library's."""
+        groups = -(-columns // self.ours)
+        return np.repeat(numbers, self.size // self.ours or groups, axis=1)[:, :groups]
+
+    def gathered(self, numbers: np.ndarray) -> np.ndarray:
+        """The inverse of `spread`."""
+        return numbers[:, :: self.size // self.ours or numbers.shape[1]]
+
+    def unpack(self, arrays: Arrays, shape: Shape) -> Arrays:
+        rows, columns = shape
+        packed = _halves(self.pairs(arrays[0]), self.ours)[:, : -(-columns // self.ours)]
+        scale = self.spread(arrays[1], columns)
+        if self.exact:
+            return packed, scale
+        zero = np.full_like(arrays[1], 8, np.uint8)
+        if self.zeros is not None:
+            zero = self.zeros.read(arrays[2], rows)
+        return packed, scale.astype(np.float32), self.spread(zero, columns)
+
+    def pack(self, parts: Arrays, shape: Shape) -> Arrays:
+        pairs = _pairs(parts[0], -(-shape[1] // 8) * 8)
+        found = self.words(np.ascontiguousarray(pairs)), self.gathered(parts[1])
+        if self.zeros is None:
+            return found
+        return *found, self.zeros.written(self.gathered(parts[2]))
+
+
 def _grouped(
     block: _Block,
     codes: Field,
@@ -193,37 +235,18 @@ def _grouped(
     words: Callable[[np.ndarray], np.ndarray] = lambda pairs: pairs.view(np.int32),
     sizes: str | None = None,
 ) -> FileLayout:
-    """Codes with a scale for each group of a row, of all `block[1]` or of a row; without zero points these are 8.
-
-    Long groups are several of the library's, with one scale. BF16 scales without zero points have a format of their own, and
-    kernels."""
+    """The layout of such codes."""
     ours = 128 if block[1] % 128 == 0 else LEAST_GROUP
-    exact = scales.dtypes == ("BF16",) and zeros is None
-    fields = (codes, scales) if zeros is None else (codes, scales, zeros.field)
-
-    def spread(numbers: np.ndarray, columns: int) -> np.ndarray:
-        groups = -(-columns // ours)
-        return np.repeat(numbers, block[1] // ours or groups, axis=1)[:, :groups]
-
-    def gathered(numbers: np.ndarray) -> np.ndarray:
-        return numbers[:, :: block[1] // ours or numbers.shape[1]]
-
-    def unpack(arrays: Arrays, shape: Shape) -> Arrays:
-        packed = _halves(pairs(arrays[0]), ours)[:, : -(-shape[1] // ours)]
-        scale = spread(arrays[1], shape[1])
-        if exact:
-            return packed, scale
-        zero = np.full_like(arrays[1], 8, np.uint8) if zeros is None else zeros.read(arrays[2], shape[0])
-        return packed, scale.astype(np.float32), spread(zero, shape[1])
-
-    def pack(parts: Arrays, shape: Shape) -> Arrays:
-        stored = words(np.ascontiguousarray(_pairs(parts[0], -(-shape[1] // 8) * 8)))
-        found = stored, gathered(parts[1])
-        return found if zeros is None else (*found, zeros.written(gathered(parts[2])))
-
-    format = f"int4_g{ours}" if exact else f"uint4_g{ours}"
-    multiple = block[1] or (2 if sizes is None else 1)
-    return FileLayout(format, fields, unpack, pack, sizes=sizes, copies=UNPACKING_COPIES, multiple=multiple)
+    groups = _Groups(block[1], ours, scales.dtypes == ("BF16",) and zeros is None, zeros, pairs, words)
+    return FileLayout(
+        f"int4_g{ours}" if groups.exact else f"uint4_g{ours}",
+        (codes, scales) if zeros is None else (codes, scales, zeros.field),
+        groups.unpack,
+        groups.pack,
+        sizes=sizes,
+        copies=UNPACKING_COPIES,
+        multiple=block[1] or (2 if sizes is None else 1),
+    )
 
 
 def _pack_quantized(dtypes: tuple[str, ...], has_zeros: bool, block: _Block) -> FileLayout:
