@@ -1,0 +1,39 @@
+"""Attention over chosen tokens of a paged latent cache, in absorbed form: the contract, and the choice of implementation.
+
+Query t of row b attends to the first `counts[b, t]` of its own `slots[b, t]`, in any order. A slot is a place in the pool:
+`page * Z + offset`. Slots past the count may be anything. The output is the weighted sum of latents, and the LSE is of the scaled
+scores; a query that attends to nothing gets zeros and -inf. The latent is as `mla_decode` takes it: bfloat16, or E4M3 with a
+scale per token and 128 columns."""
+
+import jax
+
+from pallas_kernels import choice, softmax
+from pallas_kernels.choice import Unsupported
+from pallas_kernels.fp8 import Fp8
+from pallas_kernels.mla_sparse import xla
+
+__all__ = ["CHECKS", "Unsupported", "mla_sparse"]
+
+CHECKS = {}
+
+
+def mla_sparse(
+    q_c: jax.Array,
+    q_pe: jax.Array,
+    c_kv: jax.Array | Fp8,
+    k_pe: jax.Array,
+    slots: jax.Array,
+    counts: jax.Array,
+    *,
+    scale: float,
+    impl: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`[B T N R]`, `[B T N E]`, `[G Z R]`, `[G Z E]`, `[B T K]`, `[B T]` -> `[B T N R]` in q_c's dtype, LSE `[B T N]` float32.
+
+    `impl`: "mosaic_gpu" or "xla"; None takes the first that supports the arrays and the device. Raises Unsupported if the named
+    one does not."""
+    arrays = q_c, q_pe, c_kv, k_pe, slots
+    choice.take("mla_sparse", impl, CHECKS, *arrays)
+    if not q_c.size or not slots.size:
+        return softmax.nothing(q_c, q_c.shape[-1])
+    return xla.mla_sparse(*arrays, counts, scale=scale)
