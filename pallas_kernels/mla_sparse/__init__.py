@@ -7,14 +7,32 @@ scale per token and 128 columns."""
 
 import jax
 
-from pallas_kernels import choice, softmax
+from pallas_kernels import choice, softmax, tuning
 from pallas_kernels.choice import Unsupported
 from pallas_kernels.fp8 import Fp8
 from pallas_kernels.mla_sparse import xla
 
 __all__ = ["CHECKS", "Unsupported", "mla_sparse"]
 
-CHECKS = {}
+RANKS = 128, 256, 512  # of the GPU kernel
+
+
+
+def check_gpu(q_c, q_pe, c_kv, k_pe, slots) -> str | None:
+    """Why the Hopper kernel does not support these arrays (shapes and dtypes suffice); None: it does."""
+    if reason := choice.too_old():
+        return reason
+    R, E = q_c.shape[-1], q_pe.shape[-1]
+    if E != 64:
+        return f"it takes the rotary width 64, not {E}"
+    if R not in RANKS:
+        return f"it takes latent ranks {', '.join(map(str, RANKS))}, not {R}"
+    if isinstance(c_kv, Fp8):
+        return "it takes no latent in E4M3"
+    return choice.not_bfloat16(q_c, q_pe, c_kv, k_pe)
+
+
+CHECKS = {"mosaic_gpu": check_gpu}
 
 
 def mla_sparse(
@@ -33,7 +51,12 @@ def mla_sparse(
     `impl`: "mosaic_gpu" or "xla"; None takes the first that supports the arrays and the device. Raises Unsupported if the named
     one does not."""
     arrays = q_c, q_pe, c_kv, k_pe, slots
-    choice.take("mla_sparse", impl, CHECKS, *arrays)
+    impl = choice.take("mla_sparse", impl, CHECKS, *arrays)
     if not q_c.size or not slots.size:
         return softmax.nothing(q_c, q_c.shape[-1])
-    return xla.mla_sparse(*arrays, counts, scale=scale)
+    if impl == "xla":
+        return xla.mla_sparse(*arrays, counts, scale=scale)
+    from pallas_kernels.mla_sparse import gpu  # needs a newer JAX than the fallback
+
+    units = tuning.UNITS.get(choice.device(), tuning.DEFAULT_UNITS)
+    return gpu.mla_sparse(*arrays, counts, scale=scale, units=units)
