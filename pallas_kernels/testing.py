@@ -489,7 +489,7 @@ class MlaSparseCase(NamedTuple):
     rope: int = 64
     page: int = 64
     packed: bool = False  # the latent in E4M3
-    poisoned: bool = False  # the key of a token that the first query attends to is NaN
+    poisoned: bool = False  # the key of a token that only the first query attends to is NaN
 
     @property
     def scale(self) -> float:
@@ -534,8 +534,10 @@ def mla_sparse_inputs(
         return jnp.asarray(np.where(some, normal(pages, case.page, width), np.nan), dtype)
 
     def keys():
-        chosen = np.unravel_index(slots[0, 0, counts[0, 0] // 2], (pages, case.page))
-        return pool(case.rope).at[chosen].set(jnp.nan) if case.poisoned else pool(case.rope)
+        if not case.poisoned:
+            return pool(case.rope)
+        own = np.setdiff1d(slots[0, 0, : counts[0, 0]], slots[1:][valid[1:]])
+        return pool(case.rope).at[np.unravel_index(own[-1], (pages, case.page))].set(jnp.nan)
 
     def latent():
         if not case.packed:
