@@ -17,7 +17,6 @@ __all__ = ["CHECKS", "Unsupported", "mla_sparse"]
 RANKS = 128, 256, 512  # of the GPU kernel
 
 
-
 def check_gpu(q_c, q_pe, c_kv, k_pe, slots) -> str | None:
     """Why the Hopper kernel does not support these arrays (shapes and dtypes suffice); None: it does."""
     if reason := choice.too_old():

@@ -70,7 +70,9 @@ def _of_thread(tile, spans):
     i32 = _int(32)
     thread = utils.thread_idx()
     part = arith.andi(thread, utils.c(7, i32))
-    row = arith.andi(arith.shrui(thread, utils.c(3, i32)), utils.c(7, i32))  # of the eight that are swizzled together
+    row = arith.andi(
+        arith.shrui(thread, utils.c(3, i32)), utils.c(7, i32)
+    )  # of the eight that are swizzled together
     eight = arith.andi(arith.shrui(thread, utils.c(6, i32)), utils.c(1, i32))
     to = arith.shli(arith.xori(part, row), utils.c(4, i32))
     to = arith.addi(to, arith.shli(row, utils.c(7, i32)))

@@ -86,7 +86,10 @@ def _kernel(
 
         def queries(rows):
             some, there = pl.ds(which * BLOCK, rows), pl.ds(0, rows)
-            sources = [*(qc_g.at[query, some, pl.ds(*half)] for half in halves.values()), qpe_g.at[query, some]]
+            sources = [
+                *(qc_g.at[query, some, pl.ds(*half)] for half in halves.values()),
+                qpe_g.at[query, some],
+            ]
             for source, to in zip(sources, q_s, strict=True):
                 plgpu.copy_gmem_to_smem(source, to.at[0, there], q_in)
 
@@ -108,9 +111,7 @@ def _kernel(
             gather.fetch(pe_g, 0, chosen, tile_s[-1].at[slot], interpret)
 
         def product(k):
-            operands = [
-                (q.at[zero(k)], tile.at[me + zero(k)]) for q, tile in zip(q_s, tile_s, strict=True)
-            ]
+            operands = [(q.at[zero(k)], tile.at[me + zero(k)]) for q, tile in zip(q_s, tile_s, strict=True)]
             if interpret:
                 dots = [jnp.dot(q[...], x[...].T, preferred_element_type=jnp.float32) for q, x in operands]
                 plgpu.commit_smem()
@@ -233,7 +234,9 @@ def _kernel(
 
 def _parts(lines, tiles, units):
     """Into how many parts the tokens of a query are divided: as is fastest with full lists, the fewest of those."""
-    return min(range(1, tiles + 1), key=lambda parts: -(-lines * parts // units) * (-(-tiles // parts) + START))
+    return min(
+        range(1, tiles + 1), key=lambda parts: -(-lines * parts // units) * (-(-tiles // parts) + START)
+    )
 
 
 # Jitted, so that all layers of a model are lowered once
@@ -241,9 +244,7 @@ def _parts(lines, tiles, units):
 def mla_sparse(q_c, q_pe, c_kv, k_pe, slots, counts, *, scale, units, interpret=None):
     """As `mla_sparse` of the package; `interpret` runs the kernel on a CPU."""
     (B, T, N, R), E, K = q_c.shape, q_pe.shape[-1], slots.shape[-1]
-    q_c, q_pe = (
-        jnp.pad(x.reshape(B * T, N, -1), ((0, 0), (0, -N % COPIED), (0, 0))) for x in (q_c, q_pe)
-    )
+    q_c, q_pe = (jnp.pad(x.reshape(B * T, N, -1), ((0, 0), (0, -N % COPIED), (0, 0))) for x in (q_c, q_pe))
     slots = jnp.pad(slots.reshape(B * T, K), ((0, 0), (0, -K % TILE))).astype(jnp.int32)
     counts = jnp.clip(counts.reshape(B * T), 0, K).astype(jnp.int32)
     heads, dtype = q_c.shape[1], q_c.dtype

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import choice, testing
 from pallas_kernels.mla_decode import reference as dense
-from pallas_kernels.mla_sparse import Unsupported, mla_sparse, reference, xla
+from pallas_kernels.mla_sparse import CHECKS, Unsupported, mla_sparse, reference, xla
 
 each_case = pytest.mark.parametrize("case", testing.MLA_SPARSE, ids=lambda case: case.name)
 hopper = pytest.mark.skipif(choice.too_old() is not None, reason="the GPU kernel needs JAX 0.11.2")
@@ -91,7 +91,39 @@ def test_no_slot_gives_zeros_and_an_lse_of_minus_infinity_and_no_query_nothing(r
     assert np.isneginf(lse).all()
 
 
-def test_a_named_implementation_that_there_is_not_raises():
-    inputs = testing.mla_sparse_inputs(testing.MlaSparseCase("", ((4,),), 3, 8, rank=32, rope=8))
+def test_a_named_implementation_that_cannot_raises_with_the_reason():
+    inputs = testing.mla_sparse_inputs(testing.MlaSparseCase("", ((4,),), 3, 8, rank=192))
     with pytest.raises(Unsupported, match="no impl"):
         mla_sparse(**inputs, scale=1.0, impl="cuda")
+    with pytest.raises(Unsupported, match="not 192" if choice.too_old() is None else "JAX"):
+        mla_sparse(**inputs, scale=1.0, impl="mosaic_gpu")
+    assert mla_sparse(**inputs, scale=1.0)[0].shape == (1, 1, 3, 192)
+
+
+@hopper
+@each_case
+def test_a_hopper_gpu_takes_the_kernel(monkeypatch, case):
+    from types import SimpleNamespace
+
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+    monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
+    inputs = jax.eval_shape(lambda: testing.mla_sparse_inputs(case))
+    arrays = [x for name, x in inputs.items() if name != "counts"]
+    assert choice.choose("mla_sparse", None, CHECKS, *arrays) == "mosaic_gpu"
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(600)
+@hopper
+@each_case
+def test_the_gpu_kernel_interpreted_is_within_twice_the_fallbacks_error(interpreted, case):
+    row = interpreted("mla_sparse")[1][case.name]
+    assert row["error"] <= 2 * row["fallback"]
+    assert row["lse"] < 1e-3
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(600)
+@hopper
+def test_the_gpu_kernel_interpreted_has_no_race(interpreted):
+    assert "RACE DETECTED" not in interpreted("mla_sparse")[0]
