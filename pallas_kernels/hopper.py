@@ -90,6 +90,11 @@ def accumulated(accs, a, bs, interpret):
     return list(pl.run_state(run)([plgpu.ACC.init(acc) for acc in accs]))
 
 
+def bits(x, dtype):
+    """`x` bitcast to another 16-bit dtype."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
 def zeros(shape, layout):
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 

@@ -506,7 +506,7 @@ MLA_SPARSE = [
     MlaSparseCase("smallest rank", ((129, 70),), 32, most=160, rank=128),
     MlaSparseCase("NaN in what is chosen", ((70,), (0,), (200,)), 16, most=200, poisoned=True),
     MlaSparseCase("E4M3", ((1,), (0,), (130,), (200,)), 16, most=200, packed=True),
-    MlaSparseCase("E4M3, 128 heads, smallest rank", ((129, 70),), 128, most=160, rank=128, packed=True),
+    MlaSparseCase("E4M3, 128 heads, smallest rank", ((129, 70),), 128, most=160, rank=256, packed=True),
     MlaSparseCase("E4M3, NaN in what is chosen", ((70,), (130,)), 64, packed=True, poisoned=True, most=130),
 ]
 

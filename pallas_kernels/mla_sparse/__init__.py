@@ -15,6 +15,7 @@ from pallas_kernels.mla_sparse import xla
 __all__ = ["CHECKS", "Unsupported", "mla_sparse"]
 
 RANKS = 128, 256, 512  # of the GPU kernel
+RANKS_FP8 = 256, 512  # with a latent in E4M3
 
 
 def check_gpu(q_c, q_pe, c_kv, k_pe, slots) -> str | None:
@@ -24,10 +25,11 @@ def check_gpu(q_c, q_pe, c_kv, k_pe, slots) -> str | None:
     R, E = q_c.shape[-1], q_pe.shape[-1]
     if E != 64:
         return f"it takes the rotary width 64, not {E}"
-    if R not in RANKS:
-        return f"it takes latent ranks {', '.join(map(str, RANKS))}, not {R}"
+    ranks = RANKS_FP8 if isinstance(c_kv, Fp8) else RANKS
+    if R not in ranks:
+        return f"it takes latent ranks {', '.join(map(str, ranks))}, not {R}"
     if isinstance(c_kv, Fp8):
-        return "it takes no latent in E4M3"
+        return choice.not_e4m3(c_kv.codes) or choice.not_bfloat16(q_c, q_pe, k_pe)
     return choice.not_bfloat16(q_c, q_pe, c_kv, k_pe)
 
 

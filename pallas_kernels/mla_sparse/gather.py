@@ -3,6 +3,8 @@
 Hopper's copy engine takes neighbouring rows only. So the threads of a warpgroup copy 16 bytes each, asynchronously; eight of them
 copy 128 bytes of a row, a span of the swizzle."""
 
+from typing import Any, NamedTuple
+
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -13,10 +15,12 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from pallas_kernels.hopper import swizzled
 
 ROWS = 64  # of a tile
-SPAN = 64  # columns that eight threads copy
+SPAN = 64  # columns of 16 bits that eight threads copy
+EIGHT = 1024  # bytes of eight rows of a span, which lie together
 NONE = -1  # the number of a row of zeros
 # Eight threads have the numbers of the same four rows, each sixteen further: those that they copy
 NUMBERS = plgpu.Layout.TILED(plgpu.Tiling(((16,), (4,), (1,))), (-3,), (-2, plgpu.Replicated(8)), -1)
+TILE = plgpu.RefType(swizzled(SPAN))
 
 
 def numbers(slots_g, held, count):
@@ -29,75 +33,104 @@ def numbers(slots_g, held, count):
 def fetch(source, first, chosen, tile, interpret):
     """Starts to copy columns from `first` on of the `chosen` rows of `source` to all of `tile`, `[ROWS width]`."""
     if interpret:
-        _fetch_row_by_row(source, first, chosen, tile)
+        row_by_row(lambda number: source[number, first : first + tile.shape[-1]], chosen, tile)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), NUMBERS, plgpu.RefType(swizzled(SPAN))))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), NUMBERS, TILE))
     def copies(_, source, chosen, tile):
-        stride, spans = 2 * source.type.shape[-1], tile.type.shape[-3]
-        to, lane = _of_thread(tile, spans)
-        source = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(source))
-        for k, register in enumerate(chosen.registers.flat):
-            at, size = _row(register, stride)
-            row = utils.getelementptr(source, [arith.addi(at, lane)], _int(8))
+        spans, thread = tile.type.shape[-3], this_thread()
+        position = arith.addi(arith.muli(thread.eight, of(EIGHT * spans)), thread.chunk(thread.part))
+        to = moved(utils.memref_ptr(tile), position)
+        for k, row in enumerate(rows(source, chosen, thread)):
             for span in range(spans):
-                there = utils.getelementptr(to, [1024 * (2 * k * spans + span)], _int(8))
-                here = utils.getelementptr(row, [2 * (first + SPAN * span)], _int(8))
-                nvvm.cp_async_shared_global(there, here, 16, nvvm.LoadCacheModifierKind.CG, cp_size=size)
+                row.copy(2 * (first + SPAN * span), moved(to, EIGHT * (2 * k * spans + span)))
 
     copies(source, chosen, tile)
 
 
-def arrive(interpret):
-    """Waits for the copies of all threads of this warpgroup; the matrix units see them then."""
-    if not interpret:
+def wait(interpret):
+    """Waits for the copies that this thread has started."""
+    if interpret:
+        return
 
-        @plgpu.inline_mgpu()
-        def wait(_):
-            nvvm.cp_async_commit_group()
-            nvvm.cp_async_wait_group(0)
+    @plgpu.inline_mgpu()
+    def waits(_):
+        nvvm.cp_async_commit_group()
+        nvvm.cp_async_wait_group(0)
 
-        wait()
-    plgpu.commit_smem()
-
-
-def _int(bits):
-    return ir.IntegerType.get_signless(bits)
+    waits()
 
 
-def _of_thread(tile, spans):
-    """Where this thread writes in the first span of its first row, and its bytes of a span."""
-    i32 = _int(32)
-    thread = utils.thread_idx()
-    part = arith.andi(thread, utils.c(7, i32))
-    row = arith.andi(
-        arith.shrui(thread, utils.c(3, i32)), utils.c(7, i32)
-    )  # of the eight that are swizzled together
-    eight = arith.andi(arith.shrui(thread, utils.c(6, i32)), utils.c(1, i32))
-    to = arith.shli(arith.xori(part, row), utils.c(4, i32))
-    to = arith.addi(to, arith.shli(row, utils.c(7, i32)))
-    to = arith.addi(to, arith.muli(eight, utils.c(1024 * spans, i32)))
-    lane = arith.extui(_int(64), arith.shli(part, utils.c(4, i32)))
-    return utils.getelementptr(utils.memref_ptr(tile), [to], _int(8)), lane
-
-
-def _row(register, stride):
-    """The offset in bytes of the row whose number a register has, and how many of 16 bytes to read: the others become zeros."""
-    i32 = _int(32)
-    number = vector.extract(register, dynamic_position=[], static_position=[0])
-    some = arith.cmpi(arith.CmpIPredicate.sge, number, utils.c(0, i32))
-    size = arith.select(some, utils.c(16, i32), utils.c(0, i32))
-    at = arith.extui(_int(64), arith.select(some, number, utils.c(0, i32)))
-    return arith.muli(at, utils.c(stride, _int(64))), size
-
-
-def _fetch_row_by_row(source, first, chosen, tile):
-    """The same for the interpreter."""
+def row_by_row(read, chosen, tile):
+    """The copies for the interpreter: `read(number)` is a row."""
 
     def row(k, _):
         number = chosen[k]
-        values = source[jnp.maximum(number, 0), first : first + tile.shape[-1]]
+        values = read(jnp.maximum(number, 0)).astype(tile.dtype)
         tile[k] = jnp.where(number >= 0, values, jnp.zeros_like(values))
         return ()
 
     lax.fori_loop(0, ROWS, row, ())
+
+
+# What follows is for code in MLIR, by thread.
+
+
+def bits(count):
+    return ir.IntegerType.get_signless(count)
+
+
+def of(number):
+    """A constant of 32 bits."""
+    return utils.c(number, bits(32))
+
+
+def moved(pointer, offset):
+    """A pointer so many bytes further."""
+    return utils.getelementptr(pointer, [offset], bits(8))
+
+
+class Thread(NamedTuple):
+    """What a thread copies: a part, of eight, of a row, of eight that are swizzled together, of which sixteen rows have two."""
+
+    part: Any
+    row: Any
+    eight: Any
+
+    def chunk(self, number):
+        """Where the 16 bytes of that number in a span of this row are, from the start of the eight rows."""
+        swizzled = arith.shli(arith.xori(number, self.row), of(4))
+        return arith.addi(arith.shli(self.row, of(7)), swizzled)
+
+
+def this_thread():
+    thread = utils.thread_idx()
+    fields = ((0, 7), (3, 7), (6, 1))
+    return Thread(*(arith.andi(arith.shrui(thread, of(shift)), of(mask)) for shift, mask in fields))
+
+
+class Row(NamedTuple):
+    """A chosen row: the pointer to this thread's first part, and whether there is such a row."""
+
+    pointer: Any
+    some: Any
+
+    def copy(self, offset, to, size=16):
+        """Starts to copy `size` bytes, zeros if there is no such row."""
+        kind = nvvm.LoadCacheModifierKind.CG if size == 16 else nvvm.LoadCacheModifierKind.CA
+        read = arith.select(self.some, of(size), of(0))
+        nvvm.cp_async_shared_global(to, moved(self.pointer, offset), size, kind, cp_size=read)
+
+
+def rows(source, chosen, thread, part=16):
+    """The Row of each number that this thread has; its first part is `part` bytes long, or the row whole if that is 0."""
+    kind = ir.MemRefType(source.type)
+    stride = kind.shape[-1] * utils.bitwidth(kind.element_type) // 8
+    first = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(source))
+    own = arith.extui(bits(64), arith.muli(thread.part, of(part)))
+    for register in chosen.registers.flat:
+        number = vector.extract(register, dynamic_position=[], static_position=[0])
+        some = arith.cmpi(arith.CmpIPredicate.sge, number, of(0))
+        number = arith.extui(bits(64), arith.select(some, number, of(0)))
+        offset = arith.addi(arith.muli(number, utils.c(stride, bits(64))), own)
+        yield Row(moved(first, offset), some)

@@ -17,12 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import softmax
+from pallas_kernels.fp8 import GROUP, Fp8
 from pallas_kernels.hopper import (
     FOLDED,
     LOG2E,
     LOW,
     ROW,
     accumulated,
+    bits,
     fold,
     over,
     raised,
@@ -30,7 +32,7 @@ from pallas_kernels.hopper import (
     swizzled,
     zeros,
 )
-from pallas_kernels.mla_sparse import gather
+from pallas_kernels.mla_sparse import codes, gather
 
 TILE = gather.ROWS  # tokens
 BLOCK = 64  # heads
@@ -43,8 +45,8 @@ COPIED = 8  # the copy engine moves eight rows at a time
 
 
 def _kernel(
-    qc_g, qpe_g, c_g, pe_g, slots_g, counts_g, out_g, lse_g,
-    q_s, tile_s, keep_s, top_s, part_s, q_in, free, weighed, normed, topped, given,
+    qc_g, qpe_g, c_g, scale_g, pe_g, slots_g, counts_g, out_g, lse_g,
+    q_s, tile_s, scale_s, keep_s, top_s, part_s, q_in, free, weighed, normed, topped, given,
     *, heads, parts, scale, interpret,
 ):  # fmt: skip
     blocks = -(-heads // BLOCK)
@@ -54,7 +56,7 @@ def _kernel(
     index, role = lax.axis_index("block"), lax.axis_index("role")
     line, which = lax.div(index, jnp.int32(blocks)), lax.rem(index, jnp.int32(blocks))
     query, part = lax.div(line, jnp.int32(parts)), lax.rem(line, jnp.int32(parts))
-    dtype = q_s[0].dtype
+    factor, packed = q_s[0].dtype, scale_g is not None
 
     def span():
         """The first tile of this block, how many there are, and the tokens that the query has: a part of none is a tile of none.
@@ -103,12 +105,31 @@ def _kernel(
             return jnp.minimum(held + k, 0)
 
         def copy(chosen, k):
-            """Copies the tokens of this scorer's tile k to its slot, each part as soon as its memory is free."""
+            """Copies the tokens of this scorer's tile k to its slot, each half as soon as its memory is free."""
             slot = me + zero(k)
-            for half, first in enumerate((0, left)):
-                pl.when(k > 0)(lambda half=half: plgpu.barrier_wait(free[half].at[slot]))
-                gather.fetch(c_g, first, chosen, tile_s[half].at[slot], interpret)
-            gather.fetch(pe_g, 0, chosen, tile_s[-1].at[slot], interpret)
+            *both, rotary = (part.at[slot] for part in tile_s)
+
+            def vacant(half):
+                pl.when(k > 0)(lambda: plgpu.barrier_wait(free[half].at[slot]))
+
+            if packed:
+                vacant(0)
+                vacant(1)
+                codes.fetch(c_g, scale_g, chosen, both, scale_s.at[slot], interpret)
+            else:
+                for half, first in enumerate((0, left)):
+                    vacant(half)
+                    gather.fetch(c_g, first, chosen, both[half], interpret)
+            gather.fetch(pe_g, 0, chosen, rotary, interpret)
+
+        def arrive(k):
+            """Waits for the tokens of tile k; the matrix units see them then."""
+            gather.wait(interpret)
+            if packed:
+                slot = me + zero(k)
+                *both, rotary = (part.at[slot] for part in tile_s)
+                codes.convert(both, rotary, scale_s.at[slot], interpret)
+            plgpu.commit_smem()
 
         def product(k):
             operands = [(q.at[zero(k)], tile.at[me + zero(k)]) for q, tile in zip(q_s, tile_s, strict=True)]
@@ -137,7 +158,7 @@ def _kernel(
             t = start + number
             more = number + 2 < count
             ahead = tokens(jnp.where(more, t + 2, t))  # loaded early, because it comes from global memory
-            gather.arrive(interpret)
+            arrive(k)
             s = product(k)
             s = lax.cond((t + 1) * TILE > held, hide, lambda s, t: s, s, t)
             highest = s.max(axis=1) * to_log2
@@ -148,7 +169,7 @@ def _kernel(
             plgpu.barrier_arrive(topped.at[slot])
             keep_s[slot] = jnp.exp2(top - higher)
             w = jnp.exp2(s * to_log2 - over(higher, s.shape))
-            tile_s[-1][slot] = w.astype(dtype)
+            tile_s[-1][slot] = w.astype(factor)
             plgpu.commit_smem()
             plgpu.barrier_arrive(weighed.at[slot])
             total = total * over(jnp.exp2(own - higher), total.shape) + fold(w)
@@ -209,7 +230,7 @@ def _kernel(
         plgpu.barrier_wait(normed)
         norm = plgpu.load(keep_s.at[SLOTS], layout=ROW)
         for some, x in zip(columns, acc, strict=True):
-            latent[slot, :, some] = (x * over(norm, x.shape)).astype(dtype)
+            latent[slot, :, some] = bits((x * over(norm, x.shape)).astype(jnp.bfloat16), factor)
         plgpu.commit_smem()
 
         def write(rows):
@@ -247,7 +268,10 @@ def mla_sparse(q_c, q_pe, c_kv, k_pe, slots, counts, *, scale, units, interpret=
     q_c, q_pe = (jnp.pad(x.reshape(B * T, N, -1), ((0, 0), (0, -N % COPIED), (0, 0))) for x in (q_c, q_pe))
     slots = jnp.pad(slots.reshape(B * T, K), ((0, 0), (0, -K % TILE))).astype(jnp.int32)
     counts = jnp.clip(counts.reshape(B * T), 0, K).astype(jnp.int32)
-    heads, dtype = q_c.shape[1], q_c.dtype
+    heads, packed = q_c.shape[1], isinstance(c_kv, Fp8)
+    factor = jnp.float16 if packed else q_c.dtype
+    latents, numbers = c_kv if packed else (c_kv, None)
+    pool = [None if x is None else x.reshape(-1, x.shape[-1]) for x in (latents, numbers, k_pe)]
     blocks = -(-heads // BLOCK)
     parts = _parts(B * T * blocks, slots.shape[1] // TILE, units)
     left = -(-R // 128) * 64
@@ -256,18 +280,19 @@ def mla_sparse(q_c, q_pe, c_kv, k_pe, slots, counts, *, scale, units, interpret=
     out, lse = plgpu.kernel(
         functools.partial(_kernel, heads=heads, parts=parts, scale=scale, interpret=interpret),
         out_type=(
-            jax.ShapeDtypeStruct((B * T * parts, heads, R), dtype),
+            jax.ShapeDtypeStruct((B * T * parts, heads, R), factor),
             jax.ShapeDtypeStruct((B * T * parts, blocks, BLOCK), f32),
         ),
         scratch_types=[
-            [smem((1, BLOCK, width), dtype) for width in widths],
-            [smem((SLOTS, TILE, width), dtype) for width in widths],
+            [smem((1, BLOCK, width), factor) for width in widths],
+            [smem((SLOTS, TILE, width), factor) for width in widths],
+            plgpu.SMEM((SLOTS, TILE, R // GROUP), f32) if packed else None,
             plgpu.SMEM((SLOTS + 1, BLOCK), f32),
             plgpu.SMEM((SLOTS, BLOCK), f32),
             plgpu.SMEM((2, BLOCK), f32),
             plgpu.Barrier(num_arrivals=len(widths)),
             [plgpu.Barrier(num_barriers=SLOTS)] * 2,
-            plgpu.Barrier(num_arrivals=1, num_barriers=SLOTS),
+            plgpu.Barrier(num_barriers=SLOTS),
             plgpu.Barrier(),
             plgpu.Barrier(num_barriers=SLOTS),
             plgpu.Barrier(),
@@ -280,9 +305,9 @@ def mla_sparse(q_c, q_pe, c_kv, k_pe, slots, counts, *, scale, units, interpret=
             approx_math=True, reduction_scratch_bytes=128, unsafe_no_auto_barriers=True
         ),
         interpret=interpret,
-    )(q_c, q_pe, *(x.reshape(-1, x.shape[-1]) for x in (c_kv, k_pe)), slots, counts)
+    )(q_c.astype(factor), q_pe.astype(factor), *pool, slots, counts)
     lse = lse.reshape(B * T, parts, -1)[..., :N]
-    out = out[:, :N].reshape(B * T, parts, N, R)
+    out = bits(out[:, :N], q_c.dtype).reshape(B * T, parts, N, R)
     if parts > 1:
         out, lse = softmax.merged(out.astype(f32), lse)
-    return out.reshape(B, T, N, R).astype(dtype), lse.reshape(B, T, N)
+    return out.reshape(B, T, N, R).astype(q_c.dtype), lse.reshape(B, T, N)
