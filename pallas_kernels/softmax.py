@@ -39,12 +39,3 @@ def finish(state: Running) -> tuple[jax.Array, jax.Array]:
     total = jnp.where(none, 1, state.total)
     lse = jnp.where(none, -jnp.inf, state.top + jnp.log(total))
     return state.out / total, lse[..., 0]
-
-
-def merged(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Attention over the keys of all parts: `[n parts .. V]`, `[n parts ..]` -> `[n .. V]`, `[n ..]`."""
-    top = lse.max(1, keepdims=True)
-    weights = jnp.where(jnp.isneginf(lse), 0.0, jnp.exp(lse - jnp.where(jnp.isneginf(top), 0.0, top)))
-    total = weights.sum(1)
-    out = (out * weights[..., None]).sum(1) / jnp.where(total == 0, 1.0, total)[..., None]
-    return out, jnp.where(total == 0, -jnp.inf, top[:, 0] + jnp.log(total))

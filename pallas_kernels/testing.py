@@ -542,8 +542,10 @@ def mla_sparse_inputs(
     def latent():
         if not case.packed:
             return pool(case.rank)
-        codes, scale = fp8.quantize_cache(jnp.asarray(normal(pages, case.page, case.rank)))
-        return fp8.Fp8(*(jnp.where(some, x, jnp.nan).astype(x.dtype) for x in (codes, scale)))
+        groups = pages, case.page, case.rank // fp8.GROUP
+        values = normal(*groups, fp8.GROUP) * np.exp2(normal(*groups, 1))
+        packed = fp8.quantize_cache(jnp.asarray(values.reshape(pages, case.page, case.rank)))
+        return fp8.Fp8(*(jnp.where(some, x, jnp.nan).astype(x.dtype) for x in packed))
 
     return {
         "q_c": jnp.asarray(normal(*shape, case.rank), dtype),

@@ -12,7 +12,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import softmax
 from pallas_kernels.hopper import LOG2E, LOW, ROW, clean, over, swizzled, zeros
 
 TILE = 64  # tokens, which are a page
@@ -166,5 +165,14 @@ def heads_decode(q, k, v, page_table, seq_lens, *, scale, units, interpret=None)
         ),
         interpret=interpret,
     )(queries, k, v, page_table, seq_lens)
-    out, lse = softmax.merged(out[:, :, 0], lse[:, :, 0])
+    out, lse = merged(out[:, :, 0], lse[:, :, 0])
     return out.reshape(B, N, V).astype(q.dtype), lse.reshape(B, N)
+
+
+def merged(out, lse):
+    """Attention over the tokens of all parts: `[n parts V]`, `[n parts]` -> `[n V]`, `[n]`."""
+    top = lse.max(1, keepdims=True)
+    weights = jnp.where(jnp.isneginf(lse), 0.0, jnp.exp(lse - jnp.where(jnp.isneginf(top), 0.0, top)))
+    total = weights.sum(1)
+    out = jnp.einsum("npv,np->nv", out, weights) / jnp.where(total == 0, 1.0, total)[:, None]
+    return out, jnp.where(total == 0, -jnp.inf, top[:, 0] + jnp.log(total))

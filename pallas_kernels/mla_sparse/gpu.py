@@ -6,7 +6,7 @@ mla_decode/gpu.py:
   left, right   multiply the weights with one half of the latent each; the output accumulates in registers
 The weights of a tile overwrite its rotary part, and the output is written through the slot of the last tile. A scorer has a slot
 of its own: the copies, scores and weights of one tile overlap the sums of the other. Tokens past a query's count are copied as
-zeros. XLA merges the parts, of which there are several where queries alone leave multiprocessors idle."""
+zeros. merge.py merges the parts, of which there are several where queries alone leave multiprocessors idle."""
 
 import functools
 
@@ -16,7 +16,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import softmax
 from pallas_kernels.fp8 import GROUP, Fp8
 from pallas_kernels.hopper import (
     FOLDED,
@@ -33,6 +32,7 @@ from pallas_kernels.hopper import (
     zeros,
 )
 from pallas_kernels.mla_sparse import codes, gather
+from pallas_kernels.mla_sparse.merge import merge
 
 TILE = gather.ROWS  # tokens
 BLOCK = 64  # heads
@@ -41,6 +41,7 @@ WARPGROUPS = 4
 SLOTS = 2
 REGISTERS = 96, 160  # of a scorer, of a warpgroup for sums
 START = 3  # cost of starting a block, in tiles
+MOST = 32  # parts, which are merged in registers
 COPIED = 8  # the copy engine moves eight rows at a time
 
 
@@ -101,7 +102,9 @@ def _kernel(
             return gather.numbers(slots_g.at[query, at], held - t * TILE, c_g.shape[0])
 
         def zero(k):
-            """Unknown to the compiler: else all addresses in shared memory stay in registers, which spill."""
+            """Unknown to the compiler, which does not see that `held` is not negative.
+
+            Else all addresses in shared memory stay in registers, which spill."""
             return jnp.minimum(held + k, 0)
 
         def copy(chosen, k):
@@ -201,7 +204,8 @@ def _kernel(
         none = total == 0  # False for NaN, which propagates to both
         keep_s[SLOTS] = jnp.where(none, 0.0, 1.0 / total)
         plgpu.barrier_arrive(normed)
-        lse_g[line, which] = jnp.where(none, -jnp.inf, (higher + jnp.log2(total)) * (1 / LOG2E))
+        lse = jnp.where(none, -jnp.inf, higher + jnp.log2(total))
+        lse_g[line, which] = lse if parts > 1 else lse * (1 / LOG2E)
 
     def sums(side):
         first, width = halves[side]
@@ -255,9 +259,11 @@ def _kernel(
 
 def _parts(lines, tiles, units):
     """Into how many parts the tokens of a query are divided: as is fastest with full lists, the fewest of those."""
-    return min(
-        range(1, tiles + 1), key=lambda parts: -(-lines * parts // units) * (-(-tiles // parts) + START)
-    )
+
+    def cost(parts):
+        return -(-lines * parts // units) * (-(-tiles // parts) + START)
+
+    return min(range(1, min(tiles, MOST) + 1), key=cost)
 
 
 # Jitted, so that all layers of a model are lowered once
@@ -306,8 +312,8 @@ def mla_sparse(q_c, q_pe, c_kv, k_pe, slots, counts, *, scale, units, interpret=
         ),
         interpret=interpret,
     )(q_c.astype(factor), q_pe.astype(factor), *pool, slots, counts)
-    lse = lse.reshape(B * T, parts, -1)[..., :N]
-    out = bits(out[:, :N], q_c.dtype).reshape(B * T, parts, N, R)
+    out, lse = bits(out, q_c.dtype), lse.reshape(B * T, parts, -1)[..., :heads]
     if parts > 1:
-        out, lse = softmax.merged(out.astype(f32), lse)
-    return out.reshape(B, T, N, R).astype(q_c.dtype), lse.reshape(B, T, N)
+        out, lse = merge(out.reshape(B * T, parts, heads, R), lse, interpret)
+    out, lse = (x.reshape(B, T, heads, -1)[:, :, :N] for x in (out, lse))
+    return out, lse[..., 0]
