@@ -3,7 +3,7 @@
 Query t of row b attends to the first `counts[b, t]` of its own `slots[b, t]`, in any order. A slot is a place in the pool:
 `page * Z + offset`. Slots past the count may be anything. The output is the weighted sum of latents, and the LSE is of the scaled
 scores; a query that attends to nothing gets zeros and -inf. The latent is as `mla_decode` takes it: bfloat16, or E4M3 with a
-scale per token and 128 columns."""
+scale per token and 128 columns, of which the GPU kernel converts latents, keys, queries and weights to float16."""
 
 import jax
 

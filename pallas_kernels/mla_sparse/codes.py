@@ -14,7 +14,7 @@ from pallas_kernels.mla_sparse.gather import (
     EIGHT,
     NUMBERS,
     TILE,
-    bits,
+    integer,
     moved,
     of,
     row_by_row,
@@ -94,16 +94,16 @@ def _scales_at(thread, groups):
 
 
 def _load(pointer):
-    return llvm.load(ir.VectorType.get((4,), bits(32)), pointer, alignment=16)
+    return llvm.load(ir.VectorType.get((4,), integer(32)), pointer, alignment=16)
 
 
 def _values(codes, scale, swap):
     """The values of 16 codes in float16: two vectors of eight, the second first if `swap`."""
-    pair = llvm.inline_asm(bits(32), [scale], "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f")
+    pair = llvm.inline_asm(integer(32), [scale], "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f")
     words = [vector.extract(codes, dynamic_position=[], static_position=[k]) for k in range(4)]
     values = [half for word in words for half in _widened(word, pair)]
     first, second = values[:4], values[4:]
-    eights = ir.VectorType.get((4,), bits(32))
+    eights = ir.VectorType.get((4,), integer(32))
     for one, other in ((first, second), (second, first)):
         yield vector.from_elements(
             eights, [arith.select(swap, b, a) for a, b in zip(one, other, strict=True)]
@@ -112,7 +112,7 @@ def _values(codes, scale, swap):
 
 def _widened(codes, scale):
     """Four codes times a pair of equal scales -> two pairs in float16."""
-    word = bits(32)
+    word = integer(32)
     made = llvm.inline_asm(
         llvm.StructType.get_literal([word, word]),
         [codes, scale],

@@ -76,18 +76,18 @@ def row_by_row(read, chosen, tile):
 # What follows is for code in MLIR, by thread.
 
 
-def bits(count):
-    return ir.IntegerType.get_signless(count)
+def integer(bits):
+    return ir.IntegerType.get_signless(bits)
 
 
 def of(number):
     """A constant of 32 bits."""
-    return utils.c(number, bits(32))
+    return utils.c(number, integer(32))
 
 
 def moved(pointer, offset):
     """A pointer so many bytes further."""
-    return utils.getelementptr(pointer, [offset], bits(8))
+    return utils.getelementptr(pointer, [offset], integer(8))
 
 
 class Thread(NamedTuple):
@@ -127,10 +127,10 @@ def rows(source, chosen, thread, part=16):
     kind = ir.MemRefType(source.type)
     stride = kind.shape[-1] * utils.bitwidth(kind.element_type) // 8
     first = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(source))
-    own = arith.extui(bits(64), arith.muli(thread.part, of(part)))
+    own = arith.extui(integer(64), arith.muli(thread.part, of(part)))
     for register in chosen.registers.flat:
         number = vector.extract(register, dynamic_position=[], static_position=[0])
         some = arith.cmpi(arith.CmpIPredicate.sge, number, of(0))
-        number = arith.extui(bits(64), arith.select(some, number, of(0)))
-        offset = arith.addi(arith.muli(number, utils.c(stride, bits(64))), own)
+        number = arith.extui(integer(64), arith.select(some, number, of(0)))
+        offset = arith.addi(arith.muli(number, utils.c(stride, integer(64))), own)
         yield Row(moved(first, offset), some)

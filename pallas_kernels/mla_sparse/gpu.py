@@ -312,8 +312,7 @@ def mla_sparse(q_c, q_pe, c_kv, k_pe, slots, counts, *, scale, units, interpret=
         ),
         interpret=interpret,
     )(q_c.astype(factor), q_pe.astype(factor), *pool, slots, counts)
-    out, lse = bits(out, q_c.dtype), lse.reshape(B * T, parts, -1)[..., :heads]
+    out, lse = bits(out, q_c.dtype), lse.reshape(B * T, parts, -1)
     if parts > 1:
         out, lse = merge(out.reshape(B * T, parts, heads, R), lse, interpret)
-    out, lse = (x.reshape(B, T, heads, -1)[:, :, :N] for x in (out, lse))
-    return out, lse[..., 0]
+    return out.reshape(B, T, heads, R)[:, :, :N], lse.reshape(B, T, -1)[:, :, :N]

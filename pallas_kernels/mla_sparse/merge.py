@@ -32,7 +32,9 @@ def _kernel(out_g, lse_g, merged_g, merged_lse_g, *, interpret):
 
 
 def merge(out, lse, interpret):
-    """`[queries parts N R]` and LSEs of base 2 `[queries parts N]` -> `[queries N R]` in `out`'s dtype, LSEs `[queries N]`."""
+    """`[queries parts N R]` -> `[queries N R]` in `out`'s dtype, and LSEs `[queries N]`.
+
+    `lse` `[queries parts N or more]` is of base 2."""
     queries, _, N, R = out.shape
     return plgpu.kernel(
         functools.partial(_kernel, interpret=interpret),
