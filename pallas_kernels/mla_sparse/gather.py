@@ -91,7 +91,7 @@ def moved(pointer, offset):
 
 
 class Thread(NamedTuple):
-    """What a thread copies: a part, of eight, of a row, of eight that are swizzled together, of which sixteen rows have two."""
+    """The place of a thread: its part (of eight) of a row, that row (of eight), and these eight (of sixteen)."""
 
     part: Any
     row: Any
