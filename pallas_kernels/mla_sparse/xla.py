@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.mla_decode import xla
 
-QUERIES = 64  # at a time: `mla_decode` gathers up to 1,024 tokens of each
+QUERIES = 32  # at a time: `mla_decode` gathers up to 1,024 tokens of each
 
 
 def mla_sparse(q_c, q_pe, c_kv, k_pe, slots, counts, *, scale):
