@@ -120,7 +120,9 @@ def _refuse(options: Options) -> None:
         raise BadRequest(f"{OUTPUTS[options.to]} is not cut for a mesh", "leave --mesh out")
     if options.to != "gguf":
         if options.dtype in OF_GGUF_ALONE:
-            raise BadRequest(f"{OUTPUTS[options.to]} is not written in {options.dtype}", "give --to gguf, too")
+            raise BadRequest(
+                f"{OUTPUTS[options.to]} is not written in {options.dtype}", "give --to gguf, too"
+            )
         return
     if options.dtype not in OF_GGUF:
         raise BadRequest(f"a GGUF file is not written in {options.dtype}", f"known: {', '.join(OF_GGUF)}")
@@ -149,9 +151,7 @@ def _convert(options: Options, source: Path, out: Path) -> int:
         from convert import export_gguf
 
         name = _name(options.source, source)
-        return export_gguf.run(
-            checkpoint, out, name, options.dtype, options.dry_run, options.allow_nonfinite
-        )
+        return export_gguf.run(checkpoint, out, name, options.dtype, options.dry_run, options.allow_nonfinite)
     _to_orbax(checkpoint, out, mesh, options)
     if not options.dry_run:
         _verify(out, Bar("verifying"))

@@ -11,7 +11,7 @@ from mla_jax.base.config import Config, RopeScaling
 from mla_jax.base.errors import Unsupported, shortened
 from mla_jax.engine.text import GGUF_SAMPLING, open_text
 from mla_jax.text.chat import ChatTemplate
-from mla_jax.text.gguf_vocabulary import END_KEYS, to_metadata
+from mla_jax.text.gguf_vocabulary import to_metadata
 from mla_jax.weights.gguf_config import hf_of_metadata
 from mla_jax.weights.gguf_keys import (
     ARCHITECTURE,
@@ -126,7 +126,8 @@ def _refuse_other_model(config: Config, keys: Metadata, tied: bool) -> None:
     ]
     if differing:
         raise Unsupported(
-            "a GGUF file of llama.cpp's architecture deepseek2 cannot describe this model", *shortened(differing)
+            "a GGUF file of llama.cpp's architecture deepseek2 cannot describe this model",
+            *shortened(differing),
         )
 
 
@@ -196,14 +197,19 @@ def _text(source: Source) -> Metadata:
     text, config = open_text(source), source.config
     if text.tokenizer is None:
         return {"tokenizer.ggml.model": "no_vocab"}
-    bos = config.bos_token_id if text.tokenizer.bos_id is None else text.tokenizer.bos_id
     template = text.chat_template.source if isinstance(text.chat_template, ChatTemplate) else None
-    vocabulary = to_metadata(text.tokenizer, config.vocab_size, bos, text.end_ids[: len(END_KEYS)], template)
+    vocabulary = to_metadata(text.tokenizer, config.vocab_size, config.bos_token_id, text.end_ids, template)
     return vocabulary | _sampling(text.defaults)
 
 
 def _sampling(defaults: Mapping[str, Any]) -> Metadata:
-    """Nothing for a model that takes the best token."""
+    """What differs from the choice among all tokens; nothing for a model that takes the best one."""
     if not defaults["temperature"]:
         return {}
-    return {GGUF_SAMPLING[name]: value for name, value in defaults.items()}
+    given = {"temperature": defaults["temperature"]}
+    given |= {
+        name: defaults[name]
+        for name, all_tokens in (("top_k", 0), ("top_p", 1))
+        if defaults[name] != all_tokens
+    }
+    return {GGUF_SAMPLING[name]: value for name, value in given.items()}

@@ -9,7 +9,7 @@ import gguf
 import jax
 import numpy as np
 
-from convert.tensors import READERS, ROWS, Parts, by_rows, cut, nbytes, plain, unsound_in
+from convert.tensors import READERS, ROWS, Parts, by_rows, cut, plain, unsound_in
 from mla_jax.base import axes, gguf_blocks
 from mla_jax.base.errors import Unsupported
 from mla_jax.weights.fill import PLAIN_DTYPES
@@ -78,11 +78,15 @@ def _block(name: str) -> int:
 def _tensor(path: str, origin: Origin, checkpoint: Checkpoint, dtype: str) -> GgufTensor:
     target, stored = GGUF.find(path, checkpoint.config), checkpoint.format_of(origin)
     shape = axes.shape(checkpoint.config, target.axes)
-    exact = len(shape) == 1 or checkpoint.slots[path].get_metadata()["exact"]
     stays = origin.part in PIECES or origin.part is target.part
-    type = "F32" if exact else _type(dtype, stored, path, shape, stays)
+    type = "F32" if _is_small(path, shape) else _type(dtype, stored, path, shape, stays)
     kept = stored == type and stored not in PLAIN_DTYPES
     return GgufTensor(target.names[0], path, shape, type, stored, kept, origin)
+
+
+def _is_small(path: str, shape: tuple[int, ...]) -> bool:
+    """Norms, biases and routers, which llama.cpp takes in float32 alone."""
+    return len(shape) == 1 or path.endswith("router.weight")
 
 
 def _type(dtype: str, stored: str, path: str, shape: tuple[int, ...], stays: bool) -> str:
@@ -157,7 +161,8 @@ def packed(raw: Parts, stored: str, shape: tuple[int, ...], type: str) -> np.nda
 
 def quantized(values: np.ndarray, type: str) -> np.ndarray:
     """Float32 values in a GGUF type, as the gguf package rounds them: bytes along the last axis."""
-    found = gguf.quants.quantize(values, gguf.GGMLQuantizationType[type])
+    with np.errstate(over="ignore"):  # which `_refuse_overflow` finds
+        found = gguf.quants.quantize(values, gguf.GGMLQuantizationType[type])
     return np.ascontiguousarray(found).view(np.uint8)
 
 
@@ -173,5 +178,6 @@ def _refuse_overflow(tensor: GgufTensor, data: np.ndarray) -> None:
     stored = data if tensor.type in PLAIN_DTYPES else data.reshape(-1, kind.bytes)
     if unsound_in((stored,), tensor.type):
         raise Unsupported(
-            f"{tensor.path} has values that are too large for {tensor.type}", "use --dtype bf16 or --dtype f32"
+            f"{tensor.path} has values that are too large for {tensor.type}",
+            "use --dtype bf16 or --dtype f32",
         )

@@ -18,9 +18,12 @@ END_KEYS = ("eos", "eot", "eom")  # end tokens, as a file names them
 # llama.cpp takes these for control tokens whether or not tokenizer.json does. It finds other added tokens in any text.
 LOOKS_LIKE_CONTROL = re.compile("<\\|.*\\|>|<\uff5c.*\uff5c>|<pad>", re.DOTALL)
 # What tokenizers cut in different ways: words, endings, digits, signs, blanks, line ends, scripts, marks
-PROBE = """I'll say: "We'RE here", he'd said...  12345.678 + 9 = ?\n\n\n\t\tdef f(x_1):\r\n    return x**2  # ok!!  \n
-\u00dcn\u00efc\u00f6de na\u00efve \u4f60\u597d\u4e16\u754c 3.14 \u65e5\u672c\u8a9e\u30c6\u30ad\u30b9\u30c8 \ud55c\uad6d\uc5b4
-\u041f\u0440\u0438\u0432\u0435\u0442 \u0639\u0631\u0628\u064a \u0e44\u0e17\u0e22 \U0001f680\U0001f3fd e\u0301 HTTPServer <div>&amp;</div>"""
+PROBE = (
+    "I'll say: \"We'RE here\", he'd said...  12345.678 + 9 = ?\n\n\n\t\tdef f(x_1):\r\n    return x**2  # ok!!  \n"
+    "\u00dcn\u00efc\u00f6de na\u00efve \u4f60\u597d\u4e16\u754c 3.14 \u65e5\u672c\u8a9e\u30c6\u30ad\u30b9\u30c8 \ud55c\uad6d"
+    "\u041f\u0440\u0438\u0432\u0435\u0442 \u0639\u0631\u0628\u064a \u0e44\u0e17\u0e22 \U0001f680\U0001f3fd e\u0301"
+    " HTTPServer <div>&amp;</div>"
+)
 
 
 def to_metadata(
@@ -32,10 +35,12 @@ def to_metadata(
 ) -> dict[str, Any]:
     """The keys `tokenizer.*` of a model with `vocab_size` tokens; ids that the tokenizer lacks become unused tokens.
 
+    `bos_id` is the model's BOS token, whether or not the tokenizer puts it in front of texts; of end tokens a file names three.
     Raises Unsupported for a tokenizer that would cut text otherwise when it is read from these keys."""
     content = json.loads(tokenizer.model.to_str())
     tokens = _tokens(tokenizer, vocab_size)
-    names = {"bos": bos_id, **dict(zip(END_KEYS, end_ids, strict=False))}
+    bos = bos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    names = {"bos": bos, **dict(zip(END_KEYS, end_ids, strict=False))}
     found = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": _pre(content),
@@ -111,9 +116,10 @@ def _pattern(part: Mapping[str, Any]) -> str | None:
 
 
 def _refuse_other_cuts(tokenizer: Tokenizer, metadata: Mapping[str, Any], vocab_size: int) -> None:
-    """Reads the keys back and encodes a text with every token and the PROBE: both must cut it alike."""
+    """Reads the keys back, and encodes the PROBE and each token's text in a line of its own: both must cut them alike."""
     other = from_metadata(metadata, "the GGUF file", vocab_size)
-    text = PROBE + tokenizer.decode([*range(vocab_size)]).replace("\ufffd", "") + PROBE
+    lines = (tokenizer.decode([number]).replace("\ufffd", "") for number in range(vocab_size))
+    text = "\n".join((PROBE, *lines))
     if other is None or other.tokenizer.encode(text) != tokenizer.encode(text):
         raise Unsupported(
             "the tokenizer cannot be written to a GGUF file",
