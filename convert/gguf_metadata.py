@@ -142,6 +142,8 @@ def _numbers(config: Config) -> Metadata:
     found |= {name: found[name] or value for name, value in _NONE.items()}
     if config.n_routed_experts is None:
         found = {name: value for name, value in found.items() if name not in _OF_EXPERTS}
+    elif found["topk_method"] == "group_limited_greedy" and found["n_group"] == 1:
+        found["topk_method"] = "greedy"
     scaling = found.pop("rope_scaling")
     found |= {
         f"rope_scaling.{field.name}": scaling and getattr(scaling, field.name)

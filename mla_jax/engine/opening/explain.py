@@ -22,14 +22,16 @@ def explain(
     placed: Placement | None = None,
     drafting: Drafting | None = None,
     eviction: EvictOptions | None = None,
+    about: str | None = None,
 ) -> list[str]:
     """The forms of attention and the expert backends that the phases of a request take, with the figures that decide.
 
     `formats` are the bytes of the weights by number format; `placed` says where the experts are, `drafting` how
-    many tokens are guessed, `eviction` which are dropped."""
+    many tokens are guessed, `eviction` which are dropped; `about` is what the file says of itself."""
     prompt = min(model.dispatch.chunk(model), planned.context)
     return [
         _model(model, formats),
+        *([f"file: {about}"] if about else []),
         _device(model.dispatch.device),
         *_mesh(planned),
         *_reordered(formats),
