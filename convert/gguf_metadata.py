@@ -15,12 +15,12 @@ from mla_jax.text.gguf_vocabulary import to_metadata
 from mla_jax.weights.gguf_config import hf_of_metadata
 from mla_jax.weights.gguf_keys import (
     ARCHITECTURE,
+    ARCHITECTURE_KEYS,
     BLOCKS,
     EXPERT_KEYS,
     GATE,
     GATES,
     KEY_LENGTH,
-    KEYS,
     KV_HEADS,
     LOG_FACTOR,
     LOG_MULTIPLIER,
@@ -55,7 +55,7 @@ _LITE_LAYERS = (26, 27)  # llama.cpp knows by these that a model has no q_lora_r
 def architecture(config: Config, mtp: bool, tied: bool) -> Metadata:
     """The keys of the architecture. Raises Unsupported for a model that would be another one when it is read from them."""
     mtp_layers = config.num_nextn_predict_layers if mtp else 0
-    found = {name: getattr(config, field) for field, name in KEYS.items()}
+    found = {name: getattr(config, field) for field, name in ARCHITECTURE_KEYS.items()}
     found |= _widths(config) | _experts(config) | _rope(config.rope_scaling)
     found |= {BLOCKS: config.num_hidden_layers + mtp_layers, MTP_LAYERS: mtp_layers or None}
     keys = {f"{ARCHITECTURE}.{name}": value for name, value in found.items() if value is not None}
@@ -75,11 +75,11 @@ def _widths(config: Config) -> Metadata:
 
 
 def _experts(config: Config) -> Metadata:
-    """What llama.cpp asks for without routed experts, too, comes first."""
+    """Keys that llama.cpp asks for in any model come first."""
     found: Metadata = {
-        KEYS["n_shared_experts"]: config.n_shared_experts or 0,
-        KEYS["moe_intermediate_size"]: config.moe_intermediate_size or config.intermediate_size,
-        KEYS["first_k_dense_replace"]: _leading_dense(config),
+        ARCHITECTURE_KEYS["n_shared_experts"]: config.n_shared_experts or 0,
+        ARCHITECTURE_KEYS["moe_intermediate_size"]: config.moe_intermediate_size or config.intermediate_size,
+        ARCHITECTURE_KEYS["first_k_dense_replace"]: _leading_dense(config),
     }
     if config.n_routed_experts is None:
         return found
@@ -162,7 +162,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def notes(config: Config) -> Iterator[str]:
-    """What llama.cpp computes or reads in its own way, whatever the file says."""
+    """The settings that llama.cpp computes or reads in its own way, whatever the file says."""
     lite = config.num_hidden_layers in _LITE_LAYERS
     if lite != (config.q_lora_rank is None):
         has = "no" if config.q_lora_rank is None else "a"
@@ -205,7 +205,7 @@ def _text(source: Source) -> Metadata:
 
 
 def _sampling(defaults: Mapping[str, Any]) -> Metadata:
-    """What differs from the choice among all tokens; nothing for a model that takes the best one."""
+    """Settings that differ from the choice among all tokens; none for a model that takes the best one."""
     if not defaults["temperature"]:
         return {}
     given = {"temperature": defaults["temperature"]}

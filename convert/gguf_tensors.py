@@ -17,6 +17,7 @@ from mla_jax.weights.gguf_header import TENSOR_TYPES
 from mla_jax.weights.gguf_names import GGUF, transposed
 from mla_jax.weights.load import Checkpoint
 from mla_jax.weights.names import Origin, first_half, second_half, unchanged
+from mla_jax.weights.orbax_chunks import BATCH
 
 TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}  # of --dtype
 OF_VOCABULARY = {"Q4_0": "Q8_0"}  # of embedding and head, where four bits cost most
@@ -46,10 +47,10 @@ class GgufTensor:
 
     def workspace(self, checkpoint: Checkpoint) -> int:
         """Bytes of memory to read and convert it, besides the tensor itself."""
-        piece = max(checkpoint.size(each) for each in self.origin.pieces[:1])
+        piece = checkpoint.size(self.origin.pieces[0])  # all have one size
         values = prod(self.shape) // self.pieces
         halves = 0 if self.origin.part in PIECES else 3 * 4 * _values_in(self, checkpoint)
-        read = (1 + checkpoint.copies) * piece + self.nbytes // self.pieces + halves
+        read = (1 + checkpoint.copies) * piece + min(piece, BATCH) + self.nbytes // self.pieces + halves
         return min(READERS, self.pieces) * (read + 6 * 4 * min(ROWS, values))
 
 

@@ -1,11 +1,11 @@
-"""What a GGUF file says of itself (`general.*`): its kind, of which only models are opened, and its name, size and maker."""
+"""The words of a GGUF file on itself (`general.*`): its kind, of which only models are opened, and its name, size and maker."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from mla_jax.base.errors import Unsupported, printable
 
-MODEL = "model"
+_MODEL = "model"
 # general.type -> what the file is, and what to do
 _OTHER_KINDS = {
     "adapter": (
@@ -49,12 +49,12 @@ _SHOWN = 200  # characters of a text of the file
 
 def refuse_other_kinds(metadata: Mapping[str, Any], tensors: Collection[str], name: str) -> None:
     """Raises Unsupported for a file, called `name`, that is no model."""
-    found = metadata.get("general.type", MODEL)
+    found = metadata.get("general.type", _MODEL)
     architecture = metadata.get("general.architecture")
-    kind = found if isinstance(found, str) else MODEL
+    kind = found if isinstance(found, str) else _MODEL
     if isinstance(architecture, str):
         kind = _KIND_OF_ARCHITECTURE.get(architecture, kind)
-    if kind == MODEL and not tensors and "tokenizer.ggml.tokens" in metadata:
+    if kind == _MODEL and not tensors and "tokenizer.ggml.tokens" in metadata:
         kind = "vocabulary"
     if kind in _OTHER_KINDS:
         what, advice = _OTHER_KINDS[kind]
@@ -75,7 +75,7 @@ def _told(metadata: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} is {printable(found)}"
 
 
-def about(metadata: Mapping[str, Any]) -> str | None:
+def self_description(metadata: Mapping[str, Any]) -> str | None:
     """A line: name, size, type of most matrices, who quantised it, a link; None for a file that says none of these."""
     return ", ".join(_parts(metadata)) or None
 

@@ -14,12 +14,12 @@ from mla_jax.base.errors import BadConfig, Unsupported, printable, shortened
 from mla_jax.base.families import PRESETS
 from mla_jax.weights.gguf_keys import (
     ARCHITECTURE,
+    ARCHITECTURE_KEYS,
     BLOCKS,
     EXPERT_KEYS,
     GATE,
     GATES,
     KEY_LENGTH,
-    KEYS,
     KV_HEADS,
     LOG_FACTOR,
     LOG_MULTIPLIER,
@@ -76,8 +76,8 @@ def hf_of_metadata(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The content of a config.json, and notes for the user; `tensors` are the names of the file's tensors."""
     keys = _Keys(metadata)
-    hf = {"rms_norm_eps": keys.number(KEYS["rms_norm_eps"])}
-    hf |= {name: keys.integer(KEYS[name]) for name in _NEEDED}
+    hf = {"rms_norm_eps": keys.number(ARCHITECTURE_KEYS["rms_norm_eps"])}
+    hf |= {name: keys.integer(ARCHITECTURE_KEYS[name]) for name in _NEEDED}
     hf |= _layers(keys) | _heads(keys, hf) | _vocabulary(keys)
     hf |= _rope(keys, hf)
     hf |= _experts(keys, hf)
@@ -210,12 +210,12 @@ def _heads(keys: _Keys, hf: Mapping[str, Any]) -> dict[str, Any]:
         nope = key - rope
         if nope <= 0:
             keys.faults.append(
-                f"{keys.prefix}{KEY_LENGTH} is {key}, expected more than {KEYS['qk_rope_head_dim']} {rope}"
+                f"{keys.prefix}{KEY_LENGTH} is {key}, expected more than {ARCHITECTURE_KEYS['qk_rope_head_dim']} {rope}"
             )
     return {
         "qk_nope_head_dim": nope,
         "v_head_dim": value,
-        "q_lora_rank": keys.integer(KEYS["q_lora_rank"], None),
+        "q_lora_rank": keys.integer(ARCHITECTURE_KEYS["q_lora_rank"], None),
     }
 
 
@@ -233,7 +233,7 @@ def _expect_latent(keys: _Keys, hf: Mapping[str, Any], with_latent: bool):
 
 def _vocabulary(keys: _Keys) -> dict[str, Any]:
     tokens = keys.get("tokenizer.ggml.tokens", list, None)
-    size = keys.integer(KEYS["vocab_size"], ... if tokens is None else len(tokens))
+    size = keys.integer(ARCHITECTURE_KEYS["vocab_size"], ... if tokens is None else len(tokens))
     if tokens is not None and size is not None and len(tokens) > size:
         keys.faults.append(f"{keys.prefix}vocab_size is {size:,}, tokenizer.ggml.tokens has {len(tokens):,}")
     bos, *ends = (
@@ -245,7 +245,7 @@ def _vocabulary(keys: _Keys) -> dict[str, Any]:
 
 def _rope(keys: _Keys, hf: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE's settings. All keys are read, so that none is reported as unknown; without a scaling type the others are ignored."""
-    found = {"rope_theta": keys.number(KEYS["rope_theta"], 10000.0), "rope_scaling": None}
+    found = {"rope_theta": keys.number(ARCHITECTURE_KEYS["rope_theta"], 10000.0), "rope_scaling": None}
     kind, factor = keys.get(ROPE_KEYS["rope_type"], str, "none"), keys.number(ROPE_KEYS["factor"], 0)
     original = keys.integer(ROPE_KEYS["original_max_position_embeddings"], None)
     multiplier = keys.number(LOG_MULTIPLIER, None)
@@ -277,16 +277,17 @@ _BETA = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 def _experts(keys: _Keys, hf: Mapping[str, Any]) -> dict[str, Any]:
     count, shared = (
-        keys.integer(key, 0) for key in (EXPERT_KEYS["n_routed_experts"], KEYS["n_shared_experts"])
+        keys.integer(key, 0)
+        for key in (EXPERT_KEYS["n_routed_experts"], ARCHITECTURE_KEYS["n_shared_experts"])
     )
     needed = ... if count else None
     found = {
         "n_routed_experts": count or None,
         "n_shared_experts": shared or None,
         "num_experts_per_tok": keys.integer(EXPERT_KEYS["num_experts_per_tok"], needed),
-        "moe_intermediate_size": keys.integer(KEYS["moe_intermediate_size"], needed),
+        "moe_intermediate_size": keys.integer(ARCHITECTURE_KEYS["moe_intermediate_size"], needed),
         "moe_layer_freq": 1,
-        "first_k_dense_replace": keys.integer(KEYS["first_k_dense_replace"], 0),
+        "first_k_dense_replace": keys.integer(ARCHITECTURE_KEYS["first_k_dense_replace"], 0),
         "norm_topk_prob": keys.get(EXPERT_KEYS["norm_topk_prob"], bool, False),
         "routed_scaling_factor": keys.number(EXPERT_KEYS["routed_scaling_factor"], 0) or 1.0,
     }

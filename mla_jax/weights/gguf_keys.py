@@ -5,7 +5,7 @@ Keys stand behind the architecture's name and a dot."""
 ARCHITECTURE = "deepseek2"
 
 # field of Config -> key, of every model
-KEYS = {
+ARCHITECTURE_KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count",

@@ -13,7 +13,7 @@ from mla_jax.base.errors import Unsupported
 from mla_jax.base.options import Options
 from mla_jax.engine.opening import choose
 from mla_jax.engine.opening.opened import open_model
-from mla_jax.weights.gguf_about import _FILE_TYPES, about
+from mla_jax.weights.gguf_about import _FILE_TYPES, self_description
 from mla_jax.weights.open import open_source
 
 Kind = gguf.GGUFValueType
@@ -103,7 +103,7 @@ SAID = {
 
 @pytest.mark.parametrize("line", SAID)
 def test_a_line_says_name_size_type_maker_and_link(line):
-    assert about(SAID[line]) == line
+    assert self_description(SAID[line]) == line
 
 
 def test_the_plan_and_explain_say_it_and_other_folders_say_nothing(tmp_path):

@@ -56,9 +56,9 @@ class Opened:
 
     @property
     def about(self) -> str | None:
-        """What a GGUF file says of itself: name, size, maker."""
+        """The name, size and maker that a GGUF file names."""
         metadata = self.checkpoint.source.metadata
-        return None if metadata is None else gguf_about.about(metadata)
+        return None if metadata is None else gguf_about.self_description(metadata)
 
     @property
     def inputs(self) -> InputProcessor:
