@@ -73,8 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as stopped:
-        resumes = "stopped: run the same command again to resume"
-        print(str(stopped) or ("stopped: nothing is left" if exports else resumes), file=sys.stderr)
+        starts_anew = exports or options.to == "gguf"
+        done = "nothing is left" if starts_anew else "run the same command again to resume"
+        print(str(stopped) or f"stopped: {done}", file=sys.stderr)
         return INTERRUPTED
 
 

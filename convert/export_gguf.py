@@ -29,13 +29,12 @@ from mla_jax.weights.save import complete
 HEADER = 64 << 20  # bytes, at most: vocabularies are the largest part
 NUMBERS = {np.dtype(dtype): gguf.GGUFValueType(kind) for kind, dtype in SCALARS.items()}
 ROUNDED = ("Q8_0", "Q4_0")  # types to which values are rounded in blocks
-STOPPED = "stopped: nothing is left"
 
 
 def run(
     checkpoint: Checkpoint, out: Path, name: str, dtype: str, dry_run: bool, allow_nonfinite: bool
 ) -> int:
-    """Prints the plan; unless it is a dry run, writes the file. Returns the exit code. Raises KeyboardInterrupt after Ctrl-C."""
+    """Prints the plan; unless it is a dry run, writes the file. Returns the exit code."""
     found = tensors(checkpoint, dtype)
     metadata = _metadata(checkpoint, name, found)
     needed = peak(checkpoint, found)
@@ -46,11 +45,8 @@ def run(
     with lock(out):
         _refuse_foreign(out.with_name(out.name + ".partial"))
         start, bar = time.monotonic(), Bar("writing")
-        try:
-            with writing(out, "no files"):
-                complete(out, partial(_write, checkpoint, found, metadata, bar, allow_nonfinite))
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(STOPPED) from None
+        with writing(out, "no files"):
+            complete(out, partial(_write, checkpoint, found, metadata, bar, allow_nonfinite))
         bar.close(time.monotonic() - start)
     return 0
 
