@@ -35,8 +35,13 @@ def run(
     checkpoint: Checkpoint, out: Path, name: str, dtype: str, dry_run: bool, allow_nonfinite: bool
 ) -> int:
     """Prints the plan; unless it is a dry run, writes the file. Returns the exit code."""
+    keys = gguf_metadata.architecture(
+        checkpoint.config, checkpoint.has_mtp, tied="head" not in checkpoint.sources
+    )
     found = tensors(checkpoint, dtype)
-    metadata = _metadata(checkpoint, name, found)
+    described = gguf_metadata.described(checkpoint.source, name)
+    if dtype != "keep" or "general.file_type" not in described:
+        described |= _made(found)
     needed = peak(checkpoint, found)
     print(*_lines(checkpoint, out, found, needed), sep="\n", file=sys.stderr, flush=True)
     if dry_run:
@@ -46,26 +51,19 @@ def run(
         _refuse_foreign(out.with_name(out.name + ".partial"))
         start, bar = time.monotonic(), Bar("writing")
         with writing(out, "no files"):
-            complete(out, partial(_write, checkpoint, found, metadata, bar, allow_nonfinite))
+            complete(out, partial(_write, checkpoint, found, described | keys, bar, allow_nonfinite))
         bar.close(time.monotonic() - start)
     return 0
 
 
-def _metadata(checkpoint: Checkpoint, name: str, found: list[GgufTensor]) -> dict[str, Any]:
-    tied = all(tensor.path != "head" for tensor in found)
-    keys = gguf_metadata.architecture(checkpoint.config, checkpoint.has_mtp, tied)
-    types = {tensor.type for tensor in found}
-    made_by = {"general.quantized_by": f"mla-convert {__version__}"} if types & {*ROUNDED} else {}
-    return made_by | gguf_metadata.described(checkpoint.source, name) | keys | _file_type(found)
-
-
-def _file_type(found: list[GgufTensor]) -> dict[str, int]:
-    """The type of most of the bytes, as llama.cpp numbers files; mixtures of K types have other numbers."""
-    sizes = _sizes(found)
-    largest = max(sizes, key=sizes.__getitem__)
-    kind = gguf.LlamaFileType.__members__.get(f"MOSTLY_{largest}")
-    kind = gguf.LlamaFileType.ALL_F32 if largest == "F32" else kind
-    return {} if kind is None else {"general.file_type": int(kind)}
+def _made(found: list[GgufTensor]) -> dict[str, Any]:
+    """The type of most of the bytes, as llama.cpp numbers files, and who has rounded them to it."""
+    largest = next(iter(_sizes(found)))
+    kind = gguf.LlamaFileType.__members__.get("ALL_F32" if largest == "F32" else f"MOSTLY_{largest}")
+    made: dict[str, Any] = {} if kind is None else {"general.file_type": int(kind)}
+    if any(tensor.type in ROUNDED and not tensor.kept for tensor in found):
+        made["general.quantized_by"] = f"mla-convert {__version__}"
+    return made
 
 
 def _sizes(found: list[GgufTensor]) -> dict[str, int]:

@@ -35,7 +35,7 @@ from mla_jax.weights.source import Source
 Metadata = dict[str, Any]  # as the reader has it: arrays of numbers are numpy arrays
 
 # Of a GGUF file that is converted again: what is written anew
-_OWN = ("general.architecture", "general.file_type", "general.quantization_version", "general.alignment")
+_OWN = ("general.architecture", "general.quantization_version", "general.alignment")
 # Fields that change no number, or are compared otherwise
 _APART = {
     "bos_token_id",

@@ -16,6 +16,7 @@ from weights import parameters
 from weights.as_gguf import converted, full, gguf_tensors, keyed, write
 
 from convert import export_gguf
+from convert.__main__ import _name
 from convert.gguf_metadata import architecture
 from mla_jax import LLM
 from mla_jax.base.config import Config
@@ -147,16 +148,20 @@ def test_blocks_of_a_gguf_file_stay_as_they_are_also_by_way_of_orbax(tmp_path, l
 
 def test_what_a_gguf_file_says_of_itself_and_its_text_stays(tmp_path):
     kind, hf = gguf.GGUFValueType, full("v3")
-    own = {f"general.{key}": (value, kind.STRING) for key, value in {"name": "Tiny", "author": "A", "license": "mit"}.items()}
+    own = {f"general.{key}": (value, kind.STRING) for key, value in {"name": "Tiny", "author": "A", "quantized_by": "B"}.items()}
     own |= {"general.file_type": (7, kind.UINT32), "general.tags": (["a", "b"], kind.ARRAY)}
     text = {"model": ("gpt2", kind.STRING), "pre": ("gpt-2", kind.STRING), "tokens": ([*"abcd", "ab"], kind.ARRAY)}
     text |= {"token_type": ([1, 1, 1, 3, 1], kind.ARRAY, kind.INT32), "merges": (["a b"], kind.ARRAY)}
     text = {f"tokenizer.ggml.{key}": value for key, value in text.items()}
     write(tmp_path / "named.gguf", keyed(hf) | own | text, gguf_tensors(hf, models.tensors(hf, mtp=True), "new"))
     before = said(gguf.GGUFReader(tmp_path / "named.gguf"))
+    kept = said(to_gguf(tmp_path / "named.gguf", tmp_path / "kept.gguf"))
+    assert {key: kept[key] for key in before} == before
     reader = to_gguf(tmp_path / "named.gguf", tmp_path / "m.gguf", "--dtype", "bf16")
     after = said(reader)
     assert {key: after[key] for key in before} == before | {"general.file_type": 32}
+    rounded = said(to_gguf(tmp_path / "named.gguf", tmp_path / "rounded.gguf", "--dtype", "q8_0"))
+    assert rounded["general.quantized_by"].startswith("mla-convert ")
     assert reader.fields["tokenizer.ggml.token_type"].types == [kind.ARRAY, kind.INT32]
 
 
@@ -390,3 +395,9 @@ def test_files_of_others_stay_and_what_a_kill_left_is_written_over(tmp_path, sou
 def test_the_name_is_that_of_the_folder_with_its_dots(tmp_path, source):
     shutil.move(source, tmp_path / "Model-V2.5")
     assert said(to_gguf(tmp_path / "Model-V2.5", tmp_path / "m.gguf"))["general.name"] == "Model-V2.5"
+
+
+def test_a_model_of_the_hub_has_its_name_there(tmp_path):
+    assert _name("org/Model-V2.5@main", tmp_path / "snapshots" / "0123abc") == "Model-V2.5"
+    (tmp_path / "small.gguf").touch()
+    assert _name(str(tmp_path / "small.gguf"), tmp_path / "small.gguf") == "small"
