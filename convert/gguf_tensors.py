@@ -81,7 +81,7 @@ def _tensor(path: str, origin: Origin, checkpoint: Checkpoint, dtype: str) -> Gg
     shape = axes.shape(checkpoint.config, target.axes)
     stays = origin.part in PIECES or origin.part is target.part
     type = "F32" if _is_small(path, shape) else _type(dtype, stored, path, shape, stays)
-    kept = stored == type and stored not in PLAIN_DTYPES
+    kept = stays and stored == type and stored not in PLAIN_DTYPES
     return GgufTensor(target.names[0], path, shape, type, stored, kept, origin)
 
 
@@ -139,7 +139,7 @@ def _piece(tensor: GgufTensor, checkpoint: Checkpoint, i: int) -> tuple[np.ndarr
         return part(raw[0], config), unsound
     if origin.part in PIECES:
         raw = tuple(cut(origin)(part, config) for part in raw)
-        shape = tensor.shape if tensor.pieces == 1 else tensor.shape[1:]
+        shape = tensor.shape[1:] if origin.stacked else tensor.shape
         return packed(raw, tensor.stored, shape, tensor.type), unsound
     shape = checkpoint.source.tensors[origin.names[0]].shape
     values = origin.part(_values(raw, tensor.stored, shape), config)  # uk or uv

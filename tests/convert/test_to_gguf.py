@@ -129,6 +129,29 @@ def test_packed_sources_are_unpacked_first(tmp_path, dtype):
     assert kind in {tensor.tensor_type for tensor in reader.tensors}
 
 
+@pytest.mark.parametrize("dtype", ["q8_0", "q4_0", "bf16"])
+def test_blocks_of_both_halves_are_cut_by_their_values(tmp_path, dtype):
+    source = packed_gguf(tmp_path / "source.gguf", "old")
+    reader, kind = to_gguf(source, tmp_path / "m.gguf", "--dtype", dtype), Block[ROUNDING[dtype]]
+    heads, nope, rank = 4, 16, 32
+    before = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(source).tensors}
+    after = {t.name: t for t in reader.tensors}
+    for layer in range(4):
+        both = before[f"blk.{layer}.attn_kv_b.weight"].reshape(heads, -1, rank)
+        key, value = after[f"blk.{layer}.attn_k_b.weight"], after[f"blk.{layer}.attn_v_b.weight"]
+        assert value.tensor_type == kind
+        expected = rounded(both[:, :nope].transpose(0, 2, 1), key.tensor_type), rounded(both[:, nope:], kind)
+        for tensor, values in zip((key, value), expected, strict=True):
+            found = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(values.shape)
+            np.testing.assert_array_equal(found, values, err_msg=tensor.name)
+
+
+def test_a_single_expert_is_a_stack_of_one(tmp_path):
+    one = {"n_routed_experts": 1, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+    source, tensors, _ = folder(tmp_path / "hf", **one)
+    assert_tensors(to_gguf(source, tmp_path / "m.gguf"), tensors, {})
+
+
 @pytest.mark.parametrize("layout", ["new", "old", "both", "fused"])
 def test_blocks_of_a_gguf_file_stay_as_they_are_also_by_way_of_orbax(tmp_path, layout):
     source = packed_gguf(tmp_path / "source.gguf", layout)
