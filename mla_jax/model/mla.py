@@ -23,6 +23,7 @@ from mla_jax.mesh import across
 from mla_jax.model import block_attention, rope
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.block_attention import Cached, StepCache
+from mla_jax.model.fp8_up import Up, from_latent, numbers, to_latent
 from mla_jax.model.kernels import contracted, linear
 from mla_jax.model.ops import norm_weight, parameter, plain, rms_norm
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from mla_jax.model.dispatch import Selection
 
 Queries = tuple[Float[Array, "B T N P"], Float[Array, "B T N E"]]
-Up = tuple[Float[Array, "N P R"], Float[Array, "N V R"]]
 
 
 def latents(
@@ -43,8 +43,9 @@ def heads(
     c_kv: Float[Array, "B S R"], k_pe: Float[Array, "B S E"], up: Up, x: Any = None
 ) -> dict[str, Array]:
     """Every head's key and value, rebuilt from the latent; the rotary key is shared by all heads."""
-    k_nope = jnp.einsum("bsr,npr->bsnp", c_kv, up[0])
-    v = jnp.einsum("bsr,nvr->bsnv", c_kv, up[1])
+    uk, uv = numbers(up, c_kv.dtype)
+    k_nope = jnp.einsum("bsr,npr->bsnp", c_kv, uk)
+    v = jnp.einsum("bsr,nvr->bsnv", c_kv, uv)
     shared = jnp.broadcast_to(k_pe[:, :, None], (*k_nope.shape[:3], k_pe.shape[-1]))
     return {"k": jnp.concatenate([k_nope, shared], -1), "v": v}
 
@@ -62,6 +63,7 @@ def naive(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B 
 
 def compressed(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Caches latents, rebuilds the heads at every step: little memory, much arithmetic."""
+    up = numbers(up, q[0].dtype)  # once, not for each block
     rebuilt = held._replace(reads=lambda cached: heads(**held.reads(cached), up=up))
     return naive(q, rebuilt, up, scale)
 
@@ -69,8 +71,9 @@ def compressed(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array
 def absorbed(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Moves `uk` to the query and `uv` to the output, so heads are never rebuilt. As published, each head gets its own copy of
     the joint key [c_kv, k_pe]: that copy is what `move_elided` elides (a GPU compiler may fuse it away)."""
-    # `up` comes first, else a GPU keeps the result strided: 6 times slower at 32 rows of 512
-    q_c = jnp.einsum("npr,btnp->btnr", up[0], q[0])
+    uk, uv = numbers(up, q[0].dtype)
+    # `uk` comes first, else a GPU keeps the result strided: 6 times slower at 32 rows of 512
+    q_c = jnp.einsum("npr,btnp->btnr", uk, q[0])
     joined = jnp.concatenate([q_c, q[1]], -1)
 
     def block(cached: Cached) -> tuple[Array, Array]:
@@ -79,19 +82,19 @@ def absorbed(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, 
         scores = jnp.einsum("btnh,bsnh->btns", joined, key, preferred_element_type=jnp.float32)
         return scores * scale, cached["c_kv"]
 
-    return jnp.einsum("btnr,nvr->btnv", held.attend(block).astype(q_c.dtype), up[1])
+    return jnp.einsum("btnr,nvr->btnv", held.attend(block).astype(q_c.dtype), uv)
 
 
 def move_elided(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Absorbed, with the plain and the rotary score added instead of their vectors joined: nothing is copied."""
-    q_c = jnp.einsum("btnp,npr->btnr", q[0], up[0])
+    q_c = to_latent(q[0], up[0])
 
     def block(cached: Cached) -> tuple[Array, Array]:
         scores = jnp.einsum("btnr,bsr->btns", q_c, cached["c_kv"], preferred_element_type=jnp.float32)
         scores += jnp.einsum("btne,bse->btns", q[1], cached["k_pe"], preferred_element_type=jnp.float32)
         return scores * scale, cached["c_kv"]
 
-    return jnp.einsum("btnr,nvr->btnv", held.attend(block).astype(q_c.dtype), up[1])
+    return from_latent(held.attend(block), up[1], q_c.dtype)
 
 
 class Form(NamedTuple):
@@ -132,8 +135,8 @@ class MLA(nnx.Module):
             self.q_b_proj = parameter(config, rngs, "heads*query", "q_rank")
         self.kv_a_proj = parameter(config, rngs, "latent", "model")
         self.kv_a_norm = norm_weight(config, rngs, "kv_rank")
-        self.uk = parameter(config, rngs, "heads", "nope", "kv_rank", packs=False)
-        self.uv = parameter(config, rngs, "heads", "value", "kv_rank", packs=False)
+        self.uk = parameter(config, rngs, "heads", "nope", "kv_rank", packs=False, role="heads")
+        self.uv = parameter(config, rngs, "heads", "value", "kv_rank", packs=False, role="heads")
         self.o_proj = parameter(config, rngs, "model", "heads*value")
 
     def __call__(

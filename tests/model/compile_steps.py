@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mla_jax import Config, Transformer
 from mla_jax.base import qtensor, roofline
-from mla_jax.base.qtensor import REORDERED
+from mla_jax.base.qtensor import BY_COLUMN, REORDERED
 from mla_jax.cache.evict import BUDGET_RULES, EVICTION_POLICIES
 from mla_jax.cache.paged import COPIED, PAGE
 from mla_jax.cache.retrieve import RETRIEVAL_POLICIES, Retrieval
@@ -76,6 +76,8 @@ def on_target(variable: nnx.Variable, format: str) -> Any:
         format = "Q5_0" if format == "Q4_K" and variable.shape[-1] % 256 else format
         is_reordered = about["role"] != "rows" and packed.why_not(format, variable.shape) is None
         value = qtensor.abstract(format + REORDERED * is_reordered, variable.shape)
+    if about["role"] == "heads" and format == "fp8_block":
+        value = qtensor.abstract(BY_COLUMN, variable.shape)
     return jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=here), value)
 
 
