@@ -29,11 +29,13 @@ def numbers(up: Up, dtype: jnp.dtype) -> tuple[Float[Array, "N P R"], Float[Arra
 
 def to_latent(q_nope: Float[Array, "B T N P"], uk: Float[Array, "N P R"] | QTensor) -> Float[Array, "B T N R"]:
     """Each head's plain query as one that meets latents."""
-    mix, dtype = "btnp,npr->btnr", q_nope.dtype
+    dtype = q_nope.dtype
     if not isinstance(uk, QTensor) or _is_one_row(q_nope):
-        return jnp.einsum(mix, q_nope, plain(uk, dtype))
+        return jnp.einsum("btnp,npr->btnr", q_nope, plain(uk, dtype))
     codes, scale = factors(uk, dtype)
-    return (scale * jnp.einsum(mix, q_nope, codes, preferred_element_type=jnp.float32)).astype(dtype)
+    # Codes come first: a CPU has no such product in bfloat16 the other way round
+    q_c = jnp.einsum("npr,btnp->btnr", codes, q_nope, preferred_element_type=jnp.float32)
+    return (scale * q_c).astype(dtype)
 
 
 def from_latent(
