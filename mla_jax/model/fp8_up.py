@@ -22,12 +22,14 @@ def stays_fp8(format: str, config: Config) -> bool:
     return config.qk_nope_head_dim == config.v_head_dim == rows
 
 
-def numbers(up: Up, dtype: jnp.dtype) -> tuple[Float[Array, "N P R"], Float[Array, "N V R"]]:
+def plain_up(up: Up, dtype: jnp.dtype) -> tuple[Float[Array, "N P R"], Float[Array, "N V R"]]:
     """Both halves without scales."""
     return plain(up[0], dtype), plain(up[1], dtype)
 
 
-def to_latent(q_nope: Float[Array, "B T N P"], uk: Float[Array, "N P R"] | QTensor) -> Float[Array, "B T N R"]:
+def to_latent(
+    q_nope: Float[Array, "B T N P"], uk: Float[Array, "N P R"] | QTensor
+) -> Float[Array, "B T N R"]:
     """Each head's plain query as one that meets latents."""
     dtype = q_nope.dtype
     if not isinstance(uk, QTensor) or _is_one_row(q_nope):

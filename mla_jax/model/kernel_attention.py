@@ -19,7 +19,7 @@ from mla_jax.cache.paged import Layer, Pool, StepRows, View
 from mla_jax.mesh import across
 from mla_jax.model import fp8_latent, kernels, rope
 from mla_jax.model.block_attention import StepCache, finite
-from mla_jax.model.fp8_up import Up, from_latent, numbers, to_latent
+from mla_jax.model.fp8_up import Up, from_latent, plain_up, to_latent
 from mla_jax.model.mla import Form, Queries, heads, latents
 
 
@@ -138,7 +138,7 @@ def prepare_heads(batch: Batch, pool: Pool, config: Config, block: int) -> Heads
 
 def kernel_heads(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
     layer, queries = _cached(held), jnp.concatenate(q, -1)
-    up = numbers(up, queries.dtype)  # once, not for each block
+    up = plain_up(up, queries.dtype)  # once, not for each block
     step: Heads = held.step
     slots = step.count * layer.size
 

@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): its four forms side by side, and the layer around them.
 
 A form defines the cached arrays of a token and the attention over them. All four use the same two weights, the halves of
-kv_b_proj: `uk [N P R]` maps the latent to a head's plain key, `uv [N V R]` to its value. They give equal results and differ in
-caching, arithmetic and copies; `base/roofline.py` compares their costs. A form makes scores and values of a block of cached
-tokens; `block_attention.attend` is the softmax over all blocks.
+kv_b_proj: `uk [N P R]` maps the latent to a head's plain key, `uv [N V R]` to its value; fp8_up.py multiplies by halves in FP8.
+They give equal results and differ in caching, arithmetic and copies; `base/roofline.py` compares their costs. A form makes
+scores and values of a block of cached tokens; `block_attention.attend` is the softmax over all blocks.
 
 Letters: B batch, T query tokens, S cached tokens, N heads, R kv rank, P nope, E rope, V value; H is P + E, L is R + E."""
 
@@ -23,7 +23,7 @@ from mla_jax.mesh import across
 from mla_jax.model import block_attention, rope
 from mla_jax.model.attention_scores import Watch
 from mla_jax.model.block_attention import Cached, StepCache
-from mla_jax.model.fp8_up import Up, from_latent, numbers, to_latent
+from mla_jax.model.fp8_up import Up, from_latent, plain_up, to_latent
 from mla_jax.model.kernels import contracted, linear
 from mla_jax.model.ops import norm_weight, parameter, plain, rms_norm
 
@@ -43,7 +43,7 @@ def heads(
     c_kv: Float[Array, "B S R"], k_pe: Float[Array, "B S E"], up: Up, x: Any = None
 ) -> dict[str, Array]:
     """Every head's key and value, rebuilt from the latent; the rotary key is shared by all heads."""
-    uk, uv = numbers(up, c_kv.dtype)
+    uk, uv = plain_up(up, c_kv.dtype)
     k_nope = jnp.einsum("bsr,npr->bsnp", c_kv, uk)
     v = jnp.einsum("bsr,nvr->bsnv", c_kv, uv)
     shared = jnp.broadcast_to(k_pe[:, :, None], (*k_nope.shape[:3], k_pe.shape[-1]))
@@ -63,7 +63,7 @@ def naive(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B 
 
 def compressed(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Caches latents, rebuilds the heads at every step: little memory, much arithmetic."""
-    up = numbers(up, q[0].dtype)  # once, not for each block
+    up = plain_up(up, q[0].dtype)  # once, not for each block
     rebuilt = held._replace(reads=lambda cached: heads(**held.reads(cached), up=up))
     return naive(q, rebuilt, up, scale)
 
@@ -71,7 +71,7 @@ def compressed(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array
 def absorbed(q: Queries, held: StepCache, up: Up, scale: float) -> Float[Array, "B T N V"]:
     """Moves `uk` to the query and `uv` to the output, so heads are never rebuilt. As published, each head gets its own copy of
     the joint key [c_kv, k_pe]: that copy is what `move_elided` elides (a GPU compiler may fuse it away)."""
-    uk, uv = numbers(up, q[0].dtype)
+    uk, uv = plain_up(up, q[0].dtype)
     # `uk` comes first, else a GPU keeps the result strided: 6 times slower at 32 rows of 512
     q_c = jnp.einsum("npr,btnp->btnr", uk, q[0])
     joined = jnp.concatenate([q_c, q[1]], -1)

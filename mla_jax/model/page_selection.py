@@ -17,7 +17,7 @@ from mla_jax.cache import paged, retrieve
 from mla_jax.cache.paged import ASKED, NOWHERE, SUMMARY, Layer, StepRows, View
 from mla_jax.cache.retrieve import Retrieval
 from mla_jax.model.block_attention import StepCache
-from mla_jax.model.fp8_up import Up, numbers, to_latent
+from mla_jax.model.fp8_up import Up, plain_up, to_latent
 
 
 class Written(NamedTuple):
@@ -160,5 +160,5 @@ def absorbed_queries(q: tuple[Array, Array], up: Up) -> Float[Array, "B T N L"]:
 
 def _added_up(q: tuple[Array, Array], up: Up) -> Float[Array, "B T L"]:
     """The sum of these over heads, which is computed without them."""
-    uk, _ = numbers(up, q[0].dtype)
+    uk, _ = plain_up(up, q[0].dtype)
     return jnp.concatenate([jnp.einsum("btnp,npr->btr", q[0], uk), q[1].sum(2)], axis=-1)

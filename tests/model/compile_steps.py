@@ -2,8 +2,8 @@
 
     python compile_steps.py [KIND ..]       (of KINDS; by default all)
 
-For each: how often kernels of ours are called, the bytes of the pool, of temporaries and of what the plan has for these, and
-operations that copy the pool."""
+For each: how often kernels of ours are called, the bytes of the pool, of temporaries and of what the plan has for these,
+operations that copy the pool, and those that write a half of kv_b_proj in bfloat16."""
 
 import functools
 import json
@@ -106,7 +106,7 @@ def shapes_of(kind: Kind, chunk: int) -> Iterator[ProgramShape]:
         yield from (ProgramShape(name, rows=COPIED) for name in ("copy_out", "copy_in"))
 
 
-def compiled(program: Program, given: tuple, pool: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+def compiled(program: Program, given: tuple, pool: dict[str, jax.ShapeDtypeStruct], half: tuple[int, ...]) -> dict[str, Any]:
     found = program.lower(*given).compile()
     text, memory = found.as_text(), found.memory_analysis()
     sizes = {",".join(map(str, flat)) for a in pool.values() for flat in (a.shape, (prod(a.shape[:2]), *a.shape[2:]))}
@@ -118,6 +118,7 @@ def compiled(program: Program, given: tuple, pool: dict[str, jax.ShapeDtypeStruc
         "aliased": memory.alias_size_in_bytes,
         "sorts": text.count(" sort("),
         "slices": text.count('"name":"dynamic_slice_fusion"'),
+        "widened": len(re.findall(rf" = bf16\[{','.join(map(str, half))}\]\S* fusion\(", text)),
         "copies": [one.group(0) for one in moving.finditer(text) if one.group(2) != "scatter"],
     }
 
@@ -133,7 +134,7 @@ def main(names: list[str]) -> None:
         about = {"kind": name, "planned": planned, "heads": model.dispatch.caches_heads}
         for shape in shapes_of(kind, model.dispatch.chunk(model)):
             given = programs._arguments(pool, rows, shape)
-            found = compiled(programs.all[shape.name], given, pool)
+            found = compiled(programs.all[shape.name], given, pool, model.layers[0].attn.uk.shape)
             print(json.dumps(about | shape._asdict() | found), flush=True)
 
 

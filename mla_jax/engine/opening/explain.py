@@ -83,7 +83,9 @@ def _up(model: Transformer) -> list[str]:
     if not block or not packed_shapes(model) or stays_fp8(qtensor.fp8_format(block), config):
         return []
     head = f"{config.qk_nope_head_dim} + {config.v_head_dim} rows of a head"
-    return [f"kv_b_proj: unpacked to {model.dtype} while loading; blocks of {block[0]} rows do not fit the {head}"]
+    return [
+        f"kv_b_proj: unpacked to {model.dtype} while loading; blocks of {block[0]} rows do not fit the {head}"
+    ]
 
 
 def explain_programs(programs: Programs, planned: MemoryPlan) -> str:
