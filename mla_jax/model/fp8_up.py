@@ -32,7 +32,7 @@ def to_latent(
 ) -> Float[Array, "B T N R"]:
     """Each head's plain query as one that meets latents."""
     dtype = q_nope.dtype
-    if not isinstance(uk, QTensor) or _is_one_row(q_nope):
+    if not isinstance(uk, QTensor) or _tokens(q_nope) == 1:
         return jnp.einsum("btnp,npr->btnr", q_nope, plain(uk, dtype))
     codes, scale = factors(uk, dtype)
     # Codes come first: a CPU has no such product in bfloat16 the other way round
@@ -44,13 +44,14 @@ def from_latent(
     o_c: Float[Array, "B T N R"], uv: Float[Array, "N V R"] | QTensor, dtype: jnp.dtype
 ) -> Float[Array, "B T N V"]:
     """Each head's value of a sum of latents, computed in `dtype`."""
-    mix = "btnr,nvr->btnv"
-    if not isinstance(uv, QTensor) or _is_one_row(o_c):
+    mix, tokens = "btnr,nvr->btnv", _tokens(o_c)
+    # Of more than V tokens, to scale sums and write them moves more bytes than to unpack `uv`
+    if not isinstance(uv, QTensor) or tokens == 1 or tokens > uv.shape[1]:
         return jnp.einsum(mix, o_c.astype(dtype), plain(uv, dtype))
     codes, scale = factors(uv, dtype)
     return jnp.einsum(mix, (scale * o_c).astype(dtype), codes)
 
 
-def _is_one_row(x: Float[Array, "B T N H"]) -> bool:
-    """For one token XLA makes sums of products, no matmul, and unpacks in registers."""
-    return x.shape[0] * x.shape[1] == 1
+def _tokens(x: Float[Array, "B T N H"]) -> int:
+    """Of a step; for one XLA makes sums of products, no matmul, and unpacks in registers."""
+    return x.shape[0] * x.shape[1]

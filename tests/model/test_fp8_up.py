@@ -46,7 +46,7 @@ def half(seed: int) -> tuple[QTensor, np.ndarray]:
 PRODUCTS = [(to_latent, "btnp,npr->btnr", ROWS), (lambda o, uv: from_latent(o, uv, o.dtype), "btnr,nvr->btnv", RANK)]
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [1, 5, ROWS + 1])
 @pytest.mark.parametrize(("product", "mix", "width"), PRODUCTS, ids=["to_latent", "from_latent"])
 def test_products_are_exact_in_float32_and_in_bfloat16_as_good_as_with_rounded_weights(product, mix, width, rows):
     packed, numbers = half(0)
